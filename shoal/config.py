@@ -1,0 +1,451 @@
+"""The run file: every knob of a run with its unit, and how a TOML file becomes one.
+
+Called by the CLI and by every role. This is the only file that reads the process environment. The sections stand
+together here, not beside their owners, because the run file is one document for its reader and the coordinator
+must read all of it without importing torch.
+"""
+
+import difflib
+import math
+import operator
+import os
+import re
+import tomllib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from shoal.errors import ConfigError
+
+T = TypeVar("T")
+
+
+class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Base of the run file's sections: immutable, unknown keys refused."""
+
+
+class TinyPolicy(Section, frozen=True):
+    """A model made from scratch, when `policy.path` is empty."""
+
+    family: Literal["llama", "qwen2", "qwen3"] = "qwen3"
+    """Architecture, as Hugging Face's transformers names it."""
+    width: int = 128
+    """Hidden size."""
+    layers: int = 4
+    """Transformer blocks."""
+    heads: int = 4
+    """Query heads; they divide the width."""
+    kv_heads: int = 2
+    """Key and value heads; they divide the query heads."""
+    mlp_width: int = 384
+    """Intermediate size."""
+    max_positions: int = 512
+    """Longest sequence, tokens."""
+    tied: bool = False
+    """Output head shares the embedding."""
+
+
+class PolicyConfig(Section, frozen=True):
+    """The language model."""
+
+    path: str = ""
+    """HF-format directory to start from, relative to the run file; empty makes `tiny` from the run's seed."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision in which versions are published and sampled."""
+    tiny: TinyPolicy = TinyPolicy()
+
+
+class EnvConfig(Section, frozen=True):
+    """One environment of the run."""
+
+    name: str
+    """Built-in name, or path to a Python file relative to the run file."""
+    weight: float = 1.0
+    """Share of slots, relative to the other environments."""
+    args: dict[str, Any] = {}
+    """Arguments of the environment."""
+
+
+class SamplingConfig(Section, frozen=True):
+    """How tokens are drawn."""
+
+    temperature: float = 1.0
+    """Divides the logits; below 1 is greedier, above 1 bolder."""
+    max_turn_tokens: int = 64
+    """Tokens that the policy may write in one turn, the stop token included."""
+    max_tokens: int = 512
+    """Tokens of a whole rollout."""
+
+
+class RolloutsConfig(Section, frozen=True):
+    """Groups, blocks and batches."""
+
+    group_size: int = 16
+    """Rollouts of one task."""
+    block_rollouts: int = 64
+    """Rollouts generated as one batch; a multiple of group_size."""
+    batch_groups: int = 16
+    """Groups with signal that make one training step."""
+    max_staleness: int = 1
+    """Policy versions between the one that sampled a rollout and the one that learns from it; 0 is synchronous."""
+    lease_s: float = 120.0
+    """Seconds that a worker has for one block before it is leased again."""
+
+
+class TrainConfig(Section, frozen=True):
+    """The trainer."""
+
+    algorithm: Literal["grpo"] = "grpo"
+    """Which loss of `shoal/algos` turns rows into a number."""
+    advantage: Literal["mean", "mean_std"] = "mean"
+    """Reward minus group mean, or that divided by the group's standard deviation."""
+    lr: float = 1e-4
+    """Learning rate at its highest."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """After warm-up; linear and cosine fall to a tenth."""
+    warmup_steps: int = 5
+    """Steps in which the learning rate climbs from 0."""
+    beta1: float = 0.9
+    """AdamW's decay of the mean gradient, per step."""
+    beta2: float = 0.95
+    """AdamW's decay of the mean squared gradient, per step."""
+    weight_decay: float = 0.0
+    """AdamW's pull of the weights towards 0, per unit of learning rate."""
+    max_grad_norm: float = 1.0
+    """A longer gradient is scaled down to this norm."""
+    epsilon: float = 0.2
+    """Clip range of the importance ratio, both sides."""
+    delta: float = 4.0
+    """Upper bound of the ratio where the advantage is negative (INTELLECT-2)."""
+    entropy_bonus: float = 0.0
+    """Weight of the mean entropy, nats per token."""
+    microbatch_tokens: int = 2048
+    """Padded tokens of one forward pass."""
+    threads: int = 1
+    """CPU threads of the trainer."""
+
+
+class VerifyConfig(Section, frozen=True):
+    """What validators demand."""
+
+    audit_rate: float = 1.0
+    """Share of groups whose sampling and log-probs are replayed with the model; 1 when max_staleness is 0."""
+    logprob_bound: float = 0.01
+    """Largest |claimed - replayed| log-probability of one token, nats."""
+    gap_bound: float = 1e-3
+    """A replayed token further than this from the best choice, in nats, counts as flipped."""
+    max_flipped: float = 0.01
+    """Share of a rollout's tokens that may be flipped; at least one may."""
+    mean_gap_bound: float = 1e-4
+    """Largest mean gap of a group's tokens, each gap clipped at 1 nat."""
+    quarantine_s: float = 30.0
+    """Seconds without leases after a refused group; doubles with each."""
+
+
+class WorkersConfig(Section, frozen=True):
+    """Workers that `shoal run` starts on this machine."""
+
+    count: int = 2
+    """Honest workers."""
+    cheating: int = 0
+    """Further workers that cheat, to show that they are caught."""
+    threads: int = 1
+    """CPU threads of each."""
+
+
+class ValidatorsConfig(Section, frozen=True):
+    """Validators that the host starts."""
+
+    count: int = 1
+    """Validators; a refusal needs one, a slash two."""
+    threads: int = 1
+    """CPU threads of each."""
+
+
+class HostConfig(Section, frozen=True):
+    """Where the coordinator listens."""
+
+    bind: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 takes requests from other machines."""
+    port: int = 0
+    """0 takes a free port and keeps it for resuming."""
+    public_url: str = ""
+    """What others should type, when a proxy with TLS stands before us."""
+
+
+class EvalConfig(Section, frozen=True):
+    """Held-out evaluation before and after."""
+
+    episodes: int = 512
+    """Sampled episodes on held-out tasks; 0 turns it off."""
+    samples: int = 2
+    """Transcripts shown."""
+
+
+class StorageConfig(Section, frozen=True):
+    """The run's folder."""
+
+    retain: Literal["all", "batches", "window"] = "window"
+    """Bodies of submissions kept: all; those that were trained on; or those of the last `window_steps` steps."""
+    window_steps: int = 16
+    """Training steps that `retain = "window"` keeps."""
+    quota_mb: int = 2048
+    """Disk that blobs may take; past it the coordinator pauses leases."""
+    checkpoint_every: int = 25
+    """Steps between checkpoints kept as HF directories."""
+
+
+class RunConfig(Section, frozen=True, kw_only=True):
+    """A run file."""
+
+    name: str
+    """Names the run and its folder, runs/NAME."""
+    steps: int
+    """Training steps."""
+    seed: int = -1
+    """Fixes every random choice of the run; -1 makes a private seed."""
+    policy: PolicyConfig = PolicyConfig()
+    envs: tuple[EnvConfig, ...]
+    sampling: SamplingConfig = SamplingConfig()
+    rollouts: RolloutsConfig = RolloutsConfig()
+    train: TrainConfig = TrainConfig()
+    verify: VerifyConfig = VerifyConfig()
+    workers: WorkersConfig = WorkersConfig()
+    validators: ValidatorsConfig = ValidatorsConfig()
+    host: HostConfig = HostConfig()
+    eval: EvalConfig = EvalConfig()
+    storage: StorageConfig = StorageConfig()
+
+
+class SftConfig(Section, frozen=True, kw_only=True):
+    """Supervised fine-tuning from an environment's scripted player: the recipe of `shoal sft`."""
+
+    name: str
+    """Names the recipe in its output."""
+    seed: int = 0
+    """Fixes the first weights, the games and their order."""
+    policy: PolicyConfig = PolicyConfig()
+    env: EnvConfig
+    """Whose scripted right player is imitated."""
+    episodes: int = 4096
+    """Scripted games to learn from."""
+    steps: int = 300
+    """Training steps."""
+    batch: int = 128
+    """Episodes a step."""
+    lr: float = 1e-3
+    """Learning rate at its highest; it falls to a tenth along a cosine."""
+    warmup_steps: int = 20
+    """Steps in which the learning rate climbs from 0."""
+    max_grad_norm: float = 1.0
+    """A longer gradient is scaled down to this norm."""
+    max_tokens: int = 512
+    """Longer episodes are left out, tokens."""
+    publish_dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Precision of the files that are written."""
+    threads: int = 2
+    """CPU threads."""
+
+
+SAFE_TO_CHANGE = (
+    "steps", "workers", "validators", "host", "eval", "storage", "train.threads", "verify.quarantine_s",
+    "rollouts.lease_s",
+)  # fmt: skip
+"""Keys (or whole sections) of a run file that may differ when a run is resumed."""
+
+
+AT_LEAST_0 = ("workers.count", "workers.cheating", "validators.count", "eval.episodes", "eval.samples")
+AT_LEAST_1 = (
+    "steps", "train.threads", "workers.threads", "validators.threads", "train.microbatch_tokens",
+    "storage.checkpoint_every", "storage.quota_mb",
+)  # fmt: skip
+
+
+def load_run(path: Path, overrides: list[str] | None = None, quick: bool = False) -> RunConfig:
+    """Read a run file, apply `key.sub=value` overrides, and check that the numbers fit each other.
+
+    A run file may hold a table `[quick]`: keys that stand over the others when `quick` is asked for, for a short
+    taste of the same run, in a folder of its own. Raises `ConfigError` naming the key, and the nearest known key
+    when it is unknown.
+    """
+    tree = _read_toml(path)
+    quick_tree = tree.pop("quick", None)
+    if quick:
+        if not isinstance(quick_tree, dict):
+            raise ConfigError(f"{path} has no [quick] table, so it cannot be run with --quick: leave --quick out")
+        tree = _merge(tree, {"name": f"{tree.get('name')}-quick"} | quick_tree)
+    config = _convert(tree, overrides or [], RunConfig, path)
+    check_run(config)
+    return config
+
+
+def load_sft(path: Path, overrides: list[str] | None = None) -> SftConfig:
+    """Read an SFT recipe; as `load_run`."""
+    return _convert(_read_toml(path), overrides or [], SftConfig, path)
+
+
+def check_run(config: RunConfig) -> None:
+    """Raise `ConfigError` where keys contradict each other."""
+    rollouts, sampling = config.rollouts, config.sampling
+    positions = config.policy.tiny.max_positions
+    demands = [
+        *_at_least(0, AT_LEAST_0, config),
+        *_at_least(1, AT_LEAST_1, config),
+        (re.fullmatch(r"[\w.-]*\w", config.name) is not None, f"name = {config.name!r}: letters, digits, - _ . only"),
+        (bool(config.envs), "envs: at least one [[envs]] section is needed"),
+        (all(e.weight > 0 for e in config.envs), "envs.weight: must be above 0"),
+        (rollouts.group_size >= 2, "rollouts.group_size: at least 2, or no group has signal"),
+        (
+            rollouts.block_rollouts > 0 and rollouts.block_rollouts % max(1, rollouts.group_size) == 0,
+            f"rollouts.block_rollouts = {rollouts.block_rollouts}: must be a multiple of group_size = "
+            f"{rollouts.group_size}",
+        ),
+        (rollouts.batch_groups >= 1, "rollouts.batch_groups: at least 1"),
+        (rollouts.max_staleness >= 0, "rollouts.max_staleness: at least 0"),
+        (rollouts.lease_s > 0, "rollouts.lease_s: must be above 0"),
+        (0 < sampling.temperature < math.inf, "sampling.temperature: must be above 0"),
+        (0 <= config.train.lr < math.inf, "train.lr: at least 0, and finite"),
+        (
+            bool(config.policy.path) or sampling.max_tokens <= positions,
+            f"sampling.max_tokens = {sampling.max_tokens}: at most policy.tiny.max_positions = {positions}",
+        ),
+        (0 < sampling.max_turn_tokens <= sampling.max_tokens, "sampling.max_turn_tokens: between 1 and max_tokens"),
+        (0.0 <= config.verify.audit_rate <= 1.0, "verify.audit_rate: between 0 and 1"),
+        (
+            rollouts.max_staleness > 0 or config.verify.audit_rate == 1.0,
+            "verify.audit_rate: must be 1 when rollouts.max_staleness is 0 (everything is audited then)",
+        ),
+    ]
+    for holds, message in demands:
+        if not holds:
+            raise ConfigError(message)
+
+
+def _at_least(least: int, keys: Iterable[str], config: RunConfig) -> Iterator[tuple[bool, str]]:
+    for key in keys:
+        value = operator.attrgetter(key)(config)
+        yield value >= least, f"{key} = {value}: must be at least {least}"
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}. Give the path of a run file (.toml)") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+
+
+def _merge(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """Tables are merged key by key; anything else, lists too, is replaced."""
+    merged = dict(under)
+    for key, value in over.items():
+        below = merged.get(key)
+        merged[key] = _merge(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def _convert(tree: dict[str, Any], overrides: list[str], kind: type[T], path: Path) -> T:
+    for override in overrides:
+        _set(tree, override)
+    return from_tree(tree, kind, str(path))
+
+
+def from_tree(tree: dict[str, Any], kind: type[T], source: str) -> T:
+    """Turn nested tables into a config; raises `ConfigError` that names the key and the nearest known one."""
+    try:
+        return msgspec.convert(tree, kind)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{source}: {_explain(str(error), kind)}") from None
+
+
+def to_tree(config: msgspec.Struct) -> dict[str, Any]:
+    """A config as nested plain tables: what the resolved run file and the log hold."""
+    tree: dict[str, Any] = msgspec.to_builtins(config)
+    return tree
+
+
+def _set(tree: dict[str, Any], override: str) -> None:
+    """Apply `workers.count=3`; the value is TOML, or a bare string. A number in a path picks a list's item."""
+    key, equals, text = override.partition("=")
+    if not equals or not key.strip():
+        raise ConfigError(f"--set {override}: write it as key=value, for example --set workers.count=3")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    *parents, last = key.strip().split(".")
+    node: Any = tree
+    for part in parents:
+        if isinstance(node, list):
+            if not (part.isdigit() and int(part) < len(node)):
+                raise ConfigError(f"--set {override}: {part} is not an item of the list (it has {len(node)})")
+            node = node[int(part)]
+        else:
+            node = node.setdefault(part, {})
+    if not isinstance(node, dict):
+        raise ConfigError(f"--set {override}: {'.'.join(parents)} is not a section")
+    node[last] = value
+
+
+def all_keys(kind: Any, prefix: str = "") -> dict[str, Any]:
+    """Every dotted key of a config type with its field: sections and leaves."""
+    keys: dict[str, Any] = {}
+    for field in msgspec.structs.fields(kind):
+        keys[prefix + field.name] = field
+        for inner in (field.type, *getattr(field.type, "__args__", ())):
+            if isinstance(inner, type) and issubclass(inner, Section):
+                keys |= all_keys(inner, f"{prefix}{field.name}.")
+    return keys
+
+
+def _explain(message: str, kind: Any) -> str:
+    """Say an unknown key with its section and the nearest known key; other faults as they are, path in front."""
+    reason, _, place = message.partition(" - at `$")
+    section = place.rstrip("`").replace("[...]", "").strip(".")
+    if not reason.startswith("Object contains unknown field"):
+        return f"{section or 'run file'}: {reason}"
+    name = reason.split("`")[1]
+    full = f"{section}.{name}" if section else name
+    known = all_keys(kind)
+    same_name = [key for key in known if key.rsplit(".", 1)[-1] == name]
+    near = same_name or difflib.get_close_matches(full, known, n=1, cutoff=0.5)
+    hint = f"; did you mean {near[0]}?" if near else f"; known: {', '.join(k for k in known if '.' not in k)}"
+    return f"unknown key {full}{hint}"
+
+
+def changed_keys(before: dict[str, Any], after: dict[str, Any], prefix: str = "") -> list[str]:
+    """Dotted keys in which two trees differ."""
+    changed = []
+    for name in sorted(before.keys() | after.keys()):
+        old, new = before.get(name), after.get(name)
+        if isinstance(old, dict) and isinstance(new, dict):
+            changed += changed_keys(old, new, f"{prefix}{name}.")
+        elif old != new:
+            changed.append(prefix + name)
+    return changed
+
+
+def unsafe_changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """Changed keys that are not in SAFE_TO_CHANGE: with these a run must not be resumed."""
+    return [
+        key
+        for key in changed_keys(before, after)
+        if not any(key == safe or key.startswith(safe + ".") for safe in SAFE_TO_CHANGE)
+    ]
+
+
+# --- the process environment: nowhere else ---
+
+
+def node_home() -> Path:
+    """Where this machine's node key is kept: $SHOAL_HOME, or ~/.shoal."""
+    return Path(os.environ.get("SHOAL_HOME", "") or Path.home() / ".shoal")
+
+
+def child_environment(threads: int) -> dict[str, str]:
+    """Environment of a role's process: threads pinned, OpenMP waiting without spinning."""
+    pinned = {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
+    return os.environ | pinned | {"OMP_WAIT_POLICY": "PASSIVE", "PYTHONUNBUFFERED": "1"}

@@ -1,0 +1,125 @@
+"""The run's folder: where everything of a run lies, how it is made, and how it is opened again.
+
+Called by the CLI, the launcher and the roles of the host. It knows paths, the private seed and the resolved run file,
+and nothing of what the other files hold.
+"""
+
+import os
+import secrets
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from shoal.config import RunConfig, from_tree, to_tree, unsafe_changes
+from shoal.errors import ConfigError, StateError
+from shoal.protocol.wire import domain_hash
+
+
+class RunFolder:
+    """Paths of a run; the attributes say what lies where."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.run_file = root / "run.json"
+        self.seed_file = root / "secret.seed"
+        self.log = root / "log.sqlite"
+        self.blobs = root / "blobs"
+        self.keys = root / "keys"
+        self.trainer = root / "trainer"
+        self.policy = root / "policy"
+        """Version 0, made or copied at the first start."""
+        self.checkpoints = root / "checkpoints"
+        self.metrics = root / "metrics.jsonl"
+        self.logs = root / "logs"
+        self.nodes = root / "nodes"
+        self.evaluations = root / "eval"
+        self.summary = root / "summary.json"
+        self.address = root / "coordinator.json"
+
+    def config(self) -> RunConfig:
+        """The resolved run file. Raises `StateError` if the folder holds no run."""
+        return from_tree(self._tree(), RunConfig, str(self.run_file))
+
+    def _tree(self) -> dict[str, Any]:
+        try:
+            return msgspec.json.decode(self.run_file.read_bytes(), type=dict[str, Any])
+        except FileNotFoundError:
+            raise StateError(f"{self.root} holds no run: start one with `shoal run RECIPE --out {self.root}`") from None
+        except (OSError, msgspec.DecodeError) as error:
+            raise StateError(f"{self.run_file} cannot be read: {error}. Restore it, or start a new folder") from None
+
+    def seed(self) -> bytes:
+        """The private seed of the run, 32 bytes."""
+        try:
+            return bytes.fromhex(self.seed_file.read_text().strip())
+        except (OSError, ValueError) as error:
+            raise StateError(
+                f"the run's seed {self.seed_file} cannot be read: {error}. Restore it from a copy"
+            ) from None
+
+    def run_id(self) -> str:
+        """Name of the run on the wire, 32 hex digits, made from the private seed."""
+        return domain_hash("run", self.seed())[:16].hex()
+
+    def prepare(self, config: RunConfig, recipe_dir: Path) -> bool:
+        """Make the folder, or open it again; returns whether it was resumed.
+
+        Raises `StateError` naming the keys when the run file changed in a way that a running run must not.
+        """
+        tree = to_tree(_with_absolute_paths(config, recipe_dir))
+        resumed = self.run_file.exists()
+        if resumed:
+            changed = unsafe_changes(self._tree(), tree)
+            if changed:
+                raise StateError(
+                    f"the run file differs from the one that {self.root} was started with, in {', '.join(changed)}: "
+                    "undo that to resume, or give --out for a new run"
+                )
+        try:
+            for folder in (self.root, self.keys, self.logs, self.nodes, self.evaluations, self.checkpoints):
+                folder.mkdir(parents=True, exist_ok=True)
+            if not self.seed_file.exists():
+                write_atomically(self.seed_file, _make_seed(config.seed).hex().encode(), mode=0o600)
+            write_atomically(self.run_file, msgspec.json.format(msgspec.json.encode(tree)))
+        except OSError as error:
+            raise StateError(
+                f"cannot write to {self.root}: {error.strerror}. Free space or give another --out"
+            ) from None
+        return resumed
+
+
+def write_atomically(path: Path, data: bytes, mode: int = 0o644) -> None:
+    """Write a file whole or not at all: a kill or a full disk leaves the old one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(name, mode)
+        os.replace(name, path)
+    except OSError:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def _make_seed(fixed: int) -> bytes:
+    return secrets.token_bytes(32) if fixed < 0 else domain_hash("fixed seed", fixed.to_bytes(8, "big"))
+
+
+def _with_absolute_paths(config: RunConfig, recipe_dir: Path) -> RunConfig:
+    """Paths in a run file are relative to it; the folder must work from anywhere."""
+    policy, envs = config.policy, []
+    if policy.path:
+        path = (recipe_dir / policy.path).resolve()
+        if not path.is_dir():
+            raise ConfigError(f"policy.path = {policy.path}: no directory at {path}")
+        policy = msgspec.structs.replace(policy, path=str(path))
+    for env in config.envs:
+        if env.name.endswith(".py"):
+            env = msgspec.structs.replace(env, name=str((recipe_dir / env.name).resolve()))
+        envs.append(env)
+    return msgspec.structs.replace(config, policy=policy, envs=tuple(envs))

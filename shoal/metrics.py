@@ -1,0 +1,95 @@
+"""What a training step reports: every metric declared once, and the file that they are appended to.
+
+Written by `roles/trainer`, read by the terminal view and the dashboard. A metric that cannot be written is counted
+and said once; it never stops training. It knows no clock: callers pass times as values.
+"""
+
+import logging
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+log = logging.getLogger(__name__)
+
+
+class Metric(NamedTuple):
+    """A metric's unit and the sentence that the dashboard shows."""
+
+    unit: str
+    sentence: str
+
+
+METRICS: dict[str, Metric] = {
+    "step": Metric("steps", "Training step, counted from 0; it turns policy version v = step into v + 1."),
+    "time_s": Metric("seconds", "When the step ended, since the epoch."),
+    "reward_mean": Metric("reward", "Mean reward of the batch's rollouts; groups without signal are not in it."),
+    "reward_all_mean": Metric(
+        "reward", "Mean reward of all accepted rollouts since the last step, with or without signal."
+    ),
+    "zero_signal_share": Metric("share", "Groups accepted since the last step whose rewards were all equal."),
+    "loss": Metric("loss", "Value of the objective that the step lowered, per policy token."),
+    "entropy_nats": Metric("nats", "Mean entropy of the distributions that the policy's tokens were drawn from."),
+    "clip_share": Metric("share", "Policy tokens whose gradient a bound on the importance ratio took away."),
+    "log_ratio_abs_mean_nats": Metric("nats", "Mean |log-prob of the trainer - log-prob of the worker| of a token."),
+    "log_ratio_abs_max_nats": Metric("nats", "Largest |log-prob of the trainer - log-prob of the worker| of a token."),
+    "staleness_rollouts": Metric("rollouts", "Rollouts of the batch by how many versions old their policy was."),
+    "stale_rollouts": Metric("rollouts", "Rollouts left out because their policy was older than max_staleness."),
+    "groups_without_signal": Metric("groups", "Groups of the batch left out because their rewards were all equal."),
+    "grad_norm": Metric("norm", "Norm of the gradient before clipping."),
+    "update_skipped": Metric("0 or 1", "1 if the gradient was not finite and the weights were left as they were."),
+    "lr": Metric("learning rate", "Learning rate of the step."),
+    "rollouts": Metric("rollouts", "Rollouts that the step learned from."),
+    "tokens": Metric("tokens", "Tokens of those rollouts, prompts and environment included."),
+    "policy_tokens": Metric("tokens", "Tokens of those rollouts that the policy wrote."),
+    "train_s": Metric("seconds", "Forward, backward and optimiser."),
+    "train_tokens_per_s": Metric("tokens/s", "Tokens over the time of forward, backward and optimiser."),
+    "save_s": Metric("seconds", "Writing the trainer's own state."),
+    "publish_s": Metric("seconds", "Writing, signing and announcing the new version."),
+    "step_s": Metric("seconds", "From the end of the step before to the end of this one."),
+    "waiting_share": Metric("share", "Part of step_s in which the trainer waited."),
+    "waiting_for": Metric("name", "What it waited for the longest."),
+    "selfcheck_gap_nats": Metric("nats", "Largest log-prob difference when one completion was replayed at start-up."),
+}
+"""By name; a name holds its unit unless the unit is a plain count, share or rate."""
+
+
+class MetricsLog:
+    """Appends one JSON object a line to a file. A failing write is counted in `failures` and said once."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.failures = 0
+
+    def write(self, values: dict[str, Any]) -> None:
+        """Append a line; numbers that are not finite become null. Never raises for what the disk or a value does."""
+        try:
+            unknown = values.keys() - METRICS.keys()
+            if unknown:
+                raise ValueError(f"not declared in shoal/metrics.py: {', '.join(sorted(unknown))}")
+            line = msgspec.json.encode(values) + b"\n"
+            with self.path.open("ab+") as file:
+                # A writer that was killed may have left half a line; the next must not be glued to it.
+                file.seek(max(0, file.tell() - 1))
+                file.write(b"\n" * (file.read(1) not in (b"", b"\n")) + line)
+        except (OSError, TypeError, ValueError, OverflowError) as error:
+            self.failures += 1
+            if self.failures == 1:
+                log.warning("metrics are not being written, training goes on file=%s cause=%s", self.path, error)
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Lines of a metrics file in order of step; half lines are left out, and of a repeated step the last counts."""
+    try:
+        lines = path.read_bytes().splitlines()
+    except FileNotFoundError:
+        return []
+    by_step: dict[int, dict[str, Any]] = {}
+    for line in lines:
+        try:
+            values = msgspec.json.decode(line, type=dict[str, Any])
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            continue
+        if isinstance(values.get("step"), int):
+            by_step[values["step"]] = values
+    return [by_step[step] for step in sorted(by_step)]
