@@ -1,0 +1,84 @@
+"""Numbers that every node of a run must agree on, with what breaks when one changes.
+
+Read by every room. Nothing here is configurable: a run that needs another value is another protocol version.
+"""
+
+PROTOCOL_VERSION = 1
+"""Sent in `GET /v1/run`; a node refuses a run that speaks another. Changing breaks: every older node."""
+
+DOMAIN = b"shoal/v1/"
+"""Prefix of every hash and signature, so that one made for one purpose never serves another.
+Changing breaks: all seeds, all signatures, every replay of an older run."""
+
+CHAIN_LENGTH = 4096
+"""Links in one chain of secrets, that is policy versions before the chain must be extended.
+Changing breaks: the published chain end of existing runs."""
+
+PHILOX_ROUNDS = 10
+"""Rounds of Philox4x32. Changing breaks: every sampled token ever replayed."""
+
+# Sizes, in bytes unless the name says otherwise. Past one, the answer is a 413 that names it.
+MAX_JSON_BYTES = 1 << 20
+"""Small requests. Changing breaks: nothing stored; nodes may refuse each other's larger requests."""
+
+MAX_JSON_DEPTH = 32
+"""Nesting of small requests. Changing breaks: nothing stored."""
+
+MAX_SUBMISSION_BYTES = 64 << 20
+"""One submission, msgpack. Changing breaks: leases sized against it."""
+
+MAX_DISCARDED_BYTES = 2 * MAX_SUBMISSION_BYTES
+"""Of a body that is too large, this much is taken and thrown away before the refusal, so that it can be read."""
+
+MAX_CHUNK_BYTES = 8 << 20
+"""One chunk of a checkpoint; 62 GB make 7,750 chunks. Changing breaks: manifests already signed."""
+
+MAX_MANIFEST_BYTES = 4 << 20
+"""One signed manifest. Changing breaks: very large policies."""
+
+MAX_SAFETENSORS_HEADER_BYTES = 1 << 20
+"""Header of a weights file. Changing breaks: policies with more than about 10,000 tensors."""
+
+MAX_TENSORS = 10_000
+"""Tensors of a policy."""
+
+MAX_ROLLOUT_TOKENS = 1 << 20
+"""Tokens of one rollout, prompt included. Changing breaks: replay of longer ones."""
+
+MAX_GROUP_ROLLOUTS = 4096
+"""Rollouts of one group."""
+
+MAX_BLOCK_ROLLOUTS = 4096
+"""Rollouts of one block."""
+
+MAX_LEASE_BLOCKS = 64
+"""Blocks in one lease; more would let one lapse hold up a batch for long."""
+
+MAX_OPEN_LEASES = 2
+"""Leases that one worker may hold: one being played and one prefetched."""
+
+# Time, in seconds.
+SIGNATURE_WINDOW_S = 60
+"""A signed request is taken this long before and after its `created`. Changing breaks: nodes with slower clocks."""
+
+LONG_POLL_S = 20.0
+"""How long the coordinator holds a poll open. Below every common proxy's idle timeout."""
+
+REQUEST_TIMEOUT_S = 60.0
+"""A client gives up on an answer after this; longer than LONG_POLL_S by a margin for slow links."""
+
+BODY_TIMEOUT_S = 60.0
+"""A request's body must arrive within this."""
+
+MANIFEST_LIFETIME_S = 7 * 24 * 3600
+"""A manifest expires after this; a frozen relay is noticed no later."""
+
+# Rates: token buckets of the HTTP edge, requests per second and the burst above it.
+ADDRESS_REQUESTS_PER_S, ADDRESS_BURST = 500.0, 2000
+"""Of one network address, before any signature is verified. A home or a laptop with many nodes stays far below."""
+
+KEY_REQUESTS_PER_S, KEY_BURST = 100.0, 500
+"""Of one key, once its signature is verified."""
+
+MAX_BUCKETS = 65_536
+"""Addresses, and keys, whose rate is remembered: about 10 MB. Past it the longest idle are forgotten."""
