@@ -1,0 +1,147 @@
+"""The log's only writer: takes commands, decides, applies, commits, and answers after the commit.
+
+Called by the coordinator role. It knows no HTTP and no secret. Commands that arrive together share one commit
+(group commit). If a commit fails, the state is built again from what is stored, so memory never runs ahead of disk.
+"""
+
+import asyncio
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from shoal.errors import ShoalError, StateError
+from shoal.ledger.decide import Command, decide, follow
+from shoal.ledger.events import Entry, make_entry, read_entry
+from shoal.ledger.state import State, apply
+from shoal.ledger.store import Store
+from shoal.protocol.wire import WireError
+
+
+def replay(rows: Iterable[tuple[bytes, str]]) -> State:
+    """State of a log from its stored bytes. Raises `StateError` where the chain of hashes breaks."""
+    state = State()
+    for data, stored_hash in rows:
+        apply(state, checked_entry(state, data, stored_hash))
+    return state
+
+
+def checked_entry(state: State, data: bytes, stored_hash: str) -> Entry:
+    """The next entry of a log, if its number, its `prev` and its hash fit. Raises `StateError`."""
+    try:
+        entry, prev = read_entry(data)
+    except WireError as error:
+        raise StateError(f"the log is broken after event {state.seq}: {error}. Restore it from a copy") from None
+    if entry.seq != state.seq + 1 or prev != state.head or entry.hash != stored_hash:
+        raise StateError(
+            f"the log is broken at event {state.seq + 1}: it does not follow the event before by number and hash. "
+            "It was edited or damaged; restore it from a copy"
+        )
+    return entry
+
+
+@dataclass
+class _Waiting:
+    command: Command
+    done: "asyncio.Future[list[Entry]]"
+
+
+class Book:
+    """An open log and its state."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self._heads: set[bytes] = set()
+        self.state = self._replay()
+        self._queue: list[_Waiting] = []
+        self._changed = asyncio.Event()
+
+    def write(self, command: Command, now: float) -> list[Entry]:
+        """Handle one command at once; returns its entries after they are stored.
+
+        Raises `Refused` or `Wait` from the rules, `StateError` if the entries could not be stored.
+        """
+        entries = self._handle(command, now)
+        self._store(entries)
+        return entries
+
+    async def submit(self, command: Command) -> list[Entry]:
+        """Handle a command together with all that arrive in the same turn of the event loop."""
+        loop = asyncio.get_running_loop()
+        waiting = _Waiting(command, loop.create_future())
+        self._queue.append(waiting)
+        if len(self._queue) == 1:
+            loop.call_soon(self._commit_queue)
+        return await waiting.done
+
+    def knows(self, head: str) -> bool:
+        """Whether a hash is that of one of this log's events: a head that somebody saw must be."""
+        return head[:_HEAD_DIGITS].encode() in self._heads
+
+    async def changed(self, timeout_s: float) -> None:
+        """Return at the next change of the state, or after the timeout."""
+        try:
+            await asyncio.wait_for(self._changed.wait(), timeout_s)
+        except TimeoutError:
+            pass
+
+    def _commit_queue(self) -> None:
+        queue, self._queue = self._queue, []
+        entries: list[Entry] = []
+        answers: list[tuple[_Waiting, list[Entry]]] = []
+        for waiting in queue:
+            try:
+                made = self._handle(waiting.command, waiting.command.now)
+            except ShoalError as refusal:
+                _settle(waiting, refusal)
+                continue
+            entries += made
+            answers.append((waiting, made))
+        try:
+            self._store(entries)
+        except StateError as error:
+            for waiting, _ in answers:
+                _settle(waiting, error)
+            return
+        for waiting, made in answers:
+            _settle(waiting, made)
+
+    def _handle(self, command: Command, now: float) -> list[Entry]:
+        """Events of a command and of what follows, applied but not stored."""
+        entries: list[Entry] = []
+        bodies = decide(command, self.state)
+        while bodies:
+            for body in bodies:
+                entry = make_entry(self.state.seq + 1, now, body, self.state.head)
+                apply(self.state, entry)
+                entries.append(entry)
+            bodies = follow(self.state)
+        return entries
+
+    def _replay(self) -> State:
+        rows = list(self.store.read())
+        self._heads = {stored_hash[:_HEAD_DIGITS].encode() for _, stored_hash in rows}
+        return replay(rows)
+
+    def _store(self, entries: list[Entry]) -> None:
+        if not entries:
+            return
+        try:
+            self.store.append(entries)
+        except StateError:
+            self.state = self._replay()
+            raise
+        self._heads.update(entry.hash[:_HEAD_DIGITS].encode() for entry in entries)
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+_HEAD_DIGITS = 16
+"""Of each head, kept to recognise it: 64 bits."""
+
+
+def _settle(waiting: _Waiting, outcome: "list[Entry] | ShoalError") -> None:
+    if waiting.done.cancelled():
+        return
+    if isinstance(outcome, ShoalError):
+        waiting.done.set_exception(outcome)
+    else:
+        waiting.done.set_result(outcome)

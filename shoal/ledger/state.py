@@ -1,0 +1,342 @@
+"""What a log says: the state of a run, and `apply`, the only function that changes it.
+
+Called by the book on each new event and by every replay. `apply` is total over the events of a valid log, knows no
+clock and no randomness, and decides nothing: it books what an event says.
+"""
+
+from functools import singledispatch
+from typing import Any
+
+import msgspec
+
+from shoal.ledger import events as ev
+from shoal.protocol.types import EnvSpec, Rules, Sampling
+from shoal.protocol.wire import digest, to_json
+
+
+class Node(msgspec.Struct):
+    """A member of the run. Counts of blocks and groups, credits in policy tokens."""
+
+    key: str
+    role: str
+    name: str
+    implementation: str
+    dtype: str
+    device: str
+    standing: str = "new"
+    credits: int = 0
+    accepted: int = 0
+    refused: int = 0
+    lapsed: int = 0
+    reasons: dict[str, int] = {}
+    valid_blocks: int = 0
+    """Accepted blocks since the last refused one: decides the audit rate."""
+    failures: int = 0
+    """Refused submissions so far: each doubles the next quarantine."""
+    until: float = 0.0
+    """End of the quarantine, seconds since the epoch."""
+    last_reason: str = ""
+
+
+class Lease(msgspec.Struct):
+    """A lease: open, lapsed, submitted or decided."""
+
+    id: str
+    worker: str
+    version: int
+    blocks: tuple[int, ...]
+    issued: float
+    deadline: float
+    status: str = "open"
+    submission: str = ""
+
+
+class Block(msgspec.Struct):
+    """A block of a version: free, leased, submitted or done. `lease` is its last holder."""
+
+    status: str
+    lease: str
+
+
+class Slot(msgspec.Struct):
+    """A final slot: signal, flat (all rewards equal) or void; and where its group lies."""
+
+    status: str
+    submission: str = ""
+    index: int = 0
+    digest: str = ""
+    rewards: tuple[float, ...] = ()
+    step: int = -1
+    """The batch that took it."""
+
+
+class Submission(msgspec.Struct):
+    """A submission and what its receipt says."""
+
+    lease: str
+    digest: str
+    seq: int
+    head: str
+    time: float
+    groups: tuple[str, ...]
+    audited: tuple[int, ...] = ()
+    decided: bool = False
+
+
+class Version(msgspec.Struct):
+    """A policy version and the work done with it."""
+
+    root: str
+    manifest: str
+    blocks: dict[int, Block] = {}
+    slots: dict[int, Slot] = {}
+    revealed: bool = False
+
+
+class State(msgspec.Struct):
+    """All that a run remembers. `state_hash` of it is equal for equal logs."""
+
+    run: str = ""
+    name: str = ""
+    run_key: str = ""
+    trainer_key: str = ""
+    validators: tuple[str, ...] = ()
+    chain_end: str = ""
+    audit_chain_end: str = ""
+    envs: tuple[EnvSpec, ...] = ()
+    sampling: Sampling | None = None
+    rules: Rules | None = None
+    config: dict[str, Any] = {}
+    phase: str = "running"
+    nodes: dict[str, Node] = {}
+    leases: dict[str, Lease] = {}
+    submissions: dict[str, Submission] = {}
+    versions: dict[int, Version] = {}
+    pool: list[tuple[int, int]] = []
+    """(version, slot) of accepted groups with signal that no batch has taken, in the order of acceptance."""
+    batches: dict[int, tuple[tuple[int, int], ...]] = {}
+    issued: int = 0
+    """Credits ever issued: the sum of all balances."""
+    block_tokens: int = 0
+    """Policy tokens of accepted groups, and below their number: the mean sizes leases."""
+    accepted_groups: int = 0
+    refused: dict[str, int] = {}
+    """Refused groups by check."""
+    open_leases: list[str] = []
+    free: list[tuple[int, int]] = []
+    """(version, block) of blocks that were given back, ascending."""
+    pending: list[str] = []
+    """Submissions without a decision, oldest first."""
+    seq: int = -1
+    head: str = ev.GENESIS
+
+    @property
+    def version(self) -> int:
+        """Latest published policy version, -1 before the first."""
+        return len(self.versions) - 1
+
+    @property
+    def law(self) -> Rules:
+        """The rules of a created run."""
+        assert self.rules is not None, "the run is not created"
+        return self.rules
+
+    def open_leases_of(self, worker: str) -> list[Lease]:
+        """Open leases of a worker, oldest first."""
+        return [self.leases[i] for i in self.open_leases if self.leases[i].worker == worker]
+
+
+def state_hash(state: State) -> str:
+    """SHA-256 over the canonical encoding of a state, hex."""
+    return digest(to_json(msgspec.to_builtins(state, str_keys=True)))
+
+
+def apply(state: State, entry: ev.Entry) -> State:
+    """Book one event, in place."""
+    _apply(entry.body, state, entry)
+    state.seq, state.head = entry.seq, entry.hash
+    return state
+
+
+@singledispatch
+def _apply(body: Any, state: State, entry: ev.Entry) -> None:
+    raise AssertionError(f"no rule to apply {type(body).__name__}")
+
+
+@_apply.register
+def _(body: ev.RunCreated, state: State, entry: ev.Entry) -> None:
+    state.run, state.name, state.run_key, state.trainer_key = body.run, body.name, body.run_key, body.trainer_key
+    state.validators, state.envs, state.sampling, state.rules = body.validators, body.envs, body.sampling, body.rules
+    state.chain_end, state.audit_chain_end, state.config = body.chain_end, body.audit_chain_end, body.config
+
+
+@_apply.register
+def _(body: ev.RulesChanged, state: State, entry: ev.Entry) -> None:
+    if body.phase:
+        state.phase = body.phase
+    if body.admitted_validator:
+        state.validators = (*state.validators, body.admitted_validator)
+    if body.kicked and body.kicked in state.nodes:
+        state.nodes[body.kicked].standing = "kicked"
+    if body.steps:
+        state.rules = msgspec.structs.replace(state.law, steps=body.steps)
+    if body.lease_s:
+        state.rules = msgspec.structs.replace(state.law, lease_s=body.lease_s)
+    if body.config:
+        state.config = body.config
+
+
+@_apply.register
+def _(body: ev.NodeJoined, state: State, entry: ev.Entry) -> None:
+    facts = (body.role, body.name, body.implementation, body.dtype, body.device)
+    if body.key in state.nodes:
+        node = state.nodes[body.key]
+        node.role, node.name, node.implementation, node.dtype, node.device = facts
+    else:
+        state.nodes[body.key] = Node(body.key, *facts)
+
+
+@_apply.register
+def _(body: ev.LeaseGranted, state: State, entry: ev.Entry) -> None:
+    state.leases[body.lease] = Lease(body.lease, body.worker, body.version, body.blocks, entry.time, body.deadline)
+    state.open_leases.append(body.lease)
+    for block in body.blocks:
+        state.versions[body.version].blocks[block] = Block("leased", body.lease)
+    _take(state, body.version, body.blocks)
+
+
+@_apply.register
+def _(body: ev.LeaseLapsed, state: State, entry: ev.Entry) -> None:
+    lease = state.leases[body.lease]
+    lease.status = "lapsed"
+    state.open_leases.remove(body.lease)
+    if body.cause == "deadline":
+        state.nodes[lease.worker].lapsed += 1
+    _give_back(state, lease.version, lease.blocks)
+
+
+@_apply.register
+def _(body: ev.SubmissionReceived, state: State, entry: ev.Entry) -> None:
+    lease = state.leases[body.lease]
+    if lease.status == "open":
+        state.open_leases.remove(body.lease)
+    lease.status, lease.submission = "submitted", body.digest
+    for block in lease.blocks:
+        state.versions[lease.version].blocks[block].status = "submitted"
+    _take(state, lease.version, lease.blocks)
+    state.submissions[body.digest] = Submission(body.lease, body.digest, entry.seq, entry.hash, entry.time, body.groups)
+    state.pending.append(body.digest)
+
+
+@_apply.register
+def _(body: ev.AuditDrawn, state: State, entry: ev.Entry) -> None:
+    state.submissions[body.submission].audited = body.slots
+
+
+@_apply.register
+def _(body: ev.VerdictGiven, state: State, entry: ev.Entry) -> None:
+    lease = state.leases[state.submissions[body.submission].lease]
+    node = state.nodes[lease.worker]
+    for verdict in body.groups:
+        if verdict.outcome in ("soft", "hard"):
+            node.refused += 1
+            node.reasons[verdict.check] = node.reasons.get(verdict.check, 0) + 1
+            node.last_reason = f"{verdict.check}: {verdict.detail}"
+            state.refused[verdict.check] = state.refused.get(verdict.check, 0) + 1
+
+
+@_apply.register
+def _(body: ev.Decision, state: State, entry: ev.Entry) -> None:
+    submission = state.submissions[body.submission]
+    submission.decided = True
+    state.pending.remove(body.submission)
+    lease = state.leases[submission.lease]
+    lease.status = "decided"
+    blocks = state.versions[lease.version].blocks
+    for block in body.accepted:
+        blocks[block].status = "done"
+    _give_back(state, lease.version, body.refused)
+    node = state.nodes[lease.worker]
+    if body.refused:
+        node.valid_blocks, node.failures = 0, node.failures + 1
+    else:
+        node.valid_blocks += len(body.accepted)
+        if node.standing == "new":
+            node.standing = "good"
+
+
+@_apply.register
+def _(body: ev.GroupAccepted, state: State, entry: ev.Entry) -> None:
+    signal = len(set(body.rewards)) > 1
+    state.versions[body.version].slots[body.slot] = Slot(
+        "signal" if signal else "flat", body.submission, body.index, body.digest, body.rewards
+    )
+    if signal:
+        state.pool.append((body.version, body.slot))
+    worker = state.leases[state.submissions[body.submission].lease].worker
+    state.nodes[worker].accepted += 1
+    state.block_tokens += body.tokens
+    state.accepted_groups += 1
+
+
+@_apply.register
+def _(body: ev.SlotVoid, state: State, entry: ev.Entry) -> None:
+    version = state.versions[body.version]
+    for slot in body.slots:
+        version.slots[slot] = Slot("void")
+    for place in [place for place in state.free if place[0] == body.version and body.cause == "stale"]:
+        state.free.remove(place)
+        version.blocks[place[1]].status = "done"
+
+
+@_apply.register
+def _(body: ev.BatchFormed, state: State, entry: ev.Entry) -> None:
+    state.batches[body.step] = body.groups
+    members = set(body.groups)
+    state.pool = [place for place in state.pool if place not in members]
+    for version, slot in body.groups:
+        state.versions[version].slots[slot].step = body.step
+
+
+@_apply.register
+def _(body: ev.CheckpointPublished, state: State, entry: ev.Entry) -> None:
+    state.versions[body.version] = Version(body.root, body.manifest)
+
+
+@_apply.register
+def _(body: ev.LinkRevealed, state: State, entry: ev.Entry) -> None:
+    state.versions[body.version].revealed = True
+
+
+@_apply.register
+def _(body: ev.Credit, state: State, entry: ev.Entry) -> None:
+    state.nodes[body.node].credits += body.tokens
+    state.issued += body.tokens
+
+
+@_apply.register
+def _(body: ev.NodeQuarantined, state: State, entry: ev.Entry) -> None:
+    state.nodes[body.node].standing = "quarantined"
+    state.nodes[body.node].until = body.until
+
+
+@_apply.register
+def _(body: ev.NodeRestored, state: State, entry: ev.Entry) -> None:
+    state.nodes[body.node].standing = "new"
+
+
+@_apply.register
+def _(body: ev.RunEnded, state: State, entry: ev.Entry) -> None:
+    state.phase = "ended"
+
+
+def _give_back(state: State, version: int, blocks: tuple[int, ...]) -> None:
+    for block in blocks:
+        state.versions[version].blocks[block].status = "free"
+        state.free.append((version, block))
+    state.free.sort()
+
+
+def _take(state: State, version: int, blocks: tuple[int, ...]) -> None:
+    taken = {(version, block) for block in blocks}
+    state.free = [place for place in state.free if place not in taken]

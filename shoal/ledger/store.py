@@ -1,0 +1,82 @@
+"""Where a log's bytes lie: an append-only table, SQLite in WAL mode by default, PostgreSQL by its URL.
+
+Called by the book alone. This is the only I/O of the ledger. It knows no event: it keeps bytes, their numbers and
+their hashes, and says "stored" only after the database has committed.
+"""
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import sqlalchemy as sa
+
+from shoal.errors import StateError
+from shoal.ledger.events import Entry
+
+_metadata = sa.MetaData()
+_events = sa.Table(
+    "events",
+    _metadata,
+    sa.Column("seq", sa.BigInteger, primary_key=True, autoincrement=False),
+    sa.Column("data", sa.LargeBinary, nullable=False),
+    sa.Column("hash", sa.String(64), nullable=False),
+)
+READ_ROWS = 2000
+"""Rows fetched at a time."""
+
+
+class Store:
+    """An open log. One process may append; any number may read."""
+
+    def __init__(self, url: str) -> None:
+        self._engine = sa.create_engine(url, connect_args={"timeout": 5.0} if url.startswith("sqlite") else {})
+        if url.startswith("sqlite"):
+            sa.event.listen(self._engine, "connect", _durable_sqlite)
+        try:
+            _metadata.create_all(self._engine)
+        except sa.exc.SQLAlchemyError as error:
+            raise StateError(
+                f"cannot open the log at {url}: {_reason(error)}. Is the disk full or the path wrong?"
+            ) from None
+
+    def append(self, entries: Iterable[Entry]) -> None:
+        """Store entries in one transaction; returns after the commit.
+
+        Raises `StateError` if they could not be stored, in which case none was.
+        """
+        rows = [{"seq": e.seq, "data": e.data, "hash": e.hash} for e in entries]
+        try:
+            with self._engine.begin() as connection:
+                connection.execute(sa.insert(_events), rows)
+        except sa.exc.SQLAlchemyError as error:
+            raise StateError(
+                f"the log could not be written: {_reason(error)}. Free disk space; nothing was lost"
+            ) from None
+
+    def read(self, after: int = -1, limit: int | None = None) -> Iterator[tuple[bytes, str]]:
+        """Stored bytes and hashes with a sequence number above `after`, in order."""
+        query = sa.select(_events.c.data, _events.c.hash).where(_events.c.seq > after).order_by(_events.c.seq)
+        with self._engine.connect() as connection:
+            rows = connection.execution_options(yield_per=READ_ROWS).execute(query.limit(limit) if limit else query)
+            for row in rows:
+                yield row.data, row.hash
+
+    def close(self) -> None:
+        """Let go of the database."""
+        self._engine.dispose()
+
+
+def sqlite_url(path: Path) -> str:
+    """URL of a log kept in a file."""
+    return f"sqlite:///{path}"
+
+
+def _durable_sqlite(connection: sa.engine.interfaces.DBAPIConnection, record: object) -> None:
+    """Readers never block the writer, and a commit is on the disk when it returns."""
+    cursor = connection.cursor()
+    cursor.execute("PRAGMA journal_mode=WAL")
+    cursor.execute("PRAGMA synchronous=FULL")
+    cursor.close()
+
+
+def _reason(error: sa.exc.SQLAlchemyError) -> str:
+    return str(getattr(error, "orig", None) or error).splitlines()[0]

@@ -1,0 +1,118 @@
+"""Auditing a log: replay it from byte 0 and show that nothing was lost, paid twice or used twice (DESIGN section 5).
+
+Called by `shoal ledger verify`, by the kill storm and by tests. It trusts nothing but the bytes: each finding is a
+sentence, and an empty list means that the log holds.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+
+from shoal.ledger import events as ev
+from shoal.ledger.book import checked_entry
+from shoal.ledger.state import State, apply, state_hash
+from shoal.protocol.randomness import link_follows
+from shoal.protocol.types import Receipt
+
+SLOT_CHAIN, AUDIT_CHAIN = "chain/slots", "chain/audits"
+"""Purposes of the two secret chains."""
+
+
+class Audit:
+    """What one pass over a log saw."""
+
+    def __init__(self) -> None:
+        self.state = State()
+        self.findings: list[str] = []
+        self.received: Counter[str] = Counter()
+        self.decided: Counter[str] = Counter()
+        self.paid: Counter[tuple[int, int]] = Counter()
+        self.accepted: Counter[tuple[int, int]] = Counter()
+        self.used: Counter[tuple[int, int]] = Counter()
+        self.tokens = 0
+        self.links: dict[int, ev.LinkRevealed] = {}
+
+    def see(self, entry: ev.Entry) -> None:
+        """Book one entry and count what must balance at the end."""
+        match entry.body:
+            case ev.SubmissionReceived(digest=digest):
+                self.received[digest] += 1
+            case ev.Decision(submission=digest):
+                self.decided[digest] += 1
+            case ev.GroupAccepted(version=version, slot=slot):
+                self.accepted[version, slot] += 1
+            case ev.Credit(version=version, slot=slot, tokens=tokens):
+                self.paid[version, slot] += 1
+                self.tokens += tokens
+            case ev.BatchFormed(groups=groups):
+                self.used.update(groups)
+            case ev.LinkRevealed(version=version):
+                self.links[version] = entry.body
+            case _:
+                pass
+        apply(self.state, entry)
+
+
+def verify(rows: Iterable[tuple[bytes, str]], receipts: Iterable[Receipt] = ()) -> Audit:
+    """Replay stored rows and check them, and that every receipt given is in the log once.
+
+    Raises `StateError` where the chain of hashes breaks: nothing after that can be trusted.
+    """
+    audit = Audit()
+    for data, stored_hash in rows:
+        audit.see(checked_entry(audit.state, data, stored_hash))
+    say = audit.findings.append
+    for digest, count in audit.received.items():
+        if count != 1:
+            say(f"submission {digest[:12]} is in the log {count} times")
+        if audit.decided[digest] > 1:
+            say(f"submission {digest[:12]} was decided {audit.decided[digest]} times")
+    for digest in audit.decided.keys() - audit.received.keys():
+        say(f"submission {digest[:12]} was decided but never received")
+    for place in audit.paid.keys() | audit.accepted.keys():
+        if audit.paid[place] != 1 or audit.accepted[place] != 1:
+            say(f"group of version {place[0]} slot {place[1]}: accepted {audit.accepted[place]} times, "
+                f"paid {audit.paid[place]} times")  # fmt: skip
+    for place, count in audit.used.items():
+        if count != 1 or place not in audit.accepted:
+            say(f"group of version {place[0]} slot {place[1]}: used {count} times, accepted {audit.accepted[place]}")
+    balances = sum(node.credits for node in audit.state.nodes.values())
+    if not balances == audit.state.issued == audit.tokens:
+        say(f"balances sum to {balances}, issued are {audit.state.issued}, credit events sum to {audit.tokens}")
+    _check_links(audit)
+    _check_receipts(audit, receipts)
+    return audit
+
+
+def _check_links(audit: Audit) -> None:
+    """Revealed links must lead back to the ends published when the run was created."""
+    for version, revealed in audit.links.items():
+        for purpose, link, end in (
+            (SLOT_CHAIN, revealed.link, audit.state.chain_end),
+            (AUDIT_CHAIN, revealed.audit_link, audit.state.audit_chain_end),
+        ):
+            if not link_follows(purpose, bytes.fromhex(link), bytes.fromhex(end), version + 1):
+                audit.findings.append(f"the link revealed for version {version} does not lead to the published end")
+
+
+def _check_receipts(audit: Audit, receipts: Iterable[Receipt]) -> None:
+    for receipt in receipts:
+        submission = audit.state.submissions.get(receipt.digest)
+        if submission is None:
+            audit.findings.append(f"lost: submission {receipt.digest[:12]} has a receipt but is not in the log")
+        elif (submission.seq, submission.head) != (receipt.seq, receipt.head):
+            audit.findings.append(f"fork: the receipt of submission {receipt.digest[:12]} names another history")
+
+
+def report(audit: Audit) -> str:
+    """One paragraph for a person."""
+    state = audit.state
+    lines = [
+        f"run {state.name} ({state.run[:12]}): {state.seq + 1} events, {len(audit.received)} submissions, "
+        f"{sum(audit.accepted.values())} groups accepted, {len(state.batches)} batches, version {state.version}",
+        f"credits issued: {state.issued} tokens; state hash {state_hash(state)[:16]}; head {state.head[:16]}",
+    ]
+    lines += [f"FINDING: {finding}" for finding in audit.findings]
+    lines.append(
+        "the log holds: nothing lost, nothing paid or used twice" if not audit.findings else "the log does NOT hold"
+    )
+    return "\n".join(lines)
