@@ -1,0 +1,146 @@
+"""Bulk data under its hash: submissions, chunks.
+
+Called by the coordinator, relays and weight caches. `BlobStore` is the seam (an object store comes when a run is
+hosted); `FolderBlobs` keeps a file ab/abcdef… for each. Names come from hashes that are checked to be hashes, never
+from a peer's path. What is read is verified; what is damaged on disk is refused, and healed by the next put.
+"""
+
+import os
+import re
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+from starlette.responses import FileResponse
+
+from shoal.errors import NothingYet, StateError
+from shoal.protocol import wire
+
+
+class BlobStore(Protocol):
+    """Bytes under their SHA-256. Calls block: from async code use `asyncio.to_thread` for large ones."""
+
+    def put(self, data: bytes) -> str:
+        """Keep bytes and return their hash; they are durable once it returns. Raises `StateError` if they cannot."""
+        ...
+
+    def get(self, digest: str) -> bytes:
+        """The bytes, verified. Raises `NothingYet` if there are none, `StateError` if they are damaged."""
+        ...
+
+    def has(self, digest: str) -> bool:
+        """Whether there are bytes under the hash."""
+        ...
+
+    def delete(self, digest: str) -> None:
+        """Forget the bytes, if there are any."""
+        ...
+
+
+def is_digest(text: str) -> bool:
+    """Whether a text is spelled as a SHA-256: 64 lower-case hex digits, and so safe as a file name."""
+    return bool(_DIGEST.fullmatch(text))
+
+
+_DIGEST = re.compile(r"[0-9a-f]{64}", re.ASCII)
+
+
+class FolderBlobs:
+    """A `BlobStore` in a folder. One process writes; any may read."""
+
+    def __init__(self, folder: Path) -> None:
+        """Opens or makes the folder, and clears what a crash left half written."""
+        self.folder = folder
+        self._unfinished = folder / "unfinished"
+        try:
+            self._unfinished.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise _cannot_write(folder, error) from None
+        for leftover in self._unfinished.iterdir():
+            leftover.unlink()
+        self.size_bytes = sum(path.stat().st_size for path in self._paths())
+        """Bytes kept."""
+
+    def put(self, data: bytes) -> str:
+        """Keep bytes: written aside, synced and then named, so that a name never holds a part."""
+        digest = wire.digest(data)
+        path = self._path(digest)
+        known_bytes = path.stat().st_size if path.exists() else 0
+        if known_bytes == len(data) and path.read_bytes() == data:
+            return digest
+        aside = self._unfinished / secrets.token_hex(8)
+        try:
+            with aside.open("xb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            path.parent.mkdir(exist_ok=True)
+            aside.replace(path)
+            sync_folder(path.parent)
+        except OSError as error:
+            aside.unlink(missing_ok=True)
+            raise _cannot_write(self.folder, error) from None
+        self.size_bytes += len(data) - known_bytes
+        return digest
+
+    def get(self, digest: str) -> bytes:
+        """The bytes, verified."""
+        try:
+            data = self._path(digest).read_bytes()
+        except FileNotFoundError:
+            raise NothingYet(f"there is no blob {digest[:16]}…: it was never stored, or its time is over") from None
+        except OSError as error:
+            raise StateError(f"cannot read blob {digest[:16]}… in {self.folder}: {error.strerror}") from None
+        if wire.digest(data) != digest:
+            raise StateError(
+                f"blob {digest[:16]}… in {self.folder} is damaged: check the disk; sending the blob again heals it"
+            )
+        return data
+
+    def has(self, digest: str) -> bool:
+        """Whether there is a file for the hash."""
+        return self._path(digest).exists()
+
+    def delete(self, digest: str) -> None:
+        """Remove the file, if there is one."""
+        path = self._path(digest)
+        if path.exists():
+            self.size_bytes -= path.stat().st_size
+            path.unlink()
+
+    def serve(self, digest: str) -> FileResponse:
+        """The blob as an HTTP answer, Range included, from the file: the client verifies it. Raises `NothingYet`."""
+        path = self._path(digest)
+        if not path.exists():
+            raise NothingYet(f"there is no blob {digest[:16]}…: it was never stored, or its time is over")
+        headers = {"etag": f'"{digest}"', "cache-control": "public, max-age=31536000, immutable"}
+        return FileResponse(path, headers=headers, media_type="application/octet-stream")
+
+    def digests(self) -> Iterator[str]:
+        """The hashes kept, in no order."""
+        return (path.name for path in self._paths())
+
+    def _path(self, digest: str) -> Path:
+        if not is_digest(digest):
+            raise NothingYet(f"{digest[:80]!r} is not the SHA-256 of a blob: write 64 lower-case hex digits")
+        return self.folder / digest[:2] / digest
+
+    def _paths(self) -> Iterator[Path]:
+        return (path for path in self.folder.glob("[0-9a-f][0-9a-f]/*") if is_digest(path.name))
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames in a folder durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _cannot_write(folder: Path, error: OSError) -> StateError:
+    return StateError(
+        f"cannot store blobs in {folder}: {error.strerror}. Free some space there or lower storage.quota_mb; nothing "
+        "that was answered is lost"
+    )

@@ -1,0 +1,406 @@
+"""A node's side of HTTP: signed calls that are repeated until they are answered, within a deadline.
+
+Called by every role that talks to a coordinator or a relay, and by `weights/fetch`. One `Client` holds one keep-alive
+connection to one server. Every call of ours is idempotent, so every call may be repeated. Refusals become errors of
+the `PeerError` family; trouble on the way is waited out, and said aloud while it lasts.
+"""
+
+import asyncio
+import contextlib
+import logging
+import math
+import random
+import re
+import secrets
+import socket
+import ssl
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TypeVar
+
+import httpx
+
+from shoal.errors import NothingYet, PeerError, Superseded
+from shoal.protocol import constants, wire
+from shoal.protocol.identity import Key, RequestLine, content_digest, sign_request
+from shoal.protocol.types import Refusal
+
+T = TypeVar("T")
+
+CONNECT_TIMEOUT_S = 10.0
+"""A connection that is not made by then never will be."""
+
+SILENCE_TIMEOUT_S = constants.LONG_POLL_S + 10.0
+"""A server that has sent nothing for this long is gone: longer than it may hold a poll."""
+
+FIRST_RETRY_S, LONGEST_RETRY_S = 0.1, 5.0
+"""Pauses between attempts double from the first to the longest; a half of each is drawn, so that nodes spread out."""
+
+PATIENCE_S = 5.0
+"""Trouble that lasts longer is said aloud, and again each time it has lasted twice as long."""
+
+log = logging.getLogger(__name__)
+
+
+class PeerRefused(PeerError):
+    """The server refused the call. `status` and `code` are as in its `Refusal`."""
+
+    def __init__(self, status: int, code: str, message: str) -> None:
+        super().__init__(message)
+        self.status, self.code = status, code
+
+
+class Client:
+    """Calls to one server. Use as `async with Client(url, key) as client`, or call `close`."""
+
+    def __init__(
+        self,
+        base_url: str,
+        key: Key | None = None,
+        *,
+        run: str = "",
+        transport: httpx.AsyncBaseTransport | None = None,
+        clock: Callable[[], float] = time.time,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        monotonic: Callable[[], float] = time.monotonic,
+        rng: random.Random | None = None,
+        on_wait: Callable[[str], None] = log.warning,
+    ) -> None:
+        """`run` is sent with each signed call once it is known (set `client.run`); so is `client.head`.
+
+        `on_wait` is told in one line what is waited for, for how long and why. Raises `PeerError` for a bad URL.
+        """
+        self.base_url = _checked_url(base_url)
+        self.run = run
+        self.head = ""
+        self._key = key
+        self._clock, self._sleep, self._monotonic, self._on_wait = clock, sleep, monotonic, on_wait
+        self._rng = rng or random.Random(secrets.randbits(64))
+        self._reached = False
+        self._http = httpx.AsyncClient(
+            base_url=self.base_url,
+            transport=transport,
+            verify=self.base_url.startswith("https:"),  # a plain connection needs no certificates loaded
+            trust_env=False,
+            follow_redirects=False,
+            limits=httpx.Limits(max_connections=8, max_keepalive_connections=2, keepalive_expiry=60.0),
+            timeout=httpx.Timeout(SILENCE_TIMEOUT_S, connect=CONNECT_TIMEOUT_S),
+            headers={"accept-encoding": "identity", "user-agent": f"shoal/{constants.PROTOCOL_VERSION}"},
+        )
+
+    async def __aenter__(self) -> "Client":
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """End the connection."""
+        await self._http.aclose()
+
+    # Every call: `path` starts with a slash and may hold a query; `deadline_s` is how long to keep trying (None: for
+    # ever); `timeout_s` is the most that one attempt may take; `cap` the most bytes that the answer may have.
+
+    async def get(
+        self,
+        path: str,
+        *,
+        cap: int = constants.MAX_JSON_BYTES,
+        deadline_s: float | None = None,
+        timeout_s: float = constants.REQUEST_TIMEOUT_S,
+    ) -> bytes:
+        """The bytes at a path. Raises `NothingYet` (404), `Superseded` (410), `PeerRefused`, `PeerError`."""
+        return await self._call(_Call("GET", path, b"", "", cap, deadline_s, timeout_s))
+
+    async def get_json(
+        self,
+        path: str,
+        kind: type[T],
+        *,
+        cap: int = constants.MAX_JSON_BYTES,
+        deadline_s: float | None = None,
+        timeout_s: float = constants.REQUEST_TIMEOUT_S,
+    ) -> T:
+        """The JSON message at a path; raises as `get`, and `PeerError` if the answer is no `kind`."""
+        return self._decode(await self.get(path, cap=cap, deadline_s=deadline_s, timeout_s=timeout_s), kind, path)
+
+    async def get_blob(self, digest: str, *, cap: int, deadline_s: float | None = None) -> bytes:
+        """A blob by its SHA-256, verified: damage on the way is fetched again, a server that lies is blamed.
+
+        Raises as `get`, and `PeerError` when the bytes twice have another hash.
+        """
+        for _ in range(2):
+            blob = await self.get(f"/v1/blobs/{digest}", cap=cap, deadline_s=deadline_s)
+            if wire.digest(blob) == digest:
+                return blob
+        raise PeerError(f"{self.base_url} serves a wrong blob for {digest[:16]}…: fetch it from another source")
+
+    async def post_json(
+        self,
+        path: str,
+        value: object,
+        kind: type[T],
+        *,
+        deadline_s: float | None = None,
+        timeout_s: float = constants.REQUEST_TIMEOUT_S,
+    ) -> T:
+        """Send a JSON message and read the answer as `kind`; raises as `get_json`."""
+        return await self.send("POST", path, wire.to_json(value), kind, deadline_s=deadline_s, timeout_s=timeout_s)
+
+    async def put_json(
+        self,
+        path: str,
+        value: object,
+        kind: type[T],
+        *,
+        deadline_s: float | None = None,
+        timeout_s: float = constants.REQUEST_TIMEOUT_S,
+    ) -> T:
+        """As `post_json`, with PUT."""
+        return await self.send("PUT", path, wire.to_json(value), kind, deadline_s=deadline_s, timeout_s=timeout_s)
+
+    async def put_bytes(
+        self,
+        path: str,
+        body: bytes,
+        kind: type[T],
+        *,
+        deadline_s: float | None = None,
+        timeout_s: float = constants.REQUEST_TIMEOUT_S,
+    ) -> T:
+        """Send bytes (a submission, a chunk) with PUT and read the answer as `kind`; raises as `get_json`."""
+        return await self.send(
+            "PUT", path, body, kind, media_type="application/octet-stream", deadline_s=deadline_s, timeout_s=timeout_s
+        )
+
+    async def send(
+        self,
+        method: str,
+        path: str,
+        body: bytes,
+        kind: type[T],
+        *,
+        media_type: str = "application/json",
+        deadline_s: float | None = None,
+        timeout_s: float = constants.REQUEST_TIMEOUT_S,
+    ) -> T:
+        """Send a body as it stands and read the JSON answer as `kind`; raises as `get_json`."""
+        call = _Call(method, path, body, media_type, constants.MAX_JSON_BYTES, deadline_s, timeout_s)
+        return self._decode(await self._call(call), kind, path)
+
+    def _decode(self, body: bytes, kind: type[T], path: str) -> T:
+        try:
+            return wire.from_json(body, kind)
+        except wire.WireError as error:
+            raise PeerError(
+                f"{self.base_url}{path} answered in another form ({error}): use the same version of shoal on both sides"
+            ) from None
+
+    # --- one call: attempts until an answer, a refusal or the deadline ---
+
+    async def _call(self, call: "_Call") -> bytes:
+        started = self._monotonic()
+        pause_s, say_after_s = FIRST_RETRY_S, PATIENCE_S
+        end = math.inf if call.deadline_s is None else started + call.deadline_s
+        while True:
+            try:
+                answer = await self._attempt(call, min(call.timeout_s, end - self._monotonic()))
+            except _Trouble as trouble:
+                waited_s = self._monotonic() - started
+                delay_s = max(pause_s * (0.5 + 0.5 * self._rng.random()), trouble.retry_s)
+                if self._monotonic() + delay_s >= end:
+                    raise PeerError(
+                        f"{self.base_url} gave no good answer to {call.name} in {waited_s:.1f} s: {trouble}"
+                    ) from None
+                if waited_s >= say_after_s:
+                    say_after_s = 2 * waited_s
+                    self._on_wait(f"waiting for {self.base_url} ({call.name}) for {waited_s:.0f} s: {trouble}")
+                await self._sleep(delay_s)
+                pause_s = min(2 * pause_s, LONGEST_RETRY_S)
+            else:
+                self._reached = True
+                return answer
+
+    async def _attempt(self, call: "_Call", limit_s: float) -> bytes:
+        """One request and its answer, within `limit_s`. Raises `_Trouble` for what may pass, else `PeerError`."""
+        request = self._http.build_request(call.method, call.path, content=call.body)
+        if call.media_type:
+            request.headers["content-type"] = call.media_type
+        if self._key is not None:
+            path, _, query = request.url.raw_path.decode("ascii").partition("?")
+            signed = sign_request(
+                self._key,
+                RequestLine(call.method, path, query),
+                call.body,
+                created=int(self._clock()),
+                nonce=secrets.token_urlsafe(16),
+                run=self.run,
+                head=self.head,
+            )
+            request.headers.update(signed)
+        with self._troubles(limit_s):
+            async with asyncio.timeout(limit_s):
+                response = await self._http.send(request, stream=True)
+                try:
+                    body = await _read_capped(response, call.cap)
+                finally:
+                    await response.aclose()
+        return self._judge(call, response, body)
+
+    def _judge(self, call: "_Call", response: httpx.Response, body: bytes | None) -> bytes:
+        """The body of a good answer; raises what the others stand for."""
+        status, ours = response.status_code, "shoal-protocol" in response.headers
+        if status in _PASSING:
+            reason = _refusal(body).error if ours else f"HTTP {status}"
+            raise _Trouble(reason, retry_s=_retry_after(response))
+        if not ours:
+            raise self._not_shoal(call, response)
+        if body is None:
+            raise PeerError(f"{self.base_url}{call.path} answered with more than {call.cap} bytes: it was not read")
+        if response.headers.get("content-digest", expected := content_digest(body)) != expected:
+            raise _Trouble("the answer was damaged on its way. Check the connection")
+        if status < 300:
+            return body
+        refusal = _refusal(body)
+        if refusal.code in _DAMAGED:
+            raise _Trouble(refusal.error)
+        if status == 404 and refusal.code != "no_such_call":
+            raise NothingYet(refusal.error)
+        if status == 410:
+            raise Superseded(refusal.error)
+        raise PeerRefused(
+            status, refusal.code, f"{self.base_url} refused {call.name} ({status} {refusal.code}): {refusal.error}"
+        )
+
+    def _not_shoal(self, call: "_Call", response: httpx.Response) -> PeerError:
+        if response.is_redirect:
+            return PeerError(
+                f"{self.base_url} redirects to {response.headers.get('location', '?')}: give that URL instead"
+            )
+        return PeerError(
+            f"{self.base_url} is no node of shoal: it answered {call.name} with HTTP {response.status_code} but no "
+            "shoal-protocol header. Check the URL: it is the join line that `shoal host` prints"
+        )
+
+    @contextlib.contextmanager
+    def _troubles(self, limit_s: float) -> Iterator[None]:
+        """Sort what goes wrong on the way into what may pass and what will not."""
+        try:
+            yield
+        except TimeoutError:
+            raise _Trouble(f"no answer within {limit_s:.3g} s. Check that it is running") from None
+        except httpx.TransportError as error:
+            cause = _cause(error)
+            if isinstance(cause, ssl.SSLCertVerificationError) or (
+                isinstance(cause, ssl.SSLError) and not self._reached
+            ):
+                raise PeerError(_explain_tls(self.base_url, cause)) from None
+            if isinstance(cause, socket.gaierror) and not self._reached:
+                host = httpx.URL(self.base_url).host
+                raise PeerError(
+                    f"there is no host named {host} ({cause.strerror}): check the URL {self.base_url}"
+                ) from None
+            if isinstance(error, httpx.RemoteProtocolError) and not self._reached and "disconnected" not in str(error):
+                raise PeerError(
+                    f"{self.base_url} does not speak HTTP ({error}): check the port, or try https:// in its place"
+                ) from None
+            reason = str(error) or type(error).__name__
+            raise _Trouble(f"{reason}. Check that it is running and that nothing blocks the connection") from None
+
+
+@dataclass(frozen=True)
+class _Call:
+    method: str
+    path: str
+    body: bytes
+    media_type: str
+    cap: int
+    deadline_s: float | None
+    timeout_s: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.method} {self.path.partition('?')[0]}"
+
+
+class _Trouble(Exception):
+    """An attempt failed in a way that may pass."""
+
+    def __init__(self, reason: str, retry_s: float = 0.0) -> None:
+        super().__init__(reason)
+        self.retry_s = retry_s
+
+
+_PASSING = frozenset({408, 429, 500, 502, 503, 504, 507})
+"""Statuses that another attempt may change."""
+
+_DAMAGED = frozenset({"digest", "truncated"})
+"""Codes of refusals that say our request arrived other than we sent it."""
+
+
+async def _read_capped(response: httpx.Response, cap: int) -> bytes | None:
+    """The body, or None once it is known to pass `cap` bytes. Raises `_Trouble` if it ends early."""
+    declared = response.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > cap:
+        return None
+    body = bytearray()
+    async for part in response.aiter_raw():
+        body += part
+        if len(body) > cap:
+            return None
+    if declared.isdecimal() and len(body) != int(declared):
+        raise _Trouble(f"the answer ended after {len(body)} of {declared} bytes. Check the connection")
+    return bytes(body)
+
+
+def _refusal(body: bytes | None) -> Refusal:
+    """The refusal in a body; one that cannot be read says so itself."""
+    try:
+        return wire.from_json(body or b"", Refusal)
+    except wire.WireError:
+        return Refusal(error="the server gave no reason that can be read", code="unreadable")
+
+
+def _retry_after(response: httpx.Response) -> float:
+    """Seconds that the server asks us to stay away, within reason."""
+    asked = response.headers.get("retry-after", "")
+    return min(float(asked), 60.0) if asked.isdecimal() else 0.0
+
+
+_HOST = re.compile(r"[A-Za-z0-9._-]+|[0-9a-fA-F:.]+", re.ASCII)
+"""A name or an address: anything that has to be escaped is a slip of the keyboard."""
+
+
+def _checked_url(base_url: str) -> str:
+    try:
+        url = httpx.URL(base_url)
+    except (httpx.InvalidURL, TypeError) as error:
+        raise PeerError(f"{base_url!r} is not a URL ({error}): write it as http://HOST:PORT or https://HOST") from None
+    usable = _HOST.fullmatch(url.raw_host.decode("ascii")) and 0 < (url.port or 80) < 65536
+    if url.scheme not in ("http", "https") or not usable:
+        raise PeerError(f"{base_url!r} is not a URL of a node: write it as http://HOST:PORT or https://HOST")
+    if url.path not in ("", "/") or url.query or url.fragment or url.userinfo:
+        raise PeerError(
+            f"{base_url!r} says more than where the node is: leave only {url.scheme}://{url.netloc.decode()}"
+        )
+    return f"{url.scheme}://{url.netloc.decode('ascii')}"
+
+
+def _cause(error: BaseException | None) -> BaseException | None:
+    """The TLS or name error that an error of httpx wraps, if any."""
+    while error is not None and not isinstance(error, (ssl.SSLError, socket.gaierror)):
+        error = error.__cause__ or error.__context__
+    return error
+
+
+def _explain_tls(base_url: str, error: ssl.SSLError) -> str:
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return (
+            f"the certificate of {base_url} is not valid ({error.verify_message}): check the URL and this machine's "
+            "clock, or ask the host to renew it"
+        )
+    return f"{base_url} does not speak TLS ({error.args[-1]}): try http:// in its place, or check the port"

@@ -1,0 +1,68 @@
+"""Private keys on disk: readable by their owner alone.
+
+Called by the CLI and by roles at start. A key file holds the 32 secret bytes in hex; the file is made whole and with
+mode 0600 from its first moment, never overwritten, and refused when others can read it.
+"""
+
+import os
+import secrets
+import stat
+from pathlib import Path
+
+from shoal.errors import StateError
+from shoal.protocol.identity import Key
+
+
+def load_or_make_key(path: Path) -> Key:
+    """The key in a file, made first where there is none. Raises `StateError` as `load_key` and `save_key`."""
+    if not path.exists():
+        try:
+            save_key(path, Key.generate())
+        except FileExistsError:
+            pass  # another process was first: its key is the key
+    return load_key(path)
+
+
+def load_key(path: Path) -> Key:
+    """Read a key file. Raises `StateError` if it is missing, damaged, or open to others."""
+    try:
+        with path.open("rb") as file:
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+            text = file.read(_MAX_FILE_BYTES)
+    except OSError as error:
+        raise StateError(f"cannot read the key {path}: {error.strerror}. Give the path of a key file") from None
+    if mode & 0o077:
+        raise StateError(f"the key {path} can be read by others (mode {mode:04o}): run chmod 600 {path}")
+    try:
+        return Key(bytes.fromhex(text.decode("ascii").strip()))
+    except ValueError:
+        raise StateError(
+            f"the key {path} is damaged: it must hold 64 hex digits. Restore it from a backup, or move it away to get "
+            "a new identity (with no credits)"
+        ) from None
+
+
+def save_key(path: Path, key: Key) -> None:
+    """Write a key to a new file. Raises FileExistsError if there is one, `StateError` if it cannot be written."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise StateError(f"cannot make the folder {path.parent}: {error.strerror}. Name another place") from None
+    try:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            with open(descriptor, "wb") as file:
+                file.write(key.secret().hex().encode() + b"\n")
+                file.flush()
+                os.fsync(file.fileno())
+            os.link(temporary, path)  # appears whole, and never replaces one that is there
+        finally:
+            temporary.unlink()
+    except FileExistsError:
+        raise
+    except OSError as error:
+        raise StateError(f"cannot write the key {path}: {error.strerror}. Make {path.parent} writable") from None
+
+
+_MAX_FILE_BYTES = 4096

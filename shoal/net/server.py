@@ -1,0 +1,278 @@
+"""The coordinator's and the relays' side of HTTP: what every request passes before a role looks at it.
+
+Called by roles that serve. A `Gate` holds back floods, reads a body within its cap and its time, and verifies the
+signature; `application` turns every error of the `ShoalError` and wire families into a `types.Refusal` with the right
+status. It knows no route, and decides nothing about who may do what.
+"""
+
+import asyncio
+import ipaddress
+import logging
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from starlette.applications import Starlette
+from starlette.datastructures import MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from shoal.errors import NothingYet, PeerError, ShoalError, StateError, Superseded
+from shoal.protocol import constants, wire
+from shoal.protocol.identity import Caller, RequestLine, SignatureError, content_digest, verify_request
+from shoal.protocol.types import Refusal
+
+T = TypeVar("T")
+
+PROTOCOL_HEADER = "shoal-protocol"
+"""On every answer of ours: tells a client that it has reached a node of shoal, and not some other server."""
+
+log = logging.getLogger(__name__)
+
+
+class Refused(Exception):
+    """Raised anywhere in a request to answer with a status and a reason. Data for the peer, not an error of ours."""
+
+    def __init__(self, status: int, code: str, error: str, retry_s: float | None = None) -> None:
+        super().__init__(error)
+        self.status, self.code, self.error, self.retry_s = status, code, error, retry_s
+
+
+class Gate:
+    """What a request passes first. One for a server; it holds the rates of addresses and keys and nothing else."""
+
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        *,
+        body_timeout_s: float = constants.BODY_TIMEOUT_S,
+        address_rate: tuple[float, int] = (constants.ADDRESS_REQUESTS_PER_S, constants.ADDRESS_BURST),
+        key_rate: tuple[float, int] = (constants.KEY_REQUESTS_PER_S, constants.KEY_BURST),
+    ) -> None:
+        """`clock` gives seconds since the epoch; rates are (requests per second, burst)."""
+        self._clock = clock
+        self._body_timeout_s = body_timeout_s
+        self._addresses = Buckets(*address_rate)
+        self._keys = Buckets(*key_rate)
+
+    async def signed(self, request: Request, *, run: str, cap: int = constants.MAX_JSON_BYTES) -> tuple[Caller, bytes]:
+        """The verified sender and body of a request that must be meant for `run`.
+
+        Raises `Refused` 408, 413, 400 (body), 401 (signature, clock), 409 (another run), 429 (rate).
+        """
+        body = await self.anyone(request, cap=cap)
+        try:
+            caller = verify_request(request_line(request), _signed_headers(request), body, now=self._clock())
+        except SignatureError as error:
+            raise Refused(400 if error.code == "digest" else 401, error.code, str(error)) from None
+        self._limit(self._keys, caller.key, "key")
+        if caller.run != run:
+            raise Refused(
+                409,
+                "wrong_run",
+                f"the request is meant for run {caller.run or '(none)'}, this is run {run}: read GET /v1/run again and "
+                "send its run id in shoal-run",
+            )
+        return caller, body
+
+    async def anyone(self, request: Request, *, cap: int = constants.MAX_JSON_BYTES) -> bytes:
+        """The body of a request that need not be signed. Raises `Refused` 408, 413, 429."""
+        self._limit(self._addresses, address_of(request), "address")
+        return await read_body(request, cap=cap, timeout_s=self._body_timeout_s)
+
+    def _limit(self, buckets: "Buckets", name: str, what: str) -> None:
+        wait_s = buckets.take(name, self._clock())
+        if wait_s > 0:
+            raise Refused(
+                429,
+                "too_many_requests",
+                f"more than {buckets.per_s:.0f} requests per second from one {what}: come back in {wait_s:.1f} s",
+                retry_s=wait_s,
+            )
+
+
+async def read_body(request: Request, *, cap: int, timeout_s: float) -> bytes:
+    """A request's body, refused when it has more than `cap` bytes or takes longer than `timeout_s`.
+
+    Of a body that is too large nothing is kept, but up to MAX_DISCARDED_BYTES of it are taken from the connection:
+    if it were closed under a sender's hands, the sender could not read why it was refused.
+    """
+    declared = request.headers.get("content-length", "")
+    declared_bytes = int(declared) if declared.isdecimal() and len(declared) < 20 else 0
+    if declared_bytes > constants.MAX_DISCARDED_BYTES:
+        raise _too_large(cap)
+    body, taken_bytes = bytearray(), 0
+    try:
+        async with asyncio.timeout(timeout_s):
+            async for part in request.stream():
+                taken_bytes += len(part)
+                if max(taken_bytes, declared_bytes) <= cap:
+                    body += part
+                elif taken_bytes > constants.MAX_DISCARDED_BYTES:
+                    break
+    except TimeoutError:
+        raise Refused(
+            408, "too_slow", f"the body took longer than {timeout_s:.0f} s (BODY_TIMEOUT_S): send less, or faster"
+        ) from None
+    except ClientDisconnect:
+        raise Refused(400, "truncated", "the connection ended before the body did: send again") from None
+    if taken_bytes > cap:
+        raise _too_large(cap)
+    return bytes(body)
+
+
+def _too_large(cap: int) -> Refused:
+    return Refused(413, "too_large", f"the body is larger than the {cap} bytes allowed here: send less at a time")
+
+
+def decode(body: bytes, kind: type[T]) -> T:
+    """A JSON body as exactly `kind`. Raises `WireError`, which `application` answers with 400."""
+    return wire.from_json(body, kind)
+
+
+def request_line(request: Request) -> RequestLine:
+    """Method, path and query as they stood on the wire."""
+    path = request.scope.get("raw_path") or request.scope["path"].encode()
+    return RequestLine(
+        request.method, path.split(b"?")[0].decode("latin-1"), request.scope["query_string"].decode("latin-1")
+    )
+
+
+def address_of(request: Request) -> str:
+    """The network address to be rated: IPv6 by its /64, which one home or machine holds whole."""
+    host = request.client.host if request.client else ""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host
+    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is None:
+        return str(ipaddress.IPv6Network((address, 64), strict=False))
+    return host
+
+
+def _signed_headers(request: Request) -> dict[str, str]:
+    """Headers by lower-case name; one that a signature speaks of may stand only once, or two readers could differ."""
+    headers: dict[str, str] = {}
+    for name, value in request.headers.items():
+        if name in headers and (name.startswith("shoal-") or name in _ONCE):
+            raise Refused(400, "malformed", f"the header {name} stands twice: send it once")
+        headers[name] = value
+    return headers
+
+
+_ONCE = frozenset({"content-digest", "signature", "signature-input"})
+
+
+class Buckets:
+    """Token buckets by name. The time is an argument; a clock that jumps back gives nothing and takes nothing."""
+
+    def __init__(self, per_s: float, burst: int) -> None:
+        self.per_s, self.burst = per_s, burst
+        self._levels: OrderedDict[str, tuple[float, float]] = OrderedDict()
+
+    def take(self, name: str, now: float) -> float:
+        """Take one token: 0.0 if there was one, else the seconds until there will be."""
+        level, then = self._levels.pop(name, (float(self.burst), now))
+        level = min(self.burst, level + max(0.0, now - then) * self.per_s)
+        wait_s = 0.0 if level >= 1 else (1 - level) / self.per_s
+        self._levels[name] = (level - 1 if wait_s == 0 else level, now)
+        if len(self._levels) > constants.MAX_BUCKETS:
+            self._levels.popitem(last=False)
+        return wait_s
+
+
+# --- answers ---
+
+
+def answer(value: object, status: int = 200) -> Response:
+    """A JSON answer with its digest, so that a client notices damage."""
+    return answer_bytes(wire.to_json(value), "application/json", status)
+
+
+def answer_bytes(body: bytes, media_type: str = "application/octet-stream", status: int = 200) -> Response:
+    """An answer of bytes with its digest."""
+    return Response(body, status, {"content-digest": content_digest(body)}, media_type)
+
+
+def refusal(refused: Refused) -> Response:
+    """The answer that a `Refused` stands for."""
+    response = answer(Refusal(error=refused.error, code=refused.code), refused.status)
+    if refused.retry_s is not None:
+        response.headers["retry-after"] = str(max(1, math.ceil(refused.retry_s)))
+    if refused.status in (408, 413):
+        response.headers["connection"] = "close"  # the rest of the body is still on its way
+    return response
+
+
+def refused_for(error: Exception) -> Refused:
+    """How an error of ours is told to the peer: which status, which word."""
+    text = str(error)
+    match error:
+        case Refused():
+            return error
+        case wire.WireError():
+            return Refused(400, "malformed", text)
+        case Superseded():
+            return Refused(410, "superseded", text)
+        case NothingYet():
+            return Refused(404, "nothing_yet", text)
+        case StateError():
+            return Refused(507, "storage", text, retry_s=5.0)
+        case PeerError() | ShoalError():
+            return Refused(400, "malformed", text)
+        case HTTPException():
+            return Refused(error.status_code, "no_such_call", f"{error.detail}: see GET /openapi.json for the calls")
+    return Refused(500, "internal", "an error of this server, noted in its log: try again later")
+
+
+# --- the application ---
+
+
+def application(routes: Sequence[BaseRoute], **options: Any) -> Starlette:
+    """A Starlette application whose every answer says its protocol, and whose every error is a `Refusal`.
+
+    `options` are Starlette's (such as lifespan). Errors that are no fault of the peer are logged with their traceback.
+    """
+    handlers: dict[Any, Any] = dict.fromkeys((Refused, wire.WireError, ShoalError, HTTPException), _tell_peer)
+    app = Starlette(routes=list(routes), exception_handlers=handlers, **options)
+    app.add_middleware(_Edge)
+    return app
+
+
+async def _tell_peer(request: Request, error: Exception) -> Response:
+    refused = refused_for(error)
+    if refused.status >= 500:
+        log.error("refused=%s path=%s reason=%s", refused.code, request.url.path, refused.error)
+    return refusal(refused)
+
+
+class _Edge:
+    """The outermost layer: marks each answer as ours, and answers 500 where a role failed, so that serving goes on."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        started = False
+
+        async def send_marked(message: Message) -> None:
+            nonlocal started
+            started = True
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)[PROTOCOL_HEADER] = str(constants.PROTOCOL_VERSION)
+            await send(message)
+
+        try:
+            await self.app(scope, receive, send_marked)
+        except Exception as error:
+            log.exception("failed call=%s path=%s", scope["method"], scope["path"])
+            if started:
+                raise  # the answer is half sent: the server must break the connection
+            await refusal(refused_for(error))(scope, receive, send_marked)

@@ -1,0 +1,62 @@
+"""Stopping cleanly: one signal lets a role finish what it holds, a second one ends it at once.
+
+Called by the roles that talk to a coordinator. It knows no role: it is an event, and a way to wait that ends early.
+"""
+
+import asyncio
+import contextlib
+import logging
+import signal
+from collections.abc import Coroutine, Iterator
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Stopping:
+    """Whether this process was told to stop."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    def __bool__(self) -> bool:
+        return self._event.is_set()
+
+    def set(self) -> None:
+        """Tell it to stop, as a signal would."""
+        self._event.set()
+
+    async def unless(self, work: Coroutine[Any, Any, T]) -> T | None:
+        """The result of `work`, or None, with `work` cancelled, when told to stop first."""
+        task, stop = asyncio.create_task(work), asyncio.create_task(self._event.wait())
+        try:
+            await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
+            return task.result() if task.done() else None
+        finally:
+            stop.cancel()
+            if not task.done():
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
+
+    @contextlib.contextmanager
+    def at_signals(self) -> Iterator[None]:
+        """Set at the first SIGINT or SIGTERM; the second one ends the process as usual."""
+        loop = asyncio.get_running_loop()
+
+        def first(number: int) -> None:
+            log.info("stopping after what is in hand (%s; once more to stop at once)", signal.Signals(number).name)
+            self.set()
+            for each in SIGNALS:
+                loop.remove_signal_handler(each)
+
+        for number in SIGNALS:
+            loop.add_signal_handler(number, first, number)
+        try:
+            yield
+        finally:
+            for number in SIGNALS:
+                loop.remove_signal_handler(number)

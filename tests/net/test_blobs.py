@@ -1,0 +1,108 @@
+"""Blobs: what is named by a hash has that hash, and is there whole or not at all."""
+
+import asyncio
+import errno
+import os
+
+import httpx
+import pytest
+from starlette.routing import Route
+
+from shoal.errors import NothingYet, StateError
+from shoal.net import server
+from shoal.net.blobs import FolderBlobs, is_digest
+from shoal.protocol import wire
+
+DATA = b"some bytes" * 100
+
+
+@pytest.fixture
+def blobs(tmp_path):
+    return FolderBlobs(tmp_path / "blobs")
+
+
+def test_what_is_put_is_got_and_counted_once(blobs):
+    digest = blobs.put(DATA)
+    assert digest == wire.digest(DATA) and blobs.put(DATA) == digest
+    assert blobs.get(digest) == DATA and blobs.has(digest)
+    assert blobs.size_bytes == len(DATA) and list(blobs.digests()) == [digest]
+    assert (blobs.folder / digest[:2] / digest).read_bytes() == DATA
+
+
+def test_what_is_deleted_is_gone_and_no_longer_counted(blobs):
+    digest = blobs.put(DATA)
+    blobs.delete(digest)
+    blobs.delete(digest)
+    assert not blobs.has(digest) and blobs.size_bytes == 0
+    with pytest.raises(NothingYet):
+        blobs.get(digest)
+
+
+def test_an_opened_folder_knows_its_size_and_drops_what_was_half_written(blobs):
+    blobs.put(DATA)
+    (blobs.folder / "unfinished" / "crashed").write_bytes(b"half")
+    again = FolderBlobs(blobs.folder)
+    assert again.size_bytes == len(DATA)
+    assert list((blobs.folder / "unfinished").iterdir()) == []
+
+
+def test_damage_on_disk_is_refused_and_healed_by_the_next_put(blobs):
+    digest = blobs.put(DATA)
+    (blobs.folder / digest[:2] / digest).write_bytes(b"S" + DATA[1:])
+    with pytest.raises(StateError, match="damaged"):
+        blobs.get(digest)
+    blobs.put(DATA)
+    assert blobs.get(digest) == DATA and blobs.size_bytes == len(DATA)
+
+
+@pytest.mark.parametrize(
+    "name", ["", "..", "../../etc/passwd", "A" * 64, "0" * 63, "0" * 65, "0" * 64 + "\n", "/" * 64, "٠" * 64]
+)
+def test_a_name_that_is_no_hash_reaches_no_file(blobs, name):
+    assert not is_digest(name)
+    for use in (blobs.get, blobs.has, blobs.delete, blobs.serve):
+        with pytest.raises(NothingYet, match="not the SHA-256"):
+            use(name)
+
+
+def test_a_full_disk_is_a_state_error_and_leaves_no_trace(blobs, monkeypatch):
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(StateError, match=r"No space left.*Free some space"):
+        blobs.put(DATA)
+    assert not blobs.has(wire.digest(DATA)) and blobs.size_bytes == 0
+    assert list((blobs.folder / "unfinished").iterdir()) == []
+
+
+def test_a_full_disk_is_a_507_to_the_peer(blobs, monkeypatch):
+    async def put(request):
+        return server.answer({"digest": blobs.put(await server.read_body(request, cap=10_000, timeout_s=5))})
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    response = ask(server.application([Route("/", put, methods=["PUT"])]), "PUT", "/", content=DATA)
+    assert response.status_code == 507 and b"Free some space" in response.content
+
+
+def test_a_blob_is_served_whole_or_by_range(blobs):
+    async def get(request):
+        return blobs.serve(request.path_params["digest"])
+
+    app = server.application([Route("/{digest}", get)])
+    digest = blobs.put(DATA)
+    assert ask(app, "GET", f"/{digest}").content == DATA
+    part = ask(app, "GET", f"/{digest}", headers={"range": "bytes=10-19"})
+    assert (part.status_code, part.content) == (206, DATA[10:20])
+    assert ask(app, "GET", f"/{'0' * 64}").status_code == 404
+
+
+def ask(app, method, path, **options):
+    async def send():
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://toy") as http:
+            return await http.request(method, path, **options)
+
+    return asyncio.run(send())

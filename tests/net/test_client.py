@@ -1,0 +1,283 @@
+"""A client waits out what passes, says so, and tells its user about what does not."""
+
+import asyncio
+import logging
+import random
+import re
+import socket
+import ssl
+
+import httpx
+import pytest
+
+from shoal.errors import NothingYet, PeerError, Superseded
+from shoal.net.client import LONGEST_RETRY_S, Client, PeerRefused
+from shoal.net.faults import Fault, FaultyTransport
+from shoal.protocol import wire
+from shoal.protocol.identity import Key, content_digest
+from tests.net.toy_bank import RUN, Balance, Deposit
+
+KEY = Key(b"\x01" * 32)
+
+
+class Scripted(httpx.AsyncBaseTransport):
+    """Answers or raises what the script says, in order; the last for ever."""
+
+    def __init__(self, *script: object) -> None:
+        self.script, self.calls = list(script), 0
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        step = self.script[min(self.calls, len(self.script) - 1)]
+        self.calls += 1
+        if isinstance(step, Exception):
+            raise step
+        return step() if callable(step) else step
+
+
+def ours(status: int = 200, body: bytes = b'{"total":1,"digest":""}', **headers: str):
+    return lambda: httpx.Response(status, headers={"shoal-protocol": "1"} | headers, stream=httpx.ByteStream(body))
+
+
+def foreign(status: int, body: bytes = b"", **headers: str):
+    return lambda: httpx.Response(status, headers=headers, stream=httpx.ByteStream(body))
+
+
+def scripted(time, *script: object, **options: object) -> Client:
+    options = {"clock": time, "sleep": time.sleep, "monotonic": time, "rng": random.Random(0)} | options
+    return Client("http://toy", KEY, transport=Scripted(*script), **options)
+
+
+def get(client: Client, **options: object) -> Balance:
+    return asyncio.run(client.get_json("/open", Balance, **options))
+
+
+def fails(client: Client, kind: type[PeerError] = PeerError, **options: object) -> PeerError:
+    with pytest.raises(kind) as caught:
+        get(client, **options)
+    assert "\n" not in str(caught.value)
+    return caught.value
+
+
+def test_a_signed_call_reaches_the_application_with_run_and_head(toy, connect):
+    client = connect(toy.app, KEY)
+    client.head = "ab" * 32
+    balance = asyncio.run(client.post_json("/deposits?x=%20y", Deposit(id="a", amount=3), Balance))
+    assert balance.total == 3
+    assert (toy.callers[0].key, toy.callers[0].run, toy.callers[0].head) == (KEY.public, RUN, "ab" * 32)
+
+
+def test_a_client_without_a_key_reads_what_is_open(toy, connect):
+    assert get(connect(toy.app)).total == 0
+
+
+@pytest.mark.parametrize("fault", list(Fault))
+def test_each_fault_of_the_network_leaves_exactly_one_effect(fault, toy, time, connect):
+    networks: list[FaultyTransport] = []
+
+    def wrap(transport: httpx.AsyncBaseTransport) -> FaultyTransport:
+        networks.append(FaultyTransport(transport, random.Random(7), time.sleep, faults=[fault], rate=0.5))
+        return networks[0]
+
+    client = connect(toy.app, KEY, wrap=wrap)
+
+    async def story() -> list[int]:
+        return [(await client.post_json("/deposits", Deposit(id=str(i), amount=1), Balance)).total for i in range(30)]
+
+    assert asyncio.run(story()) == list(range(1, 31))
+    assert toy.deposits == {str(i): 1 for i in range(30)}
+    assert networks[0].seen[fault] >= 10
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_all_faults_together_leave_exactly_one_effect(seed, toy, time, connect):
+    def wrap(transport: httpx.AsyncBaseTransport) -> FaultyTransport:
+        return FaultyTransport(transport, random.Random(seed), time.sleep, rate=0.7)
+
+    client = connect(toy.app, KEY, wrap=wrap)
+
+    async def story() -> None:
+        for i in range(40):
+            await client.post_json("/deposits", Deposit(id=str(i), amount=i), Balance)
+
+    asyncio.run(story())
+    assert toy.deposits == {str(i): i for i in range(40)}
+
+
+def test_pauses_grow_to_their_cap_and_are_drawn(time):
+    client = scripted(time, *[httpx.ConnectError("refused")] * 12, ours())
+    get(client)
+    assert len(time.slept) == 12
+    assert 0.05 <= time.slept[0] <= 0.1 and all(pause <= LONGEST_RETRY_S for pause in time.slept)
+    assert time.slept[-1] > LONGEST_RETRY_S / 2
+
+
+def test_waiting_is_said_aloud_with_what_and_how_long(time):
+    said: list[str] = []
+    client = scripted(time, *[httpx.ConnectError("refused")] * 20, ours(), on_wait=said.append)
+    get(client)
+    assert 2 <= len(said) <= 5
+    assert re.search(r"http://toy \(GET /open\) for [5-9] s: refused", said[0])
+
+
+def test_a_deadline_ends_the_trying_in_time(time):
+    error = fails(scripted(time, httpx.ConnectError("refused")), deadline_s=10)
+    assert "GET /open" in str(error) and "refused" in str(error)
+    assert sum(time.slept) <= 10
+
+
+def test_the_server_says_how_long_to_stay_away(time):
+    client = scripted(
+        time, ours(429, b'{"error":"slow down","code":"too_many_requests"}', **{"retry-after": "7"}), ours()
+    )
+    get(client)
+    assert time.slept == [7.0]
+
+
+@pytest.mark.parametrize("status", [408, 429, 500, 502, 503, 504, 507])
+def test_what_may_pass_is_tried_again(status, time):
+    assert get(scripted(time, ours(status, b'{"error":"e","code":"c"}'), ours())).total == 1
+    assert len(time.slept) == 1
+
+
+@pytest.mark.parametrize("body", [b'{"total":1,"dig', b'{"total":9,"digest":""}'])
+def test_a_damaged_answer_is_asked_for_again(time, body):
+    digest = content_digest(b'{"total":1,"digest":""}')
+    assert get(scripted(time, ours(body=body, **{"content-digest": digest}), ours())).total == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "word"),
+    [
+        ("/raise/superseded", Superseded, "the lease went to another"),
+        ("/raise/nothing", NothingYet, "no batch yet"),
+        ("/raise/forbidden", PeerRefused, "ask the host"),
+        ("/nowhere", PeerRefused, "openapi"),
+    ],
+)
+def test_a_refusal_becomes_its_error_at_once(toy, connect, time, path, kind, word):
+    with pytest.raises(kind, match=word):
+        asyncio.run(connect(toy.app, KEY).get(path))
+    assert time.slept == []
+
+
+def test_a_full_disk_at_the_server_is_waited_out_until_the_deadline(toy, connect, caplog):
+    caplog.set_level(logging.CRITICAL)
+    with pytest.raises(PeerError, match="free some space"):
+        asyncio.run(connect(toy.app, KEY).get("/raise/disk", deadline_s=12))
+    assert toy.calls == 3
+
+
+def test_a_clock_off_by_an_hour_is_named(toy, time, connect):
+    with pytest.raises(PeerRefused, match=r"3600 s behind.*set the clock") as caught:
+        asyncio.run(
+            connect(toy.app, KEY, clock=lambda: time.now - 3600).post_json(
+                "/deposits", Deposit(id="a", amount=1), Balance
+            )
+        )
+    assert (caught.value.status, caught.value.code) == (401, "clock")
+
+
+def test_an_answer_past_its_cap_is_not_read(time):
+    endless = (b"x" * 1000 for _ in range(1000))
+
+    class Endless(httpx.AsyncByteStream):
+        async def __aiter__(self):
+            for part in endless:
+                yield part
+
+    client = scripted(time, lambda: httpx.Response(200, headers={"shoal-protocol": "1"}, stream=Endless()))
+    assert "more than 5000 bytes" in str(fails(client, cap=5000))
+    assert sum(1 for _ in endless) >= 990
+
+
+def test_a_declared_length_past_the_cap_is_refused(time):
+    error = fails(scripted(time, ours(**{"content-length": "999999999"})), cap=100)
+    assert "more than 100 bytes" in str(error)
+
+
+def test_a_server_that_never_answers_is_left_after_the_timeout(time):
+    class Mute(httpx.AsyncBaseTransport):
+        async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+    client = Client("http://toy", KEY, transport=Mute(), clock=time, sleep=time.sleep, monotonic=time)
+    assert "no answer within" in str(fails(client, timeout_s=60.0, deadline_s=0.02))
+
+
+def test_an_answer_of_another_form_names_the_call(time):
+    assert "/open answered in another form" in str(fails(scripted(time, ours(body=b'{"other":1}'))))
+
+
+# --- wrong addresses ---
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "",
+        "toy:80",
+        "ftp://toy",
+        "http://",
+        "http://toy/path",
+        "http://u:p@toy",
+        "http://toy?x",
+        "http://[",
+        "http://toy:99999",
+        "::",
+    ],
+)
+def test_a_bad_url_is_refused_with_the_right_form(url):
+    with pytest.raises(PeerError, match="http"):
+        Client(url)
+
+
+def test_another_web_server_is_told_from_ours(time):
+    client = scripted(time, foreign(404, b"<h1>nginx</h1>"))
+    assert "no node of shoal" in str(fails(client)) and time.slept == []
+
+
+def test_a_redirect_names_where_to_go(time):
+    client = scripted(time, foreign(301, location="https://toy/"))
+    assert "https://toy/" in str(fails(client))
+
+
+def wrapping(cause: Exception) -> httpx.ConnectError:
+    error = httpx.ConnectError(str(cause))
+    error.__cause__ = cause
+    return error
+
+
+def test_an_unknown_host_is_an_error_at_first_and_waited_out_later(time):
+    unknown = wrapping(socket.gaierror(-2, "Name or service not known"))
+    assert "no host named toy" in str(fails(scripted(time, unknown)))
+    client = scripted(time, ours(), unknown, ours())
+    assert [get(client).total, get(client).total] == [1, 1]
+
+
+def test_a_bad_certificate_is_an_error_always(time):
+    bad = ssl.SSLCertVerificationError(1, "certificate verify failed")
+    bad.verify_message = "certificate has expired"
+    assert "certificate has expired" in str(fails(scripted(time, wrapping(bad))))
+
+
+def test_tls_where_there_is_none_and_none_where_there_is(time):
+    assert "does not speak TLS" in str(fails(scripted(time, wrapping(ssl.SSLError(1, "wrong version number")))))
+    assert "does not speak HTTP" in str(fails(scripted(time, httpx.RemoteProtocolError("illegal status line"))))
+
+
+def test_nothing_listening_is_said_in_one_line():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # bound, not listening: connections are refused
+        client = Client(f"http://127.0.0.1:{taken.getsockname()[1]}", KEY)
+        error = fails(client, deadline_s=0.2)
+    assert "Check that it is running" in str(error)
+
+
+def test_a_blob_is_verified_and_damage_fetched_again(time):
+    blob = b"weights"
+    right, wrong = ours(body=blob), ours(body=b"Weights")
+    digest = wire.digest(blob)
+    assert asyncio.run(scripted(time, wrong, right).get_blob(digest, cap=100)) == blob
+    with pytest.raises(PeerError, match="wrong blob"):
+        asyncio.run(scripted(time, wrong).get_blob(digest, cap=100))

@@ -1,0 +1,262 @@
+"""What a server lets through, and what it answers to the rest."""
+
+import asyncio
+import logging
+
+import httpx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from starlette.requests import Request
+
+from shoal.net import server
+from shoal.protocol import wire
+from shoal.protocol.identity import Key, RequestLine, content_digest, sign_request
+from shoal.protocol.types import Refusal, Submission
+from tests.net.toy_bank import RUN, Balance, Deposit, Time, Toy
+
+KEY = Key(b"\x01" * 32)
+
+
+def call(app: object, method: str, url: str, **options: object) -> httpx.Response:
+    """One request as any HTTP client would make it."""
+
+    async def send() -> httpx.Response:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://toy") as http:  # type: ignore[arg-type]
+            return await http.request(method, url, **options)  # type: ignore[arg-type]
+
+    return asyncio.run(send())
+
+
+def signed(time: Time, body: bytes, *, created: float | None = None, run: str = RUN, path: str = "/deposits") -> dict:
+    made = int(time.now if created is None else created)
+    return sign_request(KEY, RequestLine("POST", path), body, created=made, nonce="n" * 22, run=run)
+
+
+def refusal(response: httpx.Response) -> Refusal:
+    return wire.from_json(response.content, Refusal)
+
+
+GOOD = wire.to_json(Deposit(id="a", amount=5))
+
+
+def test_a_signed_request_passes_and_its_answer_carries_a_digest(toy, time):
+    response = call(toy.app, "POST", "/deposits", content=GOOD, headers=signed(time, GOOD))
+    assert wire.from_json(response.content, Balance).total == 5
+    assert response.headers["content-digest"] == content_digest(response.content)
+    assert response.headers["shoal-protocol"] == "1"
+    assert toy.callers[0].key == KEY.public
+
+
+@pytest.mark.parametrize(
+    ("make", "status", "code"),
+    [
+        (lambda t: (GOOD, {}), 401, "unsigned"),
+        (lambda t: (GOOD, signed(t, GOOD, created=t.now - 3600)), 401, "clock"),
+        (lambda t: (GOOD, signed(t, GOOD, path="/elsewhere")), 401, "signature"),
+        (lambda t: (b"{}", signed(t, GOOD)), 400, "digest"),
+        (lambda t: (GOOD, signed(t, GOOD, run="run-2")), 409, "wrong_run"),
+        (lambda t: (GOOD, signed(t, GOOD, run="")), 409, "wrong_run"),
+        (lambda t: (b"{", signed(t, b"{")), 400, "malformed"),
+        (lambda t: (b"x" * 1001, signed(t, b"x" * 1001)), 413, "too_large"),
+    ],
+)
+def test_each_fault_of_a_request_has_its_refusal(toy, time, make, status, code):
+    body, headers = make(time)
+    response = call(toy.app, "POST", "/deposits", content=body, headers=headers)
+    assert (response.status_code, refusal(response).code) == (status, code)
+    assert toy.deposits == {}
+
+
+def test_the_clock_refusal_names_the_skew(toy, time):
+    response = call(toy.app, "POST", "/deposits", content=GOOD, headers=signed(time, GOOD, created=time.now - 3600))
+    assert "3600 s behind" in refusal(response).error
+
+
+def test_a_header_that_stands_twice_is_refused(toy, time):
+    headers = [*signed(time, GOOD).items(), ("shoal-run", "run-2")]
+    response = call(toy.app, "POST", "/deposits", content=GOOD, headers=headers)
+    assert response.status_code == 400 and "shoal-run" in refusal(response).error
+
+
+@pytest.mark.parametrize(
+    ("what", "status", "code"),
+    [
+        ("superseded", 410, "superseded"),
+        ("nothing", 404, "nothing_yet"),
+        ("disk", 507, "storage"),
+        ("forbidden", 403, "not_admitted"),
+        ("bug", 500, "internal"),
+    ],
+)
+def test_each_error_of_ours_has_its_status(toy, what, status, code, caplog):
+    caplog.set_level(logging.CRITICAL)
+    response = call(toy.app, "GET", f"/raise/{what}")
+    assert (response.status_code, refusal(response).code) == (status, code)
+    assert response.headers["shoal-protocol"] == "1"
+
+
+def test_a_bug_is_logged_with_its_trace_and_not_told_to_the_peer(toy, caplog):
+    response = call(toy.app, "GET", "/raise/bug")
+    assert b"secret detail" not in response.content
+    assert "secret detail" in caplog.text and caplog.text.count("Traceback") == 1
+
+
+@pytest.mark.parametrize(("method", "path", "status"), [("GET", "/nowhere", 404), ("DELETE", "/deposits", 405)])
+def test_an_unknown_call_is_a_refusal_too(toy, method, path, status):
+    response = call(toy.app, method, path)
+    assert (response.status_code, refusal(response).code) == (status, "no_such_call")
+
+
+# --- bodies ---
+
+
+class Stream:
+    """A body that arrives as the test says; counts how much of it was taken."""
+
+    def __init__(self, parts: list[bytes], *, forever: bool = False, broken: bool = False) -> None:
+        self.parts, self.forever, self.broken, self.taken = parts, forever, broken, 0
+
+    async def receive(self) -> dict:
+        if self.taken < len(self.parts):
+            self.taken += 1
+            return {"type": "http.request", "body": self.parts[self.taken - 1], "more_body": True}
+        if self.forever:
+            await asyncio.Event().wait()
+        return {"type": "http.disconnect"} if self.broken else {"type": "http.request", "body": b"", "more_body": False}
+
+
+def read(stream: Stream, *, cap: int = 10, timeout_s: float = 5.0, headers: tuple = ()) -> bytes:
+    request = Request({"type": "http", "method": "POST", "headers": list(headers)}, stream.receive)
+    return asyncio.run(server.read_body(request, cap=cap, timeout_s=timeout_s))
+
+
+def test_a_body_is_read_to_its_cap():
+    assert read(Stream([b"12345", b"67890"])) == b"1234567890"
+
+
+def test_a_body_past_its_cap_is_taken_but_not_kept_so_that_the_refusal_arrives():
+    stream = Stream([b"123456"] * 1000)
+    with pytest.raises(server.Refused, match="10 bytes") as caught:
+        read(stream, headers=((b"content-length", b"6000"),))
+    assert caught.value.status == 413 and stream.taken == 1000
+
+
+def test_a_body_past_all_measure_is_refused_by_its_length_before_any_of_it_is_read():
+    stream = Stream([b"x"])
+    with pytest.raises(server.Refused) as caught:
+        read(stream, headers=((b"content-length", b"9999999999"),))
+    assert caught.value.status == 413 and stream.taken == 0
+
+
+def test_a_body_that_lies_about_its_length_is_cut_off(monkeypatch):
+    monkeypatch.setattr(server.constants, "MAX_DISCARDED_BYTES", 20)
+    stream = Stream([b"123456"] * 1000)
+    with pytest.raises(server.Refused) as caught:
+        read(stream, headers=((b"content-length", b"1"),))
+    assert caught.value.status == 413 and stream.taken == 4
+
+
+def test_a_slow_body_is_refused():
+    with pytest.raises(server.Refused, match="BODY_TIMEOUT_S") as caught:
+        read(Stream([b"1"], forever=True), timeout_s=0.02)
+    assert caught.value.status == 408
+
+
+def test_a_body_that_breaks_off_is_refused():
+    with pytest.raises(server.Refused) as caught:
+        read(Stream([b"1"], broken=True))
+    assert (caught.value.status, caught.value.code) == (400, "truncated")
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.binary(max_size=400))
+def test_garbage_is_malformed_and_nothing_worse(body):
+    time = Time()
+    toy = Toy(time)
+    response = call(toy.app, "POST", "/deposits", content=body, headers=signed(time, body))
+    assert (response.status_code, refusal(response).code) == (400, "malformed")
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.recursive(
+        st.none() | st.integers() | st.text(max_size=5), lambda x: st.lists(x) | st.dictionaries(st.text(max_size=5), x)
+    )
+)
+def test_any_json_of_another_shape_is_malformed(value):
+    with pytest.raises(wire.WireError):
+        wire.from_json(wire.to_json(value), Deposit)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=400))
+def test_garbage_msgpack_is_a_wire_error(body):
+    with pytest.raises(wire.WireError):
+        wire.from_msgpack(body, Submission)
+
+
+@pytest.mark.parametrize(
+    "body", [b"[" * 100_000, b'{"a":' * 50_000, b"\x91" * 100_000, b"\xdd\xff\xff\xff\xff", b"\xdb\xff\xff\xff\xff"]
+)
+def test_bombs_are_wire_errors(body):
+    with pytest.raises(wire.WireError):
+        wire.from_json(body, Deposit)
+    with pytest.raises(wire.WireError):
+        wire.from_msgpack(body, Submission)
+
+
+# --- rates ---
+
+
+def test_a_flood_from_one_address_is_held_back_before_signatures_are_verified(time):
+    toy = Toy(time, address_rate=(1.0, 2))
+    answers = [call(toy.app, "POST", "/deposits", content=GOOD) for _ in range(3)]
+    assert [a.status_code for a in answers] == [401, 401, 429]
+    assert answers[2].headers["retry-after"] == "1"
+    time.now += 1.0
+    assert call(toy.app, "GET", "/open").status_code == 200
+
+
+def test_a_flood_from_one_key_is_held_back_and_another_key_passes(time):
+    toy = Toy(time, key_rate=(1.0, 1))
+    assert call(toy.app, "POST", "/deposits", content=GOOD, headers=signed(time, GOOD)).status_code == 200
+    assert call(toy.app, "POST", "/deposits", content=GOOD, headers=signed(time, GOOD)).status_code == 429
+    other = sign_request(
+        Key(b"\x02" * 32), RequestLine("POST", "/deposits"), GOOD, created=int(time.now), nonce="n" * 22, run=RUN
+    )
+    assert call(toy.app, "POST", "/deposits", content=GOOD, headers=other).status_code == 200
+
+
+def test_an_honest_slow_caller_is_never_held_back():
+    buckets = server.Buckets(per_s=1.0, burst=3)
+    assert all(buckets.take("a", float(second)) == 0.0 for second in range(1000))
+
+
+def test_a_clock_set_back_gives_no_tokens_and_takes_none():
+    buckets = server.Buckets(per_s=1.0, burst=2)
+    assert [buckets.take("a", now) for now in (100.0, 50.0)] == [0.0, 0.0]
+    assert buckets.take("a", 50.0) > 0
+
+
+def test_buckets_forget_the_longest_idle_past_their_number(monkeypatch):
+    monkeypatch.setattr(server.constants, "MAX_BUCKETS", 2)
+    buckets = server.Buckets(per_s=1.0, burst=1)
+    for name in ("a", "b", "c"):
+        assert buckets.take(name, 0.0) == 0.0
+    assert buckets.take("c", 0.0) > 0
+    assert buckets.take("a", 0.0) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("host", "name"),
+    [
+        ("10.0.0.1", "10.0.0.1"),
+        ("2001:db8::1:2:3:4", "2001:db8::/64"),
+        ("::ffff:10.0.0.1", "::ffff:10.0.0.1"),
+        ("x", "x"),
+    ],
+)
+def test_addresses_of_one_home_are_rated_together(host, name):
+    request = Request({"type": "http", "headers": [], "client": (host, 1)})
+    assert server.address_of(request) == name
