@@ -1,0 +1,330 @@
+"""From a manifest to a checkpoint directory on this machine, each byte verified.
+
+Called by workers, validators and resuming trainers with a manifest that `open_manifest` has accepted. Several sources
+serve at once; one that sends a wrong byte is blamed and left. A fetch that was cut short goes on where it stopped; the
+directory appears under its name whole, or not at all. It trusts no source and knows no role. One process uses a folder.
+
+A chunk is taken from, in this order: the unfinished directory, a version already here, a source.
+"""
+
+import asyncio
+import hashlib
+import logging
+import os
+import shutil
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from shoal.errors import PeerError, StateError
+from shoal.net.blobs import sync_folder
+from shoal.net.client import Client
+from shoal.protocol import wire
+from shoal.protocol.types import Manifest
+from shoal.weights.manifest import weights_root
+
+CHUNK_DEADLINE_S = 60.0
+"""A source that has not delivered a chunk by then is left for this fetch."""
+
+STRAGGLER_S = 10.0
+"""A chunk that takes a source longer is asked of an idle one, too."""
+
+log = logging.getLogger(__name__)
+
+
+class Source(Protocol):
+    """Somewhere chunks come from."""
+
+    name: str
+    """For blame: a URL."""
+
+    async def chunk(self, digest: str, size: int) -> bytes:
+        """The bytes it has under a hash, unverified, at most `size`. Raises `PeerError`."""
+        ...
+
+
+class HttpSource:
+    """A coordinator's or relay's `/v1/blobs`."""
+
+    def __init__(self, client: Client, deadline_s: float = CHUNK_DEADLINE_S) -> None:
+        self.name = client.base_url
+        self._client, self._deadline_s = client, deadline_s
+
+    async def chunk(self, digest: str, size: int) -> bytes:
+        """One chunk, at most `size` bytes, tried for until the deadline. Raises `PeerError`."""
+        return await self._client.get_blob(digest, cap=size, deadline_s=self._deadline_s)
+
+
+def tell_blame(source: str, reason: str) -> None:
+    """What is done about a source that is left, unless the caller knows better."""
+    log.warning("source=%s left=true reason=%s", source, reason)
+
+
+async def fetch(
+    manifest: Manifest,
+    sources: Sequence[Source],
+    folder: Path,
+    *,
+    keep: int = 2,
+    on_blame: Callable[[str, str], None] = tell_blame,
+) -> Path:
+    """The directory of a version inside `folder`, fetched and verified; the `keep` newest versions are left there.
+
+    `on_blame` is told (source, reason) when one is left. Raises `PeerError` naming each source's fault if none could
+    serve all, `StateError` if the disk is full, or if the chunks do not make the weights that the manifest promises.
+    """
+    target, partial = folder / directory_name(manifest), folder / f"{_PARTIAL}{directory_name(manifest)}"
+    try:
+        if target.exists():
+            if await asyncio.to_thread(_fault, target, manifest) == "":
+                return target
+            shutil.rmtree(partial, ignore_errors=True)
+            target.replace(partial)  # damaged since: what is whole of it is used
+        missing = await asyncio.to_thread(_prepare, folder, partial, manifest)
+        await _fetch_pieces(missing, sources, on_blame)
+        await asyncio.to_thread(_finish, partial, target, manifest)
+    except OSError as error:
+        raise StateError(
+            f"cannot store version {manifest.version} in {folder}: {error.strerror or error}. Free some space or name "
+            "another folder; what was fetched is kept"
+        ) from None
+    _prune(folder, manifest, keep)
+    return target
+
+
+def directory_name(manifest: Manifest) -> str:
+    """Name of a version's directory: it says what is in it, so another run's versions do not collide."""
+    return f"v{manifest.version:06d}-{manifest.root[:12]}"
+
+
+_PARTIAL = ".partial-"
+_MANIFEST = ".manifest"
+"""In each directory: the manifest it was made from, so that a later version can reuse its chunks unread."""
+
+
+# --- what is needed, and what of it is here ---
+
+
+class _Place(NamedTuple):
+    path: Path
+    offset: int
+
+
+@dataclass
+class _Piece:
+    """A chunk that is needed, with all the places where it goes."""
+
+    digest: str
+    size: int
+    places: list[_Place] = field(default_factory=list)
+
+    def write(self, chunk: bytes) -> None:
+        for place in self.places:
+            with place.path.open("r+b") as file:
+                file.seek(place.offset)
+                file.write(chunk)
+
+    def matches(self, chunk: bytes) -> bool:
+        return len(chunk) == self.size and wire.digest(chunk) == self.digest
+
+
+def _pieces(manifest: Manifest, directory: Path) -> Iterator[_Piece]:
+    """The chunks of a version with their places in a directory; one that repeats comes once."""
+    pieces: dict[tuple[str, int], _Piece] = {}
+    for entry in manifest.files:
+        for index, digest in enumerate(entry.chunks):
+            offset = index * manifest.chunk_bytes
+            size = min(manifest.chunk_bytes, entry.size - offset)
+            piece = pieces.setdefault((digest, size), _Piece(digest, size))
+            piece.places.append(_Place(directory / entry.path, offset))
+    return iter(pieces.values())
+
+
+def _prepare(folder: Path, partial: Path, manifest: Manifest) -> list[_Piece]:
+    """Make the unfinished directory, fill in what is on this machine, and return the pieces that are not."""
+    partial.mkdir(parents=True, exist_ok=True)
+    wanted = {entry.path: entry.size for entry in manifest.files}
+    for path in partial.iterdir():
+        if path.name not in wanted:
+            path.unlink()
+    begun = {path for path in partial.iterdir() if path.stat().st_size}
+    for name, size in wanted.items():
+        with (partial / name).open("ab") as file:
+            file.truncate(size)
+    here = _chunks_here(folder)
+    missing = []
+    for piece in _pieces(manifest, partial):
+        if all(place.path in begun and piece.matches(_read(place, piece.size)) for place in piece.places):
+            continue
+        known = here.get((piece.digest, piece.size))
+        if known and piece.matches(chunk := _read(known, piece.size)):
+            piece.write(chunk)
+        else:
+            missing.append(piece)
+    need_bytes = sum(piece.size * len(piece.places) for piece in missing)
+    free_bytes = shutil.disk_usage(partial).free
+    if need_bytes > free_bytes:
+        raise StateError(
+            f"version {manifest.version} needs {need_bytes} more bytes in {folder}, {free_bytes} are free: free some "
+            "space or name another folder"
+        )
+    return missing
+
+
+def _chunks_here(folder: Path) -> dict[tuple[str, int], _Place]:
+    """Where the chunks of the versions in a folder lie, by what their manifests say; verified when read."""
+    here: dict[tuple[str, int], _Place] = {}
+    for known in folder.glob(f"v*/{_MANIFEST}"):
+        try:
+            manifest = wire.from_json(known.read_bytes(), Manifest)
+        except wire.WireError:
+            continue  # damaged: what it spoke of is fetched
+        here |= {(piece.digest, piece.size): piece.places[0] for piece in _pieces(manifest, known.parent)}
+    return here
+
+
+def _read(place: _Place, size: int) -> bytes:
+    try:
+        with place.path.open("rb") as file:
+            file.seek(place.offset)
+            return file.read(size)
+    except FileNotFoundError:
+        return b""
+
+
+# --- from the sources ---
+
+
+class _Pool:
+    """The pieces still to come, shared by the sources."""
+
+    def __init__(self, missing: list[_Piece], num_sources: int) -> None:
+        self.waiting = deque(missing)
+        self.asked: dict[str, float] = {}
+        """When each piece under way was last asked for, by hash: the loop's clock, seconds."""
+        self.pieces = {piece.digest: piece for piece in missing}
+        self.num_sources = num_sources
+        self.faults: list[str] = []
+        self.changed = asyncio.Condition()
+
+    def over(self) -> bool:
+        return not self.pieces or self.num_sources == 0
+
+    def next(self, now: float) -> _Piece | None:
+        """A piece that nobody was asked for, else one that takes long."""
+        while self.waiting:
+            piece = self.waiting.popleft()
+            if piece.digest in self.pieces:
+                self.asked[piece.digest] = now
+                return piece
+        for digest, asked in self.asked.items():
+            if now - asked >= STRAGGLER_S:
+                self.asked[digest] = now
+                return self.pieces[digest]
+        return None
+
+
+async def _fetch_pieces(missing: list[_Piece], sources: Sequence[Source], on_blame: Callable[[str, str], None]) -> None:
+    """Draw on all sources until nothing is missing. Raises `PeerError` when the last source is left before."""
+    pool = _Pool(missing, len(sources))
+    failures: list[OSError] = []
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(_draw(source, pool, on_blame, failures)) for source in sources]
+        async with pool.changed:
+            await pool.changed.wait_for(lambda: pool.over() or failures)
+        for task in tasks:
+            task.cancel()
+    if failures:
+        raise failures[0]
+    if pool.pieces:
+        raise PeerError(
+            f"{len(pool.pieces)} of {len(missing)} chunks not fetched: {'; '.join(pool.faults) or 'no source'}. Try "
+            "again later, or name another source; what was fetched is kept"
+        )
+
+
+async def _draw(source: Source, pool: _Pool, on_blame: Callable[[str, str], None], failures: list[OSError]) -> None:
+    """One source's part: piece after piece, until nothing is missing or the source fails."""
+    clock = asyncio.get_running_loop().time
+    while not pool.over():
+        piece = pool.next(clock())
+        if piece is None:
+            await _wait_for_work(pool)
+            continue
+        try:
+            chunk = await source.chunk(piece.digest, piece.size)
+            fault = "" if piece.matches(chunk) else f"sent wrong bytes for chunk {piece.digest[:16]}…"
+        except PeerError as error:
+            fault = str(error)
+        async with pool.changed:
+            if fault:
+                pool.waiting.append(piece)
+                pool.num_sources -= 1
+                pool.faults.append(f"{source.name}: {fault}")
+            elif pool.pieces.pop(piece.digest, None):
+                pool.asked.pop(piece.digest, None)
+                try:
+                    piece.write(chunk)
+                except OSError as error:
+                    failures.append(error)
+            pool.changed.notify_all()
+        if fault:
+            on_blame(source.name, fault)
+            return
+
+
+async def _wait_for_work(pool: _Pool) -> None:
+    """Wait until a piece is given back, all is over, or a source may have become a straggler."""
+    try:
+        async with asyncio.timeout(STRAGGLER_S), pool.changed:
+            await pool.changed.wait_for(lambda: pool.waiting or pool.over())
+    except TimeoutError:
+        pass  # time to look for stragglers
+
+
+# --- the end ---
+
+
+def _finish(partial: Path, target: Path, manifest: Manifest) -> None:
+    """Verify the whole, make it durable, and give it its name."""
+    fault = _fault(partial, manifest)
+    if fault:
+        shutil.rmtree(partial)
+        raise StateError(
+            f"version {manifest.version}: {fault}, though each chunk is as promised: its publisher is at fault. Tell "
+            "the run's host"
+        )
+    (partial / _MANIFEST).write_bytes(wire.to_json(manifest))
+    for path in partial.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    sync_folder(partial)
+    partial.replace(target)
+    sync_folder(target.parent)
+
+
+def _fault(directory: Path, manifest: Manifest) -> str:
+    """What of a directory is not as the manifest promises; empty if all is."""
+    for entry in manifest.files:
+        path = directory / entry.path
+        if not path.is_file():
+            return f"{entry.path} is missing"
+        with path.open("rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != entry.digest:
+                return f"{entry.path} has another hash"
+    try:
+        root = weights_root(directory)
+    except StateError as error:
+        return str(error)
+    return "" if root == manifest.root else f"the weights root is {root[:16]}…, not {manifest.root[:16]}…"
+
+
+def _prune(folder: Path, manifest: Manifest, keep: int) -> None:
+    """Remove all but the newest versions (never the one just fetched) and unfinished directories of older ones."""
+    newest = directory_name(manifest)
+    finished = sorted((path for path in folder.glob("v*") if path.name != newest and path.is_dir()), reverse=True)
+    unfinished = [path for path in folder.glob(f"{_PARTIAL}v*") if path.name < _PARTIAL + newest]
+    for path in finished[max(0, keep - 1) :] + unfinished:
+        shutil.rmtree(path, ignore_errors=True)

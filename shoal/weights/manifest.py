@@ -1,0 +1,170 @@
+"""What a policy version consists of, signed: making manifests, and refusing those that are not what was asked for.
+
+Called by publishers (`weights/publish`) and by everyone who fetches. It knows no network and no clock. The weights
+root covers the published tensors alone, so that it depends on nothing but what the policy is; the manifest around it
+says in which files and chunks they travel, who vouches for that, and until when.
+"""
+
+import re
+from collections.abc import Collection
+from pathlib import Path
+
+import msgspec
+
+from shoal.errors import PeerError
+from shoal.policy.files import tensors_of
+from shoal.protocol import constants, wire
+from shoal.protocol.identity import Key, verify
+from shoal.protocol.merkle import merkle_root
+from shoal.protocol.types import FileEntry, Manifest, SignedManifest
+
+PURPOSE = "manifest"
+"""What a manifest's signature is for."""
+
+POLICY_STREAM = "policy"
+"""The stream of a run with one policy."""
+
+DTYPES = ("float32", "bfloat16")
+"""Published precisions."""
+
+_NAME = re.compile(
+    r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}(\.[A-Za-z0-9_-]{1,40}){0,4}\.(json|safetensors|jinja|txt|model)", re.ASCII
+)
+_HASH = re.compile(r"[0-9a-f]{64}", re.ASCII)
+
+
+def is_publishable(name: str) -> bool:
+    """Whether a file of a checkpoint directory travels: plain data by its name, in the directory itself.
+
+    Code (.py) and pickles (.bin, .pt) never do; nor does a name that could lead out of the directory or be hidden.
+    """
+    return bool(_NAME.fullmatch(name))
+
+
+def weights_root(directory: Path) -> str:
+    """Merkle root, hex, over (name, dtype, shape, SHA-256 of the data) of each tensor, sorted by name.
+
+    Raises `StateError` if the directory's weights cannot be read.
+    """
+    tensors = tensors_of(directory)
+    leaves = [
+        wire.to_json([name, dtype, list(shape), digest]) for name, (dtype, shape, digest) in sorted(tensors.items())
+    ]
+    return merkle_root(leaves).hex()
+
+
+def sign_manifest(manifest: Manifest, key: Key, *, now: float) -> SignedManifest:
+    """A manifest issued now and signed. Signing the same content again, later, renews one that has expired."""
+    issued = msgspec.structs.replace(manifest, issued=now, expires=now + constants.MANIFEST_LIFETIME_S)
+    body = wire.to_json(issued)
+    return SignedManifest(body=body, key=key.public, signature=key.sign(PURPOSE, body))
+
+
+def open_manifest(
+    data: bytes,
+    *,
+    run: str,
+    keys: Collection[str],
+    now: float | None,
+    stream: str = POLICY_STREAM,
+    version: int | None = None,
+    at_least: int = 0,
+    max_bytes: int | None = None,
+) -> Manifest:
+    """The manifest in an encoded `SignedManifest`, once everything about it holds.
+
+    `keys` may publish. `version` is the one asked for, `at_least` the newest already seen: an older one is a rollback.
+    `now` is None for history, where nothing expires. `max_bytes` is what this node is willing to download.
+    Raises `PeerError` saying what is wrong with it.
+    """
+    if len(data) > constants.MAX_MANIFEST_BYTES:
+        raise PeerError(f"manifest of {len(data)} bytes: more than {constants.MAX_MANIFEST_BYTES} (MAX_MANIFEST_BYTES)")
+    try:
+        signed = wire.from_json(data, SignedManifest)
+        if signed.key not in keys:
+            raise PeerError(
+                f"manifest signed by {signed.key[:16]!r}…, which may not publish for this run: use another source"
+            )
+        if not verify(signed.key, PURPOSE, signed.body, signed.signature):
+            raise PeerError("manifest's signature does not verify: it was changed on its way; use another source")
+        manifest = wire.from_json(signed.body, Manifest)
+    except wire.WireError as error:
+        raise PeerError(f"manifest is malformed ({error}): fetch it from another source") from None
+    if wire.to_json(signed) != data:
+        raise PeerError("manifest is not in canonical form: it was changed on its way; use another source")
+    _demand_identity(manifest, run, stream, version, at_least)
+    _demand_time(manifest, now)
+    for entry in manifest.files:
+        _demand_file(entry, manifest.chunk_bytes)
+    _demand_whole(manifest, max_bytes)
+    return manifest
+
+
+def _demand_identity(manifest: Manifest, run: str, stream: str, version: int | None, at_least: int) -> None:
+    """What the manifest is of, against what was asked for."""
+    if (manifest.run, manifest.stream) != (run, stream):
+        raise PeerError(
+            f"manifest is of run {manifest.run[:16]!r}, stream {manifest.stream[:16]!r}; this node takes part in "
+            f"{run[:16]!r}, {stream[:16]!r}: check the URL of the source"
+        )
+    if version is not None and manifest.version != version:
+        raise PeerError(f"manifest is of version {manifest.version}, asked for was {version}: use another source")
+    if manifest.version < max(0, at_least):
+        raise PeerError(
+            f"manifest is of version {manifest.version}, but version {at_least} was already seen: the source is behind "
+            "or rolls back; use another"
+        )
+    if any(not 0 <= parent < manifest.version for parent in manifest.parents):
+        raise PeerError(f"manifest of version {manifest.version} names parents {manifest.parents}: they must be older")
+
+
+def _demand_time(manifest: Manifest, now: float | None) -> None:
+    """Neither expired, nor of the future, nor valid for longer than the protocol allows."""
+    if not 0 <= manifest.expires - manifest.issued <= constants.MANIFEST_LIFETIME_S:
+        raise PeerError("manifest claims a longer life than MANIFEST_LIFETIME_S: the publisher must issue it again")
+    if now is None:
+        return
+    if manifest.expires <= now:
+        raise PeerError(
+            f"manifest of version {manifest.version} expired {now - manifest.expires:.0f} s ago: the source is frozen, "
+            "or this machine's clock is ahead; use another source or set the clock"
+        )
+    if manifest.issued > now + constants.SIGNATURE_WINDOW_S:
+        raise PeerError(
+            f"manifest of version {manifest.version} was issued {manifest.issued - now:.0f} s in the future: set this "
+            "machine's clock"
+        )
+
+
+def _demand_file(entry: FileEntry, chunk_bytes: int) -> None:
+    """A safe name, and sizes and hashes that fit each other."""
+    if not is_publishable(entry.path):
+        raise PeerError(
+            f"manifest names the file {entry.path[:80]!r}: only plain data files in the directory itself travel"
+        )
+    if not 1 <= chunk_bytes <= constants.MAX_CHUNK_BYTES:
+        raise PeerError(f"manifest has chunks of {chunk_bytes} bytes: 1 to {constants.MAX_CHUNK_BYTES} are allowed")
+    if entry.size < 0 or len(entry.chunks) != -(-entry.size // chunk_bytes):
+        raise PeerError(
+            f"manifest gives {entry.path} {entry.size} bytes in {len(entry.chunks)} chunks of {chunk_bytes}: they do "
+            "not fit; the publisher must issue it again"
+        )
+    if not all(_HASH.fullmatch(text) for text in (entry.digest, *entry.chunks)):
+        raise PeerError(f"manifest gives {entry.path} a hash that is none: the publisher must issue it again")
+
+
+def _demand_whole(manifest: Manifest, max_bytes: int | None) -> None:
+    """What concerns all files together."""
+    names = [entry.path.lower() for entry in manifest.files]
+    if len(set(names)) != len(names) or not names:
+        raise PeerError("manifest names no file, or one twice: the publisher must issue it again")
+    if manifest.dtype not in DTYPES or not _HASH.fullmatch(manifest.root):
+        raise PeerError(
+            f"manifest has dtype {manifest.dtype[:16]!r} and root {manifest.root[:16]!r}: one of them is none"
+        )
+    size_bytes = sum(entry.size for entry in manifest.files)
+    if max_bytes is not None and size_bytes > max_bytes:
+        raise PeerError(
+            f"version {manifest.version} has {size_bytes} bytes, this node takes {max_bytes}: allow more, or leave the "
+            "run"
+        )

@@ -1,0 +1,91 @@
+"""From a checkpoint directory to chunks and a manifest.
+
+Called by the trainer once for each version. It reads one chunk at a time, so that the size of the policy does not
+matter, and hands the chunks to a sink; a sink that has a chunk already may do nothing. It does not decide when to
+publish, and never changes the directory.
+"""
+
+import asyncio
+import hashlib
+from pathlib import Path
+from typing import Any, Protocol
+
+from shoal.errors import StateError
+from shoal.net.client import Client
+from shoal.protocol import constants, wire
+from shoal.protocol.types import FileEntry, Manifest
+from shoal.weights.manifest import POLICY_STREAM, is_publishable, weights_root
+
+
+class ChunkSink(Protocol):
+    """Where chunks go."""
+
+    async def put(self, digest: str, chunk: bytes) -> None:
+        """Keep a chunk under its SHA-256; it is durable once this returns. Putting it twice changes nothing."""
+        ...
+
+
+class HttpSink:
+    """The coordinator's blobs, over HTTP, for a key that may publish."""
+
+    def __init__(self, client: Client, deadline_s: float | None = None) -> None:
+        """`deadline_s`: how long to try for each chunk; None is for ever."""
+        self._client, self._deadline_s = client, deadline_s
+
+    async def put(self, digest: str, chunk: bytes) -> None:
+        """Send one chunk. Raises `PeerError`."""
+        await self._client.put_bytes(f"/v1/blobs/{digest}", chunk, dict[str, Any], deadline_s=self._deadline_s)
+
+
+async def publish(
+    directory: Path,
+    sink: ChunkSink,
+    *,
+    run: str,
+    version: int,
+    dtype: str,
+    parents: tuple[int, ...] = (),
+    stream: str = POLICY_STREAM,
+    chunk_bytes: int = constants.MAX_CHUNK_BYTES,
+) -> Manifest:
+    """Send the chunks of an HF-format directory and describe them; `sign_manifest` makes the result a promise.
+
+    The manifest's times are 0 until it is signed, so it depends on the directory alone. Raises `StateError` if the
+    directory cannot be read or holds no weights, and whatever the sink raises.
+    """
+    root = await asyncio.to_thread(weights_root, directory)
+    entries = []
+    for path in await asyncio.to_thread(_published_files, directory):
+        entries.append(await _send_file(path, sink, chunk_bytes))
+    return Manifest(
+        run=run,
+        stream=stream,
+        version=version,
+        parents=parents,
+        dtype=dtype,
+        root=root,
+        files=tuple(entries),
+        chunk_bytes=chunk_bytes,
+        issued=0.0,
+        expires=0.0,
+    )
+
+
+def _published_files(directory: Path) -> list[Path]:
+    """The files that travel, in the order of their names."""
+    return sorted(path for path in directory.iterdir() if path.is_file() and is_publishable(path.name))
+
+
+async def _send_file(path: Path, sink: ChunkSink, chunk_bytes: int) -> FileEntry:
+    whole, chunks, size = hashlib.sha256(), [], 0
+    try:
+        with path.open("rb") as file:
+            while chunk := await asyncio.to_thread(file.read, chunk_bytes):
+                digest = wire.digest(chunk)
+                await sink.put(digest, chunk)
+                chunks.append(digest)
+                whole.update(chunk)
+                size += len(chunk)
+    except OSError as error:
+        raise StateError(f"cannot read {path}: {error.strerror}. Make the checkpoint again") from None
+    return FileEntry(path=path.name, size=size, digest=whole.hexdigest(), chunks=tuple(chunks))

@@ -1,0 +1,102 @@
+"""Small checkpoints, and sources of their chunks that the tests can spoil."""
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from shoal.errors import PeerError
+from shoal.protocol import wire
+from shoal.protocol.identity import Key
+from shoal.protocol.types import Manifest
+from shoal.weights.manifest import sign_manifest
+from shoal.weights.publish import publish
+
+RUN, KEY, NOW = "run-1", Key(b"\x01" * 32), 1_800_000_000.0
+CHUNK_BYTES = 1000
+
+
+def make_checkpoint(directory: Path, seed: int = 0) -> Path:
+    """An HF-style directory of some 8 kB, with files that must not travel."""
+    directory.mkdir(parents=True)
+    rng = np.random.default_rng(seed)
+    tensors = {"b.weight": rng.normal(size=(30, 40)), "a.weight": rng.normal(size=(20, 40)), "norm": np.ones(8)}
+    save_file({name: value.astype(np.float32) for name, value in tensors.items()}, directory / "model.safetensors")
+    (directory / "config.json").write_text('{"architectures": ["Qwen3ForCausalLM"]}')
+    (directory / "tokenizer.json").write_text("{}" * 800)
+    (directory / "modeling_evil.py").write_text("raise SystemExit")
+    (directory / "pytorch_model.bin").write_bytes(b"pickle")
+    (directory / ".hidden.json").write_text("{}")
+    return directory
+
+
+class Chunks:
+    """A sink and a source in memory. `before` may wait, raise or spoil."""
+
+    def __init__(self, name: str = "http://origin") -> None:
+        self.name = name
+        self.held: dict[str, bytes] = {}
+        self.asked: list[str] = []
+
+    async def put(self, digest: str, chunk: bytes) -> None:
+        assert wire.digest(chunk) == digest
+        self.held[digest] = chunk
+
+    async def chunk(self, digest: str, size: int) -> bytes:
+        self.asked.append(digest)
+        await self.before(len(self.asked))
+        return self.spoil(self.held[digest])
+
+    async def before(self, count: int) -> None:
+        await asyncio.sleep(0)
+
+    def spoil(self, chunk: bytes) -> bytes:
+        return chunk
+
+    def other(self, kind: type["Chunks"], name: str) -> "Chunks":
+        """Another source of the same chunks."""
+        source = kind(name)
+        source.held = self.held
+        return source
+
+
+class Lying(Chunks):
+    """Flips a bit of each chunk."""
+
+    def spoil(self, chunk: bytes) -> bytes:
+        return bytes([chunk[0] ^ 1]) + chunk[1:]
+
+
+class Short(Chunks):
+    """Cuts each chunk."""
+
+    def spoil(self, chunk: bytes) -> bytes:
+        return chunk[:-1]
+
+
+class Dying(Chunks):
+    """Is gone after its second chunk."""
+
+    async def before(self, count: int) -> None:
+        if count > 2:
+            raise PeerError(f"{self.name} gave no answer")
+
+
+class Stuck(Chunks):
+    """Never delivers."""
+
+    async def before(self, count: int) -> None:
+        await asyncio.Event().wait()
+
+
+def published(directory: Path, chunks: Chunks, version: int = 3) -> Manifest:
+    """Publish a checkpoint into memory and return its manifest as issued."""
+
+    async def story() -> Manifest:
+        return await publish(
+            directory, chunks, run=RUN, version=version, dtype="float32", parents=(), chunk_bytes=CHUNK_BYTES
+        )
+
+    signed = sign_manifest(asyncio.run(story()), KEY, now=NOW)
+    return wire.from_json(signed.body, Manifest)

@@ -1,0 +1,289 @@
+"""Fetching: every byte verified, bad sources left, nothing fetched twice, all or nothing on disk."""
+
+import asyncio
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import httpx
+import msgspec
+import pytest
+from starlette.routing import Route
+
+from shoal.errors import NothingYet, PeerError, StateError
+from shoal.net import server
+from shoal.net.blobs import FolderBlobs
+from shoal.net.client import Client
+from shoal.protocol import wire
+from shoal.protocol.types import Manifest
+from shoal.weights import fetch as fetch_module
+from shoal.weights.fetch import HttpSource, directory_name, fetch
+from shoal.weights.manifest import weights_root
+from shoal.weights.publish import HttpSink, publish
+from tests.weights.checkpoints import (
+    KEY,
+    NOW,
+    RUN,
+    Chunks,
+    Dying,
+    Lying,
+    Short,
+    Stuck,
+    make_checkpoint,
+    published,
+)  # fmt: skip
+
+
+@pytest.fixture
+def checkpoint(tmp_path) -> Path:
+    return make_checkpoint(tmp_path / "checkpoint")
+
+
+@pytest.fixture
+def origin() -> Chunks:
+    return Chunks()
+
+
+def run(manifest: Manifest, sources: list, folder: Path, **options: object) -> Path:
+    return asyncio.run(fetch(manifest, sources, folder, **options))  # type: ignore[arg-type]
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir() if not path.name.startswith(".")}
+
+
+def same(directory: Path, checkpoint: Path) -> bool:
+    mine, theirs = contents(directory), contents(checkpoint)
+    return mine == {name: theirs[name] for name in ("config.json", "model.safetensors", "tokenizer.json")}
+
+
+def test_what_is_fetched_is_what_was_published(checkpoint, origin, tmp_path):
+    manifest = published(checkpoint, origin)
+    directory = run(manifest, [origin], tmp_path / "cache")
+    assert same(directory, checkpoint) and directory.name == directory_name(manifest)
+    assert len(origin.asked) == len(set(origin.asked)) == len(origin.held)
+
+
+def test_a_chunk_that_repeats_is_sent_and_fetched_once(checkpoint, origin, tmp_path):
+    (checkpoint / "tokenizer.json").write_bytes(b"x" * 5500)
+    manifest = published(checkpoint, origin)
+    assert same(run(manifest, [origin], tmp_path / "cache"), checkpoint)
+    assert len(origin.asked) == len(origin.held) < sum(len(entry.chunks) for entry in manifest.files)
+
+
+def test_an_empty_file_travels(checkpoint, origin, tmp_path):
+    (checkpoint / "tokenizer.json").write_bytes(b"")
+    assert same(run(published(checkpoint, origin), [origin], tmp_path / "cache"), checkpoint)
+
+
+def test_a_version_that_is_here_is_not_fetched_again(checkpoint, origin, tmp_path):
+    manifest = published(checkpoint, origin)
+    first = run(manifest, [origin], tmp_path / "cache")
+    assert run(manifest, [], tmp_path / "cache") == first
+
+
+def test_a_version_that_was_damaged_since_is_mended(checkpoint, origin, tmp_path):
+    manifest = published(checkpoint, origin)
+    directory = run(manifest, [origin], tmp_path / "cache")
+    data = bytearray((directory / "model.safetensors").read_bytes())
+    data[-1] ^= 1
+    (directory / "model.safetensors").write_bytes(data)
+    origin.asked.clear()
+    assert same(run(manifest, [origin], tmp_path / "cache"), checkpoint)
+    assert len(origin.asked) == 1
+
+
+@pytest.mark.parametrize("kind", [Lying, Short, Dying])
+def test_a_bad_source_is_blamed_and_left_and_another_used(kind, checkpoint, origin, tmp_path):
+    manifest = published(checkpoint, origin)
+    bad = origin.other(kind, "http://bad")
+    blamed: list[tuple[str, str]] = []
+    directory = run(manifest, [bad, origin], tmp_path / "cache", on_blame=lambda *told: blamed.append(told))
+    assert same(directory, checkpoint)
+    assert [source for source, _ in blamed] == ["http://bad"] and len(bad.asked) <= 3
+
+
+def test_when_all_sources_are_bad_each_fault_is_named(checkpoint, origin, tmp_path):
+    manifest = published(checkpoint, origin)
+    sources = [origin.other(Lying, "http://liar"), origin.other(Dying, "http://dead")]
+    with pytest.raises(PeerError, match=r"chunks not fetched: (.*liar: sent wrong.*dead|.*dead.*liar: sent wrong)"):
+        run(manifest, sources, tmp_path / "cache")
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == [f".partial-{directory_name(manifest)}"]
+
+
+def test_without_sources_it_says_so(checkpoint, origin, tmp_path):
+    with pytest.raises(PeerError, match="no source"):
+        run(published(checkpoint, origin), [], tmp_path / "cache")
+
+
+def test_several_sources_share_the_work(checkpoint, origin, tmp_path):
+    manifest = published(checkpoint, origin)
+    twin = origin.other(Chunks, "http://twin")
+    run(manifest, [origin, twin], tmp_path / "cache")
+    assert len(origin.asked) + len(twin.asked) == len(origin.held)
+    assert min(len(origin.asked), len(twin.asked)) >= len(origin.held) // 3
+
+
+def test_a_source_that_is_stuck_holds_nothing_up(checkpoint, origin, tmp_path, monkeypatch):
+    monkeypatch.setattr(fetch_module, "STRAGGLER_S", 0.02)
+    manifest = published(checkpoint, origin)
+    stuck = origin.other(Stuck, "http://stuck")
+    assert same(run(manifest, [stuck, origin], tmp_path / "cache"), checkpoint)
+
+
+def test_what_was_fetched_before_a_failure_is_not_fetched_again(checkpoint, origin, tmp_path):
+    manifest = published(checkpoint, origin)
+    with pytest.raises(PeerError):
+        run(manifest, [origin.other(Dying, "http://dead")], tmp_path / "cache")
+    assert same(run(manifest, [origin], tmp_path / "cache"), checkpoint)
+    assert len(origin.asked) == len(origin.held) - 2
+
+
+def test_a_fetch_killed_in_the_middle_goes_on_where_it_stopped(checkpoint, origin, tmp_path):
+    manifest = published(checkpoint, origin)
+    blobs = FolderBlobs(tmp_path / "blobs")
+    for chunk in origin.held.values():
+        blobs.put(chunk)
+    (tmp_path / "manifest.json").write_bytes(wire.to_json(manifest))
+    victim = subprocess.run([sys.executable, "-c", _VICTIM, str(tmp_path)], check=False)
+    assert victim.returncode == -9
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == [f".partial-{directory_name(manifest)}"]
+    assert same(run(manifest, [origin], tmp_path / "cache"), checkpoint)
+    assert len(origin.asked) == len(origin.held) - 4
+
+
+_VICTIM = """
+import asyncio, os, signal, sys
+from pathlib import Path
+from shoal.net.blobs import FolderBlobs
+from shoal.protocol import wire
+from shoal.protocol.types import Manifest
+from shoal.weights.fetch import fetch
+
+home = Path(sys.argv[1])
+blobs = FolderBlobs(home / "blobs")
+
+class Source:
+    name, count = "http://origin", 0
+
+    async def chunk(self, digest, size):
+        self.count += 1
+        if self.count == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return blobs.get(digest)
+
+manifest = wire.from_json((home / "manifest.json").read_bytes(), Manifest)
+asyncio.run(fetch(manifest, [Source()], home / "cache"))
+"""
+
+
+def test_chunks_of_a_version_here_are_reused(checkpoint, origin, tmp_path):
+    run(published(checkpoint, origin, version=3), [origin], tmp_path / "cache")
+    other = make_checkpoint(tmp_path / "next", seed=1)
+    manifest = published(other, origin, version=4)
+    origin.asked.clear()
+    assert same(run(manifest, [origin], tmp_path / "cache"), other)
+    weights = next(entry for entry in manifest.files if entry.path == "model.safetensors")
+    assert set(origin.asked) <= set(weights.chunks)
+
+
+def test_the_newest_versions_are_kept(checkpoint, origin, tmp_path):
+    names = []
+    for version in range(1, 5):
+        manifest = published(make_checkpoint(tmp_path / f"c{version}", seed=version), origin, version=version)
+        names.append(run(manifest, [origin], tmp_path / "cache", keep=2).name)
+    assert sorted(path.name for path in (tmp_path / "cache").iterdir()) == names[2:]
+
+
+def test_an_older_version_fetched_on_purpose_is_kept_with_the_newest(checkpoint, origin, tmp_path):
+    manifests = [published(make_checkpoint(tmp_path / f"c{v}", seed=v), origin, version=v) for v in (1, 2, 3)]
+    for manifest in (manifests[1], manifests[2], manifests[0]):
+        run(manifest, [origin], tmp_path / "cache", keep=2)
+    kept = sorted(path.name for path in (tmp_path / "cache").iterdir())
+    assert kept == [directory_name(manifests[0]), directory_name(manifests[2])]
+
+
+def test_a_promised_root_that_the_weights_do_not_have_is_refused(checkpoint, origin, tmp_path):
+    manifest = msgspec.structs.replace(published(checkpoint, origin), root="0" * 64)
+    with pytest.raises(StateError, match=r"weights root.*publisher is at fault"):
+        run(manifest, [origin], tmp_path / "cache")
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_a_file_hash_that_the_chunks_do_not_make_is_refused(checkpoint, origin, tmp_path):
+    manifest = published(checkpoint, origin)
+    files = (msgspec.structs.replace(manifest.files[0], digest="0" * 64), *manifest.files[1:])
+    with pytest.raises(StateError, match=r"config.json has another hash"):
+        run(msgspec.structs.replace(manifest, files=files), [origin], tmp_path / "cache")
+
+
+def test_a_disk_that_is_too_small_is_said_before_anything_is_fetched(checkpoint, origin, tmp_path, monkeypatch):
+    monkeypatch.setattr(fetch_module.shutil, "disk_usage", lambda path: SimpleNamespace(free=100))
+    with pytest.raises(StateError, match="100 are free"):
+        run(published(checkpoint, origin), [origin], tmp_path / "cache")
+    assert origin.asked == []
+
+
+def test_a_disk_that_fills_up_is_a_state_error_and_loses_nothing(checkpoint, origin, tmp_path, monkeypatch):
+    manifest = published(checkpoint, origin)
+    write = fetch_module._Piece.write
+
+    def full(piece: object, chunk: bytes) -> None:
+        if len(origin.asked) > 3:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(piece, chunk)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as broken:
+        broken.setattr(fetch_module._Piece, "write", full)
+        with pytest.raises(StateError, match=r"No space left.*Free some space"):
+            run(manifest, [origin], tmp_path / "cache")
+    origin.asked.clear()
+    assert same(run(manifest, [origin], tmp_path / "cache"), checkpoint)
+    assert len(origin.asked) == len(origin.held) - 3
+
+
+def test_a_checkpoint_travels_over_http(checkpoint, tmp_path):
+    blobs = FolderBlobs(tmp_path / "blobs")
+    gate = server.Gate(lambda: NOW)
+
+    async def put(request):
+        _, body = await gate.signed(request, run=RUN, cap=10_000)
+        if wire.digest(body) != request.path_params["digest"]:
+            raise server.Refused(409, "wrong_hash", "the body has another hash: send the bytes it names")
+        return server.answer({"digest": blobs.put(body)})
+
+    async def get(request):
+        return blobs.serve(request.path_params["digest"])
+
+    app = server.application(
+        [Route("/v1/blobs/{digest}", get, methods=["GET"]), Route("/v1/blobs/{digest}", put, methods=["PUT"])]
+    )
+
+    async def story() -> tuple[Manifest, Path]:
+        transport = httpx.ASGITransport(app=app)
+        async with Client("http://toy", KEY, run=RUN, transport=transport, clock=lambda: NOW) as client:
+            manifest = await publish(
+                checkpoint, HttpSink(client), run=RUN, version=1, dtype="float32", chunk_bytes=1000
+            )
+            return manifest, await fetch(manifest, [HttpSource(client)], tmp_path / "cache")
+
+    manifest, directory = asyncio.run(story())
+    assert same(directory, checkpoint) and weights_root(directory) == manifest.root
+
+
+def test_a_relay_that_lacks_a_chunk_is_left_for_one_that_has_it(checkpoint, origin, tmp_path):
+    class Empty(Chunks):
+        async def before(self, count: int) -> None:
+            raise NothingYet("there is no blob")
+
+    manifest = published(checkpoint, origin)
+    assert same(run(manifest, [origin.other(Empty, "http://new"), origin], tmp_path / "cache"), checkpoint)
+
+
+def test_a_directory_without_weights_is_not_published(tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(StateError):
+        published(tmp_path / "empty", Chunks())

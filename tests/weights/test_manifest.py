@@ -1,0 +1,175 @@
+"""Manifests: what is refused, and that nothing else than what was signed is ever accepted."""
+
+import random
+
+import msgspec
+import pytest
+
+from shoal.errors import PeerError
+from shoal.protocol import constants, wire
+from shoal.protocol.identity import Key
+from shoal.protocol.types import FileEntry, Manifest, SignedManifest
+from shoal.weights.manifest import PURPOSE, is_publishable, open_manifest, sign_manifest, weights_root
+from tests.weights.checkpoints import KEY, NOW, RUN, Chunks, make_checkpoint, published
+
+OTHER = Key(b"\x02" * 32)
+
+
+@pytest.fixture(scope="module")
+def manifest(tmp_path_factory) -> Manifest:
+    return published(make_checkpoint(tmp_path_factory.mktemp("weights") / "checkpoint"), Chunks())
+
+
+def encoded(manifest: Manifest, key: Key = KEY) -> bytes:
+    """A manifest signed as it stands, however wrong."""
+    body = wire.to_json(manifest)
+    return wire.to_json(SignedManifest(body=body, key=key.public, signature=key.sign(PURPOSE, body)))
+
+
+def accept(data: bytes, **options: object) -> Manifest:
+    return open_manifest(data, **({"run": RUN, "keys": {KEY.public}, "now": NOW} | options))  # type: ignore[arg-type]
+
+
+def refused(data: bytes, **options: object) -> str:
+    with pytest.raises(PeerError) as caught:
+        accept(data, **options)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def changed(manifest: Manifest, **fields: object) -> Manifest:
+    return msgspec.structs.replace(manifest, **fields)
+
+
+def with_file(manifest: Manifest, **fields: object) -> Manifest:
+    first, *rest = manifest.files
+    return changed(manifest, files=(msgspec.structs.replace(first, **fields), *rest))
+
+
+def test_a_manifest_as_signed_is_accepted(manifest):
+    assert accept(encoded(manifest), version=3, at_least=3, max_bytes=100_000) == manifest
+
+
+def test_only_plain_data_files_are_published(manifest):
+    assert [entry.path for entry in manifest.files] == ["config.json", "model.safetensors", "tokenizer.json"]
+
+
+def test_the_root_depends_on_the_tensors_alone(tmp_path):
+    first = make_checkpoint(tmp_path / "a")
+    second = make_checkpoint(tmp_path / "b")
+    (second / "config.json").write_text("{}")
+    assert weights_root(first) == weights_root(second) != weights_root(make_checkpoint(tmp_path / "c", seed=1))
+
+
+@pytest.mark.parametrize(
+    ("fields", "options", "words"),
+    [
+        ({}, {"at_least": 4}, "version 4 was already seen"),
+        ({}, {"version": 4}, "asked for was 4"),
+        ({}, {"version": 2}, "asked for was 2"),
+        ({}, {"run": "run-2"}, "check the URL"),
+        ({}, {"stream": "critic"}, "critic"),
+        ({}, {"keys": {OTHER.public}}, "may not publish"),
+        ({}, {"keys": set()}, "may not publish"),
+        ({}, {"now": NOW + constants.MANIFEST_LIFETIME_S + 1}, "expired 1 s ago"),
+        ({}, {"now": NOW - 3600}, "3600 s in the future"),
+        ({}, {"max_bytes": 5000}, "this node takes 5000"),
+        ({"expires": NOW * 2}, {}, "MANIFEST_LIFETIME_S"),
+        ({"expires": NOW - 1}, {}, "MANIFEST_LIFETIME_S"),
+        ({"version": -1}, {}, "already seen"),
+        ({"parents": (3,)}, {}, "older"),
+        ({"parents": (-1,)}, {}, "older"),
+        ({"dtype": "int8"}, {}, "dtype"),
+        ({"root": "zz"}, {}, "root"),
+        ({"root": "A" * 64}, {}, "root"),
+        ({"chunk_bytes": 0}, {}, "chunks of 0"),
+        ({"chunk_bytes": constants.MAX_CHUNK_BYTES + 1}, {}, "are allowed"),
+        ({"chunk_bytes": 500}, {}, "do not fit"),
+        ({"files": ()}, {}, "no file"),
+    ],
+)
+def test_a_manifest_that_is_not_what_was_asked_for_is_refused(manifest, fields, options, words):
+    assert words in refused(encoded(changed(manifest, **fields)), **options)
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["../config.json", "/etc/passwd", "a/b.json", "a\\b.json", "..", "", ".bashrc.json", "x.py", "x.bin", "x.pt",
+     "x.json\n", "con\0.json", "x" * 200 + ".json", "ä.json", "C:x.json", "x.json/"],
+)  # fmt: skip
+def test_an_unsafe_path_is_refused(manifest, path):
+    assert not is_publishable(path)
+    assert "only plain data files" in refused(encoded(with_file(manifest, path=path)))
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json", "merges.txt",
+     "chat_template.jinja", "tokenizer.model", "special_tokens_map.json"],
+)  # fmt: skip
+def test_the_files_of_hf_checkpoints_travel(path):
+    assert is_publishable(path)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"size": 0}, {"size": -1}, {"size": 10**15}, {"size": 2**70}, {"chunks": ()}, {"chunks": ("0" * 64,) * 50},
+     {"chunks": ("zz",)}, {"digest": ""}],
+)  # fmt: skip
+def test_sizes_chunks_and_hashes_must_fit(manifest, fields):
+    refused(encoded(with_file(manifest, **fields)))
+
+
+def test_a_file_named_twice_is_refused_whatever_its_case(manifest):
+    twin = msgspec.structs.replace(manifest.files[0], path="Config.json")
+    assert "twice" in refused(encoded(changed(manifest, files=(*manifest.files, twin))))
+
+
+def test_another_keys_signature_is_refused(manifest):
+    forged = encoded(manifest, OTHER)
+    assert "may not publish" in refused(forged)
+    swapped = msgspec.structs.replace(wire.from_json(forged, SignedManifest), key=KEY.public)
+    assert "does not verify" in refused(wire.to_json(swapped))
+
+
+def test_a_signature_for_another_purpose_is_refused(manifest):
+    body = wire.to_json(manifest)
+    signed = SignedManifest(body=body, key=KEY.public, signature=KEY.sign("receipt", body))
+    assert "does not verify" in refused(wire.to_json(signed))
+
+
+def test_history_does_not_expire_and_an_expired_manifest_can_be_issued_again(manifest):
+    later = NOW + 2 * constants.MANIFEST_LIFETIME_S
+    assert accept(encoded(manifest), now=None) == manifest
+    renewed = wire.to_json(sign_manifest(manifest, KEY, now=later))
+    assert accept(renewed, now=later).root == manifest.root
+
+
+def test_a_thousand_single_bit_flips_are_never_accepted(manifest):
+    data = encoded(manifest)
+    rng = random.Random(0)
+    for bit in rng.sample(range(8 * len(data)), 1000):
+        flipped = bytearray(data)
+        flipped[bit // 8] ^= 1 << bit % 8
+        refused(bytes(flipped))
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"{}", b"null", b"[" * 1000, b"\xff" * 100, b'{"body":"","key":"","signature":""}']
+)
+def test_garbage_is_refused(data):
+    refused(data)
+
+
+def test_an_oversize_manifest_is_refused_unread():
+    assert "MAX_MANIFEST_BYTES" in refused(b"x" * (constants.MAX_MANIFEST_BYTES + 1))
+
+
+def test_a_manifest_of_62_gigabytes_fits():
+    chunks = tuple(wire.digest(str(i).encode()) for i in range(7750))
+    entry = FileEntry(path="model.safetensors", size=7750 * (8 << 20), digest="0" * 64, chunks=chunks)
+    manifest = Manifest(
+        run=RUN, stream="policy", version=1, parents=(0,), dtype="bfloat16", root="0" * 64, files=(entry,),
+        chunk_bytes=8 << 20, issued=NOW, expires=NOW,
+    )  # fmt: skip
+    assert accept(wire.to_json(sign_manifest(manifest, KEY, now=NOW))).files == (entry,)
