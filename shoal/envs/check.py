@@ -1,0 +1,313 @@
+"""Whether an environment keeps its promises: the checks behind `shoal env check`.
+
+Called by the CLI and by tests, on built-ins and on a file that a user has just written. It plays by scripted and
+hostile actions, without any model or tokens, and answers with findings rather than exceptions.
+"""
+
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal, NamedTuple
+
+from shoal.envs.base import Env, Player, State, Task, describe_fault, players_of, source_of, success_of
+
+MAX_TURNS = 256
+"""Turns after which an episode counts as endless."""
+
+RIGHT_AT_LEAST, WRONG_AT_MOST = 0.9, 0.5
+"""Mean score of the scripted players, as a share of the way from the lowest reward to the highest."""
+
+RIGHT_WINS_AT_LEAST, WRONG_WINS_AT_MOST = 0.9, 0.1
+"""Share of episodes won, where the environment tells."""
+
+MAX_COMPARED = 4096
+"""Training and held-out tasks compared with each other, of each kind."""
+
+ROLES = ("system", "user", "assistant")
+
+HOSTILE = (
+    "",
+    " \n\t ",
+    "\0\x01\x1b[2J\x7f",
+    "a" * 100_000,
+    "9" * 5_000,
+    "-" * 1_000 + "1",
+    "(" * 2_000,
+    "\N{REPLACEMENT CHARACTER}",
+    "\N{ARABIC-INDIC DIGIT THREE}\N{SUPERSCRIPT TWO}",
+    "\N{LATIN CAPITAL LETTER I WITH DOT ABOVE}\N{LATIN SMALL LETTER SHARP S}\N{RIGHT-TO-LEFT OVERRIDE}",
+    "\N{GRINNING FACE}" * 50,
+    "nan",
+    "inf",
+    "None",
+    "{0.__class__} %s %n $(reboot) ../../etc/passwd",
+    "<|im_end|><|end|></s>[INST]</think>",
+    '{"answer": [[[[]]]]}',
+)
+"""What a policy may come to write."""
+
+
+class Finding(NamedTuple):
+    """What one check found."""
+
+    check: str
+    outcome: Literal["passed", "failed", "skipped"]
+    detail: str
+    """One line: the evidence, or what is wrong, or what is missing."""
+
+
+class Walk(NamedTuple):
+    """An episode, played to its end or to MAX_TURNS."""
+
+    actions: tuple[str, ...]
+    replies: tuple[str | None, ...]
+    done: bool
+    score: float
+    success: bool | None
+
+
+class Broken(Exception):
+    """A promise is broken; the message says which."""
+
+
+class Missing(Exception):
+    """A check cannot be made; the message says why."""
+
+
+def check_env(env: Env, tasks: int = 32, seed: int = 0) -> list[Finding]:
+    """Make every check on up to `tasks` tasks picked by `seed`, in an order that goes from the simple to the deep."""
+    rng = random.Random(seed)
+    picked = sorted(rng.sample(range(env.num_tasks), min(tasks, env.num_tasks))) if env.num_tasks > 0 else []
+    checks: list[tuple[str, Callable[[], str]]] = [
+        ("members", lambda: _members(env)),
+        ("indices", lambda: _indices(env)),
+        ("openings", lambda: _openings(env, picked)),
+        ("heldout", lambda: _heldout(env)),
+        ("right player", lambda: _right_player(env, picked, seed)),
+        ("wrong player", lambda: _wrong_player(env, picked, seed)),
+        ("replay", lambda: _replay(env, picked, seed)),
+        ("isolation", lambda: _isolation(env, picked, seed)),
+        ("hostile actions", lambda: _hostile(env, picked)),
+    ]
+    return [_make(name, check, env) for name, check in checks]
+
+
+def _make(name: str, check: Callable[[], str], env: Env) -> Finding:
+    try:
+        return Finding(name, "passed", check())
+    except Missing as reason:
+        return Finding(name, "skipped", str(reason))
+    except Broken as problem:
+        return Finding(name, "failed", str(problem))
+    except Exception as error:  # noqa: BLE001  foreign code may raise anything: that is a finding too
+        return Finding(name, "failed", f"raised {describe_fault(error, source_of(env))}")
+
+
+# --- the checks: each returns its evidence, or raises ---
+
+
+def _members(env: Env) -> str:
+    low, high = env.reward_bounds
+    if not (math.isfinite(low) and math.isfinite(high) and low < high):
+        raise Broken(f"reward_bounds are {low} to {high}: give two finite numbers, the lower first")
+    if env.num_tasks < 1 or env.num_heldout < 0:
+        raise Broken(f"num_tasks is {env.num_tasks} and num_heldout {env.num_heldout}: at least 1 and 0 are needed")
+    return f"{env.num_tasks} tasks, {env.num_heldout} held out, rewards {low:g} to {high:g}"
+
+
+def _indices(env: Env) -> str:
+    asked = [(-1, False), (env.num_tasks, False)]
+    if env.num_heldout > 0:
+        asked += [(-1, True), (env.num_heldout, True)]
+    for index, heldout in asked:
+        try:
+            _task(env, index, heldout)
+        except (IndexError, ValueError):
+            continue
+        call = f"task({index}{', heldout=True' if heldout else ''})"
+        raise Broken(f"{call} gives a task: raise IndexError, for example with shoal.envs.base.require_index")
+    return "an index outside the range is refused"
+
+
+def _openings(env: Env, picked: Sequence[int]) -> str:
+    for index in picked:
+        _, messages = env.reset(env.task(index))
+        if not messages:
+            raise Broken(f"reset() of task {index} opens with no message")
+        for message in messages:
+            if set(message) != {"role", "content"} or message["role"] not in ROLES:
+                raise Broken(
+                    f"task {index}: a message must have role ({', '.join(ROLES)}) and content: {message!r:.200}"
+                )
+            if not isinstance(message["content"], str):
+                raise Broken(f"task {index}: a message's content is {type(message['content']).__name__}, not str")
+            message["content"].encode()
+        if messages[-1]["role"] == "assistant":
+            raise Broken(f"task {index}: the last message is the assistant's; the policy writes the next one")
+        if messages != env.reset(env.task(index))[1]:
+            raise Broken(f"task({index}) asked for twice opens differently: use no clock and no global random state")
+    return f"{len(picked)} tasks open well, and the same when asked twice"
+
+
+def _heldout(env: Env) -> str:
+    if env.num_heldout == 0:
+        raise Missing("there are no held-out tasks (num_heldout = 0): shoal eval will measure on training tasks")
+    training = {repr(env.task(i)) for i in range(min(env.num_tasks, MAX_COMPARED))}
+    held = {repr(_task(env, i, True)) for i in range(min(env.num_heldout, MAX_COMPARED))}
+    if both := sorted(training & held):
+        raise Broken(f"{len(both)} held-out tasks are training tasks too, such as {both[0]:.100}")
+    return f"{len(held)} held-out tasks, none among {len(training)} training tasks"
+
+
+def _right_player(env: Env, picked: Sequence[int], seed: int) -> str:
+    walks = _play_all(env, picked, "right", seed)
+    if endless := sum(not walk.done for walk in walks):
+        raise Broken(f"{endless} of {len(walks)} episodes of the right player had no end after {MAX_TURNS} turns")
+    share, wins = _standing(env, walks)
+    if share < RIGHT_AT_LEAST or (wins is not None and wins < RIGHT_WINS_AT_LEAST):
+        raise Broken(
+            f"the right player scores too low: {_tell(share, wins)}; at least {RIGHT_AT_LEAST:.0%} is expected"
+        )
+    return _tell(share, wins)
+
+
+def _wrong_player(env: Env, picked: Sequence[int], seed: int) -> str:
+    share, wins = _standing(env, _play_all(env, picked, "wrong", seed))
+    if share > WRONG_AT_MOST or (wins is not None and wins > WRONG_WINS_AT_MOST):
+        raise Broken(f"the wrong player scores too high: {_tell(share, wins)}; at most {WRONG_AT_MOST:.0%} is expected")
+    return _tell(share, wins)
+
+
+def _replay(env: Env, picked: Sequence[int], seed: int) -> str:
+    walks = [(index, walk) for index in picked for walk in _walks(env, index, seed)]
+    for index, walk in walks:
+        again = _walk(env, env.task(index), _recite(walk.actions))
+        if again != walk:
+            raise Broken(f"task {index}, same actions again: {_difference(walk, again)}")
+    return f"{len(walks)} episodes replayed: same replies, same scores"
+
+
+def _isolation(env: Env, picked: Sequence[int], seed: int) -> str:
+    """Two episodes of one task, turn about, scored after every turn, must go as each went alone."""
+    for index in picked:
+        first, second = _walks(env, index, seed)[:2]
+        task = env.task(index)
+        steps = [_steps(env, task, _recite(walk.actions), score_often=True) for walk in (first, second)]
+        ends: list[Walk | None] = [None, None]
+        while None in ends:
+            for side in (0, 1):
+                if ends[side] is None:
+                    ends[side] = next(steps[side])
+        for alone, together in zip((first, second), ends, strict=True):
+            if together is not None and alone != together:
+                raise Broken(
+                    f"task {index}, two episodes at once, scored after every turn: {_difference(alone, together)}; "
+                    "keep everything in the state, and let score() change nothing"
+                )
+    return f"episodes at the same time do not touch each other ({len(picked)} pairs)"
+
+
+def _hostile(env: Env, picked: Sequence[int]) -> str:
+    for index in picked[:4]:
+        for action in HOSTILE:
+            try:
+                _walk(env, env.task(index), _recite((action,)))
+            except Broken as problem:
+                raise Broken(f"task {index}, action {action!r:.60}: {problem}") from None
+            except Exception as error:  # noqa: BLE001  foreign code: the finding must name the action
+                place = describe_fault(error, source_of(env))
+                raise Broken(f"task {index}, action {action!r:.60}: raised {place}") from None
+        _walk(env, env.task(index), _recite(HOSTILE))
+    return f"{len(HOSTILE)} of them answered and scored"
+
+
+# --- episodes ---
+
+
+def _steps(
+    env: Env, task: Task, act: Callable[[State], str | None], score_often: bool = False
+) -> Iterator[Walk | None]:
+    """Play an episode turn by turn: None after each turn but the last, then the walk. No action ends it early."""
+    state, _ = env.reset(task)
+    actions: list[str] = []
+    replies: list[str | None] = []
+    done = False
+    while not done and len(actions) < MAX_TURNS and (action := act(state)) is not None:
+        state, reply, done = env.step(state, action)
+        if not done and not isinstance(reply, str):
+            raise Broken(f"step() is not done but replies {type(reply).__name__}, not str")
+        actions.append(action)
+        replies.append(None if done else reply)
+        if score_often:
+            _score(env, state)
+        yield None
+    yield Walk(tuple(actions), tuple(replies), bool(done), _score(env, state), success_of(env, state))
+
+
+def _walk(env: Env, task: Task, act: Callable[[State], str | None]) -> Walk:
+    return next(walk for walk in _steps(env, task, act) if walk is not None)
+
+
+def _score(env: Env, state: State) -> float:
+    """The score, twice asked; raises `Broken` where it is not one number within the bounds."""
+    low, high = env.reward_bounds
+    score = env.score(state)
+    if isinstance(score, bool) or not isinstance(score, int | float) or not low <= score <= high:
+        raise Broken(f"score() gives {score!r:.60}, not a number from {low:g} to {high:g}")
+    if env.score(state) != score:
+        raise Broken(f"score() gives {score} and then {env.score(state)} for the same state")
+    return float(score)
+
+
+def _recite(actions: Sequence[str]) -> Callable[[State], str | None]:
+    """A player that plays given actions and then has none."""
+    left = iter(actions)
+    return lambda state: next(left, None)
+
+
+def _perform(player: Player, seed: int, index: int) -> Callable[[State], str]:
+    rng = random.Random(f"{seed}/{index}")
+    return lambda state: player(state, rng)
+
+
+def _play_all(env: Env, picked: Sequence[int], name: str, seed: int) -> list[Walk]:
+    players = players_of(env)
+    if name not in players:
+        raise Missing(f'players() gives no "{name}" player: whether scores are as they should be was not checked')
+    return [_walk(env, env.task(index), _perform(players[name], seed, index)) for index in picked]
+
+
+def _walks(env: Env, index: int, seed: int) -> list[Walk]:
+    """At least two episodes of one task: the scripted players', or, without these, of hostile actions."""
+    players = players_of(env)
+    acts = [_perform(player, seed, index) for _, player in sorted(players.items())]
+    spare = [_recite(HOSTILE), _recite(HOSTILE[::-1])]
+    return [_walk(env, env.task(index), act) for act in [*acts, *spare][: max(2, len(acts))]]
+
+
+def _task(env: Env, index: int, heldout: bool) -> Task:
+    return env.task(index, heldout=True) if heldout else env.task(index)
+
+
+def _standing(env: Env, walks: Sequence[Walk]) -> tuple[float, float | None]:
+    """Mean score as a share of the way from lowest to highest, and share of wins where told."""
+    low, high = env.reward_bounds
+    share = sum((walk.score - low) / (high - low) for walk in walks) / len(walks)
+    told = [walk.success for walk in walks if walk.success is not None]
+    return share, sum(told) / len(told) if told else None
+
+
+def _tell(share: float, wins: float | None) -> str:
+    return f"mean score {share:.0%} of the range" + (f", {wins:.0%} won" if wins is not None else "")
+
+
+def _difference(before: Walk, after: Walk) -> str:
+    """The first thing in which two walks of the same actions differ."""
+    for turn, (old, new) in enumerate(zip(before.replies, after.replies, strict=False)):
+        if old != new:
+            return f"turn {turn} is answered {old!r:.60}, then {new!r:.60}"
+    if len(before.replies) != len(after.replies):
+        return f"the episode takes {len(before.replies)} turns, then {len(after.replies)}"
+    if before.score != after.score:
+        return f"it scores {before.score}, then {after.score}"
+    return f"done {before.done} and success {before.success}, then {after.done} and {after.success}"

@@ -1,0 +1,129 @@
+"""One rollout as it grows: the rules of turns, limits and endings, in one place.
+
+`play` drives it with what an engine samples, `replay` with what a rollout claims the policy wrote; nothing else
+decides where a turn ends, what the environment adds, or how a rollout ends. It knows no engine and no network.
+
+A conversation opens with the environment's messages. Then, turn by turn, the policy writes up to `room` tokens:
+
+- a stop token ends the turn and the environment answers; if it is done, the rollout ends by "environment";
+- no stop token within `room` ends the rollout by "length"; the environment still sees what was written, as its last
+  action, so that an answer cut short is scored for what it is;
+- an answer after which not one token would fit into `max_tokens` is not appended: "length" again;
+- an environment that raises, or whose score lies outside its bounds, ends it by "error" with the lowest reward,
+  so that making an environment fail never pays.
+"""
+
+from collections.abc import Sequence
+
+from shoal.envs.base import Env, State, Task, describe_fault, source_of, success_of
+from shoal.errors import ShoalError
+from shoal.policy.render import Renderer
+from shoal.protocol.types import ENVIRONMENT, POLICY, Ending, Rollout, Sampling, make_rollout
+
+
+class Conversation:
+    """The tokens of one rollout, who wrote each, and how it ended."""
+
+    def __init__(self, env: Env, renderer: Renderer, task: Task, sampling: Sampling) -> None:
+        """Open the conversation. Raises `ShoalError` when the environment cannot even begin the task."""
+        self.env, self.renderer, self.task, self.sampling = env, renderer, task, sampling
+        self.tokens: list[int] = []
+        self.author: list[int] = []
+        self.logprobs: list[float] = []
+        """Of the policy's tokens; empty when the turns were written without."""
+        self.texts: list[tuple[str, str]] = []
+        """Who said what, by chat role, for transcripts."""
+        self.ending: Ending | None = None
+        self.reward = min(env.reward_bounds)
+        self.success: bool | None = None
+        self.fault = ""
+        """What the environment raised, in one line."""
+        self.state: State
+        self._open()
+
+    @property
+    def room(self) -> int:
+        """Tokens that the policy may write in the coming turn, its stop token included; 0 once ended."""
+        if self.ending is not None:
+            return 0
+        return min(self.sampling.max_turn_tokens, self.sampling.max_tokens - len(self.tokens))
+
+    def write(self, token_ids: Sequence[int], logprobs: Sequence[float] = ()) -> None:
+        """Add one whole turn of the policy: it ends with its first stop token, or fills `room` without one."""
+        stop_ids = self.renderer.stop_ids
+        stopped = bool(token_ids) and token_ids[-1] in stop_ids
+        assert not stop_ids.intersection(token_ids[:-1]), "a turn goes on after its stop token"
+        assert len(token_ids) <= self.room, f"a turn of {len(token_ids)} tokens where {self.room} fit"
+        assert stopped or len(token_ids) == self.room, "a turn breaks off without a stop token"
+        self._append(token_ids, POLICY)
+        self.logprobs.extend(logprobs)
+        action = self.renderer.decode(list(token_ids))
+        self.texts.append(("assistant", action))
+        self._answer(action, cut=not stopped)
+
+    def rollout(self, version: int) -> Rollout:
+        """The finished rollout as it crosses the wire."""
+        assert self.ending is not None, "the conversation has not ended"
+        return make_rollout(self.tokens, self.author, self.logprobs, version=version, ending=self.ending)
+
+    def _open(self) -> None:
+        try:
+            self.state, messages = self.env.reset(self.task)
+            opening = self.renderer.start(messages)
+        except Exception as error:  # noqa: BLE001  foreign code: whatever it raises, it must not stop the run
+            place = describe_fault(error, source_of(self.env))
+            raise ShoalError(
+                f"environment {self.env.name} cannot begin task {str(self.task)[:80]!r}: {place}. "
+                "Mend it, then run shoal env check"
+            ) from None
+        self.texts.extend((message["role"], message["content"]) for message in messages)
+        self._append(opening, ENVIRONMENT)
+        if self.room < 1:
+            self._end("length")
+
+    def _answer(self, action: str, cut: bool) -> None:
+        """Let the environment answer a turn; its words are not appended to one that was cut short."""
+        try:
+            self.state, reply, done = self.env.step(self.state, action)
+            reply_ids = [] if done else self.renderer.reply(_text(reply))
+        except Exception as error:  # noqa: BLE001  as above
+            self._fail(error)
+            return
+        if reply and not cut:
+            self.texts.append(("user", reply))
+        if cut:
+            self._end("length")
+        elif done:
+            self._end("environment")
+        elif len(self.tokens) + len(reply_ids) + 1 > self.sampling.max_tokens:
+            self._end("length")
+        else:
+            self._append(reply_ids, ENVIRONMENT)
+
+    def _end(self, ending: Ending) -> None:
+        """Score the episode and close the conversation."""
+        low, high = self.env.reward_bounds
+        try:
+            reward = float(self.env.score(self.state))
+            success = success_of(self.env, self.state)
+            if not low <= reward <= high:
+                raise ValueError(f"score {reward} lies outside reward_bounds {low} to {high}")
+        except Exception as error:  # noqa: BLE001  as above
+            self._fail(error)
+            return
+        self.ending, self.reward, self.success = ending, reward, success
+
+    def _fail(self, error: Exception) -> None:
+        self.ending, self.fault = "error", describe_fault(error, source_of(self.env))
+
+    def _append(self, token_ids: Sequence[int], author: int) -> None:
+        self.tokens.extend(token_ids)
+        self.author.extend([author] * len(token_ids))
+
+
+def _text(reply: str | None) -> str:
+    """A reply of an unfinished episode; raises where it is no text that can be encoded."""
+    if not isinstance(reply, str):
+        raise TypeError(f"step() is not done but its reply is {type(reply).__name__}, not str")
+    reply.encode()
+    return reply

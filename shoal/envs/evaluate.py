@@ -1,0 +1,179 @@
+"""How good a policy is on held-out tasks: sampled episodes, means with 95 % confidence intervals, transcripts.
+
+Called by `shoal eval` and by a run before and after training. It knows no training and no network.
+
+The intervals speak of the sampling noise of episodes on these tasks; they treat episodes as independent, which
+several episodes on one task are not quite.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import msgspec
+
+from shoal.engine.base import Engine
+from shoal.envs.base import Decided, Env, task_of
+from shoal.envs.conversation import Conversation
+from shoal.envs.play import Episode, converse
+from shoal.errors import ConfigError, ShoalError
+from shoal.policy.render import Renderer
+from shoal.protocol.randomness import sample_seed
+from shoal.protocol.types import Sampling
+from shoal.protocol.wire import domain_hash
+
+BATCH = 128
+"""Episodes played in lockstep; fixed, because the engine's last bits depend on it."""
+
+Z95 = 1.959964
+"""Two-sided 95 % quantile of the normal distribution."""
+
+
+class Interval(msgspec.Struct, frozen=True):
+    """A mean and its 95 % confidence interval."""
+
+    mean: float
+    low95: float
+    high95: float
+
+
+class Transcript(msgspec.Struct, frozen=True):
+    """One episode to look at."""
+
+    task: str
+    turns: tuple[tuple[str, str], ...]
+    """Chat role and text."""
+    score: float
+    success: bool | None
+    ending: str
+    tokens: int
+    """Written by the policy."""
+
+
+class Evaluation(msgspec.Struct, frozen=True):
+    """The figures of one evaluation, as they are also written to a run's folder."""
+
+    mean: float
+    """Success rate where the environment tells success, otherwise mean reward: see `measure`."""
+    low95: float
+    high95: float
+    episodes: int
+    measure: Literal["success", "reward"]
+    tasks: Literal["heldout", "training"]
+    """Training tasks only where the environment has no others."""
+    reward: Interval
+    success: Interval | None
+    tokens: int
+    """Written by the policy, all episodes."""
+    endings: dict[str, int]
+    fault: str
+    """What the environment raised first, empty if nothing."""
+    transcripts: tuple[Transcript, ...]
+
+
+def evaluate(
+    engine: Engine,
+    renderer: Renderer,
+    env: Env,
+    episodes: int,
+    seed: int,
+    sampling: Sampling,
+    samples: int = 2,
+    progress: Callable[[int], None] = lambda done: None,
+) -> Evaluation:
+    """Play `episodes` sampled episodes, held-out tasks in turn, and keep the first `samples` as transcripts.
+
+    The same seed gives the same tasks and sampling noise, so two policies can be compared episode by episode.
+    `progress` is told the number of episodes done. Raises `ShoalError` where nothing can be played.
+    """
+    if episodes < 1:
+        raise ConfigError(f"{episodes} episodes: evaluation needs at least 1")
+    planned = _plan(env, episodes, seed)
+    talks: list[Conversation] = []
+    for start in range(0, episodes, BATCH):
+        batch = converse(engine, renderer, planned[start : start + BATCH], sampling)
+        _require_room(env, batch, sampling)
+        talks += batch
+        progress(len(talks))
+    return _figures(env, talks, samples)
+
+
+def as_text(transcript: Transcript) -> str:
+    """A transcript to print: whatever the policy wrote, nothing in it can steer a terminal."""
+    verdict = {None: "", True: "won, ", False: "lost, "}[transcript.success]
+    head = f"task {printable(transcript.task)} · {verdict}reward {transcript.score:.2f} · ended by {transcript.ending}"
+    names = {"assistant": "policy", "user": "env"}
+    return "\n".join([head, *(f"  {names.get(who, who):>6} | {printable(text)}" for who, text in transcript.turns)])
+
+
+def printable(text: str) -> str:
+    """Text with line breaks indented and every other control character escaped."""
+    shown = (c if c.isprintable() else "\n         | " if c == "\n" else repr(c)[1:-1] for c in text)
+    return "".join(shown)
+
+
+def interval(values: Sequence[float], bounds: tuple[float, float]) -> Interval:
+    """Mean and 95 % interval, clipped to what values are possible.
+
+    Wilson's score interval (J. Am. Stat. Assoc. 22, 1927) where all values are 0 or 1, otherwise the normal one; a
+    single value other than 0 or 1 tells nothing of the spread, and the interval is then all that is possible.
+    """
+    n, mean = len(values), math.fsum(values) / len(values)
+    if all(value in (0.0, 1.0) for value in values):
+        centre = (mean + Z95**2 / (2 * n)) / (1 + Z95**2 / n)
+        half = Z95 / (1 + Z95**2 / n) * math.sqrt(mean * (1 - mean) / n + Z95**2 / (4 * n**2))
+        return Interval(mean, max(0.0, min(mean, centre - half)), min(1.0, max(mean, centre + half)))
+    if n == 1:
+        return Interval(mean, *bounds)
+    half = Z95 * math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (n - 1) / n)
+    return Interval(mean, max(bounds[0], mean - half), min(bounds[1], mean + half))
+
+
+def _plan(env: Env, episodes: int, seed: int) -> list[Episode]:
+    root = domain_hash("evaluation", seed.to_bytes(8, "big", signed=True))
+    heldout = env.num_heldout > 0
+    num_tasks = env.num_heldout if heldout else env.num_tasks
+    tasks = [task_of(env, i, heldout) for i in range(min(num_tasks, episodes))]
+    return [Episode(env, tasks[i % len(tasks)], sample_seed(root, i)) for i in range(episodes)]
+
+
+def _require_room(env: Env, talks: Sequence[Conversation], sampling: Sampling) -> None:
+    if not any(talk.logprobs for talk in talks):
+        raise ShoalError(
+            f"the opening of environment {env.name} takes {len(talks[0].tokens)} tokens and leaves the policy no room: "
+            f"raise sampling.max_tokens (now {sampling.max_tokens})"
+        )
+
+
+def _figures(env: Env, talks: Sequence[Conversation], samples: int) -> Evaluation:
+    reward = interval([talk.reward for talk in talks], env.reward_bounds)
+    success = None
+    if isinstance(env, Decided):
+        success = interval([float(bool(talk.success)) for talk in talks], (0.0, 1.0))
+    headline = success or reward
+    return Evaluation(
+        mean=headline.mean,
+        low95=headline.low95,
+        high95=headline.high95,
+        episodes=len(talks),
+        measure="success" if success else "reward",
+        tasks="heldout" if env.num_heldout > 0 else "training",
+        reward=reward,
+        success=success,
+        tokens=sum(len(talk.logprobs) for talk in talks),
+        endings=dict(sorted(Counter(str(talk.ending) for talk in talks).items())),
+        fault=next((talk.fault for talk in talks if talk.fault), ""),
+        transcripts=tuple(_transcript(talk) for talk in talks[:samples]),
+    )
+
+
+def _transcript(talk: Conversation) -> Transcript:
+    return Transcript(
+        task=str(talk.task)[:200],
+        turns=tuple(talk.texts),
+        score=talk.reward,
+        success=talk.success,
+        ending=str(talk.ending),
+        tokens=len(talk.logprobs),
+    )

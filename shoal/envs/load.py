@@ -1,0 +1,156 @@
+"""Find an environment by name or file, make it, and say which source it is pinned by.
+
+Called by the host, `eval` and `check` (`load_env`: built-ins, and files of the machine's own user), and by `join`
+(`load_built_in`: a stranger's run file must never make this machine execute anything).
+A user's file is one Python file that defines `def environment(**args)`; it may import what is installed, not its
+neighbours, for its digest covers this one file.
+"""
+
+import difflib
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from shoal.envs import arithmetic, wordle, words
+from shoal.envs.base import Env, describe_fault
+from shoal.errors import ConfigError, ShoalError
+from shoal.protocol.types import EnvSpec
+from shoal.protocol.wire import domain_hash
+
+
+class BuiltIn(NamedTuple):
+    """An environment that comes with shoal."""
+
+    make: Callable[..., Env]
+    modules: tuple[ModuleType, ...]
+    """Those whose source decides how it behaves."""
+
+
+BUILT_IN: Mapping[str, BuiltIn] = {
+    "wordle": BuiltIn(wordle.environment, (wordle, words)),
+    "arithmetic": BuiltIn(arithmetic.environment, (arithmetic,)),
+}
+
+MEMBERS = ("name", "num_tasks", "num_heldout", "reward_bounds", "task", "reset", "step", "score")
+"""What an environment must have; inheriting from `shoal.envs.base.Env` gives defaults for some."""
+
+
+def load_env(name_or_path: str, args: Mapping[str, Any]) -> Env:
+    """Make a built-in environment, or one from a file of the user's own, which is executed.
+
+    Raises `ShoalError` in one line for an unknown name, wrong arguments, or a file that fails, with its line.
+    """
+    return _load_file(Path(name_or_path), args) if is_file(name_or_path) else load_built_in(name_or_path, args)
+
+
+def load_built_in(name: str, args: Mapping[str, Any]) -> Env:
+    """Make a built-in environment; never executes anything else. Raises `ConfigError` for any other name."""
+    if is_file(name):
+        raise _no_file(name)
+    return _built_in(name).make(**args)
+
+
+def load_run_envs(specs: Sequence[EnvSpec], own_files: bool) -> dict[str, Env]:
+    """The environments that a run names, each the very one that the host has. `own_files` allows this user's files.
+
+    Raises `ShoalError` when one is not here, or is another version of it.
+    """
+    envs = {}
+    for spec in specs:
+        if is_file(spec.name) and not own_files:
+            raise _no_file(spec.name)
+        if env_digest(spec.name) != spec.digest:
+            raise _differs(spec)
+        envs[spec.name] = load_env(spec.name, spec.args)
+        if envs[spec.name].num_tasks != spec.num_tasks:
+            raise _differs(spec)
+    return envs
+
+
+def env_digest(name_or_path: str) -> str:
+    """SHA-256, in hex, over the source that defines an environment: its file, or a built-in's modules.
+
+    Equal digests mean equal behaviour for equal arguments. Raises `ShoalError` where there is no such environment.
+    """
+    if is_file(name_or_path):
+        sources = [_read(Path(name_or_path))]
+    else:
+        sources = [Path(str(module.__file__)).read_bytes() for module in _built_in(name_or_path).modules]
+    return domain_hash("environment", *sources).hex()
+
+
+def is_file(name_or_path: str) -> bool:
+    """Whether a run file's environment is a path, not a built-in name."""
+    return name_or_path.endswith(".py") or "/" in name_or_path or "\\" in name_or_path
+
+
+def _no_file(name: str) -> ConfigError:
+    return ConfigError(f"environment {name} is a file of the host's; nodes that joined run built-in ones only")
+
+
+def _differs(spec: EnvSpec) -> ConfigError:
+    return ConfigError(
+        f"environment {spec.name} here differs from the host's: install the same version of shoal as the host"
+    )
+
+
+def _built_in(name: str) -> BuiltIn:
+    if name not in BUILT_IN:
+        near = difflib.get_close_matches(name, BUILT_IN, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"built-in are {', '.join(sorted(BUILT_IN))}."
+        raise ConfigError(f"no environment {name}: {hint} A file needs its path, such as ./{name}.py")
+    return BUILT_IN[name]
+
+
+def _load_file(path: Path, args: Mapping[str, Any]) -> Env:
+    source = _read(path)
+    module = ModuleType(f"shoal_env_{domain_hash('environment', source).hex()[:16]}")
+    module.__file__ = str(path)
+    sys.modules[module.__name__] = module  # dataclasses look their module up there
+    try:
+        exec(compile(source, str(path), "exec"), module.__dict__)
+        make = getattr(module, "environment", None)
+        if not callable(make):
+            raise ShoalError(f"{path} defines no function environment(**args): add one that returns your environment")
+        env: Env = make(**args)
+    except ShoalError:
+        raise
+    except SyntaxError as error:
+        raise ShoalError(f"{error.filename} line {error.lineno}: {error.msg}. Mend it and try again") from None
+    except Exception as error:  # noqa: BLE001  a user's file may raise anything, and gets one line about it
+        place = describe_fault(error, path)
+        raise ShoalError(f"cannot load environment {path}: {place}. Mend it and try again") from None
+    _require_members(env, path)
+    return env
+
+
+def _require_members(env: Env, path: Path) -> None:
+    missing = [member for member in MEMBERS if not hasattr(env, member)]
+    if missing:
+        raise ShoalError(
+            f"{path}: environment() returned a {type(env).__name__} without {', '.join(missing)}. "
+            "Add them, or let its class inherit from shoal.envs.base.Env"
+        )
+    try:
+        low, high = map(float, env.reward_bounds)
+        fits = low < high and math.isfinite(high - low)
+    except (TypeError, ValueError):
+        fits = False
+    if not fits:
+        raise ShoalError(
+            f"{path}: reward_bounds is {env.reward_bounds!r}; give the lowest and highest reward, such as (0.0, 1.0)"
+        )
+    counts = {"num_tasks": (env.num_tasks, 1), "num_heldout": (env.num_heldout, 0)}
+    for name, (count, least) in counts.items():
+        if not isinstance(count, int) or count < least:
+            raise ShoalError(f"{path}: {name} is {count!r}; give a whole number of at least {least}")
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"cannot read environment {path}: {error.strerror}. Give the path of a .py file") from None

@@ -1,0 +1,94 @@
+"""Play tasks with an engine: the turns of many episodes in lockstep, one engine call a turn.
+
+Called by workers (`play_block`), evaluation and the recipes. It brings environment, renderer and engine together
+and knows nothing of leases, rewards' use, or the network. Scripted players play by the same rules (`play_scripted`),
+for checks and for the supervised cold start.
+"""
+
+import logging
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from shoal.engine.base import Engine, Request
+from shoal.envs.base import Env, Player, Task, task_of
+from shoal.envs.conversation import Conversation
+from shoal.errors import ShoalError
+from shoal.policy.render import Renderer
+from shoal.protocol.randomness import sample_seed
+from shoal.protocol.types import Block, Group, Rollout, Sampling
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Episode:
+    """One attempt to be made."""
+
+    env: Env
+    task: Task
+    seed: bytes
+    """Sample seed, 32 bytes: drives the sampling noise and nothing else."""
+
+
+def play_block(
+    engine: Engine, renderer: Renderer, envs: Mapping[str, Env], block: Block, group_size: int, sampling: Sampling
+) -> list[Group]:
+    """Fill the slots of a block, all of its rollouts as one batch; groups in the order of the slots."""
+    episodes = []
+    for slot in block.slots:
+        if slot.env not in envs:
+            raise ShoalError(f"slot {slot.slot} asks for environment {slot.env}, which is not loaded ({sorted(envs)})")
+        env = envs[slot.env]
+        task, seed = task_of(env, slot.task), bytes.fromhex(slot.seed)
+        episodes += [Episode(env, task, sample_seed(seed, i)) for i in range(group_size)]
+    rollouts = play(engine, renderer, episodes, sampling)
+    return [
+        Group(slot.slot, slot.task, slot.env, tuple(rollouts[n * group_size : (n + 1) * group_size]))
+        for n, slot in enumerate(block.slots)
+    ]
+
+
+def play(engine: Engine, renderer: Renderer, episodes: Sequence[Episode], sampling: Sampling) -> list[Rollout]:
+    """Play episodes to their end; rollouts in the same order."""
+    return [talk.rollout(engine.version) for talk in converse(engine, renderer, episodes, sampling)]
+
+
+def converse(engine: Engine, renderer: Renderer, episodes: Sequence[Episode], sampling: Sampling) -> list[Conversation]:
+    """Play episodes to their end and return the whole conversations, with reward and texts.
+
+    Each turn is one `extend` over the unfinished episodes in their order, so the engine sees the same batches
+    whenever the same episodes are played.
+    """
+    talks = [Conversation(episode.env, renderer, episode.task, sampling) for episode in episodes]
+    names = [f"{i}-{episode.seed.hex()[:16]}" for i, episode in enumerate(episodes)]
+    open_now = [i for i, talk in enumerate(talks) if talk.ending is None]
+    try:
+        while open_now:
+            requests = [
+                Request(names[i], talks[i].tokens, episodes[i].seed, talks[i].room, renderer.stop_ids) for i in open_now
+            ]
+            for i, turn in zip(open_now, engine.extend(requests, sampling.temperature), strict=True):
+                talks[i].write(turn.token_ids, turn.logprobs)
+            engine.forget([names[i] for i in open_now if talks[i].ending is not None])
+            open_now = [i for i in open_now if talks[i].ending is None]
+    finally:
+        engine.forget([names[i] for i in open_now])
+    for talk in talks:
+        if talk.fault:
+            log.warning("environment_error env=%s task=%.80r fault=%s", talk.env.name, talk.task, talk.fault)
+    return talks
+
+
+def play_scripted(
+    env: Env, renderer: Renderer, task: Task, player: Player, rng: random.Random, sampling: Sampling
+) -> Conversation:
+    """Let a scripted player play a task, by the rules of turns and limits that bind a policy.
+
+    An action too long for its turn is cut off there, which ends the rollout by "length".
+    """
+    talk = Conversation(env, renderer, task, sampling)
+    while talk.ending is None:
+        action_ids = renderer.encode(player(talk.state, rng))
+        talk.write([*action_ids, renderer.eos_id][: talk.room])
+    return talk

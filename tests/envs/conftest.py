@@ -1,0 +1,96 @@
+"""A real tiny tokenizer, and engines that need no model: one writes at random, one knows what to say."""
+
+import random
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import pytest
+
+from shoal.config import TinyPolicy
+from shoal.engine.base import Continuation, Request, Score, ScoreRequest
+from shoal.policy.render import Renderer
+from shoal.policy.tiny import make_tiny
+from shoal.protocol.types import EngineFacts, Sampling
+
+
+class FakeEngine:
+    """Base of both: knows which conversations it was told to forget."""
+
+    facts = EngineFacts("fake", "float32", "none")
+    version = 7
+
+    def __init__(self) -> None:
+        self.calls: list[list[Request]] = []
+        self.forgotten: list[str] = []
+
+    def load(self, directory: Path, version: int) -> None:
+        self.version = version
+
+    def forget(self, rollouts: Iterable[str]) -> None:
+        self.forgotten += rollouts
+
+    def score(self, requests: Sequence[ScoreRequest], temperature: float, hidden: bool = False) -> list[Score]:
+        raise NotImplementedError
+
+    def extend(self, requests: Sequence[Request], temperature: float) -> list[Continuation]:
+        self.calls.append([request._replace(token_ids=list(request.token_ids)) for request in requests])
+        turns = [self.write(request)[: request.max_new] for request in requests]
+        return [Continuation(turn, [-float(len(turn))] * len(turn)) for turn in turns]
+
+    def write(self, request: Request) -> list[int]:
+        raise NotImplementedError
+
+
+class RandomEngine(FakeEngine):
+    """Writes one of some texts, or random tokens, decided by the sample seed and the position alone."""
+
+    def __init__(self, renderer: Renderer, texts: Sequence[str] = ()) -> None:
+        super().__init__()
+        self.renderer, self.texts = renderer, texts
+
+    def write(self, request: Request) -> list[int]:
+        rng = random.Random(request.seed + len(request.token_ids).to_bytes(4, "big"))
+        if self.texts and rng.random() < 0.8:
+            return [*self.renderer.encode(rng.choice(self.texts)), self.renderer.eos_id]
+        turn = []
+        while len(turn) < request.max_new:
+            turn.append(rng.randrange(self.renderer.vocabulary))
+            if turn[-1] in request.stop_ids:
+                break
+        return turn
+
+
+class AnsweringEngine(FakeEngine):
+    """Writes what a function of the conversation's text says."""
+
+    def __init__(self, renderer: Renderer, answer: Callable[[str], str]) -> None:
+        super().__init__()
+        self.renderer, self.answer = renderer, answer
+
+    def write(self, request: Request) -> list[int]:
+        return [*self.renderer.encode(self.answer(self.renderer.decode(request.token_ids))), self.renderer.eos_id]
+
+
+@pytest.fixture(scope="session")
+def renderer(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
+    """The tiny policy's."""
+    directory = tmp_path_factory.mktemp("tiny") / "policy"
+    make_tiny(TinyPolicy(width=16, layers=1, heads=1, kv_heads=1, mlp_width=16), directory, 0, "float32")
+    return Renderer.from_directory(directory)
+
+
+@pytest.fixture
+def random_engine(renderer: Renderer) -> Callable[..., RandomEngine]:
+    """Makes an engine that writes some texts, or at random."""
+    return lambda texts=(): RandomEngine(renderer, texts)
+
+
+@pytest.fixture
+def answering_engine(renderer: Renderer) -> Callable[[Callable[[str], str]], AnsweringEngine]:
+    """Makes an engine that answers a conversation's text."""
+    return lambda answer: AnsweringEngine(renderer, answer)
+
+
+@pytest.fixture
+def sampling() -> Sampling:
+    return Sampling(temperature=1.0, max_turn_tokens=16, max_tokens=200)

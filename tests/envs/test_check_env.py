@@ -1,0 +1,197 @@
+"""The checks of an environment: built-ins pass all, and each broken promise is found by its own check."""
+
+import itertools
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from shoal.envs.base import Env, Message, Player, Step, require_index
+from shoal.envs.check import HOSTILE, check_env
+from shoal.envs.load import BUILT_IN, load_env
+
+
+class Count(Env):
+    """A sound environment to be broken in one way at a time: say the number that you are given, in two turns."""
+
+    name = "count"
+    num_tasks = 10
+    num_heldout = 5
+
+    def task(self, index: int, heldout: bool = False) -> int:
+        require_index(index, self.num_heldout if heldout else self.num_tasks)
+        return index + 100 * heldout
+
+    def reset(self, task: int) -> tuple[Any, list[Message]]:
+        return (task, ()), [{"role": "user", "content": str(task)}]
+
+    def step(self, state: Any, action: str) -> Step:
+        task, said = state
+        return Step((task, (*said, action)), "again", len(said) == 1)
+
+    def score(self, state: Any) -> float:
+        task, said = state
+        return said.count(str(task)) / 2
+
+    def players(self) -> Mapping[str, Player]:
+        return {"right": lambda state, rng: str(state[0]), "wrong": lambda state, rng: "?"}
+
+
+def outcomes(env: Env, outcome: str) -> dict[str, str]:
+    """Details of the findings of an outcome, by check."""
+    return {finding.check: finding.detail for finding in check_env(env, tasks=6) if finding.outcome == outcome}
+
+
+@pytest.mark.parametrize("name", sorted(BUILT_IN))
+def test_built_in_environments_pass_every_check(name: str) -> None:
+    assert [f"{f.check}: {f.detail}" for f in check_env(load_env(name, {})) if f.outcome != "passed"] == []
+
+
+def test_sound_environment_passes_and_findings_are_the_same_each_time() -> None:
+    assert outcomes(Count(), "failed") == outcomes(Count(), "skipped") == {}
+    assert check_env(Count(), seed=3) == check_env(Count(), seed=3)
+
+
+class NoPlayers:
+    """Count without scripted players and held-out tasks."""
+
+    name, num_tasks, num_heldout, reward_bounds = "plain", 10, 0, (0.0, 1.0)
+    task, reset, step, score = Count.task, Count.reset, Count.step, Count.score
+
+
+def test_environment_without_players_gets_the_other_checks_and_is_told_what_was_not_checked() -> None:
+    env: Any = NoPlayers()
+    assert outcomes(env, "failed") == {}
+    skipped = outcomes(env, "skipped")
+    assert set(skipped) == {"right player", "wrong player", "heldout"}
+    assert 'no "right" player' in skipped["right player"]
+
+
+class LooseIndex(Count):
+    def task(self, index: int, heldout: bool = False) -> int:
+        return index + 100 * heldout
+
+
+class Overlap(Count):
+    def task(self, index: int, heldout: bool = False) -> int:
+        require_index(index, self.num_heldout if heldout else self.num_tasks)
+        return index
+
+
+class GlobalRandom(Count):
+    def reset(self, task: int) -> tuple[Any, list[Message]]:
+        return (task, ()), [{"role": "user", "content": str(random.random())}]
+
+
+class BadRole(Count):
+    def reset(self, task: int) -> tuple[Any, list[Message]]:
+        return (task, ()), [{"role": "human", "content": ""}]
+
+
+class Drifting(Count):
+    counter = itertools.count()
+
+    def step(self, state: Any, action: str) -> Step:
+        return super().step(state, action)._replace(reply=str(next(self.counter)))
+
+
+class Shared(Count):
+    """One episode at a time works: state lives in the environment."""
+
+    def reset(self, task: int) -> tuple[Any, list[Message]]:
+        self.said: list[str] = []
+        return super().reset(task)
+
+    def step(self, state: Any, action: str) -> Step:
+        self.said.append(action)
+        return Step(state, "again", len(self.said) == 2)
+
+    def score(self, state: Any) -> float:
+        return self.said.count(str(state[0])) / 2
+
+
+class ScoreConsumes(Count):
+    """Asking for the score changes what the next step answers."""
+
+    def reset(self, task: int) -> tuple[Any, list[Message]]:
+        return [task, 0, ()], [{"role": "user", "content": str(task)}]
+
+    def step(self, state: Any, action: str) -> Step:
+        return Step([state[0], state[1], (*state[2], action)], str(state[1]), len(state[2]) == 2)
+
+    def score(self, state: Any) -> float:
+        state[1] += 1
+        return state[2].count(str(state[0])) / 3
+
+    def players(self) -> Mapping[str, Player]:
+        return {"right": lambda state, rng: str(state[0]), "wrong": lambda state, rng: "?"}
+
+
+class OutOfBounds(Count):
+    def score(self, state: Any) -> float:
+        return 2 * super().score(state)
+
+
+class Generous(Count):
+    def score(self, state: Any) -> float:
+        return 1.0
+
+
+class Stingy(Count):
+    def score(self, state: Any) -> float:
+        return super().score(state) / 2
+
+
+class Endless(Count):
+    def step(self, state: Any, action: str) -> Step:
+        return super().step(state, action)._replace(done=False)
+
+    def score(self, state: Any) -> float:
+        return 1.0
+
+
+class NeedsNumber(Count):
+    def step(self, state: Any, action: str) -> Step:
+        if action != "?":
+            int(action)
+        return super().step(state, action)
+
+
+class NoReply(Count):
+    def step(self, state: Any, action: str) -> Step:
+        return super().step(state, action)._replace(reply=None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "check", "part"),
+    [
+        (LooseIndex, "indices", "task(-1) gives a task"),
+        (Overlap, "heldout", "5 held-out tasks are training tasks too"),
+        (GlobalRandom, "openings", "opens differently"),
+        (BadRole, "openings", "'role': 'human'"),
+        (Drifting, "replay", "same actions again: turn 0 is answered"),
+        (Shared, "isolation", "two episodes at once"),
+        (ScoreConsumes, "isolation", "let score() change nothing"),
+        (OutOfBounds, "right player", "score() gives 2.0, not a number from 0 to 1"),
+        (Generous, "wrong player", "scores too high"),
+        (Stingy, "right player", "scores too low: mean score 50% of the range"),
+        (Endless, "right player", "had no end after 256 turns"),
+        (NeedsNumber, "hostile actions", "action '': raised"),
+        (NoReply, "right player", "not done but replies NoneType"),
+    ],
+)
+def test_broken_promise_is_found_by_its_check(kind: type[Count], check: str, part: str) -> None:
+    failed = outcomes(kind(), "failed")
+    assert part in failed.get(check, f"not found; found {failed}")
+    assert all("\n" not in detail for detail in failed.values())
+
+
+def test_finding_about_a_raise_names_file_and_line() -> None:
+    detail = outcomes(NeedsNumber(), "failed")["hostile actions"]
+    assert "test_check_env.py line" in detail and "ValueError" in detail
+
+
+def test_hostile_actions_cover_the_usual_traps() -> None:
+    assert "" in HOSTILE and max(map(len, HOSTILE)) >= 100_000
+    assert any("\x1b" in action for action in HOSTILE) and any(not action.isascii() for action in HOSTILE)

@@ -1,0 +1,131 @@
+"""Evaluation: held-out tasks only, intervals by hand, figures, repeatability, transcripts safe to print."""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from shoal.envs import arithmetic, wordle
+from shoal.envs.base import Env, Message, Step
+from shoal.envs.evaluate import Transcript, as_text, evaluate, interval, printable
+from shoal.errors import ConfigError, ShoalError
+from shoal.policy.render import Renderer
+from shoal.protocol.types import Sampling
+
+
+class Ask(Env):
+    """No held-out tasks, no success: half a point for an answer."""
+
+    name = "ask"
+    num_tasks = 3
+    reward_bounds = (-1.0, 1.0)
+
+    def task(self, index: int, heldout: bool = False) -> int:
+        if heldout or index > 2:
+            raise IndexError(index)
+        return index
+
+    def reset(self, task: int) -> tuple[Any, list[Message]]:
+        return (task, ""), [{"role": "user", "content": "?"}]
+
+    def step(self, state: Any, action: str) -> Step:
+        if action == "raise":
+            raise ValueError("asked to")
+        return Step((state[0], action), None, True)
+
+    def score(self, state: Any) -> float:
+        return 0.5 * (state[1] == "yes")
+
+
+def test_wilson_interval_is_hand_worked() -> None:
+    found = interval([1.0] * 8 + [0.0] * 2, (0.0, 1.0))
+    assert (found.mean, round(found.low95, 4), round(found.high95, 4)) == (0.8, 0.4902, 0.9433)
+    assert interval([0.0] * 10, (0.0, 1.0)).low95 == 0.0
+    assert round(interval([0.0] * 10, (0.0, 1.0)).high95, 4) == 0.2775
+
+
+def test_normal_interval_is_hand_worked_and_clipped_to_what_is_possible() -> None:
+    found = interval([0.2, 0.4, 0.6], (0.0, 1.0))  # sd 0.2, standard error 0.11547
+    assert (round(found.mean, 6), round(found.low95, 4), round(found.high95, 4)) == (0.4, 0.1737, 0.6263)
+    assert interval([0.9, 0.1], (0.0, 1.0)).high95 == 1.0
+    single = interval([0.3], (-1.0, 2.0))
+    assert (single.low95, single.high95) == (-1.0, 2.0)
+
+
+def test_heldout_tasks_are_played_in_turn_and_no_other(random_engine, renderer, sampling) -> None:
+    env = wordle.environment(num_words=32, heldout=5)
+    played: Counter[str] = Counter()
+
+    class Watched(wordle.Wordle):
+        def reset(self, task: str) -> Any:
+            played[task] += 1
+            return super().reset(task)
+
+    evaluate(random_engine(), renderer, Watched(env.args), 13, 0, sampling)
+    assert played == {env.task(i, heldout=True): 3 if i < 3 else 2 for i in range(5)}
+
+
+def test_success_rate_is_the_headline_where_the_environment_tells_it(answering_engine, renderer, sampling) -> None:
+    env = arithmetic.environment(heldout=100)
+    solver = answering_engine(lambda text: str(arithmetic.solve(text.rstrip("="))))
+    found = evaluate(solver, renderer, env, 150, 0, sampling)
+    assert (found.mean, found.measure, found.tasks, found.episodes) == (1.0, "success", "heldout", 150)
+    assert found.success is not None and found.low95 == found.success.low95 == pytest.approx(0.975, abs=1e-3)
+    assert found.endings == {"environment": 150}
+    nearly = evaluate(answering_engine(lambda text: "0"), renderer, env, 100, 0, sampling)
+    assert nearly.mean < 0.1 < nearly.reward.mean
+
+
+def test_reward_is_the_headline_otherwise_and_training_tasks_serve_without_heldout(
+    answering_engine, renderer, sampling
+):
+    found = evaluate(answering_engine(lambda text: "yes"), renderer, Ask(), 10, 0, sampling)
+    assert (found.mean, found.measure, found.tasks, found.success) == (0.5, "reward", "training", None)
+
+
+def test_same_seed_gives_the_same_figures_and_another_seed_others(random_engine, renderer, sampling) -> None:
+    env = wordle.environment(num_words=32, heldout=8)
+    runs = [evaluate(random_engine(env.words), renderer, env, 40, seed, sampling, samples=40) for seed in (1, 1, 2)]
+    assert runs[0] == runs[1] != runs[2]
+
+
+def test_environment_that_raises_is_counted_and_named(answering_engine, renderer, sampling) -> None:
+    found = evaluate(answering_engine(lambda text: "raise"), renderer, Ask(), 4, 0, sampling)
+    assert found.endings == {"error": 4} and found.mean == -1.0
+    assert "test_evaluate.py line" in found.fault and "ValueError: asked to" in found.fault
+
+
+def test_what_cannot_be_evaluated_is_refused_in_one_line(random_engine, renderer: Renderer, sampling) -> None:
+    with pytest.raises(ConfigError, match="at least 1"):
+        evaluate(random_engine(), renderer, Ask(), 0, 0, sampling)
+    with pytest.raises(ShoalError, match=r"raise sampling\.max_tokens"):
+        evaluate(random_engine(), renderer, Ask(), 2, 0, Sampling(1.0, 3, 3))
+
+    class Short(Ask):
+        num_tasks = 5
+
+    with pytest.raises(ShoalError, match=r"cannot make task 3: .*IndexError: 3"):
+        evaluate(random_engine(), renderer, Short(), 5, 0, sampling)
+
+
+def test_progress_is_told_batch_by_batch(answering_engine: Callable[..., Any], renderer, sampling) -> None:
+    told: list[int] = []
+    evaluate(answering_engine(lambda text: "yes"), renderer, Ask(), 300, 0, sampling, progress=told.append)
+    assert told == [128, 256, 300]
+
+
+def test_transcripts_are_written_to_json_and_read_as_text(answering_engine, renderer, sampling) -> None:
+    env = wordle.environment(num_words=64, heldout=8)
+    found = evaluate(answering_engine(lambda text: env.words[0]), renderer, env, 4, 0, sampling, samples=1)
+    tree = msgspec.json.decode(msgspec.json.encode(found))
+    assert {"mean", "low95", "high95", "episodes", "transcripts"} <= set(tree)
+    text = as_text(found.transcripts[0])
+    assert f"policy | {env.words[0]}" in text and "lost, reward" in text and "user | wordle" not in text
+
+
+def test_printed_text_cannot_steer_a_terminal() -> None:
+    assert printable("a\x1b[2Jb\r\u202ec\0") == "a\\x1b[2Jb\\r\\u202ec\\x00"
+    told = as_text(Transcript("t\x1b", (("assistant", "one\ntwo\x07"),), 0.0, None, "length", 3))
+    assert "\x1b" not in told and "\x07" not in told and "two" in told.splitlines()[-1]

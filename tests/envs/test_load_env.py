@@ -1,0 +1,136 @@
+"""Loading: built-ins by name, a user's file by path, one line for everything that can go wrong, digests."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from shoal.envs.load import BUILT_IN, env_digest, load_built_in, load_env, load_run_envs
+from shoal.errors import ConfigError, ShoalError
+from shoal.protocol.types import EnvSpec
+
+GOOD = """
+from dataclasses import dataclass
+from shoal.envs.base import Env, Step
+
+@dataclass(frozen=True)
+class State:
+    said: str = ""
+
+class Parrot(Env):
+    name = "parrot"
+    def __init__(self, num_tasks): self.num_tasks = num_tasks
+    def task(self, index, heldout=False): return "abc"[index]
+    def reset(self, task): return State(), [{"role": "user", "content": task}]
+    def step(self, state, action): return Step(State(action), None, True)
+    def score(self, state): return float(len(state.said) > 0)
+
+def environment(num_tasks=3):
+    return Parrot(num_tasks)
+"""
+
+
+@pytest.fixture
+def write(tmp_path: Path):
+    """Writes a user's file and gives its path."""
+
+    def put(source: str) -> str:
+        path = tmp_path / "my_env.py"
+        path.write_text(source)
+        return str(path)
+
+    return put
+
+
+@pytest.mark.parametrize("name", sorted(BUILT_IN))
+def test_built_in_environments_load_by_name(name: str) -> None:
+    assert load_env(name, {}).name == load_built_in(name, {}).name == name
+
+
+def test_file_of_the_user_is_loaded_with_its_arguments(write) -> None:
+    env = load_env(write(GOOD), {"num_tasks": 2})
+    assert (env.name, env.num_tasks, env.num_heldout, env.reward_bounds) == ("parrot", 2, 0, (0.0, 1.0))
+
+
+@pytest.mark.parametrize("name", ["/tmp/evil.py", "./evil.py", "evil.py", "a/b", "..\\evil.py"])
+def test_nothing_but_built_ins_loads_for_a_stranger(name: str) -> None:
+    with pytest.raises(ConfigError, match="built-in ones only"):
+        load_built_in(name, {})
+
+
+def test_loading_for_a_stranger_executes_nothing(write, tmp_path: Path) -> None:
+    path = write(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    with pytest.raises(ConfigError):
+        load_built_in(path, {})
+    env_digest(path)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        ("x = 1\n1/0", r"my_env\.py line 2: ZeroDivisionError: division by zero"),
+        ("def environment(:", r"my_env\.py line 1: "),
+        ("import no_such_module_of_mine", r"line 1: ModuleNotFoundError"),
+        ("x = 1", "defines no function environment"),
+        ("def environment(**args):\n    raise ValueError('two\\nlines')", r"line 2: ValueError: two lines"),
+        ("def environment(**args):\n    return 3", "returned a int without name, num_tasks"),
+        (GOOD.replace('name = "parrot"', ""), "Parrot without name"),
+        (GOOD.replace("def score", "def sore"), r"abstract.*score"),
+        (GOOD.replace('name = "parrot"', 'name = "parrot"; reward_bounds = (1, 1)'), r"reward_bounds is \(1, 1\)"),
+        (GOOD.replace("num_tasks=3", "num_tasks=0"), "num_tasks is 0; give a whole number of at least 1"),
+    ],
+)
+def test_faults_of_a_users_file_are_one_line_naming_file_and_line(source: str, told: str, write) -> None:
+    with pytest.raises(ShoalError, match=told) as caught:
+        load_env(write(source), {})
+    assert "\n" not in str(caught.value) and "my_env.py" in str(caught.value)
+
+
+def test_unknown_argument_of_a_users_environment_is_one_line(write) -> None:
+    with pytest.raises(ShoalError, match="unexpected keyword argument 'size'"):
+        load_env(write(GOOD), {"size": 2})
+
+
+def test_unknown_name_names_the_nearest_and_missing_file_its_path(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no environment wordel: did you mean wordle\?"):
+        load_env("wordel", {})
+    with pytest.raises(ConfigError, match="No such file"):
+        load_env(str(tmp_path / "none.py"), {})
+
+
+def test_digest_follows_the_source_and_nothing_else(write) -> None:
+    before = env_digest(write(GOOD))
+    assert before == env_digest(write(GOOD)) != env_digest(write(GOOD + " "))
+    assert len({env_digest(name) for name in BUILT_IN} | {before}) == len(BUILT_IN) + 1
+    assert len(bytes.fromhex(before)) == 32
+
+
+def test_run_environments_are_those_of_the_host_or_refused(write) -> None:
+    spec = EnvSpec("wordle", env_digest("wordle"), 48, 1.0, {"num_words": 64, "heldout": 16})
+    assert load_run_envs([spec], own_files=False)["wordle"].num_tasks == 48
+    for change in ({"digest": "00" * 32}, {"num_tasks": 49}):
+        with pytest.raises(ConfigError, match="wordle here differs from the host's"):
+            load_run_envs([msgspec.structs.replace(spec, **change)], own_files=False)
+
+
+def test_run_environments_from_files_need_own_files_and_the_right_digest_before_anything_runs(
+    write, tmp_path: Path
+) -> None:
+    path = write(f"open({str(tmp_path / 'ran')!r}, 'w')\n" + GOOD)
+    spec = EnvSpec(path, env_digest(path), 3, 1.0, {})
+    with pytest.raises(ConfigError, match="built-in ones only"):
+        load_run_envs([spec], own_files=False)
+    with pytest.raises(ConfigError, match="differs"):
+        load_run_envs([msgspec.structs.replace(spec, digest="00" * 32)], own_files=True)
+    assert not (tmp_path / "ran").exists()
+    assert load_run_envs([spec], own_files=True)[path].name == "parrot"
+
+
+def test_environments_load_without_torch_and_transformers() -> None:
+    modules = "load, play, replay, check, evaluate, base, conversation"
+    code = f"import sys; from shoal.envs import {modules}; print({{'torch', 'transformers'}} & set(sys.modules))"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert out.stdout.strip() == "set()"

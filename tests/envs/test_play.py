@@ -1,0 +1,168 @@
+"""Play: lockstep turns, authors, endings and limits, scripted players, blocks."""
+
+import itertools
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from shoal.envs import arithmetic, wordle
+from shoal.envs.base import Env, Message, Step
+from shoal.envs.play import Episode, converse, play, play_block, play_scripted
+from shoal.errors import ShoalError
+from shoal.policy.render import Renderer
+from shoal.protocol.randomness import sample_seed
+from shoal.protocol.types import ENVIRONMENT, POLICY, Block, Sampling, Slot
+
+
+class Echo(Env):
+    """Asks until told "end"; misbehaves on request."""
+
+    name = "echo"
+    num_tasks = 1
+
+    def task(self, index: int, heldout: bool = False) -> str:
+        return "say"
+
+    def reset(self, task: str) -> tuple[list[str], list[Message]]:
+        if task == "broken":
+            raise OSError("no such\ntask")
+        return [], [{"role": "user", "content": task}]
+
+    def step(self, state: list[str], action: str) -> Step:
+        if action == "raise":
+            raise ZeroDivisionError("by request")
+        return Step([*state, action], None if action == "none" else "go on", action == "end")
+
+    def score(self, state: list[str]) -> float:
+        return float("nan") if "nan" in state else 0.25 * len(state)
+
+
+def run(engine: Any, renderer: Renderer, sampling: Sampling, task: str = "say") -> Any:
+    return converse(engine, renderer, [Episode(Echo(), task, bytes(32))], sampling)[0]
+
+
+@pytest.fixture
+def saying(answering_engine: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes an engine that says each of some things in turn."""
+
+    def make(*actions: str) -> Any:
+        left = iter(actions)
+        return answering_engine(lambda text: next(left))
+
+    return make
+
+
+def test_turns_are_written_and_answered_until_the_environment_is_done(saying: Any, renderer, sampling) -> None:
+    talk = run(saying("one", "two", "end"), renderer, sampling)
+    assert talk.ending == "environment" and talk.reward == 0.75
+    end = [renderer.eos_id]
+    opening, reply = renderer.start([{"role": "user", "content": "say"}]), renderer.reply("go on")
+    turns = [renderer.encode(text) + end for text in ("one", "two", "end")]
+    assert talk.tokens == opening + turns[0] + reply + turns[1] + reply + turns[2]
+    parts = [(opening, 0), (turns[0], 1), (reply, 0), (turns[1], 1), (reply, 0), (turns[2], 1)]
+    assert talk.author == [author for part, author in parts for _ in part]
+    assert len(talk.logprobs) == sum(map(len, turns))
+    assert [who for who, _ in talk.texts] == ["user", "assistant"] * 2 + ["user", "assistant", "user"]
+
+
+def test_rollout_carries_the_conversation(saying: Any, renderer, sampling) -> None:
+    rollout = play(saying("end"), renderer, [Episode(Echo(), "say", bytes(32))], sampling)[0]
+    assert rollout.version == 7 and rollout.ending == "environment"
+    assert rollout.num_policy_tokens() == len(rollout.logprobs_P()) == 4
+    assert set(rollout.author_T().tolist()) == {ENVIRONMENT, POLICY}
+
+
+def test_turn_without_a_stop_token_ends_by_length_and_is_still_scored(saying, renderer, sampling) -> None:
+    talk = run(saying("a" * 16), renderer, sampling)
+    assert talk.ending == "length" and talk.state == ["a" * len(talk.state[0])] and talk.reward > 0.0
+    assert len(talk.logprobs) == sampling.max_turn_tokens
+
+
+def test_stop_token_at_the_very_limit_still_counts(saying, renderer, sampling) -> None:
+    talk = run(saying("a" * 15, "end"), renderer, sampling)
+    assert talk.ending == "environment" and talk.reward == 0.5
+
+
+def test_reply_that_leaves_no_room_is_not_appended_and_ends_by_length(saying, renderer) -> None:
+    opening, reply = len(renderer.start([{"role": "user", "content": "say"}])), len(renderer.reply("go on"))
+    for spare, tokens in ((0, opening + 2), (1, opening + 2 + reply + 1)):
+        talk = run(saying("a", "b"), renderer, Sampling(1.0, 8, opening + 2 + reply + spare))
+        assert (talk.ending, len(talk.tokens)) == ("length", tokens)
+        assert talk.reward == 0.25 * (1 + spare)  # a second turn, cut after one token, is shown too
+
+
+@pytest.mark.parametrize(
+    ("action", "fault"),
+    [("raise", "ZeroDivisionError: by request"), ("none", "not str"), ("nan", "outside reward_bounds")],
+)
+def test_environment_that_misbehaves_ends_by_error_with_the_lowest_reward(action, fault, saying, renderer, sampling):
+    talk = run(saying("fine", action, "end"), renderer, sampling)
+    assert (talk.ending, talk.reward) == ("error", 0.0)
+    assert fault in talk.fault and ".py line " in talk.fault
+
+
+def test_environment_that_cannot_begin_says_so_in_one_line(saying, renderer, sampling) -> None:
+    with pytest.raises(
+        ShoalError, match=r"echo cannot begin task 'broken': .*line \d+: OSError: no such task"
+    ) as caught:
+        run(saying(), renderer, sampling, task="broken")
+    assert "\n" not in str(caught.value)
+
+
+def test_opening_without_room_ends_by_length_before_any_token(saying, renderer) -> None:
+    talk = run(saying(), renderer, Sampling(1.0, 4, 4))
+    assert (talk.ending, talk.logprobs) == ("length", [])
+
+
+def test_one_engine_call_a_turn_for_all_unfinished_in_order(random_engine, renderer, sampling) -> None:
+    env = wordle.environment(num_words=64, heldout=8)
+    engine = random_engine(env.words)
+    episodes = [Episode(env, env.task(i % 5), sample_seed(bytes(32), i)) for i in range(20)]
+    rollouts = play(engine, renderer, episodes, sampling)
+    names = [[request.rollout for request in call] for call in engine.calls]
+    assert len(names[0]) == len(set(names[0])) == 20
+    for before, after in itertools.pairwise(names):
+        assert after == [name for name in before if name in after]
+    assert sorted(engine.forgotten) == sorted(names[0])
+    assert [request.seed for request in engine.calls[0]] == [episode.seed for episode in episodes]
+    assert play(random_engine(env.words), renderer, episodes, sampling) == rollouts
+
+
+def test_engine_forgets_all_even_when_it_fails(random_engine, renderer, sampling) -> None:
+    engine = random_engine()
+
+    def fail(request: Any) -> list[int]:
+        raise RuntimeError("device lost")
+
+    engine.write = fail
+    with pytest.raises(RuntimeError):
+        run(engine, renderer, sampling)
+    assert len(engine.forgotten) == 1
+
+
+def test_block_gives_a_group_a_slot_with_the_slots_seeds(random_engine, renderer, sampling) -> None:
+    envs = {"wordle": wordle.environment(num_words=64, heldout=8), "arithmetic": arithmetic.environment()}
+    slots = tuple(Slot(4 + i, bytes([i] * 32).hex(), name, 3 + i) for i, name in enumerate(envs))
+    engine = random_engine()
+    groups = play_block(engine, renderer, envs, Block(2, slots), 3, sampling)
+    assert [(g.slot, g.env, g.task, len(g.rollouts)) for g in groups] == [(4, "wordle", 3, 3), (5, "arithmetic", 4, 3)]
+    assert [r.seed for r in engine.calls[0]] == [sample_seed(bytes([i] * 32), k) for i in (0, 1) for k in range(3)]
+    opening = renderer.start(envs["arithmetic"].reset(envs["arithmetic"].task(4))[1])
+    assert groups[1].rollouts[0].tokens_T()[: len(opening)].tolist() == opening
+
+
+def test_block_with_an_unknown_environment_is_refused(random_engine, renderer, sampling) -> None:
+    with pytest.raises(ShoalError, match="environment chess, which is not loaded"):
+        play_block(random_engine(), renderer, {}, Block(0, (Slot(0, "00" * 32, "chess", 0),)), 2, sampling)
+
+
+def test_scripted_player_plays_by_the_same_rules(renderer, sampling) -> None:
+    env = wordle.environment()
+    talks = [
+        play_scripted(env, renderer, env.task(i), env.players()["right"], random.Random(i), sampling) for i in range(20)
+    ]
+    assert sum(bool(talk.success) for talk in talks) >= 18
+    cut = play_scripted(env, renderer, env.task(0), lambda state, rng: "a" * 50, random.Random(0), sampling)
+    assert cut.ending == "length" and cut.author.count(POLICY) == sampling.max_turn_tokens

@@ -1,0 +1,195 @@
+"""Replay: honest rollouts are accepted with the reward they earned; no edit of anything but the policy's text is."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.config import TinyPolicy
+from shoal.engine.base import ScoreRequest
+from shoal.engine.local import LocalEngine
+from shoal.envs import arithmetic, wordle
+from shoal.envs.base import Env
+from shoal.envs.conversation import Conversation
+from shoal.envs.play import Episode, converse
+from shoal.envs.replay import Replay, replay
+from shoal.policy.render import Renderer
+from shoal.policy.tiny import make_tiny
+from shoal.protocol.randomness import sample_seed
+from shoal.protocol.types import POLICY, Sampling
+
+ENDINGS = ("environment", "length", "error", "stop")
+
+
+@pytest.fixture(scope="module")
+def game() -> wordle.Wordle:
+    return wordle.environment(num_words=64, heldout=8)
+
+
+@pytest.fixture
+def talks(game: wordle.Wordle, random_engine: Callable[..., Any], renderer: Renderer) -> list[Conversation]:
+    """Many games under tight limits: won, lost, cut off within a turn and between turns."""
+    played = []
+    for max_turn, max_tokens in ((8, 200), (6, 40), (12, 57), (6, 24)):
+        episodes = [Episode(game, game.task(i % 7), sample_seed(bytes([max_turn] * 32), i)) for i in range(24)]
+        sampling = Sampling(1.0, max_turn, max_tokens)
+        played += converse(random_engine(game.words[:12]), renderer, episodes, sampling)
+    return played
+
+
+def again(talk: Conversation, **edits: Any) -> Replay:
+    """Replay a conversation's claim, with some of it edited."""
+    claim = {"tokens": talk.tokens, "author": talk.author, "ending": talk.ending} | edits
+    return replay(
+        talk.env,
+        talk.renderer,
+        talk.task,
+        np.array(claim["tokens"], dtype=np.int32),
+        np.array(claim["author"], dtype=np.uint8),
+        claim["ending"],
+        talk.sampling,
+    )
+
+
+def test_honest_rollouts_are_accepted_with_the_same_reward(talks: list[Conversation]) -> None:
+    assert {talk.ending for talk in talks} == {"environment", "length"}
+    assert {talk.success for talk in talks} == {True, False}
+    for talk in talks:
+        assert again(talk) == Replay(talk.reward, talk.ending)
+
+
+def test_every_other_ending_is_refused(talks: list[Conversation]) -> None:
+    for talk in talks:
+        for ending in set(ENDINGS) - {talk.ending}:
+            told = f"ended by {talk.ending}, not by {ending} as claimed"
+            assert again(talk, ending=ending) == Replay(0.0, talk.ending, told)
+
+
+def test_every_flipped_author_is_refused(talks: list[Conversation]) -> None:
+    for talk in talks[::6]:
+        for at in range(len(talk.tokens)):
+            for author in {0, 1, 2} - {talk.author[at]}:
+                edited = [*talk.author[:at], author, *talk.author[at + 1 :]]
+                assert again(talk, author=edited).problem
+
+
+def test_every_edited_environment_token_is_refused_where_it_stands(talks: list[Conversation]) -> None:
+    for talk in talks[::3]:
+        for at in (i for i, author in enumerate(talk.author) if author != POLICY):
+            edited = [*talk.tokens[:at], (talk.tokens[at] + 1) % 64, *talk.tokens[at + 1 :]]
+            found = again(talk, tokens=edited)
+            assert found.problem and found.position == at
+
+
+def test_edited_policy_token_is_refused_or_only_changes_the_policys_own_text(talks: list[Conversation]) -> None:
+    outcomes = set()
+    for talk in talks[::2]:
+        for at in (i for i, author in enumerate(talk.author) if author == POLICY):
+            for token in ((talk.tokens[at] + 1) % 64, talk.renderer.eos_id, 7):
+                edited = [*talk.tokens[:at], token, *talk.tokens[at + 1 :]]
+                found = again(talk, tokens=edited)
+                outcomes.add(bool(found.problem))
+                if not found.problem:
+                    assert found.reward == independent_reward(talk, edited)
+    assert outcomes == {True, False}
+
+
+def independent_reward(talk: Conversation, tokens: list[int]) -> float:
+    """Score of the guesses that stand in a token list, read off without conversation or replay."""
+    env, state = talk.env, talk.env.reset(talk.task)[0]
+    turn: list[int] = []
+    for token, author in zip(tokens, talk.author, strict=True):
+        if author == POLICY:
+            turn.append(token)
+            if token in talk.renderer.stop_ids:
+                state = env.step(state, talk.renderer.decode(turn)).state
+                turn = []
+    return env.score(state)
+
+
+def test_every_shorter_or_longer_rollout_is_refused(talks: list[Conversation]) -> None:
+    for talk in talks[::4]:
+        for length in range(len(talk.tokens)):
+            assert again(talk, tokens=talk.tokens[:length], author=talk.author[:length]).problem
+        for author in (0, 1):
+            for token in (7, talk.renderer.eos_id):
+                assert again(talk, tokens=[*talk.tokens, token], author=[*talk.author, author]).problem
+
+
+def test_inserted_and_removed_tokens_are_refused_or_are_the_policys_own_text(talks: list[Conversation]) -> None:
+    for talk in talks[::8]:
+        for at in range(len(talk.tokens)):
+            claims = [
+                (talk.tokens[:at] + talk.tokens[at + 1 :], talk.author[:at] + talk.author[at + 1 :]),
+                ([*talk.tokens[:at], 9, *talk.tokens[at:]], [*talk.author[:at], talk.author[at], *talk.author[at:]]),
+            ]
+            for tokens, author in claims:
+                found = again(talk, tokens=tokens, author=author)
+                assert found.problem or talk.author[at] == POLICY
+
+
+def test_another_tasks_rollout_is_refused(talks: list[Conversation], renderer: Renderer) -> None:
+    env = arithmetic.environment()
+    talk = next(talk for talk in talks if talk.ending == "environment")
+    claim = np.array(talk.tokens, np.int32), np.array(talk.author, np.uint8)
+    assert replay(env, renderer, env.task(0), *claim, "environment", talk.sampling).position <= 2
+    other = [word for word in talk.env.words if word != talk.task]
+    rejected = [replay(talk.env, renderer, task, *claim, "environment", talk.sampling).problem for task in other]
+    assert sum(map(bool, rejected)) > 0.9 * len(other)
+
+
+@given(data=st.data())
+@settings(max_examples=200, derandomize=True, deadline=None)
+def test_arbitrary_claims_never_raise(data: st.DataObject, renderer: Renderer, game: wordle.Wordle) -> None:
+    opening = renderer.start(game.reset(game.task(0))[1])
+    tail = data.draw(st.lists(st.integers(-(2**31), 2**31 - 1) | st.integers(0, 63), max_size=40))
+    tokens = (opening if data.draw(st.booleans()) else []) + tail
+    size = data.draw(st.sampled_from([len(tokens), len(tokens) + 1, 0]))
+    author = data.draw(st.lists(st.integers(0, 255), min_size=size, max_size=size))
+    if data.draw(st.booleans()):
+        author = [int(i >= len(opening)) for i in range(len(tokens))]
+    claim = np.array(tokens, dtype=np.int32), np.array(author, dtype=np.uint8)
+    sampling = Sampling(1.0, data.draw(st.integers(1, 8)), data.draw(st.integers(1, 60)))
+    found = replay(game, renderer, game.task(0), *claim, data.draw(st.sampled_from(ENDINGS)), sampling)
+    assert 0.0 <= found.reward <= 1.0
+    assert found.position <= len(tokens)
+
+
+def test_environment_error_is_derived_anew_and_cannot_be_claimed(
+    random_engine: Callable[..., Any], renderer: Renderer, game: wordle.Wordle, sampling: Sampling
+) -> None:
+    class Fragile(wordle.Wordle):
+        def step(self, state: Any, action: str) -> Any:
+            if len(state.guesses) == 2:
+                raise KeyError(action)
+            return super().step(state, action)
+
+    env: Env = Fragile(game.args)
+    episodes = [Episode(env, env.task(i), sample_seed(bytes(32), i)) for i in range(20)]
+    talks = converse(random_engine(game.words), renderer, episodes, sampling)
+    failed = [talk for talk in talks if talk.ending == "error"]
+    assert failed and all(again(talk) == Replay(0.0, "error") for talk in failed)
+    assert all(again(talk, ending="environment").problem for talk in failed)
+
+
+def test_real_engine_plays_what_replay_accepts_and_its_own_prefill_confirms(tmp_path: Path, sampling: Sampling) -> None:
+    make_tiny(TinyPolicy(width=32, layers=2, heads=2, kv_heads=1, mlp_width=32), tmp_path / "policy", 1, "float32")
+    engine, renderer = LocalEngine(threads=1), Renderer.from_directory(tmp_path / "policy")
+    engine.load(tmp_path / "policy", 0)
+    env = wordle.environment()
+    episodes = [Episode(env, env.task(i), sample_seed(bytes(32), i)) for i in range(32)]
+    talks = converse(engine, renderer, episodes, sampling)
+    assert max(len([who for who, _ in talk.texts if who == "assistant"]) for talk in talks) > 1
+    for talk in talks:
+        assert again(talk) == Replay(talk.reward, talk.ending)
+    requests = [
+        ScoreRequest(talk.tokens, np.flatnonzero(talk.author).tolist(), episode.seed)
+        for talk, episode in zip(talks, episodes, strict=True)
+    ]
+    for talk, score in zip(talks, engine.score(requests, 1.0), strict=True):
+        assert np.allclose(score.logprobs_P, talk.logprobs, atol=1e-4)
+        assert score.gaps_P.max() < 1e-4

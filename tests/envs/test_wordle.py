@@ -1,0 +1,126 @@
+"""Wordle: hand-worked marks, the split, the game's rules, rewards, and its scripted players."""
+
+import random
+
+import pytest
+
+from shoal.envs.wordle import NOT_A_WORD, closeness, environment, marks, render, shuffled_words
+from shoal.envs.words import WORDS
+from shoal.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("guess", "answer", "told"),
+    [
+        ("crane", "crane", "====="),
+        ("crane", "moist", "-----"),
+        ("crane", "cater", "=++-+"),
+        ("speed", "erase", "+-++-"),  # both e's of the answer are told, no more
+        ("eerie", "crane", "--+-="),  # one e, and it is in place: the earlier two are absent
+        ("geese", "those", "---=="),  # likewise, with an s in place
+        ("allow", "llama", "+=+--"),  # the second l is in place, the first of the answer is told to the third letter
+        ("sassy", "glass", "++-=-"),  # two s: one in place, one for the leftmost other, none for the third
+        ("array", "radar", "+++=-"),  # the second a is in place, both r's are elsewhere
+        ("llama", "lilac", "=++--"),  # the first a takes the only one
+    ],
+)
+def test_marks_are_those_of_the_real_game(guess: str, answer: str, told: str) -> None:
+    assert marks(guess, answer) == told
+
+
+def test_feedback_is_rendered_letter_by_letter() -> None:
+    assert render("crane", marks("crane", "cater")) == "c=r+a+n-e+"
+
+
+def test_list_is_large_lower_case_and_without_repeats() -> None:
+    assert len(WORDS) == len(set(WORDS)) >= 512
+    assert all(len(word) == 5 and word.isascii() and word.isalpha() and word.islower() for word in WORDS)
+    assert sorted(WORDS) == list(WORDS)
+
+
+@pytest.mark.parametrize("args", [{}, {"num_words": 256, "heldout": 32}, {"num_words": 8, "heldout": 1}])
+def test_heldout_words_are_never_training_answers_and_all_are_legal(args: dict[str, int]) -> None:
+    env = environment(**args)
+    training = {env.task(i) for i in range(env.num_tasks)}
+    held = {env.task(i, heldout=True) for i in range(env.num_heldout)}
+    assert not training & held
+    assert len(training) == env.num_tasks and len(held) == env.num_heldout
+    assert training | held == env.legal
+    assert len(env.legal) == args.get("num_words", len(WORDS))
+
+
+def test_smaller_lists_are_part_of_larger_ones_and_spelling_does_not_matter() -> None:
+    assert set(environment(num_words=256).words) < set(environment(num_words=400).words)
+    assert len({word[0] for word in shuffled_words()[:256]}) > 15
+
+
+def test_guess_is_answered_and_a_win_ends_the_game() -> None:
+    env = environment(num_words=len(WORDS))
+    state, opening = env.reset("cater" if "cater" in env.legal else "trace")
+    assert opening == [{"role": "user", "content": "wordle"}]
+    after, reply, done = env.step(state, " Crane\n")
+    assert (reply, done) == (render("crane", marks("crane", state.answer)), False)
+    after, _, done = env.step(after, state.answer)
+    assert done and env.success(after) and env.score(after) == 1.0
+
+
+def test_not_a_word_uses_up_no_guess_but_the_third_ends_the_game() -> None:
+    env = environment(num_words=64, heldout=8, not_words=3)
+    state, _ = env.reset(env.task(0))
+    for action in ("zzzzz", "crane crane"):
+        state, reply, done = env.step(state, action)
+        assert (reply, done, state.guesses) == (NOT_A_WORD, False, ())
+    state, _, done = env.step(state, env.task(1))
+    assert not done and len(state.guesses) == 1
+    _, _, done = env.step(state, "")
+    assert done
+
+
+def test_sixth_wrong_guess_ends_the_game_and_partial_credit_stays_below_a_win() -> None:
+    env = environment()
+    answer = env.task(0)
+    state, _ = env.reset(answer)
+    for turn, guess in enumerate([word for word in env.words if word != answer][:6]):
+        state, _, done = env.step(state, guess)
+        assert done == (turn == 5)
+    assert not env.success(state)
+    assert env.score(state) == 0.5 * max(closeness(marks(guess, answer)) for guess in state.guesses) < 0.5
+
+
+def test_partial_credit_is_hand_worked() -> None:
+    env = environment(partial=0.4)
+    state, _ = env.reset("cater")
+    assert env.score(state) == 0.0
+    state, *_ = env.step(state, "crane")  # c=r+a+n-e+: 1 + 3/2 of 5 letters
+    assert env.score(state) == pytest.approx(0.4 * 2.5 / 5)
+
+
+@pytest.mark.parametrize("num_words", [256, len(WORDS)])
+def test_right_player_wins_above_90_percent_and_wrong_player_never(num_words: int) -> None:
+    env = environment(num_words=num_words)
+    rng, wins = random.Random(0), {"right": 0, "wrong": 0}
+    for name, player in env.players().items():
+        for index in range(150):
+            state, _ = env.reset(env.task(index))
+            done = False
+            while not done:
+                state, _, done = env.step(state, player(state, rng))
+            wins[name] += env.success(state)
+    assert wins["right"] > 0.9 * 150
+    assert wins["wrong"] == 0
+
+
+@pytest.mark.parametrize(
+    ("args", "part"),
+    [
+        ({"num_word": 256}, "did you mean num_words"),
+        ({"num_words": 10**9}, "num_words"),
+        ({"num_words": 64, "heldout": 64}, "heldout = 64 leaves none of 64"),
+        ({"partial": 1.0}, "partial"),
+        ({"heldout": "many"}, "heldout"),
+    ],
+)
+def test_wrong_arguments_are_refused_by_name(args: dict[str, object], part: str) -> None:
+    with pytest.raises(ConfigError, match=part) as caught:
+        environment(**args)
+    assert "\n" not in str(caught.value)
