@@ -1,0 +1,50 @@
+"""Gumbel noise for seeded sampling, in torch: the same bits as the reference in `protocol.randomness`.
+
+Called by the engine, which makes the noise of many positions in one call. Pure: seeds and positions in, noise out.
+
+Philox4x32-10 (Salmon et al., SC 2011) on counters (v // 4, position, seed words 2, 3) under the key (seed words 0, 1),
+then g = -log(-log((u + 0.5) / 2^32)) in float64, rounded to float32 (Gumbel-max: Maddison et al., arXiv:1411.0030).
+
+Axes: N tokens to be drawn, Q = ceil(V / 4) counters of one token, V vocabulary.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_ROUNDS = 10
+_M0, _M1 = 0xD2511F53, 0xCD9E8D57
+_W0, _W1 = 0x9E3779B9, 0xBB67AE85
+_LOW = 0xFFFFFFFF
+
+
+def seed_words(seeds: Sequence[bytes]) -> Tensor:
+    """The four 32-bit words of each 32-byte seed that drive its noise, int64[N, 4]."""
+    heads = bytearray(b"".join(seed[:16] for seed in seeds))
+    return torch.frombuffer(heads, dtype=torch.int32).view(-1, 4).to(torch.int64) & _LOW
+
+
+def gumbel(words_N4: Tensor, positions_N: Tensor, vocabulary: int) -> Tensor:
+    """Noise, float32[N, V], for the token at an absolute index of the conversation with the given seed words.
+
+    words_N4: int64[N, 4] from `seed_words`; positions_N: int64[N]. Independent of how tokens are grouped into calls.
+    """
+    bits_N4Q = _philox(words_N4, positions_N, (vocabulary + 3) // 4)
+    uniform_N4Q = bits_N4Q.to(torch.float64).add_(0.5).mul_(2.0**-32)
+    noise_N4Q = uniform_N4Q.log_().neg_().log_().neg_().to(torch.float32)
+    return noise_N4Q.transpose(1, 2).reshape(len(noise_N4Q), -1)[:, :vocabulary]
+
+
+def _philox(words_N4: Tensor, positions_N: Tensor, quads: int) -> Tensor:
+    """The four output words of each counter, int64[N, 4, Q]; 32-bit words are held in int64, whose products wrap."""
+    k0, k1, c2, c3 = (words_N4[:, i, None] for i in range(4))
+    c0 = torch.arange(quads, device=words_N4.device)[None]
+    c1 = positions_N[:, None]
+    for _ in range(_ROUNDS):
+        p0, p1 = c0 * _M0, c2 * _M1
+        # The high half comes down with its sign; the mask takes that off again.
+        c0, c2 = ((p1 >> 32) ^ (c1 ^ k0)) & _LOW, ((p0 >> 32) ^ (c3 ^ k1)) & _LOW
+        c1, c3 = p1 & _LOW, p0 & _LOW
+        k0, k1 = (k0 + _W0) & _LOW, (k1 + _W1) & _LOW
+    return torch.stack(torch.broadcast_tensors(c0, c1, c2, c3), dim=1)

@@ -1,0 +1,188 @@
+"""The trainer's own state on disk: written whole or not at all, the last two kept, checked when read.
+
+Called by `roles/trainer` after every step and at start. It is never published: policies for others are `policy/files`.
+It knows no model, only named tensors.
+
+    trainer/v000012/state.safetensors   weights and moments, float32
+    trainer/v000012/state.json          version and number of updates
+    trainer/v000012/SHA256SUMS          of the two, as `sha256sum -c` reads it; written last
+
+A save writes into `.writing`, flushes every file, then renames the folder: whoever is killed between any two of these
+finds the state before. A folder never changes once it has its name, and those whose names start with a dot never
+count; the next save clears them.
+"""
+
+import errno
+import hashlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from shoal.errors import StateError
+from shoal.train.step import LearnerState
+
+log = logging.getLogger(__name__)
+
+KEPT = 2
+"""States kept: the newest, and the one before in case the newest cannot be read."""
+
+TENSORS, NUMBERS, SUMS = "state.safetensors", "state.json", "SHA256SUMS"
+WRITING, DROPPED, UNREADABLE = ".writing", ".dropped", ".unreadable"
+
+
+class _Numbers(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Contents of state.json."""
+
+    version: int
+    updates: int
+
+
+def save_state(folder: Path, state: LearnerState) -> Path:
+    """Write a state under `folder` and drop those older than the last two; gives its folder.
+
+    The state of a version is a value: if it is there already, nothing is written. Raises `StateError` if the
+    disk is full or cannot be written; what was there before is untouched then.
+    """
+    writing, final = folder / WRITING, folder / f"v{state.version:06d}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if final.exists():
+            return final
+        _clear(folder)
+        writing.mkdir()
+        sums = [
+            _write(writing / TENSORS, _safetensors(state.tensors)),
+            _write(writing / NUMBERS, iter([msgspec.json.encode(_Numbers(state.version, state.updates))])),
+        ]
+        _write(writing / SUMS, iter(["".join(f"{digest}  {name}\n" for digest, name in sums).encode()]))
+        _flush(writing)
+        os.rename(writing, final)
+        _flush(folder)
+        for old in _versions(folder)[KEPT:]:
+            os.rename(old, folder / DROPPED)
+            shutil.rmtree(folder / DROPPED)
+        _clear(folder)
+    except OSError as error:
+        shutil.rmtree(writing, ignore_errors=True)
+        raise StateError(_write_fault(folder, state, error)) from None
+    return final
+
+
+def load_state(folder: Path) -> LearnerState | None:
+    """The newest state under `folder` that is whole, or None if there is none at all.
+
+    One that is not whole is named in the log and the one before is taken: the trainer then repeats a step, with the
+    same result. Raises `StateError` if there are states and none can be read.
+    """
+    faults: dict[str, str] = {}
+    for candidate in _versions(folder):
+        try:
+            state = _read(candidate)
+        except (OSError, ValueError, msgspec.DecodeError, SafetensorError) as error:
+            faults[candidate.name] = str(error)
+            log.warning("trainer state cannot be read, taking the one before folder=%s cause=%s", candidate, error)
+            continue
+        _set_aside(folder, list(faults))
+        return state
+    if faults:
+        causes = "; ".join(f"{name}: {cause}" for name, cause in faults.items())
+        raise StateError(
+            f"no trainer state under {folder} can be read ({causes}). Check the disk, then copy a good one "
+            "back, or delete that folder: the trainer then starts its optimiser afresh"
+        )
+    return None
+
+
+def _read(candidate: Path) -> LearnerState:
+    """One state, its checksums verified first; raises what `load_state` catches."""
+    sums = dict(line.split("  ")[::-1] for line in (candidate / SUMS).read_text().splitlines())
+    if sums.keys() != {TENSORS, NUMBERS}:
+        raise ValueError(f"{SUMS} names {sorted(sums)}, not {TENSORS} and {NUMBERS}")
+    for name, expected in sums.items():
+        with (candidate / name).open("rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+        if found != expected:
+            raise ValueError(f"{name} hashes to {found[:12]}, {SUMS} says {expected[:12]}")
+    numbers = msgspec.json.decode((candidate / NUMBERS).read_bytes(), type=_Numbers)
+    return LearnerState(numbers.version, numbers.updates, safetensors.torch.load_file(candidate / TENSORS))
+
+
+def _set_aside(folder: Path, names: list[str]) -> None:
+    """Take unreadable states out of the way of the step that will be repeated."""
+    for name in names:
+        try:
+            os.rename(folder / name, folder / f"{UNREADABLE}-{name}")
+        except OSError as error:
+            raise StateError(f"cannot rename {folder / name}: {error.strerror}. Make {folder} writable") from None
+
+
+def _versions(folder: Path) -> list[Path]:
+    """Folders of states, newest first."""
+    found = [path for path in folder.glob("v*") if path.name[1:].isdecimal()]
+    return sorted(found, key=lambda path: int(path.name[1:]), reverse=True)
+
+
+def _clear(folder: Path) -> None:
+    """Remove what an interrupted save, or a load that met an unreadable state, left behind."""
+    for path in folder.glob(".*"):
+        shutil.rmtree(path)
+
+
+def _safetensors(tensors: dict[str, Tensor]) -> Iterator[memoryview | bytes]:
+    """A safetensors file of float32 tensors, piece by piece: the library makes a second copy of them all in memory."""
+    header, offset = {}, 0
+    for name, tensor in tensors.items():
+        assert tensor.dtype == torch.float32, f"{name} is {tensor.dtype}"
+        header[name] = {
+            "dtype": "F32",
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, offset + tensor.nbytes],
+        }
+        offset += tensor.nbytes
+    encoded = json.dumps(header).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    yield len(encoded).to_bytes(8, "little") + encoded
+    for tensor in tensors.values():
+        yield tensor.detach().cpu().contiguous().numpy().reshape(-1).data.cast("B")
+
+
+def _write(path: Path, pieces: Iterator[memoryview | bytes]) -> tuple[str, str]:
+    """Write and flush a file; gives its SHA-256 in hex and its name."""
+    sha256 = hashlib.sha256()
+    with path.open("xb") as file:
+        for piece in pieces:
+            sha256.update(piece)
+            file.write(piece)
+        file.flush()
+        os.fsync(file.fileno())
+    return sha256.hexdigest(), path.name
+
+
+def _flush(folder: Path) -> None:
+    """Make the names inside a folder durable."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _write_fault(folder: Path, state: LearnerState, error: OSError) -> str:
+    needed_mb = sum(tensor.nbytes for tensor in state.tensors.values()) / 1e6
+    fault = f"cannot save the trainer's state of version {state.version} ({needed_mb:.1f} MB) under {folder}: "
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        free_mb = shutil.disk_usage(folder if folder.exists() else folder.parent).free / 1e6
+        return fault + (
+            f"the disk is full ({free_mb:.1f} MB free). Free at least {KEPT + 1} times that and start again: "
+            "the state before is untouched and the run resumes from it"
+        )
+    return fault + f"{error.strerror or error}. Make the folder writable and start again: the state before is untouched"

@@ -1,0 +1,46 @@
+"""Which groups and rollouts of a batch the trainer may learn from: the second look at signal and staleness.
+
+Called by `roles/trainer` between `train/rows` and `train/step`. The coordinator fills batches by the same two rules;
+the trainer holds to them itself, so that no coordinator can make it learn from what is too old.
+It knows nothing of tokens or tensors.
+
+There is no third rule for rollouts whose log-ratio is large: the clip of `algos/grpo` mutes such tokens one by one,
+and a rule that drops whole rollouts would let a worker unmake a rollout after seeing its reward.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from shoal.algos.advantages import has_signal
+from shoal.errors import PeerError
+from shoal.protocol.types import BatchGroup
+from shoal.train.rows import Row
+
+
+class Selection(NamedTuple):
+    """The rows to learn from, in the order of the batch, and how much was left out."""
+
+    rows: list[Row]
+    groups_without_signal: int
+    stale_rollouts: int
+
+
+def select(
+    members: Sequence[BatchGroup], rows_G: Sequence[Sequence[Row]], *, version: int, max_staleness: int
+) -> Selection:
+    """Drop groups of equal rewards, and each rollout sampled by a policy too old for (or newer than) `version`.
+
+    `rows_G` holds the rows of each member; `version` is the policy about to be updated. A group keeps its other
+    rollouts, with the advantages it had. Raises `PeerError` if nothing is left.
+    """
+    signal = [has_signal(member.rewards) for member in members]
+    candidates = [row for rows, keep in zip(rows_G, signal, strict=True) if keep for row in rows]
+    rows = [row for row in candidates if 0 <= version - row.version <= max_staleness]
+    selection = Selection(rows, signal.count(False), len(candidates) - len(rows))
+    if not rows:
+        raise PeerError(
+            f"the batch for version {version} holds nothing to learn from: of {len(members)} groups "
+            f"{selection.groups_without_signal} have no signal, and {selection.stale_rollouts} rollouts are outside "
+            f"max_staleness = {max_staleness}. The coordinator should not have formed it: run `shoal ledger verify`"
+        )
+    return selection

@@ -1,0 +1,64 @@
+"""From an algorithm's name to a function of per-token tensors: the only place in `train/` that knows algorithms.
+
+Called by `train/step` (by name) and `train/sft`. An objective sees the tokens of one micro-batch and the number of
+policy tokens in the whole batch; it knows no model, no optimiser and no rows.
+
+Axes: N policy tokens of a micro-batch.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from shoal.algos.entropy import entropy_bonus
+from shoal.algos.grpo import grpo_loss
+from shoal.algos.sft import sft_loss
+from shoal.config import TrainConfig
+
+
+@dataclass(frozen=True, eq=False)
+class TokenTerms:
+    """What is known of each policy token; the first two carry gradients."""
+
+    logp_N: Tensor
+    """log_softmax(logits / temperature) in float32 at the token, nats."""
+    entropy_N: Tensor
+    """Of the distribution that the token was drawn from, nats."""
+    behaviour_logp_N: Tensor
+    advantage_N: Tensor
+    weight_N: Tensor
+
+
+Objective = Callable[[TokenTerms, float], tuple[Tensor, dict[str, Tensor]]]
+"""(terms, policy tokens of the whole batch) -> (scalar loss, figures of each token by metric name, to be averaged)."""
+
+
+def objective_of(config: TrainConfig) -> Objective:
+    """The objective that `config.algorithm` names."""
+    return {"grpo": _grpo}[config.algorithm](config)
+
+
+def sft_objective(terms: TokenTerms, num_tokens: float) -> tuple[Tensor, dict[str, Tensor]]:
+    """Cross entropy on the examples' tokens."""
+    return sft_loss(terms.logp_N, terms.weight_N, num_tokens=num_tokens), {}
+
+
+def _grpo(config: TrainConfig) -> Objective:
+    def objective(terms: TokenTerms, num_tokens: float) -> tuple[Tensor, dict[str, Tensor]]:
+        loss, clipped_N = grpo_loss(
+            terms.logp_N,
+            terms.behaviour_logp_N,
+            terms.advantage_N,
+            terms.weight_N,
+            eps=config.epsilon,
+            delta=config.delta,
+            num_tokens=num_tokens,
+        )
+        if config.entropy_bonus:
+            loss = loss + entropy_bonus(
+                terms.entropy_N, terms.weight_N, beta=config.entropy_bonus, num_tokens=num_tokens
+            )
+        return loss, {"clip_share": clipped_N}
+
+    return objective

@@ -1,0 +1,131 @@
+"""Rows: what the trainer learns from, made of the bytes of groups and the rewards that validators recomputed.
+
+Called by `roles/trainer` for each member of a batch, and by `train/sft` for scripted games. A worker's bytes are
+checked here again, whatever was checked before: nothing that a worker claims reaches the model but token ids within
+the vocabulary and finite log-probabilities. Rewards come from the batch, never from the worker.
+It knows no model and no algorithm beyond the advantage's name.
+
+Axes: T tokens of one rollout, P tokens of it that the policy wrote, G rollouts of a group.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shoal.algos.advantages import group_advantages
+from shoal.errors import PeerError
+from shoal.protocol.types import ENVIRONMENT, POLICY, BatchGroup, Group, Rollout
+from shoal.protocol.wire import WireError, digest, from_msgpack
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """One rollout as the learner sees it: which algorithm made the advantages and weights cannot be told from it."""
+
+    tokens_T: NDArray[np.int64]
+    positions_P: NDArray[np.int64]
+    """Indices into `tokens_T` that the policy wrote; rising, none is 0 (nothing predicts the first token)."""
+    behaviour_logp_P: NDArray[np.float32]
+    """Log-probabilities under the policy that sampled, nats."""
+    advantage_P: NDArray[np.float32]
+    weight_P: NDArray[np.float32]
+    """Multiplies each token's term of the loss."""
+    reward: float
+    version: int
+    """Of the policy that sampled."""
+
+
+def rows_of_group(
+    member: BatchGroup,
+    data: bytes,
+    *,
+    advantage: Literal["mean", "mean_std"],
+    vocabulary: int,
+    max_tokens: int,
+) -> list[Row]:
+    """Rows of a member of a batch from its bytes, in order of sample index; one without policy tokens is left out.
+
+    Raises `PeerError` naming the slot, the rollout and the fault if the bytes are not the group that the batch names,
+    or hold anything that must not reach the model.
+    """
+    place = f"group of slot {member.slot}, version {member.version}"
+    if digest(data) != member.digest:
+        raise PeerError(_refusal(place, f"its bytes hash to {digest(data)[:12]}, the batch says {member.digest[:12]}"))
+    try:
+        group = from_msgpack(data, Group)
+    except WireError as error:
+        raise PeerError(_refusal(place, str(error))) from None
+    if group.slot != member.slot:
+        raise PeerError(_refusal(place, f"it says that it is slot {group.slot}"))
+    if not group.rollouts or len(group.rollouts) != len(member.rewards):
+        raise PeerError(_refusal(place, f"{len(group.rollouts)} rollouts for {len(member.rewards)} rewards"))
+    if not np.isfinite(member.rewards).all():
+        raise PeerError(_refusal(place, f"rewards are not finite: {member.rewards}"))
+    advantages_G = group_advantages(member.rewards, advantage)
+    rows = []
+    for i, (rollout, reward, A) in enumerate(zip(group.rollouts, member.rewards, advantages_G, strict=True)):
+        fault = _fault(rollout, member.version, vocabulary, max_tokens)
+        if fault:
+            raise PeerError(_refusal(f"{place}, rollout {i}", fault))
+        positions_P = np.flatnonzero(rollout.author_T() == POLICY)
+        if len(positions_P):
+            rows.append(
+                Row(
+                    tokens_T=rollout.tokens_T().astype(np.int64),
+                    positions_P=positions_P,
+                    behaviour_logp_P=rollout.logprobs_P().astype(np.float32),
+                    advantage_P=np.full(len(positions_P), A, dtype=np.float32),
+                    weight_P=np.ones(len(positions_P), dtype=np.float32),
+                    reward=reward,
+                    version=rollout.version,
+                )
+            )
+    return rows
+
+
+def example_row(tokens_T: Sequence[int], author_T: Sequence[int]) -> Row:
+    """A row of supervised fine-tuning: every policy token is one to imitate, so nothing but ids and authors counts."""
+    positions_P = np.flatnonzero(np.asarray(author_T) == POLICY)
+    ones_P = np.ones(len(positions_P), dtype=np.float32)
+    assert len(tokens_T) == len(author_T), f"{len(tokens_T)} tokens, {len(author_T)} authors"
+    assert len(positions_P) and positions_P[0] > 0, "an example needs a prompt and a policy token after it"
+    return Row(
+        tokens_T=np.asarray(tokens_T, dtype=np.int64),
+        positions_P=positions_P,
+        behaviour_logp_P=np.zeros_like(ones_P),
+        advantage_P=ones_P,
+        weight_P=ones_P,
+        reward=0.0,
+        version=0,
+    )
+
+
+def _fault(rollout: Rollout, version: int, vocabulary: int, max_tokens: int) -> str:
+    """What is wrong with a rollout's bytes; empty if nothing is."""
+    if rollout.version != version:
+        return f"it says that version {rollout.version} sampled it, which would fool the staleness bound"
+    if len(rollout.token_ids) % 4 or len(rollout.logprobs) % 4:
+        return "token_ids or logprobs is not a whole number of 4-byte values"
+    tokens_T, author_T, logp_P = rollout.tokens_T(), rollout.author_T(), rollout.logprobs_P()
+    if not 1 <= len(tokens_T) <= max_tokens:
+        return f"{len(tokens_T)} tokens, allowed are 1 to {max_tokens}"
+    if len(author_T) != len(tokens_T):
+        return f"{len(author_T)} authors for {len(tokens_T)} tokens"
+    if tokens_T.min() < 0 or tokens_T.max() >= vocabulary:
+        return f"a token id outside the vocabulary of {vocabulary}"
+    if not np.isin(author_T, (ENVIRONMENT, POLICY)).all():
+        return f"an author other than {ENVIRONMENT} or {POLICY}"
+    if author_T[0] == POLICY:
+        return "the policy wrote the first token, which nothing predicts"
+    if len(logp_P) != np.count_nonzero(author_T == POLICY):
+        return f"{len(logp_P)} log-probs for {np.count_nonzero(author_T == POLICY)} policy tokens"
+    if not np.isfinite(logp_P).all() or (logp_P > 1e-3).any():
+        return "a log-prob that is not finite or above 0"
+    return ""
+
+
+def _refusal(place: str, fault: str) -> str:
+    return f"will not train on {place}: {fault}. A validator should have refused it: see `shoal ledger show`"

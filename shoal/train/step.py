@@ -1,0 +1,214 @@
+"""One training step: rows in, a changed model and the step's metrics out.
+
+Called by `roles/trainer`, `train/sft` and `recipes/one_file.py`. The learner is blind to the algorithm: rows carry
+advantages, weights and behaviour log-probs, an objective turns them into a number. It knows no batch, no network and
+no file. The same state, rows and thread count give the same bits.
+
+Axes: B rows of a micro-batch, T input tokens, D width, N policy tokens of a micro-batch, V vocabulary,
+P policy tokens of a row.
+"""
+
+import logging
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from shoal.algos.entropy import logprob_and_entropy
+from shoal.algos.schedule import learning_rate
+from shoal.config import TrainConfig
+from shoal.errors import StateError
+from shoal.policy.model import Transformer
+from shoal.train.objective import Objective, TokenTerms, objective_of
+from shoal.train.pack import MicroBatch, collate, pack
+from shoal.train.rows import Row
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class LearnerState:
+    """All that the next step depends on: float32 master weights and AdamW's moments by name, and two counts.
+
+    There is no random state, because nothing here draws.
+    """
+
+    version: int
+    """Of the policy that the weights are."""
+    updates: int
+    """Taken by AdamW; less than the version if a step was skipped."""
+    tensors: dict[str, Tensor]
+    """The learner's own tensors, not copies."""
+
+
+class Learner:
+    """A model with its optimiser: `step` once a batch, `state` to save, `restore` to go on where it was saved."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        config: TrainConfig,
+        *,
+        temperature: float,
+        steps: int,
+        objective: Objective | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """`steps` is the length of the schedule; `objective` replaces the one that the config names."""
+        self.model = model.float().train()
+        self.config = config
+        self.temperature = temperature
+        self.steps = steps
+        self.updates = 0
+        self._objective = objective or objective_of(config)
+        self._clock = clock
+        self._parameters = dict(self.model.named_parameters())
+        self._optimiser = _adamw(self._parameters, config)
+
+    def step(self, rows: Sequence[Row], version: int) -> dict[str, Any]:
+        """Learn from rows, turning policy `version` into `version + 1`; gives the metrics declared in `shoal.metrics`.
+
+        A gradient that is not finite changes nothing: the step is skipped, said in the log and in `update_skipped`.
+        """
+        started = self._clock()
+        num_tokens = sum(len(row.positions_P) for row in rows)
+        assert num_tokens, "a step needs policy tokens; train/filter sees to it"
+        sums: Counter[str] = Counter()
+        largest = 0.0
+        for members in pack(rows, self.config.microbatch_tokens):
+            figures, largest_here = self._accumulate(collate([rows[i] for i in members]), num_tokens)
+            sums.update(figures)
+            largest = max(largest, largest_here)
+        lr = learning_rate(
+            version,
+            peak=self.config.lr,
+            shape=self.config.schedule,
+            warmup_steps=self.config.warmup_steps,
+            steps=self.steps,
+        )
+        grad_norm = self._update(lr, version)
+        num_all_tokens = sum(len(row.tokens_T) for row in rows)
+        step_s = self._clock() - started
+        return {
+            **{name: total / num_tokens for name, total in sums.items() if name != "loss"},
+            "loss": sums["loss"],
+            "log_ratio_abs_max_nats": largest,
+            "reward_mean": float(np.mean([row.reward for row in rows])),
+            "staleness_rollouts": _staleness(rows, version),
+            "grad_norm": grad_norm,
+            "update_skipped": int(not math.isfinite(grad_norm)),
+            "lr": lr,
+            "rollouts": len(rows),
+            "tokens": num_all_tokens,
+            "policy_tokens": num_tokens,
+            "train_s": step_s,
+            "train_tokens_per_s": num_all_tokens / max(step_s, 1e-9),
+        }
+
+    @torch.no_grad()
+    def logprobs(self, rows: Sequence[Row]) -> list[NDArray[np.float32]]:
+        """Log-probabilities float32[P] of each row's policy tokens under the present weights, nats."""
+        logp: dict[int, NDArray[np.float32]] = {}
+        for members in pack(rows, self.config.microbatch_tokens):
+            logp_N, _ = self._predict(collate([rows[i] for i in members]))
+            counts = [len(rows[i].positions_P) for i in members]
+            logp |= dict(zip(members, (part.numpy() for part in logp_N.split(counts)), strict=True))
+        return [logp[i] for i in range(len(rows))]
+
+    def state(self, version: int) -> LearnerState:
+        """What must be kept to go on bit for bit; `version` is the policy that the weights now are."""
+        tensors = {}
+        for name, parameter in self._parameters.items():
+            moments = self._optimiser.state[parameter]
+            tensors[f"weights/{name}"] = parameter.data
+            tensors[f"adam.m/{name}"] = moments["exp_avg"]
+            tensors[f"adam.v/{name}"] = moments["exp_avg_sq"]
+        return LearnerState(version, self.updates, tensors)
+
+    def restore(self, state: LearnerState) -> None:
+        """Copy a saved state into the learner's own tensors; raises `StateError` if it belongs to another model."""
+        own = self.state(state.version).tensors
+        mine = {name: tuple(tensor.shape) for name, tensor in own.items()}
+        theirs = {name: tuple(tensor.shape) for name, tensor in state.tensors.items()}
+        if mine != theirs:
+            odd = sorted(name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name))[0]
+            raise StateError(
+                f"the trainer's state of version {state.version} belongs to another model: {odd} is {theirs.get(odd)} "
+                f"there and {mine.get(odd)} here. Start under another name, or restore the run file's [policy]"
+            )
+        for name, tensor in own.items():
+            tensor.copy_(state.tensors[name])
+        for moments in self._optimiser.state.values():
+            moments["step"].fill_(float(state.updates))
+        self.updates = state.updates
+
+    def _accumulate(self, batch: MicroBatch, num_tokens: int) -> tuple[dict[str, float], float]:
+        """Add a micro-batch's gradients; gives sums over its tokens by metric, and its largest |log-ratio|."""
+        logp_N, entropy_N = self._predict(batch)
+        terms = TokenTerms(logp_N, entropy_N, batch.behaviour_logp_N, batch.advantage_N, batch.weight_N)
+        loss, figures = self._objective(terms, float(num_tokens))
+        loss.backward()
+        log_ratio_N = (logp_N.detach() - batch.behaviour_logp_N).abs()
+        sums = {name: figure_N.sum().item() for name, figure_N in figures.items()}
+        sums["loss"] = loss.item()
+        sums["entropy_nats"] = entropy_N.detach().sum().item()
+        sums["log_ratio_abs_mean_nats"] = log_ratio_N.sum().item()
+        return sums, log_ratio_N.max().item()
+
+    def _predict(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Log-probability and entropy of each policy token, [N] each; logits are made at their positions only."""
+        hidden_BTD = self.model(batch.tokens_BT)
+        hidden_ND = hidden_BTD.flatten(0, 1).index_select(0, batch.predictor_N)
+        logits_NV = self.model.logits(hidden_ND).float()
+        if self.temperature != 1.0:
+            logits_NV = logits_NV / self.temperature
+        return logprob_and_entropy(logits_NV, batch.target_N)
+
+    def _update(self, lr: float, version: int) -> float:
+        """Clip the gradient, take one step of AdamW, drop the gradient; gives its norm before clipping."""
+        norm = torch.nn.utils.clip_grad_norm_(self._parameters.values(), self.config.max_grad_norm).item()
+        if math.isfinite(norm):
+            for group in self._optimiser.param_groups:
+                group["lr"] = lr
+            self._optimiser.step()
+            self.updates += 1
+        else:
+            log.warning("step skipped, gradient not finite version=%d grad_norm=%s", version, norm)
+        self._optimiser.zero_grad(set_to_none=True)
+        return norm
+
+
+def _adamw(parameters: dict[str, torch.nn.Parameter], config: TrainConfig) -> torch.optim.AdamW:
+    """AdamW (arXiv:1711.05101) that decays matrices only, its moments made now so that a state is always whole."""
+    for parameter in parameters.values():
+        # A tensor of torch's own allocator: weights read from a file may lie at odd addresses, and MKL's sums depend
+        # on alignment, so a resumed run would differ in the last bit.
+        parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
+    matrices = [p for p in parameters.values() if p.ndim >= 2]
+    vectors = [p for p in parameters.values() if p.ndim < 2]
+    optimiser = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        fused=True,
+    )
+    for parameter in parameters.values():
+        optimiser.state[parameter] = {
+            "step": torch.zeros((), dtype=torch.float32),
+            "exp_avg": torch.zeros_like(parameter),
+            "exp_avg_sq": torch.zeros_like(parameter),
+        }
+    return optimiser
+
+
+def _staleness(rows: Sequence[Row], version: int) -> dict[str, int]:
+    """Rollouts by how many versions old their policy is."""
+    counts = Counter(version - row.version for row in rows)
+    return {str(age): counts[age] for age in sorted(counts)}

@@ -1,0 +1,28 @@
+"""Supervised fine-tuning learns its examples, the same way every time."""
+
+import torch
+
+from shoal.config import EnvConfig, SftConfig
+from shoal.train.sft import fine_tune
+
+# The policy repeats the letter that the prompt shows.
+EXAMPLES = [([2, letter, 3, letter, letter, 5], [0, 0, 0, 1, 1, 1]) for letter in range(6, 26)]
+
+
+def tuned(make_model, seed=0):
+    config = SftConfig(name="t", env=EnvConfig(name="none"), steps=60, batch=20, lr=1e-2, warmup_steps=5, seed=seed)
+    losses = []
+    model = make_model()
+    fine_tune(model, EXAMPLES, config, lambda step, metrics: losses.append(metrics["loss"]))
+    return losses, model.state_dict()
+
+
+def test_the_loss_falls_to_nearly_nothing_on_what_can_be_learnt(make_model):
+    losses, _ = tuned(make_model)
+    assert len(losses) == 60 and losses[0] > 3.0 and losses[-1] < 0.1
+
+
+def test_the_seed_decides_every_bit(make_model):
+    (_, first), (_, second), (_, other) = tuned(make_model), tuned(make_model), tuned(make_model, seed=1)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert any(not torch.equal(first[name], other[name]) for name in first)

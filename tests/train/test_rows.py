@@ -1,0 +1,102 @@
+"""Rows from the bytes of groups: what is made of honest ones, and what is refused."""
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from shoal.errors import PeerError
+from shoal.protocol.types import BatchGroup, Group, make_rollout
+from shoal.protocol.wire import digest, to_msgpack
+from shoal.train.rows import example_row, rows_of_group
+
+HONEST = {"tokens_T": [5, 6, 7, 8], "author_T": [0, 1, 0, 1], "logprobs_P": [-1.0, -2.0]}
+
+
+def group_bytes(*rollouts, version=3):
+    made = tuple(make_rollout(**r, version=version, ending="environment") for r in rollouts)
+    return to_msgpack(Group(slot=9, task=1, env="wordle", rollouts=made))
+
+
+def member_of(data, rewards=(1.0, 0.0)):
+    return BatchGroup(version=3, slot=9, submission="s", index=0, digest=digest(data), rewards=rewards)
+
+
+def rows_of(data, member=None, **changes):
+    limits = {"advantage": "mean", "vocabulary": 64, "max_tokens": 8} | changes
+    return rows_of_group(member or member_of(data), data, **limits)
+
+
+def test_rows_carry_tokens_positions_advantages_and_log_probs():
+    first, second = rows_of(group_bytes(HONEST, HONEST))
+    assert first.tokens_T.tolist() == [5, 6, 7, 8] and first.positions_P.tolist() == [1, 3]
+    assert first.behaviour_logp_P.tolist() == [-1.0, -2.0] and first.weight_P.tolist() == [1.0, 1.0]
+    assert first.advantage_P.tolist() == [0.5, 0.5] and second.advantage_P.tolist() == [-0.5, -0.5]
+    assert (first.reward, second.reward, first.version) == (1.0, 0.0, 3)
+
+
+def test_a_rollout_without_policy_tokens_gives_no_row_but_its_reward_counts_in_the_mean():
+    silent = {"tokens_T": [5, 6], "author_T": [0, 0], "logprobs_P": []}
+    data = group_bytes(HONEST, HONEST, silent)
+    rows = rows_of(data, member_of(data, (1.0, 0.0, -1.0)))
+    assert [row.advantage_P[0] for row in rows] == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ({"tokens_T": [5, 6, 7, 64]}, "outside the vocabulary"),
+        ({"tokens_T": [5, 6, 7, -1]}, "outside the vocabulary"),
+        ({"tokens_T": [5] * 9, "author_T": [0] * 7 + [1, 1]}, "9 tokens, allowed are 1 to 8"),
+        ({"tokens_T": [], "author_T": [], "logprobs_P": []}, "0 tokens, allowed are 1 to 8"),
+        ({"author_T": [0, 1, 1]}, "3 authors for 4 tokens"),
+        ({"author_T": [0, 1, 2, 1]}, "an author other than"),
+        ({"author_T": [1, 1, 0, 0]}, "wrote the first token"),
+        ({"logprobs_P": [-1.0]}, "1 log-probs for 2 policy tokens"),
+        ({"logprobs_P": [-1.0, float("nan")]}, "not finite"),
+        ({"logprobs_P": [-1.0, -float("inf")]}, "not finite"),
+        ({"logprobs_P": [-1.0, 0.5]}, "above 0"),
+    ],
+)
+def test_a_rollout_that_must_not_reach_the_model_is_refused_by_name(changes, fault):
+    with pytest.raises(PeerError, match=f"slot 9, version 3, rollout 1: .*{fault}"):
+        rows_of(group_bytes(HONEST, HONEST | changes))
+
+
+def test_a_group_of_another_slot_or_version_is_refused():
+    data = group_bytes(HONEST, HONEST)
+    with pytest.raises(PeerError, match="it says that it is slot 9"):
+        rows_of(data, replace(member_of(data), slot=8))
+    data = group_bytes(HONEST, HONEST, version=5)
+    with pytest.raises(PeerError, match="rollout 0: it says that version 5 sampled it"):
+        rows_of(data)
+
+
+def test_bytes_of_another_group_are_refused():
+    with pytest.raises(PeerError, match="the batch says"):
+        rows_of(group_bytes(HONEST, HONEST), member_of(b"another"))
+
+
+def test_bytes_that_are_no_group_are_refused():
+    with pytest.raises(PeerError, match="not a valid Group"):
+        rows_of(b"\x93\x01\x02")
+
+
+def test_a_whole_number_of_values_is_demanded():
+    rollout = make_rollout(**HONEST, version=3, ending="environment")
+    broken = type(rollout)(rollout.token_ids + b"\0", rollout.author, rollout.logprobs, 3, "environment")
+    data = to_msgpack(Group(slot=9, task=1, env="wordle", rollouts=(broken, rollout)))
+    with pytest.raises(PeerError, match="not a whole number"):
+        rows_of(data)
+
+
+def test_rewards_must_match_the_rollouts_and_be_finite():
+    data = group_bytes(HONEST, HONEST)
+    with pytest.raises(PeerError, match="2 rollouts for 3 rewards"):
+        rows_of(data, member_of(data, (1.0, 0.0, 0.0)))
+    with pytest.raises(PeerError, match="not finite"):
+        rows_of(data, member_of(data, (1.0, float("inf"))))
+
+
+def test_an_example_row_marks_the_tokens_to_imitate():
+    row = example_row([1, 2, 3], [0, 1, 1])
+    assert row.positions_P.tolist() == [1, 2] and np.array_equal(row.weight_P, [1, 1])

@@ -1,0 +1,171 @@
+"""A training step against a slow one written out in full, and its guarantees."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from shoal import metrics
+from shoal.config import TrainConfig
+from shoal.errors import StateError
+from shoal.train.step import Learner
+
+CONFIG = TrainConfig(lr=1e-2, warmup_steps=2, entropy_bonus=0.05, weight_decay=0.1, microbatch_tokens=96)
+
+
+def learner_of(model, config=CONFIG, **changes):
+    return Learner(model, config, **({"temperature": 0.7, "steps": 10} | changes))
+
+
+def gradients_of(learner, rows):
+    """The step's loss and gradients, before they are used."""
+    captured = {}
+
+    def capture(lr, version):
+        captured.update({name: p.grad.clone() for name, p in learner.model.named_parameters()})
+        learner.model.zero_grad()
+        return 0.0
+
+    learner._update = capture
+    return learner.step(rows, 0)["loss"], captured
+
+
+def slow_loss(model, rows, config, temperature):
+    """The objective written out: one row at a time, all logits, no tricks."""
+    num_tokens = sum(len(row.positions_P) for row in rows)
+    total = torch.zeros(())
+    for row in rows:
+        logits_TV = model.logits(model(torch.from_numpy(row.tokens_T)[None])[0]) / temperature
+        logp_TV = torch.log_softmax(logits_TV, -1)
+        for n, position in enumerate(row.positions_P):
+            logp_V = logp_TV[position - 1]
+            r = (logp_V[row.tokens_T[position]] - float(row.behaviour_logp_P[n])).exp()
+            A, eps, delta = float(row.advantage_P[n]), config.epsilon, config.delta
+            objective = torch.minimum(r.clamp(max=delta) * A, r.clamp(1 - eps, 1 + eps) * A)
+            entropy = -(logp_V.exp() * logp_V).sum()
+            total = total - (objective + config.entropy_bonus * entropy) / num_tokens
+    return total
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_loss_and_gradients_equal_the_slow_ones(make_model, make_rows, tied):
+    model, rows = make_model(tied=tied), make_rows(6)
+    expected = slow_loss(model, rows, CONFIG, 0.7)
+    names = dict(model.named_parameters())
+    gradients = dict(zip(names, torch.autograd.grad(expected, list(names.values())), strict=True))
+    loss, found = gradients_of(learner_of(make_model(tied=tied)), rows)
+    assert loss == pytest.approx(expected.item(), abs=1e-6)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(found[name], gradient, atol=1e-6, rtol=1e-4)
+
+
+def test_how_the_batch_is_cut_into_micro_batches_does_not_matter(make_model, make_rows):
+    rows = make_rows(16)
+    loss, gradients = gradients_of(learner_of(make_model(), TrainConfig(microbatch_tokens=10_000)), rows)
+    for budget_tokens in (1, 50, 200):
+        other, others = gradients_of(learner_of(make_model(), TrainConfig(microbatch_tokens=budget_tokens)), rows)
+        assert other == pytest.approx(loss, abs=1e-6)
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(others[name], gradient, atol=1e-6, rtol=1e-4)
+
+
+def test_gradient_of_a_weight_matches_finite_differences(make_model, make_rows, monkeypatch):
+    def float64_norm(x, weight_D, eps):
+        return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight_D
+
+    rows = make_rows(3)
+    _, gradients = gradients_of(learner_of(make_model()), rows)
+    monkeypatch.setattr("shoal.policy.model.rms_norm", float64_norm)
+    doubled = make_model().double()
+    for name, index in (("model.layers.0.mlp.up_proj.weight", (3, 5)), ("lm_head.weight", (7, 2))):
+        weight = dict(doubled.named_parameters())[name].data
+        losses = []
+        for shift in (1e-5, -2e-5):
+            weight[index] += shift
+            losses.append(slow_loss(doubled, rows, CONFIG, 0.7).item())
+        weight[index] += 1e-5
+        assert gradients[name][index].item() == pytest.approx((losses[0] - losses[1]) / 2e-5, abs=2e-5)
+
+
+def test_every_metric_of_a_step_is_declared(make_model, make_rows):
+    found = learner_of(make_model()).step(make_rows(4), 0)
+    assert found.keys() <= metrics.METRICS.keys()
+
+
+def test_metrics_count_what_they_say(make_model, make_rows):
+    rows = make_rows(4, version=3) + make_rows(2, seed=1, version=5)
+    clock = iter([10.0, 12.0])
+    found = learner_of(make_model(), clock=lambda: next(clock)).step(rows, 5)
+    assert found["staleness_rollouts"] == {"0": 2, "2": 4}
+    assert found["reward_mean"] == pytest.approx(np.mean([row.reward for row in rows]))
+    assert found["tokens"] == sum(len(row.tokens_T) for row in rows) == found["train_tokens_per_s"] * 2
+    assert found["policy_tokens"] == sum(len(row.positions_P) for row in rows)
+    assert 0 < found["entropy_nats"] < np.log(64) and 0 < found["clip_share"] < 1
+    assert found["log_ratio_abs_max_nats"] > found["log_ratio_abs_mean_nats"] > 0
+
+
+def test_log_probs_come_back_in_the_order_of_the_rows(make_model, make_rows):
+    rows = make_rows(9)
+    learner = learner_of(make_model())
+    together = learner.logprobs(rows)
+    for row, found_P in zip(rows, together, strict=True):
+        np.testing.assert_allclose(found_P, learner.logprobs([row])[0], atol=1e-5)
+
+
+def test_the_policy_learns_what_is_rewarded(make_model, make_rows):
+    rows = make_rows(8)
+    learner = learner_of(make_model(), TrainConfig(lr=1e-2, warmup_steps=0))
+    before = np.concatenate(learner.logprobs(rows))
+    for version in range(5):
+        learner.step(rows, version)
+    advantage = np.concatenate([row.advantage_P for row in rows])
+    assert (np.concatenate(learner.logprobs(rows)) - before) @ advantage > 0
+
+
+def test_the_gradient_is_clipped_to_its_bound(make_model, make_rows):
+    learner = learner_of(make_model(), TrainConfig(max_grad_norm=1e-3))
+    seen = {}
+    learner._optimiser.step = lambda: seen.update(n=sum(p.grad.square().sum() for p in learner.model.parameters()))
+    assert learner.step(make_rows(), 0)["grad_norm"] > 1e-3
+    assert seen["n"].sqrt().item() == pytest.approx(1e-3, rel=1e-3)
+
+
+def test_a_gradient_that_is_not_finite_leaves_the_weights_alone(make_model, make_rows, caplog):
+    learner = learner_of(make_model(), objective=lambda terms, n: (terms.logp_N.sum() * float("nan"), {}))
+    before = {name: tensor.clone() for name, tensor in learner.state(0).tensors.items()}
+    found = learner.step(make_rows(), 0)
+    assert found["update_skipped"] == 1 and learner.updates == 0 and "gradient not finite" in caplog.text
+    assert all(torch.equal(before[name], tensor) for name, tensor in learner.state(1).tensors.items())
+
+
+def test_only_matrices_decay(make_model, make_rows):
+    config = TrainConfig(lr=0.5, warmup_steps=0, weight_decay=0.5, max_grad_norm=1e-30)
+    learner = learner_of(make_model(), config)
+    before = {name: p.detach().clone() for name, p in learner.model.named_parameters()}
+    learner.step(make_rows(), 0)
+    for name, parameter in learner.model.named_parameters():
+        kept = 0.75 if parameter.ndim == 2 else 1.0
+        torch.testing.assert_close(parameter.data, before[name] * kept, atol=1e-6, rtol=1e-6)
+
+
+def test_the_same_steps_give_the_same_bits(make_model, make_rows):
+    final = []
+    for _ in range(2):
+        learner = learner_of(make_model())
+        for version in range(3):
+            learner.step(make_rows(seed=version), version)
+        final.append({name: tensor.clone() for name, tensor in learner.state(3).tensors.items()})
+    assert all(torch.equal(final[0][name], final[1][name]) for name in final[0])
+
+
+def test_a_state_of_another_model_is_refused_by_name(make_model):
+    other = learner_of(make_model(width=16)).state(4)
+    with pytest.raises(StateError, match=r"version 4 belongs to another model: .* is \(.*16.*\) there"):
+        learner_of(make_model()).restore(other)
+
+
+def test_importing_the_step_does_not_import_transformers():
+    code = "import sys, shoal.train.checkpoint, shoal.train.sft; assert 'transformers' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,188 @@
+"""The trainer's own state: bit-identical resume, and saves that die anywhere."""
+
+import errno
+import os
+import pathlib
+import shutil
+import subprocess
+
+import pytest
+import torch
+
+from shoal.config import TrainConfig
+from shoal.errors import StateError
+from shoal.train.checkpoint import load_state, save_state
+from shoal.train.step import Learner, LearnerState
+
+CONFIG = TrainConfig(lr=1e-2, schedule="cosine", warmup_steps=2, entropy_bonus=0.01, weight_decay=0.1)
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: no handler of ours may run."""
+
+
+def small_state(version):
+    tensors = {"weights/a": torch.arange(6.0).reshape(2, 3) + version, "adam.m/a": torch.full((3,), float(version))}
+    return LearnerState(version, version, tensors)
+
+
+def same(left, right):
+    return (
+        (left.version, left.updates) == (right.version, right.updates)
+        and left.tensors.keys() == right.tensors.keys()
+        and all(torch.equal(tensor, right.tensors[name]) for name, tensor in left.tensors.items())
+    )
+
+
+def test_a_resumed_run_is_bit_identical_to_an_unbroken_one(make_model, make_rows, tmp_path):
+    def learner():
+        return Learner(make_model(), CONFIG, temperature=1.0, steps=6)
+
+    def train(learner, versions):
+        for version in versions:
+            learner.step(make_rows(seed=version), version)
+
+    unbroken = learner()
+    train(unbroken, range(6))
+    first = learner()
+    train(first, range(3))
+    save_state(tmp_path, first.state(3))
+    second = learner()
+    state = load_state(tmp_path)
+    second.restore(state)
+    assert state.version == 3 and second.updates == 3
+    train(second, range(3, 6))
+    assert same(unbroken.state(6), second.state(6))
+
+
+def test_a_state_comes_back_as_it_was_saved(tmp_path):
+    save_state(tmp_path, small_state(7))
+    assert same(load_state(tmp_path), small_state(7))
+
+
+def test_nothing_saved_is_none(tmp_path):
+    assert load_state(tmp_path / "trainer") is None
+
+
+def test_the_last_two_are_kept(tmp_path):
+    for version in range(4):
+        save_state(tmp_path, small_state(version))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["v000002", "v000003"]
+
+
+def test_the_checksums_are_those_of_sha256sum(tmp_path):
+    folder = save_state(tmp_path, small_state(1))
+    subprocess.run(["sha256sum", "--check", "--strict", "SHA256SUMS"], cwd=folder, check=True, capture_output=True)
+
+
+@pytest.mark.parametrize("name", ["state.safetensors", "state.json", "SHA256SUMS"])
+@pytest.mark.parametrize("harm", ["flip", "truncate", "remove"])
+def test_a_corrupt_newest_state_falls_back_to_the_one_before(tmp_path, caplog, name, harm):
+    save_state(tmp_path, small_state(1))
+    file = save_state(tmp_path, small_state(2)) / name
+    body = bytearray(file.read_bytes())
+    if harm == "remove":
+        file.unlink()
+    else:
+        body[len(body) // 2] ^= 1
+        file.write_bytes(bytes(body) if harm == "flip" else bytes(body)[: len(body) // 2])
+    assert same(load_state(tmp_path), small_state(1))
+    assert "taking the one before" in caplog.text and "v000002" in caplog.text
+
+
+def test_a_repeated_step_takes_the_place_of_the_corrupt_state(tmp_path):
+    save_state(tmp_path, small_state(1))
+    (save_state(tmp_path, small_state(2)) / "state.json").unlink()
+    assert load_state(tmp_path).version == 1
+    save_state(tmp_path, small_state(2))
+    assert same(load_state(tmp_path), small_state(2))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["v000001", "v000002"]
+
+
+def test_a_version_that_is_saved_already_is_not_written_again(tmp_path):
+    file = save_state(tmp_path, small_state(1)) / "state.safetensors"
+    before = file.stat().st_ino
+    save_state(tmp_path, small_state(1))
+    assert file.stat().st_ino == before
+
+
+def test_no_readable_state_is_an_error_that_names_each(tmp_path):
+    for version in (1, 2):
+        (save_state(tmp_path, small_state(version)) / "state.safetensors").write_bytes(b"")
+    for _ in range(2):
+        with pytest.raises(StateError, match=r"v000002: state.safetensors hashes to .*v000001: .*Check the disk"):
+            load_state(tmp_path)
+
+
+def interrupt(monkeypatch, at, fault):
+    """Make the n-th file operation of a save fail, before it happens; gives the list of operations so far."""
+    done = []
+
+    def guarded(name, operation):
+        def run(*args, **kwargs):
+            done.append(name)
+            if len(done) == at:
+                raise fault
+            return operation(*args, **kwargs)
+
+        return run
+
+    for owner, name in (
+        (os, "fsync"),
+        (os, "rename"),
+        (shutil, "rmtree"),
+        (pathlib.Path, "mkdir"),
+        (pathlib.Path, "open"),
+    ):
+        monkeypatch.setattr(owner, name, guarded(name, getattr(owner, name)))
+    return done
+
+
+def num_operations(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        for version in (1, 2):
+            save_state(tmp_path / "counted", small_state(version))
+        done = interrupt(patch, -1, Killed())
+        save_state(tmp_path / "counted", small_state(3))
+    return len(done)
+
+
+def test_a_save_killed_before_any_file_operation_leaves_a_loadable_state(tmp_path, monkeypatch):
+    count = num_operations(tmp_path, monkeypatch)
+    assert count >= 12
+    found = []
+    for at in range(1, count + 1):
+        folder = tmp_path / str(at)
+        for version in (1, 2):
+            save_state(folder, small_state(version))
+        with monkeypatch.context() as patch:
+            interrupt(patch, at, Killed())
+            with pytest.raises(Killed):
+                save_state(folder, small_state(3))
+        state = load_state(folder)
+        assert same(state, small_state(state.version)) and state.version in (2, 3)
+        found.append(state.version)
+        save_state(folder, small_state(4))
+        assert same(load_state(folder), small_state(4))
+        assert len(list(folder.iterdir())) == 2
+    assert found == sorted(found) and set(found) == {2, 3}
+
+
+def test_a_full_disk_says_what_to_do_and_loses_nothing(tmp_path, monkeypatch):
+    count = num_operations(tmp_path, monkeypatch)
+    for at in range(1, count + 1):
+        folder = tmp_path / str(at)
+        for version in (1, 2):
+            save_state(folder, small_state(version))
+        with monkeypatch.context() as patch:
+            interrupt(patch, at, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+            with pytest.raises(StateError, match=r"version 3 .*the disk is full .*Free at least"):
+                save_state(folder, small_state(3))
+        assert load_state(folder).version in (2, 3)
+
+
+def test_a_folder_that_cannot_be_written_is_said_in_one_line(tmp_path):
+    (tmp_path / "trainer").write_text("a file")
+    with pytest.raises(StateError, match="cannot save the trainer's state of version 1") as raised:
+        save_state(tmp_path / "trainer", small_state(1))
+    assert "\n" not in str(raised.value)
