@@ -1,0 +1,3 @@
+from shoal.roles.coordinator.role import main
+
+__all__ = ["main"]

@@ -1,0 +1,274 @@
+"""The coordinator's HTTP calls, version 1 (DESIGN section 11): one table, one short handler each.
+
+Called by uvicorn, and by tests without a socket. A handler reads a request within the gate's limits, asks the desk,
+and encodes the answer. It decides nothing: refusals come from the rules and are told with their status here.
+"""
+
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+
+from shoal import __version__
+from shoal.ledger.decide import Admin, Enter, Refused, Wait
+from shoal.net import server
+from shoal.net.openapi import Call, document
+from shoal.net.server import Gate, answer, answer_bytes
+from shoal.protocol import types as t
+from shoal.protocol.constants import LONG_POLL_S, MAX_CHUNK_BYTES, MAX_MANIFEST_BYTES, MAX_SUBMISSION_BYTES
+from shoal.protocol.identity import Caller
+from shoal.roles.coordinator.desk import Desk, batch_of, node_state
+
+STATUS_OF = {
+    "not_joined": 403, "not_admitted": 403, "kicked": 403, "not_yours": 403, "conflict": 409, "fork": 409,
+    "superseded": 410, "nothing_yet": 404, "unknown": 404,
+}  # fmt: skip
+"""HTTP status of a rule's refusal; 400 for the others."""
+MAX_EVENTS = 1000
+"""Events in one answer."""
+
+Handler = Callable[["Api", Request], Awaitable[Response]]
+
+
+def application(desk: Desk, **options: Any) -> Starlette:
+    """The coordinator as an ASGI application. `options` are Starlette's."""
+    api = Api(desk, Gate(desk.clock))
+    routes = [Route(call.path, _bound(handler, api), methods=[call.method]) for call, handler in CALLS]
+    return server.application(routes, **options)
+
+
+def _bound(handler: Handler, api: "Api") -> Callable[[Request], Awaitable[Response]]:
+    async def endpoint(request: Request) -> Response:
+        try:
+            return await handler(api, request)
+        except Refused as refused:
+            raise server.Refused(STATUS_OF.get(refused.code, 400), refused.code, str(refused)) from None
+
+    return endpoint
+
+
+@dataclass(frozen=True)
+class Api:
+    desk: Desk
+    gate: Gate
+
+    async def caller(self, request: Request, cap: int = 1 << 20) -> tuple[Caller, bytes]:
+        """Who signed the request, and its body. A head that our log does not hold means that one of us is a fork."""
+        caller, body = await self.gate.signed(request, run=self.desk.state.run, cap=cap)
+        if caller.head and not self.desk.book.knows(caller.head):
+            raise Refused("fork", f"your last log head {caller.head[:16]} is not in this log: the host's log was rolled "
+                          "back or forked. Keep your receipts and tell the host")  # fmt: skip
+        return caller, body
+
+
+# --- anyone ---
+
+
+async def get_run(api: Api, request: Request) -> Response:
+    await api.gate.anyone(request)
+    return answer(api.desk.info())
+
+
+async def get_nodes(api: Api, request: Request) -> Response:
+    await api.gate.anyone(request)
+    return answer(api.desk.nodes())
+
+
+async def get_node(api: Api, request: Request) -> Response:
+    await api.gate.anyone(request)
+    node = api.desk.state.nodes.get(request.path_params["key"])
+    if node is None:
+        raise Refused("unknown", f"no node {request.path_params['key'][:16]} in this run")
+    return answer(node_state(node))
+
+
+async def get_status(api: Api, request: Request) -> Response:
+    await api.gate.anyone(request)
+    return answer(api.desk.status())
+
+
+async def get_state(api: Api, request: Request) -> Response:
+    await api.gate.anyone(request)
+    return answer(api.desk.state_hash())
+
+
+async def get_manifest(api: Api, request: Request) -> Response:
+    await api.gate.anyone(request)
+    return answer_bytes(api.desk.manifest(request.path_params["version"]), "application/json")
+
+
+async def get_batch(api: Api, request: Request) -> Response:
+    """Held open until the batch is formed."""
+    await api.gate.anyone(request)
+    step, until = _number(request.path_params["step"], "step"), time.monotonic() + LONG_POLL_S
+    while True:
+        batch = batch_of(api.desk.state, step)
+        left_s = until - time.monotonic()
+        if batch is not None:
+            return answer(batch)
+        if left_s <= 0:
+            raise Refused("nothing_yet", f"batch {step} is not formed yet: {api.desk.status().waiting_for}")
+        await api.desk.book.changed(left_s)
+
+
+async def get_events(api: Api, request: Request) -> Response:
+    """Stored bytes, a line each: what is hashed."""
+    await api.gate.anyone(request)
+    after = _number(request.query_params.get("after", "-1"), "after")
+    rows = api.desk.book.store.read(after, MAX_EVENTS)
+    return answer_bytes(b"".join(data + b"\n" for data, _ in rows), "application/x-ndjson")
+
+
+async def get_health(api: Api, request: Request) -> Response:
+    return PlainTextResponse("ok\n")
+
+
+async def get_metrics(api: Api, request: Request) -> Response:
+    """Prometheus text."""
+    status = api.desk.status()
+    lines = [
+        f"shoal_version {status.version}", f"shoal_groups_accepted_total {status.accepted}",
+        f"shoal_groups_in_flight {status.in_flight}", f"shoal_submissions_pending {status.pending}",
+        f"shoal_blob_bytes {api.desk.blobs.size_bytes}", f"shoal_events_total {api.desk.state.seq + 1}",
+    ]  # fmt: skip
+    lines += [f'shoal_groups_refused_total{{check="{check}"}} {count}' for check, count in status.refused.items()]
+    return PlainTextResponse("\n".join(lines) + "\n")
+
+
+async def get_front(api: Api, request: Request) -> Response:
+    """What a person sees who opens the URL."""
+    info, status = api.desk.info(), api.desk.status()
+    url = str(request.base_url).rstrip("/")
+    return PlainTextResponse(
+        f"shoal run {info.name}: {status.phase}, version {status.version} of {status.steps}, "
+        f"{status.accepted} groups accepted\nwaiting for {status.waiting_for} ({status.waiting_s:.0f} s)\n\n"
+        f"join:   shoal join {url}\ncalls:  {url}/openapi.json\n"
+    )
+
+
+async def get_openapi(api: Api, request: Request) -> Response:
+    return answer(document("shoal coordinator", __version__, [call for call, _ in CALLS]))
+
+
+# --- nodes ---
+
+
+async def post_nodes(api: Api, request: Request) -> Response:
+    caller, body = await api.caller(request)
+    join = server.decode(body, t.Join)
+    await api.desk.book.submit(Enter(caller.key, join, api.desk.clock()))
+    return answer(node_state(api.desk.state.nodes[caller.key]))
+
+
+async def post_leases(api: Api, request: Request) -> Response:
+    """Held open while a lease may come soon."""
+    caller, body = await api.caller(request)
+    asked, until = server.decode(body, t.LeaseRequest), time.monotonic() + LONG_POLL_S
+    while True:
+        try:
+            return answer(await api.desk.lease(caller.key, asked))
+        except Wait as wait:
+            left_s = until - time.monotonic()
+            if left_s <= 0 or wait.retry_s > LONG_POLL_S:
+                return answer(t.LeaseAnswer(None, min(wait.retry_s, LONG_POLL_S), str(wait)))
+            await api.desk.book.changed(left_s)
+
+
+async def put_submission(api: Api, request: Request) -> Response:
+    caller, body = await api.caller(request, MAX_SUBMISSION_BYTES)
+    return answer(await api.desk.take_submission(caller.key, request.path_params["id"], body))
+
+
+async def get_checks(api: Api, request: Request) -> Response:
+    """Held open until there is a submission to judge."""
+    caller, _ = await api.caller(request)
+    until = time.monotonic() + LONG_POLL_S
+    while True:
+        check = api.desk.next_check(caller.key)
+        left_s = until - time.monotonic()
+        over = api.desk.state.phase == "ended" and not api.desk.state.pending
+        if check is not None or over or left_s <= 0:
+            return answer(t.CheckAnswer(check, "" if check else api.desk.status().waiting_for))
+        await api.desk.book.changed(left_s)
+
+
+async def put_verdict(api: Api, request: Request) -> Response:
+    caller, body = await api.caller(request)
+    verdict = server.decode(body, t.Verdict)
+    if verdict.submission != request.path_params["id"]:
+        raise Refused("malformed", "the verdict names another submission than the path")
+    await api.desk.take_verdict(caller.key, verdict)
+    return answer(t.Done(api.desk.state.seq))
+
+
+async def post_checkpoints(api: Api, request: Request) -> Response:
+    caller, body = await api.caller(request, MAX_MANIFEST_BYTES)
+    await api.desk.take_checkpoint(caller.key, body)
+    return answer(t.Done(api.desk.state.seq))
+
+
+async def get_blob(api: Api, request: Request) -> Response:
+    """Anyone may ask for what is public; the rest needs a signature."""
+    name = request.path_params["hash"]
+    key = (await api.caller(request))[0].key if "signature" in request.headers else ""
+    if not key:
+        await api.gate.anyone(request)
+    if not api.desk.may_read(name, key):
+        raise Refused("nothing_yet", f"blob {name[:16]} is not here, or private until its slot is final")
+    return api.desk.blobs.serve(name)
+
+
+async def put_blob(api: Api, request: Request) -> Response:
+    caller, body = await api.caller(request, MAX_CHUNK_BYTES)
+    api.desk.put_chunk(caller.key, request.path_params["hash"], body)
+    return answer(t.Done(api.desk.state.seq))
+
+
+async def post_admin(api: Api, request: Request) -> Response:
+    caller, body = await api.caller(request)
+    if caller.key != api.desk.state.run_key:
+        raise Refused(
+            "not_admitted", "only the host's run key may do this: use the run's folder, `shoal admin ... RUN_DIR`"
+        )
+    asked = server.decode(body, t.AdminRequest)
+    await api.desk.book.submit(Admin(request.path_params["action"], asked.node, api.desk.clock()))
+    return answer(api.desk.status())
+
+
+def _number(text: str, what: str) -> int:
+    if not text.lstrip("-").isdecimal() or len(text) > 12:
+        raise server.Refused(400, "malformed", f"{what} must be a whole number")
+    return int(text)
+
+
+CALLS: list[tuple[Call, Handler]] = [
+    (Call("GET", "/v1/run", "anyone", "The run: rules, environments, keys.", None, t.RunInfo), get_run),
+    (Call("GET", "/v1/nodes", "anyone", "All nodes and their credits.", None, list[t.NodeState]), get_nodes),
+    (Call("GET", "/v1/nodes/{key}", "anyone", "One node.", None, t.NodeState), get_node),
+    (Call("GET", "/v1/status", "anyone", "Where the run stands.", None, t.Status), get_status),
+    (Call("GET", "/v1/state", "anyone", "What a replay of the log must give.", None, t.StateHash), get_state),
+    (Call("GET", "/v1/manifests/{version}", "anyone", "A version's manifest.", None, t.SignedManifest), get_manifest),
+    (Call("GET", "/v1/batches/{step}", "anyone", "The batch of a step (long poll).", None, t.Batch), get_batch),
+    (Call("GET", "/v1/events", "anyone", "The log, a line an event; ?after=SEQ.", None, None), get_events),
+    (Call("POST", "/v1/nodes", "node", "Join, keyed by the signing key.", t.Join, t.NodeState), post_nodes),
+    (Call("POST", "/v1/leases", "worker", "A lease (long poll).", t.LeaseRequest, t.LeaseAnswer), post_leases),
+    (Call("PUT", "/v1/leases/{id}/submission", "worker", "Fill a lease; msgpack.", None, t.Receipt), put_submission),
+    (Call("GET", "/v1/checks", "validator", "A submission to judge (long poll).", None, t.CheckAnswer), get_checks),
+    (Call("PUT", "/v1/checks/{id}/verdict", "validator", "The verdict.", t.Verdict, t.Done), put_verdict),
+    (Call("POST", "/v1/checkpoints", "trainer", "Publish a version.", t.SignedManifest, t.Done), post_checkpoints),
+    (Call("GET", "/v1/blobs/{hash}", "anyone, or by key", "A blob by its SHA-256; Range.", None, None), get_blob),
+    (Call("PUT", "/v1/blobs/{hash}", "trainer", "A chunk.", None, t.Done), put_blob),
+    (
+        Call("POST", "/v1/admin/{action}", "host", "pause, resume, drain, kick, admit.", t.AdminRequest, t.Status),
+        post_admin,
+    ),
+    (Call("GET", "/healthz", "anyone", "Whether the coordinator serves.", None, None), get_health),
+    (Call("GET", "/metrics", "anyone", "Prometheus metrics.", None, None), get_metrics),
+    (Call("GET", "/openapi.json", "anyone", "These calls.", None, None), get_openapi),
+    (Call("GET", "/", "anyone", "A page for people.", None, None), get_front),
+]

@@ -1,0 +1,173 @@
+"""The coordinator: grants leases, takes submissions, hands them to validators, forms batches, keeps the log.
+
+Started by the launcher on a prepared run folder. The rules are in `ledger/decide`, the run's private side in `desk`,
+the HTTP calls in `api`. It knows no model: no torch.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import socket
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+
+from shoal.config import RunConfig, to_tree
+from shoal.envs.load import env_digest, load_env
+from shoal.errors import StateError
+from shoal.folder import RunFolder, write_atomically
+from shoal.ledger import events as ev
+from shoal.ledger.book import Book
+from shoal.ledger.decide import Create, Reconfigure, Tick
+from shoal.ledger.store import Store, sqlite_url
+from shoal.ledger.verify import AUDIT_CHAIN, SLOT_CHAIN
+from shoal.net.keys import load_or_make_key
+from shoal.protocol import types as t
+from shoal.protocol.randomness import SecretChain
+from shoal.roles.coordinator.api import application
+from shoal.roles.coordinator.desk import Desk
+
+log = logging.getLogger("coordinator")
+
+TICK_S = 0.5
+
+
+def main(run_dir: Path) -> None:
+    """Serve a run until told to stop. Raises `StateError` when the folder, the log or the port do not allow it."""
+    folder = RunFolder(run_dir)
+    config = folder.config()
+    desk = open_run(folder, config)
+    listener = _listen(folder, config)
+    host, port = listener.getsockname()[:2]
+    url = config.host.public_url or f"http://{host}:{port}"
+    write_atomically(folder.address, json.dumps({"url": url, "pid": os.getpid(), "port": port}).encode())
+    log.info("serving run=%s url=%s version=%d events=%d", desk.state.name, url, desk.state.version, desk.state.seq + 1)
+    server = uvicorn.Server(
+        uvicorn.Config(
+            application(desk, lifespan=_ticking(desk)),
+            log_level="warning",
+            access_log=False,
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=2,
+        )
+    )
+    server.run(sockets=[listener])
+
+
+def open_run(folder: RunFolder, config: RunConfig) -> Desk:
+    """The run's desk: its log replayed, or begun."""
+    key = load_or_make_key(folder.keys / "run.key")
+    book = Book(Store(sqlite_url(folder.log)))
+    now = time.time()
+    if book.state.seq < 0:
+        book.write(Create(created(folder, config, key.public), now), now)
+    elif book.state.phase != "ended":
+        if tuple(env_specs(config)) != book.state.envs:
+            raise StateError(
+                "an environment of this run is not the one that it was started with (its source or its tasks changed): "
+                "put the old one back to resume, or start a new run"
+            )
+        changed = Reconfigure(to_tree(config), config.steps, config.rollouts.lease_s, now)
+        book.write(changed, now)
+    return Desk(folder, config, book, key, time.time)
+
+
+def created(folder: RunFolder, config: RunConfig, run_key: str) -> ev.RunCreated:
+    """The first event of a run: everything that its nodes must agree on."""
+    seed = folder.seed()
+    return ev.RunCreated(
+        run=folder.run_id(),
+        name=config.name,
+        run_key=run_key,
+        trainer_key=load_or_make_key(folder.keys / "trainer.key").public,
+        validators=tuple(
+            load_or_make_key(folder.keys / f"validator-{i}.key").public for i in range(config.validators.count)
+        ),
+        chain_end=SecretChain(seed, SLOT_CHAIN).end().hex(),
+        audit_chain_end=SecretChain(seed, AUDIT_CHAIN).end().hex(),
+        envs=tuple(env_specs(config)),
+        sampling=sampling_of(config),
+        rules=rules_of(config),
+        config=to_tree(config),
+    )
+
+
+def env_specs(config: RunConfig) -> list[t.EnvSpec]:
+    """The run's environments with their digests and sizes."""
+    return [
+        t.EnvSpec(e.name, env_digest(e.name), load_env(e.name, e.args).num_tasks, e.weight, e.args) for e in config.envs
+    ]
+
+
+def sampling_of(config: RunConfig) -> t.Sampling:
+    """The run file's sampling, as the wire says it."""
+    s = config.sampling
+    return t.Sampling(s.temperature, s.max_turn_tokens, s.max_tokens)
+
+
+def rules_of(config: RunConfig) -> t.Rules:
+    """The run file's rules, as the wire says them."""
+    r, v = config.rollouts, config.verify
+    return t.Rules(
+        group_size=r.group_size,
+        block_groups=r.block_rollouts // r.group_size,
+        batch_groups=r.batch_groups,
+        max_staleness=r.max_staleness,
+        steps=config.steps,
+        lease_s=r.lease_s,
+        audit_rate=v.audit_rate,
+        dtype=config.policy.dtype,
+        logprob_bound=v.logprob_bound,
+        gap_bound=v.gap_bound,
+        max_flipped=v.max_flipped,
+        mean_gap_bound=v.mean_gap_bound,
+    )
+
+
+def _listen(folder: RunFolder, config: RunConfig) -> socket.socket:
+    """A bound socket: the run file's port; else that of the last start, so that nodes find us again; else a free one."""
+    if config.host.port:
+        return _bind(config.host.bind, config.host.port)
+    with contextlib.suppress(OSError, ValueError, KeyError, StateError):
+        return _bind(config.host.bind, int(json.loads(folder.address.read_text())["port"]))
+    return _bind(config.host.bind, 0)
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise StateError(
+            f"cannot listen on {host} port {port}: {error.strerror}. Another program may be serving there: stop it, or "
+            "give --set host.port=0 for a free port"
+        ) from None
+    listener.listen(256)
+    return listener
+
+
+def _ticking(desk: Desk) -> Any:
+    """The clock that the rules do not have: lapses and quarantines end when their time comes."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        async def tick() -> None:
+            while True:
+                await asyncio.sleep(TICK_S)
+                await desk.book.submit(Tick(desk.clock()))
+
+        task = asyncio.create_task(tick())
+        try:
+            yield
+        finally:
+            task.cancel()
+
+    return lifespan

@@ -1,0 +1,75 @@
+"""Evaluation: how good a checkpoint is on held-out tasks, said on the terminal or written to a file.
+
+Called by `shoal eval`, and by the launcher before and after a run. The episodes are played by `envs/evaluate`; this
+role brings the checkpoint, the environment and the threads.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from shoal.engine.local import LocalEngine
+from shoal.envs.evaluate import Evaluation, as_text, evaluate
+from shoal.envs.load import load_env
+from shoal.errors import StateError
+from shoal.folder import write_atomically
+from shoal.policy.render import Renderer
+from shoal.protocol.types import Sampling
+
+
+def main(
+    checkpoint: Path,
+    env: str,
+    env_args: dict[str, Any],
+    episodes: int,
+    seed: int,
+    samples: int,
+    sampling: Sampling,
+    out: Path | None = None,
+    as_json: bool = False,
+    threads: int = 1,
+) -> None:
+    """Evaluate a checkpoint; write the figures to `out` if given, and print them as text or JSON otherwise.
+
+    Raises `StateError` for a directory that is no checkpoint, `ConfigError` for an unknown environment.
+    """
+    if not (checkpoint / "config.json").is_file():
+        raise StateError(f"{checkpoint} is no checkpoint: give a directory with config.json, weights and tokenizer")
+    torch.set_num_threads(threads)
+    game = load_env(env, env_args)
+    engine = LocalEngine(threads=threads)
+    engine.load(checkpoint, 0)
+    shown = sys.stderr if sys.stderr.isatty() else None
+
+    def progress(done: int) -> None:
+        if shown:
+            print(f"\r{done} of {episodes} episodes", end="" if done < episodes else "\n", file=shown, flush=True)
+
+    figures = evaluate(engine, Renderer.from_directory(checkpoint), game, episodes, seed, sampling, samples, progress)
+    if out is not None:
+        write_atomically(out, msgspec.json.encode(figures))
+    elif as_json:
+        print(json.dumps(msgspec.to_builtins(figures), indent=1))
+    else:
+        print(in_words(figures, game.name))
+
+
+def in_words(figures: Evaluation, name: str) -> str:
+    """The figures and transcripts for a person."""
+    what = "wins" if figures.measure == "success" else "mean reward"
+    which = "held-out" if figures.tasks == "heldout" else "training (this environment has no held-out ones)"
+    lines = [as_text(transcript) + "\n" for transcript in figures.transcripts]
+    lines.append(
+        f"{name}: {what} {figures.mean:.1%} (95 % interval {figures.low95:.1%} to {figures.high95:.1%}) "
+        if what == "wins"
+        else f"{name}: {what} {figures.mean:.3f} (95 % interval {figures.low95:.3f} to {figures.high95:.3f}) "
+    )
+    endings = ", ".join(f"{count} {ending}" for ending, count in figures.endings.items())
+    lines.append(f"over {figures.episodes} episodes on {which} tasks; endings: {endings}")
+    if figures.fault:
+        lines.append(f"the environment raised: {figures.fault}")
+    return "\n".join(lines)

@@ -1,0 +1,62 @@
+"""Supervised fine-tuning: a cold start before RL, from games of an environment's scripted player.
+
+Called by `shoal sft RECIPE`. It plays the games, hands them to `train/sft`, and writes an HF-format checkpoint. With
+the same recipe and threads it writes the same bytes.
+"""
+
+import logging
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shoal.config import SftConfig, load_sft
+from shoal.envs.base import players_of
+from shoal.envs.load import load_env
+from shoal.envs.play import play_scripted
+from shoal.errors import ConfigError
+from shoal.policy.files import load_policy, save_policy
+from shoal.policy.render import Renderer
+from shoal.policy.tiny import make_tiny
+from shoal.protocol.types import Sampling
+from shoal.train.sft import fine_tune
+
+log = logging.getLogger("sft")
+
+
+def main(recipe: Path, out: Path, overrides: list[str]) -> None:
+    """Make a checkpoint in `out` by a recipe. Raises `ConfigError` for a recipe or environment that cannot teach."""
+    config = load_sft(recipe, overrides)
+    torch.set_num_threads(config.threads)
+    start = Path(config.policy.path) if config.policy.path else out.with_name(f".{out.name}-start")
+    if not config.policy.path:
+        make_tiny(config.policy.tiny, start, config.seed, "float32")
+    model = load_policy(start, torch.float32)
+    renderer = Renderer.from_directory(start)
+    examples = scripted_games(config, renderer)
+    log.info("playing is done games=%d; learning for %d steps", len(examples), config.steps)
+
+    def progress(step: int, metrics: dict[str, Any]) -> None:
+        if step % 20 == 0 or step + 1 == config.steps:
+            speed = metrics["train_tokens_per_s"]
+            log.info("step=%d/%d loss=%.4f nats speed=%.0f tokens/s", step + 1, config.steps, metrics["loss"], speed)
+
+    fine_tune(model, examples, config, progress)
+    save_policy(model, out, config.publish_dtype, tokenizer_from=start)
+    log.info("wrote %s (%s); next: shoal eval %s --env %s", out, config.publish_dtype, out, config.env.name)
+
+
+def scripted_games(config: SftConfig, renderer: Renderer) -> list[tuple[list[int], list[int]]]:
+    """Token ids and authors of games that the environment's right player plays on training tasks."""
+    env = load_env(config.env.name, config.env.args)
+    player = players_of(env).get("right")
+    if player is None:
+        raise ConfigError(f"environment {env.name} has no scripted player to learn from: give it players()")
+    sampling = Sampling(1.0, config.max_tokens, config.max_tokens)
+    rng = random.Random(config.seed)
+    games = []
+    for _ in range(config.episodes):
+        talk = play_scripted(env, renderer, env.task(rng.randrange(env.num_tasks)), player, rng, sampling)
+        games.append((list(talk.tokens), list(talk.author)))
+    return games

@@ -1,0 +1,200 @@
+"""The worker: takes leases, plays their tasks with the leased policy and seeds, submits, and is told what came of it.
+
+Started by `shoal join URL`, or by the launcher beside a host. It needs one outbound connection and chooses nothing:
+policy version, tasks and seeds come with the lease. It trusts no byte of the weights that it cannot verify. It knows
+torch through the engine, and not transformers.
+"""
+
+import asyncio
+import contextlib
+import logging
+import platform
+import time
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from shoal.engine.base import Engine
+from shoal.engine.cheats import cheating
+from shoal.engine.local import LocalEngine
+from shoal.envs.base import Env
+from shoal.envs.load import load_run_envs
+from shoal.envs.play import play_block
+from shoal.errors import NothingYet, PeerError, StateError, Superseded
+from shoal.net.client import Client
+from shoal.net.keys import load_or_make_key
+from shoal.net.stopping import Stopping
+from shoal.policy.render import Renderer
+from shoal.proofs.commit import commit
+from shoal.protocol import types as t
+from shoal.protocol.constants import PROTOCOL_VERSION
+from shoal.protocol.identity import verify
+from shoal.protocol.wire import digest, to_json
+from shoal.weights.fetch import HttpSource, fetch
+from shoal.weights.manifest import open_manifest
+
+log = logging.getLogger("worker")
+
+MEMORY_PER_WEIGHT_BYTE = 3
+"""A policy of n bytes is taken only if n times this fits into --max-memory: weights, a copy while swapping, caches."""
+TOLD_EVERY_S = 2.0
+"""How often, at most, the coordinator is asked what became of our submissions."""
+
+
+def main(
+    url: str, home: Path, threads: int, max_memory_mb: int, name: str, cheat: str = "", own_files: bool = False
+) -> None:
+    """Work for the run at `url` until it ends, or drain at the first SIGINT or SIGTERM.
+
+    `own_files` lets environments be files of this machine's owner; a stranger's run gets built-in ones only.
+    Raises `PeerError`, `StateError`.
+    """
+    engine: Engine = LocalEngine(threads=threads)
+    if cheat:
+        engine = cheating(cheat, engine)
+    key = load_or_make_key(home / "node.key")
+    worker = Worker(Client(url, key), key.public, home, engine, max_memory_mb, name or platform.node(), own_files)
+    asyncio.run(worker.run())
+
+
+class Worker:
+    """One worker in one run."""
+
+    def __init__(
+        self, client: Client, key: str, home: Path, engine: Engine, max_memory_mb: int, name: str, own_files: bool
+    ) -> None:
+        """`key` is the public key that the client signs with."""
+        self.client, self.key, self.home, self.engine = client, key, home, engine
+        self.max_memory_mb, self.name, self.own_files = max_memory_mb, name, own_files
+        self.stopping = Stopping()
+        self.tokens_per_s = 0.0
+        self.told = t.NodeState(self.key, "worker", name, "new", 0, 0, 0, 0, {}, "")
+        self.told_at = 0.0
+        self.info: t.RunInfo
+        self.envs: Mapping[str, Env]
+        self.renderer: Renderer
+
+    async def run(self) -> None:
+        """The worker's job, whole."""
+        async with self.client:
+            with self.stopping.at_signals():
+                await self._join()
+                async for lease in self._leases():
+                    await self._load(lease.version)
+                    groups = await asyncio.to_thread(self._play, lease)
+                    await self._submit(lease, groups)
+                    await self._tell()
+                await self._tell(last=True)
+
+    async def _join(self) -> None:
+        """Read the run, load its environments, and enter with our key."""
+        self.info = info = await self.client.get_json("/v1/run", t.RunInfo)
+        if info.protocol != PROTOCOL_VERSION:
+            raise PeerError(
+                f"the run speaks protocol {info.protocol}, we speak {PROTOCOL_VERSION}: install the same shoal"
+            )
+        self.client.run, self.client.head = info.run, info.head
+        self.envs = load_run_envs(info.envs, own_files=self.own_files)
+        facts = self.engine.facts
+        join = t.Join("worker", self.name, 0.0, facts.implementation, facts.dtype, facts.device)
+        self.told = await self.client.post_json("/v1/nodes", join, t.NodeState)
+        log.info("joined run=%s as=%s key=%s credits=%d", info.name, self.name, self.key[:12], self.told.credits)
+
+    async def _leases(self) -> AsyncIterator[t.Lease]:
+        """Leases one after another; the next is asked for while this one is played. At the end none is kept."""
+        lease = await self._next_lease(())
+        while lease is not None and not self.stopping:
+            ahead = asyncio.create_task(self._next_lease((lease.id,)))
+            yield lease
+            lease = await ahead
+        if lease is not None:
+            await self.client.post_json("/v1/leases", t.LeaseRequest(returning=(lease.id,)), t.LeaseAnswer)
+
+    async def _next_lease(self, holding: tuple[str, ...]) -> t.Lease | None:
+        """A lease, or None once the run has ended or we are to stop."""
+        reason = ""
+        while not self.stopping:
+            ask = t.LeaseRequest(holding, self.tokens_per_s)
+            answer = await self.stopping.unless(self.client.post_json("/v1/leases", ask, t.LeaseAnswer))
+            if answer is None:
+                return None
+            if answer.lease is not None:
+                return answer.lease
+            if (await self.client.get_json("/v1/run", t.RunInfo)).phase == "ended":
+                log.info("the run has ended")
+                return None
+            if answer.reason != reason:
+                reason = answer.reason
+                log.info("waiting reason=%r", reason)
+            await self.stopping.unless(asyncio.sleep(answer.retry_s))
+        return None
+
+    async def _load(self, version: int) -> None:
+        """Fetch and verify the leased version, unless the engine holds it already; swap at this boundary."""
+        if self.engine.version == version:
+            return
+        data = await self.client.get(f"/v1/manifests/{version}")
+        allowed = self.max_memory_mb * 1_000_000 // MEMORY_PER_WEIGHT_BYTE if self.max_memory_mb else None
+        manifest = open_manifest(
+            data, run=self.info.run, keys=(self.info.trainer_key,), now=time.time(), version=version, max_bytes=allowed
+        )
+        directory = await fetch(manifest, [HttpSource(self.client)], self.home / "weights")
+        if self.engine.version < 0:
+            self.renderer = Renderer.from_directory(directory)
+        await asyncio.to_thread(self.engine.load, directory, version)
+
+    def _play(self, lease: t.Lease) -> list[t.Group]:
+        """Generate the groups of a lease, block by block, and measure how fast."""
+        started = time.perf_counter()
+        groups = []
+        for block in lease.blocks:
+            groups += play_block(
+                self.engine, self.renderer, self.envs, block, self.info.rules.group_size, lease.sampling
+            )
+        tokens = sum(rollout.num_policy_tokens() for group in groups for rollout in group.rollouts)
+        self.tokens_per_s = tokens / max(time.perf_counter() - started, 1e-6)
+        used_mb = psutil.Process().memory_info().rss // 1_000_000
+        if self.max_memory_mb and used_mb > self.max_memory_mb:
+            raise StateError(
+                f"this worker uses {used_mb} MB, --max-memory allows {self.max_memory_mb}: raise it to go on"
+            )
+        return groups
+
+    async def _submit(self, lease: t.Lease, groups: list[t.Group]) -> None:
+        """Send the groups and keep the receipt; a lease that was given to another worker is dropped."""
+        body = commit(self.info.run, lease, groups, self.engine.facts)
+        try:
+            receipt = await self.client.put_bytes(f"/v1/leases/{lease.id}/submission", body, t.Receipt)
+        except Superseded as reason:
+            log.warning("dropped lease=%s reason=%r", lease.id, str(reason))
+            return
+        unsigned = to_json(msgspec.structs.replace(receipt, signature=""))
+        signed = verify(self.info.run_key, "receipt", unsigned, receipt.signature)
+        if receipt.digest != digest(body) or not signed:
+            raise PeerError(
+                "the coordinator's receipt is not for what we sent, or not signed by the run: leave this run"
+            )
+        self.client.head = receipt.head
+        with (self.home / "receipts.jsonl").open("ab") as file:
+            file.write(to_json(receipt) + b"\n")
+
+    async def _tell(self, last: bool = False) -> None:
+        """Say in this terminal what was accepted, what was refused and why."""
+        if not last and time.monotonic() - self.told_at < TOLD_EVERY_S:
+            return
+        self.told_at, before = time.monotonic(), self.told
+        with contextlib.suppress(NothingYet, PeerError):
+            self.told = now = await self.client.get_json(f"/v1/nodes/{self.key}", t.NodeState, deadline_s=5.0)
+            if now.accepted > before.accepted:
+                log.info(
+                    "accepted groups=%d credits=+%d total=%d speed=%.0f tokens/s",
+                    now.accepted - before.accepted, now.credits - before.credits, now.credits, self.tokens_per_s,
+                )  # fmt: skip
+            if now.refused > before.refused:
+                log.warning("refused groups=%d reason=%r", now.refused - before.refused, now.last_reason)
+            if now.lapsed > before.lapsed:
+                log.warning("lapsed leases=%d: they were not filled in time", now.lapsed - before.lapsed)
+        if last:
+            log.info("left credits=%d accepted=%d refused=%d", self.told.credits, self.told.accepted, self.told.refused)

@@ -1,0 +1,217 @@
+"""The coordinator as strangers meet it: what its calls answer, refuse and keep private."""
+
+import asyncio
+import json
+
+import httpx
+import pytest
+
+from shoal.config import to_tree
+from shoal.errors import NothingYet, StateError
+from shoal.ledger.decide import Admin
+from shoal.net.client import Client, PeerRefused
+from shoal.net.keys import load_or_make_key
+from shoal.protocol import types as t
+from shoal.protocol.wire import digest, to_json
+from shoal.roles.coordinator.role import open_run
+from tests.roles.town import URL, Town, tiny_run
+
+
+@pytest.fixture
+def town(tmp_path):
+    return Town(tmp_path / "run", tiny_run())
+
+
+def ask(town, story):
+    """Run a story with a fresh key's client that knows the run."""
+
+    async def whole():
+        client = town.client(town.folder.root / "stranger.key")
+        client.run = town.desk.state.run
+        async with client:
+            return await story(client)
+
+    return asyncio.run(whole())
+
+
+def join(role="worker"):
+    return t.Join(role, "stranger", 0.0, "test", "float32", "cpu")
+
+
+def test_anyone_reads_the_run_the_nodes_the_log_and_the_calls(town):
+    async def story(client):
+        info = await client.get_json("/v1/run", t.RunInfo)
+        events = (await client.get("/v1/events?after=-1")).splitlines()
+        openapi = json.loads(await client.get("/openapi.json"))
+        return info, events, openapi, await client.get_json("/v1/status", t.Status)
+
+    info, events, openapi, status = ask(town, story)
+    assert info.run == town.folder.run_id() and info.version == -1
+    assert digest(events[0]) and json.loads(events[0])["kind"] == "run_created"
+    assert "/v1/leases/{id}/submission" in openapi["paths"]
+    assert status.waiting_for == "the trainer: the first version"
+
+
+def test_no_answer_holds_a_secret(town):
+    links = [link.hex().encode() for link in town.desk._slot_links[1:50]]
+
+    async def story(client):
+        return b"".join([await client.get(path) for path in ("/v1/run", "/v1/events?after=-1", "/v1/state")])
+
+    answers = ask(town, story)
+    assert not any(link in answers for link in links)
+    assert town.folder.seed().hex().encode() not in answers
+
+
+def test_unsigned_writes_are_refused(town):
+    async def story(_):
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(town.app), base_url=URL) as bare:
+            paths = ["/v1/nodes", "/v1/leases", "/v1/checkpoints", "/v1/admin/pause"]
+            answers = [await bare.post(path, content=to_json(join())) for path in paths]
+            answers.append(await bare.put("/v1/blobs/" + "0" * 64, content=b""))
+            answers.append(await bare.put("/v1/leases/0/submission", content=b""))
+            return [answer.status_code for answer in answers]
+
+    assert ask(town, story) == [401] * 6
+    assert town.desk.state.seq == 0
+
+
+@pytest.mark.parametrize("role", ["validator", "trainer"])
+def test_a_stranger_is_neither_validator_nor_trainer(town, role):
+    async def story(client):
+        await client.post_json("/v1/nodes", join(role), t.NodeState)
+
+    with pytest.raises(PeerRefused, match="admit|trainer key"):
+        ask(town, story)
+
+
+def test_joining_twice_is_joining_once(town):
+    async def story(client):
+        first = await client.post_json("/v1/nodes", join(), t.NodeState)
+        seq = town.desk.state.seq
+        assert await client.post_json("/v1/nodes", join(), t.NodeState) == first
+        return seq
+
+    assert ask(town, story) == town.desk.state.seq
+
+
+def test_only_the_run_key_administers(town):
+    async def stranger(client):
+        await client.post_json("/v1/admin/pause", t.AdminRequest(), t.Status)
+
+    with pytest.raises(PeerRefused, match="run key"):
+        ask(town, stranger)
+
+    async def host():
+        client = town.client(town.folder.keys / "run.key")
+        client.run = town.desk.state.run
+        async with client:
+            return (await client.post_json("/v1/admin/pause", t.AdminRequest(), t.Status)).phase
+
+    assert asyncio.run(host()) == "paused"
+
+
+def test_a_head_that_the_log_does_not_hold_is_called_a_fork(town):
+    async def story(client):
+        client.head = "ab" * 32
+        await client.post_json("/v1/nodes", join(), t.NodeState)
+
+    with pytest.raises(PeerRefused, match="rolled back or forked"):
+        ask(town, story)
+
+
+def test_a_wrong_clock_is_named_with_its_skew(town):
+    async def story(_):
+        key = load_or_make_key(town.folder.root / "stranger.key")
+        late = Client(URL, key, transport=httpx.ASGITransport(town.app), clock=lambda: town.desk.clock() - 3600)
+        late.run = town.desk.state.run
+        async with late:
+            await late.post_json("/v1/nodes", join(), t.NodeState)
+
+    with pytest.raises(PeerRefused, match="clock"):
+        ask(town, story)
+
+
+def test_bodies_are_private_until_judged(town):
+    """A worker cannot read what another sent before the slot is final; afterwards anyone can audit it."""
+
+    async def story(client):
+        worker, trainer = town.worker("honest"), town.trainer()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(trainer.run())
+            group.create_task(worker.run())
+            while not town.desk.state.pending:
+                await asyncio.sleep(0.02)
+            name = town.desk.state.pending[0]
+            with pytest.raises(NothingYet):
+                await client.get_blob(name, cap=1 << 20)
+            judging = group.create_task(town.validator().run())
+            while not town.desk.state.submissions[name].decided:
+                await asyncio.sleep(0.02)
+            assert digest(await client.get_blob(name, cap=1 << 20)) == name
+            await town.desk.book.submit(Admin("drain", "", town.desk.clock()))
+            for role in (worker, trainer):
+                role.stopping.set()
+            judging.cancel()
+
+    ask(town, story)
+
+
+def test_garbage_is_refused_by_name_and_books_nothing(town):
+    async def story(client):
+        await client.post_json("/v1/nodes", join(), t.NodeState)
+        seq, reasons = town.desk.state.seq, []
+        for path, body in (("/v1/leases", b"\xff\x00"), ("/v1/leases", b'{"holding": 3}'), ("/v1/leases", b"[" * 4000)):
+            with pytest.raises(PeerRefused) as refused:
+                await client.send("POST", path, body, t.LeaseAnswer)
+            reasons.append((refused.value.status, refused.value.code))
+        with pytest.raises(PeerRefused, match="not one of yours"):
+            await client.put_bytes("/v1/leases/9/submission", b"junk", t.Receipt)
+        return reasons, town.desk.state.seq - seq
+
+    assert ask(town, story) == ([(400, "malformed")] * 3, 0)
+
+
+def test_a_restart_replays_to_the_same_state(town):
+    asyncio.run(town.live(town.trainer(), town.validator(), town.worker("one")))
+    again = open_run(town.folder, town.config)
+    assert again.state_hash() == town.desk.state_hash()
+
+
+def test_an_environment_that_changed_is_refused_on_resume(town, monkeypatch):
+    monkeypatch.setattr("shoal.roles.coordinator.role.env_digest", lambda name: "0" * 64)
+    with pytest.raises(StateError, match="not the one that it was started with"):
+        open_run(town.folder, town.config)
+
+
+def test_a_changed_run_file_is_refused_on_resume_naming_the_keys(town):
+    with pytest.raises(StateError, match=r"train\.lr"):
+        town.folder.prepare(tiny_run(train={"lr": 5e-4}), town.folder.root)
+    town.folder.prepare(tiny_run(steps=9), town.folder.root)
+    assert to_tree(town.folder.config())["steps"] == 9
+
+
+def test_old_bodies_go_by_the_retain_rule(tmp_path):
+    config = tiny_run(steps=4, storage={"retain": "window", "window_steps": 1})
+    town = Town(tmp_path / "run", config)
+    asyncio.run(town.live(town.trainer(), town.validator(), town.worker("one")))
+    kept = {t_.version for t_ in (town.desk.state.leases[s.lease] for s in town.desk.state.submissions.values())
+            if t_.submission and town.desk.blobs.has(t_.submission)}  # fmt: skip
+    assert kept and min(kept) >= 2
+
+
+def test_the_quota_stops_leases_and_says_so(tmp_path):
+    town = Town(tmp_path / "run", tiny_run(storage={"quota_mb": 0}))
+
+    async def story(client):
+        await client.post_json("/v1/nodes", join(), t.NodeState)
+        town.desk.blobs.put(b"x" * 100)
+        return (await client.post_json("/v1/leases", t.LeaseRequest(), t.LeaseAnswer)).reason
+
+    async def impatient(client):
+        async with asyncio.timeout(60):
+            return await story(client)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("shoal.roles.coordinator.api.LONG_POLL_S", 0.1)
+        assert "quota" in ask(town, impatient)

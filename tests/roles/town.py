@@ -1,0 +1,116 @@
+"""A whole run in one process and no sockets: the real roles over an in-memory, and if asked lying, network.
+
+For story tests. Roles are the product's own; only the transport is replaced, so a failure replays from its seed.
+"""
+
+import asyncio
+import random
+import time
+from pathlib import Path
+
+import httpx
+
+from shoal.config import RunConfig, from_tree
+from shoal.engine.base import Engine
+from shoal.engine.cheats import cheating
+from shoal.engine.local import LocalEngine
+from shoal.folder import RunFolder
+from shoal.ledger.decide import Tick
+from shoal.ledger.verify import Audit, verify
+from shoal.net.client import Client
+from shoal.net.faults import FaultyTransport
+from shoal.net.keys import load_or_make_key
+from shoal.roles.coordinator.api import application
+from shoal.roles.coordinator.role import open_run
+from shoal.roles.trainer import Trainer
+from shoal.roles.validator import Validator
+from shoal.roles.worker import Worker
+from shoal.weights.manifest import weights_root
+
+URL = "http://coordinator"
+
+TINY = {
+    "name": "town",
+    "steps": 3,
+    "seed": 5,
+    "envs": [{"name": "arithmetic"}],
+    "sampling": {"max_turn_tokens": 6, "max_tokens": 64},
+    "rollouts": {"group_size": 8, "block_rollouts": 16, "batch_groups": 3, "max_staleness": 0, "lease_s": 5.0},
+    "policy": {"tiny": {"width": 32, "layers": 2, "heads": 2, "kv_heads": 1, "mlp_width": 64, "max_positions": 64}},
+    "train": {"lr": 1e-3},
+    "verify": {"quarantine_s": 0.5},
+}
+"""A run of three small synchronous steps."""
+
+
+def tiny_run(**changes: object) -> RunConfig:
+    """The tiny run with some sections or keys replaced, as `rollouts={...}`."""
+    tree = dict(TINY)
+    for name, value in changes.items():
+        tree[name] = {**tree[name], **value} if isinstance(value, dict) and name in tree else value  # type: ignore[dict-item]
+    return from_tree(tree, RunConfig, "test")
+
+
+class Town:
+    """A run's folder with its coordinator, and the roles that a test lets move in."""
+
+    def __init__(self, root: Path, config: RunConfig, fault_rate: float = 0.0, seed: int = 0) -> None:
+        self.folder = RunFolder(root)
+        self.folder.prepare(config, root)
+        self.config = self.folder.config()
+        self.desk = open_run(self.folder, self.config)
+        self.app = application(self.desk)
+        self.fault_rate, self.rng = fault_rate, random.Random(seed)
+
+    def client(self, key_file: Path) -> Client:
+        """A client with its own key over this town's network."""
+        transport: httpx.AsyncBaseTransport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
+        if self.fault_rate:
+            rng = random.Random(self.rng.random())
+            transport = FaultyTransport(transport, rng, asyncio.sleep, rate=self.fault_rate, delay_s=0.01)
+        return Client(URL, load_or_make_key(key_file), transport=transport, sleep=_hurry, rng=random.Random(1))
+
+    def worker(self, name: str, cheat: str = "") -> Worker:
+        """A worker, honest or not."""
+        home = self.folder.nodes / name
+        engine: Engine = LocalEngine(threads=1)
+        client = self.client(home / "node.key")
+        key = load_or_make_key(home / "node.key").public
+        return Worker(client, key, home, cheating(cheat, engine) if cheat else engine, 0, name, own_files=True)
+
+    def validator(self) -> Validator:
+        """The host's own validator."""
+        client = self.client(self.folder.keys / "validator-0.key")
+        return Validator(client, self.folder.nodes / "validator-0", LocalEngine(threads=1), own_files=True)
+
+    def trainer(self) -> Trainer:
+        """The trainer."""
+        path = self.folder.keys / "trainer.key"
+        return Trainer(self.folder, self.config, self.client(path), load_or_make_key(path))
+
+    async def live(self, *roles: Worker | Validator | Trainer, limit_s: float = 120.0) -> None:
+        """Let roles run until the run has ended and they have left."""
+        async with asyncio.timeout(limit_s), asyncio.TaskGroup() as group:
+            clock = group.create_task(self._tick())
+            async with asyncio.TaskGroup() as people:
+                for role in roles:
+                    people.create_task(role.run())
+            clock.cancel()
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(0.1)
+            await self.desk.book.submit(Tick(time.time()))
+
+    def weights(self) -> str:
+        """Weights root of the final checkpoint."""
+        return weights_root(self.folder.checkpoints / "final")
+
+    def audit(self) -> Audit:
+        """The log, replayed."""
+        return verify(self.desk.book.store.read())
+
+
+async def _hurry(seconds: float) -> None:
+    """Backoff without waiting for it."""
+    await asyncio.sleep(min(seconds, 0.01))
