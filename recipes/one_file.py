@@ -1,0 +1,131 @@
+"""The whole of shoal in one file: no network, no processes, no async. Read this first.
+
+    python recipes/one_file.py recipes/arithmetic.toml --set steps=20
+
+It runs a run file synchronously (max_staleness = 0) and ends with the same weights, byte for byte, as the distributed
+run with the same file and seed: coordinator, workers, validators and trainer only move this loop onto machines that do
+not trust each other. `tests/test_same_bytes.py` holds both to that.
+"""
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from shoal.algos.advantages import has_signal
+from shoal.config import RunConfig, load_run
+from shoal.engine.local import LocalEngine
+from shoal.envs.base import Env
+from shoal.envs.load import load_env
+from shoal.envs.play import play_block
+from shoal.envs.replay import replay
+from shoal.folder import RunFolder
+from shoal.policy.files import load_policy, save_policy
+from shoal.policy.render import Renderer
+from shoal.policy.tiny import make_tiny
+from shoal.protocol.randomness import SecretChain, draw_task, slot_seed
+from shoal.protocol.types import BatchGroup, Block, Group, Sampling, Slot
+from shoal.protocol.wire import digest, to_msgpack
+from shoal.train.filter import select
+from shoal.train.rows import rows_of_group
+from shoal.train.step import Learner
+from shoal.weights.manifest import weights_root
+
+
+def main() -> None:
+    """Run a run file and print a line a step."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe", type=Path, help="a run file (.toml)")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key")
+    parser.add_argument("--out", type=Path, default=None, help="where the checkpoint goes (default: a new folder)")
+    asked = parser.parse_args()
+    config = load_run(asked.recipe, ["rollouts.max_staleness=0", "verify.audit_rate=1.0", *asked.set])
+    out = asked.out or Path(tempfile.mkdtemp(prefix="shoal-"))
+    print("weights", train(config, out, asked.recipe.parent, say=print))
+
+
+def train(config: RunConfig, out: Path, recipe_dir: Path, say: Callable[[str], None] = lambda line: None) -> str:
+    """Run all steps in `out`; returns the weights root of the last version."""
+    torch.set_num_threads(1)
+    folder = RunFolder(out)
+    folder.prepare(config, recipe_dir)  # the run's private seed
+    config = folder.config()
+    sampling = Sampling(config.sampling.temperature, config.sampling.max_turn_tokens, config.sampling.max_tokens)
+    envs = {spec.name: load_env(spec.name, spec.args) for spec in config.envs}
+    links = SecretChain(folder.seed(), "chain/slots").links()
+
+    # Version 0: the run file's policy, or a tiny one made from the seed.
+    start = Path(config.policy.path) if config.policy.path else folder.policy
+    if not start.exists():
+        make_tiny(config.policy.tiny, start, int.from_bytes(folder.seed()[:4], "big"), config.policy.dtype)
+    model = load_policy(start, torch.float32)
+    learner = Learner(model, config.train, temperature=sampling.temperature, steps=config.steps)
+    published = out / "published"
+    save_policy(model, published, config.policy.dtype, tokenizer_from=start)
+    renderer = Renderer.from_directory(start)
+    engine = LocalEngine(threads=1)
+
+    for version in range(config.steps):
+        # Workers sample with the published bytes, in the tasks and with the seeds that the secret chain decides.
+        engine.load(published, version)
+        root = weights_root(published)
+        members: list[BatchGroup] = []
+        bodies: list[bytes] = []
+        block = 0
+        while len(members) < config.rollouts.batch_groups:
+            slots = slots_of_block(folder.run_id(), version, root, links[version + 1], block, config, envs)
+            groups = play_block(engine, renderer, envs, slots, config.rollouts.group_size, sampling)
+            # Validators recompute every reward; a group whose rewards are all equal teaches nothing.
+            for group in groups:
+                rewards = tuple(recomputed(group, envs, renderer, sampling))
+                if has_signal(rewards):
+                    body = to_msgpack(group)
+                    members.append(BatchGroup(version, group.slot, "", 0, digest(body), rewards))
+                    bodies.append(body)
+            block += 1
+        # The batch is the first groups with signal by slot number: a value, whoever made them and in what order.
+        members, bodies = members[: config.rollouts.batch_groups], bodies[: config.rollouts.batch_groups]
+
+        # The trainer: (version v, batch) -> version v + 1.
+        rows_G = [
+            rows_of_group(
+                member, body, advantage=config.train.advantage, vocabulary=model.spec.vocab_size,
+                max_tokens=sampling.max_tokens,
+            )
+            for member, body in zip(members, bodies, strict=True)
+        ]  # fmt: skip
+        chosen = select(members, rows_G, version=version, max_staleness=0)
+        metrics = learner.step(chosen.rows, version)
+        save_policy(model, published, config.policy.dtype, tokenizer_from=start)
+        say(f"step {version} reward {metrics['reward_mean']:.3f} loss {metrics['loss']:+.4f}")
+    return weights_root(published)
+
+
+def slots_of_block(
+    run: str, version: int, root: str, link: bytes, index: int, config: RunConfig, envs: dict[str, Env]
+) -> Block:
+    """The slots of a block, as the coordinator would lease them."""
+    per_block = config.rollouts.block_rollouts // config.rollouts.group_size
+    weights, sizes = [spec.weight for spec in config.envs], [envs[spec.name].num_tasks for spec in config.envs]
+    slots = []
+    for number in range(index * per_block, (index + 1) * per_block):
+        seed = slot_seed(run, version, root, link, number)
+        env, task = draw_task(seed, weights, sizes)
+        slots.append(Slot(number, seed.hex(), config.envs[env].name, task))
+    return Block(index, tuple(slots))
+
+
+def recomputed(group: Group, envs: dict[str, Env], renderer: Renderer, sampling: Sampling) -> list[float]:
+    """Rewards of a group from its tokens alone: the environment is replayed with the actions."""
+    env = envs[group.env]
+    return [
+        replay(env, renderer, env.task(group.task), r.tokens_T(), r.author_T(), r.ending, sampling).reward
+        for r in group.rollouts
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
