@@ -9,7 +9,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from shoal.errors import ShoalError, StateError
-from shoal.ledger.decide import Command, decide, follow
+from shoal.ledger.commands import Command
+from shoal.ledger.decide import decide, follow
 from shoal.ledger.events import Entry, make_entry, read_entry
 from shoal.ledger.state import State, apply
 from shoal.ledger.store import Store

@@ -7,7 +7,8 @@ import pytest
 from shoal.errors import StateError
 from shoal.ledger import events as ev
 from shoal.ledger.book import Book
-from shoal.ledger.decide import Admin, AskLease, Create, Enter, Judge, Publish, Refused, Submit, Tick, Wait, slots_of
+from shoal.ledger.commands import Admin, AskLease, Create, Enter, Judge, Publish, Refused, Submit, Tick, Wait
+from shoal.ledger.decide import slots_of
 from shoal.ledger.state import state_hash
 from shoal.ledger.store import Store, sqlite_url
 from shoal.ledger.verify import verify

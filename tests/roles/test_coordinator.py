@@ -8,7 +8,7 @@ import pytest
 
 from shoal.config import to_tree
 from shoal.errors import NothingYet, StateError
-from shoal.ledger.decide import Admin
+from shoal.ledger.commands import Admin
 from shoal.net.client import Client, PeerRefused
 from shoal.net.keys import load_or_make_key
 from shoal.protocol import types as t
@@ -81,7 +81,7 @@ def test_a_stranger_is_neither_validator_nor_trainer(town, role):
     async def story(client):
         await client.post_json("/v1/nodes", join(role), t.NodeState)
 
-    with pytest.raises(PeerRefused, match="admit|trainer key"):
+    with pytest.raises(PeerRefused, match=r"admit|trainer key"):
         ask(town, story)
 
 

@@ -15,7 +15,7 @@ from shoal.engine.base import Engine
 from shoal.engine.cheats import cheating
 from shoal.engine.local import LocalEngine
 from shoal.folder import RunFolder
-from shoal.ledger.decide import Tick
+from shoal.ledger.commands import Tick
 from shoal.ledger.verify import Audit, verify
 from shoal.net.client import Client
 from shoal.net.faults import FaultyTransport

@@ -15,7 +15,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from shoal import __version__
-from shoal.ledger.decide import Admin, Enter, Refused, Wait
+from shoal.ledger.commands import Admin, Enter, Refused, Wait
 from shoal.net import server
 from shoal.net.openapi import Call, document
 from shoal.net.server import Gate, answer, answer_bytes

@@ -13,7 +13,8 @@ from shoal.config import RunConfig
 from shoal.folder import RunFolder
 from shoal.ledger import events as ev
 from shoal.ledger.book import Book
-from shoal.ledger.decide import AskLease, Judge, Publish, Refused, ReturnLeases, Submit, Wait, groups_in_flight
+from shoal.ledger.commands import AskLease, Judge, Publish, Refused, ReturnLeases, Submit, Wait
+from shoal.ledger.decide import groups_in_flight
 from shoal.ledger.state import Lease, Node, State, state_hash
 from shoal.ledger.verify import AUDIT_CHAIN, SLOT_CHAIN
 from shoal.net.blobs import FolderBlobs

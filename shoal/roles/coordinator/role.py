@@ -24,7 +24,7 @@ from shoal.errors import StateError
 from shoal.folder import RunFolder, write_atomically
 from shoal.ledger import events as ev
 from shoal.ledger.book import Book
-from shoal.ledger.decide import Create, Reconfigure, Tick
+from shoal.ledger.commands import Create, Reconfigure, Tick
 from shoal.ledger.store import Store, sqlite_url
 from shoal.ledger.verify import AUDIT_CHAIN, SLOT_CHAIN
 from shoal.net.keys import load_or_make_key
