@@ -1,0 +1,63 @@
+"""The prover's side: a worker's groups become the bytes of a `Submission`.
+
+Called by the worker; `verify` reads what this writes. It knows no network and no key: the role signs and sends.
+Sampling proofs cost no bytes (the seeds of the lease prove the choice), so `proofs` is empty.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from shoal.errors import StateError
+from shoal.protocol.constants import MAX_SUBMISSION_BYTES
+from shoal.protocol.types import EngineFacts, Group, Lease, Rules, Submission
+from shoal.protocol.wire import to_msgpack
+
+BYTES_PER_TOKEN = 4 + 1 + 4
+"""Token id, author, log-probability."""
+
+ROLLOUT_OVERHEAD_BYTES = 256
+"""Field names, lengths, version and ending of one rollout; the field names take about 60."""
+
+GROUP_OVERHEAD_BYTES = 1024
+"""Field names, slot, task and the environment's name of one group."""
+
+SUBMISSION_OVERHEAD_BYTES = 4096
+"""Run, lease, version, engine facts."""
+
+
+def commit(run: str, lease: Lease, groups: Sequence[Group], engine: EngineFacts) -> bytes:
+    """Encode the groups of a lease, in its order, as msgpack `Submission` bytes.
+
+    Raises `StateError` when a log-probability is not a finite number: such a submission would be refused as
+    fabricated, and the fault is this machine's.
+    """
+    assert [g.slot for g in groups] == [s.slot for b in lease.blocks for s in b.slots], "groups must fill the lease"
+    for group in groups:
+        for index, rollout in enumerate(group.rollouts):
+            if not np.isfinite(rollout.logprobs_P()).all():
+                raise StateError(
+                    f"not submitted: rollout {index} of slot {group.slot} has a log-probability that is not finite "
+                    f"({engine.implementation}, {engine.dtype} on {engine.device}). Check this machine's memory, or "
+                    "use --dtype float32"
+                )
+    submission = Submission(
+        run=run,
+        lease=lease.id,
+        version=lease.version,
+        groups=tuple(to_msgpack(group) for group in groups),
+        proofs=(),
+        engine=engine,
+    )
+    return to_msgpack(submission)
+
+
+def largest_submission_bytes(lease: Lease, rules: Rules) -> int:
+    """Most bytes that an honest submission for this lease can have.
+
+    More is refused before it is decoded, so what a stranger can make us hold is bounded by what we asked for.
+    """
+    num_groups = sum(len(block.slots) for block in lease.blocks)
+    rollout = lease.sampling.max_tokens * BYTES_PER_TOKEN + ROLLOUT_OVERHEAD_BYTES
+    group = rules.group_size * rollout + GROUP_OVERHEAD_BYTES
+    return min(MAX_SUBMISSION_BYTES, num_groups * group + SUBMISSION_OVERHEAD_BYTES)

@@ -1,0 +1,131 @@
+"""Judge a submission: one verdict for each slot of its lease, whatever the bytes are.
+
+Called by the validator, and by auditors who re-derive what a validator found. It knows no network and no model: what
+it needs to look with comes in `Tools`. A stranger's fault is data here, never an exception; an exception is ours.
+
+Model-free checks run on every group, in order, and the first failure decides. The groups drawn for audit that pass
+them share one prefill, and the checks of the audit read its scores.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from shoal.proofs.checks import complete, ending, environment, lease, logprobs, prompt, reward, sampling, shape
+from shoal.proofs.commit import largest_submission_bytes
+from shoal.proofs.context import CheckModule, Context, Failure, Tools
+from shoal.protocol.types import Check, Group, GroupVerdict, Submission, Verdict
+from shoal.protocol.wire import WireError, from_msgpack
+
+MODEL_FREE: tuple[CheckModule, ...] = (shape, lease, prompt, environment, reward, ending, complete)
+"""On every group, in this order: each may rely on what those before it found in order."""
+
+AUDIT: tuple[CheckModule, ...] = (sampling, logprobs)
+"""On the groups drawn for audit, from one prefill."""
+
+
+def verify_submission(body: bytes, check: Check, tools: Tools) -> Verdict:
+    """Judge the bytes that a worker sent for a lease. `check.id` must be the digest of `body`: the role sees to it.
+
+    `tools` must be of the lease's policy version. Raises nothing because of what is in `body`.
+    """
+    submission = _open(body, check, tools)
+    slots = [slot for block in check.lease.blocks for slot in block.slots]
+    if isinstance(submission, Failure):
+        return Verdict(check.id, tuple(_refuse(slot.slot, shape, submission) for slot in slots))
+
+    contexts = [Context(tools, check.lease, slot, submission) for slot in slots]
+    groups = [_open_group(encoded) for encoded in submission.groups]
+    verdicts = [_judge_without_model(group, ctx) for group, ctx in zip(groups, contexts, strict=True)]
+    audited = [
+        (place, group)
+        for place, (group, verdict) in enumerate(zip(groups, verdicts, strict=True))
+        if isinstance(group, Group) and verdict.outcome == "accept" and verdict.slot in check.audited
+    ]
+    _prefill([(group, contexts[place]) for place, group in audited], tools)
+    for place, group in audited:
+        verdicts[place] = _judge_with_model(group, contexts[place])
+    return Verdict(check.id, tuple(verdicts))
+
+
+def _open(body: bytes, check: Check, tools: Tools) -> Submission | Failure:
+    """Decode what surrounds the groups, no larger than the lease needs."""
+    largest = largest_submission_bytes(check.lease, tools.info.rules)
+    if len(body) > largest:
+        return Failure(-1, -1, len(body), largest, "submission is larger than its lease can need, in bytes")
+    try:
+        submission = from_msgpack(body, Submission)
+    except WireError:
+        return Failure(-1, -1, 0, 0, "bytes are not a Submission in msgpack")
+    due = sum(len(block.slots) for block in check.lease.blocks)
+    if len(submission.groups) != due:
+        return Failure(-1, -1, len(submission.groups), due, "number of groups is not that of the lease")
+    if submission.proofs:
+        return Failure(-1, -1, len(submission.proofs), 0, "proofs that this run does not ask for")
+    return submission
+
+
+def _open_group(encoded: bytes) -> Group | Failure:
+    try:
+        return from_msgpack(encoded, Group)
+    except WireError:
+        return Failure(-1, -1, 0, 0, "bytes are not a Group in msgpack")
+
+
+def _prefill(audited: Sequence[tuple[Group, Context]], tools: Tools) -> None:
+    """Hand each audited group its scores, all from one call of the engine."""
+    if not audited:
+        return
+    requests = [ctx.requests(group) for group, ctx in audited]
+    scores = tools.score([request for of_group in requests for request in of_group])
+    taken = 0
+    for (_, ctx), of_group in zip(audited, requests, strict=True):
+        ctx.scores = scores[taken : taken + len(of_group)]
+        taken += len(of_group)
+
+
+def _judge_without_model(group: Group | Failure, ctx: Context) -> GroupVerdict:
+    """The checks that need no model. A slot that nobody can fill is void, whatever was sent for it."""
+    if isinstance(group, Failure):
+        return _refuse(ctx.slot.slot, shape, group)
+    if not ctx.playable():
+        return GroupVerdict(ctx.slot.slot, False, "void", environment.NAME, "the environment cannot begin this task")
+    return _first_failure(MODEL_FREE, group, ctx) or _accept(group, ctx)
+
+
+def _judge_with_model(group: Group, ctx: Context) -> GroupVerdict:
+    """The checks that read `ctx.scores`."""
+    verdict = _first_failure(AUDIT, group, ctx) or _accept(group, ctx)
+    return msgspec.structs.replace(verdict, audited=True)
+
+
+def _first_failure(checks: Sequence[CheckModule], group: Group, ctx: Context) -> GroupVerdict | None:
+    for module in checks:
+        failure = module.check(group, ctx)
+        if failure is not None:
+            return _refuse(ctx.slot.slot, module, failure)
+    return None
+
+
+def _accept(group: Group, ctx: Context) -> GroupVerdict:
+    return GroupVerdict(
+        slot=ctx.slot.slot,
+        audited=False,
+        outcome="accept",
+        rewards=tuple(float(replayed.reward) for replayed in ctx.replays(group)),
+        tokens=sum(rollout.num_policy_tokens() for rollout in group.rollouts),
+    )
+
+
+def _refuse(slot: int, module: CheckModule, failure: Failure) -> GroupVerdict:
+    return GroupVerdict(
+        slot=slot,
+        audited=False,
+        outcome="soft" if failure.mild else module.SEVERITY,
+        check=module.NAME,
+        detail=failure.detail,
+        rollout=failure.rollout,
+        position=failure.position,
+        figure=float(failure.figure),
+        bound=float(failure.bound),
+    )

@@ -1,0 +1,73 @@
+"""Every attack of the zoo is refused by the check that is meant for it, and honest work never is."""
+
+import pytest
+
+from shoal.protocol.types import Submission
+from shoal.protocol.wire import WireError, from_msgpack, to_msgpack
+from tests.attacks.world import World, lease_of, load_engine, make_policy
+from tests.attacks.zoo import ATTACKS, Attack
+
+
+@pytest.fixture(scope="module")
+def policies(tmp_path_factory):
+    root = tmp_path_factory.mktemp("policies")
+    return {
+        "honest": make_policy(root / "honest", seed=0, sharpen=40.0),
+        "other": make_policy(root / "other", seed=1, sharpen=40.0),
+        "stale": make_policy(root / "stale", seed=0, sharpen=40.0, nudge=0.01),
+    }
+
+
+@pytest.fixture(scope="module")
+def world(policies):
+    return World(**policies)
+
+
+def spoilt(world: World, body: bytes) -> list[bool]:
+    """For each slot, whether what was sent for it differs from what honest work would have been."""
+    honest = [to_msgpack(group) for group in world.honest_groups]
+    try:
+        said = from_msgpack(body, Submission)
+    except WireError:
+        return [True] * len(honest)
+    if (said.run, said.lease, len(said.groups)) != ("run-1", world.lease.id, len(honest)):
+        return [True] * len(honest)
+    return [sent != due for sent, due in zip(said.groups, honest, strict=True)]
+
+
+@pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.__name__)
+def test_attack_is_refused_by_its_check_and_honest_groups_beside_it_pass(world: World, attack: type[Attack]):
+    body = attack().body(world)
+    touched = spoilt(world, body)
+    assert any(touched)
+    for verdict, bad in zip(world.judge(body), touched, strict=True):
+        if bad:
+            assert verdict.check in attack.caught_by, verdict
+            assert verdict.outcome in ("soft", "hard") and verdict.tokens == 0 and not verdict.rewards
+        else:
+            assert verdict.outcome == "accept", verdict
+
+
+SLOTS = [(slot, ("wordle", "arithmetic")[slot % 2], 3 + slot // 2) for slot in range(16)]
+
+
+@pytest.mark.parametrize(
+    ("sharpen", "block_groups", "threads"),
+    [(1.0, 16, 1), (40.0, 1, 1), (40.0, 4, 1), (40.0, 16, 1), (40.0, 16, 2), (200.0, 16, 2), (200.0, 4, 1)],
+)
+def test_honest_work_passes_whatever_the_batch_and_the_threads(tmp_path, sharpen, block_groups, threads):
+    policy = make_policy(tmp_path / "policy", seed=0, sharpen=sharpen)
+    blocks = [SLOTS[i : i + block_groups] for i in range(0, 16, block_groups)]
+    world = World(honest=policy, other=policy, stale=policy, lease=lease_of(blocks))
+    body = world.encode(world.play(load_engine(policy, threads=threads)))
+    verdicts = world.judge(body, engine=load_engine(policy, threads=3 - threads))
+    assert {(v.outcome, v.audited) for v in verdicts} == {("accept", True)}
+    assert sum(v.tokens for v in verdicts) > 128
+
+
+def test_copies_are_legal_where_the_policy_leaves_no_choice(policies, tmp_path):
+    certain = make_policy(tmp_path / "certain", seed=0, sharpen=3000.0)
+    world = World(**(policies | {"honest": certain}))
+    alike = [group for group in world.honest_groups if len(set(group.rollouts)) == 1]
+    assert alike, "a policy without entropy should repeat itself"
+    assert {v.outcome for v in world.judge(world.encode(world.honest_groups))} == {"accept"}

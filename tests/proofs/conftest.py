@@ -1,0 +1,121 @@
+"""Hand-made work: scripted players play real environments, and the engine's scores are written by the test."""
+
+import random
+from types import SimpleNamespace
+
+import msgspec
+import numpy as np
+import pytest
+
+from shoal.config import TinyPolicy
+from shoal.engine.base import Score
+from shoal.envs.arithmetic import environment as arithmetic
+from shoal.envs.play import play_scripted
+from shoal.envs.replay import replay
+from shoal.envs.wordle import environment as wordle
+from shoal.policy.render import Renderer
+from shoal.policy.tiny import make_tiny
+from shoal.proofs.context import Context, Tools
+from shoal.proofs.verify import verify_submission
+from shoal.protocol import types
+from shoal.protocol.wire import digest, from_msgpack, to_msgpack
+
+GROUP_SIZE = 4
+SAMPLING = types.Sampling(temperature=1.0, max_turn_tokens=12, max_tokens=160)
+RULES = types.Rules(
+    group_size=GROUP_SIZE,
+    block_groups=2,
+    batch_groups=2,
+    max_staleness=0,
+    steps=1,
+    lease_s=60.0,
+    audit_rate=1.0,
+    dtype="float32",
+    logprob_bound=0.01,
+    gap_bound=1e-3,
+    max_flipped=0.01,
+    mean_gap_bound=1e-4,
+)
+ENGINE = types.EngineFacts("by hand", "float32", "cpu")
+
+
+@pytest.fixture(scope="session")
+def renderer(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("policy")
+    make_tiny(TinyPolicy(width=16, layers=1, heads=2, kv_heads=1, mlp_width=16), directory, 0, "float32")
+    return Renderer.from_directory(directory)
+
+
+class Desk:
+    """A lease of four slots over two environments, the work that fills it, and its judgement."""
+
+    def __init__(self, renderer: Renderer) -> None:
+        self.envs = {"wordle": wordle(num_words=16, heldout=4), "arithmetic": arithmetic()}
+        slots = [types.Slot(i, f"{i:064x}", ("wordle", "arithmetic")[i % 2], task=i + 1) for i in range(4)]
+        self.lease = types.Lease(
+            "lease-1",
+            "worker",
+            3,
+            tuple(types.Block(b, tuple(slots[2 * b : 2 * b + 2])) for b in (0, 1)),
+            SAMPLING,
+            0,
+            60,
+        )
+        info = SimpleNamespace(run="run-1", rules=RULES)
+        self.prefills: list[int] = []
+        self.gaps = lambda request: np.zeros(len(request.policy_positions), dtype=np.float32)
+        self.logprobs = lambda request: np.full(len(request.policy_positions), -1.0, dtype=np.float32)
+        self.tools = Tools(info, self.envs, renderer, replay, self._score)
+        self.slots = slots
+        self.groups = [self._play(slot) for slot in slots]
+
+    def _play(self, slot: types.Slot) -> types.Group:
+        env, rollouts = self.envs[slot.env], []
+        for index in range(GROUP_SIZE):
+            player = env.players()[("right", "wrong")[index % 2]]
+            talk = play_scripted(env, self.tools.renderer, env.task(slot.task), player, random.Random(index), SAMPLING)
+            talk.logprobs = [-1.0] * sum(talk.author)
+            rollouts.append(talk.rollout(self.lease.version))
+        return types.Group(slot.slot, slot.task, slot.env, tuple(rollouts))
+
+    def _score(self, requests):
+        self.prefills.append(len(requests))
+        return [Score(self.logprobs(request), self.gaps(request), None) for request in requests]
+
+    def body(self, groups=None) -> bytes:
+        """A submission of any groups, past the prover's own refusals."""
+        encoded = tuple(to_msgpack(group) for group in (self.groups if groups is None else groups))
+        return to_msgpack(types.Submission("run-1", self.lease.id, self.lease.version, encoded, (), ENGINE))
+
+    def judge(self, body: bytes, audited=()) -> list[types.GroupVerdict]:
+        verdict = verify_submission(body, types.Check(digest(body), self.lease, tuple(audited), 60.0), self.tools)
+        assert [v.slot for v in verdict.groups] == [0, 1, 2, 3]
+        return list(verdict.groups)
+
+    def context(self, place: int = 0) -> Context:
+        return Context(self.tools, self.lease, self.slots[place], from_msgpack(self.body(), types.Submission))
+
+    def edit(self, place: int, rollout: int, **fields) -> list[types.Group]:
+        """The work with some fields of one rollout replaced."""
+        group = self.groups[place]
+        rollouts = list(group.rollouts)
+        rollouts[rollout] = msgspec.structs.replace(rollouts[rollout], **fields)
+        return self.replace(place, rollouts=tuple(rollouts))
+
+    def replace(self, place: int, **fields) -> list[types.Group]:
+        """The work with some fields of one group replaced."""
+        groups = list(self.groups)
+        groups[place] = msgspec.structs.replace(groups[place], **fields)
+        return groups
+
+    def encoded_groups(self) -> list[bytes]:
+        return [to_msgpack(group) for group in self.groups]
+
+    def resubmit(self, **fields) -> bytes:
+        """The body with some fields of the submission replaced."""
+        return to_msgpack(msgspec.structs.replace(from_msgpack(self.body(), types.Submission), **fields))
+
+
+@pytest.fixture
+def desk(renderer):
+    return Desk(renderer)
