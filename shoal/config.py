@@ -18,6 +18,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from shoal.errors import ConfigError
+from shoal.protocol.constants import CHAIN_LENGTH
 
 T = TypeVar("T")
 
@@ -229,6 +230,8 @@ class SftConfig(Section, frozen=True, kw_only=True):
     policy: PolicyConfig = PolicyConfig()
     env: EnvConfig
     """Whose scripted right player is imitated."""
+    player: str = "right"
+    """Which of the environment's scripted players is learned from."""
     episodes: int = 4096
     """Scripted games to learn from."""
     steps: int = 300
@@ -286,6 +289,10 @@ def load_sft(path: Path, overrides: list[str] | None = None) -> SftConfig:
     return _convert(_read_toml(path), overrides or [], SftConfig, path)
 
 
+BF16_GAP_BOUND = 0.03
+"""A replayed bfloat16 token may be this far from the best choice, nats: a smaller bound refuses honest work."""
+
+
 def check_run(config: RunConfig) -> None:
     """Raise `ConfigError` where keys contradict each other."""
     rollouts, sampling = config.rollouts, config.sampling
@@ -294,6 +301,12 @@ def check_run(config: RunConfig) -> None:
         *_at_least(0, AT_LEAST_0, config),
         *_at_least(1, AT_LEAST_1, config),
         (re.fullmatch(r"[\w.-]*\w", config.name) is not None, f"name = {config.name!r}: letters, digits, - _ . only"),
+        (config.steps < CHAIN_LENGTH, f"steps = {config.steps}: must be below {CHAIN_LENGTH}, the length of a chain"),
+        (
+            config.policy.dtype == "float32" or config.verify.gap_bound >= BF16_GAP_BOUND,
+            f"verify.gap_bound = {config.verify.gap_bound}: honest bfloat16 work differs by more; with policy.dtype = "
+            "bfloat16 start from gap_bound 0.1, logprob_bound 0.3, max_flipped 0.02, mean_gap_bound 0.001",
+        ),
         (bool(config.envs), "envs: at least one [[envs]] section is needed"),
         (all(e.weight > 0 for e in config.envs), "envs.weight: must be above 0"),
         (rollouts.group_size >= 2, "rollouts.group_size: at least 2, or no group has signal"),
@@ -362,8 +375,8 @@ def from_tree(tree: dict[str, Any], kind: type[T], source: str) -> T:
 
 
 def to_tree(config: msgspec.Struct) -> dict[str, Any]:
-    """A config as nested plain tables: what the resolved run file and the log hold."""
-    tree: dict[str, Any] = msgspec.to_builtins(config)
+    """A config as nested plain tables: what the resolved run file and the log hold, so lists, not tuples."""
+    tree: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(config))
     return tree
 
 
@@ -446,6 +459,11 @@ def node_home() -> Path:
 
 
 def child_environment(threads: int) -> dict[str, str]:
-    """Environment of a role's process: threads pinned, OpenMP waiting without spinning."""
+    """Environment of a role's process: threads pinned, OpenMP waiting without spinning, freed memory kept.
+
+    glibc gives every large tensor back to the system when it is freed, and takes it anew, page by page: keeping it
+    saves a quarter of the CPU time of training and prefill (LOG.md, 2026-11-21).
+    """
     pinned = {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
-    return os.environ | pinned | {"OMP_WAIT_POLICY": "PASSIVE", "PYTHONUNBUFFERED": "1"}
+    kept = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_TOP_PAD_": str(1 << 26)}
+    return os.environ | pinned | kept | {"OMP_WAIT_POLICY": "PASSIVE", "PYTHONUNBUFFERED": "1"}

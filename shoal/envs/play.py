@@ -34,18 +34,26 @@ class Episode:
 def play_block(
     engine: Engine, renderer: Renderer, envs: Mapping[str, Env], block: Block, group_size: int, sampling: Sampling
 ) -> list[Group]:
-    """Fill the slots of a block, all of its rollouts as one batch; groups in the order of the slots."""
-    episodes = []
+    """Fill the slots of a block, all of its rollouts as one batch; groups in the order of the slots.
+
+    A task that cannot begin gives a group without rollouts: whoever judges it finds the same, and the slot is void.
+    """
+    episodes: list[Episode] = []
+    of_slot: dict[int, range] = {}
     for slot in block.slots:
         if slot.env not in envs:
             raise ShoalError(f"slot {slot.slot} asks for environment {slot.env}, which is not loaded ({sorted(envs)})")
-        env = envs[slot.env]
-        task, seed = task_of(env, slot.task), bytes.fromhex(slot.seed)
-        episodes += [Episode(env, task, sample_seed(seed, i)) for i in range(group_size)]
+        env, seed, first = envs[slot.env], bytes.fromhex(slot.seed), len(episodes)
+        try:
+            task = task_of(env, slot.task)
+            if Conversation(env, renderer, task, sampling).ending is None:
+                episodes += [Episode(env, task, sample_seed(seed, i)) for i in range(group_size)]
+        except ShoalError as fault:
+            log.warning("void slot=%d reason=%s", slot.slot, fault)
+        of_slot[slot.slot] = range(first, len(episodes))
     rollouts = play(engine, renderer, episodes, sampling)
     return [
-        Group(slot.slot, slot.task, slot.env, tuple(rollouts[n * group_size : (n + 1) * group_size]))
-        for n, slot in enumerate(block.slots)
+        Group(slot.slot, slot.task, slot.env, tuple(rollouts[i] for i in of_slot[slot.slot])) for slot in block.slots
     ]
 
 

@@ -2,21 +2,22 @@
 
 A built-in environment (`wordle`), multi-turn. It knows no tokens and no model.
 
-The policy writes one word a turn. A legal word uses up a guess and is answered letter by letter with a mark each:
+The policy writes one word a turn. A legal word uses up a guess and is answered with a mark for each of its letters:
 `=` right letter in the right place, `+` a letter of the word in another place, `-` not (or no longer) in it, so
-"crane" for the hidden "cater" gives `c=r+a+n-e+`. Anything else is answered "not a word" and uses up no guess, as in
-the game, but the third such answer ends the episode.
+"crane" for the hidden "cater" gives `=++-+`. Anything else is answered `?????`, no word, and uses up no guess, as in
+the game, but the third such answer ends the episode. Marks stand in the order of the letters, so that a small model
+finds the mark of a letter at a fixed distance.
 
 A letter guessed twice is marked as often as the hidden word has it: places that are right count first, the rest from
 left to right.
 
-Reward: 1 for a win. Otherwise `partial` times the best guess's share of right letters, of which one in the wrong
-place counts half: below 0.5 by default.
+Reward: 1 for a win. Otherwise `partial` times the share of the guesses after the first that respect every mark given
+before them, as "hard mode" demands: below 0.5 by default. It rewards a held-out word that fits as much as any other.
 """
 
 import functools
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
@@ -28,8 +29,7 @@ from shoal.errors import ConfigError
 from shoal.protocol.wire import domain_hash
 
 RIGHT, ELSEWHERE, ABSENT = "=", "+", "-"
-NOT_A_WORD = "not a word"
-LETTERS = 5
+NOT_A_WORD = "?????"
 
 
 class WordleArgs(Section, frozen=True):
@@ -43,9 +43,13 @@ class WordleArgs(Section, frozen=True):
     not_words: Annotated[int, msgspec.Meta(ge=1, le=100)] = 3
     """Actions that are no legal word: this many end the episode."""
     partial: Annotated[float, msgspec.Meta(ge=0.0, lt=1.0)] = 0.5
-    """Reward of a lost game whose best guess had all letters right, if there were such a game."""
+    """Reward of a lost game in which every guess respected the marks before it."""
     opening: Annotated[str, msgspec.Meta(min_length=1, max_length=4000)] = "wordle"
     """The first message. A policy that was not trained for the game needs the rules here."""
+    first_guess: str = ""
+    """What the scripted players open with, if it is in play; empty is a random word."""
+    careless: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)] = 0.5
+    """Share of the careless player's games in which it ignores the marks."""
 
 
 class WordleState(NamedTuple):
@@ -95,31 +99,44 @@ class Wordle:
             return Step(after, NOT_A_WORD, after.not_words >= self.args.not_words)
         after = state._replace(guesses=(*state.guesses, guess))
         done = guess == state.answer or len(after.guesses) >= self.args.guesses
-        return Step(after, render(guess, marks(guess, state.answer)), done)
+        return Step(after, marks(guess, state.answer), done)
 
     def score(self, state: WordleState) -> float:
         """1 for a win, otherwise part of `partial`."""
         if self.success(state):
             return 1.0
-        shares = (closeness(marks(guess, state.answer)) for guess in state.guesses)
-        return self.args.partial * max(shares, default=0.0)
+        later = range(1, len(state.guesses))
+        respectful = sum(_respects(state.guesses[i], state.guesses[:i], state.answer) for i in later)
+        return self.args.partial * respectful / max(1, self.args.guesses - 1)
 
     def success(self, state: WordleState) -> bool:
         """Whether the hidden word was found."""
         return state.answer in state.guesses
 
     def players(self) -> Mapping[str, Player]:
-        """Right: a random word among those that all marks allow. Wrong: a random word that they rule out."""
-        return {"right": self._play_right, "wrong": self._play_wrong}
+        """Right: a random word among those that all marks allow. Wrong: any but the hidden one. Careless: a game of
+        the one kind or of the other, to start from a policy that knows how to play but does not always do so."""
+        return {"right": self._play_right, "wrong": self._play_wrong, "careless": self._play_careless}
 
     def _play_right(self, state: WordleState, rng: random.Random) -> str:
+        if not state.guesses and self.args.first_guess in self.legal:
+            return self.args.first_guess
         told = tuple((guess, marks(guess, state.answer)) for guess in state.guesses)
         return rng.choice(_consistent(self.words, told))
 
     def _play_wrong(self, state: WordleState, rng: random.Random) -> str:
         return rng.choice([word for word in self.words if word != state.answer])
 
+    def _play_careless(self, state: WordleState, rng: random.Random) -> str:
+        """Its mood is decided with the second guess, and can be told from that: a guess that ignores the marks."""
+        started = len(state.guesses) > 1
+        ignores = not all(_respects(g, state.guesses[:i], state.answer) for i, g in enumerate(state.guesses))
+        if ignores if started else state.guesses and rng.random() < self.args.careless:
+            return rng.choice(self.words)
+        return self._play_right(state, rng)
 
+
+@functools.lru_cache(maxsize=1 << 20)
 def marks(guess: str, answer: str) -> str:
     """A mark for each letter of the guess."""
     right = [a == b for a, b in zip(guess, answer, strict=True)]
@@ -136,14 +153,9 @@ def marks(guess: str, answer: str) -> str:
     return "".join(told)
 
 
-def render(guess: str, told: str) -> str:
-    """What the policy reads: each letter followed by its mark."""
-    return "".join(letter + mark for letter, mark in zip(guess, told, strict=True))
-
-
-def closeness(told: str) -> float:
-    """Share of letters that are right, those in the wrong place counted half."""
-    return (told.count(RIGHT) + told.count(ELSEWHERE) / 2) / LETTERS
+def _respects(guess: str, before: Sequence[str], answer: str) -> bool:
+    """Whether a guess could be the hidden word, by the marks that the guesses before it got."""
+    return all(marks(earlier, guess) == marks(earlier, answer) for earlier in before)
 
 
 @functools.cache
@@ -152,7 +164,7 @@ def shuffled_words() -> tuple[str, ...]:
     return tuple(sorted(WORDS, key=lambda word: domain_hash("wordle", word.encode())))
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=65536)
 def _consistent(words: tuple[str, ...], told: tuple[tuple[str, str], ...]) -> tuple[str, ...]:
     """Words that would have been answered by just these marks; never empty, for the hidden word is one."""
     if not told:

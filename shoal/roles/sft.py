@@ -29,7 +29,7 @@ def main(recipe: Path, out: Path, overrides: list[str]) -> None:
     """Make a checkpoint in `out` by a recipe. Raises `ConfigError` for a recipe or environment that cannot teach."""
     config = load_sft(recipe, overrides)
     torch.set_num_threads(config.threads)
-    start = Path(config.policy.path) if config.policy.path else out.with_name(f".{out.name}-start")
+    start = recipe.parent / config.policy.path if config.policy.path else out.with_name(f".{out.name}-start")
     if not config.policy.path:
         make_tiny(config.policy.tiny, start, config.seed, "float32")
     model = load_policy(start, torch.float32)
@@ -50,9 +50,11 @@ def main(recipe: Path, out: Path, overrides: list[str]) -> None:
 def scripted_games(config: SftConfig, renderer: Renderer) -> list[tuple[list[int], list[int]]]:
     """Token ids and authors of games that the environment's right player plays on training tasks."""
     env = load_env(config.env.name, config.env.args)
-    player = players_of(env).get("right")
-    if player is None:
-        raise ConfigError(f"environment {env.name} has no scripted player to learn from: give it players()")
+    players = players_of(env)
+    if config.player not in players:
+        known = ", ".join(players) or "none: give it players()"
+        raise ConfigError(f"player = {config.player}: environment {env.name} has no such scripted player ({known})")
+    player = players[config.player]
     sampling = Sampling(1.0, config.max_tokens, config.max_tokens)
     rng = random.Random(config.seed)
     games = []
