@@ -25,6 +25,7 @@ from shoal.ledger.commands import (
 )
 from shoal.ledger.state import Lease, Node, State
 from shoal.protocol.constants import MAX_LEASE_BLOCKS, MAX_OPEN_LEASES
+from shoal.protocol.identity import is_public_key
 from shoal.protocol.types import GroupVerdict, Verdict
 
 LEASE_TARGET_S = 20.0
@@ -284,6 +285,8 @@ def _(command: Admin, state: State) -> list[ev.Body]:
     if action in phases:
         return [] if state.phase == phases[action] else [ev.RulesChanged(phase=phases[action])]
     if action == "admit":
+        if not is_public_key(key):
+            raise Refused("malformed", f"{key[:70]!r} is no public key of 64 hex digits: `shoal validate` prints it")
         return [] if key in state.validators else [ev.RulesChanged(admitted_validator=key)]
     if action == "kick":
         matches = [k for k, node in state.nodes.items() if key and (k.startswith(key) or node.name == key)]
@@ -321,9 +324,15 @@ def follow(state: State) -> list[ev.Body]:
     """What the state alone demands next; silent when nothing."""
     if state.seq < 0 or state.version < 0 or state.phase == "ended":
         return []
-    if state.version >= state.law.steps:
+    if state.version >= state.law.steps or _has_drained(state):
         return [ev.RunEnded(state.version)]
     return _void_stale(state) or _form_batch(state)
+
+
+def _has_drained(state: State) -> bool:
+    """A draining run ends when nothing is out or unjudged and the trainer has used every batch that could be formed."""
+    at_work = state.open_leases or state.pending or state.version in state.batches
+    return state.phase == "draining" and not at_work and not _form_batch(state)
 
 
 def _void_stale(state: State) -> list[ev.Body]:

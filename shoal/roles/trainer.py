@@ -98,6 +98,9 @@ class Trainer:
                     version += 1
                     metrics |= counts | await self._save_and_publish(version)
                     self._report(version, began, metrics)
+                if version < self.config.steps and not self.stopping:
+                    log.info("the run ended early at version=%d: it was drained", version)
+                    keep_checkpoint(self.folder.trainer / "publishing", self.folder.checkpoints / "final")
 
     async def _open(self) -> int:
         """Load the saved state, or begin; publish what a kill left unpublished; returns the version to learn from."""
@@ -129,6 +132,8 @@ class Trainer:
                 return await self.stopping.unless(self.client.get_json(f"/v1/batches/{step}", t.Batch))
             except NothingYet as reason:
                 log.info("waiting step=%d reason=%r", step, str(reason))
+                if (await self.client.get_json("/v1/run", t.RunInfo)).phase == "ended":
+                    return None
         return None
 
     async def _rows(self, batch: t.Batch) -> tuple[list[Row], dict[str, Any]]:

@@ -6,9 +6,10 @@ are in `proofs/`; this role brings the environments, the policy version, and one
 
 import asyncio
 import contextlib
+import functools
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from shoal.engine.base import Engine
@@ -21,11 +22,10 @@ from shoal.net.client import Client
 from shoal.net.keys import load_or_make_key
 from shoal.net.stopping import Stopping
 from shoal.policy.render import Renderer
-from shoal.proofs.commit import largest_submission_bytes
 from shoal.proofs.context import Tools
 from shoal.proofs.verify import verify_submission
 from shoal.protocol import types as t
-from shoal.protocol.constants import PROTOCOL_VERSION
+from shoal.protocol.constants import MAX_SUBMISSION_BYTES, PROTOCOL_VERSION
 from shoal.weights.fetch import HttpSource, fetch
 from shoal.weights.manifest import open_manifest
 
@@ -38,7 +38,8 @@ def main(url: str, home: Path, threads: int, key_file: Path | None = None, own_f
     Raises `PeerError` when the key is not admitted, with what the host must type.
     """
     key = load_or_make_key(key_file or home / "node.key")
-    validator = Validator(Client(url, key), home, LocalEngine(threads=threads), own_files)
+    make_engine = functools.partial(LocalEngine, threads)
+    validator = Validator(Client(url, key), home, make_engine, own_files)
     log.info("validating url=%s key=%s", url, key.public)
     asyncio.run(validator.run())
 
@@ -46,10 +47,12 @@ def main(url: str, home: Path, threads: int, key_file: Path | None = None, own_f
 class Validator:
     """One validator in one run."""
 
-    def __init__(self, client: Client, home: Path, engine: Engine, own_files: bool) -> None:
-        self.client, self.home, self.engine, self.own_files = client, home, engine, own_files
+    def __init__(self, client: Client, home: Path, make_engine: Callable[[str], Engine], own_files: bool) -> None:
+        """`make_engine` gives an engine of the run's dtype."""
+        self.client, self.home, self.make_engine, self.own_files = client, home, make_engine, own_files
         self.stopping = Stopping()
         self.info: t.RunInfo
+        self.engine: Engine
         self.envs: Mapping[str, Env]
         self.renderer: Renderer
 
@@ -72,6 +75,7 @@ class Validator:
             )
         self.client.run, self.client.head = info.run, info.head
         self.envs = load_run_envs(info.envs, own_files=self.own_files)
+        self.engine = self.make_engine(info.rules.dtype)
         facts = self.engine.facts
         join = t.Join("validator", self.home.name, 0.0, facts.implementation, facts.dtype, facts.device)
         await self.client.post_json("/v1/nodes", join, t.NodeState)
@@ -106,7 +110,7 @@ class Validator:
 
     async def _body(self, check: t.Check) -> bytes:
         """The submission's bytes, known by their hash."""
-        return await self.client.get_blob(check.id, cap=largest_submission_bytes(check.lease, self.info.rules) + 1)
+        return await self.client.get_blob(check.id, cap=MAX_SUBMISSION_BYTES)
 
     def _tools(self, check: t.Check) -> Tools:
         temperature = check.lease.sampling.temperature

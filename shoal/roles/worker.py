@@ -10,7 +10,7 @@ import contextlib
 import logging
 import platform
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -51,11 +51,13 @@ def main(
     `own_files` lets environments be files of this machine's owner; a stranger's run gets built-in ones only.
     Raises `PeerError`, `StateError`.
     """
-    engine: Engine = LocalEngine(threads=threads)
-    if cheat:
-        engine = cheating(cheat, engine)
     key = load_or_make_key(home / "node.key")
-    worker = Worker(Client(url, key), key.public, home, engine, max_memory_mb, name or platform.node(), own_files)
+
+    def make_engine(dtype: str) -> Engine:
+        engine = LocalEngine(threads=threads, dtype=dtype)
+        return cheating(cheat, engine) if cheat else engine
+
+    worker = Worker(Client(url, key), key.public, home, make_engine, max_memory_mb, name or platform.node(), own_files)
     asyncio.run(worker.run())
 
 
@@ -63,16 +65,24 @@ class Worker:
     """One worker in one run."""
 
     def __init__(
-        self, client: Client, key: str, home: Path, engine: Engine, max_memory_mb: int, name: str, own_files: bool
+        self,
+        client: Client,
+        key: str,
+        home: Path,
+        make_engine: Callable[[str], Engine],
+        max_memory_mb: int,
+        name: str,
+        own_files: bool,
     ) -> None:
-        """`key` is the public key that the client signs with."""
-        self.client, self.key, self.home, self.engine = client, key, home, engine
+        """`key` is the public key that the client signs with; `make_engine` gives an engine of the run's dtype."""
+        self.client, self.key, self.home, self.make_engine = client, key, home, make_engine
         self.max_memory_mb, self.name, self.own_files = max_memory_mb, name, own_files
         self.stopping = Stopping()
         self.tokens_per_s = 0.0
         self.told = t.NodeState(self.key, "worker", name, "new", 0, 0, 0, 0, {}, "")
         self.told_at = 0.0
         self.info: t.RunInfo
+        self.engine: Engine
         self.envs: Mapping[str, Env]
         self.renderer: Renderer
 
@@ -97,6 +107,7 @@ class Worker:
             )
         self.client.run, self.client.head = info.run, info.head
         self.envs = load_run_envs(info.envs, own_files=self.own_files)
+        self.engine = self.make_engine(info.rules.dtype)
         facts = self.engine.facts
         join = t.Join("worker", self.name, 0.0, facts.implementation, facts.dtype, facts.device)
         self.told = await self.client.post_json("/v1/nodes", join, t.NodeState)

@@ -220,9 +220,11 @@ def test_one_soft_refusal_costs_only_the_pay(world):
 def test_only_admitted_validators_judge(world):
     world.enter("a" * 64)
     with pytest.raises(Refused, match="not admitted"):
-        world.enter("w" * 64, "validator")
-    world.do(Admin("admit", "w" * 64, world.now))
-    world.enter("w" * 64, "validator")
+        world.enter("e" * 64, "validator")
+    with pytest.raises(Refused, match="no public key"):
+        world.do(Admin("admit", "3f2a", world.now))
+    world.do(Admin("admit", "e" * 64, world.now))
+    world.enter("e" * 64, "validator")
 
 
 def test_a_verdict_must_audit_what_was_drawn(world):
@@ -265,6 +267,16 @@ def test_a_paused_run_gives_no_leases_and_a_kicked_node_none_either(world):
     world.do(Admin("kick", "a" * 6, world.now))
     with pytest.raises(Refused, match="removed"):
         world.lease("a" * 64)
+
+
+def test_a_draining_run_finishes_what_is_out_and_ends(world):
+    name = world.submit("a" * 64, world.lease("a" * 64))
+    world.do(Admin("drain", "", world.now))
+    with pytest.raises(Wait, match="draining"):
+        world.lease("a" * 64)
+    assert world.state.phase == "draining"
+    world.judge(name)
+    assert world.state.phase == "ended" and world.state.nodes["a" * 64].credits == 20
 
 
 def test_the_run_ends_at_its_last_step(world):

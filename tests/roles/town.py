@@ -6,6 +6,7 @@ For story tests. Roles are the product's own; only the transport is replaced, so
 import asyncio
 import random
 import time
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -73,15 +74,19 @@ class Town:
     def worker(self, name: str, cheat: str = "") -> Worker:
         """A worker, honest or not."""
         home = self.folder.nodes / name
-        engine: Engine = LocalEngine(threads=1)
         client = self.client(home / "node.key")
         key = load_or_make_key(home / "node.key").public
-        return Worker(client, key, home, cheating(cheat, engine) if cheat else engine, 0, name, own_files=True)
+
+        def make_engine(dtype: str) -> Engine:
+            engine = LocalEngine(threads=1, dtype=dtype)
+            return cheating(cheat, engine) if cheat else engine
+
+        return Worker(client, key, home, make_engine, 0, name, own_files=True)
 
     def validator(self) -> Validator:
         """The host's own validator."""
         client = self.client(self.folder.keys / "validator-0.key")
-        return Validator(client, self.folder.nodes / "validator-0", LocalEngine(threads=1), own_files=True)
+        return Validator(client, self.folder.nodes / "validator-0", partial(LocalEngine, 1), own_files=True)
 
     def trainer(self) -> Trainer:
         """The trainer."""
