@@ -1,0 +1,610 @@
+"""The documentation is true: what it links to is there, what it lists is complete, what it says to type works.
+
+    python tests/test_docs.py --write     make the generated tables anew
+
+Reference tables stand between `<!-- generated: NAME -->` and `<!-- end of generated -->`; they are made here, from the
+source. Code blocks follow three conventions, by the words after the fence:
+
+    ```console          what a person types, after `$ `: every `shoal` command must parse, every make target exist
+    ```console run      the same, and it is run here in a scratch folder; the lines shown must come, `...` is anything
+    ```python FILE      (and toml) the whole of a file that the page's commands use: run files must load
+"""
+
+import argparse
+import ast
+import functools
+import inspect
+import json
+import os
+import re
+import shlex
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import pytest
+
+from shoal import cli, config, metrics
+from shoal.engine import cheats
+from shoal.envs import arithmetic, wordle
+from shoal.folder import RunFolder
+from shoal.ledger import events, verify
+from shoal.proofs import verify as proofs
+from shoal.protocol import constants, identity, merkle, randomness, types
+from shoal.roles.coordinator.api import CALLS
+from shoal.roles.coordinator.role import open_run
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([ROOT / "README.md", ROOT / "AGENTS.md", ROOT / "LOG.md", *(ROOT / "docs").rglob("*.md")])
+REFERENCE = ROOT / "docs" / "reference"
+
+WORDS = (
+    "task", "rollout", "group", "slot", "block", "lease", "submission", "receipt", "verdict", "batch", "checkpoint",
+    "manifest", "chunk", "patch", "event", "log", "credit", "stake", "node", "run", "recipe", "environment", "policy",
+    "link", "audit", "decision",
+)  # fmt: skip
+"""One word per idea: DESIGN section 3."""
+
+
+def page_id(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+# --- pages, as far as tests read them ---
+
+
+class Fence(NamedTuple):
+    """A code block."""
+
+    info: str
+    text: str
+
+
+_FENCE = re.compile(r"^```(?P<info>[^\n`]*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"!?\[[^\]]*\]\((?P<target>[^)\s]+)\)")
+
+
+def fences(page: Path) -> list[Fence]:
+    """Code blocks of a page, in order."""
+    return [Fence(m["info"].strip(), m["text"]) for m in _FENCE.finditer(page.read_text())]
+
+
+def prose(page: Path) -> str:
+    """A page without its code blocks."""
+    return _FENCE.sub("", page.read_text())
+
+
+def anchors(page: Path) -> set[str]:
+    """Anchors of a page's headings, as GitHub makes them."""
+    found: set[str] = set()
+    for heading in re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE):
+        slug = re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+        found.add(slug)
+    return found
+
+
+def commands(fence: Fence) -> Iterator[tuple[str, list[str]]]:
+    """What is typed in a console block, with the lines shown below it."""
+    typed, shown = "", []
+    for line in fence.text.splitlines():
+        if line.startswith("$ "):
+            if typed:
+                yield typed, shown
+            typed, shown = line[2:], []
+        else:
+            shown.append(line)
+    if typed:
+        yield typed, shown
+
+
+def arguments(command: str) -> list[str]:
+    """Words of a typed command, its comment and redirections left out."""
+    words = shlex.split(command, comments=True)
+    return words[: next((i for i, word in enumerate(words) if word in (">", "|", "&")), len(words))]
+
+
+# --- the generated tables ---
+
+
+def field_docs(module: ModuleType) -> dict[str, dict[str, str]]:
+    """The strings below the fields of a module's classes, and below its constants (under "")."""
+    tree = ast.parse(inspect.getsource(module))
+    scopes = [("", tree.body)] + [(n.name, n.body) for n in tree.body if isinstance(n, ast.ClassDef)]
+    docs: dict[str, dict[str, str]] = {}
+    for scope, body in scopes:
+        found = docs.setdefault(scope, {})
+        for node, after in zip(body, [*body[1:], None], strict=True):
+            target = node.target if isinstance(node, ast.AnnAssign) else getattr(node, "targets", [None])[0]
+            names = [n.id for n in getattr(target, "elts", [target]) if isinstance(n, ast.Name)]
+            text = after.value.value if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) else ""
+            for name in names:
+                found[name] = " ".join(str(text).split())
+    return docs
+
+
+def one_line(doc: str | None) -> str:
+    """A docstring's first paragraph."""
+    return " ".join((doc or "").strip().split("\n\n")[0].split())
+
+
+def table(headings: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table."""
+    lines = [headings, ["---"] * len(headings), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in lines)
+
+
+def type_name(kind: Any) -> str:
+    """How a reader of a run file or a message calls a type."""
+    plain = {int: "whole number", float: "number", str: "text", bool: "true or false", bytes: "bytes"}
+    info = getattr(kind, "__origin__", None)
+    inner = getattr(kind, "__args__", ())
+    if kind in plain:
+        return plain[kind]
+    if hasattr(kind, "__metadata__"):
+        meta = kind.__metadata__[0]
+        bounds = [f"{word} {limit}" for word, limit in (("from", meta.ge), ("to", meta.le), ("below", meta.lt))
+                  if limit is not None]  # fmt: skip
+        return " ".join([type_name(info), *bounds])
+    if info is dict:
+        return "table" if inner[1] is Any else f"table of {type_name(inner[1])}"
+    if info in (tuple, list):
+        return "list of " + " and ".join(type_name(k) for k in inner if k is not Ellipsis)
+    if "Literal" in str(info):
+        return ", ".join(f"`{json.dumps(value)}`" for value in inner)
+    if inner:  # X | None
+        return " or ".join("null" if k is type(None) else type_name(k) for k in inner)
+    return "JSON" if kind is msgspec.Raw else f"`{kind.__name__}`"
+
+
+def default_of(field: msgspec.structs.FieldInfo) -> str:
+    """A field's default as TOML writes it."""
+    if field.required:
+        return "required"
+    value = field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
+    return f"`{json.dumps(value)}`"
+
+
+def keys_of(kind: Any, module: ModuleType, prefix: str) -> list[list[str]]:
+    """Rows of a section: key, type, default, meaning, and whether a resumed run may have another value."""
+    rows = []
+    for field in msgspec.structs.fields(kind):
+        if section_of(field.type) is not None:
+            continue
+        key = prefix + field.name
+        meaning = field_docs(module)[kind.__name__][field.name]
+        may_change = "yes" if safe(key) else "no"
+        rows.append([f"`{key}`", type_name(field.type), default_of(field), meaning, may_change])
+    return rows
+
+
+def safe(key: str) -> bool:
+    return any(key == known or key.startswith(known + ".") for known in config.SAFE_TO_CHANGE)
+
+
+def section_of(kind: Any) -> Any:
+    """The section type that a field holds, or holds a list of; None for a plain value."""
+    for inner in (kind, *getattr(kind, "__args__", ())):
+        if isinstance(inner, type) and issubclass(inner, config.Section):
+            return inner
+    return None
+
+
+def run_file_tables(kind: Any = config.RunConfig, prefix: str = "") -> str:
+    """Every key of a run file, section by section."""
+    headings = ["Key", "Type", "Default", "Meaning", "May change on resume"]
+    parts = [table(headings, keys_of(kind, config, prefix))]
+    for field in msgspec.structs.fields(kind):
+        inner = section_of(field.type)
+        if inner is not None:
+            name = prefix + field.name
+            listed = inner is not field.type
+            parts.append(f"### `{f'[[{name}]]' if listed else f'[{name}]'}`\n\n{one_line(inner.__doc__)}")
+            parts.append(run_file_tables(inner, name + "."))
+    return "\n\n".join(parts)
+
+
+def sft_table() -> str:
+    """Every key of an SFT recipe; `[policy]` and `[env]` are a run file's sections."""
+    rows = [row[:4] for row in keys_of(config.SftConfig, config, "")]
+    return table(["Key", "Type", "Default", "Meaning"], rows)
+
+
+def env_tables() -> str:
+    """Arguments of the built-in environments."""
+    parts = []
+    for module, kind in ((wordle, wordle.WordleArgs), (arithmetic, arithmetic.ArithmeticArgs)):
+        rows = [row[:4] for row in keys_of(kind, module, "")]
+        parts.append(
+            f"### `{module.__name__.rpartition('.')[2]}`\n\n{table(['Argument', 'Type', 'Default', 'Meaning'], rows)}"
+        )
+    return "\n\n".join(parts)
+
+
+def leaf_parsers(parser: argparse.ArgumentParser, name: str = "shoal") -> Iterator[tuple[str, argparse.ArgumentParser]]:
+    """Every command that does something, without the hidden one that the launcher uses."""
+    groups = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
+    if not groups:
+        yield name, parser
+    for group in groups:
+        shown = {choice.dest for choice in group._choices_actions}
+        for word, inner in group.choices.items():
+            if word in shown:
+                yield from leaf_parsers(inner, f"{name} {word}")
+
+
+def cli_sections() -> str:
+    """Each command: what it does, its arguments, examples."""
+    parts = []
+    for name, parser in leaf_parsers(cli.parser()):
+        actions = [a for a in parser._actions if not isinstance(a, argparse._HelpAction)]
+        usage = [name, *(a.metavar if a.required else f"[{a.metavar}]" for a in actions if _is_named(a))]
+        usage += [f"{a.option_strings[0]} {a.metavar}" for a in actions if a.option_strings and a.required]
+        usage += ["[options]"] if any(a.option_strings and not a.required for a in actions) else []
+        parts.append(f"## {name}\n\n    {' '.join(map(str, usage))}\n\n{unwrapped(parser.description)}")
+        if actions:
+            parts.append(table(["Argument", "Meaning"], [[_spelling(a), _meaning(a)] for a in actions]))
+        parts.append(f"```console\n{examples(parser.epilog)}\n```")
+    return "\n\n".join(parts)
+
+
+def _is_named(action: argparse.Action) -> bool:
+    if not action.option_strings and action.metavar is None:
+        action.metavar = action.dest.upper()
+    return not action.option_strings
+
+
+def _spelling(action: argparse.Action) -> str:
+    if not action.option_strings:
+        return f"`{action.metavar}`"
+    value = "" if action.nargs == 0 else f" {action.metavar or action.dest.upper()}"
+    return f"`{', '.join(action.option_strings)}{value}`"
+
+
+def _meaning(action: argparse.Action) -> str:
+    words = [action.help or ""]
+    if action.choices:
+        words.append("one of " + ", ".join(f"`{c}`" for c in action.choices))
+    if action.default not in (None, "", False, 0, [], {}) and "default" not in (action.help or ""):
+        words.append(f"default: `{action.default}`")
+    return "; ".join(word for word in words if word)
+
+
+def unwrapped(text: str | None) -> str:
+    return "\n\n".join(" ".join(part.split()) for part in (text or "").split("\n\n"))
+
+
+def examples(epilog: str | None) -> str:
+    """The examples of a command's help as console lines, their notes as comments."""
+    shown: list[str] = []
+    for line in textwrap.dedent((epilog or "").partition("\n")[2]).splitlines():
+        if line.startswith(" "):
+            shown[-1] += f"    # {line.strip()}"
+        else:
+            shown.append(f"$ {line}")
+    return "\n".join(shown)
+
+
+def call_table() -> str:
+    """Every HTTP call of the coordinator."""
+    rows = [
+        [f"`{call.method} {call.path}`", call.who, call.summary, _body(call.request), _body(call.response)]
+        for call, _ in CALLS
+    ]
+    return table(["Call", "Who", "What", "Body", "Answer"], rows)
+
+
+def _body(kind: Any) -> str:
+    return "" if kind is None else type_name(kind)
+
+
+def type_tables() -> str:
+    """Every message, with its fields."""
+    parts = []
+    for name, docs in field_docs(types).items():
+        kind = getattr(types, name, None)
+        if not name or not (isinstance(kind, type) and issubclass(kind, types.Message)) or kind is types.Message:
+            continue
+        hints = {field.name: field.type for field in msgspec.structs.fields(kind)}
+        rows = [[f"`{field}`", type_name(hint), docs[field]] for field, hint in hints.items()]
+        parts.append(f"### {name}\n\n{one_line(kind.__doc__)}\n\n{table(['Field', 'Type', 'Meaning'], rows)}")
+    return "\n\n".join(parts)
+
+
+def constant_table() -> str:
+    """Numbers that are never configurable."""
+    rows = []
+    for name, doc in field_docs(constants)[""].items():
+        value = getattr(constants, name)
+        shown = value.decode() if isinstance(value, bytes) else f"{value:,}"
+        rows.append([f"`{name}`", shown, doc])
+    return table(["Constant", "Value", "Meaning"], rows)
+
+
+def event_fields() -> str:
+    """The fields of each kind of event."""
+    rows = [
+        [f"`{name}`", ", ".join(f"`{field}`" for field in kind.__struct_fields__)]
+        for name, kind in events.KINDS.items()
+    ]
+    return table(["Kind", "Fields of `body`"], rows)
+
+
+def vectors() -> str:
+    """Test vectors of seeds, noise and signatures: an implementation that gives these agrees with ours."""
+    seed = bytes(range(32))
+    links = randomness.SecretChain(seed, verify.SLOT_CHAIN).links()
+    slot = randomness.slot_seed("00" * 16, 3, "11" * 32, links[4], 7)
+    sample = randomness.sample_seed(slot, 2)
+    noise = randomness.gumbel([sample], np.array([5]), 64)[0]
+    key = identity.Key(seed)
+    line = identity.RequestLine("POST", "/v1/leases")
+    signed = identity.sign_request(key, line, b"{}", created=1_700_000_000, nonce="nonce-of-16-byte", run="00" * 16)
+    named = {
+        "private seed": seed.hex(),
+        "end of the chain `chain/slots`, link(-1)": links[0].hex(),
+        "link(3)": links[4].hex(),
+        "slot seed: run `00` x 16, version 3, root `11` x 32, link(3), slot 7": slot.hex(),
+        "task of that slot among environments of weight 1 and 3 with 100 tasks each":
+            "environment {}, task {}".format(*randomness.draw_task(slot, [1.0, 3.0], [100, 100])),
+        "sample seed, index 2": sample.hex(),
+        "noise at position 5, vocabulary entries 0 to 3": ", ".join(f"{value:.6f}" for value in noise[:4]),
+        "noise at position 5, vocabulary entry 63": f"{noise[63]:.6f}",
+        "merkle root of the leaves `a`, `b`, `c`": merkle.merkle_root([b"a", b"b", b"c"]).hex(),
+        "public key of the Ed25519 key with the private seed above": key.public,
+        "its signature for the purpose `receipt` over `shoal`": key.sign("receipt", b"shoal"),
+        "hash of the event with the stored bytes `{}`": events.event_hash(b"{}"),
+    }  # fmt: skip
+    headers = "\n".join(f"{name}: {value}" for name, value in signed.items())
+    request = f"POST /v1/leases, body `{{}}`, signed by that key:\n\n```http\n{headers}\n```"
+    return table(["What", "Value"], [[name, f"`{value}`"] for name, value in named.items()]) + f"\n\n{request}"
+
+
+def metric_table() -> str:
+    """Every metric of metrics.jsonl."""
+    return table(["Metric", "Unit", "Meaning"], [[f"`{n}`", m.unit, m.sentence] for n, m in metrics.METRICS.items()])
+
+
+def check_table() -> str:
+    """Every check of a group, in order, from what its file says of itself."""
+    stages = {name: value for name, value in vars(proofs).items() if name.isupper() and isinstance(value, tuple)}
+    rows = []
+    for stage, checks in stages.items():
+        for module in checks:
+            doc = (inspect.getdoc(module) or "").split("\n\n")[1]
+            catches, cannot, severity = re.split(r"\n(?=Cannot |Hard|Soft)", doc)
+            texts = [" ".join(text.split()) for text in (severity, catches, cannot)]
+            rows.append([f"`{module.NAME}`", "model-free" if stage != "AUDIT" else "audit", *texts])
+    return table(["Check", "Stage", "Severity, and why", "Catches", "Cannot"], rows)
+
+
+def cheat_table() -> str:
+    """The cheats of the demo's cheating worker, in the order in which they are used."""
+    return table(["Cheat", "What it does"], [[f"`{n}`", one_line(c.__doc__)] for n, c in cheats.CHEATS.items()])
+
+
+TABLES: dict[str, tuple[str, Callable[[], str]]] = {
+    "run file": ("docs/reference/run-file.md", run_file_tables),
+    "sft recipe": ("docs/reference/run-file.md", sft_table),
+    "environment arguments": ("docs/reference/run-file.md", env_tables),
+    "commands": ("docs/reference/cli.md", cli_sections),
+    "calls": ("docs/reference/protocol.md", call_table),
+    "messages": ("docs/reference/protocol.md", type_tables),
+    "constants": ("docs/reference/protocol.md", constant_table),
+    "event fields": ("docs/reference/protocol.md", event_fields),
+    "vectors": ("docs/reference/protocol.md", vectors),
+    "metrics": ("docs/reference/metrics.md", metric_table),
+    "checks": ("docs/explanation/trust.md", check_table),
+    "cheats": ("docs/explanation/trust.md", cheat_table),
+}
+"""Page and maker of each generated table, by the name in its marker."""
+
+
+def split_at_table(page: Path, name: str) -> tuple[str, str, str]:
+    """A page before, inside and after a generated table."""
+    before, mark, rest = page.read_text().partition(f"<!-- generated: {name} -->\n")
+    inside, end, after = rest.partition("\n<!-- end of generated -->")
+    assert mark and end, f"{page_id(page)} has no table {name!r}"
+    return before + mark, inside, end + after
+
+
+def write_tables() -> None:
+    """Put every generated table anew into its page."""
+    for name, (page, make) in TABLES.items():
+        before, _, after = split_at_table(ROOT / page, name)
+        (ROOT / page).write_text(before + make() + after)
+
+
+# --- what is listed is complete ---
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_generated_table_is_that_of_the_source(name: str) -> None:
+    page, make = TABLES[name]
+    assert split_at_table(ROOT / page, name)[1] == make(), "run: python tests/test_docs.py --write"
+
+
+def test_every_key_is_documented_with_a_meaning() -> None:
+    text = (REFERENCE / "run-file.md").read_text()
+    keys = [*config.all_keys(config.RunConfig), *config.all_keys(config.SftConfig)]
+    sections = {key.rpartition(".")[0] for key in keys} | {"policy.tiny"}
+    wanted = {key for key in keys if key not in sections and not key.startswith("env.")}
+    assert [key for key in wanted if f"| `{key}` |" not in text] == []
+    assert not re.search(r"\| +\| (yes|no) \|$", text, re.MULTILINE), "a key has no sentence in shoal/config.py"
+
+
+def test_every_command_is_documented() -> None:
+    text = (REFERENCE / "cli.md").read_text()
+    assert [name for name, _ in leaf_parsers(cli.parser()) if f"## {name}\n" not in text] == []
+
+
+def test_every_kind_of_event_says_when_it_is_written() -> None:
+    section = (REFERENCE / "protocol.md").read_text().partition("\n## The log\n")[2].partition("\n## ")[0]
+    assert set(re.findall(r"^\| `(\w+)` \| [A-Z]", section, re.MULTILINE)) == set(events.KINDS)
+
+
+def test_every_code_of_a_refusal_is_documented() -> None:
+    section = (REFERENCE / "protocol.md").read_text().partition("\n## Refusals\n")[2].partition("\n## ")[0]
+    documented = set(re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE))
+    assert refusal_codes() == documented
+
+
+def refusal_codes() -> set[str]:
+    """Every word with which a request is refused, wherever in the source."""
+    codes: set[str] = set()
+    for file in (ROOT / "shoal").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("Refused", "SignatureError"):
+                words = [a.value for a in node.args[:2] if isinstance(a, ast.Constant) and isinstance(a.value, str)]
+                codes.update(word for word in words[:1] if re.fullmatch(r"[a-z_]+", word))
+    return codes
+
+
+def test_every_path_of_the_run_folder_and_key_of_the_summary_is_documented() -> None:
+    text = (REFERENCE / "files.md").read_text()
+    paths = [path.name for path in vars(RunFolder(Path("run"))).values() if path != Path("run")]
+    source = (ROOT / "shoal" / "launch" / "summary.py").read_text()
+    keys = re.findall(r'^        "(\w+)":', source.partition("summary = {")[2].partition("\n    }")[0], re.MULTILINE)
+    assert len(keys) > 8
+    assert [name for name in [*paths, *keys] if f"`{name}" not in text] == []
+
+
+def test_every_word_of_the_design_is_in_the_glossary() -> None:
+    glossary = (ROOT / "docs" / "glossary.md").read_text()
+    assert [word for word in WORDS if f"\n**{word}**" not in glossary] == []
+
+
+def test_every_page_can_be_reached_from_the_index() -> None:
+    index = (ROOT / "docs" / "index.md").read_text()
+    pages = [page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")]
+    assert [page for page in pages if page != "index.md" and f"({page})" not in index] == []
+
+
+# --- what is linked is there, what is typed works ---
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_links_lead_somewhere(page: Path) -> None:
+    broken = []
+    for target in _LINK.findall(prose(page)):
+        path, _, anchor = target.partition("#")
+        there = (page.parent / path).resolve() if path else page
+        if target.startswith(("http://", "https://")):
+            continue
+        if not there.exists() or (anchor and anchor not in anchors(there)):
+            broken.append(target)
+    assert broken == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_files_named_in_code_are_there(page: Path) -> None:
+    """Paths into our own folders, wherever they are named as code."""
+    named = re.findall(r"`((?:shoal|recipes|benchmarks|environments|tests|docs)/[\w./-]+)`", prose(page))
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_commands_shown_parse(page: Path) -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for fence in fences(page):
+        for command, _ in commands(fence) if fence.info.startswith("console") else ():
+            words = arguments(command)
+            if words[:1] == ["shoal"] and words[1:] not in (["--help"], ["--version"]) and "--help" not in words:
+                parsed = cli.parser().parse_args(words[1:])
+                recipe = getattr(parsed, "recipe", None)
+                assert recipe is None or recipe.parts[0] != "recipes" or (ROOT / recipe).is_file(), command
+            elif words[:1] == ["make"]:
+                assert words[1] in targets, command
+
+
+@functools.cache
+def named_files(page: Path) -> dict[str, str]:
+    """The files whose whole text a page shows, by name."""
+    blocks = [(fence.info.split(), fence.text) for fence in fences(page)]
+    return {info[1]: text for info, text in blocks if len(info) == 2 and info[0] in ("python", "toml")}
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if named_files(page)], ids=page_id)
+def test_run_files_shown_load(page: Path, tmp_path: Path) -> None:
+    for name, text in named_files(page).items():
+        (tmp_path / name).write_text(text)
+    for path in tmp_path.glob("*.toml"):
+        if "[env]" in path.read_text():
+            config.load_sft(path)
+        else:
+            config.load_run(path)
+
+
+def test_own_environment_fits_on_a_screen() -> None:
+    [text] = [t for n, t in named_files(ROOT / "docs/how-to/own-environment.md").items() if n.endswith(".py")]
+    assert len(text.splitlines()) <= 40
+
+
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as after a first run: recipes, environments, and runs/wordle with a begun log and a tiny checkpoint."""
+    from shoal.policy.tiny import make_tiny
+
+    place = tmp_path_factory.mktemp("docs")
+    for name in ("recipes", "environments"):
+        (place / name).symlink_to(ROOT / name)
+    tiny = config.TinyPolicy(width=16, layers=1, heads=2, kv_heads=1, mlp_width=32, max_positions=128)
+    tree = {"name": "wordle", "steps": 2, "seed": 1, "envs": [{"name": "wordle"}], "sampling": {"max_tokens": 128}}
+    run = config.from_tree(tree, config.RunConfig, "test")
+    folder = RunFolder(place / "runs" / "wordle")
+    folder.prepare(run, place)
+    open_run(folder, folder.config()).book.store.close()
+    make_tiny(tiny, folder.checkpoints / "final", seed=1, dtype="float32")
+    return place
+
+
+def is_run(page: Path) -> bool:
+    return any(fence.info == "console run" for fence in fences(page))
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if is_run(page)], ids=page_id)
+def test_runnable_commands_do_what_the_page_shows(
+    page: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(scratch)
+    monkeypatch.setenv("SHOAL_HOME", str(scratch / "home"))
+    monkeypatch.setattr(cli, "_cores", lambda: 1)  # other processes need theirs
+    for name, text in named_files(page).items():
+        Path(name).write_text(text)
+    for fence in fences(page):
+        for command, shown in commands(fence) if fence.info == "console run" else ():
+            words = arguments(command)
+            assert words[0] == "shoal", f"only shoal is run here, not: {command}"
+            code = run_shoal(words[1:])
+            output = capsys.readouterr().out
+            assert code == 0, f"{command}\n{output}"
+            missing = lines_missing(shown, output)
+            assert not missing, f"{command} does not print {missing!r}:\n{output}"
+
+
+def run_shoal(words: list[str]) -> int:
+    try:
+        return cli.main(words)
+    except SystemExit as end:  # help
+        return int(end.code or 0)
+
+
+def lines_missing(shown: list[str], output: str) -> str:
+    """The first line shown that does not come, in order; "" when all do. `...` stands for anything."""
+    left = iter(line.rstrip() for line in output.splitlines())
+    for line in shown:
+        pattern = re.compile(re.escape(line.rstrip()).replace(re.escape("..."), ".*"))
+        if line.strip() not in ("", "...") and not any(pattern.fullmatch(found) for found in left):
+            return line
+    return ""
+
+
+if __name__ == "__main__":
+    os.chdir(ROOT)
+    if sys.argv[1:] != ["--write"]:
+        sys.exit(__doc__)
+    write_tables()
