@@ -232,6 +232,8 @@ class SftConfig(Section, frozen=True, kw_only=True):
     """Whose scripted right player is imitated."""
     player: str = "right"
     """Which of the environment's scripted players is learned from."""
+    tasks: Literal["training", "all"] = "training"
+    """Which tasks the player plays; "all" adds the held-out ones, which are then held out of RL alone."""
     episodes: int = 4096
     """Scripted games to learn from."""
     steps: int = 300

@@ -6,6 +6,7 @@ the same recipe and threads it writes the same bytes.
 
 import logging
 import random
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,14 @@ def main(recipe: Path, out: Path, overrides: list[str]) -> None:
     """Make a checkpoint in `out` by a recipe. Raises `ConfigError` for a recipe or environment that cannot teach."""
     config = load_sft(recipe, overrides)
     torch.set_num_threads(config.threads)
-    start = recipe.parent / config.policy.path if config.policy.path else out.with_name(f".{out.name}-start")
-    if not config.policy.path:
-        make_tiny(config.policy.tiny, start, config.seed, "float32")
+    with tempfile.TemporaryDirectory(prefix="shoal-sft-") as scratch:
+        start = recipe.parent / config.policy.path if config.policy.path else Path(scratch) / "tiny"
+        if not config.policy.path:
+            make_tiny(config.policy.tiny, start, config.seed, "float32")
+        _fine_tune(config, start, out)
+
+
+def _fine_tune(config: SftConfig, start: Path, out: Path) -> None:
     model = load_policy(start, torch.float32)
     renderer = Renderer.from_directory(start)
     examples = scripted_games(config, renderer)
@@ -48,7 +54,7 @@ def main(recipe: Path, out: Path, overrides: list[str]) -> None:
 
 
 def scripted_games(config: SftConfig, renderer: Renderer) -> list[tuple[list[int], list[int]]]:
-    """Token ids and authors of games that the environment's right player plays on training tasks."""
+    """Token ids and authors of games that a scripted player of the environment plays."""
     env = load_env(config.env.name, config.env.args)
     players = players_of(env)
     if config.player not in players:
@@ -57,8 +63,11 @@ def scripted_games(config: SftConfig, renderer: Renderer) -> list[tuple[list[int
     player = players[config.player]
     sampling = Sampling(1.0, config.max_tokens, config.max_tokens)
     rng = random.Random(config.seed)
+    tasks = [env.task(i) for i in range(env.num_tasks)]
+    if config.tasks == "all":
+        tasks += [env.task(i, heldout=True) for i in range(env.num_heldout)]
     games = []
     for _ in range(config.episodes):
-        talk = play_scripted(env, renderer, env.task(rng.randrange(env.num_tasks)), player, rng, sampling)
+        talk = play_scripted(env, renderer, rng.choice(tasks), player, rng, sampling)
         games.append((list(talk.tokens), list(talk.author)))
     return games
