@@ -1,0 +1,254 @@
+"""Checkpoints on disk: HuggingFace directories, read as if a stranger had written them, and written whole or not at all.
+
+Called by the engine and the trainer (`load_policy`, `save_policy`), and by the weights room, which has no torch
+(`tensors_of`, hence the late imports). It knows the safetensors format and never unpickles.
+
+A safetensors file: 8 bytes little-endian header length, a JSON header {name: {dtype, shape, data_offsets}}, the data.
+"""
+
+import hashlib
+import math
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from shoal.errors import StateError
+from shoal.policy.spec import PolicySpec, read_capped, write_json
+from shoal.protocol.constants import MAX_JSON_BYTES, MAX_SAFETENSORS_HEADER_BYTES, MAX_TENSORS
+
+if TYPE_CHECKING:
+    import torch
+
+    from shoal.policy.model import Transformer
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "merges.txt", "tokenizer.model",
+)  # fmt: skip
+
+ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+"""The dtypes that a policy may have, in safetensors' words."""
+
+_READ_BYTES = 8 << 20
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where a tensor lies: `start` and `end` are bytes from the beginning of the file."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+def load_policy(directory: Path, dtype: "torch.dtype | None" = None) -> "Transformer":
+    """Open a checkpoint directory as a model of `dtype` (default float32), ready to run.
+
+    Raises `StateError` if a file is missing, damaged or hostile, or if the tensors are not those of its config.
+    """
+    import torch
+
+    from shoal.policy.model import Transformer
+
+    spec = PolicySpec.from_directory(directory)
+    stored = _needed(find_tensors(directory), spec)
+    with torch.device("meta"):
+        model = Transformer(spec, dtype or torch.float32)
+    parameters = dict(model.named_parameters())
+    _demand_same_shapes(stored, {name: tuple(p.shape) for name, p in parameters.items()}, directory)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(_read_tensor(stored[name]))
+    return model
+
+
+def save_policy(model: "Transformer", directory: Path, dtype: str, tokenizer_from: Path | None = None) -> None:
+    """Write a checkpoint directory in `dtype` (float32 or bfloat16), with the tokenizer files of another directory.
+
+    The directory appears whole or not at all, also if the machine dies; one that stood there is replaced.
+    Raises `StateError` if it cannot be written.
+    """
+    import torch
+    from safetensors.torch import save_file
+
+    directory = Path(directory)
+    scratch = directory.with_name(f".{directory.name}.new")
+    target = {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
+    tensors = {name: p.detach().to("cpu", target).contiguous() for name, p in model.named_parameters()}
+    try:
+        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.mkdir(parents=True)
+        save_file(tensors, scratch / WEIGHTS, metadata={"format": "pt"})
+        write_json(scratch / "config.json", model.spec.to_hf() | {"dtype": dtype})
+        write_json(scratch / "generation_config.json", _generation_config(model.spec))
+        for name in TOKENIZER_FILES:
+            if tokenizer_from is not None and (Path(tokenizer_from) / name).exists():
+                shutil.copyfile(Path(tokenizer_from) / name, scratch / name)
+        _replace(directory, scratch)
+    except OSError as error:
+        raise StateError(
+            f"cannot write checkpoint {directory}: {error.strerror}. Free space, or give another"
+        ) from None
+
+
+def tensors_of(directory: Path) -> dict[str, tuple[str, tuple[int, ...], str]]:
+    """Name to (dtype in safetensors' words, shape, SHA-256 of the bytes in hex) of every tensor, names sorted.
+
+    What the weights root is made from. Raises `StateError` as `load_policy`.
+    """
+    return {name: (t.dtype, t.shape, _hash_range(t)) for name, t in sorted(find_tensors(directory).items())}
+
+
+def find_tensors(directory: Path) -> dict[str, StoredTensor]:
+    """Every tensor of a checkpoint, of one file or of the shards that its index names. Raises `StateError`."""
+    directory = Path(directory)
+    if (directory / WEIGHTS).exists() or not (directory / INDEX).exists():
+        return read_header(directory / WEIGHTS)
+    index = _decode(read_capped(directory / INDEX, MAX_JSON_BYTES), _Index, directory / INDEX)
+    found: dict[str, StoredTensor] = {}
+    for shard in sorted(set(index.weight_map.values())):
+        if not shard.endswith(".safetensors") or Path(shard).name != shard:
+            raise StateError(f"{directory / INDEX} names {shard!r}: a shard is a .safetensors file beside it")
+        found |= read_header(directory / shard)
+    stray = {n for n, t in found.items() if index.weight_map.get(n) != t.file.name} | (index.weight_map.keys() - found)
+    if stray:
+        raise StateError(f"{directory / INDEX} and its shards disagree on {sorted(stray)[0]}: download the model again")
+    return found
+
+
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of one safetensors file, having checked that they fill it exactly, without gap or overlap.
+
+    Raises `StateError` for anything that is not a plain, whole file of floating-point tensors.
+    """
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > min(size - 8, MAX_SAFETENSORS_HEADER_BYTES):
+                raise StateError(f"{path} is not a whole safetensors file: header of {length} in {size} bytes")
+            header = _decode(file.read(length), dict[str, Any], path)
+    except OSError as error:
+        raise StateError(f"cannot read {path}: {error.strerror}. Is {path.parent} a model's directory?") from None
+    header.pop("__metadata__", None)
+    if len(header) > MAX_TENSORS:
+        raise StateError(f"{path} holds {len(header)} tensors, more than MAX_TENSORS = {MAX_TENSORS}")
+    data_start, expected = 8 + length, 0
+    entries = {name: _entry(value, name, path) for name, value in header.items()}
+    tensors: dict[str, StoredTensor] = {}
+    for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
+        start, end = entry.data_offsets
+        size_bytes = math.prod(entry.shape) * ITEM_BYTES[entry.dtype]
+        if start != expected or end - start != size_bytes:
+            raise StateError(f"{path}: bytes {start}..{end} of {name} do not hold {entry.dtype}{list(entry.shape)}")
+        tensors[name] = StoredTensor(path, entry.dtype, entry.shape, data_start + start, data_start + end)
+        expected = end
+    if data_start + expected != size:
+        raise StateError(f"{path} is {size} bytes, its tensors end at {data_start + expected}: download it again")
+    return tensors
+
+
+class _Entry(msgspec.Struct, forbid_unknown_fields=True):
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
+
+
+def _entry(value: Any, name: str, path: Path) -> _Entry:
+    try:
+        entry = msgspec.convert(value, _Entry)
+    except msgspec.ValidationError as error:
+        raise StateError(f"{path}: tensor {name} is malformed: {error}") from None
+    if entry.dtype not in ITEM_BYTES:
+        raise StateError(f"{path}: tensor {name} is {entry.dtype}; a policy's are one of {', '.join(ITEM_BYTES)}")
+    if len(entry.shape) > 4 or any(not 0 < side < 1 << 32 for side in entry.shape):
+        raise StateError(f"{path}: tensor {name} has shape {list(entry.shape)}, which no policy has")
+    return entry
+
+
+def _decode(data: bytes, kind: Any, path: Path) -> Any:
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise StateError(f"{path} is damaged: {error}. Download the model again") from None
+
+
+def _needed(stored: dict[str, StoredTensor], spec: PolicySpec) -> dict[str, StoredTensor]:
+    """Without what some checkpoints hold beside the weights: rotary tables, and the copy of a tied head."""
+    return {
+        name: tensor
+        for name, tensor in stored.items()
+        if not name.endswith("rotary_emb.inv_freq") and not (spec.tied and name == "lm_head.weight")
+    }
+
+
+def _demand_same_shapes(stored: dict[str, StoredTensor], shapes: dict[str, tuple[int, ...]], directory: Path) -> None:
+    for name in sorted(stored.keys() ^ shapes.keys()):
+        fault = "lacks tensor" if name in shapes else "has a tensor that its config does not explain,"
+        raise StateError(f"{directory} {fault} {name}: config.json and weights are not of one model")
+    for name, shape in shapes.items():
+        if stored[name].shape != shape:
+            raise StateError(f"{directory}: {name} is {list(stored[name].shape)}, config.json asks for {list(shape)}")
+
+
+def _read_tensor(stored: StoredTensor) -> "torch.Tensor":
+    import torch
+
+    dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[stored.dtype]
+    data = bytearray(stored.end - stored.start)
+    with stored.file.open("rb") as file:
+        file.seek(stored.start)
+        if file.readinto(data) != len(data):
+            raise StateError(f"{stored.file} became shorter while it was read")
+    return torch.frombuffer(data, dtype=dtype).reshape(stored.shape)
+
+
+def _hash_range(stored: StoredTensor) -> str:
+    h = hashlib.sha256()
+    with stored.file.open("rb") as file:
+        file.seek(stored.start)
+        left = stored.end - stored.start
+        while left:
+            data = file.read(min(left, _READ_BYTES))
+            if not data:
+                raise StateError(f"{stored.file} became shorter while it was read")
+            h.update(data)
+            left -= len(data)
+    return h.hexdigest()
+
+
+def _generation_config(spec: PolicySpec) -> dict[str, Any]:
+    config = spec.to_hf()
+    return {"do_sample": True, "temperature": 1.0} | {
+        key: config[key] for key in ("eos_token_id", "pad_token_id", "bos_token_id") if config[key] is not None
+    }
+
+
+def _replace(directory: Path, scratch: Path) -> None:
+    """Put the finished directory in place; a crash leaves the old one, the new one, or both under other names."""
+    for path in [*scratch.iterdir(), scratch]:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    old = directory.with_name(f".{directory.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if directory.exists():
+        directory.rename(old)
+    scratch.rename(directory)
+    shutil.rmtree(old, ignore_errors=True)

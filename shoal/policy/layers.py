@@ -1,0 +1,214 @@
+"""The mathematics of one layer, in few operations, for learning and for generation alike.
+
+Called by `model`, with gradients, and by the engine's decoder, without. It knows no cache and no parameters' names.
+
+Where tensors are small each operation costs microseconds, whatever it computes; where they are large each is a walk
+through memory. So query, key and value are one matrix, gate and up another; sums with the residual are part of the
+products; a norm's weight is part of the matrix behind it; rotary embedding is one complex product, for which each key
+head stands behind its queries and its elements in pairs. Norm and gate have hand-written gradients: half the walks.
+
+Axes: B rows, T tokens of a row, P of them shared by all rows, S = T - P its own, N all tokens, D width, X outputs of a
+matrix, H query heads, K key/value heads, G = H / K queries that share a key, J = G + 1 (they and their key), E head
+dimension, e = E / 2 pairs, F mlp width, V vocabulary.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shoal.policy.spec import PolicySpec
+
+WORTH_SHARING = 64
+"""Tokens that must be saved before a batch computes what its rows begin with only once."""
+
+
+class LayerWeights(NamedTuple):
+    """One layer, arranged. Each matrix is [inputs, outputs]; those behind a norm hold its weight times sqrt(D)."""
+
+    qkv_DX: Tensor
+    qkv_bias_X: Tensor | None
+    heads_norm_KJE: Tensor | None
+    """Of queries and keys, times sqrt(E)."""
+    out_XD: Tensor
+    gate_up_DX: Tensor
+    down_FD: Tensor
+    floor: Tensor
+    """sqrt(D * eps), [1]."""
+    head_floor: Tensor
+    """sqrt(E * eps), [1]."""
+
+
+class Weights(NamedTuple):
+    """A whole policy, arranged."""
+
+    spec: PolicySpec
+    embedding_VD: Tensor
+    layers: tuple[LayerWeights, ...]
+    norm_D: Tensor
+    """Times sqrt(D)."""
+    head_DV: Tensor
+
+
+def hidden_states(tokens_BT: Tensor, weights: Weights) -> Tensor:
+    """Hidden states after the final norm, [B, T, D], of right-padded rows.
+
+    A token sees only those before it, so padding on the right changes nothing on its left and needs no mask. What all
+    rows begin with is computed once: a batch of the rollouts of one group costs its prompt only once.
+    """
+    (B, T), P = tokens_BT.shape, _num_shared(tokens_BT)
+    rope = rope_table(weights.spec, torch.arange(T, device=tokens_BT.device))
+    rope = torch.cat([rope[:P], rope[P:].repeat(B, 1, 1, 1)])
+    x_ND = F.embedding(torch.cat([tokens_BT[0, :P], tokens_BT[:, P:].reshape(-1)]), weights.embedding_VD)
+    for layer in weights.layers:
+        x_ND, _, _ = causal_layer(x_ND, layer, rope, Shape(P, B, T - P), weights.spec)
+    x_ND = final_norm(x_ND, weights)
+    own_BSD = x_ND[P:].view(B, T - P, -1)
+    return own_BSD if P == 0 else torch.cat([x_ND[:P].expand(B, -1, -1), own_BSD], 1)
+
+
+def _num_shared(tokens_BT: Tensor) -> int:
+    """Tokens that all rows begin with, 0 where it would not pay; the last token of a row is its own in any case."""
+    B, T = tokens_BT.shape
+    same_T = (tokens_BT == tokens_BT[:1]).all(0)
+    shared = min(int(same_T.long().cumprod(0).sum()), T - 1)
+    return shared if shared * (B - 1) >= WORTH_SHARING else 0
+
+
+def final_norm(x_ND: Tensor, weights: Weights) -> Tensor:
+    """The norm after the last layer."""
+    return (unit(x_ND, weights.layers[0].floor) * weights.norm_D).to(x_ND.dtype)
+
+
+def rope_table(spec: PolicySpec, positions: Tensor) -> Tensor:
+    """Complex numbers, [..., 1, J, e], that rotate the heads of tokens at given positions (arXiv:2104.09864 eq. 34).
+
+    Those of the queries carry the scale of attention, 1 / sqrt(E).
+    """
+    exponents_e = torch.arange(0, spec.head_dim, 2, device=positions.device).float() / spec.head_dim
+    angle = positions[..., None, None, None].float() / spec.rope_theta**exponents_e
+    scales = torch.ones(spec.heads // spec.kv_heads + 1, 1, device=positions.device)
+    scales[:-1] = spec.head_dim**-0.5
+    return torch.polar(scales.expand(*angle.shape[:-2], *scales.shape), angle)
+
+
+class Shape(NamedTuple):
+    """How N = P + B * S tokens lie: P that all rows begin with, then B rows of S tokens of their own."""
+
+    shared: int
+    rows: int
+    own: int
+
+
+def causal_layer(
+    x_ND: Tensor, w: LayerWeights, rope: Tensor, shape: Shape, spec: PolicySpec
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A layer over whole rows, each token seeing those before it.
+
+    Returns hidden states [N, D], and the keys and values of the rows' own tokens, [B, K, S, E].
+    """
+    P, B, S = shape
+    qk_NKJE, v_NKE = heads(x_ND, w, rope, spec)
+    q, k, v = _by_row(qk_NKJE[P:], v_NKE[P:], B, S)
+    if P == 0:
+        mixed_BHSE = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0, enable_gqa=True)
+        mixed_NX = mixed_BHSE.transpose(1, 2).reshape(B * S, -1)
+    else:
+        first_q, first_k, first_v = _by_row(qk_NKJE[:P], v_NKE[:P], 1, P)
+        first = F.scaled_dot_product_attention(first_q, first_k, first_v, is_causal=True, scale=1.0, enable_gqa=True)
+        all_k, all_v = (torch.cat([f.expand(B, -1, -1, -1), o], 2) for f, o in ((first_k, k), (first_v, v)))
+        seen_ST = torch.ones(S, P + S, dtype=torch.bool, device=x_ND.device).tril(P)
+        own = F.scaled_dot_product_attention(q, all_k, all_v, attn_mask=seen_ST, scale=1.0, enable_gqa=True)
+        mixed_NX = torch.cat([mixed.transpose(1, 2).reshape(-1, w.out_XD.shape[0]) for mixed in (first, own)])
+    return finish(x_ND, mixed_NX, w), k, v
+
+
+def _by_row(qk_NKJE: Tensor, v_NKE: Tensor, B: int, T: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries [B, H, T, E], keys and values [B, K, T, E]."""
+    qk_BKJTE = qk_NKJE.unflatten(0, (B, T)).permute(0, 2, 3, 1, 4)
+    return qk_BKJTE[:, :, :-1].flatten(1, 2), qk_BKJTE[:, :, -1], v_NKE.unflatten(0, (B, T)).transpose(1, 2)
+
+
+def heads(x_ND: Tensor, w: LayerWeights, rope: Tensor, spec: PolicySpec) -> tuple[Tensor, Tensor]:
+    """Rotated queries and keys, [N, K, J, E], and values, [N, K, E]."""
+    N, K, E = len(x_ND), spec.kv_heads, spec.head_dim
+    J = spec.heads // K + 1
+    normed_ND = unit(x_ND, w.floor)
+    qkv = torch.mm(normed_ND, w.qkv_DX) if w.qkv_bias_X is None else torch.addmm(w.qkv_bias_X, normed_ND, w.qkv_DX)
+    qk, v = qkv.split((K * J * E, K * E), 1)
+    qk = qk.view(N, K, J, E)
+    if w.heads_norm_KJE is not None:
+        qk = unit(qk, w.head_floor) * w.heads_norm_KJE
+    turned = torch.view_as_complex(qk.to(wide(qk.dtype)).view(N, K, J, E // 2, 2)) * rope
+    return torch.view_as_real(turned).view(N, K, J, E).to(x_ND.dtype), v.view(N, K, E)
+
+
+def finish(x_ND: Tensor, mixed_NX: Tensor, w: LayerWeights) -> Tensor:
+    """The rest of a layer after attention: its output matrix, then the gated MLP, each added to the residual."""
+    x_ND = torch.addmm(x_ND, mixed_NX, w.out_XD)
+    return torch.addmm(x_ND, gated(torch.mm(unit(x_ND, w.floor), w.gate_up_DX)), w.down_FD)
+
+
+def unit(x: Tensor, floor: Tensor) -> Tensor:
+    """x / sqrt(|x|² + D eps) over the last axis: RMS norm (arXiv:1910.07467 eq. 4) but for its weight and sqrt(D)."""
+    if torch.is_grad_enabled():
+        result: Tensor = _Unit.apply(x, floor)
+        return result
+    return (x / _length(x, floor)).to(x.dtype)
+
+
+def gated(gate_up_NX: Tensor) -> Tensor:
+    """silu(gate) * up, [N, F], of gate and up side by side (arXiv:2002.05202 eq. 6)."""
+    if torch.is_grad_enabled():
+        result: Tensor = _Gated.apply(gate_up_NX)
+        return result
+    gate_NF, up_NF = gate_up_NX.chunk(2, -1)
+    return F.silu(gate_NF).mul_(up_NF)
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The precision of norms and rotations: float32, however narrow the policy is."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _length(x: Tensor, floor: Tensor) -> Tensor:
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide(x.dtype))
+    return torch.hypot(norm, floor.to(norm.dtype))
+
+
+class _Unit(torch.autograd.Function):
+    """With y = x / h: dx = (dy − y (y · dy)) / h."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, floor: Tensor) -> Tensor:
+        h = _length(x, floor)
+        y = (x / h).to(x.dtype)
+        ctx.save_for_backward(y, h)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        y, h = ctx.saved_tensors
+        along = (y * dy).sum(-1, keepdim=True)
+        return torch.addcmul(dy, y, along, value=-1).div_(h).to(dy.dtype), None
+
+
+class _Gated(torch.autograd.Function):
+    """With y = s(a) b: db = dy s(a) and da = dy b s'(a), written side by side as they came."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up_NX: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up_NX)
+        gate_NF, up_NF = gate_up_NX.chunk(2, -1)
+        return F.silu(gate_NF).mul_(up_NF)
+
+    @staticmethod
+    def backward(ctx: Any, dy_NF: Tensor) -> Tensor:
+        (gate_up_NX,) = ctx.saved_tensors
+        gate_NF, up_NF = gate_up_NX.chunk(2, -1)
+        d_NX = torch.empty_like(gate_up_NX)
+        d_gate_NF, d_up_NF = d_NX.chunk(2, -1)
+        torch.mul(F.silu(gate_NF), dy_NF, out=d_up_NF)
+        torch.ops.aten.silu_backward.grad_input(dy_NF * up_NF, gate_NF, grad_input=d_gate_NF)
+        return d_NX

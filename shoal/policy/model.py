@@ -1,0 +1,157 @@
+"""The language model: a decoder-only transformer whose parameters are named as in the HuggingFace checkpoint.
+
+Called by the trainer (with gradients), by `files` and `tiny`, and by the engine, which takes its weights and arranges
+them for generation. It knows no tokenizer, no sampling and no cache; the mathematics stand in `layers`.
+
+Axes: B rows, T tokens, D width, H query heads, K key/value heads, E head dimension, V vocabulary.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shoal.policy.layers import LayerWeights, Weights, hidden_states, wide
+from shoal.policy.spec import PolicySpec
+
+
+class Transformer(nn.Module):
+    """Llama, Qwen2 or Qwen3 by its spec; `state_dict` is the checkpoint (without `lm_head.weight` where tied)."""
+
+    def __init__(self, spec: PolicySpec, dtype: torch.dtype = torch.float32) -> None:
+        """Allocates without initialising: `files.load_policy` or `tiny.make_tiny` fill in the values."""
+        super().__init__()
+        self.spec = spec
+        self.model = _Body(spec, dtype)
+        if not spec.tied:
+            self.lm_head = _Matrix(spec.vocab_size, spec.width, dtype)
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        """Hidden states after the final norm, [B, T, D], of right-padded rows; see `layers.hidden_states`."""
+        return hidden_states(tokens_BT, self.arranged())
+
+    def logits(self, hidden_xD: Tensor) -> Tensor:
+        """Logits over the vocabulary, [..., V], at chosen hidden states: the head is dear, so choose first."""
+        return F.linear(hidden_xD, self.head_weight())
+
+    def head_weight(self) -> Tensor:
+        """The output head, [V, D]: the embedding itself where they are tied."""
+        return self.model.embed_tokens.weight if self.spec.tied else self.lm_head.weight
+
+    def arranged(self) -> Weights:
+        """The policy as `layers` wants it: functions of the parameters, through which gradients flow."""
+        order = _head_order(self.spec).to(self.head_weight().device)
+        return Weights(
+            spec=self.spec,
+            embedding_VD=self.model.embed_tokens.weight,
+            layers=tuple(_arrange(layer, self.spec, order) for layer in self.model.layers),  # type: ignore[arg-type]
+            norm_D=_norm_weight(self.model.norm.weight),
+            head_DV=self.head_weight().t(),
+        )
+
+
+class _Body(nn.Module):
+    def __init__(self, spec: PolicySpec, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.embed_tokens = _Matrix(spec.vocab_size, spec.width, dtype)
+        self.layers = nn.ModuleList(_Layer(spec, dtype) for _ in range(spec.layers))
+        self.norm = _Vector(spec.width, dtype)
+
+
+class _Layer(nn.Module):
+    def __init__(self, spec: PolicySpec, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.input_layernorm = _Vector(spec.width, dtype)
+        self.self_attn = _Attention(spec, dtype)
+        self.post_attention_layernorm = _Vector(spec.width, dtype)
+        self.mlp = _Mlp(spec, dtype)
+
+
+class _Attention(nn.Module):
+    def __init__(self, spec: PolicySpec, dtype: torch.dtype) -> None:
+        super().__init__()
+        queries, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+        self.q_proj = _Matrix(queries, spec.width, dtype, bias=spec.qkv_bias)
+        self.k_proj = _Matrix(keys, spec.width, dtype, bias=spec.qkv_bias)
+        self.v_proj = _Matrix(keys, spec.width, dtype, bias=spec.qkv_bias)
+        self.o_proj = _Matrix(spec.width, queries, dtype)
+        if spec.qk_norm:
+            self.q_norm = _Vector(spec.head_dim, dtype)
+            self.k_norm = _Vector(spec.head_dim, dtype)
+
+
+class _Mlp(nn.Module):
+    def __init__(self, spec: PolicySpec, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.gate_proj = _Matrix(spec.mlp_width, spec.width, dtype)
+        self.up_proj = _Matrix(spec.mlp_width, spec.width, dtype)
+        self.down_proj = _Matrix(spec.width, spec.mlp_width, dtype)
+
+
+class _Matrix(nn.Module):
+    """A weight, [outputs, inputs], and perhaps a bias, under the names that the checkpoint gives them."""
+
+    bias: Tensor | None
+
+    def __init__(self, outputs: int, inputs: int, dtype: torch.dtype, bias: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(outputs, inputs, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(outputs, dtype=dtype)) if bias else None
+
+
+class _Vector(nn.Module):
+    """The weight of a norm."""
+
+    def __init__(self, width: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width, dtype=dtype))
+
+
+def _arrange(layer: _Layer, spec: PolicySpec, order: Tensor) -> LayerWeights:
+    """Fuse and reorder one layer's weights."""
+    attention, mlp = layer.self_attn, layer.mlp
+    projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+    heads_norm = None
+    if spec.qk_norm:
+        norms_HE = torch.cat((*[attention.q_norm.weight] * spec.heads, *[attention.k_norm.weight] * spec.kv_heads))
+        heads_norm = _norm_weight(norms_HE[order[: len(norms_HE)]].view(spec.kv_heads, -1, spec.head_dim))
+    floor, head_floor = _floors(spec, order.device)
+    return LayerWeights(
+        qkv_DX=_behind(layer.input_layernorm.weight, torch.cat([p.weight for p in projections])[order]),
+        qkv_bias_X=torch.cat([p.bias for p in projections if p.bias is not None])[order] if spec.qkv_bias else None,
+        heads_norm_KJE=heads_norm,
+        out_XD=attention.o_proj.weight.t(),
+        gate_up_DX=_behind(
+            layer.post_attention_layernorm.weight, torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight])
+        ),
+        down_FD=mlp.down_proj.weight.t(),
+        floor=floor,
+        head_floor=head_floor,
+    )
+
+
+def _behind(norm_D: Tensor, matrix_XD: Tensor) -> Tensor:
+    """A matrix, transposed, with the weight of the norm before it."""
+    return (matrix_XD * _norm_weight(norm_D)).to(matrix_XD.dtype).t()
+
+
+def _norm_weight(weight_xD: Tensor) -> Tensor:
+    """A norm's weight, at least fp32, times sqrt(D), which `unit` leaves out."""
+    return weight_xD.to(wide(weight_xD.dtype)) * weight_xD.shape[-1] ** 0.5
+
+
+def _floors(spec: PolicySpec, device: torch.device) -> tuple[Tensor, Tensor]:
+    """What keeps the norms of the width and of a head from dividing by zero: sqrt(size * eps), [1]."""
+    width, head = (torch.tensor([(n * spec.norm_eps) ** 0.5], device=device) for n in (spec.width, spec.head_dim))
+    return width, head
+
+
+def _head_order(spec: PolicySpec) -> Tensor:
+    """Order of the outputs of query, key and value: each key head behind the G queries that share it, then the values.
+
+    Within a query or key head, element i stands beside i + E / 2, with which it rotates; scores do not change, since
+    queries and keys are put into the same order.
+    """
+    H, K, E = spec.heads, spec.kv_heads, spec.head_dim
+    heads_KJ = torch.cat([torch.arange(H).view(K, -1), torch.arange(H, H + K).view(K, 1)], 1)
+    within_E = torch.arange(E).view(2, -1).t().reshape(-1)
+    return torch.cat([(heads_KJ[..., None] * E + within_E).reshape(-1), torch.arange((H + K) * E, (H + K + K) * E)])

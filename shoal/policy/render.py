@@ -1,0 +1,152 @@
+"""Between messages and token ids: renders a conversation's opening, encodes each new message, decodes what was written.
+
+Called by `envs/play` and by every verifier, so it is light: tokenizers and sandboxed jinja, no torch, no transformers.
+A conversation is an append-only list of token ids: what the policy wrote is never rendered or tokenised again.
+It knows no clock: templates that ask for the date take their own default.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.sandbox
+import msgspec
+from tokenizers import Tokenizer
+
+from shoal.errors import StateError
+from shoal.policy.spec import PolicySpec, read_capped
+
+MAX_TOKENIZER_BYTES = 64 << 20
+MAX_TEMPLATE_BYTES = 1 << 20
+
+_MARK = "\N{OBJECT REPLACEMENT CHARACTER}written\N{OBJECT REPLACEMENT CHARACTER}"
+"""Stands where the policy's turn would be; what a template puts after it is what follows that turn."""
+
+_TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
+
+
+class Renderer:
+    """A tokenizer with its chat template."""
+
+    def __init__(self, tokenizer: Tokenizer, template: str, tokens: Mapping[str, str], spec: PolicySpec) -> None:
+        """`tokens` names the template's special tokens by their texts: eos_token and so on."""
+        self._tokenizer = tokenizer
+        self._tokens = dict(tokens)
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
+        )
+        environment.filters["tojson"] = _tojson
+        environment.globals["raise_exception"] = _raise_exception
+        self._template = _compile(environment, template)
+        eos = tokenizer.token_to_id(self._tokens["eos_token"]) if "eos_token" in self._tokens else None
+        if eos is None and not spec.eos_ids:
+            raise StateError("the tokenizer has no eos_token and config.json no eos_token_id: nothing could end a turn")
+        self.eos_id: int = spec.eos_ids[0] if eos is None else eos
+        """The token that ends the policy's turn."""
+        special = {index for index, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+        self.stop_ids: frozenset[int] = frozenset(special | {self.eos_id, *spec.eos_ids})
+        """Every control token: when the policy writes one, its turn is over."""
+        self.vocabulary: int = spec.vocab_size
+        """Token ids are below this; it may exceed what the tokenizer knows."""
+
+    @staticmethod
+    def from_directory(directory: Path) -> "Renderer":
+        """Open the tokenizer and chat template of a checkpoint; raises `StateError` where they are missing or damaged."""
+        directory = Path(directory)
+        spec = PolicySpec.from_directory(directory)
+        try:
+            tokenizer = Tokenizer.from_str(read_capped(directory / "tokenizer.json", MAX_TOKENIZER_BYTES).decode())
+        except StateError:
+            raise
+        except Exception as error:  # noqa: BLE001 - tokenizers raises bare Exception for a file that it cannot parse
+            raise StateError(f"{directory / 'tokenizer.json'} is damaged: {error}. Download the model again") from None
+        config_path = directory / "tokenizer_config.json"
+        try:
+            config = msgspec.json.decode(read_capped(config_path, MAX_TEMPLATE_BYTES * 4), type=_TokenizerConfig)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise StateError(f"{config_path} is damaged: {error}. Download the model again") from None
+        tokens = {name: _token_text(getattr(config, name)) for name in _TOKEN_NAMES}
+        return Renderer(
+            tokenizer, _find_template(directory, config), {k: v for k, v in tokens.items() if v is not None}, spec
+        )
+
+    def start(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Token ids of a conversation's opening, up to where the policy begins to write."""
+        return self._encode(self._render(messages))
+
+    def reply(self, content: str, role: str = "user") -> list[int]:
+        """Token ids that follow the policy's turn, whose stop token is already written, up to its next turn.
+
+        The conversation then reads as the template would have it: we render a turn around a marker and take what
+        comes after, less the end token that the policy wrote itself.
+        """
+        messages = [{"role": "user", "content": "."}, {"role": "assistant", "content": _MARK}]
+        _, mark, rest = self._render([*messages, {"role": role, "content": content}]).partition(_MARK)
+        if not mark:
+            raise StateError("the chat template does not show the assistant's turns: multi-turn play is impossible")
+        ids = self._encode(rest)
+        return ids[1:] if ids and ids[0] in self.stop_ids else ids
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text as a scripted player writes it, the end token not included."""
+        return self._encode(text)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text that the policy wrote: control tokens dropped, bytes that are no text replaced by U+FFFD."""
+        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+        return text
+
+    def _render(self, messages: Sequence[Mapping[str, str]]) -> str:
+        try:
+            return self._template.render(messages=list(messages), add_generation_prompt=True, **self._tokens)
+        except jinja2.TemplateError as error:
+            raise StateError(f"the chat template refuses these messages: {error}") from None
+
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+
+class _TokenizerConfig(msgspec.Struct):
+    chat_template: str | list[dict[str, str]] | None = None
+    bos_token: str | dict[str, Any] | None = None
+    eos_token: str | dict[str, Any] | None = None
+    pad_token: str | dict[str, Any] | None = None
+    unk_token: str | dict[str, Any] | None = None
+
+
+def _token_text(token: str | dict[str, Any] | None) -> str | None:
+    """A special token stands in the file as its text or as an object that holds it."""
+    return str(token.get("content", "")) if isinstance(token, dict) else token
+
+
+def _find_template(directory: Path, config: _TokenizerConfig) -> str:
+    """`chat_template.jinja`, or the one inside the tokenizer's config; of several, the default."""
+    path = directory / "chat_template.jinja"
+    if path.exists():
+        return read_capped(path, MAX_TEMPLATE_BYTES).decode("utf-8", "replace")
+    found = config.chat_template
+    if isinstance(found, list):
+        found = {entry.get("name"): entry.get("template") for entry in found}.get("default")
+    if found is None:
+        raise StateError(f"{directory} has no chat template: use the -Instruct variant, or add chat_template.jinja")
+    return found
+
+
+def _compile(environment: jinja2.Environment, template: str) -> jinja2.Template:
+    try:
+        return environment.from_string(template)
+    except jinja2.TemplateError as error:
+        raise StateError(f"the chat template is malformed: {error}. Download the model again") from None
+
+
+def _tojson(value: Any, indent: int | None = None, **_: Any) -> str:
+    """As `transformers` has it: jinja's own would escape for HTML."""
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)

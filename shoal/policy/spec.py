@@ -1,0 +1,194 @@
+"""The shape of a policy: what a HuggingFace `config.json` says, read strictly and written back.
+
+Called by the model, the loader, the renderer and the engine. Light: it knows no torch and no weights.
+Three architectures are known, which differ in two switches: Llama (neither), Qwen2 (bias on q, k, v),
+Qwen3 (a norm on each head's query and key).
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from shoal.errors import StateError
+from shoal.protocol.constants import MAX_JSON_BYTES
+
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+"""Family, as in the run file and in `model_type`, to the class name that `transformers` looks for."""
+
+LARGEST = 1 << 24
+"""No number of a policy's shape may exceed this: a hostile config must not make us allocate the moon."""
+
+
+@dataclass(frozen=True)
+class PolicySpec:
+    """The shape of a decoder-only transformer, and its special token ids."""
+
+    family: str
+    """llama, qwen2 or qwen3."""
+    width: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mlp_width: int
+    vocab_size: int
+    max_positions: int
+    """Longest sequence, tokens."""
+    rope_theta: float
+    norm_eps: float
+    tied: bool
+    """The output head shares the embedding."""
+    eos_ids: tuple[int, ...]
+    """Tokens that end a text; the first is the main one."""
+    pad_id: int | None = None
+    bos_id: int | None = None
+
+    @property
+    def qkv_bias(self) -> bool:
+        """Whether the query, key and value projections have a bias."""
+        return self.family == "qwen2"
+
+    @property
+    def qk_norm(self) -> bool:
+        """Whether each head's query and key pass through a norm."""
+        return self.family == "qwen3"
+
+    @staticmethod
+    def from_directory(directory: Path) -> "PolicySpec":
+        """Read `config.json`; raises `StateError` where it is missing, malformed or not a policy that we can run."""
+        path = Path(directory) / "config.json"
+        data = read_capped(path, MAX_JSON_BYTES)
+        try:
+            config = msgspec.json.decode(data, type=_HfConfig)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise StateError(f"{path} is not a model's config: {error}. Copy or download the model again") from None
+        return _from_hf(config, path)
+
+    def to_hf(self) -> dict[str, Any]:
+        """The `config.json` that `transformers` opens as this policy."""
+        config: dict[str, Any] = {
+            "architectures": [ARCHITECTURES[self.family]],
+            "model_type": self.family,
+            "hidden_size": self.width,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "intermediate_size": self.mlp_width,
+            "vocab_size": self.vocab_size,
+            "max_position_embeddings": self.max_positions,
+            "rope_theta": self.rope_theta,
+            "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
+            "rms_norm_eps": self.norm_eps,
+            "tie_word_embeddings": self.tied,
+            "hidden_act": "silu",
+            "attention_dropout": 0.0,
+            "initializer_range": 0.02,
+            "use_cache": True,
+            "eos_token_id": self.eos_ids[0] if len(self.eos_ids) == 1 else list(self.eos_ids),
+            "pad_token_id": self.pad_id,
+            "bos_token_id": self.bos_id,
+        }
+        if self.family == "llama":
+            config |= {"attention_bias": False, "mlp_bias": False}
+        else:
+            config |= {"use_sliding_window": False}
+        if self.family == "qwen3":
+            config |= {"attention_bias": False}
+        return config
+
+
+def read_capped(path: Path, limit_bytes: int) -> bytes:
+    """A small file of a checkpoint; raises `StateError` if it cannot be read or is larger than a decent one."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(limit_bytes + 1)
+    except OSError as error:
+        raise StateError(f"cannot read {path}: {error.strerror}. Is {path.parent} a model's directory?") from None
+    if len(data) > limit_bytes:
+        raise StateError(f"{path} is larger than {limit_bytes} bytes: not a file of a model that we can trust")
+    return data
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a small file of a checkpoint, readable and always the same bytes."""
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False, sort_keys=True) + "\n", encoding="utf-8")
+
+
+class _HfConfig(msgspec.Struct):
+    """The keys of a `config.json` that decide what the model computes; the rest is ignored."""
+
+    model_type: str
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    intermediate_size: int
+    vocab_size: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    tie_word_embeddings: bool = False
+    hidden_act: str = "silu"
+    rope_theta: float | None = None
+    rope_scaling: dict[str, Any] | None = None
+    rope_parameters: dict[str, Any] | None = None
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    use_sliding_window: bool = False
+    layer_types: list[str] | None = None
+    quantization_config: dict[str, Any] | None = None
+    eos_token_id: int | list[int] | None = None
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+
+
+def _from_hf(config: _HfConfig, path: Path) -> PolicySpec:
+    rope = config.rope_parameters or config.rope_scaling or {}
+    theta = rope.get("rope_theta", config.rope_theta if config.rope_theta is not None else 10000.0)
+    heads = config.num_attention_heads
+    eos = config.eos_token_id
+    spec = PolicySpec(
+        family=config.model_type,
+        width=config.hidden_size,
+        layers=config.num_hidden_layers,
+        heads=heads,
+        kv_heads=config.num_key_value_heads or heads,
+        head_dim=config.head_dim or (config.hidden_size // heads if heads > 0 else 0),
+        mlp_width=config.intermediate_size,
+        vocab_size=config.vocab_size,
+        max_positions=config.max_position_embeddings,
+        rope_theta=float(theta) if isinstance(theta, int | float) else 0.0,
+        norm_eps=config.rms_norm_eps,
+        tied=config.tie_word_embeddings,
+        eos_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
+        pad_id=None if config.pad_token_id is None or config.pad_token_id < 0 else config.pad_token_id,
+        bos_id=config.bos_token_id,
+    )
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    bounded = ("width", "layers", "heads", "kv_heads", "head_dim", "mlp_width", "vocab_size", "max_positions")
+    ids = (*spec.eos_ids, *(i for i in (spec.pad_id, spec.bos_id) if i is not None))
+    demands = [
+        (spec.family in ARCHITECTURES, f"model_type is {spec.family!r}; known: {', '.join(ARCHITECTURES)}"),
+        (config.hidden_act == "silu", f"hidden_act is {config.hidden_act!r}; only silu is known"),
+        (rope_type == "default", f"rope_type is {rope_type!r}; only default is known"),
+        (not (config.attention_bias or config.mlp_bias), "attention_bias or mlp_bias is set; not supported"),
+        (config.quantization_config is None, "the weights are quantised; use the full-precision model"),
+        (
+            not config.use_sliding_window and all(kind == "full_attention" for kind in config.layer_types or ()),
+            "it uses sliding-window attention; not supported",
+        ),
+        *((0 < getattr(spec, n) <= LARGEST, f"{n} = {getattr(spec, n)}: not in 1..{LARGEST}") for n in bounded),
+        (spec.kv_heads > 0 and heads % spec.kv_heads == 0, f"{heads} heads do not share {spec.kv_heads} kv_heads"),
+        (spec.head_dim % 2 == 0, f"head_dim = {spec.head_dim}: must be even"),
+        (1.0 <= spec.rope_theta < 1e12, f"rope_theta = {theta!r}: not in 1..1e12"),
+        (0.0 < spec.norm_eps < 1.0, f"rms_norm_eps = {spec.norm_eps}: not in 0..1"),
+        (all(0 <= i < spec.vocab_size for i in ids), f"special token ids {ids} exceed vocab_size = {spec.vocab_size}"),
+    ]
+    for holds, fault in demands:
+        if not holds:
+            raise StateError(f"{path}: {fault}. Choose another model, or mend the file")
+    return spec

@@ -1,0 +1,119 @@
+"""Make a tiny policy from scratch: weights from a seed, and a tokenizer of 64 characters with a chat template.
+
+Called by `shoal run`, `shoal sft`, tests and benchmarks. It knows no training: what it makes is at chance.
+"""
+
+import tempfile
+from pathlib import Path
+
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+from shoal.config import TinyPolicy
+from shoal.errors import ConfigError
+from shoal.policy.files import save_policy
+from shoal.policy.model import Transformer
+from shoal.policy.spec import PolicySpec, write_json
+
+SPECIALS = ("<|pad|>", "<|unk|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
+"""Token ids 0 to 5. No text can spell one: `|` is not in the vocabulary."""
+
+CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789 \n.,:;!?'+-*/=()<>_#[]"
+"""Token ids 6 to 63; capitals are lowered, all else is `<|unk|>`."""
+
+_BYTE_NAMES = {" ": "Ġ", "\n": "Ċ"}
+"""How byte-level BPE spells them. It is BPE without merges because `transformers` rebuilds any tokenizer beside a Qwen2
+config as byte-level BPE, whatever its file says."""
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+def make_tiny(tiny: TinyPolicy, directory: Path, seed: int, dtype: str) -> None:
+    """Write a new policy with its tokenizer into `directory`, in HF format; the seed decides every weight.
+
+    dtype is float32 or bfloat16. Raises `ConfigError` where the numbers do not fit each other.
+    """
+    model = Transformer(tiny_spec(tiny))
+    initialise(model, seed)
+    with tempfile.TemporaryDirectory() as scratch:
+        write_tokenizer(Path(scratch), tiny.max_positions)
+        save_policy(model, directory, dtype, tokenizer_from=Path(scratch))
+
+
+def tiny_spec(tiny: TinyPolicy) -> PolicySpec:
+    """The shape that a run file's `[policy.tiny]` asks for; raises `ConfigError`."""
+    heads = max(tiny.heads, 1)
+    demands = [
+        (min(tiny.width, tiny.layers, tiny.heads, tiny.kv_heads, tiny.mlp_width, tiny.max_positions) > 0,
+         "every number must be above 0"),
+        (tiny.width % (2 * heads) == 0, f"width = {tiny.width} must be an even multiple of heads = {tiny.heads}"),
+        (tiny.kv_heads > 0 and heads % tiny.kv_heads == 0,
+         f"heads = {tiny.heads} must be a multiple of kv_heads = {tiny.kv_heads}"),
+    ]  # fmt: skip
+    for holds, fault in demands:
+        if not holds:
+            raise ConfigError(f"policy.tiny: {fault}")
+    return PolicySpec(
+        family=tiny.family,
+        width=tiny.width,
+        layers=tiny.layers,
+        heads=tiny.heads,
+        kv_heads=tiny.kv_heads,
+        head_dim=tiny.width // heads,
+        mlp_width=tiny.mlp_width,
+        vocab_size=len(SPECIALS) + len(CHARACTERS),
+        max_positions=tiny.max_positions,
+        rope_theta=10000.0,
+        norm_eps=1e-6,
+        tied=tiny.tied,
+        eos_ids=(SPECIALS.index("<|end|>"),),
+        pad_id=SPECIALS.index("<|pad|>"),
+    )
+
+
+@torch.no_grad()
+def initialise(model: Transformer, seed: int) -> None:
+    """Fill every parameter: norms 1, biases 0, matrices normal with the deviation that `_deviation` gives."""
+    generator = torch.Generator().manual_seed(seed % 2**63)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            parameter.zero_()
+        elif parameter.dim() == 1:
+            parameter.fill_(1.0)
+        else:
+            parameter.normal_(0.0, _deviation(name, parameter, model.spec), generator=generator)
+
+
+def _deviation(name: str, weight: torch.Tensor, spec: PolicySpec) -> float:
+    """Matrices 1/sqrt(inputs), those that write to the residual stream less by sqrt(2·layers), embedding and head 0.02."""
+    if "layers" not in name:
+        return 0.02
+    scale = float(weight.shape[1]) ** -0.5
+    return scale * (2 * spec.layers) ** -0.5 if "o_proj" in name or "down_proj" in name else scale
+
+
+def write_tokenizer(directory: Path, max_positions: int) -> None:
+    """Write the tokenizer and its chat template; `AutoTokenizer` and our renderer open them."""
+    letters = [_BYTE_NAMES.get(character, character) for character in CHARACTERS]
+    vocabulary = {token: index for index, token in enumerate((*SPECIALS, *letters))}
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges=[], unk_token="<|unk|>"))
+    tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIALS])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    write_json(
+        directory / "tokenizer_config.json",
+        {
+            "tokenizer_class": "TokenizersBackend",
+            "eos_token": "<|end|>",
+            "pad_token": "<|pad|>",
+            "unk_token": "<|unk|>",
+            "model_max_length": max_positions,
+            "clean_up_tokenization_spaces": False,
+            "chat_template": CHAT_TEMPLATE,
+        },
+    )

@@ -1,0 +1,113 @@
+"""Our model computes what `transformers` computes, both open what the other writes, and gradients are right."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+
+from shoal.config import TinyPolicy
+from shoal.policy.files import load_policy, save_policy
+from shoal.policy.layers import gated, unit
+from shoal.policy.model import Transformer
+from shoal.policy.tiny import initialise, tiny_spec
+
+FAMILIES = ("llama", "qwen2", "qwen3")
+CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+TOKENS_BT = torch.randint(0, 64, (3, 40), generator=torch.Generator().manual_seed(1))
+
+
+def _model(family: str, tied: bool) -> Transformer:
+    """A small model in which no parameter has the value that would hide its absence."""
+    tiny = TinyPolicy(family=family, width=48, layers=3, heads=6, kv_heads=2, mlp_width=80, tied=tied)  # type: ignore[arg-type]
+    model = Transformer(tiny_spec(tiny))
+    initialise(model, seed=7)
+    generator = torch.Generator().manual_seed(8)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers_opens_what_we_write_and_gives_our_logits(family: str, tied: bool, tmp_path: Path) -> None:
+    model = _model(family, tied)
+    save_policy(model, tmp_path / "policy", "float32")
+    peer = AutoModelForCausalLM.from_pretrained(tmp_path / "policy")
+    assert type(peer).__name__.lower() == f"{family}forcausallm"
+    with torch.no_grad():
+        difference = (peer(TOKENS_BT).logits - model.logits(model(TOKENS_BT))).abs().max()
+    assert difference < 1e-4
+
+
+@pytest.mark.parametrize("shard_size", ["1GB", "20KB"])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_we_open_what_transformers_writes_whole_or_sharded(
+    family: str, tied: bool, shard_size: str, tmp_path: Path
+) -> None:
+    torch.manual_seed(3)
+    config = CONFIGS[family](
+        vocab_size=64, hidden_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+        intermediate_size=80, tie_word_embeddings=tied, rope_parameters={"rope_type": "default", "rope_theta": 5e4},
+        max_position_embeddings=128, bos_token_id=None, eos_token_id=5,
+    )  # fmt: skip
+    peer = AutoModelForCausalLM.from_config(config)
+    peer.save_pretrained(tmp_path, max_shard_size=shard_size)
+    assert (tmp_path / "model.safetensors.index.json").exists() == (shard_size == "20KB")
+    model = load_policy(tmp_path)
+    with torch.no_grad():
+        assert (peer(TOKENS_BT).logits - model.logits(model(TOKENS_BT))).abs().max() < 1e-4
+
+
+def test_padding_on_the_right_changes_nothing_on_its_left() -> None:
+    model = _model("qwen3", tied=False)
+    with torch.no_grad():
+        whole = model(TOKENS_BT)
+        padded = TOKENS_BT.clone()
+        padded[:, 25:] = 0
+        assert torch.equal(model(padded)[:, :25], whole[:, :25])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    model = _model(family, tied=False)
+    save_policy(model, tmp_path / "policy", "float32")
+    peer = AutoModelForCausalLM.from_pretrained(tmp_path / "policy")
+    weight_BTV = torch.randn(3, 40, 64, generator=torch.Generator().manual_seed(4))
+    tokens_BT = TOKENS_BT.clamp(min=1)  # the peer gives the pad token no gradient
+    (peer(tokens_BT).logits * weight_BTV).sum().backward()
+    (model.logits(model(tokens_BT)) * weight_BTV).sum().backward()
+    theirs = dict(peer.named_parameters())
+    for name, parameter in model.named_parameters():
+        ours_grad, theirs_grad = parameter.grad, theirs[name].grad
+        assert ours_grad is not None and theirs_grad is not None
+        assert (ours_grad - theirs_grad).abs().max() < 1e-4 * theirs_grad.abs().max(), name
+
+
+def test_the_gradients_of_norm_and_gate_agree_with_finite_differences() -> None:
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(4, 3, 8, dtype=torch.float64, generator=generator, requires_grad=True)
+    floor = torch.tensor([0.1], dtype=torch.float64)
+    assert torch.autograd.gradcheck(lambda x: unit(x, floor), (x,))
+    assert torch.autograd.gradcheck(gated, (x,))
+
+
+def test_the_whole_model_agrees_with_finite_differences() -> None:
+    model = _model("qwen3", tied=True).double()
+    tokens_BT = TOKENS_BT[:1, :6]
+    loss = model.logits(model(tokens_BT)).square().sum()
+    loss.backward()
+    generator = torch.Generator().manual_seed(5)
+    for name, parameter in model.named_parameters():
+        direction = torch.randn(parameter.shape, dtype=torch.float64, generator=generator)
+        values = []
+        with torch.no_grad():
+            for step in (1e-5, -1e-5):
+                parameter += step * direction
+                values.append(model.logits(model(tokens_BT)).square().sum())
+                parameter -= step * direction
+        assert parameter.grad is not None
+        expected = (values[0] - values[1]) / 2e-5
+        assert torch.isclose((parameter.grad * direction).sum(), expected, rtol=1e-4, atol=1e-4), name
