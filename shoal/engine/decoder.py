@@ -1,0 +1,145 @@
+"""A policy's weights arranged for generation, and the two passes that read and fill a key/value cache.
+
+Called by the local engine. It knows no requests, no sampling and no gradients.
+
+Axes: B rows, C new tokens of a row, N = B * C, S columns of the cache, D width, L layers, H query heads,
+K key/value heads, G = H / K queries that share a key, E head dimension, V vocabulary.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shoal.policy.layers import LayerWeights, Shape, causal_layer, final_norm, finish, heads, hidden_states, rope_table
+from shoal.policy.model import Transformer
+from shoal.policy.spec import PolicySpec
+
+COLUMN_STEP = 32
+"""Capacities of caches are multiples of this."""
+
+Copy = tuple[slice, slice]
+"""Rows of a cache and the conversations of a prefill that they take; one conversation may serve all of the rows."""
+
+
+class Cache:
+    """Keys and values of B rows. Every row takes the same columns; one that has no token there has a hole.
+
+    `bias_BS` is 0 where a row has a token and -inf at its holes; None as long as there are none.
+    """
+
+    def __init__(self, spec: PolicySpec, rows: int, columns: int, dtype: torch.dtype, device: str) -> None:
+        capacity = -(-columns // COLUMN_STEP) * COLUMN_STEP
+        shape = (spec.layers, rows, spec.kv_heads, capacity, spec.head_dim)
+        self.keys_LBKSE = torch.empty(shape, dtype=dtype, device=device)
+        self.values_LBKSE = torch.empty(shape, dtype=dtype, device=device)
+        self.bias_BS: Tensor | None = None
+        self.rows, self.capacity, self.used = rows, capacity, 0
+        self._spec = spec
+
+    def rebuilt(self, rows: Sequence[int], columns: int) -> "Cache":
+        """A copy of chosen rows, in that order, with room for at least so many columns."""
+        S, dtype, device = self.used, self.keys_LBKSE.dtype, self.keys_LBKSE.device
+        copy = Cache(self._spec, len(rows), columns, dtype, str(device))
+        for layer in range(self._spec.layers):
+            copy.keys_LBKSE[layer, :, :, :S] = self.keys_LBKSE[layer, :, :, :S][rows]
+            copy.values_LBKSE[layer, :, :, :S] = self.values_LBKSE[layer, :, :, :S][rows]
+        if self.bias_BS is not None:
+            copy.bias_BS = torch.zeros(len(rows), copy.capacity, dtype=dtype, device=device)
+            copy.bias_BS[:, :S] = self.bias_BS[rows, :S]
+        copy.used = S
+        return copy
+
+    def punch(self, column: int, missing_BC: Tensor) -> None:
+        """From `column` on, make holes of the tokens that are marked, bool[B, C]."""
+        if self.bias_BS is None:
+            dtype, device = self.keys_LBKSE.dtype, self.keys_LBKSE.device
+            self.bias_BS = torch.zeros(self.rows, self.capacity, dtype=dtype, device=device)
+        self.bias_BS[:, column : column + missing_BC.shape[1]].masked_fill_(missing_BC, float("-inf"))
+
+
+class Decoder:
+    """A policy ready to generate. Built from a `Transformer`, which it takes over: only the arranged weights remain."""
+
+    @torch.inference_mode()
+    def __init__(self, model: Transformer, device: str) -> None:
+        arranged = model.to(device).arranged()
+        self.weights = arranged._replace(
+            layers=tuple(_contiguous(w) for w in arranged.layers), head_DV=arranged.head_DV.contiguous()
+        )
+        self.spec, self.dtype, self.device = model.spec, arranged.embedding_VD.dtype, device
+
+    def rope(self, positions: Tensor) -> Tensor:
+        """What rotates the heads of tokens at the given positions."""
+        return rope_table(self.spec, positions)
+
+    def logits(self, hidden_ND: Tensor) -> Tensor:
+        """Logits, fp32[N, V]."""
+        return torch.mm(hidden_ND, self.weights.head_DV).float()
+
+    def hidden_states(self, tokens_BC: Tensor) -> Tensor:
+        """Hidden states, [B, C, D], of right-padded conversations; no cache."""
+        return hidden_states(tokens_BC, self.weights)
+
+    def prefill(self, tokens_BC: Tensor, cache: Cache, copies: Sequence[Copy]) -> Tensor:
+        """Hidden states, [B, C, D], of right-padded conversations from their beginning; `copies` go into the cache."""
+        B, C = tokens_BC.shape
+        x_ND = F.embedding(tokens_BC.reshape(-1), self.weights.embedding_VD)
+        rope = self.rope(torch.arange(C, device=tokens_BC.device)).repeat(B, 1, 1, 1)
+        for layer, w in enumerate(self.weights.layers):
+            x_ND, k_BKCE, v_BKCE = causal_layer(x_ND, w, rope, Shape(0, B, C), self.spec)
+            for rows, source in copies:
+                cache.keys_LBKSE[layer, rows, :, :C] = k_BKCE[source]
+                cache.values_LBKSE[layer, rows, :, :C] = v_BKCE[source]
+        return final_norm(x_ND, self.weights).view(B, C, -1)
+
+    def extend(self, tokens_BC: Tensor, rope: Tensor, cache: Cache) -> Tensor:
+        """Hidden states, [B * C, D], of the next C tokens of every row, which take the cache's next columns."""
+        (B, C), spec = tokens_BC.shape, self.spec
+        K, G, E = spec.kv_heads, spec.heads // spec.kv_heads, spec.head_dim
+        start, end = cache.used, cache.used + C
+        cache.used = end
+        bias = _attention_bias(cache, start, C, G, K)
+        x_ND = F.embedding(tokens_BC.view(-1), self.weights.embedding_VD)
+        for w, keys_BKSE, values_BKSE in zip(self.weights.layers, cache.keys_LBKSE, cache.values_LBKSE, strict=True):
+            qk, v = heads(x_ND, w, rope, spec)
+            if C == 1:
+                q = qk.view(B * K, G + 1, E).narrow(1, 0, G)
+                keys_BKSE.select(2, start).copy_(qk.select(2, G))
+                values_BKSE.select(2, start).copy_(v)
+            else:
+                qk = qk.view(B, C, K, G + 1, E).permute(0, 2, 3, 1, 4)
+                q = qk[:, :, :G].reshape(B * K, G * C, E)
+                keys_BKSE[:, :, start:end] = qk[:, :, G]
+                values_BKSE[:, :, start:end] = v.unflatten(0, (B, C)).transpose(1, 2)
+            keys = keys_BKSE.view(B * K, -1, E).narrow(1, 0, end).transpose(1, 2)
+            scores = torch.bmm(q, keys) if bias is None else torch.baddbmm(bias, q, keys)
+            mixed = torch.bmm(scores.softmax(-1), values_BKSE.view(B * K, -1, E).narrow(1, 0, end))
+            if C > 1:
+                mixed = mixed.view(B, K, G, C, E).permute(0, 3, 1, 2, 4)
+            x_ND = finish(x_ND, mixed.reshape(B * C, -1), w)
+        return final_norm(x_ND, self.weights)
+
+
+def _contiguous(w: LayerWeights) -> LayerWeights:
+    """The same, each matrix laid out so that no product needs a transpose."""
+    return w._replace(
+        qkv_DX=w.qkv_DX.contiguous(),
+        out_XD=w.out_XD.contiguous(),
+        gate_up_DX=w.gate_up_DX.contiguous(),
+        down_FD=w.down_FD.contiguous(),
+    )
+
+
+def _attention_bias(cache: Cache, start: int, C: int, G: int, K: int) -> Tensor | None:
+    """What is added to the scores, broadcastable to [B * K, G * C, S]: holes, and the future among the new tokens."""
+    S, holes_BS = start + C, cache.bias_BS
+    future = None
+    if C > 1:
+        infinite = torch.full((C, C), float("-inf"), dtype=cache.keys_LBKSE.dtype, device=cache.keys_LBKSE.device)
+        future = F.pad(infinite.triu(1), (start, 0)).repeat(G, 1)[None]
+    if holes_BS is None:
+        return future
+    holes = holes_BS[:, None, :S].repeat_interleave(K, 0)
+    return holes if future is None else holes + future

@@ -1,0 +1,48 @@
+"""The torch noise equals the numpy reference bit for bit, however the calls are cut."""
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.algos.gumbel import gumbel, seed_words
+from shoal.protocol import randomness
+
+
+def _seeds(count: int) -> list[bytes]:
+    return [randomness.sample_seed(b"test", index) for index in range(count)]
+
+
+def test_millions_of_values_have_the_bits_of_the_reference() -> None:
+    seeds, positions_N = _seeds(500), np.arange(500) * 2099
+    expected_NV = randomness.gumbel(seeds, positions_N, 6001)
+    noise_NV = gumbel(seed_words(seeds), torch.from_numpy(positions_N), 6001)
+    assert noise_NV.dtype == torch.float32 and expected_NV.size > 3_000_000
+    assert (noise_NV.numpy().view(np.uint32) == expected_NV.view(np.uint32)).all()
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.binary(min_size=32, max_size=32), min_size=1, max_size=4),
+    st.integers(0, 2**32 - 1),
+    st.integers(1, 70),
+)
+def test_any_seed_position_and_vocabulary_has_the_bits_of_the_reference(
+    seeds: list[bytes], position: int, vocabulary: int
+) -> None:
+    positions_N = np.full(len(seeds), position, dtype=np.int64)
+    expected_NV = randomness.gumbel(seeds, positions_N, vocabulary)
+    assert (gumbel(seed_words(seeds), torch.from_numpy(positions_N), vocabulary).numpy() == expected_NV).all()
+
+
+def test_many_positions_in_one_call_are_the_calls_one_by_one() -> None:
+    words_N4 = seed_words(_seeds(4))
+    ahead = gumbel(words_N4.repeat(3, 1), torch.arange(3).repeat_interleave(4) + 10, 64).view(3, 4, 64)
+    for step in range(3):
+        assert torch.equal(ahead[step], gumbel(words_N4, torch.full((4,), 10 + step), 64))
+
+
+def test_the_extreme_words_give_finite_noise() -> None:
+    for word in (0, 2**32 - 1):
+        u = (np.float64(word) + 0.5) * 2.0**-32
+        assert np.isfinite(np.float32(-np.log(-np.log(u))))

@@ -1,0 +1,64 @@
+"""The cached passes give the logits of `transformers`, however a conversation is cut into them."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from shoal.engine.decoder import Cache, Decoder
+from shoal.policy.files import load_policy
+from tests.engine.conftest import write_policy
+
+TOKENS_BT = torch.randint(0, 64, (4, 30), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_prefill_then_chunk_then_single_tokens_give_the_logits_of_transformers(
+    family: str, tied: bool, tmp_path: Path
+) -> None:
+    directory = write_policy(tmp_path / "policy", family, tied)
+    with torch.inference_mode():
+        expected_BTV = AutoModelForCausalLM.from_pretrained(directory)(TOKENS_BT).logits
+        decoder = Decoder(load_policy(directory), "cpu")
+        cache = Cache(decoder.spec, 4, 30, torch.float32, "cpu")
+        hidden = [decoder.prefill(TOKENS_BT[:, :11], cache, [(slice(0, 4), slice(0, 4))])]
+        cache.used = 11
+        for start, stop in ((11, 18), (18, 19), (19, 20), (20, 29), (29, 30)):
+            rope = decoder.rope(torch.arange(start, stop)).repeat(4, 1, 1, 1)
+            hidden.append(decoder.extend(TOKENS_BT[:, start:stop], rope, cache).view(4, stop - start, -1))
+        logits_BTV = decoder.logits(torch.cat(hidden, 1).flatten(0, 1)).view(4, 30, 64)
+    assert (logits_BTV - expected_BTV).abs().max() < 1e-4
+
+
+def test_a_rebuilt_cache_goes_on_as_the_old_one_would_have(policy: Path) -> None:
+    with torch.inference_mode():
+        decoder = Decoder(load_policy(policy), "cpu")
+        caches = [Cache(decoder.spec, 4, 20, torch.float32, "cpu") for _ in range(2)]
+        rope = decoder.rope(torch.full((4,), 19))
+        for cache in caches:
+            decoder.prefill(TOKENS_BT[:, :19], cache, [(slice(0, 4), slice(0, 4))])
+            cache.used = 19
+            cache.punch(5, torch.tensor([[True], [False], [False], [True]]))
+        whole = decoder.extend(TOKENS_BT[:, 19:20], rope, caches[0])
+        rebuilt = caches[1].rebuilt([3, 1], 100)
+        assert rebuilt.capacity >= 100 and rebuilt.used == 19
+        part = decoder.extend(TOKENS_BT[[3, 1], 19:20], rope[[3, 1]], rebuilt)
+    assert (part - whole[[3, 1]]).abs().max() < 1e-5
+
+
+def test_a_token_in_a_hole_is_not_seen(policy: Path) -> None:
+    with torch.inference_mode():
+        decoder = Decoder(load_policy(policy), "cpu")
+        results = []
+        for filler in (3, 60):
+            tokens_BC = torch.cat([TOKENS_BT[:, :10], torch.full((4, 1), filler)], 1)
+            cache = Cache(decoder.spec, 4, 20, torch.float32, "cpu")
+            decoder.prefill(tokens_BC, cache, [(slice(0, 4), slice(0, 4))])
+            cache.used = 11
+            cache.punch(10, torch.ones(4, 1, dtype=torch.bool))
+            results.append(decoder.extend(TOKENS_BT[:, 10:11], decoder.rope(torch.full((4,), 10)), cache))
+        expected = decoder.hidden_states(TOKENS_BT[:, :11])[:, -1]
+    assert torch.equal(*results)
+    assert (results[0] - expected).abs().max() < 1e-5
