@@ -1,0 +1,175 @@
+"""What this machine can do for a run, measured, and what is missing.
+
+Called by `shoal doctor`. It changes nothing that stays, needs no network, and imports torch only to measure it.
+"""
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import resource
+import shutil
+import socket
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from email.utils import parsedate_to_datetime
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import psutil
+
+from shoal.config import TinyPolicy, node_home
+from shoal.protocol.constants import SIGNATURE_WINDOW_S
+
+MIN_MEMORY_GB, MIN_DISK_GB, MIN_OPEN_FILES = 2.0, 1.0, 256
+MEASURE_S = 0.4
+"""How long one speed is measured."""
+
+
+class Line(NamedTuple):
+    """One thing looked at."""
+
+    state: Literal["ok", "note", "missing"]
+    """A note limits nothing that a CPU run needs."""
+    what: str
+    found: str
+    remedy: str = ""
+
+
+def examine(url: str = "") -> Iterator[Line]:
+    """Look at everything, one line after another; `url` is a coordinator whose clock ours is compared with."""
+    yield Line("ok", "Python", f"{platform.python_version()} ({platform.system()} {platform.machine()})")
+    yield from _size()
+    yield from _torch()
+    yield _transformers()
+    yield _clock(url)
+    yield _open_files()
+    yield _port()
+    yield _home()
+
+
+def run(url: str = "", say: Callable[[str], None] = print) -> int:
+    """Say every line as it is found; 1 if something that a run needs is missing, else 0."""
+    missing = 0
+    for line in examine(url):
+        missing += line.state == "missing"
+        say(f"{line.state:<8} {line.what:<13} {line.found}" + (f"\n{'':22} -> {line.remedy}" if line.remedy else ""))
+    say("This machine can run, host and join." if not missing else f"{missing} missing: mend what the arrows say.")
+    return 1 if missing else 0
+
+
+def _size() -> Iterator[Line]:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    remedy = "" if cores >= 2 else "one core works, but trainer and workers take turns: use --set workers.count=1"
+    yield Line("ok" if cores >= 2 else "note", "cores", str(cores), remedy)
+    memory = psutil.virtual_memory()
+    free_gb = memory.available / 2**30
+    enough = free_gb >= MIN_MEMORY_GB
+    remedy = "" if enough else f"a run of a tiny model takes about {MIN_MEMORY_GB:.0f} GB: close something"
+    found = f"{free_gb:.1f} of {memory.total / 2**30:.1f} GB free"
+    yield Line("ok" if enough else "missing", "memory", found, remedy)
+    disk_gb = shutil.disk_usage(Path.cwd()).free / 2**30
+    enough = disk_gb >= MIN_DISK_GB
+    remedy = "" if enough else "free some, give --out on another disk, or lower storage.quota_mb"
+    yield Line("ok" if enough else "missing", "disk", f"{disk_gb:.1f} GB free in {Path.cwd()}", remedy)
+
+
+def _torch() -> Iterator[Line]:
+    if importlib.util.find_spec("torch") is None:
+        remedy = "pip install 'shoal[torch]'; without it this machine can only run a coordinator"
+        yield Line("missing", "torch", "not installed", remedy)
+        return
+    import torch
+
+    threads = torch.get_num_threads()
+    device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "no GPU"
+    yield Line("ok", "torch", f"{torch.__version__}, {threads} threads, {device}")
+    a = torch.rand(512, 512)
+    per_s = _rate(lambda: torch.mm(a, a))
+    yield Line("ok", "matmul", f"{per_s * 2 * 512**3 / 1e9:.0f} GFLOP/s (fp32, {threads} threads)")
+    yield Line("ok", "decode", f"{_decode_tokens_per_s():,.0f} tokens/s (tiny policy, batch 64, one thread)")
+
+
+def _decode_tokens_per_s() -> float:
+    """Speed of the embedded engine on the default tiny policy: 64 prompts of 8 tokens, 32 new tokens each."""
+    from shoal.engine.base import Request
+    from shoal.engine.local import LocalEngine
+    from shoal.policy.tiny import make_tiny
+
+    with tempfile.TemporaryDirectory() as scratch:
+        directory = Path(scratch) / "policy"
+        make_tiny(TinyPolicy(), directory, seed=0, dtype="float32")
+        engine = LocalEngine(threads=1)
+        engine.load(directory, 0)
+    batch = [Request(str(i), [7] * 8, i.to_bytes(32, "big"), 32, frozenset()) for i in range(64)]
+
+    def decode() -> None:
+        engine.extend(batch, 1.0)
+        engine.forget(request.rollout for request in batch)
+
+    return _rate(decode) * 64 * 32
+
+
+def _rate(work: Callable[[], object]) -> float:
+    """Repetitions per second, after one that warms up."""
+    work()
+    began, count = time.perf_counter(), 0
+    while time.perf_counter() - began < MEASURE_S:
+        work()
+        count += 1
+    return count / (time.perf_counter() - began)
+
+
+def _transformers() -> Line:
+    if importlib.util.find_spec("transformers") is None:
+        return Line("note", "transformers", "not installed; only tests and comparisons use it")
+    return Line("ok", "transformers", importlib.metadata.version("transformers"))
+
+
+def _clock(url: str) -> Line:
+    """Against the coordinator's `Date`, which counts whole seconds."""
+    if not url:
+        remedy = f"shoal doctor --url URL compares it with a host's; {SIGNATURE_WINDOW_S} s off is too much"
+        return Line("note", "clock", "offset unknown", remedy)
+    try:
+        with urllib.request.urlopen(f"{url.rstrip('/')}/healthz", timeout=5) as answer:
+            offset_s = time.time() - parsedate_to_datetime(answer.headers["Date"]).timestamp()
+    except (urllib.error.URLError, OSError, ValueError, TypeError) as error:
+        return Line(
+            "missing", "clock", f"{url} does not answer: {error}", "check the URL and that the run is hosted now"
+        )
+    if abs(offset_s) < SIGNATURE_WINDOW_S:
+        return Line("ok", "clock", f"{offset_s:+.0f} s from {url}")
+    return Line(
+        "missing", "clock", f"{offset_s:+.0f} s from {url}", "set this machine's clock (timedatectl set-ntp true)"
+    )
+
+
+def _open_files() -> Line:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft >= MIN_OPEN_FILES:
+        return Line("ok", "open files", f"limit {soft}")
+    return Line("missing", "open files", f"limit {soft}", f"ulimit -n {MIN_OPEN_FILES * 4}")
+
+
+def _port() -> Line:
+    try:
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            return Line("ok", "port", "can listen on 127.0.0.1")
+    except OSError as error:
+        return Line("missing", "port", f"cannot listen on 127.0.0.1: {error.strerror}", "allow loopback in the sandbox")
+
+
+def _home() -> Line:
+    home = node_home()
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=home):
+            return Line("ok", "home", f"{home} is writable; this machine's key is kept there")
+    except OSError as error:
+        remedy = "set SHOAL_HOME to a folder of yours"
+        return Line("missing", "home", f"cannot write to {home}: {error.strerror}", remedy)

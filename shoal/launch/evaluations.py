@@ -1,0 +1,90 @@
+"""The held-out evaluations of a run: before it, of each kept checkpoint on the way, and after it.
+
+Called by `launch/local`, beside the training, one at a time. Each is a process of its own that leaves a file in the
+run's folder, so what has been evaluated is never evaluated again, whoever was killed meanwhile.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from shoal.config import RunConfig
+from shoal.folder import RunFolder
+from shoal.launch.process import RoleProcess
+from shoal.launch.snapshot import Heldout
+
+SHARE_ON_THE_WAY = 4
+"""A checkpoint on the way gets this part of the episodes: enough for a curve, cheap beside the training."""
+MIN_EPISODES = 32
+
+
+class Evaluations:
+    """Which evaluations are due, under way and done."""
+
+    def __init__(
+        self, config: RunConfig, folder: RunFolder, make: Callable[[str, Path, Path, int], RoleProcess]
+    ) -> None:
+        """`make(name, checkpoint, out, episodes)` gives the process of one evaluation, not yet started."""
+        self._config, self._folder, self._make = config, folder, make
+        self.processes: list[RoleProcess] = []
+
+    def start_due(self) -> None:
+        """Begin the next evaluation that is due: the first version before all, then the newest kept checkpoint."""
+        if not self._config.eval.episodes or not self.idle():
+            return
+        kept = sorted(path for path in self._folder.checkpoints.glob("v[0-9]*") if path.is_dir())
+        if not kept:
+            return
+        if not self._known("before"):
+            self._begin("before", self._folder.checkpoints / "v000000", self._config.eval.episodes)
+        elif 0 < _version(kept[-1]) < self._config.steps and not self._known(kept[-1].name):
+            episodes = max(MIN_EPISODES, self._config.eval.episodes // SHARE_ON_THE_WAY)
+            self._begin(kept[-1].name, kept[-1], episodes)
+
+    def start_last(self) -> None:
+        """Evaluate the final policy, if that has not been done."""
+        if self._config.eval.episodes and not self._known("after"):
+            self._begin("after", self._folder.checkpoints / "final", self._config.eval.episodes)
+
+    def idle(self) -> bool:
+        """Whether none is under way."""
+        return all(process.state in ("done", "given up") for process in self.processes)
+
+    def first_is_done(self) -> bool:
+        """Whether the comparison with the start can be made, or never can."""
+        return not self._config.eval.episodes or (self._known("before") and self.idle())
+
+    def given_up(self) -> RoleProcess | None:
+        """One that could not be made, if any."""
+        return next((process for process in self.processes if process.state == "given up"), None)
+
+    def results(self) -> tuple[tuple[str, Heldout], ...]:
+        """What has been measured, oldest version first."""
+        names = ["before", *sorted(path.stem for path in self._folder.evaluations.glob("v*.json")), "after"]
+        found = [(name, read_heldout(self._folder.evaluations / f"{name}.json")) for name in names]
+        return tuple((_label(name), heldout) for name, heldout in found if heldout is not None)
+
+    def _known(self, name: str) -> bool:
+        started = any(process.name == f"evaluate-{name}" for process in self.processes)
+        return started or read_heldout(self._folder.evaluations / f"{name}.json") is not None
+
+    def _begin(self, name: str, checkpoint: Path, episodes: int) -> None:
+        out = self._folder.evaluations / f"{name}.json"
+        self.processes.append(self._make(f"evaluate-{name}", checkpoint, out, episodes))
+
+
+def read_heldout(path: Path) -> Heldout | None:
+    """An evaluation that `roles/evaluate` wrote, if it is there."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Heldout)
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+def _label(name: str) -> str:
+    return f"v{int(name[1:])}" if name.startswith("v") else name
+
+
+def _version(checkpoint: Path) -> int:
+    return int(checkpoint.name[1:])

@@ -1,0 +1,170 @@
+"""What stands on the screen when a run has ended: before and after, credits, why cheaters were refused, sample games.
+
+Called by `launch/local` with the figures that `launch/summary` gathered. Pure, as `launch/view` is.
+"""
+
+import io
+import json
+import re
+import shlex
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from shoal.launch.summary import RunEnd
+from shoal.launch.view import duration, harmless, reasons
+
+_COLOURS = {"assistant": "bold cyan", "user": "white", "system": "dim"}
+_MARKS = {"=": "green", "+": "dark_goldenrod", "-": "grey35"}
+_SPEAKERS = {"assistant": "policy", "user": "environment", "system": "rules"}
+
+
+def render_end(end: RunEnd) -> RenderableType:
+    """The last picture, for a terminal."""
+    parts: list[RenderableType] = [_before_after(end), _credits(end)]
+    if refusals := _refusals(end):
+        parts.append(Text("\n".join(refusals), style="red"))
+    for i, game in enumerate(end.games):
+        parts.append(_game(game, f"sample {i + 1} of the final policy on a held-out task · {outcome(game)}"))
+    # Commands are for copying: the terminal may break a long line, we must not.
+    parts.append(Text("\n".join(("", *_next_steps(end))), style="bold", no_wrap=True, overflow="ignore"))
+    return Group(*parts)
+
+
+def plain_end(end: RunEnd) -> str:
+    """The same as lines of text, for a file."""
+    summary = end.summary
+    lines = [f"run {end.snapshot.name} has ended after {summary['steps']} steps in {duration(summary['wall_s'])}"]
+    for when in ("before", "after"):
+        lines.append(f"held-out {when}: {_interval(summary['heldout'][when])}")
+    for name, entry in summary["credits"].items():
+        lines.append(f"credits {harmless(name)} ({entry['role']}): {entry['credits']:,}")
+    lines += _refusals(end)
+    for i, game in enumerate(end.games):
+        lines.append(f"sample {i + 1} ({outcome(game)}):")
+        lines += [f"  {_SPEAKERS.get(who, who)}: {text.strip()}" for who, text in turns(game)]
+    return "\n".join(lines + list(_next_steps(end)))
+
+
+def outcome(game: dict[str, Any]) -> str:
+    """Won, lost, or the score where an environment does not say."""
+    success = game.get("success")
+    word = "" if success is None else ("won, " if success else "lost, ")
+    return f"{word}score {float(game.get('score', 0.0)):.2f}"
+
+
+def turns(game: dict[str, Any]) -> Iterable[tuple[str, str]]:
+    """Who said what."""
+    return ((harmless(str(who)), harmless(str(text))) for who, text in game.get("turns", ()))
+
+
+def _before_after(end: RunEnd) -> RenderableType:
+    summary = end.summary
+    table = Table(
+        title=f"[bold]{end.snapshot.name}[/]: {end.env.name} on held-out tasks", box=box.ROUNDED, min_width=60
+    )
+    for heading in ("", "mean", "95 % interval", "episodes"):
+        table.add_column(heading, justify="left" if not heading else "right")
+    for when, label in (("before", "before training"), ("after", "after training")):
+        found = summary["heldout"][when]
+        if found is None:
+            table.add_row(label, "-", "-", "-")
+        else:
+            spread = f"{found['low95']:.1%} to {found['high95']:.1%}"
+            style = "bold green" if when == "after" else ""
+            table.add_row(label, Text(f"{found['mean']:.1%}", style=style), spread, f"{found['episodes']:,}")
+    stale = ", ".join(f"{age}: {count:,}" for age, count in summary["staleness"].items()) or "-"
+    table.caption = (
+        f"{summary['steps']} steps, {summary['tokens']:,} tokens, {duration(summary['wall_s'])}; "
+        f"{summary['accepted']:,} groups accepted, {sum(summary['refused'].values()):,} refused; "
+        f"rollouts by age {stale}"
+    )
+    return table
+
+
+def _credits(end: RunEnd) -> RenderableType:
+    table = Table(title="credits: policy tokens accepted", box=box.ROUNDED, min_width=60)
+    table.add_column("worker")
+    table.add_column("role")
+    for heading in ("accepted", "refused", "credits"):
+        table.add_column(heading, justify="right")
+    roles = end.summary["credits"]
+    for node in end.snapshot.nodes:
+        if node.role == "worker" and node.name in roles:
+            cheats = roles[node.name]["role"] == "cheating"
+            row = (
+                harmless(node.name),
+                roles[node.name]["role"],
+                f"{node.accepted:,}",
+                f"{node.refused:,}",
+                f"{node.credits:,}",
+            )
+            table.add_row(*row, style="red" if cheats else "")
+    return table
+
+
+def _refusals(end: RunEnd) -> list[str]:
+    """A line for each worker that was refused anything: by which checks, and the last refusal in full."""
+    return [
+        f"{harmless(node.name)} was refused {node.refused:,} groups by {reasons(node)}. The last: "
+        f"{harmless(node.last_reason)}"
+        for node in end.snapshot.nodes
+        if node.role == "worker" and node.reasons
+    ]
+
+
+def _game(game: dict[str, Any], title: str) -> RenderableType:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(justify="right", style="dim", no_wrap=True)
+    table.add_column()
+    for who, said in turns(game):
+        table.add_row(_SPEAKERS.get(who, who), _tiles(said.strip()) or Text(said.strip(), style=_COLOURS.get(who, "")))
+    return Panel(table, title=title, box=box.ROUNDED, width=80, title_align="left")
+
+
+def _tiles(text: str) -> Text | None:
+    """Coloured tiles, where a text is letters that carry a mark each, as the answers of `envs/wordle` are."""
+    if not re.fullmatch(r"([a-z][=+-])+", text):
+        return None
+    tiles = Text()
+    for letter, mark in zip(text[::2], text[1::2], strict=True):
+        tiles.append(f" {letter.upper()} ", style=f"bold white on {_MARKS[mark]}").append(" ")
+    return tiles
+
+
+def _interval(found: dict[str, Any] | None) -> str:
+    if found is None:
+        return "not evaluated"
+    return f"{found['mean']:.1%} (95 %: {found['low95']:.1%} to {found['high95']:.1%}, {found['episodes']} episodes)"
+
+
+def _next_steps(end: RunEnd) -> tuple[str, ...]:
+    final = end.run_dir / "checkpoints" / "final"
+    return (
+        f"The policy is in {final} (Hugging Face format), the figures in {end.run_dir / 'summary.json'}.",
+        "",
+        "Play it again:",
+        f"  shoal eval {final} {_env_options(end)}--samples 3",
+        "Replay the log and check every credit:",
+        f"  shoal ledger verify {end.run_dir}",
+        "Let others join from their machines:",
+        "  shoal host RECIPE",
+    )
+
+
+def _env_options(end: RunEnd) -> str:
+    args = f"--env-args {shlex.quote(json.dumps(end.env.args))} " if end.env.args else ""
+    return f"--env {shlex.quote(end.env.name)} {args}"
+
+
+def save_picture(picture: RenderableType, path: Path, width: int = 104) -> None:
+    """Write what a terminal would show as an SVG, for documents. Raises OSError."""
+    console = Console(record=True, width=width, file=io.StringIO(), force_terminal=True, color_system="truecolor")
+    console.print(picture)
+    console.save_svg(str(path), title="shoal")

@@ -1,0 +1,74 @@
+"""What a host says to others and to the run: the line that contributors type, what TLS needs, and the admin calls.
+
+Called by `shoal host` and `shoal admin`. It decides nothing; the coordinator does.
+"""
+
+import asyncio
+import socket
+from pathlib import Path
+
+from shoal.config import HostConfig
+from shoal.errors import ConfigError, PeerError
+from shoal.folder import RunFolder
+from shoal.launch.snapshot import CoordinatorWatch
+from shoal.net.client import Client
+from shoal.net.keys import load_key
+from shoal.protocol.types import AdminRequest, RunInfo, Status
+
+ADMIN_DEADLINE_S = 10.0
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+ANY_ADDRESS = ("", "0.0.0.0", "::")
+
+
+def invitation(url: str, host: HostConfig, run_dir: Path) -> str:
+    """What `shoal host` prints once the coordinator answers: the join line, and who it reaches."""
+    port = url.rsplit(":", 1)[-1]
+    shared = url
+    if host.bind in ANY_ADDRESS and not host.public_url:
+        shared = f"http://{socket.gethostname()}:{port}"
+    lines = ["Others join with:", "", f"    shoal join {shared}", ""]
+    if not shared.startswith("https://"):
+        lines += _reach(host.bind, port)
+    lines.append(f"Steer it with: shoal admin pause|resume|drain|kick|admit {run_dir}")
+    return "\n".join(lines)
+
+
+def _reach(bind: str, port: str) -> list[str]:
+    tls = [
+        "For strangers, put TLS in front: requests are signed, but over plain HTTP anyone on the way reads them.",
+        "  1. a name that points to this machine, such as shoal.example.org",
+        "  2. a proxy that gets a certificate for it:",
+        f"     caddy reverse-proxy --from shoal.example.org --to 127.0.0.1:{port}",
+        f"  3. host with: --bind 127.0.0.1 --port {port} --public-url https://shoal.example.org",
+    ]
+    if bind in LOOPBACK:
+        return [f"It listens on {bind}: only this machine can join. --bind 0.0.0.0 lets your network in.", *tls]
+    return [f"It listens on {bind}, without TLS: good within a network that you trust.", *tls]
+
+
+def administer(action: str, run: str, node: str, key_file: Path | None) -> str:
+    """Sign and send one admin call; returns what the coordinator then says of the run.
+
+    `run` is the run's folder, or its URL, which needs `key_file`. Raises `ConfigError`, `StateError`, `PeerError`.
+    """
+    if action in ("kick", "admit") and not node:
+        raise ConfigError(f"shoal admin {action}: say which node, by its key (or by name, to kick)")
+    if run.startswith(("http://", "https://")):
+        if key_file is None:
+            raise ConfigError("a URL needs --key FILE, the run's key (keys/run.key in the run's folder)")
+        url = run
+    else:
+        folder = RunFolder(Path(run))
+        url = CoordinatorWatch(folder.address, folder.config().host.bind).url()
+        key_file = key_file or folder.keys / "run.key"
+        if not url:
+            raise PeerError(f"{run} is not being hosted: start it with `shoal run` or `shoal host` first")
+    status = asyncio.run(_call(url, key_file, action, node))
+    return f"{action}: done. The run is {status.phase}, version {status.version} of {status.steps}"
+
+
+async def _call(url: str, key_file: Path, action: str, node: str) -> Status:
+    async with Client(url, load_key(key_file)) as client:
+        client.run = (await client.get_json("/v1/run", RunInfo, deadline_s=ADMIN_DEADLINE_S)).run
+        request = AdminRequest(node)
+        return await client.post_json(f"/v1/admin/{action}", request, Status, deadline_s=ADMIN_DEADLINE_S)

@@ -1,0 +1,310 @@
+"""A whole run on this machine: start its roles as processes, keep them alive, show how it goes, stop them in order.
+
+Called by `shoal run` and `shoal host`, on a folder that `roles/setup` has prepared. It knows processes, files and
+the coordinator's status; it imports no role (they are started by command), and nothing that matters is remembered
+here: killed anywhere, the same command goes on.
+"""
+
+import contextlib
+import fcntl
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+
+from rich.console import Console, Group
+
+from shoal.config import RunConfig
+from shoal.engine.cheats import CHEATS
+from shoal.errors import StateError
+from shoal.folder import RunFolder
+from shoal.launch.evaluations import Evaluations
+from shoal.launch.finale import plain_end, render_end, save_picture
+from shoal.launch.process import RoleProcess, tail
+from shoal.launch.snapshot import CoordinatorWatch, MetricsWatch, Snapshot
+from shoal.launch.summary import UsageBook, write_summary
+from shoal.launch.view import LiveView, render
+
+TICK_S = 0.1
+LOOK_EVERY_S = 1.0
+SAVE_USAGE_EVERY_S = 10.0
+START_TIMEOUT_S = 60.0
+DRAIN_S = 30.0
+"""A worker asked to end may finish and hand in its block for this long."""
+STOP_S = 10.0
+"""The other roles."""
+LOCK_WAIT_S = 5.0
+"""Processes of a launcher that was killed need a moment to notice and to let go of the folder."""
+
+
+@contextlib.contextmanager
+def locked(run_dir: Path) -> Iterator[int]:
+    """Hold a run folder for one launcher and its roles; yields the descriptor that the roles inherit.
+
+    Raises `StateError` when another launch is alive.
+    """
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        fd = os.open(run_dir / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise StateError(f"cannot write to {run_dir}: {error.strerror}. Give another folder with --out") from None
+    try:
+        deadline = time.monotonic() + LOCK_WAIT_S
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    holder = os.pread(fd, 32, 0).decode(errors="replace").strip() or "?"
+                    raise StateError(
+                        f"{run_dir} is in use by another shoal (process {holder}): stop that one first, "
+                        "or give this run another folder with --out"
+                    ) from None
+                time.sleep(0.1)
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, str(os.getpid()).encode(), 0)
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def launch(run_dir: Path, lock_fd: int, with_workers: bool = True, announce: Callable[[str], str] | None = None) -> int:
+    """Run to the end, or until Ctrl-C; returns the exit code.
+
+    `announce` is given the coordinator's URL once it answers; what it returns is printed (the join line).
+    Raises `StateError` with the reason when a role cannot go on.
+    """
+    folder = RunFolder(run_dir)
+    crew = LocalRun(folder.config(), folder, lock_fd, with_workers, Console())
+    with _counted_signals(crew):
+        return crew.run(announce)
+
+
+class LocalRun:
+    """The processes of one run and what has been seen of it."""
+
+    def __init__(
+        self, config: RunConfig, folder: RunFolder, lock_fd: int, with_workers: bool, console: Console
+    ) -> None:
+        self.stop_requests = 0
+        """Ctrl-C so far: the first stops cleanly, the second at once."""
+        self._config, self._folder, self._lock_fd = config, folder, lock_fd
+        self._console = console
+        self._view = LiveView(console)
+        self._watch = CoordinatorWatch(folder.address, config.host.bind)
+        self._metrics = MetricsWatch(folder.metrics)
+        self._usage = UsageBook(folder.root / "usage.json")
+        self._notice = ""
+        self._looked = self._saved = -1e9
+        self._snapshot = Snapshot(config.name, str(folder.root), config.steps)
+        self._coordinator = self._role("coordinator", threads=1)
+        self._trainer: RoleProcess | None = None
+        self._validators: list[RoleProcess] = []
+        self._workers: list[RoleProcess] = []
+        self._with_workers = with_workers
+        self._evaluations = Evaluations(config, folder, self._evaluation)
+
+    def run(self, announce: Callable[[str], str] | None) -> int:
+        """The story: coordinator first, then the others, until the run has ended; then the last evaluation."""
+        try:
+            url = self._start_coordinator()
+            if url and announce is not None:
+                self._view.say(announce(self._watch.public_url()))
+            if url:
+                self._start_others(url)
+            self._wait("", until=self._has_ended)
+            self._wait("evaluating the first policy on held-out tasks", until=self._evaluations.first_is_done)
+            if not self.stop_requests:
+                self._settle()
+                self._stop_roles()
+                self._evaluations.start_last()
+            self._wait("evaluating the final policy on held-out tasks", until=self._evaluations.idle)
+        finally:
+            self._stop_roles()
+            self._save_usage()
+            self._view.close()
+        return self._say_stopped() if self.stop_requests else self._say_end()
+
+    # --- starting ---
+
+    def _start_coordinator(self) -> str:
+        """Its URL, or "" when Ctrl-C came first. Raises `StateError` if it does not answer in time."""
+        coordinator, deadline = self._coordinator, time.monotonic() + START_TIMEOUT_S
+
+        def answers() -> bool:
+            if time.monotonic() > deadline:
+                raise StateError(
+                    f"the coordinator did not answer within {START_TIMEOUT_S:.0f} s: see {coordinator.log}"
+                )
+            return coordinator.pid is not None and self._watch.healthy(coordinator.pid)
+
+        self._wait("starting the coordinator", until=answers)
+        return "" if self.stop_requests else self._watch.url()
+
+    def _start_others(self, url: str) -> None:
+        config, nodes = self._config, self._folder.nodes
+        self._trainer = self._role("trainer", config.train.threads, "--url", url)
+        for i in range(config.validators.count):
+            name, threads = f"validator-{i}", config.validators.threads
+            where = ["--url", url, "--home", str(nodes / name), "--threads", str(threads), "--own-files"]
+            key_file = str(self._folder.keys / f"{name}.key")
+            self._validators.append(self._role(name, threads, *where, "--key", key_file))
+        if not self._with_workers:
+            return
+        cheats = list(CHEATS)
+        honest: list[tuple[str, list[str]]] = [(f"worker-{i}", []) for i in range(config.workers.count)]
+        cheating = [(f"cheater-{i}", ["--cheat", cheats[i % len(cheats)]]) for i in range(config.workers.cheating)]
+        for name, cheat in honest + cheating:
+            threads = config.workers.threads
+            where = ["--url", url, "--home", str(nodes / name), "--threads", str(threads), "--own-files"]
+            self._workers.append(self._role(name, threads, *where, "--name", name, *cheat))
+
+    def _evaluation(self, name: str, checkpoint: Path, out: Path, episodes: int) -> RoleProcess:
+        args = ("--checkpoint", str(checkpoint), "--out", str(out), "--episodes", str(episodes))
+        return self._role(name, self._config.workers.threads, *args)
+
+    def _role(self, name: str, threads: int, *args: str) -> RoleProcess:
+        role = name.split("-")[0].replace("cheater", "worker")
+        command = [sys.executable, "-m", "shoal.cli", "role", role, "--run-dir", str(self._folder.root), *args]
+        return RoleProcess(name, command, self._folder.logs / f"{name}.log", threads, self._lock_fd)
+
+    # --- watching ---
+
+    def _has_ended(self) -> bool:
+        self._evaluations.start_due()
+        return self._snapshot.status.phase == "ended" and self._trainer is not None and self._trainer.state == "done"
+
+    def _wait(self, notice: str, until: Callable[[], bool]) -> None:
+        """Keep all processes alive and the view fresh until something holds or Ctrl-C asks for the end."""
+        self._notice = notice
+        while not self.stop_requests and not until():
+            for process in self._processes():
+                process.tend()
+            self._fail_if_given_up()
+            self._look()
+            time.sleep(TICK_S)
+
+    def _look(self, every_s: float = LOOK_EVERY_S) -> None:
+        """Take a snapshot and show it, if the last one is old."""
+        now = time.monotonic()
+        if now - self._looked < every_s:
+            return
+        self._looked = now
+        self._snapshot = Snapshot(
+            name=self._config.name,
+            out=str(self._folder.root),
+            steps=self._config.steps,
+            status=self._watch.status(),
+            url=self._watch.url(),
+            elapsed_s=self._usage.wall_s(),
+            metrics=self._metrics.read(),
+            nodes=tuple(sorted(self._watch.nodes(), key=lambda node: node.name)),
+            cheaters=frozenset(p.name for p in self._workers if p.name.startswith("cheater")),
+            heldout=self._evaluations.results(),
+            restarts={p.name: p.restarts for p in self._processes() if p.restarts},
+            notice=self._notice,
+        )
+        self._view.show(self._snapshot)
+        if now - self._saved > SAVE_USAGE_EVERY_S:
+            self._saved = now
+            self._save_usage()
+
+    def _fail_if_given_up(self) -> None:
+        """Raise `StateError` when a role without which the run cannot go on was given up."""
+        for process in self._processes():
+            if process.state != "given up":
+                continue
+            same = self._workers if process in self._workers else self._validators
+            spare = process in same and any(p.state != "given up" for p in same if not p.name.startswith("cheater"))
+            if spare or process.name.startswith("evaluate"):
+                continue
+            for line in tail(process.log, 12):
+                self._view.say(f"{process.name} | {line}")
+            raise StateError(f"{process.reason} (the whole log: {process.log})")
+
+    def _processes(self) -> list[RoleProcess]:
+        trainer = [self._trainer] if self._trainer is not None else []
+        return [self._coordinator, *trainer, *self._validators, *self._workers, *self._evaluations.processes]
+
+    def _save_usage(self) -> None:
+        self._usage.save({p.name: p.use_so_far() for p in self._processes()})
+
+    # --- stopping ---
+
+    def _settle(self) -> None:
+        """Workers end, and what they handed in last is judged, so that the last figures are final."""
+        self._stop(self._workers, DRAIN_S)
+        deadline = time.monotonic() + DRAIN_S
+        self._looked = -1e9
+        self._look()
+        self._wait(
+            "judging the last submissions",
+            until=lambda: not self._snapshot.status.pending or time.monotonic() > deadline,
+        )
+
+    def _stop_roles(self) -> None:
+        """Workers drain first, then the evaluation, trainer and validators; the coordinator answers to the last."""
+        trainer = [self._trainer] if self._trainer is not None else []
+        for group, patience_s in (
+            (self._workers, DRAIN_S),
+            (self._evaluations.processes + trainer, STOP_S),
+            (self._validators, STOP_S),
+            ([self._coordinator], STOP_S),
+        ):
+            self._stop(group, patience_s)
+
+    def _stop(self, group: list[RoleProcess], patience_s: float) -> None:
+        for process in group:
+            process.ask_to_end()
+        names = ", ".join(p.name for p in group if p.pid is not None)
+        if names and self.stop_requests:
+            self._notice = f"stopping {names} (Ctrl-C again: at once)"
+        deadline, asked = time.monotonic() + patience_s, self.stop_requests
+        while any(p.pid is not None for p in group):
+            if time.monotonic() > deadline or self.stop_requests > max(1, asked):
+                for process in group:
+                    process.kill()
+            for process in self._processes():
+                process.tend()
+            if self._coordinator not in group:
+                self._look()
+            time.sleep(TICK_S)
+
+    # --- the end ---
+
+    def _say_stopped(self) -> int:
+        done, steps = self._snapshot.step, self._config.steps
+        self._view.say(
+            f"Stopped at step {done} of {steps}. The same command goes on from there; {self._folder.root} holds it all."
+        )
+        return 130
+
+    def _say_end(self) -> int:
+        end = write_summary(self._folder, self._config, self._snapshot, self._usage)
+        with contextlib.suppress(OSError):  # a picture for a README is not worth an error
+            save_picture(Group(render(self._snapshot), render_end(end)), self._folder.root / "terminal.svg")
+        if self._console.is_terminal:
+            self._console.print(render_end(end))
+        else:
+            self._view.say(plain_end(end))
+        failed = self._evaluations.given_up()
+        if failed is not None:
+            raise StateError(f"the run ended, but an evaluation could not be made: {failed.reason} (log: {failed.log})")
+        return 0
+
+
+@contextlib.contextmanager
+def _counted_signals(crew: LocalRun) -> Iterator[None]:
+    def ask(signum: int, frame: FrameType | None) -> None:
+        crew.stop_requests += 1
+
+    before = {s: signal.signal(s, ask) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,206 @@
+"""One role of a run as a supervised process: started, watched, restarted, stopped, and its CPU time counted.
+
+Called by `launch/local`. It knows how a process lives and dies, and nothing of what the role does.
+
+A child never outlives its launcher: its standard input is a pipe whose other end only the launcher holds, so when
+the launcher dies, even by SIGKILL, the pipe closes and the child ends itself (`die_with_parent`, called by the
+hidden command `shoal role`). It is started in a session of its own, so the terminal's Ctrl-C reaches only the
+launcher, which stops the roles in order.
+"""
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import psutil
+
+from shoal.config import child_environment
+
+MAX_QUICK_DEATHS = 5
+"""Deaths in a row, each soon after a start, after which a role is given up."""
+
+QUICK_DEATH_S = 10.0
+"""A life shorter than this ended soon."""
+
+FIRST_BACKOFF_S = 0.2
+MAX_BACKOFF_S = 10.0
+
+EXIT_DONE, EXIT_USER_ERROR, EXIT_TRY_AGAIN = 0, 2, 75
+"""A role's exit codes: its work is done; a person must act (its last line says how); another node could not be
+reached, so starting again may help."""
+
+State = Literal["running", "restarting", "done", "given up"]
+
+
+@dataclass(frozen=True)
+class Use:
+    """What a role has taken of the machine, over all its lives."""
+
+    cpu_s: float = 0.0
+    peak_rss_mb: float = 0.0
+
+    def __add__(self, other: "Use") -> "Use":
+        return Use(self.cpu_s + other.cpu_s, max(self.peak_rss_mb, other.peak_rss_mb))
+
+
+@dataclass(eq=False)
+class RoleProcess:
+    """A role's command, kept alive by `tend`."""
+
+    name: str
+    command: Sequence[str]
+    log: Path
+    threads: int
+    lock_fd: int = -1
+    """Inherited by the child, so that the run folder stays locked while any of its processes lives."""
+    state: State = "restarting"
+    restarts: int = 0
+    reason: str = ""
+    """Why it was given up, one line."""
+    use: Use = Use()
+    _process: subprocess.Popen[bytes] | None = None
+    _quick_deaths: int = 0
+    _started: float = 0.0
+    _start_at: float = 0.0
+
+    def tend(self, now: float | None = None) -> None:
+        """Reap the process if it died, and start it if it is due: call this a few times a second."""
+        now = time.monotonic() if now is None else now
+        if self._process is not None and self._reap(now):
+            self._process = None
+        if self._process is None and self.state == "restarting" and now >= self._start_at:
+            self._start(now)
+
+    @property
+    def pid(self) -> int | None:
+        """Process id while it lives."""
+        return self._process.pid if self._process is not None else None
+
+    def use_so_far(self) -> Use:
+        """Its use over all lives, the present one included."""
+        if self.pid is None:
+            return self.use
+        try:
+            process = psutil.Process(self.pid)
+            times = process.cpu_times()
+            return self.use + Use(times.user + times.system, process.memory_info().rss / 2**20)
+        except psutil.Error:
+            return self.use
+
+    def ask_to_end(self) -> None:
+        """SIGTERM, and no restart."""
+        self._end_with(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """SIGKILL, and no restart."""
+        self._end_with(signal.SIGKILL)
+
+    def _end_with(self, number: signal.Signals) -> None:
+        if self.state in ("running", "restarting"):
+            self.state = "done"
+        if self._process is not None:
+            # Not Popen.send_signal, which would reap a dead child before `_reap` learns what it used.
+            os.kill(self._process.pid, number)
+
+    def _start(self, now: float) -> None:
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                self.command,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                env=child_environment(self.threads),
+                start_new_session=True,
+                pass_fds=() if self.lock_fd < 0 else (self.lock_fd,),
+            )
+        self._started, self.state = now, "running"
+
+    def _reap(self, now: float) -> bool:
+        """Whether it has died; then decide what becomes of it. `os.wait4` also tells what it used."""
+        process = self._process
+        assert process is not None
+        pid, status, usage = os.wait4(process.pid, os.WNOHANG)
+        if pid == 0:
+            return False
+        process.returncode = os.waitstatus_to_exitcode(status)
+        if process.stdin is not None:
+            process.stdin.close()
+        self.use += _use(usage)
+        if self.state == "running":
+            self._decide(process.returncode, now)
+        return True
+
+    def _decide(self, code: int, now: float) -> None:
+        if code == EXIT_DONE:
+            self.state = "done"
+            return
+        if code == EXIT_USER_ERROR:
+            self.state, self.reason = "given up", last_line(self.log)
+            return
+        # Whoever sends SIGKILL (an operator, the kernel out of memory) is not a fault that a restart repeats at once.
+        quick = now - self._started < QUICK_DEATH_S and code != -signal.SIGKILL
+        self._quick_deaths = self._quick_deaths + 1 if quick else 0
+        if self._quick_deaths >= MAX_QUICK_DEATHS:
+            self.state = "given up"
+            self.reason = f"{self.name} died {MAX_QUICK_DEATHS} times soon after its start, last with {_death(code)}"
+            return
+        self.state, self.restarts = "restarting", self.restarts + 1
+        self._start_at = now + min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2**self._quick_deaths)
+
+
+def last_line(log: Path) -> str:
+    """The last line that says something, without the `error: ` in front."""
+    lines = tail(log, 1)
+    return lines[0].removeprefix("error: ") if lines else "it left no word in its log"
+
+
+def tail(log: Path, num_lines: int) -> list[str]:
+    """The last non-empty lines of a log, of which at most 16 KiB are read."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - 16384))
+            text = file.read().decode(errors="replace")
+    except FileNotFoundError:
+        return []
+    return [line for line in text.splitlines() if line.strip()][-num_lines:]
+
+
+def die_with_parent() -> None:
+    """Called in the child: end this process at once when standard input closes, that is when the launcher is gone.
+
+    At once, not cleanly: every role must survive being killed, and a launcher that died can be started again
+    the sooner.
+    """
+
+    def watch() -> None:
+        while os.read(sys.stdin.fileno(), 1):
+            pass
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="die-with-parent", daemon=True).start()
+
+
+def own_use() -> Use:
+    """What this process has taken so far."""
+    return _use(resource.getrusage(resource.RUSAGE_SELF))
+
+
+def _use(usage: resource.struct_rusage) -> Use:
+    return Use(usage.ru_utime + usage.ru_stime, usage.ru_maxrss / _RSS_UNITS_PER_MB)
+
+
+def _death(code: int) -> str:
+    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+
+_RSS_UNITS_PER_MB = 1024.0 * 1024.0 if sys.platform == "darwin" else 1024.0
+"""`ru_maxrss` counts bytes on macOS and KiB elsewhere."""

@@ -1,0 +1,161 @@
+"""What is known of a running run at one moment, as a value: read from its folder and its coordinator.
+
+Called by `launch/local` a few times a second and by the tests of the view. It only reads, and it never fails because
+something is not there yet: a run that is starting has no metrics, a coordinator that restarts gives no answer.
+"""
+
+import http.client
+import json
+import urllib.error
+import urllib.request
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from shoal.metrics import read_metrics
+from shoal.protocol.types import NodeState, Status
+from shoal.protocol.wire import WireError, from_json
+
+T = TypeVar("T")
+
+ANSWER_TIMEOUT_S = 2.0
+MAX_ANSWER_BYTES = 1 << 20
+
+
+NO_STATUS = Status("", "starting", -1, 0, 0, {}, 0, 0, "", 0.0)
+"""Before the coordinator has answered."""
+
+
+class Heldout(msgspec.Struct, frozen=True):
+    """An evaluation on held-out tasks, with its 95 % confidence interval."""
+
+    mean: float
+    low95: float
+    high95: float
+    episodes: int
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """All that the view shows."""
+
+    name: str
+    out: str
+    steps: int
+    """Training steps of the whole run."""
+    status: Status = NO_STATUS
+    url: str = ""
+    elapsed_s: float = 0.0
+    metrics: tuple[dict[str, Any], ...] = ()
+    """One table for each training step so far."""
+    nodes: tuple[NodeState, ...] = ()
+    cheaters: frozenset[str] = frozenset()
+    """Names of the workers that were started to cheat."""
+    heldout: tuple[tuple[str, Heldout], ...] = ()
+    """Evaluations so far, oldest first, with the policy version that each is of."""
+    restarts: dict[str, int] = field(default_factory=dict)
+    """By role, where it was restarted at all."""
+    notice: str = ""
+    """What the launcher itself is doing, when it is not simply watching."""
+
+    @property
+    def step(self) -> int:
+        """Training steps done: the metrics tell of a step after it is done, and count from 0."""
+        return int(self.metrics[-1]["step"]) + 1 if self.metrics else max(0, self.status.version)
+
+    def latest(self, name: str) -> float | None:
+        """The newest value of a metric."""
+        values = self.series(name)
+        return values[-1] if values else None
+
+    def series(self, name: str) -> list[float]:
+        """All values of a metric, oldest first; steps without it are left out."""
+        return [float(line[name]) for line in self.metrics if isinstance(line.get(name), int | float)]
+
+    def tokens_per_s(self, over_steps: int = 5) -> float | None:
+        """Policy tokens that were learned from, per second of the newest steps' wall time."""
+        recent = [m for m in self.metrics[-over_steps:] if m.get("policy_tokens") and m.get("step_s")]
+        return sum(m["policy_tokens"] for m in recent) / sum(m["step_s"] for m in recent) if recent else None
+
+
+class MetricsWatch:
+    """Follows metrics.jsonl: it is read again when it has grown."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._size_bytes = -1
+        self._lines: tuple[dict[str, Any], ...] = ()
+
+    def read(self) -> tuple[dict[str, Any], ...]:
+        """One table for each training step so far, oldest first."""
+        size_bytes = self._path.stat().st_size if self._path.exists() else 0
+        if size_bytes != self._size_bytes:
+            self._size_bytes, self._lines = size_bytes, tuple(read_metrics(self._path))
+        return self._lines
+
+
+class CoordinatorWatch:
+    """Asks the local coordinator how things are; remembers the last answer through its restarts."""
+
+    def __init__(self, address_file: Path, bind: str) -> None:
+        self._file, self._bind = address_file, bind
+        self._status = NO_STATUS
+        self._nodes: tuple[NodeState, ...] = ()
+
+    def url(self) -> str:
+        """Where it listens for roles on this machine, or "" while it has not said so."""
+        address = self._address()
+        if address is None:
+            return ""
+        host = "127.0.0.1" if self._bind in ("", "0.0.0.0") else "[::1]" if self._bind == "::" else self._bind
+        return f"http://{host}:{address['port']}"
+
+    def public_url(self) -> str:
+        """What others type."""
+        address = self._address()
+        return str(address["url"]) if address else ""
+
+    def healthy(self, pid: int) -> bool:
+        """Whether that very process answers: the file may still be of the one before."""
+        address = self._address()
+        return address is not None and address.get("pid") == pid and _get(f"{self.url()}/healthz") is not None
+
+    def _address(self) -> dict[str, Any] | None:
+        try:
+            found = json.loads(self._file.read_bytes())
+            return found if isinstance(found, dict) and {"url", "port"} <= found.keys() else None
+        except (OSError, ValueError):
+            return None
+
+    def status(self) -> Status:
+        """The last status it gave."""
+        self._status = self._ask("/v1/status", Status) or self._status
+        return self._status
+
+    def nodes(self) -> tuple[NodeState, ...]:
+        """The last list of nodes it gave."""
+        self._nodes = self._ask("/v1/nodes", tuple[NodeState, ...]) or self._nodes
+        return self._nodes
+
+    def _ask(self, path: str, kind: type[T]) -> T | None:
+        url = self.url()
+        body = _get(url + path) if url else None
+        if body is None:
+            return None
+        try:
+            return from_json(body, kind)
+        except WireError:
+            return None
+
+
+def _get(url: str) -> bytes | None:
+    """Body of a 200, or None for anything else. The coordinator is on this machine: no proxy."""
+    try:
+        direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with direct.open(url, timeout=ANSWER_TIMEOUT_S) as answer:
+            body: bytes = answer.read(MAX_ANSWER_BYTES)
+            return body
+    except (urllib.error.URLError, http.client.HTTPException, OSError, ValueError):
+        return None

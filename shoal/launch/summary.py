@@ -1,0 +1,119 @@
+"""The end of a run as one file: summary.json, and the sums of time that it needs through restarts of the launcher.
+
+Called by `launch/local`. It reads the run's folder and the last snapshot; the ledger stays the only truth about
+credits, this is its digest for a person or a benchmark.
+"""
+
+import json
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shoal.config import EnvConfig, RunConfig
+from shoal.errors import StateError
+from shoal.folder import RunFolder, write_atomically
+from shoal.launch.process import Use, own_use
+from shoal.launch.snapshot import Snapshot
+from shoal.weights.manifest import weights_root
+
+
+class UsageBook:
+    """Wall time and use of the machine by role, kept in usage.json so that a resumed run counts from its start."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._started = time.monotonic()
+        self._wall_before_s = 0.0
+        self._before: dict[str, Use] = {}
+        self._now: dict[str, Use] = {}
+        try:
+            found = json.loads(path.read_bytes())
+            self._wall_before_s = float(found["wall_s"])
+            self._before = {
+                role: Use(float(cpu_s), float(found["peak_rss_mb"][role])) for role, cpu_s in found["cpu_s"].items()
+            }
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return
+
+    def wall_s(self) -> float:
+        """Seconds in which the run was being run."""
+        return self._wall_before_s + time.monotonic() - self._started
+
+    def by_role(self) -> dict[str, Use]:
+        """Sums over all processes of a role: `worker-0`, `worker-1` and `cheater-0` are workers."""
+        total = dict(self._before)
+        for name, use in self._now.items():
+            role = name.split("-")[0].replace("cheater", "worker")
+            total[role] = total.get(role, Use()) + use
+        return total
+
+    def save(self, by_process: dict[str, Use]) -> None:
+        """Take over this launch's figures, and write. A disk that is full here stops nothing."""
+        self._now = by_process | {"launcher": own_use()}
+        total = self.by_role()
+        tree = {
+            "wall_s": round(self.wall_s(), 3),
+            "cpu_s": {role: round(use.cpu_s, 3) for role, use in sorted(total.items())},
+            "peak_rss_mb": {role: round(use.peak_rss_mb, 1) for role, use in sorted(total.items())},
+        }
+        try:
+            write_atomically(self._path, json.dumps(tree, indent=1).encode())
+        except OSError:
+            return
+
+
+@dataclass(frozen=True)
+class RunEnd:
+    """What the last table shows."""
+
+    summary: dict[str, Any]
+    run_dir: Path
+    snapshot: Snapshot
+    env: EnvConfig
+    games: tuple[dict[str, Any], ...]
+    """Sample episodes of the final policy."""
+
+
+def write_summary(folder: RunFolder, config: RunConfig, snapshot: Snapshot, usage: UsageBook) -> RunEnd:
+    """Gather the figures of a run that has ended, write summary.json, and return them for the last table."""
+    before, after = (_evaluation(folder.evaluations / f"{when}.json") for when in ("before", "after"))
+    staleness: Counter[str] = Counter()
+    for line in snapshot.metrics:
+        ages = line.get("staleness_rollouts")
+        staleness.update(ages if isinstance(ages, dict) else {})
+    summary = {
+        "heldout": {"before": _interval(before), "after": _interval(after)},
+        "steps": snapshot.step,
+        "tokens": sum(node.credits for node in snapshot.nodes),
+        "accepted": snapshot.status.accepted,
+        "refused": snapshot.status.refused,
+        "credits": {
+            node.name: {"credits": node.credits, "role": "cheating" if node.name in snapshot.cheaters else "honest"}
+            for node in snapshot.nodes
+            if node.role == "worker"
+        },
+        "staleness": dict(sorted(staleness.items(), key=lambda item: int(item[0]))),
+        "wall_s": round(usage.wall_s(), 3),
+        "cpu_s": {role: round(use.cpu_s, 3) for role, use in sorted(usage.by_role().items())},
+        "weights_hash": weights_root(folder.checkpoints / "final"),
+    }
+    try:
+        write_atomically(folder.summary, json.dumps(summary, indent=1).encode())
+    except OSError as error:
+        raise StateError(f"cannot write {folder.summary}: {error.strerror}; free some disk, run again") from None
+    games = after.get("transcripts") if after else None
+    return RunEnd(summary, folder.root, snapshot, config.envs[0], tuple(games or ())[: config.eval.samples])
+
+
+def _evaluation(path: Path) -> dict[str, Any] | None:
+    try:
+        found = json.loads(path.read_bytes())
+        return found if isinstance(found, dict) else None
+    except (OSError, ValueError):
+        return None
+
+
+def _interval(evaluation: dict[str, Any] | None) -> dict[str, Any] | None:
+    return {key: evaluation.get(key) for key in ("mean", "low95", "high95", "episodes")} if evaluation else None

@@ -1,0 +1,104 @@
+"""Which held-out evaluations a run makes, and when: before, on the way, after, each once."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shoal.config import EnvConfig, EvalConfig, RunConfig
+from shoal.folder import RunFolder
+from shoal.launch.evaluations import Evaluations
+from shoal.launch.process import RoleProcess
+
+FIGURES = {"mean": 0.5, "low95": 0.4, "high95": 0.6, "episodes": 8}
+
+
+class Bench:
+    """An evaluation room whose processes never really start."""
+
+    def __init__(self, folder: RunFolder, episodes: int = 512) -> None:
+        config = RunConfig(name="x", steps=10, envs=(EnvConfig("arithmetic"),), eval=EvalConfig(episodes=episodes))
+        self.folder, self.asked = folder, list[tuple[str, str, int]]()
+        self.evaluations = Evaluations(config, folder, self.make)
+
+    def make(self, name: str, checkpoint: Path, out: Path, episodes: int) -> RoleProcess:
+        self.asked.append((name, checkpoint.name, episodes))
+        return RoleProcess(name, ["true"], out.with_suffix(".log"), threads=1)
+
+    def publish(self, version: int) -> None:
+        (self.folder.checkpoints / f"v{version:06d}").mkdir(parents=True)
+
+    def finish(self) -> None:
+        """The evaluation under way leaves its file."""
+        process = self.evaluations.processes[-1]
+        process.state = "done"
+        out = self.folder.evaluations / f"{process.name.removeprefix('evaluate-')}.json"
+        out.parent.mkdir(exist_ok=True)
+        out.write_text(json.dumps(FIGURES | {"transcripts": []}))
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench(RunFolder(tmp_path))
+
+
+def test_first_version_is_evaluated_first_and_in_full(bench: Bench) -> None:
+    bench.evaluations.start_due()
+    assert bench.asked == [], "nothing is published yet"
+    bench.publish(0)
+    bench.publish(5)
+    bench.evaluations.start_due()
+    bench.evaluations.start_due()
+    assert bench.asked == [("evaluate-before", "v000000", 512)], "one at a time"
+    assert not bench.evaluations.first_is_done()
+    bench.finish()
+    assert bench.evaluations.first_is_done()
+
+
+def test_on_the_way_the_newest_checkpoint_gets_a_part_of_the_episodes(bench: Bench) -> None:
+    for version in (0, 2, 4):
+        bench.publish(version)
+    bench.evaluations.start_due()
+    bench.finish()
+    bench.evaluations.start_due()
+    bench.finish()
+    bench.evaluations.start_due()
+    assert bench.asked[1:] == [("evaluate-v000004", "v000004", 128)]
+    assert [name for name, _ in bench.evaluations.results()] == ["before", "v4"]
+
+
+def test_last_checkpoint_is_left_to_the_last_evaluation(bench: Bench) -> None:
+    bench.publish(0)
+    bench.evaluations.start_due()
+    bench.finish()
+    bench.publish(10)
+    bench.evaluations.start_due()
+    bench.evaluations.start_last()
+    assert bench.asked[1:] == [("evaluate-after", "final", 512)]
+
+
+def test_what_is_in_the_folder_is_not_evaluated_again(bench: Bench, tmp_path: Path) -> None:
+    bench.publish(0)
+    for start in (bench.evaluations.start_due, bench.evaluations.start_last):
+        start()
+        bench.finish()
+    again = Bench(RunFolder(tmp_path))
+    again.evaluations.start_due()
+    again.evaluations.start_last()
+    assert again.asked == [] and again.evaluations.first_is_done()
+
+
+def test_without_episodes_nothing_is_evaluated(tmp_path: Path) -> None:
+    bench = Bench(RunFolder(tmp_path), episodes=0)
+    bench.publish(0)
+    bench.evaluations.start_due()
+    bench.evaluations.start_last()
+    assert bench.asked == [] and bench.evaluations.first_is_done() and bench.evaluations.idle()
+
+
+def test_evaluation_that_cannot_be_made_is_reported_and_holds_nothing_up(bench: Bench) -> None:
+    bench.publish(0)
+    bench.evaluations.start_due()
+    bench.evaluations.processes[0].state = "given up"
+    assert bench.evaluations.first_is_done() and bench.evaluations.idle()
+    assert bench.evaluations.given_up() is bench.evaluations.processes[0]

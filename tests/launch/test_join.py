@@ -1,0 +1,61 @@
+"""Hosting and joining by the commands that people type: the join line works, the host steers, everyone leaves cleanly."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tests.launch.test_local import RUN_FILE
+
+SHOAL = [sys.executable, "-m", "shoal.cli"]
+
+
+def begin(folder: Path, name: str, *args: str) -> subprocess.Popen[bytes]:
+    """A command in the background, with a home and an output file of its own."""
+    with (folder / f"{name}.txt").open("wb") as out:
+        environment = os.environ | {"SHOAL_HOME": str(folder / f"{name}-home"), "OMP_NUM_THREADS": "1"}
+        return subprocess.Popen([*SHOAL, *args], cwd=folder, stdout=out, stderr=out, env=environment)
+
+
+def said(folder: Path, name: str, pattern: str, timeout_s: float = 90.0) -> str:
+    """Wait until a command has said something; returns the match's first group, or all of it."""
+    deadline = time.monotonic() + timeout_s
+    while not (found := re.search(pattern, text := (folder / f"{name}.txt").read_text())):
+        assert time.monotonic() < deadline, f"{name} did not say {pattern!r} but: {text}"
+        time.sleep(0.05)
+    return found[1] if found.groups() else found[0]
+
+
+def admin(folder: Path, *args: str) -> str:
+    return subprocess.run([*SHOAL, "admin", *args], cwd=folder, capture_output=True, text=True, check=True).stdout
+
+
+def test_a_stranger_joins_is_told_what_was_accepted_and_leaves(tmp_path: Path) -> None:
+    (tmp_path / "small.toml").write_text(RUN_FILE.replace("steps = 4", "steps = 4000"))
+    host = begin(tmp_path, "host", "host", "small.toml", "--set", "eval.episodes=0", "--set", "workers.cheating=0")
+    worker = None
+    try:
+        url = said(tmp_path, "host", r"shoal join (http://127\.0\.0\.1:\d+)\n")
+        worker = begin(tmp_path, "worker", "join", url, "--threads", "1", "--name", "stranger")
+        said(tmp_path, "worker", r"joined run=small as=stranger")
+        said(tmp_path, "worker", r"accepted groups=\d+ credits=\+\d+")
+
+        assert "The run is paused" in admin(tmp_path, "pause", "runs/small")
+        said(tmp_path, "worker", r"waiting reason='.*paused")
+        key_file = str(tmp_path / "runs" / "small" / "keys" / "run.key")
+        assert "The run is running" in admin(tmp_path, "resume", url, "--key", key_file)
+
+        worker.send_signal(signal.SIGINT)
+        assert worker.wait(timeout=60) == 0, said(tmp_path, "worker", "(?s).*")
+        said(tmp_path, "worker", r"left credits=[1-9]\d* accepted=[1-9]\d* refused=0")
+        host.send_signal(signal.SIGINT)
+        assert host.wait(timeout=60) == 130
+        said(tmp_path, "host", "The same command goes on from there")
+    finally:
+        for process in (worker, host):
+            if process is not None:
+                process.kill()
+                process.wait()

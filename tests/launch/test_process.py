@@ -1,0 +1,147 @@
+"""A supervised process: it is started again, given up, stopped, counted, and never outlives its launcher."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from shoal.launch.process import MAX_QUICK_DEATHS, RoleProcess, last_line, tail
+
+
+def role(tmp_path: Path, code: str) -> RoleProcess:
+    return RoleProcess("worker-0", [sys.executable, "-c", code], tmp_path / "logs" / "worker-0.log", threads=1)
+
+
+def tend_until(process: RoleProcess, holds: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < deadline, f"{process.state}, log: {tail(process.log, 9)}"
+        process.tend()
+        time.sleep(0.01)
+
+
+def test_role_that_finished_is_not_started_again(tmp_path: Path) -> None:
+    process = role(tmp_path, "print('work done')")
+    tend_until(process, lambda: process.state == "done")
+    process.tend(now=time.monotonic() + 1000)
+    assert process.pid is None and process.restarts == 0
+    assert tail(process.log, 5) == ["work done"]
+
+
+def test_role_that_was_killed_is_started_again(tmp_path: Path) -> None:
+    process = role(tmp_path, "import time; time.sleep(60)")
+    tend_until(process, lambda: process.pid is not None)
+    first = process.pid
+    assert first is not None
+    os.kill(first, signal.SIGKILL)
+    tend_until(process, lambda: process.pid not in (None, first))
+    assert process.restarts == 1
+    process.kill()
+    tend_until(process, lambda: process.pid is None)
+
+
+def test_role_that_dies_again_and_again_is_given_up_with_a_reason(tmp_path: Path) -> None:
+    process = role(tmp_path, "import sys; sys.exit(3)")
+    now, waits = time.monotonic(), []
+    while process.state != "given up":
+        before = now
+        while process.pid is None and process.state == "restarting":
+            process.tend(now)
+            now += 0.05
+        waits.append(now - before)
+        while process.pid is not None:
+            process.tend(now)
+            time.sleep(0.005)
+    assert process.restarts == MAX_QUICK_DEATHS - 1
+    assert "5 times" in process.reason and "exit code 3" in process.reason
+    assert waits[-1] > 2 * waits[1], "each restart waits longer than the one before"
+
+
+def test_role_whose_user_must_act_is_given_up_at_once(tmp_path: Path) -> None:
+    process = role(tmp_path, "import sys; print('error: port 80 is in use', file=sys.stderr); sys.exit(2)")
+    tend_until(process, lambda: process.state == "given up")
+    assert process.restarts == 0 and process.reason == "port 80 is in use"
+
+
+def test_many_kills_from_outside_never_give_a_role_up(tmp_path: Path) -> None:
+    process = role(tmp_path, "import time; time.sleep(60)")
+    for kills in range(MAX_QUICK_DEATHS + 2):
+        tend_until(process, lambda: process.pid is not None)
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGKILL)
+        tend_until(process, lambda kills=kills: process.restarts == kills + 1)
+    assert process.state in ("restarting", "running")
+    process.kill()
+    tend_until(process, lambda: process.pid is None)
+
+
+def test_role_asked_to_end_ends_and_stays_away(tmp_path: Path) -> None:
+    process = role(tmp_path, "import time; time.sleep(60)")
+    tend_until(process, lambda: process.pid is not None)
+    process.ask_to_end()
+    tend_until(process, lambda: process.pid is None)
+    process.tend(now=time.monotonic() + 1000)
+    assert process.pid is None and process.state == "done"
+
+
+def test_role_that_died_just_before_it_is_asked_to_end_is_counted(tmp_path: Path) -> None:
+    process = role(tmp_path, "import time\nwhile time.process_time() < 0.1: pass")
+    tend_until(process, lambda: process.pid is not None)
+    assert process.pid is not None
+    while psutil.Process(process.pid).status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.01)
+    process.ask_to_end()
+    process.kill()
+    tend_until(process, lambda: process.pid is None)
+    assert process.use.cpu_s >= 0.1
+
+
+def test_cpu_time_of_all_lives_is_counted(tmp_path: Path) -> None:
+    process = role(tmp_path, "import time, os\nwhile time.process_time() < 0.2: pass\nos.kill(os.getpid(), 9)")
+    tend_until(process, lambda: process.restarts == 2)
+    assert process.use.cpu_s >= 0.4
+    assert process.use.peak_rss_mb > 1
+    process.kill()
+    tend_until(process, lambda: process.pid is None)
+
+
+def test_role_has_a_session_of_its_own_and_pinned_threads(tmp_path: Path) -> None:
+    code = "import os; print(os.getpid() == os.getsid(0), os.environ['OMP_NUM_THREADS'])"
+    process = role(tmp_path, code)
+    tend_until(process, lambda: process.state == "done")
+    assert tail(process.log, 1) == ["True 1"]
+
+
+@pytest.mark.parametrize("ignores_sigterm", [False, True])
+def test_roles_die_with_a_launcher_that_is_killed(tmp_path: Path, ignores_sigterm: bool) -> None:
+    child = (
+        "from shoal.launch.process import die_with_parent; die_with_parent(); import signal, time; "
+        f"{'signal.signal(signal.SIGTERM, signal.SIG_IGN); ' if ignores_sigterm else ''}time.sleep(60)"
+    )
+    launcher = (
+        "import sys, time; from pathlib import Path; from shoal.launch.process import RoleProcess\n"
+        f"p = RoleProcess('x', [sys.executable, '-c', {child!r}], Path({str(tmp_path / 'x.log')!r}), 1)\n"
+        "p.tend(); print(p.pid, flush=True); time.sleep(60)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", launcher], stdout=subprocess.PIPE)
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    time.sleep(0.5)
+    assert psutil.pid_exists(pid)
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    deadline = time.monotonic() + 10
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_last_word_of_a_role_without_a_log_is_still_a_sentence(tmp_path: Path) -> None:
+    assert last_line(tmp_path / "none.log") == "it left no word in its log"

@@ -1,0 +1,111 @@
+"""What is gathered at the end of a run, and what is known while it lasts."""
+
+import http.server
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from shoal.launch.process import Use
+from shoal.launch.snapshot import NO_STATUS, CoordinatorWatch, MetricsWatch, Snapshot
+from shoal.launch.summary import UsageBook
+from shoal.protocol.types import Status
+from shoal.protocol.wire import to_json
+
+STATUS = Status("x", "running", 3, 9, 5, {}, 1, 0, "workers", 2.0)
+
+
+def test_use_is_summed_by_role_and_through_restarts(tmp_path: Path) -> None:
+    first = UsageBook(tmp_path / "usage.json")
+    first.save({"worker-0": Use(1.0, 50.0), "cheater-0": Use(2.0, 60.0), "trainer": Use(4.0, 90.0)})
+    second = UsageBook(tmp_path / "usage.json")
+    second.save({"worker-0": Use(0.5, 10.0)})
+    total = second.by_role()
+    assert (total["worker"], total["trainer"]) == (Use(3.5, 60.0), Use(4.0, 90.0))
+    assert json.loads((tmp_path / "usage.json").read_text())["cpu_s"]["worker"] == 3.5
+    assert second.wall_s() >= first.wall_s() * 0.5 > 0
+
+
+@pytest.mark.parametrize("damage", [b"", b"{", b"[]", b'{"wall_s": 1, "cpu_s": {"x": 1}}', b'{"wall_s": "x"}'])
+def test_damaged_usage_is_begun_again(tmp_path: Path, damage: bytes) -> None:
+    (tmp_path / "usage.json").write_bytes(damage)
+    assert UsageBook(tmp_path / "usage.json").by_role() == {}
+
+
+def test_usage_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    UsageBook(tmp_path / "file" / "usage.json").save({"trainer": Use(1.0, 1.0)})
+
+
+def test_metrics_are_followed_as_they_grow(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    watch = MetricsWatch(path)
+    assert watch.read() == ()
+    path.write_text('{"step": 0, "policy_tokens": 10, "step_s": 2.0}\n{"step": 1, "poli')
+    assert [line["step"] for line in watch.read()] == [0]
+    path.write_text(
+        '{"step": 0, "policy_tokens": 10, "step_s": 2.0}\n{"step": 1, "policy_tokens": 30, "step_s": 2.0}\n'
+    )
+    snapshot = Snapshot("x", "runs/x", 9, metrics=watch.read())
+    assert (snapshot.step, snapshot.tokens_per_s(), snapshot.latest("policy_tokens")) == (2, 10.0, 30.0)
+    assert snapshot.latest("reward_all_mean") is None
+
+
+class Answers(http.server.BaseHTTPRequestHandler):
+    """A coordinator as far as the watch asks."""
+
+    bodies: dict[str, bytes]
+
+    def do_GET(self) -> None:
+        body = self.bodies.get(self.path)
+        self.send_response(200 if body is not None else 500)
+        self.end_headers()
+        self.wfile.write(body or b"")
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def coordinator(tmp_path: Path) -> Iterator[http.server.HTTPServer]:
+    Answers.bodies = {"/healthz": b"ok", "/v1/status": to_json(STATUS), "/v1/nodes": b"[]"}
+    with http.server.HTTPServer(("127.0.0.1", 0), Answers) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        address = {"url": "https://public.example.org", "port": server.server_port, "pid": 42}
+        (tmp_path / "coordinator.json").write_text(json.dumps(address))
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def test_coordinator_is_asked_on_this_machine_whatever_it_is_called_outside(
+    coordinator: http.server.HTTPServer, tmp_path: Path
+) -> None:
+    watch = CoordinatorWatch(tmp_path / "coordinator.json", "0.0.0.0")
+    assert watch.url() == f"http://127.0.0.1:{coordinator.server_port}"
+    assert watch.public_url() == "https://public.example.org"
+    assert watch.healthy(42) and not watch.healthy(41)
+    assert watch.status() == STATUS
+
+
+def test_last_answer_is_kept_while_the_coordinator_restarts_or_babbles(
+    coordinator: http.server.HTTPServer, tmp_path: Path
+) -> None:
+    watch = CoordinatorWatch(tmp_path / "coordinator.json", "127.0.0.1")
+    assert watch.status() == STATUS
+    for babble in (b"{", b"[]", b"\xff", to_json({"phase": "running"})):
+        Answers.bodies = {"/v1/status": babble}
+        assert watch.status() == STATUS
+    Answers.bodies = {}
+    assert watch.status() == STATUS and watch.nodes() == ()
+
+
+def test_before_the_coordinator_has_spoken_nothing_is_known(tmp_path: Path) -> None:
+    watch = CoordinatorWatch(tmp_path / "coordinator.json", "127.0.0.1")
+    assert (watch.url(), watch.status(), watch.healthy(1)) == ("", NO_STATUS, False)
+    for damage in ("", "[]", "{}", '{"url": 1}'):
+        (tmp_path / "coordinator.json").write_text(damage)
+        assert watch.url() == ""

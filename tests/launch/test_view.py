@@ -1,0 +1,124 @@
+"""The terminal view: what a snapshot and an ended run show, on a terminal and in a file."""
+
+import io
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+from rich.console import Console, RenderableType
+
+from shoal.launch.finale import plain_end, render_end, save_picture
+from shoal.launch.snapshot import Snapshot
+from shoal.launch.summary import RunEnd
+from shoal.launch.view import LiveView, chart, duration, plain, plain_wait, render
+
+
+def shown(picture: RenderableType, width: int = 110) -> str:
+    console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
+    console.print(picture)
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_picture_shows_progress_workers_and_what_is_waited_for(snapshot: Snapshot) -> None:
+    text = shown(render(snapshot))
+    for expected in (
+        "running", "step 37/90", "policy v37", "2m03s", "held-out before", "29.0% (25%-33%)", "41.0%",
+        "worker-0", "81,234", "cheater-0 (cheats)", "quarantined", "sampling 40x",
+        "waiting 8 s for workers: 9 of 16 groups", "restarted: trainer 1x", "2,000", "0:60%, 1:40%",
+    ):  # fmt: skip
+        assert expected in text, expected
+    assert "validator-0" not in text
+
+
+def test_picture_of_a_run_that_is_starting_says_so() -> None:
+    text = shown(render(Snapshot("wordle", "runs/wordle", 90, notice="starting the coordinator")))
+    assert "starting the coordinator" in text and "no worker has joined yet" in text and "step 0/90" in text
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_picture_fits_the_terminal(snapshot: Snapshot, width: int) -> None:
+    assert max(len(line) for line in shown(render(snapshot), width).splitlines()) <= width
+
+
+def test_plain_line_tells_the_newest_step(snapshot: Snapshot) -> None:
+    line = plain(snapshot)
+    assert "\n" not in line
+    for expected in (
+        "step 37/90", "reward=0.480", "tokens/s=2000", "staleness=0:60%,1:40%", "accepted=611 refused=40",
+        "elapsed=2m03s",
+    ):  # fmt: skip
+        assert expected in line, expected
+
+
+def test_watchdog_speaks_only_of_long_waits(snapshot: Snapshot) -> None:
+    assert plain_wait(snapshot).startswith("waiting 8 s for workers: 9 of 16 groups")
+    brief = replace(snapshot, status=type(snapshot.status)("", "running", 0, 9, 0, {}, 0, 0, "the trainer", 1.0))
+    assert plain_wait(brief) == ""
+
+
+def test_piped_view_prints_each_step_once(snapshot: Snapshot) -> None:
+    console = Console(file=io.StringIO(), width=80)
+    view = LiveView(console, wait_line_every_s=1e9)
+    view.show(snapshot)
+    view.show(snapshot)
+    view.close()
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert [line.split()[:2] for line in lines].count(["step", "37/90"]) == 1
+    assert all("\x1b" not in line for line in lines)
+
+
+def test_chart_places_values_by_step_and_height() -> None:
+    # Four steps of eight columns: two done, so the left half is filled; 0.5 of two lines is one line of full blocks.
+    assert chart([0.5, 1.0], total=4, width=8, height=2, low=0.0, high=1.0) == ["  ██    ", "████    "]
+    # More steps than columns: means of 0 and 1, and of 1 and 1.
+    assert chart([0.0, 1.0, 1.0, 1.0], total=4, width=2, height=1, low=0.0, high=1.0) == ["▄█"]
+
+
+def test_chart_of_equal_values_does_not_divide_by_zero() -> None:
+    assert chart([0.0, 0.0], total=2, width=2, height=1, low=0.0, high=0.0) == ["▁▁"]
+
+
+def test_durations_read_as_a_person_would_say_them() -> None:
+    assert [duration(s) for s in (7.9, 123, 3720)] == ["7s", "2m03s", "1h02m"]
+
+
+def test_last_table_compares_before_and_after_and_names_the_cheater(end: RunEnd) -> None:
+    for text in (shown(render_end(end)), plain_end(end)):
+        for expected in (
+            "29.0%", "71.0%", "cheater-0", "cheating", "sampling 40x", "not sampled with the leased seed", "81,234",
+            "crane", "won, score 1.00", "runs/wordle/checkpoints/final",
+            "shoal ledger verify runs/wordle",
+            "--env wordle --env-args '{\"num_words\": 64}'",
+        ):  # fmt: skip
+            assert expected in " ".join(text.replace("│", " ").split()), expected
+
+
+def test_marked_letters_become_tiles(end: RunEnd) -> None:
+    assert "C   R   A   N   E" in shown(render_end(end))
+    assert "c=r+a+n-e+" in plain_end(end)
+
+
+def test_last_table_without_evaluation_says_so(end: RunEnd) -> None:
+    bare = replace(end, summary=end.summary | {"heldout": {"before": None, "after": None}}, games=())
+    assert "not evaluated" in plain_end(bare)
+    assert "before training" in shown(render_end(bare))
+
+
+def test_what_a_policy_wrote_cannot_steer_the_terminal(end: RunEnd) -> None:
+    evil = {"turns": [["assistant", "\x1b[2J[bold]boo[/bold]\x07"]], "score": 0.0, "success": None}
+    for text in (shown(render_end(replace(end, games=(evil,)))), plain_end(replace(end, games=(evil,)))):
+        assert "\x1b[2J" not in text and "\x07" not in text and "[bold]boo" in text
+
+
+def test_name_of_a_worker_cannot_steer_the_terminal(snapshot: Snapshot, end: RunEnd) -> None:
+    nodes = tuple(msgspec.structs.replace(node, name="\x1b[2J[red]x", last_reason="\x07") for node in snapshot.nodes)
+    evil = replace(snapshot, nodes=nodes)
+    for text in (shown(render(evil)), shown(render_end(replace(end, snapshot=evil)))):
+        assert "\x1b[2J" not in text and "\x07" not in text
+
+
+def test_picture_can_be_saved_for_documents(snapshot: Snapshot, tmp_path: Path) -> None:
+    save_picture(render(snapshot), tmp_path / "terminal.svg")
+    content = (tmp_path / "terminal.svg").read_text()
+    assert content.startswith("<svg") and "cheater-0" in content

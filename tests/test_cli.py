@@ -1,0 +1,246 @@
+"""The command line: quick help that teaches, mistakes in one line, and exit codes that scripts can rely on."""
+
+import argparse
+import errno
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from shoal import __version__, cli
+from shoal.errors import ConfigError, PeerError
+
+COMMANDS = (
+    "run", "host", "join", "validate", "train", "eval", "sft", "env check", "env list", "ledger verify", "ledger show",
+    "doctor", "admin",
+)  # fmt: skip
+
+MY_ENV = '''
+"""Say hello."""
+from shoal.envs.base import Step
+
+class Hello:
+    name, num_tasks, num_heldout, reward_bounds = "hello", 4, 0, (0.0, 1.0)
+    def task(self, index, heldout=False):
+        if not 0 <= index < 4 or heldout: raise IndexError(index)
+        return index
+    def reset(self, task): return (task, ""), [{"role": "user", "content": f"greet {task}"}]
+    def step(self, state, action): return Step((state[0], action), None, True)
+    def score(self, state): return float(state[1] == "hello")
+    def players(self): return {"right": lambda state, rng: "hello", "wrong": lambda state, rng: "bye"}
+
+def environment(**args): return Hello()
+'''
+
+
+def shoal(*args: str, cwd: Path | None = None, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "shoal.cli", *args]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, cwd=cwd)
+
+
+def run_main(
+    monkeypatch: pytest.MonkeyPatch, command: list[str], action: Callable[[argparse.Namespace], object]
+) -> int:
+    """main() with the command's action replaced."""
+    name = {"doctor": "doctor", "role": "role"}[command[0]]
+    monkeypatch.setattr(cli, name, action)
+    return cli.main(command)
+
+
+# --- help ---
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_teaches_by_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        cli.main([*command.split(), "--help"])
+    text = capsys.readouterr().out
+    assert exit_.value.code == 0
+    assert f"examples:\n  shoal {command}" in text
+    assert max(len(line) for line in text.splitlines()) <= 100
+
+
+def test_top_help_lists_every_command_but_the_hidden_one(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    text = capsys.readouterr().out
+    assert all(f"    {command.split()[0]} " in text for command in COMMANDS)
+    assert "role" not in text
+
+
+def test_examples_in_help_are_commands_that_parse() -> None:
+    """Each example line goes through the parser itself."""
+    parser = cli.parser()
+    for command in COMMANDS:
+        parts = command.split()
+        chosen: argparse.ArgumentParser = parser
+        for part in parts:
+            actions = [a for a in chosen._actions if isinstance(a, argparse._SubParsersAction)]
+            chosen = actions[0].choices[part]
+        examples = [line.strip() for line in (chosen.epilog or "").splitlines() if line.startswith("  shoal ")]
+        assert examples
+        for line in examples:
+            parser.parse_args(line.split(" >")[0].split()[1:])
+
+
+def test_help_takes_less_than_a_third_of_a_second() -> None:
+    """The best of three: other tests may share the machine."""
+    times = []
+    for _ in range(3):
+        began = time.perf_counter()
+        assert shoal("run", "--help").returncode == 0
+        times.append(time.perf_counter() - began)
+    assert min(times) < 0.3
+
+
+def test_version() -> None:
+    assert shoal("--version").stdout == f"shoal {__version__}\n"
+
+
+# --- mistakes ---
+
+
+def check_one_line(result: subprocess.CompletedProcess[str], *expected: str) -> None:
+    assert result.returncode == 2, result.stderr
+    assert result.stderr.count("\n") == 1 and result.stderr.startswith("error: "), result.stderr
+    for text in expected:
+        assert text in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (["rum"], "invalid choice: 'rum'"),
+        (["run"], "required: RECIPE"),
+        (["run", "none.toml"], "cannot read none.toml"),
+        (["run", "typo.toml"], "did you mean steps"),
+        (["run", "good.toml", "--quick"], "no [quick] table"),
+        (["run", "good.toml", "--set", "steps"], "key=value"),
+        (["join", "not a url"], "not a url"),
+        (["join", "ftp://host"], "http"),
+        (["join", "http://127.0.0.1:9", "--threads", "0"], "whole number above 0"),
+        (["eval", "nowhere", "--env", "wordle"], "nowhere"),
+        (["env", "check", "wordel"], "did you mean wordle"),
+        (["env", "check", "./none.py"], "none.py"),
+        (["env", "check", "./raises.py"], "raises.py line 2: RuntimeError: at work"),
+        (["env", "check", "arithmetic", "--env-args", "2"], "not a JSON object"),
+        (["ledger", "verify", "nowhere"], "holds no log"),
+        (["ledger", "show", "nowhere"], "holds no log"),
+        (["admin", "pause", "nowhere"], "holds no run"),
+        (["admin", "kick", "nowhere"], "say which node"),
+        (["admin", "pause", "http://127.0.0.1:9"], "needs --key"),
+        (["admin", "explode", "nowhere"], "invalid choice"),
+        (["sft", "none.toml", "--out", "x"], "cannot read none.toml"),
+    ],
+)
+def test_mistake_is_one_line_and_exit_code_2(args: list[str], expected: str, tmp_path: Path) -> None:
+    good = 'name = "good"\nsteps = 1\n[[envs]]\nname = "arithmetic"\n'
+    (tmp_path / "good.toml").write_text(good)
+    (tmp_path / "typo.toml").write_text("stepz = 1\n" + good)
+    (tmp_path / "raises.py").write_text("def environment():\n    raise RuntimeError('at work')\n")
+    check_one_line(shoal(*args, cwd=tmp_path), expected)
+
+
+def test_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "good.toml").write_text('name = "good"\nsteps = 1\n[[envs]]\nname = "arithmetic"\n')
+    (tmp_path / "file").write_text("not a folder")
+    check_one_line(shoal("run", "good.toml", "--out", "file/run", cwd=tmp_path), "file")
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ConfigError("wrong"), 2),
+        (PeerError("away"), 2),
+        (OSError(errno.ENOSPC, "No space left on device", "blobs/x"), 2),
+        (ExceptionGroup("tasks", [PeerError("away"), ExceptionGroup("more", [ConfigError("wrong")])]), 2),
+        (KeyboardInterrupt(), 130),
+    ],
+    ids=repr,
+)
+def test_exit_codes(
+    error: BaseException, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(args: argparse.Namespace) -> None:
+        raise error
+
+    assert run_main(monkeypatch, ["doctor"], fail) == code
+    said = capsys.readouterr().err
+    assert said.count("\n") == (code == 2) and (code != 2 or said.startswith("error: "))
+
+
+def test_role_that_cannot_reach_another_says_that_trying_again_may_help(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(args: argparse.Namespace) -> None:
+        raise PeerError("away")
+
+    assert run_main(monkeypatch, ["role", "worker"], fail) == 75
+
+
+@pytest.mark.parametrize(
+    "error",
+    [AssertionError("a bug"), OSError(errno.EIO, "I/O error"), ExceptionGroup("t", [KeyError("a bug")])],
+    ids=repr,
+)
+def test_bug_of_ours_keeps_its_traceback(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(args: argparse.Namespace) -> None:
+        raise error
+
+    with pytest.raises(type(error)):
+        run_main(monkeypatch, ["doctor"], fail)
+
+
+def test_message_of_several_lines_becomes_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(args: argparse.Namespace) -> None:
+        raise ConfigError("first\n  second")
+
+    run_main(monkeypatch, ["doctor"], fail)
+    assert capsys.readouterr().err == "error: first second\n"
+
+
+def test_reader_that_closes_the_pipe_is_no_fault() -> None:
+    command = f"{sys.executable} -m shoal.cli env list | true; echo ${{PIPESTATUS[0]}}"
+    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert result.stderr == "" and result.stdout.strip() in ("0",)
+
+
+# --- commands that need no run ---
+
+
+def test_built_in_environments_are_listed_and_hold() -> None:
+    listed = shoal("env", "list").stdout
+    assert "wordle" in listed and "arithmetic" in listed
+    checked = shoal("env", "check", "arithmetic", "--env-args", '{"digits": 1}')
+    assert checked.returncode == 0 and "failed" not in checked.stdout and "replay" in checked.stdout
+
+
+def test_environment_of_the_users_own_is_checked(tmp_path: Path) -> None:
+    (tmp_path / "my_env.py").write_text(MY_ENV)
+    assert shoal("env", "check", "./my_env.py", cwd=tmp_path).returncode == 0
+    (tmp_path / "my_env.py").write_text(
+        MY_ENV.replace('"right": lambda state, rng: "hello"', '"right": lambda state, rng: "x"')
+    )
+    broken = shoal("env", "check", "./my_env.py", cwd=tmp_path)
+    assert broken.returncode == 1 and "failed   right player" in broken.stdout
+
+
+def test_doctor_measures_this_machine() -> None:
+    result = shoal("doctor")
+    for what in ("Python", "cores", "memory", "disk", "torch", "GFLOP/s", "tokens/s", "transformers", "clock", "home"):
+        assert what in result.stdout
+    assert result.returncode == 0, result.stdout
+
+
+def test_doctor_says_what_to_do_about_what_is_missing(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    environment = os.environ | {"SHOAL_HOME": str(tmp_path / "file")}
+    command = [sys.executable, "-m", "shoal.cli", "doctor", "--url", "http://127.0.0.1:9"]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert result.returncode == 1
+    assert "missing  home" in result.stdout and "set SHOAL_HOME" in result.stdout
+    assert "missing  clock" in result.stdout and "2 missing" in result.stdout
