@@ -1,0 +1,66 @@
+# What people type in this folder. Each target installs what it needs into .venv, once.
+#
+#   make demo     a whole run on this machine: strangers' workers teach a tiny model Wordle
+#   make test     the test suite            make test-slow   what takes minutes, too
+#   make check    format, lint, types, architecture, configuration and docs: what CI asks first
+#   make bench    measurements; each prints one JSON line at its end
+#   make clean    remove what was built and run here
+#
+# On Linux, PyPI's torch brings CUDA along (3 GB). For a CPU alone:
+#   make demo PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu"
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP_FLAGS ?=
+INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt $(PIP_FLAGS)
+CHECKS := tests/test_architecture.py tests/test_config.py tests/test_recipes.py $(wildcard tests/test_docs.py)
+BENCHES := $(filter-out %/__init__.py %/tally.py,$(wildcard benchmarks/*.py))
+# Two threads of a test's own would fight with the other processes of the same test.
+TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-slow check bench clean
+
+help:
+	@sed -n '3,11s/^# \{0,1\}//p' Makefile
+
+demo: $(VENV)/.runs
+	$(BIN)/shoal run recipes/wordle.toml
+
+test: $(VENV)/.tests
+	$(TEST)
+
+test-slow: $(VENV)/.tests
+	$(TEST) -m "slow or not slow"
+
+check: $(VENV)/.tests
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(TEST) $(CHECKS)
+
+bench: $(VENV)/.tests
+	@set -e; for bench in $(BENCHES); do echo "== $$bench"; OMP_NUM_THREADS=1 $(BIN)/python $$bench; done
+
+clean:
+	rm -rf $(VENV) runs build dist .mypy_cache .ruff_cache .hypothesis *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/.runs: pyproject.toml constraints.txt | $(VENV)/.made
+	@echo "installing shoal with torch into $(VENV) ..."
+	$(INSTALL) -e '.[torch]'
+	@touch $@
+
+$(VENV)/.tests: pyproject.toml constraints.txt | $(VENV)/.made
+	@echo "installing shoal with the tools of its tests into $(VENV) ..."
+	$(INSTALL) -e '.[torch,hf,dev]'
+	@touch $@ $(VENV)/.runs
+
+$(VENV)/.made:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "error: shoal needs Python 3.11 or newer, $(PYTHON) is $$($(PYTHON) --version 2>&1 || echo missing)." \
+			"Install one and say which: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 2; }
+	@$(PYTHON) -m venv $(VENV) || { \
+		echo "error: $(PYTHON) cannot make a virtual environment. On Debian: apt install python3-venv"; exit 2; }
+	@touch $@

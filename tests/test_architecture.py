@@ -1,0 +1,214 @@
+"""The folder map is the import map (DESIGN section 4), and what else holds for every file of the package.
+
+Read from the source, so that an import inside a function counts too; what must stay light is imported in a process of
+its own.
+"""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "shoal"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+FLOORS = (
+    ("algos", "protocol"),
+    ("policy", "sandbox", "net", "ledger"),
+    ("engine",),
+    ("train", "envs", "proofs", "weights"),
+    ("roles",),
+    ("launch", "dashboard"),
+    ("cli",),
+)
+"""Lowest first. A room imports from the floors below its own; rooms on one floor never import each other."""
+
+COMMON = ("config", "errors", "folder", "metrics", "plugins")
+"""Files that serve every room but `algos`; they import each other and `protocol`."""
+
+BROAD_EXCEPTS = {
+    "envs/base.py": "an environment is foreign code and may raise anything; that ends its rollout, not our process",
+    "envs/check.py": "the same, and the fault is the finding",
+    "envs/conversation.py": "the same, and the rollout ends by `error`",
+    "envs/load.py": "the same, when a user's file is executed",
+    "net/server.py": "a fault of ours while answering is logged and becomes a 500, not a broken connection",
+    "proofs/context.py": "an environment may raise anything; then nobody can play the slot, and it is void",
+    "policy/render.py": "the tokenizers library raises bare Exception for a damaged file",
+}
+"""Named boundaries where anything may be caught, and why. Elsewhere it would hide a bug."""
+
+LIGHT = ("torch", "transformers")
+"""What a coordinator's, a relay's or a newcomer's machine need not have."""
+
+
+def name_of(file: Path) -> str:
+    """Such as envs/wordle.py."""
+    return file.relative_to(PACKAGE).as_posix()
+
+
+def room_of(file: Path) -> str:
+    """Folder or top-level file that a source file belongs to."""
+    return file.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def module_of(file: Path) -> str:
+    """Such as shoal.envs.wordle."""
+    return ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def imports_of(file: Path) -> Iterator[tuple[int, str]]:
+    """Line and full name of each thing of ours that a file imports, wherever in the file."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "shoal":
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from ((node.lineno, a.name) for a in node.names if a.name.split(".")[0] == "shoal")
+
+
+def allowed(room: str) -> set[str]:
+    """Rooms that a room may import from, its own included."""
+    if room == "algos":
+        return {"algos"}
+    if room in COMMON:
+        return {*COMMON, "protocol"}
+    if room == "protocol":
+        return {"protocol"}
+    floor = next(i for i, rooms in enumerate(FLOORS) if room in rooms)
+    return {room, *COMMON, *(below for rooms in FLOORS[:floor] for below in rooms)}
+
+
+def test_every_folder_and_file_stands_in_the_map() -> None:
+    known = {*COMMON, *(room for floor in FLOORS for room in floor), "__init__"}
+    assert {room_of(file) for file in FILES} - known == set(), "open a room in DESIGN section 4 first"
+
+
+@pytest.mark.parametrize("file", FILES, ids=name_of)
+def test_imports_follow_the_map(file: Path) -> None:
+    room = room_of(file)
+    wrong = [
+        f"line {line}: {imported}"
+        for line, imported in imports_of(file)
+        if imported != "shoal.__version__" and imported.split(".")[1] not in allowed(room)
+    ]
+    assert wrong == [], f"{name_of(file)} may import from {', '.join(sorted(allowed(room)))}"
+
+
+def test_roles_never_import_roles() -> None:
+    wrong = [
+        f"{name_of(file)} line {line}: {imported}"
+        for file in FILES
+        if room_of(file) == "roles" and file.parent.name + file.stem != "roles__init__"
+        for line, imported in imports_of(file)
+        if imported.startswith("shoal.roles.") and imported.split(".")[2] != module_of(file).split(".")[2]
+    ]
+    assert wrong == []
+
+
+def test_files_never_import_in_circles() -> None:
+    modules = {module_of(file): file for file in FILES}
+    graph = {
+        module: {name for _, full in imports_of(file) for name in (full, full.rpartition(".")[0]) if name in modules}
+        - {module, "shoal"}
+        for module, file in modules.items()
+    }
+    while leaves := [module for module, needed in graph.items() if not needed & graph.keys()]:
+        for module in leaves:
+            del graph[module]
+    assert sorted(graph) == [], "these import each other in a circle"
+
+
+def test_imports_are_absolute() -> None:
+    wrong = [
+        f"{name_of(file)} line {node.lineno}"
+        for file in FILES
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.ImportFrom) and node.level
+    ]
+    assert wrong == []
+
+
+def test_only_config_reads_the_process_environment() -> None:
+    wrong = [
+        f"{name_of(file)} line {node.lineno}"
+        for file in FILES
+        if name_of(file) != "config.py"
+        for node in ast.walk(ast.parse(file.read_text()))
+        if (isinstance(node, ast.Attribute) and node.attr in ("environ", "environb", "getenv"))
+        or (
+            isinstance(node, ast.ImportFrom)
+            and node.module == "os"
+            and {a.name for a in node.names} & {"environ", "getenv"}
+        )
+    ]
+    assert wrong == []
+
+
+def test_broad_excepts_stand_only_at_named_boundaries() -> None:
+    def is_broad(handler: ast.ExceptHandler) -> bool:
+        caught = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
+        return any(c is None or ast.unparse(c) in ("Exception", "BaseException") for c in caught)
+
+    found = {
+        name_of(file)
+        for file in FILES
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.ExceptHandler) and is_broad(node)
+    }
+    assert found <= BROAD_EXCEPTS.keys()
+
+
+@pytest.mark.parametrize("file", [f for f in FILES if f.stat().st_size], ids=name_of)
+def test_file_opens_by_saying_what_it_is(file: Path) -> None:
+    tree = ast.parse(file.read_text())
+    if file.name == "__init__.py" and file.parent != PACKAGE:
+        names_only = all(isinstance(node, ast.ImportFrom | ast.Assign | ast.Expr) for node in tree.body)
+        assert names_only, "__init__.py holds names, not logic"
+    else:
+        assert ast.get_docstring(tree), "a first docstring: what it is, who calls it, what it refuses to know"
+
+
+@pytest.mark.parametrize("file", FILES, ids=name_of)
+def test_files_and_functions_stay_readable(file: Path) -> None:
+    text = file.read_text()
+    assert text.count("\n") <= 500, "over 500 lines is a design question"
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert (node.end_lineno or 0) - node.lineno < 80, f"{node.name}: over 80 lines is a design question"
+
+
+def light_modules() -> list[str]:
+    """What must import without torch and transformers."""
+    rooms = ("protocol", "ledger", "net", "weights", "envs", "launch")
+    files = [file for file in FILES if room_of(file) in (*rooms, *COMMON, "cli")]
+    files += [f for f in FILES if name_of(f).startswith(("roles/coordinator", "proofs/checks/"))]
+    files += [PACKAGE / "policy" / "render.py", PACKAGE / "policy" / "spec.py", PACKAGE / "engine" / "base.py"]
+    return [module_of(file) for file in files if file.exists()]
+
+
+def loaded_by(modules: list[str], suspects: tuple[str, ...]) -> str:
+    """Which suspects a fresh process has loaded after importing the modules."""
+    code = (
+        "import importlib, sys\n"
+        f"for name in {modules!r}: importlib.import_module(name)\n"
+        f"print(' '.join(name for name in {suspects!r} if name in sys.modules))"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
+    ).stdout.strip()
+
+
+def test_light_rooms_import_neither_torch_nor_transformers() -> None:
+    assert loaded_by(light_modules(), LIGHT) == ""
+
+
+def test_worker_needs_no_transformers() -> None:
+    assert loaded_by(["shoal.roles.worker"], ("transformers",)) == ""
+
+
+def test_command_line_imports_nothing_heavy() -> None:
+    heavy = (*LIGHT, "numpy", "rich", "starlette", "uvicorn", "sqlalchemy", "httpx", "tokenizers")
+    assert loaded_by(["shoal.cli"], heavy) == ""

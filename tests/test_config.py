@@ -1,0 +1,238 @@
+"""The run file: every key is explained and can be set; mistakes name the nearest key; unsafe changes are found."""
+
+import ast
+import inspect
+import json
+from pathlib import Path
+
+import pytest
+
+from shoal import config as config_module
+from shoal.config import (
+    SAFE_TO_CHANGE,
+    RunConfig,
+    Section,
+    SftConfig,
+    all_keys,
+    changed_keys,
+    child_environment,
+    from_tree,
+    load_run,
+    load_sft,
+    node_home,
+    to_tree,
+    unsafe_changes,
+)
+from shoal.errors import ConfigError
+
+SMALL = 'name = "small"\nsteps = 3\n[[envs]]\nname = "arithmetic"\n'
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Path:
+    path = tmp_path / "small.toml"
+    path.write_text(SMALL)
+    return path
+
+
+# --- every key is explained ---
+
+
+def explained_fields() -> dict[str, set[str]]:
+    """By class, the fields that are followed by a docstring in the source."""
+    found: dict[str, set[str]] = {}
+    for node in ast.parse(inspect.getsource(config_module)).body:
+        if isinstance(node, ast.ClassDef):
+            found[node.name] = {
+                field.target.id
+                for field, after in zip(node.body, node.body[1:], strict=False)
+                if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+                if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+            }
+    return found
+
+
+SECTIONS = [kind for kind in vars(config_module).values() if inspect.isclass(kind) and issubclass(kind, Section)]
+
+
+@pytest.mark.parametrize("kind", SECTIONS, ids=lambda kind: kind.__name__)
+def test_every_key_has_a_sentence(kind: type[Section]) -> None:
+    assert (kind.__doc__ or "").strip().endswith((".", ")."))
+    explained = explained_fields()[kind.__name__]
+    hints = inspect.get_annotations(kind)
+    for field in kind.__struct_fields__:
+        is_section = inspect.isclass(hints[field]) and issubclass(hints[field], Section)
+        assert field in explained or is_section or field == "envs", f"{kind.__name__}.{field} has no sentence"
+
+
+def test_safe_keys_exist() -> None:
+    assert set(SAFE_TO_CHANGE) <= all_keys(RunConfig).keys()
+
+
+# --- overrides ---
+
+
+@pytest.mark.parametrize(
+    ("override", "read"),
+    [
+        ("workers.count=3", lambda c: c.workers.count == 3),
+        ("train.lr=3e-5", lambda c: c.train.lr == 3e-5),
+        ("name=other", lambda c: c.name == "other"),
+        ('name="quoted"', lambda c: c.name == "quoted"),
+        ("policy.tiny.tied=true", lambda c: c.policy.tiny.tied is True),
+        ("envs.0.args.digits=3", lambda c: c.envs[0].args == {"digits": 3}),
+        (" seed = 7", lambda c: c.seed == 7),
+    ],
+)
+def test_any_key_is_overridden(run_file: Path, override: str, read: object) -> None:
+    assert callable(read) and read(load_run(run_file, [override]))
+
+
+def test_every_scalar_key_can_be_set_to_its_own_value(run_file: Path) -> None:
+    config = load_run(run_file)
+
+    def leaves(tree: dict[str, object], prefix: str = "") -> list[tuple[str, object]]:
+        found = []
+        for name, value in tree.items():
+            found += leaves(value, f"{prefix}{name}.") if isinstance(value, dict) else [(prefix + name, value)]
+        return found
+
+    overrides = [
+        f"{key}={str(value).lower() if isinstance(value, bool) else repr(value)}"
+        for key, value in leaves(to_tree(config))
+        if not isinstance(value, list)
+    ]
+    assert len(overrides) > 50
+    assert load_run(run_file, overrides) == config
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("workers.count", "write it as key=value"),
+        ("=3", "write it as key=value"),
+        ("workers.cuont=3", "did you mean workers.count"),
+        ("envs.7.name=x", "not an item of the list"),
+        ("steps.more=1", "steps is not a section"),
+        ("steps=many", "steps: Expected `int`, got `str`"),
+    ],
+)
+def test_wrong_override_says_what_is_wrong(run_file: Path, override: str, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_run(run_file, [override])
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+# --- mistakes in the file ---
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (SMALL + "[trian]\nlr = 1.0\n", "unknown key trian; did you mean train?"),
+        (SMALL + "[train]\nlearning_rate = 1.0\n", "unknown key train.learning_rate"),
+        (SMALL + "[rollouts]\ngroupsize = 8\n", "unknown key rollouts.groupsize; did you mean rollouts.group_size?"),
+        (SMALL + "[train]\ngroup_size = 8\n", "did you mean rollouts.group_size?"),
+        (SMALL.replace('"arithmetic"', '"arithmetic"\nwieght = 2.0'), "did you mean envs.weight?"),
+        (SMALL + "[train]\nlr = 'fast'\n", "train.lr: Expected `float`, got `str`"),
+        ("steps = 3\n", "missing required field `name`"),
+        ("name = \n", "is not valid TOML"),
+        (SMALL.replace("3", "0"), "steps = 0: must be at least 1"),
+        (SMALL + "[rollouts]\ngroup_size = 12\n", "block_rollouts = 64: must be a multiple of group_size = 12"),
+        (SMALL + "[rollouts]\nmax_staleness = 0\n[verify]\naudit_rate = 0.5\n", "audit_rate: must be 1"),
+        (SMALL + "[rollouts]\ngroup_size = 0\n", "rollouts.group_size: at least 2"),
+        (SMALL + "[sampling]\ntemperature = 0.0\n", "sampling.temperature"),
+        (SMALL + "[sampling]\ntemperature = nan\n", "sampling.temperature"),
+        (SMALL + "[sampling]\nmax_tokens = 4096\n", "at most policy.tiny.max_positions = 512"),
+        (SMALL + "[train]\nlr = inf\n", "train.lr: at least 0, and finite"),
+        (SMALL + "[workers]\ncount = -1\n", "workers.count = -1: must be at least 0"),
+        (SMALL + "[storage]\ncheckpoint_every = 0\n", "storage.checkpoint_every = 0: must be at least 1"),
+        (SMALL.replace('"small"', '"../elsewhere"'), "name = '../elsewhere': letters, digits"),
+    ],
+)
+def test_mistake_in_a_run_file_is_one_line_that_names_the_key(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "wrong.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as error:
+        load_run(path)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_missing_or_binary_run_file_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        load_run(tmp_path / "none.toml")
+    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="not valid TOML"):
+        load_run(tmp_path / "binary.toml")
+
+
+def test_sft_recipe_is_checked_alike(tmp_path: Path) -> None:
+    path = tmp_path / "sft.toml"
+    path.write_text('name = "start"\nepisods = 3\n[env]\nname = "wordle"\n')
+    with pytest.raises(ConfigError, match="did you mean episodes"):
+        load_sft(path)
+    path.write_text('name = "start"\n[env]\nname = "wordle"\n')
+    assert load_sft(path, ["steps=7"]) == SftConfig(name="start", env=config_module.EnvConfig("wordle"), steps=7)
+
+
+# --- a short taste ---
+
+
+def test_quick_stands_over_the_other_keys(tmp_path: Path) -> None:
+    path = tmp_path / "small.toml"
+    path.write_text(SMALL + "[train]\nlr = 1.0\nwarmup_steps = 9\n[quick]\nsteps = 1\n[quick.train]\nlr = 2.0\n")
+    quick, whole = load_run(path, quick=True), load_run(path)
+    assert (quick.name, quick.steps, quick.train.lr, quick.train.warmup_steps) == ("small-quick", 1, 2.0, 9)
+    assert (whole.name, whole.steps, whole.train.lr) == ("small", 3, 1.0)
+    assert load_run(path, ["steps=2"], quick=True).steps == 2, "--set has the last word"
+
+
+def test_quick_without_such_a_table_says_so(run_file: Path) -> None:
+    with pytest.raises(ConfigError, match="no \\[quick\\] table"):
+        load_run(run_file, quick=True)
+
+
+def test_mistake_in_the_quick_table_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "small.toml"
+    path.write_text(SMALL + "[quick]\nstps = 1\n")
+    with pytest.raises(ConfigError, match="did you mean steps"):
+        load_run(path, quick=True)
+
+
+# --- resuming ---
+
+
+def test_resolved_run_file_reads_back(run_file: Path) -> None:
+    config = load_run(run_file)
+    assert from_tree(to_tree(config), RunConfig, "run.json") == config
+    assert unsafe_changes(json.loads(json.dumps(to_tree(config))), to_tree(config)) == []
+
+
+def test_changes_are_named_and_only_safe_ones_pass(run_file: Path) -> None:
+    before = to_tree(load_run(run_file))
+    after = to_tree(
+        load_run(run_file, ["steps=9", "workers.count=5", "host.port=81", "train.threads=2", "train.lr=1.0"])
+    )
+    assert changed_keys(before, after) == ["host.port", "steps", "train.lr", "train.threads", "workers.count"]
+    assert unsafe_changes(before, after) == ["train.lr"]
+    assert unsafe_changes(before, before) == []
+
+
+def test_key_that_only_starts_like_a_safe_one_is_unsafe() -> None:
+    assert unsafe_changes({"steps_more": 1}, {"steps_more": 2}) == ["steps_more"]
+
+
+# --- the process environment ---
+
+
+def test_children_have_pinned_threads_and_the_rest_of_our_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_VARIABLE", "kept")
+    child = child_environment(3)
+    assert child["OMP_NUM_THREADS"] == child["MKL_NUM_THREADS"] == "3" and child["SOME_VARIABLE"] == "kept"
+
+
+def test_home_of_the_node_key_can_be_moved(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("SHOAL_HOME", str(tmp_path))
+    assert node_home() == tmp_path
+    monkeypatch.delenv("SHOAL_HOME")
+    assert node_home() == Path.home() / ".shoal"
