@@ -1,0 +1,359 @@
+"""The whole system beside TRL's GRPOTrainer: CPU-seconds and wall time of a training step, on this machine.
+
+    python benchmarks/whole_system.py [--repeats 3] [--steps 12]
+    python benchmarks/whole_system.py --minutes 5     # and the share of CPU that is not generate, score or train
+
+Ours is a real run (`shoal run whole_system.toml`: coordinator, trainer, one validator, one worker, each with one
+thread, staleness 1, audits at the steady rate), watched from outside. The peer is `peers/trl_grpo.py` with the same
+first weights, prompts, reward and objective, in a virtual environment that is made when missing, at one and at two
+threads. Runs of the two alternate, and the figures are medians over the repeats. CPU-seconds come first: wall time
+says little on a machine that does other work. The last line is JSON.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+import numpy as np
+import psutil
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from shoal.config import TinyPolicy, load_run
+from shoal.metrics import read_metrics
+from shoal.policy.files import save_policy
+from shoal.policy.model import Transformer
+from shoal.policy.tiny import initialise, tiny_spec
+
+HERE = Path(__file__).resolve().parent
+RECIPE = HERE / "whole_system.toml"
+PEER_VENV = HERE.parent / ".venv-trl"
+ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
+"""The characters that a prompt of `envs/vowels.py` is made of, in the order of their token ids."""
+CONTROL_TOKENS = ("<|end|>", "<|pad|>")
+"""Ids 64 and 65, outside the head: the policy can write neither, so every turn has exactly 64 tokens."""
+
+WARMUP_STEPS = 8
+"""A new worker is audited whole for 10 blocks, here 3 steps; the rest is for the pipeline to fill."""
+PEER_WARMUP_STEPS = 3
+PEER_MICROBATCH = 32
+"""The fastest of 16, 32, 64, 128 and 256 on the machine of the README."""
+EXTRA_STEPS = 3
+"""The run goes on for so long after the last step measured: towards its end workers have nothing left to do."""
+POLL_S = 0.05
+STEP_TIMEOUT_S = 300.0
+
+
+@dataclass(frozen=True)
+class Figures:
+    """One run, after its warm-up."""
+
+    cpu_s: float
+    """CPU-seconds a step, of all processes."""
+    wall_s: float
+    """Median of the steps."""
+    rewards: list[float]
+    """Mean reward of the batch of every step, warm-up included."""
+    peak_rss_mb: dict[str, float]
+    cpu_by_role_s: dict[str, float] = dataclasses.field(default_factory=dict)
+    cpu_by_job_s: dict[str, float] = dataclasses.field(default_factory=dict)
+    """Of that, generate, score and train, where they are counted."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=12, help="steps measured, after the warm-up")
+    parser.add_argument("--minutes", type=float, default=0.0, help="first watch a run for so long, for outside_share")
+    options = parser.parse_args()
+    peer_python = ensure_peer()
+    figures: dict[str, Any] = {"benchmark": "whole_system", "load_before": round(os.getloadavg()[0], 2)}
+    with tempfile.TemporaryDirectory() as scratch_name:
+        scratch = Path(scratch_name)
+        policy = scratch / "policy"
+        make_policy(policy)
+        if options.minutes:
+            figures |= overhead(policy, scratch, options.minutes)
+        ours, peer1, peer2 = [], [], []
+        for repeat in range(options.repeats):
+            ours.append(run_ours(policy, scratch / f"run-{repeat}", options.steps))
+            peer1.append(run_peer(peer_python, policy, 1, options.steps))
+            peer2.append(run_peer(peer_python, policy, 2, options.steps))
+            for name, runs in (("shoal", ours), ("trl, 1 thread", peer1), ("trl, 2 threads", peer2)):
+                last = runs[-1]
+                print(
+                    f"{name:15} {last.cpu_s:6.2f} CPU-s/step {last.wall_s:6.2f} s/step, reward {last.rewards[-1]:.3f}"
+                )
+    figures |= compare(ours, peer1, peer2)
+    print(json.dumps(figures))
+
+
+def compare(ours: list[Figures], peer1: list[Figures], peer2: list[Figures]) -> dict[str, Any]:
+    """Medians over the repeats, and how many times the peer's cost is ours."""
+    completions = load_run(RECIPE).rollouts.batch_groups * load_run(RECIPE).rollouts.group_size
+    cpu, peer_cpu = median(f.cpu_s for f in ours), min(median(f.cpu_s for f in runs) for runs in (peer1, peer2))
+    wall, peer_wall = median(f.wall_s for f in ours), min(median(f.wall_s for f in runs) for runs in (peer1, peer2))
+    curve, peer_curve = (
+        [mean(step) for step in zip(*(f.rewards for f in runs), strict=False)] for runs in (ours, peer1)
+    )
+    steps = min(len(curve), len(peer_curve))
+    behind = steps_behind(curve[:steps], peer_curve[:steps])
+    print(f"CPU-seconds a step: {cpu:.2f}, TRL {peer_cpu:.2f}: {peer_cpu / cpu:.2f} times ours")
+    print(f"wall seconds a step: {wall:.2f}, TRL {peer_wall:.2f}: {peer_wall / wall:.2f} times ours")
+    print(f"reward at step {steps}: {curve[steps - 1]:.3f}, TRL {peer_curve[steps - 1]:.3f}; {behind:.1f} steps behind")
+    return {
+        "ratio_cpu": round(peer_cpu / cpu, 3),
+        "ratio_wall": round(peer_wall / wall, 3),
+        "completions_per_cpu_s": round(completions / cpu, 1),
+        "trl_completions_per_cpu_s": round(completions / peer_cpu, 1),
+        "cpu_s_per_step": round(cpu, 3),
+        "trl_cpu_s_per_step": {t: round(median(f.cpu_s for f in runs), 3) for t, runs in (("1", peer1), ("2", peer2))},
+        "wall_s_per_step": round(wall, 3),
+        "trl_wall_s_per_step": {
+            t: round(median(f.wall_s for f in runs), 3) for t, runs in (("1", peer1), ("2", peer2))
+        },
+        "cpu_s_per_step_by_role": _medians([f.cpu_by_role_s for f in ours], 3),
+        "peak_rss_mb": _medians([f.peak_rss_mb for f in ours], 0),
+        "trl_peak_rss_mb": round(median(f.peak_rss_mb["trl"] for f in peer1)),
+        "rewards": [round(reward, 3) for reward in curve[:steps]],
+        "trl_rewards": [round(reward, 3) for reward in peer_curve[:steps]],
+        "steps_behind": round(behind, 2),
+        "load_after": round(os.getloadavg()[0], 2),
+    }
+
+
+def steps_behind(curve: list[float], peer_curve: list[float]) -> float:
+    """How many steps later than the peer we reach a reward, on average over the second half of our curve.
+
+    Staleness 1 alone makes it about 1: a batch was written by the policy before the last one.
+    """
+    rising = np.maximum.accumulate(peer_curve)
+    half = range(len(curve) // 2, len(curve))
+    return mean(step - float(np.interp(curve[step], rising, np.arange(len(rising)))) for step in half)
+
+
+def overhead(policy: Path, scratch: Path, minutes: float) -> dict[str, Any]:
+    """CPU of all roles outside generate, score and train, over some minutes of steady work."""
+    tally = scratch / "tally"
+    tally.mkdir()
+    # So slow a learner never solves the task: a batch without signal would be another kind of work.
+    with running(policy, scratch / "long", steps=100_000, lr=1e-6, tally=tally) as watch:
+        watch.until(WARMUP_STEPS)
+        before, started = watch.look(), time.monotonic()
+        watch.until(10**9, deadline_s=minutes * 60)
+        after, lasted_s = watch.look(), time.monotonic() - started
+    figures = between(before, after, watch)
+    share = 1 - sum(figures.cpu_by_job_s.values()) / figures.cpu_s
+    print(
+        f"{100 * share:.1f} % of CPU outside generate, score and train, over {lasted_s:.0f} s, "
+        f"{after.steps - before.steps} steps"
+    )
+    return {
+        "outside_share": round(share, 4),
+        "long_minutes": round(lasted_s / 60, 2),
+        "long_cpu_s_per_step": round(figures.cpu_s, 3),
+        "long_cpu_s_per_step_by_role": _rounded(figures.cpu_by_role_s),
+        "long_cpu_s_per_step_by_job": _rounded(figures.cpu_by_job_s),
+    }
+
+
+def run_ours(policy: Path, out: Path, steps: int) -> Figures:
+    """A run of the whole system, measured over `steps` steps after its warm-up."""
+    with running(policy, out, steps=WARMUP_STEPS + steps + EXTRA_STEPS) as watch:
+        before = watch.until(WARMUP_STEPS)
+        after = watch.until(WARMUP_STEPS + steps)
+        return between(before, after, watch)
+
+
+def run_peer(python: Path, policy: Path, threads: int, steps: int) -> Figures:
+    """A run of TRL: at one thread as many steps as ours for the curve, at two only what timing needs."""
+    config = load_run(RECIPE)
+    settings = {
+        "warmup": PEER_WARMUP_STEPS,
+        "steps": WARMUP_STEPS + steps if threads == 1 else PEER_WARMUP_STEPS + steps,
+        "group": config.rollouts.group_size,
+        "completions": config.rollouts.batch_groups * config.rollouts.group_size,
+        "microbatch": PEER_MICROBATCH,
+        "seed": config.seed,
+    } | {name: getattr(config.train, name) for name in SHARED_SETTINGS}
+    command = [str(python), str(HERE / "peers/trl_grpo.py"), str(policy), json.dumps(settings)]
+    pinned = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
+    done = subprocess.run(command, env=os.environ | pinned, stdout=subprocess.PIPE, text=True, check=True)
+    found = json.loads(done.stdout.splitlines()[-1])
+    return Figures(mean(found["cpu_s"]), median(found["wall_s"]), found["rewards"], {"trl": found["peak_rss_mb"]})
+
+
+SHARED_SETTINGS = ("lr", "beta1", "beta2", "weight_decay", "max_grad_norm", "epsilon", "delta")
+"""Of the run file's [train], whose learning rate is constant from the first step: both optimise in the same way."""
+
+
+# --- watching a run from outside ---
+
+
+@dataclass(frozen=True)
+class Look:
+    """What the run's processes had used when so many steps were done."""
+
+    steps: int
+    cpu_by_role_s: Counter[str]
+    cpu_by_job_s: Counter[str]
+    """Of that, generate, score and train, where they are counted."""
+
+
+class Watch:
+    """A run that is under way."""
+
+    def __init__(self, launcher: psutil.Process, out: Path, tally: Path | None) -> None:
+        self.launcher, self.out, self.tally = launcher, out, tally
+        self.peak_rss_mb: dict[str, float] = {}
+
+    def until(self, steps: int, deadline_s: float = 1e9) -> Look:
+        """Wait until so many steps are done, or for so long. Raises RuntimeError when the run makes no steps."""
+        started = progressed = time.monotonic()
+        done = -1
+        while done < steps and time.monotonic() - started < deadline_s:
+            time.sleep(POLL_S)
+            now = self._steps()
+            if now > done:
+                done, progressed = now, time.monotonic()
+                self._watch_memory()
+            if time.monotonic() - progressed > STEP_TIMEOUT_S or not self.launcher.is_running():
+                raise RuntimeError(f"the run stopped at step {done} of {steps}: see {self.out}/logs")
+        return self.look()
+
+    def look(self) -> Look:
+        """The use of every process until now."""
+        cpu: Counter[str] = Counter()
+        jobs: Counter[str] = Counter()
+        for role, process in self._processes():
+            times = process.cpu_times()
+            cpu[role] += times.user + times.system
+            if self.tally is not None and (self.tally / f"{process.pid}.json").exists():
+                jobs.update(json.loads((self.tally / f"{process.pid}.json").read_text()))
+        return Look(self._steps(), cpu, jobs)
+
+    def _steps(self) -> int:
+        try:
+            return (self.out / "metrics.jsonl").read_bytes().count(b"\n")
+        except FileNotFoundError:
+            return 0
+
+    def _watch_memory(self) -> None:
+        for role, process in self._processes():
+            rss_mb = process.memory_info().rss / 2**20
+            self.peak_rss_mb[role] = max(self.peak_rss_mb.get(role, 0.0), rss_mb)
+
+    def _processes(self) -> Iterator[tuple[str, psutil.Process]]:
+        yield "launcher", self.launcher
+        for process in self.launcher.children(recursive=True):
+            words = process.cmdline()
+            if "role" in words:
+                yield words[words.index("role") + 1], process
+
+
+@contextmanager
+def running(policy: Path, out: Path, steps: int, lr: float | None = None, tally: Path | None = None) -> Iterator[Watch]:
+    """A run of the recipe, stopped at the end; with `tally`, its three jobs are counted there."""
+    program = ["-m", "shoal.cli"] if tally is None else [str(HERE / "tally.py")]
+    changes = [f"policy.path={policy}", f"steps={steps}"] + ([] if lr is None else [f"train.lr={lr}"])
+    command = [sys.executable, *program, "run", str(RECIPE), "--out", str(out)]
+    command += [word for change in changes for word in ("--set", change)]
+    environment = os.environ | ({} if tally is None else {"SHOAL_TALLY": str(tally)})
+    said = out.with_suffix(".out")
+    with said.open("w") as file:
+        launcher = subprocess.Popen(command, env=environment, stdout=file, stderr=file)
+    try:
+        yield Watch(psutil.Process(launcher.pid), out, tally)
+    finally:
+        launcher.send_signal(signal.SIGINT)
+        launcher.wait(timeout=120)
+
+
+def between(before: Look, after: Look, watch: Watch) -> Figures:
+    """What a step took between two looks."""
+    steps = after.steps - before.steps
+    cpu, jobs = (
+        {name: (later[name] - earlier[name]) / steps for name in later}
+        for earlier, later in (
+            (before.cpu_by_role_s, after.cpu_by_role_s),
+            (before.cpu_by_job_s, after.cpu_by_job_s),
+        )
+    )
+    lines = read_metrics(watch.out / "metrics.jsonl")
+    times = [line["time_s"] for line in lines[before.steps - 1 : after.steps]]
+    return Figures(
+        cpu_s=sum(cpu.values()),
+        wall_s=median(later - earlier for earlier, later in pairwise(times)),
+        rewards=[line["reward_mean"] for line in lines],
+        peak_rss_mb=watch.peak_rss_mb,
+        cpu_by_role_s=cpu,
+        cpu_by_job_s=jobs,
+    )
+
+
+# --- what both sides start from ---
+
+
+def make_policy(directory: Path, seed: int = 0) -> None:
+    """A Qwen3-style policy of 0.8M parameters with a tokenizer of 64 characters and a template that adds nothing."""
+    spec = dataclasses.replace(tiny_spec(TinyPolicy(max_positions=128)), eos_ids=(), pad_id=None)
+    assert spec.vocab_size == len(ALPHABET)
+    model = Transformer(spec)
+    initialise(model, seed)
+    tokenizer = Tokenizer(models.BPE({character: i for i, character in enumerate(ALPHABET)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in CONTROL_TOKENS])
+    end, pad = CONTROL_TOKENS
+    config = {
+        "tokenizer_class": "TokenizersBackend",
+        "eos_token": end,
+        "pad_token": pad,
+        "model_max_length": spec.max_positions,
+        "clean_up_tokenization_spaces": False,
+        "chat_template": "{% for m in messages %}{{ m['content'] }}{% endfor %}",
+    }
+    with tempfile.TemporaryDirectory() as scratch:
+        tokenizer.save(f"{scratch}/tokenizer.json")
+        (Path(scratch) / "tokenizer_config.json").write_text(json.dumps(config))
+        save_policy(model, directory, "float32", tokenizer_from=Path(scratch))
+
+
+def ensure_peer() -> Path:
+    """The interpreter of TRL's virtual environment, which is made when it is missing."""
+    python = PEER_VENV / "bin" / "python"
+    made = PEER_VENV / ".made"
+    probe = [str(python), "-c", "import trl; assert trl.__version__ == '1.16.0'"]
+    if made.exists() or (python.exists() and subprocess.run(probe, stderr=subprocess.DEVNULL).returncode == 0):
+        return python
+    print(f"installing the peer into {PEER_VENV} ...", flush=True)
+    subprocess.run([sys.executable, "-m", "venv", str(PEER_VENV)], check=True)
+    pip = [str(python), "-m", "pip", "install", "--quiet", "-r", str(HERE / "peers/requirements.txt")]
+    subprocess.run(pip, check=True)
+    made.touch()
+    return python
+
+
+def _rounded(table: dict[str, float]) -> dict[str, float]:
+    return {name: round(value, 3) for name, value in table.items()}
+
+
+def _medians(tables: list[dict[str, float]], digits: int) -> dict[str, float]:
+    return {name: round(median(table[name] for table in tables), digits) for name in tables[0]}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""What `benchmarks/whole_system.py` compares must be the same work: 32 tokens shown, exactly 64 written, on both sides."""
+
+from collections import Counter
+
+import pytest
+
+from benchmarks.whole_system import ALPHABET, RECIPE, SHARED_SETTINGS, Look, Watch, between, make_policy
+from shoal.config import load_run
+from shoal.engine.base import Request
+from shoal.engine.local import LocalEngine
+from shoal.envs.check import check_env
+from shoal.envs.load import load_env
+from shoal.policy.render import Renderer
+
+ENV = str(RECIPE.parent / "envs" / "vowels.py")
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("bench") / "policy"
+    make_policy(directory)
+    return directory
+
+
+def test_the_run_file_asks_for_what_is_compared():
+    config = load_run(RECIPE)
+    assert config.rollouts.batch_groups * config.rollouts.group_size == 256
+    assert (config.rollouts.group_size, config.rollouts.max_staleness) == (16, 1)
+    assert (config.sampling.max_turn_tokens, config.sampling.max_tokens) == (64, 96)
+    assert all(hasattr(config.train, name) for name in SHARED_SETTINGS)
+
+
+def test_a_prompt_is_32_tokens_and_nothing_that_the_policy_can_write_ends_a_turn(policy):
+    renderer = Renderer.from_directory(policy)
+    env = load_env(ENV, {})
+    for index in (0, 1, env.num_tasks - 1):
+        opening = renderer.start(env.reset(env.task(index))[1])
+        assert len(opening) == 32
+        assert max(opening) < 64
+    assert min(renderer.stop_ids) == renderer.vocabulary == 64
+
+
+def test_a_turn_has_64_tokens_and_reads_as_64_characters(policy):
+    engine, renderer = LocalEngine(threads=1), Renderer.from_directory(policy)
+    engine.load(policy, 0)
+    request = Request("r", [0] * 32, bytes(32), 64, renderer.stop_ids)
+    (turn,) = engine.extend([request], 1.0)
+    written = renderer.decode(turn.token_ids)
+    assert len(turn.token_ids) == len(written) == 64
+    assert written == "".join(ALPHABET[token] for token in turn.token_ids)
+
+
+def test_vowels_score():
+    env = load_env(ENV, {})
+    state, _ = env.reset(env.task(0))
+    assert env.score(env.step(state, "aE" * 16 + "xy" * 16)[0]) == 0.5
+    assert env.score(env.step(state, "")[0]) == 0.0
+    assert [finding for finding in check_env(env) if finding.outcome == "failed"] == []
+
+
+def test_costs_are_counted_between_two_looks(tmp_path):
+    lines = [f'{{"step":{step},"time_s":{10.0 + 2 * step},"reward_mean":0.5}}' for step in range(5)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    before = Look(1, Counter(trainer=2.0, worker=1.0), Counter(train=1.0))
+    after = Look(5, Counter(trainer=8.0, worker=3.0), Counter(train=7.0))
+    figures = between(before, after, Watch(None, tmp_path, None))
+    assert figures.cpu_by_role_s == {"trainer": 1.5, "worker": 0.5}
+    assert (figures.cpu_s, figures.wall_s) == (2.0, 2.0)
+    assert figures.cpu_by_job_s == {"train": 1.5}
