@@ -1,6 +1,6 @@
 """The peer of `whole_system.py`: TRL's GRPOTrainer on the same policy, prompts, reward and objective.
 
-    OMP_NUM_THREADS=1 .venv-trl/bin/python benchmarks/peers/trl_grpo.py POLICY '{"steps": 12, "warmup": 4, "lr": 5e-4}'
+    OMP_NUM_THREADS=1 .venv-trl/bin/python benchmarks/peers/trl_grpo.py POLICY '{"steps": 12, "warmup": 3, ...}'
 
 Started by `whole_system.py` in a virtual environment of its own; it imports nothing of shoal's but the environment
 file. Prints one JSON line: CPU-seconds and wall seconds of every step after the warm-up, the reward of every step,
@@ -82,6 +82,7 @@ def config(settings: dict[str, Any], scratch: str) -> GRPOConfig:
         num_generations=settings["group"],
         max_completion_length=NEW,
         temperature=1.0,
+        cache_implementation="static",
         num_iterations=1,
         beta=0.0,
         epsilon=settings["epsilon"],
@@ -104,7 +105,6 @@ def config(settings: dict[str, Any], scratch: str) -> GRPOConfig:
         report_to="none",
         disable_tqdm=True,
         seed=settings["seed"],
-        **settings.get("more", {}),
     )
 
 

@@ -33,7 +33,7 @@ def gumbel(words_N4: Tensor, positions_N: Tensor, vocabulary: int) -> Tensor:
     bits_N4Q = _philox(words_N4, positions_N, (vocabulary + 3) // 4)
     uniform_N4Q = bits_N4Q.to(torch.float64).add_(0.5).mul_(2.0**-32)
     noise_N4Q = uniform_N4Q.log_().neg_().log_().neg_().to(torch.float32)
-    return noise_N4Q.transpose(1, 2).reshape(len(noise_N4Q), -1)[:, :vocabulary]
+    return noise_N4Q.transpose(1, 2).flatten(1)[:, :vocabulary]
 
 
 def _philox(words_N4: Tensor, positions_N: Tensor, quads: int) -> Tensor:

@@ -51,6 +51,11 @@ class Cache:
         copy.used = S
         return copy
 
+    def blank(self, rows: slice, column: int) -> None:
+        """Zero the columns of some rows from `column` to the last used: a hole's weight is 0, and 0 times NaN is NaN."""
+        self.keys_LBKSE[:, rows, :, column : self.used] = 0
+        self.values_LBKSE[:, rows, :, column : self.used] = 0
+
     def punch(self, column: int, missing_BC: Tensor) -> None:
         """From `column` on, make holes of the tokens that are marked, bool[B, C]."""
         if self.bias_BS is None:
@@ -83,7 +88,10 @@ class Decoder:
         return hidden_states(tokens_BC, self.weights)
 
     def prefill(self, tokens_BC: Tensor, cache: Cache, copies: Sequence[Copy]) -> Tensor:
-        """Hidden states, [B, C, D], of right-padded conversations from their beginning; `copies` go into the cache."""
+        """Hidden states, [B, C, D], of right-padded conversations from their beginning; `copies` go into the cache.
+
+        The cache's `used` says how many columns the longest conversation takes, in this call or another.
+        """
         B, C = tokens_BC.shape
         x_ND = F.embedding(tokens_BC.reshape(-1), self.weights.embedding_VD)
         rope = self.rope(torch.arange(C, device=tokens_BC.device)).repeat(B, 1, 1, 1)
@@ -92,6 +100,9 @@ class Decoder:
             for rows, source in copies:
                 cache.keys_LBKSE[layer, rows, :, :C] = k_BKCE[source]
                 cache.values_LBKSE[layer, rows, :, :C] = v_BKCE[source]
+        if cache.used > C:
+            for rows, _ in copies:
+                cache.blank(rows, C)
         return final_norm(x_ND, self.weights).view(B, C, -1)
 
     def extend(self, tokens_BC: Tensor, rope: Tensor, cache: Cache) -> Tensor:
@@ -101,7 +112,7 @@ class Decoder:
         start, end = cache.used, cache.used + C
         cache.used = end
         bias = _attention_bias(cache, start, C, G, K)
-        x_ND = F.embedding(tokens_BC.view(-1), self.weights.embedding_VD)
+        x_ND = F.embedding(tokens_BC.reshape(-1), self.weights.embedding_VD)
         for w, keys_BKSE, values_BKSE in zip(self.weights.layers, cache.keys_LBKSE, cache.values_LBKSE, strict=True):
             qk, v = heads(x_ND, w, rope, spec)
             if C == 1:

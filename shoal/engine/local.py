@@ -166,13 +166,13 @@ def _read_openings(decoder: Decoder, cache: Cache, openings: list[Sequence[int]]
     """Prefill an empty cache, one opening for each run of equal ones: the rollouts of a group share theirs."""
     runs = _equal_runs(openings)
     hidden_BD = torch.empty(len(openings), decoder.spec.width, dtype=decoder.dtype, device=decoder.device)
+    cache.used = max(len(opening) for opening in openings)
     for chosen in _by_length([openings[run.start] for run in runs], decoder.device):
         tokens_BC = _padded([openings[runs[index].start] for index in chosen], decoder.device)
         hidden_BCD = decoder.prefill(tokens_BC, cache, _copies([runs[index] for index in chosen]))
         for place, index in enumerate(chosen):
             run = runs[index]
             hidden_BD[run.start : run.stop] = hidden_BCD[place, len(openings[run.start]) - 1]
-    cache.used = max(len(opening) for opening in openings)
     return hidden_BD
 
 

@@ -61,11 +61,8 @@ def load_policy(directory: Path, dtype: "torch.dtype | None" = None) -> "Transfo
 
     spec = PolicySpec.from_directory(directory)
     stored = _needed(find_tensors(directory), spec)
-    with torch.device("meta"):
-        model = Transformer(spec, dtype or torch.float32)
-    parameters = dict(model.named_parameters())
-    _demand_same_shapes(stored, {name: tuple(p.shape) for name, p in parameters.items()}, directory)
-    model.to_empty(device="cpu")
+    _demand_same_shapes(stored, spec.tensor_shapes(), directory)  # before a hostile config makes us allocate the moon
+    model = Transformer(spec, dtype or torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(_read_tensor(stored[name]))

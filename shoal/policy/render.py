@@ -28,6 +28,12 @@ _MARK = "\N{OBJECT REPLACEMENT CHARACTER}written\N{OBJECT REPLACEMENT CHARACTER}
 _TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
+_TEMPLATE_ERRORS = (
+    jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError, MemoryError, RecursionError,
+)  # fmt: skip
+"""What running a stranger's template may raise: expressions in it are Python's."""
+
+
 class Renderer:
     """A tokenizer with its chat template."""
 
@@ -102,8 +108,10 @@ class Renderer:
     def _render(self, messages: Sequence[Mapping[str, str]]) -> str:
         try:
             return self._template.render(messages=list(messages), add_generation_prompt=True, **self._tokens)
-        except jinja2.TemplateError as error:
-            raise StateError(f"the chat template refuses these messages: {error}") from None
+        except _TEMPLATE_ERRORS as error:
+            raise StateError(
+                f"the chat template refuses these messages: {error}. Use a model that takes them"
+            ) from None
 
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids

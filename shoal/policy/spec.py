@@ -13,13 +13,13 @@ from typing import Any
 import msgspec
 
 from shoal.errors import StateError
-from shoal.protocol.constants import MAX_JSON_BYTES
+from shoal.protocol.constants import MAX_JSON_BYTES, MAX_TENSORS
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 """Family, as in the run file and in `model_type`, to the class name that `transformers` looks for."""
 
 LARGEST = 1 << 24
-"""No number of a policy's shape may exceed this: a hostile config must not make us allocate the moon."""
+"""No number of a policy's shape may exceed this."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,35 @@ class PolicySpec:
     def qk_norm(self) -> bool:
         """Whether each head's query and key pass through a norm."""
         return self.family == "qwen3"
+
+    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name to shape of every tensor of a checkpoint of this policy."""
+        D, E = self.width, self.head_dim
+        queries, keys = self.heads * E, self.kv_heads * E
+        layer: dict[str, tuple[int, ...]] = {
+            "input_layernorm.weight": (D,),
+            "self_attn.q_proj.weight": (queries, D),
+            "self_attn.k_proj.weight": (keys, D),
+            "self_attn.v_proj.weight": (keys, D),
+            "self_attn.o_proj.weight": (D, queries),
+            "post_attention_layernorm.weight": (D,),
+            "mlp.gate_proj.weight": (self.mlp_width, D),
+            "mlp.up_proj.weight": (self.mlp_width, D),
+            "mlp.down_proj.weight": (D, self.mlp_width),
+        }
+        if self.qkv_bias:
+            layer |= {
+                f"self_attn.{name}_proj.bias": (size,) for name, size in (("q", queries), ("k", keys), ("v", keys))
+            }
+        if self.qk_norm:
+            layer |= {"self_attn.q_norm.weight": (E,), "self_attn.k_norm.weight": (E,)}
+        shapes: dict[str, tuple[int, ...]] = {
+            "model.embed_tokens.weight": (self.vocab_size, D),
+            "model.norm.weight": (D,),
+        }
+        for index in range(self.layers):
+            shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
+        return shapes if self.tied else shapes | {"lm_head.weight": (self.vocab_size, D)}
 
     @staticmethod
     def from_directory(directory: Path) -> "PolicySpec":
@@ -181,6 +210,7 @@ def _from_hf(config: _HfConfig, path: Path) -> PolicySpec:
             not config.use_sliding_window and all(kind == "full_attention" for kind in config.layer_types or ()),
             "it uses sliding-window attention; not supported",
         ),
+        (spec.layers <= MAX_TENSORS // 12, f"layers = {spec.layers}: more than MAX_TENSORS = {MAX_TENSORS} allow"),
         *((0 < getattr(spec, n) <= LARGEST, f"{n} = {getattr(spec, n)}: not in 1..{LARGEST}") for n in bounded),
         (spec.kv_heads > 0 and heads % spec.kv_heads == 0, f"{heads} heads do not share {spec.kv_heads} kv_heads"),
         (spec.head_dim % 2 == 0, f"head_dim = {spec.head_dim}: must be even"),

@@ -16,7 +16,7 @@ from shoal.policy.model import Transformer
 from shoal.policy.spec import PolicySpec, write_json
 
 SPECIALS = ("<|pad|>", "<|unk|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
-"""Token ids 0 to 5. No text can spell one: `|` is not in the vocabulary."""
+"""Token ids 0 to 5. No policy can spell one letter by letter: `|` is not in the vocabulary."""
 
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789 \n.,:;!?'+-*/=()<>_#[]"
 """Token ids 6 to 63; capitals are lowered, all else is `<|unk|>`."""

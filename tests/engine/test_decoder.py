@@ -55,10 +55,28 @@ def test_a_token_in_a_hole_is_not_seen(policy: Path) -> None:
         for filler in (3, 60):
             tokens_BC = torch.cat([TOKENS_BT[:, :10], torch.full((4, 1), filler)], 1)
             cache = Cache(decoder.spec, 4, 20, torch.float32, "cpu")
-            decoder.prefill(tokens_BC, cache, [(slice(0, 4), slice(0, 4))])
             cache.used = 11
+            decoder.prefill(tokens_BC, cache, [(slice(0, 4), slice(0, 4))])
             cache.punch(10, torch.ones(4, 1, dtype=torch.bool))
             results.append(decoder.extend(TOKENS_BT[:, 10:11], decoder.rope(torch.full((4,), 10)), cache))
         expected = decoder.hidden_states(TOKENS_BT[:, :11])[:, -1]
     assert torch.equal(*results)
     assert (results[0] - expected).abs().max() < 1e-5
+
+
+def test_memory_that_was_never_written_is_not_seen(policy: Path) -> None:
+    """Rows of unlike length are prefilled apart; what the shorter lack holds whatever the memory held, even NaN."""
+    with torch.inference_mode():
+        decoder = Decoder(load_policy(policy), "cpu")
+        cache = Cache(decoder.spec, 2, 20, torch.float32, "cpu")
+        cache.keys_LBKSE.fill_(float("nan"))
+        cache.values_LBKSE.fill_(float("nan"))
+        cache.used = 15
+        decoder.prefill(TOKENS_BT[:1, :15], cache, [(slice(0, 1), slice(0, 1))])
+        decoder.prefill(TOKENS_BT[1:2, :6], cache, [(slice(1, 2), slice(0, 1))])
+        cache.punch(0, torch.arange(15) >= torch.tensor([[15], [6]]))
+        tokens_BC = torch.stack([TOKENS_BT[0, 15:16], TOKENS_BT[1, 6:7]])
+        hidden_BD = decoder.extend(tokens_BC, decoder.rope(torch.tensor([15, 6])), cache)
+        for row, length in ((0, 16), (1, 7)):
+            expected = decoder.hidden_states(TOKENS_BT[row : row + 1, :length])[0, -1]
+            assert (hidden_BD[row] - expected).abs().max() < 1e-5

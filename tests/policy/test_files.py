@@ -1,0 +1,244 @@
+"""Checkpoints on disk: whole or not at all, round trips exact, hostile bytes refused in one line."""
+
+import hashlib
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.config import TinyPolicy
+from shoal.errors import StateError
+from shoal.policy.files import find_tensors, load_policy, read_header, save_policy, tensors_of
+from shoal.policy.model import Transformer
+from shoal.policy.spec import PolicySpec
+from shoal.policy.tiny import initialise, make_tiny, tiny_spec
+
+SMALL = TinyPolicy(width=16, layers=2, heads=2, kv_heads=1, mlp_width=24, max_positions=64)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    make_tiny(SMALL, tmp_path / "policy", seed=3, dtype="float32")
+    return tmp_path / "policy"
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_shapes_that_a_spec_promises_are_the_models(family: str, tied: bool) -> None:
+    spec = tiny_spec(TinyPolicy(family=family, width=16, layers=2, heads=4, kv_heads=2, mlp_width=24, tied=tied))  # type: ignore[arg-type]
+    model = Transformer(spec)
+    assert {name: tuple(p.shape) for name, p in model.named_parameters()} == spec.tensor_shapes()
+    assert model.state_dict().keys() == spec.tensor_shapes().keys()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_saving_and_loading_gives_the_same_values_in_the_dtype(dtype: str, checkpoint: Path, tmp_path: Path) -> None:
+    model = load_policy(checkpoint)
+    save_policy(model, tmp_path / "copy", dtype, tokenizer_from=checkpoint)
+    target = {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
+    narrow, wide = load_policy(tmp_path / "copy", target), load_policy(tmp_path / "copy")
+    for name, parameter in model.named_parameters():
+        assert narrow.get_parameter(name).dtype == target
+        assert torch.equal(narrow.get_parameter(name), parameter.to(target))
+        assert torch.equal(wide.get_parameter(name), parameter.to(target).float())
+    save_policy(wide, tmp_path / "again", dtype, tokenizer_from=tmp_path / "copy")
+    assert tensors_of(tmp_path / "again") == tensors_of(tmp_path / "copy")
+    for name in ("tokenizer.json", "tokenizer_config.json", "config.json", "model.safetensors"):
+        assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "copy" / name).read_bytes()
+
+
+def test_the_same_seed_makes_the_same_bytes_and_another_seed_others(tmp_path: Path) -> None:
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        make_tiny(SMALL, tmp_path / name, seed=seed, dtype="bfloat16")
+    assert tensors_of(tmp_path / "a") == tensors_of(tmp_path / "b") != tensors_of(tmp_path / "c")
+
+
+def test_tensors_are_listed_with_dtype_shape_and_hash(checkpoint: Path) -> None:
+    listed = tensors_of(checkpoint)
+    weight = load_policy(checkpoint).model.norm.weight
+    expected = hashlib.sha256(weight.detach().numpy().tobytes()).hexdigest()
+    assert listed["model.norm.weight"] == ("F32", (16,), expected)
+    assert list(listed) == sorted(listed)
+
+
+def test_saving_replaces_what_stood_there_and_leaves_nothing_else(checkpoint: Path) -> None:
+    model = load_policy(checkpoint)
+    initialise(model, seed=9)
+    before = tensors_of(checkpoint)
+    save_policy(model, checkpoint, "float32", tokenizer_from=checkpoint)
+    assert tensors_of(checkpoint) != before and (checkpoint / "tokenizer.json").exists()
+    assert [path.name for path in checkpoint.parent.iterdir()] == [checkpoint.name]
+
+
+def test_a_checkpoint_that_cannot_be_written_leaves_the_old_one(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = tensors_of(checkpoint)
+
+    def no_space(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("safetensors.torch.save_file", no_space)
+    with pytest.raises(StateError, match="No space left"):
+        save_policy(load_policy(checkpoint), checkpoint, "float32")
+    assert tensors_of(checkpoint) == before
+
+
+def _write(path: Path, header: Any, data: bytes, length: int | None = None) -> None:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text) if length is None else length) + text + data)
+
+
+def _entry(start: int, end: int, shape: list[int], dtype: str = "F32") -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+
+
+HOSTILE: dict[str, Callable[[Path], None]] = {
+    "empty": lambda p: p.write_bytes(b""),
+    "header longer than the file": lambda p: _write(p, {}, b"", length=1000),
+    "header of 2^63 bytes": lambda p: _write(p, {}, b"", length=1 << 63),
+    "header above the cap": lambda p: _write(p, b" " * ((1 << 20) + 1), b""),
+    "no JSON": lambda p: _write(p, b"{nope", b""),
+    "deep JSON": lambda p: _write(p, b"[" * 100_000, b""),
+    "a list": lambda p: _write(p, [], b""),
+    "pickled dtype": lambda p: _write(p, {"a": _entry(0, 4, [1], "OBJ")}, b"1234"),
+    "integers": lambda p: _write(p, {"a": _entry(0, 4, [1], "I32")}, b"1234"),
+    "bytes after the last tensor": lambda p: _write(p, {"a": _entry(0, 4, [1])}, b"12345"),
+    "tensor beyond the end": lambda p: _write(p, {"a": _entry(0, 8, [2])}, b"1234"),
+    "overlap": lambda p: _write(p, {"a": _entry(0, 8, [2]), "b": _entry(4, 12, [2])}, bytes(12)),
+    "gap": lambda p: _write(p, {"a": _entry(0, 4, [1]), "b": _entry(8, 12, [1])}, bytes(12)),
+    "size against shape": lambda p: _write(p, {"a": _entry(0, 8, [3])}, bytes(8)),
+    "negative offset": lambda p: _write(p, {"a": _entry(-4, 0, [1])}, bytes(4)),
+    "negative side": lambda p: _write(p, {"a": _entry(0, 4, [-1, -1])}, bytes(4)),
+    "empty tensor": lambda p: _write(p, {"a": _entry(0, 0, [0])}, b""),
+    "huge side": lambda p: _write(p, {"a": _entry(0, 4, [1 << 40])}, bytes(4)),
+    "shape of text": lambda p: _write(p, {"a": {"dtype": "F32", "shape": "1", "data_offsets": [0, 4]}}, bytes(4)),
+    "unknown field": lambda p: _write(p, {"a": _entry(0, 4, [1]) | {"eval": "x"}}, bytes(4)),
+    "too many tensors": lambda p: _write(p, {f"t{i}": _entry(0, 0, [1]) for i in range(10_001)}, b""),
+}
+
+
+@pytest.mark.parametrize("fault", HOSTILE)
+def test_a_hostile_weights_file_is_refused_in_one_line(fault: str, tmp_path: Path) -> None:
+    HOSTILE[fault](tmp_path / "model.safetensors")
+    with pytest.raises(StateError) as refused:
+        tensors_of(tmp_path)
+    assert "\n" not in str(refused.value) and len(str(refused.value)) < 500
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2000), st.binary(min_size=1, max_size=8))
+def test_a_damaged_header_gives_the_tensors_or_a_refusal_never_a_crash(
+    tmp_path_factory: pytest.TempPathFactory, place: int, noise: bytes
+) -> None:
+    directory = tmp_path_factory.mktemp("damaged")
+    tensors = {"a": _entry(0, 8, [2]), "b": _entry(8, 16, [2, 2], "BF16"), "__metadata__": {"format": "pt"}}
+    _write(directory / "model.safetensors", tensors, bytes(16))
+    data = bytearray((directory / "model.safetensors").read_bytes())
+    place %= len(data)
+    data[place : place + len(noise)] = noise
+    (directory / "model.safetensors").write_bytes(data)
+    try:
+        read_header(directory / "model.safetensors")
+    except StateError:
+        pass
+
+
+def test_truncated_weights_are_refused(checkpoint: Path) -> None:
+    data = (checkpoint / "model.safetensors").read_bytes()
+    (checkpoint / "model.safetensors").write_bytes(data[:-100])
+    with pytest.raises(StateError, match="download it again"):
+        load_policy(checkpoint)
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        {"weight_map": {"a": "../model.safetensors"}},
+        {"weight_map": {"a": "/etc/passwd"}},
+        {"weight_map": {"a": "model.bin"}},
+        {"weight_map": {"a": "one.safetensors", "b": "one.safetensors"}},
+        {"weight_map": {}},
+        {"weight_map": []},
+        {},
+    ],
+)
+def test_a_hostile_index_of_shards_is_refused(index: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    _write(tmp_path / "one.safetensors", {"a": _entry(0, 4, [1])}, bytes(4))
+    if index == {"weight_map": {}}:
+        assert find_tensors(tmp_path) == {}
+        return
+    with pytest.raises(StateError):
+        find_tensors(tmp_path)
+
+
+def test_a_config_of_another_model_is_refused_with_the_tensors_name(checkpoint: Path) -> None:
+    config = json.loads((checkpoint / "config.json").read_text())
+    for change, says in (
+        ({"intermediate_size": 25}, "gate_proj|down_proj|up_proj"),
+        ({"num_hidden_layers": 3}, r"lacks tensor model\.layers\.2"),
+        ({"num_hidden_layers": 1}, r"does not explain, model\.layers\.1"),
+        ({"model_type": "llama"}, "k_norm"),
+    ):
+        (checkpoint / "config.json").write_text(json.dumps(config | change))
+        with pytest.raises(StateError, match=says):
+            load_policy(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"model_type": "gpt2"}, "known: llama, qwen2, qwen3"),
+        ({"hidden_size": "16"}, "hidden_size"),
+        ({"hidden_size": -16}, "width = -16"),
+        ({"hidden_size": 1 << 40}, "width"),
+        ({"num_hidden_layers": 1 << 23}, "MAX_TENSORS"),
+        ({"num_key_value_heads": 3}, "do not share"),
+        ({"head_dim": 7}, "must be even"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "yarn"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": "x"}}, "rope_theta"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": None}, "linear"),
+        ({"hidden_act": "gelu"}, "gelu"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"quantization_config": {"bits": 4}}, "quantised"),
+        ({"layer_types": ["sliding_attention", "full_attention"]}, "sliding-window"),
+        ({"eos_token_id": [5, 900]}, "exceed vocab_size"),
+    ],
+)
+def test_a_config_that_we_cannot_run_is_refused_with_the_reason(
+    change: dict[str, Any], says: str, checkpoint: Path
+) -> None:
+    config = json.loads((checkpoint / "config.json").read_text())
+    (checkpoint / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(StateError, match=says) as refused:
+        PolicySpec.from_directory(checkpoint)
+    assert str(checkpoint) in str(refused.value) and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "[" * 5000, '{"model_type": "qwen3"}', "\x00\xff"])
+def test_a_damaged_config_is_refused(text: str, checkpoint: Path) -> None:
+    (checkpoint / "config.json").write_text(text, encoding="latin-1")
+    with pytest.raises(StateError, match=r"config\.json"):
+        load_policy(checkpoint)
+
+
+def test_a_directory_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(StateError, match=r"Is .* a model's directory"):
+        load_policy(tmp_path)
+    with pytest.raises(StateError, match="cannot read"):
+        tensors_of(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_a_spec_survives_its_own_config(family: str, tmp_path: Path) -> None:
+    spec = tiny_spec(TinyPolicy(family=family, width=32, heads=4, kv_heads=2, tied=True))  # type: ignore[arg-type]
+    (tmp_path / "config.json").write_text(json.dumps(spec.to_hf()))
+    assert PolicySpec.from_directory(tmp_path) == spec
