@@ -242,6 +242,8 @@ def _(body: ev.VerdictGiven, state: State, entry: ev.Entry) -> None:
             node.refused += 1
             node.reasons[verdict.check] = node.reasons.get(verdict.check, 0) + 1
             node.last_reason = f"{verdict.check}: {verdict.detail}"
+            if verdict.bound:
+                node.last_reason += f" ({verdict.figure:.3g}, allowed are {verdict.bound:.3g})"
             state.refused[verdict.check] = state.refused.get(verdict.check, 0) + 1
 
 

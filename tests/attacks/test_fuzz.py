@@ -17,7 +17,7 @@ from shoal.protocol.wire import to_msgpack
 from tests.attacks.world import RULES, World, lease_of, make_policy
 
 FUZZ = settings(
-    max_examples=1500,
+    max_examples=500,
     deadline=None,
     derandomize=True,
     database=None,
