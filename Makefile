@@ -6,8 +6,8 @@
 #   make bench    measurements; each prints one JSON line at its end
 #   make clean    remove what was built and run here
 #
-# On Linux, PyPI's torch brings CUDA along (3 GB). For a CPU alone:
-#   make demo PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu"
+# On Linux, PyPI's torch brings CUDA along (3 GB). For a CPU alone, name the package index of PyTorch's CPU builds:
+#   make demo PIP_FLAGS="--extra-index-url ..."
 
 PYTHON ?= python3
 VENV := .venv
