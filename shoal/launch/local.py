@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
@@ -263,9 +264,9 @@ class LocalRun:
         names = ", ".join(p.name for p in group if p.pid is not None)
         if names and self.stop_requests:
             self._notice = f"stopping {names} (Ctrl-C again: at once)"
-        deadline, asked = time.monotonic() + patience_s, self.stop_requests
+        deadline = time.monotonic() + patience_s
         while any(p.pid is not None for p in group):
-            if time.monotonic() > deadline or self.stop_requests > max(1, asked):
+            if time.monotonic() > deadline or self.stop_requests > 1:
                 for process in group:
                     process.kill()
             for process in self._processes():
@@ -284,6 +285,7 @@ class LocalRun:
         return 130
 
     def _say_end(self) -> int:
+        self._snapshot = replace(self._snapshot, notice="", heldout=self._evaluations.results())
         end = write_summary(self._folder, self._config, self._snapshot, self._usage)
         with contextlib.suppress(OSError):  # a picture for a README is not worth an error
             save_picture(Group(render(self._snapshot), render_end(end)), self._folder.root / "terminal.svg")

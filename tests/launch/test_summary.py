@@ -25,7 +25,11 @@ def test_use_is_summed_by_role_and_through_restarts(tmp_path: Path) -> None:
     total = second.by_role()
     assert (total["worker"], total["trainer"]) == (Use(3.5, 60.0), Use(4.0, 90.0))
     assert json.loads((tmp_path / "usage.json").read_text())["cpu_s"]["worker"] == 3.5
-    assert second.wall_s() >= first.wall_s() * 0.5 > 0
+
+
+def test_wall_time_goes_on_from_where_the_last_launch_ended(tmp_path: Path) -> None:
+    (tmp_path / "usage.json").write_text('{"wall_s": 100.0, "cpu_s": {}, "peak_rss_mb": {}}')
+    assert 100.0 <= UsageBook(tmp_path / "usage.json").wall_s() < 200.0
 
 
 @pytest.mark.parametrize("damage", [b"", b"{", b"[]", b'{"wall_s": 1, "cpu_s": {"x": 1}}', b'{"wall_s": "x"}'])
