@@ -102,23 +102,25 @@ def main() -> None:
 
 
 def compare(ours: list[Figures], peer1: list[Figures], peer2: list[Figures]) -> dict[str, Any]:
-    """Medians over the repeats, and how many times the peer's cost is ours."""
+    """Medians over the repeats. Ratios are of neighbours in time, TRL's better thread count against ours."""
     completions = load_run(RECIPE).rollouts.batch_groups * load_run(RECIPE).rollouts.group_size
-    cpu, peer_cpu = median(f.cpu_s for f in ours), min(median(f.cpu_s for f in runs) for runs in (peer1, peer2))
-    wall, peer_wall = median(f.wall_s for f in ours), min(median(f.wall_s for f in runs) for runs in (peer1, peer2))
+    cpu, wall = median(f.cpu_s for f in ours), median(f.wall_s for f in ours)
+    ratio_cpu = median(min(a.cpu_s, b.cpu_s) / f.cpu_s for f, a, b in zip(ours, peer1, peer2, strict=True))
+    ratio_wall = median(min(a.wall_s, b.wall_s) / f.wall_s for f, a, b in zip(ours, peer1, peer2, strict=True))
     curve, peer_curve = (
         [mean(step) for step in zip(*(f.rewards for f in runs), strict=False)] for runs in (ours, peer1)
     )
     steps = min(len(curve), len(peer_curve))
     behind = steps_behind(curve[:steps], peer_curve[:steps])
-    print(f"CPU-seconds a step: {cpu:.2f}, TRL {peer_cpu:.2f}: {peer_cpu / cpu:.2f} times ours")
-    print(f"wall seconds a step: {wall:.2f}, TRL {peer_wall:.2f}: {peer_wall / wall:.2f} times ours")
+    print(f"TRL takes {ratio_cpu:.2f} times our CPU-seconds and {ratio_wall:.2f} times our wall time")
     print(f"reward at step {steps}: {curve[steps - 1]:.3f}, TRL {peer_curve[steps - 1]:.3f}; {behind:.1f} steps behind")
     return {
-        "ratio_cpu": round(peer_cpu / cpu, 3),
-        "ratio_wall": round(peer_wall / wall, 3),
+        "ratio_cpu": round(ratio_cpu, 3),
+        "ratio_wall": round(ratio_wall, 3),
         "completions_per_cpu_s": round(completions / cpu, 1),
-        "trl_completions_per_cpu_s": round(completions / peer_cpu, 1),
+        "trl_completions_per_cpu_s": round(
+            completions / min(median(f.cpu_s for f in runs) for runs in (peer1, peer2)), 1
+        ),
         "cpu_s_per_step": round(cpu, 3),
         "trl_cpu_s_per_step": {t: round(median(f.cpu_s for f in runs), 3) for t, runs in (("1", peer1), ("2", peer2))},
         "wall_s_per_step": round(wall, 3),

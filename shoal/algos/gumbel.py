@@ -17,6 +17,8 @@ _ROUNDS = 10
 _M0, _M1 = 0xD2511F53, 0xCD9E8D57
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85
 _LOW = 0xFFFFFFFF
+_PIECE_VALUES = 1 << 15
+"""Values made at a time: what a CPU's cache holds while the rounds pass over them."""
 
 
 def seed_words(seeds: Sequence[bytes]) -> Tensor:
@@ -30,6 +32,12 @@ def gumbel(words_N4: Tensor, positions_N: Tensor, vocabulary: int) -> Tensor:
 
     words_N4: int64[N, 4] from `seed_words`; positions_N: int64[N]. Independent of how tokens are grouped into calls.
     """
+    rows = max(1, _PIECE_VALUES // vocabulary)
+    pieces = zip(words_N4.split(rows), positions_N.split(rows), strict=True)
+    return torch.cat([_piece(words, positions, vocabulary) for words, positions in pieces])
+
+
+def _piece(words_N4: Tensor, positions_N: Tensor, vocabulary: int) -> Tensor:
     bits_N4Q = _philox(words_N4, positions_N, (vocabulary + 3) // 4)
     uniform_N4Q = bits_N4Q.to(torch.float64).add_(0.5).mul_(2.0**-32)
     noise_N4Q = uniform_N4Q.log_().neg_().log_().neg_().to(torch.float32)
@@ -37,14 +45,18 @@ def gumbel(words_N4: Tensor, positions_N: Tensor, vocabulary: int) -> Tensor:
 
 
 def _philox(words_N4: Tensor, positions_N: Tensor, quads: int) -> Tensor:
-    """The four output words of each counter, int64[N, 4, Q]; 32-bit words are held in int64, whose products wrap."""
+    """The four output words of each counter, int64[N, 4, Q].
+
+    Words of 32 bits are held in int64, whose products wrap. A high half comes down with its sign, and a low half is left
+    under its high half, until a mask takes both off before the next product.
+    """
     k0, k1, c2, c3 = (words_N4[:, i, None] for i in range(4))
     c0 = torch.arange(quads, device=words_N4.device)[None]
     c1 = positions_N[:, None]
     for _ in range(_ROUNDS):
         p0, p1 = c0 * _M0, c2 * _M1
-        # The high half comes down with its sign; the mask takes that off again.
-        c0, c2 = ((p1 >> 32) ^ (c1 ^ k0)) & _LOW, ((p0 >> 32) ^ (c3 ^ k1)) & _LOW
-        c1, c3 = p1 & _LOW, p0 & _LOW
+        c0 = ((p1 >> 32) ^ c1 ^ k0) & _LOW
+        c2 = ((p0 >> 32) ^ c3 ^ k1) & _LOW
+        c1, c3 = p1, p0
         k0, k1 = (k0 + _W0) & _LOW, (k1 + _W1) & _LOW
-    return torch.stack(torch.broadcast_tensors(c0, c1, c2, c3), dim=1)
+    return torch.stack(torch.broadcast_tensors(c0, c1, c2, c3), dim=1).bitwise_and_(_LOW)

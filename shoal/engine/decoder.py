@@ -12,7 +12,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shoal.policy.layers import LayerWeights, Shape, causal_layer, final_norm, finish, heads, hidden_states, rope_table
+from shoal.policy.layers import (
+    LayerWeights,
+    Shape,
+    by_row,
+    causal_layer,
+    final_norm,
+    finish,
+    heads,
+    hidden_states,
+    rope_table,
+)
 from shoal.policy.model import Transformer
 from shoal.policy.spec import PolicySpec
 
@@ -87,23 +97,26 @@ class Decoder:
         """Hidden states, [B, C, D], of right-padded conversations; no cache."""
         return hidden_states(tokens_BC, self.weights)
 
-    def prefill(self, tokens_BC: Tensor, cache: Cache, copies: Sequence[Copy]) -> Tensor:
-        """Hidden states, [B, C, D], of right-padded conversations from their beginning; `copies` go into the cache.
+    def prefill(self, tokens_BC: Tensor, cache: Cache, copies: Sequence[Copy]) -> None:
+        """Read right-padded conversations from their beginning; `copies` of their keys and values go into the cache.
 
-        The cache's `used` says how many columns the longest conversation takes, in this call or another.
+        The cache's `used` says how many columns the longest conversation takes, in this call or another. Of the last
+        layer nothing is computed but keys and values: what predicts the next token comes from `extend`.
         """
         B, C = tokens_BC.shape
         x_ND = F.embedding(tokens_BC.reshape(-1), self.weights.embedding_VD)
         rope = self.rope(torch.arange(C, device=tokens_BC.device)).repeat(B, 1, 1, 1)
         for layer, w in enumerate(self.weights.layers):
-            x_ND, k_BKCE, v_BKCE = causal_layer(x_ND, w, rope, Shape(0, B, C), self.spec)
+            if layer < self.spec.layers - 1:
+                x_ND, k_BKCE, v_BKCE = causal_layer(x_ND, w, rope, Shape(0, B, C), self.spec)
+            else:
+                _, k_BKCE, v_BKCE = by_row(*heads(x_ND, w, rope, self.spec), B, C)
             for rows, source in copies:
                 cache.keys_LBKSE[layer, rows, :, :C] = k_BKCE[source]
                 cache.values_LBKSE[layer, rows, :, :C] = v_BKCE[source]
         if cache.used > C:
             for rows, _ in copies:
                 cache.blank(rows, C)
-        return final_norm(x_ND, self.weights).view(B, C, -1)
 
     def extend(self, tokens_BC: Tensor, rope: Tensor, cache: Cache) -> Tensor:
         """Hidden states, [B * C, D], of the next C tokens of every row, which take the cache's next columns."""

@@ -148,37 +148,34 @@ class LocalEngine:
 
 def _read(decoder: Decoder, batch: _Batch, requests: Sequence[Request]) -> Tensor:
     """Bring the cache up to date with the requests' tokens; hidden states [B, D] of each row's last one."""
+    if batch.cache.used == 0:
+        batch.cached = [list(request.token_ids[:-1]) for request in requests]
+        _read_openings(decoder, batch.cache, batch.cached)
     news = [request.token_ids[len(cached) :] for request, cached in zip(requests, batch.cached, strict=True)]
     counts_B = [len(new) for new in news]
     start, C = batch.cache.used, max(counts_B)
-    if start == 0:
-        hidden_BD = _read_openings(decoder, batch.cache, news)
-    else:
-        starts_B = torch.tensor([len(cached) for cached in batch.cached], device=decoder.device)
-        rope = decoder.rope((starts_B[:, None] + torch.arange(C, device=decoder.device)).reshape(-1))
-        hidden_ND = decoder.extend(_padded(news, decoder.device), rope, batch.cache)
-        hidden_BD = hidden_ND[[row * C + count - 1 for row, count in enumerate(counts_B)]]
+    starts_B = torch.tensor([len(cached) for cached in batch.cached], device=decoder.device)
+    rope = decoder.rope((starts_B[:, None] + torch.arange(C, device=decoder.device)).reshape(-1))
+    hidden_ND = decoder.extend(_padded(news, decoder.device), rope, batch.cache)
     _punch_after(batch.cache, start, counts_B)
-    return hidden_BD
+    return hidden_ND[[row * C + count - 1 for row, count in enumerate(counts_B)]]
 
 
-def _read_openings(decoder: Decoder, cache: Cache, openings: list[Sequence[int]]) -> Tensor:
+def _read_openings(decoder: Decoder, cache: Cache, openings: list[list[int]]) -> None:
     """Prefill an empty cache, one opening for each run of equal ones: the rollouts of a group share theirs."""
-    runs = _equal_runs(openings)
-    hidden_BD = torch.empty(len(openings), decoder.spec.width, dtype=decoder.dtype, device=decoder.device)
     cache.used = max(len(opening) for opening in openings)
+    if cache.used == 0:
+        return
+    runs = _equal_runs(openings)
     for chosen in _by_length([openings[run.start] for run in runs], decoder.device):
         tokens_BC = _padded([openings[runs[index].start] for index in chosen], decoder.device)
-        hidden_BCD = decoder.prefill(tokens_BC, cache, _copies([runs[index] for index in chosen]))
-        for place, index in enumerate(chosen):
-            run = runs[index]
-            hidden_BD[run.start : run.stop] = hidden_BCD[place, len(openings[run.start]) - 1]
-    return hidden_BD
+        decoder.prefill(tokens_BC, cache, _copies([runs[index] for index in chosen]))
+    _punch_after(cache, 0, [len(opening) for opening in openings])
 
 
-def _equal_runs(openings: list[Sequence[int]]) -> list[range]:
+def _equal_runs(openings: list[list[int]]) -> list[range]:
     """Rows that stand together and have the same opening."""
-    starts = [row for row, opening in enumerate(openings) if row == 0 or list(opening) != list(openings[row - 1])]
+    starts = [row for row, opening in enumerate(openings) if row == 0 or opening != openings[row - 1]]
     return [range(start, stop) for start, stop in pairwise([*starts, len(openings)])]
 
 

@@ -88,9 +88,9 @@ def rope_table(spec: PolicySpec, positions: Tensor) -> Tensor:
     """
     exponents_e = torch.arange(0, spec.head_dim, 2, device=positions.device).float() / spec.head_dim
     angle = positions[..., None, None, None].float() / spec.rope_theta**exponents_e
-    scales = torch.ones(spec.heads // spec.kv_heads + 1, 1, device=positions.device)
-    scales[:-1] = spec.head_dim**-0.5
-    return torch.polar(scales.expand(*angle.shape[:-2], *scales.shape), angle)
+    scale_J1 = torch.ones(spec.heads // spec.kv_heads + 1, 1, device=positions.device)
+    scale_J1[:-1] = spec.head_dim**-0.5
+    return torch.polar(torch.ones_like(angle), angle) * scale_J1
 
 
 class Shape(NamedTuple):
@@ -110,12 +110,12 @@ def causal_layer(
     """
     P, B, S = shape
     qk_NKJE, v_NKE = heads(x_ND, w, rope, spec)
-    q, k, v = _by_row(qk_NKJE[P:], v_NKE[P:], B, S)
+    q, k, v = by_row(qk_NKJE[P:], v_NKE[P:], B, S)
     if P == 0:
         mixed_BHSE = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0, enable_gqa=True)
         mixed_NX = mixed_BHSE.transpose(1, 2).reshape(B * S, -1)
     else:
-        first_q, first_k, first_v = _by_row(qk_NKJE[:P], v_NKE[:P], 1, P)
+        first_q, first_k, first_v = by_row(qk_NKJE[:P], v_NKE[:P], 1, P)
         first = F.scaled_dot_product_attention(first_q, first_k, first_v, is_causal=True, scale=1.0, enable_gqa=True)
         all_k, all_v = (torch.cat([f.expand(B, -1, -1, -1), o], 2) for f, o in ((first_k, k), (first_v, v)))
         seen_ST = torch.ones(S, P + S, dtype=torch.bool, device=x_ND.device).tril(P)
@@ -124,7 +124,7 @@ def causal_layer(
     return finish(x_ND, mixed_NX, w), k, v
 
 
-def _by_row(qk_NKJE: Tensor, v_NKE: Tensor, B: int, T: int) -> tuple[Tensor, Tensor, Tensor]:
+def by_row(qk_NKJE: Tensor, v_NKE: Tensor, B: int, T: int) -> tuple[Tensor, Tensor, Tensor]:
     """Queries [B, H, T, E], keys and values [B, K, T, E]."""
     qk_BKJTE = qk_NKJE.unflatten(0, (B, T)).permute(0, 2, 3, 1, 4)
     return qk_BKJTE[:, :, :-1].flatten(1, 2), qk_BKJTE[:, :, -1], v_NKE.unflatten(0, (B, T)).transpose(1, 2)

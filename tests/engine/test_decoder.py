@@ -23,13 +23,14 @@ def test_prefill_then_chunk_then_single_tokens_give_the_logits_of_transformers(
         expected_BTV = AutoModelForCausalLM.from_pretrained(directory)(TOKENS_BT).logits
         decoder = Decoder(load_policy(directory), "cpu")
         cache = Cache(decoder.spec, 4, 30, torch.float32, "cpu")
-        hidden = [decoder.prefill(TOKENS_BT[:, :11], cache, [(slice(0, 4), slice(0, 4))])]
+        decoder.prefill(TOKENS_BT[:, :11], cache, [(slice(0, 4), slice(0, 4))])
         cache.used = 11
+        hidden = []
         for start, stop in ((11, 18), (18, 19), (19, 20), (20, 29), (29, 30)):
             rope = decoder.rope(torch.arange(start, stop)).repeat(4, 1, 1, 1)
             hidden.append(decoder.extend(TOKENS_BT[:, start:stop], rope, cache).view(4, stop - start, -1))
-        logits_BTV = decoder.logits(torch.cat(hidden, 1).flatten(0, 1)).view(4, 30, 64)
-    assert (logits_BTV - expected_BTV).abs().max() < 1e-4
+        logits_BTV = decoder.logits(torch.cat(hidden, 1).flatten(0, 1)).view(4, 19, 64)
+    assert (logits_BTV - expected_BTV[:, 11:]).abs().max() < 1e-4
 
 
 def test_a_rebuilt_cache_goes_on_as_the_old_one_would_have(policy: Path) -> None:

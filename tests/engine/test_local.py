@@ -234,6 +234,16 @@ def test_a_rollout_without_policy_tokens_scores_as_nothing(policy: Path) -> None
     assert score.logprobs_P.shape == score.gaps_P.shape == (0,)
 
 
+@pytest.mark.parametrize("prompts", [[[7]], [[7], [8], [7]], [[7], [8, 9, 10, 11], [8, 9, 10, 11], [7]]])
+def test_openings_of_a_single_token_are_openings(prompts: list[list[int]], policy: Path) -> None:
+    engine, requests = _engine(policy), _requests(prompts, stops=NO_STOPS)
+    turns = engine.extend(requests, 1.0)
+    again = [r._replace(token_ids=[*r.token_ids, *t.token_ids, 5]) for r, t in zip(requests, turns, strict=True)]
+    later = engine.extend(again, 1.0)
+    assert _gaps(engine, _claims(requests, turns)).max() < 1e-4
+    assert _gaps(engine, _claims(again, later)).max() < 1e-4
+
+
 def test_no_requests_make_no_work(policy: Path) -> None:
     engine = _engine(policy)
     assert engine.extend([], 1.0) == [] and engine.score([], 1.0) == []
