@@ -461,15 +461,9 @@ def node_home() -> Path:
 
 
 def child_environment(threads: int) -> dict[str, str]:
-    """Environment of a role's process: threads pinned, OpenMP waiting without spinning, freed memory kept.
+    """Environment of a role's process: threads pinned, OpenMP waiting without spinning, one heap.
 
-    glibc gives every large tensor back to the system when it is freed, and takes it anew, page by page: keeping it
-    saves a quarter of the CPU time of training and prefill (LOG.md, 2026-11-21).
+    A role computes in one thread beside the event loop's; a heap for each would keep the freed tensors of both.
     """
     pinned = {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
-    kept = {
-        "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
-        "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
-        "MALLOC_TOP_PAD_": str(1 << 26),
-    }
-    return os.environ | pinned | kept | {"OMP_WAIT_POLICY": "PASSIVE", "PYTHONUNBUFFERED": "1"}
+    return os.environ | pinned | {"OMP_WAIT_POLICY": "PASSIVE", "MALLOC_ARENA_MAX": "1", "PYTHONUNBUFFERED": "1"}
