@@ -9,7 +9,7 @@ and without returning logits for log-probs, and the better figure counts. Both h
 thread, freed memory kept), which speeds up both.
 
 Two loads: `grouped`, as RL asks for (16 rollouts of each prompt: ours reads a prompt once, the peer 16 times), and
-`distinct` (every prompt another one). The ways alternate; figures are medians of CPU-seconds, because wall time is worthless
+`distinct` (every prompt another one). The ways alternate; figures are medians of CPU-seconds, since wall time is worthless
 on a shared machine. The last line is JSON.
 """
 
