@@ -17,7 +17,7 @@ from shoal.launch.local import locked
 
 RUN_FILE = """
 name = "small"
-steps = 4
+steps = 150  # enough to be still under way when the folder has been found locked
 seed = 1
 [policy.tiny]
 width = 32
@@ -42,7 +42,7 @@ cheating = 1
 [eval]
 episodes = 32
 [storage]
-checkpoint_every = 2
+checkpoint_every = 75
 """
 
 
@@ -103,7 +103,7 @@ def test_run_is_stopped_killed_resumed_and_ends_with_a_summary(tmp_path: Path) -
         time.sleep(0.05)
 
     run = start(tmp_path)
-    said, _ = run.communicate(timeout=120)
+    said, _ = run.communicate(timeout=240)
     assert run.returncode == 0, said
     check_end(tmp_path / "runs" / "small", said)
 
@@ -116,7 +116,7 @@ def check_end(folder: Path, said: str) -> None:
     for when in ("before", "after"):
         found = summary["heldout"][when]
         assert found["episodes"] == 32 and found["low95"] <= found["mean"] <= found["high95"]
-    assert summary["steps"] == 4 and summary["accepted"] > 0 and len(summary["weights_hash"]) == 64
+    assert summary["steps"] == 150 and summary["accepted"] > 0 and len(summary["weights_hash"]) == 64
     honest, cheater = summary["credits"]["worker-0"], summary["credits"]["cheater-0"]
     assert honest["role"] == "honest" and honest["credits"] == summary["tokens"] > 0
     assert cheater == {"credits": 0, "role": "cheating"}
