@@ -48,10 +48,10 @@ class Cache:
         self.rows, self.capacity, self.used = rows, capacity, 0
         self._spec = spec
 
-    def rebuilt(self, rows: Sequence[int], columns: int) -> "Cache":
-        """A copy of chosen rows, in that order, with room for at least so many columns."""
+    def rebuilt(self, rows: Sequence[int], room: int) -> "Cache":
+        """A copy of chosen rows, in that order, with room for at least so many columns more."""
         S, dtype, device = self.used, self.keys_LBKSE.dtype, self.keys_LBKSE.device
-        copy = Cache(self._spec, len(rows), columns, dtype, str(device))
+        copy = Cache(self._spec, len(rows), S + room, dtype, str(device))
         for layer in range(self._spec.layers):
             copy.keys_LBKSE[layer, :, :, :S] = self.keys_LBKSE[layer, :, :, :S][rows]
             copy.values_LBKSE[layer, :, :, :S] = self.values_LBKSE[layer, :, :, :S][rows]

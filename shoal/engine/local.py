@@ -124,20 +124,20 @@ class LocalEngine:
             if len(cached) >= len(request.token_ids) or list(request.token_ids[: len(cached)]) != cached:
                 return None
         news = max(len(request.token_ids) - len(batch.cached[row]) for row, request in zip(rows, requests, strict=True))
-        columns = batch.cache.used + news + max(request.max_new for request in requests)
-        if rows == list(range(batch.cache.rows)) and columns <= batch.cache.capacity:
+        room = news + max(request.max_new for request in requests)
+        fits = batch.cache.used + room <= batch.cache.capacity
+        if fits and rows == list(range(batch.cache.rows)):
             return batch
-        room = columns if columns <= batch.cache.capacity else 2 * columns
         for rollout in batch.rollouts:
             self._batches.pop(rollout, None)
-        return self._remember(requests, [batch.cached[row] for row in rows], batch.cache.rebuilt(rows, room))
+        cache = batch.cache.rebuilt(rows, room if fits else 2 * room + batch.cache.used)
+        return self._remember(requests, [batch.cached[row] for row in rows], cache)
 
     def _open(self, requests: Sequence[Request]) -> _Batch:
-        """An empty batch for conversations that are new to us."""
-        decoder = self._decoder()
-        columns = max(len(request.token_ids) for request in requests) + max(request.max_new for request in requests)
-        cache = Cache(decoder.spec, len(requests), columns, decoder.dtype, decoder.device)
-        return self._remember(requests, [[] for _ in requests], cache)
+        """A batch of conversations that are new to us: all is read but the last token of each."""
+        openings = [list(request.token_ids[:-1]) for request in requests]
+        cache = _read_openings(self._decoder(), openings, room=1 + max(request.max_new for request in requests))
+        return self._remember(requests, openings, cache)
 
     def _remember(self, requests: Sequence[Request], cached: list[list[int]], cache: Cache) -> _Batch:
         batch = _Batch([request.rollout for request in requests], cached, cache)
@@ -146,11 +146,21 @@ class LocalEngine:
         return batch
 
 
+def _read_openings(decoder: Decoder, openings: list[list[int]], room: int) -> Cache:
+    """A cache that holds the openings, with room for more columns; a run of equal ones, as in a group, is read once."""
+    longest, runs = max(len(opening) for opening in openings), _equal_runs(openings)
+    cache = Cache(decoder.spec, len(openings), longest + room, decoder.dtype, decoder.device)
+    cache.used = longest
+    if longest > 0:
+        for chosen in _by_length([openings[run.start] for run in runs], decoder.device):
+            tokens_BC = _padded([openings[runs[index].start] for index in chosen], decoder.device)
+            decoder.prefill(tokens_BC, cache, _copies([runs[index] for index in chosen]))
+    _punch_after(cache, 0, [len(opening) for opening in openings])
+    return cache
+
+
 def _read(decoder: Decoder, batch: _Batch, requests: Sequence[Request]) -> Tensor:
     """Bring the cache up to date with the requests' tokens; hidden states [B, D] of each row's last one."""
-    if batch.cache.used == 0:
-        batch.cached = [list(request.token_ids[:-1]) for request in requests]
-        _read_openings(decoder, batch.cache, batch.cached)
     news = [request.token_ids[len(cached) :] for request, cached in zip(requests, batch.cached, strict=True)]
     counts_B = [len(new) for new in news]
     start, C = batch.cache.used, max(counts_B)
@@ -159,18 +169,6 @@ def _read(decoder: Decoder, batch: _Batch, requests: Sequence[Request]) -> Tenso
     hidden_ND = decoder.extend(_padded(news, decoder.device), rope, batch.cache)
     _punch_after(batch.cache, start, counts_B)
     return hidden_ND[[row * C + count - 1 for row, count in enumerate(counts_B)]]
-
-
-def _read_openings(decoder: Decoder, cache: Cache, openings: list[list[int]]) -> None:
-    """Prefill an empty cache, one opening for each run of equal ones: the rollouts of a group share theirs."""
-    cache.used = max(len(opening) for opening in openings)
-    if cache.used == 0:
-        return
-    runs = _equal_runs(openings)
-    for chosen in _by_length([openings[run.start] for run in runs], decoder.device):
-        tokens_BC = _padded([openings[runs[index].start] for index in chosen], decoder.device)
-        decoder.prefill(tokens_BC, cache, _copies([runs[index] for index in chosen]))
-    _punch_after(cache, 0, [len(opening) for opening in openings])
 
 
 def _equal_runs(openings: list[list[int]]) -> list[range]:
@@ -210,7 +208,7 @@ def _write(
         written = columns.stop
         if 0 < rows.open <= len(rows.index_B) // 2:
             still_B = torch.nonzero(~rows.done_B).squeeze(-1)
-            hidden_BD, cache = hidden_BD[still_B], cache.rebuilt(still_B.tolist(), cache.used + longest - written)
+            hidden_BD, cache = hidden_BD[still_B], cache.rebuilt(still_B.tolist(), longest - written)
             rows.keep(still_B)
     return tokens_BT.tolist(), logprobs_BT.tolist()
 

@@ -288,3 +288,17 @@ def test_a_worker_with_the_engine_stays_below_its_memory_and_without_transformer
     )  # fmt: skip
     megabytes, _, heavy = result.stdout.strip().partition(" ")
     assert heavy == "[]" and int(megabytes) <= 350
+
+
+def test_a_long_row_goes_on_alone_and_its_batch_meets_again_in_the_next_turn(policy: Path) -> None:
+    """The rows that ended early are dropped on the way, more than once; what was then written is read again."""
+    engine, prompts = _engine(policy), _prompts(24)
+    limits = [90 if i == 5 else 30 if i % 8 == 0 else 2 for i in range(24)]
+    requests = [
+        Request(f"r{i}", p, _seed(i), n, NO_STOPS) for i, (p, n) in enumerate(zip(prompts, limits, strict=True))
+    ]
+    turns = engine.extend(requests, 1.0)
+    assert [len(turn.token_ids) for turn in turns] == limits
+    assert _gaps(engine, _claims(requests, turns)).max() < 1e-4
+    again = [r._replace(token_ids=[*r.token_ids, *t.token_ids, 9]) for r, t in zip(requests, turns, strict=True)]
+    assert _gaps(engine, _claims(again, engine.extend(again, 1.0))).max() < 1e-4

@@ -7,6 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
 from shoal.config import TinyPolicy
+from shoal.policy import layers
 from shoal.policy.files import load_policy, save_policy
 from shoal.policy.layers import gated, unit
 from shoal.policy.model import Transformer
@@ -111,3 +112,33 @@ def test_the_whole_model_agrees_with_finite_differences() -> None:
         assert parameter.grad is not None
         expected = (values[0] - values[1]) / 2e-5
         assert torch.isclose((parameter.grad * direction).sum(), expected, rtol=1e-4, atol=1e-4), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_all_rows_begin_with_is_computed_once_and_changes_nothing(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = _model(family, tied=False)
+    tokens_BT = torch.randint(0, 64, (6, 40), generator=torch.Generator().manual_seed(6))
+    tokens_BT[:, :25] = tokens_BT[0, :25]
+    weight_BTV = torch.randn(6, 40, 64, generator=torch.Generator().manual_seed(4))
+    lengths: list[int] = []
+    real = layers.finish
+    monkeypatch.setattr(layers, "finish", lambda x, mixed, w: lengths.append(len(x)) or real(x, mixed, w))
+    results = []
+    for worth in (layers.WORTH_SHARING, 10**9):
+        monkeypatch.setattr(layers, "WORTH_SHARING", worth)
+        model.zero_grad()
+        logits_BTV = model.logits(model(tokens_BT))
+        (logits_BTV * weight_BTV).sum().backward()
+        results.append([logits_BTV.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
+    assert lengths == [25 + 6 * 15] * 3 + [6 * 40] * 3
+    for shared, apart in zip(*results, strict=True):
+        assert (shared - apart).abs().max() < 1e-5 * max(1.0, float(apart.abs().max()))
+
+
+def test_equal_rows_keep_a_last_token_of_their_own() -> None:
+    model = _model("qwen3", tied=True)
+    with torch.no_grad():
+        expected_TD = model(TOKENS_BT[:1])[0]
+        assert (model(TOKENS_BT[:1].repeat(8, 1)) - expected_TD).abs().max() < 1e-5
