@@ -152,7 +152,7 @@ def overhead(policy: Path, scratch: Path, minutes: float) -> dict[str, Any]:
     tally = scratch / "tally"
     tally.mkdir()
     # So slow a learner never solves the task: a batch without signal would be another kind of work.
-    with running(policy, scratch / "long", steps=100_000, lr=1e-6, tally=tally) as watch:
+    with running(policy, scratch / "long", steps=4_000, lr=1e-6, tally=tally) as watch:
         watch.until(WARMUP_STEPS)
         before, started = watch.look(), time.monotonic()
         watch.until(10**9, deadline_s=minutes * 60)
