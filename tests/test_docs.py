@@ -35,7 +35,7 @@ from shoal.envs import arithmetic, wordle
 from shoal.folder import RunFolder
 from shoal.ledger import events, verify
 from shoal.proofs import verify as proofs
-from shoal.protocol import constants, identity, merkle, randomness, types
+from shoal.protocol import constants, identity, merkle, randomness, types, wire
 from shoal.roles.coordinator.api import CALLS
 from shoal.roles.coordinator.role import open_run
 
@@ -343,7 +343,9 @@ def vectors() -> str:
     noise = randomness.gumbel([sample], np.array([5]), 64)[0]
     key = identity.Key(seed)
     line = identity.RequestLine("POST", "/v1/leases")
-    signed = identity.sign_request(key, line, b"{}", created=1_700_000_000, nonce="nonce-of-16-byte", run="00" * 16)
+    signed = identity.sign_request(
+        key, line, wire.digest(b"{}"), created=1_700_000_000, nonce="nonce-of-16-byte", run="00" * 16
+    )
     named = {
         "private seed": seed.hex(),
         "end of the chain `chain/slots`, link(-1)": links[0].hex(),

@@ -195,7 +195,7 @@ def answer(value: object, status: int = 200) -> Response:
 
 def answer_bytes(body: bytes, media_type: str = "application/octet-stream", status: int = 200) -> Response:
     """An answer of bytes with its digest."""
-    return Response(body, status, {"content-digest": content_digest(body)}, media_type)
+    return Response(body, status, {"content-digest": content_digest(wire.digest(body))}, media_type)
 
 
 def refusal(refused: Refused) -> Response:

@@ -5,6 +5,7 @@ A conversation is an append-only list of token ids: what the policy wrote is nev
 It knows no clock: templates that ask for the date take their own default.
 """
 
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,6 +22,9 @@ from shoal.policy.spec import PolicySpec, read_capped
 
 MAX_TOKENIZER_BYTES = 64 << 20
 MAX_TEMPLATE_BYTES = 1 << 20
+
+REMEMBERED = 256
+"""Openings, and replies, whose token ids are kept at hand."""
 
 _MARK = "\N{OBJECT REPLACEMENT CHARACTER}written\N{OBJECT REPLACEMENT CHARACTER}"
 """Stands where the policy's turn would be; what a template puts after it is what follows that turn."""
@@ -57,6 +61,9 @@ class Renderer:
         """Every control token: when the policy writes one, its turn is over."""
         self.vocabulary: int = spec.vocab_size
         """Token ids are below this; it may exceed what the tokenizer knows."""
+        # A group's rollouts open alike and often hear alike: each text is rendered and encoded once.
+        self._opening = functools.lru_cache(REMEMBERED)(self._render_opening)
+        self._reply = functools.lru_cache(REMEMBERED)(self._render_reply)
 
     @staticmethod
     def from_directory(directory: Path) -> "Renderer":
@@ -81,7 +88,7 @@ class Renderer:
 
     def start(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Token ids of a conversation's opening, up to where the policy begins to write."""
-        return self._encode(self._render(messages))
+        return list(self._opening(tuple(tuple(sorted(message.items())) for message in messages)))
 
     def reply(self, content: str, role: str = "user") -> list[int]:
         """Token ids that follow the policy's turn, whose stop token is already written, up to its next turn.
@@ -89,12 +96,7 @@ class Renderer:
         The conversation then reads as the template would have it: we render a turn around a marker and take what
         comes after, less the end token that the policy wrote itself.
         """
-        messages = [{"role": "user", "content": "."}, {"role": "assistant", "content": _MARK}]
-        _, mark, rest = self._render([*messages, {"role": role, "content": content}]).partition(_MARK)
-        if not mark:
-            raise StateError("the chat template does not show the assistant's turns: multi-turn play is impossible")
-        ids = self._encode(rest)
-        return ids[1:] if ids and ids[0] in self.stop_ids else ids
+        return list(self._reply(content, role))
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text as a scripted player writes it, the end token not included."""
@@ -104,6 +106,17 @@ class Renderer:
         """Text that the policy wrote: control tokens dropped, bytes that are no text replaced by U+FFFD."""
         text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
         return text
+
+    def _render_opening(self, messages: tuple[tuple[tuple[str, str], ...], ...]) -> list[int]:
+        return self._encode(self._render([dict(message) for message in messages]))
+
+    def _render_reply(self, content: str, role: str) -> list[int]:
+        messages = [{"role": "user", "content": "."}, {"role": "assistant", "content": _MARK}]
+        _, mark, rest = self._render([*messages, {"role": role, "content": content}]).partition(_MARK)
+        if not mark:
+            raise StateError("the chat template does not show the assistant's turns: multi-turn play is impossible")
+        ids = self._encode(rest)
+        return ids[1:] if ids and ids[0] in self.stop_ids else ids
 
     def _render(self, messages: Sequence[Mapping[str, str]]) -> str:
         try:

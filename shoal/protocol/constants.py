@@ -54,6 +54,9 @@ MAX_BLOCK_ROLLOUTS = 4096
 MAX_LEASE_BLOCKS = 64
 """Blocks in one lease; more would let one lapse hold up a batch for long."""
 
+MAX_EVENTS = 1000
+"""Events in one answer to `GET /v1/events`; fewer mean its end. Changing breaks: older readers stop early."""
+
 MAX_OPEN_LEASES = 2
 """Leases that one worker may hold: one being played and one prefetched."""
 

@@ -27,7 +27,7 @@ from shoal.net.stopping import Stopping
 from shoal.policy.files import load_policy, save_policy
 from shoal.policy.tiny import make_tiny
 from shoal.protocol import types as t
-from shoal.protocol.constants import MAX_SUBMISSION_BYTES
+from shoal.protocol.constants import MAX_EVENTS, MAX_SUBMISSION_BYTES
 from shoal.protocol.identity import Key
 from shoal.protocol.wire import from_msgpack, to_json
 from shoal.train.checkpoint import load_state, save_state
@@ -80,6 +80,8 @@ class Trainer:
         self.stopping = Stopping()
         self.waits: dict[str, float] = {}
         self.seen_seq = -1
+        self.kept: set[str] = set()
+        """Chunks of the version published last: the coordinator has them."""
         self.checked = False
         self.info: t.RunInfo
 
@@ -166,7 +168,10 @@ class Trainer:
     async def _accepted_since(self) -> dict[str, Any]:
         """Rewards of all groups accepted since the last step, with or without signal, read from the log."""
         rewards: list[tuple[float, ...]] = []
-        while lines := (await self.client.get(f"/v1/events?after={self.seen_seq}", cap=1 << 26)).splitlines():
+        more = True
+        while more:
+            lines = (await self.client.get(f"/v1/events?after={self.seen_seq}", cap=1 << 26)).splitlines()
+            more = len(lines) >= MAX_EVENTS
             for line in lines:
                 entry, _ = read_entry(line)
                 self.seen_seq = entry.seq
@@ -192,8 +197,9 @@ class Trainer:
         parents = (version - 1,) if version else ()
         manifest = await publish(
             directory, HttpSink(self.client), run=self.info.run, version=version, dtype=self.config.policy.dtype,
-            parents=parents,
+            parents=parents, kept=self.kept,
         )  # fmt: skip
+        self.kept = {chunk for file in manifest.files for chunk in file.chunks}
         signed = to_json(sign_manifest(manifest, self.key, now=time.time()))
         await self.client.send("POST", "/v1/checkpoints", signed, t.Done)
         last = version == self.config.steps

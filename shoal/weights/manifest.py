@@ -151,6 +151,8 @@ def _demand_file(entry: FileEntry, chunk_bytes: int) -> None:
         )
     if not all(_HASH.fullmatch(text) for text in (entry.digest, *entry.chunks)):
         raise PeerError(f"manifest gives {entry.path} a hash that is none: the publisher must issue it again")
+    if len(entry.chunks) == 1 and entry.digest != entry.chunks[0]:
+        raise PeerError(f"manifest gives {entry.path} one chunk, but not its hash: the publisher must issue it again")
 
 
 def _demand_whole(manifest: Manifest, max_bytes: int | None) -> None:

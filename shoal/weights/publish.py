@@ -7,6 +7,8 @@ publish, and never changes the directory.
 
 import asyncio
 import hashlib
+import os
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -34,7 +36,7 @@ class HttpSink:
 
     async def put(self, digest: str, chunk: bytes) -> None:
         """Send one chunk. Raises `PeerError`."""
-        await self._client.put_bytes(f"/v1/blobs/{digest}", chunk, dict[str, Any], deadline_s=self._deadline_s)
+        await self._client.put_blob(digest, chunk, dict[str, Any], deadline_s=self._deadline_s)
 
 
 async def publish(
@@ -47,16 +49,18 @@ async def publish(
     parents: tuple[int, ...] = (),
     stream: str = POLICY_STREAM,
     chunk_bytes: int = constants.MAX_CHUNK_BYTES,
+    kept: Collection[str] = (),
 ) -> Manifest:
     """Send the chunks of an HF-format directory and describe them; `sign_manifest` makes the result a promise.
 
+    Chunks in `kept` are not sent: the sink holds them for the version before.
     The manifest's times are 0 until it is signed, so it depends on the directory alone. Raises `StateError` if the
     directory cannot be read or holds no weights, and whatever the sink raises.
     """
     root = await asyncio.to_thread(weights_root, directory)
     entries = []
     for path in await asyncio.to_thread(_published_files, directory):
-        entries.append(await _send_file(path, sink, chunk_bytes))
+        entries.append(await _send_file(path, sink, chunk_bytes, kept))
     return Manifest(
         run=run,
         stream=stream,
@@ -76,16 +80,20 @@ def _published_files(directory: Path) -> list[Path]:
     return sorted(path for path in directory.iterdir() if path.is_file() and is_publishable(path.name))
 
 
-async def _send_file(path: Path, sink: ChunkSink, chunk_bytes: int) -> FileEntry:
+async def _send_file(path: Path, sink: ChunkSink, chunk_bytes: int, kept: Collection[str]) -> FileEntry:
     whole, chunks, size = hashlib.sha256(), [], 0
     try:
         with path.open("rb") as file:
+            one_chunk = os.fstat(file.fileno()).st_size <= chunk_bytes  # then its hash is the file's
             while chunk := await asyncio.to_thread(file.read, chunk_bytes):
                 digest = wire.digest(chunk)
-                await sink.put(digest, chunk)
+                if digest not in kept:
+                    await sink.put(digest, chunk)
                 chunks.append(digest)
-                whole.update(chunk)
                 size += len(chunk)
+                if not one_chunk:
+                    whole.update(chunk)
     except OSError as error:
         raise StateError(f"cannot read {path}: {error.strerror}. Make the checkpoint again") from None
-    return FileEntry(path=path.name, size=size, digest=whole.hexdigest(), chunks=tuple(chunks))
+    digest = chunks[0] if one_chunk and chunks else whole.hexdigest()
+    return FileEntry(path=path.name, size=size, digest=digest, chunks=tuple(chunks))

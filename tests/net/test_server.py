@@ -30,7 +30,7 @@ def call(app: object, method: str, url: str, **options: object) -> httpx.Respons
 
 def signed(time: Time, body: bytes, *, created: float | None = None, run: str = RUN, path: str = "/deposits") -> dict:
     made = int(time.now if created is None else created)
-    return sign_request(KEY, RequestLine("POST", path), body, created=made, nonce="n" * 22, run=run)
+    return sign_request(KEY, RequestLine("POST", path), wire.digest(body), created=made, nonce="n" * 22, run=run)
 
 
 def refusal(response: httpx.Response) -> Refusal:
@@ -43,7 +43,7 @@ GOOD = wire.to_json(Deposit(id="a", amount=5))
 def test_a_signed_request_passes_and_its_answer_carries_a_digest(toy, time):
     response = call(toy.app, "POST", "/deposits", content=GOOD, headers=signed(time, GOOD))
     assert wire.from_json(response.content, Balance).total == 5
-    assert response.headers["content-digest"] == content_digest(response.content)
+    assert response.headers["content-digest"] == content_digest(wire.digest(response.content))
     assert response.headers["shoal-protocol"] == "1"
     assert toy.callers[0].key == KEY.public
 
@@ -223,7 +223,12 @@ def test_a_flood_from_one_key_is_held_back_and_another_key_passes(time):
     assert call(toy.app, "POST", "/deposits", content=GOOD, headers=signed(time, GOOD)).status_code == 200
     assert call(toy.app, "POST", "/deposits", content=GOOD, headers=signed(time, GOOD)).status_code == 429
     other = sign_request(
-        Key(b"\x02" * 32), RequestLine("POST", "/deposits"), GOOD, created=int(time.now), nonce="n" * 22, run=RUN
+        Key(b"\x02" * 32),
+        RequestLine("POST", "/deposits"),
+        wire.digest(GOOD),
+        created=int(time.now),
+        nonce="n" * 22,
+        run=RUN,
     )
     assert call(toy.app, "POST", "/deposits", content=GOOD, headers=other).status_code == 200
 

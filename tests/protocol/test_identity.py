@@ -21,6 +21,7 @@ from shoal.protocol.identity import (
     verify,
     verify_request,
 )
+from shoal.protocol.wire import digest
 
 KEY = Key(bytes(range(32)))
 LINE = RequestLine("PUT", "/v1/leases/a%20b/submission", "x=1&y=%2F")
@@ -30,7 +31,7 @@ NOW = 1_800_000_000
 
 def signed(**changes: object) -> dict[str, str]:
     arguments: dict = {"created": NOW, "nonce": "n" * 16, "run": "run-1", "head": "ab" * 32} | changes
-    return sign_request(KEY, LINE, BODY, **arguments)
+    return sign_request(KEY, LINE, digest(BODY), **arguments)
 
 
 def refusal(line: RequestLine, headers: dict[str, str], body: bytes, now: float = NOW) -> SignatureError:
@@ -205,7 +206,7 @@ def test_another_implementation_verifies_what_we_sign():
 
 def test_we_verify_what_another_implementation_signs():
     package, options = library()
-    request = message({"content-digest": content_digest(BODY), "shoal-run": "run-1"})
+    request = message({"content-digest": content_digest(digest(BODY)), "shoal-run": "run-1"})
     package.HTTPMessageSigner(**options).sign(
         request,
         key_id=KEY.public,

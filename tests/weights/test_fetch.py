@@ -24,6 +24,7 @@ from shoal.weights.fetch import HttpSource, directory_name, fetch
 from shoal.weights.manifest import weights_root
 from shoal.weights.publish import HttpSink, publish
 from tests.weights.checkpoints import (
+    CHUNK_BYTES,
     KEY,
     NOW,
     RUN,
@@ -83,6 +84,14 @@ def test_a_version_that_is_here_is_not_fetched_again(checkpoint, origin, tmp_pat
     manifest = published(checkpoint, origin)
     first = run(manifest, [origin], tmp_path / "cache")
     assert run(manifest, [], tmp_path / "cache") == first
+
+
+def test_chunks_that_the_sink_keeps_are_not_sent_again(checkpoint, origin):
+    first = published(checkpoint, origin)
+    kept = {chunk for file in first.files for chunk in file.chunks}
+    sent = Chunks()
+    story = publish(checkpoint, sent, run=RUN, version=4, dtype="float32", chunk_bytes=CHUNK_BYTES, kept=kept)
+    assert asyncio.run(story).files == first.files and not sent.held
 
 
 def test_a_version_that_was_damaged_since_is_mended(checkpoint, origin, tmp_path):
@@ -215,8 +224,10 @@ def test_a_promised_root_that_the_weights_do_not_have_is_refused(checkpoint, ori
 
 def test_a_file_hash_that_the_chunks_do_not_make_is_refused(checkpoint, origin, tmp_path):
     manifest = published(checkpoint, origin)
-    files = (msgspec.structs.replace(manifest.files[0], digest="0" * 64), *manifest.files[1:])
-    with pytest.raises(StateError, match=r"config.json has another hash"):
+    files = tuple(
+        msgspec.structs.replace(entry, digest="0" * 64) if len(entry.chunks) > 1 else entry for entry in manifest.files
+    )
+    with pytest.raises(StateError, match=r"model.safetensors has another hash"):
         run(msgspec.structs.replace(manifest, files=files), [origin], tmp_path / "cache")
 
 

@@ -114,7 +114,7 @@ def test_the_files_of_hf_checkpoints_travel(path):
 @pytest.mark.parametrize(
     "fields",
     [{"size": 0}, {"size": -1}, {"size": 10**15}, {"size": 2**70}, {"chunks": ()}, {"chunks": ("0" * 64,) * 50},
-     {"chunks": ("zz",)}, {"digest": ""}],
+     {"chunks": ("zz",)}, {"digest": ""}, {"digest": "0" * 64}],
 )  # fmt: skip
 def test_sizes_chunks_and_hashes_must_fit(manifest, fields):
     refused(encoded(with_file(manifest, **fields)))

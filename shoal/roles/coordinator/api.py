@@ -20,7 +20,7 @@ from shoal.net import server
 from shoal.net.openapi import Call, document
 from shoal.net.server import Gate, answer, answer_bytes
 from shoal.protocol import types as t
-from shoal.protocol.constants import LONG_POLL_S, MAX_CHUNK_BYTES, MAX_MANIFEST_BYTES, MAX_SUBMISSION_BYTES
+from shoal.protocol.constants import LONG_POLL_S, MAX_CHUNK_BYTES, MAX_EVENTS, MAX_MANIFEST_BYTES, MAX_SUBMISSION_BYTES
 from shoal.protocol.identity import Caller
 from shoal.roles.coordinator.desk import Desk, batch_of, node_state
 
@@ -29,8 +29,6 @@ STATUS_OF = {
     "superseded": 410, "nothing_yet": 404, "unknown": 404,
 }  # fmt: skip
 """HTTP status of a rule's refusal; 400 for the others."""
-MAX_EVENTS = 1000
-"""Events in one answer."""
 
 Handler = Callable[["Api", Request], Awaitable[Response]]
 
@@ -181,7 +179,7 @@ async def post_leases(api: Api, request: Request) -> Response:
 
 async def put_submission(api: Api, request: Request) -> Response:
     caller, body = await api.caller(request, MAX_SUBMISSION_BYTES)
-    return answer(await api.desk.take_submission(caller.key, request.path_params["id"], body))
+    return answer(await api.desk.take_submission(caller.key, request.path_params["id"], body, caller.digest))
 
 
 async def get_checks(api: Api, request: Request) -> Response:
@@ -225,7 +223,7 @@ async def get_blob(api: Api, request: Request) -> Response:
 
 async def put_blob(api: Api, request: Request) -> Response:
     caller, body = await api.caller(request, MAX_CHUNK_BYTES)
-    api.desk.put_chunk(caller.key, request.path_params["hash"], body)
+    api.desk.put_chunk(caller.key, request.path_params["hash"], body, caller.digest)
     return answer(t.Done(api.desk.state.seq))
 
 

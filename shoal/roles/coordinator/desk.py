@@ -149,16 +149,18 @@ class Desk:
 
     # --- submissions and verdicts ---
 
-    async def take_submission(self, key: str, lease_id: str, body: bytes) -> t.Receipt:
-        """Keep a submission and book it; the receipt is signed after the log has it. Raises `Refused`, `WireError`."""
-        name = digest(body)
+    async def take_submission(self, key: str, lease_id: str, body: bytes, name: str) -> t.Receipt:
+        """Keep a submission and book it; the receipt is signed after the log has it. Raises `Refused`, `WireError`.
+
+        `name` is the digest of `body`, verified.
+        """
         lease = self.state.leases.get(lease_id)
         if lease is None or lease.worker != key:
             raise Refused("not_yours", f"lease {lease_id} is not one of yours")
         submission = from_msgpack(body, t.Submission)
         if (submission.run, submission.lease, submission.version) != (self.state.run, lease_id, lease.version):
             raise WireError(f"the submission names another run, lease or version than lease {lease_id}")
-        self.blobs.put(body)
+        self.blobs.put(body, name)
         link = self._audit_links[lease.version + 1]
         draws = tuple(
             uniform("audit", link, bytes.fromhex(name), i.to_bytes(8, "big")) for i in range(len(submission.groups))
@@ -230,13 +232,13 @@ class Desk:
 
     # --- blobs ---
 
-    def put_chunk(self, key: str, name: str, body: bytes) -> None:
-        """Keep a chunk from the trainer. Raises `Refused`."""
+    def put_chunk(self, key: str, name: str, body: bytes, found: str) -> None:
+        """Keep a chunk from the trainer, which hashes to `found`. Raises `Refused`."""
         if key != self.state.trainer_key:
             raise Refused("not_admitted", "only the trainer puts chunks; submissions go to /v1/leases/{id}/submission")
-        if len(body) > MAX_CHUNK_BYTES or digest(body) != name:
+        if len(body) > MAX_CHUNK_BYTES or found != name:
             raise Refused("malformed", "the bytes do not have the hash in the path, or are longer than MAX_CHUNK_BYTES")
-        self.blobs.put(body)
+        self.blobs.put(body, found)
 
     def may_read(self, name: str, key: str) -> bool:
         """Chunks and final submissions are for anyone, pending ones for validators, batched ones for the trainer."""
