@@ -1,0 +1,233 @@
+"""TOPLOC: the largest activations of each 32 tokens, as one short polynomial (arXiv:2501.16007).
+
+Called by `proofs/commit` (prove) and `proofs/checks/activations` (compare). Pure, numpy alone: it knows no model, no
+engine and no bounds; whoever calls decides what error is too large.
+
+The last hidden states of a rollout's policy tokens are cut into chunks of 32 tokens. Of a chunk the k largest values
+by magnitude are taken, as bfloat16 codes y at flat indices x. Through the points (x mod m, y) goes one polynomial of k
+coefficients over GF(65497), where m <= 65497 is the largest modulus under which the indices stay distinct. A proof is
+m and the coefficients, ascending, as big-endian uint16: 2 + 2k bytes, those of the python package `toploc` 0.1.6.
+Where magnitudes tie at the k-th place we take the lower index; the package takes what `torch.topk` gives, so the bytes
+are the same except for chunks with such a tie, and there either side reads the other's.
+
+What we changed, and why it cannot be forged without the activations
+- The sign is compared. The package masks it out: negated activations, and one constant for all, pass there.
+- k follows from the size of the chunk (`top_k`), so that small policies and tails of one token have proofs.
+- The error of a value is relative to its size, so that a power of two in between does not matter; beyond `NEAR` it is
+  a mismatch.
+- The parser knows every length beforehand, and allows only what a prover can write: whatever the bytes, the answer is
+  a value. The modulus is 65497 where a chunk has no more values than that.
+- The index set is not in the proof, but it is checked. A polynomial of k coefficients goes through k points of one's
+  choice and is as good as random elsewhere, so one that meets nearly all of the verifier's own k largest values was
+  made from these indices. Two ways around that count are closed. A small modulus folds many indices onto one point:
+  here a point vouches for one index, and who meets every value must have found the same modulus. A constant meets
+  every index, but only one sign and one size.
+What is left to a forger is to guess indices, signs and sizes. Where a few channels always hold the largest values the
+indices and signs are known, and the sizes are what the bound on the error must tell from typical ones: largest values
+that vary by less than that bound prove nothing.
+
+Axes: P policy tokens of a rollout, D width, C chunks, N values of a chunk, K largest values of a chunk.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shoal.algos.polynomials import PRIME, Floats, Ints, evaluate, interpolate
+
+CHUNK_TOKENS = 32
+"""Policy tokens under one polynomial; the last chunk of a rollout may have fewer."""
+
+MAX_K = 128
+"""Largest number of coefficients."""
+
+NEAR = 1 / 16
+"""Relative error beyond which a value is not the same one made with noise. A random code is nearer once in 3,000."""
+
+TINY = 1e-30
+"""Size below which a value counts as 0."""
+
+_VALUES_AT_ONCE = 1 << 18
+"""Values searched together: what a cache holds."""
+
+
+class Figures(NamedTuple):
+    """What `compare` found of each chunk, rollout after rollout: arrays over C."""
+
+    rollout_C: Ints
+    """Index of the chunk's rollout."""
+    first_C: Ints
+    """Index of its first token among the rollout's policy tokens."""
+    entries_C: Ints
+    """K: the verifier's largest values."""
+    mismatched_C: Ints
+    """Those that the proof gives another sign or another size."""
+    error_C: Floats
+    """Sum of the others' relative errors."""
+
+
+class _Points(NamedTuple):
+    """Chunks with the same K, and their places in the order of all chunks."""
+
+    place_C: Ints
+    size_C: Ints
+    """N of each."""
+    index_CK: Ints
+    code_CK: Ints
+
+
+def top_k(num_values: int, width: int) -> int:
+    """How many of a chunk's values are proven: 32 below width 256, 64 below 512, else 128; at most one in 8."""
+    return max(1, min(32 if width < 256 else 64 if width < 512 else MAX_K, num_values // 8))
+
+
+def prove(hidden: Sequence[NDArray[np.float32]], k: int = 0, chunk_tokens: int = CHUNK_TOKENS) -> bytes:
+    """The proof of some rollouts: one polynomial for each chunk of their hidden states float32[P, D], in order.
+
+    k: for all chunks, in the place of `top_k`. Raises ValueError where a state is not finite, a chunk has fewer than k
+    values, or no modulus above 2^15 keeps its indices apart.
+    """
+    parts: dict[int, bytes] = {}
+    for points in _chunks(hidden, k, chunk_tokens):
+        if ((points.code_CK & 0x7FFF) >= 0x7F80).any():  # what is no number counts as the largest
+            raise ValueError("an activation is not finite")
+        m_C = _moduli(points)
+        coefficients_CK = interpolate(points.index_CK % m_C[:, None], points.code_CK)
+        words = np.concatenate([m_C[:, None], coefficients_CK], axis=1).astype(">u2")
+        parts |= zip(points.place_C.tolist(), [row.tobytes() for row in words], strict=True)
+    return b"".join(parts[place] for place in range(len(parts)))
+
+
+def proof_bytes(num_tokens: int) -> int:
+    """Most bytes that the proof of a rollout of so many policy tokens has."""
+    return -(-num_tokens // CHUNK_TOKENS) * (2 + 2 * MAX_K)
+
+
+def compare(
+    hidden: Sequence[NDArray[np.float32]], proof: bytes, k: int = 0, chunk_tokens: int = CHUNK_TOKENS
+) -> Figures | str:
+    """How far the proof is from the verifier's own hidden states of the same rollouts, or why it is no proof at all.
+
+    The arguments as in `prove`; `proof` may be any bytes.
+    """
+    groups = list(_chunks(hidden, k, chunk_tokens))
+    num_chunks = sum(len(points.place_C) for points in groups)
+    entries_C = np.zeros(num_chunks, dtype=np.int64)
+    for points in groups:
+        entries_C[points.place_C] = points.index_CK.shape[1]
+    if len(proof) != 2 * (entries_C + 1).sum():
+        return "length is not that of its chunks"
+    words = np.frombuffer(proof, dtype=">u2").astype(np.int64)
+    start_C = np.cumsum(entries_C + 1) - entries_C - 1
+    mismatched_C, error_C = entries_C.copy(), np.zeros(num_chunks)
+    for points in groups:
+        at_C = start_C[points.place_C]
+        m_C = words[at_C]
+        coefficients_CK = words[at_C[:, None] + 1 + np.arange(points.index_CK.shape[1])]
+        small_C = points.size_C <= PRIME
+        if ((m_C < 1) | (m_C > PRIME) | (small_C & (m_C != PRIME))).any():
+            return "modulus that no prover writes"
+        if (coefficients_CK >= PRIME).any():
+            return "coefficient outside the field"
+        mismatched_C[points.place_C], error_C[points.place_C] = _differ(points, m_C, coefficients_CK)
+    lengths = [range(0, len(states_PD), chunk_tokens) for states_PD in hidden]
+    rollout_C = np.repeat(np.arange(len(hidden)), [len(starts) for starts in lengths])
+    first_C = np.array([first for starts in lengths for first in starts], dtype=np.int64)
+    return Figures(rollout_C, first_C, entries_C, mismatched_C, error_C)
+
+
+def _differ(points: _Points, m_C: Ints, coefficients_CK: Ints) -> tuple[Ints, Floats]:
+    """Mismatches of each chunk, and the sum of the other values' relative errors."""
+    entries = points.index_CK.shape[1]
+    residue_CK = points.index_CK % m_C[:, None]
+    said_CK = evaluate(coefficients_CK, residue_CK)
+    signs_agree_CK = (said_CK ^ points.code_CK) < 0x8000
+    theirs_CK, ours_CK = _magnitudes(said_CK), _magnitudes(points.code_CK)
+    error_CK = np.abs(theirs_CK - ours_CK) / np.maximum(np.maximum(theirs_CK, ours_CK), TINY)
+    near_CK = signs_agree_CK & (error_CK <= NEAR)
+    mismatched_C = entries - near_CK.sum(1)
+    if points.size_C.max() > PRIME:  # else indices are below the modulus, and points their own
+        mismatched_C += _doubles(np.where(near_CK, residue_CK, -1 - np.arange(entries)))
+    # Who meets every value has our set of indices, and so must have found our modulus.
+    mismatched_C[(mismatched_C == 0) & (m_C != _moduli(points))] = entries
+    return mismatched_C, np.where(near_CK, error_CK, 0).sum(1)
+
+
+# --- the largest values ---
+
+
+def _chunks(hidden: Sequence[NDArray[np.float32]], k: int, chunk_tokens: int) -> Iterator[_Points]:
+    """The largest values of all chunks, those with the same K together."""
+    found: dict[int, list[tuple[int, NDArray[np.float32]]]] = {}
+    place = 0
+    for states_PD in hidden:
+        num_tokens, width = states_PD.shape
+        full = num_tokens // chunk_tokens * chunk_tokens
+        for part in (states_PD[:full].reshape(-1, chunk_tokens * width), states_PD[full:].reshape(1, -1)):
+            rows = max(1, _VALUES_AT_ONCE // max(1, part.shape[1]))
+            for piece in (part[start : start + rows] for start in range(0, len(part) if part.size else 0, rows)):
+                found.setdefault(k or top_k(piece.shape[1], width), []).append((place, piece))
+                place += len(piece)
+    for entries, pieces in found.items():
+        selected = [_largest(piece, entries) for _, piece in pieces]
+        yield _Points(
+            np.concatenate([first + np.arange(len(piece)) for first, piece in pieces]),
+            np.concatenate([np.full(len(piece), piece.shape[1]) for _, piece in pieces]),
+            np.concatenate([index_CK for index_CK, _ in selected]),
+            np.concatenate([code_CK for _, code_CK in selected]),
+        )
+
+
+def _largest(values_CN: NDArray[np.float32], k: int) -> tuple[Ints, Ints]:
+    """Indices and bfloat16 codes of the k values of largest rounded magnitude, [C, K]; at ties the lower index first.
+
+    Only candidates are rounded and sorted: the values that may still round to the k-th largest of the maxima of 4k or
+    more parts, which is at most the k-th largest of all.
+    """
+    C, N = values_CN.shape
+    if k > N:
+        raise ValueError(f"a chunk of {N} values has no {k} largest")
+    bits_CN = np.ascontiguousarray(values_CN, dtype="<f4").view("<u4")
+    magnitude_CN = bits_CN & 0x7FFFFFFF
+    part = max(1, N // (4 * k))
+    peaks = magnitude_CN[:, : N // part * part].reshape(C, part, -1).max(1)
+    floor_C = np.partition(peaks, peaks.shape[1] - k, axis=1)[:, -k].astype(np.int64)
+    rounding_up_C = np.maximum((_codes(floor_C) << 16) - 0x8000, 0)
+    flat = np.flatnonzero(magnitude_CN >= rounding_up_C.astype(np.uint32)[:, None])
+    row, column = np.divmod(flat, N)
+    code = _codes(bits_CN.reshape(-1)[flat].astype(np.int64))
+    order = np.argsort((row << 15) + 0x7FFF - (code & 0x7FFF), kind="stable")
+    first_C = np.concatenate([[0], np.cumsum(np.bincount(row, minlength=C))[:-1]])
+    chosen_CK = order[first_C[:, None] + np.arange(k)]
+    return column[chosen_CK], code[chosen_CK]
+
+
+def _codes(bits: Ints) -> Ints:
+    """Codes of the bfloat16 nearest to float32 values given by their bits, ties to even, as torch rounds."""
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return np.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC0, rounded)
+
+
+def _magnitudes(codes: Ints) -> Floats:
+    """Absolute values of bfloat16 codes; infinities and what is not a number count as the largest float32."""
+    bits = np.minimum(codes & 0x7FFF, 0x7F7F).astype("<u4") << 16
+    return bits.view("<f4").astype(np.float64)
+
+
+def _moduli(points: _Points) -> Ints:
+    """The largest modulus under which the indices of each chunk are distinct, int64[C]."""
+    m_C = np.full(len(points.index_CK), PRIME)
+    open_C = np.flatnonzero(points.size_C > PRIME)
+    while open_C.size:
+        open_C = open_C[_doubles(points.index_CK[open_C] % m_C[open_C, None]) > 0]
+        m_C[open_C] -= 1
+        if open_C.size and m_C[open_C].min() <= 2**15:
+            raise ValueError("no modulus above 2^15 keeps the indices of a chunk apart")
+    return m_C
+
+
+def _doubles(values_CK: Ints) -> Ints:
+    """How many of a row's values stand there before, int64[C]."""
+    return (np.diff(np.sort(values_CK, axis=1), axis=1) == 0).sum(1)
