@@ -1,0 +1,170 @@
+"""Replayed sampling as a statistic: what honest noise may do in a rollout, in a group, and in a node's life.
+
+Called by the sampling check (rollout, group), by whoever keeps the evidence about a node, and by calibration. It knows
+no model and no protocol: gaps come in, counts and bits come out.
+
+A replay gives each token a gap, the distance in nats from the best choice to the one that was written (Token-DiFR,
+arXiv:2511.20621). Honest tokens have gap 0 up to rounding. Two figures are pooled over tokens: F, how many gaps exceed
+a bound, and S, the sum of the gaps, each counted at most the bound. Calibration says how large both are for honest
+work, at most, a token: q and m.
+
+    symbol   meaning
+    N        tokens
+    x        what one token adds: [gap > bound] for F, min(gap, bound) / bound for S; always in [0, 1]
+    r        honest mean of x, at most: q for F, m / bound for S
+    alpha    chance of a false alarm
+    k        how many times the honest rate a test is made for, 2^b
+
+One inequality carries all tests, whatever the distribution of x in [0, 1] with mean at most r (Chernoff; Hoeffding,
+J. Am. Stat. Assoc. 58, 1963):   E[k^x] <= 1 + r (k - 1) <= exp(r (k - 1)),   so that k^(sum of x) / exp(N r (k - 1)) has
+mean at most 1 and is evidence against honesty.
+
+Over a node's life the evidence is multiplied group by group and never falls below 1 (Page's CUSUM as an e-detector,
+Shin, Ramdas and Rinaldo, arXiv:2203.03532): an honest node is called excessive once in 1 / alpha groups at most, and a
+long honest past buys nobody room to cheat. It is kept in bits and made of sums and products with exact constants, so
+that a replay on another machine gives the same bytes.
+
+Axes: N tokens.
+"""
+
+import math
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+FALSE_ALARM = 1e-5
+"""alpha of one rollout's or one group's test."""
+
+ALARM_BITS = 23.0
+"""Evidence that is excessive: 2^20 groups between false alarms, times 2^3 for the eight tests that share them."""
+
+EXCESS_BITS = (1, 2, 4, 8)
+"""b of the tests: each is best at 2^b times the honest rate."""
+
+LOG2_E = 1.4426950408889634
+"""Nats to bits, written out: a library's logarithm may differ in the last bit from one machine to another."""
+
+
+class Noise(Protocol):
+    """What calibration says of honest work for one dtype that samples and one that replays."""
+
+    @property
+    def gap(self) -> float:
+        """A token with a larger gap is flipped, nats."""
+
+    @property
+    def flipped(self) -> float:
+        """q: share of honest tokens that are flipped, at most."""
+
+    @property
+    def mean_gap(self) -> float:
+        """m: mean gap of honest tokens, each counted at most `gap`, at most; nats."""
+
+
+class Figures(NamedTuple):
+    """Pooled figures of a rollout, or of a group."""
+
+    tokens: int
+    flipped: int
+    gap_sum: float
+    """Sum of the gaps, each counted at most the bound, nats."""
+
+
+def pooled(gaps_N: NDArray[np.float32], bound: float) -> Figures:
+    """N, F and S of some tokens' gaps, nats. A gap that is not a number counts as flipped."""
+    gaps = np.nan_to_num(gaps_N.astype(np.float64), nan=np.inf)
+    return Figures(gaps.size, int(np.count_nonzero(gaps > bound)), float(np.minimum(gaps, bound).sum()))
+
+
+def most_flipped(tokens: int, noise: Noise, alpha: float = FALSE_ALARM) -> int:
+    """Flipped tokens that honest work exceeds with chance alpha at most, and never less than one: P(Poisson > c)."""
+    mean = tokens * noise.flipped
+    count, term = 0, math.exp(-mean)
+    beyond = 1.0 - term
+    while beyond > alpha or count == 0:
+        count += 1
+        term *= mean / count
+        beyond -= term
+        if count > mean and term < alpha * 1e-3:  # what is left of the sum is rounding
+            break
+    return count
+
+
+def largest_sum(tokens: int, noise: Noise, alpha: float = FALSE_ALARM) -> float:
+    """Sum of gaps, nats, that honest work exceeds with chance alpha at most.
+
+    The s at which tokens * KL(s / (tokens * gap), r) = log(1 / alpha), with KL of two Bernoulli distributions.
+    """
+    rate, demanded = noise.mean_gap / noise.gap, math.log(1.0 / alpha) / max(1, tokens)
+    low, high = rate, 1.0
+    if _kl(high, rate) <= demanded:
+        return tokens * noise.gap
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _kl(middle, rate) < demanded else (low, middle)
+    return high * tokens * noise.gap
+
+
+def _kl(share: float, rate: float) -> float:
+    inside = 0.0 if share >= 1.0 else (1.0 - share) * math.log((1.0 - share) / (1.0 - rate))
+    return share * math.log(share / rate) + inside
+
+
+# --- a node over time ---
+
+
+class Evidence(NamedTuple):
+    """Bits against a node's honesty, one figure for each of `EXCESS_BITS`; 0 says nothing."""
+
+    flips: tuple[float, ...] = (0.0,) * len(EXCESS_BITS)
+    gaps: tuple[float, ...] = (0.0,) * len(EXCESS_BITS)
+
+
+def update(evidence: Evidence, figures: Figures, noise: Noise) -> Evidence:
+    """Evidence after one more audited group, whose figures were pooled with the bound of the same `noise`."""
+    return Evidence(
+        flips=_grown(evidence.flips, float(figures.flipped), figures.tokens, noise.flipped),
+        gaps=_grown(evidence.gaps, figures.gap_sum / noise.gap, figures.tokens, noise.mean_gap / noise.gap),
+    )
+
+
+def _grown(bits: tuple[float, ...], total: float, tokens: int, rate: float) -> tuple[float, ...]:
+    """Bits grow by b sum(x), fall by N r (2^b - 1) log2(e), and stop at 0."""
+    expected = tokens * rate * LOG2_E
+    return tuple(max(0.0, had + b * total - expected * (2**b - 1)) for had, b in zip(bits, EXCESS_BITS, strict=True))
+
+
+def excessive(evidence: Evidence) -> bool:
+    """Whether honest noise does not explain a node: true of an honest one once in 2^20 audited groups at most."""
+    return max(*evidence.flips, *evidence.gaps) >= ALARM_BITS
+
+
+# --- power ---
+
+
+def tokens_to_detect(changed: float, noise: Noise, power: float = 0.95, most: int = 1_000_000) -> int:
+    """Tokens of one rollout at which a cheat that flips a share `changed` of them is refused with chance `power`.
+
+    Within 2 %, tokens taken as independent; `most` if it takes that many or more.
+    """
+    tokens = 1
+    while tokens < most:
+        if 1.0 - _at_most(most_flipped(tokens, noise), tokens, changed) >= power:
+            return tokens
+        tokens += max(1, tokens // 50)
+    return most
+
+
+def _at_most(count: int, tokens: int, share: float) -> float:
+    """P(Binomial(tokens, share) <= count)."""
+    if share <= 0.0 or count >= tokens:
+        return 1.0
+    if share >= 1.0:
+        return 0.0
+    logs = (
+        math.lgamma(tokens + 1) - math.lgamma(c + 1) - math.lgamma(tokens - c + 1)
+        + c * math.log(share) + (tokens - c) * math.log1p(-share)
+        for c in range(count + 1)
+    )  # fmt: skip
+    return math.fsum(math.exp(log) for log in logs)
