@@ -1,0 +1,48 @@
+"""A validator's proof that it did the prefill: a few numbers that only the activations give, other ones for each key.
+
+Called by validators for their own key and for those who judged before them, so that each can be held to its word. It
+knows no model and no protocol: activations and a key's bytes come in, numbers come out.
+
+The activations h of a submission's audited tokens are projected twice, over channels by random signs r and over tokens
+by random signs c, both drawn from the key (Johnson and Lindenstrauss, Contemp. Math. 26, 1984):
+
+    value_k = sum_n c_kn <h_n, r_k> / |h|        with |h| the norm of all activations
+
+Each value is about normal with variance 1, so that somebody without the activations is within `TOLERANCE` of all four
+with chance 1e-6; rounding moves it by its own relative size.
+
+Axes: N tokens, D width, K values.
+"""
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+VALUES = 4
+TOLERANCE = 0.04
+"""How far two honest projections may lie apart: bfloat16 on other hardware reaches 0.01."""
+
+
+def project(hidden_ND: NDArray[np.float32], key: bytes) -> tuple[float, ...]:
+    """`VALUES` numbers of the activations under a key; zeros if there are no activations."""
+    N, D = hidden_ND.shape
+    norm = float(np.linalg.norm(hidden_ND.astype(np.float64)))
+    if not N or norm == 0.0:
+        return (0.0,) * VALUES
+    signs = _signs(key, VALUES * (N + D))
+    over_tokens_KN, over_channels_KD = signs[: VALUES * N].reshape(VALUES, N), signs[VALUES * N :].reshape(VALUES, D)
+    values_K = ((over_tokens_KN @ hidden_ND.astype(np.float64)) * over_channels_KD).sum(1) / norm
+    return tuple(round(float(value), 6) for value in values_K)
+
+
+def agree(one: Sequence[float], other: Sequence[float]) -> bool:
+    """Whether two projections under one key are of the same activations. One that is not a number agrees with none."""
+    return len(one) == len(other) and all(abs(a - b) <= TOLERANCE for a, b in zip(one, other, strict=True))
+
+
+def _signs(key: bytes, count: int) -> NDArray[np.float64]:
+    """+1 or -1, drawn from the key: the bits of SHAKE-256."""
+    stream = np.frombuffer(hashlib.shake_256(b"shoal/v1/projection\0" + key).digest(-(-count // 8)), dtype=np.uint8)
+    return np.where(np.unpackbits(stream)[:count] == 1, np.float64(1.0), np.float64(-1.0))
