@@ -1,0 +1,87 @@
+"""How commands are told to argparse: help that teaches by examples, mistakes in one line, arguments that several share.
+
+Called by `cli`, which names the commands. It knows none of them, and imports nothing else of ours, so that help is quick.
+"""
+
+import argparse
+import json
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+EXIT_USER_ERROR = 2
+"""The user must mend something."""
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, but a mistake is one line that ends with what to type for help."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(EXIT_USER_ERROR, f"error: {message}. See: {self.prog} --help\n")
+
+
+def add_command(
+    commands: Any, name: str, action: Callable[[argparse.Namespace], Any], short: str, what_you_get: str,
+    *examples: tuple[str, str],
+) -> argparse.ArgumentParser:  # fmt: skip
+    """A command that does `action`; `examples` are (command, note)."""
+    made: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=short,
+        description=f"{_sentence(short)}\n\n{textwrap.fill(what_you_get, 78)}".strip(),
+        epilog=told(*examples),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    made.set_defaults(act=action)
+    return made
+
+
+def add_group(commands: Any, name: str, short: str) -> Any:
+    """A command with commands of its own: add these to what is returned."""
+    made = commands.add_parser(name, help=short, description=_sentence(short))
+    return made.add_subparsers(dest=f"{name}_command", required=True, metavar="COMMAND", parser_class=Parser)
+
+
+def _sentence(short: str) -> str:
+    return short[0].upper() + short[1:] + ("" if short.endswith("?") else ".")
+
+
+def told(*examples: tuple[str, str]) -> str:
+    """Examples as a help's last words: (command, note) each."""
+    return "examples:\n" + "\n".join(f"  {line}" + (f"\n      {note}" if note else "") for line, note in examples)
+
+
+def run_file_arguments(p: argparse.ArgumentParser) -> None:
+    p.add_argument("recipe", type=Path, metavar="RECIPE", help="a run file, such as recipes/wordle.toml")
+    p.add_argument("--quick", action="store_true", help="the run file's [quick] values: a short taste")
+    p.add_argument("--out", type=Path, metavar="DIR", help="the run's folder (default: runs/NAME)")
+    set_argument(p)
+
+
+def set_argument(p: argparse.ArgumentParser) -> None:
+    help_text = "override a key of the run file, such as workers.count=3; may be given again"
+    p.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=help_text)
+
+
+def env_arguments(p: argparse.ArgumentParser, name: str) -> None:
+    required = {"required": True} if name.startswith("-") else {}
+    p.add_argument(name, metavar="NAME_OR_FILE", help="a built-in environment or a .py file", **required)  # type: ignore[arg-type]
+    help_text = "its arguments, such as '{\"digits\": 2}'"
+    p.add_argument("--env-args", type=_table, default={}, metavar="JSON", help=help_text)
+
+
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number above 0")
+    return int(text)
+
+
+def _table(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f"{text} is not a JSON object such as '{{\"digits\": 2}}'")
+    return found

@@ -1,0 +1,114 @@
+"""Nested tables and the types that hold them: how a tree from TOML becomes a config, with errors that name the key.
+
+Called by `config`, by environments for their arguments, and by whoever compares or writes out a config. It knows no
+key by name.
+"""
+
+import difflib
+import tomllib
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from shoal.errors import ConfigError
+
+T = TypeVar("T")
+
+
+class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Base of the run file's sections: immutable, unknown keys refused."""
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """A TOML file as nested tables; raises `ConfigError`."""
+    try:
+        return tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}. Give the path of a run file (.toml)") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+
+
+def merge(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """One tree over another. Tables are merged key by key; anything else, lists too, is replaced."""
+    merged = dict(under)
+    for key, value in over.items():
+        below = merged.get(key)
+        merged[key] = merge(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def set_key(tree: dict[str, Any], override: str) -> None:
+    """Apply `workers.count=3`; the value is TOML, or a bare string. A number in a path picks a list's item."""
+    key, equals, text = override.partition("=")
+    if not equals or not key.strip():
+        raise ConfigError(f"--set {override}: write it as key=value, for example --set workers.count=3")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    *parents, last = key.strip().split(".")
+    node: Any = tree
+    for part in parents:
+        if isinstance(node, list):
+            if not (part.isdigit() and int(part) < len(node)):
+                raise ConfigError(f"--set {override}: {part} is not an item of the list (it has {len(node)})")
+            node = node[int(part)]
+        else:
+            node = node.setdefault(part, {})
+    if not isinstance(node, dict):
+        raise ConfigError(f"--set {override}: {'.'.join(parents)} is not a section")
+    node[last] = value
+
+
+def from_tree(tree: dict[str, Any], kind: type[T], source: str) -> T:
+    """Turn nested tables into a config; raises `ConfigError` that names the key and the nearest known one."""
+    try:
+        return msgspec.convert(tree, kind)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{source}: {_explain(str(error), kind)}") from None
+
+
+def to_tree(config: msgspec.Struct) -> dict[str, Any]:
+    """A config as nested plain tables: what the resolved run file and the log hold, so lists, not tuples."""
+    tree: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(config))
+    return tree
+
+
+def all_keys(kind: Any, prefix: str = "") -> dict[str, Any]:
+    """Every dotted key of a config type with its field: sections and leaves."""
+    keys: dict[str, Any] = {}
+    for field in msgspec.structs.fields(kind):
+        keys[prefix + field.name] = field
+        for inner in (field.type, *getattr(field.type, "__args__", ())):
+            if isinstance(inner, type) and issubclass(inner, Section):
+                keys |= all_keys(inner, f"{prefix}{field.name}.")
+    return keys
+
+
+def _explain(message: str, kind: Any) -> str:
+    """Say an unknown key with its section and the nearest known key; other faults as they are, path in front."""
+    reason, _, place = message.partition(" - at `$")
+    section = place.rstrip("`").replace("[...]", "").strip(".")
+    if not reason.startswith("Object contains unknown field"):
+        return f"{section or 'run file'}: {reason}"
+    name = reason.split("`")[1]
+    full = f"{section}.{name}" if section else name
+    known = all_keys(kind)
+    same_name = [key for key in known if key.rsplit(".", 1)[-1] == name]
+    near = same_name or difflib.get_close_matches(full, known, n=1, cutoff=0.5)
+    hint = f"; did you mean {near[0]}?" if near else f"; known: {', '.join(k for k in known if '.' not in k)}"
+    return f"unknown key {full}{hint}"
+
+
+def changed_keys(before: dict[str, Any], after: dict[str, Any], prefix: str = "") -> list[str]:
+    """Dotted keys in which two trees differ."""
+    changed = []
+    for name in sorted(before.keys() | after.keys()):
+        old, new = before.get(name), after.get(name)
+        if isinstance(old, dict) and isinstance(new, dict):
+            changed += changed_keys(old, new, f"{prefix}{name}.")
+        elif old != new:
+            changed.append(prefix + name)
+    return changed
