@@ -1,0 +1,88 @@
+"""The audit policy's pure rules: rates, draws, turns, and what votes amount to."""
+
+import pytest
+
+from shoal.ledger import audits
+from shoal.protocol.types import GroupVerdict
+
+
+def vote(*outcomes, rewards=(0.0, 1.0)):
+    """One verdict a slot; blocks of two slots."""
+    return tuple(
+        GroupVerdict(slot, True, outcome, rewards=rewards if outcome == "accept" else (), tokens=5)
+        for slot, outcome in enumerate(outcomes)
+    )
+
+
+def settled(*votes, blocks=(0,), more=False):
+    return audits.settle(dict(zip("abc", votes, strict=False)), blocks, 2, more)
+
+
+GOOD, SOFT, HARD = vote("accept", "accept"), vote("accept", "soft"), vote("hard", "accept")
+
+
+def test_everything_is_audited_until_ten_valid_blocks_and_the_rate_falls_to_the_runs_and_no_lower():
+    assert [audits.audit_rate(n, 0.05) for n in (0, 9, 10, 20, 60, 100, 10**6)] == [1, 1, 0.3, 0.15, 0.05, 0.05, 0.05]
+    assert audits.audit_rate(10**6, 1.0) == 1.0
+
+
+def test_influence_is_zero_without_signal_and_grows_with_length():
+    assert audits.influence((1.0, 1.0, 1.0), 900) == 0.0
+    assert audits.influence((0.0, 1.0), 200) == 2 * audits.influence((0.0, 1.0), 100) == 100.0
+
+
+def test_influence_raises_the_rate_and_never_lowers_it():
+    assert audits.must_audit(0.04, 0.05, 0.0, 10.0)
+    assert not audits.must_audit(0.06, 0.05, 10.0, 10.0)
+    assert audits.must_audit(0.06, 0.05, 20.0, 10.0)
+    assert audits.must_audit(0.06, 0.05, 1.0, 0.0) is False
+
+
+def test_turns_come_one_after_another_and_nobody_has_two():
+    order = ("x", "y", "z")
+    assert audits.may_judge(order, (), "x", 0.0)
+    assert not audits.may_judge(order, (), "y", audits.TURN_S - 1)
+    assert audits.may_judge(order, (), "y", audits.TURN_S)
+    assert audits.may_judge(order, ("x",), "y", 0.0)
+    assert not audits.may_judge(order, ("x",), "x", 1e9)
+    assert not audits.may_judge(order, (), "late comer", 3 * audits.TURN_S - 1)
+    assert audits.may_judge(order, (), "late comer", 3 * audits.TURN_S)
+
+
+def test_one_voice_accepts_and_a_refusal_waits_for_a_second():
+    assert settled(GOOD, more=True).accepted == {0: GOOD}
+    assert settled(SOFT, more=True) is None and settled(HARD, more=True) is None
+    alone = settled(HARD)
+    assert alone.refused == (0,) and not alone.slash and alone.disputed == ()
+
+
+@pytest.mark.parametrize(
+    ("second", "refused", "slash"), [(HARD, (0,), True), (SOFT, (0,), False), (vote("soft", "hard"), (0,), True)]
+)
+def test_only_two_who_found_a_forgery_slash(second, refused, slash):
+    end = settled(HARD, second, more=True)
+    assert (end.refused, end.slash, end.outvoted) == (refused, slash, ())
+
+
+def test_two_who_differ_ask_a_third_who_decides_and_the_lone_one_is_named():
+    assert settled(HARD, GOOD, more=True) is None
+    for third, accepted, outvoted, slash in ((GOOD, {0: GOOD}, ("a",), False), (HARD, {}, ("b",), True)):
+        end = settled(HARD, GOOD, third)
+        assert (end.accepted, end.outvoted, end.slash) == (accepted, outvoted, slash)
+
+
+def test_a_dispute_that_nobody_can_settle_costs_the_pay_and_nothing_else():
+    end = settled(HARD, GOOD)
+    assert end.refused == end.disputed == (0,) and not end.slash and end.outvoted == ()
+
+
+def test_votes_that_accept_at_other_rewards_do_not_agree():
+    forged = vote("accept", "accept", rewards=(1.0, 1.0))
+    assert settled(GOOD, forged, more=True) is None
+    end = settled(GOOD, forged, GOOD)
+    assert end.accepted == {0: GOOD} and end.outvoted == ("b",)
+
+
+def test_blocks_are_settled_each_by_itself():
+    end = settled(vote("accept", "accept", "hard", "accept"), vote("accept", "accept", "hard", "hard"), blocks=(4, 7))
+    assert list(end.accepted) == [4] and end.refused == (7,) and end.slash
