@@ -12,15 +12,25 @@ import logging
 import os
 import signal
 import sys
-import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from shoal import __version__
 from shoal.errors import PeerError, ShoalError
+from shoal.grammar import (
+    EXIT_USER_ERROR,
+    Parser,
+    add_command,
+    add_group,
+    env_arguments,
+    positive,
+    run_file_arguments,
+    set_argument,
+    told,
+)
 
-EXIT_NO, EXIT_USER_ERROR, EXIT_TRY_AGAIN, EXIT_INTERRUPTED = 1, 2, 75, 130
+EXIT_NO, EXIT_TRY_AGAIN, EXIT_INTERRUPTED = 1, 75, 130
 
 MAX_EVAL_TOKENS = 512
 """An episode of `shoal eval` is no longer unless --max-tokens says so, nor than the policy's last position."""
@@ -134,6 +144,12 @@ def sft(args: argparse.Namespace) -> None:
     role.main(args.recipe, args.out, args.set)
 
 
+def calibrate(args: argparse.Namespace) -> None:
+    from shoal.roles import calibrate as role
+
+    role.main(args.recipe, args.set, args.episodes, args.safety, args.write, args.save, args.others)
+
+
 def env_check(args: argparse.Namespace) -> int:
     from shoal.envs.check import check_env
     from shoal.envs.load import load_env
@@ -156,13 +172,28 @@ def env_list(args: argparse.Namespace) -> None:
 def ledger_verify(args: argparse.Namespace) -> int:
     from shoal.roles import auditor
 
-    return 0 if auditor.check(args.source) else EXIT_NO
+    return 0 if auditor.check(args.source, args.receipts) else EXIT_NO
 
 
 def ledger_show(args: argparse.Namespace) -> None:
     from shoal.roles import auditor
 
     auditor.show(args.run_dir, args.kind, args.tail)
+
+
+def audit(args: argparse.Namespace) -> int:
+    from shoal.roles import auditor
+
+    choice = auditor.Choice(args.rollout, args.sample, args.seed)
+    return auditor.audit(args.source, choice, args.threads or _cores(), args.own_files)
+
+
+def credits(args: argparse.Namespace) -> int:
+    from shoal.roles import auditor
+
+    if args.source == "verify":
+        return 0 if auditor.check_statement(Path(args.node), args.log) else EXIT_NO
+    return 0 if auditor.show_credits(args.source, args.node, args.statement) else EXIT_NO
 
 
 def doctor(args: argparse.Namespace) -> int:
@@ -202,22 +233,9 @@ def role(args: argparse.Namespace) -> None:
 
         worker.main(args.url, args.home, args.threads, 0, args.node_name, args.cheat, args.own_files)
     else:
-        _evaluate_for_run(args)
+        from shoal.roles import evaluate
 
-
-def _evaluate_for_run(args: argparse.Namespace) -> None:
-    """The run's first environment, sampled as the run samples."""
-    from shoal.folder import RunFolder
-    from shoal.protocol.types import Sampling
-    from shoal.roles import evaluate
-
-    config = RunFolder(args.run_dir).config()
-    env, drawn = config.envs[0], config.sampling
-    sampling = Sampling(drawn.temperature, drawn.max_turn_tokens, drawn.max_tokens)
-    evaluate.main(
-        args.checkpoint, env.name, env.args, args.episodes, max(0, config.seed), config.eval.samples, sampling,
-        args.out, threads=args.threads,
-    )  # fmt: skip
+        evaluate.for_run(args.run_dir, args.checkpoint, args.episodes, args.out, args.threads)
 
 
 def _cores() -> int:
@@ -234,19 +252,12 @@ def _log_to_stderr() -> None:
 # --- what people may type ---
 
 
-class Parser(argparse.ArgumentParser):
-    """argparse, but a mistake is one line that ends with what to type for help."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(EXIT_USER_ERROR, f"error: {message}. See: {self.prog} --help\n")
-
-
 def parser() -> argparse.ArgumentParser:
     """The whole grammar."""
     top = Parser(
         prog="shoal",
         description="Train language models by reinforcement learning on computers that do not trust each other.",
-        epilog=_examples(
+        epilog=told(
             ("shoal run recipes/wordle.toml --quick", "two minutes: a whole run on this machine"),
             ("shoal host recipes/wordle.toml", "host a run; prints the line that others type"),
             ("shoal join http://host:8470", "work for somebody's run"),
@@ -265,7 +276,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _hosting_commands(commands: Any) -> None:
-    p = _command(
+    p = add_command(
         commands, "run", run, "a whole run on this machine",
         "Start coordinator, trainer, validators and workers here, and show how it goes. You get a folder (runs/NAME) "
         "with checkpoints, the log, metrics.jsonl and summary.json. Ctrl-C stops cleanly; the same command goes on.",
@@ -273,8 +284,8 @@ def _hosting_commands(commands: Any) -> None:
         ("shoal run recipes/wordle.toml --quick", "the recipe's two-minute taste"),
         ("shoal run recipes/arithmetic.toml --set workers.count=3 --out runs/three", "another number of workers"),
     )  # fmt: skip
-    _run_file_arguments(p)
-    p = _command(
+    run_file_arguments(p)
+    p = add_command(
         commands, "host", host, "host a run that others join",
         "As `run`, but without workers of its own: prints the line that contributors type. Listens on 127.0.0.1 "
         "unless --bind says otherwise, and then tells what TLS needs.",
@@ -282,11 +293,11 @@ def _hosting_commands(commands: Any) -> None:
         ("shoal host recipes/wordle.toml --bind 0.0.0.0 --port 8470", "for your own network"),
         ("shoal host recipes/wordle.toml --port 8470 --public-url https://shoal.example.org", "behind a TLS proxy"),
     )  # fmt: skip
-    _run_file_arguments(p)
+    run_file_arguments(p)
     p.add_argument("--bind", metavar="ADDRESS", help="address to listen on (host.bind)")
     p.add_argument("--port", type=int, metavar="N", help="port to listen on (host.port); 0 takes a free one")
     p.add_argument("--public-url", metavar="URL", help="what others type, if a proxy stands before (host.public_url)")
-    p = _command(
+    p = add_command(
         commands, "admin", admin, "pause, resume, drain, kick or admit",
         "Steer a run that you host. The run's key signs the request, so it takes the run's folder, or its URL with "
         "--key. pause: no new leases. resume: go on. drain: finish what is leased, then end. kick: this node gets no "
@@ -302,7 +313,7 @@ def _hosting_commands(commands: Any) -> None:
 
 
 def _node_commands(commands: Any) -> None:
-    p = _command(
+    p = add_command(
         commands, "join", join, "work for somebody's run",
         "One outbound connection, works behind NAT; needs nothing but the URL. A key is made at the first start and "
         "kept in ~/.shoal (or $SHOAL_HOME): credits belong to it. You are told what was accepted, what was refused "
@@ -311,19 +322,19 @@ def _node_commands(commands: Any) -> None:
         ("shoal join https://shoal.example.org --threads 2 --max-memory 1000", "two cores, at most 1000 MB"),
     )  # fmt: skip
     p.add_argument("url", metavar="URL")
-    p.add_argument("--threads", type=_positive, metavar="N", help="CPU threads (default: all)")
+    p.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: all)")
     p.add_argument("--max-memory", type=int, default=0, metavar="MB", help="take no more than this (default: no limit)")
     p.add_argument("--name", default="", help="how the host's table calls this worker (default: this machine's name)")
     p.add_argument("--home", type=Path, metavar="DIR", help="where key and weights are kept (default: ~/.shoal)")
-    p = _command(
+    p = add_command(
         commands, "validate", validate, "judge rollouts for a run",
         "Re-derives what workers claim. The host must admit this machine's key first: the first start prints it.",
         ("shoal validate http://host:8470", ""),
     )  # fmt: skip
     p.add_argument("url", metavar="URL")
-    p.add_argument("--threads", type=_positive, metavar="N", help="CPU threads (default: all)")
+    p.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: all)")
     p.add_argument("--home", type=Path, metavar="DIR", help="where key and weights are kept (default: ~/.shoal)")
-    p = _command(
+    p = add_command(
         commands, "train", train, "the trainer of a run, alone",
         "Turns batches into policy versions. `shoal run` and `shoal host` start it by themselves; this is for a host "
         "whose trainer is another process. It needs the run's folder, which holds its key and its state.",
@@ -334,7 +345,7 @@ def _node_commands(commands: Any) -> None:
 
 
 def _policy_commands(commands: Any) -> None:
-    p = _command(
+    p = add_command(
         commands, "eval", evaluate, "how good a checkpoint is",
         "Plays sampled episodes on held-out tasks. You get the mean with its 95 % interval, and sample transcripts.",
         ("shoal eval runs/wordle/checkpoints/final --env wordle", ""),
@@ -342,19 +353,19 @@ def _policy_commands(commands: Any) -> None:
         ("shoal eval CHECKPOINT --env arithmetic --json > figures.json", "for a script"),
     )  # fmt: skip
     p.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="a directory in Hugging Face format")
-    _env_arguments(p, "--env")
-    p.add_argument("--episodes", type=_positive, default=512, metavar="N")
+    env_arguments(p, "--env")
+    p.add_argument("--episodes", type=positive, default=512, metavar="N")
     p.add_argument("--samples", type=int, default=2, metavar="K", help="transcripts to show (default: 2)")
     p.add_argument("--seed", type=int, default=0, help="the same seed plays the same tasks with the same noise")
     p.add_argument("--temperature", type=float, default=1.0)
-    p.add_argument("--max-turn-tokens", type=_positive, default=64, metavar="N", help="of one turn (default: 64)")
+    p.add_argument("--max-turn-tokens", type=positive, default=64, metavar="N", help="of one turn (default: 64)")
     p.add_argument(
-        "--max-tokens", type=_positive, metavar="N", help="of an episode (default: what the policy bears, to 512)"
+        "--max-tokens", type=positive, metavar="N", help="of an episode (default: what the policy bears, to 512)"
     )
-    p.add_argument("--threads", type=_positive, metavar="N", help="CPU threads (default: all)")
+    p.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: all)")
     p.add_argument("--json", action="store_true", help="print the figures as JSON")
     p.add_argument("--out", type=Path, metavar="FILE", help="write the figures there instead")
-    p = _command(
+    p = add_command(
         commands, "sft", sft, "a cold start from scripted games",
         "Teaches a policy by an environment's own scripted player, for RL to start from. You get a checkpoint in "
         "Hugging Face format; the same recipe, seed and threads give the same bytes.",
@@ -363,42 +374,101 @@ def _policy_commands(commands: Any) -> None:
     )  # fmt: skip
     p.add_argument("recipe", type=Path, metavar="RECIPE")
     p.add_argument("--out", type=Path, required=True, metavar="DIR")
-    _set_argument(p)
+    set_argument(p)
+
+    p = add_command(
+        commands, "calibrate", calibrate, "how much may honest work differ?",
+        "Plays honest rollouts of a run file and replays them over threads, batch shapes and dtypes. You get the noise, "
+        "the bounds that it asks for ([verify.bounds]), and how many tokens it takes to catch a worker that samples "
+        "with another seed, by the policy's entropy.",
+        ("shoal calibrate recipes/wordle.toml", "look"),
+        ("shoal calibrate recipes/wordle.toml --write", "and put the bounds into the run file"),
+        ("shoal calibrate recipes/wordle.toml --save here.played", "on one machine"),
+        ("shoal calibrate recipes/wordle.toml --with here.played", "on another: replay what the first one played"),
+    )  # fmt: skip
+    p.add_argument("recipe", type=Path, metavar="RUN_FILE")
+    p.add_argument("--episodes", type=positive, default=512, metavar="N", help="rollouts to play (default: 512)")
+    p.add_argument("--safety", type=float, default=2.0, metavar="X", help="bounds are X times the noise (default: 2)")
+    p.add_argument("--write", action="store_true", help="put the bounds into the run file, and leave the rest as it is")
+    p.add_argument("--save", type=Path, metavar="FILE", help="write what was played, for another machine to replay")
+    help_text = "replay what another machine played, too; may be given again"
+    p.add_argument("--with", dest="others", type=Path, action="append", default=[], metavar="FILE", help=help_text)
+    set_argument(p)
 
 
 def _inspection_commands(commands: Any) -> None:
-    p = _group(commands, "env", "look at environments, check your own")
-    q = _command(
+    p = add_group(commands, "env", "look at environments, check your own")
+    q = add_command(
         p, "check", env_check, "does an environment hold?",
         "Plays its scripted players and random ones: do right players score well and wrong ones badly, does a replay "
         "give the same, do rewards keep to their bounds? One line each; exit code 1 if one fails.",
         ("shoal env check wordle", ""), ("shoal env check ./my_env.py", "a file of yours"),
     )  # fmt: skip
-    _env_arguments(q, "env")
-    _command(p, "list", env_list, "environments that come with shoal", "", ("shoal env list", ""))
-    p = _group(commands, "ledger", "the log of a run: verify or show it")
-    q = _command(
+    env_arguments(q, "env")
+    add_command(p, "list", env_list, "environments that come with shoal", "", ("shoal env list", ""))
+    p = add_group(commands, "ledger", "the log of a run: verify or show it")
+    q = add_command(
         p, "verify", ledger_verify, "does the log hold?",
-        "Replays the log from its first byte: the chain of hashes, every credit, every batch, every receipt that is "
-        "here. You get a summary and a line for each finding; exit code 1 if there is one.",
+        "Replays the log from its first byte: the chain of hashes, every decision by the rules, every credit, batch, "
+        "audit drawn and receipt. You get a summary and a line for each finding; exit code 1 if there is one.",
         ("shoal ledger verify runs/wordle", ""), ("shoal ledger verify http://host:8470", "anyone may"),
+        ("shoal ledger verify http://host:8470 --receipts mine.jsonl --receipts yours.jsonl", "finds a forked log"),
     )  # fmt: skip
     q.add_argument("source", metavar="RUN_DIR_OR_URL")
-    q = _command(
+    help_text = "a worker's receipts.jsonl: is all of it in this log? May be given again"
+    q.add_argument("--receipts", type=Path, action="append", default=[], metavar="FILE", help=help_text)
+    q = add_command(
         p, "show", ledger_show, "events, a line each", "Prints number, time, kind and body of each event.",
         ("shoal ledger show runs/wordle --tail 20", ""),
         ("shoal ledger show runs/wordle --kind decision", "one kind"),
     )  # fmt: skip
     q.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     q.add_argument("--kind", default="", help="only events of this kind")
-    q.add_argument("--tail", type=_positive, default=0, metavar="N", help="only the last N")
-    p = _command(
+    q.add_argument("--tail", type=positive, default=0, metavar="N", help="only the last N")
+    _audit_commands(commands)
+    p = add_command(
         commands, "doctor", doctor, "what this machine can do, and what is missing",
         "Looks at Python, cores, memory, disk, torch (with measured speed), clock, limits and folders. A line each, "
         "with what to do; exit code 1 if something that a run needs is missing.",
         ("shoal doctor", ""), ("shoal doctor --url http://host:8470", "compare this clock with a host's, too"),
     )  # fmt: skip
     p.add_argument("--url", default="", help="a run's coordinator")
+
+
+def _audit_commands(commands: Any) -> None:
+    p = add_command(
+        commands, "audit", audit, "does the log say what really happened?",
+        "Makes rollouts again from public data: seed, task, prompt, environment, tokens, log-probs, reward, ending, "
+        "verdict. A line wherever the log says otherwise, and a summary. A rollout is named VERSION/SLOT/INDEX, a "
+        "group VERSION/SLOT: `shoal ledger show RUN --kind group_accepted` and `shoal credits RUN NODE` list them. "
+        "Exit code 0: all agrees; 1: something does not; 2: nothing could be made again.",
+        ("shoal audit runs/wordle --all", "a finished run's folder; no server is needed"),
+        ("shoal audit runs/wordle --rollout 3/17/0", "version 3, slot 17, first rollout"),
+        ("shoal audit http://host:8470 --sample 20", "groups drawn here, that the host cannot foresee"),
+    )  # fmt: skip
+    p.add_argument("source", metavar="RUN_DIR_OR_URL")
+    which = p.add_mutually_exclusive_group(required=True)
+    which.add_argument("--rollout", default="", metavar="ID", help="VERSION/SLOT/INDEX or VERSION/SLOT")
+    which.add_argument("--sample", type=positive, default=0, metavar="N", help="this many groups, drawn at random")
+    which.add_argument("--all", action="store_true", help="every group that was judged")
+    p.add_argument("--seed", type=int, metavar="N", help="draw the sample of an earlier audit again")
+    p.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: all)")
+    help_text = "run environment files that the run names: its host's code, so read it first"
+    p.add_argument("--own-files", action="store_true", help=help_text)
+    p = add_command(
+        commands, "credits", credits, "who was paid what, and why",
+        "Balances replayed from the log. With a node, each point of its pay: group, submission, verdict, validator; "
+        "what was refused, by which check; lapses. --statement keeps a balance that the host signs; `verify` in the "
+        "place of the run checks such a file offline, and with --log that it is what the log gives.",
+        ("shoal credits runs/wordle", "all nodes"),
+        ("shoal credits http://host:8470 worker-1", "one node, by its name or the start of its key"),
+        ("shoal credits http://host:8470 worker-1 --statement mine.json", "signed by the run"),
+        ("shoal credits verify mine.json --log runs/wordle", ""),
+    )  # fmt: skip
+    p.add_argument("source", metavar="RUN_DIR_OR_URL", help="or the word `verify`, to check a statement")
+    p.add_argument("node", nargs="?", default="", metavar="NODE", help="a node; after `verify`, the statement's file")
+    p.add_argument("--statement", type=Path, metavar="FILE", help="write the node's signed balance there")
+    p.add_argument("--log", default="", metavar="RUN_DIR_OR_URL", help="for verify: the log that it must agree with")
 
 
 def _role_command(commands: Any) -> None:
@@ -414,69 +484,6 @@ def _role_command(commands: Any) -> None:
     p.add_argument("--threads", type=int, default=1)
     p.add_argument("--episodes", type=int, default=0)
     p.add_argument("--own-files", action="store_true")
-
-
-def _command(
-    commands: Any, name: str, action: Callable[[argparse.Namespace], Any], short: str, what_you_get: str,
-    *examples: tuple[str, str],
-) -> argparse.ArgumentParser:  # fmt: skip
-    made: argparse.ArgumentParser = commands.add_parser(
-        name,
-        help=short,
-        description=f"{_sentence(short)}\n\n{textwrap.fill(what_you_get, 78)}".strip(),
-        epilog=_examples(*examples),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    made.set_defaults(act=action)
-    return made
-
-
-def _group(commands: Any, name: str, short: str) -> Any:
-    made = commands.add_parser(name, help=short, description=_sentence(short))
-    return made.add_subparsers(dest=f"{name}_command", required=True, metavar="COMMAND", parser_class=Parser)
-
-
-def _sentence(short: str) -> str:
-    return short[0].upper() + short[1:] + ("" if short.endswith("?") else ".")
-
-
-def _examples(*examples: tuple[str, str]) -> str:
-    return "examples:\n" + "\n".join(f"  {line}" + (f"\n      {note}" if note else "") for line, note in examples)
-
-
-def _run_file_arguments(p: argparse.ArgumentParser) -> None:
-    p.add_argument("recipe", type=Path, metavar="RECIPE", help="a run file, such as recipes/wordle.toml")
-    p.add_argument("--quick", action="store_true", help="the run file's [quick] values: a short taste")
-    p.add_argument("--out", type=Path, metavar="DIR", help="the run's folder (default: runs/NAME)")
-    _set_argument(p)
-
-
-def _set_argument(p: argparse.ArgumentParser) -> None:
-    help_text = "override a key of the run file, such as workers.count=3; may be given again"
-    p.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=help_text)
-
-
-def _env_arguments(p: argparse.ArgumentParser, name: str) -> None:
-    required = {"required": True} if name.startswith("-") else {}
-    p.add_argument(name, metavar="NAME_OR_FILE", help="a built-in environment or a .py file", **required)  # type: ignore[arg-type]
-    help_text = "its arguments, such as '{\"digits\": 2}'"
-    p.add_argument("--env-args", type=_table, default={}, metavar="JSON", help=help_text)
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number above 0")
-    return int(text)
-
-
-def _table(text: str) -> dict[str, Any]:
-    try:
-        found = json.loads(text)
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        raise argparse.ArgumentTypeError(f"{text} is not a JSON object such as '{{\"digits\": 2}}'")
-    return found
 
 
 if __name__ == "__main__":

@@ -5,12 +5,10 @@ together here, not beside their owners, because the run file is one document for
 must read all of it without importing torch.
 """
 
-import difflib
 import math
 import operator
 import os
 import re
-import tomllib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -19,12 +17,9 @@ import msgspec
 
 from shoal.errors import ConfigError
 from shoal.protocol.constants import CHAIN_LENGTH
+from shoal.tree import Section, changed_keys, from_tree, merge, read_toml, set_key, to_tree
 
 T = TypeVar("T")
-
-
-class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Base of the run file's sections: immutable, unknown keys refused."""
 
 
 class TinyPolicy(Section, frozen=True):
@@ -54,7 +49,7 @@ class PolicyConfig(Section, frozen=True):
     path: str = ""
     """HF-format directory to start from, relative to the run file; empty makes `tiny` from the run's seed."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision in which versions are published and sampled."""
+    """Precision in which versions are published, and sampled unless `sampling.dtype` says otherwise."""
     tiny: TinyPolicy = TinyPolicy()
 
 
@@ -78,6 +73,8 @@ class SamplingConfig(Section, frozen=True):
     """Tokens that the policy may write in one turn, the stop token included."""
     max_tokens: int = 512
     """Tokens of a whole rollout."""
+    dtype: Literal["", "float32", "bfloat16", "int8"] = ""
+    """Precision in which workers sample; empty is that of the published policy. int8 rounds the matrices alone."""
 
 
 class RolloutsConfig(Section, frozen=True):
@@ -93,6 +90,8 @@ class RolloutsConfig(Section, frozen=True):
     """Policy versions between the one that sampled a rollout and the one that learns from it; 0 is synchronous."""
     lease_s: float = 120.0
     """Seconds that a worker has for one block before it is leased again."""
+    paid_tokens: int = 0
+    """Policy tokens paid for each rollout, on average over its group, at most; 0 pays all."""
 
 
 class TrainConfig(Section, frozen=True):
@@ -128,21 +127,47 @@ class TrainConfig(Section, frozen=True):
     """CPU threads of the trainer."""
 
 
+class BoundsConfig(Section, frozen=True):
+    """What honest arithmetic may do between a dtype that samples and one that replays; `shoal calibrate` measures it."""
+
+    gap: float
+    """A replayed token further than this from the best choice counts as flipped, nats."""
+    flipped: float
+    """Share of an honest node's tokens that are flipped, at most."""
+    mean_gap: float
+    """Mean gap of an honest node's tokens, each counted at most `gap`, at most; nats."""
+    logprob: float
+    """Largest |claimed - replayed| log-probability of one token, nats."""
+
+
+BOUNDS = {
+    "float32/float32": BoundsConfig(gap=1e-3, flipped=1e-5, mean_gap=1e-7, logprob=0.01),
+    "bfloat16/bfloat16": BoundsConfig(gap=0.2, flipped=1e-3, mean_gap=5e-4, logprob=0.5),
+    "bfloat16/float32": BoundsConfig(gap=0.2, flipped=1e-3, mean_gap=5e-4, logprob=0.5),
+    "int8/int8": BoundsConfig(gap=1e-3, flipped=1e-5, mean_gap=1e-7, logprob=0.01),
+}
+"""Bounds of a run that gives none of its own: generous, for hardware that nobody measured."""
+
+
+ACTIVATION_ERROR = {"float32": 0.001, "bfloat16": 0.008, "int8": 0.001}
+"""Bound of a run that gives none, by the dtype that samples: above what `benchmarks/toploc.py` shows of honest work."""
+
+
 class VerifyConfig(Section, frozen=True):
     """What validators demand."""
 
     audit_rate: float = 1.0
     """Share of groups whose sampling and log-probs are replayed with the model; 1 when max_staleness is 0."""
-    logprob_bound: float = 0.01
-    """Largest |claimed - replayed| log-probability of one token, nats."""
-    gap_bound: float = 1e-3
-    """A replayed token further than this from the best choice, in nats, counts as flipped."""
-    max_flipped: float = 0.01
-    """Share of a rollout's tokens that may be flipped; at least one may."""
-    mean_gap_bound: float = 1e-4
-    """Largest mean gap of a group's tokens, each gap clipped at 1 nat."""
     quarantine_s: float = 30.0
     """Seconds without leases after a refused group; doubles with each."""
+    bounds: dict[str, BoundsConfig] = msgspec.field(default_factory=lambda: dict(BOUNDS))
+    """By "sampled/replayed": the run's dtype, and that of the validator's engine."""
+    proofs: Literal["none", "toploc"] = "none"
+    """What workers prove of their activations: nothing, or one proof in TOPLOC's format for each group."""
+    activation_error: float = 0.0
+    """Mean relative error of a group's proof that passes; 0 takes 0.008 where workers sample in bfloat16, else 0.001."""
+    worker_share: float = 1.0
+    """Largest share of a batch's groups that one worker may fill; 1 when max_staleness is 0."""
 
 
 class WorkersConfig(Section, frozen=True):
@@ -219,6 +244,11 @@ class RunConfig(Section, frozen=True, kw_only=True):
     eval: EvalConfig = EvalConfig()
     storage: StorageConfig = StorageConfig()
 
+    @property
+    def sampled_dtype(self) -> str:
+        """Precision in which workers sample, and validators replay."""
+        return self.sampling.dtype or self.policy.dtype
+
 
 class SftConfig(Section, frozen=True, kw_only=True):
     """Supervised fine-tuning from an environment's scripted player: the recipe of `shoal sft`."""
@@ -275,24 +305,25 @@ def load_run(path: Path, overrides: list[str] | None = None, quick: bool = False
     taste of the same run, in a folder of its own. Raises `ConfigError` naming the key, and the nearest known key
     when it is unknown.
     """
-    tree = _read_toml(path)
+    tree = read_toml(path)
     quick_tree = tree.pop("quick", None)
     if quick:
         if not isinstance(quick_tree, dict):
             raise ConfigError(f"{path} has no [quick] table, so it cannot be run with --quick: leave --quick out")
-        tree = _merge(tree, {"name": f"{tree.get('name')}-quick"} | quick_tree)
-    config = _convert(tree, overrides or [], RunConfig, path)
+        tree = merge(tree, {"name": f"{tree.get('name')}-quick"} | quick_tree)
+    config = _convert(merge(_built_in(), tree), overrides or [], RunConfig, path)
     check_run(config)
     return config
 
 
+def _built_in() -> dict[str, Any]:
+    """What a run file's own bounds stand over, pair by pair and key by key."""
+    return {"verify": {"bounds": {pair: to_tree(bounds) for pair, bounds in BOUNDS.items()}}}
+
+
 def load_sft(path: Path, overrides: list[str] | None = None) -> SftConfig:
     """Read an SFT recipe; as `load_run`."""
-    return _convert(_read_toml(path), overrides or [], SftConfig, path)
-
-
-BF16_GAP_BOUND = 0.03
-"""A replayed bfloat16 token may be this far from the best choice, nats: a smaller bound refuses honest work."""
+    return _convert(read_toml(path), overrides or [], SftConfig, path)
 
 
 def check_run(config: RunConfig) -> None:
@@ -304,11 +335,8 @@ def check_run(config: RunConfig) -> None:
         *_at_least(1, AT_LEAST_1, config),
         (re.fullmatch(r"[\w.-]*\w", config.name) is not None, f"name = {config.name!r}: letters, digits, - _ . only"),
         (config.steps < CHAIN_LENGTH, f"steps = {config.steps}: must be below {CHAIN_LENGTH}, the length of a chain"),
-        (
-            config.policy.dtype == "float32" or config.verify.gap_bound >= BF16_GAP_BOUND,
-            f"verify.gap_bound = {config.verify.gap_bound}: honest bfloat16 work differs by more; with policy.dtype = "
-            "bfloat16 start from gap_bound 0.1, logprob_bound 0.3, max_flipped 0.02, mean_gap_bound 0.001",
-        ),
+        *_bounds_fit(config),
+        (0 <= config.verify.activation_error < 1, "verify.activation_error: between 0 and 1, a share of the value"),
         (bool(config.envs), "envs: at least one [[envs]] section is needed"),
         (all(e.weight > 0 for e in config.envs), "envs.weight: must be above 0"),
         (rollouts.group_size >= 2, "rollouts.group_size: at least 2, or no group has signal"),
@@ -332,6 +360,15 @@ def check_run(config: RunConfig) -> None:
             rollouts.max_staleness > 0 or config.verify.audit_rate == 1.0,
             "verify.audit_rate: must be 1 when rollouts.max_staleness is 0 (everything is audited then)",
         ),
+        (
+            0 < config.verify.worker_share <= 1,
+            "verify.worker_share: above 0 and at most 1, a share of a batch's groups",
+        ),
+        (
+            rollouts.max_staleness > 0 or config.verify.worker_share == 1.0,
+            "verify.worker_share: must be 1 when rollouts.max_staleness is 0 (a batch goes by slot number then)",
+        ),
+        (rollouts.paid_tokens >= 0, "rollouts.paid_tokens: at least 0, and 0 pays all"),
     ]
     for holds, message in demands:
         if not holds:
@@ -344,103 +381,25 @@ def _at_least(least: int, keys: Iterable[str], config: RunConfig) -> Iterator[tu
         yield value >= least, f"{key} = {value}: must be at least {least}"
 
 
-def _read_toml(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text())
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}. Give the path of a run file (.toml)") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}") from None
-
-
-def _merge(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """Tables are merged key by key; anything else, lists too, is replaced."""
-    merged = dict(under)
-    for key, value in over.items():
-        below = merged.get(key)
-        merged[key] = _merge(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
-    return merged
+def _bounds_fit(config: RunConfig) -> Iterator[tuple[bool, str]]:
+    """The run's validators replay in the run's dtype, so that pair must be there; and each pair's numbers must fit."""
+    table, own = config.verify.bounds, f"{config.sampled_dtype}/{config.sampled_dtype}"
+    yield own in table, f'[verify.bounds."{own}"] is missing: `shoal calibrate RUN_FILE --write` measures and adds it'
+    for pair, bounds in table.items():
+        key = f'verify.bounds."{pair}"'
+        known = len(pair.split("/")) == 2 and {*pair.split("/")} <= {"float32", "bfloat16", "int8"}
+        yield known, f'{key}: name it by the dtypes that sample and replay, such as "bfloat16/float32"'
+        yield 0 < bounds.gap < math.inf, f"{key}.gap = {bounds.gap}: must be above 0"
+        yield 0 < bounds.logprob < math.inf, f"{key}.logprob = {bounds.logprob}: must be above 0"
+        yield 0 < bounds.flipped < 1, f"{key}.flipped = {bounds.flipped}: must be between 0 and 1, a share of tokens"
+        within = 0 < bounds.mean_gap < bounds.gap
+        yield within, f"{key}.mean_gap = {bounds.mean_gap}: must be between 0 and gap = {bounds.gap}"
 
 
 def _convert(tree: dict[str, Any], overrides: list[str], kind: type[T], path: Path) -> T:
     for override in overrides:
-        _set(tree, override)
+        set_key(tree, override)
     return from_tree(tree, kind, str(path))
-
-
-def from_tree(tree: dict[str, Any], kind: type[T], source: str) -> T:
-    """Turn nested tables into a config; raises `ConfigError` that names the key and the nearest known one."""
-    try:
-        return msgspec.convert(tree, kind)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{source}: {_explain(str(error), kind)}") from None
-
-
-def to_tree(config: msgspec.Struct) -> dict[str, Any]:
-    """A config as nested plain tables: what the resolved run file and the log hold, so lists, not tuples."""
-    tree: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(config))
-    return tree
-
-
-def _set(tree: dict[str, Any], override: str) -> None:
-    """Apply `workers.count=3`; the value is TOML, or a bare string. A number in a path picks a list's item."""
-    key, equals, text = override.partition("=")
-    if not equals or not key.strip():
-        raise ConfigError(f"--set {override}: write it as key=value, for example --set workers.count=3")
-    try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = text
-    *parents, last = key.strip().split(".")
-    node: Any = tree
-    for part in parents:
-        if isinstance(node, list):
-            if not (part.isdigit() and int(part) < len(node)):
-                raise ConfigError(f"--set {override}: {part} is not an item of the list (it has {len(node)})")
-            node = node[int(part)]
-        else:
-            node = node.setdefault(part, {})
-    if not isinstance(node, dict):
-        raise ConfigError(f"--set {override}: {'.'.join(parents)} is not a section")
-    node[last] = value
-
-
-def all_keys(kind: Any, prefix: str = "") -> dict[str, Any]:
-    """Every dotted key of a config type with its field: sections and leaves."""
-    keys: dict[str, Any] = {}
-    for field in msgspec.structs.fields(kind):
-        keys[prefix + field.name] = field
-        for inner in (field.type, *getattr(field.type, "__args__", ())):
-            if isinstance(inner, type) and issubclass(inner, Section):
-                keys |= all_keys(inner, f"{prefix}{field.name}.")
-    return keys
-
-
-def _explain(message: str, kind: Any) -> str:
-    """Say an unknown key with its section and the nearest known key; other faults as they are, path in front."""
-    reason, _, place = message.partition(" - at `$")
-    section = place.rstrip("`").replace("[...]", "").strip(".")
-    if not reason.startswith("Object contains unknown field"):
-        return f"{section or 'run file'}: {reason}"
-    name = reason.split("`")[1]
-    full = f"{section}.{name}" if section else name
-    known = all_keys(kind)
-    same_name = [key for key in known if key.rsplit(".", 1)[-1] == name]
-    near = same_name or difflib.get_close_matches(full, known, n=1, cutoff=0.5)
-    hint = f"; did you mean {near[0]}?" if near else f"; known: {', '.join(k for k in known if '.' not in k)}"
-    return f"unknown key {full}{hint}"
-
-
-def changed_keys(before: dict[str, Any], after: dict[str, Any], prefix: str = "") -> list[str]:
-    """Dotted keys in which two trees differ."""
-    changed = []
-    for name in sorted(before.keys() | after.keys()):
-        old, new = before.get(name), after.get(name)
-        if isinstance(old, dict) and isinstance(new, dict):
-            changed += changed_keys(old, new, f"{prefix}{name}.")
-        elif old != new:
-            changed.append(prefix + name)
-    return changed
 
 
 def unsafe_changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:

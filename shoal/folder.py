@@ -12,9 +12,10 @@ from typing import Any
 
 import msgspec
 
-from shoal.config import RunConfig, from_tree, to_tree, unsafe_changes
+from shoal.config import RunConfig, unsafe_changes
 from shoal.errors import ConfigError, StateError
 from shoal.protocol.wire import domain_hash
+from shoal.tree import from_tree, to_tree
 
 
 class RunFolder:

@@ -23,11 +23,12 @@ FLOORS = (
     ("train", "envs", "proofs", "weights"),
     ("roles",),
     ("launch", "dashboard"),
+    ("grammar",),
     ("cli",),
 )
 """Lowest first. A room imports from the floors below its own; rooms on one floor never import each other."""
 
-COMMON = ("config", "errors", "folder", "metrics", "plugins")
+COMMON = ("config", "errors", "folder", "metrics", "plugins", "tree")
 """Files that serve every room but `algos`; they import each other and `protocol`."""
 
 BROAD_EXCEPTS = {

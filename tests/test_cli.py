@@ -16,6 +16,7 @@ from shoal.errors import ConfigError, PeerError
 
 COMMANDS = (
     "run", "host", "join", "validate", "train", "eval", "sft", "env check", "env list", "ledger verify", "ledger show",
+    "audit", "credits",
     "doctor", "admin",
 )  # fmt: skip
 

@@ -5,25 +5,24 @@ import inspect
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from shoal import config as config_module
 from shoal.config import (
+    BOUNDS,
     SAFE_TO_CHANGE,
     RunConfig,
-    Section,
     SftConfig,
-    all_keys,
-    changed_keys,
+    check_run,
     child_environment,
-    from_tree,
     load_run,
     load_sft,
     node_home,
-    to_tree,
     unsafe_changes,
 )
 from shoal.errors import ConfigError
+from shoal.tree import Section, all_keys, changed_keys, from_tree, to_tree
 
 SMALL = 'name = "small"\nsteps = 3\n[[envs]]\nname = "arithmetic"\n'
 
@@ -52,7 +51,11 @@ def explained_fields() -> dict[str, set[str]]:
     return found
 
 
-SECTIONS = [kind for kind in vars(config_module).values() if inspect.isclass(kind) and issubclass(kind, Section)]
+SECTIONS = [
+    kind
+    for kind in vars(config_module).values()
+    if inspect.isclass(kind) and issubclass(kind, Section) and kind is not Section
+]
 
 
 @pytest.mark.parametrize("kind", SECTIONS, ids=lambda kind: kind.__name__)
@@ -86,6 +89,44 @@ def test_safe_keys_exist() -> None:
 )
 def test_any_key_is_overridden(run_file: Path, override: str, read: object) -> None:
     assert callable(read) and read(load_run(run_file, [override]))
+
+
+def test_bounds_that_are_left_out_are_the_built_in_ones(run_file: Path) -> None:
+    run_file.write_text(SMALL + '[verify.bounds."float32/float32"]\ngap = 0.5\n')
+    bounds = load_run(run_file, ["verify.bounds.bfloat16/float32.logprob=0.75"]).verify.bounds
+    assert bounds.keys() == BOUNDS.keys()
+    assert bounds["float32/float32"] == msgspec.structs.replace(BOUNDS["float32/float32"], gap=0.5)
+    assert bounds["bfloat16/float32"] == msgspec.structs.replace(BOUNDS["bfloat16/float32"], logprob=0.75)
+    assert load_run(run_file).verify.bounds["bfloat16/float32"] == BOUNDS["bfloat16/float32"]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("float32/float32.gap=0", "must be above 0"),
+        ("float32/float32.logprob=inf", "must be above 0"),
+        ("float32/float32.flipped=0", "a share of tokens"),
+        ("float32/float32.flipped=nan", "a share of tokens"),
+        ("float32/float32.mean_gap=0.5", "between 0 and gap = 0.001"),
+        ("float32/float32.gpa=1", "did you mean verify.bounds.gap"),
+    ],
+)
+def test_bounds_that_refuse_honest_work_or_nothing_are_refused(run_file: Path, override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_run(run_file, [f"verify.bounds.{override}"])
+
+
+def test_a_pair_is_named_by_two_known_dtypes(run_file: Path) -> None:
+    run_file.write_text(SMALL + "[verify.bounds.float64]\ngap=1\nflipped=0.1\nmean_gap=0.1\nlogprob=1\n")
+    with pytest.raises(ConfigError, match="name it by the dtypes"):
+        load_run(run_file)
+
+
+def test_a_run_needs_bounds_for_its_own_dtype() -> None:
+    tree = {"name": "x", "steps": 1, "envs": [{"name": "arithmetic"}], "sampling": {"dtype": "int8"}}
+    config = from_tree(tree | {"verify": {"bounds": {}}}, RunConfig, "test")
+    with pytest.raises(ConfigError, match=r'"int8/int8".* is missing: `shoal calibrate'):
+        check_run(config)
 
 
 def test_every_scalar_key_can_be_set_to_its_own_value(run_file: Path) -> None:
@@ -140,6 +181,11 @@ def test_wrong_override_says_what_is_wrong(run_file: Path, override: str, messag
         (SMALL.replace("3", "0"), "steps = 0: must be at least 1"),
         (SMALL + "[rollouts]\ngroup_size = 12\n", "block_rollouts = 64: must be a multiple of group_size = 12"),
         (SMALL + "[rollouts]\nmax_staleness = 0\n[verify]\naudit_rate = 0.5\n", "audit_rate: must be 1"),
+        (SMALL + "[rollouts]\nmax_staleness = 0\n[verify]\nworker_share = 0.5\n", "worker_share: must be 1"),
+        (SMALL + "[verify]\nworker_share = 0.0\n", "worker_share: above 0 and at most 1"),
+        (SMALL + "[verify]\nworker_share = 1.5\n", "worker_share: above 0 and at most 1"),
+        (SMALL + "[verify]\nworker_share = nan\n", "worker_share: above 0 and at most 1"),
+        (SMALL + "[rollouts]\npaid_tokens = -1\n", "rollouts.paid_tokens: at least 0"),
         (SMALL + "[rollouts]\ngroup_size = 0\n", "rollouts.group_size: at least 2"),
         (SMALL + "[sampling]\ntemperature = 0.0\n", "sampling.temperature"),
         (SMALL + "[sampling]\ntemperature = nan\n", "sampling.temperature"),

@@ -22,6 +22,7 @@ from shoal.engine.base import Continuation, Request, Score, ScoreRequest
 from shoal.engine.decoder import Cache, Copy, Decoder
 from shoal.errors import StateError
 from shoal.policy.files import load_policy
+from shoal.policy.quantise import round_to_int8
 from shoal.protocol.types import EngineFacts
 
 PREFILL_TOKENS = {"cpu": 1024, "cuda": 16384}
@@ -48,18 +49,22 @@ class LocalEngine:
     """`engine.base.Engine` over a model in this process."""
 
     def __init__(self, threads: int | None = None, dtype: str = "float32", device: str = "cpu") -> None:
-        """threads: of this process, None leaves torch's choice; dtype: float32 or bfloat16, of weights and products."""
+        """threads: of this process, None leaves torch's choice; dtype: float32 or bfloat16, of weights and products; or
+        int8, of the layers' matrices, with products in float32."""
         if threads is not None:
             torch.set_num_threads(threads)
         self.facts = EngineFacts(f"shoal-local/torch-{torch.__version__}", dtype, device)
         self.version = -1
-        self._dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
+        self._dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.float32}[dtype]
         self._loaded: Decoder | None = None
         self._batches: dict[str, _Batch] = {}
 
     def load(self, directory: Path, version: int) -> None:
         """Take the policy of a checkpoint directory; forgets all conversations. Raises `StateError`."""
-        self._loaded = Decoder(load_policy(directory, self._dtype), self.facts.device)
+        model = load_policy(directory, self._dtype)
+        if self.facts.dtype == "int8":
+            round_to_int8(model)
+        self._loaded = Decoder(model, self.facts.device)
         self._batches.clear()
         self.version = version
 

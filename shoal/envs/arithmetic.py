@@ -17,10 +17,10 @@ from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
-from shoal.config import Section, from_tree
 from shoal.envs.base import Message, Player, Step, require_index
 from shoal.errors import ConfigError
 from shoal.protocol.wire import domain_hash
+from shoal.tree import Section, from_tree
 
 FORMAT, DIGITS = 0.1, 0.4
 NUMBER = re.compile(r"-?[0-9]{1,40}")

@@ -22,11 +22,11 @@ from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
-from shoal.config import Section, from_tree
 from shoal.envs.base import Message, Player, Step, require_index
 from shoal.envs.words import WORDS
 from shoal.errors import ConfigError
 from shoal.protocol.wire import domain_hash
+from shoal.tree import Section, from_tree
 
 RIGHT, ELSEWHERE, ABSENT = "=", "+", "-"
 NOT_A_WORD = "?????"

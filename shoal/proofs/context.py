@@ -17,7 +17,19 @@ from numpy.typing import NDArray
 from shoal.engine.base import Score, ScoreRequest
 from shoal.policy.render import Renderer
 from shoal.protocol.randomness import sample_seed
-from shoal.protocol.types import POLICY, Ending, Group, Lease, Rollout, Rules, RunInfo, Sampling, Slot, Submission
+from shoal.protocol.types import (
+    POLICY,
+    Bounds,
+    Ending,
+    Group,
+    Lease,
+    Rollout,
+    Rules,
+    RunInfo,
+    Sampling,
+    Slot,
+    Submission,
+)
 
 Severity = Literal["soft", "hard"]
 """Soft: no pay. Hard: no honest worker sends this, whatever its hardware; two validators who agree may slash."""
@@ -83,9 +95,11 @@ class Tools:
     renderer: Renderer
     replay: Callable[..., Replayed]
     """`shoal.envs.replay.replay`."""
+    dtype: str
+    """Of the engine that scores."""
     score: Callable[[list[ScoreRequest]], list[Score]]
     """One prefill with the policy of the lease's version at the run's temperature. Called once a submission, and only
-    if a group is audited."""
+    if a group is audited. With hidden states where the rules ask for proofs."""
 
 
 @dataclass
@@ -100,11 +114,18 @@ class Context:
     """What was said around the groups: run, lease, version."""
     scores: Sequence[Score] = ()
     """One a rollout; set before the audit checks run."""
+    proof: bytes = b""
+    """Of the group's activations; empty where the rules ask for none."""
     _replays: list[Replayed] | None = None
 
     @property
     def rules(self) -> Rules:
         return self.tools.info.rules
+
+    @property
+    def bounds(self) -> Bounds:
+        """What honest work may differ by: sampled in the dtype that the run declares, replayed in ours."""
+        return self.rules.bounds[f"{self.rules.dtype}/{self.tools.dtype}"]
 
     @property
     def sampling(self) -> Sampling:
@@ -140,15 +161,20 @@ class Context:
 
     def requests(self, group: Group) -> list[ScoreRequest]:
         """What the engine must prefill to replay the group's sampling: each rollout under the seed of its index."""
-        seed = bytes.fromhex(self.slot.seed)
-        return [
-            ScoreRequest(
-                token_ids=rollout.tokens_T().tolist(),
-                policy_positions=policy_positions(rollout).tolist(),
-                seed=sample_seed(seed, index),
-            )
-            for index, rollout in enumerate(group.rollouts)
-        ]
+        return score_requests(self.slot, group)
+
+
+def score_requests(slot: Slot, group: Group) -> list[ScoreRequest]:
+    """What to prefill for a slot's group: each rollout under the seed of its index."""
+    seed = bytes.fromhex(slot.seed)
+    return [
+        ScoreRequest(
+            token_ids=rollout.tokens_T().tolist(),
+            policy_positions=policy_positions(rollout).tolist(),
+            seed=sample_seed(seed, index),
+        )
+        for index, rollout in enumerate(group.rollouts)
+    ]
 
 
 def policy_positions(rollout: Rollout) -> NDArray[np.int64]:

@@ -139,6 +139,14 @@ def test_honest_bfloat16_rollouts_replay_with_few_and_small_gaps(policy: Path) -
         assert (gaps > 0).mean() < 0.03 and gaps.max() < 0.2
 
 
+def test_honest_int8_rollouts_replay_as_int8_like_float32_and_not_as_float32(policy: Path) -> None:
+    requests = _requests(_prompts(64))
+    claims = _claims(requests, _engine(policy, dtype="int8").extend(requests, 1.0))
+    assert _gaps(_engine(policy, dtype="int8"), claims).max() < 1e-4
+    undeclared = _gaps(_engine(policy), claims)
+    assert 1e-3 < (undeclared > 1e-3).mean() < 0.03 and undeclared.max() < 0.5
+
+
 def test_other_seed_temperature_policy_or_prompt_shows_as_gaps(policy: Path, tmp_path: Path) -> None:
     engine, requests = _engine(policy), _requests(_prompts(32))
     claims = _claims(requests, engine.extend(requests, 1.0))

@@ -31,10 +31,10 @@ RULES = types.Rules(
     lease_s=60.0,
     audit_rate=1.0,
     dtype="float32",
-    logprob_bound=0.01,
-    gap_bound=1e-3,
-    max_flipped=0.01,
-    mean_gap_bound=1e-4,
+    bounds={
+        "float32/float32": types.Bounds(gap=1e-3, flipped=1e-5, mean_gap=1e-7, logprob=0.01),
+        "float32/bfloat16": types.Bounds(gap=0.2, flipped=1e-3, mean_gap=5e-4, logprob=0.5),
+    },
 )
 ENGINE = types.EngineFacts("by hand", "float32", "cpu")
 
@@ -65,7 +65,7 @@ class Desk:
         self.prefills: list[int] = []
         self.gaps = lambda request: np.zeros(len(request.policy_positions), dtype=np.float32)
         self.logprobs = lambda request: np.full(len(request.policy_positions), -1.0, dtype=np.float32)
-        self.tools = Tools(info, self.envs, renderer, replay, self._score)
+        self.tools = Tools(info, self.envs, renderer, replay, "float32", self._score)
         self.slots = slots
         self.groups = [self._play(slot) for slot in slots]
 

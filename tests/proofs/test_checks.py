@@ -1,5 +1,7 @@
 """Each check alone, on honest work with one thing changed by hand."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -274,9 +276,10 @@ def test_task_whose_prompt_leaves_no_room_for_a_turn_is_void(desk):
     assert desk.judge(desk.body(desk.replace(0, rollouts=())))[0].outcome == "void"
 
 
-def test_reward_outside_the_environments_bounds_is_soft(desk):
+@pytest.mark.parametrize("reward", [7.0, -0.01, float("nan"), float("inf")])
+def test_reward_outside_the_environments_bounds_is_soft(desk, reward):
     replay = desk.tools.replay
-    generous = lambda *claim: replay(*claim)._replace(reward=7.0)  # noqa: E731
+    generous = lambda *claim: replay(*claim)._replace(reward=reward)  # noqa: E731
     object.__setattr__(desk.tools, "replay", generous)
     assert first(desk.judge(desk.body())) == ("soft", "reward")
 
@@ -313,14 +316,14 @@ def gaps_of(*gaps):
     [
         ((0.0,), "accept"),
         ((2e-4,), "accept"),  # noise below the bound
-        ((0.0015,), "soft"),  # one flip a rollout passes the count, not the mean
+        ((0.0015,), "soft"),  # one flip passes in each rollout, four do not in the group
         ((0.002, 0.002), "soft"),  # two pass neither
         ((0.2,), "hard"),  # one token that no noise explains
         ((2.0, 3.0), "hard"),
         ((float("nan"),), "hard"),
     ],
 )
-def test_gaps_are_judged_by_size_number_and_mean(desk, gaps, outcome):
+def test_gaps_are_judged_by_size_number_and_sum(desk, gaps, outcome):
     desk.gaps = gaps_of(*gaps)
     verdict = desk.judge(desk.body(), audited=(1,))[1]
     assert verdict.outcome == outcome
@@ -328,11 +331,59 @@ def test_gaps_are_judged_by_size_number_and_mean(desk, gaps, outcome):
     assert np.isfinite(verdict.figure)
 
 
-def test_gaps_ground_out_just_under_the_flip_bound_fail_by_their_mean(desk):
+def test_gaps_ground_out_just_under_the_flip_bound_fail_by_their_sum(desk):
     desk.gaps = lambda request: np.full(len(request.policy_positions), 9e-4, dtype=np.float32)
     verdict = desk.judge(desk.body(), audited=(0,))[0]
     assert (verdict.outcome, verdict.check, verdict.rollout) == ("soft", "sampling", -1)
-    assert verdict.figure == pytest.approx(9e-4, rel=1e-3)
+    assert verdict.figure == verdict.gap_sum == pytest.approx(9e-4 * 90, rel=1e-3)
+
+
+def flips_of(desk, counts):
+    """So many flipped tokens in each rollout of group 0, as bfloat16 engines may give them."""
+    desk.tools = dataclasses.replace(desk.tools, dtype="bfloat16")
+    flips = dict(zip((r.seed for r in desk.context(0).requests(desk.groups[0])), counts, strict=True))
+    desk.gaps = lambda request: np.float32(0.25) * (np.arange(len(request.policy_positions)) < flips[request.seed])
+
+
+def test_too_many_flips_in_one_rollout_are_refused_though_the_group_may_have_them(desk):
+    flips_of(desk, (0, 3, 0, 0))  # at 1 in 1,000 honest tokens, 2 of these 20 or so, and 3 of the group's 90
+    verdict = desk.judge(desk.body(), audited=(0,))[0]
+    assert (verdict.check, verdict.rollout, verdict.figure, verdict.bound) == ("sampling", 1, 3, 2)
+
+
+def test_too_many_flips_in_a_group_are_refused_though_each_rollout_may_have_them(desk):
+    flips_of(desk, (1, 1, 1, 1))
+    verdict = desk.judge(desk.body(), audited=(0,))[0]
+    assert (verdict.check, verdict.rollout, verdict.figure, verdict.bound) == ("sampling", -1, 4, 3)
+    flips_of(desk, (1, 1, 1, 0))
+    assert first(desk.judge(desk.body(), audited=(0,))) == ("accept", "")
+
+
+def test_one_flip_in_a_group_passes_and_stands_in_the_verdict(desk):
+    first_seed = desk.context(1).requests(desk.groups[1])[0].seed
+    desk.gaps = lambda request: np.float32(0.0015) * (np.arange(len(request.policy_positions)) == 0) * (
+        request.seed == first_seed
+    )  # fmt: skip
+    verdict = desk.judge(desk.body(), audited=(1,))[1]
+    assert (verdict.outcome, verdict.flipped, verdict.gap_sum) == ("accept", 1, 1e-3)
+
+
+def test_groups_that_are_not_audited_carry_no_figures(desk):
+    desk.gaps = gaps_of(0.0015)
+    verdict = desk.judge(desk.body(), audited=())[1]
+    assert (verdict.outcome, verdict.flipped, verdict.gap_sum) == ("accept", 0, 0.0)
+
+
+def test_bounds_are_those_of_the_dtypes_that_sampled_and_replayed(desk):
+    desk.gaps = gaps_of(0.15)
+    assert first(desk.judge(desk.body(), audited=(0,))) == ("hard", "sampling")
+    desk.tools = dataclasses.replace(desk.tools, dtype="bfloat16")
+    assert first(desk.judge(desk.body(), audited=(0,))) == ("accept", "")
+
+
+def test_work_in_another_dtype_than_the_run_declares_is_hard(desk):
+    body = desk.resubmit(engine=EngineFacts("by hand", "bfloat16", "cpu"))
+    assert [(v.outcome, v.check) for v in desk.judge(body)] == [("hard", "shape")] * 4
 
 
 def test_each_rollout_is_replayed_under_the_seed_of_its_place(desk):

@@ -19,7 +19,7 @@ MILD = 10.0
 
 
 def check(group: Group, ctx: Context) -> Failure | None:
-    bound = ctx.rules.logprob_bound
+    bound = ctx.bounds.logprob
     for index, (rollout, score) in enumerate(zip(group.rollouts, ctx.scores, strict=True)):
         off_P = np.abs(rollout.logprobs_P().astype(np.float64) - score.logprobs_P)
         worst = int(np.argmax(off_P))

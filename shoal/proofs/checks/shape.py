@@ -70,8 +70,8 @@ def _logprobs(index: int, rollout: Rollout, ctx: Context) -> Failure | None:
         return Failure(index, int(positions_P[odd[0]]), 0, 0, "log-prob is not a finite number")
     # Rounding may put a certain token's log-prob just above 0; how much rounding passes is the run's own bound.
     worst = int(np.argmax(logprobs_P))
-    if logprobs_P[worst] > ctx.rules.logprob_bound:
-        bound = ctx.rules.logprob_bound
+    bound = ctx.bounds.logprob
+    if logprobs_P[worst] > bound:
         return Failure(index, int(positions_P[worst]), float(logprobs_P[worst]), bound, "log-prob above 0")
     return None
 

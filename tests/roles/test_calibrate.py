@@ -1,0 +1,148 @@
+"""Calibration of a tiny run: real rollouts, real replays, and a run file that loads with what was measured."""
+
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from shoal.config import load_run
+from shoal.errors import ConfigError, StateError
+from shoal.protocol.types import Bounds
+from shoal.protocol.wire import from_msgpack, to_msgpack
+from shoal.roles.calibrate import SETTINGS, Recording, main, with_bounds
+
+TINY = """# A run to be measured.
+name = "tiny"
+steps = 1
+seed = 3
+
+[policy]
+dtype = "DTYPE" # published
+[policy.tiny]
+width = 32
+layers = 2
+heads = 2
+kv_heads = 1
+mlp_width = 64
+max_positions = 64
+
+[[envs]]
+name = "arithmetic"
+
+[sampling]
+max_turn_tokens = 6
+max_tokens = 64
+
+[rollouts]
+group_size = 4
+block_rollouts = 16
+"""
+MEASURED = Bounds(gap=0.25, flipped=3e-05, mean_gap=0.0002, logprob=0.5)
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Path:
+    path = tmp_path / "tiny.toml"
+    path.write_text(TINY.replace("DTYPE", "float32"))
+    return path
+
+
+# --- measuring ---
+
+
+def test_calibration_measures_every_setting_and_writes_a_run_file_that_loads(
+    run_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = load_run(run_file)
+    main(run_file, [], episodes=48, write=True)
+    shown = capsys.readouterr().out
+    assert [str(setting) for setting in SETTINGS if str(setting) not in shown] == []
+    assert len(re.findall(r"^ +\d\.\d{3} +\d+\.\d\d%", shown, re.MULTILINE)) == 11  # ten tenths, and all
+    assert run_file.read_text().startswith(TINY.replace("DTYPE", "float32"))
+    bounds = load_run(run_file).verify.bounds["float32/float32"]
+    assert bounds.gap == 1e-3 and bounds.logprob == 1e-3 != before.verify.bounds["float32/float32"].logprob
+
+
+def test_bfloat16_is_measured_for_both_dtypes_that_may_replay_it(run_file: Path) -> None:
+    run_file.write_text(TINY.replace("DTYPE", "bfloat16"))
+    main(run_file, [], episodes=48, write=True)
+    bounds = load_run(run_file).verify.bounds
+    assert bounds["bfloat16/bfloat16"].logprob > 1e-3 and bounds["bfloat16/float32"].logprob > 1e-3
+    assert "float32/float32" not in run_file.read_text()
+
+
+def test_another_machines_rollouts_are_replayed_too(
+    run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(run_file, [], episodes=16, save=tmp_path / "there.played")
+    alone = capsys.readouterr().out
+    main(run_file, [], episodes=16, others=[tmp_path / "there.played"])
+    both = capsys.readouterr().out
+    assert "there.played" not in alone and both.count("\nthere.played ") == len(SETTINGS)
+    counts = [int(re.search(r"^all +(\d+)", shown, re.MULTILINE)[1]) for shown in (alone, both)]
+    assert counts[1] == 2 * counts[0]
+
+
+def test_rollouts_of_another_policy_are_refused(run_file: Path, tmp_path: Path) -> None:
+    main(run_file, [], episodes=16, save=tmp_path / "there.played")
+    with pytest.raises(StateError, match="another policy"):
+        main(run_file, ["seed=4"], episodes=16, others=[tmp_path / "there.played"])
+
+
+def test_bytes_that_are_no_recording_are_refused_in_a_line(run_file: Path, tmp_path: Path) -> None:
+    (tmp_path / "junk").write_bytes(b"\xc1junk")
+    with pytest.raises(StateError, match="no recording"):
+        main(run_file, [], episodes=16, others=[tmp_path / "junk"])
+
+
+def test_a_recording_whose_arrays_do_not_fit_is_refused_in_a_line(run_file: Path, tmp_path: Path) -> None:
+    main(run_file, [], episodes=16, save=tmp_path / "there.played")
+    recording = from_msgpack((tmp_path / "there.played").read_bytes(), Recording)
+    [part], replace = recording.played, msgspec.structs.replace
+    torn = replace(part.groups[0].rollouts[0], logprobs=b"")
+    group = replace(part.groups[0], rollouts=(torn, *part.groups[0].rollouts[1:]))
+    damaged = replace(recording, played=(replace(part, groups=(group, *part.groups[1:])),))
+    (tmp_path / "there.played").write_bytes(to_msgpack(damaged))
+    with pytest.raises(StateError, match="damaged"):
+        main(run_file, [], episodes=16, others=[tmp_path / "there.played"])
+
+
+def test_a_factor_that_refuses_honest_work_is_refused(run_file: Path) -> None:
+    with pytest.raises(ConfigError, match="at least 1"):
+        main(run_file, [], episodes=16, safety=0.5)
+
+
+# --- the run file ---
+
+TABLE = """
+[verify.bounds."float32/float32"] # by hand
+# the gap that we saw
+gap = 0.5 # nats
+flipped=1e-3
+logprob = 2.0
+
+[quick]
+steps = 1
+"""
+
+
+def test_a_table_that_is_there_keeps_its_comments_and_its_place(run_file: Path) -> None:
+    run_file.write_text(TINY.replace("DTYPE", "float32") + TABLE)
+    text = with_bounds(run_file, {"float32/float32": MEASURED})
+    changed = TABLE.replace("gap = 0.5", "gap = 0.25").replace("=1e-3", "=3e-05").replace("2.0", "0.5")
+    changed = changed.replace("# the gap", "mean_gap = 0.0002\n# the gap")
+    assert text == TINY.replace("DTYPE", "float32") + changed
+
+
+def test_writing_twice_changes_nothing_more(run_file: Path) -> None:
+    run_file.write_text(with_bounds(run_file, {"float32/float32": MEASURED}))
+    assert with_bounds(run_file, {"float32/float32": MEASURED}) == run_file.read_text()
+
+
+def test_bounds_written_in_a_way_of_their_own_are_left_alone(run_file: Path) -> None:
+    inline = TINY.replace("DTYPE", "float32") + '\n[verify]\nbounds = { "float32/float32" = { gap = 0.5 } }\n'
+    run_file.write_text(inline)
+    with pytest.raises(ConfigError, match="by hand"):
+        with_bounds(run_file, {"float32/float32": MEASURED})
+    assert run_file.read_text() == inline
