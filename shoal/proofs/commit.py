@@ -1,13 +1,15 @@
 """The prover's side: a worker's groups become the bytes of a `Submission`.
 
 Called by the worker; `verify` reads what this writes. It knows no network and no key: the role signs and sends.
-Sampling proofs cost no bytes (the seeds of the lease prove the choice), so `proofs` is empty.
+Sampling proofs cost no bytes: the seeds of the lease prove the choice. A run may ask for proofs of activations beside.
 """
 
 from collections.abc import Sequence
 
 import numpy as np
 
+from shoal.algos.toploc import proof_bytes, prove
+from shoal.engine.base import Score
 from shoal.errors import StateError
 from shoal.protocol.constants import MAX_SUBMISSION_BYTES
 from shoal.protocol.types import EngineFacts, Group, Lease, Rules, Submission
@@ -26,8 +28,10 @@ SUBMISSION_OVERHEAD_BYTES = 4096
 """Run, lease, version, engine facts."""
 
 
-def commit(run: str, lease: Lease, groups: Sequence[Group], engine: EngineFacts) -> bytes:
-    """Encode the groups of a lease, in its order, as msgpack `Submission` bytes.
+def commit(
+    run: str, lease: Lease, groups: Sequence[Group], engine: EngineFacts, proofs: tuple[bytes, ...] = ()
+) -> bytes:
+    """Encode the groups of a lease, in its order, as msgpack `Submission` bytes; `proofs`: one a group, where asked.
 
     Raises `StateError` when a log-probability is not a finite number: such a submission would be refused as
     fabricated, and the fault is this machine's.
@@ -46,10 +50,29 @@ def commit(run: str, lease: Lease, groups: Sequence[Group], engine: EngineFacts)
         lease=lease.id,
         version=lease.version,
         groups=tuple(to_msgpack(group) for group in groups),
-        proofs=(),
+        proofs=proofs,
         engine=engine,
     )
     return to_msgpack(submission)
+
+
+def prove_activations(groups: Sequence[Group], scores: Sequence[Score]) -> tuple[bytes, ...]:
+    """One proof for each group, from a prefill of all their rollouts with hidden states.
+
+    Raises `StateError` when a hidden state is not finite: the fault is this machine's.
+    """
+    proofs, taken = [], 0
+    for group in groups:
+        of_group = scores[taken : taken + len(group.rollouts)]
+        taken += len(of_group)
+        try:
+            proofs.append(prove([score.hidden_PD for score in of_group if score.hidden_PD is not None]))
+        except ValueError as error:
+            raise StateError(
+                f"not submitted: no proof for slot {group.slot}: {error}. Check this machine's memory, or use --dtype "
+                "float32"
+            ) from None
+    return tuple(proofs)
 
 
 def largest_submission_bytes(lease: Lease, rules: Rules) -> int:
@@ -59,5 +82,7 @@ def largest_submission_bytes(lease: Lease, rules: Rules) -> int:
     """
     num_groups = sum(len(block.slots) for block in lease.blocks)
     rollout = lease.sampling.max_tokens * BYTES_PER_TOKEN + ROLLOUT_OVERHEAD_BYTES
+    if rules.proofs != "none":
+        rollout += proof_bytes(lease.sampling.max_tokens)
     group = rules.group_size * rollout + GROUP_OVERHEAD_BYTES
     return min(MAX_SUBMISSION_BYTES, num_groups * group + SUBMISSION_OVERHEAD_BYTES)

@@ -10,8 +10,22 @@ them share one prefill, and the checks of the audit read its scores.
 from collections.abc import Sequence
 
 import msgspec
+import numpy as np
 
-from shoal.proofs.checks import complete, ending, environment, lease, logprobs, prompt, reward, sampling, shape
+from shoal.algos.projection import project
+from shoal.ledger.audits import influence, must_audit
+from shoal.proofs.checks import (
+    activations,
+    complete,
+    ending,
+    environment,
+    lease,
+    logprobs,
+    prompt,
+    reward,
+    sampling,
+    shape,
+)
 from shoal.proofs.commit import largest_submission_bytes
 from shoal.proofs.context import CheckModule, Context, Failure, Tools
 from shoal.protocol.types import Check, Group, GroupVerdict, Submission, Verdict
@@ -20,7 +34,7 @@ from shoal.protocol.wire import WireError, from_msgpack
 MODEL_FREE: tuple[CheckModule, ...] = (shape, lease, prompt, environment, reward, ending, complete)
 """On every group, in this order: each may rely on what those before it found in order."""
 
-AUDIT: tuple[CheckModule, ...] = (sampling, logprobs)
+AUDIT: tuple[CheckModule, ...] = (sampling, logprobs, activations)
 """On the groups drawn for audit, from one prefill."""
 
 
@@ -34,18 +48,37 @@ def verify_submission(body: bytes, check: Check, tools: Tools) -> Verdict:
     if isinstance(submission, Failure):
         return Verdict(check.id, tuple(_refuse(slot.slot, shape, submission) for slot in slots))
 
-    contexts = [Context(tools, check.lease, slot, submission) for slot in slots]
+    proofs = submission.proofs or (b"",) * len(slots)
+    contexts = [
+        Context(tools, check.lease, slot, submission, proof=proof) for slot, proof in zip(slots, proofs, strict=True)
+    ]
     groups = [_open_group(encoded) for encoded in submission.groups]
     verdicts = [_judge_without_model(group, ctx) for group, ctx in zip(groups, contexts, strict=True)]
+    draws = check.draws or (1.0,) * len(slots)
     audited = [
         (place, group)
-        for place, (group, verdict) in enumerate(zip(groups, verdicts, strict=True))
-        if isinstance(group, Group) and verdict.outcome == "accept" and verdict.slot in check.audited
+        for place, (group, verdict, draw) in enumerate(zip(groups, verdicts, draws, strict=True))
+        if isinstance(group, Group) and verdict.outcome == "accept" and _is_due(verdict, draw, check)
     ]
     _prefill([(group, contexts[place]) for place, group in audited], tools)
     for place, group in audited:
         verdicts[place] = _judge_with_model(group, contexts[place])
-    return Verdict(check.id, tuple(verdicts))
+    return Verdict(check.id, tuple(verdicts), _projections([contexts[place] for place, _ in audited], check))
+
+
+def _projections(audited: Sequence[Context], check: Check) -> dict[str, tuple[float, ...]]:
+    """Of the activations of all audited groups, for each key that the check names; none without activations."""
+    hidden = [score.hidden_PD for ctx in audited for score in ctx.scores if score.hidden_PD is not None]
+    if not hidden:
+        return {}
+    hidden_ND, name = np.concatenate(hidden), bytes.fromhex(check.id)
+    return {key: project(hidden_ND, bytes.fromhex(key) + name) for key in check.project_for}
+
+
+def _is_due(verdict: GroupVerdict, draw: float, check: Check) -> bool:
+    """Whether a group is audited: drawn beforehand, or by the influence that its rewards now show."""
+    weight = influence(verdict.rewards, verdict.tokens)
+    return verdict.slot in check.audited or must_audit(draw, check.rate, weight, check.mean_influence)
 
 
 def _open(body: bytes, check: Check, tools: Tools) -> Submission | Failure:
@@ -57,11 +90,14 @@ def _open(body: bytes, check: Check, tools: Tools) -> Submission | Failure:
         submission = from_msgpack(body, Submission)
     except WireError:
         return Failure(-1, -1, 0, 0, "bytes are not a Submission in msgpack")
+    if submission.engine.dtype != tools.info.rules.dtype:
+        return Failure(-1, -1, 0, 0, "made in another dtype than the run declares")
     due = sum(len(block.slots) for block in check.lease.blocks)
     if len(submission.groups) != due:
         return Failure(-1, -1, len(submission.groups), due, "number of groups is not that of the lease")
-    if submission.proofs:
-        return Failure(-1, -1, len(submission.proofs), 0, "proofs that this run does not ask for")
+    proofs = 0 if tools.info.rules.proofs == "none" else due
+    if len(submission.proofs) != proofs:
+        return Failure(-1, -1, len(submission.proofs), proofs, "number of proofs is not what this run asks for")
     return submission
 
 
@@ -96,7 +132,8 @@ def _judge_without_model(group: Group | Failure, ctx: Context) -> GroupVerdict:
 def _judge_with_model(group: Group, ctx: Context) -> GroupVerdict:
     """The checks that read `ctx.scores`."""
     verdict = _first_failure(AUDIT, group, ctx) or _accept(group, ctx)
-    return msgspec.structs.replace(verdict, audited=True)
+    figures = sampling.figures_of(ctx)
+    return msgspec.structs.replace(verdict, audited=True, flipped=figures.flipped, gap_sum=figures.gap_sum)
 
 
 def _first_failure(checks: Sequence[CheckModule], group: Group, ctx: Context) -> GroupVerdict | None:

@@ -113,17 +113,18 @@ class Validator:
         return await self.client.get_blob(check.id, cap=MAX_SUBMISSION_BYTES)
 
     def _tools(self, check: t.Check) -> Tools:
-        temperature = check.lease.sampling.temperature
+        temperature, hidden = check.lease.sampling.temperature, bool(check.project_for)
         return Tools(
             info=self.info,
             envs=self.envs,
             renderer=self.renderer,
             replay=replay,
-            score=lambda requests: self.engine.score(requests, temperature),
+            dtype=self.engine.facts.dtype,
+            score=lambda requests: self.engine.score(requests, temperature, hidden),
         )
 
     async def _give(self, verdict: t.Verdict) -> None:
-        """Send the verdict; it may be late, when another validator was faster."""
+        """Send the verdict; it may be late, when another validator was faster, and then early for a second voice."""
         refused = [group for group in verdict.groups if group.outcome in ("soft", "hard")]
         for group in refused[:1]:
             log.info(

@@ -27,7 +27,8 @@ from shoal.net.client import Client
 from shoal.net.keys import load_or_make_key
 from shoal.net.stopping import Stopping
 from shoal.policy.render import Renderer
-from shoal.proofs.commit import commit
+from shoal.proofs.commit import commit, prove_activations
+from shoal.proofs.context import score_requests
 from shoal.protocol import types as t
 from shoal.protocol.constants import PROTOCOL_VERSION
 from shoal.protocol.identity import verify
@@ -94,7 +95,8 @@ class Worker:
                 async for lease in self._leases():
                     await self._load(lease.version)
                     groups = await asyncio.to_thread(self._play, lease)
-                    await self._submit(lease, groups)
+                    proofs = await asyncio.to_thread(self._prove, lease, groups)
+                    await self._submit(lease, groups, proofs)
                     await self._tell()
                 await self._tell(last=True)
 
@@ -173,9 +175,19 @@ class Worker:
             )
         return groups
 
-    async def _submit(self, lease: t.Lease, groups: list[t.Group]) -> None:
+    def _prove(self, lease: t.Lease, groups: list[t.Group]) -> tuple[bytes, ...]:
+        """Proofs of the activations, where the run asks for them: one more prefill of what was played."""
+        if self.info.rules.proofs == "none":
+            return ()
+        slots = [slot for block in lease.blocks for slot in block.slots]
+        requests = [
+            request for slot, group in zip(slots, groups, strict=True) for request in score_requests(slot, group)
+        ]
+        return prove_activations(groups, self.engine.score(requests, lease.sampling.temperature, hidden=True))
+
+    async def _submit(self, lease: t.Lease, groups: list[t.Group], proofs: tuple[bytes, ...]) -> None:
         """Send the groups and keep the receipt; a lease that was given to another worker is dropped."""
-        body = commit(self.info.run, lease, groups, self.engine.facts)
+        body = commit(self.info.run, lease, groups, self.engine.facts, proofs)
         try:
             receipt = await self.client.put_bytes(f"/v1/leases/{lease.id}/submission", body, t.Receipt)
         except Superseded as reason:

@@ -1,11 +1,17 @@
 """Every attack of the zoo is refused by the check that is meant for it, and honest work never is."""
 
+import msgspec
 import pytest
 
+from shoal.algos.replay import Evidence, Figures, excessive, update
+from shoal.config import ACTIVATION_ERROR
 from shoal.protocol.types import Submission
 from shoal.protocol.wire import WireError, from_msgpack, to_msgpack
-from tests.attacks.world import World, lease_of, load_engine, make_policy
-from tests.attacks.zoo import ATTACKS, Attack
+from tests.attacks.attack import Attack
+from tests.attacks.world import RULES, World, lease_of, load_engine, make_policy
+from tests.attacks.zoo import ATTACKS, TOLERATED, SpentTolerance
+
+PROVEN = msgspec.structs.replace(RULES, proofs="toploc", activation_error=ACTIVATION_ERROR["float32"])
 
 
 @pytest.fixture(scope="module")
@@ -20,19 +26,20 @@ def policies(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def world(policies):
-    return World(**policies)
+    return World(**policies, rules=PROVEN)
 
 
 def spoilt(world: World, body: bytes) -> list[bool]:
     """For each slot, whether what was sent for it differs from what honest work would have been."""
-    honest = [to_msgpack(group) for group in world.honest_groups]
+    groups = [to_msgpack(group) for group in world.honest_groups]
+    honest = list(zip(groups, world.prove(world.honest_groups), strict=True))
     try:
         said = from_msgpack(body, Submission)
     except WireError:
         return [True] * len(honest)
     if (said.run, said.lease, len(said.groups)) != ("run-1", world.lease.id, len(honest)):
         return [True] * len(honest)
-    return [sent != due for sent, due in zip(said.groups, honest, strict=True)]
+    return [sent != due for sent, due in zip(zip(said.groups, said.proofs, strict=True), honest, strict=True)]
 
 
 @pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.__name__)
@@ -46,6 +53,34 @@ def test_attack_is_refused_by_its_check_and_honest_groups_beside_it_pass(world: 
             assert verdict.outcome in ("soft", "hard") and verdict.tokens == 0 and not verdict.rewards
         else:
             assert verdict.outcome == "accept", verdict
+
+
+@pytest.mark.parametrize("attack", TOLERATED, ids=lambda attack: attack.__name__)
+def test_what_fits_under_the_bounds_of_one_group_passes(world: World, attack: type[Attack]):
+    body = attack().body(world)
+    assert any(spoilt(world, body)) or attack.__name__ == "QuietTolerance"
+    assert {v.outcome for v in world.judge(body)} == {"accept"}
+
+
+def test_tolerance_spent_in_every_group_becomes_excessive_and_honest_work_does_not(policies):
+    class Spends(SpentTolerance):
+        """To see the evidence and not the gain, any tie will do."""
+
+        def _rewards(self, world, detours, played):
+            return [2.0] * len(detours)
+
+    world = World(**policies, rules=msgspec.structs.replace(RULES, group_size=16))
+    noise = world.rules.bounds["float32/float32"]
+
+    def judged_for_long(body):
+        evidence = Evidence()
+        for verdict in world.judge(body) * 4:
+            assert verdict.outcome == "accept", verdict
+            evidence = update(evidence, Figures(verdict.tokens, verdict.flipped, verdict.gap_sum), noise)
+        return excessive(evidence)
+
+    assert judged_for_long(Spends().body(world))
+    assert not judged_for_long(world.encode(world.honest_groups))
 
 
 SLOTS = [(slot, ("wordle", "arithmetic")[slot % 2], 3 + slot // 2) for slot in range(16)]

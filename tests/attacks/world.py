@@ -1,26 +1,39 @@
-"""A whole verification without network: real tiny policies, the real engine, real environments, one lease."""
+"""A whole verification without network: real tiny policies, the real engine, real environments, one lease.
 
+Used by the zoo's stories and by `benchmarks/detection.py`. What an attacker may use stands here: the policy and its
+engine, altered copies of it, prefills, rewards, and which tokens were nearly taken.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from shoal.algos.gumbel import gumbel, seed_words
 from shoal.config import TinyPolicy
-from shoal.engine.base import Engine
+from shoal.engine.base import Engine, Score, ScoreRequest
 from shoal.engine.local import LocalEngine
 from shoal.envs.arithmetic import environment as arithmetic
+from shoal.envs.base import Env
 from shoal.envs.play import play_block
 from shoal.envs.replay import replay
 from shoal.envs.wordle import environment as wordle
 from shoal.policy.files import load_policy, save_policy
+from shoal.policy.model import Transformer
 from shoal.policy.render import Renderer
 from shoal.policy.tiny import make_tiny
-from shoal.proofs.context import Tools
+from shoal.proofs.commit import prove_activations
+from shoal.proofs.context import Tools, score_requests
 from shoal.proofs.verify import verify_submission
 from shoal.protocol.types import (
     Block,
+    Bounds,
     Check,
     EngineFacts,
     Group,
@@ -44,10 +57,7 @@ RULES = Rules(
     lease_s=60.0,
     audit_rate=1.0,
     dtype="float32",
-    logprob_bound=0.01,
-    gap_bound=1e-3,
-    max_flipped=0.01,
-    mean_gap_bound=1e-4,
+    bounds={"float32/float32": Bounds(gap=1e-3, flipped=1e-5, mean_gap=1e-7, logprob=0.01)},
 )
 VERSION = 3
 
@@ -55,17 +65,45 @@ VERSION = 3
 def make_policy(directory: Path, seed: int = 0, sharpen: float = 1.0, nudge: float = 0.0, nudge_seed: int = 1) -> Path:
     """A random policy: `sharpen` multiplies the head (less entropy); `nudge` moves weights, relative to their size."""
     make_tiny(TINY, directory, seed, "float32")
-    if sharpen != 1.0 or nudge:
-        model = load_policy(directory, torch.float32)
+    if sharpen == 1.0 and not nudge:
+        return directory
+
+    def change(model: Transformer) -> None:
         generator = torch.Generator().manual_seed(nudge_seed)
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter += nudge * parameter.square().mean().sqrt() * noise
+        model.lm_head.weight *= sharpen
+
+    return altered(directory, "changed", change)
+
+
+def altered(directory: Path, name: str, change: Callable[[Transformer], None]) -> Path:
+    """A copy of a policy beside it, changed in place by `change`; made once."""
+    copy = directory.with_name(f"{directory.name}-{name}")
+    if not copy.exists():
+        model = load_policy(directory, torch.float32)
         with torch.no_grad():
-            for parameter in model.parameters():
-                noise = torch.randn(parameter.shape, generator=generator)
-                parameter += nudge * parameter.square().mean().sqrt() * noise
-            model.lm_head.weight *= sharpen
-        save_policy(model, directory.with_name(directory.name + "-changed"), "float32", tokenizer_from=directory)
-        return directory.with_name(directory.name + "-changed")
-    return directory
+            change(model)
+        save_policy(model, copy, "float32", tokenizer_from=directory)
+    return copy
+
+
+def round_to_int4(model: Transformer) -> None:
+    """Round the matrices of every layer: symmetric, 15 values, one scale for each 16 inputs of an output."""
+    for weight in model.model.layers.parameters():
+        if weight.dim() == 2:
+            parts = weight.view(weight.shape[0], -1, 16)
+            scale = parts.abs().amax(-1, keepdim=True).clamp_min(1e-12) / 7
+            parts.copy_((parts / scale).round() * scale)
+
+
+def halve(model: Transformer) -> None:
+    """Leave out the upper half of the layers: they add nothing to the stream any more."""
+    layers = list(model.model.layers)
+    for layer in layers[len(layers) // 2 :]:
+        layer.self_attn.o_proj.weight.zero_()
+        layer.mlp.down_proj.weight.zero_()
 
 
 def load_engine(directory: Path, version: int = VERSION, threads: int = 1, dtype: str = "float32") -> LocalEngine:
@@ -74,13 +112,15 @@ def load_engine(directory: Path, version: int = VERSION, threads: int = 1, dtype
     return engine
 
 
-def lease_of(blocks: list[list[tuple[int, str, int]]], lease: str = "lease-1", seed: str = "") -> Lease:
+def lease_of(
+    blocks: list[list[tuple[int, str, int]]], lease: str = "lease-1", seed: str = "", sampling: Sampling = SAMPLING
+) -> Lease:
     """A lease from (slot, environment, task) triples."""
     slots = [
         [Slot(s, domain_hash("test", seed.encode(), bytes([s % 256])).hex(), env, task) for s, env, task in b]
         for b in blocks
     ]
-    return Lease(lease, "worker", VERSION, tuple(Block(i, tuple(b)) for i, b in enumerate(slots)), SAMPLING, 0.0, 60.0)
+    return Lease(lease, "worker", VERSION, tuple(Block(i, tuple(b)) for i, b in enumerate(slots)), sampling, 0.0, 60.0)
 
 
 LEASE = lease_of(
@@ -90,6 +130,14 @@ LEASE = lease_of(
     ]
 )
 """Slots 0 and 2 hold the same task under different seeds."""
+
+
+class NearlyTaken(NamedTuple):
+    """For each policy token of a rollout, what the seed would have chosen without it: arrays over P."""
+
+    token_P: NDArray[np.int64]
+    gap_P: NDArray[np.float32]
+    """What the policy's token was better by, nats."""
 
 
 @dataclass
@@ -102,11 +150,16 @@ class World:
     lease: Lease = LEASE
     rules: Rules = RULES
     engine: LocalEngine = field(init=False)
+    envs: dict[str, Env] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.engine = load_engine(self.honest)
+        self.engine = load_engine(self.honest, dtype=self.rules.dtype)
         self.renderer = Renderer.from_directory(self.honest)
         self.envs = {"wordle": wordle(num_words=64, heldout=16), "arithmetic": arithmetic()}
+        self.tries: dict[bytes, list[Group]] = {}
+        """The lease played again with other seeds, by the attacker's salt."""
+
+    # --- what an attacker can do ---
 
     def play(
         self, engine: Engine | None = None, lease: Lease | None = None, sampling: Sampling | None = None
@@ -125,32 +178,90 @@ class World:
     def honest_groups(self) -> list[Group]:
         return self.play()
 
+    @property
+    def slots(self) -> list[Slot]:
+        return [slot for block in self.lease.blocks for slot in block.slots]
+
+    def requests(self, groups: Iterable[Group]) -> list[ScoreRequest]:
+        """What to prefill for groups that fill the lease."""
+        return [r for slot, group in zip(self.slots, groups, strict=False) for r in score_requests(slot, group)]
+
+    def score(self, requests: Sequence[ScoreRequest], engine: Engine | None = None) -> list[Score]:
+        """One prefill, with hidden states where the run asks for proofs."""
+        asked = {"hidden": True} if self.rules.proofs != "none" else {}
+        return (engine or self.engine).score(requests, self.lease.sampling.temperature, **asked)
+
+    def prove(self, groups: Sequence[Group], engine: Engine | None = None) -> tuple[bytes, ...]:
+        """A proof for each group by an engine's activations; none where the run asks for none."""
+        if self.rules.proofs == "none":
+            return ()
+        return prove_activations(groups, self.score(self.requests(groups), engine))
+
+    def rewards(self, groups: Iterable[Group]) -> list[list[float]]:
+        """Reward of each rollout, by the environment."""
+        return [
+            [
+                replay(env, self.renderer, env.task(g.task), r.tokens_T(), r.author_T(), r.ending, self.lease.sampling)
+                .reward
+                for r in g.rollouts
+            ]
+            for g in groups
+            for env in [self.envs[g.env]]
+        ]  # fmt: skip
+
+    def nearly_taken(self, groups: Sequence[Group]) -> list[NearlyTaken]:
+        """The runner-up at each policy token of each rollout, under the lease's seeds."""
+        requests, head = self.requests(groups), load_policy(self.honest, torch.float32)
+        found = []
+        scores = self.engine.score(requests, self.lease.sampling.temperature, hidden=True)
+        for request, score in zip(requests, scores, strict=True):
+            assert score.hidden_PD is not None
+            positions_P = torch.tensor(request.policy_positions)
+            with torch.inference_mode():
+                noisy_PV = head.logits(torch.from_numpy(score.hidden_PD)).float() / self.lease.sampling.temperature
+                noisy_PV += gumbel(
+                    seed_words([request.seed]).repeat(len(positions_P), 1), positions_P, noisy_PV.shape[1]
+                )
+                taken_P1 = torch.tensor(request.token_ids)[positions_P][:, None]
+                best_P = noisy_PV.gather(1, taken_P1).squeeze(1)
+                second_P, token_P = noisy_PV.scatter(1, taken_P1, float("-inf")).max(-1)
+            found.append(NearlyTaken(token_P.numpy(), (best_P - second_P).numpy()))
+        return found
+
     def encode(
-        self, groups: list[Group], encoded: tuple[bytes, ...] = (), run: str = "run-1", lease: str = ""
+        self,
+        groups: Sequence[Group],
+        encoded: tuple[bytes, ...] = (),
+        run: str = "run-1",
+        lease: str = "",
+        proofs: tuple[bytes, ...] | None = None,
     ) -> bytes:
         """A submission of any groups, or of bytes in their place, past the prover's own refusals."""
+        if proofs is None:
+            proofs = self.prove(groups) if not encoded else (b"",) * (len(encoded) * (self.rules.proofs != "none"))
         return to_msgpack(
             Submission(
                 run=run,
                 lease=lease or self.lease.id,
                 version=self.lease.version,
                 groups=encoded or tuple(to_msgpack(group) for group in groups),
-                proofs=(),
-                engine=EngineFacts("shoal-local", "float32", "cpu"),
+                proofs=proofs,
+                engine=EngineFacts("shoal-local", self.rules.dtype, "cpu"),
             )
         )
 
+    # --- what a validator does ---
+
+    def tools(self, engine: Engine | None = None) -> Tools:
+        """What it looks with."""
+        dtype = engine.facts.dtype if isinstance(engine, LocalEngine) else self.engine.facts.dtype
+        info = SimpleNamespace(run="run-1", rules=self.rules)
+        return Tools(info, self.envs, self.renderer, replay, dtype, lambda requests: self.score(requests, engine))  # type: ignore[arg-type]
+
     def judge(self, body: bytes, engine: Engine | None = None, audit: bool = True) -> list[GroupVerdict]:
         """A validator's verdicts on the lease."""
-        slots = [slot.slot for block in self.lease.blocks for slot in block.slots]
-        info = SimpleNamespace(run="run-1", rules=self.rules)
-        judge = engine or self.engine
-
-        def score(requests):
-            return judge.score(requests, self.lease.sampling.temperature)
-
-        tools = Tools(info, self.envs, self.renderer, replay, score)
-        check = Check(digest(body), self.lease, tuple(slots) if audit else (), 60.0)
-        verdict = verify_submission(body, check, tools)
-        assert [group.slot for group in verdict.groups] == slots
+        numbers = [slot.slot for slot in self.slots]
+        check = Check(digest(body), self.lease, tuple(numbers) if audit else (), 60.0)
+        verdict = verify_submission(body, check, self.tools(engine))
+        assert [group.slot for group in verdict.groups] == numbers
         return list(verdict.groups)

@@ -1,215 +1,47 @@
 """The attack zoo: what a dishonest worker can send instead of its work. Each attack is a small class.
 
-`caught_by` names the checks of which one must refuse every group that differs from honest work; `groups` plays or
-edits, `body` encodes. An attacker knows the code, the seeds of its lease and the policy, and makes its lie as
-consistent as it can: arrays fit, log-probs exist for every token that is claimed for the policy.
+`choices` holds those that write other tokens than the seeds choose; here stand the ones that edit honest work.
+`proof_forgeries` has the proofs of activations. `ATTACKS` lists all that every policy with some entropy must see refused,
+`TOLERATED` what one group's bounds let pass, which shows over several groups or gains nothing.
 """
-
-from collections.abc import Sequence
 
 import msgspec
 import numpy as np
 
-from shoal.engine.base import Continuation, Request
-from shoal.engine.cheats import Cheat, Fabricate, OtherSeed
-from shoal.protocol.types import ENVIRONMENT, POLICY, Group, Rollout, make_rollout
-from shoal.protocol.wire import domain_hash
-from tests.attacks.world import World, lease_of, load_engine
-
-
-class Attack:
-    """Honest work, to be spoilt by the subclasses."""
-
-    caught_by: tuple[str, ...] = ()
-
-    def groups(self, world: World) -> list[Group]:
-        return [self.spoil(group) for group in world.honest_groups]
-
-    def spoil(self, group: Group) -> Group:
-        return msgspec.structs.replace(group, rollouts=tuple(self.spoil_rollout(r) for r in group.rollouts))
-
-    def spoil_rollout(self, rollout: Rollout) -> Rollout:
-        return rollout
-
-    def body(self, world: World) -> bytes:
-        return world.encode(self.groups(world))
-
-
-# --- not the sampling that was asked for ---
-
-
-class OtherModel(Attack):
-    """Generates with a model of its own."""
-
-    caught_by = ("sampling",)
-
-    def groups(self, world):
-        return world.play(load_engine(world.other))
-
-
-class StalePolicy(Attack):
-    """Generates with the checkpoint before, saving a download."""
-
-    caught_by = ("sampling", "logprobs")
-
-    def groups(self, world):
-        return world.play(load_engine(world.stale))
-
-
-class Colder(Attack):
-    """Samples at a lower temperature, for higher rewards."""
-
-    caught_by = ("sampling", "logprobs")
-    factor = 1 / 3
-
-    def groups(self, world):
-        asked = world.lease.sampling
-        return world.play(sampling=msgspec.structs.replace(asked, temperature=asked.temperature * self.factor))
-
-
-class Cooler(Colder):
-    """The same, nearly unnoticeable."""
-
-    factor = 0.8
-
-
-class Hotter(Colder):
-    """Samples at a higher temperature."""
-
-    factor = 1.25
-
-
-class Luck(Attack):
-    """Samples honestly, with seeds of its own."""
-
-    caught_by = ("sampling",)
-
-    def groups(self, world):
-        return world.play(OtherSeed(world.engine))
-
-
-class BestOfN(Attack):
-    """Plays each rollout several times and sends the longest: a stand-in for the best."""
-
-    caught_by = ("sampling",)
-
-    def groups(self, world):
-        tries = [world.honest_groups, *(world.play(Reseeded(world.engine, salt)) for salt in (b"1", b"2", b"3"))]
-        return [
-            msgspec.structs.replace(
-                of_slot[0],
-                rollouts=tuple(
-                    max(of_place, key=lambda r: len(r.author))
-                    for of_place in zip(*(g.rollouts for g in of_slot), strict=True)
-                ),
-            )
-            for of_slot in zip(*tries, strict=True)
-        ]
-
-
-class Reseeded(Cheat):
-    """Another try at everything."""
-
-    def __init__(self, engine, salt):
-        super().__init__(engine)
-        self.salt = salt
-
-    def extend(self, requests: Sequence[Request], temperature: float) -> list[Continuation]:
-        return self.engine.extend(
-            [r._replace(seed=domain_hash("try", self.salt, r.seed)) for r in requests], temperature
-        )
-
-
-class Fabricated(Attack):
-    """Writes random legal tokens and likely-looking log-probs, without a model."""
-
-    caught_by = ("sampling",)
-
-    def groups(self, world):
-        return world.play(Fabricate(world.engine))
-
-
-class EarlyEnd(Attack):
-    """Ends each turn after one token with a stop token of its own, to be paid for quick work."""
-
-    caught_by = ("sampling",)
-
-    def groups(self, world):
-        return world.play(StopsEarly(world.engine))
-
-
-class StopsEarly(Cheat):
-    """Asks the model for one token and stops by itself."""
-
-    def extend(self, requests, temperature):
-        stop = min(requests[0].stop_ids)
-        short = self.engine.extend([r._replace(max_new=1) for r in requests], temperature)
-        return [
-            turn if turn.token_ids[-1] in request.stop_ids or request.max_new < 2
-            else Continuation([*turn.token_ids, stop], [*turn.logprobs, -4.0])
-            for turn, request in zip(short, requests, strict=True)
-        ]  # fmt: skip
-
-
-class HiddenPrompt(Attack):
-    """Shows the model a prompt with help in it, and claims the right one."""
-
-    caught_by = ("sampling",)
-
-    def groups(self, world):
-        return world.play(Whispered(world.engine))
-
-
-class Whispered(Cheat):
-    """Slips four tokens into every prompt."""
-
-    def extend(self, requests, temperature):
-        told = [r._replace(token_ids=[*r.token_ids[:1], 6, 7, 8, 9, *r.token_ids[1:]]) for r in requests]
-        return self.engine.extend(told, temperature)
-
-
-class Duplicates(Attack):
-    """Makes one rollout and sends it as all of its group."""
-
-    caught_by = ("sampling",)
-
-    def spoil(self, group):
-        return msgspec.structs.replace(group, rollouts=(group.rollouts[0],) * len(group.rollouts))
-
-
-class Shuffled(Attack):
-    """All rollouts are there, in another order than their seeds."""
-
-    caught_by = ("sampling",)
-
-    def spoil(self, group):
-        return msgspec.structs.replace(group, rollouts=group.rollouts[1:] + group.rollouts[:1])
-
-
-class CopiedAcrossSeeds(Attack):
-    """Answers slot 2 with the work for slot 0, which holds the same task under another seed."""
-
-    caught_by = ("sampling",)
-
-    def groups(self, world):
-        groups = world.honest_groups
-        return [msgspec.structs.replace(groups[0], slot=2) if g.slot == 2 else g for g in groups]
-
-
-class OneToken(Attack):
-    """Changes a single token of one rollout: the first that the policy wrote in its last turn."""
-
-    caught_by = ("sampling",)
-
-    def spoil(self, group):
-        rollout = group.rollouts[0]
-        tokens_T, author_T = rollout.tokens_T().copy(), rollout.author_T()
-        last = len(author_T) - 1 - int(np.argmax(author_T[::-1] == ENVIRONMENT)) + 1
-        if last < len(tokens_T) - 1:
-            tokens_T[last] = 6 + (tokens_T[last] - 6 + 13) % 26
-        changed = msgspec.structs.replace(rollout, token_ids=tokens_T.tobytes())
-        return msgspec.structs.replace(group, rollouts=(changed, *group.rollouts[1:]))
-
+from shoal.protocol.types import ENVIRONMENT, POLICY, Rollout, make_rollout
+from shoal.protocol.wire import to_msgpack
+from tests.attacks.attack import Attack, shifted
+from tests.attacks.choices import (
+    SYSTEM_PROMPT,
+    BestOf2,
+    BestOf4,
+    BestOf8,
+    Bfloat16Weights,
+    Colder,
+    Cooler,
+    DraftThenPrefill,
+    Duplicates,
+    EarlyEnd,
+    Fabricated,
+    HiddenPrompt,
+    HiddenSystemPrompt,
+    Hotter,
+    Int4ThenPrefill,
+    Int4Weights,
+    Int8Weights,
+    OneToken,
+    OtherModel,
+    OthersRollouts,
+    OwnOldRollouts,
+    OwnSeeds,
+    QuietTolerance,
+    RunnerUp,
+    Shuffled,
+    SpentTolerance,
+    StalePolicy,
+    Whispered,
+)
+from tests.attacks.world import World
 
 # --- log-probs ---
 
@@ -220,7 +52,18 @@ class ShiftedLogprobs(Attack):
     caught_by = ("logprobs",)
 
     def spoil_rollout(self, rollout):
-        return msgspec.structs.replace(rollout, logprobs=(rollout.logprobs_P() - np.float32(0.5)).tobytes())
+        return shifted(rollout, -0.5)
+
+
+class NudgedLogprobs(Attack):
+    """The same within what the checks tolerate: nine tenths of the bound."""
+
+    def groups(self, world):
+        bound = world.rules.bounds[f"{world.rules.dtype}/{world.rules.dtype}"].logprob
+        return [
+            msgspec.structs.replace(group, rollouts=tuple(shifted(r, -0.9 * bound) for r in group.rollouts))
+            for group in world.honest_groups
+        ]
 
 
 class InventedLogprobs(Attack):
@@ -247,7 +90,33 @@ class NanLogprobs(Attack):
 
 
 class EditedPrompt(Attack):
-    """Plays honestly after a prompt of its own, and says so."""
+    """Shows the model a prompt with help in it, and says so: all fits but the prompt."""
+
+    caught_by = ("prompt",)
+    words: tuple[int, ...] = (6, 7, 8, 9)
+    at = 1
+
+    def groups(self, world):
+        return [super(EditedPrompt, self).spoil(group) for group in world.play(self.liar(world))]
+
+    def liar(self, world: World) -> Whispered:
+        return Whispered(world.engine, self.words, self.at)
+
+    def spoil_rollout(self, rollout):
+        tokens_T = np.insert(rollout.tokens_T(), self.at, self.words)
+        author_T = np.insert(rollout.author_T(), self.at, [ENVIRONMENT] * len(self.words))
+        return make_rollout(tokens_T, author_T, rollout.logprobs_P(), version=rollout.version, ending=rollout.ending)
+
+
+class SystemPrompt(EditedPrompt):
+    """Adds a system message, and says so."""
+
+    words = SYSTEM_PROMPT
+    at = 0
+
+
+class SwappedPrompt(Attack):
+    """Changes a token of the prompt afterwards."""
 
     caught_by = ("prompt",)
 
@@ -258,7 +127,7 @@ class EditedPrompt(Attack):
 
 
 class AddedPrompt(Attack):
-    """Adds a hint to the prompt."""
+    """Adds a hint to the prompt afterwards."""
 
     caught_by = ("prompt",)
 
@@ -342,16 +211,6 @@ class OtherRun(Attack):
 
     def body(self, world):
         return world.encode(world.honest_groups, run="run-0")
-
-
-class EarlierSeeds(Attack):
-    """The same tasks, played for an earlier lease under its seeds."""
-
-    caught_by = ("sampling",)
-
-    def groups(self, world):
-        blocks = [[(s.slot, s.env, s.task) for s in block.slots] for block in world.lease.blocks]
-        return world.play(lease=lease_of(blocks, seed="earlier"))
 
 
 # --- endings and authors ---
@@ -470,6 +329,34 @@ class MissingRollout(Attack):
         return msgspec.structs.replace(group, rollouts=group.rollouts[:-1])
 
 
+class DropsBadRollouts(Attack):
+    """Leaves the worst rollout out of each group, the last of equals."""
+
+    caught_by = ("complete",)
+
+    def groups(self, world):
+        kept = []
+        for group, rewards in zip(world.honest_groups, world.rewards(world.honest_groups), strict=True):
+            worst = len(rewards) - 1 - rewards[::-1].index(min(rewards))
+            rollouts = group.rollouts[:worst] + group.rollouts[worst + 1 :]
+            kept.append(msgspec.structs.replace(group, rollouts=rollouts))
+        return kept
+
+
+class DropsBadGroups(Attack):
+    """Claims that the worse half of its slots could not be played."""
+
+    caught_by = ("complete",)
+
+    def groups(self, world):
+        mean_of = [sum(rewards) / len(rewards) for rewards in world.rewards(world.honest_groups)]
+        bad = set(sorted(range(len(mean_of)), key=lambda place: mean_of[place])[: len(mean_of) // 2])
+        return [
+            msgspec.structs.replace(group, rollouts=()) if place in bad else group
+            for place, group in enumerate(world.honest_groups)
+        ]
+
+
 class Empty(Attack):
     """Claims that its slots could not be played at all."""
 
@@ -524,10 +411,36 @@ class GarbageGroups(Attack):
         return world.encode([], encoded=(b"\xc1" * 100,) * 8)
 
 
+class ForgedReward(Attack):
+    """Claims a reward for its rollouts. No message has a field for one, so it has to invent the field."""
+
+    caught_by = ("shape",)
+
+    def body(self, world):
+        groups = [msgspec.to_builtins(group, builtin_types=(bytes,)) for group in world.honest_groups]
+        encoded = tuple(msgspec.msgpack.encode(group | {"rewards": [1.0] * len(group["rollouts"])}) for group in groups)
+        return world.encode([], encoded=encoded)
+
+
+class CutBytes(Attack):
+    """A submission whose groups break off in the middle."""
+
+    caught_by = ("shape",)
+
+    def body(self, world):
+        whole = [to_msgpack(group) for group in world.honest_groups]
+        return world.encode([], encoded=tuple(data[: len(data) // 2] for data in whole))
+
+
 ATTACKS: tuple[type[Attack], ...] = (
-    OtherModel, StalePolicy, Colder, Cooler, Hotter, Luck, BestOfN, Fabricated, EarlyEnd, HiddenPrompt, Duplicates,
-    Shuffled, CopiedAcrossSeeds, OneToken, ShiftedLogprobs, InventedLogprobs, NanLogprobs, EditedPrompt, AddedPrompt,
-    EasierTask, WrongTask, CopiedFromOtherSlot, WrongVersion, MixedVersions, ReplayedSubmission, OtherRun, EarlierSeeds,
+    OtherModel, StalePolicy, Int8Weights, Int4Weights, Bfloat16Weights, DraftThenPrefill, Int4ThenPrefill,
+    Colder, Cooler, Hotter, OwnSeeds, BestOf2, BestOf4, BestOf8, OwnOldRollouts, OthersRollouts, Duplicates, Shuffled,
+    HiddenPrompt, HiddenSystemPrompt, Fabricated, EarlyEnd, OneToken, RunnerUp,
+    ShiftedLogprobs, InventedLogprobs, NanLogprobs, EditedPrompt, SystemPrompt, SwappedPrompt, AddedPrompt,
+    EasierTask, WrongTask, CopiedFromOtherSlot, WrongVersion, MixedVersions, ReplayedSubmission, OtherRun,
     Truncated, ForgedEnding, ClaimedError, ForgedAnswer, EnvironmentAsPolicy, PolicyAsEnvironment, LongTurn,
-    ExtraRollout, MissingRollout, Empty, MissingGroup, SwappedGroups, Oversize, Garbage, GarbageGroups,
+    ExtraRollout, MissingRollout, DropsBadRollouts, Empty, DropsBadGroups, MissingGroup, SwappedGroups,
+    ForgedReward, CutBytes, Oversize, Garbage, GarbageGroups,
 )  # fmt: skip
+
+TOLERATED: tuple[type[Attack], ...] = (SpentTolerance, QuietTolerance, NudgedLogprobs)

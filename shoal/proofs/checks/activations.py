@@ -1,0 +1,74 @@
+"""Activations: the proof that came with the group holds the largest values of the policy's own hidden states.
+
+Catches proofs made with another model, version, precision or prompt, and proofs made up, typical, negated, copied,
+empty or too long (`algos/toploc` says why a forged one fails).
+Cannot see how the tokens were chosen, nor who computed the states: one prefill is enough to prove any tokens. Channels
+that vary by less than the bound on the error prove nothing; and nothing is asked where the run file says "none".
+Hard, but mild for a single chunk, and within ten times the bound on the error: arithmetic of unknown hardware reaches
+a little over, in a chunk of few tokens first, and never to the wrong half of the values.
+
+Three figures: the values of a chunk that are wrong in sign or size, the mean error of its others, and the mean error
+of the whole group. A chunk has few values, so its mean strays further than the group's.
+"""
+
+import numpy as np
+
+from shoal.algos.toploc import Figures, compare
+from shoal.proofs.context import Context, Failure, Severity, policy_positions
+from shoal.protocol.types import Group
+
+NAME = "activations"
+SEVERITY: Severity = "hard"
+
+MISMATCHED = 0.15
+"""Share of a chunk's values that noise may give another sign or size, or move out of the largest: bfloat16 moves up to
+6 %. Half of them have the wrong sign where a forger does not know it."""
+
+MILD = 10.0
+"""Times the bound within which a mean error brings no pay but no slash."""
+
+WRONG_HALF = 0.5
+"""Share of a chunk's values that no noise gives another sign or size."""
+
+SPREAD = 4.0
+"""The mean error of K values may pass the bound by this over the root of K, as a share of it."""
+
+
+def check(group: Group, ctx: Context) -> Failure | None:
+    if ctx.rules.proofs == "none":
+        return None
+    hidden = [score.hidden_PD for score in ctx.scores if score.hidden_PD is not None]
+    assert len(hidden) == len(group.rollouts), "a run that asks for proofs is scored with hidden states"
+    figures = compare(hidden, ctx.proof)
+    if isinstance(figures, str):
+        return Failure(-1, -1, len(ctx.proof), 0, f"proof of activations: {figures}")
+    failure = judge(figures, ctx.rules.activation_error)
+    if failure is None or failure.rollout < 0:
+        return failure
+    at = int(policy_positions(group.rollouts[failure.rollout])[failure.position])
+    return failure._replace(position=at)
+
+
+def judge(figures: Figures, bound: float) -> Failure | None:
+    """What is wrong with a group's figures; `bound` is on the mean relative error, the position counts policy tokens."""
+    entries_C, wrong_C = figures.entries_C, figures.mismatched_C
+    matched_C = entries_C - wrong_C
+    allowed_C = np.maximum(1, np.ceil(MISMATCHED * entries_C))
+    error_C = figures.error_C / np.maximum(1, matched_C)
+    most_C = bound * (1 + SPREAD / np.sqrt(np.maximum(1, matched_C)))
+    mean = float(figures.error_C.sum() / max(1, int(matched_C.sum())))
+    bad = np.flatnonzero((wrong_C > allowed_C) | (error_C > most_C))
+    if bad.size:
+        worst = int(bad[np.argmax(wrong_C[bad] / entries_C[bad])])
+        hopeless = int(np.count_nonzero(wrong_C > np.maximum(allowed_C, WRONG_HALF * entries_C)))
+        mild = bool(bad.size == 1) or (hopeless < 2 and mean <= MILD * bound)
+        rollout, first = int(figures.rollout_C[worst]), int(figures.first_C[worst])
+        if wrong_C[worst] > allowed_C[worst]:
+            detail = f"values of 32 tokens that the proof gives another sign or size, bad chunks: {bad.size}"
+            return Failure(rollout, first, int(wrong_C[worst]), float(allowed_C[worst]), detail, mild)
+        detail = f"mean relative error of the proof's values for 32 tokens, bad chunks: {bad.size}"
+        return Failure(rollout, first, float(error_C[worst]), float(most_C[worst]), detail, mild)
+    if mean > bound:
+        mild = mean <= MILD * bound
+        return Failure(-1, -1, mean, bound, "mean relative error of the proof's values", mild)
+    return None

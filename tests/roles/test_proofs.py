@@ -1,0 +1,52 @@
+"""Runs that ask workers for proofs of their activations, by the real roles over an in-memory network."""
+
+import asyncio
+
+import pytest
+
+from shoal.config import ACTIVATION_ERROR, check_run
+from shoal.engine.cheats import Cheat
+from shoal.errors import ConfigError
+from shoal.roles.coordinator.role import rules_of
+from tests.roles.town import Town, tiny_run
+
+
+class Negating(Cheat):
+    """Samples honestly and proves the activations with the wrong sign, which costs as much as a proof from thin air."""
+
+    def score(self, requests, temperature, hidden=False):
+        scores = self.engine.score(requests, temperature, hidden)
+        return [score._replace(hidden_PD=-score.hidden_PD) if hidden else score for score in scores]
+
+
+def test_a_run_with_proofs_ends_with_the_weights_of_one_without(tmp_path):
+    weights = []
+    for proofs in ("none", "toploc"):
+        town = Town(tmp_path / proofs, tiny_run(verify={"proofs": proofs}))
+        worker = town.worker("worker")
+        asyncio.run(town.live(town.trainer(), town.validator(), worker))
+        assert town.desk.state.nodes[worker.key].refused == 0
+        assert town.audit().findings == []
+        weights.append(town.weights())
+    assert weights[0] == weights[1]
+
+
+def test_a_worker_that_forges_its_proofs_earns_nothing_beside_an_honest_one(tmp_path):
+    town = Town(tmp_path / "run", tiny_run(verify={"proofs": "toploc"}))
+    forger, honest = town.worker("forger"), town.worker("honest")
+    make_engine = forger.make_engine
+    forger.make_engine = lambda dtype: Negating(make_engine(dtype))
+    asyncio.run(town.live(town.trainer(), town.validator(), forger, honest))
+    nodes = town.desk.state.nodes
+    assert nodes[forger.key].credits == 0 and set(nodes[forger.key].reasons) == {"activations"}
+    assert nodes[honest.key].credits > 0 and nodes[honest.key].refused == 0
+
+
+def test_a_run_file_says_how_far_a_proof_may_be_off_or_takes_what_its_dtype_needs():
+    for dtype in ("float32", "bfloat16"):
+        asked = tiny_run(policy={"dtype": dtype}, verify={"proofs": "toploc"})
+        assert rules_of(asked).activation_error == ACTIVATION_ERROR[dtype]
+    own = tiny_run(verify={"proofs": "toploc", "activation_error": 0.002})
+    assert (rules_of(own).proofs, rules_of(own).activation_error) == ("toploc", 0.002)
+    with pytest.raises(ConfigError, match=r"verify\.activation_error: between 0 and 1"):
+        check_run(tiny_run(verify={"activation_error": 1.5}))
