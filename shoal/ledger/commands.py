@@ -69,6 +69,10 @@ class Submit:
     groups: tuple[str, ...]
     draws: tuple[float, ...]
     """One in [0, 1) for each group, from the second secret chain: below the audit rate means audited."""
+    recheck: float
+    """In [0, 1), from the same chain: below the recheck rate a second validator judges what the first accepted."""
+    order: tuple[str, ...]
+    """Of all validators that the host admitted: the order of their turns, by draws from the same chain."""
     now: float
 
 
@@ -77,6 +81,9 @@ class Judge:
     key: str
     verdict: Verdict
     now: float
+    projection: str = ""
+    differs_from: tuple[str, ...] = ()
+    """As in `events.VerdictGiven`."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +116,11 @@ class Reconfigure:
 
 @dataclass(frozen=True)
 class Tick:
+    """Time has passed."""
+
     now: float
+    links: dict[int, tuple[str, str]] = field(default_factory=dict, repr=False)
+    """(link, audit link) of versions that an ended run has not revealed."""
 
 
 Command = Create | Enter | AskLease | ReturnLeases | Submit | Judge | Publish | Admin | Reconfigure | Tick

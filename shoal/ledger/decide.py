@@ -4,11 +4,14 @@ Called by the book, the log's only writer. `decide` answers a command from outsi
 alone then demands (batches, voids, the end), and is repeated until it is silent. Neither changes the state.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from functools import singledispatch
 from typing import Any
 
+from shoal.ledger import audits
 from shoal.ledger import events as ev
+from shoal.ledger.audits import groups_a_worker
 from shoal.ledger.commands import (
     Admin,
     AskLease,
@@ -23,18 +26,13 @@ from shoal.ledger.commands import (
     Tick,
     Wait,
 )
+from shoal.ledger.judging import judge, overdue, slots_of
 from shoal.ledger.state import Lease, Node, State
 from shoal.protocol.constants import MAX_LEASE_BLOCKS, MAX_OPEN_LEASES
 from shoal.protocol.identity import is_public_key
-from shoal.protocol.types import GroupVerdict, Verdict
 
 LEASE_TARGET_S = 20.0
 """A lease is sized to take a worker about this long, by its measured speed."""
-PROBATION_BLOCKS = 10
-"""Blocks in a row that must be valid before a worker is audited at the run's rate. Fewer helps a sleeper."""
-SOFT_FAILURES = 3
-"""Refused submissions, soft ones included, from which on a worker is quarantined."""
-MAX_QUARANTINE_S = 3600.0
 
 
 @singledispatch
@@ -83,6 +81,10 @@ def _(command: AskLease, state: State) -> list[ev.Body]:
     room = groups_wanted(state)
     if room <= 0:
         raise Wait(f"enough groups are in flight for version {state.version}", 1.0)
+    share = groups_a_worker(state.law) * _open_batches(state)
+    room = min(room, share - _supply(state)[command.key])
+    if room <= 0:
+        raise Wait(f"your share of the coming batches is full: {share} groups (verify.worker_share)", 1.0)
     version, blocks = _blocks_to_lease(state, node, command.tokens_per_s, room)
     deadline = command.now + state.law.lease_s * len(blocks)
     return [ev.LeaseGranted(str(len(state.leases)), command.key, version, tuple(blocks), deadline)]
@@ -100,23 +102,42 @@ def _refuse_when_not_running(state: State) -> None:
 
 def groups_wanted(state: State) -> int:
     """Groups that may still be leased: accepted and in flight stay below (max_staleness + 1) batches (DESIGN §2)."""
-    law = state.law
-    steps_left = law.steps - state.version
-    wanted = min(law.max_staleness + 1, steps_left) * law.batch_groups
-    next_step = len(state.batches)
-    usable = sum(1 for version, _ in state.pool if next_step - version <= law.max_staleness)
-    batched = (next_step - state.version) * law.batch_groups
-    return wanted - usable - batched - groups_in_flight(state)
+    batches, each = _open_batches(state), groups_a_worker(state.law)
+    # What a worker holds beyond its share will fill no batch: counted, it would keep the others from work for ever.
+    supply = sum(min(groups, each * batches) for groups in _supply(state).values())
+    return batches * state.law.batch_groups - supply
+
+
+def _open_batches(state: State) -> int:
+    """Batches that may be formed before the trainer publishes again."""
+    steps_left = state.law.steps - state.version
+    return min(state.law.max_staleness + 1, steps_left) - (len(state.batches) - state.version)
+
+
+def _supply(state: State) -> Counter[str]:
+    """Groups for the coming batches by worker: accepted, leased, or sent and not yet judged."""
+    return Counter(state.maker_of(place) for place in _usable(state)) + _in_flight(state)
+
+
+def _usable(state: State) -> list[tuple[int, int]]:
+    """Accepted groups with signal that the next batch may take, in the order of acceptance."""
+    step, law = len(state.batches), state.law
+    return [place for place in state.pool if step - place[0] <= law.max_staleness]
 
 
 def groups_in_flight(state: State) -> int:
     """Groups leased, or sent and not yet judged, of versions that can still be learned from."""
-    oldest = max(0, state.version - state.law.max_staleness)
-    return state.law.block_groups * sum(
-        block.status in ("leased", "submitted")
-        for version in range(oldest, len(state.versions))
-        for block in state.versions[version].blocks.values()
-    )
+    return _in_flight(state).total()
+
+
+def _in_flight(state: State) -> Counter[str]:
+    """The same by worker."""
+    oldest, groups = max(0, state.version - state.law.max_staleness), Counter[str]()
+    for version in range(oldest, len(state.versions)):
+        for block in state.versions[version].blocks.values():
+            if block.status in ("leased", "submitted"):
+                groups[state.leases[block.lease].worker] += state.law.block_groups
+    return groups
 
 
 def _blocks_to_lease(state: State, node: Node, tokens_per_s: float, room: int) -> tuple[int, list[int]]:
@@ -163,10 +184,14 @@ def _(command: Submit, state: State) -> list[ev.Body]:
     if len(command.groups) != expected:
         raise Refused("malformed", f"lease {lease.id} has {expected} slots, the submission {len(command.groups)}")
     received = ev.SubmissionReceived(command.lease, command.key, command.digest, command.size_bytes, command.groups)
-    rate = state.law.audit_rate if node.valid_blocks >= PROBATION_BLOCKS else 1.0
+    rate = audits.audit_rate(node.valid_blocks, state.law.audit_rate)
     drawn = zip(slots_of(state, lease), command.draws, strict=True)
     audited = tuple(slot for slot, draw in drawn if draw < rate)
-    return [received, ev.AuditDrawn(command.digest, audited)]
+    mean_influence = state.influence / state.accepted_groups if state.accepted_groups else 0.0
+    recheck = command.recheck < audits.RECHECK_RATE
+    judges = state.judges()
+    order = tuple(key for key in command.order if key in judges)
+    return [received, ev.AuditDrawn(command.digest, audited, rate, command.draws, mean_influence, recheck, order)]
 
 
 def _refuse_superseded(state: State, lease: Lease) -> None:
@@ -181,76 +206,10 @@ def _refuse_superseded(state: State, lease: Lease) -> None:
         raise Refused("superseded", f"lease {lease.id} lapsed and its blocks were leased again")
 
 
-def slots_of(state: State, lease: Lease) -> list[int]:
-    """Slots of a lease, in the order of its groups."""
-    per_block = state.law.block_groups
-    return [slot for block in lease.blocks for slot in range(block * per_block, (block + 1) * per_block)]
-
-
 @decide.register
 def _(command: Judge, state: State) -> list[ev.Body]:
     _member(state, command.key, "validator")
-    verdict, submission = command.verdict, state.submissions.get(command.verdict.submission)
-    if submission is None:
-        raise Refused("unknown", f"no submission {verdict.submission[:12]}")
-    if submission.decided:
-        return []
-    lease = state.leases[submission.lease]
-    _refuse_malformed_verdict(state, lease, submission.audited, verdict)
-    by_block = _by_block(state, lease, verdict.groups)
-    accepted = tuple(i for i, groups in by_block.items() if all(g.outcome in ("accept", "void") for g in groups))
-    refused = tuple(i for i in lease.blocks if i not in accepted)
-    events: list[ev.Body] = [ev.VerdictGiven(submission.digest, command.key, verdict.groups)]
-    events.append(ev.Decision(submission.digest, accepted, refused))
-    order = slots_of(state, lease)
-    for block in accepted:
-        for group in by_block[block]:
-            index = order.index(group.slot)
-            if group.outcome == "void":
-                events.append(ev.SlotVoid(lease.version, (group.slot,), f"environment: {group.detail}"))
-                continue
-            digest = submission.groups[index]
-            events.append(
-                ev.GroupAccepted(
-                    lease.version, group.slot, submission.digest, index, digest, group.tokens, group.rewards
-                )
-            )
-            events.append(ev.Credit(lease.worker, lease.version, group.slot, group.tokens))
-    if refused:
-        events += _penalty(state, lease, verdict, command.now)
-    return events
-
-
-def _refuse_malformed_verdict(state: State, lease: Lease, audited: tuple[int, ...], verdict: Verdict) -> None:
-    if tuple(group.slot for group in verdict.groups) != tuple(slots_of(state, lease)):
-        raise Refused("malformed", "a verdict names every slot of the lease once, in order")
-    for group in verdict.groups:
-        if group.outcome != "accept":
-            continue
-        if len(group.rewards) != state.law.group_size or group.tokens < 0:
-            raise Refused("malformed", f"slot {group.slot}: an accepted group has {state.law.group_size} rewards")
-        if group.slot in audited and not group.audited:
-            raise Refused("malformed", f"slot {group.slot} was drawn for audit but not audited")
-
-
-def _by_block(state: State, lease: Lease, groups: tuple[GroupVerdict, ...]) -> dict[int, list[GroupVerdict]]:
-    """A block is generated as one batch, so it is accepted whole or not at all."""
-    size = state.law.block_groups
-    return {block: list(groups[i * size : (i + 1) * size]) for i, block in enumerate(lease.blocks)}
-
-
-def _penalty(state: State, lease: Lease, verdict: Verdict, now: float) -> Iterator[ev.Body]:
-    """Quarantine after a hard refusal or several soft ones, longer each time; the leases in hand are given back."""
-    node = state.nodes[lease.worker]
-    failures = node.failures + 1
-    first = next(group for group in verdict.groups if group.outcome in ("soft", "hard"))
-    if not any(group.outcome == "hard" for group in verdict.groups) and failures % SOFT_FAILURES:
-        return
-    seconds = float(state.config.get("verify", {}).get("quarantine_s", 30.0))
-    until = now + min(MAX_QUARANTINE_S, seconds * 2.0 ** min(failures - 1, 20))
-    for held in state.open_leases_of(lease.worker):
-        yield ev.LeaseLapsed(held.id, "quarantine")
-    yield ev.NodeQuarantined(lease.worker, until, f"{first.check}: {first.detail}")
+    return judge(command, state)
 
 
 @decide.register
@@ -306,9 +265,35 @@ def _(command: Reconfigure, state: State) -> list[ev.Body]:
 
 @decide.register
 def _(command: Tick, state: State) -> list[ev.Body]:
-    late = [i for i in state.open_leases if state.leases[i].deadline < command.now]
+    late = [state.leases[i] for i in state.open_leases if state.leases[i].deadline < command.now]
     served = [n for n in state.nodes.values() if n.standing == "quarantined" and n.until <= command.now]
-    return [*(ev.LeaseLapsed(i, "deadline") for i in late), *(ev.NodeRestored(node.key) for node in served)]
+    return [
+        *(ev.LeaseLapsed(lease.id, "deadline") for lease in late),
+        *_forfeits(state, late),
+        *(ev.NodeRestored(node.key) for node in served),
+        *overdue(state, command.now),
+        *_reveal_rest(state, command.links),
+    ]
+
+
+def _reveal_rest(state: State, links: dict[int, tuple[str, str]]) -> Iterator[ev.Body]:
+    """A run that was drained publishes no further version, so the secrets of its last ones come out at its end."""
+    if state.phase == "ended":
+        for version, (link, audit_link) in sorted(links.items()):
+            if not state.versions[version].revealed:
+                yield ev.LinkRevealed(version, link, audit_link)
+
+
+def _forfeits(state: State, late: list[Lease]) -> Iterator[ev.Body]:
+    """What lapses cost: beyond the free share, a lease's worth of the newest pay for each."""
+    lapses, kept = Counter[str](), {lease.worker: list(state.nodes[lease.worker].escrow) for lease in late}
+    for lease in late:
+        node, escrow = state.nodes[lease.worker], kept[lease.worker]
+        lapses[node.key] += 1
+        groups = min(len(escrow), len(lease.blocks) * state.law.block_groups)
+        if groups and node.lapsed + lapses[node.key] > 1 + audits.FREE_LAPSES * node.leases:
+            yield ev.Forfeited(node.key, lease.id, groups, sum(escrow[-groups:]))
+            del escrow[-groups:]
 
 
 def _member(state: State, key: str, role: str) -> Node:
@@ -317,16 +302,28 @@ def _member(state: State, key: str, role: str) -> Node:
         raise Refused("not_joined", f"{key[:12]} has not joined as a {role}: POST /v1/nodes first")
     if node.standing == "kicked":
         raise Refused("kicked", f"the host removed {node.name} ({key[:12]}) from this run")
+    if node.standing == "suspended":
+        raise Refused("kicked", f"validator {node.name} ({key[:12]}) was outvoted {node.failures} times and is asked no "
+                      "more: ask the host to look into it")  # fmt: skip
     return node
 
 
 def follow(state: State) -> list[ev.Body]:
     """What the state alone demands next; silent when nothing."""
-    if state.seq < 0 or state.version < 0 or state.phase == "ended":
+    if state.seq < 0 or state.version < 0:
         return []
+    if state.phase == "ended":
+        return _vest_rest(state)
     if state.version >= state.law.steps or _has_drained(state):
         return [ev.RunEnded(state.version)]
     return _void_stale(state) or _form_batch(state)
+
+
+def _vest_rest(state: State) -> list[ev.Body]:
+    """Once a run has ended and nothing is disputed, what was earned is everyone's for good."""
+    if state.pending or state.rechecks:
+        return []
+    return [ev.Vested(n.key, len(n.escrow), sum(n.escrow)) for n in state.nodes.values() if n.escrow]
 
 
 def _has_drained(state: State) -> bool:
@@ -350,13 +347,28 @@ def _form_batch(state: State) -> list[ev.Body]:
     step, law = len(state.batches), state.law
     if step >= law.steps or step > state.version + law.max_staleness:
         return []
-    if law.max_staleness == 0:
-        members = _first_by_slot(state, step)
-    else:
-        members = [place for place in state.pool if step - place[0] <= law.max_staleness][: law.batch_groups]
+    members = _first_by_slot(state, step) if law.max_staleness == 0 else next_members(state)
     if len(members) < law.batch_groups:
         return []
     return [ev.BatchFormed(step, tuple(sorted(members)))]
+
+
+def next_members(state: State) -> list[tuple[int, int]]:
+    """Groups that the next batch would take now, in the order of acceptance, of no worker more than its share."""
+    members: list[tuple[int, int]] = []
+    taken, most = Counter[str](), groups_a_worker(state.law)
+    for place in _usable(state):
+        maker = state.maker_of(place)
+        if taken[maker] < most and len(members) < state.law.batch_groups:
+            taken[maker] += 1
+            members.append(place)
+    return members
+
+
+def groups_beyond_share(state: State) -> int:
+    """Usable groups that the next batch leaves because their workers have filled their share of it."""
+    members = next_members(state)
+    return len(_usable(state)) - len(members) if len(members) < state.law.batch_groups else 0
 
 
 def _first_by_slot(state: State, version: int) -> list[tuple[int, int]]:

@@ -75,14 +75,30 @@ class SubmissionReceived(Message, frozen=True):
 
 
 class AuditDrawn(Message, frozen=True):
+    """How closely a submission is looked at, fixed before anyone has judged it."""
+
     submission: str
     slots: tuple[int, ...]
+    """Drawn for audit; more may be due by the influence that their rewards show, see `audits.must_audit`."""
+    rate: float = 1.0
+    draws: tuple[float, ...] = ()
+    """One for each group, in [0, 1)."""
+    mean_influence: float = 0.0
+    """Of the groups accepted until now."""
+    recheck: bool = False
+    """Whether a second validator judges it again once it is accepted."""
+    order: tuple[str, ...] = ()
+    """Validators in the order of their turns."""
 
 
 class VerdictGiven(Message, frozen=True):
     submission: str
     validator: str
     groups: tuple[GroupVerdict, ...]
+    projection: str = ""
+    """Digest of its projections of the activations, a blob that is private until all have judged."""
+    differs_from: tuple[str, ...] = ()
+    """Validators who judged before, and whose projections are not of the activations that this one found."""
 
 
 class Decision(Message, frozen=True):
@@ -91,6 +107,8 @@ class Decision(Message, frozen=True):
     submission: str
     accepted: tuple[int, ...]
     refused: tuple[int, ...]
+    disputed: tuple[int, ...] = ()
+    """Of the refused: those on which validators differ. No pay, and no blame."""
 
 
 class GroupAccepted(Message, frozen=True):
@@ -135,10 +153,49 @@ class Credit(Message, frozen=True):
     tokens: int
 
 
+class Vested(Message, frozen=True):
+    """The oldest pay of a node that a slash can no longer take."""
+
+    node: str
+    groups: int
+    tokens: int
+
+
+class Forfeited(Message, frozen=True):
+    """Pay lost for a lease that lapsed, beyond the share that may lapse freely: the newest groups not yet vested."""
+
+    node: str
+    lease: str
+    groups: int
+    tokens: int
+
+
+class Slash(Message, frozen=True):
+    """Two validators found a forgery: all of the node's pay that was not vested is gone."""
+
+    node: str
+    submission: str
+    tokens: int
+
+
+class Rechecked(Message, frozen=True):
+    """How a second look at an accepted submission ended: confirmed, forged or undecided."""
+
+    submission: str
+    outcome: str
+
+
+class ValidatorFault(Message, frozen=True):
+    validator: str
+    submission: str
+    cause: str
+
+
 class NodeQuarantined(Message, frozen=True):
     node: str
     until: float
     cause: str
+    submission: str = ""
 
 
 class NodeRestored(Message, frozen=True):
@@ -165,6 +222,11 @@ Body = (
     | CheckpointPublished
     | LinkRevealed
     | Credit
+    | Vested
+    | Forfeited
+    | Slash
+    | Rechecked
+    | ValidatorFault
     | NodeQuarantined
     | NodeRestored
     | RunEnded
@@ -186,6 +248,11 @@ KINDS: dict[str, type[Body]] = {
     "checkpoint_published": CheckpointPublished,
     "link_revealed": LinkRevealed,
     "credit": Credit,
+    "vested": Vested,
+    "forfeited": Forfeited,
+    "slash": Slash,
+    "rechecked": Rechecked,
+    "validator_fault": ValidatorFault,
     "node_quarantined": NodeQuarantined,
     "node_restored": NodeRestored,
     "run_ended": RunEnded,

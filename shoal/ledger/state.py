@@ -9,8 +9,10 @@ from typing import Any
 
 import msgspec
 
+from shoal.algos.replay import Evidence, Figures, update
 from shoal.ledger import events as ev
-from shoal.protocol.types import EnvSpec, Rules, Sampling
+from shoal.ledger.audits import VALIDATOR_FAULTS, influence
+from shoal.protocol.types import EnvSpec, GroupVerdict, Rules, Sampling
 from shoal.protocol.wire import digest, to_json
 
 
@@ -29,12 +31,23 @@ class Node(msgspec.Struct):
     refused: int = 0
     lapsed: int = 0
     reasons: dict[str, int] = {}
+    leases: int = 0
+    """Ever granted: lapses are a share of them."""
+    escrow: list[int] = []
+    """Tokens of the groups whose pay is not vested, oldest first: what a slash takes."""
+    vested: int = 0
+    influence: float = 0.0
+    """Of its groups that batches took, see `audits.influence`."""
     valid_blocks: int = 0
     """Accepted blocks since the last refused one: decides the audit rate."""
+    evidence: Evidence = Evidence()
+    """Against the honesty of its sampling over time."""
     failures: int = 0
     """Refused submissions so far: each doubles the next quarantine."""
     until: float = 0.0
     """End of the quarantine, seconds since the epoch."""
+    quarantined_for: str = ""
+    """The submission that led to it."""
     last_reason: str = ""
 
 
@@ -66,6 +79,7 @@ class Slot(msgspec.Struct):
     index: int = 0
     digest: str = ""
     rewards: tuple[float, ...] = ()
+    tokens: int = 0
     step: int = -1
     """The batch that took it."""
 
@@ -79,7 +93,20 @@ class Submission(msgspec.Struct):
     head: str
     time: float
     groups: tuple[str, ...]
+    voted_at: float
+    """When the last vote came, or the submission itself."""
     audited: tuple[int, ...] = ()
+    rate: float = 1.0
+    draws: tuple[float, ...] = ()
+    mean_influence: float = 0.0
+    recheck: bool = False
+    order: tuple[str, ...] = ()
+    votes: dict[str, tuple[GroupVerdict, ...]] = {}
+    """Validators' verdicts in the order in which they came; dropped when no more can follow."""
+    projections: dict[str, str] = {}
+    """Blob of each validator's projections."""
+    differs: list[tuple[str, str]] = []
+    """(validator, earlier validator) where the first found other activations than the second claims."""
     decided: bool = False
 
 
@@ -116,7 +143,11 @@ class State(msgspec.Struct):
     """(version, slot) of accepted groups with signal that no batch has taken, in the order of acceptance."""
     batches: dict[int, tuple[tuple[int, int], ...]] = {}
     issued: int = 0
-    """Credits ever issued: the sum of all balances."""
+    """Credits ever issued: the sum of all balances and of what is burned."""
+    burned: int = 0
+    """Credits slashed and forfeited."""
+    influence: float = 0.0
+    """Sum over accepted groups: with their number, the mean that audits are measured by."""
     block_tokens: int = 0
     """Policy tokens of accepted groups, and below their number: the mean sizes leases."""
     accepted_groups: int = 0
@@ -127,6 +158,8 @@ class State(msgspec.Struct):
     """(version, block) of blocks that were given back, ascending."""
     pending: list[str] = []
     """Submissions without a decision, oldest first."""
+    rechecks: list[str] = []
+    """Accepted submissions that await a second validator, oldest first."""
     seq: int = -1
     head: str = ev.GENESIS
 
@@ -140,6 +173,16 @@ class State(msgspec.Struct):
         """The rules of a created run."""
         assert self.rules is not None, "the run is not created"
         return self.rules
+
+    def judges(self) -> list[str]:
+        """Keys of the validators that take part, sorted."""
+        taking_part = (node for node in self.nodes.values() if node.role == "validator")
+        return sorted(node.key for node in taking_part if node.standing not in ("kicked", "suspended"))
+
+    def maker_of(self, place: tuple[int, int]) -> str:
+        """Key of the worker whose group a (version, slot) holds."""
+        version, slot = place
+        return self.leases[self.submissions[self.versions[version].slots[slot].submission].lease].worker
 
     def open_leases_of(self, worker: str) -> list[Lease]:
         """Open leases of a worker, oldest first."""
@@ -191,6 +234,8 @@ def _(body: ev.NodeJoined, state: State, entry: ev.Entry) -> None:
     facts = (body.role, body.name, body.implementation, body.dtype, body.device)
     if body.key in state.nodes:
         node = state.nodes[body.key]
+        if facts[2:] != (node.implementation, node.dtype, node.device):
+            node.valid_blocks = 0  # another engine has to show itself first
         node.role, node.name, node.implementation, node.dtype, node.device = facts
     else:
         state.nodes[body.key] = Node(body.key, *facts)
@@ -200,6 +245,7 @@ def _(body: ev.NodeJoined, state: State, entry: ev.Entry) -> None:
 def _(body: ev.LeaseGranted, state: State, entry: ev.Entry) -> None:
     state.leases[body.lease] = Lease(body.lease, body.worker, body.version, body.blocks, entry.time, body.deadline)
     state.open_leases.append(body.lease)
+    state.nodes[body.worker].leases += 1
     for block in body.blocks:
         state.versions[body.version].blocks[block] = Block("leased", body.lease)
     _take(state, body.version, body.blocks)
@@ -224,27 +270,44 @@ def _(body: ev.SubmissionReceived, state: State, entry: ev.Entry) -> None:
     for block in lease.blocks:
         state.versions[lease.version].blocks[block].status = "submitted"
     _take(state, lease.version, lease.blocks)
-    state.submissions[body.digest] = Submission(body.lease, body.digest, entry.seq, entry.hash, entry.time, body.groups)
+    state.submissions[body.digest] = Submission(
+        body.lease, body.digest, entry.seq, entry.hash, entry.time, body.groups, voted_at=entry.time
+    )
     state.pending.append(body.digest)
 
 
 @_apply.register
 def _(body: ev.AuditDrawn, state: State, entry: ev.Entry) -> None:
-    state.submissions[body.submission].audited = body.slots
+    submission = state.submissions[body.submission]
+    submission.audited, submission.rate, submission.draws = body.slots, body.rate, body.draws
+    submission.mean_influence, submission.recheck, submission.order = body.mean_influence, body.recheck, body.order
 
 
 @_apply.register
 def _(body: ev.VerdictGiven, state: State, entry: ev.Entry) -> None:
-    lease = state.leases[state.submissions[body.submission].lease]
-    node = state.nodes[lease.worker]
+    submission = state.submissions[body.submission]
+    node = state.nodes[state.leases[submission.lease].worker]
+    if not submission.votes:
+        node.evidence = evidence_after(state, body.validator, node, body.groups)
+    submission.votes = {**submission.votes, body.validator: body.groups}
+    submission.differs += [(body.validator, other) for other in body.differs_from]
+    if body.projection:
+        submission.projections[body.validator] = body.projection
+    submission.voted_at = entry.time
     for verdict in body.groups:
         if verdict.outcome in ("soft", "hard"):
-            node.refused += 1
-            node.reasons[verdict.check] = node.reasons.get(verdict.check, 0) + 1
             node.last_reason = f"{verdict.check}: {verdict.detail}"
             if verdict.bound:
                 node.last_reason += f" ({verdict.figure:.3g}, allowed are {verdict.bound:.3g})"
-            state.refused[verdict.check] = state.refused.get(verdict.check, 0) + 1
+
+
+def evidence_after(state: State, validator: str, node: Node, groups: tuple[GroupVerdict, ...]) -> Evidence:
+    """Evidence about a worker once the audited groups of a first verdict are added to what was known."""
+    evidence, noise = node.evidence, state.law.bounds.get(f"{state.law.dtype}/{state.nodes[validator].dtype}")
+    for group in groups:
+        if noise is not None and group.audited and group.outcome == "accept":
+            evidence = update(evidence, Figures(group.tokens, group.flipped, group.gap_sum), noise)
+    return evidence
 
 
 @_apply.register
@@ -259,20 +322,40 @@ def _(body: ev.Decision, state: State, entry: ev.Entry) -> None:
         blocks[block].status = "done"
     _give_back(state, lease.version, body.refused)
     node = state.nodes[lease.worker]
-    if body.refused:
+    for check, groups in _refused_groups(state, lease, submission, body).items():
+        node.refused += groups
+        node.reasons[check] = node.reasons.get(check, 0) + groups
+        state.refused[check] = state.refused.get(check, 0) + groups
+    if set(body.refused) - set(body.disputed):
         node.valid_blocks, node.failures = 0, node.failures + 1
     else:
         node.valid_blocks += len(body.accepted)
-        if node.standing == "new":
+        if node.standing == "new" and body.accepted:
             node.standing = "good"
+    if submission.recheck and not body.refused and len(submission.votes) == 1 and len(state.judges()) > 1:
+        state.rechecks.append(body.submission)
+    else:
+        submission.votes = {}
+
+
+def _refused_groups(state: State, lease: Lease, submission: Submission, body: ev.Decision) -> dict[str, int]:
+    """Groups of the refused blocks by the check that refused them, as the first vote tells; disputed ones are no fault."""
+    size, refused = state.law.block_groups, dict[int, str]()
+    faulty = set(body.refused) - set(body.disputed)
+    for groups in submission.votes.values():
+        for index, group in enumerate(groups):
+            if lease.blocks[index // size] in faulty and group.outcome in ("soft", "hard"):
+                refused.setdefault(group.slot, group.check)
+    return {check: list(refused.values()).count(check) for check in refused.values()}
 
 
 @_apply.register
 def _(body: ev.GroupAccepted, state: State, entry: ev.Entry) -> None:
     signal = len(set(body.rewards)) > 1
     state.versions[body.version].slots[body.slot] = Slot(
-        "signal" if signal else "flat", body.submission, body.index, body.digest, body.rewards
+        "signal" if signal else "flat", body.submission, body.index, body.digest, body.rewards, body.tokens
     )
+    state.influence += influence(body.rewards, body.tokens)
     if signal:
         state.pool.append((body.version, body.slot))
     worker = state.leases[state.submissions[body.submission].lease].worker
@@ -296,8 +379,10 @@ def _(body: ev.BatchFormed, state: State, entry: ev.Entry) -> None:
     state.batches[body.step] = body.groups
     members = set(body.groups)
     state.pool = [place for place in state.pool if place not in members]
-    for version, slot in body.groups:
-        state.versions[version].slots[slot].step = body.step
+    for version, number in body.groups:
+        slot = state.versions[version].slots[number]
+        slot.step = body.step
+        state.nodes[state.maker_of((version, number))].influence += influence(slot.rewards, slot.tokens)
 
 
 @_apply.register
@@ -312,14 +397,61 @@ def _(body: ev.LinkRevealed, state: State, entry: ev.Entry) -> None:
 
 @_apply.register
 def _(body: ev.Credit, state: State, entry: ev.Entry) -> None:
-    state.nodes[body.node].credits += body.tokens
+    node = state.nodes[body.node]
+    node.credits += body.tokens
+    node.escrow.append(body.tokens)
     state.issued += body.tokens
 
 
 @_apply.register
+def _(body: ev.Vested, state: State, entry: ev.Entry) -> None:
+    node = state.nodes[body.node]
+    node.vested += body.tokens
+    del node.escrow[: body.groups]
+
+
+@_apply.register
+def _(body: ev.Forfeited, state: State, entry: ev.Entry) -> None:
+    node = state.nodes[body.node]
+    del node.escrow[len(node.escrow) - body.groups :]
+    _burn(state, node, body.tokens)
+
+
+@_apply.register
+def _(body: ev.Slash, state: State, entry: ev.Entry) -> None:
+    node = state.nodes[body.node]
+    node.escrow.clear()
+    node.valid_blocks = 0
+    _burn(state, node, body.tokens)
+
+
+def _burn(state: State, node: Node, tokens: int) -> None:
+    node.credits -= tokens
+    state.burned += tokens
+
+
+@_apply.register
+def _(body: ev.Rechecked, state: State, entry: ev.Entry) -> None:
+    state.rechecks.remove(body.submission)
+    state.submissions[body.submission].votes = {}
+
+
+@_apply.register
+def _(body: ev.ValidatorFault, state: State, entry: ev.Entry) -> None:
+    node = state.nodes[body.validator]
+    node.failures += 1
+    node.last_reason = body.cause
+    if node.failures >= VALIDATOR_FAULTS:
+        node.standing = "suspended"
+
+
+@_apply.register
 def _(body: ev.NodeQuarantined, state: State, entry: ev.Entry) -> None:
-    state.nodes[body.node].standing = "quarantined"
-    state.nodes[body.node].until = body.until
+    node = state.nodes[body.node]
+    node.standing, node.until, node.quarantined_for = "quarantined", body.until, body.submission
+    node.evidence = Evidence()
+    if not node.last_reason.startswith(body.cause):  # else a verdict has told it with its figures
+        node.last_reason = body.cause
 
 
 @_apply.register

@@ -7,8 +7,10 @@ sentence, and an empty list means that the log holds.
 from collections import Counter
 from collections.abc import Iterable
 
+from shoal.errors import StateError
 from shoal.ledger import events as ev
 from shoal.ledger.book import checked_entry
+from shoal.ledger.redecide import FAULTS, redecide
 from shoal.ledger.state import State, apply, state_hash
 from shoal.protocol.randomness import link_follows
 from shoal.protocol.types import Receipt
@@ -22,6 +24,7 @@ class Audit:
 
     def __init__(self) -> None:
         self.state = State()
+        self.entries: list[ev.Entry] = []
         self.findings: list[str] = []
         self.received: Counter[str] = Counter()
         self.decided: Counter[str] = Counter()
@@ -32,7 +35,7 @@ class Audit:
         self.links: dict[int, ev.LinkRevealed] = {}
 
     def see(self, entry: ev.Entry) -> None:
-        """Book one entry and count what must balance at the end."""
+        """Book one entry and count what must balance at the end. Raises `StateError` if it cannot be booked."""
         match entry.body:
             case ev.SubmissionReceived(digest=digest):
                 self.received[digest] += 1
@@ -49,11 +52,19 @@ class Audit:
                 self.links[version] = entry.body
             case _:
                 pass
-        apply(self.state, entry)
+        try:
+            apply(self.state, entry)
+        except FAULTS as fault:
+            raise StateError(
+                f"the log is broken at event {entry.seq}: {ev.kind_of(entry.body)} speaks of something that the log "
+                f"does not hold ({type(fault).__name__}). No coordinator wrote this; ask for the log elsewhere"
+            ) from None
+        self.entries.append(entry)
 
 
 def verify(rows: Iterable[tuple[bytes, str]], receipts: Iterable[Receipt] = ()) -> Audit:
-    """Replay stored rows and check them, and that every receipt given is in the log once.
+    """Replay stored rows and check them, that every event follows from the rules, and that every receipt given is in
+    the log once.
 
     Raises `StateError` where the chain of hashes breaks: nothing after that can be trusted.
     """
@@ -76,31 +87,57 @@ def verify(rows: Iterable[tuple[bytes, str]], receipts: Iterable[Receipt] = ()) 
         if count != 1 or place not in audit.accepted:
             say(f"group of version {place[0]} slot {place[1]}: used {count} times, accepted {audit.accepted[place]}")
     balances = sum(node.credits for node in audit.state.nodes.values())
-    if not balances == audit.state.issued == audit.tokens:
-        say(f"balances sum to {balances}, issued are {audit.state.issued}, credit events sum to {audit.tokens}")
+    burned = audit.state.burned
+    if not balances + burned == audit.state.issued == audit.tokens:
+        say(f"balances sum to {balances} and {burned} are burned, issued are {audit.state.issued}, credit events sum "
+            f"to {audit.tokens}")  # fmt: skip
     _check_links(audit)
-    _check_receipts(audit, receipts)
+    audit.findings += redecide(audit.entries, audit.links)
+    check_receipts(audit, receipts)
     return audit
 
 
 def _check_links(audit: Audit) -> None:
-    """Revealed links must lead back to the ends published when the run was created."""
-    for version, revealed in audit.links.items():
-        for purpose, link, end in (
-            (SLOT_CHAIN, revealed.link, audit.state.chain_end),
-            (AUDIT_CHAIN, revealed.audit_link, audit.state.audit_chain_end),
-        ):
-            if not link_follows(purpose, bytes.fromhex(link), bytes.fromhex(end), version + 1):
-                audit.findings.append(f"the link revealed for version {version} does not lead to the published end")
+    """Revealed links must lead back to the ends published when the run was created: only then are they used."""
+    ends = audit.state.chain_end, audit.state.audit_chain_end
+    for version, revealed in sorted(audit.links.items()):
+        links = revealed.link, revealed.audit_link
+        chains = zip((SLOT_CHAIN, AUDIT_CHAIN), links, ends, strict=True)
+        if not all(_leads_back(purpose, link, end, version + 1) for purpose, link, end in chains):
+            audit.findings.append(f"the link revealed for version {version} does not lead to the published end")
+            del audit.links[version]
 
 
-def _check_receipts(audit: Audit, receipts: Iterable[Receipt]) -> None:
-    for receipt in receipts:
+def _leads_back(purpose: str, link: str, end: str, steps: int) -> bool:
+    try:
+        return link_follows(purpose, bytes.fromhex(link), bytes.fromhex(end), steps)
+    except ValueError:  # no hex
+        return False
+
+
+def check_receipts(audit: Audit, receipts: Iterable[Receipt], whose: str = "") -> int:
+    """Add a finding for each receipt that this log does not honour; returns how many were of this run.
+
+    Their signatures have been verified: each is the run key's word for a submission at a place under a head. Where
+    the log holds another head at that place, two histories were signed: the receipt and this log are the evidence.
+    """
+    ours = [receipt for receipt in receipts if receipt.run == audit.state.run]
+    for receipt in ours:
         submission = audit.state.submissions.get(receipt.digest)
+        if submission is not None and (submission.seq, submission.head) == (receipt.seq, receipt.head):
+            continue
+        what = f"the receipt of submission {receipt.digest[:12]}" + (f" in {whose}" if whose else "")
         if submission is None:
-            audit.findings.append(f"lost: submission {receipt.digest[:12]} has a receipt but is not in the log")
-        elif (submission.seq, submission.head) != (receipt.seq, receipt.head):
-            audit.findings.append(f"fork: the receipt of submission {receipt.digest[:12]} names another history")
+            finding = f"lost: {what} is signed, but the submission is not in the log"
+        else:
+            finding = f"fork: {what} names another place or head than event {submission.seq} of the log"
+        if 0 <= receipt.seq < len(audit.entries) and audit.entries[receipt.seq].hash != receipt.head:
+            finding += (
+                f"; a fork: the run key signed head {receipt.head[:12]} at event {receipt.seq}, where this log has "
+                f"{audit.entries[receipt.seq].hash[:12]}"
+            )
+        audit.findings.append(finding)
+    return len(ours)
 
 
 def report(audit: Audit) -> str:

@@ -50,6 +50,19 @@ class EnvSpec(Message, frozen=True):
     args: dict[str, Any]
 
 
+class Bounds(Message, frozen=True):
+    """What honest arithmetic may do between a dtype that samples and one that replays; see `algos/replay`."""
+
+    gap: float
+    """A token whose replay gap (logits / temperature + noise) exceeds this counts as flipped, nats."""
+    flipped: float
+    """Share of an honest node's tokens that are flipped, at most."""
+    mean_gap: float
+    """Mean gap of an honest node's tokens, each counted at most `gap`, at most; nats."""
+    logprob: float
+    """Largest |claimed - replayed| log-probability of one token that passes, nats."""
+
+
 class Rules(Message, frozen=True):
     """The part of the run file that every node must know."""
 
@@ -61,15 +74,17 @@ class Rules(Message, frozen=True):
     lease_s: float
     audit_rate: float
     dtype: str
-    """Published and sampled precision: float32 or bfloat16."""
-    logprob_bound: float
-    """Largest |claimed - replayed| log-probability of one token that passes."""
-    gap_bound: float
-    """A token whose replay gap (logits + noise, in nats) exceeds this counts as flipped."""
-    max_flipped: float
-    """Share of flipped tokens of a rollout that passes, rounded up to at least one token."""
-    mean_gap_bound: float
-    """Largest mean clipped gap of a group that passes."""
+    """In which workers sample: float32, bfloat16 or int8. The manifest says in which a version is published."""
+    bounds: dict[str, Bounds]
+    """By "sampled/replayed", such as "bfloat16/float32": the run's dtype, and that of the validator's engine."""
+    proofs: Literal["none", "toploc"] = "none"
+    """What a worker proves of its activations: nothing, or one proof in TOPLOC's format for each group."""
+    activation_error: float = 0.0
+    """Mean relative error of a group's proof that passes."""
+    worker_share: float = 1.0
+    """Largest share of a batch's groups that one worker may fill, but always one group; 1 where max_staleness is 0."""
+    paid_tokens: int = 0
+    """Policy tokens paid for each rollout, on average over its group, at most; 0 pays all."""
 
 
 class RunInfo(Message, frozen=True):
@@ -113,7 +128,7 @@ class NodeState(Message, frozen=True):
     key: str
     role: str
     name: str
-    standing: Literal["new", "good", "quarantined", "kicked"]
+    standing: Literal["new", "good", "quarantined", "suspended", "kicked"]
     credits: int
     """Policy tokens accepted and not slashed."""
     accepted: int
@@ -125,6 +140,12 @@ class NodeState(Message, frozen=True):
     """Refused groups by the check that refused them."""
     last_reason: str
     """The latest of them in full."""
+    vested: int = 0
+    """Of the credits, those that a slash can no longer take."""
+    leases: int = 0
+    """Ever granted; `lapsed` are a share of them."""
+    influence: float = 0.0
+    """Of its groups that the trainer learned from: the sum of mean |reward - group mean| times policy tokens."""
 
 
 # --- work ---
@@ -269,6 +290,13 @@ class Check(Message, frozen=True):
     audited: tuple[int, ...]
     """Slots drawn for the checks that need the model."""
     deadline: float
+    draws: tuple[float, ...] = ()
+    """One for each slot, in [0, 1): with the rewards they decide which further groups are audited."""
+    rate: float = 1.0
+    mean_influence: float = 0.0
+    """Of the run's groups when these draws were made; see `ledger.audits.must_audit`."""
+    project_for: tuple[str, ...] = ()
+    """Keys to project the activations for: the validator's own, and of those who judged before it."""
 
 
 class GroupVerdict(Message, frozen=True):
@@ -288,6 +316,10 @@ class GroupVerdict(Message, frozen=True):
     """As recomputed; empty unless accepted."""
     tokens: int = 0
     """Policy tokens of the group: the credit."""
+    flipped: int = 0
+    """Tokens whose gap exceeds the bound; 0 unless audited."""
+    gap_sum: float = 0.0
+    """Sum of the tokens' gaps, each counted at most the bound, nats; 0 unless audited."""
 
 
 class Verdict(Message, frozen=True):
@@ -295,6 +327,8 @@ class Verdict(Message, frozen=True):
 
     submission: str
     groups: tuple[GroupVerdict, ...]
+    projections: dict[str, tuple[float, ...]] = {}
+    """Of the audited groups' activations, by validator key as the check asks; see `algos/projection`."""
 
 
 # --- learning ---

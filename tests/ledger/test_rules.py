@@ -1,93 +1,21 @@
-"""The rules of a run, tried by a small honest world: a clock that is a number, nodes that are keys, no network."""
+"""The rules of a run, tried by a small honest world."""
 
 import random
 
 import pytest
 
 from shoal.errors import StateError
+from shoal.ledger import audits, decide
 from shoal.ledger import events as ev
 from shoal.ledger.book import Book
-from shoal.ledger.commands import Admin, AskLease, Create, Enter, Judge, Publish, Refused, Submit, Tick, Wait
-from shoal.ledger.decide import slots_of
+from shoal.ledger.commands import Admin, AskLease, Judge, Publish, Refused, Tick, Wait
+from shoal.ledger.judging import slots_of
 from shoal.ledger.state import state_hash
 from shoal.ledger.store import Store, sqlite_url
 from shoal.ledger.verify import verify
-from shoal.protocol.types import GroupVerdict, Join, Receipt, Rules, Sampling, Verdict
+from shoal.protocol.types import GroupVerdict, Receipt, Verdict
 from shoal.protocol.wire import digest
-
-TRAINER, VALIDATOR = "t" * 64, "v" * 64
-
-
-def rules(**changes):
-    values = dict(
-        group_size=4, block_groups=2, batch_groups=4, max_staleness=1, steps=5, lease_s=10.0, audit_rate=1.0,
-        dtype="float32", logprob_bound=0.01, gap_bound=1e-3, max_flipped=0.01, mean_gap_bound=1e-4,
-    )  # fmt: skip
-    return Rules(**(values | changes))
-
-
-class World:
-    """A book with a clock and honest moves, so that a test says only what it is about."""
-
-    def __init__(self, tmp_path, **changes):
-        self.path, self.now = tmp_path / "log.sqlite", 1000.0
-        self.book = Book(Store(sqlite_url(self.path)))
-        created = ev.RunCreated(
-            "r" * 32, "test", "k" * 64, TRAINER, (VALIDATOR,), "00" * 32, "11" * 32, (), Sampling(1.0, 8, 64),
-            rules(**changes), {"verify": {"quarantine_s": 30.0}},
-        )  # fmt: skip
-        self.do(Create(created, self.now))
-        self.enter(TRAINER, "trainer")
-        self.enter(VALIDATOR, "validator")
-
-    @property
-    def state(self):
-        return self.book.state
-
-    def do(self, command):
-        return self.book.write(command, self.now)
-
-    def enter(self, key, role="worker"):
-        return self.do(Enter(key, Join(role, key[:6], 0.0, "test", "float32", "cpu"), self.now))
-
-    def publish(self, version=None):
-        version = self.state.version + 1 if version is None else version
-        return self.do(Publish(TRAINER, version, digest(b"root%d" % version), "m", {}, self.now))
-
-    def lease(self, key, holding=()):
-        self.do(AskLease(key, tuple(holding), 0.0, self.now))
-        return next(lease for lease in self.state.open_leases_of(key) if lease.id not in holding)
-
-    def submit(self, key, lease, salt=""):
-        groups = tuple(digest(f"{lease.id}/{i}/{salt}".encode()) for i in range(len(slots_of(self.state, lease))))
-        name = digest("".join(groups).encode())
-        self.do(Submit(key, lease.id, name, 100, groups, tuple(0.0 for _ in groups), self.now))
-        return name
-
-    def judge(self, submission, outcome="accept", rewards=(0.0, 1.0, 0.0, 1.0)):
-        lease = self.state.leases[self.state.submissions[submission].lease]
-        accepted = outcome == "accept"
-        groups = tuple(
-            GroupVerdict(
-                slot,
-                True,
-                outcome,
-                "" if accepted else "sampling",
-                "why",
-                rewards=rewards if accepted else (),
-                tokens=10 if accepted else 0,
-            )
-            for slot in slots_of(self.state, lease)
-        )
-        return self.do(Judge(VALIDATOR, Verdict(submission, groups), self.now))
-
-    def serve(self, key, **how):
-        lease = self.lease(key)
-        self.judge(self.submit(key, lease), **how)
-        return lease
-
-    def audit(self, receipts=()):
-        return verify(self.book.store.read(), receipts)
+from tests.ledger.world import TRAINER, VALIDATOR, World, rules
 
 
 @pytest.fixture
@@ -259,6 +187,105 @@ def test_synchronous_batches_go_by_slot_number_whatever_the_order(tmp_path):
     assert world.state.batches[0] == ((0, 2), (0, 3), (0, 4), (0, 5))
 
 
+def shared(tmp_path, workers, **changes):
+    """A run of four-group batches in which a worker may fill half of one."""
+    world = World(tmp_path, **({"worker_share": 0.5} | changes))
+    for letter in workers:
+        world.enter(letter * 64)
+    world.publish()
+    return world
+
+
+def makers(world, step):
+    return [world.state.maker_of(place)[0] for place in world.state.batches[step]]
+
+
+def test_a_batch_takes_no_more_of_a_worker_than_its_share_in_the_order_of_acceptance(tmp_path):
+    world = shared(tmp_path, "ab")
+    world.serve("a" * 64)
+    world.serve("a" * 64)
+    assert world.state.batches == {} and len(world.state.pool) == 4, "four groups, two more than its share"
+    world.serve("b" * 64)
+    assert world.state.batches[0] == ((0, 0), (0, 1), (0, 4), (0, 5))
+    assert world.state.pool == [(0, 2), (0, 3)], "the surplus waits for the next batch"
+    assert world.state.nodes["a" * 64].credits == 40, "and is paid all the same"
+    assert world.audit().findings == []
+
+
+def test_a_worker_that_has_filled_its_share_of_the_coming_batches_waits_and_the_others_do_not(tmp_path):
+    world = shared(tmp_path, "ab")
+    for _ in range(2):
+        world.serve("a" * 64)
+    with pytest.raises(Wait, match="your share of the coming batches is full: 4 groups"):
+        world.lease("a" * 64)
+    assert decide.groups_wanted(world.state) == 4
+    world.serve("b" * 64)
+    world.publish()
+    world.lease("a" * 64)
+
+
+def test_a_surplus_beyond_its_share_never_keeps_others_from_work(tmp_path):
+    """One group a worker, blocks of two: half of all work is surplus, and the run still ends."""
+    world = shared(tmp_path, "abcd", worker_share=0.25)
+    while world.state.phase != "ended":
+        for letter in "abcd":
+            try:
+                world.serve(letter * 64)
+            except Wait:
+                continue
+        assert world.state.version in world.state.batches, "a batch is always formed in the end"
+        assert sorted(makers(world, world.state.version)) == list("abcd")
+        world.publish()
+    assert world.audit().findings == []
+
+
+def test_a_run_whose_other_workers_are_missing_waits_until_one_comes(tmp_path):
+    world = shared(tmp_path, "a")
+    with pytest.raises(Wait, match="share"):
+        while True:
+            world.serve("a" * 64)
+    assert world.state.batches == {} and decide.groups_beyond_share(world.state) == 2
+    world.enter("b" * 64)
+    world.serve("b" * 64)
+    assert makers(world, 0) == list("aabb")
+
+
+def test_an_honest_worker_alone_is_never_starved_at_the_default_share(tmp_path):
+    world = shared(tmp_path, "a", worker_share=1.0)
+    while world.state.phase != "ended":
+        while len(world.state.batches) <= world.state.version:
+            world.serve("a" * 64)
+        world.publish()
+    assert world.state.version == 5
+
+
+@pytest.mark.parametrize(("share", "groups"), [(1.0, 100), (0.29, 29), (0.001, 1)])
+def test_the_share_is_a_whole_number_of_groups_and_at_least_one(share, groups):
+    assert audits.groups_a_worker(rules(worker_share=share, batch_groups=100)) == groups
+
+
+def test_length_beyond_the_paid_tokens_earns_nothing_and_is_still_learned_from(tmp_path):
+    world = World(tmp_path, paid_tokens=3)
+    world.enter("a" * 64)
+    world.publish()
+    world.serve("a" * 64, tokens=11)
+    assert world.state.nodes["a" * 64].credits == 22, "two groups of four rollouts, below the cap of 12"
+    world.serve("a" * 64, tokens=500)
+    assert world.state.nodes["a" * 64].credits == 22 + 2 * 12
+    assert world.state.versions[0].slots[2].tokens == 500, "the log keeps the length"
+    assert world.audit().findings == []
+
+
+def test_influence_is_that_of_the_groups_which_batches_took(tmp_path):
+    world = shared(tmp_path, "ab")
+    world.serve("a" * 64, tokens=100)
+    world.serve("a" * 64, tokens=100)
+    assert world.state.nodes["a" * 64].influence == 0.0, "nothing is learned yet"
+    world.serve("b" * 64)
+    shares = [world.state.nodes[letter * 64].influence for letter in "ab"]
+    assert shares == [2 * 0.5 * 100, 2 * 0.5 * 10], "mean |reward - group mean| is 0.5, times its policy tokens"
+
+
 def test_a_paused_run_gives_no_leases_and_a_kicked_node_none_either(world):
     world.do(Admin("pause", "", world.now))
     with pytest.raises(Wait, match="paused"):
@@ -277,6 +304,14 @@ def test_a_draining_run_finishes_what_is_out_and_ends(world):
     assert world.state.phase == "draining"
     world.judge(name)
     assert world.state.phase == "ended" and world.state.nodes["a" * 64].credits == 20
+
+
+def test_a_drained_run_reveals_the_secrets_of_its_last_versions_and_a_running_one_does_not(world):
+    links = {0: ("aa" * 32, "bb" * 32)}
+    assert world.do(Tick(world.now, links)) == []
+    world.do(Admin("drain", "", world.now))
+    assert [entry.body for entry in world.do(Tick(world.now, links))] == [ev.LinkRevealed(0, *links[0])]
+    assert world.do(Tick(world.now, links)) == []
 
 
 def test_the_run_ends_at_its_last_step(world):
@@ -326,11 +361,11 @@ def test_a_failed_commit_leaves_memory_as_the_disk(world, monkeypatch):
 
 
 @pytest.mark.parametrize("seed", range(20))
-@pytest.mark.parametrize("staleness", [0, 1, 3])
-def test_any_order_of_moves_keeps_the_books_balanced(tmp_path, seed, staleness):
+@pytest.mark.parametrize(("staleness", "share"), [(0, 1.0), (1, 1.0), (1, 0.25), (3, 0.5)])
+def test_any_order_of_moves_keeps_the_books_balanced(tmp_path, seed, staleness, share):
     """A random crowd of honest, slow, lying and restarting nodes: the audit finds nothing and the run ends."""
     rng = random.Random(seed)
-    world = World(tmp_path, max_staleness=staleness, steps=4)
+    world = World(tmp_path, max_staleness=staleness, steps=4, worker_share=share)
     workers = [letter * 64 for letter in "abcde"]
     for key in workers:
         world.enter(key)
@@ -366,3 +401,4 @@ def test_any_order_of_moves_keeps_the_books_balanced(tmp_path, seed, staleness):
     assert state_hash(audit.state) == state_hash(world.state)
     for step, members in world.state.batches.items():
         assert all(0 <= step - version <= staleness for version, _ in members)
+        assert max(makers(world, step).count(key[0]) for key in workers) <= audits.groups_a_worker(world.state.law)

@@ -6,14 +6,14 @@ import json
 import httpx
 import pytest
 
-from shoal.config import to_tree
 from shoal.errors import NothingYet, StateError
 from shoal.ledger.commands import Admin
 from shoal.net.client import Client, PeerRefused
 from shoal.net.keys import load_or_make_key
 from shoal.protocol import types as t
 from shoal.protocol.wire import digest, to_json
-from shoal.roles.coordinator.role import open_run
+from shoal.roles.coordinator.role import open_run, rules_of
+from shoal.tree import to_tree
 from tests.roles.town import URL, Town, tiny_run
 
 
@@ -198,6 +198,13 @@ def test_old_bodies_go_by_the_retain_rule(tmp_path):
     kept = {t_.version for t_ in (town.desk.state.leases[s.lease] for s in town.desk.state.submissions.values())
             if t_.submission and town.desk.blobs.has(t_.submission)}  # fmt: skip
     assert kept and min(kept) >= 2
+
+
+def test_the_rules_hold_the_bounds_of_the_dtype_that_workers_sample_in_and_of_no_other():
+    rules = rules_of(tiny_run(policy={"dtype": "bfloat16"}))
+    assert rules.dtype == "bfloat16" and rules.bounds.keys() == {"bfloat16/bfloat16", "bfloat16/float32"}
+    declared = rules_of(tiny_run(policy={"dtype": "bfloat16"}, sampling={"dtype": "int8"}))
+    assert declared.dtype == "int8" and declared.bounds.keys() == {"int8/int8"}
 
 
 def test_the_quota_stops_leases_and_says_so(tmp_path):

@@ -5,18 +5,16 @@ For story tests. Roles are the product's own; only the transport is replaced, so
 
 import asyncio
 import random
-import time
 from functools import partial
 from pathlib import Path
 
 import httpx
 
-from shoal.config import RunConfig, from_tree
+from shoal.config import RunConfig
 from shoal.engine.base import Engine
 from shoal.engine.cheats import cheating
 from shoal.engine.local import LocalEngine
 from shoal.folder import RunFolder
-from shoal.ledger.commands import Tick
 from shoal.ledger.verify import Audit, verify
 from shoal.net.client import Client
 from shoal.net.faults import FaultyTransport
@@ -26,6 +24,7 @@ from shoal.roles.coordinator.role import open_run
 from shoal.roles.trainer import Trainer
 from shoal.roles.validator import Validator
 from shoal.roles.worker import Worker
+from shoal.tree import from_tree
 from shoal.weights.manifest import weights_root
 
 URL = "http://coordinator"
@@ -105,7 +104,7 @@ class Town:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(0.1)
-            await self.desk.book.submit(Tick(time.time()))
+            await self.desk.tick()
 
     def weights(self) -> str:
         """Weights root of the final checkpoint."""

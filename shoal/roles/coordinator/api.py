@@ -15,18 +15,20 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from shoal import __version__
+from shoal.ledger import audits
 from shoal.ledger.commands import Admin, Enter, Refused, Wait
 from shoal.net import server
 from shoal.net.openapi import Call, document
 from shoal.net.server import Gate, answer, answer_bytes
 from shoal.protocol import types as t
+from shoal.protocol.accounts import CreditPage, Statement
 from shoal.protocol.constants import LONG_POLL_S, MAX_CHUNK_BYTES, MAX_EVENTS, MAX_MANIFEST_BYTES, MAX_SUBMISSION_BYTES
 from shoal.protocol.identity import Caller
 from shoal.roles.coordinator.desk import Desk, batch_of, node_state
 
 STATUS_OF = {
     "not_joined": 403, "not_admitted": 403, "kicked": 403, "not_yours": 403, "conflict": 409, "fork": 409,
-    "superseded": 410, "nothing_yet": 404, "unknown": 404,
+    "superseded": 410, "nothing_yet": 404, "not_your_turn": 404, "unknown": 404,
 }  # fmt: skip
 """HTTP status of a rule's refusal; 400 for the others."""
 
@@ -78,11 +80,25 @@ async def get_nodes(api: Api, request: Request) -> Response:
 
 
 async def get_node(api: Api, request: Request) -> Response:
+    return answer(node_state(api.desk.state.nodes[await _member(api, request)]))
+
+
+async def get_credits(api: Api, request: Request) -> Response:
+    key = await _member(api, request)
+    return answer(api.desk.credit_page(key, _number(request.query_params.get("after", "-1"), "after")))
+
+
+async def get_statement(api: Api, request: Request) -> Response:
+    return answer(api.desk.statement(await _member(api, request)))
+
+
+async def _member(api: Api, request: Request) -> str:
+    """The key in the path, if it is a member's."""
     await api.gate.anyone(request)
-    node = api.desk.state.nodes.get(request.path_params["key"])
-    if node is None:
-        raise Refused("unknown", f"no node {request.path_params['key'][:16]} in this run")
-    return answer(node_state(node))
+    key: str = request.path_params["key"]
+    if key not in api.desk.state.nodes:
+        raise Refused("unknown", f"no node {key[:16]} in this run")
+    return key
 
 
 async def get_status(api: Api, request: Request) -> Response:
@@ -192,7 +208,7 @@ async def get_checks(api: Api, request: Request) -> Response:
         over = api.desk.state.phase == "ended" and not api.desk.state.pending
         if check is not None or over or left_s <= 0:
             return answer(t.CheckAnswer(check, "" if check else api.desk.status().waiting_for))
-        await api.desk.book.changed(left_s)
+        await api.desk.book.changed(min(left_s, audits.TURN_S))  # a turn comes without an event
 
 
 async def put_verdict(api: Api, request: Request) -> Response:
@@ -248,6 +264,14 @@ CALLS: list[tuple[Call, Handler]] = [
     (Call("GET", "/v1/run", "anyone", "The run: rules, environments, keys.", None, t.RunInfo), get_run),
     (Call("GET", "/v1/nodes", "anyone", "All nodes and their credits.", None, list[t.NodeState]), get_nodes),
     (Call("GET", "/v1/nodes/{key}", "anyone", "One node.", None, t.NodeState), get_node),
+    (
+        Call("GET", "/v1/nodes/{key}/credits", "anyone", "Its pay explained; ?after=SEQ.", None, CreditPage),
+        get_credits,
+    ),
+    (
+        Call("GET", "/v1/nodes/{key}/statement", "anyone", "Its balance, signed by the run.", None, Statement),
+        get_statement,
+    ),
     (Call("GET", "/v1/status", "anyone", "Where the run stands.", None, t.Status), get_status),
     (Call("GET", "/v1/state", "anyone", "What a replay of the log must give.", None, t.StateHash), get_state),
     (Call("GET", "/v1/manifests/{version}", "anyone", "A version's manifest.", None, t.SignedManifest), get_manifest),

@@ -9,26 +9,37 @@ from collections.abc import Callable
 
 import msgspec
 
+from shoal.algos.projection import agree
 from shoal.config import RunConfig
+from shoal.errors import NothingYet
 from shoal.folder import RunFolder
 from shoal.ledger import events as ev
+from shoal.ledger.audits import TURN_S
 from shoal.ledger.book import Book
-from shoal.ledger.commands import AskLease, Judge, Publish, Refused, ReturnLeases, Submit, Wait
-from shoal.ledger.decide import groups_in_flight
-from shoal.ledger.state import Lease, Node, State, state_hash
+from shoal.ledger.commands import AskLease, Judge, Publish, Refused, ReturnLeases, Submit, Tick, Wait
+from shoal.ledger.credits import explain, leases_granted
+from shoal.ledger.decide import groups_beyond_share, groups_in_flight, next_members
+from shoal.ledger.events import read_entry
+from shoal.ledger.judging import to_judge
+from shoal.ledger.seeds import audit_draws, lease_of, recheck_draw, turns
+from shoal.ledger.state import Lease, Node, State, Submission, state_hash
+from shoal.ledger.statement import sign_statement
 from shoal.ledger.verify import AUDIT_CHAIN, SLOT_CHAIN
 from shoal.net.blobs import FolderBlobs
 from shoal.protocol import types as t
-from shoal.protocol.constants import MAX_CHUNK_BYTES, PROTOCOL_VERSION
+from shoal.protocol.accounts import CreditLine, CreditPage, Statement
+from shoal.protocol.constants import MAX_CHUNK_BYTES, MAX_EVENTS, PROTOCOL_VERSION
 from shoal.protocol.identity import Key
-from shoal.protocol.randomness import SecretChain, draw_task, slot_seed, uniform
+from shoal.protocol.randomness import SecretChain
 from shoal.protocol.wire import WireError, digest, from_json, from_msgpack, to_json
 from shoal.weights.manifest import open_manifest
 
 log = logging.getLogger("coordinator")
 
-CHECK_S = 60.0
-"""A validator has this long for one submission before another may take it."""
+MAX_CREDIT_LINES = 500
+"""Of one page of a node's pay explained."""
+LOOK_BACK_EVENTS = 200
+"""Before a page, so that it knows the verdicts behind its first lines."""
 
 
 class Desk:
@@ -45,14 +56,18 @@ class Desk:
         for version, record in book.state.versions.items():
             self._remember_manifest(version, record.manifest)
         self._public_chunks = {c for m in self._manifests.values() for f in m.files for c in f.chunks}
-        self._checking: dict[str, tuple[str, float]] = {}
-        """Submission to (validator, until): not logged, since a restart may hand it out again."""
         self._bodies = {
             name: book.state.leases[submission.lease].version
             for name, submission in book.state.submissions.items()
             if self.blobs.has(name)
         }
         """Submissions whose bytes are kept, with their version."""
+        self._projections = {
+            blob: name
+            for name, submission in book.state.submissions.items()
+            for blob in submission.projections.values()
+        }
+        """Validators' projections, with their submission."""
         self._waiting = ("", clock())
         self.last_seen: dict[str, float] = {}
 
@@ -84,7 +99,7 @@ class Desk:
         return t.Status(
             name=state.name, phase=state.phase, version=state.version, steps=state.law.steps,
             accepted=state.accepted_groups, refused=state.refused, in_flight=groups_in_flight(state),
-            pending=len(state.pending), waiting_for=reason, waiting_s=self.clock() - self._waiting[1],
+            pending=len(state.pending) + len(state.rechecks), waiting_for=reason, waiting_s=self.clock() - self._waiting[1],
         )  # fmt: skip
 
     def _waiting_for(self) -> str:
@@ -101,17 +116,45 @@ class Desk:
             return "the trainer: the first version"
         if state.version in state.batches:
             return f"the trainer: step {state.version}"
-        need, have = state.law.batch_groups, len(state.pool)
+        need, have = state.law.batch_groups, len(next_members(state))
         if state.pending:
             judged = f"{have} of {need} groups for step {state.version}"
             return f"validators: {len(state.pending)} submissions to judge ({judged})"
         if not any(node.role == "worker" for node in state.nodes.values()):
             return "workers: none has joined yet"
+        surplus = groups_beyond_share(state)
+        if surplus:
+            return (
+                f"other workers: {have} of {need} groups for step {state.version}, and {surplus} more of workers that "
+                "have filled their share (verify.worker_share)"
+            )
         return f"workers: {have} of {need} groups for step {state.version}"
 
     def state_hash(self) -> t.StateHash:
         """What a replay must give."""
         return t.StateHash(self.state.seq, self.state.head, state_hash(self.state))
+
+    def credit_page(self, key: str, after: int) -> CreditPage:
+        """What touched the pay of a member after an event, at most `MAX_EVENTS` events or `MAX_CREDIT_LINES` lines."""
+        after = max(-1, after)
+        first = max(-1, after - LOOK_BACK_EVENTS)
+        rows = self.book.store.read(first, after - first + MAX_EVENTS)
+        entries = [read_entry(data)[0] for data, _ in rows]
+        end = max(after, entries[-1].seq) if entries else after
+        lines: list[CreditLine] = []
+        for line in explain(entries, self.state, key):
+            if line.seq <= after:
+                continue
+            if len(lines) >= MAX_CREDIT_LINES and line.seq > lines[-1].seq:
+                end = lines[-1].seq
+                break
+            lines.append(line)
+        leases, lapsed = leases_granted(self.state, key), self.state.nodes[key].lapsed
+        return CreditPage(key, leases, lapsed, tuple(lines), end, end < self.state.seq)
+
+    def statement(self, key: str) -> Statement:
+        """The balance of a member, signed."""
+        return sign_statement(self.state, key, self._key, self.clock())
 
     # --- leases ---
 
@@ -132,20 +175,7 @@ class Desk:
 
     def wire_lease(self, lease: Lease) -> t.Lease:
         """A lease with the seeds, environments and tasks of its slots."""
-        state = self.state
-        assert state.sampling is not None
-        size = state.law.block_groups
-        blocks = tuple(
-            t.Block(b, tuple(self._slot(lease.version, s) for s in range(b * size, (b + 1) * size)))
-            for b in lease.blocks
-        )
-        return t.Lease(lease.id, lease.worker, lease.version, blocks, state.sampling, lease.issued, lease.deadline)
-
-    def _slot(self, version: int, slot: int) -> t.Slot:
-        state = self.state
-        seed = slot_seed(state.run, version, state.versions[version].root, self._slot_links[version + 1], slot)
-        env, task = draw_task(seed, [e.weight for e in state.envs], [e.num_tasks for e in state.envs])
-        return t.Slot(slot, seed.hex(), state.envs[env].name, task)
+        return lease_of(self.state, lease, self._slot_links[lease.version + 1])
 
     # --- submissions and verdicts ---
 
@@ -162,40 +192,69 @@ class Desk:
             raise WireError(f"the submission names another run, lease or version than lease {lease_id}")
         self.blobs.put(body, name)
         link = self._audit_links[lease.version + 1]
-        draws = tuple(
-            uniform("audit", link, bytes.fromhex(name), i.to_bytes(8, "big")) for i in range(len(submission.groups))
-        )
-        groups = tuple(digest(group) for group in submission.groups)
-        await self.book.submit(Submit(key, lease_id, name, len(body), groups, draws, self.clock()))
+        draws, again = audit_draws(name, len(submission.groups), link), recheck_draw(name, link)
+        order, groups = turns(name, self.state.validators, link), tuple(digest(group) for group in submission.groups)
+        await self.book.submit(Submit(key, lease_id, name, len(body), groups, draws, again, order, self.clock()))
         self._bodies[name] = lease.version
         kept = self.state.submissions[name]
         receipt = t.Receipt(self.state.run, lease_id, name, kept.seq, kept.head, kept.time, "")
         return msgspec.structs.replace(receipt, signature=self._key.sign("receipt", to_json(receipt)))
 
     def next_check(self, key: str) -> t.Check | None:
-        """The submission that a validator is at, or the oldest that nobody is at. Raises `Refused`."""
+        """The oldest submission whose turn is this validator's. Raises `Refused`."""
         node = self.state.nodes.get(key)
         if node is None or node.role != "validator" or node.standing == "kicked":
             raise Refused("not_joined", f"{key[:12]} has not joined as a validator: POST /v1/nodes first")
         now = self.clock()
         self.last_seen[key] = now
-        pending = set(self.state.pending)
-        self._checking = {s: held for s, held in self._checking.items() if s in pending and held[1] > now}
-        mine = [s for s in self.state.pending if self._checking.get(s, ("", 0.0))[0] == key]
-        free = [s for s in self.state.pending if s not in self._checking]
-        if not mine and not free:
+        names = to_judge(self.state, key, now)
+        if not names:
             return None
-        name = (mine or free)[0]
-        self._checking[name] = (key, now + CHECK_S)
-        submission = self.state.submissions[name]
+        submission = self.state.submissions[names[0]]
         lease = self.wire_lease(self.state.leases[submission.lease])
-        return t.Check(name, lease, submission.audited, now + CHECK_S)
+        return t.Check(
+            names[0], lease, submission.audited, now + TURN_S, submission.draws, submission.rate,
+            submission.mean_influence, (key, *submission.votes),
+        )  # fmt: skip
 
     async def take_verdict(self, key: str, verdict: t.Verdict) -> None:
         """Book a verdict. Raises `Refused`."""
-        for entry in await self.book.submit(Judge(key, verdict, self.clock())):
-            if isinstance(entry.body, ev.NodeQuarantined):
-                log.info("quarantined node=%s cause=%r", entry.body.node[:12], entry.body.cause)
+        submission = self.state.submissions.get(verdict.submission)
+        projection, differs_from = "", tuple[str, ...]()
+        if submission is not None and len(self.state.judges()) > 1 and verdict.projections:
+            projection = self.blobs.put(to_json(verdict.projections))
+            self._projections[projection] = verdict.submission
+            differs_from = tuple(
+                other for other in submission.votes if not self._agrees(submission, other, verdict.projections)
+            )
+        bare = msgspec.structs.replace(verdict, projections={})
+        judged = Judge(key, bare, self.clock(), projection, differs_from)
+        for entry in await self.book.submit(judged):
+            match entry.body:
+                case ev.NodeQuarantined(node=node, cause=cause):
+                    log.info("quarantined node=%s cause=%r", node[:12], cause)
+                case ev.Slash(node=node, tokens=tokens):
+                    log.warning("slashed node=%s tokens=%d submission=%s", node[:12], tokens, verdict.submission[:12])
+                case ev.ValidatorFault(validator=validator, cause=cause):
+                    log.warning("validator=%s submission=%s fault=%r", validator[:12], verdict.submission[:12], cause)
+                case _:
+                    pass
+
+    def _agrees(self, submission: Submission, other: str, found: dict[str, tuple[float, ...]]) -> bool:
+        """Whether another validator's projection is what a later one found for its key."""
+        try:
+            data = self.blobs.get(submission.projections.get(other, ""))
+            claimed = from_json(data, dict[str, tuple[float, ...]])
+        except (NothingYet, WireError):
+            claimed = {}
+        return agree(claimed.get(other, ()), found.get(other, ()))
+
+    async def tick(self) -> None:
+        """Tell the rules that time has passed; after the end also the secrets that are still kept."""
+        hidden = [v for v, version in self.state.versions.items() if not version.revealed]
+        ended = self.state.phase == "ended"
+        links = {v: (self._slot_links[v + 1].hex(), self._audit_links[v + 1].hex()) for v in hidden if ended}
+        await self.book.submit(Tick(self.clock(), links))
 
     # --- versions ---
 
@@ -241,11 +300,30 @@ class Desk:
         self.blobs.put(body, found)
 
     def may_read(self, name: str, key: str) -> bool:
-        """Chunks and final submissions are for anyone, pending ones for validators, batched ones for the trainer."""
+        """Chunks and final submissions are for anyone, decided ones for the trainer, pending ones for validators.
+
+        Projections are for anyone once all validators have judged: nobody can vote with another's.
+        """
         if name in self._public_chunks:
             return True
+        if name in self._projections:
+            judged = self._projections[name]
+            return judged not in self.state.pending and judged not in self.state.rechecks
         submission = self.state.submissions.get(name)
-        return submission is not None and (submission.decided or key in self.state.validators)
+        if submission is None:
+            return False
+        known = key in self.state.validators or (submission.decided and key == self.state.trainer_key)
+        return known or self._is_final(submission)
+
+    def _is_final(self, submission: Submission) -> bool:
+        """Whether nobody can be paid any more for what is in it: its slots are final, or their version is retired.
+
+        A refused block goes out again with the same seeds: who could read the honest groups in it would copy them.
+        """
+        state, lease = self.state, self.state.leases[submission.lease]
+        version = state.versions[lease.version]
+        done = all(version.blocks[block].status == "done" for block in lease.blocks)
+        return submission.decided and (done or version.revealed or state.phase == "ended")
 
     def _forget_old_bodies(self) -> None:
         """Delete the bodies that the run file does not ask to keep: the log remembers their hashes."""
@@ -257,7 +335,9 @@ class Desk:
             if not state.submissions[name].decided or (storage.retain == "batches" and self._was_used(name)):
                 continue
             del self._bodies[name]
-            self.blobs.delete(name)
+            for blob in (name, *state.submissions[name].projections.values()):
+                self._projections.pop(blob, None)
+                self.blobs.delete(blob)
         kept = {c for v, m in self._manifests.items() if v >= oldest for f in m.files for c in f.chunks}
         for version in [v for v in self._manifests if v < oldest]:
             for chunk in {c for file in self._manifests.pop(version).files for c in file.chunks} - kept:
@@ -275,7 +355,7 @@ def node_state(node: Node) -> t.NodeState:
     return t.NodeState(
         key=node.key, role=node.role, name=node.name, standing=node.standing,  # type: ignore[arg-type]
         credits=node.credits, accepted=node.accepted, refused=node.refused, lapsed=node.lapsed, reasons=node.reasons,
-        last_reason=node.last_reason,
+        last_reason=node.last_reason, vested=node.vested, leases=node.leases, influence=node.influence,
     )  # fmt: skip
 
 

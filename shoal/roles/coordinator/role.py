@@ -18,13 +18,13 @@ from typing import Any
 import uvicorn
 from starlette.applications import Starlette
 
-from shoal.config import RunConfig, to_tree
+from shoal.config import ACTIVATION_ERROR, RunConfig
 from shoal.envs.load import env_digest, load_env
 from shoal.errors import StateError
 from shoal.folder import RunFolder, write_atomically
 from shoal.ledger import events as ev
 from shoal.ledger.book import Book
-from shoal.ledger.commands import Create, Reconfigure, Tick
+from shoal.ledger.commands import Create, Reconfigure
 from shoal.ledger.store import Store, sqlite_url
 from shoal.ledger.verify import AUDIT_CHAIN, SLOT_CHAIN
 from shoal.net.keys import load_or_make_key
@@ -32,6 +32,7 @@ from shoal.protocol import types as t
 from shoal.protocol.randomness import SecretChain
 from shoal.roles.coordinator.api import application
 from shoal.roles.coordinator.desk import Desk
+from shoal.tree import to_tree
 
 log = logging.getLogger("coordinator")
 
@@ -122,12 +123,22 @@ def rules_of(config: RunConfig) -> t.Rules:
         steps=config.steps,
         lease_s=r.lease_s,
         audit_rate=v.audit_rate,
-        dtype=config.policy.dtype,
-        logprob_bound=v.logprob_bound,
-        gap_bound=v.gap_bound,
-        max_flipped=v.max_flipped,
-        mean_gap_bound=v.mean_gap_bound,
+        dtype=config.sampled_dtype,
+        bounds=bounds_of(config),
+        proofs=v.proofs,
+        activation_error=v.activation_error or ACTIVATION_ERROR[config.sampled_dtype],
+        worker_share=v.worker_share,
+        paid_tokens=r.paid_tokens,
     )
+
+
+def bounds_of(config: RunConfig) -> dict[str, t.Bounds]:
+    """The bounds of the run's own dtype: work sampled in another is not judged."""
+    return {
+        pair: t.Bounds(bounds.gap, bounds.flipped, bounds.mean_gap, bounds.logprob)
+        for pair, bounds in sorted(config.verify.bounds.items())
+        if pair.startswith(f"{config.sampled_dtype}/")
+    }
 
 
 def _listen(folder: RunFolder, config: RunConfig) -> socket.socket:
@@ -162,7 +173,7 @@ def _ticking(desk: Desk) -> Any:
         async def tick() -> None:
             while True:
                 await asyncio.sleep(TICK_S)
-                await desk.book.submit(Tick(desk.clock()))
+                await desk.tick()
 
         task = asyncio.create_task(tick())
         try:

@@ -1,0 +1,48 @@
+"""What the secret links of a version decide: the seed, environment and task of each slot; audits, rechecks and turns.
+
+Called by the coordinator's desk, which holds the links, and by auditors once they are revealed. Pure: it knows a run's
+state and no secret but the one that it is given.
+"""
+
+from collections.abc import Sequence
+
+from shoal.ledger.state import Lease, State
+from shoal.protocol import types as t
+from shoal.protocol.randomness import draw_task, slot_seed, uniform
+
+
+def slot_of(state: State, version: int, slot: int, link: bytes) -> t.Slot:
+    """A slot with its seed, environment and task; `link` is link(version) of the slot chain."""
+    seed = slot_seed(state.run, version, state.versions[version].root, link, slot)
+    env, task = draw_task(seed, [e.weight for e in state.envs], [e.num_tasks for e in state.envs])
+    return t.Slot(slot, seed.hex(), state.envs[env].name, task)
+
+
+def lease_of(state: State, lease: Lease, link: bytes) -> t.Lease:
+    """A lease as its worker was given it, all slots with their seeds."""
+    assert state.sampling is not None, "the run is not created"
+    size = state.law.block_groups
+    blocks = tuple(
+        t.Block(b, tuple(slot_of(state, lease.version, s, link) for s in range(b * size, (b + 1) * size)))
+        for b in lease.blocks
+    )
+    return t.Lease(lease.id, lease.worker, lease.version, blocks, state.sampling, lease.issued, lease.deadline)
+
+
+def audit_draws(submission: str, groups: int, link: bytes) -> tuple[float, ...]:
+    """One draw in [0, 1) for each group of a submission; `link` is that of the audit chain.
+
+    `submission` is its digest, hex: the worker has fixed it before it can know the draw.
+    """
+    return tuple(uniform("audit", link, bytes.fromhex(submission), i.to_bytes(8, "big")) for i in range(groups))
+
+
+def recheck_draw(submission: str, link: bytes) -> float:
+    """A draw in [0, 1) for judging a submission a second time; arguments as of `audit_draws`."""
+    return uniform("recheck", link, bytes.fromhex(submission))
+
+
+def turns(submission: str, validators: Sequence[str], link: bytes) -> tuple[str, ...]:
+    """Keys of validators in the order in which they may judge a submission: nobody picks whom to judge, or by whom."""
+    name = bytes.fromhex(submission)
+    return tuple(sorted(validators, key=lambda key: (uniform("turn", link, name, bytes.fromhex(key)), key)))

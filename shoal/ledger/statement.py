@@ -1,0 +1,54 @@
+"""A balance that its owner can show to anybody: signed by the run key, and checked without asking the run.
+
+Called by the coordinator, which signs, and by `shoal credits`. Pure. The signature shows that the run's host said so;
+that it is what the log gives is shown by replaying the log up to the event that the statement names.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from shoal.ledger.events import Entry
+from shoal.ledger.state import State, apply
+from shoal.protocol.accounts import Statement
+from shoal.protocol.identity import Key, verify
+from shoal.protocol.wire import to_json
+
+PURPOSE = "statement"
+"""What the signature is for: no receipt or manifest passes for one."""
+
+
+def sign_statement(state: State, node: str, key: Key, now: float) -> Statement:
+    """The balance of a member of the run at the head of its log."""
+    member = state.nodes[node]
+    unsigned = Statement(
+        run=state.run, run_key=key.public, node=node, name=member.name, credits=member.credits, seq=state.seq,
+        head=state.head, time=now, signature="",
+    )  # fmt: skip
+    return msgspec.structs.replace(unsigned, signature=key.sign(PURPOSE, to_json(unsigned)))
+
+
+def is_signed(statement: Statement) -> bool:
+    """Whether the key that the statement names signed it. Whose key that is, the run's first event says."""
+    unsigned = to_json(msgspec.structs.replace(statement, signature=""))
+    return verify(statement.run_key, PURPOSE, unsigned, statement.signature)
+
+
+def disagreements(statement: Statement, entries: Sequence[Entry]) -> list[str]:
+    """Where a signed statement is not what a log gives, a sentence each. The log must have been verified."""
+    if not 0 <= statement.seq < len(entries):
+        return [f"the log ends at event {len(entries) - 1}, before event {statement.seq}, which the statement names"]
+    state = State()
+    for entry in entries[: statement.seq + 1]:
+        apply(state, entry)
+    if (state.run, state.run_key) != (statement.run, statement.run_key):
+        return [f"the log is of run {state.run[:12]} with key {state.run_key[:12]}, the statement of "
+                f"{statement.run[:12]} with {statement.run_key[:12]}"]  # fmt: skip
+    if state.head != statement.head:
+        return [f"fork: the run key signed head {statement.head[:12]} at event {statement.seq}, where this log has "
+                f"{state.head[:12]}"]  # fmt: skip
+    node = state.nodes.get(statement.node)
+    gives = node.credits if node else 0
+    if gives != statement.credits:
+        return [f"the statement says {statement.credits} tokens, the log gives {gives} at event {statement.seq}"]
+    return []

@@ -1,0 +1,280 @@
+"""From verdicts to decisions: second opinions, slashes, vesting, rechecks, lapses; with liars among the validators."""
+
+import random
+
+import pytest
+
+from shoal.ledger import audits
+from shoal.ledger import events as ev
+from shoal.ledger.book import Book
+from shoal.ledger.commands import Refused, Tick, Wait
+from shoal.ledger.judging import to_judge
+from shoal.ledger.state import state_hash
+from shoal.ledger.store import Store, sqlite_url
+from shoal.protocol.types import Bounds
+from tests.ledger.world import World
+
+WORKER = "a" * 64
+JUDGES = ("d" * 64, "e" * 64, "f" * 64)
+
+
+@pytest.fixture
+def court(tmp_path):
+    """A run with three validators and one worker."""
+    world = World(tmp_path, JUDGES, steps=200, max_staleness=50, audit_rate=0.05)
+    world.enter(WORKER)
+    world.publish()
+    return world
+
+
+def serve(world, blocks, worker=WORKER):
+    """Blocks that all are accepted; versions move on as batches fill."""
+    for _ in range(blocks):
+        if world.state.version in world.state.batches:
+            world.publish()
+        world.serve(worker, by=JUDGES[0])
+
+
+def kinds(entries):
+    return [ev.kind_of(entry.body) for entry in entries]
+
+
+def test_a_refusal_quarantines_at_once_and_waits_for_a_second_validator(court):
+    serve(court, 2)
+    name = court.submit(WORKER, court.lease(WORKER))
+    assert kinds(court.judge(name, "hard", by=JUDGES[0])) == ["verdict_given", "node_quarantined"]
+    assert court.state.pending == [name] and court.state.nodes[WORKER].credits == 40
+    entries = court.judge(name, "hard", by=JUDGES[1])
+    assert "slash" in kinds(entries) and court.state.nodes[WORKER].credits == 0
+    assert court.state.burned == 40 and court.audit().findings == []
+
+
+def test_a_lying_validator_alone_slashes_nobody_and_is_named(court):
+    serve(court, 2)
+    name = court.submit(WORKER, court.lease(WORKER))
+    court.judge(name, "hard", by=JUDGES[0])
+    court.judge(name, "accept", by=JUDGES[1])
+    entries = court.judge(name, "accept", by=JUDGES[2])
+    assert "slash" not in kinds(entries) and court.state.nodes[WORKER].credits == 60
+    assert court.state.nodes[WORKER].standing == "new" and court.state.nodes[JUDGES[0]].failures == 1
+
+
+def test_a_validator_that_is_outvoted_three_times_is_asked_no_more(court):
+    for turn in range(audits.VALIDATOR_FAULTS):
+        court.now += 1e4
+        court.do(Tick(court.now))
+        name = court.submit(WORKER, court.lease(WORKER), salt=str(turn))
+        for judge, outcome in zip(JUDGES, ("hard", "accept", "accept"), strict=True):
+            court.judge(name, outcome, by=judge)
+    assert court.state.judges() == sorted(JUDGES[1:])
+    name = court.submit(WORKER, court.lease(WORKER), salt="after")
+    with pytest.raises(Refused, match="outvoted 3 times"):
+        court.judge(name, by=JUDGES[0])
+
+
+def test_a_dispute_without_a_third_voice_ends_softly(tmp_path):
+    world = World(tmp_path, JUDGES[:2], steps=50, max_staleness=9)
+    world.enter(WORKER)
+    world.publish()
+    serve(world, 1)
+    name = world.submit(WORKER, world.lease(WORKER))
+    world.judge(name, "hard", by=JUDGES[0])
+    world.judge(name, "accept", by=JUDGES[1])
+    node = world.state.nodes[WORKER]
+    assert world.state.pending == [] and node.credits == 20 and node.failures == 0 and node.refused == 0
+
+
+def test_a_refusal_whose_second_judge_never_comes_ends_without_slash(court):
+    serve(court, 1)
+    name = court.submit(WORKER, court.lease(WORKER))
+    court.judge(name, "hard", by=JUDGES[0])
+    court.now += audits.DISPUTE_S - 1
+    court.do(Tick(court.now))
+    assert court.state.pending == [name]
+    court.now += 1
+    assert "decision" in kinds(court.do(Tick(court.now)))
+    assert court.state.pending == [] and court.state.burned == 0 and court.state.nodes[WORKER].credits == 20
+    assert court.audit().findings == []
+
+
+def test_an_accepted_submission_that_is_drawn_is_judged_again_and_a_bribed_first_voice_found(court):
+    serve(court, 3)
+    name = court.submit(WORKER, court.lease(WORKER), recheck=0.0)
+    assert "group_accepted" in kinds(court.judge(name, by=JUDGES[0]))
+    assert court.state.rechecks == [name] and to_judge(court.state, JUDGES[0], court.now) == []
+    court.judge(name, "hard", by=JUDGES[1])
+    entries = court.judge(name, "hard", by=JUDGES[2])
+    assert {"slash", "validator_fault", "rechecked"} <= set(kinds(entries))
+    assert court.state.nodes[WORKER].credits == 0 and court.state.nodes[JUDGES[0]].failures == 1
+    assert court.state.rechecks == [] and court.audit().findings == []
+
+
+def test_a_recheck_that_confirms_changes_nothing(court):
+    name = court.submit(WORKER, court.lease(WORKER), recheck=0.0)
+    court.judge(name, by=JUDGES[0])
+    assert kinds(court.judge(name, by=JUDGES[1])) == ["verdict_given", "rechecked"]
+    assert court.state.nodes[WORKER].credits == 20 and court.state.rechecks == []
+
+
+def test_a_recheck_that_nobody_makes_is_dropped(court):
+    name = court.submit(WORKER, court.lease(WORKER), recheck=0.0)
+    court.judge(name, by=JUDGES[0])
+    court.now += audits.DISPUTE_S
+    court.do(Tick(court.now))
+    assert court.state.rechecks == [] and court.state.nodes[WORKER].credits == 20
+
+
+def test_pay_vests_after_its_window_and_a_slash_takes_only_what_is_not_vested(court):
+    serve(court, audits.VESTING_BLOCKS + 5)
+    node = court.state.nodes[WORKER]
+    assert node.vested == 5 * 20 and sum(node.escrow) == audits.VESTING_BLOCKS * 20
+    name = court.submit(WORKER, court.lease(WORKER), draw=0.0)
+    for judge in JUDGES[:2]:
+        court.judge(name, "hard", by=judge)
+    assert node.credits == node.vested == 100 and court.audit().findings == []
+
+
+def test_at_the_end_of_a_run_all_pay_vests(tmp_path):
+    world = World(tmp_path, JUDGES, steps=1)
+    world.enter(WORKER)
+    world.publish()
+    serve(world, 2)
+    world.publish()
+    assert world.state.phase == "ended" and world.state.nodes[WORKER].vested == world.state.nodes[WORKER].credits == 40
+
+
+def test_lapses_beyond_the_free_share_cost_pay_and_a_first_one_does_not(court):
+    serve(court, 5)
+    for lapse, credits in ((1, 100), (2, 80), (3, 60)):
+        court.lease(WORKER)
+        court.now += 1e3
+        court.do(Tick(court.now))
+        assert (court.state.nodes[WORKER].lapsed, court.state.nodes[WORKER].credits) == (lapse, credits)
+    assert court.audit().findings == []
+
+
+def test_an_honest_slow_node_that_always_lapses_owes_nothing(court):
+    court.enter("b" * 64)
+    for _ in range(20):
+        court.lease("b" * 64)
+        court.now += 1e3
+        court.do(Tick(court.now))
+    node = court.state.nodes["b" * 64]
+    assert node.credits == 0 and node.lapsed == 20 and node.standing == "new" and court.state.burned == 0
+
+
+def test_a_new_engine_of_a_known_key_is_on_probation_again(court):
+    serve(court, 12)
+    name = court.submit(WORKER, court.lease(WORKER), draw=0.9)
+    assert court.state.submissions[name].audited == ()
+    court.judge(name, by=JUDGES[0], audited=False)
+    court.state.nodes[WORKER].implementation = "another"
+    court.enter(WORKER)
+    name = court.submit(WORKER, court.lease(WORKER), draw=0.9)
+    assert len(court.state.submissions[name].audited) == 2
+
+
+def test_a_group_of_great_influence_must_be_audited_though_it_was_not_drawn(court):
+    serve(court, 12)
+    name = court.submit(WORKER, court.lease(WORKER), draw=0.5)
+    with pytest.raises(Refused, match="drawn for audit"):
+        court.judge(name, by=JUDGES[0], audited=False, rewards=(-9.0, 9.0, -9.0, 9.0), tokens=99)
+    court.judge(name, by=JUDGES[0], audited=True, rewards=(-9.0, 9.0, -9.0, 9.0), tokens=99)
+
+
+def test_noise_that_honest_arithmetic_does_not_make_is_found_over_time(tmp_path):
+    bounds = {"float32/float32": Bounds(gap=1e-3, flipped=1e-4, mean_gap=1e-6, logprob=0.01)}
+    world = World(tmp_path, JUDGES, steps=200, max_staleness=50, bounds=bounds)
+    world.enter(WORKER)
+    world.publish()
+    for _ in range(40):
+        if world.state.nodes[WORKER].failures:
+            break
+        if world.state.version in world.state.batches:
+            world.publish()
+        world.serve(WORKER, by=JUDGES[0], flipped=1)  # one of 10 tokens, each time: within a group's own bound
+    node = world.state.nodes[WORKER]
+    assert node.standing == "quarantined" and node.valid_blocks == 0 and "over time" in node.last_reason
+    assert world.audit().findings == []
+
+
+def test_a_validator_judges_in_its_turn_only(court):
+    name = court.submit(WORKER, court.lease(WORKER))
+    court.state.submissions[name].order = JUDGES
+    with pytest.raises(Refused, match="is for dddddddddddd"):
+        court.judge(name, by=JUDGES[1])
+    assert to_judge(court.state, JUDGES[1], court.now + audits.TURN_S) == [name]
+    court.now += audits.TURN_S
+    court.judge(name, by=JUDGES[1])
+
+
+def test_a_validator_that_votes_without_the_work_is_found_by_two_others_and_its_vote_is_void(court):
+    serve(court, 1)
+    name = court.submit(WORKER, court.lease(WORKER), recheck=0.0)
+    court.judge(name, by=JUDGES[0])
+    assert "rechecked" not in kinds(court.judge(name, "hard", by=JUDGES[1], differs_from=JUDGES[:1]))
+    entries = court.judge(name, "hard", by=JUDGES[2], differs_from=JUDGES[:1])
+    assert {"validator_fault", "slash"} <= set(kinds(entries)) and court.state.nodes[JUDGES[0]].failures == 1
+    assert court.audit().findings == []
+
+
+def test_one_validator_that_accuses_another_alone_harms_nobody(court):
+    name = court.submit(WORKER, court.lease(WORKER), recheck=0.0)
+    court.judge(name, by=JUDGES[0])
+    court.judge(name, by=JUDGES[1], differs_from=JUDGES[:1])
+    entries = court.judge(name, by=JUDGES[2])
+    assert kinds(entries) == ["verdict_given", "rechecked"] and court.state.nodes[JUDGES[0]].failures == 0
+
+
+def test_voting_twice_changes_nothing(court):
+    name = court.submit(WORKER, court.lease(WORKER))
+    court.judge(name, "hard", by=JUDGES[0])
+    assert court.judge(name, "hard", by=JUDGES[0]) == [] and court.state.pending == [name]
+
+
+@pytest.mark.parametrize("liar", ["refuses", "accepts", "sleeps", "killed"])
+@pytest.mark.parametrize("seed", range(5))
+def test_with_one_bad_validator_of_three_nobody_honest_is_slashed_and_all_is_decided(tmp_path, liar, seed):
+    rng = random.Random(seed)
+    world = World(tmp_path, JUDGES, steps=6, audit_rate=0.3)
+    honest, forger = "1" * 64, "2" * 64
+    held: list = []
+    for key in (honest, forger):
+        world.enter(key)
+    world.publish()
+    for _ in range(6000):
+        if world.state.phase == "ended" and not world.state.pending and not world.state.rechecks:
+            break
+        world.now += rng.choice([0.1, 1.0, 5.0])
+        try:
+            match rng.choice(["lease", "submit", "judge", "tick", "publish", "restart"]):
+                case "lease":
+                    key = rng.choice([honest, forger])
+                    held.append((key, world.lease(key)))
+                case "submit" if held:
+                    key, lease = held.pop()
+                    world.submit(key, lease, draw=rng.random(), recheck=rng.random())
+                case "judge":
+                    judge = rng.choice(JUDGES)
+                    if judge == JUDGES[0] and (liar == "sleeps" or (liar == "killed" and rng.random() < 0.9)):
+                        continue
+                    for name in to_judge(world.state, judge, world.now)[:1]:
+                        lease = world.state.leases[world.state.submissions[name].lease]
+                        forged = lease.worker == forger
+                        if judge == JUDGES[0] and liar in ("refuses", "accepts"):
+                            forged = liar == "refuses"
+                        world.judge(name, "hard" if forged else "accept", by=judge)
+                case "tick":
+                    world.do(Tick(world.now))
+                case "publish" if world.state.version in world.state.batches:
+                    world.publish()
+                case "restart" if rng.random() < 0.02:
+                    world.book = Book(Store(sqlite_url(world.path)))
+        except (Wait, Refused, StopIteration):
+            continue
+    audit = world.audit()
+    slashed = {entry.body.node for entry in audit.entries if isinstance(entry.body, ev.Slash)}
+    assert world.state.phase == "ended" and audit.findings == [] and slashed <= {forger}
+    assert all(audit.decided[name] == 1 for name in audit.received)
+    assert world.state.nodes[forger].credits <= world.state.nodes[honest].credits
+    assert state_hash(audit.state) == state_hash(world.state)

@@ -1,0 +1,77 @@
+"""A small honest world for the rules: a clock that is a number, nodes that are keys, no network."""
+
+from shoal.ledger import events as ev
+from shoal.ledger.book import Book
+from shoal.ledger.commands import AskLease, Create, Enter, Judge, Publish, Submit
+from shoal.ledger.judging import slots_of
+from shoal.ledger.store import Store, sqlite_url
+from shoal.ledger.verify import verify
+from shoal.protocol.types import GroupVerdict, Join, Rules, Sampling, Verdict
+from shoal.protocol.wire import digest
+
+TRAINER, VALIDATOR = "t" * 64, "v" * 64
+
+
+def rules(**changes):
+    values = dict(
+        group_size=4, block_groups=2, batch_groups=4, max_staleness=1, steps=5, lease_s=10.0, audit_rate=1.0,
+        dtype="float32", bounds={},
+    )  # fmt: skip
+    return Rules(**(values | changes))
+
+
+class World:
+    """A book with a clock and honest moves, so that a test says only what it is about."""
+
+    def __init__(self, tmp_path, validators=(VALIDATOR,), **changes):
+        self.path, self.now = tmp_path / "log.sqlite", 1000.0
+        self.book = Book(Store(sqlite_url(self.path)))
+        created = ev.RunCreated(
+            "r" * 32, "test", "k" * 64, TRAINER, tuple(validators), "00" * 32, "11" * 32, (), Sampling(1.0, 8, 64),
+            rules(**changes), {"verify": {"quarantine_s": 30.0}},
+        )  # fmt: skip
+        self.do(Create(created, self.now))
+        self.enter(TRAINER, "trainer")
+        for validator in validators:
+            self.enter(validator, "validator")
+
+    @property
+    def state(self):
+        return self.book.state
+
+    def do(self, command):
+        return self.book.write(command, self.now)
+
+    def enter(self, key, role="worker"):
+        return self.do(Enter(key, Join(role, key[:6], 0.0, "test", "float32", "cpu"), self.now))
+
+    def publish(self, version=None):
+        version = self.state.version + 1 if version is None else version
+        return self.do(Publish(TRAINER, version, digest(b"root%d" % version), "m", {}, self.now))
+
+    def lease(self, key, holding=()):
+        self.do(AskLease(key, tuple(holding), 0.0, self.now))
+        return next(lease for lease in self.state.open_leases_of(key) if lease.id not in holding)
+
+    def submit(self, key, lease, salt="", draw=0.0, recheck=1.0):
+        groups = tuple(digest(f"{lease.id}/{i}/{salt}".encode()) for i in range(len(slots_of(self.state, lease))))
+        name = digest("".join(groups).encode())
+        self.do(Submit(key, lease.id, name, 100, groups, tuple(draw for _ in groups), recheck, (), self.now))
+        return name
+
+    def judge(self, submission, outcome="accept", rewards=(0.0, 1.0, 0.0, 1.0), by=VALIDATOR, differs_from=(), **facts):
+        lease = self.state.leases[self.state.submissions[submission].lease]
+        accepted = outcome == "accept"
+        facts = {"audited": True, "check": "" if accepted else "sampling", "detail": "why"} | facts
+        if accepted:
+            facts = {"rewards": rewards, "tokens": 10} | facts
+        groups = tuple(GroupVerdict(slot, outcome=outcome, **facts) for slot in slots_of(self.state, lease))
+        return self.do(Judge(by, Verdict(submission, groups), self.now, "p" * 64, tuple(differs_from)))
+
+    def serve(self, key, **how):
+        lease = self.lease(key)
+        self.judge(self.submit(key, lease), **how)
+        return lease
+
+    def audit(self, receipts=()):
+        return verify(self.book.store.read(), receipts)
