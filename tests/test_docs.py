@@ -35,9 +35,10 @@ from shoal.envs import arithmetic, wordle
 from shoal.folder import RunFolder
 from shoal.ledger import events, verify
 from shoal.proofs import verify as proofs
-from shoal.protocol import constants, identity, merkle, randomness, types, wire
+from shoal.protocol import accounts, constants, identity, merkle, randomness, types, wire
 from shoal.roles.coordinator.api import CALLS
 from shoal.roles.coordinator.role import open_run
+from shoal.tree import Section, all_keys, from_tree, to_tree
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", ROOT / "AGENTS.md", ROOT / "LOG.md", *(ROOT / "docs").rglob("*.md")])
@@ -189,7 +190,7 @@ def safe(key: str) -> bool:
 def section_of(kind: Any) -> Any:
     """The section type that a field holds, or holds a list of; None for a plain value."""
     for inner in (kind, *getattr(kind, "__args__", ())):
-        if isinstance(inner, type) and issubclass(inner, config.Section):
+        if isinstance(inner, type) and issubclass(inner, Section):
             return inner
     return None
 
@@ -202,10 +203,19 @@ def run_file_tables(kind: Any = config.RunConfig, prefix: str = "") -> str:
         inner = section_of(field.type)
         if inner is not None:
             name = prefix + field.name
-            listed = inner is not field.type
-            parts.append(f"### `{f'[[{name}]]' if listed else f'[{name}]'}`\n\n{one_line(inner.__doc__)}")
+            heads = {tuple: f"[[{name}]]", dict: f'[{name}."SAMPLED/REPLAYED"]'}
+            head = heads.get(getattr(field.type, "__origin__", None), f"[{name}]")
+            parts.append(f"### `{head}`\n\n{one_line(inner.__doc__)}")
+            if inner is config.BoundsConfig:
+                parts.append(built_in_bounds())
             parts.append(run_file_tables(inner, name + "."))
     return "\n\n".join(parts)
+
+
+def built_in_bounds() -> str:
+    """The bounds of a run that gives none."""
+    rows = [[f"`{pair}`", *(f"`{value}`" for value in to_tree(b).values())] for pair, b in config.BOUNDS.items()]
+    return f"Built in, for keys that are left out:\n\n{table(['Pair', *config.BoundsConfig.__struct_fields__], rows)}"
 
 
 def sft_table() -> str:
@@ -305,8 +315,9 @@ def _body(kind: Any) -> str:
 def type_tables() -> str:
     """Every message, with its fields."""
     parts = []
-    for name, docs in field_docs(types).items():
-        kind = getattr(types, name, None)
+    documented = [(module, *found) for module in (types, accounts) for found in field_docs(module).items()]
+    for module, name, docs in documented:
+        kind = getattr(module, name, None)
         if not name or not (isinstance(kind, type) and issubclass(kind, types.Message)) or kind is types.Message:
             continue
         hints = {field.name: field.type for field in msgspec.structs.fields(kind)}
@@ -432,7 +443,7 @@ def test_generated_table_is_that_of_the_source(name: str) -> None:
 
 def test_every_key_is_documented_with_a_meaning() -> None:
     text = (REFERENCE / "run-file.md").read_text()
-    keys = [*config.all_keys(config.RunConfig), *config.all_keys(config.SftConfig)]
+    keys = [*all_keys(config.RunConfig), *all_keys(config.SftConfig)]
     sections = {key.rpartition(".")[0] for key in keys} | {"policy.tiny"}
     wanted = {key for key in keys if key not in sections and not key.startswith("env.")}
     assert [key for key in wanted if f"| `{key}` |" not in text] == []
@@ -556,7 +567,7 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (place / name).symlink_to(ROOT / name)
     tiny = config.TinyPolicy(width=16, layers=1, heads=2, kv_heads=1, mlp_width=32, max_positions=128)
     tree = {"name": "wordle", "steps": 2, "seed": 1, "envs": [{"name": "wordle"}], "sampling": {"max_tokens": 128}}
-    run = config.from_tree(tree, config.RunConfig, "test")
+    run = from_tree(tree, config.RunConfig, "test")
     folder = RunFolder(place / "runs" / "wordle")
     folder.prepare(run, place)
     open_run(folder, folder.config()).book.store.close()

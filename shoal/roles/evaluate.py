@@ -16,7 +16,7 @@ from shoal.engine.local import LocalEngine
 from shoal.envs.evaluate import Evaluation, as_text, evaluate
 from shoal.envs.load import load_env
 from shoal.errors import StateError
-from shoal.folder import write_atomically
+from shoal.folder import RunFolder, write_atomically
 from shoal.policy.render import Renderer
 from shoal.protocol.types import Sampling
 
@@ -56,6 +56,17 @@ def main(
         print(json.dumps(msgspec.to_builtins(figures), indent=1))
     else:
         print(in_words(figures, game.name))
+
+
+def for_run(run_dir: Path, checkpoint: Path, episodes: int, out: Path, threads: int) -> None:
+    """Evaluate a run's checkpoint on its first environment, sampled as the run samples; raises as `main`."""
+    config = RunFolder(run_dir).config()
+    env, drawn = config.envs[0], config.sampling
+    sampling = Sampling(drawn.temperature, drawn.max_turn_tokens, drawn.max_tokens)
+    main(
+        checkpoint, env.name, env.args, episodes, max(0, config.seed), config.eval.samples, sampling, out,
+        threads=threads,
+    )  # fmt: skip
 
 
 def in_words(figures: Evaluation, name: str) -> str:

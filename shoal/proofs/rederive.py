@@ -1,0 +1,50 @@
+"""What the log says of a group against what an auditor found when it judged the same bytes again.
+
+Called by `shoal audit`. Pure: `verify` makes the second verdict, this compares the two and says in words where they
+differ. Figures are not compared, since they depend on the machine: checks, outcomes, rewards and tokens are.
+"""
+
+from shoal.proofs.verify import AUDIT
+from shoal.protocol.types import GroupVerdict
+
+NEEDS_MODEL = frozenset(module.NAME for module in AUDIT)
+"""Checks whose findings cannot be repeated without the weights."""
+
+
+def differences(booked: GroupVerdict, found: GroupVerdict, with_model: bool) -> list[str]:
+    """Where two verdicts on one group differ, a sentence each. `found` is the auditor's, with the model or without."""
+    if booked.outcome == "accept" and found.outcome == "accept":
+        return _rewards_and_tokens(booked, found)
+    if booked.outcome == "accept":
+        unaudited = "" if booked.audited else " without an audit"
+        return [f"the log accepts it{unaudited}, here {_refusal(found)}"]
+    if found.outcome == "accept":
+        if booked.check in NEEDS_MODEL and not with_model:
+            return []
+        return [f"the log says: {_refusal(booked)}; here it passes every check"]
+    if booked.check != found.check and (with_model or booked.check not in NEEDS_MODEL):
+        return [f"the log says: {_refusal(booked)}; here {_refusal(found)}"]
+    return []
+
+
+def _rewards_and_tokens(booked: GroupVerdict, found: GroupVerdict) -> list[str]:
+    said = [
+        f"reward of rollout {index}: the log says {ours:g}, the environment gives {theirs:g}"
+        for index, (ours, theirs) in enumerate(zip(booked.rewards, found.rewards, strict=False))
+        if ours != theirs
+    ]
+    if len(booked.rewards) != len(found.rewards):
+        said.append(f"the log gives {len(booked.rewards)} rewards to {len(found.rewards)} rollouts")
+    if booked.tokens != found.tokens:
+        said.append(f"the log pays {booked.tokens} tokens, the policy wrote {found.tokens}")
+    return said
+
+
+def _refusal(verdict: GroupVerdict) -> str:
+    """Such as: sampling refuses it (rollout 3, token 17: token that its seed does not choose, 4.1, allowed 0.1)."""
+    if verdict.outcome == "void":
+        return f"the slot is void ({verdict.detail})"
+    place = f"rollout {verdict.rollout}, " if verdict.rollout >= 0 else ""
+    place += f"token {verdict.position}, " if verdict.position >= 0 else ""
+    figure = f", {verdict.figure:.3g}, allowed are {verdict.bound:.3g}" if verdict.bound else ""
+    return f"{verdict.check} refuses it ({place}{verdict.detail}{figure})"

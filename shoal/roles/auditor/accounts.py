@@ -1,0 +1,137 @@
+"""The auditor's third job: who was paid what, and why; and statements of it that hold without asking the run.
+
+Called by `shoal credits`. Balances come from replaying the log, never from what a coordinator says of them.
+"""
+
+import asyncio
+from pathlib import Path
+
+from shoal.errors import ConfigError, PeerError
+from shoal.folder import write_atomically
+from shoal.ledger.credits import explain, leases_granted
+from shoal.ledger.state import State
+from shoal.ledger.statement import disagreements, is_signed
+from shoal.ledger.verify import Audit
+from shoal.protocol.accounts import Statement
+from shoal.protocol.wire import WireError, from_json, to_json
+from shoal.roles.auditor.log import replay_log
+from shoal.roles.auditor.source import ANSWER_S, PublicRun, UrlRun, open_run
+
+
+def show_credits(source: str, node: str, statement: Path | None) -> bool:
+    """Print all balances, or with a node (its name or the start of its key) each point of its own explained.
+
+    With a file, a signed statement is asked of the coordinator and written there. Says whether the log holds.
+    Raises `ConfigError`, `PeerError`, `StateError`.
+    """
+
+    async def whole() -> Audit:
+        async with open_run(source) as run:
+            log = await replay_log(run)
+            key = node_named(log.state, node) if node else ""
+            if statement is not None:
+                await _keep_statement(run, log, key, statement)
+            print("\n".join(explained(log, key) if key else balances(log.state)))
+            return log
+
+    log = asyncio.run(whole())
+    for finding in log.findings:
+        print(f"FINDING: {finding}")
+    return not log.findings
+
+
+def check_statement(path: Path, source: str) -> bool:
+    """Check a statement's signature, and if a log is given, that it says what the log gives; print and say whether.
+
+    Raises `ConfigError` for a file that holds no statement.
+    """
+    try:
+        statement = from_json(path.read_bytes(), Statement)
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}. Give a file that --statement wrote") from None
+    except WireError as error:
+        raise ConfigError(f"{path} holds no statement ({error}). Give a file that --statement wrote") from None
+    print(f"{plain(statement.name)} ({statement.node[:12]}): {statement.credits} tokens after event {statement.seq} of run "
+          f"{statement.run[:12]}, head {statement.head[:12]}")  # fmt: skip
+    findings = [] if is_signed(statement) else ["not signed by the key that it names: it was forged or edited"]
+    if source and not findings:
+        findings = asyncio.run(_against(statement, source))
+    for finding in findings:
+        print(f"FINDING: {finding}")
+    if not findings:
+        compared = "the log gives the same" if source else "give --log to compare key and balance with a log"
+        print(f"signed by run key {statement.run_key}; {compared}")
+    return not findings
+
+
+async def _against(statement: Statement, source: str) -> list[str]:
+    async with open_run(source) as run:
+        log = await replay_log(run)
+    return [*log.findings, *disagreements(statement, log.entries)]
+
+
+async def _keep_statement(run: PublicRun, log: Audit, key: str, path: Path) -> None:
+    if not isinstance(run, UrlRun) or not key:
+        raise ConfigError("--statement takes a coordinator's URL and a node: its host signs with the run's key")
+    found = await run.client.get_json(f"/v1/nodes/{key}/statement", Statement, deadline_s=ANSWER_S)
+    named = (found.run, found.run_key, found.node)
+    if named != (log.state.run, log.state.run_key, key) or not is_signed(found):
+        raise PeerError(f"{run.name} gave a statement that is not of this run and node, or not signed by its key")
+    write_atomically(path, to_json(found) + b"\n")
+
+
+def node_named(state: State, name: str) -> str:
+    """Key of the one node with this name, or with a key that starts so. Raises `ConfigError`."""
+    keys = [key for key, node in state.nodes.items() if node.name == name or key.startswith(name)]
+    if len(keys) != 1:
+        raise ConfigError(f"{len(keys)} nodes match {name!r}: give a name or the start of one key, from the table")
+    return keys[0]
+
+
+def balances(state: State) -> list[str]:
+    """A table of all who were paid or refused, and the sum."""
+    lines = [f"{'node':<20} {'key':<12} {'credits':>9} {'accepted':>8} {'refused':>7} {'lapsed':>12}  standing"]
+    for key, node in sorted(state.nodes.items(), key=lambda item: -item[1].credits):
+        if node.role == "worker":
+            lines.append(
+                f"{plain(node.name):<20} {key[:12]} {node.credits:>9} {node.accepted:>8} {node.refused:>7} "
+                f"{_lapses(state, key):>12}  {node.standing}"
+            )
+    lines.append(f"{state.issued} tokens paid; replayed to event {state.seq}, head {state.head[:12]}")
+    return lines
+
+
+def _lapses(state: State, key: str) -> str:
+    """Such as "2 of 40"."""
+    return f"{state.nodes[key].lapsed} of {leases_granted(state, key)}"
+
+
+def plain(name: str) -> str:
+    """A stranger's name for itself, fit for a terminal."""
+    return "".join(c if c.isprintable() else "?" for c in name[:20])
+
+
+def explained(log: Audit, key: str) -> list[str]:
+    """Each point of a node's pay: group, submission, verdict and validator; and all that was not paid, with the reason."""
+    state = log.state
+    node, lines = state.nodes[key], []
+    for line in explain(log.entries, state, key):
+        place = f"{line.version}/{line.slot}" if line.slot >= 0 else "-"
+        words = [f"{line.credits:+7d}" if line.credits else f"{'':>7}", f"{place:>9}", line.detail]
+        if line.check:
+            bound = f", allowed are {line.bound:.3g}" if line.bound else ""
+            words.append(f"[{line.check}: {line.figure:.3g}{bound}]")
+        if line.submission:
+            words.append(f"submission {line.submission[:12]}")
+        if line.validators:
+            audited = "audited" if line.audited else "not audited"
+            words.append(f"by {', '.join(validator[:12] for validator in line.validators)}, {audited}")
+        lines.append("  ".join([f"{line.seq:>6}", *words]))
+    granted = leases_granted(state, key)
+    share = node.lapsed / granted if granted else 0.0
+    return [
+        " event   tokens  ver/slot  what",
+        *lines,
+        f"{plain(node.name)} ({key[:12]}): {node.credits} tokens; {node.accepted} groups accepted, {node.refused} refused; "
+        f"{node.lapsed} of {granted} leases lapsed ({share:.1%})",
+    ]

@@ -1,0 +1,112 @@
+"""The auditor's first job: replay a run's log, from a folder or a URL, and say whether it holds.
+
+Called by `shoal ledger verify` and `shoal ledger show`. It needs no key and trusts nothing but bytes: events by their
+chain of hashes, receipts by their signature, weights by their manifests. What must balance is in `ledger/verify`.
+"""
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from shoal.errors import ConfigError, NothingYet, PeerError, StateError
+from shoal.ledger.events import kind_of, read_entry
+from shoal.ledger.state import state_hash
+from shoal.ledger.verify import Audit, check_receipts, report, verify
+from shoal.protocol import types as t
+from shoal.protocol.identity import verify as verify_signature
+from shoal.protocol.wire import WireError, from_json, to_json
+from shoal.roles.auditor.source import FolderRun, PublicRun, UrlRun, open_run
+from shoal.weights.manifest import open_manifest
+
+
+def check(source: str, receipts: Sequence[Path] = ()) -> bool:
+    """Audit a run's folder or a coordinator's URL, print the report, and say whether the log holds.
+
+    `receipts` are files that workers kept, from anywhere. Raises `StateError` where the chain of hashes breaks,
+    `PeerError` when the coordinator cannot be asked, `ConfigError` for a file that cannot be read.
+    """
+    audit = asyncio.run(_audit(source, receipts))
+    print(report(audit))
+    return not audit.findings
+
+
+def audit_folder(run_dir: Path) -> Audit:
+    """Audit the log of a run's folder with the receipts and blobs that lie there."""
+    return asyncio.run(_audit(str(run_dir), ()))
+
+
+def show(run_dir: Path, kind: str, tail: int) -> None:
+    """Print the last `tail` events of a run's log (0: all), of one kind if it is named."""
+    rows = asyncio.run(FolderRun(run_dir).rows())
+    lines = [data.decode() for data, _ in rows if not kind or kind_of(read_entry(data)[0].body) == kind]
+    for line in lines[-tail:] if tail else lines:
+        print(line)
+
+
+async def _audit(source: str, receipts: Sequence[Path]) -> Audit:
+    async with open_run(source) as run:
+        return await audit_log(run, receipts)
+
+
+async def audit_log(run: PublicRun, receipts: Iterable[Path] = ()) -> Audit:
+    """Audit a run's log with the receipts in these files, and from a folder with all that lies there."""
+    audit = await replay_log(run)
+    files = list(receipts)
+    if isinstance(run, FolderRun):
+        files += sorted(run.folder.nodes.glob("*/receipts.jsonl"))
+        await _check_weights(run, audit)
+    for path in files:
+        check_receipts(audit, _receipts(path, audit), whose=str(path))
+    return audit
+
+
+async def replay_log(run: PublicRun) -> Audit:
+    """Audit a run's log by itself, and from a coordinator, that its state is what the log gives."""
+    audit = verify(await run.rows())
+    if isinstance(run, UrlRun):
+        claimed = run.claim.head, run.claim.state_hash
+        if claimed != (audit.state.head, state_hash(audit.state)):
+            audit.findings.append(
+                f"{run.name} says another state than its log gives: keep this log, and do not trust it, unless it runs "
+                "another version of shoal"
+            )
+    return audit
+
+
+def _receipts(path: Path, audit: Audit) -> list[t.Receipt]:
+    """Receipts in a worker's file that the run key signed; a finding for each of this run that it did not."""
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise ConfigError(f"cannot read receipts {path}: {error.strerror}. Give a worker's receipts.jsonl") from None
+    receipts = []
+    for line in lines:
+        try:
+            receipt = from_json(line, t.Receipt)
+        except WireError:
+            continue  # a worker that was killed while writing
+        unsigned = to_json(msgspec.structs.replace(receipt, signature=""))
+        if verify_signature(audit.state.run_key, "receipt", unsigned, receipt.signature):
+            receipts.append(receipt)
+        elif receipt.run == audit.state.run:
+            audit.findings.append(f"{path}: a receipt that the run key did not sign")
+    return receipts
+
+
+async def _check_weights(run: FolderRun, audit: Audit) -> None:
+    """Every version still kept must be what its manifest promises."""
+    state = audit.state
+    for version, record in state.versions.items():
+        try:
+            data = await run.manifest(version, record.manifest)
+            manifest = open_manifest(data, run=state.run, keys=(state.trainer_key,), now=None, version=version)
+            if manifest.root != record.root:
+                audit.findings.append(f"version {version}: the manifest's weights root is not the one in the log")
+            for chunk in {chunk for file in manifest.files for chunk in file.chunks}:
+                await run.blob(chunk)
+        except NothingYet:
+            continue  # its time is over: see storage.retain
+        except (PeerError, StateError) as error:
+            audit.findings.append(f"version {version}: {error}")

@@ -1,0 +1,354 @@
+"""The auditor's second job: make groups again from public data, and say where the log says otherwise.
+
+Called by `shoal audit`. From the log and the revealed links it rebuilds what each worker was asked for; from the bodies
+and weights that are still kept it judges the answers with the validator's own checks, audited all of them; then it
+compares with the verdicts, credits and batches that were booked. It trusts no seed, verdict or reward of the log's.
+"""
+
+import asyncio
+import random
+import re
+import secrets
+import tempfile
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from shoal.engine.base import Engine, Score, ScoreRequest
+from shoal.envs.base import Env
+from shoal.envs.load import is_file, load_run_envs
+from shoal.envs.replay import replay
+from shoal.errors import ConfigError, NothingYet, PeerError, StateError
+from shoal.ledger import events as ev
+from shoal.ledger.decide import slots_of
+from shoal.ledger.seeds import lease_of
+from shoal.ledger.verify import Audit
+from shoal.policy.render import Renderer
+from shoal.proofs.context import Tools
+from shoal.proofs.rederive import differences
+from shoal.proofs.verify import verify_submission
+from shoal.protocol import types as t
+from shoal.protocol.constants import PROTOCOL_VERSION
+from shoal.protocol.randomness import sample_seed
+from shoal.protocol.wire import WireError, digest, from_msgpack
+from shoal.roles.auditor.log import replay_log
+from shoal.roles.auditor.source import PublicRun, fetch_weights, open_run
+
+AGREE, DISAGREE, CANNOT = 0, 1, 2
+"""Exit codes of `shoal audit`."""
+
+
+class Choice(NamedTuple):
+    """Which groups to make again: one by its name, a sample, or (neither given) all."""
+
+    rollout: str = ""
+    """VERSION/SLOT or VERSION/SLOT/INDEX."""
+    sample: int = 0
+    seed: int | None = None
+    """Of the sample; None draws one, so that nobody can know beforehand."""
+
+
+class Place(NamedTuple):
+    """A group that was judged: one slot of one submission."""
+
+    version: int
+    slot: int
+    submission: str
+
+
+@dataclass
+class Findings:
+    """What an audit of rollouts found, and of how much."""
+
+    disagreements: list[str] = field(default_factory=list)
+    groups: int = 0
+    rollouts: int = 0
+    with_model: int = 0
+    """Groups whose tokens and log-probs were made again, too."""
+    tokens: int = 0
+    """Policy tokens of these."""
+    largest_gap: float = 0.0
+    """Of one of these, nats."""
+    overruled: int = 0
+    """Validators' words on groups that the log did not follow: outvoted or disputed, so it is not held to them."""
+    left_out: Counter[str] = field(default_factory=Counter)
+    """Groups by the reason why something of them could not be made again."""
+    told: list[str] = field(default_factory=list)
+    """Lines about the choice: one group's facts, or a sample's seed."""
+
+    def exit_code(self) -> int:
+        """1 where something disagrees, else 2 where nothing could be made again."""
+        return DISAGREE if self.disagreements else AGREE if self.groups else CANNOT
+
+
+def audit(source: str, choice: Choice, threads: int, own_files: bool) -> int:
+    """Audit rollouts of a run, print what was found, and return the exit code.
+
+    `own_files` runs environment files that the run names: its host's code. Raises `ConfigError` for a rollout that is
+    not in the log, `StateError` where the log's chain breaks, `PeerError` when the coordinator cannot be asked.
+    """
+
+    async def whole() -> Findings:
+        async with open_run(source) as run:
+            return await audit_rollouts(run, choice, threads, own_files)
+
+    findings = asyncio.run(whole())
+    print("\n".join(summary(findings)))
+    return findings.exit_code()
+
+
+def summary(found: Findings) -> list[str]:
+    """What was found, a line each."""
+    lines = [*found.told, *(f"DISAGREES: {line}" for line in found.disagreements)]
+    lines.append(
+        f"made again: {found.groups} groups, {found.rollouts} rollouts: seed, task, prompt, environment, reward, "
+        "ending, verdict"
+    )
+    lines.append(
+        f"with the model: {found.with_model} groups, {found.tokens} tokens and their log-probs; "
+        f"largest gap {found.largest_gap:.2g} nats"
+    )
+    if found.overruled:
+        lines.append(f"not compared: {found.overruled} verdicts on groups, outvoted or disputed")
+    lines += [f"left out: {count} groups: {reason}" for reason, count in sorted(found.left_out.items())]
+    verdicts = {
+        AGREE: "the log agrees with what is made again",
+        DISAGREE: "the log does NOT agree with what is made again",
+        CANNOT: "nothing could be made again",
+    }
+    return [*lines, verdicts[found.exit_code()]]
+
+
+async def audit_rollouts(run: PublicRun, choice: Choice, threads: int, own_files: bool) -> Findings:
+    """Make the chosen groups again and compare; raises as `audit`."""
+    log = await replay_log(run)
+    found = Findings(disagreements=[f"the log: {finding}" for finding in log.findings])
+    if choice.sample:
+        choice = choice._replace(seed=secrets.randbits(32) if choice.seed is None else choice.seed)
+        found.told.append(f"sample drawn with --seed {choice.seed}")
+    places = choose(log, choice)
+    envs = _load_envs(log.state.envs, own_files)
+    with tempfile.TemporaryDirectory(prefix="shoal-audit-") as home:
+        bench = Bench(run, log, envs, threads, Path(home))
+        for version in sorted({place.version for place in places}):
+            slots_by_submission = defaultdict(list)
+            for place in places:
+                if place.version == version:
+                    slots_by_submission[place.submission].append(place.slot)
+            await _audit_version(bench, version, slots_by_submission, choice, found)
+    return found
+
+
+def choose(log: Audit, choice: Choice) -> list[Place]:
+    """The groups to make again. Raises `ConfigError` where the choice names none."""
+    judged = [
+        Place(lease.version, slot, submission.digest)
+        for submission in log.state.submissions.values()
+        if submission.decided
+        for lease in [log.state.leases[submission.lease]]
+        for slot in slots_of(log.state, lease)
+    ]
+    if choice.rollout:
+        version, slot, _ = read_id(choice.rollout)
+        named = [place for place in judged if (place.version, place.slot) == (version, slot)]
+        if not named:
+            raise ConfigError(
+                f"no judged submission of this log fills slot {slot} of version {version}: `shoal ledger show RUN "
+                "--kind group_accepted` lists version and slot of each group that was accepted"
+            )
+        return named
+    if choice.sample:
+        return sorted(random.Random(choice.seed).sample(judged, min(choice.sample, len(judged))))
+    return judged
+
+
+def read_id(text: str) -> tuple[int, int, int | None]:
+    """Version, slot and index (None for the whole group) of a rollout's name. Raises `ConfigError`."""
+    found = re.fullmatch(r"(\d{1,9})/(\d{1,9})(?:/(\d{1,9}))?", text, re.ASCII)
+    if not found:
+        raise ConfigError(f"{text!r} names no rollout: write VERSION/SLOT/INDEX, such as 3/17/0, or VERSION/SLOT")
+    version, slot, index = found.groups()
+    return int(version), int(slot), None if index is None else int(index)
+
+
+def _load_envs(specs: Sequence[t.EnvSpec], own_files: bool) -> dict[str, Env]:
+    for spec in specs:
+        if is_file(spec.name) and not own_files:
+            raise ConfigError(
+                f"environment {spec.name} is a file of the host's: read it, then give --own-files to run it here"
+            )
+    return load_run_envs(specs, own_files)
+
+
+class Bench:
+    """What groups are made again with: the log, the environments, and one version's weights at a time."""
+
+    def __init__(self, run: PublicRun, log: Audit, envs: Mapping[str, Env], threads: int, home: Path) -> None:
+        self.run, self.log, self.envs, self.threads, self.home = run, log, envs, threads, home
+        self.state = log.state
+        self.verdicts: dict[str, list[ev.VerdictGiven]] = defaultdict(list)
+        self.decisions: dict[str, ev.Decision] = {}
+        self.forged: set[str] = set()
+        """Submissions that were accepted, and slashed after a recheck."""
+        for entry in log.entries:
+            match entry.body:
+                case ev.VerdictGiven(submission=name):
+                    self.verdicts[name].append(entry.body)
+                case ev.Decision(submission=name):
+                    self.decisions[name] = entry.body
+                case ev.Rechecked(submission=name, outcome="forged"):
+                    self.forged.add(name)
+        self.scores: list[Score] = []
+        """Of the last submission."""
+        self._engine: Engine | None = None
+        self._renderer: Renderer | None = None
+
+    async def take_weights(self, version: int) -> Engine:
+        """An engine with a version's published weights; raises as `fetch_weights`."""
+        directory = await fetch_weights(self.run, self.state, version, self.home)
+        if self._engine is None:
+            from shoal.engine.local import LocalEngine  # torch: a check of the log alone needs none
+
+            self._engine = LocalEngine(self.threads, self.state.law.dtype)
+        self._engine.load(directory, version)
+        self._renderer = self._renderer or Renderer.from_directory(directory)
+        return self._engine
+
+    async def take_renderer(self) -> None:
+        """Any version's: they differ in weights alone. Raises as `fetch_weights`."""
+        if self._renderer is None:
+            directory = await fetch_weights(self.run, self.state, self.state.version, self.home)
+            self._renderer = Renderer.from_directory(directory)
+
+    def is_overruled(self, vote: ev.VerdictGiven, slot: int) -> bool:
+        """Whether the decision on the slot's block was not what this validator said of it."""
+        name, size = vote.submission, self.state.law.block_groups
+        decision, block = self.decisions[name], slot // size
+        said_yes = all(group.outcome in ("accept", "void") for group in vote.groups if group.slot // size == block)
+        stands = block in decision.accepted and name not in self.forged
+        return block in decision.disputed or said_yes != stands
+
+    def tools(self, engine: Engine | None) -> Tools:
+        """The validator's tools."""
+        state = self.state
+        assert state.sampling is not None and self._renderer is not None
+        temperature = state.sampling.temperature
+
+        def score(requests: list[ScoreRequest]) -> list[Score]:
+            assert engine is not None, "nothing is audited without weights"
+            self.scores = engine.score(requests, temperature, hidden=state.law.proofs != "none")
+            return self.scores
+
+        info = t.RunInfo(
+            run=state.run, name=state.name, protocol=PROTOCOL_VERSION, run_key=state.run_key,
+            trainer_key=state.trainer_key, head=state.head, chain_end=state.chain_end, envs=state.envs,
+            sampling=state.sampling, rules=state.law, phase="ended", version=state.version,
+        )  # fmt: skip
+        return Tools(info, self.envs, self._renderer, replay, dtype=state.law.dtype, score=score)
+
+
+async def _audit_version(
+    bench: Bench, version: int, slots_by_submission: Mapping[str, list[int]], choice: Choice, found: Findings
+) -> None:
+    groups = sum(map(len, slots_by_submission.values()))
+    revealed = bench.log.links.get(version)
+    if revealed is None:
+        found.left_out[f"the link of version {version} is not revealed, so its seeds are not known"] += groups
+        return
+    engine: Engine | None = None
+    try:
+        engine = await bench.take_weights(version)
+    except NothingYet:
+        found.left_out[f"tokens and log-probs: the weights of version {version} are gone (storage.retain)"] += groups
+    except (PeerError, StateError) as error:
+        found.disagreements.append(f"version {version}: {error}")
+    try:
+        await bench.take_renderer()
+    except (PeerError, StateError) as error:
+        found.left_out[f"no version's tokenizer can be had: {error}"] += groups
+        return
+    for name, slots in slots_by_submission.items():
+        try:
+            body = await bench.run.blob(name)
+        except NothingYet:
+            found.left_out["the bodies of their submissions are gone (storage.retain), or not public yet"] += len(slots)
+            continue
+        except StateError as error:
+            found.disagreements.append(f"version {version}, submission {name[:12]}: {error}")
+            continue
+        lease = lease_of(
+            bench.state, bench.state.leases[bench.state.submissions[name].lease], bytes.fromhex(revealed.link)
+        )
+        check = t.Check(name, lease, tuple(slots) if engine else (), 0.0)
+        bench.scores = []
+        verdict = await asyncio.to_thread(verify_submission, body, check, bench.tools(engine))
+        _compare(bench, check, body, verdict, slots, found)
+        if choice.rollout:
+            found.told += _tell(bench, check, verdict, choice)
+
+
+def _compare(
+    bench: Bench, check: t.Check, body: bytes, verdict: t.Verdict, slots: Sequence[int], found: Findings
+) -> None:
+    """Book what was made again of a submission, and where the log differs."""
+    version, state = check.lease.version, bench.state
+    submission = state.submissions[check.id]
+    if _group_digests(body) not in (submission.groups, ()):
+        found.disagreements.append(f"version {version}, submission {check.id[:12]}: the log names other groups")
+    for ours in verdict.groups:
+        if ours.slot not in slots:
+            continue
+        found.groups += 1
+        found.rollouts += state.law.group_size
+        found.with_model += ours.audited
+        found.tokens += ours.tokens if ours.audited else 0
+        for given in bench.verdicts[check.id]:
+            if bench.is_overruled(given, ours.slot):
+                found.overruled += 1
+                continue
+            for booked in given.groups:
+                if booked.slot == ours.slot:
+                    found.disagreements += [
+                        f"{version}/{ours.slot}, submission {check.id[:12]}, validator {given.validator[:12]}: {said}"
+                        for said in differences(booked, ours, with_model=bool(check.audited))
+                    ]
+    gaps = [float(score.gaps_P.max()) for score in bench.scores if score.gaps_P.size]
+    if not any(group.outcome == "hard" for group in verdict.groups):
+        found.largest_gap = max([found.largest_gap, *gaps])
+
+
+def _group_digests(body: bytes) -> tuple[str, ...]:
+    try:
+        return tuple(digest(group) for group in from_msgpack(body, t.Submission).groups)
+    except WireError:
+        return ()
+
+
+def _tell(bench: Bench, check: t.Check, verdict: t.Verdict, choice: Choice) -> list[str]:
+    """What a person asks of one group or rollout, from what was made again."""
+    version, number, index = read_id(choice.rollout)
+    state, lease = bench.state, check.lease
+    slot = next(slot for block in lease.blocks for slot in block.slots if slot.slot == number)
+    ours = next(group for group in verdict.groups if group.slot == number)
+    final = state.versions[version].slots.get(number)
+    taken = final is not None and final.submission == check.id
+    lines = [
+        f"submission {check.id[:12]} of {lease.worker[:12]}, lease {lease.id}",
+        f"  seed {slot.seed[:16]}: environment {slot.env}, task {slot.task}",
+        f"  made again: {ours.outcome}{f' by {ours.check}' if ours.check else ''}, {ours.tokens} policy tokens, "
+        f"rewards {', '.join(f'{reward:g}' for reward in ours.rewards) or 'none'}",
+    ]
+    if index is not None and index < len(ours.rewards):
+        lines.append(f"  rollout {index}: sample seed {sample_seed(bytes.fromhex(slot.seed), index).hex()[:16]}, "
+                     f"reward {ours.rewards[index]:g}")  # fmt: skip
+    for given in bench.verdicts[check.id]:
+        booked = next((group for group in given.groups if group.slot == number), None)
+        if booked:
+            how = "audited" if booked.audited else "not audited"
+            lines.append(f"  the log: {booked.outcome} by validator {given.validator[:12]}, {how}")
+    if taken and final is not None:
+        step = f"batch of step {final.step}" if final.step >= 0 else "no batch"
+        lines.append(f"  paid; {step}")
+    return lines

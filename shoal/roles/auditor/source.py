@@ -1,0 +1,153 @@
+"""Where an auditor reads a run from: its folder, without any server, or a coordinator's URL, without any key.
+
+Called by the auditor's other files. It gives the log's bytes, blobs by their hash and a version's weights, each
+verified, and judges none of them. It reads only: a folder may be that of a live run.
+"""
+
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Protocol
+
+from shoal.errors import ConfigError, NothingYet, PeerError, StateError
+from shoal.folder import RunFolder
+from shoal.ledger.events import event_hash
+from shoal.ledger.state import State
+from shoal.ledger.store import Store, sqlite_url
+from shoal.net.blobs import is_digest
+from shoal.net.client import Client
+from shoal.protocol import types as t
+from shoal.protocol.constants import MAX_MANIFEST_BYTES, MAX_SUBMISSION_BYTES
+from shoal.protocol.wire import digest
+from shoal.weights.fetch import fetch
+from shoal.weights.manifest import open_manifest
+
+Rows = list[tuple[bytes, str]]
+"""Stored events with their hashes, in order."""
+
+ANSWER_S = 30.0
+"""A coordinator that has not answered by then is given up."""
+
+
+class PublicRun(Protocol):
+    """What a run publishes."""
+
+    name: str
+
+    async def rows(self) -> Rows:
+        """The whole log. Raises `ConfigError`, `PeerError`, `StateError`."""
+        ...
+
+    async def blob(self, name: str) -> bytes:
+        """Bytes by their hash, verified. Raises `NothingYet` where there are none, `StateError` if they are others."""
+        ...
+
+    async def manifest(self, version: int, name: str) -> bytes:
+        """The signed manifest of a version, whose hash the log names; raises as `blob`."""
+        ...
+
+
+class FolderRun:
+    """The run in a folder."""
+
+    def __init__(self, root: Path) -> None:
+        self.name, self.folder = str(root), RunFolder(root)
+        if not self.folder.log.is_file():
+            raise ConfigError(f"{root} holds no log (log.sqlite): give a run's folder, such as runs/wordle, or its URL")
+
+    async def rows(self) -> Rows:
+        store = Store(sqlite_url(self.folder.log))
+        try:
+            return list(store.read())
+        finally:
+            store.close()
+
+    async def blob(self, name: str) -> bytes:
+        try:
+            data = (self.folder.blobs / name[:2] / name).read_bytes() if is_digest(name) else None
+        except FileNotFoundError:
+            data = None
+        if data is None:
+            raise NothingYet(f"blob {name[:16]} is not here: its time is over (storage.retain)")
+        return _verified(data, name)
+
+    async def manifest(self, version: int, name: str) -> bytes:
+        return await self.blob(name)
+
+
+class UrlRun:
+    """The run that a coordinator serves."""
+
+    def __init__(self, client: Client) -> None:
+        self.name, self.client = client.base_url, client
+        self.claim = t.StateHash(-1, "", "")
+        """What the coordinator said of its state when the log was read."""
+
+    async def rows(self) -> Rows:
+        self.claim = await self.client.get_json("/v1/state", t.StateHash, deadline_s=ANSWER_S)
+        rows: Rows = []
+        while len(rows) <= self.claim.seq:
+            path = f"/v1/events?after={len(rows) - 1}"
+            lines = (await self.client.get(path, cap=MAX_SUBMISSION_BYTES, deadline_s=ANSWER_S)).splitlines()
+            if not lines:
+                raise PeerError(f"{self.name} serves {len(rows)} events but says that there are {self.claim.seq + 1}")
+            rows += [(line, event_hash(line)) for line in lines]
+        return rows[: self.claim.seq + 1]
+
+    async def blob(self, name: str) -> bytes:
+        data = await self.client.get(f"/v1/blobs/{name}", cap=MAX_SUBMISSION_BYTES, deadline_s=ANSWER_S)
+        return _verified(data, name)
+
+    async def manifest(self, version: int, name: str) -> bytes:
+        path = f"/v1/manifests/{version}"
+        return _verified(await self.client.get(path, cap=MAX_MANIFEST_BYTES, deadline_s=ANSWER_S), name)
+
+
+def _verified(data: bytes, name: str) -> bytes:
+    if digest(data) != name:
+        raise StateError(f"the bytes kept as {name[:16]} have another hash: they were edited or damaged")
+    return data
+
+
+@contextlib.asynccontextmanager
+async def open_run(source: str) -> AsyncIterator[PublicRun]:
+    """The run at a URL or in a folder."""
+    if source.startswith(("http:", "https:")):
+        async with Client(source) as client:
+            yield UrlRun(client)
+    else:
+        yield FolderRun(Path(source))
+
+
+async def fetch_weights(run: PublicRun, state: State, version: int, into: Path) -> Path:
+    """The checkpoint of a version in a directory below `into`, with the weights root that the log names.
+
+    Raises `NothingYet` where its time is over, `StateError` or `PeerError` where it is not what the log promises.
+    """
+    record, chunks = state.versions[version], _Chunks(run)
+    data = await run.manifest(version, record.manifest)
+    manifest = open_manifest(data, run=state.run, keys=(state.trainer_key,), now=None, version=version)
+    if manifest.root != record.root:
+        raise StateError(f"the manifest of version {version} names another weights root than the log")
+    try:
+        return await fetch(manifest, [chunks], into, keep=1, on_blame=lambda name, reason: None)
+    except PeerError:
+        if chunks.gone:
+            raise NothingYet(f"weights of version {version} are not here: their time is over") from None
+        raise
+
+
+class _Chunks:
+    """A run as a source of `weights.fetch`."""
+
+    def __init__(self, run: PublicRun) -> None:
+        self.name, self.gone, self._run = run.name, False, run
+
+    async def chunk(self, digest: str, size: int) -> bytes:
+        try:
+            return await self._run.blob(digest)
+        except NothingYet:
+            self.gone = True
+            raise
+        except StateError as error:
+            raise PeerError(str(error)) from None

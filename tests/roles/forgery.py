@@ -1,0 +1,34 @@
+"""Logs that a lying host might publish: any events, with hashes that fit each other."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from shoal.folder import RunFolder
+from shoal.ledger import events as ev
+from shoal.ledger.store import Store, sqlite_url
+
+Lines = list[tuple[float, Any]]
+"""(time, body) of each event."""
+
+
+def bodies(run_dir: Path) -> Lines:
+    """What the events of a run's log say."""
+    store = Store(sqlite_url(RunFolder(run_dir).log))
+    entries = [ev.read_entry(data)[0] for data, _ in store.read()]
+    store.close()
+    return [(entry.time, entry.body) for entry in entries]
+
+
+def forged(run_dir: Path, into: Path, edit: Callable[[Lines], Lines]) -> Path:
+    """A copy of a run whose log says what `edit` makes of it, every hash made anew; the workers' receipts are gone."""
+    shutil.copytree(run_dir, into, ignore=shutil.ignore_patterns("log.sqlite*", "nodes"))
+    store, head = Store(sqlite_url(RunFolder(into).log)), ev.GENESIS
+    entries = []
+    for seq, (time, body) in enumerate(edit(bodies(run_dir))):
+        entries.append(ev.make_entry(seq, time, body, head))
+        head = entries[-1].hash
+    store.append(entries)
+    store.close()
+    return into

@@ -1,0 +1,364 @@
+"""Anyone can audit: a finished run is made again from what it published, and whatever a host, a validator or a disk
+changed is found and named."""
+
+import asyncio
+import itertools
+import shutil
+from pathlib import Path
+
+import httpx
+import msgspec
+import pytest
+
+from shoal import cli
+from shoal.errors import ConfigError
+from shoal.ledger import events as ev
+from shoal.ledger.audits import influence
+from shoal.ledger.verify import verify
+from shoal.net.client import Client
+from shoal.protocol import types as t
+from shoal.roles.auditor.log import audit_folder
+from shoal.roles.auditor.rollouts import AGREE, CANNOT, DISAGREE, Choice, audit_rollouts, summary
+from shoal.roles.auditor.source import FolderRun, UrlRun
+from tests.roles.forgery import bodies, forged
+from tests.roles.town import URL, Town, tiny_run
+
+ALL = Choice()
+
+
+@pytest.fixture(scope="module")
+def town(tmp_path_factory):
+    """A finished run with an honest worker and one that was refused."""
+    town = Town(tmp_path_factory.mktemp("audit") / "run", tiny_run())
+    roles = [town.trainer(), town.validator(), town.worker("honest"), town.worker("cheater", "other-seed")]
+    asyncio.run(town.live(*roles))
+    return town
+
+
+@pytest.fixture(scope="module")
+def run_dir(town):
+    return town.folder.root
+
+
+def audit(source, choice=ALL):
+    run = FolderRun(source) if isinstance(source, Path) else source
+    return asyncio.run(audit_rollouts(run, choice, threads=1, own_files=False))
+
+
+def edited(kind, change, which=0):
+    """An edit of a log: one event of a kind replaced by what `change` makes of it."""
+
+    def edit(lines):
+        places = [i for i, (_, body) in enumerate(lines) if isinstance(body, kind)]
+        time, body = lines[places[which]]
+        return [*lines[: places[which]], (time, change(body)), *lines[places[which] + 1 :]]
+
+    return edit
+
+
+def replaced(**fields):
+    return lambda body: msgspec.structs.replace(body, **fields)
+
+
+# --- the honest run ---
+
+
+def test_every_group_of_an_honest_run_is_made_again_and_agrees(run_dir):
+    found = audit(run_dir)
+    judged = sum(len(body.groups) for _, body in bodies(run_dir) if isinstance(body, ev.VerdictGiven))
+    assert found.disagreements == [] and found.left_out == {}
+    assert (found.groups, found.with_model) == (judged, judged)
+    assert found.tokens >= sum(body.tokens for _, body in bodies(run_dir) if isinstance(body, ev.Credit))
+    assert found.exit_code() == AGREE
+
+
+def test_a_url_gives_the_same_audit_as_the_folder(town, run_dir):
+    async def story():
+        async with Client(URL, transport=httpx.ASGITransport(town.app)) as client:
+            return await audit_rollouts(UrlRun(client), ALL, threads=1, own_files=False)
+
+    assert summary(asyncio.run(story())) == summary(audit(run_dir))
+
+
+def test_one_rollout_is_told_with_its_seed_task_reward_and_verdict(run_dir, capsys):
+    assert cli.main(["audit", str(run_dir), "--rollout", "1/2/3", "--threads", "1"]) == AGREE
+    out = capsys.readouterr().out
+    assert "environment arithmetic, task" in out and "rollout 3: sample seed" in out
+    assert "the log: accept by validator" in out and "made again: 1 groups, 8 rollouts" in out
+
+
+def test_a_sample_is_drawn_by_the_seed_that_it_says(run_dir):
+    first = audit(run_dir, Choice(sample=3))
+    seed = int(first.told[0].rpartition(" ")[2])
+    again = audit(run_dir, Choice(sample=3, seed=seed))
+    assert (first.groups, first.disagreements) == (3, [])
+    assert summary(first) == summary(again)
+
+
+@pytest.mark.parametrize("name", ["", "1", "1/2/3/4", "a/b", "1/-2", "99/0"])
+def test_a_rollout_that_is_not_there_is_an_error_of_one_line(run_dir, name):
+    with pytest.raises(ConfigError, match=r"VERSION/SLOT|ledger show"):
+        audit(run_dir, Choice(rollout=name or " "))
+
+
+# --- what is gone or not yet public is said, not guessed ---
+
+
+@pytest.fixture
+def copy(run_dir, tmp_path):
+    return Path(shutil.copytree(run_dir, tmp_path / "copy"))
+
+
+def blob(run_dir, name):
+    return run_dir / "blobs" / name[:2] / name
+
+
+def test_a_body_that_is_gone_is_left_out(copy):
+    gone = next(body for _, body in bodies(copy) if isinstance(body, ev.SubmissionReceived))
+    blob(copy, gone.digest).unlink()
+    found = audit(copy)
+    assert found.disagreements == [] and found.exit_code() == AGREE
+    assert sum(found.left_out.values()) == len(gone.groups)
+
+
+def test_without_a_versions_weights_all_but_tokens_is_made_again(copy):
+    manifests = [body.manifest for _, body in bodies(copy) if isinstance(body, ev.CheckpointPublished)]
+    signed = msgspec.json.decode(blob(copy, manifests[0]).read_bytes(), type=t.SignedManifest)
+    manifest = msgspec.json.decode(signed.body, type=t.Manifest)
+    for chunk in next(file for file in manifest.files if file.path.endswith(".safetensors")).chunks:
+        blob(copy, chunk).unlink()
+    whole, found = audit(copy, Choice(rollout="1/0")), audit(copy, Choice(rollout="0/0"))
+    assert whole.with_model == whole.groups
+    assert found.disagreements == [] and found.groups > 0 and found.with_model == 0
+    assert ["weights of version 0 are gone" in reason for reason in found.left_out] == [True]
+
+
+def test_a_version_whose_link_is_not_revealed_cannot_be_made_again(run_dir, tmp_path):
+    def before_the_last_version(lines):
+        return lines[: max(i for i, (_, body) in enumerate(lines) if isinstance(body, ev.CheckpointPublished))]
+
+    live = forged(run_dir, tmp_path / "live", before_the_last_version)
+    last = max(body.version for _, body in bodies(live) if isinstance(body, ev.CheckpointPublished))
+    found = audit(live, Choice(rollout=f"{last}/0"))
+    assert found.exit_code() == CANNOT and "is not revealed" in summary(found)[-2]
+    assert audit(live, Choice(rollout="0/0")).exit_code() == AGREE
+
+
+# --- attacks ---
+
+
+def with_rewards_swapped(run_dir):
+    """A validator's lie, booked by the rules: two rollouts of one group have each other's reward, all over the log."""
+    accepted, rewards = next(
+        (body, swapped)
+        for _, body in bodies(run_dir)
+        if isinstance(body, ev.GroupAccepted)
+        for one, other in itertools.combinations(range(8), 2)
+        for swapped in [_swapped(body.rewards, one, other)]
+        if swapped != body.rewards and influence(swapped, body.tokens) == influence(body.rewards, body.tokens)
+    )
+
+    def lie(body):
+        if body == accepted:
+            return msgspec.structs.replace(body, rewards=rewards)
+        if isinstance(body, ev.VerdictGiven) and body.submission == accepted.submission:
+            groups = tuple(
+                msgspec.structs.replace(g, rewards=rewards) if g.slot == accepted.slot else g for g in body.groups
+            )
+            return msgspec.structs.replace(body, groups=groups)
+        return body
+
+    return accepted, lambda lines: [(time, lie(body)) for time, body in lines]
+
+
+def _swapped(rewards, one, other):
+    swapped = list(rewards)
+    swapped[one], swapped[other] = swapped[other], swapped[one]
+    return tuple(swapped)
+
+
+def test_a_verdict_with_forged_rewards_is_found_though_the_log_holds(run_dir, tmp_path):
+    accepted, edit = with_rewards_swapped(run_dir)
+    lying = forged(run_dir, tmp_path / "lying", edit)
+    assert audit_folder(lying).findings == []
+    found = audit(lying)
+    assert found.exit_code() == DISAGREE and len(found.disagreements) == 2
+    assert all(line.startswith(f"{accepted.version}/{accepted.slot}, ") for line in found.disagreements)
+    assert all("reward of rollout" in line and "the environment gives" in line for line in found.disagreements)
+
+
+def judged_anew(lines, target, groups):
+    """One verdict with other words, and the decision that goes with it."""
+    refused = any(group.outcome == "hard" for group in groups)
+    changed = []
+    for time, body in lines:
+        if body == target:
+            body = msgspec.structs.replace(body, groups=groups)
+        elif isinstance(body, ev.Decision) and body.submission == target.submission:
+            blocks = (*body.accepted, *body.refused)
+            body = ev.Decision(body.submission, () if refused else blocks, blocks if refused else ())
+        changed.append((time, body))
+    return changed
+
+
+def test_a_group_that_the_validator_should_have_refused_is_found(run_dir, tmp_path):
+    refused = next(body for _, body in bodies(run_dir) if isinstance(body, ev.VerdictGiven) and body.groups[0].check)
+    mild = tuple(
+        msgspec.structs.replace(g, outcome="accept", check="", rewards=(1.0,) * 8, tokens=40) for g in refused.groups
+    )
+    lying = forged(run_dir, tmp_path / "lying", lambda lines: judged_anew(lines, refused, mild))
+    found = audit(lying, Choice(rollout=f"0/{refused.groups[0].slot}"))
+    assert any("the log accepts it, here sampling refuses it" in line for line in found.disagreements)
+
+
+def test_an_honest_group_that_the_validator_refused_is_found(run_dir, tmp_path):
+    accepted = [body for _, body in bodies(run_dir) if isinstance(body, ev.VerdictGiven) and not body.groups[0].check]
+    wronged = tuple(
+        msgspec.structs.replace(g, outcome="hard", check="sampling", detail="not chosen", figure=9.0, bound=1.0)
+        for g in accepted[-1].groups
+    )
+    lying = forged(run_dir, tmp_path / "lying", lambda lines: judged_anew(lines, accepted[-1], wronged))
+    found = audit(lying)
+    assert any("the log says: sampling refuses it" in d and "passes every check" in d for d in found.disagreements)
+
+
+def test_an_edited_body_is_found_and_named(copy):
+    target = next(body for _, body in bodies(copy) if isinstance(body, ev.SubmissionReceived))
+    path = blob(copy, target.digest)
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    found = audit(copy)
+    assert found.exit_code() == DISAGREE and len(found.disagreements) == 1
+    assert target.digest[:12] in found.disagreements[0] and "edited or damaged" in found.disagreements[0]
+
+
+@pytest.mark.parametrize("lie", ["seed", "task"])
+def test_a_lease_that_was_not_drawn_from_the_chain_is_found_once_the_link_is_out(tmp_path, lie):
+    """The host gives a worker of its choice another seed or task, and its own validator looks the other way."""
+    town = Town(tmp_path / "run", tiny_run(steps=1))
+    honest = town.desk.wire_lease
+
+    def crooked(lease):
+        given = honest(lease)
+        if given.version or lease.blocks[0]:
+            return given
+        first, *others = given.blocks[0].slots
+        wish = {"seed": "77" * 32} if lie == "seed" else {"task": first.task ^ 1}
+        block = t.Block(0, (msgspec.structs.replace(first, **wish), *others))
+        return msgspec.structs.replace(given, blocks=(block, *given.blocks[1:]))
+
+    town.desk.wire_lease = crooked
+    asyncio.run(town.live(town.trainer(), town.validator(), town.worker("friend")))
+    assert town.audit().findings == []
+    found = audit(town.folder.root)
+    check = {"seed": "sampling", "task": "lease"}[lie]
+    assert ["0/0, submission" in line and f"here {check} refuses it" in line for line in found.disagreements] == [True]
+
+
+def test_a_published_version_with_other_weights_is_found(copy):
+    manifests = [body.manifest for _, body in bodies(copy) if isinstance(body, ev.CheckpointPublished)]
+    signed = msgspec.json.decode(blob(copy, manifests[1]).read_bytes(), type=t.SignedManifest)
+    manifest = msgspec.json.decode(signed.body, type=t.Manifest)
+    chunk = blob(copy, next(file for file in manifest.files if file.path.endswith(".safetensors")).chunks[0])
+    chunk.write_bytes(chunk.read_bytes()[:-4] + b"\0\0\0\1")
+    found = audit(copy, Choice(rollout="1/0"))
+    assert found.exit_code() == DISAGREE and found.disagreements[0].startswith("version 1: ")
+
+
+# --- forged logs: every hash fits, the rules do not ---
+
+
+def credit_for_a_refused_group(lines):
+    """The host pays its friend for what was refused, at the end, when nobody fills the slot any more."""
+    refused = next(body for _, body in lines if isinstance(body, ev.VerdictGiven) and body.groups[0].check)
+    worker = next(
+        body.worker
+        for _, body in lines
+        if isinstance(body, ev.SubmissionReceived) and body.digest == refused.submission
+    )
+    at = next(i for i, (_, body) in enumerate(lines) if isinstance(body, ev.Decision) and body.refused)
+    slot = refused.groups[0].slot
+    paid = [ev.GroupAccepted(0, slot, refused.submission, 0, "0" * 64, 50, (1.0,) * 8), ev.Credit(worker, 0, slot, 50)]
+    return [*lines[: at + 1], *((lines[at][0], body) for body in paid), *lines[at + 1 :]]
+
+
+def decision_accepts_what_was_refused(lines):
+    at = next(i for i, (_, body) in enumerate(lines) if isinstance(body, ev.Decision) and body.refused)
+    time, body = lines[at]
+    return [*lines[:at], (time, ev.Decision(body.submission, body.refused, ())), *lines[at + 1 :]]
+
+
+def judged_by_its_worker(lines):
+    received = next(body for _, body in lines if isinstance(body, ev.SubmissionReceived))
+    own = edited(ev.VerdictGiven, replaced(validator=received.worker))
+    return own(lines)
+
+
+def lease_out_of_turn(lines):
+    """Far ahead, to a friend, while others wait for the next block."""
+    at = max(i for i, (_, body) in enumerate(lines) if isinstance(body, ev.CheckpointPublished))
+    granted = next(body for _, body in lines if isinstance(body, ev.LeaseGranted))
+    version = max(body.version for _, body in lines[:at] if isinstance(body, ev.CheckpointPublished))
+    chosen = ev.LeaseGranted("friend", granted.worker, version, (99,), lines[at][0] + 5.0)
+    return [*lines[:at], (lines[at][0], chosen), *lines[at:]]
+
+
+def without_the_quarantine(lines):
+    return [(time, body) for time, body in lines if not isinstance(body, ev.NodeQuarantined)]
+
+
+FORGERIES = {
+    "a credit of more tokens": (edited(ev.Credit, lambda b: replaced(tokens=b.tokens + 1)(b)), "tokens is"),
+    "a credit to a friend": (edited(ev.Credit, lambda b: replaced(node=b.node[::-1])(b)), "credit"),
+    "a credit for a refused group": (credit_for_a_refused_group, "(group_accepted)"),
+    "a decision against its verdict": (decision_accepts_what_was_refused, "(decision) is not what the rules give"),
+    "a penalty left out": (without_the_quarantine, "due is node_quarantined"),
+    "a batch of other members": (
+        edited(ev.BatchFormed, lambda b: replaced(groups=b.groups[1:])(b)), "(batch_formed) is not what the rules give"
+    ),
+    "an audit not drawn": (
+        edited(ev.AuditDrawn, lambda b: replaced(slots=b.slots[:1])(b)), "(audit_drawn) is not what the rules give"
+    ),
+    "a worker's word on its own work": (judged_by_its_worker, "is against the rules"),
+    "another link": (edited(ev.LinkRevealed, replaced(link="ab" * 32)), "does not lead to the published end"),
+    "no link at all": (edited(ev.LinkRevealed, replaced(audit_link="zz")), "does not lead to the published end"),
+    "a lease of one's choice": (lease_out_of_turn, "(lease_granted) is"),
+    "an end that never came": (lambda lines: lines[:-1], "the log ends in the middle"),
+    "a validator left out": (edited(ev.AuditDrawn, replaced(order=())), "(audit_drawn) is not what"),
+    "a long deadline": (
+        edited(ev.LeaseGranted, lambda b: replaced(deadline=b.deadline + 9)(b), 1), "(lease_granted) is not what"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("forgery", FORGERIES)
+def test_a_forged_log_is_found_though_every_hash_fits(run_dir, tmp_path, forgery):
+    edit, named = FORGERIES[forgery]
+    lying = forged(run_dir, tmp_path / "lying", edit)
+    try:
+        findings = audit_folder(lying).findings
+    except ValueError as broken:  # what cannot be booked at all
+        findings = [str(broken)]
+    assert any(named in finding for finding in findings), findings
+
+
+def test_the_command_says_no_to_a_forged_log(run_dir, tmp_path, capsys):
+    lying = forged(run_dir, tmp_path / "lying", FORGERIES["a credit of more tokens"][0])
+    assert cli.main(["ledger", "verify", str(lying)]) == 1
+    assert cli.main(["audit", str(lying), "--rollout", "0/0", "--threads", "1"]) == DISAGREE
+    assert "the log does NOT agree" in capsys.readouterr().out
+
+
+def test_rules_are_made_again_over_a_run_with_lapses_audits_and_staleness(tmp_path):
+    """Draws below 1 in a run where not all is audited: an honest log has no finding, another draw is one."""
+    config = tiny_run(rollouts={"max_staleness": 1}, verify={"audit_rate": 0.3}, steps=6)
+    town = Town(tmp_path / "run", config)
+    asyncio.run(town.live(town.trainer(), town.validator(), town.worker("a"), town.worker("b")))
+    assert town.audit().findings == []
+    skipped = [b for _, b in bodies(town.folder.root) if isinstance(b, ev.AuditDrawn) and len(b.slots) < 2]
+    assert skipped, "some group was not drawn"
+    which = [b for _, b in bodies(town.folder.root) if isinstance(b, ev.AuditDrawn)].index(skipped[0])
+    other = edited(ev.AuditDrawn, lambda b: replaced(slots=(*b.slots, b.slots[0] + 1) if b.slots else (0,))(b), which)
+    lying = forged(town.folder.root, tmp_path / "lying", other)
+    assert any("audit_drawn" in finding for finding in audit_folder(lying).findings)
+    assert audit(town.folder.root).disagreements == []
+    assert verify(town.desk.book.store.read()).findings == []
