@@ -36,6 +36,7 @@ BROAD_EXCEPTS = {
     "envs/check.py": "the same, and the fault is the finding",
     "envs/conversation.py": "the same, and the rollout ends by `error`",
     "envs/load.py": "the same, when a user's file is executed",
+    "ledger/book.py": "a bug in the rules must not keep the other waiting commands from their answers",
     "net/server.py": "a fault of ours while answering is logged and becomes a 500, not a broken connection",
     "proofs/context.py": "an environment may raise anything; then nobody can play the slot, and it is void",
     "policy/render.py": "the tokenizers library raises bare Exception for a damaged file",

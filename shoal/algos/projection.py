@@ -25,15 +25,23 @@ TOLERANCE = 0.04
 """How far two honest projections may lie apart: bfloat16 on other hardware reaches 0.01."""
 
 
-def project(hidden_ND: NDArray[np.float32], key: bytes) -> tuple[float, ...]:
-    """`VALUES` numbers of the activations under a key; zeros if there are no activations."""
-    N, D = hidden_ND.shape
-    norm = float(np.linalg.norm(hidden_ND.astype(np.float64)))
-    if not N or norm == 0.0:
-        return (0.0,) * VALUES
+def project(parts: Sequence[NDArray[np.float32]], key: bytes) -> tuple[float, ...]:
+    """`VALUES` numbers of the activations under a key; zeros if there are none.
+
+    `parts` are (N_i, D), one after another the N tokens: each is widened to float64 by itself, never all at once.
+    """
+    N, D = sum(len(part) for part in parts), parts[0].shape[1]
     signs = _signs(key, VALUES * (N + D))
     over_tokens_KN, over_channels_KD = signs[: VALUES * N].reshape(VALUES, N), signs[VALUES * N :].reshape(VALUES, D)
-    values_K = ((over_tokens_KN @ hidden_ND.astype(np.float64)) * over_channels_KD).sum(1) / norm
+    sums_KD, norm2, first = np.zeros((VALUES, D)), 0.0, 0
+    for part in parts:
+        part_ND = part.astype(np.float64)
+        sums_KD += over_tokens_KN[:, first : first + len(part)] @ part_ND
+        norm2 += float((part_ND * part_ND).sum())
+        first += len(part)
+    if norm2 == 0.0:
+        return (0.0,) * VALUES
+    values_K = (sums_KD * over_channels_KD).sum(1) / norm2**0.5
     return tuple(round(float(value), 6) for value in values_K)
 
 

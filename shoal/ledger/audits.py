@@ -5,7 +5,7 @@ the economics benchmark, which shows that cheating loses. It knows no state of a
 
 The arithmetic behind the constants. With p the chance that a cheat is caught, G what a cheat gains and S what is at
 stake, cheating loses when (1 - p) G < p S. A trusted worker is audited at 5 %, so S must exceed 19 G; pay that is not
-yet vested is the stake, and 60 blocks of it are three times that.
+yet vested is the stake, and 40 blocks of it are twice that.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,8 +24,13 @@ lets a sleeper reach the lowest rate sooner."""
 RECHECK_RATE = 0.05
 """Share of accepted submissions that a second validator judges again. At 0 a lazy or bribed validator is never met."""
 
-VESTING_BLOCKS = 60
-"""Blocks of a worker's latest pay that are not vested, and lost when it is slashed. Below 19 a cheat pays at 5 %."""
+VESTING_BLOCKS = 40
+"""Blocks of a worker's latest pay that are not vested, and lost when it is slashed. Below 19 a cheat pays at 5 %; from 49
+on an honest node on hardware of its own, with one false alarm in 1,000 groups, loses 1 % of its pay."""
+
+REFUSED_BLOCKS = 8
+"""Blocks' worth of the newest pay that is not vested, lost for a refused submission where nobody is slashed. At 2 a
+worker whose cheats are found mild, or whose run has one validator, gains by them."""
 
 TURN_S = 30.0
 """The validators of a submission may judge it one after another, each so long after the one before. Longer keeps work
@@ -44,6 +49,9 @@ SOFT_FAILURES = 3
 VALIDATOR_FAULTS = 3
 """Times that a validator may be outvoted before it is asked no more. One would let two liars remove an honest one at
 their first try; many keep a liar's voice for long."""
+
+MAX_REWARD = 1e6
+"""Of one rollout, by size. Larger ones could add up to what is no number, which no log can hold."""
 
 MAX_QUARANTINE_S = 3600.0
 """Quarantine doubles with each failure up to this."""
@@ -135,7 +143,8 @@ def settle(
         }
         found = {key: _finding(groups) for key, groups in of_block.items()}
         agreed = next((f for f in found.values() if sum(g == f for g in found.values()) >= min(2, len(found))), None)
-        unsure = agreed is None or (agreed == _REFUSED and len(found) < 2)
+        unpaid = agreed == _REFUSED or any(group.outcome == "void" for groups in of_block.values() for group in groups)
+        unsure = agreed is None or (unpaid and len(found) < 2)
         if more and unsure:
             return None
         if agreed is None:
@@ -144,7 +153,9 @@ def settle(
             refused.append(block)
         else:
             accepted[block] = next(groups for key, groups in of_block.items() if found[key] == agreed)
-        slash |= agreed == _REFUSED and sum(_is_hard(groups) for groups in of_block.values()) >= 2
+        slash |= agreed == _REFUSED and any(
+            sum(_is_hard(groups, audited) for groups in of_block.values()) >= 2 for audited in (True, False)
+        )
         if len(found) > 2 and agreed is not None:
             outvoted |= {key for key, finding in found.items() if finding != agreed}
     return Settlement(accepted, tuple(refused), tuple(disputed), slash, tuple(sorted(outvoted)))
@@ -160,5 +171,5 @@ def _finding(groups: Sequence[GroupVerdict]) -> tuple[object, ...]:
     return tuple((group.slot, group.outcome, group.rewards, group.tokens) for group in groups)
 
 
-def _is_hard(groups: Sequence[GroupVerdict]) -> bool:
-    return any(group.outcome == "hard" for group in groups)
+def _is_hard(groups: Sequence[GroupVerdict], audited: bool) -> bool:
+    return any(group.outcome == "hard" and group.audited == audited for group in groups)

@@ -88,11 +88,17 @@ class Book:
         queue, self._queue = self._queue, []
         entries: list[Entry] = []
         answers: list[tuple[_Waiting, list[Entry]]] = []
-        for waiting in queue:
+        bug: Exception | None = None
+        while queue and bug is None:
+            waiting = queue.pop(0)
             try:
                 made = self._handle(waiting.command, waiting.command.now)
             except ShoalError as refusal:
                 _settle(waiting, refusal)
+                continue
+            except Exception as fault:  # noqa: BLE001 - see tests/test_architecture.py
+                bug = fault
+                _settle(waiting, fault)
                 continue
             entries += made
             answers.append((waiting, made))
@@ -101,9 +107,13 @@ class Book:
         except StateError as error:
             for waiting, _ in answers:
                 _settle(waiting, error)
-            return
-        for waiting, made in answers:
-            _settle(waiting, made)
+        else:
+            for waiting, made in answers:
+                _settle(waiting, made)
+        if bug is not None:
+            self.state = self._replay()  # the command may have changed half of it
+            self._queue = queue + self._queue
+            self._commit_queue()
 
     def _handle(self, command: Command, now: float) -> list[Entry]:
         """Events of a command and of what follows, applied but not stored."""
@@ -139,10 +149,10 @@ _HEAD_DIGITS = 16
 """Of each head, kept to recognise it: 64 bits."""
 
 
-def _settle(waiting: _Waiting, outcome: "list[Entry] | ShoalError") -> None:
+def _settle(waiting: _Waiting, outcome: "list[Entry] | Exception") -> None:
     if waiting.done.cancelled():
         return
-    if isinstance(outcome, ShoalError):
+    if isinstance(outcome, Exception):
         waiting.done.set_exception(outcome)
     else:
         waiting.done.set_result(outcome)

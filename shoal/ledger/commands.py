@@ -69,8 +69,6 @@ class Submit:
     groups: tuple[str, ...]
     draws: tuple[float, ...]
     """One in [0, 1) for each group, from the second secret chain: below the audit rate means audited."""
-    recheck: float
-    """In [0, 1), from the same chain: below the recheck rate a second validator judges what the first accepted."""
     order: tuple[str, ...]
     """Of all validators that the host admitted: the order of their turns, by draws from the same chain."""
     now: float
@@ -82,6 +80,8 @@ class Judge:
     verdict: Verdict
     now: float
     projection: str = ""
+    recheck: float = 1.0
+    """In [0, 1), from the audit chain: below the recheck rate a second validator judges what this one accepts."""
     differs_from: tuple[str, ...] = ()
     """As in `events.VerdictGiven`."""
 

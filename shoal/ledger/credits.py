@@ -137,7 +137,8 @@ def _(body: ev.Vested, at: Place) -> Iterator[CreditLine]:
 @_lines.register
 def _(body: ev.Forfeited, at: Place) -> Iterator[CreditLine]:
     if body.node == at.node:
-        yield at.line(f"forfeited for lease {body.lease}, which lapsed: {body.groups} groups", -body.tokens)
+        how = "lapsed" if at.state.leases[body.lease].status == "lapsed" else "was refused"
+        yield at.line(f"forfeited for lease {body.lease}, which {how}: {body.groups} groups", -body.tokens)
 
 
 @_lines.register

@@ -57,6 +57,8 @@ def _(command: Enter, state: State) -> list[ev.Body]:
         raise Refused("not_admitted", f"{command.key[:12]} is not the trainer key of this run")
     if node and node.standing == "kicked":
         raise Refused("kicked", f"the host removed {node.name} ({command.key[:12]}) from this run")
+    if node and node.role != join.role:
+        raise Refused("conflict", f"{command.key[:12]} joined as a {node.role}: for another role use another key")
     facts = (join.role, join.name, join.implementation, join.dtype, join.device)
     if node and facts == (node.role, node.name, node.implementation, node.dtype, node.device):
         return []
@@ -157,14 +159,15 @@ def _blocks_for_speed(state: State, tokens_per_s: float) -> int:
     if not state.accepted_groups:
         return 1
     tokens_per_block = state.block_tokens / state.accepted_groups * state.law.block_groups
-    return max(1, int(tokens_per_s * LEASE_TARGET_S / max(1.0, tokens_per_block)))
+    return int(max(1.0, min(MAX_LEASE_BLOCKS, tokens_per_s * LEASE_TARGET_S / max(1.0, tokens_per_block))))
 
 
 @decide.register
 def _(command: ReturnLeases, state: State) -> list[ev.Body]:
     node = _member(state, command.key, "worker")
-    mine = state.open_leases_of(node.key)
-    return [ev.LeaseLapsed(lease.id, "returned") for lease in mine if lease.id in command.leases]
+    mine = {lease.id: lease for lease in state.open_leases_of(node.key)}
+    back = [mine[name] for name in dict.fromkeys(command.leases) if name in mine]
+    return [*(ev.LeaseLapsed(lease.id, "returned") for lease in back), *_forfeits(state, back)]
 
 
 @decide.register
@@ -188,10 +191,9 @@ def _(command: Submit, state: State) -> list[ev.Body]:
     drawn = zip(slots_of(state, lease), command.draws, strict=True)
     audited = tuple(slot for slot, draw in drawn if draw < rate)
     mean_influence = state.influence / state.accepted_groups if state.accepted_groups else 0.0
-    recheck = command.recheck < audits.RECHECK_RATE
     judges = state.judges()
     order = tuple(key for key in command.order if key in judges)
-    return [received, ev.AuditDrawn(command.digest, audited, rate, command.draws, mean_influence, recheck, order)]
+    return [received, ev.AuditDrawn(command.digest, audited, rate, command.draws, mean_influence, order)]
 
 
 def _refuse_superseded(state: State, lease: Lease) -> None:
@@ -248,7 +250,8 @@ def _(command: Admin, state: State) -> list[ev.Body]:
             raise Refused("malformed", f"{key[:70]!r} is no public key of 64 hex digits: `shoal validate` prints it")
         return [] if key in state.validators else [ev.RulesChanged(admitted_validator=key)]
     if action == "kick":
-        matches = [k for k, node in state.nodes.items() if key and (k.startswith(key) or node.name == key)]
+        named = [k for k, node in state.nodes.items() if key and (k.startswith(key) or node.name == key)]
+        matches = [key] if key in state.nodes else named  # a name that is another's key does not shield it
         if len(matches) != 1:
             raise Refused("unknown", f"{len(matches)} nodes match {key!r}: give a name or the start of one key")
         held = [ev.LeaseLapsed(lease.id, "kicked") for lease in state.open_leases_of(matches[0])]
@@ -267,13 +270,13 @@ def _(command: Reconfigure, state: State) -> list[ev.Body]:
 def _(command: Tick, state: State) -> list[ev.Body]:
     late = [state.leases[i] for i in state.open_leases if state.leases[i].deadline < command.now]
     served = [n for n in state.nodes.values() if n.standing == "quarantined" and n.until <= command.now]
-    return [
+    due = [
         *(ev.LeaseLapsed(lease.id, "deadline") for lease in late),
         *_forfeits(state, late),
         *(ev.NodeRestored(node.key) for node in served),
-        *overdue(state, command.now),
-        *_reveal_rest(state, command.links),
     ]
+    # What ends a submission reads the escrow that the events above change: it has the next tick for itself.
+    return due or [*overdue(state, command.now)] or [*_reveal_rest(state, command.links)]
 
 
 def _reveal_rest(state: State, links: dict[int, tuple[str, str]]) -> Iterator[ev.Body]:
@@ -285,13 +288,14 @@ def _reveal_rest(state: State, links: dict[int, tuple[str, str]]) -> Iterator[ev
 
 
 def _forfeits(state: State, late: list[Lease]) -> Iterator[ev.Body]:
-    """What lapses cost: beyond the free share, a lease's worth of the newest pay for each."""
-    lapses, kept = Counter[str](), {lease.worker: list(state.nodes[lease.worker].escrow) for lease in late}
+    """What lapses cost: a lease's worth of the newest pay for each that the free share does not cover."""
+    unpaid, kept = Counter[str](), {lease.worker: list(state.nodes[lease.worker].escrow) for lease in late}
     for lease in late:
         node, escrow = state.nodes[lease.worker], kept[lease.worker]
-        lapses[node.key] += 1
+        unpaid[node.key] += 1
         groups = min(len(escrow), len(lease.blocks) * state.law.block_groups)
-        if groups and node.lapsed + lapses[node.key] > 1 + audits.FREE_LAPSES * node.leases:
+        if groups and node.lapsed - node.forfeits + unpaid[node.key] > 1 + audits.FREE_LAPSES * node.leases:
+            unpaid[node.key] -= 1
             yield ev.Forfeited(node.key, lease.id, groups, sum(escrow[-groups:]))
             del escrow[-groups:]
 

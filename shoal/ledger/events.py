@@ -85,8 +85,6 @@ class AuditDrawn(Message, frozen=True):
     """One for each group, in [0, 1)."""
     mean_influence: float = 0.0
     """Of the groups accepted until now."""
-    recheck: bool = False
-    """Whether a second validator judges it again once it is accepted."""
     order: tuple[str, ...] = ()
     """Validators in the order of their turns."""
 
@@ -109,6 +107,8 @@ class Decision(Message, frozen=True):
     refused: tuple[int, ...]
     disputed: tuple[int, ...] = ()
     """Of the refused: those on which validators differ. No pay, and no blame."""
+    recheck: bool = False
+    """Whether a second validator judges it again: told only now, so that nobody lies where it is safe."""
 
 
 class GroupAccepted(Message, frozen=True):
@@ -162,7 +162,7 @@ class Vested(Message, frozen=True):
 
 
 class Forfeited(Message, frozen=True):
-    """Pay lost for a lease that lapsed, beyond the share that may lapse freely: the newest groups not yet vested."""
+    """Pay lost for a lease that was refused, or that lapsed beyond the share that may: the newest groups not yet vested."""
 
     node: str
     lease: str

@@ -10,12 +10,17 @@ what nobody can settle ends without pay and without penalty. A slash takes all p
 
 from collections.abc import Iterator
 
+import msgspec
+
 from shoal.algos.replay import excessive
 from shoal.ledger import audits
 from shoal.ledger import events as ev
 from shoal.ledger.commands import Judge, Refused
 from shoal.ledger.state import Lease, Node, State, Submission, evidence_after
 from shoal.protocol.types import GroupVerdict
+
+MAX_REASON_CHARS = 300
+"""Of a verdict on one group, its check and detail together: people read them in terminals."""
 
 
 def judge(command: Judge, state: State) -> list[ev.Body]:
@@ -42,21 +47,18 @@ def judge(command: Judge, state: State) -> list[ev.Body]:
         events.append(ev.ValidatorFault(validator, submission.digest, cause))
     more = _more(state, votes)
     worked = {key: groups for key, groups in votes.items() if key not in idle}
-    settled = audits.settle(worked, lease.blocks, state.law.block_groups, more)
+    settled = audits.settle(
+        _with_evidence(state, submission, lease, worked), lease.blocks, state.law.block_groups, more
+    )
     if command.differs_from and more:
         settled = None  # one of two did not do the work: a third will tell which
     if submission.decided:
-        return [*events, *_end_recheck(state, submission, lease, settled)]
-    if len(votes) == 1 and excessive(
-        evidence_after(state, command.key, state.nodes[lease.worker], command.verdict.groups)
-    ):
-        why = "sampling: more noise over time than honest arithmetic makes"
-        settled = audits.Settlement({}, lease.blocks, (), slash=False, outvoted=())
-        events += _quarantine(state, lease.worker, submission, why, command.now)
-    elif len(votes) == 1:
+        return [*events, *_end_recheck(state, submission, lease, settled, command.now)]
+    if len(votes) == 1:
         events += _first_failure(state, lease, submission, command)
     if settled is not None:
-        events += _decide(state, submission, lease, settled)
+        recheck = command.recheck < audits.RECHECK_RATE and len(votes) == 1 and more and not settled.refused
+        events += _decide(state, submission, lease, settled, recheck)
     return events
 
 
@@ -79,18 +81,30 @@ def overdue(state: State, now: float) -> Iterator[ev.Body]:
             lease = state.leases[submission.lease]
             settled = audits.settle(submission.votes, lease.blocks, state.law.block_groups, more=False)
             assert settled is not None, "without more voices every submission ends"
-            yield from _decide(state, submission, lease, settled)
+            yield from _decide(state, submission, lease, settled._replace(slash=False, disputed=settled.refused))
+        return  # the next one is settled on the state that this one leaves
 
 
 def refuse_malformed(state: State, lease: Lease, submission: Submission, groups: tuple[GroupVerdict, ...]) -> None:
     """A verdict speaks of every slot once, in order, and has audited what was drawn. Raises `Refused`."""
     if tuple(group.slot for group in groups) != tuple(slots_of(state, lease)):
         raise Refused("malformed", "a verdict names every slot of the lease once, in order")
+    for group in groups:
+        said = group.check + group.detail
+        if len(said) > MAX_REASON_CHARS or not said.isprintable():
+            raise Refused(
+                "malformed", f"slot {group.slot}: a reason is one line of at most {MAX_REASON_CHARS} characters"
+            )
     for group, draw in zip(groups, submission.draws or (0.0,) * len(groups), strict=True):
         if group.outcome != "accept":
             continue
-        if len(group.rewards) != state.law.group_size or group.tokens < 0:
-            raise Refused("malformed", f"slot {group.slot}: an accepted group has {state.law.group_size} rewards")
+        if len(group.rewards) != state.law.group_size or not all(abs(r) <= audits.MAX_REWARD for r in group.rewards):
+            raise Refused("malformed", f"slot {group.slot}: an accepted group has {state.law.group_size} rewards of at "
+                          f"most {audits.MAX_REWARD:g} by size")  # fmt: skip
+        assert state.sampling is not None, "the run is not created"
+        most = state.sampling.max_tokens * state.law.group_size
+        if not 0 <= group.tokens <= most:
+            raise Refused("malformed", f"slot {group.slot}: a group has 0 to {most} policy tokens")
         if not 0 <= group.flipped <= group.tokens or not 0.0 <= group.gap_sum <= 1e9:
             raise Refused("malformed", f"slot {group.slot}: figures of replayed sampling that no group has")
         weight = audits.influence(group.rewards, group.tokens)
@@ -112,9 +126,28 @@ def _is_open(state: State, submission: Submission) -> bool:
 
 
 def _idle(submission: Submission, command: Judge) -> set[str]:
-    """Validators of whom two others found that they never saw the activations on which they voted."""
+    """Validators of whom two others found that they never saw the activations on which they voted.
+
+    A third who finds a first one's activations right and a second one's wrong agrees with the first about the second.
+    """
     accused = [other for _, other in submission.differs] + list(command.differs_from)
-    return {validator for validator in accused if accused.count(validator) >= 2}
+    contradicted = {
+        by for by, other in submission.differs if by in command.differs_from and other not in command.differs_from
+    }
+    return contradicted | {validator for validator in accused if accused.count(validator) >= 2}
+
+
+def _with_evidence(
+    state: State, submission: Submission, lease: Lease, votes: dict[str, tuple[GroupVerdict, ...]]
+) -> dict[str, tuple[GroupVerdict, ...]]:
+    """Votes by which the evidence about the worker becomes excessive count as mild refusals of all groups."""
+    before = submission.evidence if submission.votes else state.nodes[lease.worker].evidence
+    return {
+        key: tuple(msgspec.structs.replace(group, outcome="soft") for group in groups)
+        if excessive(evidence_after(state, key, before, groups))
+        else groups
+        for key, groups in votes.items()
+    }
 
 
 def _may_judge(submission: Submission, key: str, now: float) -> bool:
@@ -127,14 +160,15 @@ def _more(state: State, votes: dict[str, tuple[GroupVerdict, ...]]) -> bool:
 
 
 def _first_failure(state: State, lease: Lease, submission: Submission, command: Judge) -> Iterator[ev.Body]:
-    """Quarantine at the first refusal that is hard, or at every third that is soft."""
+    """Quarantine at the first refusal that is hard, or at every third that is soft; at once for noise over time."""
+    node = state.nodes[lease.worker]
     failed = [group for group in command.verdict.groups if group.outcome in ("soft", "hard")]
-    if not failed:
-        return
     hard = any(group.outcome == "hard" for group in failed)
-    if hard or (state.nodes[lease.worker].failures + 1) % audits.SOFT_FAILURES == 0:
-        cause = f"{failed[0].check}: {failed[0].detail}"
-        yield from _quarantine(state, lease.worker, submission, cause, command.now)
+    if excessive(evidence_after(state, command.key, node.evidence, command.verdict.groups)):
+        why = "sampling: more noise over time than honest arithmetic makes"
+        yield from _quarantine(state, node.key, submission, why, command.now)
+    elif hard or (failed and (node.failures + 1) % audits.SOFT_FAILURES == 0):
+        yield from _quarantine(state, node.key, submission, f"{failed[0].check}: {failed[0].detail}", command.now)
 
 
 def _quarantine(state: State, worker: str, submission: Submission, cause: str, now: float) -> Iterator[ev.Body]:
@@ -143,12 +177,16 @@ def _quarantine(state: State, worker: str, submission: Submission, cause: str, n
     until = now + audits.quarantine_s(state.nodes[worker].failures + 1, first_s)
     for held in state.open_leases_of(worker):
         yield ev.LeaseLapsed(held.id, "quarantine")
+    if state.nodes[worker].standing in ("kicked", "suspended"):
+        return  # the end of a quarantine would bring it back
     yield ev.NodeQuarantined(worker, until, cause, submission.digest)
 
 
-def _decide(state: State, submission: Submission, lease: Lease, settled: audits.Settlement) -> Iterator[ev.Body]:
+def _decide(
+    state: State, submission: Submission, lease: Lease, settled: audits.Settlement, recheck: bool = False
+) -> Iterator[ev.Body]:
     """The end of a submission: pay for what is accepted, and a slash where two found a forgery."""
-    yield ev.Decision(submission.digest, tuple(settled.accepted), settled.refused, settled.disputed)
+    yield ev.Decision(submission.digest, tuple(settled.accepted), settled.refused, settled.disputed, recheck)
     order = slots_of(state, lease)
     paid: list[int] = []
     for groups in settled.accepted.values():
@@ -165,16 +203,19 @@ def _decide(state: State, submission: Submission, lease: Lease, settled: audits.
             yield ev.Credit(lease.worker, lease.version, group.slot, paid[-1])
     yield from _outvoted(submission, settled)
     node = state.nodes[lease.worker]
+    blamed = set(settled.refused) - set(settled.disputed)
     if settled.slash:
         yield ev.Slash(node.key, submission.digest, sum(node.escrow) + sum(paid))
-    else:
+    elif blamed:
+        yield from _forfeit(state, node, lease, [*node.escrow, *paid])
+    elif not recheck:
         yield from _vest(state, node, [*node.escrow, *paid])
-    if not settled.refused and node.standing == "quarantined" and node.quarantined_for == submission.digest:
+    if not blamed and node.standing == "quarantined" and node.quarantined_for == submission.digest:
         yield ev.NodeRestored(node.key)
 
 
 def _end_recheck(
-    state: State, submission: Submission, lease: Lease, settled: audits.Settlement | None
+    state: State, submission: Submission, lease: Lease, settled: audits.Settlement | None, now: float
 ) -> Iterator[ev.Body]:
     """What a recheck of an accepted submission found. What was paid stays paid, unless two found a forgery."""
     if settled is None:
@@ -184,6 +225,7 @@ def _end_recheck(
     if settled.slash:
         yield ev.Rechecked(submission.digest, "forged")
         yield ev.Slash(node.key, submission.digest, sum(node.escrow))
+        yield from _quarantine(state, node.key, submission, "forged, as a second look found", now)
         return
     disputed = settled.refused or next(iter(submission.votes)) in settled.outvoted
     yield ev.Rechecked(submission.digest, "undecided" if disputed else "confirmed")
@@ -194,8 +236,17 @@ def _outvoted(submission: Submission, settled: audits.Settlement) -> Iterator[ev
         yield ev.ValidatorFault(validator, submission.digest, "two others agree on another verdict")
 
 
+def _forfeit(state: State, node: Node, lease: Lease, escrow: list[int]) -> Iterator[ev.Body]:
+    """A refusal without a slash costs the newest pay that is not vested."""
+    groups = min(len(escrow), audits.REFUSED_BLOCKS * state.law.block_groups)
+    if groups:
+        yield ev.Forfeited(node.key, lease.id, groups, sum(escrow[-groups:]))
+
+
 def _vest(state: State, node: Node, escrow: list[int]) -> Iterator[ev.Body]:
     """Pay that has waited for its window of later blocks is the worker's for good."""
+    if any(state.leases[state.submissions[name].lease].worker == node.key for name in state.rechecks):
+        return  # a slash may follow, for pay that the window has passed
     due = len(escrow) - audits.VESTING_BLOCKS * state.law.block_groups
     if due > 0:
         yield ev.Vested(node.key, due, sum(escrow[:due]))

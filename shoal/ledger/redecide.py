@@ -185,7 +185,6 @@ def _(body: ev.SubmissionReceived, here: Here) -> Cause | None:
             body.size_bytes,
             body.groups,
             audit_draws(body.digest, len(body.groups), link),
-            recheck_draw(body.digest, link),
             turns(body.digest, here.state.validators, link),
             here.now,
         )
@@ -195,7 +194,22 @@ def _(body: ev.SubmissionReceived, here: Here) -> Cause | None:
 @_cause.register
 def _(body: ev.VerdictGiven, here: Here) -> Cause | None:
     verdict = Verdict(body.submission, body.groups)
-    return Cause(Judge(body.validator, verdict, here.now, body.projection, body.differs_from))
+    return Cause(
+        Judge(body.validator, verdict, here.now, body.projection, _recheck(here, body.submission), body.differs_from)
+    )
+
+
+def _recheck(here: Here, submission: str) -> float:
+    """The draw for a second look; while its link is secret, what the decision says that it was."""
+    version = here.state.leases[here.state.submissions[submission].lease].version
+    if version in here.links:
+        return recheck_draw(submission, bytes.fromhex(here.links[version].audit_link))
+    for entry in here.entries[here.place + 1 :]:
+        if isinstance(entry.body, ev.VerdictGiven):
+            break
+        if isinstance(entry.body, ev.Decision) and entry.body.submission == submission:
+            return 0.0 if entry.body.recheck else 1.0
+    return 1.0
 
 
 @_cause.register

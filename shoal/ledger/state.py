@@ -36,6 +36,8 @@ class Node(msgspec.Struct):
     escrow: list[int] = []
     """Tokens of the groups whose pay is not vested, oldest first: what a slash takes."""
     vested: int = 0
+    forfeits: int = 0
+    """Lapsed leases that cost pay."""
     influence: float = 0.0
     """Of its groups that batches took, see `audits.influence`."""
     valid_blocks: int = 0
@@ -99,8 +101,9 @@ class Submission(msgspec.Struct):
     rate: float = 1.0
     draws: tuple[float, ...] = ()
     mean_influence: float = 0.0
-    recheck: bool = False
     order: tuple[str, ...] = ()
+    evidence: Evidence = Evidence()
+    """About its worker, before the first vote."""
     votes: dict[str, tuple[GroupVerdict, ...]] = {}
     """Validators' verdicts in the order in which they came; dropped when no more can follow."""
     projections: dict[str, str] = {}
@@ -256,7 +259,7 @@ def _(body: ev.LeaseLapsed, state: State, entry: ev.Entry) -> None:
     lease = state.leases[body.lease]
     lease.status = "lapsed"
     state.open_leases.remove(body.lease)
-    if body.cause == "deadline":
+    if body.cause in ("deadline", "returned"):
         state.nodes[lease.worker].lapsed += 1
     _give_back(state, lease.version, lease.blocks)
 
@@ -280,7 +283,7 @@ def _(body: ev.SubmissionReceived, state: State, entry: ev.Entry) -> None:
 def _(body: ev.AuditDrawn, state: State, entry: ev.Entry) -> None:
     submission = state.submissions[body.submission]
     submission.audited, submission.rate, submission.draws = body.slots, body.rate, body.draws
-    submission.mean_influence, submission.recheck, submission.order = body.mean_influence, body.recheck, body.order
+    submission.mean_influence, submission.order = body.mean_influence, body.order
 
 
 @_apply.register
@@ -288,7 +291,8 @@ def _(body: ev.VerdictGiven, state: State, entry: ev.Entry) -> None:
     submission = state.submissions[body.submission]
     node = state.nodes[state.leases[submission.lease].worker]
     if not submission.votes:
-        node.evidence = evidence_after(state, body.validator, node, body.groups)
+        submission.evidence = node.evidence
+        node.evidence = evidence_after(state, body.validator, node.evidence, body.groups)
     submission.votes = {**submission.votes, body.validator: body.groups}
     submission.differs += [(body.validator, other) for other in body.differs_from]
     if body.projection:
@@ -301,9 +305,9 @@ def _(body: ev.VerdictGiven, state: State, entry: ev.Entry) -> None:
                 node.last_reason += f" ({verdict.figure:.3g}, allowed are {verdict.bound:.3g})"
 
 
-def evidence_after(state: State, validator: str, node: Node, groups: tuple[GroupVerdict, ...]) -> Evidence:
-    """Evidence about a worker once the audited groups of a first verdict are added to what was known."""
-    evidence, noise = node.evidence, state.law.bounds.get(f"{state.law.dtype}/{state.nodes[validator].dtype}")
+def evidence_after(state: State, validator: str, evidence: Evidence, groups: tuple[GroupVerdict, ...]) -> Evidence:
+    """Evidence about a worker once the audited groups of a verdict are added to what was known."""
+    noise = state.law.bounds.get(f"{state.law.dtype}/{state.nodes[validator].dtype}")
     for group in groups:
         if noise is not None and group.audited and group.outcome == "accept":
             evidence = update(evidence, Figures(group.tokens, group.flipped, group.gap_sum), noise)
@@ -332,7 +336,7 @@ def _(body: ev.Decision, state: State, entry: ev.Entry) -> None:
         node.valid_blocks += len(body.accepted)
         if node.standing == "new" and body.accepted:
             node.standing = "good"
-    if submission.recheck and not body.refused and len(submission.votes) == 1 and len(state.judges()) > 1:
+    if body.recheck:
         state.rechecks.append(body.submission)
     else:
         submission.votes = {}
@@ -413,6 +417,7 @@ def _(body: ev.Vested, state: State, entry: ev.Entry) -> None:
 @_apply.register
 def _(body: ev.Forfeited, state: State, entry: ev.Entry) -> None:
     node = state.nodes[body.node]
+    node.forfeits += state.leases[body.lease].status == "lapsed"
     del node.escrow[len(node.escrow) - body.groups :]
     _burn(state, node, body.tokens)
 

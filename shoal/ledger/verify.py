@@ -91,6 +91,9 @@ def verify(rows: Iterable[tuple[bytes, str]], receipts: Iterable[Receipt] = ()) 
     if not balances + burned == audit.state.issued == audit.tokens:
         say(f"balances sum to {balances} and {burned} are burned, issued are {audit.state.issued}, credit events sum "
             f"to {audit.tokens}")  # fmt: skip
+    for node in audit.state.nodes.values():
+        if min(node.credits, node.vested, *node.escrow) < 0 or node.credits != node.vested + sum(node.escrow):
+            say(f"node {node.key[:12]} has {node.credits} credits, but {node.vested} vested and {sum(node.escrow)} not")
     _check_links(audit)
     audit.findings += redecide(audit.entries, audit.links)
     check_receipts(audit, receipts)

@@ -10,7 +10,6 @@ them share one prefill, and the checks of the audit read its scores.
 from collections.abc import Sequence
 
 import msgspec
-import numpy as np
 
 from shoal.algos.projection import project
 from shoal.ledger.audits import influence, must_audit
@@ -71,8 +70,8 @@ def _projections(audited: Sequence[Context], check: Check) -> dict[str, tuple[fl
     hidden = [score.hidden_PD for ctx in audited for score in ctx.scores if score.hidden_PD is not None]
     if not hidden:
         return {}
-    hidden_ND, name = np.concatenate(hidden), bytes.fromhex(check.id)
-    return {key: project(hidden_ND, bytes.fromhex(key) + name) for key in check.project_for}
+    name = bytes.fromhex(check.id)
+    return {key: project(hidden, bytes.fromhex(key) + name) for key in check.project_for}
 
 
 def _is_due(verdict: GroupVerdict, draw: float, check: Check) -> bool:

@@ -113,7 +113,8 @@ class Validator:
         return await self.client.get_blob(check.id, cap=MAX_SUBMISSION_BYTES)
 
     def _tools(self, check: t.Check) -> Tools:
-        temperature, hidden = check.lease.sampling.temperature, bool(check.project_for)
+        temperature = check.lease.sampling.temperature
+        hidden = bool(check.project_for) or self.info.rules.proofs != "none"
         return Tools(
             info=self.info,
             envs=self.envs,

@@ -12,7 +12,7 @@ def activations(n=64, d=32):
 
 
 def test_values_are_about_normal_with_variance_one():
-    values = np.array([project(activations(), bytes([i & 255, i >> 8])) for i in range(2000)])
+    values = np.array([project([activations()], bytes([i & 255, i >> 8])) for i in range(2000)])
     assert abs(values.mean()) < 0.05 and abs(values.std() - 1.0) < 0.05
 
 
@@ -20,19 +20,24 @@ def test_rounding_to_bfloat16_agrees_and_other_activations_never_do():
     for i in range(500):
         hidden = activations()
         noisy = hidden * (1 + RNG.standard_normal(hidden.shape) / 256)
-        assert agree(project(hidden, bytes([i % 256])), project(noisy.astype(np.float32), bytes([i % 256])))
-        assert not agree(project(hidden, b"a"), project(activations(), b"a"))
+        assert agree(project([hidden], bytes([i % 256])), project([noisy.astype(np.float32)], bytes([i % 256])))
+        assert not agree(project([hidden], b"a"), project([activations()], b"a"))
 
 
 def test_a_guess_without_the_activations_agrees_never_in_many_tries():
-    truth = np.array(project(activations(), b"a"))
+    truth = np.array(project([activations()], b"a"))
     guesses = RNG.standard_normal((20_000, VALUES))
     assert not any(agree(truth, guess) for guess in guesses)
 
 
+def test_activations_in_parts_give_the_numbers_of_the_whole():
+    hidden = activations()
+    assert agree(project([hidden], b"a"), project([hidden[:7], hidden[7:7], hidden[7:]], b"a"))
+
+
 def test_another_validators_projection_is_of_no_use():
     hidden = activations()
-    assert not agree(project(hidden, b"a"), project(hidden, b"b"))
+    assert not agree(project([hidden], b"a"), project([hidden], b"b"))
 
 
 def test_what_is_no_number_or_of_another_length_agrees_with_nothing():
@@ -41,5 +46,5 @@ def test_what_is_no_number_or_of_another_length_agrees_with_nothing():
 
 def test_order_of_tokens_and_silence_are_seen():
     hidden = activations()
-    assert not agree(project(hidden, b"a"), project(hidden[::-1].copy(), b"a"))
-    assert project(np.zeros((0, 8), np.float32), b"a") == (0.0,) * VALUES
+    assert not agree(project([hidden], b"a"), project([hidden[::-1]], b"a"))
+    assert project([np.zeros((0, 8), np.float32)], b"a") == (0.0,) * VALUES

@@ -182,19 +182,28 @@ def test_a_group_of_great_influence_must_be_audited_though_it_was_not_drawn(cour
     court.judge(name, by=JUDGES[0], audited=True, rewards=(-9.0, 9.0, -9.0, 9.0), tokens=99)
 
 
-def test_noise_that_honest_arithmetic_does_not_make_is_found_over_time(tmp_path):
+@pytest.mark.parametrize("agrees", [True, False], ids=["two find it", "one finds it"])
+def test_noise_that_honest_arithmetic_does_not_make_is_found_over_time(tmp_path, agrees):
     bounds = {"float32/float32": Bounds(gap=1e-3, flipped=1e-4, mean_gap=1e-6, logprob=0.01)}
     world = World(tmp_path, JUDGES, steps=200, max_staleness=50, bounds=bounds)
     world.enter(WORKER)
     world.publish()
-    for _ in range(40):
-        if world.state.nodes[WORKER].failures:
-            break
+    node = world.state.nodes[WORKER]
+    while node.standing != "quarantined" and len(world.state.leases) < 40:
         if world.state.version in world.state.batches:
             world.publish()
-        world.serve(WORKER, by=JUDGES[0], flipped=1)  # one of 10 tokens, each time: within a group's own bound
-    node = world.state.nodes[WORKER]
-    assert node.standing == "quarantined" and node.valid_blocks == 0 and "over time" in node.last_reason
+        last = world.serve(WORKER, by=JUDGES[0], flipped=1)  # one of 10 tokens, each time: within a group's own bound
+    assert node.standing == "quarantined" and "over time" in node.last_reason
+    assert world.state.pending == [last.submission] and node.failures == 0, "as any refusal, it wants a second voice"
+    paid = node.credits
+    if agrees:
+        world.judge(last.submission, by=JUDGES[1], flipped=1)
+        assert node.failures == 1 and node.valid_blocks == 0 and node.credits < paid
+    else:
+        for judge in JUDGES[1:]:
+            world.judge(last.submission, by=judge, flipped=0)
+        assert node.failures == 0 and node.credits > paid and node.standing == "new"
+        assert world.state.nodes[JUDGES[0]].failures == 1
     assert world.audit().findings == []
 
 

@@ -24,7 +24,7 @@ class World:
     """A book with a clock and honest moves, so that a test says only what it is about."""
 
     def __init__(self, tmp_path, validators=(VALIDATOR,), **changes):
-        self.path, self.now = tmp_path / "log.sqlite", 1000.0
+        self.path, self.now, self.rechecks = tmp_path / "log.sqlite", 1000.0, {}
         self.book = Book(Store(sqlite_url(self.path)))
         created = ev.RunCreated(
             "r" * 32, "test", "k" * 64, TRAINER, tuple(validators), "00" * 32, "11" * 32, (), Sampling(1.0, 8, 64),
@@ -56,7 +56,8 @@ class World:
     def submit(self, key, lease, salt="", draw=0.0, recheck=1.0):
         groups = tuple(digest(f"{lease.id}/{i}/{salt}".encode()) for i in range(len(slots_of(self.state, lease))))
         name = digest("".join(groups).encode())
-        self.do(Submit(key, lease.id, name, 100, groups, tuple(draw for _ in groups), recheck, (), self.now))
+        self.do(Submit(key, lease.id, name, 100, groups, tuple(draw for _ in groups), (), self.now))
+        self.rechecks[name] = recheck
         return name
 
     def judge(self, submission, outcome="accept", rewards=(0.0, 1.0, 0.0, 1.0), by=VALIDATOR, differs_from=(), **facts):
@@ -66,7 +67,8 @@ class World:
         if accepted:
             facts = {"rewards": rewards, "tokens": 10} | facts
         groups = tuple(GroupVerdict(slot, outcome=outcome, **facts) for slot in slots_of(self.state, lease))
-        return self.do(Judge(by, Verdict(submission, groups), self.now, "p" * 64, tuple(differs_from)))
+        verdict, recheck = Verdict(submission, groups), self.rechecks[submission]
+        return self.do(Judge(by, verdict, self.now, "p" * 64, recheck, tuple(differs_from)))
 
     def serve(self, key, **how):
         lease = self.lease(key)

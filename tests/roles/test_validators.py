@@ -8,6 +8,8 @@ import pytest
 from shoal.engine.local import LocalEngine
 from shoal.ledger import audits
 from shoal.ledger import events as ev
+from shoal.ledger.commands import Refused
+from shoal.protocol import types as t
 from shoal.roles.validator import Validator
 from tests.attacks.validators import Hangman, Idler
 from tests.roles.town import Town, tiny_run
@@ -84,3 +86,76 @@ def test_a_validator_that_dies_leaves_its_submissions_to_the_next(tmp_path, hurr
     audit = town.audit()
     assert audit.findings == [] and slashed(audit) == set() and audit.state.nodes[honest.key].refused == 0
     assert all(audit.decided[name] == 1 for name in audit.received)
+
+
+async def until_submitted(town, *roles):
+    """Let roles work until a submission waits for validators; returns its check for the first of two that joined."""
+    for number in (0, 1):
+        await validator(town, number)._join()
+    work = asyncio.create_task(town.live(*roles))
+    while not town.desk.state.pending:
+        await asyncio.sleep(0.05)
+    work.cancel()
+    await asyncio.wait([work])
+    (check,) = [found for number in (0, 1) if (found := town.desk.next_check(key_of(town, number)))][:1]
+    return check
+
+
+def all_accepted(check, projections):
+    slots = [slot.slot for block in check.lease.blocks for slot in block.slots]
+    groups = tuple(t.GroupVerdict(slot, True, "accept", rewards=(0.0,) * 8, tokens=1) for slot in slots)
+    return t.Verdict(check.id, groups, projections)
+
+
+def test_a_verdict_that_was_overtaken_is_asked_for_again_and_accuses_nobody(tmp_path, hurried):
+    town = town_of_three(tmp_path)
+
+    async def story():
+        check = await until_submitted(town, town.trainer(), town.worker("honest"))
+        first, second = sorted((key_of(town, 0), key_of(town, 1)), key=lambda key: key != check.project_for[0])
+        shown = dict.fromkeys((first, second), (0.1, 0.2, 0.3, 0.4))
+        await town.desk.take_verdict(first, all_accepted(check, shown))
+        town.desk.clock = lambda: check.deadline + 1000.0
+        before = town.desk.blobs.size_bytes
+        with pytest.raises(Refused, match="lacks a projection for each validator that has judged by now"):
+            await town.desk.take_verdict(second, all_accepted(check, {second: shown[second]}))
+        assert town.desk.blobs.size_bytes == before
+        await town.desk.take_verdict(second, all_accepted(check, shown))
+
+    asyncio.run(story())
+    audit = town.audit()
+    voices = [entry.body for entry in audit.entries if isinstance(entry.body, ev.VerdictGiven)]
+    assert len(voices) == 2 and all(voice.differs_from == () for voice in voices) and faults(audit) == set()
+
+
+def test_nothing_is_kept_of_projections_that_nobody_asked_for(tmp_path, hurried):
+    town = town_of_three(tmp_path)
+
+    async def story():
+        check = await until_submitted(town, town.trainer(), town.worker("honest"))
+        first = check.project_for[0]
+        other = next(key for key in (key_of(town, 0), key_of(town, 1)) if key != first)
+        town.desk.clock = lambda: check.deadline + 1000.0
+        values = (0.1, 0.2, 0.3, 0.4)
+        more = {f"{i:064x}": values for i in range(2000)}
+        before = town.desk.blobs.size_bytes
+        await town.desk.take_verdict(first, all_accepted(check, {first: values} | more))
+        assert town.desk.blobs.size_bytes - before < 200
+        await town.desk.take_verdict(first, all_accepted(check, {first: (0.4, 0.3, 0.2, 0.1)}))  # a second time
+        with pytest.raises(Refused, match="has not joined as a validator"):
+            await town.desk.take_verdict(key_of(town, 2), all_accepted(check, more))
+        assert town.desk.blobs.size_bytes - before < 200 and other not in town.desk.state.submissions[check.id].votes
+
+    asyncio.run(story())
+
+
+def test_a_suspended_validator_is_told_so_and_asked_no_more(tmp_path, hurried):
+    town = town_of_three(tmp_path)
+
+    async def story():
+        await until_submitted(town, town.trainer(), town.worker("honest"))
+        town.desk.state.nodes[key_of(town, 0)].standing = "suspended"
+        with pytest.raises(Refused, match="is asked no more"):
+            town.desk.next_check(key_of(town, 0))
+
+    asyncio.run(story())

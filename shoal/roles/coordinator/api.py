@@ -205,7 +205,7 @@ async def get_checks(api: Api, request: Request) -> Response:
     while True:
         check = api.desk.next_check(caller.key)
         left_s = until - time.monotonic()
-        over = api.desk.state.phase == "ended" and not api.desk.state.pending
+        over = api.desk.state.phase == "ended" and not api.desk.status().pending
         if check is not None or over or left_s <= 0:
             return answer(t.CheckAnswer(check, "" if check else api.desk.status().waiting_for))
         await api.desk.book.changed(min(left_s, audits.TURN_S))  # a turn comes without an event
@@ -255,7 +255,7 @@ async def post_admin(api: Api, request: Request) -> Response:
 
 
 def _number(text: str, what: str) -> int:
-    if not text.lstrip("-").isdecimal() or len(text) > 12:
+    if not text.removeprefix("-").isdecimal() or len(text) > 12:
         raise server.Refused(400, "malformed", f"{what} must be a whole number")
     return int(text)
 

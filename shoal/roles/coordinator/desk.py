@@ -5,11 +5,11 @@ knows no HTTP; the rules are in `ledger/decide`.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
-from shoal.algos.projection import agree
+from shoal.algos.projection import VALUES, agree
 from shoal.config import RunConfig
 from shoal.errors import NothingYet
 from shoal.folder import RunFolder
@@ -192,9 +192,9 @@ class Desk:
             raise WireError(f"the submission names another run, lease or version than lease {lease_id}")
         self.blobs.put(body, name)
         link = self._audit_links[lease.version + 1]
-        draws, again = audit_draws(name, len(submission.groups), link), recheck_draw(name, link)
+        draws = audit_draws(name, len(submission.groups), link)
         order, groups = turns(name, self.state.validators, link), tuple(digest(group) for group in submission.groups)
-        await self.book.submit(Submit(key, lease_id, name, len(body), groups, draws, again, order, self.clock()))
+        await self.book.submit(Submit(key, lease_id, name, len(body), groups, draws, order, self.clock()))
         self._bodies[name] = lease.version
         kept = self.state.submissions[name]
         receipt = t.Receipt(self.state.run, lease_id, name, kept.seq, kept.head, kept.time, "")
@@ -203,8 +203,10 @@ class Desk:
     def next_check(self, key: str) -> t.Check | None:
         """The oldest submission whose turn is this validator's. Raises `Refused`."""
         node = self.state.nodes.get(key)
-        if node is None or node.role != "validator" or node.standing == "kicked":
+        if node is None or node.role != "validator":
             raise Refused("not_joined", f"{key[:12]} has not joined as a validator: POST /v1/nodes first")
+        if key not in self.state.judges():
+            raise Refused("kicked", f"validator {node.name} ({key[:12]}) is asked no more: {node.last_reason}")
         now = self.clock()
         self.last_seen[key] = now
         names = to_judge(self.state, key, now)
@@ -214,21 +216,19 @@ class Desk:
         lease = self.wire_lease(self.state.leases[submission.lease])
         return t.Check(
             names[0], lease, submission.audited, now + TURN_S, submission.draws, submission.rate,
-            submission.mean_influence, (key, *submission.votes),
+            submission.mean_influence, (key, *submission.votes) if len(self.state.judges()) > 1 else (),
         )  # fmt: skip
 
     async def take_verdict(self, key: str, verdict: t.Verdict) -> None:
         """Book a verdict. Raises `Refused`."""
         submission = self.state.submissions.get(verdict.submission)
-        projection, differs_from = "", tuple[str, ...]()
-        if submission is not None and len(self.state.judges()) > 1 and verdict.projections:
-            projection = self.blobs.put(to_json(verdict.projections))
-            self._projections[projection] = verdict.submission
-            differs_from = tuple(
-                other for other in submission.votes if not self._agrees(submission, other, verdict.projections)
-            )
+        if submission is None:
+            raise Refused("unknown", f"no submission {verdict.submission[:12]}")
+        projection, differs_from = self._compare(key, submission, verdict)
         bare = msgspec.structs.replace(verdict, projections={})
-        judged = Judge(key, bare, self.clock(), projection, differs_from)
+        link = self._audit_links[self.state.leases[submission.lease].version + 1]
+        again = recheck_draw(verdict.submission, link)
+        judged = Judge(key, bare, self.clock(), projection, again, differs_from)
         for entry in await self.book.submit(judged):
             match entry.body:
                 case ev.NodeQuarantined(node=node, cause=cause):
@@ -239,6 +239,26 @@ class Desk:
                     log.warning("validator=%s submission=%s fault=%r", validator[:12], verdict.submission[:12], cause)
                 case _:
                     pass
+
+    def _compare(self, key: str, submission: Submission, verdict: t.Verdict) -> tuple[str, tuple[str, ...]]:
+        """Keep what a verdict shows of the activations; returns its blob, and the earlier voices that show others.
+
+        Raises `Refused` for one that does not show what the check asked for, or that was overtaken by another voice.
+        """
+        state, slots = self.state, _audited(verdict.groups)
+        is_open = not submission.decided or submission.digest in state.rechecks
+        judges = state.judges()
+        if key not in judges or len(judges) < 2 or key in submission.votes or not is_open or not slots:
+            return "", ()
+        asked = (key, *submission.votes)
+        if any(len(verdict.projections.get(other, ())) != VALUES for other in asked):
+            raise Refused("not_your_turn", f"submission {submission.digest[:12]}: the verdict lacks a projection for each "
+                          "validator that has judged by now: ask GET /v1/checks again")  # fmt: skip
+        shown = {other: verdict.projections[other] for other in asked}
+        blob = self.blobs.put(to_json(shown))
+        self._projections[blob] = submission.digest
+        alike = [other for other, groups in submission.votes.items() if _audited(groups) == slots]
+        return blob, tuple(other for other in alike if not self._agrees(submission, other, shown))
 
     def _agrees(self, submission: Submission, other: str, found: dict[str, tuple[float, ...]]) -> bool:
         """Whether another validator's projection is what a later one found for its key."""
@@ -332,7 +352,8 @@ class Desk:
             return
         oldest = state.version - max(storage.window_steps, state.law.max_staleness + 1)
         for name in [name for name, version in self._bodies.items() if version < oldest]:
-            if not state.submissions[name].decided or (storage.retain == "batches" and self._was_used(name)):
+            is_open = not state.submissions[name].decided or name in state.rechecks
+            if is_open or (storage.retain == "batches" and self._was_used(name)):
                 continue
             del self._bodies[name]
             for blob in (name, *state.submissions[name].projections.values()):
@@ -348,6 +369,11 @@ class Desk:
         lease = self.state.leases[self.state.submissions[submission].lease]
         slots = self.state.versions[lease.version].slots.values()
         return any(slot.submission == submission and slot.step >= 0 for slot in slots)
+
+
+def _audited(groups: Sequence[t.GroupVerdict]) -> set[int]:
+    """Slots whose activations a verdict speaks of."""
+    return {group.slot for group in groups if group.audited}
 
 
 def node_state(node: Node) -> t.NodeState:

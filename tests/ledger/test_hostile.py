@@ -1,0 +1,198 @@
+"""What a bad member may send: the rules refuse it, nobody else waits for it, and no state is half changed."""
+
+import asyncio
+import random
+
+import pytest
+
+from shoal.ledger import audits
+from shoal.ledger import events as ev
+from shoal.ledger.book import replay
+from shoal.ledger.commands import Admin, AskLease, Enter, Judge, Refused, ReturnLeases, Tick
+from shoal.ledger.judging import slots_of, to_judge
+from shoal.ledger.state import state_hash
+from shoal.protocol.constants import MAX_LEASE_BLOCKS
+from shoal.protocol.types import GroupVerdict, Join, Verdict
+from tests.ledger.world import World
+
+WORKER = "a" * 64
+JUDGES = ("d" * 64, "e" * 64, "f" * 64)
+
+
+@pytest.fixture
+def court(tmp_path):
+    """A run with three validators and one worker."""
+    world = World(tmp_path, JUDGES, steps=200, max_staleness=50, audit_rate=0.05)
+    world.enter(WORKER)
+    world.publish()
+    return world
+
+
+def serve(world, blocks, worker=WORKER):
+    for _ in range(blocks):
+        if world.state.version in world.state.batches:
+            world.publish()
+        world.serve(worker, by=JUDGES[0])
+
+
+def bodies(entries, kind):
+    return [entry.body for entry in entries if isinstance(entry.body, kind)]
+
+
+def test_nothing_in_the_log_tells_a_first_voice_whether_a_second_will_follow(court):
+    for recheck in (0.0, 1.0):
+        name = court.submit(WORKER, court.lease(WORKER), salt=str(recheck), recheck=recheck)
+        (drawn,) = (e.body for e in court.audit().entries if getattr(e.body, "submission", "") == name)
+        assert isinstance(drawn, ev.AuditDrawn) and not hasattr(drawn, "recheck")
+        (decision,) = bodies(court.judge(name, by=JUDGES[0]), ev.Decision)
+        assert decision.recheck == (recheck == 0.0)
+
+
+@pytest.mark.parametrize("speed", [1e308, 1e18, 0.0])
+def test_a_claimed_speed_of_any_size_gets_a_lease_of_legal_size(court, speed):
+    serve(court, 3)
+    court.do(AskLease(WORKER, (), speed, court.now))
+    (lease,) = court.state.open_leases_of(WORKER)
+    assert 1 <= len(lease.blocks) <= MAX_LEASE_BLOCKS
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"rewards": (1e7, 0.0, 0.0, 0.0)},
+        {"rewards": (float("inf"), 0.0, 0.0, 0.0)},
+        {"rewards": (float("nan"),) * 4},
+        {"rewards": (0.0,)},
+        {"tokens": 10**400},
+        {"tokens": 4 * 64 + 1},
+        {"tokens": -1},
+        {"flipped": 11},
+        {"gap_sum": float("inf")},
+        {"gap_sum": float("nan")},
+        {"detail": "x" * 301},
+        {"detail": "two\nlines"},
+        {"check": "\x1b[31m"},
+    ],
+    ids=lambda facts: f"{next(iter(facts))} {str(next(iter(facts.values())))[:12]!r}",
+)
+def test_a_verdict_with_figures_that_no_group_has_is_refused(court, facts):
+    name = court.submit(WORKER, court.lease(WORKER))
+    before = state_hash(court.state)
+    with pytest.raises(Refused):
+        court.judge(name, by=JUDGES[0], **facts)
+    assert state_hash(court.state) == before
+
+
+def test_a_bug_in_the_rules_keeps_nobody_else_waiting_and_leaves_the_state_of_the_log(court, monkeypatch):
+    name = court.submit(WORKER, court.lease(WORKER))
+    lease = court.state.leases[court.state.submissions[name].lease]
+    groups = tuple(GroupVerdict(slot, True, "accept", rewards=(0.0,) * 4) for slot in slots_of(court.state, lease))
+
+    def broken(*_):
+        raise ZeroDivisionError("a bug")
+
+    async def story():
+        monkeypatch.setattr("shoal.ledger.decide.judge", broken)
+        joins = [Enter(f"{i}" * 64, Join("worker", f"w{i}", 0.0, "test", "float32", "cpu"), court.now) for i in (1, 2)]
+        asked = [joins[0], Judge(JUDGES[0], Verdict(name, groups), court.now), joins[1]]
+        return await asyncio.wait_for(
+            asyncio.gather(*(court.book.submit(command) for command in asked), return_exceptions=True), 2.0
+        )
+
+    first, bug, last = asyncio.run(story())
+    assert isinstance(bug, ZeroDivisionError) and len(first) == len(last) == 1
+    assert {"1" * 64, "2" * 64} <= court.state.nodes.keys()
+    assert state_hash(court.state) == state_hash(replay(court.book.store.read()))
+
+
+def test_a_key_has_one_role_so_nobody_judges_its_own_work(court):
+    court.do(Admin("admit", WORKER, court.now))
+    with pytest.raises(Refused, match="joined as a worker: for another role use another key"):
+        court.enter(WORKER, "validator")
+
+
+def test_two_hard_voices_slash_only_where_both_looked_as_closely(court):
+    """One who audited and one who did not found different things: that is no agreement on a forgery."""
+    serve(court, 2)
+    name = court.submit(WORKER, court.lease(WORKER))
+    court.judge(name, "hard", by=JUDGES[0], audited=False)
+    entries = court.judge(name, "hard", by=JUDGES[1], audited=True)
+    assert bodies(entries, ev.Decision) and not bodies(entries, ev.Slash)
+    (forfeited,) = bodies(entries, ev.Forfeited)
+    assert forfeited.tokens == 40 and court.audit().findings == []
+
+
+def test_a_third_voice_that_contradicts_the_second_about_the_first_shows_the_second_to_be_idle(court):
+    name = court.submit(WORKER, court.lease(WORKER), recheck=0.0)
+    court.judge(name, by=JUDGES[0])
+    court.judge(name, by=JUDGES[1], differs_from=JUDGES[:1])
+    entries = court.judge(name, by=JUDGES[2], differs_from=JUDGES[1:2])
+    assert [fault.validator for fault in bodies(entries, ev.ValidatorFault)] == [JUDGES[1]]
+
+
+def test_one_voice_cannot_void_a_slot_where_another_can_be_had(court):
+    name = court.submit(WORKER, court.lease(WORKER))
+    assert not bodies(court.judge(name, "void", by=JUDGES[0], audited=False), ev.Decision)
+    for judge in JUDGES[1:]:
+        entries = court.judge(name, by=judge)
+    assert len(bodies(entries, ev.GroupAccepted)) == 2 and not bodies(entries, ev.SlotVoid)
+
+
+def test_nothing_vests_while_a_second_look_is_open(court):
+    serve(court, audits.VESTING_BLOCKS)
+    name = court.submit(WORKER, court.lease(WORKER), recheck=0.0)
+    court.judge(name, by=JUDGES[0])
+    serve(court, 5)
+    assert court.state.nodes[WORKER].vested == 0
+    for judge in JUDGES[1:]:
+        court.judge(name, "hard", by=judge)
+    node = court.state.nodes[WORKER]
+    assert node.credits == 0 and node.standing == "quarantined" and court.audit().findings == []
+
+
+def test_leases_given_back_count_as_lapses_and_cost_the_same(court):
+    serve(court, 2)
+    for cost in (0, 20):
+        before, lease = court.state.nodes[WORKER].credits, court.lease(WORKER)
+        court.do(ReturnLeases(WORKER, (lease.id, lease.id, "no such"), court.now))
+        assert before - court.state.nodes[WORKER].credits == cost
+    assert court.state.nodes[WORKER].lapsed == 2 and court.audit().findings == []
+
+
+def test_a_kicked_worker_is_not_brought_back_by_a_later_verdict(court):
+    name = court.submit(WORKER, court.lease(WORKER))
+    court.do(Admin("kick", WORKER, court.now))
+    for judge in JUDGES[:2]:
+        court.judge(name, "hard", by=judge)
+    court.now += audits.MAX_QUARANTINE_S
+    court.do(Tick(court.now))
+    assert court.state.nodes[WORKER].standing == "kicked"
+
+
+def test_a_name_that_is_anothers_key_does_not_shield_that_key(court):
+    court.do(Enter("b" * 64, Join("worker", WORKER, 0.0, "test", "float32", "cpu"), court.now))
+    court.do(Admin("kick", WORKER, court.now))
+    assert [court.state.nodes[key].standing for key in (WORKER, "b" * 64)] == ["kicked", "new"]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_mixture_of_votes_lapses_and_late_ends_drives_a_balance_below_zero(tmp_path, monkeypatch, seed):
+    monkeypatch.setattr("shoal.ledger.state.VALIDATOR_FAULTS", 10_000)
+    rng = random.Random(seed)
+    world = World(tmp_path, JUDGES, steps=400, max_staleness=200, audit_rate=0.05)
+    world.enter(WORKER)
+    world.publish()
+    for _ in range(150):
+        world.now += rng.choice([0.0, 1.0, 40.0, 700.0])
+        world.do(Tick(world.now))
+        if world.state.version in world.state.batches:
+            world.publish()
+        for judge in JUDGES:
+            for name in to_judge(world.state, judge, world.now):
+                if rng.random() < 0.4:
+                    world.judge(name, rng.choice(["accept", "accept", "accept", "soft", "hard", "void"]), by=judge)
+        if world.state.nodes[WORKER].standing != "quarantined":
+            lease = world.lease(WORKER)
+            if rng.random() < 0.8:
+                world.submit(WORKER, lease, recheck=rng.random() / 4)
+    assert world.audit().findings == []
