@@ -44,7 +44,8 @@ def plain_end(end: RunEnd) -> str:
     for when in ("before", "after"):
         lines.append(f"held-out {when}: {_interval(summary['heldout'][when])}")
     for name, entry in summary["credits"].items():
-        lines.append(f"credits {harmless(name)} ({entry['role']}): {entry['credits']:,}")
+        share = summary["influence"][name]
+        lines.append(f"credits {harmless(name)} ({entry['role']}): {entry['credits']:,}, influence {share:.1%}")
     lines += _refusals(end)
     for i, game in enumerate(end.games):
         lines.append(f"sample {i + 1} ({outcome(game)}):")
@@ -90,9 +91,10 @@ def _before_after(end: RunEnd) -> RenderableType:
 
 def _credits(end: RunEnd) -> RenderableType:
     table = Table(title="credits: policy tokens accepted", box=box.ROUNDED, min_width=60)
+    table.caption = "influence: share of what the trainer learned from, by advantage and length"
     table.add_column("worker")
     table.add_column("role")
-    for heading in ("accepted", "refused", "credits"):
+    for heading in ("accepted", "refused", "credits", "influence"):
         table.add_column(heading, justify="right")
     roles = end.summary["credits"]
     for node in end.snapshot.nodes:
@@ -104,6 +106,7 @@ def _credits(end: RunEnd) -> RenderableType:
                 f"{node.accepted:,}",
                 f"{node.refused:,}",
                 f"{node.credits:,}",
+                f"{end.summary['influence'][node.name]:.1%}",
             )
             table.add_row(*row, style="red" if cheats else "")
     return table

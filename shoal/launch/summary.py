@@ -7,6 +7,7 @@ credits, this is its digest for a person or a benchmark.
 import json
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from shoal.errors import StateError
 from shoal.folder import RunFolder, write_atomically
 from shoal.launch.process import Use, own_use
 from shoal.launch.snapshot import Snapshot
+from shoal.protocol.types import NodeState
 from shoal.weights.manifest import weights_root
 
 
@@ -94,6 +96,7 @@ def write_summary(folder: RunFolder, config: RunConfig, snapshot: Snapshot, usag
             for node in snapshot.nodes
             if node.role == "worker"
         },
+        "influence": influence_shares(snapshot.nodes),
         "staleness": dict(sorted(staleness.items(), key=lambda item: int(item[0]))),
         "wall_s": round(usage.wall_s(), 3),
         "cpu_s": {role: round(use.cpu_s, 3) for role, use in sorted(usage.by_role().items())},
@@ -105,6 +108,13 @@ def write_summary(folder: RunFolder, config: RunConfig, snapshot: Snapshot, usag
         raise StateError(f"cannot write {folder.summary}: {error.strerror}; free some disk, run again") from None
     games = after.get("transcripts") if after else None
     return RunEnd(summary, folder.root, snapshot, config.envs[0], tuple(games or ())[: config.eval.samples])
+
+
+def influence_shares(nodes: Sequence[NodeState]) -> dict[str, float]:
+    """Each worker's share of what the trainer learned from, by name: mean |reward - group mean| times policy tokens."""
+    workers = [node for node in nodes if node.role == "worker"]
+    total = sum(node.influence for node in workers)
+    return {node.name: round(node.influence / total, 4) if total else 0.0 for node in workers}
 
 
 def _evaluation(path: Path) -> dict[str, Any] | None:

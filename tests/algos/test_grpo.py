@@ -76,3 +76,17 @@ def test_absurd_claims_leave_loss_and_gradient_finite(advantage, claimed_nats):
     terms.loss.backward()
     assert torch.isfinite(terms.loss) and torch.isfinite(logp_N.grad).all()
     assert logp_N.grad.abs().item() <= 4.0
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_no_claimed_logprob_lifts_a_token_above_the_clip_of_its_side(advantage):
+    """Whatever a worker says of how likely its tokens were: at most 1 + eps where A > 0, and delta where A < 0."""
+    logp_N = torch.full((401,), -3.0, dtype=torch.float64, requires_grad=True)
+    claimed_N = torch.linspace(-23.0, 0.0, 401, dtype=torch.float64)
+    terms = grpo_loss(
+        logp_N, claimed_N, torch.full_like(claimed_N, advantage), torch.ones_like(claimed_N), eps=0.2, delta=4.0,
+        num_tokens=1,
+    )  # fmt: skip
+    terms.loss.backward()
+    largest = logp_N.grad.abs().max().item()
+    assert 0.8 * (1.2 if advantage > 0 else 4.0) < largest <= (1.2 if advantage > 0 else 4.0)

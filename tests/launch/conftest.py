@@ -62,6 +62,7 @@ def end(snapshot: Snapshot) -> RunEnd:
         "accepted": 611,
         "refused": {"sampling": 40},
         "credits": {"cheater-0": {"credits": 0, "role": "cheating"}, "worker-0": {"credits": 81234, "role": "honest"}},
+        "influence": {"cheater-0": 0.0, "worker-0": 1.0},
         "staleness": {"0": 60, "1": 40},
         "wall_s": 400.0,
     }

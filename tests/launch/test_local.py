@@ -111,7 +111,8 @@ def test_run_is_stopped_killed_resumed_and_ends_with_a_summary(tmp_path: Path) -
 def check_end(folder: Path, said: str) -> None:
     summary = json.loads((folder / "summary.json").read_text())
     assert set(summary) == {
-        "heldout", "steps", "tokens", "accepted", "refused", "credits", "staleness", "wall_s", "cpu_s", "weights_hash",
+        "heldout", "steps", "tokens", "accepted", "refused", "credits", "influence", "staleness", "wall_s", "cpu_s",
+        "weights_hash",
     }  # fmt: skip
     for when in ("before", "after"):
         found = summary["heldout"][when]
@@ -120,6 +121,7 @@ def check_end(folder: Path, said: str) -> None:
     honest, cheater = summary["credits"]["worker-0"], summary["credits"]["cheater-0"]
     assert honest["role"] == "honest" and honest["credits"] == summary["tokens"] > 0
     assert cheater == {"credits": 0, "role": "cheating"}
+    assert summary["influence"] == {"worker-0": 1.0, "cheater-0": 0.0}
     assert {"coordinator", "trainer", "worker", "validator", "evaluate", "launcher"} <= summary["cpu_s"].keys()
     assert summary["wall_s"] > 1 and sum(summary["staleness"].values()) > 0
     assert "held-out after:" in said and "checkpoints/final" in said and "shoal ledger verify" in said

@@ -10,8 +10,8 @@ import pytest
 
 from shoal.launch.process import Use
 from shoal.launch.snapshot import NO_STATUS, CoordinatorWatch, MetricsWatch, Snapshot
-from shoal.launch.summary import UsageBook
-from shoal.protocol.types import Status
+from shoal.launch.summary import UsageBook, influence_shares
+from shoal.protocol.types import NodeState, Status
 from shoal.protocol.wire import to_json
 
 STATUS = Status("x", "running", 3, 9, 5, {}, 1, 0, "workers", 2.0)
@@ -41,6 +41,15 @@ def test_damaged_usage_is_begun_again(tmp_path: Path, damage: bytes) -> None:
 def test_usage_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     UsageBook(tmp_path / "file" / "usage.json").save({"trainer": Use(1.0, 1.0)})
+
+
+def test_influence_is_each_workers_share_of_all_that_was_learned_from() -> None:
+    def node(name: str, role: str, influence: float) -> NodeState:
+        return NodeState("aa" * 32, role, name, "good", 0, 0, 0, 0, {}, "", influence=influence)  # type: ignore[arg-type]
+
+    nodes = [node("a", "worker", 30.0), node("v", "validator", 0.0), node("b", "worker", 10.0)]
+    assert influence_shares(nodes) == {"a": 0.75, "b": 0.25}
+    assert influence_shares(nodes[:0]) == {} and influence_shares([node("a", "worker", 0.0)]) == {"a": 0.0}
 
 
 def test_metrics_are_followed_as_they_grow(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ def test_last_table_compares_before_and_after_and_names_the_cheater(end: RunEnd)
     for text in (shown(render_end(end)), plain_end(end)):
         for expected in (
             "29.0%", "71.0%", "cheater-0", "cheating", "sampling 40x", "not sampled with the leased seed", "81,234",
-            "crane", "won, score 1.00", "runs/wordle/checkpoints/final",
+            "100.0%", "crane", "won, score 1.00", "runs/wordle/checkpoints/final",
             "shoal ledger verify runs/wordle",
             "--env wordle --env-args '{\"num_words\": 64}'",
         ):  # fmt: skip

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from shoal.engine.cheats import CHEATS
+from shoal.engine.local import LocalEngine
+from shoal.errors import PeerError
 from shoal.metrics import read_metrics
 from tests.roles.town import Town, tiny_run
 
@@ -50,6 +52,38 @@ def test_a_cheating_worker_earns_nothing_and_changes_nothing(tmp_path, single_fi
     assert town.weights() == single_file_weights
 
 
+class ComesWhenCalled:
+    """A worker that joins once the run says that it waits for others."""
+
+    def __init__(self, town, worker):
+        self.town, self.worker, self.heard = town, worker, ""
+
+    async def run(self):
+        while not self.heard:
+            await asyncio.sleep(0.05)
+            waiting_for = self.town.desk.status().waiting_for
+            self.heard = waiting_for if waiting_for.startswith("other workers") else ""
+        assert self.town.desk.state.batches == {}, "one worker alone fills no batch"
+        await self.worker.run()
+
+
+def test_a_run_that_lacks_other_workers_says_so_and_goes_on_when_one_comes(tmp_path):
+    # A block has two groups and a batch four, of which one worker may fill two. Of 8 rollouts, 3 tokens each are paid.
+    rollouts = {"max_staleness": 1, "batch_groups": 4, "paid_tokens": 3}
+    town = Town(tmp_path / "run", tiny_run(rollouts=rollouts, verify={"worker_share": 0.5}, steps=2))
+    first, second = town.worker("first"), ComesWhenCalled(town, town.worker("second"))
+    asyncio.run(town.live(town.trainer(), town.validator(), first, second))
+    assert second.heard.startswith("other workers: 2 of 4 groups for step 0, and ")
+    assert "verify.worker_share" in second.heard
+    state = town.desk.state
+    for members in state.batches.values():
+        assert [state.maker_of(place) for place in members].count(first.key) == 2
+    slots = {(version, slot): kept for version, v in state.versions.items() for slot, kept in v.slots.items()}
+    made = [kept.tokens for place, kept in slots.items() if kept.submission and state.maker_of(place) == first.key]
+    assert max(made) > 3 * 8 and state.nodes[first.key].credits == sum(min(tokens, 3 * 8) for tokens in made)
+    assert town.audit().findings == []
+
+
 def test_an_asynchronous_run_ends_with_bounded_staleness_and_its_metrics(tmp_path):
     config = tiny_run(rollouts={"max_staleness": 1}, steps=4)
     town = Town(tmp_path / "run", config)
@@ -59,6 +93,24 @@ def test_an_asynchronous_run_ends_with_bounded_staleness_and_its_metrics(tmp_pat
     assert all(set(line["staleness_rollouts"]) <= {"0", "1"} for line in lines)
     assert lines[0]["selfcheck_gap_nats"] < 1e-3
     assert town.audit().findings == []
+
+
+def test_a_run_that_declares_int8_actors_accepts_them_and_nobody_else(tmp_path):
+    """The policy is published in float32; workers sample it with its matrices rounded, and say so."""
+    town = Town(tmp_path / "run", tiny_run(sampling={"dtype": "int8"}, steps=2))
+    as_float32 = town.worker("float32")
+    as_float32.make_engine = lambda dtype: LocalEngine(threads=1, dtype="float32")
+    honest = town.worker("int8")
+
+    async def story():
+        with pytest.raises(PeerError, match="samples in int8, the worker offers float32"):
+            await as_float32.run()
+        await town.live(town.trainer(), town.validator(), honest)
+
+    asyncio.run(story())
+    node = town.desk.state.nodes[honest.key]
+    assert node.credits > 0 and node.refused == 0
+    assert as_float32.key not in town.desk.state.nodes
 
 
 def test_a_worker_that_stops_gives_its_lease_back(tmp_path):
