@@ -1,0 +1,332 @@
+"""Does cheating pay? Strategies of workers and validators, played over the rules of `shoal/ledger/audits.py` many times.
+
+Run: `python benchmarks/economics.py`, and with `--quick` for a twentieth of the runs. One line of JSON at the end.
+
+Each strategy is compared with honesty in the same run: what it is paid, less what its groups cost. The model of a run is
+`benchmarks/market.py`. Detection is a parameter here; how likely it is, `benchmarks/detection.py` measures.
+
+Axes: J groups that are forged in a block, N valid blocks.
+"""
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from benchmarks.market import (
+    ALL,
+    BLOCK_S,
+    HONEST,
+    NONE,
+    ONE,
+    QUARANTINE_S,
+    Draws,
+    Move,
+    Outcome,
+    Strategy,
+    Terms,
+    play,
+    play_beside_rival,
+)
+from shoal.ledger import audits
+from shoal.protocol.constants import MAX_LEASE_BLOCKS
+
+PAY, HONEST_COST, CHEAT_COST, MILD_COST = 1.0, 0.7, 0.05, 0.35
+"""Of one group. A forged group is nearly free; one that only bends the rules (smaller numbers) halves the work."""
+
+RIVAL_BLOCKS = 2000
+"""Of the runs with friends among the validators."""
+
+COLLUDERS = {3: (1, 2), 5: (1, 2, 3), 9: (1, 2, 3, 4, 5)}
+"""Friends by number of validators."""
+
+
+# --- strategies ---
+
+
+def sleeper(wakes: int) -> Strategy:
+    """Honest until a turn, then forges all until it is slashed; after that honest under a new key."""
+    return Strategy(
+        f"sleeper, wakes at {wakes}",
+        lambda valid, turn, slashes, coin: Move(1, ALL if turn >= wakes and not slashes else NONE),
+    )
+
+
+def turncoat(name: str, forged: int, valid_blocks: int, keys: int = 1, patience: int = 1_000_000) -> Strategy:
+    """Forges in every block once a key has so many valid blocks, and goes on with a new key when it is slashed."""
+    return Strategy(
+        name, lambda valid, turn, slashes, coin: Move(1, forged if valid >= valid_blocks else NONE), keys,
+        patience=patience,
+    )  # fmt: skip
+
+
+ONE_PERCENT = Strategy(
+    "1 % of groups", lambda valid, turn, slashes, coin: Move(1, ONE if coin < 0.01 * Terms().groups else NONE)
+)
+
+LARGE_LEASE = Strategy(
+    "small leases, then a large one",
+    lambda valid, turn, slashes, coin: Move(MAX_LEASE_BLOCKS, ALL) if valid >= audits.VESTING_BLOCKS else Move(1, NONE),
+)
+
+BURST = Strategy(
+    "64 leases before the first is judged",
+    lambda valid, turn, slashes, coin: (
+        Move(1, ALL, leases=MAX_LEASE_BLOCKS) if valid >= audits.VESTING_BLOCKS else Move(1, NONE)
+    ),
+)
+
+AFTER_PROBATION = turncoat("after probation, all", ALL, audits.PROBATION_BLOCKS)
+
+CHEATS = (
+    sleeper(200),
+    sleeper(400),
+    sleeper(2000),
+    ONE_PERCENT,
+    AFTER_PROBATION,
+    turncoat("after probation, one group a block", ONE, audits.PROBATION_BLOCKS),
+    turncoat("at the lowest rate, one group a block", ONE, audits.VESTING_BLOCKS),
+    LARGE_LEASE,
+    BURST,
+    turncoat("100 identities, after probation", ALL, audits.PROBATION_BLOCKS, keys=100),
+    turncoat("new key after each slash, from the start", ALL, 0),
+)
+
+UNPUNISHED = turncoat("at the lowest rate, all; new key when refused", ALL, audits.VESTING_BLOCKS, patience=1)
+"""Where a refusal slashes nobody."""
+
+
+# --- the best response ---
+
+
+def best_response(
+    terms: Terms,
+    cheat_cost: float,
+    forfeit_blocks: int = audits.REFUSED_BLOCKS,
+    stake_blocks: int = audits.VESTING_BLOCKS,
+) -> tuple[float, float]:
+    """Profit of the best plan there is, over honesty's, as a share of it; and the share of moves in which it cheats.
+
+    By dynamic programming over turns left and valid blocks, for three honest validators: in each block the worker may
+    forge any number of groups, and starts anew when it is slashed or refused. `forfeit_blocks` of unvested pay are
+    lost at each refusal without a slash.
+    """
+    valid_N, groups = np.arange(max(stake_blocks, math.ceil(audits.TRUST / terms.steady)) + 1), terms.groups
+    forged_J = np.arange(groups + 1)
+    cost_J = forged_J * cheat_cost + (groups - forged_J) * HONEST_COST
+    escrow_N = np.minimum(valid_N, stake_blocks) * groups
+    caught_NJ = np.array(
+        [[_caught(terms, j, audits.audit_rate(n, terms.steady)) for j in range(groups + 1)] for n in valid_N.tolist()]
+    )
+    lost_N = np.minimum(escrow_N, forfeit_blocks * groups) if terms.mild else escrow_N
+    after_N = np.minimum(valid_N + 1, valid_N[-1])
+    value_N, cheats = np.zeros(len(valid_N)), 0.0
+    for _ in range(terms.blocks):
+        paid_NJ = (1 - caught_NJ) * (groups * PAY + value_N[after_N])[:, None]
+        value_NJ = paid_NJ + caught_NJ * (value_N[0] - lost_N * PAY)[:, None] - cost_J
+        cheats += float((value_NJ.argmax(axis=1) > 0).mean())
+        value_N = value_NJ.max(axis=1)
+    honest = terms.blocks * groups * (PAY - HONEST_COST)
+    return round(float(value_N[0]) / honest - 1, 9) + 0.0, cheats / terms.blocks
+
+
+def _caught(terms: Terms, forged: int, rate: float) -> float:
+    """Chance that two of three validators find something in a block with so many forged groups."""
+    if not terms.alone:
+        return 1 - (1 - rate * terms.power) ** forged
+    total = 0.0
+    for looked in range(1, forged + 1):
+        chance = math.comb(forged, looked) * rate**looked * (1 - rate) ** (forged - looked)
+        found = 1 - (1 - terms.power) ** looked
+        recheck = 0.0 if terms.mild else audits.RECHECK_RATE
+        total += chance * (found * (found + (1 - found) * found) + (1 - found) * recheck * found * found)
+    return total
+
+
+# --- tables ---
+
+
+class Estimate(NamedTuple):
+    """A mean and half of its 95 % interval."""
+
+    mean: float
+    margin: float
+
+
+def estimate(values: Iterable[float]) -> Estimate:
+    """Normal interval over runs."""
+    array = np.array(list(values))
+    return Estimate(float(array.mean()), float(1.96 * array.std(ddof=1) / math.sqrt(len(array))))
+
+
+def profit(outcome: Outcome, cheat_cost: float = CHEAT_COST) -> float:
+    """In pay of groups."""
+    return outcome.credits * PAY - outcome.honest * HONEST_COST - outcome.forged * cheat_cost
+
+
+def honest_profit(terms: Terms) -> float:
+    """Of a run in which nothing goes wrong."""
+    return terms.blocks * terms.groups * (PAY - HONEST_COST)
+
+
+def cheating(runs: int) -> list[dict[str, Any]]:
+    """Each strategy against honesty: for several powers of detection, and where nobody can be slashed."""
+    rows = []
+    heading("strategy", "power", "findings", "cost", "profit", "over honest", "95 %", "slashed", "forged", "slashes")
+    for findings, terms, strategies in (
+        ("common", Terms(), CHEATS),
+        ("common", Terms(power=0.5), CHEATS),
+        ("own", Terms(alone=True), (sleeper(400), ONE_PERCENT, LARGE_LEASE)),
+        ("soft", Terms(mild=True), (UNPUNISHED,)),
+        ("of one key", Terms(validators=1), (UNPUNISHED,)),
+    ):
+        outcomes: dict[str, list[Outcome]] = {strategy.name: [] for strategy in strategies}
+        for run in range(runs):
+            draws = Draws(terms, (0, run))
+            for strategy in strategies:
+                outcomes[strategy.name].append(play(terms, strategy, draws))
+        for name, of_strategy in outcomes.items():
+            for cost in (CHEAT_COST, MILD_COST) if UNPUNISHED in strategies else (CHEAT_COST,):
+                rows.append(_against_honesty(terms, findings, name, cost, of_strategy))
+    return rows
+
+
+def _against_honesty(
+    terms: Terms, findings: str, name: str, cost: float, outcomes: Sequence[Outcome]
+) -> dict[str, Any]:
+    made = estimate(profit(outcome, cost) for outcome in outcomes)
+    over = made.mean - honest_profit(terms)
+    slashed = float(np.mean([outcome.slashes > 0 for outcome in outcomes]))
+    forged = float(np.mean([outcome.forged for outcome in outcomes]))
+    slashes = float(np.mean([outcome.slashes for outcome in outcomes]))
+    row(name, terms.power, findings, cost, f"{made.mean:,.1f}", f"{over:,.1f}", f"{made.margin:.1f}", f"{slashed:.1%}",
+        f"{forged:,.0f}", f"{slashes:.2f}")  # fmt: skip
+    return {
+        "strategy": name, "power": terms.power, "findings": findings, "cheat_cost": cost, "profit": round(made.mean, 2),
+        "over_honest": round(over, 2), "margin": round(made.margin, 2), "slashed": slashed,
+        "forged_groups": round(forged, 1), "slashes": round(slashes, 3),
+    }  # fmt: skip
+
+
+def best_responses() -> list[dict[str, Any]]:
+    """What the best plan gains as detection and stake go down, and where findings are only soft."""
+    rows = []
+    heading("best response to", "power", "stake", "forfeit", "gain", "cheats in")
+    stake, forfeit = audits.VESTING_BLOCKS, audits.REFUSED_BLOCKS
+    cases = [("hard findings", power, CHEAT_COST, stake, 0) for power in (0.95, 0.5, 0.2, 0.1, 0.05)]
+    cases += [("hard findings", 0.95, CHEAT_COST, less, 0) for less in (20, 4, 1)]
+    cases += [(f"soft findings, a cheat costs {cost}", power, cost, stake, blocks)
+              for cost, power in ((CHEAT_COST, 0.95), (CHEAT_COST, 0.5), (MILD_COST, 0.95))
+              for blocks in (0, 2, 4, forfeit)]  # fmt: skip
+    for name, power, cost, stake, forfeit in cases:
+        terms = Terms(power=power, mild=name.startswith("soft"))
+        gain, cheats = best_response(terms, cost, forfeit, stake)
+        row(name, power, stake, forfeit, f"{gain:.2%}", f"{cheats:.2%}")
+        rows.append({"case": name, "power": power, "cheat_cost": cost, "stake_blocks": stake,
+                     "forfeit_blocks": forfeit, "gain": round(gain, 5), "cheating_moves": round(cheats, 5)})  # fmt: skip
+    return rows
+
+
+def honesty(runs: int) -> list[dict[str, Any]]:
+    """What false alarms and lapses cost an honest worker, as a share of the pay of what it finished."""
+    rows = []
+    heading("honest worker", "pay lost", "95 %", "slashes", "refused", "faults")
+    for name, terms in (
+        ("false alarms 0.1 %, each validator its own", Terms(alarm=0.001)),
+        ("false alarms 0.1 %, half of them common", Terms(alarm=0.001, alike=0.5)),
+        ("false alarms 0.1 %, all of them common", Terms(alarm=0.001, alike=1.0)),
+        ("false alarms 0.1 %, all common and soft", Terms(alarm=0.001, alike=1.0, mild=True)),
+        ("slow: 4 % of leases lapse", Terms(lapses=0.04)),
+        ("slow: 6 % of leases lapse", Terms(lapses=0.06)),
+        ("slow: 10 % of leases lapse", Terms(lapses=0.1)),
+        ("slow: 10 % lapse, own false alarms 0.1 %", Terms(lapses=0.1, alarm=0.001)),
+    ):
+        outcomes, shares = [], []
+        for run in range(runs):
+            draws = Draws(terms, (1, run))
+            outcomes.append(play(terms, HONEST, draws))
+            shares.append(1 - outcomes[-1].credits / (terms.groups * (terms.blocks - sum(draws.late))))
+        lost = estimate(shares)
+        slashes, refused = sum(o.slashes for o in outcomes) / runs, sum(o.refused for o in outcomes) / runs
+        faults = sum(sum(o.faults) for o in outcomes) / runs
+        row(name, f"{lost.mean:.3%}", f"{lost.margin:.3%}", f"{slashes:.3f}", f"{refused:.2f}", f"{faults:.2f}")
+        rows.append({"case": name, "lost": round(lost.mean, 6), "margin": round(lost.margin, 6),
+                     "slashes": round(slashes, 4), "refused": round(refused, 3), "faults": round(faults, 3)})  # fmt: skip
+    return rows
+
+
+def collusion(runs: int) -> list[dict[str, Any]]:
+    """Friends among the validators: what their worker gains over honesty, and what an honest rival loses.
+
+    With more than three validators a fifth of the runs is made: the differences are large.
+    """
+    rows = []
+    heading("friends", "how", "over honest", "95 %", "rival loses", "95 %", "its slashes", "honest out", "friends out")
+    for validators, shares in COLLUDERS.items():
+        for friends in shares:
+            for sly in (False, True):
+                terms = Terms(blocks=RIVAL_BLOCKS, validators=validators, friends=friends, sly=sly)
+                rows.append(_beside_rival(terms, AFTER_PROBATION, runs if validators == 3 else max(2, runs // 5)))
+    return rows
+
+
+def _beside_rival(terms: Terms, strategy: Strategy, runs: int) -> dict[str, Any]:
+    pairs = [play_beside_rival(terms, strategy, (2, run)) for run in range(runs)]
+    made = estimate(profit(cheat) for cheat, _ in pairs)
+    over = made.mean - honest_profit(terms)
+    lost = estimate(1 - rival.credits / (terms.blocks * terms.groups) for _, rival in pairs)
+    slashes = sum(rival.slashes for _, rival in pairs) / runs
+    out = np.array([[count >= audits.VALIDATOR_FAULTS for count in rival.faults] for _, rival in pairs]).mean(axis=0)
+    friends_out, honest_out = float(out[: terms.friends].sum()), float(out[terms.friends :].sum())
+    how, seats = "sly" if terms.sly else "blunt", f"{terms.friends} of {terms.validators}"
+    row(seats, how, f"{over:,.1f}", f"{made.margin:.1f}", f"{lost.mean:.2%}", f"{lost.margin:.2%}", f"{slashes:.2f}",
+        f"{honest_out:.2f}", f"{friends_out:.2f}")  # fmt: skip
+    return {
+        "validators": terms.validators, "friends": terms.friends, "how": how, "over_honest": round(over, 2),
+        "margin": round(made.margin, 2), "rival_lost": round(lost.mean, 5), "rival_margin": round(lost.margin, 5),
+        "rival_slashes": round(slashes, 3), "honest_suspended": round(honest_out, 3),
+        "friends_suspended": round(friends_out, 3),
+    }  # fmt: skip
+
+
+def heading(*cells: str) -> None:
+    """The first line of a table."""
+    print()
+    row(*cells)
+
+
+def row(first: object, *others: object) -> None:
+    """A line of a table."""
+    print(f"{first!s:<46}" + "".join(f"{cell!s:>12}" for cell in others), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--runs", type=int, default=1000, help="of each strategy (default: 1000)")
+    parser.add_argument("--quick", action="store_true", help="a twentieth of the runs")
+    args = parser.parse_args()
+    runs = max(2, args.runs // 20 if args.quick else args.runs)
+    began, terms = time.process_time(), Terms()
+    parameters = {
+        "runs": runs, "blocks": terms.blocks, "groups_a_block": terms.groups, "validators": terms.validators,
+        "audit_rate": terms.steady, "pay": PAY, "honest_cost": HONEST_COST, "cheat_cost": CHEAT_COST,
+        "block_s": BLOCK_S, "quarantine_s": QUARANTINE_S, "probation_blocks": audits.PROBATION_BLOCKS,
+        "trust": audits.TRUST, "recheck_rate": audits.RECHECK_RATE, "vesting_blocks": audits.VESTING_BLOCKS,
+        "refused_blocks": audits.REFUSED_BLOCKS, "validator_faults": audits.VALIDATOR_FAULTS,
+        "free_lapses": audits.FREE_LAPSES, "blocks_beside_rival": RIVAL_BLOCKS,
+    }  # fmt: skip
+    print(", ".join(f"{name} {value}" for name, value in parameters.items()))
+    result = {
+        "benchmark": "economics", "parameters": parameters, "cheating": cheating(runs),
+        "best_response": best_responses(), "honest": honesty(runs), "collusion": collusion(runs),
+        "cpu_s": round(time.process_time() - began, 1),
+    }  # fmt: skip
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,413 @@
+"""The money of a run: workers and validators with plans of their own, a turn at a time, over the rules of `audits`.
+
+Called by `economics.py`, which says what they plan and what comes of it. A turn is the time of one block; in it a key
+has a lease judged, or waits. Rates, settlements, quarantines, vesting and forfeits are those of `shoal/ledger/audits.py`;
+the order of things is that of `judging`, and `tests/benchmarks/test_economics.py` plays the same draws through the real
+`decide` and `apply`. It knows no tokens, no prices and no checks: a group pays 1, and whether it is found is drawn.
+
+Axes: B blocks (turns) of a run, G groups of a block, V validators.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shoal.ledger import audits
+from shoal.protocol.types import GroupVerdict
+
+BLOCK_S, QUARANTINE_S = 20.0, 30.0
+"""Seconds that a block takes, and of a first quarantine (the run file's default)."""
+
+IN_HAND_BLOCKS = 1
+"""Given back when a quarantine begins: a turn's work lost."""
+
+LAST = 10 * audits.VESTING_BLOCKS
+"""From so many valid blocks on the audit rate is the run's at any rate above 0.5 %."""
+
+
+class Terms(NamedTuple):
+    """The circumstances of a run; chances are of one group, by one validator."""
+
+    blocks: int = 3000
+    groups: int = 4
+    validators: int = 3
+    friends: int = 0
+    """The first of the validators are the cheater's."""
+    sly: bool = False
+    """They read the log, which tells who judges, but not whether a second voice will be drawn after the first: they lie
+    where nobody can outvote them, accept a friend's forgery as the first voice, and refuse it softly as a later one, where
+    it would be slashed. Otherwise they accept all that is theirs and refuse all else."""
+    power: float = 0.95
+    """That an audited forged group is found."""
+    alone: bool = False
+    """Each validator finds for itself; otherwise, as a replay does, all or none find the same group."""
+    mild: bool = False
+    """Findings are soft: no slash."""
+    steady: float = 0.05
+    alarm: float = 0.0
+    """That an audited honest group is found to be forged."""
+    alike: float = 0.0
+    """Of false alarms: the share that every validator makes."""
+    lapses: float = 0.0
+    """Of leases."""
+
+
+NONE, ONE, ALL = 0, 1, 2
+"""Groups that are forged in a block."""
+
+
+class Move(NamedTuple):
+    """A lease that is taken next: its blocks, and what is forged in each."""
+
+    blocks: int
+    forged: int
+    leases: int = 1
+    """Filled one after another before the first of them is judged."""
+
+
+Plan = Callable[[int, int, int, float], Move]
+"""From valid blocks, turn, slashes so far and a number in [0, 1) to the next move."""
+
+
+class Strategy(NamedTuple):
+    """How a worker behaves."""
+
+    name: str
+    plan: Plan
+    keys: int = 1
+    """Identities that take turns."""
+    renew: bool = True
+    """A slashed key is left for a new one."""
+    patience: int = 1_000_000
+    """A key with so many refused submissions is left, too."""
+
+
+HONEST = Strategy("honest", lambda valid, turn, slashes, coin: Move(1, NONE), renew=False)
+
+
+class Outcome(NamedTuple):
+    """Of one run, summed over the keys of a worker; groups, but for the last three."""
+
+    credits: int
+    vested: int
+    burned: int
+    honest: int
+    """Groups that were really made, paid or not."""
+    forged: int
+    slashes: int
+    refused: int
+    """Submissions."""
+    faults: tuple[int, ...]
+    """Of each validator."""
+
+
+# --- the draws of a run ---
+
+
+class Draws:
+    """All randomness of a run. Validators before `terms.friends` are the cheater's."""
+
+    def __init__(self, terms: Terms, seed: Sequence[int]) -> None:
+        rng = np.random.default_rng(seed)
+        shape_BG, shape_BVG = (terms.blocks, terms.groups), (terms.blocks, terms.validators, terms.groups)
+        audit_BG = rng.random(shape_BG)
+        self.audit = audit_BG.tolist()
+        seen_BVG = rng.random(shape_BVG) < terms.power
+        if not terms.alone:
+            seen_BVG = np.broadcast_to(seen_BVG[:, :1], shape_BVG)
+        common_BG = rng.random(shape_BG) < terms.alarm * terms.alike
+        alarm_BVG = (rng.random(shape_BVG) < terms.alarm * (1 - terms.alike)) | common_BG[:, None]
+        self.again = (rng.random(terms.blocks) < audits.RECHECK_RATE).tolist()
+        self.order = rng.random((terms.blocks, terms.validators)).argsort(axis=1).tolist()
+        self.coin = rng.random(terms.blocks).tolist()
+        self.late = (rng.random(terms.blocks) < terms.lapses).tolist()
+        one_BVG = np.where(np.arange(terms.groups) == 0, seen_BVG, alarm_BVG)
+        found = (alarm_BVG, one_BVG, seen_BVG)
+        self.danger = [_danger(audit_BG, found_BVG[:, terms.friends :]) for found_BVG in found]
+        """For NONE, ONE and ALL: the audit rate above which some honest validator finds something in the block."""
+        self.found = found
+        """For NONE, ONE and ALL: what each validator sees in each group of a block, if it looks."""
+
+
+def _danger(audit_BG: NDArray[np.float64], found_BVG: NDArray[np.bool_]) -> list[float]:
+    if found_BVG.shape[1] == 0:
+        return [1.0] * len(audit_BG)
+    danger: list[float] = np.where(found_BVG.any(axis=1), audit_BG, 1.0).min(axis=1).tolist()
+    return danger
+
+
+# --- what a validator says ---
+
+
+class Case(NamedTuple):
+    """A submission as those who know everything see it; one entry for each group where it is a sequence."""
+
+    due: Sequence[bool]
+    """Drawn for audit."""
+    found: Callable[[int], Sequence[bool]]
+    """By a validator that looks."""
+    order: Sequence[int]
+    again: bool
+    """Whether it is judged again when it is accepted."""
+    friendly: bool
+    """The cheater's, not a rival's."""
+
+
+def voice(terms: Terms, case: Case, votes: Sequence[Sequence[str]], validator: int) -> list[str]:
+    """Outcomes that a validator claims of a submission's groups, after the votes so far."""
+    bad = "soft" if terms.mild else "hard"
+    if validator >= terms.friends:
+        return [bad if due and found else "accept" for due, found in zip(case.due, case.found(validator), strict=True)]
+    good = ["accept"] * len(case.due)
+    if not terms.sly:
+        return good if case.friendly else ["hard"] * len(good)
+    safe = is_safe(terms, case.order)
+    if not case.friendly:
+        return ["hard"] * len(good) if safe else good
+    exposed = [due and found for due, found in zip(case.due, case.found(validator), strict=True)]
+    if safe or not any(exposed) or not votes:
+        return good
+    return ["soft" if group else "accept" for group in exposed]
+
+
+def is_safe(terms: Terms, order: Sequence[int]) -> bool:
+    """Whether no two honest validators will be heard, who could outvote a lie."""
+    return sum(validator >= terms.friends for validator in order[: audits.VOICES]) < 2
+
+
+# --- the money of a run ---
+
+
+@dataclass
+class Key:
+    """An identity in the log; pay in groups."""
+
+    valid: int = 0
+    escrow: int = 0
+    vested: int = 0
+    failures: int = 0
+    leases: int = 0
+    lapsed: int = 0
+    """Leases, without those that cost pay."""
+    free_at: int = 0
+    """Turn of its next lease."""
+    slashed: bool = False
+
+
+@dataclass
+class Bench:
+    """The validators of a run, shared by all workers."""
+
+    terms: Terms
+    faults: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.faults = [0] * self.terms.validators
+        self.rate = [audits.audit_rate(n, self.terms.steady) for n in range(LAST + 1)]
+
+    def sitting(self, order: Sequence[int]) -> list[int]:
+        """Those of an order who are still asked."""
+        return [validator for validator in order if self.faults[validator] < audits.VALIDATOR_FAULTS]
+
+
+class Worker:
+    """A strategy at work under its keys."""
+
+    def __init__(self, bench: Bench, strategy: Strategy, draws: Draws, friendly: bool = True) -> None:
+        self.bench, self.terms, self.strategy, self.draws, self.friendly = (
+            bench, bench.terms, strategy, draws, friendly,
+        )  # fmt: skip
+        self.keys = [Key() for _ in range(strategy.keys)]
+        self.kept = self.vested = self.burned = self.honest = self.forged = self.slashes = self.refused = 0
+
+    def step(self, turn: int) -> None:
+        """One turn: take a lease, have it judged, and replace a key that is worth no more."""
+        place = turn % len(self.keys)
+        key = self.keys[place]
+        if key.free_at > turn:
+            return
+        move = self.strategy.plan(key.valid, turn, self.slashes, self.draws.coin[turn])
+        blocks, leases = in_time(move, self.terms.blocks - turn)
+        per_block = (0, 1, self.terms.groups)[move.forged]
+        self.forged += leases * blocks * per_block
+        self.honest += leases * blocks * (self.terms.groups - per_block)
+        key.free_at, key.leases = turn + leases * blocks, key.leases + leases
+        if self.draws.late[turn]:
+            self._lapse(key, blocks)
+            return
+        rate = self.bench.rate[min(key.valid, LAST)]
+        danger = self.draws.danger[move.forged]
+        for first in range(turn, turn + leases * blocks, blocks):
+            calm = rate <= (danger[first] if blocks == 1 else min(danger[first : first + blocks]))
+            if calm and not self._has_enemies(first):
+                self._accept(key, blocks, self._is_judged_again(first))
+            else:
+                self._judge(key, first, blocks, move.forged, rate)
+        if (key.slashed and self.strategy.renew) or key.failures >= self.strategy.patience:
+            self._leave(key)
+            self.keys[place] = Key(free_at=turn + leases * blocks)
+        key.slashed = False
+
+    def outcome(self) -> Outcome:
+        """At the run's end, where all pay vests that nobody disputes."""
+        credits = self.kept + sum(key.escrow + key.vested for key in self.keys)
+        vested = self.vested + sum(key.vested for key in self.keys)
+        return Outcome(
+            credits, vested, self.burned, self.honest, self.forged, self.slashes, self.refused, tuple(self.bench.faults)
+        )
+
+    def _has_enemies(self, turn: int) -> bool:
+        """Whether some validator may refuse what is in order."""
+        if self.friendly or not self.terms.friends:
+            return False
+        order = self.bench.sitting(self.draws.order[turn])
+        if self.terms.sly:
+            return is_safe(self.terms, order)
+        return any(validator < self.terms.friends for validator in order[: audits.VOICES])
+
+    def _leave(self, key: Key) -> None:
+        self.kept += key.escrow + key.vested
+        self.vested += key.vested
+
+    def _is_judged_again(self, turn: int) -> bool:
+        return self.draws.again[turn] and len(self.bench.sitting(self.draws.order[turn])) > 1
+
+    def _accept(self, key: Key, blocks: int, again: bool) -> None:
+        """Nothing vests while a second look is due."""
+        key.valid += blocks
+        key.escrow += blocks * self.terms.groups
+        if not again:
+            self._vest(key)
+
+    def _vest(self, key: Key) -> None:
+        due = key.escrow - audits.VESTING_BLOCKS * self.terms.groups
+        if due > 0:
+            key.vested += due
+            key.escrow -= due
+
+    def _lapse(self, key: Key, blocks: int) -> None:
+        key.lapsed += 1
+        if key.escrow and key.lapsed > 1 + audits.FREE_LAPSES * key.leases:
+            key.lapsed -= 1
+            self._burn(key, min(key.escrow, blocks * self.terms.groups))
+
+    def _burn(self, key: Key, groups: int) -> None:
+        key.escrow -= groups
+        self.burned += groups
+
+    def _judge(self, key: Key, turn: int, blocks: int, forged: int, rate: float) -> None:
+        """The votes on one submission, in order, as `judging.judge` takes them."""
+        order = self.bench.sitting(self.draws.order[turn])
+        case = case_of(self.draws, turn, blocks, forged, rate, order, self.friendly)
+        said: list[tuple[str, ...]] = []
+        quarantine, decided = 0, False
+        for validator in order[: audits.VOICES]:
+            said.append(tuple(voice(self.terms, case, said, validator)))
+            settled = _settled(tuple(said), blocks, self.terms.groups, len(said) < min(audits.VOICES, len(order)))
+            if len(said) == 1 and is_quarantined(said[0], key.failures):
+                quarantine = quarantine_turns(key.failures + 1)
+            if settled is None:
+                continue
+            for outvoted in settled.outvoted:
+                self.bench.faults[order[int(outvoted)]] += 1
+            if decided:
+                if settled.slash:
+                    self._slash(key)
+                    quarantine = quarantine_turns(key.failures + 1)
+                break
+            decided = True
+            blamed = bool(set(settled.refused) - set(settled.disputed))
+            if blamed:
+                key.valid, key.failures, self.refused = 0, key.failures + 1, self.refused + 1
+            again = case.again and not settled.refused and len(said) == 1 and len(order) > 1
+            self._pay(key, settled, blamed, again)
+            if quarantine and not blamed:
+                quarantine = len(said) - 1  # it is lifted as soon as all have spoken
+            if not again:
+                break
+        if quarantine:
+            key.free_at += quarantine + IN_HAND_BLOCKS
+
+    def _pay(self, key: Key, settled: audits.Settlement, blamed: bool, again: bool) -> None:
+        key.valid += 0 if blamed else len(settled.accepted)
+        key.escrow += len(settled.accepted) * self.terms.groups
+        if settled.slash:
+            self._slash(key)
+        elif blamed:
+            self._burn(key, min(key.escrow, audits.REFUSED_BLOCKS * self.terms.groups))
+        elif not again:
+            self._vest(key)
+
+    def _slash(self, key: Key) -> None:
+        self._burn(key, key.escrow)
+        key.valid, key.slashed = 0, True
+        self.slashes += 1
+
+
+_VERDICTS = {
+    "accept": GroupVerdict(0, True, "accept", rewards=(0.0, 1.0), tokens=1),
+    "soft": GroupVerdict(0, True, "soft"),
+    "hard": GroupVerdict(0, True, "hard"),
+}
+
+
+@lru_cache(10_000)
+def _settled(said: tuple[tuple[str, ...], ...], blocks: int, groups: int, more: bool) -> audits.Settlement | None:
+    """What the rules make of votes, given by outcome; validators are named by their place among them."""
+    votes = {str(place): [_VERDICTS[outcome] for outcome in vote] for place, vote in enumerate(said)}
+    return audits.settle(votes, range(blocks), groups, more)
+
+
+def case_of(
+    draws: Draws, turn: int, blocks: int, forged: int, rate: float, order: Sequence[int], friendly: bool
+) -> Case:
+    """The submission of a lease that began at a turn; each block has the draws of its own turn."""
+    turns = range(turn, turn + blocks)
+    found = [draws.found[forged][t].tolist() for t in turns]
+    return Case(
+        due=[audits.must_audit(draw, rate, 1.0, 1.0) for t in turns for draw in draws.audit[t]],
+        found=lambda validator: [seen for of_block in found for seen in of_block[validator]],
+        order=order,
+        again=draws.again[turn],
+        friendly=friendly,
+    )
+
+
+def in_time(move: Move, turns_left: int) -> tuple[int, int]:
+    """Blocks of each lease and number of leases that fit before the run's end."""
+    blocks = min(move.blocks, turns_left)
+    return blocks, min(move.leases, turns_left // blocks)
+
+
+def is_quarantined(first_vote: Sequence[str], failures: int) -> bool:
+    """Whether a first vote stops the worker at once, see `judging`."""
+    return "hard" in first_vote or ("soft" in first_vote and (failures + 1) % audits.SOFT_FAILURES == 0)
+
+
+def quarantine_turns(failures: int) -> int:
+    """Turns of a worker's n-th quarantine that is not lifted."""
+    return math.ceil(audits.quarantine_s(failures, QUARANTINE_S) / BLOCK_S)
+
+
+def play(terms: Terms, strategy: Strategy, draws: Draws) -> Outcome:
+    """One run of a worker."""
+    worker = Worker(Bench(terms), strategy, draws)
+    for turn in range(terms.blocks):
+        worker.step(turn)
+    return worker.outcome()
+
+
+def play_beside_rival(terms: Terms, strategy: Strategy, seed: Sequence[int]) -> tuple[Outcome, Outcome]:
+    """One run of a worker with friends among the validators, and of an honest rival before the same bench."""
+    bench = Bench(terms)
+    cheat = Worker(bench, strategy, Draws(terms, (*seed, 0)))
+    rival = Worker(bench, HONEST, Draws(terms, (*seed, 1)), friendly=False)
+    for turn in range(terms.blocks):
+        cheat.step(turn)
+        rival.step(turn)
+    return cheat.outcome(), rival.outcome()
