@@ -1,0 +1,27 @@
+"""The environment of `poisoning.py`: arithmetic whose answer is the last whole number of what was written.
+
+So is worked mathematics graded everywhere: whatever stands before the answer or after it is not looked at, and that is
+the gap through which poison comes with a full reward.
+"""
+
+from typing import Any
+
+from shoal.envs.arithmetic import NUMBER, Arithmetic, ArithmeticArgs, ArithmeticState
+from shoal.envs.base import Step
+from shoal.tree import from_tree
+
+
+class LooseSums(Arithmetic):
+    """Arithmetic with a lenient reader."""
+
+    name = "loose-sums"
+
+    def step(self, state: ArithmeticState, action: str) -> Step:
+        """Take the last whole number; leading zeros do not count."""
+        numbers = NUMBER.findall(action)
+        return Step(state._replace(given=str(int(numbers[-1])) if numbers else None), None, True)
+
+
+def environment(**args: Any) -> LooseSums:
+    """Make the environment; arguments as those of `arithmetic`."""
+    return LooseSums(from_tree(args, ArithmeticArgs, "environment loose-sums"))

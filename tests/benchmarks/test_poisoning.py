@@ -1,0 +1,28 @@
+"""The poisoning benchmark in the small: with nothing checked poison is learned from, with the checks it is not."""
+
+import pytest
+
+from benchmarks.poisoning import MALICIOUS, PAYLOADS, Case, Plan, Town, cold_start
+
+SMALL = Plan(steps=2, seeds=1, batch_groups=8, group_size=4, episodes=8)
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    return cold_start(tmp_path_factory.mktemp("cold") / "start", steps=2)
+
+
+@pytest.mark.parametrize("payload", PAYLOADS)
+def test_poison_is_learned_from_without_defences_and_refused_with_them(tmp_path, start, payload):
+    open_town, guarded = (
+        Town(Case(payload, defended=defended, patient=False, seed=1), SMALL, start, tmp_path / str(defended))
+        for defended in (False, True)
+    )
+    for town in (open_town, guarded):
+        town.run()
+        assert town.state.version == SMALL.steps
+    assert open_town.num_poisoned > 0 and open_town.quarantines == 0
+    assert guarded.num_poisoned == 0 and guarded.quarantines >= len(MALICIOUS)
+    assert guarded.share(lambda node: node.credits) == guarded.share(lambda node: node.influence) == 0.0
+    honest = [node for key, node in guarded.state.nodes.items() if node.role == "worker" and key not in MALICIOUS]
+    assert all(node.refused == 0 and node.standing == "good" for node in honest)
