@@ -74,7 +74,7 @@ def test_tolerance_spent_in_every_group_becomes_excessive_and_honest_work_does_n
 
     def judged_for_long(body):
         evidence = Evidence()
-        for verdict in world.judge(body) * 4:
+        for verdict in world.judge(body) * 40:
             assert verdict.outcome == "accept", verdict
             evidence = update(evidence, Figures(verdict.tokens, verdict.flipped, verdict.gap_sum), noise)
         return excessive(evidence)

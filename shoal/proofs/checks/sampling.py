@@ -5,8 +5,8 @@ and a turn ended early: each shows as a gap between the best of logits / T + noi
 Cannot see a cheaper way to the same tokens, nor a change that never alters a choice: where the policy has little
 entropy, other seeds and near versions often agree with it. A node that spends the tolerance in every group shows only
 over several, in the evidence that the figures of its verdicts add up to (`algos/replay`).
-Hard, but mild within ten times a bound of the count, and always for the sum: numerical noise of unknown hardware
-reaches a little over, never far.
+Hard, but mild within ten times a bound, and always for the sum: numerical noise of unknown hardware reaches a little
+over, never far.
 
 Three figures, because each alone can be played: a sum of small gaps hides one forged token in a long group, a count of
 flips hides a few large gaps, and a largest gap hides many small ones (ground out at near ties). What noise may do is
@@ -22,12 +22,12 @@ from shoal.protocol.types import Group
 NAME = "sampling"
 SEVERITY: Severity = "hard"
 
-FAR = 20.0
-"""Times `bounds.gap` that no single token may pass. A flip by noise is at most twice the noise, and `gap` is set above
-the noise, so a token this far off was not chosen by the seed."""
+FAR = 2.0
+"""Times `bounds.gap` that no single token may pass: a flip by noise is at most twice the noise, and `gap` is above the
+noise. At 20, a worker that picks the better of nearly tied tokens gains 1 % in reward."""
 
 MILD = 10.0
-"""Times its bound within which a count brings no pay but no slash."""
+"""Times these bounds within which a token, or a count, brings no pay but no slash."""
 
 
 def check(group: Group, ctx: Context) -> Failure | None:
@@ -38,7 +38,10 @@ def check(group: Group, ctx: Context) -> Failure | None:
         # Written so that a gap that is not a number fails.
         if not gaps_P[widest] <= far:
             figure = float(np.nan_to_num(gaps_P[widest], nan=1e9, posinf=1e9))
-            return Failure(index, int(positions_P[widest]), figure, far, "token that its seed does not choose, nats")
+            mild = figure <= MILD * far
+            return Failure(
+                index, int(positions_P[widest]), figure, far, "token that its seed does not choose, nats", mild
+            )
         first = int(positions_P[np.argmax(gaps_P > ctx.bounds.gap)])
         failure = _too_many(index, first, pooled(gaps_P, ctx.bounds.gap), ctx)
         if failure is not None:
