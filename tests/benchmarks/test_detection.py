@@ -1,0 +1,74 @@
+"""What `benchmarks/detection.py` counts is what the pipeline decides."""
+
+import msgspec
+import numpy as np
+import pytest
+
+from benchmarks.detect.judgement import CHECKS, GROUP_SIZE, look, share
+from benchmarks.detect.policies import Lab, copied, lease, rules
+from benchmarks.detection import tables
+from shoal.protocol.types import Group, Submission
+from shoal.protocol.wire import from_msgpack
+from tests.attacks.attack import Attack
+from tests.attacks.choices import OneToken, OwnSeeds
+from tests.attacks.proof_forgeries import AnotherGroups, Negated
+from tests.attacks.zoo import DropsBadGroups, Garbage, NanLogprobs, ReplayedSubmission, ShiftedLogprobs, Truncated
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory):
+    policy = copied("wordle-start", tmp_path_factory.mktemp("lab"))
+    return Lab(policy, policy, policy, lease(32, "test"), rules())
+
+
+def test_honest_work_passes_every_check_alone(lab):
+    seen = look(lab, Attack(), Attack().body(lab))
+    assert seen.identical_N.all() and not seen.differs_N.any() and not seen.together_N.any()
+    assert all(run.all() for run in seen.run_N.values())
+    assert [verdict.outcome for verdict in seen.verdicts] == ["accept"] * 8
+    assert seen.submissions() == (0, 0)
+
+
+@pytest.mark.parametrize("attack", [OwnSeeds, OneToken, ShiftedLogprobs, NanLogprobs, Truncated, ReplayedSubmission,
+                                    DropsBadGroups, Garbage, Negated, AnotherGroups])  # fmt: skip
+def test_a_group_is_refused_by_the_pipeline_just_when_a_check_alone_refuses_one_of_its_rollouts(lab, attack):
+    seen = look(lab, attack(), attack().body(lab))
+    alone = seen.together_N.reshape(-1, GROUP_SIZE).any(1)
+    assert alone.tolist() == [verdict.outcome != "accept" for verdict in seen.verdicts]
+    assert alone.any() and (seen.together_N & seen.differs_N).any()
+    for verdict, refused in zip(seen.verdicts, np.arange(len(alone)) * GROUP_SIZE, strict=True):
+        if verdict.check:
+            assert seen.refused_N[verdict.check][refused : refused + GROUP_SIZE].any()
+
+
+def test_one_bad_rollout_is_counted_as_one(lab):
+    seen = look(lab, OneToken(), OneToken().body(lab))
+    assert seen.identical_N.sum() == 24 and seen.differs_N.sum() == 8
+    assert seen.refused_N["sampling"].sum() == 8
+    assert seen.submissions() == (4, 4)
+
+
+def test_a_share_has_wilsons_interval():
+    k, n, low, high = share(np.array([True] * 9 + [False]))
+    assert (k, n) == (9, 10)
+    assert low == pytest.approx(0.5958, abs=1e-4) and high == pytest.approx(0.9821, abs=1e-4)
+    assert share(0, 300).high == pytest.approx(0.0126, abs=1e-4)
+
+
+def test_tables_tell_apart_what_model_free_checks_see(lab):
+    def row(attack, **checks):
+        return {"attack": attack, "n": 100, "identical": 40, "checks": dict.fromkeys(CHECKS, 0) | checks, "together": 50,
+                "without_proofs": 45, "differ": 60, "differ_refused": 50, "first": "sampling"}  # fmt: skip
+
+    text = tables({"policies": [{"entropy": 0.2}], "rows": [row("seeds", sampling=45), row("cut", ending=100)]})
+    first, second = text.split("### What the model-free checks see")
+    assert "| seeds | 40 | 45 | 0 | 0 | **50** | 45 |" in first and "cut" not in first
+    assert "| cut | 40 | 0 | 0 | 0 | 0 | 0 | 100 |" in second and "seeds" not in second
+
+
+def test_rewards_are_no_business_of_the_wire(lab):
+    """The reason why a forged reward has no row of its own but a broken schema."""
+    group = from_msgpack(from_msgpack(lab.encode(lab.honest_groups), Submission).groups[0], Group)
+    fields = set(msgspec.to_builtins(group, builtin_types=(bytes,))) | set(Submission.__struct_fields__)
+    fields |= set(group.rollouts[0].__struct_fields__)
+    assert not any("reward" in name for name in fields)
