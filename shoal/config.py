@@ -142,8 +142,8 @@ class BoundsConfig(Section, frozen=True):
 
 BOUNDS = {
     "float32/float32": BoundsConfig(gap=1e-3, flipped=1e-5, mean_gap=1e-7, logprob=0.01),
-    "bfloat16/bfloat16": BoundsConfig(gap=0.2, flipped=1e-3, mean_gap=5e-4, logprob=0.5),
-    "bfloat16/float32": BoundsConfig(gap=0.2, flipped=1e-3, mean_gap=5e-4, logprob=0.5),
+    "bfloat16/bfloat16": BoundsConfig(gap=0.4, flipped=1e-3, mean_gap=5e-4, logprob=0.5),
+    "bfloat16/float32": BoundsConfig(gap=0.4, flipped=1e-3, mean_gap=5e-4, logprob=0.5),
     "int8/int8": BoundsConfig(gap=1e-3, flipped=1e-5, mean_gap=1e-7, logprob=0.01),
 }
 """Bounds of a run that gives none of its own: generous, for hardware that nobody measured."""

@@ -39,11 +39,13 @@ def joined(parts: list[Noise]) -> Noise:
 def propose(noise: Noise, distinct: int, safety: float) -> Bounds:
     """Bounds for one pair of dtypes: `safety` times what was measured over `distinct` tokens.
 
-    A share that was never seen may still be 3 / distinct (the rule of three, 95 %), unless the bound is so far above
-    the noise that no token can reach it: a flip's gap is at most twice the noise of a log-prob.
+    `gap` is also above the largest error of a log-prob, so that no honest token lies twice as far. A share that was
+    never seen may still be 3 / distinct (the rule of three, 95 %), unless the bound is so far above the noise that no
+    token can reach it: a flip's gap is at most twice the noise of a log-prob.
     """
-    gap = _rounded_up(max(LEAST.gap, safety * float(np.quantile(noise.gaps_N, FAR_PERCENTILE))))
-    out_of_reach = gap >= 4 * float(noise.off_N.max())
+    largest = float(noise.off_N.max())
+    gap = _rounded_up(max(LEAST.gap, largest, safety * float(np.quantile(noise.gaps_N, FAR_PERCENTILE))))
+    out_of_reach = gap >= 4 * largest
     figures = pooled(noise.gaps_N, gap)
     flipped = max(LEAST.flipped, safety * figures.flipped / figures.tokens, 0.0 if out_of_reach else 3 / distinct)
     mean_gap = max(LEAST.mean_gap, safety * figures.gap_sum / figures.tokens)

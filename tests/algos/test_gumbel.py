@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.algos.gumbel import gumbel, seed_words
+from shoal.algos.gumbel import _philox_numpy, _philox_torch, gumbel, seed_words
 from shoal.protocol import randomness
 
 
@@ -33,6 +33,13 @@ def test_any_seed_position_and_vocabulary_has_the_bits_of_the_reference(
     positions_N = np.full(len(seeds), position, dtype=np.int64)
     expected_NV = randomness.gumbel(seeds, positions_N, vocabulary)
     assert (gumbel(seed_words(seeds), torch.from_numpy(positions_N), vocabulary).numpy() == expected_NV).all()
+
+
+def test_what_a_gpu_computes_in_torch_has_the_bits_of_numpy() -> None:
+    words_N4, positions_N = seed_words(_seeds(64)), torch.arange(64) * 2099
+    for quads in (1, 2, 1501):
+        arguments = words_N4, positions_N, quads
+        assert torch.equal(_philox_torch(*arguments), _philox_numpy(*arguments))
 
 
 def test_many_positions_in_one_call_are_the_calls_one_by_one() -> None:

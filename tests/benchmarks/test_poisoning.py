@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.poisoning import MALICIOUS, PAYLOADS, Case, Plan, Town, cold_start
 
-SMALL = Plan(steps=2, seeds=1, batch_groups=8, group_size=4, episodes=8)
+SMALL = Plan(steps=2, seeds=1, batch_groups=10, group_size=4, episodes=8)
 
 
 @pytest.fixture(scope="module")
