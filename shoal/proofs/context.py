@@ -136,13 +136,15 @@ class Context:
         return self.tools.envs[self.slot.env]
 
     def replays(self, group: Group) -> list[Replayed]:
-        """Every rollout of the group walked through the environment again, once for all checks."""
+        """Every rollout of the group walked through the environment again, once for all checks; those alike once."""
         if self._replays is None:
             replay, renderer = self.tools.replay, self.tools.renderer
-            self._replays = [
-                replay(self.env, renderer, self._task, r.tokens_T(), r.author_T(), r.ending, self.sampling)
-                for r in group.rollouts
-            ]
+            names = [(r.token_ids, r.author, r.ending) for r in group.rollouts]
+            found = {
+                name: replay(self.env, renderer, self._task, r.tokens_T(), r.author_T(), r.ending, self.sampling)
+                for name, r in dict(zip(names, group.rollouts, strict=True)).items()
+            }
+            self._replays = [found[name] for name in names]
         return self._replays
 
     def playable(self) -> bool:

@@ -7,7 +7,7 @@ Hard: the prover's side never makes such bytes (it refuses to send a log-prob th
 
 import numpy as np
 
-from shoal.proofs.context import Context, Failure, Severity
+from shoal.proofs.context import Context, Failure, Severity, policy_positions
 from shoal.protocol.constants import MAX_GROUP_ROLLOUTS, MAX_ROLLOUT_TOKENS
 from shoal.protocol.types import ENVIRONMENT, POLICY, Group, Rollout
 
@@ -44,41 +44,43 @@ def _sizes(index: int, rollout: Rollout, ctx: Context) -> Failure | None:
 
 def _tokens(index: int, rollout: Rollout, ctx: Context) -> Failure | None:
     tokens_T, author_T = rollout.tokens_T(), rollout.author_T()
-    unknown = np.flatnonzero((tokens_T < 0) | (tokens_T >= ctx.tools.renderer.vocabulary))
-    if unknown.size:
-        at = int(unknown[0])
+    unknown_T = (tokens_T < 0) | (tokens_T >= ctx.tools.renderer.vocabulary)
+    if unknown_T.any():
+        at = int(unknown_T.argmax())
         return Failure(index, at, int(tokens_T[at]), ctx.tools.renderer.vocabulary, "token id outside the vocabulary")
-    odd = np.flatnonzero((author_T != ENVIRONMENT) & (author_T != POLICY))
-    if odd.size:
-        at = int(odd[0])
+    policy_T = author_T == POLICY
+    odd_T = ~policy_T & (author_T != ENVIRONMENT)
+    if odd_T.any():
+        at = int(odd_T.argmax())
         return Failure(index, at, int(author_T[at]), POLICY, "author is neither environment nor policy")
-    if not author_T.size or author_T[0] == POLICY or not (author_T == POLICY).any():
+    if not policy_T.size or policy_T[0] or not policy_T.any():
         return Failure(index, 0, 0, 1, "a rollout opens with the environment's text and holds a turn of the policy")
-    start, length = _longest_turn(author_T == POLICY)
+    start, length = _longest_turn(policy_T)
     if length > ctx.sampling.max_turn_tokens:
         return Failure(index, start, length, ctx.sampling.max_turn_tokens, "turn longer than max_turn_tokens")
     return None
 
 
 def _logprobs(index: int, rollout: Rollout, ctx: Context) -> Failure | None:
-    logprobs_P = rollout.logprobs_P()
-    positions_P = np.flatnonzero(rollout.author_T() == POLICY)
-    if logprobs_P.size != positions_P.size:
-        return Failure(index, -1, logprobs_P.size, positions_P.size, "not one log-prob for each policy token")
-    odd = np.flatnonzero(~np.isfinite(logprobs_P))
-    if odd.size:
-        return Failure(index, int(positions_P[odd[0]]), 0, 0, "log-prob is not a finite number")
+    logprobs_P, num_policy = rollout.logprobs_P(), rollout.num_policy_tokens()
+    if logprobs_P.size != num_policy:
+        return Failure(index, -1, logprobs_P.size, num_policy, "not one log-prob for each policy token")
     # Rounding may put a certain token's log-prob just above 0; how much rounding passes is the run's own bound.
-    worst = int(np.argmax(logprobs_P))
     bound = ctx.bounds.logprob
-    if logprobs_P[worst] > bound:
-        return Failure(index, int(positions_P[worst]), float(logprobs_P[worst]), bound, "log-prob above 0")
-    return None
+    odd_P = ~(logprobs_P <= bound) | (logprobs_P == -np.inf)
+    if not odd_P.any():
+        return None
+    first = int(odd_P.argmax())
+    position, value = int(policy_positions(rollout)[first]), float(logprobs_P[first])
+    if not np.isfinite(value):
+        return Failure(index, position, 0, 0, "log-prob is not a finite number")
+    return Failure(index, position, value, bound, "log-prob above 0")
 
 
 def _longest_turn(policy_T: np.ndarray) -> tuple[int, int]:
-    """Start and length of the longest run of policy tokens."""
-    edges = np.diff(np.concatenate(([0], policy_T.astype(np.int8), [0])))
-    starts, ends = np.flatnonzero(edges == 1), np.flatnonzero(edges == -1)
+    """Start and length of the longest run of policy tokens; the first token is not one of them."""
+    (edges,) = np.nonzero(policy_T[1:] != policy_T[:-1])  # it opens with the environment's text
+    edges = np.append(edges + 1, len(policy_T))
+    starts, ends = edges[: len(edges) // 2 * 2 : 2], edges[1::2]
     longest = int(np.argmax(ends - starts))
-    return int(starts[longest]), int((ends - starts)[longest])
+    return int(starts[longest]), int(ends[longest] - starts[longest])
