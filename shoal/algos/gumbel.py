@@ -16,8 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.protocol.randomness import philox_words
-
 _ROUNDS = 10
 _M0, _M1 = 0xD2511F53, 0xCD9E8D57
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85
@@ -50,24 +48,34 @@ def _piece(words_N4: Tensor, positions_N: Tensor, vocabulary: int) -> Tensor:
     return noise_N4Q.transpose(1, 2).flatten(1)[:, :vocabulary]
 
 
-def _philox_numpy(words_N4: Tensor, positions_N: Tensor, quads: int) -> Tensor:
-    """The four output words of each counter, int64[N, 4, Q]."""
+def _philox_numpy(words_N4: Tensor, positions_N: Tensor, Q: int) -> Tensor:
+    """The four output words of each counter, int64[N, 4, Q]; what counters share is broadcast, and computed once."""
     k0, k1, c2, c3 = (words_N4.numpy().view(np.uint64)[:, i, None] for i in range(4))
-    c0, c1 = np.arange(quads, dtype=np.uint64)[None], positions_N.numpy().view(np.uint64)[:, None]
-    bits_N4Q = np.empty((len(words_N4), 4, quads), dtype=np.uint64)
-    for i, word_NQ in enumerate(philox_words(c0, c1, c2, c3, k0, k1)):
+    c0, c1 = np.arange(Q, dtype=np.uint64)[None], positions_N.numpy().view(np.uint64)[:, None]
+    m0, m1, w0, w1, low, half = (np.uint64(value) for value in (_M0, _M1, _W0, _W1, _LOW, 32))
+    for _ in range(_ROUNDS):
+        p0, p1 = m0 * c0, m1 * c2
+        c0, c2 = (p1 >> half) ^ c1, (p0 >> half) ^ c3
+        c0 ^= k0
+        c2 ^= k1
+        p0 &= low
+        p1 &= low
+        c1, c3 = p1, p0
+        k0, k1 = (k0 + w0) & low, (k1 + w1) & low
+    bits_N4Q = np.empty((len(words_N4), 4, Q), dtype=np.uint64)
+    for i, word_NQ in enumerate((c0, c1, c2, c3)):
         bits_N4Q[:, i] = word_NQ
     return torch.from_numpy(bits_N4Q.view(np.int64))
 
 
-def _philox_torch(words_N4: Tensor, positions_N: Tensor, quads: int) -> Tensor:
-    """The same.
+def _philox_torch(words_N4: Tensor, positions_N: Tensor, Q: int) -> Tensor:
+    """`_philox_numpy` for other devices.
 
     Words of 32 bits are held in int64, whose products wrap. A high half comes down with its sign, and a low half is left
     under its high half, until a mask takes both off before the next product.
     """
     k0, k1, c2, c3 = (words_N4[:, i, None] for i in range(4))
-    c0 = torch.arange(quads, device=words_N4.device)[None]
+    c0 = torch.arange(Q, device=words_N4.device)[None]
     c1 = positions_N[:, None]
     for _ in range(_ROUNDS):
         p0, p1 = c0 * _M0, c2 * _M1

@@ -26,9 +26,10 @@ TOLERANCE = 0.04
 
 
 def project(parts: Sequence[NDArray[np.float32]], key: bytes) -> tuple[float, ...]:
-    """`VALUES` numbers of the activations under a key; zeros if there are none.
+    """`VALUES` numbers of the activations under a key; zeros if all are zero.
 
-    `parts` are (N_i, D), one after another the N tokens: each is widened to float64 by itself, never all at once.
+    `parts` are (N_i, D), at least one, one after another the N tokens: each is widened to float64 by itself, never all
+    at once.
     """
     N, D = sum(len(part) for part in parts), parts[0].shape[1]
     signs = _signs(key, VALUES * (N + D))

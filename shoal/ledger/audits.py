@@ -47,11 +47,14 @@ SOFT_FAILURES = 3
 """Refused submissions, soft ones included, from which on a worker is quarantined."""
 
 VALIDATOR_FAULTS = 3
-"""Times that a validator may be outvoted before it is asked no more. One would let two liars remove an honest one at
-their first try; many keep a liar's voice for long."""
+"""Times that a validator may be outvoted, or found to have voted without the work, before it is asked no more. One
+would let two liars remove an honest one at their first try; many keep a liar's voice for long."""
 
 MAX_REWARD = 1e6
 """Of one rollout, by size. Larger ones could add up to what is no number, which no log can hold."""
+
+MAX_REASON_CHARS = 300
+"""Of a verdict on one group, its check and detail together: people read them in terminals."""
 
 MAX_QUARANTINE_S = 3600.0
 """Quarantine doubles with each failure up to this."""

@@ -111,9 +111,18 @@ class Book:
             for waiting, made in answers:
                 _settle(waiting, made)
         if bug is not None:
-            self.state = self._replay()  # the command may have changed half of it
-            self._queue = queue + self._queue
-            self._commit_queue()
+            self._recover(queue)
+
+    def _recover(self, queue: "list[_Waiting]") -> None:
+        """After a bug that may have changed half of the state: build it again, then handle who still waits."""
+        try:
+            self.state = self._replay()
+        except StateError as error:
+            for waiting in queue:
+                _settle(waiting, error)
+            raise
+        self._queue = queue + self._queue
+        self._commit_queue()
 
     def _handle(self, command: Command, now: float) -> list[Entry]:
         """Events of a command and of what follows, applied but not stored."""

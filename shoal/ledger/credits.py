@@ -137,8 +137,7 @@ def _(body: ev.Vested, at: Place) -> Iterator[CreditLine]:
 @_lines.register
 def _(body: ev.Forfeited, at: Place) -> Iterator[CreditLine]:
     if body.node == at.node:
-        how = "lapsed" if at.state.leases[body.lease].status == "lapsed" else "was refused"
-        yield at.line(f"forfeited for lease {body.lease}, which {how}: {body.groups} groups", -body.tokens)
+        yield at.line(f"forfeited for lease {body.lease}, {body.cause}: {body.groups} groups", -body.tokens)
 
 
 @_lines.register

@@ -167,7 +167,7 @@ def _(command: ReturnLeases, state: State) -> list[ev.Body]:
     node = _member(state, command.key, "worker")
     mine = {lease.id: lease for lease in state.open_leases_of(node.key)}
     back = [mine[name] for name in dict.fromkeys(command.leases) if name in mine]
-    return [*(ev.LeaseLapsed(lease.id, "returned") for lease in back), *_forfeits(state, back)]
+    return [*(ev.LeaseLapsed(lease.id, "returned") for lease in back), *_lapse_costs(state, back)]
 
 
 @decide.register
@@ -230,11 +230,17 @@ def _(command: Publish, state: State) -> list[ev.Body]:
     events: list[ev.Body] = [ev.CheckpointPublished(command.version, command.root, command.manifest)]
     ended = command.version >= state.law.steps
     retired = command.version if ended else command.version - state.law.max_staleness - 1
+    waiting = _unjudged(state)
     for version, (link, audit_link) in sorted(command.links.items()):
         unrevealed = version == command.version or not state.versions[version].revealed
-        if version <= retired and unrevealed:
+        if version <= retired and unrevealed and version not in waiting:
             events.append(ev.LinkRevealed(version, link, audit_link))
     return events
+
+
+def _unjudged(state: State) -> set[int]:
+    """Versions with submissions to judge: their links tell a first voice whether a second will be drawn."""
+    return {state.leases[state.submissions[name].lease].version for name in state.pending}
 
 
 @decide.register
@@ -272,7 +278,7 @@ def _(command: Tick, state: State) -> list[ev.Body]:
     served = [n for n in state.nodes.values() if n.standing == "quarantined" and n.until <= command.now]
     due = [
         *(ev.LeaseLapsed(lease.id, "deadline") for lease in late),
-        *_forfeits(state, late),
+        *_lapse_costs(state, late),
         *(ev.NodeRestored(node.key) for node in served),
     ]
     # What ends a submission reads the escrow that the events above change: it has the next tick for itself.
@@ -280,23 +286,24 @@ def _(command: Tick, state: State) -> list[ev.Body]:
 
 
 def _reveal_rest(state: State, links: dict[int, tuple[str, str]]) -> Iterator[ev.Body]:
-    """A run that was drained publishes no further version, so the secrets of its last ones come out at its end."""
+    """An ended run publishes no further version: the secrets that are left come out when what they hide is judged."""
     if state.phase == "ended":
+        waiting = _unjudged(state)
         for version, (link, audit_link) in sorted(links.items()):
-            if not state.versions[version].revealed:
+            if not state.versions[version].revealed and version not in waiting:
                 yield ev.LinkRevealed(version, link, audit_link)
 
 
-def _forfeits(state: State, late: list[Lease]) -> Iterator[ev.Body]:
+def _lapse_costs(state: State, late: list[Lease]) -> Iterator[ev.Body]:
     """What lapses cost: a lease's worth of the newest pay for each that the free share does not cover."""
     unpaid, kept = Counter[str](), {lease.worker: list(state.nodes[lease.worker].escrow) for lease in late}
     for lease in late:
         node, escrow = state.nodes[lease.worker], kept[lease.worker]
         unpaid[node.key] += 1
         groups = min(len(escrow), len(lease.blocks) * state.law.block_groups)
-        if groups and node.lapsed - node.forfeits + unpaid[node.key] > 1 + audits.FREE_LAPSES * node.leases:
+        if groups and node.lapsed - node.paid_lapses + unpaid[node.key] > 1 + audits.FREE_LAPSES * node.leases:
             unpaid[node.key] -= 1
-            yield ev.Forfeited(node.key, lease.id, groups, sum(escrow[-groups:]))
+            yield ev.Forfeited(node.key, lease.id, groups, sum(escrow[-groups:]), "lapsed")
             del escrow[-groups:]
 
 
@@ -307,7 +314,7 @@ def _member(state: State, key: str, role: str) -> Node:
     if node.standing == "kicked":
         raise Refused("kicked", f"the host removed {node.name} ({key[:12]}) from this run")
     if node.standing == "suspended":
-        raise Refused("kicked", f"validator {node.name} ({key[:12]}) was outvoted {node.failures} times and is asked no "
+        raise Refused("kicked", f"validator {node.name} ({key[:12]}) was at fault {node.failures} times and is asked no "
                       "more: ask the host to look into it")  # fmt: skip
     return node
 

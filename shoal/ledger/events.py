@@ -162,12 +162,14 @@ class Vested(Message, frozen=True):
 
 
 class Forfeited(Message, frozen=True):
-    """Pay lost for a lease that was refused, or that lapsed beyond the share that may: the newest groups not yet vested."""
+    """Pay lost for a refused submission, or for a lapse beyond the free share: the newest groups not yet vested."""
 
     node: str
     lease: str
     groups: int
     tokens: int
+    cause: str
+    """What became of the lease: refused or lapsed."""
 
 
 class Slash(Message, frozen=True):
@@ -179,7 +181,7 @@ class Slash(Message, frozen=True):
 
 
 class Rechecked(Message, frozen=True):
-    """How a second look at an accepted submission ended: confirmed, forged or undecided."""
+    """How a second look at an accepted submission ended: confirmed, forged, refused or undecided."""
 
     submission: str
     outcome: str

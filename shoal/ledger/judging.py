@@ -4,13 +4,12 @@ Called by `decide` for each verdict, and by the desk to know what a validator ma
 counting of votes stand in `audits`; this file turns them into events of a run.
 
 A submission's way: the first voice accepts, and it is paid (a drawn share is judged again afterwards, its votes still
-open); or it refuses, and another validator is asked. Two who agree decide, a third is asked where they differ, and
-what nobody can settle ends without pay and without penalty. A slash takes all pay that is not vested.
+open); or it refuses, or calls a slot void, and another validator is asked. Two who agree decide, a third is asked where
+they differ, and what nobody can settle ends without pay and without penalty. A slash takes all pay that is not vested.
 """
 
 from collections.abc import Iterator
-
-import msgspec
+from itertools import combinations
 
 from shoal.algos.replay import excessive
 from shoal.ledger import audits
@@ -19,16 +18,13 @@ from shoal.ledger.commands import Judge, Refused
 from shoal.ledger.state import Lease, Node, State, Submission, evidence_after
 from shoal.protocol.types import GroupVerdict
 
-MAX_REASON_CHARS = 300
-"""Of a verdict on one group, its check and detail together: people read them in terminals."""
-
 
 def judge(command: Judge, state: State) -> list[ev.Body]:
     """Events of a verdict. Raises `Refused` for one that is malformed, or from a validator whose turn it is not."""
     submission = state.submissions.get(command.verdict.submission)
     if submission is None:
         raise Refused("unknown", f"no submission {command.verdict.submission[:12]}")
-    if command.key in submission.votes or not _is_open(state, submission):
+    if command.key in submission.votes or not is_open(state, submission):
         return []
     lease = state.leases[submission.lease]
     refuse_malformed(state, lease, submission, command.verdict.groups)
@@ -42,19 +38,21 @@ def judge(command: Judge, state: State) -> list[ev.Body]:
     )
     events: list[ev.Body] = [given]
     idle = _idle(submission, command)
-    for validator in idle:
+    for validator in sorted(idle):
         cause = "its projection is not of this submission's activations: it voted without the work"
         events.append(ev.ValidatorFault(validator, submission.digest, cause))
     more = _more(state, votes)
     worked = {key: groups for key, groups in votes.items() if key not in idle}
-    settled = audits.settle(
-        _with_evidence(state, submission, lease, worked), lease.blocks, state.law.block_groups, more
-    )
+    settled = audits.settle(worked, lease.blocks, state.law.block_groups, more)
     if command.differs_from and more:
         settled = None  # one of two did not do the work: a third will tell which
     if submission.decided:
         return [*events, *_end_recheck(state, submission, lease, settled, command.now)]
-    if len(votes) == 1:
+    if _is_noisy(state, state.nodes[lease.worker], command):
+        settled = audits.Settlement({}, lease.blocks, (), slash=False, outvoted=())
+        why = "sampling: more noise over time than honest arithmetic makes"
+        events += _quarantine(state, lease.worker, submission, why, command.now)
+    elif len(votes) == 1:
         events += _first_failure(state, lease, submission, command)
     if settled is not None:
         recheck = command.recheck < audits.RECHECK_RATE and len(votes) == 1 and more and not settled.refused
@@ -81,7 +79,8 @@ def overdue(state: State, now: float) -> Iterator[ev.Body]:
             lease = state.leases[submission.lease]
             settled = audits.settle(submission.votes, lease.blocks, state.law.block_groups, more=False)
             assert settled is not None, "without more voices every submission ends"
-            yield from _decide(state, submission, lease, settled._replace(slash=False, disputed=settled.refused))
+            disputed = settled.refused if len(submission.votes) == 1 else settled.disputed
+            yield from _decide(state, submission, lease, settled._replace(slash=False, disputed=disputed))
         return  # the next one is settled on the state that this one leaves
 
 
@@ -91,12 +90,14 @@ def refuse_malformed(state: State, lease: Lease, submission: Submission, groups:
         raise Refused("malformed", "a verdict names every slot of the lease once, in order")
     for group in groups:
         said = group.check + group.detail
-        if len(said) > MAX_REASON_CHARS or not said.isprintable():
+        if len(said) > audits.MAX_REASON_CHARS or not said.isprintable():
             raise Refused(
-                "malformed", f"slot {group.slot}: a reason is one line of at most {MAX_REASON_CHARS} characters"
+                "malformed", f"slot {group.slot}: a reason is one line of at most {audits.MAX_REASON_CHARS} characters"
             )
     for group, draw in zip(groups, submission.draws or (0.0,) * len(groups), strict=True):
         if group.outcome != "accept":
+            if group.rewards or group.tokens:
+                raise Refused("malformed", f"slot {group.slot}: only an accepted group has rewards and policy tokens")
             continue
         if len(group.rewards) != state.law.group_size or not all(abs(r) <= audits.MAX_REWARD for r in group.rewards):
             raise Refused("malformed", f"slot {group.slot}: an accepted group has {state.law.group_size} rewards of at "
@@ -111,8 +112,10 @@ def refuse_malformed(state: State, lease: Lease, submission: Submission, groups:
         due = group.slot in submission.audited or audits.must_audit(
             draw, submission.rate, weight, submission.mean_influence
         )
-        if due and not group.audited:
-            raise Refused("malformed", f"slot {group.slot} was drawn for audit but not audited")
+        # Neither less nor more: projections are compared only where two looked at the same groups.
+        if due != group.audited:
+            but = "was drawn for audit but not audited" if due else "was audited but not drawn for it"
+            raise Refused("malformed", f"slot {group.slot} {but}")
 
 
 def slots_of(state: State, lease: Lease) -> list[int]:
@@ -121,33 +124,35 @@ def slots_of(state: State, lease: Lease) -> list[int]:
     return [slot for block in lease.blocks for slot in range(block * per_block, (block + 1) * per_block)]
 
 
-def _is_open(state: State, submission: Submission) -> bool:
+def is_open(state: State, submission: Submission) -> bool:
+    """Whether another voice may still be heard."""
     return not submission.decided or submission.digest in state.rechecks
 
 
 def _idle(submission: Submission, command: Judge) -> set[str]:
-    """Validators of whom two others found that they never saw the activations on which they voted.
+    """Validators who found other activations than two others did, who agree with each other: they never saw them.
 
-    A third who finds a first one's activations right and a second one's wrong agrees with the first about the second.
+    Made-up numbers differ from everybody's: of an accuser who stands alone, and of three who all differ, nothing is known.
     """
-    accused = [other for _, other in submission.differs] + list(command.differs_from)
-    contradicted = {
-        by for by, other in submission.differs if by in command.differs_from and other not in command.differs_from
-    }
-    return contradicted | {validator for validator in accused if accused.count(validator) >= 2}
-
-
-def _with_evidence(
-    state: State, submission: Submission, lease: Lease, votes: dict[str, tuple[GroupVerdict, ...]]
-) -> dict[str, tuple[GroupVerdict, ...]]:
-    """Votes by which the evidence about the worker becomes excessive count as mild refusals of all groups."""
-    before = submission.evidence if submission.votes else state.nodes[lease.worker].evidence
+    pairs = [*submission.differs, *((command.key, other) for other in command.differs_from)]
+    differ, voices = {frozenset(pair) for pair in pairs}, {*submission.votes, command.key}
     return {
-        key: tuple(msgspec.structs.replace(group, outcome="soft") for group in groups)
-        if excessive(evidence_after(state, key, before, groups))
-        else groups
-        for key, groups in votes.items()
+        voice
+        for voice in voices
+        for one, other in combinations(sorted(voices - {voice}), 2)
+        if {frozenset((voice, one)), frozenset((voice, other))} <= differ and frozenset((one, other)) not in differ
     }
+
+
+def _is_noisy(state: State, node: Node, command: Judge) -> bool:
+    """Whether two validators, or the only one, each by its own figures, find more noise over time than is honest.
+
+    Figures are not compared between validators, so those of one alone must not decide where there are others.
+    """
+    found = {**node.evidence, command.key: evidence_after(state, command.key, node, command.verdict.groups)}
+    judges = state.judges()
+    alarmed = [key for key in judges if key in found and excessive(found[key])]
+    return command.key in alarmed and len(alarmed) >= min(2, len(judges))
 
 
 def _may_judge(submission: Submission, key: str, now: float) -> bool:
@@ -160,14 +165,11 @@ def _more(state: State, votes: dict[str, tuple[GroupVerdict, ...]]) -> bool:
 
 
 def _first_failure(state: State, lease: Lease, submission: Submission, command: Judge) -> Iterator[ev.Body]:
-    """Quarantine at the first refusal that is hard, or at every third that is soft; at once for noise over time."""
+    """Quarantine at the first refusal that is hard, or at every third that is soft."""
     node = state.nodes[lease.worker]
     failed = [group for group in command.verdict.groups if group.outcome in ("soft", "hard")]
     hard = any(group.outcome == "hard" for group in failed)
-    if excessive(evidence_after(state, command.key, node.evidence, command.verdict.groups)):
-        why = "sampling: more noise over time than honest arithmetic makes"
-        yield from _quarantine(state, node.key, submission, why, command.now)
-    elif hard or (failed and (node.failures + 1) % audits.SOFT_FAILURES == 0):
+    if hard or (failed and (node.failures + 1) % audits.SOFT_FAILURES == 0):
         yield from _quarantine(state, node.key, submission, f"{failed[0].check}: {failed[0].detail}", command.now)
 
 
@@ -207,7 +209,7 @@ def _decide(
     if settled.slash:
         yield ev.Slash(node.key, submission.digest, sum(node.escrow) + sum(paid))
     elif blamed:
-        yield from _forfeit(state, node, lease, [*node.escrow, *paid])
+        yield from _refusal_cost(state, node, lease, [*node.escrow, *paid])
     elif not recheck:
         yield from _vest(state, node, [*node.escrow, *paid])
     if not blamed and node.standing == "quarantined" and node.quarantined_for == submission.digest:
@@ -217,7 +219,7 @@ def _decide(
 def _end_recheck(
     state: State, submission: Submission, lease: Lease, settled: audits.Settlement | None, now: float
 ) -> Iterator[ev.Body]:
-    """What a recheck of an accepted submission found. What was paid stays paid, unless two found a forgery."""
+    """What a recheck of an accepted submission found. Where two refuse it, it costs what any refusal costs."""
     if settled is None:
         return
     yield from _outvoted(submission, settled)
@@ -226,6 +228,10 @@ def _end_recheck(
         yield ev.Rechecked(submission.digest, "forged")
         yield ev.Slash(node.key, submission.digest, sum(node.escrow))
         yield from _quarantine(state, node.key, submission, "forged, as a second look found", now)
+        return
+    if set(settled.refused) - set(settled.disputed):
+        yield ev.Rechecked(submission.digest, "refused")
+        yield from _refusal_cost(state, node, lease, node.escrow)
         return
     disputed = settled.refused or next(iter(submission.votes)) in settled.outvoted
     yield ev.Rechecked(submission.digest, "undecided" if disputed else "confirmed")
@@ -236,11 +242,11 @@ def _outvoted(submission: Submission, settled: audits.Settlement) -> Iterator[ev
         yield ev.ValidatorFault(validator, submission.digest, "two others agree on another verdict")
 
 
-def _forfeit(state: State, node: Node, lease: Lease, escrow: list[int]) -> Iterator[ev.Body]:
+def _refusal_cost(state: State, node: Node, lease: Lease, escrow: list[int]) -> Iterator[ev.Body]:
     """A refusal without a slash costs the newest pay that is not vested."""
     groups = min(len(escrow), audits.REFUSED_BLOCKS * state.law.block_groups)
     if groups:
-        yield ev.Forfeited(node.key, lease.id, groups, sum(escrow[-groups:]))
+        yield ev.Forfeited(node.key, lease.id, groups, sum(escrow[-groups:]), "refused")
 
 
 def _vest(state: State, node: Node, escrow: list[int]) -> Iterator[ev.Body]:

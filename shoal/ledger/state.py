@@ -36,16 +36,16 @@ class Node(msgspec.Struct):
     escrow: list[int] = []
     """Tokens of the groups whose pay is not vested, oldest first: what a slash takes."""
     vested: int = 0
-    forfeits: int = 0
+    paid_lapses: int = 0
     """Lapsed leases that cost pay."""
     influence: float = 0.0
     """Of its groups that batches took, see `audits.influence`."""
     valid_blocks: int = 0
     """Accepted blocks since the last refused one: decides the audit rate."""
-    evidence: Evidence = Evidence()
-    """Against the honesty of its sampling over time."""
+    evidence: dict[str, Evidence] = {}
+    """Against the honesty of its sampling over time, each validator's own."""
     failures: int = 0
-    """Refused submissions so far: each doubles the next quarantine."""
+    """Of a worker: refused submissions so far, each doubles the next quarantine. Of a validator: its faults."""
     until: float = 0.0
     """End of the quarantine, seconds since the epoch."""
     quarantined_for: str = ""
@@ -102,8 +102,6 @@ class Submission(msgspec.Struct):
     draws: tuple[float, ...] = ()
     mean_influence: float = 0.0
     order: tuple[str, ...] = ()
-    evidence: Evidence = Evidence()
-    """About its worker, before the first vote."""
     votes: dict[str, tuple[GroupVerdict, ...]] = {}
     """Validators' verdicts in the order in which they came; dropped when no more can follow."""
     projections: dict[str, str] = {}
@@ -290,9 +288,7 @@ def _(body: ev.AuditDrawn, state: State, entry: ev.Entry) -> None:
 def _(body: ev.VerdictGiven, state: State, entry: ev.Entry) -> None:
     submission = state.submissions[body.submission]
     node = state.nodes[state.leases[submission.lease].worker]
-    if not submission.votes:
-        submission.evidence = node.evidence
-        node.evidence = evidence_after(state, body.validator, node.evidence, body.groups)
+    node.evidence = {**node.evidence, body.validator: evidence_after(state, body.validator, node, body.groups)}
     submission.votes = {**submission.votes, body.validator: body.groups}
     submission.differs += [(body.validator, other) for other in body.differs_from]
     if body.projection:
@@ -305,8 +301,9 @@ def _(body: ev.VerdictGiven, state: State, entry: ev.Entry) -> None:
                 node.last_reason += f" ({verdict.figure:.3g}, allowed are {verdict.bound:.3g})"
 
 
-def evidence_after(state: State, validator: str, evidence: Evidence, groups: tuple[GroupVerdict, ...]) -> Evidence:
-    """Evidence about a worker once the audited groups of a verdict are added to what was known."""
+def evidence_after(state: State, validator: str, node: Node, groups: tuple[GroupVerdict, ...]) -> Evidence:
+    """A validator's evidence about a worker once the audited groups of its verdict are added."""
+    evidence = node.evidence.get(validator, Evidence())
     noise = state.law.bounds.get(f"{state.law.dtype}/{state.nodes[validator].dtype}")
     for group in groups:
         if noise is not None and group.audited and group.outcome == "accept":
@@ -350,6 +347,8 @@ def _refused_groups(state: State, lease: Lease, submission: Submission, body: ev
         for index, group in enumerate(groups):
             if lease.blocks[index // size] in faulty and group.outcome in ("soft", "hard"):
                 refused.setdefault(group.slot, group.check)
+    if faulty and not refused:  # no group by itself, but the noise of many
+        refused = dict.fromkeys(range(len(faulty) * size), "sampling")
     return {check: list(refused.values()).count(check) for check in refused.values()}
 
 
@@ -417,7 +416,7 @@ def _(body: ev.Vested, state: State, entry: ev.Entry) -> None:
 @_apply.register
 def _(body: ev.Forfeited, state: State, entry: ev.Entry) -> None:
     node = state.nodes[body.node]
-    node.forfeits += state.leases[body.lease].status == "lapsed"
+    node.paid_lapses += body.cause == "lapsed"
     del node.escrow[len(node.escrow) - body.groups :]
     _burn(state, node, body.tokens)
 
@@ -454,7 +453,7 @@ def _(body: ev.ValidatorFault, state: State, entry: ev.Entry) -> None:
 def _(body: ev.NodeQuarantined, state: State, entry: ev.Entry) -> None:
     node = state.nodes[body.node]
     node.standing, node.until, node.quarantined_for = "quarantined", body.until, body.submission
-    node.evidence = Evidence()
+    node.evidence = {}
     if not node.last_reason.startswith(body.cause):  # else a verdict has told it with its figures
         node.last_reason = body.cause
 

@@ -6,7 +6,7 @@ check sees only what stands here. Nothing is computed before a check asks for it
 Axes: G rollouts of a group, T tokens of a rollout, P tokens of it that the policy wrote.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, Protocol
@@ -48,6 +48,12 @@ class Failure(NamedTuple):
     """One line, made of our own words and of numbers: nothing that a stranger wrote is repeated."""
     mild: bool = False
     """So near the bound that only no pay follows, although the check is hard."""
+
+
+def gravest(failures: Iterable[Failure | None]) -> Failure | None:
+    """The first that is not mild, or else the first: a token near its bound must not shield the forgery behind it."""
+    found = [failure for failure in failures if failure is not None]
+    return next((failure for failure in found if not failure.mild), found[0] if found else None)
 
 
 class Environment(Protocol):

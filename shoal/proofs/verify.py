@@ -4,7 +4,7 @@ Called by the validator, and by auditors who re-derive what a validator found. I
 it needs to look with comes in `Tools`. A stranger's fault is data here, never an exception; an exception is ours.
 
 Model-free checks run on every group, in order, and the first failure decides. The groups drawn for audit that pass
-them share one prefill, and the checks of the audit read its scores.
+them share one prefill, and the checks of the audit read its scores; the first hard failure decides, or else the first.
 """
 
 from collections.abc import Sequence
@@ -129,8 +129,11 @@ def _judge_without_model(group: Group | Failure, ctx: Context) -> GroupVerdict:
 
 
 def _judge_with_model(group: Group, ctx: Context) -> GroupVerdict:
-    """The checks that read `ctx.scores`."""
-    verdict = _first_failure(AUDIT, group, ctx) or _accept(group, ctx)
+    """The checks that read `ctx.scores`: each is made, so that a mild failure of one hides no hard one of another."""
+    failures = [(module, module.check(group, ctx)) for module in AUDIT]
+    found = [_refuse(ctx.slot.slot, module, failure) for module, failure in failures if failure is not None]
+    hard = (verdict for verdict in found if verdict.outcome == "hard")
+    verdict = next(hard, found[0] if found else _accept(group, ctx))
     figures = sampling.figures_of(ctx)
     return msgspec.structs.replace(verdict, audited=True, flipped=figures.flipped, gap_sum=figures.gap_sum)
 

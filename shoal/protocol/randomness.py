@@ -82,37 +82,21 @@ def uniform(purpose: str, *parts: bytes) -> float:
 
 # --- seeded sampling: Philox4x32-10 (Salmon et al., SC 2011), counters in, Gumbel noise out ---
 
-Words = NDArray[np.uint64]
-"""Words of 32 bits, each held in a uint64."""
-
 _M0, _M1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
 _W0, _W1 = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
 _LOW = np.uint64(0xFFFFFFFF)
 _32 = np.uint64(32)
 
 
-def philox(counter: Words, key: Words) -> Words:
-    """Philox4x32-10: counters [..., 4] and keys [..., 2] to words [..., 4]."""
+def philox(counter: NDArray[np.uint64], key: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Philox4x32-10: counters [..., 4] and keys [..., 2] of 32-bit words to words [..., 4], each held in a uint64."""
     c0, c1, c2, c3 = (counter[..., i] for i in range(4))
-    return np.stack(np.broadcast_arrays(*philox_words(c0, c1, c2, c3, key[..., 0], key[..., 1])), axis=-1)
-
-
-def philox_words(c0: Words, c1: Words, c2: Words, c3: Words, k0: Words, k1: Words) -> tuple[Words, Words, Words, Words]:
-    """The same of words in arrays of their own: what many counters share is broadcast, and computed once.
-
-    Keys of several dimensions must have those of the counters. In place where that spares an array: it is half as fast
-    again.
-    """
+    k0, k1 = key[..., 0], key[..., 1]
     for _ in range(PHILOX_ROUNDS):
         p0, p1 = _M0 * c0, _M1 * c2
-        c0, c2 = (p1 >> _32) ^ c1, (p0 >> _32) ^ c3
-        c0 ^= k0
-        c2 ^= k1
-        p0 &= _LOW
-        p1 &= _LOW
-        c1, c3 = p1, p0
+        c0, c1, c2, c3 = (p1 >> _32) ^ c1 ^ k0, p1 & _LOW, (p0 >> _32) ^ c3 ^ k1, p0 & _LOW
         k0, k1 = (k0 + _W0) & _LOW, (k1 + _W1) & _LOW
-    return c0, c1, c2, c3
+    return np.stack(np.broadcast_arrays(c0, c1, c2, c3), axis=-1)
 
 
 def noise_words(seed: bytes) -> tuple[int, int, int, int]:

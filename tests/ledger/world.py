@@ -1,6 +1,7 @@
 """A small honest world for the rules: a clock that is a number, nodes that are keys, no network."""
 
 from shoal.ledger import events as ev
+from shoal.ledger.audits import influence, must_audit
 from shoal.ledger.book import Book
 from shoal.ledger.commands import AskLease, Create, Enter, Judge, Publish, Submit
 from shoal.ledger.judging import slots_of
@@ -63,10 +64,16 @@ class World:
     def judge(self, submission, outcome="accept", rewards=(0.0, 1.0, 0.0, 1.0), by=VALIDATOR, differs_from=(), **facts):
         lease = self.state.leases[self.state.submissions[submission].lease]
         accepted = outcome == "accept"
-        facts = {"audited": True, "check": "" if accepted else "sampling", "detail": "why"} | facts
+        facts = {"check": "" if accepted else "sampling", "detail": "why"} | facts
         if accepted:
             facts = {"rewards": rewards, "tokens": 10} | facts
-        groups = tuple(GroupVerdict(slot, outcome=outcome, **facts) for slot in slots_of(self.state, lease))
+        slots, record = slots_of(self.state, lease), self.state.submissions[submission]
+        weight = influence(facts.get("rewards", ()), min(facts.get("tokens", 0), 10**9))
+        due = [must_audit(draw, record.rate, weight, record.mean_influence) for draw in record.draws]
+        groups = tuple(
+            GroupVerdict(slot, outcome=outcome, **({"audited": drawn or not accepted} | facts))
+            for slot, drawn in zip(slots, due, strict=True)
+        )
         verdict, recheck = Verdict(submission, groups), self.rechecks[submission]
         return self.do(Judge(by, verdict, self.now, "p" * 64, recheck, tuple(differs_from)))
 

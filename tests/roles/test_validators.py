@@ -94,9 +94,11 @@ async def until_submitted(town, *roles):
         await validator(town, number)._join()
     work = asyncio.create_task(town.live(*roles))
     while not town.desk.state.pending:
+        assert not work.done(), work.exception()
         await asyncio.sleep(0.05)
-    work.cancel()
-    await asyncio.wait([work])
+    while not work.done():
+        work.cancel()  # again: `wait_for` may swallow it where what it waits for ends at the same moment
+        await asyncio.wait([work], timeout=1.0)
     (check,) = [found for number in (0, 1) if (found := town.desk.next_check(key_of(town, number)))][:1]
     return check
 

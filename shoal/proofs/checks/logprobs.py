@@ -6,9 +6,11 @@ Cannot see errors under the bound, nor any in groups that are not audited: there
 Hard, but mild within ten times the bound: another machine's arithmetic reaches a little over, never far.
 """
 
+from collections.abc import Iterator
+
 import numpy as np
 
-from shoal.proofs.context import Context, Failure, Severity, policy_positions
+from shoal.proofs.context import Context, Failure, Severity, gravest, policy_positions
 from shoal.protocol.types import Group
 
 NAME = "logprobs"
@@ -19,6 +21,10 @@ MILD = 10.0
 
 
 def check(group: Group, ctx: Context) -> Failure | None:
+    return gravest(_failures(group, ctx))
+
+
+def _failures(group: Group, ctx: Context) -> Iterator[Failure]:
     bound = ctx.bounds.logprob
     for index, (rollout, score) in enumerate(zip(group.rollouts, ctx.scores, strict=True)):
         off_P = np.abs(rollout.logprobs_P().astype(np.float64) - score.logprobs_P)
@@ -27,5 +33,4 @@ def check(group: Group, ctx: Context) -> Failure | None:
             figure = float(np.nan_to_num(off_P[worst], nan=1e9, posinf=1e9))
             at = int(policy_positions(rollout)[worst])
             detail = "claimed log-prob is not the policy's, nats"
-            return Failure(index, at, figure, bound, detail, mild=figure <= MILD * bound)
-    return None
+            yield Failure(index, at, figure, bound, detail, mild=figure <= MILD * bound)

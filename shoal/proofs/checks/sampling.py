@@ -13,10 +13,12 @@ flips hides a few large gaps, and a largest gap hides many small ones (ground ou
 the run's, for each pair of dtypes; how seldom it does more is a constant (`FALSE_ALARM`).
 """
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from shoal.algos.replay import Figures, largest_sum, most_flipped, pooled
-from shoal.proofs.context import Context, Failure, Severity, policy_positions
+from shoal.proofs.context import Context, Failure, Severity, gravest, policy_positions
 from shoal.protocol.types import Group
 
 NAME = "sampling"
@@ -31,26 +33,26 @@ MILD = 10.0
 
 
 def check(group: Group, ctx: Context) -> Failure | None:
+    return gravest(_failures(group, ctx))
+
+
+def _failures(group: Group, ctx: Context) -> Iterator[Failure | None]:
+    far = FAR * ctx.bounds.gap
     for index, (rollout, score) in enumerate(zip(group.rollouts, ctx.scores, strict=True)):
         positions_P, gaps_P = policy_positions(rollout), score.gaps_P
         widest = int(np.argmax(gaps_P))
-        far = FAR * ctx.bounds.gap
         # Written so that a gap that is not a number fails.
         if not gaps_P[widest] <= far:
             figure = float(np.nan_to_num(gaps_P[widest], nan=1e9, posinf=1e9))
-            mild = figure <= MILD * far
-            return Failure(
-                index, int(positions_P[widest]), figure, far, "token that its seed does not choose, nats", mild
-            )
+            detail = "token that its seed does not choose, nats"
+            yield Failure(index, int(positions_P[widest]), figure, far, detail, mild=figure <= MILD * far)
         first = int(positions_P[np.argmax(gaps_P > ctx.bounds.gap)])
-        failure = _too_many(index, first, pooled(gaps_P, ctx.bounds.gap), ctx)
-        if failure is not None:
-            return failure
+        yield _too_many(index, first, pooled(gaps_P, ctx.bounds.gap), ctx)
     figures = figures_of(ctx)
     most = largest_sum(figures.tokens, ctx.bounds)
     if figures.gap_sum > most:
-        return Failure(-1, -1, figures.gap_sum, most, "sum of the group's small gaps, nats", mild=True)
-    return _too_many(-1, -1, figures, ctx)
+        yield Failure(-1, -1, figures.gap_sum, most, "sum of the group's small gaps, nats", mild=True)
+    yield _too_many(-1, -1, figures, ctx)
 
 
 def figures_of(ctx: Context) -> Figures:

@@ -5,6 +5,7 @@ knows no HTTP; the rules are in `ledger/decide`.
 """
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -20,12 +21,13 @@ from shoal.ledger.commands import AskLease, Judge, Publish, Refused, ReturnLease
 from shoal.ledger.credits import explain, leases_granted
 from shoal.ledger.decide import groups_beyond_share, groups_in_flight, next_members
 from shoal.ledger.events import read_entry
-from shoal.ledger.judging import to_judge
+from shoal.ledger.judging import is_open, to_judge
 from shoal.ledger.seeds import audit_draws, lease_of, recheck_draw, turns
 from shoal.ledger.state import Lease, Node, State, Submission, state_hash
 from shoal.ledger.statement import sign_statement
 from shoal.ledger.verify import AUDIT_CHAIN, SLOT_CHAIN
 from shoal.net.blobs import FolderBlobs
+from shoal.proofs.commit import largest_submission_bytes
 from shoal.protocol import types as t
 from shoal.protocol.accounts import CreditLine, CreditPage, Statement
 from shoal.protocol.constants import MAX_CHUNK_BYTES, MAX_EVENTS, PROTOCOL_VERSION
@@ -68,6 +70,8 @@ class Desk:
             for blob in submission.projections.values()
         }
         """Validators' projections, with their submission."""
+        self._arriving = Counter[str]()
+        """Bodies that are kept and not yet booked, by how many requests."""
         self._waiting = ("", clock())
         self.last_seen: dict[str, float] = {}
 
@@ -187,18 +191,39 @@ class Desk:
         lease = self.state.leases.get(lease_id)
         if lease is None or lease.worker != key:
             raise Refused("not_yours", f"lease {lease_id} is not one of yours")
+        due, largest = len(lease.blocks) * self.state.law.block_groups, self._largest_body(lease)
+        if len(body) > largest:
+            raise WireError(
+                f"the submission has {len(body)} bytes, more than the {largest} that lease {lease_id} can need"
+            )
         submission = from_msgpack(body, t.Submission)
         if (submission.run, submission.lease, submission.version) != (self.state.run, lease_id, lease.version):
             raise WireError(f"the submission names another run, lease or version than lease {lease_id}")
-        self.blobs.put(body, name)
+        if len(submission.groups) != due:  # before each is hashed and drawn for: there may be millions
+            raise WireError(f"lease {lease_id} has {due} slots, the submission {len(submission.groups)} groups")
         link = self._audit_links[lease.version + 1]
-        draws = audit_draws(name, len(submission.groups), link)
+        draws = audit_draws(name, due, link)
         order, groups = turns(name, self.state.validators, link), tuple(digest(group) for group in submission.groups)
-        await self.book.submit(Submit(key, lease_id, name, len(body), groups, draws, order, self.clock()))
+        self.blobs.put(body, name)
+        self._arriving[name] += 1
+        try:
+            await self.book.submit(Submit(key, lease_id, name, len(body), groups, draws, order, self.clock()))
+        except Refused:
+            if name not in self.state.submissions and self._arriving[name] == 1:
+                self.blobs.delete(name)  # what is not booked would fill the disk, and nobody would ever delete it
+            raise
+        finally:
+            self._arriving[name] -= 1
+            if not self._arriving[name]:
+                del self._arriving[name]
         self._bodies[name] = lease.version
         kept = self.state.submissions[name]
         receipt = t.Receipt(self.state.run, lease_id, name, kept.seq, kept.head, kept.time, "")
         return msgspec.structs.replace(receipt, signature=self._key.sign("receipt", to_json(receipt)))
+
+    def _largest_body(self, lease: Lease) -> int:
+        """Bytes that a lease can need: what is decoded and kept is bounded by what was asked for."""
+        return largest_submission_bytes(self.wire_lease(lease), self.state.law)
 
     def next_check(self, key: str) -> t.Check | None:
         """The oldest submission whose turn is this validator's. Raises `Refused`."""
@@ -246,9 +271,14 @@ class Desk:
         Raises `Refused` for one that does not show what the check asked for, or that was overtaken by another voice.
         """
         state, slots = self.state, _audited(verdict.groups)
-        is_open = not submission.decided or submission.digest in state.rechecks
         judges = state.judges()
-        if key not in judges or len(judges) < 2 or key in submission.votes or not is_open or not slots:
+        if (
+            key not in judges
+            or len(judges) < 2
+            or key in submission.votes
+            or not is_open(state, submission)
+            or not slots
+        ):
             return "", ()
         asked = (key, *submission.votes)
         if any(len(verdict.projections.get(other, ())) != VALUES for other in asked):
@@ -271,10 +301,17 @@ class Desk:
 
     async def tick(self) -> None:
         """Tell the rules that time has passed; after the end also the secrets that are still kept."""
-        hidden = [v for v, version in self.state.versions.items() if not version.revealed]
-        ended = self.state.phase == "ended"
-        links = {v: (self._slot_links[v + 1].hex(), self._audit_links[v + 1].hex()) for v in hidden if ended}
-        await self.book.submit(Tick(self.clock(), links))
+        now, ended = self.clock(), self.state.phase == "ended"
+        # Each answers the first kind of what is due: nobody's lapses may keep a dispute from its end.
+        while await self.book.submit(Tick(now, self._links(self._hidden() if ended else []))):
+            pass
+
+    def _hidden(self) -> list[int]:
+        """Versions whose links are not revealed."""
+        return [v for v, version in self.state.versions.items() if not version.revealed]
+
+    def _links(self, versions: Sequence[int]) -> dict[int, tuple[str, str]]:
+        return {v: (self._slot_links[v + 1].hex(), self._audit_links[v + 1].hex()) for v in versions}
 
     # --- versions ---
 
@@ -286,11 +323,7 @@ class Desk:
         if missing:
             raise Refused("incomplete", f"{len(missing)} chunks are missing, such as {missing[0][:12]}: PUT them first")
         name = self.blobs.put(signed)
-        first = max(0, manifest.version - state.law.max_staleness - 2)
-        links = {
-            v: (self._slot_links[v + 1].hex(), self._audit_links[v + 1].hex())
-            for v in range(first, manifest.version + 1)
-        }
+        links = self._links([*self._hidden(), manifest.version])
         await self.book.submit(Publish(key, manifest.version, manifest.root, name, links, self.clock()))
         self._remember_manifest(manifest.version, self.state.versions[manifest.version].manifest)
         self._public_chunks |= {c for f in manifest.files for c in f.chunks}
@@ -352,8 +385,7 @@ class Desk:
             return
         oldest = state.version - max(storage.window_steps, state.law.max_staleness + 1)
         for name in [name for name, version in self._bodies.items() if version < oldest]:
-            is_open = not state.submissions[name].decided or name in state.rechecks
-            if is_open or (storage.retain == "batches" and self._was_used(name)):
+            if is_open(state, state.submissions[name]) or (storage.retain == "batches" and self._was_used(name)):
                 continue
             del self._bodies[name]
             for blob in (name, *state.submissions[name].projections.values()):

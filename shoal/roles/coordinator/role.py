@@ -173,7 +173,10 @@ def _ticking(desk: Desk) -> Any:
         async def tick() -> None:
             while True:
                 await asyncio.sleep(TICK_S)
-                await desk.tick()
+                try:
+                    await desk.tick()
+                except StateError as error:  # a full disk must not stop the clock for good
+                    log.warning("tick failed: %s", error)
 
         task = asyncio.create_task(tick())
         try:
