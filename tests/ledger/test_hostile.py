@@ -8,12 +8,13 @@ import pytest
 from shoal.ledger import audits
 from shoal.ledger import events as ev
 from shoal.ledger.book import replay
-from shoal.ledger.commands import Admin, AskLease, Enter, Judge, Refused, ReturnLeases, Tick
+from shoal.ledger.commands import Admin, AskLease, Enter, Judge, Publish, Refused, ReturnLeases, Tick
 from shoal.ledger.judging import slots_of, to_judge
 from shoal.ledger.state import state_hash
 from shoal.protocol.constants import MAX_LEASE_BLOCKS
 from shoal.protocol.types import GroupVerdict, Join, Verdict
-from tests.ledger.world import World
+from shoal.protocol.wire import digest
+from tests.ledger.world import TRAINER, World
 
 WORKER = "a" * 64
 JUDGES = ("d" * 64, "e" * 64, "f" * 64)
@@ -196,3 +197,57 @@ def test_no_mixture_of_votes_lapses_and_late_ends_drives_a_balance_below_zero(tm
             if rng.random() < 0.8:
                 world.submit(WORKER, lease, recheck=rng.random() / 4)
     assert world.audit().findings == []
+
+
+def test_no_secret_comes_out_while_a_submission_under_it_waits(tmp_path):
+    world = World(tmp_path, JUDGES, steps=20, max_staleness=1)
+    for key in (WORKER, "b" * 64):
+        world.enter(key)
+    world.publish()
+    waiting = world.submit(WORKER, world.lease(WORKER))
+    while world.state.version < 3:
+        world.serve("b" * 64, by=JUDGES[0])
+        if world.state.version in world.state.batches:
+            version = world.state.version + 1
+            links = {v: ("00" * 32, "11" * 32) for v, kept in world.state.versions.items() if not kept.revealed}
+            world.do(Publish(TRAINER, version, digest(b"root%d" % version), "m", links, world.now))
+    assert not world.state.versions[0].revealed and world.state.pending == [waiting]
+    assert world.state.versions[1].revealed
+
+
+def test_a_validator_that_audits_more_than_was_drawn_is_refused_so_that_all_look_at_the_same(court):
+    serve(court, 12)
+    name = court.submit(WORKER, court.lease(WORKER), draw=0.9)
+    with pytest.raises(Refused, match="was audited but not drawn for it"):
+        court.judge(name, by=JUDGES[0], audited=True)
+
+
+def test_who_differs_from_two_that_agree_is_idle_whichever_came_first(tmp_path):
+    for place, idle in enumerate(JUDGES):
+        (tmp_path / idle[0]).mkdir()
+        world = World(tmp_path / idle[0], JUDGES, steps=200, max_staleness=50)
+        world.enter(WORKER)
+        world.publish()
+        name = world.submit(WORKER, world.lease(WORKER), recheck=0.0)
+        found = []
+        for number, judge in enumerate(JUDGES):
+            differs = [other for other in JUDGES[:number] if idle in (judge, other)]
+            outcome = "soft" if number == 1 else "accept"  # a third is asked
+            found += bodies(world.judge(name, outcome, by=judge, differs_from=differs), ev.ValidatorFault)
+        assert idle in [fault.validator for fault in found if "without the work" in fault.cause], place
+
+
+def test_of_two_that_invent_their_numbers_and_an_honest_one_nobody_is_blamed(court):
+    name = court.submit(WORKER, court.lease(WORKER), recheck=0.0)
+    for number, judge in enumerate(JUDGES):
+        assert not bodies(court.judge(name, by=judge, differs_from=JUDGES[:number]), ev.ValidatorFault)
+
+
+def test_a_mild_cheat_that_a_second_look_finds_costs_what_any_refusal_costs(court):
+    serve(court, 3)
+    name = court.submit(WORKER, court.lease(WORKER), recheck=0.0)
+    court.judge(name, by=JUDGES[0])
+    court.judge(name, "soft", by=JUDGES[1])
+    entries = court.judge(name, "soft", by=JUDGES[2])
+    assert [body.outcome for body in bodies(entries, ev.Rechecked)] == ["refused"]
+    assert [body.tokens for body in bodies(entries, ev.Forfeited)] == [80] and court.audit().findings == []
