@@ -22,7 +22,8 @@ def group_and_context(gaps, off):
         make_rollout(range(TOKENS + 1), author, [-1.0 - error] * TOKENS, version=0, ending="length") for error in off
     )
     scores = [
-        Score(np.full(TOKENS, -1.0, np.float32), np.array([gap] + [0.0] * (TOKENS - 1), np.float32)) for gap in gaps
+        Score(np.full(TOKENS, -1.0, np.float32), np.array([gap] + [0.0] * (TOKENS - 1), np.float32), None)
+        for gap in gaps
     ]
     return Group(0, 0, "e", rollouts), SimpleNamespace(bounds=BOUNDS["float32/float32"], scores=scores)
 
