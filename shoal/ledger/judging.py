@@ -79,7 +79,8 @@ def overdue(state: State, now: float) -> Iterator[ev.Body]:
             lease = state.leases[submission.lease]
             settled = audits.settle(submission.votes, lease.blocks, state.law.block_groups, more=False)
             assert settled is not None, "without more voices every submission ends"
-            disputed = settled.refused if len(submission.votes) == 1 else settled.disputed
+            two_spoke = len(submission.votes) > 1 and not submission.differs
+            disputed = settled.disputed if two_spoke else settled.refused
             yield from _decide(state, submission, lease, settled._replace(slash=False, disputed=disputed))
         return  # the next one is settled on the state that this one leaves
 

@@ -1,5 +1,6 @@
 """The audit policy's pure rules: rates, draws, turns, and what votes amount to."""
 
+import msgspec
 import pytest
 
 from shoal.ledger import audits
@@ -86,3 +87,13 @@ def test_votes_that_accept_at_other_rewards_do_not_agree():
 def test_blocks_are_settled_each_by_itself():
     end = settled(vote("accept", "accept", "hard", "accept"), vote("accept", "accept", "hard", "hard"), blocks=(4, 7))
     assert list(end.accepted) == [4] and end.refused == (7,) and end.slash
+
+
+def test_votes_that_accept_at_other_lengths_do_not_agree():
+    longer = tuple(msgspec.structs.replace(group, tokens=50) for group in GOOD)
+    assert settled(GOOD, longer, more=True) is None
+    assert settled(GOOD, longer, longer).accepted == {0: longer}
+
+
+def test_quarantine_doubles_with_each_failure_up_to_an_hour_however_many_they_are():
+    assert [audits.quarantine_s(n, 30.0) for n in (1, 2, 3, 8, 10**6)] == [30.0, 60.0, 120.0, 3600.0, 3600.0]

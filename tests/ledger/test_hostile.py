@@ -8,7 +8,8 @@ import pytest
 from shoal.ledger import audits
 from shoal.ledger import events as ev
 from shoal.ledger.book import replay
-from shoal.ledger.commands import Admin, AskLease, Enter, Judge, Publish, Refused, ReturnLeases, Tick
+from shoal.ledger.commands import Admin, AskLease, Enter, Judge, Publish, Refused, ReturnLeases, Submit, Tick
+from shoal.ledger.decide import groups_wanted
 from shoal.ledger.judging import slots_of, to_judge
 from shoal.ledger.state import state_hash
 from shoal.protocol.constants import MAX_LEASE_BLOCKS
@@ -174,6 +175,79 @@ def test_a_name_that_is_anothers_key_does_not_shield_that_key(court):
     court.do(Enter("b" * 64, Join("worker", WORKER, 0.0, "test", "float32", "cpu"), court.now))
     court.do(Admin("kick", WORKER, court.now))
     assert [court.state.nodes[key].standing for key in (WORKER, "b" * 64)] == ["kicked", "new"]
+
+
+@pytest.mark.parametrize("order", [(1, 0), (0, 0), (0,), (0, 1, 1), ()])
+def test_a_verdict_on_other_slots_than_the_leases_is_refused(court, order):
+    name = court.submit(WORKER, court.lease(WORKER))
+    slots = slots_of(court.state, court.state.leases[court.state.submissions[name].lease])
+    groups = tuple(GroupVerdict(slots[i], True, "accept", rewards=(0.0,) * 4) for i in order)
+    with pytest.raises(Refused, match="names every slot of the lease once, in order"):
+        court.do(Judge(JUDGES[0], Verdict(name, groups), court.now))
+
+
+def test_the_vote_of_an_idle_validator_settles_nothing(court):
+    """Two voices for a forgery, of which one did no work, are one: it stands against the third, and nobody is slashed."""
+    serve(court, 1)
+    name = court.submit(WORKER, court.lease(WORKER))
+    court.judge(name, "hard", by=JUDGES[0])
+    court.judge(name, "hard", by=JUDGES[1], differs_from=JUDGES[:1])
+    entries = court.judge(name, "accept", by=JUDGES[2], differs_from=JUDGES[:1])
+    (decision,) = bodies(entries, ev.Decision)
+    assert decision.disputed == decision.refused and not bodies(entries, ev.Slash)
+    assert [fault.validator for fault in bodies(entries, ev.ValidatorFault)] == [JUDGES[0]]
+
+
+def test_a_new_worker_gets_one_block_whatever_speed_it_claims(court):
+    serve(court, 3)
+    court.enter("b" * 64)
+    court.do(AskLease("b" * 64, (), 1e9, court.now))
+    (lease,) = court.state.open_leases_of("b" * 64)
+    assert len(lease.blocks) == 1
+
+
+def test_a_fast_worker_leaves_room_for_the_others(tmp_path):
+    world = World(tmp_path, JUDGES)
+    for key in (WORKER, "b" * 64):
+        world.enter(key)
+    world.publish()
+    for key in (WORKER, "b" * 64):
+        world.serve(key, by=JUDGES[0], rewards=(1.0,) * 4)
+    room = groups_wanted(world.state)
+    world.do(AskLease(WORKER, (), 1e9, world.now))
+    (lease,) = world.state.open_leases_of(WORKER)
+    assert len(lease.blocks) * 2 == room // 2
+
+
+def test_one_body_cannot_fill_two_leases(court):
+    first = court.lease(WORKER)
+    second = court.lease(WORKER, holding=[first.id])
+    name = court.submit(WORKER, first)
+    with pytest.raises(Refused, match="was sent for another lease already"):
+        court.do(Submit(WORKER, second.id, name, 100, ("0" * 64,) * 2, (0.0,) * 2, (), court.now))
+
+
+@pytest.mark.parametrize("groups", [0, 1, 3])
+def test_a_submission_of_another_number_of_groups_is_malformed(court, groups):
+    lease = court.lease(WORKER)
+    with pytest.raises(Refused, match=f"has 2 slots, the submission {groups}"):
+        court.do(Submit(WORKER, lease.id, "5" * 64, 100, ("0" * 64,) * groups, (0.0,) * groups, (), court.now))
+
+
+def test_a_bug_halfway_through_a_command_leaves_the_state_of_the_log(court, monkeypatch):
+    before = state_hash(court.state)
+
+    def broken(_):
+        monkeypatch.undo()
+        raise ZeroDivisionError("a bug")
+
+    async def story():
+        monkeypatch.setattr("shoal.ledger.book.follow", broken)
+        await court.book.submit(Enter("1" * 64, Join("worker", "w", 0.0, "test", "float32", "cpu"), court.now))
+
+    with pytest.raises(ZeroDivisionError):
+        asyncio.run(story())
+    assert state_hash(court.state) == before == state_hash(replay(court.book.store.read()))
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from shoal.algos.replay import ALARM_BITS
+from shoal.algos.replay import ALARM_BITS, Evidence
 from shoal.ledger import audits
 from shoal.ledger import events as ev
 from shoal.ledger.book import Book
@@ -50,6 +50,13 @@ def test_a_refusal_quarantines_at_once_and_waits_for_a_second_validator(court):
     assert court.state.burned == 40 and court.audit().findings == []
 
 
+def test_a_worker_in_whose_work_two_find_a_forgery_stays_in_quarantine(court):
+    name = court.submit(WORKER, court.lease(WORKER))
+    for judge in JUDGES[:2]:
+        court.judge(name, "hard", by=judge)
+    assert court.state.pending == [] and court.state.nodes[WORKER].standing == "quarantined"
+
+
 def test_a_lying_validator_alone_slashes_nobody_and_is_named(court):
     serve(court, 2)
     name = court.submit(WORKER, court.lease(WORKER))
@@ -90,7 +97,8 @@ def test_a_refusal_whose_second_judge_never_comes_ends_without_slash(court):
     name = court.submit(WORKER, court.lease(WORKER))
     court.judge(name, "hard", by=JUDGES[0])
     court.now += audits.DISPUTE_S - 1
-    court.do(Tick(court.now))
+    for _ in range(2):  # the first ends its quarantine
+        court.do(Tick(court.now))
     assert court.state.pending == [name]
     court.now += 1
     assert "decision" in kinds(court.do(Tick(court.now)))
@@ -108,6 +116,25 @@ def test_an_accepted_submission_that_is_drawn_is_judged_again_and_a_bribed_first
     assert {"slash", "validator_fault", "rechecked"} <= set(kinds(entries))
     assert court.state.nodes[WORKER].credits == 0 and court.state.nodes[JUDGES[0]].failures == 1
     assert court.state.rechecks == [] and court.audit().findings == []
+
+
+def test_a_slash_after_a_second_look_ends_trust(court):
+    serve(court, 12)
+    name = court.submit(WORKER, court.lease(WORKER), recheck=0.0)
+    for judge, outcome in zip(JUDGES, ("accept", "hard", "hard"), strict=True):
+        court.judge(name, outcome, by=judge)
+    assert court.state.nodes[WORKER].valid_blocks == 0
+
+
+def test_a_dispute_that_nobody_settles_ends_no_trust(court):
+    serve(court, 3)
+    name = court.submit(WORKER, court.lease(WORKER))
+    court.judge(name, "hard", by=JUDGES[0])
+    court.now += audits.DISPUTE_S
+    for _ in range(2):  # the first ends its quarantine
+        court.do(Tick(court.now))
+    node = court.state.nodes[WORKER]
+    assert court.state.pending == [] and (node.valid_blocks, node.failures) == (3, 0)
 
 
 def test_a_recheck_that_confirms_changes_nothing(court):
@@ -186,15 +213,15 @@ def test_a_group_of_great_influence_must_be_audited_though_it_was_not_drawn(cour
 NOISE = {"float32/float32": Bounds(gap=1e-3, flipped=1e-4, mean_gap=1e-6, logprob=0.01)}
 
 
-def noisy_world(tmp_path, judges):
-    world = World(tmp_path, judges, steps=400, max_staleness=99, bounds=NOISE)
+def noisy_world(tmp_path, judges, **rules):
+    world = World(tmp_path, judges, steps=400, max_staleness=99, bounds=NOISE, **rules)
     world.enter(WORKER)
     world.publish()
     return world
 
 
 @pytest.mark.parametrize("judges", [JUDGES, JUDGES[:2], JUDGES[:1]], ids=len)
-def test_noise_that_honest_arithmetic_does_not_make_is_found_over_time_by_two_or_the_only_one(tmp_path, judges):
+def test_noise_over_time_is_found_by_two_validators_or_the_only_one(tmp_path, judges):
     world = noisy_world(tmp_path, judges)
     node = world.state.nodes[WORKER]
     while not node.failures and len(world.state.leases) < 40:
@@ -252,6 +279,71 @@ def test_voting_twice_changes_nothing(court):
     name = court.submit(WORKER, court.lease(WORKER))
     court.judge(name, "hard", by=JUDGES[0])
     assert court.judge(name, "hard", by=JUDGES[0]) == [] and court.state.pending == [name]
+
+
+def test_a_vote_after_the_decision_changes_nothing(court):
+    name = court.submit(WORKER, court.lease(WORKER))
+    court.judge(name, by=JUDGES[0])
+    before = state_hash(court.state)
+    assert court.judge(name, "hard", by=JUDGES[1]) == [] and state_hash(court.state) == before
+
+
+def test_quarantine_takes_back_what_the_worker_holds_and_that_is_no_lapse(court):
+    first = court.lease(WORKER)
+    second = court.lease(WORKER, holding=[first.id])
+    court.judge(court.submit(WORKER, first), "hard", by=JUDGES[0])
+    node = court.state.nodes[WORKER]
+    assert court.state.open_leases == [] and court.state.free == [(0, block) for block in second.blocks]
+    assert node.standing == "quarantined" and node.lapsed == 0
+
+
+def test_an_accepted_submission_does_not_end_the_quarantine_for_another(court):
+    first = court.lease(WORKER)
+    second = court.lease(WORKER, holding=[first.id])
+    forged, honest = court.submit(WORKER, first), court.submit(WORKER, second)
+    court.judge(forged, "hard", by=JUDGES[0])
+    court.judge(honest, by=JUDGES[1])
+    assert court.state.pending == [forged] and court.state.nodes[WORKER].standing == "quarantined"
+
+
+def test_a_refusal_without_a_slash_costs_eight_blocks_and_leaves_the_rest(court):
+    serve(court, 10)
+    name = court.submit(WORKER, court.lease(WORKER))
+    for judge in JUDGES[:2]:
+        court.judge(name, "soft", by=judge)
+    assert court.state.nodes[WORKER].credits == (10 - audits.REFUSED_BLOCKS) * 20
+    assert court.audit().findings == []
+
+
+def test_a_submission_that_is_overdue_ends_without_a_slash_whatever_was_said(court):
+    """Two hard voices, of which one says that the other did no work: no third came to tell."""
+    serve(court, 1)
+    name = court.submit(WORKER, court.lease(WORKER))
+    court.judge(name, "hard", by=JUDGES[0])
+    court.judge(name, "hard", by=JUDGES[1], differs_from=JUDGES[:1])
+    court.now += audits.DISPUTE_S
+    entries = [*court.do(Tick(court.now)), *court.do(Tick(court.now))]  # the end of its quarantine comes first
+    assert "decision" in kinds(entries) and "slash" not in kinds(entries)
+    assert court.state.nodes[WORKER].credits == 20 and court.state.burned == 0
+
+
+def test_a_submission_that_nobody_has_judged_waits_however_long(court):
+    name = court.submit(WORKER, court.lease(WORKER))
+    court.now += 100 * audits.DISPUTE_S
+    court.do(Tick(court.now))
+    assert court.state.pending == [name]
+
+
+@pytest.mark.parametrize("drawn", [True, False])
+def test_groups_that_were_audited_are_evidence_of_the_validator_that_audited_them(tmp_path, drawn):
+    world = noisy_world(tmp_path, JUDGES, audit_rate=0.05)
+    serve(world, 12)
+    before = dict(world.state.nodes[WORKER].evidence)
+    name = world.submit(WORKER, world.lease(WORKER), draw=0.0 if drawn else 0.9, recheck=0.0)
+    world.judge(name, by=JUDGES[1], flipped=1)
+    after = world.state.nodes[WORKER].evidence
+    assert after[JUDGES[0]] == before[JUDGES[0]]
+    assert (after[JUDGES[1]] != Evidence()) == drawn
 
 
 @pytest.mark.parametrize("liar", ["refuses", "accepts", "sleeps", "killed"])

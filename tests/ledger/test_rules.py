@@ -8,12 +8,12 @@ from shoal.errors import StateError
 from shoal.ledger import audits, decide
 from shoal.ledger import events as ev
 from shoal.ledger.book import Book
-from shoal.ledger.commands import Admin, AskLease, Judge, Publish, Refused, Tick, Wait
+from shoal.ledger.commands import Admin, AskLease, Enter, Judge, Publish, Refused, Tick, Wait
 from shoal.ledger.judging import slots_of
 from shoal.ledger.state import state_hash
 from shoal.ledger.store import Store, sqlite_url
 from shoal.ledger.verify import verify
-from shoal.protocol.types import GroupVerdict, Receipt, Verdict
+from shoal.protocol.types import GroupVerdict, Join, Receipt, Verdict
 from shoal.protocol.wire import digest
 from tests.ledger.world import TRAINER, VALIDATOR, World, rules
 
@@ -143,6 +143,25 @@ def test_one_soft_refusal_costs_only_the_pay(world):
     world.serve("a" * 64, outcome="soft")
     assert world.state.nodes["a" * 64].standing == "new"
     assert world.state.nodes["a" * 64].credits == 0
+
+
+def test_a_third_soft_refusal_quarantines_and_a_second_does_not(world):
+    standings = []
+    for _ in range(3):
+        world.serve("a" * 64, outcome="soft")
+        standings.append(world.state.nodes["a" * 64].standing)
+    assert standings == ["new", "new", "quarantined"]
+
+
+def test_a_kicked_node_cannot_join_again(world):
+    world.do(Admin("kick", "a" * 64, world.now))
+    with pytest.raises(Refused, match="the host removed"):
+        world.enter("a" * 64)
+
+
+def test_a_worker_of_another_dtype_than_the_runs_is_refused_at_the_door(world):
+    with pytest.raises(Refused, match="samples in float32, the worker offers bfloat16"):
+        world.do(Enter("b" * 64, Join("worker", "b", 0.0, "test", "bfloat16", "cpu"), world.now))
 
 
 def test_only_admitted_validators_judge(world):
@@ -312,6 +331,28 @@ def test_a_drained_run_reveals_the_secrets_of_its_last_versions_and_a_running_on
     world.do(Admin("drain", "", world.now))
     assert [entry.body for entry in world.do(Tick(world.now, links))] == [ev.LinkRevealed(0, *links[0])]
     assert world.do(Tick(world.now, links)) == []
+
+
+def test_nothing_is_taken_after_the_end(world):
+    lease = world.lease("a" * 64)
+    world.now += 11
+    world.do(Tick(world.now))
+    world.do(Admin("drain", "", world.now))
+    assert world.state.phase == "ended"
+    with pytest.raises(Refused, match="the run has ended"):
+        world.submit("a" * 64, lease)
+
+
+def test_a_versions_secrets_come_out_only_when_nothing_can_be_sent_for_it(world):
+    """At max_staleness 1, work for version 0 is taken until version 2 is there."""
+    revealed = []
+    for version in (1, 2):
+        while len(world.state.batches) <= world.state.version:
+            world.serve("a" * 64)
+        links = dict.fromkeys(range(version + 1), ("aa" * 32, "bb" * 32))
+        entries = world.do(Publish(TRAINER, version, digest(b"root%d" % version), "m", links, world.now))
+        revealed.append([entry.body.version for entry in entries if isinstance(entry.body, ev.LinkRevealed)])
+    assert revealed == [[], [0]]
 
 
 def test_the_run_ends_at_its_last_step(world):

@@ -1,12 +1,14 @@
 """The check of activations on hand-made work: the hidden states are the test's, and so are the proofs."""
 
 from dataclasses import replace
+from itertools import combinations
 from types import SimpleNamespace
 
 import msgspec
 import numpy as np
 import pytest
 
+from shoal.algos.projection import agree
 from shoal.algos.toploc import Figures, prove
 from shoal.config import ACTIVATION_ERROR
 from shoal.engine.base import Score
@@ -14,6 +16,9 @@ from shoal.errors import StateError
 from shoal.proofs.checks.activations import judge
 from shoal.proofs.commit import commit, largest_submission_bytes, prove_activations
 from shoal.proofs.context import policy_positions
+from shoal.proofs.verify import verify_submission
+from shoal.protocol.types import Check
+from shoal.protocol.wire import digest
 from tests.proofs.conftest import ENGINE, RULES
 
 BOUND = 0.001
@@ -109,6 +114,18 @@ def test_a_run_that_asks_for_proofs_is_scored_with_hidden_states(asking):
     asking.tools = replace(asking.tools, score=asking._score)
     with pytest.raises(AssertionError, match="hidden states"):
         judged(asking, proofs_of(asking))
+
+
+def test_a_projection_is_of_one_key_and_one_submission(asking):
+    """The same activations under two keys, and of a second submission under the same keys: no number serves twice."""
+    keys, proofs, shown = ("aa" * 32, "bb" * 32), tuple(proofs_of(asking)), []
+    for implementation in ("by hand", "by another hand"):
+        body = asking.resubmit(proofs=proofs, engine=msgspec.structs.replace(ENGINE, implementation=implementation))
+        asked = Check(digest(body), asking.lease, (0, 1, 2, 3), 60.0, project_for=keys)
+        projections = verify_submission(body, asked, asking.tools).projections
+        assert list(projections) == list(keys)
+        shown += projections.values()
+    assert not any(agree(one, other) for one, other in combinations(shown, 2))
 
 
 # --- the verdict from the figures alone ---

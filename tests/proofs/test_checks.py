@@ -7,7 +7,9 @@ import pytest
 
 from shoal.errors import ShoalError, StateError
 from shoal.proofs.commit import commit
-from shoal.protocol.types import ENVIRONMENT, POLICY, EngineFacts, make_rollout
+from shoal.proofs.verify import verify_submission
+from shoal.protocol.types import ENVIRONMENT, POLICY, Check, EngineFacts, make_rollout
+from shoal.protocol.wire import digest
 
 ENGINE = EngineFacts("by hand", "float32", "cpu")
 
@@ -47,6 +49,15 @@ def test_only_groups_that_pass_without_model_are_prefilled(desk):
     verdicts = desk.judge(desk.body(desk.replace(0, task=5)), audited=(0, 1))
     assert desk.prefills == [4]
     assert [(v.outcome, v.audited) for v in verdicts[:2]] == [("hard", False), ("accept", True)]
+
+
+def test_a_group_of_great_influence_is_audited_though_it_was_not_drawn(desk):
+    """Draws of 0.5 at a rate of 5 %: what moves the policy twenty times as far as the run's mean is due all the same."""
+    body = desk.body()
+    for mean_influence, audited in ((1e-3, True), (1e9, False)):
+        asked = Check(digest(body), desk.lease, (), 60.0, (0.5,) * 4, 0.05, mean_influence)
+        verdict = verify_submission(body, asked, desk.tools)
+        assert [(group.outcome, group.audited) for group in verdict.groups] == [("accept", audited)] * 4
 
 
 # --- shape ---
@@ -318,6 +329,7 @@ def gaps_of(*gaps):
         ((2e-4,), "accept"),  # noise below the bound
         ((0.0015,), "soft"),  # one flip passes in each rollout, four do not in the group
         ((0.002, 0.002), "soft"),  # two pass neither
+        ((0.01,), "soft"),  # one token further off than noise puts it, and nearer than a choice
         ((0.2,), "hard"),  # one token that no noise explains
         ((2.0, 3.0), "hard"),
         ((float("nan"),), "hard"),

@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from shoal.errors import NothingYet, StateError
-from shoal.ledger.commands import Admin
+from shoal.ledger.commands import Admin, Refused
 from shoal.net.client import Client, PeerRefused
 from shoal.net.keys import load_or_make_key
 from shoal.protocol import types as t
@@ -109,6 +109,17 @@ def test_only_the_run_key_administers(town):
             return (await client.post_json("/v1/admin/pause", t.AdminRequest(), t.Status)).phase
 
     assert asyncio.run(host()) == "paused"
+
+
+def test_only_the_trainer_puts_chunks_and_under_their_own_names(town):
+    chunk, trainer = b"weights", town.desk.state.trainer_key
+    with pytest.raises(Refused, match="only the trainer puts chunks"):
+        town.desk.put_chunk("a" * 64, digest(chunk), chunk, digest(chunk))
+    with pytest.raises(Refused, match="do not have the hash in the path"):
+        town.desk.put_chunk(trainer, digest(b"other"), chunk, digest(chunk))
+    assert not town.desk.blobs.has(digest(chunk))
+    town.desk.put_chunk(trainer, digest(chunk), chunk, digest(chunk))
+    assert town.desk.blobs.has(digest(chunk))
 
 
 def test_a_head_that_the_log_does_not_hold_is_called_a_fork(town):

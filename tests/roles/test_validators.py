@@ -130,6 +130,46 @@ def test_a_verdict_that_was_overtaken_is_asked_for_again_and_accuses_nobody(tmp_
     assert len(voices) == 2 and all(voice.differs_from == () for voice in voices) and faults(audit) == set()
 
 
+@pytest.mark.parametrize("same_slots", [True, False], ids=["the same slots", "other slots"])
+def test_a_voice_that_shows_other_activations_is_accused_and_one_of_other_slots_is_not(tmp_path, hurried, same_slots):
+    town = town_of_three(tmp_path)
+
+    async def story():
+        check = await until_submitted(town, town.trainer(), town.worker("honest"))
+        first, second = sorted((key_of(town, 0), key_of(town, 1)), key=lambda key: key != check.project_for[0])
+        await town.desk.take_verdict(first, all_accepted(check, {first: (0.1, 0.2, 0.3, 0.4)}))
+        town.desk.clock = lambda: check.deadline + 1000.0
+        verdict = all_accepted(check, {first: (0.4, 0.3, 0.2, 0.1), second: (0.1, 0.2, 0.3, 0.4)})
+        if not same_slots:
+            one, *others = verdict.groups
+            refused = t.GroupVerdict(one.slot, False, "hard", "prompt", "prompt is not the task's")
+            verdict = t.Verdict(verdict.submission, (refused, *others), verdict.projections)
+        await town.desk.take_verdict(second, verdict)
+        return first
+
+    first = asyncio.run(story())
+    *_, last = [entry.body for entry in town.audit().entries if isinstance(entry.body, ev.VerdictGiven)]
+    assert last.differs_from == ((first,) if same_slots else ())
+
+
+def test_projections_are_private_until_all_have_judged(tmp_path, hurried):
+    """Who could read an earlier validator's numbers could vote with them."""
+    town = town_of_three(tmp_path)
+
+    async def story():
+        check = await until_submitted(town, town.trainer(), town.worker("honest"))
+        first, second = sorted((key_of(town, 0), key_of(town, 1)), key=lambda key: key != check.project_for[0])
+        shown = dict.fromkeys((first, second), (0.1, 0.2, 0.3, 0.4))
+        await town.desk.take_verdict(first, all_accepted(check, shown))
+        blob = town.desk.state.submissions[check.id].projections[first]
+        assert not any(town.desk.may_read(blob, key) for key in ("", second, town.desk.state.trainer_key))
+        town.desk.clock = lambda: check.deadline + 1000.0
+        await town.desk.take_verdict(second, all_accepted(check, shown))
+        assert town.desk.may_read(blob, "")
+
+    asyncio.run(story())
+
+
 def test_nothing_is_kept_of_projections_that_nobody_asked_for(tmp_path, hurried):
     town = town_of_three(tmp_path)
 
@@ -142,11 +182,12 @@ def test_nothing_is_kept_of_projections_that_nobody_asked_for(tmp_path, hurried)
         more = {f"{i:064x}": values for i in range(2000)}
         before = town.desk.blobs.size_bytes
         await town.desk.take_verdict(first, all_accepted(check, {first: values} | more))
-        assert town.desk.blobs.size_bytes - before < 200
+        kept = town.desk.blobs.size_bytes
+        assert kept - before < 200
         await town.desk.take_verdict(first, all_accepted(check, {first: (0.4, 0.3, 0.2, 0.1)}))  # a second time
         with pytest.raises(Refused, match="has not joined as a validator"):
             await town.desk.take_verdict(key_of(town, 2), all_accepted(check, more))
-        assert town.desk.blobs.size_bytes - before < 200 and other not in town.desk.state.submissions[check.id].votes
+        assert town.desk.blobs.size_bytes == kept and other not in town.desk.state.submissions[check.id].votes
 
     asyncio.run(story())
 

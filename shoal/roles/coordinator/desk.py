@@ -270,15 +270,9 @@ class Desk:
 
         Raises `Refused` for one that does not show what the check asked for, or that was overtaken by another voice.
         """
-        state, slots = self.state, _audited(verdict.groups)
-        judges = state.judges()
-        if (
-            key not in judges
-            or len(judges) < 2
-            or key in submission.votes
-            or not is_open(state, submission)
-            or not slots
-        ):
+        state, slots, judges = self.state, _audited(verdict.groups), self.state.judges()
+        sits = key in judges and len(judges) > 1
+        if not sits or key in submission.votes or not is_open(state, submission) or not slots:
             return "", ()
         asked = (key, *submission.votes)
         if any(len(verdict.projections.get(other, ())) != VALUES for other in asked):

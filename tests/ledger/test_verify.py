@@ -1,0 +1,138 @@
+"""Logs of a lying host, made by hand: every hash fits, and each finding says what no log may hold."""
+
+import msgspec
+import pytest
+
+from shoal.errors import StateError
+from shoal.ledger import events as ev
+from shoal.ledger.verify import verify
+from tests.ledger.world import World
+
+WORKER = "a" * 64
+
+
+@pytest.fixture
+def lines(tmp_path):
+    """(time, body) of each event of an honest run that ends with its first batch."""
+    world = World(tmp_path)
+    world.enter(WORKER)
+    world.publish()
+    for _ in range(2):
+        world.serve(WORKER)
+    assert world.audit().findings == []
+    entries = [ev.read_entry(data)[0] for data, _ in world.book.store.read()]
+    assert isinstance(entries[-1].body, ev.BatchFormed)
+    return [(entry.time, entry.body) for entry in entries]
+
+
+def rows_of(lines):
+    """Stored rows that say so, with hashes that fit each other."""
+    rows, head = [], ev.GENESIS
+    for seq, (time, body) in enumerate(lines):
+        entry = ev.make_entry(seq, time, body, head)
+        rows.append((entry.data, entry.hash))
+        head = entry.hash
+    return rows
+
+
+def findings(lines):
+    return verify(rows_of(lines)).findings
+
+
+def place(lines, kind):
+    return next(i for i, (_, body) in enumerate(lines) if isinstance(body, kind))
+
+
+def twice(*kinds):
+    """The first event of each kind stands there two times."""
+
+    def edit(lines):
+        for kind in kinds:
+            at = place(lines, kind)
+            lines = [*lines[: at + 1], *lines[at:]]
+        return lines
+
+    return edit
+
+
+def edited(kind, **fields):
+    def edit(lines):
+        at = place(lines, kind)
+        return [*lines[:at], (lines[at][0], msgspec.structs.replace(lines[at][1], **fields)), *lines[at + 1 :]]
+
+    return edit
+
+
+def ended_by(body):
+    return lambda lines: [*lines, (lines[-1][0], body)]
+
+
+def used_again(lines):
+    return [*lines, (lines[-1][0], ev.BatchFormed(1, lines[-1][1].groups))]
+
+
+HELD = {
+    "a group paid twice": (twice(ev.Credit), "accepted 1 times, paid 2 times"),
+    "a group used twice": (used_again, "used 2 times, accepted 1"),
+    "pay vested that is not there": (ended_by(ev.Vested(WORKER, 0, 7)), "has 40 credits, but 7 vested and 40 not"),
+    "a submission received twice": (twice(ev.SubmissionReceived, ev.AuditDrawn), "is in the log 2 times"),
+    "a submission decided twice": (twice(ev.SubmissionReceived, ev.AuditDrawn, ev.Decision), "was decided 2 times"),
+}
+
+
+@pytest.mark.parametrize("forgery", HELD)
+def test_what_no_log_may_hold_is_named(lines, forgery):
+    edit, named = HELD[forgery]
+    assert any(named in finding for finding in findings(edit(lines)))
+
+
+LED_TO = {
+    "a decision against its verdict": (
+        edited(ev.Decision, accepted=(), refused=(0,)),
+        "(decision) is not what the rules",
+    ),
+    "a credit from nowhere": (ended_by(ev.Credit(WORKER, 0, 9, 5)), "(credit) follows from nothing before it"),
+    "a worker's word on its own work": (
+        edited(ev.VerdictGiven, validator=WORKER),
+        "(verdict_given) is against the rules",
+    ),
+    "an end that never came": (lambda lines: lines[:-1], "the log ends in the middle of what its last event led to"),
+    "a long deadline": (edited(ev.LeaseGranted, deadline=1e9), "(lease_granted) is not what the rules give here"),
+}
+
+
+@pytest.mark.parametrize("forgery", LED_TO)
+def test_what_the_rules_do_not_lead_to_is_named(lines, forgery):
+    edit, named = LED_TO[forgery]
+    assert any(named in finding for finding in findings(edit(lines)))
+
+
+def test_an_event_rewritten_with_its_own_hash_breaks_the_chain(lines):
+    rows = rows_of(lines)
+    entry, prev = ev.read_entry(rows[5][0])
+    other = ev.make_entry(entry.seq, entry.time + 1.0, entry.body, prev)
+    with pytest.raises(StateError, match="broken at event 6"):
+        verify([*rows[:5], (other.data, other.hash), *rows[6:]])
+
+
+def test_an_edit_of_the_last_event_is_found_though_none_follows(lines):
+    *rows, (data, name) = rows_of(lines)
+    with pytest.raises(StateError, match="broken at event"):
+        verify([*rows, (data.replace(b"1000.0", b"1001.0"), name)])
+
+
+def test_a_link_that_does_not_lead_to_the_published_end_is_named(lines):
+    found = findings(ended_by(ev.LinkRevealed(0, "ab" * 32, "cd" * 32))(lines))
+    assert any("does not lead to the published end" in finding for finding in found)
+
+
+def test_books_that_do_not_balance_are_named(lines, monkeypatch):
+    """No event can unbalance them, only a bug of the replay, such as pay that is taken and not counted as burned."""
+
+    def forgetful(state, node, tokens):
+        node.credits -= tokens
+
+    monkeypatch.setattr("shoal.ledger.state._burn", forgetful)
+    name = lines[place(lines, ev.SubmissionReceived)][1].digest
+    found = findings(ended_by(ev.Slash(WORKER, name, 40))(lines))
+    assert any("balances sum to 0 and 0 are burned, issued are 40" in finding for finding in found)
