@@ -319,6 +319,8 @@ class Worker:
                 if settled.slash:
                     self._slash(key)
                     quarantine = quarantine_turns(key.failures + 1)
+                elif set(settled.refused) - set(settled.disputed):
+                    self._refuse(key)
                 break
             decided = True
             blamed = bool(set(settled.refused) - set(settled.disputed))
@@ -339,9 +341,12 @@ class Worker:
         if settled.slash:
             self._slash(key)
         elif blamed:
-            self._burn(key, min(key.escrow, audits.REFUSED_BLOCKS * self.terms.groups))
+            self._refuse(key)
         elif not again:
             self._vest(key)
+
+    def _refuse(self, key: Key) -> None:
+        self._burn(key, min(key.escrow, audits.REFUSED_BLOCKS * self.terms.groups))
 
     def _slash(self, key: Key) -> None:
         self._burn(key, key.escrow)

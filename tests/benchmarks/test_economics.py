@@ -53,9 +53,10 @@ def test_with_friends_among_the_validators_too(validators, friends, sly, seed):
     assert fast == try_case_beside_rival(terms, EARLY, market.HONEST, (9, seed))
 
 
-def test_a_slash_at_a_recheck_ends_trust_as_by_the_real_rules(monkeypatch):
+@pytest.mark.parametrize("mild", [False, True], ids=["hard", "mild"])
+def test_what_a_recheck_finds_costs_what_the_real_rules_take(monkeypatch, mild):
     monkeypatch.setattr(audits, "RECHECK_RATE", 0.5)
-    terms = SHORT._replace(power=0.5, alone=True, alarm=0.02)
+    terms = SHORT._replace(power=0.5, alone=True, alarm=0.02, mild=mild)
     seldom = market.Strategy("seldom", lambda valid, turn, slashes, coin: market.Move(1, int(coin < 0.2)), renew=False)
     for seed in range(8):
         assert market.play(terms, seldom, market.Draws(terms, (9, seed))) == try_case(terms, seldom, (9, seed))
