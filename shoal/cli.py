@@ -379,8 +379,8 @@ def _policy_commands(commands: Any) -> None:
     p = add_command(
         commands, "calibrate", calibrate, "how much may honest work differ?",
         "Plays honest rollouts of a run file and replays them over threads, batch shapes and dtypes. You get the noise, "
-        "the bounds that it asks for ([verify.bounds]), and how many tokens it takes to catch a worker that samples "
-        "with another seed, by the policy's entropy.",
+        "the bounds that it asks for ([verify.bounds], and verify.activation_error where the run asks for proofs), and how "
+        "many tokens it takes to catch a worker that samples with another seed, by the policy's entropy.",
         ("shoal calibrate recipes/wordle.toml", "look"),
         ("shoal calibrate recipes/wordle.toml --write", "and put the bounds into the run file"),
         ("shoal calibrate recipes/wordle.toml --save here.played", "on one machine"),

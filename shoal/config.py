@@ -165,7 +165,8 @@ class VerifyConfig(Section, frozen=True):
     proofs: Literal["none", "toploc"] = "none"
     """What workers prove of their activations: nothing, or one proof in TOPLOC's format for each group."""
     activation_error: float = 0.0
-    """Mean relative error of a group's proof that passes; 0 takes 0.008 where workers sample in bfloat16, else 0.001."""
+    """Mean relative error of a group's proof that passes; 0 takes 0.008 where workers sample in bfloat16, else 0.001.
+    `shoal calibrate` measures it."""
     worker_share: float = 1.0
     """Largest share of a batch's groups that one worker may fill; 1 when max_staleness is 0."""
 

@@ -6,12 +6,16 @@ Axes: N tokens, each as often as it was replayed; P tokens, once.
 """
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shoal.algos.replay import pooled, tokens_to_detect
+from shoal.algos.toploc import Figures
+from shoal.errors import StateError
+from shoal.proofs.checks.activations import judge, least_bound
 from shoal.protocol.types import Bounds
 
 FAR_PERCENTILE = 0.9999
@@ -22,6 +26,11 @@ LEAST = Bounds(gap=1e-3, flipped=1e-5, mean_gap=1e-7, logprob=1e-3)
 more than one machine from itself, and a choice that is 0.001 nats from the best gains a cheat nothing."""
 
 
+LEAST_ACTIVATION_ERROR = 1e-3
+"""The same for proofs of activations: a code of the next size is off by up to 0.008, and float32 elsewhere may round a
+value in eight to it."""
+
+
 class Noise(NamedTuple):
     """What honest tokens gave when they were replayed."""
 
@@ -29,11 +38,25 @@ class Noise(NamedTuple):
     """Replay gaps, nats."""
     off_N: NDArray[np.float64]
     """|claimed - replayed| log-probs, nats."""
+    figures: tuple[Figures, ...] = ()
+    """Of each group's proof of activations, as often as it was replayed; none where the run asks for no proofs."""
+
+    def activation_error(self) -> float:
+        """The least bound that lets every proof pass."""
+        return max(least_bound(of_group) for of_group in self.figures)
+
+    def mismatched(self) -> float:
+        """Largest share of a chunk's values that got another sign or size."""
+        return max(float((of_group.mismatched_C / of_group.entries_C).max()) for of_group in self.figures)
 
 
 def joined(parts: list[Noise]) -> Noise:
     """All of it together."""
-    return Noise(np.concatenate([part.gaps_N for part in parts]), np.concatenate([part.off_N for part in parts]))
+    return Noise(
+        np.concatenate([part.gaps_N for part in parts]),
+        np.concatenate([part.off_N for part in parts]),
+        tuple(of_group for part in parts for of_group in part.figures),
+    )
 
 
 def propose(noise: Noise, distinct: int, safety: float) -> Bounds:
@@ -51,6 +74,21 @@ def propose(noise: Noise, distinct: int, safety: float) -> Bounds:
     mean_gap = max(LEAST.mean_gap, safety * figures.gap_sum / figures.tokens)
     logprob = max(LEAST.logprob, safety * float(np.quantile(noise.off_N, FAR_PERCENTILE)))
     return Bounds(gap, _rounded_up(flipped), _rounded_up(mean_gap), _rounded_up(logprob))
+
+
+def propose_activation_error(figures: Sequence[Figures], safety: float) -> float:
+    """Bound on the mean relative error of a proof: `safety` times what the worst honest one needs.
+
+    Raises `StateError` where no bound lets them all pass: too many values have another sign or size.
+    """
+    bound = _rounded_up(max(LEAST_ACTIVATION_ERROR, safety * max(least_bound(of_group) for of_group in figures)))
+    refused = sum(judge(of_group, bound) is not None for of_group in figures)
+    if refused:
+        raise StateError(
+            f"{refused} of {len(figures)} honest proofs of activations give too many values another sign or size, "
+            'whatever the bound: these machines differ by more than such proofs can bear; set verify.proofs = "none"'
+        )
+    return bound
 
 
 def _rounded_up(value: float) -> float:

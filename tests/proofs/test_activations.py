@@ -13,7 +13,7 @@ from shoal.algos.toploc import Figures, prove
 from shoal.config import ACTIVATION_ERROR
 from shoal.engine.base import Score
 from shoal.errors import StateError
-from shoal.proofs.checks.activations import judge
+from shoal.proofs.checks.activations import judge, least_bound
 from shoal.proofs.commit import commit, largest_submission_bytes, prove_activations
 from shoal.proofs.context import policy_positions
 from shoal.proofs.verify import verify_submission
@@ -162,6 +162,13 @@ def outcome(found):
 )
 def test_chunks_are_judged_by_number_and_by_mean(chunks, expected):
     assert outcome(figures(*chunks)) == expected
+
+
+@pytest.mark.parametrize("chunks", [[(0, 0.0016)] + [(0, 0.0)] * 3, [(0, 0.0011)] * 4, [(2, 0.004), (0, 0.001)]])
+def test_the_least_bound_passes_and_less_does_not(chunks):
+    found = figures(*chunks)
+    assert judge(found, least_bound(found) * 1.001) is None
+    assert judge(found, least_bound(found) * 0.999) is not None
 
 
 def test_bounds_are_wider_for_bfloat16_and_below_typical_magnitudes_that_vary_by_2_percent():

@@ -1,16 +1,22 @@
 """Calibration of a tiny run: real rollouts, real replays, and a run file that loads with what was measured."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 
+from shoal.algos.polynomials import PRIME
 from shoal.config import load_run
 from shoal.errors import ConfigError, StateError
 from shoal.protocol.types import Bounds
 from shoal.protocol.wire import from_msgpack, to_msgpack
-from shoal.roles.calibrate import SETTINGS, Recording, main, with_bounds
+from shoal.roles.calibrate import main
+from shoal.roles.calibrate.recording import Recording
+from shoal.roles.calibrate.replay import SETTINGS
+from shoal.roles.calibrate.runfile import tables_of, with_values
 
 TINY = """# A run to be measured.
 name = "tiny"
@@ -38,7 +44,7 @@ max_tokens = 64
 group_size = 4
 block_rollouts = 16
 """
-MEASURED = Bounds(gap=0.25, flipped=3e-05, mean_gap=0.0002, logprob=0.5)
+MEASURED = tables_of({"float32/float32": Bounds(gap=0.25, flipped=3e-05, mean_gap=0.0002, logprob=0.5)}, None)
 
 
 @pytest.fixture
@@ -108,6 +114,66 @@ def test_a_recording_whose_arrays_do_not_fit_is_refused_in_a_line(run_file: Path
         main(run_file, [], episodes=16, others=[tmp_path / "there.played"])
 
 
+# --- proofs of activations ---
+
+PROVEN = ['verify.proofs="toploc"']
+
+
+@pytest.mark.parametrize(("dtype", "least", "most"), [("float32", 0.001, 0.001), ("bfloat16", 0.001, 0.016)])
+def test_a_run_with_proofs_gets_a_bound_on_their_error_that_honest_ones_keep(
+    run_file: Path, dtype: str, least: float, most: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_file.write_text(TINY.replace("DTYPE", dtype))
+    assert load_run(run_file).verify.activation_error == 0
+    main(run_file, PROVEN, episodes=48, write=True)
+    shown = capsys.readouterr().out
+    bound = load_run(run_file).verify.activation_error
+    assert least <= bound <= most and f"activation_error = {bound}" in shown
+    errors = [float(e) for e in re.findall(r"^here.* (\S+) +\S+%$", shown, re.MULTILINE)]
+    assert len(errors) == len(SETTINGS) * (1 if dtype == "float32" else 2)
+    assert bound >= 2 * max(errors) or bound == least
+
+
+def test_a_run_without_proofs_gets_no_bound_on_them(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(run_file, [], episodes=16, write=True)
+    assert "activation" not in capsys.readouterr().out + run_file.read_text()
+
+
+def test_a_recording_without_proofs_is_refused_where_the_run_asks_for_them(run_file: Path, tmp_path: Path) -> None:
+    main(run_file, [], episodes=16, save=tmp_path / "there.played")
+    with pytest.raises(StateError, match="no proofs of activations"):
+        main(run_file, PROVEN, episodes=16, others=[tmp_path / "there.played"])
+
+
+def resaved(path: Path, change: Callable[[bytes], bytes]) -> None:
+    """The recording with its first group's proof changed."""
+    recording = from_msgpack(path.read_bytes(), Recording)
+    [part], replace = recording.played, msgspec.structs.replace
+    proofs = (change(part.proofs[0]), *part.proofs[1:])
+    path.write_bytes(to_msgpack(replace(recording, played=(replace(part, proofs=proofs),))))
+
+
+def emptied(proof: bytes) -> bytes:
+    """Every polynomial 0; a policy of width 32 has no other modulus than the prime."""
+    words = np.frombuffer(proof, ">u2")
+    return np.where(words == PRIME, words, 0).astype(">u2").tobytes()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [(lambda proof: proof[:-2], "damaged: the proof of slot 0: length"),
+     (emptied, "whatever the bound")],
+)  # fmt: skip
+def test_a_machine_whose_proofs_no_bound_lets_pass_is_named_before_anything_is_written(
+    run_file: Path, tmp_path: Path, change: Callable[[bytes], bytes], said: str
+) -> None:
+    main(run_file, PROVEN, episodes=16, save=tmp_path / "there.played")
+    resaved(tmp_path / "there.played", change)
+    with pytest.raises(StateError, match=said):
+        main(run_file, PROVEN, episodes=16, others=[tmp_path / "there.played"], write=True)
+    assert run_file.read_text() == TINY.replace("DTYPE", "float32")
+
+
 def test_a_factor_that_refuses_honest_work_is_refused(run_file: Path) -> None:
     with pytest.raises(ConfigError, match="at least 1"):
         main(run_file, [], episodes=16, safety=0.5)
@@ -129,20 +195,27 @@ steps = 1
 
 def test_a_table_that_is_there_keeps_its_comments_and_its_place(run_file: Path) -> None:
     run_file.write_text(TINY.replace("DTYPE", "float32") + TABLE)
-    text = with_bounds(run_file, {"float32/float32": MEASURED})
+    text = with_values(run_file, MEASURED)
     changed = TABLE.replace("gap = 0.5", "gap = 0.25").replace("=1e-3", "=3e-05").replace("2.0", "0.5")
     changed = changed.replace("# the gap", "mean_gap = 0.0002\n# the gap")
     assert text == TINY.replace("DTYPE", "float32") + changed
 
 
+def test_a_value_goes_into_a_table_that_is_there(run_file: Path) -> None:
+    before = TINY.replace("DTYPE", "float32") + '\n[verify] # of strangers\nproofs = "toploc"\n'
+    run_file.write_text(before)
+    text = with_values(run_file, tables_of({}, 0.002))
+    assert text == before.replace("strangers\n", "strangers\nactivation_error = 0.002\n")
+
+
 def test_writing_twice_changes_nothing_more(run_file: Path) -> None:
-    run_file.write_text(with_bounds(run_file, {"float32/float32": MEASURED}))
-    assert with_bounds(run_file, {"float32/float32": MEASURED}) == run_file.read_text()
+    run_file.write_text(with_values(run_file, MEASURED))
+    assert with_values(run_file, MEASURED) == run_file.read_text()
 
 
 def test_bounds_written_in_a_way_of_their_own_are_left_alone(run_file: Path) -> None:
     inline = TINY.replace("DTYPE", "float32") + '\n[verify]\nbounds = { "float32/float32" = { gap = 0.5 } }\n'
     run_file.write_text(inline)
     with pytest.raises(ConfigError, match="by hand"):
-        with_bounds(run_file, {"float32/float32": MEASURED})
+        with_values(run_file, MEASURED)
     assert run_file.read_text() == inline

@@ -13,6 +13,7 @@ of the whole group. A chunk has few values, so its mean strays further than the 
 
 import numpy as np
 
+from shoal.algos.polynomials import Floats
 from shoal.algos.toploc import Figures, compare
 from shoal.proofs.context import Context, Failure, Severity, policy_positions
 from shoal.protocol.types import Group
@@ -52,11 +53,9 @@ def check(group: Group, ctx: Context) -> Failure | None:
 def judge(figures: Figures, bound: float) -> Failure | None:
     """What is wrong with a group's figures; `bound` is on the mean relative error, the position counts policy tokens."""
     entries_C, wrong_C = figures.entries_C, figures.mismatched_C
-    matched_C = entries_C - wrong_C
     allowed_C = np.maximum(1, np.ceil(MISMATCHED * entries_C))
-    error_C = figures.error_C / np.maximum(1, matched_C)
-    most_C = bound * (1 + SPREAD / np.sqrt(np.maximum(1, matched_C)))
-    mean = float(figures.error_C.sum() / max(1, int(matched_C.sum())))
+    error_C, room_C, mean = _errors(figures)
+    most_C = bound * room_C
     bad = np.flatnonzero((wrong_C > allowed_C) | (error_C > most_C))
     if bad.size:
         worst = int(bad[np.argmax(wrong_C[bad] / entries_C[bad])])
@@ -72,3 +71,17 @@ def judge(figures: Figures, bound: float) -> Failure | None:
         mild = mean <= MILD * bound
         return Failure(-1, -1, mean, bound, "mean relative error of the proof's values", mild)
     return None
+
+
+def least_bound(figures: Figures) -> float:
+    """The smallest bound under which no mean error of a group's proof is too large, however many values mismatch."""
+    error_C, room_C, mean = _errors(figures)
+    return max(mean, float((error_C / room_C).max()))
+
+
+def _errors(figures: Figures) -> tuple[Floats, Floats, float]:
+    """Mean error of each chunk, the multiple of the bound that it may reach, and the mean error of the group."""
+    matched_C = figures.entries_C - figures.mismatched_C
+    error_C = figures.error_C / np.maximum(1, matched_C)
+    room_C = 1 + SPREAD / np.sqrt(np.maximum(1, matched_C))
+    return error_C, room_C, float(figures.error_C.sum() / max(1, int(matched_C.sum())))

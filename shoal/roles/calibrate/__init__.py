@@ -1,0 +1,1 @@
+from shoal.roles.calibrate.role import main as main

@@ -1,0 +1,56 @@
+"""What a worker that samples with another seed would show, by the policy's entropy at its tokens.
+
+Called by `role`, on the rollouts that were played here.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from shoal.algos.entropy import logprob_and_entropy
+from shoal.engine.base import Score
+from shoal.engine.local import LocalEngine
+from shoal.policy.files import load_policy
+from shoal.proofs.noise import Power, power, power_by_entropy
+from shoal.protocol.types import Bounds
+from shoal.protocol.wire import domain_hash
+from shoal.roles.calibrate.recording import Recording
+
+LOGITS_HELD = 1 << 22
+"""Values held at a time when entropies are computed."""
+
+
+def show_power(recording: Recording, policy: Path, bounds: Bounds) -> None:
+    """A line for each tenth of the tokens, and one for all."""
+    engine, requests = LocalEngine(threads=1, dtype=recording.dtype), recording.requests()
+    engine.load(policy, 0)
+    others = [request._replace(seed=domain_hash("another seed", request.seed)) for request in requests]
+    scores = engine.score(others, recording.sampling.temperature, hidden=True)
+    entropy_P = _entropies(policy, scores, recording.sampling.temperature)
+    gaps_P = np.concatenate([score.gaps_P for score in scores])
+    print("\nwhat another seed would change, tenths of the tokens by entropy")
+    print(f"{'entropy, nats a token':>22}{'changed':>10}   tokens for 95 % detection")
+    for row in power_by_entropy(entropy_P, gaps_P, bounds):
+        print(_line(row))
+    print(f"{_line(power(entropy_P, gaps_P, bounds))}   all; a rollout has {len(gaps_P) / len(requests):.0f}")
+
+
+def _line(row: Power) -> str:
+    needed = f"{row.needed}" if row.needed < 1_000_000 else "more than a million"
+    return f"{row.entropy:>22.3f}{row.changed:>10.2%}   {needed}"
+
+
+def _entropies(policy: Path, scores: Sequence[Score], temperature: float) -> NDArray[np.float64]:
+    """Entropy of the policy where each token was drawn, nats, [P]."""
+    model = load_policy(policy, torch.float32)
+    hidden_PD = torch.from_numpy(np.concatenate([score.hidden_PD for score in scores if score.hidden_PD is not None]))
+    rows = max(1, LOGITS_HELD // model.spec.vocab_size)
+    entropies = []
+    with torch.inference_mode():
+        for hidden_RD in hidden_PD.split(rows):
+            logits_RV = model.logits(hidden_RD) / temperature
+            entropies.append(logprob_and_entropy(logits_RV, logits_RV.argmax(-1))[1])
+    return torch.cat(entropies).double().numpy()

@@ -1,0 +1,136 @@
+"""What honest rollouts are calibrated on: a run's policy plays its environments here, as a worker plays, over threads.
+
+Called by `role`. A recording can be written, and read on another machine that holds the same policy.
+
+Axes: P policy tokens of all rollouts, in order.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from shoal.config import RunConfig
+from shoal.engine.base import ScoreRequest
+from shoal.engine.local import LocalEngine
+from shoal.envs.load import load_env
+from shoal.envs.play import play_block
+from shoal.errors import ConfigError, StateError
+from shoal.policy.render import Renderer
+from shoal.proofs.commit import prove_activations
+from shoal.proofs.context import score_requests
+from shoal.protocol.randomness import draw_task
+from shoal.protocol.types import POLICY, Block, Group, Message, Rollout, Sampling, Slot
+from shoal.protocol.wire import WireError, domain_hash, from_msgpack
+from shoal.roles.calibrate.terminal import progress
+from shoal.weights.manifest import weights_root
+
+THREADS = (1, 2, 4)
+"""Of the engines that play, in turn, and that replay."""
+
+
+class Played(Message, frozen=True):
+    """One block as a worker plays it."""
+
+    threads: int
+    slots: tuple[Slot, ...]
+    groups: tuple[Group, ...]
+    proofs: tuple[bytes, ...] = ()
+    """Of the activations, one for each group, where the run asks for them."""
+
+
+class Recording(Message, frozen=True):
+    """Honest rollouts of one machine: what `--save` writes and `--with` reads."""
+
+    machine: str
+    root: str
+    """Weights root of the policy that played."""
+    dtype: str
+    sampling: Sampling
+    played: tuple[Played, ...]
+
+    def requests(self) -> list[ScoreRequest]:
+        """One for each rollout."""
+        return [request for part in self.played for request in _requests(part.slots, part.groups)]
+
+    def rollouts(self) -> list[Rollout]:
+        return [rollout for part in self.played for group in part.groups for rollout in group.rollouts]
+
+    def claimed_P(self) -> NDArray[np.float64]:
+        """Log-probs as they were played."""
+        return np.concatenate([rollout.logprobs_P() for rollout in self.rollouts()]).astype(np.float64)
+
+
+def play(config: RunConfig, policy: Path, episodes: int) -> Recording:
+    """At least so many episodes, as whole blocks of the run, over the threads in turn.
+
+    Raises `ConfigError` where no task leaves the policy room to write.
+    """
+    sampling = Sampling(config.sampling.temperature, config.sampling.max_turn_tokens, config.sampling.max_tokens)
+    envs = {env.name: load_env(env.name, env.args) for env in config.envs}
+    renderer, engine = Renderer.from_directory(policy), LocalEngine(dtype=config.sampled_dtype)
+    engine.load(policy, 0)
+    size, num_blocks = config.rollouts.group_size, -(-episodes // config.rollouts.block_rollouts)
+    played = []
+    for index in range(num_blocks):
+        progress("playing", index, num_blocks)
+        threads = THREADS[index % len(THREADS)]
+        torch.set_num_threads(threads)
+        slots = tuple(_slots(config, [env.num_tasks for env in envs.values()], index))
+        groups = tuple(play_block(engine, renderer, envs, Block(index, slots), size, sampling))
+        proofs: tuple[bytes, ...] = ()
+        if config.verify.proofs != "none":
+            scores = engine.score(_requests(slots, groups), sampling.temperature, hidden=True)
+            proofs = prove_activations(groups, scores)
+        played.append(Played(threads, slots, groups, proofs))
+    progress("playing", num_blocks, num_blocks)
+    recording = Recording(machine(engine), weights_root(policy), config.sampled_dtype, sampling, tuple(played))
+    if not recording.rollouts():
+        raise ConfigError(f"no task of {', '.join(envs)} leaves the policy room to write: raise sampling.max_tokens")
+    return recording
+
+
+def machine(engine: LocalEngine) -> str:
+    """What the noise of this machine depends on."""
+    facts = engine.facts
+    return f"{facts.implementation} {facts.device} {torch.backends.cpu.get_cpu_capability()}"
+
+
+def read(path: Path, config: RunConfig, policy: Path) -> Recording:
+    """What another machine played with the same policy. Raises `StateError`."""
+    try:
+        recording = from_msgpack(path.read_bytes(), Recording)
+        whole = all(_fits(rollout) for rollout in recording.rollouts())
+    except (OSError, WireError, ValueError) as error:
+        raise StateError(f"{path} is no recording of `shoal calibrate --save`: {error}") from None
+    if not whole:
+        raise StateError(f"{path} is damaged: it holds rollouts whose tokens and log-probs do not belong together")
+    if (recording.root, recording.dtype) != (weights_root(policy), config.sampled_dtype):
+        raise StateError(
+            f"{path} was played by another policy or in another dtype ({recording.dtype}): make it with this run file, "
+            "and where policy.path is empty fix the run's seed in it"
+        )
+    if config.verify.proofs != "none" and any(len(part.proofs) != len(part.groups) for part in recording.played):
+        raise StateError(f"{path} has no proofs of activations: make it with verify.proofs as this run file has it")
+    return recording
+
+
+def _slots(config: RunConfig, num_tasks: list[int], block: int) -> Iterator[Slot]:
+    per_block = config.rollouts.block_rollouts // config.rollouts.group_size
+    for slot in range(block * per_block, (block + 1) * per_block):
+        seed = domain_hash("calibrate", slot.to_bytes(8, "big"))
+        env, task = draw_task(seed, [env.weight for env in config.envs], num_tasks)
+        yield Slot(slot, seed.hex(), config.envs[env].name, task)
+
+
+def _requests(slots: tuple[Slot, ...], groups: tuple[Group, ...]) -> list[ScoreRequest]:
+    return [request for slot, group in zip(slots, groups, strict=True) for request in score_requests(slot, group)]
+
+
+def _fits(rollout: Rollout) -> bool:
+    """Whether its arrays can be replayed. Raises `ValueError` for bytes that are no arrays."""
+    author_T, policy = rollout.author_T(), rollout.num_policy_tokens()
+    begun = author_T.size == rollout.tokens_T().size > 0 and author_T[0] != POLICY
+    return bool(begun) and rollout.logprobs_P().size == policy > 0

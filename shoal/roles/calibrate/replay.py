@@ -1,0 +1,111 @@
+"""Replays honest rollouts in every way an honest machine might, and says what each differs by.
+
+Called by `role`, once for each dtype in which a validator's engine may compute. The bounds that the noise asks for are
+the arithmetic of `proofs/noise`.
+"""
+
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from shoal.algos.toploc import Figures, compare
+from shoal.engine.base import Score
+from shoal.engine.local import LocalEngine
+from shoal.errors import StateError
+from shoal.proofs.noise import FAR_PERCENTILE, Noise, joined
+from shoal.roles.calibrate.recording import THREADS, Recording, machine
+from shoal.roles.calibrate.terminal import progress
+
+SHAPES = ("whole", "alone", "threes", "mixed")
+"""How rollouts are put into calls of a replay: all in one; each by itself; three at a time; shuffled among each other."""
+
+MIXED_ROWS = 16
+"""Rollouts of one call when they are mixed."""
+
+
+class Setting(NamedTuple):
+    """One way to replay."""
+
+    threads: int
+    shape: str
+
+    def __str__(self) -> str:
+        return f"{self.threads} thread{'s' * (self.threads > 1)}, {self.shape}"
+
+
+SETTINGS = (*(Setting(threads, "whole") for threads in THREADS), *(Setting(1, shape) for shape in SHAPES[1:]))
+
+
+def measure(recordings: dict[str, Recording], policy: Path, replayed: str) -> Noise:
+    """Replay everything in every setting by an engine of that dtype, and print a line for each."""
+    engine = LocalEngine(dtype=replayed)
+    engine.load(policy, 0)
+    print(f"\nreplayed in {replayed} on {machine(engine)}")
+    for name, recording in recordings.items():
+        print(f"  {name}: played in {recording.dtype} on {recording.machine}")
+    proven = any(part.proofs for recording in recordings.values() for part in recording.played)
+    width = max(len("played"), *(len(name) for name in recordings)) + 2
+    print(f"{'played':<{width}}{'replayed by':<17}{'tokens':>8}{'not best':>10}   gap, nats: 99.9 %   99.99 %       max"
+          f"   |d logp|: 99.99 %       max{'   activations: error  mismatched' * proven}")  # fmt: skip
+    parts = []
+    for name, recording in recordings.items():
+        for setting in SETTINGS:
+            parts.append(_noise(engine, recording, setting))
+            _line(f"{name:<{width}}{setting!s:<17}", parts[-1])
+    _line(f"{'all':<{width + 17}}", joined(parts))
+    return joined(parts)
+
+
+def _noise(engine: LocalEngine, recording: Recording, setting: Setting) -> Noise:
+    torch.set_num_threads(setting.threads)
+    requests = recording.requests()
+    proven = any(part.proofs for part in recording.played)
+    scores: dict[int, Score] = {}
+    calls = _calls(len(requests), setting.shape)
+    for done, rows in enumerate(calls):
+        if done % 50 == 0:
+            progress(f"replaying by {setting}", done, len(calls))
+        of_rows = engine.score([requests[row] for row in rows], recording.sampling.temperature, hidden=proven)
+        scores |= dict(zip(rows, of_rows, strict=True))
+    progress(f"replaying by {setting}", len(calls), len(calls))
+    ordered = [scores[row] for row in range(len(requests))]
+    off_P = np.abs(recording.claimed_P() - np.concatenate([score.logprobs_P for score in ordered]))
+    figures = tuple(_figures(recording, ordered)) if proven else ()
+    return Noise(np.concatenate([score.gaps_P for score in ordered]), off_P, figures)
+
+
+def _figures(recording: Recording, scores: Sequence[Score]) -> Iterator[Figures]:
+    """How far each group's proof is from the replay's hidden states. Raises `StateError` for what is no proof."""
+    taken = 0
+    for part in recording.played:
+        for group, proof in zip(part.groups, part.proofs, strict=True):
+            of_group = scores[taken : taken + len(group.rollouts)]
+            taken += len(of_group)
+            figures = compare([score.hidden_PD for score in of_group if score.hidden_PD is not None], proof)
+            if isinstance(figures, str):
+                raise StateError(f"a recording is damaged: the proof of slot {group.slot}: {figures}")
+            yield figures
+
+
+def _calls(count: int, shape: str) -> list[list[int]]:
+    """Which rollouts go into which call."""
+    rows = list(range(count))
+    if shape == "mixed":
+        random.Random(0).shuffle(rows)
+    size = {"whole": count, "alone": 1, "threes": 3, "mixed": MIXED_ROWS}[shape]
+    return [rows[start : start + size] for start in range(0, count, size)]
+
+
+def _line(label: str, noise: Noise) -> None:
+    p999, p9999 = np.quantile(noise.gaps_N, (0.999, FAR_PERCENTILE))
+    activations = f"{noise.activation_error():>21.2g}{noise.mismatched():>12.1%}" if noise.figures else ""
+    print(
+        f"{label}{noise.gaps_N.size:>8}{np.mean(noise.gaps_N > 0):>10.3%}{p999:>20.2g}{p9999:>10.2g}"
+        f"{noise.gaps_N.max():>10.2g}{np.quantile(noise.off_N, FAR_PERCENTILE):>20.2g}{noise.off_N.max():>10.2g}"
+        f"{activations}",
+        flush=True,
+    )

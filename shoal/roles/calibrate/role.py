@@ -1,0 +1,74 @@
+"""Calibration: plays honest rollouts of a run, replays them in every way an honest machine might, and sets the bounds.
+
+Called by `shoal calibrate RUN_FILE`. It starts no run and needs no coordinator: the run's policy and environments play
+here as a worker plays, over threads; then they are replayed over threads, batch shapes and dtypes. `--save` writes what
+was played, so that another machine can replay it with `--with`. The mathematics is in `proofs/noise` and `algos/replay`.
+"""
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from shoal.config import RunConfig, load_run
+from shoal.errors import ConfigError
+from shoal.folder import RunFolder, write_atomically
+from shoal.policy.tiny import make_tiny
+from shoal.proofs.noise import propose, propose_activation_error
+from shoal.protocol.wire import to_msgpack
+from shoal.roles.calibrate.power import show_power
+from shoal.roles.calibrate.recording import play, read
+from shoal.roles.calibrate.replay import measure
+from shoal.roles.calibrate.runfile import tables_of, text_of, with_values
+from shoal.roles.calibrate.terminal import say
+
+
+def main(
+    run_file: Path,
+    overrides: list[str],
+    episodes: int,
+    safety: float = 2.0,
+    write: bool = False,
+    save: Path | None = None,
+    others: Sequence[Path] = (),
+) -> None:
+    """Measure, print, and if asked write the bounds into the run file.
+
+    Raises `ConfigError` for a run file that cannot be read or edited, `StateError` for a recording of another policy
+    and where honest proofs of activations would be refused whatever the bound.
+    """
+    if safety < 1:
+        raise ConfigError(f"--safety {safety}: at least 1, or honest work is refused")
+    with tempfile.TemporaryDirectory(prefix="shoal-calibrate-") as scratch:
+        folder = RunFolder(Path(scratch))
+        folder.prepare(load_run(run_file, overrides), run_file.parent)
+        config = folder.config()
+        policy = _policy(folder, config)
+        own = play(config, policy, episodes)
+        recordings = {"here": own} | {path.name: read(path, config, policy) for path in others}
+        if save is not None:
+            write_atomically(save, to_msgpack(own))
+            say(f"wrote {save}: replay it on another machine with --with")
+        distinct = sum(len(recording.claimed_P()) for recording in recordings.values())
+        noise = {
+            f"{own.dtype}/{replayed}": measure(recordings, policy, replayed)
+            for replayed in dict.fromkeys((own.dtype, "float32"))
+        }
+        bounds = {pair: propose(of_pair, distinct, safety) for pair, of_pair in noise.items()}
+        show_power(own, policy, bounds[f"{own.dtype}/{own.dtype}"])
+    figures = [of_group for of_pair in noise.values() for of_group in of_pair.figures]
+    found = tables_of(bounds, propose_activation_error(figures, safety) if figures else None)
+    for name, values in found.items():
+        print(f"\n{text_of(name, values)}")
+    if write:
+        write_atomically(run_file, with_values(run_file, found).encode())
+        print(f"\nwrote them into {run_file}")
+    else:
+        print(f"\nto put them into {run_file}, add --write")
+
+
+def _policy(folder: RunFolder, config: RunConfig) -> Path:
+    """The policy with which the run would start."""
+    if config.policy.path:
+        return Path(config.policy.path)
+    make_tiny(config.policy.tiny, folder.policy, int.from_bytes(folder.seed()[:4], "big"), config.policy.dtype)
+    return folder.policy

@@ -1,0 +1,63 @@
+"""Puts what was measured into a run file, and leaves every other line and comment of it as it was."""
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from shoal.errors import ConfigError
+from shoal.protocol.types import Bounds
+
+Tables = dict[str, dict[str, float]]
+"""Values by the table's name as a run file writes it, such as `verify.bounds."float32/float32"`."""
+
+
+def tables_of(bounds: dict[str, Bounds], activation_error: float | None) -> Tables:
+    """What was measured, by "sampled/replayed"; the error of activations, where the run asks for proofs of them."""
+    found: Tables = {} if activation_error is None else {"verify": {"activation_error": activation_error}}
+    return found | {f'verify.bounds."{pair}"': msgspec.to_builtins(of_pair) for pair, of_pair in bounds.items()}
+
+
+def text_of(name: str, values: dict[str, float]) -> str:
+    """One table, as TOML."""
+    return "\n".join((f"[{name}]", *(f"{key} = {value!r}" for key, value in values.items())))
+
+
+def with_values(run_file: Path, found: Tables) -> str:
+    """The run file's text with the values set.
+
+    Raises `ConfigError` where it is written in a way that is not understood here.
+    """
+    text = run_file.read_text()
+    for name, values in found.items():
+        text = _with_table(text, name, values)
+    try:
+        holds = all(_at(tomllib.loads(text), name).items() >= values.items() for name, values in found.items())
+    except (tomllib.TOMLDecodeError, KeyError):
+        holds = False
+    if not holds:
+        raise ConfigError(f"{run_file} writes [verify] in a way of its own: put the tables above there by hand")
+    return text
+
+
+def _with_table(text: str, name: str, values: dict[str, float]) -> str:
+    """The values of one table replaced, line by line; or the whole table added at the end."""
+    head = re.search(rf"^\[{re.escape(name)}\][^\n]*\n?", text, re.MULTILINE)
+    if head is None:
+        return f"{text.rstrip()}\n\n{text_of(name, values)}\n"
+    following = re.search(r"^\[", text[head.end() :], re.MULTILINE)
+    end = head.end() + following.start() if following else len(text)
+    inside = text[head.end() : end]
+    for key, value in values.items():
+        inside, hits = re.subn(rf"^(\s*{key}\s*=\s*)[^\s#]+", rf"\g<1>{value!r}", inside, flags=re.MULTILINE)
+        inside = inside if hits else f"{key} = {value!r}\n{inside}"
+    return text[: head.end()] + inside + text[end:]
+
+
+def _at(table: dict[str, Any], name: str) -> dict[str, Any]:
+    """The table of that name. Raises `KeyError`."""
+    for part in name.split("."):
+        table = table[part.strip('"')]
+    return table
