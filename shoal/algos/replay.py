@@ -73,8 +73,8 @@ class Figures(NamedTuple):
 
 def pooled(gaps_N: NDArray[np.float32], bound: float) -> Figures:
     """N, F and S of some tokens' gaps, nats. A gap that is not a number counts as flipped."""
-    gaps = np.nan_to_num(gaps_N.astype(np.float64), nan=np.inf)
-    return Figures(gaps.size, int(np.count_nonzero(gaps > bound)), float(np.minimum(gaps, bound).sum()))
+    gaps = gaps_N.astype(np.float64)
+    return Figures(gaps.size, int(np.count_nonzero(~(gaps <= bound))), float(np.fmin(gaps, bound).sum()))
 
 
 def most_flipped(tokens: int, noise: Noise, alpha: float = FALSE_ALARM) -> int:

@@ -222,7 +222,7 @@ class Rollout(Message, frozen=True):
 
     def num_policy_tokens(self) -> int:
         """P: what is paid for."""
-        return int(np.count_nonzero(self.author_T() == POLICY))
+        return self.author.count(POLICY)
 
 
 def make_rollout(tokens_T: Any, author_T: Any, logprobs_P: Any, *, version: int, ending: Ending) -> Rollout:

@@ -80,6 +80,12 @@ def test_arrays_that_do_not_fit_each_other_are_hard(desk, fields):
     assert first(desk.judge(desk.body(desk.edit(0, 1, **fields)))) == ("hard", "shape")
 
 
+@pytest.mark.parametrize("name", ["token_ids", "author", "logprobs"])
+def test_array_with_a_byte_too_many_is_hard(desk, name):
+    longer = getattr(desk.groups[0].rollouts[1], name) + b"\0"
+    assert first(desk.judge(desk.body(desk.edit(0, 1, **{name: longer})))) == ("hard", "shape")
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), 0.02])
 def test_log_probs_that_no_softmax_gives_are_hard(desk, value):
     logprobs_P = desk.groups[0].rollouts[1].logprobs_P().copy()
@@ -111,12 +117,29 @@ def test_rollout_longer_than_the_limit_is_hard(desk):
     assert first(desk.judge(desk.body(groups))) == ("hard", "shape")
 
 
-def test_turn_longer_than_the_limit_is_hard_and_located(desk):
-    tokens_T, author_T, _ = arrays(desk.groups[1].rollouts[0])
+@pytest.mark.parametrize("index", [0, 2, 3])
+def test_turn_longer_than_the_limit_is_hard_and_located(desk, index):
+    rollouts = list(desk.groups[1].rollouts)
+    tokens_T, author_T, _ = arrays(rollouts[index])
     start = int(np.flatnonzero(author_T)[0])
-    long = rebuilt([*tokens_T[:start], *[7] * 13], [*author_T[:start], *[POLICY] * 13], "length")
-    verdict = desk.judge(desk.body(desk.replace(1, rollouts=(long, *desk.groups[1].rollouts[1:]))))[1]
-    assert (verdict.check, verdict.position, verdict.figure, verdict.bound) == ("shape", start, 13, 12)
+    rollouts[index] = rebuilt([*tokens_T[:start], *[7] * 13], [*author_T[:start], *[POLICY] * 13], "length")
+    verdict = desk.judge(desk.body(desk.replace(1, rollouts=tuple(rollouts))))[1]
+    assert (verdict.outcome, verdict.check, verdict.rollout, verdict.position) == ("hard", "shape", index, start)
+    assert (verdict.figure, verdict.bound) == (13, 12)
+
+
+@pytest.mark.parametrize("index", [0, 3])
+def test_rollout_that_the_policy_opens_is_hard(desk, index):
+    author_T = desk.groups[1].rollouts[index].author_T().copy()
+    author_T[[0, np.flatnonzero(author_T)[0]]] = POLICY, ENVIRONMENT  # as many log-probs as before
+    verdict = desk.judge(desk.body(desk.edit(1, index, author=author_T.tobytes())))[1]
+    assert (verdict.outcome, verdict.check, verdict.rollout, verdict.position) == ("hard", "shape", index, 0)
+
+
+def test_rollout_without_a_turn_of_the_policy_is_hard(desk):
+    silent = rebuilt([7, 7, 7], [ENVIRONMENT] * 3, "length")
+    groups = desk.replace(1, rollouts=(silent, *desk.groups[1].rollouts[1:]))
+    assert first(desk.judge(desk.body(groups)), 1) == ("hard", "shape")
 
 
 def test_prover_refuses_to_send_a_log_prob_that_is_not_finite(desk):

@@ -4,6 +4,8 @@ Catches log-probs that were invented, shifted, or taken from another model or te
 importance ratio of the loss.
 Cannot see errors under the bound, nor any in groups that are not audited: there only clipping limits them.
 Hard, but mild within ten times the bound: another machine's arithmetic reaches a little over, never far.
+
+Axes: P policy tokens of a rollout, N of the group.
 """
 
 from collections.abc import Iterator
@@ -26,8 +28,12 @@ def check(group: Group, ctx: Context) -> Failure | None:
 
 def _failures(group: Group, ctx: Context) -> Iterator[Failure]:
     bound = ctx.bounds.logprob
-    for index, (rollout, score) in enumerate(zip(group.rollouts, ctx.scores, strict=True)):
-        off_P = np.abs(rollout.logprobs_P().astype(np.float64) - score.logprobs_P)
+    claimed_N = np.concatenate([rollout.logprobs_P() for rollout in group.rollouts]).astype(np.float64)
+    off_N = np.abs(claimed_N - np.concatenate([score.logprobs_P for score in ctx.scores]))
+    if (off_N <= bound).all():  # rollouts are many and short: one look at all of them
+        return
+    ends = np.cumsum([len(score.logprobs_P) for score in ctx.scores])
+    for index, (rollout, off_P) in enumerate(zip(group.rollouts, np.split(off_N, ends[:-1]), strict=True)):
         worst = int(np.argmax(off_P))
         if not off_P[worst] <= bound:  # a difference that is not a number fails too
             figure = float(np.nan_to_num(off_P[worst], nan=1e9, posinf=1e9))

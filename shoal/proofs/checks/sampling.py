@@ -39,7 +39,10 @@ def check(group: Group, ctx: Context) -> Failure | None:
 def _failures(group: Group, ctx: Context) -> Iterator[Failure | None]:
     far = FAR * ctx.bounds.gap
     for index, (rollout, score) in enumerate(zip(group.rollouts, ctx.scores, strict=True)):
-        positions_P, gaps_P = policy_positions(rollout), score.gaps_P
+        gaps_P = score.gaps_P
+        if gaps_P.max() <= ctx.bounds.gap:  # nothing is flipped; what is not a number goes on
+            continue
+        positions_P = policy_positions(rollout)
         widest = int(np.argmax(gaps_P))
         # Written so that a gap that is not a number fails.
         if not gaps_P[widest] <= far:

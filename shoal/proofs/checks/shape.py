@@ -3,11 +3,14 @@
 Catches malformed, oversized and padded rollouts, turns longer than the limit, and log-probs that no softmax gives.
 Cannot tell a well-formed invention from a sampled rollout.
 Hard: the prover's side never makes such bytes (it refuses to send a log-prob that is not finite).
+
+Axes: G rollouts of the group, N tokens of all of them in a row, L log-probs of all of them, R runs of policy tokens.
 """
 
 import numpy as np
+from numpy.typing import NDArray
 
-from shoal.proofs.context import Context, Failure, Severity, policy_positions
+from shoal.proofs.context import Context, Failure, Severity
 from shoal.protocol.constants import MAX_GROUP_ROLLOUTS, MAX_ROLLOUT_TOKENS
 from shoal.protocol.types import ENVIRONMENT, POLICY, Group, Rollout
 
@@ -24,10 +27,10 @@ def check(group: Group, ctx: Context) -> Failure | None:
     if len(versions) > 1:
         return Failure(-1, -1, len(versions), 1, "rollouts of more than one policy version in a group")
     for index, rollout in enumerate(group.rollouts):
-        failure = _sizes(index, rollout, ctx) or _tokens(index, rollout, ctx) or _logprobs(index, rollout, ctx)
+        failure = _sizes(index, rollout, ctx)
         if failure is not None:
             return failure
-    return None
+    return _values(group.rollouts, ctx) if group.rollouts else None
 
 
 def _sizes(index: int, rollout: Rollout, ctx: Context) -> Failure | None:
@@ -37,50 +40,45 @@ def _sizes(index: int, rollout: Rollout, ctx: Context) -> Failure | None:
     limit = min(ctx.sampling.max_tokens, MAX_ROLLOUT_TOKENS)
     if num_tokens > limit:
         return Failure(index, limit, num_tokens, limit, "more tokens than max_tokens")
-    if len(rollout.author) != num_tokens:
-        return Failure(index, -1, len(rollout.author), num_tokens, "authors do not match tokens one to one")
-    return None
-
-
-def _tokens(index: int, rollout: Rollout, ctx: Context) -> Failure | None:
-    tokens_T, author_T = rollout.tokens_T(), rollout.author_T()
-    unknown_T = (tokens_T < 0) | (tokens_T >= ctx.tools.renderer.vocabulary)
-    if unknown_T.any():
-        at = int(unknown_T.argmax())
-        return Failure(index, at, int(tokens_T[at]), ctx.tools.renderer.vocabulary, "token id outside the vocabulary")
-    policy_T = author_T == POLICY
-    odd_T = ~policy_T & (author_T != ENVIRONMENT)
-    if odd_T.any():
-        at = int(odd_T.argmax())
-        return Failure(index, at, int(author_T[at]), POLICY, "author is neither environment nor policy")
-    if not policy_T.size or policy_T[0] or not policy_T.any():
+    num_policy, num_logprobs = rollout.num_policy_tokens(), len(rollout.logprobs) // 4
+    if not num_policy + rollout.author.count(ENVIRONMENT) == len(rollout.author) == num_tokens:
+        return Failure(index, -1, len(rollout.author), num_tokens, "not one author, environment or policy, a token")
+    if not num_policy or rollout.author[0] == POLICY:
         return Failure(index, 0, 0, 1, "a rollout opens with the environment's text and holds a turn of the policy")
-    start, length = _longest_turn(policy_T)
-    if length > ctx.sampling.max_turn_tokens:
-        return Failure(index, start, length, ctx.sampling.max_turn_tokens, "turn longer than max_turn_tokens")
+    if num_logprobs != num_policy:
+        return Failure(index, -1, num_logprobs, num_policy, "not one log-prob for each policy token")
     return None
 
 
-def _logprobs(index: int, rollout: Rollout, ctx: Context) -> Failure | None:
-    logprobs_P, num_policy = rollout.logprobs_P(), rollout.num_policy_tokens()
-    if logprobs_P.size != num_policy:
-        return Failure(index, -1, logprobs_P.size, num_policy, "not one log-prob for each policy token")
+def _values(rollouts: tuple[Rollout, ...], ctx: Context) -> Failure | None:
+    """All rollouts in a row, whose sizes agree: rollouts are many and short, and a look at an array costs more."""
+    start_G = np.cumsum([0, *(len(rollout.author) for rollout in rollouts)])[:-1]
+
+    def failure(at: int, figure: float, bound: float, detail: str) -> Failure:
+        index = int(np.searchsorted(start_G, at, side="right")) - 1
+        return Failure(index, at - int(start_G[index]), figure, bound, detail)
+
+    tokens_N: NDArray[np.int32] = np.frombuffer(b"".join(rollout.token_ids for rollout in rollouts), dtype="<i4")
+    vocabulary = ctx.tools.renderer.vocabulary
+    if tokens_N.min() < 0 or tokens_N.max() >= vocabulary:
+        at = int(np.argmax((tokens_N < 0) | (tokens_N >= vocabulary)))
+        return failure(at, int(tokens_N[at]), vocabulary, "token id outside the vocabulary")
+    policy_N = np.frombuffer(b"".join(rollout.author for rollout in rollouts), dtype="u1") == POLICY
+    # No run of policy tokens crosses into the next rollout, for that opens with the environment's text.
+    edges = np.flatnonzero(np.diff(policy_N, append=False))
+    start_R, length_R = edges[::2] + 1, edges[1::2] - edges[::2]
+    longest = int(length_R.argmax())
+    if length_R[longest] > ctx.sampling.max_turn_tokens:
+        length, limit = int(length_R[longest]), ctx.sampling.max_turn_tokens
+        return failure(int(start_R[longest]), length, limit, "turn longer than max_turn_tokens")
+    logprobs_L: NDArray[np.float32] = np.frombuffer(b"".join(rollout.logprobs for rollout in rollouts), dtype="<f4")
     # Rounding may put a certain token's log-prob just above 0; how much rounding passes is the run's own bound.
     bound = ctx.bounds.logprob
-    odd_P = ~(logprobs_P <= bound) | (logprobs_P == -np.inf)
-    if not odd_P.any():
-        return None
-    first = int(odd_P.argmax())
-    position, value = int(policy_positions(rollout)[first]), float(logprobs_P[first])
-    if not np.isfinite(value):
-        return Failure(index, position, 0, 0, "log-prob is not a finite number")
-    return Failure(index, position, value, bound, "log-prob above 0")
-
-
-def _longest_turn(policy_T: np.ndarray) -> tuple[int, int]:
-    """Start and length of the longest run of policy tokens; the first token is not one of them."""
-    (edges,) = np.nonzero(policy_T[1:] != policy_T[:-1])  # it opens with the environment's text
-    edges = np.append(edges + 1, len(policy_T))
-    starts, ends = edges[: len(edges) // 2 * 2 : 2], edges[1::2]
-    longest = int(np.argmax(ends - starts))
-    return int(starts[longest]), int(ends[longest] - starts[longest])
+    odd_L = ~(logprobs_L <= bound) | (logprobs_L == -np.inf)
+    if odd_L.any():
+        first = int(odd_L.argmax())
+        at, value = int(np.flatnonzero(policy_N)[first]), float(logprobs_L[first])
+        if not np.isfinite(value):
+            return failure(at, 0, 0, "log-prob is not a finite number")
+        return failure(at, value, bound, "log-prob above 0")
+    return None
