@@ -8,7 +8,7 @@ import base64
 import hashlib
 from typing import Any
 
-VOWELS = frozenset("AEIOUaeiou")
+VOWELS = "AEIOUaeiou"
 NUM_TASKS = 4096
 PROMPT, NEW = 32, 64
 """Tokens shown and written; a character is a token."""
@@ -21,7 +21,7 @@ def prompt_of(index: int) -> str:
 
 def reward_of(written: str) -> float:
     """Share of vowels among the 64 characters; 10/64 at chance."""
-    return sum(character in VOWELS for character in written[:NEW]) / NEW
+    return sum(map(written[:NEW].count, VOWELS)) / NEW
 
 
 class Vowels:

@@ -45,6 +45,10 @@ MAX_TENSORS = 10_000
 MAX_ROLLOUT_TOKENS = 1 << 20
 """Tokens of one rollout, prompt included. Changing breaks: replay of longer ones."""
 
+MAX_LOGPROB = 1e-3
+"""Nats that a token's log-probability may be: rounding may put a certain token's just above 0. One bound for validators
+and trainer: what the ones accept, the other must be able to learn from, or it can never go on. Changing breaks: replay."""
+
 MAX_GROUP_ROLLOUTS = 4096
 """Rollouts of one group."""
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from shoal.algos.advantages import group_advantages
 from shoal.errors import PeerError
+from shoal.protocol.constants import MAX_LOGPROB
 from shoal.protocol.types import ENVIRONMENT, POLICY, BatchGroup, Group, Rollout
 from shoal.protocol.wire import WireError, digest, from_msgpack
 
@@ -122,7 +123,7 @@ def _fault(rollout: Rollout, version: int, vocabulary: int, max_tokens: int) -> 
         return "the policy wrote the first token, which nothing predicts"
     if len(logp_P) != np.count_nonzero(author_T == POLICY):
         return f"{len(logp_P)} log-probs for {np.count_nonzero(author_T == POLICY)} policy tokens"
-    if not np.isfinite(logp_P).all() or (logp_P > 1e-3).any():
+    if not np.isfinite(logp_P).all() or (logp_P > MAX_LOGPROB).any():
         return "a log-prob that is not finite or above 0"
     return ""
 

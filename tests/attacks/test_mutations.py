@@ -27,6 +27,7 @@ from shoal.protocol import types as t
 from shoal.protocol.identity import RequestLine, sign_request, verify
 from shoal.protocol.wire import digest, from_json, from_msgpack, to_json, to_msgpack
 from shoal.roles.coordinator.api import application
+from shoal.train.rows import rows_of_group
 from tests.attacks.mutations import KINDS, Specimens, mutated
 from tests.attacks.world import RULES, World, lease_of, load_engine, make_policy
 from tests.roles.town import URL, Town, tiny_run
@@ -82,6 +83,9 @@ class Fuzzer:
         body = mutated(kind, rng, self.specimens)
         started = time.process_time()
         verdicts = self.world.judge(body, audit=False)  # which sees to it that there is one for each slot, in order
+        for place, verdict in enumerate(verdicts):
+            if verdict.outcome == "accept":
+                self.is_learnable(body, place, verdict)
         if self.is_odd(body, verdicts) or rng.random() < 0.002:
             verdicts = self.world.judge(body, audit=True)
             self.audited += 1
@@ -104,6 +108,14 @@ class Fuzzer:
             said.groups[place] != honest.groups[place] or said.proofs[place:][:1] != honest.proofs[place:][:1]
             for place in accepted
         )
+
+    def is_learnable(self, body: bytes, place: int, verdict: t.GroupVerdict) -> None:
+        """The trainer takes what was accepted without the model, or one group could stop the run for good."""
+        data, lease = from_msgpack(body, t.Submission).groups[place], self.world.lease
+        member = t.BatchGroup(lease.version, verdict.slot, "s", place, digest(data), verdict.rewards)
+        limits = {"vocabulary": self.world.renderer.vocabulary, "max_tokens": lease.sampling.max_tokens}
+        rows = rows_of_group(member, data, advantage="mean", **limits)
+        assert sum(len(row.positions_P) for row in rows) == verdict.tokens
 
     def is_honest_in_all_that_matters(self, body: bytes, place: int) -> None:
         """An accepted group is of this lease and equals the honest one, but for log-probs and proof within noise."""

@@ -86,7 +86,7 @@ def test_array_with_a_byte_too_many_is_hard(desk, name):
     assert first(desk.judge(desk.body(desk.edit(0, 1, **{name: longer})))) == ("hard", "shape")
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), 0.02])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), 0.02, 0.002])
 def test_log_probs_that_no_softmax_gives_are_hard(desk, value):
     logprobs_P = desk.groups[0].rollouts[1].logprobs_P().copy()
     logprobs_P[2] = value

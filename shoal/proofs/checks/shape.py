@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.proofs.context import Context, Failure, Severity
-from shoal.protocol.constants import MAX_GROUP_ROLLOUTS, MAX_ROLLOUT_TOKENS
+from shoal.protocol.constants import MAX_GROUP_ROLLOUTS, MAX_LOGPROB, MAX_ROLLOUT_TOKENS
 from shoal.protocol.types import ENVIRONMENT, POLICY, Group, Rollout
 
 NAME = "shape"
@@ -72,13 +72,11 @@ def _values(rollouts: tuple[Rollout, ...], ctx: Context) -> Failure | None:
         length, limit = int(length_R[longest]), ctx.sampling.max_turn_tokens
         return failure(int(start_R[longest]), length, limit, "turn longer than max_turn_tokens")
     logprobs_L: NDArray[np.float32] = np.frombuffer(b"".join(rollout.logprobs for rollout in rollouts), dtype="<f4")
-    # Rounding may put a certain token's log-prob just above 0; how much rounding passes is the run's own bound.
-    bound = ctx.bounds.logprob
-    odd_L = ~(logprobs_L <= bound) | (logprobs_L == -np.inf)
+    odd_L = ~(logprobs_L <= MAX_LOGPROB) | (logprobs_L == -np.inf)
     if odd_L.any():
         first = int(odd_L.argmax())
         at, value = int(np.flatnonzero(policy_N)[first]), float(logprobs_L[first])
         if not np.isfinite(value):
             return failure(at, 0, 0, "log-prob is not a finite number")
-        return failure(at, value, bound, "log-prob above 0")
+        return failure(at, value, MAX_LOGPROB, "log-prob above 0")
     return None
