@@ -272,7 +272,7 @@ GUARDS = [
         ("a name that is another's key shields nobody", "matches = [key] if key in state.nodes else named",
          "matches = named", f"{HOSTILE}::test_a_name_that_is_anothers_key_does_not_shield_that_key"),
     ),
-    *_in("shoal/ledger/state.py", JUDGING,
+    *_in("shoal/ledger/apply.py", JUDGING,
         ("a new engine is on probation again", "            node.valid_blocks = 0  # another engine",
          "            pass  # another engine", "test_a_new_engine_of_a_known_key_is_on_probation_again"),
         ("a refusal ends trust", "node.valid_blocks, node.failures = 0, node.failures + 1",

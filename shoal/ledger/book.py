@@ -9,10 +9,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from shoal.errors import ShoalError, StateError
+from shoal.ledger.apply import apply
 from shoal.ledger.commands import Command
 from shoal.ledger.decide import decide, follow
 from shoal.ledger.events import Entry, make_entry, read_entry
-from shoal.ledger.state import State, apply
+from shoal.ledger.state import State
 from shoal.ledger.store import Store
 from shoal.protocol.wire import WireError
 

@@ -1,7 +1,7 @@
 """The kinds of events in a run's log, one frozen type each, and how an event becomes bytes with a hash.
 
 Called by the book (which makes and applies them) and by whoever reads a log. It knows no rule of the run:
-those are in `decide` and `state`. Adding a field with a default keeps old logs readable; anything else is a new kind.
+those are in `decide` and `apply`. Adding a field with a default keeps old logs readable; anything else is a new kind.
 """
 
 from typing import Any

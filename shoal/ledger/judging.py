@@ -14,8 +14,9 @@ from itertools import combinations
 from shoal.algos.replay import excessive
 from shoal.ledger import audits
 from shoal.ledger import events as ev
+from shoal.ledger.apply import evidence_after
 from shoal.ledger.commands import Judge, Refused
-from shoal.ledger.state import Lease, Node, State, Submission, evidence_after
+from shoal.ledger.state import Lease, Node, State, Submission
 from shoal.protocol.types import GroupVerdict
 
 

@@ -13,6 +13,7 @@ from functools import singledispatch
 from typing import Any, NamedTuple
 
 from shoal.ledger import events as ev
+from shoal.ledger.apply import apply
 from shoal.ledger.commands import (
     Admin,
     AskLease,
@@ -28,7 +29,7 @@ from shoal.ledger.commands import (
 )
 from shoal.ledger.decide import decide, follow
 from shoal.ledger.seeds import audit_draws, recheck_draw, turns
-from shoal.ledger.state import State, apply
+from shoal.ledger.state import State
 from shoal.protocol.constants import MAX_OPEN_LEASES
 from shoal.protocol.types import Join, Verdict
 

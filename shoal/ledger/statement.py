@@ -8,8 +8,9 @@ from collections.abc import Sequence
 
 import msgspec
 
+from shoal.ledger.apply import apply
 from shoal.ledger.events import Entry
-from shoal.ledger.state import State, apply
+from shoal.ledger.state import State
 from shoal.protocol.accounts import Statement
 from shoal.protocol.identity import Key, verify
 from shoal.protocol.wire import to_json

@@ -9,9 +9,10 @@ from collections.abc import Iterable
 
 from shoal.errors import StateError
 from shoal.ledger import events as ev
+from shoal.ledger.apply import apply
 from shoal.ledger.book import checked_entry
 from shoal.ledger.redecide import FAULTS, redecide
-from shoal.ledger.state import State, apply, state_hash
+from shoal.ledger.state import State, state_hash
 from shoal.protocol.randomness import link_follows
 from shoal.protocol.types import Receipt
 

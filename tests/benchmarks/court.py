@@ -19,10 +19,11 @@ from benchmarks.market import (
 )
 from shoal.ledger import audits
 from shoal.ledger import events as ev
+from shoal.ledger.apply import apply
 from shoal.ledger.commands import AskLease, Create, Enter, Judge, Publish, Submit, Tick
 from shoal.ledger.decide import decide, follow
 from shoal.ledger.judging import slots_of
-from shoal.ledger.state import State, apply
+from shoal.ledger.state import State
 from shoal.protocol.constants import MAX_LEASE_BLOCKS
 from shoal.protocol.types import GroupVerdict, Join, Rules, Sampling, Verdict
 from shoal.protocol.wire import digest

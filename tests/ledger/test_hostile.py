@@ -252,7 +252,7 @@ def test_a_bug_halfway_through_a_command_leaves_the_state_of_the_log(court, monk
 
 @pytest.mark.parametrize("seed", range(6))
 def test_no_mixture_of_votes_lapses_and_late_ends_drives_a_balance_below_zero(tmp_path, monkeypatch, seed):
-    monkeypatch.setattr("shoal.ledger.state.VALIDATOR_FAULTS", 10_000)
+    monkeypatch.setattr("shoal.ledger.apply.VALIDATOR_FAULTS", 10_000)
     rng = random.Random(seed)
     world = World(tmp_path, JUDGES, steps=400, max_staleness=200, audit_rate=0.05)
     world.enter(WORKER)
