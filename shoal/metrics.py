@@ -36,6 +36,7 @@ METRICS: dict[str, Metric] = {
     "staleness_rollouts": Metric("rollouts", "Rollouts of the batch by how many versions old their policy was."),
     "stale_rollouts": Metric("rollouts", "Rollouts left out because their policy was older than max_staleness."),
     "groups_without_signal": Metric("groups", "Groups of the batch left out because their rewards were all equal."),
+    "groups_unlearnable": Metric("groups", "Groups of the batch that a validator accepted and nobody can learn from."),
     "grad_norm": Metric("norm", "Norm of the gradient before clipping."),
     "update_skipped": Metric("0 or 1", "1 if the gradient was not finite and the weights were left as they were."),
     "lr": Metric("learning rate", "Learning rate of the step."),

@@ -59,6 +59,7 @@ def _in(file: str, tests: str, *lines: tuple[str, str, str, str]) -> list[Guard]
 
 HOSTILE, JUDGING, RULES = "tests/ledger/test_hostile.py", "tests/ledger/test_judging.py", "tests/ledger/test_rules.py"
 VALIDATORS = "tests/roles/test_validators.py"
+MEMBERS = "tests/roles/test_hostile_members.py"
 
 # fmt: off
 GUARDS = [
@@ -114,6 +115,8 @@ GUARDS = [
          "test_two_who_differ_ask_a_third_who_decides_and_the_lone_one_is_named"),
     ),
     *_in("shoal/ledger/judging.py", JUDGING,
+        ("a refusal names a check", 'if group.check not in (("",) if group.outcome == "accept" else audits.CHECKS):', OFF,
+         f"{HOSTILE}::test_a_refusal_names_one_of_the_runs_checks"),
         ("voting twice changes nothing", "command.key in submission.votes or ", "",
          "test_voting_twice_changes_nothing"),
         ("a vote after the decision changes nothing", " or not is_open(state, submission)", "",
@@ -526,8 +529,45 @@ GUARDS = [
          "test_only_the_trainer_puts_chunks_and_under_their_own_names"),
         ("a chunk has the name of its bytes", "if len(body) > MAX_CHUNK_BYTES or found != name:", OFF,
          "test_only_the_trainer_puts_chunks_and_under_their_own_names"),
-        ("the host's disk has a quota", "if self.blobs.size_bytes > quota:", OFF,
+        ("the host's disk has a quota", "if not self._has_room(quota):", OFF,
          "test_the_quota_stops_leases_and_says_so"),
+        ("garbage does not use up the quota", "                self._forget_body(name)\n            if self",
+         "                pass\n            if self",
+         f"{MEMBERS}::test_refused_bodies_make_room_when_the_quota_is_used_up"),
+        ("accepted bodies stay", "for name in [name for name in self._bodies if name not in accepted]:",
+         "for name in list(self._bodies):", f"{MEMBERS}::test_refused_bodies_make_room_when_the_quota_is_used_up"),
+        ("a lease's weights stay", " or v in at_work}", "}",
+         f"{MEMBERS}::test_weights_stay_as_long_as_a_lease_may_need_them"),
+        ("an open submission's weights stay", "(*state.open_leases, *judged)", "state.open_leases",
+         f"{MEMBERS}::test_weights_stay_as_long_as_a_submission_is_open"),
+    ),
+    *_in("shoal/roles/coordinator/api.py", MEMBERS,
+        ("a page of the log is of bounded size", "if len(page) > MAX_EVENTS_BYTES:", OFF,
+         "test_a_long_log_is_read_page_by_page"),
+    ),
+    *_in("shoal/roles/trainer.py", MEMBERS,
+        ("a page that is full is not the end", " or len(page) > MAX_EVENTS_BYTES", "",
+         "test_a_long_log_is_read_page_by_page"),
+        ("what cannot be learned from is left out", "            return []\n", "            raise\n",
+         "test_a_run_gets_past_a_batch_that_nobody_can_learn_from"),
+    ),
+    *_in("shoal/train/step.py", "tests/train/test_step.py",
+        ("a step needs no rows", "        if not rows:", "        if False:",
+         "test_a_step_without_rows_leaves_the_weights_alone"),
+    ),
+    *_in("shoal/protocol/wire.py", "tests/protocol/test_wire.py",
+        ("brackets in a string are no nesting", '_STRING.sub(b"", data)', "data",
+         "test_brackets_inside_strings_are_no_nesting"),
+        ("messages are not nested deeply", "if depth > MAX_JSON_DEPTH:", OFF,
+         "test_deep_nesting_is_refused_and_shallow_is_not"),
+    ),
+    *_in("shoal/protocol/types.py", MEMBERS,
+        ("a name is short", "max_length=MAX_FACT_CHARS, ", "", "test_a_name_is_short_and_controls_no_terminal"),
+        ("a name controls no terminal", '*\\Z")]', '*")]', "test_a_name_is_short_and_controls_no_terminal"),
+    ),
+    *_in("shoal/ledger/events.py", MEMBERS,
+        ("what cannot be read is not stored", "read, _ = read_entry(data)",
+         "read = Entry(seq, time, body, data, event_hash(data))", "test_an_event_that_nobody_could_read_is_not_stored"),
     ),
 ]
 # fmt: on

@@ -53,6 +53,11 @@ would let two liars remove an honest one at their first try; many keep a liar's 
 MAX_REWARD = 1e6
 """Of one rollout, by size. Larger ones could add up to what is no number, which no log can hold."""
 
+CHECKS = (
+    "shape", "lease", "prompt", "environment", "reward", "ending", "complete", "sampling", "logprobs", "activations",
+)  # fmt: skip
+"""What a verdict may name: refusals are counted by it, in answers of bounded size. Changing breaks: replay."""
+
 MAX_REASON_CHARS = 300
 """Of a verdict on one group, its check and detail together: people read them in terminals."""
 

@@ -274,9 +274,13 @@ class Entry(msgspec.Struct, frozen=True):
 
 
 def make_entry(seq: int, time: float, body: Body, prev: str) -> Entry:
-    """Encode an event that follows the one with hash `prev`."""
+    """Encode an event that follows the one with hash `prev`.
+
+    Raises `WireError` for one that could not be read again: once stored, no replay would get past it.
+    """
     data = to_json(Event(seq, time, _NAMES[type(body)], msgspec.Raw(to_json(body)), prev))
-    return Entry(seq, time, body, data, event_hash(data))
+    read, _ = read_entry(data)
+    return Entry(seq, time, body, data, read.hash)
 
 
 def read_entry(data: bytes) -> tuple[Entry, str]:

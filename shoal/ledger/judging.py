@@ -92,6 +92,8 @@ def refuse_malformed(state: State, lease: Lease, submission: Submission, groups:
         raise Refused("malformed", "a verdict names every slot of the lease once, in order")
     for group in groups:
         said = group.check + group.detail
+        if group.check not in (("",) if group.outcome == "accept" else audits.CHECKS):
+            raise Refused("malformed", f"slot {group.slot}: a refusal names one of the run's checks")
         if len(said) > audits.MAX_REASON_CHARS or not said.isprintable():
             raise Refused(
                 "malformed", f"slot {group.slot}: a reason is one line of at most {audits.MAX_REASON_CHARS} characters"

@@ -59,7 +59,15 @@ MAX_LEASE_BLOCKS = 64
 """Blocks in one lease; more would let one lapse hold up a batch for long."""
 
 MAX_EVENTS = 1000
-"""Events in one answer to `GET /v1/events`; fewer mean its end. Changing breaks: older readers stop early."""
+"""Events in one answer to `GET /v1/events`. Changing breaks: older readers stop early."""
+
+MAX_EVENTS_BYTES = 8 << 20
+"""An answer with so many events, or that passes this many bytes, goes on after its last event; any other is the log's
+end. Changing breaks: older readers stop early."""
+
+MAX_FACT_CHARS = 64
+"""Characters of a node's name, and of each fact of its engine; none of them controls a terminal. Changing breaks: logs
+that hold longer ones."""
 
 MAX_OPEN_LEASES = 2
 """Leases that one worker may hold: one being played and one prefetched."""

@@ -6,11 +6,14 @@ models. Bulk arrays travel as little-endian bytes; `Rollout` gives them back as 
 Axes: T tokens of one rollout, P tokens of it that the policy wrote (P <= T).
 """
 
-from typing import Any, Literal
+import re
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
+
+from shoal.protocol.constants import MAX_FACT_CHARS
 
 ENVIRONMENT, POLICY = 0, 1
 """Authors of a token."""
@@ -18,6 +21,18 @@ ENVIRONMENT, POLICY = 0, 1
 Ending = Literal["environment", "length", "error", "stop"]
 """How a rollout ended: the environment said so; a token limit; the environment raised; the policy's own stop
 (completions leases only, where no environment answers)."""
+
+
+_UNPRINTABLE = r"\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069"
+"""Characters that control a terminal, or that hide or turn round what stands beside them."""
+
+Fact = Annotated[str, msgspec.Meta(max_length=MAX_FACT_CHARS, pattern=rf"\A[^{_UNPRINTABLE}]*\Z")]
+"""What a node says of itself: short, and safe to show."""
+
+
+def fact(text: str) -> str:
+    """Any text as a `Fact`."""
+    return re.sub(f"[{_UNPRINTABLE}]", "?", text)[:MAX_FACT_CHARS]
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -113,13 +128,13 @@ class Join(Message, frozen=True):
     """`POST /v1/nodes`: the key comes from the signature."""
 
     role: Literal["worker", "validator", "trainer", "relay"]
-    name: str
+    name: Fact
     tokens_per_s: float
     """Measured speed of generation; 0 if not known."""
-    implementation: str
+    implementation: Fact
     """Engine and its version, such as "shoal-local/torch-2.13.0"."""
-    dtype: str
-    device: str
+    dtype: Fact
+    device: Fact
 
 
 class NodeState(Message, frozen=True):
@@ -248,9 +263,9 @@ class Group(Message, frozen=True):
 class EngineFacts(Message, frozen=True):
     """What made the tokens: verifying bounds depend on it."""
 
-    implementation: str
-    dtype: str
-    device: str
+    implementation: Fact
+    dtype: Fact
+    device: Fact
 
 
 class Submission(Message, frozen=True):

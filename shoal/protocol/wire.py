@@ -6,6 +6,7 @@ and nothing is ever signed or hashed after being encoded a second time: the byte
 """
 
 import hashlib
+import re
 from typing import TypeVar
 
 import msgspec
@@ -13,6 +14,11 @@ import msgspec
 from shoal.protocol.constants import DOMAIN, MAX_JSON_DEPTH
 
 T = TypeVar("T")
+
+_STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"?', re.DOTALL)
+"""A JSON string, or one that never ends; it is looked at once, whatever it holds."""
+
+_BRACKET = re.compile(rb"[][{}]")
 
 _json_encoder = msgspec.json.Encoder(order="deterministic")
 _msgpack_encoder = msgspec.msgpack.Encoder(order="deterministic")
@@ -71,14 +77,11 @@ def _name(kind: object) -> str:
 
 
 def _refuse_deep_nesting(data: bytes) -> None:
-    """An upper bound on depth that costs one pass: brackets inside strings count too, which no message of ours has."""
+    """Depth is counted outside of strings: a stranger's name may hold any bracket, and is read again from the log."""
     if data.count(b"[") + data.count(b"{") <= MAX_JSON_DEPTH:
         return
     depth = 0
-    for byte in data:
-        if byte in b"[{":
-            depth += 1
-            if depth > MAX_JSON_DEPTH:
-                raise WireError(f"nested deeper than {MAX_JSON_DEPTH} levels (MAX_JSON_DEPTH)")
-        elif byte in b"]}":
-            depth -= 1
+    for bracket in _BRACKET.findall(_STRING.sub(b"", data)):
+        depth += 1 if bracket in b"[{" else -1
+        if depth > MAX_JSON_DEPTH:
+            raise WireError(f"nested deeper than {MAX_JSON_DEPTH} levels (MAX_JSON_DEPTH)")

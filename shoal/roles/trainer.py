@@ -27,12 +27,12 @@ from shoal.net.stopping import Stopping
 from shoal.policy.files import load_policy, save_policy
 from shoal.policy.tiny import make_tiny
 from shoal.protocol import types as t
-from shoal.protocol.constants import MAX_EVENTS, MAX_SUBMISSION_BYTES
+from shoal.protocol.constants import MAX_EVENTS, MAX_EVENTS_BYTES, MAX_SUBMISSION_BYTES
 from shoal.protocol.identity import Key
 from shoal.protocol.wire import from_msgpack, to_json
 from shoal.train.checkpoint import load_state, save_state
 from shoal.train.filter import select
-from shoal.train.rows import Row, rows_of_group
+from shoal.train.rows import Row, Unlearnable, rows_of_group
 from shoal.train.selfcheck import largest_gap_nats
 from shoal.train.step import Learner
 from shoal.weights.manifest import sign_manifest
@@ -144,16 +144,11 @@ class Trainer:
         for name in dict.fromkeys(member.submission for member in batch.groups):
             body = await self.client.get_blob(name, cap=MAX_SUBMISSION_BYTES)
             bodies[name] = from_msgpack(body, t.Submission).groups
-        rows_G = [
-            rows_of_group(
-                member, bodies[member.submission][member.index], advantage=self.config.train.advantage,
-                vocabulary=self.vocabulary, max_tokens=self.config.sampling.max_tokens,
-            )
-            for member in batch.groups
-        ]  # fmt: skip
+        rows_G = [self._rows_of(member, bodies[member.submission][member.index]) for member in batch.groups]
         chosen = select(batch.groups, rows_G, version=batch.step, max_staleness=law.max_staleness)
         counts: dict[str, Any] = {
             "groups_without_signal": chosen.groups_without_signal,
+            "groups_unlearnable": sum(not rows for rows in rows_G),
             "stale_rollouts": chosen.stale_rollouts,
         }
         counts |= await self._accepted_since()
@@ -165,13 +160,25 @@ class Trainer:
             log.log(level, "self-check: one completion replayed, largest |Δ log-prob| = %.2e nats", gap)
         return chosen.rows, counts
 
+    def _rows_of(self, member: t.BatchGroup, data: bytes) -> list[Row]:
+        """A group's rows; none of one that a validator should have refused, or a single bad one could stop the run."""
+        try:
+            return rows_of_group(
+                member, data, advantage=self.config.train.advantage, vocabulary=self.vocabulary,
+                max_tokens=self.config.sampling.max_tokens,
+            )  # fmt: skip
+        except Unlearnable as fault:
+            log.warning("left out of the batch: %s", fault)
+            return []
+
     async def _accepted_since(self) -> dict[str, Any]:
         """Rewards of all groups accepted since the last step, with or without signal, read from the log."""
         rewards: list[tuple[float, ...]] = []
         more = True
         while more:
-            lines = (await self.client.get(f"/v1/events?after={self.seen_seq}", cap=1 << 26)).splitlines()
-            more = len(lines) >= MAX_EVENTS
+            page = await self.client.get(f"/v1/events?after={self.seen_seq}", cap=MAX_SUBMISSION_BYTES)
+            lines = page.splitlines()
+            more = len(lines) >= MAX_EVENTS or len(page) > MAX_EVENTS_BYTES
             for line in lines:
                 entry, _ = read_entry(line)
                 self.seen_seq = entry.seq

@@ -77,7 +77,7 @@ class Validator:
         self.envs = load_run_envs(info.envs, own_files=self.own_files)
         self.engine = self.make_engine(info.rules.dtype)
         facts = self.engine.facts
-        join = t.Join("validator", self.home.name, 0.0, facts.implementation, facts.dtype, facts.device)
+        join = t.Join("validator", t.fact(self.home.name), 0.0, facts.implementation, facts.dtype, facts.device)
         await self.client.post_json("/v1/nodes", join, t.NodeState)
         log.info("joined run=%s", info.name)
 

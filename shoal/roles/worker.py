@@ -58,7 +58,9 @@ def main(
         engine = LocalEngine(threads=threads, dtype=dtype)
         return cheating(cheat, engine) if cheat else engine
 
-    worker = Worker(Client(url, key), key.public, home, make_engine, max_memory_mb, name or platform.node(), own_files)
+    worker = Worker(
+        Client(url, key), key.public, home, make_engine, max_memory_mb, t.fact(name or platform.node()), own_files
+    )
     asyncio.run(worker.run())
 
 

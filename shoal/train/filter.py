@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from shoal.algos.advantages import has_signal
-from shoal.errors import PeerError
 from shoal.protocol.types import BatchGroup
 from shoal.train.rows import Row
 
@@ -30,17 +29,10 @@ def select(
 ) -> Selection:
     """Drop groups of equal rewards, and each rollout sampled by a policy too old for (or newer than) `version`.
 
-    `rows_G` holds the rows of each member; `version` is the policy about to be updated. A group keeps its other
-    rollouts, with the advantages it had. Raises `PeerError` if nothing is left.
+    `rows_G` holds the rows of each member, none of one that nothing can be learned from; `version` is the policy about
+    to be updated. A group keeps its other rollouts, with the advantages it had.
     """
     signal = [has_signal(member.rewards) for member in members]
     candidates = [row for rows, keep in zip(rows_G, signal, strict=True) if keep for row in rows]
     rows = [row for row in candidates if 0 <= version - row.version <= max_staleness]
-    selection = Selection(rows, signal.count(False), len(candidates) - len(rows))
-    if not rows:
-        raise PeerError(
-            f"the batch for version {version} holds nothing to learn from: of {len(members)} groups "
-            f"{selection.groups_without_signal} have no signal, and {selection.stale_rollouts} rollouts are outside "
-            f"max_staleness = {max_staleness}. The coordinator should not have formed it: run `shoal ledger verify`"
-        )
-    return selection
+    return Selection(rows, signal.count(False), len(candidates) - len(rows))

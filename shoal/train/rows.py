@@ -22,6 +22,10 @@ from shoal.protocol.types import ENVIRONMENT, POLICY, BatchGroup, Group, Rollout
 from shoal.protocol.wire import WireError, digest, from_msgpack
 
 
+class Unlearnable(PeerError):
+    """The bytes are those of the batch, and nothing can be learned from them: whoever reads them finds the same."""
+
+
 @dataclass(frozen=True, eq=False)
 class Row:
     """One rollout as the learner sees it: which algorithm made the advantages and weights cannot be told from it."""
@@ -49,8 +53,8 @@ def rows_of_group(
 ) -> list[Row]:
     """Rows of a member of a batch from its bytes, in order of sample index; one without policy tokens is left out.
 
-    Raises `PeerError` naming the slot, the rollout and the fault if the bytes are not the group that the batch names,
-    or hold anything that must not reach the model.
+    Raises `PeerError` if the bytes are not the group that the batch names, and `Unlearnable`, naming the slot, the
+    rollout and the fault, if they hold anything that must not reach the model.
     """
     place = f"group of slot {member.slot}, version {member.version}"
     if digest(data) != member.digest:
@@ -58,19 +62,19 @@ def rows_of_group(
     try:
         group = from_msgpack(data, Group)
     except WireError as error:
-        raise PeerError(_refusal(place, str(error))) from None
+        raise Unlearnable(_refusal(place, str(error))) from None
     if group.slot != member.slot:
-        raise PeerError(_refusal(place, f"it says that it is slot {group.slot}"))
+        raise Unlearnable(_refusal(place, f"it says that it is slot {group.slot}"))
     if not group.rollouts or len(group.rollouts) != len(member.rewards):
-        raise PeerError(_refusal(place, f"{len(group.rollouts)} rollouts for {len(member.rewards)} rewards"))
+        raise Unlearnable(_refusal(place, f"{len(group.rollouts)} rollouts for {len(member.rewards)} rewards"))
     if not np.isfinite(member.rewards).all():
-        raise PeerError(_refusal(place, f"rewards are not finite: {member.rewards}"))
+        raise Unlearnable(_refusal(place, f"rewards are not finite: {member.rewards}"))
     advantages_G = group_advantages(member.rewards, advantage)
     rows = []
     for i, (rollout, reward, A) in enumerate(zip(group.rollouts, member.rewards, advantages_G, strict=True)):
         fault = _fault(rollout, member.version, vocabulary, max_tokens)
         if fault:
-            raise PeerError(_refusal(f"{place}, rollout {i}", fault))
+            raise Unlearnable(_refusal(f"{place}, rollout {i}", fault))
         positions_P = np.flatnonzero(rollout.author_T() == POLICY)
         if len(positions_P):
             rows.append(

@@ -75,8 +75,19 @@ class Learner:
     def step(self, rows: Sequence[Row], version: int) -> dict[str, Any]:
         """Learn from rows, turning policy `version` into `version + 1`; gives the metrics declared in `shoal.metrics`.
 
-        A gradient that is not finite changes nothing: the step is skipped, said in the log and in `update_skipped`.
+        A gradient that is not finite changes nothing: the step is skipped, said in the log and in `update_skipped`. So
+        is one without rows, for a batch is an event: the run must get past it, whatever it holds.
         """
+        if not rows:
+            log.warning("nothing to learn from: the policy stays as it is version=%d", version)
+            return {
+                "update_skipped": 1,
+                "reward_mean": 0.0,
+                "rollouts": 0,
+                "tokens": 0,
+                "policy_tokens": 0,
+                "train_s": 0.0,
+            }
         started = self._clock()
         num_tokens = sum(len(row.positions_P) for row in rows)
         assert num_tokens, "a step needs policy tokens; train/filter sees to it"

@@ -12,6 +12,7 @@ from shoal.ledger.commands import Admin, AskLease, Enter, Judge, Publish, Refuse
 from shoal.ledger.decide import groups_wanted
 from shoal.ledger.judging import slots_of, to_judge
 from shoal.ledger.state import state_hash
+from shoal.proofs.verify import AUDIT, MODEL_FREE
 from shoal.protocol.constants import MAX_LEASE_BLOCKS
 from shoal.protocol.types import GroupVerdict, Join, Verdict
 from shoal.protocol.wire import digest
@@ -325,3 +326,15 @@ def test_a_mild_cheat_that_a_second_look_finds_costs_what_any_refusal_costs(cour
     entries = court.judge(name, "soft", by=JUDGES[2])
     assert [body.outcome for body in bodies(entries, ev.Rechecked)] == ["refused"]
     assert [body.tokens for body in bodies(entries, ev.Forfeited)] == [80] and court.audit().findings == []
+
+
+@pytest.mark.parametrize(("outcome", "check"), [("hard", "[[["), ("soft", ""), ("void", "x"), ("accept", "shape")])
+def test_a_refusal_names_one_of_the_runs_checks(court, outcome, check):
+    submission = court.submit(WORKER, court.lease(WORKER))
+    judge = next(key for key in JUDGES if submission in to_judge(court.state, key, court.now))
+    with pytest.raises(Refused, match="names one of the run's checks"):
+        court.judge(submission, outcome, by=judge, check=check)
+
+
+def test_the_names_of_checks_are_those_of_the_checks():
+    assert {module.NAME for module in (*MODEL_FREE, *AUDIT)} == set(audits.CHECKS)

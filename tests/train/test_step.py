@@ -136,6 +136,18 @@ def test_a_gradient_that_is_not_finite_leaves_the_weights_alone(make_model, make
     assert all(torch.equal(before[name], tensor) for name, tensor in learner.state(1).tensors.items())
 
 
+def test_a_step_without_rows_leaves_the_weights_alone(make_model, make_rows, caplog):
+    learner = learner_of(make_model())
+    before = {name: tensor.clone() for name, tensor in learner.state(0).tensors.items()}
+    found = learner.step([], 0)
+    assert (
+        found["update_skipped"] == 1
+        and found.keys() <= metrics.METRICS.keys()
+        and "nothing to learn from" in caplog.text
+    )
+    assert all(torch.equal(before[name], tensor) for name, tensor in learner.state(1).tensors.items())
+
+
 def test_only_matrices_decay(make_model, make_rows):
     config = TrainConfig(lr=0.5, warmup_steps=0, weight_decay=0.5, max_grad_norm=1e-30)
     learner = learner_of(make_model(), config)

@@ -22,7 +22,14 @@ from shoal.net.openapi import Call, document
 from shoal.net.server import Gate, answer, answer_bytes
 from shoal.protocol import types as t
 from shoal.protocol.accounts import CreditPage, Statement
-from shoal.protocol.constants import LONG_POLL_S, MAX_CHUNK_BYTES, MAX_EVENTS, MAX_MANIFEST_BYTES, MAX_SUBMISSION_BYTES
+from shoal.protocol.constants import (
+    LONG_POLL_S,
+    MAX_CHUNK_BYTES,
+    MAX_EVENTS,
+    MAX_EVENTS_BYTES,
+    MAX_MANIFEST_BYTES,
+    MAX_SUBMISSION_BYTES,
+)
 from shoal.protocol.identity import Caller
 from shoal.roles.coordinator.desk import Desk, batch_of, node_state
 
@@ -134,8 +141,12 @@ async def get_events(api: Api, request: Request) -> Response:
     """Stored bytes, a line each: what is hashed."""
     await api.gate.anyone(request)
     after = _number(request.query_params.get("after", "-1"), "after")
-    rows = api.desk.book.store.read(after, MAX_EVENTS)
-    return answer_bytes(b"".join(data + b"\n" for data, _ in rows), "application/x-ndjson")
+    page = bytearray()
+    for data, _ in api.desk.book.store.read(after, MAX_EVENTS):
+        page += data + b"\n"
+        if len(page) > MAX_EVENTS_BYTES:
+            break
+    return answer_bytes(bytes(page), "application/x-ndjson")
 
 
 async def get_health(api: Api, request: Request) -> Response:

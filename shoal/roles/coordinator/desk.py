@@ -6,7 +6,7 @@ knows no HTTP; the rules are in `ledger/decide`.
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
@@ -169,7 +169,7 @@ class Desk:
             await self.book.submit(ReturnLeases(key, request.returning, self.clock()))
             return t.LeaseAnswer(None, 0.0, "given back")
         quota = self._config.storage.quota_mb * 1_000_000
-        if self.blobs.size_bytes > quota:
+        if not self._has_room(quota):
             raise Wait(f"the host's disk quota is used up ({quota // 1_000_000} MB, storage.quota_mb)", 10.0)
         await self.book.submit(AskLease(key, request.holding, request.tokens_per_s, self.clock()))
         lease = next((x for x in self.state.open_leases_of(key) if x.id not in request.holding), None)
@@ -379,22 +379,49 @@ class Desk:
             return
         oldest = state.version - max(storage.window_steps, state.law.max_staleness + 1)
         for name in [name for name, version in self._bodies.items() if version < oldest]:
-            if is_open(state, state.submissions[name]) or (storage.retain == "batches" and self._was_used(name)):
-                continue
-            del self._bodies[name]
-            for blob in (name, *state.submissions[name].projections.values()):
-                self._projections.pop(blob, None)
-                self.blobs.delete(blob)
-        kept = {c for v, m in self._manifests.items() if v >= oldest for f in m.files for c in f.chunks}
-        for version in [v for v in self._manifests if v < oldest]:
-            for chunk in {c for file in self._manifests.pop(version).files for c in file.chunks} - kept:
-                self._public_chunks.discard(chunk)
-                self.blobs.delete(chunk)
+            if not is_open(state, state.submissions[name]) and not (
+                storage.retain == "batches" and self._was_used(name)
+            ):
+                self._forget_body(name)
+        at_work = self._versions_at_work()
+        kept = {v: m for v, m in self._manifests.items() if v >= oldest or v in at_work}
+        dropped, self._manifests = [m for v, m in self._manifests.items() if v not in kept], kept
+        for chunk in _chunks(dropped) - _chunks(kept.values()):
+            self._public_chunks.discard(chunk)
+            self.blobs.delete(chunk)
+
+    def _has_room(self, quota: int) -> bool:
+        """Whether the quota is kept; if need be by deleting refused bodies, for garbage must not stop the run."""
+        if self.blobs.size_bytes <= quota:
+            return True
+        accepted = {slot.submission for version in self.state.versions.values() for slot in version.slots.values()}
+        for name in [name for name in self._bodies if name not in accepted]:
+            if not is_open(self.state, self.state.submissions[name]):
+                self._forget_body(name)
+            if self.blobs.size_bytes <= quota:
+                return True
+        return False
+
+    def _forget_body(self, name: str) -> None:
+        del self._bodies[name]
+        for blob in (name, *self.state.submissions[name].projections.values()):
+            self._projections.pop(blob, None)
+            self.blobs.delete(blob)
+
+    def _versions_at_work(self) -> set[int]:
+        """Versions that somebody may still have to fetch, however old: to fill a lease, or to judge a submission."""
+        state = self.state
+        judged = [state.submissions[name].lease for name in (*state.pending, *state.rechecks)]
+        return {state.leases[lease].version for lease in (*state.open_leases, *judged)}
 
     def _was_used(self, submission: str) -> bool:
         lease = self.state.leases[self.state.submissions[submission].lease]
         slots = self.state.versions[lease.version].slots.values()
         return any(slot.submission == submission and slot.step >= 0 for slot in slots)
+
+
+def _chunks(manifests: Iterable[t.Manifest]) -> set[str]:
+    return {chunk for manifest in manifests for file in manifest.files for chunk in file.chunks}
 
 
 def _audited(groups: Sequence[t.GroupVerdict]) -> set[int]:
