@@ -58,6 +58,7 @@ def _in(file: str, tests: str, *lines: tuple[str, str, str, str]) -> list[Guard]
 
 
 HOSTILE, JUDGING, RULES = "tests/ledger/test_hostile.py", "tests/ledger/test_judging.py", "tests/ledger/test_rules.py"
+LIVENESS = "tests/ledger/test_liveness.py"
 VALIDATORS = "tests/roles/test_validators.py"
 MEMBERS = "tests/roles/test_hostile_members.py"
 
@@ -79,10 +80,10 @@ GUARDS = [
          "test_influence_raises_the_rate_and_never_lowers_it"),
         ("influence never lowers the rate", "max(1.0, raised)", "raised",
          "test_influence_raises_the_rate_and_never_lowers_it"),
-        ("turns come one after another", "waited_s >= TURN_S * (left.index(key) if key in left else len(left))",
-         "waited_s >= 0.0", "test_turns_come_one_after_another_and_nobody_has_two"),
-        ("nobody has two voices", "return key not in voted and waited_s", "return waited_s",
+        ("turns come one after another", "return since + TURN_S * place", "return since",
          "test_turns_come_one_after_another_and_nobody_has_two"),
+        ("nobody waits for a silent validator", "[validator for validator in before if validator not in silent]",
+         "before", f"{LIVENESS}::test_a_validator_that_lets_its_turns_pass_holds_up_nobody_after_the_second"),
         ("quarantine grows with each failure", "min(MAX_QUARANTINE_S, first_s * 2.0 ** min(failures - 1, 20))",
          "first_s", f"{RULES}::test_quarantine_grows_with_each_failure"),
         ("quarantine never lasts for ever", "min(MAX_QUARANTINE_S, first_s * 2.0 ** min(failures - 1, 20))",
@@ -145,8 +146,10 @@ GUARDS = [
         ("influence alone makes an audit due",
          " or audits.must_audit(\n            draw, submission.rate, weight, submission.mean_influence\n        )", "",
          "test_a_group_of_great_influence_must_be_audited_though_it_was_not_drawn"),
-        ("a validator judges in its turn", "if not _may_judge(submission, command.key, command.now):", OFF,
+        ("a validator judges in its turn", "if not _may_judge(submission, state.silent(), command.key, command.now):", OFF,
          "test_a_validator_judges_in_its_turn_only"),
+        ("nobody has two voices", "return key not in submission.votes and now", "return now",
+         "test_an_accepted_submission_that_is_drawn_is_judged_again_and_a_bribed_first_voice_found"),
         ("an idle validator is named", "        events.append(ev.ValidatorFault(validator, submission.digest, cause))",
          "        pass", "test_a_validator_that_votes_without_the_work_is_found_by_two_others_and_its_vote_is_void"),
         ("an idle validator's vote is void", " for key, groups in votes.items() if key not in idle}",
@@ -274,6 +277,22 @@ GUARDS = [
          "test_a_batch_takes_no_more_of_a_worker_than_its_share_in_the_order_of_acceptance"),
         ("a name that is another's key shields nobody", "matches = [key] if key in state.nodes else named",
          "matches = named", f"{HOSTILE}::test_a_name_that_is_anothers_key_does_not_shield_that_key"),
+    ),
+    *_in("shoal/ledger/state.py", LIVENESS,
+        ("with all validators silent turns go on", "return missing if len(missing) < len(judges) else set()",
+         "return missing", "test_with_all_validators_silent_the_order_is_as_before"),
+    ),
+    *_in("shoal/ledger/apply.py", LIVENESS,
+        ("a turn that passes is counted", "node.missed, node.heard = node.missed + 1, now", "pass",
+         "test_a_validator_that_lets_its_turns_pass_holds_up_nobody_after_the_second"),
+        ("turns that begin together are one miss", "if turn_begins(submission.voted_at, place) >= node.heard:",
+         "if True:", "test_turns_that_begin_together_are_one_miss_so_that_a_busy_validator_is_not_silent"),
+        ("a vote gives a validator its turns back",
+         "    state.nodes[voter].missed, state.nodes[voter].heard = 0, now", "    state.nodes[voter].heard = now",
+         "test_a_validator_that_comes_back_may_judge_in_its_place_and_one_vote_gives_its_turns_back"),
+        ("a vote shows that its validator is there",
+         "    state.nodes[voter].missed, state.nodes[voter].heard = 0, now", "    state.nodes[voter].missed = 0",
+         "test_a_turn_that_began_before_its_validators_last_vote_is_no_miss"),
     ),
     *_in("shoal/ledger/apply.py", JUDGING,
         ("a new engine is on probation again", "            node.valid_blocks = 0  # another engine",

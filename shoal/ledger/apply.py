@@ -11,7 +11,7 @@ import msgspec
 
 from shoal.algos.replay import Evidence, Figures, update
 from shoal.ledger import events as ev
-from shoal.ledger.audits import VALIDATOR_FAULTS, influence
+from shoal.ledger.audits import VALIDATOR_FAULTS, ahead, influence, turn_begins
 from shoal.ledger.state import Block, Lease, Node, Slot, State, Submission, Version
 from shoal.protocol.types import GroupVerdict
 
@@ -110,6 +110,7 @@ def _(body: ev.VerdictGiven, state: State, entry: ev.Entry) -> None:
     submission = state.submissions[body.submission]
     node = state.nodes[state.leases[submission.lease].worker]
     node.evidence = {**node.evidence, body.validator: evidence_after(state, body.validator, node, body.groups)}
+    _count_missed_turns(state, submission, body.validator, entry.time)
     submission.votes = {**submission.votes, body.validator: body.groups}
     submission.differs += [(body.validator, other) for other in body.differs_from]
     if body.projection:
@@ -120,6 +121,15 @@ def _(body: ev.VerdictGiven, state: State, entry: ev.Entry) -> None:
             node.last_reason = f"{verdict.check}: {verdict.detail}"
             if verdict.bound:
                 node.last_reason += f" ({verdict.figure:.3g}, allowed are {verdict.bound:.3g})"
+
+
+def _count_missed_turns(state: State, submission: Submission, voter: str, now: float) -> None:
+    """Who stood before the voter let a turn pass; one that began before it was last heard of says nothing new."""
+    passed = ahead(submission.order, submission.votes, state.silent(), voter)
+    for place, node in enumerate(state.nodes[key] for key in passed):
+        if turn_begins(submission.voted_at, place) >= node.heard:
+            node.missed, node.heard = node.missed + 1, now
+    state.nodes[voter].missed, state.nodes[voter].heard = 0, now
 
 
 def evidence_after(state: State, validator: str, node: Node, groups: tuple[GroupVerdict, ...]) -> Evidence:

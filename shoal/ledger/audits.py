@@ -8,7 +8,7 @@ stake, cheating loses when (1 - p) G < p S. A trusted worker is audited at 5 %, 
 yet vested is the stake, and 40 blocks of it are twice that.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from shoal.protocol.types import GroupVerdict, Rules
@@ -35,6 +35,10 @@ worker whose cheats are found mild, or whose run has one validator, gains by the
 TURN_S = 30.0
 """The validators of a submission may judge it one after another, each so long after the one before. Longer keeps work
 waiting for a validator that died; shorter than a prefill makes two do the same."""
+
+MISSED_TURNS = 2
+"""Turns in a row that a validator lets pass, each begun after the one before had passed, until the others no longer wait
+for it. At 1 a restart makes two do the same work; many let one that is gone hold up every submission that long."""
 
 DISPUTE_S = 600.0
 """An open dispute ends after this without pay and without penalty. Shorter than three turns, and a third voice may
@@ -103,10 +107,17 @@ def must_audit(draw: float, rate: float, influence: float, mean_influence: float
     return draw < rate * max(1.0, raised)
 
 
-def may_judge(order: Sequence[str], voted: Sequence[str], key: str, waited_s: float) -> bool:
-    """Whether a validator's turn has come, so long after the submission or the last vote; those not drawn come last."""
+def ahead(order: Sequence[str], voted: Collection[str], silent: Collection[str], key: str) -> list[str]:
+    """Validators whose turns come before that of `key`, in order: those not drawn come last, and nobody waits for a
+    silent one."""
     left = [validator for validator in order if validator not in voted]
-    return key not in voted and waited_s >= TURN_S * (left.index(key) if key in left else len(left))
+    before = left[: left.index(key)] if key in left else left
+    return [validator for validator in before if validator not in silent]
+
+
+def turn_begins(since: float, place: int) -> float:
+    """When a validator with so many ahead of it may judge; `since` is the time of the submission or the last vote."""
+    return since + TURN_S * place
 
 
 def quarantine_s(failures: int, first_s: float) -> float:

@@ -29,8 +29,8 @@ def judge(command: Judge, state: State) -> list[ev.Body]:
         return []
     lease = state.leases[submission.lease]
     refuse_malformed(state, lease, submission, command.verdict.groups)
-    if not _may_judge(submission, command.key, command.now):
-        order = [key[:12] for key in submission.order if key not in submission.votes]
+    if not _may_judge(submission, state.silent(), command.key, command.now):
+        order = [key[:12] for key in audits.ahead(submission.order, submission.votes, state.silent(), command.key)]
         raise Refused("not_your_turn", f"submission {submission.digest[:12]} is for {', '.join(order)} first: ask "
                       "GET /v1/checks for one of yours")  # fmt: skip
     votes = {**submission.votes, command.key: command.verdict.groups}
@@ -63,8 +63,8 @@ def judge(command: Judge, state: State) -> list[ev.Body]:
 
 def to_judge(state: State, key: str, now: float) -> list[str]:
     """Submissions that a validator may judge now, oldest first; those that block the run come before rechecks."""
-    waiting = (*state.pending, *state.rechecks)
-    return [name for name in waiting if _may_judge(state.submissions[name], key, now)]
+    waiting, silent = (*state.pending, *state.rechecks), state.silent()
+    return [name for name in waiting if _may_judge(state.submissions[name], silent, key, now)]
 
 
 def overdue(state: State, now: float) -> Iterator[ev.Body]:
@@ -159,8 +159,10 @@ def _is_noisy(state: State, node: Node, command: Judge) -> bool:
     return command.key in alarmed and len(alarmed) >= min(2, len(judges))
 
 
-def _may_judge(submission: Submission, key: str, now: float) -> bool:
-    return audits.may_judge(submission.order, list(submission.votes), key, now - submission.voted_at)
+def _may_judge(submission: Submission, silent: set[str], key: str, now: float) -> bool:
+    """Whether the turns of those who stand before a validator have passed since the submission or its last vote."""
+    place = len(audits.ahead(submission.order, submission.votes, silent, key))
+    return key not in submission.votes and now >= audits.turn_begins(submission.voted_at, place)
 
 
 def _more(state: State, votes: dict[str, tuple[GroupVerdict, ...]]) -> bool:

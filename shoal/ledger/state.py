@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from shoal.algos.replay import Evidence
+from shoal.ledger.audits import MISSED_TURNS
 from shoal.ledger.events import GENESIS
 from shoal.protocol.types import EnvSpec, GroupVerdict, Rules, Sampling
 from shoal.protocol.wire import digest, to_json
@@ -49,6 +50,10 @@ class Node(msgspec.Struct):
     quarantined_for: str = ""
     """The submission that led to it."""
     last_reason: str = ""
+    missed: int = 0
+    """Of a validator: turns in a row that it let pass while another voted in its place."""
+    heard: float = 0.0
+    """Of a validator: when it last voted, or was last found missing; seconds since the epoch."""
 
 
 class Lease(msgspec.Struct):
@@ -177,6 +182,12 @@ class State(msgspec.Struct):
         """Keys of the validators that take part, sorted."""
         taking_part = (node for node in self.nodes.values() if node.role == "validator")
         return sorted(node.key for node in taking_part if node.standing not in ("kicked", "suspended"))
+
+    def silent(self) -> set[str]:
+        """Keys of the validators for whom nobody waits until they vote again; none where all of them are silent."""
+        judges = self.judges()
+        missing = {key for key in judges if self.nodes[key].missed >= MISSED_TURNS}
+        return missing if len(missing) < len(judges) else set()
 
     def maker_of(self, place: tuple[int, int]) -> str:
         """Key of the worker whose group a (version, slot) holds."""

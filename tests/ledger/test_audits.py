@@ -41,13 +41,17 @@ def test_influence_raises_the_rate_and_never_lowers_it():
 
 def test_turns_come_one_after_another_and_nobody_has_two():
     order = ("x", "y", "z")
-    assert audits.may_judge(order, (), "x", 0.0)
-    assert not audits.may_judge(order, (), "y", audits.TURN_S - 1)
-    assert audits.may_judge(order, (), "y", audits.TURN_S)
-    assert audits.may_judge(order, ("x",), "y", 0.0)
-    assert not audits.may_judge(order, ("x",), "x", 1e9)
-    assert not audits.may_judge(order, (), "late comer", 3 * audits.TURN_S - 1)
-    assert audits.may_judge(order, (), "late comer", 3 * audits.TURN_S)
+    assert audits.ahead(order, (), (), "x") == []
+    assert audits.ahead(order, (), (), "y") == ["x"]
+    assert audits.ahead(order, ("x",), (), "y") == []
+    assert audits.ahead(order, (), (), "late comer") == ["x", "y", "z"]
+    assert audits.turn_begins(1000.0, 2) == 1000.0 + 2 * audits.TURN_S
+
+
+def test_nobody_waits_for_a_silent_validator_and_it_keeps_its_own_place():
+    order = ("x", "y", "z")
+    assert [audits.ahead(order, (), ("x",), key) for key in order] == [[], [], ["y"]]
+    assert [audits.ahead(order, (), ("y",), key) for key in order] == [[], ["x"], ["x"]]
 
 
 def test_one_voice_accepts_and_a_refusal_waits_for_a_second():

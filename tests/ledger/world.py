@@ -54,10 +54,10 @@ class World:
         self.do(AskLease(key, tuple(holding), 0.0, self.now))
         return next(lease for lease in self.state.open_leases_of(key) if lease.id not in holding)
 
-    def submit(self, key, lease, salt="", draw=0.0, recheck=1.0):
+    def submit(self, key, lease, salt="", draw=0.0, recheck=1.0, order=()):
         groups = tuple(digest(f"{lease.id}/{i}/{salt}".encode()) for i in range(len(slots_of(self.state, lease))))
         name = digest("".join(groups).encode())
-        self.do(Submit(key, lease.id, name, 100, groups, tuple(draw for _ in groups), (), self.now))
+        self.do(Submit(key, lease.id, name, 100, groups, tuple(draw for _ in groups), order, self.now))
         self.rechecks[name] = recheck
         return name
 

@@ -202,3 +202,19 @@ def test_a_suspended_validator_is_told_so_and_asked_no_more(tmp_path, hurried):
             town.desk.next_check(key_of(town, 0))
 
     asyncio.run(story())
+
+
+def test_a_run_with_a_validator_that_joined_and_left_waits_for_it_twice_and_no_more(tmp_path, monkeypatch):
+    monkeypatch.setattr(audits, "TURN_S", 2.0)
+    town = Town(tmp_path / "run", tiny_run(validators={"count": 2}, steps=4))
+    gone = validator(town, 0)
+    asyncio.run(gone._join())
+    asyncio.run(town.live(town.trainer(), town.worker("honest"), validator(town, 1)))
+    audit = town.audit()
+    waits = [
+        entry.time - audit.state.submissions[entry.body.submission].time
+        for entry in audit.entries
+        if isinstance(entry.body, ev.VerdictGiven)
+    ]
+    assert audit.findings == [] and audit.state.silent() == {key_of(town, 0)}
+    assert sum(wait >= audits.TURN_S for wait in waits) <= 2 * audits.MISSED_TURNS < len(waits)
