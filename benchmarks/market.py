@@ -23,6 +23,9 @@ from shoal.protocol.types import GroupVerdict
 BLOCK_S, QUARANTINE_S = 20.0, 30.0
 """Seconds that a block takes, and of a first quarantine (the run file's default)."""
 
+LEASE_S = BLOCK_S / 2
+"""Seconds to fill a block; a worker that lets two leases lapse in a row waits for the next."""
+
 IN_HAND_BLOCKS = 1
 """Given back when a quarantine begins: a turn's work lost."""
 
@@ -194,6 +197,8 @@ class Key:
     leases: int = 0
     lapsed: int = 0
     """Leases, without those that cost pay."""
+    dropped: int = 0
+    """Leases that lapsed in a row."""
     free_at: int = 0
     """Turn of its next lease."""
     slashed: bool = False
@@ -240,6 +245,7 @@ class Worker:
         if self.draws.late[turn]:
             self._lapse(key, blocks)
             return
+        key.dropped = 0
         rate = self.bench.rate[min(key.valid, LAST)]
         danger = self.draws.danger[move.forged]
         for first in range(turn, turn + leases * blocks, blocks):
@@ -291,7 +297,8 @@ class Worker:
             key.escrow -= due
 
     def _lapse(self, key: Key, blocks: int) -> None:
-        key.lapsed += 1
+        key.lapsed, key.dropped = key.lapsed + 1, key.dropped + 1
+        key.free_at += lapse_turns(key.dropped)
         if key.escrow and key.lapsed > 1 + audits.FREE_LAPSES * key.leases:
             key.lapsed -= 1
             self._burn(key, min(key.escrow, blocks * self.terms.groups))
@@ -397,6 +404,11 @@ def is_quarantined(first_vote: Sequence[str], failures: int) -> bool:
 def quarantine_turns(failures: int) -> int:
     """Turns of a worker's n-th quarantine that is not lifted."""
     return math.ceil(audits.quarantine_s(failures, QUARANTINE_S) / BLOCK_S)
+
+
+def lapse_turns(lapses: int) -> int:
+    """Turns that a worker waits after its n-th lapse in a row."""
+    return math.ceil(audits.lapse_wait_s(lapses, LEASE_S) / BLOCK_S)
 
 
 def play(terms: Terms, strategy: Strategy, draws: Draws) -> Outcome:

@@ -69,7 +69,8 @@ def _(body: ev.LeaseGranted, state: State, entry: ev.Entry) -> None:
     state.open_leases.append(body.lease)
     state.nodes[body.worker].leases += 1
     for block in body.blocks:
-        state.versions[body.version].blocks[block] = Block("leased", body.lease)
+        held = state.versions[body.version].blocks.setdefault(block, Block("leased", body.lease))
+        held.status, held.lease = "leased", body.lease
     _take(state, body.version, body.blocks)
 
 
@@ -79,8 +80,19 @@ def _(body: ev.LeaseLapsed, state: State, entry: ev.Entry) -> None:
     lease.status = "lapsed"
     state.open_leases.remove(body.lease)
     if body.cause in ("deadline", "returned"):
-        state.nodes[lease.worker].lapsed += 1
+        _drop(state, lease, entry.time)
     _give_back(state, lease.version, lease.blocks)
+
+
+def _drop(state: State, lease: Lease, now: float) -> None:
+    """Leases that go at the same moment are one drop: a node that stops, or a coordinator that was down."""
+    node = state.nodes[lease.worker]
+    node.lapsed += 1
+    node.dropped += node.dropped == 0 or node.dropped_at != now
+    node.dropped_at = now
+    for number in lease.blocks:
+        block = state.versions[lease.version].blocks[number]
+        block.dropped_by, block.dropped_at = node.key, now
 
 
 @_apply.register
@@ -89,8 +101,10 @@ def _(body: ev.SubmissionReceived, state: State, entry: ev.Entry) -> None:
     if lease.status == "open":
         state.open_leases.remove(body.lease)
     lease.status, lease.submission = "submitted", body.digest
-    for block in lease.blocks:
-        state.versions[lease.version].blocks[block].status = "submitted"
+    state.nodes[lease.worker].dropped = 0
+    for number in lease.blocks:
+        block = state.versions[lease.version].blocks[number]
+        block.status, block.dropped_by = "submitted", ""
     _take(state, lease.version, lease.blocks)
     state.submissions[body.digest] = Submission(
         body.lease, body.digest, entry.seq, entry.hash, entry.time, body.groups, voted_at=entry.time

@@ -72,6 +72,10 @@ FREE_LAPSES = 0.05
 """Share of a worker's leases that may lapse without cost: machines fail. More lets a worker drop the tasks that it
 does not like."""
 
+MAX_LAPSE_WAIT_S = 3600.0
+"""Who lets leases lapse one after another waits for the next, longer each time up to this. More shuts out for long who
+was broken for a while; with much less one idle key holds up a run all day."""
+
 
 def audit_rate(valid_blocks: int, steady: float) -> float:
     """Share of a worker's groups that is audited, given its valid blocks in a row and the run's steady rate."""
@@ -123,6 +127,11 @@ def turn_begins(since: float, place: int) -> float:
 def quarantine_s(failures: int, first_s: float) -> float:
     """Length of a worker's quarantine at its n-th failure."""
     return min(MAX_QUARANTINE_S, first_s * 2.0 ** min(failures - 1, 20))
+
+
+def lapse_wait_s(lapses: int, first_s: float) -> float:
+    """How long a worker waits for a lease after so many lapses in a row: the first is free, the second costs `first_s`."""
+    return min(MAX_LAPSE_WAIT_S, first_s * 2.0 ** min(lapses - 2, 20)) if lapses > 1 else 0.0
 
 
 # --- what several votes amount to ---

@@ -24,15 +24,11 @@ from shoal.ledger.commands import (
     ReturnLeases,
     Submit,
     Tick,
-    Wait,
 )
 from shoal.ledger.judging import judge, overdue, slots_of
+from shoal.ledger.leasing import grant, lapse_costs, usable
 from shoal.ledger.state import Lease, Node, State
-from shoal.protocol.constants import MAX_LEASE_BLOCKS, MAX_OPEN_LEASES
 from shoal.protocol.identity import is_public_key
-
-LEASE_TARGET_S = 20.0
-"""A lease is sized to take a worker about this long, by its measured speed."""
 
 
 @singledispatch
@@ -69,97 +65,7 @@ def _(command: Enter, state: State) -> list[ev.Body]:
 
 @decide.register
 def _(command: AskLease, state: State) -> list[ev.Body]:
-    node = _member(state, command.key, "worker")
-    _refuse_when_not_running(state)
-    if node.standing == "quarantined":
-        raise Wait(f"quarantined after a refused submission ({node.last_reason})", max(1.0, node.until - command.now))
-    mine = state.open_leases_of(command.key)
-    if any(lease.id not in command.holding for lease in mine):
-        return []
-    if len(mine) >= MAX_OPEN_LEASES:
-        raise Wait(f"you hold {len(mine)} leases already", 1.0)
-    if state.version < 0:
-        raise Wait("the trainer has not published the first version yet", 1.0)
-    room = groups_wanted(state)
-    if room <= 0:
-        raise Wait(f"enough groups are in flight for version {state.version}", 1.0)
-    share = groups_a_worker(state.law) * _open_batches(state)
-    room = min(room, share - _supply(state)[command.key])
-    if room <= 0:
-        raise Wait(f"your share of the coming batches is full: {share} groups (verify.worker_share)", 1.0)
-    version, blocks = _blocks_to_lease(state, node, command.tokens_per_s, room)
-    deadline = command.now + state.law.lease_s * len(blocks)
-    return [ev.LeaseGranted(str(len(state.leases)), command.key, version, tuple(blocks), deadline)]
-
-
-def _refuse_when_not_running(state: State) -> None:
-    reasons = {
-        "paused": ("the host paused the run", 5.0),
-        "draining": ("the run is draining: no new work is given", 30.0),
-        "ended": ("the run has ended", 60.0),
-    }
-    if state.phase in reasons:
-        raise Wait(*reasons[state.phase])
-
-
-def groups_wanted(state: State) -> int:
-    """Groups that may still be leased: accepted and in flight stay below (max_staleness + 1) batches (DESIGN §2)."""
-    batches, each = _open_batches(state), groups_a_worker(state.law)
-    # What a worker holds beyond its share will fill no batch: counted, it would keep the others from work for ever.
-    supply = sum(min(groups, each * batches) for groups in _supply(state).values())
-    return batches * state.law.batch_groups - supply
-
-
-def _open_batches(state: State) -> int:
-    """Batches that may be formed before the trainer publishes again."""
-    steps_left = state.law.steps - state.version
-    return min(state.law.max_staleness + 1, steps_left) - (len(state.batches) - state.version)
-
-
-def _supply(state: State) -> Counter[str]:
-    """Groups for the coming batches by worker: accepted, leased, or sent and not yet judged."""
-    return Counter(state.maker_of(place) for place in _usable(state)) + _in_flight(state)
-
-
-def _usable(state: State) -> list[tuple[int, int]]:
-    """Accepted groups with signal that the next batch may take, in the order of acceptance."""
-    step, law = len(state.batches), state.law
-    return [place for place in state.pool if step - place[0] <= law.max_staleness]
-
-
-def groups_in_flight(state: State) -> int:
-    """Groups leased, or sent and not yet judged, of versions that can still be learned from."""
-    return _in_flight(state).total()
-
-
-def _in_flight(state: State) -> Counter[str]:
-    """The same by worker."""
-    oldest, groups = max(0, state.version - state.law.max_staleness), Counter[str]()
-    for version in range(oldest, len(state.versions)):
-        for block in state.versions[version].blocks.values():
-            if block.status in ("leased", "submitted"):
-                groups[state.leases[block.lease].worker] += state.law.block_groups
-    return groups
-
-
-def _blocks_to_lease(state: State, node: Node, tokens_per_s: float, room: int) -> tuple[int, list[int]]:
-    """Blocks of one version: given back ones first, then new ones, as many as the worker's speed allows."""
-    most = 1 if node.standing == "new" else _blocks_for_speed(state, tokens_per_s)
-    workers = max(1, sum(other.role == "worker" and other.standing == "good" for other in state.nodes.values()))
-    most = max(1, min(most, room // state.law.block_groups // workers, MAX_LEASE_BLOCKS))
-    current = state.version
-    if state.free:
-        version = state.free[0][0]
-        return version, [block for v, block in state.free if v == version][:most]
-    first = len(state.versions[current].blocks)
-    return current, list(range(first, first + most))
-
-
-def _blocks_for_speed(state: State, tokens_per_s: float) -> int:
-    if not state.accepted_groups:
-        return 1
-    tokens_per_block = state.block_tokens / state.accepted_groups * state.law.block_groups
-    return int(max(1.0, min(MAX_LEASE_BLOCKS, tokens_per_s * LEASE_TARGET_S / max(1.0, tokens_per_block))))
+    return grant(command, _member(state, command.key, "worker"), state)
 
 
 @decide.register
@@ -167,7 +73,7 @@ def _(command: ReturnLeases, state: State) -> list[ev.Body]:
     node = _member(state, command.key, "worker")
     mine = {lease.id: lease for lease in state.open_leases_of(node.key)}
     back = [mine[name] for name in dict.fromkeys(command.leases) if name in mine]
-    return [*(ev.LeaseLapsed(lease.id, "returned") for lease in back), *_lapse_costs(state, back)]
+    return [*(ev.LeaseLapsed(lease.id, "returned") for lease in back), *lapse_costs(state, back)]
 
 
 @decide.register
@@ -278,7 +184,7 @@ def _(command: Tick, state: State) -> list[ev.Body]:
     served = [n for n in state.nodes.values() if n.standing == "quarantined" and n.until <= command.now]
     due = [
         *(ev.LeaseLapsed(lease.id, "deadline") for lease in late),
-        *_lapse_costs(state, late),
+        *lapse_costs(state, late),
         *(ev.NodeRestored(node.key) for node in served),
     ]
     # What ends a submission reads the escrow that the events above change: it has the next tick for itself.
@@ -292,19 +198,6 @@ def _reveal_rest(state: State, links: dict[int, tuple[str, str]]) -> Iterator[ev
         for version, (link, audit_link) in sorted(links.items()):
             if not state.versions[version].revealed and version not in waiting:
                 yield ev.LinkRevealed(version, link, audit_link)
-
-
-def _lapse_costs(state: State, late: list[Lease]) -> Iterator[ev.Body]:
-    """What lapses cost: a lease's worth of the newest pay for each that the free share does not cover."""
-    unpaid, kept = Counter[str](), {lease.worker: list(state.nodes[lease.worker].escrow) for lease in late}
-    for lease in late:
-        node, escrow = state.nodes[lease.worker], kept[lease.worker]
-        unpaid[node.key] += 1
-        groups = min(len(escrow), len(lease.blocks) * state.law.block_groups)
-        if groups and node.lapsed - node.paid_lapses + unpaid[node.key] > 1 + audits.FREE_LAPSES * node.leases:
-            unpaid[node.key] -= 1
-            yield ev.Forfeited(node.key, lease.id, groups, sum(escrow[-groups:]), "lapsed")
-            del escrow[-groups:]
 
 
 def _member(state: State, key: str, role: str) -> Node:
@@ -368,7 +261,7 @@ def next_members(state: State) -> list[tuple[int, int]]:
     """Groups that the next batch would take now, in the order of acceptance, of no worker more than its share."""
     members: list[tuple[int, int]] = []
     taken, most = Counter[str](), groups_a_worker(state.law)
-    for place in _usable(state):
+    for place in usable(state):
         maker = state.maker_of(place)
         if taken[maker] < most and len(members) < state.law.batch_groups:
             taken[maker] += 1
@@ -379,7 +272,7 @@ def next_members(state: State) -> list[tuple[int, int]]:
 def groups_beyond_share(state: State) -> int:
     """Usable groups that the next batch leaves because their workers have filled their share of it."""
     members = next_members(state)
-    return len(_usable(state)) - len(members) if len(members) < state.law.batch_groups else 0
+    return len(usable(state)) - len(members) if len(members) < state.law.batch_groups else 0
 
 
 def _first_by_slot(state: State, version: int) -> list[tuple[int, int]]:

@@ -50,6 +50,10 @@ class Node(msgspec.Struct):
     quarantined_for: str = ""
     """The submission that led to it."""
     last_reason: str = ""
+    dropped: int = 0
+    """Times in a row that leases of it lapsed or were given back, with nothing handed in since."""
+    dropped_at: float = 0.0
+    """The last of these times, seconds since the epoch."""
     missed: int = 0
     """Of a validator: turns in a row that it let pass while another voted in its place."""
     heard: float = 0.0
@@ -74,6 +78,10 @@ class Block(msgspec.Struct):
 
     status: str
     lease: str
+    dropped_by: str = ""
+    """Key whose lease of it lapsed last, until somebody hands it in."""
+    dropped_at: float = 0.0
+    """When that was, seconds since the epoch."""
 
 
 class Slot(msgspec.Struct):

@@ -8,6 +8,7 @@ from benchmarks.market import (
     ALL,
     BLOCK_S,
     IN_HAND_BLOCKS,
+    LEASE_S,
     ONE,
     Draws,
     Outcome,
@@ -15,6 +16,7 @@ from benchmarks.market import (
     Terms,
     case_of,
     in_time,
+    lapse_turns,
     voice,
 )
 from shoal.ledger import audits
@@ -44,7 +46,7 @@ class Court:
         self.judges = [judge_key(index) for index in range(terms.validators)]
         rules = Rules(
             group_size=4, block_groups=terms.groups, batch_groups=4 * MAX_LEASE_BLOCKS * terms.groups, max_staleness=1,
-            steps=10_000, lease_s=BLOCK_S / 2, audit_rate=terms.steady, dtype="float32", bounds={},
+            steps=10_000, lease_s=LEASE_S, audit_rate=terms.steady, dtype="float32", bounds={},
         )  # fmt: skip
         self.do(Create(ev.RunCreated(
             "r" * 32, "court", "k" * 64, TRAINER, tuple(self.judges), "00" * 32, "11" * 32, (), Sampling(1.0, 8, 64), rules,
@@ -116,6 +118,7 @@ class Defendant:
             assert len(lease.blocks) == blocks
             if self.draws.late[turn]:
                 court.do(Tick(end * BLOCK_S))
+                self.free_at[place] += lapse_turns(court.state.nodes[key].dropped)
                 return
             sent.append((first, self.submit(key, lease, first, blocks, now)))
         before = self.slashes()

@@ -178,6 +178,7 @@ def test_lapses_beyond_the_free_share_cost_pay_and_a_first_one_does_not(court):
         court.now += 1e3
         court.do(Tick(court.now))
         assert (court.state.nodes[WORKER].lapsed, court.state.nodes[WORKER].credits) == (lapse, credits)
+        court.now += audits.MAX_LAPSE_WAIT_S
     assert court.audit().findings == []
 
 
@@ -187,6 +188,7 @@ def test_an_honest_slow_node_that_always_lapses_owes_nothing(court):
         court.lease("b" * 64)
         court.now += 1e3
         court.do(Tick(court.now))
+        court.now += audits.MAX_LAPSE_WAIT_S
     node = court.state.nodes["b" * 64]
     assert node.credits == 0 and node.lapsed == 20 and node.standing == "new" and court.state.burned == 0
 

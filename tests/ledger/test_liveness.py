@@ -1,9 +1,10 @@
-"""Who keeps a run waiting: validators that fall silent. Nobody waits for them long, and honest slow ones lose nothing."""
+"""Who keeps a run waiting: validators that fall silent, workers that let leases lapse. Nobody waits for them long, and the
+honest slow ones lose nothing."""
 
 import pytest
 
 from shoal.ledger import audits
-from shoal.ledger.commands import Refused
+from shoal.ledger.commands import Refused, ReturnLeases, Tick, Wait
 from shoal.ledger.judging import to_judge
 from shoal.ledger.state import state_hash
 from tests.ledger.world import World
@@ -120,3 +121,139 @@ def test_a_slow_validator_that_votes_in_the_end_is_at_no_fault(court):
     make_silent(court)
     node = court.state.nodes[SILENT]
     assert node.standing == "new" and node.failures == 0 and SILENT in court.state.judges()
+
+
+# --- workers that let leases lapse ---
+
+PROVEN, STRANGER, NEWCOMER = "a" * 64, "b" * 64, "c" * 64
+LEASE_S = 10.0
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A synchronous run with a worker whose work was accepted and two who have shown nothing yet."""
+    world = World(tmp_path, steps=200, max_staleness=0, lease_s=LEASE_S, batch_groups=8)
+    for key in (PROVEN, STRANGER, NEWCOMER):
+        world.enter(key)
+    world.publish()
+    world.serve(PROVEN)
+    return world
+
+
+def drop(world, key, holding=()):
+    """A lease that lapses."""
+    lease = world.lease(key, holding)
+    world.now += LEASE_S + 1.0
+    world.do(Tick(world.now))
+    return lease
+
+
+def wait_of(world, key):
+    """Seconds until a worker gets a lease."""
+    since = world.now
+    while world.now <= since + audits.MAX_LAPSE_WAIT_S:
+        try:
+            return world.now - since, world.lease(key)
+        except Wait:
+            world.now += 1.0
+    raise AssertionError("it gets none within the longest wait")
+
+
+def test_who_lets_leases_lapse_waits_twice_as_long_each_time_and_at_most_an_hour(tmp_path):
+    world = World(tmp_path, steps=200, max_staleness=0, lease_s=LEASE_S)
+    world.enter(STRANGER)
+    world.publish()
+    waits = []
+    for _ in range(13):
+        waits.append(wait_of(world, STRANGER)[0])
+        world.now += LEASE_S + 1.0
+        world.do(Tick(world.now))
+    assert waits[:6] == [0.0, 0.0, 10.0, 20.0, 40.0, 80.0] and waits[-1] == audits.MAX_LAPSE_WAIT_S
+    with pytest.raises(Wait, match="13 of your leases lapsed in a row: the next one comes in 3600 s"):
+        world.lease(STRANGER)
+    assert world.audit().findings == [] and state_hash(world.audit().state) == state_hash(world.state)
+
+
+def test_work_handed_in_ends_the_wait_even_if_it_comes_late(tmp_path):
+    """The honest slow worker, alone: every lease lapses, each is filled all the same, and it never waits."""
+    world = World(tmp_path, steps=200, max_staleness=0, lease_s=LEASE_S)
+    world.enter(STRANGER)
+    world.publish()
+    for _ in range(6):
+        if world.state.version in world.state.batches:
+            world.publish()
+        lease = drop(world, STRANGER)
+        world.judge(world.submit(STRANGER, lease))
+    node = world.state.nodes[STRANGER]
+    assert (node.lapsed, node.dropped) == (6, 0) and node.accepted == 12 and world.audit().findings == []
+
+
+def test_leases_given_back_at_the_same_moment_are_one_drop(run):
+    first = run.lease(PROVEN)
+    second = run.lease(PROVEN, [first.id])
+    run.do(ReturnLeases(PROVEN, (first.id, second.id), run.now))
+    node = run.state.nodes[PROVEN]
+    assert (node.lapsed, node.dropped) == (2, 1)
+
+
+def test_what_a_newcomer_dropped_goes_to_who_has_accepted_work(run):
+    lost = drop(run, STRANGER)
+    with pytest.raises(Wait, match="kept for other workers"):
+        run.lease(NEWCOMER)
+    assert run.lease(PROVEN).blocks == lost.blocks
+    assert run.audit().findings == []
+
+
+def test_what_nobody_proven_takes_in_time_goes_to_a_newcomer(run):
+    lost = drop(run, STRANGER)
+    waited_s, lease = wait_of(run, NEWCOMER)
+    assert waited_s == LEASE_S and lease.blocks == lost.blocks
+
+
+@pytest.mark.parametrize("standing", ["kicked", "quarantined"])
+def test_nothing_is_kept_for_who_gets_no_leases(run, standing):
+    lost = drop(run, STRANGER)
+    run.state.nodes[PROVEN].standing = standing
+    assert run.lease(NEWCOMER).blocks == lost.blocks
+
+
+def test_who_dropped_a_block_does_not_get_it_again_while_another_may(run):
+    lost = drop(run, PROVEN)
+    with pytest.raises(Wait, match="kept for other workers"):
+        run.lease(PROVEN)
+    assert run.lease(NEWCOMER).blocks == lost.blocks, "not kept for the one that dropped it either"
+
+
+def test_a_block_that_is_handed_in_and_refused_is_kept_for_nobody(run):
+    lease = drop(run, STRANGER)
+    run.judge(run.submit(STRANGER, lease), "soft")
+    assert run.lease(NEWCOMER).blocks == lease.blocks
+
+
+def test_a_newcomer_holds_one_lease_while_others_have_accepted_work(run):
+    first = run.lease(NEWCOMER)
+    with pytest.raises(Wait, match="you hold 1 of the leases"):
+        run.lease(NEWCOMER, [first.id])
+    held = run.lease(PROVEN)
+    assert run.lease(PROVEN, [held.id]).id != held.id
+
+
+def test_a_run_of_newcomers_alone_goes_on_beside_one_that_drops_all_it_gets(tmp_path):
+    world = World(tmp_path, steps=5, max_staleness=0, lease_s=LEASE_S)
+    for key in (STRANGER, NEWCOMER):
+        world.enter(key)
+    world.publish()
+    while world.state.phase != "ended":
+        assert world.now < 2000.0, "it never ends"
+        if world.state.version in world.state.batches:
+            world.publish()
+        for key in (STRANGER, NEWCOMER):
+            try:
+                lease = world.lease(key)
+            except Wait:
+                continue
+            if key == NEWCOMER:
+                world.judge(world.submit(key, lease))
+        world.now += 1.0
+        world.do(Tick(world.now))
+    assert world.state.nodes[STRANGER].accepted == 0 and world.audit().findings == []

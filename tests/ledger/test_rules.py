@@ -5,7 +5,7 @@ import random
 import pytest
 
 from shoal.errors import StateError
-from shoal.ledger import audits, decide
+from shoal.ledger import audits, decide, leasing
 from shoal.ledger import events as ev
 from shoal.ledger.book import Book
 from shoal.ledger.commands import Admin, AskLease, Enter, Judge, Publish, Refused, Tick, Wait
@@ -237,7 +237,7 @@ def test_a_worker_that_has_filled_its_share_of_the_coming_batches_waits_and_the_
         world.serve("a" * 64)
     with pytest.raises(Wait, match="your share of the coming batches is full: 4 groups"):
         world.lease("a" * 64)
-    assert decide.groups_wanted(world.state) == 4
+    assert leasing.groups_wanted(world.state) == 4
     world.serve("b" * 64)
     world.publish()
     world.lease("a" * 64)

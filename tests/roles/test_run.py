@@ -10,6 +10,7 @@ from shoal.engine.cheats import CHEATS
 from shoal.engine.local import LocalEngine
 from shoal.errors import PeerError
 from shoal.metrics import read_metrics
+from shoal.protocol import types as t
 from tests.roles.town import Town, tiny_run
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
@@ -131,3 +132,29 @@ def test_a_worker_that_stops_gives_its_lease_back(tmp_path):
     asyncio.run(story())
     assert town.desk.state.phase == "ended"
     assert all(node.lapsed == 0 for node in town.desk.state.nodes.values())
+
+
+def test_a_stranger_that_fills_no_lease_gets_few_of_them_and_changes_nothing(tmp_path, single_file_weights):
+    town = Town(tmp_path / "run", tiny_run(rollouts={"lease_s": 1.0}))
+    honest, stranger = town.worker("honest"), town.client(tmp_path / "stranger.key")
+
+    async def take():
+        info = await stranger.get_json("/v1/run", t.RunInfo)
+        stranger.run = info.run
+        await stranger.post_json("/v1/nodes", t.Join("worker", "x", 0.0, "i", "float32", "cpu"), t.NodeState)
+        while True:
+            held = tuple(lease.id for lease in town.desk.state.open_leases_of(stranger._key.public))
+            await stranger.post_json("/v1/leases", t.LeaseRequest(held), t.LeaseAnswer)
+            await asyncio.sleep(0.02)
+
+    async def story():
+        async with asyncio.TaskGroup() as group:
+            taker = group.create_task(take())
+            await town.live(town.trainer(), town.validator(), honest)
+            taker.cancel()
+
+    asyncio.run(story())
+    audit = town.audit()
+    node = audit.state.nodes[stranger._key.public]
+    assert audit.findings == [] and town.weights() == single_file_weights
+    assert 1 <= node.leases <= 5 and audit.state.nodes[honest.key].refused == 0

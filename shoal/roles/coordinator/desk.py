@@ -19,9 +19,10 @@ from shoal.ledger.audits import TURN_S
 from shoal.ledger.book import Book
 from shoal.ledger.commands import AskLease, Judge, Publish, Refused, ReturnLeases, Submit, Tick, Wait
 from shoal.ledger.credits import explain, leases_granted
-from shoal.ledger.decide import groups_beyond_share, groups_in_flight, next_members
+from shoal.ledger.decide import groups_beyond_share, next_members
 from shoal.ledger.events import read_entry
 from shoal.ledger.judging import is_open, to_judge
+from shoal.ledger.leasing import groups_in_flight
 from shoal.ledger.seeds import audit_draws, lease_of, recheck_draw, turns
 from shoal.ledger.state import Lease, Node, State, Submission, state_hash
 from shoal.ledger.statement import sign_statement
