@@ -235,7 +235,10 @@ def _(body: ev.BatchFormed, state: State, entry: ev.Entry) -> None:
 
 @_apply.register
 def _(body: ev.CheckpointPublished, state: State, entry: ev.Entry) -> None:
-    state.versions[body.version] = Version(body.root, body.manifest)
+    if body.version in state.versions:  # signed again
+        state.versions[body.version].manifest = body.manifest
+    else:
+        state.versions[body.version] = Version(body.root, body.manifest)
 
 
 @_apply.register

@@ -125,8 +125,10 @@ def _(command: Publish, state: State) -> list[ev.Body]:
     if command.key != state.trainer_key:
         raise Refused("not_admitted", f"{command.key[:12]} is not the trainer key of this run")
     if command.version <= state.version:
-        if state.versions[command.version].root == command.root:
-            return []
+        published = state.versions[command.version]
+        if published.root == command.root:  # signed again, or sent again
+            again = ev.CheckpointPublished(command.version, command.root, command.manifest)
+            return [] if published.manifest == command.manifest else [again]
         raise Refused("conflict", f"version {command.version} is published with another weights root: a version is "
                       "published once; load it instead of rebuilding it")  # fmt: skip
     if command.version != state.version + 1:

@@ -134,6 +134,8 @@ class BatchFormed(Message, frozen=True):
 
 
 class CheckpointPublished(Message, frozen=True):
+    """A new version; or one published before, with the same root, whose manifest was signed again with a later date."""
+
     version: int
     root: str
     manifest: str

@@ -27,7 +27,13 @@ from shoal.net.stopping import Stopping
 from shoal.policy.files import load_policy, save_policy
 from shoal.policy.tiny import make_tiny
 from shoal.protocol import types as t
-from shoal.protocol.constants import MAX_EVENTS, MAX_EVENTS_BYTES, MAX_SUBMISSION_BYTES
+from shoal.protocol.constants import (
+    MANIFEST_LIFETIME_S,
+    MAX_EVENTS,
+    MAX_EVENTS_BYTES,
+    MAX_MANIFEST_BYTES,
+    MAX_SUBMISSION_BYTES,
+)
 from shoal.protocol.identity import Key
 from shoal.protocol.wire import from_msgpack, to_json
 from shoal.train.checkpoint import load_state, save_state
@@ -35,7 +41,7 @@ from shoal.train.filter import select
 from shoal.train.rows import Row, Unlearnable, rows_of_group
 from shoal.train.selfcheck import largest_gap_nats
 from shoal.train.step import Learner
-from shoal.weights.manifest import sign_manifest
+from shoal.weights.manifest import open_manifest, renew_at, sign_manifest
 from shoal.weights.publish import HttpSink, publish
 
 T = TypeVar("T")
@@ -69,9 +75,12 @@ def start_policy(folder: RunFolder, config: RunConfig) -> Path:
 class Trainer:
     """A learner with its run."""
 
-    def __init__(self, folder: RunFolder, config: RunConfig, client: Client, key: Key) -> None:
+    def __init__(
+        self, folder: RunFolder, config: RunConfig, client: Client, key: Key, clock: Callable[[], float] = time.time
+    ) -> None:
         """`key` signs the manifests, and is the one that the client signs with."""
         self.folder, self.config, self.client, self.key = folder, config, client, key
+        self.clock = clock
         self.start = start_policy(folder, config)
         model = load_policy(self.start, torch.float32)
         self.vocabulary = model.spec.vocab_size
@@ -82,6 +91,8 @@ class Trainer:
         self.seen_seq = -1
         self.kept: set[str] = set()
         """Chunks of the version published last: the coordinator has them."""
+        self.renew_at = 0.0
+        """When to look at the dates of what is published."""
         self.checked = False
         self.info: t.RunInfo
 
@@ -125,6 +136,8 @@ class Trainer:
         log.info("opened version=%d published=%d steps=%d", version, self.info.version, self.config.steps)
         if version > self.info.version:
             await self._publish(version)
+        if self.info.phase != "ended":
+            await self._renew(version)
         return version
 
     async def _batch(self, step: int) -> t.Batch | None:
@@ -136,7 +149,26 @@ class Trainer:
                 log.info("waiting step=%d reason=%r", step, str(reason))
                 if (await self.client.get_json("/v1/run", t.RunInfo)).phase == "ended":
                     return None
+                await self._renew(step)
         return None
+
+    async def _renew(self, newest: int) -> None:
+        """Sign again, with a new date, what nodes may still load and is past half its life: a paused run can go on."""
+        if self.clock() < self.renew_at:
+            return
+        dates = []
+        for version in range(max(0, newest - self.info.rules.max_staleness), newest + 1):
+            data = await self.client.get(f"/v1/manifests/{version}", cap=MAX_MANIFEST_BYTES)
+            keys = (self.key.public,)
+            manifest = open_manifest(data, run=self.info.run, keys=keys, now=None, version=version)
+            if renew_at(manifest) <= self.clock():
+                signed = sign_manifest(manifest, self.key, now=self.clock())
+                await self.client.send("POST", "/v1/checkpoints", to_json(signed), t.Done)
+                log.info("renewed version=%d", version)
+                dates.append(self.clock() + MANIFEST_LIFETIME_S / 2)
+            else:
+                dates.append(renew_at(manifest))
+        self.renew_at = min(dates)
 
     async def _rows(self, batch: t.Batch) -> tuple[list[Row], dict[str, Any]]:
         """The batch's rows in canonical order, each group verified by its hash; and what the filter left out."""
@@ -207,7 +239,7 @@ class Trainer:
             parents=parents, kept=self.kept,
         )  # fmt: skip
         self.kept = {chunk for file in manifest.files for chunk in file.chunks}
-        signed = to_json(sign_manifest(manifest, self.key, now=time.time()))
+        signed = to_json(sign_manifest(manifest, self.key, now=self.clock()))
         await self.client.send("POST", "/v1/checkpoints", signed, t.Done)
         last = version == self.config.steps
         if last or version % self.config.storage.checkpoint_every == 0:

@@ -47,9 +47,17 @@ def main(url: str, home: Path, threads: int, key_file: Path | None = None, own_f
 class Validator:
     """One validator in one run."""
 
-    def __init__(self, client: Client, home: Path, make_engine: Callable[[str], Engine], own_files: bool) -> None:
+    def __init__(
+        self,
+        client: Client,
+        home: Path,
+        make_engine: Callable[[str], Engine],
+        own_files: bool,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
         """`make_engine` gives an engine of the run's dtype."""
         self.client, self.home, self.make_engine, self.own_files = client, home, make_engine, own_files
+        self.clock = clock
         self.stopping = Stopping()
         self.info: t.RunInfo
         self.engine: Engine
@@ -101,7 +109,7 @@ class Validator:
             return
         data = await self.client.get(f"/v1/manifests/{version}")
         keys = (self.info.trainer_key,)
-        manifest = open_manifest(data, run=self.info.run, keys=keys, now=time.time(), version=version)
+        manifest = open_manifest(data, run=self.info.run, keys=keys, now=self.clock(), version=version)
         keep = self.info.rules.max_staleness + 2
         directory = await fetch(manifest, [HttpSource(self.client)], self.home / "weights", keep=keep)
         if self.engine.version < 0:

@@ -76,10 +76,12 @@ class Worker:
         max_memory_mb: int,
         name: str,
         own_files: bool,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         """`key` is the public key that the client signs with; `make_engine` gives an engine of the run's dtype."""
         self.client, self.key, self.home, self.make_engine = client, key, home, make_engine
         self.max_memory_mb, self.name, self.own_files = max_memory_mb, name, own_files
+        self.clock = clock
         self.stopping = Stopping()
         self.tokens_per_s = 0.0
         self.told = t.NodeState(self.key, "worker", name, "new", 0, 0, 0, 0, {}, "")
@@ -153,7 +155,7 @@ class Worker:
         data = await self.client.get(f"/v1/manifests/{version}")
         allowed = self.max_memory_mb * 1_000_000 // MEMORY_PER_WEIGHT_BYTE if self.max_memory_mb else None
         manifest = open_manifest(
-            data, run=self.info.run, keys=(self.info.trainer_key,), now=time.time(), version=version, max_bytes=allowed
+            data, run=self.info.run, keys=(self.info.trainer_key,), now=self.clock(), version=version, max_bytes=allowed
         )
         directory = await fetch(manifest, [HttpSource(self.client)], self.home / "weights")
         if self.engine.version < 0:

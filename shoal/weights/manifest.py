@@ -60,6 +60,17 @@ def sign_manifest(manifest: Manifest, key: Key, *, now: float) -> SignedManifest
     return SignedManifest(body=body, key=key.public, signature=key.sign(PURPOSE, body))
 
 
+def renew_at(manifest: Manifest) -> float:
+    """When its publisher must sign it again: half of its life is left to those who fetch it then."""
+    return manifest.issued + constants.MANIFEST_LIFETIME_S / 2
+
+
+def is_renewal(manifest: Manifest, known: Manifest) -> bool:
+    """Whether it promises what a known one does, for clearly longer: a log needs no line for less."""
+    undated = [msgspec.structs.replace(each, issued=0.0, expires=0.0) for each in (manifest, known)]
+    return undated[0] == undated[1] and manifest.issued >= known.issued + constants.MANIFEST_LIFETIME_S / 4
+
+
 def open_manifest(
     data: bytes,
     *,

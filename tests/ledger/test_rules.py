@@ -192,6 +192,14 @@ def test_a_version_is_published_once(world):
         world.publish(1)
 
 
+def test_a_version_may_be_signed_again_and_keeps_its_work(world):
+    name = world.submit("a" * 64, world.lease("a" * 64))
+    world.do(Publish(TRAINER, 0, world.state.versions[0].root, "signed again", {}, world.now))
+    assert world.state.versions[0].manifest == "signed again" and world.state.version == 0
+    assert world.state.versions[0].blocks and name in world.state.pending
+    assert world.audit().findings == []
+
+
 def test_synchronous_batches_go_by_slot_number_whatever_the_order(tmp_path):
     world = World(tmp_path, max_staleness=0, steps=2)
     for letter in "ab":

@@ -5,15 +5,18 @@ import json
 
 import httpx
 import pytest
+from msgspec.structs import replace
 
 from shoal.errors import NothingYet, StateError
 from shoal.ledger.commands import Admin, Refused
 from shoal.net.client import Client, PeerRefused
 from shoal.net.keys import load_or_make_key
 from shoal.protocol import types as t
+from shoal.protocol.constants import MANIFEST_LIFETIME_S
 from shoal.protocol.wire import digest, to_json
 from shoal.roles.coordinator.role import open_run, rules_of
 from shoal.tree import to_tree
+from shoal.weights.manifest import open_manifest, sign_manifest
 from tests.roles.town import URL, Town, tiny_run
 
 
@@ -233,3 +236,25 @@ def test_the_quota_stops_leases_and_says_so(tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("shoal.roles.coordinator.api.LONG_POLL_S", 0.1)
         assert "quota" in ask(town, impatient)
+
+
+def test_a_version_signed_again_at_once_changes_nothing_and_later_is_served(tmp_path):
+    now = 1_800_000_000.0
+    town = Town(tmp_path / "run", tiny_run(), clock=lambda: now)
+    key = load_or_make_key(town.folder.keys / "trainer.key")
+    chunk = town.desk.blobs.put(b"weights")
+    entry = t.FileEntry("model.safetensors", 7, chunk, (chunk,))
+    manifest = t.Manifest(town.desk.state.run, "policy", 0, (), "float32", "a" * 64, (entry,), 8 << 20, 0.0, 0.0)
+
+    def publish(manifest):
+        asyncio.run(town.desk.take_checkpoint(key.public, to_json(sign_manifest(manifest, key, now=now))))
+        return open_manifest(town.desk.manifest("latest"), run=manifest.run, keys=(key.public,), now=now)
+
+    first = publish(manifest)
+    events = town.desk.state.seq
+    now += 60.0
+    assert publish(manifest) == first and town.desk.state.seq == events
+    now += MANIFEST_LIFETIME_S / 2
+    with pytest.raises(Refused, match="published once"):
+        publish(replace(manifest, root="b" * 64))
+    assert publish(manifest).issued == now and town.desk.state.seq == events + 1

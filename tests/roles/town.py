@@ -5,6 +5,8 @@ For story tests. Roles are the product's own; only the transport is replaced, so
 
 import asyncio
 import random
+import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -54,11 +56,19 @@ def tiny_run(**changes: object) -> RunConfig:
 class Town:
     """A run's folder with its coordinator, and the roles that a test lets move in."""
 
-    def __init__(self, root: Path, config: RunConfig, fault_rate: float = 0.0, seed: int = 0) -> None:
+    def __init__(
+        self,
+        root: Path,
+        config: RunConfig,
+        fault_rate: float = 0.0,
+        seed: int = 0,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
         self.folder = RunFolder(root)
         self.folder.prepare(config, root)
         self.config = self.folder.config()
-        self.desk = open_run(self.folder, self.config)
+        self.clock = clock
+        self.desk = open_run(self.folder, self.config, clock)
         self.app = application(self.desk)
         self.fault_rate, self.rng = fault_rate, random.Random(seed)
 
@@ -68,7 +78,8 @@ class Town:
         if self.fault_rate:
             rng = random.Random(self.rng.random())
             transport = FaultyTransport(transport, rng, asyncio.sleep, rate=self.fault_rate, delay_s=0.01)
-        return Client(URL, load_or_make_key(key_file), transport=transport, sleep=_hurry, rng=random.Random(1))
+        key, rng = load_or_make_key(key_file), random.Random(1)
+        return Client(URL, key, transport=transport, clock=self.clock, sleep=_hurry, rng=rng)
 
     def worker(self, name: str, cheat: str = "") -> Worker:
         """A worker, honest or not."""
@@ -80,17 +91,18 @@ class Town:
             engine = LocalEngine(threads=1, dtype=dtype)
             return cheating(cheat, engine) if cheat else engine
 
-        return Worker(client, key, home, make_engine, 0, name, own_files=True)
+        return Worker(client, key, home, make_engine, 0, name, own_files=True, clock=self.clock)
 
     def validator(self) -> Validator:
         """The host's own validator."""
         client = self.client(self.folder.keys / "validator-0.key")
-        return Validator(client, self.folder.nodes / "validator-0", partial(LocalEngine, 1), own_files=True)
+        home = self.folder.nodes / "validator-0"
+        return Validator(client, home, partial(LocalEngine, 1), own_files=True, clock=self.clock)
 
     def trainer(self) -> Trainer:
         """The trainer."""
         path = self.folder.keys / "trainer.key"
-        return Trainer(self.folder, self.config, self.client(path), load_or_make_key(path))
+        return Trainer(self.folder, self.config, self.client(path), load_or_make_key(path), self.clock)
 
     async def live(self, *roles: Worker | Validator | Trainer, limit_s: float = 120.0) -> None:
         """Let roles run until the run has ended and they have left."""

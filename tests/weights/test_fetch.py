@@ -298,3 +298,11 @@ def test_a_directory_without_weights_is_not_published(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(StateError):
         published(tmp_path / "empty", Chunks())
+
+
+def test_a_version_that_was_signed_again_is_not_fetched_again(tmp_path, checkpoint, origin):
+    manifest = published(checkpoint, origin)
+    first = run(manifest, [origin], tmp_path / "weights")
+    asked = len(origin.asked)
+    later = msgspec.structs.replace(manifest, issued=NOW + 9e5, expires=NOW + 9e5 + 60)
+    assert run(later, [origin], tmp_path / "weights") == first and len(origin.asked) == asked

@@ -9,7 +9,15 @@ from shoal.errors import PeerError
 from shoal.protocol import constants, wire
 from shoal.protocol.identity import Key
 from shoal.protocol.types import FileEntry, Manifest, SignedManifest
-from shoal.weights.manifest import PURPOSE, is_publishable, open_manifest, sign_manifest, weights_root
+from shoal.weights.manifest import (
+    PURPOSE,
+    is_publishable,
+    is_renewal,
+    open_manifest,
+    renew_at,
+    sign_manifest,
+    weights_root,
+)
 from tests.weights.checkpoints import KEY, NOW, RUN, Chunks, make_checkpoint, published
 
 OTHER = Key(b"\x02" * 32)
@@ -173,3 +181,13 @@ def test_a_manifest_of_62_gigabytes_fits():
         chunk_bytes=8 << 20, issued=NOW, expires=NOW,
     )  # fmt: skip
     assert accept(wire.to_json(sign_manifest(manifest, KEY, now=NOW))).files == (entry,)
+
+
+def test_a_renewal_promises_the_same_for_clearly_longer(manifest):
+    week = constants.MANIFEST_LIFETIME_S
+    dated = changed(manifest, issued=NOW, expires=NOW + week)
+    assert renew_at(dated) == NOW + week / 2
+    assert is_renewal(changed(manifest, issued=NOW + week / 2, expires=NOW + 1.5 * week), dated)
+    assert not is_renewal(changed(manifest, issued=NOW + 60.0, expires=NOW + 60.0 + week), dated)
+    assert not is_renewal(changed(manifest, issued=NOW - week, expires=NOW), dated)
+    assert not is_renewal(changed(manifest, issued=NOW + week, expires=NOW + 2 * week, files=()), dated)

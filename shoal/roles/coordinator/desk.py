@@ -35,7 +35,7 @@ from shoal.protocol.constants import MAX_CHUNK_BYTES, MAX_EVENTS, PROTOCOL_VERSI
 from shoal.protocol.identity import Key
 from shoal.protocol.randomness import SecretChain
 from shoal.protocol.wire import WireError, digest, from_json, from_msgpack, to_json
-from shoal.weights.manifest import open_manifest
+from shoal.weights.manifest import is_renewal, open_manifest
 
 log = logging.getLogger("coordinator")
 
@@ -311,13 +311,15 @@ class Desk:
     # --- versions ---
 
     async def take_checkpoint(self, key: str, signed: bytes) -> None:
-        """Book a new version whose chunks are all here. Raises `Refused`, `PeerError`."""
+        """Book a new version whose chunks are all here, or a later date of one. Raises `Refused`, `PeerError`."""
         state = self.state
         manifest = open_manifest(signed, run=state.run, keys=(state.trainer_key,), now=self.clock())
         missing = [c for f in manifest.files for c in f.chunks if not self.blobs.has(c)]
         if missing:
             raise Refused("incomplete", f"{len(missing)} chunks are missing, such as {missing[0][:12]}: PUT them first")
-        name = self.blobs.put(signed)
+        known = self._manifests.get(manifest.version)
+        sent_again = known is not None and not is_renewal(manifest, known)
+        name = state.versions[manifest.version].manifest if sent_again else self.blobs.put(signed)
         links = self._links([*self._hidden(), manifest.version])
         await self.book.submit(Publish(key, manifest.version, manifest.root, name, links, self.clock()))
         self._remember_manifest(manifest.version, self.state.versions[manifest.version].manifest)

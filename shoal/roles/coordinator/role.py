@@ -11,7 +11,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -61,11 +61,11 @@ def main(run_dir: Path) -> None:
     server.run(sockets=[listener])
 
 
-def open_run(folder: RunFolder, config: RunConfig) -> Desk:
+def open_run(folder: RunFolder, config: RunConfig, clock: Callable[[], float] = time.time) -> Desk:
     """The run's desk: its log replayed, or begun."""
     key = load_or_make_key(folder.keys / "run.key")
     book = Book(Store(sqlite_url(folder.log)))
-    now = time.time()
+    now = clock()
     if book.state.seq < 0:
         book.write(Create(created(folder, config, key.public), now), now)
     elif book.state.phase != "ended":
@@ -76,7 +76,7 @@ def open_run(folder: RunFolder, config: RunConfig) -> Desk:
             )
         changed = Reconfigure(to_tree(config), config.steps, config.rollouts.lease_s, now)
         book.write(changed, now)
-    return Desk(folder, config, book, key, time.time)
+    return Desk(folder, config, book, key, clock)
 
 
 def created(folder: RunFolder, config: RunConfig, run_key: str) -> ev.RunCreated:
