@@ -16,7 +16,8 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from shoal.errors import ConfigError
-from shoal.protocol.constants import CHAIN_LENGTH
+from shoal.protocol.constants import CHAIN_LENGTH, MAX_BLOCK_ROLLOUTS, MAX_GROUP_ROLLOUTS, MAX_ROLLOUT_TOKENS
+from shoal.protocol.sizes import most_batch_groups, most_lease_groups
 from shoal.tree import Section, changed_keys, from_tree, merge, read_toml, set_key, to_tree
 
 T = TypeVar("T")
@@ -370,10 +371,35 @@ def check_run(config: RunConfig) -> None:
             "verify.worker_share: must be 1 when rollouts.max_staleness is 0 (a batch goes by slot number then)",
         ),
         (rollouts.paid_tokens >= 0, "rollouts.paid_tokens: at least 0, and 0 pays all"),
+        *_messages_fit(config),
     ]
     for holds, message in demands:
         if not holds:
             raise ConfigError(message)
+
+
+def _messages_fit(config: RunConfig) -> Iterator[tuple[bool, str]]:
+    """A block travels as one submission and one verdict, a batch as one message: what fits in none never comes."""
+    rollouts, max_tokens, size = config.rollouts, config.sampling.max_tokens, config.rollouts.group_size
+    for key, value, limit in (
+        ("rollouts.group_size", size, MAX_GROUP_ROLLOUTS),
+        ("rollouts.block_rollouts", rollouts.block_rollouts, MAX_BLOCK_ROLLOUTS),
+        ("sampling.max_tokens", max_tokens, MAX_ROLLOUT_TOKENS),
+    ):
+        yield value <= limit, f"{key} = {value}: at most {limit}"
+    if size < 1 or size > MAX_GROUP_ROLLOUTS:
+        return
+    envs, proofs = [env.name for env in config.envs], config.verify.proofs != "none"
+    groups, members = most_lease_groups(size, max(1, max_tokens), proofs, envs), most_batch_groups(size)
+    what = f"rollouts.group_size = {size}: one group of max_tokens = {max_tokens} does not fit into a submission"
+    yield groups >= 1, f"{what}: lower it, or sampling.max_tokens"
+    what = (
+        f"rollouts.block_rollouts = {rollouts.block_rollouts}: at max_tokens = {max_tokens} one block does not fit into"
+    )
+    most = f"at most {groups * size}, or lower sampling.max_tokens"
+    yield rollouts.block_rollouts <= groups * size, f"{what} a submission and its verdict: {most}"
+    what = f"rollouts.batch_groups = {rollouts.batch_groups}: a batch of groups of {size} does not fit into one message"
+    yield rollouts.batch_groups <= members, f"{what}: at most {members}, or lower rollouts.group_size"
 
 
 def _at_least(least: int, keys: Iterable[str], config: RunConfig) -> Iterator[tuple[bool, str]]:

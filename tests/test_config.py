@@ -25,6 +25,7 @@ from shoal.errors import ConfigError
 from shoal.tree import Section, all_keys, changed_keys, from_tree, to_tree
 
 SMALL = 'name = "small"\nsteps = 3\n[[envs]]\nname = "arithmetic"\n'
+LONG = SMALL + '[policy]\npath = "somewhere"\n[sampling]\nmax_tokens = {}\n'
 
 
 @pytest.fixture
@@ -190,6 +191,12 @@ def test_wrong_override_says_what_is_wrong(run_file: Path, override: str, messag
         (SMALL + "[sampling]\ntemperature = 0.0\n", "sampling.temperature"),
         (SMALL + "[sampling]\ntemperature = nan\n", "sampling.temperature"),
         (SMALL + "[sampling]\nmax_tokens = 4096\n", "at most policy.tiny.max_positions = 512"),
+        (SMALL + "[rollouts]\ngroup_size = 5000\nblock_rollouts = 5000\n", "rollouts.group_size = 5000: at most 4096"),
+        (SMALL + "[rollouts]\nblock_rollouts = 8192\n", "rollouts.block_rollouts = 8192: at most 4096"),
+        (LONG.format(1 << 21) + "[rollouts]\n", "sampling.max_tokens = 2097152: at most 1048576"),
+        (LONG.format(500_000) + "[rollouts]\n", "one group of max_tokens = 500000 does not fit"),
+        (LONG.format(2048) + "[rollouts]\nblock_rollouts = 4096\n", "at most 3568, or lower sampling.max_tokens"),
+        (SMALL + "[rollouts]\nblock_rollouts = 64\ngroup_size = 64\nbatch_groups = 1024\n", "one message: at most"),
         (SMALL + "[train]\nlr = inf\n", "train.lr: at least 0, and finite"),
         (SMALL + "[workers]\ncount = -1\n", "workers.count = -1: must be at least 0"),
         (SMALL + "[storage]\ncheckpoint_every = 0\n", "storage.checkpoint_every = 0: must be at least 1"),

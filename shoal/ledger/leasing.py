@@ -14,6 +14,7 @@ from shoal.ledger.audits import groups_a_worker
 from shoal.ledger.commands import AskLease, Wait
 from shoal.ledger.state import Lease, Node, State
 from shoal.protocol.constants import MAX_LEASE_BLOCKS, MAX_OPEN_LEASES
+from shoal.protocol.sizes import most_lease_blocks
 
 LEASE_TARGET_S = 20.0
 """A lease is sized to take a worker about this long, by its measured speed."""
@@ -91,7 +92,9 @@ def _blocks_to_lease(
     """Blocks of one version: given back ones first, then new ones, as many as the worker's speed allows."""
     most = 1 if node.standing == "new" else _blocks_for_speed(state, tokens_per_s)
     workers = max(1, sum(other.role == "worker" and other.standing == "good" for other in state.nodes.values()))
-    most = max(1, min(most, room // state.law.block_groups // workers, MAX_LEASE_BLOCKS))
+    assert state.sampling is not None, "the run is not created"
+    fit = most_lease_blocks(state.law, state.sampling, state.envs)
+    most = max(1, min(most, room // state.law.block_groups // workers, fit))
     current = state.version
     if free:
         version = free[0][0]

@@ -8,24 +8,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from shoal.algos.toploc import proof_bytes, prove
+from shoal.algos.toploc import prove
 from shoal.engine.base import Score
 from shoal.errors import StateError
 from shoal.protocol.constants import MAX_SUBMISSION_BYTES
+from shoal.protocol.sizes import submission_bytes
 from shoal.protocol.types import EngineFacts, Group, Lease, Rules, Submission
 from shoal.protocol.wire import to_msgpack
-
-BYTES_PER_TOKEN = 4 + 1 + 4
-"""Token id, author, log-probability."""
-
-ROLLOUT_OVERHEAD_BYTES = 256
-"""Field names, lengths, version and ending of one rollout; the field names take about 60."""
-
-GROUP_OVERHEAD_BYTES = 1024
-"""Field names, slot, task and the environment's name of one group."""
-
-SUBMISSION_OVERHEAD_BYTES = 4096
-"""Run, lease, version, engine facts."""
 
 
 def commit(
@@ -81,8 +70,5 @@ def largest_submission_bytes(lease: Lease, rules: Rules) -> int:
     More is refused before it is decoded, so what a stranger can make us hold is bounded by what we asked for.
     """
     num_groups = sum(len(block.slots) for block in lease.blocks)
-    rollout = lease.sampling.max_tokens * BYTES_PER_TOKEN + ROLLOUT_OVERHEAD_BYTES
-    if rules.proofs != "none":
-        rollout += proof_bytes(lease.sampling.max_tokens)
-    group = rules.group_size * rollout + GROUP_OVERHEAD_BYTES
-    return min(MAX_SUBMISSION_BYTES, num_groups * group + SUBMISSION_OVERHEAD_BYTES)
+    proofs = rules.proofs != "none"
+    return min(MAX_SUBMISSION_BYTES, submission_bytes(num_groups, rules.group_size, lease.sampling.max_tokens, proofs))

@@ -15,6 +15,7 @@ from shoal.ledger.leasing import groups_wanted
 from shoal.ledger.state import state_hash
 from shoal.proofs.verify import AUDIT, MODEL_FREE
 from shoal.protocol.constants import MAX_LEASE_BLOCKS
+from shoal.protocol.sizes import most_lease_blocks
 from shoal.protocol.types import GroupVerdict, Join, Verdict
 from shoal.protocol.wire import digest
 from tests.ledger.world import TRAINER, World
@@ -339,3 +340,13 @@ def test_a_refusal_names_one_of_the_runs_checks(court, outcome, check):
 
 def test_the_names_of_checks_are_those_of_the_checks():
     assert {module.NAME for module in (*MODEL_FREE, *AUDIT)} == set(audits.CHECKS)
+
+
+def test_a_fast_worker_gets_no_more_than_fits_into_its_messages(tmp_path):
+    world = World(tmp_path, batch_groups=4096, max_staleness=4, group_size=64, block_groups=64)
+    world.enter(WORKER)
+    world.publish()
+    world.serve(WORKER, rewards=(0.0, 1.0) * 32)
+    world.do(AskLease(WORKER, (), 1e18, world.now))
+    (lease,) = world.state.open_leases_of(WORKER)
+    assert len(lease.blocks) == most_lease_blocks(world.state.law, world.state.sampling, ()) < MAX_LEASE_BLOCKS

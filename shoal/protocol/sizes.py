@@ -1,0 +1,96 @@
+"""How large the messages of a run can become: what a run file may ask for, and how much a lease may hold.
+
+Called by `config`, which refuses a run whose block or batch fits no message, by the rules, which size leases, and by
+everyone who takes a submission. Pure. Each bound encodes the widest example of what is repeated, so a new field counts
+by itself; `tests/protocol/test_sizes.py` holds them against real messages.
+"""
+
+from collections.abc import Iterable
+
+from shoal.protocol.constants import MAX_JSON_BYTES, MAX_LEASE_BLOCKS, MAX_SUBMISSION_BYTES
+from shoal.protocol.types import BatchGroup, Block, EnvSpec, GroupVerdict, Rules, Sampling, Slot
+from shoal.protocol.wire import to_json
+
+BYTES_PER_TOKEN = 4 + 1 + 4
+"""Token id, author, log-probability."""
+
+PROOF_CHUNK_TOKENS, PROOF_CHUNK_BYTES = 32, 2 + 2 * 128
+"""Of a proof of activations, as `algos/toploc` makes it."""
+
+ROLLOUT_OVERHEAD_BYTES = 256
+"""Field names, lengths, version and ending of one rollout; the field names take about 60."""
+
+GROUP_OVERHEAD_BYTES = 1024
+"""Field names, slot, task and the environment's name of one group."""
+
+SUBMISSION_OVERHEAD_BYTES = 4096
+"""Run, lease, version, engine facts."""
+
+MESSAGE_OVERHEAD_BYTES = 16_384
+"""What a JSON message holds once: names, times, and the keys and projections of some 60 validators."""
+
+ENV_NAME_BYTES = 256
+"""Room for an environment's name: a path becomes absolute when the run is created."""
+
+REASON_BYTES = 512
+"""Room for what a verdict says of a refused group."""
+
+WIDE_INT, WIDE_FLOAT, HASH = 10**12, -1.2345678901234567e-300, "0" * 64
+"""Widest values of messages."""
+
+
+def submission_bytes(num_groups: int, group_size: int, max_tokens: int, proofs: bool) -> int:
+    """Most bytes of an honest submission of so many groups."""
+    return num_groups * _group_bytes(group_size, max_tokens, proofs) + SUBMISSION_OVERHEAD_BYTES
+
+
+def _group_bytes(group_size: int, max_tokens: int, proofs: bool) -> int:
+    rollout = max_tokens * BYTES_PER_TOKEN + ROLLOUT_OVERHEAD_BYTES
+    if proofs:
+        rollout += -(-max_tokens // PROOF_CHUNK_TOKENS) * PROOF_CHUNK_BYTES
+    return group_size * rollout + GROUP_OVERHEAD_BYTES
+
+
+def most_lease_groups(group_size: int, max_tokens: int, proofs: bool, envs: Iterable[str]) -> int:
+    """Groups of the largest lease whose submission, check and verdict all fit."""
+    submitted = (MAX_SUBMISSION_BYTES - SUBMISSION_OVERHEAD_BYTES) // _group_bytes(group_size, max_tokens, proofs)
+    said = max(_check_bytes(envs), _verdict_bytes(group_size))
+    return min(submitted, (MAX_JSON_BYTES - MESSAGE_OVERHEAD_BYTES) // said)
+
+
+def most_lease_blocks(law: Rules, sampling: Sampling, envs: Iterable[EnvSpec]) -> int:
+    """Blocks of the largest lease of a run."""
+    names = [env.name for env in envs]
+    groups = most_lease_groups(law.group_size, sampling.max_tokens, law.proofs != "none", names)
+    return max(1, min(MAX_LEASE_BLOCKS, groups // law.block_groups))
+
+
+def most_batch_groups(group_size: int) -> int:
+    """Groups of the largest batch that fits."""
+    member = BatchGroup(WIDE_INT, WIDE_INT, HASH, WIDE_INT, HASH, (WIDE_FLOAT,) * group_size)
+    return (MAX_JSON_BYTES - MESSAGE_OVERHEAD_BYTES) // _listed(member)
+
+
+def _check_bytes(envs: Iterable[str]) -> int:
+    """Of one group in a check, which holds the lease: a slot, at worst in a block of its own, and its draw."""
+    name = max(ENV_NAME_BYTES, *(len(to_json(env)) for env in envs), 0)
+    slot = Slot(WIDE_INT, HASH, "x" * name, WIDE_INT)
+    return _listed(Block(WIDE_INT, (slot,))) + _listed(WIDE_INT) + _listed(WIDE_FLOAT)
+
+
+def _verdict_bytes(group_size: int) -> int:
+    """Of one group in a verdict: accepted ones have rewards, others a reason."""
+    accepted, refused = (WIDE_FLOAT,) * group_size, "x" * REASON_BYTES
+    return max(
+        _listed(GroupVerdict(WIDE_INT, False, "accept", "", "", *_PLACE, accepted, *_FIGURES)),
+        _listed(GroupVerdict(WIDE_INT, False, "soft", refused, "", *_PLACE, (), *_FIGURES)),
+    )
+
+
+_PLACE = (WIDE_INT, WIDE_INT, WIDE_FLOAT, WIDE_FLOAT)
+_FIGURES = (WIDE_INT, WIDE_INT, WIDE_FLOAT)
+
+
+def _listed(value: object) -> int:
+    """Bytes of a value in a list, the comma included."""
+    return len(to_json(value)) + 1
