@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from shoal.envs.base import Env, Player, State, Task, describe_fault, players_of, source_of, success_of
+from shoal.ledger.audits import MAX_REWARD
 
 MAX_TURNS = 256
 """Turns after which an episode counts as endless."""
@@ -110,6 +111,10 @@ def _members(env: Env) -> str:
     low, high = env.reward_bounds
     if not (math.isfinite(low) and math.isfinite(high) and low < high):
         raise Broken(f"reward_bounds are {low} to {high}: give two finite numbers, the lower first")
+    if max(-low, high) > MAX_REWARD:
+        raise Broken(
+            f"reward_bounds are {low} to {high}: no run takes rewards above {MAX_REWARD:g} by size; scale them"
+        )
     if env.num_tasks < 1 or env.num_heldout < 0:
         raise Broken(f"num_tasks is {env.num_tasks} and num_heldout {env.num_heldout}: at least 1 and 0 are needed")
     return f"{env.num_tasks} tasks, {env.num_heldout} held out, rewards {low:g} to {high:g}"

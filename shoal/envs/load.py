@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from shoal.envs import arithmetic, wordle, words
 from shoal.envs.base import Env, describe_fault
 from shoal.errors import ConfigError, ShoalError
+from shoal.ledger.audits import MAX_REWARD
 from shoal.protocol.types import EnvSpec
 from shoal.protocol.wire import domain_hash
 
@@ -143,6 +144,9 @@ def _require_members(env: Env, path: Path) -> None:
         raise ShoalError(
             f"{path}: reward_bounds is {env.reward_bounds!r}; give the lowest and highest reward, such as (0.0, 1.0)"
         )
+    if max(-low, high) > MAX_REWARD:
+        raise ShoalError(f"{path}: reward_bounds is {env.reward_bounds!r}; no run takes rewards above {MAX_REWARD:g} by "
+                         "size: scale them down")  # fmt: skip
     counts = {"num_tasks": (env.num_tasks, 1), "num_heldout": (env.num_heldout, 0)}
     for name, (count, least) in counts.items():
         if not isinstance(count, int) or count < least:

@@ -68,6 +68,14 @@ def test_environment_without_players_gets_the_other_checks_and_is_told_what_was_
     assert 'no "right" player' in skipped["right player"]
 
 
+class Boundless(Count):
+    reward_bounds = (0.0, 2e6)
+
+
+def test_rewards_that_no_run_takes_are_found() -> None:
+    assert "no run takes rewards above 1e+06" in outcomes(Boundless(), "failed")["members"]
+
+
 class LooseIndex(Count):
     def task(self, index: int, heldout: bool = False) -> int:
         return index + 100 * heldout

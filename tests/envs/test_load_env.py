@@ -80,6 +80,15 @@ def test_loading_for_a_stranger_executes_nothing(write, tmp_path: Path) -> None:
         (GOOD.replace('name = "parrot"', ""), "Parrot without name"),
         (GOOD.replace("def score", "def sore"), r"abstract.*score"),
         (GOOD.replace('name = "parrot"', 'name = "parrot"; reward_bounds = (1, 1)'), r"reward_bounds is \(1, 1\)"),
+        (
+            GOOD.replace('name = "parrot"', 'name = "parrot"; reward_bounds = (0, 2e6)'),
+            "above 1e.06 by size: scale them",
+        ),
+        (
+            GOOD.replace('name = "parrot"', 'name = "parrot"; reward_bounds = (-2e6, 0)'),
+            "above 1e.06 by size: scale them",
+        ),
+        (GOOD.replace('name = "parrot"', 'name = "parrot"; reward_bounds = (0, float("inf"))'), "reward_bounds is"),
         (GOOD.replace("num_tasks=3", "num_tasks=0"), "num_tasks is 0; give a whole number of at least 1"),
     ],
 )
