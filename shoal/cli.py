@@ -29,6 +29,7 @@ from shoal.grammar import (
     set_argument,
     told,
 )
+from shoal.terminal import PrintableFormatter, printable, say
 
 EXIT_NO, EXIT_TRY_AGAIN, EXIT_INTERRUPTED = 1, 75, 130
 
@@ -53,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         fault = _fault_of_user(error)
         if fault is None:
             raise
-        print(f"error: {' '.join(str(fault).split())}", file=sys.stderr)
+        print(f"error: {printable(' '.join(str(fault).split()))}", file=sys.stderr)
         return EXIT_TRY_AGAIN if args.command == "role" and isinstance(fault, PeerError) else EXIT_USER_ERROR
 
 
@@ -205,7 +206,7 @@ def doctor(args: argparse.Namespace) -> int:
 def admin(args: argparse.Namespace) -> None:
     from shoal.launch import hosting
 
-    print(hosting.administer(args.action, args.run, args.node, args.key))
+    say(hosting.administer(args.action, args.run, args.node, args.key))
 
 
 def role(args: argparse.Namespace) -> None:
@@ -245,7 +246,9 @@ def _cores() -> int:
 def _log_to_stderr() -> None:
     """One line a decision. A log that cannot be written stops nothing."""
     logging.raiseExceptions = False
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)-11s %(message)s", datefmt="%H:%M:%S")
+    handler = logging.StreamHandler()
+    handler.setFormatter(PrintableFormatter("%(asctime)s %(name)-11s %(message)s", datefmt="%H:%M:%S"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
     logging.getLogger("httpx").setLevel(logging.WARNING)
 
 

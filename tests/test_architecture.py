@@ -28,7 +28,7 @@ FLOORS = (
 )
 """Lowest first. A room imports from the floors below its own; rooms on one floor never import each other."""
 
-COMMON = ("config", "errors", "folder", "metrics", "plugins", "tree")
+COMMON = ("config", "errors", "folder", "metrics", "plugins", "terminal", "tree")
 """Files that serve every room but `algos`; they import each other and `protocol`."""
 
 BROAD_EXCEPTS = {

@@ -22,6 +22,7 @@ from shoal.policy.render import Renderer
 from shoal.protocol.randomness import sample_seed
 from shoal.protocol.types import Sampling
 from shoal.protocol.wire import domain_hash
+from shoal.terminal import printable
 
 BATCH = 128
 """Episodes played in lockstep; fixed, because the engine's last bits depend on it."""
@@ -104,13 +105,11 @@ def as_text(transcript: Transcript) -> str:
     verdict = {None: "", True: "won, ", False: "lost, "}[transcript.success]
     head = f"task {printable(transcript.task)} · {verdict}reward {transcript.score:.2f} · ended by {transcript.ending}"
     names = {"assistant": "policy", "user": "env"}
-    return "\n".join([head, *(f"  {names.get(who, who):>6} | {printable(text)}" for who, text in transcript.turns)])
+    return "\n".join([head, *(f"  {names.get(who, who):>6} | {_indented(text)}" for who, text in transcript.turns)])
 
 
-def printable(text: str) -> str:
-    """Text with line breaks indented and every other control character escaped."""
-    shown = (c if c.isprintable() else "\n         | " if c == "\n" else repr(c)[1:-1] for c in text)
-    return "".join(shown)
+def _indented(text: str) -> str:
+    return printable(text, keep="\n").replace("\n", "\n         | ")
 
 
 def interval(values: Sequence[float], bounds: tuple[float, float]) -> Interval:

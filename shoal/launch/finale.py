@@ -18,7 +18,8 @@ from rich.table import Table
 from rich.text import Text
 
 from shoal.launch.summary import RunEnd
-from shoal.launch.view import duration, harmless, reasons
+from shoal.launch.view import duration, reasons
+from shoal.terminal import printable
 
 _COLOURS = {"assistant": "bold cyan", "user": "white", "system": "dim"}
 _MARKS = {"=": "green", "+": "dark_goldenrod", "-": "grey35"}
@@ -40,12 +41,14 @@ def render_end(end: RunEnd) -> RenderableType:
 def plain_end(end: RunEnd) -> str:
     """The same as lines of text, for a file."""
     summary = end.summary
-    lines = [f"run {end.snapshot.name} has ended after {summary['steps']} steps in {duration(summary['wall_s'])}"]
+    lines = [
+        f"run {printable(end.snapshot.name)} has ended after {summary['steps']} steps in {duration(summary['wall_s'])}"
+    ]
     for when in ("before", "after"):
         lines.append(f"held-out {when}: {_interval(summary['heldout'][when])}")
     for name, entry in summary["credits"].items():
         share = summary["influence"][name]
-        lines.append(f"credits {harmless(name)} ({entry['role']}): {entry['credits']:,}, influence {share:.1%}")
+        lines.append(f"credits {printable(name)} ({entry['role']}): {entry['credits']:,}, influence {share:.1%}")
     lines += _refusals(end)
     for i, game in enumerate(end.games):
         lines.append(f"sample {i + 1} ({outcome(game)}):")
@@ -62,14 +65,13 @@ def outcome(game: dict[str, Any]) -> str:
 
 def turns(game: dict[str, Any]) -> Iterable[tuple[str, str]]:
     """Who said what."""
-    return ((harmless(str(who)), harmless(str(text))) for who, text in game.get("turns", ()))
+    return ((printable(str(who)), printable(str(text), keep="\n")) for who, text in game.get("turns", ()))
 
 
 def _before_after(end: RunEnd) -> RenderableType:
     summary = end.summary
-    table = Table(
-        title=f"[bold]{end.snapshot.name}[/]: {end.env.name} on held-out tasks", box=box.ROUNDED, min_width=60
-    )
+    title = Text.assemble((printable(end.snapshot.name), "bold"), f": {printable(end.env.name)} on held-out tasks")
+    table = Table(title=title, box=box.ROUNDED, min_width=60)
     for heading in ("", "mean", "95 % interval", "episodes"):
         table.add_column(heading, justify="left" if not heading else "right")
     for when, label in (("before", "before training"), ("after", "after training")):
@@ -101,7 +103,7 @@ def _credits(end: RunEnd) -> RenderableType:
         if node.role == "worker" and node.name in roles:
             cheats = roles[node.name]["role"] == "cheating"
             row = (
-                harmless(node.name),
+                Text(printable(node.name)),
                 roles[node.name]["role"],
                 f"{node.accepted:,}",
                 f"{node.refused:,}",
@@ -115,8 +117,8 @@ def _credits(end: RunEnd) -> RenderableType:
 def _refusals(end: RunEnd) -> list[str]:
     """A line for each worker that was refused anything: by which checks, and the last refusal in full."""
     return [
-        f"{harmless(node.name)} was refused {node.refused:,} groups by {reasons(node)}. The last: "
-        f"{harmless(node.last_reason)}"
+        f"{printable(node.name)} was refused {node.refused:,} groups by {reasons(node)}. The last: "
+        f"{printable(node.last_reason)}"
         for node in end.snapshot.nodes
         if node.role == "worker" and node.reasons
     ]
@@ -127,8 +129,10 @@ def _game(game: dict[str, Any], title: str) -> RenderableType:
     table.add_column(justify="right", style="dim", no_wrap=True)
     table.add_column()
     for who, said in turns(game):
-        table.add_row(_SPEAKERS.get(who, who), _tiles(said.strip()) or Text(said.strip(), style=_COLOURS.get(who, "")))
-    return Panel(table, title=title, box=box.ROUNDED, width=80, title_align="left")
+        table.add_row(
+            Text(_SPEAKERS.get(who, who)), _tiles(said.strip()) or Text(said.strip(), style=_COLOURS.get(who, ""))
+        )
+    return Panel(table, title=Text(title), box=box.ROUNDED, width=80, title_align="left")
 
 
 def _tiles(text: str) -> Text | None:

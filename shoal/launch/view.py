@@ -16,6 +16,7 @@ from rich.text import Text
 
 from shoal.launch.snapshot import Heldout, Snapshot
 from shoal.protocol.types import NodeState
+from shoal.terminal import printable
 
 WATCHDOG_S = 5.0
 """A wait longer than this is shown in colour, and piped output says it."""
@@ -34,7 +35,8 @@ def render(snapshot: Snapshot) -> RenderableType:
     middle.add_row(Curve(snapshot), _figures(snapshot))
     body = Group(_progress(snapshot), Text(), middle, Text(), _workers(snapshot), Text(), _watchdog(snapshot))
     folder = f"{snapshot.out} · Ctrl-C stops cleanly, the same command goes on"
-    return Panel(body, title=f"[bold]shoal[/] · {snapshot.name}", subtitle=f"[dim]{folder}[/]", box=box.ROUNDED)
+    title = Text.assemble(("shoal", "bold"), f" · {printable(snapshot.name)}")
+    return Panel(body, title=title, subtitle=Text(printable(folder), style="dim"), box=box.ROUNDED)
 
 
 def plain(snapshot: Snapshot) -> str:
@@ -97,7 +99,7 @@ class LiveView:
 
     def say(self, line: str) -> None:
         """A line that stays."""
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+        self._console.print(printable(line, keep="\n"), markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
         """Give the terminal back."""
@@ -181,7 +183,7 @@ def _workers(snapshot: Snapshot) -> RenderableType:
             continue
         cheats = node.name in snapshot.cheaters
         table.add_row(
-            Text(harmless(node.name) + (" (cheats)" if cheats else ""), style="red" if cheats else ""),
+            Text(printable(node.name) + (" (cheats)" if cheats else ""), style="red" if cheats else ""),
             Text(node.standing, style=_STANDING_STYLE.get(node.standing, "")),
             f"{node.accepted:,}",
             Text(f"{node.refused:,}", style="red" if node.refused else ""),
@@ -233,12 +235,7 @@ def chart(values: Sequence[float], total: int, width: int, height: int, low: flo
 def reasons(node: NodeState) -> str:
     """Why groups of a node were refused, most frequent first."""
     ranked = sorted(node.reasons.items(), key=lambda item: -item[1])
-    return ", ".join(f"{harmless(check)} {count}x" for check, count in ranked)
-
-
-def harmless(text: str) -> str:
-    """Text of a stranger or a policy, as it may be printed: nothing in it can steer a terminal."""
-    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+    return ", ".join(f"{printable(check)} {count}x" for check, count in ranked)
 
 
 def duration(seconds: float) -> str:

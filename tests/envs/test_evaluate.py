@@ -9,7 +9,7 @@ import pytest
 
 from shoal.envs import arithmetic, wordle
 from shoal.envs.base import Env, Message, Step
-from shoal.envs.evaluate import Transcript, as_text, evaluate, interval, printable
+from shoal.envs.evaluate import Transcript, as_text, evaluate, interval
 from shoal.errors import ConfigError, ShoalError
 from shoal.policy.render import Renderer
 from shoal.protocol.types import Sampling
@@ -126,6 +126,5 @@ def test_transcripts_are_written_to_json_and_read_as_text(answering_engine, rend
 
 
 def test_printed_text_cannot_steer_a_terminal() -> None:
-    assert printable("a\x1b[2Jb\r\u202ec\0") == "a\\x1b[2Jb\\r\\u202ec\\x00"
     told = as_text(Transcript("t\x1b", (("assistant", "one\ntwo\x07"),), 0.0, None, "length", 3))
     assert "\x1b" not in told and "\x07" not in told and "two" in told.splitlines()[-1]

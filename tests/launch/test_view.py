@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from msgspec.structs import replace as replace_struct
 from rich.console import Console, RenderableType
 
 from shoal.launch.finale import plain_end, render_end, save_picture
@@ -116,6 +117,18 @@ def test_name_of_a_worker_cannot_steer_the_terminal(snapshot: Snapshot, end: Run
     evil = replace(snapshot, nodes=nodes)
     for text in (shown(render(evil)), shown(render_end(replace(end, snapshot=evil)))):
         assert "\x1b[2J" not in text and "\x07" not in text
+
+
+def test_names_are_no_markup(snapshot: Snapshot, end: RunEnd) -> None:
+    name = "[/x]\x9b\u202e"
+    node = msgspec.structs.replace(next(n for n in snapshot.nodes if n.role == "worker"), name=name, last_reason=name)
+    evil = replace(snapshot, name=name, out=name, nodes=(node,))
+    credits = {name: {"credits": 0, "role": "honest"}}
+    game = {"turns": [[name, name]], "score": 0.0, "success": None}
+    summary, env = end.summary | {"credits": credits, "influence": {name: 0.0}}, replace_struct(end.env, name="[/x]")
+    ended = replace(end, snapshot=evil, summary=summary, env=env, games=(game,))
+    for text in (shown(render(evil)), shown(render_end(ended)), plain_end(ended)):
+        assert "[/x]" in text and "\x9b" not in text and "\u202e" not in text
 
 
 def test_picture_can_be_saved_for_documents(snapshot: Snapshot, tmp_path: Path) -> None:

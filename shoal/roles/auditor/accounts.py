@@ -16,6 +16,7 @@ from shoal.protocol.accounts import Statement
 from shoal.protocol.wire import WireError, from_json, to_json
 from shoal.roles.auditor.log import replay_log
 from shoal.roles.auditor.source import ANSWER_S, PublicRun, UrlRun, open_run
+from shoal.terminal import printable, say
 
 
 def show_credits(source: str, node: str, statement: Path | None) -> bool:
@@ -31,12 +32,12 @@ def show_credits(source: str, node: str, statement: Path | None) -> bool:
             key = node_named(log.state, node) if node else ""
             if statement is not None:
                 await _keep_statement(run, log, key, statement)
-            print("\n".join(explained(log, key) if key else balances(log.state)))
+            say("\n".join(explained(log, key) if key else balances(log.state)))
             return log
 
     log = asyncio.run(whole())
     for finding in log.findings:
-        print(f"FINDING: {finding}")
+        say(f"FINDING: {finding}")
     return not log.findings
 
 
@@ -51,16 +52,16 @@ def check_statement(path: Path, source: str) -> bool:
         raise ConfigError(f"cannot read {path}: {error.strerror}. Give a file that --statement wrote") from None
     except WireError as error:
         raise ConfigError(f"{path} holds no statement ({error}). Give a file that --statement wrote") from None
-    print(f"{plain(statement.name)} ({statement.node[:12]}): {statement.credits} tokens after event {statement.seq} of run "
-          f"{statement.run[:12]}, head {statement.head[:12]}")  # fmt: skip
+    place = f"event {statement.seq} of run {statement.run[:12]}, head {statement.head[:12]}"
+    say(f"{printable(statement.name)} ({statement.node[:12]}): {statement.credits} tokens after {place}")
     findings = [] if is_signed(statement) else ["not signed by the key that it names: it was forged or edited"]
     if source and not findings:
         findings = asyncio.run(_against(statement, source))
     for finding in findings:
-        print(f"FINDING: {finding}")
+        say(f"FINDING: {finding}")
     if not findings:
         compared = "the log gives the same" if source else "give --log to compare key and balance with a log"
-        print(f"signed by run key {statement.run_key}; {compared}")
+        say(f"signed by run key {statement.run_key}; {compared}")
     return not findings
 
 
@@ -94,7 +95,7 @@ def balances(state: State) -> list[str]:
     for key, node in sorted(state.nodes.items(), key=lambda item: -item[1].credits):
         if node.role == "worker":
             lines.append(
-                f"{plain(node.name):<20} {key[:12]} {node.credits:>9} {node.accepted:>8} {node.refused:>7} "
+                f"{printable(node.name)[:20]:<20} {key[:12]} {node.credits:>9} {node.accepted:>8} {node.refused:>7} "
                 f"{_lapses(state, key):>12}  {node.standing}"
             )
     lines.append(f"{state.issued} tokens paid; replayed to event {state.seq}, head {state.head[:12]}")
@@ -104,11 +105,6 @@ def balances(state: State) -> list[str]:
 def _lapses(state: State, key: str) -> str:
     """Such as "2 of 40"."""
     return f"{state.nodes[key].lapsed} of {leases_granted(state, key)}"
-
-
-def plain(name: str) -> str:
-    """A stranger's name for itself, fit for a terminal."""
-    return "".join(c if c.isprintable() else "?" for c in name[:20])
 
 
 def explained(log: Audit, key: str) -> list[str]:
@@ -132,6 +128,6 @@ def explained(log: Audit, key: str) -> list[str]:
     return [
         " event   tokens  ver/slot  what",
         *lines,
-        f"{plain(node.name)} ({key[:12]}): {node.credits} tokens; {node.accepted} groups accepted, {node.refused} refused; "
-        f"{node.lapsed} of {granted} leases lapsed ({share:.1%})",
+        f"{printable(node.name)} ({key[:12]}): {node.credits} tokens; {node.accepted} groups accepted, "
+        f"{node.refused} refused; {node.lapsed} of {granted} leases lapsed ({share:.1%})",
     ]

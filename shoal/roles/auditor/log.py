@@ -18,6 +18,7 @@ from shoal.protocol import types as t
 from shoal.protocol.identity import verify as verify_signature
 from shoal.protocol.wire import WireError, from_json, to_json
 from shoal.roles.auditor.source import FolderRun, PublicRun, UrlRun, open_run
+from shoal.terminal import say
 from shoal.weights.manifest import open_manifest
 
 
@@ -28,7 +29,7 @@ def check(source: str, receipts: Sequence[Path] = ()) -> bool:
     `PeerError` when the coordinator cannot be asked, `ConfigError` for a file that cannot be read.
     """
     audit = asyncio.run(_audit(source, receipts))
-    print(report(audit))
+    say(report(audit))
     return not audit.findings
 
 
@@ -42,7 +43,7 @@ def show(run_dir: Path, kind: str, tail: int) -> None:
     rows = asyncio.run(FolderRun(run_dir).rows())
     lines = [data.decode() for data, _ in rows if not kind or kind_of(read_entry(data)[0].body) == kind]
     for line in lines[-tail:] if tail else lines:
-        print(line)
+        say(line)
 
 
 async def _audit(source: str, receipts: Sequence[Path]) -> Audit:

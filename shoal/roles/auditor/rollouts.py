@@ -35,6 +35,7 @@ from shoal.protocol.randomness import sample_seed
 from shoal.protocol.wire import WireError, digest, from_msgpack
 from shoal.roles.auditor.log import replay_log
 from shoal.roles.auditor.source import PublicRun, fetch_weights, open_run
+from shoal.terminal import say
 
 AGREE, DISAGREE, CANNOT = 0, 1, 2
 """Exit codes of `shoal audit`."""
@@ -95,7 +96,7 @@ def audit(source: str, choice: Choice, threads: int, own_files: bool) -> int:
             return await audit_rollouts(run, choice, threads, own_files)
 
     findings = asyncio.run(whole())
-    print("\n".join(summary(findings)))
+    say("\n".join(summary(findings)))
     return findings.exit_code()
 
 

@@ -1,0 +1,30 @@
+"""Nothing that a stranger wrote can steer a terminal, and what was escaped is still the same JSON."""
+
+import json
+import logging
+
+import pytest
+
+from shoal.terminal import PrintableFormatter, printable, say
+
+NASTY = "a\x1b[2J\x7f\x9b1m\u202e\u2066\U000e0001\r\0\n\ud800b"
+
+
+def test_what_does_not_print_is_escaped_and_the_rest_left():
+    assert printable("Zoë 🐟 [/x]") == "Zoë 🐟 [/x]"
+    shown = printable(NASTY)
+    assert shown.isprintable() and shown.startswith("a\\u001b[2J\\u007f\\u009b1m\\u202e") and shown.endswith("b")
+    assert printable("a\nb\x1b", keep="\n") == "a\nb\\u001b"
+
+
+@pytest.mark.parametrize("name", [NASTY.replace("\ud800", ""), "\x7f\x80\x9f"])
+def test_a_line_of_the_log_stays_the_same_json(name):
+    line = json.dumps({"name": name}, ensure_ascii=False)
+    assert json.loads(printable(line)) == {"name": name} and printable(line).isprintable()
+
+
+def test_printed_and_logged_lines_are_printable(capsys):
+    say("two\nlines\x9b")
+    assert capsys.readouterr().out == "two\nlines\\u009b\n"
+    record = logging.LogRecord("worker", logging.INFO, "", 0, "joined run=%s", ("x\x1b[1m",), None)
+    assert PrintableFormatter("%(message)s").format(record) == "joined run=x\\u001b[1m"
