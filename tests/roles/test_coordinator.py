@@ -238,6 +238,19 @@ def test_the_quota_stops_leases_and_says_so(tmp_path):
         assert "quota" in ask(town, impatient)
 
 
+@pytest.mark.parametrize("number", ["9" * 5000, "-1", "7", "x", "\u0663"])
+@pytest.mark.parametrize("path", ["/v1/manifests/{}", "/v1/batches/{}", "/v1/events?after={}", "/v1/nodes/{}/credits"])
+def test_no_number_of_a_path_or_query_is_a_fault_of_ours(town, path, number, monkeypatch):
+    monkeypatch.setattr("shoal.roles.coordinator.api.LONG_POLL_S", 0.0)
+
+    async def story(client):
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(town.app), base_url=URL) as http:
+            return await http.get(path.format(number))
+
+    answer = ask(town, story)
+    assert answer.status_code in (200, 400, 404) and len(answer.content) < 5000
+
+
 def test_a_version_signed_again_at_once_changes_nothing_and_later_is_served(tmp_path):
     now = 1_800_000_000.0
     town = Town(tmp_path / "run", tiny_run(), clock=lambda: now)

@@ -31,7 +31,7 @@ from shoal.net.blobs import FolderBlobs
 from shoal.proofs.commit import largest_submission_bytes
 from shoal.protocol import types as t
 from shoal.protocol.accounts import CreditLine, CreditPage, Statement
-from shoal.protocol.constants import MAX_CHUNK_BYTES, MAX_EVENTS, PROTOCOL_VERSION
+from shoal.protocol.constants import CHAIN_LENGTH, MAX_CHUNK_BYTES, MAX_EVENTS, PROTOCOL_VERSION
 from shoal.protocol.identity import Key
 from shoal.protocol.randomness import SecretChain
 from shoal.protocol.wire import WireError, digest, from_json, from_msgpack, to_json
@@ -328,10 +328,11 @@ class Desk:
 
     def manifest(self, version: str) -> bytes:
         """The signed manifest of a version or of "latest", as stored. Raises `NothingYet`."""
-        number = self.state.version if version == "latest" else int(version) if version.isdecimal() else -1
+        known = version.isdecimal() and len(version) <= len(str(CHAIN_LENGTH))  # Python reads no number of 5,000 digits
+        number = self.state.version if version == "latest" else int(version) if known else -1
         record = self.state.versions.get(number)
         if record is None:
-            raise Refused("nothing_yet", f"version {version} is not published; the latest is {self.state.version}")
+            raise Refused("nothing_yet", f"version {version[:16]} is not published; the latest is {self.state.version}")
         return self.blobs.get(record.manifest)
 
     def _remember_manifest(self, version: int, name: str) -> None:
