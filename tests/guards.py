@@ -605,6 +605,8 @@ GUARDS = [
          "test_only_the_trainer_puts_chunks_and_under_their_own_names"),
         ("a chunk has the name of its bytes", "if len(body) > MAX_CHUNK_BYTES or found != name:", OFF,
          "test_only_the_trainer_puts_chunks_and_under_their_own_names"),
+        ("who asks cannot keep the coordinator hashing", "known.head == self.state.head or began < self._hash_again_at",
+         "known.head == self.state.head", "test_the_state_is_hashed_once_a_head_and_seldom_where_it_takes_long"),
         ("no number is too long to be refused", "version.isdecimal() and len(version) <= len(str(CHAIN_LENGTH))",
          "version.isdecimal()", "test_no_number_of_a_path_or_query_is_a_fault_of_ours"),
         ("a version signed again at once is not booked again", "known is not None and not is_renewal(manifest, known)",

@@ -47,11 +47,6 @@ def explain(entries: Iterable[ev.Entry], state: State, node: str) -> Iterator[Cr
         yield from _lines(body, Place(entry, state, node, verdicts))
 
 
-def leases_granted(state: State, node: str) -> int:
-    """Leases that a node was ever given: what its lapses are a share of."""
-    return sum(lease.worker == node for lease in state.leases.values())
-
-
 def _lease(state: State, submission: str) -> Lease:
     return state.leases[state.submissions[submission].lease]
 

@@ -238,6 +238,28 @@ def test_the_quota_stops_leases_and_says_so(tmp_path):
         assert "quota" in ask(town, impatient)
 
 
+def test_the_state_is_hashed_once_a_head_and_seldom_where_it_takes_long(town, monkeypatch):
+    now, hashed = [1000.0], []
+
+    def slowly(state):
+        hashed.append(state.seq)
+        now[0] += 0.5
+        return "0" * 64
+
+    monkeypatch.setattr("shoal.roles.coordinator.desk.state_hash", slowly)
+    town.desk.clock = lambda: now[0]
+    first = town.desk.state_hash()
+    now[0] += 100.0
+    assert town.desk.state_hash() == first and hashed == [0]
+    for at, action in ((0.0, "pause"), (10.0, "resume")):
+        now[0] += at
+        asyncio.run(town.desk.book.submit(Admin(action, "", now[0])))
+        assert town.desk.state_hash().seq == 1
+    now[0] += 15.0
+    newest = town.desk.state_hash()
+    assert (newest.seq, newest.head) == (2, town.desk.state.head) and hashed == [0, 1, 2]
+
+
 @pytest.mark.parametrize("number", ["9" * 5000, "-1", "7", "x", "\u0663"])
 @pytest.mark.parametrize("path", ["/v1/manifests/{}", "/v1/batches/{}", "/v1/events?after={}", "/v1/nodes/{}/credits"])
 def test_no_number_of_a_path_or_query_is_a_fault_of_ours(town, path, number, monkeypatch):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from shoal.errors import ConfigError, PeerError
 from shoal.folder import write_atomically
-from shoal.ledger.credits import explain, leases_granted
+from shoal.ledger.credits import explain
 from shoal.ledger.state import State
 from shoal.ledger.statement import disagreements, is_signed
 from shoal.ledger.verify import Audit
@@ -104,7 +104,7 @@ def balances(state: State) -> list[str]:
 
 def _lapses(state: State, key: str) -> str:
     """Such as "2 of 40"."""
-    return f"{state.nodes[key].lapsed} of {leases_granted(state, key)}"
+    return f"{state.nodes[key].lapsed} of {state.nodes[key].leases}"
 
 
 def explained(log: Audit, key: str) -> list[str]:
@@ -123,11 +123,10 @@ def explained(log: Audit, key: str) -> list[str]:
             audited = "audited" if line.audited else "not audited"
             words.append(f"by {', '.join(validator[:12] for validator in line.validators)}, {audited}")
         lines.append("  ".join([f"{line.seq:>6}", *words]))
-    granted = leases_granted(state, key)
-    share = node.lapsed / granted if granted else 0.0
+    share = node.lapsed / node.leases if node.leases else 0.0
     return [
         " event   tokens  ver/slot  what",
         *lines,
         f"{printable(node.name)} ({key[:12]}): {node.credits} tokens; {node.accepted} groups accepted, "
-        f"{node.refused} refused; {node.lapsed} of {granted} leases lapsed ({share:.1%})",
+        f"{node.refused} refused; {node.lapsed} of {node.leases} leases lapsed ({share:.1%})",
     ]

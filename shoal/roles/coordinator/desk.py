@@ -18,7 +18,7 @@ from shoal.ledger import events as ev
 from shoal.ledger.audits import TURN_S
 from shoal.ledger.book import Book
 from shoal.ledger.commands import AskLease, Judge, Publish, Refused, ReturnLeases, Submit, Tick, Wait
-from shoal.ledger.credits import explain, leases_granted
+from shoal.ledger.credits import explain
 from shoal.ledger.decide import groups_beyond_share, next_members
 from shoal.ledger.events import read_entry
 from shoal.ledger.judging import is_open, to_judge
@@ -41,6 +41,8 @@ log = logging.getLogger("coordinator")
 
 MAX_CREDIT_LINES = 500
 """Of one page of a node's pay explained."""
+HASHING_SHARE = 0.02
+"""Of the coordinator's time, at most, that goes into hashing its whole state for whoever asks."""
 LOOK_BACK_EVENTS = 200
 """Before a page, so that it knows the verdicts behind its first lines."""
 
@@ -75,6 +77,8 @@ class Desk:
         """Bodies that are kept and not yet booked, by how many requests."""
         self._waiting = ("", clock())
         self.last_seen: dict[str, float] = {}
+        self._hashed: t.StateHash | None = None
+        self._hash_again_at = 0.0
 
     @property
     def state(self) -> State:
@@ -136,8 +140,13 @@ class Desk:
         return f"workers: {have} of {need} groups for step {state.version}"
 
     def state_hash(self) -> t.StateHash:
-        """What a replay must give."""
-        return t.StateHash(self.state.seq, self.state.head, state_hash(self.state))
+        """What a replay must give at the newest event; or, where that takes long to reckon, at one a little older."""
+        began, known = self.clock(), self._hashed
+        if known is not None and (known.head == self.state.head or began < self._hash_again_at):
+            return known
+        self._hashed = t.StateHash(self.state.seq, self.state.head, state_hash(self.state))
+        self._hash_again_at = began + (self.clock() - began) / HASHING_SHARE
+        return self._hashed
 
     def credit_page(self, key: str, after: int) -> CreditPage:
         """What touched the pay of a member after an event, at most `MAX_EVENTS` events or `MAX_CREDIT_LINES` lines."""
@@ -154,8 +163,8 @@ class Desk:
                 end = lines[-1].seq
                 break
             lines.append(line)
-        leases, lapsed = leases_granted(self.state, key), self.state.nodes[key].lapsed
-        return CreditPage(key, leases, lapsed, tuple(lines), end, end < self.state.seq)
+        node = self.state.nodes[key]
+        return CreditPage(key, node.leases, node.lapsed, tuple(lines), end, end < self.state.seq)
 
     def statement(self, key: str) -> Statement:
         """The balance of a member, signed."""
