@@ -270,7 +270,7 @@ def test_a_receipts_file_that_is_not_there_is_an_error_of_one_line(town, capsys)
 def test_a_refused_submission_stays_private_while_its_slots_are_open(tmp_path):
     """Its honest groups could be copied by whoever is given the same slots, with the same seeds."""
     town = Town(tmp_path / "run", tiny_run())
-    state, may_read = town.desk.state, town.desk.may_read
+    state, may_read = town.desk.state, town.desk.kept.may_read
 
     async def judged_then_helped():
         while not any(submission.decided for submission in state.submissions.values()):

@@ -119,7 +119,7 @@ def test_a_run_gets_past_a_batch_that_nobody_can_learn_from(tmp_path):
 
 
 def chunks_of(town, version):
-    return {c for f in town.desk._manifests[version].files for c in f.chunks}
+    return {c for f in town.desk.kept.manifests[version].files for c in f.chunks}
 
 
 async def until(holds, *roles):
@@ -156,10 +156,10 @@ def test_weights_stay_as_long_as_a_lease_may_need_them(tmp_path):
     desk = town.desk
     assert lease.version == 0 and desk.state.version == 5 and lease.id in desk.state.open_leases
     assert all(desk.blobs.has(chunk) for chunk in chunks_of(town, 0))
-    assert desk._manifests.keys() == {0, 3, 4, 5}
+    assert desk.kept.manifests.keys() == {0, 3, 4, 5}
     desk.state.open_leases.clear()
-    desk._forget_old_bodies()
-    assert desk._manifests.keys() == {3, 4, 5}
+    desk.kept.forget_old()
+    assert desk.kept.manifests.keys() == {3, 4, 5}
 
 
 def test_weights_stay_as_long_as_a_submission_is_open(tmp_path):
@@ -170,7 +170,7 @@ def test_weights_stay_as_long_as_a_submission_is_open(tmp_path):
 
     asyncio.run(story())
     town.desk.state.open_leases.clear()
-    assert town.desk._versions_at_work() == {0}
+    assert town.desk.kept._versions_at_work() == {0}
 
 
 def test_refused_bodies_make_room_when_the_quota_is_used_up(tmp_path):
@@ -183,13 +183,13 @@ def test_refused_bodies_make_room_when_the_quota_is_used_up(tmp_path):
         state = town.desk.state
         both = lambda: state.refused and any(node.accepted for node in state.nodes.values())  # noqa: E731
         await until(both, town.trainer(), town.validator(), vandal, town.worker("good"))
-        bodies = [name for name in town.desk._bodies if town.desk.state.submissions[name].decided]
+        bodies = [name for name in town.desk.kept.bodies if town.desk.state.submissions[name].decided]
         town.desk.blobs.put(bytes(1_000_001 - town.desk.blobs.size_bytes))
         return bodies
 
     bodies = asyncio.run(story())
-    assert town.desk.blobs.size_bytes > 1_000_000 and town.desk._has_room(1_000_000)
+    assert town.desk.blobs.size_bytes > 1_000_000 and town.desk.kept.has_room(1_000_000)
     assert town.desk.blobs.size_bytes <= 1_000_000
     accepted = {slot.submission for version in town.desk.state.versions.values() for slot in version.slots.values()}
-    assert not town.desk._has_room(0) and accepted
+    assert not town.desk.kept.has_room(0) and accepted
     assert {name for name in bodies if town.desk.blobs.has(name)} == accepted & set(bodies)

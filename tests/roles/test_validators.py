@@ -162,10 +162,10 @@ def test_projections_are_private_until_all_have_judged(tmp_path, hurried):
         shown = dict.fromkeys((first, second), (0.1, 0.2, 0.3, 0.4))
         await town.desk.take_verdict(first, all_accepted(check, shown))
         blob = town.desk.state.submissions[check.id].projections[first]
-        assert not any(town.desk.may_read(blob, key) for key in ("", second, town.desk.state.trainer_key))
+        assert not any(town.desk.kept.may_read(blob, key) for key in ("", second, town.desk.state.trainer_key))
         town.desk.clock = lambda: check.deadline + 1000.0
         await town.desk.take_verdict(second, all_accepted(check, shown))
-        assert town.desk.may_read(blob, "")
+        assert town.desk.kept.may_read(blob, "")
 
     asyncio.run(story())
 

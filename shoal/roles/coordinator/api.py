@@ -243,7 +243,7 @@ async def get_blob(api: Api, request: Request) -> Response:
     key = (await api.caller(request))[0].key if "signature" in request.headers else ""
     if not key:
         await api.gate.anyone(request)
-    if not api.desk.may_read(name, key):
+    if not api.desk.kept.may_read(name, key):
         raise Refused("nothing_yet", f"blob {name[:16]} is not here, or private until its slot is final")
     return api.desk.blobs.serve(name)
 

@@ -6,7 +6,7 @@ knows no HTTP; the rules are in `ledger/decide`.
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -35,6 +35,7 @@ from shoal.protocol.constants import CHAIN_LENGTH, MAX_CHUNK_BYTES, MAX_EVENTS, 
 from shoal.protocol.identity import Key
 from shoal.protocol.randomness import SecretChain
 from shoal.protocol.wire import WireError, digest, from_json, from_msgpack, to_json
+from shoal.roles.coordinator.kept import Kept
 from shoal.weights.manifest import is_renewal, open_manifest
 
 log = logging.getLogger("coordinator")
@@ -57,22 +58,7 @@ class Desk:
         seed = folder.seed()
         self._slot_links = SecretChain(seed, SLOT_CHAIN).links()
         self._audit_links = SecretChain(seed, AUDIT_CHAIN).links()
-        self._manifests: dict[int, t.Manifest] = {}
-        for version, record in book.state.versions.items():
-            self._remember_manifest(version, record.manifest)
-        self._public_chunks = {c for m in self._manifests.values() for f in m.files for c in f.chunks}
-        self._bodies = {
-            name: book.state.leases[submission.lease].version
-            for name, submission in book.state.submissions.items()
-            if self.blobs.has(name)
-        }
-        """Submissions whose bytes are kept, with their version."""
-        self._projections = {
-            blob: name
-            for name, submission in book.state.submissions.items()
-            for blob in submission.projections.values()
-        }
-        """Validators' projections, with their submission."""
+        self.kept = Kept(self.blobs, book, config.storage)
         self._arriving = Counter[str]()
         """Bodies that are kept and not yet booked, by how many requests."""
         self._waiting = ("", clock())
@@ -179,7 +165,7 @@ class Desk:
             await self.book.submit(ReturnLeases(key, request.returning, self.clock()))
             return t.LeaseAnswer(None, 0.0, "given back")
         quota = self._config.storage.quota_mb * 1_000_000
-        if not self._has_room(quota):
+        if not self.kept.has_room(quota):
             raise Wait(f"the host's disk quota is used up ({quota // 1_000_000} MB, storage.quota_mb)", 10.0)
         await self.book.submit(AskLease(key, request.holding, request.tokens_per_s, self.clock()))
         lease = next((x for x in self.state.open_leases_of(key) if x.id not in request.holding), None)
@@ -226,9 +212,9 @@ class Desk:
             self._arriving[name] -= 1
             if not self._arriving[name]:
                 del self._arriving[name]
-        self._bodies[name] = lease.version
-        kept = self.state.submissions[name]
-        receipt = t.Receipt(self.state.run, lease_id, name, kept.seq, kept.head, kept.time, "")
+        self.kept.bodies[name] = lease.version
+        booked = self.state.submissions[name]
+        receipt = t.Receipt(self.state.run, lease_id, name, booked.seq, booked.head, booked.time, "")
         return msgspec.structs.replace(receipt, signature=self._key.sign("receipt", to_json(receipt)))
 
     def _largest_body(self, lease: Lease) -> int:
@@ -290,7 +276,7 @@ class Desk:
                           "validator that has judged by now: ask GET /v1/checks again")  # fmt: skip
         shown = {other: verdict.projections[other] for other in asked}
         blob = self.blobs.put(to_json(shown))
-        self._projections[blob] = submission.digest
+        self.kept.projections[blob] = submission.digest
         alike = [other for other, groups in submission.votes.items() if _audited(groups) == slots]
         return blob, tuple(other for other in alike if not self._agrees(submission, other, shown))
 
@@ -326,14 +312,13 @@ class Desk:
         missing = [c for f in manifest.files for c in f.chunks if not self.blobs.has(c)]
         if missing:
             raise Refused("incomplete", f"{len(missing)} chunks are missing, such as {missing[0][:12]}: PUT them first")
-        known = self._manifests.get(manifest.version)
+        known = self.kept.manifests.get(manifest.version)
         sent_again = known is not None and not is_renewal(manifest, known)
         name = state.versions[manifest.version].manifest if sent_again else self.blobs.put(signed)
         links = self._links([*self._hidden(), manifest.version])
         await self.book.submit(Publish(key, manifest.version, manifest.root, name, links, self.clock()))
-        self._remember_manifest(manifest.version, self.state.versions[manifest.version].manifest)
-        self._public_chunks |= {c for f in manifest.files for c in f.chunks}
-        self._forget_old_bodies()
+        self.kept.remember(manifest.version)
+        self.kept.forget_old()
 
     def manifest(self, version: str) -> bytes:
         """The signed manifest of a version or of "latest", as stored. Raises `NothingYet`."""
@@ -344,11 +329,6 @@ class Desk:
             raise Refused("nothing_yet", f"version {version[:16]} is not published; the latest is {self.state.version}")
         return self.blobs.get(record.manifest)
 
-    def _remember_manifest(self, version: int, name: str) -> None:
-        if self.blobs.has(name):
-            signed = from_json(self.blobs.get(name), t.SignedManifest)
-            self._manifests[version] = from_json(signed.body, t.Manifest)
-
     # --- blobs ---
 
     def put_chunk(self, key: str, name: str, body: bytes, found: str) -> None:
@@ -358,83 +338,6 @@ class Desk:
         if len(body) > MAX_CHUNK_BYTES or found != name:
             raise Refused("malformed", "the bytes do not have the hash in the path, or are longer than MAX_CHUNK_BYTES")
         self.blobs.put(body, found)
-
-    def may_read(self, name: str, key: str) -> bool:
-        """Chunks and final submissions are for anyone, decided ones for the trainer, pending ones for validators.
-
-        Projections are for anyone once all validators have judged: nobody can vote with another's.
-        """
-        if name in self._public_chunks:
-            return True
-        if name in self._projections:
-            judged = self._projections[name]
-            return judged not in self.state.pending and judged not in self.state.rechecks
-        submission = self.state.submissions.get(name)
-        if submission is None:
-            return False
-        known = key in self.state.validators or (submission.decided and key == self.state.trainer_key)
-        return known or self._is_final(submission)
-
-    def _is_final(self, submission: Submission) -> bool:
-        """Whether nobody can be paid any more for what is in it: its slots are final, or their version is retired.
-
-        A refused block goes out again with the same seeds: who could read the honest groups in it would copy them.
-        """
-        state, lease = self.state, self.state.leases[submission.lease]
-        version = state.versions[lease.version]
-        done = all(version.blocks[block].status == "done" for block in lease.blocks)
-        return submission.decided and (done or version.revealed or state.phase == "ended")
-
-    def _forget_old_bodies(self) -> None:
-        """Delete the bodies that the run file does not ask to keep: the log remembers their hashes."""
-        storage, state = self._config.storage, self.state
-        if storage.retain == "all":
-            return
-        oldest = state.version - max(storage.window_steps, state.law.max_staleness + 1)
-        for name in [name for name, version in self._bodies.items() if version < oldest]:
-            if not is_open(state, state.submissions[name]) and not (
-                storage.retain == "batches" and self._was_used(name)
-            ):
-                self._forget_body(name)
-        at_work = self._versions_at_work()
-        kept = {v: m for v, m in self._manifests.items() if v >= oldest or v in at_work}
-        dropped, self._manifests = [m for v, m in self._manifests.items() if v not in kept], kept
-        for chunk in _chunks(dropped) - _chunks(kept.values()):
-            self._public_chunks.discard(chunk)
-            self.blobs.delete(chunk)
-
-    def _has_room(self, quota: int) -> bool:
-        """Whether the quota is kept; if need be by deleting refused bodies, for garbage must not stop the run."""
-        if self.blobs.size_bytes <= quota:
-            return True
-        accepted = {slot.submission for version in self.state.versions.values() for slot in version.slots.values()}
-        for name in [name for name in self._bodies if name not in accepted]:
-            if not is_open(self.state, self.state.submissions[name]):
-                self._forget_body(name)
-            if self.blobs.size_bytes <= quota:
-                return True
-        return False
-
-    def _forget_body(self, name: str) -> None:
-        del self._bodies[name]
-        for blob in (name, *self.state.submissions[name].projections.values()):
-            self._projections.pop(blob, None)
-            self.blobs.delete(blob)
-
-    def _versions_at_work(self) -> set[int]:
-        """Versions that somebody may still have to fetch, however old: to fill a lease, or to judge a submission."""
-        state = self.state
-        judged = [state.submissions[name].lease for name in (*state.pending, *state.rechecks)]
-        return {state.leases[lease].version for lease in (*state.open_leases, *judged)}
-
-    def _was_used(self, submission: str) -> bool:
-        lease = self.state.leases[self.state.submissions[submission].lease]
-        slots = self.state.versions[lease.version].slots.values()
-        return any(slot.submission == submission and slot.step >= 0 for slot in slots)
-
-
-def _chunks(manifests: Iterable[t.Manifest]) -> set[str]:
-    return {chunk for manifest in manifests for file in manifest.files for chunk in file.chunks}
 
 
 def _audited(groups: Sequence[t.GroupVerdict]) -> set[int]:

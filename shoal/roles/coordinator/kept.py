@@ -1,0 +1,128 @@
+"""What lies on the coordinator's disk beside its log: submissions, projections, manifests and chunks of weights.
+
+Called by the desk, which books what happens. It knows who may read what, and how long a thing may be needed: the run
+file's `storage.retain` says how much longer it stays. The log remembers the hashes of all that is gone.
+"""
+
+from collections.abc import Iterable
+
+from shoal.config import StorageConfig
+from shoal.ledger.book import Book
+from shoal.ledger.judging import is_open
+from shoal.ledger.state import State, Submission
+from shoal.net.blobs import FolderBlobs
+from shoal.protocol import types as t
+from shoal.protocol.wire import from_json
+
+
+class Kept:
+    """The blobs of a run, and what each is."""
+
+    def __init__(self, blobs: FolderBlobs, book: Book, storage: StorageConfig) -> None:
+        self._blobs, self._book, self._storage = blobs, book, storage
+        self.manifests: dict[int, t.Manifest] = {}
+        """Of the versions whose chunks are kept."""
+        self._public_chunks = set[str]()
+        for version in book.state.versions:
+            self.remember(version)
+        self.bodies = {
+            name: book.state.leases[submission.lease].version
+            for name, submission in book.state.submissions.items()
+            if blobs.has(name)
+        }
+        """Submissions whose bytes are kept, with their version."""
+        self.projections = {
+            blob: name
+            for name, submission in book.state.submissions.items()
+            for blob in submission.projections.values()
+        }
+        """Validators' projections, with their submission."""
+
+    @property
+    def state(self) -> State:
+        return self._book.state
+
+    def remember(self, version: int) -> None:
+        """Take note of a published version's manifest, if it is kept."""
+        name = self.state.versions[version].manifest
+        if self._blobs.has(name):
+            signed = from_json(self._blobs.get(name), t.SignedManifest)
+            self.manifests[version] = from_json(signed.body, t.Manifest)
+            self._public_chunks |= _chunks([self.manifests[version]])
+
+    def may_read(self, name: str, key: str) -> bool:
+        """Chunks and final submissions are for anyone, decided ones for the trainer, pending ones for validators.
+
+        Projections are for anyone once all validators have judged: nobody can vote with another's.
+        """
+        if name in self._public_chunks:
+            return True
+        if name in self.projections:
+            judged = self.projections[name]
+            return judged not in self.state.pending and judged not in self.state.rechecks
+        submission = self.state.submissions.get(name)
+        if submission is None:
+            return False
+        known = key in self.state.validators or (submission.decided and key == self.state.trainer_key)
+        return known or self._is_final(submission)
+
+    def _is_final(self, submission: Submission) -> bool:
+        """Whether nobody can be paid any more for what is in it: its slots are final, or their version is retired.
+
+        A refused block goes out again with the same seeds: who could read the honest groups in it would copy them.
+        """
+        state, lease = self.state, self.state.leases[submission.lease]
+        version = state.versions[lease.version]
+        done = all(version.blocks[block].status == "done" for block in lease.blocks)
+        return submission.decided and (done or version.revealed or state.phase == "ended")
+
+    def forget_old(self) -> None:
+        """Delete the bodies that the run file does not ask to keep: the log remembers their hashes."""
+        storage, state = self._storage, self.state
+        if storage.retain == "all":
+            return
+        oldest = state.version - max(storage.window_steps, state.law.max_staleness + 1)
+        for name in [name for name, version in self.bodies.items() if version < oldest]:
+            if not is_open(state, state.submissions[name]) and not (
+                storage.retain == "batches" and self._was_used(name)
+            ):
+                self._forget_body(name)
+        at_work = self._versions_at_work()
+        kept = {v: m for v, m in self.manifests.items() if v >= oldest or v in at_work}
+        dropped, self.manifests = [m for v, m in self.manifests.items() if v not in kept], kept
+        for chunk in _chunks(dropped) - _chunks(kept.values()):
+            self._public_chunks.discard(chunk)
+            self._blobs.delete(chunk)
+
+    def has_room(self, quota: int) -> bool:
+        """Whether the quota is kept; if need be by deleting refused bodies, for garbage must not stop the run."""
+        if self._blobs.size_bytes <= quota:
+            return True
+        accepted = {slot.submission for version in self.state.versions.values() for slot in version.slots.values()}
+        for name in [name for name in self.bodies if name not in accepted]:
+            if not is_open(self.state, self.state.submissions[name]):
+                self._forget_body(name)
+            if self._blobs.size_bytes <= quota:
+                return True
+        return False
+
+    def _forget_body(self, name: str) -> None:
+        del self.bodies[name]
+        for blob in (name, *self.state.submissions[name].projections.values()):
+            self.projections.pop(blob, None)
+            self._blobs.delete(blob)
+
+    def _versions_at_work(self) -> set[int]:
+        """Versions that somebody may still have to fetch, however old: to fill a lease, or to judge a submission."""
+        state = self.state
+        judged = [state.submissions[name].lease for name in (*state.pending, *state.rechecks)]
+        return {state.leases[lease].version for lease in (*state.open_leases, *judged)}
+
+    def _was_used(self, submission: str) -> bool:
+        lease = self.state.leases[self.state.submissions[submission].lease]
+        slots = self.state.versions[lease.version].slots.values()
+        return any(slot.submission == submission and slot.step >= 0 for slot in slots)
+
+
+def _chunks(manifests: Iterable[t.Manifest]) -> set[str]:
+    return {chunk for manifest in manifests for file in manifest.files for chunk in file.chunks}
