@@ -40,7 +40,9 @@ def test_damaged_usage_is_begun_again(tmp_path: Path, damage: bytes) -> None:
 
 def test_usage_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    UsageBook(tmp_path / "file" / "usage.json").save({"trainer": Use(1.0, 1.0)})
+    book = UsageBook(tmp_path / "file" / "usage.json")
+    book.save({"trainer": Use(1.0, 1.0)})
+    assert book.by_role()["trainer"] == Use(1.0, 1.0) and (tmp_path / "file").read_text() == ""
 
 
 def test_influence_is_each_workers_share_of_all_that_was_learned_from() -> None:

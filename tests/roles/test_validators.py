@@ -103,6 +103,13 @@ async def until_submitted(town, *roles):
     return check
 
 
+async def asked(town):
+    """A check, the validator whose turn it is, and another."""
+    check = await until_submitted(town, town.trainer(), town.worker("honest"))
+    first, second = sorted((key_of(town, 0), key_of(town, 1)), key=lambda key: key != check.project_for[0])
+    return check, first, second
+
+
 def all_accepted(check, projections):
     slots = [slot.slot for block in check.lease.blocks for slot in block.slots]
     groups = tuple(t.GroupVerdict(slot, True, "accept", rewards=(0.0,) * 8, tokens=1) for slot in slots)
@@ -113,8 +120,7 @@ def test_a_verdict_that_was_overtaken_is_asked_for_again_and_accuses_nobody(tmp_
     town = town_of_three(tmp_path)
 
     async def story():
-        check = await until_submitted(town, town.trainer(), town.worker("honest"))
-        first, second = sorted((key_of(town, 0), key_of(town, 1)), key=lambda key: key != check.project_for[0])
+        check, first, second = await asked(town)
         shown = dict.fromkeys((first, second), (0.1, 0.2, 0.3, 0.4))
         await town.desk.take_verdict(first, all_accepted(check, shown))
         town.desk.clock = lambda: check.deadline + 1000.0
@@ -135,8 +141,7 @@ def test_a_voice_that_shows_other_activations_is_accused_and_one_of_other_slots_
     town = town_of_three(tmp_path)
 
     async def story():
-        check = await until_submitted(town, town.trainer(), town.worker("honest"))
-        first, second = sorted((key_of(town, 0), key_of(town, 1)), key=lambda key: key != check.project_for[0])
+        check, first, second = await asked(town)
         await town.desk.take_verdict(first, all_accepted(check, {first: (0.1, 0.2, 0.3, 0.4)}))
         town.desk.clock = lambda: check.deadline + 1000.0
         verdict = all_accepted(check, {first: (0.4, 0.3, 0.2, 0.1), second: (0.1, 0.2, 0.3, 0.4)})
@@ -157,8 +162,7 @@ def test_projections_are_private_until_all_have_judged(tmp_path, hurried):
     town = town_of_three(tmp_path)
 
     async def story():
-        check = await until_submitted(town, town.trainer(), town.worker("honest"))
-        first, second = sorted((key_of(town, 0), key_of(town, 1)), key=lambda key: key != check.project_for[0])
+        check, first, second = await asked(town)
         shown = dict.fromkeys((first, second), (0.1, 0.2, 0.3, 0.4))
         await town.desk.take_verdict(first, all_accepted(check, shown))
         blob = town.desk.state.submissions[check.id].projections[first]

@@ -24,7 +24,7 @@ from shoal.proofs.context import score_requests
 from shoal.protocol.randomness import draw_task
 from shoal.protocol.types import POLICY, Block, Group, Message, Rollout, Sampling, Slot
 from shoal.protocol.wire import WireError, domain_hash, from_msgpack
-from shoal.roles.calibrate.terminal import progress
+from shoal.roles.calibrate.progress import progress
 from shoal.weights.manifest import weights_root
 
 THREADS = (1, 2, 4)

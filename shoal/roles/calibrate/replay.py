@@ -17,8 +17,9 @@ from shoal.engine.base import Score
 from shoal.engine.local import LocalEngine
 from shoal.errors import StateError
 from shoal.proofs.noise import FAR_PERCENTILE, Noise, joined
+from shoal.roles.calibrate.progress import progress
 from shoal.roles.calibrate.recording import THREADS, Recording, machine
-from shoal.roles.calibrate.terminal import progress
+from shoal.terminal import say
 
 SHAPES = ("whole", "alone", "threes", "mixed")
 """How rollouts are put into calls of a replay: all in one; each by itself; three at a time; shuffled among each other."""
@@ -46,7 +47,7 @@ def measure(recordings: dict[str, Recording], policy: Path, replayed: str) -> No
     engine.load(policy, 0)
     print(f"\nreplayed in {replayed} on {machine(engine)}")
     for name, recording in recordings.items():
-        print(f"  {name}: played in {recording.dtype} on {recording.machine}")
+        say(f"  {name}: played in {recording.dtype} on {recording.machine}")
     proven = any(part.proofs for recording in recordings.values() for part in recording.played)
     width = max(len("played"), *(len(name) for name in recordings)) + 2
     print(f"{'played':<{width}}{'replayed by':<17}{'tokens':>8}{'not best':>10}   gap, nats: 99.9 %   99.99 %       max"

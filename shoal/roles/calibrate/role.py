@@ -16,10 +16,10 @@ from shoal.policy.tiny import make_tiny
 from shoal.proofs.noise import propose, propose_activation_error
 from shoal.protocol.wire import to_msgpack
 from shoal.roles.calibrate.power import show_power
+from shoal.roles.calibrate.progress import remark
 from shoal.roles.calibrate.recording import play, read
 from shoal.roles.calibrate.replay import measure
 from shoal.roles.calibrate.runfile import tables_of, text_of, with_values
-from shoal.roles.calibrate.terminal import say
 
 
 def main(
@@ -47,7 +47,7 @@ def main(
         recordings = {"here": own} | {path.name: read(path, config, policy) for path in others}
         if save is not None:
             write_atomically(save, to_msgpack(own))
-            say(f"wrote {save}: replay it on another machine with --with")
+            remark(f"wrote {save}: replay it on another machine with --with")
         distinct = sum(len(recording.claimed_P()) for recording in recordings.values())
         noise = {
             f"{own.dtype}/{replayed}": measure(recordings, policy, replayed)

@@ -1,4 +1,7 @@
-"""Puts what was measured into a run file, and leaves every other line and comment of it as it was."""
+"""Puts what was measured into a run file, and leaves every other line and comment of it as it was.
+
+Called by `role`. It finds tables and keys by their names, and knows nothing of what they mean or how they were measured.
+"""
 
 import re
 import tomllib
