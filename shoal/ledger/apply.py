@@ -77,10 +77,12 @@ def _(body: ev.LeaseGranted, state: State, entry: ev.Entry) -> None:
 @_apply.register
 def _(body: ev.LeaseLapsed, state: State, entry: ev.Entry) -> None:
     lease = state.leases[body.lease]
-    lease.status = "lapsed"
+    lease.status = "stale" if body.cause == "stale" else "lapsed"
     state.open_leases.remove(body.lease)
-    if body.cause in ("deadline", "returned"):
+    if body.cause in ("deadline", "returned", "held"):
         _drop(state, lease, entry.time)
+    elif body.cause == "stale":
+        state.nodes[lease.worker].stale += 1
     _give_back(state, lease.version, lease.blocks)
 
 

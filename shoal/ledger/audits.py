@@ -13,6 +13,9 @@ from typing import NamedTuple
 
 from shoal.protocol.types import GroupVerdict, Rules
 
+RULES_VERSION = 1
+"""Of the rules that a new run keeps. Under 0 a lease stayed open when its version had become too old."""
+
 PROBATION_BLOCKS = 10
 """Valid blocks in a row until a key, or a new engine of a known key, is audited less than whole. Fewer helps who
 cheats once and leaves; more costs validators one prefill a block."""
@@ -71,6 +74,11 @@ MAX_QUARANTINE_S = 3600.0
 FREE_LAPSES = 0.05
 """Share of a worker's leases that may lapse without cost: machines fail. More lets a worker drop the tasks that it
 does not like."""
+
+STALE_MARGIN = 0.1
+"""A worker's share of leases that grow stale may exceed the run's share by this much; each lease beyond it counts as
+lapsed. More lets a worker hold the tasks that it does not like until they are stale; less charges honest workers that
+are slower than most."""
 
 MAX_LAPSE_WAIT_S = 3600.0
 """Who lets leases lapse one after another waits for the next, longer each time up to this. More shuts out for long who

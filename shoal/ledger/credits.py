@@ -120,7 +120,14 @@ def _(body: ev.LeaseLapsed, at: Place) -> Iterator[CreditLine]:
     lease = at.state.leases[body.lease]
     if lease.worker == at.node:
         blocks = ", ".join(map(str, lease.blocks))
-        yield at.line(f"lease {lease.id} (blocks {blocks}) lapsed: {body.cause}", version=lease.version)
+        ended = _LEASE_ENDS.get(body.cause, f"lapsed: {body.cause}")
+        yield at.line(f"lease {lease.id} (blocks {blocks}) {ended}", version=lease.version)
+
+
+_LEASE_ENDS = {
+    "stale": "was closed without cost: its version is too old",
+    "held": "lapsed: its version is too old, and this happens to this node clearly more often than to the run",
+}
 
 
 @_lines.register

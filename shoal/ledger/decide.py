@@ -1,7 +1,7 @@
 """The rules of a run: which events a command leads to. Pure: time and randomness come inside the command.
 
 Called by the book, the log's only writer. `decide` answers a command from outside; `follow` says what the state
-alone then demands (batches, voids, the end), and is repeated until it is silent. Neither changes the state.
+alone then demands (leases closed, batches, voids, the end), and is repeated until it is silent. Neither changes the state.
 """
 
 from collections import Counter
@@ -26,7 +26,7 @@ from shoal.ledger.commands import (
     Tick,
 )
 from shoal.ledger.judging import judge, overdue, slots_of
-from shoal.ledger.leasing import grant, lapse_costs, usable
+from shoal.ledger.leasing import close_stale, grant, lapse_costs, usable
 from shoal.ledger.state import Lease, Node, State
 from shoal.protocol.identity import is_public_key
 
@@ -219,10 +219,10 @@ def follow(state: State) -> list[ev.Body]:
     if state.seq < 0 or state.version < 0:
         return []
     if state.phase == "ended":
-        return _vest_rest(state)
+        return close_stale(state) or _vest_rest(state)
     if state.version >= state.law.steps or _has_drained(state):
         return [ev.RunEnded(state.version)]
-    return _void_stale(state) or _form_batch(state)
+    return close_stale(state) or _void_stale(state) or _form_batch(state)
 
 
 def _vest_rest(state: State) -> list[ev.Body]:

@@ -61,8 +61,12 @@ class LeaseGranted(Message, frozen=True):
 
 
 class LeaseLapsed(Message, frozen=True):
+    """A lease ended unfilled."""
+
     lease: str
     cause: str
+    """deadline, returned, quarantine or kicked; stale: its version is too old, which costs nothing; held: the same, but
+    beyond the share that is free, and so it counts as lapsed."""
 
 
 class SubmissionReceived(Message, frozen=True):

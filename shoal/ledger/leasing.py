@@ -1,6 +1,7 @@
 """Who gets which blocks: sizes of leases, room for more of them, and what it costs to let one lapse. Pure.
 
-Called by `decide` when a worker asks for a lease or lets one go, and by the desk to say what a run waits for. A key costs
+Called by `decide` when a worker asks for a lease or lets one go, or when a version makes leases too old, and by the desk
+to say what a run waits for. A key costs
 nothing, so what was dropped goes to those who have shown that they work: each lease that a stranger lets lapse holds up
 a run that needs its blocks.
 """
@@ -148,6 +149,39 @@ def _in_flight(state: State) -> Counter[str]:
             if block.status in ("leased", "submitted"):
                 groups[state.leases[block.lease].worker] += state.law.block_groups
     return groups
+
+
+def close_stale(state: State) -> list[ev.Body]:
+    """Closes open leases from which nothing can be learned any more, so that no worker is given one again.
+
+    It costs nothing up to the run's own share of such leases and a margin: versions come while a worker sleeps or is
+    slow. A worker that holds leases until they are stale more often than that is treated as one that lets them lapse.
+    """
+    if state.law.rules_version < 1:
+        return []
+    ended, oldest = state.phase == "ended", state.version - state.law.max_staleness
+    stale = [lease for lease in map(state.leases.__getitem__, state.open_leases) if ended or lease.version < oldest]
+    held = [] if ended else _beyond_the_runs_share(state, stale)
+    causes = {lease.id: "held" for lease in held}
+    return [*(ev.LeaseLapsed(x.id, causes.get(x.id, "stale")) for x in stale), *lapse_costs(state, held)]
+
+
+def _beyond_the_runs_share(state: State, stale: list[Lease]) -> list[Lease]:
+    """Of the leases that are stale now, those of workers whose share is clearly above that of the whole run.
+
+    Leases that were found to be beyond it before do not raise the run's share.
+    """
+    if not stale:
+        return []
+    run_share = (sum(node.stale for node in state.nodes.values()) + len(stale)) / len(state.leases)
+    free, held = Counter[str](), []
+    for lease in stale:
+        node = state.nodes[lease.worker]
+        if node.stale + free[node.key] + 1 > 1 + (run_share + audits.STALE_MARGIN) * node.leases:
+            held.append(lease)
+        else:
+            free[node.key] += 1
+    return held
 
 
 def lapse_costs(state: State, late: list[Lease]) -> Iterator[ev.Body]:

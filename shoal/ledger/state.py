@@ -58,10 +58,12 @@ class Node(msgspec.Struct):
     """Of a validator: turns in a row that it let pass while another voted in its place."""
     heard: float = 0.0
     """Of a validator: when it last voted, or was last found missing; seconds since the epoch."""
+    stale: int = 0
+    """Leases closed without cost because their version became too old; not counted in `lapsed`."""
 
 
 class Lease(msgspec.Struct):
-    """A lease: open, lapsed, submitted or decided."""
+    """A lease: open, lapsed, stale, submitted or decided."""
 
     id: str
     worker: str

@@ -100,6 +100,8 @@ class Rules(Message, frozen=True):
     """Largest share of a batch's groups that one worker may fill, but always one group; 1 where max_staleness is 0."""
     paid_tokens: int = 0
     """Policy tokens paid for each rollout, on average over its group, at most; 0 pays all."""
+    rules_version: int = 0
+    """Of the rules by which the log's events follow from each other: a run keeps those that it began with."""
 
 
 class RunInfo(Message, frozen=True):
@@ -161,6 +163,8 @@ class NodeState(Message, frozen=True):
     """Ever granted; `lapsed` are a share of them."""
     influence: float = 0.0
     """Of its groups that the trainer learned from: the sum of mean |reward - group mean| times policy tokens."""
+    stale: int = 0
+    """Leases that were closed without cost because their version became too old; not counted in `lapsed`."""
 
 
 # --- work ---

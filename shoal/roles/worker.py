@@ -223,5 +223,10 @@ class Worker:
                 log.warning("refused groups=%d reason=%r", now.refused - before.refused, now.last_reason)
             if now.lapsed > before.lapsed:
                 log.warning("lapsed leases=%d: they were not filled in time", now.lapsed - before.lapsed)
+            if now.stale > before.stale:
+                log.warning(
+                    "closed leases=%d: newer versions came before they were filled; this costs nothing",
+                    now.stale - before.stale,
+                )
         if last:
             log.info("left credits=%d accepted=%d refused=%d", self.told.credits, self.told.accepted, self.told.refused)

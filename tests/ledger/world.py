@@ -1,7 +1,7 @@
 """A small honest world for the rules: a clock that is a number, nodes that are keys, no network."""
 
 from shoal.ledger import events as ev
-from shoal.ledger.audits import influence, must_audit
+from shoal.ledger.audits import RULES_VERSION, influence, must_audit
 from shoal.ledger.book import Book
 from shoal.ledger.commands import AskLease, Create, Enter, Judge, Publish, Submit
 from shoal.ledger.judging import slots_of
@@ -16,7 +16,7 @@ TRAINER, VALIDATOR = "t" * 64, "v" * 64
 def rules(**changes):
     values = dict(
         group_size=4, block_groups=2, batch_groups=4, max_staleness=1, steps=5, lease_s=10.0, audit_rate=1.0,
-        dtype="float32", bounds={},
+        dtype="float32", bounds={}, rules_version=RULES_VERSION,
     )  # fmt: skip
     return Rules(**(values | changes))
 

@@ -351,6 +351,7 @@ def node_state(node: Node) -> t.NodeState:
         key=node.key, role=node.role, name=node.name, standing=node.standing,  # type: ignore[arg-type]
         credits=node.credits, accepted=node.accepted, refused=node.refused, lapsed=node.lapsed, reasons=node.reasons,
         last_reason=node.last_reason, vested=node.vested, leases=node.leases, influence=node.influence,
+        stale=node.stale,
     )  # fmt: skip
 
 

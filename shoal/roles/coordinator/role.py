@@ -23,6 +23,7 @@ from shoal.envs.load import env_digest, load_env
 from shoal.errors import StateError
 from shoal.folder import RunFolder, write_atomically
 from shoal.ledger import events as ev
+from shoal.ledger.audits import RULES_VERSION
 from shoal.ledger.book import Book
 from shoal.ledger.commands import Create, Reconfigure
 from shoal.ledger.store import Store, sqlite_url
@@ -129,6 +130,7 @@ def rules_of(config: RunConfig) -> t.Rules:
         activation_error=v.activation_error or ACTIVATION_ERROR[config.sampled_dtype],
         worker_share=v.worker_share,
         paid_tokens=r.paid_tokens,
+        rules_version=RULES_VERSION,
     )
 
 
