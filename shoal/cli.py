@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,8 @@ MAX_EVAL_TOKENS = 512
 USER_MUST_MEND = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 """Faults of the system that are the user's to mend, wherever they turn up."""
 
+NO_TORCH = "torch is not installed: pip install 'shoal[torch]'"
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
@@ -50,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # `shoal ledger show | head` is no fault
         return 0
-    except (ShoalError, OSError, ExceptionGroup) as error:
+    except (ShoalError, OSError, ModuleNotFoundError, ExceptionGroup) as error:
         fault = _fault_of_user(error)
         if fault is None:
             raise
@@ -62,6 +65,8 @@ def _fault_of_user(error: BaseException) -> ShoalError | None:
     """What the user must mend, if that is what it is: tasks that ran side by side wrap it in groups."""
     if isinstance(error, ShoalError):
         return error
+    if isinstance(error, ModuleNotFoundError) and error.name == "torch":
+        return ShoalError(NO_TORCH)
     if isinstance(error, OSError) and error.errno in USER_MUST_MEND:
         place = f" {error.filename}" if error.filename else ""
         return ShoalError(f"cannot write{place}: {error.strerror}. Free some disk or mend the permissions, then go on")
@@ -90,6 +95,8 @@ def _launch(args: argparse.Namespace, overrides: list[str], quick: bool, with_wo
     from shoal.config import load_run
 
     config = load_run(args.recipe, overrides, quick)
+    if find_spec("torch") is None:  # the roles would say so too, each in a log of its own
+        raise ShoalError(NO_TORCH)
     from shoal.folder import RunFolder
     from shoal.launch.hosting import invitation
     from shoal.launch.local import launch, locked

@@ -20,6 +20,8 @@ COMMANDS = (
     "doctor", "admin",
 )  # fmt: skip
 
+START = Path(__file__).parents[1] / "recipes" / "arithmetic-start"
+
 MY_ENV = '''
 """Say hello."""
 from shoal.envs.base import Step
@@ -148,6 +150,27 @@ def test_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "good.toml").write_text('name = "good"\nsteps = 1\n[[envs]]\nname = "arithmetic"\n')
     (tmp_path / "file").write_text("not a folder")
     check_one_line(shoal("run", "good.toml", "--out", "file/run", cwd=tmp_path), "file")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "run good.toml", "host good.toml", "join http://127.0.0.1:9", "validate http://127.0.0.1:9",
+        "train http://127.0.0.1:9 --run-dir run", f"eval {START} --env arithmetic", f"sft {START}.toml --out start",
+        "calibrate good.toml",
+    ],
+)  # fmt: skip
+def test_machine_without_torch_is_told_how_to_get_it_and_nothing_is_begun(command: str, tmp_path: Path) -> None:
+    (tmp_path / "good.toml").write_text('name = "good"\nsteps = 1\n[[envs]]\nname = "arithmetic"\n')
+    (tmp_path / "blocked").mkdir()
+    (tmp_path / "blocked" / "sitecustomize.py").write_text("import sys\nsys.modules['torch'] = None\n")
+    path = os.pathsep.join([str(tmp_path / "blocked"), *sys.path])
+    result = subprocess.run(
+        [sys.executable, "-m", "shoal.cli", *command.split()], cwd=tmp_path, capture_output=True, text=True, timeout=60,
+        env=os.environ | {"PYTHONPATH": path, "SHOAL_HOME": str(tmp_path / "home")},
+    )  # fmt: skip
+    check_one_line(result, "torch is not installed: pip install 'shoal[torch]'")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["blocked", "good.toml"]
 
 
 @pytest.mark.parametrize(
