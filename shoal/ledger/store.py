@@ -20,6 +20,8 @@ _events = sa.Table(
     sa.Column("data", sa.LargeBinary, nullable=False),
     sa.Column("hash", sa.String(64), nullable=False),
 )
+_RAW = [sa.type_coerce(column, sa.types.NullType()) for column in (_events.c.data, _events.c.hash)]
+"""What a row holds, unconverted: a damaged one may hold anything, and conversion would fail with anything."""
 READ_ROWS = 2000
 """Rows fetched at a time."""
 
@@ -27,13 +29,20 @@ READ_ROWS = 2000
 class Store:
     """An open log. One process may append; any number may read."""
 
-    def __init__(self, url: str) -> None:
-        self._engine = sa.create_engine(url, connect_args={"timeout": 5.0} if url.startswith("sqlite") else {})
-        if url.startswith("sqlite"):
+    def __init__(self, url: str, *, read_only: bool = False) -> None:
+        """Open a log, and make it where there is none. One opened `read_only` is neither made nor changed."""
+        sqlite = url.startswith("sqlite")
+        self._engine = sa.create_engine(url, connect_args={"timeout": 5.0} if sqlite else {})
+        self._name = (self._engine.url.database if sqlite else None) or str(self._engine.url)
+        if read_only:
+            return
+        if sqlite:
             sa.event.listen(self._engine, "connect", _durable_sqlite)
         try:
             _metadata.create_all(self._engine)
         except sa.exc.SQLAlchemyError as error:
+            if _is_damage(error):
+                raise self._unreadable(_reason(error)) from None
             raise StateError(
                 f"cannot open the log at {url}: {_reason(error)}. Is the disk full or the path wrong?"
             ) from None
@@ -53,16 +62,31 @@ class Store:
             ) from None
 
     def read(self, after: int = -1, limit: int | None = None) -> Iterator[tuple[bytes, str]]:
-        """Stored bytes and hashes with a sequence number above `after`, in order."""
-        query = sa.select(_events.c.data, _events.c.hash).where(_events.c.seq > after).order_by(_events.c.seq)
-        with self._engine.connect() as connection:
-            rows = connection.execution_options(yield_per=READ_ROWS).execute(query.limit(limit) if limit else query)
-            for row in rows:
-                yield row.data, row.hash
+        """Stored bytes and hashes with a sequence number above `after`, in order.
+
+        Raises `StateError` if the log is damaged or cannot be read.
+        """
+        query = sa.select(*_RAW).where(_events.c.seq > after).order_by(_events.c.seq)
+        try:
+            with self._engine.connect() as connection:
+                rows = connection.execution_options(yield_per=READ_ROWS).execute(query.limit(limit) if limit else query)
+                for row in rows:
+                    data, stored_hash = row[0], row[1]
+                    if not isinstance(data, bytes | memoryview) or not isinstance(stored_hash, str):
+                        raise self._unreadable("a row of it is not an event")
+                    yield bytes(data), stored_hash
+        except sa.exc.SQLAlchemyError as error:
+            raise self._unreadable(_reason(error)) from None
 
     def close(self) -> None:
         """Let go of the database."""
         self._engine.dispose()
+
+    def _unreadable(self, reason: str) -> StateError:
+        return StateError(
+            f"the log {self._name} cannot be read: {reason}. Check the disk and the file's permissions, or restore it "
+            "from a copy"
+        )
 
 
 def sqlite_url(path: Path) -> str:
@@ -78,5 +102,11 @@ def _durable_sqlite(connection: sa.engine.interfaces.DBAPIConnection, record: ob
     cursor.close()
 
 
+def _is_damage(error: sa.exc.SQLAlchemyError) -> bool:
+    name = getattr(getattr(error, "orig", None), "sqlite_errorname", "")
+    return str(name).startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB"))
+
+
 def _reason(error: sa.exc.SQLAlchemyError) -> str:
-    return str(getattr(error, "orig", None) or error).splitlines()[0]
+    cause = getattr(error, "orig", None) or error
+    return (str(cause).splitlines() or [type(cause).__name__])[0]

@@ -39,11 +39,18 @@ def audit_folder(run_dir: Path) -> Audit:
 
 
 def show(run_dir: Path, kind: str, tail: int) -> None:
-    """Print the last `tail` events of a run's log (0: all), of one kind if it is named."""
+    """Print the last `tail` events of a run's log (0: all), of one kind if it is named. Raises `StateError`."""
     rows = asyncio.run(FolderRun(run_dir).rows())
-    lines = [data.decode() for data, _ in rows if not kind or kind_of(read_entry(data)[0].body) == kind]
+    lines = [data.decode(errors="replace") for data, _ in rows if not kind or _kind_in(data) == kind]
     for line in lines[-tail:] if tail else lines:
         say(line)
+
+
+def _kind_in(data: bytes) -> str:
+    try:
+        return kind_of(read_entry(data)[0].body)
+    except WireError as error:
+        raise StateError(f"the log holds something that is not an event: {error}. Restore it from a copy") from None
 
 
 async def _audit(source: str, receipts: Sequence[Path]) -> Audit:

@@ -56,11 +56,16 @@ class FolderRun:
             raise ConfigError(f"{root} holds no log (log.sqlite): give a run's folder, such as runs/wordle, or its URL")
 
     async def rows(self) -> Rows:
-        store = Store(sqlite_url(self.folder.log))
+        store = Store(sqlite_url(self.folder.log), read_only=True)
         try:
-            return list(store.read())
+            rows = list(store.read())
         finally:
             store.close()
+        if not rows:
+            raise StateError(
+                f"the log {self.folder.log} holds no event: start the run again, or restore it from a copy"
+            )
+        return rows
 
     async def blob(self, name: str) -> bytes:
         try:

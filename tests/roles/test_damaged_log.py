@@ -1,0 +1,115 @@
+"""A log that a disk, a copy or a person damaged is refused in one line, and nobody who reads it changes it."""
+
+import random
+import sqlite3
+import subprocess
+import sys
+
+import pytest
+
+from shoal import cli
+from shoal.errors import StateError
+from shoal.ledger.book import Book
+from shoal.ledger.store import Store, sqlite_url
+from tests.ledger.world import World
+
+WORKER = "a" * 64
+READERS = (["ledger", "verify"], ["ledger", "show", "--kind", "credit"], ["credits"], ["audit", "--all"])
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory):
+    """The bytes of an honest log, the write-ahead file folded in."""
+    world = World(tmp_path_factory.mktemp("honest"), steps=20)
+    world.enter(WORKER)
+    world.publish()
+    for _ in range(8):
+        world.serve(WORKER)
+        if world.state.version in world.state.batches:
+            world.publish()
+    world.book.store.close()
+    assert world.path.stat().st_size > 5 * PAGE_BYTES
+    return world.path.read_bytes()
+
+
+PAGE_BYTES = 4096
+
+
+def executed(statement):
+    def change(path):
+        with sqlite3.connect(path) as connection:
+            connection.execute(statement)
+        connection.close()
+
+    return change
+
+
+def written(change):
+    return lambda path: path.write_bytes(change(path.read_bytes()))
+
+
+def garbage_in_the_middle(data):
+    middle = len(data) // 2 // PAGE_BYTES * PAGE_BYTES
+    return data[:middle] + random.Random(0).randbytes(PAGE_BYTES) + data[middle + PAGE_BYTES :]
+
+
+DAMAGE = {
+    "truncated": written(lambda data: data[: len(data) // 2]),
+    "garbage in the middle": written(garbage_in_the_middle),
+    "no database": written(lambda data: b"this is no database\n" * 1000),
+    "zero bytes": written(lambda data: b""),
+    "no table": executed("DROP TABLE events"),
+    "no events": executed("DELETE FROM events"),
+    "other columns": executed("ALTER TABLE events DROP COLUMN hash"),
+    "text for bytes": executed("UPDATE events SET data = CAST(data AS TEXT) WHERE seq = 5"),
+    "bytes for text": executed("UPDATE events SET hash = x'ff00ff' WHERE seq = 5"),
+    "broken text": executed("UPDATE events SET hash = CAST(x'ff0aff' AS TEXT) WHERE seq = 5"),
+}
+
+
+@pytest.mark.parametrize("reader", READERS, ids=" ".join)
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
+def test_damaged_log_is_refused_in_one_line_and_left_as_it_is(tmp_path, capsys, log, reader, damage):
+    path = tmp_path / "log.sqlite"
+    path.write_bytes(log)
+    damage(path)
+    found = path.read_bytes()
+    assert cli.main([*reader, str(tmp_path)]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.count("\n") == 1 and said.err.startswith("error: "), said
+    assert "log" in said.err and "None" not in said.err and "a copy" in said.err, said.err
+    assert path.read_bytes() == found
+
+
+def test_damaged_log_needs_no_traceback_as_a_command(tmp_path, log):
+    (tmp_path / "log.sqlite").write_bytes(log[: len(log) // 2])
+    command = [sys.executable, "-m", "shoal.cli", "ledger", "verify", str(tmp_path)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 2
+    assert result.stderr == (
+        f"error: the log {tmp_path}/log.sqlite cannot be read: database disk image is malformed. Check the disk and the "
+        "file's permissions, or restore it from a copy\n"
+    )
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_any_garbage_in_a_log_gives_a_report_or_one_line(tmp_path, capsys, log, seed):
+    """A reader may say that the log holds: not every byte of a database file is used."""
+    rng = random.Random(seed)
+    data = bytearray(log)
+    for _ in range(rng.choice((1, 4, 40))):
+        place, size = rng.randrange(len(data)), rng.choice((1, 8, 600))
+        data[place : place + size] = rng.randbytes(len(data[place : place + size]))
+    (tmp_path / "log.sqlite").write_bytes(data)
+    code = cli.main(["ledger", "verify", str(tmp_path)])
+    said = capsys.readouterr()
+    assert (code == 2) == (said.out == "") == (said.err.count("\n") == 1), said
+
+
+@pytest.mark.parametrize("damage", ["truncated", "garbage in the middle", "no database"])
+def test_coordinator_does_not_start_on_a_damaged_log(tmp_path, log, damage):
+    path = tmp_path / "log.sqlite"
+    path.write_bytes(log)
+    DAMAGE[damage](path)
+    with pytest.raises(StateError, match=r"cannot be read: .* restore it from a copy"):
+        Book(Store(sqlite_url(path)))
