@@ -100,7 +100,10 @@ class Trainer:
         """The trainer's job, whole."""
         async with self.client:
             with self.stopping.at_signals():
-                version = await self._open()
+                version = await self.stopping.unless(self._open())
+                if version is None:
+                    log.info("stopped before the run was opened")
+                    return
                 while version < self.config.steps and not self.stopping:
                     began = time.perf_counter()
                     batch = await self._waiting("batch", self._batch(version))

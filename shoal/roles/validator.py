@@ -68,14 +68,17 @@ class Validator:
         """The validator's job, whole."""
         async with self.client:
             with self.stopping.at_signals():
-                await self._join()
+                if not await self.stopping.unless(self._join()):
+                    log.info("stopped before it joined a run")
+                    return
                 while (check := await self._next_check()) is not None:
                     await self._load(check.lease.version)
                     body = await self._body(check)
                     verdict = await asyncio.to_thread(verify_submission, body, check, self._tools(check))
                     await self._give(verdict)
 
-    async def _join(self) -> None:
+    async def _join(self) -> bool:
+        """Read the run, load its environments, and enter with our key; returns True once we are in."""
         self.info = info = await self.client.get_json("/v1/run", t.RunInfo)
         if info.protocol != PROTOCOL_VERSION:
             raise PeerError(
@@ -88,6 +91,7 @@ class Validator:
         join = t.Join("validator", t.fact(self.home.name), 0.0, facts.implementation, facts.dtype, facts.device)
         await self.client.post_json("/v1/nodes", join, t.NodeState)
         log.info("joined run=%s", info.name)
+        return True
 
     async def _next_check(self) -> t.Check | None:
         """A submission to judge, or None once the run has ended and all is judged, or we are to stop."""
@@ -97,7 +101,9 @@ class Validator:
                 return None
             if answer.check is not None:
                 return answer.check
-            status = await self.client.get_json("/v1/status", t.Status)
+            status = await self.stopping.unless(self.client.get_json("/v1/status", t.Status))
+            if status is None:
+                return None
             if status.phase == "ended" and status.pending == 0:
                 log.info("the run has ended")
                 return None

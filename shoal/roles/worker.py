@@ -42,6 +42,8 @@ MEMORY_PER_WEIGHT_BYTE = 3
 """A policy of n bytes is taken only if n times this fits into --max-memory: weights, a copy while swapping, caches."""
 TOLD_EVERY_S = 2.0
 """How often, at most, the coordinator is asked what became of our submissions."""
+GOODBYE_S = 10.0
+"""How long a worker that leaves tries to give back the lease that it has not begun."""
 
 
 def main(
@@ -95,7 +97,9 @@ class Worker:
         """The worker's job, whole."""
         async with self.client:
             with self.stopping.at_signals():
-                await self._join()
+                if not await self.stopping.unless(self._join()):
+                    log.info("stopped before it joined a run")
+                    return
                 async for lease in self._leases():
                     await self._load(lease.version)
                     groups = await asyncio.to_thread(self._play, lease)
@@ -104,8 +108,8 @@ class Worker:
                     await self._tell()
                 await self._tell(last=True)
 
-    async def _join(self) -> None:
-        """Read the run, load its environments, and enter with our key."""
+    async def _join(self) -> bool:
+        """Read the run, load its environments, and enter with our key; returns True once we are in."""
         self.info = info = await self.client.get_json("/v1/run", t.RunInfo)
         if info.protocol != PROTOCOL_VERSION:
             raise PeerError(
@@ -118,6 +122,7 @@ class Worker:
         join = t.Join("worker", self.name, 0.0, facts.implementation, facts.dtype, facts.device)
         self.told = await self.client.post_json("/v1/nodes", join, t.NodeState)
         log.info("joined run=%s as=%s key=%s credits=%d", info.name, self.name, self.key[:12], self.told.credits)
+        return True
 
     async def _leases(self) -> AsyncIterator[t.Lease]:
         """Leases one after another; the next is asked for while this one is played. At the end none is kept."""
@@ -127,7 +132,9 @@ class Worker:
             yield lease
             lease = await ahead
         if lease is not None:
-            await self.client.post_json("/v1/leases", t.LeaseRequest(returning=(lease.id,)), t.LeaseAnswer)
+            back = t.LeaseRequest(returning=(lease.id,))
+            with contextlib.suppress(PeerError):  # then it lapses
+                await self.client.post_json("/v1/leases", back, t.LeaseAnswer, deadline_s=GOODBYE_S)
 
     async def _next_lease(self, holding: tuple[str, ...]) -> t.Lease | None:
         """A lease, or None once the run has ended or we are to stop."""
@@ -139,7 +146,10 @@ class Worker:
                 return None
             if answer.lease is not None:
                 return answer.lease
-            if (await self.client.get_json("/v1/run", t.RunInfo)).phase == "ended":
+            info = await self.stopping.unless(self.client.get_json("/v1/run", t.RunInfo))
+            if info is None:
+                return None
+            if info.phase == "ended":
                 log.info("the run has ended")
                 return None
             if answer.reason != reason:

@@ -3,11 +3,14 @@
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+from shoal.config import load_run
+from shoal.folder import RunFolder
 from tests.launch.test_local import RUN_FILE
 
 SHOAL = [sys.executable, "-m", "shoal.cli"]
@@ -59,3 +62,28 @@ def test_a_stranger_joins_is_told_what_was_accepted_and_leaves(tmp_path: Path) -
             if process is not None:
                 process.kill()
                 process.wait()
+
+
+def test_a_signal_ends_a_node_that_still_looks_for_its_run(tmp_path: Path) -> None:
+    (tmp_path / "small.toml").write_text(RUN_FILE)
+    RunFolder(tmp_path / "run").prepare(load_run(tmp_path / "small.toml"), tmp_path)
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{closed.getsockname()[1]}"  # bound, but nobody listens
+        commands = {"join": ["--threads", "1"], "validate": ["--threads", "1"], "train": ["--run-dir", "run"]}
+        nodes = {
+            (command, number): begin(tmp_path, f"{command}-{number.name}", command, url, *args)
+            for command, args in commands.items()
+            for number in (signal.SIGINT, signal.SIGTERM)
+            if (command, number) != ("train", signal.SIGINT)  # one trainer to a folder
+        }
+        try:
+            for (command, number), process in nodes.items():
+                name = f"{command}-{number.name}"
+                said(tmp_path, name, f"waiting for {url} .*Check that it is running")
+                process.send_signal(number)
+                assert process.wait(timeout=2) == 0
+                assert "stopped before" in (tmp_path / f"{name}.txt").read_text().splitlines()[-1]
+        finally:
+            for process in nodes.values():
+                process.kill()
