@@ -84,11 +84,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def host(args: argparse.Namespace) -> int:
-    overrides = [*args.set]
-    for key, value in (("bind", args.bind), ("port", args.port), ("public_url", args.public_url)):
-        if value is not None:
-            overrides.append(f"host.{key}={json.dumps(value)}")
-    return _launch(args, overrides, quick=args.quick, with_workers=False)
+    return _launch(args, host_overrides(args), quick=args.quick, with_workers=False)
+
+
+def host_overrides(args: argparse.Namespace) -> list[str]:
+    """What `shoal host` sets over its run file: --set, then --bind, --port and --public-url."""
+    asked = (("bind", args.bind), ("port", args.port), ("public_url", args.public_url))
+    return [*args.set, *(f"host.{key}={json.dumps(value)}" for key, value in asked if value is not None)]
 
 
 def _launch(args: argparse.Namespace, overrides: list[str], quick: bool, with_workers: bool) -> int:
@@ -300,8 +302,8 @@ def _hosting_commands(commands: Any) -> None:
         "As `run`, but without workers of its own: prints the line that contributors type. Listens on 127.0.0.1 "
         "unless --bind says otherwise, and then tells what TLS needs.",
         ("shoal host recipes/wordle.toml", "for workers on this machine"),
-        ("shoal host recipes/wordle.toml --bind 0.0.0.0 --port 8470", "for your own network"),
-        ("shoal host recipes/wordle.toml --port 8470 --public-url https://shoal.example.org", "behind a TLS proxy"),
+        ("shoal host recipes/wordle.toml --bind 0.0.0.0 --set seed=-1", "for your network; a fixed seed is no secret"),
+        ("shoal host RECIPE --port 8470 --public-url https://shoal.example.org", "behind a TLS proxy"),
     )  # fmt: skip
     run_file_arguments(p)
     p.add_argument("--bind", metavar="ADDRESS", help="address to listen on (host.bind)")

@@ -5,6 +5,8 @@ together here, not beside their owners, because the run file is one document for
 must read all of it without importing torch.
 """
 
+import contextlib
+import ipaddress
 import math
 import operator
 import os
@@ -202,6 +204,11 @@ class HostConfig(Section, frozen=True):
     public_url: str = ""
     """What others should type, when a proxy with TLS stands before us."""
 
+    @property
+    def is_reached_by_others(self) -> bool:
+        """Whether other machines can send requests: directly, or through a proxy with a public URL."""
+        return bool(self.public_url) or not is_loopback(self.bind)
+
 
 class EvalConfig(Section, frozen=True):
     """Held-out evaluation before and after."""
@@ -233,7 +240,7 @@ class RunConfig(Section, frozen=True, kw_only=True):
     steps: int
     """Training steps."""
     seed: int = -1
-    """Fixes every random choice of the run; -1 makes a private seed."""
+    """Fixes every random choice of the run; -1 makes a private seed, as a run that other machines reach must have."""
     policy: PolicyConfig = PolicyConfig()
     envs: tuple[EnvConfig, ...]
     sampling: SamplingConfig = SamplingConfig()
@@ -338,6 +345,12 @@ def check_run(config: RunConfig) -> None:
         (re.fullmatch(r"[\w.-]*\w", config.name) is not None, f"name = {config.name!r}: letters, digits, - _ . only"),
         (config.steps < CHAIN_LENGTH, f"steps = {config.steps}: must be below {CHAIN_LENGTH}, the length of a chain"),
         *_bounds_fit(config),
+        (
+            config.seed < 0 or not config.host.is_reached_by_others,
+            f"seed = {config.seed}: every secret of the run follows from it, and this run is open to other machines "
+            f"(host.bind = {config.host.bind!r}, host.public_url = {config.host.public_url!r}). For a private seed "
+            "leave seed out or give --set seed=-1, with --out for a new run if this one has begun",
+        ),
         (0 <= config.verify.activation_error < 1, "verify.activation_error: between 0 and 1, a share of the value"),
         (bool(config.envs), "envs: at least one [[envs]] section is needed"),
         (all(e.weight > 0 for e in config.envs), "envs.weight: must be above 0"),
@@ -400,6 +413,13 @@ def _messages_fit(config: RunConfig) -> Iterator[tuple[bool, str]]:
     yield rollouts.block_rollouts <= groups * size, f"{what} a submission and its verdict: {most}"
     what = f"rollouts.batch_groups = {rollouts.batch_groups}: a batch of groups of {size} does not fit into one message"
     yield rollouts.batch_groups <= members, f"{what}: at most {members}, or lower rollouts.group_size"
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only this machine reaches an address; a name other than localhost may be anyone's."""
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(address).is_loopback
+    return address == "localhost"
 
 
 def _at_least(least: int, keys: Iterable[str], config: RunConfig) -> Iterator[tuple[bool, str]]:

@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from shoal import __version__, cli
+from shoal.config import load_run
 from shoal.errors import ConfigError, PeerError
+from shoal.folder import RunFolder
 
 COMMANDS = (
     "run", "host", "join", "validate", "train", "eval", "sft", "env check", "env list", "ledger verify", "ledger show",
@@ -144,6 +146,17 @@ def test_mistake_is_one_line_and_exit_code_2(args: list[str], expected: str, tmp
     (tmp_path / "typo.toml").write_text("stepz = 1\n" + good)
     (tmp_path / "raises.py").write_text("def environment():\n    raise RuntimeError('at work')\n")
     check_one_line(shoal(*args, cwd=tmp_path), expected)
+
+
+def test_run_with_a_fixed_seed_is_neither_hosted_nor_resumed_where_others_reach_it(tmp_path: Path) -> None:
+    (tmp_path / "fixed.toml").write_text('name = "fixed"\nsteps = 1\nseed = 5\n[[envs]]\nname = "arithmetic"\n')
+    hosted = ["host", "fixed.toml", "--bind", "0.0.0.0"]
+    check_one_line(shoal(*hosted, cwd=tmp_path), "seed = 5", "--set seed=-1")
+    check_one_line(shoal(*hosted[:2], "--public-url", "https://x.y", cwd=tmp_path), "seed = 5", "--set seed=-1")
+    assert not (tmp_path / "runs").exists()
+    RunFolder(tmp_path / "runs/fixed").prepare(load_run(tmp_path / "fixed.toml"), tmp_path)
+    check_one_line(shoal(*hosted, cwd=tmp_path), "seed = 5", "--set seed=-1", "--out")
+    check_one_line(shoal(*hosted, "--set", "seed=-1", cwd=tmp_path), "in seed:", "give --out for a new run")
 
 
 def test_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:

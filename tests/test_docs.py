@@ -534,6 +534,16 @@ def test_commands_shown_parse(page: Path) -> None:
                 assert words[1] in targets, command
 
 
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_hosting_shown_passes_the_checks_of_its_run_file(page: Path) -> None:
+    for fence in fences(page):
+        for command, _ in commands(fence) if fence.info.startswith("console") else ():
+            words = arguments(command)
+            if words[:2] == ["shoal", "host"] and (ROOT / words[2]).is_file():
+                parsed = cli.parser().parse_args(words[1:])
+                config.load_run(ROOT / parsed.recipe, cli.host_overrides(parsed))
+
+
 @functools.cache
 def named_files(page: Path) -> dict[str, str]:
     """The files whose whole text a page shows, by name."""

@@ -7,7 +7,7 @@ import asyncio
 import socket
 from pathlib import Path
 
-from shoal.config import HostConfig
+from shoal.config import HostConfig, is_loopback
 from shoal.errors import ConfigError, PeerError
 from shoal.folder import RunFolder
 from shoal.launch.snapshot import CoordinatorWatch
@@ -16,7 +16,6 @@ from shoal.net.keys import load_key
 from shoal.protocol.types import AdminRequest, RunInfo, Status
 
 ADMIN_DEADLINE_S = 10.0
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 ANY_ADDRESS = ("", "0.0.0.0", "::")
 
 
@@ -41,7 +40,7 @@ def _reach(bind: str, port: str) -> list[str]:
         f"     caddy reverse-proxy --from shoal.example.org --to 127.0.0.1:{port}",
         f"  3. host with: --bind 127.0.0.1 --port {port} --public-url https://shoal.example.org",
     ]
-    if bind in LOOPBACK:
+    if is_loopback(bind):
         return [f"It listens on {bind}: only this machine can join. --bind 0.0.0.0 lets your network in.", *tls]
     return [f"It listens on {bind}, without TLS: good within a network that you trust.", *tls]
 

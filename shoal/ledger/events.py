@@ -29,7 +29,7 @@ class RunCreated(Message, frozen=True):
     sampling: Sampling
     rules: Rules
     config: dict[str, Any]
-    """The resolved run file."""
+    """The resolved run file without its seed."""
 
 
 class RulesChanged(Message, frozen=True):

@@ -8,7 +8,9 @@ import pytest
 from msgspec.structs import replace
 
 from shoal.errors import NothingYet, StateError
+from shoal.ledger import events as ev
 from shoal.ledger.commands import Admin, Refused
+from shoal.ledger.verify import verify
 from shoal.net.client import Client, PeerRefused
 from shoal.net.keys import load_or_make_key
 from shoal.protocol import types as t
@@ -64,6 +66,14 @@ def test_no_answer_holds_a_secret(town):
     answers = ask(town, story)
     assert not any(link in answers for link in links)
     assert town.folder.seed().hex().encode() not in answers
+
+
+def test_log_holds_no_seed_of_the_run_file(town):
+    resumed = open_run(town.folder, replace(town.config, steps=4))
+    bodies = [entry.body for entry in verify(resumed.book.store.read()).entries]
+    assert [ev.kind_of(body) for body in bodies] == ["run_created", "rules_changed"]
+    assert town.config.seed == 5 and not any("seed" in body.config for body in bodies)
+    assert bodies[1].config == {k: v for k, v in to_tree(replace(town.config, steps=4)).items() if k != "seed"}
 
 
 def test_unsigned_writes_are_refused(town):

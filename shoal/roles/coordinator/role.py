@@ -75,7 +75,7 @@ def open_run(folder: RunFolder, config: RunConfig, clock: Callable[[], float] = 
                 "an environment of this run is not the one that it was started with (its source or its tasks changed): "
                 "put the old one back to resume, or start a new run"
             )
-        changed = Reconfigure(to_tree(config), config.steps, config.rollouts.lease_s, now)
+        changed = Reconfigure(public_run_file(config), config.steps, config.rollouts.lease_s, now)
         book.write(changed, now)
     return Desk(folder, config, book, key, clock)
 
@@ -96,8 +96,13 @@ def created(folder: RunFolder, config: RunConfig, run_key: str) -> ev.RunCreated
         envs=tuple(env_specs(config)),
         sampling=sampling_of(config),
         rules=rules_of(config),
-        config=to_tree(config),
+        config=public_run_file(config),
     )
+
+
+def public_run_file(config: RunConfig) -> dict[str, Any]:
+    """The resolved run file as the log holds it for anyone to read: without the seed, which gives every secret."""
+    return {key: value for key, value in to_tree(config).items() if key != "seed"}
 
 
 def env_specs(config: RunConfig) -> list[t.EnvSpec]:
