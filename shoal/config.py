@@ -189,7 +189,8 @@ class ValidatorsConfig(Section, frozen=True):
     """Validators that the host starts."""
 
     count: int = 1
-    """Validators; a refusal needs one, a slash two."""
+    """Validators: 0 (others are admitted), 1, or 3 and more. A refusal needs one, a slash two; of exactly two, one that
+    lies makes forging free."""
     threads: int = 1
     """CPU threads of each."""
 
@@ -350,6 +351,11 @@ def check_run(config: RunConfig) -> None:
             f"seed = {config.seed}: every secret of the run follows from it, and this run is open to other machines "
             f"(host.bind = {config.host.bind!r}, host.public_url = {config.host.public_url!r}). For a private seed "
             "leave seed out or give --set seed=-1, with --out for a new run if this one has begun",
+        ),
+        (
+            config.validators.count != 2,
+            "validators.count = 2: of two, one that lies makes forging free, because nothing is slashed that it does "
+            "not also refuse. Use 1, or 3 and more",
         ),
         (0 <= config.verify.activation_error < 1, "verify.activation_error: between 0 and 1, a share of the value"),
         (bool(config.envs), "envs: at least one [[envs]] section is needed"),

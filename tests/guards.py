@@ -639,6 +639,8 @@ GUARDS = [
     *_in("shoal/config.py", "tests/test_config.py",
         ("a run open to others has a private seed", "config.seed < 0 or not config.host.is_reached_by_others", "True",
          "test_run_that_others_can_reach_refuses_a_fixed_seed"),
+        ("one of two validators does not make forging free", "config.validators.count != 2", "True",
+         "test_mistake_in_a_run_file_is_one_line_that_names_the_key"),
         ("a public URL is a way in", "bool(self.public_url) or ", "",
          "test_run_that_others_can_reach_refuses_a_fixed_seed"),
     ),

@@ -199,6 +199,7 @@ def test_wrong_override_says_what_is_wrong(run_file: Path, override: str, messag
         (SMALL + "[rollouts]\nblock_rollouts = 64\ngroup_size = 64\nbatch_groups = 1024\n", "one message: at most"),
         (SMALL + "[train]\nlr = inf\n", "train.lr: at least 0, and finite"),
         (SMALL + "[workers]\ncount = -1\n", "workers.count = -1: must be at least 0"),
+        (SMALL + "[validators]\ncount = 2\n", "validators.count = 2: of two, one that lies makes forging free"),
         (SMALL + "[storage]\ncheckpoint_every = 0\n", "storage.checkpoint_every = 0: must be at least 1"),
         (SMALL.replace('"small"', '"../elsewhere"'), "name = '../elsewhere': letters, digits"),
     ],
@@ -292,6 +293,11 @@ def test_changes_are_named_and_only_safe_ones_pass(run_file: Path) -> None:
 
 def test_key_that_only_starts_like_a_safe_one_is_unsafe() -> None:
     assert unsafe_changes({"steps_more": 1}, {"steps_more": 2}) == ["steps_more"]
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 4])
+def test_any_number_of_validators_but_two_will_do(run_file: Path, count: int) -> None:
+    assert load_run(run_file, [f"validators.count={count}"]).validators.count == count
 
 
 # --- the process environment ---

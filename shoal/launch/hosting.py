@@ -13,10 +13,13 @@ from shoal.folder import RunFolder
 from shoal.launch.snapshot import CoordinatorWatch
 from shoal.net.client import Client
 from shoal.net.keys import load_key
-from shoal.protocol.types import AdminRequest, RunInfo, Status
+from shoal.protocol.types import AdminRequest, NodeState, RunInfo, Status
 
 ADMIN_DEADLINE_S = 10.0
 ANY_ADDRESS = ("", "0.0.0.0", "::")
+TWO_VALIDATORS = (
+    "Warning: this makes two validators. Of two, one that lies makes forging free: admit a third, or keep one"
+)
 
 
 def invitation(url: str, host: HostConfig, run_dir: Path) -> str:
@@ -62,12 +65,17 @@ def administer(action: str, run: str, node: str, key_file: Path | None) -> str:
         key_file = key_file or folder.keys / "run.key"
         if not url:
             raise PeerError(f"{run} is not being hosted: start it with `shoal run` or `shoal host` first")
-    status = asyncio.run(_call(url, key_file, action, node))
-    return f"{action}: done. The run is {status.phase}, version {status.version} of {status.steps}"
+    status, validators = asyncio.run(_call(url, key_file, action, node))
+    done = f"{action}: done. The run is {status.phase}, version {status.version} of {status.steps}"
+    return f"{done}. {TWO_VALIDATORS}" if action in ("admit", "kick") and len(validators) == 2 else done
 
 
-async def _call(url: str, key_file: Path, action: str, node: str) -> Status:
+async def _call(url: str, key_file: Path, action: str, node: str) -> tuple[Status, set[str]]:
+    """What the coordinator answers, and the keys of the validators that judge once an admitted one has joined."""
     async with Client(url, load_key(key_file)) as client:
         client.run = (await client.get_json("/v1/run", RunInfo, deadline_s=ADMIN_DEADLINE_S)).run
         request = AdminRequest(node)
-        return await client.post_json(f"/v1/admin/{action}", request, Status, deadline_s=ADMIN_DEADLINE_S)
+        status = await client.post_json(f"/v1/admin/{action}", request, Status, deadline_s=ADMIN_DEADLINE_S)
+        nodes = await client.get_json("/v1/nodes", list[NodeState], deadline_s=ADMIN_DEADLINE_S)
+    judging = {n.key for n in nodes if n.role == "validator" and n.standing not in ("kicked", "suspended")}
+    return status, judging | ({node} if action == "admit" else set())

@@ -1,13 +1,19 @@
-"""What a host is told: the line that others type, whom it reaches, and what TLS needs."""
+"""What a host is told: the line that others type, whom it reaches, what TLS needs, and what an admission means."""
 
+import asyncio
 import socket
 from pathlib import Path
 
+import httpx
 import pytest
 
 from shoal.config import HostConfig
 from shoal.errors import ConfigError
 from shoal.launch.hosting import administer, invitation
+from shoal.net.client import Client
+from shoal.net.keys import load_or_make_key
+from shoal.protocol import types as t
+from tests.roles.town import Town, tiny_run
 
 RUN = Path("runs/wordle")
 
@@ -35,3 +41,29 @@ def test_public_address_with_tls_is_shared_as_it_is() -> None:
 def test_admin_call_that_lacks_something_says_what(action: str, run: str) -> None:
     with pytest.raises(ConfigError, match=r"say which node|--key"):
         administer(action, run, "", None)
+
+
+def test_host_is_warned_when_an_admission_or_a_removal_leaves_two_validators(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    town = Town(tmp_path / "run", tiny_run())
+    transport = httpx.ASGITransport(town.app)
+    monkeypatch.setattr("shoal.launch.hosting.Client", lambda url, key: Client(url, key, transport=transport))
+
+    async def take_seat(key_file: Path) -> str:
+        async with town.client(key_file) as client:
+            client.run = town.desk.state.run
+            join = t.Join("validator", key_file.stem, 0.0, "test", "float32", "cpu")
+            return (await client.post_json("/v1/nodes", join, t.NodeState)).key
+
+    def tell(action: str, node: str) -> bool:
+        return "one that lies makes forging free" in administer(
+            action, "http://host", node, tmp_path / "run/keys/run.key"
+        )
+
+    asyncio.run(take_seat(town.folder.keys / "validator-0.key"))
+    for place, warned in ((1, True), (2, False)):
+        key_file = tmp_path / f"guest-{place}.key"
+        assert tell("admit", load_or_make_key(key_file).public) is warned
+        asyncio.run(take_seat(key_file))
+    assert not tell("pause", "") and tell("kick", "guest-1")
