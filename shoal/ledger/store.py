@@ -4,12 +4,14 @@ Called by the book alone. This is the only I/O of the ledger. It knows no event:
 their hashes, and says "stored" only after the database has committed.
 """
 
+import os
+import sqlite3
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import sqlalchemy as sa
 
-from shoal.errors import StateError
+from shoal.errors import StateError, cause_of
 from shoal.ledger.events import Entry
 
 _metadata = sa.MetaData()
@@ -43,9 +45,7 @@ class Store:
         except sa.exc.SQLAlchemyError as error:
             if _is_damage(error):
                 raise self._unreadable(_reason(error)) from None
-            raise StateError(
-                f"cannot open the log at {url}: {_reason(error)}. Is the disk full or the path wrong?"
-            ) from None
+            raise StateError(f"cannot open the log at {url}: {_reason(error)}") from None
 
     def append(self, entries: Iterable[Entry]) -> None:
         """Store entries in one transaction; returns after the commit.
@@ -57,9 +57,7 @@ class Store:
             with self._engine.begin() as connection:
                 connection.execute(sa.insert(_events), rows)
         except sa.exc.SQLAlchemyError as error:
-            raise StateError(
-                f"the log could not be written: {_reason(error)}. Free disk space; nothing was lost"
-            ) from None
+            raise StateError(f"the log could not be written: {_reason(error)}; nothing was lost") from None
 
     def read(self, after: int = -1, limit: int | None = None) -> Iterator[tuple[bytes, str]]:
         """Stored bytes and hashes with a sequence number above `after`, in order.
@@ -108,5 +106,20 @@ def _is_damage(error: sa.exc.SQLAlchemyError) -> bool:
 
 
 def _reason(error: sa.exc.SQLAlchemyError) -> str:
+    """What the database says, and what to do about it."""
     cause = getattr(error, "orig", None) or error
-    return (str(cause).splitlines() or [type(cause).__name__])[0]
+    code = getattr(cause, "sqlite_errorcode", 0) & 0xFF
+    if code == sqlite3.SQLITE_CANTOPEN:
+        try:
+            os.close(os.open(os.devnull, os.O_RDONLY))
+        except OSError as fault:  # SQLite says only that it cannot open a file
+            return cause_of(fault)
+    said = (str(cause).splitlines() or [type(cause).__name__])[0]
+    return f"{said}. {_REMEDIES.get(code, 'Check the disk, the path and the permissions')}"
+
+
+_REMEDIES = {
+    sqlite3.SQLITE_FULL: "Free disk space",
+    sqlite3.SQLITE_READONLY: "Make the file and its folder writable",
+    sqlite3.SQLITE_BUSY: "Close the program that holds it",
+}

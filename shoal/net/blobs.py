@@ -5,6 +5,7 @@ hosted); `FolderBlobs` keeps a file ab/abcdef… for each. Names come from hashe
 from a peer's path. What is read is verified; what is damaged on disk is refused, and healed by the next put.
 """
 
+import errno
 import os
 import re
 import secrets
@@ -14,7 +15,7 @@ from typing import Protocol
 
 from starlette.responses import FileResponse
 
-from shoal.errors import NothingYet, StateError
+from shoal.errors import NothingYet, StateError, cause_of
 from shoal.protocol import wire
 
 
@@ -94,7 +95,7 @@ class FolderBlobs:
         except FileNotFoundError:
             raise NothingYet(f"there is no blob {digest[:16]}…: it was never stored, or its time is over") from None
         except OSError as error:
-            raise StateError(f"cannot read blob {digest[:16]}… in {self.folder}: {error.strerror}") from None
+            raise StateError(f"cannot read blob {digest[:16]}… in {self.folder}: {cause_of(error)}") from None
         if wire.digest(data) != digest:
             raise StateError(
                 f"blob {digest[:16]}… in {self.folder} is damaged: check the disk; sending the blob again heals it"
@@ -148,7 +149,6 @@ def sync_folder(folder: Path) -> None:
 
 
 def _cannot_write(folder: Path, error: OSError) -> StateError:
-    return StateError(
-        f"cannot store blobs in {folder}: {error.strerror}. Free some space there or lower storage.quota_mb; nothing "
-        "that was answered is lost"
-    )
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    remedy = "Free some space there or lower storage.quota_mb; nothing" if full else "Nothing"
+    return StateError(f"cannot store blobs in {folder}: {cause_of(error)}. {remedy} that was answered is lost")

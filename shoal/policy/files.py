@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from shoal.errors import StateError
+from shoal.errors import StateError, cause_of
 from shoal.policy.spec import PolicySpec, read_capped, write_json
 from shoal.protocol.constants import MAX_JSON_BYTES, MAX_SAFETENSORS_HEADER_BYTES, MAX_TENSORS
 
@@ -76,6 +76,7 @@ def save_policy(model: "Transformer", directory: Path, dtype: str, tokenizer_fro
     Raises `StateError` if it cannot be written.
     """
     import torch
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     directory = Path(directory)
@@ -92,9 +93,9 @@ def save_policy(model: "Transformer", directory: Path, dtype: str, tokenizer_fro
             if tokenizer_from is not None and (Path(tokenizer_from) / name).exists():
                 shutil.copyfile(Path(tokenizer_from) / name, scratch / name)
         _replace(directory, scratch)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise StateError(
-            f"cannot write checkpoint {directory}: {error.strerror}. Free space, or give another"
+            f"cannot write checkpoint {directory}: {cause_of(error)}. Free space, or give another"
         ) from None
 
 

@@ -17,7 +17,7 @@ import torch
 
 from shoal.algos.advantages import has_signal
 from shoal.config import RunConfig
-from shoal.errors import NothingYet, StateError
+from shoal.errors import NothingYet, StateError, cause_of
 from shoal.folder import RunFolder
 from shoal.ledger.events import GroupAccepted, read_entry
 from shoal.metrics import MetricsLog
@@ -284,5 +284,5 @@ def keep_checkpoint(source: Path, target: Path) -> None:
         scratch.rename(target)
     except OSError as error:
         raise StateError(
-            f"cannot keep checkpoint {target}: {error.strerror}. Free disk space and start again"
+            f"cannot keep checkpoint {target}: {cause_of(error)}. Free disk space and start again"
         ) from None

@@ -12,6 +12,7 @@ from shoal.errors import NothingYet, StateError
 from shoal.net import server
 from shoal.net.blobs import FolderBlobs, is_digest
 from shoal.protocol import wire
+from tests.scarce import no_more_files
 
 DATA = b"some bytes" * 100
 
@@ -74,6 +75,13 @@ def test_a_full_disk_is_a_state_error_and_leaves_no_trace(blobs, monkeypatch):
         blobs.put(DATA)
     assert not blobs.has(wire.digest(DATA)) and blobs.size_bytes == 0
     assert list((blobs.folder / "unfinished").iterdir()) == []
+
+
+def test_too_many_open_files_are_not_called_a_full_disk(blobs):
+    with no_more_files(), pytest.raises(StateError) as caught:
+        blobs.put(DATA)
+    assert "too many files" in str(caught.value) and "space" not in str(caught.value)
+    blobs.put(DATA)
 
 
 def test_a_full_disk_is_a_507_to_the_peer(blobs, monkeypatch):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors import SafetensorError
 
 from shoal.config import TinyPolicy
 from shoal.errors import StateError
@@ -88,6 +89,15 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_old_one(
     with pytest.raises(StateError, match="No space left"):
         save_policy(load_policy(checkpoint), checkpoint, "float32")
     assert tensors_of(checkpoint) == before
+
+
+def test_a_full_disk_is_named_when_a_checkpoint_is_saved(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object, **options: object) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("safetensors.torch.save_file", full)
+    with pytest.raises(StateError, match=r"cannot write checkpoint .*No space left on device"):
+        save_policy(load_policy(checkpoint), checkpoint, "float32")
 
 
 def _write(path: Path, header: Any, data: bytes, length: int | None = None) -> None:

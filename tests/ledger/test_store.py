@@ -1,0 +1,57 @@
+"""What the log's file says when it cannot be used: the cause that was there, and the remedy that helps."""
+
+import sqlite3
+
+import pytest
+import sqlalchemy as sa
+
+from shoal.errors import StateError
+from shoal.ledger.events import Entry
+from shoal.ledger.store import Store, sqlite_url
+from tests.scarce import no_more_files
+
+ENTRY = Entry(0, 1.0, None, b"{}", "0" * 64)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def store(tmp_path):
+    return Store(sqlite_url(tmp_path / "log.sqlite"))
+
+
+def test_too_many_open_files_are_not_called_a_full_disk(store):
+    store.close()  # so that the next call opens the file again
+    with no_more_files(), pytest.raises(StateError) as caught:
+        store.append([ENTRY])
+    assert "too many files" in str(caught.value) and "disk space" not in str(caught.value)
+    store.append([ENTRY])
+    assert [row for row, _ in store.read()] == [b"{}"]
+
+
+def test_a_full_disk_is_called_so(store):
+    with store._engine.connect() as connection:
+        pages = connection.exec_driver_sql("PRAGMA page_count").scalar_one()
+
+    def limited(connection: sqlite3.Connection, record: object) -> None:
+        connection.execute(f"PRAGMA max_page_count = {pages}")
+
+    store.close()
+    sa.event.listen(store._engine, "connect", limited)
+    with pytest.raises(StateError, match=r"disk is full\. Free disk space; nothing was lost"):
+        store.append([Entry(0, 1.0, None, b"x" * 100_000, "0" * 64)])  # type: ignore[arg-type]
+
+
+def test_a_log_that_may_not_be_written_is_called_so(store):
+    with store._engine.connect() as connection:
+        connection.exec_driver_sql("PRAGMA query_only = 1")
+    with pytest.raises(StateError, match=r"readonly database\. Make the file and its folder writable"):
+        store.append([ENTRY])
+
+
+def test_a_log_that_another_program_holds_is_called_so(store, tmp_path):
+    store.close()
+    store._engine.dialect.create_connect_args = lambda url: ((str(tmp_path / "log.sqlite"),), {"timeout": 0.01})  # type: ignore[method-assign]
+    other = sqlite3.connect(tmp_path / "log.sqlite")
+    other.execute("BEGIN IMMEDIATE")
+    with pytest.raises(StateError, match=r"locked\. Close the program that holds it"):
+        store.append([ENTRY])
+    other.close()

@@ -1,0 +1,26 @@
+"""Checkpoints that the trainer keeps: whole or not at all, and a disk that is full is called so."""
+
+import errno
+import os
+import shutil
+
+import pytest
+
+from shoal.errors import StateError
+from shoal.roles.trainer import keep_checkpoint
+
+
+def test_a_full_disk_is_named_when_a_checkpoint_is_kept(tmp_path, monkeypatch):
+    """`copytree` gathers the faults of all files in an error without a number or words of its own."""
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "model.safetensors").write_bytes(b"weights")
+
+    def full(*args: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    for name in ("_fastcopy_sendfile", "copyfileobj"):
+        monkeypatch.setattr(shutil, name, full)
+    with pytest.raises(StateError, match=r"cannot keep checkpoint .*: .*No space left on device.*\. Free disk space"):
+        keep_checkpoint(source, tmp_path / "kept")
+    assert not (tmp_path / "kept").exists()
