@@ -25,9 +25,11 @@ METRICS: dict[str, Metric] = {
     "time_s": Metric("seconds", "When the step ended, since the epoch."),
     "reward_mean": Metric("reward", "Mean reward of the batch's rollouts; groups without signal are not in it."),
     "reward_all_mean": Metric(
-        "reward", "Mean reward of all accepted rollouts since the last step, with or without signal."
+        "reward", "Mean reward of all rollouts accepted since the batch of the last step, with or without signal."
     ),
-    "zero_signal_share": Metric("share", "Groups accepted since the last step whose rewards were all equal."),
+    "zero_signal_share": Metric(
+        "share", "Groups accepted since the batch of the last step whose rewards were all equal."
+    ),
     "loss": Metric("loss", "Value of the objective that the step lowered, per policy token."),
     "entropy_nats": Metric("nats", "Mean entropy of the distributions that the policy's tokens were drawn from."),
     "clip_share": Metric("share", "Policy tokens whose gradient a bound on the importance ratio took away."),

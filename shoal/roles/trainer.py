@@ -19,7 +19,7 @@ from shoal.algos.advantages import has_signal
 from shoal.config import RunConfig
 from shoal.errors import NothingYet, StateError, cause_of
 from shoal.folder import RunFolder
-from shoal.ledger.events import GroupAccepted, read_entry
+from shoal.ledger.events import BatchFormed, GroupAccepted, read_entry
 from shoal.metrics import MetricsLog
 from shoal.net.client import Client
 from shoal.net.keys import load_or_make_key
@@ -186,7 +186,7 @@ class Trainer:
             "groups_unlearnable": sum(not rows for rows in rows_G),
             "stale_rollouts": chosen.stale_rollouts,
         }
-        counts |= await self._accepted_since()
+        counts |= await self._accepted_for(batch.step)
         fresh = next((row for row in chosen.rows if row.version == batch.step), None)
         if not self.checked and fresh is not None:
             self.checked = True
@@ -206,8 +206,11 @@ class Trainer:
             log.warning("left out of the batch: %s", fault)
             return []
 
-    async def _accepted_since(self) -> dict[str, Any]:
-        """Rewards of all groups accepted since the last step, with or without signal, read from the log."""
+    async def _accepted_for(self, step: int) -> dict[str, Any]:
+        """Rewards of all groups accepted between the batch of the step before and this one's, with or without signal.
+
+        Read from the log, so that a restart changes nothing: events of earlier steps are read again and left out.
+        """
         rewards: list[tuple[float, ...]] = []
         more = True
         while more:
@@ -219,6 +222,11 @@ class Trainer:
                 self.seen_seq = entry.seq
                 if isinstance(entry.body, GroupAccepted):
                     rewards.append(entry.body.rewards)
+                elif isinstance(entry.body, BatchFormed) and entry.body.step < step:
+                    rewards.clear()
+                elif isinstance(entry.body, BatchFormed):
+                    more = False
+                    break
         if not rewards:
             return {}
         flat = sum(not has_signal(group) for group in rewards)

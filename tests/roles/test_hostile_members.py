@@ -68,7 +68,7 @@ def test_a_long_log_is_read_page_by_page(tmp_path, monkeypatch):
     async def story():
         async with trainer.client:
             page = await trainer.client.get("/v1/events?after=-1", cap=MAX_EVENTS_BYTES)
-            await trainer._accepted_since()
+            await trainer._accepted_for(0)
             return page
 
     page = asyncio.run(story())

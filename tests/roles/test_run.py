@@ -4,6 +4,7 @@ import asyncio
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from shoal.engine.cheats import CHEATS
@@ -95,6 +96,40 @@ def test_an_asynchronous_run_ends_with_bounded_staleness_and_its_metrics(tmp_pat
     assert all(set(line["staleness_rollouts"]) <= {"0", "1"} for line in lines)
     assert lines[0]["selfcheck_gap_nats"] < 1e-3
     assert town.audit().findings == []
+
+
+class StopsAt:
+    """A trainer that is told to stop once a version is published, and one that takes its place."""
+
+    def __init__(self, town, version):
+        self.town, self.version = town, version
+
+    async def run(self):
+        first = self.town.trainer()
+        async with asyncio.TaskGroup() as group:
+            running = group.create_task(first.run())
+            while self.town.desk.state.version < self.version:
+                await asyncio.sleep(0.02)
+            first.stopping.set()
+            await running
+        await self.town.trainer().run()
+
+
+def test_mean_reward_of_a_step_is_that_of_its_own_groups_through_a_restart(tmp_path):
+    town = Town(tmp_path / "run", tiny_run(rollouts={"max_staleness": 1}, steps=4))
+    asyncio.run(town.live(StopsAt(town, 2), town.validator(), town.worker("worker-0")))
+    expected, since = [], []
+    for entry in town.audit().entries:
+        match entry.body:
+            case ev.GroupAccepted(rewards=rewards):
+                since.append(rewards)
+            case ev.BatchFormed():
+                flat = sum(len(set(rewards)) == 1 for rewards in since)
+                expected.append((np.mean(since), flat / len(since)))
+                since = []
+    lines = read_metrics(town.folder.metrics)
+    found = [(line["reward_all_mean"], line["zero_signal_share"]) for line in lines]
+    assert [line["step"] for line in lines] == [0, 1, 2, 3] and found == [pytest.approx(pair) for pair in expected]
 
 
 def test_a_run_that_declares_int8_actors_accepts_them_and_nobody_else(tmp_path):
