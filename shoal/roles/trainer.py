@@ -6,6 +6,7 @@ with the same bits, and a version that was published is never rebuilt differentl
 """
 
 import asyncio
+import filecmp
 import logging
 import shutil
 import time
@@ -116,10 +117,10 @@ class Trainer:
                     self._report(version, began, metrics)
                 if version < self.config.steps and not self.stopping:
                     log.info("the run ended early at version=%d: it was drained", version)
-                    keep_checkpoint(self.folder.trainer / "publishing", self.folder.checkpoints / "final")
+                    keep_checkpoint(self._write(), self.folder.checkpoints / "final")
 
     async def _open(self) -> int:
-        """Load the saved state, or begin; publish what a kill left unpublished; returns the version to learn from."""
+        """Load the saved state, or begin; publish and keep what a kill left undone; returns the version to learn from."""
         self.info = await self.client.get_json("/v1/run", t.RunInfo)
         self.client.run, self.client.head = self.info.run, self.info.head
         join = t.Join("trainer", "trainer", 0.0, f"torch-{torch.__version__}", "float32", "cpu")
@@ -139,6 +140,8 @@ class Trainer:
         log.info("opened version=%d published=%d steps=%d", version, self.info.version, self.config.steps)
         if version > self.info.version:
             await self._publish(version)
+        elif self._checkpoints_due(version):
+            self._keep(version, self._write())
         if self.info.phase != "ended":
             await self._renew(version)
         return version
@@ -241,9 +244,8 @@ class Trainer:
         return {"save_s": saved - began, "publish_s": time.perf_counter() - saved}
 
     async def _publish(self, version: int) -> None:
-        """Write the version as an HF directory, send its chunks, and announce it; doing so twice changes nothing."""
-        directory = self.folder.trainer / "publishing"
-        save_policy(self.learner.model, directory, self.config.policy.dtype, tokenizer_from=self.start)
+        """Send the version's chunks, announce it, and keep it if it is due; doing so twice changes nothing."""
+        directory = self._write()
         parents = (version - 1,) if version else ()
         manifest = await publish(
             directory, HttpSink(self.client), run=self.info.run, version=version, dtype=self.config.policy.dtype,
@@ -252,11 +254,23 @@ class Trainer:
         self.kept = {chunk for file in manifest.files for chunk in file.chunks}
         signed = to_json(sign_manifest(manifest, self.key, now=self.clock()))
         await self.client.send("POST", "/v1/checkpoints", signed, t.Done)
-        last = version == self.config.steps
-        if last or version % self.config.storage.checkpoint_every == 0:
-            keep_checkpoint(directory, self.folder.checkpoints / f"v{version:06d}")
-        if last:
-            keep_checkpoint(directory, self.folder.checkpoints / "final")
+        self._keep(version, directory)
+
+    def _write(self) -> Path:
+        """The learner's policy as a directory in HF format; the next one takes its place."""
+        directory = self.folder.trainer / "publishing"
+        save_policy(self.learner.model, directory, self.config.policy.dtype, tokenizer_from=self.start)
+        return directory
+
+    def _keep(self, version: int, directory: Path) -> None:
+        for name in self._checkpoints_due(version):
+            keep_checkpoint(directory, self.folder.checkpoints / name)
+
+    def _checkpoints_due(self, version: int) -> list[str]:
+        """Names under which a version is kept for the host; those of most versions are none."""
+        if version == self.config.steps:
+            return [f"v{version:06d}", "final"]
+        return [f"v{version:06d}"] if version % self.config.storage.checkpoint_every == 0 else []
 
     async def _waiting(self, what: str, work: "asyncio.Future[T] | Any") -> Any:
         """Await, and count the time as waiting for `what`."""
@@ -283,9 +297,11 @@ class Trainer:
 
 
 def keep_checkpoint(source: Path, target: Path) -> None:
-    """Copy a version's directory beside the others, whole or not at all."""
+    """Copy a version's directory beside the others, whole or not at all; what is there already is left alone."""
     scratch = target.with_name(f".{target.name}")
     try:
+        if _are_alike(source, target):
+            return
         shutil.rmtree(scratch, ignore_errors=True)
         shutil.copytree(source, scratch)
         shutil.rmtree(target, ignore_errors=True)
@@ -294,3 +310,11 @@ def keep_checkpoint(source: Path, target: Path) -> None:
         raise StateError(
             f"cannot keep checkpoint {target}: {cause_of(error)}. Free disk space and start again"
         ) from None
+
+
+def _are_alike(left: Path, right: Path) -> bool:
+    """Whether two directories hold the same files with the same bytes."""
+    names = sorted(path.name for path in left.iterdir())
+    if not right.is_dir() or sorted(path.name for path in right.iterdir()) != names:
+        return False
+    return filecmp.cmpfiles(left, right, names, shallow=False)[0] == names
