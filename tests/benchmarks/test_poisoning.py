@@ -2,7 +2,8 @@
 
 import pytest
 
-from benchmarks.poisoning import MALICIOUS, PAYLOADS, Case, Plan, Town, cold_start
+from benchmarks.poison.payloads import PAYLOADS, cold_start
+from benchmarks.poison.town import MALICIOUS, Case, Plan, Town
 
 SMALL = Plan(steps=2, seeds=1, batch_groups=10, group_size=4, episodes=8)
 
@@ -26,3 +27,17 @@ def test_poison_is_learned_from_without_defences_and_refused_with_them(tmp_path,
     assert guarded.share(lambda node: node.credits) == guarded.share(lambda node: node.influence) == 0.0
     honest = [node for key, node in guarded.state.nodes.items() if node.role == "worker" and key not in MALICIOUS]
     assert all(node.refused == 0 and node.standing == "good" for node in honest)
+
+
+PAST_PROBATION = SMALL._replace(steps=12)
+"""So many blocks that workers leave their probation, and groups go unaudited."""
+
+
+@pytest.mark.parametrize("payload", PAYLOADS)
+def test_a_run_without_defences_goes_on_when_not_every_group_is_audited(tmp_path, start, payload):
+    town = Town(Case(payload, defended=False, patient=False, seed=1), PAST_PROBATION, start, tmp_path)
+    town.run()
+    assert town.state.version == PAST_PROBATION.steps
+    rates = {submission.rate for submission in town.state.submissions.values()}
+    assert min(rates) < 1.0, "every group was audited: the run is too short to show anything"
+    assert town.num_poisoned > 0 and town.quarantines == 0
