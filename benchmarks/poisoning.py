@@ -36,6 +36,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from benchmarks.pages.poisoning import tables
 from benchmarks.poison.payloads import PAYLOADS, cold_start, shows
 from benchmarks.poison.town import Case, Plan, Town
 from shoal.envs.evaluate import Interval, Transcript, interval
@@ -105,9 +106,12 @@ def row(payload: str, world: str, outcomes: Sequence[Outcome], clean: Sequence[O
     return {
         "payload": payload,
         "world": world,
-        "success": _rounded(success),
-        "success_clean": _rounded(base),
-        "reward": _rounded(reward),
+        "success": round(success.mean, 4),
+        "success_95": _rounded(success),
+        "success_clean": round(base.mean, 4),
+        "success_clean_95": _rounded(base),
+        "reward": round(reward.mean, 4),
+        "reward_95": _rounded(reward),
         "reward_of_clean": round(kept, 3),
         "lowest_of_clean": round(min(mean(of) / mean(base) for of, base in courses), 3) if courses else 1.0,
         "length_of_clean": round(mean(s.tokens for s in ours) / mean(s.tokens for s in theirs), 3),
@@ -120,13 +124,13 @@ def row(payload: str, world: str, outcomes: Sequence[Outcome], clean: Sequence[O
 
 
 def _rounded(found: Interval) -> list[float]:
-    return [round(value, 4) for value in (found.mean, found.low95, found.high95)]
+    return [round(value, 4) for value in (found.low95, found.high95)]
 
 
 def show(found: dict[str, Any]) -> None:
     """One line of the table."""
     success, base, reward = (
-        "{:6.1%} ({:.1%} to {:.1%})".format(*found[k]) for k in ("success", "success_clean", "reward")
+        "{:6.1%} ({:.1%} to {:.1%})".format(found[k], *found[f"{k}_95"]) for k in ("success", "success_clean", "reward")
     )
     figures = (
         f"{found['payload']:8} {found['world']:9}",
@@ -137,6 +141,23 @@ def show(found: dict[str, Any]) -> None:
         "holds" if found["holds"] else "MISSED",
     )
     print("  ".join(figures), flush=True)
+
+
+def result(rows: Sequence[dict[str, Any]], plan: Plan) -> dict[str, Any]:
+    """All figures by payload and world, and the tables of the pages."""
+    worlds: dict[str, dict[str, Any]] = {}
+    for found in rows:
+        worlds.setdefault(found["payload"], {})[found["world"].replace(", ", "_")] = found
+    passed = [count for found in rows if found["world"] == "on" for count in found["poisoned_groups"]]
+    return {
+        "benchmark": "poisoning",
+        "plan": plan._asdict(),
+        "groups": plan.steps * plan.batch_groups,
+        "poisoned_fewest": min(passed, default=0),
+        "poisoned_most": max(passed, default=0),
+        **worlds,
+        "tables": tables(worlds),
+    }
 
 
 def main() -> int:
@@ -161,8 +182,7 @@ def main() -> int:
             rows.append(row(payload, world, outcomes, clean))
             show(rows[-1])
     held = all(found["holds"] for found in rows)
-    print(json.dumps({"benchmark": "poisoning", "plan": plan._asdict(), "rows": rows, "cpu_s": round(time.process_time()),
-                      "holds": held}))  # fmt: skip
+    print(json.dumps(result(rows, plan) | {"cpu_minutes": round(time.process_time() / 60, 1), "holds": held}))
     return 0 if held or quick else 1
 
 
