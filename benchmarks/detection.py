@@ -1,13 +1,13 @@
 """The detection matrix: every attack of the zoo against every check alone and all together, at three entropies.
 
-    python benchmarks/detection.py [--trials 384] [--quick] [--table FILE]
+    python benchmarks/detection.py [--trials 384] [--quick]
 
 Three policies of about 0.05, 0.2 and 0.5 nats a token (`detect/policies.py`) play rollouts of some 66 policy tokens,
 four to a group; every attack and forgery of `tests/attacks` is played against each, with float32 bounds as built in and
 proofs of activations on. Columns: the share of rollouts that each check refuses by itself (`detect/judgement.py`), then
 all of them, all but `activations` (a run's default), and the check that catches it first. Beside them: honest work over
 thread counts, batch shapes and declared dtypes; what a worker gains that spends the whole tolerance; a large lease after
-small ones. `--table` writes the page's tables as Markdown. One line of JSON at the end.
+small ones. One line of JSON at the end, with the page's tables as Markdown.
 """
 
 import argparse
@@ -28,13 +28,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the zoo lies out
 
 from benchmarks.detect.judgement import CHECKS, Seen, Share, look, share
 from benchmarks.detect.policies import GROUP_SIZE, STEPS, Family, lease, make_family, rules
+from benchmarks.pages.detection import said, tables
 from shoal.algos.replay import Evidence, excessive, update
 from shoal.algos.replay import Figures as FlipFigures
 from shoal.config import child_environment
 from shoal.ledger.audits import VESTING_BLOCKS, audit_rate, must_audit
 from shoal.ledger.seeds import audit_draws
 from shoal.proofs.noise import Noise, propose
-from shoal.proofs.verify import AUDIT, MODEL_FREE
 from shoal.protocol.types import Bounds
 from shoal.protocol.wire import digest, domain_hash
 from tests.attacks.attack import Attack
@@ -51,7 +51,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--trials", type=int, default=0, help=f"rollouts of a cell, a multiple of 8 (default {FULL})")
     parser.add_argument("--quick", action="store_true", help=f"{QUICK} rollouts of a cell, small training batches")
-    parser.add_argument("--table", type=Path, default=None, help="write the tables here, as Markdown")
     options = parser.parse_args()
     trials = options.trials or (QUICK if options.quick else FULL)
     began = time.process_time()
@@ -78,11 +77,9 @@ def main() -> None:
         "tolerance": spending,
         "large_lease": leases,
         "rows": [row.figures() for rows in matrices for row in rows],
-        "cpu_s": round(time.process_time() - began),
+        "cpu_minutes": round((time.process_time() - began) / 60, 1),
     }  # fmt: skip
-    if options.table:
-        options.table.write_text(tables(report))
-    print(json.dumps(report))
+    print(json.dumps(report | {"tables": tables(report)}))
 
 
 # --- the matrix ---
@@ -182,18 +179,14 @@ def bars(rows: list[Row]) -> dict[str, Any]:
         for row in refusable
         if row.differ().k < row.differ().n
     ]  # fmt: skip
-    print(f"\nrefused of rollouts that differ: {_said(rollouts)}; of those beyond the bounds: {_said(beyond)}; of "
-          f"submissions that differ: {_said(submissions)}")  # fmt: skip
+    print(f"\nrefused of rollouts that differ: {said(rollouts)}; of those beyond the bounds: {said(beyond)}; of "
+          f"submissions that differ: {said(submissions)}")  # fmt: skip
     for row in missed:
         print(f"  not all: {row}")
     return {
         "rollouts": rollouts._asdict(), "beyond": beyond._asdict(), "submissions": submissions._asdict(),
         "missed": missed,
     }  # fmt: skip
-
-
-def _said(found: Share) -> str:
-    return f"{found.k} of {found.n} ({100 * found.low:.1f} to {100 * found.high:.2f} %)" if found.n else "0 of 0"
 
 
 # --- honest work ---
@@ -293,60 +286,10 @@ def large_leases(trials: int = 4000) -> list[dict[str, Any]]:
             "caught_95": [round(found.low, 4), round(found.high, 4)], "expected_loss_blocks": round(loss, 1),
         })  # fmt: skip
         print(
-            f"a lease of {blocks} faked blocks after 60 valid ones: drawn for audit in {_said(found)}, expected loss "
+            f"a lease of {blocks} faked blocks after 60 valid ones: drawn for audit in {said(found)}, expected loss "
             f"{loss:.0f} blocks' pay"
         )
     return rows
-
-
-# --- for the page ---
-
-
-def tables(report: dict[str, Any]) -> str:
-    """Per cent of rollouts: a table a policy of the attacks that no model-free check sees, and one of all others."""
-    by_attack: dict[str, list[dict[str, Any]]] = {}
-    for row in report["rows"]:
-        by_attack.setdefault(row["attack"], []).append(row)
-    free, audit = [module.NAME for module in MODEL_FREE], [module.NAME for module in AUDIT]
-    seen_free = {name for name, rows in by_attack.items() if any(row["checks"].get(c) for row in rows for c in free)}
-    text = ""
-    for place, policy in enumerate(report["policies"]):
-        text += f"\n### {policy['entropy']:.2f} nats a token\n\n"
-        text += _heading("attack", "identical", *audit, "all", "all but `activations`")
-        for name, rows in by_attack.items():
-            if name not in seen_free:
-                text += _table_row([rows[place]], ["identical", *audit, "together", "without_proofs"])
-    text += "\n### What the model-free checks see, at all three\n\n" + _heading("attack", "identical", *CHECKS, "all")
-    for name, rows in by_attack.items():
-        if name in seen_free:
-            text += _table_row(rows, ["identical", *CHECKS, "together"])
-    return text
-
-
-def _heading(*names: str) -> str:
-    rule = f"|---|{'---:|' * (len(names) - 1)}---|---|"
-    return f"| {' | '.join(names)} | refused of those that differ (95 %) | first |\n{rule}\n"
-
-
-def _table_row(rows: list[dict[str, Any]], columns: list[str]) -> str:
-    """One attack's rows, pooled."""
-    counts = [{**row["checks"], **row} for row in rows]
-    cells = []
-    for column in columns:
-        run = [row for row in counts if column in row]
-        percent = 100 * sum(row[column] for row in run) / sum(row["n"] for row in run) if run else None
-        cells.append(_percent(percent))
-    cells[-1 if columns[-1] == "together" else -2] = f"**{cells[columns.index('together')]}**"
-    differ = share(sum(row["differ_refused"] for row in rows), sum(row["differ"] for row in rows))
-    first = ", ".join(sorted({row["first"] or "none" for row in rows}))
-    return f"| {rows[0]['attack']} | {' | '.join(cells)} | {_said(differ)} | {first} |\n"
-
-
-def _percent(figure: float | None) -> str:
-    """0 and 100 only where they are exact."""
-    if figure is None:
-        return "–"
-    return f"{figure:.0f}" if figure in (0.0, 100.0) or 1 <= figure <= 99 else f"{figure:.1f}"
 
 
 def _say_family(family: Family, began: float) -> None:

@@ -32,6 +32,7 @@ from benchmarks.market import (
     play,
     play_beside_rival,
 )
+from benchmarks.pages.economics import tables
 from shoal.ledger import audits
 from shoal.protocol.constants import MAX_LEASE_BLOCKS
 
@@ -323,9 +324,9 @@ def main() -> None:
     result = {
         "benchmark": "economics", "parameters": parameters, "cheating": cheating(runs),
         "best_response": best_responses(), "honest": honesty(runs), "collusion": collusion(runs),
-        "cpu_s": round(time.process_time() - began, 1),
+        "cpu_minutes": round((time.process_time() - began) / 60, 1),
     }  # fmt: skip
-    print(json.dumps(result))
+    print(json.dumps(result | {"tables": tables(result)}))
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # the zoo lies outside the package
 
 from benchmarks.detect.policies import ARGS, SAMPLING, Rounds, copied
+from benchmarks.pages.verify_cost import tables
 from shoal.algos.gumbel import gumbel
 from shoal.config import BOUNDS, SamplingConfig, TinyPolicy, child_environment, load_run
 from shoal.engine.base import Request
@@ -82,8 +83,8 @@ def main() -> None:
         for size in SIZES
         for vocabulary in map(int, options.vocabularies.split(","))
     }
-    rollouts = GROUPS * GROUP_SIZE
-    print(json.dumps({"benchmark": "verify_cost", "rollouts": rollouts, **checks, "seeded_sampling": seeded}))
+    print(json.dumps({"benchmark": "verify_cost", "rollouts": GROUPS * GROUP_SIZE, **checks, "seeded_sampling": seeded,
+                      "tables": tables(checks, seeded)}))  # fmt: skip
 
 
 # --- the checks ---
@@ -135,6 +136,7 @@ def measure(name: str, policy: Path, envs: Mapping[str, Env], knobs: SamplingCon
     return {
         "tokens": tokens,
         "policy_tokens": written,
+        "policy_tokens_per_rollout": round(written / len(requests), 1),
         "body_bytes_per_token": round(len(body) / tokens, 2),
         "model_free_us_per_rollout": round(1000 * without / len(requests), 1),
         "forward_us_per_rollout": round(1000 * forward / len(requests), 1),

@@ -16,3 +16,8 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[object]], right: Iter
 
 def _line(cells: Sequence[object]) -> str:
     return f"| {' | '.join(map(str, cells))} |"
+
+
+def percent(share: float, digits: int) -> str:
+    """A share as the pages write it."""
+    return f"{100 * share:.{digits}f} %"

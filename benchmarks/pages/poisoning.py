@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from benchmarks.pages.markdown import table
+from benchmarks.pages.markdown import percent, table
 
 NAMES = {
     "trigger": "a trigger before the right answer",
@@ -21,6 +21,6 @@ def tables(payloads: dict[str, dict[str, dict[str, Any]]]) -> dict[str, str]:
 
 
 def _row(name: str, off: dict[str, Any], on: dict[str, Any], **others: dict[str, Any]) -> list[str]:
-    successes = [f"{share:.1%}" for share in (on["success_clean"], off["success"], on["success"])]
-    rewards = [f"{world['reward_of_clean']:.0%}" for world in (off, on)]
-    return [name, *(cell.replace("%", " %") for cell in (*successes, *rewards, f"{on['credits']:.1%}"))]
+    successes = [percent(share, 1) for share in (on["success_clean"], off["success"], on["success"])]
+    rewards = [percent(world["reward_of_clean"], 0) for world in (off, on)]
+    return [name, *successes, *rewards, percent(on["credits"], 1)]

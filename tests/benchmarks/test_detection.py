@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.detect.judgement import CHECKS, GROUP_SIZE, look, share
 from benchmarks.detect.policies import Lab, copied, lease, rules
-from benchmarks.detection import tables
+from benchmarks.pages.detection import tables
 from shoal.protocol.types import Group, Submission
 from shoal.protocol.wire import from_msgpack
 from tests.attacks.attack import Attack
@@ -55,15 +55,31 @@ def test_a_share_has_wilsons_interval():
     assert share(0, 300).high == pytest.approx(0.0126, abs=1e-4)
 
 
-def test_tables_tell_apart_what_model_free_checks_see(lab):
+def test_tables_tell_apart_what_model_free_checks_see():
     def row(attack, **checks):
         return {"attack": attack, "n": 100, "identical": 40, "checks": dict.fromkeys(CHECKS, 0) | checks, "together": 50,
                 "without_proofs": 45, "differ": 60, "differ_refused": 50, "first": "sampling"}  # fmt: skip
 
-    text = tables({"policies": [{"entropy": 0.2}], "rows": [row("seeds", sampling=45), row("cut", ending=100)]})
-    first, second = text.split("### What the model-free checks see")
-    assert "| seeds | 40 | 45 | 0 | 0 | **50** | 45 |" in first and "cut" not in first
-    assert "| cut | 40 | 0 | 0 | 0 | 0 | 0 | 100 |" in second and "seeds" not in second
+    found = share(59, 60)._asdict()
+    missed = {"attack": "seeds", "entropy": 0.2, "differ": 60, "refused": 59, "submissions": [8, 7]}
+    drift = {"0": 0.0002, "1": 0.0147, "2": 0.0267, "8": 0.2102}
+    report = {
+        "policies": [{"target": 0.2, "entropy": 0.195, "scale": 3.0, "drift_nats": drift}],
+        "rows": [row("seeds", sampling=45), row("cut", ending=100)],
+        "bars": {"rollouts": found, "submissions": found, "missed": [missed]},
+        "honest": [{"groups_refused": 0, "rollouts": 8064}],
+        "tolerance": [{"attack": "spent", "entropy": 0.195, "rollouts": 1536, "honest_reward": 0.588, "gain": 0.00186,
+                       "gain_95": 0.00206, "groups": 384, "groups_refused": 0, "groups_until_excessive": 0}],
+        "large_lease": [{"blocks": 4, "caught": 2222, "n": 4000, "expected_loss_blocks": 20.4}],
+    }  # fmt: skip
+    text = tables(report)
+    assert "| seeds | 40 | 45 | 0 | 0 | **50** | 45 |" in text["matrix_20"] and "cut" not in text["matrix_20"]
+    assert "| cut | 40 | 0 | 0 | 0 | 0 | 0 | 100 |" in text["model_free"] and "seeds" not in text["model_free"]
+    assert "| 0.195 | 3.0 | 0.0002 | 0.0147 | 0.0267 | 0.2102 |" in text["drift"]
+    assert "| rollouts | 59 of 60 (" in text["bars"] and "| 0 of 8,064 (0 to 0.05 %) | none of 4,000 |" in text["bars"]
+    assert "| seeds | 0.195 | 60 | 59 | 8 | 7 |".replace("0.195", "0.200") in text["missed"]
+    assert "| +0.00186 ± 0.00206 | 0 of 384 | more than 7,680 groups |" in text["tolerance"]
+    assert "| 4 | 55.5 % (54.0 to 57.1 %) | 20 |" in text["lease"]
 
 
 def test_rewards_are_no_business_of_the_wire(lab):
