@@ -1,0 +1,79 @@
+"""What the demo learns: `shoal run recipes/wordle.toml` from start to end, for three seeds.
+
+    python benchmarks/demo.py [--seeds 1,2,3]
+
+A run takes about four minutes on two cores. Wins are those of the held-out words, before and after training, as
+`summary.json` has them. The last line is JSON; lists have a number a seed.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def main() -> None:
+    """One run a seed, one after the other."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", default="1,2,3")
+    seeds = [int(seed) for seed in parser.parse_args().seeds.split(",")]
+    summaries = []
+    with tempfile.TemporaryDirectory() as scratch:
+        for seed in seeds:
+            summaries.append(run(seed, Path(scratch) / str(seed)))
+            before, after = (summaries[-1]["heldout"][when]["mean"] for when in ("before", "after"))
+            print(f"seed {seed}: {before:.1%} -> {after:.1%} in {summaries[-1]['wall_s']:.0f} s", flush=True)
+    print(json.dumps({"benchmark": "demo", "seeds": seeds, **figures(summaries)}))
+
+
+def run(seed: int, out: Path) -> dict[str, Any]:
+    """The summary of a whole run."""
+    command = [
+        sys.executable,
+        "-m",
+        "shoal.cli",
+        "run",
+        "recipes/wordle.toml",
+        "--out",
+        str(out),
+        "--set",
+        f"seed={seed}",
+    ]
+    log = out.with_suffix(".log")
+    with log.open("wb") as told:
+        ended = subprocess.run(
+            command, cwd=ROOT, stdout=told, stderr=told, stdin=subprocess.DEVNULL, check=False,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+    if ended.returncode:
+        raise SystemExit(
+            f"seed {seed} ended with {ended.returncode}:\n" + "\n".join(log.read_text().splitlines()[-20:])
+        )
+    return json.loads((out / "summary.json").read_text())
+
+
+def figures(summaries: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Wins, pay and time of all runs."""
+    before, after = ([summary["heldout"][when] for summary in summaries] for when in ("before", "after"))
+    paid = [pay["credits"] for summary in summaries for pay in summary["credits"].values() if pay["role"] == "cheating"]
+    return {
+        "games": after[0]["episodes"],
+        "wins_before": [round(found["mean"], 4) for found in before],
+        "wins_after": [round(found["mean"], 4) for found in after],
+        "wins_after_low95": [round(found["low95"], 4) for found in after],
+        "wins_after_lowest95": round(min(found["low95"] for found in after), 4),
+        "credits_of_cheats": sum(paid),
+        "wall_s": [round(summary["wall_s"]) for summary in summaries],
+        "cpu_s": [round(sum(summary["cpu_s"].values())) for summary in summaries],
+    }
+
+
+if __name__ == "__main__":
+    main()
