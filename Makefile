@@ -3,7 +3,7 @@
 #   make demo     a whole run on this machine: strangers' workers teach a tiny model Wordle
 #   make test     the test suite            make test-slow   what takes minutes, too
 #   make check    format, lint, types, architecture, configuration and docs: what CI asks first
-#   make bench    measurements; each prints one JSON line at its end
+#   make bench    measurements; what they print is recorded in docs/reference/figures.md
 #   make clean    remove what was built and run here
 #
 # On Linux, PyPI's torch brings CUDA along (3 GB). For a CPU alone, name the package index of PyTorch's CPU builds:
@@ -14,8 +14,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP_FLAGS ?=
 INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt $(PIP_FLAGS)
-CHECKS := tests/test_architecture.py tests/test_config.py tests/test_recipes.py $(wildcard tests/test_docs.py)
-BENCHES := $(filter-out %/__init__.py %/tally.py %/toploc.py,$(wildcard benchmarks/*.py))
+CHECKS := tests/test_architecture.py tests/test_config.py tests/test_recipes.py $(wildcard tests/test_docs.py) \
+	tests/test_figures.py
+BENCHES := decode whole_system verify_cost detection poisoning economics kill_storm demo
 # Two threads of a test's own would fight with the other processes of the same test.
 TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
@@ -41,7 +42,7 @@ check: $(VENV)/.tests
 	$(TEST) $(CHECKS)
 
 bench: $(VENV)/.tests
-	@set -e; for bench in $(BENCHES); do echo "== $$bench"; OMP_NUM_THREADS=1 $(BIN)/python $$bench; done
+	@set -e; for bench in $(BENCHES); do echo "== $$bench"; $(BIN)/python benchmarks/figures.py run $$bench; done
 
 clean:
 	rm -rf $(VENV) runs build dist .mypy_cache .ruff_cache .hypothesis *.egg-info
