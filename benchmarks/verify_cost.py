@@ -72,7 +72,7 @@ def main() -> None:
     checks = {}
     for name in ("wordle", "arithmetic"):
         run = load_run(ROOT / "recipes" / f"{name}.toml", [])
-        envs = {spec.name: load_env(spec.name, spec.args) for spec in run.envs}
+        envs = {spec.label: load_env(spec.name, spec.args) for spec in run.envs}
         checks[name] = measure(name, ROOT / "recipes" / f"{name}-start", envs, run.sampling, options.repeats)
     with tempfile.TemporaryDirectory() as scratch:
         policy = copied("wordle-start", Path(scratch))

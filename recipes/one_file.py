@@ -54,7 +54,7 @@ def train(config: RunConfig, out: Path, recipe_dir: Path, say: Callable[[str], N
     folder.prepare(config, recipe_dir)  # the run's private seed
     config = folder.config()
     sampling = Sampling(config.sampling.temperature, config.sampling.max_turn_tokens, config.sampling.max_tokens)
-    envs = {spec.name: load_env(spec.name, spec.args) for spec in config.envs}
+    envs = {spec.label: load_env(spec.name, spec.args) for spec in config.envs}
     links = SecretChain(folder.seed(), "chain/slots").links()
 
     # Version 0: the run file's policy, or a tiny one made from the seed.
@@ -109,12 +109,12 @@ def slots_of_block(
 ) -> Block:
     """The slots of a block, as the coordinator would lease them."""
     per_block = config.rollouts.block_rollouts // config.rollouts.group_size
-    weights, sizes = [spec.weight for spec in config.envs], [envs[spec.name].num_tasks for spec in config.envs]
+    weights, sizes = [spec.weight for spec in config.envs], [envs[spec.label].num_tasks for spec in config.envs]
     slots = []
     for number in range(index * per_block, (index + 1) * per_block):
         seed = slot_seed(run, version, root, link, number)
         env, task = draw_task(seed, weights, sizes)
-        slots.append(Slot(number, seed.hex(), config.envs[env].name, task))
+        slots.append(Slot(number, seed.hex(), config.envs[env].label, task))
     return Block(index, tuple(slots))
 
 

@@ -11,15 +11,23 @@ import math
 import operator
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import msgspec
 
 from shoal.errors import ConfigError
-from shoal.protocol.constants import CHAIN_LENGTH, MAX_BLOCK_ROLLOUTS, MAX_GROUP_ROLLOUTS, MAX_ROLLOUT_TOKENS
+from shoal.protocol.constants import (
+    CHAIN_LENGTH,
+    MAX_BLOCK_ROLLOUTS,
+    MAX_FACT_CHARS,
+    MAX_GROUP_ROLLOUTS,
+    MAX_ROLLOUT_TOKENS,
+)
 from shoal.protocol.sizes import most_batch_groups, most_lease_groups
+from shoal.protocol.types import fact
 from shoal.tree import Section, changed_keys, from_tree, merge, read_toml, set_key, to_tree
 
 T = TypeVar("T")
@@ -65,6 +73,12 @@ class EnvConfig(Section, frozen=True):
     """Share of slots, relative to the other environments."""
     args: dict[str, Any] = {}
     """Arguments of the environment."""
+    label: str = ""
+    """What the run calls it; empty takes the name, or the name of the file without `.py`. No two may be equal."""
+
+    def __post_init__(self) -> None:
+        if not self.label:
+            msgspec.structs.force_setattr(self, "label", Path(self.name).name.removesuffix(".py"))
 
 
 class SamplingConfig(Section, frozen=True):
@@ -360,6 +374,7 @@ def check_run(config: RunConfig) -> None:
         (0 <= config.verify.activation_error < 1, "verify.activation_error: between 0 and 1, a share of the value"),
         (bool(config.envs), "envs: at least one [[envs]] section is needed"),
         (all(e.weight > 0 for e in config.envs), "envs.weight: must be above 0"),
+        *_labels_fit(config.envs),
         (rollouts.group_size >= 2, "rollouts.group_size: at least 2, or no group has signal"),
         (
             rollouts.block_rollouts > 0 and rollouts.block_rollouts % max(1, rollouts.group_size) == 0,
@@ -397,6 +412,15 @@ def check_run(config: RunConfig) -> None:
             raise ConfigError(message)
 
 
+def _labels_fit(envs: Sequence[EnvConfig]) -> Iterator[tuple[bool, str]]:
+    """Slots, groups and metrics name an environment by its label."""
+    for label in [env.label for env in envs]:
+        fits = bool(label) and label == fact(label) == label.strip()
+        yield fits, f"envs.label = {label!r}: 1 to {MAX_FACT_CHARS} printable characters, without a space at either end"
+    for label, count in Counter(env.label for env in envs).items():
+        yield count == 1, f'{count} [[envs]] are labelled {label}: give each its own, such as label = "{label}-2"'
+
+
 def _messages_fit(config: RunConfig) -> Iterator[tuple[bool, str]]:
     """A block travels as one submission and one verdict, a batch as one message: what fits in none never comes."""
     rollouts, max_tokens, size = config.rollouts, config.sampling.max_tokens, config.rollouts.group_size
@@ -408,7 +432,7 @@ def _messages_fit(config: RunConfig) -> Iterator[tuple[bool, str]]:
         yield value <= limit, f"{key} = {value}: at most {limit}"
     if size < 1 or size > MAX_GROUP_ROLLOUTS:
         return
-    envs, proofs = [env.name for env in config.envs], config.verify.proofs != "none"
+    envs, proofs = [env.label for env in config.envs], config.verify.proofs != "none"
     groups, members = most_lease_groups(size, max(1, max_tokens), proofs, envs), most_batch_groups(size)
     what = f"rollouts.group_size = {size}: one group of max_tokens = {max_tokens} does not fit into a submission"
     yield groups >= 1, f"{what}: lower it, or sampling.max_tokens"

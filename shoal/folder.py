@@ -72,7 +72,7 @@ class RunFolder:
         tree = to_tree(_with_absolute_paths(config, recipe_dir))
         resumed = self.run_file.exists()
         if resumed:
-            changed = unsafe_changes(self._tree(), tree)
+            changed = unsafe_changes(to_tree(self.config()), tree)  # keys that are new since then get their defaults
             if changed:
                 raise StateError(
                     f"the run file differs from the one that {self.root} was started with, in {', '.join(changed)}: "

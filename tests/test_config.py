@@ -272,6 +272,29 @@ def test_run_of_this_machine_alone_may_fix_its_seed(run_file: Path, bind: str) -
     assert load_run(run_file, ["seed=0", f"host.bind={bind}"]).seed == 0
 
 
+# --- labels of environments ---
+
+
+def test_environment_is_labelled_by_its_name_or_the_stem_of_its_file(run_file: Path) -> None:
+    for name, label in (("arithmetic", "arithmetic"), ("../games/my_env.py", "my_env"), ("./two.part.py", "two.part")):
+        run_file.write_text(SMALL.replace("arithmetic", name))
+        assert load_run(run_file).envs[0].label == label
+    assert load_run(run_file, ["envs.0.label=hard"]).envs[0].label == "hard"
+
+
+def test_two_environments_of_one_name_need_labels(run_file: Path) -> None:
+    run_file.write_text(SMALL + '[[envs]]\nname = "arithmetic"\nargs = { digits = 3 }\n')
+    with pytest.raises(ConfigError, match=r'2 \[\[envs\]\] are labelled arithmetic.*label = "arithmetic-2"'):
+        load_run(run_file)
+    assert [env.label for env in load_run(run_file, ["envs.1.label=hard"]).envs] == ["arithmetic", "hard"]
+
+
+@pytest.mark.parametrize("label", ["x" * 65, " hard", "hard ", "a\\u001bb", "a\\u202eb", "a\\nb"])
+def test_label_is_short_and_safe_to_print(run_file: Path, label: str) -> None:
+    with pytest.raises(ConfigError, match=r"envs\.label = .*1 to 64 printable characters"):
+        load_run(run_file, [f'envs.0.label="{label}"'])
+
+
 # --- resuming ---
 
 

@@ -320,8 +320,8 @@ def type_tables() -> str:
         kind = getattr(module, name, None)
         if not name or not (isinstance(kind, type) and issubclass(kind, types.Message)) or kind is types.Message:
             continue
-        hints = {field.name: field.type for field in msgspec.structs.fields(kind)}
-        rows = [[f"`{field}`", type_name(hint), docs[field]] for field, hint in hints.items()]
+        fields = msgspec.structs.fields(kind)
+        rows = [[f"`{field.encode_name}`", type_name(field.type), docs[field.name]] for field in fields]
         parts.append(f"### {name}\n\n{one_line(kind.__doc__)}\n\n{table(['Field', 'Type', 'Meaning'], rows)}")
     return "\n\n".join(parts)
 

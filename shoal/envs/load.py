@@ -55,18 +55,23 @@ def load_built_in(name: str, args: Mapping[str, Any]) -> Env:
 
 
 def load_run_envs(specs: Sequence[EnvSpec], own_files: bool) -> dict[str, Env]:
-    """The environments that a run names, each the very one that the host has. `own_files` allows this user's files.
+    """The environments of a run by label, each the very one that the host has. `own_files` allows this user's files.
 
     Raises `ShoalError` when one is not here, or is another version of it.
     """
-    envs = {}
+    envs: dict[str, Env] = {}
     for spec in specs:
         if is_file(spec.name) and not own_files:
             raise _no_file(spec.name)
         if env_digest(spec.name) != spec.digest:
             raise _differs(spec)
-        envs[spec.name] = load_env(spec.name, spec.args)
-        if envs[spec.name].num_tasks != spec.num_tasks:
+        if spec.label in envs:
+            raise ConfigError(
+                f"the run labels two environments {spec.label}, so its slots do not say which they mean: the host must "
+                "give each [[envs]] its own label"
+            )
+        envs[spec.label] = load_env(spec.name, spec.args)
+        if envs[spec.label].num_tasks != spec.num_tasks:
             raise _differs(spec)
     return envs
 

@@ -15,7 +15,7 @@ def slot_of(state: State, version: int, slot: int, link: bytes) -> t.Slot:
     """A slot with its seed, environment and task; `link` is link(version) of the slot chain."""
     seed = slot_seed(state.run, version, state.versions[version].root, link, slot)
     env, task = draw_task(seed, [e.weight for e in state.envs], [e.num_tasks for e in state.envs])
-    return t.Slot(slot, seed.hex(), state.envs[env].name, task)
+    return t.Slot(slot, seed.hex(), state.envs[env].label, task)
 
 
 def lease_of(state: State, lease: Lease, link: bytes) -> t.Lease:

@@ -97,7 +97,7 @@ class Tools:
 
     info: RunInfo
     envs: Mapping[str, Environment]
-    """By the names of `info.envs`."""
+    """By the labels of `info.envs`."""
     renderer: Renderer
     replay: Callable[..., Replayed]
     """`shoal.envs.replay.replay`."""

@@ -21,7 +21,7 @@ ROLLOUT_OVERHEAD_BYTES = 256
 """Field names, lengths, version and ending of one rollout; the field names take about 60."""
 
 GROUP_OVERHEAD_BYTES = 1024
-"""Field names, slot, task and the environment's name of one group."""
+"""Field names, slot, task and the environment's label of one group."""
 
 SUBMISSION_OVERHEAD_BYTES = 4096
 """Run, lease, version, engine facts."""
@@ -29,8 +29,8 @@ SUBMISSION_OVERHEAD_BYTES = 4096
 MESSAGE_OVERHEAD_BYTES = 16_384
 """What a JSON message holds once: names, times, and the keys and projections of some 60 validators."""
 
-ENV_NAME_BYTES = 256
-"""Room for an environment's name: a path becomes absolute when the run is created."""
+ENV_LABEL_BYTES = 256
+"""Room for an environment's label, which in older logs is its name, an absolute path where it is a file."""
 
 REASON_BYTES = 512
 """Room for what a verdict says of a refused group."""
@@ -60,8 +60,8 @@ def most_lease_groups(group_size: int, max_tokens: int, proofs: bool, envs: Iter
 
 def most_lease_blocks(law: Rules, sampling: Sampling, envs: Iterable[EnvSpec]) -> int:
     """Blocks of the largest lease of a run."""
-    names = [env.name for env in envs]
-    groups = most_lease_groups(law.group_size, sampling.max_tokens, law.proofs != "none", names)
+    labels = [env.label for env in envs]
+    groups = most_lease_groups(law.group_size, sampling.max_tokens, law.proofs != "none", labels)
     return max(1, min(MAX_LEASE_BLOCKS, groups // law.block_groups))
 
 
@@ -73,8 +73,8 @@ def most_batch_groups(group_size: int) -> int:
 
 def _check_bytes(envs: Iterable[str]) -> int:
     """Of one group in a check, which holds the lease: a slot, at worst in a block of its own, and its draw."""
-    name = max(ENV_NAME_BYTES, *(len(to_json(env)) for env in envs), 0)
-    slot = Slot(WIDE_INT, HASH, "x" * name, WIDE_INT)
+    label = max(ENV_LABEL_BYTES, *(len(to_json(env)) for env in envs), 0)
+    slot = Slot(WIDE_INT, HASH, "x" * label, WIDE_INT)
     return _listed(Block(WIDE_INT, (slot,))) + _listed(WIDE_INT) + _listed(WIDE_FLOAT)
 
 

@@ -52,7 +52,7 @@ class Sampling(Message, frozen=True):
     """Tokens of a whole rollout, prompt and environment included."""
 
 
-class EnvSpec(Message, frozen=True):
+class EnvSpec(Message, frozen=True, omit_defaults=True):
     """An environment of the run, pinned."""
 
     name: str
@@ -63,6 +63,13 @@ class EnvSpec(Message, frozen=True):
     weight: float
     """Share of slots, relative to the other environments."""
     args: dict[str, Any]
+    own_label: Fact = msgspec.field(default="", name="label")
+    """Sent only where the label is not the name: logs from before there were labels have none."""
+
+    @property
+    def label(self) -> str:
+        """What slots and groups call this environment; no two of a run have the same."""
+        return self.own_label or self.name
 
 
 class Bounds(Message, frozen=True):
@@ -178,6 +185,7 @@ class Slot(Message, frozen=True):
     seed: str
     """Slot seed, 32 bytes in hex."""
     env: str
+    """Label of an environment of the run."""
     task: int
 
 
@@ -261,6 +269,7 @@ class Group(Message, frozen=True):
     slot: int
     task: int
     env: str
+    """Label of the slot's environment."""
     rollouts: tuple[Rollout, ...]
 
 

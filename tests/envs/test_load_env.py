@@ -125,6 +125,17 @@ def test_run_environments_are_those_of_the_host_or_refused(write) -> None:
             load_run_envs([msgspec.structs.replace(spec, **change)], own_files=False)
 
 
+def test_environments_of_one_name_are_told_apart_by_their_labels() -> None:
+    easy, hard = (
+        EnvSpec("arithmetic", env_digest("arithmetic"), 65536, 1.0, {"digits": digits}, own_label=label)
+        for digits, label in ((1, "easy"), (4, "hard"))
+    )
+    envs = load_run_envs([easy, hard], own_files=False)
+    assert {label: env.args.digits for label, env in envs.items()} == {"easy": 1, "hard": 4}
+    with pytest.raises(ConfigError, match="labels two environments easy"):
+        load_run_envs([easy, msgspec.structs.replace(hard, own_label="easy")], own_files=False)
+
+
 def test_run_environments_from_files_need_own_files_and_the_right_digest_before_anything_runs(
     write, tmp_path: Path
 ) -> None:

@@ -10,6 +10,7 @@ import pytest
 from shoal.config import TinyPolicy
 from shoal.engine.base import Score
 from shoal.envs.arithmetic import environment as arithmetic
+from shoal.envs.base import Env
 from shoal.envs.play import play_scripted
 from shoal.envs.replay import replay
 from shoal.envs.wordle import environment as wordle
@@ -49,9 +50,9 @@ def renderer(tmp_path_factory):
 class Desk:
     """A lease of four slots over two environments, the work that fills it, and its judgement."""
 
-    def __init__(self, renderer: Renderer) -> None:
-        self.envs = {"wordle": wordle(num_words=16, heldout=4), "arithmetic": arithmetic()}
-        slots = [types.Slot(i, f"{i:064x}", ("wordle", "arithmetic")[i % 2], task=i + 1) for i in range(4)]
+    def __init__(self, renderer: Renderer, envs: dict[str, Env] | None = None) -> None:
+        self.envs = envs or {"wordle": wordle(num_words=16, heldout=4), "arithmetic": arithmetic()}
+        slots = [types.Slot(i, f"{i:064x}", list(self.envs)[i % 2], task=i + 1) for i in range(4)]
         self.lease = types.Lease(
             "lease-1",
             "worker",

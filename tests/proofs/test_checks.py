@@ -5,11 +5,13 @@ import dataclasses
 import numpy as np
 import pytest
 
+from shoal.envs.load import env_digest, load_run_envs
 from shoal.errors import ShoalError, StateError
 from shoal.proofs.commit import commit
 from shoal.proofs.verify import verify_submission
-from shoal.protocol.types import ENVIRONMENT, POLICY, Check, EngineFacts, make_rollout
+from shoal.protocol.types import ENVIRONMENT, POLICY, Check, EngineFacts, EnvSpec, make_rollout
 from shoal.protocol.wire import digest
+from tests.proofs.conftest import Desk
 
 ENGINE = EngineFacts("by hand", "float32", "cpu")
 
@@ -33,6 +35,32 @@ def test_honest_work_is_accepted_with_rewards_as_played(desk):
     assert [(v.outcome, v.audited, v.check) for v in verdicts] == [("accept", True, "")] * 4
     assert verdicts[0].rewards[0] == 1.0 and verdicts[0].rewards[1] < 0.5
     assert verdicts[0].tokens == sum(r.num_policy_tokens() for r in desk.groups[0].rollouts)
+
+
+SAME_NAME = [
+    EnvSpec("arithmetic", env_digest("arithmetic"), 65536, 1.0, {"digits": digits}, own_label=label)
+    for digits, label in ((1, "easy"), (6, "hard"))
+]
+
+
+@pytest.fixture
+def mixed_desk(renderer):
+    """Two environments of one name: slots 0 and 2 are of the easy one, 1 and 3 of the hard one."""
+    return Desk(renderer, load_run_envs(SAME_NAME, own_files=False))
+
+
+def test_environments_of_one_name_are_both_accepted(mixed_desk):
+    verdicts = mixed_desk.judge(mixed_desk.body(), audited=(0, 1, 2, 3))
+    assert [(v.outcome, v.check) for v in verdicts] == [("accept", "")] * 4
+    assert [group.env for group in mixed_desk.groups] == ["easy", "hard", "easy", "hard"]
+
+
+def test_work_played_under_the_label_of_another_environment_is_refused(renderer, mixed_desk):
+    assert first(mixed_desk.judge(mixed_desk.body(mixed_desk.replace(0, env="hard")))) == ("hard", "lease")
+    easy, hard = mixed_desk.envs.values()
+    swapped = Desk(renderer, {"easy": hard, "hard": easy})
+    verdicts = mixed_desk.judge(swapped.body())
+    assert [(v.outcome, v.check) for v in verdicts] == [("hard", "prompt")] * 4
 
 
 def test_audited_groups_share_one_prefill(desk):

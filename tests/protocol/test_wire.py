@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from shoal.protocol.types import Join
+from shoal.protocol.types import EnvSpec, Join
 from shoal.protocol.wire import WireError, from_json, to_json
 
 
@@ -25,3 +25,14 @@ def test_deep_nesting_is_refused_and_shallow_is_not(depth):
     assert from_json(b"[" * 32 + b"]" * 32, list[Any])
     with pytest.raises(WireError, match="MAX_JSON_DEPTH"):
         from_json(b"[" * depth + b"]" * depth, list[Any])
+
+
+def test_label_of_an_environment_is_sent_only_where_it_is_not_the_name():
+    old = b'{"name":"wordle","digest":"d","num_tasks":1,"weight":1.0,"args":{}}'
+    spec = from_json(old, EnvSpec)
+    assert spec.label == "wordle" and to_json(spec) == old
+    labelled = from_json(old[:-1] + b',"label":"hard"}', EnvSpec)
+    assert labelled.label == "hard" and to_json(labelled) == old[:-1] + b',"label":"hard"}'
+    for label in ("\\u001b[2J", "\\u202e", "x" * 65):
+        with pytest.raises(WireError, match="label"):
+            from_json(old[:-1] + f',"label":"{label}"}}'.encode(), EnvSpec)

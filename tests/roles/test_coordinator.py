@@ -16,7 +16,7 @@ from shoal.net.keys import load_or_make_key
 from shoal.protocol import types as t
 from shoal.protocol.constants import MANIFEST_LIFETIME_S
 from shoal.protocol.wire import digest, to_json
-from shoal.roles.coordinator.role import open_run, rules_of
+from shoal.roles.coordinator.role import env_specs, open_run, rules_of
 from shoal.tree import to_tree
 from shoal.weights.manifest import open_manifest, sign_manifest
 from tests.roles.town import URL, Town, tiny_run
@@ -213,6 +213,22 @@ def test_a_changed_run_file_is_refused_on_resume_naming_the_keys(town):
         town.folder.prepare(tiny_run(train={"lr": 5e-4}), town.folder.root)
     town.folder.prepare(tiny_run(steps=9), town.folder.root)
     assert to_tree(town.folder.config())["steps"] == 9
+
+
+def test_a_run_from_before_there_were_labels_goes_on(tmp_path, monkeypatch):
+    path = tmp_path / "game.py"
+    path.write_text("from shoal.envs.arithmetic import environment as environment\n")
+    config = tiny_run(envs=[{"name": str(path)}])
+    with monkeypatch.context() as before:
+        unlabelled = [replace(spec, own_label="") for spec in env_specs(config)]
+        before.setattr("shoal.roles.coordinator.role.env_specs", lambda config: unlabelled)
+        town = Town(tmp_path / "run", config)
+    tree = to_tree(town.config)
+    del tree["envs"][0]["label"]
+    town.folder.run_file.write_bytes(json.dumps(tree).encode())
+    assert town.folder.prepare(config, tmp_path)
+    desk = open_run(town.folder, town.folder.config())
+    assert [env.label for env in desk.state.envs] == [str(path)], "slots of the log keep their meaning"
 
 
 def test_old_bodies_go_by_the_retain_rule(tmp_path):

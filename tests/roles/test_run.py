@@ -1,7 +1,9 @@
 """Whole runs with the real roles over an in-memory network: what a run promises whoever serves it."""
 
 import asyncio
+import re
 import sys
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +15,7 @@ from shoal.errors import PeerError
 from shoal.ledger import events as ev
 from shoal.metrics import read_metrics
 from shoal.protocol import types as t
+from shoal.protocol.wire import from_msgpack
 from tests.roles.town import Town, tiny_run
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
@@ -32,6 +35,30 @@ def test_any_number_of_workers_gives_the_bytes_of_one_file(tmp_path, single_file
     asyncio.run(town.live(town.trainer(), town.validator(), *workers))
     assert town.weights() == single_file_weights
     assert town.audit().findings == []
+
+
+TWO_OF_ONE_NAME = [
+    {"name": "arithmetic", "label": "easy", "args": {"digits": 1}},
+    {"name": "arithmetic", "label": "hard", "args": {"digits": 4, "num_tasks": 1000}},
+]
+
+
+def test_two_environments_of_one_name_are_both_played_with_their_own_arguments(tmp_path):
+    config = tiny_run(envs=TWO_OF_ONE_NAME, steps=2, storage={"retain": "all"})
+    town = Town(tmp_path / "run", config)
+    worker = town.worker("worker-0")
+    asyncio.run(town.live(town.trainer(), town.validator(), worker))
+    assert town.desk.state.nodes[worker.key].refused == 0 and town.audit().findings == []
+    digits = {"easy": Counter(), "hard": Counter()}
+    for name, submission in town.desk.state.submissions.items():
+        assert submission.decided
+        for data in from_msgpack(town.desk.blobs.get(name), t.Submission).groups:
+            group = from_msgpack(data, t.Group)
+            opening = worker.envs[group.env].reset(worker.envs[group.env].task(group.task))[1][0]["content"]
+            digits[group.env][max(map(len, re.findall(r"\d+", opening)))] += 1
+    assert set(digits["easy"]) == {1} and 4 in digits["hard"]
+    out = tmp_path / "one"
+    assert town.weights() == one_file.train(config, out, out.parent)
 
 
 @pytest.mark.parametrize("seed", [1, 2])

@@ -69,7 +69,7 @@ def play(config: RunConfig, policy: Path, episodes: int) -> Recording:
     Raises `ConfigError` where no task leaves the policy room to write.
     """
     sampling = Sampling(config.sampling.temperature, config.sampling.max_turn_tokens, config.sampling.max_tokens)
-    envs = {env.name: load_env(env.name, env.args) for env in config.envs}
+    envs = {env.label: load_env(env.name, env.args) for env in config.envs}
     renderer, engine = Renderer.from_directory(policy), LocalEngine(dtype=config.sampled_dtype)
     engine.load(policy, 0)
     size, num_blocks = config.rollouts.group_size, -(-episodes // config.rollouts.block_rollouts)
@@ -122,7 +122,7 @@ def _slots(config: RunConfig, num_tasks: list[int], block: int) -> Iterator[Slot
     for slot in range(block * per_block, (block + 1) * per_block):
         seed = domain_hash("calibrate", slot.to_bytes(8, "big"))
         env, task = draw_task(seed, [env.weight for env in config.envs], num_tasks)
-        yield Slot(slot, seed.hex(), config.envs[env].name, task)
+        yield Slot(slot, seed.hex(), config.envs[env].label, task)
 
 
 def _requests(slots: tuple[Slot, ...], groups: tuple[Group, ...]) -> list[ScoreRequest]:

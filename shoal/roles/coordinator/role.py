@@ -11,11 +11,12 @@ import logging
 import os
 import socket
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import uvicorn
+from msgspec.structs import replace
 from starlette.applications import Starlette
 
 from shoal.config import ACTIVATION_ERROR, RunConfig
@@ -70,7 +71,7 @@ def open_run(folder: RunFolder, config: RunConfig, clock: Callable[[], float] = 
     if book.state.seq < 0:
         book.write(Create(created(folder, config, key.public), now), now)
     elif book.state.phase != "ended":
-        if tuple(env_specs(config)) != book.state.envs:
+        if _unlabelled(env_specs(config)) != _unlabelled(book.state.envs):
             raise StateError(
                 "an environment of this run is not the one that it was started with (its source or its tasks changed): "
                 "put the old one back to resume, or start a new run"
@@ -108,8 +109,17 @@ def public_run_file(config: RunConfig) -> dict[str, Any]:
 def env_specs(config: RunConfig) -> list[t.EnvSpec]:
     """The run's environments with their digests and sizes."""
     return [
-        t.EnvSpec(e.name, env_digest(e.name), load_env(e.name, e.args).num_tasks, e.weight, e.args) for e in config.envs
-    ]
+        t.EnvSpec(
+            e.name, env_digest(e.name), load_env(e.name, e.args).num_tasks, e.weight, e.args,
+            own_label="" if e.label == e.name else e.label,
+        )
+        for e in config.envs
+    ]  # fmt: skip
+
+
+def _unlabelled(specs: Iterable[t.EnvSpec]) -> list[t.EnvSpec]:
+    """Logs from before there were labels have none; that a label changes is found with the other keys of the run file."""
+    return [replace(spec, own_label="") for spec in specs]
 
 
 def sampling_of(config: RunConfig) -> t.Sampling:
