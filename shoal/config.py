@@ -109,6 +109,9 @@ class RolloutsConfig(Section, frozen=True):
     """Seconds that a worker has for one block before it is leased again."""
     paid_tokens: int = 0
     """Policy tokens paid for each rollout, on average over its group, at most; 0 pays all."""
+    max_flat_groups: int = 500
+    """Groups in a row whose rewards are all equal, after which the run stops leasing and waits for its host; 0 never
+    stops. Where one group in a hundred teaches something, 500 that do not follow each other once in 150 times."""
 
 
 class TrainConfig(Section, frozen=True):
@@ -310,12 +313,14 @@ class SftConfig(Section, frozen=True, kw_only=True):
 
 SAFE_TO_CHANGE = (
     "steps", "workers", "validators", "host", "eval", "storage", "train.threads", "verify.quarantine_s",
-    "rollouts.lease_s",
+    "rollouts.lease_s", "rollouts.max_flat_groups",
 )  # fmt: skip
 """Keys (or whole sections) of a run file that may differ when a run is resumed."""
 
 
-AT_LEAST_0 = ("workers.count", "workers.cheating", "validators.count", "eval.episodes", "eval.samples")
+AT_LEAST_0 = (
+    "workers.count", "workers.cheating", "validators.count", "eval.episodes", "eval.samples", "rollouts.max_flat_groups",
+)  # fmt: skip
 AT_LEAST_1 = (
     "steps", "train.threads", "workers.threads", "validators.threads", "train.microbatch_tokens",
     "storage.checkpoint_every", "storage.quota_mb",

@@ -163,11 +163,12 @@ def _figures(env: Env, talks: Sequence[Conversation], samples: int) -> Evaluatio
         tokens=sum(len(talk.logprobs) for talk in talks),
         endings=dict(sorted(Counter(str(talk.ending) for talk in talks).items())),
         fault=next((talk.fault for talk in talks if talk.fault), ""),
-        transcripts=tuple(_transcript(talk) for talk in talks[:samples]),
+        transcripts=tuple(transcript_of(talk) for talk in talks[:samples]),
     )
 
 
-def _transcript(talk: Conversation) -> Transcript:
+def transcript_of(talk: Conversation) -> Transcript:
+    """A conversation that has ended, to look at."""
     return Transcript(
         task=str(talk.task)[:200],
         turns=tuple(talk.texts),

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from shoal.envs.base import Env, Task
 from shoal.envs.conversation import Conversation
 from shoal.policy.render import Renderer
-from shoal.protocol.types import ENVIRONMENT, Ending, Sampling
+from shoal.protocol.types import ENVIRONMENT, Ending, Rollout, Sampling
 
 
 class Replay(NamedTuple):
@@ -76,6 +76,21 @@ def replay(
         problem = f"ended by {conversation.ending}, not by {ending} as claimed"
         return Replay(min(env.reward_bounds), conversation.ending, problem)
     return Replay(conversation.reward, conversation.ending)
+
+
+def retell(env: Env, renderer: Renderer, task: Task, claim: Rollout, sampling: Sampling) -> Conversation | None:
+    """The conversation that a claimed rollout is of, for people to read; None where the claim does not fit.
+
+    Raises `ShoalError` as `replay` does.
+    """
+    tokens_T = claim.tokens_T()
+    if replay(env, renderer, task, tokens_T, claim.author_T(), claim.ending, sampling).problem:
+        return None
+    conversation, tokens = Conversation(env, renderer, task, sampling), tokens_T.tolist()
+    while conversation.ending is None:
+        begin = len(conversation.tokens)
+        conversation.write(_turn(tokens[begin : begin + conversation.room], renderer.stop_ids))
+    return conversation
 
 
 def _turn(token_ids: list[int], stop_ids: frozenset[int]) -> list[int]:

@@ -20,11 +20,12 @@ from rich.console import Console, Group
 
 from shoal.config import RunConfig
 from shoal.engine.cheats import CHEATS
-from shoal.errors import StateError
+from shoal.errors import ShoalError, StateError
 from shoal.folder import RunFolder
 from shoal.launch.evaluations import Evaluations
 from shoal.launch.finale import plain_end, render_end, save_picture
 from shoal.launch.process import RoleProcess, tail
+from shoal.launch.samples import flat_samples
 from shoal.launch.snapshot import CoordinatorWatch, MetricsWatch, Snapshot
 from shoal.launch.summary import UsageBook, write_summary
 from shoal.launch.view import LiveView, render
@@ -100,6 +101,7 @@ class LocalRun:
         self._metrics = MetricsWatch(folder.metrics)
         self._usage = UsageBook(folder.root / "usage.json")
         self._notice = ""
+        self._paused = False
         self._looked = self._saved = -1e9
         self._snapshot = Snapshot(config.name, str(folder.root), config.steps)
         self._coordinator = self._role("coordinator", threads=1)
@@ -210,9 +212,26 @@ class LocalRun:
             notice=self._notice,
         )
         self._view.show(self._snapshot)
+        self._explain_pause()
         if now - self._saved > SAVE_USAGE_EVERY_S:
             self._saved = now
             self._save_usage()
+
+    def _explain_pause(self) -> None:
+        """Once for each time that the run paused itself: why, and two rollouts of what it was paid for."""
+        before, self._paused = self._paused, bool(self._snapshot.status.pause_cause)
+        if not self._paused or before:
+            return
+        self._view.say(f"The run has paused itself and waits for {self._snapshot.status.waiting_for}")
+        try:
+            for sample in flat_samples(self._folder):
+                self._view.say(sample)
+        except (ShoalError, OSError) as error:
+            self._view.say(f"(no rollout can be shown: {error})")
+        self._view.say(
+            f"What was accepted stays paid. `shoal admin resume {self._folder.root}` goes on and counts anew; "
+            f"`shoal admin drain {self._folder.root}` ends the run. See rollouts.max_flat_groups"
+        )
 
     def _fail_if_given_up(self) -> None:
         """Raise `StateError` when a role without which the run cannot go on was given up."""

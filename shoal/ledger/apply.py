@@ -38,7 +38,9 @@ def _(body: ev.RunCreated, state: State, entry: ev.Entry) -> None:
 @_apply.register
 def _(body: ev.RulesChanged, state: State, entry: ev.Entry) -> None:
     if body.phase:
-        state.phase = body.phase
+        state.phase, state.pause_cause = body.phase, body.cause
+    if body.phase == "running":
+        state.flat, state.flat_reward = 0, 0.0
     if body.admitted_validator:
         state.validators = (*state.validators, body.admitted_validator)
     if body.kicked and body.kicked in state.nodes:
@@ -47,6 +49,8 @@ def _(body: ev.RulesChanged, state: State, entry: ev.Entry) -> None:
         state.rules = msgspec.structs.replace(state.law, steps=body.steps)
     if body.lease_s:
         state.rules = msgspec.structs.replace(state.law, lease_s=body.lease_s)
+    if body.max_flat_groups >= 0:
+        state.rules = msgspec.structs.replace(state.law, max_flat_groups=body.max_flat_groups)
     if body.config:
         state.config = body.config
 
@@ -208,6 +212,10 @@ def _(body: ev.GroupAccepted, state: State, entry: ev.Entry) -> None:
     state.influence += influence(body.rewards, body.tokens)
     if signal:
         state.pool.append((body.version, body.slot))
+        state.flat, state.flat_reward = 0, 0.0
+    else:
+        state.flat += 1
+        state.flat_reward += sum(body.rewards) / max(1, len(body.rewards))
     worker = state.leases[state.submissions[body.submission].lease].worker
     state.nodes[worker].accepted += 1
     state.block_tokens += body.tokens
@@ -229,6 +237,7 @@ def _(body: ev.BatchFormed, state: State, entry: ev.Entry) -> None:
     state.batches[body.step] = body.groups
     members = set(body.groups)
     state.pool = [place for place in state.pool if place not in members]
+    state.flat, state.flat_reward = 0, 0.0
     for version, number in body.groups:
         slot = state.versions[version].slots[number]
         slot.step = body.step

@@ -112,6 +112,7 @@ class Reconfigure:
     steps: int
     lease_s: float
     now: float
+    max_flat_groups: int = -1
 
 
 @dataclass(frozen=True)

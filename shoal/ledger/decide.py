@@ -177,7 +177,12 @@ def _(command: Admin, state: State) -> list[ev.Body]:
 def _(command: Reconfigure, state: State) -> list[ev.Body]:
     if command.config == state.config:
         return []
-    return [ev.RulesChanged(config=command.config, steps=command.steps, lease_s=command.lease_s)]
+    return [
+        ev.RulesChanged(
+            config=command.config, steps=command.steps, lease_s=command.lease_s,
+            max_flat_groups=command.max_flat_groups,
+        )
+    ]  # fmt: skip
 
 
 @decide.register
@@ -222,7 +227,7 @@ def follow(state: State) -> list[ev.Body]:
         return close_stale(state) or _vest_rest(state)
     if state.version >= state.law.steps or _has_drained(state):
         return [ev.RunEnded(state.version)]
-    return close_stale(state) or _void_stale(state) or _form_batch(state)
+    return close_stale(state) or _void_stale(state) or _form_batch(state) or _pause_without_signal(state)
 
 
 def _vest_rest(state: State) -> list[ev.Body]:
@@ -247,6 +252,14 @@ def _void_stale(state: State) -> list[ev.Body]:
     version = old[0][0]
     blocks = [block for v, block in old if v == version]
     return [ev.SlotVoid(version, tuple(slot for i in blocks for slot in range(i * size, (i + 1) * size)), "stale")]
+
+
+def _pause_without_signal(state: State) -> list[ev.Body]:
+    """After many groups in a row that teach nothing, more of them are not paid for until the host has looked."""
+    limit = state.law.max_flat_groups
+    if state.phase != "running" or not limit or state.flat < limit:
+        return []
+    return [ev.RulesChanged(phase="paused", cause="no signal")]
 
 
 def _form_batch(state: State) -> list[ev.Body]:

@@ -33,7 +33,7 @@ class RunCreated(Message, frozen=True):
 
 
 class RulesChanged(Message, frozen=True):
-    """The host turned a knob: phase, admission, or a run file's safe keys on resume."""
+    """The host turned a knob: phase, admission, or a run file's safe keys on resume. Or the run paused itself."""
 
     phase: str = ""
     admitted_validator: str = ""
@@ -41,6 +41,10 @@ class RulesChanged(Message, frozen=True):
     steps: int = 0
     config: dict[str, Any] = {}
     lease_s: float = 0.0
+    cause: str = ""
+    """Why the run paused itself: "no signal"."""
+    max_flat_groups: int = -1
+    """-1 changes nothing."""
 
 
 class NodeJoined(Message, frozen=True):

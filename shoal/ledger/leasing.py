@@ -51,13 +51,24 @@ def grant(command: AskLease, node: Node, state: State) -> list[ev.Body]:
 
 
 def _refuse_when_not_running(state: State) -> None:
+    flat = without_signal(state)
     reasons = {
-        "paused": ("the host paused the run", 5.0),
+        "paused": (f"the run is paused until its host resumes it{flat and f': {flat}'}", 5.0),
         "draining": ("the run is draining: no new work is given", 30.0),
         "ended": ("the run has ended", 60.0),
     }
     if state.phase in reasons:
         raise Wait(*reasons[state.phase])
+
+
+def without_signal(state: State) -> str:
+    """What to say of accepted groups in a row that teach nothing; empty while a batch could still be full of others."""
+    if state.flat < state.law.batch_groups and not (state.pause_cause and state.flat):
+        return ""
+    return (
+        f"the last {state.flat} groups have no signal: within each all rewards are equal, "
+        f"{state.flat_reward / state.flat:.3g} on average"
+    )
 
 
 def _others(state: State, node: Node) -> list[Node]:

@@ -165,6 +165,12 @@ class State(msgspec.Struct):
     block_tokens: int = 0
     """Policy tokens of accepted groups, and below their number: the mean sizes leases."""
     accepted_groups: int = 0
+    flat: int = 0
+    """Groups accepted without signal since one with signal, since a batch was formed, and since the run was resumed."""
+    flat_reward: float = 0.0
+    """Sum of their mean rewards."""
+    pause_cause: str = ""
+    """Why the run paused itself; empty where the host did."""
     refused: dict[str, int] = {}
     """Refused groups by check."""
     open_leases: list[str] = []

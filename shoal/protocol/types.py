@@ -107,6 +107,8 @@ class Rules(Message, frozen=True):
     """Largest share of a batch's groups that one worker may fill, but always one group; 1 where max_staleness is 0."""
     paid_tokens: int = 0
     """Policy tokens paid for each rollout, on average over its group, at most; 0 pays all."""
+    max_flat_groups: int = 0
+    """Groups without signal in a row after which the run stops leasing and waits for its host; 0 never stops."""
     rules_version: int = 0
     """Of the rules by which the log's events follow from each other: a run keeps those that it began with."""
 
@@ -463,6 +465,12 @@ class Status(Message, frozen=True):
     """Submissions not yet judged."""
     waiting_for: str
     waiting_s: float
+    flat_groups: int = 0
+    """Accepted in a row without signal: the rewards within each are all equal."""
+    flat_reward: float = 0.0
+    """Their mean reward."""
+    pause_cause: str = ""
+    """Why a paused run stopped by itself, such as "no signal"; empty where the host paused it."""
 
 
 class StateHash(Message, frozen=True):

@@ -22,7 +22,7 @@ from shoal.ledger.credits import explain
 from shoal.ledger.decide import groups_beyond_share, next_members
 from shoal.ledger.events import read_entry
 from shoal.ledger.judging import is_open, to_judge
-from shoal.ledger.leasing import groups_in_flight
+from shoal.ledger.leasing import groups_in_flight, without_signal
 from shoal.ledger.seeds import audit_draws, lease_of, recheck_draw, turns
 from shoal.ledger.state import Lease, Node, State, Submission, state_hash
 from shoal.ledger.statement import sign_statement
@@ -88,13 +88,17 @@ class Desk:
 
     def status(self) -> t.Status:
         """Where the run stands and what it waits for."""
-        state, reason = self.state, self._waiting_for()
-        if reason != self._waiting[0]:
-            self._waiting = (reason, self.clock())
+        state, reason, flat = self.state, self._waiting_for(), without_signal(self.state)
+        same = "no signal" if flat else reason
+        if same != self._waiting[0]:
+            self._waiting = (same, self.clock())
+        if flat and state.phase != "paused":
+            reason = f"{reason}; {flat}"
         return t.Status(
             name=state.name, phase=state.phase, version=state.version, steps=state.law.steps,
             accepted=state.accepted_groups, refused=state.refused, in_flight=groups_in_flight(state),
             pending=len(state.pending) + len(state.rechecks), waiting_for=reason, waiting_s=self.clock() - self._waiting[1],
+            flat_groups=state.flat, flat_reward=state.flat_reward / max(1, state.flat), pause_cause=state.pause_cause,
         )  # fmt: skip
 
     def _waiting_for(self) -> str:
@@ -105,6 +109,8 @@ class Desk:
                 if state.pending
                 else "nothing: the run has ended"
             )
+        if state.phase == "paused" and (flat := without_signal(state)):
+            return f"the host: {flat}. Look at some of them, then `shoal admin resume` or `shoal admin drain`"
         if state.phase == "paused":
             return "the host: the run is paused"
         if state.version < 0:
@@ -254,6 +260,8 @@ class Desk:
             match entry.body:
                 case ev.NodeQuarantined(node=node, cause=cause):
                     log.info("quarantined node=%s cause=%r", node[:12], cause)
+                case ev.RulesChanged(phase="paused"):
+                    log.warning("paused: %s", without_signal(self.state))
                 case ev.Slash(node=node, tokens=tokens):
                     log.warning("slashed node=%s tokens=%d submission=%s", node[:12], tokens, verdict.submission[:12])
                 case ev.ValidatorFault(validator=validator, cause=cause):

@@ -76,7 +76,8 @@ def open_run(folder: RunFolder, config: RunConfig, clock: Callable[[], float] = 
                 "an environment of this run is not the one that it was started with (its source or its tasks changed): "
                 "put the old one back to resume, or start a new run"
             )
-        changed = Reconfigure(public_run_file(config), config.steps, config.rollouts.lease_s, now)
+        r = config.rollouts
+        changed = Reconfigure(public_run_file(config), config.steps, r.lease_s, now, r.max_flat_groups)
         book.write(changed, now)
     return Desk(folder, config, book, key, clock)
 
@@ -145,6 +146,7 @@ def rules_of(config: RunConfig) -> t.Rules:
         activation_error=v.activation_error or ACTIVATION_ERROR[config.sampled_dtype],
         worker_share=v.worker_share,
         paid_tokens=r.paid_tokens,
+        max_flat_groups=r.max_flat_groups,
         rules_version=RULES_VERSION,
     )
 

@@ -1,0 +1,75 @@
+"""Rollouts of groups without signal, as text: what a host reads before it lets a run go on that paused itself.
+
+Called by `launch/local`. It reads the run's folder, whose coordinator may be at work, and asks nobody. What it shows was
+accepted: it is told as the environment tells it again, not as a worker claims it.
+"""
+
+from collections import deque
+
+from shoal.algos.advantages import has_signal
+from shoal.envs.base import task_of
+from shoal.envs.evaluate import as_text, transcript_of
+from shoal.envs.load import load_run_envs
+from shoal.envs.replay import retell
+from shoal.errors import ShoalError, StateError
+from shoal.folder import RunFolder
+from shoal.ledger.events import GroupAccepted, RunCreated, read_entry
+from shoal.ledger.store import Store, sqlite_url
+from shoal.policy.render import Renderer
+from shoal.protocol import types as t
+from shoal.protocol.wire import WireError, digest, from_msgpack
+
+SHOWN = 2
+"""Groups of which a rollout is shown."""
+
+
+def flat_samples(folder: RunFolder) -> list[str]:
+    """The first rollout of each of the newest accepted groups without signal.
+
+    Raises `ShoalError` where they cannot be read.
+    """
+    created, flat = _read_log(folder)
+    envs = load_run_envs(created.envs, own_files=True)
+    renderer = Renderer.from_directory(folder.policy)
+    samples = []
+    for accepted in flat:
+        group = _group(folder, accepted)
+        if group.env in envs and group.rollouts:  # validators saw to it, but a host's own may have been bribed
+            env = envs[group.env]
+            talk = retell(env, renderer, task_of(env, group.task), group.rollouts[0], created.sampling)
+            samples += [as_text(transcript_of(talk))] if talk is not None else []
+    return samples
+
+
+def _read_log(folder: RunFolder) -> tuple[RunCreated, deque[GroupAccepted]]:
+    store, flat = Store(sqlite_url(folder.log)), deque[GroupAccepted](maxlen=SHOWN)
+    created: RunCreated | None = None
+    try:
+        for data, _ in store.read():
+            body = read_entry(data)[0].body
+            if isinstance(body, RunCreated):
+                created = body
+            elif isinstance(body, GroupAccepted) and not has_signal(body.rewards):
+                flat.append(body)
+    except WireError as error:
+        raise StateError(f"the log {folder.log} is damaged: {error}") from None
+    finally:
+        store.close()
+    if created is None:
+        raise StateError(f"the log {folder.log} is empty")
+    return created, flat
+
+
+def _group(folder: RunFolder, accepted: GroupAccepted) -> t.Group:
+    """The bytes that were accepted, as the coordinator keeps them."""
+    name = accepted.submission
+    try:
+        body = from_msgpack((folder.blobs / name[:2] / name).read_bytes(), t.Submission)
+        data = body.groups[accepted.index]
+        if digest(data) != accepted.digest:
+            raise StateError(f"submission {name[:12]} is damaged on disk")
+        return from_msgpack(data, t.Group)
+    except OSError:
+        raise StateError(f"submission {name[:12]} is not kept any more") from None
+    except (WireError, IndexError) as error:
+        raise ShoalError(f"submission {name[:12]} cannot be read: {error}") from None

@@ -1,0 +1,121 @@
+"""A run whose groups all have equal rewards: it says so, stops paying for more, and waits for its host."""
+
+import pytest
+
+from shoal.ledger import events as ev
+from shoal.ledger.commands import Admin, Reconfigure, Wait
+from shoal.ledger.leasing import without_signal
+from shoal.ledger.state import state_hash
+from tests.ledger.world import World
+
+WORKER = "a" * 64
+FLAT, ALSO_FLAT = (0.0,) * 4, (1.0,) * 4
+
+
+def world_of(tmp_path, **changes):
+    world = World(tmp_path, **({"max_flat_groups": 6, "steps": 50} | changes))
+    world.enter(WORKER)
+    world.publish()
+    return world
+
+
+def assert_holds(world):
+    audit = world.audit()
+    assert audit.findings == [] and state_hash(audit.state) == state_hash(world.state)
+
+
+def test_a_run_without_signal_stops_leasing_and_waits_for_its_host(tmp_path):
+    world = world_of(tmp_path)
+    for rewards in (FLAT, ALSO_FLAT, FLAT):
+        assert world.state.phase == "running"
+        world.serve(WORKER, rewards=rewards)
+    assert world.state.phase == "paused"
+    with pytest.raises(Wait, match=r"6 groups have no signal: within each all rewards are equal, 0\.333 on average"):
+        world.lease(WORKER)
+    assert world.audit().entries[-1].body == ev.RulesChanged(phase="paused", cause="no signal")
+    assert_holds(world)
+
+
+def test_what_was_accepted_without_signal_stays_paid(tmp_path):
+    world = world_of(tmp_path)
+    for _ in range(3):
+        world.serve(WORKER, rewards=FLAT)
+    assert world.state.phase == "paused" and world.state.nodes[WORKER].credits == 60
+
+
+def test_a_resumed_run_counts_anew(tmp_path):
+    world = world_of(tmp_path)
+    for _ in range(2):
+        for _ in range(3):
+            world.serve(WORKER, rewards=FLAT)
+        assert world.state.phase == "paused"
+        world.do(Admin("resume", "", world.now))
+        assert world.state.phase == "running" and world.state.flat == 0
+    assert_holds(world)
+
+
+def test_a_group_with_signal_and_a_batch_begin_the_count_anew(tmp_path):
+    world = world_of(tmp_path)
+    for _ in range(4):
+        world.serve(WORKER, rewards=FLAT)
+        world.serve(WORKER, rewards=FLAT)
+        world.serve(WORKER)
+        if world.state.version in world.state.batches:
+            world.publish()
+    assert world.state.phase == "running" and len(world.state.batches) == 2
+    assert_holds(world)
+
+
+def test_work_in_hand_is_judged_while_the_run_waits_and_forms_its_batch(tmp_path):
+    world = world_of(tmp_path)
+    world.enter("b" * 64)
+    others = [world.lease("b" * 64)]
+    others.append(world.lease("b" * 64, [others[0].id]))
+    for _ in range(3):
+        world.serve(WORKER, rewards=FLAT)
+    for lease in others:
+        world.judge(world.submit("b" * 64, lease))
+    assert world.state.phase == "paused" and 0 in world.state.batches
+    world.publish()
+    assert_holds(world)
+
+
+@pytest.mark.parametrize(("action", "phase"), [("pause", "paused"), ("drain", "ended")])
+def test_a_host_that_pauses_or_drains_the_run_itself_is_not_overruled(tmp_path, action, phase):
+    world = world_of(tmp_path, max_flat_groups=2)
+    name = world.submit(WORKER, world.lease(WORKER))
+    world.do(Admin(action, "", world.now))
+    world.judge(name, rewards=FLAT)
+    assert (world.state.phase, world.state.pause_cause) == (phase, "")
+    assert_holds(world)
+
+
+@pytest.mark.parametrize("limit", [0, 1000])
+def test_no_limit_or_a_higher_one_lets_the_run_go_on(tmp_path, limit):
+    """Logs of runs that had no such rule have limit 0: they are replayed as they were made."""
+    world = world_of(tmp_path, max_flat_groups=limit)
+    for _ in range(20):
+        world.serve(WORKER, rewards=FLAT)
+    assert world.state.phase == "running" and world.state.flat == 40
+    assert_holds(world)
+
+
+def test_a_resumed_folder_may_have_another_limit(tmp_path):
+    world = world_of(tmp_path)
+    world.do(Reconfigure({"other": 1}, 50, 10.0, world.now, max_flat_groups=2))
+    world.serve(WORKER, rewards=FLAT)
+    assert world.state.phase == "paused"
+    world.do(Reconfigure({"other": 2}, 50, 10.0, world.now, max_flat_groups=0))
+    world.do(Admin("resume", "", world.now))
+    for _ in range(10):
+        world.serve(WORKER, rewards=FLAT)
+    assert world.state.phase == "running"
+    assert_holds(world)
+
+
+def test_a_few_groups_without_signal_are_not_worth_a_word(tmp_path):
+    world = world_of(tmp_path)
+    world.serve(WORKER, rewards=FLAT)
+    assert without_signal(world.state) == ""
+    world.serve(WORKER, rewards=FLAT)
+    assert without_signal(world.state).startswith("the last 4 groups have no signal")

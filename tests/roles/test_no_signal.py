@@ -1,0 +1,79 @@
+"""A whole run of an environment whose score says nothing: it pauses, says why, shows two rollouts, and can be ended."""
+
+import asyncio
+
+import pytest
+
+from shoal.errors import StateError
+from shoal.launch.samples import flat_samples
+from shoal.ledger.commands import Admin
+from tests.roles.town import Town, tiny_run
+
+ALWAYS_HALF = """
+from shoal.envs.arithmetic import Arithmetic, environment as sums
+
+class AlwaysHalf(Arithmetic):
+    def score(self, state):
+        return 0.5
+
+def environment(**args):
+    made = sums(**args)
+    made.__class__ = AlwaysHalf
+    return made
+"""
+
+
+def test_a_run_without_signal_says_so_waits_and_can_be_drained(tmp_path):
+    (tmp_path / "half.py").write_text(ALWAYS_HALF)
+    rollouts = {"max_flat_groups": 10}
+    town = Town(tmp_path / "run", tiny_run(envs=[{"name": str(tmp_path / "half.py")}], rollouts=rollouts))
+    heard, samples, waited = [], [], []
+
+    async def host():
+        while not town.desk.status().pause_cause:
+            await asyncio.sleep(0.05)
+        accepted = town.desk.state.accepted_groups
+        await asyncio.sleep(1.0)  # what is in hand is still judged, and nothing more is leased
+        heard.append(town.desk.status())
+        waited.append(town.desk.state.accepted_groups - accepted)
+        samples.extend(flat_samples(town.folder))
+        await town.desk.book.submit(Admin("drain", "", town.desk.clock()))
+
+    async def story():
+        async with asyncio.TaskGroup() as group:
+            group.create_task(host())
+            await town.live(town.trainer(), town.validator(), town.worker("worker"))
+
+    asyncio.run(story())
+    status, state = heard[0], town.desk.state
+    assert status.phase == "paused" and status.flat_groups >= 10 and status.flat_reward == 0.5
+    assert status.waiting_for.startswith(f"the host: the last {status.flat_groups} groups have no signal: within each")
+    assert "all rewards are equal, 0.5 on average" in status.waiting_for
+    assert waited[0] <= 2 * 2, "two leases of a block of two groups were in hand"
+    assert len(samples) == 2 and all("reward 0.50" in sample and "policy |" in sample for sample in samples)
+    assert state.phase == "ended" and state.version == 0
+    assert [node.accepted for node in state.nodes.values() if node.role == "worker"] == [state.accepted_groups]
+    assert state.issued == sum(node.credits for node in state.nodes.values()) > 0
+    assert town.audit().findings == []
+
+
+def test_rollouts_that_are_not_kept_any_more_are_told_so(tmp_path):
+    (tmp_path / "half.py").write_text(ALWAYS_HALF)
+    config = tiny_run(envs=[{"name": str(tmp_path / "half.py")}], rollouts={"max_flat_groups": 4})
+    town = Town(tmp_path / "run", config)
+
+    async def host():
+        while not town.desk.status().pause_cause:
+            await asyncio.sleep(0.05)
+        for name in list(town.desk.state.submissions):
+            town.desk.blobs.delete(name)
+        with pytest.raises(StateError, match="is not kept any more"):
+            flat_samples(town.folder)
+        await town.desk.book.submit(Admin("drain", "", town.desk.clock()))
+
+    async def story():
+        async with asyncio.TaskGroup() as group:
+            group.create_task(host())
+            await town.live(town.trainer(), town.validator(), town.worker("worker"))
+
+    asyncio.run(story())
