@@ -24,6 +24,10 @@ METRICS: dict[str, Metric] = {
     "step": Metric("steps", "Training step, counted from 0; it turns policy version v = step into v + 1."),
     "time_s": Metric("seconds", "When the step ended, since the epoch."),
     "reward_mean": Metric("reward", "Mean reward of the batch's rollouts; groups without signal are not in it."),
+    "reward_mean/LABEL": Metric(
+        "reward",
+        "The same of one environment, where a run has several; null where the batch has no rollouts of it.",
+    ),
     "reward_all_mean": Metric(
         "reward", "Mean reward of all rollouts accepted since the batch of the last step, with or without signal."
     ),
@@ -67,7 +71,7 @@ class MetricsLog:
     def write(self, values: dict[str, Any]) -> None:
         """Append a line; numbers that are not finite become null. Never raises for what the disk or a value does."""
         try:
-            unknown = values.keys() - METRICS.keys()
+            unknown = {name for name in values if name not in METRICS and _family(name) not in METRICS}
             if unknown:
                 raise ValueError(f"not declared in shoal/metrics.py: {', '.join(sorted(unknown))}")
             line = msgspec.json.encode(values) + b"\n"
@@ -79,6 +83,11 @@ class MetricsLog:
             self.failures += 1
             if self.failures == 1:
                 log.warning("metrics are not being written, training goes on file=%s cause=%s", self.path, error)
+
+
+def _family(name: str) -> str:
+    """The declared name of a metric that is reported for each environment: `reward_mean/LABEL` of `reward_mean/easy`."""
+    return f"{name.partition('/')[0]}/LABEL"
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

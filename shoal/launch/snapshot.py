@@ -74,6 +74,12 @@ class Snapshot:
         """All values of a metric, oldest first; steps without it are left out."""
         return [float(line[name]) for line in self.metrics if isinstance(line.get(name), int | float)]
 
+    def by_env(self, name: str) -> dict[str, float]:
+        """The newest value of a metric for each environment, by label; empty where a run has one environment."""
+        keys = dict.fromkeys(key for line in self.metrics for key in line if key.startswith(f"{name}/"))
+        newest = {key.removeprefix(f"{name}/"): self.latest(key) for key in keys}
+        return {label: value for label, value in newest.items() if value is not None}
+
     def tokens_per_s(self, over_steps: int = 5) -> float | None:
         """Policy tokens that were learned from, per second of the newest steps' wall time."""
         recent = [m for m in self.metrics[-over_steps:] if m.get("policy_tokens") and m.get("step_s")]

@@ -46,6 +46,8 @@ def plain(snapshot: Snapshot) -> str:
         value = snapshot.latest(name)
         if value is not None:
             parts.append(f"{label.replace(' ', '_')}={_format(value, form)}")
+    for env, value in snapshot.by_env("reward_mean").items():
+        parts.append(f"batch_reward_{env.replace(' ', '_')}={_format(value, '3f')}")
     if speed := snapshot.tokens_per_s():
         parts.append(f"tokens/s={speed:.0f}")
     if spread := _staleness(snapshot):
@@ -165,6 +167,10 @@ def _figures(snapshot: Snapshot) -> RenderableType:
     for label, name, form in _FIGURES:
         value = snapshot.latest(name)
         table.add_row(label, "-" if value is None else _format(value, form))
+    if rewards := snapshot.by_env("reward_mean"):
+        table.add_row("batch reward")
+    for env, reward in rewards.items():
+        table.add_row(Text(f"  {printable(env)}", no_wrap=True, overflow="ellipsis"), _format(reward, "3f"))
     speed = snapshot.tokens_per_s()
     table.add_row("tokens/s", "-" if speed is None else f"{speed:,.0f}")
     table.add_row("staleness", _staleness(snapshot) or "-")

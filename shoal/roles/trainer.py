@@ -39,7 +39,7 @@ from shoal.protocol.identity import Key
 from shoal.protocol.wire import from_msgpack, to_json
 from shoal.train.checkpoint import load_state, save_state
 from shoal.train.filter import select
-from shoal.train.rows import Row, Unlearnable, rows_of_group
+from shoal.train.rows import Row, Unlearnable, mean_rewards, rows_of_group
 from shoal.train.selfcheck import largest_gap_nats
 from shoal.train.step import Learner
 from shoal.weights.manifest import open_manifest, renew_at, sign_manifest
@@ -190,6 +190,9 @@ class Trainer:
             "stale_rollouts": chosen.stale_rollouts,
         }
         counts |= await self._accepted_for(batch.step)
+        labels = [spec.label for spec in self.info.envs]
+        if len(labels) > 1:
+            counts |= {f"reward_mean/{label}": mean for label, mean in mean_rewards(chosen.rows, labels).items()}
         fresh = next((row for row in chosen.rows if row.version == batch.step), None)
         if not self.checked and fresh is not None:
             self.checked = True

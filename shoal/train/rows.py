@@ -41,6 +41,8 @@ class Row:
     reward: float
     version: int
     """Of the policy that sampled."""
+    env: str = ""
+    """Label of its environment, for reports."""
 
 
 def rows_of_group(
@@ -86,9 +88,16 @@ def rows_of_group(
                     weight_P=np.ones(len(positions_P), dtype=np.float32),
                     reward=reward,
                     version=rollout.version,
+                    env=group.env,
                 )
             )
     return rows
+
+
+def mean_rewards(rows: Sequence[Row], labels: Sequence[str]) -> dict[str, float | None]:
+    """Mean reward of the rows of each environment; None where there are no rows of it."""
+    rewards = {label: [row.reward for row in rows if row.env == label] for label in labels}
+    return {label: float(np.mean(found)) if found else None for label, found in rewards.items()}
 
 
 def example_row(tokens_T: Sequence[int], author_T: Sequence[int]) -> Row:

@@ -1,6 +1,7 @@
 """The terminal view: what a snapshot and an ended run show, on a terminal and in a file."""
 
 import io
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from shoal.launch.finale import plain_end, render_end, save_picture
 from shoal.launch.snapshot import Snapshot
 from shoal.launch.summary import RunEnd
 from shoal.launch.view import LiveView, chart, duration, plain, plain_wait, render
+from shoal.terminal import printable
 
 
 def shown(picture: RenderableType, width: int = 110) -> str:
@@ -50,6 +52,20 @@ def test_plain_line_tells_the_newest_step(snapshot: Snapshot) -> None:
         "elapsed=2m03s",
     ):  # fmt: skip
         assert expected in line, expected
+
+
+def test_reward_of_each_environment_of_a_mix_is_shown(snapshot: Snapshot) -> None:
+    newest = {"step": 37, "reward_mean/easy": 0.75, "reward_mean/very hard": None}
+    older = {"step": 36, "reward_mean/easy": 0.5, "reward_mean/very hard": 0.125}
+    mix = replace(snapshot, metrics=(*snapshot.metrics, older, newest))
+    assert "batch_reward_easy=0.750  batch_reward_very_hard=0.125" in plain(mix)
+    text = shown(render(mix), 120)
+    assert "batch reward" in text
+    assert re.search(r"  easy +0\.750", text) and re.search(r"  very hard +0\.125", text)
+    assert "batch" not in plain(snapshot) and "batch reward" not in shown(render(snapshot))
+    evil = replace(snapshot, metrics=({"step": 0, "reward_mean/[/x]\x9b\u202e": 0.5},))
+    for text in (shown(render(evil)), printable(plain(evil))):
+        assert "[/x]" in text and "\x9b" not in text and "\u202e" not in text
 
 
 def test_watchdog_speaks_only_of_long_waits(snapshot: Snapshot) -> None:

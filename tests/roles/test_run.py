@@ -16,6 +16,7 @@ from shoal.ledger import events as ev
 from shoal.metrics import read_metrics
 from shoal.protocol import types as t
 from shoal.protocol.wire import from_msgpack
+from shoal.roles.coordinator.desk import batch_of
 from tests.roles.town import Town, tiny_run
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
@@ -59,6 +60,23 @@ def test_two_environments_of_one_name_are_both_played_with_their_own_arguments(t
     assert set(digits["easy"]) == {1} and 4 in digits["hard"]
     out = tmp_path / "one"
     assert town.weights() == one_file.train(config, out, out.parent)
+
+
+def test_a_mix_reports_the_reward_of_each_environment(tmp_path):
+    config = tiny_run(envs=TWO_OF_ONE_NAME, steps=2, storage={"retain": "all"})
+    town = Town(tmp_path / "run", config)
+    asyncio.run(town.live(town.trainer(), town.validator(), town.worker("worker-0")))
+    state, lines = town.desk.state, read_metrics(town.folder.metrics)
+    assert len(lines) == 2
+    for line in lines:
+        rewards = {"easy": [], "hard": []}
+        for member in batch_of(state, line["step"]).groups:
+            body = from_msgpack(town.desk.blobs.get(member.submission), t.Submission).groups[member.index]
+            rewards[from_msgpack(body, t.Group).env] += member.rewards
+        for label, found in rewards.items():
+            expected = pytest.approx(np.mean(found)) if found else None
+            assert line[f"reward_mean/{label}"] == expected
+        assert line["reward_mean"] == pytest.approx(np.mean(rewards["easy"] + rewards["hard"]))
 
 
 @pytest.mark.parametrize("seed", [1, 2])

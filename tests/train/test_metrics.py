@@ -32,6 +32,14 @@ def test_a_value_that_cannot_be_encoded_or_is_not_declared_does_not_raise(tmp_pa
     assert metrics.failures == 2 and not (tmp_path / "metrics.jsonl").exists()
 
 
+def test_a_metric_of_each_environment_is_declared_once_for_all_labels(tmp_path):
+    metrics = MetricsLog(tmp_path / "metrics.jsonl")
+    metrics.write({"step": 0, "reward_mean": 0.5, "reward_mean/my game/2": 0.5, "reward_mean/easy": None})
+    assert metrics.failures == 0 and read_metrics(metrics.path)[0]["reward_mean/my game/2"] == 0.5
+    metrics.write({"step": 1, "loss/easy": 0.5})
+    assert metrics.failures == 1
+
+
 def test_half_a_line_of_a_killed_writer_spoils_no_other(tmp_path):
     file = tmp_path / "metrics.jsonl"
     MetricsLog(file).write({"step": 0})
