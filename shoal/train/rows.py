@@ -43,6 +43,8 @@ class Row:
     """Of the policy that sampled."""
     env: str = ""
     """Label of its environment, for reports."""
+    group: tuple[int, int] | None = None
+    """Version and slot of the group that it is from: its rows begin with the same prompt. None: it is from no group."""
 
 
 def rows_of_group(
@@ -89,6 +91,7 @@ def rows_of_group(
                     reward=reward,
                     version=rollout.version,
                     env=group.env,
+                    group=(member.version, member.slot),
                 )
             )
     return rows

@@ -1,15 +1,31 @@
-"""Micro-batches hold every row once, in order, within the budget."""
+"""Micro-batches hold every row once, in order, within the budget, and read a group's prompt as seldom as they can."""
+
+from dataclasses import replace
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.train.pack import collate, pack
+from shoal.train.pack import collate, cost_of, pack
 from shoal.train.rows import example_row
 
 
 def row_of(length):
     return example_row(list(range(1, length + 1)), [0] * (length - 1) + [1])
+
+
+def group_of(number, answers, prompt=8):
+    """Rows of one group: a prompt that no other group has, then answers of so many tokens, each its own."""
+    rows = []
+    for answer in answers:
+        tokens_T = [number] * prompt + [1000 + len(rows)] * answer
+        row = example_row(tokens_T, [0] * prompt + [1] * answer)
+        rows.append(replace(row, group=(0, number)))
+    return rows
+
+
+def groups_in(rows, members):
+    return {int(rows[i].tokens_T[0]) for i in members}
 
 
 @given(st.lists(st.integers(2, 40), min_size=1, max_size=60), st.integers(1, 200))
@@ -18,6 +34,37 @@ def test_packing_covers_each_row_once_within_the_budget(lengths, budget_tokens):
     assert sorted(i for members in packed for i in members) == list(range(len(lengths)))
     for members in packed:
         assert len(members) == 1 or len(members) * max(lengths[i] - 1 for i in members) <= budget_tokens
+
+
+@given(st.integers(1, 6), st.integers(6, 16), st.integers(64, 128), st.integers(1, 32), st.integers(1, 4096))
+def test_group_with_a_prompt_to_share_is_cut_only_where_it_alone_exceeds_the_budget(
+    groups, size, prompt, answer, budget_tokens
+):
+    rows = [row for number in range(groups) for row in group_of(number + 1, [answer] * size, prompt)]
+    packed = pack(rows, budget_tokens)
+    assert sorted(i for members in packed for i in members) == list(range(len(rows)))
+    row_tokens = prompt + answer - 1
+    assert all(len(members) * row_tokens <= budget_tokens or len(members) == 1 for members in packed)
+    if size * row_tokens <= budget_tokens:
+        assert [len(members) for members in packed] == [size] * groups
+        assert all(len(groups_in(rows, members)) == 1 for members in packed)
+
+
+@given(st.lists(st.tuples(st.integers(1, 150), st.lists(st.integers(1, 90), min_size=1, max_size=8)), max_size=8))
+def test_packing_by_groups_never_computes_more_than_packing_by_length(shapes):
+    rows = [row for n, (prompt, answers) in enumerate(shapes) for row in group_of(n + 1, answers, prompt)]
+    packed = pack(rows, 512)
+    assert sorted(i for members in packed for i in members) == list(range(len(rows)))
+    assert packed == pack(rows, 512), "the same rows always make the same sums"
+    alike = [replace(row, group=None) for row in rows]
+    assert cost_of(rows, packed) <= cost_of(rows, pack(alike, 512))
+
+
+def test_groups_of_short_prompts_and_long_answers_are_packed_by_length():
+    rows = [row for n in range(4) for row in group_of(n + 1, [10, 100, 200, 300], prompt=3)]
+    packed = pack(rows, 2048)
+    assert all(len({len(rows[i].tokens_T) for i in members}) == 1 for members in packed)
+    assert max(len(groups_in(rows, members)) for members in packed) == 4
 
 
 def test_longest_rows_come_first_and_ties_keep_their_order():
