@@ -139,7 +139,7 @@ def test_folder_is_held_by_one_launcher_at_a_time(tmp_path: Path, monkeypatch: p
 
 def test_role_that_cannot_go_on_ends_the_run_with_its_reason(tmp_path: Path) -> None:
     (tmp_path / "small.toml").write_text(RUN_FILE + "[host]\nport = 1\nbind = '203.0.113.1'\n")
-    command = [sys.executable, "-m", "shoal.cli", "run", "small.toml"]
+    command = [sys.executable, "-m", "shoal.cli", "run", "small.toml", "--set", "seed=-1"]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert result.returncode == 2
     assert result.stderr.count("\n") == 1 and "cannot listen on 203.0.113.1 port 1" in result.stderr
