@@ -176,7 +176,7 @@ class _HfConfig(msgspec.Struct):
 
 
 def _from_hf(config: _HfConfig, path: Path) -> PolicySpec:
-    rope = config.rope_parameters or config.rope_scaling or {}
+    rope = config.rope_scaling or config.rope_parameters or {}  # in the order of transformers 5
     theta = rope.get("rope_theta", config.rope_theta if config.rope_theta is not None else 10000.0)
     heads = config.num_attention_heads
     eos = config.eos_token_id
@@ -203,6 +203,10 @@ def _from_hf(config: _HfConfig, path: Path) -> PolicySpec:
     demands = [
         (spec.family in ARCHITECTURES, f"model_type is {spec.family!r}; known: {', '.join(ARCHITECTURES)}"),
         (config.hidden_act == "silu", f"hidden_act is {config.hidden_act!r}; only silu is known"),
+        (
+            not any(isinstance(value, dict) for value in rope.values()),
+            "its rope_parameters are nested by layer type; only one rotation for all layers is known",
+        ),
         (rope_type == "default", f"rope_type is {rope_type!r}; only default is known"),
         (not (config.attention_bias or config.mlp_bias), "attention_bias or mlp_bias is set; not supported"),
         (config.quantization_config is None, "the weights are quantised; use the full-precision model"),

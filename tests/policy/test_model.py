@@ -1,6 +1,8 @@
 """Our model computes what `transformers` computes, both open what the other writes, and gradients are right."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -60,6 +62,27 @@ def test_we_open_what_transformers_writes_whole_or_sharded(
     model = load_policy(tmp_path)
     with torch.no_grad():
         assert (peer(TOKENS_BT).logits - model.logits(model(TOKENS_BT))).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 5e4}, "rope_theta": 7e3},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 5e4}, "rope_scaling": {"type": "default"}},
+        {"rope_parameters": {"rope_theta": 5e4}, "rope_scaling": {"rope_type": "default"}, "rope_theta": 7e3},
+        {"rope_parameters": {"rope_theta": 5e4}, "rope_scaling": {}},
+        {"rope_parameters": None, "rope_scaling": None, "rope_theta": 7e3},
+    ],
+)
+def test_rotation_is_read_from_the_key_that_transformers_reads(keys: dict[str, Any], tmp_path: Path) -> None:
+    save_policy(_model("qwen3", tied=False), tmp_path, "float32")
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["rope_theta"], config["rope_parameters"]
+    (tmp_path / "config.json").write_text(json.dumps(config | keys))
+    peer, model = AutoModelForCausalLM.from_pretrained(tmp_path), load_policy(tmp_path)
+    with torch.no_grad():
+        theirs, ours = (logits.log_softmax(-1) for logits in (peer(TOKENS_BT).logits, model.logits(model(TOKENS_BT))))
+    assert (theirs - ours).abs().max() < 1e-4
 
 
 def test_padding_on_the_right_changes_nothing_on_its_left() -> None:
