@@ -232,9 +232,9 @@ class EvalConfig(Section, frozen=True):
     """Held-out evaluation before and after."""
 
     episodes: int = 512
-    """Sampled episodes on held-out tasks; 0 turns it off."""
+    """Sampled episodes on held-out tasks of each environment; 0 turns it off."""
     samples: int = 2
-    """Transcripts shown."""
+    """Transcripts shown, of each environment."""
 
 
 class StorageConfig(Section, frozen=True):

@@ -73,6 +73,19 @@ class Evaluation(msgspec.Struct, frozen=True):
     transcripts: tuple[Transcript, ...]
 
 
+class MixedEvaluation(msgspec.Struct, frozen=True):
+    """The figures of a run with several environments: each one's, and what a task drawn as the run draws is worth."""
+
+    mean: float
+    """Of the environments' means, by the weights of the run."""
+    low95: float
+    high95: float
+    episodes: int
+    """Of all environments."""
+    envs: dict[str, Evaluation]
+    """By label."""
+
+
 def evaluate(
     engine: Engine,
     renderer: Renderer,
@@ -98,6 +111,20 @@ def evaluate(
         talks += batch
         progress(len(talks))
     return _figures(env, talks, samples)
+
+
+def mixed(envs: dict[str, Evaluation], weights: Sequence[float]) -> MixedEvaluation:
+    """Evaluations of several environments, by label, as one; `weights` are in the same order.
+
+    The interval of the weighted mean is made of the environments' own by MOVER (Zou and Donner, Stat. Med. 27, 2008):
+    their distances from the mean to either limit are added as independent errors are, by their squares.
+    """
+    shares = [weight / math.fsum(weights) for weight in weights]
+    parts = list(zip(shares, envs.values(), strict=True))
+    mean = math.fsum(share * part.mean for share, part in parts)
+    below = math.sqrt(math.fsum((share * (part.mean - part.low95)) ** 2 for share, part in parts))
+    above = math.sqrt(math.fsum((share * (part.high95 - part.mean)) ** 2 for share, part in parts))
+    return MixedEvaluation(mean, mean - below, mean + above, sum(part.episodes for part in envs.values()), envs)
 
 
 def as_text(transcript: Transcript) -> str:

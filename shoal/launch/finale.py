@@ -17,6 +17,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from shoal.config import EnvConfig
 from shoal.launch.summary import RunEnd
 from shoal.launch.view import duration, reasons
 from shoal.terminal import printable
@@ -31,8 +32,9 @@ def render_end(end: RunEnd) -> RenderableType:
     parts: list[RenderableType] = [_before_after(end), _credits(end)]
     if refusals := _refusals(end):
         parts.append(Text("\n".join(refusals), style="red"))
-    for i, game in enumerate(end.games):
-        parts.append(_game(game, f"sample {i + 1} of the final policy on a held-out task · {outcome(game)}"))
+    for i, (label, game) in enumerate(end.games):
+        of = f" of {printable(label)}" if len(end.envs) > 1 else ""
+        parts.append(_game(game, f"sample {i + 1} of the final policy on a held-out task{of} · {outcome(game)}"))
     # Commands are for copying: the terminal may break a long line, we must not.
     parts.append(Text("\n".join(("", *_next_steps(end))), style="bold", no_wrap=True, overflow="ignore"))
     return Group(*parts)
@@ -46,12 +48,15 @@ def plain_end(end: RunEnd) -> str:
     ]
     for when in ("before", "after"):
         lines.append(f"held-out {when}: {_interval(summary['heldout'][when])}")
+        envs = (summary["heldout"][when] or {}).get("envs", {})
+        lines += [f"held-out {when}, {printable(label)}: {_interval(found)}" for label, found in envs.items()]
     for name, entry in summary["credits"].items():
         share = summary["influence"][name]
         lines.append(f"credits {printable(name)} ({entry['role']}): {entry['credits']:,}, influence {share:.1%}")
     lines += _refusals(end)
-    for i, game in enumerate(end.games):
-        lines.append(f"sample {i + 1} ({outcome(game)}):")
+    for i, (label, game) in enumerate(end.games):
+        of = f"{printable(label)}, " if len(end.envs) > 1 else ""
+        lines.append(f"sample {i + 1} ({of}{outcome(game)}):")
         lines += [f"  {_SPEAKERS.get(who, who)}: {text.strip()}" for who, text in turns(game)]
     return "\n".join(lines + list(_next_steps(end)))
 
@@ -70,7 +75,8 @@ def turns(game: dict[str, Any]) -> Iterable[tuple[str, str]]:
 
 def _before_after(end: RunEnd) -> RenderableType:
     summary = end.summary
-    title = Text.assemble((printable(end.snapshot.name), "bold"), f": {printable(end.env.name)} on held-out tasks")
+    what = printable(end.envs[0].label) if len(end.envs) == 1 else f"{len(end.envs)} environments, by weight,"
+    title = Text.assemble((printable(end.snapshot.name), "bold"), f": {what} on held-out tasks")
     table = Table(title=title, box=box.ROUNDED, min_width=60)
     for heading in ("", "mean", "95 % interval", "episodes"):
         table.add_column(heading, justify="left" if not heading else "right")
@@ -78,10 +84,13 @@ def _before_after(end: RunEnd) -> RenderableType:
         found = summary["heldout"][when]
         if found is None:
             table.add_row(label, "-", "-", "-")
-        else:
-            spread = f"{found['low95']:.1%} to {found['high95']:.1%}"
+            continue
+        for name, one in {label: found, **{f"  {env}": one for env, one in found.get("envs", {}).items()}}.items():
+            spread = f"{one['low95']:.1%} to {one['high95']:.1%}"
             style = "bold green" if when == "after" else ""
-            table.add_row(label, Text(f"{found['mean']:.1%}", style=style), spread, f"{found['episodes']:,}")
+            table.add_row(
+                Text(printable(name)), Text(f"{one['mean']:.1%}", style=style), spread, f"{one['episodes']:,}"
+            )
     stale = ", ".join(f"{age}: {count:,}" for age, count in summary["staleness"].items()) or "-"
     table.caption = (
         f"{summary['steps']} steps, {summary['tokens']:,} tokens, {duration(summary['wall_s'])}; "
@@ -157,7 +166,7 @@ def _next_steps(end: RunEnd) -> tuple[str, ...]:
         f"The policy is in {final} (Hugging Face format), the figures in {end.run_dir / 'summary.json'}.",
         "",
         "Play it again:",
-        f"  shoal eval {final} {_env_options(end)}--samples 3",
+        *(f"  shoal eval {final} {_env_options(env)}--samples 3" for env in end.envs),
         "Replay the log and check every credit:",
         f"  shoal ledger verify {end.run_dir}",
         "Let others join from their machines:",
@@ -165,9 +174,9 @@ def _next_steps(end: RunEnd) -> tuple[str, ...]:
     )
 
 
-def _env_options(end: RunEnd) -> str:
-    args = f"--env-args {shlex.quote(json.dumps(end.env.args))} " if end.env.args else ""
-    return f"--env {shlex.quote(end.env.name)} {args}"
+def _env_options(env: EnvConfig) -> str:
+    args = f"--env-args {shlex.quote(json.dumps(env.args))} " if env.args else ""
+    return f"--env {shlex.quote(env.name)} {args}"
 
 
 def save_picture(picture: RenderableType, path: Path, width: int = 104) -> None:

@@ -35,6 +35,8 @@ class Heldout(msgspec.Struct, frozen=True):
     low95: float
     high95: float
     episodes: int
+    envs: dict[str, "Heldout"] = {}
+    """By label, where a run has several environments."""
 
 
 @dataclass(frozen=True)

@@ -73,9 +73,9 @@ class RunEnd:
     summary: dict[str, Any]
     run_dir: Path
     snapshot: Snapshot
-    env: EnvConfig
-    games: tuple[dict[str, Any], ...]
-    """Sample episodes of the final policy."""
+    envs: tuple[EnvConfig, ...]
+    games: tuple[tuple[str, dict[str, Any]], ...]
+    """Sample episodes of the final policy, each with the label of its environment."""
 
 
 def write_summary(folder: RunFolder, config: RunConfig, snapshot: Snapshot, usage: UsageBook) -> RunEnd:
@@ -106,8 +106,7 @@ def write_summary(folder: RunFolder, config: RunConfig, snapshot: Snapshot, usag
         write_atomically(folder.summary, json.dumps(summary, indent=1).encode())
     except OSError as error:
         raise StateError(f"cannot write {folder.summary}: {error.strerror}; free some disk, run again") from None
-    games = after.get("transcripts") if after else None
-    return RunEnd(summary, folder.root, snapshot, config.envs[0], tuple(games or ())[: config.eval.samples])
+    return RunEnd(summary, folder.root, snapshot, config.envs, _games(after or {}, config))
 
 
 def influence_shares(nodes: Sequence[NodeState]) -> dict[str, float]:
@@ -126,4 +125,15 @@ def _evaluation(path: Path) -> dict[str, Any] | None:
 
 
 def _interval(evaluation: dict[str, Any] | None) -> dict[str, Any] | None:
-    return {key: evaluation.get(key) for key in ("mean", "low95", "high95", "episodes")} if evaluation else None
+    """The headline figures; of each environment, too, where there are several."""
+    if not evaluation:
+        return None
+    figures = {key: evaluation.get(key) for key in ("mean", "low95", "high95", "episodes")}
+    envs = {label: _interval(one) for label, one in evaluation.get("envs", {}).items()}
+    return figures | ({"envs": envs} if envs else {})
+
+
+def _games(evaluation: dict[str, Any], config: RunConfig) -> tuple[tuple[str, dict[str, Any]], ...]:
+    by_label = evaluation.get("envs") or {config.envs[0].label: evaluation}
+    samples = config.eval.samples
+    return tuple((label, game) for label, one in by_label.items() for game in one.get("transcripts", ())[:samples])

@@ -55,6 +55,7 @@ def plain(snapshot: Snapshot) -> str:
     if snapshot.heldout:
         version, found = snapshot.heldout[-1]
         parts.append(f"held-out_{version}={found.mean:.1%}")
+        parts += [f"held-out_{version}_{env.replace(' ', '_')}={one.mean:.1%}" for env, one in found.envs.items()]
     refused = sum(snapshot.status.refused.values())
     parts.append(f"accepted={snapshot.status.accepted} refused={refused}")
     parts.append(f"elapsed={duration(snapshot.elapsed_s)}")
@@ -163,18 +164,28 @@ def _figures(snapshot: Snapshot) -> RenderableType:
     table.add_column(style="dim")
     table.add_column(justify="right")
     for version, found in _first_and_last(snapshot.heldout):
-        table.add_row(f"held-out {version}", f"{found.mean:.1%} ({found.low95:.0%}-{found.high95:.0%})")
+        table.add_row(f"held-out {version}", _heldout(found))
+        for env, one in found.envs.items():
+            table.add_row(_indented(env), _heldout(one))
     for label, name, form in _FIGURES:
         value = snapshot.latest(name)
         table.add_row(label, "-" if value is None else _format(value, form))
     if rewards := snapshot.by_env("reward_mean"):
         table.add_row("batch reward")
     for env, reward in rewards.items():
-        table.add_row(Text(f"  {printable(env)}", no_wrap=True, overflow="ellipsis"), _format(reward, "3f"))
+        table.add_row(_indented(env), _format(reward, "3f"))
     speed = snapshot.tokens_per_s()
     table.add_row("tokens/s", "-" if speed is None else f"{speed:,.0f}")
     table.add_row("staleness", _staleness(snapshot) or "-")
     return table
+
+
+def _heldout(found: Heldout) -> str:
+    return f"{found.mean:.1%} ({found.low95:.0%}-{found.high95:.0%})"
+
+
+def _indented(label: str) -> Text:
+    return Text(f"  {printable(label)}", no_wrap=True, overflow="ellipsis")
 
 
 def _workers(snapshot: Snapshot) -> RenderableType:

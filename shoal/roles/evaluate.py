@@ -13,7 +13,7 @@ import msgspec
 import torch
 
 from shoal.engine.local import LocalEngine
-from shoal.envs.evaluate import Evaluation, as_text, evaluate
+from shoal.envs.evaluate import Evaluation, as_text, evaluate, mixed
 from shoal.envs.load import load_env
 from shoal.errors import StateError
 from shoal.folder import RunFolder, write_atomically
@@ -37,12 +37,8 @@ def main(
 
     Raises `StateError` for a directory that is no checkpoint, `ConfigError` for an unknown environment.
     """
-    if not (checkpoint / "config.json").is_file():
-        raise StateError(f"{checkpoint} is no checkpoint: give a directory with config.json, weights and tokenizer")
-    torch.set_num_threads(threads)
     game = load_env(env, env_args)
-    engine = LocalEngine(threads=threads)
-    engine.load(checkpoint, 0)
+    engine = _engine(checkpoint, threads)
     shown = sys.stderr if sys.stderr.isatty() else None
 
     def progress(done: int) -> None:
@@ -59,14 +55,30 @@ def main(
 
 
 def for_run(run_dir: Path, checkpoint: Path, episodes: int, out: Path, threads: int) -> None:
-    """Evaluate a run's checkpoint on its first environment, sampled as the run samples; raises as `main`."""
+    """Evaluate a run's checkpoint on each of its environments, sampled as the run samples; raises as `main`.
+
+    Each is evaluated as it would be alone, so that `shoal eval` gives the same figures.
+    """
     config = RunFolder(run_dir).config()
-    env, drawn = config.envs[0], config.sampling
+    drawn, seed, samples = config.sampling, max(0, config.seed), config.eval.samples
     sampling = Sampling(drawn.temperature, drawn.max_turn_tokens, drawn.max_tokens)
-    main(
-        checkpoint, env.name, env.args, episodes, max(0, config.seed), config.eval.samples, sampling, out,
-        threads=threads,
-    )  # fmt: skip
+    engine, renderer = _engine(checkpoint, threads), Renderer.from_directory(checkpoint)
+    envs = {
+        env.label: evaluate(engine, renderer, load_env(env.name, env.args), episodes, seed, sampling, samples)
+        for env in config.envs
+    }
+    weights = [env.weight for env in config.envs]
+    figures = mixed(envs, weights) if len(envs) > 1 else envs[config.envs[0].label]
+    write_atomically(out, msgspec.json.encode(figures))
+
+
+def _engine(checkpoint: Path, threads: int) -> LocalEngine:
+    if not (checkpoint / "config.json").is_file():
+        raise StateError(f"{checkpoint} is no checkpoint: give a directory with config.json, weights and tokenizer")
+    torch.set_num_threads(threads)
+    engine = LocalEngine(threads=threads)
+    engine.load(checkpoint, 0)
+    return engine
 
 
 def in_words(figures: Evaluation, name: str) -> str:

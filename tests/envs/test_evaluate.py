@@ -9,7 +9,7 @@ import pytest
 
 from shoal.envs import arithmetic, wordle
 from shoal.envs.base import Env, Message, Step
-from shoal.envs.evaluate import Transcript, as_text, evaluate, interval
+from shoal.envs.evaluate import Transcript, as_text, evaluate, interval, mixed
 from shoal.errors import ConfigError, ShoalError
 from shoal.policy.render import Renderer
 from shoal.protocol.types import Sampling
@@ -108,6 +108,18 @@ def test_what_cannot_be_evaluated_is_refused_in_one_line(random_engine, renderer
 
     with pytest.raises(ShoalError, match=r"cannot make task 3: .*IndexError: 3"):
         evaluate(random_engine(), renderer, Short(), 5, 0, sampling)
+
+
+def test_mix_has_the_weighted_mean_and_an_interval_worked_by_hand(answering_engine, renderer, sampling) -> None:
+    found = evaluate(answering_engine(lambda text: "yes"), renderer, Ask(), 2, 0, sampling)
+    easy = msgspec.structs.replace(found, mean=0.8, low95=0.7, high95=0.85)
+    hard = msgspec.structs.replace(found, mean=0.2, low95=0.1, high95=0.4, episodes=3)
+    both = mixed({"easy": easy, "hard": hard}, [3.0, 1.0])
+    # Mean 3/4 0.8 + 1/4 0.2; below 0.075 and 0.025, above 0.0375 and 0.05, each added by squares.
+    assert (both.mean, both.episodes, both.envs) == (pytest.approx(0.65), 5, {"easy": easy, "hard": hard})
+    assert (both.low95, both.high95) == (pytest.approx(0.65 - 0.0790569), pytest.approx(0.65 + 0.0625))
+    alone = mixed({"easy": easy}, [2.0])
+    assert (alone.mean, alone.low95, alone.high95) == pytest.approx((0.8, 0.7, 0.85))
 
 
 def test_progress_is_told_batch_by_batch(answering_engine: Callable[..., Any], renderer, sampling) -> None:

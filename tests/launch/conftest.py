@@ -66,4 +66,6 @@ def end(snapshot: Snapshot) -> RunEnd:
         "staleness": {"0": 60, "1": 40},
         "wall_s": 400.0,
     }
-    return RunEnd(summary, Path("runs/wordle"), snapshot, EnvConfig("wordle", args={"num_words": 64}), (game,))
+    return RunEnd(
+        summary, Path("runs/wordle"), snapshot, (EnvConfig("wordle", args={"num_words": 64}),), (("wordle", game),)
+    )

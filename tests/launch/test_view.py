@@ -7,11 +7,11 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from msgspec.structs import replace as replace_struct
 from rich.console import Console, RenderableType
 
+from shoal.config import EnvConfig
 from shoal.launch.finale import plain_end, render_end, save_picture
-from shoal.launch.snapshot import Snapshot
+from shoal.launch.snapshot import Heldout, Snapshot
 from shoal.launch.summary import RunEnd
 from shoal.launch.view import LiveView, chart, duration, plain, plain_wait, render
 from shoal.terminal import printable
@@ -62,6 +62,10 @@ def test_reward_of_each_environment_of_a_mix_is_shown(snapshot: Snapshot) -> Non
     text = shown(render(mix), 120)
     assert "batch reward" in text
     assert re.search(r"  easy +0\.750", text) and re.search(r"  very hard +0\.125", text)
+    parts = {"easy": Heldout(0.81, 0.7, 0.9, 32), "very hard": Heldout(0.01, 0.0, 0.1, 32)}
+    measured = replace(mix, heldout=(("before", Heldout(0.41, 0.33, 0.5, 64, parts)),))
+    assert "held-out_before=41.0%  held-out_before_easy=81.0%  held-out_before_very_hard=1.0%" in plain(measured)
+    assert re.search(r"  very hard +1\.0% \(0%-10%\)", shown(render(measured), 120))
     assert "batch" not in plain(snapshot) and "batch reward" not in shown(render(snapshot))
     evil = replace(snapshot, metrics=({"step": 0, "reward_mean/[/x]\x9b\u202e": 0.5},))
     for text in (shown(render(evil)), printable(plain(evil))):
@@ -111,6 +115,24 @@ def test_last_table_compares_before_and_after_and_names_the_cheater(end: RunEnd)
             assert expected in " ".join(text.replace("│", " ").split()), expected
 
 
+def test_last_table_tells_each_environment_of_a_mix(end: RunEnd) -> None:
+    def part(mean: float) -> dict[str, float]:
+        return {"mean": mean, "low95": mean - 0.05, "high95": mean + 0.05, "episodes": 512}
+
+    heldout = {
+        "before": part(0.29) | {"envs": {"easy": part(0.41), "hard": part(0.17)}},
+        "after": part(0.71) | {"envs": {"easy": part(0.93), "hard": part(0.49)}},
+    }
+    envs = tuple(EnvConfig("arithmetic", args={"digits": n}, label=label) for n, label in ((1, "easy"), (4, "hard")))
+    games = (("easy", end.games[0][1]), ("hard", end.games[0][1]))
+    mix = replace(end, summary=end.summary | {"heldout": heldout}, envs=envs, games=games)
+    for text in (shown(render_end(mix)), plain_end(mix)):
+        for expected in ("71.0%", "41.0%", "17.0%", "93.0%", "49.0%", "easy", "hard", '{"digits": 1}', '{"digits": 4}'):
+            assert expected in text, expected
+    assert "held-out after, hard: 49.0%" in plain_end(mix) and "sample 2 (hard, won" in plain_end(mix)
+    assert "easy" not in plain_end(end)
+
+
 def test_marked_letters_become_tiles(end: RunEnd) -> None:
     assert "C   R   A   N   E" in shown(render_end(end))
     assert "c=r+a+n-e+" in plain_end(end)
@@ -124,7 +146,8 @@ def test_last_table_without_evaluation_says_so(end: RunEnd) -> None:
 
 def test_what_a_policy_wrote_cannot_steer_the_terminal(end: RunEnd) -> None:
     evil = {"turns": [["assistant", "\x1b[2J[bold]boo[/bold]\x07"]], "score": 0.0, "success": None}
-    for text in (shown(render_end(replace(end, games=(evil,)))), plain_end(replace(end, games=(evil,)))):
+    ended = replace(end, games=(("wordle", evil),))
+    for text in (shown(render_end(ended)), plain_end(ended)):
         assert "\x1b[2J" not in text and "\x07" not in text and "[bold]boo" in text
 
 
@@ -141,8 +164,11 @@ def test_names_are_no_markup(snapshot: Snapshot, end: RunEnd) -> None:
     evil = replace(snapshot, name=name, out=name, nodes=(node,))
     credits = {name: {"credits": 0, "role": "honest"}}
     game = {"turns": [[name, name]], "score": 0.0, "success": None}
-    summary, env = end.summary | {"credits": credits, "influence": {name: 0.0}}, replace_struct(end.env, name="[/x]")
-    ended = replace(end, snapshot=evil, summary=summary, env=env, games=(game,))
+    summary, label = end.summary | {"credits": credits, "influence": {name: 0.0}}, "[/x]\x9b"
+    envs = (*end.envs, EnvConfig("wordle", label=label))
+    figures = end.summary["heldout"]["after"]
+    summary["heldout"] = dict.fromkeys(("before", "after"), figures | {"envs": {label: figures}})
+    ended = replace(end, snapshot=evil, summary=summary, envs=envs, games=((label, game),))
     for text in (shown(render(evil)), shown(render_end(ended)), plain_end(ended)):
         assert "[/x]" in text and "\x9b" not in text and "\u202e" not in text
 
