@@ -2,6 +2,7 @@
 
 import argparse
 import errno
+import json
 import os
 import resource
 import subprocess
@@ -12,9 +13,11 @@ from pathlib import Path
 import pytest
 
 from shoal import __version__, cli
-from shoal.config import load_run
+from shoal.config import TinyPolicy, load_run
 from shoal.errors import ConfigError, PeerError
 from shoal.folder import RunFolder
+from shoal.launch.local import check_first_policy
+from shoal.policy.tiny import make_tiny
 
 COMMANDS = (
     "run", "host", "join", "validate", "train", "eval", "sft", "env check", "env list", "ledger verify", "ledger show",
@@ -157,6 +160,21 @@ def test_run_with_a_fixed_seed_is_neither_hosted_nor_resumed_where_others_reach_
     RunFolder(tmp_path / "runs/fixed").prepare(load_run(tmp_path / "fixed.toml"), tmp_path)
     check_one_line(shoal(*hosted, cwd=tmp_path), "seed = 5", "--set seed=-1", "--out")
     check_one_line(shoal(*hosted, "--set", "seed=-1", cwd=tmp_path), "in seed:", "give --out for a new run")
+
+
+@pytest.mark.parametrize("command", ["run", "host"])
+def test_model_without_a_chat_template_is_one_line_before_any_role_starts(command: str, tmp_path: Path) -> None:
+    make_tiny(TinyPolicy(), tmp_path / "model", seed=0, dtype="float32")
+    config_file = tmp_path / "model/tokenizer_config.json"
+    template = json.loads(config_file.read_text()).pop("chat_template")
+    config_file.write_text('{"eos_token": "<|end|>"}')
+    run_file = 'name = "bare"\nsteps = 1\n[policy]\npath = "model"\n[[envs]]\nname = "arithmetic"\n'
+    (tmp_path / "bare.toml").write_text(run_file)
+    check_one_line(shoal(command, "bare.toml", cwd=tmp_path), "model has no chat template", "add chat_template.jinja")
+    folder = RunFolder(tmp_path / "runs/bare")
+    assert not folder.log.exists() and not folder.policy.exists(), "mended, the same command must start the run"
+    (tmp_path / "model/chat_template.jinja").write_text(template)
+    check_first_policy(folder, folder.config())
 
 
 def test_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from shoal.launch.samples import flat_samples
 from shoal.launch.snapshot import CoordinatorWatch, MetricsWatch, Snapshot
 from shoal.launch.summary import UsageBook, write_summary
 from shoal.launch.view import LiveView, render
+from shoal.policy.render import Renderer
 
 TICK_S = 0.1
 LOOK_EVERY_S = 1.0
@@ -81,9 +82,20 @@ def launch(run_dir: Path, lock_fd: int, with_workers: bool = True, announce: Cal
     Raises `StateError` with the reason when a role cannot go on.
     """
     folder = RunFolder(run_dir)
-    crew = LocalRun(folder.config(), folder, lock_fd, with_workers, Console())
+    config = folder.config()
+    check_first_policy(folder, config)
+    crew = LocalRun(config, folder, lock_fd, with_workers, Console())
     with _counted_signals(crew):
         return crew.run(announce)
+
+
+def check_first_policy(folder: RunFolder, config: RunConfig) -> None:
+    """Raise `StateError` if no worker could talk with the run's first policy, before a trainer copies and publishes it.
+
+    Without this a hosted run waits for ever: each worker that joins fails on its own machine.
+    """
+    if config.policy.path:
+        Renderer.from_directory(folder.policy if folder.policy.exists() else Path(config.policy.path))
 
 
 class LocalRun:
