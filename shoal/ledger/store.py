@@ -71,7 +71,7 @@ class Store:
                 for row in rows:
                     data, stored_hash = row[0], row[1]
                     if not isinstance(data, bytes | memoryview) or not isinstance(stored_hash, str):
-                        raise self._unreadable("a row of it is not an event")
+                        raise self._unreadable("a row of it is not an event. Ask for the log elsewhere")
                     yield bytes(data), stored_hash
         except sa.exc.SQLAlchemyError as error:
             raise self._unreadable(_reason(error)) from None
@@ -81,10 +81,7 @@ class Store:
         self._engine.dispose()
 
     def _unreadable(self, reason: str) -> StateError:
-        return StateError(
-            f"the log {self._name} cannot be read: {reason}. Check the disk and the file's permissions, or restore it "
-            "from a copy"
-        )
+        return StateError(f"the log {self._name} cannot be read: {reason}, or restore it from a copy")
 
 
 def sqlite_url(path: Path) -> str:

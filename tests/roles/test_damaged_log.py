@@ -87,8 +87,8 @@ def test_damaged_log_needs_no_traceback_as_a_command(tmp_path, log):
     result = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert result.returncode == 2
     assert result.stderr == (
-        f"error: the log {tmp_path}/log.sqlite cannot be read: database disk image is malformed. Check the disk and the "
-        "file's permissions, or restore it from a copy\n"
+        f"error: the log {tmp_path}/log.sqlite cannot be read: database disk image is malformed. Check the disk, the path "
+        "and the permissions, or restore it from a copy\n"
     )
 
 

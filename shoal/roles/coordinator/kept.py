@@ -113,10 +113,10 @@ class Kept:
             self._blobs.delete(blob)
 
     def _versions_at_work(self) -> set[int]:
-        """Versions that somebody may still have to fetch, however old: to fill a lease, or to judge a submission."""
+        """Versions that a validator may still have to fetch, however old. The rules close older leases."""
         state = self.state
         judged = [state.submissions[name].lease for name in (*state.pending, *state.rechecks)]
-        return {state.leases[lease].version for lease in (*state.open_leases, *judged)}
+        return {state.leases[lease].version for lease in judged}
 
     def _was_used(self, submission: str) -> bool:
         lease = self.state.leases[self.state.submissions[submission].lease]
