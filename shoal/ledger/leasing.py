@@ -13,7 +13,7 @@ from shoal.ledger import audits
 from shoal.ledger import events as ev
 from shoal.ledger.audits import groups_a_worker
 from shoal.ledger.commands import AskLease, Wait
-from shoal.ledger.state import Lease, Node, State
+from shoal.ledger.state import Lease, Node, State, once_per_event
 from shoal.protocol.constants import MAX_LEASE_BLOCKS, MAX_OPEN_LEASES
 from shoal.protocol.sizes import most_lease_blocks
 
@@ -73,8 +73,19 @@ def without_signal(state: State) -> str:
 
 def _others(state: State, node: Node) -> list[Node]:
     """Workers besides this one that may get leases."""
-    workers = (other for other in state.nodes.values() if other.role == "worker" and other.key != node.key)
+    return [other for other in _workers(state) if other.key != node.key]
+
+
+@once_per_event
+def _workers(state: State) -> list[Node]:
+    """Workers that may get leases."""
+    workers = (other for other in state.nodes.values() if other.role == "worker")
     return [other for other in workers if other.standing not in ("kicked", "quarantined")]
+
+
+@once_per_event
+def _good_workers(state: State) -> int:
+    return sum(other.role == "worker" and other.standing == "good" for other in state.nodes.values())
 
 
 def _wait_after_lapses(state: State, node: Node, now: float) -> None:
@@ -103,7 +114,7 @@ def _blocks_to_lease(
 ) -> tuple[int, list[int]]:
     """Blocks of one version: given back ones first, then new ones, as many as the worker's speed allows."""
     most = 1 if node.standing == "new" else _blocks_for_speed(state, tokens_per_s)
-    workers = max(1, sum(other.role == "worker" and other.standing == "good" for other in state.nodes.values()))
+    workers = max(1, _good_workers(state))
     assert state.sampling is not None, "the run is not created"
     fit = most_lease_blocks(state.law, state.sampling, state.envs)
     most = max(1, min(most, room // state.law.block_groups // workers, fit))
@@ -122,6 +133,14 @@ def _blocks_for_speed(state: State, tokens_per_s: float) -> int:
     return int(max(1.0, min(MAX_LEASE_BLOCKS, tokens_per_s * LEASE_TARGET_S / max(1.0, tokens_per_block))))
 
 
+def blocks_to_give(state: State) -> int:
+    """Blocks that could be leased now: as many workers that wait for a lease are worth waking."""
+    if state.phase != "running" or state.version < 0:
+        return 0
+    return max(0, -(-groups_wanted(state) // state.law.block_groups))
+
+
+@once_per_event
 def groups_wanted(state: State) -> int:
     """Groups that may still be leased: accepted and in flight stay below (max_staleness + 1) batches (DESIGN §2)."""
     batches, each = _open_batches(state), groups_a_worker(state.law)
@@ -136,6 +155,7 @@ def _open_batches(state: State) -> int:
     return min(state.law.max_staleness + 1, steps_left) - (len(state.batches) - state.version)
 
 
+@once_per_event
 def _supply(state: State) -> Counter[str]:
     """Groups for the coming batches by worker: accepted, leased, or sent and not yet judged."""
     return Counter(state.maker_of(place) for place in usable(state)) + _in_flight(state)
@@ -152,6 +172,7 @@ def groups_in_flight(state: State) -> int:
     return _in_flight(state).total()
 
 
+@once_per_event
 def _in_flight(state: State) -> Counter[str]:
     """The same by worker."""
     oldest, groups = max(0, state.version - state.law.max_staleness), Counter[str]()

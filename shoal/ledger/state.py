@@ -4,7 +4,9 @@ Read by the rules, the coordinator's desk and every auditor. A state is a value:
 bytes, and `state_hash` says so.
 """
 
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -13,6 +15,8 @@ from shoal.ledger.audits import MISSED_TURNS
 from shoal.ledger.events import GENESIS
 from shoal.protocol.types import EnvSpec, GroupVerdict, Rules, Sampling
 from shoal.protocol.wire import digest, to_json
+
+T = TypeVar("T")
 
 
 class Node(msgspec.Struct):
@@ -134,8 +138,11 @@ class Version(msgspec.Struct):
     revealed: bool = False
 
 
-class State(msgspec.Struct):
-    """All that a run remembers. `state_hash` of it is equal for equal logs."""
+class State(msgspec.Struct, dict=True):
+    """All that a run remembers. `state_hash` of it is equal for equal logs.
+
+    What `once_per_event` keeps beside the fields is part of neither.
+    """
 
     run: str = ""
     name: str = ""
@@ -218,3 +225,21 @@ class State(msgspec.Struct):
 def state_hash(state: State) -> str:
     """SHA-256 over the canonical encoding of a state, hex."""
     return digest(to_json(msgspec.to_builtins(state, str_keys=True)))
+
+
+def once_per_event(count: Callable[[State], T]) -> Callable[[State], T]:
+    """A function of a state alone that is computed once for each event, however often it is called.
+
+    The value is kept beside the fields of the state, so it changes no hash. Callers must not change the value.
+    """
+    name = f"{count.__module__}.{count.__qualname__}"
+
+    @functools.wraps(count)
+    def remembered(state: State) -> T:
+        seq, value = state.__dict__.get(name, (None, None))
+        if seq != state.seq:
+            value = count(state)
+            state.__dict__[name] = (state.seq, value)
+        return value
+
+    return remembered
