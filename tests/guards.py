@@ -58,6 +58,7 @@ def _in(file: str, tests: str, *lines: tuple[str, str, str, str]) -> list[Guard]
 
 
 HOSTILE, JUDGING, RULES = "tests/ledger/test_hostile.py", "tests/ledger/test_judging.py", "tests/ledger/test_rules.py"
+LINE = "tests/roles/test_line.py"
 LIVENESS = "tests/ledger/test_liveness.py"
 VALIDATORS = "tests/roles/test_validators.py"
 MEMBERS = "tests/roles/test_hostile_members.py"
@@ -318,6 +319,11 @@ GUARDS = [
          f"{LIVENESS}::test_who_dropped_a_block_does_not_get_it_again_while_another_may"),
         ("what was dropped is kept for proven workers", "return not node.accepted and any(", "return False and any(",
          f"{LIVENESS}::test_what_a_newcomer_dropped_goes_to_who_has_accepted_work"),
+    ),
+    *_in("shoal/ledger/state.py", "tests/ledger/test_counts.py",
+        ("counts are made once an event", "if seq != state.seq:", "if True:", "test_a_count_is_made_once_an_event"),
+        ("counts are made again at each event", "if seq != state.seq:", "if seq is None:",
+         "test_counts_kept_for_an_event_equal_counts_made_afresh_at_every_event_of_a_log"),
     ),
     *_in("shoal/ledger/state.py", LIVENESS,
         ("with all validators silent turns go on", "return missing if len(missing) < len(judges) else set()",
@@ -664,6 +670,30 @@ GUARDS = [
     ),
     *_in("shoal/roles/coordinator/role.py", "tests/roles/test_coordinator.py",
         ("the log holds no seed", ' if key != "seed"', "", "test_log_holds_no_seed_of_the_run_file"),
+    ),
+    *_in("shoal/roles/coordinator/line.py", LINE,
+        ("a commit wakes as many polls as there are blocks", "heapq.nsmallest(spare, self._waiting)", "self._waiting",
+         "test_a_commit_wakes_no_more_polls_for_a_lease_than_there_are_blocks"),
+        ("blocks go to who has waited longest", "heapq.nsmallest(spare, self._waiting)",
+         "heapq.nlargest(spare, self._waiting)",
+         "test_a_block_that_comes_free_goes_to_the_poll_that_has_waited_longest"),
+        ("a poll that ends passes its call on", "            self._remember(place)\n        self._call_next()",
+         "            self._remember(place)", "test_a_call_that_is_cancelled_before_it_asks_goes_to_the_next"),
+        ("who cannot use a block steps aside",
+         "if aside_s is not None and blocks_to_give(self._book.state) > 0:", OFF,
+         "test_a_poll_that_cannot_use_its_block_wakes_the_next"),
+        ("who asks again keeps its number", "            self._remember(place)\n", "            pass\n",
+         "test_an_honest_slow_worker_in_a_crowd_gets_its_lease"),
+        ("a newcomer asks at once only if nobody waits", "return not self._waiting and not self._called",
+         "return True", "test_a_newcomer_does_not_overtake_a_poll_that_is_called"),
+        ("an end is told to all", "if isinstance(body, _FOR_ALL):", OFF,
+         "test_a_change_that_concerns_all_is_told_to_all_at_once"),
+    ),
+    *_in("shoal/roles/coordinator/api.py", LINE,
+        ("nobody who has gone gets a lease", "while not await request.is_disconnected():", "while True:",
+         "test_a_poll_whose_worker_was_cut_off_wakes_the_next"),
+        ("a commit wakes no poll for another batch", "changed(left_s, ev.BatchFormed)", "changed(left_s, *TO_JUDGE)",
+         "test_a_commit_wakes_a_poll_for_a_batch_only_if_it_forms_one"),
     ),
     *_in("shoal/roles/coordinator/api.py", MEMBERS,
         ("a page of the log is of bounded size", "if len(page) > MAX_EVENTS_BYTES:", OFF,

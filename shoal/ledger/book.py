@@ -5,14 +5,14 @@ Called by the coordinator role. It knows no HTTP and no secret. Commands that ar
 """
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from shoal.errors import ShoalError, StateError
 from shoal.ledger.apply import apply
 from shoal.ledger.commands import Command
 from shoal.ledger.decide import decide, follow
-from shoal.ledger.events import Entry, make_entry, read_entry
+from shoal.ledger.events import Body, Entry, make_entry, read_entry
 from shoal.ledger.state import State
 from shoal.ledger.store import Store
 from shoal.protocol.wire import WireError
@@ -54,7 +54,8 @@ class Book:
         self._heads: set[bytes] = set()
         self.state = self._replay()
         self._queue: list[_Waiting] = []
-        self._changed = asyncio.Event()
+        self._bells: dict[type[Body], set[asyncio.Future[None]]] = {}
+        self._watchers: list[Callable[[list[Entry]], None]] = []
 
     def write(self, command: Command, now: float) -> list[Entry]:
         """Handle one command at once; returns its entries after they are stored.
@@ -78,12 +79,23 @@ class Book:
         """Whether a hash is that of one of this log's events: a head that somebody saw must be."""
         return head[:_HEAD_DIGITS].encode() in self._heads
 
-    async def changed(self, timeout_s: float) -> None:
-        """Return at the next change of the state, or after the timeout."""
+    def watch(self, watcher: Callable[[list[Entry]], None]) -> None:
+        """Call `watcher` with the entries of each commit, before the commands that led to them are answered."""
+        self._watchers.append(watcher)
+
+    async def changed(self, timeout_s: float, *kinds: type[Body]) -> None:
+        """Return when the next event of one of these kinds is stored, or after the timeout."""
+        bell = asyncio.get_running_loop().create_future()
+        for kind in kinds:
+            self._bells.setdefault(kind, set()).add(bell)
         try:
-            await asyncio.wait_for(self._changed.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await bell
         except TimeoutError:
             pass
+        finally:
+            for kind in kinds:
+                self._bells[kind].discard(bell)
 
     def _commit_queue(self) -> None:
         queue, self._queue = self._queue, []
@@ -151,8 +163,12 @@ class Book:
             self.state = self._replay()
             raise
         self._heads.update(entry.hash[:_HEAD_DIGITS].encode() for entry in entries)
-        self._changed.set()
-        self._changed = asyncio.Event()
+        for kind in {type(entry.body) for entry in entries}:
+            for bell in self._bells.get(kind, ()):
+                if not bell.done():
+                    bell.set_result(None)
+        for watcher in self._watchers:
+            watcher(entries)
 
 
 _HEAD_DIGITS = 16

@@ -16,6 +16,7 @@ from starlette.routing import Route
 
 from shoal import __version__
 from shoal.ledger import audits
+from shoal.ledger import events as ev
 from shoal.ledger.commands import Admin, Enter, Refused, Wait
 from shoal.net import server
 from shoal.net.openapi import Call, document
@@ -32,6 +33,7 @@ from shoal.protocol.constants import (
 )
 from shoal.protocol.identity import Caller
 from shoal.roles.coordinator.desk import Desk, batch_of, node_state
+from shoal.roles.coordinator.line import Line
 
 STATUS_OF = {
     "not_joined": 403, "not_admitted": 403, "kicked": 403, "not_yours": 403, "conflict": 409, "fork": 409,
@@ -39,12 +41,18 @@ STATUS_OF = {
 }  # fmt: skip
 """HTTP status of a rule's refusal; 400 for the others."""
 
+TO_JUDGE = (
+    ev.SubmissionReceived, ev.VerdictGiven, ev.Decision, ev.Rechecked, ev.ValidatorFault, ev.NodeJoined,
+    ev.RulesChanged, ev.RunEnded,
+)  # fmt: skip
+"""Events after which a validator may have something to judge, or to be told."""
+
 Handler = Callable[["Api", Request], Awaitable[Response]]
 
 
 def application(desk: Desk, **options: Any) -> Starlette:
     """The coordinator as an ASGI application. `options` are Starlette's."""
-    api = Api(desk, Gate(desk.clock))
+    api = Api(desk, Gate(desk.clock), Line(desk.book))
     routes = [Route(call.path, _bound(handler, api), methods=[call.method]) for call, handler in CALLS]
     return server.application(routes, **options)
 
@@ -63,6 +71,7 @@ def _bound(handler: Handler, api: "Api") -> Callable[[Request], Awaitable[Respon
 class Api:
     desk: Desk
     gate: Gate
+    line: Line
 
     async def caller(self, request: Request, cap: int = 1 << 20) -> tuple[Caller, bytes]:
         """Who signed the request, and its body. A head that our log does not hold means that one of us is a fork."""
@@ -134,7 +143,7 @@ async def get_batch(api: Api, request: Request) -> Response:
             return answer(batch)
         if left_s <= 0:
             raise Refused("nothing_yet", f"batch {step} is not formed yet: {api.desk.status().waiting_for}")
-        await api.desk.book.changed(left_s)
+        await api.desk.book.changed(left_s, ev.BatchFormed)
 
 
 async def get_events(api: Api, request: Request) -> Response:
@@ -194,14 +203,16 @@ async def post_leases(api: Api, request: Request) -> Response:
     """Held open while a lease may come soon."""
     caller, body = await api.caller(request)
     asked, until = server.decode(body, t.LeaseRequest), time.monotonic() + LONG_POLL_S
-    while True:
-        try:
-            return answer(await api.desk.lease(caller.key, asked))
-        except Wait as wait:
-            left_s = until - time.monotonic()
-            if left_s <= 0 or wait.retry_s > LONG_POLL_S:
-                return answer(t.LeaseAnswer(None, min(wait.retry_s, LONG_POLL_S), str(wait)))
-            await api.desk.book.changed(left_s)
+    with api.line.place(caller.key) as place:
+        while not await request.is_disconnected():  # a lease for nobody would hold up the run until it lapses
+            try:
+                return answer(await api.desk.lease(caller.key, asked, place.may_take()))
+            except Wait as wait:
+                left_s = until - time.monotonic()
+                if left_s <= 0 or wait.retry_s > LONG_POLL_S:
+                    return answer(t.LeaseAnswer(None, min(wait.retry_s, LONG_POLL_S), str(wait)))
+                await place.wait(wait.retry_s, left_s)
+    return answer(t.LeaseAnswer(None, 0.0, "the caller has gone"))
 
 
 async def put_submission(api: Api, request: Request) -> Response:
@@ -219,7 +230,7 @@ async def get_checks(api: Api, request: Request) -> Response:
         over = api.desk.state.phase == "ended" and not api.desk.status().pending
         if check is not None or over or left_s <= 0:
             return answer(t.CheckAnswer(check, "" if check else api.desk.status().waiting_for))
-        await api.desk.book.changed(min(left_s, audits.TURN_S))  # a turn comes without an event
+        await api.desk.book.changed(min(left_s, audits.TURN_S), *TO_JUDGE)  # a turn comes without an event
 
 
 async def put_verdict(api: Api, request: Request) -> Response:

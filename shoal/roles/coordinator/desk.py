@@ -19,7 +19,7 @@ from shoal.ledger.audits import TURN_S
 from shoal.ledger.book import Book
 from shoal.ledger.commands import AskLease, Judge, Publish, Refused, ReturnLeases, Submit, Tick, Wait
 from shoal.ledger.credits import explain
-from shoal.ledger.decide import groups_beyond_share, next_members
+from shoal.ledger.decide import decide, groups_beyond_share, next_members
 from shoal.ledger.events import read_entry
 from shoal.ledger.judging import is_open, to_judge
 from shoal.ledger.leasing import groups_in_flight, without_signal
@@ -164,8 +164,8 @@ class Desk:
 
     # --- leases ---
 
-    async def lease(self, key: str, request: t.LeaseRequest) -> t.LeaseAnswer:
-        """The open lease of a worker or a new one. Raises `Wait`, `Refused`."""
+    async def lease(self, key: str, request: t.LeaseRequest, in_turn: bool = True) -> t.LeaseAnswer:
+        """The open lease of a worker, or a new one if it is its turn. Raises `Wait`, `Refused`."""
         self.last_seen[key] = self.clock()
         if request.returning:
             await self.book.submit(ReturnLeases(key, request.returning, self.clock()))
@@ -173,7 +173,10 @@ class Desk:
         quota = self._config.storage.quota_mb * 1_000_000
         if not self.kept.has_room(quota):
             raise Wait(f"the host's disk quota is used up ({quota // 1_000_000} MB, storage.quota_mb)", 10.0)
-        await self.book.submit(AskLease(key, request.holding, request.tokens_per_s, self.clock()))
+        ask = AskLease(key, request.holding, request.tokens_per_s, self.clock())
+        if not in_turn and decide(ask, self.state):
+            raise Wait("workers that have waited longer come first", 1.0)
+        await self.book.submit(ask)
         lease = next((x for x in self.state.open_leases_of(key) if x.id not in request.holding), None)
         if lease is None:
             raise Wait("the lease was taken back at this moment", 0.5)
