@@ -643,6 +643,8 @@ GUARDS = [
          "version.isdecimal()", "test_no_number_of_a_path_or_query_is_a_fault_of_ours"),
         ("a version signed again at once is not booked again", "known is not None and not is_renewal(manifest, known)",
          "False", "test_a_version_signed_again_at_once_changes_nothing_and_later_is_served"),
+        ("a page of nodes is of bounded size", "islice(keys, MAX_NODES)", "keys",
+         "test_nodes_are_read_page_by_page_in_the_order_in_which_they_joined"),
         ("the host's disk has a quota", "if not self.kept.has_room(quota):", OFF,
          "test_the_quota_stops_leases_and_says_so"),
     ),

@@ -6,6 +6,7 @@ something is not there yet: a run that is starting has no metrics, a coordinator
 
 import http.client
 import json
+import time
 import urllib.error
 import urllib.request
 from dataclasses import dataclass, field
@@ -15,13 +16,15 @@ from typing import Any, TypeVar
 import msgspec
 
 from shoal.metrics import read_metrics
+from shoal.protocol.constants import MAX_JSON_BYTES, MAX_NODES
 from shoal.protocol.types import NodeState, Status
 from shoal.protocol.wire import WireError, from_json
 
 T = TypeVar("T")
 
 ANSWER_TIMEOUT_S = 2.0
-MAX_ANSWER_BYTES = 1 << 20
+PAGING_SHARE = 0.1
+"""Of the time, at most, that goes into asking for the nodes of a run that has more than one answer holds."""
 
 
 NO_STATUS = Status("", "starting", -1, 0, 0, {}, 0, 0, "", 0.0)
@@ -111,6 +114,7 @@ class CoordinatorWatch:
         self._file, self._bind = address_file, bind
         self._status = NO_STATUS
         self._nodes: tuple[NodeState, ...] = ()
+        self._nodes_again_at = 0.0
 
     def url(self) -> str:
         """Where it listens for roles on this machine, or "" while it has not said so."""
@@ -143,9 +147,24 @@ class CoordinatorWatch:
         return self._status
 
     def nodes(self) -> tuple[NodeState, ...]:
-        """The last list of nodes it gave."""
-        self._nodes = self._ask("/v1/nodes", tuple[NodeState, ...]) or self._nodes
+        """The last list of nodes it gave. Where that takes several answers, it may be a little older."""
+        began = time.monotonic()
+        if began >= self._nodes_again_at:
+            self._nodes = self._all_nodes() or self._nodes
+            if len(self._nodes) >= MAX_NODES:
+                self._nodes_again_at = began + (time.monotonic() - began) / PAGING_SHARE
         return self._nodes
+
+    def _all_nodes(self) -> tuple[NodeState, ...] | None:
+        """All nodes, page by page, or None if a page does not come."""
+        nodes: tuple[NodeState, ...] = ()
+        while True:
+            page = self._ask(f"/v1/nodes?after={nodes[-1].key}" if nodes else "/v1/nodes", tuple[NodeState, ...])
+            if page is None:
+                return None
+            nodes += page
+            if len(page) < MAX_NODES:
+                return nodes
 
     def _ask(self, path: str, kind: type[T]) -> T | None:
         url = self.url()
@@ -163,7 +182,7 @@ def _get(url: str) -> bytes | None:
     try:
         direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         with direct.open(url, timeout=ANSWER_TIMEOUT_S) as answer:
-            body: bytes = answer.read(MAX_ANSWER_BYTES)
+            body: bytes = answer.read(MAX_JSON_BYTES)
             return body
     except (urllib.error.URLError, http.client.HTTPException, OSError, ValueError):
         return None

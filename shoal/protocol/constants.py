@@ -58,6 +58,10 @@ MAX_BLOCK_ROLLOUTS = 4096
 MAX_LEASE_BLOCKS = 64
 """Blocks in one lease; more would let one lapse hold up a batch for long."""
 
+MAX_NODES = 400
+"""Nodes in one answer to `GET /v1/nodes`: as many of the longest as fit into MAX_JSON_BYTES. An answer with so many goes on
+after its last node. Changing breaks: older readers stop early."""
+
 MAX_EVENTS = 1000
 """Events in one answer to `GET /v1/events`. Changing breaks: older readers stop early."""
 

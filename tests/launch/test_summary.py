@@ -11,6 +11,7 @@ import pytest
 from shoal.launch.process import Use
 from shoal.launch.snapshot import NO_STATUS, CoordinatorWatch, MetricsWatch, Snapshot
 from shoal.launch.summary import UsageBook, influence_shares
+from shoal.protocol.constants import MAX_NODES
 from shoal.protocol.types import NodeState, Status
 from shoal.protocol.wire import to_json
 
@@ -116,6 +117,22 @@ def test_last_answer_is_kept_while_the_coordinator_restarts_or_babbles(
         assert watch.status() == STATUS
     Answers.bodies = {}
     assert watch.status() == STATUS and watch.nodes() == ()
+
+
+def test_nodes_come_page_by_page_and_a_list_with_a_page_missing_is_not_shown(
+    coordinator: http.server.HTTPServer, tmp_path: Path
+) -> None:
+    nodes = [NodeState(f"{i:064x}", "worker", f"w{i}", "new", 0, 0, 0, 0, {}, "") for i in range(2 * MAX_NODES + 50)]
+    starts = range(0, len(nodes), MAX_NODES)
+    pages = {i: to_json(nodes[i : i + MAX_NODES]) for i in starts}
+    paths = {i: f"/v1/nodes?after={nodes[i - 1].key}" if i else "/v1/nodes" for i in starts}
+    Answers.bodies = {paths[i]: pages[i] for i in starts[:-1]}
+    watch = CoordinatorWatch(tmp_path / "coordinator.json", "127.0.0.1")
+    assert watch.nodes() == ()
+    Answers.bodies = {paths[i]: pages[i] for i in starts}
+    assert watch.nodes() == tuple(nodes)
+    Answers.bodies = {"/v1/nodes": b"[]"}
+    assert watch.nodes() == tuple(nodes), "what takes several answers is asked for seldom"
 
 
 def test_before_the_coordinator_has_spoken_nothing_is_known(tmp_path: Path) -> None:

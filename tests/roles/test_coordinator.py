@@ -9,12 +9,13 @@ from msgspec.structs import replace
 
 from shoal.errors import NothingYet, StateError
 from shoal.ledger import events as ev
-from shoal.ledger.commands import Admin, Refused
+from shoal.ledger.audits import CHECKS, MAX_REASON_CHARS
+from shoal.ledger.commands import Admin, Enter, Refused
 from shoal.ledger.verify import verify
 from shoal.net.client import Client, PeerRefused
 from shoal.net.keys import load_or_make_key
 from shoal.protocol import types as t
-from shoal.protocol.constants import MANIFEST_LIFETIME_S
+from shoal.protocol.constants import MANIFEST_LIFETIME_S, MAX_FACT_CHARS, MAX_JSON_BYTES, MAX_NODES
 from shoal.protocol.wire import digest, to_json
 from shoal.roles.coordinator.role import env_specs, open_run, rules_of
 from shoal.tree import to_tree
@@ -319,3 +320,30 @@ def test_a_version_signed_again_at_once_changes_nothing_and_later_is_served(tmp_
     with pytest.raises(Refused, match="published once"):
         publish(replace(manifest, root="b" * 64))
     assert publish(manifest).issued == now and town.desk.state.seq == events + 1
+
+
+def test_nodes_are_read_page_by_page_in_the_order_in_which_they_joined(town, monkeypatch):
+    monkeypatch.setattr("shoal.roles.coordinator.desk.MAX_NODES", 3)
+    for number in range(7):
+        join = t.Join("worker", f"w{number}", 0.0, "x", "float32", "cpu")
+        town.desk.book.write(Enter(digest(b"%d" % number), join, 0.0), 0.0)
+
+    async def story(client):
+        pages = [await client.get_json("/v1/nodes", list[t.NodeState])]
+        while len(pages[-1]) == 3:
+            pages.append(await client.get_json(f"/v1/nodes?after={pages[-1][-1].key}", list[t.NodeState]))
+        with pytest.raises(NothingYet, match="no node 1234 in this run"):
+            await client.get_json("/v1/nodes?after=1234", list[t.NodeState])
+        return [[node.name for node in page] for page in pages]
+
+    assert ask(town, story) == [["w0", "w1", "w2"], ["w3", "w4", "w5"], ["w6"]]
+
+
+def test_a_page_of_the_longest_nodes_fits_into_an_answer():
+    wide = "\N{CJK UNIFIED IDEOGRAPH-20000}"
+    said = wide * (MAX_REASON_CHARS + 60)  # a reason and its figures
+    longest = t.NodeState(
+        "f" * 64, "validator", wide * MAX_FACT_CHARS, "quarantined", 2**63, 2**63, 2**63, 2**63,
+        dict.fromkeys(CHECKS, 2**63), said, 2**63, 2**63, -1.2345678901234567e-300,
+    )  # fmt: skip
+    assert MAX_NODES * (len(to_json(longest)) + 1) + 2 <= MAX_JSON_BYTES

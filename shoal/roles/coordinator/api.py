@@ -92,7 +92,7 @@ async def get_run(api: Api, request: Request) -> Response:
 
 async def get_nodes(api: Api, request: Request) -> Response:
     await api.gate.anyone(request)
-    return answer(api.desk.nodes())
+    return answer(api.desk.nodes(request.query_params.get("after", "")))
 
 
 async def get_node(api: Api, request: Request) -> Response:
@@ -284,7 +284,7 @@ def _number(text: str, what: str) -> int:
 
 CALLS: list[tuple[Call, Handler]] = [
     (Call("GET", "/v1/run", "anyone", "The run: rules, environments, keys.", None, t.RunInfo), get_run),
-    (Call("GET", "/v1/nodes", "anyone", "All nodes and their credits.", None, list[t.NodeState]), get_nodes),
+    (Call("GET", "/v1/nodes", "anyone", "Nodes and their credits; ?after=KEY.", None, list[t.NodeState]), get_nodes),
     (Call("GET", "/v1/nodes/{key}", "anyone", "One node.", None, t.NodeState), get_node),
     (
         Call("GET", "/v1/nodes/{key}/credits", "anyone", "Its pay explained; ?after=SEQ.", None, CreditPage),

@@ -7,6 +7,7 @@ knows no HTTP; the rules are in `ledger/decide`.
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import islice
 
 import msgspec
 
@@ -31,7 +32,7 @@ from shoal.net.blobs import FolderBlobs
 from shoal.proofs.commit import largest_submission_bytes
 from shoal.protocol import types as t
 from shoal.protocol.accounts import CreditLine, CreditPage, Statement
-from shoal.protocol.constants import CHAIN_LENGTH, MAX_CHUNK_BYTES, MAX_EVENTS, PROTOCOL_VERSION
+from shoal.protocol.constants import CHAIN_LENGTH, MAX_CHUNK_BYTES, MAX_EVENTS, MAX_NODES, PROTOCOL_VERSION
 from shoal.protocol.identity import Key
 from shoal.protocol.randomness import SecretChain
 from shoal.protocol.wire import WireError, digest, from_json, from_msgpack, to_json
@@ -82,9 +83,12 @@ class Desk:
             sampling=state.sampling, rules=state.law, phase=state.phase, version=state.version,  # type: ignore[arg-type]
         )  # fmt: skip
 
-    def nodes(self) -> list[t.NodeState]:
-        """All members, in the order in which they joined."""
-        return [node_state(node) for node in self.state.nodes.values()]
+    def nodes(self, after: str = "") -> list[t.NodeState]:
+        """The next `MAX_NODES` members after one, or the first, in the order in which they joined. Raises `Refused`."""
+        keys = iter(self.state.nodes)
+        if after and after not in keys:  # which also takes it and all before it off
+            raise Refused("unknown", f"no node {after[:16]} in this run")
+        return [node_state(self.state.nodes[key]) for key in islice(keys, MAX_NODES)]
 
     def status(self) -> t.Status:
         """Where the run stands and what it waits for."""
