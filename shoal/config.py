@@ -221,6 +221,8 @@ class HostConfig(Section, frozen=True):
     """0 takes a free port and keeps it for resuming."""
     public_url: str = ""
     """What others should type, when a proxy with TLS stands before us."""
+    trusted_proxies: tuple[str, ...] = ("127.0.0.1", "::1")
+    """Addresses or networks of proxies: their X-Forwarded-For is believed, and no cap by address holds for them."""
 
     @property
     def is_reached_by_others(self) -> bool:
@@ -409,6 +411,7 @@ def check_run(config: RunConfig) -> None:
             rollouts.max_staleness > 0 or config.verify.worker_share == 1.0,
             "verify.worker_share: must be 1 when rollouts.max_staleness is 0 (a batch goes by slot number then)",
         ),
+        *_addresses_are_read(config.host.trusted_proxies),
         (rollouts.paid_tokens >= 0, "rollouts.paid_tokens: at least 0, and 0 pays all"),
         *_messages_fit(config),
     ]
@@ -424,6 +427,14 @@ def _labels_fit(envs: Sequence[EnvConfig]) -> Iterator[tuple[bool, str]]:
         yield fits, f"envs.label = {label!r}: 1 to {MAX_FACT_CHARS} printable characters, without a space at either end"
     for label, count in Counter(env.label for env in envs).items():
         yield count == 1, f'{count} [[envs]] are labelled {label}: give each its own, such as label = "{label}-2"'
+
+
+def _addresses_are_read(names: Iterable[str]) -> Iterator[tuple[bool, str]]:
+    for name in names:
+        try:
+            ipaddress.ip_network(name, strict=False)
+        except ValueError as error:
+            yield False, f"host.trusted_proxies: {error}: write an address or a network, such as 10.0.0.0/8"
 
 
 def _messages_fit(config: RunConfig) -> Iterator[tuple[bool, str]]:

@@ -78,28 +78,38 @@ def _(command: ReturnLeases, state: State) -> list[ev.Body]:
 
 @decide.register
 def _(command: Submit, state: State) -> list[ev.Body]:
-    node = _member(state, command.key, "worker")
-    lease = state.leases.get(command.lease)
-    if lease is None or lease.worker != command.key:
-        raise Refused("not_yours", f"lease {command.lease} is not one of yours")
+    lease = lease_to_fill(state, command.key, command.lease, command.digest)
     if lease.submission:
-        if lease.submission == command.digest:
-            return []
-        raise Refused("conflict", f"lease {lease.id} was filled by submission {lease.submission[:12]} already")
-    if command.digest in state.submissions:
-        raise Refused("conflict", f"submission {command.digest[:12]} was sent for another lease already")
-    _refuse_superseded(state, lease)
+        return []
     expected = len(lease.blocks) * state.law.block_groups
     if len(command.groups) != expected:
         raise Refused("malformed", f"lease {lease.id} has {expected} slots, the submission {len(command.groups)}")
     received = ev.SubmissionReceived(command.lease, command.key, command.digest, command.size_bytes, command.groups)
-    rate = audits.audit_rate(node.valid_blocks, state.law.audit_rate)
+    rate = audits.audit_rate(state.nodes[command.key].valid_blocks, state.law.audit_rate)
     drawn = zip(slots_of(state, lease), command.draws, strict=True)
     audited = tuple(slot for slot, draw in drawn if draw < rate)
     mean_influence = state.influence / state.accepted_groups if state.accepted_groups else 0.0
     judges = state.judges()
     order = tuple(key for key in command.order if key in judges)
     return [received, ev.AuditDrawn(command.digest, audited, rate, command.draws, mean_influence, order)]
+
+
+def lease_to_fill(state: State, key: str, lease_id: str, digest: str) -> Lease:
+    """The lease that a worker may fill with a submission, or has filled with this very one. Raises `Refused`.
+
+    The coordinator also asks before it reads a submission's body.
+    """
+    _member(state, key, "worker")
+    lease = state.leases.get(lease_id)
+    if lease is None or lease.worker != key:
+        raise Refused("not_yours", f"lease {lease_id} is not one of yours")
+    if lease.submission and lease.submission != digest:
+        raise Refused("conflict", f"lease {lease.id} was filled by submission {lease.submission[:12]} already")
+    if not lease.submission and digest in state.submissions:
+        raise Refused("conflict", f"submission {digest[:12]} was sent for another lease already")
+    if not lease.submission:
+        _refuse_superseded(state, lease)
+    return lease
 
 
 def _refuse_superseded(state: State, lease: Lease) -> None:

@@ -5,6 +5,7 @@ hosted); `FolderBlobs` keeps a file ab/abcdef… for each. Names come from hashe
 from a peer's path. What is read is verified; what is damaged on disk is refused, and healed by the next put.
 """
 
+import contextlib
 import errno
 import os
 import re
@@ -69,29 +70,22 @@ class FolderBlobs:
     def put(self, data: bytes, digest: str = "") -> str:
         """Keep bytes: written aside, synced and then named, so that a name never holds a part."""
         digest = digest or wire.digest(data)
-        path = self._path(digest)
-        known_bytes = path.stat().st_size if path.exists() else 0
-        if known_bytes == len(data) and path.read_bytes() == data:
+        path = self.path_of(digest)
+        if path.exists() and path.stat().st_size == len(data) and path.read_bytes() == data:
             return digest
-        aside = self._unfinished / secrets.token_hex(8)
-        try:
-            with aside.open("xb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            path.parent.mkdir(exist_ok=True)
-            aside.replace(path)
-            sync_folder(path.parent)
-        except OSError as error:
-            aside.unlink(missing_ok=True)
-            raise _cannot_write(self.folder, error) from None
-        self.size_bytes += len(data) - known_bytes
+        with self.upload() as upload:
+            upload.write(data)
+            upload.keep(digest)
         return digest
+
+    def upload(self) -> "Upload":
+        """Begin to take bytes whose hash is not verified yet. Use as `with blobs.upload() as upload`."""
+        return Upload(self)
 
     def get(self, digest: str) -> bytes:
         """The bytes, verified."""
         try:
-            data = self._path(digest).read_bytes()
+            data = self.path_of(digest).read_bytes()
         except FileNotFoundError:
             raise NothingYet(f"there is no blob {digest[:16]}…: it was never stored, or its time is over") from None
         except OSError as error:
@@ -104,18 +98,18 @@ class FolderBlobs:
 
     def has(self, digest: str) -> bool:
         """Whether there is a file for the hash."""
-        return self._path(digest).exists()
+        return self.path_of(digest).exists()
 
     def delete(self, digest: str) -> None:
         """Remove the file, if there is one."""
-        path = self._path(digest)
+        path = self.path_of(digest)
         if path.exists():
             self.size_bytes -= path.stat().st_size
             path.unlink()
 
     def serve(self, digest: str) -> FileResponse:
         """The blob as an HTTP answer, Range included, from the file: the client verifies it. Raises `NothingYet`."""
-        path = self._path(digest)
+        path = self.path_of(digest)
         if not path.exists():
             raise NothingYet(f"there is no blob {digest[:16]}…: it was never stored, or its time is over")
         headers = {"etag": f'"{digest}"', "cache-control": "public, max-age=31536000, immutable"}
@@ -125,13 +119,67 @@ class FolderBlobs:
         """The hashes kept, in no order."""
         return (path.name for path in self._paths())
 
-    def _path(self, digest: str) -> Path:
+    def path_of(self, digest: str) -> Path:
+        """Where a blob is, or would be. Raises `NothingYet` for what is not a hash."""
         if not is_digest(digest):
             raise NothingYet(f"{digest[:80]!r} is not the SHA-256 of a blob: write 64 lower-case hex digits")
         return self.folder / digest[:2] / digest
 
     def _paths(self) -> Iterator[Path]:
         return (path for path in self.folder.glob("[0-9a-f][0-9a-f]/*") if is_digest(path.name))
+
+
+class Upload:
+    """Bytes on their way into a folder of blobs: on disk part by part, named by their hash once it is verified."""
+
+    def __init__(self, blobs: FolderBlobs) -> None:
+        """Raises `StateError`, as every call of it, when the disk does not take the bytes."""
+        self.size = 0
+        """Bytes written."""
+        self._blobs = blobs
+        self._aside = blobs.folder / "unfinished" / secrets.token_hex(8)
+        try:
+            self._file = self._aside.open("xb")
+        except OSError as error:
+            raise _cannot_write(blobs.folder, error) from None
+
+    def __enter__(self) -> "Upload":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(OSError):  # closing writes what is left; it was never promised to be kept
+            self._file.close()
+        self._aside.unlink(missing_ok=True)
+
+    def write(self, part: bytes) -> None:
+        """Add bytes."""
+        try:
+            self._file.write(part)
+        except OSError as error:
+            raise _cannot_write(self._blobs.folder, error) from None
+        self.size += len(part)
+
+    def read(self) -> bytes:
+        """All bytes written."""
+        try:
+            self._file.flush()
+            return self._aside.read_bytes()
+        except OSError as error:
+            raise _cannot_write(self._blobs.folder, error) from None
+
+    def keep(self, digest: str) -> None:
+        """Keep the bytes under their verified hash: they are durable once this returns."""
+        path = self._blobs.path_of(digest)
+        known_bytes = path.stat().st_size if path.exists() else 0
+        try:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            path.parent.mkdir(exist_ok=True)
+            self._aside.replace(path)
+            sync_folder(path.parent)
+        except OSError as error:
+            raise _cannot_write(self._blobs.folder, error) from None
+        self._blobs.size_bytes += self.size - known_bytes
 
 
 class _BlobResponse(FileResponse):

@@ -1,11 +1,12 @@
 """The coordinator's and the relays' side of HTTP: what every request passes before a role looks at it.
 
-Called by roles that serve. A `Gate` holds back floods, reads a body within its cap and its time, and verifies the
-signature; `application` turns every error of the `ShoalError` and wire families into a `types.Refusal` with the right
-status. It knows no route, and decides nothing about who may do what.
+Called by roles that serve. A `Gate` holds back floods, verifies the signature, and only then reads a body, within its
+cap and its time; `application` turns every error of the `ShoalError` and wire families into a `types.Refusal` with the
+right status. It knows no route, and decides nothing about who may do what.
 """
 
 import asyncio
+import hashlib
 import ipaddress
 import logging
 import math
@@ -23,7 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shoal.errors import NothingYet, PeerError, ShoalError, StateError, Superseded
 from shoal.protocol import constants, wire
-from shoal.protocol.identity import Caller, RequestLine, SignatureError, content_digest, verify_request
+from shoal.protocol.identity import Caller, RequestLine, SignatureError, content_digest, verify_headers
 from shoal.protocol.types import Refusal
 
 T = TypeVar("T")
@@ -43,32 +44,46 @@ class Refused(Exception):
 
 
 class Gate:
-    """What a request passes first. One for a server; it holds the rates of addresses and keys and nothing else."""
+    """What a request passes first. One for a server; it holds the rates of addresses and keys, and counts bodies."""
 
     def __init__(
         self,
         clock: Callable[[], float],
         *,
-        body_timeout_s: float = constants.BODY_TIMEOUT_S,
+        body_window: tuple[float, int] = (constants.BODY_WINDOW_S, constants.BODY_WINDOW_BYTES),
+        bodies_bytes: int = constants.MAX_BODIES_BYTES,
         address_rate: tuple[float, int] = (constants.ADDRESS_REQUESTS_PER_S, constants.ADDRESS_BURST),
         key_rate: tuple[float, int] = (constants.KEY_REQUESTS_PER_S, constants.KEY_BURST),
     ) -> None:
-        """`clock` gives seconds since the epoch; rates are (requests per second, burst)."""
+        """`clock` gives seconds since the epoch; rates are (requests per second, burst).
+
+        In each `body_window` (seconds, bytes) a body must bring so many bytes more, or its end. `bodies_bytes` is the
+        most that all bodies read into memory at one time may have; small ones do not count.
+        """
         self._clock = clock
-        self._body_timeout_s = body_timeout_s
+        self._body_window = body_window
+        self._bodies_left = bodies_bytes
         self._addresses = Buckets(*address_rate)
         self._keys = Buckets(*key_rate)
 
-    async def signed(self, request: Request, *, run: str, cap: int = constants.MAX_JSON_BYTES) -> tuple[Caller, bytes]:
-        """The verified sender and body of a request that must be meant for `run`.
+    async def anyone(self, request: Request) -> None:
+        """Let a request pass that need not be signed, and has no body. Raises `Refused` 411, 413, 429."""
+        self._limit(self._addresses, address_of(request), "address")
+        if body_bytes(request) > 0:
+            raise _too_large(0)
 
-        Raises `Refused` 408, 413, 400 (body), 401 (signature, clock), 409 (another run), 429 (rate).
+    def admit(self, request: Request, *, run: str, cap: int = constants.SMALL_BODY_BYTES) -> Caller:
+        """The verified sender of a request that must be meant for `run`. Nothing of its body is read.
+
+        Raises `Refused` 411, 413 (body), 401 (signature, clock), 409 (another run), 429 (rate).
         """
-        body = await self.anyone(request, cap=cap)
+        self._limit(self._addresses, address_of(request), "address")
+        if body_bytes(request) > cap:
+            raise _too_large(cap)
         try:
-            caller = verify_request(request_line(request), _signed_headers(request), body, now=self._clock())
+            caller = verify_headers(request_line(request), _signed_headers(request), now=self._clock())
         except SignatureError as error:
-            raise Refused(400 if error.code == "digest" else 401, error.code, str(error)) from None
+            raise Refused(401, error.code, str(error)) from None
         self._limit(self._keys, caller.key, "key")
         if caller.run != run:
             raise Refused(
@@ -77,12 +92,45 @@ class Gate:
                 f"the request is meant for run {caller.run or '(none)'}, this is run {run}: read GET /v1/run again and "
                 "send its run id in shoal-run",
             )
-        return caller, body
+        return caller
 
-    async def anyone(self, request: Request, *, cap: int = constants.MAX_JSON_BYTES) -> bytes:
-        """The body of a request that need not be signed. Raises `Refused` 408, 413, 429."""
-        self._limit(self._addresses, address_of(request), "address")
-        return await read_body(request, cap=cap, timeout_s=self._body_timeout_s)
+    async def body(self, request: Request, caller: Caller) -> bytes:
+        """The body of an admitted request, in memory. Raises `Refused` 400, 408, 503 (too many large bodies)."""
+        size, body = body_bytes(request), bytearray()
+        counted = size if size > constants.SMALL_BODY_BYTES else 0
+        if counted > self._bodies_left:
+            raise Refused(503, "busy", "too many large bodies are arriving: send again in a moment", retry_s=1.0)
+        self._bodies_left -= counted
+        try:
+            await self.pour(request, caller, body.extend)
+        finally:
+            self._bodies_left += counted
+        return bytes(body)
+
+    async def pour(self, request: Request, caller: Caller, take: Callable[[bytes], object]) -> None:
+        """Give the body of an admitted request to `take`, part by part as it comes; the caller must have checked its size.
+
+        Raises `Refused` 400 when its length or its digest is not what the signed headers say: only then it is known to
+        be wrong, and what was taken must be thrown away. Raises `Refused` 408 when it comes too slowly.
+        """
+        hashed = hashlib.sha256()
+
+        def hash_and_take(part: bytes) -> None:
+            hashed.update(part)
+            take(part)
+
+        await read_body(request, hash_and_take, window=self._body_window)
+        if hashed.hexdigest() != caller.digest:
+            raise Refused(
+                400, "digest", "the body does not fit its content-digest: it was damaged on its way; send again"
+            )
+
+    async def signed(
+        self, request: Request, *, run: str, cap: int = constants.SMALL_BODY_BYTES
+    ) -> tuple[Caller, bytes]:
+        """The verified sender and body of a request, where anyone with a key may send one. Raises as its two parts."""
+        caller = self.admit(request, run=run, cap=cap)
+        return caller, await self.body(request, caller)
 
     def _limit(self, buckets: "Buckets", name: str, what: str) -> None:
         wait_s = buckets.take(name, self._clock())
@@ -95,34 +143,42 @@ class Gate:
             )
 
 
-async def read_body(request: Request, *, cap: int, timeout_s: float) -> bytes:
-    """A request's body, refused when it has more than `cap` bytes or takes longer than `timeout_s`.
-
-    Of a body that is too large nothing is kept, but up to MAX_DISCARDED_BYTES of it are taken from the connection:
-    if it were closed under a sender's hands, the sender could not read why it was refused.
-    """
+def body_bytes(request: Request) -> int:
+    """The length that a request declares for its body; 0 for one without. Raises `Refused` 411 where it must say."""
     declared = request.headers.get("content-length", "")
-    declared_bytes = int(declared) if declared.isdecimal() and len(declared) < 20 else 0
-    if declared_bytes > constants.MAX_DISCARDED_BYTES:
-        raise _too_large(cap)
-    body, taken_bytes = bytearray(), 0
+    if declared.isdecimal() and len(declared) < 20:
+        return int(declared)
+    if declared or "transfer-encoding" in request.headers or request.method in ("POST", "PUT", "PATCH"):
+        raise Refused(411, "length_required", "the body's length is not known: send content-length, and no chunks")
+    return 0
+
+
+async def read_body(request: Request, take: Callable[[bytes], object], *, window: tuple[float, int]) -> None:
+    """Give each part of a body to `take`. Raises `Refused` when it is slower than `window`, or not as long as declared."""
+    window_s, window_bytes = window
+    length, taken, due = body_bytes(request), 0, window_bytes
+    loop = asyncio.get_running_loop()
     try:
-        async with asyncio.timeout(timeout_s):
+        async with asyncio.timeout(window_s) as limit:
             async for part in request.stream():
-                taken_bytes += len(part)
-                if max(taken_bytes, declared_bytes) <= cap:
-                    body += part
-                elif taken_bytes > constants.MAX_DISCARDED_BYTES:
-                    break
+                taken += len(part)
+                if taken > length:
+                    raise Refused(400, "malformed", f"the body has more than the {length} bytes that it declares")
+                take(part)
+                if taken >= due:
+                    due = taken + window_bytes
+                    limit.reschedule(loop.time() + window_s)
     except TimeoutError:
         raise Refused(
-            408, "too_slow", f"the body took longer than {timeout_s:.0f} s (BODY_TIMEOUT_S): send less, or faster"
+            408,
+            "too_slow",
+            f"less than {window_bytes} bytes of the body came in {window_s:.0f} s (BODY_WINDOW_BYTES, BODY_WINDOW_S): "
+            "send faster",
         ) from None
     except ClientDisconnect:
-        raise Refused(400, "truncated", "the connection ended before the body did: send again") from None
-    if taken_bytes > cap:
-        raise _too_large(cap)
-    return bytes(body)
+        taken = -1
+    if taken != length:
+        raise Refused(400, "truncated", "the connection ended before the body did: send again")
 
 
 def _too_large(cap: int) -> Refused:
@@ -144,7 +200,11 @@ def request_line(request: Request) -> RequestLine:
 
 def address_of(request: Request) -> str:
     """The network address to be rated: IPv6 by its /64, which one home or machine holds whole."""
-    host = request.client.host if request.client else ""
+    return network_of(request.client.host if request.client else "")
+
+
+def network_of(host: str) -> str:
+    """An address as it is counted and rated."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
@@ -203,8 +263,8 @@ def refusal(refused: Refused) -> Response:
     response = answer(Refusal(error=refused.error, code=refused.code), refused.status)
     if refused.retry_s is not None:
         response.headers["retry-after"] = str(max(1, math.ceil(refused.retry_s)))
-    if refused.status in (408, 413):
-        response.headers["connection"] = "close"  # the rest of the body is still on its way
+    if refused.status == 408:
+        response.headers["connection"] = "close"  # the rest of the body would be as slow
     return response
 
 

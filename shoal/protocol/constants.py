@@ -28,7 +28,23 @@ MAX_SUBMISSION_BYTES = 64 << 20
 """One submission, msgpack. Changing breaks: leases sized against it."""
 
 MAX_DISCARDED_BYTES = 2 * MAX_SUBMISSION_BYTES
-"""Of a body that is too large, this much is taken and thrown away before the refusal, so that it can be read."""
+"""Of a body that was refused, this much is taken and thrown away, so that the sender can read the refusal."""
+
+SMALL_BODY_BYTES = 16 << 10
+"""A request of a key that need have no role in the run, such as one to join or for a lease."""
+
+MAX_BODIES_BYTES = 64 << 20
+"""Bodies above SMALL_BODY_BYTES that a server reads into memory at one time; past it the answer is a 503. Submissions go
+to disk instead: one for each lease at a time."""
+
+MAX_HEADER_BYTES = 16 << 10
+"""First line and headers of a request."""
+
+MAX_CONNECTIONS = 4096
+"""Connections that a server holds; for one more the longest idle is closed. Fewer where the system allows fewer files."""
+
+MAX_ADDRESS_CONNECTIONS = 256
+"""Connections of one network address, proxies that the run file trusts excepted."""
 
 MAX_CHUNK_BYTES = 8 << 20
 """One chunk of a checkpoint; 62 GB make 7,750 chunks. Changing breaks: manifests already signed."""
@@ -86,8 +102,20 @@ LONG_POLL_S = 20.0
 REQUEST_TIMEOUT_S = 60.0
 """A client gives up on an answer after this; longer than LONG_POLL_S by a margin for slow links."""
 
-BODY_TIMEOUT_S = 60.0
-"""A request's body must arrive within this."""
+BODY_WINDOW_S, BODY_WINDOW_BYTES = 30.0, 256 << 10
+"""In each such window a body must bring so many bytes more, or its end: 8.7 kB/s pass, a body that stalls does not."""
+
+HEADER_TIMEOUT_S = 10.0
+"""A request's headers must end this long after the connection was made, or after their first byte on one in use."""
+
+IDLE_TIMEOUT_S = 75.0
+"""A connection without a request is closed after this."""
+
+REST_TIMEOUT_S = 5.0
+"""The rest of a body that was refused is taken for this long; then the connection is closed."""
+
+STALL_TIMEOUT_S = 120.0
+"""A client that takes nothing of its answer for this long is cut off."""
 
 MANIFEST_LIFETIME_S = 7 * 24 * 3600
 """A manifest expires after this; a frozen relay is noticed no later."""

@@ -113,7 +113,7 @@ class Caller:
     head: str
     """The last log head that the sender saw; empty if none."""
     digest: str
-    """SHA-256 of the request's body, hex: verified, so that nobody needs to hash the body again."""
+    """SHA-256 that the sender signed for the request's body, hex; a body that was read through the gate has it."""
 
 
 class SignatureError(ValueError):
@@ -146,16 +146,27 @@ def sign_request(
 
 
 def verify_request(line: RequestLine, headers: Mapping[str, str], body: bytes, *, now: float) -> Caller:
-    """The sender of a request whose signature, digest and time are right. `headers` has lower-case names.
+    """The sender of a request whose signature, digest and time are right; raises as `verify_headers`, and "digest"."""
+    caller = verify_headers(line, headers, now=now)
+    if hashlib.sha256(body).hexdigest() != caller.digest:
+        raise SignatureError(
+            "digest", "the body does not fit its content-digest: it was damaged on its way; send again"
+        )
+    return caller
 
-    Raises `SignatureError` with code "unsigned", "signature", "clock" or "digest".
+
+def verify_headers(line: RequestLine, headers: Mapping[str, str], *, now: float) -> Caller:
+    """The sender of a request whose signature and time are right, before its body has come.
+
+    `headers` has lower-case names. The body must still be compared with the digest that was signed. Raises
+    `SignatureError` with code "unsigned", "signature" or "clock".
     """
     if "signature" not in headers and "signature-input" not in headers:
         raise SignatureError("unsigned", "the request is not signed: sign it with your node's key (RFC 9421)")
     asked = _INPUT.fullmatch(headers.get("signature-input", ""))
     made = _SIGNATURE.fullmatch(headers.get("signature", ""))
-    complete = "content-digest" in headers
-    if not complete or asked is None or made is None or asked["components"] != _components(headers):
+    promised = _DIGEST.fullmatch(headers.get("content-digest", ""))
+    if promised is None or asked is None or made is None or asked["components"] != _components(headers):
         raise SignatureError(
             "signature",
             f"cannot read the signature: its input must be {LABEL}=({_components(headers)});created;keyid;alg;nonce;tag"
@@ -171,18 +182,13 @@ def verify_request(line: RequestLine, headers: Mapping[str, str], body: bytes, *
             f"the signature does not verify for key {asked['keyid'][:16]}…: the request was changed on its way "
             "(does a proxy rewrite paths?) or signed with another key",
         )
-    digest = hashlib.sha256(body).hexdigest()
-    if headers["content-digest"] != content_digest(digest):
-        raise SignatureError(
-            "digest", "the body does not fit its content-digest: it was damaged on its way; send again"
-        )
     return Caller(
         key=asked["keyid"],
         created=int(asked["created"]),
         nonce=asked["nonce"],
         run=headers.get(RUN_HEADER, ""),
         head=headers.get(HEAD_HEADER, ""),
-        digest=digest,
+        digest=base64.b64decode(promised["digest"]).hex(),
     )
 
 
@@ -200,6 +206,8 @@ _INPUT = re.compile(
 )
 _SIGNATURE = re.compile(rf"{LABEL}=:(?P<signature>[A-Za-z0-9+/]{{85}}[AQgw]==):", re.ASCII)
 """64 bytes in base64, canonical: the last digit carries two bits."""
+_DIGEST = re.compile(r"sha-256=:(?P<digest>[A-Za-z0-9+/]{42}[AEIMQUYcgkosw048]=):", re.ASCII)
+"""32 bytes in base64, canonical: the last digit carries four bits."""
 
 
 def _components(headers: Mapping[str, str]) -> str:

@@ -126,47 +126,93 @@ class Stream:
         return {"type": "http.disconnect"} if self.broken else {"type": "http.request", "body": b"", "more_body": False}
 
 
-def read(stream: Stream, *, cap: int = 10, timeout_s: float = 5.0, headers: tuple = ()) -> bytes:
-    request = Request({"type": "http", "method": "POST", "headers": list(headers)}, stream.receive)
-    return asyncio.run(server.read_body(request, cap=cap, timeout_s=timeout_s))
+def read(stream: Stream, *, length: int = 10, window: tuple[float, int] = (5.0, 100)) -> bytes:
+    headers = [(b"content-length", str(length).encode())]
+    request = Request({"type": "http", "method": "POST", "headers": headers}, stream.receive)
+    body = bytearray()
+    asyncio.run(server.read_body(request, body.extend, window=window))
+    return bytes(body)
 
 
-def test_a_body_is_read_to_its_cap():
+def test_a_body_is_read_to_its_declared_length():
     assert read(Stream([b"12345", b"67890"])) == b"1234567890"
 
 
-def test_a_body_past_its_cap_is_taken_but_not_kept_so_that_the_refusal_arrives():
+def test_a_body_that_is_longer_than_it_declares_is_cut_off():
     stream = Stream([b"123456"] * 1000)
     with pytest.raises(server.Refused, match="10 bytes") as caught:
-        read(stream, headers=((b"content-length", b"6000"),))
-    assert caught.value.status == 413 and stream.taken == 1000
+        read(stream)
+    assert caught.value.status == 400 and stream.taken == 2
 
 
-def test_a_body_past_all_measure_is_refused_by_its_length_before_any_of_it_is_read():
-    stream = Stream([b"x"])
-    with pytest.raises(server.Refused) as caught:
-        read(stream, headers=((b"content-length", b"9999999999"),))
-    assert caught.value.status == 413 and stream.taken == 0
-
-
-def test_a_body_that_lies_about_its_length_is_cut_off(monkeypatch):
-    monkeypatch.setattr(server.constants, "MAX_DISCARDED_BYTES", 20)
-    stream = Stream([b"123456"] * 1000)
-    with pytest.raises(server.Refused) as caught:
-        read(stream, headers=((b"content-length", b"1"),))
-    assert caught.value.status == 413 and stream.taken == 4
-
-
-def test_a_slow_body_is_refused():
-    with pytest.raises(server.Refused, match="BODY_TIMEOUT_S") as caught:
-        read(Stream([b"1"], forever=True), timeout_s=0.02)
+@pytest.mark.parametrize("parts", [[], [b"123"]])
+def test_a_body_that_stalls_is_refused(parts):
+    with pytest.raises(server.Refused, match="BODY_WINDOW_S") as caught:
+        read(Stream(parts, forever=True), window=(0.02, 3))
     assert caught.value.status == 408
+
+
+def test_a_slow_body_that_goes_on_is_taken():
+    class Slow(Stream):
+        async def receive(self) -> dict:
+            await asyncio.sleep(0.01)
+            return await super().receive()
+
+    assert len(read(Slow([b"1" * 10] * 30), length=300, window=(0.1, 20))) == 300
 
 
 def test_a_body_that_breaks_off_is_refused():
     with pytest.raises(server.Refused) as caught:
         read(Stream([b"1"], broken=True))
     assert (caught.value.status, caught.value.code) == (400, "truncated")
+
+
+def test_nothing_of_a_body_is_read_before_its_signature_is_verified(time):
+    """Nor of one that is too large, of unknown length, or meant for another run."""
+    toy, body = Toy(time), b"x" * 500
+    of_another_run, old = signed(time, body, run="run-2"), signed(time, body, created=time.now - 3600)
+    for headers, status in (({}, 401), (old, 401), (of_another_run, 409), ({"content-length": "2000"}, 413)):
+        stream = Stream([body])
+        raw = [(k.encode(), v.encode()) for k, v in {"content-length": "500", **headers}.items()]
+        scope = {"type": "http", "method": "POST", "path": "/deposits", "query_string": b"", "headers": raw}
+        with pytest.raises(server.Refused) as caught:
+            asyncio.run(toy.gate.signed(Request(scope, stream.receive), run=RUN, cap=1000))
+        assert (caught.value.status, stream.taken) == (status, 0)
+
+
+def test_a_body_without_a_length_is_refused(toy, time):
+    async def parts():
+        yield GOOD
+
+    answers = [call(toy.app, "POST", "/deposits", content=parts(), headers=signed(time, GOOD)),
+               call(toy.app, "GET", "/open", content=parts())]  # fmt: skip
+    assert [(a.status_code, refusal(a).code) for a in answers] == [(411, "length_required")] * 2
+    assert call(toy.app, "GET", "/open", content=b"x").status_code == 413
+
+
+def test_large_bodies_share_a_budget_and_small_ones_need_none(time, monkeypatch):
+    monkeypatch.setattr(server.constants, "SMALL_BODY_BYTES", 100)
+    gate, large, small = Toy(time, bodies_bytes=1000).gate, b"x" * 600, b"x" * 100
+
+    def begin(body: bytes, stream: Stream):
+        headers = {"content-length": str(len(body)), **signed(time, body)}
+        raw = [(k.encode(), v.encode()) for k, v in headers.items()]
+        scope = {"type": "http", "method": "POST", "path": "/deposits", "query_string": b"", "headers": raw}
+        return gate.signed(Request(scope, stream.receive), run=RUN, cap=1000)
+
+    async def story():
+        first = asyncio.create_task(begin(large, Stream([], forever=True)))
+        await asyncio.sleep(0)
+        with pytest.raises(server.Refused) as caught:
+            await begin(large, Stream([large]))
+        assert (caught.value.status, caught.value.code) == (503, "busy")
+        assert (await begin(small, Stream([small])))[1] == small
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        assert (await begin(large, Stream([large])))[1] == large
+
+    asyncio.run(story())
 
 
 @settings(max_examples=150, deadline=None)

@@ -210,7 +210,9 @@ class TwoFaced:
         lease = town.desk.wire_lease(town.desk.state.open_leases_of(worker)[0])
         groups = [t.Group(slot.slot, slot.task, slot.env, ()) for block in lease.blocks for slot in block.slots]
         body = commit(town.desk.state.run, lease, groups, t.EngineFacts("x", "float32", "cpu"))
-        receipt = asyncio.run(town.desk.take_submission(worker, lease.id, body, digest(body)))
+        with town.desk.kept.upload(lease.id) as upload:
+            upload.write(body)
+            receipt = asyncio.run(town.desk.take_submission(worker, lease.id, upload, digest(body)))
         path = root / f"{worker[:1]}.jsonl"
         path.write_bytes(to_json(receipt) + b"\n")
         return path

@@ -28,8 +28,10 @@ from shoal.protocol.constants import (
     MAX_CHUNK_BYTES,
     MAX_EVENTS,
     MAX_EVENTS_BYTES,
+    MAX_JSON_BYTES,
     MAX_MANIFEST_BYTES,
     MAX_SUBMISSION_BYTES,
+    SMALL_BODY_BYTES,
 )
 from shoal.protocol.identity import Caller
 from shoal.roles.coordinator.desk import Desk, batch_of, node_state
@@ -37,7 +39,7 @@ from shoal.roles.coordinator.line import Line
 
 STATUS_OF = {
     "not_joined": 403, "not_admitted": 403, "kicked": 403, "not_yours": 403, "conflict": 409, "fork": 409,
-    "superseded": 410, "nothing_yet": 404, "not_your_turn": 404, "unknown": 404,
+    "superseded": 410, "nothing_yet": 404, "not_your_turn": 404, "unknown": 404, "busy": 503,
 }  # fmt: skip
 """HTTP status of a rule's refusal; 400 for the others."""
 
@@ -73,13 +75,19 @@ class Api:
     gate: Gate
     line: Line
 
-    async def caller(self, request: Request, cap: int = 1 << 20) -> tuple[Caller, bytes]:
-        """Who signed the request, and its body. A head that our log does not hold means that one of us is a fork."""
-        caller, body = await self.gate.signed(request, run=self.desk.state.run, cap=cap)
+    def admit(self, request: Request, cap: int = SMALL_BODY_BYTES) -> Caller:
+        """Who signed the request, before its body is read. A head that our log does not hold means that one of us is
+        a fork."""
+        caller = self.gate.admit(request, run=self.desk.state.run, cap=cap)
         if caller.head and not self.desk.book.knows(caller.head):
             raise Refused("fork", f"your last log head {caller.head[:16]} is not in this log: the host's log was rolled "
                           "back or forked. Keep your receipts and tell the host")  # fmt: skip
-        return caller, body
+        return caller
+
+    async def caller(self, request: Request) -> tuple[Caller, bytes]:
+        """Who signed the request, and its body, which is small: anyone with a key may send one."""
+        caller = self.admit(request)
+        return caller, await self.gate.body(request, caller)
 
 
 # --- anyone ---
@@ -216,8 +224,14 @@ async def post_leases(api: Api, request: Request) -> Response:
 
 
 async def put_submission(api: Api, request: Request) -> Response:
-    caller, body = await api.caller(request, MAX_SUBMISSION_BYTES)
-    return answer(await api.desk.take_submission(caller.key, request.path_params["id"], body, caller.digest))
+    """The body goes to disk: it is read only if it is expected, and looked at only if it is what was signed."""
+    caller, lease = api.admit(request, MAX_SUBMISSION_BYTES), request.path_params["id"]
+    known = api.desk.expect_submission(caller.key, lease, caller.digest, server.body_bytes(request))
+    if known is not None:
+        return answer(known)
+    with api.desk.kept.upload(lease) as upload:
+        await api.gate.pour(request, caller, upload.write)
+        return answer(await api.desk.take_submission(caller.key, lease, upload, caller.digest))
 
 
 async def get_checks(api: Api, request: Request) -> Response:
@@ -234,7 +248,9 @@ async def get_checks(api: Api, request: Request) -> Response:
 
 
 async def put_verdict(api: Api, request: Request) -> Response:
-    caller, body = await api.caller(request)
+    caller = api.admit(request, MAX_JSON_BYTES)
+    api.desk.admit_validator(caller.key)
+    body = await api.gate.body(request, caller)
     verdict = server.decode(body, t.Verdict)
     if verdict.submission != request.path_params["id"]:
         raise Refused("malformed", "the verdict names another submission than the path")
@@ -243,15 +259,16 @@ async def put_verdict(api: Api, request: Request) -> Response:
 
 
 async def post_checkpoints(api: Api, request: Request) -> Response:
-    caller, body = await api.caller(request, MAX_MANIFEST_BYTES)
-    await api.desk.take_checkpoint(caller.key, body)
+    caller = api.admit(request, MAX_MANIFEST_BYTES)
+    api.desk.admit_trainer(caller.key)
+    await api.desk.take_checkpoint(caller.key, await api.gate.body(request, caller))
     return answer(t.Done(api.desk.state.seq))
 
 
 async def get_blob(api: Api, request: Request) -> Response:
     """Anyone may ask for what is public; the rest needs a signature."""
     name = request.path_params["hash"]
-    key = (await api.caller(request))[0].key if "signature" in request.headers else ""
+    key = api.admit(request).key if "signature" in request.headers else ""
     if not key:
         await api.gate.anyone(request)
     if not api.desk.kept.may_read(name, key):
@@ -260,7 +277,9 @@ async def get_blob(api: Api, request: Request) -> Response:
 
 
 async def put_blob(api: Api, request: Request) -> Response:
-    caller, body = await api.caller(request, MAX_CHUNK_BYTES)
+    caller = api.admit(request, MAX_CHUNK_BYTES)
+    api.desk.admit_trainer(caller.key)
+    body = await api.gate.body(request, caller)
     api.desk.put_chunk(caller.key, request.path_params["hash"], body, caller.digest)
     return answer(t.Done(api.desk.state.seq))
 

@@ -5,7 +5,6 @@ knows no HTTP; the rules are in `ledger/decide`.
 """
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import islice
 
@@ -20,7 +19,7 @@ from shoal.ledger.audits import TURN_S
 from shoal.ledger.book import Book
 from shoal.ledger.commands import AskLease, Judge, Publish, Refused, ReturnLeases, Submit, Tick, Wait
 from shoal.ledger.credits import explain
-from shoal.ledger.decide import decide, groups_beyond_share, next_members
+from shoal.ledger.decide import decide, groups_beyond_share, lease_to_fill, next_members
 from shoal.ledger.events import read_entry
 from shoal.ledger.judging import is_open, to_judge
 from shoal.ledger.leasing import groups_in_flight, without_signal
@@ -28,7 +27,7 @@ from shoal.ledger.seeds import audit_draws, lease_of, recheck_draw, turns
 from shoal.ledger.state import Lease, Node, State, Submission, state_hash
 from shoal.ledger.statement import sign_statement
 from shoal.ledger.verify import AUDIT_CHAIN, SLOT_CHAIN
-from shoal.net.blobs import FolderBlobs
+from shoal.net.blobs import FolderBlobs, Upload
 from shoal.proofs.commit import largest_submission_bytes
 from shoal.protocol import types as t
 from shoal.protocol.accounts import CreditLine, CreditPage, Statement
@@ -60,8 +59,6 @@ class Desk:
         self._slot_links = SecretChain(seed, SLOT_CHAIN).links()
         self._audit_links = SecretChain(seed, AUDIT_CHAIN).links()
         self.kept = Kept(self.blobs, book, config.storage)
-        self._arriving = Counter[str]()
-        """Bodies that are kept and not yet booked, by how many requests."""
         self._waiting = ("", clock())
         self.last_seen: dict[str, float] = {}
         self._hashed: t.StateHash | None = None
@@ -192,42 +189,53 @@ class Desk:
 
     # --- submissions and verdicts ---
 
-    async def take_submission(self, key: str, lease_id: str, body: bytes, name: str) -> t.Receipt:
+    def expect_submission(self, key: str, lease_id: str, name: str, size_bytes: int) -> t.Receipt | None:
+        """Whether a body of this digest and size may come: its receipt if it came before. Raises `Refused`, `WireError`."""
+        lease = lease_to_fill(self.state, key, lease_id, name)
+        if lease.submission:
+            return self._receipt(name)
+        largest = self._largest_body(lease)
+        if size_bytes > largest:
+            raise WireError(
+                f"the submission has {size_bytes} bytes, more than the {largest} that lease {lease_id} can need"
+            )
+        return None
+
+    async def take_submission(self, key: str, lease_id: str, upload: Upload, name: str) -> t.Receipt:
         """Keep a submission and book it; the receipt is signed after the log has it. Raises `Refused`, `WireError`.
 
-        `name` is the digest of `body`, verified.
+        `name` is the digest of what was uploaded, verified.
         """
-        lease = self.state.leases.get(lease_id)
-        if lease is None or lease.worker != key:
-            raise Refused("not_yours", f"lease {lease_id} is not one of yours")
-        due, largest = len(lease.blocks) * self.state.law.block_groups, self._largest_body(lease)
-        if len(body) > largest:
-            raise WireError(
-                f"the submission has {len(body)} bytes, more than the {largest} that lease {lease_id} can need"
-            )
-        submission = from_msgpack(body, t.Submission)
-        if (submission.run, submission.lease, submission.version) != (self.state.run, lease_id, lease.version):
-            raise WireError(f"the submission names another run, lease or version than lease {lease_id}")
-        if len(submission.groups) != due:  # before each is hashed and drawn for: there may be millions
-            raise WireError(f"lease {lease_id} has {due} slots, the submission {len(submission.groups)} groups")
+        known = self.expect_submission(key, lease_id, name, upload.size)
+        if known is not None:
+            return known
+        lease = self.state.leases[lease_id]
+        groups = self._read_groups(lease, upload.read())
         link = self._audit_links[lease.version + 1]
-        draws = audit_draws(name, due, link)
-        order, groups = turns(name, self.state.validators, link), tuple(digest(group) for group in submission.groups)
-        self.blobs.put(body, name)
-        self._arriving[name] += 1
+        draws, order = audit_draws(name, len(groups), link), turns(name, self.state.validators, link)
+        upload.keep(name)
         try:
-            await self.book.submit(Submit(key, lease_id, name, len(body), groups, draws, order, self.clock()))
+            await self.book.submit(Submit(key, lease_id, name, upload.size, groups, draws, order, self.clock()))
         except Refused:
-            if name not in self.state.submissions and self._arriving[name] == 1:
+            if name not in self.state.submissions:
                 self.blobs.delete(name)  # what is not booked would fill the disk, and nobody would ever delete it
             raise
-        finally:
-            self._arriving[name] -= 1
-            if not self._arriving[name]:
-                del self._arriving[name]
         self.kept.bodies[name] = lease.version
+        return self._receipt(name)
+
+    def _read_groups(self, lease: Lease, body: bytes) -> tuple[str, ...]:
+        """Digests of a submission's groups. Raises `WireError` when it is not one for the lease."""
+        due = len(lease.blocks) * self.state.law.block_groups
+        submission = from_msgpack(body, t.Submission)
+        if (submission.run, submission.lease, submission.version) != (self.state.run, lease.id, lease.version):
+            raise WireError(f"the submission names another run, lease or version than lease {lease.id}")
+        if len(submission.groups) != due:  # before each is hashed and drawn for: there may be millions
+            raise WireError(f"lease {lease.id} has {due} slots, the submission {len(submission.groups)} groups")
+        return tuple(digest(group) for group in submission.groups)
+
+    def _receipt(self, name: str) -> t.Receipt:
         booked = self.state.submissions[name]
-        receipt = t.Receipt(self.state.run, lease_id, name, booked.seq, booked.head, booked.time, "")
+        receipt = t.Receipt(self.state.run, booked.lease, name, booked.seq, booked.head, booked.time, "")
         return msgspec.structs.replace(receipt, signature=self._key.sign("receipt", to_json(receipt)))
 
     def _largest_body(self, lease: Lease) -> int:
@@ -320,6 +328,19 @@ class Desk:
 
     # --- versions ---
 
+    def admit_trainer(self, key: str) -> None:
+        """Raises `Refused` unless the key is the trainer's."""
+        if key != self.state.trainer_key:
+            raise Refused(
+                "not_admitted",
+                "only the trainer puts chunks and versions; submissions go to /v1/leases/{id}/submission",
+            )
+
+    def admit_validator(self, key: str) -> None:
+        """Raises `Refused` unless the key is that of a validator of this run, asked or not."""
+        if key not in self.state.validators:
+            raise Refused("not_admitted", f"{key[:12]} is not a validator's key: `shoal admin admit` admits it")
+
     async def take_checkpoint(self, key: str, signed: bytes) -> None:
         """Book a new version whose chunks are all here, or a later date of one. Raises `Refused`, `PeerError`."""
         state = self.state
@@ -348,8 +369,7 @@ class Desk:
 
     def put_chunk(self, key: str, name: str, body: bytes, found: str) -> None:
         """Keep a chunk from the trainer, which hashes to `found`. Raises `Refused`."""
-        if key != self.state.trainer_key:
-            raise Refused("not_admitted", "only the trainer puts chunks; submissions go to /v1/leases/{id}/submission")
+        self.admit_trainer(key)
         if len(body) > MAX_CHUNK_BYTES or found != name:
             raise Refused("malformed", "the bytes do not have the hash in the path, or are longer than MAX_CHUNK_BYTES")
         self.blobs.put(body, found)

@@ -4,13 +4,15 @@ Called by the desk, which books what happens. It knows who may read what, and ho
 file's `storage.retain` says how much longer it stays. The log remembers the hashes of all that is gone.
 """
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 
 from shoal.config import StorageConfig
 from shoal.ledger.book import Book
+from shoal.ledger.commands import Refused
 from shoal.ledger.judging import is_open
 from shoal.ledger.state import State, Submission
-from shoal.net.blobs import FolderBlobs
+from shoal.net.blobs import FolderBlobs, Upload
 from shoal.protocol import types as t
 from shoal.protocol.wire import from_json
 
@@ -37,6 +39,8 @@ class Kept:
             for blob in submission.projections.values()
         }
         """Validators' projections, with their submission."""
+        self._uploading = set[str]()
+        """Leases whose bodies are on their way."""
 
     @property
     def state(self) -> State:
@@ -75,6 +79,18 @@ class Kept:
         version = state.versions[lease.version]
         done = all(version.blocks[block].status == "done" for block in lease.blocks)
         return submission.decided and (done or version.revealed or state.phase == "ended")
+
+    @contextlib.contextmanager
+    def upload(self, lease: str) -> Iterator[Upload]:
+        """A place for the body of a lease: one at a time, so that what is on its way is bounded by what was leased."""
+        if lease in self._uploading:
+            raise Refused("busy", f"a body for lease {lease} is on its way already: send again when that has ended")
+        self._uploading.add(lease)
+        try:
+            with self._blobs.upload() as upload:
+                yield upload
+        finally:
+            self._uploading.remove(lease)
 
     def forget_old(self) -> None:
         """Delete the bodies that the run file does not ask to keep: the log remembers their hashes."""

@@ -15,7 +15,6 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import uvicorn
 from msgspec.structs import replace
 from starlette.applications import Starlette
 
@@ -29,6 +28,7 @@ from shoal.ledger.book import Book
 from shoal.ledger.commands import Create, Reconfigure
 from shoal.ledger.store import Store, sqlite_url
 from shoal.ledger.verify import AUDIT_CHAIN, SLOT_CHAIN
+from shoal.net.connections import Limits, connections_that_fit, http_server
 from shoal.net.keys import load_or_make_key
 from shoal.protocol import types as t
 from shoal.protocol.randomness import SecretChain
@@ -51,16 +51,8 @@ def main(run_dir: Path) -> None:
     url = config.host.public_url or f"http://{host}:{port}"
     write_atomically(folder.address, json.dumps({"url": url, "pid": os.getpid(), "port": port}).encode())
     log.info("serving run=%s url=%s version=%d events=%d", desk.state.name, url, desk.state.version, desk.state.seq + 1)
-    server = uvicorn.Server(
-        uvicorn.Config(
-            application(desk, lifespan=_ticking(desk)),
-            log_level="warning",
-            access_log=False,
-            timeout_keep_alive=75,
-            timeout_graceful_shutdown=2,
-        )
-    )
-    server.run(sockets=[listener])
+    limits = Limits(total=connections_that_fit(), trusted=config.host.trusted_proxies)
+    http_server(application(desk, lifespan=_ticking(desk)), limits).run(sockets=[listener])
 
 
 def open_run(folder: RunFolder, config: RunConfig, clock: Callable[[], float] = time.time) -> Desk:

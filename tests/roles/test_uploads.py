@@ -1,0 +1,148 @@
+"""Submissions on their way to a real coordinator: what is refused before its body is read, and what is left on disk."""
+
+import asyncio
+import contextlib
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from shoal.ledger.commands import AskLease, Enter, Publish
+from shoal.net.connections import Limits
+from shoal.net.keys import load_or_make_key
+from shoal.proofs.commit import commit
+from shoal.protocol import types as t
+from shoal.protocol.constants import SMALL_BODY_BYTES
+from shoal.protocol.identity import Key, RequestLine, sign_request
+from shoal.protocol.wire import digest, from_json
+from tests.net.wires import request, run, serving, wires
+from tests.roles.town import Town, tiny_run
+
+WORKER, OTHER = Key(b"\x01" * 32), Key(b"\x02" * 32)
+
+
+@pytest.fixture
+def world(tmp_path):
+    """A run with a lease for each of two workers, and the body that fills the first."""
+    town = Town(tmp_path / "run", tiny_run())
+    book, trainer, now = town.desk.book, load_or_make_key(town.folder.keys / "trainer.key").public, time.time()
+    book.write(Enter(trainer, t.Join("trainer", "t", 0.0, "x", "float32", "cpu"), now), now)
+    book.write(Publish(trainer, 0, digest(b"root"), digest(b"manifest"), {}, now), now)
+    for key in (WORKER.public, OTHER.public):
+        book.write(Enter(key, t.Join("worker", key[:8], 0.0, "x", "float32", "cpu"), now), now)
+        book.write(AskLease(key, (), 0.0, now), now)
+    lease, other = (town.desk.wire_lease(town.desk.state.open_leases_of(key.public)[0]) for key in (WORKER, OTHER))
+    groups = [t.Group(slot.slot, slot.task, slot.env, ()) for block in lease.blocks for slot in block.slots]
+    body = commit(town.desk.state.run, lease, groups, t.EngineFacts("x", "float32", "cpu"))
+    return SimpleNamespace(town=town, lease=lease, other=other, body=body)
+
+
+def put(world, key: Key, path: str, body: bytes, length: int | None = None) -> tuple[bytes, bytes]:
+    """Headers and body of a signed PUT."""
+    line = RequestLine("PUT", path)
+    state, now = world.town.desk.state, int(time.time())
+    headers = sign_request(key, line, digest(body), created=now, nonce="n" * 22, run=state.run)
+    return request("PUT", path, headers={**headers, "content-length": str(length or len(body))}), body
+
+
+def submission(world, key=WORKER, lease=None, body=None, length=None) -> tuple[bytes, bytes]:
+    return put(world, key, f"/v1/leases/{lease or world.lease.id}/submission", body or world.body, length)
+
+
+@contextlib.asynccontextmanager
+async def coordinator(world, count):
+    async with serving(world.town.app, Limits(rest_s=0.3)) as port, wires(port, count) as made:
+        yield made
+
+
+def left_on_disk(world) -> list[str]:
+    blobs = world.town.desk.blobs
+    return [*(path.name for path in (blobs.folder / "unfinished").iterdir()), *blobs.digests()]
+
+
+def test_a_submission_that_comes_in_pieces_is_booked_and_kept(world):
+    async def story():
+        async with coordinator(world, 1) as (one,):
+            head, body = submission(world)
+            one.send(head)
+            for start in range(0, len(body), 50):
+                one.send(body[start : start + 50])
+                await asyncio.sleep(0.005)
+            return await one.answer()
+
+    status, answer = run(story())
+    assert status == 200 and from_json(answer, t.Receipt).digest == digest(world.body)
+    assert left_on_disk(world) == [digest(world.body)]
+    assert world.town.desk.blobs.get(digest(world.body)) == world.body
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "code"),
+    [
+        (lambda w: submission(w, lease=w.other.id), 403, b"not_yours"),
+        (lambda w: submission(w, lease="999"), 403, b"not_yours"),
+        (lambda w: submission(w, key=Key(b"\x03" * 32)), 403, b"not_joined"),
+        (lambda w: submission(w, length=w.town.desk._largest_body(w.town.desk.state.leases[w.lease.id]) + 1), 400,
+         b"can need"),
+        (lambda w: submission(w, length=(64 << 20) + 1), 413, b"too_large"),
+        (lambda w: put(w, WORKER, "/v1/blobs/" + digest(b"x"), b"x" * SMALL_BODY_BYTES * 4), 403, b"not_admitted"),
+        (lambda w: put(w, WORKER, "/v1/checks/x/verdict", b"x" * SMALL_BODY_BYTES * 4), 403, b"not_admitted"),
+    ],
+    ids=["another's lease", "no lease", "no member", "more than its lease can need", "more than any", "chunk", "verdict"],
+)  # fmt: skip
+def test_a_body_that_nobody_waits_for_is_refused_by_its_headers(world, change, status, code):
+    async def story():
+        async with coordinator(world, 1) as (one,):
+            one.send(change(world)[0])
+            return await one.answer()
+
+    found, answer = run(story())
+    assert (found, code in answer) == (status, True) and left_on_disk(world) == []
+
+
+@pytest.mark.parametrize("fault", ["another body", "cut short"])
+def test_a_body_that_is_not_what_was_signed_leaves_nothing(world, fault):
+    async def story():
+        async with coordinator(world, 1) as (one,):
+            head, body = submission(world)
+            if fault == "cut short":
+                one.send(head + body[:-1])
+                one.writer.write_eof()
+                assert await one.is_closed(1.0)
+            else:
+                one.send(head + body[::-1])
+                status, answer = await one.answer()
+                assert (status, b"digest" in answer) == (400, True)
+
+    events = world.town.desk.state.seq
+    run(story())
+    assert left_on_disk(world) == [] and world.town.desk.state.seq == events
+
+
+def test_a_lease_takes_one_body_at_a_time(world):
+    async def story():
+        async with coordinator(world, 2) as (slow, hasty):
+            head, body = submission(world)
+            slow.send(head + body[:10])
+            await asyncio.sleep(0.05)
+            assert len(left_on_disk(world)) == 1
+            hasty.send(head + body)
+            status, answer = await hasty.answer()
+            assert (status, b"busy" in answer) == (503, True)
+            slow.send(body[10:])
+            return (await slow.answer())[0]
+
+    assert run(story()) == 200
+
+
+def test_a_submission_that_was_booked_is_not_read_again(world):
+    async def story():
+        async with coordinator(world, 2) as (first, again):
+            head, body = submission(world)
+            first.send(head + body)
+            _, receipt = await first.answer()
+            again.send(head)  # its answer comes before its body
+            return receipt, await again.answer()
+
+    receipt, (status, answer) = run(story())
+    assert status == 200 and from_json(answer, t.Receipt) == from_json(receipt, t.Receipt)
