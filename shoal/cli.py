@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal import __version__
-from shoal.errors import PeerError, ShoalError
+from shoal.errors import PeerError, ShoalError, cause_of
 from shoal.grammar import (
     EXIT_USER_ERROR,
     Parser,
@@ -69,7 +69,7 @@ def _fault_of_user(error: BaseException) -> ShoalError | None:
         return ShoalError(NO_TORCH)
     if isinstance(error, OSError) and error.errno in USER_MUST_MEND:
         place = f" {error.filename}" if error.filename else ""
-        return ShoalError(f"cannot write{place}: {error.strerror}. Free some disk or mend the permissions, then go on")
+        return ShoalError(f"cannot write{place}: {cause_of(error)}. Free some disk or mend the permissions, then go on")
     if isinstance(error, BaseExceptionGroup):
         faults = [_fault_of_user(inner) for inner in error.exceptions]
         return None if None in faults else faults[0]

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from shoal.config import RunConfig, unsafe_changes
-from shoal.errors import ConfigError, StateError
+from shoal.errors import ConfigError, StateError, cause_of
 from shoal.protocol.wire import domain_hash
 from shoal.tree import from_tree, to_tree
 
@@ -86,7 +86,7 @@ class RunFolder:
             write_atomically(self.run_file, msgspec.json.format(msgspec.json.encode(tree)))
         except OSError as error:
             raise StateError(
-                f"cannot write to {self.root}: {error.strerror}. Free space or give another --out"
+                f"cannot write to {self.root}: {cause_of(error)}. Free space or give another --out"
             ) from None
         return resumed
 

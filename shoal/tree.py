@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, cause_of
 
 T = TypeVar("T")
 
@@ -25,7 +25,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text())
     except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}. Give the path of a run file (.toml)") from None
+        raise ConfigError(f"cannot read {path}: {cause_of(error)}. Give the path of a run file (.toml)") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
 

@@ -22,3 +22,14 @@ def no_more_files() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         for descriptor in used:
             os.close(descriptor)
+
+
+@contextlib.contextmanager
+def full_disk(max_bytes: int) -> Iterator[None]:
+    """No file can grow beyond `max_bytes`, for real: libraries in C see it too."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (max_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from shoal.envs import arithmetic, wordle, words
 from shoal.envs.base import Env, describe_fault
-from shoal.errors import ConfigError, ShoalError
+from shoal.errors import ConfigError, ShoalError, cause_of
 from shoal.ledger.audits import MAX_REWARD
 from shoal.protocol.types import EnvSpec
 from shoal.protocol.wire import domain_hash
@@ -162,4 +162,4 @@ def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise ConfigError(f"cannot read environment {path}: {error.strerror}. Give the path of a .py file") from None
+        raise ConfigError(f"cannot read environment {path}: {cause_of(error)}. Give the path of a .py file") from None

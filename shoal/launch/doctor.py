@@ -22,6 +22,7 @@ from typing import Literal, NamedTuple
 import psutil
 
 from shoal.config import TinyPolicy, node_home
+from shoal.errors import cause_of
 from shoal.protocol.constants import SIGNATURE_WINDOW_S
 
 MIN_MEMORY_GB, MIN_DISK_GB, MIN_OPEN_FILES = 2.0, 1.0, 256
@@ -161,7 +162,9 @@ def _port() -> Line:
             listener.bind(("127.0.0.1", 0))
             return Line("ok", "port", "can listen on 127.0.0.1")
     except OSError as error:
-        return Line("missing", "port", f"cannot listen on 127.0.0.1: {error.strerror}", "allow loopback in the sandbox")
+        return Line(
+            "missing", "port", f"cannot listen on 127.0.0.1: {cause_of(error)}", "allow loopback in the sandbox"
+        )
 
 
 def _home() -> Line:
@@ -172,4 +175,4 @@ def _home() -> Line:
             return Line("ok", "home", f"{home} is writable; this machine's key is kept there")
     except OSError as error:
         remedy = "set SHOAL_HOME to a folder of yours"
-        return Line("missing", "home", f"cannot write to {home}: {error.strerror}", remedy)
+        return Line("missing", "home", f"cannot write to {home}: {cause_of(error)}", remedy)

@@ -20,7 +20,7 @@ from rich.console import Console, Group
 
 from shoal.config import RunConfig
 from shoal.engine.cheats import CHEATS
-from shoal.errors import ShoalError, StateError
+from shoal.errors import ShoalError, StateError, cause_of
 from shoal.folder import RunFolder
 from shoal.launch.evaluations import Evaluations
 from shoal.launch.finale import plain_end, render_end, save_picture
@@ -53,7 +53,7 @@ def locked(run_dir: Path) -> Iterator[int]:
         run_dir.mkdir(parents=True, exist_ok=True)
         fd = os.open(run_dir / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
-        raise StateError(f"cannot write to {run_dir}: {error.strerror}. Give another folder with --out") from None
+        raise StateError(f"cannot write to {run_dir}: {cause_of(error)}. Give another folder with --out") from None
     try:
         deadline = time.monotonic() + LOCK_WAIT_S
         while True:

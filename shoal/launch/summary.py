@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.config import EnvConfig, RunConfig
-from shoal.errors import StateError
+from shoal.errors import StateError, cause_of
 from shoal.folder import RunFolder, write_atomically
 from shoal.launch.process import Use, own_use
 from shoal.launch.snapshot import Snapshot
@@ -105,7 +105,7 @@ def write_summary(folder: RunFolder, config: RunConfig, snapshot: Snapshot, usag
     try:
         write_atomically(folder.summary, json.dumps(summary, indent=1).encode())
     except OSError as error:
-        raise StateError(f"cannot write {folder.summary}: {error.strerror}; free some disk, run again") from None
+        raise StateError(f"cannot write {folder.summary}: {cause_of(error)}; free some disk, run again") from None
     return RunEnd(summary, folder.root, snapshot, config.envs, _games(after or {}, config))
 
 

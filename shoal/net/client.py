@@ -22,7 +22,7 @@ from typing import TypeVar
 
 import httpx
 
-from shoal.errors import NothingYet, PeerError, Superseded
+from shoal.errors import NothingYet, PeerError, Superseded, cause_of
 from shoal.protocol import constants, wire
 from shoal.protocol.identity import Key, RequestLine, content_digest, sign_request
 from shoal.protocol.types import Refusal
@@ -312,14 +312,15 @@ class Client:
             if isinstance(cause, socket.gaierror) and not self._reached:
                 host = httpx.URL(self.base_url).host
                 raise PeerError(
-                    f"there is no host named {host} ({cause.strerror}): check the URL {self.base_url}"
+                    f"there is no host named {host} ({cause_of(cause)}): check the URL {self.base_url}"
                 ) from None
             if isinstance(error, httpx.RemoteProtocolError) and not self._reached and "disconnected" not in str(error):
                 raise PeerError(
-                    f"{self.base_url} does not speak HTTP ({error}): check the port, or try https:// in its place"
+                    f"{self.base_url} does not speak HTTP ({cause_of(error)}): check the port, or try https:// in its place"
                 ) from None
-            reason = str(error) or type(error).__name__
-            raise _Trouble(f"{reason}. Check that it is running and that nothing blocks the connection") from None
+            raise _Trouble(
+                f"{cause_of(error)}. Check that it is running and that nothing blocks the connection"
+            ) from None
 
 
 @dataclass(frozen=True)

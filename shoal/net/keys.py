@@ -9,7 +9,7 @@ import secrets
 import stat
 from pathlib import Path
 
-from shoal.errors import StateError
+from shoal.errors import StateError, cause_of
 from shoal.protocol.identity import Key
 
 
@@ -30,7 +30,7 @@ def load_key(path: Path) -> Key:
             mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
             text = file.read(_MAX_FILE_BYTES)
     except OSError as error:
-        raise StateError(f"cannot read the key {path}: {error.strerror}. Give the path of a key file") from None
+        raise StateError(f"cannot read the key {path}: {cause_of(error)}. Give the path of a key file") from None
     if mode & 0o077:
         raise StateError(f"the key {path} can be read by others (mode {mode:04o}): run chmod 600 {path}")
     try:
@@ -48,7 +48,7 @@ def save_key(path: Path, key: Key) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
-        raise StateError(f"cannot make the folder {path.parent}: {error.strerror}. Name another place") from None
+        raise StateError(f"cannot make the folder {path.parent}: {cause_of(error)}. Name another place") from None
     try:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
@@ -62,7 +62,7 @@ def save_key(path: Path, key: Key) -> None:
     except FileExistsError:
         raise
     except OSError as error:
-        raise StateError(f"cannot write the key {path}: {error.strerror}. Make {path.parent} writable") from None
+        raise StateError(f"cannot write the key {path}: {cause_of(error)}. Make {path.parent} writable") from None
 
 
 _MAX_FILE_BYTES = 4096

@@ -94,6 +94,7 @@ def save_policy(model: "Transformer", directory: Path, dtype: str, tokenizer_fro
                 shutil.copyfile(Path(tokenizer_from) / name, scratch / name)
         _replace(directory, scratch)
     except (OSError, SafetensorError) as error:
+        shutil.rmtree(scratch, ignore_errors=True)
         raise StateError(
             f"cannot write checkpoint {directory}: {cause_of(error)}. Free space, or give another"
         ) from None
@@ -137,7 +138,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
                 raise StateError(f"{path} is not a whole safetensors file: header of {length} in {size} bytes")
             header = _decode(file.read(length), dict[str, Any], path)
     except OSError as error:
-        raise StateError(f"cannot read {path}: {error.strerror}. Is {path.parent} a model's directory?") from None
+        raise StateError(f"cannot read {path}: {cause_of(error)}. Is {path.parent} a model's directory?") from None
     header.pop("__metadata__", None)
     if len(header) > MAX_TENSORS:
         raise StateError(f"{path} holds {len(header)} tensors, more than MAX_TENSORS = {MAX_TENSORS}")

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from shoal.errors import StateError
+from shoal.errors import StateError, cause_of
 from shoal.protocol.constants import MAX_JSON_BYTES, MAX_TENSORS
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -136,7 +136,7 @@ def read_capped(path: Path, limit_bytes: int) -> bytes:
         with path.open("rb") as file:
             data = file.read(limit_bytes + 1)
     except OSError as error:
-        raise StateError(f"cannot read {path}: {error.strerror}. Is {path.parent} a model's directory?") from None
+        raise StateError(f"cannot read {path}: {cause_of(error)}. Is {path.parent} a model's directory?") from None
     if len(data) > limit_bytes:
         raise StateError(f"{path} is larger than {limit_bytes} bytes: not a file of a model that we can trust")
     return data

@@ -310,6 +310,7 @@ def keep_checkpoint(source: Path, target: Path) -> None:
         shutil.rmtree(target, ignore_errors=True)
         scratch.rename(target)
     except OSError as error:
+        shutil.rmtree(scratch, ignore_errors=True)
         raise StateError(
             f"cannot keep checkpoint {target}: {cause_of(error)}. Free disk space and start again"
         ) from None

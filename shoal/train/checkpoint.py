@@ -27,7 +27,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from shoal.errors import StateError
+from shoal.errors import StateError, cause_of
 from shoal.train.step import LearnerState
 
 log = logging.getLogger(__name__)
@@ -122,7 +122,7 @@ def _set_aside(folder: Path, names: list[str]) -> None:
         try:
             os.rename(folder / name, folder / f"{UNREADABLE}-{name}")
         except OSError as error:
-            raise StateError(f"cannot rename {folder / name}: {error.strerror}. Make {folder} writable") from None
+            raise StateError(f"cannot rename {folder / name}: {cause_of(error)}. Make {folder} writable") from None
 
 
 def _versions(folder: Path) -> list[Path]:
@@ -185,4 +185,4 @@ def _write_fault(folder: Path, state: LearnerState, error: OSError) -> str:
             f"the disk is full ({free_mb:.1f} MB free). Free at least {KEPT + 1} times that and start again: "
             "the state before is untouched and the run resumes from it"
         )
-    return fault + f"{error.strerror or error}. Make the folder writable and start again: the state before is untouched"
+    return fault + f"{cause_of(error)}. Make the folder writable and start again: the state before is untouched"

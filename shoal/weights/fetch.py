@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from shoal.errors import PeerError, StateError
+from shoal.errors import PeerError, StateError, cause_of
 from shoal.net.blobs import sync_folder
 from shoal.net.client import Client
 from shoal.protocol import wire
@@ -87,7 +87,7 @@ async def fetch(
         await asyncio.to_thread(_finish, partial, target, manifest)
     except OSError as error:
         raise StateError(
-            f"cannot store version {manifest.version} in {folder}: {error.strerror or error}. Free some space or name "
+            f"cannot store version {manifest.version} in {folder}: {cause_of(error)}. Free some space or name "
             "another folder; what was fetched is kept"
         ) from None
     _prune(folder, manifest, keep)

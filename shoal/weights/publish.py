@@ -12,7 +12,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Protocol
 
-from shoal.errors import StateError
+from shoal.errors import StateError, cause_of
 from shoal.net.client import Client
 from shoal.protocol import constants, wire
 from shoal.protocol.types import FileEntry, Manifest
@@ -94,6 +94,6 @@ async def _send_file(path: Path, sink: ChunkSink, chunk_bytes: int, kept: Collec
                 if not one_chunk:
                     whole.update(chunk)
     except OSError as error:
-        raise StateError(f"cannot read {path}: {error.strerror}. Make the checkpoint again") from None
+        raise StateError(f"cannot read {path}: {cause_of(error)}. Make the checkpoint again") from None
     digest = chunks[0] if one_chunk and chunks else whole.hexdigest()
     return FileEntry(path=path.name, size=size, digest=digest, chunks=tuple(chunks))

@@ -19,6 +19,7 @@ from shoal.policy.files import find_tensors, load_policy, read_header, save_poli
 from shoal.policy.model import Transformer
 from shoal.policy.spec import PolicySpec
 from shoal.policy.tiny import initialise, make_tiny, tiny_spec
+from tests.scarce import full_disk
 
 SMALL = TinyPolicy(width=16, layers=2, heads=2, kv_heads=1, mlp_width=24, max_positions=64)
 
@@ -98,6 +99,14 @@ def test_a_full_disk_is_named_when_a_checkpoint_is_saved(checkpoint: Path, monke
     monkeypatch.setattr("safetensors.torch.save_file", full)
     with pytest.raises(StateError, match=r"cannot write checkpoint .*No space left on device"):
         save_policy(load_policy(checkpoint), checkpoint, "float32")
+
+
+def test_half_a_checkpoint_is_removed_when_the_disk_is_full(checkpoint: Path) -> None:
+    before, model = tensors_of(checkpoint), load_policy(checkpoint)
+    with full_disk(4000), pytest.raises(StateError, match=r"cannot write checkpoint .*File too large"):
+        save_policy(model, checkpoint, "float32")
+    assert tensors_of(checkpoint) == before
+    assert [path.name for path in checkpoint.parent.iterdir()] == [checkpoint.name]
 
 
 def _write(path: Path, header: Any, data: bytes, length: int | None = None) -> None:

@@ -6,7 +6,7 @@ Called by `shoal credits`. Balances come from replaying the log, never from what
 import asyncio
 from pathlib import Path
 
-from shoal.errors import ConfigError, PeerError
+from shoal.errors import ConfigError, PeerError, cause_of
 from shoal.folder import write_atomically
 from shoal.ledger.credits import explain
 from shoal.ledger.state import State
@@ -49,7 +49,7 @@ def check_statement(path: Path, source: str) -> bool:
     try:
         statement = from_json(path.read_bytes(), Statement)
     except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}. Give a file that --statement wrote") from None
+        raise ConfigError(f"cannot read {path}: {cause_of(error)}. Give a file that --statement wrote") from None
     except WireError as error:
         raise ConfigError(f"{path} holds no statement ({error}). Give a file that --statement wrote") from None
     place = f"event {statement.seq} of run {statement.run[:12]}, head {statement.head[:12]}"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from shoal.errors import ConfigError, NothingYet, PeerError, StateError
+from shoal.errors import ConfigError, NothingYet, PeerError, StateError, cause_of
 from shoal.ledger.events import kind_of, read_entry
 from shoal.ledger.state import state_hash
 from shoal.ledger.verify import Audit, check_receipts, report, verify
@@ -88,7 +88,7 @@ def _receipts(path: Path, audit: Audit) -> list[t.Receipt]:
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
-        raise ConfigError(f"cannot read receipts {path}: {error.strerror}. Give a worker's receipts.jsonl") from None
+        raise ConfigError(f"cannot read receipts {path}: {cause_of(error)}. Give a worker's receipts.jsonl") from None
     receipts = []
     for line in lines:
         try:

@@ -20,7 +20,7 @@ from starlette.applications import Starlette
 
 from shoal.config import ACTIVATION_ERROR, RunConfig
 from shoal.envs.load import env_digest, load_env
-from shoal.errors import StateError
+from shoal.errors import StateError, cause_of
 from shoal.folder import RunFolder, write_atomically
 from shoal.ledger import events as ev
 from shoal.ledger.audits import RULES_VERSION
@@ -169,7 +169,7 @@ def _bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         raise StateError(
-            f"cannot listen on {host} port {port}: {error.strerror}. Another program may be serving there: stop it, or "
+            f"cannot listen on {host} port {port}: {cause_of(error)}. Another program may be serving there: stop it, or "
             "give --set host.port=0 for a free port"
         ) from None
     listener.listen(256)
