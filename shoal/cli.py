@@ -6,7 +6,6 @@ It parses, then imports what the command needs, so that help is quick on a machi
 """
 
 import argparse
-import errno
 import json
 import logging
 import os
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal import __version__
-from shoal.errors import PeerError, ShoalError, cause_of
+from shoal.errors import NO_TORCH, PeerError, ShoalError, fault_of_user
 from shoal.grammar import (
     EXIT_USER_ERROR,
     Parser,
@@ -37,11 +36,6 @@ EXIT_NO, EXIT_TRY_AGAIN, EXIT_INTERRUPTED = 1, 75, 130
 MAX_EVAL_TOKENS = 512
 """An episode of `shoal eval` is no longer unless --max-tokens says so, nor than the policy's last position."""
 
-USER_MUST_MEND = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
-"""Faults of the system that are the user's to mend, wherever they turn up."""
-
-NO_TORCH = "torch is not installed: pip install 'shoal[torch]'"
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
@@ -54,26 +48,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # `shoal ledger show | head` is no fault
         return 0
     except (ShoalError, OSError, ModuleNotFoundError, ExceptionGroup) as error:
-        fault = _fault_of_user(error)
+        fault = fault_of_user(error)
         if fault is None:
             raise
         print(f"error: {printable(' '.join(str(fault).split()))}", file=sys.stderr)
         return EXIT_TRY_AGAIN if args.command == "role" and isinstance(fault, PeerError) else EXIT_USER_ERROR
-
-
-def _fault_of_user(error: BaseException) -> ShoalError | None:
-    """What the user must mend, if that is what it is: tasks that ran side by side wrap it in groups."""
-    if isinstance(error, ShoalError):
-        return error
-    if isinstance(error, ModuleNotFoundError) and error.name == "torch":
-        return ShoalError(NO_TORCH)
-    if isinstance(error, OSError) and error.errno in USER_MUST_MEND:
-        place = f" {error.filename}" if error.filename else ""
-        return ShoalError(f"cannot write{place}: {cause_of(error)}. Free some disk or mend the permissions, then go on")
-    if isinstance(error, BaseExceptionGroup):
-        faults = [_fault_of_user(inner) for inner in error.exceptions]
-        return None if None in faults else faults[0]
-    return None
 
 
 # --- the commands ---

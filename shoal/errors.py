@@ -6,6 +6,11 @@ a stranger's fault is a verdict, which is data.
 
 import errno
 
+NO_TORCH = "torch is not installed: pip install 'shoal[torch]'"
+
+USER_MUST_MEND = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
+"""Faults of the system that are the user's to mend, wherever they turn up."""
+
 
 class ShoalError(ValueError):
     """Something a user can mend. The message is one line and names the remedy."""
@@ -48,3 +53,18 @@ def cause_of(error: Exception) -> str:
     if isinstance(gathered, list) and gathered:
         return str(gathered[0][-1])
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
+
+
+def fault_of_user(error: BaseException) -> ShoalError | None:
+    """What the user must mend, if that is what it is: tasks that ran side by side wrap it in groups."""
+    if isinstance(error, ShoalError):
+        return error
+    if isinstance(error, ModuleNotFoundError) and error.name == "torch":
+        return ShoalError(NO_TORCH)
+    if isinstance(error, OSError) and error.errno in USER_MUST_MEND:
+        place = f" {error.filename}" if error.filename else ""
+        return ShoalError(f"cannot write{place}: {cause_of(error)}. Free some disk or mend the permissions, then go on")
+    if isinstance(error, BaseExceptionGroup):
+        faults = [fault_of_user(inner) for inner in error.exceptions]
+        return None if None in faults else faults[0]
+    return None
