@@ -43,6 +43,9 @@ BROAD_EXCEPTS = {
 }
 """Named boundaries where anything may be caught, and why. Elsewhere it would hide a bug."""
 
+HTTP_CLIENTS = {"http.client", "urllib.error", "urllib.request", "requests", "aiohttp"}
+"""Proxies, redirects, limits and errors are decided once, for httpx."""
+
 LIGHT = ("torch", "transformers")
 """What a coordinator's, a relay's or a newcomer's machine need not have."""
 
@@ -145,6 +148,17 @@ def test_only_config_reads_the_process_environment() -> None:
             and node.module == "os"
             and {a.name for a in node.names} & {"environ", "getenv"}
         )
+    ]
+    assert wrong == []
+
+
+def test_httpx_is_the_only_http_client() -> None:
+    wrong = [
+        f"{name_of(file)} line {node.lineno}"
+        for file in FILES
+        for node in ast.walk(ast.parse(file.read_text()))
+        if (isinstance(node, ast.Import) and {a.name for a in node.names} & HTTP_CLIENTS)
+        or (isinstance(node, ast.ImportFrom) and node.module in HTTP_CLIENTS)
     ]
     assert wrong == []
 

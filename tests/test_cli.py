@@ -2,11 +2,13 @@
 
 import argparse
 import errno
+import http.server
 import json
 import os
 import resource
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from shoal import __version__, cli
 from shoal.config import TinyPolicy, load_run
 from shoal.errors import ConfigError, PeerError
 from shoal.folder import RunFolder
+from shoal.launch import doctor
 from shoal.launch.local import check_first_policy
 from shoal.policy.tiny import make_tiny
 
@@ -297,3 +300,23 @@ def test_doctor_says_what_to_do_about_what_is_missing(tmp_path: Path) -> None:
     assert result.returncode == 1
     assert "missing  home" in result.stdout and "set SHOAL_HOME" in result.stdout
     assert "missing  clock" in result.stdout and "2 missing" in result.stdout
+
+
+@pytest.mark.parametrize("url", ["not a url", "http://[", "file:///etc/passwd", "http://127.0.0.1:9"])
+def test_doctor_says_in_one_line_that_a_clock_cannot_be_asked(url: str) -> None:
+    line = doctor._clock(url)
+    assert line.state == "missing" and line.found.startswith(f"{url} does not answer: ") and line.remedy
+
+
+def test_doctor_asks_for_the_clock_as_nodes_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Past any proxy that the environment names, and no further than the URL says."""
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(http.server.BaseHTTPRequestHandler, "do_GET", lambda self: self.send_error(200), raising=False)
+    with http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler) as server:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        line = doctor._clock(f"http://127.0.0.1:{server.server_port}/")
+        server.shutdown()
+    assert line.state == "ok" and " s from http://127.0.0.1" in line.found, line

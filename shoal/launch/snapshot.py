@@ -4,15 +4,13 @@ Called by `launch/local` a few times a second and by the tests of the view. It o
 something is not there yet: a run that is starting has no metrics, a coordinator that restarts gives no answer.
 """
 
-import http.client
 import json
 import time
-import urllib.error
-import urllib.request
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+import httpx
 import msgspec
 
 from shoal.metrics import read_metrics
@@ -180,9 +178,12 @@ class CoordinatorWatch:
 def _get(url: str) -> bytes | None:
     """Body of a 200, or None for anything else. The coordinator is on this machine: no proxy."""
     try:
-        direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with direct.open(url, timeout=ANSWER_TIMEOUT_S) as answer:
-            body: bytes = answer.read(MAX_JSON_BYTES)
-            return body
-    except (urllib.error.URLError, http.client.HTTPException, OSError, ValueError):
+        with httpx.stream("GET", url, timeout=ANSWER_TIMEOUT_S, trust_env=False, verify=False) as answer:
+            body = b""
+            for part in answer.iter_bytes():
+                body += part
+                if len(body) > MAX_JSON_BYTES:
+                    return None
+            return body if answer.status_code == 200 else None
+    except (httpx.HTTPError, httpx.InvalidURL):
         return None
