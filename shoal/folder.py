@@ -1,12 +1,15 @@
 """The run's folder: where everything of a run lies, how it is made, and how it is opened again.
 
 Called by the CLI, the launcher and the roles of the host. It knows paths, the private seed and the resolved run file,
-and nothing of what the other files hold.
+and nothing of what the other files hold. Here too, for every room: how a file or a folder is written whole or not at all.
 """
 
+import contextlib
 import os
 import secrets
+import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -91,20 +94,78 @@ class RunFolder:
         return resumed
 
 
-def write_atomically(path: Path, data: bytes, mode: int = 0o644) -> None:
-    """Write a file whole or not at all: a kill or a full disk leaves the old one."""
+def write_atomically(path: Path, data: bytes, mode: int = 0o644, *, replace: bool = True) -> None:
+    """Write a file whole or not at all, durable on return: a kill, a full disk or a power cut leaves the old one.
+
+    Raises OSError, and FileExistsError if there is one that it may not replace.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
             file.flush()
+            os.fchmod(file.fileno(), mode)
             os.fsync(file.fileno())
-        os.chmod(name, mode)
-        os.replace(name, path)
-    except OSError:
+        if replace:
+            os.replace(name, path)
+        else:
+            os.link(name, path)
+        sync_folder(path.parent)
+    finally:
         Path(name).unlink(missing_ok=True)
-        raise
+
+
+@contextlib.contextmanager
+def replaced_folder(target: Path) -> Iterator[Path]:
+    """An empty folder to write into; it takes the place of `target` once all is written, or not at all.
+
+    Raises OSError, of the writer too; what was there before is untouched then.
+    """
+    clear_leftovers(target)
+    new = target.with_name(f".{target.name}.new")
+    new.mkdir(parents=True)
+    try:
+        yield new
+        name_folder(new, target)
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+
+
+def name_folder(written: Path, target: Path) -> None:
+    """Give a folder that is complete its name, durable on return; one that had the name is dropped.
+
+    A kill leaves the old one, the new one, or for the moment between two renames neither under this name.
+    """
+    old = target.with_name(f".{target.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    for path in written.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+        else:
+            sync_folder(path)
+    sync_folder(written)
+    if target.exists():
+        os.rename(target, old)
+    os.rename(written, target)
+    sync_folder(target.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def clear_leftovers(target: Path) -> None:
+    """Remove what a kill left of an earlier replacement of a folder."""
+    for end in ("new", "old"):
+        shutil.rmtree(target.with_name(f".{target.name}.{end}"), ignore_errors=True)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _make_seed(fixed: int) -> bytes:

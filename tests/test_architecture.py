@@ -46,6 +46,12 @@ BROAD_EXCEPTS = {
 HTTP_CLIENTS = {"http.client", "urllib.error", "urllib.request", "requests", "aiohttp"}
 """Proxies, redirects, limits and errors are decided once, for httpx."""
 
+DURABLE = {
+    "folder.py": "a file or a folder that is written whole or not at all",
+    "net/blobs.py": "a blob gets its name, its hash, last",
+}
+"""Where writing is made durable, and of what. Elsewhere somebody would forget a step of it."""
+
 LIGHT = ("torch", "transformers")
 """What a coordinator's, a relay's or a newcomer's machine need not have."""
 
@@ -161,6 +167,16 @@ def test_httpx_is_the_only_http_client() -> None:
         or (isinstance(node, ast.ImportFrom) and node.module in HTTP_CLIENTS)
     ]
     assert wrong == []
+
+
+def test_files_are_made_durable_in_one_place() -> None:
+    found = {
+        name_of(file)
+        for file in FILES
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr in ("fsync", "mkstemp", "NamedTemporaryFile")
+    }
+    assert found == DURABLE.keys()
 
 
 def test_broad_excepts_stand_only_at_named_boundaries() -> None:

@@ -17,6 +17,7 @@ from typing import Protocol
 from starlette.responses import FileResponse
 
 from shoal.errors import NothingYet, StateError, cause_of
+from shoal.folder import sync_folder
 from shoal.protocol import wire
 
 
@@ -185,15 +186,6 @@ class Upload:
 class _BlobResponse(FileResponse):
     chunk_size = 1 << 20
     """Bytes read at a time: each read goes through another thread, which costs more than 64 KiB are worth."""
-
-
-def sync_folder(folder: Path) -> None:
-    """Make renames in a folder durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _cannot_write(folder: Path, error: OSError) -> StateError:

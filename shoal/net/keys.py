@@ -5,11 +5,11 @@ mode 0600 from its first moment, never overwritten, and refused when others can 
 """
 
 import os
-import secrets
 import stat
 from pathlib import Path
 
 from shoal.errors import StateError, cause_of
+from shoal.folder import write_atomically
 from shoal.protocol.identity import Key
 
 
@@ -44,21 +44,12 @@ def load_key(path: Path) -> Key:
 
 def save_key(path: Path, key: Key) -> None:
     """Write a key to a new file. Raises FileExistsError if there is one, `StateError` if it cannot be written."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
         raise StateError(f"cannot make the folder {path.parent}: {cause_of(error)}. Name another place") from None
     try:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        try:
-            with open(descriptor, "wb") as file:
-                file.write(key.secret().hex().encode() + b"\n")
-                file.flush()
-                os.fsync(file.fileno())
-            os.link(temporary, path)  # appears whole, and never replaces one that is there
-        finally:
-            temporary.unlink()
+        write_atomically(path, key.secret().hex().encode() + b"\n", mode=0o600, replace=False)
     except FileExistsError:
         raise
     except OSError as error:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from shoal.errors import StateError, cause_of
+from shoal.folder import replaced_folder
 from shoal.policy.spec import PolicySpec, read_capped, write_json
 from shoal.protocol.constants import MAX_JSON_BYTES, MAX_SAFETENSORS_HEADER_BYTES, MAX_TENSORS
 
@@ -80,21 +81,17 @@ def save_policy(model: "Transformer", directory: Path, dtype: str, tokenizer_fro
     from safetensors.torch import save_file
 
     directory = Path(directory)
-    scratch = directory.with_name(f".{directory.name}.new")
     target = {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
     tensors = {name: p.detach().to("cpu", target).contiguous() for name, p in model.named_parameters()}
     try:
-        shutil.rmtree(scratch, ignore_errors=True)
-        scratch.mkdir(parents=True)
-        save_file(tensors, scratch / WEIGHTS, metadata={"format": "pt"})
-        write_json(scratch / "config.json", model.spec.to_hf() | {"dtype": dtype})
-        write_json(scratch / "generation_config.json", _generation_config(model.spec))
-        for name in TOKENIZER_FILES:
-            if tokenizer_from is not None and (Path(tokenizer_from) / name).exists():
-                shutil.copyfile(Path(tokenizer_from) / name, scratch / name)
-        _replace(directory, scratch)
+        with replaced_folder(directory) as scratch:
+            save_file(tensors, scratch / WEIGHTS, metadata={"format": "pt"})
+            write_json(scratch / "config.json", model.spec.to_hf() | {"dtype": dtype})
+            write_json(scratch / "generation_config.json", _generation_config(model.spec))
+            for name in TOKENIZER_FILES:
+                if tokenizer_from is not None and (Path(tokenizer_from) / name).exists():
+                    shutil.copyfile(Path(tokenizer_from) / name, scratch / name)
     except (OSError, SafetensorError) as error:
-        shutil.rmtree(scratch, ignore_errors=True)
         raise StateError(
             f"cannot write checkpoint {directory}: {cause_of(error)}. Free space, or give another"
         ) from None
@@ -235,19 +232,3 @@ def _generation_config(spec: PolicySpec) -> dict[str, Any]:
     return {"do_sample": True, "temperature": 1.0} | {
         key: config[key] for key in ("eos_token_id", "pad_token_id", "bos_token_id") if config[key] is not None
     }
-
-
-def _replace(directory: Path, scratch: Path) -> None:
-    """Put the finished directory in place; a crash leaves the old one, the new one, or both under other names."""
-    for path in [*scratch.iterdir(), scratch]:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-    old = directory.with_name(f".{directory.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if directory.exists():
-        directory.rename(old)
-    scratch.rename(directory)
-    shutil.rmtree(old, ignore_errors=True)

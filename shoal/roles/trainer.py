@@ -19,7 +19,7 @@ import torch
 from shoal.algos.advantages import has_signal
 from shoal.config import RunConfig
 from shoal.errors import NothingYet, StateError, cause_of
-from shoal.folder import RunFolder
+from shoal.folder import RunFolder, clear_leftovers, replaced_folder
 from shoal.ledger.events import BatchFormed, GroupAccepted, read_entry
 from shoal.metrics import MetricsLog
 from shoal.net.client import Client
@@ -301,16 +301,13 @@ class Trainer:
 
 def keep_checkpoint(source: Path, target: Path) -> None:
     """Copy a version's directory beside the others, whole or not at all; what is there already is left alone."""
-    scratch = target.with_name(f".{target.name}")
     try:
         if _are_alike(source, target):
+            clear_leftovers(target)
             return
-        shutil.rmtree(scratch, ignore_errors=True)
-        shutil.copytree(source, scratch)
-        shutil.rmtree(target, ignore_errors=True)
-        scratch.rename(target)
+        with replaced_folder(target) as scratch:
+            shutil.copytree(source, scratch, dirs_exist_ok=True)
     except OSError as error:
-        shutil.rmtree(scratch, ignore_errors=True)
         raise StateError(
             f"cannot keep checkpoint {target}: {cause_of(error)}. Free disk space and start again"
         ) from None

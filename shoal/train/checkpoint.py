@@ -28,6 +28,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from shoal.errors import StateError, cause_of
+from shoal.folder import name_folder
 from shoal.train.step import LearnerState
 
 log = logging.getLogger(__name__)
@@ -64,9 +65,7 @@ def save_state(folder: Path, state: LearnerState) -> Path:
             _write(writing / NUMBERS, iter([msgspec.json.encode(_Numbers(state.version, state.updates))])),
         ]
         _write(writing / SUMS, iter(["".join(f"{digest}  {name}\n" for digest, name in sums).encode()]))
-        _flush(writing)
-        os.rename(writing, final)
-        _flush(folder)
+        name_folder(writing, final)
         for old in _versions(folder)[KEPT:]:
             os.rename(old, folder / DROPPED)
             shutil.rmtree(folder / DROPPED)
@@ -156,24 +155,13 @@ def _safetensors(tensors: dict[str, Tensor]) -> Iterator[memoryview | bytes]:
 
 
 def _write(path: Path, pieces: Iterator[memoryview | bytes]) -> tuple[str, str]:
-    """Write and flush a file; gives its SHA-256 in hex and its name."""
+    """Write a file; gives its SHA-256 in hex and its name."""
     sha256 = hashlib.sha256()
     with path.open("xb") as file:
         for piece in pieces:
             sha256.update(piece)
             file.write(piece)
-        file.flush()
-        os.fsync(file.fileno())
     return sha256.hexdigest(), path.name
-
-
-def _flush(folder: Path) -> None:
-    """Make the names inside a folder durable."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _write_fault(folder: Path, state: LearnerState, error: OSError) -> str:

@@ -10,7 +10,6 @@ A chunk is taken from, in this order: the unfinished directory, a version alread
 import asyncio
 import hashlib
 import logging
-import os
 import shutil
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from shoal.errors import PeerError, StateError, cause_of
-from shoal.net.blobs import sync_folder
+from shoal.folder import name_folder
 from shoal.net.client import Client
 from shoal.protocol import wire
 from shoal.protocol.types import Manifest
@@ -305,12 +304,7 @@ def _finish(partial: Path, target: Path, manifest: Manifest) -> None:
             "the run's host"
         )
     (partial / _MANIFEST).write_bytes(wire.to_json(manifest))
-    for path in partial.iterdir():
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-    sync_folder(partial)
-    partial.replace(target)
-    sync_folder(target.parent)
+    name_folder(partial, target)
 
 
 def _fault(directory: Path, manifest: Manifest, *, trusted: bool) -> str:
