@@ -23,12 +23,12 @@ LEASE_TARGET_S = 20.0
 
 def grant(command: AskLease, node: Node, state: State) -> list[ev.Body]:
     """A lease for a worker, or nothing where it has one that it does not know of. Raises `Wait`."""
+    mine = state.open_leases_of(command.key)
+    if state.phase != "ended" and any(lease.id not in command.holding for lease in mine):
+        return []  # also where nothing new is leased: a run that drains ends when what is leased is finished
     _refuse_when_not_running(state)
     if node.standing == "quarantined":
         raise Wait(f"quarantined after a refused submission ({node.last_reason})", max(1.0, node.until - command.now))
-    mine = state.open_leases_of(command.key)
-    if any(lease.id not in command.holding for lease in mine):
-        return []
     others = _others(state, node)
     if len(mine) >= (MAX_OPEN_LEASES if node.accepted or not any(other.accepted for other in others) else 1):
         raise Wait(f"you hold {len(mine)} of the leases that you may have at a time", 1.0)
@@ -54,7 +54,7 @@ def _refuse_when_not_running(state: State) -> None:
     flat = without_signal(state)
     reasons = {
         "paused": (f"the run is paused until its host resumes it{flat and f': {flat}'}", 5.0),
-        "draining": ("the run is draining: no new work is given", 30.0),
+        "draining": ("the run is draining: no new work is given", 5.0),
         "ended": ("the run has ended", 60.0),
     }
     if state.phase in reasons:

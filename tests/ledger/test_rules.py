@@ -333,6 +333,19 @@ def test_a_draining_run_finishes_what_is_out_and_ends(world):
     assert world.state.phase == "ended" and world.state.nodes["a" * 64].credits == 20
 
 
+@pytest.mark.parametrize("action", ["drain", "pause"])
+def test_a_run_that_leases_nothing_new_gives_a_worker_that_comes_back_its_own_lease(world, action):
+    """Else it stays open, and a draining run does not end, until the deadline."""
+    lease = world.lease("a" * 64)
+    world.do(Admin(action, "", world.now))
+    assert world.lease("a" * 64) is lease
+    world.judge(world.submit("a" * 64, lease))
+    assert world.state.phase == {"drain": "ended", "pause": "paused"}[action]
+    with pytest.raises(Wait, match={"drain": "ended", "pause": "paused"}[action]):
+        world.lease("a" * 64)
+    assert world.audit().findings == []
+
+
 def test_a_drained_run_reveals_the_secrets_of_its_last_versions_and_a_running_one_does_not(world):
     links = {0: ("aa" * 32, "bb" * 32)}
     assert world.do(Tick(world.now, links)) == []

@@ -3,6 +3,7 @@
 import asyncio
 import re
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from shoal.engine.cheats import CHEATS
 from shoal.engine.local import LocalEngine
 from shoal.errors import PeerError
 from shoal.ledger import events as ev
+from shoal.ledger.commands import Admin
 from shoal.metrics import read_metrics
 from shoal.protocol import types as t
 from shoal.protocol.wire import from_msgpack
@@ -214,6 +216,36 @@ def test_a_worker_that_stops_gives_its_lease_back(tmp_path):
     assert town.desk.state.phase == "ended"
     lapses = [entry.body for entry in town.audit().entries if isinstance(entry.body, ev.LeaseLapsed)]
     assert {lapse.cause for lapse in lapses} <= {"returned"}  # none but the one that was asked for ahead
+
+
+def test_a_drained_run_ends_for_everybody_at_once(tmp_path):
+    """Also for a worker that was killed and comes back: it is given what it had, not told to wait for the deadline."""
+    town = Town(tmp_path / "run", tiny_run(steps=50, rollouts={"lease_s": 3600.0}))
+    ended_at, left_at, said = 0.0, 0.0, set()
+
+    async def story():
+        nonlocal ended_at, left_at
+        async with asyncio.TaskGroup() as group:
+            roles = [group.create_task(role.run()) for role in (town.trainer(), town.validator())]
+            killed = group.create_task(town.worker("worker").run())
+            while town.desk.state.version < 1 or not town.desk.state.open_leases:
+                await asyncio.sleep(0.01)
+            killed.cancel()
+            assert town.desk.state.open_leases
+            await town.desk.book.submit(Admin("drain", "", town.desk.clock()))
+            roles.append(group.create_task(town.worker("worker").run()))
+            async with asyncio.timeout(60.0):
+                while town.desk.state.phase != "ended":
+                    said.add(town.desk.status().waiting_for)
+                    await asyncio.sleep(0.01)
+                ended_at = time.monotonic()
+                await asyncio.wait(roles)
+                left_at = time.monotonic()
+
+    asyncio.run(story())
+    assert left_at - ended_at < 5.0, "a long poll is 20 s: nobody sits it out"
+    assert any(re.fullmatch(r"workers: (1 lease|2 leases) to finish, then the run ends", what) for what in said), said
+    assert town.weights() and town.audit().findings == []
 
 
 def test_a_stranger_that_fills_no_lease_gets_few_of_them_and_changes_nothing(tmp_path, single_file_weights):

@@ -149,7 +149,7 @@ async def get_batch(api: Api, request: Request) -> Response:
         left_s = until - time.monotonic()
         if batch is not None:
             return answer(batch)
-        if left_s <= 0:
+        if left_s <= 0 or api.desk.state.phase == "ended":
             raise Refused("nothing_yet", f"batch {step} is not formed yet: {api.desk.status().waiting_for}")
         await api.desk.book.changed(left_s, ev.BatchFormed)
 

@@ -122,6 +122,9 @@ class Desk:
         if state.pending:
             judged = f"{have} of {need} groups for step {state.version}"
             return f"validators: {len(state.pending)} submissions to judge ({judged})"
+        if state.phase == "draining":
+            out = len(state.open_leases)
+            return f"workers: {out} lease{'s' if out != 1 else ''} to finish, then the run ends"
         if not any(node.role == "worker" for node in state.nodes.values()):
             return "workers: none has joined yet"
         surplus = groups_beyond_share(state)
