@@ -15,7 +15,7 @@ import secrets
 import socket
 import ssl
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TypeVar
@@ -34,6 +34,15 @@ CONNECT_TIMEOUT_S = 10.0
 
 SILENCE_TIMEOUT_S = constants.LONG_POLL_S + 10.0
 """A server that has sent nothing for this long is gone: longer than it may hold a poll."""
+
+PART_BYTES = 64 << 10
+"""A larger body is sent in parts of this: it is each of them, not the whole, that must get through in SILENCE_TIMEOUT_S."""
+
+SLOWEST_BYTES_PER_S = constants.BODY_WINDOW_BYTES / constants.BODY_WINDOW_S
+"""An attempt may take longer by what its body takes at the slowest rate that a server accepts."""
+
+SEND_BUFFER_BYTES = 1 << 20
+"""Of a body, so much may wait in this machine's buffers when its last part has been handed over."""
 
 FIRST_RETRY_S, LONGEST_RETRY_S = 0.1, 5.0
 """Pauses between attempts double from the first to the longest; a half of each is drawn, so that nodes spread out."""
@@ -86,7 +95,6 @@ class Client:
             trust_env=False,
             follow_redirects=False,
             limits=httpx.Limits(max_connections=8, max_keepalive_connections=2, keepalive_expiry=60.0),
-            timeout=httpx.Timeout(SILENCE_TIMEOUT_S, connect=CONNECT_TIMEOUT_S),
             headers={"accept-encoding": "identity", "user-agent": f"shoal/{constants.PROTOCOL_VERSION}"},
         )
 
@@ -217,7 +225,8 @@ class Client:
         end = math.inf if call.deadline_s is None else started + call.deadline_s
         while True:
             try:
-                answer = await self._attempt(call, min(call.timeout_s, end - self._monotonic()))
+                limit_s = call.timeout_s + len(call.body) / SLOWEST_BYTES_PER_S
+                answer = await self._attempt(call, min(limit_s, end - self._monotonic()))
             except _Trouble as trouble:
                 waited_s = self._monotonic() - started
                 delay_s = max(pause_s * (0.5 + 0.5 * self._rng.random()), trouble.retry_s)
@@ -236,7 +245,11 @@ class Client:
 
     async def _attempt(self, call: "_Call", limit_s: float) -> bytes:
         """One request and its answer, within `limit_s`. Raises `_Trouble` for what may pass, else `PeerError`."""
-        request = self._http.build_request(call.method, call.path, content=call.body)
+        content = call.body if len(call.body) <= PART_BYTES else _parts(call.body)
+        length = {"content-length": str(len(call.body))} if call.body else {}
+        silence_s = SILENCE_TIMEOUT_S + min(len(call.body), SEND_BUFFER_BYTES) / SLOWEST_BYTES_PER_S
+        timeout = httpx.Timeout(SILENCE_TIMEOUT_S, connect=CONNECT_TIMEOUT_S, read=silence_s)
+        request = self._http.build_request(call.method, call.path, content=content, headers=length, timeout=timeout)
         if call.media_type:
             request.headers["content-type"] = call.media_type
         if self._key is not None:
@@ -353,6 +366,11 @@ _PASSING = frozenset({408, 429, 500, 502, 503, 504, 507})
 
 _DAMAGED = frozenset({"digest", "truncated"})
 """Codes of refusals that say our request arrived other than we sent it."""
+
+
+async def _parts(body: bytes) -> AsyncIterator[bytes]:
+    for start in range(0, len(body), PART_BYTES):
+        yield body[start : start + PART_BYTES]
 
 
 async def _read_capped(response: httpx.Response, cap: int) -> bytes | None:

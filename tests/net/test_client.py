@@ -195,6 +195,30 @@ def test_a_declared_length_past_the_cap_is_refused(time):
     assert "more than 100 bytes" in str(error)
 
 
+def test_a_slow_link_has_time_for_a_large_body(monkeypatch):
+    """The answer comes after the body, and that comes at its own pace; one part must get through in the usual time."""
+    monkeypatch.setattr("shoal.net.client.SILENCE_TIMEOUT_S", 0.4)
+    body, taken = b"x" * (300 << 10), bytearray()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert f"content-length: {len(body)}".encode() in head.lower() and b"chunked" not in head
+        while len(taken) < len(body):
+            taken.extend(await reader.read(64 << 10))
+            await asyncio.sleep(0.05)
+        writer.write(b"HTTP/1.1 200 OK\r\nshoal-protocol: 1\r\ncontent-length: 23\r\n\r\n" + b'{"total":1,"digest":""}')
+
+    async def story() -> Balance:
+        listener = socket.socket()
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8 << 10)
+        listener.bind(("127.0.0.1", 0))
+        server = await asyncio.start_server(serve, sock=listener, limit=8 << 10)
+        async with server, Client(f"http://127.0.0.1:{listener.getsockname()[1]}", KEY) as client:
+            return await client.put_bytes("/deposits", body, Balance, timeout_s=0.3, deadline_s=15.0)
+
+    assert asyncio.run(story()).total == 1 and bytes(taken) == body
+
+
 def test_a_server_that_never_answers_is_left_after_the_timeout(time):
     class Mute(httpx.AsyncBaseTransport):
         async def handle_async_request(self, request: httpx.Request) -> httpx.Response:

@@ -130,7 +130,7 @@ def read(stream: Stream, *, length: int = 10, window: tuple[float, int] = (5.0, 
     headers = [(b"content-length", str(length).encode())]
     request = Request({"type": "http", "method": "POST", "headers": headers}, stream.receive)
     body = bytearray()
-    asyncio.run(server.read_body(request, body.extend, window=window))
+    asyncio.run(asyncio.wait_for(server.read_body(request, body.extend, window=window), 10.0))
     return bytes(body)
 
 
