@@ -48,8 +48,8 @@ def test_a_log_that_may_not_be_written_is_called_so(store):
 
 
 def test_a_log_that_another_program_holds_is_called_so(store, tmp_path):
-    store.close()
-    store._engine.dialect.create_connect_args = lambda url: ((str(tmp_path / "log.sqlite"),), {"timeout": 0.01})  # type: ignore[method-assign]
+    with store._engine.connect() as connection:
+        connection.exec_driver_sql("PRAGMA busy_timeout = 10")
     other = sqlite3.connect(tmp_path / "log.sqlite")
     other.execute("BEGIN IMMEDIATE")
     with pytest.raises(StateError, match=r"locked\. Close the program that holds it"):
