@@ -704,7 +704,7 @@ GUARDS = [
     *_in("shoal/roles/coordinator/api.py", LINE,
         ("nobody who has gone gets a lease", "while not await request.is_disconnected():", "while True:",
          "test_a_poll_whose_worker_was_cut_off_wakes_the_next"),
-        ("a commit wakes no poll for another batch", "changed(left_s, ev.BatchFormed)", "changed(left_s, *TO_JUDGE)",
+        ("a commit wakes no poll for another batch", "changed(left_s, ev.BatchFormed, ev.RunEnded)", "changed(left_s, *TO_JUDGE)",
          "test_a_commit_wakes_a_poll_for_a_batch_only_if_it_forms_one"),
     ),
     *_in("shoal/net/server.py", "tests/net/test_server.py",

@@ -151,7 +151,7 @@ async def get_batch(api: Api, request: Request) -> Response:
             return answer(batch)
         if left_s <= 0 or api.desk.state.phase == "ended":
             raise Refused("nothing_yet", f"batch {step} is not formed yet: {api.desk.status().waiting_for}")
-        await api.desk.book.changed(left_s, ev.BatchFormed)
+        await api.desk.book.changed(left_s, ev.BatchFormed, ev.RunEnded)
 
 
 async def get_events(api: Api, request: Request) -> Response:
