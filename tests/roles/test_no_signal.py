@@ -65,8 +65,9 @@ def test_rollouts_that_are_not_kept_any_more_are_told_so(tmp_path):
     async def host():
         while not town.desk.status().pause_cause:
             await asyncio.sleep(0.05)
-        for name in list(town.desk.state.submissions):
-            town.desk.blobs.delete(name)
+        for name, submission in town.desk.state.submissions.items():
+            if submission.decided:
+                town.desk.blobs.delete(name)
         with pytest.raises(StateError, match="is not kept any more"):
             flat_samples(town.folder)
         await town.desk.book.submit(Admin("drain", "", town.desk.clock()))

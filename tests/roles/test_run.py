@@ -227,10 +227,15 @@ def test_a_drained_run_ends_for_everybody_at_once(tmp_path):
         nonlocal ended_at, left_at
         async with asyncio.TaskGroup() as group:
             roles = [group.create_task(role.run()) for role in (town.trainer(), town.validator())]
-            killed = group.create_task(town.worker("worker").run())
-            while town.desk.state.version < 1 or not town.desk.state.open_leases:
+            worker = town.worker("worker")
+            killed = group.create_task(worker.run())
+            # Once it plays: a fetch goes on in its thread, in the folder that the next worker uses.
+            while not any(
+                town.desk.state.leases[i].version == worker.engine.version >= 1 for i in town.desk.state.open_leases
+            ):
                 await asyncio.sleep(0.01)
             killed.cancel()
+            await asyncio.wait([killed])
             assert town.desk.state.open_leases
             await town.desk.book.submit(Admin("drain", "", town.desk.clock()))
             roles.append(group.create_task(town.worker("worker").run()))
