@@ -29,12 +29,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the zoo lies out
 from benchmarks.detect.judgement import CHECKS, Seen, Share, look, share
 from benchmarks.detect.policies import GROUP_SIZE, STEPS, Family, lease, make_family, rules
 from benchmarks.pages.detection import said, tables
-from shoal.algos.replay import Evidence, excessive, update
-from shoal.algos.replay import Figures as FlipFigures
+from shoal.algos.sampling_evidence import Evidence, excessive, update
+from shoal.algos.sampling_evidence import Figures as FlipFigures
 from shoal.config import child_environment
-from shoal.ledger.audits import VESTING_BLOCKS, audit_rate, must_audit
+from shoal.ledger.law import LAW
 from shoal.ledger.seeds import audit_draws
 from shoal.proofs.noise import Noise, propose
+from shoal.protocol.audits import must_audit
 from shoal.protocol.types import Bounds
 from shoal.protocol.wire import digest, domain_hash
 from tests.attacks.attack import Attack
@@ -274,13 +275,13 @@ def large_leases(trials: int = 4000) -> list[dict[str, Any]]:
     """A worker is trusted after 60 valid blocks, then fakes a lease of so many blocks whole: how often one is audited."""
     rows = []
     for blocks in (1, 4, 16, 64):
-        rate, groups = audit_rate(60, 0.05), 4 * blocks
+        rate, groups = LAW.audit_rate(60, 0.05), 4 * blocks
         caught = 0
         for trial in range(trials):
             draws = audit_draws(digest(trial.to_bytes(8, "big")), groups, domain_hash("large", bytes([blocks])))
             caught += any(must_audit(draw, rate, 1.0, 1.0) for draw in draws)
         found = share(caught, trials)
-        loss = (found.k * VESTING_BLOCKS - (found.n - found.k) * blocks) / found.n
+        loss = (found.k * LAW.vesting_blocks - (found.n - found.k) * blocks) / found.n
         rows.append({
             "blocks": blocks, "groups": groups, "caught": found.k, "n": found.n,
             "caught_95": [round(found.low, 4), round(found.high, 4)], "expected_loss_blocks": round(loss, 1),

@@ -1,4 +1,4 @@
-"""Does cheating pay? Strategies of workers and validators, played over the rules of `shoal/ledger/audits.py` many times.
+"""Does cheating pay? Strategies of workers and validators, played over the rules of `shoal/ledger/law.py` many times.
 
 Run: `python benchmarks/economics.py`, and with `--quick` for a twentieth of the runs. One line of JSON at the end.
 
@@ -33,7 +33,7 @@ from benchmarks.market import (
     play_beside_rival,
 )
 from benchmarks.pages.economics import tables
-from shoal.ledger import audits
+from shoal.ledger.law import LAW
 from shoal.protocol.constants import MAX_LEASE_BLOCKS
 
 PAY, HONEST_COST, CHEAT_COST, MILD_COST = 1.0, 0.7, 0.05, 0.35
@@ -71,17 +71,17 @@ ONE_PERCENT = Strategy(
 
 LARGE_LEASE = Strategy(
     "small leases, then a large one",
-    lambda valid, turn, slashes, coin: Move(MAX_LEASE_BLOCKS, ALL) if valid >= audits.VESTING_BLOCKS else Move(1, NONE),
+    lambda valid, turn, slashes, coin: Move(MAX_LEASE_BLOCKS, ALL) if valid >= LAW.vesting_blocks else Move(1, NONE),
 )
 
 BURST = Strategy(
     "64 leases before the first is judged",
     lambda valid, turn, slashes, coin: (
-        Move(1, ALL, leases=MAX_LEASE_BLOCKS) if valid >= audits.VESTING_BLOCKS else Move(1, NONE)
+        Move(1, ALL, leases=MAX_LEASE_BLOCKS) if valid >= LAW.vesting_blocks else Move(1, NONE)
     ),
 )
 
-AFTER_PROBATION = turncoat("after probation, all", ALL, audits.PROBATION_BLOCKS)
+AFTER_PROBATION = turncoat("after probation, all", ALL, LAW.probation_blocks)
 
 CHEATS = (
     sleeper(200),
@@ -89,15 +89,15 @@ CHEATS = (
     sleeper(2000),
     ONE_PERCENT,
     AFTER_PROBATION,
-    turncoat("after probation, one group a block", ONE, audits.PROBATION_BLOCKS),
-    turncoat("at the lowest rate, one group a block", ONE, audits.VESTING_BLOCKS),
+    turncoat("after probation, one group a block", ONE, LAW.probation_blocks),
+    turncoat("at the lowest rate, one group a block", ONE, LAW.vesting_blocks),
     LARGE_LEASE,
     BURST,
-    turncoat("100 identities, after probation", ALL, audits.PROBATION_BLOCKS, keys=100),
+    turncoat("100 identities, after probation", ALL, LAW.probation_blocks, keys=100),
     turncoat("new key after each slash, from the start", ALL, 0),
 )
 
-UNPUNISHED = turncoat("at the lowest rate, all; new key when refused", ALL, audits.VESTING_BLOCKS, patience=1)
+UNPUNISHED = turncoat("at the lowest rate, all; new key when refused", ALL, LAW.vesting_blocks, patience=1)
 """Where a refusal slashes nobody."""
 
 
@@ -107,8 +107,8 @@ UNPUNISHED = turncoat("at the lowest rate, all; new key when refused", ALL, audi
 def best_response(
     terms: Terms,
     cheat_cost: float,
-    forfeit_blocks: int = audits.REFUSED_BLOCKS,
-    stake_blocks: int = audits.VESTING_BLOCKS,
+    forfeit_blocks: int = LAW.refused_blocks,
+    stake_blocks: int = LAW.vesting_blocks,
 ) -> tuple[float, float]:
     """Profit of the best plan there is, over honesty's, as a share of it; and the share of moves in which it cheats.
 
@@ -116,12 +116,12 @@ def best_response(
     forge any number of groups, and starts anew when it is slashed or refused. `forfeit_blocks` of unvested pay are
     lost at each refusal without a slash.
     """
-    valid_N, groups = np.arange(max(stake_blocks, math.ceil(audits.TRUST / terms.steady)) + 1), terms.groups
+    valid_N, groups = np.arange(max(stake_blocks, math.ceil(LAW.trust / terms.steady)) + 1), terms.groups
     forged_J = np.arange(groups + 1)
     cost_J = forged_J * cheat_cost + (groups - forged_J) * HONEST_COST
     escrow_N = np.minimum(valid_N, stake_blocks) * groups
     caught_NJ = np.array(
-        [[_caught(terms, j, audits.audit_rate(n, terms.steady)) for j in range(groups + 1)] for n in valid_N.tolist()]
+        [[_caught(terms, j, LAW.audit_rate(n, terms.steady)) for j in range(groups + 1)] for n in valid_N.tolist()]
     )
     lost_N = np.minimum(escrow_N, forfeit_blocks * groups) if terms.mild else escrow_N
     after_N = np.minimum(valid_N + 1, valid_N[-1])
@@ -143,7 +143,7 @@ def _caught(terms: Terms, forged: int, rate: float) -> float:
     for looked in range(1, forged + 1):
         chance = math.comb(forged, looked) * rate**looked * (1 - rate) ** (forged - looked)
         found = 1 - (1 - terms.power) ** looked
-        recheck = 0.0 if terms.mild else audits.RECHECK_RATE
+        recheck = 0.0 if terms.mild else LAW.recheck_rate
         total += chance * (found * (found + (1 - found) * found) + (1 - found) * recheck * found * found)
     return total
 
@@ -217,7 +217,7 @@ def best_responses() -> list[dict[str, Any]]:
     """What the best plan gains as detection and stake go down, and where findings are only soft."""
     rows = []
     heading("best response to", "power", "stake", "forfeit", "gain", "cheats in")
-    stake, forfeit = audits.VESTING_BLOCKS, audits.REFUSED_BLOCKS
+    stake, forfeit = LAW.vesting_blocks, LAW.refused_blocks
     cases = [("hard findings", power, CHEAT_COST, stake, 0) for power in (0.95, 0.5, 0.2, 0.1, 0.05)]
     cases += [("hard findings", 0.95, CHEAT_COST, less, 0) for less in (20, 4, 1)]
     cases += [(f"soft findings, a cheat costs {cost}", power, cost, stake, blocks)
@@ -281,7 +281,7 @@ def _beside_rival(terms: Terms, strategy: Strategy, runs: int) -> dict[str, Any]
     over = made.mean - honest_profit(terms)
     lost = estimate(1 - rival.credits / (terms.blocks * terms.groups) for _, rival in pairs)
     slashes = sum(rival.slashes for _, rival in pairs) / runs
-    out = np.array([[count >= audits.VALIDATOR_FAULTS for count in rival.faults] for _, rival in pairs]).mean(axis=0)
+    out = np.array([[count >= LAW.validator_faults for count in rival.faults] for _, rival in pairs]).mean(axis=0)
     friends_out, honest_out = float(out[: terms.friends].sum()), float(out[terms.friends :].sum())
     how, seats = "sly" if terms.sly else "blunt", f"{terms.friends} of {terms.validators}"
     row(seats, how, f"{over:,.1f}", f"{made.margin:.1f}", f"{lost.mean:.2%}", f"{lost.margin:.2%}", f"{slashes:.2f}",
@@ -315,10 +315,10 @@ def main() -> None:
     parameters = {
         "runs": runs, "blocks": terms.blocks, "groups_a_block": terms.groups, "validators": terms.validators,
         "audit_rate": terms.steady, "pay": PAY, "honest_cost": HONEST_COST, "cheat_cost": CHEAT_COST,
-        "block_s": BLOCK_S, "quarantine_s": QUARANTINE_S, "probation_blocks": audits.PROBATION_BLOCKS,
-        "trust": audits.TRUST, "recheck_rate": audits.RECHECK_RATE, "vesting_blocks": audits.VESTING_BLOCKS,
-        "refused_blocks": audits.REFUSED_BLOCKS, "validator_faults": audits.VALIDATOR_FAULTS,
-        "free_lapses": audits.FREE_LAPSES, "blocks_beside_rival": RIVAL_BLOCKS,
+        "block_s": BLOCK_S, "quarantine_s": QUARANTINE_S, "probation_blocks": LAW.probation_blocks,
+        "trust": LAW.trust, "recheck_rate": LAW.recheck_rate, "vesting_blocks": LAW.vesting_blocks,
+        "refused_blocks": LAW.refused_blocks, "validator_faults": LAW.validator_faults,
+        "free_lapses": LAW.free_lapses, "blocks_beside_rival": RIVAL_BLOCKS,
     }  # fmt: skip
     print(", ".join(f"{name} {value}" for name, value in parameters.items()))
     result = {

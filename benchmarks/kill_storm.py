@@ -94,7 +94,7 @@ def main() -> None:
             "findings": len(audit.findings),
             "submissions": len(audit.received),
             "receipts_checked": sum(len(p.read_bytes().splitlines()) for p in out.glob("nodes/*/receipts.jsonl")),
-            "versions": audit.state.version,
+            "versions": audit.state.main.version,
             "coordinator_restart_s": {"max": max(restarts_s, default=0.0), "all": [round(s, 2) for s in restarts_s]},
         }
         print(json.dumps({"benchmark": "kill_storm", **figures}))

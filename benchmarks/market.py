@@ -1,7 +1,7 @@
-"""The money of a run: workers and validators with plans of their own, a turn at a time, over the rules of `audits`.
+"""The money of a run: workers and validators with plans of their own, a turn at a time, over the rules of the ledger.
 
 Called by `economics.py`, which says what they plan and what comes of it. A turn is the time of one block; in it a key
-has a lease judged, or waits. Rates, settlements, quarantines, vesting and forfeits are those of `shoal/ledger/audits.py`;
+has a lease judged, or waits. Rates, settlements, quarantines, vesting and forfeits are those of `shoal/ledger/law.py`;
 the order of things is that of `judging`, and `tests/benchmarks/test_economics.py` plays the same draws through the real
 `decide` and `apply`. It knows no tokens, no prices and no checks: a group pays 1, and whether it is found is drawn.
 
@@ -17,7 +17,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.ledger import audits
+from shoal.ledger.law import LAW, Law
+from shoal.ledger.weigh import Weighed, weigh
+from shoal.protocol.audits import must_audit
 from shoal.protocol.types import GroupVerdict
 
 BLOCK_S, QUARANTINE_S = 20.0, 30.0
@@ -29,7 +31,7 @@ LEASE_S = BLOCK_S / 2
 IN_HAND_BLOCKS = 1
 """Given back when a quarantine begins: a turn's work lost."""
 
-LAST = 10 * audits.VESTING_BLOCKS
+LAST = 10 * LAW.vesting_blocks
 """From so many valid blocks on the audit rate is the run's at any rate above 0.5 %."""
 
 
@@ -58,6 +60,8 @@ class Terms(NamedTuple):
     """Of false alarms: the share that every validator makes."""
     lapses: float = 0.0
     """Of leases."""
+    law: Law = LAW
+    """Constants of the rules."""
 
 
 NONE, ONE, ALL = 0, 1, 2
@@ -125,7 +129,7 @@ class Draws:
             seen_BVG = np.broadcast_to(seen_BVG[:, :1], shape_BVG)
         common_BG = rng.random(shape_BG) < terms.alarm * terms.alike
         alarm_BVG = (rng.random(shape_BVG) < terms.alarm * (1 - terms.alike)) | common_BG[:, None]
-        self.again = (rng.random(terms.blocks) < audits.RECHECK_RATE).tolist()
+        self.again = (rng.random(terms.blocks) < terms.law.recheck_rate).tolist()
         self.order = rng.random((terms.blocks, terms.validators)).argsort(axis=1).tolist()
         self.coin = rng.random(terms.blocks).tolist()
         self.late = (rng.random(terms.blocks) < terms.lapses).tolist()
@@ -180,7 +184,7 @@ def voice(terms: Terms, case: Case, votes: Sequence[Sequence[str]], validator: i
 
 def is_safe(terms: Terms, order: Sequence[int]) -> bool:
     """Whether no two honest validators will be heard, who could outvote a lie."""
-    return sum(validator >= terms.friends for validator in order[: audits.VOICES]) < 2
+    return sum(validator >= terms.friends for validator in order[: LAW.most_verdicts]) < 2
 
 
 # --- the money of a run ---
@@ -213,11 +217,11 @@ class Bench:
 
     def __post_init__(self) -> None:
         self.faults = [0] * self.terms.validators
-        self.rate = [audits.audit_rate(n, self.terms.steady) for n in range(LAST + 1)]
+        self.rate = [LAW.audit_rate(n, self.terms.steady) for n in range(LAST + 1)]
 
     def sitting(self, order: Sequence[int]) -> list[int]:
         """Those of an order who are still asked."""
-        return [validator for validator in order if self.faults[validator] < audits.VALIDATOR_FAULTS]
+        return [validator for validator in order if self.faults[validator] < LAW.validator_faults]
 
 
 class Worker:
@@ -274,7 +278,7 @@ class Worker:
         order = self.bench.sitting(self.draws.order[turn])
         if self.terms.sly:
             return is_safe(self.terms, order)
-        return any(validator < self.terms.friends for validator in order[: audits.VOICES])
+        return any(validator < self.terms.friends for validator in order[: LAW.most_verdicts])
 
     def _leave(self, key: Key) -> None:
         self.kept += key.escrow + key.vested
@@ -291,7 +295,7 @@ class Worker:
             self._vest(key)
 
     def _vest(self, key: Key) -> None:
-        due = key.escrow - audits.VESTING_BLOCKS * self.terms.groups
+        due = key.escrow - LAW.vesting_blocks * self.terms.groups
         if due > 0:
             key.vested += due
             key.escrow -= due
@@ -299,7 +303,7 @@ class Worker:
     def _lapse(self, key: Key, blocks: int) -> None:
         key.lapsed, key.dropped = key.lapsed + 1, key.dropped + 1
         key.free_at += lapse_turns(key.dropped)
-        if key.escrow and key.lapsed > 1 + audits.FREE_LAPSES * key.leases:
+        if key.escrow and key.lapsed > 1 + LAW.free_lapses * key.leases:
             key.lapsed -= 1
             self._burn(key, min(key.escrow, blocks * self.terms.groups))
 
@@ -313,9 +317,9 @@ class Worker:
         case = case_of(self.draws, turn, blocks, forged, rate, order, self.friendly)
         said: list[tuple[str, ...]] = []
         quarantine, decided = 0, False
-        for validator in order[: audits.VOICES]:
+        for validator in order[: LAW.most_verdicts]:
             said.append(tuple(voice(self.terms, case, said, validator)))
-            settled = _settled(tuple(said), blocks, self.terms.groups, len(said) < min(audits.VOICES, len(order)))
+            settled = _settled(tuple(said), blocks, self.terms.groups, len(said) < min(LAW.most_verdicts, len(order)))
             if len(said) == 1 and is_quarantined(said[0], key.failures):
                 quarantine = quarantine_turns(key.failures + 1)
             if settled is None:
@@ -342,7 +346,7 @@ class Worker:
         if quarantine:
             key.free_at += quarantine + IN_HAND_BLOCKS
 
-    def _pay(self, key: Key, settled: audits.Settlement, blamed: bool, again: bool) -> None:
+    def _pay(self, key: Key, settled: Weighed, blamed: bool, again: bool) -> None:
         key.valid += 0 if blamed else len(settled.accepted)
         key.escrow += len(settled.accepted) * self.terms.groups
         if settled.slash:
@@ -353,7 +357,7 @@ class Worker:
             self._vest(key)
 
     def _refuse(self, key: Key) -> None:
-        self._burn(key, min(key.escrow, audits.REFUSED_BLOCKS * self.terms.groups))
+        self._burn(key, min(key.escrow, LAW.refused_blocks * self.terms.groups))
 
     def _slash(self, key: Key) -> None:
         self._burn(key, key.escrow)
@@ -369,10 +373,10 @@ _VERDICTS = {
 
 
 @lru_cache(10_000)
-def _settled(said: tuple[tuple[str, ...], ...], blocks: int, groups: int, more: bool) -> audits.Settlement | None:
+def _settled(said: tuple[tuple[str, ...], ...], blocks: int, groups: int, more: bool) -> Weighed | None:
     """What the rules make of votes, given by outcome; validators are named by their place among them."""
     votes = {str(place): [_VERDICTS[outcome] for outcome in vote] for place, vote in enumerate(said)}
-    return audits.settle(votes, range(blocks), groups, more)
+    return weigh(votes, range(blocks), groups, more)
 
 
 def case_of(
@@ -382,7 +386,7 @@ def case_of(
     turns = range(turn, turn + blocks)
     found = [draws.found[forged][t].tolist() for t in turns]
     return Case(
-        due=[audits.must_audit(draw, rate, 1.0, 1.0) for t in turns for draw in draws.audit[t]],
+        due=[must_audit(draw, rate, 1.0, 1.0) for t in turns for draw in draws.audit[t]],
         found=lambda validator: [seen for of_block in found for seen in of_block[validator]],
         order=order,
         again=draws.again[turn],
@@ -398,17 +402,17 @@ def in_time(move: Move, turns_left: int) -> tuple[int, int]:
 
 def is_quarantined(first_vote: Sequence[str], failures: int) -> bool:
     """Whether a first vote stops the worker at once, see `judging`."""
-    return "hard" in first_vote or ("soft" in first_vote and (failures + 1) % audits.SOFT_FAILURES == 0)
+    return "hard" in first_vote or ("soft" in first_vote and (failures + 1) % LAW.soft_failures == 0)
 
 
 def quarantine_turns(failures: int) -> int:
     """Turns of a worker's n-th quarantine that is not lifted."""
-    return math.ceil(audits.quarantine_s(failures, QUARANTINE_S) / BLOCK_S)
+    return math.ceil(LAW.quarantine_s(failures, QUARANTINE_S) / BLOCK_S)
 
 
 def lapse_turns(lapses: int) -> int:
     """Turns that a worker waits after its n-th lapse in a row."""
-    return math.ceil(audits.lapse_wait_s(lapses, LEASE_S) / BLOCK_S)
+    return math.ceil(LAW.lapse_wait_s(lapses, LEASE_S) / BLOCK_S)
 
 
 def play(terms: Terms, strategy: Strategy, draws: Draws) -> Outcome:

@@ -43,7 +43,7 @@ from shoal.envs.base import Env
 from shoal.envs.load import load_env
 from shoal.envs.play import play_block
 from shoal.envs.replay import replay
-from shoal.ledger.audits import RECHECK_RATE
+from shoal.ledger.law import LAW
 from shoal.policy.files import save_policy
 from shoal.policy.model import Transformer
 from shoal.policy.render import Renderer
@@ -126,7 +126,7 @@ def measure(name: str, policy: Path, envs: Mapping[str, Env], knobs: SamplingCon
     )
     tokens = sum(len(request.token_ids) for request in requests)
     written = sum(len(request.policy_positions) for request in requests)
-    steady = (1 + RECHECK_RATE) * (without + STEADY_RATE * (audited - without))
+    steady = (1 + LAW.recheck_rate) * (without + STEADY_RATE * (audited - without))
     print(
         f"{name:<11}{len(requests)} rollouts, {tokens} tokens, {written} by the policy; CPU ms: generate {generate:.0f}, "
         f"one forward pass {forward:.1f}, model-free checks {without:.1f} ({without / generate:.1%} of generation), with "

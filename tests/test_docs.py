@@ -33,7 +33,9 @@ from shoal import cli, config, metrics
 from shoal.engine import cheats
 from shoal.envs import arithmetic, wordle
 from shoal.folder import RunFolder
-from shoal.ledger import events, verify
+from shoal.ledger.entry import event_hash
+from shoal.ledger.log.verify import SLOT_CHAIN
+from shoal.ledger.table import KINDS
 from shoal.proofs import verify as proofs
 from shoal.protocol import accounts, constants, identity, merkle, randomness, types, wire
 from shoal.roles.coordinator.api import CALLS
@@ -338,17 +340,14 @@ def constant_table() -> str:
 
 def event_fields() -> str:
     """The fields of each kind of event."""
-    rows = [
-        [f"`{name}`", ", ".join(f"`{field}`" for field in kind.__struct_fields__)]
-        for name, kind in events.KINDS.items()
-    ]
+    rows = [[f"`{name}`", ", ".join(f"`{field}`" for field in kind.__struct_fields__)] for name, kind in KINDS.items()]
     return table(["Kind", "Fields of `body`"], rows)
 
 
 def vectors() -> str:
     """Test vectors of seeds, noise and signatures: an implementation that gives these agrees with ours."""
     seed = bytes(range(32))
-    links = randomness.SecretChain(seed, verify.SLOT_CHAIN).links()
+    links = randomness.SecretChain(seed, SLOT_CHAIN).links()
     slot = randomness.slot_seed("00" * 16, 3, "11" * 32, links[4], 7)
     sample = randomness.sample_seed(slot, 2)
     noise = randomness.gumbel([sample], np.array([5]), 64)[0]
@@ -370,7 +369,7 @@ def vectors() -> str:
         "merkle root of the leaves `a`, `b`, `c`": merkle.merkle_root([b"a", b"b", b"c"]).hex(),
         "public key of the Ed25519 key with the private seed above": key.public,
         "its signature for the purpose `receipt` over `shoal`": key.sign("receipt", b"shoal"),
-        "hash of the event with the stored bytes `{}`": events.event_hash(b"{}"),
+        "hash of the event with the stored bytes `{}`": event_hash(b"{}"),
     }  # fmt: skip
     headers = "\n".join(f"{name}: {value}" for name, value in signed.items())
     request = f"POST /v1/leases, body `{{}}`, signed by that key:\n\n```http\n{headers}\n```"
@@ -457,7 +456,7 @@ def test_every_command_is_documented() -> None:
 
 def test_every_kind_of_event_says_when_it_is_written() -> None:
     section = (REFERENCE / "protocol.md").read_text().partition("\n## The log\n")[2].partition("\n## ")[0]
-    assert set(re.findall(r"^\| `(\w+)` \| [A-Z]", section, re.MULTILINE)) == set(events.KINDS)
+    assert set(re.findall(r"^\| `(\w+)` \| [A-Z]", section, re.MULTILINE)) == set(KINDS)
 
 
 def test_every_code_of_a_refusal_is_documented() -> None:

@@ -22,19 +22,26 @@ from shoal.envs.evaluate import Evaluation, evaluate
 from shoal.envs.load import load_env
 from shoal.envs.play import play_block, play_scripted
 from shoal.envs.replay import replay
-from shoal.ledger import events as ev
-from shoal.ledger.audits import audit_rate, influence, must_audit
-from shoal.ledger.book import Book
-from shoal.ledger.commands import AskLease, Command, Create, Enter, Judge, Publish, Submit, Tick, Wait
-from shoal.ledger.judging import to_judge
+from shoal.ledger.answers import Wait
+from shoal.ledger.entry import Entry
+from shoal.ledger.facts.leases import AskLease
+from shoal.ledger.facts.members import Enter, NodeQuarantined
+from shoal.ledger.facts.run import Create, RunCreated, Tick
+from shoal.ledger.facts.submissions import Submit
+from shoal.ledger.facts.verdicts import Judge
+from shoal.ledger.facts.versions import Publish
+from shoal.ledger.law import LAW
+from shoal.ledger.log.book import Book
+from shoal.ledger.log.store import Store
+from shoal.ledger.rules.verdicts import to_judge
 from shoal.ledger.seeds import audit_draws, lease_of, recheck_draw, turns
-from shoal.ledger.state import Node, State, Submission
-from shoal.ledger.store import Store
+from shoal.ledger.state import Member, State, SubmissionRecord
 from shoal.policy.files import load_policy, save_policy
 from shoal.policy.render import Renderer
 from shoal.proofs.commit import commit
 from shoal.proofs.context import Tools, policy_positions
 from shoal.proofs.verify import verify_submission
+from shoal.protocol.audits import influence, must_audit
 from shoal.protocol.randomness import SecretChain
 from shoal.protocol.types import (
     BatchGroup,
@@ -119,10 +126,10 @@ class Town:
             worker_share=0.2 if defended else 1.0,
         )  # fmt: skip
         spec = EnvSpec(self.env.name, "", self.env.num_tasks, 1.0, {})
-        created = ev.RunCreated(
+        created = RunCreated(
             run=digest(b"poisoning %d" % self.case.seed), name="poisoning", run_key=digest(b"host"),
             trainer_key=TRAINER, validators=JUDGES, chain_end="", audit_chain_end="", envs=(spec,), sampling=SAMPLING,
-            rules=rules, config={"verify": {"quarantine_s": 30.0}},
+            rules=rules, config={"verify": {"quarantine_s": 30.0}}, law=LAW,
         )  # fmt: skip
         self.do(Create(created, self.now))
         roles = {TRAINER: "trainer"} | dict.fromkeys(JUDGES, "validator") | dict.fromkeys(WORKERS, "worker")
@@ -135,7 +142,7 @@ class Town:
         """What the log says."""
         return self.book.state
 
-    def do(self, command: Command) -> list[ev.Entry]:
+    def do(self, command: object) -> list[Entry]:
         """Have a command decided and booked."""
         return self.book.write(command, self.now)
 
@@ -146,8 +153,8 @@ class Town:
                 self.now += TURN_S
                 self.do(Tick(self.now))
                 self._serve(worker)
-                if self.state.version in self.state.batches:
-                    self._learn(self.state.version)
+                if self.state.main.version in self.state.main.batches:
+                    self._learn(self.state.main.version)
                 if self.state.phase == "ended":
                     break
 
@@ -162,14 +169,14 @@ class Town:
         lease = lease_of(self.state, held, self._link("chain/slots", held.version))
         (block,) = lease.blocks
         groups = play_block(self.engine, self.renderer, self.envs, block, self.plan.group_size, SAMPLING)
-        if worker in MALICIOUS and self._attacks(self.state.nodes[worker]):
+        if worker in MALICIOUS and self._attacks(self.state.members[worker]):
             groups = [self._poison(group) for group in groups]
         body = commit(self.state.run, lease, groups, self.engine.facts)
         self._send(worker, lease, groups, body)
         self._judge(lease, groups, body)
 
-    def _attacks(self, node: Node) -> bool:
-        return bool(self.case.payload) and (not self.case.patient or audit_rate(node.valid_blocks, 0.05) <= 0.05)
+    def _attacks(self, node: Member) -> bool:
+        return bool(self.case.payload) and (not self.case.patient or LAW.audit_rate(node.valid_blocks, 0.05) <= 0.05)
 
     def _poison(self, honest: Group) -> Group:
         group, claimed_G = poisoned(self.case.payload, honest, self)
@@ -191,7 +198,7 @@ class Town:
                 verdict = self._verdict(name, lease, groups, body)
             again = recheck_draw(name, self._link("chain/audits", lease.version))
             entries = self.do(Judge(judges[0], verdict, self.now, recheck=again))
-            self.quarantines += sum(isinstance(entry.body, ev.NodeQuarantined) for entry in entries)
+            self.quarantines += sum(isinstance(entry.body, NodeQuarantined) for entry in entries)
 
     def _verdict(self, name: str, lease: Lease, groups: Sequence[Group], body: bytes) -> Verdict:
         submission = self.state.submissions[name]
@@ -202,12 +209,12 @@ class Town:
         check = Check(
             name, lease, submission.audited, self.now, submission.draws, submission.rate, submission.mean_influence
         )
-        info = SimpleNamespace(run=self.state.run, rules=self.state.law)  # all that checks read of it
+        info = SimpleNamespace(run=self.state.run, rules=self.state.rules)  # all that checks read of it
         score = partial(self.engine.score, temperature=SAMPLING.temperature)
         tools = Tools(info, self.envs, self.renderer, replay, "float32", score)  # type: ignore[arg-type]
         return verify_submission(body, check, tools)
 
-    def _believe(self, group: Group, draw: float, submission: Submission) -> GroupVerdict:
+    def _believe(self, group: Group, draw: float, submission: SubmissionRecord) -> GroupVerdict:
         """Accept a group as it is claimed. The rules want it to be called audited exactly when it was drawn for that."""
         claimed_G = self.poison.get(digest(to_msgpack(group))) or self.rewards(group)
         tokens = sum(rollout.num_policy_tokens() for rollout in group.rollouts)
@@ -243,8 +250,8 @@ class Town:
 
     def _learn(self, version: int) -> None:
         members, rows_G = [], []
-        for of_version, number in self.state.batches[version]:
-            slot = self.state.versions[of_version].slots[number]
+        for of_version, number in self.state.main.batches[version]:
+            slot = self.state.main.versions[of_version].slots[number]
             member = BatchGroup(of_version, number, slot.submission, slot.index, slot.digest, slot.rewards)
             members.append(member)
             rows_G.append(
@@ -272,7 +279,7 @@ class Town:
     def _link(self, chain: str, version: int) -> bytes:
         return self.links[chain][version + 1]
 
-    def share(self, of: Callable[[Node], float]) -> float:
+    def share(self, of: Callable[[Member], float]) -> float:
         """Of the malicious workers, in a sum over all."""
-        total = sum(of(self.state.nodes[key]) for key in WORKERS)
-        return sum(of(self.state.nodes[key]) for key in MALICIOUS) / total if total else 0.0
+        total = sum(of(self.state.members[key]) for key in WORKERS)
+        return sum(of(self.state.members[key]) for key in MALICIOUS) / total if total else 0.0

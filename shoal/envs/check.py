@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from shoal.envs.base import Env, Player, State, Task, describe_fault, players_of, source_of, success_of
-from shoal.ledger.audits import MAX_REWARD
+from shoal.protocol.audits import MAX_REWARD
 
 MAX_TURNS = 256
 """Turns after which an episode counts as endless."""

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from shoal.envs import arithmetic, wordle, words
 from shoal.envs.base import Env, describe_fault
 from shoal.errors import ConfigError, ShoalError, cause_of
-from shoal.ledger.audits import MAX_REWARD
+from shoal.protocol.audits import MAX_REWARD
 from shoal.protocol.types import EnvSpec
 from shoal.protocol.wire import domain_hash
 

@@ -13,8 +13,10 @@ from shoal.envs.load import load_run_envs
 from shoal.envs.replay import retell
 from shoal.errors import ShoalError, StateError
 from shoal.folder import RunFolder
-from shoal.ledger.events import GroupAccepted, RunCreated, read_entry
-from shoal.ledger.store import Store, sqlite_url
+from shoal.ledger.facts.batches import GroupAccepted
+from shoal.ledger.facts.run import RunCreated
+from shoal.ledger.log.store import Store, sqlite_url
+from shoal.ledger.table import read_entry
 from shoal.policy.render import Renderer
 from shoal.protocol import types as t
 from shoal.protocol.wire import WireError, digest, from_msgpack

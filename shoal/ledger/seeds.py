@@ -6,24 +6,23 @@ state and no secret but the one that it is given.
 
 from collections.abc import Sequence
 
-from shoal.ledger.state import Lease, State
+from shoal.ledger.state import LeaseRecord, State, StreamRecord
 from shoal.protocol import types as t
 from shoal.protocol.randomness import draw_task, slot_seed, uniform
 
 
-def slot_of(state: State, version: int, slot: int, link: bytes) -> t.Slot:
+def slot_of(state: State, stream: StreamRecord, version: int, slot: int, link: bytes) -> t.Slot:
     """A slot with its seed, environment and task; `link` is link(version) of the slot chain."""
-    seed = slot_seed(state.run, version, state.versions[version].root, link, slot)
+    seed = slot_seed(state.run, version, stream.versions[version].root, link, slot, stream.name)
     env, task = draw_task(seed, [e.weight for e in state.envs], [e.num_tasks for e in state.envs])
     return t.Slot(slot, seed.hex(), state.envs[env].label, task)
 
 
-def lease_of(state: State, lease: Lease, link: bytes) -> t.Lease:
+def lease_of(state: State, lease: LeaseRecord, link: bytes) -> t.Lease:
     """A lease as its worker was given it, all slots with their seeds."""
-    assert state.sampling is not None, "the run is not created"
-    size = state.law.block_groups
+    size, stream = state.rules.block_groups, state.stream_of(lease)
     blocks = tuple(
-        t.Block(b, tuple(slot_of(state, lease.version, s, link) for s in range(b * size, (b + 1) * size)))
+        t.Block(b, tuple(slot_of(state, stream, lease.version, s, link) for s in range(b * size, (b + 1) * size)))
         for b in lease.blocks
     )
     return t.Lease(lease.id, lease.worker, lease.version, blocks, state.sampling, lease.issued, lease.deadline)

@@ -1,26 +1,30 @@
-"""What a log says: the state of a run, as records. Only `ledger/apply` changes it.
+"""The state of a run, as records. Only `facts/` changes it, event by event.
 
-Read by the rules, the coordinator's desk and every auditor. A state is a value: two replays of a log give the same
-bytes, and `state_hash` says so.
+Read by the rules, the coordinator and every auditor. A state is a value: two replays of one log give the same bytes, and
+`state_hash` shows it. A record here is what the log says; the type of the same name in `protocol/types` is what crosses
+the wire.
 """
 
 import functools
+from bisect import bisect_left, insort
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import msgspec
 
-from shoal.algos.replay import Evidence
-from shoal.ledger.audits import MISSED_TURNS
-from shoal.ledger.events import GENESIS
+from shoal.algos.sampling_evidence import Evidence
+from shoal.ledger.entry import GENESIS
+from shoal.ledger.law import BEFORE_LAWS, Law
+from shoal.protocol.constants import MAIN_STREAM
 from shoal.protocol.types import EnvSpec, GroupVerdict, Rules, Sampling
 from shoal.protocol.wire import digest, to_json
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class Node(msgspec.Struct):
-    """A member of the run. Counts of blocks and groups, credits in policy tokens."""
+class Member(msgspec.Struct):
+    """A node that joined. Counts are of groups unless they say otherwise, credits are policy tokens."""
 
     key: str
     role: str
@@ -33,44 +37,47 @@ class Node(msgspec.Struct):
     accepted: int = 0
     refused: int = 0
     lapsed: int = 0
+    """Leases."""
     reasons: dict[str, int] = {}
+    """Refused groups by check."""
     leases: int = 0
-    """Ever granted: lapses are a share of them."""
+    """Ever granted."""
     escrow: list[int] = []
-    """Tokens of the groups whose pay is not vested, oldest first: what a slash takes."""
+    """Pay of each group that has not vested, oldest first, in tokens. A slash takes it."""
     vested: int = 0
     paid_lapses: int = 0
     """Lapsed leases that cost pay."""
     influence: float = 0.0
-    """Of its groups that batches took, see `audits.influence`."""
+    """Sum over its groups that a batch took, see `protocol.audits.influence`."""
     valid_blocks: int = 0
-    """Accepted blocks since the last refused one: decides the audit rate."""
+    """Accepted blocks since the last refused one. Decides the audit rate."""
     evidence: dict[str, Evidence] = {}
-    """Against the honesty of its sampling over time, each validator's own."""
+    """Against the honesty of its sampling over time, by validator."""
     failures: int = 0
-    """Of a worker: refused submissions so far, each doubles the next quarantine. Of a validator: its faults."""
+    """Of a worker: refused submissions; each doubles the next quarantine. Of a validator: its faults."""
     until: float = 0.0
     """End of the quarantine, seconds since the epoch."""
     quarantined_for: str = ""
-    """The submission that led to it."""
+    """The submission that caused it."""
     last_reason: str = ""
     dropped: int = 0
-    """Times in a row that leases of it lapsed or were given back, with nothing handed in since."""
+    """Times in a row that its leases lapsed or were given back, with nothing submitted since."""
     dropped_at: float = 0.0
     """The last of these times, seconds since the epoch."""
     missed: int = 0
-    """Of a validator: turns in a row that it let pass while another voted in its place."""
+    """Of a validator: turns in a row that it missed while another validator judged."""
     heard: float = 0.0
-    """Of a validator: when it last voted, or was last found missing; seconds since the epoch."""
+    """Of a validator: when its last verdict came, or it was last found missing, seconds since the epoch."""
     stale: int = 0
-    """Leases closed without cost because their version became too old; not counted in `lapsed`."""
+    """Leases closed at no cost because their version became too old. Not counted in `lapsed`."""
 
 
-class Lease(msgspec.Struct):
+class LeaseRecord(msgspec.Struct):
     """A lease: open, lapsed, stale, submitted or decided."""
 
     id: str
     worker: str
+    stream: str
     version: int
     blocks: tuple[int, ...]
     issued: float
@@ -79,32 +86,34 @@ class Lease(msgspec.Struct):
     submission: str = ""
 
 
-class Block(msgspec.Struct):
-    """A block of a version: free, leased, submitted or done. `lease` is its last holder."""
+class BlockRecord(msgspec.Struct):
+    """A block of a version: free, leased, submitted or done."""
 
     status: str
     lease: str
+    """Its latest lease."""
     dropped_by: str = ""
-    """Key whose lease of it lapsed last, until somebody hands it in."""
+    """Key whose lease of it lapsed last; empty again once the block is submitted."""
     dropped_at: float = 0.0
     """When that was, seconds since the epoch."""
 
 
-class Slot(msgspec.Struct):
-    """A final slot: signal, flat (all rewards equal) or void; and where its group lies."""
+class SlotRecord(msgspec.Struct):
+    """A final slot: signal, flat (its group teaches nothing) or void; and where its group is."""
 
     status: str
     submission: str = ""
     index: int = 0
+    """The group's place in the submission."""
     digest: str = ""
     rewards: tuple[float, ...] = ()
     tokens: int = 0
     step: int = -1
-    """The batch that took it."""
+    """The batch that took it; -1 if none did."""
 
 
-class Submission(msgspec.Struct):
-    """A submission and what its receipt says."""
+class SubmissionRecord(msgspec.Struct):
+    """A submission, what its receipt says, and the verdicts on it."""
 
     lease: str
     digest: str
@@ -112,30 +121,80 @@ class Submission(msgspec.Struct):
     head: str
     time: float
     groups: tuple[str, ...]
-    voted_at: float
-    """When the last vote came, or the submission itself."""
+    """Digest of each group."""
+    judged_at: float
+    """When the last verdict came, or the submission itself."""
     audited: tuple[int, ...] = ()
     rate: float = 1.0
     draws: tuple[float, ...] = ()
     mean_influence: float = 0.0
     order: tuple[str, ...] = ()
-    votes: dict[str, tuple[GroupVerdict, ...]] = {}
-    """Validators' verdicts in the order in which they came; dropped when no more can follow."""
+    """Validators in the order of their turns."""
+    verdicts: dict[str, tuple[GroupVerdict, ...]] = {}
+    """By validator, in the order in which they came; dropped when no more can follow."""
     projections: dict[str, str] = {}
     """Blob of each validator's projections."""
     differs: list[tuple[str, str]] = []
     """(validator, earlier validator) where the first found other activations than the second claims."""
     decided: bool = False
 
+    def ahead_of(self, key: str, silent: set[str]) -> list[str]:
+        """Validators whose turns come before that of `key`, in order. Those without a drawn turn come last, and silent
+        ones are skipped."""
+        left = [validator for validator in self.order if validator not in self.verdicts]
+        before = left[: left.index(key)] if key in left else left
+        return [validator for validator in before if validator not in silent]
 
-class Version(msgspec.Struct):
+
+class VersionRecord(msgspec.Struct):
     """A policy version and the work done with it."""
 
     root: str
     manifest: str
-    blocks: dict[int, Block] = {}
-    slots: dict[int, Slot] = {}
+    blocks: dict[int, BlockRecord] = {}
+    slots: dict[int, SlotRecord] = {}
     revealed: bool = False
+
+
+class StreamRecord(msgspec.Struct):
+    """One policy of the run: its versions, and the groups and batches that lead from each to the next."""
+
+    name: str
+    versions: dict[int, VersionRecord] = {}
+    pool: list[tuple[int, int]] = []
+    """(version, slot) of accepted groups with signal that no batch has taken, in the order of acceptance."""
+    batches: dict[int, tuple[tuple[int, int], ...]] = {}
+    free: list[tuple[int, int]] = []
+    """(version, block) of blocks that were given back, ascending."""
+    flat: int = 0
+    """Groups accepted without signal since the last one with signal, the last batch, or the last resume."""
+    flat_reward: float = 0.0
+    """Sum of their mean rewards."""
+
+    @property
+    def version(self) -> int:
+        """Latest published policy version, -1 before the first."""
+        return len(self.versions) - 1
+
+    def forget_flat(self) -> None:
+        """Groups without signal are counted anew."""
+        self.flat, self.flat_reward = 0, 0.0
+
+    def give_back(self, version: int, blocks: tuple[int, ...]) -> None:
+        """Blocks may be leased again."""
+        for block in blocks:
+            self.versions[version].blocks[block].status = "free"
+            insort(self.free, (version, block))
+
+    def take(self, version: int, blocks: tuple[int, ...]) -> None:
+        """Blocks are not free any more."""
+        taken = {(version, block) for block in blocks}
+        self.free = [place for place in self.free if place not in taken]
+
+
+NO_RULES = Rules(0, 0, 0, 0, 0, 0.0, 0.0, "", {})
+NO_SAMPLING = Sampling(0.0, 0, 0)
+"""What a state holds before the run is created."""
 
 
 class State(msgspec.Struct, dict=True):
@@ -152,74 +211,98 @@ class State(msgspec.Struct, dict=True):
     chain_end: str = ""
     audit_chain_end: str = ""
     envs: tuple[EnvSpec, ...] = ()
-    sampling: Sampling | None = None
-    rules: Rules | None = None
+    sampling: Sampling = NO_SAMPLING
+    rules: Rules = NO_RULES
+    """What the run file fixes."""
+    law: Law = BEFORE_LAWS
+    """What the project fixes: constants and version of the rules."""
     config: dict[str, Any] = {}
     phase: str = "running"
-    nodes: dict[str, Node] = {}
-    leases: dict[str, Lease] = {}
-    submissions: dict[str, Submission] = {}
-    versions: dict[int, Version] = {}
-    pool: list[tuple[int, int]] = []
-    """(version, slot) of accepted groups with signal that no batch has taken, in the order of acceptance."""
-    batches: dict[int, tuple[tuple[int, int], ...]] = {}
+    pause_cause: str = ""
+    """Why the run paused itself; empty if the host paused it."""
+    members: dict[str, Member] = {}
+    leases: dict[str, LeaseRecord] = {}
+    submissions: dict[str, SubmissionRecord] = {}
+    streams: dict[str, StreamRecord] = msgspec.field(default_factory=lambda: {MAIN_STREAM: StreamRecord(MAIN_STREAM)})
     issued: int = 0
     """Credits ever issued: the sum of all balances and of what is burned."""
     burned: int = 0
     """Credits slashed and forfeited."""
     influence: float = 0.0
-    """Sum over accepted groups: with their number, the mean that audits are measured by."""
+    """Sum over accepted groups; with their number, the mean that audits compare with."""
     block_tokens: int = 0
-    """Policy tokens of accepted groups, and below their number: the mean sizes leases."""
+    """Policy tokens of accepted groups; with their number, the mean that sizes leases."""
     accepted_groups: int = 0
-    flat: int = 0
-    """Groups accepted without signal since one with signal, since a batch was formed, and since the run was resumed."""
-    flat_reward: float = 0.0
-    """Sum of their mean rewards."""
-    pause_cause: str = ""
-    """Why the run paused itself; empty where the host did."""
     refused: dict[str, int] = {}
     """Refused groups by check."""
     open_leases: list[str] = []
-    free: list[tuple[int, int]] = []
-    """(version, block) of blocks that were given back, ascending."""
+    """Oldest first."""
     pending: list[str] = []
     """Submissions without a decision, oldest first."""
     rechecks: list[str] = []
     """Accepted submissions that await a second validator, oldest first."""
+    due: list[tuple[float, str, str]] = []
+    """(time, what, whose), ascending: what the clock will end. Lets a tick look at nothing else."""
     seq: int = -1
     head: str = GENESIS
 
     @property
-    def version(self) -> int:
-        """Latest published policy version, -1 before the first."""
-        return len(self.versions) - 1
+    def main(self) -> StreamRecord:
+        """The stream of a run with one policy."""
+        return self.streams[MAIN_STREAM]
 
-    @property
-    def law(self) -> Rules:
-        """The rules of a created run."""
-        assert self.rules is not None, "the run is not created"
-        return self.rules
+    def stream_of(self, lease: LeaseRecord) -> StreamRecord:
+        """The stream that a lease works for."""
+        return self.streams[lease.stream]
+
+    def lease_of(self, submission: SubmissionRecord) -> LeaseRecord:
+        """The lease that a submission fills."""
+        return self.leases[submission.lease]
 
     def judges(self) -> list[str]:
         """Keys of the validators that take part, sorted."""
-        taking_part = (node for node in self.nodes.values() if node.role == "validator")
-        return sorted(node.key for node in taking_part if node.standing not in ("kicked", "suspended"))
+        taking_part = (member for member in self.members.values() if member.role == "validator")
+        return sorted(member.key for member in taking_part if member.standing not in ("kicked", "suspended"))
 
     def silent(self) -> set[str]:
-        """Keys of the validators for whom nobody waits until they vote again; none where all of them are silent."""
+        """Keys of the validators that are skipped until they send a verdict; empty if that would be all of them."""
         judges = self.judges()
-        missing = {key for key in judges if self.nodes[key].missed >= MISSED_TURNS}
+        missing = {key for key in judges if self.members[key].missed >= self.law.missed_turns}
         return missing if len(missing) < len(judges) else set()
 
-    def maker_of(self, place: tuple[int, int]) -> str:
-        """Key of the worker whose group a (version, slot) holds."""
+    def maker_of(self, stream: StreamRecord, place: tuple[int, int]) -> str:
+        """Key of the worker that made the group at a (version, slot)."""
         version, slot = place
-        return self.leases[self.submissions[self.versions[version].slots[slot].submission].lease].worker
+        return self.lease_of(self.submissions[stream.versions[version].slots[slot].submission]).worker
 
-    def open_leases_of(self, worker: str) -> list[Lease]:
+    def open_leases_of(self, worker: str) -> list[LeaseRecord]:
         """Open leases of a worker, oldest first."""
         return [self.leases[i] for i in self.open_leases if self.leases[i].worker == worker]
+
+    def close(self, lease: LeaseRecord) -> None:
+        """A lease is not open any more, and the clock will not end it."""
+        self.open_leases.remove(lease.id)
+        self.forget(lease.deadline, "lease", lease.id)
+
+    def slots_of(self, lease: LeaseRecord) -> list[int]:
+        """Slots of a lease, in the order of its groups."""
+        size = self.rules.block_groups
+        return [slot for block in lease.blocks for slot in range(block * size, (block + 1) * size)]
+
+    def expect(self, time: float, what: str, whose: str) -> None:
+        """Note what the clock will end."""
+        insort(self.due, (time, what, whose))
+
+    def forget(self, time: float, what: str, whose: str) -> None:
+        """It ended, or will not any more."""
+        place = bisect_left(self.due, (time, what, whose))
+        if self.due[place : place + 1] == [(time, what, whose)]:
+            del self.due[place]
+
+    def due_by(self, now: float, what: str) -> list[str]:
+        """Whose time has come, earliest first."""
+        reached = self.due[: bisect_left(self.due, (now, chr(0x10FFFF), ""))]
+        return [whose for _, kind, whose in reached if kind == what]
 
 
 def state_hash(state: State) -> str:
@@ -227,19 +310,20 @@ def state_hash(state: State) -> str:
     return digest(to_json(msgspec.to_builtins(state, str_keys=True)))
 
 
-def once_per_event(count: Callable[[State], T]) -> Callable[[State], T]:
-    """A function of a state alone that is computed once for each event, however often it is called.
+def once_per_event(count: Callable[Concatenate[State, P], T]) -> Callable[Concatenate[State, P], T]:
+    """A function of a state, and perhaps of one of its streams, that is computed once for each event.
 
     The value is kept beside the fields of the state, so it changes no hash. Callers must not change the value.
     """
     name = f"{count.__module__}.{count.__qualname__}"
 
     @functools.wraps(count)
-    def remembered(state: State) -> T:
-        seq, value = state.__dict__.get(name, (None, None))
+    def remembered(state: State, *of: P.args, **none: P.kwargs) -> T:
+        key = " ".join([name, *(stream.name for stream in of)])  # type: ignore[attr-defined]
+        seq, value = state.__dict__.get(key, (None, None))
         if seq != state.seq:
-            value = count(state)
-            state.__dict__[name] = (state.seq, value)
+            value = count(state, *of, **none)
+            state.__dict__[key] = (state.seq, value)
         return value
 
     return remembered

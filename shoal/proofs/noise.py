@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.algos.replay import pooled, tokens_to_detect
+from shoal.algos.sampling_evidence import pooled, tokens_to_detect
 from shoal.algos.toploc import Figures
 from shoal.errors import StateError
 from shoal.proofs.checks.activations import judge, least_bound

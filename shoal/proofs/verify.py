@@ -12,7 +12,6 @@ from collections.abc import Sequence
 import msgspec
 
 from shoal.algos.projection import project
-from shoal.ledger.audits import influence, must_audit
 from shoal.proofs.checks import (
     activations,
     complete,
@@ -27,6 +26,7 @@ from shoal.proofs.checks import (
 )
 from shoal.proofs.commit import largest_submission_bytes
 from shoal.proofs.context import CheckModule, Context, Failure, Tools
+from shoal.protocol.audits import influence, must_audit
 from shoal.protocol.types import Check, Group, GroupVerdict, Submission, Verdict
 from shoal.protocol.wire import WireError, from_msgpack
 

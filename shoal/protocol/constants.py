@@ -10,6 +10,9 @@ DOMAIN = b"shoal/v1/"
 """Prefix of every hash and signature, so that one made for one purpose never serves another.
 Changing breaks: all seeds, all signatures, every replay of an older run."""
 
+MAIN_STREAM = "main"
+"""The stream of policy versions in a run that trains one policy. Changing breaks: every log and manifest."""
+
 CHAIN_LENGTH = 4096
 """Links in one chain of secrets, that is policy versions before the chain must be extended.
 Changing breaks: the published chain end of existing runs."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.protocol.constants import CHAIN_LENGTH, PHILOX_ROUNDS
+from shoal.protocol.constants import CHAIN_LENGTH, MAIN_STREAM, PHILOX_ROUNDS
 from shoal.protocol.wire import domain_hash
 
 
@@ -49,11 +49,15 @@ def _next_link(purpose: str, link: bytes) -> bytes:
     return domain_hash(purpose + "/link", link)
 
 
-def slot_seed(run: str, version: int, root: str, link: bytes, slot: int) -> bytes:
+def of_stream(purpose: str, stream: str) -> str:
+    """A purpose of hashes, for one stream of versions. The main stream has the bare purpose."""
+    return purpose if stream == MAIN_STREAM else f"{purpose}/stream/{stream}"
+
+
+def slot_seed(run: str, version: int, root: str, link: bytes, slot: int, stream: str = MAIN_STREAM) -> bytes:
     """Seed of a slot, 32 bytes. `root` is the weights root of the policy version, hex; `link` is link(version)."""
-    return domain_hash(
-        "slot", run.encode(), version.to_bytes(8, "big"), bytes.fromhex(root), link, slot.to_bytes(8, "big")
-    )
+    purpose, root_bytes = of_stream("slot", stream), bytes.fromhex(root)
+    return domain_hash(purpose, run.encode(), version.to_bytes(8, "big"), root_bytes, link, slot.to_bytes(8, "big"))
 
 
 def sample_seed(slot: bytes, index: int) -> bytes:

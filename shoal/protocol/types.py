@@ -109,8 +109,6 @@ class Rules(Message, frozen=True):
     """Policy tokens paid for each rollout, on average over its group, at most; 0 pays all."""
     max_flat_groups: int = 0
     """Groups without signal in a row after which the run stops leasing and waits for its host; 0 never stops."""
-    rules_version: int = 0
-    """Of the rules by which the log's events follow from each other: a run keeps those that it began with."""
 
 
 class RunInfo(Message, frozen=True):

@@ -20,7 +20,8 @@ from shoal.algos.advantages import has_signal
 from shoal.config import RunConfig
 from shoal.errors import NothingYet, StateError, cause_of
 from shoal.folder import RunFolder, clear_leftovers, replaced_folder
-from shoal.ledger.events import BatchFormed, GroupAccepted, read_entry
+from shoal.ledger.facts.batches import BatchFormed, GroupAccepted
+from shoal.ledger.table import read_entry
 from shoal.metrics import MetricsLog
 from shoal.net.client import Client
 from shoal.net.keys import load_or_make_key

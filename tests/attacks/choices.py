@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import numpy as np
 
-from shoal.algos.replay import largest_sum, most_flipped
+from shoal.algos.sampling_evidence import largest_sum, most_flipped
 from shoal.engine.base import Continuation, Engine, Request
 from shoal.engine.cheats import Cheat, Fabricate, OtherSeed
 from shoal.envs.play import Episode, play

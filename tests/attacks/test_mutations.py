@@ -19,7 +19,9 @@ import numpy as np
 import psutil
 import pytest
 
-from shoal.ledger.commands import AskLease, Enter, Publish
+from shoal.ledger.facts.leases import AskLease
+from shoal.ledger.facts.members import Enter
+from shoal.ledger.facts.versions import Publish
 from shoal.net.keys import load_or_make_key
 from shoal.proofs.commit import largest_submission_bytes
 from shoal.proofs.verify import AUDIT, MODEL_FREE
@@ -271,7 +273,7 @@ class Sender:
 
     def is_due(self, body: bytes, lease: t.Lease) -> bool:
         """Whether a body is a submission for this lease, no larger than it needs, with a group for each slot."""
-        if len(body) > largest_submission_bytes(lease, self.town.desk.state.law):
+        if len(body) > largest_submission_bytes(lease, self.town.desk.state.rules):
             return False
         try:
             said = msgspec.msgpack.decode(body, type=t.Submission)
@@ -316,7 +318,7 @@ async def send_mutations(sender: Sender, num: int) -> Counter[tuple[str, int]]:
                 assert sender.kept() == before
             lease = sender.take_lease()
     assert sender.town.audit().findings == []
-    assert desk.state.nodes[sender.key.public].refused == 0
+    assert desk.state.members[sender.key.public].refused == 0
     return statuses
 
 

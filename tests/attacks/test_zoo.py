@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from shoal.algos.replay import Evidence, Figures, excessive, update
+from shoal.algos.sampling_evidence import Evidence, Figures, excessive, update
 from shoal.config import ACTIVATION_ERROR
 from shoal.protocol.types import Submission
 from shoal.protocol.wire import WireError, from_msgpack, to_msgpack

@@ -19,13 +19,16 @@ from benchmarks.market import (
     lapse_turns,
     voice,
 )
-from shoal.ledger import audits
-from shoal.ledger import events as ev
-from shoal.ledger.apply import apply
-from shoal.ledger.commands import AskLease, Create, Enter, Judge, Publish, Submit, Tick
-from shoal.ledger.decide import decide, follow
-from shoal.ledger.judging import slots_of
+from shoal.ledger.facts.leases import AskLease
+from shoal.ledger.facts.members import Enter
+from shoal.ledger.facts.pay import Forfeited, Slash
+from shoal.ledger.facts.run import Create, RunCreated, Tick
+from shoal.ledger.facts.submissions import Submit
+from shoal.ledger.facts.verdicts import Judge
+from shoal.ledger.facts.versions import Publish
+from shoal.ledger.rules.run import follow
 from shoal.ledger.state import State
+from shoal.ledger.table import apply, decide, make_entry
 from shoal.protocol.constants import MAX_LEASE_BLOCKS
 from shoal.protocol.types import GroupVerdict, Join, Rules, Sampling, Verdict
 from shoal.protocol.wire import digest
@@ -48,9 +51,9 @@ class Court:
             group_size=4, block_groups=terms.groups, batch_groups=4 * MAX_LEASE_BLOCKS * terms.groups, max_staleness=1,
             steps=10_000, lease_s=LEASE_S, audit_rate=terms.steady, dtype="float32", bounds={},
         )  # fmt: skip
-        self.do(Create(ev.RunCreated(
+        self.do(Create(RunCreated(
             "r" * 32, "court", "k" * 64, TRAINER, tuple(self.judges), "00" * 32, "11" * 32, (), Sampling(1.0, 8, 64), rules,
-            {"verify": {"quarantine_s": 30.0}},
+            {"verify": {"quarantine_s": 30.0}}, terms.law,
         ), 0.0))  # fmt: skip
         for key, role in ((TRAINER, "trainer"), *((key, "validator") for key in self.judges)):
             self.enter(key, role)
@@ -60,10 +63,10 @@ class Court:
         bodies = decide(command, self.state)
         while bodies:
             for body in bodies:
-                apply(self.state, ev.make_entry(self.state.seq + 1, command.now, body, self.state.head))
-                if isinstance(body, ev.Slash):
+                apply(self.state, make_entry(self.state.seq + 1, command.now, body, self.state.head))
+                if isinstance(body, Slash):
                     self.slashes[body.node] = self.slashes.get(body.node, 0) + 1
-                if isinstance(body, ev.Slash | ev.Forfeited):
+                if isinstance(body, Slash | Forfeited):
                     self.burned[body.node] = self.burned.get(body.node, 0) + body.tokens
             bodies = follow(self.state)
 
@@ -71,7 +74,7 @@ class Court:
         self.do(Enter(key, Join(role, key[:6], 0.0, "test", "float32", "cpu"), 0.0))
 
     def publish(self):
-        version = self.state.version + 1
+        version = self.state.main.version + 1
         self.do(Publish(TRAINER, version, digest(b"root%d" % version), "m", {}, 0.0))
 
 
@@ -98,13 +101,13 @@ class Defendant:
         court, terms, place = self.court, self.court.terms, turn % len(self.keys)
         key, now = self.keys[place], turn * BLOCK_S
         court.do(Tick(now))
-        if court.state.nodes[key].standing == "quarantined":
+        if court.state.members[key].standing == "quarantined":
             self.free_at[place] = turn + 1 + IN_HAND_BLOCKS
         if self.free_at[place] > turn:
             return
-        move = self.strategy.plan(court.state.nodes[key].valid_blocks, turn, self.slashes(), self.draws.coin[turn])
+        move = self.strategy.plan(court.state.members[key].valid_blocks, turn, self.slashes(), self.draws.coin[turn])
         blocks, leases = in_time(move, terms.blocks - turn)
-        if court.state.version in court.state.batches:
+        if court.state.main.version in court.state.main.batches:
             court.publish()
         per_block = {ALL: terms.groups, ONE: 1}.get(move.forged, 0)
         self.forged += leases * blocks * per_block
@@ -118,18 +121,18 @@ class Defendant:
             assert len(lease.blocks) == blocks
             if self.draws.late[turn]:
                 court.do(Tick(end * BLOCK_S))
-                self.free_at[place] += lapse_turns(court.state.nodes[key].dropped)
+                self.free_at[place] += lapse_turns(court.state.members[key].dropped)
                 return
             sent.append((first, self.submit(key, lease, first, blocks, now)))
         before = self.slashes()
         for first, name in sent:
             self.judge(key, first, blocks, move.forged, name, end * BLOCK_S)
-        if court.state.nodes[key].standing == "quarantined":
+        if court.state.members[key].standing == "quarantined":
             self.free_at[place] = terms.blocks  # a tick will tell
         elif (waited := self.waited) > 0:
             self.free_at[place] += waited + IN_HAND_BLOCKS
         slashed = self.slashes() > before
-        if (slashed and self.strategy.renew) or court.state.nodes[key].failures >= self.strategy.patience:
+        if (slashed and self.strategy.renew) or court.state.members[key].failures >= self.strategy.patience:
             self.keys[place], self.free_at[place] = self.new_key(), end
 
     def submit(self, key, lease, turn, blocks, now):
@@ -150,7 +153,7 @@ class Defendant:
         submission = court.state.submissions[name]
         order = [court.judges.index(judge) for judge in submission.order]
         case = case_of(self.draws, turn, blocks, forged, submission.rate, order, self.friendly)
-        slots = slots_of(court.state, court.state.leases[submission.lease])
+        slots = court.state.slots_of(court.state.leases[submission.lease])
         now, stopped = end, False
         for validator in order:
             if submission.decided and name not in court.state.rechecks:
@@ -164,13 +167,13 @@ class Defendant:
                 else GroupVerdict(slot, due, outcome, "sampling", "why")
                 for slot, due, outcome in zip(slots, case.due, said[-1], strict=True)
             )
-            again = 0.0 if self.draws.again[turn] else audits.RECHECK_RATE
+            again = 0.0 if self.draws.again[turn] else self.court.terms.law.recheck_rate
             court.do(Judge(judge_key(validator), Verdict(name, groups), now, recheck=again))
-            stopped = court.state.nodes[key].standing == "quarantined"
+            stopped = court.state.members[key].standing == "quarantined"
         assert name not in court.state.pending and name not in court.state.rechecks
 
     def outcome(self):
-        nodes = [self.court.state.nodes[key] for key in self.made]
+        nodes = [self.court.state.members[key] for key in self.made]
         return Outcome(
             credits=sum(node.credits for node in nodes),
             vested=sum(node.vested for node in nodes),
@@ -179,7 +182,7 @@ class Defendant:
             forged=self.forged,
             slashes=self.slashes(),
             refused=sum(node.failures for node in nodes),
-            faults=tuple(self.court.state.nodes[judge].failures for judge in self.court.judges),
+            faults=tuple(self.court.state.members[judge].failures for judge in self.court.judges),
         )
 
 

@@ -5,7 +5,7 @@ import pytest
 
 from benchmarks import economics as eco
 from benchmarks import market
-from shoal.ledger import audits
+from shoal.ledger.law import Law
 from tests.benchmarks.court import try_case, try_case_beside_rival
 
 SHORT = market.Terms(blocks=260)
@@ -54,9 +54,9 @@ def test_with_friends_among_the_validators_too(validators, friends, sly, seed):
 
 
 @pytest.mark.parametrize("mild", [False, True], ids=["hard", "mild"])
-def test_what_a_recheck_finds_costs_what_the_real_rules_take(monkeypatch, mild):
-    monkeypatch.setattr(audits, "RECHECK_RATE", 0.5)
-    terms = SHORT._replace(power=0.5, alone=True, alarm=0.02, mild=mild)
+def test_what_a_recheck_finds_costs_what_the_real_rules_take(mild):
+    law = Law(recheck_rate=0.5)
+    terms = SHORT._replace(law=law, power=0.5, alone=True, alarm=0.02, mild=mild)
     seldom = market.Strategy("seldom", lambda valid, turn, slashes, coin: market.Move(1, int(coin < 0.2)), renew=False)
     for seed in range(8):
         assert market.play(terms, seldom, market.Draws(terms, (9, seed))) == try_case(terms, seldom, (9, seed))

@@ -21,11 +21,11 @@ def test_poison_is_learned_from_without_defences_and_refused_with_them(tmp_path,
     )
     for town in (open_town, guarded):
         town.run()
-        assert town.state.version == SMALL.steps
+        assert town.state.main.version == SMALL.steps
     assert open_town.num_poisoned > 0 and open_town.quarantines == 0
     assert guarded.num_poisoned == 0 and guarded.quarantines >= len(MALICIOUS)
     assert guarded.share(lambda node: node.credits) == guarded.share(lambda node: node.influence) == 0.0
-    honest = [node for key, node in guarded.state.nodes.items() if node.role == "worker" and key not in MALICIOUS]
+    honest = [node for key, node in guarded.state.members.items() if node.role == "worker" and key not in MALICIOUS]
     assert all(node.refused == 0 and node.standing == "good" for node in honest)
 
 
@@ -37,7 +37,7 @@ PAST_PROBATION = SMALL._replace(steps=12)
 def test_a_run_without_defences_goes_on_when_not_every_group_is_audited(tmp_path, start, payload):
     town = Town(Case(payload, defended=False, patient=False, seed=1), PAST_PROBATION, start, tmp_path)
     town.run()
-    assert town.state.version == PAST_PROBATION.steps
+    assert town.state.main.version == PAST_PROBATION.steps
     rates = {submission.rate for submission in town.state.submissions.values()}
     assert min(rates) < 1.0, "every group was audited: the run is too short to show anything"
     assert town.num_poisoned > 0 and town.quarantines == 0

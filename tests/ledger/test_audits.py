@@ -3,7 +3,10 @@
 import msgspec
 import pytest
 
-from shoal.ledger import audits
+from shoal.ledger.law import LAW
+from shoal.ledger.state import SubmissionRecord
+from shoal.ledger.weigh import weigh
+from shoal.protocol.audits import influence, must_audit
 from shoal.protocol.types import GroupVerdict
 
 
@@ -16,42 +19,47 @@ def vote(*outcomes, rewards=(0.0, 1.0)):
 
 
 def settled(*votes, blocks=(0,), more=False):
-    return audits.settle(dict(zip("abc", votes, strict=False)), blocks, 2, more)
+    return weigh(dict(zip("abc", votes, strict=False)), blocks, 2, more)
 
 
 GOOD, SOFT, HARD = vote("accept", "accept"), vote("accept", "soft"), vote("hard", "accept")
 
 
 def test_everything_is_audited_until_ten_valid_blocks_and_the_rate_falls_to_the_runs_and_no_lower():
-    assert [audits.audit_rate(n, 0.05) for n in (0, 9, 10, 20, 60, 100, 10**6)] == [1, 1, 0.3, 0.15, 0.05, 0.05, 0.05]
-    assert audits.audit_rate(10**6, 1.0) == 1.0
+    assert [LAW.audit_rate(n, 0.05) for n in (0, 9, 10, 20, 60, 100, 10**6)] == [1, 1, 0.3, 0.15, 0.05, 0.05, 0.05]
+    assert LAW.audit_rate(10**6, 1.0) == 1.0
 
 
 def test_influence_is_zero_without_signal_and_grows_with_length():
-    assert audits.influence((1.0, 1.0, 1.0), 900) == 0.0
-    assert audits.influence((0.0, 1.0), 200) == 2 * audits.influence((0.0, 1.0), 100) == 100.0
+    assert influence((1.0, 1.0, 1.0), 900) == 0.0
+    assert influence((0.0, 1.0), 200) == 2 * influence((0.0, 1.0), 100) == 100.0
 
 
 def test_influence_raises_the_rate_and_never_lowers_it():
-    assert audits.must_audit(0.04, 0.05, 0.0, 10.0)
-    assert not audits.must_audit(0.06, 0.05, 10.0, 10.0)
-    assert audits.must_audit(0.06, 0.05, 20.0, 10.0)
-    assert audits.must_audit(0.06, 0.05, 1.0, 0.0) is False
+    assert must_audit(0.04, 0.05, 0.0, 10.0)
+    assert not must_audit(0.06, 0.05, 10.0, 10.0)
+    assert must_audit(0.06, 0.05, 20.0, 10.0)
+    assert must_audit(0.06, 0.05, 1.0, 0.0) is False
+
+
+def ahead(order, judged, silent, key):
+    submission = SubmissionRecord("0", "d", 0, "h", 0.0, (), 0.0, order=order, verdicts=dict.fromkeys(judged, ()))
+    return submission.ahead_of(key, silent)
 
 
 def test_turns_come_one_after_another_and_nobody_has_two():
     order = ("x", "y", "z")
-    assert audits.ahead(order, (), (), "x") == []
-    assert audits.ahead(order, (), (), "y") == ["x"]
-    assert audits.ahead(order, ("x",), (), "y") == []
-    assert audits.ahead(order, (), (), "late comer") == ["x", "y", "z"]
-    assert audits.turn_begins(1000.0, 2) == 1000.0 + 2 * audits.TURN_S
+    assert ahead(order, set(), set(), "x") == []
+    assert ahead(order, set(), set(), "y") == ["x"]
+    assert ahead(order, {"x"}, set(), "y") == []
+    assert ahead(order, set(), set(), "late comer") == ["x", "y", "z"]
+    assert LAW.turn_begins(1000.0, 2) == 1000.0 + 2 * LAW.turn_s
 
 
 def test_nobody_waits_for_a_silent_validator_and_it_keeps_its_own_place():
     order = ("x", "y", "z")
-    assert [audits.ahead(order, (), ("x",), key) for key in order] == [[], [], ["y"]]
-    assert [audits.ahead(order, (), ("y",), key) for key in order] == [[], ["x"], ["x"]]
+    assert [ahead(order, set(), {"x"}, key) for key in order] == [[], [], ["y"]]
+    assert [ahead(order, set(), {"y"}, key) for key in order] == [[], ["x"], ["x"]]
 
 
 def test_one_voice_accepts_and_a_refusal_waits_for_a_second():
@@ -100,4 +108,4 @@ def test_votes_that_accept_at_other_lengths_do_not_agree():
 
 
 def test_quarantine_doubles_with_each_failure_up_to_an_hour_however_many_they_are():
-    assert [audits.quarantine_s(n, 30.0) for n in (1, 2, 3, 8, 10**6)] == [30.0, 60.0, 120.0, 3600.0, 3600.0]
+    assert [LAW.quarantine_s(n, 30.0) for n in (1, 2, 3, 8, 10**6)] == [30.0, 60.0, 120.0, 3600.0, 3600.0]

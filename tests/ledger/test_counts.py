@@ -4,14 +4,17 @@ import random
 
 import pytest
 
-from shoal.ledger import leasing
-from shoal.ledger.apply import apply
-from shoal.ledger.book import checked_entry
-from shoal.ledger.commands import Admin, Refused, ReturnLeases, Tick, Wait
+from shoal.ledger.answers import Refused, Wait
+from shoal.ledger.facts.leases import ReturnLeases
+from shoal.ledger.facts.run import Admin, Tick
+from shoal.ledger.log.book import checked_entry
+from shoal.ledger.rules import leases
 from shoal.ledger.state import State, state_hash
+from shoal.ledger.table import apply
 from tests.ledger.world import World
 
-KEPT = (leasing._supply, leasing._in_flight, leasing._workers, leasing._good_workers, leasing.groups_wanted)
+OF_A_STREAM = (leases._supply, leases._in_flight, leases.groups_wanted)
+OF_A_RUN = (leases._workers, leases._num_good_workers)
 WORKERS = tuple(letter * 64 for letter in "abcdef")
 
 
@@ -52,10 +55,12 @@ def test_counts_kept_for_an_event_equal_counts_made_afresh_at_every_event_of_a_l
     world, state = a_random_run(tmp_path, seed), State()
     for data, stored_hash in world.book.store.read():
         apply(state, checked_entry(state, data, stored_hash))
-        for count in KEPT if state.version >= 0 else ():
-            assert count(state) == count.__wrapped__(state) == count(state), (state.seq, count.__name__)
-    assert state.version > 1 and len(state.leases) > 20 and state.refused
-    assert leasing.groups_in_flight(state) == leasing.groups_in_flight(world.state)
+        if state.main.version < 0:
+            continue
+        for count, of in [*((count, (state.main,)) for count in OF_A_STREAM), *((count, ()) for count in OF_A_RUN)]:
+            assert count(state, *of) == count.__wrapped__(state, *of) == count(state, *of), (state.seq, count.__name__)
+    assert state.main.version > 1 and len(state.leases) > 20 and state.refused
+    assert leases.groups_in_flight(state, state.main) == leases.groups_in_flight(world.state, world.state.main)
 
 
 def test_kept_counts_are_no_part_of_a_state(tmp_path):
@@ -70,7 +75,7 @@ def test_a_count_is_made_once_an_event(tmp_path, monkeypatch):
     world.publish()
     for key in WORKERS:
         world.enter(key)
-    monkeypatch.setattr(leasing, "usable", lambda state: looks.append(state.seq) or [])
+    monkeypatch.setattr(leases, "usable", lambda state, stream: looks.append(state.seq) or [])
     for key in WORKERS[:4]:
         world.lease(key)
     for key in WORKERS[4:] * 3:
@@ -81,16 +86,16 @@ def test_a_count_is_made_once_an_event(tmp_path, monkeypatch):
 
 def test_blocks_are_given_just_as_long_as_there_are_blocks_to_give(tmp_path):
     world = World(tmp_path)
-    assert leasing.blocks_to_give(world.state) == 0
+    assert leases.blocks_to_give(world.state, world.state.main) == 0
     world.publish()
     for number, key in enumerate(WORKERS):
         world.enter(key)
-        assert leasing.blocks_to_give(world.state) == max(0, 4 - number)
+        assert leases.blocks_to_give(world.state, world.state.main) == max(0, 4 - number)
         if number < 4:
             world.lease(key)
     with pytest.raises(Wait, match="enough groups are in flight"):
         world.lease(WORKERS[-1])
     world.do(ReturnLeases(WORKERS[0], ("0",), world.now))
-    assert leasing.blocks_to_give(world.state) == 1
+    assert leases.blocks_to_give(world.state, world.state.main) == 1
     world.do(Admin("pause", "", world.now))
-    assert leasing.blocks_to_give(world.state) == 0
+    assert leases.blocks_to_give(world.state, world.state.main) == 0

@@ -6,14 +6,23 @@ import random
 
 import pytest
 
-from shoal.ledger import audits
-from shoal.ledger import events as ev
-from shoal.ledger.book import replay
-from shoal.ledger.commands import Admin, AskLease, Enter, Judge, Publish, Refused, ReturnLeases, Submit, Tick, Wait
-from shoal.ledger.judging import slots_of, to_judge
-from shoal.ledger.leasing import groups_wanted
+from shoal.ledger import table
+from shoal.ledger.answers import Refused, Wait
+from shoal.ledger.facts.batches import GroupAccepted, SlotVoid
+from shoal.ledger.facts.leases import AskLease, ReturnLeases
+from shoal.ledger.facts.members import Enter, ValidatorFault
+from shoal.ledger.facts.pay import Forfeited, Slash
+from shoal.ledger.facts.run import Admin, Tick
+from shoal.ledger.facts.submissions import AuditDrawn, Submit
+from shoal.ledger.facts.verdicts import Decision, Judge, Rechecked
+from shoal.ledger.facts.versions import Publish
+from shoal.ledger.law import LAW, Law
+from shoal.ledger.log.book import replay
+from shoal.ledger.rules.leases import groups_wanted
+from shoal.ledger.rules.verdicts import to_judge
 from shoal.ledger.state import state_hash
 from shoal.proofs.verify import AUDIT, MODEL_FREE
+from shoal.protocol.audits import CHECKS
 from shoal.protocol.constants import MAX_LEASE_BLOCKS
 from shoal.protocol.sizes import most_lease_blocks
 from shoal.protocol.types import GroupVerdict, Join, Verdict
@@ -35,7 +44,7 @@ def court(tmp_path):
 
 def serve(world, blocks, worker=WORKER):
     for _ in range(blocks):
-        if world.state.version in world.state.batches:
+        if world.state.main.version in world.state.main.batches:
             world.publish()
         world.serve(worker, by=JUDGES[0])
 
@@ -48,8 +57,8 @@ def test_nothing_in_the_log_tells_a_first_voice_whether_a_second_will_follow(cou
     for recheck in (0.0, 1.0):
         name = court.submit(WORKER, court.lease(WORKER), salt=str(recheck), recheck=recheck)
         (drawn,) = (e.body for e in court.audit().entries if getattr(e.body, "submission", "") == name)
-        assert isinstance(drawn, ev.AuditDrawn) and not hasattr(drawn, "recheck")
-        (decision,) = bodies(court.judge(name, by=JUDGES[0]), ev.Decision)
+        assert isinstance(drawn, AuditDrawn) and not hasattr(drawn, "recheck")
+        (decision,) = bodies(court.judge(name, by=JUDGES[0]), Decision)
         assert decision.recheck == (recheck == 0.0)
 
 
@@ -91,13 +100,13 @@ def test_a_verdict_with_figures_that_no_group_has_is_refused(court, facts):
 def test_a_bug_in_the_rules_keeps_nobody_else_waiting_and_leaves_the_state_of_the_log(court, monkeypatch):
     name = court.submit(WORKER, court.lease(WORKER))
     lease = court.state.leases[court.state.submissions[name].lease]
-    groups = tuple(GroupVerdict(slot, True, "accept", rewards=(0.0,) * 4) for slot in slots_of(court.state, lease))
+    groups = tuple(GroupVerdict(slot, True, "accept", rewards=(0.0,) * 4) for slot in court.state.slots_of(lease))
 
     def broken(*_):
         raise ZeroDivisionError("a bug")
 
     async def story():
-        monkeypatch.setattr("shoal.ledger.decide.judge", broken)
+        monkeypatch.setitem(table._COMMANDS, Judge, broken)
         joins = [Enter(f"{i}" * 64, Join("worker", f"w{i}", 0.0, "test", "float32", "cpu"), court.now) for i in (1, 2)]
         asked = [joins[0], Judge(JUDGES[0], Verdict(name, groups), court.now), joins[1]]
         return await asyncio.wait_for(
@@ -106,7 +115,7 @@ def test_a_bug_in_the_rules_keeps_nobody_else_waiting_and_leaves_the_state_of_th
 
     first, bug, last = asyncio.run(story())
     assert isinstance(bug, ZeroDivisionError) and len(first) == len(last) == 1
-    assert {"1" * 64, "2" * 64} <= court.state.nodes.keys()
+    assert {"1" * 64, "2" * 64} <= court.state.members.keys()
     assert state_hash(court.state) == state_hash(replay(court.book.store.read()))
 
 
@@ -122,8 +131,8 @@ def test_two_hard_voices_slash_only_where_both_looked_as_closely(court):
     name = court.submit(WORKER, court.lease(WORKER))
     court.judge(name, "hard", by=JUDGES[0], audited=False)
     entries = court.judge(name, "hard", by=JUDGES[1], audited=True)
-    assert bodies(entries, ev.Decision) and not bodies(entries, ev.Slash)
-    (forfeited,) = bodies(entries, ev.Forfeited)
+    assert bodies(entries, Decision) and not bodies(entries, Slash)
+    (forfeited,) = bodies(entries, Forfeited)
     assert forfeited.tokens == 40 and court.audit().findings == []
 
 
@@ -132,36 +141,36 @@ def test_a_third_voice_that_contradicts_the_second_about_the_first_shows_the_sec
     court.judge(name, by=JUDGES[0])
     court.judge(name, by=JUDGES[1], differs_from=JUDGES[:1])
     entries = court.judge(name, by=JUDGES[2], differs_from=JUDGES[1:2])
-    assert [fault.validator for fault in bodies(entries, ev.ValidatorFault)] == [JUDGES[1]]
+    assert [fault.validator for fault in bodies(entries, ValidatorFault)] == [JUDGES[1]]
 
 
 def test_one_voice_cannot_void_a_slot_where_another_can_be_had(court):
     name = court.submit(WORKER, court.lease(WORKER))
-    assert not bodies(court.judge(name, "void", by=JUDGES[0], audited=False), ev.Decision)
+    assert not bodies(court.judge(name, "void", by=JUDGES[0], audited=False), Decision)
     for judge in JUDGES[1:]:
         entries = court.judge(name, by=judge)
-    assert len(bodies(entries, ev.GroupAccepted)) == 2 and not bodies(entries, ev.SlotVoid)
+    assert len(bodies(entries, GroupAccepted)) == 2 and not bodies(entries, SlotVoid)
 
 
 def test_nothing_vests_while_a_second_look_is_open(court):
-    serve(court, audits.VESTING_BLOCKS)
+    serve(court, LAW.vesting_blocks)
     name = court.submit(WORKER, court.lease(WORKER), recheck=0.0)
     court.judge(name, by=JUDGES[0])
     serve(court, 5)
-    assert court.state.nodes[WORKER].vested == 0
+    assert court.state.members[WORKER].vested == 0
     for judge in JUDGES[1:]:
         court.judge(name, "hard", by=judge)
-    node = court.state.nodes[WORKER]
+    node = court.state.members[WORKER]
     assert node.credits == 0 and node.standing == "quarantined" and court.audit().findings == []
 
 
 def test_leases_given_back_count_as_lapses_and_cost_the_same(court):
     serve(court, 2)
     for cost in (0, 20):
-        before, lease = court.state.nodes[WORKER].credits, court.lease(WORKER)
+        before, lease = court.state.members[WORKER].credits, court.lease(WORKER)
         court.do(ReturnLeases(WORKER, (lease.id, lease.id, "no such"), court.now))
-        assert before - court.state.nodes[WORKER].credits == cost
-    assert court.state.nodes[WORKER].lapsed == 2 and court.audit().findings == []
+        assert before - court.state.members[WORKER].credits == cost
+    assert court.state.members[WORKER].lapsed == 2 and court.audit().findings == []
 
 
 def test_a_kicked_worker_is_not_brought_back_by_a_later_verdict(court):
@@ -169,21 +178,21 @@ def test_a_kicked_worker_is_not_brought_back_by_a_later_verdict(court):
     court.do(Admin("kick", WORKER, court.now))
     for judge in JUDGES[:2]:
         court.judge(name, "hard", by=judge)
-    court.now += audits.MAX_QUARANTINE_S
+    court.now += LAW.max_quarantine_s
     court.do(Tick(court.now))
-    assert court.state.nodes[WORKER].standing == "kicked"
+    assert court.state.members[WORKER].standing == "kicked"
 
 
 def test_a_name_that_is_anothers_key_does_not_shield_that_key(court):
     court.do(Enter("b" * 64, Join("worker", WORKER, 0.0, "test", "float32", "cpu"), court.now))
     court.do(Admin("kick", WORKER, court.now))
-    assert [court.state.nodes[key].standing for key in (WORKER, "b" * 64)] == ["kicked", "new"]
+    assert [court.state.members[key].standing for key in (WORKER, "b" * 64)] == ["kicked", "new"]
 
 
 @pytest.mark.parametrize("order", [(1, 0), (0, 0), (0,), (0, 1, 1), ()])
 def test_a_verdict_on_other_slots_than_the_leases_is_refused(court, order):
     name = court.submit(WORKER, court.lease(WORKER))
-    slots = slots_of(court.state, court.state.leases[court.state.submissions[name].lease])
+    slots = court.state.slots_of(court.state.leases[court.state.submissions[name].lease])
     groups = tuple(GroupVerdict(slots[i], True, "accept", rewards=(0.0,) * 4) for i in order)
     with pytest.raises(Refused, match="names every slot of the lease once, in order"):
         court.do(Judge(JUDGES[0], Verdict(name, groups), court.now))
@@ -196,9 +205,9 @@ def test_the_vote_of_an_idle_validator_settles_nothing(court):
     court.judge(name, "hard", by=JUDGES[0])
     court.judge(name, "hard", by=JUDGES[1], differs_from=JUDGES[:1])
     entries = court.judge(name, "accept", by=JUDGES[2], differs_from=JUDGES[:1])
-    (decision,) = bodies(entries, ev.Decision)
-    assert decision.disputed == decision.refused and not bodies(entries, ev.Slash)
-    assert [fault.validator for fault in bodies(entries, ev.ValidatorFault)] == [JUDGES[0]]
+    (decision,) = bodies(entries, Decision)
+    assert decision.disputed == decision.refused and not bodies(entries, Slash)
+    assert [fault.validator for fault in bodies(entries, ValidatorFault)] == [JUDGES[0]]
 
 
 def test_a_new_worker_gets_one_block_whatever_speed_it_claims(court):
@@ -216,7 +225,7 @@ def test_a_fast_worker_leaves_room_for_the_others(tmp_path):
     world.publish()
     for key in (WORKER, "b" * 64):
         world.serve(key, by=JUDGES[0], rewards=(1.0,) * 4)
-    room = groups_wanted(world.state)
+    room = groups_wanted(world.state, world.state.main)
     world.do(AskLease(WORKER, (), 1e9, world.now))
     (lease,) = world.state.open_leases_of(WORKER)
     assert len(lease.blocks) * 2 == room // 2
@@ -245,7 +254,7 @@ def test_a_bug_halfway_through_a_command_leaves_the_state_of_the_log(court, monk
         raise ZeroDivisionError("a bug")
 
     async def story():
-        monkeypatch.setattr("shoal.ledger.book.follow", broken)
+        monkeypatch.setattr("shoal.ledger.log.book.follow", broken)
         await court.book.submit(Enter("1" * 64, Join("worker", "w", 0.0, "test", "float32", "cpu"), court.now))
 
     with pytest.raises(ZeroDivisionError):
@@ -254,16 +263,16 @@ def test_a_bug_halfway_through_a_command_leaves_the_state_of_the_log(court, monk
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_no_mixture_of_votes_lapses_and_late_ends_drives_a_balance_below_zero(tmp_path, monkeypatch, seed):
-    monkeypatch.setattr("shoal.ledger.apply.VALIDATOR_FAULTS", 10_000)
+def test_no_mixture_of_votes_lapses_and_late_ends_drives_a_balance_below_zero(tmp_path, seed):
     rng = random.Random(seed)
-    world = World(tmp_path, JUDGES, steps=400, max_staleness=200, audit_rate=0.05)
+    law = Law(validator_faults=10_000)
+    world = World(tmp_path, JUDGES, law, steps=400, max_staleness=200, audit_rate=0.05)
     world.enter(WORKER)
     world.publish()
     for _ in range(150):
         world.now += rng.choice([0.0, 1.0, 40.0, 700.0])
         world.do(Tick(world.now))
-        if world.state.version in world.state.batches:
+        if world.state.main.version in world.state.main.batches:
             world.publish()
         for judge in JUDGES:
             for name in to_judge(world.state, judge, world.now):
@@ -282,14 +291,14 @@ def test_no_secret_comes_out_while_a_submission_under_it_waits(tmp_path):
         world.enter(key)
     world.publish()
     waiting = world.submit(WORKER, world.lease(WORKER))
-    while world.state.version < 3:
+    while world.state.main.version < 3:
         world.serve("b" * 64, by=JUDGES[0])
-        if world.state.version in world.state.batches:
-            version = world.state.version + 1
-            links = {v: ("00" * 32, "11" * 32) for v, kept in world.state.versions.items() if not kept.revealed}
+        if world.state.main.version in world.state.main.batches:
+            version = world.state.main.version + 1
+            links = {v: ("00" * 32, "11" * 32) for v, kept in world.state.main.versions.items() if not kept.revealed}
             world.do(Publish(TRAINER, version, digest(b"root%d" % version), "m", links, world.now))
-    assert not world.state.versions[0].revealed and world.state.pending == [waiting]
-    assert world.state.versions[1].revealed
+    assert not world.state.main.versions[0].revealed and world.state.pending == [waiting]
+    assert world.state.main.versions[1].revealed
 
 
 def test_a_validator_that_audits_more_than_was_drawn_is_refused_so_that_all_look_at_the_same(court):
@@ -310,14 +319,14 @@ def test_who_differs_from_two_that_agree_is_idle_whichever_came_first(tmp_path):
         for number, judge in enumerate(JUDGES):
             differs = [other for other in JUDGES[:number] if idle in (judge, other)]
             outcome = "soft" if number == 1 else "accept"  # a third is asked
-            found += bodies(world.judge(name, outcome, by=judge, differs_from=differs), ev.ValidatorFault)
-        assert idle in [fault.validator for fault in found if "without the work" in fault.cause], place
+            found += bodies(world.judge(name, outcome, by=judge, differs_from=differs), ValidatorFault)
+        assert idle in [fault.validator for fault in found if "without doing the work" in fault.cause], place
 
 
 def test_of_two_that_invent_their_numbers_and_an_honest_one_nobody_is_blamed(court):
     name = court.submit(WORKER, court.lease(WORKER), recheck=0.0)
     for number, judge in enumerate(JUDGES):
-        assert not bodies(court.judge(name, by=judge, differs_from=JUDGES[:number]), ev.ValidatorFault)
+        assert not bodies(court.judge(name, by=judge, differs_from=JUDGES[:number]), ValidatorFault)
 
 
 def test_a_mild_cheat_that_a_second_look_finds_costs_what_any_refusal_costs(court):
@@ -326,8 +335,8 @@ def test_a_mild_cheat_that_a_second_look_finds_costs_what_any_refusal_costs(cour
     court.judge(name, by=JUDGES[0])
     court.judge(name, "soft", by=JUDGES[1])
     entries = court.judge(name, "soft", by=JUDGES[2])
-    assert [body.outcome for body in bodies(entries, ev.Rechecked)] == ["refused"]
-    assert [body.tokens for body in bodies(entries, ev.Forfeited)] == [80] and court.audit().findings == []
+    assert [body.outcome for body in bodies(entries, Rechecked)] == ["refused"]
+    assert [body.tokens for body in bodies(entries, Forfeited)] == [80] and court.audit().findings == []
 
 
 @pytest.mark.parametrize(("outcome", "check"), [("hard", "[[["), ("soft", ""), ("void", "x"), ("accept", "shape")])
@@ -339,7 +348,7 @@ def test_a_refusal_names_one_of_the_runs_checks(court, outcome, check):
 
 
 def test_the_names_of_checks_are_those_of_the_checks():
-    assert {module.NAME for module in (*MODEL_FREE, *AUDIT)} == set(audits.CHECKS)
+    assert {module.NAME for module in (*MODEL_FREE, *AUDIT)} == set(CHECKS)
 
 
 def test_a_fast_worker_gets_no_more_than_fits_into_its_messages(tmp_path):
@@ -349,4 +358,4 @@ def test_a_fast_worker_gets_no_more_than_fits_into_its_messages(tmp_path):
     world.serve(WORKER, rewards=(0.0, 1.0) * 32)
     world.do(AskLease(WORKER, (), 1e18, world.now))
     (lease,) = world.state.open_leases_of(WORKER)
-    assert len(lease.blocks) == most_lease_blocks(world.state.law, world.state.sampling, ()) < MAX_LEASE_BLOCKS
+    assert len(lease.blocks) == most_lease_blocks(world.state.rules, world.state.sampling, ()) < MAX_LEASE_BLOCKS

@@ -4,14 +4,16 @@ import random
 
 import pytest
 
-from shoal.algos.replay import ALARM_BITS, Evidence
-from shoal.ledger import audits
-from shoal.ledger import events as ev
-from shoal.ledger.book import Book
-from shoal.ledger.commands import Refused, Tick, Wait
-from shoal.ledger.judging import to_judge
+from shoal.algos.sampling_evidence import ALARM_BITS, Evidence
+from shoal.ledger.answers import Refused, Wait
+from shoal.ledger.facts.pay import Slash
+from shoal.ledger.facts.run import Tick
+from shoal.ledger.law import LAW
+from shoal.ledger.log.book import Book
+from shoal.ledger.log.store import Store, sqlite_url
+from shoal.ledger.rules.verdicts import to_judge
 from shoal.ledger.state import state_hash
-from shoal.ledger.store import Store, sqlite_url
+from shoal.ledger.table import kind_of
 from shoal.protocol.types import Bounds
 from tests.ledger.world import World
 
@@ -31,22 +33,22 @@ def court(tmp_path):
 def serve(world, blocks, worker=WORKER):
     """Blocks that all are accepted; versions move on as batches fill."""
     for _ in range(blocks):
-        if world.state.version in world.state.batches:
+        if world.state.main.version in world.state.main.batches:
             world.publish()
         world.serve(worker, by=JUDGES[0])
 
 
 def kinds(entries):
-    return [ev.kind_of(entry.body) for entry in entries]
+    return [kind_of(entry.body) for entry in entries]
 
 
 def test_a_refusal_quarantines_at_once_and_waits_for_a_second_validator(court):
     serve(court, 2)
     name = court.submit(WORKER, court.lease(WORKER))
     assert kinds(court.judge(name, "hard", by=JUDGES[0])) == ["verdict_given", "node_quarantined"]
-    assert court.state.pending == [name] and court.state.nodes[WORKER].credits == 40
+    assert court.state.pending == [name] and court.state.members[WORKER].credits == 40
     entries = court.judge(name, "hard", by=JUDGES[1])
-    assert "slash" in kinds(entries) and court.state.nodes[WORKER].credits == 0
+    assert "slash" in kinds(entries) and court.state.members[WORKER].credits == 0
     assert court.state.burned == 40 and court.audit().findings == []
 
 
@@ -54,7 +56,7 @@ def test_a_worker_in_whose_work_two_find_a_forgery_stays_in_quarantine(court):
     name = court.submit(WORKER, court.lease(WORKER))
     for judge in JUDGES[:2]:
         court.judge(name, "hard", by=judge)
-    assert court.state.pending == [] and court.state.nodes[WORKER].standing == "quarantined"
+    assert court.state.pending == [] and court.state.members[WORKER].standing == "quarantined"
 
 
 def test_a_lying_validator_alone_slashes_nobody_and_is_named(court):
@@ -63,12 +65,12 @@ def test_a_lying_validator_alone_slashes_nobody_and_is_named(court):
     court.judge(name, "hard", by=JUDGES[0])
     court.judge(name, "accept", by=JUDGES[1])
     entries = court.judge(name, "accept", by=JUDGES[2])
-    assert "slash" not in kinds(entries) and court.state.nodes[WORKER].credits == 60
-    assert court.state.nodes[WORKER].standing == "new" and court.state.nodes[JUDGES[0]].failures == 1
+    assert "slash" not in kinds(entries) and court.state.members[WORKER].credits == 60
+    assert court.state.members[WORKER].standing == "new" and court.state.members[JUDGES[0]].failures == 1
 
 
 def test_a_validator_that_is_outvoted_three_times_is_asked_no_more(court):
-    for turn in range(audits.VALIDATOR_FAULTS):
+    for turn in range(LAW.validator_faults):
         court.now += 1e4
         court.do(Tick(court.now))
         name = court.submit(WORKER, court.lease(WORKER), salt=str(turn))
@@ -88,7 +90,7 @@ def test_a_dispute_without_a_third_voice_ends_softly(tmp_path):
     name = world.submit(WORKER, world.lease(WORKER))
     world.judge(name, "hard", by=JUDGES[0])
     world.judge(name, "accept", by=JUDGES[1])
-    node = world.state.nodes[WORKER]
+    node = world.state.members[WORKER]
     assert world.state.pending == [] and node.credits == 20 and node.failures == 0 and node.refused == 0
 
 
@@ -96,13 +98,13 @@ def test_a_refusal_whose_second_judge_never_comes_ends_without_slash(court):
     serve(court, 1)
     name = court.submit(WORKER, court.lease(WORKER))
     court.judge(name, "hard", by=JUDGES[0])
-    court.now += audits.DISPUTE_S - 1
+    court.now += LAW.dispute_s - 1
     for _ in range(2):  # the first ends its quarantine
         court.do(Tick(court.now))
     assert court.state.pending == [name]
     court.now += 1
     assert "decision" in kinds(court.do(Tick(court.now)))
-    assert court.state.pending == [] and court.state.burned == 0 and court.state.nodes[WORKER].credits == 20
+    assert court.state.pending == [] and court.state.burned == 0 and court.state.members[WORKER].credits == 20
     assert court.audit().findings == []
 
 
@@ -114,7 +116,7 @@ def test_an_accepted_submission_that_is_drawn_is_judged_again_and_a_bribed_first
     court.judge(name, "hard", by=JUDGES[1])
     entries = court.judge(name, "hard", by=JUDGES[2])
     assert {"slash", "validator_fault", "rechecked"} <= set(kinds(entries))
-    assert court.state.nodes[WORKER].credits == 0 and court.state.nodes[JUDGES[0]].failures == 1
+    assert court.state.members[WORKER].credits == 0 and court.state.members[JUDGES[0]].failures == 1
     assert court.state.rechecks == [] and court.audit().findings == []
 
 
@@ -123,17 +125,17 @@ def test_a_slash_after_a_second_look_ends_trust(court):
     name = court.submit(WORKER, court.lease(WORKER), recheck=0.0)
     for judge, outcome in zip(JUDGES, ("accept", "hard", "hard"), strict=True):
         court.judge(name, outcome, by=judge)
-    assert court.state.nodes[WORKER].valid_blocks == 0
+    assert court.state.members[WORKER].valid_blocks == 0
 
 
 def test_a_dispute_that_nobody_settles_ends_no_trust(court):
     serve(court, 3)
     name = court.submit(WORKER, court.lease(WORKER))
     court.judge(name, "hard", by=JUDGES[0])
-    court.now += audits.DISPUTE_S
+    court.now += LAW.dispute_s
     for _ in range(2):  # the first ends its quarantine
         court.do(Tick(court.now))
-    node = court.state.nodes[WORKER]
+    node = court.state.members[WORKER]
     assert court.state.pending == [] and (node.valid_blocks, node.failures) == (3, 0)
 
 
@@ -141,21 +143,21 @@ def test_a_recheck_that_confirms_changes_nothing(court):
     name = court.submit(WORKER, court.lease(WORKER), recheck=0.0)
     court.judge(name, by=JUDGES[0])
     assert kinds(court.judge(name, by=JUDGES[1])) == ["verdict_given", "rechecked"]
-    assert court.state.nodes[WORKER].credits == 20 and court.state.rechecks == []
+    assert court.state.members[WORKER].credits == 20 and court.state.rechecks == []
 
 
 def test_a_recheck_that_nobody_makes_is_dropped(court):
     name = court.submit(WORKER, court.lease(WORKER), recheck=0.0)
     court.judge(name, by=JUDGES[0])
-    court.now += audits.DISPUTE_S
+    court.now += LAW.dispute_s
     court.do(Tick(court.now))
-    assert court.state.rechecks == [] and court.state.nodes[WORKER].credits == 20
+    assert court.state.rechecks == [] and court.state.members[WORKER].credits == 20
 
 
 def test_pay_vests_after_its_window_and_a_slash_takes_only_what_is_not_vested(court):
-    serve(court, audits.VESTING_BLOCKS + 5)
-    node = court.state.nodes[WORKER]
-    assert node.vested == 5 * 20 and sum(node.escrow) == audits.VESTING_BLOCKS * 20
+    serve(court, LAW.vesting_blocks + 5)
+    node = court.state.members[WORKER]
+    assert node.vested == 5 * 20 and sum(node.escrow) == LAW.vesting_blocks * 20
     name = court.submit(WORKER, court.lease(WORKER), draw=0.0)
     for judge in JUDGES[:2]:
         court.judge(name, "hard", by=judge)
@@ -168,7 +170,9 @@ def test_at_the_end_of_a_run_all_pay_vests(tmp_path):
     world.publish()
     serve(world, 2)
     world.publish()
-    assert world.state.phase == "ended" and world.state.nodes[WORKER].vested == world.state.nodes[WORKER].credits == 40
+    assert (
+        world.state.phase == "ended" and world.state.members[WORKER].vested == world.state.members[WORKER].credits == 40
+    )
 
 
 def test_lapses_beyond_the_free_share_cost_pay_and_a_first_one_does_not(court):
@@ -177,8 +181,8 @@ def test_lapses_beyond_the_free_share_cost_pay_and_a_first_one_does_not(court):
         court.lease(WORKER)
         court.now += 1e3
         court.do(Tick(court.now))
-        assert (court.state.nodes[WORKER].lapsed, court.state.nodes[WORKER].credits) == (lapse, credits)
-        court.now += audits.MAX_LAPSE_WAIT_S
+        assert (court.state.members[WORKER].lapsed, court.state.members[WORKER].credits) == (lapse, credits)
+        court.now += LAW.max_lapse_wait_s
     assert court.audit().findings == []
 
 
@@ -188,8 +192,8 @@ def test_an_honest_slow_node_that_always_lapses_owes_nothing(court):
         court.lease("b" * 64)
         court.now += 1e3
         court.do(Tick(court.now))
-        court.now += audits.MAX_LAPSE_WAIT_S
-    node = court.state.nodes["b" * 64]
+        court.now += LAW.max_lapse_wait_s
+    node = court.state.members["b" * 64]
     assert node.credits == 0 and node.lapsed == 20 and node.standing == "new" and court.state.burned == 0
 
 
@@ -198,7 +202,7 @@ def test_a_new_engine_of_a_known_key_is_on_probation_again(court):
     name = court.submit(WORKER, court.lease(WORKER), draw=0.9)
     assert court.state.submissions[name].audited == ()
     court.judge(name, by=JUDGES[0], audited=False)
-    court.state.nodes[WORKER].implementation = "another"
+    court.state.members[WORKER].implementation = "another"
     court.enter(WORKER)
     name = court.submit(WORKER, court.lease(WORKER), draw=0.9)
     assert len(court.state.submissions[name].audited) == 2
@@ -225,9 +229,9 @@ def noisy_world(tmp_path, judges, **rules):
 @pytest.mark.parametrize("judges", [JUDGES, JUDGES[:2], JUDGES[:1]], ids=len)
 def test_noise_over_time_is_found_by_two_validators_or_the_only_one(tmp_path, judges):
     world = noisy_world(tmp_path, judges)
-    node = world.state.nodes[WORKER]
+    node = world.state.members[WORKER]
     while not node.failures and len(world.state.leases) < 40:
-        if world.state.version in world.state.batches:
+        if world.state.main.version in world.state.main.batches:
             world.publish()
         paid = node.credits
         # One of 10 tokens, each time: within a group's own bound.
@@ -241,10 +245,10 @@ def test_noise_over_time_is_found_by_two_validators_or_the_only_one(tmp_path, ju
 def test_figures_that_one_validator_overstates_harm_nobody(tmp_path):
     world = noisy_world(tmp_path, JUDGES)
     for turn in range(60):
-        if world.state.version in world.state.batches:
+        if world.state.main.version in world.state.main.batches:
             world.publish()
         world.serve(WORKER, **({"by": JUDGES[0], "flipped": 1} if turn % 2 else {"by": JUDGES[1]}))
-    node = world.state.nodes[WORKER]
+    node = world.state.members[WORKER]
     assert max(node.evidence[JUDGES[0]].flips) > ALARM_BITS, "the liar's own"
     assert node.failures == 0 and node.standing == "good" and node.credits == 60 * 20
 
@@ -254,8 +258,8 @@ def test_a_validator_judges_in_its_turn_only(court):
     court.state.submissions[name].order = JUDGES
     with pytest.raises(Refused, match="is for dddddddddddd"):
         court.judge(name, by=JUDGES[1])
-    assert to_judge(court.state, JUDGES[1], court.now + audits.TURN_S) == [name]
-    court.now += audits.TURN_S
+    assert to_judge(court.state, JUDGES[1], court.now + LAW.turn_s) == [name]
+    court.now += LAW.turn_s
     court.judge(name, by=JUDGES[1])
 
 
@@ -265,7 +269,7 @@ def test_a_validator_that_votes_without_the_work_is_found_by_two_others_and_its_
     court.judge(name, by=JUDGES[0])
     assert "rechecked" not in kinds(court.judge(name, "hard", by=JUDGES[1], differs_from=JUDGES[:1]))
     entries = court.judge(name, "hard", by=JUDGES[2], differs_from=JUDGES[:1])
-    assert {"validator_fault", "slash"} <= set(kinds(entries)) and court.state.nodes[JUDGES[0]].failures == 1
+    assert {"validator_fault", "slash"} <= set(kinds(entries)) and court.state.members[JUDGES[0]].failures == 1
     assert court.audit().findings == []
 
 
@@ -274,7 +278,7 @@ def test_one_validator_that_accuses_another_alone_harms_nobody(court):
     court.judge(name, by=JUDGES[0])
     court.judge(name, by=JUDGES[1], differs_from=JUDGES[:1])
     entries = court.judge(name, by=JUDGES[2])
-    assert kinds(entries) == ["verdict_given", "rechecked"] and court.state.nodes[JUDGES[0]].failures == 0
+    assert kinds(entries) == ["verdict_given", "rechecked"] and court.state.members[JUDGES[0]].failures == 0
 
 
 def test_voting_twice_changes_nothing(court):
@@ -294,8 +298,8 @@ def test_quarantine_takes_back_what_the_worker_holds_and_that_is_no_lapse(court)
     first = court.lease(WORKER)
     second = court.lease(WORKER, holding=[first.id])
     court.judge(court.submit(WORKER, first), "hard", by=JUDGES[0])
-    node = court.state.nodes[WORKER]
-    assert court.state.open_leases == [] and court.state.free == [(0, block) for block in second.blocks]
+    node = court.state.members[WORKER]
+    assert court.state.open_leases == [] and court.state.main.free == [(0, block) for block in second.blocks]
     assert node.standing == "quarantined" and node.lapsed == 0
 
 
@@ -305,7 +309,7 @@ def test_an_accepted_submission_does_not_end_the_quarantine_for_another(court):
     forged, honest = court.submit(WORKER, first), court.submit(WORKER, second)
     court.judge(forged, "hard", by=JUDGES[0])
     court.judge(honest, by=JUDGES[1])
-    assert court.state.pending == [forged] and court.state.nodes[WORKER].standing == "quarantined"
+    assert court.state.pending == [forged] and court.state.members[WORKER].standing == "quarantined"
 
 
 def test_a_refusal_without_a_slash_costs_eight_blocks_and_leaves_the_rest(court):
@@ -313,7 +317,7 @@ def test_a_refusal_without_a_slash_costs_eight_blocks_and_leaves_the_rest(court)
     name = court.submit(WORKER, court.lease(WORKER))
     for judge in JUDGES[:2]:
         court.judge(name, "soft", by=judge)
-    assert court.state.nodes[WORKER].credits == (10 - audits.REFUSED_BLOCKS) * 20
+    assert court.state.members[WORKER].credits == (10 - LAW.refused_blocks) * 20
     assert court.audit().findings == []
 
 
@@ -323,15 +327,15 @@ def test_a_submission_that_is_overdue_ends_without_a_slash_whatever_was_said(cou
     name = court.submit(WORKER, court.lease(WORKER))
     court.judge(name, "hard", by=JUDGES[0])
     court.judge(name, "hard", by=JUDGES[1], differs_from=JUDGES[:1])
-    court.now += audits.DISPUTE_S
+    court.now += LAW.dispute_s
     entries = [*court.do(Tick(court.now)), *court.do(Tick(court.now))]  # the end of its quarantine comes first
     assert "decision" in kinds(entries) and "slash" not in kinds(entries)
-    assert court.state.nodes[WORKER].credits == 20 and court.state.burned == 0
+    assert court.state.members[WORKER].credits == 20 and court.state.burned == 0
 
 
 def test_a_submission_that_nobody_has_judged_waits_however_long(court):
     name = court.submit(WORKER, court.lease(WORKER))
-    court.now += 100 * audits.DISPUTE_S
+    court.now += 100 * LAW.dispute_s
     court.do(Tick(court.now))
     assert court.state.pending == [name]
 
@@ -340,10 +344,10 @@ def test_a_submission_that_nobody_has_judged_waits_however_long(court):
 def test_groups_that_were_audited_are_evidence_of_the_validator_that_audited_them(tmp_path, drawn):
     world = noisy_world(tmp_path, JUDGES, audit_rate=0.05)
     serve(world, 12)
-    before = dict(world.state.nodes[WORKER].evidence)
+    before = dict(world.state.members[WORKER].evidence)
     name = world.submit(WORKER, world.lease(WORKER), draw=0.0 if drawn else 0.9, recheck=0.0)
     world.judge(name, by=JUDGES[1], flipped=1)
-    after = world.state.nodes[WORKER].evidence
+    after = world.state.members[WORKER].evidence
     assert after[JUDGES[0]] == before[JUDGES[0]]
     assert (after[JUDGES[1]] != Evidence()) == drawn
 
@@ -382,15 +386,15 @@ def test_with_one_bad_validator_of_three_nobody_honest_is_slashed_and_all_is_dec
                         world.judge(name, "hard" if forged else "accept", by=judge)
                 case "tick":
                     world.do(Tick(world.now))
-                case "publish" if world.state.version in world.state.batches:
+                case "publish" if world.state.main.version in world.state.main.batches:
                     world.publish()
                 case "restart" if rng.random() < 0.02:
                     world.book = Book(Store(sqlite_url(world.path)))
         except (Wait, Refused, StopIteration):
             continue
     audit = world.audit()
-    slashed = {entry.body.node for entry in audit.entries if isinstance(entry.body, ev.Slash)}
+    slashed = {entry.body.node for entry in audit.entries if isinstance(entry.body, Slash)}
     assert world.state.phase == "ended" and audit.findings == [] and slashed <= {forger}
     assert all(audit.decided[name] == 1 for name in audit.received)
-    assert world.state.nodes[forger].credits <= world.state.nodes[honest].credits
+    assert world.state.members[forger].credits <= world.state.members[honest].credits
     assert state_hash(audit.state) == state_hash(world.state)

@@ -3,9 +3,11 @@ honest slow ones lose nothing."""
 
 import pytest
 
-from shoal.ledger import audits
-from shoal.ledger.commands import Refused, ReturnLeases, Tick, Wait
-from shoal.ledger.judging import to_judge
+from shoal.ledger.answers import Refused, Wait
+from shoal.ledger.facts.leases import ReturnLeases
+from shoal.ledger.facts.run import Tick
+from shoal.ledger.law import LAW
+from shoal.ledger.rules.verdicts import to_judge
 from shoal.ledger.state import state_hash
 from tests.ledger.world import World
 
@@ -23,7 +25,7 @@ def court(tmp_path):
 
 
 def submitted(world, order=JUDGES):
-    if world.state.version in world.state.batches:
+    if world.state.main.version in world.state.main.batches:
         world.publish()
     return world.submit(WORKER, world.lease(WORKER), order=order)
 
@@ -31,13 +33,13 @@ def submitted(world, order=JUDGES):
 def let_pass(world, by=QUICK):
     """A turn that the first lets pass: the second votes in its place."""
     name = submitted(world)
-    world.now += audits.TURN_S
+    world.now += LAW.turn_s
     world.judge(name, by=by)
     world.now += 1.0
 
 
 def make_silent(world):
-    for _ in range(audits.MISSED_TURNS):
+    for _ in range(LAW.missed_turns):
         let_pass(world)
     assert world.state.silent() == {SILENT}
 
@@ -51,14 +53,14 @@ def test_a_validator_that_lets_its_turns_pass_holds_up_nobody_after_the_second(c
         waits.append(court.now - since)
         court.judge(name, by=QUICK)
         court.now += 1.0
-    assert waits == [audits.TURN_S] * audits.MISSED_TURNS + [0.0] * (6 - audits.MISSED_TURNS)
+    assert waits == [LAW.turn_s] * LAW.missed_turns + [0.0] * (6 - LAW.missed_turns)
     assert court.audit().findings == [] and state_hash(court.audit().state) == state_hash(court.state)
 
 
 def test_what_waits_already_is_handed_to_the_next_when_its_first_falls_silent(court):
     let_pass(court)
     name, later = submitted(court), submitted(court)
-    court.now += audits.TURN_S
+    court.now += LAW.turn_s
     newest = submitted(court)
     assert newest not in to_judge(court.state, QUICK, court.now)
     court.judge(name, by=QUICK)
@@ -70,7 +72,7 @@ def test_a_validator_that_comes_back_may_judge_in_its_place_and_one_vote_gives_i
     name = submitted(court)
     assert to_judge(court.state, SILENT, court.now) == to_judge(court.state, QUICK, court.now) == [name]
     court.judge(name, by=SILENT)
-    assert court.state.silent() == set() and court.state.nodes[SILENT].missed == 0
+    assert court.state.silent() == set() and court.state.members[SILENT].missed == 0
     with pytest.raises(Refused, match="is for dddddddddddd first"):
         court.judge(submitted(court), by=QUICK)
 
@@ -78,19 +80,19 @@ def test_a_validator_that_comes_back_may_judge_in_its_place_and_one_vote_gives_i
 def test_turns_that_begin_together_are_one_miss_so_that_a_busy_validator_is_not_silent(court):
     """A liar saves up what an honest one has no time for, and votes on all of it at once."""
     names = [submitted(court) for _ in range(5)]
-    court.now += audits.TURN_S
+    court.now += LAW.turn_s
     for name in names:
         court.judge(name, by=QUICK)
-    assert court.state.nodes[SILENT].missed == 1 and court.state.silent() == set()
+    assert court.state.members[SILENT].missed == 1 and court.state.silent() == set()
 
 
 def test_a_turn_that_began_before_its_validators_last_vote_is_no_miss(court):
     first, second = submitted(court), submitted(court)
-    court.now += audits.TURN_S - 1
+    court.now += LAW.turn_s - 1
     court.judge(first, by=SILENT)
     court.now += 1
     court.judge(second, by=QUICK)
-    assert court.state.nodes[SILENT].missed == 0
+    assert court.state.members[SILENT].missed == 0
 
 
 def test_who_votes_early_or_first_pushes_nobody_back(court):
@@ -99,13 +101,13 @@ def test_who_votes_early_or_first_pushes_nobody_back(court):
         with pytest.raises(Refused, match="first"):
             court.judge(name, by=QUICK)
         court.judge(name, by=SILENT)
-        court.now += audits.TURN_S
-    assert [court.state.nodes[key].missed for key in JUDGES] == [0, 0, 0]
+        court.now += LAW.turn_s
+    assert [court.state.members[key].missed for key in JUDGES] == [0, 0, 0]
 
 
 def test_with_all_validators_silent_the_order_is_as_before(court):
     for key in JUDGES:
-        court.state.nodes[key].missed = audits.MISSED_TURNS
+        court.state.members[key].missed = LAW.missed_turns
     name = submitted(court)
     assert [to_judge(court.state, key, court.now) for key in JUDGES] == [[name], [], []]
 
@@ -119,7 +121,7 @@ def test_a_dispute_waits_for_no_silent_validator_and_still_hears_it(court):
 
 def test_a_slow_validator_that_votes_in_the_end_is_at_no_fault(court):
     make_silent(court)
-    node = court.state.nodes[SILENT]
+    node = court.state.members[SILENT]
     assert node.standing == "new" and node.failures == 0 and SILENT in court.state.judges()
 
 
@@ -151,7 +153,7 @@ def drop(world, key, holding=()):
 def wait_of(world, key):
     """Seconds until a worker gets a lease."""
     since = world.now
-    while world.now <= since + audits.MAX_LAPSE_WAIT_S:
+    while world.now <= since + LAW.max_lapse_wait_s:
         try:
             return world.now - since, world.lease(key)
         except Wait:
@@ -168,7 +170,7 @@ def test_who_lets_leases_lapse_waits_twice_as_long_each_time_and_at_most_an_hour
         waits.append(wait_of(world, STRANGER)[0])
         world.now += LEASE_S + 1.0
         world.do(Tick(world.now))
-    assert waits[:6] == [0.0, 0.0, 10.0, 20.0, 40.0, 80.0] and waits[-1] == audits.MAX_LAPSE_WAIT_S
+    assert waits[:6] == [0.0, 0.0, 10.0, 20.0, 40.0, 80.0] and waits[-1] == LAW.max_lapse_wait_s
     with pytest.raises(Wait, match="13 of your leases lapsed in a row: the next one comes in 3600 s"):
         world.lease(STRANGER)
     assert world.audit().findings == [] and state_hash(world.audit().state) == state_hash(world.state)
@@ -180,11 +182,11 @@ def test_work_handed_in_ends_the_wait_even_if_it_comes_late(tmp_path):
     world.enter(STRANGER)
     world.publish()
     for _ in range(6):
-        if world.state.version in world.state.batches:
+        if world.state.main.version in world.state.main.batches:
             world.publish()
         lease = drop(world, STRANGER)
         world.judge(world.submit(STRANGER, lease))
-    node = world.state.nodes[STRANGER]
+    node = world.state.members[STRANGER]
     assert (node.lapsed, node.dropped) == (6, 0) and node.accepted == 12 and world.audit().findings == []
 
 
@@ -192,13 +194,13 @@ def test_leases_given_back_at_the_same_moment_are_one_drop(run):
     first = run.lease(PROVEN)
     second = run.lease(PROVEN, [first.id])
     run.do(ReturnLeases(PROVEN, (first.id, second.id), run.now))
-    node = run.state.nodes[PROVEN]
+    node = run.state.members[PROVEN]
     assert (node.lapsed, node.dropped) == (2, 1)
 
 
 def test_what_a_newcomer_dropped_goes_to_who_has_accepted_work(run):
     lost = drop(run, STRANGER)
-    with pytest.raises(Wait, match="kept for other workers"):
+    with pytest.raises(Wait, match="withheld for other workers"):
         run.lease(NEWCOMER)
     assert run.lease(PROVEN).blocks == lost.blocks
     assert run.audit().findings == []
@@ -213,13 +215,13 @@ def test_what_nobody_proven_takes_in_time_goes_to_a_newcomer(run):
 @pytest.mark.parametrize("standing", ["kicked", "quarantined"])
 def test_nothing_is_kept_for_who_gets_no_leases(run, standing):
     lost = drop(run, STRANGER)
-    run.state.nodes[PROVEN].standing = standing
+    run.state.members[PROVEN].standing = standing
     assert run.lease(NEWCOMER).blocks == lost.blocks
 
 
 def test_who_dropped_a_block_does_not_get_it_again_while_another_may(run):
     lost = drop(run, PROVEN)
-    with pytest.raises(Wait, match="kept for other workers"):
+    with pytest.raises(Wait, match="withheld for other workers"):
         run.lease(PROVEN)
     assert run.lease(NEWCOMER).blocks == lost.blocks, "not kept for the one that dropped it either"
 
@@ -232,7 +234,7 @@ def test_a_block_that_is_handed_in_and_refused_is_kept_for_nobody(run):
 
 def test_a_newcomer_holds_one_lease_while_others_have_accepted_work(run):
     first = run.lease(NEWCOMER)
-    with pytest.raises(Wait, match="you hold 1 of the leases"):
+    with pytest.raises(Wait, match="you hold 1 leases"):
         run.lease(NEWCOMER, [first.id])
     held = run.lease(PROVEN)
     assert run.lease(PROVEN, [held.id]).id != held.id
@@ -245,7 +247,7 @@ def test_a_run_of_newcomers_alone_goes_on_beside_one_that_drops_all_it_gets(tmp_
     world.publish()
     while world.state.phase != "ended":
         assert world.now < 2000.0, "it never ends"
-        if world.state.version in world.state.batches:
+        if world.state.main.version in world.state.main.batches:
             world.publish()
         for key in (STRANGER, NEWCOMER):
             try:
@@ -256,4 +258,4 @@ def test_a_run_of_newcomers_alone_goes_on_beside_one_that_drops_all_it_gets(tmp_
                 world.judge(world.submit(key, lease))
         world.now += 1.0
         world.do(Tick(world.now))
-    assert world.state.nodes[STRANGER].accepted == 0 and world.audit().findings == []
+    assert world.state.members[STRANGER].accepted == 0 and world.audit().findings == []

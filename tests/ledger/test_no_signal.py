@@ -2,9 +2,9 @@
 
 import pytest
 
-from shoal.ledger import events as ev
-from shoal.ledger.commands import Admin, Reconfigure, Wait
-from shoal.ledger.leasing import without_signal
+from shoal.ledger.answers import Wait
+from shoal.ledger.facts.run import Admin, Reconfigure, RulesChanged
+from shoal.ledger.rules.leases import without_signal
 from shoal.ledger.state import state_hash
 from tests.ledger.world import World
 
@@ -32,7 +32,7 @@ def test_a_run_without_signal_stops_leasing_and_waits_for_its_host(tmp_path):
     assert world.state.phase == "paused"
     with pytest.raises(Wait, match=r"6 groups have no signal: within each all rewards are equal, 0\.333 on average"):
         world.lease(WORKER)
-    assert world.audit().entries[-1].body == ev.RulesChanged(phase="paused", cause="no signal")
+    assert world.audit().entries[-1].body == RulesChanged(phase="paused", cause="no signal")
     assert_holds(world)
 
 
@@ -40,7 +40,7 @@ def test_what_was_accepted_without_signal_stays_paid(tmp_path):
     world = world_of(tmp_path)
     for _ in range(3):
         world.serve(WORKER, rewards=FLAT)
-    assert world.state.phase == "paused" and world.state.nodes[WORKER].credits == 60
+    assert world.state.phase == "paused" and world.state.members[WORKER].credits == 60
 
 
 def test_a_resumed_run_counts_anew(tmp_path):
@@ -50,7 +50,7 @@ def test_a_resumed_run_counts_anew(tmp_path):
             world.serve(WORKER, rewards=FLAT)
         assert world.state.phase == "paused"
         world.do(Admin("resume", "", world.now))
-        assert world.state.phase == "running" and world.state.flat == 0
+        assert world.state.phase == "running" and world.state.main.flat == 0
     assert_holds(world)
 
 
@@ -60,9 +60,9 @@ def test_a_group_with_signal_and_a_batch_begin_the_count_anew(tmp_path):
         world.serve(WORKER, rewards=FLAT)
         world.serve(WORKER, rewards=FLAT)
         world.serve(WORKER)
-        if world.state.version in world.state.batches:
+        if world.state.main.version in world.state.main.batches:
             world.publish()
-    assert world.state.phase == "running" and len(world.state.batches) == 2
+    assert world.state.phase == "running" and len(world.state.main.batches) == 2
     assert_holds(world)
 
 
@@ -75,7 +75,7 @@ def test_work_in_hand_is_judged_while_the_run_waits_and_forms_its_batch(tmp_path
         world.serve(WORKER, rewards=FLAT)
     for lease in others:
         world.judge(world.submit("b" * 64, lease))
-    assert world.state.phase == "paused" and 0 in world.state.batches
+    assert world.state.phase == "paused" and 0 in world.state.main.batches
     world.publish()
     assert_holds(world)
 
@@ -96,7 +96,7 @@ def test_no_limit_or_a_higher_one_lets_the_run_go_on(tmp_path, limit):
     world = world_of(tmp_path, max_flat_groups=limit)
     for _ in range(20):
         world.serve(WORKER, rewards=FLAT)
-    assert world.state.phase == "running" and world.state.flat == 40
+    assert world.state.phase == "running" and world.state.main.flat == 40
     assert_holds(world)
 
 
@@ -116,6 +116,6 @@ def test_a_resumed_folder_may_have_another_limit(tmp_path):
 def test_a_few_groups_without_signal_are_not_worth_a_word(tmp_path):
     world = world_of(tmp_path)
     world.serve(WORKER, rewards=FLAT)
-    assert without_signal(world.state) == ""
+    assert without_signal(world.state, world.state.main) == ""
     world.serve(WORKER, rewards=FLAT)
-    assert without_signal(world.state).startswith("the last 4 groups have no signal")
+    assert without_signal(world.state, world.state.main).startswith("the last 4 groups have no signal")

@@ -5,14 +5,18 @@ import random
 import pytest
 
 from shoal.errors import StateError
-from shoal.ledger import audits, decide, leasing
-from shoal.ledger import events as ev
-from shoal.ledger.book import Book
-from shoal.ledger.commands import Admin, AskLease, Enter, Judge, Publish, Refused, Tick, Wait
-from shoal.ledger.judging import slots_of
+from shoal.ledger.answers import Refused, Wait
+from shoal.ledger.facts.leases import AskLease
+from shoal.ledger.facts.members import Enter
+from shoal.ledger.facts.run import Admin, Tick
+from shoal.ledger.facts.verdicts import Judge
+from shoal.ledger.facts.versions import LinkRevealed, Publish
+from shoal.ledger.log.book import Book
+from shoal.ledger.log.store import Store, sqlite_url
+from shoal.ledger.log.verify import verify
+from shoal.ledger.rules.batches import groups_beyond_share
+from shoal.ledger.rules.leases import groups_a_worker, groups_wanted
 from shoal.ledger.state import state_hash
-from shoal.ledger.store import Store, sqlite_url
-from shoal.ledger.verify import verify
 from shoal.protocol.types import GroupVerdict, Join, Receipt, Verdict
 from shoal.protocol.wire import digest
 from tests.ledger.world import TRAINER, VALIDATOR, World, rules
@@ -29,16 +33,16 @@ def world(tmp_path):
 def test_accepted_groups_are_paid_and_fill_a_batch(world):
     world.serve("a" * 64)
     world.serve("a" * 64)
-    assert world.state.batches == {0: ((0, 0), (0, 1), (0, 2), (0, 3))}
-    assert world.state.nodes["a" * 64].credits == 40
+    assert world.state.main.batches == {0: ((0, 0), (0, 1), (0, 2), (0, 3))}
+    assert world.state.members["a" * 64].credits == 40
     assert world.audit().findings == []
 
 
 def test_a_group_without_signal_is_paid_but_does_not_fill_a_batch(world):
     world.serve("a" * 64, rewards=(1.0, 1.0, 1.0, 1.0))
     world.serve("a" * 64)
-    assert world.state.batches == {}
-    assert world.state.nodes["a" * 64].credits == 40
+    assert world.state.main.batches == {}
+    assert world.state.members["a" * 64].credits == 40
 
 
 def test_asking_again_returns_the_open_lease(world):
@@ -93,17 +97,17 @@ def test_an_honest_slow_worker_passes_when_nobody_took_its_block(world):
     lease = world.lease("a" * 64)
     world.now += 11
     world.do(Tick(world.now))
-    assert world.state.nodes["a" * 64].lapsed == 1
+    assert world.state.members["a" * 64].lapsed == 1
     world.judge(world.submit("a" * 64, lease))
-    assert world.state.nodes["a" * 64].credits == 20
-    assert world.state.free == []
+    assert world.state.members["a" * 64].credits == 20
+    assert world.state.main.free == []
 
 
 def test_a_submission_for_a_version_too_old_is_superseded(world):
     slow = world.lease("a" * 64)
     world.enter("b" * 64)
     for _ in range(2):
-        while len(world.state.batches) <= world.state.version:
+        while len(world.state.main.batches) <= world.state.main.version:
             world.serve("b" * 64)
         world.publish()
     with pytest.raises(Refused, match="too old"):
@@ -119,9 +123,9 @@ def test_another_worker_cannot_fill_a_lease(world):
 
 def test_a_hard_refusal_pays_nothing_quarantines_and_gives_the_block_back(world):
     lease = world.serve("a" * 64, outcome="hard")
-    node = world.state.nodes["a" * 64]
+    node = world.state.members["a" * 64]
     assert (node.credits, node.standing, node.refused, node.reasons) == (0, "quarantined", 2, {"sampling": 2})
-    assert world.state.free == [(0, lease.blocks[0])]
+    assert world.state.main.free == [(0, lease.blocks[0])]
     with pytest.raises(Wait, match="quarantined"):
         world.lease("a" * 64)
     world.now += 31
@@ -133,7 +137,7 @@ def test_quarantine_grows_with_each_failure(world):
     waits = []
     for _ in range(3):
         world.serve("a" * 64, outcome="hard")
-        waits.append(world.state.nodes["a" * 64].until - world.now)
+        waits.append(world.state.members["a" * 64].until - world.now)
         world.now += waits[-1] + 1
         world.do(Tick(world.now))
     assert waits == [30.0, 60.0, 120.0]
@@ -141,15 +145,15 @@ def test_quarantine_grows_with_each_failure(world):
 
 def test_one_soft_refusal_costs_only_the_pay(world):
     world.serve("a" * 64, outcome="soft")
-    assert world.state.nodes["a" * 64].standing == "new"
-    assert world.state.nodes["a" * 64].credits == 0
+    assert world.state.members["a" * 64].standing == "new"
+    assert world.state.members["a" * 64].credits == 0
 
 
 def test_a_third_soft_refusal_quarantines_and_a_second_does_not(world):
     standings = []
     for _ in range(3):
         world.serve("a" * 64, outcome="soft")
-        standings.append(world.state.nodes["a" * 64].standing)
+        standings.append(world.state.members["a" * 64].standing)
     assert standings == ["new", "new", "quarantined"]
 
 
@@ -177,7 +181,7 @@ def test_only_admitted_validators_judge(world):
 def test_a_verdict_must_audit_what_was_drawn(world):
     lease = world.lease("a" * 64)
     name = world.submit("a" * 64, lease)
-    lazy = tuple(GroupVerdict(s, False, "accept", rewards=(0.0, 1.0, 0.0, 1.0)) for s in slots_of(world.state, lease))
+    lazy = tuple(GroupVerdict(s, False, "accept", rewards=(0.0, 1.0, 0.0, 1.0)) for s in world.state.slots_of(lease))
     with pytest.raises(Refused, match="drawn for audit"):
         world.do(Judge(VALIDATOR, Verdict(name, lazy), world.now))
 
@@ -194,9 +198,9 @@ def test_a_version_is_published_once(world):
 
 def test_a_version_may_be_signed_again_and_keeps_its_work(world):
     name = world.submit("a" * 64, world.lease("a" * 64))
-    world.do(Publish(TRAINER, 0, world.state.versions[0].root, "signed again", {}, world.now))
-    assert world.state.versions[0].manifest == "signed again" and world.state.version == 0
-    assert world.state.versions[0].blocks and name in world.state.pending
+    world.do(Publish(TRAINER, 0, world.state.main.versions[0].root, "signed again", {}, world.now))
+    assert world.state.main.versions[0].manifest == "signed again" and world.state.main.version == 0
+    assert world.state.main.versions[0].blocks and name in world.state.pending
     assert world.audit().findings == []
 
 
@@ -207,11 +211,11 @@ def test_synchronous_batches_go_by_slot_number_whatever_the_order(tmp_path):
     world.publish()
     first, second = world.lease("a" * 64), world.lease("b" * 64)
     world.judge(world.submit("b" * 64, second))
-    assert world.state.batches == {}
+    assert world.state.main.batches == {}
     world.judge(world.submit("a" * 64, first), rewards=(1.0, 1.0, 1.0, 1.0))
-    assert world.state.batches == {}, "two flat groups leave only two with signal"
+    assert world.state.main.batches == {}, "two flat groups leave only two with signal"
     world.serve("a" * 64)
-    assert world.state.batches[0] == ((0, 2), (0, 3), (0, 4), (0, 5))
+    assert world.state.main.batches[0] == ((0, 2), (0, 3), (0, 4), (0, 5))
 
 
 def shared(tmp_path, workers, **changes):
@@ -224,18 +228,18 @@ def shared(tmp_path, workers, **changes):
 
 
 def makers(world, step):
-    return [world.state.maker_of(place)[0] for place in world.state.batches[step]]
+    return [world.state.maker_of(world.state.main, place)[0] for place in world.state.main.batches[step]]
 
 
 def test_a_batch_takes_no_more_of_a_worker_than_its_share_in_the_order_of_acceptance(tmp_path):
     world = shared(tmp_path, "ab")
     world.serve("a" * 64)
     world.serve("a" * 64)
-    assert world.state.batches == {} and len(world.state.pool) == 4, "four groups, two more than its share"
+    assert world.state.main.batches == {} and len(world.state.main.pool) == 4, "four groups, two more than its share"
     world.serve("b" * 64)
-    assert world.state.batches[0] == ((0, 0), (0, 1), (0, 4), (0, 5))
-    assert world.state.pool == [(0, 2), (0, 3)], "the surplus waits for the next batch"
-    assert world.state.nodes["a" * 64].credits == 40, "and is paid all the same"
+    assert world.state.main.batches[0] == ((0, 0), (0, 1), (0, 4), (0, 5))
+    assert world.state.main.pool == [(0, 2), (0, 3)], "the surplus waits for the next batch"
+    assert world.state.members["a" * 64].credits == 40, "and is paid all the same"
     assert world.audit().findings == []
 
 
@@ -245,7 +249,7 @@ def test_a_worker_that_has_filled_its_share_of_the_coming_batches_waits_and_the_
         world.serve("a" * 64)
     with pytest.raises(Wait, match="your share of the coming batches is full: 4 groups"):
         world.lease("a" * 64)
-    assert leasing.groups_wanted(world.state) == 4
+    assert groups_wanted(world.state, world.state.main) == 4
     world.serve("b" * 64)
     world.publish()
     world.lease("a" * 64)
@@ -260,8 +264,8 @@ def test_a_surplus_beyond_its_share_never_keeps_others_from_work(tmp_path):
                 world.serve(letter * 64)
             except Wait:
                 continue
-        assert world.state.version in world.state.batches, "a batch is always formed in the end"
-        assert sorted(makers(world, world.state.version)) == list("abcd")
+        assert world.state.main.version in world.state.main.batches, "a batch is always formed in the end"
+        assert sorted(makers(world, world.state.main.version)) == list("abcd")
         world.publish()
     assert world.audit().findings == []
 
@@ -271,7 +275,7 @@ def test_a_run_whose_other_workers_are_missing_waits_until_one_comes(tmp_path):
     with pytest.raises(Wait, match="share"):
         while True:
             world.serve("a" * 64)
-    assert world.state.batches == {} and decide.groups_beyond_share(world.state) == 2
+    assert world.state.main.batches == {} and groups_beyond_share(world.state, world.state.main) == 2
     world.enter("b" * 64)
     world.serve("b" * 64)
     assert makers(world, 0) == list("aabb")
@@ -280,15 +284,15 @@ def test_a_run_whose_other_workers_are_missing_waits_until_one_comes(tmp_path):
 def test_an_honest_worker_alone_is_never_starved_at_the_default_share(tmp_path):
     world = shared(tmp_path, "a", worker_share=1.0)
     while world.state.phase != "ended":
-        while len(world.state.batches) <= world.state.version:
+        while len(world.state.main.batches) <= world.state.main.version:
             world.serve("a" * 64)
         world.publish()
-    assert world.state.version == 5
+    assert world.state.main.version == 5
 
 
 @pytest.mark.parametrize(("share", "groups"), [(1.0, 100), (0.29, 29), (0.001, 1)])
 def test_the_share_is_a_whole_number_of_groups_and_at_least_one(share, groups):
-    assert audits.groups_a_worker(rules(worker_share=share, batch_groups=100)) == groups
+    assert groups_a_worker(rules(worker_share=share, batch_groups=100)) == groups
 
 
 def test_length_beyond_the_paid_tokens_earns_nothing_and_is_still_learned_from(tmp_path):
@@ -296,10 +300,10 @@ def test_length_beyond_the_paid_tokens_earns_nothing_and_is_still_learned_from(t
     world.enter("a" * 64)
     world.publish()
     world.serve("a" * 64, tokens=11)
-    assert world.state.nodes["a" * 64].credits == 22, "two groups of four rollouts, below the cap of 12"
+    assert world.state.members["a" * 64].credits == 22, "two groups of four rollouts, below the cap of 12"
     world.serve("a" * 64, tokens=200)
-    assert world.state.nodes["a" * 64].credits == 22 + 2 * 12
-    assert world.state.versions[0].slots[2].tokens == 200, "the log keeps the length"
+    assert world.state.members["a" * 64].credits == 22 + 2 * 12
+    assert world.state.main.versions[0].slots[2].tokens == 200, "the log keeps the length"
     assert world.audit().findings == []
 
 
@@ -307,9 +311,9 @@ def test_influence_is_that_of_the_groups_which_batches_took(tmp_path):
     world = shared(tmp_path, "ab")
     world.serve("a" * 64, tokens=100)
     world.serve("a" * 64, tokens=100)
-    assert world.state.nodes["a" * 64].influence == 0.0, "nothing is learned yet"
+    assert world.state.members["a" * 64].influence == 0.0, "nothing is learned yet"
     world.serve("b" * 64)
-    shares = [world.state.nodes[letter * 64].influence for letter in "ab"]
+    shares = [world.state.members[letter * 64].influence for letter in "ab"]
     assert shares == [2 * 0.5 * 100, 2 * 0.5 * 10], "mean |reward - group mean| is 0.5, times its policy tokens"
 
 
@@ -330,7 +334,7 @@ def test_a_draining_run_finishes_what_is_out_and_ends(world):
         world.lease("a" * 64)
     assert world.state.phase == "draining"
     world.judge(name)
-    assert world.state.phase == "ended" and world.state.nodes["a" * 64].credits == 20
+    assert world.state.phase == "ended" and world.state.members["a" * 64].credits == 20
 
 
 @pytest.mark.parametrize("action", ["drain", "pause"])
@@ -350,7 +354,7 @@ def test_a_drained_run_reveals_the_secrets_of_its_last_versions_and_a_running_on
     links = {0: ("aa" * 32, "bb" * 32)}
     assert world.do(Tick(world.now, links)) == []
     world.do(Admin("drain", "", world.now))
-    assert [entry.body for entry in world.do(Tick(world.now, links))] == [ev.LinkRevealed(0, *links[0])]
+    assert [entry.body for entry in world.do(Tick(world.now, links))] == [LinkRevealed(0, *links[0])]
     assert world.do(Tick(world.now, links)) == []
 
 
@@ -368,20 +372,20 @@ def test_a_versions_secrets_come_out_only_when_nothing_can_be_sent_for_it(world)
     """At max_staleness 1, work for version 0 is taken until version 2 is there."""
     revealed = []
     for version in (1, 2):
-        while len(world.state.batches) <= world.state.version:
+        while len(world.state.main.batches) <= world.state.main.version:
             world.serve("a" * 64)
         links = dict.fromkeys(range(version + 1), ("aa" * 32, "bb" * 32))
         entries = world.do(Publish(TRAINER, version, digest(b"root%d" % version), "m", links, world.now))
-        revealed.append([entry.body.version for entry in entries if isinstance(entry.body, ev.LinkRevealed)])
+        revealed.append([entry.body.version for entry in entries if isinstance(entry.body, LinkRevealed)])
     assert revealed == [[], [0]]
 
 
 def test_the_run_ends_at_its_last_step(world):
     while world.state.phase != "ended":
-        while len(world.state.batches) <= world.state.version:
+        while len(world.state.main.batches) <= world.state.main.version:
             world.serve("a" * 64)
         world.publish()
-    assert world.state.version == 5
+    assert world.state.main.version == 5
     assert world.audit().findings == []
 
 
@@ -451,7 +455,7 @@ def test_any_order_of_moves_keeps_the_books_balanced(tmp_path, seed, staleness, 
                     world.judge(rng.choice(world.state.pending), outcome, rewards)
                 case "tick":
                     world.do(Tick(world.now))
-                case "publish" if world.state.version in world.state.batches:
+                case "publish" if world.state.main.version in world.state.main.batches:
                     world.publish()
                 case "restart" if rng.random() < 0.02:
                     world.book = Book(Store(sqlite_url(world.path)))
@@ -461,6 +465,6 @@ def test_any_order_of_moves_keeps_the_books_balanced(tmp_path, seed, staleness, 
     audit = world.audit()
     assert audit.findings == []
     assert state_hash(audit.state) == state_hash(world.state)
-    for step, members in world.state.batches.items():
+    for step, members in world.state.main.batches.items():
         assert all(0 <= step - version <= staleness for version, _ in members)
-        assert max(makers(world, step).count(key[0]) for key in workers) <= audits.groups_a_worker(world.state.law)
+        assert max(makers(world, step).count(key[0]) for key in workers) <= groups_a_worker(world.state.rules)

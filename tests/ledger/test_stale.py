@@ -2,12 +2,14 @@
 
 import pytest
 
-from shoal.ledger import audits
-from shoal.ledger import events as ev
-from shoal.ledger.apply import apply
-from shoal.ledger.commands import Admin, Refused, Tick, Wait
-from shoal.ledger.redecide import redecide
+from shoal.ledger.answers import Refused, Wait
+from shoal.ledger.facts.batches import SlotVoid
+from shoal.ledger.facts.leases import LeaseLapsed
+from shoal.ledger.facts.run import Admin, Tick
+from shoal.ledger.law import LAW, as_version
+from shoal.ledger.log.redecide import redecide
 from shoal.ledger.state import state_hash
+from shoal.ledger.table import apply, make_entry
 from tests.ledger.world import World
 
 SLOW, QUICK, THIRD = "a" * 64, "b" * 64, "c" * 64
@@ -23,7 +25,7 @@ def world_of(tmp_path, **changes):
 
 def next_version(world, by=QUICK):
     """The others go on: a batch, and the version learned from it."""
-    while world.state.version not in world.state.batches:
+    while world.state.main.version not in world.state.main.batches:
         world.serve(by)
     return world.publish()
 
@@ -32,7 +34,7 @@ def lapses(world, key=SLOW):
     return [
         entry.body.cause
         for entry in world.audit().entries
-        if isinstance(entry.body, ev.LeaseLapsed) and world.state.leases[entry.body.lease].worker == key
+        if isinstance(entry.body, LeaseLapsed) and world.state.leases[entry.body.lease].worker == key
     ]
 
 
@@ -49,9 +51,9 @@ def test_a_worker_that_comes_back_does_not_get_a_superseded_lease_again(tmp_path
     with pytest.raises(Refused, match="too old"):
         world.submit(SLOW, lost)
     again = world.lease(SLOW)
-    assert again.id != lost.id and again.version == world.state.version
+    assert again.id != lost.id and again.version == world.state.main.version
     world.judge(world.submit(SLOW, again))
-    assert world.state.nodes[SLOW].accepted == 2
+    assert world.state.members[SLOW].accepted == 2
     assert_holds(world)
 
 
@@ -61,7 +63,7 @@ def test_a_lease_that_can_still_be_filled_is_given_to_its_worker_again(tmp_path)
     next_version(world)
     assert world.lease(SLOW) is lost
     world.judge(world.submit(SLOW, lost))
-    assert world.state.nodes[SLOW].accepted == 2 and world.state.nodes[SLOW].stale == 0
+    assert world.state.members[SLOW].accepted == 2 and world.state.members[SLOW].stale == 0
     assert_holds(world)
 
 
@@ -70,10 +72,10 @@ def test_the_slots_of_a_stale_lease_come_to_nothing(tmp_path):
     lost = world.lease(SLOW)
     next_version(world)
     events = [entry.body for entry in next_version(world)]
-    first = lost.blocks[0] * world.state.law.block_groups
-    assert events[1:3] == [ev.LeaseLapsed(lost.id, "stale"), ev.SlotVoid(0, (first, first + 1), "stale")]
-    assert world.state.open_leases_of(SLOW) == [] and world.state.free == []
-    assert world.state.versions[0].slots[first].status == "void"
+    first = lost.blocks[0] * world.state.rules.block_groups
+    assert events[1:3] == [LeaseLapsed(lost.id, "stale"), SlotVoid(0, (first, first + 1), "stale")]
+    assert world.state.open_leases_of(SLOW) == [] and world.state.main.free == []
+    assert world.state.main.versions[0].slots[first].status == "void"
 
 
 def test_all_open_leases_of_a_worker_are_closed_and_it_may_hold_as_many_again(tmp_path):
@@ -86,7 +88,7 @@ def test_all_open_leases_of_a_worker_are_closed_and_it_may_hold_as_many_again(tm
     for _ in range(2):
         next_version(world)
     third = world.lease(SLOW, [first.id, second.id])
-    assert third.version == world.state.version and world.lease(SLOW, [third.id]).id != third.id
+    assert third.version == world.state.main.version and world.lease(SLOW, [third.id]).id != third.id
 
 
 def test_a_stale_lease_costs_neither_pay_nor_a_wait(tmp_path):
@@ -95,13 +97,13 @@ def test_a_stale_lease_costs_neither_pay_nor_a_wait(tmp_path):
     for _ in range(20):
         world.serve(SLOW)
         next_version(world)
-    paid = world.state.nodes[SLOW].credits
+    paid = world.state.members[SLOW].credits
     world.lease(SLOW)
     for _ in range(2):
         next_version(world)
-    node = world.state.nodes[SLOW]
+    node = world.state.members[SLOW]
     assert (node.stale, node.lapsed, node.dropped, node.credits) == (1, 0, 0, paid)
-    assert world.lease(SLOW).version == world.state.version
+    assert world.lease(SLOW).version == world.state.main.version
     assert_holds(world)
 
 
@@ -113,8 +115,8 @@ def test_workers_that_are_late_as_often_as_each_other_pay_nothing(tmp_path):
         world.lease(sleeper)
         for _ in range(2):
             next_version(world, awake)
-    for node in (world.state.nodes[SLOW], world.state.nodes[QUICK]):
-        assert node.stale == 20 > 1.5 * audits.STALE_MARGIN * node.leases
+    for node in (world.state.members[SLOW], world.state.members[QUICK]):
+        assert node.stale == 20 > 1.5 * LAW.stale_margin * node.leases
         assert (node.lapsed, node.credits) == (0, node.accepted * 10)
     assert_holds(world)
 
@@ -139,13 +141,13 @@ def test_who_holds_leases_until_they_are_stale_more_often_than_others_pays_as_fo
     for _ in range(10):
         world.serve(SLOW)
         next_version(world)
-    paid = world.state.nodes[SLOW].credits
+    paid = world.state.members[SLOW].credits
     hold(world, 10)
-    node = world.state.nodes[SLOW]
+    node = world.state.members[SLOW]
     assert lapses(world).count("held") >= 5 and node.lapsed == lapses(world).count("held")
-    assert node.stale <= 1 + node.leases * (2 * audits.STALE_MARGIN), "what it pays for does not raise the run's share"
+    assert node.stale <= 1 + node.leases * (2 * LAW.stale_margin), "what it pays for does not raise the run's share"
     assert node.credits < paid and node.dropped == node.lapsed
-    assert world.state.nodes[QUICK].credits == world.state.nodes[QUICK].accepted * 10
+    assert world.state.members[QUICK].credits == world.state.members[QUICK].accepted * 10
     assert_holds(world)
 
 
@@ -162,14 +164,14 @@ def test_what_is_still_out_at_the_end_of_a_run_is_nobodys_fault(tmp_path):
     assert world.state.phase == "ended" and world.state.leases[surplus.id].status == "stale"
     world.now += 5000.0
     world.do(Tick(world.now))
-    node = world.state.nodes[SLOW]
+    node = world.state.members[SLOW]
     assert (node.stale, node.lapsed, node.dropped) == (1, 0, 0) and node.vested == node.credits == 20
     assert_holds(world)
 
 
 def test_a_log_of_earlier_rules_keeps_its_stale_leases_and_holds(tmp_path):
     """Such a run goes on as it began: its log says which rules it was made by."""
-    world = world_of(tmp_path, rules_version=0)
+    world = world_of(tmp_path, law=as_version(LAW, 0))
     lost = world.lease(SLOW)
     for _ in range(2):
         next_version(world)
@@ -185,7 +187,7 @@ def test_an_invented_stale_lease_is_found(tmp_path, cause):
     world = world_of(tmp_path)
     lease = world.lease(SLOW)
     entries = world.audit().entries
-    forged = ev.make_entry(len(entries), world.now, ev.LeaseLapsed(lease.id, cause), entries[-1].hash)
+    forged = make_entry(len(entries), world.now, LeaseLapsed(lease.id, cause), entries[-1].hash)
     apply(world.state, forged)
     assert any("follows from nothing" in finding for finding in redecide([*entries, forged], {}))
 
@@ -194,7 +196,7 @@ def test_a_draining_run_does_not_wait_for_a_lease_that_is_too_old(tmp_path):
     world = world_of(tmp_path)
     world.lease(SLOW)
     next_version(world)
-    while 1 not in world.state.batches:
+    while 1 not in world.state.main.batches:
         world.serve(QUICK)
     world.do(Admin("drain", "", world.now))
     assert world.state.phase == "draining"

@@ -6,11 +6,11 @@ import pytest
 import sqlalchemy as sa
 
 from shoal.errors import StateError
-from shoal.ledger.events import Entry
-from shoal.ledger.store import Store, sqlite_url
+from shoal.ledger.entry import Entry
+from shoal.ledger.log.store import Store, sqlite_url
 from tests.scarce import no_more_files
 
-ENTRY = Entry(0, 1.0, None, b"{}", "0" * 64)  # type: ignore[arg-type]
+ENTRY = Entry(0, 1.0, "", None, b"{}", "0" * 64)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def test_a_full_disk_is_called_so(store):
     store.close()
     sa.event.listen(store._engine, "connect", limited)
     with pytest.raises(StateError, match=r"disk is full\. Free disk space; nothing was lost"):
-        store.append([Entry(0, 1.0, None, b"x" * 100_000, "0" * 64)])  # type: ignore[arg-type]
+        store.append([Entry(0, 1.0, "", None, b"x" * 100_000, "0" * 64)])  # type: ignore[arg-type]
 
 
 def test_a_log_that_may_not_be_written_is_called_so(store):

@@ -4,8 +4,15 @@ import msgspec
 import pytest
 
 from shoal.errors import StateError
-from shoal.ledger import events as ev
-from shoal.ledger.verify import verify
+from shoal.ledger.entry import GENESIS
+from shoal.ledger.facts.batches import BatchFormed
+from shoal.ledger.facts.leases import LeaseGranted
+from shoal.ledger.facts.pay import Credit, Slash, Vested
+from shoal.ledger.facts.submissions import AuditDrawn, SubmissionReceived
+from shoal.ledger.facts.verdicts import Decision, VerdictGiven
+from shoal.ledger.facts.versions import LinkRevealed
+from shoal.ledger.log.verify import verify
+from shoal.ledger.table import make_entry, read_entry
 from tests.ledger.world import World
 
 WORKER = "a" * 64
@@ -20,16 +27,16 @@ def lines(tmp_path):
     for _ in range(2):
         world.serve(WORKER)
     assert world.audit().findings == []
-    entries = [ev.read_entry(data)[0] for data, _ in world.book.store.read()]
-    assert isinstance(entries[-1].body, ev.BatchFormed)
+    entries = [read_entry(data)[0] for data, _ in world.book.store.read()]
+    assert isinstance(entries[-1].body, BatchFormed)
     return [(entry.time, entry.body) for entry in entries]
 
 
 def rows_of(lines):
     """Stored rows that say so, with hashes that fit each other."""
-    rows, head = [], ev.GENESIS
+    rows, head = [], GENESIS
     for seq, (time, body) in enumerate(lines):
-        entry = ev.make_entry(seq, time, body, head)
+        entry = make_entry(seq, time, body, head)
         rows.append((entry.data, entry.hash))
         head = entry.hash
     return rows
@@ -68,15 +75,15 @@ def ended_by(body):
 
 
 def used_again(lines):
-    return [*lines, (lines[-1][0], ev.BatchFormed(1, lines[-1][1].groups))]
+    return [*lines, (lines[-1][0], BatchFormed(1, lines[-1][1].groups))]
 
 
 HELD = {
-    "a group paid twice": (twice(ev.Credit), "accepted 1 times, paid 2 times"),
+    "a group paid twice": (twice(Credit), "accepted 1 times, paid 2 times"),
     "a group used twice": (used_again, "used 2 times, accepted 1"),
-    "pay vested that is not there": (ended_by(ev.Vested(WORKER, 0, 7)), "has 40 credits, but 7 vested and 40 not"),
-    "a submission received twice": (twice(ev.SubmissionReceived, ev.AuditDrawn), "is in the log 2 times"),
-    "a submission decided twice": (twice(ev.SubmissionReceived, ev.AuditDrawn, ev.Decision), "was decided 2 times"),
+    "pay vested that is not there": (ended_by(Vested(WORKER, 0, 7)), "has 40 credits, but 7 vested and 40 not"),
+    "a submission received twice": (twice(SubmissionReceived, AuditDrawn), "is in the log 2 times"),
+    "a submission decided twice": (twice(SubmissionReceived, AuditDrawn, Decision), "was decided 2 times"),
 }
 
 
@@ -88,16 +95,16 @@ def test_what_no_log_may_hold_is_named(lines, forgery):
 
 LED_TO = {
     "a decision against its verdict": (
-        edited(ev.Decision, accepted=(), refused=(0,)),
+        edited(Decision, accepted=(), refused=(0,)),
         "(decision) is not what the rules",
     ),
-    "a credit from nowhere": (ended_by(ev.Credit(WORKER, 0, 9, 5)), "(credit) follows from nothing before it"),
+    "a credit from nowhere": (ended_by(Credit(WORKER, 0, 9, 5)), "(credit) follows from nothing before it"),
     "a worker's word on its own work": (
-        edited(ev.VerdictGiven, validator=WORKER),
+        edited(VerdictGiven, validator=WORKER),
         "(verdict_given) is against the rules",
     ),
     "an end that never came": (lambda lines: lines[:-1], "the log ends in the middle of what its last event led to"),
-    "a long deadline": (edited(ev.LeaseGranted, deadline=1e9), "(lease_granted) is not what the rules give here"),
+    "a long deadline": (edited(LeaseGranted, deadline=1e9), "(lease_granted) is not what the rules give here"),
 }
 
 
@@ -109,8 +116,8 @@ def test_what_the_rules_do_not_lead_to_is_named(lines, forgery):
 
 def test_an_event_rewritten_with_its_own_hash_breaks_the_chain(lines):
     rows = rows_of(lines)
-    entry, prev = ev.read_entry(rows[5][0])
-    other = ev.make_entry(entry.seq, entry.time + 1.0, entry.body, prev)
+    entry, prev = read_entry(rows[5][0])
+    other = make_entry(entry.seq, entry.time + 1.0, entry.body, prev)
     with pytest.raises(StateError, match="broken at event 6"):
         verify([*rows[:5], (other.data, other.hash), *rows[6:]])
 
@@ -122,7 +129,7 @@ def test_an_edit_of_the_last_event_is_found_though_none_follows(lines):
 
 
 def test_a_link_that_does_not_lead_to_the_published_end_is_named(lines):
-    found = findings(ended_by(ev.LinkRevealed(0, "ab" * 32, "cd" * 32))(lines))
+    found = findings(ended_by(LinkRevealed(0, "ab" * 32, "cd" * 32))(lines))
     assert any("does not lead to the published end" in finding for finding in found)
 
 
@@ -132,7 +139,7 @@ def test_books_that_do_not_balance_are_named(lines, monkeypatch):
     def forgetful(state, node, tokens):
         node.credits -= tokens
 
-    monkeypatch.setattr("shoal.ledger.apply._burn", forgetful)
-    name = lines[place(lines, ev.SubmissionReceived)][1].digest
-    found = findings(ended_by(ev.Slash(WORKER, name, 40))(lines))
+    monkeypatch.setattr("shoal.ledger.facts.pay.burn", forgetful)
+    name = lines[place(lines, SubmissionReceived)][1].digest
+    found = findings(ended_by(Slash(WORKER, name, 40))(lines))
     assert any("balances sum to 0 and 0 are burned, issued are 40" in finding for finding in found)

@@ -1,12 +1,16 @@
 """A small honest world for the rules: a clock that is a number, nodes that are keys, no network."""
 
-from shoal.ledger import events as ev
-from shoal.ledger.audits import RULES_VERSION, influence, must_audit
-from shoal.ledger.book import Book
-from shoal.ledger.commands import AskLease, Create, Enter, Judge, Publish, Submit
-from shoal.ledger.judging import slots_of
-from shoal.ledger.store import Store, sqlite_url
-from shoal.ledger.verify import verify
+from shoal.ledger.facts.leases import AskLease
+from shoal.ledger.facts.members import Enter
+from shoal.ledger.facts.run import Create, RunCreated
+from shoal.ledger.facts.submissions import Submit
+from shoal.ledger.facts.verdicts import Judge
+from shoal.ledger.facts.versions import Publish
+from shoal.ledger.law import LAW
+from shoal.ledger.log.book import Book
+from shoal.ledger.log.store import Store, sqlite_url
+from shoal.ledger.log.verify import verify
+from shoal.protocol.audits import influence, must_audit
 from shoal.protocol.types import GroupVerdict, Join, Rules, Sampling, Verdict
 from shoal.protocol.wire import digest
 
@@ -16,7 +20,7 @@ TRAINER, VALIDATOR = "t" * 64, "v" * 64
 def rules(**changes):
     values = dict(
         group_size=4, block_groups=2, batch_groups=4, max_staleness=1, steps=5, lease_s=10.0, audit_rate=1.0,
-        dtype="float32", bounds={}, rules_version=RULES_VERSION,
+        dtype="float32", bounds={},
     )  # fmt: skip
     return Rules(**(values | changes))
 
@@ -24,12 +28,12 @@ def rules(**changes):
 class World:
     """A book with a clock and honest moves, so that a test says only what it is about."""
 
-    def __init__(self, tmp_path, validators=(VALIDATOR,), **changes):
+    def __init__(self, tmp_path, validators=(VALIDATOR,), law=LAW, **changes):
         self.path, self.now, self.rechecks = tmp_path / "log.sqlite", 1000.0, {}
         self.book = Book(Store(sqlite_url(self.path)))
-        created = ev.RunCreated(
+        created = RunCreated(
             "r" * 32, "test", "k" * 64, TRAINER, tuple(validators), "00" * 32, "11" * 32, (), Sampling(1.0, 8, 64),
-            rules(**changes), {"verify": {"quarantine_s": 30.0}},
+            rules(**changes), {"verify": {"quarantine_s": 30.0}}, law,
         )  # fmt: skip
         self.do(Create(created, self.now))
         self.enter(TRAINER, "trainer")
@@ -47,7 +51,7 @@ class World:
         return self.do(Enter(key, Join(role, key[:6], 0.0, "test", "float32", "cpu"), self.now))
 
     def publish(self, version=None):
-        version = self.state.version + 1 if version is None else version
+        version = self.state.main.version + 1 if version is None else version
         return self.do(Publish(TRAINER, version, digest(b"root%d" % version), "m", {}, self.now))
 
     def lease(self, key, holding=()):
@@ -55,7 +59,7 @@ class World:
         return next(lease for lease in self.state.open_leases_of(key) if lease.id not in holding)
 
     def submit(self, key, lease, salt="", draw=0.0, recheck=1.0, order=()):
-        groups = tuple(digest(f"{lease.id}/{i}/{salt}".encode()) for i in range(len(slots_of(self.state, lease))))
+        groups = tuple(digest(f"{lease.id}/{i}/{salt}".encode()) for i in range(len(self.state.slots_of(lease))))
         name = digest("".join(groups).encode())
         self.do(Submit(key, lease.id, name, 100, groups, tuple(draw for _ in groups), order, self.now))
         self.rechecks[name] = recheck
@@ -67,7 +71,7 @@ class World:
         facts = {"check": "" if accepted else "sampling", "detail": "why"} | facts
         if accepted:
             facts = {"rewards": rewards, "tokens": 10} | facts
-        slots, record = slots_of(self.state, lease), self.state.submissions[submission]
+        slots, record = self.state.slots_of(lease), self.state.submissions[submission]
         weight = influence(facts.get("rewards", ()), min(facts.get("tokens", 0), 10**9))
         due = [must_audit(draw, record.rate, weight, record.mean_influence) for draw in record.draws]
         groups = tuple(

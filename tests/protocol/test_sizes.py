@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from shoal.algos.toploc import proof_bytes
-from shoal.ledger import audits
 from shoal.protocol import types as t
+from shoal.protocol.audits import MAX_REASON_CHARS, MAX_REWARD
 from shoal.protocol.constants import MAX_JSON_BYTES, MAX_LEASE_BLOCKS, MAX_SUBMISSION_BYTES
 from shoal.protocol.sizes import (
     REASON_BYTES,
@@ -77,9 +77,9 @@ def test_one_more_group_than_the_most_would_pass_a_bound():
 
 
 def test_what_other_rooms_allow_is_what_is_reckoned_with():
-    assert REASON_BYTES > audits.MAX_REASON_CHARS
+    assert REASON_BYTES > MAX_REASON_CHARS
     assert all(
         submission_bytes(1, 1, n, True) - submission_bytes(1, 1, n, False) == proof_bytes(n)
         for n in (1, 31, 32, 33, 999)
     )
-    assert len(to_json(audits.MAX_REWARD / math.pi)) <= 24
+    assert len(to_json(MAX_REWARD / math.pi)) <= 24

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from shoal.folder import RunFolder
-from shoal.ledger import events as ev
-from shoal.ledger.store import Store, sqlite_url
+from shoal.ledger.entry import GENESIS
+from shoal.ledger.log.store import Store, sqlite_url
+from shoal.ledger.table import make_entry, read_entry
 
 Lines = list[tuple[float, Any]]
 """(time, body) of each event."""
@@ -16,7 +17,7 @@ Lines = list[tuple[float, Any]]
 def bodies(run_dir: Path) -> Lines:
     """What the events of a run's log say."""
     store = Store(sqlite_url(RunFolder(run_dir).log))
-    entries = [ev.read_entry(data)[0] for data, _ in store.read()]
+    entries = [read_entry(data)[0] for data, _ in store.read()]
     store.close()
     return [(entry.time, entry.body) for entry in entries]
 
@@ -24,10 +25,10 @@ def bodies(run_dir: Path) -> Lines:
 def forged(run_dir: Path, into: Path, edit: Callable[[Lines], Lines]) -> Path:
     """A copy of a run whose log says what `edit` makes of it, every hash made anew; the workers' receipts are gone."""
     shutil.copytree(run_dir, into, ignore=shutil.ignore_patterns("log.sqlite*", "nodes"))
-    store, head = Store(sqlite_url(RunFolder(into).log)), ev.GENESIS
+    store, head = Store(sqlite_url(RunFolder(into).log)), GENESIS
     entries = []
     for seq, (time, body) in enumerate(edit(bodies(run_dir))):
-        entries.append(ev.make_entry(seq, time, body, head))
+        entries.append(make_entry(seq, time, body, head))
         head = entries[-1].hash
     store.append(entries)
     store.close()

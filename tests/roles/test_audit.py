@@ -12,11 +12,17 @@ import pytest
 
 from shoal import cli
 from shoal.errors import ConfigError
-from shoal.ledger import events as ev
-from shoal.ledger.audits import influence
-from shoal.ledger.verify import verify
+from shoal.ledger.facts.batches import BatchFormed, GroupAccepted
+from shoal.ledger.facts.leases import LeaseGranted
+from shoal.ledger.facts.members import NodeQuarantined
+from shoal.ledger.facts.pay import Credit
+from shoal.ledger.facts.submissions import AuditDrawn, SubmissionReceived
+from shoal.ledger.facts.verdicts import Decision, VerdictGiven
+from shoal.ledger.facts.versions import CheckpointPublished, LinkRevealed
+from shoal.ledger.log.verify import verify
 from shoal.net.client import Client
 from shoal.protocol import types as t
+from shoal.protocol.audits import influence
 from shoal.roles.auditor.log import audit_folder
 from shoal.roles.auditor.rollouts import AGREE, CANNOT, DISAGREE, Choice, audit_rollouts, summary
 from shoal.roles.auditor.source import FolderRun, UrlRun
@@ -65,10 +71,10 @@ def replaced(**fields):
 
 def test_every_group_of_an_honest_run_is_made_again_and_agrees(run_dir):
     found = audit(run_dir)
-    judged = sum(len(body.groups) for _, body in bodies(run_dir) if isinstance(body, ev.VerdictGiven))
+    judged = sum(len(body.groups) for _, body in bodies(run_dir) if isinstance(body, VerdictGiven))
     assert found.disagreements == [] and found.left_out == {}
     assert (found.groups, found.with_model) == (judged, judged)
-    assert found.tokens >= sum(body.tokens for _, body in bodies(run_dir) if isinstance(body, ev.Credit))
+    assert found.tokens >= sum(body.tokens for _, body in bodies(run_dir) if isinstance(body, Credit))
     assert found.exit_code() == AGREE
 
 
@@ -114,7 +120,7 @@ def blob(run_dir, name):
 
 
 def test_a_body_that_is_gone_is_left_out(copy):
-    gone = next(body for _, body in bodies(copy) if isinstance(body, ev.SubmissionReceived))
+    gone = next(body for _, body in bodies(copy) if isinstance(body, SubmissionReceived))
     blob(copy, gone.digest).unlink()
     found = audit(copy)
     assert found.disagreements == [] and found.exit_code() == AGREE
@@ -122,7 +128,7 @@ def test_a_body_that_is_gone_is_left_out(copy):
 
 
 def test_without_a_versions_weights_all_but_tokens_is_made_again(copy):
-    manifests = [body.manifest for _, body in bodies(copy) if isinstance(body, ev.CheckpointPublished)]
+    manifests = [body.manifest for _, body in bodies(copy) if isinstance(body, CheckpointPublished)]
     signed = msgspec.json.decode(blob(copy, manifests[0]).read_bytes(), type=t.SignedManifest)
     manifest = msgspec.json.decode(signed.body, type=t.Manifest)
     for chunk in next(file for file in manifest.files if file.path.endswith(".safetensors")).chunks:
@@ -135,10 +141,10 @@ def test_without_a_versions_weights_all_but_tokens_is_made_again(copy):
 
 def test_a_version_whose_link_is_not_revealed_cannot_be_made_again(run_dir, tmp_path):
     def before_the_last_version(lines):
-        return lines[: max(i for i, (_, body) in enumerate(lines) if isinstance(body, ev.CheckpointPublished))]
+        return lines[: max(i for i, (_, body) in enumerate(lines) if isinstance(body, CheckpointPublished))]
 
     live = forged(run_dir, tmp_path / "live", before_the_last_version)
-    last = max(body.version for _, body in bodies(live) if isinstance(body, ev.CheckpointPublished))
+    last = max(body.version for _, body in bodies(live) if isinstance(body, CheckpointPublished))
     found = audit(live, Choice(rollout=f"{last}/0"))
     assert found.exit_code() == CANNOT and "is not revealed" in summary(found)[-2]
     assert audit(live, Choice(rollout="0/0")).exit_code() == AGREE
@@ -152,7 +158,7 @@ def with_rewards_swapped(run_dir):
     accepted, rewards = next(
         (body, swapped)
         for _, body in bodies(run_dir)
-        if isinstance(body, ev.GroupAccepted)
+        if isinstance(body, GroupAccepted)
         for one, other in itertools.combinations(range(8), 2)
         for swapped in [_swapped(body.rewards, one, other)]
         if swapped != body.rewards and influence(swapped, body.tokens) == influence(body.rewards, body.tokens)
@@ -161,7 +167,7 @@ def with_rewards_swapped(run_dir):
     def lie(body):
         if body == accepted:
             return msgspec.structs.replace(body, rewards=rewards)
-        if isinstance(body, ev.VerdictGiven) and body.submission == accepted.submission:
+        if isinstance(body, VerdictGiven) and body.submission == accepted.submission:
             groups = tuple(
                 msgspec.structs.replace(g, rewards=rewards) if g.slot == accepted.slot else g for g in body.groups
             )
@@ -194,15 +200,15 @@ def judged_anew(lines, target, groups):
     for time, body in lines:
         if body == target:
             body = msgspec.structs.replace(body, groups=groups)
-        elif isinstance(body, ev.Decision) and body.submission == target.submission:
+        elif isinstance(body, Decision) and body.submission == target.submission:
             blocks = (*body.accepted, *body.refused)
-            body = ev.Decision(body.submission, () if refused else blocks, blocks if refused else ())
+            body = Decision(body.submission, () if refused else blocks, blocks if refused else ())
         changed.append((time, body))
     return changed
 
 
 def test_a_group_that_the_validator_should_have_refused_is_found(run_dir, tmp_path):
-    refused = next(body for _, body in bodies(run_dir) if isinstance(body, ev.VerdictGiven) and body.groups[0].check)
+    refused = next(body for _, body in bodies(run_dir) if isinstance(body, VerdictGiven) and body.groups[0].check)
     mild = tuple(
         msgspec.structs.replace(g, outcome="accept", check="", rewards=(1.0,) * 8, tokens=40) for g in refused.groups
     )
@@ -212,7 +218,7 @@ def test_a_group_that_the_validator_should_have_refused_is_found(run_dir, tmp_pa
 
 
 def test_an_honest_group_that_the_validator_refused_is_found(run_dir, tmp_path):
-    accepted = [body for _, body in bodies(run_dir) if isinstance(body, ev.VerdictGiven) and not body.groups[0].check]
+    accepted = [body for _, body in bodies(run_dir) if isinstance(body, VerdictGiven) and not body.groups[0].check]
     wronged = tuple(
         msgspec.structs.replace(g, outcome="hard", check="sampling", detail="not chosen", figure=9.0, bound=1.0)
         for g in accepted[-1].groups
@@ -223,7 +229,7 @@ def test_an_honest_group_that_the_validator_refused_is_found(run_dir, tmp_path):
 
 
 def test_an_edited_body_is_found_and_named(copy):
-    target = next(body for _, body in bodies(copy) if isinstance(body, ev.SubmissionReceived))
+    target = next(body for _, body in bodies(copy) if isinstance(body, SubmissionReceived))
     path = blob(copy, target.digest)
     path.write_bytes(path.read_bytes()[:-1] + b"x")
     found = audit(copy)
@@ -255,7 +261,7 @@ def test_a_lease_that_was_not_drawn_from_the_chain_is_found_once_the_link_is_out
 
 
 def test_a_published_version_with_other_weights_is_found(copy):
-    manifests = [body.manifest for _, body in bodies(copy) if isinstance(body, ev.CheckpointPublished)]
+    manifests = [body.manifest for _, body in bodies(copy) if isinstance(body, CheckpointPublished)]
     signed = msgspec.json.decode(blob(copy, manifests[1]).read_bytes(), type=t.SignedManifest)
     manifest = msgspec.json.decode(signed.body, type=t.Manifest)
     chunk = blob(copy, next(file for file in manifest.files if file.path.endswith(".safetensors")).chunks[0])
@@ -269,63 +275,61 @@ def test_a_published_version_with_other_weights_is_found(copy):
 
 def credit_for_a_refused_group(lines):
     """The host pays its friend for what was refused, at the end, when nobody fills the slot any more."""
-    refused = next(body for _, body in lines if isinstance(body, ev.VerdictGiven) and body.groups[0].check)
+    refused = next(body for _, body in lines if isinstance(body, VerdictGiven) and body.groups[0].check)
     worker = next(
-        body.worker
-        for _, body in lines
-        if isinstance(body, ev.SubmissionReceived) and body.digest == refused.submission
+        body.worker for _, body in lines if isinstance(body, SubmissionReceived) and body.digest == refused.submission
     )
-    at = next(i for i, (_, body) in enumerate(lines) if isinstance(body, ev.Decision) and body.refused)
+    at = next(i for i, (_, body) in enumerate(lines) if isinstance(body, Decision) and body.refused)
     slot = refused.groups[0].slot
-    paid = [ev.GroupAccepted(0, slot, refused.submission, 0, "0" * 64, 50, (1.0,) * 8), ev.Credit(worker, 0, slot, 50)]
+    paid = [GroupAccepted(0, slot, refused.submission, 0, "0" * 64, 50, (1.0,) * 8), Credit(worker, 0, slot, 50)]
     return [*lines[: at + 1], *((lines[at][0], body) for body in paid), *lines[at + 1 :]]
 
 
 def decision_accepts_what_was_refused(lines):
-    at = next(i for i, (_, body) in enumerate(lines) if isinstance(body, ev.Decision) and body.refused)
+    at = next(i for i, (_, body) in enumerate(lines) if isinstance(body, Decision) and body.refused)
     time, body = lines[at]
-    return [*lines[:at], (time, ev.Decision(body.submission, body.refused, ())), *lines[at + 1 :]]
+    return [*lines[:at], (time, Decision(body.submission, body.refused, ())), *lines[at + 1 :]]
 
 
 def judged_by_its_worker(lines):
-    received = next(body for _, body in lines if isinstance(body, ev.SubmissionReceived))
-    own = edited(ev.VerdictGiven, replaced(validator=received.worker))
+    received = next(body for _, body in lines if isinstance(body, SubmissionReceived))
+    own = edited(VerdictGiven, replaced(validator=received.worker))
     return own(lines)
 
 
 def lease_out_of_turn(lines):
     """Far ahead, to a friend, while others wait for the next block."""
-    at = max(i for i, (_, body) in enumerate(lines) if isinstance(body, ev.CheckpointPublished))
-    granted = next(body for _, body in lines if isinstance(body, ev.LeaseGranted))
-    version = max(body.version for _, body in lines[:at] if isinstance(body, ev.CheckpointPublished))
-    chosen = ev.LeaseGranted("friend", granted.worker, version, (99,), lines[at][0] + 5.0)
+    at = max(i for i, (_, body) in enumerate(lines) if isinstance(body, CheckpointPublished))
+    granted = next(body for _, body in lines if isinstance(body, LeaseGranted))
+    version = max(body.version for _, body in lines[:at] if isinstance(body, CheckpointPublished))
+    chosen = LeaseGranted("friend", granted.worker, version, (99,), lines[at][0] + 5.0)
     return [*lines[:at], (lines[at][0], chosen), *lines[at:]]
 
 
 def without_the_quarantine(lines):
-    return [(time, body) for time, body in lines if not isinstance(body, ev.NodeQuarantined)]
+    return [(time, body) for time, body in lines if not isinstance(body, NodeQuarantined)]
 
 
 FORGERIES = {
-    "a credit of more tokens": (edited(ev.Credit, lambda b: replaced(tokens=b.tokens + 1)(b)), "tokens is"),
-    "a credit to a friend": (edited(ev.Credit, lambda b: replaced(node=b.node[::-1])(b)), "credit"),
+    "a credit of more tokens": (edited(Credit, lambda b: replaced(tokens=b.tokens + 1)(b)), "tokens is"),
+    "a credit to a friend": (edited(Credit, lambda b: replaced(node=b.node[::-1])(b)), "credit"),
     "a credit for a refused group": (credit_for_a_refused_group, "(group_accepted)"),
     "a decision against its verdict": (decision_accepts_what_was_refused, "(decision) is not what the rules give"),
     "a penalty left out": (without_the_quarantine, "due is node_quarantined"),
     "a batch of other members": (
-        edited(ev.BatchFormed, lambda b: replaced(groups=b.groups[1:])(b)), "(batch_formed) is not what the rules give"
+        edited(BatchFormed, lambda b: replaced(groups=b.groups[1:])(b)), "(batch_formed) is not what the rules give"
     ),
     "an audit not drawn": (
-        edited(ev.AuditDrawn, lambda b: replaced(slots=b.slots[:1])(b)), "(audit_drawn) is not what the rules give"
+        edited(AuditDrawn, lambda b: replaced(slots=b.slots[:1])(b)), "(audit_drawn) is not what the rules give"
     ),
     "a worker's word on its own work": (judged_by_its_worker, "is against the rules"),
-    "another link": (edited(ev.LinkRevealed, replaced(link="ab" * 32)), "does not lead to the published end"),
-    "no link at all": (edited(ev.LinkRevealed, replaced(audit_link="zz")), "does not lead to the published end"),
+    "another link": (edited(LinkRevealed, replaced(link="ab" * 32)), "does not lead to the published end"),
+    "no link at all": (edited(LinkRevealed, replaced(audit_link="zz")), "does not lead to the published end"),
     "a lease of one's choice": (lease_out_of_turn, "(lease_granted) is"),
     "an end that never came": (lambda lines: lines[:-1], "the log ends in the middle"),
-    "a validator left out": (edited(ev.AuditDrawn, replaced(order=())), "(audit_drawn) is not what"),
+    "a validator left out": (edited(AuditDrawn, replaced(order=())), "(audit_drawn) is not what"),
     "a long deadline": (
-        edited(ev.LeaseGranted, lambda b: replaced(deadline=b.deadline + 9)(b), 1), "(lease_granted) is not what"
+        edited(LeaseGranted, lambda b: replaced(deadline=b.deadline + 9)(b), 1), "(lease_granted) is not what"
     ),
 }  # fmt: skip
 
@@ -354,10 +358,10 @@ def test_rules_are_made_again_over_a_run_with_lapses_audits_and_staleness(tmp_pa
     town = Town(tmp_path / "run", config)
     asyncio.run(town.live(town.trainer(), town.validator(), town.worker("a"), town.worker("b")))
     assert town.audit().findings == []
-    skipped = [b for _, b in bodies(town.folder.root) if isinstance(b, ev.AuditDrawn) and len(b.slots) < 2]
+    skipped = [b for _, b in bodies(town.folder.root) if isinstance(b, AuditDrawn) and len(b.slots) < 2]
     assert skipped, "some group was not drawn"
-    which = [b for _, b in bodies(town.folder.root) if isinstance(b, ev.AuditDrawn)].index(skipped[0])
-    other = edited(ev.AuditDrawn, lambda b: replaced(slots=(*b.slots, b.slots[0] + 1) if b.slots else (0,))(b), which)
+    which = [b for _, b in bodies(town.folder.root) if isinstance(b, AuditDrawn)].index(skipped[0])
+    other = edited(AuditDrawn, lambda b: replaced(slots=(*b.slots, b.slots[0] + 1) if b.slots else (0,))(b), which)
     lying = forged(town.folder.root, tmp_path / "lying", other)
     assert any("audit_drawn" in finding for finding in audit_folder(lying).findings)
     assert audit(town.folder.root).disagreements == []

@@ -8,13 +8,15 @@ import pytest
 from msgspec.structs import replace
 
 from shoal.errors import NothingYet, StateError
-from shoal.ledger import events as ev
-from shoal.ledger.audits import CHECKS, MAX_REASON_CHARS
-from shoal.ledger.commands import Admin, Enter, Refused
-from shoal.ledger.verify import verify
+from shoal.ledger.answers import Refused
+from shoal.ledger.facts.members import Enter
+from shoal.ledger.facts.run import Admin
+from shoal.ledger.log.verify import verify
+from shoal.ledger.table import kind_of
 from shoal.net.client import Client, PeerRefused
 from shoal.net.keys import load_or_make_key
 from shoal.protocol import types as t
+from shoal.protocol.audits import CHECKS, MAX_REASON_CHARS
 from shoal.protocol.constants import MANIFEST_LIFETIME_S, MAX_FACT_CHARS, MAX_JSON_BYTES, MAX_NODES
 from shoal.protocol.wire import digest, to_json
 from shoal.roles.coordinator.role import env_specs, open_run, rules_of
@@ -72,7 +74,7 @@ def test_no_answer_holds_a_secret(town):
 def test_log_holds_no_seed_of_the_run_file(town):
     resumed = open_run(town.folder, replace(town.config, steps=4))
     bodies = [entry.body for entry in verify(resumed.book.store.read()).entries]
-    assert [ev.kind_of(body) for body in bodies] == ["run_created", "rules_changed"]
+    assert [kind_of(body) for body in bodies] == ["run_created", "rules_changed"]
     assert town.config.seed == 5 and not any("seed" in body.config for body in bodies)
     assert bodies[1].config == {k: v for k, v in to_tree(replace(town.config, steps=4)).items() if k != "seed"}
 

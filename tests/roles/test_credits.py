@@ -10,9 +10,11 @@ import pytest
 
 from shoal import cli
 from shoal.errors import PeerError
-from shoal.ledger import events as ev
-from shoal.ledger.commands import AskLease, Enter, Publish
-from shoal.ledger.statement import PURPOSE, disagreements, is_signed
+from shoal.ledger.facts.leases import AskLease
+from shoal.ledger.facts.members import Enter
+from shoal.ledger.facts.verdicts import VerdictGiven
+from shoal.ledger.facts.versions import Publish
+from shoal.ledger.log.statement import PURPOSE, disagreements, is_signed
 from shoal.net.client import Client
 from shoal.net.keys import load_or_make_key
 from shoal.proofs.commit import commit
@@ -33,7 +35,7 @@ def town(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def keys(town):
-    return {node.name: key for key, node in town.desk.state.nodes.items()}
+    return {node.name: key for key, node in town.desk.state.members.items()}
 
 
 def ask(town, path, kind):
@@ -51,7 +53,7 @@ def test_each_point_of_pay_names_group_submission_verdict_and_validator(town, ke
     assert cli.main(["credits", str(town.folder.root), "honest"]) == 0
     lines = capsys.readouterr().out.splitlines()
     points = [line for line in lines if "accepted  submission" in line]
-    credits = town.desk.state.nodes[keys["honest"]].credits
+    credits = town.desk.state.members[keys["honest"]].credits
     assert sum(int(line.split()[1]) for line in points) == credits
     assert all("by " in line and ", audited" in line and "/" in line for line in points)
     assert f"{credits} tokens" in lines[-1] and "leases lapsed (" in lines[-1]
@@ -60,7 +62,7 @@ def test_each_point_of_pay_names_group_submission_verdict_and_validator(town, ke
 def test_what_was_refused_is_told_with_check_figure_and_bound(town, keys, capsys):
     assert cli.main(["credits", str(town.folder.root), keys["cheater"][:10]]) == 0
     out = capsys.readouterr().out
-    assert "found wanting (hard)" in out and "[sampling: " in out and "allowed are" in out and "no leases for" in out
+    assert "refused (hard)" in out and "[sampling: " in out and "allowed are" in out and "no leases for" in out
 
 
 def test_balances_sum_to_what_was_issued(town, capsys):
@@ -77,7 +79,7 @@ def test_pages_of_the_call_together_give_the_whole_explanation(town, keys, monke
         page = ask(town, f"/v1/nodes/{keys['honest']}/credits?after={after}", CreditPage)
         assert (len(page.lines) <= 6 and page.after > after) or not page.more
         lines, after, more = [*lines, *page.lines], page.after, page.more
-    assert sum(line.credits for line in lines) == town.desk.state.nodes[keys["honest"]].credits
+    assert sum(line.credits for line in lines) == town.desk.state.members[keys["honest"]].credits
     assert [line.seq for line in lines] == sorted({line.seq for line in lines})
     assert all(line.validators for line in lines if line.credits)
 
@@ -89,10 +91,10 @@ def test_a_page_is_bounded_wherever_it_is_asked_for(town, keys, after):
 
 
 def test_a_block_refused_whole_says_so_to_the_groups_that_would_have_passed(town, keys):
-    from shoal.ledger.credits import explain
+    from shoal.ledger.log.credits import explain
 
     entries = town.audit().entries
-    refused = next(e.body for e in entries if isinstance(e.body, ev.VerdictGiven) and e.body.groups[0].check)
+    refused = next(e.body for e in entries if isinstance(e.body, VerdictGiven) and e.body.groups[0].check)
     first, *others = refused.groups
     mixed = msgspec.structs.replace(refused, groups=(first, *(_passing(g) for g in others)))
     changed = [msgspec.structs.replace(e, body=mixed) if e.body is refused else e for e in entries]
@@ -114,7 +116,7 @@ def statement(town, keys):
 
 def test_a_statement_is_signed_and_is_what_the_log_gives(town, keys, statement):
     assert is_signed(statement) and disagreements(statement, town.audit().entries) == []
-    assert statement.credits == town.desk.state.nodes[keys["honest"]].credits > 0
+    assert statement.credits == town.desk.state.members[keys["honest"]].credits > 0
 
 
 @pytest.mark.parametrize("field, value", [("credits", 10**6), ("node", "a" * 64), ("seq", 3), ("run_key", "b" * 64)])

@@ -9,8 +9,8 @@ import pytest
 
 from shoal import cli
 from shoal.errors import StateError
-from shoal.ledger.book import Book
-from shoal.ledger.store import Store, sqlite_url
+from shoal.ledger.log.book import Book
+from shoal.ledger.log.store import Store, sqlite_url
 from tests.ledger.world import World
 
 WORKER = "a" * 64
@@ -25,7 +25,7 @@ def log(tmp_path_factory):
     world.publish()
     for _ in range(8):
         world.serve(WORKER)
-        if world.state.version in world.state.batches:
+        if world.state.main.version in world.state.main.batches:
             world.publish()
     world.book.store.close()
     assert world.path.stat().st_size > 5 * PAGE_BYTES

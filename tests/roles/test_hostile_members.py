@@ -5,9 +5,11 @@ import asyncio
 import msgspec
 import pytest
 
-from shoal.ledger import events as ev
-from shoal.ledger.book import Book
-from shoal.ledger.store import Store, sqlite_url
+from shoal.ledger.entry import GENESIS
+from shoal.ledger.facts.run import RunEnded
+from shoal.ledger.log.book import Book
+from shoal.ledger.log.store import Store, sqlite_url
+from shoal.ledger.table import make_entry
 from shoal.metrics import read_metrics
 from shoal.net.client import PeerRefused
 from shoal.protocol import types as t
@@ -38,7 +40,7 @@ def test_a_log_with_any_name_in_it_can_be_read_again(tmp_path, name):
             pass
 
     asyncio.run(story())
-    assert [node.name for node in town.desk.state.nodes.values()] == [name]
+    assert [node.name for node in town.desk.state.members.values()] == [name]
     again = Book(Store(sqlite_url(town.folder.log)))
     assert again.state.head == town.desk.state.head and town.audit().findings == []
 
@@ -54,7 +56,7 @@ def test_a_name_is_short_and_controls_no_terminal(tmp_path, name):
 
 def test_an_event_that_nobody_could_read_is_not_stored():
     with pytest.raises(WireError, match="not a valid RunEnded"):
-        ev.make_entry(0, 0.0, ev.RunEnded("no number"), ev.GENESIS)
+        make_entry(0, 0.0, RunEnded("no number"), GENESIS)
 
 
 def test_a_long_log_is_read_page_by_page(tmp_path, monkeypatch):
@@ -145,7 +147,7 @@ def test_a_lease_that_nobody_can_learn_from_keeps_no_weights(tmp_path):
     async def story():
         async with await joined(town, "slow") as slow:
             roles = asyncio.gather(town.trainer().run(), town.validator().run())
-            while town.desk.state.version < 0:
+            while town.desk.state.main.version < 0:
                 await asyncio.sleep(0.05)
             lease = await taken(slow)
             await town.live(town.worker("quick"))
@@ -154,7 +156,7 @@ def test_a_lease_that_nobody_can_learn_from_keeps_no_weights(tmp_path):
 
     lease = asyncio.run(story())
     desk = town.desk
-    assert lease.version == 0 and desk.state.version == 5 and desk.state.leases[lease.id].status == "stale"
+    assert lease.version == 0 and desk.state.main.version == 5 and desk.state.leases[lease.id].status == "stale"
     desk.kept.forget_old()
     assert desk.kept.manifests.keys() == {3, 4, 5}
 
@@ -178,7 +180,7 @@ def test_refused_bodies_make_room_when_the_quota_is_used_up(tmp_path):
 
     async def story():
         state = town.desk.state
-        both = lambda: state.refused and any(node.accepted for node in state.nodes.values())  # noqa: E731
+        both = lambda: state.refused and any(node.accepted for node in state.members.values())  # noqa: E731
         await until(both, town.trainer(), town.validator(), vandal, town.worker("good"))
         bodies = [name for name in town.desk.kept.bodies if town.desk.state.submissions[name].decided]
         town.desk.blobs.put(bytes(1_000_001 - town.desk.blobs.size_bytes))
@@ -187,6 +189,8 @@ def test_refused_bodies_make_room_when_the_quota_is_used_up(tmp_path):
     bodies = asyncio.run(story())
     assert town.desk.blobs.size_bytes > 1_000_000 and town.desk.kept.has_room(1_000_000)
     assert town.desk.blobs.size_bytes <= 1_000_000
-    accepted = {slot.submission for version in town.desk.state.versions.values() for slot in version.slots.values()}
+    accepted = {
+        slot.submission for version in town.desk.state.main.versions.values() for slot in version.slots.values()
+    }
     assert not town.desk.kept.has_room(0) and accepted
     assert {name for name in bodies if town.desk.blobs.has(name)} == accepted & set(bodies)

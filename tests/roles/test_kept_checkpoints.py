@@ -6,7 +6,7 @@ import pytest
 
 from shoal.launch.snapshot import Snapshot
 from shoal.launch.summary import UsageBook, write_summary
-from shoal.ledger.commands import Admin
+from shoal.ledger.facts.run import Admin
 from shoal.policy.files import tensors_of
 from shoal.roles import trainer
 from tests.roles.town import Town, tiny_run
@@ -48,7 +48,7 @@ def test_a_checkpoint_that_a_kill_left_out_is_kept_after_the_restart(tmp_path, m
     asyncio.run(town.live(DiesOnce(town, before, monkeypatch), town.validator(), town.worker("worker")))
     kept = town.folder.checkpoints
     assert sorted(path.name for path in kept.iterdir()) == ["final", "v000000", "v000001", "v000002"]
-    assert town.weights() == town.desk.state.versions[2].root
+    assert town.weights() == town.desk.state.main.versions[2].root
     assert tensors_of(kept / "v000002") == tensors_of(kept / "final") != tensors_of(kept / "v000001")
     assert tensors_of(kept / "v000000") == tensors_of(town.folder.policy)
     end = write_summary(town.folder, town.config, Snapshot("town", "", 2), UsageBook(tmp_path / "usage.json"))
@@ -60,7 +60,7 @@ def test_a_drained_run_keeps_its_final_checkpoint_after_a_kill(tmp_path, monkeyp
     town = Town(tmp_path / "run", RUN)
 
     async def drain_soon():
-        while town.desk.state.version < 1:
+        while town.desk.state.main.version < 1:
             await asyncio.sleep(0.01)
         await town.desk.book.submit(Admin("drain", "", town.clock()))
 
@@ -70,7 +70,7 @@ def test_a_drained_run_keeps_its_final_checkpoint_after_a_kill(tmp_path, monkeyp
             await town.live(DiesOnce(town, "final", monkeypatch), town.validator(), town.worker("worker"))
 
     asyncio.run(story())
-    version = town.desk.state.version
+    version = town.desk.state.main.version
     assert tensors_of(town.folder.checkpoints / "final") == tensors_of(town.folder.checkpoints / f"v{version:06d}")
 
 
@@ -83,4 +83,4 @@ def test_a_checkpoint_that_is_there_is_left_alone(tmp_path):
     assert final.stat().st_ino == before
     (final / "model.safetensors").write_bytes(b"damaged")
     asyncio.run(town.trainer().run())
-    assert town.weights() == town.desk.state.versions[2].root
+    assert town.weights() == town.desk.state.main.versions[2].root

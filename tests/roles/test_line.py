@@ -5,7 +5,10 @@ import contextlib
 
 import pytest
 
-from shoal.ledger.commands import Admin, AskLease, Enter, Publish, ReturnLeases
+from shoal.ledger.facts.leases import AskLease, ReturnLeases
+from shoal.ledger.facts.members import Enter
+from shoal.ledger.facts.run import Admin
+from shoal.ledger.facts.versions import Publish
 from shoal.net.keys import load_or_make_key
 from shoal.protocol import types as t
 from shoal.protocol.wire import digest
@@ -49,8 +52,10 @@ class Crowd:
 
     async def publish(self):
         state = self.desk.state
-        root = digest(b"%d" % state.version)
-        await self.desk.book.submit(Publish(state.trainer_key, state.version + 1, root, "m", {}, self.desk.clock()))
+        root = digest(b"%d" % state.main.version)
+        await self.desk.book.submit(
+            Publish(state.trainer_key, state.main.version + 1, root, "m", {}, self.desk.clock())
+        )
         await asyncio.sleep(0.1)
 
     async def join_event(self, name):
@@ -120,7 +125,7 @@ def test_a_poll_that_cannot_use_its_block_wakes_the_next(tmp_path, monkeypatch):
     async def story(crowd):
         await crowd.poll(0, 1, 2, 3)
         for number in (0, 1):
-            node = crowd.desk.state.nodes[crowd.key(number)]
+            node = crowd.desk.state.members[crowd.key(number)]
             node.standing, node.until = "quarantined", crowd.desk.clock() + 10.0
         await crowd.publish()
         assert crowd.served() == [2, 3] and crowd.waiting() == [0, 1]
@@ -136,7 +141,7 @@ def test_a_poll_that_cannot_use_its_block_wakes_the_next(tmp_path, monkeypatch):
 def test_who_was_passed_over_gets_a_block_as_soon_as_nothing_is_in_its_way(tmp_path, monkeypatch):
     async def story(crowd):
         await crowd.poll(0)
-        node = crowd.desk.state.nodes[crowd.key(0)]
+        node = crowd.desk.state.members[crowd.key(0)]
         node.standing, node.until = "quarantined", crowd.desk.clock() + 0.5
         await crowd.publish()
         assert crowd.waiting() == [0]

@@ -6,7 +6,7 @@ import pytest
 
 from shoal.errors import StateError
 from shoal.launch.samples import flat_samples
-from shoal.ledger.commands import Admin
+from shoal.ledger.facts.run import Admin
 from tests.roles.town import Town, tiny_run
 
 ALWAYS_HALF = """
@@ -51,9 +51,9 @@ def test_a_run_without_signal_says_so_waits_and_can_be_drained(tmp_path):
     assert "all rewards are equal, 0.5 on average" in status.waiting_for
     assert waited[0] <= 2 * 2, "two leases of a block of two groups were in hand"
     assert len(samples) == 2 and all("reward 0.50" in sample and "policy |" in sample for sample in samples)
-    assert state.phase == "ended" and state.version == 0
-    assert [node.accepted for node in state.nodes.values() if node.role == "worker"] == [state.accepted_groups]
-    assert state.issued == sum(node.credits for node in state.nodes.values()) > 0
+    assert state.phase == "ended" and state.main.version == 0
+    assert [node.accepted for node in state.members.values() if node.role == "worker"] == [state.accepted_groups]
+    assert state.issued == sum(node.credits for node in state.members.values()) > 0
     assert town.audit().findings == []
 
 

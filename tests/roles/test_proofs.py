@@ -25,7 +25,7 @@ def test_a_run_with_proofs_ends_with_the_weights_of_one_without(tmp_path):
         town = Town(tmp_path / proofs, tiny_run(verify={"proofs": proofs}))
         worker = town.worker("worker")
         asyncio.run(town.live(town.trainer(), town.validator(), worker))
-        assert town.desk.state.nodes[worker.key].refused == 0
+        assert town.desk.state.members[worker.key].refused == 0
         assert town.audit().findings == []
         weights.append(town.weights())
     assert weights[0] == weights[1]
@@ -37,7 +37,7 @@ def test_a_worker_that_forges_its_proofs_earns_nothing_beside_an_honest_one(tmp_
     make_engine = forger.make_engine
     forger.make_engine = lambda dtype: Negating(make_engine(dtype))
     asyncio.run(town.live(town.trainer(), town.validator(), forger, honest))
-    nodes = town.desk.state.nodes
+    nodes = town.desk.state.members
     assert nodes[forger.key].credits == 0 and set(nodes[forger.key].reasons) == {"activations"}
     assert nodes[honest.key].credits > 0 and nodes[honest.key].refused == 0
 

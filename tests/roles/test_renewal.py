@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from shoal.ledger.commands import Admin
+from shoal.ledger.facts.run import Admin
 from tests.roles.town import Town, tiny_run
 
 
@@ -37,17 +37,17 @@ async def until(holds):
 
 
 async def renewed(town, before):
-    await until(lambda: town.desk.state.versions[0].manifest != before)
+    await until(lambda: town.desk.state.main.versions[0].manifest != before)
 
 
 def test_a_run_paused_for_longer_than_a_manifest_lives_goes_on(town, calendar):
     async def story():
         async with asyncio.timeout(60):
             trainer = asyncio.create_task(town.trainer().run())
-            await until(lambda: town.desk.state.version == 0)
+            await until(lambda: town.desk.state.main.version == 0)
             await town.desk.book.submit(Admin("pause", "", calendar()))
             for _ in range(3):
-                before = town.desk.state.versions[0].manifest
+                before = town.desk.state.main.versions[0].manifest
                 calendar.days_on += 4
                 await renewed(town, before)
             await town.desk.book.submit(Admin("resume", "", calendar()))
@@ -55,24 +55,24 @@ def test_a_run_paused_for_longer_than_a_manifest_lives_goes_on(town, calendar):
             await trainer
 
     asyncio.run(story())
-    assert town.desk.state.version == 1 and town.audit().findings == []
+    assert town.desk.state.main.version == 1 and town.audit().findings == []
 
 
 def test_a_run_whose_host_was_away_for_longer_than_a_manifest_lives_goes_on(town, calendar):
     async def begin():
         trainer = asyncio.create_task(town.trainer().run())
-        await until(lambda: town.desk.state.version == 0)
+        await until(lambda: town.desk.state.main.version == 0)
         trainer.cancel()
         await asyncio.wait([trainer])
 
     async def resume():
-        before, trainer = town.desk.state.versions[0].manifest, town.trainer()
+        before, trainer = town.desk.state.main.versions[0].manifest, town.trainer()
         async with trainer.client:
             await trainer._open()
-        assert town.desk.state.versions[0].manifest != before
+        assert town.desk.state.main.versions[0].manifest != before
         await town.live(town.trainer(), town.validator(), town.worker("honest"), limit_s=60.0)
 
     asyncio.run(begin())
     calendar.days_on = 8
     asyncio.run(resume())
-    assert town.desk.state.version == 1 and town.audit().findings == []
+    assert town.desk.state.main.version == 1 and town.audit().findings == []

@@ -13,8 +13,9 @@ import pytest
 from shoal.engine.cheats import CHEATS
 from shoal.engine.local import LocalEngine
 from shoal.errors import PeerError
-from shoal.ledger import events as ev
-from shoal.ledger.commands import Admin
+from shoal.ledger.facts.batches import BatchFormed, GroupAccepted
+from shoal.ledger.facts.leases import LeaseLapsed
+from shoal.ledger.facts.run import Admin
 from shoal.metrics import read_metrics
 from shoal.protocol import types as t
 from shoal.protocol.wire import from_msgpack
@@ -51,7 +52,7 @@ def test_two_environments_of_one_name_are_both_played_with_their_own_arguments(t
     town = Town(tmp_path / "run", config)
     worker = town.worker("worker-0")
     asyncio.run(town.live(town.trainer(), town.validator(), worker))
-    assert town.desk.state.nodes[worker.key].refused == 0 and town.audit().findings == []
+    assert town.desk.state.members[worker.key].refused == 0 and town.audit().findings == []
     digits = {"easy": Counter(), "hard": Counter()}
     for name, submission in town.desk.state.submissions.items():
         assert submission.decided
@@ -95,10 +96,10 @@ def test_a_cheating_worker_earns_nothing_and_changes_nothing(tmp_path, single_fi
     cheater, honest = town.worker("cheater", cheat), town.worker("honest")
     asyncio.run(town.live(town.trainer(), town.validator(), cheater, honest))
     state = town.desk.state
-    assert state.nodes[honest.key].credits > 0 and state.nodes[honest.key].refused == 0
+    assert state.members[honest.key].credits > 0 and state.members[honest.key].refused == 0
     if cheat != "old-weights":  # the first version is the right one: what it makes of that is honest
-        assert state.nodes[cheater.key].credits == 0
-        assert state.nodes[cheater.key].refused > 0
+        assert state.members[cheater.key].credits == 0
+        assert state.members[cheater.key].refused > 0
     assert town.weights() == single_file_weights
 
 
@@ -113,7 +114,7 @@ class ComesWhenCalled:
             await asyncio.sleep(0.05)
             waiting_for = self.town.desk.status().waiting_for
             self.heard = waiting_for if waiting_for.startswith("other workers") else ""
-        assert self.town.desk.state.batches == {}, "one worker alone fills no batch"
+        assert self.town.desk.state.main.batches == {}, "one worker alone fills no batch"
         await self.worker.run()
 
 
@@ -126,11 +127,15 @@ def test_a_run_that_lacks_other_workers_says_so_and_goes_on_when_one_comes(tmp_p
     assert second.heard.startswith("other workers: 2 of 4 groups for step 0, and ")
     assert "verify.worker_share" in second.heard
     state = town.desk.state
-    for members in state.batches.values():
-        assert [state.maker_of(place) for place in members].count(first.key) == 2
-    slots = {(version, slot): kept for version, v in state.versions.items() for slot, kept in v.slots.items()}
-    made = [kept.tokens for place, kept in slots.items() if kept.submission and state.maker_of(place) == first.key]
-    assert max(made) > 3 * 8 and state.nodes[first.key].credits == sum(min(tokens, 3 * 8) for tokens in made)
+    for members in state.main.batches.values():
+        assert [state.maker_of(state.main, place) for place in members].count(first.key) == 2
+    slots = {(version, slot): kept for version, v in state.main.versions.items() for slot, kept in v.slots.items()}
+    made = [
+        kept.tokens
+        for place, kept in slots.items()
+        if kept.submission and state.maker_of(state.main, place) == first.key
+    ]
+    assert max(made) > 3 * 8 and state.members[first.key].credits == sum(min(tokens, 3 * 8) for tokens in made)
     assert town.audit().findings == []
 
 
@@ -155,7 +160,7 @@ class StopsAt:
         first = self.town.trainer()
         async with asyncio.TaskGroup() as group:
             running = group.create_task(first.run())
-            while self.town.desk.state.version < self.version:
+            while self.town.desk.state.main.version < self.version:
                 await asyncio.sleep(0.02)
             first.stopping.set()
             await running
@@ -168,9 +173,9 @@ def test_mean_reward_of_a_step_is_that_of_its_own_groups_through_a_restart(tmp_p
     expected, since = [], []
     for entry in town.audit().entries:
         match entry.body:
-            case ev.GroupAccepted(rewards=rewards):
+            case GroupAccepted(rewards=rewards):
                 since.append(rewards)
-            case ev.BatchFormed():
+            case BatchFormed():
                 flat = sum(len(set(rewards)) == 1 for rewards in since)
                 expected.append((np.mean(since), flat / len(since)))
                 since = []
@@ -192,9 +197,9 @@ def test_a_run_that_declares_int8_actors_accepts_them_and_nobody_else(tmp_path):
         await town.live(town.trainer(), town.validator(), honest)
 
     asyncio.run(story())
-    node = town.desk.state.nodes[honest.key]
+    node = town.desk.state.members[honest.key]
     assert node.credits > 0 and node.refused == 0
-    assert as_float32.key not in town.desk.state.nodes
+    assert as_float32.key not in town.desk.state.members
 
 
 def test_a_worker_that_stops_gives_its_lease_back(tmp_path):
@@ -214,7 +219,7 @@ def test_a_worker_that_stops_gives_its_lease_back(tmp_path):
 
     asyncio.run(story())
     assert town.desk.state.phase == "ended"
-    lapses = [entry.body for entry in town.audit().entries if isinstance(entry.body, ev.LeaseLapsed)]
+    lapses = [entry.body for entry in town.audit().entries if isinstance(entry.body, LeaseLapsed)]
     assert {lapse.cause for lapse in lapses} <= {"returned"}  # none but the one that was asked for ahead
 
 
@@ -274,6 +279,6 @@ def test_a_stranger_that_fills_no_lease_gets_few_of_them_and_changes_nothing(tmp
 
     asyncio.run(story())
     audit = town.audit()
-    node = audit.state.nodes[stranger._key.public]
+    node = audit.state.members[stranger._key.public]
     assert audit.findings == [] and town.weights() == single_file_weights
-    assert 1 <= node.leases <= 5 and audit.state.nodes[honest.key].refused == 0
+    assert 1 <= node.leases <= 5 and audit.state.members[honest.key].refused == 0

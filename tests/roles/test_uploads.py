@@ -7,7 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from shoal.ledger.commands import AskLease, Enter, Publish
+from shoal.ledger.facts.leases import AskLease
+from shoal.ledger.facts.members import Enter
+from shoal.ledger.facts.versions import Publish
 from shoal.net.connections import Limits
 from shoal.net.keys import load_or_make_key
 from shoal.proofs.commit import commit

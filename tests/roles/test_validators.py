@@ -6,24 +6,22 @@ from functools import partial
 import pytest
 
 from shoal.engine.local import LocalEngine
-from shoal.ledger import audits
-from shoal.ledger import events as ev
-from shoal.ledger.commands import Refused
+from shoal.ledger.answers import Refused
+from shoal.ledger.facts.members import ValidatorFault
+from shoal.ledger.facts.pay import Slash
+from shoal.ledger.facts.verdicts import VerdictGiven
+from shoal.ledger.law import LAW, Law
 from shoal.protocol import types as t
 from shoal.roles.validator import Validator
 from tests.attacks.validators import Hangman, Idler
 from tests.roles.town import Town, tiny_run
 
-
-@pytest.fixture
-def hurried(monkeypatch):
-    """Turns and rechecks as in a long run, within a short one."""
-    monkeypatch.setattr(audits, "TURN_S", 0.5)
-    monkeypatch.setattr(audits, "RECHECK_RATE", 1.0)
+HURRIED = Law(turn_s=0.5, recheck_rate=1.0)
+"""Turns and rechecks as in a long run, within a short one."""
 
 
-def town_of_three(path):
-    return Town(path / "run", tiny_run(validators={"count": 3}))
+def town_of_three(path, law=LAW):
+    return Town(path / "run", tiny_run(validators={"count": 3}), law=law)
 
 
 def validator(town, number, kind=Validator):
@@ -38,40 +36,40 @@ def key_of(town, number):
 
 
 def slashed(audit):
-    return {entry.body.node for entry in audit.entries if isinstance(entry.body, ev.Slash)}
+    return {entry.body.node for entry in audit.entries if isinstance(entry.body, Slash)}
 
 
 def faults(audit):
-    return {entry.body.validator for entry in audit.entries if isinstance(entry.body, ev.ValidatorFault)}
+    return {entry.body.validator for entry in audit.entries if isinstance(entry.body, ValidatorFault)}
 
 
-def test_a_validator_that_refuses_everything_slashes_nobody_and_changes_no_byte(tmp_path, hurried):
-    alone = Town(tmp_path / "alone", tiny_run())
+def test_a_validator_that_refuses_everything_slashes_nobody_and_changes_no_byte(tmp_path):
+    alone = Town(tmp_path / "alone", tiny_run(), law=HURRIED)
     asyncio.run(alone.live(alone.trainer(), alone.validator(), alone.worker("honest")))
-    town = town_of_three(tmp_path)
+    town = town_of_three(tmp_path, HURRIED)
     honest = town.worker("honest")
     judges = [validator(town, 0, Hangman), validator(town, 1), validator(town, 2)]
     asyncio.run(town.live(town.trainer(), honest, *judges))
     audit = town.audit()
     assert audit.findings == [] and slashed(audit) == set() and town.weights() == alone.weights()
-    node = audit.state.nodes[honest.key]
+    node = audit.state.members[honest.key]
     assert node.credits > 0 and node.refused == node.failures == 0
     assert faults(audit) <= {key_of(town, 0)} and all(audit.decided[name] == 1 for name in audit.received)
 
 
-def test_a_forger_is_slashed_by_two_honest_validators_and_the_idle_one_is_named(tmp_path, hurried):
-    town = town_of_three(tmp_path)
+def test_a_forger_is_slashed_by_two_honest_validators_and_the_idle_one_is_named(tmp_path):
+    town = town_of_three(tmp_path, HURRIED)
     honest, forger = town.worker("honest"), town.worker("forger", "other-seed")
     judges = [validator(town, 0, Idler), validator(town, 1), validator(town, 2)]
     asyncio.run(town.live(town.trainer(), honest, forger, *judges))
     audit = town.audit()
     assert audit.findings == [] and slashed(audit) == {forger.key} and faults(audit) == {key_of(town, 0)}
-    assert audit.state.nodes[forger.key].credits == 0 and audit.state.nodes[honest.key].credits > 0
+    assert audit.state.members[forger.key].credits == 0 and audit.state.members[honest.key].credits > 0
     assert all(audit.decided[name] == 1 for name in audit.received)
 
 
-def test_a_validator_that_dies_leaves_its_submissions_to_the_next(tmp_path, hurried):
-    town = town_of_three(tmp_path)
+def test_a_validator_that_dies_leaves_its_submissions_to_the_next(tmp_path):
+    town = town_of_three(tmp_path, HURRIED)
     dying, honest = validator(town, 0), town.worker("honest")
 
     async def story():
@@ -84,7 +82,7 @@ def test_a_validator_that_dies_leaves_its_submissions_to_the_next(tmp_path, hurr
 
     asyncio.run(story())
     audit = town.audit()
-    assert audit.findings == [] and slashed(audit) == set() and audit.state.nodes[honest.key].refused == 0
+    assert audit.findings == [] and slashed(audit) == set() and audit.state.members[honest.key].refused == 0
     assert all(audit.decided[name] == 1 for name in audit.received)
 
 
@@ -116,8 +114,8 @@ def all_accepted(check, projections):
     return t.Verdict(check.id, groups, projections)
 
 
-def test_a_verdict_that_was_overtaken_is_asked_for_again_and_accuses_nobody(tmp_path, hurried):
-    town = town_of_three(tmp_path)
+def test_a_verdict_that_was_overtaken_is_asked_for_again_and_accuses_nobody(tmp_path):
+    town = town_of_three(tmp_path, HURRIED)
 
     async def story():
         check, first, second = await asked(town)
@@ -132,13 +130,13 @@ def test_a_verdict_that_was_overtaken_is_asked_for_again_and_accuses_nobody(tmp_
 
     asyncio.run(story())
     audit = town.audit()
-    voices = [entry.body for entry in audit.entries if isinstance(entry.body, ev.VerdictGiven)]
+    voices = [entry.body for entry in audit.entries if isinstance(entry.body, VerdictGiven)]
     assert len(voices) == 2 and all(voice.differs_from == () for voice in voices) and faults(audit) == set()
 
 
 @pytest.mark.parametrize("same_slots", [True, False], ids=["the same slots", "other slots"])
-def test_a_voice_that_shows_other_activations_is_accused_and_one_of_other_slots_is_not(tmp_path, hurried, same_slots):
-    town = town_of_three(tmp_path)
+def test_a_voice_that_shows_other_activations_is_accused_and_one_of_other_slots_is_not(tmp_path, same_slots):
+    town = town_of_three(tmp_path, HURRIED)
 
     async def story():
         check, first, second = await asked(town)
@@ -153,13 +151,13 @@ def test_a_voice_that_shows_other_activations_is_accused_and_one_of_other_slots_
         return first
 
     first = asyncio.run(story())
-    *_, last = [entry.body for entry in town.audit().entries if isinstance(entry.body, ev.VerdictGiven)]
+    *_, last = [entry.body for entry in town.audit().entries if isinstance(entry.body, VerdictGiven)]
     assert last.differs_from == ((first,) if same_slots else ())
 
 
-def test_projections_are_private_until_all_have_judged(tmp_path, hurried):
+def test_projections_are_private_until_all_have_judged(tmp_path):
     """Who could read an earlier validator's numbers could vote with them."""
-    town = town_of_three(tmp_path)
+    town = town_of_three(tmp_path, HURRIED)
 
     async def story():
         check, first, second = await asked(town)
@@ -174,8 +172,8 @@ def test_projections_are_private_until_all_have_judged(tmp_path, hurried):
     asyncio.run(story())
 
 
-def test_nothing_is_kept_of_projections_that_nobody_asked_for(tmp_path, hurried):
-    town = town_of_three(tmp_path)
+def test_nothing_is_kept_of_projections_that_nobody_asked_for(tmp_path):
+    town = town_of_three(tmp_path, HURRIED)
 
     async def story():
         check = await until_submitted(town, town.trainer(), town.worker("honest"))
@@ -191,26 +189,26 @@ def test_nothing_is_kept_of_projections_that_nobody_asked_for(tmp_path, hurried)
         await town.desk.take_verdict(first, all_accepted(check, {first: (0.4, 0.3, 0.2, 0.1)}))  # a second time
         with pytest.raises(Refused, match="has not joined as a validator"):
             await town.desk.take_verdict(key_of(town, 2), all_accepted(check, more))
-        assert town.desk.blobs.size_bytes == kept and other not in town.desk.state.submissions[check.id].votes
+        assert town.desk.blobs.size_bytes == kept and other not in town.desk.state.submissions[check.id].verdicts
 
     asyncio.run(story())
 
 
-def test_a_suspended_validator_is_told_so_and_asked_no_more(tmp_path, hurried):
-    town = town_of_three(tmp_path)
+def test_a_suspended_validator_is_told_so_and_asked_no_more(tmp_path):
+    town = town_of_three(tmp_path, HURRIED)
 
     async def story():
         await until_submitted(town, town.trainer(), town.worker("honest"))
-        town.desk.state.nodes[key_of(town, 0)].standing = "suspended"
+        town.desk.state.members[key_of(town, 0)].standing = "suspended"
         with pytest.raises(Refused, match="is asked no more"):
             town.desk.next_check(key_of(town, 0))
 
     asyncio.run(story())
 
 
-def test_a_run_with_a_validator_that_joined_and_left_waits_for_it_twice_and_no_more(tmp_path, monkeypatch):
-    monkeypatch.setattr(audits, "TURN_S", 2.0)
-    town = Town(tmp_path / "run", tiny_run(validators={"count": 2}, steps=4))
+def test_a_run_with_a_validator_that_joined_and_left_waits_for_it_twice_and_no_more(tmp_path):
+    law = Law(turn_s=2.0)
+    town = Town(tmp_path / "run", tiny_run(validators={"count": 2}, steps=4), law=law)
     gone = validator(town, 0)
     asyncio.run(gone._join())
     asyncio.run(town.live(town.trainer(), town.worker("honest"), validator(town, 1)))
@@ -218,7 +216,7 @@ def test_a_run_with_a_validator_that_joined_and_left_waits_for_it_twice_and_no_m
     waits = [
         entry.time - audit.state.submissions[entry.body.submission].time
         for entry in audit.entries
-        if isinstance(entry.body, ev.VerdictGiven)
+        if isinstance(entry.body, VerdictGiven)
     ]
     assert audit.findings == [] and audit.state.silent() == {key_of(town, 0)}
-    assert sum(wait >= audits.TURN_S for wait in waits) <= 2 * audits.MISSED_TURNS < len(waits)
+    assert sum(wait >= law.turn_s for wait in waits) <= 2 * law.missed_turns < len(waits)

@@ -17,7 +17,8 @@ from shoal.engine.base import Engine
 from shoal.engine.cheats import cheating
 from shoal.engine.local import LocalEngine
 from shoal.folder import RunFolder
-from shoal.ledger.verify import Audit, verify
+from shoal.ledger.law import LAW, Law
+from shoal.ledger.log.verify import Audit, verify
 from shoal.net.client import Client
 from shoal.net.faults import FaultyTransport
 from shoal.net.keys import load_or_make_key
@@ -63,12 +64,13 @@ class Town:
         fault_rate: float = 0.0,
         seed: int = 0,
         clock: Callable[[], float] = time.time,
+        law: Law = LAW,
     ) -> None:
         self.folder = RunFolder(root)
         self.folder.prepare(config, root)
         self.config = self.folder.config()
         self.clock = clock
-        self.desk = open_run(self.folder, self.config, clock)
+        self.desk = open_run(self.folder, self.config, clock, law)
         self.app = application(self.desk)
         self.fault_rate, self.rng = fault_rate, random.Random(seed)
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from shoal.algos.replay import Figures, largest_sum, most_flipped, pooled
+from shoal.algos.sampling_evidence import Figures, largest_sum, most_flipped, pooled
 from shoal.proofs.context import Context, Failure, Severity, gravest, policy_positions
 from shoal.protocol.types import Group
 

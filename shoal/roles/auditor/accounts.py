@@ -8,10 +8,10 @@ from pathlib import Path
 
 from shoal.errors import ConfigError, PeerError, cause_of
 from shoal.folder import write_atomically
-from shoal.ledger.credits import explain
+from shoal.ledger.log.credits import explain
+from shoal.ledger.log.statement import disagreements, is_signed
+from shoal.ledger.log.verify import Audit
 from shoal.ledger.state import State
-from shoal.ledger.statement import disagreements, is_signed
-from shoal.ledger.verify import Audit
 from shoal.protocol.accounts import Statement
 from shoal.protocol.wire import WireError, from_json, to_json
 from shoal.roles.auditor.log import replay_log
@@ -83,7 +83,7 @@ async def _keep_statement(run: PublicRun, log: Audit, key: str, path: Path) -> N
 
 def node_named(state: State, name: str) -> str:
     """Key of the one node with this name, or with a key that starts so. Raises `ConfigError`."""
-    keys = [key for key, node in state.nodes.items() if node.name == name or key.startswith(name)]
+    keys = [key for key, node in state.members.items() if node.name == name or key.startswith(name)]
     if len(keys) != 1:
         raise ConfigError(f"{len(keys)} nodes match {name!r}: give a name or the start of one key, from the table")
     return keys[0]
@@ -92,7 +92,7 @@ def node_named(state: State, name: str) -> str:
 def balances(state: State) -> list[str]:
     """A table of all who were paid or refused, and the sum."""
     lines = [f"{'node':<20} {'key':<12} {'credits':>9} {'accepted':>8} {'refused':>7} {'lapsed':>12}  standing"]
-    for key, node in sorted(state.nodes.items(), key=lambda item: -item[1].credits):
+    for key, node in sorted(state.members.items(), key=lambda item: -item[1].credits):
         if node.role == "worker":
             lines.append(
                 f"{printable(node.name)[:20]:<20} {key[:12]} {node.credits:>9} {node.accepted:>8} {node.refused:>7} "
@@ -104,13 +104,13 @@ def balances(state: State) -> list[str]:
 
 def _lapses(state: State, key: str) -> str:
     """Such as "2 of 40"."""
-    return f"{state.nodes[key].lapsed} of {state.nodes[key].leases}"
+    return f"{state.members[key].lapsed} of {state.members[key].leases}"
 
 
 def explained(log: Audit, key: str) -> list[str]:
     """Each point of a node's pay: group, submission, verdict and validator; and all that was not paid, with the reason."""
     state = log.state
-    node, lines = state.nodes[key], []
+    node, lines = state.members[key], []
     for line in explain(log.entries, state, key):
         place = f"{line.version}/{line.slot}" if line.slot >= 0 else "-"
         words = [f"{line.credits:+7d}" if line.credits else f"{'':>7}", f"{place:>9}", line.detail]

@@ -11,9 +11,9 @@ from pathlib import Path
 import msgspec
 
 from shoal.errors import ConfigError, NothingYet, PeerError, StateError, cause_of
-from shoal.ledger.events import kind_of, read_entry
+from shoal.ledger.log.verify import Audit, check_receipts, report, verify
 from shoal.ledger.state import state_hash
-from shoal.ledger.verify import Audit, check_receipts, report, verify
+from shoal.ledger.table import kind_of, read_entry
 from shoal.protocol import types as t
 from shoal.protocol.identity import verify as verify_signature
 from shoal.protocol.wire import WireError, from_json, to_json
@@ -30,7 +30,7 @@ def check(source: str, receipts: Sequence[Path] = ()) -> bool:
     """
     audit = asyncio.run(_audit(source, receipts))
     say(report(audit))
-    return not audit.findings
+    return not audit.findings and not audit.not_checked
 
 
 def audit_folder(run_dir: Path) -> Audit:
@@ -106,7 +106,7 @@ def _receipts(path: Path, audit: Audit) -> list[t.Receipt]:
 async def _check_weights(run: FolderRun, audit: Audit) -> None:
     """Every version still kept must be what its manifest promises."""
     state = audit.state
-    for version, record in state.versions.items():
+    for version, record in state.main.versions.items():
         try:
             data = await run.manifest(version, record.manifest)
             manifest = open_manifest(data, run=state.run, keys=(state.trainer_key,), now=None, version=version)

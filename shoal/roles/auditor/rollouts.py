@@ -21,10 +21,9 @@ from shoal.envs.base import Env
 from shoal.envs.load import is_file, load_run_envs
 from shoal.envs.replay import replay
 from shoal.errors import ConfigError, NothingYet, PeerError, StateError
-from shoal.ledger import events as ev
-from shoal.ledger.decide import slots_of
+from shoal.ledger.facts.verdicts import Decision, Rechecked, VerdictGiven
+from shoal.ledger.log.verify import Audit
 from shoal.ledger.seeds import lease_of
-from shoal.ledger.verify import Audit
 from shoal.policy.render import Renderer
 from shoal.proofs.context import Tools
 from shoal.proofs.rederive import differences
@@ -149,7 +148,7 @@ def choose(log: Audit, choice: Choice) -> list[Place]:
         for submission in log.state.submissions.values()
         if submission.decided
         for lease in [log.state.leases[submission.lease]]
-        for slot in slots_of(log.state, lease)
+        for slot in log.state.slots_of(lease)
     ]
     if choice.rollout:
         version, slot, _ = read_id(choice.rollout)
@@ -189,17 +188,17 @@ class Bench:
     def __init__(self, run: PublicRun, log: Audit, envs: Mapping[str, Env], threads: int, home: Path) -> None:
         self.run, self.log, self.envs, self.threads, self.home = run, log, envs, threads, home
         self.state = log.state
-        self.verdicts: dict[str, list[ev.VerdictGiven]] = defaultdict(list)
-        self.decisions: dict[str, ev.Decision] = {}
+        self.verdicts: dict[str, list[VerdictGiven]] = defaultdict(list)
+        self.decisions: dict[str, Decision] = {}
         self.forged: set[str] = set()
         """Submissions that were accepted, and slashed after a recheck."""
         for entry in log.entries:
             match entry.body:
-                case ev.VerdictGiven(submission=name):
+                case VerdictGiven(submission=name):
                     self.verdicts[name].append(entry.body)
-                case ev.Decision(submission=name):
+                case Decision(submission=name):
                     self.decisions[name] = entry.body
-                case ev.Rechecked(submission=name, outcome="forged"):
+                case Rechecked(submission=name, outcome="forged"):
                     self.forged.add(name)
         self.scores: list[Score] = []
         """Of the last submission."""
@@ -212,7 +211,7 @@ class Bench:
         if self._engine is None:
             from shoal.engine.local import LocalEngine  # torch: a check of the log alone needs none
 
-            self._engine = LocalEngine(self.threads, self.state.law.dtype)
+            self._engine = LocalEngine(self.threads, self.state.rules.dtype)
         self._engine.load(directory, version)
         self._renderer = self._renderer or Renderer.from_directory(directory)
         return self._engine
@@ -220,12 +219,12 @@ class Bench:
     async def take_renderer(self) -> None:
         """Any version's: they differ in weights alone. Raises as `fetch_weights`."""
         if self._renderer is None:
-            directory = await fetch_weights(self.run, self.state, self.state.version, self.home)
+            directory = await fetch_weights(self.run, self.state, self.state.main.version, self.home)
             self._renderer = Renderer.from_directory(directory)
 
-    def is_overruled(self, vote: ev.VerdictGiven, slot: int) -> bool:
+    def is_overruled(self, vote: VerdictGiven, slot: int) -> bool:
         """Whether the decision on the slot's block was not what this validator said of it."""
-        name, size = vote.submission, self.state.law.block_groups
+        name, size = vote.submission, self.state.rules.block_groups
         decision, block = self.decisions[name], slot // size
         said_yes = all(group.outcome in ("accept", "void") for group in vote.groups if group.slot // size == block)
         stands = block in decision.accepted and name not in self.forged
@@ -239,15 +238,15 @@ class Bench:
 
         def score(requests: list[ScoreRequest]) -> list[Score]:
             assert engine is not None, "nothing is audited without weights"
-            self.scores = engine.score(requests, temperature, hidden=state.law.proofs != "none")
+            self.scores = engine.score(requests, temperature, hidden=state.rules.proofs != "none")
             return self.scores
 
         info = t.RunInfo(
             run=state.run, name=state.name, protocol=PROTOCOL_VERSION, run_key=state.run_key,
             trainer_key=state.trainer_key, head=state.head, chain_end=state.chain_end, envs=state.envs,
-            sampling=state.sampling, rules=state.law, phase="ended", version=state.version,
+            sampling=state.sampling, rules=state.rules, phase="ended", version=state.main.version,
         )  # fmt: skip
-        return Tools(info, self.envs, self._renderer, replay, dtype=state.law.dtype, score=score)
+        return Tools(info, self.envs, self._renderer, replay, dtype=state.rules.dtype, score=score)
 
 
 async def _audit_version(
@@ -302,7 +301,7 @@ def _compare(
         if ours.slot not in slots:
             continue
         found.groups += 1
-        found.rollouts += state.law.group_size
+        found.rollouts += state.rules.group_size
         found.with_model += ours.audited
         found.tokens += ours.tokens if ours.audited else 0
         for given in bench.verdicts[check.id]:
@@ -333,7 +332,7 @@ def _tell(bench: Bench, check: t.Check, verdict: t.Verdict, choice: Choice) -> l
     state, lease = bench.state, check.lease
     slot = next(slot for block in lease.blocks for slot in block.slots if slot.slot == number)
     ours = next(group for group in verdict.groups if group.slot == number)
-    final = state.versions[version].slots.get(number)
+    final = state.main.versions[version].slots.get(number)
     taken = final is not None and final.submission == check.id
     lines = [
         f"submission {check.id[:12]} of {lease.worker[:12]}, lease {lease.id}",

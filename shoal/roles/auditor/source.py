@@ -11,9 +11,9 @@ from typing import Protocol
 
 from shoal.errors import ConfigError, NothingYet, PeerError, StateError
 from shoal.folder import RunFolder
-from shoal.ledger.events import event_hash
+from shoal.ledger.entry import event_hash
+from shoal.ledger.log.store import Store, sqlite_url
 from shoal.ledger.state import State
-from shoal.ledger.store import Store, sqlite_url
 from shoal.net.blobs import is_digest
 from shoal.net.client import Client
 from shoal.protocol import types as t
@@ -129,7 +129,7 @@ async def fetch_weights(run: PublicRun, state: State, version: int, into: Path) 
 
     Raises `NothingYet` where its time is over, `StateError` or `PeerError` where it is not what the log promises.
     """
-    record, chunks = state.versions[version], _Chunks(run)
+    record, chunks = state.main.versions[version], _Chunks(run)
     data = await run.manifest(version, record.manifest)
     manifest = open_manifest(data, run=state.run, keys=(state.trainer_key,), now=None, version=version)
     if manifest.root != record.root:

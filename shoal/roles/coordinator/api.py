@@ -15,9 +15,12 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from shoal import __version__
-from shoal.ledger import audits
-from shoal.ledger import events as ev
-from shoal.ledger.commands import Admin, Enter, Refused, Wait
+from shoal.ledger.answers import Refused, Wait
+from shoal.ledger.facts.batches import BatchFormed
+from shoal.ledger.facts.members import Enter, NodeJoined, ValidatorFault
+from shoal.ledger.facts.run import Admin, RulesChanged, RunEnded
+from shoal.ledger.facts.submissions import SubmissionReceived
+from shoal.ledger.facts.verdicts import Decision, Rechecked, VerdictGiven
 from shoal.net import server
 from shoal.net.openapi import Call, document
 from shoal.net.server import Gate, answer, answer_bytes
@@ -44,8 +47,8 @@ STATUS_OF = {
 """HTTP status of a rule's refusal; 400 for the others."""
 
 TO_JUDGE = (
-    ev.SubmissionReceived, ev.VerdictGiven, ev.Decision, ev.Rechecked, ev.ValidatorFault, ev.NodeJoined,
-    ev.RulesChanged, ev.RunEnded,
+    SubmissionReceived, VerdictGiven, Decision, Rechecked, ValidatorFault, NodeJoined,
+    RulesChanged, RunEnded,
 )  # fmt: skip
 """Events after which a validator may have something to judge, or to be told."""
 
@@ -104,7 +107,7 @@ async def get_nodes(api: Api, request: Request) -> Response:
 
 
 async def get_node(api: Api, request: Request) -> Response:
-    return answer(node_state(api.desk.state.nodes[await _member(api, request)]))
+    return answer(node_state(api.desk.state.members[await _member(api, request)]))
 
 
 async def get_credits(api: Api, request: Request) -> Response:
@@ -120,7 +123,7 @@ async def _member(api: Api, request: Request) -> str:
     """The key in the path, if it is a member's."""
     await api.gate.anyone(request)
     key: str = request.path_params["key"]
-    if key not in api.desk.state.nodes:
+    if key not in api.desk.state.members:
         raise Refused("unknown", f"no node {key[:16]} in this run")
     return key
 
@@ -151,7 +154,7 @@ async def get_batch(api: Api, request: Request) -> Response:
             return answer(batch)
         if left_s <= 0 or api.desk.state.phase == "ended":
             raise Refused("nothing_yet", f"batch {step} is not formed yet: {api.desk.status().waiting_for}")
-        await api.desk.book.changed(left_s, ev.BatchFormed, ev.RunEnded)
+        await api.desk.book.changed(left_s, BatchFormed, RunEnded)
 
 
 async def get_events(api: Api, request: Request) -> Response:
@@ -204,7 +207,7 @@ async def post_nodes(api: Api, request: Request) -> Response:
     caller, body = await api.caller(request)
     join = server.decode(body, t.Join)
     await api.desk.book.submit(Enter(caller.key, join, api.desk.clock()))
-    return answer(node_state(api.desk.state.nodes[caller.key]))
+    return answer(node_state(api.desk.state.members[caller.key]))
 
 
 async def post_leases(api: Api, request: Request) -> Response:
@@ -244,7 +247,7 @@ async def get_checks(api: Api, request: Request) -> Response:
         over = api.desk.state.phase == "ended" and not api.desk.status().pending
         if check is not None or over or left_s <= 0:
             return answer(t.CheckAnswer(check, "" if check else api.desk.status().waiting_for))
-        await api.desk.book.changed(min(left_s, audits.TURN_S), *TO_JUDGE)  # a turn comes without an event
+        await api.desk.book.changed(min(left_s, api.desk.state.law.turn_s), *TO_JUDGE)  # a turn comes without an event
 
 
 async def put_verdict(api: Api, request: Request) -> Response:

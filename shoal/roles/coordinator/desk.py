@@ -14,19 +14,25 @@ from shoal.algos.projection import VALUES, agree
 from shoal.config import RunConfig
 from shoal.errors import NothingYet
 from shoal.folder import RunFolder
-from shoal.ledger import events as ev
-from shoal.ledger.audits import TURN_S
-from shoal.ledger.book import Book
-from shoal.ledger.commands import AskLease, Judge, Publish, Refused, ReturnLeases, Submit, Tick, Wait
-from shoal.ledger.credits import explain
-from shoal.ledger.decide import decide, groups_beyond_share, lease_to_fill, next_members
-from shoal.ledger.events import read_entry
-from shoal.ledger.judging import is_open, to_judge
-from shoal.ledger.leasing import groups_in_flight, without_signal
+from shoal.ledger.answers import Refused, Wait
+from shoal.ledger.facts.leases import AskLease, ReturnLeases
+from shoal.ledger.facts.members import NodeQuarantined, ValidatorFault
+from shoal.ledger.facts.pay import Slash
+from shoal.ledger.facts.run import RulesChanged, Tick
+from shoal.ledger.facts.submissions import Submit
+from shoal.ledger.facts.verdicts import Judge
+from shoal.ledger.facts.versions import Publish
+from shoal.ledger.log.book import Book
+from shoal.ledger.log.credits import explain
+from shoal.ledger.log.statement import sign_statement
+from shoal.ledger.log.verify import AUDIT_CHAIN, SLOT_CHAIN
+from shoal.ledger.rules.batches import groups_beyond_share, next_members
+from shoal.ledger.rules.leases import groups_in_flight, without_signal
+from shoal.ledger.rules.submissions import lease_to_fill
+from shoal.ledger.rules.verdicts import is_open, to_judge
 from shoal.ledger.seeds import audit_draws, lease_of, recheck_draw, turns
-from shoal.ledger.state import Lease, Node, State, Submission, state_hash
-from shoal.ledger.statement import sign_statement
-from shoal.ledger.verify import AUDIT_CHAIN, SLOT_CHAIN
+from shoal.ledger.state import LeaseRecord, Member, State, SubmissionRecord, state_hash
+from shoal.ledger.table import decide, read_entry
 from shoal.net.blobs import FolderBlobs, Upload
 from shoal.proofs.commit import largest_submission_bytes
 from shoal.protocol import types as t
@@ -77,29 +83,30 @@ class Desk:
         return t.RunInfo(
             run=state.run, name=state.name, protocol=PROTOCOL_VERSION, run_key=state.run_key,
             trainer_key=state.trainer_key, head=state.head, chain_end=state.chain_end, envs=state.envs,
-            sampling=state.sampling, rules=state.law, phase=state.phase, version=state.version,  # type: ignore[arg-type]
+            sampling=state.sampling, rules=state.rules, phase=state.phase, version=state.main.version,  # type: ignore[arg-type]
         )  # fmt: skip
 
     def nodes(self, after: str = "") -> list[t.NodeState]:
         """The next `MAX_NODES` members after one, or the first, in the order in which they joined. Raises `Refused`."""
-        keys = iter(self.state.nodes)
+        keys = iter(self.state.members)
         if after and after not in keys:  # which also takes it and all before it off
             raise Refused("unknown", f"no node {after[:16]} in this run")
-        return [node_state(self.state.nodes[key]) for key in islice(keys, MAX_NODES)]
+        return [node_state(self.state.members[key]) for key in islice(keys, MAX_NODES)]
 
     def status(self) -> t.Status:
         """Where the run stands and what it waits for."""
-        state, reason, flat = self.state, self._waiting_for(), without_signal(self.state)
+        state, reason, flat = self.state, self._waiting_for(), without_signal(self.state, self.state.main)
         same = "no signal" if flat else reason
         if same != self._waiting[0]:
             self._waiting = (same, self.clock())
         if flat and state.phase != "paused":
             reason = f"{reason}; {flat}"
         return t.Status(
-            name=state.name, phase=state.phase, version=state.version, steps=state.law.steps,
-            accepted=state.accepted_groups, refused=state.refused, in_flight=groups_in_flight(state),
+            name=state.name, phase=state.phase, version=state.main.version, steps=state.rules.steps,
+            accepted=state.accepted_groups, refused=state.refused, in_flight=groups_in_flight(state, state.main),
             pending=len(state.pending) + len(state.rechecks), waiting_for=reason, waiting_s=self.clock() - self._waiting[1],
-            flat_groups=state.flat, flat_reward=state.flat_reward / max(1, state.flat), pause_cause=state.pause_cause,
+            flat_groups=state.main.flat, flat_reward=state.main.flat_reward / max(1, state.main.flat),
+            pause_cause=state.pause_cause,
         )  # fmt: skip
 
     def _waiting_for(self) -> str:
@@ -110,30 +117,30 @@ class Desk:
                 if state.pending
                 else "nothing: the run has ended"
             )
-        if state.phase == "paused" and (flat := without_signal(state)):
+        if state.phase == "paused" and (flat := without_signal(state, state.main)):
             return f"the host: {flat}. Look at some of them, then `shoal admin resume` or `shoal admin drain`"
         if state.phase == "paused":
             return "the host: the run is paused"
-        if state.version < 0:
+        if state.main.version < 0:
             return "the trainer: the first version"
-        if state.version in state.batches:
-            return f"the trainer: step {state.version}"
-        need, have = state.law.batch_groups, len(next_members(state))
+        if state.main.version in state.main.batches:
+            return f"the trainer: step {state.main.version}"
+        need, have = state.rules.batch_groups, len(next_members(state, state.main))
         if state.pending:
-            judged = f"{have} of {need} groups for step {state.version}"
+            judged = f"{have} of {need} groups for step {state.main.version}"
             return f"validators: {len(state.pending)} submissions to judge ({judged})"
         if state.phase == "draining":
             out = len(state.open_leases)
             return f"workers: {out} lease{'s' if out != 1 else ''} to finish, then the run ends"
-        if not any(node.role == "worker" for node in state.nodes.values()):
+        if not any(node.role == "worker" for node in state.members.values()):
             return "workers: none has joined yet"
-        surplus = groups_beyond_share(state)
+        surplus = groups_beyond_share(state, state.main)
         if surplus:
             return (
-                f"other workers: {have} of {need} groups for step {state.version}, and {surplus} more of workers that "
+                f"other workers: {have} of {need} groups for step {state.main.version}, and {surplus} more of workers that "
                 "have filled their share (verify.worker_share)"
             )
-        return f"workers: {have} of {need} groups for step {state.version}"
+        return f"workers: {have} of {need} groups for step {state.main.version}"
 
     def state_hash(self) -> t.StateHash:
         """What a replay must give at the newest event; or, where that takes long to reckon, at one a little older."""
@@ -159,7 +166,7 @@ class Desk:
                 end = lines[-1].seq
                 break
             lines.append(line)
-        node = self.state.nodes[key]
+        node = self.state.members[key]
         return CreditPage(key, node.leases, node.lapsed, tuple(lines), end, end < self.state.seq)
 
     def statement(self, key: str) -> Statement:
@@ -186,7 +193,7 @@ class Desk:
             raise Wait("the lease was taken back at this moment", 0.5)
         return t.LeaseAnswer(self.wire_lease(lease), 0.0, "")
 
-    def wire_lease(self, lease: Lease) -> t.Lease:
+    def wire_lease(self, lease: LeaseRecord) -> t.Lease:
         """A lease with the seeds, environments and tasks of its slots."""
         return lease_of(self.state, lease, self._slot_links[lease.version + 1])
 
@@ -226,9 +233,9 @@ class Desk:
         self.kept.bodies[name] = lease.version
         return self._receipt(name)
 
-    def _read_groups(self, lease: Lease, body: bytes) -> tuple[str, ...]:
+    def _read_groups(self, lease: LeaseRecord, body: bytes) -> tuple[str, ...]:
         """Digests of a submission's groups. Raises `WireError` when it is not one for the lease."""
-        due = len(lease.blocks) * self.state.law.block_groups
+        due = len(lease.blocks) * self.state.rules.block_groups
         submission = from_msgpack(body, t.Submission)
         if (submission.run, submission.lease, submission.version) != (self.state.run, lease.id, lease.version):
             raise WireError(f"the submission names another run, lease or version than lease {lease.id}")
@@ -241,13 +248,13 @@ class Desk:
         receipt = t.Receipt(self.state.run, booked.lease, name, booked.seq, booked.head, booked.time, "")
         return msgspec.structs.replace(receipt, signature=self._key.sign("receipt", to_json(receipt)))
 
-    def _largest_body(self, lease: Lease) -> int:
+    def _largest_body(self, lease: LeaseRecord) -> int:
         """Bytes that a lease can need: what is decoded and kept is bounded by what was asked for."""
-        return largest_submission_bytes(self.wire_lease(lease), self.state.law)
+        return largest_submission_bytes(self.wire_lease(lease), self.state.rules)
 
     def next_check(self, key: str) -> t.Check | None:
         """The oldest submission whose turn is this validator's. Raises `Refused`."""
-        node = self.state.nodes.get(key)
+        node = self.state.members.get(key)
         if node is None or node.role != "validator":
             raise Refused("not_joined", f"{key[:12]} has not joined as a validator: POST /v1/nodes first")
         if key not in self.state.judges():
@@ -260,8 +267,8 @@ class Desk:
         submission = self.state.submissions[names[0]]
         lease = self.wire_lease(self.state.leases[submission.lease])
         return t.Check(
-            names[0], lease, submission.audited, now + TURN_S, submission.draws, submission.rate,
-            submission.mean_influence, (key, *submission.votes) if len(self.state.judges()) > 1 else (),
+            names[0], lease, submission.audited, now + self.state.law.turn_s, submission.draws, submission.rate,
+            submission.mean_influence, (key, *submission.verdicts) if len(self.state.judges()) > 1 else (),
         )  # fmt: skip
 
     async def take_verdict(self, key: str, verdict: t.Verdict) -> None:
@@ -276,37 +283,37 @@ class Desk:
         judged = Judge(key, bare, self.clock(), projection, again, differs_from)
         for entry in await self.book.submit(judged):
             match entry.body:
-                case ev.NodeQuarantined(node=node, cause=cause):
+                case NodeQuarantined(node=node, cause=cause):
                     log.info("quarantined node=%s cause=%r", node[:12], cause)
-                case ev.RulesChanged(phase="paused"):
-                    log.warning("paused: %s", without_signal(self.state))
-                case ev.Slash(node=node, tokens=tokens):
+                case RulesChanged(phase="paused"):
+                    log.warning("paused: %s", without_signal(self.state, self.state.main))
+                case Slash(node=node, tokens=tokens):
                     log.warning("slashed node=%s tokens=%d submission=%s", node[:12], tokens, verdict.submission[:12])
-                case ev.ValidatorFault(validator=validator, cause=cause):
+                case ValidatorFault(validator=validator, cause=cause):
                     log.warning("validator=%s submission=%s fault=%r", validator[:12], verdict.submission[:12], cause)
                 case _:
                     pass
 
-    def _compare(self, key: str, submission: Submission, verdict: t.Verdict) -> tuple[str, tuple[str, ...]]:
+    def _compare(self, key: str, submission: SubmissionRecord, verdict: t.Verdict) -> tuple[str, tuple[str, ...]]:
         """Keep what a verdict shows of the activations; returns its blob, and the earlier voices that show others.
 
         Raises `Refused` for one that does not show what the check asked for, or that was overtaken by another voice.
         """
         state, slots, judges = self.state, _audited(verdict.groups), self.state.judges()
         sits = key in judges and len(judges) > 1
-        if not sits or key in submission.votes or not is_open(state, submission) or not slots:
+        if not sits or key in submission.verdicts or not is_open(state, submission) or not slots:
             return "", ()
-        asked = (key, *submission.votes)
+        asked = (key, *submission.verdicts)
         if any(len(verdict.projections.get(other, ())) != VALUES for other in asked):
             raise Refused("not_your_turn", f"submission {submission.digest[:12]}: the verdict lacks a projection for each "
                           "validator that has judged by now: ask GET /v1/checks again")  # fmt: skip
         shown = {other: verdict.projections[other] for other in asked}
         blob = self.blobs.put(to_json(shown))
         self.kept.projections[blob] = submission.digest
-        alike = [other for other, groups in submission.votes.items() if _audited(groups) == slots]
+        alike = [other for other, groups in submission.verdicts.items() if _audited(groups) == slots]
         return blob, tuple(other for other in alike if not self._agrees(submission, other, shown))
 
-    def _agrees(self, submission: Submission, other: str, found: dict[str, tuple[float, ...]]) -> bool:
+    def _agrees(self, submission: SubmissionRecord, other: str, found: dict[str, tuple[float, ...]]) -> bool:
         """Whether another validator's projection is what a later one found for its key."""
         try:
             data = self.blobs.get(submission.projections.get(other, ""))
@@ -324,7 +331,7 @@ class Desk:
 
     def _hidden(self) -> list[int]:
         """Versions whose links are not revealed."""
-        return [v for v, version in self.state.versions.items() if not version.revealed]
+        return [v for v, version in self.state.main.versions.items() if not version.revealed]
 
     def _links(self, versions: Sequence[int]) -> dict[int, tuple[str, str]]:
         return {v: (self._slot_links[v + 1].hex(), self._audit_links[v + 1].hex()) for v in versions}
@@ -353,7 +360,7 @@ class Desk:
             raise Refused("incomplete", f"{len(missing)} chunks are missing, such as {missing[0][:12]}: PUT them first")
         known = self.kept.manifests.get(manifest.version)
         sent_again = known is not None and not is_renewal(manifest, known)
-        name = state.versions[manifest.version].manifest if sent_again else self.blobs.put(signed)
+        name = state.main.versions[manifest.version].manifest if sent_again else self.blobs.put(signed)
         links = self._links([*self._hidden(), manifest.version])
         await self.book.submit(Publish(key, manifest.version, manifest.root, name, links, self.clock()))
         self.kept.remember(manifest.version)
@@ -362,10 +369,12 @@ class Desk:
     def manifest(self, version: str) -> bytes:
         """The signed manifest of a version or of "latest", as stored. Raises `NothingYet`."""
         known = version.isdecimal() and len(version) <= len(str(CHAIN_LENGTH))  # Python reads no number of 5,000 digits
-        number = self.state.version if version == "latest" else int(version) if known else -1
-        record = self.state.versions.get(number)
+        number = self.state.main.version if version == "latest" else int(version) if known else -1
+        record = self.state.main.versions.get(number)
         if record is None:
-            raise Refused("nothing_yet", f"version {version[:16]} is not published; the latest is {self.state.version}")
+            raise Refused(
+                "nothing_yet", f"version {version[:16]} is not published; the latest is {self.state.main.version}"
+            )
         return self.blobs.get(record.manifest)
 
     # --- blobs ---
@@ -383,7 +392,7 @@ def _audited(groups: Sequence[t.GroupVerdict]) -> set[int]:
     return {group.slot for group in groups if group.audited}
 
 
-def node_state(node: Node) -> t.NodeState:
+def node_state(node: Member) -> t.NodeState:
     """What the wire says of a node."""
     return t.NodeState(
         key=node.key, role=node.role, name=node.name, standing=node.standing,  # type: ignore[arg-type]
@@ -395,10 +404,10 @@ def node_state(node: Node) -> t.NodeState:
 
 def batch_of(state: State, step: int) -> t.Batch | None:
     """The batch of a step as the trainer reads it, or None before it is formed."""
-    if step not in state.batches:
+    if step not in state.main.batches:
         return None
     members = []
-    for version, number in state.batches[step]:
-        slot = state.versions[version].slots[number]
+    for version, number in state.main.batches[step]:
+        slot = state.main.versions[version].slots[number]
         members.append(t.BatchGroup(version, number, slot.submission, slot.index, slot.digest, slot.rewards))
     return t.Batch(step, tuple(members))

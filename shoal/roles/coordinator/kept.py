@@ -8,10 +8,10 @@ import contextlib
 from collections.abc import Iterable, Iterator
 
 from shoal.config import StorageConfig
-from shoal.ledger.book import Book
-from shoal.ledger.commands import Refused
-from shoal.ledger.judging import is_open
-from shoal.ledger.state import State, Submission
+from shoal.ledger.answers import Refused
+from shoal.ledger.log.book import Book
+from shoal.ledger.rules.verdicts import is_open
+from shoal.ledger.state import State, SubmissionRecord
 from shoal.net.blobs import FolderBlobs, Upload
 from shoal.protocol import types as t
 from shoal.protocol.wire import from_json
@@ -25,7 +25,7 @@ class Kept:
         self.manifests: dict[int, t.Manifest] = {}
         """Of the versions whose chunks are kept."""
         self._public_chunks = set[str]()
-        for version in book.state.versions:
+        for version in book.state.main.versions:
             self.remember(version)
         self.bodies = {
             name: book.state.leases[submission.lease].version
@@ -48,7 +48,7 @@ class Kept:
 
     def remember(self, version: int) -> None:
         """Take note of a published version's manifest, if it is kept."""
-        name = self.state.versions[version].manifest
+        name = self.state.main.versions[version].manifest
         if self._blobs.has(name):
             signed = from_json(self._blobs.get(name), t.SignedManifest)
             self.manifests[version] = from_json(signed.body, t.Manifest)
@@ -70,13 +70,13 @@ class Kept:
         known = key in self.state.validators or (submission.decided and key == self.state.trainer_key)
         return known or self._is_final(submission)
 
-    def _is_final(self, submission: Submission) -> bool:
+    def _is_final(self, submission: SubmissionRecord) -> bool:
         """Whether nobody can be paid any more for what is in it: its slots are final, or their version is retired.
 
         A refused block goes out again with the same seeds: who could read the honest groups in it would copy them.
         """
         state, lease = self.state, self.state.leases[submission.lease]
-        version = state.versions[lease.version]
+        version = state.main.versions[lease.version]
         done = all(version.blocks[block].status == "done" for block in lease.blocks)
         return submission.decided and (done or version.revealed or state.phase == "ended")
 
@@ -97,7 +97,7 @@ class Kept:
         storage, state = self._storage, self.state
         if storage.retain == "all":
             return
-        oldest = state.version - max(storage.window_steps, state.law.max_staleness + 1)
+        oldest = state.main.version - max(storage.window_steps, state.rules.max_staleness + 1)
         for name in [name for name, version in self.bodies.items() if version < oldest]:
             if not is_open(state, state.submissions[name]) and not (
                 storage.retain == "batches" and self._was_used(name)
@@ -114,7 +114,7 @@ class Kept:
         """Whether the quota is kept; if need be by deleting refused bodies, for garbage must not stop the run."""
         if self._blobs.size_bytes <= quota:
             return True
-        accepted = {slot.submission for version in self.state.versions.values() for slot in version.slots.values()}
+        accepted = {slot.submission for version in self.state.main.versions.values() for slot in version.slots.values()}
         for name in [name for name in self.bodies if name not in accepted]:
             if not is_open(self.state, self.state.submissions[name]):
                 self._forget_body(name)
@@ -136,7 +136,7 @@ class Kept:
 
     def _was_used(self, submission: str) -> bool:
         lease = self.state.leases[self.state.submissions[submission].lease]
-        slots = self.state.versions[lease.version].slots.values()
+        slots = self.state.main.versions[lease.version].slots.values()
         return any(slot.submission == submission and slot.step >= 0 for slot in slots)
 
 

@@ -12,9 +12,16 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-from shoal.ledger import events as ev
-from shoal.ledger.book import Book
-from shoal.ledger.leasing import blocks_to_give
+from shoal.ledger.entry import Body, Entry
+from shoal.ledger.facts.batches import BatchFormed, SlotVoid
+from shoal.ledger.facts.leases import LeaseGranted, LeaseLapsed
+from shoal.ledger.facts.members import NodeQuarantined, NodeRestored
+from shoal.ledger.facts.run import RulesChanged, RunEnded
+from shoal.ledger.facts.submissions import SubmissionReceived
+from shoal.ledger.facts.verdicts import Decision
+from shoal.ledger.facts.versions import CheckpointPublished
+from shoal.ledger.log.book import Book
+from shoal.ledger.rules.leases import blocks_to_give
 from shoal.ledger.state import State
 from shoal.protocol.constants import LONG_POLL_S
 
@@ -24,10 +31,10 @@ LEAST_RETRY_S = 0.1
 KEPT_S = 2 * LONG_POLL_S
 """A worker whose poll ended without a lease keeps its number if it asks again within this."""
 
-_FOR_ALL = (ev.RulesChanged, ev.RunEnded)
+_FOR_ALL = (RulesChanged, RunEnded)
 """Events that every poll is told of at once: a pause, an end, a worker that is kicked."""
 
-_FOR_THOSE_ASIDE = (ev.BatchFormed, ev.CheckpointPublished, ev.NodeQuarantined, ev.SlotVoid)
+_FOR_THOSE_ASIDE = (BatchFormed, CheckpointPublished, NodeQuarantined, SlotVoid)
 """Events that may end what kept workers from using a block."""
 
 
@@ -69,7 +76,7 @@ class Line:
     def step_up(self, place: "Place", aside_s: float | None) -> None:
         """Put a poll that got nothing in its place in the line, or aside for a while, and call the next."""
         self._end_call(place)
-        if aside_s is not None and blocks_to_give(self._book.state) > 0:
+        if aside_s is not None and blocks_to_give(self._book.state, self._book.state.main) > 0:
             self._aside[place.number] = place
             place.timer = asyncio.get_running_loop().call_later(max(LEAST_RETRY_S, aside_s), self._back_in_line, place)
         else:
@@ -106,7 +113,7 @@ class Line:
 
     def _call_next(self) -> None:
         """Call as many polls as there are blocks for which none is called yet."""
-        spare = blocks_to_give(self._book.state) - self._called if self._waiting else 0
+        spare = blocks_to_give(self._book.state, self._book.state.main) - self._called if self._waiting else 0
         if spare > 0:
             self._call([self._waiting[number] for number in heapq.nsmallest(spare, self._waiting)])
 
@@ -123,7 +130,7 @@ class Line:
         self._waiting[place.number] = place
         self._call_next()
 
-    def _committed(self, entries: list[ev.Entry]) -> None:
+    def _committed(self, entries: list[Entry]) -> None:
         for body in (entry.body for entry in entries):
             if isinstance(body, _FOR_ALL):
                 self._call([*self._waiting.values(), *self._aside.values()])
@@ -131,7 +138,7 @@ class Line:
                 back = list(self._aside.values())
             else:
                 polls = self._polls.get(_worker_of(body, self._book.state), [])
-                if isinstance(body, ev.LeaseGranted):  # another poll of the worker may be the one that it still reads
+                if isinstance(body, LeaseGranted):  # another poll of the worker may be the one that it still reads
                     for place in polls:
                         place.served = True
                     self._call(polls)
@@ -172,14 +179,14 @@ class Place:
             self._line.step_out(self)
 
 
-def _worker_of(body: ev.Body, state: State) -> str:
+def _worker_of(body: Body, state: State) -> str:
     """The worker whose own leases or standing an event changes, or "" for other events."""
     match body:
-        case ev.LeaseGranted(worker=key) | ev.SubmissionReceived(worker=key) | ev.NodeRestored(node=key):
+        case LeaseGranted(worker=key) | SubmissionReceived(worker=key) | NodeRestored(node=key):
             return key
-        case ev.LeaseLapsed(lease=lease):
+        case LeaseLapsed(lease=lease):
             return state.leases[lease].worker
-        case ev.Decision(submission=submission):
+        case Decision(submission=submission):
             return state.leases[state.submissions[submission].lease].worker
         case _:
             return ""

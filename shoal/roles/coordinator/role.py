@@ -22,12 +22,11 @@ from shoal.config import ACTIVATION_ERROR, RunConfig
 from shoal.envs.load import env_digest, load_env
 from shoal.errors import StateError, cause_of
 from shoal.folder import RunFolder, write_atomically
-from shoal.ledger import events as ev
-from shoal.ledger.audits import RULES_VERSION
-from shoal.ledger.book import Book
-from shoal.ledger.commands import Create, Reconfigure
-from shoal.ledger.store import Store, sqlite_url
-from shoal.ledger.verify import AUDIT_CHAIN, SLOT_CHAIN
+from shoal.ledger.facts.run import Create, Reconfigure, RunCreated
+from shoal.ledger.law import LAW, Law
+from shoal.ledger.log.book import Book
+from shoal.ledger.log.store import Store, sqlite_url
+from shoal.ledger.log.verify import AUDIT_CHAIN, SLOT_CHAIN
 from shoal.net.connections import Limits, connections_that_fit, http_server
 from shoal.net.keys import load_or_make_key
 from shoal.protocol import types as t
@@ -50,18 +49,20 @@ def main(run_dir: Path) -> None:
     host, port = listener.getsockname()[:2]
     url = config.host.public_url or f"http://{host}:{port}"
     write_atomically(folder.address, json.dumps({"url": url, "pid": os.getpid(), "port": port}).encode())
-    log.info("serving run=%s url=%s version=%d events=%d", desk.state.name, url, desk.state.version, desk.state.seq + 1)
+    log.info(
+        "serving run=%s url=%s version=%d events=%d", desk.state.name, url, desk.state.main.version, desk.state.seq + 1
+    )
     limits = Limits(total=connections_that_fit(), trusted=config.host.trusted_proxies)
     http_server(application(desk, lifespan=_ticking(desk)), limits).run(sockets=[listener])
 
 
-def open_run(folder: RunFolder, config: RunConfig, clock: Callable[[], float] = time.time) -> Desk:
-    """The run's desk: its log replayed, or begun."""
+def open_run(folder: RunFolder, config: RunConfig, clock: Callable[[], float] = time.time, law: Law = LAW) -> Desk:
+    """The run's desk: its log replayed, or begun under a law."""
     key = load_or_make_key(folder.keys / "run.key")
     book = Book(Store(sqlite_url(folder.log)))
     now = clock()
     if book.state.seq < 0:
-        book.write(Create(created(folder, config, key.public), now), now)
+        book.write(Create(created(folder, config, key.public, law), now), now)
     elif book.state.phase != "ended":
         if _unlabelled(env_specs(config)) != _unlabelled(book.state.envs):
             raise StateError(
@@ -74,10 +75,10 @@ def open_run(folder: RunFolder, config: RunConfig, clock: Callable[[], float] = 
     return Desk(folder, config, book, key, clock)
 
 
-def created(folder: RunFolder, config: RunConfig, run_key: str) -> ev.RunCreated:
+def created(folder: RunFolder, config: RunConfig, run_key: str, law: Law) -> RunCreated:
     """The first event of a run: everything that its nodes must agree on."""
     seed = folder.seed()
-    return ev.RunCreated(
+    return RunCreated(
         run=folder.run_id(),
         name=config.name,
         run_key=run_key,
@@ -91,6 +92,7 @@ def created(folder: RunFolder, config: RunConfig, run_key: str) -> ev.RunCreated
         sampling=sampling_of(config),
         rules=rules_of(config),
         config=public_run_file(config),
+        law=law,
     )
 
 
@@ -139,7 +141,6 @@ def rules_of(config: RunConfig) -> t.Rules:
         worker_share=v.worker_share,
         paid_tokens=r.paid_tokens,
         max_flat_groups=r.max_flat_groups,
-        rules_version=RULES_VERSION,
     )
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import sqlalchemy as sa
 
 from shoal.errors import StateError, cause_of
-from shoal.ledger.events import Entry
+from shoal.ledger.entry import Entry
 
 _metadata = sa.MetaData()
 _events = sa.Table(

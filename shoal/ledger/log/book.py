@@ -7,19 +7,23 @@ Called by the coordinator role. It knows no HTTP and no secret. Commands that ar
 import asyncio
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
 
 from shoal.errors import ShoalError, StateError
-from shoal.ledger.apply import apply
-from shoal.ledger.commands import Command
-from shoal.ledger.decide import decide, follow
-from shoal.ledger.events import Body, Entry, make_entry, read_entry
+from shoal.ledger.entry import Body, Entry, Stored, read_stored
+from shoal.ledger.law import KNOWN_VERSIONS
+from shoal.ledger.log.store import Store
+from shoal.ledger.rules.run import follow
 from shoal.ledger.state import State
-from shoal.ledger.store import Store
-from shoal.protocol.wire import WireError
+from shoal.ledger.table import apply, decide, make_entry, typed
+from shoal.protocol.wire import WireError, from_json
 
 
 def replay(rows: Iterable[tuple[bytes, str]]) -> State:
-    """State of a log from its stored bytes. Raises `StateError` where the chain of hashes breaks."""
+    """State of a log from its stored bytes. Raises `StateError` if the chain of hashes breaks, or if this code lacks the
+    rules that wrote the log."""
     state = State()
     for data, stored_hash in rows:
         apply(state, checked_entry(state, data, stored_hash))
@@ -29,15 +33,56 @@ def replay(rows: Iterable[tuple[bytes, str]]) -> State:
 def checked_entry(state: State, data: bytes, stored_hash: str) -> Entry:
     """The next entry of a log, if its number, its `prev` and its hash fit. Raises `StateError`."""
     try:
-        entry, prev = read_entry(data)
+        stored = read_stored(data)
+        if stored.seq == 0:
+            _refuse_unknown_rules(stored)
+        entry = typed(stored)
     except WireError as error:
         raise StateError(f"the log is broken after event {state.seq}: {error}. Restore it from a copy") from None
-    if entry.seq != state.seq + 1 or prev != state.head or entry.hash != stored_hash:
+    follows(stored, stored_hash, state.seq, state.head)
+    return entry
+
+
+def follows(stored: Stored, stored_hash: str, seq: int, head: str) -> None:
+    """An event must have its stored hash and follow the event with this number and hash. Raises `StateError`."""
+    if stored.seq != seq + 1 or stored.prev != head or stored.hash != stored_hash:
         raise StateError(
-            f"the log is broken at event {state.seq + 1}: it does not follow the event before by number and hash. "
+            f"the log is broken at event {seq + 1}: it does not follow the event before by number and hash. "
             "It was edited or damaged; restore it from a copy"
         )
-    return entry
+
+
+class UnknownRules(StateError):
+    """A log was written by rules that this code lacks."""
+
+
+def _refuse_unknown_rules(first: Stored) -> None:
+    """A newer law may have fields that this code does not know, so its version is read before the rest is typed."""
+    law = from_json(bytes(first.body), _FirstBody).law
+    version = law.version if law else 0
+    if version not in KNOWN_VERSIONS:
+        raise UnknownRules(
+            f"the log was written by version {version} of the rules, this shoal knows {max(KNOWN_VERSIONS)} and older: "
+            "install a newer shoal"
+        )
+
+
+class _NamedVersion(msgspec.Struct):
+    version: int = 0
+
+
+class _FirstBody(msgspec.Struct):
+    """What every version of the first event has."""
+
+    law: _NamedVersion | None = None
+
+
+class Command(Protocol):
+    """Something asked of the run; each file in `facts/` defines some."""
+
+    @property
+    def now(self) -> float:
+        """When, seconds since the epoch: the rules have no clock."""
 
 
 @dataclass

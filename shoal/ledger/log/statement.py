@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from shoal.ledger.apply import apply
-from shoal.ledger.events import Entry
+from shoal.ledger.entry import Entry
 from shoal.ledger.state import State
+from shoal.ledger.table import apply
 from shoal.protocol.accounts import Statement
 from shoal.protocol.identity import Key, verify
 from shoal.protocol.wire import to_json
@@ -21,7 +21,7 @@ PURPOSE = "statement"
 
 def sign_statement(state: State, node: str, key: Key, now: float) -> Statement:
     """The balance of a member of the run at the head of its log."""
-    member = state.nodes[node]
+    member = state.members[node]
     unsigned = Statement(
         run=state.run, run_key=key.public, node=node, name=member.name, credits=member.credits, seq=state.seq,
         head=state.head, time=now, signature="",
@@ -48,7 +48,7 @@ def disagreements(statement: Statement, entries: Sequence[Entry]) -> list[str]:
     if state.head != statement.head:
         return [f"fork: the run key signed head {statement.head[:12]} at event {statement.seq}, where this log has "
                 f"{state.head[:12]}"]  # fmt: skip
-    node = state.nodes.get(statement.node)
+    node = state.members.get(statement.node)
     gives = node.credits if node else 0
     if gives != statement.credits:
         return [f"the statement says {statement.credits} tokens, the log gives {gives} at event {statement.seq}"]

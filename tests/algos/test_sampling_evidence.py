@@ -6,8 +6,8 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from shoal.algos import replay
-from shoal.algos.replay import Evidence, Figures, excessive, largest_sum, most_flipped, pooled, update
+from shoal.algos import sampling_evidence
+from shoal.algos.sampling_evidence import Evidence, Figures, excessive, largest_sum, most_flipped, pooled, update
 
 
 class Honest(NamedTuple):
@@ -114,7 +114,7 @@ def test_honest_noise_never_trips_over_10_000_groups(noise: Honest) -> None:
 
 def test_false_alarms_are_no_more_than_stated(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same rule at 2^8 groups: with its alarm at 8 + 3 bits it trips at most once in 256 honest groups."""
-    monkeypatch.setattr(replay, "ALARM_BITS", 11.0)
+    monkeypatch.setattr(sampling_evidence, "ALARM_BITS", 11.0)
     rng, alarms, evidence, groups = np.random.default_rng(2), 0, Evidence(), 100_000
     for _ in range(groups):
         evidence = update(evidence, honest(rng, BFLOAT16), BFLOAT16)
@@ -154,7 +154,7 @@ def test_a_long_honest_past_buys_no_room() -> None:
 
 def test_tokens_needed_are_those_of_a_binomial() -> None:
     always = Honest(flipped=1e-9)  # one flip is allowed, so two are needed
-    assert replay.tokens_to_detect(1.0, always) == 2
+    assert sampling_evidence.tokens_to_detect(1.0, always) == 2
     # (1 - p)^n + n p (1 - p)^(n - 1) <= 0.05 at p = 0.1 first holds for n = 46.
-    assert replay.tokens_to_detect(0.1, always) == 46
-    assert replay.tokens_to_detect(0.0, always, most=500) == 500
+    assert sampling_evidence.tokens_to_detect(0.1, always) == 46
+    assert sampling_evidence.tokens_to_detect(0.0, always, most=500) == 500

@@ -1,0 +1,89 @@
+"""What becomes of slots, and the batches that the trainer learns from."""
+
+from shoal.ledger.entry import Entry
+from shoal.ledger.state import SlotRecord, State
+from shoal.protocol.audits import influence
+from shoal.protocol.constants import MAIN_STREAM
+from shoal.protocol.types import Message
+
+
+class GroupAccepted(Message, frozen=True):
+    """A slot is final, with this group."""
+
+    version: int
+    slot: int
+    submission: str
+    index: int
+    """The group's place in the submission."""
+    digest: str
+    tokens: int
+    """Policy tokens."""
+    rewards: tuple[float, ...]
+    signal: bool | None = None
+    """Whether the run's algorithm can learn from it. Logs of version 0 leave it to the reader."""
+    stream: str = MAIN_STREAM
+
+
+class SlotVoid(Message, frozen=True):
+    """Slots that will have no group."""
+
+    version: int
+    slots: tuple[int, ...]
+    cause: str
+    stream: str = MAIN_STREAM
+
+
+class BatchFormed(Message, frozen=True):
+    step: int
+    groups: tuple[tuple[int, int], ...]
+    """(version, slot) of each member, in canonical order."""
+    stream: str = MAIN_STREAM
+
+
+def apply_group_accepted(body: GroupAccepted, state: State, entry: Entry) -> None:
+    stream = state.streams[body.stream]
+    signal = len(set(body.rewards)) > 1 if body.signal is None else body.signal
+    stream.versions[body.version].slots[body.slot] = SlotRecord(
+        "signal" if signal else "flat", body.submission, body.index, body.digest, body.rewards, body.tokens
+    )
+    state.influence += influence(body.rewards, body.tokens)
+    if signal:
+        stream.pool.append((body.version, body.slot))
+        stream.forget_flat()
+    else:
+        stream.flat += 1
+        stream.flat_reward += sum(body.rewards) / max(1, len(body.rewards))
+    worker = state.lease_of(state.submissions[body.submission]).worker
+    state.members[worker].accepted += 1
+    state.block_tokens += body.tokens
+    state.accepted_groups += 1
+
+
+def apply_slot_void(body: SlotVoid, state: State, entry: Entry) -> None:
+    stream = state.streams[body.stream]
+    version = stream.versions[body.version]
+    for slot in body.slots:
+        version.slots[slot] = SlotRecord("void")
+    for place in [place for place in stream.free if place[0] == body.version and body.cause == "stale"]:
+        stream.free.remove(place)
+        version.blocks[place[1]].status = "done"
+
+
+def apply_batch_formed(body: BatchFormed, state: State, entry: Entry) -> None:
+    stream = state.streams[body.stream]
+    stream.batches[body.step] = body.groups
+    members = set(body.groups)
+    stream.pool = [place for place in stream.pool if place not in members]
+    stream.forget_flat()
+    for version, number in body.groups:
+        slot = stream.versions[version].slots[number]
+        slot.step = body.step
+        maker = state.members[state.maker_of(stream, (version, number))]
+        maker.influence += influence(slot.rewards, slot.tokens)
+
+
+EVENTS = {
+    "group_accepted": (GroupAccepted, apply_group_accepted),
+    "slot_void": (SlotVoid, apply_slot_void),
+    "batch_formed": (BatchFormed, apply_batch_formed),
+}

@@ -1,0 +1,90 @@
+"""Who takes part: nodes join, are quarantined, come back; validators are found at fault."""
+
+from dataclasses import dataclass
+
+from shoal.ledger.entry import Entry
+from shoal.ledger.state import Member, State
+from shoal.protocol.types import Join, Message
+
+
+class NodeJoined(Message, frozen=True):
+    key: str
+    role: str
+    name: str
+    implementation: str
+    dtype: str
+    device: str
+
+
+class NodeQuarantined(Message, frozen=True):
+    """A worker gets no leases for a while."""
+
+    node: str
+    until: float
+    """Seconds since the epoch."""
+    cause: str
+    submission: str = ""
+
+
+class NodeRestored(Message, frozen=True):
+    """A quarantine ended."""
+
+    node: str
+
+
+class ValidatorFault(Message, frozen=True):
+    validator: str
+    submission: str
+    cause: str
+
+
+@dataclass(frozen=True)
+class Enter:
+    """A node joins."""
+
+    key: str
+    join: Join
+    now: float
+
+
+def apply_node_joined(body: NodeJoined, state: State, entry: Entry) -> None:
+    facts = (body.role, body.name, body.implementation, body.dtype, body.device)
+    if body.key in state.members:
+        member = state.members[body.key]
+        if facts[2:] != (member.implementation, member.dtype, member.device):
+            member.valid_blocks = 0  # another engine has to prove itself first
+        member.role, member.name, member.implementation, member.dtype, member.device = facts
+    else:
+        state.members[body.key] = Member(body.key, *facts)
+
+
+def apply_node_quarantined(body: NodeQuarantined, state: State, entry: Entry) -> None:
+    member = state.members[body.node]
+    state.forget(member.until, "quarantine", body.node)
+    member.standing, member.until, member.quarantined_for = "quarantined", body.until, body.submission
+    member.evidence = {}
+    state.expect(body.until, "quarantine", body.node)
+    if not member.last_reason.startswith(body.cause):  # else a verdict has told it, with its figures
+        member.last_reason = body.cause
+
+
+def apply_node_restored(body: NodeRestored, state: State, entry: Entry) -> None:
+    member = state.members[body.node]
+    member.standing = "new"
+    state.forget(member.until, "quarantine", body.node)
+
+
+def apply_validator_fault(body: ValidatorFault, state: State, entry: Entry) -> None:
+    member = state.members[body.validator]
+    member.failures += 1
+    member.last_reason = body.cause
+    if member.failures >= state.law.validator_faults:
+        member.standing = "suspended"
+
+
+EVENTS = {
+    "node_joined": (NodeJoined, apply_node_joined),
+    "node_quarantined": (NodeQuarantined, apply_node_quarantined),
+    "node_restored": (NodeRestored, apply_node_restored),
+    "validator_fault": (ValidatorFault, apply_validator_fault),
+}

@@ -1,0 +1,126 @@
+"""The run itself: created, changed by its host, ended. Events, commands, and how a state takes them."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from shoal.ledger.entry import Entry
+from shoal.ledger.law import BEFORE_LAWS, Law
+from shoal.ledger.state import State
+from shoal.protocol.types import EnvSpec, Message, Rules, Sampling
+
+
+class RunCreated(Message, frozen=True):
+    """The first event: everything that the run's nodes must agree on."""
+
+    run: str
+    name: str
+    run_key: str
+    trainer_key: str
+    validators: tuple[str, ...]
+    chain_end: str
+    """End of the chain of slot secrets, hex."""
+    audit_chain_end: str
+    """End of the second chain, from which audits are drawn."""
+    envs: tuple[EnvSpec, ...]
+    sampling: Sampling
+    rules: Rules
+    config: dict[str, Any]
+    """The resolved run file."""
+    law: Law | None = None
+    """Constants and version of the rules. Logs of version 0 name none."""
+
+
+class RulesChanged(Message, frozen=True):
+    """The host changed the phase, admitted or removed a node, or resumed with a changed run file; or the run paused."""
+
+    phase: str = ""
+    admitted_validator: str = ""
+    kicked: str = ""
+    steps: int = 0
+    config: dict[str, Any] = {}
+    lease_s: float = 0.0
+    cause: str = ""
+    """Why the run paused itself: "no signal"."""
+    max_flat_groups: int = -1
+    """-1 changes nothing."""
+
+
+class RunEnded(Message, frozen=True):
+    version: int
+
+
+@dataclass(frozen=True)
+class Create:
+    """Begin a log."""
+
+    body: RunCreated
+    now: float
+
+
+@dataclass(frozen=True)
+class Admin:
+    """The host's pause, resume, drain, kick or admit; `key` names the node where one is meant."""
+
+    action: str
+    key: str
+    now: float
+
+
+@dataclass(frozen=True)
+class Reconfigure:
+    """A resumed run with other values of the keys that are safe to change."""
+
+    config: dict[str, Any]
+    steps: int
+    lease_s: float
+    now: float
+    max_flat_groups: int = -1
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Time has passed."""
+
+    now: float
+    links: dict[int, tuple[str, str]] = field(default_factory=dict, repr=False)
+    """(link, audit link) of versions that an ended run has not revealed."""
+
+
+def apply_run_created(body: RunCreated, state: State, entry: Entry) -> None:
+    state.run, state.name, state.run_key, state.trainer_key = body.run, body.name, body.run_key, body.trainer_key
+    state.validators, state.envs, state.sampling, state.rules = body.validators, body.envs, body.sampling, body.rules
+    state.chain_end, state.audit_chain_end, state.config = body.chain_end, body.audit_chain_end, body.config
+    state.law = body.law or BEFORE_LAWS
+
+
+def apply_rules_changed(body: RulesChanged, state: State, entry: Entry) -> None:
+    if body.phase:
+        state.phase, state.pause_cause = body.phase, body.cause
+    if body.phase == "running":
+        for stream in state.streams.values():
+            stream.forget_flat()
+    if body.admitted_validator:
+        state.validators = (*state.validators, body.admitted_validator)
+    if body.kicked and body.kicked in state.members:
+        state.members[body.kicked].standing = "kicked"
+    if body.steps:
+        state.rules = msgspec.structs.replace(state.rules, steps=body.steps)
+    if body.lease_s:
+        state.rules = msgspec.structs.replace(state.rules, lease_s=body.lease_s)
+    if body.max_flat_groups >= 0:
+        state.rules = msgspec.structs.replace(state.rules, max_flat_groups=body.max_flat_groups)
+    if body.config:
+        state.config = body.config
+
+
+def apply_run_ended(body: RunEnded, state: State, entry: Entry) -> None:
+    state.phase = "ended"
+
+
+EVENTS = {
+    "run_created": (RunCreated, apply_run_created),
+    "rules_changed": (RulesChanged, apply_rules_changed),
+    "run_ended": (RunEnded, apply_run_ended),
+}

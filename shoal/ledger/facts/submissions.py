@@ -1,0 +1,77 @@
+"""Submissions: a worker fills a lease, and the draws that say how closely it is looked at."""
+
+from dataclasses import dataclass
+
+from shoal.ledger.entry import Entry
+from shoal.ledger.state import State, SubmissionRecord
+from shoal.protocol.types import Message
+
+
+class SubmissionReceived(Message, frozen=True):
+    lease: str
+    worker: str
+    digest: str
+    """SHA-256 of the body: the submission's name."""
+    size_bytes: int
+    groups: tuple[str, ...]
+    """Digest of each group, in the order of the lease's slots."""
+
+
+class AuditDrawn(Message, frozen=True):
+    """How closely a submission is looked at, fixed before anyone has judged it."""
+
+    submission: str
+    slots: tuple[int, ...]
+    """Drawn for audit. The influence that their rewards show may add more, see `protocol.audits.must_audit`."""
+    rate: float = 1.0
+    draws: tuple[float, ...] = ()
+    """One for each group, in [0, 1)."""
+    mean_influence: float = 0.0
+    """Of the groups accepted until now."""
+    order: tuple[str, ...] = ()
+    """Validators in the order of their turns."""
+
+
+@dataclass(frozen=True)
+class Submit:
+    """A worker's submission for a lease, its body already kept."""
+
+    key: str
+    lease: str
+    digest: str
+    size_bytes: int
+    groups: tuple[str, ...]
+    draws: tuple[float, ...]
+    """One in [0, 1) for each group, from the audit chain: below the audit rate means audited."""
+    order: tuple[str, ...]
+    """All validators that the host admitted, in the order of their turns, by draws from the same chain."""
+    now: float
+
+
+def apply_submission_received(body: SubmissionReceived, state: State, entry: Entry) -> None:
+    lease = state.leases[body.lease]
+    stream = state.stream_of(lease)
+    if lease.status == "open":
+        state.close(lease)
+    lease.status, lease.submission = "submitted", body.digest
+    state.members[lease.worker].dropped = 0
+    for number in lease.blocks:
+        block = stream.versions[lease.version].blocks[number]
+        block.status, block.dropped_by = "submitted", ""
+    stream.take(lease.version, lease.blocks)
+    state.submissions[body.digest] = SubmissionRecord(
+        body.lease, body.digest, entry.seq, entry.hash, entry.time, body.groups, judged_at=entry.time
+    )
+    state.pending.append(body.digest)
+
+
+def apply_audit_drawn(body: AuditDrawn, state: State, entry: Entry) -> None:
+    submission = state.submissions[body.submission]
+    submission.audited, submission.rate, submission.draws = body.slots, body.rate, body.draws
+    submission.mean_influence, submission.order = body.mean_influence, body.order
+
+
+EVENTS = {
+    "submission_received": (SubmissionReceived, apply_submission_received),
+    "audit_drawn": (AuditDrawn, apply_audit_drawn),
+}

@@ -1,0 +1,148 @@
+"""Verdicts of validators on submissions, and the decisions that they add up to."""
+
+from dataclasses import dataclass
+
+from shoal.algos.sampling_evidence import Evidence, Figures, update
+from shoal.ledger.entry import Entry
+from shoal.ledger.state import LeaseRecord, Member, State, SubmissionRecord
+from shoal.protocol.types import GroupVerdict, Message, Verdict
+
+
+class VerdictGiven(Message, frozen=True):
+    submission: str
+    validator: str
+    groups: tuple[GroupVerdict, ...]
+    projection: str = ""
+    """Digest of its projections of the activations, a blob that stays private until all have judged."""
+    differs_from: tuple[str, ...] = ()
+    """Validators that judged before, and whose projections are not of the activations that this one found."""
+
+
+class Decision(Message, frozen=True):
+    """How a submission ended: its blocks accepted and refused."""
+
+    submission: str
+    accepted: tuple[int, ...]
+    refused: tuple[int, ...]
+    disputed: tuple[int, ...] = ()
+    """Of the refused: those on which validators differ. They bring no pay and no blame."""
+    recheck: bool = False
+    """Whether a second validator judges it again. Said only now, so that no validator knows where lying is safe."""
+
+
+class Rechecked(Message, frozen=True):
+    """How a second look at an accepted submission ended: confirmed, forged, refused or undecided."""
+
+    submission: str
+    outcome: str
+
+
+@dataclass(frozen=True)
+class Judge:
+    """A validator's verdict, with what the coordinator adds."""
+
+    key: str
+    verdict: Verdict
+    now: float
+    projection: str = ""
+    recheck: float = 1.0
+    """In [0, 1), from the audit chain: below the recheck rate, a second validator judges what this one accepts."""
+    differs_from: tuple[str, ...] = ()
+    """As in `VerdictGiven`."""
+
+
+def apply_verdict_given(body: VerdictGiven, state: State, entry: Entry) -> None:
+    submission = state.submissions[body.submission]
+    member = state.members[state.lease_of(submission).worker]
+    member.evidence = {**member.evidence, body.validator: evidence_after(state, body.validator, member, body.groups)}
+    _count_missed_turns(state, submission, body.validator, entry.time)
+    submission.verdicts = {**submission.verdicts, body.validator: body.groups}
+    submission.differs += [(body.validator, other) for other in body.differs_from]
+    if body.projection:
+        submission.projections[body.validator] = body.projection
+    state.forget(submission.judged_at, "judged", submission.digest)
+    submission.judged_at = entry.time
+    state.expect(submission.judged_at, "judged", submission.digest)
+    for verdict in body.groups:
+        if verdict.outcome in ("soft", "hard"):
+            member.last_reason = f"{verdict.check}: {verdict.detail}"
+            if verdict.bound:
+                member.last_reason += f" ({verdict.figure:.3g}, limit {verdict.bound:.3g})"
+
+
+def _count_missed_turns(state: State, submission: SubmissionRecord, judge: str, now: float) -> None:
+    """Validators whose turn came before this one's missed it. A turn that began before a validator was last heard says
+    nothing new about it."""
+    passed = submission.ahead_of(judge, state.silent())
+    for place, member in enumerate(state.members[key] for key in passed):
+        if state.law.turn_begins(submission.judged_at, place) >= member.heard:
+            member.missed, member.heard = member.missed + 1, now
+    state.members[judge].missed, state.members[judge].heard = 0, now
+
+
+def evidence_after(state: State, validator: str, member: Member, groups: tuple[GroupVerdict, ...]) -> Evidence:
+    """A validator's evidence about a worker, with the audited groups of its verdict added."""
+    evidence = member.evidence.get(validator, Evidence())
+    noise = state.rules.bounds.get(f"{state.rules.dtype}/{state.members[validator].dtype}")
+    for group in groups:
+        if noise is not None and group.audited and group.outcome == "accept":
+            evidence = update(evidence, Figures(group.tokens, group.flipped, group.gap_sum), noise)
+    return evidence
+
+
+def apply_decision(body: Decision, state: State, entry: Entry) -> None:
+    submission = state.submissions[body.submission]
+    submission.decided = True
+    state.pending.remove(body.submission)
+    lease = state.lease_of(submission)
+    lease.status = "decided"
+    stream = state.stream_of(lease)
+    for block in body.accepted:
+        stream.versions[lease.version].blocks[block].status = "done"
+    stream.give_back(lease.version, body.refused)
+    member = state.members[lease.worker]
+    for check, groups in _refused_groups(state, lease, submission, body).items():
+        member.refused += groups
+        member.reasons[check] = member.reasons.get(check, 0) + groups
+        state.refused[check] = state.refused.get(check, 0) + groups
+    if set(body.refused) - set(body.disputed):
+        member.valid_blocks, member.failures = 0, member.failures + 1
+    else:
+        member.valid_blocks += len(body.accepted)
+        if member.standing == "new" and body.accepted:
+            member.standing = "good"
+    if body.recheck:
+        state.rechecks.append(body.submission)
+    else:
+        _end_judgement(state, submission)
+
+
+def _end_judgement(state: State, submission: SubmissionRecord) -> None:
+    """No verdict can follow."""
+    submission.verdicts = {}
+    state.forget(submission.judged_at, "judged", submission.digest)
+
+
+def _refused_groups(state: State, lease: LeaseRecord, submission: SubmissionRecord, body: Decision) -> dict[str, int]:
+    """Groups of the refused blocks by the check that the first verdict names. Disputed blocks are nobody's fault."""
+    size, refused = state.rules.block_groups, dict[int, str]()
+    faulty = set(body.refused) - set(body.disputed)
+    for groups in submission.verdicts.values():
+        for index, group in enumerate(groups):
+            if lease.blocks[index // size] in faulty and group.outcome in ("soft", "hard"):
+                refused.setdefault(group.slot, group.check)
+    if faulty and not refused:  # no single group failed; the noise of many did
+        refused = dict.fromkeys(range(len(faulty) * size), "sampling")
+    return {check: list(refused.values()).count(check) for check in refused.values()}
+
+
+def apply_rechecked(body: Rechecked, state: State, entry: Entry) -> None:
+    state.rechecks.remove(body.submission)
+    _end_judgement(state, state.submissions[body.submission])
+
+
+EVENTS = {
+    "verdict_given": (VerdictGiven, apply_verdict_given),
+    "decision": (Decision, apply_decision),
+    "rechecked": (Rechecked, apply_rechecked),
+}

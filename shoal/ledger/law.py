@@ -1,0 +1,110 @@
+"""The law: every constant of the rules that the project fixes, and the version of the rules themselves.
+
+The run's first event holds the law that the run was created with, and a replay uses that law, whatever this file says by
+then. So a constant may change here at any time. A change of a formula in `facts/` or `rules/` needs a new
+`RULES_VERSION`, and the old formula stays selectable where old logs need it.
+
+The arithmetic behind the constants. Let p be the chance that a cheat is caught, G the gain of a cheat and S the stake.
+Cheating loses if (1 - p) G < p S. A trusted worker is audited at 5 %, so S must exceed 19 G. The stake is the pay that
+has not vested, and 40 blocks of it are twice that. `benchmarks/economics.py` plays strategies against these numbers.
+"""
+
+import msgspec
+
+from shoal.protocol.types import Message
+
+RULES_VERSION = 1
+"""Version of the formulas in `facts/` and `rules/`. Logs without a law are of version 0."""
+
+KNOWN_VERSIONS = (0, 1)
+"""Versions whose events and decisions this code makes exactly as the code that wrote them. Logs of other versions are
+reported as not checked."""
+
+WHAT_CHANGED = {1: "a lease is closed when it becomes stale; what is learnable is stored with each accepted group"}
+"""By version: how the rules differ from the version before."""
+
+
+class Law(Message, frozen=True):
+    """Constants of the rules. Each says what it means and what breaks when it changes."""
+
+    version: int = RULES_VERSION
+    """Of the rules that wrote the log."""
+
+    probation_blocks: int = 10
+    """Valid blocks in a row before a new key, or a known key with a new engine, is audited less than fully. Fewer helps a
+    cheat that strikes once and leaves; more costs validators one prefill a block."""
+    trust: float = 3.0
+    """A worker with n valid blocks in a row is audited at trust / n, but never below the run's rate. A smaller number lets
+    a sleeper reach the lowest rate sooner."""
+    recheck_rate: float = 0.05
+    """Share of accepted submissions that a second validator judges again. At 0, nobody finds a lazy or bribed validator."""
+    vesting_blocks: int = 40
+    """Blocks of a worker's latest pay that have not vested, and that a slash takes. Keep within 19 to 48: below, cheating
+    pays at 5 % audits; above, false alarms (one in 1,000 groups) cost honest nodes 1 % of their pay."""
+    refused_blocks: int = 8
+    """Blocks' worth of the newest unvested pay that a refused submission costs if nobody is slashed. At 2, a worker gains
+    if its cheats count as soft, or if its run has one validator."""
+    turn_s: float = 30.0
+    """Seconds between the turns of a submission's validators. Longer keeps work waiting for a dead validator; shorter than
+    a prefill makes two validators do the same work."""
+    missed_turns: int = 2
+    """A validator that misses this many turns in a row is skipped until it sends a verdict. 1 would skip a mere restart; a
+    large number lets a dead validator delay every submission that long."""
+    dispute_s: float = 600.0
+    """A dispute that is open this long ends without pay and without penalty. Shorter than three turns, and a third verdict
+    may come too late."""
+    most_verdicts: int = 3
+    """Validators that judge one submission, at most: two that agree outvote the third."""
+    soft_failures: int = 3
+    """Refused submissions, soft ones included, after which a worker is quarantined."""
+    validator_faults: int = 3
+    """Times that a validator may be outvoted, or found to have judged without doing the work, before it is suspended. 1
+    would let two liars remove an honest validator at their first try; a large number lets a liar stay."""
+    max_quarantine_s: float = 3600.0
+    """A quarantine doubles with each failure, up to this many seconds."""
+    free_lapses: float = 0.05
+    """Share of a worker's leases that may lapse at no cost, because machines fail. More lets a worker drop the tasks that
+    it does not like."""
+    stale_margin: float = 0.1
+    """A worker's share of stale leases may exceed the run's share by this much; each lease beyond it counts as lapsed. More
+    lets a worker hold unwanted tasks until they are stale; less charges honest workers that are slower than most."""
+    max_lapse_wait_s: float = 3600.0
+    """A worker whose leases lapse one after another waits for the next one, longer each time, up to this many seconds. More
+    shuts out a worker that was broken for a while; much less lets one idle key hold up a run all day."""
+    lease_target_s: float = 20.0
+    """A lease is sized to take a worker about this long, by its measured speed."""
+
+    def audit_rate(self, valid_blocks: int, steady: float) -> float:
+        """Share of a worker's groups that is audited; `steady` is the run's own rate."""
+        if valid_blocks < self.probation_blocks:
+            return 1.0
+        return max(steady, min(1.0, self.trust / valid_blocks))
+
+    def quarantine_s(self, failures: int, first_s: float) -> float:
+        """Length of a worker's quarantine at its n-th failure; `first_s` is that of the first."""
+        return min(self.max_quarantine_s, first_s * 2.0 ** min(failures - 1, 20))
+
+    def lapse_wait_s(self, lapses: int, first_s: float) -> float:
+        """How long a worker waits after this many lapses in a row. The first is free, the second costs `first_s`."""
+        return min(self.max_lapse_wait_s, first_s * 2.0 ** min(lapses - 2, 20)) if lapses > 1 else 0.0
+
+    def turn_begins(self, since: float, place: int) -> float:
+        """When a validator with `place` others ahead of it may judge. `since` is the time of the last verdict, or of the
+        submission if there is none."""
+        return since + self.turn_s * place
+
+
+LAW = Law()
+"""The law of new runs."""
+
+BEFORE_LAWS = Law(
+    version=0, probation_blocks=10, trust=3.0, recheck_rate=0.05, vesting_blocks=40, refused_blocks=8, turn_s=30.0,
+    missed_turns=2, dispute_s=600.0, most_verdicts=3, soft_failures=3, validator_faults=3, max_quarantine_s=3600.0,
+    free_lapses=0.05, stale_margin=0.1, max_lapse_wait_s=3600.0, lease_target_s=20.0,
+)  # fmt: skip
+"""The constants of logs that name no law, written out: they must not follow `Law`'s defaults."""
+
+
+def as_version(law: Law, version: int) -> Law:
+    """The same constants under another version of the rules."""
+    return msgspec.structs.replace(law, version=version)

@@ -1,0 +1,308 @@
+"""Who gets which blocks: sizes of leases, room for more of them, and what it costs to let one lapse.
+
+Keys are free, so dropped blocks go to workers that have proven themselves: each lease that a stranger lets lapse delays
+a run that needs its blocks.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from shoal.ledger.answers import Wait
+from shoal.ledger.entry import Body
+from shoal.ledger.facts.batches import SlotVoid
+from shoal.ledger.facts.leases import AskLease, LeaseGranted, LeaseLapsed, ReturnLeases
+from shoal.ledger.facts.run import Admin, Tick
+from shoal.ledger.past import Cause, Here, Table, Told
+from shoal.ledger.rules.members import member_as
+from shoal.ledger.rules.pay import lapse_costs
+from shoal.ledger.state import LeaseRecord, Member, State, StreamRecord, once_per_event
+from shoal.protocol.accounts import CreditLine
+from shoal.protocol.constants import MAX_LEASE_BLOCKS, MAX_OPEN_LEASES
+from shoal.protocol.sizes import most_lease_blocks
+from shoal.protocol.types import Rules
+
+FASTEST_TOKENS_PER_S = 1e15
+"""Replaces a speed that the log does not hold: the rules then give the largest lease that they allow."""
+
+
+def decide_ask_lease(command: AskLease, state: State) -> list[Body]:
+    """A lease for a worker, or nothing if it has one that it does not know of. Raises `Wait`."""
+    member, stream = member_as(state, command.key, "worker"), state.main
+    mine = state.open_leases_of(command.key)
+    if state.phase != "ended" and any(lease.id not in command.holding for lease in mine):
+        return []  # also if nothing new is leased: a draining run ends when what is leased is finished
+    _wait_until_running(state, stream)
+    if member.standing == "quarantined":
+        raise Wait(
+            f"quarantined after a refused submission ({member.last_reason})", max(1.0, member.until - command.now)
+        )
+    others = _others(state, member)
+    if len(mine) >= (MAX_OPEN_LEASES if member.accepted or not any(other.accepted for other in others) else 1):
+        raise Wait(f"you hold {len(mine)} leases, which is your limit at a time", 1.0)
+    _wait_after_lapses(state, member, command.now)
+    if stream.version < 0:
+        raise Wait("the trainer has not published the first version yet", 1.0)
+    room = groups_wanted(state, stream)
+    if room <= 0:
+        raise Wait(f"enough groups are in flight for version {stream.version}", 1.0)
+    share = groups_a_worker(state.rules) * _open_batches(state, stream)
+    room = min(room, share - _supply(state, stream)[command.key])
+    if room <= 0:
+        raise Wait(f"your share of the coming batches is full: {share} groups (verify.worker_share)", 1.0)
+    free = [place for place in stream.free if not _is_withheld(state, stream, place, member, others, command.now)]
+    if stream.free and not free:
+        raise Wait("the free blocks were dropped and are withheld for other workers for a while", 1.0)
+    version, blocks = _blocks_to_lease(state, stream, member, command.tokens_per_s, room, free)
+    deadline = command.now + state.rules.lease_s * len(blocks)
+    return [LeaseGranted(str(len(state.leases)), command.key, version, tuple(blocks), deadline, stream.name)]
+
+
+def decide_return_leases(command: ReturnLeases, state: State) -> list[Body]:
+    member = member_as(state, command.key, "worker")
+    mine = {lease.id: lease for lease in state.open_leases_of(member.key)}
+    back = [mine[name] for name in dict.fromkeys(command.leases) if name in mine]
+    return [*(LeaseLapsed(lease.id, "returned") for lease in back), *lapse_costs(state, back)]
+
+
+def lapse_late(state: State, now: float) -> list[Body]:
+    """Leases past their deadlines, and what that costs."""
+    reached = (state.leases[name] for name in state.due_by(now, "lease"))
+    late = [lease for lease in reached if lease.deadline < now]
+    return [*(LeaseLapsed(lease.id, "deadline") for lease in late), *lapse_costs(state, late)]
+
+
+def close_stale(state: State) -> list[Body]:
+    """Closes open leases from which nothing can be learned any more, so that no worker is given one again.
+
+    It costs nothing up to the run's own share of such leases and a margin, because versions come while a worker sleeps or
+    is slow. A worker that holds leases until they are stale more often than that is treated as one that lets them lapse.
+    """
+    if state.law.version < 1:
+        return []
+    ended, stale = state.phase == "ended", list[LeaseRecord]()
+    for lease in map(state.leases.__getitem__, state.open_leases):
+        if ended or lease.version < state.stream_of(lease).version - state.rules.max_staleness:
+            stale.append(lease)
+    held = [] if ended else _beyond_the_runs_share(state, stale)
+    causes = {lease.id: "held" for lease in held}
+    return [*(LeaseLapsed(x.id, causes.get(x.id, "stale")) for x in stale), *lapse_costs(state, held)]
+
+
+def _beyond_the_runs_share(state: State, stale: list[LeaseRecord]) -> list[LeaseRecord]:
+    """Of the leases that are stale now, those of workers whose share is clearly above that of the whole run.
+
+    Leases that were found to be beyond it before do not raise the run's share.
+    """
+    if not stale:
+        return []
+    run_share = (sum(member.stale for member in state.members.values()) + len(stale)) / len(state.leases)
+    free, held = Counter[str](), []
+    for lease in stale:
+        member = state.members[lease.worker]
+        if member.stale + free[member.key] + 1 > 1 + (run_share + state.law.stale_margin) * member.leases:
+            held.append(lease)
+        else:
+            free[member.key] += 1
+    return held
+
+
+def void_stale(state: State, stream: StreamRecord) -> list[Body]:
+    """Free blocks whose version is too old to be leased again: their slots will have no group."""
+    size = state.rules.block_groups
+    old = [place for place in stream.free if stream.version - place[0] >= max(1, state.rules.max_staleness)]
+    if not old:
+        return []
+    version = old[0][0]
+    blocks = [block for v, block in old if v == version]
+    slots = tuple(slot for block in blocks for slot in range(block * size, (block + 1) * size))
+    return [SlotVoid(version, slots, "stale", stream.name)]
+
+
+def _wait_until_running(state: State, stream: StreamRecord) -> None:
+    flat = without_signal(state, stream)
+    reasons = {
+        "paused": (f"the run is paused until its host resumes it{flat and f': {flat}'}", 5.0),
+        "draining": ("the run is draining: no new work is given", 5.0),
+        "ended": ("the run has ended", 60.0),
+    }
+    if state.phase in reasons:
+        raise Wait(*reasons[state.phase])
+
+
+def without_signal(state: State, stream: StreamRecord) -> str:
+    """What to say about accepted groups in a row that teach nothing; empty if other groups could still fill a batch."""
+    if stream.flat < state.rules.batch_groups and not (state.pause_cause and stream.flat):
+        return ""
+    return (
+        f"the last {stream.flat} groups have no signal: within each all rewards are equal, "
+        f"{stream.flat_reward / stream.flat:.3g} on average"
+    )
+
+
+def _others(state: State, member: Member) -> list[Member]:
+    """Workers besides this one that may get leases."""
+    return [other for other in _workers(state) if other.key != member.key]
+
+
+@once_per_event
+def _workers(state: State) -> list[Member]:
+    """Workers that may get leases."""
+    workers = (other for other in state.members.values() if other.role == "worker")
+    return [other for other in workers if other.standing not in ("kicked", "quarantined")]
+
+
+@once_per_event
+def _num_good_workers(state: State) -> int:
+    return sum(other.role == "worker" and other.standing == "good" for other in state.members.values())
+
+
+def _wait_after_lapses(state: State, member: Member, now: float) -> None:
+    """A worker that submits nothing between its lapses waits for the next lease, twice as long each time."""
+    left_s = member.dropped_at + state.law.lapse_wait_s(member.dropped, state.rules.lease_s) - now
+    if left_s > 0:
+        raise Wait(f"{member.dropped} of your leases lapsed in a row: the next one comes in {left_s:.0f} s", left_s)
+
+
+def _is_withheld(
+    state: State, stream: StreamRecord, place: tuple[int, int], member: Member, others: Sequence[Member], now: float
+) -> bool:
+    """For `lease_s` after a drop, a block is withheld from the worker that dropped it (if there are others) and from
+    unproven workers (if there are proven ones). The limit is a time because nobody knows which of them still exist."""
+    block = stream.versions[place[0]].blocks[place[1]]
+    if not block.dropped_by or now >= block.dropped_at + state.rules.lease_s:
+        return False
+    if block.dropped_by == member.key:
+        return bool(others)
+    return not member.accepted and any(other.accepted and other.key != block.dropped_by for other in others)
+
+
+def _blocks_to_lease(
+    state: State, stream: StreamRecord, member: Member, tokens_per_s: float, room: int, free: list[tuple[int, int]]
+) -> tuple[int, list[int]]:
+    """Blocks of one version, as many as the worker's speed allows: free ones first, then new ones."""
+    most = 1 if member.standing == "new" else _blocks_for_speed(state, tokens_per_s)
+    workers = max(1, _num_good_workers(state))
+    fit = most_lease_blocks(state.rules, state.sampling, state.envs)
+    most = max(1, min(most, room // state.rules.block_groups // workers, fit))
+    if free:
+        version = free[0][0]
+        return version, [block for v, block in free if v == version][:most]
+    first = len(stream.versions[stream.version].blocks)
+    return stream.version, list(range(first, first + most))
+
+
+def _blocks_for_speed(state: State, tokens_per_s: float) -> int:
+    if not state.accepted_groups:
+        return 1
+    tokens_per_block = state.block_tokens / state.accepted_groups * state.rules.block_groups
+    in_time = tokens_per_s * state.law.lease_target_s / max(1.0, tokens_per_block)
+    return int(max(1.0, min(MAX_LEASE_BLOCKS, in_time)))
+
+
+def groups_a_worker(rules: Rules) -> int:
+    """Groups of a batch that one worker may fill, at most."""
+    return max(1, int(rules.worker_share * rules.batch_groups + 1e-9))  # 0.29 * 100 is a little below 29
+
+
+def blocks_to_give(state: State, stream: StreamRecord) -> int:
+    """Blocks that could be leased now: as many waiting workers are worth waking."""
+    if state.phase != "running" or stream.version < 0:
+        return 0
+    return max(0, -(-groups_wanted(state, stream) // state.rules.block_groups))
+
+
+@once_per_event
+def groups_wanted(state: State, stream: StreamRecord) -> int:
+    """Groups that may still be leased: accepted and in flight stay below (max_staleness + 1) batches."""
+    batches, each = _open_batches(state, stream), groups_a_worker(state.rules)
+    # What a worker holds beyond its share will fill no batch; counting it would keep the others from work for ever.
+    supply = sum(min(groups, each * batches) for groups in _supply(state, stream).values())
+    return batches * state.rules.batch_groups - supply
+
+
+def _open_batches(state: State, stream: StreamRecord) -> int:
+    """Batches that may be formed before the trainer publishes again."""
+    steps_left = state.rules.steps - stream.version
+    return min(state.rules.max_staleness + 1, steps_left) - (len(stream.batches) - stream.version)
+
+
+@once_per_event
+def _supply(state: State, stream: StreamRecord) -> Counter[str]:
+    """Groups for the coming batches by worker: accepted, leased, or submitted and not yet judged."""
+    return Counter(state.maker_of(stream, place) for place in usable(state, stream)) + _in_flight(state, stream)
+
+
+def usable(state: State, stream: StreamRecord) -> list[tuple[int, int]]:
+    """Accepted groups with signal that the next batch may take, in the order of acceptance."""
+    step = len(stream.batches)
+    return [place for place in stream.pool if step - place[0] <= state.rules.max_staleness]
+
+
+def groups_in_flight(state: State, stream: StreamRecord) -> int:
+    """Groups leased, or submitted and not yet judged, of versions that can still be learned from."""
+    return _in_flight(state, stream).total()
+
+
+@once_per_event
+def _in_flight(state: State, stream: StreamRecord) -> Counter[str]:
+    """The same by worker."""
+    oldest, groups = max(0, stream.version - state.rules.max_staleness), Counter[str]()
+    for version in range(oldest, len(stream.versions)):
+        for block in stream.versions[version].blocks.values():
+            if block.status in ("leased", "submitted"):
+                groups[state.leases[block.lease].worker] += state.rules.block_groups
+    return groups
+
+
+def cause_of_lease_granted(body: LeaseGranted, here: Here) -> Cause:
+    holding = tuple(lease.id for lease in here.state.open_leases_of(body.worker))
+    return Cause(AskLease(body.worker, holding, FASTEST_TOKENS_PER_S, here.now))
+
+
+def fits_lease_granted(body: LeaseGranted, due: Body) -> bool:
+    """A slower worker gets fewer of the same blocks, and less time."""
+    if not isinstance(due, LeaseGranted) or not body.blocks or body.deadline > due.deadline + 1e-6:
+        return False
+    granted = (body.lease, body.worker, body.stream, body.version, body.blocks)
+    return granted == (due.lease, due.worker, due.stream, due.version, due.blocks[: len(body.blocks)])
+
+
+def cause_of_lease_lapsed(body: LeaseLapsed, here: Here) -> Cause | None:
+    worker = here.state.leases[body.lease].worker
+    if body.cause == "deadline":
+        return Cause(Tick(here.now))
+    if body.cause == "kicked":
+        return Cause(Admin("kick", worker, here.now))
+    return Cause(ReturnLeases(worker, _returned(here, worker), here.now)) if body.cause == "returned" else None
+
+
+def _returned(here: Here, worker: str) -> tuple[str, ...]:
+    """Leases that a worker gave back in one request."""
+    leases = []
+    for entry in here.entries[here.place : here.place + MAX_OPEN_LEASES]:
+        lapsed = entry.body
+        if not isinstance(lapsed, LeaseLapsed) or lapsed.cause != "returned":
+            break
+        if here.state.leases[lapsed.lease].worker == worker:
+            leases.append(lapsed.lease)
+    return tuple(leases)
+
+
+def lines_of_lease_lapsed(body: LeaseLapsed, told: Told) -> Iterator[CreditLine]:
+    lease = told.state.leases[body.lease]
+    if lease.worker == told.node:
+        blocks = ", ".join(map(str, lease.blocks))
+        ended = _LEASE_ENDS.get(body.cause, f"lapsed: {body.cause}")
+        yield told.line(f"lease {lease.id} (blocks {blocks}) {ended}", version=lease.version)
+
+
+_LEASE_ENDS = {
+    "stale": "was closed at no cost: its version is too old",
+    "held": "lapsed: its version is too old, and this happens to this node clearly more often than to the run",
+}
+
+
+COMMANDS: Table = {AskLease: decide_ask_lease, ReturnLeases: decide_return_leases}
+CAUSES: Table = {LeaseGranted: cause_of_lease_granted, LeaseLapsed: cause_of_lease_lapsed}
+LINES: Table = {LeaseLapsed: lines_of_lease_lapsed}
+FITS: Table = {LeaseGranted: fits_lease_granted}

@@ -1,0 +1,81 @@
+"""Who may join and act, and when a quarantine ends."""
+
+from collections.abc import Iterator
+
+from shoal.ledger.answers import Refused
+from shoal.ledger.entry import Body
+from shoal.ledger.facts.leases import LeaseLapsed
+from shoal.ledger.facts.members import Enter, NodeJoined, NodeQuarantined, NodeRestored
+from shoal.ledger.facts.run import Tick
+from shoal.ledger.past import Cause, Here, Table, Told
+from shoal.ledger.state import Member, State, SubmissionRecord
+from shoal.protocol.accounts import CreditLine
+from shoal.protocol.types import Join
+
+
+def decide_enter(command: Enter, state: State) -> list[Body]:
+    join, member = command.join, state.members.get(command.key)
+    if join.role == "validator" and command.key not in state.validators:
+        raise Refused("not_admitted", f"validator {command.key[:12]} is not admitted: ask the host to run "
+                      f"`shoal admin admit RUN {command.key}`")  # fmt: skip
+    if join.role == "trainer" and command.key != state.trainer_key:
+        raise Refused("not_admitted", f"{command.key[:12]} is not the trainer key of this run")
+    if member and member.standing == "kicked":
+        raise Refused("kicked", f"the host removed {member.name} ({command.key[:12]}) from this run")
+    if member and member.role != join.role:
+        raise Refused("conflict", f"{command.key[:12]} joined as a {member.role}: for another role use another key")
+    facts = (join.role, join.name, join.implementation, join.dtype, join.device)
+    if member and facts == (member.role, member.name, member.implementation, member.dtype, member.device):
+        return []
+    if join.role == "worker" and join.dtype != state.rules.dtype:
+        raise Refused("wrong_dtype", f"this run samples in {state.rules.dtype}, the worker offers {join.dtype}")
+    return [NodeJoined(command.key, *facts)]
+
+
+def member_as(state: State, key: str, role: str) -> Member:
+    """A member that may act in a role. Raises `Refused`."""
+    member = state.members.get(key)
+    if member is None or member.role != role:
+        raise Refused("not_joined", f"{key[:12]} has not joined as a {role}: POST /v1/nodes first")
+    if member.standing == "kicked":
+        raise Refused("kicked", f"the host removed {member.name} ({key[:12]}) from this run")
+    if member.standing == "suspended":
+        raise Refused("kicked", f"validator {member.name} ({key[:12]}) was at fault {member.failures} times and is "
+                      "suspended: ask the host to look into it")  # fmt: skip
+    return member
+
+
+def quarantine(state: State, worker: str, submission: SubmissionRecord, cause: str, now: float) -> Iterator[Body]:
+    """No leases for a while, longer each time. Open leases are given back."""
+    first_s = float(state.config.get("verify", {}).get("quarantine_s", 30.0))
+    until = now + state.law.quarantine_s(state.members[worker].failures + 1, first_s)
+    for held in state.open_leases_of(worker):
+        yield LeaseLapsed(held.id, "quarantine")
+    if state.members[worker].standing in ("kicked", "suspended"):
+        return  # the end of a quarantine would bring it back
+    yield NodeQuarantined(worker, until, cause, submission.digest)
+
+
+def restore_served(state: State, now: float) -> list[Body]:
+    """Quarantines that are over."""
+    served = (state.members[key] for key in state.due_by(now, "quarantine"))
+    return [NodeRestored(member.key) for member in served if member.standing == "quarantined"]
+
+
+def cause_of_node_joined(body: NodeJoined, here: Here) -> Cause:
+    join = Join(body.role, body.name, 0.0, body.implementation, body.dtype, body.device)  # type: ignore[arg-type]
+    return Cause(Enter(body.key, join, here.now))
+
+
+def cause_of_node_restored(body: NodeRestored, here: Here) -> Cause:
+    return Cause(Tick(here.now))  # if no decision led to it, its time had come
+
+
+def lines_of_node_quarantined(body: NodeQuarantined, told: Told) -> Iterator[CreditLine]:
+    if body.node == told.node:
+        yield told.line(f"no leases for {body.until - told.entry.time:.0f} s: {body.cause}")
+
+
+COMMANDS: Table = {Enter: decide_enter}
+CAUSES: Table = {NodeJoined: cause_of_node_joined, NodeRestored: cause_of_node_restored}
+LINES: Table = {NodeQuarantined: lines_of_node_quarantined}

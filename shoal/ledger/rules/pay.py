@@ -1,0 +1,92 @@
+"""What is paid for a group, when pay vests, and what a refusal or a lapse costs."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from shoal.ledger.entry import Body
+from shoal.ledger.facts.pay import Credit, Forfeited, Slash, Vested
+from shoal.ledger.past import Table, Told
+from shoal.ledger.state import LeaseRecord, Member, State
+from shoal.protocol.accounts import CreditLine
+from shoal.protocol.types import Rules
+
+
+def paid_tokens(tokens: int, rules: Rules) -> int:
+    """Of a group's policy tokens, those that are paid: text beyond the run's cap earns nothing."""
+    return min(tokens, rules.paid_tokens * rules.group_size) if rules.paid_tokens else tokens
+
+
+def vest(state: State, member: Member, escrow: Sequence[int]) -> Iterator[Body]:
+    """Pay older than the vesting window is the worker's for good. `escrow` includes what is paid in the same moment."""
+    if any(state.lease_of(state.submissions[name]).worker == member.key for name in state.rechecks):
+        return  # a slash may follow, for pay that is older than the window
+    due = len(escrow) - state.law.vesting_blocks * state.rules.block_groups
+    if due > 0:
+        yield Vested(member.key, due, sum(escrow[:due]))
+
+
+def vest_rest(state: State) -> list[Body]:
+    """Once a run has ended and nothing is open, all pay vests."""
+    if state.pending or state.rechecks:
+        return []
+    return [Vested(m.key, len(m.escrow), sum(m.escrow)) for m in state.members.values() if m.escrow]
+
+
+def refusal_costs(state: State, member: Member, lease: LeaseRecord, escrow: Sequence[int]) -> Iterator[Body]:
+    """A refusal without a slash costs the newest pay that has not vested."""
+    groups = min(len(escrow), state.law.refused_blocks * state.rules.block_groups)
+    if groups:
+        yield Forfeited(member.key, lease.id, groups, sum(escrow[-groups:]), "refused")
+
+
+def lapse_costs(state: State, late: Sequence[LeaseRecord]) -> Iterator[Body]:
+    """Each lapse beyond the free share costs a lease's worth of the newest pay that has not vested."""
+    unpaid, kept = Counter[str](), {lease.worker: list(state.members[lease.worker].escrow) for lease in late}
+    for lease in late:
+        member, escrow = state.members[lease.worker], kept[lease.worker]
+        unpaid[member.key] += 1
+        groups = min(len(escrow), len(lease.blocks) * state.rules.block_groups)
+        lapses = member.lapsed - member.paid_lapses + unpaid[member.key]
+        if groups and lapses > 1 + state.law.free_lapses * member.leases:
+            unpaid[member.key] -= 1
+            yield Forfeited(member.key, lease.id, groups, sum(escrow[-groups:]), "lapsed")
+            del escrow[-groups:]
+
+
+def lines_of_credit(body: Credit, told: Told) -> Iterator[CreditLine]:
+    if body.node != told.node:
+        return
+    slot = told.state.streams[body.stream].versions[body.version].slots.get(body.slot)
+    submission = slot.submission if slot else ""
+    given = told.verdicts.get((submission, body.slot), [])
+    yield told.line(
+        "accepted",
+        body.tokens,
+        version=body.version,
+        slot=body.slot,
+        submission=submission,
+        validators=tuple(validator for validator, _ in given),
+        audited=any(group.audited for _, group in given),
+    )
+
+
+def lines_of_vested(body: Vested, told: Told) -> Iterator[CreditLine]:
+    if body.node == told.node:
+        yield told.line(f"vested: {body.tokens} tokens of the {body.groups} oldest groups are safe from a slash")
+
+
+def lines_of_forfeited(body: Forfeited, told: Told) -> Iterator[CreditLine]:
+    if body.node == told.node:
+        yield told.line(f"forfeited for lease {body.lease}, {body.cause}: {body.groups} groups", -body.tokens)
+
+
+def lines_of_slash(body: Slash, told: Told) -> Iterator[CreditLine]:
+    if body.node == told.node:
+        yield told.line("slashed: two validators found a forgery", -body.tokens, submission=body.submission)
+
+
+COMMANDS: Table = {}
+CAUSES: Table = {}
+LINES: Table = {
+    Credit: lines_of_credit, Vested: lines_of_vested, Forfeited: lines_of_forfeited, Slash: lines_of_slash,
+}  # fmt: skip

@@ -1,0 +1,112 @@
+"""The run as a whole: what its host may do, what the clock brings, and what the state alone demands next."""
+
+from collections.abc import Iterator
+
+from shoal.ledger.answers import Refused
+from shoal.ledger.entry import Body
+from shoal.ledger.facts.leases import LeaseLapsed
+from shoal.ledger.facts.run import Admin, Create, Reconfigure, RulesChanged, RunCreated, RunEnded, Tick
+from shoal.ledger.past import Cause, Here, Table, Told
+from shoal.ledger.rules.batches import form_batch
+from shoal.ledger.rules.leases import close_stale, lapse_late, void_stale
+from shoal.ledger.rules.members import restore_served
+from shoal.ledger.rules.pay import vest_rest
+from shoal.ledger.rules.verdicts import end_overdue
+from shoal.ledger.rules.versions import reveal_rest
+from shoal.ledger.state import State
+from shoal.protocol.accounts import CreditLine
+from shoal.protocol.identity import is_public_key
+
+
+def decide_create(command: Create, state: State) -> list[Body]:
+    assert state.seq < 0, "a run is created once"
+    return [command.body]
+
+
+def decide_admin(command: Admin, state: State) -> list[Body]:
+    action, key = command.action, command.key
+    if state.phase == "ended":
+        raise Refused("ended", "the run has ended")
+    phases = {"pause": "paused", "resume": "running", "drain": "draining"}
+    if action in phases:
+        return [] if state.phase == phases[action] else [RulesChanged(phase=phases[action])]
+    if action == "admit":
+        if not is_public_key(key):
+            raise Refused("malformed", f"{key[:70]!r} is no public key of 64 hex digits: `shoal validate` prints it")
+        return [] if key in state.validators else [RulesChanged(admitted_validator=key)]
+    if action == "kick":
+        named = [k for k, member in state.members.items() if key and (k.startswith(key) or member.name == key)]
+        matches = [key] if key in state.members else named  # a name that is another's key does not shield it
+        if len(matches) != 1:
+            raise Refused("unknown", f"{len(matches)} nodes match {key!r}: give a name or the start of one key")
+        held = [LeaseLapsed(lease.id, "kicked") for lease in state.open_leases_of(matches[0])]
+        return [*held, RulesChanged(kicked=matches[0])]
+    raise Refused("malformed", f"unknown action {action!r}: pause, resume, drain, kick or admit")
+
+
+def decide_reconfigure(command: Reconfigure, state: State) -> list[Body]:
+    if command.config == state.config:
+        return []
+    return [
+        RulesChanged(
+            config=command.config, steps=command.steps, lease_s=command.lease_s,
+            max_flat_groups=command.max_flat_groups,
+        )
+    ]  # fmt: skip
+
+
+def decide_tick(command: Tick, state: State) -> list[Body]:
+    due = [*lapse_late(state, command.now), *restore_served(state, command.now)]
+    # What ends a submission reads the escrow that these events change, so it waits for the next tick.
+    return due or [*end_overdue(state, command.now)] or [*reveal_rest(state, command.links)]
+
+
+def follow(state: State) -> list[Body]:
+    """What the state alone demands next; empty if nothing. The book repeats it until it is empty."""
+    if state.seq < 0 or state.main.version < 0:
+        return []
+    if state.phase == "ended":
+        return close_stale(state) or vest_rest(state)
+    if state.main.version >= state.rules.steps or _has_drained(state):
+        return [RunEnded(state.main.version)]
+    closed = close_stale(state)
+    if closed:
+        return closed
+    for _, stream in sorted(state.streams.items()):
+        events = void_stale(state, stream) or form_batch(state, stream)
+        if events:
+            return events
+    return _pause_without_signal(state)
+
+
+def _pause_without_signal(state: State) -> list[Body]:
+    """After many groups in a row that teach nothing, no more are paid for until the host has looked."""
+    limit = state.rules.max_flat_groups
+    if state.phase != "running" or not limit or all(stream.flat < limit for stream in state.streams.values()):
+        return []
+    return [RulesChanged(phase="paused", cause="no signal")]
+
+
+def _has_drained(state: State) -> bool:
+    """A draining run ends when nothing is leased or unjudged and the trainer has used every batch that can be formed."""
+    stream = state.main
+    at_work = state.open_leases or state.pending or stream.version in stream.batches
+    return state.phase == "draining" and not at_work and not form_batch(state, stream)
+
+
+def cause_of_run_created(body: RunCreated, here: Here) -> Cause | None:
+    return Cause(None) if here.place == 0 else None
+
+
+def cause_of_rules_changed(body: RulesChanged, here: Here) -> Cause:
+    return Cause(None)  # the host's right
+
+
+def lines_of_rules_changed(body: RulesChanged, told: Told) -> Iterator[CreditLine]:
+    if body.kicked == told.node:
+        yield told.line("the host removed this node")
+
+
+COMMANDS: Table = {Create: decide_create, Admin: decide_admin, Reconfigure: decide_reconfigure, Tick: decide_tick}
+CAUSES: Table = {RunCreated: cause_of_run_created, RulesChanged: cause_of_rules_changed}
+LINES: Table = {RulesChanged: lines_of_rules_changed}

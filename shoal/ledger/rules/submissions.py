@@ -1,0 +1,73 @@
+"""When a submission is taken, and how many of its groups are audited."""
+
+from shoal.ledger.answers import Refused
+from shoal.ledger.entry import Body
+from shoal.ledger.facts.submissions import AuditDrawn, SubmissionReceived, Submit
+from shoal.ledger.past import Cause, Here, Table
+from shoal.ledger.rules.members import member_as
+from shoal.ledger.seeds import audit_draws, turns
+from shoal.ledger.state import LeaseRecord, State
+
+
+def decide_submit(command: Submit, state: State) -> list[Body]:
+    lease = lease_to_fill(state, command.key, command.lease, command.digest)
+    if lease.submission:
+        return []
+    slots = state.slots_of(lease)
+    if len(command.groups) != len(slots):
+        raise Refused("malformed", f"lease {lease.id} has {len(slots)} slots, the submission {len(command.groups)}")
+    received = SubmissionReceived(command.lease, command.key, command.digest, command.size_bytes, command.groups)
+    rate = state.law.audit_rate(state.members[command.key].valid_blocks, state.rules.audit_rate)
+    audited = tuple(slot for slot, draw in zip(slots, command.draws, strict=True) if draw < rate)
+    mean_influence = state.influence / state.accepted_groups if state.accepted_groups else 0.0
+    judges = state.judges()
+    order = tuple(key for key in command.order if key in judges)
+    return [received, AuditDrawn(command.digest, audited, rate, command.draws, mean_influence, order)]
+
+
+def lease_to_fill(state: State, key: str, lease_id: str, digest: str) -> LeaseRecord:
+    """The lease that a worker may fill with a submission, or has filled with this very one. Raises `Refused`.
+
+    The coordinator also asks before it reads a submission's body.
+    """
+    member_as(state, key, "worker")
+    lease = state.leases.get(lease_id)
+    if lease is None or lease.worker != key:
+        raise Refused("not_yours", f"lease {lease_id} is not one of yours")
+    if lease.submission and lease.submission != digest:
+        raise Refused("conflict", f"lease {lease.id} was filled by submission {lease.submission[:12]} already")
+    if not lease.submission and digest in state.submissions:
+        raise Refused("conflict", f"submission {digest[:12]} was sent for another lease already")
+    if not lease.submission:
+        _refuse_superseded(state, lease)
+    return lease
+
+
+def _refuse_superseded(state: State, lease: LeaseRecord) -> None:
+    """A late submission is taken if nobody else was given its blocks and it can still be learned from."""
+    stream = state.stream_of(lease)
+    if state.phase == "ended":
+        raise Refused("superseded", "the run has ended: nothing more is learned from rollouts")
+    if stream.version - lease.version > state.rules.max_staleness:
+        raise Refused("superseded", f"lease {lease.id} is for version {lease.version}, too old now: the latest is "
+                      f"{stream.version} and max_staleness is {state.rules.max_staleness}")  # fmt: skip
+    blocks = stream.versions[lease.version].blocks
+    if any(blocks[i].lease != lease.id or blocks[i].status not in ("leased", "free") for i in lease.blocks):
+        raise Refused("superseded", f"lease {lease.id} lapsed and its blocks were leased again")
+
+
+def cause_of_submission_received(body: SubmissionReceived, here: Here) -> Cause:
+    lease = here.state.leases[body.lease]
+    if lease.version not in here.links:
+        return Cause(None, length=2)  # with its audits
+    link = bytes.fromhex(here.links[lease.version].audit_link)
+    draws = audit_draws(body.digest, len(body.groups), link)
+    order = turns(body.digest, here.state.validators, link)
+    return Cause(
+        Submit(body.worker, body.lease, body.digest, body.size_bytes, body.groups, draws, order, here.now)
+    )  # fmt: skip
+
+
+COMMANDS: Table = {Submit: decide_submit}
+CAUSES: Table = {SubmissionReceived: cause_of_submission_received}
+LINES: Table = {}

@@ -1,0 +1,320 @@
+"""From verdicts to decisions: pay, penalties, second opinions and rechecks.
+
+The way of a submission: a first verdict that accepts decides, and the work is paid; a drawn share is judged again
+afterwards. If the first verdict refuses, or calls a slot void, another validator is asked. Two that agree decide, a third
+is asked if they differ, and what nobody can settle ends without pay and without penalty. `weigh` counts; this file turns
+what it finds into events. A slash takes all pay that has not vested.
+"""
+
+from collections.abc import Iterator
+from itertools import combinations
+
+from shoal.algos.advantages import has_signal
+from shoal.algos.sampling_evidence import excessive
+from shoal.ledger.answers import Refused
+from shoal.ledger.entry import Body
+from shoal.ledger.facts.batches import GroupAccepted, SlotVoid
+from shoal.ledger.facts.members import NodeRestored, ValidatorFault
+from shoal.ledger.facts.pay import Credit, Slash
+from shoal.ledger.facts.run import Tick
+from shoal.ledger.facts.verdicts import Decision, Judge, Rechecked, VerdictGiven, evidence_after
+from shoal.ledger.past import Cause, Here, Table, Told
+from shoal.ledger.rules.members import member_as, quarantine
+from shoal.ledger.rules.pay import paid_tokens, refusal_costs, vest
+from shoal.ledger.seeds import recheck_draw
+from shoal.ledger.state import LeaseRecord, Member, State, SubmissionRecord
+from shoal.ledger.weigh import Weighed, weigh
+from shoal.protocol.accounts import CreditLine
+from shoal.protocol.audits import CHECKS, MAX_REASON_CHARS, MAX_REWARD, influence, must_audit
+from shoal.protocol.types import GroupVerdict, Verdict
+
+
+def decide_judge(command: Judge, state: State) -> list[Body]:
+    """Events of a verdict. Raises `Refused` for one that is malformed, or from a validator whose turn it is not."""
+    member_as(state, command.key, "validator")
+    submission = state.submissions.get(command.verdict.submission)
+    if submission is None:
+        raise Refused("unknown", f"no submission {command.verdict.submission[:12]}")
+    if command.key in submission.verdicts or not is_open(state, submission):
+        return []
+    lease = state.lease_of(submission)
+    refuse_malformed(state, lease, submission, command.verdict.groups)
+    if not _may_judge(state, submission, state.silent(), command.key, command.now):
+        order = [key[:12] for key in submission.ahead_of(command.key, state.silent())]
+        raise Refused("not_your_turn", f"submission {submission.digest[:12]} is for {', '.join(order)} first: ask "
+                      "GET /v1/checks for one of yours")  # fmt: skip
+    verdicts = {**submission.verdicts, command.key: command.verdict.groups}
+    events: list[Body] = [
+        VerdictGiven(
+            submission.digest, command.key, command.verdict.groups, command.projection, command.differs_from
+        )
+    ]  # fmt: skip
+    idle = _idle(submission, command)
+    for validator in sorted(idle):
+        cause = "its projection is not of this submission's activations: it judged without doing the work"
+        events.append(ValidatorFault(validator, submission.digest, cause))
+    more = _more(state, verdicts)
+    worked = {key: groups for key, groups in verdicts.items() if key not in idle}
+    weighed = weigh(worked, lease.blocks, state.rules.block_groups, more)
+    if command.differs_from and more:
+        weighed = None  # one of two did not do the work; a third will tell which
+    if submission.decided:
+        return [*events, *_end_recheck(state, submission, lease, weighed, command.now)]
+    if _is_noisy(state, state.members[lease.worker], command):
+        weighed = Weighed({}, lease.blocks, (), slash=False, outvoted=())
+        why = "sampling: more noise over time than honest arithmetic makes"
+        events += quarantine(state, lease.worker, submission, why, command.now)
+    elif len(verdicts) == 1:
+        events += _first_failure(state, lease, submission, command)
+    if weighed is not None:
+        recheck = command.recheck < state.law.recheck_rate and len(verdicts) == 1 and more and not weighed.refused
+        events += _decide(state, submission, lease, weighed, recheck)
+    return events
+
+
+def to_judge(state: State, key: str, now: float) -> list[str]:
+    """Submissions that a validator may judge now, oldest first; those that block the run come before rechecks."""
+    waiting, silent = (*state.pending, *state.rechecks), state.silent()
+    return [name for name in waiting if _may_judge(state, state.submissions[name], silent, key, now)]
+
+
+def end_overdue(state: State, now: float) -> Iterator[Body]:
+    """Ends one dispute or recheck that found no further verdict in time, softly. Once the run has ended, it waits less."""
+    law = state.law
+    limit_s = law.dispute_s if state.phase != "ended" else law.most_verdicts * law.turn_s
+    for name in state.due_by(now - limit_s, "judged")[:1]:  # the next one is decided on the state that this one leaves
+        submission = state.submissions[name]
+        if submission.decided:
+            yield Rechecked(name, "undecided")
+            return
+        lease = state.lease_of(submission)
+        weighed = weigh(submission.verdicts, lease.blocks, state.rules.block_groups, more=False)
+        assert weighed is not None, "without more verdicts every submission ends"
+        two_judged = len(submission.verdicts) > 1 and not submission.differs
+        disputed = weighed.disputed if two_judged else weighed.refused
+        yield from _decide(state, submission, lease, weighed._replace(slash=False, disputed=disputed))
+
+
+def refuse_malformed(
+    state: State, lease: LeaseRecord, submission: SubmissionRecord, groups: tuple[GroupVerdict, ...]
+) -> None:
+    """A verdict names every slot once, in order, and has audited exactly what was drawn. Raises `Refused`."""
+    if tuple(group.slot for group in groups) != tuple(state.slots_of(lease)):
+        raise Refused("malformed", "a verdict names every slot of the lease once, in order")
+    for group in groups:
+        said = group.check + group.detail
+        if group.check not in (("",) if group.outcome == "accept" else CHECKS):
+            raise Refused("malformed", f"slot {group.slot}: a refusal names one of the run's checks")
+        if len(said) > MAX_REASON_CHARS or not said.isprintable():
+            raise Refused(
+                "malformed", f"slot {group.slot}: a reason is one line of at most {MAX_REASON_CHARS} characters"
+            )
+    for group, draw in zip(groups, submission.draws or (0.0,) * len(groups), strict=True):
+        if group.outcome != "accept":
+            if group.rewards or group.tokens:
+                raise Refused("malformed", f"slot {group.slot}: only an accepted group has rewards and policy tokens")
+            continue
+        _refuse_impossible(state, group)
+        weight = influence(group.rewards, group.tokens)
+        due = group.slot in submission.audited or must_audit(draw, submission.rate, weight, submission.mean_influence)
+        # Neither less nor more: projections are compared only if both validators looked at the same groups.
+        if due != group.audited:
+            but = "was drawn for audit but not audited" if due else "was audited but not drawn for it"
+            raise Refused("malformed", f"slot {group.slot} {but}")
+
+
+def _refuse_impossible(state: State, group: GroupVerdict) -> None:
+    """An accepted group's rewards and figures are such as some group can have. Raises `Refused`."""
+    rules = state.rules
+    if len(group.rewards) != rules.group_size or not all(abs(r) <= MAX_REWARD for r in group.rewards):
+        raise Refused("malformed", f"slot {group.slot}: an accepted group has {rules.group_size} rewards of size "
+                      f"{MAX_REWARD:g} at most")  # fmt: skip
+    most = state.sampling.max_tokens * rules.group_size
+    if not 0 <= group.tokens <= most:
+        raise Refused("malformed", f"slot {group.slot}: a group has 0 to {most} policy tokens")
+    if not 0 <= group.flipped <= group.tokens or not 0.0 <= group.gap_sum <= 1e9:
+        raise Refused("malformed", f"slot {group.slot}: figures of replayed sampling that no group has")
+
+
+def is_open(state: State, submission: SubmissionRecord) -> bool:
+    """Whether another verdict can still count."""
+    return not submission.decided or submission.digest in state.rechecks
+
+
+def _idle(submission: SubmissionRecord, command: Judge) -> set[str]:
+    """Validators that found other activations than two others, which agree with each other: they never saw them.
+
+    Invented numbers differ from everybody's. An accuser that is alone, or three that all differ, show nothing.
+    """
+    pairs = [*submission.differs, *((command.key, other) for other in command.differs_from)]
+    differ, judges = {frozenset(pair) for pair in pairs}, {*submission.verdicts, command.key}
+    return {
+        judge
+        for judge in judges
+        for one, other in combinations(sorted(judges - {judge}), 2)
+        if {frozenset((judge, one)), frozenset((judge, other))} <= differ and frozenset((one, other)) not in differ
+    }
+
+
+def _is_noisy(state: State, member: Member, command: Judge) -> bool:
+    """Whether two validators, or the only one, each by its own figures, find more noise over time than is honest.
+
+    Figures are not compared between validators, so those of one alone must not decide if there are others.
+    """
+    found = {**member.evidence, command.key: evidence_after(state, command.key, member, command.verdict.groups)}
+    judges = state.judges()
+    alarmed = [key for key in judges if key in found and excessive(found[key])]
+    return command.key in alarmed and len(alarmed) >= min(2, len(judges))
+
+
+def _may_judge(state: State, submission: SubmissionRecord, silent: set[str], key: str, now: float) -> bool:
+    """Whether the turns of the validators ahead of this one have passed."""
+    place = len(submission.ahead_of(key, silent))
+    return key not in submission.verdicts and now >= state.law.turn_begins(submission.judged_at, place)
+
+
+def _more(state: State, verdicts: dict[str, tuple[GroupVerdict, ...]]) -> bool:
+    """Whether another verdict can be had."""
+    return len(verdicts) < state.law.most_verdicts and any(key not in verdicts for key in state.judges())
+
+
+def _first_failure(state: State, lease: LeaseRecord, submission: SubmissionRecord, command: Judge) -> Iterator[Body]:
+    """Quarantine at the first hard refusal, or at every third soft one."""
+    member = state.members[lease.worker]
+    failed = [group for group in command.verdict.groups if group.outcome in ("soft", "hard")]
+    hard = any(group.outcome == "hard" for group in failed)
+    if hard or (failed and (member.failures + 1) % state.law.soft_failures == 0):
+        yield from quarantine(state, member.key, submission, f"{failed[0].check}: {failed[0].detail}", command.now)
+
+
+def _decide(
+    state: State, submission: SubmissionRecord, lease: LeaseRecord, weighed: Weighed, recheck: bool = False
+) -> Iterator[Body]:
+    """The end of a submission: pay for what is accepted, and a slash if two validators found a forgery."""
+    yield Decision(submission.digest, tuple(weighed.accepted), weighed.refused, weighed.disputed, recheck)
+    order = state.slots_of(lease)
+    paid: list[int] = []
+    for groups in weighed.accepted.values():
+        for group in groups:
+            index = order.index(group.slot)
+            if group.outcome == "void":
+                yield SlotVoid(lease.version, (group.slot,), f"environment: {group.detail}", lease.stream)
+                continue
+            signal = has_signal(group.rewards) if state.law.version else None
+            yield GroupAccepted(
+                lease.version, group.slot, submission.digest, index, submission.groups[index], group.tokens,
+                group.rewards, signal, lease.stream,
+            )  # fmt: skip
+            paid.append(paid_tokens(group.tokens, state.rules))
+            yield Credit(lease.worker, lease.version, group.slot, paid[-1], lease.stream)
+    yield from _outvoted(submission, weighed)
+    member = state.members[lease.worker]
+    blamed = set(weighed.refused) - set(weighed.disputed)
+    if weighed.slash:
+        yield Slash(member.key, submission.digest, sum(member.escrow) + sum(paid))
+    elif blamed:
+        yield from refusal_costs(state, member, lease, [*member.escrow, *paid])
+    elif not recheck:
+        yield from vest(state, member, [*member.escrow, *paid])
+    if not blamed and member.standing == "quarantined" and member.quarantined_for == submission.digest:
+        yield NodeRestored(member.key)
+
+
+def _end_recheck(
+    state: State, submission: SubmissionRecord, lease: LeaseRecord, weighed: Weighed | None, now: float
+) -> Iterator[Body]:
+    """What a second look at an accepted submission found. If two refuse it, it costs what any refusal costs."""
+    if weighed is None:
+        return
+    yield from _outvoted(submission, weighed)
+    member = state.members[lease.worker]
+    if weighed.slash:
+        yield Rechecked(submission.digest, "forged")
+        yield Slash(member.key, submission.digest, sum(member.escrow))
+        yield from quarantine(state, member.key, submission, "forged, as a second look found", now)
+        return
+    if set(weighed.refused) - set(weighed.disputed):
+        yield Rechecked(submission.digest, "refused")
+        yield from refusal_costs(state, member, lease, member.escrow)
+        return
+    disputed = weighed.refused or next(iter(submission.verdicts)) in weighed.outvoted
+    yield Rechecked(submission.digest, "undecided" if disputed else "confirmed")
+
+
+def _outvoted(submission: SubmissionRecord, weighed: Weighed) -> Iterator[Body]:
+    for validator in weighed.outvoted:
+        yield ValidatorFault(validator, submission.digest, "two others agree on another verdict")
+
+
+def cause_of_verdict_given(body: VerdictGiven, here: Here) -> Cause:
+    verdict = Verdict(body.submission, body.groups)
+    recheck = _recheck_draw(here, body.submission)
+    return Cause(Judge(body.validator, verdict, here.now, body.projection, recheck, body.differs_from))
+
+
+def _recheck_draw(here: Here, submission: str) -> float:
+    """The draw for a second look; while its link is secret, what the decision says that it was."""
+    version = here.state.lease_of(here.state.submissions[submission]).version
+    if version in here.links:
+        return recheck_draw(submission, bytes.fromhex(here.links[version].audit_link))
+    for entry in here.entries[here.place + 1 :]:
+        if isinstance(entry.body, VerdictGiven):
+            break
+        if isinstance(entry.body, Decision) and entry.body.submission == submission:
+            return 0.0 if entry.body.recheck else 1.0
+    return 1.0
+
+
+def cause_of_the_clock(body: Body, here: Here) -> Cause:
+    """If no verdict led to it, its time had come."""
+    return Cause(Tick(here.now))
+
+
+def lines_of_verdict_given(body: VerdictGiven, told: Told) -> Iterator[CreditLine]:
+    lease = told.state.lease_of(told.state.submissions[body.submission])
+    if lease.worker != told.node:
+        return
+    for group in body.groups:
+        if group.outcome in ("soft", "hard"):
+            yield told.line(
+                f"refused ({group.outcome}): {group.detail}",
+                version=lease.version,
+                slot=group.slot,
+                submission=body.submission,
+                validators=(body.validator,),
+                audited=group.audited,
+                check=group.check,
+                figure=group.figure,
+                bound=group.bound,
+            )
+
+
+def lines_of_decision(body: Decision, told: Told) -> Iterator[CreditLine]:
+    """Groups that passed alone, but another group of their block was refused, or another validator refused them."""
+    lease, size = told.state.lease_of(told.state.submissions[body.submission]), told.state.rules.block_groups
+    if lease.worker != told.node:
+        return
+    for block in body.refused:
+        for slot in range(block * size, (block + 1) * size):
+            given = told.verdicts.get((body.submission, slot), [])
+            if given and all(group.outcome == "accept" for _, group in given):
+                why = (
+                    f"validators differ on block {block}"
+                    if block in body.disputed
+                    else f"block {block} is refused whole"
+                )
+                yield told.line(
+                    f"not paid: {why}",
+                    version=lease.version,
+                    slot=slot,
+                    submission=body.submission,
+                    validators=tuple(validator for validator, _ in given),
+                    audited=any(group.audited for _, group in given),
+                )
+
+
+COMMANDS: Table = {Judge: decide_judge}
+CAUSES: Table = {
+    VerdictGiven: cause_of_verdict_given, Decision: cause_of_the_clock, Rechecked: cause_of_the_clock,
+}  # fmt: skip
+LINES: Table = {VerdictGiven: lines_of_verdict_given, Decision: lines_of_decision}

@@ -1,0 +1,70 @@
+"""When a policy version may be published, and when its secret links come out."""
+
+from collections.abc import Iterator
+
+from shoal.ledger.answers import Refused
+from shoal.ledger.entry import Body
+from shoal.ledger.facts.run import Tick
+from shoal.ledger.facts.versions import CheckpointPublished, LinkRevealed, Publish
+from shoal.ledger.past import Cause, Here, Table
+from shoal.ledger.state import State, StreamRecord
+
+
+def decide_publish(command: Publish, state: State) -> list[Body]:
+    if command.key != state.trainer_key:
+        raise Refused("not_admitted", f"{command.key[:12]} is not the trainer key of this run")
+    stream = state.streams.get(command.stream)
+    if stream is None:
+        raise Refused("unknown", f"this run has no stream {command.stream[:32]!r}")
+    published = CheckpointPublished(command.version, command.root, command.manifest, stream.name)
+    if command.version <= stream.version:
+        known = stream.versions[command.version]
+        if known.root == command.root:  # signed again, or sent again
+            return [] if known.manifest == command.manifest else [published]
+        raise Refused("conflict", f"version {command.version} is published with another weights root: a version is "
+                      "published once; load it instead of rebuilding it")  # fmt: skip
+    if command.version != stream.version + 1:
+        raise Refused("conflict", f"the next version is {stream.version + 1}, not {command.version}")
+    if command.version > 0 and command.version - 1 not in stream.batches:
+        raise Refused("conflict", f"version {command.version} needs batch {command.version - 1}, which is not formed")
+    events: list[Body] = [published]
+    ended = command.version >= state.rules.steps
+    retired = command.version if ended else command.version - state.rules.max_staleness - 1
+    unjudged = _unjudged(state, stream)
+    for version, (link, audit_link) in sorted(command.links.items()):
+        hidden = version == command.version or not stream.versions[version].revealed
+        if version <= retired and hidden and version not in unjudged:
+            events.append(LinkRevealed(version, link, audit_link, stream.name))
+    return events
+
+
+def _unjudged(state: State, stream: StreamRecord) -> set[int]:
+    """Versions with submissions to judge. Their links would tell the first validator whether a second one will look."""
+    leases = (state.lease_of(state.submissions[name]) for name in state.pending)
+    return {lease.version for lease in leases if lease.stream == stream.name}
+
+
+def reveal_rest(state: State, links: dict[int, tuple[str, str]]) -> Iterator[Body]:
+    """An ended run publishes no more versions: the remaining links come out once what they hide is judged."""
+    if state.phase == "ended":
+        stream = state.main
+        unjudged = _unjudged(state, stream)
+        for version, (link, audit_link) in sorted(links.items()):
+            if not stream.versions[version].revealed and version not in unjudged:
+                yield LinkRevealed(version, link, audit_link, stream.name)
+
+
+def cause_of_checkpoint_published(body: CheckpointPublished, here: Here) -> Cause:
+    known = {v: (found.link, found.audit_link) for v, found in here.links.items() if v <= body.version}
+    key = here.state.trainer_key
+    return Cause(Publish(key, body.version, body.root, body.manifest, known, here.now, body.stream))
+
+
+def cause_of_link_revealed(body: LinkRevealed, here: Here) -> Cause:
+    hidden = [v for v, version in here.state.streams[body.stream].versions.items() if not version.revealed]
+    return Cause(Tick(here.now, {v: (f.link, f.audit_link) for v, f in here.links.items() if v in hidden}))
+
+
+COMMANDS: Table = {Publish: decide_publish}
+CAUSES: Table = {CheckpointPublished: cause_of_checkpoint_published, LinkRevealed: cause_of_link_revealed}
+LINES: Table = {}

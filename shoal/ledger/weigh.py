@@ -1,0 +1,80 @@
+"""What the verdicts on one submission add up to, block by block. Pure: verdicts come in, no state.
+
+Called by `rules/verdicts` for each verdict, and by the economics benchmark.
+
+One verdict suffices to accept a block. A refusal needs a second verdict, and two that differ need a third. If no more can
+be had, a block that no majority accepts brings no pay. A slash needs two validators that found, each on its own, what no
+honest worker sends. Both must have found it with the model, or both without: a check without the model is exact, one with
+the model has bounds, and an accusation of one sort does not confirm one of the other.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from shoal.protocol.types import GroupVerdict
+
+
+class Weighed(NamedTuple):
+    """How a submission ends."""
+
+    accepted: dict[int, tuple[GroupVerdict, ...]]
+    """By block, with the verdicts that say what it is worth."""
+    refused: tuple[int, ...]
+    """Blocks."""
+    disputed: tuple[int, ...]
+    """Of the refused: those that no majority refused."""
+    slash: bool
+    outvoted: tuple[str, ...]
+    """Validators that said otherwise than two others that agree."""
+
+
+def weigh(
+    verdicts: Mapping[str, Sequence[GroupVerdict]], blocks: Sequence[int], block_groups: int, more: bool
+) -> Weighed | None:
+    """What the verdicts so far add up to; None while another one is needed and `more` can be had.
+
+    `verdicts` are by validator, each with one group verdict for each slot of the lease, in order. A block was generated as
+    one batch, so it is accepted whole or not at all.
+    """
+    accepted: dict[int, tuple[GroupVerdict, ...]] = {}
+    refused: list[int] = []
+    disputed: list[int] = []
+    outvoted: set[str] = set()
+    slash = False
+    for place, block in enumerate(blocks):
+        of_block = {
+            key: tuple(groups[place * block_groups : (place + 1) * block_groups]) for key, groups in verdicts.items()
+        }
+        meanings = {key: _meaning(groups) for key, groups in of_block.items()}
+        said = list(meanings.values())
+        agreed = next((meaning for meaning in said if said.count(meaning) >= min(2, len(said))), None)
+        unpaid = agreed == _REFUSED or any(group.outcome == "void" for groups in of_block.values() for group in groups)
+        unsure = agreed is None or (unpaid and len(said) < 2)
+        if more and unsure:
+            return None
+        if agreed is None:
+            disputed.append(block)
+        if agreed is None or agreed == _REFUSED:
+            refused.append(block)
+        else:
+            accepted[block] = next(groups for key, groups in of_block.items() if meanings[key] == agreed)
+        slash |= agreed == _REFUSED and any(
+            sum(_is_hard(groups, audited) for groups in of_block.values()) >= 2 for audited in (True, False)
+        )
+        if len(said) > 2 and agreed is not None:
+            outvoted |= {key for key, meaning in meanings.items() if meaning != agreed}
+    return Weighed(accepted, tuple(refused), tuple(disputed), slash, tuple(sorted(outvoted)))
+
+
+_REFUSED = ("refused",)
+
+
+def _meaning(groups: Sequence[GroupVerdict]) -> tuple[object, ...]:
+    """What a verdict says about a block, so that two verdicts that mean the same are equal."""
+    if not all(group.outcome in ("accept", "void") for group in groups):
+        return _REFUSED
+    return tuple((group.slot, group.outcome, group.rewards, group.tokens) for group in groups)
+
+
+def _is_hard(groups: Sequence[GroupVerdict], audited: bool) -> bool:
+    return any(group.outcome == "hard" and group.audited == audited for group in groups)
