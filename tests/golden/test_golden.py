@@ -1,0 +1,122 @@
+"""Logs of earlier rules, recorded by the code of their day, give the same run under today's code, for ever.
+
+`v0` was recorded before logs named their law, `v1` under the first law. `record.py` made them and says what each holds.
+"""
+
+import gzip
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from shoal import cli
+from shoal.ledger import law
+from shoal.ledger.entry import GENESIS, event_hash, read_stored
+from shoal.ledger.facts.run import RunCreated
+from shoal.ledger.law import BEFORE_LAWS, LAW
+from shoal.ledger.log.book import UnknownRules, replay
+from shoal.ledger.log.store import Store, sqlite_url
+from shoal.ledger.log.verify import report, verify
+from shoal.ledger.state import state_hash
+from shoal.ledger.table import KINDS, read_entry
+from shoal.protocol.wire import to_json
+from tests.golden.record import facts_of
+
+FOLDER = Path(__file__).parent
+LOGS = sorted(path.relative_to(FOLDER).with_suffix("").as_posix() for path in FOLDER.glob("v*/*.json"))
+
+
+def rows_of(name):
+    data = gzip.decompress((FOLDER / f"{name}.jsonl.gz").read_bytes())
+    return [(line, event_hash(line)) for line in data.splitlines()]
+
+
+def recorded(name):
+    return json.loads((FOLDER / f"{name}.json").read_text())
+
+
+@pytest.mark.parametrize("name", LOGS)
+def test_a_golden_log_gives_the_head_balances_batches_and_versions_that_were_recorded(name):
+    """And the same decisions, each made again."""
+    audit = verify(rows_of(name))
+    expected = recorded(name)
+    assert audit.findings == expected["findings"] == [] and not audit.not_checked
+    found = json.loads(json.dumps(facts_of(audit)))
+    assert {key: found[key] for key in expected if key != "state_hash"} == {
+        key: value for key, value in expected.items() if key != "state_hash"
+    }
+
+
+@pytest.mark.parametrize("name", LOGS)
+def test_a_golden_log_replays_alike_in_one_go_and_after_every_constant_of_the_law_has_changed(name, monkeypatch):
+    before = state_hash(replay(rows_of(name)))
+    changed = {
+        field: value + 7 if isinstance(value, int) else value * 0.5
+        for field, value in msgspec.structs.asdict(LAW).items()
+        if field != "version"
+    }
+    monkeypatch.setattr(law, "LAW", msgspec.structs.replace(LAW, **changed))
+    assert state_hash(replay(rows_of(name))) == before
+    assert verify(rows_of(name)).findings == []
+
+
+def test_no_file_of_the_ledger_reads_the_law_of_new_runs():
+    """Else a log would be replayed by today's constants and not by its own."""
+    package = Path(law.__file__).parent
+    readers = [path.name for path in package.rglob("*.py") if path.name != "law.py" and " LAW" in path.read_text()]
+    assert readers == []
+
+
+def test_the_golden_logs_hold_every_kind_of_event():
+    for version in {name.split("/")[0] for name in LOGS}:
+        kinds = {read_stored(data).kind for name in LOGS if name.startswith(version) for data, _ in rows_of(name)}
+        assert kinds == set(KINDS), version
+
+
+def test_the_constants_of_logs_that_name_no_law_are_those_of_the_day_before():
+    assert BEFORE_LAWS.version == 0 and replay(rows_of("v0/rules")).law == BEFORE_LAWS
+
+
+# --- rules that this code lacks ---
+
+
+def under_version(version):
+    """The golden log `v0/rules` as rules of another version would have written it, hashes and all."""
+    rows, head = [], GENESIS
+    for data, _ in rows_of("v0/rules"):
+        stored = read_stored(data)
+        body = json.loads(bytes(stored.body))
+        if stored.kind == "run_created":
+            body["law"] = {**msgspec.to_builtins(LAW), "version": version, "a_constant_of_tomorrow": 1.5}
+        event = {"seq": stored.seq, "time": stored.time, "kind": stored.kind, "body": body, "prev": head}
+        line = to_json(event)
+        head = event_hash(line)
+        rows.append((line, head))
+    return rows
+
+
+def test_a_log_of_rules_that_this_code_lacks_is_reported_as_not_checked(tmp_path, capsys):
+    audit = verify(under_version(99))
+    assert "version 99 of the rules" in audit.not_checked
+    assert report(audit).startswith("NOT CHECKED: ") and "holds" not in report(audit)
+    with pytest.raises(UnknownRules, match="install a newer shoal"):
+        replay(under_version(99))
+    folder = tmp_path / "run"
+    folder.mkdir()
+    store = Store(sqlite_url(folder / "log.sqlite"))
+    store.append([read_stored(data) for data, _ in under_version(99)])
+    assert cli.main(["ledger", "verify", str(folder)]) != 0
+    said = capsys.readouterr()
+    assert "NOT CHECKED" in said.out + said.err and "the log holds" not in said.out
+
+
+def test_even_then_its_hashes_are_checked():
+    rows = under_version(99)
+    with pytest.raises(Exception, match="does not follow the event before"):
+        verify([*rows[:5], *rows[6:]])
+
+
+def test_the_first_event_of_a_new_run_names_its_law():
+    created, _ = read_entry(rows_of("v1/rules")[0][0])
+    assert isinstance(created.body, RunCreated) and created.body.law is not None and created.body.law.version == 1

@@ -1,0 +1,107 @@
+"""The ledger is ordered by subject: two files each, listed in `table` alone, and rules import each other in one order."""
+
+import ast
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import shoal
+from shoal.ledger import table
+
+LEDGER = Path(shoal.__file__).parent / "ledger"
+ORDER = [facts.__name__.rsplit(".", 1)[-1] for facts, _ in table.SUBJECTS]
+
+
+def ledger_imports(path):
+    """Modules of the ledger that a file imports, such as `facts.leases`."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("shoal.ledger."):
+            found.add(node.module.removeprefix("shoal.ledger."))
+    return found
+
+
+@pytest.mark.parametrize("subject", ORDER)
+def test_facts_import_the_ground_floor_alone(subject):
+    assert ledger_imports(LEDGER / "facts" / f"{subject}.py") <= {"entry", "law", "state"}
+
+
+@pytest.mark.parametrize("subject", ORDER)
+def test_rules_import_the_rules_of_earlier_subjects_alone(subject):
+    allowed = {f"rules.{earlier}" for earlier in ORDER[: ORDER.index(subject)]}
+    imported = {name for name in ledger_imports(LEDGER / "rules" / f"{subject}.py") if name.startswith("rules.")}
+    assert imported <= allowed
+
+
+def test_each_subject_has_its_two_files_and_there_are_no_others():
+    for half in ("facts", "rules"):
+        assert sorted(path.stem for path in (LEDGER / half).glob("[a-z]*.py")) == sorted(ORDER)
+
+
+def test_no_function_of_the_ledger_is_nameless():
+    for path in LEDGER.rglob("*.py"):
+        names = [node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
+        assert "_" not in names, path
+
+
+FACTS = '''"""A greeting."""
+from dataclasses import dataclass
+from shoal.protocol.types import Message
+
+class Greeted(Message, frozen=True):
+    who: str
+
+@dataclass(frozen=True)
+class Greet:
+    who: str
+    now: float
+
+def apply_greeted(body, state, entry):
+    state.name = f"hello {body.who}"
+
+EVENTS = {"greeted": (Greeted, apply_greeted)}
+'''
+RULES = '''"""Who may greet."""
+from shoal.ledger.facts.greetings import Greet, Greeted
+from shoal.ledger.past import Cause
+
+COMMANDS = {Greet: lambda command, state: [Greeted(command.who)]}
+CAUSES = {Greeted: lambda body, here: Cause(Greet(body.who, here.now))}
+LINES = {Greeted: lambda body, told: iter([told.line(f"greeted by {body.who}")])}
+'''
+USE = """
+from shoal.ledger.facts.greetings import Greet
+from shoal.ledger.past import Told
+from shoal.ledger.state import State
+from shoal.ledger.table import apply, cause_of, decide, lines_of, make_entry, read_entry
+
+state = State()
+(body,) = decide(Greet("a friend", 1.0), state)
+entry, _ = read_entry(make_entry(0, 1.0, body, state.head).data)
+apply(state, entry)
+lines = [line.detail for line in lines_of(entry.body, Told(entry, state, "", {}))]
+print(entry.kind, state.name, lines, state.seq)
+"""
+
+
+def test_a_new_subject_touches_two_new_files_and_the_table(tmp_path):
+    shutil.copytree(LEDGER.parent, tmp_path / "shoal", ignore=shutil.ignore_patterns("__pycache__"))
+    ledger = tmp_path / "shoal" / "ledger"
+    (ledger / "facts" / "greetings.py").write_text(FACTS)
+    (ledger / "rules" / "greetings.py").write_text(RULES)
+    listed = (ledger / "table.py").read_text()
+    listed = listed.replace("import batches,", "import batches, greetings,", 1)
+    listed = listed.replace(
+        "from shoal.ledger.rules import leases as",
+        "from shoal.ledger.rules import greetings as greetings_rules\nfrom shoal.ledger.rules import leases as",
+        1,
+    )
+    listed = listed.replace("    (run, run_rules),\n", "    (run, run_rules),\n    (greetings, greetings_rules),\n", 1)
+    (ledger / "table.py").write_text(listed)
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    result = subprocess.run([sys.executable, "-c", USE], env=environment, capture_output=True, text=True, cwd=tmp_path)
+    assert result.stdout == "greeted hello a friend ['greeted by a friend'] 0\n", result.stderr
