@@ -227,7 +227,7 @@ class HostConfig(Section, frozen=True):
     @property
     def is_reached_by_others(self) -> bool:
         """Whether other machines can send requests: directly, or through a proxy with a public URL."""
-        return bool(self.public_url) or not is_loopback(self.bind)
+        return bool(self.public_url) or not is_loopback(self.bind)  # guard: public-url-is-a-way-in
 
 
 class EvalConfig(Section, frozen=True):
@@ -368,13 +368,13 @@ def check_run(config: RunConfig) -> None:
         (config.steps < CHAIN_LENGTH, f"steps = {config.steps}: must be below {CHAIN_LENGTH}, the length of a chain"),
         *_bounds_fit(config),
         (
-            config.seed < 0 or not config.host.is_reached_by_others,
+            config.seed < 0 or not config.host.is_reached_by_others,  # guard: private-seed
             f"seed = {config.seed}: every secret of the run follows from it, and this run is open to other machines "
             f"(host.bind = {config.host.bind!r}, host.public_url = {config.host.public_url!r}). For a private seed "
             "leave seed out or give --set seed=-1, with --out for a new run if this one has begun",
         ),
         (
-            config.validators.count != 2,
+            config.validators.count != 2,  # guard: two-validators-are-no-majority
             "validators.count = 2: of two, one that lies makes forging free, because nothing is slashed that it does "
             "not also refuse. Use 1, or 3 and more",
         ),
@@ -456,8 +456,10 @@ def _messages_fit(config: RunConfig) -> Iterator[tuple[bool, str]]:
         f"rollouts.block_rollouts = {rollouts.block_rollouts}: at max_tokens = {max_tokens} one block does not fit into"
     )
     most = f"at most {groups * size}, or lower sampling.max_tokens"
+    # guard: block-fits-messages
     yield rollouts.block_rollouts <= groups * size, f"{what} a submission and its verdict: {most}"
     what = f"rollouts.batch_groups = {rollouts.batch_groups}: a batch of groups of {size} does not fit into one message"
+    # guard: batch-fits-message
     yield rollouts.batch_groups <= members, f"{what}: at most {members}, or lower rollouts.group_size"
 
 

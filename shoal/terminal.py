@@ -9,7 +9,7 @@ import logging
 
 def printable(text: str, keep: str = "") -> str:
     """Text with everything escaped that does not print: controls, U+0080 to U+009F, marks that turn the direction."""
-    return "".join(c if c.isprintable() or c in keep else _escaped(c) for c in text)
+    return "".join(c if c.isprintable() or c in keep else _escaped(c) for c in text)  # guard: escaped
 
 
 def _escaped(character: str) -> str:
@@ -25,4 +25,4 @@ class PrintableFormatter(logging.Formatter):
     """A role's log: most of it is ours, but names and reasons are not."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return printable(super().format(record), keep="\n")
+        return printable(super().format(record), keep="\n")  # guard: printable-logs

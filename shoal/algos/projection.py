@@ -37,7 +37,7 @@ def project(parts: Sequence[NDArray[np.float32]], key: bytes) -> tuple[float, ..
     sums_KD, norm2, first = np.zeros((VALUES, D)), 0.0, 0
     for part in parts:
         part_ND = part.astype(np.float64)
-        sums_KD += over_tokens_KN[:, first : first + len(part)] @ part_ND
+        sums_KD += over_tokens_KN[:, first : first + len(part)] @ part_ND  # guard: order-of-tokens
         norm2 += float((part_ND * part_ND).sum())
         first += len(part)
     if norm2 == 0.0:
@@ -48,6 +48,7 @@ def project(parts: Sequence[NDArray[np.float32]], key: bytes) -> tuple[float, ..
 
 def agree(one: Sequence[float], other: Sequence[float]) -> bool:
     """Whether two projections under one key are of the same activations. One that is not a number agrees with none."""
+    # guard: nan-agrees-with-nothing, length-agrees
     return len(one) == len(other) and all(abs(a - b) <= TOLERANCE for a, b in zip(one, other, strict=True))
 
 

@@ -74,6 +74,7 @@ class Figures(NamedTuple):
 def pooled(gaps_N: NDArray[np.float32], bound: float) -> Figures:
     """N, F and S of some tokens' gaps, nats. A gap that is not a number counts as flipped."""
     gaps = gaps_N.astype(np.float64)
+    # guard: nan-gap-is-a-flip
     return Figures(gaps.size, int(np.count_nonzero(~(gaps <= bound))), float(np.fmin(gaps, bound).sum()))
 
 
@@ -82,7 +83,7 @@ def most_flipped(tokens: int, noise: Noise, alpha: float = FALSE_ALARM) -> int:
     mean = tokens * noise.flipped
     count, term = 0, math.exp(-mean)
     beyond = 1.0 - term
-    while beyond > alpha or count == 0:
+    while beyond > alpha or count == 0:  # guard: one-flip-is-allowed
         count += 1
         term *= mean / count
         beyond -= term
@@ -132,12 +133,13 @@ def update(evidence: Evidence, figures: Figures, noise: Noise) -> Evidence:
 def _grown(bits: tuple[float, ...], total: float, tokens: int, rate: float) -> tuple[float, ...]:
     """Bits grow by b sum(x), fall by N r (2^b - 1) log2(e), and stop at 0."""
     expected = tokens * rate * LOG2_E
+    # guard: no-credit-for-the-past
     return tuple(max(0.0, had + b * total - expected * (2**b - 1)) for had, b in zip(bits, EXCESS_BITS, strict=True))
 
 
 def excessive(evidence: Evidence) -> bool:
     """Whether honest noise does not explain a node: true of an honest one once in 2^20 audited groups at most."""
-    return max(*evidence.flips, *evidence.gaps) >= ALARM_BITS
+    return max(*evidence.flips, *evidence.gaps) >= ALARM_BITS  # guard: flips-are-evidence, gaps-are-evidence
 
 
 # --- power ---

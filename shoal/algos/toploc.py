@@ -91,6 +91,7 @@ def prove(hidden: Sequence[NDArray[np.float32]], k: int = 0, chunk_tokens: int =
     """
     parts: dict[int, bytes] = {}
     for points in _chunks(hidden, k, chunk_tokens):
+        # guard: finite-activations
         if ((points.code_CK & 0x7FFF) >= 0x7F80).any():  # what is no number counts as the largest
             raise ValueError("an activation is not finite")
         m_C = _moduli(points)
@@ -117,7 +118,7 @@ def compare(
     entries_C = np.zeros(num_chunks, dtype=np.int64)
     for points in groups:
         entries_C[points.place_C] = points.index_CK.shape[1]
-    if len(proof) != 2 * (entries_C + 1).sum():
+    if len(proof) != 2 * (entries_C + 1).sum():  # guard: proof-not-longer, proof-not-shorter
         return "length is not that of its chunks"
     words = np.frombuffer(proof, dtype=">u2").astype(np.int64)
     start_C = np.cumsum(entries_C + 1) - entries_C - 1
@@ -127,9 +128,10 @@ def compare(
         m_C = words[at_C]
         coefficients_CK = words[at_C[:, None] + 1 + np.arange(points.index_CK.shape[1])]
         small_C = points.size_C <= PRIME
+        # guard: modulus-in-field, modulus-of-small-chunks
         if ((m_C < 1) | (m_C > PRIME) | (small_C & (m_C != PRIME))).any():
             return "modulus that no prover writes"
-        if (coefficients_CK >= PRIME).any():
+        if (coefficients_CK >= PRIME).any():  # guard: coefficient-in-field
             return "coefficient outside the field"
         mismatched_C[points.place_C], error_C[points.place_C] = _differ(points, m_C, coefficients_CK)
     lengths = [range(0, len(states_PD), chunk_tokens) for states_PD in hidden]
@@ -146,12 +148,13 @@ def _differ(points: _Points, m_C: Ints, coefficients_CK: Ints) -> tuple[Ints, Fl
     signs_agree_CK = (said_CK ^ points.code_CK) < 0x8000
     theirs_CK, ours_CK = _magnitudes(said_CK), _magnitudes(points.code_CK)
     error_CK = np.abs(theirs_CK - ours_CK) / np.maximum(np.maximum(theirs_CK, ours_CK), TINY)
-    near_CK = signs_agree_CK & (error_CK <= NEAR)
+    near_CK = signs_agree_CK & (error_CK <= NEAR)  # guard: sign, size
     mismatched_C = entries - near_CK.sum(1)
+    # guard: one-index-a-point
     if points.size_C.max() > PRIME:  # else indices are below the modulus, and points their own
         mismatched_C += _doubles(np.where(near_CK, residue_CK, -1 - np.arange(entries)))
     # Who meets every value has our set of indices, and so must have found our modulus.
-    mismatched_C[(mismatched_C == 0) & (m_C != _moduli(points))] = entries
+    mismatched_C[(mismatched_C == 0) & (m_C != _moduli(points))] = entries  # guard: modulus-of-the-prover
     return mismatched_C, np.where(near_CK, error_CK, 0).sum(1)
 
 

@@ -65,7 +65,7 @@ def load_run_envs(specs: Sequence[EnvSpec], own_files: bool) -> dict[str, Env]:
             raise _no_file(spec.name)
         if env_digest(spec.name) != spec.digest:
             raise _differs(spec)
-        if spec.label in envs:
+        if spec.label in envs:  # guard: label-of-one-environment
             raise ConfigError(
                 f"the run labels two environments {spec.label}, so its slots do not say which they mean: the host must "
                 "give each [[envs]] its own label"
@@ -149,7 +149,7 @@ def _require_members(env: Env, path: Path) -> None:
         raise ShoalError(
             f"{path}: reward_bounds is {env.reward_bounds!r}; give the lowest and highest reward, such as (0.0, 1.0)"
         )
-    if max(-low, high) > MAX_REWARD:
+    if max(-low, high) > MAX_REWARD:  # guard: promised-rewards
         raise ShoalError(f"{path}: reward_bounds is {env.reward_bounds!r}; no run takes rewards above {MAX_REWARD:g} by "
                          "size: scale them down")  # fmt: skip
     counts = {"num_tasks": (env.num_tasks, 1), "num_heldout": (env.num_heldout, 0)}

@@ -112,7 +112,7 @@ def _credits(end: RunEnd) -> RenderableType:
         if node.role == "worker" and node.name in roles:
             cheats = roles[node.name]["role"] == "cheating"
             row = (
-                Text(printable(node.name)),
+                Text(printable(node.name)),  # guard: name-is-no-markup
                 roles[node.name]["role"],
                 f"{node.accepted:,}",
                 f"{node.refused:,}",

@@ -83,7 +83,7 @@ def launch(run_dir: Path, lock_fd: int, with_workers: bool = True, announce: Cal
     """
     folder = RunFolder(run_dir)
     config = folder.config()
-    check_first_policy(folder, config)
+    check_first_policy(folder, config)  # guard: first-policy-can-talk
     crew = LocalRun(config, folder, lock_fd, with_workers, Console())
     with _counted_signals(crew):
         return crew.run(announce)

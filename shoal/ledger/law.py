@@ -76,22 +76,24 @@ class Law(Message, frozen=True):
 
     def audit_rate(self, valid_blocks: int, steady: float) -> float:
         """Share of a worker's groups that is audited; `steady` is the run's own rate."""
-        if valid_blocks < self.probation_blocks:
+        if valid_blocks < self.probation_blocks:  # guard: probation
             return 1.0
-        return max(steady, min(1.0, self.trust / valid_blocks))
+        return max(steady, min(1.0, self.trust / valid_blocks))  # guard: audits-reach-the-runs-rate
 
     def quarantine_s(self, failures: int, first_s: float) -> float:
         """Length of a worker's quarantine at its n-th failure; `first_s` is that of the first."""
+        # guard: quarantine-grows, quarantine-ends
         return min(self.max_quarantine_s, first_s * 2.0 ** min(failures - 1, 20))
 
     def lapse_wait_s(self, lapses: int, first_s: float) -> float:
         """How long a worker waits after this many lapses in a row. The first is free, the second costs `first_s`."""
+        # guard: lapse-wait-ends, first-lapse-makes-no-wait
         return min(self.max_lapse_wait_s, first_s * 2.0 ** min(lapses - 2, 20)) if lapses > 1 else 0.0
 
     def turn_begins(self, since: float, place: int) -> float:
         """When a validator with `place` others ahead of it may judge. `since` is the time of the last verdict, or of the
         submission if there is none."""
-        return since + self.turn_s * place
+        return since + self.turn_s * place  # guard: turns
 
 
 LAW = Law()

@@ -143,7 +143,7 @@ class SubmissionRecord(msgspec.Struct):
         ones are skipped."""
         left = [validator for validator in self.order if validator not in self.verdicts]
         before = left[: left.index(key)] if key in left else left
-        return [validator for validator in before if validator not in silent]
+        return [validator for validator in before if validator not in silent]  # guard: silent-validators-are-skipped
 
 
 class VersionRecord(msgspec.Struct):
@@ -268,7 +268,7 @@ class State(msgspec.Struct, dict=True):
         """Keys of the validators that are skipped until they send a verdict; empty if that would be all of them."""
         judges = self.judges()
         missing = {key for key in judges if self.members[key].missed >= self.law.missed_turns}
-        return missing if len(missing) < len(judges) else set()
+        return missing if len(missing) < len(judges) else set()  # guard: all-silent
 
     def maker_of(self, stream: StreamRecord, place: tuple[int, int]) -> str:
         """Key of the worker that made the group at a (version, slot)."""
@@ -321,7 +321,7 @@ def once_per_event(count: Callable[Concatenate[State, P], T]) -> Callable[Concat
     def remembered(state: State, *of: P.args, **none: P.kwargs) -> T:
         key = " ".join([name, *(stream.name for stream in of)])  # type: ignore[attr-defined]
         seq, value = state.__dict__.get(key, (None, None))
-        if seq != state.seq:
+        if seq != state.seq:  # guard: counted-once, counted-afresh
             value = count(state, *of, **none)
             state.__dict__[key] = (state.seq, value)
         return value

@@ -62,7 +62,7 @@ def make_entry(seq: int, time: float, body: Body, prev: str) -> Entry:
 
     Raises `WireError` for one that could not be read again: once stored, no replay would get past it.
     """
-    entry, _ = read_entry(encode(seq, time, _KINDS[type(body)], body, prev))
+    entry, _ = read_entry(encode(seq, time, _KINDS[type(body)], body, prev))  # guard: unreadable-is-not-stored
     return entry
 
 

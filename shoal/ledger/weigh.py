@@ -47,22 +47,25 @@ def weigh(
         }
         meanings = {key: _meaning(groups) for key, groups in of_block.items()}
         said = list(meanings.values())
+        # guard: third-verdict
         agreed = next((meaning for meaning in said if said.count(meaning) >= min(2, len(said))), None)
+        # guard: refusal-needs-two, void-needs-two
         unpaid = agreed == _REFUSED or any(group.outcome == "void" for groups in of_block.values() for group in groups)
         unsure = agreed is None or (unpaid and len(said) < 2)
         if more and unsure:
             return None
         if agreed is None:
-            disputed.append(block)
+            disputed.append(block)  # guard: disputed
         if agreed is None or agreed == _REFUSED:
             refused.append(block)
         else:
             accepted[block] = next(groups for key, groups in of_block.items() if meanings[key] == agreed)
+        # guard: slash-needs-two
         slash |= agreed == _REFUSED and any(
             sum(_is_hard(groups, audited) for groups in of_block.values()) >= 2 for audited in (True, False)
         )
         if len(said) > 2 and agreed is not None:
-            outvoted |= {key for key, meaning in meanings.items() if meaning != agreed}
+            outvoted |= {key for key, meaning in meanings.items() if meaning != agreed}  # guard: outvoted
     return Weighed(accepted, tuple(refused), tuple(disputed), slash, tuple(sorted(outvoted)))
 
 
@@ -71,10 +74,12 @@ _REFUSED = ("refused",)
 
 def _meaning(groups: Sequence[GroupVerdict]) -> tuple[object, ...]:
     """What a verdict says about a block, so that two verdicts that mean the same are equal."""
-    if not all(group.outcome in ("accept", "void") for group in groups):
+    if not all(group.outcome in ("accept", "void") for group in groups):  # guard: whole-blocks
         return _REFUSED
+    # guard: same-rewards, same-lengths
     return tuple((group.slot, group.outcome, group.rewards, group.tokens) for group in groups)
 
 
 def _is_hard(groups: Sequence[GroupVerdict], audited: bool) -> bool:
+    # guard: slash-needs-two-of-a-sort
     return any(group.outcome == "hard" and group.audited == audited for group in groups)

@@ -106,10 +106,12 @@ class Connections:
         host = connection.client[0] if connection.client else ""
         connection.address = network_of(host)
         neighbours = self._of.get(connection.address, set())
+        # guard: proxies-have-no-share
         crowded = len(neighbours) >= self.limits.per_address and not self._is_trusted(host)
+        # guard: share-of-an-address
         if crowded and not self._close_longest_idle([one for one in neighbours if one in self._idle]):
             return self._refuse(connection)
-        if self._num_open >= self.limits.total and not self._close_longest_idle(self._idle):
+        if self._num_open >= self.limits.total and not self._close_longest_idle(self._idle):  # guard: connection-limit
             return self._refuse(connection)
         self._of.setdefault(connection.address, set()).add(connection)
         self._num_open += 1
@@ -128,7 +130,7 @@ class Connections:
 
     def work(self, connection: "Connection") -> None:
         """A request of it has begun: it is not closed for another's sake."""
-        self._idle.pop(connection, None)
+        self._idle.pop(connection, None)  # guard: busy-is-not-idle
 
     def rest(self, connection: "Connection") -> None:
         """It has no request in flight."""
@@ -227,14 +229,14 @@ class Connection(HttpToolsProtocol):
             self._discard(len(data))
         elif not self._in_body and not self.busy:
             self._header_bytes += len(data)
-            if self._header_bytes > self._limits.header_bytes:
+            if self._header_bytes > self._limits.header_bytes:  # guard: header-size
                 self._answer(self._too_long())
         self._watch()
 
     def _discard(self, num_bytes: int) -> None:
         """Take the rest of a body that was refused: if it were broken off, the sender could not read the refusal."""
         self._discarded_bytes += num_bytes
-        if self._discarded_bytes > constants.MAX_DISCARDED_BYTES:
+        if self._discarded_bytes > constants.MAX_DISCARDED_BYTES:  # guard: rest-size
             self.transport.close()
         elif not self._in_body and not self.busy:  # uvicorn forgets its own timer at the first byte that comes
             self._unset_keepalive_if_required()
@@ -258,7 +260,7 @@ class Connection(HttpToolsProtocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     def on_message_begin(self) -> None:
-        if self.busy:
+        if self.busy:  # guard: one-request-at-a-time
             raise self._refused(Refused(400, "malformed", "a request came before the answer to the last: wait for it"))
         super().on_message_begin()
 
@@ -292,7 +294,7 @@ class Connection(HttpToolsProtocol):
 
     def _parse(self, num_bytes: int) -> None:
         self._parsed_bytes += num_bytes
-        if self._parsed_bytes > self._limits.header_bytes:
+        if self._parsed_bytes > self._limits.header_bytes:  # guard: parsed-header-size
             raise self._refused(self._too_long())
 
     def _too_long(self) -> Refused:
@@ -320,8 +322,8 @@ class Connection(HttpToolsProtocol):
         elif self.busy:
             self._set_timer("", 0.0)
         elif self._in_body:
-            self._set_timer("rest", self._limits.rest_s)
-        elif self._header_bytes or self.cycle is None:
+            self._set_timer("rest", self._limits.rest_s)  # guard: rest-time
+        elif self._header_bytes or self.cycle is None:  # guard: header-time
             self._set_timer("header", self._limits.header_s)
         else:
             self._set_timer("", 0.0)  # uvicorn's own timer runs between two requests
@@ -350,7 +352,7 @@ class Connection(HttpToolsProtocol):
 
     def _check_writing(self, before: int) -> None:
         self._stall = None
-        if self.transport.get_write_buffer_size() >= before:
+        if self.transport.get_write_buffer_size() >= before:  # guard: answer-is-taken
             self.transport.abort()
         else:
             self._watch_writing()

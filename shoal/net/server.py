@@ -69,7 +69,7 @@ class Gate:
     async def anyone(self, request: Request) -> None:
         """Let a request pass that need not be signed, and has no body. Raises `Refused` 411, 413, 429."""
         self._limit(self._addresses, address_of(request), "address")
-        if body_bytes(request) > 0:
+        if body_bytes(request) > 0:  # guard: body-not-wanted
             raise _too_large(0)
 
     def admit(self, request: Request, *, run: str, cap: int = constants.SMALL_BODY_BYTES) -> Caller:
@@ -78,7 +78,7 @@ class Gate:
         Raises `Refused` 411, 413 (body), 401 (signature, clock), 409 (another run), 429 (rate).
         """
         self._limit(self._addresses, address_of(request), "address")
-        if body_bytes(request) > cap:
+        if body_bytes(request) > cap:  # guard: body-size
             raise _too_large(cap)
         try:
             caller = verify_headers(request_line(request), _signed_headers(request), now=self._clock())
@@ -98,7 +98,7 @@ class Gate:
         """The body of an admitted request, in memory. Raises `Refused` 400, 408, 503 (too many large bodies)."""
         size, body = body_bytes(request), bytearray()
         counted = size if size > constants.SMALL_BODY_BYTES else 0
-        if counted > self._bodies_left:
+        if counted > self._bodies_left:  # guard: budget-of-bodies
             raise Refused(503, "busy", "too many large bodies are arriving: send again in a moment", retry_s=1.0)
         self._bodies_left -= counted
         try:
@@ -120,7 +120,7 @@ class Gate:
             take(part)
 
         await read_body(request, hash_and_take, window=self._body_window)
-        if hashed.hexdigest() != caller.digest:
+        if hashed.hexdigest() != caller.digest:  # guard: body-digest
             raise Refused(
                 400, "digest", "the body does not fit its content-digest: it was damaged on its way; send again"
             )
@@ -148,6 +148,7 @@ def body_bytes(request: Request) -> int:
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and len(declared) < 20:
         return int(declared)
+    # guard: body-length-is-declared
     if declared or "transfer-encoding" in request.headers or request.method in ("POST", "PUT", "PATCH"):
         raise Refused(411, "length_required", "the body's length is not known: send content-length, and no chunks")
     return 0
@@ -167,7 +168,7 @@ async def read_body(request: Request, take: Callable[[bytes], object], *, window
                 take(part)
                 if taken >= due:
                     due = taken + window_bytes
-                    limit.reschedule(loop.time() + window_s)
+                    limit.reschedule(loop.time() + window_s)  # guard: stalled-body-ends, slow-body-passes
     except TimeoutError:
         raise Refused(
             408,

@@ -30,9 +30,11 @@ from shoal.protocol.audits import influence, must_audit
 from shoal.protocol.types import Check, Group, GroupVerdict, Submission, Verdict
 from shoal.protocol.wire import WireError, from_msgpack
 
+# guard: check-shape, check-lease, check-prompt, check-environment, check-reward, check-ending, check-complete
 MODEL_FREE: tuple[CheckModule, ...] = (shape, lease, prompt, environment, reward, ending, complete)
 """On every group, in this order: each may rely on what those before it found in order."""
 
+# guard: check-sampling, check-logprobs, check-activations
 AUDIT: tuple[CheckModule, ...] = (sampling, logprobs, activations)
 """On the groups drawn for audit, from one prefill."""
 
@@ -71,31 +73,33 @@ def _projections(audited: Sequence[Context], check: Check) -> dict[str, tuple[fl
     if not hidden:
         return {}
     name = bytes.fromhex(check.id)
+    # guard: projection-of-one-key, projection-of-one-submission
     return {key: project(hidden, bytes.fromhex(key) + name) for key in check.project_for}
 
 
 def _is_due(verdict: GroupVerdict, draw: float, check: Check) -> bool:
     """Whether a group is audited: drawn beforehand, or by the influence that its rewards now show."""
     weight = influence(verdict.rewards, verdict.tokens)
+    # guard: influence-is-checked
     return verdict.slot in check.audited or must_audit(draw, check.rate, weight, check.mean_influence)
 
 
 def _open(body: bytes, check: Check, tools: Tools) -> Submission | Failure:
     """Decode what surrounds the groups, no larger than the lease needs."""
     largest = largest_submission_bytes(check.lease, tools.info.rules)
-    if len(body) > largest:
+    if len(body) > largest:  # guard: submission-size
         return Failure(-1, -1, len(body), largest, "submission is larger than its lease can need, in bytes")
     try:
         submission = from_msgpack(body, Submission)
     except WireError:
         return Failure(-1, -1, 0, 0, "bytes are not a Submission in msgpack")
-    if submission.engine.dtype != tools.info.rules.dtype:
+    if submission.engine.dtype != tools.info.rules.dtype:  # guard: submission-dtype
         return Failure(-1, -1, 0, 0, "made in another dtype than the run declares")
     due = sum(len(block.slots) for block in check.lease.blocks)
-    if len(submission.groups) != due:
+    if len(submission.groups) != due:  # guard: submission-groups
         return Failure(-1, -1, len(submission.groups), due, "number of groups is not that of the lease")
     proofs = 0 if tools.info.rules.proofs == "none" else due
-    if len(submission.proofs) != proofs:
+    if len(submission.proofs) != proofs:  # guard: submission-proofs
         return Failure(-1, -1, len(submission.proofs), proofs, "number of proofs is not what this run asks for")
     return submission
 
@@ -123,7 +127,7 @@ def _judge_without_model(group: Group | Failure, ctx: Context) -> GroupVerdict:
     """The checks that need no model. A slot that nobody can fill is void, whatever was sent for it."""
     if isinstance(group, Failure):
         return _refuse(ctx.slot.slot, shape, group)
-    if not ctx.playable():
+    if not ctx.playable():  # guard: unplayable-is-void
         return GroupVerdict(ctx.slot.slot, False, "void", environment.NAME, "the environment cannot begin this task")
     return _first_failure(MODEL_FREE, group, ctx) or _accept(group, ctx)
 

@@ -32,4 +32,4 @@ def must_audit(draw: float, rate: float, influence: float, mean_influence: float
     The draw, in [0, 1), was made before anyone knew the rewards. `mean_influence` is 0 before the first accepted group.
     """
     raised = influence / mean_influence if mean_influence > 0.0 else 1.0
-    return draw < rate * max(1.0, raised)
+    return draw < rate * max(1.0, raised)  # guard: influence-raises-the-rate, influence-never-lowers-the-rate

@@ -26,6 +26,7 @@ Ending = Literal["environment", "length", "error", "stop"]
 _UNPRINTABLE = r"\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069"
 """Characters that control a terminal, or that hide or turn round what stands beside them."""
 
+# guard: name-length, name-prints
 Fact = Annotated[str, msgspec.Meta(max_length=MAX_FACT_CHARS, pattern=rf"\A[^{_UNPRINTABLE}]*\Z")]
 """What a node says of itself: short, and safe to show."""
 

@@ -81,7 +81,7 @@ def _refuse_deep_nesting(data: bytes) -> None:
     if data.count(b"[") + data.count(b"{") <= MAX_JSON_DEPTH:
         return
     depth = 0
-    for bracket in _BRACKET.findall(_STRING.sub(b"", data)):
+    for bracket in _BRACKET.findall(_STRING.sub(b"", data)):  # guard: brackets-in-strings
         depth += 1 if bracket in b"[{" else -1
-        if depth > MAX_JSON_DEPTH:
+        if depth > MAX_JSON_DEPTH:  # guard: json-depth
             raise WireError(f"nested deeper than {MAX_JSON_DEPTH} levels (MAX_JSON_DEPTH)")

@@ -141,10 +141,10 @@ class Trainer:
         log.info("opened version=%d published=%d steps=%d", version, self.info.version, self.config.steps)
         if version > self.info.version:
             await self._publish(version)
-        elif self._checkpoints_due(version):
+        elif self._checkpoints_due(version):  # guard: checkpoint-kept-later
             self._keep(version, self._write())
         if self.info.phase != "ended":
-            await self._renew(version)
+            await self._renew(version)  # guard: renew-on-resume
         return version
 
     async def _batch(self, step: int) -> t.Batch | None:
@@ -156,7 +156,7 @@ class Trainer:
                 log.info("waiting step=%d reason=%r", step, str(reason))
                 if (await self.client.get_json("/v1/run", t.RunInfo)).phase == "ended":
                     return None
-                await self._renew(step)
+                await self._renew(step)  # guard: renew-while-waiting
         return None
 
     async def _renew(self, newest: int) -> None:
@@ -211,7 +211,7 @@ class Trainer:
             )  # fmt: skip
         except Unlearnable as fault:
             log.warning("left out of the batch: %s", fault)
-            return []
+            return []  # guard: unlearnable-is-left-out
 
     async def _accepted_for(self, step: int) -> dict[str, Any]:
         """Rewards of all groups accepted between the batch of the step before and this one's, with or without signal.
@@ -223,7 +223,7 @@ class Trainer:
         while more:
             page = await self.client.get(f"/v1/events?after={self.seen_seq}", cap=MAX_SUBMISSION_BYTES)
             lines = page.splitlines()
-            more = len(lines) >= MAX_EVENTS or len(page) > MAX_EVENTS_BYTES
+            more = len(lines) >= MAX_EVENTS or len(page) > MAX_EVENTS_BYTES  # guard: full-page-is-not-the-end
             for line in lines:
                 entry, _ = read_entry(line)
                 self.seen_seq = entry.seq

@@ -78,7 +78,7 @@ class Learner:
         A gradient that is not finite changes nothing: the step is skipped, said in the log and in `update_skipped`. So
         is one without rows, for a batch is an event: the run must get past it, whatever it holds.
         """
-        if not rows:
+        if not rows:  # guard: step-without-rows
             log.warning("nothing to learn from: the policy stays as it is version=%d", version)
             return {
                 "update_skipped": 1,

@@ -47,7 +47,7 @@ def apply_group_accepted(body: GroupAccepted, state: State, entry: Entry) -> Non
         "signal" if signal else "flat", body.submission, body.index, body.digest, body.rewards, body.tokens
     )
     state.influence += influence(body.rewards, body.tokens)
-    if signal:
+    if signal:  # guard: signal-fills-batches
         stream.pool.append((body.version, body.slot))
         stream.forget_flat()
     else:

@@ -64,7 +64,7 @@ def apply_lease_lapsed(body: LeaseLapsed, state: State, entry: Entry) -> None:
     lease = state.leases[body.lease]
     lease.status = "stale" if body.cause == "stale" else "lapsed"
     state.close(lease)
-    if body.cause in ("deadline", "returned", "held"):
+    if body.cause in ("deadline", "returned", "held"):  # guard: quarantine-is-no-lapse
         _book_drop(state, lease, entry.time)
     elif body.cause == "stale":
         state.members[lease.worker].stale += 1
@@ -75,7 +75,7 @@ def _book_drop(state: State, lease: LeaseRecord, now: float) -> None:
     """Leases that end at the same moment are one drop: a node that stops, or a coordinator that was down."""
     member = state.members[lease.worker]
     member.lapsed += 1
-    member.dropped += member.dropped == 0 or member.dropped_at != now
+    member.dropped += member.dropped == 0 or member.dropped_at != now  # guard: one-moment-one-drop
     member.dropped_at = now
     for number in lease.blocks:
         block = state.stream_of(lease).versions[lease.version].blocks[number]

@@ -52,7 +52,7 @@ def apply_node_joined(body: NodeJoined, state: State, entry: Entry) -> None:
     if body.key in state.members:
         member = state.members[body.key]
         if facts[2:] != (member.implementation, member.dtype, member.device):
-            member.valid_blocks = 0  # another engine has to prove itself first
+            member.valid_blocks = 0  # another engine has to prove itself first  # guard: new-engine-is-unproven
         member.role, member.name, member.implementation, member.dtype, member.device = facts
     else:
         state.members[body.key] = Member(body.key, *facts)
@@ -78,7 +78,7 @@ def apply_validator_fault(body: ValidatorFault, state: State, entry: Entry) -> N
     member = state.members[body.validator]
     member.failures += 1
     member.last_reason = body.cause
-    if member.failures >= state.law.validator_faults:
+    if member.failures >= state.law.validator_faults:  # guard: suspension
         member.standing = "suspended"
 
 

@@ -69,7 +69,7 @@ def apply_forfeited(body: Forfeited, state: State, entry: Entry) -> None:
 def apply_slash(body: Slash, state: State, entry: Entry) -> None:
     member = state.members[body.node]
     member.escrow.clear()
-    member.valid_blocks = 0
+    member.valid_blocks = 0  # guard: slash-ends-trust
     burn(state, member, body.tokens)
 
 

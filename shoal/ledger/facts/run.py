@@ -98,7 +98,7 @@ def apply_run_created(body: RunCreated, state: State, entry: Entry) -> None:
 def apply_rules_changed(body: RulesChanged, state: State, entry: Entry) -> None:
     if body.phase:
         state.phase, state.pause_cause = body.phase, body.cause
-    if body.phase == "running":
+    if body.phase == "running":  # guard: resume-counts-anew
         for stream in state.streams.values():
             stream.forget_flat()
     if body.admitted_validator:

@@ -54,10 +54,10 @@ def apply_submission_received(body: SubmissionReceived, state: State, entry: Ent
     if lease.status == "open":
         state.close(lease)
     lease.status, lease.submission = "submitted", body.digest
-    state.members[lease.worker].dropped = 0
+    state.members[lease.worker].dropped = 0  # guard: submitting-ends-the-wait
     for number in lease.blocks:
         block = stream.versions[lease.version].blocks[number]
-        block.status, block.dropped_by = "submitted", ""
+        block.status, block.dropped_by = "submitted", ""  # guard: submitted-is-not-withheld
     stream.take(lease.version, lease.blocks)
     state.submissions[body.digest] = SubmissionRecord(
         body.lease, body.digest, entry.seq, entry.hash, entry.time, body.groups, judged_at=entry.time

@@ -75,9 +75,9 @@ def _count_missed_turns(state: State, submission: SubmissionRecord, judge: str, 
     nothing new about it."""
     passed = submission.ahead_of(judge, state.silent())
     for place, member in enumerate(state.members[key] for key in passed):
-        if state.law.turn_begins(submission.judged_at, place) >= member.heard:
-            member.missed, member.heard = member.missed + 1, now
-    state.members[judge].missed, state.members[judge].heard = 0, now
+        if state.law.turn_begins(submission.judged_at, place) >= member.heard:  # guard: missed-once
+            member.missed, member.heard = member.missed + 1, now  # guard: missed-turn
+    state.members[judge].missed, state.members[judge].heard = 0, now  # guard: verdict-ends-silence, verdict-is-heard
 
 
 def evidence_after(state: State, validator: str, member: Member, groups: tuple[GroupVerdict, ...]) -> Evidence:
@@ -85,7 +85,7 @@ def evidence_after(state: State, validator: str, member: Member, groups: tuple[G
     evidence = member.evidence.get(validator, Evidence())
     noise = state.rules.bounds.get(f"{state.rules.dtype}/{state.members[validator].dtype}")
     for group in groups:
-        if noise is not None and group.audited and group.outcome == "accept":
+        if noise is not None and group.audited and group.outcome == "accept":  # guard: audited-is-evidence
             evidence = update(evidence, Figures(group.tokens, group.flipped, group.gap_sum), noise)
     return evidence
 
@@ -105,8 +105,8 @@ def apply_decision(body: Decision, state: State, entry: Entry) -> None:
         member.refused += groups
         member.reasons[check] = member.reasons.get(check, 0) + groups
         state.refused[check] = state.refused.get(check, 0) + groups
-    if set(body.refused) - set(body.disputed):
-        member.valid_blocks, member.failures = 0, member.failures + 1
+    if set(body.refused) - set(body.disputed):  # guard: dispute-keeps-trust
+        member.valid_blocks, member.failures = 0, member.failures + 1  # guard: refusal-ends-trust
     else:
         member.valid_blocks += len(body.accepted)
         if member.standing == "new" and body.accepted:

@@ -45,7 +45,7 @@ def checked_entry(state: State, data: bytes, stored_hash: str) -> Entry:
 
 def follows(stored: Stored, stored_hash: str, seq: int, head: str) -> None:
     """An event must have its stored hash and follow the event with this number and hash. Raises `StateError`."""
-    if stored.seq != seq + 1 or stored.prev != head or stored.hash != stored_hash:
+    if stored.seq != seq + 1 or stored.prev != head or stored.hash != stored_hash:  # guard: event-hash, event-prev
         raise StateError(
             f"the log is broken at event {seq + 1}: it does not follow the event before by number and hash. "
             "It was edited or damaged; restore it from a copy"
@@ -174,12 +174,12 @@ class Book:
     def _recover(self, queue: "list[_Waiting]") -> None:
         """After a bug that may have changed half of the state: build it again, then handle who still waits."""
         try:
-            self.state = self._replay()
+            self.state = self._replay()  # guard: bug-replays
         except StateError as error:
             for waiting in queue:
                 _settle(waiting, error)
             raise
-        self._queue = queue + self._queue
+        self._queue = queue + self._queue  # guard: bug-keeps-the-queue
         self._commit_queue()
 
     def _handle(self, command: Command, now: float) -> list[Entry]:
@@ -205,7 +205,7 @@ class Book:
         try:
             self.store.append(entries)
         except StateError:
-            self.state = self._replay()
+            self.state = self._replay()  # guard: memory-behind-disk
             raise
         self._heads.update(entry.hash[:_HEAD_DIGITS].encode() for entry in entries)
         for kind in {type(entry.body) for entry in entries}:

@@ -38,13 +38,13 @@ def redecide(entries: Sequence[Entry], links: Mapping[int, LinkRevealed]) -> lis
             untold -= 1
         elif expected:
             due = expected.pop(0)
-            if not fits(entry.body, due):
+            if not fits(entry.body, due):  # guard: event-fits
                 findings.append(f"{_name(entry)} is not what the rules give here: {_difference(entry.body, due)}")
                 expected = []
         apply(state, entry)
         if not expected and not untold:
             expected = follow(state)
-    if expected or untold:
+    if expected or untold:  # guard: log-cut-short
         due_next = kind_of(expected[0]) if expected else "audit_drawn"
         findings.append(f"the log ends in the middle of what its last event led to: due is {due_next}")
     return findings
@@ -56,13 +56,13 @@ def _due(here: Here, findings: list[str]) -> tuple[list[Body], int]:
     try:
         cause = cause_of(entry.body, here)
         if cause is None:
-            findings.append(f"{_name(entry)} follows from nothing before it")
+            findings.append(f"{_name(entry)} follows from nothing before it")  # guard: event-has-a-cause
             return [], 0
         if cause.command is None:
             return [], cause.length
         events = decide(cause.command, here.state)
     except (Refused, Wait) as refusal:
-        findings.append(f"{_name(entry)} is against the rules: {refusal}")
+        findings.append(f"{_name(entry)} is against the rules: {refusal}")  # guard: event-against-rules
     except FAULTS as fault:
         findings.append(f"{_name(entry)} is nothing that the rules know how to take ({type(fault).__name__})")
     else:

@@ -36,7 +36,7 @@ class Store:
         sqlite = url.startswith("sqlite")
         self._engine = sa.create_engine(url, connect_args={"timeout": 5.0} if sqlite else {})
         self._name = (self._engine.url.database if sqlite else None) or str(self._engine.url)
-        if read_only:
+        if read_only:  # guard: reader-makes-no-log
             return
         if sqlite:
             sa.event.listen(self._engine, "connect", _durable_sqlite)
@@ -70,6 +70,7 @@ class Store:
                 rows = connection.execution_options(yield_per=READ_ROWS).execute(query.limit(limit) if limit else query)
                 for row in rows:
                     data, stored_hash = row[0], row[1]
+                    # guard: damaged-row
                     if not isinstance(data, bytes | memoryview) or not isinstance(stored_hash, str):
                         raise self._unreadable("a row of it is not an event. Ask for the log elsewhere")
                     yield bytes(data), stored_hash

@@ -89,29 +89,30 @@ def verify(rows: Iterable[tuple[bytes, str]], receipts: Iterable[Receipt] = ()) 
         audit.see(entry)
     say = audit.findings.append
     for digest, count in audit.received.items():
-        if count != 1:
+        if count != 1:  # guard: received-once
             say(f"submission {digest[:12]} is in the log {count} times")
-        if audit.decided[digest] > 1:
+        if audit.decided[digest] > 1:  # guard: decided-once
             say(f"submission {digest[:12]} was decided {audit.decided[digest]} times")
     for digest in audit.decided.keys() - audit.received.keys():
         say(f"submission {digest[:12]} was decided but never received")
     for place in audit.paid.keys() | audit.accepted.keys():
-        if audit.paid[place] != 1 or audit.accepted[place] != 1:
+        if audit.paid[place] != 1 or audit.accepted[place] != 1:  # guard: paid-once
             say(f"group of version {place[0]} slot {place[1]}: accepted {audit.accepted[place]} times, "
                 f"paid {audit.paid[place]} times")  # fmt: skip
     for place, count in audit.used.items():
-        if count != 1 or place not in audit.accepted:
+        if count != 1 or place not in audit.accepted:  # guard: used-once
             say(f"group of version {place[0]} slot {place[1]}: used {count} times, accepted {audit.accepted[place]}")
     balances = sum(node.credits for node in audit.state.members.values())
     burned = audit.state.burned
-    if not balances + burned == audit.state.issued == audit.tokens:
+    if not balances + burned == audit.state.issued == audit.tokens:  # guard: books-balance
         say(f"balances sum to {balances} and {burned} are burned, issued are {audit.state.issued}, credit events sum "
             f"to {audit.tokens}")  # fmt: skip
     for node in audit.state.members.values():
+        # guard: no-debts
         if min(node.credits, node.vested, *node.escrow) < 0 or node.credits != node.vested + sum(node.escrow):
             say(f"node {node.key[:12]} has {node.credits} credits, but {node.vested} vested and {sum(node.escrow)} not")
     _check_links(audit)
-    audit.findings += redecide(audit.entries, audit.links)
+    audit.findings += redecide(audit.entries, audit.links)  # guard: decided-by-the-rules
     check_receipts(audit, receipts)
     return audit
 
@@ -131,6 +132,7 @@ def _check_links(audit: Audit) -> None:
     for version, revealed in sorted(audit.links.items()):
         links = revealed.link, revealed.audit_link
         chains = zip((SLOT_CHAIN, AUDIT_CHAIN), links, ends, strict=True)
+        # guard: link-leads-back
         if not all(_leads_back(purpose, link, end, version + 1) for purpose, link, end in chains):
             audit.findings.append(f"the link revealed for version {version} does not lead to the published end")
             del audit.links[version]
@@ -152,6 +154,7 @@ def check_receipts(audit: Audit, receipts: Iterable[Receipt], whose: str = "") -
     ours = [receipt for receipt in receipts if receipt.run == audit.state.run]
     for receipt in ours:
         submission = audit.state.submissions.get(receipt.digest)
+        # guard: receipt-is-in-the-log, receipt-head
         if submission is not None and (submission.seq, submission.head) == (receipt.seq, receipt.head):
             continue
         what = f"the receipt of submission {receipt.digest[:12]}" + (f" in {whose}" if whose else "")

@@ -27,7 +27,7 @@ def next_members(state: State, stream: StreamRecord) -> list[tuple[int, int]]:
     taken, most = Counter[str](), groups_a_worker(state.rules)
     for place in usable(state, stream):
         maker = state.maker_of(stream, place)
-        if taken[maker] < most and len(members) < state.rules.batch_groups:
+        if taken[maker] < most and len(members) < state.rules.batch_groups:  # guard: share-of-the-next-batch
             taken[maker] += 1
             members.append(place)
     return members

@@ -29,28 +29,29 @@ def decide_ask_lease(command: AskLease, state: State) -> list[Body]:
     """A lease for a worker, or nothing if it has one that it does not know of. Raises `Wait`."""
     member, stream = member_as(state, command.key, "worker"), state.main
     mine = state.open_leases_of(command.key)
-    if state.phase != "ended" and any(lease.id not in command.holding for lease in mine):
+    if state.phase != "ended" and any(lease.id not in command.holding for lease in mine):  # guard: draining-finishes
         return []  # also if nothing new is leased: a draining run ends when what is leased is finished
     _wait_until_running(state, stream)
-    if member.standing == "quarantined":
+    if member.standing == "quarantined":  # guard: quarantined-gets-no-work
         raise Wait(
             f"quarantined after a refused submission ({member.last_reason})", max(1.0, member.until - command.now)
         )
     others = _others(state, member)
+    # guard: open-leases, newcomer-holds-one-lease
     if len(mine) >= (MAX_OPEN_LEASES if member.accepted or not any(other.accepted for other in others) else 1):
         raise Wait(f"you hold {len(mine)} leases, which is your limit at a time", 1.0)
-    _wait_after_lapses(state, member, command.now)
+    _wait_after_lapses(state, member, command.now)  # guard: lapsed-waits
     if stream.version < 0:
         raise Wait("the trainer has not published the first version yet", 1.0)
     room = groups_wanted(state, stream)
     if room <= 0:
         raise Wait(f"enough groups are in flight for version {stream.version}", 1.0)
     share = groups_a_worker(state.rules) * _open_batches(state, stream)
-    room = min(room, share - _supply(state, stream)[command.key])
+    room = min(room, share - _supply(state, stream)[command.key])  # guard: full-share-waits
     if room <= 0:
         raise Wait(f"your share of the coming batches is full: {share} groups (verify.worker_share)", 1.0)
     free = [place for place in stream.free if not _is_withheld(state, stream, place, member, others, command.now)]
-    if stream.free and not free:
+    if stream.free and not free:  # guard: withheld
         raise Wait("the free blocks were dropped and are withheld for other workers for a while", 1.0)
     version, blocks = _blocks_to_lease(state, stream, member, command.tokens_per_s, room, free)
     deadline = command.now + state.rules.lease_s * len(blocks)
@@ -61,6 +62,7 @@ def decide_return_leases(command: ReturnLeases, state: State) -> list[Body]:
     member = member_as(state, command.key, "worker")
     mine = {lease.id: lease for lease in state.open_leases_of(member.key)}
     back = [mine[name] for name in dict.fromkeys(command.leases) if name in mine]
+    # guard: returns-count-as-lapses
     return [*(LeaseLapsed(lease.id, "returned") for lease in back), *lapse_costs(state, back)]
 
 
@@ -68,7 +70,7 @@ def lapse_late(state: State, now: float) -> list[Body]:
     """Leases past their deadlines, and what that costs."""
     reached = (state.leases[name] for name in state.due_by(now, "lease"))
     late = [lease for lease in reached if lease.deadline < now]
-    return [*(LeaseLapsed(lease.id, "deadline") for lease in late), *lapse_costs(state, late)]
+    return [*(LeaseLapsed(lease.id, "deadline") for lease in late), *lapse_costs(state, late)]  # guard: lapses-cost
 
 
 def close_stale(state: State) -> list[Body]:
@@ -77,10 +79,11 @@ def close_stale(state: State) -> list[Body]:
     It costs nothing up to the run's own share of such leases and a margin, because versions come while a worker sleeps or
     is slow. A worker that holds leases until they are stale more often than that is treated as one that lets them lapse.
     """
-    if state.law.version < 1:
+    if state.law.version < 1:  # guard: old-logs-keep-stale-leases
         return []
     ended, stale = state.phase == "ended", list[LeaseRecord]()
     for lease in map(state.leases.__getitem__, state.open_leases):
+        # guard: stale-is-closed
         if ended or lease.version < state.stream_of(lease).version - state.rules.max_staleness:
             stale.append(lease)
     held = [] if ended else _beyond_the_runs_share(state, stale)
@@ -99,6 +102,7 @@ def _beyond_the_runs_share(state: State, stale: list[LeaseRecord]) -> list[Lease
     free, held = Counter[str](), []
     for lease in stale:
         member = state.members[lease.worker]
+        # guard: habit-of-stale-leases, as-late-as-the-run
         if member.stale + free[member.key] + 1 > 1 + (run_share + state.law.stale_margin) * member.leases:
             held.append(lease)
         else:
@@ -148,6 +152,7 @@ def _others(state: State, member: Member) -> list[Member]:
 def _workers(state: State) -> list[Member]:
     """Workers that may get leases."""
     workers = (other for other in state.members.values() if other.role == "worker")
+    # guard: withheld-for-the-active
     return [other for other in workers if other.standing not in ("kicked", "quarantined")]
 
 
@@ -169,10 +174,11 @@ def _is_withheld(
     """For `lease_s` after a drop, a block is withheld from the worker that dropped it (if there are others) and from
     unproven workers (if there are proven ones). The limit is a time because nobody knows which of them still exist."""
     block = stream.versions[place[0]].blocks[place[1]]
-    if not block.dropped_by or now >= block.dropped_at + state.rules.lease_s:
+    if not block.dropped_by or now >= block.dropped_at + state.rules.lease_s:  # guard: withheld-for-a-while
         return False
     if block.dropped_by == member.key:
-        return bool(others)
+        return bool(others)  # guard: dropper-waits
+    # guard: dropper-is-no-heir, unproven-waits
     return not member.accepted and any(other.accepted and other.key != block.dropped_by for other in others)
 
 
@@ -180,9 +186,10 @@ def _blocks_to_lease(
     state: State, stream: StreamRecord, member: Member, tokens_per_s: float, room: int, free: list[tuple[int, int]]
 ) -> tuple[int, list[int]]:
     """Blocks of one version, as many as the worker's speed allows: free ones first, then new ones."""
-    most = 1 if member.standing == "new" else _blocks_for_speed(state, tokens_per_s)
+    most = 1 if member.standing == "new" else _blocks_for_speed(state, tokens_per_s)  # guard: newcomer-gets-one-block
     workers = max(1, _num_good_workers(state))
     fit = most_lease_blocks(state.rules, state.sampling, state.envs)
+    # guard: room-for-others, lease-fits-messages
     most = max(1, min(most, room // state.rules.block_groups // workers, fit))
     if free:
         version = free[0][0]
@@ -196,11 +203,12 @@ def _blocks_for_speed(state: State, tokens_per_s: float) -> int:
         return 1
     tokens_per_block = state.block_tokens / state.accepted_groups * state.rules.block_groups
     in_time = tokens_per_s * state.law.lease_target_s / max(1.0, tokens_per_block)
-    return int(max(1.0, min(MAX_LEASE_BLOCKS, in_time)))
+    return int(max(1.0, min(MAX_LEASE_BLOCKS, in_time)))  # guard: claimed-speed
 
 
 def groups_a_worker(rules: Rules) -> int:
     """Groups of a batch that one worker may fill, at most."""
+    # guard: share-of-a-batch
     return max(1, int(rules.worker_share * rules.batch_groups + 1e-9))  # 0.29 * 100 is a little below 29
 
 
@@ -216,6 +224,7 @@ def groups_wanted(state: State, stream: StreamRecord) -> int:
     """Groups that may still be leased: accepted and in flight stay below (max_staleness + 1) batches."""
     batches, each = _open_batches(state, stream), groups_a_worker(state.rules)
     # What a worker holds beyond its share will fill no batch; counting it would keep the others from work for ever.
+    # guard: surplus-is-not-counted
     supply = sum(min(groups, each * batches) for groups in _supply(state, stream).values())
     return batches * state.rules.batch_groups - supply
 
@@ -261,6 +270,7 @@ def cause_of_lease_granted(body: LeaseGranted, here: Here) -> Cause:
 
 def fits_lease_granted(body: LeaseGranted, due: Body) -> bool:
     """A slower worker gets fewer of the same blocks, and less time."""
+    # guard: deadline-length
     if not isinstance(due, LeaseGranted) or not body.blocks or body.deadline > due.deadline + 1e-6:
         return False
     granted = (body.lease, body.worker, body.stream, body.version, body.blocks)

@@ -15,19 +15,19 @@ from shoal.protocol.types import Join
 
 def decide_enter(command: Enter, state: State) -> list[Body]:
     join, member = command.join, state.members.get(command.key)
-    if join.role == "validator" and command.key not in state.validators:
+    if join.role == "validator" and command.key not in state.validators:  # guard: admitted-validators
         raise Refused("not_admitted", f"validator {command.key[:12]} is not admitted: ask the host to run "
                       f"`shoal admin admit RUN {command.key}`")  # fmt: skip
     if join.role == "trainer" and command.key != state.trainer_key:
         raise Refused("not_admitted", f"{command.key[:12]} is not the trainer key of this run")
-    if member and member.standing == "kicked":
+    if member and member.standing == "kicked":  # guard: kicked-does-not-join
         raise Refused("kicked", f"the host removed {member.name} ({command.key[:12]}) from this run")
-    if member and member.role != join.role:
+    if member and member.role != join.role:  # guard: one-role-a-key
         raise Refused("conflict", f"{command.key[:12]} joined as a {member.role}: for another role use another key")
     facts = (join.role, join.name, join.implementation, join.dtype, join.device)
     if member and facts == (member.role, member.name, member.implementation, member.dtype, member.device):
         return []
-    if join.role == "worker" and join.dtype != state.rules.dtype:
+    if join.role == "worker" and join.dtype != state.rules.dtype:  # guard: worker-dtype
         raise Refused("wrong_dtype", f"this run samples in {state.rules.dtype}, the worker offers {join.dtype}")
     return [NodeJoined(command.key, *facts)]
 
@@ -37,9 +37,9 @@ def member_as(state: State, key: str, role: str) -> Member:
     member = state.members.get(key)
     if member is None or member.role != role:
         raise Refused("not_joined", f"{key[:12]} has not joined as a {role}: POST /v1/nodes first")
-    if member.standing == "kicked":
+    if member.standing == "kicked":  # guard: kicked-is-refused
         raise Refused("kicked", f"the host removed {member.name} ({key[:12]}) from this run")
-    if member.standing == "suspended":
+    if member.standing == "suspended":  # guard: suspended-is-refused
         raise Refused("kicked", f"validator {member.name} ({key[:12]}) was at fault {member.failures} times and is "
                       "suspended: ask the host to look into it")  # fmt: skip
     return member
@@ -50,8 +50,8 @@ def quarantine(state: State, worker: str, submission: SubmissionRecord, cause: s
     first_s = float(state.config.get("verify", {}).get("quarantine_s", 30.0))
     until = now + state.law.quarantine_s(state.members[worker].failures + 1, first_s)
     for held in state.open_leases_of(worker):
-        yield LeaseLapsed(held.id, "quarantine")
-    if state.members[worker].standing in ("kicked", "suspended"):
+        yield LeaseLapsed(held.id, "quarantine")  # guard: quarantine-takes-leases
+    if state.members[worker].standing in ("kicked", "suspended"):  # guard: kicked-stays-out
         return  # the end of a quarantine would bring it back
     yield NodeQuarantined(worker, until, cause, submission.digest)
 

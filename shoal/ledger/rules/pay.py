@@ -13,14 +13,15 @@ from shoal.protocol.types import Rules
 
 def paid_tokens(tokens: int, rules: Rules) -> int:
     """Of a group's policy tokens, those that are paid: text beyond the run's cap earns nothing."""
-    return min(tokens, rules.paid_tokens * rules.group_size) if rules.paid_tokens else tokens
+    return min(tokens, rules.paid_tokens * rules.group_size) if rules.paid_tokens else tokens  # guard: paid-length
 
 
 def vest(state: State, member: Member, escrow: Sequence[int]) -> Iterator[Body]:
     """Pay older than the vesting window is the worker's for good. `escrow` includes what is paid in the same moment."""
+    # guard: no-vesting-during-recheck
     if any(state.lease_of(state.submissions[name]).worker == member.key for name in state.rechecks):
         return  # a slash may follow, for pay that is older than the window
-    due = len(escrow) - state.law.vesting_blocks * state.rules.block_groups
+    due = len(escrow) - state.law.vesting_blocks * state.rules.block_groups  # guard: vesting-window
     if due > 0:
         yield Vested(member.key, due, sum(escrow[:due]))
 
@@ -34,7 +35,7 @@ def vest_rest(state: State) -> list[Body]:
 
 def refusal_costs(state: State, member: Member, lease: LeaseRecord, escrow: Sequence[int]) -> Iterator[Body]:
     """A refusal without a slash costs the newest pay that has not vested."""
-    groups = min(len(escrow), state.law.refused_blocks * state.rules.block_groups)
+    groups = min(len(escrow), state.law.refused_blocks * state.rules.block_groups)  # guard: refusal-costs-no-more
     if groups:
         yield Forfeited(member.key, lease.id, groups, sum(escrow[-groups:]), "refused")
 
@@ -47,7 +48,7 @@ def lapse_costs(state: State, late: Sequence[LeaseRecord]) -> Iterator[Body]:
         unpaid[member.key] += 1
         groups = min(len(escrow), len(lease.blocks) * state.rules.block_groups)
         lapses = member.lapsed - member.paid_lapses + unpaid[member.key]
-        if groups and lapses > 1 + state.law.free_lapses * member.leases:
+        if groups and lapses > 1 + state.law.free_lapses * member.leases:  # guard: free-lapses
             unpaid[member.key] -= 1
             yield Forfeited(member.key, lease.id, groups, sum(escrow[-groups:]), "lapsed")
             del escrow[-groups:]

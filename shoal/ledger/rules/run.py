@@ -36,6 +36,7 @@ def decide_admin(command: Admin, state: State) -> list[Body]:
         return [] if key in state.validators else [RulesChanged(admitted_validator=key)]
     if action == "kick":
         named = [k for k, member in state.members.items() if key and (k.startswith(key) or member.name == key)]
+        # guard: full-key-is-no-name
         matches = [key] if key in state.members else named  # a name that is another's key does not shield it
         if len(matches) != 1:
             raise Refused("unknown", f"{len(matches)} nodes match {key!r}: give a name or the start of one key")
@@ -82,6 +83,7 @@ def follow(state: State) -> list[Body]:
 def _pause_without_signal(state: State) -> list[Body]:
     """After many groups in a row that teach nothing, no more are paid for until the host has looked."""
     limit = state.rules.max_flat_groups
+    # guard: pause-without-signal
     if state.phase != "running" or not limit or all(stream.flat < limit for stream in state.streams.values()):
         return []
     return [RulesChanged(phase="paused", cause="no signal")]

@@ -14,7 +14,7 @@ def decide_submit(command: Submit, state: State) -> list[Body]:
     if lease.submission:
         return []
     slots = state.slots_of(lease)
-    if len(command.groups) != len(slots):
+    if len(command.groups) != len(slots):  # guard: groups-of-the-lease
         raise Refused("malformed", f"lease {lease.id} has {len(slots)} slots, the submission {len(command.groups)}")
     received = SubmissionReceived(command.lease, command.key, command.digest, command.size_bytes, command.groups)
     rate = state.law.audit_rate(state.members[command.key].valid_blocks, state.rules.audit_rate)
@@ -32,11 +32,11 @@ def lease_to_fill(state: State, key: str, lease_id: str, digest: str) -> LeaseRe
     """
     member_as(state, key, "worker")
     lease = state.leases.get(lease_id)
-    if lease is None or lease.worker != key:
+    if lease is None or lease.worker != key:  # guard: own-lease
         raise Refused("not_yours", f"lease {lease_id} is not one of yours")
-    if lease.submission and lease.submission != digest:
+    if lease.submission and lease.submission != digest:  # guard: lease-filled-once
         raise Refused("conflict", f"lease {lease.id} was filled by submission {lease.submission[:12]} already")
-    if not lease.submission and digest in state.submissions:
+    if not lease.submission and digest in state.submissions:  # guard: body-fills-one-lease
         raise Refused("conflict", f"submission {digest[:12]} was sent for another lease already")
     if not lease.submission:
         _refuse_superseded(state, lease)
@@ -46,12 +46,13 @@ def lease_to_fill(state: State, key: str, lease_id: str, digest: str) -> LeaseRe
 def _refuse_superseded(state: State, lease: LeaseRecord) -> None:
     """A late submission is taken if nobody else was given its blocks and it can still be learned from."""
     stream = state.stream_of(lease)
-    if state.phase == "ended":
+    if state.phase == "ended":  # guard: nothing-after-the-end
         raise Refused("superseded", "the run has ended: nothing more is learned from rollouts")
-    if stream.version - lease.version > state.rules.max_staleness:
+    if stream.version - lease.version > state.rules.max_staleness:  # guard: too-old
         raise Refused("superseded", f"lease {lease.id} is for version {lease.version}, too old now: the latest is "
                       f"{stream.version} and max_staleness is {state.rules.max_staleness}")  # fmt: skip
     blocks = stream.versions[lease.version].blocks
+    # guard: leased-again
     if any(blocks[i].lease != lease.id or blocks[i].status not in ("leased", "free") for i in lease.blocks):
         raise Refused("superseded", f"lease {lease.id} lapsed and its blocks were leased again")
 

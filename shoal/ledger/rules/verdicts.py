@@ -35,11 +35,12 @@ def decide_judge(command: Judge, state: State) -> list[Body]:
     submission = state.submissions.get(command.verdict.submission)
     if submission is None:
         raise Refused("unknown", f"no submission {command.verdict.submission[:12]}")
+    # guard: one-verdict-a-validator, decided-is-decided
     if command.key in submission.verdicts or not is_open(state, submission):
         return []
     lease = state.lease_of(submission)
     refuse_malformed(state, lease, submission, command.verdict.groups)
-    if not _may_judge(state, submission, state.silent(), command.key, command.now):
+    if not _may_judge(state, submission, state.silent(), command.key, command.now):  # guard: judge-in-turn
         order = [key[:12] for key in submission.ahead_of(command.key, state.silent())]
         raise Refused("not_your_turn", f"submission {submission.digest[:12]} is for {', '.join(order)} first: ask "
                       "GET /v1/checks for one of yours")  # fmt: skip
@@ -52,21 +53,22 @@ def decide_judge(command: Judge, state: State) -> list[Body]:
     idle = _idle(submission, command)
     for validator in sorted(idle):
         cause = "its projection is not of this submission's activations: it judged without doing the work"
-        events.append(ValidatorFault(validator, submission.digest, cause))
+        events.append(ValidatorFault(validator, submission.digest, cause))  # guard: idle-is-named
     more = _more(state, verdicts)
-    worked = {key: groups for key, groups in verdicts.items() if key not in idle}
+    worked = {key: groups for key, groups in verdicts.items() if key not in idle}  # guard: idle-verdict-is-void
     weighed = weigh(worked, lease.blocks, state.rules.block_groups, more)
-    if command.differs_from and more:
+    if command.differs_from and more:  # guard: third-tells-who-is-idle
         weighed = None  # one of two did not do the work; a third will tell which
     if submission.decided:
         return [*events, *_end_recheck(state, submission, lease, weighed, command.now)]
-    if _is_noisy(state, state.members[lease.worker], command):
+    if _is_noisy(state, state.members[lease.worker], command):  # guard: noise-over-time
         weighed = Weighed({}, lease.blocks, (), slash=False, outvoted=())
         why = "sampling: more noise over time than honest arithmetic makes"
         events += quarantine(state, lease.worker, submission, why, command.now)
     elif len(verdicts) == 1:
         events += _first_failure(state, lease, submission, command)
     if weighed is not None:
+        # guard: recheck
         recheck = command.recheck < state.law.recheck_rate and len(verdicts) == 1 and more and not weighed.refused
         events += _decide(state, submission, lease, weighed, recheck)
     return events
@@ -82,6 +84,7 @@ def end_overdue(state: State, now: float) -> Iterator[Body]:
     """Ends one dispute or recheck that found no further verdict in time, softly. Once the run has ended, it waits less."""
     law = state.law
     limit_s = law.dispute_s if state.phase != "ended" else law.most_verdicts * law.turn_s
+    # guard: time-for-a-second-verdict
     for name in state.due_by(now - limit_s, "judged")[:1]:  # the next one is decided on the state that this one leaves
         submission = state.submissions[name]
         if submission.decided:
@@ -91,7 +94,8 @@ def end_overdue(state: State, now: float) -> Iterator[Body]:
         weighed = weigh(submission.verdicts, lease.blocks, state.rules.block_groups, more=False)
         assert weighed is not None, "without more verdicts every submission ends"
         two_judged = len(submission.verdicts) > 1 and not submission.differs
-        disputed = weighed.disputed if two_judged else weighed.refused
+        disputed = weighed.disputed if two_judged else weighed.refused  # guard: lone-refusal-is-no-fault
+        # guard: overdue-is-no-slash
         yield from _decide(state, submission, lease, weighed._replace(slash=False, disputed=disputed))
 
 
@@ -99,13 +103,13 @@ def refuse_malformed(
     state: State, lease: LeaseRecord, submission: SubmissionRecord, groups: tuple[GroupVerdict, ...]
 ) -> None:
     """A verdict names every slot once, in order, and has audited exactly what was drawn. Raises `Refused`."""
-    if tuple(group.slot for group in groups) != tuple(state.slots_of(lease)):
+    if tuple(group.slot for group in groups) != tuple(state.slots_of(lease)):  # guard: slots-in-order
         raise Refused("malformed", "a verdict names every slot of the lease once, in order")
     for group in groups:
         said = group.check + group.detail
-        if group.check not in (("",) if group.outcome == "accept" else CHECKS):
+        if group.check not in (("",) if group.outcome == "accept" else CHECKS):  # guard: refusal-names-a-check
             raise Refused("malformed", f"slot {group.slot}: a refusal names one of the run's checks")
-        if len(said) > MAX_REASON_CHARS or not said.isprintable():
+        if len(said) > MAX_REASON_CHARS or not said.isprintable():  # guard: reason-length, reason-prints
             raise Refused(
                 "malformed", f"slot {group.slot}: a reason is one line of at most {MAX_REASON_CHARS} characters"
             )
@@ -116,9 +120,10 @@ def refuse_malformed(
             continue
         _refuse_impossible(state, group)
         weight = influence(group.rewards, group.tokens)
+        # guard: influence-is-audited
         due = group.slot in submission.audited or must_audit(draw, submission.rate, weight, submission.mean_influence)
         # Neither less nor more: projections are compared only if both validators looked at the same groups.
-        if due != group.audited:
+        if due != group.audited:  # guard: drawn-is-audited
             but = "was drawn for audit but not audited" if due else "was audited but not drawn for it"
             raise Refused("malformed", f"slot {group.slot} {but}")
 
@@ -126,12 +131,14 @@ def refuse_malformed(
 def _refuse_impossible(state: State, group: GroupVerdict) -> None:
     """An accepted group's rewards and figures are such as some group can have. Raises `Refused`."""
     rules = state.rules
+    # guard: one-reward-a-rollout, reward-size, reward-is-a-number
     if len(group.rewards) != rules.group_size or not all(abs(r) <= MAX_REWARD for r in group.rewards):
         raise Refused("malformed", f"slot {group.slot}: an accepted group has {rules.group_size} rewards of size "
                       f"{MAX_REWARD:g} at most")  # fmt: skip
     most = state.sampling.max_tokens * rules.group_size
-    if not 0 <= group.tokens <= most:
+    if not 0 <= group.tokens <= most:  # guard: group-tokens
         raise Refused("malformed", f"slot {group.slot}: a group has 0 to {most} policy tokens")
+    # guard: flips-within-tokens, gap-sum-is-a-number
     if not 0 <= group.flipped <= group.tokens or not 0.0 <= group.gap_sum <= 1e9:
         raise Refused("malformed", f"slot {group.slot}: figures of replayed sampling that no group has")
 
@@ -152,6 +159,7 @@ def _idle(submission: SubmissionRecord, command: Judge) -> set[str]:
         judge
         for judge in judges
         for one, other in combinations(sorted(judges - {judge}), 2)
+        # guard: accuser-alone, idle
         if {frozenset((judge, one)), frozenset((judge, other))} <= differ and frozenset((one, other)) not in differ
     }
 
@@ -164,12 +172,13 @@ def _is_noisy(state: State, member: Member, command: Judge) -> bool:
     found = {**member.evidence, command.key: evidence_after(state, command.key, member, command.verdict.groups)}
     judges = state.judges()
     alarmed = [key for key in judges if key in found and excessive(found[key])]
-    return command.key in alarmed and len(alarmed) >= min(2, len(judges))
+    return command.key in alarmed and len(alarmed) >= min(2, len(judges))  # guard: noise-needs-two
 
 
 def _may_judge(state: State, submission: SubmissionRecord, silent: set[str], key: str, now: float) -> bool:
     """Whether the turns of the validators ahead of this one have passed."""
     place = len(submission.ahead_of(key, silent))
+    # guard: no-second-turn
     return key not in submission.verdicts and now >= state.law.turn_begins(submission.judged_at, place)
 
 
@@ -183,6 +192,7 @@ def _first_failure(state: State, lease: LeaseRecord, submission: SubmissionRecor
     member = state.members[lease.worker]
     failed = [group for group in command.verdict.groups if group.outcome in ("soft", "hard")]
     hard = any(group.outcome == "hard" for group in failed)
+    # guard: hard-quarantines, soft-quarantines, soft-is-forgiven
     if hard or (failed and (member.failures + 1) % state.law.soft_failures == 0):
         yield from quarantine(state, member.key, submission, f"{failed[0].check}: {failed[0].detail}", command.now)
 
@@ -213,9 +223,10 @@ def _decide(
     if weighed.slash:
         yield Slash(member.key, submission.digest, sum(member.escrow) + sum(paid))
     elif blamed:
-        yield from refusal_costs(state, member, lease, [*member.escrow, *paid])
+        yield from refusal_costs(state, member, lease, [*member.escrow, *paid])  # guard: refusal-costs
     elif not recheck:
         yield from vest(state, member, [*member.escrow, *paid])
+    # guard: cleared-is-restored, blamed-stays, cleared-of-this-one
     if not blamed and member.standing == "quarantined" and member.quarantined_for == submission.digest:
         yield NodeRestored(member.key)
 
@@ -230,12 +241,12 @@ def _end_recheck(
     member = state.members[lease.worker]
     if weighed.slash:
         yield Rechecked(submission.digest, "forged")
-        yield Slash(member.key, submission.digest, sum(member.escrow))
+        yield Slash(member.key, submission.digest, sum(member.escrow))  # guard: recheck-slashes
         yield from quarantine(state, member.key, submission, "forged, as a second look found", now)
         return
     if set(weighed.refused) - set(weighed.disputed):
         yield Rechecked(submission.digest, "refused")
-        yield from refusal_costs(state, member, lease, member.escrow)
+        yield from refusal_costs(state, member, lease, member.escrow)  # guard: recheck-costs
         return
     disputed = weighed.refused or next(iter(submission.verdicts)) in weighed.outvoted
     yield Rechecked(submission.digest, "undecided" if disputed else "confirmed")

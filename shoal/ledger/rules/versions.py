@@ -19,7 +19,7 @@ def decide_publish(command: Publish, state: State) -> list[Body]:
     published = CheckpointPublished(command.version, command.root, command.manifest, stream.name)
     if command.version <= stream.version:
         known = stream.versions[command.version]
-        if known.root == command.root:  # signed again, or sent again
+        if known.root == command.root:  # signed again, or sent again  # guard: version-published-once
             return [] if known.manifest == command.manifest else [published]
         raise Refused("conflict", f"version {command.version} is published with another weights root: a version is "
                       "published once; load it instead of rebuilding it")  # fmt: skip
@@ -33,6 +33,7 @@ def decide_publish(command: Publish, state: State) -> list[Body]:
     unjudged = _unjudged(state, stream)
     for version, (link, audit_link) in sorted(command.links.items()):
         hidden = version == command.version or not stream.versions[version].revealed
+        # guard: secret-while-in-use, secret-while-unjudged
         if version <= retired and hidden and version not in unjudged:
             events.append(LinkRevealed(version, link, audit_link, stream.name))
     return events

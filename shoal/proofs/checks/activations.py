@@ -56,19 +56,19 @@ def judge(figures: Figures, bound: float) -> Failure | None:
     allowed_C = np.maximum(1, np.ceil(MISMATCHED * entries_C))
     error_C, room_C, mean = _errors(figures)
     most_C = bound * room_C
-    bad = np.flatnonzero((wrong_C > allowed_C) | (error_C > most_C))
+    bad = np.flatnonzero((wrong_C > allowed_C) | (error_C > most_C))  # guard: chunk-values, chunk-mean
     if bad.size:
         worst = int(bad[np.argmax(wrong_C[bad] / entries_C[bad])])
         hopeless = int(np.count_nonzero(wrong_C > np.maximum(allowed_C, WRONG_HALF * entries_C)))
-        mild = bool(bad.size == 1) or (hopeless < 2 and mean <= MILD * bound)
+        mild = bool(bad.size == 1) or (hopeless < 2 and mean <= MILD * bound)  # guard: one-bad-chunk-is-mild
         rollout, first = int(figures.rollout_C[worst]), int(figures.first_C[worst])
         if wrong_C[worst] > allowed_C[worst]:
             detail = f"values of 32 tokens that the proof gives another sign or size, bad chunks: {bad.size}"
             return Failure(rollout, first, int(wrong_C[worst]), float(allowed_C[worst]), detail, mild)
         detail = f"mean relative error of the proof's values for 32 tokens, bad chunks: {bad.size}"
         return Failure(rollout, first, float(error_C[worst]), float(most_C[worst]), detail, mild)
-    if mean > bound:
-        mild = mean <= MILD * bound
+    if mean > bound:  # guard: group-mean
+        mild = mean <= MILD * bound  # guard: near-the-bound-is-mild
         return Failure(-1, -1, mean, bound, "mean relative error of the proof's values", mild)
     return None
 

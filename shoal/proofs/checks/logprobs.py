@@ -30,13 +30,14 @@ def _failures(group: Group, ctx: Context) -> Iterator[Failure]:
     bound = ctx.bounds.logprob
     claimed_N = np.concatenate([rollout.logprobs_P() for rollout in group.rollouts]).astype(np.float64)
     off_N = np.abs(claimed_N - np.concatenate([score.logprobs_P for score in ctx.scores]))
-    if (off_N <= bound).all():  # rollouts are many and short: one look at all of them
+    if (off_N <= bound).all():  # rollouts are many and short: one look at all of them  # guard: look-at-nan-differences
         return
     ends = np.cumsum([len(score.logprobs_P) for score in ctx.scores])
     for index, (rollout, off_P) in enumerate(zip(group.rollouts, np.split(off_N, ends[:-1]), strict=True)):
         worst = int(np.argmax(off_P))
-        if not off_P[worst] <= bound:  # a difference that is not a number fails too
+        if not off_P[worst] <= bound:  # a difference that is not a number fails too  # guard: difference-is-a-number
             figure = float(np.nan_to_num(off_P[worst], nan=1e9, posinf=1e9))
             at = int(policy_positions(rollout)[worst])
             detail = "claimed log-prob is not the policy's, nats"
+            # guard: small-difference-is-mild
             yield Failure(index, at, figure, bound, detail, mild=figure <= MILD * bound)

@@ -40,22 +40,24 @@ def _failures(group: Group, ctx: Context) -> Iterator[Failure | None]:
     far = FAR * ctx.bounds.gap
     for index, (rollout, score) in enumerate(zip(group.rollouts, ctx.scores, strict=True)):
         gaps_P = score.gaps_P
+        # guard: look-at-nan-gaps
         if gaps_P.max() <= ctx.bounds.gap:  # nothing is flipped; what is not a number goes on
             continue
         positions_P = policy_positions(rollout)
         widest = int(np.argmax(gaps_P))
         # Written so that a gap that is not a number fails.
-        if not gaps_P[widest] <= far:
+        if not gaps_P[widest] <= far:  # guard: gap-size, gap-is-a-number
             figure = float(np.nan_to_num(gaps_P[widest], nan=1e9, posinf=1e9))
             detail = "token that its seed does not choose, nats"
+            # guard: small-gap-is-mild
             yield Failure(index, int(positions_P[widest]), figure, far, detail, mild=figure <= MILD * far)
         first = int(positions_P[np.argmax(gaps_P > ctx.bounds.gap)])
-        yield _too_many(index, first, pooled(gaps_P, ctx.bounds.gap), ctx)
+        yield _too_many(index, first, pooled(gaps_P, ctx.bounds.gap), ctx)  # guard: flips-of-a-rollout
     figures = figures_of(ctx)
     most = largest_sum(figures.tokens, ctx.bounds)
-    if figures.gap_sum > most:
+    if figures.gap_sum > most:  # guard: gap-sum
         yield Failure(-1, -1, figures.gap_sum, most, "sum of the group's small gaps, nats", mild=True)
-    yield _too_many(-1, -1, figures, ctx)
+    yield _too_many(-1, -1, figures, ctx)  # guard: flips-of-a-group
 
 
 def figures_of(ctx: Context) -> Figures:
@@ -67,5 +69,5 @@ def _too_many(rollout: int, position: int, figures: Figures, ctx: Context) -> Fa
     most = most_flipped(figures.tokens, ctx.bounds)
     if figures.flipped <= most:
         return None
-    mild = figures.flipped <= MILD * most
+    mild = figures.flipped <= MILD * most  # guard: few-flips-are-mild
     return Failure(rollout, position, figures.flipped, most, "tokens that their seeds do not choose", mild)

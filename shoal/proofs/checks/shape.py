@@ -34,18 +34,19 @@ def check(group: Group, ctx: Context) -> Failure | None:
 
 
 def _sizes(index: int, rollout: Rollout, ctx: Context) -> Failure | None:
-    if len(rollout.token_ids) % 4 or len(rollout.logprobs) % 4:
+    if len(rollout.token_ids) % 4 or len(rollout.logprobs) % 4:  # guard: whole-arrays
         return Failure(index, -1, 0, 0, "token ids or log-probs are not a whole number of 4-byte values")
     num_tokens = len(rollout.token_ids) // 4
     limit = min(ctx.sampling.max_tokens, MAX_ROLLOUT_TOKENS)
-    if num_tokens > limit:
+    if num_tokens > limit:  # guard: rollout-length
         return Failure(index, limit, num_tokens, limit, "more tokens than max_tokens")
     num_policy, num_logprobs = rollout.num_policy_tokens(), len(rollout.logprobs) // 4
+    # guard: author-of-each-token, author-is-one-of-two
     if not num_policy + rollout.author.count(ENVIRONMENT) == len(rollout.author) == num_tokens:
         return Failure(index, -1, len(rollout.author), num_tokens, "not one author, environment or policy, a token")
-    if not num_policy or rollout.author[0] == POLICY:
+    if not num_policy or rollout.author[0] == POLICY:  # guard: policy-does-not-open, policy-says-something
         return Failure(index, 0, 0, 1, "a rollout opens with the environment's text and holds a turn of the policy")
-    if num_logprobs != num_policy:
+    if num_logprobs != num_policy:  # guard: logprob-of-each-token
         return Failure(index, -1, num_logprobs, num_policy, "not one log-prob for each policy token")
     return None
 
@@ -60,7 +61,7 @@ def _values(rollouts: tuple[Rollout, ...], ctx: Context) -> Failure | None:
 
     tokens_N: NDArray[np.int32] = np.frombuffer(b"".join(rollout.token_ids for rollout in rollouts), dtype="<i4")
     vocabulary = ctx.tools.renderer.vocabulary
-    if tokens_N.min() < 0 or tokens_N.max() >= vocabulary:
+    if tokens_N.min() < 0 or tokens_N.max() >= vocabulary:  # guard: token-not-negative, token-in-vocabulary
         at = int(np.argmax((tokens_N < 0) | (tokens_N >= vocabulary)))
         return failure(at, int(tokens_N[at]), vocabulary, "token id outside the vocabulary")
     policy_N = np.frombuffer(b"".join(rollout.author for rollout in rollouts), dtype="u1") == POLICY
@@ -68,10 +69,11 @@ def _values(rollouts: tuple[Rollout, ...], ctx: Context) -> Failure | None:
     edges = np.flatnonzero(np.diff(policy_N, append=False))
     start_R, length_R = edges[::2] + 1, edges[1::2] - edges[::2]
     longest = int(length_R.argmax())
-    if length_R[longest] > ctx.sampling.max_turn_tokens:
+    if length_R[longest] > ctx.sampling.max_turn_tokens:  # guard: turn-length
         length, limit = int(length_R[longest]), ctx.sampling.max_turn_tokens
         return failure(int(start_R[longest]), length, limit, "turn longer than max_turn_tokens")
     logprobs_L: NDArray[np.float32] = np.frombuffer(b"".join(rollout.logprobs for rollout in rollouts), dtype="<f4")
+    # guard: logprob-is-a-number, logprob-is-learnable, logprob-is-finite
     odd_L = ~(logprobs_L <= MAX_LOGPROB) | (logprobs_L == -np.inf)
     if odd_L.any():
         first = int(odd_L.argmax())

@@ -154,7 +154,7 @@ async def get_batch(api: Api, request: Request) -> Response:
             return answer(batch)
         if left_s <= 0 or api.desk.state.phase == "ended":
             raise Refused("nothing_yet", f"batch {step} is not formed yet: {api.desk.status().waiting_for}")
-        await api.desk.book.changed(left_s, BatchFormed, RunEnded)
+        await api.desk.book.changed(left_s, BatchFormed, RunEnded)  # guard: wake-for-batches-only
 
 
 async def get_events(api: Api, request: Request) -> Response:
@@ -164,7 +164,7 @@ async def get_events(api: Api, request: Request) -> Response:
     page = bytearray()
     for data, _ in api.desk.book.store.read(after, MAX_EVENTS):
         page += data + b"\n"
-        if len(page) > MAX_EVENTS_BYTES:
+        if len(page) > MAX_EVENTS_BYTES:  # guard: page-of-the-log
             break
     return answer_bytes(bytes(page), "application/x-ndjson")
 
@@ -215,6 +215,7 @@ async def post_leases(api: Api, request: Request) -> Response:
     caller, body = await api.caller(request)
     asked, until = server.decode(body, t.LeaseRequest), time.monotonic() + LONG_POLL_S
     with api.line.place(caller.key) as place:
+        # guard: gone-gets-no-lease
         while not await request.is_disconnected():  # a lease for nobody would hold up the run until it lapses
             try:
                 return answer(await api.desk.lease(caller.key, asked, place.may_take()))
@@ -252,7 +253,7 @@ async def get_checks(api: Api, request: Request) -> Response:
 
 async def put_verdict(api: Api, request: Request) -> Response:
     caller = api.admit(request, MAX_JSON_BYTES)
-    api.desk.admit_validator(caller.key)
+    api.desk.admit_validator(caller.key)  # guard: verdicts-from-validators
     body = await api.gate.body(request, caller)
     verdict = server.decode(body, t.Verdict)
     if verdict.submission != request.path_params["id"]:
@@ -281,7 +282,7 @@ async def get_blob(api: Api, request: Request) -> Response:
 
 async def put_blob(api: Api, request: Request) -> Response:
     caller = api.admit(request, MAX_CHUNK_BYTES)
-    api.desk.admit_trainer(caller.key)
+    api.desk.admit_trainer(caller.key)  # guard: chunks-from-the-trainer
     body = await api.gate.body(request, caller)
     api.desk.put_chunk(caller.key, request.path_params["hash"], body, caller.digest)
     return answer(t.Done(api.desk.state.seq))

@@ -91,7 +91,7 @@ class Desk:
         keys = iter(self.state.members)
         if after and after not in keys:  # which also takes it and all before it off
             raise Refused("unknown", f"no node {after[:16]} in this run")
-        return [node_state(self.state.members[key]) for key in islice(keys, MAX_NODES)]
+        return [node_state(self.state.members[key]) for key in islice(keys, MAX_NODES)]  # guard: page-of-nodes
 
     def status(self) -> t.Status:
         """Where the run stands and what it waits for."""
@@ -145,7 +145,7 @@ class Desk:
     def state_hash(self) -> t.StateHash:
         """What a replay must give at the newest event; or, where that takes long to reckon, at one a little older."""
         began, known = self.clock(), self._hashed
-        if known is not None and (known.head == self.state.head or began < self._hash_again_at):
+        if known is not None and (known.head == self.state.head or began < self._hash_again_at):  # guard: seldom-hashed
             return known
         self._hashed = t.StateHash(self.state.seq, self.state.head, state_hash(self.state))
         self._hash_again_at = began + (self.clock() - began) / HASHING_SHARE
@@ -182,7 +182,7 @@ class Desk:
             await self.book.submit(ReturnLeases(key, request.returning, self.clock()))
             return t.LeaseAnswer(None, 0.0, "given back")
         quota = self._config.storage.quota_mb * 1_000_000
-        if not self.kept.has_room(quota):
+        if not self.kept.has_room(quota):  # guard: quota
             raise Wait(f"the host's disk quota is used up ({quota // 1_000_000} MB, storage.quota_mb)", 10.0)
         ask = AskLease(key, request.holding, request.tokens_per_s, self.clock())
         if not in_turn and decide(ask, self.state):
@@ -202,10 +202,10 @@ class Desk:
     def expect_submission(self, key: str, lease_id: str, name: str, size_bytes: int) -> t.Receipt | None:
         """Whether a body of this digest and size may come: its receipt if it came before. Raises `Refused`, `WireError`."""
         lease = lease_to_fill(self.state, key, lease_id, name)
-        if lease.submission:
+        if lease.submission:  # guard: booked-is-not-read-again
             return self._receipt(name)
         largest = self._largest_body(lease)
-        if size_bytes > largest:
+        if size_bytes > largest:  # guard: body-size-of-the-lease
             raise WireError(
                 f"the submission has {size_bytes} bytes, more than the {largest} that lease {lease_id} can need"
             )
@@ -257,7 +257,7 @@ class Desk:
         node = self.state.members.get(key)
         if node is None or node.role != "validator":
             raise Refused("not_joined", f"{key[:12]} has not joined as a validator: POST /v1/nodes first")
-        if key not in self.state.judges():
+        if key not in self.state.judges():  # guard: suspended-gets-no-work
             raise Refused("kicked", f"validator {node.name} ({key[:12]}) is asked no more: {node.last_reason}")
         now = self.clock()
         self.last_seen[key] = now
@@ -300,17 +300,20 @@ class Desk:
         Raises `Refused` for one that does not show what the check asked for, or that was overtaken by another voice.
         """
         state, slots, judges = self.state, _audited(verdict.groups), self.state.judges()
-        sits = key in judges and len(judges) > 1
+        sits = key in judges and len(judges) > 1  # guard: projections-of-judges
+        # guard: projections-of-first-verdicts
         if not sits or key in submission.verdicts or not is_open(state, submission) or not slots:
             return "", ()
         asked = (key, *submission.verdicts)
-        if any(len(verdict.projections.get(other, ())) != VALUES for other in asked):
+        if any(len(verdict.projections.get(other, ())) != VALUES for other in asked):  # guard: compared-with-all
             raise Refused("not_your_turn", f"submission {submission.digest[:12]}: the verdict lacks a projection for each "
                           "validator that has judged by now: ask GET /v1/checks again")  # fmt: skip
-        shown = {other: verdict.projections[other] for other in asked}
+        shown = {other: verdict.projections[other] for other in asked}  # guard: projections-asked-for
         blob = self.blobs.put(to_json(shown))
         self.kept.projections[blob] = submission.digest
+        # guard: accuse-of-the-same-slots
         alike = [other for other, groups in submission.verdicts.items() if _audited(groups) == slots]
+        # guard: accuse-who-differs
         return blob, tuple(other for other in alike if not self._agrees(submission, other, shown))
 
     def _agrees(self, submission: SubmissionRecord, other: str, found: dict[str, tuple[float, ...]]) -> bool:
@@ -340,7 +343,7 @@ class Desk:
 
     def admit_trainer(self, key: str) -> None:
         """Raises `Refused` unless the key is the trainer's."""
-        if key != self.state.trainer_key:
+        if key != self.state.trainer_key:  # guard: trainer-puts-chunks
             raise Refused(
                 "not_admitted",
                 "only the trainer puts chunks and versions; submissions go to /v1/leases/{id}/submission",
@@ -359,7 +362,7 @@ class Desk:
         if missing:
             raise Refused("incomplete", f"{len(missing)} chunks are missing, such as {missing[0][:12]}: PUT them first")
         known = self.kept.manifests.get(manifest.version)
-        sent_again = known is not None and not is_renewal(manifest, known)
+        sent_again = known is not None and not is_renewal(manifest, known)  # guard: renewal-interval
         name = state.main.versions[manifest.version].manifest if sent_again else self.blobs.put(signed)
         links = self._links([*self._hidden(), manifest.version])
         await self.book.submit(Publish(key, manifest.version, manifest.root, name, links, self.clock()))
@@ -368,6 +371,7 @@ class Desk:
 
     def manifest(self, version: str) -> bytes:
         """The signed manifest of a version or of "latest", as stored. Raises `NothingYet`."""
+        # guard: number-length
         known = version.isdecimal() and len(version) <= len(str(CHAIN_LENGTH))  # Python reads no number of 5,000 digits
         number = self.state.main.version if version == "latest" else int(version) if known else -1
         record = self.state.main.versions.get(number)
@@ -382,7 +386,7 @@ class Desk:
     def put_chunk(self, key: str, name: str, body: bytes, found: str) -> None:
         """Keep a chunk from the trainer, which hashes to `found`. Raises `Refused`."""
         self.admit_trainer(key)
-        if len(body) > MAX_CHUNK_BYTES or found != name:
+        if len(body) > MAX_CHUNK_BYTES or found != name:  # guard: chunk-name
             raise Refused("malformed", "the bytes do not have the hash in the path, or are longer than MAX_CHUNK_BYTES")
         self.blobs.put(body, found)
 

@@ -63,12 +63,13 @@ class Kept:
             return True
         if name in self.projections:
             judged = self.projections[name]
+            # guard: projections-are-private
             return judged not in self.state.pending and judged not in self.state.rechecks
         submission = self.state.submissions.get(name)
         if submission is None:
             return False
         known = key in self.state.validators or (submission.decided and key == self.state.trainer_key)
-        return known or self._is_final(submission)
+        return known or self._is_final(submission)  # guard: pending-is-private
 
     def _is_final(self, submission: SubmissionRecord) -> bool:
         """Whether nobody can be paid any more for what is in it: its slots are final, or their version is retired.
@@ -78,12 +79,12 @@ class Kept:
         state, lease = self.state, self.state.leases[submission.lease]
         version = state.main.versions[lease.version]
         done = all(version.blocks[block].status == "done" for block in lease.blocks)
-        return submission.decided and (done or version.revealed or state.phase == "ended")
+        return submission.decided and (done or version.revealed or state.phase == "ended")  # guard: refused-is-private
 
     @contextlib.contextmanager
     def upload(self, lease: str) -> Iterator[Upload]:
         """A place for the body of a lease: one at a time, so that what is on its way is bounded by what was leased."""
-        if lease in self._uploading:
+        if lease in self._uploading:  # guard: one-upload-a-lease
             raise Refused("busy", f"a body for lease {lease} is on its way already: send again when that has ended")
         self._uploading.add(lease)
         try:
@@ -115,9 +116,9 @@ class Kept:
         if self._blobs.size_bytes <= quota:
             return True
         accepted = {slot.submission for version in self.state.main.versions.values() for slot in version.slots.values()}
-        for name in [name for name in self.bodies if name not in accepted]:
+        for name in [name for name in self.bodies if name not in accepted]:  # guard: accepted-bodies-stay
             if not is_open(self.state, self.state.submissions[name]):
-                self._forget_body(name)
+                self._forget_body(name)  # guard: garbage-makes-room
             if self._blobs.size_bytes <= quota:
                 return True
         return False
@@ -132,7 +133,7 @@ class Kept:
         """Versions that a validator may still have to fetch, however old. The rules close older leases."""
         state = self.state
         judged = [state.submissions[name].lease for name in (*state.pending, *state.rechecks)]
-        return {state.leases[lease].version for lease in judged}
+        return {state.leases[lease].version for lease in judged}  # guard: judged-weights-stay
 
     def _was_used(self, submission: str) -> bool:
         lease = self.state.leases[self.state.submissions[submission].lease]

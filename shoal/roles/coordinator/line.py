@@ -71,11 +71,12 @@ class Line:
 
     def nobody_waits(self) -> bool:
         """Whether a newcomer may ask at once."""
-        return not self._waiting and not self._called
+        return not self._waiting and not self._called  # guard: no-overtaking
 
     def step_up(self, place: "Place", aside_s: float | None) -> None:
         """Put a poll that got nothing in its place in the line, or aside for a while, and call the next."""
         self._end_call(place)
+        # guard: useless-block-passes-on
         if aside_s is not None and blocks_to_give(self._book.state, self._book.state.main) > 0:
             self._aside[place.number] = place
             place.timer = asyncio.get_running_loop().call_later(max(LEAST_RETRY_S, aside_s), self._back_in_line, place)
@@ -97,8 +98,8 @@ class Line:
         if not polls:
             del self._polls[place.key]
         if place.has_waited and not place.served:
-            self._remember(place)
-        self._call_next()
+            self._remember(place)  # guard: place-in-line
+        self._call_next()  # guard: call-passes-on
 
     def _remember(self, place: "Place") -> None:
         now = time.monotonic()
@@ -115,6 +116,7 @@ class Line:
         """Call as many polls as there are blocks for which none is called yet."""
         spare = blocks_to_give(self._book.state, self._book.state.main) - self._called if self._waiting else 0
         if spare > 0:
+            # guard: wake-as-many-as-blocks, wake-the-longest-waiting
             self._call([self._waiting[number] for number in heapq.nsmallest(spare, self._waiting)])
 
     def _call(self, places: "Iterable[Place]") -> None:
@@ -132,7 +134,7 @@ class Line:
 
     def _committed(self, entries: list[Entry]) -> None:
         for body in (entry.body for entry in entries):
-            if isinstance(body, _FOR_ALL):
+            if isinstance(body, _FOR_ALL):  # guard: end-is-for-all
                 self._call([*self._waiting.values(), *self._aside.values()])
             if isinstance(body, _FOR_THOSE_ASIDE):
                 back = list(self._aside.values())

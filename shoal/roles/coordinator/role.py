@@ -98,7 +98,7 @@ def created(folder: RunFolder, config: RunConfig, run_key: str, law: Law) -> Run
 
 def public_run_file(config: RunConfig) -> dict[str, Any]:
     """The resolved run file as the log holds it for anyone to read: without the seed, which gives every secret."""
-    return {key: value for key, value in to_tree(config).items() if key != "seed"}
+    return {key: value for key, value in to_tree(config).items() if key != "seed"}  # guard: no-seed-in-the-log
 
 
 def env_specs(config: RunConfig) -> list[t.EnvSpec]:
