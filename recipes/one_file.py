@@ -4,7 +4,7 @@
 
 It runs a run file synchronously (max_staleness = 0) and ends with the same weights, byte for byte, as the distributed
 run with the same file and seed: coordinator, workers, validators and trainer only move this loop onto machines that do
-not trust each other. `tests/test_same_bytes.py` holds both to that.
+not trust each other. `tests/roles/test_run.py` holds both to that.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """A whole run on this machine: start its roles as processes, keep them alive, show how it goes, stop them in order.
 
-Called by `shoal run` and `shoal host`, on a folder that `roles/setup` has prepared. It knows processes, files and
+Called by `shoal run` and `shoal host`, on a folder that `RunFolder.prepare` has made. It knows processes, files and
 the coordinator's status; it imports no role (they are started by command), and nothing that matters is remembered
 here: killed anywhere, the same command goes on.
 """

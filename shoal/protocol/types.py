@@ -74,7 +74,7 @@ class EnvSpec(Message, frozen=True, omit_defaults=True):
 
 
 class Bounds(Message, frozen=True):
-    """What honest arithmetic may do between a dtype that samples and one that replays; see `algos/replay`."""
+    """What honest arithmetic may do between a dtype that samples and one that replays; see `algos/sampling_evidence`."""
 
     gap: float
     """A token whose replay gap (logits / temperature + noise) exceeds this counts as flipped, nats."""
@@ -296,7 +296,7 @@ class Submission(Message, frozen=True):
 
 
 class Receipt(Message, frozen=True):
-    """Signed by the run key over `receipt_bytes`: the coordinator cannot later deny the submission."""
+    """Signed by the run key over the receipt with an empty signature: the coordinator cannot later deny the submission."""
 
     run: str
     lease: str
@@ -323,7 +323,7 @@ class Check(Message, frozen=True):
     """One for each slot, in [0, 1): with the rewards they decide which further groups are audited."""
     rate: float = 1.0
     mean_influence: float = 0.0
-    """Of the run's groups when these draws were made; see `ledger.audits.must_audit`."""
+    """Of the run's groups when these draws were made; see `protocol.audits.must_audit`."""
     project_for: tuple[str, ...] = ()
     """Keys to project the activations for: the validator's own, and of those who judged before it."""
 

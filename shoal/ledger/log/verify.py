@@ -1,4 +1,4 @@
-"""Auditing a log: replay it from byte 0 and show that nothing was lost, paid twice or used twice (DESIGN section 5).
+"""Auditing a log: replay it from byte 0 and show that nothing was lost, paid twice or used twice.
 
 Called by `shoal ledger verify`, by the kill storm and by tests. It trusts nothing but the bytes: each finding is a
 sentence, and an empty list means that the log holds.

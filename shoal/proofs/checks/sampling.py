@@ -4,7 +4,7 @@ Catches another model, version, prompt, temperature, seed or order of rollouts, 
 and a turn ended early: each shows as a gap between the best of logits / T + noise and the token that was written.
 Cannot see a cheaper way to the same tokens, nor a change that never alters a choice: where the policy has little
 entropy, other seeds and near versions often agree with it. A node that spends the tolerance in every group shows only
-over several, in the evidence that the figures of its verdicts add up to (`algos/replay`).
+over several, in the evidence that the figures of its verdicts add up to (`algos/sampling_evidence`).
 Hard, but mild within ten times a bound, and always for the sum: numerical noise of unknown hardware reaches a little
 over, never far.
 

@@ -1,7 +1,7 @@
 """The auditor's first job: replay a run's log, from a folder or a URL, and say whether it holds.
 
 Called by `shoal ledger verify` and `shoal ledger show`. It needs no key and trusts nothing but bytes: events by their
-chain of hashes, receipts by their signature, weights by their manifests. What must balance is in `ledger/verify`.
+chain of hashes, receipts by their signature, weights by their manifests. What must balance is in `ledger/log/verify`.
 """
 
 import asyncio

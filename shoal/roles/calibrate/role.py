@@ -2,7 +2,8 @@
 
 Called by `shoal calibrate RUN_FILE`. It starts no run and needs no coordinator: the run's policy and environments play
 here as a worker plays, over threads; then they are replayed over threads, batch shapes and dtypes. `--save` writes what
-was played, so that another machine can replay it with `--with`. The mathematics is in `proofs/noise` and `algos/replay`.
+was played, so that another machine can replay it with `--with`. The mathematics is in `proofs/noise` and
+`algos/sampling_evidence`.
 """
 
 import tempfile

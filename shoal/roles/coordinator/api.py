@@ -1,4 +1,4 @@
-"""The coordinator's HTTP calls, version 1 (DESIGN section 11): one table, one short handler each.
+"""The coordinator's HTTP calls, version 1: one table, one short handler each.
 
 Called by uvicorn, and by tests without a socket. A handler reads a request within the gate's limits, asks the desk,
 and encodes the answer. It decides nothing: refusals come from the rules and are told with their status here.

@@ -1,7 +1,7 @@
 """The coordinator's desk: what the rules must not have, the clock, the secrets, the blobs, and who is checking what.
 
 Called by `api` for each request. It turns a request into a command for the book and the state into an answer. It
-knows no HTTP; the rules are in `ledger/decide`.
+knows no HTTP; the rules are in `ledger/rules`.
 """
 
 import logging

@@ -1,6 +1,6 @@
 """The coordinator: grants leases, takes submissions, hands them to validators, forms batches, keeps the log.
 
-Started by the launcher on a prepared run folder. The rules are in `ledger/decide`, the run's private side in `desk`,
+Started by the launcher on a prepared run folder. The rules are in `ledger/rules`, the run's private side in `desk`,
 the HTTP calls in `api`. It knows no model: no torch.
 """
 
