@@ -1,12 +1,12 @@
-# What people type in this folder. Each target installs what it needs into .venv, once.
+# The commands of this folder. Each target installs what it needs into .venv, once.
 #
-#   make demo     a whole run on this machine: strangers' workers teach a tiny model Wordle
-#   make test     the test suite            make test-slow   what takes minutes, too
-#   make check    format, lint, types, architecture, configuration and docs: what CI asks first
-#   make bench    measurements; what they print is recorded in docs/reference/figures.md
-#   make clean    remove what was built and run here
+#   make demo     a whole run on this machine: workers and a cheater train a tiny model on Wordle
+#   make test     the test suite            make test-slow   also the tests that take minutes
+#   make check    what CI runs first: format, lint, types, architecture, configuration and docs
+#   make bench    all benchmarks; their results go to docs/reference/figures.md
+#   make clean    remove everything that was built or run here
 #
-# On Linux, PyPI's torch brings CUDA along (3 GB). For a CPU alone, name the package index of PyTorch's CPU builds:
+# On Linux, PyPI's torch includes CUDA (3 GB). To leave it out, name the package index of PyTorch's CPU builds:
 #   make demo PIP_FLAGS="--extra-index-url ..."
 
 PYTHON ?= python3
@@ -17,7 +17,7 @@ INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c const
 CHECKS := tests/test_architecture.py tests/test_config.py tests/test_recipes.py $(wildcard tests/test_docs.py) \
 	tests/test_figures.py tests/test_names.py
 BENCHES := decode whole_system verify_cost detection poisoning economics kill_storm demo
-# Two threads of a test's own would fight with the other processes of the same test.
+# More threads per process would compete with the other processes of the same test.
 TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
