@@ -49,7 +49,7 @@ REFERENCE = ROOT / "docs" / "reference"
 WORDS = (
     "task", "rollout", "group", "slot", "block", "lease", "submission", "receipt", "verdict", "batch", "checkpoint",
     "manifest", "chunk", "patch", "event", "log", "credit", "stake", "node", "run", "recipe", "environment", "policy",
-    "link", "audit", "decision",
+    "link", "audit", "decision", "finding", "replay", "record", "stream", "law", "rules", "subject",
 )  # fmt: skip
 """Ideas that the glossary must define, each with one word."""
 

@@ -278,3 +278,9 @@ def test_no_file_refers_to_the_design_document() -> None:
     """It is not in the project, so nobody can look a section up."""
     word = "DESI" + "GN"
     assert [file for file in [*PAGES, *CODE] if re.search(rf"\b{word}\b", file.read_text())] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_no_page_uses_a_synonym(page: Path) -> None:
+    """The glossary has one word for each idea: a verdict is no vote, and a decision no settlement."""
+    assert re.findall(r"\b(?:votes?|voted|voices?|settlements?)\b", page.read_text()) == []
