@@ -312,7 +312,7 @@ class Worker:
         self.burned += groups
 
     def _judge(self, key: Key, turn: int, blocks: int, forged: int, rate: float) -> None:
-        """The votes on one submission, in order, as `judging.judge` takes them."""
+        """The votes on one submission, in order, as `weigh` takes them."""
         order = self.bench.sitting(self.draws.order[turn])
         case = case_of(self.draws, turn, blocks, forged, rate, order, self.friendly)
         said: list[tuple[str, ...]] = []
@@ -401,7 +401,7 @@ def in_time(move: Move, turns_left: int) -> tuple[int, int]:
 
 
 def is_quarantined(first_vote: Sequence[str], failures: int) -> bool:
-    """Whether a first vote stops the worker at once, see `judging`."""
+    """Whether a first vote stops the worker at once, see `ledger/rules/verdicts`."""
     return "hard" in first_vote or ("soft" in first_vote and (failures + 1) % LAW.soft_failures == 0)
 
 
