@@ -21,7 +21,7 @@ from shoal.engine.local import LocalEngine
 from shoal.envs.base import Env
 from shoal.envs.load import load_env
 from shoal.envs.play import play_block
-from shoal.envs.replay import replay
+from shoal.envs.replay import replay_rollout
 from shoal.folder import RunFolder
 from shoal.policy.files import load_policy, save_policy
 from shoal.policy.render import Renderer
@@ -122,7 +122,7 @@ def recomputed(group: Group, envs: dict[str, Env], renderer: Renderer, sampling:
     """Rewards of a group from its tokens alone: the environment is replayed with the actions."""
     env = envs[group.env]
     return [
-        replay(env, renderer, env.task(group.task), r.tokens_T(), r.author_T(), r.ending, sampling).reward
+        replay_rollout(env, renderer, env.task(group.task), r.tokens_T(), r.author_T(), r.ending, sampling).reward
         for r in group.rollouts
     ]
 

@@ -3,11 +3,11 @@
 A built-in environment (`arithmetic`), single-turn, whose difficulty is set by digits, operands and operations.
 It knows no tokens and no model.
 
-Products come before sums, as usual; results may be negative. A problem is held out when the hash of its text says so
-(one in eight), so training and held-out problems never overlap, however few there are.
+Products come before sums, as usual; results may be negative. A hash of the problem's text decides whether it is held
+out (one in eight is), so training and held-out problems never overlap, even if there are few.
 
-Reward: 1 for the exact answer. Otherwise FORMAT for any whole number, plus up to DIGITS for the share of digits that
-are right and in the right place counted from the right, if the sign is right too.
+Reward: 1 for the exact answer. Any other whole number earns FORMAT, plus up to DIGITS for the share of digits that are
+right, compared place by place from the right, if the sign is right too.
 """
 
 import random
@@ -27,38 +27,38 @@ NUMBER = re.compile(r"-?[0-9]{1,40}")
 HELDOUT_SHARE = 8
 """One problem in this many is held out."""
 MAX_DRAWS = 10_000
-"""Draws for one problem of the asked kind; a family without any is refused when it is made."""
+"""Attempts to draw one problem of the requested kind. A family that has none is refused when it is made."""
 
 
 class ArithmeticArgs(Section, frozen=True):
     """Arguments of the environment."""
 
     digits: Annotated[int, msgspec.Meta(ge=1, le=9)] = 2
-    """Most digits of an operand."""
+    """The most digits in an operand."""
     operands: Annotated[int, msgspec.Meta(ge=2, le=8)] = 2
     operations: Annotated[str, msgspec.Meta(pattern=r"^[+*-]+$", max_length=8)] = "+-"
-    """Drawn from uniformly; written twice it is twice as likely."""
+    """Operations to draw from, uniformly; one written twice is twice as likely."""
     num_tasks: Annotated[int, msgspec.Meta(ge=1, le=1 << 32)] = 1 << 16
     heldout: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = 256
-    """Tasks for evaluation."""
+    """Number of tasks for evaluation."""
 
 
 class ArithmeticState(NamedTuple):
-    """An episode as it stands."""
+    """The state of an episode."""
 
     problem: str
     answer: str
     given: str | None = None
-    """What the policy answered, if it is a whole number."""
+    """The policy's answer, if it is a whole number."""
 
 
 def environment(**args: Any) -> "Arithmetic":
-    """Make the environment; arguments as `ArithmeticArgs`. Raises `ConfigError` for any other."""
+    """Make the environment from the arguments of `ArithmeticArgs`. Raises `ConfigError` for any other argument."""
     return Arithmetic(from_tree(args, ArithmeticArgs, "environment arithmetic"))
 
 
 class Arithmetic:
-    """The family. A task is the problem as text, such as "12+34"."""
+    """The environment. A task is the problem as text, such as "12+34"."""
 
     name = "arithmetic"
     reward_bounds = (0.0, 1.0)
@@ -69,7 +69,7 @@ class Arithmetic:
         self.num_heldout = args.heldout
 
     def task(self, index: int, heldout: bool = False) -> str:
-        """The problem of an index: the first one drawn for it that is held out, or is not, as asked."""
+        """The problem with this index: the first draw for it that is held out, or is not, as requested."""
         require_index(index, self.num_heldout if heldout else self.num_tasks)
         for attempt in range(MAX_DRAWS):
             problem = self._draw(f"{index} {attempt}")
@@ -82,7 +82,7 @@ class Arithmetic:
         return ArithmeticState(task, str(solve(task))), [{"role": "user", "content": task + "="}]
 
     def step(self, state: ArithmeticState, action: str) -> Step:
-        """Take the answer; there is one turn."""
+        """Take the answer, which ends the episode."""
         given = action.strip()
         return Step(state._replace(given=given if NUMBER.fullmatch(given) else None), None, True)
 
@@ -99,11 +99,11 @@ class Arithmetic:
         return state.given == state.answer
 
     def players(self) -> Mapping[str, Player]:
-        """Right: the answer. Wrong: a number near its negative."""
+        """Players: "right" answers correctly, "wrong" gives a number near the negative of the answer."""
         return {"right": lambda state, rng: state.answer, "wrong": _play_wrong}
 
     def _draw(self, label: str) -> str:
-        """A problem from a hash of its label: Python's own generators may change between versions."""
+        """Draw a problem from a hash of its label, because Python's own generators may change between versions."""
         problem = ""
         for place in range(self.args.operands):
             bits = int.from_bytes(domain_hash("arithmetic/draw", f"{label} {place}".encode()), "big")
@@ -114,7 +114,7 @@ class Arithmetic:
 
 
 def solve(problem: str) -> int:
-    """Value of numbers joined by + - *, products first."""
+    """The value of numbers joined by + - *, products first."""
     total = 0
     for sign, term in re.findall(r"([+-]?)([0-9*]+)", problem):
         product = 1
@@ -125,12 +125,12 @@ def solve(problem: str) -> int:
 
 
 def is_heldout(problem: str) -> bool:
-    """Whether a problem is one for evaluation."""
+    """Whether a problem is reserved for evaluation."""
     return domain_hash("arithmetic/heldout", problem.encode())[0] % HELDOUT_SHARE == 0
 
 
 def digits_right(given: str, answer: str) -> float:
-    """Share of digits in their place from the right, of the longer number; 0 with the wrong sign."""
+    """Share of matching digits, place by place from the right, of the longer number; 0 if the sign is wrong."""
     if given.startswith("-") != answer.startswith("-"):
         return 0.0
     given, answer = given.lstrip("-"), answer.lstrip("-")

@@ -1,10 +1,10 @@
-"""The environment protocol: what a task is, how an episode goes on, what it scores.
+"""The environment protocol: what a task is, how an episode continues, and what it scores.
 
-Implemented by the built-in environments and by files that users write; called by `conversation`, `check` and
+Implemented by the built-in environments and by files that users write. Called by `conversation`, `check` and
 `evaluate`. It knows no tokens, no model and no network.
 
-An environment is deterministic: no clock, no global random state, nothing remembered between episodes. Given the
-same task and actions anyone gets the same replies and the same score, or the rollout cannot be replayed.
+An environment is deterministic: it has no clock, no global random state, and no memory between episodes. The same task
+and the same actions must give everyone the same replies and the same score; otherwise nobody can replay the rollout.
 """
 
 import random
@@ -21,21 +21,21 @@ Task: TypeAlias = Any
 """One problem, as plain data whose meaning only its environment knows."""
 
 State: TypeAlias = Any
-"""Where an episode stands, as plain data that only its environment reads. Best immutable."""
+"""The state of an episode, as plain data that only its environment reads. Best immutable."""
 
 Message: TypeAlias = dict[str, str]
 """A chat message: `role` (system, user or assistant) and `content`."""
 
 Player: TypeAlias = Callable[[State, random.Random], str]
-"""A scripted player: the state and a private random generator to the next action."""
+"""A scripted player: it takes the state and a private random generator, and returns the next action."""
 
 
 class Step(NamedTuple):
-    """What an action leads to."""
+    """The result of an action."""
 
     state: State
     reply: str | None
-    """What the environment says next; None or ignored when the episode is done."""
+    """What the environment says next; None or ignored if the episode is done."""
     done: bool
 
 
@@ -46,84 +46,84 @@ class Env(Protocol):
     num_tasks: int
     """Training tasks, with index 0 to num_tasks - 1."""
     num_heldout: int = 0
-    """Tasks for evaluation that are never trained on; 0 if there are none."""
+    """Tasks for evaluation that are never trained on; 0 if the environment has none."""
     reward_bounds: tuple[float, float] = (0.0, 1.0)
     """Lowest and highest score."""
 
     @abstractmethod
     def task(self, index: int, heldout: bool = False) -> Task:
-        """The task of an index. Raises IndexError outside the range (see `require_index`)."""
+        """The task with this index. Raises IndexError if the index is out of range (see `require_index`)."""
         ...
 
     @abstractmethod
     def reset(self, task: Task) -> tuple[State, list[Message]]:
-        """A fresh state and the messages that open the conversation, the last one not the assistant's."""
+        """A fresh state, and the messages that open the conversation. The last one is not the assistant's."""
         ...
 
     @abstractmethod
     def step(self, state: State, action: str) -> Step:
-        """Answer an action, which is whatever text a policy wrote: it may be empty, long or nonsense."""
+        """Answer an action. The policy may write any text: empty, long or nonsense."""
         ...
 
     @abstractmethod
     def score(self, state: State) -> float:
-        """Reward of the episode as it stands, within `reward_bounds`; also asked when a token limit cut it short."""
+        """The episode's reward so far, within `reward_bounds`. Also called when a token limit cuts the episode short."""
         ...
 
 
 @runtime_checkable
 class Scripted(Protocol):
-    """An environment that can show how it is played: checks and supervised cold starts need that."""
+    """An environment with scripted players. Checks and supervised cold starts need them."""
 
     def players(self) -> Mapping[str, Player]:
-        """At least "right", which nearly always succeeds, and "wrong", which never does."""
+        """At least "right", which nearly always succeeds, and "wrong", which never succeeds."""
         ...
 
 
 @runtime_checkable
 class Decided(Protocol):
-    """An environment whose episodes are won or not, which evaluation then counts."""
+    """An environment that says whether an episode is won. Evaluation then counts the wins."""
 
     def success(self, state: State) -> bool:
-        """Whether the episode, as it stands, is a success."""
+        """Whether the episode, in this state, is a success."""
         ...
 
 
 def require_index(index: int, count: int) -> None:
-    """Raise IndexError unless 0 <= index < count. Python's negative indices would let two indices name one task."""
+    """Raise IndexError unless 0 <= index < count. With Python's negative indices, two indices could name one task."""
     if not 0 <= index < count:
         raise IndexError(f"task {index}: the index must be between 0 and {count - 1}")
 
 
 def task_of(env: Env, index: int, heldout: bool = False) -> Task:
-    """The task of an index; raises `ShoalError`, in one line, whatever the environment raises."""
+    """The task with this index. Raises a one-line `ShoalError` for anything that the environment raises."""
     try:
         return env.task(index, heldout=True) if heldout else env.task(index)
-    except Exception as error:  # noqa: BLE001  foreign code: whatever it raises, its user gets one line
+    except Exception as error:  # noqa: BLE001  foreign code may raise anything: its user gets one line
         place = describe_fault(error, source_of(env))
         kind = "held-out task" if heldout else "task"
-        raise ShoalError(f"environment {env.name} cannot make {kind} {index}: {place}. Mend it, or num_tasks") from None
+        raise ShoalError(f"environment {env.name} cannot make {kind} {index}: {place}. Fix it, or num_tasks") from None
 
 
 def players_of(env: Env) -> Mapping[str, Player]:
-    """The scripted players, or none."""
+    """The scripted players; empty if there are none."""
     return env.players() if isinstance(env, Scripted) else {}
 
 
 def success_of(env: Env, state: State) -> bool | None:
-    """Whether the episode is a success, or None where the environment does not say."""
-    decide = getattr(env, "success", None)  # asking for `Decided` takes ten times as long
+    """Whether the episode is a success, or None if the environment does not say."""
+    decide = getattr(env, "success", None)  # isinstance(env, Decided) takes ten times as long
     return None if decide is None else bool(decide(state))
 
 
 def source_of(env: Env) -> Path | None:
-    """The Python file that an environment's class is written in, where it can be told."""
+    """The Python file that defines the environment's class, if it is known."""
     file = getattr(sys.modules.get(type(env).__module__), "__file__", None)
     return Path(file) if file else None
 
 
 def describe_fault(error: BaseException, source: Path | None) -> str:
-    """One line saying what an environment raised, and where: its deepest line in `source`, or the deepest of all."""
+    """One line: what an environment raised and where, at its deepest line in `source`, or else the deepest of all."""
     frames = traceback.extract_tb(error.__traceback__)
     inside = [frame for frame in frames if source is not None and frame.filename == str(source)] or frames
     place = f"{inside[-1].filename} line {inside[-1].lineno}: " if inside else ""

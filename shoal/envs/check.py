@@ -1,7 +1,7 @@
-"""Whether an environment keeps its promises: the checks behind `shoal env check`.
+"""Check that an environment keeps its promises: the checks behind `shoal env check`.
 
-Called by the CLI and by tests, on built-ins and on a file that a user has just written. It plays by scripted and
-hostile actions, without any model or tokens, and answers with findings rather than exceptions.
+Called by the CLI and by tests, on built-ins and on files that a user has just written. It plays scripted and hostile
+actions, without a model or tokens, and returns findings instead of raising exceptions.
 """
 
 import math
@@ -13,16 +13,16 @@ from shoal.envs.base import Env, Player, State, Task, describe_fault, players_of
 from shoal.protocol.audits import MAX_REWARD
 
 MAX_TURNS = 256
-"""Turns after which an episode counts as endless."""
+"""An episode that takes more turns than this counts as endless."""
 
 RIGHT_AT_LEAST, WRONG_AT_MOST = 0.9, 0.5
-"""Mean score of the scripted players, as a share of the way from the lowest reward to the highest."""
+"""Limits on the scripted players' mean score, as a fraction of the range from the lowest reward to the highest."""
 
 RIGHT_WINS_AT_LEAST, WRONG_WINS_AT_MOST = 0.9, 0.1
-"""Share of episodes won, where the environment tells."""
+"""Limits on the share of episodes won, if the environment says which are won."""
 
 MAX_COMPARED = 4096
-"""Training and held-out tasks compared with each other, of each kind."""
+"""The most training tasks, and the most held-out tasks, that are compared with each other."""
 
 ROLES = ("system", "user", "assistant")
 
@@ -45,20 +45,20 @@ HOSTILE = (
     "<|im_end|><|end|></s>[INST]</think>",
     '{"answer": [[[[]]]]}',
 )
-"""What a policy may come to write."""
+"""Actions that a policy may write."""
 
 
 class Finding(NamedTuple):
-    """What one check found."""
+    """The result of one check."""
 
     check: str
     outcome: Literal["passed", "failed", "skipped"]
     detail: str
-    """One line: the evidence, or what is wrong, or what is missing."""
+    """One line: the evidence, the fault, or what is missing."""
 
 
 class Walk(NamedTuple):
-    """An episode, played to its end or to MAX_TURNS."""
+    """An episode, played to its end or for MAX_TURNS turns."""
 
     actions: tuple[str, ...]
     replies: tuple[str | None, ...]
@@ -68,15 +68,15 @@ class Walk(NamedTuple):
 
 
 class Broken(Exception):
-    """A promise is broken; the message says which."""
+    """The environment breaks a promise; the message says which."""
 
 
 class Missing(Exception):
-    """A check cannot be made; the message says why."""
+    """A check cannot run; the message says why."""
 
 
 def check_env(env: Env, tasks: int = 32, seed: int = 0) -> list[Finding]:
-    """Make every check on up to `tasks` tasks picked by `seed`, in an order that goes from the simple to the deep."""
+    """Run every check, from the simplest to the deepest, on up to `tasks` tasks that `seed` picks."""
     rng = random.Random(seed)
     picked = sorted(rng.sample(range(env.num_tasks), min(tasks, env.num_tasks))) if env.num_tasks > 0 else []
     checks: list[tuple[str, Callable[[], str]]] = [
@@ -112,11 +112,9 @@ def _members(env: Env) -> str:
     if not (math.isfinite(low) and math.isfinite(high) and low < high):
         raise Broken(f"reward_bounds are {low} to {high}: give two finite numbers, the lower first")
     if max(-low, high) > MAX_REWARD:
-        raise Broken(
-            f"reward_bounds are {low} to {high}: no run takes rewards above {MAX_REWARD:g} by size; scale them"
-        )
+        raise Broken(f"reward_bounds are {low} to {high}, the limit is {MAX_REWARD:g} in size: scale the rewards down")
     if env.num_tasks < 1 or env.num_heldout < 0:
-        raise Broken(f"num_tasks is {env.num_tasks} and num_heldout {env.num_heldout}: at least 1 and 0 are needed")
+        raise Broken(f"num_tasks is {env.num_tasks} (at least 1), num_heldout is {env.num_heldout} (at least 0)")
     return f"{env.num_tasks} tasks, {env.num_heldout} held out, rewards {low:g} to {high:g}"
 
 
@@ -138,7 +136,7 @@ def _openings(env: Env, picked: Sequence[int]) -> str:
     for index in picked:
         _, messages = env.reset(env.task(index))
         if not messages:
-            raise Broken(f"reset() of task {index} opens with no message")
+            raise Broken(f"reset() of task {index} gives no message to open with")
         for message in messages:
             if set(message) != {"role", "content"} or message["role"] not in ROLES:
                 raise Broken(
@@ -150,13 +148,13 @@ def _openings(env: Env, picked: Sequence[int]) -> str:
         if messages[-1]["role"] == "assistant":
             raise Broken(f"task {index}: the last message is the assistant's; the policy writes the next one")
         if messages != env.reset(env.task(index))[1]:
-            raise Broken(f"task({index}) asked for twice opens differently: use no clock and no global random state")
-    return f"{len(picked)} tasks open well, and the same when asked twice"
+            raise Broken(f"task({index}) opens differently the second time: use no clock and no global random state")
+    return f"{len(picked)} tasks open correctly, and the same way twice"
 
 
 def _heldout(env: Env) -> str:
     if env.num_heldout == 0:
-        raise Missing("there are no held-out tasks (num_heldout = 0): shoal eval will measure on training tasks")
+        raise Missing("there are no held-out tasks (num_heldout = 0): shoal eval will use training tasks")
     training = {repr(env.task(i)) for i in range(min(env.num_tasks, MAX_COMPARED))}
     held = {repr(_task(env, i, True)) for i in range(min(env.num_heldout, MAX_COMPARED))}
     if both := sorted(training & held):
@@ -167,7 +165,7 @@ def _heldout(env: Env) -> str:
 def _right_player(env: Env, picked: Sequence[int], seed: int) -> str:
     walks = _play_all(env, picked, "right", seed)
     if endless := sum(not walk.done for walk in walks):
-        raise Broken(f"{endless} of {len(walks)} episodes of the right player had no end after {MAX_TURNS} turns")
+        raise Broken(f"{endless} of {len(walks)} episodes of the right player did not end within {MAX_TURNS} turns")
     share, wins = _standing(env, walks)
     if share < RIGHT_AT_LEAST or (wins is not None and wins < RIGHT_WINS_AT_LEAST):
         raise Broken(
@@ -193,7 +191,7 @@ def _replay(env: Env, picked: Sequence[int], seed: int) -> str:
 
 
 def _isolation(env: Env, picked: Sequence[int], seed: int) -> str:
-    """Two episodes of one task, turn about, scored after every turn, must go as each went alone."""
+    """Two episodes of one task, played in turn and scored after every turn, must go as each went alone."""
     for index in picked:
         first, second = _walks(env, index, seed)[:2]
         task = env.task(index)
@@ -232,7 +230,7 @@ def _hostile(env: Env, picked: Sequence[int]) -> str:
 def _steps(
     env: Env, task: Task, act: Callable[[State], str | None], score_often: bool = False
 ) -> Iterator[Walk | None]:
-    """Play an episode turn by turn: None after each turn but the last, then the walk. No action ends it early."""
+    """Play an episode turn by turn: yield None after each turn, then the walk. If `act` gives None, it ends early."""
     state, _ = env.reset(task)
     actions: list[str] = []
     replies: list[str | None] = []
@@ -254,7 +252,7 @@ def _walk(env: Env, task: Task, act: Callable[[State], str | None]) -> Walk:
 
 
 def _score(env: Env, state: State) -> float:
-    """The score, twice asked; raises `Broken` where it is not one number within the bounds."""
+    """The score, computed twice. Raises `Broken` if the two differ or are not a number within the bounds."""
     low, high = env.reward_bounds
     score = env.score(state)
     if isinstance(score, bool) or not isinstance(score, int | float) or not low <= score <= high:
@@ -265,7 +263,7 @@ def _score(env: Env, state: State) -> float:
 
 
 def _recite(actions: Sequence[str]) -> Callable[[State], str | None]:
-    """A player that plays given actions and then has none."""
+    """A player that plays the given actions, then stops."""
     left = iter(actions)
     return lambda state: next(left, None)
 
@@ -278,12 +276,12 @@ def _perform(player: Player, seed: int, index: int) -> Callable[[State], str]:
 def _play_all(env: Env, picked: Sequence[int], name: str, seed: int) -> list[Walk]:
     players = players_of(env)
     if name not in players:
-        raise Missing(f'players() gives no "{name}" player: whether scores are as they should be was not checked')
+        raise Missing(f'players() gives no "{name}" player, so its scores were not checked')
     return [_walk(env, env.task(index), _perform(players[name], seed, index)) for index in picked]
 
 
 def _walks(env: Env, index: int, seed: int) -> list[Walk]:
-    """At least two episodes of one task: the scripted players', or, without these, of hostile actions."""
+    """At least two episodes of one task: those of the scripted players, or of hostile actions if there are too few."""
     players = players_of(env)
     acts = [_perform(player, seed, index) for _, player in sorted(players.items())]
     spare = [_recite(HOSTILE), _recite(HOSTILE[::-1])]
@@ -295,7 +293,7 @@ def _task(env: Env, index: int, heldout: bool) -> Task:
 
 
 def _standing(env: Env, walks: Sequence[Walk]) -> tuple[float, float | None]:
-    """Mean score as a share of the way from lowest to highest, and share of wins where told."""
+    """Mean score as a fraction of the range from lowest to highest, and the share of wins if known."""
     low, high = env.reward_bounds
     share = sum((walk.score - low) / (high - low) for walk in walks) / len(walks)
     told = [walk.success for walk in walks if walk.success is not None]
@@ -307,7 +305,7 @@ def _tell(share: float, wins: float | None) -> str:
 
 
 def _difference(before: Walk, after: Walk) -> str:
-    """The first thing in which two walks of the same actions differ."""
+    """The first difference between two walks that play the same actions."""
     for turn, (old, new) in enumerate(zip(before.replies, after.replies, strict=False)):
         if old != new:
             return f"turn {turn} is answered {old!r:.60}, then {new!r:.60}"

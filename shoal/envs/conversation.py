@@ -1,16 +1,16 @@
-"""One rollout as it grows: the rules of turns, limits and endings, in one place.
+"""One rollout as it grows: the rules for turns, limits and endings, in one place.
 
-`play` drives it with what an engine samples, `replay` with what a rollout claims the policy wrote; nothing else
-decides where a turn ends, what the environment adds, or how a rollout ends. It knows no engine and no network.
+`play` feeds it what an engine samples; `replay` feeds it what a claimed rollout says that the policy wrote. Only this
+file decides where a turn ends, what the environment adds, and how a rollout ends. It knows no engine and no network.
 
 A conversation opens with the environment's messages. Then, turn by turn, the policy writes up to `room` tokens:
 
-- a stop token ends the turn and the environment answers; if it is done, the rollout ends by "environment";
-- no stop token within `room` ends the rollout by "length"; the environment still sees what was written, as its last
-  action, so that an answer cut short is scored for what it is;
-- an answer after which not one token would fit into `max_tokens` is not appended: "length" again;
-- an environment that raises, or whose score lies outside its bounds, ends it by "error" with the lowest reward,
-  so that making an environment fail never pays.
+- A stop token ends the turn, and the environment answers. If it is done, the rollout ends by "environment".
+- Without a stop token within `room`, the rollout ends by "length". The environment still takes the text as its last
+  action, so that an answer cut short gets the score that it deserves.
+- If an answer leaves no room in `max_tokens` for another token, it is not appended: "length" again.
+- If the environment raises, or scores outside its bounds, the rollout ends by "error" with the lowest reward, so that
+  making an environment fail never pays.
 """
 
 from collections.abc import Sequence
@@ -25,36 +25,36 @@ class Conversation:
     """The tokens of one rollout, who wrote each, and how it ended."""
 
     def __init__(self, env: Env, renderer: Renderer, task: Task, sampling: Sampling) -> None:
-        """Open the conversation. Raises `ShoalError` when the environment cannot even begin the task."""
+        """Open the conversation. Raises `ShoalError` if the environment cannot begin the task."""
         self.env, self.renderer, self.task, self.sampling = env, renderer, task, sampling
         self.tokens: list[int] = []
         self.author: list[int] = []
         self.logprobs: list[float] = []
-        """Of the policy's tokens; empty when the turns were written without."""
+        """Log-probs of the policy's tokens; empty if the turns came without them."""
         self.texts: list[tuple[str, str]] = []
-        """Who said what, by chat role, for transcripts."""
+        """Texts with the chat role of their author, for transcripts."""
         self.ending: Ending | None = None
         self.reward = min(env.reward_bounds)
         self.success: bool | None = None
         self.fault = ""
-        """What the environment raised, in one line."""
+        """One line: what the environment raised."""
         self.state: State
         self._open()
 
     @property
     def room(self) -> int:
-        """Tokens that the policy may write in the coming turn, its stop token included; 0 once ended."""
+        """Tokens that the policy may write in the next turn, including its stop token; 0 after the end."""
         if self.ending is not None:
             return 0
         return min(self.sampling.max_turn_tokens, self.sampling.max_tokens - len(self.tokens))
 
     def write(self, token_ids: Sequence[int], logprobs: Sequence[float] = ()) -> None:
-        """Add one whole turn of the policy: it ends with its first stop token, or fills `room` without one."""
+        """Add one whole turn of the policy. It must end with its first stop token, or fill `room` without one."""
         stop_ids = self.renderer.stop_ids
         stopped = bool(token_ids) and token_ids[-1] in stop_ids
-        assert not stop_ids.intersection(token_ids[:-1]), "a turn goes on after its stop token"
+        assert not stop_ids.intersection(token_ids[:-1]), "a turn continues after its stop token"
         assert len(token_ids) <= self.room, f"a turn of {len(token_ids)} tokens where {self.room} fit"
-        assert stopped or len(token_ids) == self.room, "a turn breaks off without a stop token"
+        assert stopped or len(token_ids) == self.room, "a turn ends early without a stop token"
         self._append(token_ids, POLICY)
         self.logprobs.extend(logprobs)
         action = self.renderer.decode(list(token_ids))
@@ -62,7 +62,7 @@ class Conversation:
         self._answer(action, cut=not stopped)
 
     def rollout(self, version: int) -> Rollout:
-        """The finished rollout as it crosses the wire."""
+        """The finished rollout, as it is sent."""
         assert self.ending is not None, "the conversation has not ended"
         return make_rollout(self.tokens, self.author, self.logprobs, version=version, ending=self.ending)
 
@@ -70,11 +70,11 @@ class Conversation:
         try:
             self.state, messages = self.env.reset(self.task)
             opening = self.renderer.start(messages)
-        except Exception as error:  # noqa: BLE001  foreign code: whatever it raises, it must not stop the run
+        except Exception as error:  # noqa: BLE001  foreign code may raise anything, and must not stop the run
             place = describe_fault(error, source_of(self.env))
             raise ShoalError(
                 f"environment {self.env.name} cannot begin task {str(self.task)[:80]!r}: {place}. "
-                "Mend it, then run shoal env check"
+                "Fix it, then run shoal env check"
             ) from None
         self.texts.extend((message["role"], message["content"]) for message in messages)
         self._append(opening, ENVIRONMENT)
@@ -82,7 +82,7 @@ class Conversation:
             self._end("length")
 
     def _answer(self, action: str, cut: bool) -> None:
-        """Let the environment answer a turn; its words are not appended to one that was cut short."""
+        """Let the environment answer a turn. If the turn was cut short, the answer is not appended."""
         try:
             self.state, reply, done = self.env.step(self.state, action)
             reply_ids = [] if done else self.renderer.reply(_text(reply))
@@ -107,7 +107,7 @@ class Conversation:
             reward = float(self.env.score(self.state))
             success = success_of(self.env, self.state)
             if not low <= reward <= high:
-                raise ValueError(f"score {reward} lies outside reward_bounds {low} to {high}")
+                raise ValueError(f"score {reward} is outside reward_bounds {low} to {high}")
         except Exception as error:  # noqa: BLE001  as above
             self._fail(error)
             return
@@ -122,8 +122,8 @@ class Conversation:
 
 
 def _text(reply: str | None) -> str:
-    """A reply of an unfinished episode; raises where it is no text that can be encoded."""
+    """The reply of an unfinished episode. Raises if it is not text that can be encoded."""
     if not isinstance(reply, str):
-        raise TypeError(f"step() is not done but its reply is {type(reply).__name__}, not str")
+        raise TypeError(f"step() is not done, but its reply is {type(reply).__name__}, not str")
     reply.encode()
     return reply

@@ -1,9 +1,9 @@
-"""How good a policy is on held-out tasks: sampled episodes, means with 95 % confidence intervals, transcripts.
+"""Measure a policy on held-out tasks: sampled episodes, means with 95 % confidence intervals, transcripts.
 
-Called by `shoal eval` and by a run before and after training. It knows no training and no network.
+Called by `shoal eval`, and by a run before and after training. It knows no training and no network.
 
-The intervals speak of the sampling noise of episodes on these tasks; they treat episodes as independent, which
-several episodes on one task are not quite.
+The intervals describe the sampling noise of episodes on these tasks. They treat episodes as independent, which several
+episodes on one task are not quite.
 """
 
 import math
@@ -25,7 +25,7 @@ from shoal.protocol.wire import domain_hash
 from shoal.terminal import printable
 
 BATCH = 128
-"""Episodes played in lockstep; fixed, because the engine's last bits depend on it."""
+"""Episodes played in lockstep. Fixed, because the engine's last bits depend on it."""
 
 Z95 = 1.959964
 """Two-sided 95 % quantile of the normal distribution."""
@@ -40,7 +40,7 @@ class Interval(msgspec.Struct, frozen=True):
 
 
 class Transcript(msgspec.Struct, frozen=True):
-    """One episode to look at."""
+    """One episode, for people to read."""
 
     task: str
     turns: tuple[tuple[str, str], ...]
@@ -49,41 +49,41 @@ class Transcript(msgspec.Struct, frozen=True):
     success: bool | None
     ending: str
     tokens: int
-    """Written by the policy."""
+    """Tokens that the policy wrote."""
 
 
 class Evaluation(msgspec.Struct, frozen=True):
-    """The figures of one evaluation, as they are also written to a run's folder."""
+    """The figures of one evaluation, as written to the run's folder."""
 
     mean: float
-    """Success rate where the environment tells success, otherwise mean reward: see `measure`."""
+    """Success rate if the environment says what succeeds, otherwise mean reward: see `measure`."""
     low95: float
     high95: float
     episodes: int
     measure: Literal["success", "reward"]
     tasks: Literal["heldout", "training"]
-    """Training tasks only where the environment has no others."""
+    """Training tasks only if the environment has no held-out tasks."""
     reward: Interval
     success: Interval | None
     tokens: int
-    """Written by the policy, all episodes."""
+    """Tokens that the policy wrote in all episodes."""
     endings: dict[str, int]
     fault: str
-    """What the environment raised first, empty if nothing."""
+    """What the environment raised first; empty if nothing."""
     transcripts: tuple[Transcript, ...]
 
 
 class MixedEvaluation(msgspec.Struct, frozen=True):
-    """The figures of a run with several environments: each one's, and what a task drawn as the run draws is worth."""
+    """The figures of a run with several environments: each one's, and the mean for tasks drawn as the run draws them."""
 
     mean: float
-    """Of the environments' means, by the weights of the run."""
+    """Mean of the environments' means, by the weights of the run."""
     low95: float
     high95: float
     episodes: int
-    """Of all environments."""
+    """Episodes of all environments."""
     envs: dict[str, Evaluation]
-    """By label."""
+    """Evaluations by label."""
 
 
 def evaluate(
@@ -96,10 +96,10 @@ def evaluate(
     samples: int = 2,
     progress: Callable[[int], None] = lambda done: None,
 ) -> Evaluation:
-    """Play `episodes` sampled episodes, held-out tasks in turn, and keep the first `samples` as transcripts.
+    """Play `episodes` sampled episodes, going through the held-out tasks in turn, and keep `samples` transcripts.
 
     The same seed gives the same tasks and sampling noise, so two policies can be compared episode by episode.
-    `progress` is told the number of episodes done. Raises `ShoalError` where nothing can be played.
+    `progress` receives the number of episodes done. Raises `ShoalError` if no episode can be played.
     """
     if episodes < 1:
         raise ConfigError(f"{episodes} episodes: evaluation needs at least 1")
@@ -114,10 +114,10 @@ def evaluate(
 
 
 def mixed(envs: dict[str, Evaluation], weights: Sequence[float]) -> MixedEvaluation:
-    """Evaluations of several environments, by label, as one; `weights` are in the same order.
+    """Combine the evaluations of several environments, by label; `weights` are in the same order.
 
-    The interval of the weighted mean is made of the environments' own by MOVER (Zou and Donner, Stat. Med. 27, 2008):
-    their distances from the mean to either limit are added as independent errors are, by their squares.
+    MOVER (Zou and Donner, Stat. Med. 27, 2008) gives the interval of the weighted mean: the distances from each mean to
+    its limits are added by their squares, like independent errors.
     """
     shares = [weight / math.fsum(weights) for weight in weights]
     parts = list(zip(shares, envs.values(), strict=True))
@@ -128,7 +128,7 @@ def mixed(envs: dict[str, Evaluation], weights: Sequence[float]) -> MixedEvaluat
 
 
 def as_text(transcript: Transcript) -> str:
-    """A transcript to print: whatever the policy wrote, nothing in it can steer a terminal."""
+    """A transcript to print. Nothing that the policy wrote can control the terminal."""
     verdict = {None: "", True: "won, ", False: "lost, "}[transcript.success]
     head = f"task {printable(transcript.task)} · {verdict}reward {transcript.score:.2f} · ended by {transcript.ending}"
     names = {"assistant": "policy", "user": "env"}
@@ -140,10 +140,10 @@ def _indented(text: str) -> str:
 
 
 def interval(values: Sequence[float], bounds: tuple[float, float]) -> Interval:
-    """Mean and 95 % interval, clipped to what values are possible.
+    """Mean and 95 % interval, clipped to the possible values.
 
-    Wilson's score interval (J. Am. Stat. Assoc. 22, 1927) where all values are 0 or 1, otherwise the normal one; a
-    single value other than 0 or 1 tells nothing of the spread, and the interval is then all that is possible.
+    Wilson's score interval (J. Am. Stat. Assoc. 22, 1927) if all values are 0 or 1, otherwise the normal interval. One
+    value that is neither 0 nor 1 says nothing about the spread, so the interval is then `bounds`.
     """
     n, mean = len(values), math.fsum(values) / len(values)
     if all(value in (0.0, 1.0) for value in values):
@@ -195,7 +195,7 @@ def _figures(env: Env, talks: Sequence[Conversation], samples: int) -> Evaluatio
 
 
 def transcript_of(talk: Conversation) -> Transcript:
-    """A conversation that has ended, to look at."""
+    """A conversation that has ended, for people to read."""
     return Transcript(
         task=str(talk.task)[:200],
         turns=tuple(talk.texts),

@@ -1,9 +1,9 @@
-"""Find an environment by name or file, make it, and say which source it is pinned by.
+"""Find an environment by name or file, make it, and compute the digest of its source.
 
-Called by the host, `eval` and `check` (`load_env`: built-ins, and files of the machine's own user), and by `join`
+Called by the host, `eval` and `check` (`load_env`: built-ins, and the user's own files), and by `join`
 (`load_built_in`: a stranger's run file must never make this machine execute anything).
-A user's file is one Python file that defines `def environment(**args)`; it may import what is installed, not its
-neighbours, for its digest covers this one file.
+A user's file is one Python file that defines `def environment(**args)`. It may import installed packages but not
+neighbouring files, because its digest covers only itself.
 """
 
 import difflib
@@ -27,7 +27,7 @@ class BuiltIn(NamedTuple):
 
     make: Callable[..., Env]
     modules: tuple[ModuleType, ...]
-    """Those whose source decides how it behaves."""
+    """The modules whose source decides how the environment behaves."""
 
 
 BUILT_IN: Mapping[str, BuiltIn] = {
@@ -36,28 +36,28 @@ BUILT_IN: Mapping[str, BuiltIn] = {
 }
 
 MEMBERS = ("name", "num_tasks", "num_heldout", "reward_bounds", "task", "reset", "step", "score")
-"""What an environment must have; inheriting from `shoal.envs.base.Env` gives defaults for some."""
+"""Members that an environment must have; inheriting from `shoal.envs.base.Env` gives defaults for some."""
 
 
 def load_env(name_or_path: str, args: Mapping[str, Any]) -> Env:
-    """Make a built-in environment, or one from a file of the user's own, which is executed.
+    """Make a built-in environment, or execute the user's own file and make the one that it defines.
 
-    Raises `ShoalError` in one line for an unknown name, wrong arguments, or a file that fails, with its line.
+    Raises a one-line `ShoalError` for an unknown name, for wrong arguments, or, with the line, for a file that fails.
     """
     return _load_file(Path(name_or_path), args) if is_file(name_or_path) else load_built_in(name_or_path, args)
 
 
 def load_built_in(name: str, args: Mapping[str, Any]) -> Env:
-    """Make a built-in environment; never executes anything else. Raises `ConfigError` for any other name."""
+    """Make a built-in environment; never executes other code. Raises `ConfigError` for any other name."""
     if is_file(name):
         raise _no_file(name)
     return _built_in(name).make(**args)
 
 
 def load_run_envs(specs: Sequence[EnvSpec], own_files: bool) -> dict[str, Env]:
-    """The environments of a run by label, each the very one that the host has. `own_files` allows this user's files.
+    """The environments of a run by label, identical to the host's. `own_files` allows files of this user.
 
-    Raises `ShoalError` when one is not here, or is another version of it.
+    Raises `ShoalError` if an environment is missing here, or differs from the host's.
     """
     envs: dict[str, Env] = {}
     for spec in specs:
@@ -67,7 +67,7 @@ def load_run_envs(specs: Sequence[EnvSpec], own_files: bool) -> dict[str, Env]:
             raise _differs(spec)
         if spec.label in envs:  # guard: label-of-one-environment
             raise ConfigError(
-                f"the run labels two environments {spec.label}, so its slots do not say which they mean: the host must "
+                f"the run labels two environments {spec.label}, so its slots are ambiguous: the host must "
                 "give each [[envs]] its own label"
             )
         envs[spec.label] = load_env(spec.name, spec.args)
@@ -77,9 +77,9 @@ def load_run_envs(specs: Sequence[EnvSpec], own_files: bool) -> dict[str, Env]:
 
 
 def env_digest(name_or_path: str) -> str:
-    """SHA-256, in hex, over the source that defines an environment: its file, or a built-in's modules.
+    """SHA-256, in hex, of the source that defines an environment: its file, or a built-in's modules.
 
-    Equal digests mean equal behaviour for equal arguments. Raises `ShoalError` where there is no such environment.
+    Equal digests mean equal behaviour for equal arguments. Raises `ShoalError` if there is no such environment.
     """
     if is_file(name_or_path):
         sources = [_read(Path(name_or_path))]
@@ -89,12 +89,12 @@ def env_digest(name_or_path: str) -> str:
 
 
 def is_file(name_or_path: str) -> bool:
-    """Whether a run file's environment is a path, not a built-in name."""
+    """Whether a run file's environment is a path rather than a built-in name."""
     return name_or_path.endswith(".py") or "/" in name_or_path or "\\" in name_or_path
 
 
 def _no_file(name: str) -> ConfigError:
-    return ConfigError(f"environment {name} is a file of the host's; nodes that joined run built-in ones only")
+    return ConfigError(f"environment {name} is a file on the host; nodes that join run only built-in environments")
 
 
 def _differs(spec: EnvSpec) -> ConfigError:
@@ -115,7 +115,7 @@ def _load_file(path: Path, args: Mapping[str, Any]) -> Env:
     source = _read(path)
     module = ModuleType(f"shoal_env_{domain_hash('environment', source).hex()[:16]}")
     module.__file__ = str(path)
-    sys.modules[module.__name__] = module  # dataclasses look their module up there
+    sys.modules[module.__name__] = module  # dataclasses look up their module here
     try:
         exec(compile(source, str(path), "exec"), module.__dict__)
         make = getattr(module, "environment", None)
@@ -125,10 +125,10 @@ def _load_file(path: Path, args: Mapping[str, Any]) -> Env:
     except ShoalError:
         raise
     except SyntaxError as error:
-        raise ShoalError(f"{error.filename} line {error.lineno}: {error.msg}. Mend it and try again") from None
-    except Exception as error:  # noqa: BLE001  a user's file may raise anything, and gets one line about it
+        raise ShoalError(f"{error.filename} line {error.lineno}: {error.msg}. Fix it and try again") from None
+    except Exception as error:  # noqa: BLE001  a user's file may raise anything: report it in one line
         place = describe_fault(error, path)
-        raise ShoalError(f"cannot load environment {path}: {place}. Mend it and try again") from None
+        raise ShoalError(f"cannot load environment {path}: {place}. Fix it and try again") from None
     _require_members(env, path)
     return env
 

@@ -1,8 +1,8 @@
-"""Play tasks with an engine: the turns of many episodes in lockstep, one engine call a turn.
+"""Play tasks with an engine: many episodes in lockstep, with one engine call for each turn.
 
-Called by workers (`play_block`), evaluation and the recipes. It brings environment, renderer and engine together
-and knows nothing of leases, rewards' use, or the network. Scripted players play by the same rules (`play_scripted`),
-for checks and for the supervised cold start.
+Called by workers (`play_block`), by evaluation and by the recipes. It connects environment, renderer and engine. It
+knows no leases and no network, and does not use rewards. Scripted players follow the same rules (`play_scripted`), for
+checks and for the supervised cold start.
 """
 
 import logging
@@ -23,20 +23,20 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Episode:
-    """One attempt to be made."""
+    """One attempt to make."""
 
     env: Env
     task: Task
     seed: bytes
-    """Sample seed, 32 bytes: drives the sampling noise and nothing else."""
+    """Sample seed, 32 bytes. It drives only the sampling noise."""
 
 
 def play_block(
     engine: Engine, renderer: Renderer, envs: Mapping[str, Env], block: Block, group_size: int, sampling: Sampling
 ) -> list[Group]:
-    """Fill the slots of a block, all of its rollouts as one batch; groups in the order of the slots.
+    """Fill the slots of a block, with all rollouts in one batch. Returns groups in the order of the slots.
 
-    A task that cannot begin gives a group without rollouts: whoever judges it finds the same, and the slot is void.
+    A task that cannot begin gives a group without rollouts. Validators find the same, and the slot is void.
     """
     episodes: list[Episode] = []
     of_slot: dict[int, range] = {}
@@ -58,15 +58,15 @@ def play_block(
 
 
 def play(engine: Engine, renderer: Renderer, episodes: Sequence[Episode], sampling: Sampling) -> list[Rollout]:
-    """Play episodes to their end; rollouts in the same order."""
+    """Play episodes to their end. Returns rollouts in the same order."""
     return [talk.rollout(engine.version) for talk in converse(engine, renderer, episodes, sampling)]
 
 
 def converse(engine: Engine, renderer: Renderer, episodes: Sequence[Episode], sampling: Sampling) -> list[Conversation]:
-    """Play episodes to their end and return the whole conversations, with reward and texts.
+    """Play episodes to their end. Returns whole conversations, with rewards and texts.
 
-    Each turn is one `extend` over the unfinished episodes in their order, so the engine sees the same batches
-    whenever the same episodes are played.
+    Each turn is one `extend` over the unfinished episodes in their order, so the same episodes always give the engine
+    the same batches.
     """
     talks = [Conversation(episode.env, renderer, episode.task, sampling) for episode in episodes]
     names = [f"{i}-{episode.seed.hex()[:16]}" for i, episode in enumerate(episodes)]
@@ -91,9 +91,9 @@ def converse(engine: Engine, renderer: Renderer, episodes: Sequence[Episode], sa
 def play_scripted(
     env: Env, renderer: Renderer, task: Task, player: Player, rng: random.Random, sampling: Sampling
 ) -> Conversation:
-    """Let a scripted player play a task, by the rules of turns and limits that bind a policy.
+    """Let a scripted player play a task, under the same rules of turns and limits as a policy.
 
-    An action too long for its turn is cut off there, which ends the rollout by "length".
+    An action too long for its turn is cut off, which ends the rollout by "length".
     """
     talk = Conversation(env, renderer, task, sampling)
     while talk.ending is None:

@@ -1,9 +1,9 @@
-"""Replay a claimed rollout: everything in it but the policy's choice of tokens must follow from the task.
+"""Replay a claimed rollout: all of it must follow from the task, except the tokens that the policy chose.
 
-Called by the check of a submission (a role hands it over in the context), by whoever needs a rollout's reward, and
-by auditors. It takes from the claim nothing but the policy's turns, grows the conversation anew from them, and
-compares. So a claim can neither invent an environment's words, nor move a turn's end, nor choose its ending or
-reward. It knows no model: whether the policy would have chosen these tokens is the sampling check's question.
+Called by the checks of a submission (a role passes it in the context), by any role that needs a rollout's reward, and
+by auditors. It takes only the policy's turns from the claim, rebuilds the conversation from them, and compares. So a
+claim cannot invent the environment's words, move the end of a turn, or choose its ending or reward. It knows no model:
+the sampling check asks whether the policy would have chosen these tokens.
 
 Axes: T tokens of the rollout.
 """
@@ -20,19 +20,19 @@ from shoal.protocol.types import ENVIRONMENT, Ending, Rollout, Sampling
 
 
 class Replay(NamedTuple):
-    """What a rollout is worth, or what is wrong with it."""
+    """The reward of a rollout, or what is wrong with it."""
 
     reward: float
-    """As re-derived; the environment's lowest where there is a problem."""
+    """The replayed reward; the environment's lowest if there is a problem."""
     ending: Ending
-    """As re-derived; as claimed where the replay did not get to the end."""
+    """The replayed ending; the claimed one if the replay stopped before the end."""
     problem: str = ""
-    """One line; empty when everything fits."""
+    """One line; empty if everything agrees."""
     position: int = -1
-    """Absolute index of the first token that does not fit, -1 if none."""
+    """Absolute index of the first token that differs; -1 if none does."""
 
 
-def replay(
+def replay_rollout(
     env: Env,
     renderer: Renderer,
     task: Task,
@@ -41,9 +41,9 @@ def replay(
     ending: Ending,
     sampling: Sampling,
 ) -> Replay:
-    """Re-derive a claimed rollout. Pure; a false claim is an answer with `problem`, not an exception.
+    """Replay a claimed rollout. Pure: a false claim gives an answer with `problem`, not an exception.
 
-    Raises `ShoalError` when the environment cannot begin the task, which no claim can cause.
+    Raises `ShoalError` if the environment cannot begin the task, which no claim can cause.
     """
 
     def refused(problem: str, position: int = -1) -> Replay:
@@ -67,10 +67,10 @@ def replay(
             break
         turn = _turn(tokens[compared : compared + conversation.room], renderer.stop_ids)
         if len(turn) < conversation.room and (not turn or turn[-1] not in renderer.stop_ids):
-            return refused("the rollout breaks off in a turn of the policy, with neither stop nor limit", len(tokens))
+            return refused("the rollout stops in a turn of the policy, before a stop token or a limit", len(tokens))
         conversation.write(turn)
     if len(tokens) > compared:
-        problem = f"{len(tokens) - compared} tokens follow the end of the rollout, which is by {conversation.ending}"
+        problem = f"{len(tokens) - compared} tokens follow the end of the rollout, by {conversation.ending}"
         return Replay(min(env.reward_bounds), conversation.ending, problem, compared)
     if ending != conversation.ending:
         problem = f"ended by {conversation.ending}, not by {ending} as claimed"
@@ -79,12 +79,12 @@ def replay(
 
 
 def retell(env: Env, renderer: Renderer, task: Task, claim: Rollout, sampling: Sampling) -> Conversation | None:
-    """The conversation that a claimed rollout is of, for people to read; None where the claim does not fit.
+    """The conversation of a claimed rollout, for people to read; None if the claim is false.
 
-    Raises `ShoalError` as `replay` does.
+    Raises `ShoalError` as `replay_rollout` does.
     """
     tokens_T = claim.tokens_T()
-    if replay(env, renderer, task, tokens_T, claim.author_T(), claim.ending, sampling).problem:
+    if replay_rollout(env, renderer, task, tokens_T, claim.author_T(), claim.ending, sampling).problem:
         return None
     conversation, tokens = Conversation(env, renderer, task, sampling), tokens_T.tolist()
     while conversation.ending is None:
@@ -94,7 +94,7 @@ def retell(env: Env, renderer: Renderer, task: Task, claim: Rollout, sampling: S
 
 
 def _turn(token_ids: list[int], stop_ids: frozenset[int]) -> list[int]:
-    """The policy's turn at the head of some tokens: up to and with its first stop token, or all of them."""
+    """The policy's turn at the start of the tokens: up to and including the first stop token, or all of them."""
     for i, token in enumerate(token_ids):
         if token in stop_ids:
             return token_ids[: i + 1]
@@ -102,16 +102,16 @@ def _turn(token_ids: list[int], stop_ids: frozenset[int]) -> list[int]:
 
 
 def _difference(conversation: Conversation, tokens: list[int], author: list[int], start: int) -> tuple[str, int]:
-    """The first place from `start` on where a claim differs from the conversation so far, as a problem and index."""
+    """The first place from `start` on where a claim differs from the conversation so far: the problem and its index."""
     end = len(conversation.tokens)
     if tokens[start:end] == conversation.tokens[start:] and author[start:end] == conversation.author[start:]:
         return "", -1
     for at in range(start, end):
         if at >= len(tokens):
-            return f"the rollout breaks off before the environment's words are complete, {end - at} tokens short", at
+            return f"the rollout stops before the environment's words are complete, {end - at} tokens short", at
         if author[at] != conversation.author[at]:
             writer = "the environment" if conversation.author[at] == ENVIRONMENT else "the policy"
-            return f"the token was written by {writer}, the claim says author {author[at]}", at
+            return f"{writer} wrote the token, the claim says author {author[at]}", at
         if tokens[at] != conversation.tokens[at]:
             return f"the environment says token {conversation.tokens[at]}, the claim {tokens[at]}", at
-    raise AssertionError("lists that differ differ somewhere")
+    raise AssertionError("unequal lists must differ somewhere")

@@ -1,18 +1,18 @@
-"""Wordle: find a hidden five-letter word in six guesses, told after each which letters fit.
+"""Wordle: find a hidden five-letter word in six guesses; marks after each guess say which letters fit.
 
 A built-in environment (`wordle`), multi-turn. It knows no tokens and no model.
 
-The policy writes one word a turn. A legal word uses up a guess and is answered with a mark for each of its letters:
-`=` right letter in the right place, `+` a letter of the word in another place, `-` not (or no longer) in it, so
-"crane" for the hidden "cater" gives `=++-+`. Anything else is answered `?????`, no word, and uses up no guess, as in
-the game, but the third such answer ends the episode. Marks stand in the order of the letters, so that a small model
-finds the mark of a letter at a fixed distance.
+The policy writes one word a turn. A legal word uses up a guess, and the answer is one mark for each of its letters:
+`=` for the right letter in the right place, `+` for a letter of the word in another place, `-` for a letter that is
+not (or no longer) in it. So "crane" for the hidden "cater" gives `=++-+`. Any other text gets the answer `?????`. As in
+the game, it uses up no guess, but the third such answer ends the episode. Marks are in the order of the letters, so
+that a small model finds a letter's mark at a fixed distance.
 
-A letter guessed twice is marked as often as the hidden word has it: places that are right count first, the rest from
-left to right.
+A letter that is guessed twice is marked as often as the hidden word has it: letters in the right place count first,
+then the others from left to right.
 
-Reward: 1 for a win. Otherwise `partial` times the share of the guesses after the first that respect every mark given
-before them, as "hard mode" demands: below 0.5 by default. It rewards a held-out word that fits as much as any other.
+Reward: 1 for a win. Otherwise `partial` times the share of the guesses after the first that respect all earlier marks,
+as "hard mode" demands: below 0.5 by default. A guess that fits the marks counts the same whether or not it is held out.
 """
 
 import functools
@@ -36,39 +36,39 @@ class WordleArgs(Section, frozen=True):
     """Arguments of the environment."""
 
     num_words: Annotated[int, msgspec.Meta(ge=8, le=len(WORDS))] = len(WORDS)
-    """Words of the list in play, as guesses and answers; a smaller list is part of any larger one."""
+    """Words of the list in play, as guesses and answers. A smaller list is part of every larger one."""
     heldout: Annotated[int, msgspec.Meta(ge=1)] = 64
-    """Words of these that are hidden only in evaluation."""
+    """How many of these words are hidden only in evaluation."""
     guesses: Annotated[int, msgspec.Meta(ge=1, le=100)] = 6
     not_words: Annotated[int, msgspec.Meta(ge=1, le=100)] = 3
-    """Actions that are no legal word: this many end the episode."""
+    """This many actions that are not legal words end the episode."""
     partial: Annotated[float, msgspec.Meta(ge=0.0, lt=1.0)] = 0.5
-    """Reward of a lost game in which every guess respected the marks before it."""
+    """Reward of a lost game in which every guess respected the earlier marks."""
     opening: Annotated[str, msgspec.Meta(min_length=1, max_length=4000)] = "wordle"
-    """The first message. A policy that was not trained for the game needs the rules here."""
+    """The first message. For a policy that was not trained on the game, put the rules here."""
     first_guess: str = ""
-    """What the scripted players open with, if it is in play; empty is a random word."""
+    """The scripted players' first guess, if it is in play; empty for a random word."""
     careless: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)] = 0.5
-    """Share of the careless player's games in which it ignores the marks."""
+    """Share of games in which the careless player ignores the marks."""
 
 
 class WordleState(NamedTuple):
-    """An episode as it stands."""
+    """The state of an episode."""
 
     answer: str
     guesses: tuple[str, ...] = ()
-    """Legal ones, in order."""
+    """Legal guesses, in order."""
     not_words: int = 0
-    """Actions so far that were no legal word."""
+    """Number of actions so far that were not legal words."""
 
 
 def environment(**args: Any) -> "Wordle":
-    """Make the environment; arguments as `WordleArgs`. Raises `ConfigError` for any other."""
+    """Make the environment from the arguments of `WordleArgs`. Raises `ConfigError` for any other argument."""
     return Wordle(from_tree(args, WordleArgs, "environment wordle"))
 
 
 class Wordle:
-    """The game. A task is the hidden word itself."""
+    """The environment. A task is the hidden word itself."""
 
     name = "wordle"
     reward_bounds = (0.0, 1.0)
@@ -83,7 +83,7 @@ class Wordle:
         self.num_heldout = args.heldout
 
     def task(self, index: int, heldout: bool = False) -> str:
-        """The hidden word: those for training stand before the held-out ones."""
+        """The hidden word. Training words come before held-out words in the list."""
         require_index(index, self.num_heldout if heldout else self.num_tasks)
         return self.words[self.num_tasks + index if heldout else index]
 
@@ -114,8 +114,8 @@ class Wordle:
         return state.answer in state.guesses
 
     def players(self) -> Mapping[str, Player]:
-        """Right: a random word among those that all marks allow. Wrong: any but the hidden one. Careless: a game of
-        the one kind or of the other, to start from a policy that knows how to play but does not always do so."""
+        """Players: "right" guesses a random word that all marks allow, "wrong" any word but the hidden one. "careless"
+        plays each game like one of the two, to start from a policy that can play but does not always do so."""
         return {"right": self._play_right, "wrong": self._play_wrong, "careless": self._play_careless}
 
     def _play_right(self, state: WordleState, rng: random.Random) -> str:
@@ -128,7 +128,7 @@ class Wordle:
         return rng.choice([word for word in self.words if word != state.answer])
 
     def _play_careless(self, state: WordleState, rng: random.Random) -> str:
-        """Its mood is decided with the second guess, and can be told from that: a guess that ignores the marks."""
+        """Decide with the second guess whether to ignore the marks. That guess shows the decision to later calls."""
         started = len(state.guesses) > 1
         ignores = not all(_respects(g, state.guesses[:i], state.answer) for i, g in enumerate(state.guesses))
         if ignores if started else state.guesses and rng.random() < self.args.careless:
@@ -138,7 +138,7 @@ class Wordle:
 
 @functools.lru_cache(maxsize=1 << 20)
 def marks(guess: str, answer: str) -> str:
-    """A mark for each letter of the guess."""
+    """One mark for each letter of the guess."""
     right = [a == b for a, b in zip(guess, answer, strict=True)]
     spare = [b for b, fits in zip(answer, right, strict=True) if not fits]
     told = []
@@ -154,19 +154,19 @@ def marks(guess: str, answer: str) -> str:
 
 
 def _respects(guess: str, before: Sequence[str], answer: str) -> bool:
-    """Whether a guess could be the hidden word, by the marks that the guesses before it got."""
+    """Whether the guess could be the hidden word, by the marks of the guesses before it."""
     return all(marks(earlier, guess) == marks(earlier, answer) for earlier in before)
 
 
 @functools.cache
 def shuffled_words() -> tuple[str, ...]:
-    """The list in an order that has nothing to do with spelling, the same everywhere and always."""
+    """The list in an order that is unrelated to spelling and the same everywhere."""
     return tuple(sorted(WORDS, key=lambda word: domain_hash("wordle", word.encode())))
 
 
 @functools.lru_cache(maxsize=65536)
 def _consistent(words: tuple[str, ...], told: tuple[tuple[str, str], ...]) -> tuple[str, ...]:
-    """Words that would have been answered by just these marks; never empty, for the hidden word is one."""
+    """Words that would have got exactly these marks; never empty, because the hidden word is one of them."""
     if not told:
         return words
     guess, answered = told[-1]

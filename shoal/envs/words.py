@@ -1,6 +1,6 @@
 """The words of the built-in Wordle: common English words of five letters, in alphabetical order.
 
-Read by `envs/wordle` alone. Changing one word changes the environment's digest, and so refuses nodes with the old list.
+Read only by `envs/wordle`. Changing a word changes the environment's digest, so nodes with the old list are refused.
 """
 
 TEXT = """

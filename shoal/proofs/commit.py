@@ -1,7 +1,8 @@
-"""The prover's side: a worker's groups become the bytes of a `Submission`.
+"""Turn a worker's groups into the bytes of a `Submission`.
 
-Called by the worker; `verify` reads what this writes. It knows no network and no key: the role signs and sends.
-Sampling proofs cost no bytes: the seeds of the lease prove the choice. A run may ask for proofs of activations beside.
+The worker calls this, and `verify` reads the result. The role signs and sends: this file knows no network and no key.
+Sampling proofs cost no bytes, because the seeds of the lease fix the choice. A run may also ask for proofs of
+activations.
 """
 
 from collections.abc import Sequence
@@ -20,10 +21,10 @@ from shoal.protocol.wire import to_msgpack
 def commit(
     run: str, lease: Lease, groups: Sequence[Group], engine: EngineFacts, proofs: tuple[bytes, ...] = ()
 ) -> bytes:
-    """Encode the groups of a lease, in its order, as msgpack `Submission` bytes; `proofs`: one a group, where asked.
+    """Encode the groups of a lease, in the lease's order, as msgpack `Submission` bytes.
 
-    Raises `StateError` when a log-probability is not a finite number: such a submission would be refused as
-    fabricated, and the fault is this machine's.
+    `proofs` holds one proof for each group, if the run asks for them. Raises `StateError` if a log-probability is not a
+    finite number: validators would refuse the submission as fabricated, and this machine is at fault.
     """
     assert [g.slot for g in groups] == [s.slot for b in lease.blocks for s in b.slots], "groups must fill the lease"
     for group in groups:
@@ -46,9 +47,9 @@ def commit(
 
 
 def prove_activations(groups: Sequence[Group], scores: Sequence[Score]) -> tuple[bytes, ...]:
-    """One proof for each group, from a prefill of all their rollouts with hidden states.
+    """Make one proof for each group, from a prefill of all their rollouts with hidden states.
 
-    Raises `StateError` when a hidden state is not finite: the fault is this machine's.
+    Raises `StateError` if a hidden state is not finite: this machine is at fault.
     """
     proofs, taken = [], 0
     for group in groups:
@@ -65,9 +66,9 @@ def prove_activations(groups: Sequence[Group], scores: Sequence[Score]) -> tuple
 
 
 def largest_submission_bytes(lease: Lease, rules: Rules) -> int:
-    """Most bytes that an honest submission for this lease can have.
+    """The most bytes that an honest submission for this lease can have.
 
-    More is refused before it is decoded, so what a stranger can make us hold is bounded by what we asked for.
+    A validator refuses a larger one before decoding it, so the lease limits how much memory a stranger can make us use.
     """
     num_groups = sum(len(block.slots) for block in lease.blocks)
     proofs = rules.proofs != "none"

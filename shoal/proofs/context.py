@@ -1,9 +1,9 @@
-"""What a check may look at and what it may say. Every check gets one `Context`; a role lends the tools in it.
+"""What a check can read, and what it can answer. Each check gets one `Context`, with tools that a role provides.
 
-Called by `verify`. The environments, their replay and the model belong to other rooms: a role passes them in, and a
-check sees only what stands here. Nothing is computed before a check asks for it, and nothing twice.
+Called by `verify`. The environments, their replay and the model are in other rooms, so a role passes them in, and a
+check sees only what is in this file. Everything is computed when a check first asks for it, and only once.
 
-Axes: G rollouts of a group, T tokens of a rollout, P tokens of it that the policy wrote.
+Axes: G rollouts of a group, T tokens of a rollout, P tokens of a rollout that the policy wrote.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -32,32 +32,33 @@ from shoal.protocol.types import (
 )
 
 Severity = Literal["soft", "hard"]
-"""Soft: no pay. Hard: no honest worker sends this, whatever its hardware; two validators who agree may slash."""
+"""Soft: the group is not paid. Hard: an honest worker never sends this, on any hardware; two validators who agree may
+slash."""
 
 
 class Failure(NamedTuple):
-    """What a check found wrong, with the evidence: where, the figure, and the bound that it passed."""
+    """What a check found wrong, and the evidence: where it is, the measured figure, and the bound that it exceeds."""
 
     rollout: int
-    """Index in the group; -1 when the whole group is meant."""
+    """Index in the group; -1 for the whole group."""
     position: int
-    """Absolute token index; -1 when the whole rollout is meant."""
+    """Absolute token index; -1 for the whole rollout."""
     figure: float
     bound: float
     detail: str
-    """One line, made of our own words and of numbers: nothing that a stranger wrote is repeated."""
+    """One line in our own words and numbers. It never repeats text that a stranger wrote."""
     mild: bool = False
-    """So near the bound that only no pay follows, although the check is hard."""
+    """True if the figure is near the bound: a hard check then refuses pay but does not slash."""
 
 
 def gravest(failures: Iterable[Failure | None]) -> Failure | None:
-    """The first that is not mild, or else the first: a token near its bound must not shield the forgery behind it."""
+    """The first failure that is not mild, or else the first one, so that a token near its bound cannot hide a forgery."""
     found = [failure for failure in failures if failure is not None]
     return next((failure for failure in found if not failure.mild), found[0] if found else None)
 
 
 class Environment(Protocol):
-    """As much of `envs.base.Env` as checks need."""
+    """The part of `envs.base.Env` that checks need."""
 
     reward_bounds: tuple[float, float]
 
@@ -67,7 +68,7 @@ class Environment(Protocol):
 
 
 class Replayed(Protocol):
-    """What `envs.replay.replay` found of one rollout."""
+    """What `envs.replay.replay_rollout` found for one rollout."""
 
     @property
     def reward(self) -> float: ...
@@ -83,7 +84,7 @@ class Replayed(Protocol):
 
 
 class CheckModule(Protocol):
-    """A file in `checks/`."""
+    """The interface of a file in `checks/`."""
 
     NAME: str
     SEVERITY: Severity
@@ -93,35 +94,35 @@ class CheckModule(Protocol):
 
 @dataclass(frozen=True)
 class Tools:
-    """What a role lends for judging submissions of one run at one policy version."""
+    """What a role provides for judging submissions of one run at one policy version."""
 
     info: RunInfo
     envs: Mapping[str, Environment]
-    """By the labels of `info.envs`."""
+    """The environments, by the labels in `info.envs`."""
     renderer: Renderer
     replay: Callable[..., Replayed]
-    """`shoal.envs.replay.replay`."""
+    """`shoal.envs.replay.replay_rollout`."""
     dtype: str
-    """Of the engine that scores."""
+    """Dtype of the engine that scores."""
     score: Callable[[list[ScoreRequest]], list[Score]]
-    """One prefill with the policy of the lease's version at the run's temperature. Called once a submission, and only
-    if a group is audited. With hidden states where the rules ask for proofs."""
+    """One prefill with the policy of the lease's version, at the run's temperature. Called at most once a submission,
+    only if a group is audited. It returns hidden states if the rules ask for proofs."""
 
 
 @dataclass
 class Context:
-    """One group's surroundings: what was asked for, under which rules, and the tools to look with."""
+    """All that the checks of one group need: the lease, the rules, and the tools."""
 
     tools: Tools
     lease: Lease
     slot: Slot
-    """What is due at this place of the lease."""
+    """The slot that this group must fill."""
     submission: Submission
-    """What was said around the groups: run, lease, version."""
+    """The fields around the groups: run, lease, version."""
     scores: Sequence[Score] = ()
-    """One a rollout; set before the audit checks run."""
+    """One score for each rollout; set before the audit checks run."""
     proof: bytes = b""
-    """Of the group's activations; empty where the rules ask for none."""
+    """Proof of the group's activations; empty if the rules ask for none."""
     _replays: list[Replayed] | None = None
 
     @property
@@ -130,7 +131,7 @@ class Context:
 
     @property
     def bounds(self) -> Bounds:
-        """What honest work may differ by: sampled in the dtype that the run declares, replayed in ours."""
+        """How far honest work may differ: sampled in the run's dtype, replayed in ours."""
         return self.rules.bounds[f"{self.rules.dtype}/{self.tools.dtype}"]
 
     @property
@@ -142,7 +143,7 @@ class Context:
         return self.tools.envs[self.slot.env]
 
     def replays(self, group: Group) -> list[Replayed]:
-        """Every rollout of the group walked through the environment again, once for all checks; those alike once."""
+        """Replay the rollouts of the group through the environment, once for all checks; equal rollouts only once."""
         if self._replays is None:
             replay, renderer = self.tools.replay, self.tools.renderer
             names = [(r.token_ids, r.author, r.ending) for r in group.rollouts]
@@ -154,12 +155,12 @@ class Context:
         return self._replays
 
     def playable(self) -> bool:
-        """Whether the environment can begin the slot's task, with room for a turn: where not, nobody can fill it."""
+        """Whether the environment can begin the slot's task and leave room for a turn. If not, nobody can fill the slot."""
         assert self.slot.env in self.tools.envs, f"environment {self.slot.env} is not loaded"
         try:
             _, messages = self.env.reset(self._task)
             opening = self.tools.renderer.start(messages)
-        except Exception:  # noqa: BLE001  foreign code: whatever it raises, the slot is void and the validator goes on
+        except Exception:  # noqa: BLE001  foreign code may raise anything: the slot is void, the validator continues
             return False
         return len(opening) < self.sampling.max_tokens
 
@@ -168,12 +169,12 @@ class Context:
         return self.env.task(self.slot.task)
 
     def requests(self, group: Group) -> list[ScoreRequest]:
-        """What the engine must prefill to replay the group's sampling: each rollout under the seed of its index."""
+        """What the engine must prefill to replay the group's sampling: each rollout with the seed of its index."""
         return score_requests(self.slot, group)
 
 
 def score_requests(slot: Slot, group: Group) -> list[ScoreRequest]:
-    """What to prefill for a slot's group: each rollout under the seed of its index."""
+    """What to prefill for a slot's group: each rollout with the seed of its index."""
     seed = bytes.fromhex(slot.seed)
     return [
         ScoreRequest(
@@ -186,5 +187,5 @@ def score_requests(slot: Slot, group: Group) -> list[ScoreRequest]:
 
 
 def policy_positions(rollout: Rollout) -> NDArray[np.int64]:
-    """Absolute indices of the tokens that the policy wrote, int64[P]."""
+    """Absolute indices of the policy's tokens, int64[P]."""
     return np.flatnonzero(rollout.author_T() == POLICY)

@@ -1,8 +1,8 @@
-"""Honest noise, measured: the bounds that it asks for, and what the bounds can then see.
+"""Measure honest numerical noise: propose bounds that it passes, and say what those bounds can detect.
 
 Called by `shoal calibrate`, which plays and replays. It knows no model and no run file: arrays in, bounds and rows out.
 
-Axes: N tokens, each as often as it was replayed; P tokens, once.
+Axes: N tokens, counted once for each replay; P tokens, counted once.
 """
 
 import math
@@ -19,39 +19,39 @@ from shoal.proofs.checks.activations import judge, least_bound
 from shoal.protocol.types import Bounds
 
 FAR_PERCENTILE = 0.9999
-"""Of the gaps, and of the differences of log-probs: what the safety factor is applied to."""
+"""Quantile of the gaps, and of the log-prob differences, to which the safety factor is applied."""
 
 LEAST = Bounds(gap=1e-3, flipped=1e-5, mean_gap=1e-7, logprob=1e-3)
-"""No bound is set below these, however quiet the machines that were measured: other hardware's float32 differs by
-more than one machine from itself, and a choice that is 0.001 nats from the best gains a cheat nothing."""
+"""No bound is set below these, even if the measured machines agree better. One machine agrees with itself better than
+with other hardware in float32, and a choice within 0.001 nats of the best gains a cheat nothing."""
 
 
 LEAST_ACTIVATION_ERROR = 1e-3
-"""The same for proofs of activations: a code of the next size is off by up to 0.008, and float32 elsewhere may round a
-value in eight to it."""
+"""The smallest bound for proofs of activations. Neighbouring codes differ by up to 0.008, and on other hardware float32
+may round one value in eight to the neighbour."""
 
 
 class Noise(NamedTuple):
-    """What honest tokens gave when they were replayed."""
+    """What replaying honest tokens measured."""
 
     gaps_N: NDArray[np.float32]
     """Replay gaps, nats."""
     off_N: NDArray[np.float64]
     """|claimed - replayed| log-probs, nats."""
     figures: tuple[Figures, ...] = ()
-    """Of each group's proof of activations, as often as it was replayed; none where the run asks for no proofs."""
+    """Figures of each group's proof of activations, once for each replay; empty if the run asks for no proofs."""
 
     def activation_error(self) -> float:
-        """The least bound that lets every proof pass."""
+        """The smallest bound that lets every proof pass."""
         return max(least_bound(of_group) for of_group in self.figures)
 
     def mismatched(self) -> float:
-        """Largest share of a chunk's values that got another sign or size."""
+        """The largest share of a chunk's values whose sign or size changed."""
         return max(float((of_group.mismatched_C / of_group.entries_C).max()) for of_group in self.figures)
 
 
 def joined(parts: list[Noise]) -> Noise:
-    """All of it together."""
+    """Concatenate the parts."""
     return Noise(
         np.concatenate([part.gaps_N for part in parts]),
         np.concatenate([part.off_N for part in parts]),
@@ -62,9 +62,9 @@ def joined(parts: list[Noise]) -> Noise:
 def propose(noise: Noise, distinct: int, safety: float) -> Bounds:
     """Bounds for one pair of dtypes: `safety` times what was measured over `distinct` tokens.
 
-    `gap` is also above the largest error of a log-prob, so that no honest token lies twice as far. A share that was
-    never seen may still be 3 / distinct (the rule of three, 95 %), unless the bound is so far above the noise that no
-    token can reach it: a flip's gap is at most twice the noise of a log-prob.
+    `gap` is at least the largest log-prob error, so no honest token exceeds it twofold: a flip's gap is at most twice the
+    noise of a log-prob. With no flips observed, assume a share of 3 / distinct (the rule of three, 95 %), unless `gap` is
+    so far above the noise that flips are impossible.
     """
     largest = float(noise.off_N.max())
     gap = _rounded_up(max(LEAST.gap, largest, safety * float(np.quantile(noise.gaps_N, FAR_PERCENTILE))))
@@ -77,46 +77,46 @@ def propose(noise: Noise, distinct: int, safety: float) -> Bounds:
 
 
 def propose_activation_error(figures: Sequence[Figures], safety: float) -> float:
-    """Bound on the mean relative error of a proof: `safety` times what the worst honest one needs.
+    """Bound on the mean relative error of a proof: `safety` times what the worst honest proof needs.
 
-    Raises `StateError` where no bound lets them all pass: too many values have another sign or size.
+    Raises `StateError` if no bound lets all proofs pass because the sign or size of too many values changes.
     """
     bound = _rounded_up(max(LEAST_ACTIVATION_ERROR, safety * max(least_bound(of_group) for of_group in figures)))
     refused = sum(judge(of_group, bound) is not None for of_group in figures)
     if refused:
         raise StateError(
-            f"{refused} of {len(figures)} honest proofs of activations give too many values another sign or size, "
-            'whatever the bound: these machines differ by more than such proofs can bear; set verify.proofs = "none"'
+            f"{refused} of {len(figures)} honest proofs of activations change the sign or size of too many values for "
+            'any bound to pass them: these machines differ too much for such proofs. Set verify.proofs = "none"'
         )
     return bound
 
 
 def _rounded_up(value: float) -> float:
-    """To two significant digits, never down."""
+    """Round up to two significant digits."""
     unit = 10.0 ** (math.floor(math.log10(value)) - 1)
     return float(f"{math.ceil(value / unit - 1e-9) * unit:.2g}")
 
 
 class Power(NamedTuple):
-    """A tenth of the tokens, by the policy's entropy."""
+    """One tenth of the tokens, grouped by the policy's entropy."""
 
     entropy: float
-    """Mean, nats a token."""
+    """Mean entropy, nats per token."""
     changed: float
-    """Share of tokens that another seed would change, beyond the bound."""
+    """Share of tokens that another seed changes by more than the bound."""
     needed: int
-    """Tokens of a rollout, all like these, at which such a cheat is refused with chance 95 %."""
+    """Rollout length in such tokens from which a cheat with another seed is refused with 95 % probability."""
 
 
 def power_by_entropy(
     entropy_P: NDArray[np.float64], other_gaps_P: NDArray[np.float32], bounds: Bounds, parts: int = 10
 ) -> list[Power]:
-    """What another seed shows, from the least to the most entropy; `other_gaps_P` are honest tokens' under that seed."""
+    """What another seed changes, by entropy, lowest first; `other_gaps_P` are the honest tokens' gaps under that seed."""
     order = np.argsort(entropy_P, kind="stable")
     return [power(entropy_P[part], other_gaps_P[part], bounds) for part in np.array_split(order, parts) if part.size]
 
 
 def power(entropy_P: NDArray[np.float64], other_gaps_P: NDArray[np.float32], bounds: Bounds) -> Power:
-    """The same of all the tokens given."""
+    """The same figures over all the given tokens."""
     changed = pooled(other_gaps_P, bounds.gap).flipped / other_gaps_P.size
     return Power(float(entropy_P.mean()), changed, tokens_to_detect(changed, bounds))

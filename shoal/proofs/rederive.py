@@ -1,18 +1,19 @@
-"""What the log says of a group against what an auditor found when it judged the same bytes again.
+"""Compare a group's verdict in the log with an auditor's own verdict on the same bytes.
 
-Called by `shoal audit`. Pure: `verify` makes the second verdict, this compares the two and says in words where they
-differ. Figures are not compared, since they depend on the machine: checks, outcomes, rewards and tokens are.
+Called by `shoal audit`. Pure: `verify` makes the auditor's verdict, and this file says in words where the two differ.
+It compares checks, outcomes, rewards and tokens. It ignores figures, because they depend on the machine.
 """
 
 from shoal.proofs.verify import AUDIT
 from shoal.protocol.types import GroupVerdict
 
 NEEDS_MODEL = frozenset(module.NAME for module in AUDIT)
-"""Checks whose findings cannot be repeated without the weights."""
+"""Checks that cannot be repeated without the weights."""
 
 
 def differences(booked: GroupVerdict, found: GroupVerdict, with_model: bool) -> list[str]:
-    """Where two verdicts on one group differ, a sentence each. `found` is the auditor's, with the model or without."""
+    """One sentence for each difference between two verdicts on a group. `found` is the auditor's; `with_model` says
+    whether the auditor had the model."""
     if booked.outcome == "accept" and found.outcome == "accept":
         return _rewards_and_tokens(booked, found)
     if booked.outcome == "accept":
@@ -41,10 +42,10 @@ def _rewards_and_tokens(booked: GroupVerdict, found: GroupVerdict) -> list[str]:
 
 
 def _refusal(verdict: GroupVerdict) -> str:
-    """Such as: sampling refuses it (rollout 3, token 17: token that its seed does not choose, 4.1, allowed 0.1)."""
+    """For example: sampling refuses it (rollout 3, token 17: token that its seed does not choose, 4.1, limit 0.1)."""
     if verdict.outcome == "void":
         return f"the slot is void ({verdict.detail})"
     place = f"rollout {verdict.rollout}, " if verdict.rollout >= 0 else ""
     place += f"token {verdict.position}, " if verdict.position >= 0 else ""
-    figure = f", {verdict.figure:.3g}, allowed are {verdict.bound:.3g}" if verdict.bound else ""
+    figure = f", {verdict.figure:.3g}, limit {verdict.bound:.3g}" if verdict.bound else ""
     return f"{verdict.check} refuses it ({place}{verdict.detail}{figure})"

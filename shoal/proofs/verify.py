@@ -1,10 +1,10 @@
-"""Judge a submission: one verdict for each slot of its lease, whatever the bytes are.
+"""Judge a submission: return one verdict for each slot of its lease, whatever bytes came in.
 
-Called by the validator, and by auditors who re-derive what a validator found. It knows no network and no model: what
-it needs to look with comes in `Tools`. A stranger's fault is data here, never an exception; an exception is ours.
+Called by validators, and by auditors who repeat a validator's work. It knows no network and no model; `Tools` provides
+what it needs. A stranger's fault is returned as data. An exception means that the fault is ours.
 
-Model-free checks run on every group, in order, and the first failure decides. The groups drawn for audit that pass
-them share one prefill, and the checks of the audit read its scores; the first hard failure decides, or else the first.
+Checks that need no model run on every group, in order, and the first failure decides. Groups that pass and are drawn
+for audit share one prefill; the audit checks read its scores. There the first hard failure decides, or else the first.
 """
 
 from collections.abc import Sequence
@@ -32,17 +32,18 @@ from shoal.protocol.wire import WireError, from_msgpack
 
 # guard: check-shape, check-lease, check-prompt, check-environment, check-reward, check-ending, check-complete
 MODEL_FREE: tuple[CheckModule, ...] = (shape, lease, prompt, environment, reward, ending, complete)
-"""On every group, in this order: each may rely on what those before it found in order."""
+"""Run on every group, in this order: each check relies on those before it."""
 
 # guard: check-sampling, check-logprobs, check-activations
 AUDIT: tuple[CheckModule, ...] = (sampling, logprobs, activations)
-"""On the groups drawn for audit, from one prefill."""
+"""Run on the groups drawn for audit, all from one prefill."""
 
 
 def verify_submission(body: bytes, check: Check, tools: Tools) -> Verdict:
-    """Judge the bytes that a worker sent for a lease. `check.id` must be the digest of `body`: the role sees to it.
+    """Judge the bytes that a worker sent for a lease.
 
-    `tools` must be of the lease's policy version. Raises nothing because of what is in `body`.
+    The role must make sure that `check.id` is the digest of `body`, and that `tools` are of the lease's policy version.
+    Nothing in `body` makes this raise.
     """
     submission = _open(body, check, tools)
     slots = [slot for block in check.lease.blocks for slot in block.slots]
@@ -68,7 +69,7 @@ def verify_submission(body: bytes, check: Check, tools: Tools) -> Verdict:
 
 
 def _projections(audited: Sequence[Context], check: Check) -> dict[str, tuple[float, ...]]:
-    """Of the activations of all audited groups, for each key that the check names; none without activations."""
+    """Project the activations of all audited groups, for each key that the check names; empty without activations."""
     hidden = [score.hidden_PD for ctx in audited for score in ctx.scores if score.hidden_PD is not None]
     if not hidden:
         return {}
@@ -78,29 +79,29 @@ def _projections(audited: Sequence[Context], check: Check) -> dict[str, tuple[fl
 
 
 def _is_due(verdict: GroupVerdict, draw: float, check: Check) -> bool:
-    """Whether a group is audited: drawn beforehand, or by the influence that its rewards now show."""
+    """Whether to audit a group: it was drawn beforehand, or the influence of its rewards makes it due."""
     weight = influence(verdict.rewards, verdict.tokens)
     # guard: influence-is-checked
     return verdict.slot in check.audited or must_audit(draw, check.rate, weight, check.mean_influence)
 
 
 def _open(body: bytes, check: Check, tools: Tools) -> Submission | Failure:
-    """Decode what surrounds the groups, no larger than the lease needs."""
+    """Decode everything around the groups. Refuses bytes larger than the lease can need."""
     largest = largest_submission_bytes(check.lease, tools.info.rules)
     if len(body) > largest:  # guard: submission-size
         return Failure(-1, -1, len(body), largest, "submission is larger than its lease can need, in bytes")
     try:
         submission = from_msgpack(body, Submission)
     except WireError:
-        return Failure(-1, -1, 0, 0, "bytes are not a Submission in msgpack")
+        return Failure(-1, -1, 0, 0, "bytes are not a msgpack Submission")
     if submission.engine.dtype != tools.info.rules.dtype:  # guard: submission-dtype
-        return Failure(-1, -1, 0, 0, "made in another dtype than the run declares")
+        return Failure(-1, -1, 0, 0, "made in a dtype other than the run's")
     due = sum(len(block.slots) for block in check.lease.blocks)
     if len(submission.groups) != due:  # guard: submission-groups
-        return Failure(-1, -1, len(submission.groups), due, "number of groups is not that of the lease")
+        return Failure(-1, -1, len(submission.groups), due, "number of groups differs from the lease's")
     proofs = 0 if tools.info.rules.proofs == "none" else due
     if len(submission.proofs) != proofs:  # guard: submission-proofs
-        return Failure(-1, -1, len(submission.proofs), proofs, "number of proofs is not what this run asks for")
+        return Failure(-1, -1, len(submission.proofs), proofs, "number of proofs differs from what this run asks for")
     return submission
 
 
@@ -108,11 +109,11 @@ def _open_group(encoded: bytes) -> Group | Failure:
     try:
         return from_msgpack(encoded, Group)
     except WireError:
-        return Failure(-1, -1, 0, 0, "bytes are not a Group in msgpack")
+        return Failure(-1, -1, 0, 0, "bytes are not a msgpack Group")
 
 
 def _prefill(audited: Sequence[tuple[Group, Context]], tools: Tools) -> None:
-    """Hand each audited group its scores, all from one call of the engine."""
+    """Give each audited group its scores, from one call of the engine."""
     if not audited:
         return
     requests = [ctx.requests(group) for group, ctx in audited]
@@ -124,7 +125,7 @@ def _prefill(audited: Sequence[tuple[Group, Context]], tools: Tools) -> None:
 
 
 def _judge_without_model(group: Group | Failure, ctx: Context) -> GroupVerdict:
-    """The checks that need no model. A slot that nobody can fill is void, whatever was sent for it."""
+    """Run the checks that need no model. A slot that nobody can fill is void, whatever was sent for it."""
     if isinstance(group, Failure):
         return _refuse(ctx.slot.slot, shape, group)
     if not ctx.playable():  # guard: unplayable-is-void
@@ -133,7 +134,7 @@ def _judge_without_model(group: Group | Failure, ctx: Context) -> GroupVerdict:
 
 
 def _judge_with_model(group: Group, ctx: Context) -> GroupVerdict:
-    """The checks that read `ctx.scores`: each is made, so that a mild failure of one hides no hard one of another."""
+    """Run all checks that read `ctx.scores`, so that a mild failure of one cannot hide a hard failure of another."""
     failures = [(module, module.check(group, ctx)) for module in AUDIT]
     found = [_refuse(ctx.slot.slot, module, failure) for module, failure in failures if failure is not None]
     hard = (verdict for verdict in found if verdict.outcome == "hard")

@@ -16,7 +16,7 @@ from shoal.engine.base import Engine
 from shoal.engine.local import LocalEngine
 from shoal.envs.base import Env
 from shoal.envs.load import load_run_envs
-from shoal.envs.replay import replay
+from shoal.envs.replay import replay_rollout
 from shoal.errors import NothingYet, PeerError
 from shoal.net.client import Client
 from shoal.net.keys import load_or_make_key
@@ -133,7 +133,7 @@ class Validator:
             info=self.info,
             envs=self.envs,
             renderer=self.renderer,
-            replay=replay,
+            replay=replay_rollout,
             dtype=self.engine.facts.dtype,
             score=lambda requests: self.engine.score(requests, temperature, hidden),
         )

@@ -22,7 +22,7 @@ from shoal.engine.local import LocalEngine
 from shoal.envs.arithmetic import environment as arithmetic
 from shoal.envs.base import Env
 from shoal.envs.play import play_block
-from shoal.envs.replay import replay
+from shoal.envs.replay import replay_rollout
 from shoal.envs.wordle import environment as wordle
 from shoal.policy.files import load_policy, save_policy
 from shoal.policy.model import Transformer
@@ -201,8 +201,9 @@ class World:
         """Reward of each rollout, by the environment."""
         return [
             [
-                replay(env, self.renderer, env.task(g.task), r.tokens_T(), r.author_T(), r.ending, self.lease.sampling)
-                .reward
+                replay_rollout(
+                    env, self.renderer, env.task(g.task), r.tokens_T(), r.author_T(), r.ending, self.lease.sampling
+                ).reward
                 for r in g.rollouts
             ]
             for g in groups
@@ -256,7 +257,9 @@ class World:
         """What it looks with."""
         dtype = engine.facts.dtype if isinstance(engine, LocalEngine) else self.engine.facts.dtype
         info = SimpleNamespace(run="run-1", rules=self.rules)
-        return Tools(info, self.envs, self.renderer, replay, dtype, lambda requests: self.score(requests, engine))  # type: ignore[arg-type]
+        return Tools(
+            info, self.envs, self.renderer, replay_rollout, dtype, lambda requests: self.score(requests, engine)
+        )  # type: ignore[arg-type]
 
     def judge(self, body: bytes, engine: Engine | None = None, audit: bool = True) -> list[GroupVerdict]:
         """A validator's verdicts on the lease."""

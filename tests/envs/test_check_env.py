@@ -73,7 +73,7 @@ class Boundless(Count):
 
 
 def test_rewards_that_no_run_takes_are_found() -> None:
-    assert "no run takes rewards above 1e+06" in outcomes(Boundless(), "failed")["members"]
+    assert "the limit is 1e+06" in outcomes(Boundless(), "failed")["members"]
 
 
 class LooseIndex(Count):
@@ -184,7 +184,7 @@ class NoReply(Count):
         (OutOfBounds, "right player", "score() gives 2.0, not a number from 0 to 1"),
         (Generous, "wrong player", "scores too high"),
         (Stingy, "right player", "scores too low: mean score 50% of the range"),
-        (Endless, "right player", "had no end after 256 turns"),
+        (Endless, "right player", "did not end within 256 turns"),
         (NeedsNumber, "hostile actions", "action '': raised"),
         (NoReply, "right player", "not done but replies NoneType"),
     ],

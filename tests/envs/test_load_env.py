@@ -56,7 +56,7 @@ def test_file_of_the_user_is_loaded_with_its_arguments(write) -> None:
 
 @pytest.mark.parametrize("name", ["/tmp/evil.py", "./evil.py", "evil.py", "a/b", "..\\evil.py"])
 def test_nothing_but_built_ins_loads_for_a_stranger(name: str) -> None:
-    with pytest.raises(ConfigError, match="built-in ones only"):
+    with pytest.raises(ConfigError, match="only built-in environments"):
         load_built_in(name, {})
 
 
@@ -141,7 +141,7 @@ def test_run_environments_from_files_need_own_files_and_the_right_digest_before_
 ) -> None:
     path = write(f"open({str(tmp_path / 'ran')!r}, 'w')\n" + GOOD)
     spec = EnvSpec(path, env_digest(path), 3, 1.0, {})
-    with pytest.raises(ConfigError, match="built-in ones only"):
+    with pytest.raises(ConfigError, match="only built-in environments"):
         load_run_envs([spec], own_files=False)
     with pytest.raises(ConfigError, match="differs"):
         load_run_envs([msgspec.structs.replace(spec, digest="00" * 32)], own_files=True)

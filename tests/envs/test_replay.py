@@ -16,7 +16,7 @@ from shoal.envs import arithmetic, wordle
 from shoal.envs.base import Env
 from shoal.envs.conversation import Conversation
 from shoal.envs.play import Episode, converse
-from shoal.envs.replay import Replay, replay
+from shoal.envs.replay import Replay, replay_rollout
 from shoal.policy.render import Renderer
 from shoal.policy.tiny import make_tiny
 from shoal.protocol.randomness import sample_seed
@@ -44,7 +44,7 @@ def talks(game: wordle.Wordle, random_engine: Callable[..., Any], renderer: Rend
 def again(talk: Conversation, **edits: Any) -> Replay:
     """Replay a conversation's claim, with some of it edited."""
     claim = {"tokens": talk.tokens, "author": talk.author, "ending": talk.ending} | edits
-    return replay(
+    return replay_rollout(
         talk.env,
         talk.renderer,
         talk.task,
@@ -136,9 +136,11 @@ def test_another_tasks_rollout_is_refused(talks: list[Conversation], renderer: R
     env = arithmetic.environment()
     talk = next(talk for talk in talks if talk.ending == "environment")
     claim = np.array(talk.tokens, np.int32), np.array(talk.author, np.uint8)
-    assert replay(env, renderer, env.task(0), *claim, "environment", talk.sampling).position <= 2
+    assert replay_rollout(env, renderer, env.task(0), *claim, "environment", talk.sampling).position <= 2
     other = [word for word in talk.env.words if word != talk.task]
-    rejected = [replay(talk.env, renderer, task, *claim, "environment", talk.sampling).problem for task in other]
+    rejected = [
+        replay_rollout(talk.env, renderer, task, *claim, "environment", talk.sampling).problem for task in other
+    ]
     assert sum(map(bool, rejected)) > 0.9 * len(other)
 
 
@@ -154,7 +156,7 @@ def test_arbitrary_claims_never_raise(data: st.DataObject, renderer: Renderer, g
         author = [int(i >= len(opening)) for i in range(len(tokens))]
     claim = np.array(tokens, dtype=np.int32), np.array(author, dtype=np.uint8)
     sampling = Sampling(1.0, data.draw(st.integers(1, 8)), data.draw(st.integers(1, 60)))
-    found = replay(game, renderer, game.task(0), *claim, data.draw(st.sampled_from(ENDINGS)), sampling)
+    found = replay_rollout(game, renderer, game.task(0), *claim, data.draw(st.sampled_from(ENDINGS)), sampling)
     assert 0.0 <= found.reward <= 1.0
     assert found.position <= len(tokens)
 

@@ -1,14 +1,14 @@
-"""Activations: the proof that came with the group holds the largest values of the policy's own hidden states.
+"""Activations: a group's proof must hold the largest values of the policy's own hidden states.
 
-Catches proofs made with another model, version, precision or prompt, and proofs made up, typical, negated, copied,
-empty or too long (`algos/toploc` says why a forged one fails).
-Cannot see how the tokens were chosen, nor who computed the states: one prefill is enough to prove any tokens. Channels
-that vary by less than the bound on the error prove nothing; and nothing is asked where the run file says "none".
-Hard, but mild for a single chunk, and within ten times the bound on the error: arithmetic of unknown hardware reaches
-a little over, in a chunk of few tokens first, and never to the wrong half of the values.
+Catches proofs made with another model, version, precision or prompt, and proofs that are invented, typical, negated,
+copied, empty or too long (`algos/toploc` explains why a forged proof fails).
+Cannot see how the tokens were chosen, nor who computed the states: one prefill can prove any tokens. Channels that
+vary by less than the bound on the error prove nothing, and a run file that says "none" asks for no proofs.
+Hard; mild if one chunk fails, or if the mean error is under 10 times the bound and at most one chunk is mostly wrong:
+unknown hardware exceeds the bounds a little, first in a chunk of few tokens, but never gets half the values wrong.
 
-Three figures: the values of a chunk that are wrong in sign or size, the mean error of its others, and the mean error
-of the whole group. A chunk has few values, so its mean strays further than the group's.
+Three figures count: the values of a chunk with the wrong sign or size, the mean error of its other values, and the mean
+error of the whole group. A chunk has few values, so its mean varies more than the group's.
 """
 
 import numpy as np
@@ -22,17 +22,17 @@ NAME = "activations"
 SEVERITY: Severity = "hard"
 
 MISMATCHED = 0.15
-"""Share of a chunk's values that noise may give another sign or size, or move out of the largest: bfloat16 moves up to
-6 %. Half of them have the wrong sign where a forger does not know it."""
+"""Share of a chunk's values whose sign or size noise may change, or which it may move out of the largest. bfloat16
+changes up to 6 %. A forger who does not know the signs gets half of them wrong."""
 
 MILD = 10.0
-"""Times the bound within which a mean error brings no pay but no slash."""
+"""A mean error up to this many times the bound costs the pay but is not slashed."""
 
 WRONG_HALF = 0.5
-"""Share of a chunk's values that no noise gives another sign or size."""
+"""Share of a chunk's values with a wrong sign or size that noise never reaches."""
 
 SPREAD = 4.0
-"""The mean error of K values may pass the bound by this over the root of K, as a share of it."""
+"""The mean error of K values may exceed the bound by this fraction of it, divided by the square root of K."""
 
 
 def check(group: Group, ctx: Context) -> Failure | None:
@@ -51,7 +51,7 @@ def check(group: Group, ctx: Context) -> Failure | None:
 
 
 def judge(figures: Figures, bound: float) -> Failure | None:
-    """What is wrong with a group's figures; `bound` is on the mean relative error, the position counts policy tokens."""
+    """What is wrong with a group's figures. `bound` is on the mean relative error; positions count policy tokens."""
     entries_C, wrong_C = figures.entries_C, figures.mismatched_C
     allowed_C = np.maximum(1, np.ceil(MISMATCHED * entries_C))
     error_C, room_C, mean = _errors(figures)
@@ -63,7 +63,7 @@ def judge(figures: Figures, bound: float) -> Failure | None:
         mild = bool(bad.size == 1) or (hopeless < 2 and mean <= MILD * bound)  # guard: one-bad-chunk-is-mild
         rollout, first = int(figures.rollout_C[worst]), int(figures.first_C[worst])
         if wrong_C[worst] > allowed_C[worst]:
-            detail = f"values of 32 tokens that the proof gives another sign or size, bad chunks: {bad.size}"
+            detail = f"values of 32 tokens whose sign or size differs from the proof's, bad chunks: {bad.size}"
             return Failure(rollout, first, int(wrong_C[worst]), float(allowed_C[worst]), detail, mild)
         detail = f"mean relative error of the proof's values for 32 tokens, bad chunks: {bad.size}"
         return Failure(rollout, first, float(error_C[worst]), float(most_C[worst]), detail, mild)
@@ -74,13 +74,13 @@ def judge(figures: Figures, bound: float) -> Failure | None:
 
 
 def least_bound(figures: Figures) -> float:
-    """The smallest bound under which no mean error of a group's proof is too large, however many values mismatch."""
+    """The smallest bound that every mean error of a group's proof passes, however many values mismatch."""
     error_C, room_C, mean = _errors(figures)
     return max(mean, float((error_C / room_C).max()))
 
 
 def _errors(figures: Figures) -> tuple[Floats, Floats, float]:
-    """Mean error of each chunk, the multiple of the bound that it may reach, and the mean error of the group."""
+    """Mean error of each chunk, the multiple of the bound that it may reach, and the group's mean error."""
     matched_C = figures.entries_C - figures.mismatched_C
     error_C = figures.error_C / np.maximum(1, matched_C)
     room_C = 1 + SPREAD / np.sqrt(np.maximum(1, matched_C))

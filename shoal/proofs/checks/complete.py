@@ -1,10 +1,10 @@
-"""Complete: all rollouts of the group are there.
+"""Completeness: all rollouts of the group are there.
 
-Catches workers that leave out rollouts they do not like (one left out of the middle also shifts the seeds of all that
-follow, which the audit sees).
-Cannot tell copies within a group from chance: two rollouts alike are legal, and common where the policy has little
-entropy, so they are never refused for being alike; where it has some, a copy fails the audit under its own seed.
-Soft: leaving work out is a lapse, which costs pay and no more.
+Catches workers that leave out rollouts they do not like. (Leaving one out of the middle also shifts the seeds of all
+that follow, which the audit sees.)
+Cannot tell a copy within a group from chance. Two equal rollouts are legal, and common where the policy has little
+entropy, so equality alone is never refused. Where there is entropy, a copy fails the audit under its own seed.
+Soft: missing work counts as a lapse, which costs the pay and nothing else.
 """
 
 from shoal.proofs.context import Context, Failure, Severity

@@ -1,9 +1,9 @@
-"""The environment, played again from the policy's actions: all that it says in a rollout is what it would have said.
+"""Environment: replay it with the policy's actions, and require the words that the rollout says it spoke.
 
-Catches invented or altered answers, text of one author passed off as the other's, turns that go on after a stop
-token, tokens after the end, and a claim that the environment failed when it does not.
+Catches invented or altered answers, text attributed to the wrong author, turns that continue after a stop token,
+tokens after the end, and a claim that the environment failed when it does not fail.
 Cannot judge an environment that answers the same actions differently each time.
-Soft: a replay that differs may be the environment's fault, or this machine's, until another validator agrees.
+Soft: a difference may be the fault of the environment, or of this machine, until another validator agrees.
 """
 
 from shoal.proofs.context import Context, Failure, Severity
@@ -14,7 +14,7 @@ SEVERITY: Severity = "soft"
 
 
 def check(group: Group, ctx: Context) -> Failure | None:
-    """A failing environment counts here too, whoever saw it fail; other faults of the end are the check `ending`'s."""
+    """A failing environment counts here too, whoever sees it fail. The check `ending` reports other problems of the end."""
     for index, (rollout, replayed) in enumerate(zip(group.rollouts, ctx.replays(group), strict=True)):
         inside = 0 <= replayed.position < rollout.tokens_T().size
         if replayed.problem and (inside or "error" in (rollout.ending, replayed.ending)):

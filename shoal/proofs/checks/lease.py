@@ -1,8 +1,8 @@
-"""The lease: run, lease, policy version, slot, environment and task are those that were asked for.
+"""Lease: run, lease, policy version, slot, environment and task are those that the lease asked for.
 
-Catches work made for another lease, slot, task, version or run, resubmitted or chosen by the worker itself.
+Catches work made for another lease, slot, task, version or run, work sent again, and work that the worker chose.
 Cannot see who may hold the lease, nor whether its version is still fresh: the coordinator decides both on arrival.
-Hard: the lease names all of it, and an honest worker copies it.
+Hard: the lease names all of these, and an honest worker copies them.
 """
 
 from shoal.proofs.context import Context, Failure, Severity
@@ -21,7 +21,7 @@ def check(group: Group, ctx: Context) -> Failure | None:
         return Failure(-1, -1, 0, 0, "submission is for another lease")
     for version in (said.version, *{rollout.version for rollout in group.rollouts}):
         if version != ctx.lease.version:
-            return Failure(-1, -1, version, ctx.lease.version, "made with another policy version than the lease's")
+            return Failure(-1, -1, version, ctx.lease.version, "made with a policy version other than the lease's")
     if group.slot != ctx.slot.slot:
         return Failure(-1, -1, group.slot, ctx.slot.slot, "group is for another slot than the one due here")
     if group.env != ctx.slot.env:

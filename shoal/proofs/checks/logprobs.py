@@ -1,9 +1,9 @@
-"""Log-probs: what the worker claims for its own tokens is what the policy gives.
+"""Log-probs: the worker claims the log-probs that the policy gives.
 
-Catches log-probs that were invented, shifted, or taken from another model or temperature, which would bend the
-importance ratio of the loss.
-Cannot see errors under the bound, nor any in groups that are not audited: there only clipping limits them.
-Hard, but mild within ten times the bound: another machine's arithmetic reaches a little over, never far.
+Catches log-probs that were invented, shifted, or taken from another model or temperature. They would distort the
+importance ratio in the loss.
+Cannot see errors below the bound, nor any error in groups that are not audited; only clipping limits those.
+Hard, but mild within ten times the bound: another machine's arithmetic exceeds it a little, never by much.
 
 Axes: P policy tokens of a rollout, N of the group.
 """
@@ -19,7 +19,7 @@ NAME = "logprobs"
 SEVERITY: Severity = "hard"
 
 MILD = 10.0
-"""Times the bound within which a difference brings no pay but no slash."""
+"""A difference up to this many times the bound costs the pay but is not slashed."""
 
 
 def check(group: Group, ctx: Context) -> Failure | None:
@@ -30,7 +30,8 @@ def _failures(group: Group, ctx: Context) -> Iterator[Failure]:
     bound = ctx.bounds.logprob
     claimed_N = np.concatenate([rollout.logprobs_P() for rollout in group.rollouts]).astype(np.float64)
     off_N = np.abs(claimed_N - np.concatenate([score.logprobs_P for score in ctx.scores]))
-    if (off_N <= bound).all():  # rollouts are many and short: one look at all of them  # guard: look-at-nan-differences
+    # guard: look-at-nan-differences
+    if (off_N <= bound).all():  # rollouts are many and short: look at all of them at once
         return
     ends = np.cumsum([len(score.logprobs_P) for score in ctx.scores])
     for index, (rollout, off_P) in enumerate(zip(group.rollouts, np.split(off_N, ends[:-1]), strict=True)):

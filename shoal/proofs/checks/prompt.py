@@ -1,7 +1,7 @@
-"""The prompt: every rollout opens with the tokens that environment, task and chat template give, and no others.
+"""Prompt: every rollout opens with exactly the tokens that environment, task and chat template give.
 
 Catches prompts that were edited, lengthened, cut, or taken from another task.
-Cannot see what the policy was really shown: that the audit replays.
+Cannot see what the policy was really shown; the audit replays that.
 Hard: the opening follows from the lease alone.
 """
 
@@ -13,7 +13,7 @@ SEVERITY: Severity = "hard"
 
 
 def check(group: Group, ctx: Context) -> Failure | None:
-    """The replay grows the conversation from the task; where it first differs, up to the first turn, is the prompt."""
+    """The replay builds the conversation from the task. A difference before the first turn is in the prompt."""
     for index, (rollout, replayed) in enumerate(zip(group.rollouts, ctx.replays(group), strict=True)):
         if replayed.problem and 0 <= replayed.position <= rollout.author.index(POLICY):
             return Failure(index, replayed.position, 0, 0, f"prompt is not the task's: {replayed.problem}")

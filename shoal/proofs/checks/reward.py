@@ -1,9 +1,9 @@
 """Rewards: recomputed from the actions, and within the bounds that the environment declares.
 
-Catches nothing that a worker can do, since no claim of a reward is on the wire; it catches environments that score
-outside their own bounds, or with something that is not a number.
-Cannot tell a deserved reward from one won by a gap in the environment's rules (reward hacking).
-Soft: the fault is the environment's.
+Catches faulty environments, not workers: a worker sends no rewards, but an environment may score outside its own
+bounds, or with something that is not a number.
+Cannot tell a deserved reward from one won through a gap in the environment's rules (reward hacking).
+Soft: the environment is at fault.
 """
 
 import math

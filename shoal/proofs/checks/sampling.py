@@ -1,16 +1,16 @@
-"""Sampling replayed: every policy token is the one that the lease's seed chooses from the policy's own logits.
+"""Sampling: every policy token is the one that the lease's seed chooses from the policy's own logits.
 
 Catches another model, version, prompt, temperature, seed or order of rollouts, best-of-n, text that was not sampled,
-and a turn ended early: each shows as a gap between the best of logits / T + noise and the token that was written.
-Cannot see a cheaper way to the same tokens, nor a change that never alters a choice: where the policy has little
-entropy, other seeds and near versions often agree with it. A node that spends the tolerance in every group shows only
-over several, in the evidence that the figures of its verdicts add up to (`algos/sampling_evidence`).
-Hard, but mild within ten times a bound, and always for the sum: numerical noise of unknown hardware reaches a little
-over, never far.
+and a turn ended early. Each shows as a gap between the best of logits / T + noise and the token that was written.
+Cannot see a cheaper way to compute the same tokens, nor a change that never alters a choice: where the policy has
+little entropy, other seeds and near versions often agree with it. A node that uses up the tolerance in every group is
+found only over several groups, by adding up the figures of its verdicts (`algos/sampling_evidence`).
+Hard, but mild within ten times a bound, and always mild for the sum: the noise of unknown hardware exceeds a bound a
+little, never by much.
 
-Three figures, because each alone can be played: a sum of small gaps hides one forged token in a long group, a count of
-flips hides a few large gaps, and a largest gap hides many small ones (ground out at near ties). What noise may do is
-the run's, for each pair of dtypes; how seldom it does more is a constant (`FALSE_ALARM`).
+There are three figures because a cheat can get around each alone: a sum of small gaps hides one forged token in a long
+group, a count of flips hides a few large gaps, and a largest gap hides many small ones (searched for at near ties). The
+run sets how much noise is allowed for each pair of dtypes. A constant (`FALSE_ALARM`) sets how rarely it is more.
 """
 
 from collections.abc import Iterator
@@ -25,11 +25,11 @@ NAME = "sampling"
 SEVERITY: Severity = "hard"
 
 FAR = 2.0
-"""Times `bounds.gap` that no single token may pass: a flip by noise is at most twice the noise, and `gap` is above the
-noise. At 20, a worker that picks the better of nearly tied tokens gains 1 % in reward."""
+"""No single token may have a gap above this many times `bounds.gap`: a flip by noise is at most twice the noise, and
+`gap` is above the noise. At 20, a worker that picks the better of nearly tied tokens gains 1 % in reward."""
 
 MILD = 10.0
-"""Times these bounds within which a token, or a count, brings no pay but no slash."""
+"""A token, or a count, up to this many times its bound costs the pay but is not slashed."""
 
 
 def check(group: Group, ctx: Context) -> Failure | None:
@@ -41,11 +41,11 @@ def _failures(group: Group, ctx: Context) -> Iterator[Failure | None]:
     for index, (rollout, score) in enumerate(zip(group.rollouts, ctx.scores, strict=True)):
         gaps_P = score.gaps_P
         # guard: look-at-nan-gaps
-        if gaps_P.max() <= ctx.bounds.gap:  # nothing is flipped; what is not a number goes on
+        if gaps_P.max() <= ctx.bounds.gap:  # nothing is flipped; a gap that is not a number fails this test
             continue
         positions_P = policy_positions(rollout)
         widest = int(np.argmax(gaps_P))
-        # Written so that a gap that is not a number fails.
+        # Written so that a gap that is not a number is refused.
         if not gaps_P[widest] <= far:  # guard: gap-size, gap-is-a-number
             figure = float(np.nan_to_num(gaps_P[widest], nan=1e9, posinf=1e9))
             detail = "token that its seed does not choose, nats"

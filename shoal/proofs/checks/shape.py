@@ -1,10 +1,10 @@
-"""Shape and limits: sizes that agree, known tokens, numbers that are numbers.
+"""Shape and limits: sizes agree, tokens are in the vocabulary, numbers are numbers.
 
 Catches malformed, oversized and padded rollouts, turns longer than the limit, and log-probs that no softmax gives.
 Cannot tell a well-formed invention from a sampled rollout.
-Hard: the prover's side never makes such bytes (it refuses to send a log-prob that is not finite).
+Hard: an honest worker never makes such bytes (`commit` refuses to send a log-prob that is not finite).
 
-Axes: G rollouts of the group, N tokens of all of them in a row, L log-probs of all of them, R runs of policy tokens.
+Axes: G rollouts of the group, N tokens of all rollouts in a row, L log-probs of all rollouts, R runs of policy tokens.
 """
 
 import numpy as np
@@ -19,7 +19,7 @@ SEVERITY: Severity = "hard"
 
 
 def check(group: Group, ctx: Context) -> Failure | None:
-    """Every later check relies on this one: afterwards arrays can be read and indexed without looking again."""
+    """Every later check relies on this one: after it, arrays can be read and indexed without further tests."""
     most = min(ctx.rules.group_size, MAX_GROUP_ROLLOUTS)
     if len(group.rollouts) > most:
         return Failure(-1, -1, len(group.rollouts), most, "more rollouts than the group size")
@@ -43,16 +43,16 @@ def _sizes(index: int, rollout: Rollout, ctx: Context) -> Failure | None:
     num_policy, num_logprobs = rollout.num_policy_tokens(), len(rollout.logprobs) // 4
     # guard: author-of-each-token, author-is-one-of-two
     if not num_policy + rollout.author.count(ENVIRONMENT) == len(rollout.author) == num_tokens:
-        return Failure(index, -1, len(rollout.author), num_tokens, "not one author, environment or policy, a token")
+        return Failure(index, -1, len(rollout.author), num_tokens, "each token needs one author, environment or policy")
     if not num_policy or rollout.author[0] == POLICY:  # guard: policy-does-not-open, policy-says-something
-        return Failure(index, 0, 0, 1, "a rollout opens with the environment's text and holds a turn of the policy")
+        return Failure(index, 0, 0, 1, "a rollout must open with the environment's text and hold a turn of the policy")
     if num_logprobs != num_policy:  # guard: logprob-of-each-token
         return Failure(index, -1, num_logprobs, num_policy, "not one log-prob for each policy token")
     return None
 
 
 def _values(rollouts: tuple[Rollout, ...], ctx: Context) -> Failure | None:
-    """All rollouts in a row, whose sizes agree: rollouts are many and short, and a look at an array costs more."""
+    """Check all rollouts as one array, since their sizes agree: with many short rollouts, a look at each costs more."""
     start_G = np.cumsum([0, *(len(rollout.author) for rollout in rollouts)])[:-1]
 
     def failure(at: int, figure: float, bound: float, detail: str) -> Failure:
@@ -65,7 +65,7 @@ def _values(rollouts: tuple[Rollout, ...], ctx: Context) -> Failure | None:
         at = int(np.argmax((tokens_N < 0) | (tokens_N >= vocabulary)))
         return failure(at, int(tokens_N[at]), vocabulary, "token id outside the vocabulary")
     policy_N = np.frombuffer(b"".join(rollout.author for rollout in rollouts), dtype="u1") == POLICY
-    # No run of policy tokens crosses into the next rollout, for that opens with the environment's text.
+    # No run of policy tokens crosses into the next rollout, because every rollout opens with the environment's text.
     edges = np.flatnonzero(np.diff(policy_N, append=False))
     start_R, length_R = edges[::2] + 1, edges[1::2] - edges[::2]
     longest = int(length_R.argmax())

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from shoal.engine.base import Engine, Score, ScoreRequest
 from shoal.envs.base import Env
 from shoal.envs.load import is_file, load_run_envs
-from shoal.envs.replay import replay
+from shoal.envs.replay import replay_rollout
 from shoal.errors import ConfigError, NothingYet, PeerError, StateError
 from shoal.ledger.facts.verdicts import Decision, Rechecked, VerdictGiven
 from shoal.ledger.log.verify import Audit
@@ -246,7 +246,7 @@ class Bench:
             trainer_key=state.trainer_key, head=state.head, chain_end=state.chain_end, envs=state.envs,
             sampling=state.sampling, rules=state.rules, phase="ended", version=state.main.version,
         )  # fmt: skip
-        return Tools(info, self.envs, self._renderer, replay, dtype=state.rules.dtype, score=score)
+        return Tools(info, self.envs, self._renderer, replay_rollout, dtype=state.rules.dtype, score=score)
 
 
 async def _audit_version(
