@@ -1,8 +1,8 @@
-"""Bulk data under its hash: submissions, chunks.
+"""Bulk data stored under its hash: submissions and chunks.
 
-Called by the coordinator, relays and weight caches. `BlobStore` is the seam (an object store comes when a run is
-hosted); `FolderBlobs` keeps a file ab/abcdef… for each. Names come from hashes that are checked to be hashes, never
-from a peer's path. What is read is verified; what is damaged on disk is refused, and healed by the next put.
+Called by the coordinator, relays and weight caches. `BlobStore` is the interface (an object store could implement it);
+`FolderBlobs` keeps one file ab/abcdef… for each blob. File names come from checked hashes, never from a peer's path.
+Data is verified when it is read. Data damaged on disk is refused; the next put repairs it.
 """
 
 import contextlib
@@ -22,30 +22,30 @@ from shoal.protocol import wire
 
 
 class BlobStore(Protocol):
-    """Bytes under their SHA-256. Calls block: from async code use `asyncio.to_thread` for large ones."""
+    """Bytes stored under their SHA-256. Calls block: from async code, use `asyncio.to_thread` for large blobs."""
 
     def put(self, data: bytes, digest: str = "") -> str:
-        """Keep bytes and return their hash; they are durable once it returns. Raises `StateError` if they cannot.
+        """Store bytes and return their hash. They are durable on return. Raises `StateError` if storing fails.
 
-        `digest` is their hash, from a caller that has just verified it.
+        `digest` is their hash, if the caller has just verified it.
         """
         ...
 
     def get(self, digest: str) -> bytes:
-        """The bytes, verified. Raises `NothingYet` if there are none, `StateError` if they are damaged."""
+        """The bytes, verified. Raises `NothingYet` if they are missing, `StateError` if they are damaged."""
         ...
 
     def has(self, digest: str) -> bool:
-        """Whether there are bytes under the hash."""
+        """Whether bytes are stored under the hash."""
         ...
 
     def delete(self, digest: str) -> None:
-        """Forget the bytes, if there are any."""
+        """Delete the bytes, if they are stored."""
         ...
 
 
 def is_digest(text: str) -> bool:
-    """Whether a text is spelled as a SHA-256: 64 lower-case hex digits, and so safe as a file name."""
+    """Whether a text is a SHA-256 of 64 lower-case hex digits, and so safe as a file name."""
     return bool(_DIGEST.fullmatch(text))
 
 
@@ -53,10 +53,10 @@ _DIGEST = re.compile(r"[0-9a-f]{64}", re.ASCII)
 
 
 class FolderBlobs:
-    """A `BlobStore` in a folder. One process writes; any may read."""
+    """A `BlobStore` in a folder. One process writes; any process may read."""
 
     def __init__(self, folder: Path) -> None:
-        """Opens or makes the folder, and clears what a crash left half written."""
+        """Open or make the folder, and delete files that a crash left incomplete."""
         self.folder = folder
         self._unfinished = folder / "unfinished"
         try:
@@ -66,10 +66,10 @@ class FolderBlobs:
         for leftover in self._unfinished.iterdir():
             leftover.unlink()
         self.size_bytes = sum(path.stat().st_size for path in self._paths())
-        """Bytes kept."""
+        """Bytes stored."""
 
     def put(self, data: bytes, digest: str = "") -> str:
-        """Keep bytes: written aside, synced and then named, so that a name never holds a part."""
+        """Store bytes. They are written to another file, synced and then renamed, so a named file is always whole."""
         digest = digest or wire.digest(data)
         path = self.path_of(digest)
         if path.exists() and path.stat().st_size == len(data) and path.read_bytes() == data:
@@ -80,7 +80,7 @@ class FolderBlobs:
         return digest
 
     def upload(self) -> "Upload":
-        """Begin to take bytes whose hash is not verified yet. Use as `with blobs.upload() as upload`."""
+        """Start to receive bytes whose hash is not verified yet. Use as `with blobs.upload() as upload`."""
         return Upload(self)
 
     def get(self, digest: str) -> bytes:
@@ -88,40 +88,40 @@ class FolderBlobs:
         try:
             data = self.path_of(digest).read_bytes()
         except FileNotFoundError:
-            raise NothingYet(f"there is no blob {digest[:16]}…: it was never stored, or its time is over") from None
+            raise NothingYet(f"there is no blob {digest[:16]}…: it was never stored, or has expired") from None
         except OSError as error:
             raise StateError(f"cannot read blob {digest[:16]}… in {self.folder}: {cause_of(error)}") from None
         if wire.digest(data) != digest:
             raise StateError(
-                f"blob {digest[:16]}… in {self.folder} is damaged: check the disk; sending the blob again heals it"
+                f"blob {digest[:16]}… in {self.folder} is damaged: check the disk, then send the blob again to repair it"
             )
         return data
 
     def has(self, digest: str) -> bool:
-        """Whether there is a file for the hash."""
+        """Whether the hash has a file."""
         return self.path_of(digest).exists()
 
     def delete(self, digest: str) -> None:
-        """Remove the file, if there is one."""
+        """Delete the file, if there is one."""
         path = self.path_of(digest)
         if path.exists():
             self.size_bytes -= path.stat().st_size
             path.unlink()
 
     def serve(self, digest: str) -> FileResponse:
-        """The blob as an HTTP answer, Range included, from the file: the client verifies it. Raises `NothingYet`."""
+        """The blob as an HTTP answer from the file, with Range; the client verifies it. Raises `NothingYet`."""
         path = self.path_of(digest)
         if not path.exists():
-            raise NothingYet(f"there is no blob {digest[:16]}…: it was never stored, or its time is over")
+            raise NothingYet(f"there is no blob {digest[:16]}…: it was never stored, or has expired")
         headers = {"etag": f'"{digest}"', "cache-control": "public, max-age=31536000, immutable"}
         return _BlobResponse(path, headers=headers, media_type="application/octet-stream")
 
     def digests(self) -> Iterator[str]:
-        """The hashes kept, in no order."""
+        """The stored hashes, in no particular order."""
         return (path.name for path in self._paths())
 
     def path_of(self, digest: str) -> Path:
-        """Where a blob is, or would be. Raises `NothingYet` for what is not a hash."""
+        """The path at which a blob is or would be stored. Raises `NothingYet` if `digest` is not a hash."""
         if not is_digest(digest):
             raise NothingYet(f"{digest[:80]!r} is not the SHA-256 of a blob: write 64 lower-case hex digits")
         return self.folder / digest[:2] / digest
@@ -131,12 +131,12 @@ class FolderBlobs:
 
 
 class Upload:
-    """Bytes on their way into a folder of blobs: on disk part by part, named by their hash once it is verified."""
+    """Bytes on their way into a folder of blobs: written to disk in parts, then named by their verified hash."""
 
     def __init__(self, blobs: FolderBlobs) -> None:
-        """Raises `StateError`, as every call of it, when the disk does not take the bytes."""
+        """Like every other method, raises `StateError` if the disk cannot take the bytes."""
         self.size = 0
-        """Bytes written."""
+        """Bytes written so far."""
         self._blobs = blobs
         self._aside = blobs.folder / "unfinished" / secrets.token_hex(8)
         try:
@@ -148,7 +148,7 @@ class Upload:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with contextlib.suppress(OSError):  # closing writes what is left; it was never promised to be kept
+        with contextlib.suppress(OSError):  # closing flushes the buffer, whose bytes were never promised to be kept
             self._file.close()
         self._aside.unlink(missing_ok=True)
 
@@ -161,7 +161,7 @@ class Upload:
         self.size += len(part)
 
     def read(self) -> bytes:
-        """All bytes written."""
+        """All bytes written so far."""
         try:
             self._file.flush()
             return self._aside.read_bytes()
@@ -169,7 +169,7 @@ class Upload:
             raise _cannot_write(self._blobs.folder, error) from None
 
     def keep(self, digest: str) -> None:
-        """Keep the bytes under their verified hash: they are durable once this returns."""
+        """Store the bytes under their verified hash. They are durable on return."""
         path = self._blobs.path_of(digest)
         known_bytes = path.stat().st_size if path.exists() else 0
         try:
@@ -185,7 +185,7 @@ class Upload:
 
 class _BlobResponse(FileResponse):
     chunk_size = 1 << 20
-    """Bytes read at a time: each read goes through another thread, which costs more than 64 KiB are worth."""
+    """Bytes per read: each read goes through another thread, which costs too much for 64 KiB."""
 
 
 def _cannot_write(folder: Path, error: OSError) -> StateError:

@@ -1,8 +1,8 @@
-"""A node's side of HTTP: signed calls that are repeated until they are answered, within a deadline.
+"""A node's side of HTTP: signed calls, repeated until they are answered or a deadline passes.
 
 Called by every role that talks to a coordinator or a relay, and by `weights/fetch`. One `Client` holds one keep-alive
-connection to one server. Every call of ours is idempotent, so every call may be repeated. Refusals become errors of
-the `PeerError` family; trouble on the way is waited out, and said aloud while it lasts.
+connection to one server. All our calls are idempotent, so each may be repeated. A refusal becomes an error of the
+`PeerError` family. The client waits out network trouble, and reports it while it lasts.
 """
 
 import asyncio
@@ -30,10 +30,10 @@ from shoal.protocol.types import Refusal
 T = TypeVar("T")
 
 CONNECT_TIMEOUT_S = 10.0
-"""A connection that is not made by then never will be."""
+"""A connection that takes longer than this is given up."""
 
 SILENCE_TIMEOUT_S = constants.LONG_POLL_S + 10.0
-"""A server that has sent nothing for this long is gone: longer than it may hold a poll."""
+"""A server that sends nothing for this long counts as gone; it is longer than a server may hold a poll."""
 
 PART_BYTES = 64 << 10
 """A larger body is sent in parts of this: it is each of them, not the whole, that must get through in SILENCE_TIMEOUT_S."""
@@ -45,10 +45,10 @@ SEND_BUFFER_BYTES = 1 << 20
 """Of a body, so much may wait in this machine's buffers when its last part has been handed over."""
 
 FIRST_RETRY_S, LONGEST_RETRY_S = 0.1, 5.0
-"""Pauses between attempts double from the first to the longest; a half of each is drawn, so that nodes spread out."""
+"""Pauses between attempts double from the first to the longest. Half of each is random, so that nodes spread out."""
 
 PATIENCE_S = 5.0
-"""Trouble that lasts longer is said aloud, and again each time it has lasted twice as long."""
+"""Trouble that lasts longer than this is reported, and again each time that it has lasted twice as long."""
 
 log = logging.getLogger(__name__)
 
@@ -77,9 +77,10 @@ class Client:
         rng: random.Random | None = None,
         on_wait: Callable[[str], None] = log.warning,
     ) -> None:
-        """`run` is sent with each signed call once it is known (set `client.run`); so is `client.head`.
+        """`run` and `head` are sent with each signed call; set `client.run` and `client.head` once they are known.
 
-        `on_wait` is told in one line what is waited for, for how long and why. Raises `PeerError` for a bad URL.
+        `on_wait` receives one line: what the client waits for, how long it has waited, and why. Raises `PeerError` for
+        a bad URL.
         """
         self.base_url = _checked_url(base_url)
         self.run = run
@@ -91,7 +92,7 @@ class Client:
         self._http = httpx.AsyncClient(
             base_url=self.base_url,
             transport=transport,
-            verify=self.base_url.startswith("https:"),  # a plain connection needs no certificates loaded
+            verify=self.base_url.startswith("https:"),  # plain HTTP needs no certificates, and loading them is slow
             trust_env=False,
             follow_redirects=False,
             limits=httpx.Limits(max_connections=8, max_keepalive_connections=2, keepalive_expiry=60.0),
@@ -107,11 +108,11 @@ class Client:
         await self.close()
 
     async def close(self) -> None:
-        """End the connection."""
+        """Close the connection."""
         await self._http.aclose()
 
-    # Every call: `path` starts with a slash and may hold a query; `deadline_s` is how long to keep trying (None: for
-    # ever); `timeout_s` is the most that one attempt may take; `cap` the most bytes that the answer may have.
+    # In every call, `path` starts with a slash and may have a query; `deadline_s` is how long to keep trying (None: for
+    # ever); `timeout_s` limits one attempt; `cap` limits the answer, in bytes.
 
     async def get(
         self,
@@ -121,7 +122,7 @@ class Client:
         deadline_s: float | None = None,
         timeout_s: float = constants.REQUEST_TIMEOUT_S,
     ) -> bytes:
-        """The bytes at a path. Raises `NothingYet` (404), `Superseded` (410), `PeerRefused`, `PeerError`."""
+        """The bytes at a path. Raises `NothingYet` (404), `Superseded` (410), `PeerRefused` or `PeerError`."""
         return await self._call(_Call("GET", path, b"", "", cap, deadline_s, timeout_s))
 
     async def get_json(
@@ -133,13 +134,13 @@ class Client:
         deadline_s: float | None = None,
         timeout_s: float = constants.REQUEST_TIMEOUT_S,
     ) -> T:
-        """The JSON message at a path; raises as `get`, and `PeerError` if the answer is no `kind`."""
+        """The JSON message at a path. Raises as `get`, and `PeerError` if the answer is not a `kind`."""
         return self._decode(await self.get(path, cap=cap, deadline_s=deadline_s, timeout_s=timeout_s), kind, path)
 
     async def get_blob(self, digest: str, *, cap: int, deadline_s: float | None = None) -> bytes:
-        """A blob by its SHA-256, verified: damage on the way is fetched again, a server that lies is blamed.
+        """A blob by its SHA-256, verified. If the bytes are damaged on the way, they are fetched once more.
 
-        Raises as `get`, and `PeerError` when the bytes twice have another hash.
+        Raises as `get`, and `PeerError`, which blames the server, if the bytes have the wrong hash twice.
         """
         for _ in range(2):
             blob = await self.get(f"/v1/blobs/{digest}", cap=cap, deadline_s=deadline_s)
@@ -156,7 +157,7 @@ class Client:
         deadline_s: float | None = None,
         timeout_s: float = constants.REQUEST_TIMEOUT_S,
     ) -> T:
-        """Send a JSON message and read the answer as `kind`; raises as `get_json`."""
+        """Send a JSON message and read the answer as `kind`. Raises as `get_json`."""
         return await self.send("POST", path, wire.to_json(value), kind, deadline_s=deadline_s, timeout_s=timeout_s)
 
     async def put_json(
@@ -168,7 +169,7 @@ class Client:
         deadline_s: float | None = None,
         timeout_s: float = constants.REQUEST_TIMEOUT_S,
     ) -> T:
-        """As `post_json`, with PUT."""
+        """Like `post_json`, with PUT."""
         return await self.send("PUT", path, wire.to_json(value), kind, deadline_s=deadline_s, timeout_s=timeout_s)
 
     async def put_bytes(
@@ -180,13 +181,13 @@ class Client:
         deadline_s: float | None = None,
         timeout_s: float = constants.REQUEST_TIMEOUT_S,
     ) -> T:
-        """Send bytes (a submission, a chunk) with PUT and read the answer as `kind`; raises as `get_json`."""
+        """Send bytes (a submission, a chunk) with PUT and read the answer as `kind`. Raises as `get_json`."""
         return await self.send(
             "PUT", path, body, kind, media_type="application/octet-stream", deadline_s=deadline_s, timeout_s=timeout_s
         )
 
     async def put_blob(self, digest: str, body: bytes, kind: type[T], *, deadline_s: float | None = None) -> T:
-        """Send bytes whose SHA-256 is known to be `digest` under that name; raises as `get_json`."""
+        """Send bytes under `digest`, which must be their SHA-256, as the caller knows. Raises as `get_json`."""
         path = f"/v1/blobs/{digest}"
         call = _Call(
             "PUT", path, body, "application/octet-stream", constants.MAX_JSON_BYTES, deadline_s,
@@ -205,7 +206,7 @@ class Client:
         deadline_s: float | None = None,
         timeout_s: float = constants.REQUEST_TIMEOUT_S,
     ) -> T:
-        """Send a body as it stands and read the JSON answer as `kind`; raises as `get_json`."""
+        """Send a body unchanged and read the JSON answer as `kind`. Raises as `get_json`."""
         call = _Call(method, path, body, media_type, constants.MAX_JSON_BYTES, deadline_s, timeout_s)
         return self._decode(await self._call(call), kind, path)
 
@@ -214,7 +215,8 @@ class Client:
             return wire.from_json(body, kind)
         except wire.WireError as error:
             raise PeerError(
-                f"{self.base_url}{path} answered in another form ({error}): use the same version of shoal on both sides"
+                f"{self.base_url}{path} gave an answer of the wrong form ({error}): use the same version of shoal on "
+                "both sides"
             ) from None
 
     # --- one call: attempts until an answer, a refusal or the deadline ---
@@ -232,7 +234,7 @@ class Client:
                 delay_s = max(pause_s * (0.5 + 0.5 * self._rng.random()), trouble.retry_s)
                 if self._monotonic() + delay_s >= end:
                     raise PeerError(
-                        f"{self.base_url} gave no good answer to {call.name} in {waited_s:.1f} s: {trouble}"
+                        f"{self.base_url} gave no usable answer to {call.name} in {waited_s:.1f} s: {trouble}"
                     ) from None
                 if waited_s >= say_after_s:
                     say_after_s = 2 * waited_s
@@ -244,12 +246,8 @@ class Client:
                 return answer
 
     async def _attempt(self, call: "_Call", limit_s: float) -> bytes:
-        """One request and its answer, within `limit_s`. Raises `_Trouble` for what may pass, else `PeerError`."""
-        content = call.body if len(call.body) <= PART_BYTES else _parts(call.body)
-        length = {"content-length": str(len(call.body))} if call.body else {}
-        silence_s = SILENCE_TIMEOUT_S + min(len(call.body), SEND_BUFFER_BYTES) / SLOWEST_BYTES_PER_S
-        timeout = httpx.Timeout(SILENCE_TIMEOUT_S, connect=CONNECT_TIMEOUT_S, read=silence_s)
-        request = self._http.build_request(call.method, call.path, content=content, headers=length, timeout=timeout)
+        """One request and its answer, within `limit_s`. Raises `_Trouble` if a retry may help, else `PeerError`."""
+        request = self._http.build_request(call.method, call.path, content=call.body)
         if call.media_type:
             request.headers["content-type"] = call.media_type
         if self._key is not None:
@@ -274,7 +272,7 @@ class Client:
         return self._judge(call, response, body)
 
     def _judge(self, call: "_Call", response: httpx.Response, body: bytes | None) -> bytes:
-        """The body of a good answer; raises what the others stand for."""
+        """The body of a good answer; for others, raises the error that they stand for."""
         status, ours = response.status_code, "shoal-protocol" in response.headers
         if status in _PASSING:
             reason = _refusal(body).error if ours else f"HTTP {status}"
@@ -285,7 +283,7 @@ class Client:
             raise PeerError(f"{self.base_url}{call.path} answered with more than {call.cap} bytes: it was not read")
         promised = response.headers.get("content-digest")
         if promised is not None and promised != content_digest(wire.digest(body)):
-            raise _Trouble("the answer was damaged on its way. Check the connection")
+            raise _Trouble("the answer was damaged on the way. Check the connection")
         if status < 300:
             return body
         refusal = _refusal(body)
@@ -305,13 +303,13 @@ class Client:
                 f"{self.base_url} redirects to {response.headers.get('location', '?')}: give that URL instead"
             )
         return PeerError(
-            f"{self.base_url} is no node of shoal: it answered {call.name} with HTTP {response.status_code} but no "
+            f"{self.base_url} is not a shoal node: it answered {call.name} with HTTP {response.status_code} but no "
             "shoal-protocol header. Check the URL: it is the join line that `shoal host` prints"
         )
 
     @contextlib.contextmanager
     def _troubles(self, limit_s: float) -> Iterator[None]:
-        """Sort what goes wrong on the way into what may pass and what will not."""
+        """Turn network errors into `_Trouble` if a retry may help, else into `PeerError`."""
         try:
             yield
         except TimeoutError:
@@ -329,7 +327,7 @@ class Client:
                 ) from None
             if isinstance(error, httpx.RemoteProtocolError) and not self._reached and "disconnected" not in str(error):
                 raise PeerError(
-                    f"{self.base_url} does not speak HTTP ({cause_of(error)}): check the port, or try https:// in its place"
+                    f"{self.base_url} does not speak HTTP ({cause_of(error)}): check the port, or try https:// instead"
                 ) from None
             raise _Trouble(
                 f"{cause_of(error)}. Check that it is running and that nothing blocks the connection"
@@ -346,7 +344,7 @@ class _Call:
     deadline_s: float | None
     timeout_s: float
     digest: str = ""
-    """SHA-256 of the body, hex, where it is known already."""
+    """SHA-256 of the body, hex, if it is already known."""
 
     @property
     def name(self) -> str:
@@ -354,7 +352,7 @@ class _Call:
 
 
 class _Trouble(Exception):
-    """An attempt failed in a way that may pass."""
+    """An attempt failed, and a retry may help."""
 
     def __init__(self, reason: str, retry_s: float = 0.0) -> None:
         super().__init__(reason)
@@ -362,10 +360,10 @@ class _Trouble(Exception):
 
 
 _PASSING = frozenset({408, 429, 500, 502, 503, 504, 507})
-"""Statuses that another attempt may change."""
+"""Statuses for which a retry may help."""
 
 _DAMAGED = frozenset({"digest", "truncated"})
-"""Codes of refusals that say our request arrived other than we sent it."""
+"""Refusal codes that say that our request was damaged on the way."""
 
 
 async def _parts(body: bytes) -> AsyncIterator[bytes]:
@@ -374,7 +372,7 @@ async def _parts(body: bytes) -> AsyncIterator[bytes]:
 
 
 async def _read_capped(response: httpx.Response, cap: int) -> bytes | None:
-    """The body, or None once it is known to pass `cap` bytes. Raises `_Trouble` if it ends early."""
+    """The body, or None if it has more than `cap` bytes. Raises `_Trouble` if it ends early."""
     declared = response.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > cap:
         return None
@@ -389,7 +387,7 @@ async def _read_capped(response: httpx.Response, cap: int) -> bytes | None:
 
 
 def _refusal(body: bytes | None) -> Refusal:
-    """The refusal in a body; one that cannot be read says so itself."""
+    """The refusal in a body, or one that says that the body cannot be read."""
     try:
         return wire.from_json(body or b"", Refusal)
     except wire.WireError:
@@ -397,13 +395,13 @@ def _refusal(body: bytes | None) -> Refusal:
 
 
 def _retry_after(response: httpx.Response) -> float:
-    """Seconds that the server asks us to stay away, within reason."""
+    """Seconds that the server asks us to wait, within limits."""
     asked = response.headers.get("retry-after", "")
     return min(float(asked), 60.0) if asked.isdecimal() else 0.0
 
 
 _HOST = re.compile(r"[A-Za-z0-9._-]+|[0-9a-fA-F:.]+", re.ASCII)
-"""A name or an address: anything that has to be escaped is a slip of the keyboard."""
+"""A name or an address. Anything that would have to be escaped is a typing error."""
 
 
 def _checked_url(base_url: str) -> str:
@@ -415,14 +413,12 @@ def _checked_url(base_url: str) -> str:
     if url.scheme not in ("http", "https") or not usable:
         raise PeerError(f"{base_url!r} is not a URL of a node: write it as http://HOST:PORT or https://HOST")
     if url.path not in ("", "/") or url.query or url.fragment or url.userinfo:
-        raise PeerError(
-            f"{base_url!r} says more than where the node is: leave only {url.scheme}://{url.netloc.decode()}"
-        )
+        raise PeerError(f"{base_url!r} has more than the node's address: use only {url.scheme}://{url.netloc.decode()}")
     return f"{url.scheme}://{url.netloc.decode('ascii')}"
 
 
 def _cause(error: BaseException | None) -> BaseException | None:
-    """The TLS or name error that an error of httpx wraps, if any."""
+    """The TLS or name error inside an error of httpx, if any."""
     while error is not None and not isinstance(error, (ssl.SSLError, socket.gaierror)):
         error = error.__cause__ or error.__context__
     return error
@@ -434,4 +430,4 @@ def _explain_tls(base_url: str, error: ssl.SSLError) -> str:
             f"the certificate of {base_url} is not valid ({error.verify_message}): check the URL and this machine's "
             "clock, or ask the host to renew it"
         )
-    return f"{base_url} does not speak TLS ({error.args[-1]}): try http:// in its place, or check the port"
+    return f"{base_url} does not speak TLS ({error.args[-1]}): try http:// instead, or check the port"

@@ -1,7 +1,8 @@
-"""How many connections a server holds, and how long each may take: what comes before the first request is read.
+"""Limits on a server's connections: how many it holds, and how long each may take, before any request is read.
 
-Called by the coordinator role, which gets a uvicorn server from `http_server`. Every connection of it is a `Connection`,
-uvicorn's own with limits; `Connections` counts them by address. It reads no body and no signature: that is the `Gate`.
+Called by the coordinator role, which gets a uvicorn server from `http_server`. Each connection is a `Connection`, which
+adds limits to uvicorn's own class; `Connections` counts them by address. This file reads no body and no signature: the
+`Gate` does.
 """
 
 import asyncio
@@ -22,43 +23,43 @@ from shoal.protocol import constants
 log = logging.getLogger(__name__)
 
 RESERVED_FILES = 64
-"""Descriptors that connections leave for the log, blobs and everything else."""
+"""File descriptors kept free for the log, blobs and everything else."""
 
 FILES_A_CONNECTION = 2
 """Its socket, and the file that it sends or receives."""
 
 TELL_EVERY_S = 60.0
-"""Between lines in the server's log about connections that were refused or closed."""
+"""Time between log lines about refused or closed connections."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one server holds. The defaults are the protocol's; tests use small ones."""
+    """Limits of one server. The defaults are the protocol's; tests use smaller ones."""
 
     total: int = constants.MAX_CONNECTIONS
-    """Open connections."""
+    """Open connections in total."""
     per_address: int = constants.MAX_ADDRESS_CONNECTIONS
-    """Open connections of one address that is not trusted."""
+    """Open connections of one address, unless it is trusted."""
     trusted: tuple[str, ...] = ()
-    """Addresses or networks of proxies."""
+    """Addresses or networks of trusted proxies."""
     header_bytes: int = constants.MAX_HEADER_BYTES
-    """First line and headers of a request."""
+    """Size of a request's first line and headers."""
     header_s: float = constants.HEADER_TIMEOUT_S
-    """Seconds from connecting, or from a later request's first byte, to the end of its headers."""
+    """Seconds for a request's headers, from connecting, or from the first byte of a later request."""
     idle_s: float = constants.IDLE_TIMEOUT_S
     """Seconds between two requests."""
     rest_s: float = constants.REST_TIMEOUT_S
-    """Seconds for the rest of a body that was refused."""
+    """Seconds for the rest of a refused body."""
     stall_s: float = constants.STALL_TIMEOUT_S
-    """Seconds in which a client must take some of its answer."""
+    """A client must take part of its answer within this many seconds."""
 
 
 def http_server(app: ASGIApp, limits: Limits) -> uvicorn.Server:
-    """A server of an application that holds to limits. `X-Forwarded-For` is believed from trusted addresses only."""
+    """A server for an application, with these limits. It believes `X-Forwarded-For` only from trusted addresses."""
     return uvicorn.Server(
         uvicorn.Config(
             app,
-            http=Connections(limits).protocol,  # type: ignore[arg-type]  # called with keywords, as a class would be
+            http=Connections(limits).protocol,  # type: ignore[arg-type]  # uvicorn calls it with keywords, like a class
             ws="none",
             log_level="warning",
             access_log=False,
@@ -69,7 +70,7 @@ def http_server(app: ASGIApp, limits: Limits) -> uvicorn.Server:
 
 
 def connections_that_fit(wanted: int = constants.MAX_CONNECTIONS) -> int:
-    """Raise this process's limit of open files as far as `wanted` connections need; returns how many it allows."""
+    """Raise this process's limit of open files to fit `wanted` connections, if possible; returns how many fit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = wanted * FILES_A_CONNECTION + RESERVED_FILES
     if soft == resource.RLIM_INFINITY or soft >= needed:
@@ -77,7 +78,7 @@ def connections_that_fit(wanted: int = constants.MAX_CONNECTIONS) -> int:
     allowed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
-    except (OSError, ValueError):  # macOS allows less than it says
+    except (OSError, ValueError):  # macOS reports a higher limit than it allows
         allowed = soft
     fit = min(wanted, max(1, (allowed - RESERVED_FILES) // FILES_A_CONNECTION))
     if fit < wanted:
@@ -93,16 +94,16 @@ class Connections:
         self._trusted = [ipaddress.ip_network(name, strict=False) for name in limits.trusted]
         self._of: dict[str, set[Connection]] = {}
         self._idle: dict[Connection, None] = {}
-        """Those without a request in flight, the longest idle first."""
+        """Connections without a request in flight, the longest idle first."""
         self._num_open = self._num_closed = self._num_refused = self._num_rests = 0
         self._tell_at = 0.0
 
     def protocol(self, **options: Any) -> "Connection":
-        """A new connection: what uvicorn calls for each."""
+        """Make a new connection. uvicorn calls this for each one."""
         return Connection(self, **options)
 
     def enter(self, connection: "Connection") -> bool:
-        """Count a new connection, if need be in place of the longest idle one. False if there is no room for it."""
+        """Count a new connection, closing the longest idle one if necessary. Returns False if there is no room."""
         host = connection.client[0] if connection.client else ""
         connection.address = network_of(host)
         neighbours = self._of.get(connection.address, set())
@@ -119,7 +120,7 @@ class Connections:
         return True
 
     def leave(self, connection: "Connection") -> None:
-        """Forget a connection; a second time changes nothing."""
+        """Forget a connection. A second call changes nothing."""
         neighbours = self._of.get(connection.address, set())
         if connection in neighbours:
             neighbours.remove(connection)
@@ -129,11 +130,11 @@ class Connections:
         self._idle.pop(connection, None)
 
     def work(self, connection: "Connection") -> None:
-        """A request of it has begun: it is not closed for another's sake."""
+        """Note that a request has begun: the connection is not closed to make room for another."""
         self._idle.pop(connection, None)  # guard: busy-is-not-idle
 
     def rest(self, connection: "Connection") -> None:
-        """It has no request in flight."""
+        """Note that the connection has no request in flight."""
         self._num_rests += 1
         connection.idle_since = self._num_rests
         self._idle[connection] = None
@@ -162,7 +163,7 @@ class Connections:
         return False
 
     def _tell(self, connection: "Connection") -> None:
-        """Say in the log that the limits are reached, and not for every connection."""
+        """Log that the limits are reached, but not for every connection."""
         now = connection.loop.time()
         if now < self._tell_at:
             return
@@ -179,11 +180,11 @@ def _idle_since(connection: "Connection") -> int:
 
 
 _quiet = logging.getLogger(f"{__name__}.http")
-"""In place of uvicorn's: that one writes a line for each malformed request, and so lets strangers fill a disk."""
+"""Replaces uvicorn's logger, which writes a line for each malformed request and so lets strangers fill a disk."""
 
 
 class Connection(HttpToolsProtocol):
-    """A connection that must end its headers in time, take its answers, and ask one thing at a time."""
+    """A connection that must send its headers in time, take its answers, and send one request at a time."""
 
     def __init__(self, connections: Connections, **options: Any) -> None:
         super().__init__(**options)
@@ -193,20 +194,20 @@ class Connection(HttpToolsProtocol):
         self.timeout_keep_alive = self._limits.idle_s  # type: ignore[assignment]
         self.address = ""
         self.idle_since = 0
-        """A number that grows: clocks are too coarse for connections that come together."""
+        """A growing number, because a clock cannot order connections that come at the same moment."""
         self._fault: Refused | None = None
-        """Why its bytes were refused."""
+        """Why the received bytes were refused."""
         self._header_bytes = 0
-        """Of a request whose headers have not ended, as they came."""
+        """Bytes received of the request whose headers have not ended."""
         self._parsed_bytes = 0
-        """Of the same request, as they were understood."""
+        """Bytes parsed of the same request."""
         self._in_body = False
         self._discarded_bytes = 0
         self._watched = ""
         self._timer: asyncio.TimerHandle | None = None
         self._stall: asyncio.TimerHandle | None = None
 
-    # --- what happens to the connection ---
+    # --- events of the connection ---
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -234,11 +235,11 @@ class Connection(HttpToolsProtocol):
         self._watch()
 
     def _discard(self, num_bytes: int) -> None:
-        """Take the rest of a body that was refused: if it were broken off, the sender could not read the refusal."""
+        """Read and drop the rest of a refused body: if we closed now, the sender could not read the refusal."""
         self._discarded_bytes += num_bytes
         if self._discarded_bytes > constants.MAX_DISCARDED_BYTES:  # guard: rest-size
             self.transport.close()
-        elif not self._in_body and not self.busy:  # uvicorn forgets its own timer at the first byte that comes
+        elif not self._in_body and not self.busy:  # uvicorn cancels its own timer at the first byte
             self._unset_keepalive_if_required()
             self.timeout_keep_alive_task = self.loop.call_later(self._limits.idle_s, self.timeout_keep_alive_handler)
 
@@ -252,11 +253,11 @@ class Connection(HttpToolsProtocol):
             self._stall = None
         super().resume_writing()
 
-    # --- what its bytes say ---
+    # --- events of its bytes ---
 
     @property
     def busy(self) -> bool:
-        """Whether a request is in flight: its headers have ended and its answer has not."""
+        """Whether a request is in flight: its headers are complete and its answer is not."""
         return self.cycle is not None and not self.cycle.response_complete
 
     def on_message_begin(self) -> None:
@@ -284,12 +285,12 @@ class Connection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self.cycle.body = bytearray()  # of a body that nobody read
+        self.cycle.body = bytearray()  # drop a body that nobody read
         self._all.rest(self)
         self._watch()
 
     def send_400_response(self, msg: str) -> None:
-        """Called by uvicorn for what is not HTTP, and for what the callbacks above refuse."""
+        """uvicorn calls this for bytes that are not HTTP, and for requests that the callbacks above refuse."""
         self._answer(self._fault or Refused(400, "malformed", "this is not HTTP/1.1: check the client"))
 
     def _parse(self, num_bytes: int) -> None:
@@ -306,7 +307,7 @@ class Connection(HttpToolsProtocol):
         return fault
 
     def _answer(self, refused: Refused) -> None:
-        """Close with a reason; without one where it would stand in the middle of another answer."""
+        """Close with a reason, or without one if it would land in the middle of another answer."""
         if not self.busy and not self.transport.is_closing():
             self.transport.write(_bytes_of(refused))
         self.transport.close()
@@ -315,7 +316,7 @@ class Connection(HttpToolsProtocol):
     # --- time ---
 
     def _watch(self) -> None:
-        """Set the timer that this moment asks for; one that runs for the same reason goes on."""
+        """Set the timer that is due now. A timer already running for the same reason continues."""
         if self.transport.is_closing():
             self._set_timer("", 0.0)
             self._watch_writing()
@@ -326,7 +327,7 @@ class Connection(HttpToolsProtocol):
         elif self._header_bytes or self.cycle is None:  # guard: header-time
             self._set_timer("header", self._limits.header_s)
         else:
-            self._set_timer("", 0.0)  # uvicorn's own timer runs between two requests
+            self._set_timer("", 0.0)  # between two requests uvicorn's own timer runs
 
     def _set_timer(self, reason: str, after_s: float) -> None:
         if reason == self._watched:
@@ -345,7 +346,7 @@ class Connection(HttpToolsProtocol):
         self._answer(Refused(408, "too_slow", slow))
 
     def _watch_writing(self) -> None:
-        """Break off when a client takes nothing of its answer: it would keep connection and file for ever."""
+        """Abort if a client takes nothing of its answer: it would hold the connection and the file for ever."""
         if self._stall is None:
             unsent = self.transport.get_write_buffer_size()
             self._stall = self.loop.call_later(self._limits.stall_s, self._check_writing, unsent)
@@ -359,7 +360,7 @@ class Connection(HttpToolsProtocol):
 
 
 def _bytes_of(refused: Refused) -> bytes:
-    """A refusal as it stands on the wire, for a connection that ends with it."""
+    """A refusal as bytes on the wire, for a connection that it ends."""
     response = refusal(refused)
     response.headers["connection"] = "close"
     response.headers[PROTOCOL_HEADER] = str(constants.PROTOCOL_VERSION)

@@ -1,7 +1,7 @@
-"""A seeded lying network, for tests: everything that may happen to a request between two honest programs.
+"""A lying network for tests, driven by a seed: all that can happen to a request between two honest programs.
 
-Wraps the transport of a `Client` (in memory or real). Each request draws one fault, or none, from a generator that
-the test seeds, so that every failure replays. What a fault does is decided here, not by patching the client.
+Wraps the transport of a `Client` (in memory or real). Each request draws one fault or none from a generator that the
+test seeds, so every failure can be replayed. The faults are implemented here, not by patching the client.
 """
 
 import random
@@ -13,7 +13,7 @@ import httpx
 
 
 class Fault(Enum):
-    """What the network may do to one request."""
+    """What the network can do to one request."""
 
     DROP_REQUEST = "the request never arrives"
     DROP_RESPONSE = "the request is applied, its answer never arrives"
@@ -27,7 +27,7 @@ class Fault(Enum):
 
 
 class FaultyTransport(httpx.AsyncBaseTransport):
-    """A transport that mistreats a share of the requests that pass through it."""
+    """A transport that applies faults to a share of its requests."""
 
     def __init__(
         self,
@@ -39,14 +39,14 @@ class FaultyTransport(httpx.AsyncBaseTransport):
         rate: float = 0.5,
         delay_s: float = 1.0,
     ) -> None:
-        """`rate` is the share of requests that meet one of `faults`; `DELAY` calls `sleep(delay_s)`."""
+        """`rate` is the share of requests that get one of `faults`; `DELAY` calls `sleep(delay_s)`."""
         self._inner, self._rng, self._sleep = inner, rng, sleep
         self._faults, self._rate, self._delay_s = list(faults), rate, delay_s
         self.seen: Counter[Fault | None] = Counter()
-        """How often each fault happened; None counts the requests left alone."""
+        """How often each fault happened; None counts requests without a fault."""
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """Pass a request on, or do to it what was drawn."""
+        """Pass a request on, or apply the fault that was drawn."""
         fault = self._rng.choice(self._faults) if self._rng.random() < self._rate else None
         self.seen[fault] += 1
         body = await request.aread()
@@ -76,11 +76,11 @@ class FaultyTransport(httpx.AsyncBaseTransport):
         )
 
     async def aclose(self) -> None:
-        """Close what lies beneath."""
+        """Close the wrapped transport."""
         await self._inner.aclose()
 
     async def _pass_on(self, request: httpx.Request, body: bytes) -> tuple[httpx.Response, bytes]:
-        """The answer to the request as it now is, with its body read."""
+        """The answer to the request in its present form, with its body read."""
         sent = httpx.Request(
             request.method, request.url, headers=request.headers, content=body, extensions=request.extensions
         )

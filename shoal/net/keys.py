@@ -1,7 +1,7 @@
-"""Private keys on disk: readable by their owner alone.
+"""Private keys on disk, readable only by their owner.
 
-Called by the CLI and by roles at start. A key file holds the 32 secret bytes in hex; the file is made whole and with
-mode 0600 from its first moment, never overwritten, and refused when others can read it.
+Called by the CLI and by roles at start. A key file holds the 32 secret bytes in hex. It is written whole, with mode
+0600 from the start, and never overwritten. A file that others can read is refused.
 """
 
 import os
@@ -14,17 +14,17 @@ from shoal.protocol.identity import Key
 
 
 def load_or_make_key(path: Path) -> Key:
-    """The key in a file, made first where there is none. Raises `StateError` as `load_key` and `save_key`."""
+    """Load the key in a file, or make one if there is no file. Raises `StateError` as `load_key` and `save_key`."""
     if not path.exists():
         try:
             save_key(path, Key.generate())
         except FileExistsError:
-            pass  # another process was first: its key is the key
+            pass  # another process was first: use its key
     return load_key(path)
 
 
 def load_key(path: Path) -> Key:
-    """Read a key file. Raises `StateError` if it is missing, damaged, or open to others."""
+    """Read a key file. Raises `StateError` if it is missing or damaged, or if others can read it."""
     try:
         with path.open("rb") as file:
             mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
@@ -43,11 +43,11 @@ def load_key(path: Path) -> Key:
 
 
 def save_key(path: Path, key: Key) -> None:
-    """Write a key to a new file. Raises FileExistsError if there is one, `StateError` if it cannot be written."""
+    """Write a key to a new file. Raises FileExistsError if the file exists, `StateError` if writing fails."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
-        raise StateError(f"cannot make the folder {path.parent}: {cause_of(error)}. Name another place") from None
+        raise StateError(f"cannot make the folder {path.parent}: {cause_of(error)}. Use another folder") from None
     try:
         write_atomically(path, key.secret().hex().encode() + b"\n", mode=0o600, replace=False)
     except FileExistsError:

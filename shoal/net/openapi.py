@@ -1,6 +1,6 @@
-"""An OpenAPI 3.1 document from a table of calls, so that what is served and what is described cannot differ.
+"""Make an OpenAPI 3.1 document from a table of calls, so that the server and its description cannot differ.
 
-Called by roles that serve. It knows no call of its own.
+Called by roles that serve. It defines no calls itself.
 """
 
 import re
@@ -13,7 +13,7 @@ from shoal.protocol.types import Refusal
 
 
 class Call(NamedTuple):
-    """One HTTP call: who may make it, and the types of its JSON bodies (None: bytes or none)."""
+    """One HTTP call: who may make it, and the types of its JSON bodies (None for bytes or no body)."""
 
     method: str
     path: str

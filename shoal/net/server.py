@@ -1,8 +1,8 @@
-"""The coordinator's and the relays' side of HTTP: what every request passes before a role looks at it.
+"""The serving side of HTTP, for the coordinator and relays: what a request passes before a role sees it.
 
-Called by roles that serve. A `Gate` holds back floods, verifies the signature, and only then reads a body, within its
-cap and its time; `application` turns every error of the `ShoalError` and wire families into a `types.Refusal` with the
-right status. It knows no route, and decides nothing about who may do what.
+Called by roles that serve. A `Gate` limits request rates and verifies the signature. Only then does it read a body,
+within limits of size and time. `application` turns every error of the `ShoalError` and wire families into a
+`types.Refusal` with the right status. This file knows no route, and does not decide who may make which call.
 """
 
 import asyncio
@@ -30,13 +30,13 @@ from shoal.protocol.types import Refusal
 T = TypeVar("T")
 
 PROTOCOL_HEADER = "shoal-protocol"
-"""On every answer of ours: tells a client that it has reached a node of shoal, and not some other server."""
+"""On every answer of ours: tells a client that it has reached a shoal node and not another server."""
 
 log = logging.getLogger(__name__)
 
 
 class Refused(Exception):
-    """Raised anywhere in a request to answer with a status and a reason. Data for the peer, not an error of ours."""
+    """Raised anywhere in a request to answer with a status and a reason. The fault is the peer's, not ours."""
 
     def __init__(self, status: int, code: str, error: str, retry_s: float | None = None) -> None:
         super().__init__(error)
@@ -44,7 +44,7 @@ class Refused(Exception):
 
 
 class Gate:
-    """What a request passes first. One for a server; it holds the rates of addresses and keys, and counts bodies."""
+    """The first checks of every request. A server has one gate, which counts bodies and rates by address and key."""
 
     def __init__(
         self,
@@ -57,8 +57,8 @@ class Gate:
     ) -> None:
         """`clock` gives seconds since the epoch; rates are (requests per second, burst).
 
-        In each `body_window` (seconds, bytes) a body must bring so many bytes more, or its end. `bodies_bytes` is the
-        most that all bodies read into memory at one time may have; small ones do not count.
+        `body_window` is (seconds, bytes): in each window a body must bring that many bytes, or end. `bodies_bytes`
+        limits the total of all bodies that are being read into memory; small bodies do not count.
         """
         self._clock = clock
         self._body_window = body_window
@@ -67,13 +67,13 @@ class Gate:
         self._keys = Buckets(*key_rate)
 
     async def anyone(self, request: Request) -> None:
-        """Let a request pass that need not be signed, and has no body. Raises `Refused` 411, 413, 429."""
+        """Admit a request that needs no signature and has no body. Raises `Refused` 411, 413, 429."""
         self._limit(self._addresses, address_of(request), "address")
         if body_bytes(request) > 0:  # guard: body-not-wanted
             raise _too_large(0)
 
     def admit(self, request: Request, *, run: str, cap: int = constants.SMALL_BODY_BYTES) -> Caller:
-        """The verified sender of a request that must be meant for `run`. Nothing of its body is read.
+        """The verified sender of a request, which must be for `run`. Does not read the body.
 
         Raises `Refused` 411, 413 (body), 401 (signature, clock), 409 (another run), 429 (rate).
         """
@@ -89,7 +89,7 @@ class Gate:
             raise Refused(
                 409,
                 "wrong_run",
-                f"the request is meant for run {caller.run or '(none)'}, this is run {run}: read GET /v1/run again and "
+                f"the request is for run {caller.run or '(none)'}, this is run {run}: read GET /v1/run again and "
                 "send its run id in shoal-run",
             )
         return caller
@@ -108,10 +108,10 @@ class Gate:
         return bytes(body)
 
     async def pour(self, request: Request, caller: Caller, take: Callable[[bytes], object]) -> None:
-        """Give the body of an admitted request to `take`, part by part as it comes; the caller must have checked its size.
+        """Pass the body of an admitted request to `take`, part by part. The caller must have checked its size.
 
-        Raises `Refused` 400 when its length or its digest is not what the signed headers say: only then it is known to
-        be wrong, and what was taken must be thrown away. Raises `Refused` 408 when it comes too slowly.
+        Raises `Refused` 400 if the length or the digest differs from the signed headers, and 408 if the body comes too
+        slowly. The digest is known only at the end: after an error, throw away what was taken.
         """
         hashed = hashlib.sha256()
 
@@ -122,13 +122,13 @@ class Gate:
         await read_body(request, hash_and_take, window=self._body_window)
         if hashed.hexdigest() != caller.digest:  # guard: body-digest
             raise Refused(
-                400, "digest", "the body does not fit its content-digest: it was damaged on its way; send again"
+                400, "digest", "the body does not match its content-digest: it was damaged on the way; send again"
             )
 
     async def signed(
         self, request: Request, *, run: str, cap: int = constants.SMALL_BODY_BYTES
     ) -> tuple[Caller, bytes]:
-        """The verified sender and body of a request, where anyone with a key may send one. Raises as its two parts."""
+        """The verified sender and the body of a request that anyone with a key may send. Raises as `admit`, `body`."""
         caller = self.admit(request, run=run, cap=cap)
         return caller, await self.body(request, caller)
 
@@ -144,7 +144,7 @@ class Gate:
 
 
 def body_bytes(request: Request) -> int:
-    """The length that a request declares for its body; 0 for one without. Raises `Refused` 411 where it must say."""
+    """The declared length of a request's body; 0 without a body. Raises `Refused` 411 if the length is missing."""
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and len(declared) < 20:
         return int(declared)
@@ -155,7 +155,7 @@ def body_bytes(request: Request) -> int:
 
 
 async def read_body(request: Request, take: Callable[[bytes], object], *, window: tuple[float, int]) -> None:
-    """Give each part of a body to `take`. Raises `Refused` when it is slower than `window`, or not as long as declared."""
+    """Pass each part of a body to `take`. Raises `Refused` if it is slower than `window`, or has another length."""
     window_s, window_bytes = window
     length, taken, due = body_bytes(request), 0, window_bytes
     loop = asyncio.get_running_loop()
@@ -187,12 +187,12 @@ def _too_large(cap: int) -> Refused:
 
 
 def decode(body: bytes, kind: type[T]) -> T:
-    """A JSON body as exactly `kind`. Raises `WireError`, which `application` answers with 400."""
+    """A JSON body as exactly `kind`. Raises `WireError`; `application` answers that with 400."""
     return wire.from_json(body, kind)
 
 
 def request_line(request: Request) -> RequestLine:
-    """Method, path and query as they stood on the wire."""
+    """Method, path and query exactly as sent."""
     path = request.scope.get("raw_path") or request.scope["path"].encode()
     return RequestLine(
         request.method, path.split(b"?")[0].decode("latin-1"), request.scope["query_string"].decode("latin-1")
@@ -200,12 +200,12 @@ def request_line(request: Request) -> RequestLine:
 
 
 def address_of(request: Request) -> str:
-    """The network address to be rated: IPv6 by its /64, which one home or machine holds whole."""
+    """The network address for rate limits; for IPv6 the /64, because one home or machine has all of it."""
     return network_of(request.client.host if request.client else "")
 
 
 def network_of(host: str) -> str:
-    """An address as it is counted and rated."""
+    """The form of an address that is counted for limits."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
@@ -216,11 +216,11 @@ def network_of(host: str) -> str:
 
 
 def _signed_headers(request: Request) -> dict[str, str]:
-    """Headers by lower-case name; one that a signature speaks of may stand only once, or two readers could differ."""
+    """Headers by lower-case name. A header that the signature covers may occur only once: readers could differ."""
     headers: dict[str, str] = {}
     for name, value in request.headers.items():
         if name in headers and (name.startswith("shoal-") or name in _ONCE):
-            raise Refused(400, "malformed", f"the header {name} stands twice: send it once")
+            raise Refused(400, "malformed", f"the header {name} occurs twice: send it once")
         headers[name] = value
     return headers
 
@@ -229,14 +229,14 @@ _ONCE = frozenset({"content-digest", "signature", "signature-input"})
 
 
 class Buckets:
-    """Token buckets by name. The time is an argument; a clock that jumps back gives nothing and takes nothing."""
+    """Token buckets by name. The caller passes the time. A clock that jumps back changes no level."""
 
     def __init__(self, per_s: float, burst: int) -> None:
         self.per_s, self.burst = per_s, burst
         self._levels: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
     def take(self, name: str, now: float) -> float:
-        """Take one token: 0.0 if there was one, else the seconds until there will be."""
+        """Take one token. Returns 0.0, or the seconds until there is one."""
         level, then = self._levels.pop(name, (float(self.burst), now))
         level = min(self.burst, level + max(0.0, now - then) * self.per_s)
         wait_s = 0.0 if level >= 1 else (1 - level) / self.per_s
@@ -255,12 +255,12 @@ def answer(value: object, status: int = 200) -> Response:
 
 
 def answer_bytes(body: bytes, media_type: str = "application/octet-stream", status: int = 200) -> Response:
-    """An answer of bytes with its digest."""
+    """An answer in bytes, with its digest."""
     return Response(body, status, {"content-digest": content_digest(wire.digest(body))}, media_type)
 
 
 def refusal(refused: Refused) -> Response:
-    """The answer that a `Refused` stands for."""
+    """The answer for a `Refused`."""
     response = answer(Refusal(error=refused.error, code=refused.code), refused.status)
     if refused.retry_s is not None:
         response.headers["retry-after"] = str(max(1, math.ceil(refused.retry_s)))
@@ -270,7 +270,7 @@ def refusal(refused: Refused) -> Response:
 
 
 def refused_for(error: Exception) -> Refused:
-    """How an error of ours is told to the peer: which status, which word."""
+    """The status and code with which the peer is told of an error."""
     text = str(error)
     match error:
         case Refused():
@@ -287,16 +287,16 @@ def refused_for(error: Exception) -> Refused:
             return Refused(400, "malformed", text)
         case HTTPException():
             return Refused(error.status_code, "no_such_call", f"{error.detail}: see GET /openapi.json for the calls")
-    return Refused(500, "internal", "an error of this server, noted in its log: try again later")
+    return Refused(500, "internal", "this server failed; its log has the details: try again later")
 
 
 # --- the application ---
 
 
 def application(routes: Sequence[BaseRoute], **options: Any) -> Starlette:
-    """A Starlette application whose every answer says its protocol, and whose every error is a `Refusal`.
+    """A Starlette application: every answer names its protocol, and every error is a `Refusal`.
 
-    `options` are Starlette's (such as lifespan). Errors that are no fault of the peer are logged with their traceback.
+    `options` are Starlette's (such as lifespan). Errors that are not the peer's fault are logged with a traceback.
     """
     handlers: dict[Any, Any] = dict.fromkeys((Refused, wire.WireError, ShoalError, HTTPException), _tell_peer)
     app = Starlette(routes=list(routes), exception_handlers=handlers, **options)
@@ -312,7 +312,7 @@ async def _tell_peer(request: Request, error: Exception) -> Response:
 
 
 class _Edge:
-    """The outermost layer: marks each answer as ours, and answers 500 where a role failed, so that serving goes on."""
+    """The outermost layer: marks each answer as ours, and answers 500 if a role fails, so that serving continues."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -335,5 +335,5 @@ class _Edge:
         except Exception as error:
             log.exception("failed call=%s path=%s", scope["method"], scope["path"])
             if started:
-                raise  # the answer is half sent: the server must break the connection
+                raise  # the answer is half sent, so the server must close the connection
             await refusal(refused_for(error))(scope, receive, send_marked)

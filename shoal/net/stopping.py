@@ -1,6 +1,6 @@
-"""Stopping cleanly: one signal lets a role finish what it holds, a second one ends it at once.
+"""Clean stops: the first signal lets a role finish its work, the second ends the process at once.
 
-Called by the roles that talk to a coordinator. It knows no role: it is an event, and a way to wait that ends early.
+Called by the roles that talk to a coordinator. It is an event, and a way to wait that ends early. It knows no role.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Stopping:
-    """Whether this process was told to stop."""
+    """Whether this process has been told to stop."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
@@ -26,11 +26,11 @@ class Stopping:
         return self._event.is_set()
 
     def set(self) -> None:
-        """Tell it to stop, as a signal would."""
+        """Tell the process to stop, as a signal would."""
         self._event.set()
 
     async def unless(self, work: Coroutine[Any, Any, T]) -> T | None:
-        """The result of `work`, or None, with `work` cancelled, when told to stop first."""
+        """The result of `work`. If told to stop first, cancel `work` and return None."""
         task, stop = asyncio.create_task(work), asyncio.create_task(self._event.wait())
         try:
             await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
@@ -44,11 +44,11 @@ class Stopping:
 
     @contextlib.contextmanager
     def at_signals(self) -> Iterator[None]:
-        """Set at the first SIGINT or SIGTERM; the second one ends the process as usual."""
+        """Stop at the first SIGINT or SIGTERM. The second one ends the process as usual."""
         loop = asyncio.get_running_loop()
 
         def first(number: int) -> None:
-            log.info("stopping after what is in hand (%s; once more to stop at once)", signal.Signals(number).name)
+            log.info("stopping after the work in hand (%s; once more to stop at once)", signal.Signals(number).name)
             self.set()
             for each in SIGNALS:
                 loop.remove_signal_handler(each)

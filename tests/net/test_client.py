@@ -230,7 +230,7 @@ def test_a_server_that_never_answers_is_left_after_the_timeout(time):
 
 
 def test_an_answer_of_another_form_names_the_call(time):
-    assert "/open answered in another form" in str(fails(scripted(time, ours(body=b'{"other":1}'))))
+    assert "/open gave an answer of the wrong form" in str(fails(scripted(time, ours(body=b'{"other":1}'))))
 
 
 # --- wrong addresses ---
@@ -258,7 +258,7 @@ def test_a_bad_url_is_refused_with_the_right_form(url):
 
 def test_another_web_server_is_told_from_ours(time):
     client = scripted(time, foreign(404, b"<h1>nginx</h1>"))
-    assert "no node of shoal" in str(fails(client)) and time.slept == []
+    assert "is not a shoal node" in str(fails(client)) and time.slept == []
 
 
 def test_a_redirect_names_where_to_go(time):
