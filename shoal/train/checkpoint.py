@@ -1,15 +1,15 @@
-"""The trainer's own state on disk: written whole or not at all, the last two kept, checked when read.
+"""The trainer's own state on disk: written whole or not at all, checked when read, with the last two states kept.
 
-Called by `roles/trainer` after every step and at start. It is never published: policies for others are `policy/files`.
-It knows no model, only named tensors.
+Called by `roles/trainer` after every step and at start. The state is never published: `policy/files` writes policies
+for others. It knows no model, only named tensors.
 
     trainer/v000012/state.safetensors   weights and moments, float32
     trainer/v000012/state.json          version and number of updates
     trainer/v000012/SHA256SUMS          of the two, as `sha256sum -c` reads it; written last
 
-A save writes into `.writing`, flushes every file, then renames the folder: whoever is killed between any two of these
-finds the state before. A folder never changes once it has its name, and those whose names start with a dot never
-count; the next save clears them.
+A save writes into `.writing`, flushes every file, then renames the folder. If it is killed at any point, the previous
+state is still there. A folder never changes once it has its name. Folders whose names start with a dot do not count,
+and the next save deletes them.
 """
 
 import errno
@@ -34,7 +34,7 @@ from shoal.train.step import LearnerState
 log = logging.getLogger(__name__)
 
 KEPT = 2
-"""States kept: the newest, and the one before in case the newest cannot be read."""
+"""States kept: the newest, and the previous one in case the newest cannot be read."""
 
 TENSORS, NUMBERS, SUMS = "state.safetensors", "state.json", "SHA256SUMS"
 WRITING, DROPPED, UNREADABLE = ".writing", ".dropped", ".unreadable"
@@ -48,10 +48,10 @@ class _Numbers(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def save_state(folder: Path, state: LearnerState) -> Path:
-    """Write a state under `folder` and drop those older than the last two; gives its folder.
+    """Write a state under `folder` and delete all but the last two. Returns its folder.
 
-    The state of a version is a value: if it is there already, nothing is written. Raises `StateError` if the
-    disk is full or cannot be written; what was there before is untouched then.
+    If the version's state is already there, nothing is written. Raises `StateError` if the disk is full or not writable;
+    earlier states are then untouched.
     """
     writing, final = folder / WRITING, folder / f"v{state.version:06d}"
     try:
@@ -77,10 +77,10 @@ def save_state(folder: Path, state: LearnerState) -> Path:
 
 
 def load_state(folder: Path) -> LearnerState | None:
-    """The newest state under `folder` that is whole, or None if there is none at all.
+    """The newest complete state under `folder`, or None if there are no states.
 
-    One that is not whole is named in the log and the one before is taken: the trainer then repeats a step, with the
-    same result. Raises `StateError` if there are states and none can be read.
+    If a state is incomplete, this logs its name and takes the previous one; the trainer then repeats a step, with the same
+    result. Raises `StateError` if there are states but none can be read.
     """
     faults: dict[str, str] = {}
     for candidate in _versions(folder):
@@ -88,7 +88,7 @@ def load_state(folder: Path) -> LearnerState | None:
             state = _read(candidate)
         except (OSError, ValueError, msgspec.DecodeError, SafetensorError) as error:
             faults[candidate.name] = str(error)
-            log.warning("trainer state cannot be read, taking the one before folder=%s cause=%s", candidate, error)
+            log.warning("trainer state cannot be read, taking the previous one folder=%s cause=%s", candidate, error)
             continue
         _set_aside(folder, list(faults))
         return state
@@ -96,13 +96,13 @@ def load_state(folder: Path) -> LearnerState | None:
         causes = "; ".join(f"{name}: {cause}" for name, cause in faults.items())
         raise StateError(
             f"no trainer state under {folder} can be read ({causes}). Check the disk, then copy a good one "
-            "back, or delete that folder: the trainer then starts its optimiser afresh"
+            "back, or delete that folder: the trainer then starts with a fresh optimiser"
         )
     return None
 
 
 def _read(candidate: Path) -> LearnerState:
-    """One state, its checksums verified first; raises what `load_state` catches."""
+    """Read one state after verifying its checksums. Raises what `load_state` catches."""
     sums = dict(line.split("  ")[::-1] for line in (candidate / SUMS).read_text().splitlines())
     if sums.keys() != {TENSORS, NUMBERS}:
         raise ValueError(f"{SUMS} names {sorted(sums)}, not {TENSORS} and {NUMBERS}")
@@ -116,7 +116,7 @@ def _read(candidate: Path) -> LearnerState:
 
 
 def _set_aside(folder: Path, names: list[str]) -> None:
-    """Take unreadable states out of the way of the step that will be repeated."""
+    """Rename unreadable states, so that the repeated step can write its own."""
     for name in names:
         try:
             os.rename(folder / name, folder / f"{UNREADABLE}-{name}")
@@ -125,19 +125,19 @@ def _set_aside(folder: Path, names: list[str]) -> None:
 
 
 def _versions(folder: Path) -> list[Path]:
-    """Folders of states, newest first."""
+    """The folders of states, newest first."""
     found = [path for path in folder.glob("v*") if path.name[1:].isdecimal()]
     return sorted(found, key=lambda path: int(path.name[1:]), reverse=True)
 
 
 def _clear(folder: Path) -> None:
-    """Remove what an interrupted save, or a load that met an unreadable state, left behind."""
+    """Delete what an interrupted save, or the load of an unreadable state, left behind."""
     for path in folder.glob(".*"):
         shutil.rmtree(path)
 
 
 def _safetensors(tensors: dict[str, Tensor]) -> Iterator[memoryview | bytes]:
-    """A safetensors file of float32 tensors, piece by piece: the library makes a second copy of them all in memory."""
+    """A safetensors file of float32 tensors, piece by piece. The library would copy all of them in memory."""
     header, offset = {}, 0
     for name, tensor in tensors.items():
         assert tensor.dtype == torch.float32, f"{name} is {tensor.dtype}"
@@ -155,7 +155,7 @@ def _safetensors(tensors: dict[str, Tensor]) -> Iterator[memoryview | bytes]:
 
 
 def _write(path: Path, pieces: Iterator[memoryview | bytes]) -> tuple[str, str]:
-    """Write a file; gives its SHA-256 in hex and its name."""
+    """Write a file. Returns its SHA-256 in hex and its name."""
     sha256 = hashlib.sha256()
     with path.open("xb") as file:
         for piece in pieces:
@@ -171,6 +171,6 @@ def _write_fault(folder: Path, state: LearnerState, error: OSError) -> str:
         free_mb = shutil.disk_usage(folder if folder.exists() else folder.parent).free / 1e6
         return fault + (
             f"the disk is full ({free_mb:.1f} MB free). Free at least {KEPT + 1} times that and start again: "
-            "the state before is untouched and the run resumes from it"
+            "the previous state is untouched and the run resumes from it"
         )
-    return fault + f"{cause_of(error)}. Make the folder writable and start again: the state before is untouched"
+    return fault + f"{cause_of(error)}. Make the folder writable and start again: the previous state is untouched"

@@ -1,11 +1,11 @@
-"""Which groups and rollouts of a batch the trainer may learn from: the second look at signal and staleness.
+"""Which groups and rollouts of a batch the trainer may learn from: a second check of signal and staleness.
 
-Called by `roles/trainer` between `train/rows` and `train/step`. The coordinator fills batches by the same two rules;
-the trainer holds to them itself, so that no coordinator can make it learn from what is too old.
+Called by `roles/trainer` between `train/rows` and `train/step`. The coordinator fills batches by the same two rules. The
+trainer applies them itself, so that no coordinator can make it learn from rollouts that are too old.
 It knows nothing of tokens or tensors.
 
-There is no third rule for rollouts whose log-ratio is large: the clip of `algos/grpo` mutes such tokens one by one,
-and a rule that drops whole rollouts would let a worker unmake a rollout after seeing its reward.
+Rollouts with a large log-ratio need no third rule. The clip of `algos/grpo` mutes such tokens one by one, and a rule
+that drops whole rollouts would let a worker withdraw a rollout after seeing its reward.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from shoal.train.rows import Row
 
 
 class Selection(NamedTuple):
-    """The rows to learn from, in the order of the batch, and how much was left out."""
+    """The rows to learn from, in the order of the batch, and the number left out."""
 
     rows: list[Row]
     groups_without_signal: int
@@ -27,10 +27,10 @@ class Selection(NamedTuple):
 def select(
     members: Sequence[BatchGroup], rows_G: Sequence[Sequence[Row]], *, version: int, max_staleness: int
 ) -> Selection:
-    """Drop groups of equal rewards, and each rollout sampled by a policy too old for (or newer than) `version`.
+    """Drop groups with equal rewards, and rollouts sampled by a policy too old for (or newer than) `version`.
 
-    `rows_G` holds the rows of each member, none of one that nothing can be learned from; `version` is the policy about
-    to be updated. A group keeps its other rollouts, with the advantages it had.
+    `rows_G` has the rows of each member; they are empty if nothing can be learned from it. `version` is the policy about to
+    be updated. The other rollouts of a group stay, and keep their advantages.
     """
     signal = [has_signal(member.rewards) for member in members]
     candidates = [row for rows, keep in zip(rows_G, signal, strict=True) if keep for row in rows]

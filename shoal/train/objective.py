@@ -1,7 +1,7 @@
-"""From an algorithm's name to a function of per-token tensors: the only place in `train/` that knows algorithms.
+"""Turn an algorithm's name into a function of per-token tensors. No other file in `train/` knows algorithms.
 
-Called by `train/step` (by name) and `train/sft`. An objective sees the tokens of one micro-batch and the number of
-policy tokens in the whole batch; it knows no model, no optimiser and no rows.
+Called by `train/step` (by name) and `train/sft`. An objective gets the tokens of one micro-batch and the number of
+policy tokens in the whole batch. It knows no model, no optimiser and no rows.
 
 Axes: N policy tokens of a micro-batch.
 """
@@ -19,19 +19,19 @@ from shoal.config import TrainConfig
 
 @dataclass(frozen=True, eq=False)
 class TokenTerms:
-    """What is known of each policy token; the first two carry gradients."""
+    """What is known about each policy token; the first two tensors carry gradients."""
 
     logp_N: Tensor
     """log_softmax(logits / temperature) in float32 at the token, nats."""
     entropy_N: Tensor
-    """Of the distribution that the token was drawn from, nats."""
+    """Entropy of the distribution that the token was drawn from, nats."""
     behaviour_logp_N: Tensor
     advantage_N: Tensor
     weight_N: Tensor
 
 
 Objective = Callable[[TokenTerms, float], tuple[Tensor, dict[str, Tensor]]]
-"""(terms, policy tokens of the whole batch) -> (scalar loss, figures of each token by metric name, to be averaged)."""
+"""(terms, policy tokens of the whole batch) -> (scalar loss, per-token figures by metric name, to be averaged)."""
 
 
 def objective_of(config: TrainConfig) -> Objective:

@@ -1,8 +1,8 @@
-"""Rows to micro-batches: by group or by length, padded on the right, none above a budget of padded tokens.
+"""Pack rows into micro-batches, by group or by length, padded on the right, within a budget of padded tokens.
 
-Called by `train/step`. A group's prompt is computed once where its rows share a micro-batch; sorting keeps padding
-small; a right-padded row needs no mask, because a causal model never looks ahead. The order depends on the rows alone,
-so the same rows always make the same sums. It knows of the model only when it shares a prompt.
+Called by `train/step`. If the rows of a group share a micro-batch, their prompt is computed once. Sorting by length
+keeps padding small. A right-padded row needs no mask, because a causal model never looks ahead. The order depends only
+on the rows, so the same rows always give the same sums. It knows of the model only when it shares a prompt.
 
 Axes: B rows of a micro-batch, T input tokens, N policy tokens of a micro-batch.
 """
@@ -19,16 +19,16 @@ from shoal.policy.layers import WORTH_SHARING
 from shoal.train.rows import Row
 
 PASS_TOKENS = 256
-"""What a forward and backward pass costs beside its tokens, in tokens: its operations, and small matrices use a processor
-badly. Measured: 128 makes a step of recipes/arithmetic.toml 1.2 times as dear; more leaves padding and prompts in."""
+"""Fixed cost of a forward and backward pass, in tokens: its operations, and the poor use of a processor by small
+matrices. Measured: 128 makes a step of recipes/arithmetic.toml 1.2 times as slow; more keeps padding and prompts."""
 
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """What one forward and backward pass needs."""
+    """The input of one forward and backward pass."""
 
     tokens_BT: Tensor
-    """int64, padded with 0. A row ends with the token before its last policy token: later ones predict nothing."""
+    """int64, padded with 0. A row ends before its last policy token, which predicts nothing."""
     predictor_N: Tensor
     """int64: index into the flattened [B * T] of the position that predicts each policy token."""
     target_N: Tensor
@@ -39,11 +39,11 @@ class MicroBatch:
 
 
 def pack(rows: Sequence[Row], budget_tokens: int) -> list[list[int]]:
-    """Indices of the rows of each micro-batch: longest first, ties in the order given, each row exactly once.
+    """Indices of the rows in each micro-batch: longest first, ties in the given order, each row exactly once.
 
-    A micro-batch computes once what all its rows begin with. So groups stay apart, each reading its prompt once, unless
-    sorting the rows of all groups by length computes fewer tokens: prompts may be short, and answers of many lengths.
-    No micro-batch exceeds `budget_tokens` rows x longest row, except a single row that alone does.
+    A micro-batch computes the common start of its rows once. So each group has micro-batches of its own, unless sorting the
+    rows of all groups by length computes fewer tokens, as with short prompts and answers of very different lengths.
+    Rows x longest row is at most `budget_tokens`, except in a micro-batch of one row.
     """
     groups: dict[tuple[int, int] | None, list[int]] = {}
     for i, row in enumerate(rows):
@@ -55,7 +55,7 @@ def pack(rows: Sequence[Row], budget_tokens: int) -> list[list[int]]:
 
 
 def cost_of(rows: Sequence[Row], packed: Sequence[Sequence[int]]) -> int:
-    """What forward and backward passes of these micro-batches cost, in tokens: those computed, and `PASS_TOKENS` each."""
+    """Cost of the forward and backward passes of these micro-batches: the tokens computed, plus `PASS_TOKENS` each."""
     total = 0
     for members in packed:
         longest = max(_input_length(rows[i]) for i in members)
@@ -67,7 +67,7 @@ def cost_of(rows: Sequence[Row], packed: Sequence[Sequence[int]]) -> int:
 
 
 def _cut(rows: Sequence[Row], members: Iterable[int], budget_tokens: int) -> list[list[int]]:
-    """Rows longest first, cut where the budget is full, or where shorter padding saves more than a further pass costs."""
+    """Sort rows longest first; cut where the budget is full, or where shorter padding saves more than a pass costs."""
     left = sorted(members, key=lambda i: -_input_length(rows[i]))
     shared, parts = _num_shared(rows, left), list[list[int]]()
     for place, i in enumerate(left):
@@ -81,7 +81,7 @@ def _cut(rows: Sequence[Row], members: Iterable[int], budget_tokens: int) -> lis
 
 
 def _num_shared(rows: Sequence[Row], members: Sequence[int]) -> int:
-    """Input tokens that all these rows begin with."""
+    """How many input tokens are the same at the start of all these rows."""
     shared = min((_input_length(rows[i]) for i in members), default=0)
     for i in members[1:]:
         differ = np.flatnonzero(rows[i].tokens_T[:shared] != rows[members[0]].tokens_T[:shared])

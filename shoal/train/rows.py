@@ -1,11 +1,11 @@
-"""Rows: what the trainer learns from, made of the bytes of groups and the rewards that validators recomputed.
+"""Rows: what the trainer learns from, made from the bytes of groups and the rewards that validators recomputed.
 
-Called by `roles/trainer` for each member of a batch, and by `train/sft` for scripted games. A worker's bytes are
-checked here again, whatever was checked before: nothing that a worker claims reaches the model but token ids within
-the vocabulary and finite log-probabilities. Rewards come from the batch, never from the worker.
-It knows no model and no algorithm beyond the advantage's name.
+Called by `roles/trainer` for each member of a batch, and by `train/sft` for scripted games. It checks a worker's bytes
+again, whatever was checked before. Only token ids within the vocabulary and finite log-probabilities reach the model.
+Rewards come from the batch, never from the worker.
+It knows no model, and of the algorithm only the advantage's name.
 
-Axes: T tokens of one rollout, P tokens of it that the policy wrote, G rollouts of a group.
+Axes: T tokens of one rollout, P tokens of a rollout that the policy wrote, G rollouts of a group.
 """
 
 from collections.abc import Sequence
@@ -23,28 +23,28 @@ from shoal.protocol.wire import WireError, digest, from_msgpack
 
 
 class Unlearnable(PeerError):
-    """The bytes are those of the batch, and nothing can be learned from them: whoever reads them finds the same."""
+    """The bytes are those that the batch names, but nothing can be learned from them. Every reader finds the same."""
 
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """One rollout as the learner sees it: which algorithm made the advantages and weights cannot be told from it."""
+    """One rollout as the learner sees it. It does not show which algorithm made its advantages and weights."""
 
     tokens_T: NDArray[np.int64]
     positions_P: NDArray[np.int64]
-    """Indices into `tokens_T` that the policy wrote; rising, none is 0 (nothing predicts the first token)."""
+    """Indices into `tokens_T` of the policy's tokens: rising, and none is 0 (nothing predicts the first token)."""
     behaviour_logp_P: NDArray[np.float32]
-    """Log-probabilities under the policy that sampled, nats."""
+    """Log-probabilities under the policy that sampled the tokens, nats."""
     advantage_P: NDArray[np.float32]
     weight_P: NDArray[np.float32]
     """Multiplies each token's term of the loss."""
     reward: float
     version: int
-    """Of the policy that sampled."""
+    """Version of the policy that sampled it."""
     env: str = ""
     """Label of its environment, for reports."""
     group: tuple[int, int] | None = None
-    """Version and slot of the group that it is from: its rows begin with the same prompt. None: it is from no group."""
+    """Version and slot of its group, whose rows begin with the same prompt. None if it is not from a group."""
 
 
 def rows_of_group(
@@ -55,10 +55,10 @@ def rows_of_group(
     vocabulary: int,
     max_tokens: int,
 ) -> list[Row]:
-    """Rows of a member of a batch from its bytes, in order of sample index; one without policy tokens is left out.
+    """The rows of a batch member, from its bytes, in order of sample index, without rollouts that lack policy tokens.
 
-    Raises `PeerError` if the bytes are not the group that the batch names, and `Unlearnable`, naming the slot, the
-    rollout and the fault, if they hold anything that must not reach the model.
+    Raises `PeerError` if the bytes are not the group that the batch names. Raises `Unlearnable`, naming slot, rollout and
+    fault, if they hold anything that must not reach the model.
     """
     place = f"group of slot {member.slot}, version {member.version}"
     if digest(data) != member.digest:
@@ -98,13 +98,13 @@ def rows_of_group(
 
 
 def mean_rewards(rows: Sequence[Row], labels: Sequence[str]) -> dict[str, float | None]:
-    """Mean reward of the rows of each environment; None where there are no rows of it."""
+    """Mean reward of each environment's rows; None for an environment without rows."""
     rewards = {label: [row.reward for row in rows if row.env == label] for label in labels}
     return {label: float(np.mean(found)) if found else None for label, found in rewards.items()}
 
 
 def example_row(tokens_T: Sequence[int], author_T: Sequence[int]) -> Row:
-    """A row of supervised fine-tuning: every policy token is one to imitate, so nothing but ids and authors counts."""
+    """A row for supervised fine-tuning: the model imitates every policy token, so only ids and authors count."""
     positions_P = np.flatnonzero(np.asarray(author_T) == POLICY)
     ones_P = np.ones(len(positions_P), dtype=np.float32)
     assert len(tokens_T) == len(author_T), f"{len(tokens_T)} tokens, {len(author_T)} authors"
@@ -121,14 +121,14 @@ def example_row(tokens_T: Sequence[int], author_T: Sequence[int]) -> Row:
 
 
 def _fault(rollout: Rollout, version: int, vocabulary: int, max_tokens: int) -> str:
-    """What is wrong with a rollout's bytes; empty if nothing is."""
+    """What is wrong with a rollout's bytes; empty if nothing."""
     if rollout.version != version:
-        return f"it says that version {rollout.version} sampled it, which would fool the staleness bound"
+        return f"it says that version {rollout.version} sampled it, which would evade the staleness bound"
     if len(rollout.token_ids) % 4 or len(rollout.logprobs) % 4:
         return "token_ids or logprobs is not a whole number of 4-byte values"
     tokens_T, author_T, logp_P = rollout.tokens_T(), rollout.author_T(), rollout.logprobs_P()
     if not 1 <= len(tokens_T) <= max_tokens:
-        return f"{len(tokens_T)} tokens, allowed are 1 to {max_tokens}"
+        return f"{len(tokens_T)} tokens, limits 1 to {max_tokens}"
     if len(author_T) != len(tokens_T):
         return f"{len(author_T)} authors for {len(tokens_T)} tokens"
     if tokens_T.min() < 0 or tokens_T.max() >= vocabulary:

@@ -1,8 +1,8 @@
-"""The check at start-up that generation and training see the same policy: replay one completion.
+"""At start-up, check that generation and training see the same policy by replaying one completion.
 
-Called by `roles/trainer` with its first row that the current version sampled, before it learns from anything.
-A wrong mask, temperature or tokenizer shows here as nats; two honest implementations differ by about 1e-5 in float32.
-It knows neither what made the row nor what to do about a difference: that is the role's to say.
+Called by `roles/trainer` before it learns anything, with the first row that the current version sampled.
+A wrong mask, temperature or tokenizer shows as a difference in nats; two honest implementations differ by about 1e-5 in
+float32. The role, not this file, decides what to do about a difference. It does not know what made the row.
 """
 
 import numpy as np

@@ -1,7 +1,7 @@
 """Supervised fine-tuning on scripted players' games: the cold start before RL.
 
-Called by `shoal sft` and by tests. The caller plays the games and gives token ids with their authors; this file knows
-no environment and no tokenizer. The examples of each step depend on the seed alone.
+Called by `shoal sft` and by tests. The caller plays the games and passes token ids with their authors; this file knows
+no environment and no tokenizer. The seed alone decides the examples of each step.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +16,7 @@ from shoal.train.rows import Row, example_row
 from shoal.train.step import Learner
 
 MICROBATCH_TOKENS = 4096
-"""Padded tokens of one forward pass: on a CPU, larger ones fall out of the cache and take more memory."""
+"""Padded tokens of one forward pass. On a CPU, more do not fit the cache and take more memory."""
 
 
 def fine_tune(
@@ -27,7 +27,8 @@ def fine_tune(
 ) -> None:
     """Train `model` in place for `config.steps` steps of `config.batch` examples, each (token ids, authors).
 
-    `progress` gets every step's number and metrics, the loss in nats per policy token. Cosine schedule to a tenth.
+    `progress` gets the number and metrics of every step; the loss is in nats per policy token. The learning rate follows a
+    cosine down to a tenth.
     """
     rows = [example_row(tokens_T, author_T) for tokens_T, author_T in examples]
     train = TrainConfig(
@@ -48,7 +49,7 @@ def fine_tune(
 
 
 def _shuffled(count: int, seed: int) -> Iterator[int]:
-    """Indices without end: each pass over the examples in a new order."""
+    """Endless indices: each pass over the examples is in a new order."""
     rng = np.random.default_rng(seed)
     while True:
         yield from rng.permutation(count).tolist()

@@ -1,8 +1,8 @@
 """One training step: rows in, a changed model and the step's metrics out.
 
-Called by `roles/trainer`, `train/sft` and `recipes/one_file.py`. The learner is blind to the algorithm: rows carry
-advantages, weights and behaviour log-probs, an objective turns them into a number. It knows no batch, no network and
-no file. The same state, rows and thread count give the same bits.
+Called by `roles/trainer`, `train/sft` and `recipes/one_file.py`. The learner does not know the algorithm: rows carry
+advantages, weights and behaviour log-probs, and an objective turns them into a number. It knows no batch, no network
+and no file. The same state, rows and thread count give the same bits.
 
 Axes: B rows of a micro-batch, T input tokens, D width, N policy tokens of a micro-batch, V vocabulary,
 P policy tokens of a row.
@@ -35,21 +35,21 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class LearnerState:
-    """All that the next step depends on: float32 master weights and AdamW's moments by name, and two counts.
+    """Everything that the next step depends on: float32 master weights, AdamW's moments by name, and two counts.
 
-    There is no random state, because nothing here draws.
+    It has no random state, because a step draws no random numbers.
     """
 
     version: int
-    """Of the policy that the weights are."""
+    """Version of the policy with these weights."""
     updates: int
-    """Taken by AdamW; less than the version if a step was skipped."""
+    """Number of AdamW updates; less than the version if a step was skipped."""
     tensors: dict[str, Tensor]
     """The learner's own tensors, not copies."""
 
 
 class Learner:
-    """A model with its optimiser: `step` once a batch, `state` to save, `restore` to go on where it was saved."""
+    """A model with its optimiser. Call `step` once a batch, `state` to save, `restore` to resume from a saved state."""
 
     def __init__(
         self,
@@ -73,10 +73,10 @@ class Learner:
         self._optimiser = _adamw(self._parameters, config)
 
     def step(self, rows: Sequence[Row], version: int) -> dict[str, Any]:
-        """Learn from rows, turning policy `version` into `version + 1`; gives the metrics declared in `shoal.metrics`.
+        """Learn from rows, turning policy `version` into `version + 1`. Returns the metrics declared in `shoal.metrics`.
 
-        A gradient that is not finite changes nothing: the step is skipped, said in the log and in `update_skipped`. So
-        is one without rows, for a batch is an event: the run must get past it, whatever it holds.
+        If the gradient is not finite, the step is skipped, which the log and `update_skipped` report. A step without
+        rows is skipped too: a batch is an event, and the run must get past it, whatever the batch holds.
         """
         if not rows:  # guard: step-without-rows
             log.warning("nothing to learn from: the policy stays as it is version=%d", version)
@@ -125,7 +125,7 @@ class Learner:
 
     @torch.no_grad()
     def logprobs(self, rows: Sequence[Row]) -> list[NDArray[np.float32]]:
-        """Log-probabilities float32[P] of each row's policy tokens under the present weights, nats."""
+        """Log-probabilities, float32[P], of each row's policy tokens under the current weights, nats."""
         logp: dict[int, NDArray[np.float32]] = {}
         for members in pack(rows, self.config.microbatch_tokens):
             logp_N, _ = self._predict(collate([rows[i] for i in members]))
@@ -134,7 +134,7 @@ class Learner:
         return [logp[i] for i in range(len(rows))]
 
     def state(self, version: int) -> LearnerState:
-        """What must be kept to go on bit for bit; `version` is the policy that the weights now are."""
+        """What must be saved to continue bit for bit; `version` is the policy that the weights now are."""
         tensors = {}
         for name, parameter in self._parameters.items():
             moments = self._optimiser.state[parameter]
@@ -144,7 +144,7 @@ class Learner:
         return LearnerState(version, self.updates, tensors)
 
     def restore(self, state: LearnerState) -> None:
-        """Copy a saved state into the learner's own tensors; raises `StateError` if it belongs to another model."""
+        """Copy a saved state into the learner's own tensors. Raises `StateError` if it is from another model."""
         own = self.state(state.version).tensors
         mine = {name: tuple(tensor.shape) for name, tensor in own.items()}
         theirs = {name: tuple(tensor.shape) for name, tensor in state.tensors.items()}
@@ -161,7 +161,7 @@ class Learner:
         self.updates = state.updates
 
     def _accumulate(self, batch: MicroBatch, num_tokens: int) -> tuple[dict[str, float], float]:
-        """Add a micro-batch's gradients; gives sums over its tokens by metric, and its largest |log-ratio|."""
+        """Add a micro-batch's gradients. Returns sums over its tokens by metric, and its largest |log-ratio|."""
         logp_N, entropy_N = self._predict(batch)
         terms = TokenTerms(logp_N, entropy_N, batch.behaviour_logp_N, batch.advantage_N, batch.weight_N)
         loss, figures = self._objective(terms, float(num_tokens))
@@ -174,7 +174,7 @@ class Learner:
         return sums, log_ratio_N.max().item()
 
     def _predict(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Log-probability and entropy of each policy token, [N] each; logits are made at their positions only."""
+        """Log-probability and entropy of each policy token, [N] each. Computes logits only at their positions."""
         hidden_BTD = self.model(batch.tokens_BT)
         hidden_ND = hidden_BTD.flatten(0, 1).index_select(0, batch.predictor_N)
         logits_NV = self.model.logits(hidden_ND).float()
@@ -183,7 +183,7 @@ class Learner:
         return logprob_and_entropy(logits_NV, batch.target_N)
 
     def _update(self, lr: float, version: int) -> float:
-        """Clip the gradient, take one step of AdamW, drop the gradient; gives its norm before clipping."""
+        """Clip the gradient, take one AdamW step and drop the gradient. Returns the norm before clipping."""
         norm = torch.nn.utils.clip_grad_norm_(self._parameters.values(), self.config.max_grad_norm).item()
         if math.isfinite(norm):
             for group in self._optimiser.param_groups:
@@ -197,10 +197,10 @@ class Learner:
 
 
 def _adamw(parameters: dict[str, torch.nn.Parameter], config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW (arXiv:1711.05101) that decays matrices only, its moments made now so that a state is always whole."""
+    """AdamW (arXiv:1711.05101) that decays only matrices. Its moments are made here, so that a state is always complete."""
     for parameter in parameters.values():
-        # A tensor of torch's own allocator: weights read from a file may lie at odd addresses, and MKL's sums depend
-        # on alignment, so a resumed run would differ in the last bit.
+        # Copy into torch's own allocation: weights read from a file may be at odd addresses, and MKL's sums depend on
+        # alignment, so a resumed run would differ in the last bit.
         parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
     matrices = [p for p in parameters.values() if p.ndim >= 2]
     vectors = [p for p in parameters.values() if p.ndim < 2]
@@ -220,6 +220,6 @@ def _adamw(parameters: dict[str, torch.nn.Parameter], config: TrainConfig) -> to
 
 
 def _staleness(rows: Sequence[Row], version: int) -> dict[str, int]:
-    """Rollouts by how many versions old their policy is."""
+    """Number of rollouts by the age of their policy, in versions."""
     counts = Counter(version - row.version for row in rows)
     return {str(age): counts[age] for age in sorted(counts)}

@@ -46,8 +46,8 @@ def test_a_rollout_without_policy_tokens_gives_no_row_but_its_reward_counts_in_t
     [
         ({"tokens_T": [5, 6, 7, 64]}, "outside the vocabulary"),
         ({"tokens_T": [5, 6, 7, -1]}, "outside the vocabulary"),
-        ({"tokens_T": [5] * 9, "author_T": [0] * 7 + [1, 1]}, "9 tokens, allowed are 1 to 8"),
-        ({"tokens_T": [], "author_T": [], "logprobs_P": []}, "0 tokens, allowed are 1 to 8"),
+        ({"tokens_T": [5] * 9, "author_T": [0] * 7 + [1, 1]}, "9 tokens, limits 1 to 8"),
+        ({"tokens_T": [], "author_T": [], "logprobs_P": []}, "0 tokens, limits 1 to 8"),
         ({"author_T": [0, 1, 1]}, "3 authors for 4 tokens"),
         ({"author_T": [0, 1, 2, 1]}, "an author other than"),
         ({"author_T": [1, 1, 0, 0]}, "wrote the first token"),

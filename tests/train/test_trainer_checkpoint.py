@@ -87,7 +87,7 @@ def test_a_corrupt_newest_state_falls_back_to_the_one_before(tmp_path, caplog, n
         body[len(body) // 2] ^= 1
         file.write_bytes(bytes(body) if harm == "flip" else bytes(body)[: len(body) // 2])
     assert same(load_state(tmp_path), small_state(1))
-    assert "taking the one before" in caplog.text and "v000002" in caplog.text
+    assert "taking the previous one" in caplog.text and "v000002" in caplog.text
 
 
 def test_a_repeated_step_takes_the_place_of_the_corrupt_state(tmp_path):
