@@ -1,7 +1,7 @@
-"""Advantages of a group: how much better than its siblings each rollout did.
+"""Advantages of a group: how much better each rollout did than the others.
 
-Called by `train/rows` for the rows of a batch, and by whoever must know whether a group can teach anything.
-numpy alone, so that the coordinator may import it. It knows nothing of tokens, clips or models.
+Called by `train/rows` for the rows of a batch, and by any code that needs to know whether a group can teach anything.
+It needs only numpy, so that the coordinator can import it. It knows nothing of tokens, clips or models.
 
     symbol   meaning                                       where
     R_i      reward of rollout i of the group              DeepSeekMath, arXiv:2402.03300, section 4.1.2
@@ -18,15 +18,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 STD_FLOOR = 1e-6
-"""Added to the standard deviation, in units of reward: a group that is all but equal must not explode."""
+"""Added to the standard deviation, in units of reward: almost equal rewards must not give huge advantages."""
 
 
 def group_advantages(rewards_G: Sequence[float], method: Literal["mean", "mean_std"]) -> NDArray[np.float32]:
     """A_i of every rollout, float32[G], computed in float64 and rounded once.
 
-    "mean": A_i = R_i - mean(R), as Dr. GRPO (arXiv:2503.20783): dividing by the deviation weighs tasks that are
-    nearly solved or nearly hopeless above all others. "mean_std": the paper's A_i = (R_i - mean(R)) / (std(R) + 1e-6),
-    with the sample deviation (ddof = 1), as INTELLECT-2 had it.
+    "mean": A_i = R_i - mean(R), as in Dr. GRPO (arXiv:2503.20783): dividing by the deviation gives most weight to tasks
+    that are nearly solved or nearly hopeless. "mean_std": the paper's A_i = (R_i - mean(R)) / (std(R) + 1e-6), with the
+    sample deviation (ddof = 1), as in INTELLECT-2.
     """
     R_G = np.asarray(rewards_G, dtype=np.float64)
     A_G = R_G - R_G.mean()
@@ -36,8 +36,8 @@ def group_advantages(rewards_G: Sequence[float], method: Literal["mean", "mean_s
 
 
 def has_signal(rewards_G: Sequence[float]) -> bool:
-    """Whether the rewards differ at all: a group in which they do not has advantage 0 everywhere and teaches nothing.
+    """Whether the rewards differ. If they are equal, all advantages are 0 and the group teaches nothing.
 
-    Compared as they are, not by their deviation: equal rewards such as 0.1 have one of 1e-17 after rounding.
+    This compares the rewards, not their deviation: after rounding, equal rewards such as 0.1 have a deviation of 1e-17.
     """
     return min(rewards_G) < max(rewards_G)

@@ -1,7 +1,7 @@
 """Log-probability and entropy from logits, in one pass over the vocabulary, and the entropy bonus.
 
-Called by `train/step`. The logits are the largest tensor of a training step (tokens x vocabulary), so the forward
-pass keeps a single tensor of that size and the backward pass makes a single one. It knows no algorithm.
+Called by `train/step`. The logits are the largest tensor of a training step (tokens x vocabulary), so the forward pass
+keeps only one tensor of that size, and the backward pass makes only one. It knows no algorithm.
 
     symbol   meaning
     z        logits / temperature
@@ -30,7 +30,7 @@ def logprob_and_entropy(z_NV: Tensor, o_N: Tensor) -> tuple[Tensor, Tensor]:
 def entropy_bonus(H_N: Tensor, weight_N: Tensor, *, beta: float, num_tokens: float) -> Tensor:
     """Loss term -beta * sum_n w_n H_n / num_tokens (arXiv:1602.01783, section 4): lower while the policy is undecided.
 
-    `num_tokens` counts the policy tokens of the whole batch, so that micro-batches add up.
+    `num_tokens` counts the policy tokens of the whole batch, so that the terms of micro-batches add up.
     """
     return -beta * (weight_N * H_N).sum() / num_tokens
 
@@ -47,7 +47,7 @@ class _LogprobAndEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         grad_logp_N, grad_H_N = grads
         logp_NV, o_N, H_N = ctx.saved_tensors
-        # -p (g_logp + g_H (log p + H)), and g_logp once more at the token that was written.
+        # -p (g_logp + g_H (log p + H)), plus g_logp at the token that was written.
         scale_NV = (logp_NV + H_N[:, None]).mul_(grad_H_N[:, None]).add_(grad_logp_N[:, None])
         grad_NV = scale_NV.mul_(logp_NV.exp()).neg_()
         grad_NV.scatter_add_(-1, o_N[:, None], grad_logp_N[:, None])

@@ -7,17 +7,17 @@ Called by `train/step` for each micro-batch. Pure: it knows no model, no optimis
     r        importance ratio pi_theta(o) / mu(o) of one token            exp(logp_N - mu_logp_N)
     mu       the policy that sampled, as the worker reported it           mu_logp_N
     A        advantage of the token                                       A_N
-    eps      range of the ratio in which an update may still pull         eps
+    eps      range of the ratio within which a token still has a gradient  eps
     delta    upper bound of the ratio where A < 0; delta > 1 + eps        delta
     J        objective:  (1 / sum_i |o_i|) sum_n min( min(r, delta) A, clip(r, 1 - eps, 1 + eps) A )
 
-The plain clip of PPO (arXiv:1707.06347, eq. 7) leaves r A unbounded below where A < 0: one token that the new policy
-likes and the old one did not can take over the step. `delta` bounds it; where A > 0 the inner clip is the tighter one.
+The plain clip of PPO (arXiv:1707.06347, eq. 7) leaves r A unbounded below where A < 0: one token that is likely under
+the new policy and unlikely under the old one can dominate the step. `delta` bounds it. Where A > 0, the inner clip is
+already tighter.
 
-Changed from the paper: mu is the worker's own log-probability instead of a second pass of the trainer (one optimiser
-step a batch makes that pass worthless, and the ratio then also corrects staleness); no KL term.
-What a worker that lies about mu can do: mute its tokens, or scale their gradient up to 1 + eps (A > 0) or
-delta (A < 0).
+We changed two things. mu is the worker's own log-probability instead of a second pass of the trainer: with one optimiser
+step per batch such a pass would gain nothing, and the ratio then also corrects for staleness. There is no KL term.
+A worker that lies about mu can mute its tokens, or scale their gradient up to 1 + eps (A > 0) or delta (A < 0).
 
 Axes: N policy tokens of a micro-batch.
 """
@@ -28,8 +28,8 @@ import torch
 from torch import Tensor
 
 LOG_RATIO_LIMIT = 20.0
-"""|log r| is cut here, in nats, before exp. Every such token is far outside both clips; without the cut an absurd mu
-makes r infinite, and 0 * inf in the backward pass makes every weight NaN."""
+"""|log r| is cut here, in nats, before exp. Such tokens are far outside both clips. Without the cut, an absurd mu makes r
+infinite, and 0 * inf in the backward pass makes every weight NaN."""
 
 
 class GrpoTerms(NamedTuple):
@@ -38,16 +38,16 @@ class GrpoTerms(NamedTuple):
     loss: Tensor
     """Scalar: this micro-batch's share of -J."""
     clipped_N: Tensor
-    """bool: tokens whose gradient a bound took away."""
+    """bool: tokens whose gradient a bound removed."""
 
 
 def grpo_loss(
     logp_N: Tensor, mu_logp_N: Tensor, A_N: Tensor, weight_N: Tensor, *, eps: float, delta: float, num_tokens: float
 ) -> GrpoTerms:
-    """-J over the tokens given; `weight_N` multiplies each token's term (1 in the paper).
+    """-J over the given tokens; `weight_N` multiplies each token's term (1 in the paper).
 
-    `num_tokens` is sum_i |o_i| over the whole batch, not this micro-batch: then the losses and gradients of
-    micro-batches add up to those of the batch, however it was cut.
+    `num_tokens` is sum_i |o_i| over the whole batch, not over this micro-batch. Then the losses and gradients of
+    micro-batches add up to those of the batch, however it is divided.
     """
     r_N = (logp_N - mu_logp_N).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     free_N = r_N.clamp(max=delta) * A_N

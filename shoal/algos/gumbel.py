@@ -5,7 +5,7 @@ Called by the engine, which makes the noise of many positions in one call. Pure:
 Philox4x32-10 (Salmon et al., SC 2011) on counters (v // 4, position, seed words 2, 3) under the key (seed words 0, 1),
 then g = -log(-log((u + 0.5) / 2^32)) in float64, rounded to float32 (Gumbel-max: Maddison et al., arXiv:1411.0030).
 
-On a CPU numpy passes the rounds, in half the time that torch takes for the same bits.
+On a CPU, numpy computes the rounds, because torch takes twice as long for the same bits.
 
 Axes: N tokens to be drawn, Q = ceil(V / 4) counters of one token, V vocabulary.
 """
@@ -21,7 +21,7 @@ _M0, _M1 = 0xD2511F53, 0xCD9E8D57
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85
 _LOW = 0xFFFFFFFF
 _PIECE_VALUES = 1 << 16
-"""Values made at a time: what a CPU's cache holds while the rounds pass over them."""
+"""Values made at a time: as many as fit a CPU's cache during the rounds."""
 
 
 def seed_words(seeds: Sequence[bytes]) -> Tensor:
@@ -31,9 +31,10 @@ def seed_words(seeds: Sequence[bytes]) -> Tensor:
 
 
 def gumbel(words_N4: Tensor, positions_N: Tensor, vocabulary: int) -> Tensor:
-    """Noise, float32[N, V], for the token at an absolute index of the conversation with the given seed words.
+    """Noise, float32[N, V], for the token at a position of the conversation whose seed words are given.
 
-    words_N4: int64[N, 4] from `seed_words`; positions_N: int64[N]. Independent of how tokens are grouped into calls.
+    words_N4: int64[N, 4] from `seed_words`. positions_N: int64[N], absolute indices. The noise does not depend on how
+    tokens are divided into calls.
     """
     rows = max(1, _PIECE_VALUES // vocabulary)
     pieces = zip(words_N4.split(rows), positions_N.split(rows), strict=True)
@@ -49,7 +50,7 @@ def _piece(words_N4: Tensor, positions_N: Tensor, vocabulary: int) -> Tensor:
 
 
 def _philox_numpy(words_N4: Tensor, positions_N: Tensor, Q: int) -> Tensor:
-    """The four output words of each counter, int64[N, 4, Q]; what counters share is broadcast, and computed once."""
+    """The four output words of each counter, int64[N, 4, Q]. Values that counters share are computed once and broadcast."""
     k0, k1, c2, c3 = (words_N4.numpy().view(np.uint64)[:, i, None] for i in range(4))
     c0, c1 = np.arange(Q, dtype=np.uint64)[None], positions_N.numpy().view(np.uint64)[:, None]
     m0, m1, w0, w1, low, half = (np.uint64(value) for value in (_M0, _M1, _W0, _W1, _LOW, 32))
@@ -71,8 +72,8 @@ def _philox_numpy(words_N4: Tensor, positions_N: Tensor, Q: int) -> Tensor:
 def _philox_torch(words_N4: Tensor, positions_N: Tensor, Q: int) -> Tensor:
     """`_philox_numpy` for other devices.
 
-    Words of 32 bits are held in int64, whose products wrap. A high half comes down with its sign, and a low half is left
-    under its high half, until a mask takes both off before the next product.
+    32-bit words are held in int64, whose products wrap. A shift extends the sign into a high half, and a low half stays
+    below its high half. A mask removes both before the next product.
     """
     k0, k1, c2, c3 = (words_N4[:, i, None] for i in range(4))
     c0 = torch.arange(Q, device=words_N4.device)[None]

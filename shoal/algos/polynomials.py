@@ -1,7 +1,7 @@
-"""Polynomials over the field of 65497 elements, many at a time: through points, and at points.
+"""Many polynomials at once over the field of 65497 elements: interpolate and evaluate.
 
-Called by `algos/toploc`. Pure, numpy alone: it knows nothing of proofs. Numbers are held in float64, which has every
-integer below 2^53, and reduced before they pass 2^51; results are exact.
+Called by `algos/toploc`. Pure, needs only numpy, and knows nothing of proofs. Numbers are float64, which is exact for
+integers below 2^53. They are reduced before they exceed 2^51, so results are exact.
 
 Axes: C polynomials, K points of each and as many coefficients, X places to evaluate at.
 """
@@ -15,14 +15,14 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 PRIME = 65497
-"""Size of the field. Above 0xFF80, so that the code of every finite bfloat16, and of the infinities, is an element."""
+"""Size of the field: above 0xFF80, so that the code of every finite bfloat16, and of the infinities, is an element."""
 
 _POLYNOMIALS_AT_ONCE = 64
-"""Interpolated together: what a cache holds."""
+"""Polynomials interpolated together: as many as fit a cache."""
 
 
 def interpolate(x_CK: Ints, y_CK: Ints) -> Ints:
-    """Coefficients, ascending, of the polynomials through the points: Newton's divided differences, then expanded."""
+    """Coefficients, ascending, of the polynomials through the points: Newton's divided differences, then expansion."""
     pieces = range(0, len(x_CK), _POLYNOMIALS_AT_ONCE)
     return np.concatenate(
         [_newton(x_CK[i : i + _POLYNOMIALS_AT_ONCE].T, y_CK[i : i + _POLYNOMIALS_AT_ONCE].T) for i in pieces]
@@ -33,7 +33,7 @@ def _newton(x_KC: Ints, y_KC: Ints) -> Ints:
     x_KC, inverse = np.ascontiguousarray(x_KC), _inverses()
     divided_KC = np.ascontiguousarray(y_KC, dtype=np.float64)
     for step in range(1, len(x_KC)):
-        # A negative difference d picks the entry 65497 + d: its inverse too.
+        # A negative difference d picks entry 65497 + d, which is also its inverse.
         over_KC = inverse[x_KC[step:] - x_KC[:-step]]
         divided_KC[step:] = (divided_KC[step:] - divided_KC[step - 1 : -1]) * over_KC
         if step % 2 == 0:  # 2^16 grows to 2^33 in one step and to 2^50 in two
@@ -52,7 +52,7 @@ def _newton(x_KC: Ints, y_KC: Ints) -> Ints:
 
 
 def evaluate(coefficients_CK: Ints, x_CX: Ints) -> Ints:
-    """Values of the polynomials at their x: 16 powers of x, then powers of x^16, so that most of it is one product."""
+    """Values of the polynomials at x. 16 powers of x, then powers of x^16, make most of the work one matrix product."""
     C, K = coefficients_CK.shape
     giants = -(-K // 16)
     padded_CK = np.zeros((C, 16 * giants))
@@ -64,7 +64,7 @@ def evaluate(coefficients_CK: Ints, x_CX: Ints) -> Ints:
 
 
 def _powers(x_CX: Floats, count: int) -> Floats:
-    """x^0 .. x^(count - 1) on a first axis."""
+    """x^0 .. x^(count - 1), along a new first axis."""
     powers_bCX = np.ones((count, *x_CX.shape))
     for exponent in range(1, count):
         powers_bCX[exponent] = _reduced(powers_bCX[exponent - 1] * x_CX)
@@ -72,7 +72,7 @@ def _powers(x_CX: Floats, count: int) -> Floats:
 
 
 def _reduced(value: Floats) -> Floats:
-    """The value less a multiple of 65497: 0 to 65497, both included, since the quotient is rounded."""
+    """The value minus a multiple of 65497: from 0 to 65497, both included, because the quotient is rounded."""
     return value - np.floor(value * (1.0 / PRIME)) * PRIME
 
 

@@ -1,15 +1,15 @@
-"""A validator's proof that it did the prefill: a few numbers that only the activations give, other ones for each key.
+"""A validator's proof that it did the prefill: four numbers that only the activations give, different for each key.
 
-Called by validators for their own key and for those who judged before them, so that each can be held to its word. It
-knows no model and no protocol: activations and a key's bytes come in, numbers come out.
+Validators call this for their own key, and for the keys of those who judged before them, so that each can be checked.
+It knows no model and no protocol: activations and a key's bytes go in, numbers come out.
 
 The activations h of a submission's audited tokens are projected twice, over channels by random signs r and over tokens
 by random signs c, both drawn from the key (Johnson and Lindenstrauss, Contemp. Math. 26, 1984):
 
     value_k = sum_n c_kn <h_n, r_k> / |h|        with |h| the norm of all activations
 
-Each value is about normal with variance 1, so that somebody without the activations is within `TOLERANCE` of all four
-with chance 1e-6; rounding moves it by its own relative size.
+Each value is nearly normal with variance 1, so without the activations the chance to be within `TOLERANCE` of all four
+is 1e-6. Rounding changes a value by about its own relative size.
 
 Axes: N tokens, D width, K values.
 """
@@ -22,14 +22,14 @@ from numpy.typing import NDArray
 
 VALUES = 4
 TOLERANCE = 0.04
-"""How far two honest projections may lie apart: bfloat16 on other hardware reaches 0.01."""
+"""Largest difference between two honest projections; bfloat16 on other hardware reaches 0.01."""
 
 
 def project(parts: Sequence[NDArray[np.float32]], key: bytes) -> tuple[float, ...]:
-    """`VALUES` numbers of the activations under a key; zeros if all are zero.
+    """`VALUES` numbers of the activations under a key; zeros if all activations are zero.
 
-    `parts` are (N_i, D), at least one, one after another the N tokens: each is widened to float64 by itself, never all
-    at once.
+    `parts` are one or more arrays (N_i, D) that together hold the N tokens in order. Each is widened to float64 separately,
+    to save memory.
     """
     N, D = sum(len(part) for part in parts), parts[0].shape[1]
     signs = _signs(key, VALUES * (N + D))
@@ -47,12 +47,12 @@ def project(parts: Sequence[NDArray[np.float32]], key: bytes) -> tuple[float, ..
 
 
 def agree(one: Sequence[float], other: Sequence[float]) -> bool:
-    """Whether two projections under one key are of the same activations. One that is not a number agrees with none."""
+    """Whether two projections under one key come from the same activations. If a value is not a number, they do not."""
     # guard: nan-agrees-with-nothing, length-agrees
     return len(one) == len(other) and all(abs(a - b) <= TOLERANCE for a, b in zip(one, other, strict=True))
 
 
 def _signs(key: bytes, count: int) -> NDArray[np.float64]:
-    """+1 or -1, drawn from the key: the bits of SHAKE-256."""
+    """+1 or -1, drawn from the key with the bits of SHAKE-256."""
     stream = np.frombuffer(hashlib.shake_256(b"shoal/v1/projection\0" + key).digest(-(-count // 8)), dtype=np.uint8)
     return np.where(np.unpackbits(stream)[:count] == 1, np.float64(1.0), np.float64(-1.0))

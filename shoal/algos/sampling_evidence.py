@@ -1,28 +1,28 @@
-"""Replayed sampling as a statistic: what honest noise may do in a rollout, in a group, and in a node's life.
+"""Statistics of replayed sampling: how much honest noise may do in a rollout, in a group, and in a node's life.
 
-Called by the sampling check (rollout, group), by whoever keeps the evidence about a node, and by calibration. It knows
-no model and no protocol: gaps come in, counts and bits come out.
+Called by the sampling check (rollout, group), by the ledger, which keeps the evidence on each node, and by calibration.
+It knows no model and no protocol: gaps go in, counts and bits come out.
 
-A replay gives each token a gap, the distance in nats from the best choice to the one that was written (Token-DiFR,
-arXiv:2511.20621). Honest tokens have gap 0 up to rounding. Two figures are pooled over tokens: F, how many gaps exceed
-a bound, and S, the sum of the gaps, each counted at most the bound. Calibration says how large both are for honest
-work, at most, a token: q and m.
+A replay gives each token a gap: the distance in nats from the best choice to the token that was written (Token-DiFR,
+arXiv:2511.20621). An honest token's gap is 0 up to rounding. Two figures are pooled over tokens: F, the number of gaps
+above a bound, and S, the sum of the gaps, each cut at the bound. Calibration gives upper bounds q and m on what honest
+work adds to F and S per token.
 
     symbol   meaning
     N        tokens
     x        what one token adds: [gap > bound] for F, min(gap, bound) / bound for S; always in [0, 1]
-    r        honest mean of x, at most: q for F, m / bound for S
+    r        upper bound on the honest mean of x: q for F, m / bound for S
     alpha    chance of a false alarm
-    k        how many times the honest rate a test is made for, 2^b
+    k        multiple of the honest rate that a test is made for, 2^b
 
-One inequality carries all tests, whatever the distribution of x in [0, 1] with mean at most r (Chernoff; Hoeffding,
-J. Am. Stat. Assoc. 58, 1963):   E[k^x] <= 1 + r (k - 1) <= exp(r (k - 1)),   so that k^(sum of x) / exp(N r (k - 1)) has
-mean at most 1 and is evidence against honesty.
+One inequality gives all tests, for any distribution of x in [0, 1] with mean at most r (Chernoff; Hoeffding, J. Am.
+Stat. Assoc. 58, 1963):   E[k^x] <= 1 + r (k - 1) <= exp(r (k - 1)).   So k^(sum of x) / exp(N r (k - 1)) has mean at
+most 1, and is evidence against honesty.
 
-Over a node's life the evidence is multiplied group by group and never falls below 1 (Page's CUSUM as an e-detector,
-Shin, Ramdas and Rinaldo, arXiv:2203.03532): an honest node is called excessive once in 1 / alpha groups at most, and a
-long honest past buys nobody room to cheat. It is kept in bits and made of sums and products with exact constants, so
-that a replay on another machine gives the same bytes.
+Over a node's life, the evidence is multiplied group by group and never falls below 1 (Page's CUSUM as an e-detector,
+Shin, Ramdas and Rinaldo, arXiv:2203.03532). An honest node is called excessive at most once in 1 / alpha groups, and a
+long honest past does not let a node cheat later. Evidence is kept in bits, and computed from sums and products with
+exact constants, so that a replay on another machine gives the same bytes.
 
 Axes: N tokens.
 """
@@ -34,32 +34,32 @@ import numpy as np
 from numpy.typing import NDArray
 
 FALSE_ALARM = 1e-5
-"""alpha of one rollout's or one group's test."""
+"""alpha of a test of one rollout or one group."""
 
 ALARM_BITS = 23.0
-"""Evidence that is excessive: 2^20 groups between false alarms, times 2^3 for the eight tests that share them."""
+"""Evidence from here on is excessive: 2^20 groups between false alarms, times 2^3 for the eight tests that share them."""
 
 EXCESS_BITS = (1, 2, 4, 8)
-"""b of the tests: each is best at 2^b times the honest rate."""
+"""The b of each test; a test is best at 2^b times the honest rate."""
 
 LOG2_E = 1.4426950408889634
-"""Nats to bits, written out: a library's logarithm may differ in the last bit from one machine to another."""
+"""Nats to bits, written out, because the last bit of a library's logarithm may differ between machines."""
 
 
 class Noise(Protocol):
-    """What calibration says of honest work for one dtype that samples and one that replays."""
+    """What calibration says about honest work, for one pair of sampling and replaying dtypes."""
 
     @property
     def gap(self) -> float:
-        """A token with a larger gap is flipped, nats."""
+        """A token with a larger gap counts as flipped, nats."""
 
     @property
     def flipped(self) -> float:
-        """q: share of honest tokens that are flipped, at most."""
+        """q: the largest share of honest tokens that are flipped."""
 
     @property
     def mean_gap(self) -> float:
-        """m: mean gap of honest tokens, each counted at most `gap`, at most; nats."""
+        """m: the largest mean gap of honest tokens, each cut at `gap`; nats."""
 
 
 class Figures(NamedTuple):
@@ -68,18 +68,18 @@ class Figures(NamedTuple):
     tokens: int
     flipped: int
     gap_sum: float
-    """Sum of the gaps, each counted at most the bound, nats."""
+    """Sum of the gaps, each cut at the bound, nats."""
 
 
 def pooled(gaps_N: NDArray[np.float32], bound: float) -> Figures:
-    """N, F and S of some tokens' gaps, nats. A gap that is not a number counts as flipped."""
+    """N, F and S of the gaps of some tokens, nats. A gap that is not a number counts as flipped."""
     gaps = gaps_N.astype(np.float64)
     # guard: nan-gap-is-a-flip
     return Figures(gaps.size, int(np.count_nonzero(~(gaps <= bound))), float(np.fmin(gaps, bound).sum()))
 
 
 def most_flipped(tokens: int, noise: Noise, alpha: float = FALSE_ALARM) -> int:
-    """Flipped tokens that honest work exceeds with chance alpha at most, and never less than one: P(Poisson > c)."""
+    """Number of flipped tokens that honest work exceeds with probability at most alpha; at least 1: P(Poisson > c)."""
     mean = tokens * noise.flipped
     count, term = 0, math.exp(-mean)
     beyond = 1.0 - term
@@ -87,15 +87,15 @@ def most_flipped(tokens: int, noise: Noise, alpha: float = FALSE_ALARM) -> int:
         count += 1
         term *= mean / count
         beyond -= term
-        if count > mean and term < alpha * 1e-3:  # what is left of the sum is rounding
+        if count > mean and term < alpha * 1e-3:  # the rest of the sum is rounding
             break
     return count
 
 
 def largest_sum(tokens: int, noise: Noise, alpha: float = FALSE_ALARM) -> float:
-    """Sum of gaps, nats, that honest work exceeds with chance alpha at most.
+    """Sum of gaps, nats, that honest work exceeds with probability at most alpha.
 
-    The s at which tokens * KL(s / (tokens * gap), r) = log(1 / alpha), with KL of two Bernoulli distributions.
+    This is the s for which tokens * KL(s / (tokens * gap), r) = log(1 / alpha), with the KL of two Bernoulli distributions.
     """
     rate, demanded = noise.mean_gap / noise.gap, math.log(1.0 / alpha) / max(1, tokens)
     low, high = rate, 1.0
@@ -116,14 +116,14 @@ def _kl(share: float, rate: float) -> float:
 
 
 class Evidence(NamedTuple):
-    """Bits against a node's honesty, one figure for each of `EXCESS_BITS`; 0 says nothing."""
+    """Bits against a node's honesty, one figure for each of `EXCESS_BITS`. 0 means no evidence."""
 
     flips: tuple[float, ...] = (0.0,) * len(EXCESS_BITS)
     gaps: tuple[float, ...] = (0.0,) * len(EXCESS_BITS)
 
 
 def update(evidence: Evidence, figures: Figures, noise: Noise) -> Evidence:
-    """Evidence after one more audited group, whose figures were pooled with the bound of the same `noise`."""
+    """Evidence after one more audited group. Its figures must be pooled with the bound of the same `noise`."""
     return Evidence(
         flips=_grown(evidence.flips, float(figures.flipped), figures.tokens, noise.flipped),
         gaps=_grown(evidence.gaps, figures.gap_sum / noise.gap, figures.tokens, noise.mean_gap / noise.gap),
@@ -138,7 +138,7 @@ def _grown(bits: tuple[float, ...], total: float, tokens: int, rate: float) -> t
 
 
 def excessive(evidence: Evidence) -> bool:
-    """Whether honest noise does not explain a node: true of an honest one once in 2^20 audited groups at most."""
+    """Whether honest noise cannot explain a node. An honest node gets here at most once in 2^20 audited groups."""
     return max(*evidence.flips, *evidence.gaps) >= ALARM_BITS  # guard: flips-are-evidence, gaps-are-evidence
 
 
@@ -146,9 +146,9 @@ def excessive(evidence: Evidence) -> bool:
 
 
 def tokens_to_detect(changed: float, noise: Noise, power: float = 0.95, most: int = 1_000_000) -> int:
-    """Tokens of one rollout at which a cheat that flips a share `changed` of them is refused with chance `power`.
+    """Number of tokens in a rollout from which a cheat that flips a share `changed` of them is refused with chance `power`.
 
-    Within 2 %, tokens taken as independent; `most` if it takes that many or more.
+    Accurate to 2 %, with tokens taken as independent. Returns `most` if it takes that many or more.
     """
     tokens = 1
     while tokens < most:

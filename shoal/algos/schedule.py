@@ -1,6 +1,6 @@
 """Learning rate of a step: warm-up, then constant, linear or cosine.
 
-Called by `train/step`. Plain numbers; it knows no optimiser.
+Called by `train/step`. It works on plain numbers and knows no optimiser.
 
     symbol   meaning
     t        the step, counted from 0
@@ -15,13 +15,13 @@ import math
 from typing import Literal
 
 FINAL_SHARE = 0.1
-"""Linear and cosine end at this share of the peak: late steps of RL still have something to learn."""
+"""Linear and cosine schedules end at this share of the peak, because late RL steps still learn something."""
 
 
 def learning_rate(
     t: int, *, peak: float, shape: Literal["constant", "linear", "cosine"], warmup_steps: int, steps: int
 ) -> float:
-    """lr(t). Steps beyond the last keep its value, so a run may be lengthened."""
+    """lr(t). Steps after the last keep its value, so that a run can be extended."""
     if t < warmup_steps:
         return peak * (t + 1) / warmup_steps
     x = min(1.0, (t - warmup_steps) / max(1, steps - 1 - warmup_steps))

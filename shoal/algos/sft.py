@@ -1,6 +1,6 @@
 """Supervised fine-tuning: cross entropy on the tokens that the policy should have written.
 
-Called by `train/sft` for each micro-batch. Pure; it knows neither the model nor where the examples came from.
+Called by `train/sft` for each micro-batch. Pure; it knows neither the model nor the source of the examples.
 
     symbol   meaning                                            argument
     p        the policy's probability of the example's token    exp(logp_N)

@@ -1,30 +1,30 @@
-"""TOPLOC: the largest activations of each 32 tokens, as one short polynomial (arXiv:2501.16007).
+"""TOPLOC: prove the largest activations of every 32 tokens with one short polynomial (arXiv:2501.16007).
 
-Called by `proofs/commit` (prove) and `proofs/checks/activations` (compare). Pure, numpy alone: it knows no model, no
-engine and no bounds; whoever calls decides what error is too large.
+Called by `proofs/commit` (prove) and `proofs/checks/activations` (compare). Pure, needs only numpy. It knows no model, no
+engine and no bounds: the caller decides which error is too large.
 
-The last hidden states of a rollout's policy tokens are cut into chunks of 32 tokens. Of a chunk the k largest values
-by magnitude are taken, as bfloat16 codes y at flat indices x. Through the points (x mod m, y) goes one polynomial of k
-coefficients over GF(65497), where m <= 65497 is the largest modulus under which the indices stay distinct. A proof is
-m and the coefficients, ascending, as big-endian uint16: 2 + 2k bytes, those of the python package `toploc` 0.1.6.
-Where magnitudes tie at the k-th place we take the lower index; the package takes what `torch.topk` gives, so the bytes
-are the same except for chunks with such a tie, and there either side reads the other's.
+The last hidden states of a rollout's policy tokens are divided into chunks of 32 tokens. From each chunk we take the k
+values of largest magnitude, as bfloat16 codes y at flat indices x. One polynomial with k coefficients over GF(65497)
+goes through the points (x mod m, y), where m <= 65497 is the largest modulus that keeps the indices distinct. A proof is
+m and the coefficients, ascending, as big-endian uint16: 2 + 2k bytes, the same as from the python package `toploc` 0.1.6.
+If magnitudes tie at the k-th place, we take the lower index and the package takes what `torch.topk` gives. The bytes
+differ only for chunks with such a tie, and there each side accepts the other's.
 
-What we changed, and why it cannot be forged without the activations
-- The sign is compared. The package masks it out: negated activations, and one constant for all, pass there.
-- k follows from the size of the chunk (`top_k`), so that small policies and tails of one token have proofs.
-- The error of a value is relative to its size, so that a power of two in between does not matter; beyond `NEAR` it is
-  a mismatch.
-- The parser knows every length beforehand, and allows only what a prover can write: whatever the bytes, the answer is
-  a value. The modulus is 65497 where a chunk has no more values than that.
-- The index set is not in the proof, but it is checked. A polynomial of k coefficients goes through k points of one's
-  choice and is as good as random elsewhere, so one that meets nearly all of the verifier's own k largest values was
-  made from these indices. Two ways around that count are closed. A small modulus folds many indices onto one point:
-  here a point vouches for one index, and who meets every value must have found the same modulus. A constant meets
-  every index, but only one sign and one size.
-What is left to a forger is to guess indices, signs and sizes. Where a few channels always hold the largest values the
-indices and signs are known, and the sizes are what the bound on the error must tell from typical ones: largest values
-that vary by less than that bound prove nothing.
+What we changed, and why a proof cannot be forged without the activations
+- The sign is compared. The package ignores it, so it accepts negated activations and one constant for all values.
+- k depends on the size of the chunk (`top_k`), so that small policies and tails of one token have proofs.
+- The error of a value is relative to its size, so that crossing a power of two does not matter. An error above `NEAR`
+  is a mismatch.
+- The parser knows every length beforehand, and accepts only what a prover can write. It returns a value for any bytes.
+  The modulus must be 65497 if a chunk has no more values than that.
+- The proof does not contain the index set, but the set is checked. A polynomial with k coefficients goes through any k
+  chosen points and is random elsewhere, so one that meets nearly all of the verifier's own k largest values was made
+  from their indices. Two tricks against that count are closed. A small modulus maps many indices to one point: here a
+  point counts for one index, and a prover that meets every value must have found the same modulus. A constant meets
+  every index, but has only one sign and one size.
+A forger is left with guessing indices, signs and sizes. If a few channels always hold the largest values, indices and
+signs are known, and the bound on the error must tell real sizes from typical ones: largest values that vary by less than
+that bound prove nothing.
 
 Axes: P policy tokens of a rollout, D width, C chunks, N values of a chunk, K largest values of a chunk.
 """
@@ -38,34 +38,34 @@ from numpy.typing import NDArray
 from shoal.algos.polynomials import PRIME, Floats, Ints, evaluate, interpolate
 
 CHUNK_TOKENS = 32
-"""Policy tokens under one polynomial; the last chunk of a rollout may have fewer."""
+"""Policy tokens under one polynomial. The last chunk of a rollout may have fewer."""
 
 MAX_K = 128
 """Largest number of coefficients."""
 
 NEAR = 1 / 16
-"""Relative error beyond which a value is not the same one made with noise. A random code is nearer once in 3,000."""
+"""A larger relative error counts as a mismatch, not as noise. A random code is within it once in 3,000."""
 
 TINY = 1e-30
 """Size below which a value counts as 0."""
 
 _VALUES_AT_ONCE = 1 << 18
-"""Values searched together: what a cache holds."""
+"""Values searched together: as many as fit a cache."""
 
 
 class Figures(NamedTuple):
-    """What `compare` found of each chunk, rollout after rollout: arrays over C."""
+    """What `compare` found for each chunk, rollout after rollout: arrays over C."""
 
     rollout_C: Ints
     """Index of the chunk's rollout."""
     first_C: Ints
     """Index of its first token among the rollout's policy tokens."""
     entries_C: Ints
-    """K: the verifier's largest values."""
+    """K: number of the verifier's largest values."""
     mismatched_C: Ints
-    """Those that the proof gives another sign or another size."""
+    """How many of them have another sign or size in the proof."""
     error_C: Floats
-    """Sum of the others' relative errors."""
+    """Sum of the relative errors of the others."""
 
 
 class _Points(NamedTuple):
@@ -73,7 +73,7 @@ class _Points(NamedTuple):
 
     place_C: Ints
     size_C: Ints
-    """N of each."""
+    """N of each chunk."""
     index_CK: Ints
     code_CK: Ints
 
@@ -86,13 +86,12 @@ def top_k(num_values: int, width: int) -> int:
 def prove(hidden: Sequence[NDArray[np.float32]], k: int = 0, chunk_tokens: int = CHUNK_TOKENS) -> bytes:
     """The proof of some rollouts: one polynomial for each chunk of their hidden states float32[P, D], in order.
 
-    k: for all chunks, in the place of `top_k`. Raises ValueError where a state is not finite, a chunk has fewer than k
-    values, or no modulus above 2^15 keeps its indices apart.
+    k: for all chunks, instead of `top_k`. Raises ValueError if a state is not finite, a chunk has fewer than k values, or no modulus above 2^15 keeps its indices distinct.
     """
     parts: dict[int, bytes] = {}
     for points in _chunks(hidden, k, chunk_tokens):
         # guard: finite-activations
-        if ((points.code_CK & 0x7FFF) >= 0x7F80).any():  # what is no number counts as the largest
+        if ((points.code_CK & 0x7FFF) >= 0x7F80).any():  # a value that is not a number counts as the largest
             raise ValueError("an activation is not finite")
         m_C = _moduli(points)
         coefficients_CK = interpolate(points.index_CK % m_C[:, None], points.code_CK)
@@ -102,16 +101,16 @@ def prove(hidden: Sequence[NDArray[np.float32]], k: int = 0, chunk_tokens: int =
 
 
 def proof_bytes(num_tokens: int) -> int:
-    """Most bytes that the proof of a rollout of so many policy tokens has."""
+    """The most bytes in the proof of a rollout with this many policy tokens."""
     return -(-num_tokens // CHUNK_TOKENS) * (2 + 2 * MAX_K)
 
 
 def compare(
     hidden: Sequence[NDArray[np.float32]], proof: bytes, k: int = 0, chunk_tokens: int = CHUNK_TOKENS
 ) -> Figures | str:
-    """How far the proof is from the verifier's own hidden states of the same rollouts, or why it is no proof at all.
+    """How far the proof is from the verifier's own hidden states of the same rollouts, or why it is not a proof.
 
-    The arguments as in `prove`; `proof` may be any bytes.
+    Arguments as in `prove`; `proof` may be any bytes.
     """
     groups = list(_chunks(hidden, k, chunk_tokens))
     num_chunks = sum(len(points.place_C) for points in groups)
@@ -119,7 +118,7 @@ def compare(
     for points in groups:
         entries_C[points.place_C] = points.index_CK.shape[1]
     if len(proof) != 2 * (entries_C + 1).sum():  # guard: proof-not-longer, proof-not-shorter
-        return "length is not that of its chunks"
+        return "length differs from that of its chunks"
     words = np.frombuffer(proof, dtype=">u2").astype(np.int64)
     start_C = np.cumsum(entries_C + 1) - entries_C - 1
     mismatched_C, error_C = entries_C.copy(), np.zeros(num_chunks)
@@ -141,7 +140,7 @@ def compare(
 
 
 def _differ(points: _Points, m_C: Ints, coefficients_CK: Ints) -> tuple[Ints, Floats]:
-    """Mismatches of each chunk, and the sum of the other values' relative errors."""
+    """The number of mismatches in each chunk, and the sum of the other values' relative errors."""
     entries = points.index_CK.shape[1]
     residue_CK = points.index_CK % m_C[:, None]
     said_CK = evaluate(coefficients_CK, residue_CK)
@@ -151,9 +150,9 @@ def _differ(points: _Points, m_C: Ints, coefficients_CK: Ints) -> tuple[Ints, Fl
     near_CK = signs_agree_CK & (error_CK <= NEAR)  # guard: sign, size
     mismatched_C = entries - near_CK.sum(1)
     # guard: one-index-a-point
-    if points.size_C.max() > PRIME:  # else indices are below the modulus, and points their own
+    if points.size_C.max() > PRIME:  # otherwise all indices are below the modulus, and every point has one index
         mismatched_C += _doubles(np.where(near_CK, residue_CK, -1 - np.arange(entries)))
-    # Who meets every value has our set of indices, and so must have found our modulus.
+    # A prover that meets every value has our set of indices, so it must have found our modulus.
     mismatched_C[(mismatched_C == 0) & (m_C != _moduli(points))] = entries  # guard: modulus-of-the-prover
     return mismatched_C, np.where(near_CK, error_CK, 0).sum(1)
 
@@ -162,7 +161,7 @@ def _differ(points: _Points, m_C: Ints, coefficients_CK: Ints) -> tuple[Ints, Fl
 
 
 def _chunks(hidden: Sequence[NDArray[np.float32]], k: int, chunk_tokens: int) -> Iterator[_Points]:
-    """The largest values of all chunks, those with the same K together."""
+    """The largest values of all chunks; chunks with the same K come together."""
     found: dict[int, list[tuple[int, NDArray[np.float32]]]] = {}
     place = 0
     for states_PD in hidden:
@@ -184,14 +183,14 @@ def _chunks(hidden: Sequence[NDArray[np.float32]], k: int, chunk_tokens: int) ->
 
 
 def _largest(values_CN: NDArray[np.float32], k: int) -> tuple[Ints, Ints]:
-    """Indices and bfloat16 codes of the k values of largest rounded magnitude, [C, K]; at ties the lower index first.
+    """Indices and bfloat16 codes, [C, K], of the k values with the largest rounded magnitude; at ties, lower index first.
 
-    Only candidates are rounded and sorted: the values that may still round to the k-th largest of the maxima of 4k or
-    more parts, which is at most the k-th largest of all.
+    Only candidates are rounded and sorted. A lower limit comes from dividing the values into 4k or more parts: the k-th
+    largest of the parts' maxima is at most the k-th largest value. Candidates are the values that may round to that limit.
     """
     C, N = values_CN.shape
     if k > N:
-        raise ValueError(f"a chunk of {N} values has no {k} largest")
+        raise ValueError(f"a chunk of {N} values is too small for its {k} largest")
     bits_CN = np.ascontiguousarray(values_CN, dtype="<f4").view("<u4")
     magnitude_CN = bits_CN & 0x7FFFFFFF
     part = max(1, N // (4 * k))
@@ -208,29 +207,29 @@ def _largest(values_CN: NDArray[np.float32], k: int) -> tuple[Ints, Ints]:
 
 
 def _codes(bits: Ints) -> Ints:
-    """Codes of the bfloat16 nearest to float32 values given by their bits, ties to even, as torch rounds."""
+    """Codes of the bfloat16 nearest to float32 values, given as bits; ties go to even, as in torch."""
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return np.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC0, rounded)
 
 
 def _magnitudes(codes: Ints) -> Floats:
-    """Absolute values of bfloat16 codes; infinities and what is not a number count as the largest float32."""
+    """Absolute values of bfloat16 codes. Infinities and NaN count as the largest float32."""
     bits = np.minimum(codes & 0x7FFF, 0x7F7F).astype("<u4") << 16
     return bits.view("<f4").astype(np.float64)
 
 
 def _moduli(points: _Points) -> Ints:
-    """The largest modulus under which the indices of each chunk are distinct, int64[C]."""
+    """The largest modulus that keeps the indices of each chunk distinct, int64[C]."""
     m_C = np.full(len(points.index_CK), PRIME)
     open_C = np.flatnonzero(points.size_C > PRIME)
     while open_C.size:
         open_C = open_C[_doubles(points.index_CK[open_C] % m_C[open_C, None]) > 0]
         m_C[open_C] -= 1
         if open_C.size and m_C[open_C].min() <= 2**15:
-            raise ValueError("no modulus above 2^15 keeps the indices of a chunk apart")
+            raise ValueError("no modulus above 2^15 keeps the indices of a chunk distinct")
     return m_C
 
 
 def _doubles(values_CK: Ints) -> Ints:
-    """How many of a row's values stand there before, int64[C]."""
+    """How many of a row's values also occur earlier in the row, int64[C]."""
     return (np.diff(np.sort(values_CK, axis=1), axis=1) == 0).sum(1)

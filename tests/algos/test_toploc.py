@@ -274,7 +274,7 @@ def test_who_meets_every_value_must_have_found_the_same_modulus():
 
 @pytest.mark.parametrize("body", [b"", b"\0", b"\xff\xd9", bytes(66), bytes(1 << 16)])
 def test_bytes_of_another_length_are_named_as_such(body):
-    assert compare([states(0, 40, 64)], body) == "length is not that of its chunks"
+    assert compare([states(0, 40, 64)], body) == "length differs from that of its chunks"
 
 
 def test_numbers_outside_the_field_are_named_as_such():
