@@ -1,10 +1,11 @@
-"""From a manifest to a checkpoint directory on this machine, each byte verified.
+"""Fetch the version that a manifest describes into a checkpoint directory, and verify every byte.
 
-Called by workers, validators and resuming trainers with a manifest that `open_manifest` has accepted. Several sources
-serve at once; one that sends a wrong byte is blamed and left. A fetch that was cut short goes on where it stopped; the
-directory appears under its name whole, or not at all. It trusts no source and knows no role. One process uses a folder.
+Called by workers, validators and resuming trainers, with a manifest that `open_manifest` has accepted. Several sources
+serve at once; a source that sends a wrong byte is blamed and dropped. An interrupted fetch continues where it stopped.
+The directory gets its name only when it is whole. This file trusts no source and knows no role. Only one process may
+use a folder.
 
-A chunk is taken from, in this order: the unfinished directory, a version already here, a source.
+A chunk comes from the first of these that has it: the unfinished directory, a version already here, a source.
 """
 
 import asyncio
@@ -25,39 +26,39 @@ from shoal.protocol.types import Manifest
 from shoal.weights.manifest import weights_root
 
 CHUNK_DEADLINE_S = 60.0
-"""A source that has not delivered a chunk by then is left for this fetch."""
+"""A source that takes longer than this for a chunk is dropped for this fetch."""
 
 STRAGGLER_S = 10.0
-"""A chunk that takes a source longer is asked of an idle one, too."""
+"""If a source takes longer than this for a chunk, an idle source is asked for it too."""
 
 log = logging.getLogger(__name__)
 
 
 class Source(Protocol):
-    """Somewhere chunks come from."""
+    """A source of chunks."""
 
     name: str
     """For blame: a URL."""
 
     async def chunk(self, digest: str, size: int) -> bytes:
-        """The bytes it has under a hash, unverified, at most `size`. Raises `PeerError`."""
+        """The source's bytes for a hash, unverified, at most `size`. Raises `PeerError`."""
         ...
 
 
 class HttpSource:
-    """A coordinator's or relay's `/v1/blobs`."""
+    """The `/v1/blobs` of a coordinator or relay."""
 
     def __init__(self, client: Client, deadline_s: float = CHUNK_DEADLINE_S) -> None:
         self.name = client.base_url
         self._client, self._deadline_s = client, deadline_s
 
     async def chunk(self, digest: str, size: int) -> bytes:
-        """One chunk, at most `size` bytes, tried for until the deadline. Raises `PeerError`."""
+        """One chunk of at most `size` bytes, retried until the deadline. Raises `PeerError`."""
         return await self._client.get(f"/v1/blobs/{digest}", cap=size, deadline_s=self._deadline_s)
 
 
 def tell_blame(source: str, reason: str) -> None:
-    """What is done about a source that is left, unless the caller knows better."""
+    """Log that a source is dropped; the default for `on_blame`."""
     log.warning("source=%s left=true reason=%s", source, reason)
 
 
@@ -69,10 +70,11 @@ async def fetch(
     keep: int = 2,
     on_blame: Callable[[str, str], None] = tell_blame,
 ) -> Path:
-    """The directory of a version inside `folder`, fetched and verified; the `keep` newest versions are left there.
+    """Fetch and verify a version; returns its directory in `folder`, where the `keep` newest versions stay.
 
-    `on_blame` is told (source, reason) when one is left. Raises `PeerError` naming each source's fault if none could
-    serve all, `StateError` if the disk is full, or if the chunks do not make the weights that the manifest promises.
+    `on_blame` gets (source, reason) when a source is dropped. Raises `PeerError`, naming each source's fault, if the
+    sources together cannot serve everything. Raises `StateError` if the disk is full, or if the chunks do not make the
+    weights that the manifest promises.
     """
     target, partial = folder / directory_name(manifest), folder / f"{_PARTIAL}{directory_name(manifest)}"
     try:
@@ -80,13 +82,13 @@ async def fetch(
             if await asyncio.to_thread(_fault, target, manifest, trusted=False) == "":
                 return target
             shutil.rmtree(partial, ignore_errors=True)
-            target.replace(partial)  # damaged since: what is whole of it is used
+            target.replace(partial)  # damaged since it was made: reuse its good chunks
         missing = await asyncio.to_thread(_prepare, folder, partial, manifest)
         await _fetch_pieces(missing, sources, on_blame)
         await asyncio.to_thread(_finish, partial, target, manifest)
     except OSError as error:
         raise StateError(
-            f"cannot store version {manifest.version} in {folder}: {cause_of(error)}. Free some space or name "
+            f"cannot store version {manifest.version} in {folder}: {cause_of(error)}. Free some space or use "
             "another folder; what was fetched is kept"
         ) from None
     _prune(folder, manifest, keep)
@@ -94,16 +96,16 @@ async def fetch(
 
 
 def directory_name(manifest: Manifest) -> str:
-    """Name of a version's directory: it says what is in it, so another run's versions do not collide."""
+    """Name of a version's directory. It identifies the content, so versions of different runs do not collide."""
     return f"v{manifest.version:06d}-{manifest.root[:12]}"
 
 
 _PARTIAL = ".partial-"
 _MANIFEST = ".manifest"
-"""In each directory: the manifest it was made from, so that a later version can reuse its chunks unread."""
+"""A file in each directory: the manifest it was made from, so that a later version can reuse its chunks unread."""
 
 
-# --- what is needed, and what of it is here ---
+# --- what is needed, and what is already here ---
 
 
 class _Place(NamedTuple):
@@ -130,7 +132,7 @@ class _Piece:
 
 
 def _pieces(manifest: Manifest, directory: Path) -> Iterator[_Piece]:
-    """The chunks of a version with their places in a directory; one that repeats comes once."""
+    """The chunks of a version, with their places in a directory. A repeated chunk comes once."""
     pieces: dict[tuple[str, int], _Piece] = {}
     for entry in manifest.files:
         for index, digest in enumerate(entry.chunks):
@@ -142,7 +144,7 @@ def _pieces(manifest: Manifest, directory: Path) -> Iterator[_Piece]:
 
 
 def _prepare(folder: Path, partial: Path, manifest: Manifest) -> list[_Piece]:
-    """Make the unfinished directory, fill in what is on this machine, and return the pieces that are not."""
+    """Make the unfinished directory, copy in the chunks that this machine has, and return the missing pieces."""
     partial.mkdir(parents=True, exist_ok=True)
     wanted = {entry.path: entry.size for entry in manifest.files}
     for path in partial.iterdir():
@@ -167,19 +169,19 @@ def _prepare(folder: Path, partial: Path, manifest: Manifest) -> list[_Piece]:
     if need_bytes > free_bytes:
         raise StateError(
             f"version {manifest.version} needs {need_bytes} more bytes in {folder}, {free_bytes} are free: free some "
-            "space or name another folder"
+            "space or use another folder"
         )
     return missing
 
 
 def _chunks_here(folder: Path) -> dict[tuple[str, int], _Place]:
-    """Where the chunks of the versions in a folder lie, by what their manifests say; verified when read."""
+    """Where this folder's versions store their chunks, by their manifests. Chunks are verified when read."""
     here: dict[tuple[str, int], _Place] = {}
     for known in folder.glob(f"v*/{_MANIFEST}"):
         try:
             manifest = wire.from_json(known.read_bytes(), Manifest)
         except wire.WireError:
-            continue  # damaged: what it spoke of is fetched
+            continue  # damaged: its chunks are fetched again
         here |= {(piece.digest, piece.size): piece.places[0] for piece in _pieces(manifest, known.parent)}
     return here
 
@@ -197,12 +199,12 @@ def _read(place: _Place, size: int) -> bytes:
 
 
 class _Pool:
-    """The pieces still to come, shared by the sources."""
+    """The missing pieces, shared by the sources."""
 
     def __init__(self, missing: list[_Piece], num_sources: int) -> None:
         self.waiting = deque(missing)
         self.asked: dict[str, float] = {}
-        """When each piece under way was last asked for, by hash: the loop's clock, seconds."""
+        """When each requested piece was last asked for, by hash: seconds of the loop's clock."""
         self.pieces = {piece.digest: piece for piece in missing}
         self.num_sources = num_sources
         self.faults: list[str] = []
@@ -212,7 +214,7 @@ class _Pool:
         return not self.pieces or self.num_sources == 0
 
     def next(self, now: float) -> _Piece | None:
-        """A piece that nobody was asked for, else one that takes long."""
+        """A piece that nobody has been asked for, else one that is slow."""
         while self.waiting:
             piece = self.waiting.popleft()
             if piece.digest in self.pieces:
@@ -226,7 +228,7 @@ class _Pool:
 
 
 async def _fetch_pieces(missing: list[_Piece], sources: Sequence[Source], on_blame: Callable[[str, str], None]) -> None:
-    """Draw on all sources until nothing is missing. Raises `PeerError` when the last source is left before."""
+    """Use all sources until nothing is missing. Raises `PeerError` if the last source is dropped before that."""
     pool = _Pool(missing, len(sources))
     failures: list[OSError] = []
     async with asyncio.TaskGroup() as group:
@@ -240,12 +242,12 @@ async def _fetch_pieces(missing: list[_Piece], sources: Sequence[Source], on_bla
     if pool.pieces:
         raise PeerError(
             f"{len(pool.pieces)} of {len(missing)} chunks not fetched: {'; '.join(pool.faults) or 'no source'}. Try "
-            "again later, or name another source; what was fetched is kept"
+            "again later, or use another source; what was fetched is kept"
         )
 
 
 async def _draw(source: Source, pool: _Pool, on_blame: Callable[[str, str], None], failures: list[OSError]) -> None:
-    """One source's part: piece after piece, until nothing is missing or the source fails."""
+    """One source's work: piece after piece, until nothing is missing or the source fails."""
     clock = asyncio.get_running_loop().time
     while not pool.over():
         piece = pool.next(clock())
@@ -274,7 +276,7 @@ async def _draw(source: Source, pool: _Pool, on_blame: Callable[[str, str], None
 
 
 async def _verified(source: Source, piece: _Piece) -> bytes:
-    """A piece from a source: once it may be damaged on its way. Raises `PeerError`."""
+    """A piece from a source, with one retry, since it may be damaged on the way. Raises `PeerError`."""
     for _ in range(2):
         chunk = await source.chunk(piece.digest, piece.size)
         if piece.matches(chunk):
@@ -283,34 +285,34 @@ async def _verified(source: Source, piece: _Piece) -> bytes:
 
 
 async def _wait_for_work(pool: _Pool) -> None:
-    """Wait until a piece is given back, all is over, or a source may have become a straggler."""
+    """Wait until a piece is given back, all pieces are here, or a source may have become slow."""
     try:
         async with asyncio.timeout(STRAGGLER_S), pool.changed:
             await pool.changed.wait_for(lambda: pool.waiting or pool.over())
     except TimeoutError:
-        pass  # time to look for stragglers
+        pass  # time to look for slow sources
 
 
 # --- the end ---
 
 
 def _finish(partial: Path, target: Path, manifest: Manifest) -> None:
-    """Verify the whole, make it durable, and give it its name."""
+    """Verify the whole directory, make it durable, and give it its name."""
     fault = _fault(partial, manifest, trusted=True)
     if fault:
         shutil.rmtree(partial)
         raise StateError(
-            f"version {manifest.version}: {fault}, though each chunk is as promised: its publisher is at fault. Tell "
-            "the run's host"
+            f"version {manifest.version}: {fault}, though each chunk has its promised hash: the publisher is at fault. "
+            "Tell the run's host"
         )
     (partial / _MANIFEST).write_bytes(wire.to_json(manifest))
     name_folder(partial, target)
 
 
 def _fault(directory: Path, manifest: Manifest, *, trusted: bool) -> str:
-    """What of a directory is not as the manifest promises; empty if all is.
+    """How a directory differs from what the manifest promises; empty if it does not.
 
-    `trusted`: every chunk was verified just now, so a file of one chunk is as its hash says.
+    `trusted`: every chunk was just verified, so a file of one chunk needs no second hash.
     """
     for entry in manifest.files:
         path = directory / entry.path
@@ -329,7 +331,7 @@ def _fault(directory: Path, manifest: Manifest, *, trusted: bool) -> str:
 
 
 def _prune(folder: Path, manifest: Manifest, keep: int) -> None:
-    """Remove all but the newest versions (never the one just fetched) and unfinished directories of older ones."""
+    """Delete all but the newest versions (never the one just fetched), and unfinished directories of older ones."""
     newest = directory_name(manifest)
     finished = sorted((path for path in folder.glob("v*") if path.name != newest and path.is_dir()), reverse=True)
     unfinished = [path for path in folder.glob(f"{_PARTIAL}v*") if path.name < _PARTIAL + newest]

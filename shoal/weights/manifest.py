@@ -1,8 +1,8 @@
-"""What a policy version consists of, signed: making manifests, and refusing those that are not what was asked for.
+"""Manifests: the signed list of what a policy version consists of. Makes them, and refuses wrong ones.
 
-Called by publishers (`weights/publish`) and by everyone who fetches. It knows no network and no clock. The weights
-root covers the published tensors alone, so that it depends on nothing but what the policy is; the manifest around it
-says in which files and chunks they travel, who vouches for that, and until when.
+Called by publishers (`weights/publish`) and by everyone who fetches. It knows no network and no clock. The weights root
+covers only the published tensors, so it depends on the policy and nothing else. The manifest around it says in which
+files and chunks they come, who signs for that, and until when.
 """
 
 import re
@@ -19,13 +19,13 @@ from shoal.protocol.merkle import merkle_root
 from shoal.protocol.types import FileEntry, Manifest, SignedManifest
 
 PURPOSE = "manifest"
-"""What a manifest's signature is for."""
+"""The purpose string of a manifest's signature."""
 
 POLICY_STREAM = "policy"
 """The stream of a run with one policy."""
 
 DTYPES = ("float32", "bfloat16")
-"""Published precisions."""
+"""Dtypes in which a policy may be published."""
 
 _NAME = re.compile(
     r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}(\.[A-Za-z0-9_-]{1,40}){0,4}\.(json|safetensors|jinja|txt|model)", re.ASCII
@@ -34,9 +34,9 @@ _HASH = re.compile(r"[0-9a-f]{64}", re.ASCII)
 
 
 def is_publishable(name: str) -> bool:
-    """Whether a file of a checkpoint directory travels: plain data by its name, in the directory itself.
+    """Whether a file of a checkpoint directory is published. Its name must be that of plain data in the directory itself.
 
-    Code (.py) and pickles (.bin, .pt) never do; nor does a name that could lead out of the directory or be hidden.
+    Code (.py) and pickles (.bin, .pt) are never published, nor is a name that is hidden or could lead out of the directory.
     """
     return bool(_NAME.fullmatch(name))
 
@@ -54,19 +54,19 @@ def weights_root(directory: Path) -> str:
 
 
 def sign_manifest(manifest: Manifest, key: Key, *, now: float) -> SignedManifest:
-    """A manifest issued now and signed. Signing the same content again, later, renews one that has expired."""
+    """Issue a manifest now and sign it. To renew an expired one, sign the same content again later."""
     issued = msgspec.structs.replace(manifest, issued=now, expires=now + constants.MANIFEST_LIFETIME_S)
     body = wire.to_json(issued)
     return SignedManifest(body=body, key=key.public, signature=key.sign(PURPOSE, body))
 
 
 def renew_at(manifest: Manifest) -> float:
-    """When its publisher must sign it again: half of its life is left to those who fetch it then."""
+    """When the publisher must sign it again: half of its life is then left for those who fetch it."""
     return manifest.issued + constants.MANIFEST_LIFETIME_S / 2
 
 
 def is_renewal(manifest: Manifest, known: Manifest) -> bool:
-    """Whether it promises what a known one does, for clearly longer: a log needs no line for less."""
+    """Whether a manifest promises the same as a known one for clearly longer; less is not worth a line in the log."""
     undated = [msgspec.structs.replace(each, issued=0.0, expires=0.0) for each in (manifest, known)]
     return undated[0] == undated[1] and manifest.issued >= known.issued + constants.MANIFEST_LIFETIME_S / 4
 
@@ -82,11 +82,11 @@ def open_manifest(
     at_least: int = 0,
     max_bytes: int | None = None,
 ) -> Manifest:
-    """The manifest in an encoded `SignedManifest`, once everything about it holds.
+    """Decode a `SignedManifest` and return its manifest, if everything about it is right.
 
-    `keys` may publish. `version` is the one asked for, `at_least` the newest already seen: an older one is a rollback.
-    `now` is None for history, where nothing expires. `max_bytes` is what this node is willing to download.
-    Raises `PeerError` saying what is wrong with it.
+    `keys` may publish. `version` is the requested one. `at_least` is the newest version already seen: an older one is a
+    rollback. `now` is None for history, where nothing expires. `max_bytes` is the most that this node will download.
+    Raises `PeerError` saying what is wrong.
     """
     if len(data) > constants.MAX_MANIFEST_BYTES:
         raise PeerError(f"manifest of {len(data)} bytes: more than {constants.MAX_MANIFEST_BYTES} (MAX_MANIFEST_BYTES)")
@@ -97,12 +97,12 @@ def open_manifest(
                 f"manifest signed by {signed.key[:16]!r}…, which may not publish for this run: use another source"
             )
         if not verify(signed.key, PURPOSE, signed.body, signed.signature):
-            raise PeerError("manifest's signature does not verify: it was changed on its way; use another source")
+            raise PeerError("manifest's signature does not verify: it was changed on the way; use another source")
         manifest = wire.from_json(signed.body, Manifest)
     except wire.WireError as error:
         raise PeerError(f"manifest is malformed ({error}): fetch it from another source") from None
     if wire.to_json(signed) != data:
-        raise PeerError("manifest is not in canonical form: it was changed on its way; use another source")
+        raise PeerError("manifest is not in canonical form: it was changed on the way; use another source")
     _demand_identity(manifest, run, stream, version, at_least)
     _demand_time(manifest, now)
     for entry in manifest.files:
@@ -112,14 +112,16 @@ def open_manifest(
 
 
 def _demand_identity(manifest: Manifest, run: str, stream: str, version: int | None, at_least: int) -> None:
-    """What the manifest is of, against what was asked for."""
+    """Compare what the manifest is of with what was requested."""
     if (manifest.run, manifest.stream) != (run, stream):
         raise PeerError(
             f"manifest is of run {manifest.run[:16]!r}, stream {manifest.stream[:16]!r}; this node takes part in "
             f"{run[:16]!r}, {stream[:16]!r}: check the URL of the source"
         )
     if version is not None and manifest.version != version:
-        raise PeerError(f"manifest is of version {manifest.version}, asked for was {version}: use another source")
+        raise PeerError(
+            f"manifest is of version {manifest.version}, not of the requested {version}: use another source"
+        )
     if manifest.version < max(0, at_least):
         raise PeerError(
             f"manifest is of version {manifest.version}, but version {at_least} was already seen: the source is behind "
@@ -130,7 +132,7 @@ def _demand_identity(manifest: Manifest, run: str, stream: str, version: int | N
 
 
 def _demand_time(manifest: Manifest, now: float | None) -> None:
-    """Neither expired, nor of the future, nor valid for longer than the protocol allows."""
+    """Refuse a manifest that is expired, from the future, or valid for longer than the protocol allows."""
     if not 0 <= manifest.expires - manifest.issued <= constants.MANIFEST_LIFETIME_S:
         raise PeerError("manifest claims a longer life than MANIFEST_LIFETIME_S: the publisher must issue it again")
     if now is None:
@@ -148,32 +150,32 @@ def _demand_time(manifest: Manifest, now: float | None) -> None:
 
 
 def _demand_file(entry: FileEntry, chunk_bytes: int) -> None:
-    """A safe name, and sizes and hashes that fit each other."""
+    """Refuse an unsafe name, and sizes and hashes that do not match."""
     if not is_publishable(entry.path):
         raise PeerError(
-            f"manifest names the file {entry.path[:80]!r}: only plain data files in the directory itself travel"
+            f"manifest names the file {entry.path[:80]!r}: only plain data files in the directory itself are published"
         )
     if not 1 <= chunk_bytes <= constants.MAX_CHUNK_BYTES:
-        raise PeerError(f"manifest has chunks of {chunk_bytes} bytes: 1 to {constants.MAX_CHUNK_BYTES} are allowed")
+        raise PeerError(f"manifest has chunks of {chunk_bytes} bytes, limits 1 to {constants.MAX_CHUNK_BYTES}")
     if entry.size < 0 or len(entry.chunks) != -(-entry.size // chunk_bytes):
         raise PeerError(
             f"manifest gives {entry.path} {entry.size} bytes in {len(entry.chunks)} chunks of {chunk_bytes}: they do "
-            "not fit; the publisher must issue it again"
+            "not match; the publisher must issue it again"
         )
     if not all(_HASH.fullmatch(text) for text in (entry.digest, *entry.chunks)):
-        raise PeerError(f"manifest gives {entry.path} a hash that is none: the publisher must issue it again")
+        raise PeerError(f"manifest gives {entry.path} an invalid hash: the publisher must issue it again")
     if len(entry.chunks) == 1 and entry.digest != entry.chunks[0]:
-        raise PeerError(f"manifest gives {entry.path} one chunk, but not its hash: the publisher must issue it again")
+        raise PeerError(f"manifest gives {entry.path} one chunk with another hash: the publisher must issue it again")
 
 
 def _demand_whole(manifest: Manifest, max_bytes: int | None) -> None:
-    """What concerns all files together."""
+    """Check what concerns all files together."""
     names = [entry.path.lower() for entry in manifest.files]
     if len(set(names)) != len(names) or not names:
-        raise PeerError("manifest names no file, or one twice: the publisher must issue it again")
+        raise PeerError("manifest has no file, or has one twice: the publisher must issue it again")
     if manifest.dtype not in DTYPES or not _HASH.fullmatch(manifest.root):
         raise PeerError(
-            f"manifest has dtype {manifest.dtype[:16]!r} and root {manifest.root[:16]!r}: one of them is none"
+            f"manifest has dtype {manifest.dtype[:16]!r} and root {manifest.root[:16]!r}: one of them is invalid"
         )
     size_bytes = sum(entry.size for entry in manifest.files)
     if max_bytes is not None and size_bytes > max_bytes:

@@ -1,8 +1,8 @@
-"""From a checkpoint directory to chunks and a manifest.
+"""Publish a checkpoint directory: cut it into chunks and describe it in a manifest.
 
-Called by the trainer once for each version. It reads one chunk at a time, so that the size of the policy does not
-matter, and hands the chunks to a sink; a sink that has a chunk already may do nothing. It does not decide when to
-publish, and never changes the directory.
+Called by the trainer once for each version. It reads one chunk at a time, so the size of the policy does not matter, and
+passes the chunks to a sink. A sink that already has a chunk may do nothing. It does not decide when to publish, and
+never changes the directory.
 """
 
 import asyncio
@@ -20,18 +20,18 @@ from shoal.weights.manifest import POLICY_STREAM, is_publishable, weights_root
 
 
 class ChunkSink(Protocol):
-    """Where chunks go."""
+    """The receiver of chunks."""
 
     async def put(self, digest: str, chunk: bytes) -> None:
-        """Keep a chunk under its SHA-256; it is durable once this returns. Putting it twice changes nothing."""
+        """Store a chunk under its SHA-256; it is durable on return. Putting it twice changes nothing."""
         ...
 
 
 class HttpSink:
-    """The coordinator's blobs, over HTTP, for a key that may publish."""
+    """The coordinator's blobs over HTTP, for a key that may publish."""
 
     def __init__(self, client: Client, deadline_s: float | None = None) -> None:
-        """`deadline_s`: how long to try for each chunk; None is for ever."""
+        """`deadline_s`: how long to try for each chunk; None means for ever."""
         self._client, self._deadline_s = client, deadline_s
 
     async def put(self, digest: str, chunk: bytes) -> None:
@@ -51,11 +51,11 @@ async def publish(
     chunk_bytes: int = constants.MAX_CHUNK_BYTES,
     kept: Collection[str] = (),
 ) -> Manifest:
-    """Send the chunks of an HF-format directory and describe them; `sign_manifest` makes the result a promise.
+    """Send the chunks of an HF-format directory and describe them; `sign_manifest` then signs the description.
 
-    Chunks in `kept` are not sent: the sink holds them for the version before.
-    The manifest's times are 0 until it is signed, so it depends on the directory alone. Raises `StateError` if the
-    directory cannot be read or holds no weights, and whatever the sink raises.
+    Chunks in `kept` are not sent: the sink has them from the previous version. The manifest's times are 0 until it is
+    signed, so it depends only on the directory. Raises `StateError` if the directory cannot be read or has no weights, and
+    whatever the sink raises.
     """
     root = await asyncio.to_thread(weights_root, directory)
     entries = []
@@ -76,7 +76,7 @@ async def publish(
 
 
 def _published_files(directory: Path) -> list[Path]:
-    """The files that travel, in the order of their names."""
+    """The files to publish, in order of name."""
     return sorted(path for path in directory.iterdir() if path.is_file() and is_publishable(path.name))
 
 
