@@ -29,14 +29,14 @@ FLOORS = (
 """Lowest first. A room imports from the floors below its own; rooms on one floor never import each other."""
 
 COMMON = ("config", "errors", "folder", "metrics", "plugins", "terminal", "tree")
-"""Files that serve every room but `algos`; they import each other and `protocol`."""
+"""What serves every room but `algos`: these import each other and `protocol`."""
 
 BROAD_EXCEPTS = {
     "envs/base.py": "an environment is foreign code and may raise anything; that ends its rollout, not our process",
     "envs/check.py": "the same, and the fault is the finding",
     "envs/conversation.py": "the same, and the rollout ends by `error`",
     "envs/load.py": "the same, when a user's file is executed",
-    "ledger/book.py": "a bug in the rules must not keep the other waiting commands from their answers",
+    "ledger/log/book.py": "a bug in the rules must not keep the other waiting commands from their answers",
     "net/server.py": "a fault of ours while answering is logged and becomes a 500, not a broken connection",
     "proofs/context.py": "an environment may raise anything; then nobody can play the slot, and it is void",
     "policy/render.py": "the tokenizers library raises bare Exception for a damaged file",
@@ -146,7 +146,7 @@ def test_only_config_reads_the_process_environment() -> None:
     wrong = [
         f"{name_of(file)} line {node.lineno}"
         for file in FILES
-        if name_of(file) != "config.py"
+        if name_of(file) != "config/environ.py"
         for node in ast.walk(ast.parse(file.read_text()))
         if (isinstance(node, ast.Attribute) and node.attr in ("environ", "environb", "getenv"))
         or (

@@ -8,10 +8,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from shoal import config as config_module
 from shoal.config import (
     BOUNDS,
     SAFE_TO_CHANGE,
+    EnvConfig,
     RunConfig,
     SftConfig,
     check_run,
@@ -19,6 +19,7 @@ from shoal.config import (
     load_run,
     load_sft,
     node_home,
+    sections,
     unsafe_changes,
 )
 from shoal.errors import ConfigError
@@ -41,7 +42,7 @@ def run_file(tmp_path: Path) -> Path:
 def explained_fields() -> dict[str, set[str]]:
     """By class, the fields that are followed by a docstring in the source."""
     found: dict[str, set[str]] = {}
-    for node in ast.parse(inspect.getsource(config_module)).body:
+    for node in ast.parse(inspect.getsource(sections)).body:
         if isinstance(node, ast.ClassDef):
             found[node.name] = {
                 field.target.id
@@ -54,7 +55,7 @@ def explained_fields() -> dict[str, set[str]]:
 
 SECTIONS = [
     kind
-    for kind in vars(config_module).values()
+    for kind in vars(sections).values()
     if inspect.isclass(kind) and issubclass(kind, Section) and kind is not Section
 ]
 
@@ -226,7 +227,7 @@ def test_sft_recipe_is_checked_alike(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="did you mean episodes"):
         load_sft(path)
     path.write_text('name = "start"\n[env]\nname = "wordle"\n')
-    assert load_sft(path, ["steps=7"]) == SftConfig(name="start", env=config_module.EnvConfig("wordle"), steps=7)
+    assert load_sft(path, ["steps=7"]) == SftConfig(name="start", env=EnvConfig("wordle"), steps=7)
 
 
 # --- a short taste ---

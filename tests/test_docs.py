@@ -200,7 +200,7 @@ def section_of(kind: Any) -> Any:
 def run_file_tables(kind: Any = config.RunConfig, prefix: str = "") -> str:
     """Every key of a run file, section by section."""
     headings = ["Key", "Type", "Default", "Meaning", "May change on resume"]
-    parts = [table(headings, keys_of(kind, config, prefix))]
+    parts = [table(headings, keys_of(kind, config.sections, prefix))]
     for field in msgspec.structs.fields(kind):
         inner = section_of(field.type)
         if inner is not None:
@@ -222,7 +222,7 @@ def built_in_bounds() -> str:
 
 def sft_table() -> str:
     """Every key of an SFT recipe; `[policy]` and `[env]` are a run file's sections."""
-    rows = [row[:4] for row in keys_of(config.SftConfig, config, "")]
+    rows = [row[:4] for row in keys_of(config.SftConfig, config.sections, "")]
     return table(["Key", "Type", "Default", "Meaning"], rows)
 
 
@@ -446,7 +446,9 @@ def test_every_key_is_documented_with_a_meaning() -> None:
     sections = {key.rpartition(".")[0] for key in keys} | {"policy.tiny"}
     wanted = {key for key in keys if key not in sections and not key.startswith("env.")}
     assert [key for key in wanted if f"| `{key}` |" not in text] == []
-    assert not re.search(r"\| +\| (yes|no) \|$", text, re.MULTILINE), "a key has no sentence in shoal/config.py"
+    assert not re.search(r"\| +\| (yes|no) \|$", text, re.MULTILINE), (
+        "a key has no sentence in shoal/config/sections.py"
+    )
 
 
 def test_every_command_is_documented() -> None:

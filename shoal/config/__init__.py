@@ -1,0 +1,32 @@
+"""The run file: every knob of a run with its unit, and how a TOML file becomes one. Names only."""
+
+from shoal.config.check import SAFE_TO_CHANGE, check_run, unsafe_changes
+from shoal.config.environ import child_environment, node_home
+from shoal.config.load import load_run, load_sft
+from shoal.config.sections import (
+    ACTIVATION_ERROR,
+    BOUNDS,
+    BoundsConfig,
+    EnvConfig,
+    EvalConfig,
+    HostConfig,
+    PolicyConfig,
+    RolloutsConfig,
+    RunConfig,
+    SamplingConfig,
+    SftConfig,
+    StorageConfig,
+    TinyPolicy,
+    TrainConfig,
+    ValidatorsConfig,
+    VerifyConfig,
+    WorkersConfig,
+    is_loopback,
+)
+
+__all__ = [
+    "ACTIVATION_ERROR", "BOUNDS", "SAFE_TO_CHANGE", "BoundsConfig", "EnvConfig", "EvalConfig", "HostConfig",
+    "PolicyConfig", "RolloutsConfig", "RunConfig", "SamplingConfig", "SftConfig", "StorageConfig", "TinyPolicy",
+    "TrainConfig", "ValidatorsConfig", "VerifyConfig", "WorkersConfig", "check_run", "child_environment", "is_loopback",
+    "load_run", "load_sft", "node_home", "unsafe_changes",
+]  # fmt: skip

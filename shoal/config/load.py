@@ -1,0 +1,48 @@
+"""How a TOML file becomes a `RunConfig` or an `SftConfig`: defaults, the file, then `key.sub=value` overrides.
+
+Called by the CLI. It knows no key by name but `[quick]` and the built-in bounds: the others are in `sections`.
+"""
+
+from pathlib import Path
+from typing import Any, TypeVar
+
+from shoal.config.check import check_run
+from shoal.config.sections import BOUNDS, RunConfig, SftConfig
+from shoal.errors import ConfigError
+from shoal.tree import from_tree, merge, read_toml, set_key, to_tree
+
+T = TypeVar("T")
+
+
+def load_run(path: Path, overrides: list[str] | None = None, quick: bool = False) -> RunConfig:
+    """Read a run file, apply `key.sub=value` overrides, and check that the numbers fit each other.
+
+    A run file may hold a table `[quick]`: keys that stand over the others when `quick` is asked for, for a short
+    taste of the same run, in a folder of its own. Raises `ConfigError` naming the key, and the nearest known key
+    when it is unknown.
+    """
+    tree = read_toml(path)
+    quick_tree = tree.pop("quick", None)
+    if quick:
+        if not isinstance(quick_tree, dict):
+            raise ConfigError(f"{path} has no [quick] table, so it cannot be run with --quick: leave --quick out")
+        tree = merge(tree, {"name": f"{tree.get('name')}-quick"} | quick_tree)
+    config = _convert(merge(_built_in(), tree), overrides or [], RunConfig, path)
+    check_run(config)
+    return config
+
+
+def _built_in() -> dict[str, Any]:
+    """What a run file's own bounds stand over, pair by pair and key by key."""
+    return {"verify": {"bounds": {pair: to_tree(bounds) for pair, bounds in BOUNDS.items()}}}
+
+
+def load_sft(path: Path, overrides: list[str] | None = None) -> SftConfig:
+    """Read an SFT recipe; as `load_run`."""
+    return _convert(read_toml(path), overrides or [], SftConfig, path)
+
+
+def _convert(tree: dict[str, Any], overrides: list[str], kind: type[T], path: Path) -> T:
+    for override in overrides:
+        set_key(tree, override)
+    return from_tree(tree, kind, str(path))
