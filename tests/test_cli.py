@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from shoal import __version__, cli
+from shoal.commands import machine, role
 from shoal.config import TinyPolicy, load_run
 from shoal.errors import ConfigError, PeerError
 from shoal.folder import RunFolder
@@ -57,8 +58,7 @@ def run_main(
     monkeypatch: pytest.MonkeyPatch, command: list[str], action: Callable[[argparse.Namespace], object]
 ) -> int:
     """main() with the command's action replaced."""
-    name = {"doctor": "doctor", "role": "role"}[command[0]]
-    monkeypatch.setattr(cli, name, action)
+    monkeypatch.setattr({"doctor": machine, "role": role}[command[0]], command[0], action)
     return cli.main(command)
 
 

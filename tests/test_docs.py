@@ -30,6 +30,7 @@ import numpy as np
 import pytest
 
 from shoal import cli, config, metrics
+from shoal.commands.hosting import host_overrides
 from shoal.engine import cheats
 from shoal.envs import arithmetic, wordle
 from shoal.folder import RunFolder
@@ -535,7 +536,7 @@ def test_hosting_shown_passes_the_checks_of_its_run_file(page: Path) -> None:
             words = arguments(command)
             if words[:2] == ["shoal", "host"] and (ROOT / words[2]).is_file():
                 parsed = cli.parser().parse_args(words[1:])
-                config.load_run(ROOT / parsed.recipe, cli.host_overrides(parsed))
+                config.load_run(ROOT / parsed.recipe, host_overrides(parsed))
 
 
 @functools.cache
@@ -589,7 +590,7 @@ def test_runnable_commands_do_what_the_page_shows(
 ) -> None:
     monkeypatch.chdir(scratch)
     monkeypatch.setenv("SHOAL_HOME", str(scratch / "home"))
-    monkeypatch.setattr(cli, "_cores", lambda: 1)  # other processes need theirs
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)  # other processes need theirs
     for name, text in named_files(page).items():
         Path(name).write_text(text)
     for fence in fences(page):

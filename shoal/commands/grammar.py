@@ -1,6 +1,7 @@
 """How commands are told to argparse: help that teaches by examples, mistakes in one line, arguments that several share.
 
-Called by `cli`, which names the commands. It knows none of them, and imports nothing else of ours, so that help is quick.
+Called by `cli` and by the files beside this one, which name the commands. It knows none of them, and imports nothing
+heavy, so that help is quick.
 """
 
 import argparse
@@ -10,8 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-EXIT_USER_ERROR = 2
-"""The user must mend something."""
+from shoal.commands.process import EXIT_USER_ERROR
 
 
 class Parser(argparse.ArgumentParser):

@@ -1,0 +1,89 @@
+"""`shoal run`, `host` and `admin`: what a run's host types.
+
+Called by `cli`. They prepare the run's folder and start the launcher, or sign a request to a running coordinator. What
+is heavy is imported when a command runs, so that help is quick on a machine without torch.
+"""
+
+import argparse
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from shoal.commands.grammar import add_command, run_file_arguments
+from shoal.errors import NO_TORCH, ShoalError
+from shoal.terminal import say
+
+
+def add_commands(commands: Any) -> None:
+    p = add_command(
+        commands, "run", run, "a whole run on this machine",
+        "Start coordinator, trainer, validators and workers here, and show how it goes. You get a folder (runs/NAME) "
+        "with checkpoints, the log, metrics.jsonl and summary.json. Ctrl-C stops cleanly; the same command goes on.",
+        ("shoal run recipes/wordle.toml", "the demo"),
+        ("shoal run recipes/wordle.toml --quick", "the recipe's two-minute taste"),
+        ("shoal run recipes/arithmetic.toml --set workers.count=3 --out runs/three", "another number of workers"),
+    )  # fmt: skip
+    run_file_arguments(p)
+    p = add_command(
+        commands, "host", host, "host a run that others join",
+        "As `run`, but without workers of its own: prints the line that contributors type. Listens on 127.0.0.1 "
+        "unless --bind says otherwise, and then tells what TLS needs.",
+        ("shoal host recipes/wordle.toml", "for workers on this machine"),
+        ("shoal host recipes/wordle.toml --bind 0.0.0.0 --set seed=-1", "for your network; a fixed seed is no secret"),
+        ("shoal host RECIPE --port 8470 --public-url https://shoal.example.org", "behind a TLS proxy"),
+    )  # fmt: skip
+    run_file_arguments(p)
+    p.add_argument("--bind", metavar="ADDRESS", help="address to listen on (host.bind)")
+    p.add_argument("--port", type=int, metavar="N", help="port to listen on (host.port); 0 takes a free one")
+    p.add_argument("--public-url", metavar="URL", help="what others type, if a proxy stands before (host.public_url)")
+    p = add_command(
+        commands, "admin", admin, "pause, resume, drain, kick or admit",
+        "Steer a run that you host. The run's key signs the request, so it takes the run's folder, or its URL with "
+        "--key. pause: no new leases. resume: go on. drain: finish what is leased, then end. kick: this node gets no "
+        "more leases. admit: this validator's key may judge.",
+        ("shoal admin pause runs/wordle", ""),
+        ("shoal admin kick runs/wordle worker-1", "by name, or by the start of its key"),
+        ("shoal admin admit runs/wordle 3f2a…", "the key that `shoal validate` printed"),
+    )  # fmt: skip
+    p.add_argument("action", choices=("pause", "resume", "drain", "kick", "admit"))
+    p.add_argument("run", metavar="RUN_DIR_OR_URL")
+    p.add_argument("node", nargs="?", default="", metavar="NODE", help="for kick and admit: its key, or a node's name")
+    p.add_argument("--key", type=Path, metavar="FILE", help="the run's key (default: RUN_DIR/keys/run.key)")
+
+
+def run(args: argparse.Namespace) -> int:
+    return _launch(args, args.set, quick=args.quick, with_workers=True)
+
+
+def host(args: argparse.Namespace) -> int:
+    return _launch(args, host_overrides(args), quick=args.quick, with_workers=False)
+
+
+def host_overrides(args: argparse.Namespace) -> list[str]:
+    """What `shoal host` sets over its run file: --set, then --bind, --port and --public-url."""
+    asked = (("bind", args.bind), ("port", args.port), ("public_url", args.public_url))
+    return [*args.set, *(f"host.{key}={json.dumps(value)}" for key, value in asked if value is not None)]
+
+
+def _launch(args: argparse.Namespace, overrides: list[str], quick: bool, with_workers: bool) -> int:
+    from shoal.config import load_run
+
+    config = load_run(args.recipe, overrides, quick)
+    if find_spec("torch") is None:  # the roles would say so too, each in a log of its own
+        raise ShoalError(NO_TORCH)
+    from shoal.folder import RunFolder
+    from shoal.launch.hosting import invitation
+    from shoal.launch.local import launch, locked
+
+    out = args.out or Path("runs") / config.name
+    with locked(out) as lock_fd:
+        RunFolder(out).prepare(config, args.recipe.parent)
+        announce = None if with_workers else lambda url: invitation(url, config.host, out)
+        return launch(out, lock_fd, with_workers, announce)
+
+
+def admin(args: argparse.Namespace) -> None:
+    from shoal.launch import hosting
+
+    say(hosting.administer(args.action, args.run, args.node, args.key))

@@ -1,0 +1,102 @@
+"""`shoal ledger`, `audit` and `credits`: what anyone may ask of a run's log.
+
+Called by `cli`. They read the options and hand over to the auditor, which is imported when a command runs: help needs no
+torch.
+"""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from shoal.commands.grammar import add_command, add_group, positive
+from shoal.commands.process import EXIT_NO, cores
+
+
+def add_commands(commands: Any) -> None:
+    p = add_group(commands, "ledger", "the log of a run: verify or show it")
+    q = add_command(
+        p, "verify", ledger_verify, "does the log hold?",
+        "Replays the log from its first byte: the chain of hashes, every decision by the rules, every credit, batch, "
+        "audit drawn and receipt. You get a summary and a line for each finding; exit code 1 if there is one.",
+        ("shoal ledger verify runs/wordle", ""), ("shoal ledger verify http://host:8470", "anyone may"),
+        ("shoal ledger verify http://host:8470 --receipts mine.jsonl --receipts yours.jsonl", "finds a forked log"),
+    )  # fmt: skip
+    q.add_argument("source", metavar="RUN_DIR_OR_URL")
+    help_text = "a worker's receipts.jsonl: is all of it in this log? May be given again"
+    q.add_argument("--receipts", type=Path, action="append", default=[], metavar="FILE", help=help_text)
+    q = add_command(
+        p, "show", ledger_show, "events, a line each", "Prints number, time, kind and body of each event.",
+        ("shoal ledger show runs/wordle --tail 20", ""),
+        ("shoal ledger show runs/wordle --kind decision", "one kind"),
+    )  # fmt: skip
+    q.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    q.add_argument("--kind", default="", help="only events of this kind")
+    q.add_argument("--tail", type=positive, default=0, metavar="N", help="only the last N")
+    _add_audit(commands)
+    _add_credits(commands)
+
+
+def _add_audit(commands: Any) -> None:
+    p = add_command(
+        commands, "audit", audit, "does the log say what really happened?",
+        "Makes rollouts again from public data: seed, task, prompt, environment, tokens, log-probs, reward, ending, "
+        "verdict. A line wherever the log says otherwise, and a summary. A rollout is named VERSION/SLOT/INDEX, a "
+        "group VERSION/SLOT: `shoal ledger show RUN --kind group_accepted` and `shoal credits RUN NODE` list them. "
+        "Exit code 0: all agrees; 1: something does not; 2: nothing could be made again.",
+        ("shoal audit runs/wordle --all", "a finished run's folder; no server is needed"),
+        ("shoal audit runs/wordle --rollout 3/17/0", "version 3, slot 17, first rollout"),
+        ("shoal audit http://host:8470 --sample 20", "groups drawn here, that the host cannot foresee"),
+    )  # fmt: skip
+    p.add_argument("source", metavar="RUN_DIR_OR_URL")
+    which = p.add_mutually_exclusive_group(required=True)
+    which.add_argument("--rollout", default="", metavar="ID", help="VERSION/SLOT/INDEX or VERSION/SLOT")
+    which.add_argument("--sample", type=positive, default=0, metavar="N", help="this many groups, drawn at random")
+    which.add_argument("--all", action="store_true", help="every group that was judged")
+    p.add_argument("--seed", type=int, metavar="N", help="draw the sample of an earlier audit again")
+    p.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: all)")
+    help_text = "run environment files that the run names: its host's code, so read it first"
+    p.add_argument("--own-files", action="store_true", help=help_text)
+
+
+def _add_credits(commands: Any) -> None:
+    p = add_command(
+        commands, "credits", credits, "who was paid what, and why",
+        "Balances replayed from the log. With a node, each point of its pay: group, submission, verdict, validator; "
+        "what was refused, by which check; lapses. --statement keeps a balance that the host signs; `verify` in the "
+        "place of the run checks such a file offline, and with --log that it is what the log gives.",
+        ("shoal credits runs/wordle", "all nodes"),
+        ("shoal credits http://host:8470 worker-1", "one node, by its name or the start of its key"),
+        ("shoal credits http://host:8470 worker-1 --statement mine.json", "signed by the run"),
+        ("shoal credits verify mine.json --log runs/wordle", ""),
+    )  # fmt: skip
+    p.add_argument("source", metavar="RUN_DIR_OR_URL", help="or the word `verify`, to check a statement")
+    p.add_argument("node", nargs="?", default="", metavar="NODE", help="a node; after `verify`, the statement's file")
+    p.add_argument("--statement", type=Path, metavar="FILE", help="write the node's signed balance there")
+    p.add_argument("--log", default="", metavar="RUN_DIR_OR_URL", help="for verify: the log that it must agree with")
+
+
+def ledger_verify(args: argparse.Namespace) -> int:
+    from shoal.roles import auditor
+
+    return 0 if auditor.check(args.source, args.receipts) else EXIT_NO
+
+
+def ledger_show(args: argparse.Namespace) -> None:
+    from shoal.roles import auditor
+
+    auditor.show(args.run_dir, args.kind, args.tail)
+
+
+def audit(args: argparse.Namespace) -> int:
+    from shoal.roles import auditor
+
+    choice = auditor.Choice(args.rollout, args.sample, args.seed)
+    return auditor.audit(args.source, choice, args.threads or cores(), args.own_files)
+
+
+def credits(args: argparse.Namespace) -> int:
+    from shoal.roles import auditor
+
+    if args.source == "verify":
+        return 0 if auditor.check_statement(Path(args.node), args.log) else EXIT_NO
+    return 0 if auditor.show_credits(args.source, args.node, args.statement) else EXIT_NO

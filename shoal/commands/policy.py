@@ -1,0 +1,94 @@
+"""`shoal eval`, `sft` and `calibrate`: a policy on this machine, without a run.
+
+Called by `cli`. They read the options and hand over to a role, which is imported when its command runs: help needs no
+torch.
+"""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from shoal.commands.grammar import add_command, env_arguments, positive, set_argument
+from shoal.commands.process import cores, log_to_stderr
+
+MAX_EVAL_TOKENS = 512
+"""An episode of `shoal eval` is no longer unless --max-tokens says so, nor than the policy's last position."""
+
+
+def add_commands(commands: Any) -> None:
+    p = add_command(
+        commands, "eval", evaluate, "how good a checkpoint is",
+        "Plays sampled episodes on held-out tasks. You get the mean with its 95 % interval, and sample transcripts.",
+        ("shoal eval runs/wordle/checkpoints/final --env wordle", ""),
+        ("shoal eval runs/wordle/checkpoints/final --env ./my_env.py --episodes 64 --samples 3", "your own file"),
+        ("shoal eval CHECKPOINT --env arithmetic --json > figures.json", "for a script"),
+    )  # fmt: skip
+    p.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="a directory in Hugging Face format")
+    env_arguments(p, "--env")
+    p.add_argument("--episodes", type=positive, default=512, metavar="N")
+    p.add_argument("--samples", type=int, default=2, metavar="K", help="transcripts to show (default: 2)")
+    p.add_argument("--seed", type=int, default=0, help="the same seed plays the same tasks with the same noise")
+    p.add_argument("--temperature", type=float, default=1.0)
+    p.add_argument("--max-turn-tokens", type=positive, default=64, metavar="N", help="of one turn (default: 64)")
+    p.add_argument(
+        "--max-tokens", type=positive, metavar="N", help="of an episode (default: what the policy bears, to 512)"
+    )
+    p.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: all)")
+    p.add_argument("--json", action="store_true", help="print the figures as JSON")
+    p.add_argument("--out", type=Path, metavar="FILE", help="write the figures there instead")
+    p = add_command(
+        commands, "sft", sft, "a cold start from scripted games",
+        "Teaches a policy by an environment's own scripted player, for RL to start from. You get a checkpoint in "
+        "Hugging Face format; the same recipe, seed and threads give the same bytes.",
+        ("shoal sft recipes/wordle-start.toml --out runs/start", ""),
+        ("shoal sft recipes/wordle-start.toml --out runs/start --set steps=100", ""),
+    )  # fmt: skip
+    p.add_argument("recipe", type=Path, metavar="RECIPE")
+    p.add_argument("--out", type=Path, required=True, metavar="DIR")
+    set_argument(p)
+
+    p = add_command(
+        commands, "calibrate", calibrate, "how much may honest work differ?",
+        "Plays honest rollouts of a run file and replays them over threads, batch shapes and dtypes. You get the noise, "
+        "the bounds that it asks for ([verify.bounds], and verify.activation_error where the run asks for proofs), and how "
+        "many tokens it takes to catch a worker that samples with another seed, by the policy's entropy.",
+        ("shoal calibrate recipes/wordle.toml", "look"),
+        ("shoal calibrate recipes/wordle.toml --write", "and put the bounds into the run file"),
+        ("shoal calibrate recipes/wordle.toml --save here.played", "on one machine"),
+        ("shoal calibrate recipes/wordle.toml --with here.played", "on another: replay what the first one played"),
+    )  # fmt: skip
+    p.add_argument("recipe", type=Path, metavar="RUN_FILE")
+    p.add_argument("--episodes", type=positive, default=512, metavar="N", help="rollouts to play (default: 512)")
+    p.add_argument("--safety", type=float, default=2.0, metavar="X", help="bounds are X times the noise (default: 2)")
+    p.add_argument("--write", action="store_true", help="put the bounds into the run file, and leave the rest as it is")
+    p.add_argument("--save", type=Path, metavar="FILE", help="write what was played, for another machine to replay")
+    help_text = "replay what another machine played, too; may be given again"
+    p.add_argument("--with", dest="others", type=Path, action="append", default=[], metavar="FILE", help=help_text)
+    set_argument(p)
+
+
+def evaluate(args: argparse.Namespace) -> None:
+    from shoal.policy.spec import PolicySpec
+    from shoal.protocol.types import Sampling
+
+    max_tokens = args.max_tokens or min(MAX_EVAL_TOKENS, PolicySpec.from_directory(args.checkpoint).max_positions)
+    from shoal.roles import evaluate as role
+
+    sampling = Sampling(args.temperature, min(args.max_turn_tokens, max_tokens), max_tokens)
+    role.main(
+        args.checkpoint, args.env, args.env_args, args.episodes, args.seed, args.samples, sampling, args.out,
+        args.json, args.threads or cores(),
+    )  # fmt: skip
+
+
+def sft(args: argparse.Namespace) -> None:
+    from shoal.roles import sft as role
+
+    log_to_stderr()
+    role.main(args.recipe, args.out, args.set)
+
+
+def calibrate(args: argparse.Namespace) -> None:
+    from shoal.roles import calibrate as role
+
+    role.main(args.recipe, args.set, args.episodes, args.safety, args.write, args.save, args.others)

@@ -1,0 +1,25 @@
+"""What commands share of their process: exit codes, its cores and its log.
+
+Called by `cli` and the other files of this folder. It knows no command.
+"""
+
+import logging
+import os
+
+from shoal.terminal import PrintableFormatter
+
+EXIT_NO, EXIT_USER_ERROR, EXIT_TRY_AGAIN, EXIT_INTERRUPTED = 1, 2, 75, 130
+"""The answer is no; the user must fix something; another node could not be reached (roles only); stopped by Ctrl-C."""
+
+
+def cores() -> int:
+    return os.cpu_count() or 1
+
+
+def log_to_stderr() -> None:
+    """One line a decision. A log that cannot be written stops nothing."""
+    logging.raiseExceptions = False
+    handler = logging.StreamHandler()
+    handler.setFormatter(PrintableFormatter("%(asctime)s %(name)-11s %(message)s", datefmt="%H:%M:%S"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
+    logging.getLogger("httpx").setLevel(logging.WARNING)

@@ -1,0 +1,56 @@
+"""`shoal role`: how the launcher starts a role of a run on this machine. People do not type it, and no help shows it.
+
+Called by `cli`. Roles are imported when one starts.
+"""
+
+import argparse
+import signal
+from pathlib import Path
+from typing import Any
+
+from shoal.commands.process import log_to_stderr
+
+
+def add_commands(commands: Any) -> None:
+    """Hidden: the launcher's way to start a role. It ends when its standard input closes."""
+    p = commands.add_parser("role")
+    p.set_defaults(act=role)
+    p.add_argument("name", choices=("coordinator", "trainer", "validator", "worker", "evaluate"))
+    for flag in ("--run-dir", "--home", "--key", "--checkpoint", "--out"):
+        p.add_argument(flag, type=Path)
+    for flag in ("--url", "--cheat"):
+        p.add_argument(flag, default="")
+    p.add_argument("--name", dest="node_name", default="")
+    p.add_argument("--threads", type=int, default=1)
+    p.add_argument("--episodes", type=int, default=0)
+    p.add_argument("--own-files", action="store_true")
+
+
+def role(args: argparse.Namespace) -> None:
+    """A role of a run as the launcher starts it."""
+    from shoal.launch.process import die_with_parent
+
+    die_with_parent()
+    # Until a role takes the signal itself, it ends like Ctrl-C.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    log_to_stderr()
+    if args.name == "coordinator":
+        from shoal.roles import coordinator
+
+        coordinator.main(args.run_dir)
+    elif args.name == "trainer":
+        from shoal.roles import trainer
+
+        trainer.main(args.run_dir, args.url)
+    elif args.name == "validator":
+        from shoal.roles import validator
+
+        validator.main(args.url, args.home, args.threads, args.key, args.own_files)
+    elif args.name == "worker":
+        from shoal.roles import worker
+
+        worker.main(args.url, args.home, args.threads, 0, args.node_name, args.cheat, args.own_files)
+    else:
+        from shoal.roles import evaluate
+
+        evaluate.for_run(args.run_dir, args.checkpoint, args.episodes, args.out, args.threads)
