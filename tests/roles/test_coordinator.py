@@ -19,7 +19,9 @@ from shoal.protocol import types as t
 from shoal.protocol.audits import CHECKS, MAX_REASON_CHARS
 from shoal.protocol.constants import MANIFEST_LIFETIME_S, MAX_FACT_CHARS, MAX_JSON_BYTES, MAX_NODES
 from shoal.protocol.wire import digest, to_json
+from shoal.roles.coordinator.board import Board
 from shoal.roles.coordinator.role import env_specs, open_run, rules_of
+from shoal.roles.coordinator.versions import put_chunk, signed_manifest, take_checkpoint
 from shoal.tree import to_tree
 from shoal.weights.manifest import open_manifest, sign_manifest
 from tests.roles.town import URL, Town, tiny_run
@@ -61,7 +63,7 @@ def test_anyone_reads_the_run_the_nodes_the_log_and_the_calls(town):
 
 
 def test_no_answer_holds_a_secret(town):
-    links = [link.hex().encode() for link in town.desk._slot_links[1:50]]
+    links = [link.hex().encode() for link in town.desk.slot_links[1:50]]
 
     async def story(client):
         return b"".join([await client.get(path) for path in ("/v1/run", "/v1/events?after=-1", "/v1/state")])
@@ -130,11 +132,11 @@ def test_only_the_run_key_administers(town):
 def test_only_the_trainer_puts_chunks_and_under_their_own_names(town):
     chunk, trainer = b"weights", town.desk.state.trainer_key
     with pytest.raises(Refused, match="only the trainer puts chunks"):
-        town.desk.put_chunk("a" * 64, digest(chunk), chunk, digest(chunk))
+        put_chunk(town.desk, "a" * 64, digest(chunk), chunk, digest(chunk))
     with pytest.raises(Refused, match="do not have the hash in the path"):
-        town.desk.put_chunk(trainer, digest(b"other"), chunk, digest(chunk))
+        put_chunk(town.desk, trainer, digest(b"other"), chunk, digest(chunk))
     assert not town.desk.blobs.has(digest(chunk))
-    town.desk.put_chunk(trainer, digest(chunk), chunk, digest(chunk))
+    put_chunk(town.desk, trainer, digest(chunk), chunk, digest(chunk))
     assert town.desk.blobs.has(digest(chunk))
 
 
@@ -202,7 +204,7 @@ def test_garbage_is_refused_by_name_and_books_nothing(town):
 def test_a_restart_replays_to_the_same_state(town):
     asyncio.run(town.live(town.trainer(), town.validator(), town.worker("one")))
     again = open_run(town.folder, town.config)
-    assert again.state_hash() == town.desk.state_hash()
+    assert Board(again).state_hash() == Board(town.desk).state_hash()
 
 
 def test_an_environment_that_changed_is_refused_on_resume(town, monkeypatch):
@@ -275,17 +277,18 @@ def test_the_state_is_hashed_once_a_head_and_seldom_where_it_takes_long(town, mo
         now[0] += 0.5
         return "0" * 64
 
-    monkeypatch.setattr("shoal.roles.coordinator.desk.state_hash", slowly)
+    monkeypatch.setattr("shoal.roles.coordinator.board.state_hash", slowly)
     town.desk.clock = lambda: now[0]
-    first = town.desk.state_hash()
+    board = Board(town.desk)
+    first = board.state_hash()
     now[0] += 100.0
-    assert town.desk.state_hash() == first and hashed == [0]
+    assert board.state_hash() == first and hashed == [0]
     for at, action in ((0.0, "pause"), (10.0, "resume")):
         now[0] += at
         asyncio.run(town.desk.book.submit(Admin(action, "", now[0])))
-        assert town.desk.state_hash().seq == 1
+        assert board.state_hash().seq == 1
     now[0] += 15.0
-    newest = town.desk.state_hash()
+    newest = board.state_hash()
     assert (newest.seq, newest.head) == (2, town.desk.state.head) and hashed == [0, 1, 2]
 
 
@@ -311,8 +314,8 @@ def test_a_version_signed_again_at_once_changes_nothing_and_later_is_served(tmp_
     manifest = t.Manifest(town.desk.state.run, "policy", 0, (), "float32", "a" * 64, (entry,), 8 << 20, 0.0, 0.0)
 
     def publish(manifest):
-        asyncio.run(town.desk.take_checkpoint(key.public, to_json(sign_manifest(manifest, key, now=now))))
-        return open_manifest(town.desk.manifest("latest"), run=manifest.run, keys=(key.public,), now=now)
+        asyncio.run(take_checkpoint(town.desk, key.public, to_json(sign_manifest(manifest, key, now=now))))
+        return open_manifest(signed_manifest(town.desk, "latest"), run=manifest.run, keys=(key.public,), now=now)
 
     first = publish(manifest)
     events = town.desk.state.seq
@@ -325,7 +328,7 @@ def test_a_version_signed_again_at_once_changes_nothing_and_later_is_served(tmp_
 
 
 def test_nodes_are_read_page_by_page_in_the_order_in_which_they_joined(town, monkeypatch):
-    monkeypatch.setattr("shoal.roles.coordinator.desk.MAX_NODES", 3)
+    monkeypatch.setattr("shoal.roles.coordinator.board.MAX_NODES", 3)
     for number in range(7):
         join = t.Join("worker", f"w{number}", 0.0, "x", "float32", "cpu")
         town.desk.book.write(Enter(digest(b"%d" % number), join, 0.0), 0.0)

@@ -72,8 +72,8 @@ def test_balances_sum_to_what_was_issued(town, capsys):
 
 
 def test_pages_of_the_call_together_give_the_whole_explanation(town, keys, monkeypatch):
-    monkeypatch.setattr("shoal.roles.coordinator.desk.MAX_CREDIT_LINES", 5)
-    monkeypatch.setattr("shoal.roles.coordinator.desk.MAX_EVENTS", 40)
+    monkeypatch.setattr("shoal.roles.coordinator.credits.MAX_CREDIT_LINES", 5)
+    monkeypatch.setattr("shoal.roles.coordinator.credits.MAX_EVENTS", 40)
     lines, after, more = [], -1, True
     while more:
         page = ask(town, f"/v1/nodes/{keys['honest']}/credits?after={after}", CreditPage)

@@ -7,6 +7,7 @@ import pytest
 from shoal.errors import StateError
 from shoal.launch.samples import flat_samples
 from shoal.ledger.facts.run import Admin
+from shoal.roles.coordinator.board import Board
 from tests.roles.town import Town, tiny_run
 
 ALWAYS_HALF = """
@@ -30,11 +31,11 @@ def test_a_run_without_signal_says_so_waits_and_can_be_drained(tmp_path):
     heard, samples, waited = [], [], []
 
     async def host():
-        while not town.desk.status().pause_cause:
+        while not Board(town.desk).status().pause_cause:
             await asyncio.sleep(0.05)
         accepted = town.desk.state.accepted_groups
         await asyncio.sleep(1.0)  # what is in hand is still judged, and nothing more is leased
-        heard.append(town.desk.status())
+        heard.append(Board(town.desk).status())
         waited.append(town.desk.state.accepted_groups - accepted)
         samples.extend(flat_samples(town.folder))
         await town.desk.book.submit(Admin("drain", "", town.desk.clock()))
@@ -63,7 +64,7 @@ def test_rollouts_that_are_not_kept_any_more_are_told_so(tmp_path):
     town = Town(tmp_path / "run", config)
 
     async def host():
-        while not town.desk.status().pause_cause:
+        while not Board(town.desk).status().pause_cause:
             await asyncio.sleep(0.05)
         for name, submission in town.desk.state.submissions.items():
             if submission.decided:

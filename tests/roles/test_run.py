@@ -19,7 +19,7 @@ from shoal.ledger.facts.run import Admin
 from shoal.metrics import read_metrics
 from shoal.protocol import types as t
 from shoal.protocol.wire import from_msgpack
-from shoal.roles.coordinator.desk import batch_of
+from shoal.roles.coordinator.board import Board, batch_of
 from tests.roles.town import Town, tiny_run
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
@@ -112,7 +112,7 @@ class ComesWhenCalled:
     async def run(self):
         while not self.heard:
             await asyncio.sleep(0.05)
-            waiting_for = self.town.desk.status().waiting_for
+            waiting_for = Board(self.town.desk).status().waiting_for
             self.heard = waiting_for if waiting_for.startswith("other workers") else ""
         assert self.town.desk.state.main.batches == {}, "one worker alone fills no batch"
         await self.worker.run()
@@ -246,7 +246,7 @@ def test_a_drained_run_ends_for_everybody_at_once(tmp_path):
             roles.append(group.create_task(town.worker("worker").run()))
             async with asyncio.timeout(60.0):
                 while town.desk.state.phase != "ended":
-                    said.add(town.desk.status().waiting_for)
+                    said.add(Board(town.desk).status().waiting_for)
                     await asyncio.sleep(0.01)
                 ended_at = time.monotonic()
                 await asyncio.wait(roles)

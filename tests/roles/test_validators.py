@@ -12,6 +12,7 @@ from shoal.ledger.facts.pay import Slash
 from shoal.ledger.facts.verdicts import VerdictGiven
 from shoal.ledger.law import LAW, Law
 from shoal.protocol import types as t
+from shoal.roles.coordinator.judging import next_check, take_verdict
 from shoal.roles.validator import Validator
 from tests.attacks.validators import Hangman, Idler
 from tests.roles.town import Town, tiny_run
@@ -97,7 +98,7 @@ async def until_submitted(town, *roles):
     while not work.done():
         work.cancel()  # again: `wait_for` may swallow it where what it waits for ends at the same moment
         await asyncio.wait([work], timeout=1.0)
-    (check,) = [found for number in (0, 1) if (found := town.desk.next_check(key_of(town, number)))][:1]
+    (check,) = [found for number in (0, 1) if (found := next_check(town.desk, key_of(town, number)))][:1]
     return check
 
 
@@ -120,13 +121,13 @@ def test_a_verdict_that_was_overtaken_is_asked_for_again_and_accuses_nobody(tmp_
     async def story():
         check, first, second = await asked(town)
         shown = dict.fromkeys((first, second), (0.1, 0.2, 0.3, 0.4))
-        await town.desk.take_verdict(first, all_accepted(check, shown))
+        await take_verdict(town.desk, first, all_accepted(check, shown))
         town.desk.clock = lambda: check.deadline + 1000.0
         before = town.desk.blobs.size_bytes
         with pytest.raises(Refused, match="lacks a projection for each validator that has judged by now"):
-            await town.desk.take_verdict(second, all_accepted(check, {second: shown[second]}))
+            await take_verdict(town.desk, second, all_accepted(check, {second: shown[second]}))
         assert town.desk.blobs.size_bytes == before
-        await town.desk.take_verdict(second, all_accepted(check, shown))
+        await take_verdict(town.desk, second, all_accepted(check, shown))
 
     asyncio.run(story())
     audit = town.audit()
@@ -140,14 +141,14 @@ def test_a_voice_that_shows_other_activations_is_accused_and_one_of_other_slots_
 
     async def story():
         check, first, second = await asked(town)
-        await town.desk.take_verdict(first, all_accepted(check, {first: (0.1, 0.2, 0.3, 0.4)}))
+        await take_verdict(town.desk, first, all_accepted(check, {first: (0.1, 0.2, 0.3, 0.4)}))
         town.desk.clock = lambda: check.deadline + 1000.0
         verdict = all_accepted(check, {first: (0.4, 0.3, 0.2, 0.1), second: (0.1, 0.2, 0.3, 0.4)})
         if not same_slots:
             one, *others = verdict.groups
             refused = t.GroupVerdict(one.slot, False, "hard", "prompt", "prompt is not the task's")
             verdict = t.Verdict(verdict.submission, (refused, *others), verdict.projections)
-        await town.desk.take_verdict(second, verdict)
+        await take_verdict(town.desk, second, verdict)
         return first
 
     first = asyncio.run(story())
@@ -162,11 +163,11 @@ def test_projections_are_private_until_all_have_judged(tmp_path):
     async def story():
         check, first, second = await asked(town)
         shown = dict.fromkeys((first, second), (0.1, 0.2, 0.3, 0.4))
-        await town.desk.take_verdict(first, all_accepted(check, shown))
+        await take_verdict(town.desk, first, all_accepted(check, shown))
         blob = town.desk.state.submissions[check.id].projections[first]
         assert not any(town.desk.kept.may_read(blob, key) for key in ("", second, town.desk.state.trainer_key))
         town.desk.clock = lambda: check.deadline + 1000.0
-        await town.desk.take_verdict(second, all_accepted(check, shown))
+        await take_verdict(town.desk, second, all_accepted(check, shown))
         assert town.desk.kept.may_read(blob, "")
 
     asyncio.run(story())
@@ -183,12 +184,12 @@ def test_nothing_is_kept_of_projections_that_nobody_asked_for(tmp_path):
         values = (0.1, 0.2, 0.3, 0.4)
         more = {f"{i:064x}": values for i in range(2000)}
         before = town.desk.blobs.size_bytes
-        await town.desk.take_verdict(first, all_accepted(check, {first: values} | more))
+        await take_verdict(town.desk, first, all_accepted(check, {first: values} | more))
         kept = town.desk.blobs.size_bytes
         assert kept - before < 200
-        await town.desk.take_verdict(first, all_accepted(check, {first: (0.4, 0.3, 0.2, 0.1)}))  # a second time
+        await take_verdict(town.desk, first, all_accepted(check, {first: (0.4, 0.3, 0.2, 0.1)}))  # a second time
         with pytest.raises(Refused, match="has not joined as a validator"):
-            await town.desk.take_verdict(key_of(town, 2), all_accepted(check, more))
+            await take_verdict(town.desk, key_of(town, 2), all_accepted(check, more))
         assert town.desk.blobs.size_bytes == kept and other not in town.desk.state.submissions[check.id].verdicts
 
     asyncio.run(story())
@@ -201,7 +202,7 @@ def test_a_suspended_validator_is_told_so_and_asked_no_more(tmp_path):
         await until_submitted(town, town.trainer(), town.worker("honest"))
         town.desk.state.members[key_of(town, 0)].standing = "suspended"
         with pytest.raises(Refused, match="is asked no more"):
-            town.desk.next_check(key_of(town, 0))
+            next_check(town.desk, key_of(town, 0))
 
     asyncio.run(story())
 

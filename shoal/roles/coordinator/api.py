@@ -1,7 +1,8 @@
 """The coordinator's HTTP calls, version 1: one table, one short handler each.
 
-Called by uvicorn, and by tests without a socket. A handler reads a request within the gate's limits, asks the desk,
-and encodes the answer. It decides nothing: refusals come from the rules and are told with their status here.
+Called by uvicorn, and by tests without a socket. A handler reads a request within the gate's limits, asks the desk or
+a file beside it, and encodes the answer. It decides nothing: refusals come from the rules and are told with their
+status here.
 """
 
 import time
@@ -37,8 +38,12 @@ from shoal.protocol.constants import (
     SMALL_BODY_BYTES,
 )
 from shoal.protocol.identity import Caller
-from shoal.roles.coordinator.desk import Desk, batch_of, node_state
+from shoal.roles.coordinator.board import Board, batch_of, node_state
+from shoal.roles.coordinator.credits import credit_page, statement
+from shoal.roles.coordinator.desk import Desk
+from shoal.roles.coordinator.judging import admit_validator, next_check, take_verdict
 from shoal.roles.coordinator.line import Line
+from shoal.roles.coordinator.versions import admit_trainer, put_chunk, signed_manifest, take_checkpoint
 
 STATUS_OF = {
     "not_joined": 403, "not_admitted": 403, "kicked": 403, "not_yours": 403, "conflict": 409, "fork": 409,
@@ -57,7 +62,7 @@ Handler = Callable[["Api", Request], Awaitable[Response]]
 
 def application(desk: Desk, **options: Any) -> Starlette:
     """The coordinator as an ASGI application. `options` are Starlette's."""
-    api = Api(desk, Gate(desk.clock), Line(desk.book))
+    api = Api(desk, Board(desk), Gate(desk.clock), Line(desk.book))
     routes = [Route(call.path, _bound(handler, api), methods=[call.method]) for call, handler in CALLS]
     return server.application(routes, **options)
 
@@ -75,6 +80,7 @@ def _bound(handler: Handler, api: "Api") -> Callable[[Request], Awaitable[Respon
 @dataclass(frozen=True)
 class Api:
     desk: Desk
+    board: Board
     gate: Gate
     line: Line
 
@@ -98,12 +104,12 @@ class Api:
 
 async def get_run(api: Api, request: Request) -> Response:
     await api.gate.anyone(request)
-    return answer(api.desk.info())
+    return answer(api.board.info())
 
 
 async def get_nodes(api: Api, request: Request) -> Response:
     await api.gate.anyone(request)
-    return answer(api.desk.nodes(request.query_params.get("after", "")))
+    return answer(api.board.nodes(request.query_params.get("after", "")))
 
 
 async def get_node(api: Api, request: Request) -> Response:
@@ -112,11 +118,11 @@ async def get_node(api: Api, request: Request) -> Response:
 
 async def get_credits(api: Api, request: Request) -> Response:
     key = await _member(api, request)
-    return answer(api.desk.credit_page(key, _number(request.query_params.get("after", "-1"), "after")))
+    return answer(credit_page(api.desk, key, _number(request.query_params.get("after", "-1"), "after")))
 
 
 async def get_statement(api: Api, request: Request) -> Response:
-    return answer(api.desk.statement(await _member(api, request)))
+    return answer(statement(api.desk, await _member(api, request)))
 
 
 async def _member(api: Api, request: Request) -> str:
@@ -130,17 +136,17 @@ async def _member(api: Api, request: Request) -> str:
 
 async def get_status(api: Api, request: Request) -> Response:
     await api.gate.anyone(request)
-    return answer(api.desk.status())
+    return answer(api.board.status())
 
 
 async def get_state(api: Api, request: Request) -> Response:
     await api.gate.anyone(request)
-    return answer(api.desk.state_hash())
+    return answer(api.board.state_hash())
 
 
 async def get_manifest(api: Api, request: Request) -> Response:
     await api.gate.anyone(request)
-    return answer_bytes(api.desk.manifest(request.path_params["version"]), "application/json")
+    return answer_bytes(signed_manifest(api.desk, request.path_params["version"]), "application/json")
 
 
 async def get_batch(api: Api, request: Request) -> Response:
@@ -153,8 +159,8 @@ async def get_batch(api: Api, request: Request) -> Response:
         if batch is not None:
             return answer(batch)
         if left_s <= 0 or api.desk.state.phase == "ended":
-            raise Refused("nothing_yet", f"batch {step} is not formed yet: {api.desk.status().waiting_for}")
-        await api.desk.book.changed(left_s, BatchFormed, RunEnded)  # guard: wake-for-batches-only
+            raise Refused("nothing_yet", f"batch {step} is not formed yet: {api.board.status().waiting_for}")
+        await api.desk.book.changed(left_s, BatchFormed)  # guard: wake-for-batches-only
 
 
 async def get_events(api: Api, request: Request) -> Response:
@@ -175,7 +181,7 @@ async def get_health(api: Api, request: Request) -> Response:
 
 async def get_metrics(api: Api, request: Request) -> Response:
     """Prometheus text."""
-    status = api.desk.status()
+    status = api.board.status()
     lines = [
         f"shoal_version {status.version}", f"shoal_groups_accepted_total {status.accepted}",
         f"shoal_groups_in_flight {status.in_flight}", f"shoal_submissions_pending {status.pending}",
@@ -187,7 +193,7 @@ async def get_metrics(api: Api, request: Request) -> Response:
 
 async def get_front(api: Api, request: Request) -> Response:
     """What a person sees who opens the URL."""
-    info, status = api.desk.info(), api.desk.status()
+    info, status = api.board.info(), api.board.status()
     url = str(request.base_url).rstrip("/")
     return PlainTextResponse(
         f"shoal run {info.name}: {status.phase}, version {status.version} of {status.steps}, "
@@ -243,29 +249,29 @@ async def get_checks(api: Api, request: Request) -> Response:
     caller, _ = await api.caller(request)
     until = time.monotonic() + LONG_POLL_S
     while True:
-        check = api.desk.next_check(caller.key)
+        check = next_check(api.desk, caller.key)
         left_s = until - time.monotonic()
-        over = api.desk.state.phase == "ended" and not api.desk.status().pending
+        over = api.desk.state.phase == "ended" and not api.board.status().pending
         if check is not None or over or left_s <= 0:
-            return answer(t.CheckAnswer(check, "" if check else api.desk.status().waiting_for))
+            return answer(t.CheckAnswer(check, "" if check else api.board.status().waiting_for))
         await api.desk.book.changed(min(left_s, api.desk.state.law.turn_s), *TO_JUDGE)  # a turn comes without an event
 
 
 async def put_verdict(api: Api, request: Request) -> Response:
     caller = api.admit(request, MAX_JSON_BYTES)
-    api.desk.admit_validator(caller.key)  # guard: verdicts-from-validators
+    admit_validator(api.desk, caller.key)
     body = await api.gate.body(request, caller)
     verdict = server.decode(body, t.Verdict)
     if verdict.submission != request.path_params["id"]:
         raise Refused("malformed", "the verdict names another submission than the path")
-    await api.desk.take_verdict(caller.key, verdict)
+    await take_verdict(api.desk, caller.key, verdict)
     return answer(t.Done(api.desk.state.seq))
 
 
 async def post_checkpoints(api: Api, request: Request) -> Response:
     caller = api.admit(request, MAX_MANIFEST_BYTES)
-    api.desk.admit_trainer(caller.key)
-    await api.desk.take_checkpoint(caller.key, await api.gate.body(request, caller))
+    admit_trainer(api.desk, caller.key)
+    await take_checkpoint(api.desk, caller.key, await api.gate.body(request, caller))
     return answer(t.Done(api.desk.state.seq))
 
 
@@ -282,9 +288,9 @@ async def get_blob(api: Api, request: Request) -> Response:
 
 async def put_blob(api: Api, request: Request) -> Response:
     caller = api.admit(request, MAX_CHUNK_BYTES)
-    api.desk.admit_trainer(caller.key)  # guard: chunks-from-the-trainer
+    admit_trainer(api.desk, caller.key)
     body = await api.gate.body(request, caller)
-    api.desk.put_chunk(caller.key, request.path_params["hash"], body, caller.digest)
+    put_chunk(api.desk, caller.key, request.path_params["hash"], body, caller.digest)
     return answer(t.Done(api.desk.state.seq))
 
 
@@ -296,7 +302,7 @@ async def post_admin(api: Api, request: Request) -> Response:
         )
     asked = server.decode(body, t.AdminRequest)
     await api.desk.book.submit(Admin(request.path_params["action"], asked.node, api.desk.clock()))
-    return answer(api.desk.status())
+    return answer(api.board.status())
 
 
 def _number(text: str, what: str) -> int:

@@ -1,7 +1,7 @@
 """The coordinator: grants leases, takes submissions, hands them to validators, forms batches, keeps the log.
 
-Started by the launcher on a prepared run folder. The rules are in `ledger/rules`, the run's private side in `desk`,
-the HTTP calls in `api`. It knows no model: no torch.
+Started by the launcher on a prepared run folder. The rules are in `ledger/rules`, the run's private side in `desk`
+and the files that it names, the HTTP calls in `api`. It knows no model: no torch.
 """
 
 import asyncio

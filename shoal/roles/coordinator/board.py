@@ -1,0 +1,125 @@
+"""The run's notice board: what anyone may read of it, and what it waits for.
+
+Called by `api`. It tells what the state says, in the words of the wire, and changes nothing.
+"""
+
+from itertools import islice
+
+from shoal.ledger.answers import Refused
+from shoal.ledger.rules.batches import groups_beyond_share, next_members
+from shoal.ledger.rules.leases import groups_in_flight, without_signal
+from shoal.ledger.state import Member, State, state_hash
+from shoal.protocol import types as t
+from shoal.protocol.constants import MAX_NODES, PROTOCOL_VERSION
+from shoal.roles.coordinator.desk import Desk
+
+HASHING_SHARE = 0.02
+"""Of the coordinator's time, at most, that goes into hashing its whole state for whoever asks."""
+
+
+class Board:
+    """What a desk's run shows to anyone."""
+
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
+        self._waiting = ("", desk.clock())
+        self._hashed: t.StateHash | None = None
+        self._hash_again_at = 0.0
+
+    def info(self) -> t.RunInfo:
+        """The run, for a stranger."""
+        state = self._desk.state
+        assert state.sampling is not None
+        return t.RunInfo(
+            run=state.run, name=state.name, protocol=PROTOCOL_VERSION, run_key=state.run_key,
+            trainer_key=state.trainer_key, head=state.head, chain_end=state.chain_end, envs=state.envs,
+            sampling=state.sampling, rules=state.rules, phase=state.phase, version=state.main.version,  # type: ignore[arg-type]
+        )  # fmt: skip
+
+    def nodes(self, after: str = "") -> list[t.NodeState]:
+        """The next `MAX_NODES` members after one, or the first, in the order in which they joined. Raises `Refused`."""
+        keys = iter(self._desk.state.members)
+        if after and after not in keys:  # which also takes it and all before it off
+            raise Refused("unknown", f"no node {after[:16]} in this run")
+        return [node_state(self._desk.state.members[key]) for key in islice(keys, MAX_NODES)]  # guard: page-of-nodes
+
+    def status(self) -> t.Status:
+        """Where the run stands and what it waits for."""
+        state = self._desk.state
+        reason, flat = waiting_for(state), without_signal(state, state.main)
+        same = "no signal" if flat else reason
+        if same != self._waiting[0]:
+            self._waiting = (same, self._desk.clock())
+        if flat and state.phase != "paused":
+            reason = f"{reason}; {flat}"
+        return t.Status(
+            name=state.name, phase=state.phase, version=state.main.version, steps=state.rules.steps,
+            accepted=state.accepted_groups, refused=state.refused, in_flight=groups_in_flight(state, state.main),
+            pending=len(state.pending) + len(state.rechecks), waiting_for=reason,
+            waiting_s=self._desk.clock() - self._waiting[1],
+            flat_groups=state.main.flat, flat_reward=state.main.flat_reward / max(1, state.main.flat),
+            pause_cause=state.pause_cause,
+        )  # fmt: skip
+
+    def state_hash(self) -> t.StateHash:
+        """What a replay must give at the newest event; or, where that takes long to reckon, at one a little older."""
+        began, known = self._desk.clock(), self._hashed
+        # guard: seldom-hashed
+        if known is not None and (known.head == self._desk.state.head or began < self._hash_again_at):
+            return known
+        self._hashed = t.StateHash(self._desk.state.seq, self._desk.state.head, state_hash(self._desk.state))
+        self._hash_again_at = began + (self._desk.clock() - began) / HASHING_SHARE
+        return self._hashed
+
+
+def waiting_for(state: State) -> str:
+    """Who or what the run waits for, in words."""
+    if state.phase == "ended":
+        return (
+            f"validators: {len(state.pending)} submissions to judge" if state.pending else "nothing: the run has ended"
+        )
+    if state.phase == "paused" and (flat := without_signal(state, state.main)):
+        return f"the host: {flat}. Look at some of them, then `shoal admin resume` or `shoal admin drain`"
+    if state.phase == "paused":
+        return "the host: the run is paused"
+    if state.main.version < 0:
+        return "the trainer: the first version"
+    if state.main.version in state.main.batches:
+        return f"the trainer: step {state.main.version}"
+    need, have = state.rules.batch_groups, len(next_members(state, state.main))
+    if state.pending:
+        judged = f"{have} of {need} groups for step {state.main.version}"
+        return f"validators: {len(state.pending)} submissions to judge ({judged})"
+    if state.phase == "draining":
+        out = len(state.open_leases)
+        return f"workers: {out} lease{'s' if out != 1 else ''} to finish, then the run ends"
+    if not any(node.role == "worker" for node in state.members.values()):
+        return "workers: none has joined yet"
+    surplus = groups_beyond_share(state, state.main)
+    if surplus:
+        return (
+            f"other workers: {have} of {need} groups for step {state.main.version}, and {surplus} more of workers that "
+            "have filled their share (verify.worker_share)"
+        )
+    return f"workers: {have} of {need} groups for step {state.main.version}"
+
+
+def node_state(node: Member) -> t.NodeState:
+    """What the wire says of a node."""
+    return t.NodeState(
+        key=node.key, role=node.role, name=node.name, standing=node.standing,  # type: ignore[arg-type]
+        credits=node.credits, accepted=node.accepted, refused=node.refused, lapsed=node.lapsed, reasons=node.reasons,
+        last_reason=node.last_reason, vested=node.vested, leases=node.leases, influence=node.influence,
+        stale=node.stale,
+    )  # fmt: skip
+
+
+def batch_of(state: State, step: int) -> t.Batch | None:
+    """The batch of a step as the trainer reads it, or None before it is formed."""
+    if step not in state.main.batches:
+        return None
+    members = []
+    for version, number in state.main.batches[step]:
+        slot = state.main.versions[version].slots[number]
+        members.append(t.BatchGroup(version, number, slot.submission, slot.index, slot.digest, slot.rewards))
+    return t.Batch(step, tuple(members))

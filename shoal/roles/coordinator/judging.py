@@ -1,0 +1,114 @@
+"""Judging: which submission a validator gets, and what becomes of its verdict and its projections.
+
+Called by `api` for each of a validator's requests. It hands out, compares what two validators show of the same
+activations, and books. What a verdict settles is decided in `ledger/rules/verdicts`.
+"""
+
+import logging
+from collections.abc import Sequence
+
+import msgspec
+
+from shoal.algos.projection import VALUES, agree
+from shoal.errors import NothingYet
+from shoal.ledger.answers import Refused
+from shoal.ledger.facts.members import NodeQuarantined, ValidatorFault
+from shoal.ledger.facts.pay import Slash
+from shoal.ledger.facts.run import RulesChanged
+from shoal.ledger.facts.verdicts import Judge
+from shoal.ledger.rules.leases import without_signal
+from shoal.ledger.rules.verdicts import is_open, to_judge
+from shoal.ledger.seeds import recheck_draw
+from shoal.ledger.state import SubmissionRecord
+from shoal.protocol import types as t
+from shoal.protocol.wire import WireError, from_json, to_json
+from shoal.roles.coordinator.desk import Desk
+
+log = logging.getLogger("coordinator")
+
+
+def admit_validator(desk: Desk, key: str) -> None:
+    """Raises `Refused` unless the key is that of a validator of this run, asked or not."""
+    if key not in desk.state.validators:
+        raise Refused("not_admitted", f"{key[:12]} is not a validator's key: `shoal admin admit` admits it")
+
+
+def next_check(desk: Desk, key: str) -> t.Check | None:
+    """The oldest submission whose turn is this validator's. Raises `Refused`."""
+    node = desk.state.members.get(key)
+    if node is None or node.role != "validator":
+        raise Refused("not_joined", f"{key[:12]} has not joined as a validator: POST /v1/nodes first")
+    if key not in desk.state.judges():  # guard: suspended-gets-no-work
+        raise Refused("kicked", f"validator {node.name} ({key[:12]}) is asked no more: {node.last_reason}")
+    now = desk.clock()
+    names = to_judge(desk.state, key, now)
+    if not names:
+        return None
+    submission = desk.state.submissions[names[0]]
+    lease = desk.wire_lease(desk.state.leases[submission.lease])
+    return t.Check(
+        names[0], lease, submission.audited, now + desk.state.law.turn_s, submission.draws, submission.rate,
+        submission.mean_influence, (key, *submission.verdicts) if len(desk.state.judges()) > 1 else (),
+    )  # fmt: skip
+
+
+async def take_verdict(desk: Desk, key: str, verdict: t.Verdict) -> None:
+    """Book a verdict. Raises `Refused`."""
+    submission = desk.state.submissions.get(verdict.submission)
+    if submission is None:
+        raise Refused("unknown", f"no submission {verdict.submission[:12]}")
+    projection, differs_from = _compare(desk, key, submission, verdict)
+    bare = msgspec.structs.replace(verdict, projections={})
+    link = desk.audit_links[desk.state.leases[submission.lease].version + 1]
+    again = recheck_draw(verdict.submission, link)
+    judged = Judge(key, bare, desk.clock(), projection, again, differs_from)
+    for entry in await desk.book.submit(judged):
+        match entry.body:
+            case NodeQuarantined(node=node, cause=cause):
+                log.info("quarantined node=%s cause=%r", node[:12], cause)
+            case RulesChanged(phase="paused"):
+                log.warning("paused: %s", without_signal(desk.state, desk.state.main))
+            case Slash(node=node, tokens=tokens):
+                log.warning("slashed node=%s tokens=%d submission=%s", node[:12], tokens, verdict.submission[:12])
+            case ValidatorFault(validator=validator, cause=cause):
+                log.warning("validator=%s submission=%s fault=%r", validator[:12], verdict.submission[:12], cause)
+            case _:
+                pass
+
+
+def _compare(desk: Desk, key: str, submission: SubmissionRecord, verdict: t.Verdict) -> tuple[str, tuple[str, ...]]:
+    """Keep what a verdict shows of the activations; returns its blob, and the earlier voices that show others.
+
+    Raises `Refused` for one that does not show what the check asked for, or that was overtaken by another voice.
+    """
+    state, slots, judges = desk.state, _audited(verdict.groups), desk.state.judges()
+    sits = key in judges and len(judges) > 1  # guard: projections-of-judges
+    # guard: projections-of-first-verdicts
+    if not sits or key in submission.verdicts or not is_open(state, submission) or not slots:
+        return "", ()
+    asked = (key, *submission.verdicts)
+    if any(len(verdict.projections.get(other, ())) != VALUES for other in asked):  # guard: compared-with-all
+        raise Refused("not_your_turn", f"submission {submission.digest[:12]}: the verdict lacks a projection for each "
+                      "validator that has judged by now: ask GET /v1/checks again")  # fmt: skip
+    shown = {other: verdict.projections[other] for other in asked}  # guard: projections-asked-for
+    blob = desk.blobs.put(to_json(shown))
+    desk.kept.projections[blob] = submission.digest
+    # guard: accuse-of-the-same-slots
+    alike = [other for other, groups in submission.verdicts.items() if _audited(groups) == slots]
+    # guard: accuse-who-differs
+    return blob, tuple(other for other in alike if not _agrees(desk, submission, other, shown))
+
+
+def _agrees(desk: Desk, submission: SubmissionRecord, other: str, found: dict[str, tuple[float, ...]]) -> bool:
+    """Whether another validator's projection is what a later one found for its key."""
+    try:
+        data = desk.blobs.get(submission.projections.get(other, ""))
+        claimed = from_json(data, dict[str, tuple[float, ...]])
+    except (NothingYet, WireError):
+        claimed = {}
+    return agree(claimed.get(other, ()), found.get(other, ()))
+
+
+def _audited(groups: Sequence[t.GroupVerdict]) -> set[int]:
+    """Slots whose activations a verdict speaks of."""
+    return {group.slot for group in groups if group.audited}

@@ -1,0 +1,57 @@
+"""Policy versions: the trainer's chunks and manifests come in, and are kept for whoever asks.
+
+Called by `api`. It takes nothing from anyone but the trainer, and nothing that has another hash than its name. That a
+version is published once is decided in `ledger/rules/versions`; how long its chunks stay, in `kept`.
+"""
+
+from shoal.ledger.answers import Refused
+from shoal.ledger.facts.versions import Publish
+from shoal.protocol.constants import CHAIN_LENGTH, MAX_CHUNK_BYTES
+from shoal.roles.coordinator.desk import Desk
+from shoal.weights.manifest import is_renewal, open_manifest
+
+
+def admit_trainer(desk: Desk, key: str) -> None:
+    """Raises `Refused` unless the key is the trainer's."""
+    if key != desk.state.trainer_key:  # guard: trainer-puts-chunks
+        raise Refused(
+            "not_admitted",
+            "only the trainer puts chunks and versions; submissions go to /v1/leases/{id}/submission",
+        )
+
+
+def put_chunk(desk: Desk, key: str, name: str, body: bytes, found: str) -> None:
+    """Keep a chunk from the trainer, which hashes to `found`. Raises `Refused`."""
+    admit_trainer(desk, key)
+    if len(body) > MAX_CHUNK_BYTES or found != name:  # guard: chunk-name
+        raise Refused("malformed", "the bytes do not have the hash in the path, or are longer than MAX_CHUNK_BYTES")
+    desk.blobs.put(body, found)
+
+
+async def take_checkpoint(desk: Desk, key: str, signed: bytes) -> None:
+    """Book a new version whose chunks are all here, or a later date of one. Raises `Refused`, `PeerError`."""
+    state = desk.state
+    manifest = open_manifest(signed, run=state.run, keys=(state.trainer_key,), now=desk.clock())
+    missing = [c for f in manifest.files for c in f.chunks if not desk.blobs.has(c)]
+    if missing:
+        raise Refused("incomplete", f"{len(missing)} chunks are missing, such as {missing[0][:12]}: PUT them first")
+    known = desk.kept.manifests.get(manifest.version)
+    sent_again = known is not None and not is_renewal(manifest, known)  # guard: renewal-interval
+    name = state.main.versions[manifest.version].manifest if sent_again else desk.blobs.put(signed)
+    links = desk.links_of([*desk.hidden_versions(), manifest.version])
+    await desk.book.submit(Publish(key, manifest.version, manifest.root, name, links, desk.clock()))
+    desk.kept.remember(manifest.version)
+    desk.kept.forget_old()
+
+
+def signed_manifest(desk: Desk, version: str) -> bytes:
+    """The signed manifest of a version or of "latest", as stored. Raises `NothingYet`."""
+    # guard: number-length
+    known = version.isdecimal() and len(version) <= len(str(CHAIN_LENGTH))  # Python reads no number of 5,000 digits
+    number = desk.state.main.version if version == "latest" else int(version) if known else -1
+    record = desk.state.main.versions.get(number)
+    if record is None:
+        raise Refused(
+            "nothing_yet", f"version {version[:16]} is not published; the latest is {desk.state.main.version}"
+        )
+    return desk.blobs.get(record.manifest)
