@@ -12,7 +12,7 @@ import pytest
 from shoal.folder import replaced_folder, write_atomically
 from shoal.net.keys import save_key
 from shoal.protocol.identity import Key
-from shoal.roles.trainer import keep_checkpoint
+from shoal.roles.trainer.publishing import keep_checkpoint
 from tests.scarce import full_disk
 
 OPERATIONS = ("fsync", "replace", "rename", "link", "unlink", "rmdir", "mkdir")

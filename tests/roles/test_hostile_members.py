@@ -61,7 +61,7 @@ def test_an_event_that_nobody_could_read_is_not_stored():
 
 def test_a_long_log_is_read_page_by_page(tmp_path, monkeypatch):
     monkeypatch.setattr("shoal.roles.coordinator.api.MAX_EVENTS_BYTES", 2_000)
-    monkeypatch.setattr("shoal.roles.trainer.MAX_EVENTS_BYTES", 2_000)
+    monkeypatch.setattr("shoal.roles.trainer.batches.MAX_EVENTS_BYTES", 2_000)
     town = Town(tmp_path / "run", tiny_run())
     for number in range(40):
         asyncio.run(joined(town, f"name {number}"))
@@ -70,12 +70,12 @@ def test_a_long_log_is_read_page_by_page(tmp_path, monkeypatch):
     async def story():
         async with trainer.client:
             page = await trainer.client.get("/v1/events?after=-1", cap=MAX_EVENTS_BYTES)
-            await trainer._accepted_for(0)
+            await trainer.batches.accepted_for(0)
             return page
 
     page = asyncio.run(story())
     assert 2_000 < len(page) < 6_000
-    assert trainer.seen_seq == town.desk.state.seq >= 40
+    assert trainer.batches.seen_seq == town.desk.state.seq >= 40
 
 
 class Vandal(Worker):

@@ -8,7 +8,7 @@ from shoal.launch.snapshot import Snapshot
 from shoal.launch.summary import UsageBook, write_summary
 from shoal.ledger.facts.run import Admin
 from shoal.policy.files import tensors_of
-from shoal.roles import trainer
+from shoal.roles.trainer import publishing
 from tests.roles.town import Town, tiny_run
 
 RUN = tiny_run(steps=2, storage={"checkpoint_every": 1})
@@ -26,12 +26,12 @@ class DiesOnce:
 
     async def run(self):
         with self.monkeypatch.context() as patch, pytest.raises(Killed):
-            patch.setattr(trainer, "keep_checkpoint", self._keep_or_die)
+            patch.setattr(publishing, "keep_checkpoint", self._keep_or_die)
             await self.town.trainer().run()
         assert not (self.town.folder.checkpoints / self.before).exists()
         await self.town.trainer().run()
 
-    def _keep_or_die(self, source, target, keep=trainer.keep_checkpoint):
+    def _keep_or_die(self, source, target, keep=publishing.keep_checkpoint):
         if target.name == self.before:
             raise Killed
         keep(source, target)

@@ -1,0 +1,3 @@
+from shoal.roles.trainer.role import Trainer, main
+
+__all__ = ["Trainer", "main"]

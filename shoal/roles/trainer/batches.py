@@ -1,0 +1,86 @@
+"""What a step learns from: the rows of its batch, and what the log says of the groups around it.
+
+Called by `role` once a step. Bodies are fetched and verified by hash; it knows neither the learner nor how a batch was
+formed, which is an event.
+"""
+
+import logging
+from typing import Any
+
+from shoal.algos.advantages import has_signal
+from shoal.config import RunConfig
+from shoal.ledger.facts.batches import BatchFormed, GroupAccepted
+from shoal.ledger.table import read_entry
+from shoal.net.client import Client
+from shoal.protocol import types as t
+from shoal.protocol.constants import MAX_EVENTS, MAX_EVENTS_BYTES, MAX_SUBMISSION_BYTES
+from shoal.protocol.wire import from_msgpack
+from shoal.train.filter import select
+from shoal.train.rows import Row, Unlearnable, mean_rewards, rows_of_group
+
+log = logging.getLogger("trainer")
+
+
+class BatchReader:
+    """Reads batches through a coordinator, in order of their steps."""
+
+    def __init__(self, config: RunConfig, client: Client, vocabulary: int) -> None:
+        self._config, self._client, self._vocabulary = config, client, vocabulary
+        self.seen_seq = -1
+
+    async def rows(self, batch: t.Batch, info: t.RunInfo) -> tuple[list[Row], dict[str, Any]]:
+        """The batch's rows in canonical order, each group verified by its hash; and what the filter left out."""
+        law, bodies = info.rules, {}
+        for name in dict.fromkeys(member.submission for member in batch.groups):
+            body = await self._client.get_blob(name, cap=MAX_SUBMISSION_BYTES)
+            bodies[name] = from_msgpack(body, t.Submission).groups
+        rows_G = [self._rows_of(member, bodies[member.submission][member.index]) for member in batch.groups]
+        chosen = select(batch.groups, rows_G, version=batch.step, max_staleness=law.max_staleness)
+        counts: dict[str, Any] = {
+            "groups_without_signal": chosen.groups_without_signal,
+            "groups_unlearnable": sum(not rows for rows in rows_G),
+            "stale_rollouts": chosen.stale_rollouts,
+        }
+        counts |= await self.accepted_for(batch.step)
+        labels = [spec.label for spec in info.envs]
+        if len(labels) > 1:
+            counts |= {f"reward_mean/{label}": mean for label, mean in mean_rewards(chosen.rows, labels).items()}
+        return chosen.rows, counts
+
+    def _rows_of(self, member: t.BatchGroup, data: bytes) -> list[Row]:
+        """A group's rows; none of one that a validator should have refused, or a single bad one could stop the run."""
+        try:
+            return rows_of_group(
+                member, data, advantage=self._config.train.advantage, vocabulary=self._vocabulary,
+                max_tokens=self._config.sampling.max_tokens,
+            )  # fmt: skip
+        except Unlearnable as fault:
+            log.warning("left out of the batch: %s", fault)
+            return []
+
+    async def accepted_for(self, step: int) -> dict[str, Any]:
+        """Rewards of all groups accepted between the batch of the step before and this one's, with or without signal.
+
+        Read from the log, so that a restart changes nothing: events of earlier steps are read again and left out.
+        """
+        rewards: list[tuple[float, ...]] = []
+        more = True
+        while more:
+            page = await self._client.get(f"/v1/events?after={self.seen_seq}", cap=MAX_SUBMISSION_BYTES)
+            lines = page.splitlines()
+            more = len(lines) >= MAX_EVENTS or len(page) > MAX_EVENTS_BYTES  # guard: full-page-is-not-the-end
+            for line in lines:
+                entry, _ = read_entry(line)
+                self.seen_seq = entry.seq
+                if isinstance(entry.body, GroupAccepted):
+                    rewards.append(entry.body.rewards)
+                elif isinstance(entry.body, BatchFormed) and entry.body.step < step:
+                    rewards.clear()
+                elif isinstance(entry.body, BatchFormed):
+                    more = False
+                    break
+        if not rewards:
+            return {}
+        flat = sum(not has_signal(group) for group in rewards)
+        everything = [reward for group in rewards for reward in group]
+        return {"reward_all_mean": sum(everything) / len(everything), "zero_signal_share": flat / len(rewards)}

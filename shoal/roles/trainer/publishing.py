@@ -1,0 +1,130 @@
+"""What the trainer shows of its versions, and what it keeps of them for the host.
+
+Called by `role` after each step and at start. It writes the learner's policy, sends its chunks, signs its manifest, and
+copies what is due beside the run's other checkpoints. It does not know how a policy is trained.
+"""
+
+import filecmp
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from shoal.config import RunConfig
+from shoal.errors import StateError, cause_of
+from shoal.folder import RunFolder, clear_leftovers, replaced_folder
+from shoal.net.client import Client
+from shoal.policy.files import save_policy
+from shoal.policy.model import Transformer
+from shoal.policy.tiny import make_tiny
+from shoal.protocol import types as t
+from shoal.protocol.constants import MANIFEST_LIFETIME_S, MAX_MANIFEST_BYTES
+from shoal.protocol.identity import Key
+from shoal.protocol.wire import to_json
+from shoal.weights.manifest import open_manifest, renew_at, sign_manifest
+from shoal.weights.publish import HttpSink, publish
+
+log = logging.getLogger("trainer")
+
+
+def start_policy(folder: RunFolder, config: RunConfig) -> Path:
+    """The directory that version 0 comes from: a copy of the run file's, or a tiny one made from the run's seed."""
+    if not folder.policy.exists():
+        if config.policy.path:
+            keep_checkpoint(Path(config.policy.path), folder.policy)
+        else:
+            seed = int.from_bytes(folder.seed()[:4], "big")
+            make_tiny(config.policy.tiny, folder.policy, seed, config.policy.dtype)
+    return folder.policy
+
+
+class Publisher:
+    """Publishes a run's versions through its coordinator, and keeps checkpoints in its folder."""
+
+    def __init__(
+        self, folder: RunFolder, config: RunConfig, client: Client, key: Key, clock: Callable[[], float]
+    ) -> None:
+        self._folder, self._config, self._client, self._key = folder, config, client, key
+        self._clock = clock
+        self._sent: set[str] = set()
+        """Chunks of the version published last: the coordinator has them."""
+        self._renew_at = 0.0
+        """When to look at the dates of what is published."""
+
+    async def publish(self, model: Transformer, version: int) -> None:
+        """Send the version's chunks, announce it, and keep it if it is due; doing so twice changes nothing."""
+        directory = self._write(model)
+        parents = (version - 1,) if version else ()
+        manifest = await publish(
+            directory, HttpSink(self._client), run=self._client.run, version=version, dtype=self._config.policy.dtype,
+            parents=parents, kept=self._sent,
+        )  # fmt: skip
+        self._sent = {chunk for file in manifest.files for chunk in file.chunks}
+        signed = to_json(sign_manifest(manifest, self._key, now=self._clock()))
+        await self._client.send("POST", "/v1/checkpoints", signed, t.Done)
+        self._keep(directory, self._due(version))
+
+    def keep_due(self, model: Transformer, version: int) -> None:
+        """Keep the checkpoints of a version that is published: a kill may have left them out."""
+        if due := self._due(version):
+            self._keep(self._write(model), due)
+
+    def keep_final(self, model: Transformer) -> None:
+        """Keep the policy of a run that ends early."""
+        self._keep(self._write(model), ["final"])
+
+    async def renew(self, newest: int, max_staleness: int) -> None:
+        """Sign again, with a new date, what nodes may still load and is past half its life: a paused run can go on."""
+        if self._clock() < self._renew_at:
+            return
+        dates = []
+        for version in range(max(0, newest - max_staleness), newest + 1):
+            data = await self._client.get(f"/v1/manifests/{version}", cap=MAX_MANIFEST_BYTES)
+            keys = (self._key.public,)
+            manifest = open_manifest(data, run=self._client.run, keys=keys, now=None, version=version)
+            if renew_at(manifest) <= self._clock():
+                signed = sign_manifest(manifest, self._key, now=self._clock())
+                await self._client.send("POST", "/v1/checkpoints", to_json(signed), t.Done)
+                log.info("renewed version=%d", version)
+                dates.append(self._clock() + MANIFEST_LIFETIME_S / 2)
+            else:
+                dates.append(renew_at(manifest))
+        self._renew_at = min(dates)
+
+    def _write(self, model: Transformer) -> Path:
+        """The learner's policy as a directory in HF format; the next one takes its place."""
+        directory = self._folder.trainer / "publishing"
+        save_policy(model, directory, self._config.policy.dtype, tokenizer_from=self._folder.policy)
+        return directory
+
+    def _due(self, version: int) -> list[str]:
+        """Names under which a version is kept for the host; those of most versions are none."""
+        if version == self._config.steps:
+            return [f"v{version:06d}", "final"]
+        return [f"v{version:06d}"] if version % self._config.storage.checkpoint_every == 0 else []
+
+    def _keep(self, directory: Path, names: list[str]) -> None:
+        for name in names:
+            keep_checkpoint(directory, self._folder.checkpoints / name)
+
+
+def keep_checkpoint(source: Path, target: Path) -> None:
+    """Copy a version's directory beside the others, whole or not at all; what is there already is left alone."""
+    try:
+        if _are_alike(source, target):
+            clear_leftovers(target)
+            return
+        with replaced_folder(target) as scratch:
+            shutil.copytree(source, scratch, dirs_exist_ok=True)
+    except OSError as error:
+        raise StateError(
+            f"cannot keep checkpoint {target}: {cause_of(error)}. Free disk space and start again"
+        ) from None
+
+
+def _are_alike(left: Path, right: Path) -> bool:
+    """Whether two directories hold the same files with the same bytes."""
+    names = sorted(path.name for path in left.iterdir())
+    if not right.is_dir() or sorted(path.name for path in right.iterdir()) != names:
+        return False
+    return filecmp.cmpfiles(left, right, names, shallow=False)[0] == names

@@ -1,0 +1,171 @@
+"""The trainer: a function from (version v, batch v) to version v + 1, repeated until the run's last step.
+
+Started by the launcher on the run's folder, or by `shoal train`. It decides nothing about which groups it learns from:
+the batch is an event. Its own state is saved before a version is published, so a kill anywhere repeats the same step
+with the same bits, and a version that was published is never rebuilt differently.
+
+Batches are read in `batches`; what the trainer shows and keeps of its versions is in `publishing`.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from shoal.config import RunConfig
+from shoal.errors import NothingYet, StateError
+from shoal.folder import RunFolder
+from shoal.metrics import MetricsLog
+from shoal.net.client import Client
+from shoal.net.keys import load_or_make_key
+from shoal.net.stopping import Stopping
+from shoal.policy.files import load_policy
+from shoal.protocol import types as t
+from shoal.protocol.identity import Key
+from shoal.roles.trainer.batches import BatchReader
+from shoal.roles.trainer.publishing import Publisher, start_policy
+from shoal.train.checkpoint import load_state, save_state
+from shoal.train.rows import Row
+from shoal.train.selfcheck import largest_gap_nats
+from shoal.train.step import Learner
+
+T = TypeVar("T")
+log = logging.getLogger("trainer")
+
+ALARM_GAP_NATS = 0.01
+"""A start-up self-check above this means that generation and training do not see the same policy."""
+
+
+def main(run_dir: Path, url: str) -> None:
+    """Train the run in `run_dir` through its coordinator at `url` until its last step, or until told to stop."""
+    folder = RunFolder(run_dir)
+    config = folder.config()
+    torch.set_num_threads(config.train.threads)
+    key = load_or_make_key(folder.keys / "trainer.key")
+    trainer = Trainer(folder, config, Client(url, key), key)
+    asyncio.run(trainer.run())
+
+
+class Trainer:
+    """A learner with its run."""
+
+    def __init__(
+        self, folder: RunFolder, config: RunConfig, client: Client, key: Key, clock: Callable[[], float] = time.time
+    ) -> None:
+        """`key` signs the manifests, and is the one that the client signs with."""
+        self.folder, self.config, self.client = folder, config, client
+        model = load_policy(start_policy(folder, config), torch.float32)
+        self.learner = Learner(model, config.train, temperature=config.sampling.temperature, steps=config.steps)
+        self.batches = BatchReader(config, client, model.spec.vocab_size)
+        self.publisher = Publisher(folder, config, client, key, clock)
+        self.metrics = MetricsLog(folder.metrics)
+        self.stopping = Stopping()
+        self.waits: dict[str, float] = {}
+        self.checked = False
+        self.info: t.RunInfo
+
+    async def run(self) -> None:
+        """The trainer's job, whole."""
+        async with self.client:
+            with self.stopping.at_signals():
+                version = await self.stopping.unless(self._open())
+                if version is None:
+                    log.info("stopped before the run was opened")
+                    return
+                while version < self.config.steps and not self.stopping:
+                    began = time.perf_counter()
+                    batch = await self._waiting("batch", self._batch(version))
+                    if batch is None:
+                        break
+                    rows, counts = await self._waiting("bodies", self._rows(batch))
+                    metrics = await asyncio.to_thread(self.learner.step, rows, version)
+                    version += 1
+                    metrics |= counts | await self._save_and_publish(version)
+                    self._report(version, began, metrics)
+                if version < self.config.steps and not self.stopping:
+                    log.info("the run ended early at version=%d: it was drained", version)
+                    self.publisher.keep_final(self.learner.model)
+
+    async def _open(self) -> int:
+        """Load the saved state, or begin; publish and keep what a kill left undone; returns the version to learn from."""
+        self.info = await self.client.get_json("/v1/run", t.RunInfo)
+        self.client.run, self.client.head = self.info.run, self.info.head
+        join = t.Join("trainer", "trainer", 0.0, f"torch-{torch.__version__}", "float32", "cpu")
+        await self.client.post_json("/v1/nodes", join, t.NodeState)
+        state = load_state(self.folder.trainer)
+        version = 0
+        if state is not None:
+            self.learner.restore(state)
+            version = state.version
+        elif self.info.version > 0:
+            raise StateError(
+                f"version {self.info.version} is published but the trainer has no state in {self.folder.trainer}: copy it "
+                "back from the machine that trained, or start a new run from that checkpoint (policy.path)"
+            )
+        else:
+            save_state(self.folder.trainer, self.learner.state(0))
+        log.info("opened version=%d published=%d steps=%d", version, self.info.version, self.config.steps)
+        if version > self.info.version:
+            await self.publisher.publish(self.learner.model, version)
+        else:
+            self.publisher.keep_due(self.learner.model, version)
+        if self.info.phase != "ended":
+            await self.publisher.renew(version, self.info.rules.max_staleness)
+        return version
+
+    async def _batch(self, step: int) -> t.Batch | None:
+        """The step's batch, waited for; None when we are to stop or the run has ended."""
+        while not self.stopping:
+            try:
+                return await self.stopping.unless(self.client.get_json(f"/v1/batches/{step}", t.Batch))
+            except NothingYet as reason:
+                log.info("waiting step=%d reason=%r", step, str(reason))
+                if (await self.client.get_json("/v1/run", t.RunInfo)).phase == "ended":
+                    return None
+                await self.publisher.renew(step, self.info.rules.max_staleness)
+        return None
+
+    async def _rows(self, batch: t.Batch) -> tuple[list[Row], dict[str, Any]]:
+        """The batch's rows with what there is to tell of them; the first that this version sampled is replayed once."""
+        rows, counts = await self.batches.rows(batch, self.info)
+        fresh = next((row for row in rows if row.version == batch.step), None)
+        if not self.checked and fresh is not None:
+            self.checked = True
+            counts["selfcheck_gap_nats"] = gap = largest_gap_nats(self.learner, fresh)
+            level = logging.WARNING if gap > ALARM_GAP_NATS else logging.INFO
+            log.log(level, "self-check: one completion replayed, largest |Δ log-prob| = %.2e nats", gap)
+        return rows, counts
+
+    async def _save_and_publish(self, version: int) -> dict[str, Any]:
+        began = time.perf_counter()
+        await asyncio.to_thread(save_state, self.folder.trainer, self.learner.state(version))
+        saved = time.perf_counter()
+        await self.publisher.publish(self.learner.model, version)
+        return {"save_s": saved - began, "publish_s": time.perf_counter() - saved}
+
+    async def _waiting(self, what: str, work: "asyncio.Future[T] | Any") -> Any:
+        """Await, and count the time as waiting for `what`."""
+        began = time.perf_counter()
+        try:
+            return await work
+        finally:
+            self.waits[what] = self.waits.get(what, 0.0) + time.perf_counter() - began
+
+    def _report(self, version: int, began: float, metrics: dict[str, Any]) -> None:
+        step_s = time.perf_counter() - began
+        waits, self.waits = self.waits, {}
+        longest: Callable[[str], float] = lambda what: waits[what]  # noqa: E731
+        self.metrics.write(
+            {"step": version - 1, "time_s": time.time(), "step_s": step_s}
+            | {"waiting_share": sum(waits.values()) / max(step_s, 1e-9), "waiting_for": max(waits, key=longest)}
+            | metrics
+        )
+        log.info(
+            "step=%d reward=%.3f entropy=%.3f rollouts=%d train=%.2fs", version - 1,
+            metrics.get("reward_all_mean", metrics["reward_mean"]), metrics.get("entropy_nats", 0.0),
+            metrics["rollouts"], metrics["train_s"],
+        )  # fmt: skip
