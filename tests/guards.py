@@ -531,7 +531,7 @@ GUARDS = [
         ("full-page-is-not-the-end", ("len(page) > MAX_EVENTS_BYTES", "False"), "test_a_long_log_is_read_page_by_page"),
     ),
     *_needed_by("tests/roles/test_kept_checkpoints.py",
-        ("checkpoint-kept-later", OFF, "test_a_checkpoint_that_a_kill_left_out_is_kept_after_the_restart"),
+        ("checkpoint-kept-later", ("self._due(version)", "[]"), "test_a_checkpoint_that_a_kill_left_out_is_kept_after_the_restart"),
     ),
     *_needed_by("tests/roles/test_line.py",
         ("wake-for-batches-only", ("BatchFormed", "*TO_JUDGE"),

@@ -25,7 +25,7 @@ def differences(booked: GroupVerdict, found: GroupVerdict, with_model: bool) -> 
         return [f"the log says: {_refusal(booked)}; here it passes every check"]
     if booked.check != found.check and (with_model or booked.check not in NEEDS_MODEL):
         return [f"the log says: {_refusal(booked)}; here {_refusal(found)}"]
-    return []  # guard: unlearnable-is-left-out
+    return []
 
 
 def _rewards_and_tokens(booked: GroupVerdict, found: GroupVerdict) -> list[str]:

@@ -101,7 +101,7 @@ class Worker:
                     log.info("stopped before it joined a run")
                     return
                 async for lease in self._leases():
-                    await self._load(lease.version)  # guard: renew-on-resume
+                    await self._load(lease.version)
                     groups = await asyncio.to_thread(self._play, lease)
                     proofs = await asyncio.to_thread(self._prove, lease, groups)
                     await self._submit(lease, groups, proofs)

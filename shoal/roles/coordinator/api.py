@@ -259,7 +259,7 @@ async def get_checks(api: Api, request: Request) -> Response:
 
 async def put_verdict(api: Api, request: Request) -> Response:
     caller = api.admit(request, MAX_JSON_BYTES)
-    admit_validator(api.desk, caller.key)
+    admit_validator(api.desk, caller.key)  # guard: verdicts-from-validators
     body = await api.gate.body(request, caller)
     verdict = server.decode(body, t.Verdict)
     if verdict.submission != request.path_params["id"]:
@@ -288,7 +288,7 @@ async def get_blob(api: Api, request: Request) -> Response:
 
 async def put_blob(api: Api, request: Request) -> Response:
     caller = api.admit(request, MAX_CHUNK_BYTES)
-    admit_trainer(api.desk, caller.key)
+    admit_trainer(api.desk, caller.key)  # guard: chunks-from-the-trainer
     body = await api.gate.body(request, caller)
     put_chunk(api.desk, caller.key, request.path_params["hash"], body, caller.digest)
     return answer(t.Done(api.desk.state.seq))

@@ -56,7 +56,7 @@ class BatchReader:
             )  # fmt: skip
         except Unlearnable as fault:
             log.warning("left out of the batch: %s", fault)
-            return []
+            return []  # guard: unlearnable-is-left-out
 
     async def accepted_for(self, step: int) -> dict[str, Any]:
         """Rewards of all groups accepted between the batch of the step before and this one's, with or without signal.

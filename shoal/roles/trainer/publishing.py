@@ -66,7 +66,7 @@ class Publisher:
 
     def keep_due(self, model: Transformer, version: int) -> None:
         """Keep the checkpoints of a version that is published: a kill may have left them out."""
-        if due := self._due(version):
+        if due := self._due(version):  # guard: checkpoint-kept-later
             self._keep(self._write(model), due)
 
     def keep_final(self, model: Transformer) -> None:

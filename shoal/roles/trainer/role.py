@@ -114,7 +114,7 @@ class Trainer:
         else:
             self.publisher.keep_due(self.learner.model, version)
         if self.info.phase != "ended":
-            await self.publisher.renew(version, self.info.rules.max_staleness)
+            await self.publisher.renew(version, self.info.rules.max_staleness)  # guard: renew-on-resume
         return version
 
     async def _batch(self, step: int) -> t.Batch | None:
@@ -126,7 +126,7 @@ class Trainer:
                 log.info("waiting step=%d reason=%r", step, str(reason))
                 if (await self.client.get_json("/v1/run", t.RunInfo)).phase == "ended":
                     return None
-                await self.publisher.renew(step, self.info.rules.max_staleness)
+                await self.publisher.renew(step, self.info.rules.max_staleness)  # guard: renew-while-waiting
         return None
 
     async def _rows(self, batch: t.Batch) -> tuple[list[Row], dict[str, Any]]:
