@@ -39,6 +39,7 @@ from shoal.ledger.log.verify import SLOT_CHAIN
 from shoal.ledger.table import KINDS
 from shoal.proofs import verify as proofs
 from shoal.protocol import accounts, constants, identity, merkle, randomness, types, wire
+from shoal.protocol.types import answers, judgement, learning, run, work
 from shoal.roles.coordinator.api import CALLS
 from shoal.roles.coordinator.role import open_run
 from shoal.tree import Section, all_keys, from_tree, to_tree
@@ -318,10 +319,11 @@ def _body(kind: Any) -> str:
 def type_tables() -> str:
     """Every message, with its fields."""
     parts = []
-    documented = [(module, *found) for module in (types, accounts) for found in field_docs(module).items()]
+    modules = (run, work, judgement, learning, answers, accounts)
+    documented = [(module, *found) for module in modules for found in field_docs(module).items()]
     for module, name, docs in documented:
         kind = getattr(module, name, None)
-        if not name or not (isinstance(kind, type) and issubclass(kind, types.Message)) or kind is types.Message:
+        if not name or not (isinstance(kind, type) and issubclass(kind, types.Message)):
             continue
         fields = msgspec.structs.fields(kind)
         rows = [[f"`{field.encode_name}`", type_name(field.type), docs[field.name]] for field in fields]

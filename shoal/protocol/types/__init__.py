@@ -1,0 +1,65 @@
+"""What crosses the wire: the nouns of the protocol, as frozen values, by subject. Names only."""
+
+from shoal.protocol.types.answers import AdminRequest, CheckAnswer, Done, Event, Refusal, StateHash, Status
+from shoal.protocol.types.judgement import Check, GroupVerdict, Verdict
+from shoal.protocol.types.learning import Batch, BatchGroup, FileEntry, Manifest, SignedManifest
+from shoal.protocol.types.message import Fact, Message, fact
+from shoal.protocol.types.run import Bounds, EnvSpec, Join, NodeState, Rules, RunInfo, Sampling
+from shoal.protocol.types.work import (
+    ENVIRONMENT,
+    POLICY,
+    Block,
+    Ending,
+    EngineFacts,
+    Group,
+    Lease,
+    LeaseAnswer,
+    LeaseRequest,
+    Receipt,
+    Rollout,
+    Slot,
+    Submission,
+    make_rollout,
+)
+
+__all__ = [
+    "ENVIRONMENT",
+    "POLICY",
+    "AdminRequest",
+    "Batch",
+    "BatchGroup",
+    "Block",
+    "Bounds",
+    "Check",
+    "CheckAnswer",
+    "Done",
+    "Ending",
+    "EngineFacts",
+    "EnvSpec",
+    "Event",
+    "Fact",
+    "FileEntry",
+    "Group",
+    "GroupVerdict",
+    "Join",
+    "Lease",
+    "LeaseAnswer",
+    "LeaseRequest",
+    "Manifest",
+    "Message",
+    "NodeState",
+    "Receipt",
+    "Refusal",
+    "Rollout",
+    "Rules",
+    "RunInfo",
+    "Sampling",
+    "SignedManifest",
+    "Slot",
+    "StateHash",
+    "Status",
+    "Submission",
+    "Verdict",
+    "fact",
+    "make_rollout",
+]

@@ -1,0 +1,80 @@
+"""The log's lines, refusals, and what a coordinator tells anyone who asks how a run does.
+
+Answers of `roles/coordinator`, in the words of the wire.
+"""
+
+import msgspec
+
+from shoal.protocol.types.judgement import Check
+from shoal.protocol.types.message import Message
+
+
+class Event(Message, frozen=True):
+    """One line of the log, as stored and hashed: `prev` is the hash of the event before."""
+
+    seq: int
+    time: float
+    kind: str
+    body: msgspec.Raw
+    prev: str
+
+
+class Refusal(Message, frozen=True):
+    """Body of every 4xx and 5xx: what happened, why, and what to do."""
+
+    error: str
+    code: str
+    """Stable word such as "superseded", "too_large", "not_admitted"."""
+
+
+class CheckAnswer(Message, frozen=True):
+    """Answer to `GET /v1/checks`: a submission to judge, or why there is none."""
+
+    check: Check | None
+    reason: str
+
+
+class Status(Message, frozen=True):
+    """`GET /v1/status`: where the run stands, and what it waits for."""
+
+    name: str
+    phase: str
+    version: int
+    steps: int
+    accepted: int
+    """Groups."""
+    refused: dict[str, int]
+    """Groups by check."""
+    in_flight: int
+    """Groups leased or not yet judged."""
+    pending: int
+    """Submissions not yet judged."""
+    waiting_for: str
+    waiting_s: float
+    flat_groups: int = 0
+    """Accepted in a row without signal: the rewards within each are all equal."""
+    flat_reward: float = 0.0
+    """Their mean reward."""
+    pause_cause: str = ""
+    """Why a paused run stopped by itself, such as "no signal"; empty where the host paused it."""
+
+
+class StateHash(Message, frozen=True):
+    """`GET /v1/state`: what a replay of the log up to `seq` must give."""
+
+    seq: int
+    head: str
+    state_hash: str
+
+
+class AdminRequest(Message, frozen=True):
+    """`POST /v1/admin/{action}`: the node meant, by name or by the start of its key, where the action needs one."""
+
+    node: str = ""
+
+
+class Done(Message, frozen=True):
+    """Answer to a write that has nothing else to say."""
+
+    seq: int
+    """Number of the log's last event."""

@@ -1,0 +1,27 @@
+"""What every message is: frozen, of known fields, with texts that are safe to show.
+
+Base of the other files of this folder, and of `accounts` beside it. It knows no message.
+"""
+
+import re
+from typing import Annotated
+
+import msgspec
+
+from shoal.protocol.constants import MAX_FACT_CHARS
+
+_UNPRINTABLE = r"\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069"
+"""Characters that control a terminal, or that hide or turn round what stands beside them."""
+
+# guard: name-length, name-prints
+Fact = Annotated[str, msgspec.Meta(max_length=MAX_FACT_CHARS, pattern=rf"\A[^{_UNPRINTABLE}]*\Z")]
+"""What a node says of itself: short, and safe to show."""
+
+
+def fact(text: str) -> str:
+    """Any text as a `Fact`."""
+    return re.sub(f"[{_UNPRINTABLE}]", "?", text)[:MAX_FACT_CHARS]
+
+
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Base of all that strangers send: immutable, no unknown fields."""

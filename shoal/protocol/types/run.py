@@ -1,0 +1,143 @@
+"""The run and its nodes, as they cross the wire.
+
+What a coordinator tells a stranger, and what a node says of itself. They hold data, and know nothing of HTTP, storage
+or models.
+"""
+
+from typing import Any, Literal
+
+import msgspec
+
+from shoal.protocol.types.message import Fact, Message
+
+
+class Sampling(Message, frozen=True):
+    """How tokens are drawn. Temperature and seed are the only parameters: top-p and top-k cannot be replayed."""
+
+    temperature: float
+    max_turn_tokens: int
+    """Tokens that the policy may write in one turn, the stop token included."""
+    max_tokens: int
+    """Tokens of a whole rollout, prompt and environment included."""
+
+
+class EnvSpec(Message, frozen=True, omit_defaults=True):
+    """An environment of the run, pinned."""
+
+    name: str
+    """A built-in name, or a path to a Python file on the host."""
+    digest: str
+    """SHA-256 of its source; a node that has another refuses."""
+    num_tasks: int
+    weight: float
+    """Share of slots, relative to the other environments."""
+    args: dict[str, Any]
+    own_label: Fact = msgspec.field(default="", name="label")
+    """Sent only where the label is not the name: logs from before there were labels have none."""
+
+    @property
+    def label(self) -> str:
+        """What slots and groups call this environment; no two of a run have the same."""
+        return self.own_label or self.name
+
+
+class Bounds(Message, frozen=True):
+    """What honest arithmetic may do between a dtype that samples and one that replays; see `algos/replay`."""
+
+    gap: float
+    """A token whose replay gap (logits / temperature + noise) exceeds this counts as flipped, nats."""
+    flipped: float
+    """Share of an honest node's tokens that are flipped, at most."""
+    mean_gap: float
+    """Mean gap of an honest node's tokens, each counted at most `gap`, at most; nats."""
+    logprob: float
+    """Largest |claimed - replayed| log-probability of one token that passes, nats."""
+
+
+class Rules(Message, frozen=True):
+    """The part of the run file that every node must know."""
+
+    group_size: int
+    block_groups: int
+    batch_groups: int
+    max_staleness: int
+    steps: int
+    lease_s: float
+    audit_rate: float
+    dtype: str
+    """In which workers sample: float32, bfloat16 or int8. The manifest says in which a version is published."""
+    bounds: dict[str, Bounds]
+    """By "sampled/replayed", such as "bfloat16/float32": the run's dtype, and that of the validator's engine."""
+    proofs: Literal["none", "toploc"] = "none"
+    """What a worker proves of its activations: nothing, or one proof in TOPLOC's format for each group."""
+    activation_error: float = 0.0
+    """Mean relative error of a group's proof that passes."""
+    worker_share: float = 1.0
+    """Largest share of a batch's groups that one worker may fill, but always one group; 1 where max_staleness is 0."""
+    paid_tokens: int = 0
+    """Policy tokens paid for each rollout, on average over its group, at most; 0 pays all."""
+    max_flat_groups: int = 0
+    """Groups without signal in a row after which the run stops leasing and waits for its host; 0 never stops."""
+
+
+class RunInfo(Message, frozen=True):
+    """`GET /v1/run`: all that a stranger needs to take part."""
+
+    run: str
+    """Run id: made from the run's private seed when the run is created."""
+    name: str
+    protocol: int
+    run_key: str
+    """Ed25519 public key, hex, that signs receipts, and names who else may sign."""
+    trainer_key: str
+    """The key that publishes checkpoints."""
+    head: str
+    """Hash of the log's last event."""
+    chain_end: str
+    envs: tuple[EnvSpec, ...]
+    sampling: Sampling
+    rules: Rules
+    phase: Literal["running", "paused", "draining", "ended"]
+    version: int
+    """Latest published policy version, -1 before the first."""
+
+
+class Join(Message, frozen=True):
+    """`POST /v1/nodes`: the key comes from the signature."""
+
+    role: Literal["worker", "validator", "trainer", "relay"]
+    name: Fact
+    tokens_per_s: float
+    """Measured speed of generation; 0 if not known."""
+    implementation: Fact
+    """Engine and its version, such as "shoal-local/torch-2.13.0"."""
+    dtype: Fact
+    device: Fact
+
+
+class NodeState(Message, frozen=True):
+    """What the coordinator knows of a node."""
+
+    key: str
+    role: str
+    name: str
+    standing: Literal["new", "good", "quarantined", "suspended", "kicked"]
+    credits: int
+    """Policy tokens accepted and not slashed."""
+    accepted: int
+    refused: int
+    """Groups."""
+    lapsed: int
+    """Leases."""
+    reasons: dict[str, int]
+    """Refused groups by the check that refused them."""
+    last_reason: str
+    """The latest of them in full."""
+    vested: int = 0
+    """Of the credits, those that a slash can no longer take."""
+    leases: int = 0
+    """Ever granted; `lapsed` are a share of them."""
+    influence: float = 0.0
+    """Of its groups that the trainer learned from: the sum of mean |reward - group mean| times policy tokens."""
+    stale: int = 0
+    """Leases that were closed without cost because their version became too old; not counted in `lapsed`."""

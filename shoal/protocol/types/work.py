@@ -1,0 +1,150 @@
+"""Work: leases that cross the wire, and the rollouts that fill them.
+
+Bulk arrays travel as little-endian bytes; `Rollout` gives them back as numpy arrays.
+
+Axes: T tokens of one rollout, P tokens of it that the policy wrote (P <= T).
+"""
+
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shoal.protocol.types.message import Fact, Message
+from shoal.protocol.types.run import Sampling
+
+ENVIRONMENT, POLICY = 0, 1
+"""Authors of a token."""
+
+Ending = Literal["environment", "length", "error", "stop"]
+"""How a rollout ended: the environment said so; a token limit; the environment raised; the policy's own stop
+(completions leases only, where no environment answers)."""
+
+
+class Slot(Message, frozen=True):
+    """One group still to be made: the seed decides environment and task, which stand here for convenience."""
+
+    slot: int
+    """Counted from 0 within a policy version."""
+    seed: str
+    """Slot seed, 32 bytes in hex."""
+    env: str
+    """Label of an environment of the run."""
+    task: int
+
+
+class Block(Message, frozen=True):
+    """Slots that are generated as one batch, so that their bits do not depend on what else a worker was given."""
+
+    index: int
+    slots: tuple[Slot, ...]
+
+
+class Lease(Message, frozen=True):
+    """The right and duty of one worker to fill some slots until the deadline."""
+
+    id: str
+    worker: str
+    version: int
+    blocks: tuple[Block, ...]
+    sampling: Sampling
+    issued: float
+    """Seconds since the epoch, by the coordinator's clock."""
+    deadline: float
+
+
+class LeaseRequest(Message, frozen=True):
+    """`POST /v1/leases`: the leases in hand are named, so that a repeated request changes nothing."""
+
+    holding: tuple[str, ...] = ()
+    tokens_per_s: float = 0.0
+    returning: tuple[str, ...] = ()
+    """Leases given back unfilled by a worker that stops; none is granted then."""
+
+
+class LeaseAnswer(Message, frozen=True):
+    """A lease, or when to come back and why."""
+
+    lease: Lease | None
+    retry_s: float
+    reason: str
+
+
+class Rollout(Message, frozen=True):
+    """One attempt at a task, as bytes: token ids int32, author uint8, log-probs float32 of the policy's tokens."""
+
+    token_ids: bytes
+    author: bytes
+    logprobs: bytes
+    version: int
+    ending: Ending
+
+    def tokens_T(self) -> NDArray[np.int32]:
+        """Token ids, int32[T]. Raises ValueError if the bytes are not a whole number of them."""
+        return np.frombuffer(self.token_ids, dtype="<i4")
+
+    def author_T(self) -> NDArray[np.uint8]:
+        """Who wrote each token, uint8[T]: ENVIRONMENT or POLICY."""
+        return np.frombuffer(self.author, dtype="u1")
+
+    def logprobs_P(self) -> NDArray[np.float32]:
+        """Log-softmax(logits / temperature) at the policy's own tokens, float32[P], nats."""
+        return np.frombuffer(self.logprobs, dtype="<f4")
+
+    def num_policy_tokens(self) -> int:
+        """P: what is paid for."""
+        return self.author.count(POLICY)
+
+
+def make_rollout(tokens_T: Any, author_T: Any, logprobs_P: Any, *, version: int, ending: Ending) -> Rollout:
+    """Pack sequences or arrays into a `Rollout`; shapes as its fields."""
+    return Rollout(
+        token_ids=np.asarray(tokens_T, dtype="<i4").tobytes(),
+        author=np.asarray(author_T, dtype="u1").tobytes(),
+        logprobs=np.asarray(logprobs_P, dtype="<f4").tobytes(),
+        version=version,
+        ending=ending,
+    )
+
+
+class Group(Message, frozen=True):
+    """All rollouts of one task in one slot, in order of sample index."""
+
+    slot: int
+    task: int
+    env: str
+    """Label of the slot's environment."""
+    rollouts: tuple[Rollout, ...]
+
+
+class EngineFacts(Message, frozen=True):
+    """What made the tokens: verifying bounds depend on it."""
+
+    implementation: Fact
+    dtype: Fact
+    device: Fact
+
+
+class Submission(Message, frozen=True):
+    """`PUT /v1/leases/{id}/submission`, msgpack. Each group is its own msgpack bytes, so that it has a hash of its own."""
+
+    run: str
+    lease: str
+    version: int
+    groups: tuple[bytes, ...]
+    """One encoded `Group` for each slot of the lease, in the lease's order."""
+    proofs: tuple[bytes, ...]
+    """One for each group, or none at all."""
+    engine: EngineFacts
+
+
+class Receipt(Message, frozen=True):
+    """Signed by the run key over `receipt_bytes`: the coordinator cannot later deny the submission."""
+
+    run: str
+    lease: str
+    digest: str
+    seq: int
+    head: str
+    time: float
+    signature: str
