@@ -206,7 +206,7 @@ def test_file_opens_by_saying_what_it_is(file: Path) -> None:
 @pytest.mark.parametrize("file", FILES, ids=name_of)
 def test_files_and_functions_stay_readable(file: Path) -> None:
     text = file.read_text()
-    assert text.count("\n") <= 500, "over 500 lines is a design question"
+    assert text.count("\n") <= 400, "over 400 lines is a design question"
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             assert (node.end_lineno or 0) - node.lineno < 80, f"{node.name}: over 80 lines is a design question"

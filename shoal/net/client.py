@@ -6,23 +6,21 @@ connection to one server. All our calls are idempotent, so each may be repeated.
 """
 
 import asyncio
-import contextlib
 import logging
 import math
 import random
 import re
 import secrets
-import socket
-import ssl
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TypeVar
 
 import httpx
 
-from shoal.errors import NothingYet, PeerError, Superseded, cause_of
+from shoal.errors import NothingYet, PeerError, Superseded
+from shoal.net.trouble import Trouble, troubles
 from shoal.protocol import constants, wire
 from shoal.protocol.identity import Key, RequestLine, content_digest, sign_request
 from shoal.protocol.types import Refusal
@@ -229,7 +227,7 @@ class Client:
             try:
                 limit_s = call.timeout_s + len(call.body) / SLOWEST_BYTES_PER_S
                 answer = await self._attempt(call, min(limit_s, end - self._monotonic()))
-            except _Trouble as trouble:
+            except Trouble as trouble:
                 waited_s = self._monotonic() - started
                 delay_s = max(pause_s * (0.5 + 0.5 * self._rng.random()), trouble.retry_s)
                 if self._monotonic() + delay_s >= end:
@@ -246,7 +244,7 @@ class Client:
                 return answer
 
     async def _attempt(self, call: "_Call", limit_s: float) -> bytes:
-        """One request and its answer, within `limit_s`. Raises `_Trouble` if a retry may help, else `PeerError`."""
+        """One request and its answer, within `limit_s`. Raises `Trouble` if a retry may help, else `PeerError`."""
         request = self._http.build_request(call.method, call.path, content=call.body)
         if call.media_type:
             request.headers["content-type"] = call.media_type
@@ -262,7 +260,7 @@ class Client:
                 head=self.head,
             )
             request.headers.update(signed)
-        with self._troubles(limit_s):
+        with troubles(self.base_url, limit_s, lambda: self._reached):
             async with asyncio.timeout(limit_s):
                 response = await self._http.send(request, stream=True)
                 try:
@@ -276,19 +274,19 @@ class Client:
         status, ours = response.status_code, "shoal-protocol" in response.headers
         if status in _PASSING:
             reason = _refusal(body).error if ours else f"HTTP {status}"
-            raise _Trouble(reason, retry_s=_retry_after(response))
+            raise Trouble(reason, retry_s=_retry_after(response))
         if not ours:
             raise self._not_shoal(call, response)
         if body is None:
             raise PeerError(f"{self.base_url}{call.path} answered with more than {call.cap} bytes: it was not read")
         promised = response.headers.get("content-digest")
         if promised is not None and promised != content_digest(wire.digest(body)):
-            raise _Trouble("the answer was damaged on the way. Check the connection")
+            raise Trouble("the answer was damaged on the way. Check the connection")
         if status < 300:
             return body
         refusal = _refusal(body)
         if refusal.code in _DAMAGED:
-            raise _Trouble(refusal.error)
+            raise Trouble(refusal.error)
         if status == 404 and refusal.code != "no_such_call":
             raise NothingYet(refusal.error)
         if status == 410:
@@ -306,32 +304,6 @@ class Client:
             f"{self.base_url} is not a shoal node: it answered {call.name} with HTTP {response.status_code} but no "
             "shoal-protocol header. Check the URL: it is the join line that `shoal host` prints"
         )
-
-    @contextlib.contextmanager
-    def _troubles(self, limit_s: float) -> Iterator[None]:
-        """Turn network errors into `_Trouble` if a retry may help, else into `PeerError`."""
-        try:
-            yield
-        except TimeoutError:
-            raise _Trouble(f"no answer within {limit_s:.3g} s. Check that it is running") from None
-        except httpx.TransportError as error:
-            cause = _cause(error)
-            if isinstance(cause, ssl.SSLCertVerificationError) or (
-                isinstance(cause, ssl.SSLError) and not self._reached
-            ):
-                raise PeerError(_explain_tls(self.base_url, cause)) from None
-            if isinstance(cause, socket.gaierror) and not self._reached:
-                host = httpx.URL(self.base_url).host
-                raise PeerError(
-                    f"there is no host named {host} ({cause_of(cause)}): check the URL {self.base_url}"
-                ) from None
-            if isinstance(error, httpx.RemoteProtocolError) and not self._reached and "disconnected" not in str(error):
-                raise PeerError(
-                    f"{self.base_url} does not speak HTTP ({cause_of(error)}): check the port, or try https:// instead"
-                ) from None
-            raise _Trouble(
-                f"{cause_of(error)}. Check that it is running and that nothing blocks the connection"
-            ) from None
 
 
 @dataclass(frozen=True)
@@ -351,14 +323,6 @@ class _Call:
         return f"{self.method} {self.path.partition('?')[0]}"
 
 
-class _Trouble(Exception):
-    """An attempt failed, and a retry may help."""
-
-    def __init__(self, reason: str, retry_s: float = 0.0) -> None:
-        super().__init__(reason)
-        self.retry_s = retry_s
-
-
 _PASSING = frozenset({408, 429, 500, 502, 503, 504, 507})
 """Statuses for which a retry may help."""
 
@@ -372,7 +336,7 @@ async def _parts(body: bytes) -> AsyncIterator[bytes]:
 
 
 async def _read_capped(response: httpx.Response, cap: int) -> bytes | None:
-    """The body, or None if it has more than `cap` bytes. Raises `_Trouble` if it ends early."""
+    """The body, or None if it has more than `cap` bytes. Raises `Trouble` if it ends early."""
     declared = response.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > cap:
         return None
@@ -382,7 +346,7 @@ async def _read_capped(response: httpx.Response, cap: int) -> bytes | None:
         if len(body) > cap:
             return None
     if declared.isdecimal() and len(body) != int(declared):
-        raise _Trouble(f"the answer ended after {len(body)} of {declared} bytes. Check the connection")
+        raise Trouble(f"the answer ended after {len(body)} of {declared} bytes. Check the connection")
     return bytes(body)
 
 
@@ -415,19 +379,3 @@ def _checked_url(base_url: str) -> str:
     if url.path not in ("", "/") or url.query or url.fragment or url.userinfo:
         raise PeerError(f"{base_url!r} has more than the node's address: use only {url.scheme}://{url.netloc.decode()}")
     return f"{url.scheme}://{url.netloc.decode('ascii')}"
-
-
-def _cause(error: BaseException | None) -> BaseException | None:
-    """The TLS or name error inside an error of httpx, if any."""
-    while error is not None and not isinstance(error, (ssl.SSLError, socket.gaierror)):
-        error = error.__cause__ or error.__context__
-    return error
-
-
-def _explain_tls(base_url: str, error: ssl.SSLError) -> str:
-    if isinstance(error, ssl.SSLCertVerificationError):
-        return (
-            f"the certificate of {base_url} is not valid ({error.verify_message}): check the URL and this machine's "
-            "clock, or ask the host to renew it"
-        )
-    return f"{base_url} does not speak TLS ({error.args[-1]}): try http:// instead, or check the port"

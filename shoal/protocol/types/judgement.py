@@ -22,7 +22,7 @@ class Check(Message, frozen=True):
     """One for each slot, in [0, 1): with the rewards they decide which further groups are audited."""
     rate: float = 1.0
     mean_influence: float = 0.0
-    """Of the run's groups when these draws were made; see `ledger.audits.must_audit`."""
+    """Of the run's groups when these draws were made; see `protocol.audits.must_audit`."""
     project_for: tuple[str, ...] = ()
     """Keys to project the activations for: the validator's own, and of those who judged before it."""
 

@@ -42,7 +42,7 @@ class EnvSpec(Message, frozen=True, omit_defaults=True):
 
 
 class Bounds(Message, frozen=True):
-    """What honest arithmetic may do between a dtype that samples and one that replays; see `algos/replay`."""
+    """What honest arithmetic may do between a dtype that samples and one that replays; see `algos/sampling_evidence`."""
 
     gap: float
     """A token whose replay gap (logits / temperature + noise) exceeds this counts as flipped, nats."""

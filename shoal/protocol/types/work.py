@@ -139,7 +139,7 @@ class Submission(Message, frozen=True):
 
 
 class Receipt(Message, frozen=True):
-    """Signed by the run key over `receipt_bytes`: the coordinator cannot later deny the submission."""
+    """Signed by the run key over the receipt with an empty signature: the coordinator cannot later deny the submission."""
 
     run: str
     lease: str

@@ -1,0 +1,62 @@
+"""What goes wrong on the way to a server: what may pass, and what will not until somebody changes something.
+
+Called by `client` around each attempt. It explains errors of sockets, TLS and HTTP in one line; it repeats nothing, and
+knows nothing of what an answer says.
+"""
+
+import contextlib
+import socket
+import ssl
+from collections.abc import Callable, Iterator
+
+import httpx
+
+from shoal.errors import PeerError, cause_of
+
+
+class Trouble(Exception):
+    """An attempt failed in a way that may pass."""
+
+    def __init__(self, reason: str, retry_s: float = 0.0) -> None:
+        super().__init__(reason)
+        self.retry_s = retry_s
+
+
+@contextlib.contextmanager
+def troubles(base_url: str, limit_s: float, reached: Callable[[], bool]) -> Iterator[None]:
+    """Sort what goes wrong on the way into `Trouble`, which may pass, and `PeerError`, which will not.
+
+    `reached`: whether the server has answered before, so that its name and its TLS are known to be good.
+    """
+    try:
+        yield
+    except TimeoutError:
+        raise Trouble(f"no answer within {limit_s:.3g} s. Check that it is running") from None
+    except httpx.TransportError as error:
+        cause = _cause(error)
+        if isinstance(cause, ssl.SSLCertVerificationError) or (isinstance(cause, ssl.SSLError) and not reached()):
+            raise PeerError(_explain_tls(base_url, cause)) from None
+        if isinstance(cause, socket.gaierror) and not reached():
+            host = httpx.URL(base_url).host
+            raise PeerError(f"there is no host named {host} ({cause_of(cause)}): check the URL {base_url}") from None
+        if isinstance(error, httpx.RemoteProtocolError) and not reached() and "disconnected" not in str(error):
+            raise PeerError(
+                f"{base_url} does not speak HTTP ({cause_of(error)}): check the port, or try https:// in its place"
+            ) from None
+        raise Trouble(f"{cause_of(error)}. Check that it is running and that nothing blocks the connection") from None
+
+
+def _cause(error: BaseException | None) -> BaseException | None:
+    """The TLS or name error that an error of httpx wraps, if any."""
+    while error is not None and not isinstance(error, (ssl.SSLError, socket.gaierror)):
+        error = error.__cause__ or error.__context__
+    return error
+
+
+def _explain_tls(base_url: str, error: ssl.SSLError) -> str:
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return (
+            f"the certificate of {base_url} is not valid ({error.verify_message}): check the URL and this machine's "
+            "clock, or ask the host to renew it"
+        )
+    return f"{base_url} does not speak TLS ({error.args[-1]}): try http:// in its place, or check the port"
