@@ -161,8 +161,8 @@ class VerifyConfig(Section, frozen=True):
     audit_rate: float = 1.0
     """Share of groups whose sampling and log-probs are replayed with the model; 1 when max_staleness is 0."""
     quarantine_s: float = 30.0
-    """Length of a worker's first quarantine, seconds; each of its earlier refused submissions doubles it, up to an hour. A
-    worker gets no leases in quarantine. The cause is a hard failure, every third refused submission, or too much noise."""
+    """Length of a quarantine, seconds; each earlier refused submission of the worker doubles it, up to an hour. A worker
+    gets no leases in quarantine. The cause is a hard failure, every third refused submission, or too much noise."""
     bounds: dict[str, BoundsConfig] = msgspec.field(default_factory=lambda: dict(BOUNDS))
     """By "sampled/replayed": the run's dtype, and that of the validator's engine."""
     proofs: Literal["none", "toploc"] = "none"
