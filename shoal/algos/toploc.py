@@ -86,8 +86,8 @@ def top_k(num_values: int, width: int) -> int:
 def prove(hidden: Sequence[NDArray[np.float32]], k: int = 0, chunk_tokens: int = CHUNK_TOKENS) -> bytes:
     """The proof of some rollouts: one polynomial for each chunk of their hidden states float32[P, D], in order.
 
-    k: for all chunks, instead of `top_k`. Raises ValueError if a state is not finite, if a chunk has fewer than k values,
-    or if no modulus above 2^15 keeps its indices distinct.
+    k: for all chunks, instead of `top_k`. Raises ValueError if a state is not finite, a chunk has fewer than k
+    values, or no modulus above 2^15 keeps its indices distinct.
     """
     parts: dict[int, bytes] = {}
     for points in _chunks(hidden, k, chunk_tokens):

@@ -92,7 +92,7 @@ def test_the_root_depends_on_the_tensors_alone(tmp_path):
         ({"root": "A" * 64}, {}, "root"),
         ({"chunk_bytes": 0}, {}, "chunks of 0"),
         ({"chunk_bytes": constants.MAX_CHUNK_BYTES + 1}, {}, "limits 1 to"),
-        ({"chunk_bytes": 500}, {}, "do not fit"),
+        ({"chunk_bytes": 500}, {}, "do not match"),
         ({"files": ()}, {}, "no file"),
     ],
 )
