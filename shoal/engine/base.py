@@ -1,6 +1,6 @@
-"""The one seam to generation: extend conversations of token ids, and score them by one prefill.
+"""The interface to generation: extend conversations of token ids, and score them with one prefill.
 
-Called by `envs/play`, the validator's checks and evaluation. Light: whoever only passes an engine on needs no torch.
+Called by `envs/play`, the validator's checks and evaluation. Light: code that only passes an engine on needs no torch.
 It knows no environment and no text.
 """
 
@@ -15,19 +15,19 @@ from shoal.protocol.types import EngineFacts
 
 
 class Request(NamedTuple):
-    """Write on from `token_ids`, all of them: environment and policy, from the conversation's first."""
+    """Continue from `token_ids`: all tokens of the conversation from the first, by environment and policy."""
 
     rollout: str
-    """Names the conversation, so that what the engine remembers of it can be used again."""
+    """Name of the conversation, by which the engine finds what it remembers of it."""
     token_ids: Sequence[int]
     seed: bytes
-    """Sample seed, 32 bytes: with a token's absolute index it decides the noise."""
+    """Sample seed, 32 bytes. It decides the noise, together with a token's absolute index."""
     max_new: int
     stop_ids: frozenset[int]
 
 
 class Continuation(NamedTuple):
-    """What the policy wrote; a stop token, if it came, is the last of both."""
+    """What the policy wrote. If a stop token came, it is the last entry of both lists."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -35,7 +35,7 @@ class Continuation(NamedTuple):
 
 
 class ScoreRequest(NamedTuple):
-    """A conversation as claimed, and which of its tokens the policy is said to have written."""
+    """A claimed conversation, and the positions that the policy is said to have written."""
 
     token_ids: Sequence[int]
     policy_positions: Sequence[int]
@@ -44,34 +44,34 @@ class ScoreRequest(NamedTuple):
 
 
 class Score(NamedTuple):
-    """What the model says of the policy's tokens (axis P, in the order of the request)."""
+    """What the model says about the policy's tokens (axis P, in the order of the request)."""
 
     logprobs_P: NDArray[np.float32]
     gaps_P: NDArray[np.float32]
-    """Best of logits / temperature + noise, less that of the token written: 0 for an honest token, nats."""
+    """The largest logits / temperature + noise, minus that of the written token, nats: 0 for an honest token."""
     hidden_PD: NDArray[np.float32] | None
-    """Hidden states after the final norm that predicted each token, where asked for."""
+    """Hidden states after the final norm that predicted each token, if requested."""
 
 
 class Engine(Protocol):
-    """A policy that can be sampled. What it remembers between calls of one conversation is its own matter."""
+    """A policy that can be sampled. Its memory between calls of one conversation is its own business."""
 
     @property
     def facts(self) -> EngineFacts:
-        """What verifying bounds depend on."""
+        """Facts on which the verifying bounds depend."""
 
     @property
     def version(self) -> int:
-        """Of the policy that is loaded; -1 before the first."""
+        """Version of the loaded policy; -1 before the first."""
 
     def load(self, directory: Path, version: int) -> None:
-        """Take the policy of a checkpoint directory; forgets all conversations. Raises `StateError`."""
+        """Load the policy of a checkpoint directory and forget all conversations. Raises `StateError`."""
 
     def extend(self, requests: Sequence[Request], temperature: float) -> list[Continuation]:
-        """One turn of each conversation, as one batch: the bits depend on these requests and their earlier turns only."""
+        """One turn of each conversation, as one batch. The bits depend only on these requests and earlier turns."""
 
     def forget(self, rollouts: Iterable[str]) -> None:
-        """These conversations are over."""
+        """Forget these conversations, which are over."""
 
     def score(self, requests: Sequence[ScoreRequest], temperature: float, hidden: bool = False) -> list[Score]:
-        """Log-probs and replay gaps of the policy's tokens, by one prefill of each conversation."""
+        """Log-probs and replay gaps of the policy's tokens, with one prefill of each conversation."""

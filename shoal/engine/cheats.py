@@ -1,7 +1,7 @@
-"""Engines that lie, so that a run can show how it catches them: the demo's cheating worker, and tests.
+"""Engines that lie, so that a run can show how it catches them: for the demo's cheating worker, and for tests.
 
-Called by `roles/worker` when the launcher asks for a cheat by name. Each wraps an honest engine and keeps its seam, so
-the rest of the worker stays as it is: what is wrong is only what the engine writes, as with a real cheater.
+Called by `roles/worker` when the launcher asks for a cheat by name. Each wraps an honest engine and has the same
+interface, so the rest of the worker is unchanged: only the engine's output is wrong, as with a real cheat.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,14 +15,14 @@ from shoal.protocol.wire import domain_hash
 
 
 def cheating(name: str, engine: Engine) -> Engine:
-    """The engine wrapped in a cheat. Raises `ConfigError` for an unknown name."""
+    """Wrap an engine in a cheat. Raises `ConfigError` for an unknown name."""
     if name not in CHEATS:
         raise ConfigError(f"unknown cheat {name!r}: {', '.join(CHEATS)}")
     return CHEATS[name](engine)
 
 
 class Cheat:
-    """An honest engine, to be spoilt by the subclasses."""
+    """An honest engine, for subclasses to alter."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -46,7 +46,7 @@ class Cheat:
 
 
 class OldWeights(Cheat):
-    """Saves the download: samples every version with the first one that it got."""
+    """Saves the download: samples every version with the first one that it loaded."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
@@ -63,21 +63,21 @@ class OldWeights(Cheat):
 
 
 class LowTemperature(Cheat):
-    """Wants higher rewards: samples at a third of the temperature, and claims the run's."""
+    """Wants higher rewards: samples at a third of the temperature, and claims the run's temperature."""
 
     def extend(self, requests: Sequence[Request], temperature: float) -> list[Continuation]:
         return self.engine.extend(requests, temperature / 3)
 
 
 class OtherSeed(Cheat):
-    """Picks its luck: samples honestly, but with seeds of its own."""
+    """Picks its luck: samples honestly, but with its own seeds."""
 
     def extend(self, requests: Sequence[Request], temperature: float) -> list[Continuation]:
         return self.engine.extend([r._replace(seed=domain_hash("luck", r.seed)) for r in requests], temperature)
 
 
 class Fabricate(Cheat):
-    """Saves the work: never runs the model, writes random tokens with likely-looking log-probs."""
+    """Saves the work: never runs the model, and writes random tokens with plausible log-probs."""
 
     def extend(self, requests: Sequence[Request], temperature: float) -> list[Continuation]:
         continuations = []
@@ -96,4 +96,4 @@ CHEATS: dict[str, type[Cheat]] = {
     "low-temperature": LowTemperature,
     "old-weights": OldWeights,
 }
-"""By the name that `workers.cheating` picks from, in turn. The last is honest for one version, and paid for it."""
+"""The cheats that `workers.cheating` uses, in turn. The last is honest, and paid, for one version."""

@@ -27,16 +27,16 @@ from shoal.policy.model import Transformer
 from shoal.policy.spec import PolicySpec
 
 COLUMN_STEP = 32
-"""Capacities of caches are multiples of this."""
+"""Cache capacities are multiples of this."""
 
 Copy = tuple[slice, slice]
-"""Rows of a cache and the conversations of a prefill that they take; one conversation may serve all of the rows."""
+"""Rows of a cache, and the conversations of a prefill that they copy. One conversation may serve all the rows."""
 
 
 class Cache:
-    """Keys and values of B rows. Every row takes the same columns; one that has no token there has a hole.
+    """Keys and values of B rows. All rows use the same columns; a row without a token in a column has a hole there.
 
-    `bias_BS` is 0 where a row has a token and -inf at its holes; None as long as there are none.
+    `bias_BS` is 0 for a token and -inf for a hole. It is None while there are no holes.
     """
 
     def __init__(self, spec: PolicySpec, rows: int, columns: int, dtype: torch.dtype, device: str) -> None:
@@ -49,7 +49,7 @@ class Cache:
         self._spec = spec
 
     def rebuilt(self, rows: Sequence[int], room: int) -> "Cache":
-        """A copy of chosen rows, in that order, with room for at least so many columns more."""
+        """A copy of the chosen rows, in that order, with room for at least `room` more columns."""
         S, dtype, device = self.used, self.keys_LBKSE.dtype, self.keys_LBKSE.device
         copy = Cache(self._spec, len(rows), S + room, dtype, str(device))
         for layer in range(self._spec.layers):
@@ -62,12 +62,12 @@ class Cache:
         return copy
 
     def blank(self, rows: slice, column: int) -> None:
-        """Zero the columns of some rows from `column` to the last used: a hole's weight is 0, and 0 times NaN is NaN."""
+        """Zero some rows from `column` to the last used one: a hole has weight 0, but 0 times NaN would be NaN."""
         self.keys_LBKSE[:, rows, :, column : self.used] = 0
         self.values_LBKSE[:, rows, :, column : self.used] = 0
 
     def punch(self, column: int, missing_BC: Tensor) -> None:
-        """From `column` on, make holes of the tokens that are marked, bool[B, C]."""
+        """From `column` on, turn the marked tokens, bool[B, C], into holes."""
         if self.bias_BS is None:
             dtype, device = self.keys_LBKSE.dtype, self.keys_LBKSE.device
             self.bias_BS = torch.zeros(self.rows, self.capacity, dtype=dtype, device=device)
@@ -75,7 +75,7 @@ class Cache:
 
 
 class Decoder:
-    """A policy ready to generate. Built from a `Transformer`, which it takes over: only the arranged weights remain."""
+    """A policy ready to generate. It takes over a `Transformer`, of which only the arranged weights remain."""
 
     @torch.inference_mode()
     def __init__(self, model: Transformer, device: str) -> None:
@@ -86,7 +86,7 @@ class Decoder:
         self.spec, self.dtype, self.device = model.spec, arranged.embedding_VD.dtype, device
 
     def rope(self, positions: Tensor) -> Tensor:
-        """What rotates the heads of tokens at the given positions."""
+        """The rotation for the heads of tokens at the given positions."""
         return rope_table(self.spec, positions)
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
@@ -94,14 +94,14 @@ class Decoder:
         return torch.mm(hidden_ND, self.weights.head_DV).float()
 
     def hidden_states(self, tokens_BC: Tensor) -> Tensor:
-        """Hidden states, [B, C, D], of right-padded conversations; no cache."""
+        """Hidden states, [B, C, D], of right-padded conversations, without a cache."""
         return hidden_states(tokens_BC, self.weights)
 
     def prefill(self, tokens_BC: Tensor, cache: Cache, copies: Sequence[Copy]) -> None:
-        """Read right-padded conversations from their beginning; `copies` of their keys and values go into the cache.
+        """Read right-padded conversations from their beginning, and copy their keys and values into the cache.
 
-        The cache's `used` says how many columns the longest conversation takes, in this call or another. Of the last
-        layer nothing is computed but keys and values: what predicts the next token comes from `extend`.
+        The cache's `used` says how many columns the longest conversation takes, in this call or another. The last layer
+        computes only keys and values: what predicts the next token comes from `extend`.
         """
         B, C = tokens_BC.shape
         x_ND = F.embedding(tokens_BC.reshape(-1), self.weights.embedding_VD)
@@ -119,7 +119,7 @@ class Decoder:
                 cache.blank(rows, C)
 
     def extend(self, tokens_BC: Tensor, rope: Tensor, cache: Cache) -> Tensor:
-        """Hidden states, [B * C, D], of the next C tokens of every row, which take the cache's next columns."""
+        """Hidden states, [B * C, D], of the next C tokens of every row. They fill the next columns of the cache."""
         (B, C), spec = tokens_BC.shape, self.spec
         K, G, E = spec.kv_heads, spec.heads // spec.kv_heads, spec.head_dim
         start, end = cache.used, cache.used + C
@@ -147,7 +147,7 @@ class Decoder:
 
 
 def _contiguous(w: LayerWeights) -> LayerWeights:
-    """The same, each matrix laid out so that no product needs a transpose."""
+    """The same weights, with each matrix laid out so that no product needs a transpose."""
     return w._replace(
         qkv_DX=w.qkv_DX.contiguous(),
         out_XD=w.out_XD.contiguous(),
@@ -157,7 +157,7 @@ def _contiguous(w: LayerWeights) -> LayerWeights:
 
 
 def _attention_bias(cache: Cache, start: int, C: int, G: int, K: int) -> Tensor | None:
-    """What is added to the scores, broadcastable to [B * K, G * C, S]: holes, and the future among the new tokens."""
+    """Added to the scores, broadcastable to [B * K, G * C, S]: hides holes, and later ones among the new tokens."""
     S, holes_BS = start + C, cache.bias_BS
     future = None
     if C > 1:

@@ -1,9 +1,9 @@
 """The embedded engine: samples a policy with torch in this process, and replays what others say they sampled.
 
-Called by workers, validators and evaluation through `engine.base`. It knows no environment, no text, no network.
-One call of `extend` is one batch. Keys and values are kept between the turns of the conversations of a batch.
+Called by workers, validators and evaluation through `engine.base`. It knows no environment, no text and no network.
+One call of `extend` is one batch. Keys and values are kept between the turns of a batch's conversations.
 
-The token at absolute index t is the argmax of logits / temperature + gumbel(seed, t), the lowest id at a tie.
+The token at absolute index t is the argmax of logits / temperature + gumbel(seed, t). At a tie, the lowest id wins.
 
 Axes: B rows (conversations), C new tokens of a row, T tokens written in a turn, N tokens to be scored, D width,
 V vocabulary.
@@ -26,19 +26,19 @@ from shoal.policy.quantise import round_to_int8
 from shoal.protocol.types import EngineFacts
 
 PREFILL_TOKENS = {"cpu": 1024, "cuda": 16384}
-"""Padded tokens of one prefill: what fits a CPU's cache, or fills a GPU."""
+"""Padded tokens of one prefill: as many as fit a CPU's cache, or fill a GPU."""
 
 NOISE_VALUES = 1 << 15
-"""Noise made, and logits kept, at a time in a turn: enough to spread the cost of small operations, little to waste
-when the turn ends before."""
+"""Noise values made, and logits kept, at a time in a turn: enough to spread the cost of small operations, but little to
+throw away if the turn ends early."""
 
 SCORED_VALUES = 1 << 22
-"""Logits and noise held at a time when scoring."""
+"""Number of logits and noise values held at a time when scoring."""
 
 
 @dataclass
 class _Batch:
-    """Conversations that were extended together: row i of the cache holds the tokens `cached[i]` of `rollouts[i]`."""
+    """Conversations that were extended together: row i of the cache has the tokens `cached[i]` of `rollouts[i]`."""
 
     rollouts: list[str]
     cached: list[list[int]]
@@ -46,11 +46,11 @@ class _Batch:
 
 
 class LocalEngine:
-    """`engine.base.Engine` over a model in this process."""
+    """`engine.base.Engine` with a model in this process."""
 
     def __init__(self, threads: int | None = None, dtype: str = "float32", device: str = "cpu") -> None:
-        """threads: of this process, None leaves torch's choice; dtype: float32 or bfloat16, of weights and products; or
-        int8, of the layers' matrices, with products in float32."""
+        """threads: of this process; None leaves the number to torch. dtype: float32 or bfloat16 for weights and
+        products, or int8 for the layers' matrices, with products in float32."""
         if threads is not None:
             torch.set_num_threads(threads)
         self.facts = EngineFacts(f"shoal-local/torch-{torch.__version__}", dtype, device)
@@ -60,7 +60,7 @@ class LocalEngine:
         self._batches: dict[str, _Batch] = {}
 
     def load(self, directory: Path, version: int) -> None:
-        """Take the policy of a checkpoint directory; forgets all conversations. Raises `StateError`."""
+        """Load the policy of a checkpoint directory and forget all conversations. Raises `StateError`."""
         model = load_policy(directory, self._dtype)
         if self.facts.dtype == "int8":
             round_to_int8(model)
@@ -69,13 +69,13 @@ class LocalEngine:
         self.version = version
 
     def forget(self, rollouts: Iterable[str]) -> None:
-        """These conversations are over: their memory is freed with the last one of their batch."""
+        """Forget these conversations, which are over. Their memory is freed with the last one of their batch."""
         for rollout in rollouts:
             self._batches.pop(rollout, None)
 
     @torch.inference_mode()
     def extend(self, requests: Sequence[Request], temperature: float) -> list[Continuation]:
-        """One turn of each conversation, as one batch. Raises `StateError` where a turn could pass the last position."""
+        """One turn of each conversation, as one batch. Raises `StateError` if a turn could pass the last position."""
         if not requests:
             return []
         decoder = self._decoder()
@@ -98,7 +98,7 @@ class LocalEngine:
 
     @torch.inference_mode()
     def score(self, requests: Sequence[ScoreRequest], temperature: float, hidden: bool = False) -> list[Score]:
-        """Log-probs and replay gaps of the policy's tokens, by one prefill of each conversation."""
+        """Log-probs and replay gaps of the policy's tokens, with one prefill of each conversation."""
         decoder = self._decoder()
         for request in requests:
             _demand_room(decoder, request.token_ids, 0)
@@ -114,10 +114,10 @@ class LocalEngine:
         return self._loaded
 
     def _recall(self, requests: Sequence[Request]) -> _Batch | None:
-        """The batch in which exactly these conversations wait for their next turn, with room for it.
+        """The batch that holds exactly these conversations before their next turn, with room for it.
 
-        None if they were not extended together before, or if a conversation is not the one that we remember.
-        Conversations that are left out are over as far as the cache goes.
+        None if they were not extended together before, or if a conversation differs from the one that we remember.
+        Conversations of the batch that are not requested leave the cache.
         """
         batch = self._batches.get(requests[0].rollout)
         if batch is None or any(self._batches.get(request.rollout) is not batch for request in requests):
@@ -139,20 +139,20 @@ class LocalEngine:
         return self._remember(requests, [batch.cached[row] for row in rows], cache)
 
     def _open(self, requests: Sequence[Request]) -> _Batch:
-        """A batch of conversations that are new to us: all is read but the last token of each."""
+        """Make a batch of new conversations, and read all but the last token of each."""
         openings = [list(request.token_ids[:-1]) for request in requests]
         cache = _read_openings(self._decoder(), openings, room=1 + max(request.max_new for request in requests))
         return self._remember(requests, openings, cache)
 
     def _remember(self, requests: Sequence[Request], cached: list[list[int]], cache: Cache) -> _Batch:
         batch = _Batch([request.rollout for request in requests], cached, cache)
-        assert len(set(batch.rollouts)) == len(requests), "a conversation stands twice in one batch"
+        assert len(set(batch.rollouts)) == len(requests), "a conversation is in one batch twice"
         self._batches |= dict.fromkeys(batch.rollouts, batch)
         return batch
 
 
 def _read_openings(decoder: Decoder, openings: list[list[int]], room: int) -> Cache:
-    """A cache that holds the openings, with room for more columns; a run of equal ones, as in a group, is read once."""
+    """A cache that holds the openings, with room for more columns. Equal neighbours, as in a group, are read once."""
     longest, runs = max(len(opening) for opening in openings), _equal_runs(openings)
     cache = Cache(decoder.spec, len(openings), longest + room, decoder.dtype, decoder.device)
     cache.used = longest
@@ -165,7 +165,7 @@ def _read_openings(decoder: Decoder, openings: list[list[int]], room: int) -> Ca
 
 
 def _read(decoder: Decoder, batch: _Batch, requests: Sequence[Request]) -> Tensor:
-    """Bring the cache up to date with the requests' tokens; hidden states [B, D] of each row's last one."""
+    """Bring the cache up to date with the requests' tokens. Returns hidden states [B, D] of each row's last token."""
     news = [request.token_ids[len(cached) :] for request, cached in zip(requests, batch.cached, strict=True)]
     counts_B = [len(new) for new in news]
     start, C = batch.cache.used, max(counts_B)
@@ -177,13 +177,13 @@ def _read(decoder: Decoder, batch: _Batch, requests: Sequence[Request]) -> Tenso
 
 
 def _equal_runs(openings: list[list[int]]) -> list[range]:
-    """Rows that stand together and have the same opening."""
+    """Ranges of neighbouring rows that have the same opening."""
     starts = [row for row, opening in enumerate(openings) if row == 0 or opening != openings[row - 1]]
     return [range(start, stop) for start, stop in pairwise([*starts, len(openings)])]
 
 
 def _copies(runs: list[range]) -> list[Copy]:
-    """What each run takes from a prefill of one row a run; neighbouring runs of a single row make one copy."""
+    """What each run copies from a prefill with one row a run. Neighbouring runs of a single row share one copy."""
     copies: list[Copy] = []
     for place, run in enumerate(runs):
         rows, source = copies[-1] if copies else (slice(0, 0), slice(0, 1))
@@ -197,10 +197,10 @@ def _copies(runs: list[range]) -> list[Copy]:
 def _write(
     decoder: Decoder, cache: Cache, requests: Sequence[Request], hidden_BD: Tensor, temperature: float
 ) -> tuple[list[list[int]], list[list[float]]]:
-    """Sample until every row has ended its turn: token ids and log-probs, [B][T], meaningless after a row's end.
+    """Sample until every row has ended its turn. Returns token ids and log-probs, [B][T], meaningless after a row's end.
 
-    When half of the rows have ended the others go on in a copy of the cache; what is written then is not remembered,
-    and read again in the next turn.
+    When half of the rows have ended, the others continue in a copy of the cache. The tokens written after that are not
+    remembered, so the next turn reads them again.
     """
     longest, rows = max(request.max_new for request in requests), _Rows(requests, decoder)
     tokens_BT = torch.zeros(len(requests), longest, dtype=torch.int64, device=decoder.device)
@@ -241,7 +241,7 @@ def _write_some(
 
 
 class _Rows:
-    """The conversations that are being written: row b of the tensors is conversation index_B[b] of the turn."""
+    """The conversations being written: row b of the tensors is conversation index_B[b] of the turn."""
 
     def __init__(self, requests: Sequence[Request], decoder: Decoder) -> None:
         device, sets = decoder.device, list(dict.fromkeys(request.stop_ids for request in requests))
@@ -260,19 +260,19 @@ class _Rows:
         self._all_to_the_end = not any(sets) and len({request.max_new for request in requests}) == 1
 
     def note(self, token_B: Tensor, written: int) -> None:
-        """Each row now has `written` tokens in this turn, the last of them given: mark those that end."""
+        """Mark the rows that end: each row now has `written` tokens in this turn, of which `token_B` is the last."""
         if not self._all_to_the_end:
             self.done_B |= self._stop_UV[self._set_B, token_B] | (self._limit_B <= written)
             self.open = len(token_B) - int(self.done_B.sum())
 
     def keep(self, rows: Tensor) -> None:
-        """Go on with these rows only."""
+        """Keep only these rows."""
         for name in ("index_B", "words_B4", "positions_B", "done_B", "_limit_B", "_set_B"):
             setattr(self, name, getattr(self, name)[rows])
 
 
 def _score_parts(requests: Sequence[ScoreRequest], device: str) -> list[list[int]]:
-    """Rows to prefill together: the rollouts of a group by themselves, since their opening is then computed once."""
+    """Rows to prefill together. A group's rollouts have a prefill of their own, which computes their opening once."""
     alike: dict[tuple[int, ...], list[int]] = {}
     for row, request in enumerate(requests):
         alike.setdefault(tuple(request.token_ids[: min(request.policy_positions, default=1)]), []).append(row)
@@ -288,7 +288,7 @@ def _score_parts(requests: Sequence[ScoreRequest], device: str) -> list[list[int
 def _score_rows(
     decoder: Decoder, requests: list[ScoreRequest], hidden_BCD: Tensor, temperature: float, want_hidden: bool
 ) -> list[Score]:
-    """Scores of prefilled conversations; token t was predicted by the hidden state at t - 1."""
+    """Scores of prefilled conversations. The hidden state at t - 1 predicts token t."""
     counts = [len(request.policy_positions) for request in requests]
     rows_N = torch.repeat_interleave(torch.tensor(counts))
     positions_N = torch.tensor([t for request in requests for t in request.policy_positions], dtype=torch.int64)
@@ -318,7 +318,7 @@ def _logprobs(scaled_xV: Tensor, tokens_x: Tensor) -> Tensor:
 
 
 def _turn_length(tokens_T: list[int], request: Request) -> int:
-    """Tokens of a row that belong to its turn: to the first stop token, that included, or to the limit."""
+    """Tokens of a row that belong to its turn: up to and including the first stop token, or up to the limit."""
     for index, token in enumerate(tokens_T[: request.max_new]):
         if token in request.stop_ids:
             return index + 1
@@ -326,7 +326,7 @@ def _turn_length(tokens_T: list[int], request: Request) -> int:
 
 
 def _punch_after(cache: Cache, start: int, counts_B: list[int]) -> None:
-    """From column `start` on, each row has so many tokens: what follows are holes."""
+    """From column `start` on, each row has its number of tokens; the columns after them become holes."""
     if min(counts_B) < cache.used - start:
         columns = torch.arange(cache.used - start, device=cache.keys_LBKSE.device)
         cache.punch(start, columns >= torch.tensor(counts_B, device=columns.device)[:, None])
@@ -345,14 +345,14 @@ def _by_length(sequences: Sequence[Sequence[int]], device: str) -> list[list[int
 
 
 def _padded(sequences: Sequence[Sequence[int]], device: str) -> Tensor:
-    """Token ids, int64[B, C], padded on the right with zeros: what a pad holds is never seen."""
+    """Token ids, int64[B, C], padded on the right with zeros. What a pad holds is never seen."""
     longest = max(len(sequence) for sequence in sequences)
     rows = [[*sequence, *[0] * (longest - len(sequence))] for sequence in sequences]
     return torch.tensor(rows, dtype=torch.int64, device=device)
 
 
 def _demand_room(decoder: Decoder, token_ids: Sequence[int], max_new: int) -> None:
-    """Refuse what would pass the last position, and token ids that the policy does not have."""
+    """Refuse conversations that would pass the last position, and token ids that the policy does not have."""
     spec, length = decoder.spec, len(token_ids)
     if length + max_new > spec.max_positions:
         raise StateError(

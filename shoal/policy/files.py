@@ -1,7 +1,7 @@
-"""Checkpoints on disk: HuggingFace directories, read as if a stranger had written them, and written whole or not at all.
+"""Checkpoints on disk: reads HuggingFace directories as if strangers wrote them, and writes them whole or not at all.
 
-Called by the engine and the trainer (`load_policy`, `save_policy`), and by the weights room, which has no torch
-(`tensors_of`, hence the late imports). It knows the safetensors format and never unpickles.
+Called by the engine and the trainer (`load_policy`, `save_policy`), and by the weights room, which works without torch
+(`tensors_of`); therefore torch is imported late. It knows the safetensors format and never unpickles.
 
 A safetensors file: 8 bytes little-endian header length, a JSON header {name: {dtype, shape, data_offsets}}, the data.
 """
@@ -35,14 +35,14 @@ TOKENIZER_FILES = (
 )  # fmt: skip
 
 ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
-"""The dtypes that a policy may have, in safetensors' words."""
+"""Bytes per value of the dtypes that a policy may have, by safetensors' names."""
 
 _READ_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor lies: `start` and `end` are bytes from the beginning of the file."""
+    """The place of a tensor: `start` and `end` are byte offsets from the beginning of the file."""
 
     file: Path
     dtype: str
@@ -52,9 +52,9 @@ class StoredTensor:
 
 
 def load_policy(directory: Path, dtype: "torch.dtype | None" = None) -> "Transformer":
-    """Open a checkpoint directory as a model of `dtype` (default float32), ready to run.
+    """Load a checkpoint directory as a model of `dtype` (default float32), ready to run.
 
-    Raises `StateError` if a file is missing, damaged or hostile, or if the tensors are not those of its config.
+    Raises `StateError` if a file is missing, damaged or hostile, or if the tensors do not match its config.
     """
     import torch
 
@@ -62,7 +62,7 @@ def load_policy(directory: Path, dtype: "torch.dtype | None" = None) -> "Transfo
 
     spec = PolicySpec.from_directory(directory)
     stored = _needed(find_tensors(directory), spec)
-    _demand_same_shapes(stored, spec.tensor_shapes(), directory)  # before a hostile config makes us allocate the moon
+    _demand_same_shapes(stored, spec.tensor_shapes(), directory)  # before a hostile config makes us allocate too much
     model = Transformer(spec, dtype or torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -73,8 +73,8 @@ def load_policy(directory: Path, dtype: "torch.dtype | None" = None) -> "Transfo
 def save_policy(model: "Transformer", directory: Path, dtype: str, tokenizer_from: Path | None = None) -> None:
     """Write a checkpoint directory in `dtype` (float32 or bfloat16), with the tokenizer files of another directory.
 
-    The directory appears whole or not at all, also if the machine dies; one that stood there is replaced.
-    Raises `StateError` if it cannot be written.
+    The directory appears whole or not at all, even if the machine dies. It replaces an older one of the same name. Raises
+    `StateError` if writing fails.
     """
     import torch
     from safetensors import SafetensorError
@@ -98,15 +98,15 @@ def save_policy(model: "Transformer", directory: Path, dtype: str, tokenizer_fro
 
 
 def tensors_of(directory: Path) -> dict[str, tuple[str, tuple[int, ...], str]]:
-    """Name to (dtype in safetensors' words, shape, SHA-256 of the bytes in hex) of every tensor, names sorted.
+    """Map the name of every tensor, sorted, to (dtype as safetensors names it, shape, SHA-256 of the bytes in hex).
 
-    What the weights root is made from. Raises `StateError` as `load_policy`.
+    The weights root is made from this. Raises `StateError` as `load_policy`.
     """
     return {name: (t.dtype, t.shape, _hash_range(t)) for name, t in sorted(find_tensors(directory).items())}
 
 
 def find_tensors(directory: Path) -> dict[str, StoredTensor]:
-    """Every tensor of a checkpoint, of one file or of the shards that its index names. Raises `StateError`."""
+    """Every tensor of a checkpoint, from one file or from the shards that its index names. Raises `StateError`."""
     directory = Path(directory)
     if (directory / WEIGHTS).exists() or not (directory / INDEX).exists():
         return read_header(directory / WEIGHTS)
@@ -123,9 +123,9 @@ def find_tensors(directory: Path) -> dict[str, StoredTensor]:
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of one safetensors file, having checked that they fill it exactly, without gap or overlap.
+    """The tensors of one safetensors file, after checking that they fill it exactly, without gaps or overlaps.
 
-    Raises `StateError` for anything that is not a plain, whole file of floating-point tensors.
+    Raises `StateError` if it is anything but a plain, whole file of floating-point tensors.
     """
     try:
         with path.open("rb") as file:
@@ -138,7 +138,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         raise StateError(f"cannot read {path}: {cause_of(error)}. Is {path.parent} a model's directory?") from None
     header.pop("__metadata__", None)
     if len(header) > MAX_TENSORS:
-        raise StateError(f"{path} holds {len(header)} tensors, more than MAX_TENSORS = {MAX_TENSORS}")
+        raise StateError(f"{path} holds {len(header)} tensors, limit MAX_TENSORS = {MAX_TENSORS}")
     data_start, expected = 8 + length, 0
     entries = {name: _entry(value, name, path) for name, value in header.items()}
     tensors: dict[str, StoredTensor] = {}
@@ -184,7 +184,7 @@ def _decode(data: bytes, kind: Any, path: Path) -> Any:
 
 
 def _needed(stored: dict[str, StoredTensor], spec: PolicySpec) -> dict[str, StoredTensor]:
-    """Without what some checkpoints hold beside the weights: rotary tables, and the copy of a tied head."""
+    """Leave out what some checkpoints store besides the weights: rotary tables, and the copy of a tied head."""
     return {
         name: tensor
         for name, tensor in stored.items()
@@ -195,7 +195,7 @@ def _needed(stored: dict[str, StoredTensor], spec: PolicySpec) -> dict[str, Stor
 def _demand_same_shapes(stored: dict[str, StoredTensor], shapes: dict[str, tuple[int, ...]], directory: Path) -> None:
     for name in sorted(stored.keys() ^ shapes.keys()):
         fault = "lacks tensor" if name in shapes else "has a tensor that its config does not explain,"
-        raise StateError(f"{directory} {fault} {name}: config.json and weights are not of one model")
+        raise StateError(f"{directory} {fault} {name}: config.json and weights are from different models")
     for name, shape in shapes.items():
         if stored[name].shape != shape:
             raise StateError(f"{directory}: {name} is {list(stored[name].shape)}, config.json asks for {list(shape)}")

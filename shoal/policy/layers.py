@@ -1,11 +1,12 @@
-"""The mathematics of one layer, in few operations, for learning and for generation alike.
+"""The mathematics of one layer, in few operations, for training and generation.
 
-Called by `model`, with gradients, and by the engine's decoder, without. It knows no cache and no parameters' names.
+Called by `model`, with gradients, and by the engine's decoder, without. It knows no cache and no parameter names.
 
-Where tensors are small each operation costs microseconds, whatever it computes; where they are large each is a walk
-through memory. So query, key and value are one matrix, gate and up another; sums with the residual are part of the
-products; a norm's weight is part of the matrix behind it; rotary embedding is one complex product, for which each key
-head stands behind its queries and its elements in pairs. Norm and gate have hand-written gradients: half the walks.
+With small tensors, each operation costs microseconds, whatever it computes; with large ones, each is a pass through
+memory. So there are few operations. Query, key and value are one matrix, and so are gate and up. Sums with the residual
+are part of the products. A norm's weight is part of the matrix after it. Rotary embedding is one complex product; for
+it, each key head comes after its queries, with its elements in pairs. Norm and gate have hand-written gradients, which
+halve the passes.
 
 Axes: B rows, T tokens of a row, P of them shared by all rows, S = T - P its own, N all tokens, D width, X outputs of a
 matrix, H query heads, K key/value heads, G = H / K queries that share a key, J = G + 1 (they and their key), E head
@@ -21,16 +22,16 @@ from torch import Tensor
 from shoal.policy.spec import PolicySpec
 
 WORTH_SHARING = 64
-"""Tokens that must be saved before a batch computes what its rows begin with only once."""
+"""Number of tokens that must be saved before a batch computes the common start of its rows only once."""
 
 
 class LayerWeights(NamedTuple):
-    """One layer, arranged. Each matrix is [inputs, outputs]; those behind a norm hold its weight times sqrt(D)."""
+    """One layer, arranged. Each matrix is [inputs, outputs]. A matrix after a norm includes its weight times sqrt(D)."""
 
     qkv_DX: Tensor
     qkv_bias_X: Tensor | None
     heads_norm_KJE: Tensor | None
-    """Of queries and keys, times sqrt(E)."""
+    """Norm weights of queries and keys, times sqrt(E)."""
     out_XD: Tensor
     gate_up_DX: Tensor
     down_FD: Tensor
@@ -47,15 +48,15 @@ class Weights(NamedTuple):
     embedding_VD: Tensor
     layers: tuple[LayerWeights, ...]
     norm_D: Tensor
-    """Times sqrt(D)."""
+    """The final norm's weight, times sqrt(D)."""
     head_DV: Tensor
 
 
 def hidden_states(tokens_BT: Tensor, weights: Weights) -> Tensor:
     """Hidden states after the final norm, [B, T, D], of right-padded rows.
 
-    A token sees only those before it, so padding on the right changes nothing on its left and needs no mask. What all
-    rows begin with is computed once: a batch of the rollouts of one group costs its prompt only once.
+    A token sees only earlier tokens, so padding on the right changes nothing to its left and needs no mask. The common
+    start of the rows is computed once: a batch of one group's rollouts computes its prompt only once.
     """
     (B, T), P = tokens_BT.shape, _num_shared(tokens_BT)
     rope = rope_table(weights.spec, torch.arange(T, device=tokens_BT.device))
@@ -69,7 +70,7 @@ def hidden_states(tokens_BT: Tensor, weights: Weights) -> Tensor:
 
 
 def _num_shared(tokens_BT: Tensor) -> int:
-    """Tokens that all rows begin with, 0 where it would not pay; the last token of a row is its own in any case."""
+    """Number of tokens that all rows begin with, or 0 if sharing does not pay. A row's last token is never shared."""
     B, T = tokens_BT.shape
     same_T = (tokens_BT == tokens_BT[:1]).all(0)
     shared = min(int(same_T.long().cumprod(0).sum()), T - 1)
@@ -84,7 +85,7 @@ def final_norm(x_ND: Tensor, weights: Weights) -> Tensor:
 def rope_table(spec: PolicySpec, positions: Tensor) -> Tensor:
     """Complex numbers, [..., 1, J, e], that rotate the heads of tokens at given positions (arXiv:2104.09864 eq. 34).
 
-    Those of the queries carry the scale of attention, 1 / sqrt(E).
+    Those of the queries include the scale of attention, 1 / sqrt(E).
     """
     exponents_e = torch.arange(0, spec.head_dim, 2, device=positions.device).float() / spec.head_dim
     angle = positions[..., None, None, None].float() / spec.rope_theta**exponents_e
@@ -94,7 +95,7 @@ def rope_table(spec: PolicySpec, positions: Tensor) -> Tensor:
 
 
 class Shape(NamedTuple):
-    """How N = P + B * S tokens lie: P that all rows begin with, then B rows of S tokens of their own."""
+    """The layout of N = P + B * S tokens: P that all rows begin with, then B rows of S tokens of their own."""
 
     shared: int
     rows: int
@@ -104,7 +105,7 @@ class Shape(NamedTuple):
 def causal_layer(
     x_ND: Tensor, w: LayerWeights, rope: Tensor, shape: Shape, spec: PolicySpec
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A layer over whole rows, each token seeing those before it.
+    """A layer over whole rows; each token sees those before it.
 
     Returns hidden states [N, D], and the keys and values of the rows' own tokens, [B, K, S, E].
     """
@@ -145,13 +146,13 @@ def heads(x_ND: Tensor, w: LayerWeights, rope: Tensor, spec: PolicySpec) -> tupl
 
 
 def finish(x_ND: Tensor, mixed_NX: Tensor, w: LayerWeights) -> Tensor:
-    """The rest of a layer after attention: its output matrix, then the gated MLP, each added to the residual."""
+    """The rest of a layer after attention: the output matrix, then the gated MLP, each added to the residual."""
     x_ND = torch.addmm(x_ND, mixed_NX, w.out_XD)
     return torch.addmm(x_ND, gated(torch.mm(unit(x_ND, w.floor), w.gate_up_DX)), w.down_FD)
 
 
 def unit(x: Tensor, floor: Tensor) -> Tensor:
-    """x / sqrt(|x|² + D eps) over the last axis: RMS norm (arXiv:1910.07467 eq. 4) but for its weight and sqrt(D)."""
+    """x / sqrt(|x|² + D eps) over the last axis: RMS norm (arXiv:1910.07467 eq. 4) without its weight and sqrt(D)."""
     if torch.is_grad_enabled():
         result: Tensor = _Unit.apply(x, floor)
         return result
@@ -159,7 +160,7 @@ def unit(x: Tensor, floor: Tensor) -> Tensor:
 
 
 def gated(gate_up_NX: Tensor) -> Tensor:
-    """silu(gate) * up, [N, F], of gate and up side by side (arXiv:2002.05202 eq. 6)."""
+    """silu(gate) * up, [N, F], from gate and up side by side (arXiv:2002.05202 eq. 6)."""
     if torch.is_grad_enabled():
         result: Tensor = _Gated.apply(gate_up_NX)
         return result
@@ -168,7 +169,7 @@ def gated(gate_up_NX: Tensor) -> Tensor:
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The precision of norms and rotations: float32, however narrow the policy is."""
+    """The precision of norms and rotations: at least float32, even if the policy has fewer bits."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -195,7 +196,7 @@ class _Unit(torch.autograd.Function):
 
 
 class _Gated(torch.autograd.Function):
-    """With y = s(a) b: db = dy s(a) and da = dy b s'(a), written side by side as they came."""
+    """With y = s(a) b: db = dy s(a) and da = dy b s'(a), written side by side in the input's layout."""
 
     @staticmethod
     def forward(ctx: Any, gate_up_NX: Tensor) -> Tensor:

@@ -1,8 +1,7 @@
-"""The language model: a decoder-only transformer whose parameters are named as in the HuggingFace checkpoint.
+"""The language model: a decoder-only transformer with the parameter names of the HuggingFace checkpoint.
 
-Called by the trainer (with gradients), by `files` and `tiny`, and by the engine, which takes its weights and arranges
-them for generation. It knows no tokenizer, no sampling and no cache; the mathematics stand in `layers`.
-
+Called by the trainer (with gradients), by `files` and `tiny`, and by the engine, which rearranges its weights for
+generation. It knows no tokenizer, no sampling and no cache; the mathematics is in `layers`.
 Axes: B rows, T tokens, D width, H query heads, K key/value heads, E head dimension, V vocabulary.
 """
 
@@ -15,10 +14,10 @@ from shoal.policy.spec import PolicySpec
 
 
 class Transformer(nn.Module):
-    """Llama, Qwen2 or Qwen3 by its spec; `state_dict` is the checkpoint (without `lm_head.weight` where tied)."""
+    """Llama, Qwen2 or Qwen3, as its spec says. `state_dict` is the checkpoint (without `lm_head.weight` if tied)."""
 
     def __init__(self, spec: PolicySpec, dtype: torch.dtype = torch.float32) -> None:
-        """Allocates without initialising: `files.load_policy` or `tiny.make_tiny` fill in the values."""
+        """Allocate without initialising: `files.load_policy` or `tiny.make_tiny` fill in the values."""
         super().__init__()
         self.spec = spec
         self.model = _Body(spec, dtype)
@@ -30,15 +29,15 @@ class Transformer(nn.Module):
         return hidden_states(tokens_BT, self.arranged())
 
     def logits(self, hidden_xD: Tensor) -> Tensor:
-        """Logits over the vocabulary, [..., V], at chosen hidden states: the head is dear, so choose first."""
+        """Logits over the vocabulary, [..., V], for chosen hidden states. The head is expensive, so choose first."""
         return F.linear(hidden_xD, self.head_weight())
 
     def head_weight(self) -> Tensor:
-        """The output head, [V, D]: the embedding itself where they are tied."""
+        """The output head, [V, D]: the embedding itself if they are tied."""
         return self.model.embed_tokens.weight if self.spec.tied else self.lm_head.weight
 
     def arranged(self) -> Weights:
-        """The policy as `layers` wants it: functions of the parameters, through which gradients flow."""
+        """The weights as `layers` needs them: functions of the parameters, through which gradients flow."""
         order = _head_order(self.spec).to(self.head_weight().device)
         return Weights(
             spec=self.spec,
@@ -88,7 +87,7 @@ class _Mlp(nn.Module):
 
 
 class _Matrix(nn.Module):
-    """A weight, [outputs, inputs], and perhaps a bias, under the names that the checkpoint gives them."""
+    """A weight, [outputs, inputs], and perhaps a bias, named as in the checkpoint."""
 
     bias: Tensor | None
 
@@ -130,26 +129,26 @@ def _arrange(layer: _Layer, spec: PolicySpec, order: Tensor) -> LayerWeights:
 
 
 def _behind(norm_D: Tensor, matrix_XD: Tensor) -> Tensor:
-    """A matrix, transposed, with the weight of the norm before it."""
+    """A matrix, transposed, multiplied by the weight of the norm before it."""
     return (matrix_XD * _norm_weight(norm_D)).to(matrix_XD.dtype).t()
 
 
 def _norm_weight(weight_xD: Tensor) -> Tensor:
-    """A norm's weight, at least fp32, times sqrt(D), which `unit` leaves out."""
+    """A norm's weight, at least float32, times the sqrt(D) that `unit` leaves out."""
     return weight_xD.to(wide(weight_xD.dtype)) * weight_xD.shape[-1] ** 0.5
 
 
 def _floors(spec: PolicySpec, device: torch.device) -> tuple[Tensor, Tensor]:
-    """What keeps the norms of the width and of a head from dividing by zero: sqrt(size * eps), [1]."""
+    """Terms that keep the norms of the width and of a head from dividing by zero: sqrt(size * eps), [1]."""
     width, head = (torch.tensor([(n * spec.norm_eps) ** 0.5], device=device) for n in (spec.width, spec.head_dim))
     return width, head
 
 
 def _head_order(spec: PolicySpec) -> Tensor:
-    """Order of the outputs of query, key and value: each key head behind the G queries that share it, then the values.
+    """Order of the outputs of query, key and value: each key head after the G queries that share it, then the values.
 
-    Within a query or key head, element i stands beside i + E / 2, with which it rotates; scores do not change, since
-    queries and keys are put into the same order.
+    Within a query or key head, element i is next to i + E / 2, with which it rotates. Scores do not change, because queries
+    and keys have the same order.
     """
     H, K, E = spec.heads, spec.kv_heads, spec.head_dim
     heads_KJ = torch.cat([torch.arange(H).view(K, -1), torch.arange(H, H + K).view(K, 1)], 1)

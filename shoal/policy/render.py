@@ -1,8 +1,8 @@
-"""Between messages and token ids: renders a conversation's opening, encodes each new message, decodes what was written.
+"""Convert messages to token ids and back: render the opening, encode each new message, decode the policy's text.
 
-Called by `envs/play` and by every verifier, so it is light: tokenizers and sandboxed jinja, no torch, no transformers.
-A conversation is an append-only list of token ids: what the policy wrote is never rendered or tokenised again.
-It knows no clock: templates that ask for the date take their own default.
+Called by `envs/play` and by every verifier. Therefore it is light: tokenizers and sandboxed jinja, no torch, no
+transformers. A conversation is an append-only list of token ids: the policy's text is never rendered or tokenised again.
+It knows no clock: templates that ask for the date use their own default.
 """
 
 import functools
@@ -24,10 +24,10 @@ MAX_TOKENIZER_BYTES = 64 << 20
 MAX_TEMPLATE_BYTES = 1 << 20
 
 REMEMBERED = 256
-"""Openings, and replies, whose token ids are kept at hand."""
+"""Number of openings, and of replies, whose token ids are cached."""
 
 _MARK = "\N{OBJECT REPLACEMENT CHARACTER}written\N{OBJECT REPLACEMENT CHARACTER}"
-"""Stands where the policy's turn would be; what a template puts after it is what follows that turn."""
+"""Takes the place of the policy's turn. The text that a template puts after it is the text that follows the turn."""
 
 _TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
 
@@ -35,14 +35,14 @@ _TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
 _TEMPLATE_ERRORS = (
     jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError, MemoryError, RecursionError,
 )  # fmt: skip
-"""What running a stranger's template may raise: expressions in it are Python's."""
+"""Exceptions that a stranger's template may raise, because its expressions are Python's."""
 
 
 class Renderer:
     """A tokenizer with its chat template."""
 
     def __init__(self, tokenizer: Tokenizer, template: str, tokens: Mapping[str, str], spec: PolicySpec) -> None:
-        """`tokens` names the template's special tokens by their texts: eos_token and so on."""
+        """`tokens` maps names of special tokens, as the template uses them, to their texts: eos_token and so on."""
         self._tokenizer = tokenizer
         self._tokens = dict(tokens)
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
@@ -58,16 +58,16 @@ class Renderer:
         """The token that ends the policy's turn."""
         special = {index for index, token in tokenizer.get_added_tokens_decoder().items() if token.special}
         self.stop_ids: frozenset[int] = frozenset(special | {self.eos_id, *spec.eos_ids})
-        """Every control token: when the policy writes one, its turn is over."""
+        """All control tokens. When the policy writes one, its turn ends."""
         self.vocabulary: int = spec.vocab_size
-        """Token ids are below this; it may exceed what the tokenizer knows."""
-        # A group's rollouts open alike and often hear alike: each text is rendered and encoded once.
+        """Token ids are below this. It may exceed the tokenizer's vocabulary."""
+        # A group's rollouts have the same opening and often the same replies: render and encode each text once.
         self._opening = functools.lru_cache(REMEMBERED)(self._render_opening)
         self._reply = functools.lru_cache(REMEMBERED)(self._render_reply)
 
     @staticmethod
     def from_directory(directory: Path) -> "Renderer":
-        """Open the tokenizer and chat template of a checkpoint; raises `StateError` where they are missing or damaged."""
+        """Open the tokenizer and chat template of a checkpoint. Raises `StateError` if one is missing or damaged."""
         directory = Path(directory)
         spec = PolicySpec.from_directory(directory)
         try:
@@ -91,19 +91,19 @@ class Renderer:
         return list(self._opening(tuple(tuple(sorted(message.items())) for message in messages)))
 
     def reply(self, content: str, role: str = "user") -> list[int]:
-        """Token ids that follow the policy's turn, whose stop token is already written, up to its next turn.
+        """Token ids between the policy's stop token, which is already written, and its next turn.
 
-        The conversation then reads as the template would have it: we render a turn around a marker and take what
-        comes after, less the end token that the policy wrote itself.
+        The conversation then reads as the template would render it: we render a turn with a marker as its text, and
+        take what comes after the marker, without the end token that the policy wrote itself.
         """
         return list(self._reply(content, role))
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text as a scripted player writes it, the end token not included."""
+        """Token ids of a scripted player's text, without the end token."""
         return self._encode(text)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text that the policy wrote: control tokens dropped, bytes that are no text replaced by U+FFFD."""
+        """The policy's text, without control tokens. Bytes that are not text become U+FFFD."""
         text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
         return text
 
@@ -140,12 +140,12 @@ class _TokenizerConfig(msgspec.Struct):
 
 
 def _token_text(token: str | dict[str, Any] | None) -> str | None:
-    """A special token stands in the file as its text or as an object that holds it."""
+    """A special token's text. The file holds the text itself or an object that contains it."""
     return str(token.get("content", "")) if isinstance(token, dict) else token
 
 
 def _find_template(directory: Path, config: _TokenizerConfig) -> str:
-    """`chat_template.jinja`, or the one inside the tokenizer's config; of several, the default."""
+    """`chat_template.jinja`, or else the default template in the tokenizer's config."""
     path = directory / "chat_template.jinja"
     if path.exists():
         return read_capped(path, MAX_TEMPLATE_BYTES).decode("utf-8", "replace")
@@ -165,7 +165,7 @@ def _compile(environment: jinja2.Environment, template: str) -> jinja2.Template:
 
 
 def _tojson(value: Any, indent: int | None = None, **_: Any) -> str:
-    """As `transformers` has it: jinja's own would escape for HTML."""
+    """Like the one of `transformers`; jinja's own would escape for HTML."""
     return json.dumps(value, ensure_ascii=False, indent=indent)
 
 

@@ -1,7 +1,7 @@
-"""The shape of a policy: what a HuggingFace `config.json` says, read strictly and written back.
+"""The shape of a policy: reads a HuggingFace `config.json` strictly, and writes it.
 
 Called by the model, the loader, the renderer and the engine. Light: it knows no torch and no weights.
-Three architectures are known, which differ in two switches: Llama (neither), Qwen2 (bias on q, k, v),
+It knows three architectures, which differ in two switches: Llama (neither), Qwen2 (bias on q, k, v),
 Qwen3 (a norm on each head's query and key).
 """
 
@@ -16,10 +16,10 @@ from shoal.errors import StateError, cause_of
 from shoal.protocol.constants import MAX_JSON_BYTES, MAX_TENSORS
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-"""Family, as in the run file and in `model_type`, to the class name that `transformers` looks for."""
+"""The family, as in the run file and in `model_type`, and the class name that `transformers` looks for."""
 
 LARGEST = 1 << 24
-"""No number of a policy's shape may exceed this."""
+"""Upper limit for each number of a policy's shape."""
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,13 @@ class PolicySpec:
     mlp_width: int
     vocab_size: int
     max_positions: int
-    """Longest sequence, tokens."""
+    """Longest sequence, in tokens."""
     rope_theta: float
     norm_eps: float
     tied: bool
     """The output head shares the embedding."""
     eos_ids: tuple[int, ...]
-    """Tokens that end a text; the first is the main one."""
+    """Tokens that end a text. The first is the main one."""
     pad_id: int | None = None
     bos_id: int | None = None
 
@@ -57,7 +57,7 @@ class PolicySpec:
         return self.family == "qwen3"
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name to shape of every tensor of a checkpoint of this policy."""
+        """The name and shape of every tensor in a checkpoint of this policy."""
         D, E = self.width, self.head_dim
         queries, keys = self.heads * E, self.kv_heads * E
         layer: dict[str, tuple[int, ...]] = {
@@ -87,7 +87,7 @@ class PolicySpec:
 
     @staticmethod
     def from_directory(directory: Path) -> "PolicySpec":
-        """Read `config.json`; raises `StateError` where it is missing, malformed or not a policy that we can run."""
+        """Read `config.json`. Raises `StateError` if it is missing, malformed or not a policy that we can run."""
         path = Path(directory) / "config.json"
         data = read_capped(path, MAX_JSON_BYTES)
         try:
@@ -97,7 +97,7 @@ class PolicySpec:
         return _from_hf(config, path)
 
     def to_hf(self) -> dict[str, Any]:
-        """The `config.json` that `transformers` opens as this policy."""
+        """The `config.json` with which `transformers` opens this policy."""
         config: dict[str, Any] = {
             "architectures": [ARCHITECTURES[self.family]],
             "model_type": self.family,
@@ -131,24 +131,24 @@ class PolicySpec:
 
 
 def read_capped(path: Path, limit_bytes: int) -> bytes:
-    """A small file of a checkpoint; raises `StateError` if it cannot be read or is larger than a decent one."""
+    """Read a small file of a checkpoint. Raises `StateError` if it cannot be read or is larger than `limit_bytes`."""
     try:
         with path.open("rb") as file:
             data = file.read(limit_bytes + 1)
     except OSError as error:
         raise StateError(f"cannot read {path}: {cause_of(error)}. Is {path.parent} a model's directory?") from None
     if len(data) > limit_bytes:
-        raise StateError(f"{path} is larger than {limit_bytes} bytes: not a file of a model that we can trust")
+        raise StateError(f"{path} is larger than {limit_bytes} bytes: too large for a model's file of this name")
     return data
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a small file of a checkpoint, readable and always the same bytes."""
+    """Write a small file of a checkpoint, readable and always with the same bytes."""
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False, sort_keys=True) + "\n", encoding="utf-8")
 
 
 class _HfConfig(msgspec.Struct):
-    """The keys of a `config.json` that decide what the model computes; the rest is ignored."""
+    """The keys of a `config.json` that decide what the model computes. Other keys are ignored."""
 
     model_type: str
     hidden_size: int
@@ -224,5 +224,5 @@ def _from_hf(config: _HfConfig, path: Path) -> PolicySpec:
     ]
     for holds, fault in demands:
         if not holds:
-            raise StateError(f"{path}: {fault}. Choose another model, or mend the file")
+            raise StateError(f"{path}: {fault}. Choose another model, or fix the file")
     return spec

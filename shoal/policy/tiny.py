@@ -1,6 +1,6 @@
 """Make a tiny policy from scratch: weights from a seed, and a tokenizer of 64 characters with a chat template.
 
-Called by `shoal run`, `shoal sft`, tests and benchmarks. It knows no training: what it makes is at chance.
+Called by `shoal run`, `shoal sft`, tests and benchmarks. It does not train: the policies that it makes play at chance.
 """
 
 import tempfile
@@ -16,13 +16,13 @@ from shoal.policy.model import Transformer
 from shoal.policy.spec import PolicySpec, write_json
 
 SPECIALS = ("<|pad|>", "<|unk|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
-"""Token ids 0 to 5. No policy can spell one letter by letter: `|` is not in the vocabulary."""
+"""Token ids 0 to 5. A policy cannot spell one letter by letter, because `|` is not in the vocabulary."""
 
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789 \n.,:;!?'+-*/=()<>_#[]"
-"""Token ids 6 to 63; capitals are lowered, all else is `<|unk|>`."""
+"""Token ids 6 to 63. Capitals become lower case; all other characters are `<|unk|>`."""
 
 _BYTE_NAMES = {" ": "Ġ", "\n": "Ċ"}
-"""How byte-level BPE spells them. It is BPE without merges because `transformers` rebuilds any tokenizer beside a Qwen2
+"""How byte-level BPE spells these. We use BPE without merges because `transformers` rebuilds any tokenizer beside a Qwen2
 config as byte-level BPE, whatever its file says."""
 
 CHAT_TEMPLATE = (
@@ -32,9 +32,9 @@ CHAT_TEMPLATE = (
 
 
 def make_tiny(tiny: TinyPolicy, directory: Path, seed: int, dtype: str) -> None:
-    """Write a new policy with its tokenizer into `directory`, in HF format; the seed decides every weight.
+    """Write a new policy with its tokenizer into `directory`, in HF format. The seed decides every weight.
 
-    dtype is float32 or bfloat16. Raises `ConfigError` where the numbers do not fit each other.
+    dtype is float32 or bfloat16. Raises `ConfigError` if the numbers do not match each other.
     """
     model = Transformer(tiny_spec(tiny))
     initialise(model, seed)
@@ -44,7 +44,7 @@ def make_tiny(tiny: TinyPolicy, directory: Path, seed: int, dtype: str) -> None:
 
 
 def tiny_spec(tiny: TinyPolicy) -> PolicySpec:
-    """The shape that a run file's `[policy.tiny]` asks for; raises `ConfigError`."""
+    """The shape that a run file's `[policy.tiny]` describes. Raises `ConfigError`."""
     heads = max(tiny.heads, 1)
     demands = [
         (min(tiny.width, tiny.layers, tiny.heads, tiny.kv_heads, tiny.mlp_width, tiny.max_positions) > 0,
@@ -76,7 +76,7 @@ def tiny_spec(tiny: TinyPolicy) -> PolicySpec:
 
 @torch.no_grad()
 def initialise(model: Transformer, seed: int) -> None:
-    """Fill every parameter: norms 1, biases 0, matrices normal with the deviation that `_deviation` gives."""
+    """Fill every parameter: norms 1, biases 0, matrices normal with the deviation from `_deviation`."""
     generator = torch.Generator().manual_seed(seed % 2**63)
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
@@ -88,7 +88,7 @@ def initialise(model: Transformer, seed: int) -> None:
 
 
 def _deviation(name: str, weight: torch.Tensor, spec: PolicySpec) -> float:
-    """Matrices 1/sqrt(inputs), those that write to the residual stream less by sqrt(2·layers), embedding and head 0.02."""
+    """1/sqrt(inputs) for matrices, divided by sqrt(2·layers) if they write to the residual stream; 0.02 for the others."""
     if "layers" not in name:
         return 0.02
     scale = float(weight.shape[1]) ** -0.5
@@ -96,7 +96,7 @@ def _deviation(name: str, weight: torch.Tensor, spec: PolicySpec) -> float:
 
 
 def write_tokenizer(directory: Path, max_positions: int) -> None:
-    """Write the tokenizer and its chat template; `AutoTokenizer` and our renderer open them."""
+    """Write the tokenizer and its chat template, which `AutoTokenizer` and our renderer can open."""
     letters = [_BYTE_NAMES.get(character, character) for character in CHARACTERS]
     vocabulary = {token: index for index, token in enumerate((*SPECIALS, *letters))}
     tokenizer = Tokenizer(models.BPE(vocabulary, merges=[], unk_token="<|unk|>"))
