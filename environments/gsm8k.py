@@ -1,11 +1,11 @@
 """GSM8K: grade-school word problems (arXiv:2110.14168), from the two JSON-lines files that its authors published.
 
-An environment as an outsider would write it: one file, named by its path in a run file. It downloads nothing; bring
-`train.jsonl` and `test.jsonl` (https://github.com/openai/grade-school-math) and say where they lie:
+An environment as an outsider would write it: one file, whose path is given in a run file. It downloads nothing. Get
+`train.jsonl` and `test.jsonl` from https://github.com/openai/grade-school-math and give their folder:
 
     shoal env check environments/gsm8k.py --env-args '{"folder": "data/gsm8k"}'
 
-Single-turn. Reward 1 if the number after the last "####" is the answer, or, where there is none, the last number.
+Single-turn. The reward is 1 if the number after the last "####", or without "####" the last number, is the answer.
 """
 
 import json
@@ -28,7 +28,7 @@ def environment(folder: str = "data/gsm8k") -> "Gsm8k":
 
 
 class Gsm8k(Env):
-    """A task is (question, answer); a state is the task and what was answered."""
+    """A task is (question, answer); a state is the task and the policy's answer."""
 
     name = "gsm8k"
 
@@ -55,12 +55,12 @@ class Gsm8k(Env):
         return self.score(state) == 1.0
 
     def players(self) -> dict[str, Callable[[Any, random.Random], str]]:
-        """For `shoal env check`."""
+        """Players for `shoal env check`."""
         return {"right": lambda state, rng: f"#### {state[0][1]}", "wrong": lambda state, rng: "#### -123456789"}
 
 
 def last_number(text: str) -> str:
-    """The number after the last "####", else the last of all, without commas and trailing zeros; "" without any."""
+    """The number after the last "####", or else the last number, without commas and trailing zeros; "" if none."""
     found = NUMBER.findall(text.rpartition("####")[2]) or NUMBER.findall(text)
     if not found:
         return ""
@@ -73,4 +73,4 @@ def _read(path: Path) -> list[tuple[str, str]]:
         lines = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
         return [(line["question"], last_number(line["answer"])) for line in lines]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path} is not GSM8K's: {error!r}. Give its folder in envs.0.args.folder") from None
+        raise ConfigError(f"{path} is not a GSM8K file: {error!r}. Give its folder in envs.0.args.folder") from None

@@ -2,9 +2,9 @@
 
     python recipes/one_file.py recipes/arithmetic.toml --set steps=20
 
-It runs a run file synchronously (max_staleness = 0) and ends with the same weights, byte for byte, as the distributed
-run with the same file and seed: coordinator, workers, validators and trainer only move this loop onto machines that do
-not trust each other. `tests/roles/test_run.py` holds both to that.
+It runs a run file synchronously (max_staleness = 0). The final weights are the same, byte for byte, as those of the
+distributed run with the same file and seed: coordinator, workers, validators and trainer only move this loop onto
+machines that do not trust each other. `tests/roles/test_run.py` and `tests/test_survival.py` check that.
 """
 
 import argparse
@@ -36,7 +36,7 @@ from shoal.weights.manifest import weights_root
 
 
 def main() -> None:
-    """Run a run file and print a line a step."""
+    """Run a run file and print one line for each step."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe", type=Path, help="a run file (.toml)")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key")
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def train(config: RunConfig, out: Path, recipe_dir: Path, say: Callable[[str], None] = lambda line: None) -> str:
-    """Run all steps in `out`; returns the weights root of the last version."""
+    """Run all steps in `out`. Returns the weights root of the last version."""
     torch.set_num_threads(1)
     folder = RunFolder(out)
     folder.prepare(config, recipe_dir)  # the run's private seed
@@ -69,7 +69,7 @@ def train(config: RunConfig, out: Path, recipe_dir: Path, say: Callable[[str], N
     engine = LocalEngine(threads=1)
 
     for version in range(config.steps):
-        # Workers sample with the published bytes, in the tasks and with the seeds that the secret chain decides.
+        # Workers sample with the published bytes. The secret chain decides the tasks and the seeds.
         engine.load(published, version)
         root = weights_root(published)
         members: list[BatchGroup] = []
@@ -78,7 +78,7 @@ def train(config: RunConfig, out: Path, recipe_dir: Path, say: Callable[[str], N
         while len(members) < config.rollouts.batch_groups:
             slots = slots_of_block(folder.run_id(), version, root, links[version + 1], block, config, envs)
             groups = play_block(engine, renderer, envs, slots, config.rollouts.group_size, sampling)
-            # Validators recompute every reward; a group whose rewards are all equal teaches nothing.
+            # Validators recompute every reward. A group whose rewards are all equal teaches nothing.
             for group in groups:
                 rewards = tuple(recomputed(group, envs, renderer, sampling))
                 if has_signal(rewards):
@@ -86,7 +86,7 @@ def train(config: RunConfig, out: Path, recipe_dir: Path, say: Callable[[str], N
                     members.append(BatchGroup(version, group.slot, "", 0, digest(body), rewards))
                     bodies.append(body)
             block += 1
-        # The batch is the first groups with signal by slot number: a value, whoever made them and in what order.
+        # The batch is the first groups with signal by slot number, whoever made them and in whatever order.
         members, bodies = members[: config.rollouts.batch_groups], bodies[: config.rollouts.batch_groups]
 
         # The trainer: (version v, batch) -> version v + 1.
@@ -119,7 +119,7 @@ def slots_of_block(
 
 
 def recomputed(group: Group, envs: dict[str, Env], renderer: Renderer, sampling: Sampling) -> list[float]:
-    """Rewards of a group from its tokens alone: the environment is replayed with the actions."""
+    """Rewards of a group from its tokens alone, by replaying the environment with the actions."""
     env = envs[group.env]
     return [
         replay_rollout(env, renderer, env.task(group.task), r.tokens_T(), r.author_T(), r.ending, sampling).reward

@@ -1,7 +1,7 @@
-"""Errors for users: one line saying what happened, why, and what to do.
+"""Errors for users: one line that says what happened, why, and what to do.
 
-Raised by every room, printed by `cli` without a traceback, exit code 2. Bugs of ours are assertions;
-a stranger's fault is a verdict, which is data.
+Every room raises them. `cli` prints them without a traceback and exits with code 2. Our own bugs are assertions; a
+stranger's fault is a verdict, which is data.
 """
 
 import errno
@@ -9,11 +9,11 @@ import errno
 NO_TORCH = "torch is not installed: pip install 'shoal[torch]'"
 
 USER_MUST_MEND = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
-"""Faults of the system that are the user's to mend, wherever they turn up."""
+"""System faults that the user must fix, in any room."""
 
 
 class ShoalError(ValueError):
-    """Something a user can mend. The message is one line and names the remedy."""
+    """Something that a user can fix. The message is one line and says how."""
 
 
 class ConfigError(ShoalError):
@@ -21,7 +21,7 @@ class ConfigError(ShoalError):
 
 
 class StateError(ShoalError):
-    """What is on disk does not fit: corrupt checkpoint, changed run file, broken log, full disk."""
+    """The disk holds something wrong: corrupt checkpoint, changed run file, broken log, full disk."""
 
 
 class PeerError(ShoalError):
@@ -33,19 +33,19 @@ class Superseded(PeerError):
 
 
 class NothingYet(PeerError):
-    """What was asked for does not exist yet: ask again later."""
+    """The requested thing does not exist yet: ask again later."""
 
 
 TOO_MANY_FILES = (
     "this process has too many files and connections open. Raise its limit (ulimit -n), or close some connections"
 )
-"""Cause and remedy in one, because databases and files report it in different words."""
+"""Cause and remedy in one text, because databases and files report this fault in different words."""
 
 
 def cause_of(error: Exception) -> str:
-    """Why something could not be read or written, in a few words.
+    """In a few words, why reading or writing failed.
 
-    An `OSError` that gathers others (`shutil.Error`) has no `strerror`: its first cause is named instead.
+    An `OSError` that collects others (`shutil.Error`) has no `strerror`, so this names its first cause.
     """
     if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
         return TOO_MANY_FILES
@@ -56,14 +56,14 @@ def cause_of(error: Exception) -> str:
 
 
 def fault_of_user(error: BaseException) -> ShoalError | None:
-    """What the user must mend, if that is what it is: tasks that ran side by side wrap it in groups."""
+    """The fault that the user must fix, if there is one. Tasks that ran side by side wrap it in groups."""
     if isinstance(error, ShoalError):
         return error
     if isinstance(error, ModuleNotFoundError) and error.name == "torch":
         return ShoalError(NO_TORCH)
     if isinstance(error, OSError) and error.errno in USER_MUST_MEND:
         place = f" {error.filename}" if error.filename else ""
-        return ShoalError(f"cannot write{place}: {cause_of(error)}. Free some disk or mend the permissions, then go on")
+        return ShoalError(f"cannot write{place}: {cause_of(error)}. Free some disk or fix the permissions, then go on")
     if isinstance(error, BaseExceptionGroup):
         faults = [fault_of_user(inner) for inner in error.exceptions]
         return None if None in faults else faults[0]

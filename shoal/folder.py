@@ -1,7 +1,8 @@
-"""The run's folder: where everything of a run lies, how it is made, and how it is opened again.
+"""The run's folder: where a run keeps its files, how the folder is made, and how it is opened again.
 
-Called by the CLI, the launcher and the roles of the host. It knows paths, the private seed and the resolved run file,
-and nothing of what the other files hold. Here too, for every room: how a file or a folder is written whole or not at all.
+Called by the CLI, the launcher and the host's roles. It knows paths, the private seed and the resolved run file, and
+nothing about the contents of other files. Every room uses its functions that write a file or a folder whole or not at
+all.
 """
 
 import contextlib
@@ -22,7 +23,7 @@ from shoal.tree import from_tree, to_tree
 
 
 class RunFolder:
-    """Paths of a run; the attributes say what lies where."""
+    """Paths of a run. The attributes say what is where."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -43,7 +44,7 @@ class RunFolder:
         self.address = root / "coordinator.json"
 
     def config(self) -> RunConfig:
-        """The resolved run file. Raises `StateError` if the folder holds no run."""
+        """The resolved run file. Raises `StateError` if the folder has no run."""
         return from_tree(self._tree(), RunConfig, str(self.run_file))
 
     def _tree(self) -> dict[str, Any]:
@@ -64,18 +65,18 @@ class RunFolder:
             ) from None
 
     def run_id(self) -> str:
-        """Name of the run on the wire, 32 hex digits, made from the private seed."""
+        """The run's name on the wire: 32 hex digits, made from the private seed."""
         return domain_hash("run", self.seed())[:16].hex()
 
     def prepare(self, config: RunConfig, recipe_dir: Path) -> bool:
-        """Make the folder, or open it again; returns whether it was resumed.
+        """Make the folder, or open it again. Returns whether the run is resumed.
 
-        Raises `StateError` naming the keys when the run file changed in a way that a running run must not.
+        Raises `StateError`, naming the keys, if the run file changed in a way that is not allowed during a run.
         """
         tree = to_tree(_with_absolute_paths(config, recipe_dir))
         resumed = self.run_file.exists()
         if resumed:
-            changed = unsafe_changes(to_tree(self.config()), tree)  # keys that are new since then get their defaults
+            changed = unsafe_changes(to_tree(self.config()), tree)  # keys added since then get their defaults
             if changed:
                 raise StateError(
                     f"the run file differs from the one that {self.root} was started with, in {', '.join(changed)}: "
@@ -89,15 +90,15 @@ class RunFolder:
             write_atomically(self.run_file, msgspec.json.format(msgspec.json.encode(tree)))
         except OSError as error:
             raise StateError(
-                f"cannot write to {self.root}: {cause_of(error)}. Free space or give another --out"
+                f"cannot write to {self.root}: {cause_of(error)}. Free some space, or give another --out"
             ) from None
         return resumed
 
 
 def write_atomically(path: Path, data: bytes, mode: int = 0o644, *, replace: bool = True) -> None:
-    """Write a file whole or not at all, durable on return: a kill, a full disk or a power cut leaves the old one.
+    """Write a file whole or not at all, durable on return. A kill, a full disk or a power cut leaves the old one.
 
-    Raises OSError, and FileExistsError if there is one that it may not replace.
+    Raises OSError, and FileExistsError if the file exists and `replace` is false.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
@@ -118,9 +119,9 @@ def write_atomically(path: Path, data: bytes, mode: int = 0o644, *, replace: boo
 
 @contextlib.contextmanager
 def replaced_folder(target: Path) -> Iterator[Path]:
-    """An empty folder to write into; it takes the place of `target` once all is written, or not at all.
+    """An empty folder to write into. It replaces `target` after everything is written, or not at all.
 
-    Raises OSError, of the writer too; what was there before is untouched then.
+    Raises OSError, also from the writer; the old folder is then untouched.
     """
     clear_leftovers(target)
     new = target.with_name(f".{target.name}.new")
@@ -133,9 +134,9 @@ def replaced_folder(target: Path) -> Iterator[Path]:
 
 
 def name_folder(written: Path, target: Path) -> None:
-    """Give a folder that is complete its name, durable on return; one that had the name is dropped.
+    """Give a complete folder its name, durable on return, and delete the folder that had the name.
 
-    A kill leaves the old one, the new one, or for the moment between two renames neither under this name.
+    A kill leaves the old one, the new one, or, between the two renames, no folder of this name.
     """
     old = target.with_name(f".{target.name}.old")
     shutil.rmtree(old, ignore_errors=True)
@@ -154,7 +155,7 @@ def name_folder(written: Path, target: Path) -> None:
 
 
 def clear_leftovers(target: Path) -> None:
-    """Remove what a kill left of an earlier replacement of a folder."""
+    """Delete what a killed replacement of a folder left behind."""
     for end in ("new", "old"):
         shutil.rmtree(target.with_name(f".{target.name}.{end}"), ignore_errors=True)
 
@@ -173,7 +174,7 @@ def _make_seed(fixed: int) -> bytes:
 
 
 def _with_absolute_paths(config: RunConfig, recipe_dir: Path) -> RunConfig:
-    """Paths in a run file are relative to it; the folder must work from anywhere."""
+    """Make relative paths absolute. They are relative to the run file, but the folder must work from anywhere."""
     policy, envs = config.policy, []
     if policy.path:
         path = (recipe_dir / policy.path).resolve()

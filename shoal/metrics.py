@@ -1,7 +1,7 @@
-"""What a training step reports: every metric declared once, and the file that they are appended to.
+"""The metrics of a training step, each declared once, and the file to which they are appended.
 
-Written by `roles/trainer`, read by the terminal view and the dashboard. A metric that cannot be written is counted
-and said once; it never stops training. It knows no clock: callers pass times as values.
+Written by `roles/trainer`, read by the terminal view and the dashboard. A failed write is counted and logged once; it
+never stops training. It knows no clock: callers pass times as values.
 """
 
 import logging
@@ -23,75 +23,77 @@ class Metric(NamedTuple):
 METRICS: dict[str, Metric] = {
     "step": Metric("steps", "Training step, counted from 0; it turns policy version v = step into v + 1."),
     "time_s": Metric("seconds", "When the step ended, since the epoch."),
-    "reward_mean": Metric("reward", "Mean reward of the batch's rollouts; groups without signal are not in it."),
+    "reward_mean": Metric("reward", "Mean reward of the batch's rollouts, without groups that have no signal."),
     "reward_mean/LABEL": Metric(
         "reward",
-        "The same of one environment, where a run has several; null where the batch has no rollouts of it.",
+        "The same for one environment, if a run has several; null if the batch has no rollouts of it.",
     ),
     "reward_all_mean": Metric(
         "reward", "Mean reward of all rollouts accepted since the batch of the last step, with or without signal."
     ),
     "zero_signal_share": Metric(
-        "share", "Groups accepted since the batch of the last step whose rewards were all equal."
+        "share", "Share of groups accepted since the batch of the last step whose rewards were all equal."
     ),
     "loss": Metric("loss", "Value of the objective that the step lowered, per policy token."),
     "entropy_nats": Metric("nats", "Mean entropy of the distributions that the policy's tokens were drawn from."),
-    "clip_share": Metric("share", "Policy tokens whose gradient a bound on the importance ratio took away."),
+    "clip_share": Metric(
+        "share", "Share of policy tokens whose gradient was removed by a bound on the importance ratio."
+    ),
     "log_ratio_abs_mean_nats": Metric("nats", "Mean |log-prob of the trainer - log-prob of the worker| of a token."),
     "log_ratio_abs_max_nats": Metric("nats", "Largest |log-prob of the trainer - log-prob of the worker| of a token."),
-    "staleness_rollouts": Metric("rollouts", "Rollouts of the batch by how many versions old their policy was."),
+    "staleness_rollouts": Metric("rollouts", "Number of the batch's rollouts by the age of their policy, in versions."),
     "stale_rollouts": Metric("rollouts", "Rollouts left out because their policy was older than max_staleness."),
     "groups_without_signal": Metric("groups", "Groups of the batch left out because their rewards were all equal."),
-    "groups_unlearnable": Metric("groups", "Groups of the batch that a validator accepted and nobody can learn from."),
+    "groups_unlearnable": Metric("groups", "Groups of the batch that a validator accepted but that teach nothing."),
     "grad_norm": Metric("norm", "Norm of the gradient before clipping."),
-    "update_skipped": Metric("0 or 1", "1 if the gradient was not finite and the weights were left as they were."),
+    "update_skipped": Metric("0 or 1", "1 if the gradient was not finite, so that the weights did not change."),
     "lr": Metric("learning rate", "Learning rate of the step."),
     "rollouts": Metric("rollouts", "Rollouts that the step learned from."),
-    "tokens": Metric("tokens", "Tokens of those rollouts, prompts and environment included."),
+    "tokens": Metric("tokens", "Tokens of those rollouts, including prompts and the environment's."),
     "policy_tokens": Metric("tokens", "Tokens of those rollouts that the policy wrote."),
-    "train_s": Metric("seconds", "Forward, backward and optimiser."),
-    "train_tokens_per_s": Metric("tokens/s", "Tokens over the time of forward, backward and optimiser."),
-    "save_s": Metric("seconds", "Writing the trainer's own state."),
-    "publish_s": Metric("seconds", "Writing, signing and announcing the new version."),
-    "step_s": Metric("seconds", "From the end of the step before to the end of this one."),
-    "waiting_share": Metric("share", "Part of step_s in which the trainer waited."),
-    "waiting_for": Metric("name", "What it waited for the longest."),
+    "train_s": Metric("seconds", "Time of forward, backward and optimiser."),
+    "train_tokens_per_s": Metric("tokens/s", "Tokens divided by the time of forward, backward and optimiser."),
+    "save_s": Metric("seconds", "Time to write the trainer's own state."),
+    "publish_s": Metric("seconds", "Time to write, sign and announce the new version."),
+    "step_s": Metric("seconds", "Time from the end of the previous step to the end of this one."),
+    "waiting_share": Metric("share", "Share of step_s in which the trainer waited."),
+    "waiting_for": Metric("name", "What the trainer waited for longest."),
     "selfcheck_gap_nats": Metric("nats", "Largest log-prob difference when one completion was replayed at start-up."),
 }
-"""By name; a name holds its unit unless the unit is a plain count, share or rate."""
+"""Metrics by name. The name holds the unit, unless the unit is a plain count, share or rate."""
 
 
 class MetricsLog:
-    """Appends one JSON object a line to a file. A failing write is counted in `failures` and said once."""
+    """Appends JSON objects to a file, one per line. Failed writes are counted in `failures`; only the first is logged."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.failures = 0
 
     def write(self, values: dict[str, Any]) -> None:
-        """Append a line; numbers that are not finite become null. Never raises for what the disk or a value does."""
+        """Append a line. Numbers that are not finite become null. Faults of the disk or of a value are never raised."""
         try:
             unknown = {name for name in values if name not in METRICS and _family(name) not in METRICS}
             if unknown:
                 raise ValueError(f"not declared in shoal/metrics.py: {', '.join(sorted(unknown))}")
             line = msgspec.json.encode(values) + b"\n"
             with self.path.open("ab+") as file:
-                # A writer that was killed may have left half a line; the next must not be glued to it.
+                # A killed writer may have left half a line: start the next one on its own line.
                 file.seek(max(0, file.tell() - 1))
                 file.write(b"\n" * (file.read(1) not in (b"", b"\n")) + line)
         except (OSError, TypeError, ValueError, OverflowError) as error:
             self.failures += 1
             if self.failures == 1:
-                log.warning("metrics are not being written, training goes on file=%s cause=%s", self.path, error)
+                log.warning("metrics are not being written, training continues file=%s cause=%s", self.path, error)
 
 
 def _family(name: str) -> str:
-    """The declared name of a metric that is reported for each environment: `reward_mean/LABEL` of `reward_mean/easy`."""
+    """The declared name of a per-environment metric: `reward_mean/LABEL` for `reward_mean/easy`."""
     return f"{name.partition('/')[0]}/LABEL"
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Lines of a metrics file in order of step; half lines are left out, and of a repeated step the last counts."""
+    """The lines of a metrics file in order of step. Skips half lines; of a repeated step, only the last line counts."""
     try:
         lines = path.read_bytes().splitlines()
     except FileNotFoundError:

@@ -1,6 +1,6 @@
-"""What strangers, hosts and policies wrote, as it may stand on a terminal: nothing in it can steer one.
+"""Make text by strangers, hosts and policies safe to print: nothing in it can control the terminal.
 
-Called wherever such text is printed or logged. Escapes are JSON's, so a line of the log stays the same JSON.
+Called wherever such text is printed or logged. Escapes are those of JSON, so a line of the log stays the same JSON.
 """
 
 import json
@@ -8,7 +8,7 @@ import logging
 
 
 def printable(text: str, keep: str = "") -> str:
-    """Text with everything escaped that does not print: controls, U+0080 to U+009F, marks that turn the direction."""
+    """Escape everything that does not print: controls, U+0080 to U+009F, marks that change the text direction."""
     return "".join(c if c.isprintable() or c in keep else _escaped(c) for c in text)  # guard: escaped
 
 
@@ -17,12 +17,12 @@ def _escaped(character: str) -> str:
 
 
 def say(text: str) -> None:
-    """Print lines of which parts came from elsewhere."""
+    """Print lines that contain text from elsewhere."""
     print(printable(text, keep="\n"))
 
 
 class PrintableFormatter(logging.Formatter):
-    """A role's log: most of it is ours, but names and reasons are not."""
+    """Formats a role's log. Most of the text is ours, but names and reasons come from others."""
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record), keep="\n")  # guard: printable-logs

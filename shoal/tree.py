@@ -1,7 +1,7 @@
-"""Nested tables and the types that hold them: how a tree from TOML becomes a config, with errors that name the key.
+"""Convert nested tables, as read from TOML, into typed configs and back, with errors that name the key.
 
-Called by `config`, by environments for their arguments, and by whoever compares or writes out a config. It knows no
-key by name.
+Called by `config`, by environments for their arguments, and by code that compares or writes a config. It knows no key by
+name.
 """
 
 import difflib
@@ -17,11 +17,11 @@ T = TypeVar("T")
 
 
 class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Base of the run file's sections: immutable, unknown keys refused."""
+    """Base of the run file's sections: immutable, and unknown keys are refused."""
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """A TOML file as nested tables; raises `ConfigError`."""
+    """Read a TOML file as nested tables. Raises `ConfigError`."""
     try:
         return tomllib.loads(path.read_text())
     except OSError as error:
@@ -31,7 +31,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def merge(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """One tree over another. Tables are merged key by key; anything else, lists too, is replaced."""
+    """Put one tree over another. Tables are merged key by key; anything else, including lists, is replaced."""
     merged = dict(under)
     for key, value in over.items():
         below = merged.get(key)
@@ -40,7 +40,7 @@ def merge(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 
 
 def set_key(tree: dict[str, Any], override: str) -> None:
-    """Apply `workers.count=3`; the value is TOML, or a bare string. A number in a path picks a list's item."""
+    """Apply `workers.count=3`. The value is TOML, or a bare string. A number in the path selects an item of a list."""
     key, equals, text = override.partition("=")
     if not equals or not key.strip():
         raise ConfigError(f"--set {override}: write it as key=value, for example --set workers.count=3")
@@ -63,7 +63,7 @@ def set_key(tree: dict[str, Any], override: str) -> None:
 
 
 def from_tree(tree: dict[str, Any], kind: type[T], source: str) -> T:
-    """Turn nested tables into a config; raises `ConfigError` that names the key and the nearest known one."""
+    """Convert nested tables to a config. Raises a `ConfigError` that names the key and the nearest known one."""
     try:
         return msgspec.convert(tree, kind)
     except msgspec.ValidationError as error:
@@ -71,13 +71,13 @@ def from_tree(tree: dict[str, Any], kind: type[T], source: str) -> T:
 
 
 def to_tree(config: msgspec.Struct) -> dict[str, Any]:
-    """A config as nested plain tables: what the resolved run file and the log hold, so lists, not tuples."""
+    """A config as nested plain tables, with lists for tuples, as in the resolved run file and the log."""
     tree: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(config))
     return tree
 
 
 def all_keys(kind: Any, prefix: str = "") -> dict[str, Any]:
-    """Every dotted key of a config type with its field: sections and leaves."""
+    """All dotted keys of a config type with their fields: sections and leaves."""
     keys: dict[str, Any] = {}
     for field in msgspec.structs.fields(kind):
         keys[prefix + field.name] = field
@@ -88,7 +88,7 @@ def all_keys(kind: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def _explain(message: str, kind: Any) -> str:
-    """Say an unknown key with its section and the nearest known key; other faults as they are, path in front."""
+    """Name an unknown key with its section and the nearest known key. Other faults stay as they are, after the path."""
     reason, _, place = message.partition(" - at `$")
     section = place.rstrip("`").replace("[...]", "").strip(".")
     if not reason.startswith("Object contains unknown field"):
@@ -103,7 +103,7 @@ def _explain(message: str, kind: Any) -> str:
 
 
 def changed_keys(before: dict[str, Any], after: dict[str, Any], prefix: str = "") -> list[str]:
-    """Dotted keys in which two trees differ."""
+    """Dotted keys whose values differ between two trees."""
     changed = []
     for name in sorted(before.keys() | after.keys()):
         old, new = before.get(name), after.get(name)
