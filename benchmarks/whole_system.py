@@ -190,7 +190,9 @@ def run_peer(python: Path, policy: Path, threads: int, steps: int) -> Figures:
         "completions": config.rollouts.batch_groups * config.rollouts.group_size,
         "microbatch": PEER_MICROBATCH,
         "seed": config.seed,
-    } | {name: getattr(config.train, name) for name in SHARED_SETTINGS}
+    }
+    settings |= {name: getattr(config.train, name) for name in SHARED_SETTINGS}
+    settings |= {name: getattr(config.train.algorithm, name) for name in SHARED_ARGUMENTS}
     command = [str(python), str(HERE / "peers/trl_grpo.py"), str(policy), json.dumps(settings)]
     pinned = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
     done = subprocess.run(command, env=os.environ | pinned, stdout=subprocess.PIPE, text=True, check=True)
@@ -198,8 +200,10 @@ def run_peer(python: Path, policy: Path, threads: int, steps: int) -> Figures:
     return Figures(mean(found["cpu_s"]), median(found["wall_s"]), found["rewards"], {"trl": found["peak_rss_mb"]})
 
 
-SHARED_SETTINGS = ("lr", "beta1", "beta2", "weight_decay", "max_grad_norm", "epsilon", "delta")
+SHARED_SETTINGS = ("lr", "beta1", "beta2", "weight_decay", "max_grad_norm")
 """Of the run file's [train], whose learning rate is constant from the first step: both optimise in the same way."""
+SHARED_ARGUMENTS = ("epsilon", "delta")
+"""Of the run file's [train.algorithm]."""
 
 
 # --- watching a run from outside ---

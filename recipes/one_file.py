@@ -15,7 +15,6 @@ from pathlib import Path
 
 import torch
 
-from shoal.algos.advantages import has_signal
 from shoal.config import RunConfig, load_run
 from shoal.engine.local import LocalEngine
 from shoal.envs.base import Env
@@ -23,6 +22,7 @@ from shoal.envs.load import load_env
 from shoal.envs.play import play_block
 from shoal.envs.replay import replay_rollout
 from shoal.folder import RunFolder
+from shoal.ledger.algorithm import teaches
 from shoal.policy.files import load_policy, save_policy
 from shoal.policy.render import Renderer
 from shoal.policy.tiny import make_tiny
@@ -78,10 +78,10 @@ def train(config: RunConfig, out: Path, recipe_dir: Path, say: Callable[[str], N
         while len(members) < config.rollouts.batch_groups:
             slots = slots_of_block(folder.run_id(), version, root, links[version + 1], block, config, envs)
             groups = play_block(engine, renderer, envs, slots, config.rollouts.group_size, sampling)
-            # Validators recompute every reward. A group whose rewards are all equal teaches nothing.
+            # Validators recompute every reward; a group that teaches the run's algorithm nothing is left out.
             for group in groups:
                 rewards = tuple(recomputed(group, envs, renderer, sampling))
-                if has_signal(rewards):
+                if teaches(rewards, config.train.algorithm):
                     body = to_msgpack(group)
                     members.append(BatchGroup(version, group.slot, "", 0, digest(body), rewards))
                     bodies.append(body)
@@ -92,12 +92,12 @@ def train(config: RunConfig, out: Path, recipe_dir: Path, say: Callable[[str], N
         # The trainer: (version v, batch) -> version v + 1.
         rows_G = [
             rows_of_group(
-                member, body, advantage=config.train.advantage, vocabulary=model.spec.vocab_size,
+                member, body, algorithm=config.train.algorithm, vocabulary=model.spec.vocab_size,
                 max_tokens=sampling.max_tokens,
             )
             for member, body in zip(members, bodies, strict=True)
         ]  # fmt: skip
-        chosen = select(members, rows_G, version=version, max_staleness=0)
+        chosen = select(members, rows_G, algorithm=config.train.algorithm, version=version, max_staleness=0)
         metrics = learner.step(chosen.rows, version)
         save_policy(model, published, config.policy.dtype, tokenizer_from=start)
         say(f"step {version} reward {metrics['reward_mean']:.3f} loss {metrics['loss']:+.4f}")

@@ -34,19 +34,31 @@ METRICS: dict[str, Metric] = {
     "zero_signal_share": Metric(
         "share", "Share of groups accepted since the batch of the last step whose rewards were all equal."
     ),
-    "loss": Metric("loss", "Value of the objective that the step lowered, per policy token."),
-    "entropy_nats": Metric("nats", "Mean entropy of the distributions that the policy's tokens were drawn from."),
-    "clip_share": Metric(
-        "share", "Share of policy tokens whose gradient was removed by a bound on the importance ratio."
+    "loss": Metric(
+        "loss", "Value of the objective that the step lowered, per policy token; of several updates, the mean."
     ),
-    "log_ratio_abs_mean_nats": Metric("nats", "Mean |log-prob of the trainer - log-prob of the worker| of a token."),
-    "log_ratio_abs_max_nats": Metric("nats", "Largest |log-prob of the trainer - log-prob of the worker| of a token."),
-    "staleness_rollouts": Metric("rollouts", "Number of the batch's rollouts by the age of their policy, in versions."),
+    "entropy_nats": Metric(
+        "nats",
+        "Mean entropy of the distributions that the policy's tokens were drawn from; of several updates, the mean.",
+    ),
+    "clip_share": Metric(
+        "share", "Policy tokens whose gradient a bound on the importance ratio took away; of several updates, the mean."
+    ),
+    "log_ratio_abs_mean_nats": Metric(
+        "nats", "Mean |log-prob of the trainer - log-prob of the worker| of a token; of several updates, the mean."
+    ),
+    "log_ratio_abs_max_nats": Metric(
+        "nats", "Largest |log-prob of the trainer - log-prob of the worker| of a token, over all updates of the step."
+    ),
+    "staleness_rollouts": Metric("rollouts", "Rollouts of the batch by how many versions old their policy was."),
     "stale_rollouts": Metric("rollouts", "Rollouts left out because their policy was older than max_staleness."),
     "groups_without_signal": Metric("groups", "Groups of the batch left out because their rewards were all equal."),
-    "groups_unlearnable": Metric("groups", "Groups of the batch that a validator accepted but that teach nothing."),
-    "grad_norm": Metric("norm", "Norm of the gradient before clipping."),
-    "update_skipped": Metric("0 or 1", "1 if the gradient was not finite, so that the weights did not change."),
+    "groups_unlearnable": Metric("groups", "Groups of the batch that a validator accepted and nobody can learn from."),
+    "grad_norm": Metric("norm", "Norm of the gradient before clipping; of several updates, the mean."),
+    "updates": Metric("updates", "Optimiser steps that the step took on its batch: train.updates_per_batch, or fewer."),
+    "update_skipped": Metric(
+        "0 or 1", "1 if a gradient was not finite: that update and the rest of the step left the weights as they were."
+    ),
     "lr": Metric("learning rate", "Learning rate of the step."),
     "rollouts": Metric("rollouts", "Rollouts that the step learned from."),
     "tokens": Metric("tokens", "Tokens of those rollouts, including prompts and the environment's."),

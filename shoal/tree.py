@@ -77,20 +77,27 @@ def to_tree(config: msgspec.Struct) -> dict[str, Any]:
 
 
 def all_keys(kind: Any, prefix: str = "") -> dict[str, Any]:
-    """All dotted keys of a config type with their fields: sections and leaves."""
-    keys: dict[str, Any] = {}
+    """Every dotted key of a config type, sections and leaves, with its field; the tag of a table with its known values."""
+    tag_field, tag = kind.__struct_config__.tag_field, kind.__struct_config__.tag
+    keys: dict[str, Any] = {prefix + tag_field: (tag,)} if tag_field else {}
     for field in msgspec.structs.fields(kind):
         keys[prefix + field.name] = field
         for inner in (field.type, *getattr(field.type, "__args__", ())):
-            if isinstance(inner, type) and issubclass(inner, Section):
-                keys |= all_keys(inner, f"{prefix}{field.name}.")
+            if isinstance(inner, type) and issubclass(inner, msgspec.Struct):
+                for key, held in all_keys(inner, f"{prefix}{field.name}.").items():
+                    keys[key] = (*keys.get(key, ()), *held) if isinstance(held, tuple) else held
     return keys
 
 
 def _explain(message: str, kind: Any) -> str:
-    """Name an unknown key with its section and the nearest known key. Other faults stay as they are, after the path."""
+    """Say an unknown key with its section and the nearest known key, a value that should be a table, and an unknown tag
+    with the known ones; other faults as they are, path in front."""
     reason, _, place = message.partition(" - at `$")
     section = place.rstrip("`").replace("[...]", "").strip(".")
+    if reason.startswith("Expected `object`") and section and "[...]" not in place:
+        return f"{section}: {reason}; write it as a table, [{section}]"
+    if reason.startswith("Invalid value"):
+        return f"{section}: {reason}; known: {', '.join(all_keys(kind)[section])}"
     if not reason.startswith("Object contains unknown field"):
         return f"{section or 'run file'}: {reason}"
     name = reason.split("`")[1]

@@ -493,6 +493,7 @@ GUARDS = [
         ("json-depth", OFF, "test_deep_nesting_is_refused_and_shallow_is_not"),
     ),
     *_needed_by("tests/roles/test_coordinator.py",
+        ("algorithm-of-the-log", OFF, "test_an_algorithm_other_than_that_of_the_log_is_refused_on_resume"),
         ("page-of-nodes", ("islice(keys, MAX_NODES)", "keys"),
          "test_nodes_are_read_page_by_page_in_the_order_in_which_they_joined"),
         ("seldom-hashed", ("began < self._hash_again_at", "False"),

@@ -23,6 +23,7 @@ from shoal.config import (
     unsafe_changes,
 )
 from shoal.errors import ConfigError
+from shoal.protocol.algorithms import Grpo
 from shoal.tree import Section, all_keys, changed_keys, from_tree, to_tree
 
 SMALL = 'name = "small"\nsteps = 3\n[[envs]]\nname = "arithmetic"\n'
@@ -82,6 +83,7 @@ def test_safe_keys_exist() -> None:
     [
         ("workers.count=3", lambda c: c.workers.count == 3),
         ("train.lr=3e-5", lambda c: c.train.lr == 3e-5),
+        ("train.algorithm.delta=5", lambda c: c.train.algorithm == Grpo(delta=5.0)),
         ("name=other", lambda c: c.name == "other"),
         ('name="quoted"', lambda c: c.name == "quoted"),
         ("policy.tiny.tied=true", lambda c: c.policy.tiny.tied is True),
@@ -199,6 +201,16 @@ def test_wrong_override_says_what_is_wrong(run_file: Path, override: str, messag
         (LONG.format(2048) + "[rollouts]\nblock_rollouts = 4096\n", "at most 3568, or lower sampling.max_tokens"),
         (SMALL + "[rollouts]\nblock_rollouts = 64\ngroup_size = 64\nbatch_groups = 1024\n", "one message: at most"),
         (SMALL + "[train]\nlr = inf\n", "train.lr: at least 0, and finite"),
+        (SMALL + "[train]\nepsilon = 0.3\n", "unknown key train.epsilon; did you mean train.algorithm.epsilon?"),
+        (SMALL + "[train]\nadvantage = 'mean'\n", "train.advantage; did you mean train.algorithm.advantage?"),
+        (SMALL + "[train]\nalgorithm = 'grpo'\n", "write it as a table, [train.algorithm]"),
+        (SMALL + "[train.algorithm]\nname = 'grop'\n", "train.algorithm.name: Invalid value 'grop'; known: grpo"),
+        (SMALL + "[train.algorithm]\nentropy = 0.1\n", "did you mean train.algorithm.entropy_bonus?"),
+        (SMALL + "[train.algorithm]\nepsilon = 1.0\n", "train.algorithm.epsilon = 1.0: must be between 0 and 1"),
+        (SMALL + "[train.algorithm]\ndelta = 1.1\n", "train.algorithm.delta = 1.1: must be above 1 + epsilon = 1.2"),
+        (SMALL + "[train.algorithm]\ndelta = inf\n", "train.algorithm.delta = inf: must be above"),
+        (SMALL + "[train.algorithm]\nentropy_bonus = nan\n", "train.algorithm.entropy_bonus = nan: must be finite"),
+        (SMALL + "[train]\nupdates_per_batch = 0\n", "train.updates_per_batch = 0: must be at least 1"),
         (SMALL + "[workers]\ncount = -1\n", "workers.count = -1: must be at least 0"),
         (SMALL + "[validators]\ncount = 2\n", "validators.count = 2: of two, one that lies makes forging free"),
         (SMALL + "[storage]\ncheckpoint_every = 0\n", "storage.checkpoint_every = 0: must be at least 1"),

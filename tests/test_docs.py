@@ -38,11 +38,10 @@ from shoal.ledger.entry import event_hash
 from shoal.ledger.log.verify import SLOT_CHAIN
 from shoal.ledger.table import KINDS
 from shoal.proofs import verify as proofs
-from shoal.protocol import accounts, constants, identity, merkle, randomness, types, wire
-from shoal.protocol.types import answers, judgement, learning, run, work
+from shoal.protocol import accounts, algorithms, constants, identity, merkle, randomness, types, wire
 from shoal.roles.coordinator.api import CALLS
 from shoal.roles.coordinator.role import open_run
-from shoal.tree import Section, all_keys, from_tree, to_tree
+from shoal.tree import all_keys, from_tree, to_tree
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", ROOT / "AGENTS.md", ROOT / "LOG.md", *(ROOT / "docs").rglob("*.md")])
@@ -177,6 +176,10 @@ def default_of(field: msgspec.structs.FieldInfo) -> str:
 def keys_of(kind: Any, module: ModuleType, prefix: str) -> list[list[str]]:
     """Rows of a section: key, type, default, meaning, and whether a resumed run may have another value."""
     rows = []
+    tag = kind.__struct_config__.tag
+    if tag is not None:
+        name = f'`"{tag}"`'
+        rows.append([f"`{prefix}{kind.__struct_config__.tag_field}`", name, name, "Which algorithm this is.", "no"])
     for field in msgspec.structs.fields(kind):
         if section_of(field.type) is not None:
             continue
@@ -194,7 +197,7 @@ def safe(key: str) -> bool:
 def section_of(kind: Any) -> Any:
     """The section type that a field holds, or holds a list of; None for a plain value."""
     for inner in (kind, *getattr(kind, "__args__", ())):
-        if isinstance(inner, type) and issubclass(inner, Section):
+        if isinstance(inner, type) and issubclass(inner, msgspec.Struct):
             return inner
     return None
 
@@ -202,7 +205,7 @@ def section_of(kind: Any) -> Any:
 def run_file_tables(kind: Any = config.RunConfig, prefix: str = "") -> str:
     """Every key of a run file, section by section."""
     headings = ["Key", "Type", "Default", "Meaning", "May change on resume"]
-    parts = [table(headings, keys_of(kind, config.sections, prefix))]
+    parts = [table(headings, keys_of(kind, sys.modules[kind.__module__], prefix))]
     for field in msgspec.structs.fields(kind):
         inner = section_of(field.type)
         if inner is not None:
@@ -319,14 +322,16 @@ def _body(kind: Any) -> str:
 def type_tables() -> str:
     """Every message, with its fields."""
     parts = []
-    modules = (run, work, judgement, learning, answers, accounts)
-    documented = [(module, *found) for module in modules for found in field_docs(module).items()]
+    documented = [(module, *found) for module in (algorithms, types, accounts) for found in field_docs(module).items()]
     for module, name, docs in documented:
         kind = getattr(module, name, None)
-        if not name or not (isinstance(kind, type) and issubclass(kind, types.Message)):
+        if not name or not (isinstance(kind, type) and issubclass(kind, msgspec.Struct)) or kind is types.Message:
             continue
         fields = msgspec.structs.fields(kind)
         rows = [[f"`{field.encode_name}`", type_name(field.type), docs[field.name]] for field in fields]
+        if kind.__struct_config__.tag is not None:
+            tag = kind.__struct_config__
+            rows.insert(0, [f"`{tag.tag_field}`", f'`"{tag.tag}"`', "Which algorithm this is."])
         parts.append(f"### {name}\n\n{one_line(kind.__doc__)}\n\n{table(['Field', 'Type', 'Meaning'], rows)}")
     return "\n\n".join(parts)
 

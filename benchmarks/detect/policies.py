@@ -23,6 +23,7 @@ from shoal.envs.base import Step
 from shoal.envs.wordle import Wordle, WordleArgs, WordleState
 from shoal.policy.files import load_policy, save_policy
 from shoal.policy.model import Transformer
+from shoal.protocol.algorithms import Grpo
 from shoal.protocol.types import BatchGroup, Bounds, Group, Lease, Rules, Sampling
 from shoal.protocol.wire import digest, to_msgpack
 from shoal.train.rows import Row, rows_of_group
@@ -211,4 +212,4 @@ def _learn(learner: Learner, path: Path, step: int, rollouts: int, out: Path) ->
 def _rows(group: Group, rewards: tuple[float, ...]) -> list[Row]:
     data = to_msgpack(group)
     member = BatchGroup(VERSION, group.slot, "", 0, digest(data), rewards)
-    return rows_of_group(member, data, advantage="mean", vocabulary=64, max_tokens=SAMPLING.max_tokens)
+    return rows_of_group(member, data, algorithm=Grpo(), vocabulary=64, max_tokens=SAMPLING.max_tokens)

@@ -41,6 +41,7 @@ from shoal.policy.render import Renderer
 from shoal.proofs.commit import commit
 from shoal.proofs.context import Tools, policy_positions
 from shoal.proofs.verify import verify_submission
+from shoal.protocol.algorithms import Grpo
 from shoal.protocol.audits import influence, must_audit
 from shoal.protocol.randomness import SecretChain
 from shoal.protocol.types import (
@@ -102,7 +103,7 @@ class Town:
         self.envs = {self.env.name: self.env}
         self.renderer = Renderer.from_directory(START)
         self.engine = LocalEngine(threads=1)
-        train = TrainConfig(lr=LR, warmup_steps=3, delta=4.0 if case.defended else math.inf)
+        train = TrainConfig(lr=LR, warmup_steps=3, algorithm=Grpo(delta=4.0 if case.defended else math.inf))
         self.learner = Learner(load_policy(start, torch.float32), train, temperature=1.0, steps=plan.steps)
         secret = case.seed.to_bytes(32, "big")
         self.links = {chain: SecretChain(secret, chain).links() for chain in ("chain/slots", "chain/audits")}
@@ -256,12 +257,15 @@ class Town:
             members.append(member)
             rows_G.append(
                 rows_of_group(
-                    member, self.bodies[slot.digest], advantage="mean", vocabulary=self.renderer.vocabulary,
-                    max_tokens=SAMPLING.max_tokens,
+                    member, self.bodies[slot.digest], algorithm=self.state.rules.algorithm,
+                    vocabulary=self.renderer.vocabulary, max_tokens=SAMPLING.max_tokens,
                 )
             )  # fmt: skip
             self.num_poisoned += slot.digest in self.poison
-        self.learner.step(select(members, rows_G, version=version, max_staleness=1).rows, version)
+        self.learner.step(
+            select(members, rows_G, algorithm=self.state.rules.algorithm, version=version, max_staleness=1).rows,
+            version,
+        )
         self._publish(version + 1)
         if (version + 1) % COURSE_STEPS == 0:
             self.course.append(self.evaluate(COURSE_EPISODES).reward.mean)

@@ -15,9 +15,10 @@ The plain clip of PPO (arXiv:1707.06347, eq. 7) leaves r A unbounded below where
 the new policy and unlikely under the old one can dominate the step. `delta` bounds it. Where A > 0, the inner clip is
 already tighter.
 
-We changed two things. mu is the worker's own log-probability instead of a second pass of the trainer: with one optimiser
-step per batch such a pass would gain nothing, and the ratio then also corrects for staleness. There is no KL term.
-A worker that lies about mu can mute its tokens, or scale their gradient up to 1 + eps (A > 0) or delta (A < 0).
+Changed from the paper: mu is the worker's own log-probability instead of a second pass of the trainer, so the ratio
+corrects staleness too, and in a step of several updates the distance from the first; no KL term.
+What a worker that lies about mu can do: mute its tokens, or scale their gradient up to 1 + eps (A > 0) or
+delta (A < 0).
 
 Axes: N policy tokens of a micro-batch.
 """

@@ -14,6 +14,7 @@ from typing import Any
 
 from shoal.config.sections import EnvConfig, RunConfig
 from shoal.errors import ConfigError
+from shoal.protocol.algorithms import Algorithm
 from shoal.protocol.constants import (
     CHAIN_LENGTH,
     MAX_BLOCK_ROLLOUTS,
@@ -29,7 +30,7 @@ AT_LEAST_0 = (
     "workers.count", "workers.cheating", "validators.count", "eval.episodes", "eval.samples", "rollouts.max_flat_groups",
 )  # fmt: skip
 AT_LEAST_1 = (
-    "steps", "train.threads", "workers.threads", "validators.threads", "train.microbatch_tokens",
+    "steps", "train.threads", "workers.threads", "validators.threads", "train.microbatch_tokens", "train.updates_per_batch",
     "storage.checkpoint_every", "storage.quota_mb",
 )  # fmt: skip
 
@@ -88,6 +89,7 @@ def check_run(config: RunConfig) -> None:
             rollouts.max_staleness > 0 or config.verify.worker_share == 1.0,
             "verify.worker_share: must be 1 when rollouts.max_staleness is 0 (a batch goes by slot number then)",
         ),
+        *_algorithm_fits(config.train.algorithm),
         *_addresses_are_read(config.host.trusted_proxies),
         (rollouts.paid_tokens >= 0, "rollouts.paid_tokens: at least 0, and 0 pays all"),
         *_messages_fit(config),
@@ -104,6 +106,15 @@ def _labels_fit(envs: Sequence[EnvConfig]) -> Iterator[tuple[bool, str]]:
         yield fits, f"envs.label = {label!r}: 1 to {MAX_FACT_CHARS} printable characters, without a space at either end"
     for label, count in Counter(env.label for env in envs).items():
         yield count == 1, f'{count} [[envs]] are labelled {label}: give each its own, such as label = "{label}-2"'
+
+
+def _algorithm_fits(grpo: Algorithm) -> Iterator[tuple[bool, str]]:
+    """The log holds these numbers, so they are finite."""
+    where, above = "train.algorithm", 1 + grpo.epsilon
+    yield 0 < grpo.epsilon < 1, f"{where}.epsilon = {grpo.epsilon}: must be between 0 and 1"
+    fits = above < grpo.delta < math.inf
+    yield fits, f"{where}.delta = {grpo.delta}: must be above 1 + epsilon = {above}, and finite"
+    yield math.isfinite(grpo.entropy_bonus), f"{where}.entropy_bonus = {grpo.entropy_bonus}: must be finite"
 
 
 def _addresses_are_read(names: Iterable[str]) -> Iterator[tuple[bool, str]]:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from shoal.protocol.algorithms import Algorithm, Grpo
 from shoal.tree import Section
 
 
@@ -99,10 +100,8 @@ class RolloutsConfig(Section, frozen=True):
 class TrainConfig(Section, frozen=True):
     """The trainer."""
 
-    algorithm: Literal["grpo"] = "grpo"
-    """Which loss of `shoal/algos` turns rows into a number."""
-    advantage: Literal["mean", "mean_std"] = "mean"
-    """Reward minus group mean, or that divided by the group's standard deviation."""
+    algorithm: Algorithm = Grpo()
+    """Which groups teach anything, what each rollout is worth, and the loss. Its arguments are in a table of their own."""
     lr: float = 1e-4
     """Learning rate at its highest."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -117,12 +116,8 @@ class TrainConfig(Section, frozen=True):
     """AdamW's pull of the weights towards 0, per unit of learning rate."""
     max_grad_norm: float = 1.0
     """A longer gradient is scaled down to this norm."""
-    epsilon: float = 0.2
-    """Clip range of the importance ratio, both sides."""
-    delta: float = 4.0
-    """Upper bound of the ratio where the advantage is negative (INTELLECT-2)."""
-    entropy_bonus: float = 0.0
-    """Weight of the mean entropy, nats per token."""
+    updates_per_batch: int = 1
+    """Optimiser steps over the same batch, all with the step's learning rate."""
     microbatch_tokens: int = 2048
     """Padded tokens of one forward pass."""
     threads: int = 1

@@ -11,7 +11,8 @@ that drops whole rollouts would let a worker withdraw a rollout after seeing its
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from shoal.algos.advantages import has_signal
+from shoal.ledger.algorithm import teaches
+from shoal.protocol.algorithms import Algorithm
 from shoal.protocol.types import BatchGroup
 from shoal.train.rows import Row
 
@@ -25,14 +26,20 @@ class Selection(NamedTuple):
 
 
 def select(
-    members: Sequence[BatchGroup], rows_G: Sequence[Sequence[Row]], *, version: int, max_staleness: int
+    members: Sequence[BatchGroup],
+    rows_G: Sequence[Sequence[Row]],
+    *,
+    algorithm: Algorithm,
+    version: int,
+    max_staleness: int,
 ) -> Selection:
-    """Drop groups with equal rewards, and rollouts sampled by a policy too old for (or newer than) `version`.
+    """Drop groups that teach the algorithm nothing, and each rollout sampled by a policy too old for (or newer than)
+    `version`.
 
     `rows_G` has the rows of each member; they are empty if nothing can be learned from it. `version` is the policy about to
     be updated. The other rollouts of a group stay, and keep their advantages.
     """
-    signal = [has_signal(member.rewards) for member in members]
+    signal = [teaches(member.rewards, algorithm) for member in members]
     candidates = [row for rows, keep in zip(rows_G, signal, strict=True) if keep for row in rows]
     rows = [row for row in candidates if 0 <= version - row.version <= max_staleness]
     return Selection(rows, signal.count(False), len(candidates) - len(rows))

@@ -1,7 +1,7 @@
-"""Turn an algorithm's name into a function of per-token tensors. No other file in `train/` knows algorithms.
+"""From an algorithm's settings to its loss over per-token tensors: the only place in `train/` that knows losses.
 
-Called by `train/step` (by name) and `train/sft`. An objective gets the tokens of one micro-batch and the number of
-policy tokens in the whole batch. It knows no model, no optimiser and no rows.
+Called by `train/step` (by the settings) and `train/sft`. An objective sees the tokens of one micro-batch and the number of
+policy tokens in the whole batch; it knows no model, no optimiser and no rows.
 
 Axes: N policy tokens of a micro-batch.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 from shoal.algos.entropy import entropy_bonus
 from shoal.algos.grpo import grpo_loss
 from shoal.algos.sft import sft_loss
-from shoal.config import TrainConfig
+from shoal.protocol.algorithms import Algorithm, Grpo
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,9 +34,11 @@ Objective = Callable[[TokenTerms, float], tuple[Tensor, dict[str, Tensor]]]
 """(terms, policy tokens of the whole batch) -> (scalar loss, per-token figures by metric name, to be averaged)."""
 
 
-def objective_of(config: TrainConfig) -> Objective:
-    """The objective that `config.algorithm` names."""
-    return {"grpo": _grpo}[config.algorithm](config)
+def objective_of(algorithm: Algorithm) -> Objective:
+    """The loss of the run's algorithm, with its arguments."""
+    match algorithm:
+        case Grpo():
+            return _grpo(algorithm)
 
 
 def sft_objective(terms: TokenTerms, num_tokens: float) -> tuple[Tensor, dict[str, Tensor]]:
@@ -44,20 +46,20 @@ def sft_objective(terms: TokenTerms, num_tokens: float) -> tuple[Tensor, dict[st
     return sft_loss(terms.logp_N, terms.weight_N, num_tokens=num_tokens), {}
 
 
-def _grpo(config: TrainConfig) -> Objective:
+def _grpo(settings: Grpo) -> Objective:
     def objective(terms: TokenTerms, num_tokens: float) -> tuple[Tensor, dict[str, Tensor]]:
         loss, clipped_N = grpo_loss(
             terms.logp_N,
             terms.behaviour_logp_N,
             terms.advantage_N,
             terms.weight_N,
-            eps=config.epsilon,
-            delta=config.delta,
+            eps=settings.epsilon,
+            delta=settings.delta,
             num_tokens=num_tokens,
         )
-        if config.entropy_bonus:
+        if settings.entropy_bonus:
             loss = loss + entropy_bonus(
-                terms.entropy_N, terms.weight_N, beta=config.entropy_bonus, num_tokens=num_tokens
+                terms.entropy_N, terms.weight_N, beta=settings.entropy_bonus, num_tokens=num_tokens
             )
         return loss, {"clip_share": clipped_N}
 

@@ -1,22 +1,22 @@
 """Rows: what the trainer learns from, made from the bytes of groups and the rewards that validators recomputed.
 
-Called by `roles/trainer` for each member of a batch, and by `train/sft` for scripted games. It checks a worker's bytes
-again, whatever was checked before. Only token ids within the vocabulary and finite log-probabilities reach the model.
-Rewards come from the batch, never from the worker.
-It knows no model, and of the algorithm only the advantage's name.
+Called by `roles/trainer` for each member of a batch, and by `train/sft` for scripted games. A worker's bytes are
+checked here again, whatever was checked before: nothing that a worker claims reaches the model but token ids within
+the vocabulary and finite log-probabilities. Rewards come from the batch, never from the worker.
+It knows no model and no formula: what a rollout is worth, `ledger/algorithm` says.
 
 Axes: T tokens of one rollout, P tokens of a rollout that the policy wrote, G rollouts of a group.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.algos.advantages import group_advantages
 from shoal.errors import PeerError
+from shoal.ledger.algorithm import advantages
+from shoal.protocol.algorithms import Algorithm
 from shoal.protocol.constants import MAX_LOGPROB
 from shoal.protocol.types import ENVIRONMENT, POLICY, BatchGroup, Group, Rollout
 from shoal.protocol.wire import WireError, digest, from_msgpack
@@ -43,15 +43,20 @@ class Row:
     """Version of the policy that sampled it."""
     env: str = ""
     """Label of its environment, for reports."""
-    group: tuple[int, int] | None = None
-    """Version and slot of its group, whose rows begin with the same prompt. None if it is not from a group."""
+    id: tuple[int, int, int] | None = None
+    """Version, slot and place in the group of its rollout. None: it is from no group."""
+
+    @property
+    def group(self) -> tuple[int, int] | None:
+        """Version and slot of the group that it is from: its rows begin with the same prompt."""
+        return self.id and self.id[:2]
 
 
 def rows_of_group(
     member: BatchGroup,
     data: bytes,
     *,
-    advantage: Literal["mean", "mean_std"],
+    algorithm: Algorithm,
     vocabulary: int,
     max_tokens: int,
 ) -> list[Row]:
@@ -73,7 +78,7 @@ def rows_of_group(
         raise Unlearnable(_refusal(place, f"{len(group.rollouts)} rollouts for {len(member.rewards)} rewards"))
     if not np.isfinite(member.rewards).all():
         raise Unlearnable(_refusal(place, f"rewards are not finite: {member.rewards}"))
-    advantages_G = group_advantages(member.rewards, advantage)
+    advantages_G = advantages(member.rewards, algorithm)
     rows = []
     for i, (rollout, reward, A) in enumerate(zip(group.rollouts, member.rewards, advantages_G, strict=True)):
         fault = _fault(rollout, member.version, vocabulary, max_tokens)
@@ -91,7 +96,7 @@ def rows_of_group(
                     reward=reward,
                     version=rollout.version,
                     env=group.env,
-                    group=(member.version, member.slot),
+                    id=(member.version, member.slot, i),
                 )
             )
     return rows

@@ -43,7 +43,7 @@ class LearnerState:
     version: int
     """Version of the policy with these weights."""
     updates: int
-    """Number of AdamW updates; less than the version if a step was skipped."""
+    """Taken by AdamW: `updates_per_batch` for each version, less those that were skipped."""
     tensors: dict[str, Tensor]
     """The learner's own tensors, not copies."""
 
@@ -67,7 +67,7 @@ class Learner:
         self.temperature = temperature
         self.steps = steps
         self.updates = 0
-        self._objective = objective or objective_of(config)
+        self._objective = objective or objective_of(config.algorithm)
         self._clock = clock
         self._parameters = dict(self.model.named_parameters())
         self._optimiser = _adamw(self._parameters, config)
@@ -75,13 +75,17 @@ class Learner:
     def step(self, rows: Sequence[Row], version: int) -> dict[str, Any]:
         """Learn from rows, turning policy `version` into `version + 1`. Returns the metrics declared in `shoal.metrics`.
 
-        If the gradient is not finite, the step is skipped, which the log and `update_skipped` report. A step without
-        rows is skipped too: a batch is an event, and the run must get past it, whatever the batch holds.
+        The rows are learned from `updates_per_batch` times. Their log-probs stay those of the policy that sampled, so
+        each update is clipped against that policy, and all have the learning rate of the step: a state between two
+        updates is never saved. A gradient that is not finite changes nothing: this update and the rest of the step are
+        skipped, said in the log and in `update_skipped`. So is a step without rows, for a batch is an event: the run
+        must get past it, whatever it holds.
         """
         if not rows:  # guard: step-without-rows
             log.warning("nothing to learn from: the policy stays as it is version=%d", version)
             return {
                 "update_skipped": 1,
+                "updates": 0,
                 "reward_mean": 0.0,
                 "rollouts": 0,
                 "tokens": 0,
@@ -89,14 +93,6 @@ class Learner:
                 "train_s": 0.0,
             }
         started = self._clock()
-        num_tokens = sum(len(row.positions_P) for row in rows)
-        assert num_tokens, "a step needs policy tokens; train/filter sees to it"
-        sums: Counter[str] = Counter()
-        largest = 0.0
-        for members in pack(rows, self.config.microbatch_tokens):
-            figures, largest_here = self._accumulate(collate([rows[i] for i in members]), num_tokens)
-            sums.update(figures)
-            largest = max(largest, largest_here)
         lr = learning_rate(
             version,
             peak=self.config.lr,
@@ -104,23 +100,28 @@ class Learner:
             warmup_steps=self.config.warmup_steps,
             steps=self.steps,
         )
-        grad_norm = self._update(lr, version)
+        packed = pack(rows, self.config.microbatch_tokens)
+        updates: list[dict[str, float]] = []
+        while len(updates) < self.config.updates_per_batch:
+            updates.append(self._learn(rows, packed, lr, version))
+            if not math.isfinite(updates[-1]["grad_norm"]):
+                break  # the same rows and weights give the same gradient again
+        grad_norm = _mean([update["grad_norm"] for update in updates])
         num_all_tokens = sum(len(row.tokens_T) for row in rows)
         step_s = self._clock() - started
         return {
-            **{name: total / num_tokens for name, total in sums.items() if name != "loss"},
-            "loss": sums["loss"],
-            "log_ratio_abs_max_nats": largest,
+            **{name: _mean([update[name] for update in updates]) for name in updates[0]},
+            "log_ratio_abs_max_nats": max(update["log_ratio_abs_max_nats"] for update in updates),
+            "updates": sum(math.isfinite(update["grad_norm"]) for update in updates),
             "reward_mean": float(np.mean([row.reward for row in rows])),
             "staleness_rollouts": _staleness(rows, version),
-            "grad_norm": grad_norm,
             "update_skipped": int(not math.isfinite(grad_norm)),
             "lr": lr,
             "rollouts": len(rows),
             "tokens": num_all_tokens,
-            "policy_tokens": num_tokens,
+            "policy_tokens": sum(len(row.positions_P) for row in rows),
             "train_s": step_s,
-            "train_tokens_per_s": num_all_tokens / max(step_s, 1e-9),
+            "train_tokens_per_s": len(updates) * num_all_tokens / max(step_s, 1e-9),
         }
 
     @torch.no_grad()
@@ -160,6 +161,21 @@ class Learner:
             moments["step"].fill_(float(state.updates))
         self.updates = state.updates
 
+    def _learn(self, rows: Sequence[Row], packed: Sequence[Sequence[int]], lr: float, version: int) -> dict[str, float]:
+        """One update from all rows, packed into micro-batches; gives its metrics, means over policy tokens."""
+        num_tokens = sum(len(row.positions_P) for row in rows)
+        assert num_tokens, "a step needs policy tokens; train/filter sees to it"
+        sums: Counter[str] = Counter()
+        largest = 0.0
+        for members in packed:
+            figures, largest_here = self._accumulate(collate([rows[i] for i in members]), num_tokens)
+            sums.update(figures)
+            largest = max(largest, largest_here)
+        loss = sums.pop("loss")
+        means = {name: total / num_tokens for name, total in sums.items()}
+        grad_norm = self._update(lr, version)
+        return {**means, "loss": loss, "log_ratio_abs_max_nats": largest, "grad_norm": grad_norm}
+
     def _accumulate(self, batch: MicroBatch, num_tokens: int) -> tuple[dict[str, float], float]:
         """Add a micro-batch's gradients. Returns sums over its tokens by metric, and its largest |log-ratio|."""
         logp_N, entropy_N = self._predict(batch)
@@ -191,7 +207,7 @@ class Learner:
             self._optimiser.step()
             self.updates += 1
         else:
-            log.warning("step skipped, gradient not finite version=%d grad_norm=%s", version, norm)
+            log.warning("update skipped, gradient not finite version=%d grad_norm=%s", version, norm)
         self._optimiser.zero_grad(set_to_none=True)
         return norm
 
@@ -217,6 +233,10 @@ def _adamw(parameters: dict[str, torch.nn.Parameter], config: TrainConfig) -> to
             "exp_avg_sq": torch.zeros_like(parameter),
         }
     return optimiser
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
 
 
 def _staleness(rows: Sequence[Row], version: int) -> dict[str, int]:

@@ -26,6 +26,7 @@ from shoal.net.keys import load_or_make_key
 from shoal.proofs.commit import largest_submission_bytes
 from shoal.proofs.verify import AUDIT, MODEL_FREE
 from shoal.protocol import types as t
+from shoal.protocol.algorithms import Grpo
 from shoal.protocol.identity import RequestLine, sign_request, verify
 from shoal.protocol.wire import digest, from_json, from_msgpack, to_json, to_msgpack
 from shoal.roles.coordinator.api import application
@@ -116,7 +117,7 @@ class Fuzzer:
         data, lease = from_msgpack(body, t.Submission).groups[place], self.world.lease
         member = t.BatchGroup(lease.version, verdict.slot, "s", place, digest(data), verdict.rewards)
         limits = {"vocabulary": self.world.renderer.vocabulary, "max_tokens": lease.sampling.max_tokens}
-        rows = rows_of_group(member, data, advantage="mean", **limits)
+        rows = rows_of_group(member, data, algorithm=Grpo(), **limits)
         assert sum(len(row.positions_P) for row in rows) == verdict.tokens
 
     def is_honest_in_all_that_matters(self, body: bytes, place: int) -> None:

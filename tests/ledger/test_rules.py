@@ -17,6 +17,8 @@ from shoal.ledger.log.verify import verify
 from shoal.ledger.rules.batches import groups_beyond_share
 from shoal.ledger.rules.leases import groups_a_worker, groups_wanted
 from shoal.ledger.state import state_hash
+from shoal.ledger.table import read_entry
+from shoal.protocol.algorithms import Grpo
 from shoal.protocol.types import GroupVerdict, Join, Receipt, Verdict
 from shoal.protocol.wire import digest
 from tests.ledger.world import TRAINER, VALIDATOR, World, rules
@@ -28,6 +30,15 @@ def world(tmp_path):
     world.enter("a" * 64)
     world.publish()
     return world
+
+
+def test_the_log_of_a_run_names_its_algorithm_with_its_arguments(tmp_path):
+    algorithm = Grpo(advantage="mean_std", epsilon=0.3)
+    lines = [data for data, _ in World(tmp_path, algorithm=algorithm).book.store.read()]
+    named = b',"algorithm":{"name":"grpo","advantage":"mean_std","epsilon":0.3,"delta":4.0,"entropy_bonus":0.0}'
+    assert named in lines[0] and read_entry(lines[0])[0].body.rules.algorithm == algorithm
+    before = read_entry(lines[0].replace(named, b""))[0].body
+    assert before.rules.algorithm == Grpo(), "a log from before rules named one"
 
 
 def test_accepted_groups_are_paid_and_fill_a_batch(world):

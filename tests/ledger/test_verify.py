@@ -5,7 +5,7 @@ import pytest
 
 from shoal.errors import StateError
 from shoal.ledger.entry import GENESIS
-from shoal.ledger.facts.batches import BatchFormed
+from shoal.ledger.facts.batches import BatchFormed, GroupAccepted
 from shoal.ledger.facts.leases import LeaseGranted
 from shoal.ledger.facts.pay import Credit, Slash, Vested
 from shoal.ledger.facts.submissions import AuditDrawn, SubmissionReceived
@@ -97,6 +97,10 @@ LED_TO = {
     "a decision against its verdict": (
         edited(Decision, accepted=(), refused=(0,)),
         "(decision) is not what the rules",
+    ),
+    "a group that taught something left out": (
+        edited(GroupAccepted, signal=False),
+        "(group_accepted) is not what the rules give here: signal is False, not True",
     ),
     "a credit from nowhere": (ended_by(Credit(WORKER, 0, 9, 5)), "(credit) follows from nothing before it"),
     "a worker's word on its own work": (

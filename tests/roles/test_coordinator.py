@@ -16,6 +16,7 @@ from shoal.ledger.table import kind_of
 from shoal.net.client import Client, PeerRefused
 from shoal.net.keys import load_or_make_key
 from shoal.protocol import types as t
+from shoal.protocol.algorithms import Grpo
 from shoal.protocol.audits import CHECKS, MAX_REASON_CHARS
 from shoal.protocol.constants import MANIFEST_LIFETIME_S, MAX_FACT_CHARS, MAX_JSON_BYTES, MAX_NODES
 from shoal.protocol.wire import digest, to_json
@@ -211,6 +212,13 @@ def test_an_environment_that_changed_is_refused_on_resume(town, monkeypatch):
     monkeypatch.setattr("shoal.roles.coordinator.role.env_digest", lambda name: "0" * 64)
     with pytest.raises(StateError, match="not the one that it was started with"):
         open_run(town.folder, town.config)
+
+
+def test_an_algorithm_other_than_that_of_the_log_is_refused_on_resume(town):
+    assert town.desk.state.rules.algorithm == town.config.train.algorithm == Grpo()
+    other = tiny_run(train={"algorithm": {"name": "grpo", "advantage": "mean_std"}})
+    with pytest.raises(StateError, match=r"'advantage': 'mean'.*'advantage': 'mean_std'"):
+        open_run(town.folder, other)
 
 
 def test_a_changed_run_file_is_refused_on_resume_naming_the_keys(town):

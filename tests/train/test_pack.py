@@ -20,7 +20,7 @@ def group_of(number, answers, prompt=8):
     for answer in answers:
         tokens_T = [number] * prompt + [1000 + len(rows)] * answer
         row = example_row(tokens_T, [0] * prompt + [1] * answer)
-        rows.append(replace(row, group=(0, number)))
+        rows.append(replace(row, id=(0, number, len(rows))))
     return rows
 
 
@@ -56,7 +56,7 @@ def test_packing_by_groups_never_computes_more_than_packing_by_length(shapes):
     packed = pack(rows, 512)
     assert sorted(i for members in packed for i in members) == list(range(len(rows)))
     assert packed == pack(rows, 512), "the same rows always make the same sums"
-    alike = [replace(row, group=None) for row in rows]
+    alike = [replace(row, id=None) for row in rows]
     assert cost_of(rows, packed) <= cost_of(rows, pack(alike, 512))
 
 

@@ -5,6 +5,7 @@ import pytest
 from msgspec.structs import replace
 
 from shoal.errors import PeerError
+from shoal.protocol.algorithms import Grpo
 from shoal.protocol.types import BatchGroup, Group, make_rollout
 from shoal.protocol.wire import digest, to_msgpack
 from shoal.train.rows import example_row, rows_of_group
@@ -22,7 +23,7 @@ def member_of(data, rewards=(1.0, 0.0)):
 
 
 def rows_of(data, member=None, **changes):
-    limits = {"advantage": "mean", "vocabulary": 64, "max_tokens": 8} | changes
+    limits = {"algorithm": Grpo(), "vocabulary": 64, "max_tokens": 8} | changes
     return rows_of_group(member or member_of(data), data, **limits)
 
 
@@ -32,6 +33,13 @@ def test_rows_carry_tokens_positions_advantages_and_log_probs():
     assert first.behaviour_logp_P.tolist() == [-1.0, -2.0] and first.weight_P.tolist() == [1.0, 1.0]
     assert first.advantage_P.tolist() == [0.5, 0.5] and second.advantage_P.tolist() == [-0.5, -0.5]
     assert (first.reward, second.reward, first.version) == (1.0, 0.0, 3)
+
+
+def test_a_row_names_its_rollout_and_its_group():
+    silent = {"tokens_T": [5, 6], "author_T": [0, 0], "logprobs_P": []}
+    data = group_bytes(HONEST, silent, HONEST)
+    rows = rows_of(data, member_of(data, (1.0, 0.0, 0.0)))
+    assert [row.id for row in rows] == [(3, 9, 0), (3, 9, 2)] and {row.group for row in rows} == {(3, 9)}
 
 
 def test_a_rollout_without_policy_tokens_gives_no_row_but_its_reward_counts_in_the_mean():

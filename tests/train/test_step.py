@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -10,9 +11,12 @@ import torch
 from shoal import metrics
 from shoal.config import TrainConfig
 from shoal.errors import StateError
+from shoal.protocol.algorithms import Grpo
 from shoal.train.step import Learner
 
-CONFIG = TrainConfig(lr=1e-2, warmup_steps=2, entropy_bonus=0.05, weight_decay=0.1, microbatch_tokens=96)
+CONFIG = TrainConfig(
+    lr=1e-2, warmup_steps=2, weight_decay=0.1, microbatch_tokens=96, algorithm=Grpo(entropy_bonus=0.05)
+)
 
 
 def learner_of(model, config=CONFIG, **changes):
@@ -42,10 +46,10 @@ def slow_loss(model, rows, config, temperature):
         for n, position in enumerate(row.positions_P):
             logp_V = logp_TV[position - 1]
             r = (logp_V[row.tokens_T[position]] - float(row.behaviour_logp_P[n])).exp()
-            A, eps, delta = float(row.advantage_P[n]), config.epsilon, config.delta
+            A, eps, delta = float(row.advantage_P[n]), config.algorithm.epsilon, config.algorithm.delta
             objective = torch.minimum(r.clamp(max=delta) * A, r.clamp(1 - eps, 1 + eps) * A)
             entropy = -(logp_V.exp() * logp_V).sum()
-            total = total - (objective + config.entropy_bonus * entropy) / num_tokens
+            total = total - (objective + config.algorithm.entropy_bonus * entropy) / num_tokens
     return total
 
 
@@ -102,6 +106,27 @@ def test_metrics_count_what_they_say(make_model, make_rows):
     assert found["log_ratio_abs_max_nats"] > found["log_ratio_abs_mean_nats"] > 0
 
 
+def test_several_updates_learn_from_the_same_rows_one_after_another(make_model, make_rows):
+    rows, config = make_rows(8), msgspec.structs.replace(CONFIG, updates_per_batch=3)
+    one, three = learner_of(make_model()), learner_of(make_model(), config)
+    each, found = [one.step(rows, 4) for _ in range(3)], three.step(rows, 4)
+    left, right = one.state(5), three.state(5)
+    assert left.updates == right.updates == found["updates"] == 3
+    assert all(torch.equal(left.tensors[name], right.tensors[name]) for name in left.tensors)
+    for name in ("loss", "entropy_nats", "clip_share", "log_ratio_abs_mean_nats", "grad_norm"):
+        assert found[name] == pytest.approx(np.mean([update[name] for update in each]))
+    assert found["log_ratio_abs_max_nats"] == max(update["log_ratio_abs_max_nats"] for update in each)
+    assert each[0]["log_ratio_abs_mean_nats"] != each[2]["log_ratio_abs_mean_nats"], "the ratio is to who sampled"
+
+
+def test_updates_of_a_step_have_its_learning_rate(make_model, make_rows):
+    learner = learner_of(make_model(), msgspec.structs.replace(CONFIG, updates_per_batch=2, schedule="linear"))
+    seen, update = [], learner._update
+    learner._update = lambda lr, version: (seen.append(lr), update(lr, version))[1]
+    lrs = [learner.step(make_rows(4), version)["lr"] for version in (0, 1, 6)]
+    assert seen == [lr for lr in lrs for _ in range(2)] and lrs[0] < lrs[1] and lrs[2] < lrs[1]
+
+
 def test_log_probs_come_back_in_the_order_of_the_rows(make_model, make_rows):
     rows = make_rows(9)
     learner = learner_of(make_model())
@@ -129,10 +154,12 @@ def test_the_gradient_is_clipped_to_its_bound(make_model, make_rows):
 
 
 def test_a_gradient_that_is_not_finite_leaves_the_weights_alone(make_model, make_rows, caplog):
-    learner = learner_of(make_model(), objective=lambda terms, n: (terms.logp_N.sum() * float("nan"), {}))
+    config = msgspec.structs.replace(CONFIG, updates_per_batch=3)
+    learner = learner_of(make_model(), config, objective=lambda terms, n: (terms.logp_N.sum() * float("nan"), {}))
     before = {name: tensor.clone() for name, tensor in learner.state(0).tensors.items()}
     found = learner.step(make_rows(), 0)
-    assert found["update_skipped"] == 1 and learner.updates == 0 and "gradient not finite" in caplog.text
+    assert found["update_skipped"] == 1 and found["updates"] == learner.updates == 0
+    assert caplog.text.count("gradient not finite") == 1
     assert all(torch.equal(before[name], tensor) for name, tensor in learner.state(1).tensors.items())
 
 

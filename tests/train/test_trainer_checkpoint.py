@@ -6,15 +6,17 @@ import pathlib
 import shutil
 import subprocess
 
+import msgspec
 import pytest
 import torch
 
 from shoal.config import TrainConfig
 from shoal.errors import StateError
+from shoal.protocol.algorithms import Grpo
 from shoal.train.checkpoint import load_state, save_state
 from shoal.train.step import Learner, LearnerState
 
-CONFIG = TrainConfig(lr=1e-2, schedule="cosine", warmup_steps=2, entropy_bonus=0.01, weight_decay=0.1)
+CONFIG = TrainConfig(lr=1e-2, schedule="cosine", warmup_steps=2, weight_decay=0.1, algorithm=Grpo(entropy_bonus=0.01))
 
 
 class Killed(BaseException):
@@ -34,9 +36,11 @@ def same(left, right):
     )
 
 
-def test_a_resumed_run_is_bit_identical_to_an_unbroken_one(make_model, make_rows, tmp_path):
+@pytest.mark.parametrize("updates", [1, 3])
+def test_a_resumed_run_is_bit_identical_to_an_unbroken_one(make_model, make_rows, tmp_path, updates):
     def learner():
-        return Learner(make_model(), CONFIG, temperature=1.0, steps=6)
+        config = msgspec.structs.replace(CONFIG, updates_per_batch=updates)
+        return Learner(make_model(), config, temperature=1.0, steps=6)
 
     def train(learner, versions):
         for version in versions:
@@ -47,12 +51,29 @@ def test_a_resumed_run_is_bit_identical_to_an_unbroken_one(make_model, make_rows
     first = learner()
     train(first, range(3))
     save_state(tmp_path, first.state(3))
+    _killed_before_its_last_update(first, lambda: train(first, range(3, 4)))
     second = learner()
     state = load_state(tmp_path)
     second.restore(state)
-    assert state.version == 3 and second.updates == 3
+    assert state.version == 3 and second.updates == 3 * updates
     train(second, range(3, 6))
     assert same(unbroken.state(6), second.state(6))
+
+
+def _killed_before_its_last_update(learner, step):
+    """A step ends as by SIGKILL, with its gradients made and all its updates but one."""
+    update, left = learner._update, [learner.config.updates_per_batch - 1]
+
+    def last_one_never_comes(lr, version):
+        if not left[0]:
+            raise Killed
+        left[0] -= 1
+        return update(lr, version)
+
+    learner._update = last_one_never_comes
+    with pytest.raises(Killed):
+        step()
+    assert left == [0]
 
 
 def test_a_state_comes_back_as_it_was_saved(tmp_path):

@@ -9,8 +9,8 @@ what it finds into events. A slash takes all pay that has not vested.
 from collections.abc import Iterator
 from itertools import combinations
 
-from shoal.algos.advantages import has_signal
 from shoal.algos.sampling_evidence import excessive
+from shoal.ledger.algorithm import teaches
 from shoal.ledger.answers import Refused
 from shoal.ledger.entry import Body
 from shoal.ledger.facts.batches import GroupAccepted, SlotVoid
@@ -210,7 +210,7 @@ def _decide(
             if group.outcome == "void":
                 yield SlotVoid(lease.version, (group.slot,), f"environment: {group.detail}", lease.stream)
                 continue
-            signal = has_signal(group.rewards) if state.law.version else None
+            signal = teaches(group.rewards, state.rules.algorithm) if state.law.version else None
             yield GroupAccepted(
                 lease.version, group.slot, submission.digest, index, submission.groups[index], group.tokens,
                 group.rewards, signal, lease.stream,

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from shoal.protocol.algorithms import Algorithm, Grpo
 from shoal.protocol.types.message import Fact, Message
 
 
@@ -78,6 +79,8 @@ class Rules(Message, frozen=True):
     """Policy tokens paid for each rollout, on average over its group, at most; 0 pays all."""
     max_flat_groups: int = 0
     """Groups without signal in a row after which the run stops leasing and waits for its host; 0 never stops."""
+    algorithm: Algorithm = Grpo()
+    """Which groups have signal, and what their rollouts are worth. Logs from before rules named it are of GRPO."""
 
 
 class RunInfo(Message, frozen=True):

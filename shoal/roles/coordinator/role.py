@@ -69,6 +69,12 @@ def open_run(folder: RunFolder, config: RunConfig, clock: Callable[[], float] = 
                 "an environment of this run is not the one that it was started with (its source or its tasks changed): "
                 "put the old one back to resume, or start a new run"
             )
+        if config.train.algorithm != book.state.rules.algorithm:  # guard: algorithm-of-the-log
+            raise StateError(
+                f"the rules in the log name the algorithm {to_tree(book.state.rules.algorithm)} (an older log means the "
+                f"defaults), but train.algorithm in {folder.run_file} is {to_tree(config.train.algorithm)}: "
+                "restore that file to resume, or start a new run"
+            )
         r = config.rollouts
         changed = Reconfigure(public_run_file(config), config.steps, r.lease_s, now, r.max_flat_groups)
         book.write(changed, now)
@@ -141,6 +147,7 @@ def rules_of(config: RunConfig) -> t.Rules:
         worker_share=v.worker_share,
         paid_tokens=r.paid_tokens,
         max_flat_groups=r.max_flat_groups,
+        algorithm=config.train.algorithm,
     )
 
 

@@ -7,12 +7,13 @@ formed, which is an event.
 import logging
 from typing import Any
 
-from shoal.algos.advantages import has_signal
 from shoal.config import RunConfig
+from shoal.ledger.algorithm import teaches
 from shoal.ledger.facts.batches import BatchFormed, GroupAccepted
 from shoal.ledger.table import read_entry
 from shoal.net.client import Client
 from shoal.protocol import types as t
+from shoal.protocol.algorithms import Algorithm
 from shoal.protocol.constants import MAX_EVENTS, MAX_EVENTS_BYTES, MAX_SUBMISSION_BYTES
 from shoal.protocol.wire import from_msgpack
 from shoal.train.filter import select
@@ -34,8 +35,12 @@ class BatchReader:
         for name in dict.fromkeys(member.submission for member in batch.groups):
             body = await self._client.get_blob(name, cap=MAX_SUBMISSION_BYTES)
             bodies[name] = from_msgpack(body, t.Submission).groups
-        rows_G = [self._rows_of(member, bodies[member.submission][member.index]) for member in batch.groups]
-        chosen = select(batch.groups, rows_G, version=batch.step, max_staleness=law.max_staleness)
+        rows_G = [
+            self._rows_of(member, bodies[member.submission][member.index], law.algorithm) for member in batch.groups
+        ]
+        chosen = select(
+            batch.groups, rows_G, algorithm=law.algorithm, version=batch.step, max_staleness=law.max_staleness
+        )
         counts: dict[str, Any] = {
             "groups_without_signal": chosen.groups_without_signal,
             "groups_unlearnable": sum(not rows for rows in rows_G),
@@ -47,11 +52,11 @@ class BatchReader:
             counts |= {f"reward_mean/{label}": mean for label, mean in mean_rewards(chosen.rows, labels).items()}
         return chosen.rows, counts
 
-    def _rows_of(self, member: t.BatchGroup, data: bytes) -> list[Row]:
+    def _rows_of(self, member: t.BatchGroup, data: bytes, algorithm: Algorithm) -> list[Row]:
         """A group's rows; none of one that a validator should have refused, or a single bad one could stop the run."""
         try:
             return rows_of_group(
-                member, data, advantage=self._config.train.advantage, vocabulary=self._vocabulary,
+                member, data, algorithm=algorithm, vocabulary=self._vocabulary,
                 max_tokens=self._config.sampling.max_tokens,
             )  # fmt: skip
         except Unlearnable as fault:
@@ -81,6 +86,6 @@ class BatchReader:
                     break
         if not rewards:
             return {}
-        flat = sum(not has_signal(group) for group in rewards)
+        flat = sum(not teaches(group, self._config.train.algorithm) for group in rewards)
         everything = [reward for group in rewards for reward in group]
         return {"reward_all_mean": sum(everything) / len(everything), "zero_signal_share": flat / len(rewards)}

@@ -1,7 +1,7 @@
-"""Advantages of a group: how much better each rollout did than the others.
+"""The numpy half of GRPO: how much better than its siblings each rollout of a group did, and whether any did.
 
-Called by `train/rows` for the rows of a batch, and by any code that needs to know whether a group can teach anything.
-It needs only numpy, so that the coordinator can import it. It knows nothing of tokens, clips or models.
+Called through `ledger/algorithm`, by the ledger, the trainer and auditors. numpy alone, so that the coordinator may
+import it. The loss is in `grpo.py`. It knows nothing of tokens, clips or models.
 
     symbol   meaning                                       where
     R_i      reward of rollout i of the group              DeepSeekMath, arXiv:2402.03300, section 4.1.2
@@ -21,7 +21,7 @@ STD_FLOOR = 1e-6
 """Added to the standard deviation, in units of reward: almost equal rewards must not give huge advantages."""
 
 
-def group_advantages(rewards_G: Sequence[float], method: Literal["mean", "mean_std"]) -> NDArray[np.float32]:
+def advantages(rewards_G: Sequence[float], method: Literal["mean", "mean_std"]) -> NDArray[np.float32]:
     """A_i of every rollout, float32[G], computed in float64 and rounded once.
 
     "mean": A_i = R_i - mean(R), as in Dr. GRPO (arXiv:2503.20783): dividing by the deviation gives most weight to tasks
@@ -35,8 +35,8 @@ def group_advantages(rewards_G: Sequence[float], method: Literal["mean", "mean_s
     return A_G.astype(np.float32)
 
 
-def has_signal(rewards_G: Sequence[float]) -> bool:
-    """Whether the rewards differ. If they are equal, all advantages are 0 and the group teaches nothing.
+def teaches(rewards_G: Sequence[float]) -> bool:
+    """Whether the rewards differ at all: a group in which they do not has advantage 0 everywhere and teaches nothing.
 
     This compares the rewards, not their deviation: after rounding, equal rewards such as 0.1 have a deviation of 1e-17.
     """

@@ -1,0 +1,30 @@
+"""What a group teaches, by the run's algorithm: from its settings to the numpy half in `algos`.
+
+Called by the rules when a group is accepted, by the trainer for the rows of a batch, and by everybody who makes a run's
+decisions again. So it is here, on the lowest floor that may know both the settings and the formulas. The loss, which
+needs torch, is found by `train/objective`. It knows no tokens and no model.
+
+Axes: G rollouts of one group.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shoal.algos import grpo_advantages
+from shoal.protocol.algorithms import Algorithm, Grpo
+
+
+def teaches(rewards_G: Sequence[float], algorithm: Algorithm) -> bool:
+    """Whether the algorithm can learn anything from a group with these rewards: whether the group has signal."""
+    match algorithm:
+        case Grpo():
+            return grpo_advantages.teaches(rewards_G)
+
+
+def advantages(rewards_G: Sequence[float], algorithm: Algorithm) -> NDArray[np.float32]:
+    """What each rollout of a group is worth to the learner, float32[G]: above 0 it is encouraged, below 0 discouraged."""
+    match algorithm:
+        case Grpo():
+            return grpo_advantages.advantages(rewards_G, algorithm.advantage)
