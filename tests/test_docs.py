@@ -319,20 +319,22 @@ def _body(kind: Any) -> str:
     return "" if kind is None else type_name(kind)
 
 
+BASES = (types.Message, types.Answer)
+
+
 def type_tables() -> str:
     """Every message, with its fields."""
     parts = []
     documented = [(module, *found) for module in (algorithms, types, accounts) for found in field_docs(module).items()]
     for module, name, docs in documented:
         kind = getattr(module, name, None)
-        if not name or not (isinstance(kind, type) and issubclass(kind, msgspec.Struct)) or kind is types.Message:
+        if not name or not (isinstance(kind, type) and issubclass(kind, types.Message)) or kind in BASES:
             continue
         fields = msgspec.structs.fields(kind)
         rows = [[f"`{field.encode_name}`", type_name(field.type), docs[field.name]] for field in fields]
-        if kind.__struct_config__.tag is not None:
-            tag = kind.__struct_config__
-            rows.insert(0, [f"`{tag.tag_field}`", f'`"{tag.tag}"`', "Which algorithm this is."])
-        parts.append(f"### {name}\n\n{one_line(kind.__doc__)}\n\n{table(['Field', 'Type', 'Meaning'], rows)}")
+        open_ended = "\n\nNodes ignore fields that they do not know." if issubclass(kind, types.Answer) else ""
+        heading = f"### {name}\n\n{one_line(kind.__doc__)}{open_ended}"
+        parts.append(f"{heading}\n\n{table(['Field', 'Type', 'Meaning'], rows)}")
     return "\n\n".join(parts)
 
 

@@ -4,10 +4,10 @@ Made by the coordinator from the log, read by nodes and auditors. Like `types`, 
 it is come by.
 """
 
-from shoal.protocol.types import Message
+from shoal.protocol.types import Answer, Message
 
 
-class CreditLine(Message, frozen=True):
+class CreditLine(Answer, frozen=True):
     """One event that touched a node's pay, and why."""
 
     seq: int
@@ -31,7 +31,7 @@ class CreditLine(Message, frozen=True):
     bound: float = 0.0
 
 
-class CreditPage(Message, frozen=True):
+class CreditPage(Answer, frozen=True):
     """`GET /v1/nodes/{key}/credits`: a node's pay explained, in the order of the log."""
 
     node: str

@@ -3,7 +3,7 @@
 from shoal.protocol.types.answers import AdminRequest, CheckAnswer, Done, Event, Refusal, StateHash, Status
 from shoal.protocol.types.judgement import Check, GroupVerdict, Verdict
 from shoal.protocol.types.learning import Batch, BatchGroup, FileEntry, Manifest, SignedManifest
-from shoal.protocol.types.message import Fact, Message, fact
+from shoal.protocol.types.message import Answer, Fact, Message, fact
 from shoal.protocol.types.run import Bounds, EnvSpec, Join, NodeState, Rules, RunInfo, Sampling
 from shoal.protocol.types.work import (
     ENVIRONMENT,
@@ -26,6 +26,7 @@ __all__ = [
     "ENVIRONMENT",
     "POLICY",
     "AdminRequest",
+    "Answer",
     "Batch",
     "BatchGroup",
     "Block",

@@ -6,7 +6,7 @@ Answers of `roles/coordinator`, in the words of the wire.
 import msgspec
 
 from shoal.protocol.types.judgement import Check
-from shoal.protocol.types.message import Message
+from shoal.protocol.types.message import Answer, Message
 
 
 class Event(Message, frozen=True):
@@ -19,7 +19,7 @@ class Event(Message, frozen=True):
     prev: str
 
 
-class Refusal(Message, frozen=True):
+class Refusal(Answer, frozen=True):
     """Body of every 4xx and 5xx: what happened, why, and what to do."""
 
     error: str
@@ -27,14 +27,14 @@ class Refusal(Message, frozen=True):
     """Stable word such as "superseded", "too_large", "not_admitted"."""
 
 
-class CheckAnswer(Message, frozen=True):
+class CheckAnswer(Answer, frozen=True):
     """Answer to `GET /v1/checks`: a submission to judge, or why there is none."""
 
     check: Check | None
     reason: str
 
 
-class Status(Message, frozen=True):
+class Status(Answer, frozen=True):
     """`GET /v1/status`: where the run stands, and what it waits for."""
 
     name: str
@@ -59,7 +59,7 @@ class Status(Message, frozen=True):
     """Why a paused run stopped by itself, such as "no signal"; empty where the host paused it."""
 
 
-class StateHash(Message, frozen=True):
+class StateHash(Answer, frozen=True):
     """`GET /v1/state`: what a replay of the log up to `seq` must give."""
 
     seq: int
@@ -73,7 +73,7 @@ class AdminRequest(Message, frozen=True):
     node: str = ""
 
 
-class Done(Message, frozen=True):
+class Done(Answer, frozen=True):
     """Answer to a write that has nothing else to say."""
 
     seq: int

@@ -25,3 +25,10 @@ def fact(text: str) -> str:
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Base of all that strangers send: immutable, no unknown fields."""
+
+
+class Answer(Message, frozen=True, forbid_unknown_fields=False):
+    """Base of what a coordinator answers and nobody hashes or signs. It may gain fields, which older nodes ignore.
+
+    What a node must understand to take part is never such a field.
+    """

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import msgspec
 
 from shoal.protocol.algorithms import Algorithm, Grpo
-from shoal.protocol.types.message import Fact, Message
+from shoal.protocol.types.message import Answer, Fact, Message
 
 
 class Sampling(Message, frozen=True):
@@ -83,7 +83,7 @@ class Rules(Message, frozen=True):
     """Which groups have signal, and what their rollouts are worth. Logs from before rules named it are of GRPO."""
 
 
-class RunInfo(Message, frozen=True):
+class RunInfo(Answer, frozen=True):
     """`GET /v1/run`: all that a stranger needs to take part."""
 
     run: str
@@ -118,7 +118,7 @@ class Join(Message, frozen=True):
     device: Fact
 
 
-class NodeState(Message, frozen=True):
+class NodeState(Answer, frozen=True):
     """What the coordinator knows of a node."""
 
     key: str

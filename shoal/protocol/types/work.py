@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.protocol.types.message import Fact, Message
+from shoal.protocol.types.message import Answer, Fact, Message
 from shoal.protocol.types.run import Sampling
 
 ENVIRONMENT, POLICY = 0, 1
@@ -62,7 +62,7 @@ class LeaseRequest(Message, frozen=True):
     """Leases given back unfilled by a worker that stops; none is granted then."""
 
 
-class LeaseAnswer(Message, frozen=True):
+class LeaseAnswer(Answer, frozen=True):
     """A lease, or when to come back and why."""
 
     lease: Lease | None
