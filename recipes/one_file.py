@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from shoal.config import RunConfig, load_run
-from shoal.engine.local import LocalEngine
+from shoal.engine.open import EngineSpec, open_engine
 from shoal.envs.base import Env
 from shoal.envs.load import load_env
 from shoal.envs.play import play_block
@@ -66,7 +66,7 @@ def train(config: RunConfig, out: Path, recipe_dir: Path, say: Callable[[str], N
     published = out / "published"
     save_policy(model, published, config.policy.dtype, tokenizer_from=start)
     renderer = Renderer.from_directory(start)
-    engine = LocalEngine(threads=1)
+    engine = open_engine(EngineSpec(threads=1))
 
     for version in range(config.steps):
         # Workers sample with the published bytes. The secret chain decides the tasks and the seeds.

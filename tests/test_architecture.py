@@ -179,6 +179,17 @@ def test_files_are_made_durable_in_one_place() -> None:
     assert found == DURABLE.keys()
 
 
+def test_only_the_engine_room_knows_engine_classes() -> None:
+    """The others describe an engine and get one by `engine/open`, so that a new kind is added in one place."""
+    wrong = [
+        f"{path.name} line {line}: {imported}"
+        for path in [*FILES, *(ROOT / "recipes").glob("*.py"), *(ROOT / "environments").glob("*.py")]
+        for line, imported in imports_of(path)
+        if imported.startswith("shoal.engine.local") and PACKAGE / "engine" not in path.parents
+    ]
+    assert wrong == []
+
+
 def test_broad_excepts_stand_only_at_named_boundaries() -> None:
     def is_broad(handler: ast.ExceptHandler) -> bool:
         caught = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
@@ -218,6 +229,7 @@ def light_modules() -> list[str]:
     files = [file for file in FILES if room_of(file) in (*rooms, *COMMON, "cli")]
     files += [f for f in FILES if name_of(f).startswith(("roles/coordinator", "proofs/checks/"))]
     files += [PACKAGE / "policy" / "render.py", PACKAGE / "policy" / "spec.py", PACKAGE / "engine" / "base.py"]
+    files += [PACKAGE / "engine" / "open.py"]
     return [module_of(file) for file in files if file.exists()]
 
 
@@ -238,7 +250,7 @@ def test_light_rooms_import_neither_torch_nor_transformers() -> None:
 
 
 def test_worker_needs_no_transformers() -> None:
-    assert loaded_by(["shoal.roles.worker"], ("transformers",)) == ""
+    assert loaded_by(["shoal.roles.worker", "shoal.engine.local"], ("transformers",)) == ""
 
 
 def test_command_line_imports_nothing_heavy() -> None:

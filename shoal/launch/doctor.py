@@ -96,13 +96,13 @@ def _torch() -> Iterator[Line]:
 def _decode_tokens_per_s() -> float:
     """Speed of the embedded engine on the default tiny policy: 64 prompts of 8 tokens, 32 new tokens each."""
     from shoal.engine.base import Request
-    from shoal.engine.local import LocalEngine
+    from shoal.engine.open import EngineSpec, open_engine
     from shoal.policy.tiny import make_tiny
 
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(scratch) / "policy"
         make_tiny(TinyPolicy(), directory, seed=0, dtype="float32")
-        engine = LocalEngine(threads=1)
+        engine = open_engine(EngineSpec(threads=1))
         engine.load(directory, 0)
     batch = [Request(str(i), [7] * 8, i.to_bytes(32, "big"), 32, frozenset()) for i in range(64)]
 

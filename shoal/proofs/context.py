@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from shoal.engine.base import Score, ScoreRequest
 from shoal.policy.render import Renderer
+from shoal.protocol.bounds import bounds_for
 from shoal.protocol.randomness import sample_seed
 from shoal.protocol.types import (
     POLICY,
@@ -105,8 +106,10 @@ class Tools:
     dtype: str
     """Dtype of the engine that scores."""
     score: Callable[[list[ScoreRequest]], list[Score]]
-    """One prefill with the policy of the lease's version, at the run's temperature. Called at most once a submission,
-    only if a group is audited. It returns hidden states if the rules ask for proofs."""
+    """One prefill with the policy of the lease's version at the run's temperature. Called once a submission, and only
+    if a group is audited. With hidden states where the rules ask for proofs."""
+    implementation: str = ""
+    """Of the engine that scores, as it names itself."""
 
 
 @dataclass
@@ -129,10 +132,13 @@ class Context:
     def rules(self) -> Rules:
         return self.tools.info.rules
 
-    @property
+    @cached_property
     def bounds(self) -> Bounds:
-        """How far honest work may differ: sampled in the run's dtype, replayed in ours."""
-        return self.rules.bounds[f"{self.rules.dtype}/{self.tools.dtype}"]
+        """What honest work may differ by: sampled in the dtype that the run declares, replayed by our engine."""
+        tools = self.tools
+        bounds = bounds_for(self.rules, self.submission.engine.implementation, tools.implementation, tools.dtype)
+        assert bounds is not None, f"the run has no bounds for work that is replayed in {tools.dtype}"
+        return bounds
 
     @property
     def sampling(self) -> Sampling:

@@ -12,7 +12,8 @@ from typing import Any
 import msgspec
 import torch
 
-from shoal.engine.local import LocalEngine
+from shoal.engine.base import Engine
+from shoal.engine.open import EngineSpec, open_engine
 from shoal.envs.evaluate import Evaluation, as_text, evaluate, mixed
 from shoal.envs.load import load_env
 from shoal.errors import StateError
@@ -72,11 +73,11 @@ def for_run(run_dir: Path, checkpoint: Path, episodes: int, out: Path, threads: 
     write_atomically(out, msgspec.json.encode(figures))
 
 
-def _engine(checkpoint: Path, threads: int) -> LocalEngine:
+def _engine(checkpoint: Path, threads: int) -> Engine:
     if not (checkpoint / "config.json").is_file():
         raise StateError(f"{checkpoint} is no checkpoint: give a directory with config.json, weights and tokenizer")
     torch.set_num_threads(threads)
-    engine = LocalEngine(threads=threads)
+    engine = open_engine(EngineSpec(threads=threads))
     engine.load(checkpoint, 0)
     return engine
 

@@ -6,14 +6,13 @@ are in `proofs/`; this role brings the environments, the policy version, and one
 
 import asyncio
 import contextlib
-import functools
 import logging
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from shoal.engine.base import Engine
-from shoal.engine.local import LocalEngine
+from shoal.engine.open import EngineSpec, open_engine
 from shoal.envs.base import Env
 from shoal.envs.load import load_run_envs
 from shoal.envs.replay import replay_rollout
@@ -38,8 +37,9 @@ def main(url: str, home: Path, threads: int, key_file: Path | None = None, own_f
     Raises `PeerError` when the key is not admitted, with what the host must type.
     """
     key = load_or_make_key(key_file or home / "node.key")
-    make_engine = functools.partial(LocalEngine, threads)
-    validator = Validator(Client(url, key), home, make_engine, own_files)
+    validator = Validator(
+        Client(url, key), home, lambda dtype: open_engine(EngineSpec(dtype=dtype, threads=threads)), own_files
+    )
     log.info("validating url=%s key=%s", url, key.public)
     asyncio.run(validator.run())
 
@@ -135,6 +135,7 @@ class Validator:
             renderer=self.renderer,
             replay=replay_rollout,
             dtype=self.engine.facts.dtype,
+            implementation=self.engine.facts.implementation,
             score=lambda requests: self.engine.score(requests, temperature, hidden),
         )
 

@@ -18,7 +18,7 @@ import psutil
 
 from shoal.engine.base import Engine
 from shoal.engine.cheats import cheating
-from shoal.engine.local import LocalEngine
+from shoal.engine.open import EngineSpec, open_engine
 from shoal.envs.base import Env
 from shoal.envs.load import load_run_envs
 from shoal.envs.play import play_block
@@ -57,7 +57,7 @@ def main(
     key = load_or_make_key(home / "node.key")
 
     def make_engine(dtype: str) -> Engine:
-        engine = LocalEngine(threads=threads, dtype=dtype)
+        engine = open_engine(EngineSpec(dtype=dtype, threads=threads))
         return cheating(cheat, engine) if cheat else engine
 
     worker = Worker(

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from shoal.algos.sampling_evidence import Evidence, Figures, update
 from shoal.ledger.entry import Entry
 from shoal.ledger.state import LeaseRecord, Member, State, SubmissionRecord
+from shoal.protocol.bounds import bounds_for
 from shoal.protocol.types import GroupVerdict, Message, Verdict
 
 
@@ -83,7 +84,8 @@ def _count_missed_turns(state: State, submission: SubmissionRecord, judge: str, 
 def evidence_after(state: State, validator: str, member: Member, groups: tuple[GroupVerdict, ...]) -> Evidence:
     """A validator's evidence about a worker, with the audited groups of its verdict added."""
     evidence = member.evidence.get(validator, Evidence())
-    noise = state.rules.bounds.get(f"{state.rules.dtype}/{state.members[validator].dtype}")
+    judge = state.members[validator]
+    noise = bounds_for(state.rules, member.implementation, judge.implementation, judge.dtype)
     for group in groups:
         if noise is not None and group.audited and group.outcome == "accept":  # guard: audited-is-evidence
             evidence = update(evidence, Figures(group.tokens, group.flipped, group.gap_sum), noise)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shoal.engine.base import Engine, Score, ScoreRequest
+from shoal.engine.open import EngineSpec, open_engine
 from shoal.envs.base import Env
 from shoal.envs.load import is_file, load_run_envs
 from shoal.envs.replay import replay_rollout
@@ -209,9 +210,7 @@ class Bench:
         """An engine with a version's published weights; raises as `fetch_weights`."""
         directory = await fetch_weights(self.run, self.state, version, self.home)
         if self._engine is None:
-            from shoal.engine.local import LocalEngine  # torch: a check of the log alone needs none
-
-            self._engine = LocalEngine(self.threads, self.state.rules.dtype)
+            self._engine = open_engine(EngineSpec(dtype=self.state.rules.dtype, threads=self.threads))
         self._engine.load(directory, version)
         self._renderer = self._renderer or Renderer.from_directory(directory)
         return self._engine

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from shoal.algos.entropy import logprob_and_entropy
 from shoal.engine.base import Score
-from shoal.engine.local import LocalEngine
+from shoal.engine.open import EngineSpec, open_engine
 from shoal.policy.files import load_policy
 from shoal.proofs.noise import Power, power, power_by_entropy
 from shoal.protocol.types import Bounds
@@ -25,7 +25,7 @@ LOGITS_HELD = 1 << 22
 
 def show_power(recording: Recording, policy: Path, bounds: Bounds) -> None:
     """A line for each tenth of the tokens, and one for all."""
-    engine, requests = LocalEngine(threads=1, dtype=recording.dtype), recording.requests()
+    engine, requests = open_engine(EngineSpec(dtype=recording.dtype, threads=1)), recording.requests()
     engine.load(policy, 0)
     others = [request._replace(seed=domain_hash("another seed", request.seed)) for request in requests]
     scores = engine.score(others, recording.sampling.temperature, hidden=True)

@@ -13,8 +13,8 @@ import torch
 from numpy.typing import NDArray
 
 from shoal.config import RunConfig
-from shoal.engine.base import ScoreRequest
-from shoal.engine.local import LocalEngine
+from shoal.engine.base import Engine, ScoreRequest
+from shoal.engine.open import EngineSpec, open_engine
 from shoal.envs.load import load_env
 from shoal.envs.play import play_block
 from shoal.errors import ConfigError, StateError
@@ -70,7 +70,7 @@ def play(config: RunConfig, policy: Path, episodes: int) -> Recording:
     """
     sampling = Sampling(config.sampling.temperature, config.sampling.max_turn_tokens, config.sampling.max_tokens)
     envs = {env.label: load_env(env.name, env.args) for env in config.envs}
-    renderer, engine = Renderer.from_directory(policy), LocalEngine(dtype=config.sampled_dtype)
+    renderer, engine = Renderer.from_directory(policy), open_engine(EngineSpec(dtype=config.sampled_dtype))
     engine.load(policy, 0)
     size, num_blocks = config.rollouts.group_size, -(-episodes // config.rollouts.block_rollouts)
     played = []
@@ -92,7 +92,7 @@ def play(config: RunConfig, policy: Path, episodes: int) -> Recording:
     return recording
 
 
-def machine(engine: LocalEngine) -> str:
+def machine(engine: Engine) -> str:
     """What the noise of this machine depends on."""
     facts = engine.facts
     return f"{facts.implementation} {facts.device} {torch.backends.cpu.get_cpu_capability()}"

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from shoal.algos.toploc import Figures, compare
-from shoal.engine.base import Score
-from shoal.engine.local import LocalEngine
+from shoal.engine.base import Engine, Score
+from shoal.engine.open import EngineSpec, open_engine
 from shoal.errors import StateError
 from shoal.proofs.noise import FAR_PERCENTILE, Noise, joined
 from shoal.roles.calibrate.progress import progress
@@ -43,7 +43,7 @@ SETTINGS = (*(Setting(threads, "whole") for threads in THREADS), *(Setting(1, sh
 
 def measure(recordings: dict[str, Recording], policy: Path, replayed: str) -> Noise:
     """Replay everything in every setting by an engine of that dtype, and print a line for each."""
-    engine = LocalEngine(dtype=replayed)
+    engine = open_engine(EngineSpec(dtype=replayed))
     engine.load(policy, 0)
     print(f"\nreplayed in {replayed} on {machine(engine)}")
     for name, recording in recordings.items():
@@ -61,7 +61,7 @@ def measure(recordings: dict[str, Recording], policy: Path, replayed: str) -> No
     return joined(parts)
 
 
-def _noise(engine: LocalEngine, recording: Recording, setting: Setting) -> Noise:
+def _noise(engine: Engine, recording: Recording, setting: Setting) -> Noise:
     torch.set_num_threads(setting.threads)
     requests = recording.requests()
     proven = any(part.proofs for part in recording.played)

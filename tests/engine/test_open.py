@@ -1,0 +1,25 @@
+"""Engines are opened by description."""
+
+import pytest
+
+from shoal.engine.open import EngineSpec, open_engine
+from shoal.errors import StateError
+from shoal.protocol.bounds import LOCAL, kind_of
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_an_engine_is_what_its_description_says(dtype):
+    facts = open_engine(EngineSpec(dtype=dtype, threads=1)).facts
+    assert (facts.dtype, facts.device, kind_of(facts.implementation)) == (dtype, "cpu", LOCAL)
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        (EngineSpec(kind="remote"), "there is no engine of kind 'remote': this shoal has local"),
+        (EngineSpec(dtype="float64"), "does not compute in 'float64', only in float32, bfloat16, int8"),
+    ],
+)
+def test_an_engine_that_is_not_there_is_refused_by_name(spec, said):
+    with pytest.raises(StateError, match=said):
+        open_engine(spec)
