@@ -12,14 +12,13 @@ from typing import Any
 import msgspec
 import torch
 
-from shoal.engine.base import Engine
 from shoal.engine.open import EngineSpec, open_engine
 from shoal.envs.evaluate import Evaluation, as_text, evaluate, mixed
 from shoal.envs.load import load_env
 from shoal.errors import StateError
 from shoal.folder import RunFolder, write_atomically
-from shoal.policy.render import Renderer
 from shoal.protocol.types import Sampling
+from shoal.roles.loading import Loaded
 
 
 def main(
@@ -39,14 +38,14 @@ def main(
     Raises `StateError` for a directory that is no checkpoint, `ConfigError` for an unknown environment.
     """
     game = load_env(env, env_args)
-    engine = _engine(checkpoint, threads)
+    policy = _load(checkpoint, threads)
     shown = sys.stderr if sys.stderr.isatty() else None
 
     def progress(done: int) -> None:
         if shown:
             print(f"\r{done} of {episodes} episodes", end="" if done < episodes else "\n", file=shown, flush=True)
 
-    figures = evaluate(engine, Renderer.from_directory(checkpoint), game, episodes, seed, sampling, samples, progress)
+    figures = evaluate(policy.engine, policy.renderer, game, episodes, seed, sampling, samples, progress)
     if out is not None:
         write_atomically(out, msgspec.json.encode(figures))
     elif as_json:
@@ -63,9 +62,11 @@ def for_run(run_dir: Path, checkpoint: Path, episodes: int, out: Path, threads: 
     config = RunFolder(run_dir).config()
     drawn, seed, samples = config.sampling, max(0, config.seed), config.eval.samples
     sampling = Sampling(drawn.temperature, drawn.max_turn_tokens, drawn.max_tokens)
-    engine, renderer = _engine(checkpoint, threads), Renderer.from_directory(checkpoint)
+    policy = _load(checkpoint, threads)
     envs = {
-        env.label: evaluate(engine, renderer, load_env(env.name, env.args), episodes, seed, sampling, samples)
+        env.label: evaluate(
+            policy.engine, policy.renderer, load_env(env.name, env.args), episodes, seed, sampling, samples
+        )
         for env in config.envs
     }
     weights = [env.weight for env in config.envs]
@@ -73,13 +74,13 @@ def for_run(run_dir: Path, checkpoint: Path, episodes: int, out: Path, threads: 
     write_atomically(out, msgspec.json.encode(figures))
 
 
-def _engine(checkpoint: Path, threads: int) -> Engine:
+def _load(checkpoint: Path, threads: int) -> Loaded:
     if not (checkpoint / "config.json").is_file():
         raise StateError(f"{checkpoint} is no checkpoint: give a directory with config.json, weights and tokenizer")
     torch.set_num_threads(threads)
-    engine = open_engine(EngineSpec(threads=threads))
-    engine.load(checkpoint, 0)
-    return engine
+    policy = Loaded(open_engine(EngineSpec(threads=threads)))
+    policy.load(checkpoint, 0)
+    return policy
 
 
 def in_words(figures: Evaluation, name: str) -> str:

@@ -8,25 +8,21 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 from shoal.engine.base import Engine
 from shoal.engine.open import EngineSpec, open_engine
-from shoal.envs.base import Env
-from shoal.envs.load import load_run_envs
-from shoal.envs.replay import replay_rollout
-from shoal.errors import NothingYet, PeerError
+from shoal.envs.replay import replay
+from shoal.errors import NothingYet
 from shoal.net.client import Client
 from shoal.net.keys import load_or_make_key
 from shoal.net.stopping import Stopping
-from shoal.policy.render import Renderer
 from shoal.proofs.context import Tools
 from shoal.proofs.verify import verify_submission
 from shoal.protocol import types as t
-from shoal.protocol.constants import MAX_SUBMISSION_BYTES, PROTOCOL_VERSION
-from shoal.weights.fetch import HttpSource, fetch
-from shoal.weights.manifest import open_manifest
+from shoal.protocol.constants import MAX_SUBMISSION_BYTES
+from shoal.roles.seat import Seat, take_seat
 
 log = logging.getLogger("validator")
 
@@ -59,10 +55,7 @@ class Validator:
         self.client, self.home, self.make_engine, self.own_files = client, home, make_engine, own_files
         self.clock = clock
         self.stopping = Stopping()
-        self.info: t.RunInfo
-        self.engine: Engine
-        self.envs: Mapping[str, Env]
-        self.renderer: Renderer
+        self.seat: Seat
 
     async def run(self) -> None:
         """The validator's job, whole."""
@@ -72,25 +65,17 @@ class Validator:
                     log.info("stopped before it joined a run")
                     return
                 while (check := await self._next_check()) is not None:
-                    await self._load(check.lease.version)
+                    await self.seat.load(check.lease.version, keep=self.seat.info.rules.max_staleness + 2)
                     body = await self._body(check)
                     verdict = await asyncio.to_thread(verify_submission, body, check, self._tools(check))
                     await self._give(verdict)
 
     async def _join(self) -> bool:
-        """Read the run, load its environments, and enter with our key; returns True once we are in."""
-        self.info = info = await self.client.get_json("/v1/run", t.RunInfo)
-        if info.protocol != PROTOCOL_VERSION:
-            raise PeerError(
-                f"the run speaks protocol {info.protocol}, we speak {PROTOCOL_VERSION}: install the same shoal"
-            )
-        self.client.run, self.client.head = info.run, info.head
-        self.envs = load_run_envs(info.envs, own_files=self.own_files)
-        self.engine = self.make_engine(info.rules.dtype)
-        facts = self.engine.facts
-        join = t.Join("validator", t.fact(self.home.name), 0.0, facts.implementation, facts.dtype, facts.device)
-        await self.client.post_json("/v1/nodes", join, t.NodeState)
-        log.info("joined run=%s", info.name)
+        """Take our seat in the run; returns True once we are in."""
+        self.seat = await take_seat(
+            self.client, "validator", t.fact(self.home.name), self.home, self.make_engine, self.own_files, self.clock
+        )
+        log.info("joined run=%s", self.seat.info.name)
         return True
 
     async def _next_check(self) -> t.Check | None:
@@ -109,34 +94,21 @@ class Validator:
                 return None
         return None
 
-    async def _load(self, version: int) -> None:
-        """Fetch and verify the version that the submission claims, unless the engine holds it."""
-        if self.engine.version == version:
-            return
-        data = await self.client.get(f"/v1/manifests/{version}")
-        keys = (self.info.trainer_key,)
-        manifest = open_manifest(data, run=self.info.run, keys=keys, now=self.clock(), version=version)
-        keep = self.info.rules.max_staleness + 2
-        directory = await fetch(manifest, [HttpSource(self.client)], self.home / "weights", keep=keep)
-        if self.engine.version < 0:
-            self.renderer = Renderer.from_directory(directory)
-        await asyncio.to_thread(self.engine.load, directory, version)
-
     async def _body(self, check: t.Check) -> bytes:
         """The submission's bytes, known by their hash."""
         return await self.client.get_blob(check.id, cap=MAX_SUBMISSION_BYTES)
 
     def _tools(self, check: t.Check) -> Tools:
-        temperature = check.lease.sampling.temperature
-        hidden = bool(check.project_for) or self.info.rules.proofs != "none"
+        temperature, seat = check.lease.sampling.temperature, self.seat
+        hidden = bool(check.project_for) or seat.info.rules.proofs != "none"
         return Tools(
-            info=self.info,
-            envs=self.envs,
-            renderer=self.renderer,
-            replay=replay_rollout,
-            dtype=self.engine.facts.dtype,
-            implementation=self.engine.facts.implementation,
-            score=lambda requests: self.engine.score(requests, temperature, hidden),
+            info=seat.info,
+            envs=seat.envs,
+            renderer=seat.policy.renderer,
+            replay=replay,
+            dtype=seat.engine.facts.dtype,
+            implementation=seat.engine.facts.implementation,
+            score=lambda requests: seat.engine.score(requests, temperature, hidden),
         )
 
     async def _give(self, verdict: t.Verdict) -> None:

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import platform
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import msgspec
@@ -19,22 +19,17 @@ import psutil
 from shoal.engine.base import Engine
 from shoal.engine.cheats import cheating
 from shoal.engine.open import EngineSpec, open_engine
-from shoal.envs.base import Env
-from shoal.envs.load import load_run_envs
 from shoal.envs.play import play_block
 from shoal.errors import NothingYet, PeerError, StateError, Superseded
 from shoal.net.client import Client
 from shoal.net.keys import load_or_make_key
 from shoal.net.stopping import Stopping
-from shoal.policy.render import Renderer
 from shoal.proofs.commit import commit, prove_activations
 from shoal.proofs.context import score_requests
 from shoal.protocol import types as t
-from shoal.protocol.constants import PROTOCOL_VERSION
 from shoal.protocol.identity import verify
 from shoal.protocol.wire import digest, to_json
-from shoal.weights.fetch import HttpSource, fetch
-from shoal.weights.manifest import open_manifest
+from shoal.roles.seat import Seat, take_seat
 
 log = logging.getLogger("worker")
 
@@ -88,10 +83,7 @@ class Worker:
         self.tokens_per_s = 0.0
         self.told = t.NodeState(self.key, "worker", name, "new", 0, 0, 0, 0, {}, "")
         self.told_at = 0.0
-        self.info: t.RunInfo
-        self.engine: Engine
-        self.envs: Mapping[str, Env]
-        self.renderer: Renderer
+        self.seat: Seat
 
     async def run(self) -> None:
         """The worker's job, whole."""
@@ -109,19 +101,12 @@ class Worker:
                 await self._tell(last=True)
 
     async def _join(self) -> bool:
-        """Read the run, load its environments, and enter with our key; returns True once we are in."""
-        self.info = info = await self.client.get_json("/v1/run", t.RunInfo)
-        if info.protocol != PROTOCOL_VERSION:
-            raise PeerError(
-                f"the run speaks protocol {info.protocol}, we speak {PROTOCOL_VERSION}: install the same shoal"
-            )
-        self.client.run, self.client.head = info.run, info.head
-        self.envs = load_run_envs(info.envs, own_files=self.own_files)
-        self.engine = self.make_engine(info.rules.dtype)
-        facts = self.engine.facts
-        join = t.Join("worker", self.name, 0.0, facts.implementation, facts.dtype, facts.device)
-        self.told = await self.client.post_json("/v1/nodes", join, t.NodeState)
-        log.info("joined run=%s as=%s key=%s credits=%d", info.name, self.name, self.key[:12], self.told.credits)
+        """Take our seat in the run; returns True once we are in."""
+        self.seat = await take_seat(
+            self.client, "worker", self.name, self.home, self.make_engine, self.own_files, self.clock
+        )
+        self.told, name = self.seat.node, self.seat.info.name
+        log.info("joined run=%s as=%s key=%s credits=%d", name, self.name, self.key[:12], self.told.credits)
         return True
 
     async def _leases(self) -> AsyncIterator[t.Lease]:
@@ -160,26 +145,15 @@ class Worker:
 
     async def _load(self, version: int) -> None:
         """Fetch and verify the leased version, unless the engine holds it already; swap at this boundary."""
-        if self.engine.version == version:
-            return
-        data = await self.client.get(f"/v1/manifests/{version}")
         allowed = self.max_memory_mb * 1_000_000 // MEMORY_PER_WEIGHT_BYTE if self.max_memory_mb else None
-        manifest = open_manifest(
-            data, run=self.info.run, keys=(self.info.trainer_key,), now=self.clock(), version=version, max_bytes=allowed
-        )
-        directory = await fetch(manifest, [HttpSource(self.client)], self.home / "weights")
-        if self.engine.version < 0:
-            self.renderer = Renderer.from_directory(directory)
-        await asyncio.to_thread(self.engine.load, directory, version)
+        await self.seat.load(version, max_bytes=allowed)
 
     def _play(self, lease: t.Lease) -> list[t.Group]:
         """Generate the groups of a lease, block by block, and measure how fast."""
-        started = time.perf_counter()
-        groups = []
+        started, seat = time.perf_counter(), self.seat
+        groups, size = [], seat.info.rules.group_size
         for block in lease.blocks:
-            groups += play_block(
-                self.engine, self.renderer, self.envs, block, self.info.rules.group_size, lease.sampling
-            )
+            groups += play_block(seat.engine, seat.policy.renderer, seat.envs, block, size, lease.sampling)
         tokens = sum(rollout.num_policy_tokens() for group in groups for rollout in group.rollouts)
         self.tokens_per_s = tokens / max(time.perf_counter() - started, 1e-6)
         used_mb = psutil.Process().memory_info().rss // 1_000_000
@@ -191,24 +165,24 @@ class Worker:
 
     def _prove(self, lease: t.Lease, groups: list[t.Group]) -> tuple[bytes, ...]:
         """Proofs of the activations, where the run asks for them: one more prefill of what was played."""
-        if self.info.rules.proofs == "none":
+        if self.seat.info.rules.proofs == "none":
             return ()
         slots = [slot for block in lease.blocks for slot in block.slots]
         requests = [
             request for slot, group in zip(slots, groups, strict=True) for request in score_requests(slot, group)
         ]
-        return prove_activations(groups, self.engine.score(requests, lease.sampling.temperature, hidden=True))
+        return prove_activations(groups, self.seat.engine.score(requests, lease.sampling.temperature, hidden=True))
 
     async def _submit(self, lease: t.Lease, groups: list[t.Group], proofs: tuple[bytes, ...]) -> None:
         """Send the groups and keep the receipt; a lease that was given to another worker is dropped."""
-        body = commit(self.info.run, lease, groups, self.engine.facts, proofs)
+        body = commit(self.seat.info.run, lease, groups, self.seat.engine.facts, proofs)
         try:
             receipt = await self.client.put_bytes(f"/v1/leases/{lease.id}/submission", body, t.Receipt)
         except Superseded as reason:
             log.warning("dropped lease=%s reason=%r", lease.id, str(reason))
             return
         unsigned = to_json(msgspec.structs.replace(receipt, signature=""))
-        signed = verify(self.info.run_key, "receipt", unsigned, receipt.signature)
+        signed = verify(self.seat.info.run_key, "receipt", unsigned, receipt.signature)
         if receipt.digest != digest(body) or not signed:
             raise PeerError(
                 "the coordinator's receipt is not for what we sent, or not signed by the run: leave this run"

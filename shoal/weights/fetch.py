@@ -1,9 +1,8 @@
 """Fetch the version that a manifest describes into a checkpoint directory, and verify every byte.
 
-Called by workers, validators and resuming trainers, with a manifest that `open_manifest` has accepted. Several sources
-serve at once; a source that sends a wrong byte is blamed and dropped. An interrupted fetch continues where it stopped.
-The directory gets its name only when it is whole. This file trusts no source and knows no role. Only one process may
-use a folder.
+Called by workers, validators and auditors with a signed manifest. Several sources
+serve at once; one that sends a wrong byte is blamed and left. A fetch that was cut short goes on where it stopped; the
+directory appears under its name whole, or not at all. It trusts no source and knows no role. One process uses a folder.
 
 A chunk comes from the first of these that has it: the unfinished directory, a version already here, a source.
 """
@@ -22,8 +21,8 @@ from shoal.errors import PeerError, StateError, cause_of
 from shoal.folder import name_folder
 from shoal.net.client import Client
 from shoal.protocol import wire
-from shoal.protocol.types import Manifest
-from shoal.weights.manifest import weights_root
+from shoal.protocol.types import Manifest, RunInfo
+from shoal.weights.manifest import open_manifest, weights_root
 
 CHUNK_DEADLINE_S = 60.0
 """A source that takes longer than this for a chunk is dropped for this fetch."""
@@ -57,9 +56,39 @@ class HttpSource:
         return await self._client.get(f"/v1/blobs/{digest}", cap=size, deadline_s=self._deadline_s)
 
 
+def sources_of(info: RunInfo, client: Client) -> list[Source]:
+    """Where the weights of a run come from: the coordinator that `client` calls."""
+    return [HttpSource(client)]
+
+
 def tell_blame(source: str, reason: str) -> None:
     """Log that a source is dropped; the default for `on_blame`."""
     log.warning("source=%s left=true reason=%s", source, reason)
+
+
+async def fetch_version(
+    data: bytes,
+    version: int,
+    sources: Sequence[Source],
+    folder: Path,
+    *,
+    run: str,
+    publisher: str,
+    now: float | None,
+    root: str = "",
+    max_bytes: int | None = None,
+    keep: int = 2,
+    on_blame: Callable[[str, str], None] = tell_blame,
+) -> Path:
+    """The directory of a version by its signed manifest, both verified.
+
+    `publisher` is the run's trainer key; `now` and `max_bytes` are as of `open_manifest`, `keep` and `on_blame` as of
+    `fetch`. Raises as both, and `StateError` where a `root` is given and the manifest names another.
+    """
+    manifest = open_manifest(data, run=run, keys=(publisher,), now=now, version=version, max_bytes=max_bytes)
+    if root and manifest.root != root:
+        raise StateError(f"the manifest of version {version} names another weights root than the log")
+    return await fetch(manifest, sources, folder, keep=keep, on_blame=on_blame)
 
 
 async def fetch(

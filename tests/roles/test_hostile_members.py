@@ -94,7 +94,7 @@ class Bribed(Validator):
     """Judges as it should, and calls every refused group accepted and worth learning from."""
 
     async def _give(self, verdict):
-        size = self.info.rules.group_size
+        size = self.seat.info.rules.group_size
         groups = [
             group
             if group.outcome == "accept"

@@ -58,7 +58,7 @@ def test_two_environments_of_one_name_are_both_played_with_their_own_arguments(t
         assert submission.decided
         for data in from_msgpack(town.desk.blobs.get(name), t.Submission).groups:
             group = from_msgpack(data, t.Group)
-            opening = worker.envs[group.env].reset(worker.envs[group.env].task(group.task))[1][0]["content"]
+            opening = worker.seat.envs[group.env].reset(worker.seat.envs[group.env].task(group.task))[1][0]["content"]
             digits[group.env][max(map(len, re.findall(r"\d+", opening)))] += 1
     assert set(digits["easy"]) == {1} and 4 in digits["hard"]
     out = tmp_path / "one"

@@ -35,6 +35,7 @@ from shoal.protocol.randomness import sample_seed
 from shoal.protocol.wire import WireError, digest, from_msgpack
 from shoal.roles.auditor.log import replay_log
 from shoal.roles.auditor.source import PublicRun, fetch_weights, open_run
+from shoal.roles.loading import Loaded
 from shoal.terminal import say
 
 AGREE, DISAGREE, CANNOT = 0, 1, 2
@@ -203,17 +204,17 @@ class Bench:
                     self.forged.add(name)
         self.scores: list[Score] = []
         """Of the last submission."""
-        self._engine: Engine | None = None
+        self._policy: Loaded | None = None
         self._renderer: Renderer | None = None
 
     async def take_weights(self, version: int) -> Engine:
         """An engine with a version's published weights; raises as `fetch_weights`."""
         directory = await fetch_weights(self.run, self.state, version, self.home)
-        if self._engine is None:
-            self._engine = open_engine(EngineSpec(dtype=self.state.rules.dtype, threads=self.threads))
-        self._engine.load(directory, version)
-        self._renderer = self._renderer or Renderer.from_directory(directory)
-        return self._engine
+        if self._policy is None:
+            self._policy = Loaded(open_engine(EngineSpec(dtype=self.state.rules.dtype, threads=self.threads)))
+        self._policy.load(directory, version)
+        self._renderer = self._policy.renderer
+        return self._policy.engine
 
     async def take_renderer(self) -> None:
         """Any version's: they differ in weights alone. Raises as `fetch_weights`."""

@@ -19,8 +19,7 @@ from shoal.net.client import Client
 from shoal.protocol import types as t
 from shoal.protocol.constants import MAX_MANIFEST_BYTES, MAX_SUBMISSION_BYTES
 from shoal.protocol.wire import digest
-from shoal.weights.fetch import fetch
-from shoal.weights.manifest import open_manifest
+from shoal.weights.fetch import fetch_version
 
 Rows = list[tuple[bytes, str]]
 """Stored events with their hashes, in order."""
@@ -131,11 +130,11 @@ async def fetch_weights(run: PublicRun, state: State, version: int, into: Path) 
     """
     record, chunks = state.main.versions[version], _Chunks(run)
     data = await run.manifest(version, record.manifest)
-    manifest = open_manifest(data, run=state.run, keys=(state.trainer_key,), now=None, version=version)
-    if manifest.root != record.root:
-        raise StateError(f"the manifest of version {version} names another weights root than the log")
     try:
-        return await fetch(manifest, [chunks], into, keep=1, on_blame=lambda name, reason: None)
+        return await fetch_version(
+            data, version, [chunks], into, run=state.run, publisher=state.trainer_key, now=None, root=record.root,
+            keep=1, on_blame=lambda name, reason: None,
+        )  # fmt: skip
     except PeerError:
         if chunks.gone:
             raise NothingYet(f"weights of version {version} are not here: their time is over") from None

@@ -1,0 +1,29 @@
+"""From a checkpoint to an engine that holds it, with the renderer that goes with it.
+
+Called by every role that samples or scores: worker, validator, auditor, evaluation. A helper of this room: it imports no
+role. It knows no run; `weights/fetch` makes the directory.
+"""
+
+from pathlib import Path
+
+from shoal.engine.base import Engine
+from shoal.policy.render import Renderer
+
+
+class Loaded:
+    """An engine with one version of a policy in it, and the renderer of that policy's tokenizer."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._renderer: Renderer | None = None
+
+    @property
+    def renderer(self) -> Renderer:
+        """Of the first version loaded: versions of a run differ in weights alone."""
+        assert self._renderer is not None, "load a policy before using its renderer"
+        return self._renderer
+
+    def load(self, directory: Path, version: int) -> None:
+        """Take the policy of a checkpoint directory. Raises `StateError`."""
+        self._renderer = self._renderer or Renderer.from_directory(directory)
+        self.engine.load(directory, version)

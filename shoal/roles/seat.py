@@ -1,0 +1,75 @@
+"""A place in a run: what worker and validator do alike to take one, and to hold the version that they are asked for.
+
+A helper of this room: both roles import it, it imports no role. It trusts no byte of the weights that it cannot verify.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from shoal.engine.base import Engine
+from shoal.envs.base import Env
+from shoal.envs.load import load_run_envs
+from shoal.errors import PeerError
+from shoal.net.client import Client
+from shoal.protocol import types as t
+from shoal.protocol.constants import PROTOCOL_VERSION
+from shoal.roles.loading import Loaded
+from shoal.weights.fetch import fetch_version, sources_of
+
+
+@dataclass
+class Seat:
+    """A node that has joined a run."""
+
+    client: Client
+    home: Path
+    info: t.RunInfo
+    envs: Mapping[str, Env]
+    policy: Loaded
+    node: t.NodeState
+    """What the coordinator said of it when it joined."""
+    clock: Callable[[], float]
+
+    @property
+    def engine(self) -> Engine:
+        return self.policy.engine
+
+    async def load(self, version: int, *, keep: int = 2, max_bytes: int | None = None) -> None:
+        """Fetch, verify and load a version, unless the engine holds it already; arguments as of `fetch_version`."""
+        if self.engine.version == version:
+            return
+        data = await self.client.get(f"/v1/manifests/{version}")
+        directory = await fetch_version(
+            data, version, sources_of(self.info, self.client), self.home / "weights",
+            run=self.info.run, publisher=self.info.trainer_key, now=self.clock(), keep=keep, max_bytes=max_bytes,
+        )  # fmt: skip
+        await asyncio.to_thread(self.policy.load, directory, version)
+
+
+async def take_seat(
+    client: Client,
+    role: Literal["worker", "validator"],
+    name: str,
+    home: Path,
+    make_engine: Callable[[str], Engine],
+    own_files: bool,
+    clock: Callable[[], float] = time.time,
+) -> Seat:
+    """Read the run, load its environments, open an engine of its dtype, and enter with the client's key.
+
+    `own_files` lets environments be files of this machine's owner. Raises `PeerError`, `StateError`.
+    """
+    info = await client.get_json("/v1/run", t.RunInfo)
+    if info.protocol != PROTOCOL_VERSION:
+        raise PeerError(f"the run speaks protocol {info.protocol}, we speak {PROTOCOL_VERSION}: install the same shoal")
+    client.run, client.head = info.run, info.head
+    envs = load_run_envs(info.envs, own_files=own_files)
+    engine = make_engine(info.rules.dtype)
+    facts = engine.facts
+    join = t.Join(role, name, 0.0, facts.implementation, facts.dtype, facts.device)
+    node = await client.post_json("/v1/nodes", join, t.NodeState)
+    return Seat(client, home, info, envs, Loaded(engine), node, clock)
