@@ -10,6 +10,9 @@ DOMAIN = b"shoal/v1/"
 """Prefix of every hash and signature, so that one made for one purpose never serves another.
 Changing breaks: all seeds, all signatures, every replay of an older run."""
 
+EPISODES = "episodes"
+"""The kind of lease item whose slots are groups of rollouts. Changing breaks: every older node."""
+
 MAIN_STREAM = "main"
 """The stream of policy versions in a run that trains one policy. Changing breaks: every log and manifest."""
 

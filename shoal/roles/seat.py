@@ -11,14 +11,20 @@ from pathlib import Path
 from typing import Literal
 
 from shoal.engine.base import Engine
+from shoal.engine.open import DTYPES
 from shoal.envs.base import Env
 from shoal.envs.load import load_run_envs
 from shoal.errors import PeerError
 from shoal.net.client import Client
 from shoal.protocol import types as t
-from shoal.protocol.constants import PROTOCOL_VERSION
+from shoal.protocol.bounds import LOCAL
+from shoal.protocol.constants import EPISODES, PROTOCOL_VERSION
+from shoal.protocol.needs import dtype_need, proofs_need
 from shoal.roles.loading import Loaded
 from shoal.weights.fetch import fetch_version, sources_of
+
+SUPPORTED = frozenset({EPISODES, proofs_need("toploc"), *map(dtype_need, DTYPES[LOCAL])})
+"""What a run may need of a node of this version."""
 
 
 @dataclass
@@ -66,6 +72,11 @@ async def take_seat(
     info = await client.get_json("/v1/run", t.RunInfo)
     if info.protocol != PROTOCOL_VERSION:
         raise PeerError(f"the run speaks protocol {info.protocol}, we speak {PROTOCOL_VERSION}: install the same shoal")
+    lacking = [need for need in info.needs if need not in SUPPORTED]
+    if lacking:
+        raise PeerError(
+            f"the run needs {', '.join(lacking)}, which this version of shoal lacks: install the host's version"
+        )
     client.run, client.head = info.run, info.head
     envs = load_run_envs(info.envs, own_files=own_files)
     engine = make_engine(info.rules.dtype)
@@ -73,3 +84,13 @@ async def take_seat(
     join = t.Join(role, name, 0.0, facts.implementation, facts.dtype, facts.device)
     node = await client.post_json("/v1/nodes", join, t.NodeState)
     return Seat(client, home, info, envs, Loaded(engine), node, clock)
+
+
+def demand_known_kinds(lease: t.Lease) -> None:
+    """Raises `PeerError` naming the kinds of items in a lease that this version of shoal cannot make or judge."""
+    unknown = {block.kind for block in lease.blocks} - {EPISODES}
+    if unknown:
+        raise PeerError(
+            f"the lease holds {', '.join(sorted(unknown))}, this version of shoal knows only {EPISODES}: install the "
+            "host's version"
+        )

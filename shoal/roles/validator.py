@@ -13,7 +13,7 @@ from pathlib import Path
 
 from shoal.engine.base import Engine
 from shoal.engine.open import EngineSpec, open_engine
-from shoal.envs.replay import replay
+from shoal.envs.replay import replay_rollout
 from shoal.errors import NothingYet
 from shoal.net.client import Client
 from shoal.net.keys import load_or_make_key
@@ -22,7 +22,7 @@ from shoal.proofs.context import Tools
 from shoal.proofs.verify import verify_submission
 from shoal.protocol import types as t
 from shoal.protocol.constants import MAX_SUBMISSION_BYTES
-from shoal.roles.seat import Seat, take_seat
+from shoal.roles.seat import Seat, demand_known_kinds, take_seat
 
 log = logging.getLogger("validator")
 
@@ -85,6 +85,7 @@ class Validator:
             if answer is None:
                 return None
             if answer.check is not None:
+                demand_known_kinds(answer.check.lease)
                 return answer.check
             status = await self.stopping.unless(self.client.get_json("/v1/status", t.Status))
             if status is None:
@@ -105,7 +106,7 @@ class Validator:
             info=seat.info,
             envs=seat.envs,
             renderer=seat.policy.renderer,
-            replay=replay,
+            replay=replay_rollout,
             dtype=seat.engine.facts.dtype,
             implementation=seat.engine.facts.implementation,
             score=lambda requests: seat.engine.score(requests, temperature, hidden),

@@ -29,7 +29,7 @@ from shoal.proofs.context import score_requests
 from shoal.protocol import types as t
 from shoal.protocol.identity import verify
 from shoal.protocol.wire import digest, to_json
-from shoal.roles.seat import Seat, take_seat
+from shoal.roles.seat import Seat, demand_known_kinds, take_seat
 
 log = logging.getLogger("worker")
 
@@ -117,9 +117,13 @@ class Worker:
             yield lease
             lease = await ahead
         if lease is not None:
-            back = t.LeaseRequest(returning=(lease.id,))
-            with contextlib.suppress(PeerError):  # then it lapses
-                await self.client.post_json("/v1/leases", back, t.LeaseAnswer, deadline_s=GOODBYE_S)
+            await self._give_back(lease)
+
+    async def _give_back(self, lease: t.Lease) -> None:
+        """Return a lease that we shall not fill."""
+        back = t.LeaseRequest(returning=(lease.id,))
+        with contextlib.suppress(PeerError):  # then it lapses
+            await self.client.post_json("/v1/leases", back, t.LeaseAnswer, deadline_s=GOODBYE_S)
 
     async def _next_lease(self, holding: tuple[str, ...]) -> t.Lease | None:
         """A lease, or None once the run has ended or we are to stop."""
@@ -130,6 +134,7 @@ class Worker:
             if answer is None:
                 return None
             if answer.lease is not None:
+                await self._demand_known(answer.lease)
                 return answer.lease
             info = await self.stopping.unless(self.client.get_json("/v1/run", t.RunInfo))
             if info is None:
@@ -142,6 +147,14 @@ class Worker:
                 log.info("waiting reason=%r", reason)
             await self.stopping.unless(asyncio.sleep(answer.retry_s))
         return None
+
+    async def _demand_known(self, lease: t.Lease) -> None:
+        """Give back a lease of a kind that we cannot make, so that its slots wait for nobody. Raises `PeerError`."""
+        try:
+            demand_known_kinds(lease)
+        except PeerError:
+            await self._give_back(lease)
+            raise
 
     async def _load(self, version: int) -> None:
         """Fetch and verify the leased version, unless the engine holds it already; swap at this boundary."""

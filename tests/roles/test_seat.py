@@ -6,6 +6,10 @@ import msgspec
 import pytest
 
 from shoal.errors import PeerError
+from shoal.ledger.facts.leases import LeaseLapsed
+from shoal.protocol.types import Block, Lease, Sampling, Slot
+from shoal.protocol.wire import from_json, to_json
+from shoal.roles.coordinator import desk
 from tests.roles.town import Town, tiny_run
 
 ROLES = ("worker", "validator")
@@ -30,3 +34,78 @@ def saying(town, **changes):
 def test_a_run_of_another_protocol_is_refused(tmp_path, role):
     town = saying(Town(tmp_path / "run", tiny_run()), protocol=2)
     meets(town, role, PeerError, "the run speaks protocol 2, we speak 1")
+
+
+@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("need", ["preferences", "dtype:float4", "proofs:other"])
+def test_a_run_that_needs_what_a_node_lacks_is_refused_by_name(tmp_path, role, need):
+    town = Town(tmp_path / "run", tiny_run())
+    town = saying(town, needs=(*town.desk.info().needs, need))
+    meets(town, role, PeerError, f"the run needs {need}, which this version of shoal lacks: install the host's version")
+
+
+def test_a_run_says_what_it_needs(tmp_path):
+    plain = Town(tmp_path / "plain", tiny_run())
+    assert plain.desk.info().needs == ("episodes", "dtype:float32")
+    other = Town(tmp_path / "other", tiny_run(sampling={"dtype": "int8"}, verify={"proofs": "toploc"}))
+    assert other.desk.info().needs == ("episodes", "dtype:int8", "proofs:toploc")
+
+
+LEASE = Lease("1", "w", 0, (Block(0, (Slot(0, "00" * 32, "easy", 0),)),), Sampling(1.0, 8, 64), 0.0, 1.0)
+
+
+def test_a_lease_of_episodes_has_the_bytes_that_it_had_before_there_were_kinds():
+    assert to_json(LEASE) == (
+        b'{"id":"1","worker":"w","version":0,"blocks":[{"index":0,"slots":[{"slot":0,"seed":"' + b"00" * 32 +
+        b'","env":"easy","task":0}]}],"sampling":{"temperature":1.0,"max_turn_tokens":8,"max_tokens":64},'
+        b'"issued":0.0,"deadline":1.0}'
+    )  # fmt: skip
+    assert from_json(to_json(LEASE), Lease).blocks[0].kind == "episodes"
+
+
+def of_another_kind(lease):
+    blocks = tuple(msgspec.structs.replace(block, kind="preferences") for block in lease.blocks)
+    return msgspec.structs.replace(lease, blocks=blocks)
+
+
+def test_a_kind_that_is_not_the_default_is_sent():
+    assert from_json(to_json(of_another_kind(LEASE)), Lease).blocks[0].kind == "preferences"
+
+
+def test_a_worker_gives_back_a_lease_of_a_kind_that_it_does_not_know(tmp_path, monkeypatch):
+    town, lease_of = Town(tmp_path / "run", tiny_run()), desk.lease_of
+    monkeypatch.setattr(desk, "lease_of", lambda *args: of_another_kind(lease_of(*args)))
+
+    async def story():
+        trainer = asyncio.create_task(town.trainer().run())
+        try:
+            with pytest.raises(
+                PeerError, match="the lease holds preferences, this version of shoal knows only episodes"
+            ):
+                await asyncio.wait_for(town.worker("worker").run(), 30.0)
+        finally:
+            trainer.cancel()
+
+    asyncio.run(story())
+    lapses = [entry.body.cause for entry in town.audit().entries if isinstance(entry.body, LeaseLapsed)]
+    assert lapses == ["returned"] and not town.desk.state.submissions
+
+
+def test_a_validator_judges_no_lease_of_a_kind_that_it_does_not_know(tmp_path, monkeypatch):
+    town, lease_of = Town(tmp_path / "run", tiny_run()), desk.lease_of
+    worker, validator = town.worker("worker"), town.validator()
+
+    async def story():
+        others = [asyncio.create_task(role.run()) for role in (town.trainer(), worker)]
+        while not town.desk.state.submissions:
+            await asyncio.sleep(0.02)
+        monkeypatch.setattr(desk, "lease_of", lambda *args: of_another_kind(lease_of(*args)))
+        try:
+            with pytest.raises(PeerError, match="the lease holds preferences"):
+                await asyncio.wait_for(validator.run(), 30.0)
+        finally:
+            for task in others:
+                task.cancel()
+
+    asyncio.run(story())
+    assert not any(submission.verdicts for submission in town.desk.state.submissions.values())

@@ -103,6 +103,8 @@ class RunInfo(Answer, frozen=True):
     phase: Literal["running", "paused", "draining", "ended"]
     version: int
     """Latest published policy version, -1 before the first."""
+    needs: tuple[Fact, ...] = ()
+    """What a node must support to join, such as "episodes" or "dtype:int8". A node that lacks one of these refuses."""
 
 
 class Join(Message, frozen=True):

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from shoal.protocol.constants import EPISODES
 from shoal.protocol.types.message import Answer, Fact, Message
 from shoal.protocol.types.run import Sampling
 
@@ -33,11 +34,13 @@ class Slot(Message, frozen=True):
     task: int
 
 
-class Block(Message, frozen=True):
+class Block(Message, frozen=True, omit_defaults=True):
     """Slots that are generated as one batch, so that their bits do not depend on what else a worker was given."""
 
     index: int
     slots: tuple[Slot, ...]
+    kind: Fact = EPISODES
+    """What to make of the slots; sent only if it is not "episodes". A node refuses a kind that it does not know."""
 
 
 class Lease(Message, frozen=True):

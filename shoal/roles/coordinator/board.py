@@ -11,6 +11,7 @@ from shoal.ledger.rules.leases import groups_in_flight, without_signal
 from shoal.ledger.state import Member, State, state_hash
 from shoal.protocol import types as t
 from shoal.protocol.constants import MAX_NODES, PROTOCOL_VERSION
+from shoal.protocol.needs import needs_of
 from shoal.roles.coordinator.desk import Desk
 
 HASHING_SHARE = 0.02
@@ -29,11 +30,11 @@ class Board:
     def info(self) -> t.RunInfo:
         """The run, for a stranger."""
         state = self._desk.state
-        assert state.sampling is not None
         return t.RunInfo(
             run=state.run, name=state.name, protocol=PROTOCOL_VERSION, run_key=state.run_key,
             trainer_key=state.trainer_key, head=state.head, chain_end=state.chain_end, envs=state.envs,
-            sampling=state.sampling, rules=state.rules, phase=state.phase, version=state.main.version,  # type: ignore[arg-type]
+            sampling=state.sampling, rules=state.rules, phase=state.phase,  # type: ignore[arg-type]
+            version=state.main.version, needs=needs_of(state.rules),
         )  # fmt: skip
 
     def nodes(self, after: str = "") -> list[t.NodeState]:
