@@ -73,7 +73,7 @@ async def take_seat(
     if info.protocol != PROTOCOL_VERSION:
         raise PeerError(f"the run speaks protocol {info.protocol}, we speak {PROTOCOL_VERSION}: install the same shoal")
     lacking = [need for need in info.needs if need not in SUPPORTED]
-    if lacking:
+    if lacking:  # guard: needs-of-the-run
         raise PeerError(
             f"the run needs {', '.join(lacking)}, which this version of shoal lacks: install the host's version"
         )
@@ -89,7 +89,7 @@ async def take_seat(
 def demand_known_kinds(lease: t.Lease) -> None:
     """Raises `PeerError` naming the kinds of items in a lease that this version of shoal cannot make or judge."""
     unknown = {block.kind for block in lease.blocks} - {EPISODES}
-    if unknown:
+    if unknown:  # guard: known-kinds-of-lease
         raise PeerError(
             f"the lease holds {', '.join(sorted(unknown))}, this version of shoal knows only {EPISODES}: install the "
             "host's version"
