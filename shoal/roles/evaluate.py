@@ -1,18 +1,20 @@
 """Evaluation: how good a checkpoint is on held-out tasks, said on the terminal or written to a file.
 
-Called by `shoal eval`, and by the launcher before and after a run. The episodes are played by `envs/evaluate`; this
-role brings the checkpoint, the environment and the threads.
+Called by `shoal eval` and `shoal.policy`, and by the launcher before and after a run. The episodes are played by
+`envs/evaluate`; this role brings the checkpoint, the environment and the threads.
 """
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 
-from shoal.engine.open import EngineSpec, open_engine
+from shoal.engine.local import LocalEngine
+from shoal.envs.base import Env
 from shoal.envs.evaluate import Evaluation, as_text, evaluate, mixed
 from shoal.envs.load import load_env
 from shoal.errors import StateError
@@ -38,20 +40,34 @@ def main(
     Raises `StateError` for a directory that is no checkpoint, `ConfigError` for an unknown environment.
     """
     game = load_env(env, env_args)
-    policy = _load(checkpoint, threads)
     shown = sys.stderr if sys.stderr.isatty() else None
 
     def progress(done: int) -> None:
         if shown:
             print(f"\r{done} of {episodes} episodes", end="" if done < episodes else "\n", file=shown, flush=True)
 
-    figures = evaluate(policy.engine, policy.renderer, game, episodes, seed, sampling, samples, progress)
+    figures = figures_of(checkpoint, game, episodes, seed, samples, sampling, threads, progress)
     if out is not None:
         write_atomically(out, msgspec.json.encode(figures))
     elif as_json:
         print(json.dumps(msgspec.to_builtins(figures), indent=1))
     else:
         print(in_words(figures, game.name))
+
+
+def figures_of(
+    checkpoint: Path,
+    env: Env,
+    episodes: int,
+    seed: int,
+    samples: int,
+    sampling: Sampling,
+    threads: int,
+    progress: Callable[[int], None] = lambda done: None,
+) -> Evaluation:
+    """Play the episodes; `progress` is told how many are done. Raises as `main`."""
+    engine = _engine(checkpoint, threads)
+    return evaluate(engine, Renderer.from_directory(checkpoint), env, episodes, seed, sampling, samples, progress)
 
 
 def for_run(run_dir: Path, checkpoint: Path, episodes: int, out: Path, threads: int) -> None:

@@ -4,4 +4,6 @@ from shoal.roles.auditor.log import audit_folder as audit_folder
 from shoal.roles.auditor.log import check as check
 from shoal.roles.auditor.log import show as show
 from shoal.roles.auditor.rollouts import Choice as Choice
+from shoal.roles.auditor.rollouts import Findings as Findings
 from shoal.roles.auditor.rollouts import audit as audit
+from shoal.roles.auditor.rollouts import examine as examine

@@ -1,8 +1,9 @@
 """The auditor's second job: make groups again from public data, and say where the log says otherwise.
 
-Called by `shoal audit`. From the log and the revealed links it rebuilds what each worker was asked for; from the bodies
-and weights that are still kept it judges the answers with the validator's own checks, audited all of them; then it
-compares with the verdicts, credits and batches that were booked. It trusts no seed, verdict or reward of the log's.
+Called by `shoal audit` and `shoal.audit`. From the log and the revealed links it rebuilds what each worker was asked
+for; from the bodies and weights that are still kept it judges the answers with the validator's own checks, audited all
+of them; then it compares with the verdicts, credits and batches that were booked. It trusts no seed, verdict or reward
+of the log's.
 """
 
 import asyncio
@@ -35,8 +36,7 @@ from shoal.protocol.randomness import sample_seed
 from shoal.protocol.wire import WireError, digest, from_msgpack
 from shoal.roles.auditor.log import replay_log
 from shoal.roles.auditor.source import PublicRun, fetch_weights, open_run
-from shoal.roles.loading import Loaded
-from shoal.terminal import say
+from shoal.terminal import printable, say
 
 AGREE, DISAGREE, CANNOT = 0, 1, 2
 """Exit codes of `shoal audit`."""
@@ -80,25 +80,35 @@ class Findings:
     told: list[str] = field(default_factory=list)
     """Lines about the choice: one group's facts, or a sample's seed."""
 
+    @property
+    def agrees(self) -> bool:
+        """Whether something was made again and the log nowhere says otherwise."""
+        return self.exit_code() == AGREE
+
+    def __str__(self) -> str:
+        """What `shoal audit` prints."""
+        return printable("\n".join(summary(self)), keep="\n")
+
     def exit_code(self) -> int:
         """1 where something disagrees, else 2 where nothing could be made again."""
         return DISAGREE if self.disagreements else AGREE if self.groups else CANNOT
 
 
 def audit(source: str, choice: Choice, threads: int, own_files: bool) -> int:
-    """Audit rollouts of a run, print what was found, and return the exit code.
+    """Audit rollouts of a run, print what was found, and return the exit code; raises as `examine`."""
+    findings = asyncio.run(examine(source, choice, threads, own_files))
+    say("\n".join(summary(findings)))
+    return findings.exit_code()
+
+
+async def examine(source: str, choice: Choice, threads: int, own_files: bool) -> Findings:
+    """Audit rollouts of the run in a folder or at a URL.
 
     `own_files` runs environment files that the run names: its host's code. Raises `ConfigError` for a rollout that is
     not in the log, `StateError` where the log's chain breaks, `PeerError` when the coordinator cannot be asked.
     """
-
-    async def whole() -> Findings:
-        async with open_run(source) as run:
-            return await audit_rollouts(run, choice, threads, own_files)
-
-    findings = asyncio.run(whole())
-    say("\n".join(summary(findings)))
-    return findings.exit_code()
+    async with open_run(source) as run:
+        return await audit_rollouts(run, choice, threads, own_files)
 
 
 def summary(found: Findings) -> list[str]:
@@ -124,7 +134,7 @@ def summary(found: Findings) -> list[str]:
 
 
 async def audit_rollouts(run: PublicRun, choice: Choice, threads: int, own_files: bool) -> Findings:
-    """Make the chosen groups again and compare; raises as `audit`."""
+    """Make the chosen groups again and compare; raises as `examine`."""
     log = await replay_log(run)
     found = Findings(disagreements=[f"the log: {finding}" for finding in log.findings])
     if choice.sample:
