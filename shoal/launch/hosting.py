@@ -22,12 +22,16 @@ TWO_VALIDATORS = (
 )
 
 
+def shared_url(url: str, host: HostConfig) -> str:
+    """What others type, of the URL that the coordinator says: an address that means all is no name for this machine."""
+    if host.bind in ANY_ADDRESS and not host.public_url:
+        return f"http://{socket.gethostname()}:{url.rsplit(':', 1)[-1]}"
+    return url
+
+
 def invitation(url: str, host: HostConfig, run_dir: Path) -> str:
     """What `shoal host` prints once the coordinator answers: the join line, and who it reaches."""
-    port = url.rsplit(":", 1)[-1]
-    shared = url
-    if host.bind in ANY_ADDRESS and not host.public_url:
-        shared = f"http://{socket.gethostname()}:{port}"
+    port, shared = url.rsplit(":", 1)[-1], shared_url(url, host)
     lines = ["Others join with:", "", f"    shoal join {shared}", ""]
     if not shared.startswith("https://"):
         lines += _reach(host.bind, port)

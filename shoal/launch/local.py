@@ -1,6 +1,6 @@
 """A whole run on this machine: start its roles as processes, keep them alive, show how it goes, stop them in order.
 
-Called by `shoal run` and `shoal host`, on a folder that `RunFolder.prepare` has made. It knows processes, files and
+Called by `shoal run`, `shoal host` and `launch/background`, on a folder that is prepared. It knows processes, files and
 the coordinator's status; it imports no role (they are started by command), and nothing that matters is remembered
 here: killed anywhere, the same command goes on.
 """
@@ -28,7 +28,7 @@ from shoal.launch.process import RoleProcess, tail
 from shoal.launch.samples import flat_samples
 from shoal.launch.snapshot import CoordinatorWatch, MetricsWatch, Snapshot
 from shoal.launch.summary import UsageBook, write_summary
-from shoal.launch.view import LiveView, render
+from shoal.launch.view import LiveView, View, render
 from shoal.policy.render import Renderer
 
 TICK_S = 0.1
@@ -81,12 +81,17 @@ def launch(run_dir: Path, lock_fd: int, with_workers: bool = True, announce: Cal
     `announce` is given the coordinator's URL once it answers; what it returns is printed (the join line).
     Raises `StateError` with the reason when a role cannot go on.
     """
+    crew = open_crew(run_dir, lock_fd, with_workers, lambda: LiveView(Console()))
+    with _counted_signals(crew):
+        return crew.run(announce)
+
+
+def open_crew(run_dir: Path, lock_fd: int, with_workers: bool, make_view: Callable[[], View]) -> "LocalRun":
+    """The processes of the run in a folder, not yet started; raises as `check_first_policy`."""
     folder = RunFolder(run_dir)
     config = folder.config()
     check_first_policy(folder, config)  # guard: first-policy-can-talk
-    crew = LocalRun(config, folder, lock_fd, with_workers, Console())
-    with _counted_signals(crew):
-        return crew.run(announce)
+    return LocalRun(config, folder, lock_fd, with_workers, make_view())
 
 
 def check_first_policy(folder: RunFolder, config: RunConfig) -> None:
@@ -101,14 +106,11 @@ def check_first_policy(folder: RunFolder, config: RunConfig) -> None:
 class LocalRun:
     """The processes of one run and what has been seen of it."""
 
-    def __init__(
-        self, config: RunConfig, folder: RunFolder, lock_fd: int, with_workers: bool, console: Console
-    ) -> None:
+    def __init__(self, config: RunConfig, folder: RunFolder, lock_fd: int, with_workers: bool, view: View) -> None:
         self.stop_requests = 0
         """Ctrl-C so far: the first stops cleanly, the second at once."""
         self._config, self._folder, self._lock_fd = config, folder, lock_fd
-        self._console = console
-        self._view = LiveView(console)
+        self._view = view
         self._watch = CoordinatorWatch(folder.address, config.host.bind)
         self._metrics = MetricsWatch(folder.metrics)
         self._usage = UsageBook(folder.root / "usage.json")
@@ -320,10 +322,7 @@ class LocalRun:
         end = write_summary(self._folder, self._config, self._snapshot, self._usage)
         with contextlib.suppress(OSError):  # a picture for a README is not worth an error
             save_picture(Group(render(self._snapshot), render_end(end)), self._folder.root / "terminal.svg")
-        if self._console.is_terminal:
-            self._console.print(render_end(end))
-        else:
-            self._view.say(plain_end(end))
+        self._view.end(render_end(end), plain_end(end))
         failed = self._evaluations.given_up()
         if failed is not None:
             raise StateError(f"the run ended, but an evaluation could not be made: {failed.reason} (log: {failed.log})")

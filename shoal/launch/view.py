@@ -6,6 +6,7 @@ README are made from snapshots. What stands at the end of a run is in `launch/fi
 
 import time
 from collections.abc import Sequence
+from typing import Protocol
 
 from rich import box
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -72,6 +73,26 @@ def plain_wait(snapshot: Snapshot) -> str:
     return f"waiting {status.waiting_s:.0f} s for {status.waiting_for}  in_flight={status.in_flight}"
 
 
+class View(Protocol):
+    """What a launcher tells of its run, to a terminal or to a program."""
+
+    def show(self, snapshot: Snapshot) -> None:
+        """How the run is now: about once a second."""
+        ...
+
+    def say(self, line: str) -> None:
+        """Something that a person should read."""
+        ...
+
+    def end(self, picture: RenderableType, text: str) -> None:
+        """The last table of a run that has ended, in two forms."""
+        ...
+
+    def close(self) -> None:
+        """No snapshot comes any more; `say` and `end` may."""
+        ...
+
+
 class LiveView:
     """Shows snapshots as they come: redrawn in place on a terminal, new lines only when piped."""
 
@@ -103,6 +124,13 @@ class LiveView:
     def say(self, line: str) -> None:
         """A line that stays."""
         self._console.print(printable(line, keep="\n"), markup=False, highlight=False, soft_wrap=True)
+
+    def end(self, picture: RenderableType, text: str) -> None:
+        """The picture on a terminal, the text when piped."""
+        if self._console.is_terminal:
+            self._console.print(picture)
+        else:
+            self.say(text)
 
     def close(self) -> None:
         """Give the terminal back."""
