@@ -55,7 +55,7 @@ def set_key(tree: dict[str, Any], override: str) -> None:
             if not (part.isdigit() and int(part) < len(node)):
                 raise ConfigError(f"--set {override}: {part} is not an item of the list (it has {len(node)})")
             node = node[int(part)]
-        else:
+        elif isinstance(node, dict):
             node = node.setdefault(part, {})
     if not isinstance(node, dict):
         raise ConfigError(f"--set {override}: {'.'.join(parents)} is not a section")

@@ -23,7 +23,8 @@ FLOORS = (
     ("train", "envs", "proofs", "weights"),
     ("roles",),
     ("launch", "dashboard"),
-    ("commands",),
+    ("api",),
+    ("__init__", "grammar"),
     ("cli",),
 )
 """Lowest first. A room imports from the floors below its own; rooms on one floor never import each other."""
@@ -32,6 +33,7 @@ COMMON = ("config", "errors", "folder", "metrics", "plugins", "terminal", "tree"
 """What serves every room but `algos`: these import each other and `protocol`."""
 
 BROAD_EXCEPTS = {
+    "launch/background.py": "what ended a run's thread is raised again in its caller's",
     "envs/base.py": "an environment is foreign code and may raise anything; that ends its rollout, not our process",
     "envs/check.py": "the same, and the fault is the finding",
     "envs/conversation.py": "the same, and the rollout ends by `error`",
@@ -93,8 +95,8 @@ def allowed(room: str) -> set[str]:
 
 
 def test_every_folder_and_file_stands_in_the_map() -> None:
-    known = {*COMMON, *(room for floor in FLOORS for room in floor), "__init__"}
-    assert {room_of(file) for file in FILES} - known == set(), "add the room to FLOORS, and to the map in AGENTS.md"
+    known = {*COMMON, *(room for floor in FLOORS for room in floor)}
+    assert {room_of(file) for file in FILES} - known == set(), "open a room in DESIGN section 4 first"
 
 
 @pytest.mark.parametrize("file", FILES, ids=name_of)
@@ -242,8 +244,8 @@ def test_files_and_functions_stay_readable(file: Path) -> None:
 
 def light_modules() -> list[str]:
     """What must import without torch and transformers."""
-    rooms = ("protocol", "ledger", "net", "weights", "envs", "launch", "commands")
-    files = [file for file in FILES if room_of(file) in (*rooms, *COMMON, "cli")]
+    rooms = ("protocol", "ledger", "net", "weights", "envs", "launch")
+    files = [file for file in FILES if room_of(file) in (*rooms, *COMMON, "api", "cli")]
     files += [f for f in FILES if name_of(f).startswith(("roles/coordinator", "proofs/checks/"))]
     files += [PACKAGE / "policy" / "render.py", PACKAGE / "policy" / "spec.py", PACKAGE / "engine" / "base.py"]
     files += [PACKAGE / "engine" / "open.py"]
@@ -273,3 +275,8 @@ def test_worker_needs_no_transformers() -> None:
 def test_command_line_imports_nothing_heavy() -> None:
     heavy = (*LIGHT, "numpy", "rich", "starlette", "uvicorn", "sqlalchemy", "httpx", "tokenizers")
     assert loaded_by(["shoal.cli"], heavy) == ""
+
+
+def test_importing_shoal_imports_nothing_that_is_not_needed_yet() -> None:
+    heavy = (*LIGHT, "numpy", "rich", "sqlalchemy", "httpx", "tokenizers", "msgspec", "asyncio", "shoal.api")
+    assert loaded_by(["shoal"], heavy) == ""

@@ -3,10 +3,11 @@
     python tests/test_docs.py --write     make the generated tables anew
 
 Reference tables stand between `<!-- generated: NAME -->` and `<!-- end of generated -->`; they are made here, from the
-source. Code blocks follow three conventions, by the words after the fence:
+source. Code blocks follow these conventions, by the words after the fence:
 
     ```console          what a person types, after `$ `: every `shoal` command must parse, every make target exist
     ```console run      the same, and it is run here in a scratch folder; the lines shown must come, `...` is anything
+    ```python run       cells of one notebook, run by `tests/test_api.py`
     ```python FILE      (and toml) the whole of a file that the page's commands use: run files must load
 """
 
@@ -552,7 +553,9 @@ def test_hosting_shown_passes_the_checks_of_its_run_file(page: Path) -> None:
 def named_files(page: Path) -> dict[str, str]:
     """The files whose whole text a page shows, by name."""
     blocks = [(fence.info.split(), fence.text) for fence in fences(page)]
-    return {info[1]: text for info, text in blocks if len(info) == 2 and info[0] in ("python", "toml")}
+    return {
+        info[1]: text for info, text in blocks if len(info) == 2 and info[0] in ("python", "toml") and info[1] != "run"
+    }
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if named_files(page)], ids=page_id)

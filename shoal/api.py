@@ -1,0 +1,253 @@
+"""`import shoal` from a program or a notebook: run files, policies and audits as typed values.
+
+Called by the functions of `shoal/__init__.py`, which hold its documentation. It starts what the command line starts and
+decides nothing. What needs an event loop gets a thread of its own, so that it works where one runs already.
+"""
+
+import asyncio
+import contextlib
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from numbers import Integral, Real
+from os import PathLike
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+
+from shoal.config import RunConfig, load_run
+from shoal.envs.evaluate import Evaluation
+from shoal.errors import ConfigError
+from shoal.policy.spec import PolicySpec
+from shoal.protocol.types import Sampling
+from shoal.roles.auditor.rollouts import Choice, Findings, examine
+
+if TYPE_CHECKING:
+    from shoal.launch.background import BackgroundRun
+
+T = TypeVar("T")
+
+Setting: TypeAlias = "str | int | float | PathLike[str] | Sequence[Setting] | Mapping[str, Setting]"
+"""A value of a run file's key, or a table of them."""
+
+Metric: TypeAlias = "str | int | float | Mapping[str, int] | None"
+"""A value in a line of metrics.jsonl; None where it was not a finite number."""
+
+RECIPES = Path(__file__).parent.parent / "recipes"
+MAX_EVAL_TOKENS = 512
+"""As `shoal eval`: an episode is no longer unless `max_tokens` says so, nor than the policy's last position."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A training step that is done."""
+
+    number: int
+    """From 1, as `shoal run` shows it; also the policy version that the step made."""
+    reward: float
+    """Mean reward of all rollouts accepted for the step, with or without signal (`reward_all_mean`)."""
+    metrics: Mapping[str, Metric]
+    """The step's line of metrics.jsonl."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run file that fits, with its changes."""
+
+    path: Path
+    config: RunConfig
+
+    def train(self, out: str | PathLike[str] | None = None) -> Generator[Step, None, None]:
+        """The whole run on this machine, as `shoal run`: yields each step once it is done, and ends with the run.
+
+        `out` is the run's folder (default runs/NAME); if it holds this run already, the run goes on from there, and the
+        steps made before are not yielded again. Nothing starts before the first step is asked for. The run stops
+        cleanly when the generator is closed, at a `break` or Ctrl-C, and can be resumed. Raises `ShoalError`.
+        """
+        started = self._start(out, with_workers=True)
+        try:
+            yield from map(_step, started.steps())
+        finally:
+            started.stop()
+
+    def host(self, out: str | PathLike[str] | None = None) -> "Hosted":
+        """The run without workers, as `shoal host`: returns once others can join. Use it in a `with` statement.
+
+        `recipe(..., seed=-1, host={"bind": "0.0.0.0", "port": 8470})` says where it listens. Raises `ShoalError`.
+        """
+        started = self._start(out, with_workers=False)
+        with contextlib.ExitStack() as stack:
+            stack.callback(started.stop)
+            hosted = Hosted(started.url(), started)
+            stack.pop_all()
+        return hosted
+
+    def _start(self, out: str | PathLike[str] | None, with_workers: bool) -> "BackgroundRun":
+        from shoal.launch.background import BackgroundRun
+
+        folder = Path("runs") / self.config.name if out is None else Path(out)
+        return BackgroundRun(self.config, self.path.parent, folder, with_workers)
+
+
+class Hosted:
+    """A run that others join. Leaving the `with` statement stops it."""
+
+    def __init__(self, url: str, started: "BackgroundRun") -> None:
+        self.url = url
+        self.join_line = f"shoal join {url}"
+        """What contributors type."""
+        self._started = started
+
+    def steps(self) -> Iterator[Step]:
+        """Each step once it is done, until the run has ended. Raises `ShoalError` if it cannot go on."""
+        return map(_step, self._started.steps())
+
+    def stop(self) -> None:
+        """Stop cleanly, as Ctrl-C stops `shoal host`, and wait for it. Raises what made the run fail, if not yet told."""
+        self._started.stop()
+
+    def __enter__(self) -> "Hosted":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.stop()
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A checkpoint."""
+
+    path: Path
+    max_positions: int
+    """The longest sequence that it bears, tokens."""
+
+    def evaluate(
+        self,
+        env: str,
+        episodes: int = 512,
+        *,
+        env_args: Mapping[str, Setting] | None = None,
+        seed: int = 0,
+        temperature: float = 1.0,
+        max_turn_tokens: int = 64,
+        max_tokens: int = 0,
+        samples: int = 2,
+        threads: int = 0,
+    ) -> Evaluation:
+        """Play sampled episodes on held-out tasks: the figures of `shoal eval` with the same arguments.
+
+        `env` is a built-in environment or a .py file. `max_tokens` 0 takes what the policy bears, to 512; `threads` 0
+        takes all cores. Raises `ShoalError`.
+        """
+        from shoal.envs.load import load_env
+        from shoal.roles.evaluate import figures_of
+
+        most = max_tokens or min(MAX_EVAL_TOKENS, self.max_positions)
+        sampling = Sampling(temperature, min(max_turn_tokens, most), most)
+        with _threads_of_torch_kept():
+            game = load_env(env, dict(env_args or {}))
+            return figures_of(self.path, game, episodes, seed, samples, sampling, threads or _cores())
+
+
+def open_recipe(path: str | PathLike[str], quick: bool, changes: Mapping[str, Setting]) -> Run:
+    """`shoal.recipe`."""
+    found = _find(Path(path))
+    return Run(found, load_run(found, list(_settings(changes)), quick))
+
+
+def open_policy(checkpoint: str | PathLike[str]) -> Policy:
+    """`shoal.policy`."""
+    path = Path(checkpoint)
+    return Policy(path, PolicySpec.from_directory(path).max_positions)
+
+
+def audit(
+    run: str | PathLike[str], sample: int, rollout: str, seed: int | None, threads: int, own_files: bool
+) -> Findings:
+    """`shoal.audit`."""
+    if sample < 0 or (sample and rollout):
+        raise ConfigError(f"sample={sample}, rollout={rollout!r}: give one of them, or neither to audit every group")
+    choice = Choice(rollout, sample, seed)
+    with _threads_of_torch_kept():
+        return _in_a_loop_of_its_own(lambda: examine(os.fspath(run), choice, threads or _cores(), own_files))
+
+
+def _step(metrics: dict[str, Any]) -> Step:
+    reward = metrics.get("reward_all_mean", metrics.get("reward_mean"))
+    return Step(metrics["step"] + 1, math.nan if reward is None else float(reward), MappingProxyType(metrics))
+
+
+def _find(path: Path) -> Path:
+    """A run file, or one of that name beside the package. Raises `ConfigError`."""
+    beside = RECIPES / path
+    if path.exists() or path.is_absolute() or not RECIPES.is_dir():
+        return path
+    if not beside.is_file():
+        names = ", ".join(sorted(file.name for file in RECIPES.glob("*.toml") if not file.stem.endswith("-start")))
+        raise ConfigError(f"no run file {path}: give its path, or a name from {RECIPES}: {names}")
+    return beside
+
+
+def _settings(changes: Mapping[str, Setting], prefix: str = "") -> Iterator[str]:
+    """Nested tables as what `--set` takes."""
+    for key, value in changes.items():
+        if isinstance(value, Mapping):
+            yield from _settings(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}={_toml(value, prefix + key)}"
+
+
+def _toml(value: Setting, key: str) -> str:
+    """A value as TOML writes it."""
+    match value:
+        case bool():
+            return str(value).lower()
+        case Integral():
+            return str(int(value))
+        case Real():
+            return repr(float(value))
+        case str() | PathLike():
+            return json.dumps(os.fspath(value), ensure_ascii=False).replace("\x7f", "\\u007f")
+        case Mapping():
+            return "{" + ", ".join(f"{_toml(name, key)} = {_toml(one, key)}" for name, one in value.items()) + "}"
+        case Sequence():
+            return "[" + ", ".join(_toml(one, key) for one in value) + "]"
+    raise ConfigError(f"{key} = {value!r}: give a text, a number, a truth value, a list or a dict")
+
+
+@contextlib.contextmanager
+def _threads_of_torch_kept() -> Iterator[None]:
+    """Roles set torch's threads for their process; this one is the caller's."""
+    before = sys.modules["torch"].get_num_threads() if "torch" in sys.modules else 0
+    try:
+        yield
+    finally:
+        if before:
+            sys.modules["torch"].set_num_threads(before)
+
+
+def _in_a_loop_of_its_own(make: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """Run a coroutine in an event loop of another thread; Ctrl-C here cancels it there."""
+    begun: Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any] | None]] = Future()
+
+    async def work() -> T:
+        begun.set_result((asyncio.get_running_loop(), asyncio.current_task()))
+        return await make()
+
+    with ThreadPoolExecutor(1, "shoal") as pool:
+        done = pool.submit(lambda: asyncio.run(work()))
+        try:
+            return done.result()
+        finally:
+            loop, task = begun.result()
+            if task is not None and not done.done():
+                with contextlib.suppress(RuntimeError):  # it has ended at this very moment
+                    loop.call_soon_threadsafe(task.cancel)
+
+
+def _cores() -> int:
+    return os.cpu_count() or 1
