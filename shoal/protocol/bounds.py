@@ -35,7 +35,9 @@ def bounds_for(rules: Rules, sampled_by: str, replayed_by: str, replayed_dtype: 
         for replayed in _sides(kind_of(replayed_by), replayed_dtype)
     }
     found = [rules.bounds[pair] for pair in sorted(pairs) if pair in rules.bounds]
-    return Bounds(*(min(values) for values in zip(*map(msgspec.structs.astuple, found), strict=True)))  # guard: claims-loosen-no-bound
+    return Bounds(
+        *(min(values) for values in zip(*map(msgspec.structs.astuple, found), strict=True))
+    )  # guard: claims-loosen-no-bound
 
 
 def _sides(kind: str, dtype: str) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import torch
 
-from shoal.engine.local import LocalEngine
+from shoal.engine.open import EngineSpec, open_engine
 from shoal.envs.base import Env
 from shoal.envs.evaluate import Evaluation, as_text, evaluate, mixed
 from shoal.envs.load import load_env
@@ -66,8 +66,8 @@ def figures_of(
     progress: Callable[[int], None] = lambda done: None,
 ) -> Evaluation:
     """Play the episodes; `progress` is told how many are done. Raises as `main`."""
-    engine = _engine(checkpoint, threads)
-    return evaluate(engine, Renderer.from_directory(checkpoint), env, episodes, seed, sampling, samples, progress)
+    policy = _load(checkpoint, threads)
+    return evaluate(policy.engine, policy.renderer, env, episodes, seed, sampling, samples, progress)
 
 
 def for_run(run_dir: Path, checkpoint: Path, episodes: int, out: Path, threads: int) -> None:

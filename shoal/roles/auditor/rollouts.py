@@ -36,6 +36,7 @@ from shoal.protocol.randomness import sample_seed
 from shoal.protocol.wire import WireError, digest, from_msgpack
 from shoal.roles.auditor.log import replay_log
 from shoal.roles.auditor.source import PublicRun, fetch_weights, open_run
+from shoal.roles.loading import Loaded
 from shoal.terminal import printable, say
 
 AGREE, DISAGREE, CANNOT = 0, 1, 2
