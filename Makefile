@@ -1,7 +1,8 @@
 # The commands of this folder. Each target installs what it needs into .venv, once.
 #
 #   make demo     a whole run on this machine: workers and a cheater train a tiny model on Wordle
-#   make test     the test suite            make test-slow   also the tests that take minutes
+#   make test     the test suite            make test-quick  less than 90 seconds of it
+#   make test-slow                          also the tests that take minutes
 #   make check    what CI runs first: format, lint, types, architecture, configuration and docs
 #   make bench    all benchmarks; their results go to docs/reference/figures.md
 #   make clean    remove everything that was built or run here
@@ -20,17 +21,23 @@ BENCHES := decode whole_system verify_cost detection poisoning economics kill_st
 # More threads per process would compete with the other processes of the same test.
 TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
+# Whole runs, processes and attacks: most of the suite's time.
+LONG_TESTS := attacks benchmarks launch roles test_api.py test_cli.py test_survival.py
+
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow check bench clean
+.PHONY: help demo test test-quick test-slow check bench clean
 
 help:
-	@sed -n '3,11s/^# \{0,1\}//p' Makefile
+	@sed -n '3,12s/^# \{0,1\}//p' Makefile
 
 demo: $(VENV)/.runs
 	$(BIN)/shoal run recipes/wordle.toml
 
 test: $(VENV)/.tests
 	$(TEST)
+
+test-quick: $(VENV)/.tests
+	$(TEST) $(addprefix --ignore=tests/,$(LONG_TESTS))
 
 test-slow: $(VENV)/.tests
 	$(TEST) -m "slow or not slow"

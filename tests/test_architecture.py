@@ -198,7 +198,7 @@ def test_only_the_engine_room_knows_engine_classes() -> None:
 
 
 def test_no_role_names_a_source_of_weights() -> None:
-    """Where weights come from is the run's to say: `weights/fetch.sources_of`."""
+    """Where weights come from is the run's to say: `sources_of` in `weights/fetch`."""
     wrong = [
         f"{name_of(file)} line {line}: {imported}"
         for file in FILES

@@ -237,7 +237,13 @@ def _arguments_in(file: Path) -> frozenset[str]:
 @functools.cache
 def _names_in(path: Path) -> frozenset[str]:
     if path.is_dir():
-        return frozenset(file.stem for file in path.iterdir())
+        package = (
+            ast.parse((path / "__init__.py").read_text()) if (path / "__init__.py").exists() else ast.Module([], [])
+        )
+        given = [
+            node.value for node in ast.walk(package) if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        ]
+        return frozenset([*(file.stem for file in path.iterdir()), *_defined(package.body), *given])  # also `__all__`
     return frozenset(_defined(ast.parse(path.read_text()).body))
 
 

@@ -25,7 +25,7 @@ NAME = "sampling"
 SEVERITY: Severity = "hard"
 
 FAR = 2.0
-"""No single token may have a gap above this many times `bounds.gap`: a flip by noise is at most twice the noise, and
+"""No single token may have a gap above this many times `Bounds.gap`: a flip by noise is at most twice the noise, and
 `gap` is above the noise. At 20, a worker that picks the better of nearly tied tokens gains 1 % in reward."""
 
 MILD = 10.0
