@@ -6,12 +6,11 @@ is heavy is imported when a command runs, so that help is quick on a machine wit
 
 import argparse
 import json
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from shoal.commands.grammar import add_command, run_file_arguments
-from shoal.errors import NO_TORCH, ShoalError
+from shoal.commands.process import demand_torch
 from shoal.terminal import say
 
 
@@ -70,8 +69,7 @@ def _launch(args: argparse.Namespace, overrides: list[str], quick: bool, with_wo
     from shoal.config import load_run
 
     config = load_run(args.recipe, overrides, quick)
-    if find_spec("torch") is None:  # the roles would say so too, each in a log of its own
-        raise ShoalError(NO_TORCH)
+    demand_torch()  # the roles would say so too, each in a log of its own
     from shoal.folder import RunFolder
     from shoal.launch.hosting import invitation
     from shoal.launch.local import launch, locked

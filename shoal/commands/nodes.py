@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.commands.grammar import add_command, positive
-from shoal.commands.process import cores, log_to_stderr
+from shoal.commands.process import cores, demand_torch, log_to_stderr
 
 
 def add_commands(commands: Any) -> None:
@@ -45,6 +45,7 @@ def add_commands(commands: Any) -> None:
 
 
 def join(args: argparse.Namespace) -> None:
+    demand_torch()
     from shoal.config import node_home
     from shoal.roles import worker
 
@@ -53,6 +54,7 @@ def join(args: argparse.Namespace) -> None:
 
 
 def validate(args: argparse.Namespace) -> None:
+    demand_torch()
     from shoal.config import node_home
     from shoal.roles import validator
 

@@ -5,7 +5,9 @@ Called by `cli` and the other files of this folder. It knows no command.
 
 import logging
 import os
+from importlib.util import find_spec
 
+from shoal.errors import NO_TORCH, ShoalError
 from shoal.terminal import PrintableFormatter
 
 EXIT_NO, EXIT_USER_ERROR, EXIT_TRY_AGAIN, EXIT_INTERRUPTED = 1, 2, 75, 130
@@ -14,6 +16,12 @@ EXIT_NO, EXIT_USER_ERROR, EXIT_TRY_AGAIN, EXIT_INTERRUPTED = 1, 2, 75, 130
 
 def cores() -> int:
     return os.cpu_count() or 1
+
+
+def demand_torch() -> None:
+    """Raises `ShoalError` on a machine without torch: before anything is asked or made."""
+    if find_spec("torch") is None:
+        raise ShoalError(NO_TORCH)
 
 
 def log_to_stderr() -> None:

@@ -245,7 +245,11 @@ class Client:
 
     async def _attempt(self, call: "_Call", limit_s: float) -> bytes:
         """One request and its answer, within `limit_s`. Raises `Trouble` if a retry may help, else `PeerError`."""
-        request = self._http.build_request(call.method, call.path, content=call.body)
+        content = call.body if len(call.body) <= PART_BYTES else _parts(call.body)
+        length = {"content-length": str(len(call.body))} if call.body else {}
+        silence_s = SILENCE_TIMEOUT_S + min(len(call.body), SEND_BUFFER_BYTES) / SLOWEST_BYTES_PER_S
+        timeout = httpx.Timeout(SILENCE_TIMEOUT_S, connect=CONNECT_TIMEOUT_S, read=silence_s)
+        request = self._http.build_request(call.method, call.path, content=content, headers=length, timeout=timeout)
         if call.media_type:
             request.headers["content-type"] = call.media_type
         if self._key is not None:

@@ -162,7 +162,7 @@ def emptied(proof: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("change", "said"),
     [(lambda proof: proof[:-2], "damaged: the proof of slot 0: length"),
-     (emptied, "whatever the bound")],
+     (emptied, "for any bound to pass them")],
 )  # fmt: skip
 def test_a_machine_whose_proofs_no_bound_lets_pass_is_named_before_anything_is_written(
     run_file: Path, tmp_path: Path, change: Callable[[bytes], bytes], said: str

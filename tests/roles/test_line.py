@@ -143,6 +143,7 @@ def test_who_was_passed_over_gets_a_block_as_soon_as_nothing_is_in_its_way(tmp_p
         await crowd.poll(0)
         node = crowd.desk.state.members[crowd.key(0)]
         node.standing, node.until = "quarantined", crowd.desk.clock() + 0.5
+        crowd.desk.state.expect(node.until, "quarantine", node.key)
         await crowd.publish()
         assert crowd.waiting() == [0]
         await asyncio.sleep(0.5)

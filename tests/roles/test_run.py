@@ -235,8 +235,9 @@ def test_a_drained_run_ends_for_everybody_at_once(tmp_path):
             worker = town.worker("worker")
             killed = group.create_task(worker.run())
             # Once it plays: a fetch goes on in its thread, in the folder that the next worker uses.
-            while not any(
-                town.desk.state.leases[i].version == worker.engine.version >= 1 for i in town.desk.state.open_leases
+            leases = town.desk.state.leases
+            while not hasattr(worker, "seat") or not any(
+                leases[i].version == worker.seat.engine.version >= 1 for i in town.desk.state.open_leases
             ):
                 await asyncio.sleep(0.01)
             killed.cancel()

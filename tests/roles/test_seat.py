@@ -10,6 +10,7 @@ from shoal.ledger.facts.leases import LeaseLapsed
 from shoal.protocol.types import Block, Lease, Sampling, Slot
 from shoal.protocol.wire import from_json, to_json
 from shoal.roles.coordinator import desk
+from shoal.roles.coordinator.board import Board
 from tests.roles.town import Town, tiny_run
 
 ROLES = ("worker", "validator")
@@ -23,32 +24,32 @@ def meets(town, role, error, match):
     assert "\n" not in str(raised.value) and not town.desk.state.members
 
 
-def saying(town, **changes):
+def saying(town, monkeypatch, **changes):
     """The town, describing itself otherwise."""
-    info = town.desk.info
-    town.desk.info = lambda: msgspec.structs.replace(info(), **changes)
+    info = Board.info
+    monkeypatch.setattr(Board, "info", lambda board: msgspec.structs.replace(info(board), **changes))
     return town
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_a_run_of_another_protocol_is_refused(tmp_path, role):
-    town = saying(Town(tmp_path / "run", tiny_run()), protocol=2)
+def test_a_run_of_another_protocol_is_refused(tmp_path, monkeypatch, role):
+    town = saying(Town(tmp_path / "run", tiny_run()), monkeypatch, protocol=2)
     meets(town, role, PeerError, "the run speaks protocol 2, we speak 1")
 
 
 @pytest.mark.parametrize("role", ROLES)
 @pytest.mark.parametrize("need", ["preferences", "dtype:float4", "proofs:other"])
-def test_a_run_that_needs_what_a_node_lacks_is_refused_by_name(tmp_path, role, need):
+def test_a_run_that_needs_what_a_node_lacks_is_refused_by_name(tmp_path, monkeypatch, role, need):
     town = Town(tmp_path / "run", tiny_run())
-    town = saying(town, needs=(*town.desk.info().needs, need))
+    town = saying(town, monkeypatch, needs=(*Board(town.desk).info().needs, need))
     meets(town, role, PeerError, f"the run needs {need}, which this version of shoal lacks: install the host's version")
 
 
 def test_a_run_says_what_it_needs(tmp_path):
     plain = Town(tmp_path / "plain", tiny_run())
-    assert plain.desk.info().needs == ("episodes", "dtype:float32")
+    assert Board(plain.desk).info().needs == ("episodes", "dtype:float32")
     other = Town(tmp_path / "other", tiny_run(sampling={"dtype": "int8"}, verify={"proofs": "toploc"}))
-    assert other.desk.info().needs == ("episodes", "dtype:int8", "proofs:toploc")
+    assert Board(other.desk).info().needs == ("episodes", "dtype:int8", "proofs:toploc")
 
 
 LEASE = Lease("1", "w", 0, (Block(0, (Slot(0, "00" * 32, "easy", 0),)),), Sampling(1.0, 8, 64), 0.0, 1.0)

@@ -160,7 +160,7 @@ async def get_batch(api: Api, request: Request) -> Response:
             return answer(batch)
         if left_s <= 0 or api.desk.state.phase == "ended":
             raise Refused("nothing_yet", f"batch {step} is not formed yet: {api.board.status().waiting_for}")
-        await api.desk.book.changed(left_s, BatchFormed)  # guard: wake-for-batches-only
+        await api.desk.book.changed(left_s, BatchFormed, RunEnded)  # guard: wake-for-batches-only
 
 
 async def get_events(api: Api, request: Request) -> Response:
