@@ -233,7 +233,7 @@ def test_a_drained_run_ends_for_everybody_at_once(tmp_path):
         async with asyncio.TaskGroup() as group:
             roles = [group.create_task(role.run()) for role in (town.trainer(), town.validator())]
             worker = town.worker("worker")
-            killed = group.create_task(worker.run())
+            killed = asyncio.create_task(worker.run())
             # Once it plays: a fetch goes on in its thread, in the folder that the next worker uses.
             leases = town.desk.state.leases
             while not hasattr(worker, "seat") or not any(
@@ -241,7 +241,7 @@ def test_a_drained_run_ends_for_everybody_at_once(tmp_path):
             ):
                 await asyncio.sleep(0.01)
             killed.cancel()
-            await asyncio.wait([killed])
+            await asyncio.gather(killed, return_exceptions=True)
             assert town.desk.state.open_leases
             await town.desk.book.submit(Admin("drain", "", town.desk.clock()))
             roles.append(group.create_task(town.worker("worker").run()))
