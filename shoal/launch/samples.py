@@ -44,7 +44,7 @@ def flat_samples(folder: RunFolder) -> list[str]:
 
 
 def _read_log(folder: RunFolder) -> tuple[RunCreated, deque[GroupAccepted]]:
-    store, flat = Store(sqlite_url(folder.log)), deque[GroupAccepted](maxlen=SHOWN)
+    store, flat = Store(sqlite_url(folder.log), read_only=True), deque[GroupAccepted](maxlen=SHOWN)
     created: RunCreated | None = None
     try:
         for data, _ in store.read():

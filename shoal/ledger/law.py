@@ -1,8 +1,12 @@
 """The law: every constant of the rules that the project fixes, and the version of the rules themselves.
 
 The run's first event holds the law that the run was created with, and a replay uses that law, whatever this file says by
-then. So a constant may change here at any time. A change of a formula in `facts/` or `rules/` needs a new
-`RULES_VERSION`, and the old formula stays selectable where old logs need it.
+then. So a constant may change here at any time. A new constant is different: old logs without it take its default, so
+the default must do what the code did before.
+
+A changed formula needs a new `RULES_VERSION`, and the old formula stays selectable by `State.law.version`. This holds for
+all that decides or changes a state: `facts/`, `rules/`, `weigh`, `seeds`, `algorithm`, the methods of `Law`,
+`protocol/audits`, `protocol/bounds` and `algos/sampling_evidence`.
 
 The arithmetic behind the constants. Let p be the chance that a cheat is caught, G the gain of a cheat and S the stake.
 Cheating loses if (1 - p) G < p S. A trusted worker is audited at 5 %, so S must exceed 19 G. The stake is the pay that
@@ -13,15 +17,15 @@ import msgspec
 
 from shoal.protocol.types import Message
 
-RULES_VERSION = 1
-"""Version of the formulas in `facts/` and `rules/`. Logs without a law are of version 0."""
+WHAT_CHANGED = {
+    0: "the rules before logs held their law",
+    1: "a lease is closed when it becomes stale; what is learnable is stored with each accepted group",
+}
+"""By version of the rules: how they differ from the version before. This code makes the events and decisions of each of
+these versions exactly as the code that wrote them. Logs of other versions are reported as not checked."""
 
-KNOWN_VERSIONS = (0, 1)
-"""Versions whose events and decisions this code makes exactly as the code that wrote them. Logs of other versions are
-reported as not checked."""
-
-WHAT_CHANGED = {1: "a lease is closed when it becomes stale; what is learnable is stored with each accepted group"}
-"""By version: how the rules differ from the version before."""
+RULES_VERSION = max(WHAT_CHANGED)
+"""The version that new runs begin with. Logs without a law are of version 0."""
 
 
 class Law(Message, frozen=True):
@@ -56,7 +60,7 @@ class Law(Message, frozen=True):
     most_verdicts: int = 3
     """Validators that judge one submission, at most: two that agree outvote the third."""
     soft_failures: int = 3
-    """Refused submissions, soft ones included, after which a worker is quarantined."""
+    """A worker is quarantined each time it has this many more refused submissions, and at once after a hard failure."""
     validator_faults: int = 3
     """Times that a validator may be outvoted, or found to have judged without doing the work, before it is suspended. 1
     would let two liars remove an honest validator at their first try; a large number lets a liar stay."""

@@ -1,6 +1,9 @@
 """Records golden logs: runs of today's rules, kept so that later code must replay them to the same state.
 
-    python -m tests.golden.record FOLDER
+    python -m tests.golden.record tests/golden/v2
+
+Run it after adding a kind of event, with the number after the newest folder's. Never record a folder again: what former
+code wrote is what the test is for.
 
 The real roles make the first four: a short demo with a cheating worker, as processes over HTTP; three validators of which
 one refuses everything, and a worker that forges; a synchronous run whose processes are killed; and a synchronous run with

@@ -42,6 +42,57 @@ def test_each_subject_has_its_two_files_and_there_are_no_others():
         assert sorted(path.stem for path in (LEDGER / half).glob("[a-z]*.py")) == sorted(ORDER)
 
 
+DECIDING = [
+    *(LEDGER / "rules").glob("*.py"),
+    *(LEDGER / f"{name}.py" for name in ("weigh", "past", "seeds", "algorithm")),
+]
+MUTATING = {
+    "append",
+    "appendleft",
+    "add",
+    "clear",
+    "discard",
+    "extend",
+    "insert",
+    "pop",
+    "popleft",
+    "remove",
+    "setdefault",
+    "update",
+}
+
+
+def changes_to_what_was_given(function):
+    """Lines of a function that assign to a part of one of its arguments, or call a method on one that changes it."""
+    given = {arg.arg for arg in ast.walk(function.args) if isinstance(arg, ast.arg)}
+    for node in ast.walk(function):
+        parts = [node.func.value] if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else []
+        parts = parts if parts and node.func.attr in MUTATING else []
+        if isinstance(node, ast.Attribute | ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del):
+            parts = [node]
+        for part in parts:
+            while isinstance(part, ast.Attribute | ast.Subscript):
+                part = part.value
+            if isinstance(part, ast.Name) and part.id in given:
+                yield node.lineno
+
+
+@pytest.mark.parametrize("path", DECIDING, ids=lambda path: path.stem)
+def test_what_decides_changes_no_state(path):
+    """Only `apply_x` in facts/ does, with the methods of `State`; else a replay would not give the state."""
+    functions = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
+    assert [(path.name, line) for function in functions for line in changes_to_what_was_given(function)] == []
+
+
+def test_the_book_alone_appends_to_a_log():
+    opened = {}
+    for path in LEDGER.parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Store":
+                opened[path.relative_to(LEDGER.parent).as_posix()] = [word.arg for word in node.keywords]
+    assert {path for path, words in opened.items() if "read_only" not in words} == {"roles/coordinator/role.py"}
+
+
 def test_no_function_of_the_ledger_is_nameless():
     for path in LEDGER.rglob("*.py"):
         names = [node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]

@@ -13,7 +13,7 @@ import msgspec
 
 from shoal.errors import ShoalError, StateError
 from shoal.ledger.entry import Body, Entry, Stored, read_stored
-from shoal.ledger.law import KNOWN_VERSIONS
+from shoal.ledger.law import WHAT_CHANGED
 from shoal.ledger.log.store import Store
 from shoal.ledger.rules.run import follow
 from shoal.ledger.state import State
@@ -60,9 +60,9 @@ def _refuse_unknown_rules(first: Stored) -> None:
     """A newer law may have fields that this code does not know, so its version is read before the rest is typed."""
     law = from_json(bytes(first.body), _FirstBody).law
     version = law.version if law else 0
-    if version not in KNOWN_VERSIONS:
+    if version not in WHAT_CHANGED:
         raise UnknownRules(
-            f"the log was written by version {version} of the rules, this shoal knows {max(KNOWN_VERSIONS)} and older: "
+            f"the log was written by version {version} of the rules, this shoal knows {max(WHAT_CHANGED)} and older: "
             "install a newer shoal"
         )
 

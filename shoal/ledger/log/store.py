@@ -1,7 +1,7 @@
 """Where a log's bytes lie: an append-only table, SQLite in WAL mode by default, PostgreSQL by its URL.
 
-Called by the book alone. This is the only I/O of the ledger. It knows no event: it keeps bytes, their numbers and
-their hashes, and says "stored" only after the database has committed.
+`log/book` alone appends; auditors and the launcher read. This is the only I/O of the ledger. It knows no event: it keeps
+bytes, their numbers and their hashes, and says "stored" only after the database has committed.
 """
 
 import os
