@@ -4,8 +4,9 @@ Called by `rules/verdicts` for each verdict, and by the economics benchmark.
 
 One verdict suffices to accept a block. A refusal needs a second verdict, and two that differ need a third. If no more can
 be had, a block that no majority accepts brings no pay. A slash needs two validators that found, each on its own, what no
-honest worker sends. Both must have found it with the model, or both without: a check without the model is exact, one with
-the model has bounds, and an accusation of one sort does not confirm one of the other.
+honest worker sends. Both must have found it with the model, or both without. A check without the model is exact; a check
+with the model compares numbers with bounds, and a validator whose hardware rounds badly may exceed them. Its accusation
+must not complete a slash that another validator began for a different reason.
 """
 
 from collections.abc import Mapping, Sequence
@@ -62,7 +63,7 @@ def weigh(
             accepted[block] = next(groups for key, groups in of_block.items() if meanings[key] == agreed)
         # guard: slash-needs-two
         slash |= agreed == _REFUSED and any(
-            sum(_is_hard(groups, audited) for groups in of_block.values()) >= 2 for audited in (True, False)
+            sum(_is_hard(groups, with_model) for groups in of_block.values()) >= 2 for with_model in (True, False)
         )
         if len(said) > 2 and agreed is not None:
             outvoted |= {key for key, meaning in meanings.items() if meaning != agreed}  # guard: outvoted
@@ -80,6 +81,8 @@ def _meaning(groups: Sequence[GroupVerdict]) -> tuple[object, ...]:
     return tuple((group.slot, group.outcome, group.rewards, group.tokens) for group in groups)
 
 
-def _is_hard(groups: Sequence[GroupVerdict], audited: bool) -> bool:
-    # guard: slash-needs-two-of-a-sort
-    return any(group.outcome == "hard" and group.audited == audited for group in groups)
+def _is_hard(groups: Sequence[GroupVerdict], with_model: bool) -> bool:
+    """Whether a validator found what no honest worker sends, by checks of this kind. A group that a check without the model
+    refuses is never `audited`."""
+    # guard: slash-needs-two-of-a-kind
+    return any(group.outcome == "hard" and group.audited == with_model for group in groups)

@@ -96,7 +96,7 @@ def load_state(folder: Path) -> LearnerState | None:
         causes = "; ".join(f"{name}: {cause}" for name, cause in faults.items())
         raise StateError(
             f"no trainer state under {folder} can be read ({causes}). Check the disk, then copy a good one "
-            "back, or delete that folder: the trainer then starts with a fresh optimiser"
+            "back. Without one this run cannot continue: start a new run whose policy.path is its last checkpoint"
         )
     return None
 

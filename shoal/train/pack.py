@@ -20,7 +20,7 @@ from shoal.train.rows import Row
 
 PASS_TOKENS = 256
 """Fixed cost of a forward and backward pass, in tokens: its operations, and the poor use of a processor by small
-matrices. Measured: 128 makes a step of recipes/arithmetic.toml 1.2 times as slow; more keeps padding and prompts."""
+matrices. A smaller number makes more and smaller micro-batches; a larger one makes fewer, with more padding."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,8 +41,9 @@ class MicroBatch:
 def pack(rows: Sequence[Row], budget_tokens: int) -> list[list[int]]:
     """Indices of the rows in each micro-batch: longest first, ties in the given order, each row exactly once.
 
-    A micro-batch computes the common start of its rows once. So each group has micro-batches of its own, unless sorting the
-    rows of all groups by length computes fewer tokens, as with short prompts and answers of very different lengths.
+    A micro-batch computes the common start of its rows once (`policy/layers`). So there are two good ways to pack: each
+    group in micro-batches of its own, which shares prompts; or the rows of all groups sorted by length, which pads less.
+    The cheaper one by `cost_of` is taken. The second wins with short prompts and answers of very different lengths.
     Rows x longest row is at most `budget_tokens`, except in a micro-batch of one row.
     """
     groups: dict[tuple[int, int] | None, list[int]] = {}
@@ -67,7 +68,11 @@ def cost_of(rows: Sequence[Row], packed: Sequence[Sequence[int]]) -> int:
 
 
 def _cut(rows: Sequence[Row], members: Iterable[int], budget_tokens: int) -> list[list[int]]:
-    """Sort rows longest first; cut where the budget is full, or where shorter padding saves more than a pass costs."""
+    """Sort rows longest first, and put each into the open micro-batch or begin a new one.
+
+    A new one begins when the budget is full, or when padding all remaining rows to the length of the open one would cost
+    more than another pass (`PASS_TOKENS`) and computing the common start again.
+    """
     left = sorted(members, key=lambda i: -_input_length(rows[i]))
     shared, parts = _num_shared(rows, left), list[list[int]]()
     for place, i in enumerate(left):

@@ -20,8 +20,13 @@ class GroupAccepted(Message, frozen=True):
     """Policy tokens."""
     rewards: tuple[float, ...]
     signal: bool | None = None
-    """Whether the run's algorithm can learn from it. Logs of version 0 leave it to the reader."""
+    """Whether the run's algorithm can learn from it. It is decided once and stored: a replay then needs no algorithm, and a
+    later change of the algorithm's code changes no old log. None in logs of version 0, which means: if rewards differ."""
     stream: str = MAIN_STREAM
+
+    @property
+    def has_signal(self) -> bool:
+        return len(set(self.rewards)) > 1 if self.signal is None else self.signal
 
 
 class SlotVoid(Message, frozen=True):
@@ -42,12 +47,11 @@ class BatchFormed(Message, frozen=True):
 
 def apply_group_accepted(body: GroupAccepted, state: State, entry: Entry) -> None:
     stream = state.streams[body.stream]
-    signal = len(set(body.rewards)) > 1 if body.signal is None else body.signal
     stream.versions[body.version].slots[body.slot] = SlotRecord(
-        "signal" if signal else "flat", body.submission, body.index, body.digest, body.rewards, body.tokens
+        "signal" if body.has_signal else "flat", body.submission, body.index, body.digest, body.rewards, body.tokens
     )
     state.influence += influence(body.rewards, body.tokens)
-    if signal:  # guard: signal-fills-batches
+    if body.has_signal:  # guard: signal-fills-batches
         stream.pool.append((body.version, body.slot))
         stream.forget_flat()
     else:

@@ -19,12 +19,12 @@ class LeaseGranted(Message, frozen=True):
 
 
 class LeaseLapsed(Message, frozen=True):
-    """A lease ended unfilled; its blocks are free again."""
+    """A lease ended unfilled; its blocks are free again. Only `deadline`, `returned` and `held` count as lapses."""
 
     lease: str
     cause: str
-    """deadline, returned, kicked or quarantine; stale: its version is too old, which costs nothing; held: the same, but
-    beyond the free share, so it counts as lapsed."""
+    """deadline; returned (by the worker); kicked; quarantine; stale: its version became too old, which costs nothing; held:
+    the same, but the worker's share of such leases is more than `Law.stale_margin` above the run's."""
 
 
 @dataclass(frozen=True)

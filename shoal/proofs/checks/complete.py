@@ -4,7 +4,7 @@ Catches workers that leave out rollouts they do not like. (Leaving one out of th
 that follow, which the audit sees.)
 Cannot tell a copy within a group from chance. Two equal rollouts are legal, and common where the policy has little
 entropy, so equality alone is never refused. Where there is entropy, a copy fails the audit under its own seed.
-Soft: missing work counts as a lapse, which costs the pay and nothing else.
+Soft: the submission is refused, which costs its pay, the newest unvested pay of a few blocks, and trust. It never slashes.
 """
 
 from shoal.proofs.context import Context, Failure, Severity
