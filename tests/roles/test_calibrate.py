@@ -1,4 +1,4 @@
-"""Calibration of a tiny run: real rollouts, real replays, and a run file that loads with what was measured."""
+"""Calibration of a tiny run: it plays and recomputes real rollouts, and writes a run file that loads."""
 
 import re
 from collections.abc import Callable
@@ -14,8 +14,8 @@ from shoal.errors import ConfigError, StateError
 from shoal.protocol.types import Bounds
 from shoal.protocol.wire import from_msgpack, to_msgpack
 from shoal.roles.calibrate import main
+from shoal.roles.calibrate.recompute import SETTINGS
 from shoal.roles.calibrate.recording import Recording
-from shoal.roles.calibrate.replay import SETTINGS
 from shoal.roles.calibrate.runfile import tables_of, with_values
 
 TINY = """# A run to be measured.
@@ -70,7 +70,7 @@ def test_calibration_measures_every_setting_and_writes_a_run_file_that_loads(
     assert bounds.gap == 1e-3 and bounds.logprob == 1e-3 != before.verify.bounds["float32/float32"].logprob
 
 
-def test_bfloat16_is_measured_for_both_dtypes_that_may_replay_it(run_file: Path) -> None:
+def test_bfloat16_is_measured_for_both_dtypes_that_may_recompute_it(run_file: Path) -> None:
     run_file.write_text(TINY.replace("DTYPE", "bfloat16"))
     main(run_file, [], episodes=48, write=True)
     bounds = load_run(run_file).verify.bounds
@@ -78,7 +78,7 @@ def test_bfloat16_is_measured_for_both_dtypes_that_may_replay_it(run_file: Path)
     assert "float32/float32" not in run_file.read_text()
 
 
-def test_another_machines_rollouts_are_replayed_too(
+def test_another_machines_rollouts_are_recomputed_too(
     run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     main(run_file, [], episodes=16, save=tmp_path / "there.played")

@@ -28,7 +28,7 @@ from shoal.roles.calibrate.progress import progress
 from shoal.weights.manifest import weights_root
 
 THREADS = (1, 2, 4)
-"""Of the engines that play, in turn, and that replay."""
+"""Threads of the engines that play, in turn, and of those that recompute."""
 
 
 class Played(Message, frozen=True):
@@ -130,7 +130,7 @@ def _requests(slots: tuple[Slot, ...], groups: tuple[Group, ...]) -> list[ScoreR
 
 
 def _fits(rollout: Rollout) -> bool:
-    """Whether its arrays can be replayed. Raises `ValueError` for bytes that are no arrays."""
+    """Whether its arrays can be recomputed. Raises `ValueError` for bytes that are not arrays."""
     author_T, policy = rollout.author_T(), rollout.num_policy_tokens()
     begun = author_T.size == rollout.tokens_T().size > 0 and author_T[0] != POLICY
     return bool(begun) and rollout.logprobs_P().size == policy > 0

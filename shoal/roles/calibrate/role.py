@@ -1,9 +1,9 @@
-"""Calibration: plays honest rollouts of a run, replays them in every way an honest machine might, and sets the bounds.
+"""Calibration: plays honest rollouts, recomputes them in every way that an honest machine might, and sets the bounds.
 
-Called by `shoal calibrate RUN_FILE`. It starts no run and needs no coordinator: the run's policy and environments play
-here as a worker plays, over threads; then they are replayed over threads, batch shapes and dtypes. `--save` writes what
-was played, so that another machine can replay it with `--with`. The mathematics is in `proofs/noise` and
-`algos/sampling_evidence`.
+Called by `shoal calibrate RUN_FILE`. It starts no run and needs no coordinator. It plays the run's environments as a
+worker does, with several numbers of threads; then it recomputes the rollouts with several numbers of threads, batch
+shapes and dtypes. `--save` writes the rollouts to a file, so that another machine can recompute them with `--with`. The
+mathematics is in `proofs/noise` and `algos/sampling_evidence`.
 """
 
 import tempfile
@@ -18,8 +18,8 @@ from shoal.proofs.noise import propose, propose_activation_error
 from shoal.protocol.wire import to_msgpack
 from shoal.roles.calibrate.power import show_power
 from shoal.roles.calibrate.progress import remark
+from shoal.roles.calibrate.recompute import measure
 from shoal.roles.calibrate.recording import play, read
-from shoal.roles.calibrate.replay import measure
 from shoal.roles.calibrate.runfile import tables_of, text_of, with_values
 
 
@@ -48,11 +48,11 @@ def main(
         recordings = {"here": own} | {path.name: read(path, config, policy) for path in others}
         if save is not None:
             write_atomically(save, to_msgpack(own))
-            remark(f"wrote {save}: replay it on another machine with --with")
+            remark(f"wrote {save}: recompute it on another machine with --with")
         distinct = sum(len(recording.claimed_P()) for recording in recordings.values())
         noise = {
-            f"{own.dtype}/{replayed}": measure(recordings, policy, replayed)
-            for replayed in dict.fromkeys((own.dtype, "float32"))
+            f"{own.dtype}/{dtype}": measure(recordings, policy, dtype)
+            for dtype in dict.fromkeys((own.dtype, "float32"))
         }
         bounds = {pair: propose(of_pair, distinct, safety) for pair, of_pair in noise.items()}
         show_power(own, policy, bounds[f"{own.dtype}/{own.dtype}"])

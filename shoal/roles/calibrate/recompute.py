@@ -1,7 +1,7 @@
-"""Replays honest rollouts in every way an honest machine might, and says what each differs by.
+"""Recomputes honest rollouts in every way that an honest machine might, and measures how far the results differ.
 
-Called by `role`, once for each dtype in which a validator's engine may compute. The bounds that the noise asks for are
-the arithmetic of `proofs/noise`.
+Called by `role`, once for each dtype in which a validator's engine may compute. `proofs/noise` turns the differences
+into bounds.
 """
 
 import random
@@ -22,14 +22,14 @@ from shoal.roles.calibrate.recording import THREADS, Recording, machine
 from shoal.terminal import say
 
 SHAPES = ("whole", "alone", "threes", "mixed")
-"""How rollouts are put into calls of a replay: all in one; each by itself; three at a time; shuffled among each other."""
+"""How the rollouts are divided among the engine's calls: all in one, each alone, three at a time, in shuffled order."""
 
 MIXED_ROWS = 16
-"""Rollouts of one call when they are mixed."""
+"""Rollouts in one call when they are shuffled."""
 
 
 class Setting(NamedTuple):
-    """One way to replay."""
+    """One way to recompute."""
 
     threads: int
     shape: str
@@ -41,16 +41,16 @@ class Setting(NamedTuple):
 SETTINGS = (*(Setting(threads, "whole") for threads in THREADS), *(Setting(1, shape) for shape in SHAPES[1:]))
 
 
-def measure(recordings: dict[str, Recording], policy: Path, replayed: str) -> Noise:
-    """Replay everything in every setting by an engine of that dtype, and print a line for each."""
-    engine = open_engine(EngineSpec(dtype=replayed))
+def measure(recordings: dict[str, Recording], policy: Path, dtype: str) -> Noise:
+    """Recompute all recordings in every setting with an engine of this dtype, and print a line for each."""
+    engine = open_engine(EngineSpec(dtype=dtype))
     engine.load(policy, 0)
-    print(f"\nreplayed in {replayed} on {machine(engine)}")
+    print(f"\nrecomputed in {dtype} on {machine(engine)}")
     for name, recording in recordings.items():
         say(f"  {name}: played in {recording.dtype} on {recording.machine}")
     proven = any(part.proofs for recording in recordings.values() for part in recording.played)
     width = max(len("played"), *(len(name) for name in recordings)) + 2
-    print(f"{'played':<{width}}{'replayed by':<17}{'tokens':>8}{'not best':>10}   gap, nats: 99.9 %   99.99 %       max"
+    print(f"{'played':<{width}}{'recomputed by':<17}{'tokens':>8}{'not best':>10}   gap, nats: 99.9 %   99.99 %       max"
           f"   |d logp|: 99.99 %       max{'   activations: error  mismatched' * proven}")  # fmt: skip
     parts = []
     for name, recording in recordings.items():
@@ -69,10 +69,10 @@ def _noise(engine: Engine, recording: Recording, setting: Setting) -> Noise:
     calls = _calls(len(requests), setting.shape)
     for done, rows in enumerate(calls):
         if done % 50 == 0:
-            progress(f"replaying by {setting}", done, len(calls))
+            progress(f"recomputing by {setting}", done, len(calls))
         of_rows = engine.score([requests[row] for row in rows], recording.sampling.temperature, hidden=proven)
         scores |= dict(zip(rows, of_rows, strict=True))
-    progress(f"replaying by {setting}", len(calls), len(calls))
+    progress(f"recomputing by {setting}", len(calls), len(calls))
     ordered = [scores[row] for row in range(len(requests))]
     off_P = np.abs(recording.claimed_P() - np.concatenate([score.logprobs_P for score in ordered]))
     figures = tuple(_figures(recording, ordered)) if proven else ()
@@ -80,7 +80,7 @@ def _noise(engine: Engine, recording: Recording, setting: Setting) -> Noise:
 
 
 def _figures(recording: Recording, scores: Sequence[Score]) -> Iterator[Figures]:
-    """How far each group's proof is from the replay's hidden states. Raises `StateError` for what is no proof."""
+    """How far each group's proof is from the recomputed hidden states. Raises `StateError` if it is not a proof."""
     taken = 0
     for part in recording.played:
         for group, proof in zip(part.groups, part.proofs, strict=True):
@@ -93,7 +93,7 @@ def _figures(recording: Recording, scores: Sequence[Score]) -> Iterator[Figures]
 
 
 def _calls(count: int, shape: str) -> list[list[int]]:
-    """Which rollouts go into which call."""
+    """The rollouts of each call."""
     rows = list(range(count))
     if shape == "mixed":
         random.Random(0).shuffle(rows)
