@@ -122,7 +122,7 @@ def test_a_run_is_audited_where_an_event_loop_runs(trained):
     folder, _ = trained
     found = in_a_notebook(lambda: shoal.audit(folder, sample=3, threads=1))
     assert found.disagreements == [] and found.groups == 3 and found.agrees
-    assert "the log agrees with what is made again" in str(found)
+    assert "the log agrees with what was recomputed" in str(found)
 
 
 def test_a_policy_has_the_figures_of_shoal_eval(trained, tmp_path, capsys):
@@ -224,7 +224,7 @@ def test_the_cells_of_the_page_do_what_they_say(tmp_path, monkeypatch, capsys):
     said = capsys.readouterr().out
     assert re.findall(r"^(\d+) \d\.\d+$", said, re.MULTILINE) == [str(number) for number in range(1, 21)]
     assert "unknown key rollouts.max_stalenes; did you mean rollouts.max_staleness?" in said
-    assert "True []\n" in said and "the log agrees with what is made again" in said
+    assert "True []\n" in said and "the log agrees with what was recomputed" in said
 
 
 def test_the_names_of_the_page_that_are_not_run_are_there():

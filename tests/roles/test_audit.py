@@ -1,5 +1,5 @@
-"""Anyone can audit: a finished run is made again from what it published, and whatever a host, a validator or a disk
-changed is found and named."""
+"""Anyone can audit: an audit recomputes a finished run from what it published, and finds what a host, a validator or a
+disk changed."""
 
 import asyncio
 import itertools
@@ -34,7 +34,7 @@ ALL = Choice()
 
 @pytest.fixture(scope="module")
 def town(tmp_path_factory):
-    """A finished run with an honest worker and one that was refused."""
+    """A finished run with an honest worker and a cheater."""
     town = Town(tmp_path_factory.mktemp("audit") / "run", tiny_run())
     roles = [town.trainer(), town.validator(), town.worker("honest"), town.worker("cheater", "other-seed")]
     asyncio.run(town.live(*roles))
@@ -52,7 +52,7 @@ def audit(source, choice=ALL):
 
 
 def edited(kind, change, which=0):
-    """An edit of a log: one event of a kind replaced by what `change` makes of it."""
+    """An edit of a log that replaces one event of a kind with what `change` makes of it."""
 
     def edit(lines):
         places = [i for i, (_, body) in enumerate(lines) if isinstance(body, kind)]
@@ -69,7 +69,7 @@ def replaced(**fields):
 # --- the honest run ---
 
 
-def test_every_group_of_an_honest_run_is_made_again_and_agrees(run_dir):
+def test_every_group_of_an_honest_run_is_recomputed_and_agrees(run_dir):
     found = audit(run_dir)
     judged = sum(len(body.groups) for _, body in bodies(run_dir) if isinstance(body, VerdictGiven))
     assert found.disagreements == [] and found.left_out == {}
@@ -86,14 +86,14 @@ def test_a_url_gives_the_same_audit_as_the_folder(town, run_dir):
     assert summary(asyncio.run(story())) == summary(audit(run_dir))
 
 
-def test_one_rollout_is_told_with_its_seed_task_reward_and_verdict(run_dir, capsys):
+def test_one_rollout_is_shown_with_its_seed_task_reward_and_verdict(run_dir, capsys):
     assert cli.main(["audit", str(run_dir), "--rollout", "1/2/3", "--threads", "1"]) == AGREE
     out = capsys.readouterr().out
     assert "environment arithmetic, task" in out and "rollout 3: sample seed" in out
-    assert "the log: accept by validator" in out and "made again: 1 groups, 8 rollouts" in out
+    assert "the log: accept by validator" in out and "recomputed: 1 groups, 8 rollouts" in out
 
 
-def test_a_sample_is_drawn_by_the_seed_that_it_says(run_dir):
+def test_the_seed_that_an_audit_prints_draws_the_same_sample_again(run_dir):
     first = audit(run_dir, Choice(sample=3))
     seed = int(first.told[0].rpartition(" ")[2])
     again = audit(run_dir, Choice(sample=3, seed=seed))
@@ -107,7 +107,7 @@ def test_a_rollout_that_is_not_there_is_an_error_of_one_line(run_dir, name):
         audit(run_dir, Choice(rollout=name or " "))
 
 
-# --- what is gone or not yet public is said, not guessed ---
+# --- what was deleted or is not yet public is reported, not guessed ---
 
 
 @pytest.fixture
@@ -127,7 +127,7 @@ def test_a_body_that_is_gone_is_left_out(copy):
     assert sum(found.left_out.values()) == len(gone.groups)
 
 
-def test_without_a_versions_weights_all_but_tokens_is_made_again(copy):
+def test_without_a_versions_weights_all_but_the_tokens_is_recomputed(copy):
     manifests = [body.manifest for _, body in bodies(copy) if isinstance(body, CheckpointPublished)]
     signed = msgspec.json.decode(blob(copy, manifests[0]).read_bytes(), type=t.SignedManifest)
     manifest = msgspec.json.decode(signed.body, type=t.Manifest)
@@ -139,7 +139,7 @@ def test_without_a_versions_weights_all_but_tokens_is_made_again(copy):
     assert ["weights of version 0 are gone" in reason for reason in found.left_out] == [True]
 
 
-def test_a_version_whose_link_is_not_revealed_cannot_be_made_again(run_dir, tmp_path):
+def test_a_version_whose_link_is_not_revealed_cannot_be_recomputed(run_dir, tmp_path):
     def before_the_last_version(lines):
         return lines[: max(i for i, (_, body) in enumerate(lines) if isinstance(body, CheckpointPublished))]
 
@@ -154,7 +154,7 @@ def test_a_version_whose_link_is_not_revealed_cannot_be_made_again(run_dir, tmp_
 
 
 def with_rewards_swapped(run_dir):
-    """A validator's lie, booked by the rules: two rollouts of one group have each other's reward, all over the log."""
+    """An edit that swaps the rewards of two rollouts of a group wherever the log has them, as if a validator had lied."""
     accepted, rewards = next(
         (body, swapped)
         for _, body in bodies(run_dir)
@@ -194,7 +194,7 @@ def test_a_verdict_with_forged_rewards_is_found_though_the_log_holds(run_dir, tm
 
 
 def judged_anew(lines, target, groups):
-    """One verdict with other words, and the decision that goes with it."""
+    """The log with other groups in one verdict, and with the decision that follows from them."""
     refused = any(group.outcome == "hard" for group in groups)
     changed = []
     for time, body in lines:
@@ -238,8 +238,8 @@ def test_an_edited_body_is_found_and_named(copy):
 
 
 @pytest.mark.parametrize("lie", ["seed", "task"])
-def test_a_lease_that_was_not_drawn_from_the_chain_is_found_once_the_link_is_out(tmp_path, lie):
-    """The host gives a worker of its choice another seed or task, and its own validator looks the other way."""
+def test_a_lease_that_was_not_drawn_from_the_chain_is_found_once_the_link_is_revealed(tmp_path, lie):
+    """The host gives a worker of its choice another seed or task, and its own validator accepts it."""
     town = Town(tmp_path / "run", tiny_run(steps=1))
     honest = town.desk.wire_lease
 
@@ -274,7 +274,7 @@ def test_a_published_version_with_other_weights_is_found(copy):
 
 
 def credit_for_a_refused_group(lines):
-    """The host pays its friend for what was refused, at the end, when nobody fills the slot any more."""
+    """The host pays a friend for a group that was refused."""
     refused = next(body for _, body in lines if isinstance(body, VerdictGiven) and body.groups[0].check)
     worker = next(
         body.worker for _, body in lines if isinstance(body, SubmissionReceived) and body.digest == refused.submission
@@ -298,7 +298,7 @@ def judged_by_its_worker(lines):
 
 
 def lease_out_of_turn(lines):
-    """Far ahead, to a friend, while others wait for the next block."""
+    """The host grants a friend a block that is far ahead of the next one."""
     at = max(i for i, (_, body) in enumerate(lines) if isinstance(body, CheckpointPublished))
     granted = next(body for _, body in lines if isinstance(body, LeaseGranted))
     version = max(body.version for _, body in lines[:at] if isinstance(body, CheckpointPublished))
@@ -322,11 +322,11 @@ FORGERIES = {
     "an audit not drawn": (
         edited(AuditDrawn, lambda b: replaced(slots=b.slots[:1])(b)), "(audit_drawn) is not what the rules give"
     ),
-    "a worker's word on its own work": (judged_by_its_worker, "is against the rules"),
+    "a worker's verdict on its own work": (judged_by_its_worker, "is against the rules"),
     "another link": (edited(LinkRevealed, replaced(link="ab" * 32)), "does not lead to the published end"),
     "no link at all": (edited(LinkRevealed, replaced(audit_link="zz")), "does not lead to the published end"),
-    "a lease of one's choice": (lease_out_of_turn, "(lease_granted) is"),
-    "an end that never came": (lambda lines: lines[:-1], "the log ends in the middle"),
+    "a lease that the host chose": (lease_out_of_turn, "(lease_granted) is"),
+    "the last event left out": (lambda lines: lines[:-1], "the log ends in the middle"),
     "a validator left out": (edited(AuditDrawn, replaced(order=())), "(audit_drawn) is not what"),
     "a long deadline": (
         edited(LeaseGranted, lambda b: replaced(deadline=b.deadline + 9)(b), 1), "(lease_granted) is not what"
@@ -340,20 +340,20 @@ def test_a_forged_log_is_found_though_every_hash_fits(run_dir, tmp_path, forgery
     lying = forged(run_dir, tmp_path / "lying", edit)
     try:
         findings = audit_folder(lying).findings
-    except ValueError as broken:  # what cannot be booked at all
+    except ValueError as broken:  # the forged event cannot be booked
         findings = [str(broken)]
     assert any(named in finding for finding in findings), findings
 
 
-def test_the_command_says_no_to_a_forged_log(run_dir, tmp_path, capsys):
+def test_the_commands_fail_on_a_forged_log(run_dir, tmp_path, capsys):
     lying = forged(run_dir, tmp_path / "lying", FORGERIES["a credit of more tokens"][0])
     assert cli.main(["ledger", "verify", str(lying)]) == 1
     assert cli.main(["audit", str(lying), "--rollout", "0/0", "--threads", "1"]) == DISAGREE
     assert "the log does NOT agree" in capsys.readouterr().out
 
 
-def test_rules_are_made_again_over_a_run_with_lapses_audits_and_staleness(tmp_path):
-    """Draws below 1 in a run where not all is audited: an honest log has no finding, another draw is one."""
+def test_draws_for_audit_are_decided_again_in_a_run_where_not_all_is_audited(tmp_path):
+    """An honest log has no finding. A log in which another group is drawn has one."""
     config = tiny_run(rollouts={"max_staleness": 1}, verify={"audit_rate": 0.3}, steps=6)
     town = Town(tmp_path / "run", config)
     asyncio.run(town.live(town.trainer(), town.validator(), town.worker("a"), town.worker("b")))

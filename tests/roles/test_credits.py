@@ -1,4 +1,4 @@
-"""Pay explained point by point, statements that hold offline, and a host that tells two stories."""
+"""Pay explained credit by credit, statements that can be checked offline, and a host that keeps two logs."""
 
 import asyncio
 import shutil
@@ -46,10 +46,10 @@ def ask(town, path, kind):
     return asyncio.run(story())
 
 
-# --- each point explained ---
+# --- each credit explained ---
 
 
-def test_each_point_of_pay_names_group_submission_verdict_and_validator(town, keys, capsys):
+def test_each_credit_names_group_submission_verdict_and_validator(town, keys, capsys):
     assert cli.main(["credits", str(town.folder.root), "honest"]) == 0
     lines = capsys.readouterr().out.splitlines()
     points = [line for line in lines if "accepted  submission" in line]
@@ -59,10 +59,10 @@ def test_each_point_of_pay_names_group_submission_verdict_and_validator(town, ke
     assert f"{credits} tokens" in lines[-1] and "leases lapsed (" in lines[-1]
 
 
-def test_what_was_refused_is_told_with_check_figure_and_bound(town, keys, capsys):
+def test_a_refusal_is_explained_with_check_figure_and_bound(town, keys, capsys):
     assert cli.main(["credits", str(town.folder.root), keys["cheater"][:10]]) == 0
     out = capsys.readouterr().out
-    assert "refused (hard)" in out and "[sampling: " in out and "allowed are" in out and "no leases for" in out
+    assert "refused (hard)" in out and "[sampling: " in out and ", limit " in out and "no leases for" in out
 
 
 def test_balances_sum_to_what_was_issued(town, capsys):
@@ -85,12 +85,12 @@ def test_pages_of_the_call_together_give_the_whole_explanation(town, keys, monke
 
 
 @pytest.mark.parametrize("after", ["-999999999", "999999999"])
-def test_a_page_is_bounded_wherever_it_is_asked_for(town, keys, after):
+def test_a_page_is_bounded_wherever_it_begins(town, keys, after):
     page = ask(town, f"/v1/nodes/{keys['honest']}/credits?after={after}", CreditPage)
     assert len(page.lines) <= 500
 
 
-def test_a_block_refused_whole_says_so_to_the_groups_that_would_have_passed(town, keys):
+def test_a_passing_group_that_is_refused_with_its_block_is_explained_so(town, keys):
     from shoal.ledger.log.credits import explain
 
     entries = town.audit().entries
@@ -124,7 +124,7 @@ def test_an_edited_statement_is_not_signed(statement, field, value):
     assert not is_signed(msgspec.structs.replace(statement, **{field: value}))
 
 
-def test_a_signature_for_a_receipt_is_none_for_a_statement(town, statement):
+def test_a_signature_for_a_receipt_does_not_sign_a_statement(town, statement):
     unsigned = msgspec.structs.replace(statement, signature="")
     for_receipt = load_or_make_key(town.folder.keys / "run.key").sign("receipt", to_json(unsigned))
     assert not is_signed(msgspec.structs.replace(statement, signature=for_receipt))
@@ -181,16 +181,16 @@ def test_a_statement_of_another_node_is_not_kept(town, keys, tmp_path):
             run = source.UrlRun(client)
             await accounts._keep_statement(run, await log.replay_log(run), keys["honest"], tmp_path / "mine.json")
 
-    with pytest.raises(PeerError, match="not of this run and node"):
+    with pytest.raises(PeerError, match="another run or node"):
         asyncio.run(story())
     assert not (tmp_path / "mine.json").exists()
 
 
-# --- a host with two histories ---
+# --- a host with two logs ---
 
 
 class TwoFaced:
-    """One run key, one beginning, then a log for each worker that holds its work and not the other's."""
+    """Two logs with one run key and the same first events; after them, each has the work of one worker only."""
 
     def __init__(self, root: Path) -> None:
         config = tiny_run()
@@ -249,7 +249,7 @@ def test_receipts_of_two_workers_find_the_fork_behind_a_url(two_faced):
         assert len(findings) == 1 and str(other) in findings[0] and "a fork" in findings[0]
 
 
-def test_receipts_of_other_runs_say_nothing_and_forged_ones_are_named(two_faced, tmp_path):
+def test_receipts_of_other_runs_are_skipped_and_forged_ones_are_reported(two_faced, tmp_path):
     town, file = two_faced.towns[0], two_faced.files[0]
     receipt = from_json(file.read_bytes(), t.Receipt)
     other = msgspec.structs.replace(receipt, run="f" * 32)
@@ -272,7 +272,7 @@ def test_a_receipts_file_that_is_not_there_is_an_error_of_one_line(town, capsys)
 
 
 def test_a_refused_submission_stays_private_while_its_slots_are_open(tmp_path):
-    """Its honest groups could be copied by whoever is given the same slots, with the same seeds."""
+    """Another worker that gets the same slots, with the same seeds, could copy its honest groups."""
     town = Town(tmp_path / "run", tiny_run())
     state, may_read = town.desk.state, town.desk.kept.may_read
 

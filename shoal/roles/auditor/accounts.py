@@ -1,6 +1,6 @@
-"""The auditor's third job: who was paid what, and why; and statements of it that hold without asking the run.
+"""The auditor's third job: explain who was paid what and why, and keep and check signed statements of balances.
 
-Called by `shoal credits`. Balances come from replaying the log, never from what a coordinator says of them.
+Called by `shoal credits`. Balances come from a replay of the log, never from what a coordinator says.
 """
 
 import asyncio
@@ -20,9 +20,9 @@ from shoal.terminal import printable, say
 
 
 def show_credits(source: str, node: str, statement: Path | None) -> bool:
-    """Print all balances, or with a node (its name or the start of its key) each point of its own explained.
+    """Print all balances; or, for one node (its name or the start of its key), explain each credit.
 
-    With a file, a signed statement is asked of the coordinator and written there. Says whether the log holds.
+    If `statement` is a path, ask the coordinator for a signed statement and write it there. Returns whether the log holds.
     Raises `ConfigError`, `PeerError`, `StateError`.
     """
 
@@ -42,16 +42,16 @@ def show_credits(source: str, node: str, statement: Path | None) -> bool:
 
 
 def check_statement(path: Path, source: str) -> bool:
-    """Check a statement's signature, and if a log is given, that it says what the log gives; print and say whether.
+    """Check a statement's signature and, if `source` is given, compare it with that log; print and return the result.
 
-    Raises `ConfigError` for a file that holds no statement.
+    Raises `ConfigError` if the file is not a statement.
     """
     try:
         statement = from_json(path.read_bytes(), Statement)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {cause_of(error)}. Give a file that --statement wrote") from None
     except WireError as error:
-        raise ConfigError(f"{path} holds no statement ({error}). Give a file that --statement wrote") from None
+        raise ConfigError(f"{path} is not a statement ({error}). Give a file that --statement wrote") from None
     place = f"event {statement.seq} of run {statement.run[:12]}, head {statement.head[:12]}"
     say(f"{printable(statement.name)} ({statement.node[:12]}): {statement.credits} tokens after {place}")
     findings = [] if is_signed(statement) else ["not signed by the key that it names: it was forged or edited"]
@@ -77,12 +77,12 @@ async def _keep_statement(run: PublicRun, log: Audit, key: str, path: Path) -> N
     found = await run.client.get_json(f"/v1/nodes/{key}/statement", Statement, deadline_s=ANSWER_S)
     named = (found.run, found.run_key, found.node)
     if named != (log.state.run, log.state.run_key, key) or not is_signed(found):
-        raise PeerError(f"{run.name} gave a statement that is not of this run and node, or not signed by its key")
+        raise PeerError(f"{run.name} gave a statement of another run or node, or one that the run key did not sign")
     write_atomically(path, to_json(found) + b"\n")
 
 
 def node_named(state: State, name: str) -> str:
-    """Key of the one node with this name, or with a key that starts so. Raises `ConfigError`."""
+    """Key of the only node that has this name, or whose key starts with it. Raises `ConfigError`."""
     keys = [key for key, node in state.members.items() if node.name == name or key.startswith(name)]
     if len(keys) != 1:
         raise ConfigError(f"{len(keys)} nodes match {name!r}: give a name or the start of one key, from the table")
@@ -90,7 +90,7 @@ def node_named(state: State, name: str) -> str:
 
 
 def balances(state: State) -> list[str]:
-    """A table of all who were paid or refused, and the sum."""
+    """A table of all workers with their pay, and the sum."""
     lines = [f"{'node':<20} {'key':<12} {'credits':>9} {'accepted':>8} {'refused':>7} {'lapsed':>12}  standing"]
     for key, node in sorted(state.members.items(), key=lambda item: -item[1].credits):
         if node.role == "worker":
@@ -103,19 +103,19 @@ def balances(state: State) -> list[str]:
 
 
 def _lapses(state: State, key: str) -> str:
-    """Such as "2 of 40"."""
+    """How many of its leases lapsed, such as "2 of 40"."""
     return f"{state.members[key].lapsed} of {state.members[key].leases}"
 
 
 def explained(log: Audit, key: str) -> list[str]:
-    """Each point of a node's pay: group, submission, verdict and validator; and all that was not paid, with the reason."""
+    """Lines that explain each credit of a node (group, submission, validators), and what was not paid and why."""
     state = log.state
     node, lines = state.members[key], []
     for line in explain(log.entries, state, key):
         place = f"{line.version}/{line.slot}" if line.slot >= 0 else "-"
         words = [f"{line.credits:+7d}" if line.credits else f"{'':>7}", f"{place:>9}", line.detail]
         if line.check:
-            bound = f", allowed are {line.bound:.3g}" if line.bound else ""
+            bound = f", limit {line.bound:.3g}" if line.bound else ""
             words.append(f"[{line.check}: {line.figure:.3g}{bound}]")
         if line.submission:
             words.append(f"submission {line.submission[:12]}")

@@ -1,7 +1,7 @@
 """The auditor's first job: replay a run's log, from a folder or a URL, and say whether it holds.
 
-Called by `shoal ledger verify` and `shoal ledger show`. It needs no key and trusts nothing but bytes: events by their
-chain of hashes, receipts by their signature, weights by their manifests. What must balance is in `ledger/log/verify`.
+Called by `shoal ledger verify` and `shoal ledger show`. It needs no key. It trusts only what it can verify: events by
+their chain of hashes, receipts by their signature, weights by their manifests. `ledger/log/verify` checks the events.
 """
 
 import asyncio
@@ -23,10 +23,10 @@ from shoal.weights.manifest import open_manifest
 
 
 def check(source: str, receipts: Sequence[Path] = ()) -> bool:
-    """Audit a run's folder or a coordinator's URL, print the report, and say whether the log holds.
+    """Audit a run's folder or a coordinator's URL, print the report, and return whether the log holds.
 
-    `receipts` are files that workers kept, from anywhere. Raises `StateError` where the chain of hashes breaks,
-    `PeerError` when the coordinator cannot be asked, `ConfigError` for a file that cannot be read.
+    `receipts` are files that workers kept, on any machine. Raises `StateError` if the chain of hashes is broken,
+    `PeerError` if the coordinator does not answer, `ConfigError` if a file cannot be read.
     """
     audit = asyncio.run(_audit(source, receipts))
     say(report(audit))
@@ -34,12 +34,12 @@ def check(source: str, receipts: Sequence[Path] = ()) -> bool:
 
 
 def audit_folder(run_dir: Path) -> Audit:
-    """Audit the log of a run's folder with the receipts and blobs that lie there."""
+    """Audit the log of a run's folder with the receipts and blobs in it."""
     return asyncio.run(_audit(str(run_dir), ()))
 
 
 def show(run_dir: Path, kind: str, tail: int) -> None:
-    """Print the last `tail` events of a run's log (0: all), of one kind if it is named. Raises `StateError`."""
+    """Print the last `tail` events of a run's log (0: all), or the last ones of a kind. Raises `StateError`."""
     rows = asyncio.run(FolderRun(run_dir).rows())
     lines = [data.decode(errors="replace") for data, _ in rows if not kind or _kind_in(data) == kind]
     for line in lines[-tail:] if tail else lines:
@@ -59,7 +59,7 @@ async def _audit(source: str, receipts: Sequence[Path]) -> Audit:
 
 
 async def audit_log(run: PublicRun, receipts: Iterable[Path] = ()) -> Audit:
-    """Audit a run's log with the receipts in these files, and from a folder with all that lies there."""
+    """Audit a run's log and the receipts in these files; in a run's folder, also its receipts and weights."""
     audit = await replay_log(run)
     files = list(receipts)
     if isinstance(run, FolderRun):
@@ -71,20 +71,20 @@ async def audit_log(run: PublicRun, receipts: Iterable[Path] = ()) -> Audit:
 
 
 async def replay_log(run: PublicRun) -> Audit:
-    """Audit a run's log by itself, and from a coordinator, that its state is what the log gives."""
+    """Replay and check a run's log; at a URL, also check that the coordinator's state is what the log gives."""
     audit = verify(await run.rows())
     if isinstance(run, UrlRun):
         claimed = run.claim.head, run.claim.state_hash
         if claimed != (audit.state.head, state_hash(audit.state)):
             audit.findings.append(
-                f"{run.name} says another state than its log gives: keep this log, and do not trust it, unless it runs "
-                "another version of shoal"
+                f"the state that {run.name} reports is not what its log gives. If it runs the same version of shoal, "
+                "do not trust it, and keep this log as evidence"
             )
     return audit
 
 
 def _receipts(path: Path, audit: Audit) -> list[t.Receipt]:
-    """Receipts in a worker's file that the run key signed; a finding for each of this run that it did not."""
+    """Receipts in a worker's file that the run key signed. A receipt of this run without its signature is a finding."""
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
@@ -94,7 +94,7 @@ def _receipts(path: Path, audit: Audit) -> list[t.Receipt]:
         try:
             receipt = from_json(line, t.Receipt)
         except WireError:
-            continue  # a worker that was killed while writing
+            continue  # the worker was killed while it wrote this line
         unsigned = to_json(msgspec.structs.replace(receipt, signature=""))
         if verify_signature(audit.state.run_key, "receipt", unsigned, receipt.signature):
             receipts.append(receipt)
@@ -104,7 +104,7 @@ def _receipts(path: Path, audit: Audit) -> list[t.Receipt]:
 
 
 async def _check_weights(run: FolderRun, audit: Audit) -> None:
-    """Every version still kept must be what its manifest promises."""
+    """Check that each version that is still kept is what its manifest promises."""
     state = audit.state
     for version, record in state.main.versions.items():
         try:
@@ -115,6 +115,6 @@ async def _check_weights(run: FolderRun, audit: Audit) -> None:
             for chunk in {chunk for file in manifest.files for chunk in file.chunks}:
                 await run.blob(chunk)
         except NothingYet:
-            continue  # its time is over: see storage.retain
+            continue  # no longer kept: see storage.retain
         except (PeerError, StateError) as error:
             audit.findings.append(f"version {version}: {error}")

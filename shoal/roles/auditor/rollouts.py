@@ -1,9 +1,8 @@
-"""The auditor's second job: make groups again from public data, and say where the log says otherwise.
+"""The auditor's second job: recompute groups from public data, and report where the log differs.
 
 Called by `shoal audit` and `shoal.audit`. From the log and the revealed links it rebuilds what each worker was asked
-for; from the bodies and weights that are still kept it judges the answers with the validator's own checks, audited all
-of them; then it compares with the verdicts, credits and batches that were booked. It trusts no seed, verdict or reward
-of the log's.
+for. It judges the bodies that are still kept with the validator's own checks, and audits every group whose weights are
+still kept. It compares the results with the verdicts in the log. It trusts no seed, verdict or reward of the log.
 """
 
 import asyncio
@@ -44,13 +43,13 @@ AGREE, DISAGREE, CANNOT = 0, 1, 2
 
 
 class Choice(NamedTuple):
-    """Which groups to make again: one by its name, a sample, or (neither given) all."""
+    """Which groups to recompute: one by its name, a sample, or all if neither is given."""
 
     rollout: str = ""
     """VERSION/SLOT or VERSION/SLOT/INDEX."""
     sample: int = 0
     seed: int | None = None
-    """Of the sample; None draws one, so that nobody can know beforehand."""
+    """Seed of the sample; None draws one, so that nobody can predict the sample."""
 
 
 class Place(NamedTuple):
@@ -63,27 +62,27 @@ class Place(NamedTuple):
 
 @dataclass
 class Findings:
-    """What an audit of rollouts found, and of how much."""
+    """What an audit of rollouts found, and how much it covered."""
 
     disagreements: list[str] = field(default_factory=list)
     groups: int = 0
     rollouts: int = 0
     with_model: int = 0
-    """Groups whose tokens and log-probs were made again, too."""
+    """Groups whose tokens and log-probs were recomputed, too."""
     tokens: int = 0
-    """Policy tokens of these."""
+    """Policy tokens of the groups in `with_model`."""
     largest_gap: float = 0.0
-    """Of one of these, nats."""
+    """Largest gap of one of these tokens, nats."""
     overruled: int = 0
-    """Validators' words on groups that the log did not follow: outvoted or disputed, so it is not held to them."""
+    """Verdicts on groups that the log did not follow, so they are not compared: outvoted, or the block is disputed."""
     left_out: Counter[str] = field(default_factory=Counter)
-    """Groups by the reason why something of them could not be made again."""
+    """Numbers of groups by the reason why they, or a part of them, could not be recomputed."""
     told: list[str] = field(default_factory=list)
-    """Lines about the choice: one group's facts, or a sample's seed."""
+    """Lines about the choice: the facts of the named group, or the seed of the sample."""
 
     @property
     def agrees(self) -> bool:
-        """Whether something was made again and the log nowhere says otherwise."""
+        """Whether something was recomputed, and nothing in the log differs."""
         return self.exit_code() == AGREE
 
     def __str__(self) -> str:
@@ -91,7 +90,7 @@ class Findings:
         return printable("\n".join(summary(self)), keep="\n")
 
     def exit_code(self) -> int:
-        """1 where something disagrees, else 2 where nothing could be made again."""
+        """1 if something disagrees, 2 if nothing could be recomputed, else 0."""
         return DISAGREE if self.disagreements else AGREE if self.groups else CANNOT
 
 
@@ -105,18 +104,18 @@ def audit(source: str, choice: Choice, threads: int, own_files: bool) -> int:
 async def examine(source: str, choice: Choice, threads: int, own_files: bool) -> Findings:
     """Audit rollouts of the run in a folder or at a URL.
 
-    `own_files` runs environment files that the run names: its host's code. Raises `ConfigError` for a rollout that is
-    not in the log, `StateError` where the log's chain breaks, `PeerError` when the coordinator cannot be asked.
+    `own_files` allows environments that are files: they are the host's code. Raises `ConfigError` if the chosen rollout
+    is not in the log, `StateError` if the log's chain is broken, `PeerError` if the coordinator does not answer.
     """
     async with open_run(source) as run:
         return await audit_rollouts(run, choice, threads, own_files)
 
 
 def summary(found: Findings) -> list[str]:
-    """What was found, a line each."""
+    """The findings, the numbers and the result, as lines."""
     lines = [*found.told, *(f"DISAGREES: {line}" for line in found.disagreements)]
     lines.append(
-        f"made again: {found.groups} groups, {found.rollouts} rollouts: seed, task, prompt, environment, reward, "
+        f"recomputed: {found.groups} groups, {found.rollouts} rollouts: seed, task, prompt, environment, reward, "
         "ending, verdict"
     )
     lines.append(
@@ -124,18 +123,18 @@ def summary(found: Findings) -> list[str]:
         f"largest gap {found.largest_gap:.2g} nats"
     )
     if found.overruled:
-        lines.append(f"not compared: {found.overruled} verdicts on groups, outvoted or disputed")
+        lines.append(f"not compared: {found.overruled} verdicts on groups, because they were outvoted or disputed")
     lines += [f"left out: {count} groups: {reason}" for reason, count in sorted(found.left_out.items())]
-    verdicts = {
-        AGREE: "the log agrees with what is made again",
-        DISAGREE: "the log does NOT agree with what is made again",
-        CANNOT: "nothing could be made again",
+    results = {
+        AGREE: "the log agrees with what was recomputed",
+        DISAGREE: "the log does NOT agree with what was recomputed",
+        CANNOT: "nothing could be recomputed",
     }
-    return [*lines, verdicts[found.exit_code()]]
+    return [*lines, results[found.exit_code()]]
 
 
 async def audit_rollouts(run: PublicRun, choice: Choice, threads: int, own_files: bool) -> Findings:
-    """Make the chosen groups again and compare; raises as `examine`."""
+    """Recompute the chosen groups and compare them with the log; raises as `examine`."""
     log = await replay_log(run)
     found = Findings(disagreements=[f"the log: {finding}" for finding in log.findings])
     if choice.sample:
@@ -155,7 +154,7 @@ async def audit_rollouts(run: PublicRun, choice: Choice, threads: int, own_files
 
 
 def choose(log: Audit, choice: Choice) -> list[Place]:
-    """The groups to make again. Raises `ConfigError` where the choice names none."""
+    """The groups to recompute. Raises `ConfigError` if the choice names a group that nobody judged."""
     judged = [
         Place(lease.version, slot, submission.digest)
         for submission in log.state.submissions.values()
@@ -196,7 +195,7 @@ def _load_envs(specs: Sequence[t.EnvSpec], own_files: bool) -> dict[str, Env]:
 
 
 class Bench:
-    """What groups are made again with: the log, the environments, and one version's weights at a time."""
+    """What is needed to recompute groups: the log, the environments, and one version's weights at a time."""
 
     def __init__(self, run: PublicRun, log: Audit, envs: Mapping[str, Env], threads: int, home: Path) -> None:
         self.run, self.log, self.envs, self.threads, self.home = run, log, envs, threads, home
@@ -204,7 +203,7 @@ class Bench:
         self.verdicts: dict[str, list[VerdictGiven]] = defaultdict(list)
         self.decisions: dict[str, Decision] = {}
         self.forged: set[str] = set()
-        """Submissions that were accepted, and slashed after a recheck."""
+        """Submissions that were accepted, and that a recheck then found forged."""
         for entry in log.entries:
             match entry.body:
                 case VerdictGiven(submission=name):
@@ -214,7 +213,7 @@ class Bench:
                 case Rechecked(submission=name, outcome="forged"):
                     self.forged.add(name)
         self.scores: list[Score] = []
-        """Of the last submission."""
+        """Scores of the submission that was judged last."""
         self._policy: Loaded | None = None
         self._renderer: Renderer | None = None
 
@@ -228,18 +227,18 @@ class Bench:
         return self._policy.engine
 
     async def take_renderer(self) -> None:
-        """Any version's: they differ in weights alone. Raises as `fetch_weights`."""
+        """Load the newest version's renderer if there is none: all versions have the same. Raises as `fetch_weights`."""
         if self._renderer is None:
             directory = await fetch_weights(self.run, self.state, self.state.main.version, self.home)
             self._renderer = Renderer.from_directory(directory)
 
-    def is_overruled(self, vote: VerdictGiven, slot: int) -> bool:
-        """Whether the decision on the slot's block was not what this validator said of it."""
-        name, size = vote.submission, self.state.rules.block_groups
+    def is_overruled(self, verdict: VerdictGiven, slot: int) -> bool:
+        """Whether the log decided otherwise than this verdict on the slot's block, or the block is disputed."""
+        name, size = verdict.submission, self.state.rules.block_groups
         decision, block = self.decisions[name], slot // size
-        said_yes = all(group.outcome in ("accept", "void") for group in vote.groups if group.slot // size == block)
-        stands = block in decision.accepted and name not in self.forged
-        return block in decision.disputed or said_yes != stands
+        accepts = all(group.outcome in ("accept", "void") for group in verdict.groups if group.slot // size == block)
+        accepted = block in decision.accepted and name not in self.forged
+        return block in decision.disputed or accepts != accepted
 
     def tools(self, engine: Engine | None) -> Tools:
         """The validator's tools."""
@@ -278,7 +277,7 @@ async def _audit_version(
     try:
         await bench.take_renderer()
     except (PeerError, StateError) as error:
-        found.left_out[f"no version's tokenizer can be had: {error}"] += groups
+        found.left_out[f"the tokenizer cannot be fetched: {error}"] += groups
         return
     for name, slots in slots_by_submission.items():
         try:
@@ -303,7 +302,7 @@ async def _audit_version(
 def _compare(
     bench: Bench, check: t.Check, body: bytes, verdict: t.Verdict, slots: Sequence[int], found: Findings
 ) -> None:
-    """Book what was made again of a submission, and where the log differs."""
+    """Count what was recomputed of a submission, and note where the log differs."""
     version, state = check.lease.version, bench.state
     submission = state.submissions[check.id]
     if _group_digests(body) not in (submission.groups, ()):
@@ -338,7 +337,7 @@ def _group_digests(body: bytes) -> tuple[str, ...]:
 
 
 def _tell(bench: Bench, check: t.Check, verdict: t.Verdict, choice: Choice) -> list[str]:
-    """What a person asks of one group or rollout, from what was made again."""
+    """The facts of the chosen group or rollout: as recomputed, and as the log has them."""
     version, number, index = read_id(choice.rollout)
     state, lease = bench.state, check.lease
     slot = next(slot for block in lease.blocks for slot in block.slots if slot.slot == number)
@@ -348,7 +347,7 @@ def _tell(bench: Bench, check: t.Check, verdict: t.Verdict, choice: Choice) -> l
     lines = [
         f"submission {check.id[:12]} of {lease.worker[:12]}, lease {lease.id}",
         f"  seed {slot.seed[:16]}: environment {slot.env}, task {slot.task}",
-        f"  made again: {ours.outcome}{f' by {ours.check}' if ours.check else ''}, {ours.tokens} policy tokens, "
+        f"  recomputed: {ours.outcome}{f' by {ours.check}' if ours.check else ''}, {ours.tokens} policy tokens, "
         f"rewards {', '.join(f'{reward:g}' for reward in ours.rewards) or 'none'}",
     ]
     if index is not None and index < len(ours.rewards):

@@ -1,7 +1,7 @@
-"""Where an auditor reads a run from: its folder, without any server, or a coordinator's URL, without any key.
+"""Where an auditor reads a run from: its folder, without a server; or a coordinator's URL, without a key.
 
-Called by the auditor's other files. It gives the log's bytes, blobs by their hash and a version's weights, each
-verified, and judges none of them. It reads only: a folder may be that of a live run.
+Called by the auditor's other files. It gives the log's bytes, blobs and the weights of versions. It verifies their
+hashes, and judges nothing else. It only reads, so the folder may be that of a live run.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ Rows = list[tuple[bytes, str]]
 """Stored events with their hashes, in order."""
 
 ANSWER_S = 30.0
-"""A coordinator that has not answered by then is given up."""
+"""How long to wait for a coordinator's answer."""
 
 
 class PublicRun(Protocol):
@@ -38,11 +38,11 @@ class PublicRun(Protocol):
         ...
 
     async def blob(self, name: str) -> bytes:
-        """Bytes by their hash, verified. Raises `NothingYet` where there are none, `StateError` if they are others."""
+        """Bytes by their hash. Raises `NothingYet` if they are not there, `StateError` if they have another hash."""
         ...
 
     async def manifest(self, version: int, name: str) -> bytes:
-        """The signed manifest of a version, whose hash the log names; raises as `blob`."""
+        """The signed manifest of a version; `name` is its hash, from the log. Raises as `blob`."""
         ...
 
 
@@ -72,7 +72,7 @@ class FolderRun:
         except FileNotFoundError:
             data = None
         if data is None:
-            raise NothingYet(f"blob {name[:16]} is not here: its time is over (storage.retain)")
+            raise NothingYet(f"blob {name[:16]} is not here: it is no longer kept (storage.retain)")
         return _verified(data, name)
 
     async def manifest(self, version: int, name: str) -> bytes:
@@ -124,9 +124,9 @@ async def open_run(source: str) -> AsyncIterator[PublicRun]:
 
 
 async def fetch_weights(run: PublicRun, state: State, version: int, into: Path) -> Path:
-    """The checkpoint of a version in a directory below `into`, with the weights root that the log names.
+    """Fetch the checkpoint of a version into a directory below `into`; the log says which weights root it must have.
 
-    Raises `NothingYet` where its time is over, `StateError` or `PeerError` where it is not what the log promises.
+    Raises `NothingYet` if it is no longer kept, `StateError` or `PeerError` if it is not what the log promises.
     """
     record, chunks = state.main.versions[version], _Chunks(run)
     data = await run.manifest(version, record.manifest)
@@ -137,7 +137,7 @@ async def fetch_weights(run: PublicRun, state: State, version: int, into: Path) 
         )  # fmt: skip
     except PeerError:
         if chunks.gone:
-            raise NothingYet(f"weights of version {version} are not here: their time is over") from None
+            raise NothingYet(f"weights of version {version} are not here: they are no longer kept") from None
         raise
 
 
