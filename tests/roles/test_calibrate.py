@@ -96,9 +96,9 @@ def test_rollouts_of_another_policy_are_refused(run_file: Path, tmp_path: Path) 
         main(run_file, ["seed=4"], episodes=16, others=[tmp_path / "there.played"])
 
 
-def test_bytes_that_are_no_recording_are_refused_in_a_line(run_file: Path, tmp_path: Path) -> None:
+def test_bytes_that_are_not_a_recording_are_refused_in_a_line(run_file: Path, tmp_path: Path) -> None:
     (tmp_path / "junk").write_bytes(b"\xc1junk")
-    with pytest.raises(StateError, match="no recording"):
+    with pytest.raises(StateError, match="not a recording"):
         main(run_file, [], episodes=16, others=[tmp_path / "junk"])
 
 
@@ -120,7 +120,7 @@ PROVEN = ['verify.proofs="toploc"']
 
 
 @pytest.mark.parametrize(("dtype", "least", "most"), [("float32", 0.001, 0.001), ("bfloat16", 0.001, 0.016)])
-def test_a_run_with_proofs_gets_a_bound_on_their_error_that_honest_ones_keep(
+def test_a_run_with_proofs_gets_a_bound_on_their_error_that_honest_proofs_keep(
     run_file: Path, dtype: str, least: float, most: float, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_file.write_text(TINY.replace("DTYPE", dtype))
@@ -154,7 +154,7 @@ def resaved(path: Path, change: Callable[[bytes], bytes]) -> None:
 
 
 def emptied(proof: bytes) -> bytes:
-    """Every polynomial 0; a policy of width 32 has no other modulus than the prime."""
+    """A proof whose polynomials are all 0; a policy of width 32 has no other modulus than the prime."""
     words = np.frombuffer(proof, ">u2")
     return np.where(words == PRIME, words, 0).astype(">u2").tobytes()
 
@@ -164,7 +164,7 @@ def emptied(proof: bytes) -> bytes:
     [(lambda proof: proof[:-2], "damaged: the proof of slot 0: length"),
      (emptied, "for any bound to pass them")],
 )  # fmt: skip
-def test_a_machine_whose_proofs_no_bound_lets_pass_is_named_before_anything_is_written(
+def test_proofs_that_no_bound_lets_pass_are_reported_before_anything_is_written(
     run_file: Path, tmp_path: Path, change: Callable[[bytes], bytes], said: str
 ) -> None:
     main(run_file, PROVEN, episodes=16, save=tmp_path / "there.played")
@@ -174,7 +174,7 @@ def test_a_machine_whose_proofs_no_bound_lets_pass_is_named_before_anything_is_w
     assert run_file.read_text() == TINY.replace("DTYPE", "float32")
 
 
-def test_a_factor_that_refuses_honest_work_is_refused(run_file: Path) -> None:
+def test_a_safety_factor_below_1_is_refused(run_file: Path) -> None:
     with pytest.raises(ConfigError, match="at least 1"):
         main(run_file, [], episodes=16, safety=0.5)
 
@@ -193,7 +193,7 @@ steps = 1
 """
 
 
-def test_a_table_that_is_there_keeps_its_comments_and_its_place(run_file: Path) -> None:
+def test_an_existing_table_keeps_its_comments_and_its_place(run_file: Path) -> None:
     run_file.write_text(TINY.replace("DTYPE", "float32") + TABLE)
     text = with_values(run_file, MEASURED)
     changed = TABLE.replace("gap = 0.5", "gap = 0.25").replace("=1e-3", "=3e-05").replace("2.0", "0.5")
@@ -201,7 +201,7 @@ def test_a_table_that_is_there_keeps_its_comments_and_its_place(run_file: Path) 
     assert text == TINY.replace("DTYPE", "float32") + changed
 
 
-def test_a_value_goes_into_a_table_that_is_there(run_file: Path) -> None:
+def test_a_value_goes_into_an_existing_table(run_file: Path) -> None:
     before = TINY.replace("DTYPE", "float32") + '\n[verify] # of strangers\nproofs = "toploc"\n'
     run_file.write_text(before)
     text = with_values(run_file, tables_of({}, 0.002))
@@ -213,7 +213,7 @@ def test_writing_twice_changes_nothing_more(run_file: Path) -> None:
     assert with_values(run_file, MEASURED) == run_file.read_text()
 
 
-def test_bounds_written_in_a_way_of_their_own_are_left_alone(run_file: Path) -> None:
+def test_bounds_in_an_inline_table_are_left_alone(run_file: Path) -> None:
     inline = TINY.replace("DTYPE", "float32") + '\n[verify]\nbounds = { "float32/float32" = { gap = 0.5 } }\n'
     run_file.write_text(inline)
     with pytest.raises(ConfigError, match="by hand"):

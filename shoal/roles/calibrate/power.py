@@ -1,6 +1,6 @@
-"""What a worker that samples with another seed would show, by the policy's entropy at its tokens.
+"""How many tokens it takes to detect a worker that samples with another seed, by the policy's entropy at each token.
 
-Called by `role`, on the rollouts that were played here.
+Called by `role`, with the rollouts that were played here.
 """
 
 from collections.abc import Sequence
@@ -20,18 +20,18 @@ from shoal.protocol.wire import domain_hash
 from shoal.roles.calibrate.recording import Recording
 
 LOGITS_HELD = 1 << 22
-"""Values held at a time when entropies are computed."""
+"""Logits in memory at a time when entropies are computed."""
 
 
 def show_power(recording: Recording, policy: Path, bounds: Bounds) -> None:
-    """A line for each tenth of the tokens, and one for all."""
+    """Print a line for each tenth of the tokens, and one for all."""
     engine, requests = open_engine(EngineSpec(dtype=recording.dtype, threads=1)), recording.requests()
     engine.load(policy, 0)
     others = [request._replace(seed=domain_hash("another seed", request.seed)) for request in requests]
     scores = engine.score(others, recording.sampling.temperature, hidden=True)
     entropy_P = _entropies(policy, scores, recording.sampling.temperature)
     gaps_P = np.concatenate([score.gaps_P for score in scores])
-    print("\nwhat another seed would change, tenths of the tokens by entropy")
+    print("\nwhat another seed would change, by tenths of the tokens in order of entropy")
     print(f"{'entropy, nats a token':>22}{'changed':>10}   tokens for 95 % detection")
     for row in power_by_entropy(entropy_P, gaps_P, bounds):
         print(_line(row))

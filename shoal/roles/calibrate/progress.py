@@ -1,13 +1,13 @@
-"""What a person sees of a calibration while it works: a counter in a terminal, one line elsewhere.
+"""Shows how far a calibration is: a counter in a terminal, one line elsewhere.
 
-Called by the other files of this room. It goes to stderr, so that the tables can be kept by themselves.
+Called by the other files of this folder. It writes to stderr, so that stdout holds the tables alone.
 """
 
 import sys
 
 
 def progress(what: str, done: int, total: int) -> None:
-    """So much of the work is done."""
+    """Show that `done` of `total` parts of the work are done."""
     if sys.stderr.isatty():
         print(f"\r\033[K{what}: {done} of {total}" if done < total else "\r\033[K", end="", file=sys.stderr, flush=True)
     elif done == 0:
@@ -15,5 +15,5 @@ def progress(what: str, done: int, total: int) -> None:
 
 
 def remark(line: str) -> None:
-    """A line beside the tables."""
+    """Print a line that is not part of the tables."""
     print(line, file=sys.stderr, flush=True)

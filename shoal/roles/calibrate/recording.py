@@ -1,6 +1,6 @@
-"""What honest rollouts are calibrated on: a run's policy plays its environments here, as a worker plays, over threads.
+"""Recordings: the rollouts that a run's policy plays here, as a worker would, with several numbers of threads.
 
-Called by `role`. A recording can be written, and read on another machine that holds the same policy.
+Called by `role`. A recording can be written to a file, and read on another machine that has the same policy.
 
 Axes: P policy tokens of all rollouts, in order.
 """
@@ -38,7 +38,7 @@ class Played(Message, frozen=True):
     slots: tuple[Slot, ...]
     groups: tuple[Group, ...]
     proofs: tuple[bytes, ...] = ()
-    """Of the activations, one for each group, where the run asks for them."""
+    """Proofs of the activations, one for each group; empty unless the run asks for them."""
 
 
 class Recording(Message, frozen=True):
@@ -64,9 +64,9 @@ class Recording(Message, frozen=True):
 
 
 def play(config: RunConfig, policy: Path, episodes: int) -> Recording:
-    """At least so many episodes, as whole blocks of the run, over the threads in turn.
+    """Play at least `episodes` episodes, as whole blocks, with each number of threads in turn.
 
-    Raises `ConfigError` where no task leaves the policy room to write.
+    Raises `ConfigError` if every prompt is so long that the policy cannot write anything.
     """
     sampling = Sampling(config.sampling.temperature, config.sampling.max_turn_tokens, config.sampling.max_tokens)
     envs = {env.label: load_env(env.name, env.args) for env in config.envs}
@@ -88,32 +88,34 @@ def play(config: RunConfig, policy: Path, episodes: int) -> Recording:
     progress("playing", num_blocks, num_blocks)
     recording = Recording(machine(engine), weights_root(policy), config.sampled_dtype, sampling, tuple(played))
     if not recording.rollouts():
-        raise ConfigError(f"no task of {', '.join(envs)} leaves the policy room to write: raise sampling.max_tokens")
+        raise ConfigError(
+            f"every prompt of {', '.join(envs)} fills sampling.max_tokens, so the policy can write nothing: raise it"
+        )
     return recording
 
 
 def machine(engine: Engine) -> str:
-    """What the noise of this machine depends on."""
+    """What this machine's noise depends on: implementation, device and instruction set."""
     facts = engine.facts
     return f"{facts.implementation} {facts.device} {torch.backends.cpu.get_cpu_capability()}"
 
 
 def read(path: Path, config: RunConfig, policy: Path) -> Recording:
-    """What another machine played with the same policy. Raises `StateError`."""
+    """Read what another machine played with the same policy. Raises `StateError`."""
     try:
         recording = from_msgpack(path.read_bytes(), Recording)
         whole = all(_fits(rollout) for rollout in recording.rollouts())
     except (OSError, WireError, ValueError) as error:
-        raise StateError(f"{path} is no recording of `shoal calibrate --save`: {error}") from None
+        raise StateError(f"{path} is not a recording of `shoal calibrate --save`: {error}") from None
     if not whole:
-        raise StateError(f"{path} is damaged: it holds rollouts whose tokens and log-probs do not belong together")
+        raise StateError(f"{path} is damaged: it holds rollouts whose tokens, authors and log-probs do not match")
     if (recording.root, recording.dtype) != (weights_root(policy), config.sampled_dtype):
         raise StateError(
-            f"{path} was played by another policy or in another dtype ({recording.dtype}): make it with this run file, "
-            "and where policy.path is empty fix the run's seed in it"
+            f"{path} was played by another policy or in another dtype ({recording.dtype}): make it with this run file. "
+            "If policy.path is empty, fix the seed in the run file"
         )
     if config.verify.proofs != "none" and any(len(part.proofs) != len(part.groups) for part in recording.played):
-        raise StateError(f"{path} has no proofs of activations: make it with verify.proofs as this run file has it")
+        raise StateError(f"{path} has no proofs of activations: make it again with this run file's verify.proofs")
     return recording
 
 

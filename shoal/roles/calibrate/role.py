@@ -32,13 +32,13 @@ def main(
     save: Path | None = None,
     others: Sequence[Path] = (),
 ) -> None:
-    """Measure, print, and if asked write the bounds into the run file.
+    """Measure and print the bounds; with `write`, also write them into the run file.
 
-    Raises `ConfigError` for a run file that cannot be read or edited, `StateError` for a recording of another policy
-    and where honest proofs of activations would be refused whatever the bound.
+    Raises `ConfigError` if the run file cannot be read or edited; `StateError` if a recording is of another policy, or
+    if no bound would let honest proofs of activations pass.
     """
     if safety < 1:
-        raise ConfigError(f"--safety {safety}: at least 1, or honest work is refused")
+        raise ConfigError(f"--safety is {safety}, at least 1 is needed: below 1, honest work is refused")
     with tempfile.TemporaryDirectory(prefix="shoal-calibrate-") as scratch:
         folder = RunFolder(Path(scratch))
         folder.prepare(load_run(run_file, overrides), run_file.parent)
@@ -68,7 +68,7 @@ def main(
 
 
 def _policy(folder: RunFolder, config: RunConfig) -> Path:
-    """The policy with which the run would start."""
+    """The policy that the run would start from."""
     if config.policy.path:
         return Path(config.policy.path)
     make_tiny(config.policy.tiny, folder.policy, int.from_bytes(folder.seed()[:4], "big"), config.policy.dtype)

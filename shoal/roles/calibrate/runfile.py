@@ -1,6 +1,6 @@
-"""Puts what was measured into a run file, and leaves every other line and comment of it as it was.
+"""Writes measured values into a run file, and changes no other line or comment.
 
-Called by `role`. It finds tables and keys by their names, and knows nothing of what they mean or how they were measured.
+Called by `role`. It finds tables and keys by name, and does not know what they mean or how they were measured.
 """
 
 import re
@@ -14,24 +14,24 @@ from shoal.errors import ConfigError
 from shoal.protocol.types import Bounds
 
 Tables = dict[str, dict[str, float]]
-"""Values by the table's name as a run file writes it, such as `verify.bounds."float32/float32"`."""
+"""Values by the name of their table as in a run file, such as `verify.bounds."float32/float32"`."""
 
 
 def tables_of(bounds: dict[str, Bounds], activation_error: float | None) -> Tables:
-    """What was measured, by "sampled/replayed"; the error of activations, where the run asks for proofs of them."""
+    """The tables for these bounds (by "SAMPLED/RECOMPUTED") and, if the run asks for proofs, for their error."""
     found: Tables = {} if activation_error is None else {"verify": {"activation_error": activation_error}}
     return found | {f'verify.bounds."{pair}"': msgspec.to_builtins(of_pair) for pair, of_pair in bounds.items()}
 
 
 def text_of(name: str, values: dict[str, float]) -> str:
-    """One table, as TOML."""
+    """A table as TOML."""
     return "\n".join((f"[{name}]", *(f"{key} = {value!r}" for key, value in values.items())))
 
 
 def with_values(run_file: Path, found: Tables) -> str:
-    """The run file's text with the values set.
+    """The run file's text with these values.
 
-    Raises `ConfigError` where it is written in a way that is not understood here.
+    Raises `ConfigError` if the file writes these tables in a form that this code cannot edit, such as inline tables.
     """
     text = run_file.read_text()
     for name, values in found.items():
@@ -41,12 +41,14 @@ def with_values(run_file: Path, found: Tables) -> str:
     except (tomllib.TOMLDecodeError, KeyError):
         holds = False
     if not holds:
-        raise ConfigError(f"{run_file} writes [verify] in a way of its own: put the tables above there by hand")
+        raise ConfigError(
+            f"cannot edit the form in which {run_file} writes [verify]: put the tables above into it by hand"
+        )
     return text
 
 
 def _with_table(text: str, name: str, values: dict[str, float]) -> str:
-    """The values of one table replaced, line by line; or the whole table added at the end."""
+    """The text with one table's values replaced, line by line; or with the table added at the end."""
     head = re.search(rf"^\[{re.escape(name)}\][^\n]*\n?", text, re.MULTILINE)
     if head is None:
         return f"{text.rstrip()}\n\n{text_of(name, values)}\n"
