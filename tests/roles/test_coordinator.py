@@ -1,4 +1,4 @@
-"""The coordinator as strangers meet it: what its calls answer, refuse and keep private."""
+"""The coordinator's calls as strangers use them: what they answer, what they refuse and what they keep private."""
 
 import asyncio
 import json
@@ -34,7 +34,7 @@ def town(tmp_path):
 
 
 def ask(town, story):
-    """Run a story with a fresh key's client that knows the run."""
+    """Run a story with a client that has a fresh key and knows the run."""
 
     async def whole():
         client = town.client(town.folder.root / "stranger.key")
@@ -130,9 +130,9 @@ def test_only_the_run_key_administers(town):
     assert asyncio.run(host()) == "paused"
 
 
-def test_only_the_trainer_puts_chunks_and_under_their_own_names(town):
+def test_only_the_trainer_sends_chunks_and_each_under_its_hash(town):
     chunk, trainer = b"weights", town.desk.state.trainer_key
-    with pytest.raises(Refused, match="only the trainer puts chunks"):
+    with pytest.raises(Refused, match="only the trainer sends chunks"):
         put_chunk(town.desk, "a" * 64, digest(chunk), chunk, digest(chunk))
     with pytest.raises(Refused, match="do not have the hash in the path"):
         put_chunk(town.desk, trainer, digest(b"other"), chunk, digest(chunk))
@@ -150,7 +150,7 @@ def test_a_head_that_the_log_does_not_hold_is_called_a_fork(town):
         ask(town, story)
 
 
-def test_a_wrong_clock_is_named_with_its_skew(town):
+def test_a_wrong_clock_is_reported_with_its_skew(town):
     async def story(_):
         key = load_or_make_key(town.folder.root / "stranger.key")
         late = Client(URL, key, transport=httpx.ASGITransport(town.app), clock=lambda: town.desk.clock() - 3600)
@@ -163,7 +163,7 @@ def test_a_wrong_clock_is_named_with_its_skew(town):
 
 
 def test_bodies_are_private_until_judged(town):
-    """A worker cannot read what another sent before the slot is final; afterwards anyone can audit it."""
+    """A worker cannot read another's submission until its slots are final. Then anyone can audit it."""
 
     async def story(client):
         worker, trainer = town.worker("honest"), town.trainer()
@@ -210,7 +210,7 @@ def test_a_restart_replays_to_the_same_state(town):
 
 def test_an_environment_that_changed_is_refused_on_resume(town, monkeypatch):
     monkeypatch.setattr("shoal.roles.coordinator.role.env_digest", lambda name: "0" * 64)
-    with pytest.raises(StateError, match="not the one that it was started with"):
+    with pytest.raises(StateError, match="has changed since the run started"):
         open_run(town.folder, town.config)
 
 
@@ -244,7 +244,7 @@ def test_a_run_from_before_there_were_labels_goes_on(tmp_path, monkeypatch):
     assert [env.label for env in desk.state.envs] == [str(path)], "slots of the log keep their meaning"
 
 
-def test_old_bodies_go_by_the_retain_rule(tmp_path):
+def test_old_bodies_are_deleted_as_storage_retain_says(tmp_path):
     config = tiny_run(steps=4, storage={"retain": "window", "window_steps": 1})
     town = Town(tmp_path / "run", config)
     asyncio.run(town.live(town.trainer(), town.validator(), town.worker("one")))
@@ -253,7 +253,7 @@ def test_old_bodies_go_by_the_retain_rule(tmp_path):
     assert kept and min(kept) >= 2
 
 
-def test_the_rules_hold_the_bounds_of_the_dtype_that_workers_sample_in_and_of_no_other():
+def test_the_rules_have_only_the_bounds_of_the_dtype_that_workers_sample_in():
     rules = rules_of(tiny_run(policy={"dtype": "bfloat16"}))
     assert rules.dtype == "bfloat16" and rules.bounds.keys() == {"bfloat16/bfloat16", "bfloat16/float32"}
     declared = rules_of(tiny_run(policy={"dtype": "bfloat16"}, sampling={"dtype": "int8"}))
@@ -277,7 +277,7 @@ def test_the_quota_stops_leases_and_says_so(tmp_path):
         assert "quota" in ask(town, impatient)
 
 
-def test_the_state_is_hashed_once_a_head_and_seldom_where_it_takes_long(town, monkeypatch):
+def test_the_state_is_hashed_once_for_each_head_and_seldom_if_it_takes_long(town, monkeypatch):
     now, hashed = [1000.0], []
 
     def slowly(state):
@@ -302,7 +302,7 @@ def test_the_state_is_hashed_once_a_head_and_seldom_where_it_takes_long(town, mo
 
 @pytest.mark.parametrize("number", ["9" * 5000, "-1", "7", "x", "\u0663"])
 @pytest.mark.parametrize("path", ["/v1/manifests/{}", "/v1/batches/{}", "/v1/events?after={}", "/v1/nodes/{}/credits"])
-def test_no_number_of_a_path_or_query_is_a_fault_of_ours(town, path, number, monkeypatch):
+def test_no_number_in_a_path_or_query_makes_the_coordinator_fail(town, path, number, monkeypatch):
     monkeypatch.setattr("shoal.roles.coordinator.api.LONG_POLL_S", 0.0)
 
     async def story(client):
@@ -313,7 +313,7 @@ def test_no_number_of_a_path_or_query_is_a_fault_of_ours(town, path, number, mon
     assert answer.status_code in (200, 400, 404) and len(answer.content) < 5000
 
 
-def test_a_version_signed_again_at_once_changes_nothing_and_later_is_served(tmp_path):
+def test_a_manifest_signed_again_is_ignored_at_first_and_served_after_half_its_life(tmp_path):
     now = 1_800_000_000.0
     town = Town(tmp_path / "run", tiny_run(), clock=lambda: now)
     key = load_or_make_key(town.folder.keys / "trainer.key")

@@ -1,4 +1,4 @@
-"""Workers that wait for a lease: whom a commit wakes, in which order, and that nobody is forgotten."""
+"""Workers that wait for a lease: which of them a commit wakes, in which order, and that none is forgotten."""
 
 import asyncio
 import contextlib
@@ -16,11 +16,11 @@ from shoal.roles.coordinator import api
 from tests.roles.town import Town, tiny_run
 
 BLOCKS = 2
-"""Room of the tiny run's first version."""
+"""Blocks of the tiny run's first version."""
 
 
 class Crowd:
-    """Workers of a town who ask for leases; every time that the rules are asked for one is counted."""
+    """Workers that ask for leases, and a count of how often the rules were asked for one."""
 
     def __init__(self, town, monkeypatch):
         self.town, self.desk, self.asked, self.polls = town, town.desk, 0, {}
@@ -76,7 +76,7 @@ class Crowd:
 
 
 def play(tmp_path, monkeypatch, story, size=12, **changes):
-    """Let a story happen in a town with a crowd."""
+    """Run a story in a town with a crowd."""
     crowd = Crowd(Town(tmp_path / "run", tiny_run(**changes)), monkeypatch)
 
     async def whole():
@@ -133,12 +133,12 @@ def test_a_poll_that_cannot_use_its_block_wakes_the_next(tmp_path, monkeypatch):
         asked = crowd.asked
         for name in "abc":
             await crowd.join_event(name)
-        assert crowd.asked == asked, "who is quarantined asks again at each commit"
+        assert crowd.asked == asked, "a quarantined worker asks again at each commit"
 
     play(tmp_path, monkeypatch, story, size=4)
 
 
-def test_who_was_passed_over_gets_a_block_as_soon_as_nothing_is_in_its_way(tmp_path, monkeypatch):
+def test_a_worker_that_was_passed_over_gets_a_block_when_its_quarantine_ends(tmp_path, monkeypatch):
     async def story(crowd):
         await crowd.poll(0)
         node = crowd.desk.state.members[crowd.key(0)]
@@ -155,7 +155,7 @@ def test_who_was_passed_over_gets_a_block_as_soon_as_nothing_is_in_its_way(tmp_p
 
 
 def test_a_poll_whose_worker_was_cut_off_wakes_the_next(tmp_path, monkeypatch):
-    """One call is cancelled; of another the server only learns that the connection is gone."""
+    """One poll is cancelled. Another's connection is closed, which the server only learns when it asks."""
 
     async def story(crowd):
         await crowd.poll(0, 1, 2, 3)
@@ -188,7 +188,7 @@ def test_a_call_that_is_cancelled_before_it_asks_goes_to_the_next(tmp_path, monk
 
 
 def test_a_newcomer_does_not_overtake_a_poll_that_is_called(tmp_path, monkeypatch):
-    """The block is there, and the poll that was called for it has not asked yet."""
+    """There is a block, but the poll that was called for it has not asked yet."""
 
     async def story(crowd):
         await crowd.poll(0, 1, 2)
@@ -242,7 +242,7 @@ def test_polls_that_wait_through_a_pause_are_served_when_the_run_goes_on(tmp_pat
 
 
 def test_an_honest_slow_worker_in_a_crowd_gets_its_lease(tmp_path, monkeypatch):
-    """Its polls end without a lease and it takes its time to ask again, while a crowd is there without a pause."""
+    """Its polls end without a lease and it is slow to ask again, while a crowd polls without a pause."""
     monkeypatch.setattr(api, "LONG_POLL_S", 1.2)
 
     async def story(crowd):

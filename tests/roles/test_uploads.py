@@ -1,4 +1,4 @@
-"""Submissions on their way to a real coordinator: what is refused before its body is read, and what is left on disk."""
+"""Uploads to a real coordinator: what it refuses before it reads the body, and what is left on its disk."""
 
 import asyncio
 import contextlib

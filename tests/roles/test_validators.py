@@ -18,7 +18,7 @@ from tests.attacks.validators import Hangman, Idler
 from tests.roles.town import Town, tiny_run
 
 HURRIED = Law(turn_s=0.5, recheck_rate=1.0)
-"""Turns and rechecks as in a long run, within a short one."""
+"""Short turns and a recheck of every submission, so that a short run has what else only a long one has."""
 
 
 def town_of_three(path, law=LAW):
@@ -96,7 +96,7 @@ async def until_submitted(town, *roles):
         assert not work.done(), work.exception()
         await asyncio.sleep(0.05)
     while not work.done():
-        work.cancel()  # again: `wait_for` may swallow it where what it waits for ends at the same moment
+        work.cancel()  # again: `wait_for` may swallow a cancellation if what it waits for ends at that moment
         await asyncio.wait([work], timeout=1.0)
     (check,) = [found for number in (0, 1) if (found := next_check(town.desk, key_of(town, number)))][:1]
     return check
@@ -136,7 +136,7 @@ def test_a_verdict_that_was_overtaken_is_asked_for_again_and_accuses_nobody(tmp_
 
 
 @pytest.mark.parametrize("same_slots", [True, False], ids=["the same slots", "other slots"])
-def test_a_voice_that_shows_other_activations_is_accused_and_one_of_other_slots_is_not(tmp_path, same_slots):
+def test_a_verdict_with_other_activations_is_accused_but_not_one_that_audits_other_slots(tmp_path, same_slots):
     town = town_of_three(tmp_path, HURRIED)
 
     async def story():
@@ -157,7 +157,7 @@ def test_a_voice_that_shows_other_activations_is_accused_and_one_of_other_slots_
 
 
 def test_projections_are_private_until_all_have_judged(tmp_path):
-    """Who could read an earlier validator's numbers could vote with them."""
+    """A validator that could read an earlier one's projections could copy them."""
     town = town_of_three(tmp_path, HURRIED)
 
     async def story():
@@ -195,13 +195,13 @@ def test_nothing_is_kept_of_projections_that_nobody_asked_for(tmp_path):
     asyncio.run(story())
 
 
-def test_a_suspended_validator_is_told_so_and_asked_no_more(tmp_path):
+def test_a_suspended_validator_is_told_so_and_gets_no_more_submissions(tmp_path):
     town = town_of_three(tmp_path, HURRIED)
 
     async def story():
         await until_submitted(town, town.trainer(), town.worker("honest"))
         town.desk.state.members[key_of(town, 0)].standing = "suspended"
-        with pytest.raises(Refused, match="is asked no more"):
+        with pytest.raises(Refused, match="gets no more submissions"):
             next_check(town.desk, key_of(town, 0))
 
     asyncio.run(story())

@@ -1,8 +1,7 @@
-"""The coordinator's HTTP calls, version 1: one table, one short handler each.
+"""The coordinator's HTTP calls, version 1: a table of the calls, and a short handler for each.
 
 Called by uvicorn, and by tests without a socket. A handler reads a request within the gate's limits, asks the desk or
-a file beside it, and encodes the answer. It decides nothing: refusals come from the rules and are told with their
-status here.
+a file beside it, and encodes the answer. It decides nothing: the rules refuse, and this file chooses the HTTP status.
 """
 
 import time
@@ -49,13 +48,13 @@ STATUS_OF = {
     "not_joined": 403, "not_admitted": 403, "kicked": 403, "not_yours": 403, "conflict": 409, "fork": 409,
     "superseded": 410, "nothing_yet": 404, "not_your_turn": 404, "unknown": 404, "busy": 503,
 }  # fmt: skip
-"""HTTP status of a rule's refusal; 400 for the others."""
+"""HTTP status for the code of a refusal; 400 for all other codes."""
 
 TO_JUDGE = (
     SubmissionReceived, VerdictGiven, Decision, Rechecked, ValidatorFault, NodeJoined,
     RulesChanged, RunEnded,
 )  # fmt: skip
-"""Events after which a validator may have something to judge, or to be told."""
+"""Events after which a validator may have something to judge, or may learn that it has not."""
 
 Handler = Callable[["Api", Request], Awaitable[Response]]
 
@@ -85,8 +84,8 @@ class Api:
     line: Line
 
     def admit(self, request: Request, cap: int = SMALL_BODY_BYTES) -> Caller:
-        """Who signed the request, before its body is read. A head that our log does not hold means that one of us is
-        a fork."""
+        """Who signed the request, before its body is read. Raises `Refused` if our log lacks the head that the caller saw
+        last: then the log was forked or rolled back."""
         caller = self.gate.admit(request, run=self.desk.state.run, cap=cap)
         if caller.head and not self.desk.book.knows(caller.head):
             raise Refused("fork", f"your last log head {caller.head[:16]} is not in this log: the host's log was rolled "
@@ -94,7 +93,7 @@ class Api:
         return caller
 
     async def caller(self, request: Request) -> tuple[Caller, bytes]:
-        """Who signed the request, and its body, which is small: anyone with a key may send one."""
+        """Who signed the request, and its body. The body must be small, because anyone with a key may send one."""
         caller = self.admit(request)
         return caller, await self.gate.body(request, caller)
 
@@ -126,7 +125,7 @@ async def get_statement(api: Api, request: Request) -> Response:
 
 
 async def _member(api: Api, request: Request) -> str:
-    """The key in the path, if it is a member's."""
+    """The key in the path. Raises `Refused` if it is not a member's."""
     await api.gate.anyone(request)
     key: str = request.path_params["key"]
     if key not in api.desk.state.members:
@@ -150,7 +149,7 @@ async def get_manifest(api: Api, request: Request) -> Response:
 
 
 async def get_batch(api: Api, request: Request) -> Response:
-    """Held open until the batch is formed."""
+    """Long poll: answered when the batch is formed."""
     await api.gate.anyone(request)
     step, until = _number(request.path_params["step"], "step"), time.monotonic() + LONG_POLL_S
     while True:
@@ -164,7 +163,7 @@ async def get_batch(api: Api, request: Request) -> Response:
 
 
 async def get_events(api: Api, request: Request) -> Response:
-    """Stored bytes, a line each: what is hashed."""
+    """The stored bytes of the events, a line each: these bytes are hashed."""
     await api.gate.anyone(request)
     after = _number(request.query_params.get("after", "-1"), "after")
     page = bytearray()
@@ -192,7 +191,7 @@ async def get_metrics(api: Api, request: Request) -> Response:
 
 
 async def get_front(api: Api, request: Request) -> Response:
-    """What a person sees who opens the URL."""
+    """A page for people who open the URL."""
     info, status = api.board.info(), api.board.status()
     url = str(request.base_url).rstrip("/")
     return PlainTextResponse(
@@ -217,7 +216,7 @@ async def post_nodes(api: Api, request: Request) -> Response:
 
 
 async def post_leases(api: Api, request: Request) -> Response:
-    """Held open while a lease may come soon."""
+    """Long poll: answered when there is a lease, or when none can come soon."""
     caller, body = await api.caller(request)
     asked, until = server.decode(body, t.LeaseRequest), time.monotonic() + LONG_POLL_S
     with api.line.place(caller.key) as place:
@@ -234,7 +233,7 @@ async def post_leases(api: Api, request: Request) -> Response:
 
 
 async def put_submission(api: Api, request: Request) -> Response:
-    """The body goes to disk: it is read only if it is expected, and looked at only if it is what was signed."""
+    """Stream an expected body to disk; it is decoded only if its digest is the signed one."""
     caller, lease = api.admit(request, MAX_SUBMISSION_BYTES), request.path_params["id"]
     known = api.desk.expect_submission(caller.key, lease, caller.digest, server.body_bytes(request))
     if known is not None:
@@ -245,7 +244,7 @@ async def put_submission(api: Api, request: Request) -> Response:
 
 
 async def get_checks(api: Api, request: Request) -> Response:
-    """Held open until there is a submission to judge."""
+    """Long poll: answered when there is a submission to judge, or when the run is over."""
     caller, _ = await api.caller(request)
     until = time.monotonic() + LONG_POLL_S
     while True:
@@ -254,7 +253,7 @@ async def get_checks(api: Api, request: Request) -> Response:
         over = api.desk.state.phase == "ended" and not api.board.status().pending
         if check is not None or over or left_s <= 0:
             return answer(t.CheckAnswer(check, "" if check else api.board.status().waiting_for))
-        await api.desk.book.changed(min(left_s, api.desk.state.law.turn_s), *TO_JUDGE)  # a turn comes without an event
+        await api.desk.book.changed(min(left_s, api.desk.state.law.turn_s), *TO_JUDGE)  # a turn begins without an event
 
 
 async def put_verdict(api: Api, request: Request) -> Response:
@@ -263,7 +262,7 @@ async def put_verdict(api: Api, request: Request) -> Response:
     body = await api.gate.body(request, caller)
     verdict = server.decode(body, t.Verdict)
     if verdict.submission != request.path_params["id"]:
-        raise Refused("malformed", "the verdict names another submission than the path")
+        raise Refused("malformed", "the verdict is for another submission than the path names")
     await take_verdict(api.desk, caller.key, verdict)
     return answer(t.Done(api.desk.state.seq))
 
@@ -276,13 +275,13 @@ async def post_checkpoints(api: Api, request: Request) -> Response:
 
 
 async def get_blob(api: Api, request: Request) -> Response:
-    """Anyone may ask for what is public; the rest needs a signature."""
+    """A blob. Private ones need a signed request."""
     name = request.path_params["hash"]
     key = api.admit(request).key if "signature" in request.headers else ""
     if not key:
         await api.gate.anyone(request)
     if not api.desk.kept.may_read(name, key):
-        raise Refused("nothing_yet", f"blob {name[:16]} is not here, or private until its slot is final")
+        raise Refused("nothing_yet", f"blob {name[:16]} is not here, or is private until its slot is final")
     return api.desk.blobs.serve(name)
 
 
@@ -323,12 +322,12 @@ CALLS: list[tuple[Call, Handler]] = [
         Call("GET", "/v1/nodes/{key}/statement", "anyone", "Its balance, signed by the run.", None, Statement),
         get_statement,
     ),
-    (Call("GET", "/v1/status", "anyone", "Where the run stands.", None, t.Status), get_status),
+    (Call("GET", "/v1/status", "anyone", "How far the run is, and what it waits for.", None, t.Status), get_status),
     (Call("GET", "/v1/state", "anyone", "What a replay of the log must give.", None, t.StateHash), get_state),
     (Call("GET", "/v1/manifests/{version}", "anyone", "A version's manifest.", None, t.SignedManifest), get_manifest),
     (Call("GET", "/v1/batches/{step}", "anyone", "The batch of a step (long poll).", None, t.Batch), get_batch),
-    (Call("GET", "/v1/events", "anyone", "The log, a line an event; ?after=SEQ.", None, None), get_events),
-    (Call("POST", "/v1/nodes", "node", "Join, keyed by the signing key.", t.Join, t.NodeState), post_nodes),
+    (Call("GET", "/v1/events", "anyone", "The log, one event a line; ?after=SEQ.", None, None), get_events),
+    (Call("POST", "/v1/nodes", "node", "Join with the key that signs.", t.Join, t.NodeState), post_nodes),
     (Call("POST", "/v1/leases", "worker", "A lease (long poll).", t.LeaseRequest, t.LeaseAnswer), post_leases),
     (Call("PUT", "/v1/leases/{id}/submission", "worker", "Fill a lease; msgpack.", None, t.Receipt), put_submission),
     (Call("GET", "/v1/checks", "validator", "A submission to judge (long poll).", None, t.CheckAnswer), get_checks),

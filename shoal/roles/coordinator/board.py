@@ -1,6 +1,6 @@
-"""The run's notice board: what anyone may read of it, and what it waits for.
+"""The run's notice board: what anyone may read about it, and what it waits for.
 
-Called by `api`. It tells what the state says, in the words of the wire, and changes nothing.
+Called by `api`. It turns the state into messages of the wire, and changes nothing.
 """
 
 from itertools import islice
@@ -15,11 +15,11 @@ from shoal.protocol.needs import needs_of
 from shoal.roles.coordinator.desk import Desk
 
 HASHING_SHARE = 0.02
-"""Of the coordinator's time, at most, that goes into hashing its whole state for whoever asks."""
+"""Maximum fraction of the coordinator's time spent hashing its state for `GET /v1/state`."""
 
 
 class Board:
-    """What a desk's run shows to anyone."""
+    """What anyone may read about a desk's run."""
 
     def __init__(self, desk: Desk) -> None:
         self._desk = desk
@@ -28,7 +28,7 @@ class Board:
         self._hash_again_at = 0.0
 
     def info(self) -> t.RunInfo:
-        """The run, for a stranger."""
+        """The run's description."""
         state = self._desk.state
         return t.RunInfo(
             run=state.run, name=state.name, protocol=PROTOCOL_VERSION, run_key=state.run_key,
@@ -38,14 +38,14 @@ class Board:
         )  # fmt: skip
 
     def nodes(self, after: str = "") -> list[t.NodeState]:
-        """The next `MAX_NODES` members after one, or the first, in the order in which they joined. Raises `Refused`."""
+        """At most `MAX_NODES` members in the order in which they joined, from the one after `after`. Raises `Refused`."""
         keys = iter(self._desk.state.members)
-        if after and after not in keys:  # which also takes it and all before it off
+        if after and after not in keys:  # the search also drops it and all before it
             raise Refused("unknown", f"no node {after[:16]} in this run")
         return [node_state(self._desk.state.members[key]) for key in islice(keys, MAX_NODES)]  # guard: page-of-nodes
 
     def status(self) -> t.Status:
-        """Where the run stands and what it waits for."""
+        """How far the run is, and what it waits for."""
         state = self._desk.state
         reason, flat = waiting_for(state), without_signal(state, state.main)
         same = "no signal" if flat else reason
@@ -63,7 +63,7 @@ class Board:
         )  # fmt: skip
 
     def state_hash(self) -> t.StateHash:
-        """What a replay must give at the newest event; or, where that takes long to reckon, at one a little older."""
+        """What a replay must give at the newest event; at an older one if hashing takes long and was done lately."""
         began, known = self._desk.clock(), self._hashed
         # guard: seldom-hashed
         if known is not None and (known.head == self._desk.state.head or began < self._hash_again_at):
@@ -74,7 +74,7 @@ class Board:
 
 
 def waiting_for(state: State) -> str:
-    """Who or what the run waits for, in words."""
+    """Who or what the run waits for, as text."""
     if state.phase == "ended":
         return (
             f"validators: {len(state.pending)} submissions to judge" if state.pending else "nothing: the run has ended"
@@ -106,7 +106,7 @@ def waiting_for(state: State) -> str:
 
 
 def node_state(node: Member) -> t.NodeState:
-    """What the wire says of a node."""
+    """A node as the wire shows it."""
     return t.NodeState(
         key=node.key, role=node.role, name=node.name, standing=node.standing,  # type: ignore[arg-type]
         credits=node.credits, accepted=node.accepted, refused=node.refused, lapsed=node.lapsed, reasons=node.reasons,

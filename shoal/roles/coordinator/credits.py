@@ -1,4 +1,4 @@
-"""A member's pay: a page of what touched it, and its balance as the run signs it.
+"""A member's pay: a page of the events that changed it, and its balance as a signed statement.
 
 Called by `api` for anyone who asks. It reads the log and decides nothing; `ledger/log/credits` explains an event.
 """
@@ -11,13 +11,13 @@ from shoal.protocol.constants import MAX_EVENTS
 from shoal.roles.coordinator.desk import Desk
 
 MAX_CREDIT_LINES = 500
-"""Of one page of a node's pay explained."""
+"""Most lines on one page that explains a node's pay."""
 LOOK_BACK_EVENTS = 200
-"""Before a page, so that it knows the verdicts behind its first lines."""
+"""Events read before a page, to find the verdicts behind its first lines."""
 
 
 def credit_page(desk: Desk, key: str, after: int) -> CreditPage:
-    """What touched the pay of a member after an event, at most `MAX_EVENTS` events or `MAX_CREDIT_LINES` lines."""
+    """What changed a member's pay after event `after`: about `MAX_CREDIT_LINES` lines from at most `MAX_EVENTS` events."""
     after = max(-1, after)
     first = max(-1, after - LOOK_BACK_EVENTS)
     rows = desk.book.store.read(first, after - first + MAX_EVENTS)
@@ -36,5 +36,5 @@ def credit_page(desk: Desk, key: str, after: int) -> CreditPage:
 
 
 def statement(desk: Desk, key: str) -> Statement:
-    """The balance of a member, signed."""
+    """A member's balance, signed by the run."""
     return sign_statement(desk.state, key, desk.key, desk.clock())

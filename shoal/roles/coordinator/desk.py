@@ -1,7 +1,7 @@
-"""The coordinator's desk: an open run with what the rules must not have, the clock, the secrets and the blobs.
+"""The coordinator's desk: an open run, with what the rules must not have: the clock, the secrets and the blobs.
 
-Called by `api`, and by the files beside it that have a job of their own: `judging`, `versions`, `credits`, `board`. Its
-own are leases and the submissions that fill them. It knows no HTTP; the rules are in `ledger/rules`.
+Used by `api` and by `judging`, `versions`, `credits` and `board`, each of which does one job with it. The desk itself
+handles leases and the submissions that fill them. It does not know HTTP. The rules are in `ledger/rules`.
 """
 
 from collections.abc import Callable, Sequence
@@ -48,7 +48,7 @@ class Desk:
     # --- leases ---
 
     async def lease(self, key: str, request: t.LeaseRequest, in_turn: bool = True) -> t.LeaseAnswer:
-        """The open lease of a worker, or a new one if it is its turn. Raises `Wait`, `Refused`."""
+        """A worker's open lease, or a new one if it is the worker's turn. Raises `Wait`, `Refused`."""
         if request.returning:
             await self.book.submit(ReturnLeases(key, request.returning, self.clock()))
             return t.LeaseAnswer(None, 0.0, "given back")
@@ -71,7 +71,7 @@ class Desk:
     # --- submissions ---
 
     def expect_submission(self, key: str, lease_id: str, name: str, size_bytes: int) -> t.Receipt | None:
-        """Whether a body of this digest and size may come: its receipt if it came before. Raises `Refused`, `WireError`."""
+        """Check that a body may fill the lease; its receipt if it already has. Raises `Refused`, `WireError`."""
         lease = lease_to_fill(self.state, key, lease_id, name)
         if lease.submission:  # guard: booked-is-not-read-again
             return self._receipt(name)
@@ -83,9 +83,9 @@ class Desk:
         return None
 
     async def take_submission(self, key: str, lease_id: str, upload: Upload, name: str) -> t.Receipt:
-        """Keep a submission and book it; the receipt is signed after the log has it. Raises `Refused`, `WireError`.
+        """Keep a submission, book it, and then sign its receipt. Raises `Refused`, `WireError`.
 
-        `name` is the digest of what was uploaded, verified.
+        `name` is the verified digest of the upload.
         """
         known = self.expect_submission(key, lease_id, name, upload.size)
         if known is not None:
@@ -99,19 +99,19 @@ class Desk:
             await self.book.submit(Submit(key, lease_id, name, upload.size, groups, draws, order, self.clock()))
         except Refused:
             if name not in self.state.submissions:
-                self.blobs.delete(name)  # what is not booked would fill the disk, and nobody would ever delete it
+                self.blobs.delete(name)  # otherwise nobody would ever delete it
             raise
         self.kept.bodies[name] = lease.version
         return self._receipt(name)
 
     def _read_groups(self, lease: LeaseRecord, body: bytes) -> tuple[str, ...]:
-        """Digests of a submission's groups. Raises `WireError` when it is not one for the lease."""
+        """Digests of a submission's groups. Raises `WireError` if it is not for the lease."""
         due = len(lease.blocks) * self.state.rules.block_groups
         submission = from_msgpack(body, t.Submission)
         if (submission.run, submission.lease, submission.version) != (self.state.run, lease.id, lease.version):
-            raise WireError(f"the submission names another run, lease or version than lease {lease.id}")
-        if len(submission.groups) != due:  # before each is hashed and drawn for: there may be millions
-            raise WireError(f"lease {lease.id} has {due} slots, the submission {len(submission.groups)} groups")
+            raise WireError(f"the submission is for another run, lease or version than that of lease {lease.id}")
+        if len(submission.groups) != due:  # checked before they are hashed: there may be millions
+            raise WireError(f"lease {lease.id} has {due} slots, but the submission has {len(submission.groups)} groups")
         return tuple(digest(group) for group in submission.groups)
 
     def _receipt(self, name: str) -> t.Receipt:
@@ -120,15 +120,15 @@ class Desk:
         return msgspec.structs.replace(receipt, signature=self.key.sign("receipt", to_json(receipt)))
 
     def _largest_body(self, lease: LeaseRecord) -> int:
-        """Bytes that a lease can need: what is decoded and kept is bounded by what was asked for."""
+        """Most bytes that a lease can need. Larger bodies are refused before they are decoded or kept."""
         return largest_submission_bytes(self.wire_lease(lease), self.state.rules)
 
     # --- time and secrets ---
 
     async def tick(self) -> None:
-        """Tell the rules that time has passed; after the end also the secrets that are still kept."""
+        """Tell the rules that time has passed; after the run's end, also give them the links that are not revealed."""
         now, ended = self.clock(), self.state.phase == "ended"
-        # Each answers the first kind of what is due: nobody's lapses may keep a dispute from its end.
+        # Each tick does only the first kind of what is due: many lapses must not keep a dispute from its end.
         while await self.book.submit(Tick(now, self.links_of(self.hidden_versions() if ended else []))):
             pass
 
@@ -137,5 +137,5 @@ class Desk:
         return [v for v, version in self.state.main.versions.items() if not version.revealed]
 
     def links_of(self, versions: Sequence[int]) -> dict[int, tuple[str, str]]:
-        """The links of both chains that reveal versions, hex."""
+        """The links of both chains that reveal these versions, as hex."""
         return {v: (self.slot_links[v + 1].hex(), self.audit_links[v + 1].hex()) for v in versions}

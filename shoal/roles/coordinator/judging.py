@@ -1,7 +1,7 @@
-"""Judging: which submission a validator gets, and what becomes of its verdict and its projections.
+"""Judging: gives validators submissions to judge, and takes their verdicts and projections.
 
-Called by `api` for each of a validator's requests. It hands out, compares what two validators show of the same
-activations, and books. What a verdict settles is decided in `ledger/rules/verdicts`.
+Called by `api` for each request of a validator. It compares the projections of validators that saw the same
+activations, and books the verdict. `ledger/rules/verdicts` decides what follows from it.
 """
 
 import logging
@@ -28,18 +28,18 @@ log = logging.getLogger("coordinator")
 
 
 def admit_validator(desk: Desk, key: str) -> None:
-    """Raises `Refused` unless the key is that of a validator of this run, asked or not."""
+    """Raises `Refused` unless the key is that of a validator of this run, suspended or not."""
     if key not in desk.state.validators:
-        raise Refused("not_admitted", f"{key[:12]} is not a validator's key: `shoal admin admit` admits it")
+        raise Refused("not_admitted", f"{key[:12]} is not a validator's key: the host must `shoal admin admit` it")
 
 
 def next_check(desk: Desk, key: str) -> t.Check | None:
-    """The oldest submission whose turn is this validator's. Raises `Refused`."""
+    """The oldest submission that it is this validator's turn to judge; None if there is none. Raises `Refused`."""
     node = desk.state.members.get(key)
     if node is None or node.role != "validator":
         raise Refused("not_joined", f"{key[:12]} has not joined as a validator: POST /v1/nodes first")
     if key not in desk.state.judges():  # guard: suspended-gets-no-work
-        raise Refused("kicked", f"validator {node.name} ({key[:12]}) is asked no more: {node.last_reason}")
+        raise Refused("kicked", f"validator {node.name} ({key[:12]}) gets no more submissions: {node.last_reason}")
     now = desk.clock()
     names = to_judge(desk.state, key, now)
     if not names:
@@ -77,14 +77,14 @@ async def take_verdict(desk: Desk, key: str, verdict: t.Verdict) -> None:
 
 
 def _compare(desk: Desk, key: str, submission: SubmissionRecord, verdict: t.Verdict) -> tuple[str, tuple[str, ...]]:
-    """Keep what a verdict shows of the activations; returns its blob, and the earlier voices that show others.
+    """Keep the projections of a verdict; returns their blob, and the validators whose earlier projections differ.
 
-    Raises `Refused` for one that does not show what the check asked for, or that was overtaken by another voice.
+    Raises `Refused` if a projection is missing for the validator itself or for one that has judged before it.
     """
     state, slots, judges = desk.state, _audited(verdict.groups), desk.state.judges()
-    sits = key in judges and len(judges) > 1  # guard: projections-of-judges
+    compared = key in judges and len(judges) > 1  # guard: projections-of-judges
     # guard: projections-of-first-verdicts
-    if not sits or key in submission.verdicts or not is_open(state, submission) or not slots:
+    if not compared or key in submission.verdicts or not is_open(state, submission) or not slots:
         return "", ()
     asked = (key, *submission.verdicts)
     if any(len(verdict.projections.get(other, ())) != VALUES for other in asked):  # guard: compared-with-all
@@ -100,7 +100,7 @@ def _compare(desk: Desk, key: str, submission: SubmissionRecord, verdict: t.Verd
 
 
 def _agrees(desk: Desk, submission: SubmissionRecord, other: str, found: dict[str, tuple[float, ...]]) -> bool:
-    """Whether another validator's projection is what a later one found for its key."""
+    """Whether another validator's own projection is what a later validator found for that key."""
     try:
         data = desk.blobs.get(submission.projections.get(other, ""))
         claimed = from_json(data, dict[str, tuple[float, ...]])
@@ -110,5 +110,5 @@ def _agrees(desk: Desk, submission: SubmissionRecord, other: str, found: dict[st
 
 
 def _audited(groups: Sequence[t.GroupVerdict]) -> set[int]:
-    """Slots whose activations a verdict speaks of."""
+    """Slots that were audited, so that the verdict shows projections of their activations."""
     return {group.slot for group in groups if group.audited}

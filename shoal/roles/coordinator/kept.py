@@ -1,7 +1,7 @@
-"""What lies on the coordinator's disk beside its log: submissions, projections, manifests and chunks of weights.
+"""What the coordinator keeps on disk beside its log: submissions, projections, manifests and chunks of weights.
 
-Called by the desk, which books what happens. It knows who may read what, and how long a thing may be needed: the run
-file's `storage.retain` says how much longer it stays. The log remembers the hashes of all that is gone.
+Called by the desk and the files that use it. It decides who may read a blob, and deletes blobs that are no longer needed
+and that the run file's `storage.retain` does not keep. The log still has the hashes of what was deleted.
 """
 
 import contextlib
@@ -18,12 +18,12 @@ from shoal.protocol.wire import from_json
 
 
 class Kept:
-    """The blobs of a run, and what each is."""
+    """The blobs of a run, sorted by what they are."""
 
     def __init__(self, blobs: FolderBlobs, book: Book, storage: StorageConfig) -> None:
         self._blobs, self._book, self._storage = blobs, book, storage
         self.manifests: dict[int, t.Manifest] = {}
-        """Of the versions whose chunks are kept."""
+        """Manifests of the versions whose chunks are kept."""
         self._public_chunks = set[str]()
         for version in book.state.main.versions:
             self.remember(version)
@@ -32,22 +32,22 @@ class Kept:
             for name, submission in book.state.submissions.items()
             if blobs.has(name)
         }
-        """Submissions whose bytes are kept, with their version."""
+        """Submissions whose bodies are kept, with their version."""
         self.projections = {
             blob: name
             for name, submission in book.state.submissions.items()
             for blob in submission.projections.values()
         }
-        """Validators' projections, with their submission."""
+        """Blobs of validators' projections, with their submission."""
         self._uploading = set[str]()
-        """Leases whose bodies are on their way."""
+        """Leases whose bodies are being uploaded."""
 
     @property
     def state(self) -> State:
         return self._book.state
 
     def remember(self, version: int) -> None:
-        """Take note of a published version's manifest, if it is kept."""
+        """Remember a published version's manifest, if its blob is here."""
         name = self.state.main.versions[version].manifest
         if self._blobs.has(name):
             signed = from_json(self._blobs.get(name), t.SignedManifest)
@@ -55,9 +55,10 @@ class Kept:
             self._public_chunks |= _chunks([self.manifests[version]])
 
     def may_read(self, name: str, key: str) -> bool:
-        """Chunks and final submissions are for anyone, decided ones for the trainer, pending ones for validators.
+        """Whether a key may read a blob. Anyone may read chunks, and submissions whose result is final.
 
-        Projections are for anyone once all validators have judged: nobody can vote with another's.
+        Only validators may read other submissions, and the trainer those that are decided. Projections stay private
+        until all validators have judged, so that no validator can copy another's.
         """
         if name in self._public_chunks:
             return True
@@ -72,9 +73,9 @@ class Kept:
         return known or self._is_final(submission)  # guard: pending-is-private
 
     def _is_final(self, submission: SubmissionRecord) -> bool:
-        """Whether nobody can be paid any more for what is in it: its slots are final, or their version is retired.
+        """Whether nobody can still be paid for its groups: its slots are final, or their version is retired.
 
-        A refused block goes out again with the same seeds: who could read the honest groups in it would copy them.
+        A refused block is leased again with the same seeds, so a worker that could read its honest groups would copy them.
         """
         state, lease = self.state, self.state.leases[submission.lease]
         version = state.main.versions[lease.version]
@@ -83,9 +84,9 @@ class Kept:
 
     @contextlib.contextmanager
     def upload(self, lease: str) -> Iterator[Upload]:
-        """A place for the body of a lease: one at a time, so that what is on its way is bounded by what was leased."""
+        """A file for the body of a lease. One at a time for each lease, so that leases bound the bytes being uploaded."""
         if lease in self._uploading:  # guard: one-upload-a-lease
-            raise Refused("busy", f"a body for lease {lease} is on its way already: send again when that has ended")
+            raise Refused("busy", f"a body for lease {lease} is being uploaded: send again when that upload has ended")
         self._uploading.add(lease)
         try:
             with self._blobs.upload() as upload:
@@ -94,7 +95,7 @@ class Kept:
             self._uploading.remove(lease)
 
     def forget_old(self) -> None:
-        """Delete the bodies that the run file does not ask to keep: the log remembers their hashes."""
+        """Delete old bodies and chunks that `storage.retain` does not keep."""
         storage, state = self._storage, self.state
         if storage.retain == "all":
             return
@@ -112,7 +113,7 @@ class Kept:
             self._blobs.delete(chunk)
 
     def has_room(self, quota: int) -> bool:
-        """Whether the quota is kept; if need be by deleting refused bodies, for garbage must not stop the run."""
+        """Whether blobs fit into the quota. If not, delete refused bodies first, so that garbage cannot stop the run."""
         if self._blobs.size_bytes <= quota:
             return True
         accepted = {slot.submission for version in self.state.main.versions.values() for slot in version.slots.values()}
@@ -130,7 +131,7 @@ class Kept:
             self._blobs.delete(blob)
 
     def _versions_at_work(self) -> set[int]:
-        """Versions that a validator may still have to fetch, however old. The rules close older leases."""
+        """Versions that a validator may still have to fetch to judge a submission, however old they are."""
         state = self.state
         judged = [state.submissions[name].lease for name in (*state.pending, *state.rechecks)]
         return {state.leases[lease].version for lease in judged}  # guard: judged-weights-stay

@@ -1,8 +1,8 @@
-"""The line of polls for a lease: which of them ask the rules again, and when.
+"""The line of polls that wait for a lease: which of them may ask the rules again, and when.
 
-Called by `api` for each poll and by the book after each commit. A crowd of waiting workers must cost a commit nothing:
-only as many polls are called as there are blocks to give, first come first served. A call is a chance to ask, and the
-rules decide: a poll that is called and gets nothing, or whose worker has gone, passes its call on to the next.
+Called by `api` for each poll, and by the book after each commit. A commit must not become slow when many workers wait,
+so it calls only as many polls as there are blocks to give, those that came first. A poll that is called may ask, and the
+rules decide. If it gets nothing, or if its worker has gone, the next poll is called.
 """
 
 import asyncio
@@ -26,16 +26,16 @@ from shoal.ledger.state import State
 from shoal.protocol.constants import LONG_POLL_S
 
 LEAST_RETRY_S = 0.1
-"""A poll that could not use the block it was called for is not called again before this, unless something changes."""
+"""How long a poll that could not use a block is left aside at least, unless something changes for it."""
 
 KEPT_S = 2 * LONG_POLL_S
-"""A worker whose poll ended without a lease keeps its number if it asks again within this."""
+"""A worker whose poll ended without a lease keeps its place in the line if it asks again within this time."""
 
 _FOR_ALL = (RulesChanged, RunEnded)
-"""Events that every poll is told of at once: a pause, an end, a worker that is kicked."""
+"""Events after which all polls ask at once: the run is paused or ends, or a worker is kicked."""
 
 _FOR_THOSE_ASIDE = (BatchFormed, CheckpointPublished, NodeQuarantined, SlotVoid)
-"""Events that may end what kept workers from using a block."""
+"""Events after which polls that were left aside may be able to use a block."""
 
 
 class Line:
@@ -45,20 +45,20 @@ class Line:
         self._book = book
         self._numbers = itertools.count()
         self._polls: dict[str, list[Place]] = {}
-        """By worker."""
+        """Polls of each worker, by its key."""
         self._waiting: dict[int, Place] = {}
-        """To be called when there are blocks, by number."""
+        """Polls to call when there are blocks, by number."""
         self._aside: dict[int, Place] = {}
-        """Not to be called for a while, by number: there were blocks, and the rules gave them none."""
+        """Polls not to call for a while, by number: there were blocks, but the rules gave them none."""
         self._called = 0
-        """Polls that were called and have not asked yet."""
+        """How many polls were called and have not asked yet."""
         self._left: dict[str, tuple[int, float]] = {}
-        """Numbers of workers whose last poll ended without a lease, and when it did: oldest first."""
+        """By worker whose last poll ended without a lease: its number, and when the poll ended. Oldest first."""
         book.watch(self._committed)
 
     @contextmanager
     def place(self, key: str) -> "Iterator[Place]":
-        """The place of a worker's poll, for as long as the poll lasts."""
+        """Give a worker's poll a place in the line for as long as the poll lasts."""
         number, left_at = self._left.pop(key, (-1, 0.0))
         if number < 0 or time.monotonic() - left_at > KEPT_S:
             number = next(self._numbers)
@@ -74,7 +74,7 @@ class Line:
         return not self._waiting and not self._called  # guard: no-overtaking
 
     def step_up(self, place: "Place", aside_s: float | None) -> None:
-        """Put a poll that got nothing in its place in the line, or aside for a while, and call the next."""
+        """Put a poll that got nothing back into the line, or aside for a while, and call the next."""
         self._end_call(place)
         # guard: useless-block-passes-on
         if aside_s is not None and blocks_to_give(self._book.state, self._book.state.main) > 0:
@@ -113,7 +113,7 @@ class Line:
         place.called = False
 
     def _call_next(self) -> None:
-        """Call as many polls as there are blocks for which none is called yet."""
+        """Call a poll for each block for which none is called yet."""
         spare = blocks_to_give(self._book.state, self._book.state.main) - self._called if self._waiting else 0
         if spare > 0:
             # guard: wake-as-many-as-blocks, wake-the-longest-waiting
@@ -140,7 +140,7 @@ class Line:
                 back = list(self._aside.values())
             else:
                 polls = self._polls.get(_worker_of(body, self._book.state), [])
-                if isinstance(body, LeaseGranted):  # another poll of the worker may be the one that it still reads
+                if isinstance(body, LeaseGranted):  # the worker may still read only its other poll
                     for place in polls:
                         place.served = True
                     self._call(polls)
@@ -168,7 +168,7 @@ class Place:
         return self._took_turn
 
     async def wait(self, retry_s: float, left_s: float) -> None:
-        """Return when this poll is called, or after `left_s`. `retry_s` is what the rules said when it asked last."""
+        """Return when this poll is called, or after `left_s`. `retry_s` is what the rules told it when it last asked."""
         self.has_waited = True
         self.bell = asyncio.get_running_loop().create_future()
         self._line.step_up(self, retry_s if self._took_turn else None)
@@ -182,7 +182,7 @@ class Place:
 
 
 def _worker_of(body: Body, state: State) -> str:
-    """The worker whose own leases or standing an event changes, or "" for other events."""
+    """The worker whose leases or standing an event changes; "" for other events."""
     match body:
         case LeaseGranted(worker=key) | SubmissionReceived(worker=key) | NodeRestored(node=key):
             return key

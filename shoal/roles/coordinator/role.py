@@ -1,7 +1,7 @@
 """The coordinator: grants leases, takes submissions, hands them to validators, forms batches, keeps the log.
 
-Started by the launcher on a prepared run folder. The rules are in `ledger/rules`, the run's private side in `desk`
-and the files that it names, the HTTP calls in `api`. It knows no model: no torch.
+Started by the launcher on a prepared run folder. The rules are in `ledger/rules`, the HTTP calls in `api`; `desk` has
+the run's secrets and blobs. It does not know the model, and does not import torch.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ TICK_S = 0.5
 
 
 def main(run_dir: Path) -> None:
-    """Serve a run until told to stop. Raises `StateError` when the folder, the log or the port do not allow it."""
+    """Serve a run until told to stop. Raises `StateError` if folder, log or port cannot be used."""
     folder = RunFolder(run_dir)
     config = folder.config()
     desk = open_run(folder, config)
@@ -57,7 +57,7 @@ def main(run_dir: Path) -> None:
 
 
 def open_run(folder: RunFolder, config: RunConfig, clock: Callable[[], float] = time.time, law: Law = LAW) -> Desk:
-    """The run's desk: its log replayed, or begun under a law."""
+    """Open a run's desk: replay its log, or begin one under `law`."""
     key = load_or_make_key(folder.keys / "run.key")
     book = Book(Store(sqlite_url(folder.log)))
     now = clock()
@@ -66,8 +66,8 @@ def open_run(folder: RunFolder, config: RunConfig, clock: Callable[[], float] = 
     elif book.state.phase != "ended":
         if _unlabelled(env_specs(config)) != _unlabelled(book.state.envs):
             raise StateError(
-                "an environment of this run is not the one that it was started with (its source or its tasks changed): "
-                "put the old one back to resume, or start a new run"
+                "an environment of this run has changed since the run started (its source or its tasks): put the old one "
+                "back to resume, or start a new run"
             )
         if config.train.algorithm != book.state.rules.algorithm:  # guard: algorithm-of-the-log
             raise StateError(
@@ -82,7 +82,7 @@ def open_run(folder: RunFolder, config: RunConfig, clock: Callable[[], float] = 
 
 
 def created(folder: RunFolder, config: RunConfig, run_key: str, law: Law) -> RunCreated:
-    """The first event of a run: everything that its nodes must agree on."""
+    """The first event of a run: all that its nodes must agree on."""
     seed = folder.seed()
     return RunCreated(
         run=folder.run_id(),
@@ -103,7 +103,7 @@ def created(folder: RunFolder, config: RunConfig, run_key: str, law: Law) -> Run
 
 
 def public_run_file(config: RunConfig) -> dict[str, Any]:
-    """The resolved run file as the log holds it for anyone to read: without the seed, which gives every secret."""
+    """The resolved run file for the log, which anyone may read: without the seed, because every secret follows from it."""
     return {key: value for key, value in to_tree(config).items() if key != "seed"}  # guard: no-seed-in-the-log
 
 
@@ -119,18 +119,18 @@ def env_specs(config: RunConfig) -> list[t.EnvSpec]:
 
 
 def _unlabelled(specs: Iterable[t.EnvSpec]) -> list[t.EnvSpec]:
-    """Logs from before there were labels have none; that a label changes is found with the other keys of the run file."""
+    """Without labels: old logs have none. A changed label is found with the other keys of the run file."""
     return [replace(spec, own_label="") for spec in specs]
 
 
 def sampling_of(config: RunConfig) -> t.Sampling:
-    """The run file's sampling, as the wire says it."""
+    """The run file's sampling, as the wire's type."""
     s = config.sampling
     return t.Sampling(s.temperature, s.max_turn_tokens, s.max_tokens)
 
 
 def rules_of(config: RunConfig) -> t.Rules:
-    """The run file's rules, as the wire says them."""
+    """The run file's rules, as the wire's type."""
     r, v = config.rollouts, config.verify
     return t.Rules(
         group_size=r.group_size,
@@ -152,7 +152,7 @@ def rules_of(config: RunConfig) -> t.Rules:
 
 
 def bounds_of(config: RunConfig) -> dict[str, t.Bounds]:
-    """The bounds of the run's own dtype: work sampled in another is not judged."""
+    """The bounds for the run's own dtype. Work sampled in another dtype is not judged."""
     return {
         pair: t.Bounds(bounds.gap, bounds.flipped, bounds.mean_gap, bounds.logprob)
         for pair, bounds in sorted(config.verify.bounds.items())
@@ -161,7 +161,7 @@ def bounds_of(config: RunConfig) -> dict[str, t.Bounds]:
 
 
 def _listen(folder: RunFolder, config: RunConfig) -> socket.socket:
-    """A bound socket: the run file's port; else that of the last start, so that nodes find us again; else a free one."""
+    """A listening socket: the run file's port; else that of the last start, so that nodes find it; else a free one."""
     if config.host.port:
         return _bind(config.host.bind, config.host.port)
     with contextlib.suppress(OSError, ValueError, KeyError, StateError):
@@ -185,7 +185,7 @@ def _bind(host: str, port: int) -> socket.socket:
 
 
 def _ticking(desk: Desk) -> Any:
-    """The clock that the rules do not have: lapses and quarantines end when their time comes."""
+    """A lifespan that ticks the desk: rules have no clock, so the ticks make leases lapse and quarantines end in time."""
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:

@@ -1,7 +1,7 @@
-"""Policy versions: the trainer's chunks and manifests come in, and are kept for whoever asks.
+"""Policy versions: takes the trainer's chunks and manifests, and serves the manifests.
 
-Called by `api`. It takes nothing from anyone but the trainer, and nothing that has another hash than its name. That a
-version is published once is decided in `ledger/rules/versions`; how long its chunks stay, in `kept`.
+Called by `api`. It takes them from the trainer only, and refuses a chunk whose hash is not its name.
+`ledger/rules/versions` sees to it that a version is published once; `kept` decides how long its chunks stay.
 """
 
 from shoal.ledger.answers import Refused
@@ -16,12 +16,12 @@ def admit_trainer(desk: Desk, key: str) -> None:
     if key != desk.state.trainer_key:  # guard: trainer-puts-chunks
         raise Refused(
             "not_admitted",
-            "only the trainer puts chunks and versions; submissions go to /v1/leases/{id}/submission",
+            "only the trainer sends chunks and versions; submissions go to /v1/leases/{id}/submission",
         )
 
 
 def put_chunk(desk: Desk, key: str, name: str, body: bytes, found: str) -> None:
-    """Keep a chunk from the trainer, which hashes to `found`. Raises `Refused`."""
+    """Keep a chunk from the trainer. `found` is the hash of its bytes. Raises `Refused`."""
     admit_trainer(desk, key)
     if len(body) > MAX_CHUNK_BYTES or found != name:  # guard: chunk-name
         raise Refused("malformed", "the bytes do not have the hash in the path, or are longer than MAX_CHUNK_BYTES")
@@ -29,7 +29,7 @@ def put_chunk(desk: Desk, key: str, name: str, body: bytes, found: str) -> None:
 
 
 async def take_checkpoint(desk: Desk, key: str, signed: bytes) -> None:
-    """Book a new version whose chunks are all here, or a later date of one. Raises `Refused`, `PeerError`."""
+    """Book a new version whose chunks are all here, or a version's renewed manifest. Raises `Refused`, `PeerError`."""
     state = desk.state
     manifest = open_manifest(signed, run=state.run, keys=(state.trainer_key,), now=desk.clock())
     missing = [c for f in manifest.files for c in f.chunks if not desk.blobs.has(c)]
@@ -45,9 +45,9 @@ async def take_checkpoint(desk: Desk, key: str, signed: bytes) -> None:
 
 
 def signed_manifest(desk: Desk, version: str) -> bytes:
-    """The signed manifest of a version or of "latest", as stored. Raises `NothingYet`."""
+    """The signed manifest of a version or of "latest", as stored. Raises `Refused`, `NothingYet`."""
     # guard: number-length
-    known = version.isdecimal() and len(version) <= len(str(CHAIN_LENGTH))  # Python reads no number of 5,000 digits
+    known = version.isdecimal() and len(version) <= len(str(CHAIN_LENGTH))  # int() refuses 5,000 digits
     number = desk.state.main.version if version == "latest" else int(version) if known else -1
     record = desk.state.main.versions.get(number)
     if record is None:
