@@ -1,7 +1,7 @@
-"""Evaluation: how good a checkpoint is on held-out tasks, said on the terminal or written to a file.
+"""Evaluation: how good a checkpoint is on held-out tasks, as a file or on the terminal.
 
-Called by `shoal eval` and `shoal.policy`, and by the launcher before and after a run. The episodes are played by
-`envs/evaluate`; this role brings the checkpoint, the environment and the threads.
+Called by `shoal eval` and `shoal.policy`, and by the launcher before and after a run. `envs/evaluate` plays the
+episodes; this role gives it the checkpoint, the environment and the threads.
 """
 
 import json
@@ -37,7 +37,7 @@ def main(
 ) -> None:
     """Evaluate a checkpoint; write the figures to `out` if given, and print them as text or JSON otherwise.
 
-    Raises `StateError` for a directory that is no checkpoint, `ConfigError` for an unknown environment.
+    Raises `StateError` if the directory is not a checkpoint, `ConfigError` if the environment is unknown.
     """
     game = load_env(env, env_args)
     shown = sys.stderr if sys.stderr.isatty() else None
@@ -65,15 +65,15 @@ def figures_of(
     threads: int,
     progress: Callable[[int], None] = lambda done: None,
 ) -> Evaluation:
-    """Play the episodes; `progress` is told how many are done. Raises as `main`."""
+    """Play the episodes; calls `progress` with how many are done. Raises as `main`."""
     policy = _load(checkpoint, threads)
     return evaluate(policy.engine, policy.renderer, env, episodes, seed, sampling, samples, progress)
 
 
 def for_run(run_dir: Path, checkpoint: Path, episodes: int, out: Path, threads: int) -> None:
-    """Evaluate a run's checkpoint on each of its environments, sampled as the run samples; raises as `main`.
+    """Evaluate a run's checkpoint on each of its environments, with the run's sampling. Raises as `main`.
 
-    Each is evaluated as it would be alone, so that `shoal eval` gives the same figures.
+    Each environment is evaluated by itself, so `shoal eval` gives the same figures.
     """
     config = RunFolder(run_dir).config()
     drawn, seed, samples = config.sampling, max(0, config.seed), config.eval.samples
@@ -92,7 +92,7 @@ def for_run(run_dir: Path, checkpoint: Path, episodes: int, out: Path, threads: 
 
 def _load(checkpoint: Path, threads: int) -> Loaded:
     if not (checkpoint / "config.json").is_file():
-        raise StateError(f"{checkpoint} is no checkpoint: give a directory with config.json, weights and tokenizer")
+        raise StateError(f"{checkpoint} is not a checkpoint: give a directory with config.json, weights and tokenizer")
     torch.set_num_threads(threads)
     policy = Loaded(open_engine(EngineSpec(threads=threads)))
     policy.load(checkpoint, 0)
@@ -100,7 +100,7 @@ def _load(checkpoint: Path, threads: int) -> Loaded:
 
 
 def in_words(figures: Evaluation, name: str) -> str:
-    """The figures and transcripts for a person."""
+    """The transcripts and figures as text."""
     what = "wins" if figures.measure == "success" else "mean reward"
     which = "held-out" if figures.tasks == "heldout" else "training (this environment has no held-out ones)"
     lines = [as_text(transcript) + "\n" for transcript in figures.transcripts]

@@ -1,7 +1,7 @@
-"""From a checkpoint to an engine that holds it, with the renderer that goes with it.
+"""Loads a checkpoint into an engine, together with the renderer of its tokenizer.
 
-Called by every role that samples or scores: worker, validator, auditor, evaluation. A helper of this room: it imports no
-role. It knows no run; `weights/fetch` makes the directory.
+Used by every role that samples or scores: worker, validator, auditor, evaluation. It imports no role and knows no run;
+`weights/fetch` makes the directory.
 """
 
 from pathlib import Path
@@ -19,11 +19,11 @@ class Loaded:
 
     @property
     def renderer(self) -> Renderer:
-        """Of the first version loaded: versions of a run differ in weights alone."""
+        """Of the first version loaded: the versions of a run differ in their weights only."""
         assert self._renderer is not None, "load a policy before using its renderer"
         return self._renderer
 
     def load(self, directory: Path, version: int) -> None:
-        """Take the policy of a checkpoint directory. Raises `StateError`."""
+        """Load the policy in a checkpoint directory. Raises `StateError`."""
         self._renderer = self._renderer or Renderer.from_directory(directory)
         self.engine.load(directory, version)

@@ -1,6 +1,6 @@
-"""A place in a run: what worker and validator do alike to take one, and to hold the version that they are asked for.
+"""A node's seat in a run: how a worker or a validator joins, and loads the versions that it needs.
 
-A helper of this room: both roles import it, it imports no role. It trusts no byte of the weights that it cannot verify.
+Both roles import this file; it imports no role. It verifies every byte of the weights.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from shoal.roles.loading import Loaded
 from shoal.weights.fetch import fetch_version, sources_of
 
 SUPPORTED = frozenset({EPISODES, proofs_need("toploc"), *map(dtype_need, DTYPES[LOCAL])})
-"""What a run may need of a node of this version."""
+"""What this version of shoal supports: a run that needs anything else cannot be joined."""
 
 
 @dataclass
@@ -37,7 +37,7 @@ class Seat:
     envs: Mapping[str, Env]
     policy: Loaded
     node: t.NodeState
-    """What the coordinator said of it when it joined."""
+    """What the coordinator reported of the node when it joined."""
     clock: Callable[[], float]
 
     @property
@@ -45,7 +45,7 @@ class Seat:
         return self.policy.engine
 
     async def load(self, version: int, *, keep: int = 2, max_bytes: int | None = None) -> None:
-        """Fetch, verify and load a version, unless the engine holds it already; arguments as of `fetch_version`."""
+        """Fetch, verify and load a version, unless the engine has it already; arguments as for `fetch_version`."""
         if self.engine.version == version:
             return
         data = await self.client.get(f"/v1/manifests/{version}")
@@ -65,13 +65,15 @@ async def take_seat(
     own_files: bool,
     clock: Callable[[], float] = time.time,
 ) -> Seat:
-    """Read the run, load its environments, open an engine of its dtype, and enter with the client's key.
+    """Read the run's description, load its environments, make an engine for its dtype, and join with the client's key.
 
-    `own_files` lets environments be files of this machine's owner. Raises `PeerError`, `StateError`.
+    `own_files` allows environments that are files on this machine. Raises `PeerError`, `StateError`.
     """
     info = await client.get_json("/v1/run", t.RunInfo)
     if info.protocol != PROTOCOL_VERSION:
-        raise PeerError(f"the run speaks protocol {info.protocol}, we speak {PROTOCOL_VERSION}: install the same shoal")
+        raise PeerError(
+            f"the run speaks protocol {info.protocol}, this shoal {PROTOCOL_VERSION}: install the host's version"
+        )
     lacking = [need for need in info.needs if need not in SUPPORTED]
     if lacking:  # guard: needs-of-the-run
         raise PeerError(
@@ -87,10 +89,10 @@ async def take_seat(
 
 
 def demand_known_kinds(lease: t.Lease) -> None:
-    """Raises `PeerError` naming the kinds of items in a lease that this version of shoal cannot make or judge."""
+    """Raise `PeerError` if a lease has items of a kind that this version of shoal does not know."""
     unknown = {block.kind for block in lease.blocks} - {EPISODES}
     if unknown:  # guard: known-kinds-of-lease
         raise PeerError(
-            f"the lease holds {', '.join(sorted(unknown))}, this version of shoal knows only {EPISODES}: install the "
+            f"the lease holds {', '.join(sorted(unknown))}, but this version of shoal knows only {EPISODES}: install the "
             "host's version"
         )

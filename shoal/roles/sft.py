@@ -1,7 +1,7 @@
-"""Supervised fine-tuning: a cold start before RL, from games of an environment's scripted player.
+"""Supervised fine-tuning: a cold start before RL, from games that a scripted player plays.
 
-Called by `shoal sft RECIPE`. It plays the games, hands them to `train/sft`, and writes an HF-format checkpoint. With
-the same recipe and threads it writes the same bytes.
+Called by `shoal sft RECIPE`. It plays the games, trains on them with `train/sft`, and writes a checkpoint in HF format.
+The same recipe and number of threads give the same bytes.
 """
 
 import logging
@@ -27,7 +27,7 @@ log = logging.getLogger("sft")
 
 
 def main(recipe: Path, out: Path, overrides: list[str]) -> None:
-    """Make a checkpoint in `out` by a recipe. Raises `ConfigError` for a recipe or environment that cannot teach."""
+    """Make a checkpoint in `out` from a recipe. Raises `ConfigError` if recipe or environment cannot be used."""
     config = load_sft(recipe, overrides)
     torch.set_num_threads(config.threads)
     with tempfile.TemporaryDirectory(prefix="shoal-sft-") as scratch:
@@ -41,7 +41,7 @@ def _fine_tune(config: SftConfig, start: Path, out: Path) -> None:
     model = load_policy(start, torch.float32)
     renderer = Renderer.from_directory(start)
     examples = scripted_games(config, renderer)
-    log.info("playing is done games=%d; learning for %d steps", len(examples), config.steps)
+    log.info("played games=%d; learning for %d steps", len(examples), config.steps)
 
     def progress(step: int, metrics: dict[str, Any]) -> None:
         if step % 20 == 0 or step + 1 == config.steps:
@@ -54,12 +54,14 @@ def _fine_tune(config: SftConfig, start: Path, out: Path) -> None:
 
 
 def scripted_games(config: SftConfig, renderer: Renderer) -> list[tuple[list[int], list[int]]]:
-    """Token ids and authors of games that a scripted player of the environment plays."""
+    """Play the recipe's games with its scripted player; gives the token ids and authors of each."""
     env = load_env(config.env.name, config.env.args)
     players = players_of(env)
     if config.player not in players:
         known = ", ".join(players) or "none: give it players()"
-        raise ConfigError(f"player = {config.player}: environment {env.name} has no such scripted player ({known})")
+        raise ConfigError(
+            f"player = {config.player}: environment {env.name} has no such scripted player; it has {known}"
+        )
     player = players[config.player]
     sampling = Sampling(1.0, config.max_tokens, config.max_tokens)
     rng = random.Random(config.seed)

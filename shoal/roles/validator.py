@@ -1,7 +1,7 @@
-"""The validator: takes submissions one by one, re-derives what they claim, and says of each group what it found.
+"""The validator: takes submissions one by one, recomputes what they claim, and sends a verdict on each.
 
 Started by the host for its own validators, or by `shoal validate URL` with a key that the host admitted. The checks
-are in `proofs/`; this role brings the environments, the policy version, and one prefill for the groups drawn for audit.
+are in `proofs/`. This role gives them the environments, the policy version and, for audited groups, one prefill.
 """
 
 import asyncio
@@ -28,9 +28,9 @@ log = logging.getLogger("validator")
 
 
 def main(url: str, home: Path, threads: int, key_file: Path | None = None, own_files: bool = False) -> None:
-    """Judge for the run at `url` until it has ended and nothing is left to judge, or until told to stop.
+    """Judge submissions of the run at `url` until it has ended and all are judged, or until told to stop.
 
-    Raises `PeerError` when the key is not admitted, with what the host must type.
+    Raises `PeerError` if the key is not admitted; it says what the host must type.
     """
     key = load_or_make_key(key_file or home / "node.key")
     validator = Validator(
@@ -51,14 +51,14 @@ class Validator:
         own_files: bool,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`make_engine` gives an engine of the run's dtype."""
+        """`make_engine` makes an engine for the run's dtype."""
         self.client, self.home, self.make_engine, self.own_files = client, home, make_engine, own_files
         self.clock = clock
         self.stopping = Stopping()
         self.seat: Seat
 
     async def run(self) -> None:
-        """The validator's job, whole."""
+        """The validator's whole job."""
         async with self.client:
             with self.stopping.at_signals():
                 if not await self.stopping.unless(self._join()):
@@ -71,7 +71,7 @@ class Validator:
                     await self._give(verdict)
 
     async def _join(self) -> bool:
-        """Take our seat in the run; returns True once we are in."""
+        """Join the run; returns True when done."""
         self.seat = await take_seat(
             self.client, "validator", t.fact(self.home.name), self.home, self.make_engine, self.own_files, self.clock
         )
@@ -79,7 +79,7 @@ class Validator:
         return True
 
     async def _next_check(self) -> t.Check | None:
-        """A submission to judge, or None once the run has ended and all is judged, or we are to stop."""
+        """The next submission to judge; None once the run has ended and all are judged, or we are told to stop."""
         while not self.stopping:
             answer = await self.stopping.unless(self.client.get_json("/v1/checks", t.CheckAnswer))
             if answer is None:
@@ -96,7 +96,7 @@ class Validator:
         return None
 
     async def _body(self, check: t.Check) -> bytes:
-        """The submission's bytes, known by their hash."""
+        """The submission's bytes, verified by their hash."""
         return await self.client.get_blob(check.id, cap=MAX_SUBMISSION_BYTES)
 
     def _tools(self, check: t.Check) -> Tools:
@@ -113,7 +113,7 @@ class Validator:
         )
 
     async def _give(self, verdict: t.Verdict) -> None:
-        """Send the verdict; it may be late, when another validator was faster, and then early for a second voice."""
+        """Send the verdict. It is refused if another validator judged meanwhile or comes first; the next check says so."""
         refused = [group for group in verdict.groups if group.outcome in ("soft", "hard")]
         for group in refused[:1]:
             log.info(

@@ -1,8 +1,8 @@
-"""The worker: takes leases, plays their tasks with the leased policy and seeds, submits, and is told what came of it.
+"""The worker: takes leases, plays their tasks with the leased policy and seeds, submits, and shows what came of it.
 
 Started by `shoal join URL`, or by the launcher beside a host. It needs one outbound connection and chooses nothing:
-policy version, tasks and seeds come with the lease. It trusts no byte of the weights that it cannot verify. It knows
-torch through the engine, and not transformers.
+policy version, tasks and seeds come with the lease. It verifies every byte of the weights. It uses torch through the
+engine, and never transformers.
 """
 
 import asyncio
@@ -34,19 +34,19 @@ from shoal.roles.seat import Seat, demand_known_kinds, take_seat
 log = logging.getLogger("worker")
 
 MEMORY_PER_WEIGHT_BYTE = 3
-"""A policy of n bytes is taken only if n times this fits into --max-memory: weights, a copy while swapping, caches."""
+"""A policy of n bytes is loaded only if n times this is at most --max-memory: weights, a copy while swapping, caches."""
 TOLD_EVERY_S = 2.0
-"""How often, at most, the coordinator is asked what became of our submissions."""
+"""Shortest time between two questions to the coordinator about what became of our submissions."""
 GOODBYE_S = 10.0
-"""How long a worker that leaves tries to give back the lease that it has not begun."""
+"""How long a worker that leaves tries to return a lease that it has not begun."""
 
 
 def main(
     url: str, home: Path, threads: int, max_memory_mb: int, name: str, cheat: str = "", own_files: bool = False
 ) -> None:
-    """Work for the run at `url` until it ends, or drain at the first SIGINT or SIGTERM.
+    """Work for the run at `url` until it ends. At the first SIGINT or SIGTERM, finish the lease in hand and leave.
 
-    `own_files` lets environments be files of this machine's owner; a stranger's run gets built-in ones only.
+    `own_files` allows environments that are files on this machine; without it, only built-in ones are loaded.
     Raises `PeerError`, `StateError`.
     """
     key = load_or_make_key(home / "node.key")
@@ -75,7 +75,7 @@ class Worker:
         own_files: bool,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`key` is the public key that the client signs with; `make_engine` gives an engine of the run's dtype."""
+        """`key` is the public key that the client signs with; `make_engine` makes an engine for the run's dtype."""
         self.client, self.key, self.home, self.make_engine = client, key, home, make_engine
         self.max_memory_mb, self.name, self.own_files = max_memory_mb, name, own_files
         self.clock = clock
@@ -86,7 +86,7 @@ class Worker:
         self.seat: Seat
 
     async def run(self) -> None:
-        """The worker's job, whole."""
+        """The worker's whole job."""
         async with self.client:
             with self.stopping.at_signals():
                 if not await self.stopping.unless(self._join()):
@@ -101,7 +101,7 @@ class Worker:
                 await self._tell(last=True)
 
     async def _join(self) -> bool:
-        """Take our seat in the run; returns True once we are in."""
+        """Join the run; returns True when done."""
         self.seat = await take_seat(
             self.client, "worker", self.name, self.home, self.make_engine, self.own_files, self.clock
         )
@@ -110,7 +110,7 @@ class Worker:
         return True
 
     async def _leases(self) -> AsyncIterator[t.Lease]:
-        """Leases one after another; the next is asked for while this one is played. At the end none is kept."""
+        """Leases, one after another. The next is requested while one is played. An unplayed one is returned at the end."""
         lease = await self._next_lease(())
         while lease is not None and not self.stopping:
             ahead = asyncio.create_task(self._next_lease((lease.id,)))
@@ -120,13 +120,13 @@ class Worker:
             await self._give_back(lease)
 
     async def _give_back(self, lease: t.Lease) -> None:
-        """Return a lease that we shall not fill."""
+        """Return a lease that we will not fill."""
         back = t.LeaseRequest(returning=(lease.id,))
-        with contextlib.suppress(PeerError):  # then it lapses
+        with contextlib.suppress(PeerError):  # not returned, so it lapses at its deadline
             await self.client.post_json("/v1/leases", back, t.LeaseAnswer, deadline_s=GOODBYE_S)
 
     async def _next_lease(self, holding: tuple[str, ...]) -> t.Lease | None:
-        """A lease, or None once the run has ended or we are to stop."""
+        """The next lease; None once the run has ended or we are told to stop."""
         reason = ""
         while not self.stopping:
             ask = t.LeaseRequest(holding, self.tokens_per_s)
@@ -149,7 +149,7 @@ class Worker:
         return None
 
     async def _demand_known(self, lease: t.Lease) -> None:
-        """Give back a lease of a kind that we cannot make, so that its slots wait for nobody. Raises `PeerError`."""
+        """Return a lease with items of an unknown kind, so that another worker can have it. Raises `PeerError`."""
         try:
             demand_known_kinds(lease)
         except PeerError:
@@ -157,9 +157,9 @@ class Worker:
             raise
 
     async def _load(self, version: int) -> None:
-        """Fetch and verify the leased version, unless the engine holds it already; swap at this boundary."""
-        allowed = self.max_memory_mb * 1_000_000 // MEMORY_PER_WEIGHT_BYTE if self.max_memory_mb else None
-        await self.seat.load(version, max_bytes=allowed)
+        """Fetch, verify and load the leased version, unless the engine has it already."""
+        largest = self.max_memory_mb * 1_000_000 // MEMORY_PER_WEIGHT_BYTE if self.max_memory_mb else None
+        await self.seat.load(version, max_bytes=largest)
 
     def _play(self, lease: t.Lease) -> list[t.Group]:
         """Generate the groups of a lease, block by block, and measure how fast."""
@@ -172,12 +172,12 @@ class Worker:
         used_mb = psutil.Process().memory_info().rss // 1_000_000
         if self.max_memory_mb and used_mb > self.max_memory_mb:
             raise StateError(
-                f"this worker uses {used_mb} MB, --max-memory allows {self.max_memory_mb}: raise it to go on"
+                f"this worker uses {used_mb} MB of memory, limit {self.max_memory_mb} (--max-memory): raise the limit"
             )
         return groups
 
     def _prove(self, lease: t.Lease, groups: list[t.Group]) -> tuple[bytes, ...]:
-        """Proofs of the activations, where the run asks for them: one more prefill of what was played."""
+        """Proofs of the activations, if the run asks for them. They take one more prefill of the rollouts."""
         if self.seat.info.rules.proofs == "none":
             return ()
         slots = [slot for block in lease.blocks for slot in block.slots]
@@ -187,7 +187,7 @@ class Worker:
         return prove_activations(groups, self.seat.engine.score(requests, lease.sampling.temperature, hidden=True))
 
     async def _submit(self, lease: t.Lease, groups: list[t.Group], proofs: tuple[bytes, ...]) -> None:
-        """Send the groups and keep the receipt; a lease that was given to another worker is dropped."""
+        """Send the groups and keep the receipt. A superseded lease is dropped."""
         body = commit(self.seat.info.run, lease, groups, self.seat.engine.facts, proofs)
         try:
             receipt = await self.client.put_bytes(f"/v1/leases/{lease.id}/submission", body, t.Receipt)
@@ -198,14 +198,14 @@ class Worker:
         signed = verify(self.seat.info.run_key, "receipt", unsigned, receipt.signature)
         if receipt.digest != digest(body) or not signed:
             raise PeerError(
-                "the coordinator's receipt is not for what we sent, or not signed by the run: leave this run"
+                "the coordinator's receipt is for other bytes than we sent, or not signed by the run key: leave this run"
             )
         self.client.head = receipt.head
         with (self.home / "receipts.jsonl").open("ab") as file:
             file.write(to_json(receipt) + b"\n")
 
     async def _tell(self, last: bool = False) -> None:
-        """Say in this terminal what was accepted, what was refused and why."""
+        """Log what was accepted, what was refused and why."""
         if not last and time.monotonic() - self.told_at < TOLD_EVERY_S:
             return
         self.told_at, before = time.monotonic(), self.told
@@ -222,7 +222,7 @@ class Worker:
                 log.warning("lapsed leases=%d: they were not filled in time", now.lapsed - before.lapsed)
             if now.stale > before.stale:
                 log.warning(
-                    "closed leases=%d: newer versions came before they were filled; this costs nothing",
+                    "closed leases=%d: newer versions were published before they were filled; this costs nothing",
                     now.stale - before.stale,
                 )
         if last:

@@ -1,4 +1,4 @@
-"""Evaluation of a run: every environment of a mix, each as `shoal eval` would play it alone."""
+"""Evaluation of a run: each environment of a mix gets the figures that `shoal eval` gives it alone."""
 
 import msgspec
 import pytest
@@ -20,7 +20,7 @@ SAMPLING = Sampling(1.0, 6, 64)
 
 @pytest.fixture
 def evaluated(tmp_path):
-    """A run of some environments, its final policy evaluated on 4 episodes of each before and after."""
+    """A run of some environments, evaluated before and after it on 4 episodes of each."""
 
     def run(*envs):
         config = tiny_run(envs=list(envs), eval={"samples": 1})
@@ -36,7 +36,7 @@ def evaluated(tmp_path):
 
 
 def alone(folder, env, out):
-    """As `shoal eval` evaluates an environment."""
+    """Evaluate one environment as `shoal eval` does."""
     final, name, args = folder.checkpoints / "final", env["name"], env["args"]
     evaluate.main(final, name, args, 4, folder.config().seed, 1, SAMPLING, out)
     return msgspec.json.decode(out.read_bytes(), type=Evaluation)
@@ -49,7 +49,7 @@ def test_every_environment_of_a_mix_is_evaluated_as_it_is_alone(evaluated, tmp_p
     assert found.envs["easy"] != found.envs["hard"] and found.episodes == 8
 
 
-def test_evaluation_of_one_environment_is_that_environments(evaluated, tmp_path):
+def test_evaluation_of_a_run_with_one_environment_is_that_of_the_environment(evaluated, tmp_path):
     folder = evaluated(HARD)
     alone(folder, HARD, tmp_path / "alone.json")
     assert (folder.evaluations / "after.json").read_bytes() == (tmp_path / "alone.json").read_bytes()
@@ -68,7 +68,7 @@ def test_summary_has_the_figures_and_a_game_of_each_environment(evaluated):
     assert [label for label, _ in end.games] == ["easy", "hard"]
 
 
-def test_summary_of_one_environment_has_the_keys_that_it_had(evaluated):
+def test_summary_of_one_environment_has_no_figures_by_environment(evaluated):
     folder = evaluated(HARD)
     end = write_summary(folder, folder.config(), Snapshot("town", "x", 3), UsageBook(folder.root / "usage.json"))
     for found in msgspec.json.decode(folder.summary.read_bytes())["heldout"].values():

@@ -1,4 +1,4 @@
-"""Checkpoints that the trainer keeps: whole or not at all, and a disk that is full is called so."""
+"""The trainer keeps a checkpoint whole or not at all, and says so if the disk is full."""
 
 import errno
 import os
@@ -12,7 +12,7 @@ from tests.scarce import full_disk
 
 
 def test_a_full_disk_is_named_when_a_checkpoint_is_kept(tmp_path, monkeypatch):
-    """`copytree` gathers the faults of all files in an error without a number or words of its own."""
+    """`copytree` collects the errors of all files in one that has no errno and no message of its own."""
     source = tmp_path / "source"
     source.mkdir()
     (source / "model.safetensors").write_bytes(b"weights")

@@ -15,11 +15,11 @@ RUN = tiny_run(steps=2, storage={"checkpoint_every": 1})
 
 
 class Killed(BaseException):
-    """The process is gone."""
+    """Stands for the end of a killed process."""
 
 
 class DiesOnce:
-    """A trainer that is killed when it is about to keep a checkpoint, and then started again."""
+    """A trainer that is killed just before it keeps a checkpoint, and then started again."""
 
     def __init__(self, town, before, monkeypatch):
         self.town, self.before, self.monkeypatch = town, before, monkeypatch

@@ -1,4 +1,4 @@
-"""Manifests expire so that a frozen source is noticed; a run that stood still for longer goes on all the same."""
+"""Manifests expire, so that nodes notice a source that is out of date. A run goes on even after a longer pause."""
 
 import asyncio
 import time
@@ -10,7 +10,7 @@ from tests.roles.town import Town, tiny_run
 
 
 class Calendar:
-    """A clock that a test turns on."""
+    """A clock that a test moves forward."""
 
     def __init__(self):
         self.days_on = 0.0

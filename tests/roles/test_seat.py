@@ -1,4 +1,4 @@
-"""Taking a seat in a run: what a node cannot do, it refuses in one line before it joins."""
+"""Taking a seat in a run: a node refuses a run that it does not support, in one line and before it joins."""
 
 import asyncio
 
@@ -17,7 +17,7 @@ ROLES = ("worker", "validator")
 
 
 def meets(town, role, error, match):
-    """A role refuses the town's run, and has not joined it."""
+    """Check that a role refuses the town's run and does not join it."""
     node = town.worker("worker") if role == "worker" else town.validator()
     with pytest.raises(error, match=match) as raised:
         asyncio.run(asyncio.wait_for(node.run(), 30.0))
@@ -25,7 +25,7 @@ def meets(town, role, error, match):
 
 
 def saying(town, monkeypatch, **changes):
-    """The town, describing itself otherwise."""
+    """The town, with these changes to what its run says of itself."""
     info = Board.info
     monkeypatch.setattr(Board, "info", lambda board: msgspec.structs.replace(info(board), **changes))
     return town
@@ -34,7 +34,7 @@ def saying(town, monkeypatch, **changes):
 @pytest.mark.parametrize("role", ROLES)
 def test_a_run_of_another_protocol_is_refused(tmp_path, monkeypatch, role):
     town = saying(Town(tmp_path / "run", tiny_run()), monkeypatch, protocol=2)
-    meets(town, role, PeerError, "the run speaks protocol 2, we speak 1")
+    meets(town, role, PeerError, "the run speaks protocol 2, this shoal 1")
 
 
 @pytest.mark.parametrize("role", ROLES)
@@ -81,7 +81,7 @@ def test_a_worker_gives_back_a_lease_of_a_kind_that_it_does_not_know(tmp_path, m
         trainer = asyncio.create_task(town.trainer().run())
         try:
             with pytest.raises(
-                PeerError, match="the lease holds preferences, this version of shoal knows only episodes"
+                PeerError, match="the lease holds preferences, but this version of shoal knows only episodes"
             ):
                 await asyncio.wait_for(town.worker("worker").run(), 30.0)
         finally:

@@ -1,7 +1,7 @@
-"""What a step learns from: the rows of its batch, and what the log says of the groups around it.
+"""Reads what a step learns from: the rows of its batch, and the rewards of all groups accepted for it.
 
-Called by `role` once a step. Bodies are fetched and verified by hash; it knows neither the learner nor how a batch was
-formed, which is an event.
+Called by `role` once a step. It fetches bodies and verifies their hashes. It knows neither the learner nor how a batch
+is formed: the log says which groups are in it.
 """
 
 import logging
@@ -23,14 +23,14 @@ log = logging.getLogger("trainer")
 
 
 class BatchReader:
-    """Reads batches through a coordinator, in order of their steps."""
+    """Reads batches from a coordinator, in the order of their steps."""
 
     def __init__(self, config: RunConfig, client: Client, vocabulary: int) -> None:
         self._config, self._client, self._vocabulary = config, client, vocabulary
         self.seen_seq = -1
 
     async def rows(self, batch: t.Batch, info: t.RunInfo) -> tuple[list[Row], dict[str, Any]]:
-        """The batch's rows in canonical order, each group verified by its hash; and what the filter left out."""
+        """The batch's rows in canonical order, and figures: what the filter left out, and rewards of all groups."""
         law, bodies = info.rules, {}
         for name in dict.fromkeys(member.submission for member in batch.groups):
             body = await self._client.get_blob(name, cap=MAX_SUBMISSION_BYTES)
@@ -53,7 +53,7 @@ class BatchReader:
         return chosen.rows, counts
 
     def _rows_of(self, member: t.BatchGroup, data: bytes, algorithm: Algorithm) -> list[Row]:
-        """A group's rows; none of one that a validator should have refused, or a single bad one could stop the run."""
+        """A group's rows; none if a validator should have refused it, since one bad group must not stop the run."""
         try:
             return rows_of_group(
                 member, data, algorithm=algorithm, vocabulary=self._vocabulary,
@@ -64,9 +64,9 @@ class BatchReader:
             return []  # guard: unlearnable-is-left-out
 
     async def accepted_for(self, step: int) -> dict[str, Any]:
-        """Rewards of all groups accepted between the batch of the step before and this one's, with or without signal.
+        """Figures of all groups accepted since the batch of the step before, with or without signal.
 
-        Read from the log, so that a restart changes nothing: events of earlier steps are read again and left out.
+        Read from the log, so that a restart changes nothing: it reads the events of earlier steps again and skips them.
         """
         rewards: list[tuple[float, ...]] = []
         more = True

@@ -1,7 +1,7 @@
-"""What the trainer shows of its versions, and what it keeps of them for the host.
+"""Publishes the trainer's versions, and keeps checkpoints for the host.
 
-Called by `role` after each step and at start. It writes the learner's policy, sends its chunks, signs its manifest, and
-copies what is due beside the run's other checkpoints. It does not know how a policy is trained.
+Called by `role` at start and after each step. It writes the learner's policy, sends its chunks, signs its manifest, and
+copies a version that is to be kept into the run's checkpoints. It does not know how a policy is trained.
 """
 
 import filecmp
@@ -28,7 +28,7 @@ log = logging.getLogger("trainer")
 
 
 def start_policy(folder: RunFolder, config: RunConfig) -> Path:
-    """The directory that version 0 comes from: a copy of the run file's, or a tiny one made from the run's seed."""
+    """The directory of version 0: a copy of the run file's policy, or a tiny policy made from the run's seed."""
     if not folder.policy.exists():
         if config.policy.path:
             keep_checkpoint(Path(config.policy.path), folder.policy)
@@ -47,12 +47,12 @@ class Publisher:
         self._folder, self._config, self._client, self._key = folder, config, client, key
         self._clock = clock
         self._sent: set[str] = set()
-        """Chunks of the version published last: the coordinator has them."""
+        """Chunks of the version published last, which the coordinator has already."""
         self._renew_at = 0.0
-        """When to look at the dates of what is published."""
+        """When to look at the manifests' dates again."""
 
     async def publish(self, model: Transformer, version: int) -> None:
-        """Send the version's chunks, announce it, and keep it if it is due; doing so twice changes nothing."""
+        """Send the version's chunks and manifest, and keep it if it is due. Doing so twice changes nothing."""
         directory = self._write(model)
         parents = (version - 1,) if version else ()
         manifest = await publish(
@@ -65,7 +65,7 @@ class Publisher:
         self._keep(directory, self._due(version))
 
     def keep_due(self, model: Transformer, version: int) -> None:
-        """Keep the checkpoints of a version that is published: a kill may have left them out."""
+        """Keep a published version if it is due: a kill may have prevented that."""
         if due := self._due(version):  # guard: checkpoint-kept-later
             self._keep(self._write(model), due)
 
@@ -74,7 +74,7 @@ class Publisher:
         self._keep(self._write(model), ["final"])
 
     async def renew(self, newest: int, max_staleness: int) -> None:
-        """Sign again, with a new date, what nodes may still load and is past half its life: a paused run can go on."""
+        """Sign manifests past half their life again, so that nodes can still load them after a long pause."""
         if self._clock() < self._renew_at:
             return
         dates = []
@@ -92,13 +92,13 @@ class Publisher:
         self._renew_at = min(dates)
 
     def _write(self, model: Transformer) -> Path:
-        """The learner's policy as a directory in HF format; the next one takes its place."""
+        """Write the policy in HF format, to a directory that the next version replaces."""
         directory = self._folder.trainer / "publishing"
         save_policy(model, directory, self._config.policy.dtype, tokenizer_from=self._folder.policy)
         return directory
 
     def _due(self, version: int) -> list[str]:
-        """Names under which a version is kept for the host; those of most versions are none."""
+        """The names under which a version is kept for the host; most versions are not kept."""
         if version == self._config.steps:
             return [f"v{version:06d}", "final"]
         return [f"v{version:06d}"] if version % self._config.storage.checkpoint_every == 0 else []
@@ -109,7 +109,7 @@ class Publisher:
 
 
 def keep_checkpoint(source: Path, target: Path) -> None:
-    """Copy a version's directory beside the others, whole or not at all; what is there already is left alone."""
+    """Copy a version's directory to `target`, whole or not at all. An identical copy is left alone."""
     try:
         if _are_alike(source, target):
             clear_leftovers(target)

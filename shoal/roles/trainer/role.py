@@ -1,10 +1,10 @@
-"""The trainer: a function from (version v, batch v) to version v + 1, repeated until the run's last step.
+"""The trainer: makes version v + 1 from version v and batch v, until the run's last step.
 
-Started by the launcher on the run's folder, or by `shoal train`. It decides nothing about which groups it learns from:
-the batch is an event. Its own state is saved before a version is published, so a kill anywhere repeats the same step
-with the same bits, and a version that was published is never rebuilt differently.
+Started by the launcher on the run's folder, or by `shoal train`. It does not choose the groups that it learns from:
+each batch is an event of the log. It saves its own state before it publishes a version. So after a kill at any moment
+it repeats the same step with the same bits, and never rebuilds a published version differently.
 
-Batches are read in `batches`; what the trainer shows and keeps of its versions is in `publishing`.
+`batches` reads the batches; `publishing` publishes the versions and keeps checkpoints.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ T = TypeVar("T")
 log = logging.getLogger("trainer")
 
 ALARM_GAP_NATS = 0.01
-"""A start-up self-check above this means that generation and training do not see the same policy."""
+"""If the self-check at start-up finds a larger difference, generation and training do not see the same policy."""
 
 
 def main(run_dir: Path, url: str) -> None:
@@ -51,12 +51,12 @@ def main(run_dir: Path, url: str) -> None:
 
 
 class Trainer:
-    """A learner with its run."""
+    """The trainer of one run."""
 
     def __init__(
         self, folder: RunFolder, config: RunConfig, client: Client, key: Key, clock: Callable[[], float] = time.time
     ) -> None:
-        """`key` signs the manifests, and is the one that the client signs with."""
+        """`key` signs the manifests; the client signs with the same key."""
         self.folder, self.config, self.client = folder, config, client
         model = load_policy(start_policy(folder, config), torch.float32)
         self.learner = Learner(model, config.train, temperature=config.sampling.temperature, steps=config.steps)
@@ -69,7 +69,7 @@ class Trainer:
         self.info: t.RunInfo
 
     async def run(self) -> None:
-        """The trainer's job, whole."""
+        """The trainer's whole job."""
         async with self.client:
             with self.stopping.at_signals():
                 version = await self.stopping.unless(self._open())
@@ -91,7 +91,7 @@ class Trainer:
                     self.publisher.keep_final(self.learner.model)
 
     async def _open(self) -> int:
-        """Load the saved state, or begin; publish and keep what a kill left undone; returns the version to learn from."""
+        """Join; load the saved state or begin; finish what a kill interrupted. Returns the version to learn from."""
         self.info = await self.client.get_json("/v1/run", t.RunInfo)
         self.client.run, self.client.head = self.info.run, self.info.head
         join = t.Join("trainer", "trainer", 0.0, f"torch-{torch.__version__}", "float32", "cpu")
@@ -118,7 +118,7 @@ class Trainer:
         return version
 
     async def _batch(self, step: int) -> t.Batch | None:
-        """The step's batch, waited for; None when we are to stop or the run has ended."""
+        """Wait for the step's batch; None if we are told to stop or the run has ended."""
         while not self.stopping:
             try:
                 return await self.stopping.unless(self.client.get_json(f"/v1/batches/{step}", t.Batch))
@@ -130,14 +130,14 @@ class Trainer:
         return None
 
     async def _rows(self, batch: t.Batch) -> tuple[list[Row], dict[str, Any]]:
-        """The batch's rows with what there is to tell of them; the first that this version sampled is replayed once."""
+        """The batch's rows, with figures about them. The first row that is sampled by the current version is recomputed."""
         rows, counts = await self.batches.rows(batch, self.info)
         fresh = next((row for row in rows if row.version == batch.step), None)
         if not self.checked and fresh is not None:
             self.checked = True
             counts["selfcheck_gap_nats"] = gap = largest_gap_nats(self.learner, fresh)
             level = logging.WARNING if gap > ALARM_GAP_NATS else logging.INFO
-            log.log(level, "self-check: one completion replayed, largest |Δ log-prob| = %.2e nats", gap)
+            log.log(level, "self-check: one completion recomputed, largest |Δ log-prob| = %.2e nats", gap)
         return rows, counts
 
     async def _save_and_publish(self, version: int) -> dict[str, Any]:
@@ -148,7 +148,7 @@ class Trainer:
         return {"save_s": saved - began, "publish_s": time.perf_counter() - saved}
 
     async def _waiting(self, what: str, work: "asyncio.Future[T] | Any") -> Any:
-        """Await, and count the time as waiting for `what`."""
+        """Await, and count the time as spent waiting for `what`."""
         began = time.perf_counter()
         try:
             return await work
