@@ -15,7 +15,7 @@ Lines = list[tuple[float, Any]]
 
 
 def bodies(run_dir: Path) -> Lines:
-    """What the events of a run's log say."""
+    """The events of a run's log."""
     store = Store(sqlite_url(RunFolder(run_dir).log))
     entries = [read_entry(data)[0] for data, _ in store.read()]
     store.close()
@@ -23,7 +23,7 @@ def bodies(run_dir: Path) -> Lines:
 
 
 def forged(run_dir: Path, into: Path, edit: Callable[[Lines], Lines]) -> Path:
-    """A copy of a run whose log says what `edit` makes of it, every hash made anew; the workers' receipts are gone."""
+    """A copy of a run with an edited log, in which every hash is computed again. It has no receipts of the workers."""
     shutil.copytree(run_dir, into, ignore=shutil.ignore_patterns("log.sqlite*", "nodes"))
     store, head = Store(sqlite_url(RunFolder(into).log)), GENESIS
     entries = []

@@ -1,4 +1,4 @@
-"""A log that a disk, a copy or a person damaged is refused in one line, and nobody who reads it changes it."""
+"""A damaged log is refused in one line, and reading it does not change it."""
 
 import random
 import sqlite3
@@ -19,7 +19,7 @@ READERS = (["ledger", "verify"], ["ledger", "show", "--kind", "credit"], ["credi
 
 @pytest.fixture(scope="module")
 def log(tmp_path_factory):
-    """The bytes of an honest log, the write-ahead file folded in."""
+    """The bytes of an honest log, with its write-ahead file merged into it."""
     world = World(tmp_path_factory.mktemp("honest"), steps=20)
     world.enter(WORKER)
     world.publish()
@@ -81,7 +81,7 @@ def test_damaged_log_is_refused_in_one_line_and_left_as_it_is(tmp_path, capsys, 
     assert path.read_bytes() == found
 
 
-def test_damaged_log_needs_no_traceback_as_a_command(tmp_path, log):
+def test_damaged_log_gives_no_traceback_on_the_command_line(tmp_path, log):
     (tmp_path / "log.sqlite").write_bytes(log[: len(log) // 2])
     command = [sys.executable, "-m", "shoal.cli", "ledger", "verify", str(tmp_path)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -94,7 +94,7 @@ def test_damaged_log_needs_no_traceback_as_a_command(tmp_path, log):
 
 @pytest.mark.parametrize("seed", range(60))
 def test_any_garbage_in_a_log_gives_a_report_or_one_line(tmp_path, capsys, log, seed):
-    """A reader may say that the log holds: not every byte of a database file is used."""
+    """A reader may find that the log holds, because a database file has unused bytes."""
     rng = random.Random(seed)
     data = bytearray(log)
     for _ in range(rng.choice((1, 4, 40))):

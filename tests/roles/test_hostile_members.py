@@ -1,4 +1,4 @@
-"""What one member sends or leaves undone, and the run that goes on: stories with the real roles."""
+"""Runs that go on, whatever one member sends or fails to send: stories with the real roles."""
 
 import asyncio
 
@@ -23,7 +23,7 @@ NAMES = ["[" * 60, "]" * 30 + "[" * 30, "{" * MAX_FACT_CHARS, '"\\', "[/x] \N{SN
 
 
 async def joined(town, name, key="stranger.key"):
-    """A stranger's client, after it entered as a worker of that name."""
+    """A stranger's client, joined as a worker of that name."""
     client = town.client(town.folder.root / key)
     info = await client.get_json("/v1/run", t.RunInfo)
     client.run, client.head = info.run, info.head
@@ -91,7 +91,7 @@ def _spoilt(rollout):
 
 
 class Bribed(Validator):
-    """Judges as it should, and calls every refused group accepted and worth learning from."""
+    """Judges honestly, but sends every refused group as accepted and with signal."""
 
     async def _give(self, verdict):
         size = self.seat.info.rules.group_size
@@ -136,7 +136,7 @@ async def until(holds, *roles):
 
 
 async def taken(client):
-    """A lease."""
+    """Take a lease."""
     return (await client.post_json("/v1/leases", t.LeaseRequest(), t.LeaseAnswer)).lease
 
 

@@ -1,4 +1,4 @@
-"""A whole run of an environment whose score says nothing: it pauses, says why, shows two rollouts, and can be ended."""
+"""A run whose environment scores all rollouts alike: it pauses, says why, shows two rollouts, and can be ended."""
 
 import asyncio
 
@@ -58,7 +58,7 @@ def test_a_run_without_signal_says_so_waits_and_can_be_drained(tmp_path):
     assert town.audit().findings == []
 
 
-def test_rollouts_that_are_not_kept_any_more_are_told_so(tmp_path):
+def test_samples_of_rollouts_that_were_deleted_are_refused_in_words(tmp_path):
     (tmp_path / "half.py").write_text(ALWAYS_HALF)
     config = tiny_run(envs=[{"name": str(tmp_path / "half.py")}], rollouts={"max_flat_groups": 4})
     town = Town(tmp_path / "run", config)

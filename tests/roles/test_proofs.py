@@ -1,4 +1,4 @@
-"""Runs that ask workers for proofs of their activations, by the real roles over an in-memory network."""
+"""Runs that ask workers for proofs of their activations: the real roles over an in-memory network."""
 
 import asyncio
 
@@ -12,7 +12,7 @@ from tests.roles.town import Town, tiny_run
 
 
 class Negating(Cheat):
-    """Samples honestly and proves the activations with the wrong sign, which costs as much as a proof from thin air."""
+    """Samples honestly, but proves activations with the wrong sign, which are as wrong as invented ones."""
 
     def score(self, requests, temperature, hidden=False):
         scores = self.engine.score(requests, temperature, hidden)

@@ -1,4 +1,4 @@
-"""Whole runs with the real roles over an in-memory network: what a run promises whoever serves it."""
+"""Whole runs with the real roles over an in-memory network: what holds whichever nodes take part."""
 
 import asyncio
 import re
@@ -97,7 +97,7 @@ def test_a_cheating_worker_earns_nothing_and_changes_nothing(tmp_path, single_fi
     asyncio.run(town.live(town.trainer(), town.validator(), cheater, honest))
     state = town.desk.state
     assert state.members[honest.key].credits > 0 and state.members[honest.key].refused == 0
-    if cheat != "old-weights":  # the first version is the right one: what it makes of that is honest
+    if cheat != "old-weights":  # its work on version 0 is honest, because no older version exists
         assert state.members[cheater.key].credits == 0
         assert state.members[cheater.key].refused > 0
     assert town.weights() == single_file_weights
@@ -220,11 +220,11 @@ def test_a_worker_that_stops_gives_its_lease_back(tmp_path):
     asyncio.run(story())
     assert town.desk.state.phase == "ended"
     lapses = [entry.body for entry in town.audit().entries if isinstance(entry.body, LeaseLapsed)]
-    assert {lapse.cause for lapse in lapses} <= {"returned"}  # none but the one that was asked for ahead
+    assert {lapse.cause for lapse in lapses} <= {"returned"}  # only the lease that was requested ahead
 
 
 def test_a_drained_run_ends_for_everybody_at_once(tmp_path):
-    """Also for a worker that was killed and comes back: it is given what it had, not told to wait for the deadline."""
+    """Also for a worker that was killed and comes back: it gets its lease again at once, not after the deadline."""
     town = Town(tmp_path / "run", tiny_run(steps=50, rollouts={"lease_s": 3600.0}))
     ended_at = left_at = 0.0
 
@@ -234,7 +234,7 @@ def test_a_drained_run_ends_for_everybody_at_once(tmp_path):
             roles = [group.create_task(role.run()) for role in (town.trainer(), town.validator())]
             worker = town.worker("worker")
             killed = asyncio.create_task(worker.run())
-            # Once it plays: a fetch goes on in its thread, in the folder that the next worker uses.
+            # Wait until it plays: a fetch goes on in its thread, and writes to the folder that the next worker uses.
             leases = town.desk.state.leases
             while not hasattr(worker, "seat") or not any(
                 leases[i].version == worker.seat.engine.version >= 1 for i in town.desk.state.open_leases

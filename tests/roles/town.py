@@ -1,6 +1,6 @@
-"""A whole run in one process and no sockets: the real roles over an in-memory, and if asked lying, network.
+"""A whole run in one process without sockets: the real roles over an in-memory network, which lies if a test asks it to.
 
-For story tests. Roles are the product's own; only the transport is replaced, so a failure replays from its seed.
+For story tests. Only the transport is replaced, so a seed gives the same faults again.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ TINY = {
 
 
 def tiny_run(**changes: object) -> RunConfig:
-    """The tiny run with some sections or keys replaced, as `rollouts={...}`."""
+    """The tiny run with some sections or keys replaced, such as `rollouts={...}`."""
     tree = dict(TINY)
     for name, value in changes.items():
         tree[name] = {**tree[name], **value} if isinstance(value, dict) and name in tree else value  # type: ignore[dict-item]
@@ -55,7 +55,7 @@ def tiny_run(**changes: object) -> RunConfig:
 
 
 class Town:
-    """A run's folder with its coordinator, and the roles that a test lets move in."""
+    """A run's folder with its coordinator, and the roles that a test starts."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class Town:
         return Trainer(self.folder, self.config, self.client(path), load_or_make_key(path), self.clock)
 
     async def live(self, *roles: Worker | Validator | Trainer, limit_s: float = 120.0) -> None:
-        """Let roles run until the run has ended and they have left."""
+        """Let roles work until the run has ended and they have left."""
         async with asyncio.timeout(limit_s), asyncio.TaskGroup() as group:
             clock = group.create_task(self._tick())
             async with asyncio.TaskGroup() as people:
@@ -125,10 +125,10 @@ class Town:
         return weights_root(self.folder.checkpoints / "final")
 
     def audit(self) -> Audit:
-        """The log, replayed."""
+        """Replay and check the log."""
         return verify(self.desk.book.store.read())
 
 
 async def _hurry(seconds: float) -> None:
-    """Backoff without waiting for it."""
+    """Sleep for almost no time, so that tests do not wait for retries."""
     await asyncio.sleep(min(seconds, 0.01))
