@@ -370,6 +370,8 @@ GUARDS = [
         ("soft-quarantines", ("failed", "False"), "test_a_third_soft_refusal_quarantines_and_a_second_does_not"),
         ("soft-is-forgiven", ("(member.failures + 1) % state.law.soft_failures == 0", "True"),
          "test_one_soft_refusal_costs_only_the_pay"),
+        ("old-logs-keep-their-quarantine", ("quarantine_s < 0", "False"),
+         "test_a_log_from_before_rules_named_the_quarantine_takes_it_from_its_run_file"),
         ("version-published-once", ("known.root == command.root", "True"), "test_a_version_is_published_once"),
         ("secret-while-in-use", ("version <= retired", "True"),
          "test_a_versions_secrets_come_out_only_when_nothing_can_be_sent_for_it"),

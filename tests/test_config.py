@@ -185,6 +185,7 @@ def test_wrong_override_says_what_is_wrong(run_file: Path, override: str, messag
         (SMALL.replace("3", "0"), "steps = 0: must be at least 1"),
         (SMALL + "[rollouts]\ngroup_size = 12\n", "block_rollouts = 64: must be a multiple of group_size = 12"),
         (SMALL + "[rollouts]\nmax_staleness = 0\n[verify]\naudit_rate = 0.5\n", "audit_rate: must be 1"),
+        (SMALL + "[verify]\nquarantine_s = -1.0\n", "verify.quarantine_s: at least 0, and finite"),
         (SMALL + "[rollouts]\nmax_staleness = 0\n[verify]\nworker_share = 0.5\n", "worker_share: must be 1"),
         (SMALL + "[verify]\nworker_share = 0.0\n", "worker_share: above 0 and at most 1"),
         (SMALL + "[verify]\nworker_share = 1.5\n", "worker_share: above 0 and at most 1"),

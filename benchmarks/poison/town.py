@@ -124,13 +124,13 @@ class Town:
             group_size=plan.group_size, block_groups=1, batch_groups=plan.batch_groups, max_staleness=1,
             steps=plan.steps, lease_s=1e6, audit_rate=0.05, dtype="float32",
             bounds={"float32/float32": Bounds(bounds.gap, bounds.flipped, bounds.mean_gap, bounds.logprob)},
-            worker_share=0.2 if defended else 1.0,
+            worker_share=0.2 if defended else 1.0, quarantine_s=30.0,
         )  # fmt: skip
         spec = EnvSpec(self.env.name, "", self.env.num_tasks, 1.0, {})
         created = RunCreated(
             run=digest(b"poisoning %d" % self.case.seed), name="poisoning", run_key=digest(b"host"),
             trainer_key=TRAINER, validators=JUDGES, chain_end="", audit_chain_end="", envs=(spec,), sampling=SAMPLING,
-            rules=rules, config={"verify": {"quarantine_s": 30.0}}, law=LAW,
+            rules=rules, config={}, law=LAW,
         )  # fmt: skip
         self.do(Create(created, self.now))
         roles = {TRAINER: "trainer"} | dict.fromkeys(JUDGES, "validator") | dict.fromkeys(WORKERS, "worker")

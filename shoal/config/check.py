@@ -77,6 +77,7 @@ def check_run(config: RunConfig) -> None:
         ),
         (0 < sampling.max_turn_tokens <= sampling.max_tokens, "sampling.max_turn_tokens: between 1 and max_tokens"),
         (0.0 <= config.verify.audit_rate <= 1.0, "verify.audit_rate: between 0 and 1"),
+        (0.0 <= config.verify.quarantine_s < math.inf, "verify.quarantine_s: at least 0, and finite"),
         (
             rollouts.max_staleness > 0 or config.verify.audit_rate == 1.0,
             "verify.audit_rate: must be 1 when rollouts.max_staleness is 0 (everything is audited then)",

@@ -49,11 +49,11 @@ class Court:
         self.judges = [judge_key(index) for index in range(terms.validators)]
         rules = Rules(
             group_size=4, block_groups=terms.groups, batch_groups=4 * MAX_LEASE_BLOCKS * terms.groups, max_staleness=1,
-            steps=10_000, lease_s=LEASE_S, audit_rate=terms.steady, dtype="float32", bounds={},
+            steps=10_000, lease_s=LEASE_S, audit_rate=terms.steady, dtype="float32", bounds={}, quarantine_s=30.0,
         )  # fmt: skip
         self.do(Create(RunCreated(
             "r" * 32, "court", "k" * 64, TRAINER, tuple(self.judges), "00" * 32, "11" * 32, (), Sampling(1.0, 8, 64), rules,
-            {"verify": {"quarantine_s": 30.0}}, terms.law,
+            {}, terms.law,
         ), 0.0))  # fmt: skip
         for key, role in ((TRAINER, "trainer"), *((key, "validator") for key in self.judges)):
             self.enter(key, role)

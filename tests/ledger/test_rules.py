@@ -8,7 +8,7 @@ from shoal.errors import StateError
 from shoal.ledger.answers import Refused, Wait
 from shoal.ledger.facts.leases import AskLease
 from shoal.ledger.facts.members import Enter
-from shoal.ledger.facts.run import Admin, Tick
+from shoal.ledger.facts.run import Admin, Reconfigure, Tick
 from shoal.ledger.facts.verdicts import Judge
 from shoal.ledger.facts.versions import LinkRevealed, Publish
 from shoal.ledger.log.book import Book
@@ -144,14 +144,36 @@ def test_a_hard_refusal_pays_nothing_quarantines_and_gives_the_block_back(world)
     assert world.lease("a" * 64).blocks == lease.blocks
 
 
+def serve_a_quarantine(world):
+    """Fail once and wait until the worker may work again; returns how long that took."""
+    world.serve("a" * 64, outcome="hard")
+    wait = world.state.members["a" * 64].until - world.now
+    world.now += wait + 1
+    world.do(Tick(world.now))
+    return wait
+
+
 def test_quarantine_grows_with_each_failure(world):
-    waits = []
-    for _ in range(3):
-        world.serve("a" * 64, outcome="hard")
-        waits.append(world.state.members["a" * 64].until - world.now)
-        world.now += waits[-1] + 1
-        world.do(Tick(world.now))
-    assert waits == [30.0, 60.0, 120.0]
+    assert [serve_a_quarantine(world) for _ in range(3)] == [30.0, 60.0, 120.0]
+
+
+def test_a_resumed_run_has_the_quarantine_of_its_changed_run_file(world):
+    assert serve_a_quarantine(world) == 30.0
+    world.do(Reconfigure({"note": 1}, 5, 10.0, world.now, quarantine_s=0.0))
+    assert serve_a_quarantine(world) == 0.0
+    assert world.audit().findings == []
+
+
+def test_a_log_from_before_rules_named_the_quarantine_takes_it_from_its_run_file(tmp_path):
+    old = World(tmp_path, config={"verify": {"quarantine_s": 7.0}}, quarantine_s=-1.0)
+    old.enter("a" * 64)
+    old.publish()
+    assert serve_a_quarantine(old) == 7.0
+    old.do(Reconfigure({"verify": {"quarantine_s": 3.0}}, 5, 10.0, old.now))
+    assert serve_a_quarantine(old) == 6.0
+    old.do(Reconfigure({"name": "without that section"}, 5, 10.0, old.now))
+    assert serve_a_quarantine(old) == 120.0
+    assert old.audit().findings == []
 
 
 def test_one_soft_refusal_costs_only_the_pay(world):

@@ -20,7 +20,7 @@ TRAINER, VALIDATOR = "t" * 64, "v" * 64
 def rules(**changes):
     values = dict(
         group_size=4, block_groups=2, batch_groups=4, max_staleness=1, steps=5, lease_s=10.0, audit_rate=1.0,
-        dtype="float32", bounds={},
+        dtype="float32", bounds={}, quarantine_s=30.0,
     )  # fmt: skip
     return Rules(**(values | changes))
 
@@ -28,12 +28,12 @@ def rules(**changes):
 class World:
     """A book with a clock and honest moves, so that a test says only what it is about."""
 
-    def __init__(self, tmp_path, validators=(VALIDATOR,), law=LAW, **changes):
+    def __init__(self, tmp_path, validators=(VALIDATOR,), law=LAW, config=None, **changes):
         self.path, self.now, self.rechecks = tmp_path / "log.sqlite", 1000.0, {}
         self.book = Book(Store(sqlite_url(self.path)))
         created = RunCreated(
             "r" * 32, "test", "k" * 64, TRAINER, tuple(validators), "00" * 32, "11" * 32, (), Sampling(1.0, 8, 64),
-            rules(**changes), {"verify": {"quarantine_s": 30.0}}, law,
+            rules(**changes), config or {}, law,
         )  # fmt: skip
         self.do(Create(created, self.now))
         self.enter(TRAINER, "trainer")

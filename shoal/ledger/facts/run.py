@@ -45,6 +45,8 @@ class RulesChanged(Message, frozen=True):
     """Why the run paused itself: "no signal"."""
     max_flat_groups: int = -1
     """-1 changes nothing."""
+    quarantine_s: float = -1.0
+    """Changes with `config`; -1 means what `config` says, as in logs from before rules named it."""
 
 
 class RunEnded(Message, frozen=True):
@@ -77,6 +79,7 @@ class Reconfigure:
     lease_s: float
     now: float
     max_flat_groups: int = -1
+    quarantine_s: float = -1.0
 
 
 @dataclass(frozen=True)
@@ -90,8 +93,9 @@ class Tick:
 
 def apply_run_created(body: RunCreated, state: State, entry: Entry) -> None:
     state.run, state.name, state.run_key, state.trainer_key = body.run, body.name, body.run_key, body.trainer_key
-    state.validators, state.envs, state.sampling, state.rules = body.validators, body.envs, body.sampling, body.rules
+    state.validators, state.envs, state.sampling = body.validators, body.envs, body.sampling
     state.chain_end, state.audit_chain_end, state.config = body.chain_end, body.audit_chain_end, body.config
+    state.rules = _with_quarantine(body.rules, body.rules.quarantine_s, body.config)
     state.law = body.law or BEFORE_LAWS
 
 
@@ -113,10 +117,18 @@ def apply_rules_changed(body: RulesChanged, state: State, entry: Entry) -> None:
         state.rules = msgspec.structs.replace(state.rules, max_flat_groups=body.max_flat_groups)
     if body.config:
         state.config = body.config
+        state.rules = _with_quarantine(state.rules, body.quarantine_s, body.config)
 
 
 def apply_run_ended(body: RunEnded, state: State, entry: Entry) -> None:
     state.phase = "ended"
+
+
+def _with_quarantine(rules: Rules, quarantine_s: float, config: dict[str, Any]) -> Rules:
+    """Rules with this length of a quarantine. Older events say -1: their length is in the run file that they log."""
+    if quarantine_s < 0:  # guard: old-logs-keep-their-quarantine
+        quarantine_s = float(config.get("verify", {}).get("quarantine_s", 30.0))
+    return msgspec.structs.replace(rules, quarantine_s=quarantine_s)
 
 
 EVENTS = {

@@ -47,8 +47,7 @@ def member_as(state: State, key: str, role: str) -> Member:
 
 def quarantine(state: State, worker: str, submission: SubmissionRecord, cause: str, now: float) -> Iterator[Body]:
     """No leases for a while, longer each time. Open leases are given back."""
-    first_s = float(state.config.get("verify", {}).get("quarantine_s", 30.0))
-    until = now + state.law.quarantine_s(state.members[worker].failures + 1, first_s)
+    until = now + state.law.quarantine_s(state.members[worker].failures + 1, state.rules.quarantine_s)
     for held in state.open_leases_of(worker):
         yield LeaseLapsed(held.id, "quarantine")  # guard: quarantine-takes-leases
     if state.members[worker].standing in ("kicked", "suspended"):  # guard: kicked-stays-out

@@ -51,7 +51,7 @@ def decide_reconfigure(command: Reconfigure, state: State) -> list[Body]:
     return [
         RulesChanged(
             config=command.config, steps=command.steps, lease_s=command.lease_s,
-            max_flat_groups=command.max_flat_groups,
+            max_flat_groups=command.max_flat_groups, quarantine_s=command.quarantine_s,
         )
     ]  # fmt: skip
 

@@ -81,6 +81,8 @@ class Rules(Message, frozen=True):
     """Groups without signal in a row after which the run stops leasing and waits for its host; 0 never stops."""
     algorithm: Algorithm = Grpo()
     """Which groups have signal, and what their rollouts are worth. Logs from before rules named it are of GRPO."""
+    quarantine_s: float = -1.0
+    """Length of a worker's first quarantine, seconds. Logs from before rules named it have it in the run file alone."""
 
 
 class RunInfo(Answer, frozen=True):

@@ -76,7 +76,9 @@ def open_run(folder: RunFolder, config: RunConfig, clock: Callable[[], float] = 
                 "restore that file to resume, or start a new run"
             )
         r = config.rollouts
-        changed = Reconfigure(public_run_file(config), config.steps, r.lease_s, now, r.max_flat_groups)
+        changed = Reconfigure(
+            public_run_file(config), config.steps, r.lease_s, now, r.max_flat_groups, config.verify.quarantine_s
+        )
         book.write(changed, now)
     return Desk(folder, config, book, key, clock)
 
@@ -148,6 +150,7 @@ def rules_of(config: RunConfig) -> t.Rules:
         paid_tokens=r.paid_tokens,
         max_flat_groups=r.max_flat_groups,
         algorithm=config.train.algorithm,
+        quarantine_s=v.quarantine_s,
     )
 
 
