@@ -480,10 +480,10 @@ def test_every_code_of_a_refusal_is_documented() -> None:
 
 def refusal_codes() -> set[str]:
     """Every word with which a request is refused, wherever in the source."""
-    codes: set[str] = set()
+    codes, refusals = set[str](), ("Refused", "RequestRefused", "SignatureError")
     for file in (ROOT / "shoal").rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("Refused", "SignatureError"):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in refusals:
                 words = [a.value for a in node.args[:2] if isinstance(a, ast.Constant) and isinstance(a.value, str)]
                 codes.update(word for word in words[:1] if re.fullmatch(r"[a-z_]+", word))
     return codes

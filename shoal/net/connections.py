@@ -17,7 +17,7 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from shoal.net.server import PROTOCOL_HEADER, Refused, network_of, refusal
+from shoal.net.server import PROTOCOL_HEADER, RequestRefused, network_of, refusal
 from shoal.protocol import constants
 
 log = logging.getLogger(__name__)
@@ -195,7 +195,7 @@ class Connection(HttpToolsProtocol):
         self.address = ""
         self.idle_since = 0
         """A growing number, because a clock cannot order connections that come at the same moment."""
-        self._fault: Refused | None = None
+        self._fault: RequestRefused | None = None
         """Why the received bytes were refused."""
         self._header_bytes = 0
         """Bytes received of the request whose headers have not ended."""
@@ -215,7 +215,7 @@ class Connection(HttpToolsProtocol):
             self._watch()
         else:
             full = "this server holds as many connections as it can, or as one address may: come back later"
-            self._answer(Refused(503, "too_many_connections", full, retry_s=5.0))
+            self._answer(RequestRefused(503, "too_many_connections", full, retry_s=5.0))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._all.leave(self)
@@ -262,7 +262,9 @@ class Connection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         if self.busy:  # guard: one-request-at-a-time
-            raise self._refused(Refused(400, "malformed", "a request came before the answer to the last: wait for it"))
+            raise self._refused(
+                RequestRefused(400, "malformed", "a request came before the answer to the last: wait for it")
+            )
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
@@ -291,22 +293,24 @@ class Connection(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """uvicorn calls this for bytes that are not HTTP, and for requests that the callbacks above refuse."""
-        self._answer(self._fault or Refused(400, "malformed", "this is not HTTP/1.1: check the client"))
+        self._answer(self._fault or RequestRefused(400, "malformed", "this is not HTTP/1.1: check the client"))
 
     def _parse(self, num_bytes: int) -> None:
         self._parsed_bytes += num_bytes
         if self._parsed_bytes > self._limits.header_bytes:  # guard: parsed-header-size
             raise self._refused(self._too_long())
 
-    def _too_long(self) -> Refused:
+    def _too_long(self) -> RequestRefused:
         most = self._limits.header_bytes
-        return Refused(431, "too_large", f"the headers have more than {most} bytes (MAX_HEADER_BYTES): send less")
+        return RequestRefused(
+            431, "too_large", f"the headers have more than {most} bytes (MAX_HEADER_BYTES): send less"
+        )
 
-    def _refused(self, fault: Refused) -> Refused:
+    def _refused(self, fault: RequestRefused) -> RequestRefused:
         self._fault = fault
         return fault
 
-    def _answer(self, refused: Refused) -> None:
+    def _answer(self, refused: RequestRefused) -> None:
         """Close with a reason, or without one if it would land in the middle of another answer."""
         if not self.busy and not self.transport.is_closing():
             self.transport.write(_bytes_of(refused))
@@ -343,7 +347,7 @@ class Connection(HttpToolsProtocol):
             self._watch()
             return
         slow = f"the headers took longer than {self._limits.header_s:.0f} s (HEADER_TIMEOUT_S): send faster"
-        self._answer(Refused(408, "too_slow", slow))
+        self._answer(RequestRefused(408, "too_slow", slow))
 
     def _watch_writing(self) -> None:
         """Abort if a client takes nothing of its answer: it would hold the connection and the file for ever."""
@@ -359,7 +363,7 @@ class Connection(HttpToolsProtocol):
             self._watch_writing()
 
 
-def _bytes_of(refused: Refused) -> bytes:
+def _bytes_of(refused: RequestRefused) -> bytes:
     """A refusal as bytes on the wire, for a connection that it ends."""
     response = refusal(refused)
     response.headers["connection"] = "close"

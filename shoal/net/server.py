@@ -35,7 +35,7 @@ PROTOCOL_HEADER = "shoal-protocol"
 log = logging.getLogger(__name__)
 
 
-class Refused(Exception):
+class RequestRefused(Exception):
     """Raised anywhere in a request to answer with a status and a reason. The fault is the peer's, not ours."""
 
     def __init__(self, status: int, code: str, error: str, retry_s: float | None = None) -> None:
@@ -67,7 +67,7 @@ class Gate:
         self._keys = Buckets(*key_rate)
 
     async def anyone(self, request: Request) -> None:
-        """Admit a request that needs no signature and has no body. Raises `Refused` 411, 413, 429."""
+        """Admit a request that needs no signature and has no body. Raises `RequestRefused` 411, 413, 429."""
         self._limit(self._addresses, address_of(request), "address")
         if body_bytes(request) > 0:  # guard: body-not-wanted
             raise _too_large(0)
@@ -75,7 +75,7 @@ class Gate:
     def admit(self, request: Request, *, run: str, cap: int = constants.SMALL_BODY_BYTES) -> Caller:
         """The verified sender of a request, which must be for `run`. Does not read the body.
 
-        Raises `Refused` 411, 413 (body), 401 (signature, clock), 409 (another run), 429 (rate).
+        Raises `RequestRefused` 411, 413 (body), 401 (signature, clock), 409 (another run), 429 (rate).
         """
         self._limit(self._addresses, address_of(request), "address")
         if body_bytes(request) > cap:  # guard: body-size
@@ -83,10 +83,10 @@ class Gate:
         try:
             caller = verify_headers(request_line(request), _signed_headers(request), now=self._clock())
         except SignatureError as error:
-            raise Refused(401, error.code, str(error)) from None
+            raise RequestRefused(401, error.code, str(error)) from None
         self._limit(self._keys, caller.key, "key")
         if caller.run != run:
-            raise Refused(
+            raise RequestRefused(
                 409,
                 "wrong_run",
                 f"the request is for run {caller.run or '(none)'}, this is run {run}: read GET /v1/run again and "
@@ -95,11 +95,11 @@ class Gate:
         return caller
 
     async def body(self, request: Request, caller: Caller) -> bytes:
-        """The body of an admitted request, in memory. Raises `Refused` 400, 408, 503 (too many large bodies)."""
+        """The body of an admitted request, in memory. Raises `RequestRefused` 400, 408, 503 (too many large bodies)."""
         size, body = body_bytes(request), bytearray()
         counted = size if size > constants.SMALL_BODY_BYTES else 0
         if counted > self._bodies_left:  # guard: budget-of-bodies
-            raise Refused(503, "busy", "too many large bodies are arriving: send again in a moment", retry_s=1.0)
+            raise RequestRefused(503, "busy", "too many large bodies are arriving: send again in a moment", retry_s=1.0)
         self._bodies_left -= counted
         try:
             await self.pour(request, caller, body.extend)
@@ -110,8 +110,8 @@ class Gate:
     async def pour(self, request: Request, caller: Caller, take: Callable[[bytes], object]) -> None:
         """Pass the body of an admitted request to `take`, part by part. The caller must have checked its size.
 
-        Raises `Refused` 400 if the length or the digest differs from the signed headers, and 408 if the body comes too
-        slowly. The digest is known only at the end: after an error, throw away what was taken.
+        Raises `RequestRefused` 400 if the length or the digest differs from the signed headers, and 408 if the body comes
+        too slowly. The digest is known only at the end: after an error, throw away what was taken.
         """
         hashed = hashlib.sha256()
 
@@ -121,7 +121,7 @@ class Gate:
 
         await read_body(request, hash_and_take, window=self._body_window)
         if hashed.hexdigest() != caller.digest:  # guard: body-digest
-            raise Refused(
+            raise RequestRefused(
                 400, "digest", "the body does not match its content-digest: it was damaged on the way; send again"
             )
 
@@ -135,7 +135,7 @@ class Gate:
     def _limit(self, buckets: "Buckets", name: str, what: str) -> None:
         wait_s = buckets.take(name, self._clock())
         if wait_s > 0:
-            raise Refused(
+            raise RequestRefused(
                 429,
                 "too_many_requests",
                 f"more than {buckets.per_s:.0f} requests per second from one {what}: come back in {wait_s:.1f} s",
@@ -144,18 +144,20 @@ class Gate:
 
 
 def body_bytes(request: Request) -> int:
-    """The declared length of a request's body; 0 without a body. Raises `Refused` 411 if the length is missing."""
+    """The declared length of a request's body; 0 without a body. Raises `RequestRefused` 411 if the length is missing."""
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and len(declared) < 20:
         return int(declared)
     # guard: body-length-is-declared
     if declared or "transfer-encoding" in request.headers or request.method in ("POST", "PUT", "PATCH"):
-        raise Refused(411, "length_required", "the body's length is not known: send content-length, and no chunks")
+        raise RequestRefused(
+            411, "length_required", "the body's length is not known: send content-length, and no chunks"
+        )
     return 0
 
 
 async def read_body(request: Request, take: Callable[[bytes], object], *, window: tuple[float, int]) -> None:
-    """Pass each part of a body to `take`. Raises `Refused` if it is slower than `window`, or has another length."""
+    """Pass each part of a body to `take`. Raises `RequestRefused` if it is slower than `window`, or has another length."""
     window_s, window_bytes = window
     length, taken, due = body_bytes(request), 0, window_bytes
     loop = asyncio.get_running_loop()
@@ -164,13 +166,15 @@ async def read_body(request: Request, take: Callable[[bytes], object], *, window
             async for part in request.stream():
                 taken += len(part)
                 if taken > length:
-                    raise Refused(400, "malformed", f"the body has more than the {length} bytes that it declares")
+                    raise RequestRefused(
+                        400, "malformed", f"the body has more than the {length} bytes that it declares"
+                    )
                 take(part)
                 if taken >= due:
                     due = taken + window_bytes
                     limit.reschedule(loop.time() + window_s)  # guard: stalled-body-ends, slow-body-passes
     except TimeoutError:
-        raise Refused(
+        raise RequestRefused(
             408,
             "too_slow",
             f"less than {window_bytes} bytes of the body came in {window_s:.0f} s (BODY_WINDOW_BYTES, BODY_WINDOW_S): "
@@ -179,11 +183,13 @@ async def read_body(request: Request, take: Callable[[bytes], object], *, window
     except ClientDisconnect:
         taken = -1
     if taken != length:
-        raise Refused(400, "truncated", "the connection ended before the body did: send again")
+        raise RequestRefused(400, "truncated", "the connection ended before the body did: send again")
 
 
-def _too_large(cap: int) -> Refused:
-    return Refused(413, "too_large", f"the body is larger than the {cap} bytes allowed here: send less at a time")
+def _too_large(cap: int) -> RequestRefused:
+    return RequestRefused(
+        413, "too_large", f"the body is larger than the {cap} bytes allowed here: send less at a time"
+    )
 
 
 def decode(body: bytes, kind: type[T]) -> T:
@@ -220,7 +226,7 @@ def _signed_headers(request: Request) -> dict[str, str]:
     headers: dict[str, str] = {}
     for name, value in request.headers.items():
         if name in headers and (name.startswith("shoal-") or name in _ONCE):
-            raise Refused(400, "malformed", f"the header {name} occurs twice: send it once")
+            raise RequestRefused(400, "malformed", f"the header {name} occurs twice: send it once")
         headers[name] = value
     return headers
 
@@ -259,8 +265,8 @@ def answer_bytes(body: bytes, media_type: str = "application/octet-stream", stat
     return Response(body, status, {"content-digest": content_digest(wire.digest(body))}, media_type)
 
 
-def refusal(refused: Refused) -> Response:
-    """The answer for a `Refused`."""
+def refusal(refused: RequestRefused) -> Response:
+    """The answer for a `RequestRefused`."""
     response = answer(Refusal(error=refused.error, code=refused.code), refused.status)
     if refused.retry_s is not None:
         response.headers["retry-after"] = str(max(1, math.ceil(refused.retry_s)))
@@ -269,25 +275,27 @@ def refusal(refused: Refused) -> Response:
     return response
 
 
-def refused_for(error: Exception) -> Refused:
+def refused_for(error: Exception) -> RequestRefused:
     """The status and code with which the peer is told of an error."""
     text = str(error)
     match error:
-        case Refused():
+        case RequestRefused():
             return error
         case wire.WireError():
-            return Refused(400, "malformed", text)
+            return RequestRefused(400, "malformed", text)
         case Superseded():
-            return Refused(410, "superseded", text)
+            return RequestRefused(410, "superseded", text)
         case NothingYet():
-            return Refused(404, "nothing_yet", text)
+            return RequestRefused(404, "nothing_yet", text)
         case StateError():
-            return Refused(507, "storage", text, retry_s=5.0)
+            return RequestRefused(507, "storage", text, retry_s=5.0)
         case PeerError() | ShoalError():
-            return Refused(400, "malformed", text)
+            return RequestRefused(400, "malformed", text)
         case HTTPException():
-            return Refused(error.status_code, "no_such_call", f"{error.detail}: see GET /openapi.json for the calls")
-    return Refused(500, "internal", "this server failed; its log has the details: try again later")
+            return RequestRefused(
+                error.status_code, "no_such_call", f"{error.detail}: see GET /openapi.json for the calls"
+            )
+    return RequestRefused(500, "internal", "this server failed; its log has the details: try again later")
 
 
 # --- the application ---
@@ -298,7 +306,7 @@ def application(routes: Sequence[BaseRoute], **options: Any) -> Starlette:
 
     `options` are Starlette's (such as lifespan). Errors that are not the peer's fault are logged with a traceback.
     """
-    handlers: dict[Any, Any] = dict.fromkeys((Refused, wire.WireError, ShoalError, HTTPException), _tell_peer)
+    handlers: dict[Any, Any] = dict.fromkeys((RequestRefused, wire.WireError, ShoalError, HTTPException), _tell_peer)
     app = Starlette(routes=list(routes), exception_handlers=handlers, **options)
     app.add_middleware(_Edge)
     return app

@@ -16,7 +16,7 @@ LOCAL = "local"
 """Kind of the embedded engine, which keys of `Rules.bounds` leave out."""
 
 
-def kind_of(implementation: str) -> str:
+def engine_kind(implementation: str) -> str:
     """The kind that a node claims by its implementation: "local" for "shoal-local/torch-2.13.0"."""
     return implementation.partition("/")[0].removeprefix("shoal-")
 
@@ -31,8 +31,8 @@ def bounds_for(rules: Rules, sampled_by: str, replayed_by: str, replayed_dtype: 
         return None
     pairs = {
         f"{sampled}/{replayed}"
-        for sampled in _sides(kind_of(sampled_by), rules.dtype)
-        for replayed in _sides(kind_of(replayed_by), replayed_dtype)
+        for sampled in _sides(engine_kind(sampled_by), rules.dtype)
+        for replayed in _sides(engine_kind(replayed_by), replayed_dtype)
     }
     found = [rules.bounds[pair] for pair in sorted(pairs) if pair in rules.bounds]
     return Bounds(

@@ -57,7 +57,7 @@ class Key:
         return self._private.sign(data)
 
 
-def verify(public: str, purpose: str, data: bytes, signature: str) -> bool:
+def verify_signature(public: str, purpose: str, data: bytes, signature: str) -> bool:
     """Whether `signature` was made by the key for this purpose and data. False for anything malformed.
 
     Only the canonical spelling passes (lower-case hex), so that a signature has one form.

@@ -27,7 +27,7 @@ from shoal.net.stopping import Stopping
 from shoal.proofs.commit import commit, prove_activations
 from shoal.proofs.context import score_requests
 from shoal.protocol import types as t
-from shoal.protocol.identity import verify
+from shoal.protocol.identity import verify_signature
 from shoal.protocol.wire import digest, to_json
 from shoal.roles.seat import Seat, demand_known_kinds, take_seat
 
@@ -195,7 +195,7 @@ class Worker:
             log.warning("dropped lease=%s reason=%r", lease.id, str(reason))
             return
         unsigned = to_json(msgspec.structs.replace(receipt, signature=""))
-        signed = verify(self.seat.info.run_key, "receipt", unsigned, receipt.signature)
+        signed = verify_signature(self.seat.info.run_key, "receipt", unsigned, receipt.signature)
         if receipt.digest != digest(body) or not signed:
             raise PeerError(
                 "the coordinator's receipt is for other bytes than we sent, or not signed by the run key: leave this run"

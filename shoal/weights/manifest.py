@@ -14,7 +14,7 @@ import msgspec
 from shoal.errors import PeerError
 from shoal.policy.files import tensors_of
 from shoal.protocol import constants, wire
-from shoal.protocol.identity import Key, verify
+from shoal.protocol.identity import Key, verify_signature
 from shoal.protocol.merkle import merkle_root
 from shoal.protocol.types import FileEntry, Manifest, SignedManifest
 
@@ -96,7 +96,7 @@ def open_manifest(
             raise PeerError(
                 f"manifest signed by {signed.key[:16]!r}…, which may not publish for this run: use another source"
             )
-        if not verify(signed.key, PURPOSE, signed.body, signed.signature):
+        if not verify_signature(signed.key, PURPOSE, signed.body, signed.signature):
             raise PeerError("manifest's signature does not verify: it was changed on the way; use another source")
         manifest = wire.from_json(signed.body, Manifest)
     except wire.WireError as error:

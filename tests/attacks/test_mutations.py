@@ -27,7 +27,7 @@ from shoal.proofs.commit import largest_submission_bytes
 from shoal.proofs.verify import AUDIT, MODEL_FREE
 from shoal.protocol import types as t
 from shoal.protocol.algorithms import Grpo
-from shoal.protocol.identity import RequestLine, sign_request, verify
+from shoal.protocol.identity import RequestLine, sign_request, verify_signature
 from shoal.protocol.wire import digest, from_json, from_msgpack, to_json, to_msgpack
 from shoal.roles.coordinator.api import application
 from shoal.train.rows import rows_of_group
@@ -328,7 +328,7 @@ def is_kept_and_signed(sender: Sender, body: bytes, lease: t.Lease, receipt: t.R
     state, name = sender.town.desk.state, digest(body)
     assert (receipt.run, receipt.lease, receipt.digest) == (state.run, lease.id, name)
     unsigned = msgspec.structs.replace(receipt, signature="")
-    assert verify(state.run_key, "receipt", to_json(unsigned), receipt.signature)
+    assert verify_signature(state.run_key, "receipt", to_json(unsigned), receipt.signature)
     assert sender.town.desk.blobs.get(name) == body
     groups = msgspec.msgpack.decode(body, type=t.Submission).groups
     assert state.submissions[name].groups == tuple(digest(group) for group in groups)

@@ -4,13 +4,13 @@ import pytest
 
 from shoal.engine.open import EngineSpec, open_engine
 from shoal.errors import StateError
-from shoal.protocol.bounds import LOCAL, kind_of
+from shoal.protocol.bounds import LOCAL, engine_kind
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 def test_an_engine_is_what_its_description_says(dtype):
     facts = open_engine(EngineSpec(dtype=dtype, threads=1)).facts
-    assert (facts.dtype, facts.device, kind_of(facts.implementation)) == (dtype, "cpu", LOCAL)
+    assert (facts.dtype, facts.device, engine_kind(facts.implementation)) == (dtype, "cpu", LOCAL)
 
 
 @pytest.mark.parametrize(

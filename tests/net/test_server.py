@@ -140,14 +140,14 @@ def test_a_body_is_read_to_its_declared_length():
 
 def test_a_body_that_is_longer_than_it_declares_is_cut_off():
     stream = Stream([b"123456"] * 1000)
-    with pytest.raises(server.Refused, match="10 bytes") as caught:
+    with pytest.raises(server.RequestRefused, match="10 bytes") as caught:
         read(stream)
     assert caught.value.status == 400 and stream.taken == 2
 
 
 @pytest.mark.parametrize("parts", [[], [b"123"]])
 def test_a_body_that_stalls_is_refused(parts):
-    with pytest.raises(server.Refused, match="BODY_WINDOW_S") as caught:
+    with pytest.raises(server.RequestRefused, match="BODY_WINDOW_S") as caught:
         read(Stream(parts, forever=True), window=(0.02, 3))
     assert caught.value.status == 408
 
@@ -162,7 +162,7 @@ def test_a_slow_body_that_goes_on_is_taken():
 
 
 def test_a_body_that_breaks_off_is_refused():
-    with pytest.raises(server.Refused) as caught:
+    with pytest.raises(server.RequestRefused) as caught:
         read(Stream([b"1"], broken=True))
     assert (caught.value.status, caught.value.code) == (400, "truncated")
 
@@ -175,7 +175,7 @@ def test_nothing_of_a_body_is_read_before_its_signature_is_verified(time):
         stream = Stream([body])
         raw = [(k.encode(), v.encode()) for k, v in {"content-length": "500", **headers}.items()]
         scope = {"type": "http", "method": "POST", "path": "/deposits", "query_string": b"", "headers": raw}
-        with pytest.raises(server.Refused) as caught:
+        with pytest.raises(server.RequestRefused) as caught:
             asyncio.run(toy.gate.signed(Request(scope, stream.receive), run=RUN, cap=1000))
         assert (caught.value.status, stream.taken) == (status, 0)
 
@@ -203,7 +203,7 @@ def test_large_bodies_share_a_budget_and_small_ones_need_none(time, monkeypatch)
     async def story():
         first = asyncio.create_task(begin(large, Stream([], forever=True)))
         await asyncio.sleep(0)
-        with pytest.raises(server.Refused) as caught:
+        with pytest.raises(server.RequestRefused) as caught:
             await begin(large, Stream([large]))
         assert (caught.value.status, caught.value.code) == (503, "busy")
         assert (await begin(small, Stream([small])))[1] == small

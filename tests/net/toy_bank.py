@@ -65,7 +65,7 @@ class Toy:
         self.callers.append(caller)
         deposit = server.decode(body, Deposit)
         if self.deposits.setdefault(deposit.id, deposit.amount) != deposit.amount:
-            raise server.Refused(409, "conflict", f"deposit {deposit.id} was another amount: use another id")
+            raise server.RequestRefused(409, "conflict", f"deposit {deposit.id} was another amount: use another id")
         return server.answer(Balance(total=sum(self.deposits.values()), digest="x" * 40))
 
     async def open(self, request: Request) -> Response:
@@ -78,6 +78,6 @@ class Toy:
             "superseded": Superseded("the lease went to another: ask for the next"),
             "nothing": NothingYet("no batch yet: ask again later"),
             "disk": StateError("the disk is full: free some space"),
-            "forbidden": server.Refused(403, "not_admitted", "this key may not validate: ask the host"),
+            "forbidden": server.RequestRefused(403, "not_admitted", "this key may not validate: ask the host"),
             "bug": RuntimeError("secret detail"),
         }[request.path_params["what"]]

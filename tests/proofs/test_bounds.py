@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from shoal.protocol.bounds import bounds_for, kind_of
+from shoal.protocol.bounds import bounds_for, engine_kind
 from shoal.protocol.types import Bounds, EngineFacts
 from tests.proofs.conftest import RULES
 
@@ -29,7 +29,7 @@ def rules():
 
 
 def test_the_embedded_engine_has_the_bounds_of_its_dtypes(rules):
-    assert kind_of(LOCAL) == "local"
+    assert engine_kind(LOCAL) == "local"
     for replayed in ("float32", "bfloat16"):
         assert bounds_for(rules, LOCAL, LOCAL, replayed) == RULES.bounds[f"float32/{replayed}"]
 

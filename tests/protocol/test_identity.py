@@ -18,8 +18,8 @@ from shoal.protocol.identity import (
     SignatureError,
     content_digest,
     sign_request,
-    verify,
     verify_request,
+    verify_signature,
 )
 from shoal.protocol.wire import digest
 
@@ -45,10 +45,10 @@ def refusal(line: RequestLine, headers: dict[str, str], body: bytes, now: float 
 
 def test_a_signature_verifies_for_its_key_purpose_and_data_only():
     signature = KEY.sign("receipt", b"data")
-    assert verify(KEY.public, "receipt", b"data", signature)
-    assert not verify(KEY.public, "manifest", b"data", signature)
-    assert not verify(KEY.public, "receipt", b"Data", signature)
-    assert not verify(Key.generate().public, "receipt", b"data", signature)
+    assert verify_signature(KEY.public, "receipt", b"data", signature)
+    assert not verify_signature(KEY.public, "manifest", b"data", signature)
+    assert not verify_signature(KEY.public, "receipt", b"Data", signature)
+    assert not verify_signature(Key.generate().public, "receipt", b"data", signature)
 
 
 @pytest.mark.parametrize(
@@ -58,12 +58,12 @@ def test_a_signature_verifies_for_its_key_purpose_and_data_only():
 def test_a_signature_has_one_spelling(spoil):
     signature = Key(b"\x07" * 32).sign("p", b"d")
     assert any(c.isalpha() for c in signature)
-    assert not verify(Key(b"\x07" * 32).public, "p", b"d", spoil(signature))
+    assert not verify_signature(Key(b"\x07" * 32).public, "p", b"d", spoil(signature))
 
 
 @pytest.mark.parametrize("public", ["", "00" * 31, KEY.public.upper(), "zz" * 32, "ff" * 32, "é" * 64])
 def test_a_malformed_public_key_verifies_nothing(public):
-    assert not verify(public, "p", b"d", KEY.sign("p", b"d"))
+    assert not verify_signature(public, "p", b"d", KEY.sign("p", b"d"))
 
 
 def test_a_key_is_decided_by_its_secret():
@@ -150,7 +150,7 @@ def test_a_request_replayed_after_the_window_is_refused():
 def test_a_request_signature_is_no_signature_for_a_purpose():
     headers = signed()
     made = base64.b64decode(headers["signature"].removeprefix(f"{LABEL}=:").removesuffix(":")).hex()
-    assert not verify(KEY.public, "receipt", BODY, made)
+    assert not verify_signature(KEY.public, "receipt", BODY, made)
 
 
 @settings(max_examples=200, deadline=None)

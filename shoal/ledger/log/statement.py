@@ -12,7 +12,7 @@ from shoal.ledger.entry import Entry
 from shoal.ledger.state import State
 from shoal.ledger.table import apply
 from shoal.protocol.accounts import Statement
-from shoal.protocol.identity import Key, verify
+from shoal.protocol.identity import Key, verify_signature
 from shoal.protocol.wire import to_json
 
 PURPOSE = "statement"
@@ -32,7 +32,7 @@ def sign_statement(state: State, node: str, key: Key, now: float) -> Statement:
 def is_signed(statement: Statement) -> bool:
     """Whether the key that the statement names signed it. Whose key that is, the run's first event says."""
     unsigned = to_json(msgspec.structs.replace(statement, signature=""))
-    return verify(statement.run_key, PURPOSE, unsigned, statement.signature)
+    return verify_signature(statement.run_key, PURPOSE, unsigned, statement.signature)
 
 
 def disagreements(statement: Statement, entries: Sequence[Entry]) -> list[str]:

@@ -15,7 +15,7 @@ from shoal.ledger.log.verify import Audit, check_receipts, report, verify
 from shoal.ledger.state import state_hash
 from shoal.ledger.table import kind_of, read_entry
 from shoal.protocol import types as t
-from shoal.protocol.identity import verify as verify_signature
+from shoal.protocol.identity import verify_signature
 from shoal.protocol.wire import WireError, from_json, to_json
 from shoal.roles.auditor.source import FolderRun, PublicRun, UrlRun, open_run
 from shoal.terminal import say

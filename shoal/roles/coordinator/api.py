@@ -71,7 +71,7 @@ def _bound(handler: Handler, api: "Api") -> Callable[[Request], Awaitable[Respon
         try:
             return await handler(api, request)
         except Refused as refused:
-            raise server.Refused(STATUS_OF.get(refused.code, 400), refused.code, str(refused)) from None
+            raise server.RequestRefused(STATUS_OF.get(refused.code, 400), refused.code, str(refused)) from None
 
     return endpoint
 
@@ -306,7 +306,7 @@ async def post_admin(api: Api, request: Request) -> Response:
 
 def _number(text: str, what: str) -> int:
     if not text.removeprefix("-").isdecimal() or len(text) > 12:
-        raise server.Refused(400, "malformed", f"{what} must be a whole number")
+        raise server.RequestRefused(400, "malformed", f"{what} must be a whole number")
     return int(text)
 
 
