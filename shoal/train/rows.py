@@ -1,8 +1,8 @@
 """Rows: what the trainer learns from, made from the bytes of groups and the rewards that validators recomputed.
 
 Called by `roles/trainer` for each member of a batch, and by `train/sft` for scripted games. A worker's bytes are
-checked here again, whatever was checked before: nothing that a worker claims reaches the model but token ids within
-the vocabulary and finite log-probabilities. Rewards come from the batch, never from the worker.
+checked here again, with the function that validators use: nothing that a worker claims reaches the model but token ids
+within the vocabulary and finite log-probabilities. Rewards come from the batch, never from the worker.
 It knows no model and no formula: what a rollout is worth, `ledger/algorithm` says.
 
 Axes: T tokens of one rollout, P tokens of a rollout that the policy wrote, G rollouts of a group.
@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from shoal.errors import PeerError
 from shoal.ledger.algorithm import advantages
 from shoal.protocol.algorithms import Algorithm
-from shoal.protocol.constants import MAX_LOGPROB
-from shoal.protocol.types import ENVIRONMENT, POLICY, BatchGroup, Group, Rollout
+from shoal.protocol.rollouts import flaw_of
+from shoal.protocol.types import POLICY, BatchGroup, Group
 from shoal.protocol.wire import WireError, digest, from_msgpack
 
 
@@ -78,12 +78,16 @@ def rows_of_group(
         raise Unlearnable(_refusal(place, f"{len(group.rollouts)} rollouts for {len(member.rewards)} rewards"))
     if not np.isfinite(member.rewards).all():
         raise Unlearnable(_refusal(place, f"rewards are not finite: {member.rewards}"))
+    for i, rollout in enumerate(group.rollouts):
+        if rollout.version != member.version:
+            fault = f"it says that version {rollout.version} sampled it, which would evade the staleness bound"
+            raise Unlearnable(_refusal(place, f"rollout {i}: {fault}"))
+    flaw = flaw_of(group.rollouts, vocabulary=vocabulary, max_tokens=max_tokens)
+    if flaw is not None:
+        raise Unlearnable(_refusal(place, str(flaw)))
     advantages_G = advantages(member.rewards, algorithm)
     rows = []
     for i, (rollout, reward, A) in enumerate(zip(group.rollouts, member.rewards, advantages_G, strict=True)):
-        fault = _fault(rollout, member.version, vocabulary, max_tokens)
-        if fault:
-            raise Unlearnable(_refusal(f"{place}, rollout {i}", fault))
         positions_P = np.flatnonzero(rollout.author_T() == POLICY)
         if len(positions_P):
             rows.append(
@@ -123,30 +127,6 @@ def example_row(tokens_T: Sequence[int], author_T: Sequence[int]) -> Row:
         reward=0.0,
         version=0,
     )
-
-
-def _fault(rollout: Rollout, version: int, vocabulary: int, max_tokens: int) -> str:
-    """What is wrong with a rollout's bytes; empty if nothing."""
-    if rollout.version != version:
-        return f"it says that version {rollout.version} sampled it, which would evade the staleness bound"
-    if len(rollout.token_ids) % 4 or len(rollout.logprobs) % 4:
-        return "token_ids or logprobs is not a whole number of 4-byte values"
-    tokens_T, author_T, logp_P = rollout.tokens_T(), rollout.author_T(), rollout.logprobs_P()
-    if not 1 <= len(tokens_T) <= max_tokens:
-        return f"{len(tokens_T)} tokens, limits 1 to {max_tokens}"
-    if len(author_T) != len(tokens_T):
-        return f"{len(author_T)} authors for {len(tokens_T)} tokens"
-    if tokens_T.min() < 0 or tokens_T.max() >= vocabulary:
-        return f"a token id outside the vocabulary of {vocabulary}"
-    if ((author_T != ENVIRONMENT) & (author_T != POLICY)).any():
-        return f"an author other than {ENVIRONMENT} or {POLICY}"
-    if author_T[0] == POLICY:
-        return "the policy wrote the first token, which nothing predicts"
-    if len(logp_P) != np.count_nonzero(author_T == POLICY):
-        return f"{len(logp_P)} log-probs for {np.count_nonzero(author_T == POLICY)} policy tokens"
-    if not np.isfinite(logp_P).all() or (logp_P > MAX_LOGPROB).any():
-        return "a log-prob that is not finite or above 0"
-    return ""
 
 
 def _refusal(place: str, fault: str) -> str:

@@ -110,7 +110,7 @@ def test_a_recording_whose_arrays_do_not_fit_is_refused_in_a_line(run_file: Path
     group = replace(part.groups[0], rollouts=(torn, *part.groups[0].rollouts[1:]))
     damaged = replace(recording, played=(replace(part, groups=(group, *part.groups[1:])),))
     (tmp_path / "there.played").write_bytes(to_msgpack(damaged))
-    with pytest.raises(StateError, match="damaged"):
+    with pytest.raises(StateError, match="damaged: rollout 0: not one log-prob for each policy token"):
         main(run_file, [], episodes=16, others=[tmp_path / "there.played"])
 
 

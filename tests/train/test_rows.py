@@ -54,19 +54,19 @@ def test_a_rollout_without_policy_tokens_gives_no_row_but_its_reward_counts_in_t
     [
         ({"tokens_T": [5, 6, 7, 64]}, "outside the vocabulary"),
         ({"tokens_T": [5, 6, 7, -1]}, "outside the vocabulary"),
-        ({"tokens_T": [5] * 9, "author_T": [0] * 7 + [1, 1]}, "9 tokens, limits 1 to 8"),
-        ({"tokens_T": [], "author_T": [], "logprobs_P": []}, "0 tokens, limits 1 to 8"),
-        ({"author_T": [0, 1, 1]}, "3 authors for 4 tokens"),
+        ({"tokens_T": [5] * 9, "author_T": [0] * 7 + [1, 1]}, "more tokens than max_tokens, 9, limit 8"),
+        ({"tokens_T": [], "author_T": [], "logprobs_P": []}, "must open with the environment's text"),
+        ({"author_T": [0, 1, 1]}, "not one author for each token, 3, limit 4"),
         ({"author_T": [0, 1, 2, 1]}, "an author other than"),
-        ({"author_T": [1, 1, 0, 0]}, "wrote the first token"),
-        ({"logprobs_P": [-1.0]}, "1 log-probs for 2 policy tokens"),
-        ({"logprobs_P": [-1.0, float("nan")]}, "not finite"),
-        ({"logprobs_P": [-1.0, -float("inf")]}, "not finite"),
+        ({"author_T": [1, 1, 0, 0]}, "must open with the environment's text"),
+        ({"logprobs_P": [-1.0]}, "not one log-prob for each policy token, 1, limit 2"),
+        ({"logprobs_P": [-1.0, float("nan")]}, "not a finite number"),
+        ({"logprobs_P": [-1.0, -float("inf")]}, "not a finite number"),
         ({"logprobs_P": [-1.0, 0.5]}, "above 0"),
     ],
 )
 def test_a_rollout_that_must_not_reach_the_model_is_refused_by_name(changes, fault):
-    with pytest.raises(PeerError, match=f"slot 9, version 3, rollout 1: .*{fault}"):
+    with pytest.raises(PeerError, match=f"slot 9, version 3: rollout 1.*: .*{fault}"):
         rows_of(group_bytes(HONEST, HONEST | changes))
 
 

@@ -22,7 +22,8 @@ from shoal.policy.render import Renderer
 from shoal.proofs.commit import prove_activations
 from shoal.proofs.context import score_requests
 from shoal.protocol.randomness import draw_task
-from shoal.protocol.types import POLICY, Block, Group, Message, Rollout, Sampling, Slot
+from shoal.protocol.rollouts import flaw_of
+from shoal.protocol.types import Block, Group, Message, Rollout, Sampling, Slot
 from shoal.protocol.wire import WireError, domain_hash, from_msgpack
 from shoal.roles.calibrate.progress import progress
 from shoal.weights.manifest import weights_root
@@ -104,16 +105,19 @@ def read(path: Path, config: RunConfig, policy: Path) -> Recording:
     """Read what another machine played with the same policy. Raises `StateError`."""
     try:
         recording = from_msgpack(path.read_bytes(), Recording)
-        whole = all(_fits(rollout) for rollout in recording.rollouts())
-    except (OSError, WireError, ValueError) as error:
+    except (OSError, WireError) as error:
         raise StateError(f"{path} is not a recording of `shoal calibrate --save`: {error}") from None
-    if not whole:
-        raise StateError(f"{path} is damaged: it holds rollouts whose tokens, authors and log-probs do not match")
     if (recording.root, recording.dtype) != (weights_root(policy), config.sampled_dtype):
         raise StateError(
             f"{path} was played by another policy or in another dtype ({recording.dtype}): make it with this run file. "
             "If policy.path is empty, fix the seed in the run file"
         )
+    limits = {"vocabulary": Renderer.from_directory(policy).vocabulary, "max_tokens": recording.sampling.max_tokens}
+    flaw = flaw_of(recording.rollouts(), **limits)
+    if flaw is not None:
+        raise StateError(f"{path} is damaged: {flaw}")
+    if not all(rollout.num_policy_tokens() for rollout in recording.rollouts()):
+        raise StateError(f"{path} is damaged: it holds rollouts in which the policy says nothing")
     if config.verify.proofs != "none" and any(len(part.proofs) != len(part.groups) for part in recording.played):
         raise StateError(f"{path} has no proofs of activations: make it again with this run file's verify.proofs")
     return recording
@@ -129,10 +133,3 @@ def _slots(config: RunConfig, num_tasks: list[int], block: int) -> Iterator[Slot
 
 def _requests(slots: tuple[Slot, ...], groups: tuple[Group, ...]) -> list[ScoreRequest]:
     return [request for slot, group in zip(slots, groups, strict=True) for request in score_requests(slot, group)]
-
-
-def _fits(rollout: Rollout) -> bool:
-    """Whether its arrays can be recomputed. Raises `ValueError` for bytes that are not arrays."""
-    author_T, policy = rollout.author_T(), rollout.num_policy_tokens()
-    begun = author_T.size == rollout.tokens_T().size > 0 and author_T[0] != POLICY
-    return bool(begun) and rollout.logprobs_P().size == policy > 0

@@ -1,0 +1,89 @@
+"""Which bytes of rollouts a model may read: the one judgement that validators, the trainer and `shoal calibrate` share.
+
+Called by the check `shape`, by `train/rows` and for recordings of other machines. So what a validator accepts, the trainer
+can learn from. Pure: limits are arguments. It knows no lease, no environment and no rules of play, which `shape` adds.
+
+Axes: G rollouts, N tokens of all rollouts in a row, L log-probs of all rollouts.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shoal.protocol.constants import MAX_LOGPROB, MAX_ROLLOUT_TOKENS
+from shoal.protocol.types import ENVIRONMENT, POLICY, Rollout
+
+
+class Flaw(NamedTuple):
+    """Why a rollout must not reach a model."""
+
+    rollout: int
+    """Index of the rollout."""
+    position: int
+    """Absolute index of the token; -1 if it is none in particular."""
+    figure: float
+    bound: float
+    """Both 0 where there is nothing to compare."""
+    detail: str
+
+    def __str__(self) -> str:
+        """For example: rollout 3, token 17: token id outside the vocabulary, 70, limit 64."""
+        token = f", token {self.position}" if self.position >= 0 else ""
+        compared = f", {self.figure:g}, limit {self.bound:g}" if self.bound else ""
+        return f"rollout {self.rollout}{token}: {self.detail}{compared}"
+
+
+def flaw_of(rollouts: Sequence[Rollout], *, vocabulary: int, max_tokens: int) -> Flaw | None:
+    """The first flaw of these rollouts; None if there is none. Then their arrays agree with each other and can be indexed,
+    token ids are of the vocabulary, and log-probs are finite."""
+    for index, rollout in enumerate(rollouts):
+        flaw = _sizes(index, rollout, max_tokens)
+        if flaw is not None:
+            return flaw
+    return _values(rollouts, vocabulary) if rollouts else None
+
+
+def _sizes(index: int, rollout: Rollout, max_tokens: int) -> Flaw | None:
+    if len(rollout.token_ids) % 4 or len(rollout.logprobs) % 4:  # guard: whole-arrays
+        return Flaw(index, -1, 0, 0, "token ids or log-probs are not a whole number of 4-byte values")
+    num_tokens = len(rollout.token_ids) // 4
+    limit = min(max_tokens, MAX_ROLLOUT_TOKENS)
+    if num_tokens > limit:  # guard: rollout-length
+        return Flaw(index, limit, num_tokens, limit, "more tokens than max_tokens")
+    num_policy, num_logprobs = rollout.num_policy_tokens(), len(rollout.logprobs) // 4
+    if len(rollout.author) != num_tokens:  # guard: author-of-each-token
+        return Flaw(index, -1, len(rollout.author), num_tokens, "not one author for each token")
+    if num_policy + rollout.author.count(ENVIRONMENT) != len(rollout.author):  # guard: author-is-one-of-two
+        return Flaw(index, -1, 0, 0, "an author other than environment or policy")
+    if not num_tokens or rollout.author[0] == POLICY:  # guard: policy-does-not-open
+        return Flaw(index, 0, 0, 0, "a rollout must open with the environment's text, because nothing predicts token 0")
+    if num_logprobs != num_policy:  # guard: logprob-of-each-token
+        return Flaw(index, -1, num_logprobs, num_policy, "not one log-prob for each policy token")
+    return None
+
+
+def _values(rollouts: Sequence[Rollout], vocabulary: int) -> Flaw | None:
+    """Check all rollouts as one array, since their sizes agree: with many short rollouts, a look at each costs more."""
+    start_G = np.cumsum([0, *(len(rollout.author) for rollout in rollouts)])[:-1]
+
+    def flaw(at: int, figure: float, bound: float, detail: str) -> Flaw:
+        index = int(np.searchsorted(start_G, at, side="right")) - 1
+        return Flaw(index, at - int(start_G[index]), figure, bound, detail)
+
+    tokens_N: NDArray[np.int32] = np.frombuffer(b"".join(rollout.token_ids for rollout in rollouts), dtype="<i4")
+    if tokens_N.min() < 0 or tokens_N.max() >= vocabulary:  # guard: token-not-negative, token-in-vocabulary
+        at = int(np.argmax((tokens_N < 0) | (tokens_N >= vocabulary)))
+        return flaw(at, int(tokens_N[at]), vocabulary, "token id outside the vocabulary")
+    logprobs_L: NDArray[np.float32] = np.frombuffer(b"".join(rollout.logprobs for rollout in rollouts), dtype="<f4")
+    # guard: logprob-is-a-number, logprob-is-learnable, logprob-is-finite
+    odd_L = ~(logprobs_L <= MAX_LOGPROB) | (logprobs_L == -np.inf)
+    if odd_L.any():
+        first = int(odd_L.argmax())
+        author_N = np.frombuffer(b"".join(rollout.author for rollout in rollouts), dtype="u1")
+        at, value = int(np.flatnonzero(author_N == POLICY)[first]), float(logprobs_L[first])
+        if not np.isfinite(value):
+            return flaw(at, 0, 0, "log-prob is not a finite number")
+        return flaw(at, value, MAX_LOGPROB, "log-prob above 0")
+    return None
