@@ -12,7 +12,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 
@@ -105,16 +105,24 @@ def write_atomically(path: Path, data: bytes, mode: int = 0o644, *, replace: boo
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
-            file.flush()
             os.fchmod(file.fileno(), mode)
-            os.fsync(file.fileno())
-        if replace:
-            os.replace(name, path)
-        else:
-            os.link(name, path)
-        sync_folder(path.parent)
+            name_file(file, Path(name), path, replace=replace)
     finally:
         Path(name).unlink(missing_ok=True)
+
+
+def name_file(file: BinaryIO, written: Path, target: Path, *, replace: bool = True) -> None:
+    """Give an open, complete file its name, durable on return. It was written at another path of the same disk.
+
+    Raises OSError, and FileExistsError if the name is taken and `replace` is false. `written` may then still exist.
+    """
+    file.flush()
+    os.fsync(file.fileno())
+    if replace:
+        os.replace(written, target)
+    else:
+        os.link(written, target)
+    sync_folder(target.parent)
 
 
 @contextlib.contextmanager

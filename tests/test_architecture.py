@@ -48,11 +48,8 @@ BROAD_EXCEPTS = {
 HTTP_CLIENTS = {"http.client", "urllib.error", "urllib.request", "requests", "aiohttp"}
 """Proxies, redirects, limits and errors are decided once, for httpx."""
 
-DURABLE = {
-    "folder.py": "a file or a folder that is written whole or not at all",
-    "net/blobs.py": "a blob gets its name, its hash, last",
-}
-"""Where writing is made durable, and of what. Elsewhere somebody would forget a step of it."""
+DURABLE = "folder.py"
+"""The only file that makes writing durable. Elsewhere somebody would forget a step of it."""
 
 LIGHT = ("torch", "transformers")
 """What a coordinator's, a relay's or a newcomer's machine need not have."""
@@ -183,7 +180,7 @@ def test_files_are_made_durable_in_one_place() -> None:
         for node in ast.walk(ast.parse(file.read_text()))
         if isinstance(node, ast.Attribute) and node.attr in ("fsync", "mkstemp", "NamedTemporaryFile")
     }
-    assert found == DURABLE.keys()
+    assert found == {DURABLE}
 
 
 def test_only_the_engine_room_knows_engine_classes() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from shoal.folder import replaced_folder, write_atomically
+from shoal.net.blobs import FolderBlobs
 from shoal.net.keys import save_key
 from shoal.protocol.identity import Key
 from shoal.roles.trainer.publishing import keep_checkpoint
@@ -67,6 +68,16 @@ def test_file_is_durable_before_its_name_and_the_name_before_the_return(
         ["fsync", "replace", "fsync folder"], ["fsync", "link", "fsync folder"],
     )  # fmt: skip
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_blob_is_durable_before_its_name_and_the_name_before_the_return(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blobs = FolderBlobs(tmp_path)
+    done = watch(monkeypatch)
+    digest = blobs.put(b"data")
+    assert [name for name in done if name not in ("mkdir", "unlink")][-3:] == ["fsync", "replace", "fsync folder"]
+    assert blobs.get(digest) == b"data" and list((tmp_path / "unfinished").iterdir()) == []
 
 
 def test_file_that_must_be_new_replaces_nothing(tmp_path: Path) -> None:

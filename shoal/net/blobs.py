@@ -7,7 +7,6 @@ Data is verified when it is read. Data damaged on disk is refused; the next put 
 
 import contextlib
 import errno
-import os
 import re
 import secrets
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from typing import Protocol
 from starlette.responses import FileResponse
 
 from shoal.errors import NothingYet, StateError, cause_of
-from shoal.folder import sync_folder
+from shoal.folder import name_file
 from shoal.protocol import wire
 
 
@@ -173,11 +172,8 @@ class Upload:
         path = self._blobs.path_of(digest)
         known_bytes = path.stat().st_size if path.exists() else 0
         try:
-            self._file.flush()
-            os.fsync(self._file.fileno())
             path.parent.mkdir(exist_ok=True)
-            self._aside.replace(path)
-            sync_folder(path.parent)
+            name_file(self._file, self._aside, path)
         except OSError as error:
             raise _cannot_write(self._blobs.folder, error) from None
         self._blobs.size_bytes += self.size - known_bytes
