@@ -39,7 +39,7 @@ Metric: TypeAlias = "str | int | float | Mapping[str, int] | None"
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 MAX_EVAL_TOKENS = 512
-"""As `shoal eval`: an episode is no longer unless `max_tokens` says so, nor than the policy's last position."""
+"""Most tokens of an evaluated episode, here and in `shoal eval`, unless the caller gives another number."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ import torch
 import shoal
 from shoal import cli
 from shoal.api import MAX_EVAL_TOKENS
-from shoal.commands import policy as policy_command
 from shoal.config import TinyPolicy
 from shoal.errors import ConfigError, ShoalError, StateError
 from shoal.folder import RunFolder
@@ -138,8 +137,10 @@ def test_a_policy_has_the_figures_of_shoal_eval(trained, tmp_path, capsys):
     assert msgspec.json.encode(found) == out.read_bytes()
 
 
-def test_an_episode_is_as_long_as_shoal_eval_lets_it_be():
-    assert MAX_EVAL_TOKENS == policy_command.MAX_EVAL_TOKENS
+def test_the_help_of_shoal_eval_says_how_long_an_episode_is(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["eval", "--help"])
+    assert f"default: {MAX_EVAL_TOKENS}, or" in " ".join(capsys.readouterr().out.split())
 
 
 def test_evaluating_leaves_the_callers_threads_alone(tmp_path):

@@ -11,9 +11,6 @@ from typing import Any
 from shoal.commands.grammar import add_command, env_arguments, positive, set_argument
 from shoal.commands.process import cores, log_to_stderr
 
-MAX_EVAL_TOKENS = 512
-"""An episode of `shoal eval` is no longer unless --max-tokens says so, nor than the policy's last position."""
-
 
 def add_commands(commands: Any) -> None:
     p = add_command(
@@ -30,9 +27,8 @@ def add_commands(commands: Any) -> None:
     p.add_argument("--seed", type=int, default=0, help="the same seed plays the same tasks with the same noise")
     p.add_argument("--temperature", type=float, default=1.0)
     p.add_argument("--max-turn-tokens", type=positive, default=64, metavar="N", help="of one turn (default: 64)")
-    p.add_argument(
-        "--max-tokens", type=positive, metavar="N", help="of an episode (default: what the policy bears, to 512)"
-    )
+    help_text = "of an episode (default: 512, or the policy's longest sequence if that is shorter)"
+    p.add_argument("--max-tokens", type=positive, metavar="N", help=help_text)
     p.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: all)")
     p.add_argument("--json", action="store_true", help="print the figures as JSON")
     p.add_argument("--out", type=Path, metavar="FILE", help="write the figures there instead")
@@ -68,6 +64,7 @@ def add_commands(commands: Any) -> None:
 
 
 def evaluate(args: argparse.Namespace) -> None:
+    from shoal.api import MAX_EVAL_TOKENS
     from shoal.policy.spec import PolicySpec
     from shoal.protocol.types import Sampling
 
