@@ -8,8 +8,8 @@ import errno
 
 NO_TORCH = "torch is not installed: pip install 'shoal[torch]'"
 
-USER_MUST_MEND = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
-"""System faults that the user must fix, in any room."""
+USER_MUST_FIX = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
+"""System errors that only the user can fix: a full disk, a read-only disk, missing permissions."""
 
 
 class ShoalError(ValueError):
@@ -61,7 +61,7 @@ def fault_of_user(error: BaseException) -> ShoalError | None:
         return error
     if isinstance(error, ModuleNotFoundError) and error.name == "torch":
         return ShoalError(NO_TORCH)
-    if isinstance(error, OSError) and error.errno in USER_MUST_MEND:
+    if isinstance(error, OSError) and error.errno in USER_MUST_FIX:
         place = f" {error.filename}" if error.filename else ""
         return ShoalError(f"cannot write{place}: {cause_of(error)}. Free some disk or fix the permissions, then go on")
     if isinstance(error, BaseExceptionGroup):
