@@ -1,7 +1,8 @@
-"""Where a log's bytes lie: an append-only table, SQLite in WAL mode by default, PostgreSQL by its URL.
+"""Where a log's bytes are stored: an append-only table in a SQLite file, in WAL mode.
 
-`log/book` alone appends; auditors and the launcher read. This is the only I/O of the ledger. It knows no event: it keeps
-bytes, their numbers and their hashes, and says "stored" only after the database has committed.
+Only `log/book` appends; auditors and the launcher read. It knows no event: it keeps bytes, their numbers and their
+hashes, and says "stored" only after the database has committed. The queries are SQLAlchemy's, so another database would
+be possible, but every command opens SQLite, and only SQLite is tested.
 """
 
 import os
