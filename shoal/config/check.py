@@ -1,4 +1,4 @@
-"""What a run file may not say: keys that contradict each other, and keys that a resumed run may not change.
+"""What a run file may not say: values out of range, keys that contradict each other, and changes on resume.
 
 Called by `load` for every run file, and by `shoal.folder` when a run is resumed. It knows nothing of TOML, and
 nothing of what is in the run's folder.
@@ -28,22 +28,26 @@ from shoal.tree import changed_keys
 
 AT_LEAST_0 = (
     "workers.count", "workers.cheating", "validators.count", "eval.episodes", "eval.samples", "rollouts.max_flat_groups",
+    "rollouts.max_staleness", "rollouts.paid_tokens",
 )  # fmt: skip
 AT_LEAST_1 = (
     "steps", "train.threads", "workers.threads", "validators.threads", "train.microbatch_tokens", "train.updates_per_batch",
-    "storage.checkpoint_every", "storage.quota_mb",
+    "storage.checkpoint_every", "storage.quota_mb", "rollouts.batch_groups",
 )  # fmt: skip
 
 
 def check_run(config: RunConfig) -> None:
     """Raise `ConfigError` where keys contradict each other."""
-    rollouts, sampling = config.rollouts, config.sampling
+    rollouts, sampling, verify = config.rollouts, config.sampling, config.verify
     positions = config.policy.tiny.max_positions
     demands = [
         *_at_least(0, AT_LEAST_0, config),
         *_at_least(1, AT_LEAST_1, config),
-        (re.fullmatch(r"[\w.-]*\w", config.name) is not None, f"name = {config.name!r}: letters, digits, - _ . only"),
-        (config.steps < CHAIN_LENGTH, f"steps = {config.steps}: must be below {CHAIN_LENGTH}, the length of a chain"),
+        (re.fullmatch(r"[\w.-]*\w", config.name) is not None, _name_rule(config.name)),
+        (
+            config.steps < CHAIN_LENGTH,
+            f"steps = {config.steps}: must be below {CHAIN_LENGTH}, the number of secrets of a run",
+        ),
         *_bounds_fit(config),
         (
             config.seed < 0 or not config.host.is_reached_by_others,  # guard: private-seed
@@ -53,51 +57,67 @@ def check_run(config: RunConfig) -> None:
         ),
         (
             config.validators.count != 2,  # guard: two-validators-are-no-majority
-            "validators.count = 2: of two, one that lies makes forging free, because nothing is slashed that it does "
-            "not also refuse. Use 1, or 3 and more",
+            "validators.count = 2: a slash needs two validators that agree, so if one of two lies, forging costs nothing. "
+            "Use 1, or 3 and more",
         ),
-        (0 <= config.verify.activation_error < 1, "verify.activation_error: between 0 and 1, a share of the value"),
+        (
+            0 <= verify.activation_error < 1,
+            f"verify.activation_error = {verify.activation_error}: must be at least 0 and below 1",
+        ),
         (bool(config.envs), "envs: at least one [[envs]] section is needed"),
-        (all(e.weight > 0 for e in config.envs), "envs.weight: must be above 0"),
+        *((env.weight > 0, f"envs.weight = {env.weight}: must be above 0") for env in config.envs),
         *_labels_fit(config.envs),
-        (rollouts.group_size >= 2, "rollouts.group_size: at least 2, or no group has signal"),
+        (
+            rollouts.group_size >= 2,
+            f"rollouts.group_size = {rollouts.group_size}: must be at least 2, because a group of one has no signal",
+        ),
         (
             rollouts.block_rollouts > 0 and rollouts.block_rollouts % max(1, rollouts.group_size) == 0,
             f"rollouts.block_rollouts = {rollouts.block_rollouts}: must be a multiple of group_size = "
             f"{rollouts.group_size}",
         ),
-        (rollouts.batch_groups >= 1, "rollouts.batch_groups: at least 1"),
-        (rollouts.max_staleness >= 0, "rollouts.max_staleness: at least 0"),
-        (rollouts.lease_s > 0, "rollouts.lease_s: must be above 0"),
-        (0 < sampling.temperature < math.inf, "sampling.temperature: must be above 0"),
-        (0 <= config.train.lr < math.inf, "train.lr: at least 0, and finite"),
+        (rollouts.lease_s > 0, f"rollouts.lease_s = {rollouts.lease_s}: must be above 0"),
+        (
+            0 < sampling.temperature < math.inf,
+            f"sampling.temperature = {sampling.temperature}: must be above 0, and finite",
+        ),
+        (0 <= config.train.lr < math.inf, f"train.lr = {config.train.lr}: must be at least 0, and finite"),
         (
             bool(config.policy.path) or sampling.max_tokens <= positions,
-            f"sampling.max_tokens = {sampling.max_tokens}: at most policy.tiny.max_positions = {positions}",
-        ),
-        (0 < sampling.max_turn_tokens <= sampling.max_tokens, "sampling.max_turn_tokens: between 1 and max_tokens"),
-        (0.0 <= config.verify.audit_rate <= 1.0, "verify.audit_rate: between 0 and 1"),
-        (0.0 <= config.verify.quarantine_s < math.inf, "verify.quarantine_s: at least 0, and finite"),
-        (
-            rollouts.max_staleness > 0 or config.verify.audit_rate == 1.0,
-            "verify.audit_rate: must be 1 when rollouts.max_staleness is 0 (everything is audited then)",
+            f"sampling.max_tokens = {sampling.max_tokens}: must be at most policy.tiny.max_positions = {positions}",
         ),
         (
-            0 < config.verify.worker_share <= 1,
-            "verify.worker_share: above 0 and at most 1, a share of a batch's groups",
+            0 < sampling.max_turn_tokens <= sampling.max_tokens,
+            f"sampling.max_turn_tokens = {sampling.max_turn_tokens}: must be between 1 and sampling.max_tokens = "
+            f"{sampling.max_tokens}",
+        ),
+        (0.0 <= verify.audit_rate <= 1.0, f"verify.audit_rate = {verify.audit_rate}: must be between 0 and 1"),
+        (
+            0.0 <= verify.quarantine_s < math.inf,
+            f"verify.quarantine_s = {verify.quarantine_s}: must be at least 0, and finite",
         ),
         (
-            rollouts.max_staleness > 0 or config.verify.worker_share == 1.0,
-            "verify.worker_share: must be 1 when rollouts.max_staleness is 0 (a batch goes by slot number then)",
+            rollouts.max_staleness > 0 or verify.audit_rate == 1.0,
+            f"verify.audit_rate = {verify.audit_rate}: must be 1 if rollouts.max_staleness is 0, because everything is "
+            "audited then",
+        ),
+        (0 < verify.worker_share <= 1, f"verify.worker_share = {verify.worker_share}: must be above 0 and at most 1"),
+        (
+            rollouts.max_staleness > 0 or verify.worker_share == 1.0,
+            f"verify.worker_share = {verify.worker_share}: must be 1 if rollouts.max_staleness is 0, because a batch then "
+            "takes groups by slot number",
         ),
         *_algorithm_fits(config.train.algorithm),
         *_addresses_are_read(config.host.trusted_proxies),
-        (rollouts.paid_tokens >= 0, "rollouts.paid_tokens: at least 0, and 0 pays all"),
         *_messages_fit(config),
     ]
     for holds, message in demands:
         if not holds:
             raise ConfigError(message)
+
+
+def _name_rule(name: str) -> str:
+    return f"name = {name!r}: use only letters, digits, - _ and . and do not end with - or ."
 
 
 def _labels_fit(envs: Sequence[EnvConfig]) -> Iterator[tuple[bool, str]]:
@@ -110,7 +130,7 @@ def _labels_fit(envs: Sequence[EnvConfig]) -> Iterator[tuple[bool, str]]:
 
 
 def _algorithm_fits(grpo: Algorithm) -> Iterator[tuple[bool, str]]:
-    """The log holds these numbers, so they are finite."""
+    """These numbers go into the log, so they must be finite."""
     where, above = "train.algorithm", 1 + grpo.epsilon
     yield 0 < grpo.epsilon < 1, f"{where}.epsilon = {grpo.epsilon}: must be between 0 and 1"
     fits = above < grpo.delta < math.inf
@@ -127,14 +147,14 @@ def _addresses_are_read(names: Iterable[str]) -> Iterator[tuple[bool, str]]:
 
 
 def _messages_fit(config: RunConfig) -> Iterator[tuple[bool, str]]:
-    """A block travels as one submission and one verdict, a batch as one message: what fits in none never comes."""
+    """A block is sent as one submission and one verdict, a batch as one message. What is too large could never be sent."""
     rollouts, max_tokens, size = config.rollouts, config.sampling.max_tokens, config.rollouts.group_size
     for key, value, limit in (
         ("rollouts.group_size", size, MAX_GROUP_ROLLOUTS),
         ("rollouts.block_rollouts", rollouts.block_rollouts, MAX_BLOCK_ROLLOUTS),
         ("sampling.max_tokens", max_tokens, MAX_ROLLOUT_TOKENS),
     ):
-        yield value <= limit, f"{key} = {value}: at most {limit}"
+        yield value <= limit, f"{key} = {value}: must be at most {limit}"
     if size < 1 or size > MAX_GROUP_ROLLOUTS:
         return
     envs, proofs = [env.label for env in config.envs], config.verify.proofs != "none"
@@ -159,15 +179,15 @@ def _at_least(least: int, keys: Iterable[str], config: RunConfig) -> Iterator[tu
 
 
 def _bounds_fit(config: RunConfig) -> Iterator[tuple[bool, str]]:
-    """The run's validators replay in the run's dtype, so that pair must be there; and each pair's numbers must fit."""
+    """The run's validators replay in the run's dtype, so that pair must be there. The numbers of each pair must fit."""
     table, own = config.verify.bounds, f"{config.sampled_dtype}/{config.sampled_dtype}"
     yield own in table, f'[verify.bounds."{own}"] is missing: `shoal calibrate RUN_FILE --write` measures and adds it'
     for pair, bounds in table.items():
         key = f'verify.bounds."{pair}"'
         known = len(pair.split("/")) == 2 and {*pair.split("/")} <= {"float32", "bfloat16", "int8"}
         yield known, f'{key}: name it by the dtypes that sample and replay, such as "bfloat16/float32"'
-        yield 0 < bounds.gap < math.inf, f"{key}.gap = {bounds.gap}: must be above 0"
-        yield 0 < bounds.logprob < math.inf, f"{key}.logprob = {bounds.logprob}: must be above 0"
+        yield 0 < bounds.gap < math.inf, f"{key}.gap = {bounds.gap}: must be above 0, and finite"
+        yield 0 < bounds.logprob < math.inf, f"{key}.logprob = {bounds.logprob}: must be above 0, and finite"
         yield 0 < bounds.flipped < 1, f"{key}.flipped = {bounds.flipped}: must be between 0 and 1, a share of tokens"
         within = 0 < bounds.mean_gap < bounds.gap
         yield within, f"{key}.mean_gap = {bounds.mean_gap}: must be between 0 and gap = {bounds.gap}"
@@ -181,7 +201,7 @@ SAFE_TO_CHANGE = (
 
 
 def unsafe_changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """Changed keys that are not in SAFE_TO_CHANGE: with these a run must not be resumed."""
+    """Changed keys that are not in SAFE_TO_CHANGE. A run with such changes must not be resumed."""
     return [
         key
         for key in changed_keys(before, after)

@@ -48,5 +48,5 @@ def test_a_run_file_says_how_far_a_proof_may_be_off_or_takes_what_its_dtype_need
         assert rules_of(asked).activation_error == ACTIVATION_ERROR[dtype]
     own = tiny_run(verify={"proofs": "toploc", "activation_error": 0.002})
     assert (rules_of(own).proofs, rules_of(own).activation_error) == ("toploc", 0.002)
-    with pytest.raises(ConfigError, match=r"verify\.activation_error: between 0 and 1"):
+    with pytest.raises(ConfigError, match=r"verify\.activation_error = .*: must be at least 0 and below 1"):
         check_run(tiny_run(verify={"activation_error": 1.5}))
