@@ -35,17 +35,20 @@ METRICS: dict[str, Metric] = {
         "share", "Share of groups accepted since the batch of the last step whose rewards were all equal."
     ),
     "loss": Metric(
-        "loss", "Value of the objective that the step lowered, per policy token; of several updates, the mean."
+        "loss",
+        "Value of the objective that the step lowered, per policy token; mean over the step's updates.",
     ),
     "entropy_nats": Metric(
         "nats",
-        "Mean entropy of the distributions that the policy's tokens were drawn from; of several updates, the mean.",
+        "Mean entropy of the distributions that the policy's tokens were drawn from; mean over the step's updates.",
     ),
     "clip_share": Metric(
-        "share", "Policy tokens whose gradient a bound on the importance ratio took away; of several updates, the mean."
+        "share",
+        "Share of policy tokens whose gradient a bound on the importance ratio removed; mean over the step's updates.",
     ),
     "log_ratio_abs_mean_nats": Metric(
-        "nats", "Mean |log-prob of the trainer - log-prob of the worker| of a token; of several updates, the mean."
+        "nats",
+        "Mean |log-prob of the trainer - log-prob of the worker| of a token; mean over the step's updates.",
     ),
     "log_ratio_abs_max_nats": Metric(
         "nats", "Largest |log-prob of the trainer - log-prob of the worker| of a token, over all updates of the step."
@@ -53,8 +56,8 @@ METRICS: dict[str, Metric] = {
     "staleness_rollouts": Metric("rollouts", "Rollouts of the batch by how many versions old their policy was."),
     "stale_rollouts": Metric("rollouts", "Rollouts left out because their policy was older than max_staleness."),
     "groups_without_signal": Metric("groups", "Groups of the batch left out because their rewards were all equal."),
-    "groups_unlearnable": Metric("groups", "Groups of the batch that a validator accepted and nobody can learn from."),
-    "grad_norm": Metric("norm", "Norm of the gradient before clipping; of several updates, the mean."),
+    "groups_unlearnable": Metric("groups", "Groups of the batch that a validator accepted but the trainer refused."),
+    "grad_norm": Metric("norm", "Norm of the gradient before clipping; mean over the step's updates."),
     "updates": Metric("updates", "Optimiser steps that the step took on its batch: train.updates_per_batch, or fewer."),
     "update_skipped": Metric(
         "0 or 1", "1 if a gradient was not finite: that update and the rest of the step left the weights as they were."
