@@ -90,8 +90,8 @@ def all_keys(kind: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def _explain(message: str, kind: Any) -> str:
-    """Say an unknown key with its section and the nearest known key, a value that should be a table, and an unknown tag
-    with the known ones; other faults as they are, path in front."""
+    """Rewrite what msgspec says: an unknown key with its section and the nearest known key, an unknown tag with the known
+    ones, and a value that should be a table. Other errors keep their text, after the key."""
     reason, _, place = message.partition(" - at `$")
     section = place.rstrip("`").replace("[...]", "").strip(".")
     if reason.startswith("Expected `object`") and section and "[...]" not in place:

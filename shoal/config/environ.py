@@ -15,7 +15,7 @@ def node_home() -> Path:
 def child_environment(threads: int) -> dict[str, str]:
     """Environment of a role's process: threads pinned, OpenMP waiting without spinning, one heap.
 
-    A role computes in one thread beside the event loop's; a heap for each would keep the freed tensors of both.
+    A role has one thread for the event loop and one that computes. With a heap for each, both would keep freed tensors.
     """
     pinned = {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
     return os.environ | pinned | {"OMP_WAIT_POLICY": "PASSIVE", "MALLOC_ARENA_MAX": "1", "PYTHONUNBUFFERED": "1"}

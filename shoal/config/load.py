@@ -1,6 +1,6 @@
 """How a TOML file becomes a `RunConfig` or an `SftConfig`: defaults, the file, then `key.sub=value` overrides.
 
-Called by the CLI. It knows no key by name but `[quick]` and the built-in bounds: the others are in `sections`.
+Called by the CLI. It names no key except `[quick]` and the built-in bounds: the others are in `sections`.
 """
 
 from pathlib import Path
@@ -17,9 +17,8 @@ T = TypeVar("T")
 def load_run(path: Path, overrides: list[str] | None = None, quick: bool = False) -> RunConfig:
     """Read a run file, apply `key.sub=value` overrides, and check that the numbers fit each other.
 
-    A run file may hold a table `[quick]`: keys that stand over the others when `quick` is asked for, for a short
-    taste of the same run, in a folder of its own. Raises `ConfigError` naming the key, and the nearest known key
-    when it is unknown.
+    With `quick`, the keys of the run file's table `[quick]` override the others, for a short version of the same run in
+    a folder of its own. Raises `ConfigError` that names the key, and the nearest known key if it is unknown.
     """
     tree = read_toml(path)
     quick_tree = tree.pop("quick", None)
@@ -33,12 +32,12 @@ def load_run(path: Path, overrides: list[str] | None = None, quick: bool = False
 
 
 def _built_in() -> dict[str, Any]:
-    """What a run file's own bounds stand over, pair by pair and key by key."""
+    """The defaults that a run file's own bounds override, pair by pair and key by key."""
     return {"verify": {"bounds": {pair: to_tree(bounds) for pair, bounds in BOUNDS.items()}}}
 
 
 def load_sft(path: Path, overrides: list[str] | None = None) -> SftConfig:
-    """Read an SFT recipe; as `load_run`."""
+    """Read an SFT recipe, as `load_run` reads a run file."""
     return _convert(read_toml(path), overrides or [], SftConfig, path)
 
 

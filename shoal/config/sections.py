@@ -1,8 +1,8 @@
 """The sections of a run file and of an SFT recipe: every knob with its default, its unit and a sentence.
 
-Every role reads its own; `load` makes them from a TOML file. They stand together here, not beside their owners,
-because the run file is one document for its reader and the coordinator must read all of it without importing torch.
-They know nothing of files, and of each other only what is one key's default: what contradicts is in `check`.
+Every role reads its own; `load` makes them from a TOML file. They are together here, not beside their owners, because
+the run file is one document for its reader, and the coordinator must read all of it without importing torch. They know
+nothing of files. `check` finds values that contradict each other.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ class PolicyConfig(Section, frozen=True):
     """The language model."""
 
     path: str = ""
-    """HF-format directory to start from, relative to the run file; empty makes `tiny` from the run's seed."""
+    """Directory in Hugging Face format to start from, relative to the run file; empty makes `tiny` from the run's seed."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision in which versions are published, and sampled unless `sampling.dtype` says otherwise."""
     tiny: TinyPolicy = TinyPolicy()
@@ -57,7 +57,7 @@ class EnvConfig(Section, frozen=True):
     args: dict[str, Any] = {}
     """Arguments of the environment."""
     label: str = ""
-    """What the run calls it; empty takes the name, or the name of the file without `.py`. No two may be equal."""
+    """What the run calls it; empty takes the name, or the name of the file without `.py`. Labels must differ."""
 
     def __post_init__(self) -> None:
         if not self.label:
@@ -74,7 +74,7 @@ class SamplingConfig(Section, frozen=True):
     max_tokens: int = 512
     """Tokens of a whole rollout."""
     dtype: Literal["", "float32", "bfloat16", "int8"] = ""
-    """Precision in which workers sample; empty is that of the published policy. int8 rounds the matrices alone."""
+    """Precision in which workers sample; empty is that of the published policy. int8 rounds only the layers' matrices."""
 
 
 class RolloutsConfig(Section, frozen=True):
@@ -91,10 +91,10 @@ class RolloutsConfig(Section, frozen=True):
     lease_s: float = 120.0
     """Seconds that a worker has for one block before it is leased again."""
     paid_tokens: int = 0
-    """Policy tokens paid for each rollout, on average over its group, at most; 0 pays all."""
+    """Most policy tokens paid for each rollout, on average over its group; 0 pays all."""
     max_flat_groups: int = 500
-    """Groups in a row whose rewards are all equal, after which the run stops leasing and waits for its host; 0 never
-    stops. Where one group in a hundred teaches something, 500 that do not follow each other once in 150 times."""
+    """After this many groups in a row without signal, the run pauses and waits for its host; 0 never pauses. If one
+    group in a hundred has signal, 500 in a row without it have a chance of 1 in 150."""
 
 
 class TrainConfig(Section, frozen=True):
@@ -125,14 +125,14 @@ class TrainConfig(Section, frozen=True):
 
 
 class BoundsConfig(Section, frozen=True):
-    """What honest arithmetic may do between a dtype that samples and one that replays; `shoal calibrate` measures it."""
+    """How much honest work may differ between the dtypes that sample and replay; `shoal calibrate` measures it."""
 
     gap: float
     """A replayed token further than this from the best choice counts as flipped, nats."""
     flipped: float
-    """Share of an honest node's tokens that are flipped, at most."""
+    """Largest share of flipped tokens of an honest node."""
     mean_gap: float
-    """Mean gap of an honest node's tokens, each counted at most `gap`, at most; nats."""
+    """Largest mean gap of an honest node's tokens, each counted at most `gap`; nats."""
     logprob: float
     """Largest |claimed - replayed| log-probability of one token, nats."""
 
@@ -143,18 +143,19 @@ BOUNDS = {
     "bfloat16/float32": BoundsConfig(gap=0.4, flipped=1e-3, mean_gap=5e-4, logprob=0.5),
     "int8/int8": BoundsConfig(gap=1e-3, flipped=1e-5, mean_gap=1e-7, logprob=0.01),
 }
-"""Bounds of a run that gives none of its own: generous, for hardware that nobody measured."""
+"""Bounds of a run that gives none of its own. They are generous, because nobody measured its hardware."""
 
 
 ACTIVATION_ERROR = {"float32": 0.001, "bfloat16": 0.008, "int8": 0.001}
-"""Bound of a run that gives none, by the dtype that samples: above what `benchmarks/toploc.py` shows of honest work."""
+"""Bound of a run that gives none, by the dtype that samples. Honest work in `benchmarks/toploc.py` stays below it."""
 
 
 class VerifyConfig(Section, frozen=True):
     """What validators demand."""
 
     audit_rate: float = 1.0
-    """Share of groups whose sampling and log-probs are replayed with the model; 1 when max_staleness is 0."""
+    """Smallest share of groups that are audited: their sampling and log-probs are recomputed with the model. Must be 1 if
+    max_staleness is 0."""
     quarantine_s: float = 30.0
     """Length of a quarantine, seconds; each earlier refused submission of the worker doubles it, up to an hour. A worker
     gets no leases in quarantine. The cause is a hard failure, every third refused submission, or too much noise."""
@@ -163,10 +164,10 @@ class VerifyConfig(Section, frozen=True):
     proofs: Literal["none", "toploc"] = "none"
     """What workers prove of their activations: nothing, or one proof in TOPLOC's format for each group."""
     activation_error: float = 0.0
-    """Mean relative error of a group's proof that passes; 0 takes 0.008 where workers sample in bfloat16, else 0.001.
+    """Largest mean relative error of a group's proof; 0 means 0.008 if workers sample in bfloat16, else 0.001.
     `shoal calibrate` measures it."""
     worker_share: float = 1.0
-    """Largest share of a batch's groups that one worker may fill; 1 when max_staleness is 0."""
+    """Largest share of a batch's groups that one worker may fill. Must be 1 if max_staleness is 0."""
 
 
 class WorkersConfig(Section, frozen=True):
@@ -184,8 +185,8 @@ class ValidatorsConfig(Section, frozen=True):
     """Validators that the host starts."""
 
     count: int = 1
-    """Validators: 0 (others are admitted), 1, or 3 and more. A refusal needs one, a slash two; of exactly two, one that
-    lies makes forging free."""
+    """0 (you admit others), 1, or 3 and more. A slash needs two that agree, so of exactly two, one that lies makes
+    forging free."""
     threads: int = 1
     """CPU threads of each."""
 
@@ -198,9 +199,9 @@ class HostConfig(Section, frozen=True):
     port: int = 0
     """0 takes a free port and keeps it for resuming."""
     public_url: str = ""
-    """What others should type, when a proxy with TLS stands before us."""
+    """URL that others type, if a proxy with TLS is in front of the coordinator."""
     trusted_proxies: tuple[str, ...] = ("127.0.0.1", "::1")
-    """Addresses or networks of proxies: their X-Forwarded-For is believed, and no cap by address holds for them."""
+    """Addresses or networks of proxies: their X-Forwarded-For is believed, and they have no limit by address."""
 
     @property
     def is_reached_by_others(self) -> bool:
@@ -209,7 +210,7 @@ class HostConfig(Section, frozen=True):
 
 
 class EvalConfig(Section, frozen=True):
-    """Held-out evaluation before and after."""
+    """Evaluation on held-out tasks, before, during and after training."""
 
     episodes: int = 512
     """Sampled episodes on held-out tasks of each environment; 0 turns it off."""
@@ -225,9 +226,9 @@ class StorageConfig(Section, frozen=True):
     window_steps: int = 16
     """Training steps that `retain = "window"` keeps."""
     quota_mb: int = 2048
-    """Disk that blobs may take; past it the coordinator pauses leases."""
+    """Disk space for blobs, MB; above it leases pause."""
     checkpoint_every: int = 25
-    """Steps between checkpoints kept as HF directories."""
+    """Steps between checkpoints kept as directories in Hugging Face format."""
 
 
 class RunConfig(Section, frozen=True, kw_only=True):
@@ -238,7 +239,7 @@ class RunConfig(Section, frozen=True, kw_only=True):
     steps: int
     """Training steps."""
     seed: int = -1
-    """Fixes every random choice of the run; -1 makes a private seed, as a run that other machines reach must have."""
+    """Fixes every random choice of the run. -1 makes a private seed, which a run open to other machines must have."""
     policy: PolicyConfig = PolicyConfig()
     envs: tuple[EnvConfig, ...]
     sampling: SamplingConfig = SamplingConfig()
@@ -292,7 +293,7 @@ class SftConfig(Section, frozen=True, kw_only=True):
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only this machine reaches an address; a name other than localhost may be anyone's."""
+    """Whether only this machine can reach an address. A name other than localhost may be any machine's."""
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(address).is_loopback
     return address == "localhost"
