@@ -1,7 +1,7 @@
-"""A whole run in a thread of the caller's process: what a program has in the place of a terminal and Ctrl-C.
+"""A whole run in a thread of the caller's process, for programs, which have no terminal and no Ctrl-C.
 
-Called by `shoal/api`. Only the launcher runs in the thread; the roles are processes, as under `shoal run`, and end when
-this process ends. It tells the caller each training step's metrics, and knows no more of them than their number.
+Called by `shoal/api`. Only the launcher runs in the thread. The roles are processes, as under `shoal run`, and end when
+this process ends. It gives each training step's metrics to the caller, and looks only at the number of the step.
 """
 
 import atexit
@@ -51,12 +51,12 @@ class BackgroundRun:
             self._crew = open_crew(out, lock_fd, with_workers, lambda: self._news)
             self._held = stack.pop_all()
         self._thread = threading.Thread(target=self._run, name=f"shoal {config.name}", daemon=True)
-        # A program that ends without having stopped its run: its daemon threads would be cut off, and the roles killed.
+        # A program may end without stopping its run. Python would then cut off this thread, and the roles would be killed.
         atexit.register(self.stop)
         self._thread.start()
 
     def url(self) -> str:
-        """What others type, once the coordinator answers. Raises what ended the run before."""
+        """The URL that others type, once the coordinator answers. Raises the error that ended the run before that."""
         self._answers.wait()
         if not self._url:
             self.stop()
@@ -64,17 +64,17 @@ class BackgroundRun:
         return self._url
 
     def steps(self) -> Iterator[dict[str, Any]]:
-        """The metrics of each step from now on, until the run has ended; then raises what ended it, if it was a fault."""
+        """The metrics of each new step until the run has ended. Raises the error that ended it, if one did."""
         while (metrics := self._news.queue.get()) is not None:
             yield metrics
-        self._news.queue.put(None)  # for whoever asks again
+        self._news.queue.put(None)  # for a caller that asks again
         self._thread.join()
         self._raise_fault()
 
     def stop(self) -> None:
         """End the run as Ctrl-C does, and wait until its processes are gone. Ctrl-C meanwhile ends them at once.
 
-        Raises what ended the run, if that was a fault and nobody has been told.
+        Raises the error that ended the run, unless it was raised before.
         """
         interrupt: KeyboardInterrupt | None = None
         self._crew.stop_requests = max(1, self._crew.stop_requests)
@@ -111,7 +111,7 @@ class BackgroundRun:
 
 
 class _News:
-    """The launcher's view, in the place of a terminal: steps go into a queue, words to the log named `shoal`."""
+    """The launcher's view, in the place of a terminal: steps go into a queue, messages to the logger named `shoal`."""
 
     def __init__(self) -> None:
         self.queue: SimpleQueue[dict[str, Any] | None] = SimpleQueue()

@@ -26,14 +26,14 @@ from shoal.protocol.constants import SIGNATURE_WINDOW_S
 
 MIN_MEMORY_GB, MIN_DISK_GB, MIN_OPEN_FILES = 2.0, 1.0, 256
 MEASURE_S = 0.4
-"""How long one speed is measured."""
+"""Time to measure one speed."""
 
 
 class Line(NamedTuple):
-    """One thing looked at."""
+    """What was found for one thing."""
 
     state: Literal["ok", "note", "missing"]
-    """A note limits nothing that a CPU run needs."""
+    """A run on a CPU works in spite of a note."""
     what: str
     found: str
     remedy: str = ""
@@ -52,12 +52,12 @@ def examine(url: str = "") -> Iterator[Line]:
 
 
 def run(url: str = "", say: Callable[[str], None] = print) -> int:
-    """Say every line as it is found; 1 if something that a run needs is missing, else 0."""
+    """Print each line as it is found. Returns 1 if something that a run needs is missing, else 0."""
     missing = 0
     for line in examine(url):
         missing += line.state == "missing"
         say(f"{line.state:<8} {line.what:<13} {line.found}" + (f"\n{'':22} -> {line.remedy}" if line.remedy else ""))
-    say("This machine can run, host and join." if not missing else f"{missing} missing: mend what the arrows say.")
+    say("This machine can run, host and join." if not missing else f"{missing} missing: do what the arrows say.")
     return 1 if missing else 0
 
 
@@ -68,12 +68,12 @@ def _size() -> Iterator[Line]:
     memory = psutil.virtual_memory()
     free_gb = memory.available / 2**30
     enough = free_gb >= MIN_MEMORY_GB
-    remedy = "" if enough else f"a run of a tiny model takes about {MIN_MEMORY_GB:.0f} GB: close something"
+    remedy = "" if enough else f"a run of a tiny model takes about {MIN_MEMORY_GB:.0f} GB: close other programs"
     found = f"{free_gb:.1f} of {memory.total / 2**30:.1f} GB free"
     yield Line("ok" if enough else "missing", "memory", found, remedy)
     disk_gb = shutil.disk_usage(Path.cwd()).free / 2**30
     enough = disk_gb >= MIN_DISK_GB
-    remedy = "" if enough else "free some, give --out on another disk, or lower storage.quota_mb"
+    remedy = "" if enough else "free some space, give --out on another disk, or lower storage.quota_mb"
     yield Line("ok" if enough else "missing", "disk", f"{disk_gb:.1f} GB free in {Path.cwd()}", remedy)
 
 
@@ -130,9 +130,11 @@ def _transformers() -> Line:
 
 
 def _clock(url: str) -> Line:
-    """Against the coordinator's `Date`, which counts whole seconds."""
+    """Compares this clock with the coordinator's `Date` header, which counts whole seconds."""
     if not url:
-        remedy = f"shoal doctor --url URL compares it with a host's; {SIGNATURE_WINDOW_S} s off is too much"
+        remedy = (
+            f"shoal doctor --url URL compares it with a host's; they may differ by less than {SIGNATURE_WINDOW_S} s"
+        )
         return Line("note", "clock", "offset unknown", remedy)
     try:
         tls = url.startswith("https:")  # certificates take longer to load than the answer to come
@@ -146,7 +148,10 @@ def _clock(url: str) -> Line:
     if abs(offset_s) < SIGNATURE_WINDOW_S:
         return Line("ok", "clock", f"{offset_s:+.0f} s from {url}")
     return Line(
-        "missing", "clock", f"{offset_s:+.0f} s from {url}", "set this machine's clock (timedatectl set-ntp true)"
+        "missing",
+        "clock",
+        f"{offset_s:+.0f} s from {url}, limit {SIGNATURE_WINDOW_S} s",
+        "set this machine's clock (timedatectl set-ntp true)",
     )
 
 
@@ -154,7 +159,9 @@ def _open_files() -> Line:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft >= MIN_OPEN_FILES:
         return Line("ok", "open files", f"limit {soft}")
-    return Line("missing", "open files", f"limit {soft}", f"ulimit -n {MIN_OPEN_FILES * 4}")
+    return Line(
+        "missing", "open files", f"limit {soft}, at least {MIN_OPEN_FILES} needed", f"ulimit -n {MIN_OPEN_FILES * 4}"
+    )
 
 
 def _port() -> Line:

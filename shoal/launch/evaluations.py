@@ -1,7 +1,7 @@
-"""The held-out evaluations of a run: before it, of each kept checkpoint on the way, and after it.
+"""The held-out evaluations of a run: before training, of kept checkpoints during training, and after it.
 
-Called by `launch/local`, beside the training, one at a time. Each is a process of its own that leaves a file in the
-run's folder, so what has been evaluated is never evaluated again, whoever was killed meanwhile.
+Called by `launch/local`, one evaluation at a time, while training goes on. Each is a process that leaves a file in the
+run's folder. A version with a file is not evaluated again, even if processes were killed in between.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from shoal.launch.process import RoleProcess
 from shoal.launch.snapshot import Heldout
 
 SHARE_ON_THE_WAY = 4
-"""A checkpoint on the way gets this part of the episodes: enough for a curve, cheap beside the training."""
+"""A checkpoint during training gets one in this many of the episodes: enough for a curve, and cheap."""
 MIN_EPISODES = 32
 
 
@@ -30,7 +30,7 @@ class Evaluations:
         self.processes: list[RoleProcess] = []
 
     def start_due(self) -> None:
-        """Begin the next evaluation that is due: the first version before all, then the newest kept checkpoint."""
+        """Begin the next evaluation that is due: the first version, then the newest kept checkpoint."""
         if not self._config.eval.episodes or not self.idle():
             return
         kept = sorted(path for path in self._folder.checkpoints.glob("v[0-9]*") if path.is_dir())
@@ -52,11 +52,11 @@ class Evaluations:
         return all(process.state in ("done", "given up") for process in self.processes)
 
     def first_is_done(self) -> bool:
-        """Whether the comparison with the start can be made, or never can."""
+        """Whether the first version's evaluation is done, has failed, or is turned off."""
         return not self._config.eval.episodes or (self._known("before") and self.idle())
 
     def given_up(self) -> RoleProcess | None:
-        """One that could not be made, if any."""
+        """An evaluation that failed, if any."""
         return next((process for process in self.processes if process.state == "given up"), None)
 
     def results(self) -> tuple[tuple[str, Heldout], ...]:

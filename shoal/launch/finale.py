@@ -1,4 +1,4 @@
-"""What stands on the screen when a run has ended: before and after, credits, why cheaters were refused, sample games.
+"""What the screen shows when a run has ended: before and after, credits, why cheaters were refused, sample games.
 
 Called by `launch/local` with the figures that `launch/summary` gathered. Pure, as `launch/view` is.
 """
@@ -62,7 +62,7 @@ def plain_end(end: RunEnd) -> str:
 
 
 def outcome(game: dict[str, Any]) -> str:
-    """Won, lost, or the score where an environment does not say."""
+    """Won or lost, if the environment says so, and the score."""
     success = game.get("success")
     word = "" if success is None else ("won, " if success else "lost, ")
     return f"{word}score {float(game.get('score', 0.0)):.2f}"
@@ -124,7 +124,7 @@ def _credits(end: RunEnd) -> RenderableType:
 
 
 def _refusals(end: RunEnd) -> list[str]:
-    """A line for each worker that was refused anything: by which checks, and the last refusal in full."""
+    """A line for each worker that had groups refused: by which checks, and the last refusal in full."""
     return [
         f"{printable(node.name)} was refused {node.refused:,} groups by {reasons(node)}. The last: "
         f"{printable(node.last_reason)}"
@@ -145,7 +145,7 @@ def _game(game: dict[str, Any], title: str) -> RenderableType:
 
 
 def _tiles(text: str) -> Text | None:
-    """Coloured tiles, where a text is letters that carry a mark each, as the answers of `envs/wordle` are."""
+    """Coloured tiles, if the text is letters with a mark each, as in the answers of `envs/wordle`."""
     if not re.fullmatch(r"([a-z][=+-])+", text):
         return None
     tiles = Text()

@@ -1,4 +1,4 @@
-"""What a host says to others and to the run: the line that contributors type, what TLS needs, and the admin calls.
+"""What a host needs to say: to others the line that they type and how to add TLS, to the run the admin calls.
 
 Called by `shoal host` and `shoal admin`. It decides nothing; the coordinator does.
 """
@@ -18,19 +18,19 @@ from shoal.protocol.types import AdminRequest, NodeState, RunInfo, Status
 ADMIN_DEADLINE_S = 10.0
 ANY_ADDRESS = ("", "0.0.0.0", "::")
 TWO_VALIDATORS = (
-    "Warning: this makes two validators. Of two, one that lies makes forging free: admit a third, or keep one"
+    "Warning: this gives the run two validators. If one of two lies, forging costs nothing: admit a third, or keep one"
 )
 
 
 def shared_url(url: str, host: HostConfig) -> str:
-    """What others type, of the URL that the coordinator says: an address that means all is no name for this machine."""
+    """The URL that others type. In the place of an address that means all addresses it has this machine's host name."""
     if host.bind in ANY_ADDRESS and not host.public_url:
         return f"http://{socket.gethostname()}:{url.rsplit(':', 1)[-1]}"
     return url
 
 
 def invitation(url: str, host: HostConfig, run_dir: Path) -> str:
-    """What `shoal host` prints once the coordinator answers: the join line, and who it reaches."""
+    """What `shoal host` prints once the coordinator answers: the join line, and who can use it."""
     port, shared = url.rsplit(":", 1)[-1], shared_url(url, host)
     lines = ["Others join with:", "", f"    shoal join {shared}", ""]
     if not shared.startswith("https://"):
@@ -41,7 +41,7 @@ def invitation(url: str, host: HostConfig, run_dir: Path) -> str:
 
 def _reach(bind: str, port: str) -> list[str]:
     tls = [
-        "For strangers, put TLS in front: requests are signed, but over plain HTTP anyone on the way reads them.",
+        "For strangers, put TLS in front: requests are signed, but over plain HTTP anyone on the path can read them.",
         "  1. a name that points to this machine, such as shoal.example.org",
         "  2. a proxy that gets a certificate for it:",
         f"     caddy reverse-proxy --from shoal.example.org --to 127.0.0.1:{port}",
@@ -49,11 +49,11 @@ def _reach(bind: str, port: str) -> list[str]:
     ]
     if is_loopback(bind):
         return [f"It listens on {bind}: only this machine can join. --bind 0.0.0.0 lets your network in.", *tls]
-    return [f"It listens on {bind}, without TLS: good within a network that you trust.", *tls]
+    return [f"It listens on {bind}, without TLS: use it only in a network that you trust.", *tls]
 
 
 def administer(action: str, run: str, node: str, key_file: Path | None) -> str:
-    """Sign and send one admin call; returns what the coordinator then says of the run.
+    """Sign and send one admin call; returns the state of the run after it, as text.
 
     `run` is the run's folder, or its URL, which needs `key_file`. Raises `ConfigError`, `StateError`, `PeerError`.
     """

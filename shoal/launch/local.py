@@ -1,8 +1,8 @@
 """A whole run on this machine: start its roles as processes, keep them alive, show how it goes, stop them in order.
 
 Called by `shoal run`, `shoal host` and `launch/background`, on a folder that is prepared. It knows processes, files and
-the coordinator's status; it imports no role (they are started by command), and nothing that matters is remembered
-here: killed anywhere, the same command goes on.
+the coordinator's status. It imports no role, because roles are started by command. It remembers nothing that matters:
+after a kill at any moment, the same command resumes the run.
 """
 
 import contextlib
@@ -36,11 +36,11 @@ LOOK_EVERY_S = 1.0
 SAVE_USAGE_EVERY_S = 10.0
 START_TIMEOUT_S = 60.0
 DRAIN_S = 30.0
-"""A worker asked to end may finish and hand in its block for this long."""
+"""A worker that is asked to end may take this long to finish and submit its block."""
 STOP_S = 10.0
-"""The other roles."""
+"""The other roles may take this long to end."""
 LOCK_WAIT_S = 5.0
-"""Processes of a launcher that was killed need a moment to notice and to let go of the folder."""
+"""Processes of a launcher that was killed need a moment to notice and to release the folder."""
 
 
 @contextlib.contextmanager
@@ -95,16 +95,17 @@ def open_crew(run_dir: Path, lock_fd: int, with_workers: bool, make_view: Callab
 
 
 def check_first_policy(folder: RunFolder, config: RunConfig) -> None:
-    """Raise `StateError` if no worker could talk with the run's first policy, before a trainer copies and publishes it.
+    """Raise `StateError` if no worker could render a prompt for the run's first policy.
 
-    Without this a hosted run waits for ever: each worker that joins fails on its own machine.
+    Called before the trainer copies and publishes the policy. Without this check a hosted run would wait for ever,
+    because each worker that joins would fail on its own machine.
     """
     if config.policy.path:
         Renderer.from_directory(folder.policy if folder.policy.exists() else Path(config.policy.path))
 
 
 class LocalRun:
-    """The processes of one run and what has been seen of it."""
+    """The processes of one run, and the last snapshot of it."""
 
     def __init__(self, config: RunConfig, folder: RunFolder, lock_fd: int, with_workers: bool, view: View) -> None:
         self.stop_requests = 0
@@ -155,7 +156,7 @@ class LocalRun:
         def answers() -> bool:
             if time.monotonic() > deadline:
                 raise StateError(
-                    f"the coordinator did not answer within {START_TIMEOUT_S:.0f} s: see {coordinator.log}"
+                    f"the coordinator did not answer within {START_TIMEOUT_S:.0f} s: its log {coordinator.log} says why"
                 )
             return coordinator.pid is not None and self._watch.healthy(coordinator.pid)
 
@@ -241,14 +242,14 @@ class LocalRun:
             for sample in flat_samples(self._folder):
                 self._view.say(sample)
         except (ShoalError, OSError) as error:
-            self._view.say(f"(no rollout can be shown: {error})")
+            self._view.say(f"No rollout can be shown: {error}")
         self._view.say(
-            f"What was accepted stays paid. `shoal admin resume {self._folder.root}` goes on and counts anew; "
-            f"`shoal admin drain {self._folder.root}` ends the run. See rollouts.max_flat_groups"
+            f"Accepted work stays paid. `shoal admin resume {self._folder.root}` continues and restarts the count; "
+            f"`shoal admin drain {self._folder.root}` ends the run. The limit is rollouts.max_flat_groups"
         )
 
     def _fail_if_given_up(self) -> None:
-        """Raise `StateError` when a role without which the run cannot go on was given up."""
+        """Raise `StateError` if a role that the run needs was given up."""
         for process in self._processes():
             if process.state != "given up":
                 continue
@@ -258,7 +259,7 @@ class LocalRun:
                 continue
             for line in tail(process.log, 12):
                 self._view.say(f"{process.name} | {line}")
-            raise StateError(f"{process.reason} (the whole log: {process.log})")
+            raise StateError(f"{process.reason} (full log: {process.log})")
 
     def _processes(self) -> list[RoleProcess]:
         trainer = [self._trainer] if self._trainer is not None else []
@@ -270,7 +271,7 @@ class LocalRun:
     # --- stopping ---
 
     def _settle(self) -> None:
-        """Workers end, and what they handed in last is judged, so that the last figures are final."""
+        """End the workers and wait until their last submissions are judged, so that the figures of the end are final."""
         self._stop(self._workers, DRAIN_S)
         deadline = time.monotonic() + DRAIN_S
         self._looked = -1e9
@@ -281,7 +282,7 @@ class LocalRun:
         )
 
     def _stop_roles(self) -> None:
-        """Workers drain first, then the evaluation, trainer and validators; the coordinator answers to the last."""
+        """End workers first, then evaluations and trainer, then validators. The coordinator ends last."""
         trainer = [self._trainer] if self._trainer is not None else []
         for group, patience_s in (
             (self._workers, DRAIN_S),
@@ -296,7 +297,7 @@ class LocalRun:
             process.ask_to_end()
         names = ", ".join(p.name for p in group if p.pid is not None)
         if names and self.stop_requests:
-            self._notice = f"stopping {names} (Ctrl-C again: at once)"
+            self._notice = f"stopping {names} (Ctrl-C again stops them at once)"
         deadline = time.monotonic() + patience_s
         while any(p.pid is not None for p in group):
             if time.monotonic() > deadline or self.stop_requests > 1:
@@ -313,7 +314,7 @@ class LocalRun:
     def _say_stopped(self) -> int:
         done, steps = self._snapshot.step, self._config.steps
         self._view.say(
-            f"Stopped at step {done} of {steps}. The same command goes on from there; {self._folder.root} holds it all."
+            f"Stopped at step {done} of {steps}. The same command resumes the run; everything is in {self._folder.root}."
         )
         return 130
 
@@ -325,7 +326,7 @@ class LocalRun:
         self._view.end(render_end(end), plain_end(end))
         failed = self._evaluations.given_up()
         if failed is not None:
-            raise StateError(f"the run ended, but an evaluation could not be made: {failed.reason} (log: {failed.log})")
+            raise StateError(f"the run ended, but an evaluation failed: {failed.reason} (full log: {failed.log})")
         return 0
 
 

@@ -1,6 +1,6 @@
 """One role of a run as a supervised process: started, watched, restarted, stopped, and its CPU time counted.
 
-Called by `launch/local`. It knows how a process lives and dies, and nothing of what the role does.
+Called by `launch/local`. It knows how to start, watch and end a process, and nothing of what the role does.
 
 A child never outlives its launcher: its standard input is a pipe whose other end only the launcher holds, so when
 the launcher dies, even by SIGKILL, the pipe closes and the child ends itself (`die_with_parent`, called by the
@@ -25,10 +25,9 @@ import psutil
 from shoal.config import child_environment
 
 MAX_QUICK_DEATHS = 5
-"""Deaths in a row, each soon after a start, after which a role is given up."""
+"""A role is given up after this many deaths in a row, each less than QUICK_DEATH_S after its start."""
 
 QUICK_DEATH_S = 10.0
-"""A life shorter than this ended soon."""
 
 FIRST_BACKOFF_S = 0.2
 MAX_BACKOFF_S = 10.0
@@ -42,7 +41,7 @@ State = Literal["running", "restarting", "done", "given up"]
 
 @dataclass(frozen=True)
 class Use:
-    """What a role has taken of the machine, over all its lives."""
+    """CPU time and peak memory of a role, over all its starts."""
 
     cpu_s: float = 0.0
     peak_rss_mb: float = 0.0
@@ -85,7 +84,7 @@ class RoleProcess:
         return self._process.pid if self._process is not None else None
 
     def use_so_far(self) -> Use:
-        """Its use over all lives, the present one included."""
+        """Its use over all starts, including the current one."""
         if self.pid is None:
             return self.use
         try:
@@ -125,7 +124,7 @@ class RoleProcess:
         self._started, self.state = now, "running"
 
     def _reap(self, now: float) -> bool:
-        """Whether it has died; then decide what becomes of it. `os.wait4` also tells what it used."""
+        """Whether it has died. If so, decide what follows. `os.wait4` also says how much it used."""
         process = self._process
         assert process is not None
         pid, status, usage = os.wait4(process.pid, os.WNOHANG)
@@ -146,12 +145,15 @@ class RoleProcess:
         if code == EXIT_USER_ERROR:
             self.state, self.reason = "given up", last_line(self.log)
             return
-        # Whoever sends SIGKILL (an operator, the kernel out of memory) is not a fault that a restart repeats at once.
+        # SIGKILL comes from an operator or from the kernel out of memory, so a restart need not end the same way.
         quick = now - self._started < QUICK_DEATH_S and code != -signal.SIGKILL
         self._quick_deaths = self._quick_deaths + 1 if quick else 0
         if self._quick_deaths >= MAX_QUICK_DEATHS:
             self.state = "given up"
-            self.reason = f"{self.name} died {MAX_QUICK_DEATHS} times soon after its start, last with {_death(code)}"
+            self.reason = (
+                f"{self.name} died {MAX_QUICK_DEATHS} times in a row, each time less than {QUICK_DEATH_S:.0f} s after its "
+                f"start, the last time with {_death(code)}"
+            )
             return
         self.state, self.restarts = "restarting", self.restarts + 1
         self._start_at = now + min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2**self._quick_deaths)
@@ -160,11 +162,11 @@ class RoleProcess:
 def last_line(log: Path) -> str:
     """The last line that says something, without the `error: ` in front."""
     lines = tail(log, 1)
-    return lines[0].removeprefix("error: ") if lines else "it left no word in its log"
+    return lines[0].removeprefix("error: ") if lines else "its log is empty"
 
 
 def tail(log: Path, num_lines: int) -> list[str]:
-    """The last non-empty lines of a log, of which at most 16 KiB are read."""
+    """The last non-empty lines of a log; looks only at its last 16 KiB."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - 16384))
@@ -177,8 +179,7 @@ def tail(log: Path, num_lines: int) -> list[str]:
 def die_with_parent() -> None:
     """Called in the child: end this process at once when standard input closes, that is when the launcher is gone.
 
-    At once, not cleanly: every role must survive being killed, and a launcher that died can be started again
-    the sooner.
+    It is killed, not stopped cleanly: every role must survive that anyway, and the launcher can be started again sooner.
     """
 
     def watch() -> None:
@@ -190,7 +191,7 @@ def die_with_parent() -> None:
 
 
 def own_use() -> Use:
-    """What this process has taken so far."""
+    """What this process has used so far."""
     return _use(resource.getrusage(resource.RUSAGE_SELF))
 
 

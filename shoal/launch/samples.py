@@ -1,7 +1,7 @@
-"""Rollouts of groups without signal, as text: what a host reads before it lets a run go on that paused itself.
+"""Rollouts of groups without signal, as text. The host reads them to decide whether a paused run should continue.
 
-Called by `launch/local`. It reads the run's folder, whose coordinator may be at work, and asks nobody. What it shows was
-accepted: it is told as the environment tells it again, not as a worker claims it.
+Called by `launch/local`. It reads the run's folder, also while the coordinator writes to it, and asks no other process.
+It shows accepted rollouts. The environment's answers are computed here, not taken from the worker.
 """
 
 from collections import deque
@@ -22,13 +22,13 @@ from shoal.protocol import types as t
 from shoal.protocol.wire import WireError, digest, from_msgpack
 
 SHOWN = 2
-"""Groups of which a rollout is shown."""
+"""Number of groups; one rollout of each is shown."""
 
 
 def flat_samples(folder: RunFolder) -> list[str]:
-    """The first rollout of each of the newest accepted groups without signal.
+    """The first rollout of each of the newest SHOWN accepted groups without signal.
 
-    Raises `ShoalError` where they cannot be read.
+    Raises `ShoalError` if they cannot be read.
     """
     created, flat = _read_log(folder)
     envs = load_run_envs(created.envs, own_files=True)
@@ -36,7 +36,7 @@ def flat_samples(folder: RunFolder) -> list[str]:
     samples = []
     for accepted in flat:
         group = _group(folder, accepted)
-        if group.env in envs and group.rollouts:  # validators saw to it, but a host's own may have been bribed
+        if group.env in envs and group.rollouts:  # a validator that lies may have accepted anything
             env = envs[group.env]
             talk = retell(env, renderer, task_of(env, group.task), group.rollouts[0], created.sampling)
             samples += [as_text(transcript_of(talk))] if talk is not None else []

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 ANSWER_TIMEOUT_S = 2.0
 PAGING_SHARE = 0.1
-"""Of the time, at most, that goes into asking for the nodes of a run that has more than one answer holds."""
+"""Largest fraction of time spent on asking for nodes, if a run has more than fit into one answer."""
 
 
 NO_STATUS = Status("", "starting", -1, 0, 0, {}, 0, 0, "", 0.0)
@@ -57,15 +57,15 @@ class Snapshot:
     cheaters: frozenset[str] = frozenset()
     """Names of the workers that were started to cheat."""
     heldout: tuple[tuple[str, Heldout], ...] = ()
-    """Evaluations so far, oldest first, with the policy version that each is of."""
+    """Evaluations so far, oldest first, each with its policy version."""
     restarts: dict[str, int] = field(default_factory=dict)
-    """By role, where it was restarted at all."""
+    """By role; roles that were never restarted are left out."""
     notice: str = ""
-    """What the launcher itself is doing, when it is not simply watching."""
+    """What the launcher itself is doing, if it does more than watch."""
 
     @property
     def step(self) -> int:
-        """Training steps done: the metrics tell of a step after it is done, and count from 0."""
+        """Training steps done: the metrics hold a step once it is done, and count from 0."""
         return int(self.metrics[-1]["step"]) + 1 if self.metrics else max(0, self.status.version)
 
     def latest(self, name: str) -> float | None:
@@ -106,7 +106,7 @@ class MetricsWatch:
 
 
 class CoordinatorWatch:
-    """Asks the local coordinator how things are; remembers the last answer through its restarts."""
+    """Asks the local coordinator for status and nodes, and keeps the last answers while it restarts."""
 
     def __init__(self, address_file: Path, bind: str) -> None:
         self._file, self._bind = address_file, bind
@@ -115,7 +115,7 @@ class CoordinatorWatch:
         self._nodes_again_at = 0.0
 
     def url(self) -> str:
-        """Where it listens for roles on this machine, or "" while it has not said so."""
+        """Its URL for roles on this machine, or "" if it has not written its address yet."""
         address = self._address()
         if address is None:
             return ""
@@ -128,7 +128,7 @@ class CoordinatorWatch:
         return str(address["url"]) if address else ""
 
     def healthy(self, pid: int) -> bool:
-        """Whether that very process answers: the file may still be of the one before."""
+        """Whether this process answers: the address file may still be that of the previous one."""
         address = self._address()
         return address is not None and address.get("pid") == pid and _get(f"{self.url()}/healthz") is not None
 
@@ -140,12 +140,12 @@ class CoordinatorWatch:
             return None
 
     def status(self) -> Status:
-        """The last status it gave."""
+        """The newest status; the last one if it does not answer now."""
         self._status = self._ask("/v1/status", Status) or self._status
         return self._status
 
     def nodes(self) -> tuple[NodeState, ...]:
-        """The last list of nodes it gave. Where that takes several answers, it may be a little older."""
+        """The newest list of nodes. If the list takes several answers, it may be a little older."""
         began = time.monotonic()
         if began >= self._nodes_again_at:
             self._nodes = self._all_nodes() or self._nodes

@@ -1,7 +1,7 @@
-"""The end of a run as one file: summary.json, and the sums of time that it needs through restarts of the launcher.
+"""The end of a run as one file, summary.json; and the times that it needs, added up over restarts of the launcher.
 
-Called by `launch/local`. It reads the run's folder and the last snapshot; the ledger stays the only truth about
-credits, this is its digest for a person or a benchmark.
+Called by `launch/local`. It reads the run's folder and the last snapshot. It is a digest for people and benchmarks: only
+the ledger proves who earned which credits.
 """
 
 import json
@@ -40,7 +40,7 @@ class UsageBook:
             return
 
     def wall_s(self) -> float:
-        """Seconds in which the run was being run."""
+        """Seconds that the run was live, over all its starts."""
         return self._wall_before_s + time.monotonic() - self._started
 
     def by_role(self) -> dict[str, Use]:
@@ -52,7 +52,7 @@ class UsageBook:
         return total
 
     def save(self, by_process: dict[str, Use]) -> None:
-        """Take over this launch's figures, and write. A disk that is full here stops nothing."""
+        """Take over this launch's figures, and write them. A failed write, as on a full disk, is ignored."""
         self._now = by_process | {"launcher": own_use()}
         total = self.by_role()
         tree = {
@@ -105,7 +105,9 @@ def write_summary(folder: RunFolder, config: RunConfig, snapshot: Snapshot, usag
     try:
         write_atomically(folder.summary, json.dumps(summary, indent=1).encode())
     except OSError as error:
-        raise StateError(f"cannot write {folder.summary}: {cause_of(error)}; free some disk, run again") from None
+        raise StateError(
+            f"cannot write {folder.summary}: {cause_of(error)}. Free some disk space, then run again"
+        ) from None
     return RunEnd(summary, folder.root, snapshot, config.envs, _games(after or {}, config))
 
 
@@ -125,7 +127,7 @@ def _evaluation(path: Path) -> dict[str, Any] | None:
 
 
 def _interval(evaluation: dict[str, Any] | None) -> dict[str, Any] | None:
-    """The headline figures; of each environment, too, where there are several."""
+    """The main figures; if there are several environments, those of each, too."""
     if not evaluation:
         return None
     figures = {key: evaluation.get(key) for key in ("mean", "low95", "high95", "episodes")}

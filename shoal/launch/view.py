@@ -1,7 +1,7 @@
 """The terminal view of a running run: a snapshot becomes a picture, or a line when the output is piped to a file.
 
 Called by `launch/local`. Pure: it starts nothing, reads nothing and asks nobody, so tests and the picture in the
-README are made from snapshots. What stands at the end of a run is in `launch/finale`.
+README are made from snapshots. `launch/finale` shows the end of a run.
 """
 
 import time
@@ -20,7 +20,7 @@ from shoal.protocol.types import NodeState
 from shoal.terminal import printable
 
 WATCHDOG_S = 5.0
-"""A wait longer than this is shown in colour, and piped output says it."""
+"""A longer wait is shown in colour, and is printed if the output is piped."""
 
 MAX_CHART_WIDTH, CHART_HEIGHT = 72, 7
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
@@ -35,7 +35,7 @@ def render(snapshot: Snapshot) -> RenderableType:
     middle.add_column(width=34)
     middle.add_row(Curve(snapshot), _figures(snapshot))
     body = Group(_progress(snapshot), Text(), middle, Text(), _workers(snapshot), Text(), _watchdog(snapshot))
-    folder = f"{snapshot.out} · Ctrl-C stops cleanly, the same command goes on"
+    folder = f"{snapshot.out} · Ctrl-C stops cleanly, the same command resumes"
     title = Text.assemble(("shoal", "bold"), f" · {printable(snapshot.name)}")
     return Panel(body, title=title, subtitle=Text(printable(folder), style="dim"), box=box.ROUNDED)
 
@@ -64,7 +64,7 @@ def plain(snapshot: Snapshot) -> str:
 
 
 def plain_wait(snapshot: Snapshot) -> str:
-    """The watchdog's line, or "" when nothing has been waited for long."""
+    """The line about a long wait, or "" if there is none."""
     status = snapshot.status
     if snapshot.notice:
         return f"{snapshot.notice}  elapsed={duration(snapshot.elapsed_s)}"
@@ -74,10 +74,10 @@ def plain_wait(snapshot: Snapshot) -> str:
 
 
 class View(Protocol):
-    """What a launcher tells of its run, to a terminal or to a program."""
+    """Where a launcher reports its run: a terminal or a program."""
 
     def show(self, snapshot: Snapshot) -> None:
-        """How the run is now: about once a second."""
+        """The run as it is now; called about once a second."""
         ...
 
     def say(self, line: str) -> None:
@@ -89,7 +89,7 @@ class View(Protocol):
         ...
 
     def close(self) -> None:
-        """No snapshot comes any more; `say` and `end` may."""
+        """No more snapshots come; `say` and `end` may still be called."""
         ...
 
 
@@ -249,7 +249,7 @@ def _watchdog(snapshot: Snapshot) -> RenderableType:
         style = "yellow" if status.waiting_s >= WATCHDOG_S else "dim"
         text.append(f"waiting {status.waiting_s:.0f} s for {status.waiting_for}", style=style)
     else:
-        text.append("nothing is waited for", style="dim")
+        text.append("waiting for nothing", style="dim")
     text.append(f"   in flight: {status.in_flight} groups", style="dim")
     if snapshot.restarts:
         again = ", ".join(f"{role} {times}x" for role, times in sorted(snapshot.restarts.items()))
@@ -260,8 +260,8 @@ def _watchdog(snapshot: Snapshot) -> RenderableType:
 def chart(values: Sequence[float], total: int, width: int, height: int, low: float, high: float) -> list[str]:
     """A column chart as `height` lines of `width` characters, top line first.
 
-    The x axis is the whole run: value i of `total` stands at its share of the width, and several values that share
-    a column are averaged. Heights are in eighths of a character.
+    The x axis is the whole run: value i is at i / `total` of the width, and values in one column are averaged. Heights
+    are in eighths of a character.
     """
     columns = [0] * width
     total = max(total, len(values))

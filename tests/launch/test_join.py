@@ -56,7 +56,7 @@ def test_a_stranger_joins_is_told_what_was_accepted_and_leaves(tmp_path: Path) -
         said(tmp_path, "worker", r"left credits=[1-9]\d* accepted=[1-9]\d* refused=0")
         host.send_signal(signal.SIGINT)
         assert host.wait(timeout=60) == 130
-        said(tmp_path, "host", "The same command goes on from there")
+        said(tmp_path, "host", "The same command resumes the run")
     finally:
         for process in (worker, host):
             if process is not None:

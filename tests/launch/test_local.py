@@ -90,7 +90,7 @@ def test_run_is_stopped_killed_resumed_and_ends_with_a_summary(tmp_path: Path) -
     run.send_signal(signal.SIGINT)
     said, _ = run.communicate(timeout=60)
     assert run.returncode == 130, said
-    assert "The same command goes on from there" in said
+    assert "The same command resumes the run" in said
     assert processes_in(tmp_path) == []
 
     run = start(tmp_path)

@@ -29,7 +29,7 @@ def test_a_run_without_signal_shows_its_host_two_rollouts_and_ends_when_drained(
     assert run.stdout is not None
     reader = threading.Thread(target=said.extend, args=(run.stdout,))
     reader.start()
-    wait_for("the pause", lambda: any("counts anew" in line for line in said), run)
+    wait_for("the pause", lambda: any("restarts the count" in line for line in said), run)
     text = "".join(said)
     assert "The run has paused itself and waits for the host: the last " in text
     assert "have no signal: within each all rewards are equal, 0.5 on average" in text

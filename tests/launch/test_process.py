@@ -144,4 +144,4 @@ def test_roles_die_with_a_launcher_that_is_killed(tmp_path: Path, ignores_sigter
 
 
 def test_last_word_of_a_role_without_a_log_is_still_a_sentence(tmp_path: Path) -> None:
-    assert last_line(tmp_path / "none.log") == "it left no word in its log"
+    assert last_line(tmp_path / "none.log") == "its log is empty"
