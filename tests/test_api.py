@@ -152,7 +152,7 @@ def test_evaluating_leaves_the_callers_threads_alone(tmp_path):
     assert torch.get_num_threads() == before
 
 
-def test_nothing_starts_before_the_first_step_is_asked_for(run_file, tmp_path):
+def test_nothing_starts_before_the_first_step_is_requested(run_file, tmp_path):
     steps = shoal.recipe(run_file).train(tmp_path / "run")
     del steps
     gc.collect()
@@ -228,7 +228,7 @@ def test_the_cells_of_the_page_do_what_they_say(tmp_path, monkeypatch, capsys):
     assert "True []\n" in said and "the log agrees with what was recomputed" in said
 
 
-def test_the_names_of_the_page_that_are_not_run_are_there():
+def test_names_on_the_page_that_are_not_run_exist():
     text = PAGE.read_text() + (ROOT / "README.md").read_text()
     assert {name for name in re.findall(r"\bshoal\.([A-Za-z]+)", text) if not hasattr(shoal, name)} == set()
     assert set(re.findall(r"\bhosted\.([a-z_]+)", text)) == {"join_line", "steps", "stop"}
@@ -282,7 +282,7 @@ def test_a_run_that_cannot_go_on_raises_its_reason(run_file, tmp_path):
     assert roles_of(tmp_path / "run") == []
 
 
-def test_what_a_person_should_read_goes_to_the_log_and_nothing_else_is_a_warning(caplog):
+def test_messages_for_people_go_to_the_log_and_nothing_else_is_a_warning(caplog):
     news = _News()
     with caplog.at_level("INFO", "shoal"):
         news.say("The run has paused itself\x1b[2J")
@@ -298,7 +298,7 @@ def test_what_a_person_should_read_goes_to_the_log_and_nothing_else_is_a_warning
 # --- keys and names ---
 
 
-def test_changes_are_those_of_set(run_file):
+def test_keyword_arguments_change_the_keys_of_a_run_file(run_file):
     changed = shoal.recipe(
         run_file, seed=-1, train={"lr": 1e-5}, sampling={"temperature": 0.5}, host={"public_url": 'http://a"b\\ü'},
         envs=[{"name": "arithmetic", "args": {"digits": 1}, "weight": 2}, {"name": "wordle"}],
@@ -313,7 +313,7 @@ def test_changes_are_those_of_set(run_file):
     assert changed.verify.bounds["float32/float32"].gap == 0.25 and len(changed.verify.bounds) == 4
 
 
-def test_quick_takes_the_quick_values_and_changes_stand_over_them(run_file):
+def test_quick_takes_the_quick_values_and_explicit_changes_override_them(run_file):
     assert shoal.recipe(run_file, quick=True).config.steps == 2
     assert shoal.recipe(run_file, quick=True, steps=3).config.steps == 3
 
@@ -322,7 +322,7 @@ def test_a_run_file_beside_the_package_is_found_by_its_name():
     assert shoal.recipe("wordle.toml", steps=7).config.steps == 7
 
 
-def test_a_file_here_goes_before_one_beside_the_package(run_file, tmp_path, monkeypatch):
+def test_a_file_in_this_folder_is_preferred_to_one_beside_the_package(run_file, tmp_path, monkeypatch):
     run_file.rename(tmp_path / "wordle.toml")
     monkeypatch.chdir(tmp_path)
     assert shoal.recipe("wordle.toml").config.name == "small"
@@ -334,14 +334,14 @@ def test_policy_stays_a_function_when_the_package_of_that_name_is_imported():
     assert done.stdout.strip() == "shoal"
 
 
-def test_every_name_is_there_and_the_types_are_marked():
+def test_every_public_name_exists_and_the_package_is_marked_as_typed():
     assert all(getattr(shoal, name) for name in shoal.__all__)
     assert (Path(shoal.__file__).parent / "py.typed").is_file()
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = shoal.nothing
 
 
-def test_torch_that_is_missing_is_said_in_one_line(run_file, tmp_path, monkeypatch):
+def test_missing_torch_is_reported_in_one_line(run_file, tmp_path, monkeypatch):
     monkeypatch.setattr("shoal.launch.background.find_spec", lambda name: None)
     with pytest.raises(ShoalError, match="torch is not installed"):
         next(shoal.recipe(run_file).train(tmp_path / "run"))

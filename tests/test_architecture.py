@@ -91,7 +91,7 @@ def allowed(room: str) -> set[str]:
     return {room, *COMMON, *(below for rooms in FLOORS[:floor] for below in rooms)}
 
 
-def test_every_folder_and_file_stands_in_the_map() -> None:
+def test_every_folder_and_file_is_in_the_map() -> None:
     known = {*COMMON, *(room for floor in FLOORS for room in floor)}
     assert {room_of(file) for file in FILES} - known == set(), "add the room to FLOORS, and to the map in AGENTS.md"
 
@@ -206,7 +206,7 @@ def test_no_role_names_a_source_of_weights() -> None:
     assert wrong == []
 
 
-def test_broad_excepts_stand_only_at_named_boundaries() -> None:
+def test_broad_excepts_are_only_at_named_boundaries() -> None:
     def is_broad(handler: ast.ExceptHandler) -> bool:
         caught = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
         return any(c is None or ast.unparse(c) in ("Exception", "BaseException") for c in caught)
@@ -274,6 +274,6 @@ def test_command_line_imports_nothing_heavy() -> None:
     assert loaded_by(["shoal.cli"], heavy) == ""
 
 
-def test_importing_shoal_imports_nothing_that_is_not_needed_yet() -> None:
+def test_importing_shoal_imports_only_what_is_needed_at_once() -> None:
     heavy = (*LIGHT, "numpy", "rich", "sqlalchemy", "httpx", "tokenizers", "msgspec", "asyncio", "shoal.api")
     assert loaded_by(["shoal"], heavy) == ""

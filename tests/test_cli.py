@@ -66,7 +66,7 @@ def run_main(
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_teaches_by_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_help_of_every_command_has_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
         cli.main([*command.split(), "--help"])
     text = capsys.readouterr().out
@@ -106,7 +106,7 @@ def test_help_takes_less_than_a_third_of_a_second() -> None:
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.3
 
 
-def test_version() -> None:
+def test_the_version_is_printed() -> None:
     assert shoal("--version").stdout == f"shoal {__version__}\n"
 
 
@@ -229,7 +229,7 @@ def test_exit_codes(
     assert said.count("\n") == (code == 2) and (code != 2 or said.startswith("error: "))
 
 
-def test_role_that_cannot_reach_another_says_that_trying_again_may_help(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_role_that_cannot_reach_another_exits_with_the_code_to_try_again(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(args: argparse.Namespace) -> None:
         raise PeerError("away")
 
@@ -241,7 +241,7 @@ def test_role_that_cannot_reach_another_says_that_trying_again_may_help(monkeypa
     [AssertionError("a bug"), OSError(errno.EIO, "I/O error"), ExceptionGroup("t", [KeyError("a bug")])],
     ids=repr,
 )
-def test_bug_of_ours_keeps_its_traceback(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_of_ours_keeps_its_traceback(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(args: argparse.Namespace) -> None:
         raise error
 
@@ -259,7 +259,7 @@ def test_message_of_several_lines_becomes_one(
     assert capsys.readouterr().err == "error: first second\n"
 
 
-def test_reader_that_closes_the_pipe_is_no_fault() -> None:
+def test_a_reader_that_closes_the_pipe_is_not_an_error() -> None:
     command = f"{sys.executable} -m shoal.cli env list | true; echo ${{PIPESTATUS[0]}}"
     result = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
     assert result.stderr == "" and result.stdout.strip() in ("0",)
@@ -268,14 +268,14 @@ def test_reader_that_closes_the_pipe_is_no_fault() -> None:
 # --- commands that need no run ---
 
 
-def test_built_in_environments_are_listed_and_hold() -> None:
+def test_built_in_environments_are_listed_and_pass_their_checks() -> None:
     listed = shoal("env", "list").stdout
     assert "wordle" in listed and "arithmetic" in listed
     checked = shoal("env", "check", "arithmetic", "--env-args", '{"digits": 1}')
     assert checked.returncode == 0 and "failed" not in checked.stdout and "replay" in checked.stdout
 
 
-def test_environment_of_the_users_own_is_checked(tmp_path: Path) -> None:
+def test_an_environment_of_the_user_is_checked(tmp_path: Path) -> None:
     (tmp_path / "my_env.py").write_text(MY_ENV)
     assert shoal("env", "check", "./my_env.py", cwd=tmp_path).returncode == 0
     (tmp_path / "my_env.py").write_text(

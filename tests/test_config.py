@@ -71,7 +71,7 @@ def test_every_key_has_a_sentence(kind: type[Section]) -> None:
         assert field in explained or is_section or field == "envs", f"{kind.__name__}.{field} has no sentence"
 
 
-def test_safe_keys_exist() -> None:
+def test_the_keys_that_a_resumed_run_may_change_exist() -> None:
     assert set(SAFE_TO_CHANGE) <= all_keys(RunConfig).keys()
 
 
@@ -243,7 +243,7 @@ def test_missing_or_binary_run_file_is_one_line(tmp_path: Path) -> None:
         load_run(tmp_path / "binary.toml")
 
 
-def test_sft_recipe_is_checked_alike(tmp_path: Path) -> None:
+def test_an_sft_recipe_is_checked_like_a_run_file(tmp_path: Path) -> None:
     path = tmp_path / "sft.toml"
     path.write_text('name = "start"\nepisods = 3\n[env]\nname = "wordle"\n')
     with pytest.raises(ConfigError, match="did you mean episodes"):
@@ -255,7 +255,7 @@ def test_sft_recipe_is_checked_alike(tmp_path: Path) -> None:
 # --- a short taste ---
 
 
-def test_quick_stands_over_the_other_keys(tmp_path: Path) -> None:
+def test_quick_overrides_the_other_keys(tmp_path: Path) -> None:
     path = tmp_path / "small.toml"
     path.write_text(SMALL + "[train]\nlr = 1.0\nwarmup_steps = 9\n[quick]\nsteps = 1\n[quick.train]\nlr = 2.0\n")
     quick, whole = load_run(path, quick=True), load_run(path)
@@ -355,7 +355,7 @@ def test_children_have_pinned_threads_and_the_rest_of_our_environment(monkeypatc
     assert child["OMP_NUM_THREADS"] == child["MKL_NUM_THREADS"] == "3" and child["SOME_VARIABLE"] == "kept"
 
 
-def test_home_of_the_node_key_can_be_moved(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_folder_of_the_node_key_can_be_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("SHOAL_HOME", str(tmp_path))
     assert node_home() == tmp_path
     monkeypatch.delenv("SHOAL_HOME")

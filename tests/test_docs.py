@@ -446,7 +446,7 @@ def write_tables() -> None:
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_generated_table_is_that_of_the_source(name: str) -> None:
+def test_generated_tables_match_the_source(name: str) -> None:
     page, make = TABLES[name]
     assert split_at_table(ROOT / page, name)[1] == make(), "run: python tests/test_docs.py --write"
 
@@ -489,7 +489,7 @@ def refusal_codes() -> set[str]:
     return codes
 
 
-def test_every_path_of_the_run_folder_and_key_of_the_summary_is_documented() -> None:
+def test_every_path_of_the_run_folder_and_every_key_of_the_summary_is_documented() -> None:
     text = (REFERENCE / "files.md").read_text()
     paths = [path.name for path in vars(RunFolder(Path("run"))).values() if path != Path("run")]
     source = (ROOT / "shoal" / "launch" / "summary.py").read_text()
@@ -498,7 +498,7 @@ def test_every_path_of_the_run_folder_and_key_of_the_summary_is_documented() -> 
     assert [name for name in [*paths, *keys] if f"`{name}" not in text] == []
 
 
-def test_every_idea_is_in_the_glossary() -> None:
+def test_every_listed_word_is_in_the_glossary() -> None:
     glossary = (ROOT / "docs" / "glossary.md").read_text()
     assert [word for word in WORDS if f"\n**{word}**" not in glossary] == []
 
@@ -513,7 +513,7 @@ def test_every_page_can_be_reached_from_the_index() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_every_link_has_a_target(page: Path) -> None:
     broken = []
     for target in _LINK.findall(prose(page)):
         path, _, anchor = target.partition("#")

@@ -34,7 +34,7 @@ def records() -> Records:
 # --- the pages ---
 
 
-def test_the_page_of_figures_is_that_of_the_records(records):
+def test_the_page_of_figures_matches_the_records(records):
     assert (ROOT / PAGE).read_text() == figures_page(records, ROOT), "run: python benchmarks/figures.py write"
 
 
@@ -68,7 +68,7 @@ def entries_without_quotes(day: str) -> list[str]:
     return [entry.partition("\n")[0] for entry in entries if "benchmarks/" in entry and "<!-- figure: " not in entry]
 
 
-def test_an_entry_that_names_a_benchmark_and_quotes_nothing_is_found():
+def test_an_entry_that_names_a_benchmark_without_a_quote_is_found():
     day = (
         "2026-11-22\n\n### How fast?\n\n- **Did**: `benchmarks/decode.py`.\n- **Saw**: 2.26.\n\n### Why?\n\nUnknown.\n"
     )
@@ -108,7 +108,7 @@ def small(tmp_path) -> Records:
     "An older one: 7<!-- figure: speed.gone -->.",
     "A limit of 0.3 %.<!-- figure: none -->",
 ])  # fmt: skip
-def test_a_number_that_is_the_figure_as_far_as_it_shows_is_right(small, text):
+def test_a_number_that_is_the_rounded_figure_is_right(small, text):
     assert all(quote.right for quote in quotes(text, small))
     assert updated(text, small) == text
 
@@ -124,7 +124,7 @@ def test_a_number_that_is_the_figure_as_far_as_it_shows_is_right(small, text):
     ("<!-- figures: speed.all -->\n| 1 |\n<!-- end of figures -->",
      "<!-- figures: speed.all -->\n| new |\n|---|\n<!-- end of figures -->"),
 ])  # fmt: skip
-def test_a_number_that_is_not_the_newest_figure_is_found_and_put_right(small, text, right):
+def test_a_number_that_is_not_the_newest_figure_is_found_and_replaced(small, text, right):
     assert not all(quote.right for quote in quotes(text, small))
     assert updated(text, small) == right
     assert updated(right, small) == right
@@ -148,7 +148,7 @@ def test_a_quote_of_nothing_is_refused(small, text, why):
         list(quotes(text, small))
 
 
-def test_what_a_code_block_shows_is_no_quote(small):
+def test_a_comment_in_a_code_block_is_not_a_quote(small):
     assert list(quotes("```text\n9.99<!-- figure: speed.ratio -->\n```\n", small)) == []
 
 
@@ -228,7 +228,7 @@ def workshop(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-def test_a_benchmark_that_missed_its_bar_is_recorded_and_its_exit_code_told(workshop):
+def test_a_benchmark_that_misses_its_bar_is_recorded_and_gives_its_exit_code(workshop):
     records = Records(workshop / "records")
     assert figures.run_benchmark(records, "fake", ["--repeats", "3"]) == 1
     [run] = Records(workshop / "records").by_benchmark["fake"]
@@ -249,6 +249,6 @@ def test_a_missing_benchmark_is_named(workshop):
         figures.run_benchmark(Records(workshop / "records"), "speed", [])
 
 
-def test_a_record_tells_the_machine_and_not_its_name():
+def test_a_record_describes_the_machine_without_its_name():
     assert re.fullmatch(r"\d+ cores, \S+( with AVX\S+)?, torch \S+, load [\d.]+ before", figures.machine())
     assert not platform.node() or platform.node() not in figures.machine()

@@ -122,7 +122,7 @@ def test_folder_is_durable_before_its_name_and_the_name_before_the_old_one_goes(
 
 
 @pytest.mark.parametrize("put", [keep, write])
-def test_folder_under_a_kill_is_the_old_one_the_new_one_or_absent_and_never_a_part(
+def test_a_killed_move_leaves_the_old_folder_the_new_one_or_none_but_never_a_part(
     tmp_path: Path, put: Callable[[Path, Path], None]
 ) -> None:
     old, new = version(tmp_path / "old", "old"), version(tmp_path / "new", "new")

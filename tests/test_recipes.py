@@ -29,7 +29,7 @@ def check_tiny_policy_has_room(config: RunConfig | SftConfig, max_tokens: int) -
         assert spec.max_positions >= max_tokens, "policy.tiny.max_positions is below the longest rollout"
 
 
-def test_the_recipes_that_the_issue_names_are_here() -> None:
+def test_the_arithmetic_and_qwen3_recipes_exist() -> None:
     assert {"arithmetic", "qwen3-gsm8k"} <= {path.stem for path in RUNS}
 
 
@@ -63,7 +63,7 @@ def test_sft_recipes_parse() -> None:
         assert load_env(config.env.name, config.env.args).num_tasks > 0
 
 
-def test_real_model_recipe_validates_without_downloading() -> None:
+def test_the_recipe_of_a_real_model_is_valid_without_a_download() -> None:
     config = load_run(next(path for path in RUNS if path.stem == "qwen3-gsm8k"))
     assert config.policy.path and not (RECIPES[0].parent / config.policy.path).exists()
 

@@ -13,7 +13,7 @@ def _seeds(count: int) -> list[bytes]:
     return [randomness.sample_seed(b"test", index) for index in range(count)]
 
 
-def test_millions_of_values_have_the_bits_of_the_reference() -> None:
+def test_millions_of_values_equal_the_reference_bit_for_bit() -> None:
     seeds, positions_N = _seeds(500), np.arange(500) * 2099
     expected_NV = randomness.gumbel(seeds, positions_N, 6001)
     noise_NV = gumbel(seed_words(seeds), torch.from_numpy(positions_N), 6001)
@@ -27,7 +27,7 @@ def test_millions_of_values_have_the_bits_of_the_reference() -> None:
     st.integers(0, 2**32 - 1),
     st.integers(1, 70),
 )
-def test_any_seed_position_and_vocabulary_has_the_bits_of_the_reference(
+def test_any_seed_position_and_vocabulary_gives_the_bits_of_the_reference(
     seeds: list[bytes], position: int, vocabulary: int
 ) -> None:
     positions_N = np.full(len(seeds), position, dtype=np.int64)
@@ -35,14 +35,14 @@ def test_any_seed_position_and_vocabulary_has_the_bits_of_the_reference(
     assert (gumbel(seed_words(seeds), torch.from_numpy(positions_N), vocabulary).numpy() == expected_NV).all()
 
 
-def test_what_a_gpu_computes_in_torch_has_the_bits_of_numpy() -> None:
+def test_what_a_gpu_computes_in_torch_equals_numpy_bit_for_bit() -> None:
     words_N4, positions_N = seed_words(_seeds(64)), torch.arange(64) * 2099
     for quads in (1, 2, 1501):
         arguments = words_N4, positions_N, quads
         assert torch.equal(_philox_torch(*arguments), _philox_numpy(*arguments))
 
 
-def test_many_positions_in_one_call_are_the_calls_one_by_one() -> None:
+def test_one_call_for_many_positions_equals_one_call_for_each() -> None:
     words_N4 = seed_words(_seeds(4))
     ahead = gumbel(words_N4.repeat(3, 1), torch.arange(3).repeat_interleave(4) + 10, 64).view(3, 4, 64)
     for step in range(3):

@@ -24,7 +24,7 @@ def test_rounding_to_bfloat16_agrees_and_other_activations_never_do():
         assert not agree(project([hidden], b"a"), project([activations()], b"a"))
 
 
-def test_a_guess_without_the_activations_agrees_never_in_many_tries():
+def test_a_guess_without_the_activations_never_agrees_in_many_tries():
     truth = np.array(project([activations()], b"a"))
     guesses = RNG.standard_normal((20_000, VALUES))
     assert not any(agree(truth, guess) for guess in guesses)
@@ -35,16 +35,16 @@ def test_activations_in_parts_give_the_numbers_of_the_whole():
     assert agree(project([hidden], b"a"), project([hidden[:7], hidden[7:7], hidden[7:]], b"a"))
 
 
-def test_another_validators_projection_is_of_no_use():
+def test_projections_under_two_keys_do_not_agree():
     hidden = activations()
     assert not agree(project([hidden], b"a"), project([hidden], b"b"))
 
 
-def test_what_is_no_number_or_of_another_length_agrees_with_nothing():
+def test_nan_or_another_length_agrees_with_nothing():
     assert not agree((float("nan"),) * VALUES, (0.0,) * VALUES) and not agree((), (0.0,) * VALUES)
 
 
-def test_order_of_tokens_and_silence_are_seen():
+def test_the_order_of_tokens_matters_and_no_tokens_give_zeros():
     hidden = activations()
     assert not agree(project([hidden], b"a"), project([hidden[::-1]], b"a"))
     assert project([np.zeros((0, 8), np.float32)], b"a") == (0.0,) * VALUES

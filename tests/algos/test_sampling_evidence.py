@@ -47,7 +47,7 @@ def test_gaps_are_pooled_by_count_and_by_sum_up_to_the_bound() -> None:
     assert pooled(gaps_N, 0.5) == Figures(tokens=7, flipped=3, gap_sum=0.25 + 4 * 0.5)
 
 
-def test_no_tokens_have_no_figures() -> None:
+def test_no_tokens_give_figures_of_zero() -> None:
     assert pooled(np.empty(0, dtype=np.float32), 0.5) == Figures(0, 0, 0.0)
 
 
@@ -64,11 +64,11 @@ def test_no_tokens_have_no_figures() -> None:
         (0, 1e-2, 1e-5, 1),
     ],
 )
-def test_flips_allowed_are_those_of_a_poisson_tail(tokens: int, flipped: float, alpha: float, most: int) -> None:
+def test_the_allowed_flips_follow_a_poisson_tail(tokens: int, flipped: float, alpha: float, most: int) -> None:
     assert most_flipped(tokens, Honest(flipped=flipped), alpha) == most
 
 
-def test_sum_allowed_solves_its_inequality() -> None:
+def test_the_allowed_sum_solves_its_inequality() -> None:
     noise = Honest(gap=0.5, mean_gap=0.05)  # x has mean 0.1; a quarter of 100 tokens: 100 KL(0.25 | 0.1) = 9.23 nats
     information = 100 * (0.25 * math.log(2.5) + 0.75 * math.log(0.75 / 0.9))
     assert largest_sum(100, noise, alpha=math.exp(-information)) == pytest.approx(25 * 0.5, rel=1e-9)
@@ -79,7 +79,7 @@ def test_a_few_tokens_may_all_be_at_the_bound() -> None:
 
 
 @PAIRS
-def test_honest_groups_pass_each_of_the_single_tests(noise: Honest) -> None:
+def test_honest_groups_pass_each_test_of_a_single_group(noise: Honest) -> None:
     rng = np.random.default_rng(1)
     groups = [honest(rng, noise) for _ in range(10_000)]
     assert max(group.flipped for group in groups) <= most_flipped(GROUP_TOKENS, noise)
@@ -88,7 +88,7 @@ def test_honest_groups_pass_each_of_the_single_tests(noise: Honest) -> None:
 
 @pytest.mark.parametrize("rate", [0.0, 1e-9, 1e-3, 0.5, 0.999])
 @pytest.mark.parametrize("tokens", [1, 64, 100_000])
-def test_the_count_allowed_is_a_number_however_odd_the_rate(rate: float, tokens: int) -> None:
+def test_the_allowed_flips_stay_near_the_expected_count_at_any_rate(rate: float, tokens: int) -> None:
     allowed = most_flipped(tokens, Honest(flipped=rate))
     assert max(1, rate * tokens) <= allowed <= rate * tokens + 10 * math.sqrt(rate * tokens) + 10
 
@@ -96,7 +96,7 @@ def test_the_count_allowed_is_a_number_however_odd_the_rate(rate: float, tokens:
 # --- a node over time ---
 
 
-def test_evidence_grows_by_hand_worked_bits() -> None:
+def test_evidence_grows_by_the_bits_worked_by_hand() -> None:
     noise = Honest(gap=0.5, flipped=0.01, mean_gap=0.01)
     evidence = update(Evidence(), Figures(tokens=100, flipped=3, gap_sum=2.0), noise)
     # Flips: 3 b - 100 * 0.01 * (2^b - 1) * log2(e). Gaps: 4 b - 100 * 0.02 * (2^b - 1) * log2(e).
@@ -105,14 +105,14 @@ def test_evidence_grows_by_hand_worked_bits() -> None:
 
 
 @PAIRS
-def test_honest_noise_never_trips_over_10_000_groups(noise: Honest) -> None:
+def test_honest_noise_raises_no_alarm_in_10_000_groups(noise: Honest) -> None:
     rng, evidence = np.random.default_rng(0), Evidence()
     for _ in range(10_000):
         evidence = update(evidence, honest(rng, noise), noise)
         assert not excessive(evidence)
 
 
-def test_false_alarms_are_no_more_than_stated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_false_alarms_stay_below_the_stated_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same rule at 2^8 groups: with its alarm at 8 + 3 bits it trips at most once in 256 honest groups."""
     monkeypatch.setattr(sampling_evidence, "ALARM_BITS", 11.0)
     rng, alarms, evidence, groups = np.random.default_rng(2), 0, Evidence(), 100_000
@@ -125,7 +125,7 @@ def test_false_alarms_are_no_more_than_stated(monkeypatch: pytest.MonkeyPatch) -
 
 @PAIRS
 @pytest.mark.parametrize("spent", ["flips", "gaps"])
-def test_spending_what_every_group_may_trips_within_four_groups(noise: Honest, spent: str) -> None:
+def test_using_up_the_tolerance_of_every_group_raises_the_alarm_within_four_groups(noise: Honest, spent: str) -> None:
     """The most that the test of one group lets pass, in every group: by flips, or by gaps ground out under the bound."""
     if spent == "flips":
         most = most_flipped(GROUP_TOKENS, noise)
@@ -135,12 +135,12 @@ def test_spending_what_every_group_may_trips_within_four_groups(noise: Honest, s
     assert groups_until_excessive(figures, noise) <= 4
 
 
-def test_twice_the_honest_noise_trips_within_a_hundred_groups() -> None:
+def test_twice_the_honest_noise_raises_the_alarm_within_a_hundred_groups() -> None:
     one_flip = Figures(GROUP_TOKENS, 1, 0.0)  # 2.1 times the 0.48 flips that honest noise gives
     assert 20 < groups_until_excessive(one_flip, BFLOAT16) <= 100
 
 
-def test_a_long_honest_past_buys_no_room() -> None:
+def test_a_long_honest_past_does_not_delay_the_alarm() -> None:
     cheat = Figures(GROUP_TOKENS, 6, 6 * BFLOAT16.gap)
     evidence = Evidence()
     for _ in range(1000):
@@ -152,7 +152,7 @@ def test_a_long_honest_past_buys_no_room() -> None:
 # --- power ---
 
 
-def test_tokens_needed_are_those_of_a_binomial() -> None:
+def test_the_tokens_needed_follow_a_binomial() -> None:
     always = Honest(flipped=1e-9)  # one flip is allowed, so two are needed
     assert sampling_evidence.tokens_to_detect(1.0, always) == 2
     # (1 - p)^n + n p (1 - p)^(n - 1) <= 0.05 at p = 0.1 first holds for n = 46.

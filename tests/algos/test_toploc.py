@@ -35,7 +35,7 @@ def passes(hidden, proof, bound=FP32):
 # --- the published format ---
 
 
-def test_bytes_of_the_packages_readme_come_out():
+def test_we_make_the_bytes_that_the_packages_readme_shows():
     readme = GOLDEN["readme"]
     prefill = prove([from_codes(readme["prefill"])], k=4, chunk_tokens=5)
     decoded = prove([from_codes(readme["generated"])], k=4, chunk_tokens=3)
@@ -44,7 +44,7 @@ def test_bytes_of_the_packages_readme_come_out():
 
 
 @pytest.mark.parametrize("case", GOLDEN["cases"], ids=lambda c: f"{c['tokens']}x{c['width']}-k{c['k']}-s{c['seed']}")
-def test_our_bytes_are_the_packages_and_each_reads_the_others(case):
+def test_our_bytes_equal_the_packages_and_each_reads_the_others(case):
     hidden = [states(case["seed"], case["tokens"], case["width"])]
     ours = prove(hidden, k=case["k"], chunk_tokens=case["chunk"])
     theirs = b"".join(bytes.fromhex(proof) for proof in case["proofs"])
@@ -82,7 +82,7 @@ def slow_interpolation(x, y):
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 8, 33, 128])
-def test_interpolation_and_evaluation_are_those_of_plain_integers(k):
+def test_interpolation_and_evaluation_equal_plain_integer_arithmetic(k):
     rng = np.random.default_rng(k)
     x_CK = np.stack([rng.choice(PRIME, k, replace=False) for _ in range(3)])
     x_CK[0, np.argmin(x_CK[0])] = 0
@@ -109,7 +109,7 @@ def test_values_are_rounded_as_torch_rounds():
 
 
 @pytest.mark.parametrize("values", ["gaussian", "few levels", "mostly zero", "all equal"])
-def test_selection_is_that_of_a_plain_sort_with_ties_to_the_lower_index(values):
+def test_selection_equals_a_plain_sort_with_ties_to_the_lower_index(values):
     rng = np.random.default_rng(5)
     values_CN = rng.standard_normal((4, 700)).astype(np.float32)
     if values == "few levels":
@@ -165,7 +165,7 @@ def test_activations_that_are_not_finite_are_not_proven():
 
 
 @pytest.mark.parametrize("width", [64, 256, 512, 2048])
-def test_noise_of_float32_passes_and_a_percent_does_not(width):
+def test_float32_noise_passes_and_an_error_of_one_percent_does_not(width):
     rng, hidden = np.random.default_rng(0), states(3, 160, width)
     proof = prove([hidden])
     noise = rng.standard_normal(hidden.shape).astype(np.float32)
@@ -181,14 +181,14 @@ def test_the_sign_counts():
     assert (figures.mismatched_C == figures.entries_C).all()
 
 
-def test_a_value_further_off_than_a_sixteenth_is_no_noise():
+def test_an_error_above_a_sixteenth_is_a_mismatch():
     hidden = states(0, 64, 256)
     near, far = (compare([hidden * np.float32(scale)], prove([hidden])) for scale in (1.04, 1.1))
     assert near.mismatched_C.max() <= 3  # rounded anew, others may stand at the k-th place
     assert (far.mismatched_C == far.entries_C).all()
 
 
-def test_a_proof_holds_its_own_entries_and_is_chance_elsewhere():
+def test_a_proof_fits_its_own_entries_and_others_only_by_chance():
     """The counting argument of the index set: below the k largest an honest polynomial knows nothing."""
     values_CN = states(4, 32, 2048).reshape(1, -1).repeat(20, axis=0) * np.linspace(1, 1.2, 20)[:, None]
     values_CN = values_CN.astype(np.float32)
@@ -200,7 +200,7 @@ def test_a_proof_holds_its_own_entries_and_is_chance_elsewhere():
     assert met_CK[:, :128].all() and met_CK[:, 128:].mean() < 1e-3
 
 
-def test_values_that_are_all_the_same_are_no_honest_workers_fault():
+def test_honest_values_that_are_all_equal_pass():
     hidden = np.ones((70, 64), dtype=np.float32)
     hidden[:, 9] = 40
     assert passes([hidden], prove([hidden])) and passes([hidden * np.float32(1 + 1e-5)], prove([hidden]))
@@ -242,7 +242,7 @@ def test_typical_magnitudes_of_outlier_channels_are_refused(variation, jitter):
         assert not passes([hidden], proof, BF16)
 
 
-def test_a_small_modulus_does_not_let_one_point_vouch_for_many():
+def test_a_small_modulus_does_not_let_one_point_prove_many_values():
     """With m = width a point of the polynomial stands for a channel at every token."""
     rng, width = np.random.default_rng(0), 4096
     hidden = rng.standard_normal((CHUNK_TOKENS, width)).astype(np.float32)
@@ -259,7 +259,7 @@ def test_a_small_modulus_does_not_let_one_point_vouch_for_many():
     assert compare([narrow], proof) == "modulus that no prover writes"
 
 
-def test_who_meets_every_value_must_have_found_the_same_modulus():
+def test_a_proof_under_another_modulus_fits_no_value():
     """The largest values stand below 2^15, where every modulus near 65497 leaves the indices as they are."""
     hidden = states(0, CHUNK_TOKENS, 4096)
     hidden[:8] *= 10
@@ -273,7 +273,7 @@ def test_who_meets_every_value_must_have_found_the_same_modulus():
 
 
 @pytest.mark.parametrize("body", [b"", b"\0", b"\xff\xd9", bytes(66), bytes(1 << 16)])
-def test_bytes_of_another_length_are_named_as_such(body):
+def test_a_proof_of_another_length_is_named_as_such(body):
     assert compare([states(0, 40, 64)], body) == "length differs from that of its chunks"
 
 
@@ -286,7 +286,7 @@ def test_numbers_outside_the_field_are_named_as_such():
         assert compare(hidden, proof[:-2] + coefficient.to_bytes(2, "big")) == "coefficient outside the field"
 
 
-def test_a_modulus_is_of_the_field_at_every_width():
+def test_a_modulus_outside_the_field_is_refused_at_every_width():
     """A chunk of more values than the field has elements may have any modulus below it, so only its range is known."""
     hidden = [states(0, 32, 4096)]
     proof = prove(hidden)

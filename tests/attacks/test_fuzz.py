@@ -85,7 +85,7 @@ def test_random_bytes_always_give_a_verdict(world, body):
 
 @FUZZ
 @given(data=st.data())
-def test_well_formed_lies_always_give_a_verdict(world, data):
+def test_mutations_that_decode_always_give_a_verdict(world, data):
     """Mutations that decode: they reach the checks behind the decoder."""
     groups = list(world.honest_groups)
     place = data.draw(st.integers(0, 1))

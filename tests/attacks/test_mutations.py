@@ -354,7 +354,7 @@ def test_the_coordinator_answers_2_000_mutated_bodies_alike(tmp_path):
     assert {status for _, status in statuses} == {200, 400}
 
 
-def test_a_million_empty_groups_cost_the_coordinator_next_to_nothing(tmp_path):
+def test_a_million_empty_groups_cost_the_coordinator_almost_nothing(tmp_path):
     """Each would be hashed and drawn for; in one body of 64 MiB there is room for 33 million."""
     rollouts = {"group_size": 512, "block_rollouts": 1024}
     sender = Sender(Town(tmp_path / "run", tiny_run(rollouts=rollouts, sampling={"max_tokens": 512})))

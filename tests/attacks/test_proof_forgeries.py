@@ -40,7 +40,7 @@ def test_honest_proofs_pass_whatever_the_threads(tmp_path, threads, sharpen):
     assert {(v.outcome, v.audited) for v in verdicts} == {("accept", True)}
 
 
-def test_proofs_cost_what_the_lease_may_send(world):
+def test_proofs_take_at_most_8_1_bytes_a_token(world):
     proofs = honest_proofs(world)
     tokens = sum(rollout.num_policy_tokens() for group in world.honest_groups for rollout in group.rollouts)
     assert sum(map(len, proofs)) / tokens < 8.1

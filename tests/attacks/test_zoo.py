@@ -56,13 +56,13 @@ def test_attack_is_refused_by_its_check_and_honest_groups_beside_it_pass(world: 
 
 
 @pytest.mark.parametrize("attack", TOLERATED, ids=lambda attack: attack.__name__)
-def test_what_fits_under_the_bounds_of_one_group_passes(world: World, attack: type[Attack]):
+def test_an_attack_within_the_bounds_of_one_group_passes(world: World, attack: type[Attack]):
     body = attack().body(world)
     assert any(spoilt(world, body)) or attack.__name__ == "QuietTolerance"
     assert {v.outcome for v in world.judge(body)} == {"accept"}
 
 
-def test_tolerance_spent_in_every_group_becomes_excessive_and_honest_work_does_not(policies):
+def test_using_up_the_tolerance_of_every_group_becomes_excessive_and_honest_work_does_not(policies):
     class Spends(SpentTolerance):
         """To see the evidence and not the gain, any tie will do."""
 
@@ -100,7 +100,7 @@ def test_honest_work_passes_whatever_the_batch_and_the_threads(tmp_path, sharpen
     assert sum(v.tokens for v in verdicts) > 128
 
 
-def test_copies_are_legal_where_the_policy_leaves_no_choice(policies, tmp_path):
+def test_equal_rollouts_pass_if_the_policy_leaves_no_choice(policies, tmp_path):
     certain = make_policy(tmp_path / "certain", seed=0, sharpen=3000.0)
     world = World(**(policies | {"honest": certain}))
     alike = [group for group in world.honest_groups if len(set(group.rollouts)) == 1]

@@ -3,7 +3,7 @@
 from benchmarks.demo import figures
 
 
-def test_the_demos_figures_have_a_number_a_seed():
+def test_the_figures_of_the_demo_have_one_number_for_each_seed():
     def summary(before, after, low):
         ends = [{"mean": mean, "low95": low, "high95": 1.0, "episodes": 768} for mean in (before, after)]
         pay = {"a": {"credits": 9, "role": "honest"}, "b": {"credits": 0, "role": "cheating"}}

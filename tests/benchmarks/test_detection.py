@@ -31,7 +31,7 @@ def test_honest_work_passes_every_check_alone(lab):
 
 @pytest.mark.parametrize("attack", [OwnSeeds, OneToken, ShiftedLogprobs, NanLogprobs, Truncated, ReplayedSubmission,
                                     DropsBadGroups, Garbage, Negated, AnotherGroups])  # fmt: skip
-def test_a_group_is_refused_by_the_pipeline_just_when_a_check_alone_refuses_one_of_its_rollouts(lab, attack):
+def test_the_pipeline_refuses_a_group_exactly_when_a_check_alone_refuses_one_of_its_rollouts(lab, attack):
     seen = look(lab, attack(), attack().body(lab))
     alone = seen.together_N.reshape(-1, GROUP_SIZE).any(1)
     assert alone.tolist() == [verdict.outcome != "accept" for verdict in seen.verdicts]
@@ -48,14 +48,14 @@ def test_one_bad_rollout_is_counted_as_one(lab):
     assert seen.submissions() == (4, 4)
 
 
-def test_a_share_has_wilsons_interval():
+def test_a_share_has_its_wilson_interval():
     k, n, low, high = share(np.array([True] * 9 + [False]))
     assert (k, n) == (9, 10)
     assert low == pytest.approx(0.5958, abs=1e-4) and high == pytest.approx(0.9821, abs=1e-4)
     assert share(0, 300).high == pytest.approx(0.0126, abs=1e-4)
 
 
-def test_tables_tell_apart_what_model_free_checks_see():
+def test_tables_separate_what_checks_without_the_model_see():
     def row(attack, **checks):
         return {"attack": attack, "n": 100, "identical": 40, "checks": dict.fromkeys(CHECKS, 0) | checks, "together": 50,
                 "without_proofs": 45, "differ": 60, "differ_refused": 50, "first": "sampling"}  # fmt: skip
@@ -82,7 +82,7 @@ def test_tables_tell_apart_what_model_free_checks_see():
     assert "| 4 | 55.5 % (54.0 to 57.1 %) | 20 |" in text["lease"]
 
 
-def test_rewards_are_no_business_of_the_wire(lab):
+def test_no_message_of_a_worker_has_a_field_for_rewards(lab):
     """The reason why a forged reward has no row of its own but a broken schema."""
     group = from_msgpack(from_msgpack(lab.encode(lab.honest_groups), Submission).groups[0], Group)
     fields = set(msgspec.to_builtins(group, builtin_types=(bytes,))) | set(Submission.__struct_fields__)

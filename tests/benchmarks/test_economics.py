@@ -40,21 +40,21 @@ LATE = eco.turncoat("one, after 60", market.ONE, 60)
     ],
     ids=lambda value: value.name if isinstance(value, market.Strategy) else None,
 )
-def test_a_worker_is_paid_and_slashed_as_by_the_real_rules(terms, strategy, seed):
+def test_pay_and_slashes_are_as_by_the_real_rules(terms, strategy, seed):
     assert market.play(terms, strategy, market.Draws(terms, (9, seed))) == try_case(terms, strategy, (9, seed))
 
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("sly", [False, True], ids=["blunt", "sly"])
 @pytest.mark.parametrize(("validators", "friends"), [(3, 1), (3, 2), (5, 2), (9, 4)])
-def test_with_friends_among_the_validators_too(validators, friends, sly, seed):
+def test_pay_and_slashes_are_as_by_the_real_rules_with_colluding_validators(validators, friends, sly, seed):
     terms = SHORT._replace(blocks=150, validators=validators, friends=friends, sly=sly)
     fast = market.play_beside_rival(terms, EARLY, (9, seed))
     assert fast == try_case_beside_rival(terms, EARLY, market.HONEST, (9, seed))
 
 
 @pytest.mark.parametrize("mild", [False, True], ids=["hard", "mild"])
-def test_what_a_recheck_finds_costs_what_the_real_rules_take(mild):
+def test_a_failed_recheck_costs_what_it_costs_under_the_real_rules(mild):
     law = Law(recheck_rate=0.5)
     terms = SHORT._replace(law=law, power=0.5, alone=True, alarm=0.02, mild=mild)
     seldom = market.Strategy("seldom", lambda valid, turn, slashes, coin: market.Move(1, int(coin < 0.2)), renew=False)
@@ -62,7 +62,7 @@ def test_what_a_recheck_finds_costs_what_the_real_rules_take(mild):
         assert market.play(terms, seldom, market.Draws(terms, (9, seed))) == try_case(terms, seldom, (9, seed))
 
 
-def test_validators_find_alike_unless_each_looks_alone():
+def test_validators_find_the_same_unless_each_looks_alone():
     draws = market.Draws(SHORT._replace(power=0.5), (9, 0))
     assert (draws.found[market.ALL] == draws.found[market.ALL][:, :1]).all()
     alone = market.Draws(SHORT._replace(power=0.5, alone=True), (9, 0))
@@ -83,13 +83,13 @@ def test_each_cheat_loses_against_honesty(strategy):
     assert over_honest(strategy) < -100
 
 
-def test_no_plan_at_all_beats_honesty_while_findings_are_hard():
+def test_no_plan_beats_honesty_while_findings_are_hard():
     for power in (0.95, 0.5):
         gain, cheats = eco.best_response(market.Terms(blocks=500, power=power), eco.CHEAT_COST)
         assert abs(gain) < 1e-9 and cheats == 0.0
 
 
-def test_without_a_stake_the_same_search_finds_a_cheat_that_pays():
+def test_without_a_stake_the_search_finds_a_cheat_that_pays():
     gain, _ = eco.best_response(market.Terms(blocks=500), eco.CHEAT_COST, stake_blocks=0)
     assert gain > 0.05
 

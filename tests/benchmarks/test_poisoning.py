@@ -14,7 +14,7 @@ def start(tmp_path_factory):
 
 
 @pytest.mark.parametrize("payload", PAYLOADS)
-def test_poison_is_learned_from_without_defences_and_refused_with_them(tmp_path, start, payload):
+def test_poison_is_learned_without_defences_and_refused_with_them(tmp_path, start, payload):
     open_town, guarded = (
         Town(Case(payload, defended=defended, patient=False, seed=1), SMALL, start, tmp_path / str(defended))
         for defended in (False, True)

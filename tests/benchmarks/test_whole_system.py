@@ -58,7 +58,7 @@ def test_vowels_score():
     assert [finding for finding in check_env(env) if finding.outcome == "failed"] == []
 
 
-def test_costs_are_counted_between_two_looks(tmp_path):
+def test_costs_are_those_between_two_measurements(tmp_path):
     lines = [f'{{"step":{step},"time_s":{10.0 + 2 * step},"reward_mean":0.5}}' for step in range(5)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     before = Look(1, Counter(trainer=2.0, worker=1.0), Counter(train=1.0))

@@ -15,7 +15,7 @@ TOKENS_BT = torch.randint(0, 64, (4, 30), generator=torch.Generator().manual_see
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_prefill_then_chunk_then_single_tokens_give_the_logits_of_transformers(
+def test_prefill_chunks_and_single_tokens_give_the_logits_of_transformers(
     family: str, tied: bool, tmp_path: Path
 ) -> None:
     directory = write_policy(tmp_path / "policy", family, tied)
@@ -33,7 +33,7 @@ def test_prefill_then_chunk_then_single_tokens_give_the_logits_of_transformers(
     assert (logits_BTV - expected_BTV[:, 11:]).abs().max() < 1e-4
 
 
-def test_a_rebuilt_cache_goes_on_as_the_old_one_would_have(policy: Path) -> None:
+def test_a_rebuilt_cache_gives_the_results_of_the_old_one(policy: Path) -> None:
     with torch.inference_mode():
         decoder = Decoder(load_policy(policy), "cpu")
         caches = [Cache(decoder.spec, 4, 20, torch.float32, "cpu") for _ in range(2)]
@@ -49,7 +49,7 @@ def test_a_rebuilt_cache_goes_on_as_the_old_one_would_have(policy: Path) -> None
     assert (part - whole[[3, 1]]).abs().max() < 1e-5
 
 
-def test_a_token_in_a_hole_is_not_seen(policy: Path) -> None:
+def test_a_token_in_a_hole_is_not_attended_to(policy: Path) -> None:
     with torch.inference_mode():
         decoder = Decoder(load_policy(policy), "cpu")
         results = []
@@ -65,7 +65,7 @@ def test_a_token_in_a_hole_is_not_seen(policy: Path) -> None:
     assert (results[0] - expected).abs().max() < 1e-5
 
 
-def test_memory_that_was_never_written_is_not_seen(policy: Path) -> None:
+def test_memory_that_was_never_written_is_not_attended_to(policy: Path) -> None:
     """Rows of unlike length are prefilled apart; what the shorter lack holds whatever the memory held, even NaN."""
     with torch.inference_mode():
         decoder = Decoder(load_policy(policy), "cpu")

@@ -64,7 +64,7 @@ def _gaps(engine: LocalEngine, claims: Sequence[ScoreRequest], temperature: floa
     return np.concatenate([score.gaps_P for score in engine.score(claims, temperature)])
 
 
-def test_each_token_is_the_argmax_of_the_peers_logits_plus_the_reference_noise(policy: Path) -> None:
+def test_each_token_is_the_argmax_of_transformers_logits_plus_the_reference_noise(policy: Path) -> None:
     requests, temperature = _requests(_prompts(5), stops=NO_STOPS), 0.8
     turns = _engine(policy).extend(requests, temperature)
     peer = AutoModelForCausalLM.from_pretrained(policy)
@@ -79,7 +79,7 @@ def test_each_token_is_the_argmax_of_the_peers_logits_plus_the_reference_noise(p
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_turn_by_turn_on_a_cache_is_what_one_prefill_says(family: str, tmp_path: Path) -> None:
+def test_turns_on_a_cache_equal_one_prefill(family: str, tmp_path: Path) -> None:
     """Ragged openings, turns and replies; shared openings; rows that drop out, in another order."""
     engine, rng = _engine(write_policy(tmp_path / "policy", family, tied=family == "qwen2")), random.Random(1)
     talks = _prompts(12)
@@ -104,7 +104,7 @@ def test_turn_by_turn_on_a_cache_is_what_one_prefill_says(family: str, tmp_path:
         assert score.gaps_P.max() < 1e-4
 
 
-def test_the_cache_is_used_and_not_only_read_again(policy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_turn_uses_the_cache_without_a_prefill(policy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = _engine(policy)
     requests = _requests(_prompts(3), max_new=5)
     turns = engine.extend(requests, 1.0)
@@ -147,7 +147,7 @@ def test_honest_int8_rollouts_replay_as_int8_like_float32_and_not_as_float32(pol
     assert 1e-3 < (undeclared > 1e-3).mean() < 0.03 and undeclared.max() < 0.5
 
 
-def test_other_seed_temperature_policy_or_prompt_shows_as_gaps(policy: Path, tmp_path: Path) -> None:
+def test_another_seed_temperature_policy_or_prompt_shows_as_gaps(policy: Path, tmp_path: Path) -> None:
     engine, requests = _engine(policy), _requests(_prompts(32))
     claims = _claims(requests, engine.extend(requests, 1.0))
     other = _engine(write_policy(tmp_path / "other", seed=8))
@@ -173,7 +173,7 @@ def test_a_batch_has_the_same_bits_whatever_the_engine_did_before(policy: Path) 
     assert play(fresh) == play(used)
 
 
-def test_rollouts_of_a_group_share_their_opening_and_go_their_own_ways(policy: Path) -> None:
+def test_rollouts_of_a_group_share_their_opening_and_then_differ(policy: Path) -> None:
     openings = [prompt for prompt in _prompts(4, low=10) for _ in range(8)]
     requests = _requests(openings)
     together = _engine(policy).extend(requests, 1.0)
@@ -204,7 +204,7 @@ def test_a_conversation_that_was_changed_is_read_again_from_its_beginning(policy
     assert engine.extend(changed, 1.0) == _engine(policy).extend(changed, 1.0)
 
 
-def test_what_is_forgotten_leaves_nothing_behind(policy: Path) -> None:
+def test_forgotten_rollouts_leave_nothing_behind(policy: Path) -> None:
     engine, requests = _engine(policy), _requests(_prompts(6))
     engine.extend(requests, 1.0)
     assert engine._batches
@@ -227,7 +227,7 @@ def test_score_gives_the_hidden_state_that_predicted_each_token(policy: Path) ->
         assert np.allclose(score.hidden_PD, expected.numpy(), atol=1e-4)
 
 
-def test_scores_come_in_the_order_asked_for_and_alone_as_in_company(policy: Path) -> None:
+def test_scores_keep_the_order_of_requests_and_do_not_depend_on_the_batch(policy: Path) -> None:
     engine, requests = _engine(policy), _requests([p for p in _prompts(5) for _ in range(3)])
     claims = _claims(requests, engine.extend(requests, 1.0))
     random.Random(3).shuffle(claims)
@@ -237,13 +237,13 @@ def test_scores_come_in_the_order_asked_for_and_alone_as_in_company(policy: Path
         assert np.allclose(alone.gaps_P, score.gaps_P, atol=1e-4)
 
 
-def test_a_rollout_without_policy_tokens_scores_as_nothing(policy: Path) -> None:
+def test_a_rollout_without_policy_tokens_has_an_empty_score(policy: Path) -> None:
     (score,) = _engine(policy).score([ScoreRequest([1, 2, 3], [], _seed(0))], 1.0)
     assert score.logprobs_P.shape == score.gaps_P.shape == (0,)
 
 
 @pytest.mark.parametrize("prompts", [[[7]], [[7], [8], [7]], [[7], [8, 9, 10, 11], [8, 9, 10, 11], [7]]])
-def test_openings_of_a_single_token_are_openings(prompts: list[list[int]], policy: Path) -> None:
+def test_an_opening_may_be_a_single_token(prompts: list[list[int]], policy: Path) -> None:
     engine, requests = _engine(policy), _requests(prompts, stops=NO_STOPS)
     turns = engine.extend(requests, 1.0)
     again = [r._replace(token_ids=[*r.token_ids, *t.token_ids, 5]) for r, t in zip(requests, turns, strict=True)]
@@ -252,7 +252,7 @@ def test_openings_of_a_single_token_are_openings(prompts: list[list[int]], polic
     assert _gaps(engine, _claims(again, later)).max() < 1e-4
 
 
-def test_no_requests_make_no_work(policy: Path) -> None:
+def test_no_requests_give_no_results(policy: Path) -> None:
     engine = _engine(policy)
     assert engine.extend([], 1.0) == [] and engine.score([], 1.0) == []
 
@@ -285,7 +285,7 @@ print(int(peak_kb) // 1024, heavy)
 """
 
 
-def test_a_worker_with_the_engine_stays_below_its_memory_and_without_transformers(tmp_path: Path) -> None:
+def test_a_worker_with_the_engine_stays_below_350_MB_and_does_not_import_transformers(tmp_path: Path) -> None:
     from shoal.config import TinyPolicy, child_environment
     from shoal.policy.tiny import make_tiny
 
@@ -298,7 +298,7 @@ def test_a_worker_with_the_engine_stays_below_its_memory_and_without_transformer
     assert heavy == "[]" and int(megabytes) <= 350
 
 
-def test_a_long_row_goes_on_alone_and_its_batch_meets_again_in_the_next_turn(policy: Path) -> None:
+def test_rows_that_end_early_are_dropped_and_join_their_batch_again_in_the_next_turn(policy: Path) -> None:
     """The rows that ended early are dropped on the way, more than once; what was then written is read again."""
     engine, prompts = _engine(policy), _prompts(24)
     limits = [90 if i == 5 else 30 if i % 8 == 0 else 2 for i in range(24)]

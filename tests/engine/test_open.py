@@ -20,6 +20,6 @@ def test_an_engine_is_what_its_description_says(dtype):
         (EngineSpec(dtype="float64"), "does not compute in 'float64', only in float32, bfloat16, int8"),
     ],
 )
-def test_an_engine_that_is_not_there_is_refused_by_name(spec, said):
+def test_an_unknown_engine_is_refused_by_name(spec, said):
     with pytest.raises(StateError, match=said):
         open_engine(spec)

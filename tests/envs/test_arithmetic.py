@@ -12,7 +12,7 @@ from shoal.errors import ConfigError
 
 @given(st.lists(st.integers(0, 999), min_size=1, max_size=5), st.data())
 @settings(max_examples=60, derandomize=True, deadline=None)
-def test_problems_are_solved_as_python_would(numbers: list[int], data: st.DataObject) -> None:
+def test_answers_are_those_of_python(numbers: list[int], data: st.DataObject) -> None:
     problem = str(numbers[0]) + "".join(data.draw(st.sampled_from("+-*")) + str(n) for n in numbers[1:])
     assert solve(problem) == eval(problem)
 
@@ -38,7 +38,7 @@ def test_problems_stay_the_same_from_version_to_version() -> None:
     assert [environment().task(i) for i in range(4)] == ["98+2", "2+85", "76+0", "97-37"]
 
 
-def test_opening_is_the_problem_and_the_first_answer_ends_it() -> None:
+def test_the_opening_is_the_problem_and_the_first_answer_ends_the_episode() -> None:
     env = environment()
     state, opening = env.reset("12-30")
     assert opening == [{"role": "user", "content": "12-30="}]
@@ -64,7 +64,7 @@ def test_opening_is_the_problem_and_the_first_answer_ends_it() -> None:
         ("", 0.0),
     ],
 )
-def test_rewards_are_hand_worked(action: str, score: float) -> None:
+def test_rewards_equal_the_numbers_worked_by_hand(action: str, score: float) -> None:
     env = environment()
     state, _ = env.reset("99+47")
     assert env.score(state) == 0.0
@@ -77,7 +77,7 @@ def test_digits_are_compared_from_the_right() -> None:
     assert digits_right("-14", "-4") == 0.5
 
 
-def test_right_player_is_always_exact_and_wrong_player_never() -> None:
+def test_the_right_player_is_always_right_and_the_wrong_player_never() -> None:
     env = environment(digits=3, operands=3, operations="+-*")
     for index in range(300):
         for name, player in env.players().items():

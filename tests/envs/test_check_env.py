@@ -72,7 +72,7 @@ class Boundless(Count):
     reward_bounds = (0.0, 2e6)
 
 
-def test_rewards_that_no_run_takes_are_found() -> None:
+def test_rewards_that_no_run_accepts_are_found() -> None:
     assert "the limit is 1e+06" in outcomes(Boundless(), "failed")["members"]
 
 

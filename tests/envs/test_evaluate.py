@@ -39,14 +39,14 @@ class Ask(Env):
         return 0.5 * (state[1] == "yes")
 
 
-def test_wilson_interval_is_hand_worked() -> None:
+def test_wilson_interval_equals_the_numbers_worked_by_hand() -> None:
     found = interval([1.0] * 8 + [0.0] * 2, (0.0, 1.0))
     assert (found.mean, round(found.low95, 4), round(found.high95, 4)) == (0.8, 0.4902, 0.9433)
     assert interval([0.0] * 10, (0.0, 1.0)).low95 == 0.0
     assert round(interval([0.0] * 10, (0.0, 1.0)).high95, 4) == 0.2775
 
 
-def test_normal_interval_is_hand_worked_and_clipped_to_what_is_possible() -> None:
+def test_normal_interval_equals_hand_worked_numbers_and_stays_within_the_reward_bounds() -> None:
     found = interval([0.2, 0.4, 0.6], (0.0, 1.0))  # sd 0.2, standard error 0.11547
     assert (round(found.mean, 6), round(found.low95, 4), round(found.high95, 4)) == (0.4, 0.1737, 0.6263)
     assert interval([0.9, 0.1], (0.0, 1.0)).high95 == 1.0
@@ -54,7 +54,7 @@ def test_normal_interval_is_hand_worked_and_clipped_to_what_is_possible() -> Non
     assert (single.low95, single.high95) == (-1.0, 2.0)
 
 
-def test_heldout_tasks_are_played_in_turn_and_no_other(random_engine, renderer, sampling) -> None:
+def test_only_heldout_tasks_are_played_one_after_another(random_engine, renderer, sampling) -> None:
     env = wordle.environment(num_words=32, heldout=5)
     played: Counter[str] = Counter()
 
@@ -67,7 +67,7 @@ def test_heldout_tasks_are_played_in_turn_and_no_other(random_engine, renderer, 
     assert played == {env.task(i, heldout=True): 3 if i < 3 else 2 for i in range(5)}
 
 
-def test_success_rate_is_the_headline_where_the_environment_tells_it(answering_engine, renderer, sampling) -> None:
+def test_the_headline_is_the_success_rate_if_the_environment_has_one(answering_engine, renderer, sampling) -> None:
     env = arithmetic.environment(heldout=100)
     solver = answering_engine(lambda text: str(arithmetic.solve(text.rstrip("="))))
     found = evaluate(solver, renderer, env, 150, 0, sampling)
@@ -78,7 +78,7 @@ def test_success_rate_is_the_headline_where_the_environment_tells_it(answering_e
     assert nearly.mean < 0.1 < nearly.reward.mean
 
 
-def test_reward_is_the_headline_otherwise_and_training_tasks_serve_without_heldout(
+def test_the_headline_is_the_reward_otherwise_and_training_tasks_replace_missing_heldout_ones(
     answering_engine, renderer, sampling
 ):
     found = evaluate(answering_engine(lambda text: "yes"), renderer, Ask(), 10, 0, sampling)
@@ -91,13 +91,13 @@ def test_same_seed_gives_the_same_figures_and_another_seed_others(random_engine,
     assert runs[0] == runs[1] != runs[2]
 
 
-def test_environment_that_raises_is_counted_and_named(answering_engine, renderer, sampling) -> None:
+def test_an_environment_that_raises_is_counted_and_named(answering_engine, renderer, sampling) -> None:
     found = evaluate(answering_engine(lambda text: "raise"), renderer, Ask(), 4, 0, sampling)
     assert found.endings == {"error": 4} and found.mean == -1.0
     assert "test_evaluate.py line" in found.fault and "ValueError: asked to" in found.fault
 
 
-def test_what_cannot_be_evaluated_is_refused_in_one_line(random_engine, renderer: Renderer, sampling) -> None:
+def test_an_impossible_evaluation_is_refused_in_one_line(random_engine, renderer: Renderer, sampling) -> None:
     with pytest.raises(ConfigError, match="at least 1"):
         evaluate(random_engine(), renderer, Ask(), 0, 0, sampling)
     with pytest.raises(ShoalError, match=r"raise sampling\.max_tokens"):
@@ -122,7 +122,7 @@ def test_mix_has_the_weighted_mean_and_an_interval_worked_by_hand(answering_engi
     assert (alone.mean, alone.low95, alone.high95) == pytest.approx((0.8, 0.7, 0.85))
 
 
-def test_progress_is_told_batch_by_batch(answering_engine: Callable[..., Any], renderer, sampling) -> None:
+def test_progress_is_reported_after_each_batch(answering_engine: Callable[..., Any], renderer, sampling) -> None:
     told: list[int] = []
     evaluate(answering_engine(lambda text: "yes"), renderer, Ask(), 300, 0, sampling, progress=told.append)
     assert told == [128, 256, 300]

@@ -55,7 +55,7 @@ def test_file_of_the_user_is_loaded_with_its_arguments(write) -> None:
 
 
 @pytest.mark.parametrize("name", ["/tmp/evil.py", "./evil.py", "evil.py", "a/b", "..\\evil.py"])
-def test_nothing_but_built_ins_loads_for_a_stranger(name: str) -> None:
+def test_only_built_ins_load_for_a_stranger(name: str) -> None:
     with pytest.raises(ConfigError, match="only built-in environments"):
         load_built_in(name, {})
 
@@ -92,7 +92,7 @@ def test_loading_for_a_stranger_executes_nothing(write, tmp_path: Path) -> None:
         (GOOD.replace("num_tasks=3", "num_tasks=0"), "num_tasks is 0; give a whole number of at least 1"),
     ],
 )
-def test_faults_of_a_users_file_are_one_line_naming_file_and_line(source: str, told: str, write) -> None:
+def test_a_fault_in_a_users_file_is_one_line_that_names_file_and_line(source: str, told: str, write) -> None:
     with pytest.raises(ShoalError, match=told) as caught:
         load_env(write(source), {})
     assert "\n" not in str(caught.value) and "my_env.py" in str(caught.value)
@@ -110,14 +110,14 @@ def test_unknown_name_names_the_nearest_and_missing_file_its_path(tmp_path: Path
         load_env(str(tmp_path / "none.py"), {})
 
 
-def test_digest_follows_the_source_and_nothing_else(write) -> None:
+def test_the_digest_depends_on_the_source_alone(write) -> None:
     before = env_digest(write(GOOD))
     assert before == env_digest(write(GOOD)) != env_digest(write(GOOD + " "))
     assert len({env_digest(name) for name in BUILT_IN} | {before}) == len(BUILT_IN) + 1
     assert len(bytes.fromhex(before)) == 32
 
 
-def test_run_environments_are_those_of_the_host_or_refused(write) -> None:
+def test_environments_of_a_run_equal_the_hosts_or_are_refused(write) -> None:
     spec = EnvSpec("wordle", env_digest("wordle"), 48, 1.0, {"num_words": 64, "heldout": 16})
     assert load_run_envs([spec], own_files=False)["wordle"].num_tasks == 48
     for change in ({"digest": "00" * 32}, {"num_tasks": 49}):
@@ -136,7 +136,7 @@ def test_environments_of_one_name_are_told_apart_by_their_labels() -> None:
         load_run_envs([easy, msgspec.structs.replace(hard, own_label="easy")], own_files=False)
 
 
-def test_run_environments_from_files_need_own_files_and_the_right_digest_before_anything_runs(
+def test_an_environment_from_a_file_must_be_allowed_and_have_the_right_digest_before_it_runs(
     write, tmp_path: Path
 ) -> None:
     path = write(f"open({str(tmp_path / 'ran')!r}, 'w')\n" + GOOD)

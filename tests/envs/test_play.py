@@ -85,7 +85,7 @@ def test_stop_token_at_the_very_limit_still_counts(saying, renderer, sampling) -
     assert talk.ending == "environment" and talk.reward == 0.5
 
 
-def test_reply_that_leaves_no_room_is_not_appended_and_ends_by_length(saying, renderer) -> None:
+def test_a_reply_that_leaves_no_room_is_not_appended_and_the_rollout_ends_by_length(saying, renderer) -> None:
     opening, reply = len(renderer.start([{"role": "user", "content": "say"}])), len(renderer.reply("go on"))
     for spare, tokens in ((0, opening + 2), (1, opening + 2 + reply + 1)):
         talk = run(saying("a", "b"), renderer, Sampling(1.0, 8, opening + 2 + reply + spare))
@@ -111,12 +111,12 @@ def test_environment_that_cannot_begin_says_so_in_one_line(saying, renderer, sam
     assert "\n" not in str(caught.value)
 
 
-def test_opening_without_room_ends_by_length_before_any_token(saying, renderer) -> None:
+def test_an_opening_that_leaves_no_room_ends_by_length_before_any_token(saying, renderer) -> None:
     talk = run(saying(), renderer, Sampling(1.0, 4, 4))
     assert (talk.ending, talk.logprobs) == ("length", [])
 
 
-def test_one_engine_call_a_turn_for_all_unfinished_in_order(random_engine, renderer, sampling) -> None:
+def test_each_turn_is_one_engine_call_for_all_unfinished_rollouts_in_order(random_engine, renderer, sampling) -> None:
     env = wordle.environment(num_words=64, heldout=8)
     engine = random_engine(env.words)
     episodes = [Episode(env, env.task(i % 5), sample_seed(bytes(32), i)) for i in range(20)]
@@ -142,7 +142,7 @@ def test_engine_forgets_all_even_when_it_fails(random_engine, renderer, sampling
     assert len(engine.forgotten) == 1
 
 
-def test_block_gives_a_group_a_slot_with_the_slots_seeds(random_engine, renderer, sampling) -> None:
+def test_a_block_gives_one_group_for_each_slot_under_the_seeds_of_the_slot(random_engine, renderer, sampling) -> None:
     envs = {"wordle": wordle.environment(num_words=64, heldout=8), "arithmetic": arithmetic.environment()}
     slots = tuple(Slot(4 + i, bytes([i] * 32).hex(), name, 3 + i) for i, name in enumerate(envs))
     engine = random_engine()
@@ -158,7 +158,7 @@ def test_block_with_an_unknown_environment_is_refused(random_engine, renderer, s
         play_block(random_engine(), renderer, {}, Block(0, (Slot(0, "00" * 32, "chess", 0),)), 2, sampling)
 
 
-def test_scripted_player_plays_by_the_same_rules(renderer, sampling) -> None:
+def test_a_scripted_player_is_held_to_the_same_limits(renderer, sampling) -> None:
     env = wordle.environment()
     talks = [
         play_scripted(env, renderer, env.task(i), env.players()["right"], random.Random(i), sampling) for i in range(20)

@@ -55,7 +55,7 @@ def again(talk: Conversation, **edits: Any) -> Replay:
     )
 
 
-def test_honest_rollouts_are_accepted_with_the_same_reward(talks: list[Conversation]) -> None:
+def test_honest_rollouts_are_accepted_with_the_reward_they_earned(talks: list[Conversation]) -> None:
     assert {talk.ending for talk in talks} == {"environment", "length"}
     assert {talk.success for talk in talks} == {True, False}
     for talk in talks:
@@ -77,7 +77,7 @@ def test_every_flipped_author_is_refused(talks: list[Conversation]) -> None:
                 assert again(talk, author=edited).problem
 
 
-def test_every_edited_environment_token_is_refused_where_it_stands(talks: list[Conversation]) -> None:
+def test_every_edited_environment_token_is_refused_at_its_place(talks: list[Conversation]) -> None:
     for talk in talks[::3]:
         for at in (i for i, author in enumerate(talk.author) if author != POLICY):
             edited = [*talk.tokens[:at], (talk.tokens[at] + 1) % 64, *talk.tokens[at + 1 :]]
@@ -161,7 +161,7 @@ def test_arbitrary_claims_never_raise(data: st.DataObject, renderer: Renderer, g
     assert found.position <= len(tokens)
 
 
-def test_environment_error_is_derived_anew_and_cannot_be_claimed(
+def test_an_environment_error_is_reproduced_and_cannot_be_claimed(
     random_engine: Callable[..., Any], renderer: Renderer, game: wordle.Wordle, sampling: Sampling
 ) -> None:
     class Fragile(wordle.Wordle):
@@ -178,7 +178,7 @@ def test_environment_error_is_derived_anew_and_cannot_be_claimed(
     assert all(again(talk, ending="environment").problem for talk in failed)
 
 
-def test_real_engine_plays_what_replay_accepts_and_its_own_prefill_confirms(tmp_path: Path, sampling: Sampling) -> None:
+def test_what_the_real_engine_plays_passes_replay_and_its_own_prefill(tmp_path: Path, sampling: Sampling) -> None:
     make_tiny(TinyPolicy(width=32, layers=2, heads=2, kv_heads=1, mlp_width=32), tmp_path / "policy", 1, "float32")
     engine, renderer = LocalEngine(threads=1), Renderer.from_directory(tmp_path / "policy")
     engine.load(tmp_path / "policy", 0)

@@ -24,7 +24,7 @@ from shoal.errors import ConfigError
         ("llama", "lilac", "=++--"),  # the first a takes the only one
     ],
 )
-def test_marks_are_those_of_the_real_game(guess: str, answer: str, told: str) -> None:
+def test_marks_equal_those_of_the_real_game(guess: str, answer: str, told: str) -> None:
     assert marks(guess, answer) == told
 
 
@@ -60,7 +60,7 @@ def test_guess_is_answered_and_a_win_ends_the_game() -> None:
     assert done and env.success(after) and env.score(after) == 1.0
 
 
-def test_not_a_word_uses_up_no_guess_but_the_third_ends_the_game() -> None:
+def test_a_non_word_uses_no_guess_but_the_third_one_ends_the_game() -> None:
     env = environment(num_words=64, heldout=8, not_words=3)
     state, _ = env.reset(env.task(0))
     for action in ("zzzzz", "crane crane"):
@@ -83,7 +83,7 @@ def test_sixth_wrong_guess_ends_the_game_and_partial_credit_stays_below_a_win() 
     assert 0.0 <= env.score(state) <= 0.5
 
 
-def test_partial_credit_is_hand_worked() -> None:
+def test_partial_credit_equals_the_numbers_worked_by_hand() -> None:
     env = environment(partial=0.4)
     state, _ = env.reset("cater")
     state, *_ = env.step(state, "crane")  # =++-+

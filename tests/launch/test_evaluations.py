@@ -55,7 +55,7 @@ def test_first_version_is_evaluated_first_and_in_full(bench: Bench) -> None:
     assert bench.evaluations.first_is_done()
 
 
-def test_on_the_way_the_newest_checkpoint_gets_a_part_of_the_episodes(bench: Bench) -> None:
+def test_during_a_run_the_newest_checkpoint_gets_a_part_of_the_episodes(bench: Bench) -> None:
     for version in (0, 2, 4):
         bench.publish(version)
     bench.evaluations.start_due()
@@ -67,7 +67,7 @@ def test_on_the_way_the_newest_checkpoint_gets_a_part_of_the_episodes(bench: Ben
     assert [name for name, _ in bench.evaluations.results()] == ["before", "v4"]
 
 
-def test_last_checkpoint_is_left_to_the_last_evaluation(bench: Bench) -> None:
+def test_the_last_checkpoint_is_evaluated_only_by_the_last_evaluation(bench: Bench) -> None:
     bench.publish(0)
     bench.evaluations.start_due()
     bench.finish()
@@ -77,7 +77,7 @@ def test_last_checkpoint_is_left_to_the_last_evaluation(bench: Bench) -> None:
     assert bench.asked[1:] == [("evaluate-after", "final", 512)]
 
 
-def test_what_is_in_the_folder_is_not_evaluated_again(bench: Bench, tmp_path: Path) -> None:
+def test_an_evaluation_in_the_folder_is_not_made_again(bench: Bench, tmp_path: Path) -> None:
     bench.publish(0)
     for start in (bench.evaluations.start_due, bench.evaluations.start_last):
         start()
@@ -96,7 +96,7 @@ def test_without_episodes_nothing_is_evaluated(tmp_path: Path) -> None:
     assert bench.asked == [] and bench.evaluations.first_is_done() and bench.evaluations.idle()
 
 
-def test_evaluation_that_cannot_be_made_is_reported_and_holds_nothing_up(bench: Bench) -> None:
+def test_an_evaluation_that_fails_is_reported_and_delays_nothing(bench: Bench) -> None:
     bench.publish(0)
     bench.evaluations.start_due()
     bench.evaluations.processes[0].state = "given up"

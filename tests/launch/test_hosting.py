@@ -25,20 +25,20 @@ def test_loopback_says_that_only_this_machine_can_join() -> None:
     assert "caddy reverse-proxy" in text and "--public-url https://" in text
 
 
-def test_open_address_is_shared_by_the_machines_name() -> None:
+def test_the_join_line_of_an_open_address_has_the_machines_name() -> None:
     text = invitation("http://0.0.0.0:8470", HostConfig(bind="0.0.0.0"), RUN)
     assert f"    shoal join http://{socket.gethostname()}:8470\n" in text
     assert "without TLS" in text and "caddy reverse-proxy" in text
 
 
-def test_public_address_with_tls_is_shared_as_it_is() -> None:
+def test_the_join_line_has_a_public_url_with_tls_unchanged() -> None:
     text = invitation("https://shoal.example.org", HostConfig(public_url="https://shoal.example.org"), RUN)
     assert "    shoal join https://shoal.example.org\n" in text
     assert "caddy" not in text and "shoal admin" in text
 
 
 @pytest.mark.parametrize(("action", "run"), [("kick", "runs/x"), ("admit", "http://h"), ("pause", "http://h")])
-def test_admin_call_that_lacks_something_says_what(action: str, run: str) -> None:
+def test_an_admin_call_names_what_it_lacks(action: str, run: str) -> None:
     with pytest.raises(ConfigError, match=r"say which node|--key"):
         administer(action, run, "", None)
 

@@ -36,7 +36,7 @@ def admin(folder: Path, *args: str) -> str:
     return subprocess.run([*SHOAL, "admin", *args], cwd=folder, capture_output=True, text=True, check=True).stdout
 
 
-def test_a_stranger_joins_is_told_what_was_accepted_and_leaves(tmp_path: Path) -> None:
+def test_a_stranger_joins_sees_what_was_accepted_and_leaves(tmp_path: Path) -> None:
     (tmp_path / "small.toml").write_text(RUN_FILE.replace("steps = 4", "steps = 4000"))
     host = begin(tmp_path, "host", "host", "small.toml", "--set", "eval.episodes=0", "--set", "workers.cheating=0")
     worker = None
@@ -64,7 +64,7 @@ def test_a_stranger_joins_is_told_what_was_accepted_and_leaves(tmp_path: Path) -
                 process.wait()
 
 
-def test_a_signal_ends_a_node_that_still_looks_for_its_run(tmp_path: Path) -> None:
+def test_a_signal_ends_a_node_that_is_still_looking_for_its_run(tmp_path: Path) -> None:
     (tmp_path / "small.toml").write_text(RUN_FILE)
     RunFolder(tmp_path / "run").prepare(load_run(tmp_path / "small.toml"), tmp_path)
     with socket.socket() as closed:

@@ -137,7 +137,7 @@ def test_folder_is_held_by_one_launcher_at_a_time(tmp_path: Path, monkeypatch: p
         pass
 
 
-def test_role_that_cannot_go_on_ends_the_run_with_its_reason(tmp_path: Path) -> None:
+def test_a_role_that_cannot_continue_ends_the_run_with_its_reason(tmp_path: Path) -> None:
     (tmp_path / "small.toml").write_text(RUN_FILE + "[host]\nport = 1\nbind = '203.0.113.1'\n")
     command = [sys.executable, "-m", "shoal.cli", "run", "small.toml", "--set", "seed=-1"]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)

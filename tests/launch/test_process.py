@@ -46,7 +46,7 @@ def test_role_that_was_killed_is_started_again(tmp_path: Path) -> None:
     tend_until(process, lambda: process.pid is None)
 
 
-def test_role_that_dies_again_and_again_is_given_up_with_a_reason(tmp_path: Path) -> None:
+def test_a_role_that_keeps_dying_is_given_up_with_a_reason(tmp_path: Path) -> None:
     process = role(tmp_path, "import sys; sys.exit(3)")
     now, waits = time.monotonic(), []
     while process.state != "given up":
@@ -63,13 +63,13 @@ def test_role_that_dies_again_and_again_is_given_up_with_a_reason(tmp_path: Path
     assert waits[-1] > 2 * waits[1], "each restart waits longer than the one before"
 
 
-def test_role_whose_user_must_act_is_given_up_at_once(tmp_path: Path) -> None:
+def test_a_role_that_needs_its_user_to_act_is_given_up_at_once(tmp_path: Path) -> None:
     process = role(tmp_path, "import sys; print('error: port 80 is in use', file=sys.stderr); sys.exit(2)")
     tend_until(process, lambda: process.state == "given up")
     assert process.restarts == 0 and process.reason == "port 80 is in use"
 
 
-def test_many_kills_from_outside_never_give_a_role_up(tmp_path: Path) -> None:
+def test_a_role_is_never_given_up_for_kills_from_outside(tmp_path: Path) -> None:
     process = role(tmp_path, "import time; time.sleep(60)")
     for kills in range(MAX_QUICK_DEATHS + 2):
         tend_until(process, lambda: process.pid is not None)
@@ -81,7 +81,7 @@ def test_many_kills_from_outside_never_give_a_role_up(tmp_path: Path) -> None:
     tend_until(process, lambda: process.pid is None)
 
 
-def test_role_asked_to_end_ends_and_stays_away(tmp_path: Path) -> None:
+def test_a_role_that_is_asked_to_end_ends_and_is_not_started_again(tmp_path: Path) -> None:
     process = role(tmp_path, "import time; time.sleep(60)")
     tend_until(process, lambda: process.pid is not None)
     process.ask_to_end()
@@ -90,7 +90,7 @@ def test_role_asked_to_end_ends_and_stays_away(tmp_path: Path) -> None:
     assert process.pid is None and process.state == "done"
 
 
-def test_role_that_died_just_before_it_is_asked_to_end_is_counted(tmp_path: Path) -> None:
+def test_a_death_just_before_a_role_is_asked_to_end_is_counted(tmp_path: Path) -> None:
     process = role(tmp_path, "import time\nwhile time.process_time() < 0.1: pass")
     tend_until(process, lambda: process.pid is not None)
     assert process.pid is not None
@@ -102,7 +102,7 @@ def test_role_that_died_just_before_it_is_asked_to_end_is_counted(tmp_path: Path
     assert process.use.cpu_s >= 0.1
 
 
-def test_cpu_time_of_all_lives_is_counted(tmp_path: Path) -> None:
+def test_cpu_time_is_counted_over_all_restarts(tmp_path: Path) -> None:
     process = role(tmp_path, "import time, os\nwhile time.process_time() < 0.2: pass\nos.kill(os.getpid(), 9)")
     tend_until(process, lambda: process.restarts == 2)
     assert process.use.cpu_s >= 0.4
@@ -143,5 +143,5 @@ def test_roles_die_with_a_launcher_that_is_killed(tmp_path: Path, ignores_sigter
         time.sleep(0.02)
 
 
-def test_last_word_of_a_role_without_a_log_is_still_a_sentence(tmp_path: Path) -> None:
+def test_the_last_line_of_a_role_without_a_log_says_that_there_is_none(tmp_path: Path) -> None:
     assert last_line(tmp_path / "none.log") == "its log is empty"

@@ -18,7 +18,7 @@ from shoal.protocol.wire import to_json
 STATUS = Status("x", "running", 3, 9, 5, {}, 1, 0, "workers", 2.0)
 
 
-def test_use_is_summed_by_role_and_through_restarts(tmp_path: Path) -> None:
+def test_usage_is_summed_by_role_and_over_restarts(tmp_path: Path) -> None:
     first = UsageBook(tmp_path / "usage.json")
     first.save({"worker-0": Use(1.0, 50.0), "cheater-0": Use(2.0, 60.0), "trainer": Use(4.0, 90.0)})
     second = UsageBook(tmp_path / "usage.json")
@@ -34,19 +34,19 @@ def test_wall_time_goes_on_from_where_the_last_launch_ended(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("damage", [b"", b"{", b"[]", b'{"wall_s": 1, "cpu_s": {"x": 1}}', b'{"wall_s": "x"}'])
-def test_damaged_usage_is_begun_again(tmp_path: Path, damage: bytes) -> None:
+def test_a_damaged_usage_file_starts_again_at_zero(tmp_path: Path, damage: bytes) -> None:
     (tmp_path / "usage.json").write_bytes(damage)
     assert UsageBook(tmp_path / "usage.json").by_role() == {}
 
 
-def test_usage_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
+def test_usage_that_cannot_be_written_does_not_stop_the_run(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     book = UsageBook(tmp_path / "file" / "usage.json")
     book.save({"trainer": Use(1.0, 1.0)})
     assert book.by_role()["trainer"] == Use(1.0, 1.0) and (tmp_path / "file").read_text() == ""
 
 
-def test_influence_is_each_workers_share_of_all_that_was_learned_from() -> None:
+def test_influence_is_each_workers_share_of_everything_learned() -> None:
     def node(name: str, role: str, influence: float) -> NodeState:
         return NodeState("aa" * 32, role, name, "good", 0, 0, 0, 0, {}, "", influence=influence)  # type: ignore[arg-type]
 
@@ -55,7 +55,7 @@ def test_influence_is_each_workers_share_of_all_that_was_learned_from() -> None:
     assert influence_shares(nodes[:0]) == {} and influence_shares([node("a", "worker", 0.0)]) == {"a": 0.0}
 
 
-def test_metrics_are_followed_as_they_grow(tmp_path: Path) -> None:
+def test_metrics_are_read_as_the_file_grows(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     watch = MetricsWatch(path)
     assert watch.read() == ()
@@ -97,7 +97,7 @@ def coordinator(tmp_path: Path) -> Iterator[http.server.HTTPServer]:
         thread.join()
 
 
-def test_coordinator_is_asked_on_this_machine_whatever_it_is_called_outside(
+def test_the_coordinator_is_asked_over_loopback_whatever_its_public_name_is(
     coordinator: http.server.HTTPServer, tmp_path: Path
 ) -> None:
     watch = CoordinatorWatch(tmp_path / "coordinator.json", "0.0.0.0")
@@ -107,7 +107,7 @@ def test_coordinator_is_asked_on_this_machine_whatever_it_is_called_outside(
     assert watch.status() == STATUS
 
 
-def test_last_answer_is_kept_while_the_coordinator_restarts_or_babbles(
+def test_the_last_answer_is_kept_while_the_coordinator_restarts_or_answers_nonsense(
     coordinator: http.server.HTTPServer, tmp_path: Path
 ) -> None:
     watch = CoordinatorWatch(tmp_path / "coordinator.json", "127.0.0.1")
@@ -135,7 +135,7 @@ def test_nodes_come_page_by_page_and_a_list_with_a_page_missing_is_not_shown(
     assert watch.nodes() == tuple(nodes), "what takes several answers is asked for seldom"
 
 
-def test_before_the_coordinator_has_spoken_nothing_is_known(tmp_path: Path) -> None:
+def test_nothing_is_known_before_the_coordinators_first_answer(tmp_path: Path) -> None:
     watch = CoordinatorWatch(tmp_path / "coordinator.json", "127.0.0.1")
     assert (watch.url(), watch.status(), watch.healthy(1)) == ("", NO_STATUS, False)
     for damage in ("", "[]", "{}", '{"url": 1}'):

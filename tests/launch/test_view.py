@@ -23,7 +23,7 @@ def shown(picture: RenderableType, width: int = 110) -> str:
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
-def test_picture_shows_progress_workers_and_what_is_waited_for(snapshot: Snapshot) -> None:
+def test_the_picture_shows_progress_workers_and_what_the_run_waits_for(snapshot: Snapshot) -> None:
     text = shown(render(snapshot))
     for expected in (
         "running", "step 37/90", "policy v37", "2m03s", "held-out before", "29.0% (25%-33%)", "41.0%",
@@ -34,7 +34,7 @@ def test_picture_shows_progress_workers_and_what_is_waited_for(snapshot: Snapsho
     assert "validator-0" not in text
 
 
-def test_picture_of_a_run_that_is_starting_says_so() -> None:
+def test_the_picture_says_that_a_run_is_starting() -> None:
     text = shown(render(Snapshot("wordle", "runs/wordle", 90, notice="starting the coordinator")))
     assert "starting the coordinator" in text and "no worker has joined yet" in text and "step 0/90" in text
 
@@ -44,7 +44,7 @@ def test_picture_fits_the_terminal(snapshot: Snapshot, width: int) -> None:
     assert max(len(line) for line in shown(render(snapshot), width).splitlines()) <= width
 
 
-def test_plain_line_tells_the_newest_step(snapshot: Snapshot) -> None:
+def test_the_plain_line_shows_the_newest_step(snapshot: Snapshot) -> None:
     line = plain(snapshot)
     assert "\n" not in line
     for expected in (
@@ -72,7 +72,7 @@ def test_reward_of_each_environment_of_a_mix_is_shown(snapshot: Snapshot) -> Non
         assert "[/x]" in text and "\x9b" not in text and "\u202e" not in text
 
 
-def test_watchdog_speaks_only_of_long_waits(snapshot: Snapshot) -> None:
+def test_only_long_waits_are_reported(snapshot: Snapshot) -> None:
     assert plain_wait(snapshot).startswith("waiting 8 s for workers: 9 of 16 groups")
     brief = replace(snapshot, status=type(snapshot.status)("", "running", 0, 9, 0, {}, 0, 0, "the trainer", 1.0))
     assert plain_wait(brief) == ""
@@ -89,7 +89,7 @@ def test_piped_view_prints_each_step_once(snapshot: Snapshot) -> None:
     assert all("\x1b" not in line for line in lines)
 
 
-def test_chart_places_values_by_step_and_height() -> None:
+def test_the_chart_places_values_by_step_and_height() -> None:
     # Four steps of eight columns: two done, so the left half is filled; 0.5 of two lines is one line of full blocks.
     assert chart([0.5, 1.0], total=4, width=8, height=2, low=0.0, high=1.0) == ["  ██    ", "████    "]
     # More steps than columns: means of 0 and 1, and of 1 and 1.
@@ -100,7 +100,7 @@ def test_chart_of_equal_values_does_not_divide_by_zero() -> None:
     assert chart([0.0, 0.0], total=2, width=2, height=1, low=0.0, high=0.0) == ["▁▁"]
 
 
-def test_durations_read_as_a_person_would_say_them() -> None:
+def test_durations_have_at_most_two_units() -> None:
     assert [duration(s) for s in (7.9, 123, 3720)] == ["7s", "2m03s", "1h02m"]
 
 
@@ -115,7 +115,7 @@ def test_last_table_compares_before_and_after_and_names_the_cheater(end: RunEnd)
             assert expected in " ".join(text.replace("│", " ").split()), expected
 
 
-def test_last_table_tells_each_environment_of_a_mix(end: RunEnd) -> None:
+def test_the_last_table_shows_each_environment_of_a_mix(end: RunEnd) -> None:
     def part(mean: float) -> dict[str, float]:
         return {"mean": mean, "low95": mean - 0.05, "high95": mean + 0.05, "episodes": 512}
 
@@ -133,7 +133,7 @@ def test_last_table_tells_each_environment_of_a_mix(end: RunEnd) -> None:
     assert "easy" not in plain_end(end)
 
 
-def test_marked_letters_become_tiles(end: RunEnd) -> None:
+def test_letters_with_marks_become_tiles(end: RunEnd) -> None:
     assert "C   R   A   N   E" in shown(render_end(end))
     assert "c=r+a+n-e+" in plain_end(end)
 
@@ -158,7 +158,7 @@ def test_name_of_a_worker_cannot_steer_the_terminal(snapshot: Snapshot, end: Run
         assert "\x1b[2J" not in text and "\x07" not in text
 
 
-def test_names_are_no_markup(snapshot: Snapshot, end: RunEnd) -> None:
+def test_names_are_not_read_as_markup(snapshot: Snapshot, end: RunEnd) -> None:
     name = "[/x]\x9b\u202e"
     node = msgspec.structs.replace(next(n for n in snapshot.nodes if n.role == "worker"), name=name, last_reason=name)
     evil = replace(snapshot, name=name, out=name, nodes=(node,))
@@ -173,7 +173,7 @@ def test_names_are_no_markup(snapshot: Snapshot, end: RunEnd) -> None:
         assert "[/x]" in text and "\x9b" not in text and "\u202e" not in text
 
 
-def test_picture_can_be_saved_for_documents(snapshot: Snapshot, tmp_path: Path) -> None:
+def test_the_picture_can_be_saved_as_svg(snapshot: Snapshot, tmp_path: Path) -> None:
     save_picture(render(snapshot), tmp_path / "terminal.svg")
     content = (tmp_path / "terminal.svg").read_text()
     assert content.startswith("<svg") and "cheater-0" in content

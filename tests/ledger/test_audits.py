@@ -25,7 +25,7 @@ def settled(*votes, blocks=(0,), more=False):
 GOOD, SOFT, HARD = vote("accept", "accept"), vote("accept", "soft"), vote("hard", "accept")
 
 
-def test_everything_is_audited_until_ten_valid_blocks_and_the_rate_falls_to_the_runs_and_no_lower():
+def test_all_is_audited_until_ten_valid_blocks_then_the_rate_falls_to_that_of_the_run():
     assert [LAW.audit_rate(n, 0.05) for n in (0, 9, 10, 20, 60, 100, 10**6)] == [1, 1, 0.3, 0.15, 0.05, 0.05, 0.05]
     assert LAW.audit_rate(10**6, 1.0) == 1.0
 
@@ -47,7 +47,7 @@ def ahead(order, judged, silent, key):
     return submission.ahead_of(key, silent)
 
 
-def test_turns_come_one_after_another_and_nobody_has_two():
+def test_each_validator_waits_for_those_before_it_that_have_not_judged():
     order = ("x", "y", "z")
     assert ahead(order, set(), set(), "x") == []
     assert ahead(order, set(), set(), "y") == ["x"]
@@ -56,13 +56,13 @@ def test_turns_come_one_after_another_and_nobody_has_two():
     assert LAW.turn_begins(1000.0, 2) == 1000.0 + 2 * LAW.turn_s
 
 
-def test_nobody_waits_for_a_silent_validator_and_it_keeps_its_own_place():
+def test_nobody_waits_for_a_silent_validator_which_keeps_its_own_place():
     order = ("x", "y", "z")
     assert [ahead(order, set(), {"x"}, key) for key in order] == [[], [], ["y"]]
     assert [ahead(order, set(), {"y"}, key) for key in order] == [[], ["x"], ["x"]]
 
 
-def test_one_voice_accepts_and_a_refusal_waits_for_a_second():
+def test_one_verdict_accepts_and_a_refusal_waits_for_a_second():
     assert settled(GOOD, more=True).accepted == {0: GOOD}
     assert settled(SOFT, more=True) is None and settled(HARD, more=True) is None
     alone = settled(HARD)
@@ -72,40 +72,40 @@ def test_one_voice_accepts_and_a_refusal_waits_for_a_second():
 @pytest.mark.parametrize(
     ("second", "refused", "slash"), [(HARD, (0,), True), (SOFT, (0,), False), (vote("soft", "hard"), (0,), True)]
 )
-def test_only_two_who_found_a_forgery_slash(second, refused, slash):
+def test_a_slash_needs_two_validators_that_found_a_forgery(second, refused, slash):
     end = settled(HARD, second, more=True)
     assert (end.refused, end.slash, end.outvoted) == (refused, slash, ())
 
 
-def test_two_who_differ_ask_a_third_who_decides_and_the_lone_one_is_named():
+def test_a_third_verdict_decides_between_two_that_differ_and_the_outvoted_one_is_named():
     assert settled(HARD, GOOD, more=True) is None
     for third, accepted, outvoted, slash in ((GOOD, {0: GOOD}, ("a",), False), (HARD, {}, ("b",), True)):
         end = settled(HARD, GOOD, third)
         assert (end.accepted, end.outvoted, end.slash) == (accepted, outvoted, slash)
 
 
-def test_a_dispute_that_nobody_can_settle_costs_the_pay_and_nothing_else():
+def test_a_disputed_block_costs_the_pay_and_nothing_else():
     end = settled(HARD, GOOD)
     assert end.refused == end.disputed == (0,) and not end.slash and end.outvoted == ()
 
 
-def test_votes_that_accept_at_other_rewards_do_not_agree():
+def test_verdicts_that_accept_at_different_rewards_do_not_agree():
     forged = vote("accept", "accept", rewards=(1.0, 1.0))
     assert settled(GOOD, forged, more=True) is None
     end = settled(GOOD, forged, GOOD)
     assert end.accepted == {0: GOOD} and end.outvoted == ("b",)
 
 
-def test_blocks_are_settled_each_by_itself():
+def test_each_block_is_decided_by_itself():
     end = settled(vote("accept", "accept", "hard", "accept"), vote("accept", "accept", "hard", "hard"), blocks=(4, 7))
     assert list(end.accepted) == [4] and end.refused == (7,) and end.slash
 
 
-def test_votes_that_accept_at_other_lengths_do_not_agree():
+def test_verdicts_that_accept_at_different_lengths_do_not_agree():
     longer = tuple(msgspec.structs.replace(group, tokens=50) for group in GOOD)
     assert settled(GOOD, longer, more=True) is None
     assert settled(GOOD, longer, longer).accepted == {0: longer}
 
 
-def test_quarantine_doubles_with_each_failure_up_to_an_hour_however_many_they_are():
+def test_quarantine_doubles_with_each_failure_up_to_an_hour():
     assert [LAW.quarantine_s(n, 30.0) for n in (1, 2, 3, 8, 10**6)] == [30.0, 60.0, 120.0, 3600.0, 3600.0]

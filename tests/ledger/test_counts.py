@@ -51,7 +51,7 @@ def a_random_run(tmp_path, seed, moves=400):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_counts_kept_for_an_event_equal_counts_made_afresh_at_every_event_of_a_log(tmp_path, seed):
+def test_kept_counts_equal_fresh_counts_after_every_event_of_a_log(tmp_path, seed):
     world, state = a_random_run(tmp_path, seed), State()
     for data, stored_hash in world.book.store.read():
         apply(state, checked_entry(state, data, stored_hash))
@@ -70,7 +70,7 @@ def test_kept_counts_are_no_part_of_a_state(tmp_path):
     assert world.state.__dict__ and state_hash(world.state) == state_hash(bare) and world.state == bare
 
 
-def test_a_count_is_made_once_an_event(tmp_path, monkeypatch):
+def test_a_count_is_made_once_for_each_event(tmp_path, monkeypatch):
     world, looks = World(tmp_path), []
     world.publish()
     for key in WORKERS:
@@ -84,7 +84,7 @@ def test_a_count_is_made_once_an_event(tmp_path, monkeypatch):
     assert len(looks) == len(set(looks)) == 5
 
 
-def test_blocks_are_given_just_as_long_as_there_are_blocks_to_give(tmp_path):
+def test_a_lease_is_given_exactly_while_there_are_blocks_to_give(tmp_path):
     world = World(tmp_path)
     assert leases.blocks_to_give(world.state, world.state.main) == 0
     world.publish()

@@ -53,7 +53,7 @@ def bodies(entries, kind):
     return [entry.body for entry in entries if isinstance(entry.body, kind)]
 
 
-def test_nothing_in_the_log_tells_a_first_voice_whether_a_second_will_follow(court):
+def test_the_log_does_not_tell_the_first_validator_whether_a_recheck_follows(court):
     for recheck in (0.0, 1.0):
         name = court.submit(WORKER, court.lease(WORKER), salt=str(recheck), recheck=recheck)
         (drawn,) = (e.body for e in court.audit().entries if getattr(e.body, "submission", "") == name)
@@ -97,7 +97,7 @@ def test_a_verdict_with_figures_that_no_group_has_is_refused(court, facts):
     assert state_hash(court.state) == before
 
 
-def test_a_bug_in_the_rules_keeps_nobody_else_waiting_and_leaves_the_state_of_the_log(court, monkeypatch):
+def test_a_bug_in_the_rules_delays_nobody_else_and_leaves_the_state_of_the_log(court, monkeypatch):
     name = court.submit(WORKER, court.lease(WORKER))
     lease = court.state.leases[court.state.submissions[name].lease]
     groups = tuple(GroupVerdict(slot, True, "accept", rewards=(0.0,) * 4) for slot in court.state.slots_of(lease))
@@ -125,7 +125,7 @@ def test_a_key_has_one_role_so_nobody_judges_its_own_work(court):
         court.enter(WORKER, "validator")
 
 
-def test_two_hard_voices_slash_only_where_both_looked_as_closely(court):
+def test_two_hard_verdicts_slash_only_if_both_audited_or_neither_did(court):
     """One who audited and one who did not found different things: that is no agreement on a forgery."""
     serve(court, 2)
     name = court.submit(WORKER, court.lease(WORKER))
@@ -136,7 +136,7 @@ def test_two_hard_voices_slash_only_where_both_looked_as_closely(court):
     assert forfeited.tokens == 40 and court.audit().findings == []
 
 
-def test_a_third_voice_that_contradicts_the_second_about_the_first_shows_the_second_to_be_idle(court):
+def test_the_second_validator_is_at_fault_if_the_third_clears_the_first_that_it_accused(court):
     name = court.submit(WORKER, court.lease(WORKER), recheck=0.0)
     court.judge(name, by=JUDGES[0])
     court.judge(name, by=JUDGES[1], differs_from=JUDGES[:1])
@@ -144,7 +144,7 @@ def test_a_third_voice_that_contradicts_the_second_about_the_first_shows_the_sec
     assert [fault.validator for fault in bodies(entries, ValidatorFault)] == [JUDGES[1]]
 
 
-def test_one_voice_cannot_void_a_slot_where_another_can_be_had(court):
+def test_one_verdict_cannot_void_a_slot_if_another_can_be_had(court):
     name = court.submit(WORKER, court.lease(WORKER))
     assert not bodies(court.judge(name, "void", by=JUDGES[0], audited=False), Decision)
     for judge in JUDGES[1:]:
@@ -152,7 +152,7 @@ def test_one_voice_cannot_void_a_slot_where_another_can_be_had(court):
     assert len(bodies(entries, GroupAccepted)) == 2 and not bodies(entries, SlotVoid)
 
 
-def test_nothing_vests_while_a_second_look_is_open(court):
+def test_nothing_vests_while_a_recheck_is_open(court):
     serve(court, LAW.vesting_blocks)
     name = court.submit(WORKER, court.lease(WORKER), recheck=0.0)
     court.judge(name, by=JUDGES[0])
@@ -183,7 +183,7 @@ def test_a_kicked_worker_is_not_brought_back_by_a_later_verdict(court):
     assert court.state.members[WORKER].standing == "kicked"
 
 
-def test_a_name_that_is_anothers_key_does_not_shield_that_key(court):
+def test_a_node_named_after_another_nodes_key_does_not_shield_that_node(court):
     court.do(Enter("b" * 64, Join("worker", WORKER, 0.0, "test", "float32", "cpu"), court.now))
     court.do(Admin("kick", WORKER, court.now))
     assert [court.state.members[key].standing for key in (WORKER, "b" * 64)] == ["kicked", "new"]
@@ -198,7 +198,7 @@ def test_a_verdict_on_other_slots_than_the_leases_is_refused(court, order):
         court.do(Judge(JUDGES[0], Verdict(name, groups), court.now))
 
 
-def test_the_vote_of_an_idle_validator_settles_nothing(court):
+def test_the_verdict_of_an_idle_validator_decides_nothing(court):
     """Two voices for a forgery, of which one did no work, are one: it stands against the third, and nobody is slashed."""
     serve(court, 1)
     name = court.submit(WORKER, court.lease(WORKER))
@@ -263,7 +263,7 @@ def test_a_bug_halfway_through_a_command_leaves_the_state_of_the_log(court, monk
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_no_mixture_of_votes_lapses_and_late_ends_drives_a_balance_below_zero(tmp_path, seed):
+def test_no_mixture_of_verdicts_lapses_and_late_ends_makes_a_balance_negative(tmp_path, seed):
     rng = random.Random(seed)
     law = Law(validator_faults=10_000)
     world = World(tmp_path, JUDGES, law, steps=400, max_staleness=200, audit_rate=0.05)
@@ -285,7 +285,7 @@ def test_no_mixture_of_votes_lapses_and_late_ends_drives_a_balance_below_zero(tm
     assert world.audit().findings == []
 
 
-def test_no_secret_comes_out_while_a_submission_under_it_waits(tmp_path):
+def test_a_link_is_not_published_while_a_submission_of_its_version_waits(tmp_path):
     world = World(tmp_path, JUDGES, steps=20, max_staleness=1)
     for key in (WORKER, "b" * 64):
         world.enter(key)
@@ -301,14 +301,14 @@ def test_no_secret_comes_out_while_a_submission_under_it_waits(tmp_path):
     assert world.state.main.versions[1].revealed
 
 
-def test_a_validator_that_audits_more_than_was_drawn_is_refused_so_that_all_look_at_the_same(court):
+def test_a_verdict_that_audits_more_than_was_drawn_is_refused(court):
     serve(court, 12)
     name = court.submit(WORKER, court.lease(WORKER), draw=0.9)
     with pytest.raises(Refused, match="was audited but not drawn for it"):
         court.judge(name, by=JUDGES[0], audited=True)
 
 
-def test_who_differs_from_two_that_agree_is_idle_whichever_came_first(tmp_path):
+def test_the_validator_that_differs_from_two_that_agree_is_idle_in_any_order(tmp_path):
     for place, idle in enumerate(JUDGES):
         (tmp_path / idle[0]).mkdir()
         world = World(tmp_path / idle[0], JUDGES, steps=200, max_staleness=50)
@@ -323,13 +323,13 @@ def test_who_differs_from_two_that_agree_is_idle_whichever_came_first(tmp_path):
         assert idle in [fault.validator for fault in found if "without doing the work" in fault.cause], place
 
 
-def test_of_two_that_invent_their_numbers_and_an_honest_one_nobody_is_blamed(court):
+def test_nobody_is_blamed_if_two_of_three_validators_invent_their_projections(court):
     name = court.submit(WORKER, court.lease(WORKER), recheck=0.0)
     for number, judge in enumerate(JUDGES):
         assert not bodies(court.judge(name, by=judge, differs_from=JUDGES[:number]), ValidatorFault)
 
 
-def test_a_mild_cheat_that_a_second_look_finds_costs_what_any_refusal_costs(court):
+def test_a_mild_cheat_found_by_a_recheck_costs_what_any_refusal_costs(court):
     serve(court, 3)
     name = court.submit(WORKER, court.lease(WORKER), recheck=0.0)
     court.judge(name, by=JUDGES[0])
@@ -347,7 +347,7 @@ def test_a_refusal_names_one_of_the_runs_checks(court, outcome, check):
         court.judge(submission, outcome, by=judge, check=check)
 
 
-def test_the_names_of_checks_are_those_of_the_checks():
+def test_the_names_of_checks_in_the_rules_equal_those_of_the_checks():
     assert {module.NAME for module in (*MODEL_FREE, *AUDIT)} == set(CHECKS)
 
 

@@ -52,14 +52,14 @@ def test_a_refusal_quarantines_at_once_and_waits_for_a_second_validator(court):
     assert court.state.burned == 40 and court.audit().findings == []
 
 
-def test_a_worker_in_whose_work_two_find_a_forgery_stays_in_quarantine(court):
+def test_a_worker_stays_in_quarantine_if_two_validators_find_a_forgery(court):
     name = court.submit(WORKER, court.lease(WORKER))
     for judge in JUDGES[:2]:
         court.judge(name, "hard", by=judge)
     assert court.state.pending == [] and court.state.members[WORKER].standing == "quarantined"
 
 
-def test_a_lying_validator_alone_slashes_nobody_and_is_named(court):
+def test_one_lying_validator_slashes_nobody_and_is_named(court):
     serve(court, 2)
     name = court.submit(WORKER, court.lease(WORKER))
     court.judge(name, "hard", by=JUDGES[0])
@@ -82,7 +82,7 @@ def test_a_validator_that_is_outvoted_three_times_is_asked_no_more(court):
         court.judge(name, by=JUDGES[0])
 
 
-def test_a_dispute_without_a_third_voice_ends_softly(tmp_path):
+def test_a_dispute_between_the_only_two_validators_costs_only_the_pay(tmp_path):
     world = World(tmp_path, JUDGES[:2], steps=50, max_staleness=9)
     world.enter(WORKER)
     world.publish()
@@ -94,7 +94,7 @@ def test_a_dispute_without_a_third_voice_ends_softly(tmp_path):
     assert world.state.pending == [] and node.credits == 20 and node.failures == 0 and node.refused == 0
 
 
-def test_a_refusal_whose_second_judge_never_comes_ends_without_slash(court):
+def test_a_refusal_without_a_second_verdict_ends_without_a_slash(court):
     serve(court, 1)
     name = court.submit(WORKER, court.lease(WORKER))
     court.judge(name, "hard", by=JUDGES[0])
@@ -108,7 +108,7 @@ def test_a_refusal_whose_second_judge_never_comes_ends_without_slash(court):
     assert court.audit().findings == []
 
 
-def test_an_accepted_submission_that_is_drawn_is_judged_again_and_a_bribed_first_voice_found(court):
+def test_a_recheck_of_an_accepted_submission_finds_a_bribed_first_validator(court):
     serve(court, 3)
     name = court.submit(WORKER, court.lease(WORKER), recheck=0.0)
     assert "group_accepted" in kinds(court.judge(name, by=JUDGES[0]))
@@ -120,7 +120,7 @@ def test_an_accepted_submission_that_is_drawn_is_judged_again_and_a_bribed_first
     assert court.state.rechecks == [] and court.audit().findings == []
 
 
-def test_a_slash_after_a_second_look_ends_trust(court):
+def test_a_slash_after_a_recheck_ends_trust(court):
     serve(court, 12)
     name = court.submit(WORKER, court.lease(WORKER), recheck=0.0)
     for judge, outcome in zip(JUDGES, ("accept", "hard", "hard"), strict=True):
@@ -128,7 +128,7 @@ def test_a_slash_after_a_second_look_ends_trust(court):
     assert court.state.members[WORKER].valid_blocks == 0
 
 
-def test_a_dispute_that_nobody_settles_ends_no_trust(court):
+def test_a_dispute_that_nobody_decides_does_not_end_trust(court):
     serve(court, 3)
     name = court.submit(WORKER, court.lease(WORKER))
     court.judge(name, "hard", by=JUDGES[0])
@@ -208,7 +208,7 @@ def test_a_new_engine_of_a_known_key_is_on_probation_again(court):
     assert len(court.state.submissions[name].audited) == 2
 
 
-def test_a_group_of_great_influence_must_be_audited_though_it_was_not_drawn(court):
+def test_a_group_of_great_influence_must_be_audited_although_it_was_not_drawn(court):
     serve(court, 12)
     name = court.submit(WORKER, court.lease(WORKER), draw=0.5)
     with pytest.raises(Refused, match="drawn for audit"):
@@ -227,7 +227,7 @@ def noisy_world(tmp_path, judges, **rules):
 
 
 @pytest.mark.parametrize("judges", [JUDGES, JUDGES[:2], JUDGES[:1]], ids=len)
-def test_noise_over_time_is_found_by_two_validators_or_the_only_one(tmp_path, judges):
+def test_noise_over_time_is_found_by_two_validators_or_by_the_only_one(tmp_path, judges):
     world = noisy_world(tmp_path, judges)
     node = world.state.members[WORKER]
     while not node.failures and len(world.state.leases) < 40:
@@ -242,7 +242,7 @@ def test_noise_over_time_is_found_by_two_validators_or_the_only_one(tmp_path, ju
     assert world.audit().findings == []
 
 
-def test_figures_that_one_validator_overstates_harm_nobody(tmp_path):
+def test_figures_overstated_by_one_validator_harm_nobody(tmp_path):
     world = noisy_world(tmp_path, JUDGES)
     for turn in range(60):
         if world.state.main.version in world.state.main.batches:
@@ -263,7 +263,7 @@ def test_a_validator_judges_in_its_turn_only(court):
     court.judge(name, by=JUDGES[1])
 
 
-def test_a_validator_that_votes_without_the_work_is_found_by_two_others_and_its_vote_is_void(court):
+def test_two_validators_expose_a_third_that_did_no_work_and_its_verdict_is_void(court):
     serve(court, 1)
     name = court.submit(WORKER, court.lease(WORKER), recheck=0.0)
     court.judge(name, by=JUDGES[0])
@@ -273,7 +273,7 @@ def test_a_validator_that_votes_without_the_work_is_found_by_two_others_and_its_
     assert court.audit().findings == []
 
 
-def test_one_validator_that_accuses_another_alone_harms_nobody(court):
+def test_an_accusation_by_one_validator_alone_harms_nobody(court):
     name = court.submit(WORKER, court.lease(WORKER), recheck=0.0)
     court.judge(name, by=JUDGES[0])
     court.judge(name, by=JUDGES[1], differs_from=JUDGES[:1])
@@ -281,20 +281,20 @@ def test_one_validator_that_accuses_another_alone_harms_nobody(court):
     assert kinds(entries) == ["verdict_given", "rechecked"] and court.state.members[JUDGES[0]].failures == 0
 
 
-def test_voting_twice_changes_nothing(court):
+def test_a_second_verdict_of_the_same_validator_changes_nothing(court):
     name = court.submit(WORKER, court.lease(WORKER))
     court.judge(name, "hard", by=JUDGES[0])
     assert court.judge(name, "hard", by=JUDGES[0]) == [] and court.state.pending == [name]
 
 
-def test_a_vote_after_the_decision_changes_nothing(court):
+def test_a_verdict_after_the_decision_changes_nothing(court):
     name = court.submit(WORKER, court.lease(WORKER))
     court.judge(name, by=JUDGES[0])
     before = state_hash(court.state)
     assert court.judge(name, "hard", by=JUDGES[1]) == [] and state_hash(court.state) == before
 
 
-def test_quarantine_takes_back_what_the_worker_holds_and_that_is_no_lapse(court):
+def test_quarantine_takes_back_the_workers_leases_and_counts_no_lapse(court):
     first = court.lease(WORKER)
     second = court.lease(WORKER, holding=[first.id])
     court.judge(court.submit(WORKER, first), "hard", by=JUDGES[0])
@@ -321,7 +321,7 @@ def test_a_refusal_without_a_slash_costs_eight_blocks_and_leaves_the_rest(court)
     assert court.audit().findings == []
 
 
-def test_a_submission_that_is_overdue_ends_without_a_slash_whatever_was_said(court):
+def test_an_overdue_submission_ends_without_a_slash_whatever_the_verdicts(court):
     """Two hard voices, of which one says that the other did no work: no third came to tell."""
     serve(court, 1)
     name = court.submit(WORKER, court.lease(WORKER))
@@ -333,7 +333,7 @@ def test_a_submission_that_is_overdue_ends_without_a_slash_whatever_was_said(cou
     assert court.state.members[WORKER].credits == 20 and court.state.burned == 0
 
 
-def test_a_submission_that_nobody_has_judged_waits_however_long(court):
+def test_a_submission_without_a_verdict_waits_without_limit(court):
     name = court.submit(WORKER, court.lease(WORKER))
     court.now += 100 * LAW.dispute_s
     court.do(Tick(court.now))
@@ -341,7 +341,7 @@ def test_a_submission_that_nobody_has_judged_waits_however_long(court):
 
 
 @pytest.mark.parametrize("drawn", [True, False])
-def test_groups_that_were_audited_are_evidence_of_the_validator_that_audited_them(tmp_path, drawn):
+def test_an_audited_group_counts_as_evidence_of_the_validator_that_audited_it(tmp_path, drawn):
     world = noisy_world(tmp_path, JUDGES, audit_rate=0.05)
     serve(world, 12)
     before = dict(world.state.members[WORKER].evidence)
@@ -354,7 +354,7 @@ def test_groups_that_were_audited_are_evidence_of_the_validator_that_audited_the
 
 @pytest.mark.parametrize("liar", ["refuses", "accepts", "sleeps", "killed"])
 @pytest.mark.parametrize("seed", range(5))
-def test_with_one_bad_validator_of_three_nobody_honest_is_slashed_and_all_is_decided(tmp_path, liar, seed):
+def test_one_bad_validator_of_three_gets_no_honest_worker_slashed_and_blocks_no_decision(tmp_path, liar, seed):
     rng = random.Random(seed)
     world = World(tmp_path, JUDGES, steps=6, audit_rate=0.3)
     honest, forger = "1" * 64, "2" * 64

@@ -44,7 +44,7 @@ def make_silent(world):
     assert world.state.silent() == {SILENT}
 
 
-def test_a_validator_that_lets_its_turns_pass_holds_up_nobody_after_the_second(court):
+def test_after_two_missed_turns_a_validator_delays_nobody(court):
     waits = []
     for _ in range(6):
         name, since = submitted(court), court.now
@@ -57,7 +57,7 @@ def test_a_validator_that_lets_its_turns_pass_holds_up_nobody_after_the_second(c
     assert court.audit().findings == [] and state_hash(court.audit().state) == state_hash(court.state)
 
 
-def test_what_waits_already_is_handed_to_the_next_when_its_first_falls_silent(court):
+def test_submissions_that_wait_already_go_to_the_next_validator_when_the_first_falls_silent(court):
     let_pass(court)
     name, later = submitted(court), submitted(court)
     court.now += LAW.turn_s
@@ -67,7 +67,7 @@ def test_what_waits_already_is_handed_to_the_next_when_its_first_falls_silent(co
     assert {later, newest} <= set(to_judge(court.state, QUICK, court.now))
 
 
-def test_a_validator_that_comes_back_may_judge_in_its_place_and_one_vote_gives_its_turns_back(court):
+def test_a_validator_that_comes_back_may_judge_and_one_verdict_gives_its_turns_back(court):
     make_silent(court)
     name = submitted(court)
     assert to_judge(court.state, SILENT, court.now) == to_judge(court.state, QUICK, court.now) == [name]
@@ -77,7 +77,7 @@ def test_a_validator_that_comes_back_may_judge_in_its_place_and_one_vote_gives_i
         court.judge(submitted(court), by=QUICK)
 
 
-def test_turns_that_begin_together_are_one_miss_so_that_a_busy_validator_is_not_silent(court):
+def test_missed_turns_that_began_together_count_once_so_that_a_busy_validator_is_not_silent(court):
     """A liar saves up what an honest one has no time for, and votes on all of it at once."""
     names = [submitted(court) for _ in range(5)]
     court.now += LAW.turn_s
@@ -86,7 +86,7 @@ def test_turns_that_begin_together_are_one_miss_so_that_a_busy_validator_is_not_
     assert court.state.members[SILENT].missed == 1 and court.state.silent() == set()
 
 
-def test_a_turn_that_began_before_its_validators_last_vote_is_no_miss(court):
+def test_a_turn_that_began_before_its_validators_last_verdict_is_not_missed(court):
     first, second = submitted(court), submitted(court)
     court.now += LAW.turn_s - 1
     court.judge(first, by=SILENT)
@@ -95,7 +95,7 @@ def test_a_turn_that_began_before_its_validators_last_vote_is_no_miss(court):
     assert court.state.members[SILENT].missed == 0
 
 
-def test_who_votes_early_or_first_pushes_nobody_back(court):
+def test_no_validator_takes_anothers_turn_by_judging_early_or_first(court):
     for _ in range(4):
         name = submitted(court)
         with pytest.raises(Refused, match="first"):
@@ -105,21 +105,21 @@ def test_who_votes_early_or_first_pushes_nobody_back(court):
     assert [court.state.members[key].missed for key in JUDGES] == [0, 0, 0]
 
 
-def test_with_all_validators_silent_the_order_is_as_before(court):
+def test_if_all_validators_are_silent_the_order_stays(court):
     for key in JUDGES:
         court.state.members[key].missed = LAW.missed_turns
     name = submitted(court)
     assert [to_judge(court.state, key, court.now) for key in JUDGES] == [[name], [], []]
 
 
-def test_a_dispute_waits_for_no_silent_validator_and_still_hears_it(court):
+def test_a_dispute_does_not_wait_for_a_silent_validator_but_takes_its_verdict(court):
     make_silent(court)
     name = submitted(court)
     court.judge(name, "hard", by=QUICK)
     assert {key for key in JUDGES if to_judge(court.state, key, court.now)} == {SILENT, THIRD}
 
 
-def test_a_slow_validator_that_votes_in_the_end_is_at_no_fault(court):
+def test_a_slow_validator_is_charged_with_no_fault(court):
     make_silent(court)
     node = court.state.members[SILENT]
     assert node.standing == "new" and node.failures == 0 and SILENT in court.state.judges()
@@ -161,7 +161,7 @@ def wait_of(world, key):
     raise AssertionError("it gets none within the longest wait")
 
 
-def test_who_lets_leases_lapse_waits_twice_as_long_each_time_and_at_most_an_hour(tmp_path):
+def test_the_wait_after_a_lapse_doubles_each_time_up_to_an_hour(tmp_path):
     world = World(tmp_path, steps=200, max_staleness=0, lease_s=LEASE_S)
     world.enter(STRANGER)
     world.publish()
@@ -176,7 +176,7 @@ def test_who_lets_leases_lapse_waits_twice_as_long_each_time_and_at_most_an_hour
     assert world.audit().findings == [] and state_hash(world.audit().state) == state_hash(world.state)
 
 
-def test_work_handed_in_ends_the_wait_even_if_it_comes_late(tmp_path):
+def test_a_submission_ends_the_wait_even_if_it_comes_late(tmp_path):
     """The honest slow worker, alone: every lease lapses, each is filled all the same, and it never waits."""
     world = World(tmp_path, steps=200, max_staleness=0, lease_s=LEASE_S)
     world.enter(STRANGER)
@@ -190,7 +190,7 @@ def test_work_handed_in_ends_the_wait_even_if_it_comes_late(tmp_path):
     assert (node.lapsed, node.dropped) == (6, 0) and node.accepted == 12 and world.audit().findings == []
 
 
-def test_leases_given_back_at_the_same_moment_are_one_drop(run):
+def test_leases_given_back_at_the_same_moment_count_as_one_drop(run):
     first = run.lease(PROVEN)
     second = run.lease(PROVEN, [first.id])
     run.do(ReturnLeases(PROVEN, (first.id, second.id), run.now))
@@ -198,7 +198,7 @@ def test_leases_given_back_at_the_same_moment_are_one_drop(run):
     assert (node.lapsed, node.dropped) == (2, 1)
 
 
-def test_what_a_newcomer_dropped_goes_to_who_has_accepted_work(run):
+def test_a_block_that_a_newcomer_dropped_goes_to_a_worker_with_accepted_work(run):
     lost = drop(run, STRANGER)
     with pytest.raises(Wait, match="withheld for other workers"):
         run.lease(NEWCOMER)
@@ -206,27 +206,27 @@ def test_what_a_newcomer_dropped_goes_to_who_has_accepted_work(run):
     assert run.audit().findings == []
 
 
-def test_what_nobody_proven_takes_in_time_goes_to_a_newcomer(run):
+def test_a_block_that_no_proven_worker_takes_in_time_goes_to_a_newcomer(run):
     lost = drop(run, STRANGER)
     waited_s, lease = wait_of(run, NEWCOMER)
     assert waited_s == LEASE_S and lease.blocks == lost.blocks
 
 
 @pytest.mark.parametrize("standing", ["kicked", "quarantined"])
-def test_nothing_is_kept_for_who_gets_no_leases(run, standing):
+def test_no_block_is_kept_for_a_worker_that_gets_no_leases(run, standing):
     lost = drop(run, STRANGER)
     run.state.members[PROVEN].standing = standing
     assert run.lease(NEWCOMER).blocks == lost.blocks
 
 
-def test_who_dropped_a_block_does_not_get_it_again_while_another_may(run):
+def test_a_dropped_block_is_withheld_from_the_worker_that_dropped_it(run):
     lost = drop(run, PROVEN)
     with pytest.raises(Wait, match="withheld for other workers"):
         run.lease(PROVEN)
     assert run.lease(NEWCOMER).blocks == lost.blocks, "not kept for the one that dropped it either"
 
 
-def test_a_block_that_is_handed_in_and_refused_is_kept_for_nobody(run):
+def test_a_refused_block_is_kept_for_nobody(run):
     lease = drop(run, STRANGER)
     run.judge(run.submit(STRANGER, lease), "soft")
     assert run.lease(NEWCOMER).blocks == lease.blocks

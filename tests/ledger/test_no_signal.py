@@ -43,7 +43,7 @@ def test_what_was_accepted_without_signal_stays_paid(tmp_path):
     assert world.state.phase == "paused" and world.state.members[WORKER].credits == 60
 
 
-def test_a_resumed_run_counts_anew(tmp_path):
+def test_a_resumed_run_starts_its_count_again(tmp_path):
     world = world_of(tmp_path)
     for _ in range(2):
         for _ in range(3):
@@ -54,7 +54,7 @@ def test_a_resumed_run_counts_anew(tmp_path):
     assert_holds(world)
 
 
-def test_a_group_with_signal_and_a_batch_begin_the_count_anew(tmp_path):
+def test_a_group_with_signal_or_a_batch_starts_the_count_again(tmp_path):
     world = world_of(tmp_path)
     for _ in range(4):
         world.serve(WORKER, rewards=FLAT)
@@ -66,7 +66,7 @@ def test_a_group_with_signal_and_a_batch_begin_the_count_anew(tmp_path):
     assert_holds(world)
 
 
-def test_work_in_hand_is_judged_while_the_run_waits_and_forms_its_batch(tmp_path):
+def test_work_already_leased_is_judged_while_the_run_is_paused_and_forms_its_batch(tmp_path):
     world = world_of(tmp_path)
     world.enter("b" * 64)
     others = [world.lease("b" * 64)]
@@ -81,7 +81,7 @@ def test_work_in_hand_is_judged_while_the_run_waits_and_forms_its_batch(tmp_path
 
 
 @pytest.mark.parametrize(("action", "phase"), [("pause", "paused"), ("drain", "ended")])
-def test_a_host_that_pauses_or_drains_the_run_itself_is_not_overruled(tmp_path, action, phase):
+def test_a_run_that_its_host_paused_or_drained_is_left_as_it_is(tmp_path, action, phase):
     world = world_of(tmp_path, max_flat_groups=2)
     name = world.submit(WORKER, world.lease(WORKER))
     world.do(Admin(action, "", world.now))
@@ -91,7 +91,7 @@ def test_a_host_that_pauses_or_drains_the_run_itself_is_not_overruled(tmp_path, 
 
 
 @pytest.mark.parametrize("limit", [0, 1000])
-def test_no_limit_or_a_higher_one_lets_the_run_go_on(tmp_path, limit):
+def test_without_a_limit_or_below_it_the_run_goes_on(tmp_path, limit):
     """Logs of runs that had no such rule have limit 0: they are replayed as they were made."""
     world = world_of(tmp_path, max_flat_groups=limit)
     for _ in range(20):
@@ -113,7 +113,7 @@ def test_a_resumed_folder_may_have_another_limit(tmp_path):
     assert_holds(world)
 
 
-def test_a_few_groups_without_signal_are_not_worth_a_word(tmp_path):
+def test_a_few_groups_without_signal_are_not_reported(tmp_path):
     world = world_of(tmp_path)
     world.serve(WORKER, rewards=FLAT)
     assert without_signal(world.state, world.state.main) == ""

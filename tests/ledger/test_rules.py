@@ -104,7 +104,7 @@ def test_a_lapsed_block_is_leased_again_with_the_same_slots(world):
         world.submit("a" * 64, lost)
 
 
-def test_an_honest_slow_worker_passes_when_nobody_took_its_block(world):
+def test_an_honest_slow_worker_is_paid_if_nobody_took_its_block(world):
     lease = world.lease("a" * 64)
     world.now += 11
     world.do(Tick(world.now))
@@ -114,7 +114,7 @@ def test_an_honest_slow_worker_passes_when_nobody_took_its_block(world):
     assert world.state.main.free == []
 
 
-def test_a_submission_for_a_version_too_old_is_superseded(world):
+def test_a_submission_for_a_version_that_is_too_old_is_superseded(world):
     slow = world.lease("a" * 64)
     world.enter("b" * 64)
     for _ in range(2):
@@ -196,7 +196,7 @@ def test_a_kicked_node_cannot_join_again(world):
         world.enter("a" * 64)
 
 
-def test_a_worker_of_another_dtype_than_the_runs_is_refused_at_the_door(world):
+def test_a_worker_of_another_dtype_than_the_runs_is_refused_when_it_joins(world):
     with pytest.raises(Refused, match="samples in float32, the worker offers bfloat16"):
         world.do(Enter("b" * 64, Join("worker", "b", 0.0, "test", "bfloat16", "cpu"), world.now))
 
@@ -229,7 +229,7 @@ def test_a_version_is_published_once(world):
         world.publish(1)
 
 
-def test_a_version_may_be_signed_again_and_keeps_its_work(world):
+def test_a_version_that_is_signed_again_keeps_its_work(world):
     name = world.submit("a" * 64, world.lease("a" * 64))
     world.do(Publish(TRAINER, 0, world.state.main.versions[0].root, "signed again", {}, world.now))
     assert world.state.main.versions[0].manifest == "signed again" and world.state.main.version == 0
@@ -237,7 +237,7 @@ def test_a_version_may_be_signed_again_and_keeps_its_work(world):
     assert world.audit().findings == []
 
 
-def test_synchronous_batches_go_by_slot_number_whatever_the_order(tmp_path):
+def test_synchronous_batches_are_ordered_by_slot_whatever_the_order_of_submission(tmp_path):
     world = World(tmp_path, max_staleness=0, steps=2)
     for letter in "ab":
         world.enter(letter * 64)
@@ -264,7 +264,7 @@ def makers(world, step):
     return [world.state.maker_of(world.state.main, place)[0] for place in world.state.main.batches[step]]
 
 
-def test_a_batch_takes_no_more_of_a_worker_than_its_share_in_the_order_of_acceptance(tmp_path):
+def test_a_batch_takes_at_most_its_share_from_each_worker_in_the_order_of_acceptance(tmp_path):
     world = shared(tmp_path, "ab")
     world.serve("a" * 64)
     world.serve("a" * 64)
@@ -288,7 +288,7 @@ def test_a_worker_that_has_filled_its_share_of_the_coming_batches_waits_and_the_
     world.lease("a" * 64)
 
 
-def test_a_surplus_beyond_its_share_never_keeps_others_from_work(tmp_path):
+def test_a_workers_surplus_never_keeps_others_from_work(tmp_path):
     """One group a worker, blocks of two: half of all work is surplus, and the run still ends."""
     world = shared(tmp_path, "abcd", worker_share=0.25)
     while world.state.phase != "ended":
@@ -303,7 +303,7 @@ def test_a_surplus_beyond_its_share_never_keeps_others_from_work(tmp_path):
     assert world.audit().findings == []
 
 
-def test_a_run_whose_other_workers_are_missing_waits_until_one_comes(tmp_path):
+def test_a_run_waits_for_a_second_worker_if_the_first_has_filled_its_share(tmp_path):
     world = shared(tmp_path, "a")
     with pytest.raises(Wait, match="share"):
         while True:
@@ -328,7 +328,7 @@ def test_the_share_is_a_whole_number_of_groups_and_at_least_one(share, groups):
     assert groups_a_worker(rules(worker_share=share, batch_groups=100)) == groups
 
 
-def test_length_beyond_the_paid_tokens_earns_nothing_and_is_still_learned_from(tmp_path):
+def test_tokens_beyond_the_paid_ones_earn_nothing_and_are_still_learned_from(tmp_path):
     world = World(tmp_path, paid_tokens=3)
     world.enter("a" * 64)
     world.publish()
@@ -340,7 +340,7 @@ def test_length_beyond_the_paid_tokens_earns_nothing_and_is_still_learned_from(t
     assert world.audit().findings == []
 
 
-def test_influence_is_that_of_the_groups_which_batches_took(tmp_path):
+def test_influence_counts_only_the_groups_that_batches_took(tmp_path):
     world = shared(tmp_path, "ab")
     world.serve("a" * 64, tokens=100)
     world.serve("a" * 64, tokens=100)
@@ -360,7 +360,7 @@ def test_a_paused_run_gives_no_leases_and_a_kicked_node_none_either(world):
         world.lease("a" * 64)
 
 
-def test_a_draining_run_finishes_what_is_out_and_ends(world):
+def test_a_draining_run_finishes_its_open_leases_and_ends(world):
     name = world.submit("a" * 64, world.lease("a" * 64))
     world.do(Admin("drain", "", world.now))
     with pytest.raises(Wait, match="draining"):
@@ -371,7 +371,7 @@ def test_a_draining_run_finishes_what_is_out_and_ends(world):
 
 
 @pytest.mark.parametrize("action", ["drain", "pause"])
-def test_a_run_that_leases_nothing_new_gives_a_worker_that_comes_back_its_own_lease(world, action):
+def test_a_run_that_leases_nothing_new_returns_its_open_lease_to_a_worker_that_comes_back(world, action):
     """Else it stays open, and a draining run does not end, until the deadline."""
     lease = world.lease("a" * 64)
     world.do(Admin(action, "", world.now))
@@ -401,7 +401,7 @@ def test_nothing_is_taken_after_the_end(world):
         world.submit("a" * 64, lease)
 
 
-def test_a_versions_secrets_come_out_only_when_nothing_can_be_sent_for_it(world):
+def test_a_versions_links_are_published_only_when_nothing_can_be_sent_for_it(world):
     """At max_staleness 1, work for version 0 is taken until version 2 is there."""
     revealed = []
     for version in (1, 2):
@@ -461,7 +461,7 @@ def test_a_failed_commit_leaves_memory_as_the_disk(world, monkeypatch):
 
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize(("staleness", "share"), [(0, 1.0), (1, 1.0), (1, 0.25), (3, 0.5)])
-def test_any_order_of_moves_keeps_the_books_balanced(tmp_path, seed, staleness, share):
+def test_balances_add_up_after_any_order_of_moves(tmp_path, seed, staleness, share):
     """A random crowd of honest, slow, lying and restarting nodes: the audit finds nothing and the run ends."""
     rng = random.Random(seed)
     world = World(tmp_path, max_staleness=staleness, steps=4, worker_share=share)

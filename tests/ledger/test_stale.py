@@ -67,7 +67,7 @@ def test_a_lease_that_can_still_be_filled_is_given_to_its_worker_again(tmp_path)
     assert_holds(world)
 
 
-def test_the_slots_of_a_stale_lease_come_to_nothing(tmp_path):
+def test_the_slots_of_a_stale_lease_are_void(tmp_path):
     world = world_of(tmp_path)
     lost = world.lease(SLOW)
     next_version(world)
@@ -107,7 +107,7 @@ def test_a_stale_lease_costs_neither_pay_nor_a_wait(tmp_path):
     assert_holds(world)
 
 
-def test_workers_that_are_late_as_often_as_each_other_pay_nothing(tmp_path):
+def test_workers_that_are_equally_often_late_pay_nothing(tmp_path):
     """They sleep in turn, and each loses a lease each time: clearly more than the margin, but as often as the run."""
     world = world_of(tmp_path)
     for turn in range(40):
@@ -136,7 +136,7 @@ def hold(world, times):
         world.do(Tick(world.now))
 
 
-def test_who_holds_leases_until_they_are_stale_more_often_than_others_pays_as_for_lapses(tmp_path):
+def test_a_worker_whose_leases_go_stale_more_often_than_others_pays_as_for_lapses(tmp_path):
     world = world_of(tmp_path, lease_s=10.0)
     for _ in range(10):
         world.serve(SLOW)
@@ -151,7 +151,7 @@ def test_who_holds_leases_until_they_are_stale_more_often_than_others_pays_as_fo
     assert_holds(world)
 
 
-def test_what_is_still_out_at_the_end_of_a_run_is_nobodys_fault(tmp_path):
+def test_a_lease_that_is_open_at_the_end_of_a_run_costs_nothing(tmp_path):
     """Two leases of a worker, of which the last batches had room for one."""
     world = world_of(tmp_path, steps=2, max_staleness=2, worker_share=0.5)
     first = world.lease(SLOW)
@@ -169,7 +169,7 @@ def test_what_is_still_out_at_the_end_of_a_run_is_nobodys_fault(tmp_path):
     assert_holds(world)
 
 
-def test_a_log_of_earlier_rules_keeps_its_stale_leases_and_holds(tmp_path):
+def test_a_log_of_earlier_rules_replays_with_its_stale_leases_open(tmp_path):
     """Such a run goes on as it began: its log says which rules it was made by."""
     world = world_of(tmp_path, law=as_version(LAW, 0))
     lost = world.lease(SLOW)

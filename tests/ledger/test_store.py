@@ -18,7 +18,7 @@ def store(tmp_path):
     return Store(sqlite_url(tmp_path / "log.sqlite"))
 
 
-def test_too_many_open_files_are_not_called_a_full_disk(store):
+def test_too_many_open_files_are_not_reported_as_a_full_disk(store):
     store.close()  # so that the next call opens the file again
     with no_more_files(), pytest.raises(StateError) as caught:
         store.append([ENTRY])
@@ -27,7 +27,7 @@ def test_too_many_open_files_are_not_called_a_full_disk(store):
     assert [row for row, _ in store.read()] == [b"{}"]
 
 
-def test_a_full_disk_is_called_so(store):
+def test_a_full_disk_is_reported_as_one(store):
     with store._engine.connect() as connection:
         pages = connection.exec_driver_sql("PRAGMA page_count").scalar_one()
 
@@ -40,14 +40,14 @@ def test_a_full_disk_is_called_so(store):
         store.append([Entry(0, 1.0, "", None, b"x" * 100_000, "0" * 64)])  # type: ignore[arg-type]
 
 
-def test_a_log_that_may_not_be_written_is_called_so(store):
+def test_a_read_only_log_is_reported_as_one(store):
     with store._engine.connect() as connection:
         connection.exec_driver_sql("PRAGMA query_only = 1")
     with pytest.raises(StateError, match=r"readonly database\. Make the file and its folder writable"):
         store.append([ENTRY])
 
 
-def test_a_log_that_another_program_holds_is_called_so(store, tmp_path):
+def test_a_log_that_another_program_locks_is_reported_as_locked(store, tmp_path):
     with store._engine.connect() as connection:
         connection.exec_driver_sql("PRAGMA busy_timeout = 10")
     other = sqlite3.connect(tmp_path / "log.sqlite")

@@ -93,7 +93,7 @@ def test_the_book_alone_appends_to_a_log():
     assert {path for path, words in opened.items() if "read_only" not in words} == {"roles/coordinator/role.py"}
 
 
-def test_no_function_of_the_ledger_is_nameless():
+def test_no_function_of_the_ledger_is_named_underscore():
     for path in LEDGER.rglob("*.py"):
         names = [node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
         assert "_" not in names, path

@@ -88,7 +88,7 @@ HELD = {
 
 
 @pytest.mark.parametrize("forgery", HELD)
-def test_what_no_log_may_hold_is_named(lines, forgery):
+def test_an_event_that_no_log_may_hold_is_named(lines, forgery):
     edit, named = HELD[forgery]
     assert any(named in finding for finding in findings(edit(lines)))
 
@@ -113,7 +113,7 @@ LED_TO = {
 
 
 @pytest.mark.parametrize("forgery", LED_TO)
-def test_what_the_rules_do_not_lead_to_is_named(lines, forgery):
+def test_an_event_that_the_rules_do_not_lead_to_is_named(lines, forgery):
     edit, named = LED_TO[forgery]
     assert any(named in finding for finding in findings(edit(lines)))
 
@@ -126,7 +126,7 @@ def test_an_event_rewritten_with_its_own_hash_breaks_the_chain(lines):
         verify([*rows[:5], (other.data, other.hash), *rows[6:]])
 
 
-def test_an_edit_of_the_last_event_is_found_though_none_follows(lines):
+def test_an_edit_of_the_last_event_is_found_although_none_follows(lines):
     *rows, (data, name) = rows_of(lines)
     with pytest.raises(StateError, match="broken at event"):
         verify([*rows, (data.replace(b"1000.0", b"1001.0"), name)])

@@ -22,7 +22,7 @@ def blobs(tmp_path):
     return FolderBlobs(tmp_path / "blobs")
 
 
-def test_what_is_put_is_got_and_counted_once(blobs):
+def test_a_blob_that_is_put_can_be_read_and_is_counted_once(blobs):
     digest = blobs.put(DATA)
     assert digest == wire.digest(DATA) and blobs.put(DATA) == digest
     assert blobs.get(digest) == DATA and blobs.has(digest)
@@ -30,7 +30,7 @@ def test_what_is_put_is_got_and_counted_once(blobs):
     assert (blobs.folder / digest[:2] / digest).read_bytes() == DATA
 
 
-def test_what_is_deleted_is_gone_and_no_longer_counted(blobs):
+def test_a_deleted_blob_is_gone_and_no_longer_counted(blobs):
     digest = blobs.put(DATA)
     blobs.delete(digest)
     blobs.delete(digest)
@@ -60,7 +60,7 @@ def test_an_upload_is_kept_under_its_hash_or_leaves_nothing(blobs):
     assert list((blobs.folder / "unfinished").iterdir()) == []
 
 
-def test_damage_on_disk_is_refused_and_healed_by_the_next_put(blobs):
+def test_a_damaged_blob_is_refused_and_repaired_by_the_next_put(blobs):
     digest = blobs.put(DATA)
     (blobs.folder / digest[:2] / digest).write_bytes(b"S" + DATA[1:])
     with pytest.raises(StateError, match="damaged"):
@@ -90,7 +90,7 @@ def test_a_full_disk_is_a_state_error_and_leaves_no_trace(blobs, monkeypatch):
     assert list((blobs.folder / "unfinished").iterdir()) == []
 
 
-def test_too_many_open_files_are_not_called_a_full_disk(blobs):
+def test_too_many_open_files_are_not_reported_as_a_full_disk(blobs):
     with no_more_files(), pytest.raises(StateError) as caught:
         blobs.put(DATA)
     assert "too many files" in str(caught.value) and "space" not in str(caught.value)

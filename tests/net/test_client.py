@@ -103,7 +103,7 @@ def test_all_faults_together_leave_exactly_one_effect(seed, toy, time, connect):
     assert toy.deposits == {str(i): i for i in range(40)}
 
 
-def test_pauses_grow_to_their_cap_and_are_drawn(time):
+def test_pauses_grow_to_their_limit_and_are_random(time):
     client = scripted(time, *[httpx.ConnectError("refused")] * 12, ours())
     get(client)
     assert len(time.slept) == 12
@@ -111,7 +111,7 @@ def test_pauses_grow_to_their_cap_and_are_drawn(time):
     assert time.slept[-1] > LONGEST_RETRY_S / 2
 
 
-def test_waiting_is_said_aloud_with_what_and_how_long(time):
+def test_a_long_wait_is_reported_with_its_cause_and_length(time):
     said: list[str] = []
     client = scripted(time, *[httpx.ConnectError("refused")] * 20, ours(), on_wait=said.append)
     get(client)
@@ -119,13 +119,13 @@ def test_waiting_is_said_aloud_with_what_and_how_long(time):
     assert re.search(r"http://toy \(GET /open\) for [5-9] s: refused", said[0])
 
 
-def test_a_deadline_ends_the_trying_in_time(time):
+def test_tries_end_by_the_deadline(time):
     error = fails(scripted(time, httpx.ConnectError("refused")), deadline_s=10)
     assert "GET /open" in str(error) and "refused" in str(error)
     assert sum(time.slept) <= 10
 
 
-def test_the_server_says_how_long_to_stay_away(time):
+def test_a_client_waits_as_long_as_the_server_says(time):
     client = scripted(
         time, ours(429, b'{"error":"slow down","code":"too_many_requests"}', **{"retry-after": "7"}), ours()
     )
@@ -134,7 +134,7 @@ def test_the_server_says_how_long_to_stay_away(time):
 
 
 @pytest.mark.parametrize("status", [408, 429, 500, 502, 503, 504, 507])
-def test_what_may_pass_is_tried_again(status, time):
+def test_a_temporary_fault_is_tried_again(status, time):
     assert get(scripted(time, ours(status, b'{"error":"e","code":"c"}'), ours())).total == 1
     assert len(time.slept) == 1
 
@@ -154,7 +154,7 @@ def test_a_damaged_answer_is_asked_for_again(time, body):
         ("/nowhere", PeerRefused, "openapi"),
     ],
 )
-def test_a_refusal_becomes_its_error_at_once(toy, connect, time, path, kind, word):
+def test_a_refusal_becomes_an_error_at_once(toy, connect, time, path, kind, word):
     with pytest.raises(kind, match=word):
         asyncio.run(connect(toy.app, KEY).get(path))
     assert time.slept == []
@@ -256,7 +256,7 @@ def test_a_bad_url_is_refused_with_the_right_form(url):
         Client(url)
 
 
-def test_another_web_server_is_told_from_ours(time):
+def test_another_web_server_is_recognised_as_such(time):
     client = scripted(time, foreign(404, b"<h1>nginx</h1>"))
     assert "is not a shoal node" in str(fails(client)) and time.slept == []
 
@@ -272,25 +272,25 @@ def wrapping(cause: Exception) -> httpx.ConnectError:
     return error
 
 
-def test_an_unknown_host_is_an_error_at_first_and_waited_out_later(time):
+def test_an_unknown_host_is_an_error_on_the_first_call_and_waited_out_later(time):
     unknown = wrapping(socket.gaierror(-2, "Name or service not known"))
     assert "no host named toy" in str(fails(scripted(time, unknown)))
     client = scripted(time, ours(), unknown, ours())
     assert [get(client).total, get(client).total] == [1, 1]
 
 
-def test_a_bad_certificate_is_an_error_always(time):
+def test_a_bad_certificate_is_always_an_error(time):
     bad = ssl.SSLCertVerificationError(1, "certificate verify failed")
     bad.verify_message = "certificate has expired"
     assert "certificate has expired" in str(fails(scripted(time, wrapping(bad))))
 
 
-def test_tls_where_there_is_none_and_none_where_there_is(time):
+def test_https_to_a_server_without_tls_and_http_to_one_with_tls_are_named(time):
     assert "does not speak TLS" in str(fails(scripted(time, wrapping(ssl.SSLError(1, "wrong version number")))))
     assert "does not speak HTTP" in str(fails(scripted(time, httpx.RemoteProtocolError("illegal status line"))))
 
 
-def test_nothing_listening_is_said_in_one_line():
+def test_a_port_where_nothing_listens_is_reported_in_one_line():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # bound, not listening: connections are refused
         client = Client(f"http://127.0.0.1:{taken.getsockname()[1]}", KEY)
@@ -298,7 +298,7 @@ def test_nothing_listening_is_said_in_one_line():
     assert "Check that it is running" in str(error)
 
 
-def test_a_blob_is_verified_and_damage_fetched_again(time):
+def test_a_damaged_blob_is_fetched_again(time):
     blob = b"weights"
     right, wrong = ours(body=blob), ours(body=b"Weights")
     digest = wire.digest(blob)

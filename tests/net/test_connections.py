@@ -33,7 +33,7 @@ def signed(time: Time, body: bytes) -> dict[str, str]:
 # --- how many ---
 
 
-def test_idle_connections_make_room_for_newcomers_the_longest_idle_first(toy):
+def test_the_connection_that_was_idle_longest_makes_room_for_a_newcomer(toy):
     async def story():
         async with serving(toy.app, Limits(total=8, trusted=("127.0.0.1",))) as port, wires(port, 8) as flood:
             assert await flood[0].ask(OPEN) == 200  # so the second is idle for longer now
@@ -45,7 +45,7 @@ def test_idle_connections_make_room_for_newcomers_the_longest_idle_first(toy):
     run(story())
 
 
-def test_an_idle_flood_of_any_size_keeps_no_client_from_its_answers(toy):
+def test_idle_connections_in_any_number_keep_no_client_from_its_answers(toy):
     """The client's own idle connection is closed too; it notices, and makes another."""
 
     async def story():
@@ -58,7 +58,7 @@ def test_an_idle_flood_of_any_size_keeps_no_client_from_its_answers(toy):
     run(story())
 
 
-def test_requests_in_flight_are_not_closed_for_a_newcomer_who_is_told_to_come_back(toy):
+def test_a_newcomer_is_told_to_come_back_and_requests_in_flight_stay(toy):
     """Long polls fill the server: each is answered, and one more is refused with a reason."""
     release = asyncio.Event()
 
@@ -81,7 +81,7 @@ def test_requests_in_flight_are_not_closed_for_a_newcomer_who_is_told_to_come_ba
     run(story())
 
 
-def test_one_address_has_a_share_and_others_pass(toy):
+def test_one_address_gets_a_share_of_the_connections_and_others_pass(toy):
     async def story():
         limits = Limits(per_address=3, trusted=("127.0.0.1",))
         crowd, stranger = "127.0.0.2", "127.0.0.3"
@@ -99,7 +99,7 @@ def test_one_address_has_a_share_and_others_pass(toy):
 
 
 @pytest.mark.parametrize("trusted", ["127.0.0.2", "127.0.0.0/30"])
-def test_a_trusted_proxy_has_as_many_connections_as_there_are(toy, trusted):
+def test_a_trusted_proxy_may_hold_all_connections(toy, trusted):
     async def story():
         limits = Limits(per_address=3, trusted=(trusted,))
         async with serving(toy.app, limits) as port, wires(port, 9, "127.0.0.2") as many:
@@ -124,7 +124,7 @@ def test_the_address_of_a_client_is_taken_from_a_trusted_proxy_alone(time):
     assert run(story()) == ([200, 200], [200, 429])
 
 
-def test_what_is_closed_for_others_is_said_in_the_log_and_not_each_time(toy, caplog):
+def test_closed_connections_are_logged_but_not_each_one(toy, caplog):
     async def story():
         limits = Limits(total=2, trusted=("127.0.0.1",))
         async with serving(toy.app, limits) as port, wires(port, 10):
@@ -175,7 +175,7 @@ def test_a_header_without_end_is_cut_off_at_its_size(toy, header):
     assert status == 431 and b"MAX_HEADER_BYTES" in body
 
 
-def test_headers_that_end_are_held_to_the_same_size_when_they_come_at_once(toy):
+def test_a_complete_header_is_held_to_the_same_size(toy):
     async def story():
         async with serving(toy.app, Limits(header_bytes=4000)) as port, wires(port, 2) as (long, short):
             assert await short.ask(request("GET", "/open", headers={"x": "y" * 3000})) == 200
@@ -240,7 +240,7 @@ def test_a_client_that_uses_one_connection_for_long_keeps_it(toy):
     assert run(story()) == [200] * 9
 
 
-def test_a_client_that_takes_nothing_of_its_answer_is_cut_off_and_a_slow_one_is_not():
+def test_a_client_that_does_not_read_its_answer_is_cut_off_and_a_slow_one_is_not():
     async def large(_: Request) -> Response:
         async def parts():
             for _ in range(400):
@@ -290,7 +290,7 @@ def test_a_request_before_the_answer_to_the_last_ends_the_connection(toy):
     assert run(story()) == 200
 
 
-def test_garbage_is_answered_and_ends_the_connection_without_a_line_in_the_log(toy, caplog):
+def test_garbage_is_answered_and_ends_the_connection_without_a_log_line(toy, caplog):
     async def story():
         async with serving(toy.app, Limits()) as port, wires(port) as (one,):
             one.send(b"\x16\x03\x01 not http\r\n\r\n")
@@ -311,7 +311,7 @@ def test_a_chunked_body_is_refused_for_want_of_a_length(toy, time):
     assert run(story()) == [411, 411] and toy.deposits == {}
 
 
-def test_an_unsigned_body_is_refused_before_it_comes_and_never_held(toy):
+def test_an_unsigned_body_is_refused_before_it_arrives_and_is_not_kept(toy):
     """The sender can read why while its body is still on the way, and nothing is kept of what comes after."""
 
     async def story():
@@ -325,7 +325,7 @@ def test_an_unsigned_body_is_refused_before_it_comes_and_never_held(toy):
     assert status == 401 and b"unsigned" in body and closed
 
 
-def test_after_the_rest_of_a_refused_body_the_connection_is_used_again(toy, time):
+def test_a_connection_is_used_again_after_the_rest_of_a_refused_body(toy, time):
     async def story():
         limits = Limits(rest_s=0.2, header_s=0.2, idle_s=0.3)
         async with serving(toy.app, limits) as port, wires(port) as (one,):
@@ -339,7 +339,7 @@ def test_after_the_rest_of_a_refused_body_the_connection_is_used_again(toy, time
     assert run(story()) and toy.deposits == {"a": 5}
 
 
-def test_a_refused_body_is_taken_up_to_a_size_and_no_further(toy, monkeypatch):
+def test_the_rest_of_a_refused_body_is_read_up_to_a_limit(toy, monkeypatch):
     monkeypatch.setattr(connections.constants, "MAX_DISCARDED_BYTES", 100_000)
 
     async def story():
@@ -357,7 +357,7 @@ def test_a_refused_body_is_taken_up_to_a_size_and_no_further(toy, monkeypatch):
     [(GOOD, len(GOOD), 200), (b"y" * len(GOOD), len(GOOD), 400), (GOOD, 900, 408), (GOOD, 5000, 413)],
     ids=["honest", "another body", "less than declared", "too long"],
 )
-def test_a_body_is_what_its_signed_headers_say(time, body, length, status):
+def test_a_body_must_be_what_its_signed_headers_say(time, body, length, status):
     toy = Toy(time, body_window=(0.2, 100))
 
     async def story():
@@ -368,7 +368,7 @@ def test_a_body_is_what_its_signed_headers_say(time, body, length, status):
     assert run(story()) == status and toy.deposits == ({"a": 5} if status == 200 else {})
 
 
-def test_a_slow_link_hands_in_its_body(time):
+def test_a_body_over_a_slow_link_is_accepted(time):
     """At two and a half times the slowest rate, over two windows: as 20 kB/s are to the product's."""
     assert 2 * constants.BODY_WINDOW_BYTES / constants.BODY_WINDOW_S < 20_000
     toy = Toy(time, body_window=(0.25, 200))

@@ -73,7 +73,7 @@ def test_the_clock_refusal_names_the_skew(toy, time):
     assert "3600 s behind" in refusal(response).error
 
 
-def test_a_header_that_stands_twice_is_refused(toy, time):
+def test_a_header_that_occurs_twice_is_refused(toy, time):
     headers = [*signed(time, GOOD).items(), ("shoal-run", "run-2")]
     response = call(toy.app, "POST", "/deposits", content=GOOD, headers=headers)
     assert response.status_code == 400 and "shoal-run" in refusal(response).error
@@ -89,7 +89,7 @@ def test_a_header_that_stands_twice_is_refused(toy, time):
         ("bug", 500, "internal"),
     ],
 )
-def test_each_error_of_ours_has_its_status(toy, what, status, code, caplog):
+def test_each_of_our_errors_has_its_status(toy, what, status, code, caplog):
     caplog.set_level(logging.CRITICAL)
     response = call(toy.app, "GET", f"/raise/{what}")
     assert (response.status_code, refusal(response).code) == (status, code)
@@ -152,7 +152,7 @@ def test_a_body_that_stalls_is_refused(parts):
     assert caught.value.status == 408
 
 
-def test_a_slow_body_that_goes_on_is_taken():
+def test_a_slow_body_that_keeps_coming_is_accepted():
     class Slow(Stream):
         async def receive(self) -> dict:
             await asyncio.sleep(0.01)
@@ -255,7 +255,7 @@ def test_bombs_are_wire_errors(body):
 # --- rates ---
 
 
-def test_a_flood_from_one_address_is_held_back_before_signatures_are_verified(time):
+def test_a_flood_from_one_address_is_limited_before_signatures_are_verified(time):
     toy = Toy(time, address_rate=(1.0, 2))
     answers = [call(toy.app, "POST", "/deposits", content=GOOD) for _ in range(3)]
     assert [a.status_code for a in answers] == [401, 401, 429]
@@ -264,7 +264,7 @@ def test_a_flood_from_one_address_is_held_back_before_signatures_are_verified(ti
     assert call(toy.app, "GET", "/open").status_code == 200
 
 
-def test_a_flood_from_one_key_is_held_back_and_another_key_passes(time):
+def test_a_flood_from_one_key_is_limited_and_another_key_passes(time):
     toy = Toy(time, key_rate=(1.0, 1))
     assert call(toy.app, "POST", "/deposits", content=GOOD, headers=signed(time, GOOD)).status_code == 200
     assert call(toy.app, "POST", "/deposits", content=GOOD, headers=signed(time, GOOD)).status_code == 429
@@ -279,18 +279,18 @@ def test_a_flood_from_one_key_is_held_back_and_another_key_passes(time):
     assert call(toy.app, "POST", "/deposits", content=GOOD, headers=other).status_code == 200
 
 
-def test_an_honest_slow_caller_is_never_held_back():
+def test_an_honest_slow_caller_is_never_made_to_wait():
     buckets = server.Buckets(per_s=1.0, burst=3)
     assert all(buckets.take("a", float(second)) == 0.0 for second in range(1000))
 
 
-def test_a_clock_set_back_gives_no_tokens_and_takes_none():
+def test_a_clock_that_is_set_back_neither_gives_nor_takes_tokens():
     buckets = server.Buckets(per_s=1.0, burst=2)
     assert [buckets.take("a", now) for now in (100.0, 50.0)] == [0.0, 0.0]
     assert buckets.take("a", 50.0) > 0
 
 
-def test_buckets_forget_the_longest_idle_past_their_number(monkeypatch):
+def test_the_bucket_that_was_idle_longest_is_forgotten_beyond_the_limit(monkeypatch):
     monkeypatch.setattr(server.constants, "MAX_BUCKETS", 2)
     buckets = server.Buckets(per_s=1.0, burst=1)
     for name in ("a", "b", "c"):
@@ -308,6 +308,6 @@ def test_buckets_forget_the_longest_idle_past_their_number(monkeypatch):
         ("x", "x"),
     ],
 )
-def test_addresses_of_one_home_are_rated_together(host, name):
+def test_ipv6_addresses_of_one_network_share_a_rate(host, name):
     request = Request({"type": "http", "headers": [], "client": (host, 1)})
     assert server.address_of(request) == name

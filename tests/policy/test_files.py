@@ -32,7 +32,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("tied", [False, True])
-def test_the_shapes_that_a_spec_promises_are_the_models(family: str, tied: bool) -> None:
+def test_the_shapes_that_a_spec_promises_equal_the_models(family: str, tied: bool) -> None:
     spec = tiny_spec(TinyPolicy(family=family, width=16, layers=2, heads=4, kv_heads=2, mlp_width=24, tied=tied))  # type: ignore[arg-type]
     model = Transformer(spec)
     assert {name: tuple(p.shape) for name, p in model.named_parameters()} == spec.tensor_shapes()
@@ -69,7 +69,7 @@ def test_tensors_are_listed_with_dtype_shape_and_hash(checkpoint: Path) -> None:
     assert list(listed) == sorted(listed)
 
 
-def test_saving_replaces_what_stood_there_and_leaves_nothing_else(checkpoint: Path) -> None:
+def test_saving_replaces_the_old_checkpoint_and_leaves_nothing_else(checkpoint: Path) -> None:
     model = load_policy(checkpoint)
     initialise(model, seed=9)
     before = tensors_of(checkpoint)
@@ -200,7 +200,7 @@ def test_a_hostile_index_of_shards_is_refused(index: dict[str, Any], tmp_path: P
         find_tensors(tmp_path)
 
 
-def test_a_config_of_another_model_is_refused_with_the_tensors_name(checkpoint: Path) -> None:
+def test_a_config_that_does_not_fit_the_weights_is_refused_with_the_tensors_name(checkpoint: Path) -> None:
     config = json.loads((checkpoint / "config.json").read_text())
     for change, says in (
         ({"intermediate_size": 25}, "gate_proj|down_proj|up_proj"),
@@ -267,7 +267,7 @@ def test_a_directory_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_a_spec_survives_its_own_config(family: str, tmp_path: Path) -> None:
+def test_a_spec_reads_back_from_its_own_config(family: str, tmp_path: Path) -> None:
     spec = tiny_spec(TinyPolicy(family=family, width=32, heads=4, kv_heads=2, tied=True))  # type: ignore[arg-type]
     (tmp_path / "config.json").write_text(json.dumps(spec.to_hf()))
     assert PolicySpec.from_directory(tmp_path) == spec

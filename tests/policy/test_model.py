@@ -85,7 +85,7 @@ def test_rotation_is_read_from_the_key_that_transformers_reads(keys: dict[str, A
     assert (theirs - ours).abs().max() < 1e-4
 
 
-def test_padding_on_the_right_changes_nothing_on_its_left() -> None:
+def test_padding_on_the_right_does_not_change_earlier_positions() -> None:
     model = _model("qwen3", tied=False)
     with torch.no_grad():
         whole = model(TOKENS_BT)
@@ -95,7 +95,7 @@ def test_padding_on_the_right_changes_nothing_on_its_left() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_gradients_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+def test_gradients_equal_those_of_transformers(family: str, tmp_path: Path) -> None:
     model = _model(family, tied=False)
     save_policy(model, tmp_path / "policy", "float32")
     peer = AutoModelForCausalLM.from_pretrained(tmp_path / "policy")
@@ -138,7 +138,7 @@ def test_the_whole_model_agrees_with_finite_differences() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_all_rows_begin_with_is_computed_once_and_changes_nothing(
+def test_a_prefix_that_all_rows_share_is_computed_once_with_the_same_result(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = _model(family, tied=False)
@@ -160,7 +160,7 @@ def test_what_all_rows_begin_with_is_computed_once_and_changes_nothing(
         assert (shared - apart).abs().max() < 1e-5 * max(1.0, float(apart.abs().max()))
 
 
-def test_equal_rows_keep_a_last_token_of_their_own() -> None:
+def test_the_last_token_of_equal_rows_is_computed_for_each_row() -> None:
     model = _model("qwen3", tied=True)
     with torch.no_grad():
         expected_TD = model(TOKENS_BT[:1])[0]

@@ -31,7 +31,7 @@ def test_matrices_of_the_layers_are_rounded_and_nothing_else(tmp_path: Path) -> 
     assert changed == {name for name, _ in before.named_parameters() if name.endswith("_proj.weight")}
 
 
-def test_rounding_twice_changes_almost_nothing_more(tmp_path: Path) -> None:
+def test_rounding_a_second_time_changes_almost_nothing(tmp_path: Path) -> None:
     weight_OI = torch.randn(16, 64, generator=torch.Generator().manual_seed(1))
     once_OI = dequantised(*quantised(weight_OI))
     assert torch.allclose(dequantised(*quantised(once_OI)), once_OI, rtol=1e-6)

@@ -115,7 +115,7 @@ def test_any_reply_continues_the_templates_text(chatml: Path, content: str, role
     assert renderer.start(messages)[len(opening) + 1 :] == [renderer.eos_id, *renderer.reply(content, role)]
 
 
-def test_control_tokens_end_a_turn_and_words_of_the_text_do_not(chatml: Path, tiny: Path) -> None:
+def test_only_control_tokens_end_a_turn(chatml: Path, tiny: Path) -> None:
     renderer, peer = Renderer.from_directory(chatml), AutoTokenizer.from_pretrained(chatml)
     specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     assert renderer.stop_ids == frozenset(peer.convert_tokens_to_ids(specials))
@@ -185,7 +185,9 @@ def test_a_damaged_tokenizer_is_refused_in_one_line(
         "{% for a in range(1000000) %}x{% endfor %}",
     ],
 )
-def test_a_template_reaches_nothing_outside_and_its_errors_are_ours(template: str, tiny: Path, tmp_path: Path) -> None:
+def test_a_template_reaches_nothing_outside_and_its_errors_become_ours(
+    template: str, tiny: Path, tmp_path: Path
+) -> None:
     for path in tiny.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     (tmp_path / "chat_template.jinja").write_text(template)

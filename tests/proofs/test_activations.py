@@ -77,7 +77,7 @@ def test_other_number_of_proofs_than_of_groups_is_hard_for_all(asking, count):
     assert [(v.outcome, v.check, v.bound) for v in judged(asking, proofs)] == [("hard", "shape", 4)] * 4
 
 
-def test_a_bad_proof_of_one_group_leaves_the_others_alone(asking):
+def test_a_bad_proof_of_one_group_does_not_affect_the_others(asking):
     for bad in (b"", bytes(66), prove([-states(r) for r in asking.groups[1].rollouts])):
         proofs = proofs_of(asking)
         proofs[1] = bad
@@ -96,7 +96,7 @@ def test_one_bad_chunk_brings_no_pay_and_no_slash_and_is_located(asking):
     assert verdict.figure > verdict.bound
 
 
-def test_unaudited_proofs_are_not_looked_at_but_must_be_there(asking):
+def test_proofs_of_groups_that_are_not_audited_must_be_there_but_are_not_read(asking):
     proofs = [bytes(66)] * 4
     assert {v.outcome for v in judged(asking, proofs, audited=())} == {"accept"}
     assert {v.outcome for v in judged(asking, proofs[:3], audited=())} == {"hard"}
@@ -116,7 +116,7 @@ def test_a_run_that_asks_for_proofs_is_scored_with_hidden_states(asking):
         judged(asking, proofs_of(asking))
 
 
-def test_a_projection_is_of_one_key_and_one_submission(asking):
+def test_a_projection_is_bound_to_one_key_and_one_submission(asking):
     """The same activations under two keys, and of a second submission under the same keys: no number serves twice."""
     keys, proofs, shown = ("aa" * 32, "bb" * 32), tuple(proofs_of(asking)), []
     for implementation in ("by hand", "by another hand"):
@@ -160,12 +160,12 @@ def outcome(found):
         ([(0, 0.02)] * 4, "hard"),
     ],
 )
-def test_chunks_are_judged_by_number_and_by_mean(chunks, expected):
+def test_chunks_are_judged_by_mismatches_and_by_mean_error(chunks, expected):
     assert outcome(figures(*chunks)) == expected
 
 
 @pytest.mark.parametrize("chunks", [[(0, 0.0016)] + [(0, 0.0)] * 3, [(0, 0.0011)] * 4, [(2, 0.004), (0, 0.001)]])
-def test_the_least_bound_passes_and_less_does_not(chunks):
+def test_the_least_bound_passes_and_a_smaller_one_does_not(chunks):
     found = figures(*chunks)
     assert judge(found, least_bound(found) * 1.001) is None
     assert judge(found, least_bound(found) * 0.999) is not None

@@ -34,7 +34,7 @@ def test_the_embedded_engine_has_the_bounds_of_its_dtypes(rules):
         assert bounds_for(rules, LOCAL, LOCAL, replayed) == RULES.bounds[f"float32/{replayed}"]
 
 
-def test_dtypes_without_bounds_have_none_whatever_is_claimed(rules):
+def test_a_claim_gives_no_bounds_to_dtypes_that_have_none(rules):
     for claimed in (LOCAL, "shoal-loose/1", "float32/int8"):
         assert bounds_for(rules, claimed, LOCAL, "int8") is None
 

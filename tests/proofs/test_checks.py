@@ -73,13 +73,13 @@ def test_without_audit_the_model_is_not_asked(desk):
     assert desk.prefills == [] and not any(v.audited for v in verdicts)
 
 
-def test_only_groups_that_pass_without_model_are_prefilled(desk):
+def test_only_groups_that_pass_the_checks_without_the_model_are_prefilled(desk):
     verdicts = desk.judge(desk.body(desk.replace(0, task=5)), audited=(0, 1))
     assert desk.prefills == [4]
     assert [(v.outcome, v.audited) for v in verdicts[:2]] == [("hard", False), ("accept", True)]
 
 
-def test_a_group_of_great_influence_is_audited_though_it_was_not_drawn(desk):
+def test_a_group_of_great_influence_is_audited_although_it_was_not_drawn(desk):
     """Draws of 0.5 at a rate of 5 %: what moves the policy twenty times as far as the run's mean is due all the same."""
     body = desk.body()
     for mean_influence, audited in ((1e-3, True), (1e9, False)):
@@ -109,7 +109,7 @@ def test_arrays_that_do_not_fit_each_other_are_hard(desk, fields):
 
 
 @pytest.mark.parametrize("name", ["token_ids", "author", "logprobs"])
-def test_array_with_a_byte_too_many_is_hard(desk, name):
+def test_an_array_with_an_extra_byte_is_hard(desk, name):
     longer = getattr(desk.groups[0].rollouts[1], name) + b"\0"
     assert first(desk.judge(desk.body(desk.edit(0, 1, **{name: longer})))) == ("hard", "shape")
 
@@ -209,11 +209,11 @@ def test_other_number_of_groups_than_leased_is_hard(desk, change):
     assert [(v.outcome, v.check, v.bound) for v in verdicts] == [("hard", "shape", 4)] * 4
 
 
-def test_unasked_proofs_are_hard(desk):
+def test_proofs_that_were_not_asked_for_are_hard(desk):
     assert first(desk.judge(desk.resubmit(proofs=(b"proof",)))) == ("hard", "shape")
 
 
-def test_one_group_that_does_not_decode_leaves_the_others_alone(desk):
+def test_one_group_that_does_not_decode_does_not_affect_the_others(desk):
     _, *others = desk.encoded_groups()
     outcomes = [v.outcome for v in desk.judge(desk.resubmit(groups=(b"\x81\xa1x", *others)))]
     assert outcomes == ["hard", "accept", "accept", "accept"]
@@ -271,7 +271,7 @@ def test_invented_answer_of_the_environment_is_soft(desk):
     assert judge_one(desk, tokens_T, author_T, "environment") == ("soft", "environment")
 
 
-def test_text_of_one_author_claimed_as_the_others_is_refused(desk):
+def test_text_claimed_for_the_wrong_author_is_refused(desk):
     tokens_T, author_T, _ = arrays(desk.groups[0].rollouts[1])
     start = int(np.flatnonzero(author_T)[0])
     answer = start + int(np.flatnonzero(author_T[start:] == ENVIRONMENT)[0])
@@ -322,7 +322,7 @@ def test_turn_that_fills_its_room_without_a_stop_ends_by_length(desk):
 
 
 @pytest.mark.parametrize("method", ["task", "reset"])
-def test_task_that_the_environment_cannot_begin_is_void_whatever_was_sent(desk, method):
+def test_a_task_that_the_environment_cannot_begin_is_void_whatever_was_sent(desk, method):
     def fail(task):
         raise RuntimeError("no such word list")
 
@@ -356,7 +356,7 @@ def test_missing_rollouts_are_soft_and_extra_ones_hard(desk):
     assert first(desk.judge(desk.body(desk.replace(0, rollouts=(*rollouts, rollouts[0]))))) == ("hard", "shape")
 
 
-def test_rollouts_alike_are_not_refused_for_being_alike(desk):
+def test_equal_rollouts_are_not_refused_for_being_equal(desk):
     same = (desk.groups[0].rollouts[0],) * 4
     assert first(desk.judge(desk.body(desk.replace(0, rollouts=same)), audited=(0,))) == ("accept", "")
 
@@ -386,7 +386,7 @@ def gaps_of(*gaps):
         ((float("nan"),), "hard"),
     ],
 )
-def test_gaps_are_judged_by_size_number_and_sum(desk, gaps, outcome):
+def test_gaps_are_judged_by_size_count_and_sum(desk, gaps, outcome):
     desk.gaps = gaps_of(*gaps)
     verdict = desk.judge(desk.body(), audited=(1,))[1]
     assert verdict.outcome == outcome
@@ -394,7 +394,7 @@ def test_gaps_are_judged_by_size_number_and_sum(desk, gaps, outcome):
     assert np.isfinite(verdict.figure)
 
 
-def test_gaps_ground_out_just_under_the_flip_bound_fail_by_their_sum(desk):
+def test_many_gaps_just_below_the_flip_bound_fail_by_their_sum(desk):
     desk.gaps = lambda request: np.full(len(request.policy_positions), 9e-4, dtype=np.float32)
     verdict = desk.judge(desk.body(), audited=(0,))[0]
     assert (verdict.outcome, verdict.check, verdict.rollout) == ("soft", "sampling", -1)
@@ -408,13 +408,13 @@ def flips_of(desk, counts):
     desk.gaps = lambda request: np.float32(0.25) * (np.arange(len(request.policy_positions)) < flips[request.seed])
 
 
-def test_too_many_flips_in_one_rollout_are_refused_though_the_group_may_have_them(desk):
+def test_too_many_flips_in_one_rollout_are_refused_although_the_group_may_have_them(desk):
     flips_of(desk, (0, 3, 0, 0))  # at 1 in 1,000 honest tokens, 2 of these 20 or so, and 3 of the group's 90
     verdict = desk.judge(desk.body(), audited=(0,))[0]
     assert (verdict.check, verdict.rollout, verdict.figure, verdict.bound) == ("sampling", 1, 3, 2)
 
 
-def test_too_many_flips_in_a_group_are_refused_though_each_rollout_may_have_them(desk):
+def test_too_many_flips_in_a_group_are_refused_although_each_rollout_may_have_them(desk):
     flips_of(desk, (1, 1, 1, 1))
     verdict = desk.judge(desk.body(), audited=(0,))[0]
     assert (verdict.check, verdict.rollout, verdict.figure, verdict.bound) == ("sampling", -1, 4, 3)
@@ -422,7 +422,7 @@ def test_too_many_flips_in_a_group_are_refused_though_each_rollout_may_have_them
     assert first(desk.judge(desk.body(), audited=(0,))) == ("accept", "")
 
 
-def test_one_flip_in_a_group_passes_and_stands_in_the_verdict(desk):
+def test_one_flip_in_a_group_passes_and_is_in_the_verdict(desk):
     first_seed = desk.context(1).requests(desk.groups[1])[0].seed
     desk.gaps = lambda request: np.float32(0.0015) * (np.arange(len(request.policy_positions)) == 0) * (
         request.seed == first_seed
@@ -458,14 +458,14 @@ def test_each_rollout_is_replayed_under_the_seed_of_its_place(desk):
 @pytest.mark.parametrize(
     ("claimed", "outcome"), [(-1.005, "accept"), (-1.05, "soft"), (-1.5, "hard"), (float("nan"), "hard")]
 )
-def test_claimed_log_probs_must_be_the_policys(desk, claimed, outcome):
+def test_claimed_log_probs_must_be_those_of_the_policy(desk, claimed, outcome):
     desk.logprobs = lambda request: np.full(len(request.policy_positions), claimed, dtype=np.float32)
     verdict = desk.judge(desk.body(), audited=(3,))[3]
     assert (verdict.outcome, verdict.check) == (outcome, "" if outcome == "accept" else "logprobs")
     assert np.isfinite(verdict.figure)
 
 
-def test_engine_that_fails_is_our_fault_not_the_workers(desk):
+def test_a_failing_engine_is_not_blamed_on_the_worker(desk):
     def broken(request):
         raise ShoalError("out of memory")
 

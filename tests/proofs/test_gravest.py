@@ -42,7 +42,7 @@ def test_one_mild_logprob_does_not_shield_invented_ones(order):
     assert failure is not None and not failure.mild and failure.rollout == (1, 0)[order < 0]
 
 
-def test_only_mild_ones_stay_mild_and_the_first_is_told():
+def test_mild_failures_alone_stay_mild_and_the_first_is_reported():
     group, ctx = group_and_context([0.0, MILD_GAP, MILD_GAP], [0.0, 0.0, 0.0])
     failure = sampling.check(group, ctx)
     assert failure is not None and failure.mild and failure.rollout == 1

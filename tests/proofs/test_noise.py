@@ -14,11 +14,11 @@ def noise(gaps: dict[float, int], tokens: int, off: float) -> Noise:
     return Noise(gaps_N, np.full(tokens, off))
 
 
-def test_quiet_machines_get_no_bound_below_the_least() -> None:
+def test_no_bound_is_below_the_least_however_small_the_noise() -> None:
     assert propose(noise({}, 20_000, 1e-5), 20_000, safety=2.0) == LEAST
 
 
-def test_bounds_are_the_safety_times_what_was_measured() -> None:
+def test_bounds_are_the_measured_noise_times_the_safety_factor() -> None:
     # 22 of 20,000 gaps are 0.125, so that is the 99.99th percentile too; one is 0.5, above the bound of 0.25.
     bounds = propose(noise({0.125: 22, 0.5: 1}, 20_000, 0.15), 20_000, safety=2.0)
     assert bounds.gap == pytest.approx(0.25)
@@ -27,22 +27,22 @@ def test_bounds_are_the_safety_times_what_was_measured() -> None:
     assert bounds.logprob == pytest.approx(0.3)
 
 
-def test_bounds_are_rounded_up_never_down() -> None:
+def test_bounds_are_rounded_up() -> None:
     bounds = propose(noise({0.1234: 40}, 20_000, 0.1234), 20_000, safety=1.0)
     assert (bounds.gap, bounds.logprob) == (0.13, 0.13)
 
 
-def test_a_share_that_was_not_seen_may_be_three_in_the_tokens_unless_it_is_out_of_reach() -> None:
+def test_without_flips_the_bound_is_three_in_the_tokens_unless_the_gaps_make_flips_impossible() -> None:
     assert propose(noise({}, 1000, 0.01), 1000, safety=2.0).flipped == 3 / 1000
     assert propose(noise({}, 1000, LEAST.gap / 4), 1000, safety=2.0).flipped == LEAST.flipped
 
 
-def test_measurements_are_joined_token_by_token() -> None:
+def test_joined_measurements_keep_every_token() -> None:
     both = joined([noise({0.5: 1}, 3, 0.1), noise({}, 2, 0.2)])
     assert both.gaps_N.tolist() == [0.5, 0, 0, 0, 0] and both.off_N.tolist() == [0.1, 0.1, 0.1, 0.2, 0.2]
 
 
-def test_power_is_sorted_by_entropy_and_counts_what_exceeds_the_bound() -> None:
+def test_power_is_given_by_entropy_and_counts_tokens_beyond_the_bound() -> None:
     bounds = Bounds(gap=0.1, flipped=1e-5, mean_gap=1e-6, logprob=0.1)
     entropy_P = np.array([2.0, 0.0, 2.0, 0.0])
     gaps_P = np.array([1.0, 0.05, 1.0, 0.0], dtype=np.float32)

@@ -35,7 +35,7 @@ def test_a_known_root_never_changes():
     assert merkle_root([b"a", b"b", b"c"]).hex() == "5b94d7e164472380f76036b131a512072e48dcdb885c453e46209270f6d20da4"
 
 
-def test_an_inner_node_passes_for_no_leaf():
+def test_an_inner_node_does_not_pass_as_a_leaf():
     inner = leaf(b"a") + leaf(b"b")
     assert merkle_root([inner, b"c"]) != merkle_root([b"a", b"b", b"c"])
     assert merkle_root([node(leaf(b"a"), leaf(b"b")), b"c"]) != merkle_root([b"a", b"b", b"c"])

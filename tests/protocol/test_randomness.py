@@ -65,7 +65,7 @@ def test_slot_seed_changes_with_each_of_its_parts() -> None:
     assert len(seeds) == 6 and all(len(seed) == 32 for seed in seeds)
 
 
-def test_the_samples_of_a_group_have_seeds_of_their_own() -> None:
+def test_each_sample_of_a_group_has_its_own_seed() -> None:
     assert len({sample_seed(SEED, index) for index in range(1000)}) == 1000
 
 

@@ -32,7 +32,7 @@ def submission(num_groups, group_size, max_tokens, proofs):
 
 
 @pytest.mark.parametrize("shape", [(1, 2, 8, False), (7, 4, 100, True), (3, 16, 2000, False), (16, 8, 33, True)])
-def test_a_full_submission_fits_its_bound_closely(shape):
+def test_a_full_submission_is_just_within_its_bound(shape):
     made = len(submission(*shape))
     assert made <= submission_bytes(*shape) <= 4 * made + 8192
 
@@ -41,7 +41,7 @@ LAWS = [(16, 4, 512), (16, 4, 8192), (16, 256, 512), (2, 1024, 16), (64, 1, 64),
 
 
 @pytest.mark.parametrize(("group_size", "block_groups", "max_tokens"), LAWS)
-def test_all_that_is_said_of_the_largest_lease_fits(group_size, block_groups, max_tokens):
+def test_every_message_about_the_largest_lease_fits(group_size, block_groups, max_tokens):
     law = t.Rules(group_size, block_groups, 4, 1, 10, 60.0, 1.0, "float32", {})
     sampling = t.Sampling(1.0, 8, max_tokens)
     blocks = most_lease_blocks(law, sampling, [t.EnvSpec(ENV, HASH, 10**9, 1.0, {})])
@@ -71,12 +71,12 @@ def test_the_largest_batch_fits_and_twice_as_much_would_not(group_size):
     assert len(to_json(t.Batch(4095, (member,) * (2 * groups)))) > MAX_JSON_BYTES
 
 
-def test_one_more_group_than_the_most_would_pass_a_bound():
+def test_one_group_more_than_the_most_would_exceed_a_bound():
     most = most_lease_groups(16, 8192, True, [ENV])
     assert submission_bytes(most, 16, 8192, True) <= MAX_SUBMISSION_BYTES < submission_bytes(most + 1, 16, 8192, True)
 
 
-def test_what_other_rooms_allow_is_what_is_reckoned_with():
+def test_the_sizes_assumed_here_are_those_that_other_rooms_allow():
     assert REASON_BYTES > MAX_REASON_CHARS
     assert all(
         submission_bytes(1, 1, n, True) - submission_bytes(1, 1, n, False) == proof_bytes(n)

@@ -9,12 +9,12 @@ from shoal.protocol.wire import WireError, from_json, to_json
 
 
 @pytest.mark.parametrize("name", ["[" * 500, "]" * 500 + "[" * 500, '\\"[{' * 100, "\\" * 33 + '"' + "{" * 99])
-def test_brackets_inside_strings_are_no_nesting(name):
+def test_brackets_inside_strings_do_not_count_as_nesting(name):
     join = Join("worker", name, 0.0, "x", "float32", "cpu")
     assert from_json(to_json({"body": join, "of": [[[name]]]}), dict[str, Any])["of"] == [[[name]]]
 
 
-def test_a_string_that_never_ends_is_refused_in_one_look():
+def test_a_string_that_never_ends_is_refused_in_one_pass():
     for data in (b'["' * 200_000, b'"' + b'\\"' * 200_000 + b"[" * 40, b'{"a":"' + b"{" * 200_000):
         with pytest.raises(WireError):
             from_json(data, dict[str, Any])
@@ -27,7 +27,7 @@ def test_deep_nesting_is_refused_and_shallow_is_not(depth):
         from_json(b"[" * depth + b"]" * depth, list[Any])
 
 
-def test_label_of_an_environment_is_sent_only_where_it_is_not_the_name():
+def test_the_label_of_an_environment_is_sent_only_if_it_is_not_the_name():
     old = b'{"name":"wordle","digest":"d","num_tasks":1,"weight":1.0,"args":{}}'
     spec = from_json(old, EnvSpec)
     assert spec.label == "wordle" and to_json(spec) == old

@@ -24,6 +24,6 @@ def test_each_rollout_is_held_to_the_staleness_bound(make_rows):
     assert selection == (rows[1:4], 0, 2)
 
 
-def test_a_batch_of_nothing_gives_no_rows_and_counts_what_was_left_out(make_rows):
+def test_a_batch_without_usable_groups_gives_no_rows_and_counts_what_was_left_out(make_rows):
     members, rows_G = [member((1.0, 1.0)), member((1.0, 0.0))], [make_rows(2), make_rows(2)]
     assert select(members, rows_G, algorithm=Grpo(), version=3, max_staleness=2) == ([], 1, 2)

@@ -17,7 +17,7 @@ def tuned(make_model, seed=0):
     return losses, model.state_dict()
 
 
-def test_the_loss_falls_to_nearly_nothing_on_what_can_be_learnt(make_model):
+def test_the_loss_falls_to_almost_zero_on_a_task_that_can_be_learned(make_model):
     losses, _ = tuned(make_model)
     assert len(losses) == 60 and losses[0] > 3.0 and losses[-1] < 0.1
 

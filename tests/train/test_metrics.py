@@ -18,7 +18,7 @@ def test_each_line_is_one_json_object(tmp_path):
     ]
 
 
-def test_a_failing_write_is_counted_and_said_once(tmp_path, caplog):
+def test_failing_writes_are_counted_and_logged_once(tmp_path, caplog):
     metrics = MetricsLog(tmp_path / "missing" / "metrics.jsonl")
     for step in range(3):
         metrics.write({"step": step})
@@ -40,7 +40,7 @@ def test_a_metric_of_each_environment_is_declared_once_for_all_labels(tmp_path):
     assert metrics.failures == 1
 
 
-def test_half_a_line_of_a_killed_writer_spoils_no_other(tmp_path):
+def test_half_a_line_of_a_killed_writer_does_not_damage_other_lines(tmp_path):
     file = tmp_path / "metrics.jsonl"
     MetricsLog(file).write({"step": 0})
     with file.open("ab") as torn:
@@ -49,14 +49,14 @@ def test_half_a_line_of_a_killed_writer_spoils_no_other(tmp_path):
     assert read_metrics(file) == [{"step": 0}, {"step": 1}]
 
 
-def test_of_a_repeated_step_the_last_line_counts(tmp_path):
+def test_the_last_line_of_a_repeated_step_counts(tmp_path):
     metrics = MetricsLog(tmp_path / "metrics.jsonl")
     for step, loss in ((0, 1.0), (1, 2.0), (1, 3.0)):
         metrics.write({"step": step, "loss": loss})
     assert read_metrics(metrics.path) == [{"step": 0, "loss": 1.0}, {"step": 1, "loss": 3.0}]
 
 
-def test_no_file_is_no_metrics(tmp_path):
+def test_a_missing_file_gives_no_metrics(tmp_path):
     assert read_metrics(tmp_path / "metrics.jsonl") == []
 
 

@@ -37,7 +37,7 @@ def test_packing_covers_each_row_once_within_the_budget(lengths, budget_tokens):
 
 
 @given(st.integers(1, 6), st.integers(6, 16), st.integers(64, 128), st.integers(1, 32), st.integers(1, 4096))
-def test_group_with_a_prompt_to_share_is_cut_only_where_it_alone_exceeds_the_budget(
+def test_a_group_with_a_shared_prompt_is_split_only_if_it_alone_exceeds_the_budget(
     groups, size, prompt, answer, budget_tokens
 ):
     rows = [row for number in range(groups) for row in group_of(number + 1, [answer] * size, prompt)]

@@ -84,12 +84,12 @@ def test_bytes_of_another_group_are_refused():
         rows_of(group_bytes(HONEST, HONEST), member_of(b"another"))
 
 
-def test_bytes_that_are_no_group_are_refused():
+def test_bytes_that_are_not_a_group_are_refused():
     with pytest.raises(PeerError, match="not a valid Group"):
         rows_of(b"\x93\x01\x02")
 
 
-def test_a_whole_number_of_values_is_demanded():
+def test_an_array_must_have_a_whole_number_of_values():
     rollout = make_rollout(**HONEST, version=3, ending="environment")
     broken = type(rollout)(rollout.token_ids + b"\0", rollout.author, rollout.logprobs, 3, "environment")
     data = to_msgpack(Group(slot=9, task=1, env="wordle", rollouts=(broken, rollout)))

@@ -20,7 +20,7 @@ def test_the_gap_is_the_largest_difference_of_any_token(make_model, make_rows):
     assert largest_gap_nats(learner, replace(row, behaviour_logp_P=off_P)) == pytest.approx(0.5, abs=1e-6)
 
 
-def test_another_temperature_shows(make_model, make_rows):
+def test_another_temperature_increases_the_gap(make_model, make_rows):
     row = make_rows(1)[0]
     honest_P = Learner(make_model(), TrainConfig(), temperature=1.0, steps=1).logprobs([row])[0]
     other = Learner(make_model(), TrainConfig(), temperature=0.8, steps=1)

@@ -94,7 +94,7 @@ def test_every_metric_of_a_step_is_declared(make_model, make_rows):
     assert found.keys() <= metrics.METRICS.keys()
 
 
-def test_metrics_count_what_they_say(make_model, make_rows):
+def test_metrics_have_the_values_that_their_names_say(make_model, make_rows):
     rows = make_rows(4, version=3) + make_rows(2, seed=1, version=5)
     clock = iter([10.0, 12.0])
     found = learner_of(make_model(), clock=lambda: next(clock)).step(rows, 5)

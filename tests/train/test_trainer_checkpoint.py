@@ -81,17 +81,17 @@ def test_a_state_comes_back_as_it_was_saved(tmp_path):
     assert same(load_state(tmp_path), small_state(7))
 
 
-def test_nothing_saved_is_none(tmp_path):
+def test_without_a_saved_state_none_is_loaded(tmp_path):
     assert load_state(tmp_path / "trainer") is None
 
 
-def test_the_last_two_are_kept(tmp_path):
+def test_the_last_two_states_are_kept(tmp_path):
     for version in range(4):
         save_state(tmp_path, small_state(version))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["v000002", "v000003"]
 
 
-def test_the_checksums_are_those_of_sha256sum(tmp_path):
+def test_the_checksums_equal_those_of_sha256sum(tmp_path):
     folder = save_state(tmp_path, small_state(1))
     subprocess.run(["sha256sum", "--check", "--strict", "SHA256SUMS"], cwd=folder, check=True, capture_output=True)
 
@@ -202,7 +202,7 @@ def test_a_full_disk_says_what_to_do_and_loses_nothing(tmp_path, monkeypatch):
         assert load_state(folder).version in (2, 3)
 
 
-def test_a_folder_that_cannot_be_written_is_said_in_one_line(tmp_path):
+def test_a_folder_that_cannot_be_written_is_reported_in_one_line(tmp_path):
     (tmp_path / "trainer").write_text("a file")
     with pytest.raises(StateError, match="cannot save the trainer's state of version 1") as raised:
         save_state(tmp_path / "trainer", small_state(1))

@@ -61,7 +61,7 @@ def same(directory: Path, checkpoint: Path) -> bool:
     return mine == {name: theirs[name] for name in ("config.json", "model.safetensors", "tokenizer.json")}
 
 
-def test_what_is_fetched_is_what_was_published(checkpoint, origin, tmp_path):
+def test_the_fetched_version_equals_the_published_one(checkpoint, origin, tmp_path):
     manifest = published(checkpoint, origin)
     directory = run(manifest, [origin], tmp_path / "cache")
     assert same(directory, checkpoint) and directory.name == directory_name(manifest)
@@ -80,7 +80,7 @@ def test_an_empty_file_travels(checkpoint, origin, tmp_path):
     assert same(run(published(checkpoint, origin), [origin], tmp_path / "cache"), checkpoint)
 
 
-def test_a_version_that_is_here_is_not_fetched_again(checkpoint, origin, tmp_path):
+def test_a_version_on_disk_is_not_fetched_again(checkpoint, origin, tmp_path):
     manifest = published(checkpoint, origin)
     first = run(manifest, [origin], tmp_path / "cache")
     assert run(manifest, [], tmp_path / "cache") == first
@@ -94,7 +94,7 @@ def test_chunks_that_the_sink_keeps_are_not_sent_again(checkpoint, origin):
     assert asyncio.run(story).files == first.files and not sent.held
 
 
-def test_a_version_that_was_damaged_since_is_mended(checkpoint, origin, tmp_path):
+def test_a_version_that_was_damaged_on_disk_is_repaired(checkpoint, origin, tmp_path):
     manifest = published(checkpoint, origin)
     directory = run(manifest, [origin], tmp_path / "cache")
     data = bytearray((directory / "model.safetensors").read_bytes())
@@ -106,7 +106,7 @@ def test_a_version_that_was_damaged_since_is_mended(checkpoint, origin, tmp_path
 
 
 @pytest.mark.parametrize("kind", [Lying, Short, Dying])
-def test_a_bad_source_is_blamed_and_left_and_another_used(kind, checkpoint, origin, tmp_path):
+def test_a_bad_source_is_named_and_another_one_used(kind, checkpoint, origin, tmp_path):
     manifest = published(checkpoint, origin)
     bad = origin.other(kind, "http://bad")
     blamed: list[tuple[str, str]] = []
@@ -123,7 +123,7 @@ def test_when_all_sources_are_bad_each_fault_is_named(checkpoint, origin, tmp_pa
     assert [path.name for path in (tmp_path / "cache").iterdir()] == [f".partial-{directory_name(manifest)}"]
 
 
-def test_without_sources_it_says_so(checkpoint, origin, tmp_path):
+def test_a_fetch_without_sources_says_so(checkpoint, origin, tmp_path):
     with pytest.raises(PeerError, match="no source"):
         run(published(checkpoint, origin), [], tmp_path / "cache")
 
@@ -136,14 +136,14 @@ def test_several_sources_share_the_work(checkpoint, origin, tmp_path):
     assert min(len(origin.asked), len(twin.asked)) >= len(origin.held) // 3
 
 
-def test_a_source_that_is_stuck_holds_nothing_up(checkpoint, origin, tmp_path, monkeypatch):
+def test_a_source_that_hangs_delays_nothing(checkpoint, origin, tmp_path, monkeypatch):
     monkeypatch.setattr(fetch_module, "STRAGGLER_S", 0.02)
     manifest = published(checkpoint, origin)
     stuck = origin.other(Stuck, "http://stuck")
     assert same(run(manifest, [stuck, origin], tmp_path / "cache"), checkpoint)
 
 
-def test_what_was_fetched_before_a_failure_is_not_fetched_again(checkpoint, origin, tmp_path):
+def test_chunks_fetched_before_a_failure_are_not_fetched_again(checkpoint, origin, tmp_path):
     manifest = published(checkpoint, origin)
     with pytest.raises(PeerError):
         run(manifest, [origin.other(Dying, "http://dead")], tmp_path / "cache")
@@ -151,7 +151,7 @@ def test_what_was_fetched_before_a_failure_is_not_fetched_again(checkpoint, orig
     assert len(origin.asked) == len(origin.held) - 2
 
 
-def test_a_fetch_killed_in_the_middle_goes_on_where_it_stopped(checkpoint, origin, tmp_path):
+def test_a_killed_fetch_goes_on_where_it_stopped(checkpoint, origin, tmp_path):
     manifest = published(checkpoint, origin)
     blobs = FolderBlobs(tmp_path / "blobs")
     for chunk in origin.held.values():
@@ -189,7 +189,7 @@ asyncio.run(fetch(manifest, [Source()], home / "cache"))
 """
 
 
-def test_chunks_of_a_version_here_are_reused(checkpoint, origin, tmp_path):
+def test_chunks_of_a_version_on_disk_are_reused(checkpoint, origin, tmp_path):
     run(published(checkpoint, origin, version=3), [origin], tmp_path / "cache")
     other = make_checkpoint(tmp_path / "next", seed=1)
     manifest = published(other, origin, version=4)
@@ -215,14 +215,14 @@ def test_an_older_version_fetched_on_purpose_is_kept_with_the_newest(checkpoint,
     assert kept == [directory_name(manifests[0]), directory_name(manifests[2])]
 
 
-def test_a_promised_root_that_the_weights_do_not_have_is_refused(checkpoint, origin, tmp_path):
+def test_weights_without_the_promised_root_are_refused(checkpoint, origin, tmp_path):
     manifest = msgspec.structs.replace(published(checkpoint, origin), root="0" * 64)
     with pytest.raises(StateError, match=r"weights root.*publisher is at fault"):
         run(manifest, [origin], tmp_path / "cache")
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-def test_a_file_hash_that_the_chunks_do_not_make_is_refused(checkpoint, origin, tmp_path):
+def test_chunks_that_do_not_give_the_files_hash_are_refused(checkpoint, origin, tmp_path):
     manifest = published(checkpoint, origin)
     files = tuple(
         msgspec.structs.replace(entry, digest="0" * 64) if len(entry.chunks) > 1 else entry for entry in manifest.files
@@ -231,7 +231,7 @@ def test_a_file_hash_that_the_chunks_do_not_make_is_refused(checkpoint, origin, 
         run(msgspec.structs.replace(manifest, files=files), [origin], tmp_path / "cache")
 
 
-def test_a_disk_that_is_too_small_is_said_before_anything_is_fetched(checkpoint, origin, tmp_path, monkeypatch):
+def test_a_disk_that_is_too_small_is_reported_before_anything_is_fetched(checkpoint, origin, tmp_path, monkeypatch):
     monkeypatch.setattr(fetch_module.shutil, "disk_usage", lambda path: SimpleNamespace(free=100))
     with pytest.raises(StateError, match="100 are free"):
         run(published(checkpoint, origin), [origin], tmp_path / "cache")
@@ -285,7 +285,7 @@ def test_a_checkpoint_travels_over_http(checkpoint, tmp_path):
     assert same(directory, checkpoint) and weights_root(directory) == manifest.root
 
 
-def test_a_relay_that_lacks_a_chunk_is_left_for_one_that_has_it(checkpoint, origin, tmp_path):
+def test_a_chunk_that_one_source_lacks_is_fetched_from_another(checkpoint, origin, tmp_path):
     class Empty(Chunks):
         async def before(self, count: int) -> None:
             raise NothingYet("there is no blob")

@@ -54,7 +54,7 @@ def with_file(manifest: Manifest, **fields: object) -> Manifest:
     return changed(manifest, files=(msgspec.structs.replace(first, **fields), *rest))
 
 
-def test_a_manifest_as_signed_is_accepted(manifest):
+def test_an_unchanged_manifest_is_accepted(manifest):
     assert accept(encoded(manifest), version=3, at_least=3, max_bytes=100_000) == manifest
 
 
@@ -62,7 +62,7 @@ def test_only_plain_data_files_are_published(manifest):
     assert [entry.path for entry in manifest.files] == ["config.json", "model.safetensors", "tokenizer.json"]
 
 
-def test_the_root_depends_on_the_tensors_alone(tmp_path):
+def test_the_weights_root_depends_on_the_tensors_alone(tmp_path):
     first = make_checkpoint(tmp_path / "a")
     second = make_checkpoint(tmp_path / "b")
     (second / "config.json").write_text("{}")
@@ -115,7 +115,7 @@ def test_an_unsafe_path_is_refused(manifest, path):
     ["config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json", "merges.txt",
      "chat_template.jinja", "tokenizer.model", "special_tokens_map.json"],
 )  # fmt: skip
-def test_the_files_of_hf_checkpoints_travel(path):
+def test_the_files_of_hf_checkpoints_are_published(path):
     assert is_publishable(path)
 
 
@@ -146,7 +146,7 @@ def test_a_signature_for_another_purpose_is_refused(manifest):
     assert "does not verify" in refused(wire.to_json(signed))
 
 
-def test_history_does_not_expire_and_an_expired_manifest_can_be_issued_again(manifest):
+def test_an_old_version_stays_readable_and_an_expired_manifest_can_be_issued_again(manifest):
     later = NOW + 2 * constants.MANIFEST_LIFETIME_S
     assert accept(encoded(manifest), now=None) == manifest
     renewed = wire.to_json(sign_manifest(manifest, KEY, now=later))
@@ -169,7 +169,7 @@ def test_garbage_is_refused(data):
     refused(data)
 
 
-def test_an_oversize_manifest_is_refused_unread():
+def test_an_oversize_manifest_is_refused_before_it_is_parsed():
     assert "MAX_MANIFEST_BYTES" in refused(b"x" * (constants.MAX_MANIFEST_BYTES + 1))
 
 
@@ -183,7 +183,7 @@ def test_a_manifest_of_62_gigabytes_fits():
     assert accept(wire.to_json(sign_manifest(manifest, KEY, now=NOW))).files == (entry,)
 
 
-def test_a_renewal_promises_the_same_for_clearly_longer(manifest):
+def test_a_renewal_has_the_same_contents_and_a_clearly_later_expiry(manifest):
     week = constants.MANIFEST_LIFETIME_S
     dated = changed(manifest, issued=NOW, expires=NOW + week)
     assert renew_at(dated) == NOW + week / 2
