@@ -1,9 +1,9 @@
-"""The money of a run: workers and validators with plans of their own, a turn at a time, over the rules of the ledger.
+"""A fast model of a run's pay: workers and validators with plans of their own, turn by turn, under the ledger's rules.
 
-Called by `economics.py`, which says what they plan and what comes of it. A turn is the time of one block; in it a key
-has a lease judged, or waits. Rates, settlements, quarantines, vesting and forfeits are those of `shoal/ledger/law.py`;
-the order of things is that of `judging`, and `tests/benchmarks/test_economics.py` plays the same draws through the real
-`decide` and `apply`. It knows no tokens, no prices and no checks: a group pays 1, and whether it is found is drawn.
+Called by `economics.py`, which defines the plans and compares what they earn. A turn is the time of one block: a key has
+a lease judged in it, or waits. Audit rates, quarantines, vesting and forfeits come from `shoal/ledger/law.py`, decisions
+from `shoal/ledger/weigh.py`. `tests/benchmarks/test_economics.py` plays the same draws through the real `decide` and
+`apply`. The model has no tokens, prices or checks: a group pays 1, and a draw says whether a forged one is found.
 
 Axes: B blocks (turns) of a run, G groups of a block, V validators.
 """
@@ -23,43 +23,43 @@ from shoal.protocol.audits import must_audit
 from shoal.protocol.types import GroupVerdict
 
 BLOCK_S, QUARANTINE_S = 20.0, 30.0
-"""Seconds that a block takes, and of a first quarantine (the run file's default)."""
+"""Seconds to generate a block; seconds of a first quarantine (the run file's default)."""
 
 LEASE_S = BLOCK_S / 2
 """Seconds to fill a block; a worker that lets two leases lapse in a row waits for the next."""
 
 IN_HAND_BLOCKS = 1
-"""Given back when a quarantine begins: a turn's work lost."""
+"""Blocks that a worker gives back when its quarantine begins: it loses one turn's work."""
 
 LAST = 10 * LAW.vesting_blocks
-"""From so many valid blocks on the audit rate is the run's at any rate above 0.5 %."""
+"""From this many valid blocks on, the audit rate is that of the run, if that is above 0.5 %."""
 
 
 class Terms(NamedTuple):
-    """The circumstances of a run; chances are of one group, by one validator."""
+    """The circumstances of a run. Each chance is for one group and one validator."""
 
     blocks: int = 3000
     groups: int = 4
     validators: int = 3
     friends: int = 0
-    """The first of the validators are the cheater's."""
+    """How many validators, the first ones, collude with the cheater."""
     sly: bool = False
-    """They read the log, which tells who judges, but not whether a second voice will be drawn after the first: they lie
-    where nobody can outvote them, accept a friend's forgery as the first voice, and refuse it softly as a later one, where
-    it would be slashed. Otherwise they accept all that is theirs and refuse all else."""
+    """Friends read the log. It names the validators of a submission, but not whether a recheck will follow. Sly friends lie
+    if nobody can outvote them, accept a friend's forgery in the first verdict, and refuse it softly in a later one, so that
+    it is not slashed. Friends that are not sly accept all that is theirs and refuse everything else."""
     power: float = 0.95
-    """That an audited forged group is found."""
+    """Chance that an audited forged group is found."""
     alone: bool = False
-    """Each validator finds for itself; otherwise, as a replay does, all or none find the same group."""
+    """Whether each validator draws for itself. Otherwise all or none find a group, since they recompute the same tokens."""
     mild: bool = False
     """Findings are soft: no slash."""
     steady: float = 0.05
     alarm: float = 0.0
-    """That an audited honest group is found to be forged."""
+    """Chance that an audited honest group is found to be forged."""
     alike: float = 0.0
-    """Of false alarms: the share that every validator makes."""
+    """Share of the false alarms that all validators make together."""
     lapses: float = 0.0
-    """Of leases."""
+    """Share of the leases that lapse."""
     law: Law = LAW
     """Constants of the rules."""
 
@@ -69,16 +69,16 @@ NONE, ONE, ALL = 0, 1, 2
 
 
 class Move(NamedTuple):
-    """A lease that is taken next: its blocks, and what is forged in each."""
+    """The lease that a worker takes next: its blocks, and what is forged in each."""
 
     blocks: int
     forged: int
     leases: int = 1
-    """Filled one after another before the first of them is judged."""
+    """How many such leases are filled, one after another, before the first is judged."""
 
 
 Plan = Callable[[int, int, int, float], Move]
-"""From valid blocks, turn, slashes so far and a number in [0, 1) to the next move."""
+"""Gives the next move from valid blocks, turn, slashes so far and a number in [0, 1)."""
 
 
 class Strategy(NamedTuple):
@@ -87,30 +87,30 @@ class Strategy(NamedTuple):
     name: str
     plan: Plan
     keys: int = 1
-    """Identities that take turns."""
+    """How many identities take turns."""
     renew: bool = True
-    """A slashed key is left for a new one."""
+    """Whether a new key replaces a slashed one."""
     patience: int = 1_000_000
-    """A key with so many refused submissions is left, too."""
+    """A new key also replaces one with this many refused submissions."""
 
 
 HONEST = Strategy("honest", lambda valid, turn, slashes, coin: Move(1, NONE), renew=False)
 
 
 class Outcome(NamedTuple):
-    """Of one run, summed over the keys of a worker; groups, but for the last three."""
+    """Sums of one run over the keys of a worker: groups, except for the last three."""
 
     credits: int
     vested: int
     burned: int
     honest: int
-    """Groups that were really made, paid or not."""
+    """Groups that were generated honestly, paid or not."""
     forged: int
     slashes: int
     refused: int
     """Submissions."""
     faults: tuple[int, ...]
-    """Of each validator."""
+    """By validator."""
 
 
 # --- the draws of a run ---
@@ -152,21 +152,21 @@ def _danger(audit_BG: NDArray[np.float64], found_BVG: NDArray[np.bool_]) -> list
 
 
 class Case(NamedTuple):
-    """A submission as those who know everything see it; one entry for each group where it is a sequence."""
+    """A submission with all that is hidden from some. Sequences have one entry for each group."""
 
     due: Sequence[bool]
-    """Drawn for audit."""
+    """Whether the group is drawn for audit."""
     found: Callable[[int], Sequence[bool]]
-    """By a validator that looks."""
+    """Whether a validator finds the group forged, if it audits it; by validator."""
     order: Sequence[int]
     again: bool
-    """Whether it is judged again when it is accepted."""
+    """Whether a recheck is drawn for it, if it is accepted."""
     friendly: bool
-    """The cheater's, not a rival's."""
+    """Whether it is the cheater's, not a rival's."""
 
 
-def voice(terms: Terms, case: Case, votes: Sequence[Sequence[str]], validator: int) -> list[str]:
-    """Outcomes that a validator claims of a submission's groups, after the votes so far."""
+def verdict_of(terms: Terms, case: Case, before: Sequence[Sequence[str]], validator: int) -> list[str]:
+    """A validator's outcome for each group of a submission, after the verdicts before its own."""
     bad = "soft" if terms.mild else "hard"
     if validator >= terms.friends:
         return [bad if due and found else "accept" for due, found in zip(case.due, case.found(validator), strict=True)]
@@ -177,13 +177,13 @@ def voice(terms: Terms, case: Case, votes: Sequence[Sequence[str]], validator: i
     if not case.friendly:
         return ["hard"] * len(good) if safe else good
     exposed = [due and found for due, found in zip(case.due, case.found(validator), strict=True)]
-    if safe or not any(exposed) or not votes:
+    if safe or not any(exposed) or not before:
         return good
     return ["soft" if group else "accept" for group in exposed]
 
 
 def is_safe(terms: Terms, order: Sequence[int]) -> bool:
-    """Whether no two honest validators will be heard, who could outvote a lie."""
+    """Whether fewer than two honest validators will judge, so that none can outvote a lie."""
     return sum(validator >= terms.friends for validator in order[: LAW.most_verdicts]) < 2
 
 
@@ -192,7 +192,7 @@ def is_safe(terms: Terms, order: Sequence[int]) -> bool:
 
 @dataclass
 class Key:
-    """An identity in the log; pay in groups."""
+    """An identity in the log. Pay is in groups."""
 
     valid: int = 0
     escrow: int = 0
@@ -200,11 +200,11 @@ class Key:
     failures: int = 0
     leases: int = 0
     lapsed: int = 0
-    """Leases, without those that cost pay."""
+    """Lapsed leases that cost no pay."""
     dropped: int = 0
     """Leases that lapsed in a row."""
     free_at: int = 0
-    """Turn of its next lease."""
+    """Turn in which it takes its next lease."""
     slashed: bool = False
 
 
@@ -220,7 +220,7 @@ class Bench:
         self.rate = [LAW.audit_rate(n, self.terms.steady) for n in range(LAST + 1)]
 
     def sitting(self, order: Sequence[int]) -> list[int]:
-        """Those of an order who are still asked."""
+        """The validators of an order that are not suspended."""
         return [validator for validator in order if self.faults[validator] < LAW.validator_faults]
 
 
@@ -235,7 +235,7 @@ class Worker:
         self.kept = self.vested = self.burned = self.honest = self.forged = self.slashes = self.refused = 0
 
     def step(self, turn: int) -> None:
-        """One turn: take a lease, have it judged, and replace a key that is worth no more."""
+        """One turn: take a lease, have it judged, and replace a key that was slashed or refused too often."""
         place = turn % len(self.keys)
         key = self.keys[place]
         if key.free_at > turn:
@@ -264,7 +264,7 @@ class Worker:
         key.slashed = False
 
     def outcome(self) -> Outcome:
-        """At the run's end, where all pay vests that nobody disputes."""
+        """What came of the run, at its end."""
         credits = self.kept + sum(key.escrow + key.vested for key in self.keys)
         vested = self.vested + sum(key.vested for key in self.keys)
         return Outcome(
@@ -272,7 +272,7 @@ class Worker:
         )
 
     def _has_enemies(self, turn: int) -> bool:
-        """Whether some validator may refuse what is in order."""
+        """Whether some validator may refuse honest work."""
         if self.friendly or not self.terms.friends:
             return False
         order = self.bench.sitting(self.draws.order[turn])
@@ -288,7 +288,7 @@ class Worker:
         return self.draws.again[turn] and len(self.bench.sitting(self.draws.order[turn])) > 1
 
     def _accept(self, key: Key, blocks: int, again: bool) -> None:
-        """Nothing vests while a second look is due."""
+        """Nothing vests while a recheck is due."""
         key.valid += blocks
         key.escrow += blocks * self.terms.groups
         if not again:
@@ -312,44 +312,44 @@ class Worker:
         self.burned += groups
 
     def _judge(self, key: Key, turn: int, blocks: int, forged: int, rate: float) -> None:
-        """The votes on one submission, in order, as `weigh` takes them."""
+        """The verdicts on one submission, in their order, until `weigh` decides and no recheck is due."""
         order = self.bench.sitting(self.draws.order[turn])
         case = case_of(self.draws, turn, blocks, forged, rate, order, self.friendly)
         said: list[tuple[str, ...]] = []
         quarantine, decided = 0, False
         for validator in order[: LAW.most_verdicts]:
-            said.append(tuple(voice(self.terms, case, said, validator)))
-            settled = _settled(tuple(said), blocks, self.terms.groups, len(said) < min(LAW.most_verdicts, len(order)))
+            said.append(tuple(verdict_of(self.terms, case, said, validator)))
+            weighed = _weighed(tuple(said), blocks, self.terms.groups, len(said) < min(LAW.most_verdicts, len(order)))
             if len(said) == 1 and is_quarantined(said[0], key.failures):
                 quarantine = quarantine_turns(key.failures + 1)
-            if settled is None:
+            if weighed is None:
                 continue
-            for outvoted in settled.outvoted:
+            for outvoted in weighed.outvoted:
                 self.bench.faults[order[int(outvoted)]] += 1
             if decided:
-                if settled.slash:
+                if weighed.slash:
                     self._slash(key)
                     quarantine = quarantine_turns(key.failures + 1)
-                elif set(settled.refused) - set(settled.disputed):
+                elif set(weighed.refused) - set(weighed.disputed):
                     self._refuse(key)
                 break
             decided = True
-            blamed = bool(set(settled.refused) - set(settled.disputed))
+            blamed = bool(set(weighed.refused) - set(weighed.disputed))
             if blamed:
                 key.valid, key.failures, self.refused = 0, key.failures + 1, self.refused + 1
-            again = case.again and not settled.refused and len(said) == 1 and len(order) > 1
-            self._pay(key, settled, blamed, again)
+            again = case.again and not weighed.refused and len(said) == 1 and len(order) > 1
+            self._pay(key, weighed, blamed, again)
             if quarantine and not blamed:
-                quarantine = len(said) - 1  # it is lifted as soon as all have spoken
+                quarantine = len(said) - 1  # it is lifted as soon as all have judged
             if not again:
                 break
         if quarantine:
             key.free_at += quarantine + IN_HAND_BLOCKS
 
-    def _pay(self, key: Key, settled: Weighed, blamed: bool, again: bool) -> None:
-        key.valid += 0 if blamed else len(settled.accepted)
-        key.escrow += len(settled.accepted) * self.terms.groups
-        if settled.slash:
+    def _pay(self, key: Key, weighed: Weighed, blamed: bool, again: bool) -> None:
+        key.valid += 0 if blamed else len(weighed.accepted)
+        key.escrow += len(weighed.accepted) * self.terms.groups
+        if weighed.slash:
             self._slash(key)
         elif blamed:
             self._refuse(key)
@@ -373,10 +373,10 @@ _VERDICTS = {
 
 
 @lru_cache(10_000)
-def _settled(said: tuple[tuple[str, ...], ...], blocks: int, groups: int, more: bool) -> Weighed | None:
-    """What the rules make of votes, given by outcome; validators are named by their place among them."""
-    votes = {str(place): [_VERDICTS[outcome] for outcome in vote] for place, vote in enumerate(said)}
-    return weigh(votes, range(blocks), groups, more)
+def _weighed(said: tuple[tuple[str, ...], ...], blocks: int, groups: int, more: bool) -> Weighed | None:
+    """What verdicts add up to, given by outcome. Validators are named by their place in the order."""
+    verdicts = {str(place): [_VERDICTS[outcome] for outcome in verdict] for place, verdict in enumerate(said)}
+    return weigh(verdicts, range(blocks), groups, more)
 
 
 def case_of(
@@ -400,13 +400,13 @@ def in_time(move: Move, turns_left: int) -> tuple[int, int]:
     return blocks, min(move.leases, turns_left // blocks)
 
 
-def is_quarantined(first_vote: Sequence[str], failures: int) -> bool:
-    """Whether a first vote stops the worker at once, see `ledger/rules/verdicts`."""
-    return "hard" in first_vote or ("soft" in first_vote and (failures + 1) % LAW.soft_failures == 0)
+def is_quarantined(first: Sequence[str], failures: int) -> bool:
+    """Whether a first verdict quarantines the worker at once, as in `ledger/rules/verdicts`."""
+    return "hard" in first or ("soft" in first and (failures + 1) % LAW.soft_failures == 0)
 
 
 def quarantine_turns(failures: int) -> int:
-    """Turns of a worker's n-th quarantine that is not lifted."""
+    """Turns that a worker's n-th quarantine takes, if it is not lifted."""
     return math.ceil(LAW.quarantine_s(failures, QUARANTINE_S) / BLOCK_S)
 
 
@@ -424,7 +424,7 @@ def play(terms: Terms, strategy: Strategy, draws: Draws) -> Outcome:
 
 
 def play_beside_rival(terms: Terms, strategy: Strategy, seed: Sequence[int]) -> tuple[Outcome, Outcome]:
-    """One run of a worker with friends among the validators, and of an honest rival before the same bench."""
+    """One run of a worker with friends among the validators, and of an honest rival under the same validators."""
     bench = Bench(terms)
     cheat = Worker(bench, strategy, Draws(terms, (*seed, 0)))
     rival = Worker(bench, HONEST, Draws(terms, (*seed, 1)), friendly=False)

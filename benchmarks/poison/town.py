@@ -192,7 +192,7 @@ class Town:
         self.do(Submit(worker, lease.id, name, len(body), names, draws, order, self.now))
 
     def _judge(self, lease: Lease, groups: Sequence[Group], body: bytes) -> None:
-        """Validators vote, each in its turn, until nobody has anything to judge. They are honest and compute alike."""
+        """Validators judge, each in its turn, until nothing is left to judge. They are honest and all compute the same."""
         name, verdict = digest(body), None
         while any(judges := [key for key in JUDGES if name in to_judge(self.state, key, self.now)]):
             if verdict is None:

@@ -1,7 +1,7 @@
 """The same run of workers and validators as `benchmarks/market.py` plays it, by the real `decide` and `apply`.
 
-Called by `test_economics.py`. A state in memory, every event made and applied, no store. It takes the benchmark's
-strategies, draws and voices, and none of its bookkeeping.
+Called by `test_economics.py`. Every event is made and applied to a state in memory, without a store. It uses the
+benchmark's strategies, draws and verdicts, but none of its bookkeeping.
 """
 
 from benchmarks.market import (
@@ -17,7 +17,7 @@ from benchmarks.market import (
     case_of,
     in_time,
     lapse_turns,
-    voice,
+    verdict_of,
 )
 from shoal.ledger.facts.leases import AskLease
 from shoal.ledger.facts.members import Enter
@@ -41,7 +41,7 @@ def judge_key(index):
 
 
 class Court:
-    """A run's state, changed by commands alone; counts by worker what its events say of slashes and burned pay."""
+    """A run's state, changed only by commands. Slashes and burned pay are counted by worker, from the events."""
 
     def __init__(self, terms: Terms):
         self.terms, self.state, self.names = terms, State(), 0
@@ -79,7 +79,7 @@ class Court:
 
 
 class Defendant:
-    """A strategy at work in a court, as `market.Worker` is on its bench."""
+    """A worker with a strategy, as `market.Worker`."""
 
     def __init__(self, court: Court, strategy: Strategy, draws: Draws, name: str = "a", friendly: bool = True):
         self.court, self.strategy, self.draws, self.name, self.friendly = court, strategy, draws, name, friendly
@@ -147,8 +147,7 @@ class Defendant:
         return name
 
     def judge(self, key, turn, blocks, forged, name, end):
-        """Verdicts in the drawn order until the submission is closed; each further one a turn later where the worker
-        is quarantined meanwhile."""
+        """Give verdicts in the drawn order until the submission is closed, a turn apart if the worker is quarantined."""
         court, terms, said, self.waited = self.court, self.court.terms, [], 0
         submission = court.state.submissions[name]
         order = [court.judges.index(judge) for judge in submission.order]
@@ -160,7 +159,7 @@ class Defendant:
                 break
             if stopped:
                 now, self.waited = now + BLOCK_S, self.waited + 1
-            said.append(voice(terms, case, said, validator))
+            said.append(verdict_of(terms, case, said, validator))
             groups = tuple(
                 GroupVerdict(slot, due, "accept", rewards=(0.0, 1.0, 0.0, 1.0), tokens=1)
                 if outcome == "accept"

@@ -1,4 +1,4 @@
-"""The audit policy's pure rules: rates, draws, turns, and what votes amount to."""
+"""The audit policy's pure rules: rates, draws, turns, and what verdicts add up to."""
 
 import msgspec
 import pytest
@@ -10,19 +10,19 @@ from shoal.protocol.audits import influence, must_audit
 from shoal.protocol.types import GroupVerdict
 
 
-def vote(*outcomes, rewards=(0.0, 1.0)):
-    """One verdict a slot; blocks of two slots."""
+def verdict(*outcomes, rewards=(0.0, 1.0)):
+    """A verdict with one outcome for each slot; a block has two slots."""
     return tuple(
         GroupVerdict(slot, True, outcome, rewards=rewards if outcome == "accept" else (), tokens=5)
         for slot, outcome in enumerate(outcomes)
     )
 
 
-def settled(*votes, blocks=(0,), more=False):
-    return weigh(dict(zip("abc", votes, strict=False)), blocks, 2, more)
+def weighed(*verdicts, blocks=(0,), more=False):
+    return weigh(dict(zip("abc", verdicts, strict=False)), blocks, 2, more)
 
 
-GOOD, SOFT, HARD = vote("accept", "accept"), vote("accept", "soft"), vote("hard", "accept")
+GOOD, SOFT, HARD = verdict("accept", "accept"), verdict("accept", "soft"), verdict("hard", "accept")
 
 
 def test_all_is_audited_until_ten_valid_blocks_then_the_rate_falls_to_that_of_the_run():
@@ -63,48 +63,50 @@ def test_nobody_waits_for_a_silent_validator_which_keeps_its_own_place():
 
 
 def test_one_verdict_accepts_and_a_refusal_waits_for_a_second():
-    assert settled(GOOD, more=True).accepted == {0: GOOD}
-    assert settled(SOFT, more=True) is None and settled(HARD, more=True) is None
-    alone = settled(HARD)
+    assert weighed(GOOD, more=True).accepted == {0: GOOD}
+    assert weighed(SOFT, more=True) is None and weighed(HARD, more=True) is None
+    alone = weighed(HARD)
     assert alone.refused == (0,) and not alone.slash and alone.disputed == ()
 
 
 @pytest.mark.parametrize(
-    ("second", "refused", "slash"), [(HARD, (0,), True), (SOFT, (0,), False), (vote("soft", "hard"), (0,), True)]
+    ("second", "refused", "slash"), [(HARD, (0,), True), (SOFT, (0,), False), (verdict("soft", "hard"), (0,), True)]
 )
 def test_a_slash_needs_two_validators_that_found_a_forgery(second, refused, slash):
-    end = settled(HARD, second, more=True)
+    end = weighed(HARD, second, more=True)
     assert (end.refused, end.slash, end.outvoted) == (refused, slash, ())
 
 
 def test_a_third_verdict_decides_between_two_that_differ_and_the_outvoted_one_is_named():
-    assert settled(HARD, GOOD, more=True) is None
+    assert weighed(HARD, GOOD, more=True) is None
     for third, accepted, outvoted, slash in ((GOOD, {0: GOOD}, ("a",), False), (HARD, {}, ("b",), True)):
-        end = settled(HARD, GOOD, third)
+        end = weighed(HARD, GOOD, third)
         assert (end.accepted, end.outvoted, end.slash) == (accepted, outvoted, slash)
 
 
 def test_a_disputed_block_costs_the_pay_and_nothing_else():
-    end = settled(HARD, GOOD)
+    end = weighed(HARD, GOOD)
     assert end.refused == end.disputed == (0,) and not end.slash and end.outvoted == ()
 
 
 def test_verdicts_that_accept_at_different_rewards_do_not_agree():
-    forged = vote("accept", "accept", rewards=(1.0, 1.0))
-    assert settled(GOOD, forged, more=True) is None
-    end = settled(GOOD, forged, GOOD)
+    forged = verdict("accept", "accept", rewards=(1.0, 1.0))
+    assert weighed(GOOD, forged, more=True) is None
+    end = weighed(GOOD, forged, GOOD)
     assert end.accepted == {0: GOOD} and end.outvoted == ("b",)
 
 
 def test_each_block_is_decided_by_itself():
-    end = settled(vote("accept", "accept", "hard", "accept"), vote("accept", "accept", "hard", "hard"), blocks=(4, 7))
+    end = weighed(
+        verdict("accept", "accept", "hard", "accept"), verdict("accept", "accept", "hard", "hard"), blocks=(4, 7)
+    )
     assert list(end.accepted) == [4] and end.refused == (7,) and end.slash
 
 
 def test_verdicts_that_accept_at_different_lengths_do_not_agree():
     longer = tuple(msgspec.structs.replace(group, tokens=50) for group in GOOD)
-    assert settled(GOOD, longer, more=True) is None
-    assert settled(GOOD, longer, longer).accepted == {0: longer}
+    assert weighed(GOOD, longer, more=True) is None
+    assert weighed(GOOD, longer, longer).accepted == {0: longer}
 
 
 def test_quarantine_doubles_with_each_failure_up_to_an_hour():

@@ -126,7 +126,7 @@ def test_a_key_has_one_role_so_nobody_judges_its_own_work(court):
 
 
 def test_two_hard_verdicts_slash_only_if_both_audited_or_neither_did(court):
-    """One who audited and one who did not found different things: that is no agreement on a forgery."""
+    """A validator that audited and one that did not found different things, so they do not agree on a forgery."""
     serve(court, 2)
     name = court.submit(WORKER, court.lease(WORKER))
     court.judge(name, "hard", by=JUDGES[0], audited=False)
@@ -199,7 +199,7 @@ def test_a_verdict_on_other_slots_than_the_leases_is_refused(court, order):
 
 
 def test_the_verdict_of_an_idle_validator_decides_nothing(court):
-    """Two voices for a forgery, of which one did no work, are one: it stands against the third, and nobody is slashed."""
+    """Two verdicts find a forgery, but one did no work. One against one is a dispute, and nobody is slashed."""
     serve(court, 1)
     name = court.submit(WORKER, court.lease(WORKER))
     court.judge(name, "hard", by=JUDGES[0])

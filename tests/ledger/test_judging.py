@@ -322,7 +322,7 @@ def test_a_refusal_without_a_slash_costs_eight_blocks_and_leaves_the_rest(court)
 
 
 def test_an_overdue_submission_ends_without_a_slash_whatever_the_verdicts(court):
-    """Two hard voices, of which one says that the other did no work: no third came to tell."""
+    """Two hard verdicts, one of which accuses the other validator of no work. No third verdict decides between them."""
     serve(court, 1)
     name = court.submit(WORKER, court.lease(WORKER))
     court.judge(name, "hard", by=JUDGES[0])

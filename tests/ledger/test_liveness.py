@@ -31,7 +31,7 @@ def submitted(world, order=JUDGES):
 
 
 def let_pass(world, by=QUICK):
-    """A turn that the first lets pass: the second votes in its place."""
+    """The first validator misses its turn, and the second judges instead."""
     name = submitted(world)
     world.now += LAW.turn_s
     world.judge(name, by=by)
@@ -78,7 +78,7 @@ def test_a_validator_that_comes_back_may_judge_and_one_verdict_gives_its_turns_b
 
 
 def test_missed_turns_that_began_together_count_once_so_that_a_busy_validator_is_not_silent(court):
-    """A liar saves up what an honest one has no time for, and votes on all of it at once."""
+    """A liar waits until an honest one has missed several turns, and then judges all of those submissions at once."""
     names = [submitted(court) for _ in range(5)]
     court.now += LAW.turn_s
     for name in names:
