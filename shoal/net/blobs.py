@@ -16,7 +16,7 @@ from typing import Protocol
 from starlette.responses import FileResponse
 
 from shoal.errors import NothingYet, StateError, cause_of
-from shoal.folder import name_file
+from shoal.folder import name_file, sync_folder
 from shoal.protocol import wire
 
 
@@ -172,7 +172,11 @@ class Upload:
         path = self._blobs.path_of(digest)
         known_bytes = path.stat().st_size if path.exists() else 0
         try:
-            path.parent.mkdir(exist_ok=True)
+            if not path.parent.exists():
+                path.parent.mkdir()
+                sync_folder(
+                    self._blobs.folder
+                )  # the first blob in a folder is not durable before the folder's own name
             name_file(self._file, self._aside, path)
         except OSError as error:
             raise _cannot_write(self._blobs.folder, error) from None
