@@ -1,7 +1,7 @@
 """shoal: reinforcement learning of language models on computers that do not trust each other.
 
 From Python, a run file is trained on with `recipe`, a checkpoint is evaluated with `policy`, and a run is audited with
-`audit`. Importing shoal imports nothing else: each function fetches `shoal/api.py` when it is called.
+`audit`. Importing shoal is quick and imports no torch: each function imports `shoal/api.py` when it is called.
 """
 
 from os import PathLike

@@ -1,8 +1,8 @@
 """The run's folder: where a run keeps its files, how the folder is made, and how it is opened again.
 
 Called by the CLI, the launcher and the host's roles. It knows paths, the private seed and the resolved run file, and
-nothing about the contents of other files. Every room uses its functions that write a file or a folder whole or not at
-all.
+nothing about the contents of other files. Its functions that write a file or a folder whole or not at all serve every
+room.
 """
 
 import contextlib
@@ -129,7 +129,7 @@ def name_file(file: BinaryIO, written: Path, target: Path, *, replace: bool = Tr
 def replaced_folder(target: Path) -> Iterator[Path]:
     """An empty folder to write into. It replaces `target` after everything is written, or not at all.
 
-    Raises OSError, also from the writer; the old folder is then untouched.
+    Raises OSError, also from the writer; the old folder is then untouched. See `name_folder` for what a kill leaves.
     """
     clear_leftovers(target)
     new = target.with_name(f".{target.name}.new")
@@ -144,7 +144,8 @@ def replaced_folder(target: Path) -> Iterator[Path]:
 def name_folder(written: Path, target: Path) -> None:
     """Give a complete folder its name, durable on return, and delete the folder that had the name.
 
-    A kill leaves the old one, the new one, or, between the two renames, no folder of this name.
+    A kill leaves the old one, the new one, or, between the two renames, no folder of this name. `clear_leftovers` then puts
+    the old one back.
     """
     old = target.with_name(f".{target.name}.old")
     shutil.rmtree(old, ignore_errors=True)
@@ -163,9 +164,12 @@ def name_folder(written: Path, target: Path) -> None:
 
 
 def clear_leftovers(target: Path) -> None:
-    """Delete what a killed replacement of a folder left behind."""
-    for end in ("new", "old"):
-        shutil.rmtree(target.with_name(f".{target.name}.{end}"), ignore_errors=True)
+    """Delete what a killed replacement of a folder left behind; put the old folder back if it is the only one."""
+    new, old = (target.with_name(f".{target.name}.{end}") for end in ("new", "old"))
+    if old.exists() and not target.exists():  # guard: old-folder-comes-back
+        os.rename(old, target)
+    for folder in (new, old):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def sync_folder(folder: Path) -> None:

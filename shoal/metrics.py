@@ -1,6 +1,6 @@
 """The metrics of a training step, each declared once, and the file to which they are appended.
 
-Written by `roles/trainer`, read by the terminal view and the dashboard. A failed write is counted and logged once; it
+Written by `roles/trainer`, read by the terminal view. A failed write is counted and logged once; it
 never stops training. It knows no clock: callers pass times as values.
 """
 
@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 
 class Metric(NamedTuple):
-    """A metric's unit and the sentence that the dashboard shows."""
+    """A metric's unit and the sentence that explains it."""
 
     unit: str
     sentence: str

@@ -18,18 +18,18 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 FLOORS = (
     ("algos", "protocol"),
-    ("policy", "sandbox", "net", "ledger"),
+    ("policy", "net", "ledger"),
     ("engine",),
     ("train", "envs", "proofs", "weights"),
     ("roles",),
-    ("launch", "dashboard"),
+    ("launch",),
     ("api",),
     ("__init__", "commands"),
     ("cli",),
 )
 """Lowest first. A room imports from the floors below its own; rooms on one floor never import each other."""
 
-COMMON = ("config", "errors", "folder", "metrics", "plugins", "terminal", "tree")
+COMMON = ("config", "errors", "folder", "metrics", "terminal", "tree")
 """What serves every room but `algos`: these import each other and `protocol`."""
 
 BROAD_EXCEPTS = {
@@ -52,7 +52,7 @@ DURABLE = "folder.py"
 """The only file that makes writing durable. Elsewhere somebody would forget a step of it."""
 
 LIGHT = ("torch", "transformers")
-"""What a coordinator's, a relay's or a newcomer's machine need not have."""
+"""What a coordinator's or a newcomer's machine need not have."""
 
 
 def name_of(file: Path) -> str:

@@ -143,3 +143,14 @@ def test_a_killed_move_leaves_the_old_folder_the_new_one_or_none_but_never_a_par
         at += 1
     assert at > 8 and list(dict.fromkeys(seen)) == ["old", "", "new", "done"]
     assert seen.count("") == 1, "between two renames, and no longer"
+
+
+def test_the_old_folder_comes_back_if_a_killed_move_left_no_folder_of_the_name(tmp_path: Path) -> None:
+    """A writer may fail right after such a kill, for example on a full disk."""
+    kept = tmp_path / "kept"
+    version(tmp_path / ".kept.old", "old")
+    version(tmp_path / ".kept.new", "new")
+    with pytest.raises(OSError, match="no space"), replaced_folder(kept):
+        raise OSError("no space")
+    assert text_of(kept) == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]

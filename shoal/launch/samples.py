@@ -12,7 +12,6 @@ from shoal.envs.load import load_run_envs
 from shoal.envs.replay import retell
 from shoal.errors import ShoalError, StateError
 from shoal.folder import RunFolder
-from shoal.ledger.algorithm import teaches
 from shoal.ledger.facts.batches import GroupAccepted
 from shoal.ledger.facts.run import RunCreated
 from shoal.ledger.log.store import Store, sqlite_url
@@ -51,7 +50,7 @@ def _read_log(folder: RunFolder) -> tuple[RunCreated, deque[GroupAccepted]]:
             body = read_entry(data)[0].body
             if isinstance(body, RunCreated):
                 created = body
-            elif created and isinstance(body, GroupAccepted) and not teaches(body.rewards, created.rules.algorithm):
+            elif isinstance(body, GroupAccepted) and not body.has_signal:
                 flat.append(body)
     except WireError as error:
         raise StateError(f"the log {folder.log} is damaged: {error}") from None

@@ -1,6 +1,6 @@
 """Bulk data stored under its hash: submissions and chunks.
 
-Called by the coordinator, relays and weight caches. `BlobStore` is the interface (an object store could implement it);
+Called by the coordinator and by weight caches. `BlobStore` is the interface (an object store could implement it);
 `FolderBlobs` keeps one file ab/abcdef… for each blob. File names come from checked hashes, never from a peer's path.
 Data is verified when it is read. Data damaged on disk is refused; the next put repairs it.
 """

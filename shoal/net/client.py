@@ -1,6 +1,6 @@
 """A node's side of HTTP: signed calls, repeated until they are answered or a deadline passes.
 
-Called by every role that talks to a coordinator or a relay, and by `weights/fetch`. One `Client` holds one keep-alive
+Called by every role that talks to a coordinator, and by `weights/fetch`. One `Client` holds one keep-alive
 connection to one server. All our calls are idempotent, so each may be repeated. A refusal becomes an error of the
 `PeerError` family. The client waits out network trouble, and reports it while it lasts.
 """

@@ -14,16 +14,16 @@ EPISODES = "episodes"
 """The kind of lease item whose slots are groups of rollouts. Changing breaks: every older node."""
 
 MAIN_STREAM = "main"
-"""The stream of policy versions in a run that trains one policy. Changing breaks: every log and manifest."""
+"""The stream of policy versions in a run that trains one policy. Changing breaks: every log."""
 
 CHAIN_LENGTH = 4096
-"""Links in one chain of secrets, that is policy versions before the chain must be extended.
+"""Links in one chain of secrets, that is versions that a run can have: a chain cannot be extended.
 Changing breaks: the published chain end of existing runs."""
 
 PHILOX_ROUNDS = 10
 """Rounds of Philox4x32. Changing breaks: every sampled token ever replayed."""
 
-# Sizes, in bytes unless the name says otherwise. Past one, the answer is a 413 that names it.
+# Sizes, in bytes unless the name says otherwise. A larger request is answered 413, with the limit.
 MAX_JSON_BYTES = 1 << 20
 """Small requests. Changing breaks: nothing stored; nodes may refuse each other's larger requests."""
 
@@ -124,7 +124,7 @@ STALL_TIMEOUT_S = 120.0
 """A client that takes nothing of its answer for this long is cut off."""
 
 MANIFEST_LIFETIME_S = 7 * 24 * 3600
-"""A manifest expires after this; a frozen relay is noticed no later."""
+"""A manifest expires after this; a source that stays behind is noticed by then."""
 
 # Rates: token buckets of the HTTP edge, requests per second and the burst above it.
 ADDRESS_REQUESTS_PER_S, ADDRESS_BURST = 500.0, 2000

@@ -17,9 +17,9 @@ from shoal.protocol.wire import domain_hash
 
 @dataclass(frozen=True)
 class SecretChain:
-    """A hash chain of secrets: link(v) = H(link(v + 1)), and link(-1) is the end, published at once.
+    """A hash chain of secrets, one for each version v: link(v) = H(link(v + 1)). Its end, link(-1), is published at once.
 
-    Whoever has seen link(v) can check it against link(v - 1) but cannot compute link(v + 1).
+    With link(v) anyone can compute the links of earlier versions, and so check it, but not link(v + 1).
     """
 
     seed: bytes
@@ -27,7 +27,7 @@ class SecretChain:
     length: int = CHAIN_LENGTH
 
     def links(self) -> list[bytes]:
-        """All links: index v + 1 holds link(v); index 0 the published end."""
+        """All links, the published end first: link(v) has index v + 1."""
         chain = [domain_hash(self.purpose + "/seed", self.seed)]
         for _ in range(self.length):
             chain.append(_next_link(self.purpose, chain[-1]))

@@ -1,8 +1,9 @@
 """Fetch the version that a manifest describes into a checkpoint directory, and verify every byte.
 
-Called by workers, validators and auditors with a signed manifest. Several sources
-serve at once; one that sends a wrong byte is blamed and left. A fetch that was cut short goes on where it stopped; the
-directory appears under its name whole, or not at all. It trusts no source and knows no role. One process uses a folder.
+Called by workers, validators and auditors with a signed manifest. It takes chunks from several sources at once (a run has
+one today, see `sources_of`); one that sends a wrong byte is blamed and left. A fetch that was cut short goes on where it
+stopped; the directory appears under its name whole, or not at all. It trusts no source and knows no role. One process
+uses a folder.
 
 A chunk comes from the first of these that has it: the unfinished directory, a version already here, a source.
 """
@@ -45,7 +46,7 @@ class Source(Protocol):
 
 
 class HttpSource:
-    """The `/v1/blobs` of a coordinator or relay."""
+    """The `/v1/blobs` of a coordinator."""
 
     def __init__(self, client: Client, deadline_s: float = CHUNK_DEADLINE_S) -> None:
         self.name = client.base_url
@@ -57,7 +58,10 @@ class HttpSource:
 
 
 def sources_of(info: RunInfo, client: Client) -> list[Source]:
-    """Where the weights of a run come from: the coordinator that `client` calls."""
+    """Where the weights of a run come from: the coordinator that `client` calls.
+
+    A further kind of source is a class like `HttpSource`, returned from here by what a field of `RunInfo` says.
+    """
     return [HttpSource(client)]
 
 

@@ -79,14 +79,12 @@ def open_manifest(
     now: float | None,
     stream: str = POLICY_STREAM,
     version: int | None = None,
-    at_least: int = 0,
     max_bytes: int | None = None,
 ) -> Manifest:
     """Decode a `SignedManifest` and return its manifest, if everything about it is right.
 
-    `keys` may publish. `version` is the requested one. `at_least` is the newest version already seen: an older one is a
-    rollback. `now` is None for history, where nothing expires. `max_bytes` is the most that this node will download.
-    Raises `PeerError` saying what is wrong.
+    `keys` may publish. `version` is the requested one, None if any will do. `now` is None for history, where nothing
+    expires. `max_bytes` is the most that this node will download. Raises `PeerError` saying what is wrong.
     """
     if len(data) > constants.MAX_MANIFEST_BYTES:
         raise PeerError(f"manifest of {len(data)} bytes: more than {constants.MAX_MANIFEST_BYTES} (MAX_MANIFEST_BYTES)")
@@ -103,7 +101,7 @@ def open_manifest(
         raise PeerError(f"manifest is malformed ({error}): fetch it from another source") from None
     if wire.to_json(signed) != data:
         raise PeerError("manifest is not in canonical form: it was changed on the way; use another source")
-    _demand_identity(manifest, run, stream, version, at_least)
+    _demand_identity(manifest, run, stream, version)
     _demand_time(manifest, now)
     for entry in manifest.files:
         _demand_file(entry, manifest.chunk_bytes)
@@ -111,7 +109,7 @@ def open_manifest(
     return manifest
 
 
-def _demand_identity(manifest: Manifest, run: str, stream: str, version: int | None, at_least: int) -> None:
+def _demand_identity(manifest: Manifest, run: str, stream: str, version: int | None) -> None:
     """Compare what the manifest is of with what was requested."""
     if (manifest.run, manifest.stream) != (run, stream):
         raise PeerError(
@@ -122,11 +120,8 @@ def _demand_identity(manifest: Manifest, run: str, stream: str, version: int | N
         raise PeerError(
             f"manifest is of version {manifest.version}, not of the requested {version}: use another source"
         )
-    if manifest.version < max(0, at_least):
-        raise PeerError(
-            f"manifest is of version {manifest.version}, but version {at_least} was already seen: the source is behind "
-            "or rolls back; use another"
-        )
+    if manifest.version < 0:
+        raise PeerError(f"manifest is of version {manifest.version}: versions count from 0")
     if any(not 0 <= parent < manifest.version for parent in manifest.parents):
         raise PeerError(f"manifest of version {manifest.version} names parents {manifest.parents}: they must be older")
 

@@ -8,7 +8,6 @@ import logging
 from typing import Any
 
 from shoal.config import RunConfig
-from shoal.ledger.algorithm import teaches
 from shoal.ledger.facts.batches import BatchFormed, GroupAccepted
 from shoal.ledger.table import read_entry
 from shoal.net.client import Client
@@ -31,15 +30,15 @@ class BatchReader:
 
     async def rows(self, batch: t.Batch, info: t.RunInfo) -> tuple[list[Row], dict[str, Any]]:
         """The batch's rows in canonical order, and figures: what the filter left out, and rewards of all groups."""
-        law, bodies = info.rules, {}
+        rules, bodies = info.rules, {}
         for name in dict.fromkeys(member.submission for member in batch.groups):
             body = await self._client.get_blob(name, cap=MAX_SUBMISSION_BYTES)
             bodies[name] = from_msgpack(body, t.Submission).groups
         rows_G = [
-            self._rows_of(member, bodies[member.submission][member.index], law.algorithm) for member in batch.groups
+            self._rows_of(member, bodies[member.submission][member.index], rules.algorithm) for member in batch.groups
         ]
         chosen = select(
-            batch.groups, rows_G, algorithm=law.algorithm, version=batch.step, max_staleness=law.max_staleness
+            batch.groups, rows_G, algorithm=rules.algorithm, version=batch.step, max_staleness=rules.max_staleness
         )
         counts: dict[str, Any] = {
             "groups_without_signal": chosen.groups_without_signal,
@@ -68,7 +67,7 @@ class BatchReader:
 
         Read from the log, so that a restart changes nothing: it reads the events of earlier steps again and skips them.
         """
-        rewards: list[tuple[float, ...]] = []
+        accepted: list[GroupAccepted] = []
         more = True
         while more:
             page = await self._client.get(f"/v1/events?after={self.seen_seq}", cap=MAX_SUBMISSION_BYTES)
@@ -78,14 +77,14 @@ class BatchReader:
                 entry, _ = read_entry(line)
                 self.seen_seq = entry.seq
                 if isinstance(entry.body, GroupAccepted):
-                    rewards.append(entry.body.rewards)
+                    accepted.append(entry.body)
                 elif isinstance(entry.body, BatchFormed) and entry.body.step < step:
-                    rewards.clear()
+                    accepted.clear()
                 elif isinstance(entry.body, BatchFormed):
                     more = False
                     break
-        if not rewards:
+        if not accepted:
             return {}
-        flat = sum(not teaches(group, self._config.train.algorithm) for group in rewards)
-        everything = [reward for group in rewards for reward in group]
-        return {"reward_all_mean": sum(everything) / len(everything), "zero_signal_share": flat / len(rewards)}
+        flat = sum(not group.has_signal for group in accepted)
+        rewards = [reward for group in accepted for reward in group.rewards]
+        return {"reward_all_mean": sum(rewards) / len(rewards), "zero_signal_share": flat / len(accepted)}
