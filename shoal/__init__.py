@@ -1,7 +1,7 @@
 """shoal: reinforcement learning of language models on computers that do not trust each other.
 
-From Python, a run file is trained on with `recipe`, a checkpoint is evaluated with `policy`, and a run is audited with
-`audit`. Importing shoal is quick and imports no torch: each function imports `shoal/api.py` when it is called.
+From Python, `recipe` opens a run file to train or host, `policy` opens a checkpoint to evaluate, and `audit` checks a run.
+Importing shoal imports nothing heavy: each function imports `shoal/api.py` when it is called.
 """
 
 from os import PathLike
@@ -19,11 +19,11 @@ __all__ = ["Evaluation", "Findings", "Hosted", "Policy", "Run", "Step", "audit",
 
 
 def recipe(path: str | PathLike[str], /, *, quick: bool = False, **changes: "Setting") -> "Run":
-    """A run file, to train on or to host.
+    """Open a run file, to train or to host it.
 
-    `path` is a run file, or the name of one in the `recipes` folder beside the package. `changes` replace keys of it,
+    `path` is a run file, or the name of one in the `recipes` folder beside the package. `changes` replace its keys,
     as `--set` does: `recipe("wordle.toml", steps=20, rollouts={"max_staleness": 0})`. Tables are changed key by key,
-    lists are replaced. `quick` takes the file's [quick] values. Raises `ConfigError`, naming the nearest known key.
+    lists are replaced. `quick` takes the file's [quick] values. Raises `ConfigError`.
     """
     from shoal import api
 
@@ -31,7 +31,7 @@ def recipe(path: str | PathLike[str], /, *, quick: bool = False, **changes: "Set
 
 
 def policy(checkpoint: str | PathLike[str], /) -> "Policy":
-    """A checkpoint, a directory in Hugging Face format, to evaluate. Raises `StateError` where there is none."""
+    """Open a checkpoint, a directory in Hugging Face format, to evaluate it. Raises `StateError` if there is none."""
     from shoal import api
 
     return api.open_policy(checkpoint)
@@ -47,11 +47,12 @@ def audit(
     threads: int = 0,
     own_files: bool = False,
 ) -> "Findings":
-    """Make rollouts of a run again from public data, as `shoal audit` does, and say where the log disagrees.
+    """Recompute rollouts of a run from public data, as `shoal audit` does, and say where the log disagrees.
 
-    `run` is a run's folder or its URL. `sample` groups are drawn, with `seed` as an earlier audit drew them; `rollout`
-    names one rollout (VERSION/SLOT/INDEX) or group (VERSION/SLOT); with neither, all are made again. `threads` 0 takes
-    all cores. `own_files` runs environment files that the run names: its host's code. Raises `ShoalError`.
+    `run` is a run's folder or its URL. `sample` is a number of groups to draw; `seed` draws those of an earlier audit.
+    `rollout` names one rollout (VERSION/SLOT/INDEX) or group (VERSION/SLOT). Without `sample` and `rollout`, all groups
+    are recomputed. `threads` 0 means all cores. `own_files` runs environment files of the run, which are its host's code.
+    Raises `ShoalError`.
     """
     from shoal import api
 

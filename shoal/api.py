@@ -45,7 +45,7 @@ MAX_EVAL_TOKENS = 512
 
 @dataclass(frozen=True)
 class Step:
-    """A training step that is done."""
+    """A finished training step."""
 
     number: int
     """From 1, as `shoal run` shows it; also the policy version that the step made."""
@@ -57,17 +57,17 @@ class Step:
 
 @dataclass(frozen=True)
 class Run:
-    """A run file that fits, with its changes."""
+    """A checked run file, with the caller's changes."""
 
     path: Path
     config: RunConfig
 
     def train(self, out: str | PathLike[str] | None = None) -> Generator[Step, None, None]:
-        """The whole run on this machine, as `shoal run`: yields each step once it is done, and ends with the run.
+        """Do the whole run on this machine, as `shoal run`: yields each step when it is done, and ends with the run.
 
-        `out` is the run's folder (default runs/NAME); if it holds this run already, the run goes on from there, and the
-        steps made before are not yielded again. Nothing starts before the first step is asked for. The run stops
-        cleanly when the generator is closed, at a `break` or Ctrl-C, and can be resumed. Raises `ShoalError`.
+        `out` is the run's folder (default runs/NAME). If it already holds this run, the run continues, and earlier steps
+        are not yielded again. Nothing starts before the first step is asked for. Closing the generator, a `break` or
+        Ctrl-C stops the run cleanly, and it can be resumed. Raises `ShoalError`.
         """
         started = self._start(out, with_workers=True)
         try:
@@ -76,7 +76,7 @@ class Run:
             started.stop()
 
     def host(self, out: str | PathLike[str] | None = None) -> "Hosted":
-        """The run without workers, as `shoal host`: returns once others can join. Use it in a `with` statement.
+        """Start the run without workers, as `shoal host`, and return once others can join. Use it in a `with` statement.
 
         `recipe(..., seed=-1, host={"bind": "0.0.0.0", "port": 8470})` says where it listens. Raises `ShoalError`.
         """
@@ -104,11 +104,11 @@ class Hosted:
         self._started = started
 
     def steps(self) -> Iterator[Step]:
-        """Each step once it is done, until the run has ended. Raises `ShoalError` if it cannot go on."""
+        """Each step when it is done, until the run has ended. Raises `ShoalError` if the run fails."""
         return map(_step, self._started.steps())
 
     def stop(self) -> None:
-        """Stop cleanly, as Ctrl-C stops `shoal host`, and wait for it. Raises what made the run fail, if not yet told."""
+        """Stop cleanly, as Ctrl-C stops `shoal host`, and wait for it. Raises what ended the run, unless raised before."""
         self._started.stop()
 
     def __enter__(self) -> "Hosted":
@@ -124,7 +124,7 @@ class Policy:
 
     path: Path
     max_positions: int
-    """The longest sequence that it bears, tokens."""
+    """Its longest sequence, tokens."""
 
     def evaluate(
         self,
@@ -141,8 +141,8 @@ class Policy:
     ) -> Evaluation:
         """Play sampled episodes on held-out tasks: the figures of `shoal eval` with the same arguments.
 
-        `env` is a built-in environment or a .py file. `max_tokens` 0 takes what the policy bears, to 512; `threads` 0
-        takes all cores. Raises `ShoalError`.
+        `env` is a built-in environment or a .py file. `max_tokens` 0 means 512, or the policy's longest sequence if
+        that is shorter. `threads` 0 means all cores. Raises `ShoalError`.
         """
         from shoal.envs.load import load_env
         from shoal.roles.evaluate import figures_of
@@ -170,7 +170,9 @@ def audit(
     run: str | PathLike[str], sample: int, rollout: str, seed: int | None, threads: int, own_files: bool
 ) -> Findings:
     """`shoal.audit`."""
-    if sample < 0 or (sample and rollout):
+    if sample < 0:
+        raise ConfigError(f"sample = {sample}: give a number of groups above 0, or leave it out")
+    if sample and rollout:
         raise ConfigError(f"sample={sample}, rollout={rollout!r}: give one of them, or neither to audit every group")
     choice = Choice(rollout, sample, seed)
     with _threads_of_torch_kept():
@@ -194,7 +196,7 @@ def _find(path: Path) -> Path:
 
 
 def _settings(changes: Mapping[str, Setting], prefix: str = "") -> Iterator[str]:
-    """Nested tables as what `--set` takes."""
+    """Nested tables as arguments of `--set`."""
     for key, value in changes.items():
         if isinstance(value, Mapping):
             yield from _settings(value, f"{prefix}{key}.")
@@ -217,12 +219,12 @@ def _toml(value: Setting, key: str) -> str:
             return "{" + ", ".join(f"{_toml(name, key)} = {_toml(one, key)}" for name, one in value.items()) + "}"
         case Sequence():
             return "[" + ", ".join(_toml(one, key) for one in value) + "]"
-    raise ConfigError(f"{key} = {value!r}: give a text, a number, a truth value, a list or a dict")
+    raise ConfigError(f"{key} = {value!r}: give a string, a number, True or False, a list or a dict")
 
 
 @contextlib.contextmanager
 def _threads_of_torch_kept() -> Iterator[None]:
-    """Roles set torch's threads for their process; this one is the caller's."""
+    """Set torch's number of threads back: roles change it for their process, but this process is the caller's."""
     before = sys.modules["torch"].get_num_threads() if "torch" in sys.modules else 0
     try:
         yield
@@ -246,7 +248,7 @@ def _in_a_loop_of_its_own(make: Callable[[], Coroutine[Any, Any, T]]) -> T:
         finally:
             loop, task = begun.result()
             if task is not None and not done.done():
-                with contextlib.suppress(RuntimeError):  # it has ended at this very moment
+                with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
                     loop.call_soon_threadsafe(task.cancel)
 
 

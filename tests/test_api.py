@@ -253,7 +253,7 @@ def test_an_unknown_run_file_names_those_beside_the_package():
 
 
 def test_a_value_that_no_run_file_can_hold_is_refused(run_file):
-    with pytest.raises(ConfigError, match="steps = None: give a text, a number"):
+    with pytest.raises(ConfigError, match="steps = None: give a string, a number"):
         shoal.recipe(run_file, steps=None)
 
 
@@ -265,6 +265,8 @@ def test_a_directory_without_a_model_is_refused(tmp_path):
 def test_an_unknown_group_is_refused(trained):
     with pytest.raises(ConfigError, match="'first' names no rollout"):
         shoal.audit(trained[0], rollout="first")
+    with pytest.raises(ConfigError, match="sample = -3: give a number of groups"):
+        shoal.audit(trained[0], sample=-3)
     with pytest.raises(ConfigError, match="give one of them"):
         shoal.audit(trained[0], rollout="1/2", sample=3)
 
