@@ -1,8 +1,8 @@
 """The command line: what people type, and the one place where errors become a line and an exit code.
 
 It parses, then imports what the command needs, so that help is quick on a machine without torch. Exit codes: 0 done,
-1 the answer is no (a log or an environment does not hold), 2 the user must mend something, 130 stopped by Ctrl-C,
-75 (roles only) another node could not be reached. What each command does is in `commands`.
+1 the answer is no (a log or an environment has a fault), 2 the user must fix something, 130 stopped by Ctrl-C, 75 (roles
+only) another node could not be reached. What each command does is in `commands`.
 """
 
 import argparse
@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # `shoal ledger show | head` is no fault
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # after `shoal ledger show | head`
         return 0
     except (ShoalError, OSError, ModuleNotFoundError, ExceptionGroup) as error:
         fault = fault_of_user(error)
@@ -46,7 +46,7 @@ def parser() -> argparse.ArgumentParser:
         description="Train language models by reinforcement learning on computers that do not trust each other.",
         epilog=told(
             ("shoal run recipes/wordle.toml --quick", "two minutes: a whole run on this machine"),
-            ("shoal host recipes/wordle.toml", "host a run; prints the line that others type"),
+            ("shoal host recipes/wordle.toml", "host a run; prints the command that others type"),
             ("shoal join http://host:8470", "work for somebody's run"),
             ("shoal doctor", "what can this machine do?"),
         ),

@@ -14,10 +14,11 @@ from shoal.commands.process import EXIT_NO
 def add_commands(commands: Any) -> None:
     p = add_group(commands, "env", "look at environments, check your own")
     q = add_command(
-        p, "check", env_check, "does an environment hold?",
-        "Plays its scripted players and random ones: do right players score well and wrong ones badly, does a replay "
-        "give the same, do rewards keep to their bounds? One line each; exit code 1 if one fails.",
-        ("shoal env check wordle", ""), ("shoal env check ./my_env.py", "a file of yours"),
+        p, "check", env_check, "check that an environment is sound",
+        "Plays episodes with its scripted players and with random ones. Right players must score well and wrong ones "
+        "badly, a replay must give the same, and rewards must keep to their bounds. Prints a line for each check; exit "
+        "code 1 if one fails.",
+        ("shoal env check wordle", ""), ("shoal env check ./my_env.py", "your own file"),
     )  # fmt: skip
     env_arguments(q, "env")
     add_command(p, "list", env_list, "environments that come with shoal", "", ("shoal env list", ""))

@@ -1,4 +1,4 @@
-"""How commands are told to argparse: help that teaches by examples, mistakes in one line, arguments that several share.
+"""How commands are declared to argparse: help with examples, mistakes in one line, arguments that several share.
 
 Called by `cli` and by the files beside this one, which name the commands. It knows none of them, and imports nothing
 heavy, so that help is quick.
@@ -48,19 +48,19 @@ def _sentence(short: str) -> str:
 
 
 def told(*examples: tuple[str, str]) -> str:
-    """Examples as a help's last words: (command, note) each."""
+    """The examples at the end of a help text: (command, note) each."""
     return "examples:\n" + "\n".join(f"  {line}" + (f"\n      {note}" if note else "") for line, note in examples)
 
 
 def run_file_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("recipe", type=Path, metavar="RECIPE", help="a run file, such as recipes/wordle.toml")
-    p.add_argument("--quick", action="store_true", help="the run file's [quick] values: a short taste")
+    p.add_argument("--quick", action="store_true", help="use the run file's [quick] values, for a short run")
     p.add_argument("--out", type=Path, metavar="DIR", help="the run's folder (default: runs/NAME)")
     set_argument(p)
 
 
 def set_argument(p: argparse.ArgumentParser) -> None:
-    help_text = "override a key of the run file, such as workers.count=3; may be given again"
+    help_text = "override a key of the run file, such as workers.count=3; may be repeated"
     p.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=help_text)
 
 

@@ -1,7 +1,7 @@
 """`shoal run`, `host` and `admin`: what a run's host types.
 
-Called by `cli`. They prepare the run's folder and start the launcher, or sign a request to a running coordinator. What
-is heavy is imported when a command runs, so that help is quick on a machine without torch.
+Called by `cli`. They prepare the run's folder and start the launcher, or sign a request to a running coordinator. Heavy
+modules are imported when a command runs, so that help is quick on a machine without torch.
 """
 
 import argparse
@@ -17,30 +17,32 @@ from shoal.terminal import say
 def add_commands(commands: Any) -> None:
     p = add_command(
         commands, "run", run, "a whole run on this machine",
-        "Start coordinator, trainer, validators and workers here, and show how it goes. You get a folder (runs/NAME) "
-        "with checkpoints, the log, metrics.jsonl and summary.json. Ctrl-C stops cleanly; the same command goes on.",
+        "Starts coordinator, trainer, validators and workers, and shows progress. You get a folder (runs/NAME) "
+        "with checkpoints, the log, metrics.jsonl and summary.json. Ctrl-C stops cleanly; the same command resumes.",
         ("shoal run recipes/wordle.toml", "the demo"),
-        ("shoal run recipes/wordle.toml --quick", "the recipe's two-minute taste"),
+        ("shoal run recipes/wordle.toml --quick", "the recipe's two-minute version"),
         ("shoal run recipes/arithmetic.toml --set workers.count=3 --out runs/three", "another number of workers"),
     )  # fmt: skip
     run_file_arguments(p)
     p = add_command(
         commands, "host", host, "host a run that others join",
-        "As `run`, but without workers of its own: prints the line that contributors type. Listens on 127.0.0.1 "
-        "unless --bind says otherwise, and then tells what TLS needs.",
+        "Like `run`, but without workers of its own: prints the command that contributors type. Listens on 127.0.0.1 "
+        "unless --bind gives another address. Without TLS, it says how to add it.",
         ("shoal host recipes/wordle.toml", "for workers on this machine"),
-        ("shoal host recipes/wordle.toml --bind 0.0.0.0 --set seed=-1", "for your network; a fixed seed is no secret"),
+        ("shoal host recipes/wordle.toml --bind 0.0.0.0 --set seed=-1", "for your network, with a private seed"),
         ("shoal host RECIPE --port 8470 --public-url https://shoal.example.org", "behind a TLS proxy"),
     )  # fmt: skip
     run_file_arguments(p)
     p.add_argument("--bind", metavar="ADDRESS", help="address to listen on (host.bind)")
     p.add_argument("--port", type=int, metavar="N", help="port to listen on (host.port); 0 takes a free one")
-    p.add_argument("--public-url", metavar="URL", help="what others type, if a proxy stands before (host.public_url)")
+    p.add_argument(
+        "--public-url", metavar="URL", help="the URL that others type, if a proxy is in front (host.public_url)"
+    )
     p = add_command(
         commands, "admin", admin, "pause, resume, drain, kick or admit",
-        "Steer a run that you host. The run's key signs the request, so it takes the run's folder, or its URL with "
-        "--key. pause: no new leases. resume: go on. drain: finish what is leased, then end. kick: this node gets no "
-        "more leases. admit: this validator's key may judge.",
+        "Steer a run that you host. The run's key signs the request, so give the run's folder, or its URL with "
+        "--key. pause: grant no new leases. resume: grant leases again. drain: finish what is leased, then end. kick: this "
+        "node gets no more leases. admit: this validator's key may judge.",
         ("shoal admin pause runs/wordle", ""),
         ("shoal admin kick runs/wordle worker-1", "by name, or by the start of its key"),
         ("shoal admin admit runs/wordle 3f2a…", "the key that `shoal validate` printed"),
@@ -69,7 +71,7 @@ def _launch(args: argparse.Namespace, overrides: list[str], quick: bool, with_wo
     from shoal.config import load_run
 
     config = load_run(args.recipe, overrides, quick)
-    demand_torch()  # the roles would say so too, each in a log of its own
+    demand_torch()  # else each role would fail, and say why only in its log
     from shoal.folder import RunFolder
     from shoal.launch.hosting import invitation
     from shoal.launch.local import launch, locked

@@ -15,17 +15,17 @@ from shoal.commands.process import EXIT_NO, cores
 def add_commands(commands: Any) -> None:
     p = add_group(commands, "ledger", "the log of a run: verify or show it")
     q = add_command(
-        p, "verify", ledger_verify, "does the log hold?",
-        "Replays the log from its first byte: the chain of hashes, every decision by the rules, every credit, batch, "
-        "audit drawn and receipt. You get a summary and a line for each finding; exit code 1 if there is one.",
+        p, "verify", ledger_verify, "check that the log holds",
+        "Replays the log from its first byte, and checks the chain of hashes, every decision by the rules, every credit, "
+        "batch, audit draw and receipt. Prints a summary and a line for each finding; exit code 1 if there is one.",
         ("shoal ledger verify runs/wordle", ""), ("shoal ledger verify http://host:8470", "anyone may"),
         ("shoal ledger verify http://host:8470 --receipts mine.jsonl --receipts yours.jsonl", "finds a forked log"),
     )  # fmt: skip
     q.add_argument("source", metavar="RUN_DIR_OR_URL")
-    help_text = "a worker's receipts.jsonl: is all of it in this log? May be given again"
+    help_text = "a worker's receipts.jsonl, all of which this log must hold; may be repeated"
     q.add_argument("--receipts", type=Path, action="append", default=[], metavar="FILE", help=help_text)
     q = add_command(
-        p, "show", ledger_show, "events, a line each", "Prints number, time, kind and body of each event.",
+        p, "show", ledger_show, "print events, a line each", "Prints number, time, kind and body of each event.",
         ("shoal ledger show runs/wordle --tail 20", ""),
         ("shoal ledger show runs/wordle --kind decision", "one kind"),
     )  # fmt: skip
@@ -38,14 +38,14 @@ def add_commands(commands: Any) -> None:
 
 def _add_audit(commands: Any) -> None:
     p = add_command(
-        commands, "audit", audit, "does the log say what really happened?",
-        "Makes rollouts again from public data: seed, task, prompt, environment, tokens, log-probs, reward, ending, "
-        "verdict. A line wherever the log says otherwise, and a summary. A rollout is named VERSION/SLOT/INDEX, a "
+        commands, "audit", audit, "recompute rollouts and compare them with the log",
+        "Recomputes rollouts from public data: seed, task, prompt, environment, tokens, log-probs, reward, ending, "
+        "verdict. Prints a line wherever the log disagrees, and a summary. A rollout is named VERSION/SLOT/INDEX, a "
         "group VERSION/SLOT: `shoal ledger show RUN --kind group_accepted` and `shoal credits RUN NODE` list them. "
-        "Exit code 0: all agrees; 1: something does not; 2: nothing could be made again.",
+        "Exit code 0: all agrees; 1: something does not; 2: nothing could be recomputed.",
         ("shoal audit runs/wordle --all", "a finished run's folder; no server is needed"),
         ("shoal audit runs/wordle --rollout 3/17/0", "version 3, slot 17, first rollout"),
-        ("shoal audit http://host:8470 --sample 20", "groups drawn here, that the host cannot foresee"),
+        ("shoal audit http://host:8470 --sample 20", "drawn on this machine, so the host cannot foresee which"),
     )  # fmt: skip
     p.add_argument("source", metavar="RUN_DIR_OR_URL")
     which = p.add_mutually_exclusive_group(required=True)
@@ -62,8 +62,8 @@ def _add_credits(commands: Any) -> None:
     p = add_command(
         commands, "credits", credits, "who was paid what, and why",
         "Balances replayed from the log. With a node, each point of its pay: group, submission, verdict, validator; "
-        "what was refused, by which check; lapses. --statement keeps a balance that the host signs; `verify` in the "
-        "place of the run checks such a file offline, and with --log that it is what the log gives.",
+        "what was refused, by which check; lapses. --statement saves a balance that the host signs; `verify` in "
+        "place of the run checks such a file offline, and with --log also that the log gives this balance.",
         ("shoal credits runs/wordle", "all nodes"),
         ("shoal credits http://host:8470 worker-1", "one node, by its name or the start of its key"),
         ("shoal credits http://host:8470 worker-1 --statement mine.json", "signed by the run"),

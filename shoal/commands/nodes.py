@@ -1,4 +1,4 @@
-"""`shoal join`, `validate` and `train`: a role for a run that is hosted elsewhere, or started apart.
+"""`shoal join`, `validate` and `train`: a role that a person starts, for a run that is hosted here or elsewhere.
 
 Called by `cli`. They read the options and hand over to a role, which is imported when its command runs: help needs no
 torch.
@@ -15,29 +15,31 @@ from shoal.commands.process import cores, demand_torch, log_to_stderr
 def add_commands(commands: Any) -> None:
     p = add_command(
         commands, "join", join, "work for somebody's run",
-        "One outbound connection, works behind NAT; needs nothing but the URL. A key is made at the first start and "
-        "kept in ~/.shoal (or $SHOAL_HOME): credits belong to it. You are told what was accepted, what was refused "
-        "and why. Ctrl-C finishes the work in hand and leaves.",
+        "Needs only the URL: it calls the host and works behind NAT. The first start makes a key and keeps it in "
+        "~/.shoal (or $SHOAL_HOME): credits belong to it. Prints what was accepted, what was refused and why. Ctrl-C "
+        "finishes the work in hand and leaves.",
         ("shoal join http://host:8470", "all cores"),
         ("shoal join https://shoal.example.org --threads 2 --max-memory 1000", "two cores, at most 1000 MB"),
     )  # fmt: skip
     p.add_argument("url", metavar="URL")
     p.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: all)")
-    p.add_argument("--max-memory", type=int, default=0, metavar="MB", help="take no more than this (default: no limit)")
-    p.add_argument("--name", default="", help="how the host's table calls this worker (default: this machine's name)")
+    p.add_argument(
+        "--max-memory", type=int, default=0, metavar="MB", help="use no more memory than this (default: no limit)"
+    )
+    p.add_argument("--name", default="", help="this worker's name in the host's table (default: this machine's name)")
     p.add_argument("--home", type=Path, metavar="DIR", help="where key and weights are kept (default: ~/.shoal)")
     p = add_command(
         commands, "validate", validate, "judge rollouts for a run",
-        "Re-derives what workers claim. The host must admit this machine's key first: the first start prints it.",
+        "Recomputes what workers claim. The host must admit this machine's key first: the first start prints it.",
         ("shoal validate http://host:8470", ""),
     )  # fmt: skip
     p.add_argument("url", metavar="URL")
     p.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: all)")
     p.add_argument("--home", type=Path, metavar="DIR", help="where key and weights are kept (default: ~/.shoal)")
     p = add_command(
-        commands, "train", train, "the trainer of a run, alone",
-        "Turns batches into policy versions. `shoal run` and `shoal host` start it by themselves; this is for a host "
-        "whose trainer is another process. It needs the run's folder, which holds its key and its state.",
+        commands, "train", train, "start only the trainer of a run",
+        "Turns batches into policy versions. `shoal run` and `shoal host` start it by themselves; type this if the trainer "
+        "is to run apart from them. It needs the run's folder, which holds its key and its state.",
         ("shoal train http://127.0.0.1:8470 --run-dir runs/wordle", ""),
     )  # fmt: skip
     p.add_argument("url", metavar="URL")

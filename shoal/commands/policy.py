@@ -34,8 +34,8 @@ def add_commands(commands: Any) -> None:
     p.add_argument("--out", type=Path, metavar="FILE", help="write the figures there instead")
     p = add_command(
         commands, "sft", sft, "a cold start from scripted games",
-        "Teaches a policy by an environment's own scripted player, for RL to start from. You get a checkpoint in "
-        "Hugging Face format; the same recipe, seed and threads give the same bytes.",
+        "Trains a policy to imitate an environment's scripted player, so that RL can start from it. You get a checkpoint "
+        "in Hugging Face format; the same recipe, seed and threads give the same bytes.",
         ("shoal sft recipes/wordle-start.toml --out runs/start", ""),
         ("shoal sft recipes/wordle-start.toml --out runs/start --set steps=100", ""),
     )  # fmt: skip
@@ -44,21 +44,23 @@ def add_commands(commands: Any) -> None:
     set_argument(p)
 
     p = add_command(
-        commands, "calibrate", calibrate, "how much may honest work differ?",
-        "Plays honest rollouts of a run file and replays them over threads, batch shapes and dtypes. You get the noise, "
-        "the bounds that it asks for ([verify.bounds], and verify.activation_error where the run asks for proofs), and how "
-        "many tokens it takes to catch a worker that samples with another seed, by the policy's entropy.",
-        ("shoal calibrate recipes/wordle.toml", "look"),
-        ("shoal calibrate recipes/wordle.toml --write", "and put the bounds into the run file"),
+        commands, "calibrate", calibrate, "measure how much honest work may differ",
+        "Plays honest rollouts of a run file and replays them with other threads, batch shapes and dtypes. Prints the "
+        "noise, the bounds that follow from it ([verify.bounds], and verify.activation_error if the run asks for proofs), "
+        "and, by the policy's entropy, how many tokens it takes to catch a worker that samples with another seed.",
+        ("shoal calibrate recipes/wordle.toml", "print the bounds"),
+        ("shoal calibrate recipes/wordle.toml --write", "also write them into the run file"),
         ("shoal calibrate recipes/wordle.toml --save here.played", "on one machine"),
         ("shoal calibrate recipes/wordle.toml --with here.played", "on another: replay what the first one played"),
     )  # fmt: skip
     p.add_argument("recipe", type=Path, metavar="RUN_FILE")
     p.add_argument("--episodes", type=positive, default=512, metavar="N", help="rollouts to play (default: 512)")
     p.add_argument("--safety", type=float, default=2.0, metavar="X", help="bounds are X times the noise (default: 2)")
-    p.add_argument("--write", action="store_true", help="put the bounds into the run file, and leave the rest as it is")
+    p.add_argument(
+        "--write", action="store_true", help="write the bounds into the run file; its other lines stay as they are"
+    )
     p.add_argument("--save", type=Path, metavar="FILE", help="write what was played, for another machine to replay")
-    help_text = "replay what another machine played, too; may be given again"
+    help_text = "also replay what another machine played; may be repeated"
     p.add_argument("--with", dest="others", type=Path, action="append", default=[], metavar="FILE", help=help_text)
     set_argument(p)
 

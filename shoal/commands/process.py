@@ -1,4 +1,4 @@
-"""What commands share of their process: exit codes, its cores and its log.
+"""What commands share: exit codes, the number of cores, and the log.
 
 Called by `cli` and the other files of this folder. It knows no command.
 """
@@ -19,13 +19,13 @@ def cores() -> int:
 
 
 def demand_torch() -> None:
-    """Raises `ShoalError` on a machine without torch: before anything is asked or made."""
+    """Raises `ShoalError` on a machine without torch, before anything is sent or written."""
     if find_spec("torch") is None:
         raise ShoalError(NO_TORCH)
 
 
 def log_to_stderr() -> None:
-    """One line a decision. A log that cannot be written stops nothing."""
+    """Log to standard error. A log that cannot be written stops nothing."""
     logging.raiseExceptions = False
     handler = logging.StreamHandler()
     handler.setFormatter(PrintableFormatter("%(asctime)s %(name)-11s %(message)s", datefmt="%H:%M:%S"))

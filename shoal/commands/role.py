@@ -31,7 +31,7 @@ def role(args: argparse.Namespace) -> None:
     from shoal.launch.process import die_with_parent
 
     die_with_parent()
-    # Until a role takes the signal itself, it ends like Ctrl-C.
+    # Until a role handles SIGTERM itself, the signal ends it as Ctrl-C does.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     log_to_stderr()
     if args.name == "coordinator":
