@@ -34,6 +34,6 @@ def open_engine(spec: EngineSpec) -> Engine:
         raise StateError(
             f"the {spec.kind} engine does not compute in {spec.dtype!r}, only in {', '.join(DTYPES[spec.kind])}"
         )
-    from shoal.engine.local import LocalEngine  # torch: whoever opens no engine needs none
+    from shoal.engine.local import LocalEngine  # imports torch, which only an opened engine needs
 
     return LocalEngine(spec.threads, spec.dtype, spec.device)
