@@ -1,7 +1,7 @@
-"""What a run says about pay: lines that explain it, and balances that are signed.
+"""What a run says about pay: lines that explain it, and signed balances.
 
-Made by the coordinator from the log, read by nodes and auditors. Like `types`, these hold data and know nothing of how
-it is come by.
+The coordinator makes them from the log; nodes and auditors read them. Like `types`, they only hold data. They do not know
+how pay is computed.
 """
 
 from shoal.protocol.types import Answer, Message
@@ -16,17 +16,17 @@ class CreditLine(Answer, frozen=True):
     kind: str
     """Of the event."""
     credits: int
-    """By how much the balance changed, policy tokens; 0 for work that was not paid."""
+    """Change of the balance, policy tokens; 0 for work that was not paid."""
     detail: str
-    """One line for a person."""
+    """One line for people to read."""
     version: int = -1
     slot: int = -1
     submission: str = ""
     validators: tuple[str, ...] = ()
-    """Whose verdicts these are; empty where no verdict is meant, or where it lies on an earlier page."""
+    """Keys of those who gave the verdicts; empty if the line is about no verdict, or if it is on an earlier page."""
     audited: bool = False
     check: str = ""
-    """That refused the group, with its figure and bound."""
+    """The check that refused the group; its figure and bound follow."""
     figure: float = 0.0
     bound: float = 0.0
 
@@ -36,14 +36,14 @@ class CreditPage(Answer, frozen=True):
 
     node: str
     leases: int
-    """Ever granted to it."""
+    """All leases that the node was ever granted."""
     lapsed: int
-    """Of these, not filled in time."""
+    """How many of them lapsed."""
     lines: tuple[CreditLine, ...]
     after: int
-    """Ask with this for the next page."""
+    """To get the next page, ask with this value."""
     more: bool
-    """Whether the log goes on after this page."""
+    """Whether there is a next page."""
 
 
 class Statement(Message, frozen=True):
@@ -51,7 +51,7 @@ class Statement(Message, frozen=True):
 
     run: str
     run_key: str
-    """That signs. The run's first event names it."""
+    """The key that signs. The run's first event names it."""
     node: str
     name: str
     credits: int

@@ -1,6 +1,6 @@
 """What all nodes must agree on about audits: which groups are audited, and what a verdict may say.
 
-Used by the rules, which refuse a verdict that audits other groups, by validators, and by anyone who checks a run. Pure.
+Used by validators, by auditors, and by the rules, which refuse a verdict that audits other groups. Pure.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ MAX_REASON_CHARS = 300
 
 
 def influence(rewards: Sequence[float], tokens: int) -> float:
-    """How far a group can move the policy: the mean |reward - group mean| of its rollouts times its policy tokens."""
+    """How far a group can move the policy: the mean |reward - group mean| of its rollouts, times its policy tokens."""
     if not rewards:
         return 0.0
     mean = sum(rewards) / len(rewards)
@@ -27,7 +27,8 @@ def influence(rewards: Sequence[float], tokens: int) -> float:
 
 
 def must_audit(draw: float, rate: float, influence: float, mean_influence: float) -> bool:
-    """Whether a group is audited. Influence above the run's mean raises the rate in proportion and never lowers it.
+    """Whether a group is audited. Influence above the run's mean raises the rate in proportion. Influence below it changes
+    nothing.
 
     The draw, in [0, 1), was made before anyone knew the rewards. `mean_influence` is 0 before the first accepted group.
     """

@@ -1,11 +1,11 @@
-"""How far honest arithmetic may differ, by the engines that sample and replay.
+"""How far honest arithmetic may differ between the engine that samples and the one that replays.
 
-Called by the checks and by the ledger's evidence, which must look up the same bounds. A key of `Rules.bounds` is
+Called by the checks and by the ledger's evidence, which must use the same bounds. A key of `Rules.bounds` is
 "SAMPLED/REPLAYED". Each side is the dtype of the embedded engine, or KIND:DTYPE of another kind, such as
 "remote:bfloat16/float32".
 
-A node says itself which kind of engine it has, so this claim may tighten a bound and never loosen one: the run's own
-pair of dtypes is always among those that apply, and the smallest value of each applies.
+The node itself says which kind of engine it has. So its claim may tighten a bound but never loosen one: the bounds of the
+run's own pair of dtypes always apply too, and of each bound the smallest value applies.
 """
 
 import msgspec
@@ -13,7 +13,7 @@ import msgspec
 from shoal.protocol.types import Bounds, Rules
 
 LOCAL = "local"
-"""Kind of the embedded engine, which keys of `Rules.bounds` leave out."""
+"""Kind of the embedded engine. Keys of `Rules.bounds` do not write it."""
 
 
 def engine_kind(implementation: str) -> str:
@@ -22,9 +22,10 @@ def engine_kind(implementation: str) -> str:
 
 
 def bounds_for(rules: Rules, sampled_by: str, replayed_by: str, replayed_dtype: str) -> Bounds | None:
-    """Bounds for work sampled in the run's dtype and replayed in another; each side by the implementation it claims.
+    """Bounds for work that was sampled in the run's dtype and replayed in `replayed_dtype`; the first two arguments are the
+    implementations that the two nodes claim.
 
-    None where the run has no bounds for the two dtypes: then such a replay says nothing.
+    None if the run has no bounds for the two dtypes: such a replay shows nothing.
     """
     own = rules.bounds.get(f"{rules.dtype}/{replayed_dtype}")
     if own is None:
@@ -41,5 +42,5 @@ def bounds_for(rules: Rules, sampled_by: str, replayed_by: str, replayed_dtype: 
 
 
 def _sides(kind: str, dtype: str) -> tuple[str, ...]:
-    """How one side of a key may name an engine."""
+    """The names that an engine may have on one side of a key."""
     return (dtype,) if kind == LOCAL else (dtype, f"{kind}:{dtype}")

@@ -1,13 +1,13 @@
-"""Who says so: Ed25519 keys, signatures bound to a purpose, and signed HTTP requests.
+"""Who sent or signed something: Ed25519 keys, signatures bound to a purpose, and signed HTTP requests.
 
-Called by `net` for every request, by roles for receipts and by `weights` for manifests. It does no I/O and knows no
-clock: key files are `net/keys`, the time is an argument.
+Called by `net` for every request, by roles for receipts and by `weights` for manifests. It does no I/O and has no clock:
+`net/keys` reads key files, and the time is an argument.
 
 Requests follow RFC 9421 (HTTP Message Signatures) with Content-Digest (RFC 9530), for one fixed list of components:
 method, path, query, body digest, and our two headers where they are sent: `shoal-run` (the run the sender means) and
-`shoal-head` (the last head of the log it saw). The authority is not covered, because a proxy may rewrite it; the run
-id does its work, and a server that knows its run must demand it. A request sent again within the window is accepted
-again: every write of ours is idempotent, so that a replay changes nothing, and no memory of nonces must be kept.
+`shoal-head` (the last head of the log it saw). The authority is not covered, because a proxy may rewrite it. The run id
+takes its place, so a server that knows its run must demand the header. A request that is sent again within the window is
+accepted again: all our writes are idempotent, so a second one changes nothing, and servers need not remember nonces.
 """
 
 import base64
@@ -31,13 +31,13 @@ TAG = "shoal/v1"
 
 
 class Key:
-    """An Ed25519 private key: what a node is."""
+    """An Ed25519 private key: the identity of a node."""
 
     def __init__(self, secret: bytes) -> None:
         """From 32 secret bytes. Raises ValueError for another length."""
         self._private = Ed25519PrivateKey.from_private_bytes(secret)
         self.public = self._private.public_key().public_bytes_raw().hex()
-        """The public key, 64 lower-case hex digits: the node's name everywhere."""
+        """The public key, 64 lower-case hex digits: it names the node everywhere."""
 
     @staticmethod
     def generate() -> "Key":
@@ -49,11 +49,11 @@ class Key:
         return self._private.private_bytes_raw()
 
     def sign(self, purpose: str, data: bytes) -> str:
-        """Signature over a purpose and data, 128 hex digits: it verifies for no other purpose."""
+        """Signature over a purpose and data, 128 hex digits. It is not valid for another purpose."""
         return self._private.sign(domain_hash(purpose, data)).hex()
 
     def sign_raw(self, data: bytes) -> bytes:
-        """Signature over the bytes themselves, for formats that bring their own separation (RFC 9421)."""
+        """Signature over the bytes alone, for formats that name their own purpose (RFC 9421)."""
         return self._private.sign(data)
 
 
@@ -90,7 +90,7 @@ def _verify_raw(public: str, data: bytes, signature: bytes) -> bool:
 
 
 class RequestLine(NamedTuple):
-    """The parts of a request's first line that are signed, as sent: nothing decoded, nothing normalised."""
+    """The signed parts of a request's first line as they were sent, neither decoded nor normalised."""
 
     method: str
     path: str
@@ -101,7 +101,7 @@ class RequestLine(NamedTuple):
 
 @dataclass(frozen=True)
 class Caller:
-    """Who sent a verified request."""
+    """The sender of a verified request."""
 
     key: str
     """Public key, hex."""
@@ -113,7 +113,7 @@ class Caller:
     head: str
     """The last log head that the sender saw; empty if none."""
     digest: str
-    """SHA-256 that the sender signed for the request's body, hex; a body that was read through the gate has it."""
+    """SHA-256 of the body, hex, as the sender signed it. The gate of `net/server` compares the body with it."""
 
 
 class SignatureError(ValueError):
@@ -146,7 +146,8 @@ def sign_request(
 
 
 def verify_request(line: RequestLine, headers: Mapping[str, str], body: bytes, *, now: float) -> Caller:
-    """The sender of a request whose signature, digest and time are right; raises as `verify_headers`, and "digest"."""
+    """The sender of a request whose signature, digest and time are right. Raises what `verify_headers` raises, and
+    `SignatureError` with code "digest"."""
     caller = verify_headers(line, headers, now=now)
     if hashlib.sha256(body).hexdigest() != caller.digest:
         raise SignatureError(
@@ -220,7 +221,7 @@ def _components(headers: Mapping[str, str]) -> str:
 def _signature_base(line: RequestLine, headers: Mapping[str, str], parameters: str) -> bytes:
     """RFC 9421 section 2.5: one line for each component, the parameters last.
 
-    A newline in a value could pass one component off as another; none of ours may hold one.
+    With a newline in a value, one component could look like another, so no value may hold one.
     """
     values = [f'"@method": {line.method}', f'"@path": {line.path}', f'"@query": ?{line.query}']
     values += [f'"{name}": {headers[name]}' for name in ("content-digest", RUN_HEADER, HEAD_HEADER) if name in headers]

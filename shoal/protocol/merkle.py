@@ -1,8 +1,8 @@
 """One hash for an ordered list: the Merkle tree of RFC 6962, with our domain.
 
-Called by `weights` for the root of a policy version. Leaves and inner nodes are hashed for different purposes, so
-that no inner node can be passed off as a leaf (second preimage), and a lone last node moves up unpaired, so that no
-two lists share a root by repeating their end.
+Called by `weights` for the root of a policy version. Leaves and inner nodes are hashed for different purposes, so an inner
+node cannot be presented as a leaf (second preimage). A last node without a partner moves up as it is, so a list that
+repeats its end has another root.
 """
 
 from collections.abc import Sequence

@@ -17,9 +17,9 @@ from shoal.protocol.wire import domain_hash
 
 @dataclass(frozen=True)
 class SecretChain:
-    """A hash chain of secrets, one for each version v: link(v) = H(link(v + 1)). Its end, link(-1), is published at once.
+    """A hash chain of secrets: link(v) = H(link(v + 1)). The end, link(-1), is published when the run begins.
 
-    With link(v) anyone can compute the links of earlier versions, and so check it, but not link(v + 1).
+    With link(v), anyone can check it against link(v - 1), but nobody can compute link(v + 1).
     """
 
     seed: bytes
@@ -27,7 +27,7 @@ class SecretChain:
     length: int = CHAIN_LENGTH
 
     def links(self) -> list[bytes]:
-        """All links, the published end first: link(v) has index v + 1."""
+        """All links: index v + 1 holds link(v), and index 0 the published end."""
         chain = [domain_hash(self.purpose + "/seed", self.seed)]
         for _ in range(self.length):
             chain.append(_next_link(self.purpose, chain[-1]))
@@ -39,7 +39,7 @@ class SecretChain:
 
 
 def link_follows(purpose: str, link: bytes, before: bytes, steps: int = 1) -> bool:
-    """Whether `link` hashes to `before` in exactly `steps` steps: how anyone checks a revealed link."""
+    """Whether `link` hashes to `before` in exactly `steps` steps. This is how anyone checks a revealed link."""
     for _ in range(steps):
         link = _next_link(purpose, link)
     return link == before
@@ -50,7 +50,7 @@ def _next_link(purpose: str, link: bytes) -> bytes:
 
 
 def of_stream(purpose: str, stream: str) -> str:
-    """A purpose of hashes, for one stream of versions. The main stream has the bare purpose."""
+    """The purpose of a hash for one stream of versions. The main stream has the purpose without an addition."""
     return purpose if stream == MAIN_STREAM else f"{purpose}/stream/{stream}"
 
 
@@ -66,9 +66,9 @@ def sample_seed(slot: bytes, index: int) -> bytes:
 
 
 def draw_task(slot: bytes, weights: list[float], num_tasks: list[int]) -> tuple[int, int]:
-    """Index of the environment and of the task that a slot seed decides.
+    """Indices of the environment and of the task that a slot seed decides.
 
-    Environments are drawn by weight, tasks uniformly: 64 bits make the bias of a remainder immaterial.
+    Environments are drawn by weight, tasks uniformly. With 64 bits, the bias of the remainder is negligible.
     """
     bits = domain_hash("task", slot)
     point = int.from_bytes(bits[:8], "big") / 2**64 * sum(weights)
@@ -80,7 +80,7 @@ def draw_task(slot: bytes, weights: list[float], num_tasks: list[int]) -> tuple[
 
 
 def uniform(purpose: str, *parts: bytes) -> float:
-    """A draw in [0, 1) that anyone can repeat: audits use it with a secret link among the parts."""
+    """A draw in [0, 1) that anyone with the same parts can repeat. For audits, one part is a secret link."""
     return int.from_bytes(domain_hash(purpose, *parts)[:8], "big") / 2**64
 
 
@@ -104,7 +104,7 @@ def philox(counter: NDArray[np.uint64], key: NDArray[np.uint64]) -> NDArray[np.u
 
 
 def noise_words(seed: bytes) -> tuple[int, int, int, int]:
-    """The four 32-bit words of a sample seed that drive its noise: two keys, then two of the counter."""
+    """The four 32-bit words of a sample seed that decide its noise: two for the key, then two for the counter."""
     first, second, third, fourth = (int.from_bytes(seed[i : i + 4], "little") for i in range(0, 16, 4))
     return first, second, third, fourth
 

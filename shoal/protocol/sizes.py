@@ -1,8 +1,8 @@
-"""How large the messages of a run can become: what a run file may ask for, and how much a lease may hold.
+"""How large the messages of a run can become, and so what a run file may ask for and how much a lease may hold.
 
-Called by `config`, which refuses a run whose block or batch fits no message, by the rules, which size leases, and by
-everyone who takes a submission. Pure. Each bound encodes the widest example of what is repeated, so a new field counts
-by itself; `tests/protocol/test_sizes.py` holds them against real messages.
+Called by `config`, which refuses a run whose block or batch fits no message; by the rules, which size leases; and by those
+who receive submissions. Pure. Each bound encodes the widest example of what a message repeats, so a new field is counted
+without a change here. `tests/protocol/test_sizes.py` compares the bounds with real messages.
 """
 
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ BYTES_PER_TOKEN = 4 + 1 + 4
 """Token id, author, log-probability."""
 
 PROOF_CHUNK_TOKENS, PROOF_CHUNK_BYTES = 32, 2 + 2 * 128
-"""Of a proof of activations, as `algos/toploc` makes it."""
+"""Tokens and bytes of one chunk in a proof of activations, as `algos/toploc` makes it."""
 
 ROLLOUT_OVERHEAD_BYTES = 256
 """Field names, lengths, version and ending of one rollout; the field names take about 60."""
@@ -24,13 +24,13 @@ GROUP_OVERHEAD_BYTES = 1024
 """Field names, slot, task and the environment's label of one group."""
 
 SUBMISSION_OVERHEAD_BYTES = 4096
-"""Run, lease, version, engine facts."""
+"""Run, lease, version and engine facts of one submission."""
 
 MESSAGE_OVERHEAD_BYTES = 16_384
-"""What a JSON message holds once: names, times, and the keys and projections of some 60 validators."""
+"""What a JSON message holds once: names, times, and the keys and projections of about 60 validators."""
 
 ENV_LABEL_BYTES = 256
-"""Room for an environment's label, which in older logs is its name, an absolute path where it is a file."""
+"""Room for an environment's label. In older logs that is its name; for an environment from a file, an absolute path."""
 
 REASON_BYTES = 512
 """Room for what a verdict says of a refused group."""
@@ -40,7 +40,7 @@ WIDE_INT, WIDE_FLOAT, HASH = 10**12, -1.2345678901234567e-300, "0" * 64
 
 
 def submission_bytes(num_groups: int, group_size: int, max_tokens: int, proofs: bool) -> int:
-    """Most bytes of an honest submission of so many groups."""
+    """Most bytes that an honest submission of this many groups can have."""
     return num_groups * _group_bytes(group_size, max_tokens, proofs) + SUBMISSION_OVERHEAD_BYTES
 
 
@@ -52,7 +52,7 @@ def _group_bytes(group_size: int, max_tokens: int, proofs: bool) -> int:
 
 
 def most_lease_groups(group_size: int, max_tokens: int, proofs: bool, envs: Iterable[str]) -> int:
-    """Groups of the largest lease whose submission, check and verdict all fit."""
+    """Groups of the largest lease whose submission, check and verdict all fit into messages."""
     submitted = (MAX_SUBMISSION_BYTES - SUBMISSION_OVERHEAD_BYTES) // _group_bytes(group_size, max_tokens, proofs)
     said = max(_check_bytes(envs), _verdict_bytes(group_size))
     return min(submitted, (MAX_JSON_BYTES - MESSAGE_OVERHEAD_BYTES) // said)
@@ -66,20 +66,20 @@ def most_lease_blocks(law: Rules, sampling: Sampling, envs: Iterable[EnvSpec]) -
 
 
 def most_batch_groups(group_size: int) -> int:
-    """Groups of the largest batch that fits."""
+    """Groups of the largest batch that fits into a message."""
     member = BatchGroup(WIDE_INT, WIDE_INT, HASH, WIDE_INT, HASH, (WIDE_FLOAT,) * group_size)
     return (MAX_JSON_BYTES - MESSAGE_OVERHEAD_BYTES) // _listed(member)
 
 
 def _check_bytes(envs: Iterable[str]) -> int:
-    """Of one group in a check, which holds the lease: a slot, at worst in a block of its own, and its draw."""
+    """Bytes of one group in a check, which holds the lease: a slot, at worst in a block of its own, and its draw."""
     label = max(ENV_LABEL_BYTES, *(len(to_json(env)) for env in envs), 0)
     slot = Slot(WIDE_INT, HASH, "x" * label, WIDE_INT)
     return _listed(Block(WIDE_INT, (slot,))) + _listed(WIDE_INT) + _listed(WIDE_FLOAT)
 
 
 def _verdict_bytes(group_size: int) -> int:
-    """Of one group in a verdict: accepted ones have rewards, others a reason."""
+    """Bytes of one group in a verdict: accepted groups have rewards, others a reason."""
     accepted, refused = (WIDE_FLOAT,) * group_size, "x" * REASON_BYTES
     return max(
         _listed(GroupVerdict(WIDE_INT, False, "accept", "", "", *_PLACE, accepted, *_FIGURES)),

@@ -1,8 +1,8 @@
-"""Canonical encoding of what crosses the wire: strict in, one form out, hashes over the bytes.
+"""Canonical encoding of messages: decoding is strict, a value has one encoding, and hashes are over the bytes.
 
-Called by every room that sends, stores or hashes a message. It knows no message type: those are in `types`.
-Small things are JSON, bulk is msgpack. A message that does not decode into exactly the asked type is refused,
-and nothing is ever signed or hashed after being encoded a second time: the bytes that arrived are what counts.
+Called by every room that sends, stores or hashes a message. It knows no message type: those are in `types`. Small messages
+are JSON, bulk is msgpack. A message that does not decode into exactly the given type is refused. Hashes and signatures are
+over the bytes that arrived, never over a second encoding of them.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ from shoal.protocol.constants import DOMAIN, MAX_JSON_DEPTH
 T = TypeVar("T")
 
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"?', re.DOTALL)
-"""A JSON string, or one that never ends; it is looked at once, whatever it holds."""
+"""A JSON string, complete or without an end. The pattern reads each byte once, whatever the string holds."""
 
 _BRACKET = re.compile(rb"[][{}]")
 
@@ -25,7 +25,7 @@ _msgpack_encoder = msgspec.msgpack.Encoder(order="deterministic")
 
 
 class WireError(ValueError):
-    """Bytes from elsewhere are not what they should be; the message says which field and why."""
+    """Bytes from elsewhere are not the message that they should be. The text says which field is wrong, and why."""
 
 
 def digest(data: bytes) -> str:
@@ -34,7 +34,7 @@ def digest(data: bytes) -> str:
 
 
 def domain_hash(purpose: str, *parts: bytes) -> bytes:
-    """SHA-256 over the protocol's domain, a purpose and parts, each with its length so that no two lists collide."""
+    """SHA-256 over the protocol's domain, a purpose and parts. Each part follows its length, so no two lists collide."""
     h = hashlib.sha256(DOMAIN + purpose.encode() + b"\0")
     for part in parts:
         h.update(len(part).to_bytes(8, "big"))
@@ -77,7 +77,7 @@ def _name(kind: object) -> str:
 
 
 def _refuse_deep_nesting(data: bytes) -> None:
-    """Depth is counted outside of strings: a stranger's name may hold any bracket, and is read again from the log."""
+    """Count depth outside of strings: a stranger's name may hold brackets, and a log with it must stay readable."""
     if data.count(b"[") + data.count(b"{") <= MAX_JSON_DEPTH:
         return
     depth = 0

@@ -1,7 +1,4 @@
-"""The log's lines, refusals, and what a coordinator tells anyone who asks how a run does.
-
-Answers of `roles/coordinator`, in the words of the wire.
-"""
+"""The log's lines, refusals, and the answers of `roles/coordinator` about how a run is doing."""
 
 import msgspec
 
@@ -35,7 +32,7 @@ class CheckAnswer(Answer, frozen=True):
 
 
 class Status(Answer, frozen=True):
-    """`GET /v1/status`: where the run stands, and what it waits for."""
+    """`GET /v1/status`: how far the run is, and what it waits for."""
 
     name: str
     phase: str
@@ -52,11 +49,11 @@ class Status(Answer, frozen=True):
     waiting_for: str
     waiting_s: float
     flat_groups: int = 0
-    """Accepted in a row without signal: the rewards within each are all equal."""
+    """Groups accepted in a row without signal: within each, all rewards are equal."""
     flat_reward: float = 0.0
     """Their mean reward."""
     pause_cause: str = ""
-    """Why a paused run stopped by itself, such as "no signal"; empty where the host paused it."""
+    """Why the run paused itself, such as "no signal"; empty if the host paused it."""
 
 
 class StateHash(Answer, frozen=True):
@@ -68,13 +65,13 @@ class StateHash(Answer, frozen=True):
 
 
 class AdminRequest(Message, frozen=True):
-    """`POST /v1/admin/{action}`: the node meant, by name or by the start of its key, where the action needs one."""
+    """`POST /v1/admin/{action}`: names a node, by its name or the start of its key, if the action needs one."""
 
     node: str = ""
 
 
 class Done(Answer, frozen=True):
-    """Answer to a write that has nothing else to say."""
+    """Answer to a write that returns nothing else."""
 
     seq: int
     """Number of the log's last event."""

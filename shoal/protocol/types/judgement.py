@@ -1,6 +1,6 @@
 """Judgement: what a validator is asked, and what it answers.
 
-How a verdict is found is in `proofs`, what it settles in `ledger/rules`.
+`proofs` makes verdicts, and `ledger/rules` decides what follows from them.
 """
 
 from typing import Literal
@@ -16,24 +16,24 @@ class Check(Message, frozen=True):
     """The submission's digest: fetch it from `/v1/blobs/{id}`."""
     lease: Lease
     audited: tuple[int, ...]
-    """Slots drawn for the checks that need the model."""
+    """Slots that were drawn for the checks that need the model."""
     deadline: float
     draws: tuple[float, ...] = ()
-    """One for each slot, in [0, 1): with the rewards they decide which further groups are audited."""
+    """One number in [0, 1) for each slot. With the rewards, they decide which other groups are audited."""
     rate: float = 1.0
     mean_influence: float = 0.0
-    """Of the run's groups when these draws were made; see `protocol.audits.must_audit`."""
+    """Mean influence of the run's groups when the draws were made; see `protocol.audits.must_audit`."""
     project_for: tuple[str, ...] = ()
-    """Keys to project the activations for: the validator's own, and of those who judged before it."""
+    """Keys to project the activations for: the validator's own, and those of the validators that judged before it."""
 
 
 class GroupVerdict(Message, frozen=True):
-    """What a validator found of one group. Accepts have an empty `check`."""
+    """What a validator found in one group. `check` is empty if it accepts the group."""
 
     slot: int
     audited: bool
     outcome: Literal["accept", "void", "soft", "hard"]
-    """Void: the environment itself fails on this task, as anyone can see: no pay, no blame, no rollouts."""
+    """Void: the environment fails on this task, which anyone can repeat. This brings no pay, no blame and no rollouts."""
     check: str = ""
     detail: str = ""
     rollout: int = -1
@@ -41,9 +41,9 @@ class GroupVerdict(Message, frozen=True):
     figure: float = 0.0
     bound: float = 0.0
     rewards: tuple[float, ...] = ()
-    """As recomputed; empty unless accepted."""
+    """One for each rollout, as the validator recomputed it; empty unless accepted."""
     tokens: int = 0
-    """Policy tokens of the group: the credit."""
+    """Policy tokens of the group, from which its pay follows; 0 unless accepted."""
     flipped: int = 0
     """Tokens whose gap exceeds the bound; 0 unless audited."""
     gap_sum: float = 0.0
@@ -56,4 +56,4 @@ class Verdict(Message, frozen=True):
     submission: str
     groups: tuple[GroupVerdict, ...]
     projections: dict[str, tuple[float, ...]] = {}
-    """Of the audited groups' activations, by validator key as the check asks; see `algos/projection`."""
+    """Projections of the audited groups' activations, by validator key, as the check asks; see `algos/projection`."""

@@ -1,13 +1,13 @@
-"""Learning: batches for the trainer, and the versions that come of them, as manifests of files.
+"""Learning: batches for the trainer, and the versions that it makes of them, as manifests of files.
 
-How a manifest is signed and opened is in `weights`.
+`weights` signs and opens manifests.
 """
 
 from shoal.protocol.types.message import Message
 
 
 class BatchGroup(Message, frozen=True):
-    """A member of a batch, by hash."""
+    """A group of a batch, named by its hash."""
 
     version: int
     slot: int
@@ -15,12 +15,12 @@ class BatchGroup(Message, frozen=True):
     index: int
     """Its place in the submission."""
     digest: str
-    """Of the group's bytes."""
+    """SHA-256 of the group's bytes, hex."""
     rewards: tuple[float, ...]
 
 
 class Batch(Message, frozen=True):
-    """`GET /v1/batches/{step}`: a value, not a moment."""
+    """`GET /v1/batches/{step}`: the same value whenever it is asked for."""
 
     step: int
     groups: tuple[BatchGroup, ...]
@@ -30,7 +30,7 @@ class Batch(Message, frozen=True):
 
 
 class FileEntry(Message, frozen=True):
-    """A file of a checkpoint: a safe relative name and the chunks that make it up, in order."""
+    """A file of a checkpoint: a safe relative name, and the chunks that it consists of, in order."""
 
     path: str
     size: int
@@ -47,7 +47,7 @@ class Manifest(Message, frozen=True):
     parents: tuple[int, ...]
     dtype: str
     root: str
-    """Weights root: Merkle root over the published tensors only."""
+    """Weights root: the Merkle root over the published tensors and nothing else."""
     files: tuple[FileEntry, ...]
     chunk_bytes: int
     issued: float

@@ -1,6 +1,6 @@
-"""What every message is: frozen, of known fields, with texts that are safe to show.
+"""What all messages have in common: they are frozen, have known fields only, and hold texts that are safe to show.
 
-Base of the other files of this folder, and of `accounts` beside it. It knows no message.
+The other files of this folder build on it, and so does `accounts` beside it. It knows no message.
 """
 
 import re
@@ -11,11 +11,11 @@ import msgspec
 from shoal.protocol.constants import MAX_FACT_CHARS
 
 _UNPRINTABLE = r"\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069"
-"""Characters that control a terminal, or that hide or turn round what stands beside them."""
+"""Characters that control a terminal, or that hide or reverse the characters beside them."""
 
 # guard: name-length, name-prints
 Fact = Annotated[str, msgspec.Meta(max_length=MAX_FACT_CHARS, pattern=rf"\A[^{_UNPRINTABLE}]*\Z")]
-"""What a node says of itself: short, and safe to show."""
+"""What a node says about itself: short, and safe to show."""
 
 
 def fact(text: str) -> str:
@@ -24,11 +24,11 @@ def fact(text: str) -> str:
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Base of all that strangers send: immutable, no unknown fields."""
+    """Base of everything that strangers send. It is immutable and refuses unknown fields."""
 
 
 class Answer(Message, frozen=True, forbid_unknown_fields=False):
-    """Base of what a coordinator answers and nobody hashes or signs. It may gain fields, which older nodes ignore.
+    """Base of a coordinator's answers that nobody hashes or signs. It may gain fields, which older nodes ignore.
 
-    What a node must understand to take part is never such a field.
+    So a field that a node must understand to take part is never added to one.
     """

@@ -1,7 +1,6 @@
-"""The run and its nodes, as they cross the wire.
+"""The run and its nodes, as messages: what a coordinator tells a stranger, and what a node says about itself.
 
-What a coordinator tells a stranger, and what a node says of itself. They hold data, and know nothing of HTTP, storage
-or models.
+They only hold data, and know no HTTP, storage or models.
 """
 
 from typing import Any, Literal
@@ -13,13 +12,13 @@ from shoal.protocol.types.message import Answer, Fact, Message
 
 
 class Sampling(Message, frozen=True):
-    """How tokens are drawn. Temperature and seed are the only parameters: top-p and top-k cannot be replayed."""
+    """How tokens are drawn. Temperature and seed alone decide it, because draws with top-p or top-k cannot be replayed."""
 
     temperature: float
     max_turn_tokens: int
     """Tokens that the policy may write in one turn, the stop token included."""
     max_tokens: int
-    """Tokens of a whole rollout, prompt and environment included."""
+    """Tokens of a whole rollout, including the prompt and the environment's text."""
 
 
 class EnvSpec(Message, frozen=True, omit_defaults=True):
@@ -28,31 +27,32 @@ class EnvSpec(Message, frozen=True, omit_defaults=True):
     name: str
     """A built-in name, or a path to a Python file on the host."""
     digest: str
-    """SHA-256 of its source; a node that has another refuses."""
+    """SHA-256 of its source. A node whose source has another digest refuses the run."""
     num_tasks: int
     weight: float
-    """Share of slots, relative to the other environments."""
+    """Share of the slots, relative to the weights of the other environments."""
     args: dict[str, Any]
     own_label: Fact = msgspec.field(default="", name="label")
-    """Sent only where the label is not the name: logs from before there were labels have none."""
+    """Sent only if it differs from the name: logs from before there were labels have none."""
 
     @property
     def label(self) -> str:
-        """What slots and groups call this environment; no two of a run have the same."""
+        """What slots and groups call this environment. No two environments of a run have the same label."""
         return self.own_label or self.name
 
 
 class Bounds(Message, frozen=True):
-    """What honest arithmetic may do between a dtype that samples and one that replays; see `algos/sampling_evidence`."""
+    """How far honest arithmetic may differ between the dtype that samples and the one that replays; see
+    `algos/sampling_evidence`."""
 
     gap: float
     """A token whose replay gap (logits / temperature + noise) exceeds this counts as flipped, nats."""
     flipped: float
-    """Share of an honest node's tokens that are flipped, at most."""
+    """Largest share of an honest node's tokens that are flipped."""
     mean_gap: float
-    """Mean gap of an honest node's tokens, each counted at most `gap`, at most; nats."""
+    """Largest mean gap of an honest node's tokens, nats. A gap above `gap` counts as `gap`."""
     logprob: float
-    """Largest |claimed - replayed| log-probability of one token that passes, nats."""
+    """Largest |claimed - replayed| log-probability of a token that passes, nats."""
 
 
 class Rules(Message, frozen=True):
@@ -66,21 +66,21 @@ class Rules(Message, frozen=True):
     lease_s: float
     audit_rate: float
     dtype: str
-    """In which workers sample: float32, bfloat16 or int8. The manifest says in which a version is published."""
+    """The dtype in which workers sample: float32, bfloat16 or int8. A manifest names the one of the published version."""
     bounds: dict[str, Bounds]
-    """By "sampled/replayed", such as "bfloat16/float32": the run's dtype, and that of the validator's engine."""
+    """Bounds by "sampled/replayed", such as "bfloat16/float32": the run's dtype, and that of the validator's engine."""
     proofs: Literal["none", "toploc"] = "none"
-    """What a worker proves of its activations: nothing, or one proof in TOPLOC's format for each group."""
+    """What a worker proves about its activations: nothing, or one proof in TOPLOC's format for each group."""
     activation_error: float = 0.0
-    """Mean relative error of a group's proof that passes."""
+    """Largest mean relative error of a group's proof that passes."""
     worker_share: float = 1.0
-    """Largest share of a batch's groups that one worker may fill, but always one group; 1 where max_staleness is 0."""
+    """Largest share of a batch's groups that one worker may fill, but always one group; 1 if max_staleness is 0."""
     paid_tokens: int = 0
-    """Policy tokens paid for each rollout, on average over its group, at most; 0 pays all."""
+    """Most policy tokens that are paid for each rollout, on average over its group; 0 pays all."""
     max_flat_groups: int = 0
     """Groups without signal in a row after which the run stops leasing and waits for its host; 0 never stops."""
     algorithm: Algorithm = Grpo()
-    """Which groups have signal, and what their rollouts are worth. Logs from before rules named it are of GRPO."""
+    """Decides which groups have signal, and what their rollouts are worth. Logs from before rules named it are of GRPO."""
     quarantine_s: float = -1.0
     """Length of a worker's first quarantine, seconds. Logs from before rules named it have it in the run file alone."""
 
@@ -93,7 +93,7 @@ class RunInfo(Answer, frozen=True):
     name: str
     protocol: int
     run_key: str
-    """Ed25519 public key, hex, that signs receipts, and names who else may sign."""
+    """Ed25519 public key, hex. It signs receipts and says who else may sign."""
     trainer_key: str
     """The key that publishes checkpoints."""
     head: str
@@ -106,16 +106,16 @@ class RunInfo(Answer, frozen=True):
     version: int
     """Latest published policy version, -1 before the first."""
     needs: tuple[Fact, ...] = ()
-    """What a node must support to join, such as "episodes" or "dtype:int8". A node that lacks one of these refuses."""
+    """What a node must support to join, such as "episodes" or "dtype:int8". A node that lacks one refuses."""
 
 
 class Join(Message, frozen=True):
-    """`POST /v1/nodes`: the key comes from the signature."""
+    """`POST /v1/nodes`: what a node says about itself. Its key comes from the signature."""
 
     role: Literal["worker", "validator", "trainer", "relay"]
     name: Fact
     tokens_per_s: float
-    """Measured speed of generation; 0 if not known."""
+    """Measured speed of generation; 0 if unknown."""
     implementation: Fact
     """Engine and its version, such as "shoal-local/torch-2.13.0"."""
     dtype: Fact
@@ -123,7 +123,7 @@ class Join(Message, frozen=True):
 
 
 class NodeState(Answer, frozen=True):
-    """What the coordinator knows of a node."""
+    """What the coordinator knows about a node."""
 
     key: str
     role: str
@@ -139,12 +139,12 @@ class NodeState(Answer, frozen=True):
     reasons: dict[str, int]
     """Refused groups by the check that refused them."""
     last_reason: str
-    """The latest of them in full."""
+    """The latest reason in full."""
     vested: int = 0
-    """Of the credits, those that a slash can no longer take."""
+    """The part of `credits` that a slash can no longer take."""
     leases: int = 0
-    """Ever granted; `lapsed` are a share of them."""
+    """All that were ever granted, including the lapsed ones."""
     influence: float = 0.0
-    """Of its groups that the trainer learned from: the sum of mean |reward - group mean| times policy tokens."""
+    """Sum over its groups that the trainer learned from: mean |reward - group mean| times policy tokens."""
     stale: int = 0
-    """Leases that were closed without cost because their version became too old; not counted in `lapsed`."""
+    """Leases that were closed at no cost because their version became too old. They are not counted in `lapsed`."""

@@ -18,12 +18,12 @@ ENVIRONMENT, POLICY = 0, 1
 """Authors of a token."""
 
 Ending = Literal["environment", "length", "error", "stop"]
-"""How a rollout ended: the environment said so; a token limit; the environment raised; the policy's own stop
-(completions leases only, where no environment answers)."""
+"""What ended a rollout: the environment, a token limit, an exception in the environment, or a stop of the policy itself
+(only in leases for completions, where no environment answers)."""
 
 
 class Slot(Message, frozen=True):
-    """One group still to be made: the seed decides environment and task, which stand here for convenience."""
+    """A group that is still to be made. The seed decides environment and task; both are repeated here for convenience."""
 
     slot: int
     """Counted from 0 within a policy version."""
@@ -35,12 +35,12 @@ class Slot(Message, frozen=True):
 
 
 class Block(Message, frozen=True, omit_defaults=True):
-    """Slots that are generated as one batch, so that their bits do not depend on what else a worker was given."""
+    """Slots that are generated as one batch. So their bits do not depend on what else the worker generates."""
 
     index: int
     slots: tuple[Slot, ...]
     kind: Fact = EPISODES
-    """What to make of the slots; sent only if it is not "episodes". A node refuses a kind that it does not know."""
+    """What to generate for the slots; sent only if it is not "episodes". A node refuses a kind that it does not know."""
 
 
 class Lease(Message, frozen=True):
@@ -57,12 +57,12 @@ class Lease(Message, frozen=True):
 
 
 class LeaseRequest(Message, frozen=True):
-    """`POST /v1/leases`: the leases in hand are named, so that a repeated request changes nothing."""
+    """`POST /v1/leases`: it names the leases that the worker holds, so that a repeated request changes nothing."""
 
     holding: tuple[str, ...] = ()
     tokens_per_s: float = 0.0
     returning: tuple[str, ...] = ()
-    """Leases given back unfilled by a worker that stops; none is granted then."""
+    """Leases that a worker gives back unfilled because it stops. No lease is granted then."""
 
 
 class LeaseAnswer(Answer, frozen=True):
@@ -74,7 +74,7 @@ class LeaseAnswer(Answer, frozen=True):
 
 
 class Rollout(Message, frozen=True):
-    """One attempt at a task, as bytes: token ids int32, author uint8, log-probs float32 of the policy's tokens."""
+    """One attempt at a task, as bytes: token ids int32, authors uint8, and log-probs float32 of the policy's tokens."""
 
     token_ids: bytes
     author: bytes
@@ -91,16 +91,16 @@ class Rollout(Message, frozen=True):
         return np.frombuffer(self.author, dtype="u1")
 
     def logprobs_P(self) -> NDArray[np.float32]:
-        """Log-softmax(logits / temperature) at the policy's own tokens, float32[P], nats."""
+        """Log-softmax(logits / temperature) of the policy's tokens, float32[P], nats."""
         return np.frombuffer(self.logprobs, dtype="<f4")
 
     def num_policy_tokens(self) -> int:
-        """P: what is paid for."""
+        """P, the number of tokens that are paid."""
         return self.author.count(POLICY)
 
 
 def make_rollout(tokens_T: Any, author_T: Any, logprobs_P: Any, *, version: int, ending: Ending) -> Rollout:
-    """Pack sequences or arrays into a `Rollout`; shapes as its fields."""
+    """Pack sequences or arrays into a `Rollout`; their shapes are those of its fields."""
     return Rollout(
         token_ids=np.asarray(tokens_T, dtype="<i4").tobytes(),
         author=np.asarray(author_T, dtype="u1").tobytes(),
@@ -121,7 +121,7 @@ class Group(Message, frozen=True):
 
 
 class EngineFacts(Message, frozen=True):
-    """What made the tokens: verifying bounds depend on it."""
+    """What generated the tokens. The bounds of checks depend on it."""
 
     implementation: Fact
     dtype: Fact
@@ -129,7 +129,7 @@ class EngineFacts(Message, frozen=True):
 
 
 class Submission(Message, frozen=True):
-    """`PUT /v1/leases/{id}/submission`, msgpack. Each group is its own msgpack bytes, so that it has a hash of its own."""
+    """`PUT /v1/leases/{id}/submission`, msgpack. Each group is encoded by itself, so that it has its own hash."""
 
     run: str
     lease: str
@@ -137,12 +137,12 @@ class Submission(Message, frozen=True):
     groups: tuple[bytes, ...]
     """One encoded `Group` for each slot of the lease, in the lease's order."""
     proofs: tuple[bytes, ...]
-    """One for each group, or none at all."""
+    """One for each group, or none."""
     engine: EngineFacts
 
 
 class Receipt(Message, frozen=True):
-    """Signed by the run key over the receipt with an empty signature: the coordinator cannot later deny the submission."""
+    """Signed by the run key over the receipt with an empty signature. So the coordinator cannot later deny it."""
 
     run: str
     lease: str
