@@ -48,7 +48,7 @@ class Court:
         self.slashes, self.burned = {}, {}
         self.judges = [judge_key(index) for index in range(terms.validators)]
         rules = Rules(
-            group_size=4, block_groups=terms.groups, batch_groups=4 * MAX_LEASE_BLOCKS * terms.groups, max_staleness=1,
+            group_size=4, block_groups=terms.groups, batch_groups=2 * MAX_LEASE_BLOCKS * terms.groups, max_staleness=1,
             steps=10_000, lease_s=LEASE_S, audit_rate=terms.steady, dtype="float32", bounds={}, quarantine_s=30.0,
         )  # fmt: skip
         self.do(Create(RunCreated(

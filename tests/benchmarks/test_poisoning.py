@@ -1,4 +1,4 @@
-"""The poisoning benchmark in the small: with nothing checked poison is learned from, with the checks it is not."""
+"""The poisoning benchmark in short: poison is learned if nothing is checked, and refused if everything is."""
 
 import pytest
 
@@ -30,12 +30,12 @@ def test_poison_is_learned_without_defences_and_refused_with_them(tmp_path, star
 
 
 PAST_PROBATION = SMALL._replace(steps=12)
-"""So many blocks that workers leave their probation, and groups go unaudited."""
+"""Long enough that workers leave their probation, so that some groups are not audited."""
 
 
-@pytest.mark.parametrize("payload", PAYLOADS)
-def test_a_run_without_defences_goes_on_when_not_every_group_is_audited(tmp_path, start, payload):
-    town = Town(Case(payload, defended=False, patient=False, seed=1), PAST_PROBATION, start, tmp_path)
+def test_a_run_without_defences_goes_on_when_not_every_group_is_audited(tmp_path, start):
+    """One payload is enough: the rules see only verdicts and draws."""
+    town = Town(Case("trigger", defended=False, patient=False, seed=1), PAST_PROBATION, start, tmp_path)
     town.run()
     assert town.state.main.version == PAST_PROBATION.steps
     rates = {submission.rate for submission in town.state.submissions.values()}

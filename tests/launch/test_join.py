@@ -1,4 +1,4 @@
-"""Hosting and joining by the commands that people type: the join line works, the host steers, everyone leaves cleanly."""
+"""Hosting and joining by the commands that people type: the join line works, the host pauses and resumes, all leave."""
 
 import os
 import re
@@ -17,14 +17,14 @@ SHOAL = [sys.executable, "-m", "shoal.cli"]
 
 
 def begin(folder: Path, name: str, *args: str) -> subprocess.Popen[bytes]:
-    """A command in the background, with a home and an output file of its own."""
+    """Start a command in the background, with its own home and output file."""
     with (folder / f"{name}.txt").open("wb") as out:
         environment = os.environ | {"SHOAL_HOME": str(folder / f"{name}-home"), "OMP_NUM_THREADS": "1"}
         return subprocess.Popen([*SHOAL, *args], cwd=folder, stdout=out, stderr=out, env=environment)
 
 
 def said(folder: Path, name: str, pattern: str, timeout_s: float = 90.0) -> str:
-    """Wait until a command has said something; returns the match's first group, or all of it."""
+    """Wait until a command's output matches; returns the match's first group, or all of the match."""
     deadline = time.monotonic() + timeout_s
     while not (found := re.search(pattern, text := (folder / f"{name}.txt").read_text())):
         assert time.monotonic() < deadline, f"{name} did not say {pattern!r} but: {text}"
@@ -37,8 +37,9 @@ def admin(folder: Path, *args: str) -> str:
 
 
 def test_a_stranger_joins_sees_what_was_accepted_and_leaves(tmp_path: Path) -> None:
-    (tmp_path / "small.toml").write_text(RUN_FILE.replace("steps = 4", "steps = 4000"))
-    host = begin(tmp_path, "host", "host", "small.toml", "--set", "eval.episodes=0", "--set", "workers.cheating=0")
+    (tmp_path / "small.toml").write_text(RUN_FILE)
+    values = ("steps=4000", "eval.episodes=0", "workers.cheating=0")
+    host = begin(tmp_path, "host", "host", "small.toml", *(word for value in values for word in ("--set", value)))
     worker = None
     try:
         url = said(tmp_path, "host", r"shoal join (http://127\.0\.0\.1:\d+)\n")

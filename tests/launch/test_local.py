@@ -1,4 +1,4 @@
-"""A whole small run on this machine, as a person has it: started, stopped by Ctrl-C, refused twice, killed, resumed."""
+"""A small run on this machine as its user sees it: started, refused a second time, stopped by Ctrl-C, killed, resumed."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from shoal.launch.local import locked
 
 RUN_FILE = """
 name = "small"
-steps = 150  # enough to be still under way when the folder has been found locked
+steps = 60  # enough to be still running when the second `shoal run` gives up
 seed = 1
 [policy.tiny]
 width = 32
@@ -42,7 +42,7 @@ cheating = 1
 [eval]
 episodes = 32
 [storage]
-checkpoint_every = 75
+checkpoint_every = 30
 """
 
 
@@ -80,13 +80,15 @@ def processes_in(folder: Path) -> list[psutil.Process]:
 def test_run_is_stopped_killed_resumed_and_ends_with_a_summary(tmp_path: Path) -> None:
     """One story, because each part needs a run under way."""
     run = start(tmp_path)
-    wait_for("a first step", lambda: steps_done(tmp_path) >= 1, run)
+    lock = tmp_path / "runs" / "small" / ".lock"
+    wait_for("the lock", lambda: lock.exists() and lock.read_text() == str(run.pid), run)
 
     second = subprocess.run(
         [sys.executable, "-m", "shoal.cli", "run", "small.toml"], cwd=tmp_path, capture_output=True, text=True
     )
     assert second.returncode == 2 and f"in use by another shoal (process {run.pid})" in second.stderr
 
+    wait_for("a first step", lambda: steps_done(tmp_path) >= 1, run)
     run.send_signal(signal.SIGINT)
     said, _ = run.communicate(timeout=60)
     assert run.returncode == 130, said
@@ -117,7 +119,7 @@ def check_end(folder: Path, said: str) -> None:
     for when in ("before", "after"):
         found = summary["heldout"][when]
         assert found["episodes"] == 32 and found["low95"] <= found["mean"] <= found["high95"]
-    assert summary["steps"] == 150 and summary["accepted"] > 0 and len(summary["weights_hash"]) == 64
+    assert summary["steps"] == 60 and summary["accepted"] > 0 and len(summary["weights_hash"]) == 64
     honest, cheater = summary["credits"]["worker-0"], summary["credits"]["cheater-0"]
     assert honest["role"] == "honest" and honest["credits"] == summary["tokens"] > 0
     assert cheater == {"credits": 0, "role": "cheating"}
