@@ -80,7 +80,7 @@ def test_absurd_claims_leave_loss_and_gradient_finite(advantage, claimed_nats):
 
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 def test_no_claimed_logprob_lifts_a_token_above_the_clip_of_its_side(advantage):
-    """Whatever a worker says of how likely its tokens were: at most 1 + eps where A > 0, and delta where A < 0."""
+    """Whatever log-probs a worker claims, a token counts at most 1 + eps times if A > 0, and delta times if A < 0."""
     logp_N = torch.full((401,), -3.0, dtype=torch.float64, requires_grad=True)
     claimed_N = torch.linspace(-23.0, 0.0, 401, dtype=torch.float64)
     terms = grpo_loss(

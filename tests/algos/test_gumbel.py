@@ -1,4 +1,4 @@
-"""The torch noise equals the numpy reference bit for bit, however the calls are cut."""
+"""The torch noise equals the numpy reference bit for bit, however many calls it takes."""
 
 import numpy as np
 import torch

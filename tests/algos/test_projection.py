@@ -1,4 +1,4 @@
-"""Projections: the same activations give the same numbers, others do not, and one key's say nothing of another's."""
+"""Projections: equal activations give equal numbers, others do not, and those of one key tell nothing about another's."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Replayed sampling: hand-worked figures, honest noise that never trips, and spent tolerance that soon does."""
+"""Evidence from sampling: figures worked by hand, honest noise raises no alarm, and a cheat within the bounds soon does."""
 
 import math
 from typing import NamedTuple
@@ -23,9 +23,11 @@ GROUP_TOKENS = 480
 
 
 def honest(rng: np.random.Generator, noise: Honest) -> Figures:
-    """A group whose noise is as large as calibration allows: as many flips, and gaps with the mean that is allowed."""
+    """A group with as much noise as calibration allows: the allowed rate of flips, and gaps with the allowed mean."""
     flipped = int(rng.binomial(GROUP_TOKENS, noise.flipped))
-    share = noise.mean_gap / noise.gap - noise.flipped  # what flips leave to gaps below the bound; each is half of it
+    share = (
+        noise.mean_gap / noise.gap - noise.flipped
+    )  # the mean that remains for gaps below the bound; each gap is half of the bound
     small = int(rng.binomial(GROUP_TOKENS, 2 * share))
     return Figures(GROUP_TOKENS, flipped, flipped * noise.gap + small * noise.gap / 2)
 
@@ -113,7 +115,7 @@ def test_honest_noise_raises_no_alarm_in_10_000_groups(noise: Honest) -> None:
 
 
 def test_false_alarms_stay_below_the_stated_rate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same rule at 2^8 groups: with its alarm at 8 + 3 bits it trips at most once in 256 honest groups."""
+    """The rule for 2^8 groups: with the threshold at 8 + 3 bits, at most one of 256 honest groups raises the alarm."""
     monkeypatch.setattr(sampling_evidence, "ALARM_BITS", 11.0)
     rng, alarms, evidence, groups = np.random.default_rng(2), 0, Evidence(), 100_000
     for _ in range(groups):
@@ -126,7 +128,7 @@ def test_false_alarms_stay_below_the_stated_rate(monkeypatch: pytest.MonkeyPatch
 @PAIRS
 @pytest.mark.parametrize("spent", ["flips", "gaps"])
 def test_using_up_the_tolerance_of_every_group_raises_the_alarm_within_four_groups(noise: Honest, spent: str) -> None:
-    """The most that the test of one group lets pass, in every group: by flips, or by gaps ground out under the bound."""
+    """Every group has as much as the test of one group lets pass: as flips, or as gaps just below the bound."""
     if spent == "flips":
         most = most_flipped(GROUP_TOKENS, noise)
         figures = Figures(GROUP_TOKENS, most, most * noise.gap)

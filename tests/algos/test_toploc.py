@@ -1,4 +1,4 @@
-"""TOPLOC's format as published, and what a proof can and cannot be forged with."""
+"""TOPLOC: the published format, which noise passes, and which forgeries do not."""
 
 import hashlib
 import json
@@ -161,7 +161,7 @@ def test_activations_that_are_not_finite_are_not_proven():
             prove([hidden])
 
 
-# --- noise, and what is no noise ---
+# --- noise and errors ---
 
 
 @pytest.mark.parametrize("width", [64, 256, 512, 2048])
@@ -184,12 +184,12 @@ def test_the_sign_counts():
 def test_an_error_above_a_sixteenth_is_a_mismatch():
     hidden = states(0, 64, 256)
     near, far = (compare([hidden * np.float32(scale)], prove([hidden])) for scale in (1.04, 1.1))
-    assert near.mismatched_C.max() <= 3  # rounded anew, others may stand at the k-th place
+    assert near.mismatched_C.max() <= 3  # after rounding, other values may be the k-th largest
     assert (far.mismatched_C == far.entries_C).all()
 
 
 def test_a_proof_fits_its_own_entries_and_others_only_by_chance():
-    """The counting argument of the index set: below the k largest an honest polynomial knows nothing."""
+    """An honest polynomial holds only the k largest values, so at other places it is right only by chance."""
     values_CN = states(4, 32, 2048).reshape(1, -1).repeat(20, axis=0) * np.linspace(1, 1.2, 20)[:, None]
     values_CN = values_CN.astype(np.float32)
     index_CK, code_CK = toploc._largest(values_CN, 128)
@@ -229,7 +229,7 @@ def test_one_typical_magnitude_for_all_is_refused(width, scales):
 @pytest.mark.parametrize("variation", [0.02, 0.05, 0.1, 0.2])
 @pytest.mark.parametrize("jitter", [0.0, 0.003])
 def test_typical_magnitudes_of_outlier_channels_are_refused(variation, jitter):
-    """The forger knows which four channels hold the largest values, their signs and means, and nothing of this chunk."""
+    """The forger knows which four channels hold the largest values, their signs and means, but not this chunk."""
     rng, width = np.random.default_rng(7), 2048
     for _ in range(10):
         hidden = rng.standard_normal((CHUNK_TOKENS, width)).astype(np.float32)
@@ -243,7 +243,7 @@ def test_typical_magnitudes_of_outlier_channels_are_refused(variation, jitter):
 
 
 def test_a_small_modulus_does_not_let_one_point_prove_many_values():
-    """With m = width a point of the polynomial stands for a channel at every token."""
+    """With m = width, one point of the polynomial covers a channel at every token."""
     rng, width = np.random.default_rng(0), 4096
     hidden = rng.standard_normal((CHUNK_TOKENS, width)).astype(np.float32)
     hidden[:, [5, 77, 900, 2000]] = [30, -20, 15, 11]
@@ -260,7 +260,7 @@ def test_a_small_modulus_does_not_let_one_point_prove_many_values():
 
 
 def test_a_proof_under_another_modulus_fits_no_value():
-    """The largest values stand below 2^15, where every modulus near 65497 leaves the indices as they are."""
+    """The largest values have indices below 2^15, which no modulus near 65497 changes."""
     hidden = states(0, CHUNK_TOKENS, 4096)
     hidden[:8] *= 10
     proof = prove([hidden])
@@ -287,7 +287,7 @@ def test_numbers_outside_the_field_are_named_as_such():
 
 
 def test_a_modulus_outside_the_field_is_refused_at_every_width():
-    """A chunk of more values than the field has elements may have any modulus below it, so only its range is known."""
+    """A chunk of more values than the field has elements may have any modulus below it, so only the range is checked."""
     hidden = [states(0, 32, 4096)]
     proof = prove(hidden)
     for modulus in (0, PRIME + 1, 65535):

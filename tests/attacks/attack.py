@@ -1,4 +1,4 @@
-"""What every attack of the zoo is: honest work that a subclass spoils. The files beside this one hold the attacks.
+"""The base of every attack of the zoo: honest work that a subclass changes. The files beside this one hold the attacks.
 
 `caught_by` names the checks of which one must refuse every group that differs from honest work; `groups` plays or
 edits, `proofs` proves activations where the run asks for that, `body` encodes. An attacker knows the code, the seeds
@@ -17,7 +17,7 @@ from tests.attacks.world import World
 
 
 class Attack:
-    """Honest work, to be spoilt by the subclasses."""
+    """Honest work, which the subclasses change."""
 
     caught_by: tuple[str, ...] = ()
 
@@ -31,7 +31,7 @@ class Attack:
         return rollout
 
     def prover(self, world: World) -> Engine:
-        """Whose activations it proves: those of the right policy, unless it has not got that."""
+        """The engine whose activations it proves: that of the right policy, if it has it."""
         return world.engine
 
     def proofs(self, world: World, groups: Sequence[Group]) -> tuple[bytes, ...]:
@@ -73,5 +73,5 @@ def with_rollouts(groups: Sequence[Group], rollouts: Sequence[Rollout]) -> list[
 
 
 def shifted(rollout: Rollout, nats: float) -> Rollout:
-    """The rollout with log-probs moved by so much."""
+    """The rollout with its log-probs moved by `nats`."""
     return msgspec.structs.replace(rollout, logprobs=(rollout.logprobs_P() + np.float32(nats)).tobytes())

@@ -43,7 +43,7 @@ class Int8Weights(OtherEngine):
 
 
 class Int4Weights(OtherEngine):
-    """The same with 4 bits."""
+    """Generates with weights rounded to 4 bits, and does not say so."""
 
     def prover(self, world):
         return load_engine(altered(world.honest, "int4", round_to_int4))
@@ -89,7 +89,7 @@ class Colder(Attack):
 
 
 class Cooler(Colder):
-    """The same, nearly unnoticeable."""
+    """Samples at a slightly lower temperature, which is hard to notice."""
 
     factor = 0.8
 
@@ -110,7 +110,7 @@ class OwnSeeds(Attack):
 
 
 class BestOf2(Attack):
-    """Plays each rollout several times and sends the best of them, the longest of equals."""
+    """Plays each rollout several times and sends the best one; of equally good ones, the longest."""
 
     caught_by = ("sampling",)
     tries = 2
@@ -134,19 +134,19 @@ class BestOf2(Attack):
 
 
 class BestOf4(BestOf2):
-    """The same of four."""
+    """The best of four."""
 
     tries = 4
 
 
 class BestOf8(BestOf2):
-    """The same of eight."""
+    """The best of eight."""
 
     tries = 8
 
 
 class Reseeded(Cheat):
-    """Another try at everything."""
+    """Samples every turn with other seeds."""
 
     def __init__(self, engine, salt):
         super().__init__(engine)
@@ -169,7 +169,7 @@ class OwnOldRollouts(Attack):
 
 
 class OthersRollouts(Attack):
-    """Someone else's work: answers a slot with the work for an earlier one that holds the same task."""
+    """Someone else's work: answers a slot with the rollouts of an earlier slot that has the same task."""
 
     caught_by = ("sampling",)
 
@@ -181,7 +181,7 @@ class OthersRollouts(Attack):
 
 
 class Duplicates(Attack):
-    """Makes one rollout and sends it as all of its group."""
+    """Makes one rollout and sends copies of it as the whole group."""
 
     caught_by = ("sampling",)
 
@@ -190,7 +190,7 @@ class Duplicates(Attack):
 
 
 class Shuffled(Attack):
-    """All rollouts are there, in another order than their seeds."""
+    """Sends all rollouts of a group, in another order than that of their seeds."""
 
     caught_by = ("sampling",)
 
@@ -285,7 +285,7 @@ class OneToken(Attack):
 
 
 class RunnerUp(Attack):
-    """Takes the second best token once in each rollout, in the middle, and plays on honestly from there."""
+    """Takes the second best token once in the middle of each rollout, and continues honestly."""
 
     caught_by = ("sampling",)
 
@@ -313,7 +313,7 @@ class Detour(msgspec.Struct, frozen=True):
 
 
 def detoured(world: World, detours: Sequence[Detour]) -> list[Rollout]:
-    """Each detour's rollout, played on honestly behind the replaced token."""
+    """Each detour's rollout, continued honestly after the replaced token."""
     episodes = [
         Episode(env, env.task(slot.task), sample_seed(bytes.fromhex(slot.seed), detour.index))
         for detour in detours
@@ -356,11 +356,11 @@ class Forced(Cheat):
 
 
 class SpentTolerance(Attack):
-    """Where two tokens are nearly tied it plays both ways and sends what pays better, as far as one group's bounds go."""
+    """Plays both ways if two tokens are nearly tied, and sends what pays better, within the bounds of one group."""
 
     caught_by = ()
     far = FAR
-    """Times the bound of a gap up to which it looks for ties."""
+    """It looks for ties up to this many times the bound of a gap."""
 
     def groups(self, world):
         best: dict[tuple[int, int], tuple[float, Detour, Rollout]] = {}
@@ -383,7 +383,7 @@ class SpentTolerance(Attack):
         return prefilled(world, with_rollouts(world.honest_groups, [r for rollouts in spent for r in rollouts]))
 
     def detours(self, world: World) -> list[Detour]:
-        """Every runner-up that is near enough."""
+        """Every runner-up within that distance."""
         widest = self.far * world.rules.bounds[f"{world.rules.dtype}/{world.rules.dtype}"].gap * 0.99
         nearly = iter(world.nearly_taken(world.honest_groups))
         return [
@@ -413,6 +413,6 @@ class SpentTolerance(Attack):
 
 
 class QuietTolerance(SpentTolerance):
-    """The same, but no token is ever flipped: only ties within the bound of a gap."""
+    """Does the same only with ties within the bound of a gap, so that no token counts as flipped."""
 
     far = 1.0

@@ -1,4 +1,4 @@
-"""Engines set the process's threads: give them back."""
+"""Engines set the process's number of threads; the fixture resets it."""
 
 from collections.abc import Iterator
 

@@ -67,7 +67,7 @@ def _splice(rng: Random, specimens: Specimens) -> bytes:
 
 
 def _repeat(rng: Random, specimens: Specimens) -> bytes:
-    """A slice twice or often, in place or elsewhere; or strange bytes put in."""
+    """A slice repeated, in its place or elsewhere; or foreign bytes inserted."""
     body = specimens.honest
     first = rng.randrange(len(body))
     piece = body[first : first + rng.randint(1, 64)] * rng.choice([1, 1, 2, 100])
@@ -85,7 +85,7 @@ def _remove(rng: Random, specimens: Specimens) -> bytes:
 
 
 def _noise(rng: Random, specimens: Specimens) -> bytes:
-    """Bytes of no origin, up to twice as long as an honest body."""
+    """Random bytes, up to twice as long as an honest body."""
     return rng.randbytes(rng.randrange(2 * len(specimens.honest)))
 
 
@@ -93,7 +93,7 @@ def _noise(rng: Random, specimens: Specimens) -> bytes:
 
 
 class Raw(NamedTuple):
-    """Bytes that stand in the place of a value, whether or not they are one."""
+    """Bytes that replace a value and need not be one."""
 
     data: bytes
 
@@ -313,7 +313,7 @@ def _counts(rng: Random, specimens: Specimens) -> bytes:
             groups[at] = msgspec.structs.replace(groups[at], rollouts=tuple(rollouts))
         case "proofs":
             proofs = _other_order(rng, proofs, [*other.proofs, b"", rng.randbytes(66)])
-        case "one":  # another slot's rollouts under this slot's name
+        case "one":  # the rollouts of another slot, under the name of this one
             groups[at] = msgspec.structs.replace(groups[at], rollouts=rng.choice([*groups, *theirs]).rollouts)
         case _:
             names = {
@@ -375,7 +375,7 @@ def _proofs(rng: Random, specimens: Specimens) -> bytes:
 
 
 def _around(rng: Random, specimens: Specimens) -> bytes:
-    """What stands around the groups: names, version, engine."""
+    """The fields around the groups: names, version, engine."""
     submission, groups = _open(specimens.honest)
     engine = {"implementation": "x" * rng.randrange(9), "device": "mps", "dtype": rng.choice(["bfloat16", "int8", ""])}
     name = rng.choice(sorted(engine))

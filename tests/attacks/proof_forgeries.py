@@ -1,4 +1,4 @@
-"""Proofs of activations by a dishonest worker: the tokens are honest, what is proven of them is not.
+"""Proofs of activations by a dishonest worker: the tokens are honest, the proofs are not.
 
 As in `zoo`, `caught_by` names the checks of which one must refuse every group; `proofs` forges. A forger has the
 lease, the tokens, the code, and for the typical ones the policy's states at other tokens, from a time when it worked.
@@ -40,7 +40,7 @@ def with_proofs(world: World, proofs: tuple[bytes, ...]) -> bytes:
 
 
 class Forgery:
-    """Honest proofs, to be spoilt by the subclasses."""
+    """Honest proofs, which the subclasses change."""
 
     caught_by: tuple[str, ...] = ("activations",)
 
@@ -64,7 +64,7 @@ class Nothing(Forgery):
 
 
 class OneTooMany(Forgery):
-    """Sends one more than there are groups."""
+    """Sends one proof more than there are groups."""
 
     caught_by = ("shape",)
 
@@ -121,7 +121,7 @@ def prove_of_noise(size: int) -> bytes:
 
 
 class NoiseUnderTheModulus(Forgery):
-    """Honest moduli, and coefficients from thin air."""
+    """Honest moduli with invented coefficients."""
 
     def proofs(self, world):
         rng = np.random.default_rng(0)
@@ -181,7 +181,7 @@ class TypicalOfTheToken(Forgery):
 
 
 class Negated(Forgery):
-    """Every activation negated: no difference to the package."""
+    """Every activation is negated, which the package does not notice."""
 
     def proofs(self, world):
         return tuple(prove([-states for states in of_group]) for of_group in states_by_group(world))
@@ -195,7 +195,7 @@ class OtherModel(Forgery):
 
 
 class StalePolicy(Forgery):
-    """The checkpoint before."""
+    """The states of the previous checkpoint."""
 
     def proofs(self, world):
         return honest_proofs(world, load_engine(world.stale))
@@ -217,7 +217,7 @@ class AnotherGroups(Forgery):
 
 
 class Scaled(Forgery):
-    """Two per cent off everywhere."""
+    """Every activation is off by two per cent."""
 
     def proofs(self, world):
         return tuple(prove([states * np.float32(1.02) for states in of_group]) for of_group in states_by_group(world))

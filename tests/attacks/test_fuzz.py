@@ -1,4 +1,4 @@
-"""Mutated submissions: whatever the bytes, a verdict for every slot, no exception, bounded memory."""
+"""Mutated submissions: any bytes give a verdict for every slot, raise nothing and use bounded memory."""
 
 import functools
 import random
@@ -26,7 +26,7 @@ FUZZ = settings(
 
 
 class Oracle:
-    """Scores that agree with any claim, so that a mutation gets as deep as the log-probs of the audit."""
+    """Scores that agree with any claim, so that mutations reach the last check, that of log-probs."""
 
     def score(self, requests, temperature):
         for request in requests:
@@ -44,7 +44,7 @@ def world(tmp_path_factory):
 
 
 def judged(world: World, body: bytes) -> set[str]:
-    """The outcomes, after looking at all that a verdict promises."""
+    """The outcomes; asserts everything that a verdict promises."""
     verdicts = world.judge(body, engine=Oracle())
     for verdict in verdicts:
         assert verdict.outcome in ("accept", "soft", "hard")
@@ -145,7 +145,7 @@ def _honest_body(world):
 
 
 def _hollow(largest: int) -> list[bytes]:
-    """Bodies just within the limit that would like to be large once decoded."""
+    """Bodies just below the size limit that would be large once decoded."""
     facts = EngineFacts("", "", "")
     empty_group = to_msgpack({"slot": 0, "task": 0, "env": "wordle", "rollouts": []})
     empty_rollout = {"token_ids": b"", "author": b"", "logprobs": b"", "version": 3, "ending": "stop"}

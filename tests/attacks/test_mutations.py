@@ -39,7 +39,7 @@ SLOTS = [[(0, "wordle", 3), (1, "arithmetic", 4), (2, "wordle", 3)]]
 """Slots 0 and 2 hold the same task under different seeds."""
 
 WARM_UP = 1_000
-"""Submissions after which the memory of the process is measured first."""
+"""The memory of the process is first measured after this many submissions."""
 
 ACCEPTED = "accepted"
 """Of a submission whose groups all are."""
@@ -80,7 +80,7 @@ class Fuzzer:
         return from_msgpack(self.specimens.honest, t.Submission)
 
     def judge(self, number: int) -> None:
-        """Judge one mutated submission and look at all that a verdict promises."""
+        """Judge one mutated submission and assert everything that a verdict promises."""
         rng = Random(f"{self.name} {number}")
         kind = list(KINDS)[number % len(KINDS)]
         body = mutated(kind, rng, self.specimens)
@@ -145,7 +145,7 @@ class Fuzzer:
 
     @property
     def checks(self) -> set[str]:
-        """Outcomes met."""
+        """The outcomes that occurred."""
         return {name for _, name in self.outcomes}
 
 
@@ -186,7 +186,7 @@ def honest_cost_s(fuzzer: Fuzzer) -> float:
 
 
 def fuzz(fuzzer: Fuzzer, num: int) -> None:
-    """Judge so many, within bounds on the CPU time of each and on the growth of this process."""
+    """Judge `num` submissions, with bounds on the CPU time of each and on the growth of this process."""
     honest_s, process = honest_cost_s(fuzzer), psutil.Process()
     started, warm_bytes, most_bytes = time.process_time(), 0, 0
     for number in range(num):
@@ -226,7 +226,7 @@ def test_50_000_mutated_submissions_are_judged_and_pass_only_as_honest(tmp_path,
 class Sender:
     """A worker with a lease in a run of one process, whose signed requests carry any body.
 
-    Its clock moves by itself, so that the rates of the gate, which are another test's, hold nothing back.
+    Its clock advances by itself, so that the gate never limits its rate; another test covers that.
     """
 
     town: Town
@@ -263,7 +263,7 @@ class Sender:
         return await http.put(URL + path, content=body, headers=signed)
 
     def specimens(self, lease: t.Lease) -> Specimens:
-        """A body as honest as the coordinator can tell, and two for which it is not asked here."""
+        """A body that the coordinator takes for honest, and two for other leases."""
         rollout = t.make_rollout([1, 2, 3, 4], [0, 0, 1, 1], [-1.0, -2.0], version=0, ending="length")
         slots = [slot for block in lease.blocks for slot in block.slots]
         groups = tuple(to_msgpack(t.Group(slot.slot, slot.task, slot.env, (rollout,) * 2)) for slot in slots)
@@ -291,7 +291,7 @@ class Sender:
 
 
 async def send_mutations(sender: Sender, num: int) -> Counter[tuple[str, int]]:
-    """Send so many bodies to leases still open, and after each that is taken one more to the same lease."""
+    """Send `num` bodies to open leases, and after each that is accepted one more to the same lease."""
     statuses: Counter[tuple[str, int]] = Counter()
     desk, lease = sender.town.desk, sender.take_lease()
     transport = httpx.ASGITransport(sender.app, raise_app_exceptions=False)
@@ -336,7 +336,7 @@ def is_kept_and_signed(sender: Sender, body: bytes, lease: t.Lease, receipt: t.R
 
 
 def sender_in(directory: Any) -> Sender:
-    """Room for a lease after each body that is taken."""
+    """A run with room for another lease after each accepted body."""
     rollouts = {"group_size": 2, "block_rollouts": 6, "batch_groups": 6_000, "max_staleness": 0, "lease_s": 3600.0}
     return Sender(Town(directory / "run", tiny_run(rollouts=rollouts)))
 
@@ -355,7 +355,7 @@ def test_the_coordinator_answers_2_000_mutated_bodies_alike(tmp_path):
 
 
 def test_a_million_empty_groups_cost_the_coordinator_almost_nothing(tmp_path):
-    """Each would be hashed and drawn for; in one body of 64 MiB there is room for 33 million."""
+    """Each group would be hashed and drawn for, and a body of 64 MiB can hold 33 million of them."""
     rollouts = {"group_size": 512, "block_rollouts": 1024}
     sender = Sender(Town(tmp_path / "run", tiny_run(rollouts=rollouts, sampling={"max_tokens": 512})))
     lease = sender.take_lease()

@@ -1,4 +1,4 @@
-"""Every forged proof of activations is refused by the check that is meant for it, and honest ones never are."""
+"""Every forged proof of activations is refused by the check meant for it, and honest proofs never are."""
 
 import msgspec
 import numpy as np

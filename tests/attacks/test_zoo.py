@@ -1,4 +1,4 @@
-"""Every attack of the zoo is refused by the check that is meant for it, and honest work never is."""
+"""Every attack of the zoo is refused by the check meant for it, and honest work never is."""
 
 import msgspec
 import pytest
@@ -64,7 +64,7 @@ def test_an_attack_within_the_bounds_of_one_group_passes(world: World, attack: t
 
 def test_using_up_the_tolerance_of_every_group_becomes_excessive_and_honest_work_does_not(policies):
     class Spends(SpentTolerance):
-        """To see the evidence and not the gain, any tie will do."""
+        """Takes any tie: the test is about evidence, not about gain."""
 
         def _rewards(self, world, detours, played):
             return [2.0] * len(detours)

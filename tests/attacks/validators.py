@@ -1,4 +1,4 @@
-"""Validators that lie, each the product's own with one thing changed: for story tests of what a bad one can do."""
+"""Validators that lie, for tests of what a bad one can do. Each is the product's validator with one thing changed."""
 
 import contextlib
 
@@ -10,7 +10,7 @@ from shoal.roles.validator import Validator
 
 
 class Liar(Validator):
-    """Lies until it is asked no more."""
+    """Lies until it is suspended."""
 
     async def run(self) -> None:
         with contextlib.suppress(PeerRefused):
@@ -18,7 +18,7 @@ class Liar(Validator):
 
 
 class Hangman(Liar):
-    """Finds a forgery in everything, to have rivals' workers slashed."""
+    """Claims a forgery in everything, to get the workers of rivals slashed."""
 
     async def _give(self, verdict: t.Verdict) -> None:
         forged = tuple(
@@ -29,7 +29,7 @@ class Hangman(Liar):
 
 
 class Idler(Liar):
-    """Saves the prefill: makes the model-free checks, says that the rest was in order, and invents projections."""
+    """Skips the prefill: makes the checks without the model, claims that the rest passed, and invents projections."""
 
     async def _next_check(self) -> t.Check | None:
         check = await super()._next_check()

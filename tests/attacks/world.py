@@ -1,6 +1,6 @@
 """A whole verification without network: real tiny policies, the real engine, real environments, one lease.
 
-Used by the zoo's stories and by `benchmarks/detection.py`. What an attacker may use stands here: the policy and its
+Used by the zoo's stories and by `benchmarks/detection.py`. It has what an attacker may use: the policy and its
 engine, altered copies of it, prefills, rewards, and which tokens were nearly taken.
 """
 
@@ -137,7 +137,7 @@ class NearlyTaken(NamedTuple):
 
     token_P: NDArray[np.int64]
     gap_P: NDArray[np.float32]
-    """What the policy's token was better by, nats."""
+    """By how much the policy's token was better, nats."""
 
 
 @dataclass
@@ -157,7 +157,7 @@ class World:
         self.renderer = Renderer.from_directory(self.honest)
         self.envs = {"wordle": wordle(num_words=64, heldout=16), "arithmetic": arithmetic()}
         self.tries: dict[bytes, list[Group]] = {}
-        """The lease played again with other seeds, by the attacker's salt."""
+        """The lease with other seeds, from the attacker's salt."""
 
     # --- what an attacker can do ---
 
@@ -254,7 +254,7 @@ class World:
     # --- what a validator does ---
 
     def tools(self, engine: Engine | None = None) -> Tools:
-        """What it looks with."""
+        """The tools of a validator."""
         dtype = engine.facts.dtype if isinstance(engine, LocalEngine) else self.engine.facts.dtype
         info = SimpleNamespace(run="run-1", rules=self.rules)
         return Tools(

@@ -1,6 +1,6 @@
 """The attack zoo: what a dishonest worker can send instead of its work. Each attack is a small class.
 
-`choices` holds those that write other tokens than the seeds choose; here stand the ones that edit honest work.
+`choices` holds those that write other tokens than the seeds choose; this file holds those that edit honest work.
 `proof_forgeries` has the proofs of activations. `ATTACKS` lists all that every policy with some entropy must see refused,
 `TOLERATED` what one group's bounds let pass, which shows over several groups or gains nothing.
 """
@@ -56,7 +56,7 @@ class ShiftedLogprobs(Attack):
 
 
 class NudgedLogprobs(Attack):
-    """The same within what the checks tolerate: nine tenths of the bound."""
+    """Claims wrong log-probs within what the checks tolerate: nine tenths of the bound."""
 
     def groups(self, world):
         bound = world.rules.bounds[f"{world.rules.dtype}/{world.rules.dtype}"].logprob
@@ -67,7 +67,7 @@ class NudgedLogprobs(Attack):
 
 
 class InventedLogprobs(Attack):
-    """Honest tokens, log-probs from thin air."""
+    """Sends honest tokens with invented log-probs."""
 
     caught_by = ("logprobs",)
 
@@ -78,7 +78,7 @@ class InventedLogprobs(Attack):
 
 
 class NanLogprobs(Attack):
-    """Poison for the trainer."""
+    """Sends NaN as log-probs, to poison the trainer."""
 
     caught_by = ("shape",)
 
@@ -90,7 +90,7 @@ class NanLogprobs(Attack):
 
 
 class EditedPrompt(Attack):
-    """Shows the model a prompt with help in it, and says so: all fits but the prompt."""
+    """Shows the model a prompt with help in it, and sends that prompt: all else fits."""
 
     caught_by = ("prompt",)
     words: tuple[int, ...] = (6, 7, 8, 9)
@@ -109,7 +109,7 @@ class EditedPrompt(Attack):
 
 
 class SystemPrompt(EditedPrompt):
-    """Adds a system message, and says so."""
+    """Adds a system message, and sends it."""
 
     words = SYSTEM_PROMPT
     at = 0
@@ -156,7 +156,7 @@ class EasierTask(Attack):
 
 
 class WrongTask(Attack):
-    """Solves a task of its own choice and says so."""
+    """Solves a task of its own choice, and names it."""
 
     caught_by = ("lease",)
 
@@ -239,7 +239,7 @@ class Truncated(Attack):
 
 
 class ForgedEnding(Attack):
-    """Claims another ending than the one that came."""
+    """Claims another ending than the true one."""
 
     caught_by = ("ending",)
 
@@ -301,7 +301,7 @@ def _with_authors(rollout: Rollout, author_T: np.ndarray) -> Rollout:
 
 
 class LongTurn(Attack):
-    """Writes on after the limit of a turn."""
+    """Goes on writing after the limit of a turn."""
 
     caught_by = ("shape",)
 
@@ -312,7 +312,7 @@ class LongTurn(Attack):
 
 
 class ExtraRollout(Attack):
-    """One more than asked, to be paid for it."""
+    """Sends one rollout more than asked for, to be paid for it."""
 
     caught_by = ("shape",)
 
@@ -321,7 +321,7 @@ class ExtraRollout(Attack):
 
 
 class MissingRollout(Attack):
-    """Leaves out the rollout it likes least: the last here."""
+    """Leaves out one rollout: the last."""
 
     caught_by = ("complete",)
 
@@ -330,7 +330,7 @@ class MissingRollout(Attack):
 
 
 class DropsBadRollouts(Attack):
-    """Leaves the worst rollout out of each group, the last of equals."""
+    """Leaves the worst rollout out of each group; of equally bad ones, the last."""
 
     caught_by = ("complete",)
 
