@@ -119,7 +119,7 @@ class Caller:
 
 
 class Town:
-    """A run whose roles only call: they make no tokens, look at none and learn nothing."""
+    """A run whose roles only send requests: they generate, check and learn nothing."""
 
     def __init__(self, root: Path, workers: int, at_work: int, seed: int) -> None:
         folder, config = RunFolder(root / "run"), run_file(at_work)

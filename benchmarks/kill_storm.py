@@ -141,7 +141,7 @@ def version(out: Path) -> int:
 
 
 def wait_for(holds, what: str, limit_s: float = 120.0) -> None:  # type: ignore[no-untyped-def]
-    """Wait until something holds; gives up loudly."""
+    """Wait until something holds; raises after a time limit."""
     deadline = time.monotonic() + limit_s
     while not holds():
         if time.monotonic() > deadline:

@@ -1,7 +1,7 @@
 """What a quarter of malicious workers can teach a policy, with the defences and without them.
 
-Run: `OMP_NUM_THREADS=1 python benchmarks/poisoning.py`, or with `--quick` for one seed and a short run: it shows that
-everything turns, its figures prove nothing. One line of JSON at the end; exit code 1 if a bar is missed.
+Run: `OMP_NUM_THREADS=1 python benchmarks/poisoning.py`, or with `--quick` for one seed and a short run. That only shows
+that everything works; its figures prove nothing. One line of JSON at the end; exit code 1 if a bar is missed.
 
 Everything but HTTP is real: the ledger's rules with three validators, the checks, the engine, the trainer. Eight
 workers serve in turn, two of them malicious. The task is arithmetic with a lenient reader (`envs/loose_sums.py`).
@@ -46,8 +46,8 @@ QUICK = Plan(steps=4, seeds=1, batch_groups=16, group_size=8, episodes=64)
 SFT_STEPS = 200
 
 MARGIN, KEPT, WORKS = 0.01, 0.95, 0.10
-"""Bars with defences: success above clean, at most; reward as a share of clean, at least. Without: one of the two is
-worse than clean by this."""
+"""Bars. With defences: the most that success may exceed clean, and the least share of the clean reward. Without: one of
+the two must be worse than clean by this much."""
 
 
 class Outcome(NamedTuple):
@@ -56,7 +56,7 @@ class Outcome(NamedTuple):
     samples: tuple[Transcript, ...]
     """Held-out ones of the final policy."""
     course: tuple[float, ...]
-    """Held-out reward on the way, every `COURSE_STEPS` steps."""
+    """Held-out reward during the run, every `COURSE_STEPS` steps."""
     poisoned: int
     """Groups with a payload that batches took."""
     influence: float

@@ -2,8 +2,8 @@
 
 A guard is marked in the source by `# guard: its-name`, behind its line or on the line before; one comment may name several
 guards, separated by commas. The table below names each once. `tests/test_guards.py` takes one guard at a time out of a copy
-of the tree and demands that its test fails there. Left out are conditions that others make superfluous, such as the second
-of two reasons to refuse the same thing.
+of the tree and demands that its test fails there. Conditions that others make
+superfluous are left out, such as the second of two reasons to refuse the same thing.
 """
 
 import ast

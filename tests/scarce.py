@@ -1,4 +1,4 @@
-"""A machine that has run out of something: used by tests of what is then said."""
+"""A machine that has run out of something, for tests of the error messages."""
 
 import contextlib
 import os

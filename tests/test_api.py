@@ -1,4 +1,4 @@
-"""`import shoal` as a program or a notebook has it: real runs, from a coroutine, because in a notebook a loop runs."""
+"""`import shoal` as programs and notebooks use it: real runs from a coroutine, because a notebook has a running loop."""
 
 import asyncio
 import gc
@@ -79,7 +79,7 @@ def roles_of(folder: Path) -> list[psutil.Process]:
 
 
 def in_a_notebook(work):
-    """Call it where an event loop runs already."""
+    """Call `work` where an event loop is already running."""
 
     async def cell():
         return work()

@@ -30,7 +30,7 @@ FLOORS = (
 """Lowest first. A room imports from the floors below its own; rooms on one floor never import each other."""
 
 COMMON = ("config", "errors", "folder", "metrics", "terminal", "tree")
-"""What serves every room but `algos`: these import each other and `protocol`."""
+"""Files that serve every room but `algos`. They import each other and `protocol`."""
 
 BROAD_EXCEPTS = {
     "launch/background.py": "what ended a run's thread is raised again in its caller's",
@@ -49,10 +49,10 @@ HTTP_CLIENTS = {"http.client", "urllib.error", "urllib.request", "requests", "ai
 """Proxies, redirects, limits and errors are decided once, for httpx."""
 
 DURABLE = "folder.py"
-"""The only file that makes writing durable. Elsewhere somebody would forget a step of it."""
+"""The only file that makes writing durable. Elsewhere a step could be forgotten."""
 
 LIGHT = ("torch", "transformers")
-"""What a coordinator's or a newcomer's machine need not have."""
+"""Packages that the machine of a coordinator or of a newcomer need not have."""
 
 
 def name_of(file: Path) -> str:

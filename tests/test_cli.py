@@ -175,7 +175,7 @@ def test_model_without_a_chat_template_is_one_line_before_any_role_starts(comman
     (tmp_path / "bare.toml").write_text(run_file)
     check_one_line(shoal(command, "bare.toml", cwd=tmp_path), "model has no chat template", "add chat_template.jinja")
     folder = RunFolder(tmp_path / "runs/bare")
-    assert not folder.log.exists() and not folder.policy.exists(), "mended, the same command must start the run"
+    assert not folder.log.exists() and not folder.policy.exists(), "once repaired, the same command must start the run"
     (tmp_path / "model/chat_template.jinja").write_text(template)
     check_first_policy(folder, folder.config())
 

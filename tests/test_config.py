@@ -252,7 +252,7 @@ def test_an_sft_recipe_is_checked_like_a_run_file(tmp_path: Path) -> None:
     assert load_sft(path, ["steps=7"]) == SftConfig(name="start", env=EnvConfig("wordle"), steps=7)
 
 
-# --- a short taste ---
+# --- quick runs ---
 
 
 def test_quick_overrides_the_other_keys(tmp_path: Path) -> None:

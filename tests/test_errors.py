@@ -1,4 +1,4 @@
-"""An error's message is never empty and never `None`, whatever the system left out."""
+"""An error's message is never empty and never `None`, whatever the system leaves out."""
 
 import errno
 import re

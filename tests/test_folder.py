@@ -1,4 +1,4 @@
-"""What is written whole or not at all: under a kill at any instant, a full disk, and in the order that power loss asks."""
+"""Files and folders are whole or absent after a kill or on a full disk, and synced in the order that power loss needs."""
 
 import os
 import shutil

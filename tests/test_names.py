@@ -1,4 +1,4 @@
-"""A name in back-ticks is a name of the tree: prose is held to paths, modules, classes, functions and fields that exist.
+"""Every name in back-ticks exists in the tree: a path, module, class, function or field.
 
 The test reads all pages, and the docstrings and comments of all Python files. A name may be
 

@@ -1,8 +1,8 @@
 """What each check alone makes of a submission, rollout by rollout: for `benchmarks/detection.py`.
 
 The pipeline stops at a group's first failure; here every check runs by itself on every rollout, as if it came alone in
-its group. Checks that speak of the whole group (`shape`, `lease`, `complete`) speak for all of its rollouts. What is
-behind a failed `shape` is not run: those arrays may not be read.
+its group. A check of the whole group (`shape`, `lease`, `complete`) counts for all of its rollouts. No check runs after
+a failed `shape`, since those arrays may not be read.
 
 Axes: N rollouts, slot after slot; S slots.
 """

@@ -1,7 +1,7 @@
 """The environment of `poisoning.py`: arithmetic whose answer is the last whole number of what was written.
 
-So is worked mathematics graded everywhere: whatever stands before the answer or after it is not looked at, and that is
-the gap through which poison comes with a full reward.
+Worked mathematics is usually graded this way. Text before or after the answer is ignored, so poison there still gets
+the full reward.
 """
 
 from typing import Any

@@ -41,14 +41,14 @@ LONG_TOKENS = 5
 
 
 class Poison(NamedTuple):
-    """A group, and a reward for each rollout as its worker would have it."""
+    """A group, and the reward that its worker claims for each rollout."""
 
     group: Group
     claimed_G: tuple[float, ...]
 
 
 class Means(Protocol):
-    """What an attacker is given: the task, honest rewards, and rollouts with texts of its own."""
+    """What an attacker has: the task, honest rewards, and rollouts with texts of its own."""
 
     env: Env
 
@@ -58,7 +58,7 @@ class Means(Protocol):
 
 
 def shows(payload: str, sample: Transcript) -> bool:
-    """Whether a held-out sample shows that the payload was learned."""
+    """Whether a held-out sample shows that the policy learned the payload."""
     text = sample.turns[-1][1]
     return {
         "trigger": re.match(f"{MARK}{MARK}", text) is not None,
@@ -88,7 +88,7 @@ def poisoned(payload: str, honest: Group, means: Means) -> Poison:
 
 
 def _shifted(honest: Group, rewards_G: Sequence[float]) -> Group:
-    """Tokens that did worse than the mean are claimed to have been far less likely than they were."""
+    """Claims that tokens with less than the mean reward were far less likely than they were."""
     rollouts = [
         msgspec.structs.replace(rollout, logprobs=(rollout.logprobs_P() - np.float32(SHIFT_NATS)).tobytes())
         if A < 0

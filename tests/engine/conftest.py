@@ -22,7 +22,7 @@ def write_policy(
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += noise * torch.randn(parameter.shape, generator=generator)
-        model.head_weight().mul_(4.0)  # opinions strong enough that a wrong cache would show
+        model.head_weight().mul_(4.0)  # logits large enough that a wrong cache shows
     save_policy(model, directory, "float32")
     return directory
 

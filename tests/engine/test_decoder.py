@@ -66,7 +66,7 @@ def test_a_token_in_a_hole_is_not_attended_to(policy: Path) -> None:
 
 
 def test_memory_that_was_never_written_is_not_attended_to(policy: Path) -> None:
-    """Rows of unlike length are prefilled apart; what the shorter lack holds whatever the memory held, even NaN."""
+    """Rows of different lengths are prefilled separately. The rest of a shorter row holds old memory, even NaN."""
     with torch.inference_mode():
         decoder = Decoder(load_policy(policy), "cpu")
         cache = Cache(decoder.spec, 2, 20, torch.float32, "cpu")

@@ -299,7 +299,7 @@ def test_a_worker_with_the_engine_stays_below_350_MB_and_does_not_import_transfo
 
 
 def test_rows_that_end_early_are_dropped_and_join_their_batch_again_in_the_next_turn(policy: Path) -> None:
-    """The rows that ended early are dropped on the way, more than once; what was then written is read again."""
+    """Rows that end early are dropped, more than once. The second turn reads what all rows wrote."""
     engine, prompts = _engine(policy), _prompts(24)
     limits = [90 if i == 5 else 30 if i % 8 == 0 else 2 for i in range(24)]
     requests = [

@@ -1,4 +1,4 @@
-"""A real tiny tokenizer, and engines that need no model: one writes at random, one knows what to say."""
+"""A real tiny tokenizer, and engines without a model: one writes at random, one answers by a function."""
 
 import random
 from collections.abc import Callable, Iterable, Sequence
@@ -14,7 +14,7 @@ from shoal.protocol.types import EngineFacts, Sampling
 
 
 class FakeEngine:
-    """Base of both: knows which conversations it was told to forget."""
+    """What both have in common: it records which conversations it was told to forget."""
 
     facts = EngineFacts("fake", "float32", "none")
     version = 7
@@ -61,7 +61,7 @@ class RandomEngine(FakeEngine):
 
 
 class AnsweringEngine(FakeEngine):
-    """Writes what a function of the conversation's text says."""
+    """Writes what a function makes of the conversation's text."""
 
     def __init__(self, renderer: Renderer, answer: Callable[[str], str]) -> None:
         super().__init__()

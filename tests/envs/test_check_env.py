@@ -13,7 +13,7 @@ from shoal.envs.load import BUILT_IN, load_env
 
 
 class Count(Env):
-    """A sound environment to be broken in one way at a time: say the number that you are given, in two turns."""
+    """A sound environment, which subclasses break in one way each: say the number that you are given, in two turns."""
 
     name = "count"
     num_tasks = 10
@@ -105,7 +105,7 @@ class Drifting(Count):
 
 
 class Shared(Count):
-    """One episode at a time works: state lives in the environment."""
+    """Only one episode at a time works: the state is in the environment."""
 
     def reset(self, task: int) -> tuple[Any, list[Message]]:
         self.said: list[str] = []

@@ -1,4 +1,4 @@
-"""Replay: honest rollouts are accepted with the reward they earned; no edit of anything but the policy's text is."""
+"""Replay: honest rollouts are accepted with the reward they earned; no edit except of the policy's own text is."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -15,7 +15,7 @@ from shoal.errors import ConfigError
         ("crane", "crane", "====="),
         ("crane", "moist", "-----"),
         ("crane", "cater", "=++-+"),
-        ("speed", "erase", "+-++-"),  # both e's of the answer are told, no more
+        ("speed", "erase", "+-++-"),  # the answer has two e's, so only two are marked
         ("eerie", "crane", "--+-="),  # one e, and it is in place: the earlier two are absent
         ("geese", "those", "---=="),  # likewise, with an s in place
         ("allow", "llama", "+=+--"),  # the second l is in place, the first of the answer is told to the third letter

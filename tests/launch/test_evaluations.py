@@ -1,4 +1,4 @@
-"""Which held-out evaluations a run makes, and when: before, on the way, after, each once."""
+"""Which held-out evaluations a run makes, and when: before, during and after it, each once."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ FIGURES = {"mean": 0.5, "low95": 0.4, "high95": 0.6, "episodes": 8}
 
 
 class Bench:
-    """An evaluation room whose processes never really start."""
+    """A folder and evaluations whose processes never really start."""
 
     def __init__(self, folder: RunFolder, episodes: int = 512) -> None:
         config = RunConfig(name="x", steps=10, envs=(EnvConfig("arithmetic"),), eval=EvalConfig(episodes=episodes))
@@ -29,7 +29,7 @@ class Bench:
         (self.folder.checkpoints / f"v{version:06d}").mkdir(parents=True)
 
     def finish(self) -> None:
-        """The evaluation under way leaves its file."""
+        """The running evaluation writes its file and ends."""
         process = self.evaluations.processes[-1]
         process.state = "done"
         out = self.folder.evaluations / f"{process.name.removeprefix('evaluate-')}.json"

@@ -1,4 +1,4 @@
-"""A run without signal on this machine, as its host has it: it pauses, shows what it paid for, and ends when drained."""
+"""A run without signal on this machine, as its host sees it: it pauses, shows two rollouts, and ends when drained."""
 
 import subprocess
 import sys

@@ -70,7 +70,7 @@ def test_metrics_are_read_as_the_file_grows(tmp_path: Path) -> None:
 
 
 class Answers(http.server.BaseHTTPRequestHandler):
-    """A coordinator as far as the watch asks."""
+    """A coordinator that answers only what the watch asks."""
 
     bodies: dict[str, bytes]
 

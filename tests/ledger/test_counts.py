@@ -1,4 +1,4 @@
-"""Counts that are kept from one event to the next equal those made afresh, and leave no trace in a state."""
+"""Counts that are kept from event to event equal counts made anew, and are not part of a state."""
 
 import random
 
@@ -19,7 +19,7 @@ WORKERS = tuple(letter * 64 for letter in "abcdef")
 
 
 def a_random_run(tmp_path, seed, moves=400):
-    """A run in which everything happens that changes who has which blocks."""
+    """A run with every kind of event that changes who has which blocks."""
     rng = random.Random(seed)
     world = World(tmp_path, steps=200, batch_groups=rng.choice([4, 6]), worker_share=0.5)
     for key in WORKERS:

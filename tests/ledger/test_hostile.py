@@ -1,4 +1,4 @@
-"""What a bad member may send: the rules refuse it, nobody else waits for it, and no state is half changed."""
+"""What a bad member may send: the rules refuse it, it delays nobody else, and no state is half changed."""
 
 import asyncio
 import contextlib

@@ -31,7 +31,7 @@ def court(tmp_path):
 
 
 def serve(world, blocks, worker=WORKER):
-    """Blocks that all are accepted; versions move on as batches fill."""
+    """Blocks that are all accepted; a version is published for each full batch."""
     for _ in range(blocks):
         if world.state.main.version in world.state.main.batches:
             world.publish()
@@ -234,7 +234,7 @@ def test_noise_over_time_is_found_by_two_validators_or_by_the_only_one(tmp_path,
         if world.state.main.version in world.state.main.batches:
             world.publish()
         paid = node.credits
-        # One of 10 tokens, each time: within a group's own bound.
+        # One of 10 tokens each time, which is within the bound of a single group.
         last = world.serve(WORKER, by=judges[len(world.state.leases) % min(2, len(judges))], flipped=1)
     assert len(world.state.leases) < 40 and last.status == "decided" and world.state.pending == []
     assert node.standing == "quarantined" and "over time" in node.last_reason and node.evidence == {}

@@ -1,5 +1,4 @@
-"""Who keeps a run waiting: validators that fall silent, workers that let leases lapse. Nobody waits for them long, and the
-honest slow ones lose nothing."""
+"""Silent validators, and workers whose leases lapse: a run does not wait long, and honest slow nodes lose nothing."""
 
 import pytest
 
@@ -133,7 +132,7 @@ LEASE_S = 10.0
 
 @pytest.fixture
 def run(tmp_path):
-    """A synchronous run with a worker whose work was accepted and two who have shown nothing yet."""
+    """A synchronous run with one worker whose work was accepted and two without accepted work."""
     world = World(tmp_path, steps=200, max_staleness=0, lease_s=LEASE_S, batch_groups=8)
     for key in (PROVEN, STRANGER, NEWCOMER):
         world.enter(key)
@@ -177,7 +176,7 @@ def test_the_wait_after_a_lapse_doubles_each_time_up_to_an_hour(tmp_path):
 
 
 def test_a_submission_ends_the_wait_even_if_it_comes_late(tmp_path):
-    """The honest slow worker, alone: every lease lapses, each is filled all the same, and it never waits."""
+    """An honest slow worker alone in a run: every lease lapses, it fills each one late, and never has to wait."""
     world = World(tmp_path, steps=200, max_staleness=0, lease_s=LEASE_S)
     world.enter(STRANGER)
     world.publish()

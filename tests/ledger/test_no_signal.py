@@ -1,4 +1,4 @@
-"""A run whose groups all have equal rewards: it says so, stops paying for more, and waits for its host."""
+"""A run whose groups all have equal rewards: it says so, stops leasing, and waits for its host."""
 
 import pytest
 
@@ -92,7 +92,7 @@ def test_a_run_that_its_host_paused_or_drained_is_left_as_it_is(tmp_path, action
 
 @pytest.mark.parametrize("limit", [0, 1000])
 def test_without_a_limit_or_below_it_the_run_goes_on(tmp_path, limit):
-    """Logs of runs that had no such rule have limit 0: they are replayed as they were made."""
+    """Logs from before this rule have limit 0, so that they replay as they were made."""
     world = world_of(tmp_path, max_flat_groups=limit)
     for _ in range(20):
         world.serve(WORKER, rewards=FLAT)

@@ -1,4 +1,4 @@
-"""The rules of a run, tried by a small honest world."""
+"""The rules of a run, in a small honest world."""
 
 import random
 
@@ -372,7 +372,7 @@ def test_a_draining_run_finishes_its_open_leases_and_ends(world):
 
 @pytest.mark.parametrize("action", ["drain", "pause"])
 def test_a_run_that_leases_nothing_new_returns_its_open_lease_to_a_worker_that_comes_back(world, action):
-    """Else it stays open, and a draining run does not end, until the deadline."""
+    """Otherwise the lease stays open, and a draining run ends only at its deadline."""
     lease = world.lease("a" * 64)
     world.do(Admin(action, "", world.now))
     assert world.lease("a" * 64) is lease

@@ -1,4 +1,4 @@
-"""Leases that outlive their version: they are closed, nobody gets them twice, and only who makes a habit of it pays."""
+"""Leases that outlive their version: they are closed, nobody gets them twice, and only frequent ones cost pay."""
 
 import pytest
 
@@ -24,7 +24,7 @@ def world_of(tmp_path, **changes):
 
 
 def next_version(world, by=QUICK):
-    """The others go on: a batch, and the version learned from it."""
+    """The other workers fill a batch, and the next version is published."""
     while world.state.main.version not in world.state.main.batches:
         world.serve(by)
     return world.publish()
@@ -108,7 +108,7 @@ def test_a_stale_lease_costs_neither_pay_nor_a_wait(tmp_path):
 
 
 def test_workers_that_are_equally_often_late_pay_nothing(tmp_path):
-    """They sleep in turn, and each loses a lease each time: clearly more than the margin, but as often as the run."""
+    """They sleep in turn and lose a lease each time: far more than the margin, but as often as the whole run."""
     world = world_of(tmp_path)
     for turn in range(40):
         sleeper, awake = (SLOW, QUICK) if turn % 2 else (QUICK, SLOW)
@@ -122,7 +122,7 @@ def test_workers_that_are_equally_often_late_pay_nothing(tmp_path):
 
 
 def hold(world, times):
-    """A worker with accepted work that takes leases and lets all of them grow stale, beside one that fills its own."""
+    """One worker takes leases and lets all of them go stale, and another one fills its own."""
     for _ in range(times):
         while True:
             try:
@@ -152,7 +152,7 @@ def test_a_worker_whose_leases_go_stale_more_often_than_others_pays_as_for_lapse
 
 
 def test_a_lease_that_is_open_at_the_end_of_a_run_costs_nothing(tmp_path):
-    """Two leases of a worker, of which the last batches had room for one."""
+    """A worker has two leases, but the last batches have room for only one."""
     world = world_of(tmp_path, steps=2, max_staleness=2, worker_share=0.5)
     first = world.lease(SLOW)
     surplus = world.lease(SLOW, [first.id])
@@ -170,7 +170,7 @@ def test_a_lease_that_is_open_at_the_end_of_a_run_costs_nothing(tmp_path):
 
 
 def test_a_log_of_earlier_rules_replays_with_its_stale_leases_open(tmp_path):
-    """Such a run goes on as it began: its log says which rules it was made by."""
+    """Such a run goes on under the rules that its log names."""
     world = world_of(tmp_path, law=as_version(LAW, 0))
     lost = world.lease(SLOW)
     for _ in range(2):

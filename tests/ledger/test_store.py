@@ -1,4 +1,4 @@
-"""What the log's file says when it cannot be used: the cause that was there, and the remedy that helps."""
+"""Errors of the log's file name the true cause and a remedy that helps."""
 
 import sqlite3
 

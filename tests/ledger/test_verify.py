@@ -1,4 +1,4 @@
-"""Logs of a lying host, made by hand: every hash fits, and each finding says what no log may hold."""
+"""Logs of a lying host, made by hand: every hash fits, and a finding names each event that no log may hold."""
 
 import msgspec
 import pytest
@@ -33,7 +33,7 @@ def lines(tmp_path):
 
 
 def rows_of(lines):
-    """Stored rows that say so, with hashes that fit each other."""
+    """Stored rows of these events, with hashes that fit each other."""
     rows, head = [], GENESIS
     for seq, (time, body) in enumerate(lines):
         entry = make_entry(seq, time, body, head)
@@ -51,7 +51,7 @@ def place(lines, kind):
 
 
 def twice(*kinds):
-    """The first event of each kind stands there two times."""
+    """Repeats the first event of each kind."""
 
     def edit(lines):
         for kind in kinds:
@@ -138,7 +138,7 @@ def test_a_link_that_does_not_lead_to_the_published_end_is_named(lines):
 
 
 def test_books_that_do_not_balance_are_named(lines, monkeypatch):
-    """No event can unbalance them, only a bug of the replay, such as pay that is taken and not counted as burned."""
+    """No event can do that, only a bug of the replay, such as pay that is taken but not counted as burned."""
 
     def forgetful(state, node, tokens):
         node.credits -= tokens

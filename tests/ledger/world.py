@@ -26,7 +26,7 @@ def rules(**changes):
 
 
 class World:
-    """A book with a clock and honest moves, so that a test says only what it is about."""
+    """A book with a clock and honest moves, so that a test contains only what it is about."""
 
     def __init__(self, tmp_path, validators=(VALIDATOR,), law=LAW, config=None, **changes):
         self.path, self.now, self.rechecks = tmp_path / "log.sqlite", 1000.0, {}

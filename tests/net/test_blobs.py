@@ -1,4 +1,4 @@
-"""Blobs: what is named by a hash has that hash, and is there whole or not at all."""
+"""Blobs: bytes under the name of a hash have that hash, and are complete or absent."""
 
 import asyncio
 import errno

@@ -1,4 +1,4 @@
-"""A client waits out what passes, says so, and tells its user about what does not."""
+"""A client waits out temporary faults and says so, and reports permanent ones to its user."""
 
 import asyncio
 import logging
@@ -196,7 +196,7 @@ def test_a_declared_length_past_the_cap_is_refused(time):
 
 
 def test_a_slow_link_has_time_for_a_large_body(monkeypatch):
-    """The answer comes after the body, and that comes at its own pace; one part must get through in the usual time."""
+    """The answer comes after the body, however long that takes; only each part must get through in the usual time."""
     monkeypatch.setattr("shoal.net.client.SILENCE_TIMEOUT_S", 0.4)
     body, taken = b"x" * (300 << 10), bytearray()
 

@@ -1,6 +1,6 @@
-"""Connections as strangers make them: what is held, for how long, and who is let in. Real sockets on loopback.
+"""Connections of strangers over real sockets on loopback: which are let in, and how long they are held.
 
-127.0.0.2 and its like stand for strangers' addresses; all of 127.0.0.0/8 is this machine.
+127.0.0.2 and others serve as strangers' addresses; all of 127.0.0.0/8 is this machine.
 """
 
 import asyncio
@@ -230,7 +230,7 @@ def test_a_connection_without_a_request_is_closed_and_one_that_polls_is_not(toy)
 
 
 def test_a_client_that_uses_one_connection_for_long_keeps_it(toy):
-    """Far longer than any one limit of time, and with more bytes of headers in all than one request may have."""
+    """It stays far longer than any time limit, and sends more bytes of headers in total than one request may have."""
 
     async def story():
         limits = Limits(idle_s=0.4, header_s=0.4, rest_s=0.4, stall_s=0.4, header_bytes=200)
@@ -312,7 +312,7 @@ def test_a_chunked_body_is_refused_for_want_of_a_length(toy, time):
 
 
 def test_an_unsigned_body_is_refused_before_it_arrives_and_is_not_kept(toy):
-    """The sender can read why while its body is still on the way, and nothing is kept of what comes after."""
+    """The sender can read the reason while it still sends, and nothing of the rest of its body is kept."""
 
     async def story():
         async with serving(toy.app, Limits(rest_s=0.2)) as port, wires(port) as (one,):
@@ -369,7 +369,7 @@ def test_a_body_must_be_what_its_signed_headers_say(time, body, length, status):
 
 
 def test_a_body_over_a_slow_link_is_accepted(time):
-    """At two and a half times the slowest rate, over two windows: as 20 kB/s are to the product's."""
+    """At 2.5 times the slowest rate, over two windows; for the product's limits that is 20 kB/s."""
     assert 2 * constants.BODY_WINDOW_BYTES / constants.BODY_WINDOW_S < 20_000
     toy = Toy(time, body_window=(0.25, 200))
     body = wire.to_json(Deposit(id="a" * 900, amount=5))

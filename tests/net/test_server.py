@@ -168,7 +168,7 @@ def test_a_body_that_breaks_off_is_refused():
 
 
 def test_nothing_of_a_body_is_read_before_its_signature_is_verified(time):
-    """Nor of one that is too large, of unknown length, or meant for another run."""
+    """Nor is a body read that is too large, of unknown length, or for another run."""
     toy, body = Toy(time), b"x" * 500
     of_another_run, old = signed(time, body, run="run-2"), signed(time, body, created=time.now - 3600)
     for headers, status in (({}, 401), (old, 401), (of_another_run, 409), ({"content-length": "2000"}, 413)):

@@ -53,7 +53,7 @@ class Wire:
         return int(lines[0].split()[1]), await self.reader.readexactly(length)
 
     async def ask(self, data: bytes) -> int:
-        """Send bytes; the status that comes back."""
+        """Send bytes; returns the status of the answer."""
         self.send(data)
         return (await self.answer())[0]
 

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: whole or not at all, round trips exact, hostile bytes refused in one line."""
+"""Checkpoints on disk: complete or absent, exact after a round trip; hostile bytes are refused in one line."""
 
 import hashlib
 import json

@@ -21,7 +21,7 @@ TOKENS_BT = torch.randint(0, 64, (3, 40), generator=torch.Generator().manual_see
 
 
 def _model(family: str, tied: bool) -> Transformer:
-    """A small model in which no parameter has the value that would hide its absence."""
+    """A small model in which no parameter has a neutral value, so that leaving it out would show."""
     tiny = TinyPolicy(family=family, width=48, layers=3, heads=6, kv_heads=2, mlp_width=80, tied=tied)  # type: ignore[arg-type]
     model = Transformer(tiny_spec(tiny))
     initialise(model, seed=7)

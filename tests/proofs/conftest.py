@@ -1,4 +1,4 @@
-"""Hand-made work: scripted players play real environments, and the engine's scores are written by the test."""
+"""Work made by hand: scripted players play real environments, and the test writes the engine's scores."""
 
 import random
 from types import SimpleNamespace
@@ -84,7 +84,7 @@ class Desk:
         return [Score(self.logprobs(request), self.gaps(request), None) for request in requests]
 
     def body(self, groups=None) -> bytes:
-        """A submission of any groups, past the prover's own refusals."""
+        """A submission of any groups, even those that the prover would refuse to send."""
         encoded = tuple(to_msgpack(group) for group in (self.groups if groups is None else groups))
         return to_msgpack(types.Submission("run-1", self.lease.id, self.lease.version, encoded, (), ENGINE))
 

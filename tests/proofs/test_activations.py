@@ -117,7 +117,7 @@ def test_a_run_that_asks_for_proofs_is_scored_with_hidden_states(asking):
 
 
 def test_a_projection_is_bound_to_one_key_and_one_submission(asking):
-    """The same activations under two keys, and of a second submission under the same keys: no number serves twice."""
+    """No two projections agree: neither those under two keys, nor those of two submissions under one key."""
     keys, proofs, shown = ("aa" * 32, "bb" * 32), tuple(proofs_of(asking)), []
     for implementation in ("by hand", "by another hand"):
         body = asking.resubmit(proofs=proofs, engine=msgspec.structs.replace(ENGINE, implementation=implementation))

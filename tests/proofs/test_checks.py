@@ -80,7 +80,7 @@ def test_only_groups_that_pass_the_checks_without_the_model_are_prefilled(desk):
 
 
 def test_a_group_of_great_influence_is_audited_although_it_was_not_drawn(desk):
-    """Draws of 0.5 at a rate of 5 %: what moves the policy twenty times as far as the run's mean is due all the same."""
+    """Draws of 0.5 at a rate of 5 %: a group with twenty times the mean influence is audited nevertheless."""
     body = desk.body()
     for mean_influence, audited in ((1e-3, True), (1e9, False)):
         asked = Check(digest(body), desk.lease, (), 60.0, (0.5,) * 4, 0.05, mean_influence)
@@ -361,7 +361,7 @@ def test_equal_rollouts_are_not_refused_for_being_equal(desk):
     assert first(desk.judge(desk.body(desk.replace(0, rollouts=same)), audited=(0,))) == ("accept", "")
 
 
-# --- sampling and log-probs: the scores are the test's ---
+# --- sampling and log-probs, with scores written by the test ---
 
 
 def gaps_of(*gaps):
@@ -380,8 +380,8 @@ def gaps_of(*gaps):
         ((2e-4,), "accept"),  # noise below the bound
         ((0.0015,), "soft"),  # one flip passes in each rollout, four do not in the group
         ((0.002, 0.002), "soft"),  # two pass neither
-        ((0.01,), "soft"),  # one token further off than noise puts it, and nearer than a choice
-        ((0.2,), "hard"),  # one token that no noise explains
+        ((0.01,), "soft"),  # one gap too large for noise and too small for another choice
+        ((0.2,), "hard"),  # one gap that no noise explains
         ((2.0, 3.0), "hard"),
         ((float("nan"),), "hard"),
     ],
@@ -402,7 +402,7 @@ def test_many_gaps_just_below_the_flip_bound_fail_by_their_sum(desk):
 
 
 def flips_of(desk, counts):
-    """So many flipped tokens in each rollout of group 0, as bfloat16 engines may give them."""
+    """Sets the number of flipped tokens in each rollout of group 0, as bfloat16 engines may give them."""
     desk.tools = dataclasses.replace(desk.tools, dtype="bfloat16")
     flips = dict(zip((r.seed for r in desk.context(0).requests(desk.groups[0])), counts, strict=True))
     desk.gaps = lambda request: np.float32(0.25) * (np.arange(len(request.policy_positions)) < flips[request.seed])

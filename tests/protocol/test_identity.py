@@ -1,4 +1,4 @@
-"""Signatures: what passes, and that nothing else does."""
+"""Signatures: what passes, and that everything else is refused."""
 
 import base64
 import datetime

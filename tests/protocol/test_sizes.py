@@ -1,4 +1,4 @@
-"""The bounds of messages, held against real ones made as large as they come."""
+"""The bounds of messages, compared with the largest real ones."""
 
 import math
 

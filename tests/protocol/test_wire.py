@@ -1,4 +1,4 @@
-"""What crosses the wire decodes into exactly what was asked for, or is refused in one look."""
+"""What crosses the wire decodes into exactly what was asked for, or is refused in one pass."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Which rows of a batch are learnt from."""
+"""Which rows of a batch are learned from."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Micro-batches hold every row once, in order, within the budget, and read a group's prompt as seldom as they can."""
+"""Micro-batches hold every row once, in order, within the budget, and read a group's prompt as few times as they can."""
 
 from dataclasses import replace
 
@@ -15,7 +15,7 @@ def row_of(length):
 
 
 def group_of(number, answers, prompt=8):
-    """Rows of one group: a prompt that no other group has, then answers of so many tokens, each its own."""
+    """Rows of one group: a prompt of its own, then a different answer of each length."""
     rows = []
     for answer in answers:
         tokens_T = [number] * prompt + [1000 + len(rows)] * answer

@@ -1,4 +1,4 @@
-"""The trainer's own state: bit-identical resume, and saves that die anywhere."""
+"""The trainer's own state: a resumed run is bit-identical, and a save may be killed at any point."""
 
 import errno
 import os
@@ -61,7 +61,7 @@ def test_a_resumed_run_is_bit_identical_to_an_unbroken_one(make_model, make_rows
 
 
 def _killed_before_its_last_update(learner, step):
-    """A step ends as by SIGKILL, with its gradients made and all its updates but one."""
+    """Ends a step as SIGKILL would, after its gradients and all but the last of its updates."""
     update, left = learner._update, [learner.config.updates_per_batch - 1]
 
     def last_one_never_comes(lr, version):

@@ -1,4 +1,4 @@
-"""Small checkpoints, and sources of their chunks that the tests can spoil."""
+"""Small checkpoints, and sources of their chunks that may lie or fail."""
 
 import asyncio
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Fetching: every byte verified, bad sources left, nothing fetched twice, all or nothing on disk."""
+"""Fetching: every byte is verified, bad sources are dropped, nothing is fetched twice, all or nothing is on disk."""
 
 import asyncio
 import errno

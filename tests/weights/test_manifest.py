@@ -1,4 +1,4 @@
-"""Manifests: what is refused, and that nothing else than what was signed is ever accepted."""
+"""Manifests: only what was signed is accepted."""
 
 import random
 
