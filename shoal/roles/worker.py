@@ -219,7 +219,10 @@ class Worker:
             if now.refused > before.refused:
                 log.warning("refused groups=%d reason=%r", now.refused - before.refused, now.last_reason)
             if now.lapsed > before.lapsed:
-                log.warning("lapsed leases=%d: they were not filled in time", now.lapsed - before.lapsed)
+                log.warning(
+                    "lapsed leases=%d: not filled in time, given back, or stale more often than the run's",
+                    now.lapsed - before.lapsed,
+                )
             if now.stale > before.stale:
                 log.warning(
                     "closed leases=%d: newer versions were published before they were filled; this costs nothing",

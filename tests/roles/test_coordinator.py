@@ -228,6 +228,15 @@ def test_a_changed_run_file_is_refused_on_resume_naming_the_keys(town):
     assert to_tree(town.folder.config())["steps"] == 9
 
 
+def test_a_host_that_resumes_with_more_validators_admits_them(town):
+    before = town.desk.state.validators
+    again = open_run(town.folder, tiny_run(validators={"count": 3}))
+    assert len(before) == 1 and again.state.validators[0] == before[0] and len(again.state.validators) == 3
+    keys = [(town.folder.keys / f"validator-{i}.key") for i in range(3)]
+    assert [load_or_make_key(key).public for key in keys] == list(again.state.validators)
+    assert open_run(town.folder, tiny_run(validators={"count": 3})).state.seq == again.state.seq
+
+
 def test_a_run_from_before_there_were_labels_goes_on(tmp_path, monkeypatch):
     path = tmp_path / "game.py"
     path.write_text("from shoal.envs.arithmetic import environment as environment\n")

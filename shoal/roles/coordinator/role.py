@@ -22,7 +22,7 @@ from shoal.config import ACTIVATION_ERROR, RunConfig
 from shoal.envs.load import env_digest, load_env
 from shoal.errors import StateError, cause_of
 from shoal.folder import RunFolder, write_atomically
-from shoal.ledger.facts.run import Create, Reconfigure, RunCreated
+from shoal.ledger.facts.run import Admin, Create, Reconfigure, RunCreated
 from shoal.ledger.law import LAW, Law
 from shoal.ledger.log.book import Book
 from shoal.ledger.log.store import Store, sqlite_url
@@ -80,6 +80,8 @@ def open_run(folder: RunFolder, config: RunConfig, clock: Callable[[], float] = 
             public_run_file(config), config.steps, r.lease_s, now, r.max_flat_groups, config.verify.quarantine_s
         )
         book.write(changed, now)
+        for validator in own_validators(folder, config):  # the host may have raised validators.count
+            book.write(Admin("admit", validator, now), now)
     return Desk(folder, config, book, key, clock)
 
 
@@ -91,9 +93,7 @@ def created(folder: RunFolder, config: RunConfig, run_key: str, law: Law) -> Run
         name=config.name,
         run_key=run_key,
         trainer_key=load_or_make_key(folder.keys / "trainer.key").public,
-        validators=tuple(
-            load_or_make_key(folder.keys / f"validator-{i}.key").public for i in range(config.validators.count)
-        ),
+        validators=own_validators(folder, config),
         chain_end=SecretChain(seed, SLOT_CHAIN).end().hex(),
         audit_chain_end=SecretChain(seed, AUDIT_CHAIN).end().hex(),
         envs=tuple(env_specs(config)),
@@ -102,6 +102,12 @@ def created(folder: RunFolder, config: RunConfig, run_key: str, law: Law) -> Run
         config=public_run_file(config),
         law=law,
     )
+
+
+def own_validators(folder: RunFolder, config: RunConfig) -> tuple[str, ...]:
+    """Keys of the validators that the host starts."""
+    keys = (folder.keys / f"validator-{i}.key" for i in range(config.validators.count))
+    return tuple(load_or_make_key(key).public for key in keys)
 
 
 def public_run_file(config: RunConfig) -> dict[str, Any]:
