@@ -34,7 +34,7 @@ from shoal.algos.sampling_evidence import Figures as FlipFigures
 from shoal.config import child_environment
 from shoal.ledger.law import LAW
 from shoal.ledger.seeds import audit_draws
-from shoal.proofs.noise import Noise, propose
+from shoal.proofs.rounding import Noise, propose
 from shoal.protocol.audits import must_audit
 from shoal.protocol.types import Bounds
 from shoal.protocol.wire import digest, domain_hash

@@ -515,6 +515,7 @@ GUARDS = [
          "test_no_number_in_a_path_or_query_makes_the_coordinator_fail"),
         ("chunk-name", OFF, "test_only_the_trainer_sends_chunks_and_each_under_its_hash"),
         ("pending-is-private", ("known", "True"), "test_bodies_are_private_until_judged"),
+        ("quota-is-told", OFF, "test_the_quota_stops_leases_and_says_so"),
         ("no-seed-in-the-log", ('key != "seed"', "True"), "test_log_holds_no_seed_of_the_run_file"),
     ),
     *_needed_by("tests/roles/test_credits.py",

@@ -16,7 +16,7 @@ the new policy and unlikely under the old one can dominate the step. `delta` bou
 already tighter.
 
 Changed from the paper: mu is the worker's own log-probability instead of a second pass of the trainer, so the ratio
-corrects staleness too, and in a step of several updates the distance from the first; no KL term.
+also corrects for staleness, and in a step of several updates for those already made; no KL term.
 What a worker that lies about mu can do: mute its tokens, or scale their gradient up to 1 + eps (A > 0) or
 delta (A < 0).
 

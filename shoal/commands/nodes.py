@@ -24,7 +24,11 @@ def add_commands(commands: Any) -> None:
     p.add_argument("url", metavar="URL")
     p.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: all)")
     p.add_argument(
-        "--max-memory", type=int, default=0, metavar="MB", help="use no more memory than this (default: no limit)"
+        "--max-memory",
+        type=int,
+        default=0,
+        metavar="MB",
+        help="refuse a policy that needs more memory, and stop after a lease that used more (default: no limit)",
     )
     p.add_argument("--name", default="", help="this worker's name in the host's table (default: this machine's name)")
     p.add_argument("--home", type=Path, metavar="DIR", help="where key and weights are kept (default: ~/.shoal)")

@@ -222,9 +222,10 @@ class StorageConfig(Section, frozen=True):
     """The run's folder."""
 
     retain: Literal["all", "batches", "window"] = "window"
-    """Bodies of submissions kept: all; those that were trained on; or those of the last `window_steps` steps."""
+    """Bodies of submissions kept. window: those of the last `window_steps` steps; batches: also those that were trained on;
+    all. Over the quota, refused ones are deleted first in any case."""
     window_steps: int = 16
-    """Training steps that `retain = "window"` keeps."""
+    """Training steps whose submissions and weights are kept."""
     quota_mb: int = 2048
     """Disk space for blobs, MB; above it leases pause."""
     checkpoint_every: int = 25

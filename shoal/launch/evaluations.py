@@ -15,7 +15,7 @@ from shoal.launch.process import RoleProcess
 from shoal.launch.snapshot import Heldout
 
 SHARE_ON_THE_WAY = 4
-"""A checkpoint during training gets one in this many of the episodes: enough for a curve, and cheap."""
+"""A checkpoint during training gets one in this many of the episodes, and MIN_EPISODES if there are so many."""
 MIN_EPISODES = 32
 
 
@@ -39,7 +39,8 @@ class Evaluations:
         if not self._known("before"):
             self._begin("before", self._folder.checkpoints / "v000000", self._config.eval.episodes)
         elif 0 < _version(kept[-1]) < self._config.steps and not self._known(kept[-1].name):
-            episodes = max(MIN_EPISODES, self._config.eval.episodes // SHARE_ON_THE_WAY)
+            most = self._config.eval.episodes
+            episodes = min(most, max(MIN_EPISODES, most // SHARE_ON_THE_WAY))
             self._begin(kept[-1].name, kept[-1], episodes)
 
     def start_last(self) -> None:

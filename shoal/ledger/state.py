@@ -50,7 +50,7 @@ class Member(msgspec.Struct):
     influence: float = 0.0
     """Sum over its groups that a batch took, see `protocol.audits.influence`."""
     valid_blocks: int = 0
-    """Accepted blocks since the last refused one. Decides the audit rate."""
+    """Accepted blocks since the last refused one, or since its engine changed. Decides the audit rate."""
     evidence: dict[str, Evidence] = {}
     """Against the honesty of its sampling over time, by validator."""
     failures: int = 0
@@ -67,7 +67,7 @@ class Member(msgspec.Struct):
     missed: int = 0
     """Of a validator: turns in a row that it missed while another validator judged."""
     heard: float = 0.0
-    """Of a validator: when its last verdict came, or it was last found missing, seconds since the epoch."""
+    """Of a validator: when it last sent a verdict or missed a turn, seconds since the epoch. The next counts from then."""
     stale: int = 0
     """Leases closed at no cost because their version became too old. Not counted in `lapsed`."""
 

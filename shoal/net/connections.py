@@ -95,7 +95,7 @@ class Connections:
         self._of: dict[str, set[Connection]] = {}
         self._idle: dict[Connection, None] = {}
         """Connections without a request in flight, the longest idle first."""
-        self._num_open = self._num_closed = self._num_refused = self._num_rests = 0
+        self._num_open = self._num_closed = self._num_refused = self._num_idled = 0
         self._tell_at = 0.0
 
     def protocol(self, **options: Any) -> "Connection":
@@ -116,7 +116,7 @@ class Connections:
             return self._refuse(connection)
         self._of.setdefault(connection.address, set()).add(connection)
         self._num_open += 1
-        self.rest(connection)
+        self.idle(connection)
         return True
 
     def leave(self, connection: "Connection") -> None:
@@ -133,10 +133,10 @@ class Connections:
         """Note that a request has begun: the connection is not closed to make room for another."""
         self._idle.pop(connection, None)  # guard: busy-is-not-idle
 
-    def rest(self, connection: "Connection") -> None:
+    def idle(self, connection: "Connection") -> None:
         """Note that the connection has no request in flight."""
-        self._num_rests += 1
-        connection.idle_since = self._num_rests
+        self._num_idled += 1
+        connection.idle_since = self._num_idled
         self._idle[connection] = None
 
     def _is_trusted(self, host: str) -> bool:
@@ -288,7 +288,7 @@ class Connection(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         self.cycle.body = bytearray()  # drop a body that nobody read
-        self._all.rest(self)
+        self._all.idle(self)
         self._watch()
 
     def send_400_response(self, msg: str) -> None:

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 CHECKS = (
     "shape", "lease", "prompt", "environment", "reward", "ending", "complete", "sampling", "logprobs", "activations",
 )  # fmt: skip
-"""Checks that a verdict may name. Refusals are counted by check, so this bounds the size of answers. Changing breaks:
-replay."""
+"""Checks that a verdict may name. Refusals are counted by check, so this bounds the size of answers. A name may be
+added; changing or removing one breaks: replay of logs that hold it."""
 
 MAX_REWARD = 1e6
 """Largest size of one rollout's reward. Larger ones could add up to infinity, which no log can hold."""

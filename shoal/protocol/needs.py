@@ -1,7 +1,8 @@
 """What a node's software must support to take part in a run, as words that both sides know.
 
-The coordinator lists them in `RunInfo.needs`, and a node that lacks one refuses before it joins. Add a word here for each
-new kind of lease item, dtype or proof. A new field of an answer does not suffice, because older nodes ignore it.
+The coordinator lists them in `RunInfo.needs`, and a node that lacks one refuses before it joins. For each new kind of lease
+item, dtype or proof add a word here, and to `SUPPORTED` in `roles/seat.py`. A new field of an answer does not suffice,
+because older nodes ignore it.
 """
 
 from shoal.protocol.constants import EPISODES

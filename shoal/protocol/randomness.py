@@ -114,7 +114,7 @@ def gumbel(seeds_B: list[bytes], positions_B: NDArray[np.int64], vocabulary: int
 
     Word v % 4 of the counter (v // 4, position, seed words 2 and 3) under the key (seed words 0 and 1) makes the
     noise of vocabulary entry v: -log(-log((u + 0.5) / 2^32)), in float64 and then rounded, because in float32 a
-    third of the values differ between libraries and u = 0 gives an infinity.
+    third of the values differ between libraries, and the largest u round to 1, which gives infinity.
     """
     words_B4 = np.array([noise_words(seed) for seed in seeds_B], dtype=np.uint64).reshape(-1, 4)
     quads = (vocabulary + 3) // 4

@@ -69,16 +69,17 @@ async def take_seat(
 
     `own_files` allows environments that are files on this machine. Raises `PeerError`, `StateError`.
     """
-    info = await client.get_json("/v1/run", t.RunInfo)
-    if info.protocol != PROTOCOL_VERSION:
+    run = await client.get_json("/v1/run", t.RunNeeds)  # first, because the rules of a later version may not decode
+    if run.protocol != PROTOCOL_VERSION:
         raise PeerError(
-            f"the run speaks protocol {info.protocol}, this shoal {PROTOCOL_VERSION}: install the host's version"
+            f"the run speaks protocol {run.protocol}, this shoal {PROTOCOL_VERSION}: install the host's version"
         )
-    lacking = [need for need in info.needs if need not in SUPPORTED]
+    lacking = [need for need in run.needs if need not in SUPPORTED]
     if lacking:  # guard: needs-of-the-run
         raise PeerError(
             f"the run needs {', '.join(lacking)}, which this version of shoal lacks: install the host's version"
         )
+    info = await client.get_json("/v1/run", t.RunInfo)
     client.run, client.head = info.run, info.head
     envs = load_run_envs(info.envs, own_files=own_files)
     engine = make_engine(info.rules.dtype)

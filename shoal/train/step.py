@@ -164,7 +164,7 @@ class Learner:
     def _learn(self, rows: Sequence[Row], packed: Sequence[Sequence[int]], lr: float, version: int) -> dict[str, float]:
         """One update from all rows, packed into micro-batches; gives its metrics, means over policy tokens."""
         num_tokens = sum(len(row.positions_P) for row in rows)
-        assert num_tokens, "a step needs policy tokens; train/filter sees to it"
+        assert num_tokens, "a step needs policy tokens; `rows_of_group` makes no row without one"
         sums: Counter[str] = Counter()
         largest = 0.0
         for members in packed:

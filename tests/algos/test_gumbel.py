@@ -35,7 +35,7 @@ def test_any_seed_position_and_vocabulary_gives_the_bits_of_the_reference(
     assert (gumbel(seed_words(seeds), torch.from_numpy(positions_N), vocabulary).numpy() == expected_NV).all()
 
 
-def test_what_a_gpu_computes_in_torch_equals_numpy_bit_for_bit() -> None:
+def test_philox_in_torch_gives_the_words_of_philox_in_numpy() -> None:
     words_N4, positions_N = seed_words(_seeds(64)), torch.arange(64) * 2099
     for quads in (1, 2, 1501):
         arguments = words_N4, positions_N, quads

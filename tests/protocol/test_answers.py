@@ -17,8 +17,8 @@ from shoal.protocol.wire import WireError, digest, from_json
 from tests.roles.town import Town, tiny_run
 
 OPEN_ENDED = {
-    types.RunInfo, types.NodeState, types.LeaseAnswer, types.CheckAnswer, types.Status, types.StateHash, types.Done,
-    types.Refusal, accounts.CreditPage, accounts.CreditLine,
+    types.RunInfo, types.RunNeeds, types.NodeState, types.LeaseAnswer, types.CheckAnswer, types.Status, types.StateHash,
+    types.Done, types.Refusal, accounts.CreditPage, accounts.CreditLine,
 }  # fmt: skip
 """All of them. A type joins only if nobody hashes or signs it, and if a node that ignores a field of it does no harm."""
 

@@ -284,6 +284,7 @@ def test_the_quota_stops_leases_and_says_so(tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("shoal.roles.coordinator.api.LONG_POLL_S", 0.1)
         assert "quota" in ask(town, impatient)
+        assert "no lease is granted: the host's disk quota is used up" in Board(town.desk).status().waiting_for
 
 
 def test_the_state_is_hashed_once_for_each_head_and_seldom_if_it_takes_long(town, monkeypatch):

@@ -187,10 +187,10 @@ def test_refused_bodies_make_room_when_the_quota_is_used_up(tmp_path):
         return bodies
 
     bodies = asyncio.run(story())
-    assert town.desk.blobs.size_bytes > 1_000_000 and town.desk.kept.has_room(1_000_000)
+    assert town.desk.blobs.size_bytes > 1_000_000 and town.desk.kept.make_room(1_000_000)
     assert town.desk.blobs.size_bytes <= 1_000_000
     accepted = {
         slot.submission for version in town.desk.state.main.versions.values() for slot in version.slots.values()
     }
-    assert not town.desk.kept.has_room(0) and accepted
+    assert not town.desk.kept.make_room(0) and accepted
     assert {name for name in bodies if town.desk.blobs.has(name)} == accepted & set(bodies)

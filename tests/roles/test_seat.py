@@ -45,6 +45,19 @@ def test_a_run_that_needs_what_a_node_lacks_is_refused_by_name(tmp_path, monkeyp
     meets(town, role, PeerError, f"the run needs {need}, which this version of shoal lacks: install the host's version")
 
 
+@pytest.mark.parametrize("role", ROLES)
+def test_what_a_run_needs_is_read_before_rules_that_a_node_cannot_read(tmp_path, monkeypatch, role):
+    town = Town(tmp_path / "run", tiny_run())
+    info = Board(town.desk).info()
+    later = msgspec.structs.replace(info.rules, proofs="later", algorithm=Later())
+    town = saying(town, monkeypatch, rules=later, needs=(*info.needs, "proofs:later"))
+    meets(town, role, PeerError, "the run needs proofs:later, which this version of shoal lacks")
+
+
+class Later(msgspec.Struct, tag="later", tag_field="name"):
+    """An algorithm that this version does not know."""
+
+
 def test_a_run_says_what_it_needs(tmp_path):
     plain = Town(tmp_path / "plain", tiny_run())
     assert Board(plain.desk).info().needs == ("episodes", "dtype:float32")

@@ -1,7 +1,8 @@
 """A node's pay explained: a line for each event of the log that touched it, with the verdict behind it.
 
 Called by `shoal credits`, which replays the whole log, and by the coordinator, a page at a time. Pure, and it decides
-nothing: it retells events. A new kind of event that touches pay registers its lines here.
+nothing: it retells events. The lines of each kind of event are in `LINES` of its
+subject's file in `rules/`.
 """
 
 from collections.abc import Iterable, Iterator

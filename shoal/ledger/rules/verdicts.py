@@ -50,7 +50,7 @@ def decide_judge(command: Judge, state: State) -> list[Body]:
             submission.digest, command.key, command.verdict.groups, command.projection, command.differs_from
         )
     ]  # fmt: skip
-    idle = _idle(submission, command)
+    idle = _without_work(submission, command)
     for validator in sorted(idle):
         cause = "its projection is not of this submission's activations: it judged without doing the work"
         events.append(ValidatorFault(validator, submission.digest, cause))  # guard: idle-is-named
@@ -148,7 +148,7 @@ def is_open(state: State, submission: SubmissionRecord) -> bool:
     return not submission.decided or submission.digest in state.rechecks
 
 
-def _idle(submission: SubmissionRecord, command: Judge) -> set[str]:
+def _without_work(submission: SubmissionRecord, command: Judge) -> set[str]:
     """Validators that found other activations than two others, which agree with each other: they never saw them.
 
     Invented numbers differ from everybody's. An accuser that is alone, or three that all differ, show nothing.

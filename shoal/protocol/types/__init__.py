@@ -4,7 +4,7 @@ from shoal.protocol.types.answers import AdminRequest, CheckAnswer, Done, Event,
 from shoal.protocol.types.judgement import Check, GroupVerdict, Verdict
 from shoal.protocol.types.learning import Batch, BatchGroup, FileEntry, Manifest, SignedManifest
 from shoal.protocol.types.message import Answer, Fact, Message, fact
-from shoal.protocol.types.run import Bounds, EnvSpec, Join, NodeState, Rules, RunInfo, Sampling
+from shoal.protocol.types.run import Bounds, EnvSpec, Join, NodeState, Rules, RunInfo, RunNeeds, Sampling
 from shoal.protocol.types.work import (
     ENVIRONMENT,
     POLICY,
@@ -54,6 +54,7 @@ __all__ = [
     "Rollout",
     "Rules",
     "RunInfo",
+    "RunNeeds",
     "Sampling",
     "SignedManifest",
     "Slot",

@@ -24,7 +24,8 @@ def fact(text: str) -> str:
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Base of everything that strangers send. It is immutable and refuses unknown fields."""
+    """Base of what nodes send each other and of what the log holds. It is immutable and refuses unknown fields, but
+    `Answer` does not."""
 
 
 class Answer(Message, frozen=True, forbid_unknown_fields=False):

@@ -85,6 +85,13 @@ class Rules(Message, frozen=True):
     """Length of a worker's first quarantine, seconds. Logs from before rules named it have it in the run file alone."""
 
 
+class RunNeeds(Answer, frozen=True):
+    """What a node reads of `GET /v1/run` before it reads the rest, which it may not understand."""
+
+    protocol: int
+    needs: tuple[Fact, ...] = ()
+
+
 class RunInfo(Answer, frozen=True):
     """`GET /v1/run`: all that a stranger needs to take part."""
 

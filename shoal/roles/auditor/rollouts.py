@@ -27,7 +27,7 @@ from shoal.ledger.log.verify import Audit
 from shoal.ledger.seeds import lease_of
 from shoal.policy.render import Renderer
 from shoal.proofs.context import Tools
-from shoal.proofs.rederive import differences
+from shoal.proofs.disagreement import differences
 from shoal.proofs.verify import verify_submission
 from shoal.protocol import types as t
 from shoal.protocol.constants import PROTOCOL_VERSION

@@ -14,7 +14,7 @@ from shoal.algos.entropy import logprob_and_entropy
 from shoal.engine.base import Score
 from shoal.engine.open import EngineSpec, open_engine
 from shoal.policy.files import load_policy
-from shoal.proofs.noise import Power, power, power_by_entropy
+from shoal.proofs.rounding import Power, power, power_by_entropy
 from shoal.protocol.types import Bounds
 from shoal.protocol.wire import domain_hash
 from shoal.roles.calibrate.recording import Recording

@@ -1,6 +1,6 @@
 """Recomputes honest rollouts in every way that an honest machine might, and measures how far the results differ.
 
-Called by `role`, once for each dtype in which a validator's engine may compute. `proofs/noise` turns the differences
+Called by `role`, once for each dtype in which a validator's engine may compute. `proofs/rounding` turns the differences
 into bounds.
 """
 
@@ -16,7 +16,7 @@ from shoal.algos.toploc import Figures, compare
 from shoal.engine.base import Engine, Score
 from shoal.engine.open import EngineSpec, open_engine
 from shoal.errors import StateError
-from shoal.proofs.noise import FAR_PERCENTILE, Noise, joined
+from shoal.proofs.rounding import FAR_PERCENTILE, Noise, joined
 from shoal.roles.calibrate.progress import progress
 from shoal.roles.calibrate.recording import THREADS, Recording, machine
 from shoal.terminal import say

@@ -3,7 +3,7 @@
 Called by `shoal calibrate RUN_FILE`. It starts no run and needs no coordinator. It plays the run's environments as a
 worker does, with several numbers of threads; then it recomputes the rollouts with several numbers of threads, batch
 shapes and dtypes. `--save` writes the rollouts to a file, so that another machine can recompute them with `--with`. The
-mathematics is in `proofs/noise` and `algos/sampling_evidence`.
+mathematics is in `proofs/rounding` and `algos/sampling_evidence`.
 """
 
 import tempfile
@@ -14,7 +14,7 @@ from shoal.config import RunConfig, load_run
 from shoal.errors import ConfigError
 from shoal.folder import RunFolder, write_atomically
 from shoal.policy.tiny import make_tiny
-from shoal.proofs.noise import propose, propose_activation_error
+from shoal.proofs.rounding import propose, propose_activation_error
 from shoal.protocol.wire import to_msgpack
 from shoal.roles.calibrate.power import show_power
 from shoal.roles.calibrate.progress import remark

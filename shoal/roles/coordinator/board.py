@@ -12,7 +12,7 @@ from shoal.ledger.state import Member, State, state_hash
 from shoal.protocol import types as t
 from shoal.protocol.constants import MAX_NODES, PROTOCOL_VERSION
 from shoal.protocol.needs import needs_of
-from shoal.roles.coordinator.desk import Desk
+from shoal.roles.coordinator.desk import FULL, Desk
 
 HASHING_SHARE = 0.02
 """Maximum fraction of the coordinator's time spent hashing its state for `GET /v1/state`."""
@@ -51,6 +51,8 @@ class Board:
         same = "no signal" if flat else reason
         if same != self._waiting[0]:
             self._waiting = (same, self._desk.clock())
+        if self._desk.blobs.size_bytes > self._desk.quota_bytes and state.phase == "running":  # guard: quota-is-told
+            reason = f"{reason}; no lease is granted: {FULL.format(self._desk.quota_bytes // 1_000_000)}"
         if flat and state.phase != "paused":
             reason = f"{reason}; {flat}"
         return t.Status(

@@ -28,6 +28,8 @@ from shoal.protocol.randomness import SecretChain
 from shoal.protocol.wire import WireError, digest, from_msgpack, to_json
 from shoal.roles.coordinator.kept import Kept
 
+FULL = "the host's disk quota is used up ({} MB, storage.quota_mb)"
+
 
 class Desk:
     """An open run."""
@@ -45,6 +47,11 @@ class Desk:
     def state(self) -> State:
         return self.book.state
 
+    @property
+    def quota_bytes(self) -> int:
+        """Disk space for blobs."""
+        return self._config.storage.quota_mb * 1_000_000
+
     # --- leases ---
 
     async def lease(self, key: str, request: t.LeaseRequest, in_turn: bool = True) -> t.LeaseAnswer:
@@ -52,9 +59,8 @@ class Desk:
         if request.returning:
             await self.book.submit(ReturnLeases(key, request.returning, self.clock()))
             return t.LeaseAnswer(None, 0.0, "given back")
-        quota = self._config.storage.quota_mb * 1_000_000
-        if not self.kept.has_room(quota):  # guard: quota
-            raise Wait(f"the host's disk quota is used up ({quota // 1_000_000} MB, storage.quota_mb)", 10.0)
+        if not self.kept.make_room(self.quota_bytes):  # guard: quota
+            raise Wait(FULL.format(self.quota_bytes // 1_000_000), 10.0)
         ask = AskLease(key, request.holding, request.tokens_per_s, self.clock())
         if not in_turn and decide(ask, self.state):
             raise Wait("workers that have waited longer come first", 1.0)

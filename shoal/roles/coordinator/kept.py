@@ -112,8 +112,8 @@ class Kept:
             self._public_chunks.discard(chunk)
             self._blobs.delete(chunk)
 
-    def has_room(self, quota: int) -> bool:
-        """Whether blobs fit into the quota. If not, delete refused bodies first, so that garbage cannot stop the run."""
+    def make_room(self, quota: int) -> bool:
+        """Whether blobs fit into the quota, after deleting refused bodies if need be. So garbage cannot stop the run."""
         if self._blobs.size_bytes <= quota:
             return True
         accepted = {slot.submission for version in self.state.main.versions.values() for slot in version.slots.values()}

@@ -73,7 +73,7 @@ class Line:
         """Whether a newcomer may ask at once."""
         return not self._waiting and not self._called  # guard: no-overtaking
 
-    def step_up(self, place: "Place", aside_s: float | None) -> None:
+    def wait_again(self, place: "Place", aside_s: float | None) -> None:
         """Put a poll that got nothing back into the line, or aside for a while, and call the next."""
         self._end_call(place)
         # guard: useless-block-passes-on
@@ -140,7 +140,7 @@ class Line:
                 back = list(self._aside.values())
             else:
                 polls = self._polls.get(_worker_of(body, self._book.state), [])
-                if isinstance(body, LeaseGranted):  # the worker may still read only its other poll
+                if isinstance(body, LeaseGranted):  # it may have closed the poll that was granted the lease
                     for place in polls:
                         place.served = True
                     self._call(polls)
@@ -171,7 +171,7 @@ class Place:
         """Return when this poll is called, or after `left_s`. `retry_s` is what the rules told it when it last asked."""
         self.has_waited = True
         self.bell = asyncio.get_running_loop().create_future()
-        self._line.step_up(self, retry_s if self._took_turn else None)
+        self._line.wait_again(self, retry_s if self._took_turn else None)
         try:
             async with asyncio.timeout(left_s):
                 await self.bell

@@ -30,9 +30,9 @@ def differences(booked: GroupVerdict, found: GroupVerdict, with_model: bool) -> 
 
 def _rewards_and_tokens(booked: GroupVerdict, found: GroupVerdict) -> list[str]:
     said = [
-        f"reward of rollout {index}: the log says {ours:g}, the environment gives {theirs:g}"
-        for index, (ours, theirs) in enumerate(zip(booked.rewards, found.rewards, strict=False))
-        if ours != theirs
+        f"reward of rollout {index}: the log says {booked_reward:g}, the environment gives {reward:g}"
+        for index, (booked_reward, reward) in enumerate(zip(booked.rewards, found.rewards, strict=False))
+        if booked_reward != reward
     ]
     if len(booked.rewards) != len(found.rewards):
         said.append(f"the log gives {len(booked.rewards)} rewards to {len(found.rewards)} rollouts")

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from shoal.proofs.noise import LEAST, Noise, joined, power, power_by_entropy, propose
+from shoal.proofs.rounding import LEAST, Noise, joined, power, power_by_entropy, propose
 from shoal.protocol.types import Bounds
 
 
