@@ -91,6 +91,7 @@ class Caller:
         signed = sign_request(
             self.key, line, digest(body), created=int(time.time()), nonce=secrets.token_urlsafe(16), run=self.run
         )
+        signed["content-length"] = str(len(body))
         headers = [(name.encode(), value.encode()) for name, value in signed.items()]
         scope = {
             "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": method, "scheme": "http",
