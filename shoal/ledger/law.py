@@ -1,8 +1,9 @@
 """The law: every constant of the rules that the project fixes, and the version of the rules themselves.
 
 The run's first event holds the law that the run was created with, and a replay uses that law, whatever this file says by
-then. So a constant may change here at any time. A new constant is different: old logs without it take its default, so
-the default must do what the code did before.
+then. Auditors compare it with `LAWS`, so that a host cannot use constants of its own unseen. So a changed constant needs a
+new `RULES_VERSION` with its law in `LAWS`. Old logs without a new constant take its default, so the default must do what
+the code did before.
 
 A changed formula needs a new `RULES_VERSION`, and the old formula stays selectable by `State.law.version`. This holds for
 all that decides or changes a state: `facts/`, `rules/`, `weigh`, `seeds`, `algorithm`, the methods of `Law`,
@@ -114,3 +115,16 @@ BEFORE_LAWS = Law(
 def as_version(law: Law, version: int) -> Law:
     """The same constants under another version of the rules."""
     return msgspec.structs.replace(law, version=version)
+
+
+LAWS = {0: BEFORE_LAWS, 1: as_version(BEFORE_LAWS, 1)}
+"""By version of the rules: the project's law, written out like `BEFORE_LAWS`, because the logs of a version keep it."""
+
+
+def law_difference(law: Law) -> str:
+    """Where a law is not the project's law of its version; empty if nowhere."""
+    ours, theirs = (msgspec.structs.asdict(known) for known in (LAWS.get(law.version, LAW), law))
+    differs = [f"{name} = {theirs[name]}, not {ours[name]}" for name in ours if theirs[name] != ours[name]]
+    if not differs:
+        return ""
+    return f"the law differs from the project's in {'; '.join(differs)}: the host chose constants of its own"

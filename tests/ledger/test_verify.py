@@ -11,6 +11,7 @@ from shoal.ledger.facts.pay import Credit, Slash, Vested
 from shoal.ledger.facts.submissions import AuditDrawn, SubmissionReceived
 from shoal.ledger.facts.verdicts import Decision, VerdictGiven
 from shoal.ledger.facts.versions import LinkRevealed
+from shoal.ledger.law import LAW, LAWS, RULES_VERSION, WHAT_CHANGED, as_version
 from shoal.ledger.log.verify import verify
 from shoal.ledger.table import make_entry, read_entry
 from tests.ledger.world import World
@@ -147,3 +148,29 @@ def test_books_that_do_not_balance_are_named(lines, monkeypatch):
     name = lines[place(lines, SubmissionReceived)][1].digest
     found = findings(ended_by(Slash(WORKER, name, 40))(lines))
     assert any("balances sum to 0 and 0 are burned, issued are 40" in finding for finding in found)
+
+
+# --- a law of the host's own ---
+
+
+def test_a_law_of_the_hosts_own_is_named_with_each_constant(tmp_path):
+    own = msgspec.structs.replace(LAW, refused_blocks=10**6, recheck_rate=0.0, max_quarantine_s=1e12)
+    world = World(tmp_path, law=own)
+    world.enter(WORKER)
+    world.publish()
+    world.serve(WORKER)
+    assert world.audit().findings == [
+        "the law differs from the project's in recheck_rate = 0.0, not 0.05; refused_blocks = 1000000, not 8; "
+        "max_quarantine_s = 1000000000000.0, not 3600.0: the host chose constants of its own"
+    ]
+
+
+@pytest.mark.parametrize("version", WHAT_CHANGED)
+def test_the_projects_law_of_each_version_is_no_finding(tmp_path, version):
+    assert World(tmp_path, law=as_version(LAW, version)).audit().findings == []
+
+
+def test_each_version_of_the_rules_has_its_law_and_new_runs_begin_with_the_newest():
+    """A changed constant needs a version of its own: strangers compare the law of a log with that of its version."""
+    assert LAWS.keys() == WHAT_CHANGED.keys() and LAWS[RULES_VERSION] == LAW
+    assert all(law.version == version for version, law in LAWS.items())

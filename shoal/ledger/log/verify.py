@@ -15,6 +15,7 @@ from shoal.ledger.facts.pay import Credit
 from shoal.ledger.facts.submissions import SubmissionReceived
 from shoal.ledger.facts.verdicts import Decision
 from shoal.ledger.facts.versions import LinkRevealed
+from shoal.ledger.law import law_difference
 from shoal.ledger.log.book import UnknownRules, checked_entry, follows
 from shoal.ledger.log.redecide import FAULTS, redecide
 from shoal.ledger.state import State, state_hash
@@ -88,6 +89,9 @@ def verify(rows: Iterable[tuple[bytes, str]], receipts: Iterable[Receipt] = ()) 
             return audit
         audit.see(entry)
     say = audit.findings.append
+    own_law = law_difference(audit.state.law)
+    if own_law:  # guard: projects-law
+        say(own_law)
     for digest, count in audit.received.items():
         if count != 1:  # guard: received-once
             say(f"submission {digest[:12]} is in the log {count} times")
