@@ -7,7 +7,7 @@ the wire.
 
 import functools
 from bisect import bisect_left, insort
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import msgspec
@@ -299,10 +299,11 @@ class State(msgspec.Struct, dict=True):
         if self.due[place : place + 1] == [(time, what, whose)]:
             del self.due[place]
 
-    def due_by(self, now: float, what: str) -> list[str]:
-        """Whose time has come, earliest first."""
+    def due_by(self, now: float, what: str, among: Iterable[str]) -> list[str]:
+        """Of these, whose time has come, in their order: old logs were decided in it."""
         reached = self.due[: bisect_left(self.due, (now, chr(0x10FFFF), ""))]
-        return [whose for _, kind, whose in reached if kind == what]
+        found = {whose for _, kind, whose in reached if kind == what}
+        return [whose for whose in among if whose in found] if found else []  # guard: due-in-order
 
 
 def state_hash(state: State) -> str:

@@ -68,7 +68,7 @@ def decide_return_leases(command: ReturnLeases, state: State) -> list[Body]:
 
 def lapse_late(state: State, now: float) -> list[Body]:
     """Leases past their deadlines, and what that costs."""
-    reached = (state.leases[name] for name in state.due_by(now, "lease"))
+    reached = (state.leases[name] for name in state.due_by(now, "lease", state.open_leases))
     late = [lease for lease in reached if lease.deadline < now]
     return [*(LeaseLapsed(lease.id, "deadline") for lease in late), *lapse_costs(state, late)]  # guard: lapses-cost
 

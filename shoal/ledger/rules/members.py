@@ -57,7 +57,7 @@ def quarantine(state: State, worker: str, submission: SubmissionRecord, cause: s
 
 def restore_served(state: State, now: float) -> list[Body]:
     """Quarantines that are over."""
-    served = (state.members[key] for key in state.due_by(now, "quarantine"))
+    served = (state.members[key] for key in state.due_by(now, "quarantine", state.members))
     return [NodeRestored(member.key) for member in served if member.standing == "quarantined"]
 
 

@@ -84,8 +84,9 @@ def end_overdue(state: State, now: float) -> Iterator[Body]:
     """Ends one dispute or recheck that found no further verdict in time, softly. Once the run has ended, it waits less."""
     law = state.law
     limit_s = law.dispute_s if state.phase != "ended" else law.most_verdicts * law.turn_s
+    undecided = (*state.pending, *state.rechecks)
     # guard: time-for-a-second-verdict
-    for name in state.due_by(now - limit_s, "judged")[:1]:  # the next one is decided on the state that this one leaves
+    for name in state.due_by(now - limit_s, "judged", undecided)[:1]:  # the next one: on the state that this one leaves
         submission = state.submissions[name]
         if submission.decided:
             yield Rechecked(name, "undecided")

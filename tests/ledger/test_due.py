@@ -1,0 +1,71 @@
+"""What is due at one tick is decided in one order, that of the log's first rules: old logs hold decisions in this order."""
+
+import pytest
+
+from shoal.ledger.facts.leases import LeaseLapsed
+from shoal.ledger.facts.members import NodeRestored
+from shoal.ledger.facts.run import Reconfigure, Tick
+from shoal.ledger.facts.verdicts import Decision, Rechecked
+from shoal.ledger.law import LAW
+from tests.ledger.world import World
+
+WORKER, OTHER = "b" * 64, "a" * 64
+JUDGES = ("d" * 64, "e" * 64, "f" * 64)
+
+
+@pytest.fixture
+def court(tmp_path):
+    """A run with three validators and two workers, of which the second has the smaller key."""
+    world = World(tmp_path, JUDGES, steps=200, max_staleness=50)
+    for key in (WORKER, OTHER):
+        world.enter(key)
+    world.publish()
+    return world
+
+
+def later(world, seconds):
+    """Events of a tick after this time."""
+    world.now += seconds
+    return [entry.body for entry in world.do(Tick(world.now))]
+
+
+def test_leases_lapse_in_the_order_of_their_grants_whatever_their_deadlines(court):
+    first = court.lease(WORKER)
+    court.do(Reconfigure({"note": 1}, 0, 5.0, court.now))
+    second = court.lease(OTHER)
+    assert second.deadline < first.deadline
+    assert later(court, 20.0)[:2] == [LeaseLapsed(first.id, "deadline"), LeaseLapsed(second.id, "deadline")]
+    assert court.audit().findings == []
+
+
+def test_leases_with_one_deadline_lapse_by_number_and_not_by_the_text_of_their_names(court):
+    for _ in range(9):
+        court.serve(WORKER, by=JUDGES[0])
+        if court.state.main.version in court.state.main.batches:
+            court.publish()
+    ninth, tenth = court.lease(WORKER), court.lease(OTHER)
+    assert (ninth.id, tenth.id, ninth.deadline) == ("9", "10", tenth.deadline)
+    assert later(court, 20.0)[:2] == [LeaseLapsed("9", "deadline"), LeaseLapsed("10", "deadline")]
+
+
+def test_overdue_submissions_end_oldest_first_and_before_rechecks(court):
+    looked_at_again = court.submit(WORKER, court.lease(WORKER), recheck=0.0)
+    court.judge(looked_at_again, by=JUDGES[0])
+    court.now += 1.0
+    names = [court.submit(key, court.lease(key)) for key in (WORKER, OTHER)]
+    for name in reversed(names):
+        court.now += 1.0
+        court.judge(name, "soft", by=JUDGES[0])
+    assert court.state.rechecks == [looked_at_again] and court.state.pending == names
+    ended = [later(court, LAW.dispute_s)[0], later(court, 0.0)[0], later(court, 0.0)[0]]
+    assert [type(body) for body in ended] == [Decision, Decision, Rechecked]
+    assert [body.submission for body in ended] == [*names, looked_at_again]
+    assert court.audit().findings == []
+
+
+def test_quarantines_end_in_the_order_in_which_the_nodes_joined(court):
+    for key in (OTHER, WORKER):
+        court.judge(court.submit(key, court.lease(key)), "hard", by=JUDGES[0])
+        court.now += 1.0
+    assert later(court, 100.0) == [NodeRestored(WORKER), NodeRestored(OTHER)]
+    assert court.audit().findings == []
