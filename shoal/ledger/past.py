@@ -18,11 +18,10 @@ Table = dict[type, Callable[..., Any]]
 
 
 class Cause(NamedTuple):
-    """What led to an event: a command for the rules, or None if the host alone decides or a draw is still secret."""
+    """What led to an event."""
 
     command: object | None
-    length: int = 1
-    """Number of events that come with it, if there is no command."""
+    """For the rules; None if the host alone decides."""
 
 
 class Here(NamedTuple):

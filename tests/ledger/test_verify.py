@@ -7,14 +7,14 @@ from shoal.errors import StateError
 from shoal.ledger.entry import GENESIS
 from shoal.ledger.facts.batches import BatchFormed, GroupAccepted
 from shoal.ledger.facts.leases import LeaseGranted
-from shoal.ledger.facts.pay import Credit, Slash, Vested
+from shoal.ledger.facts.pay import Credit, Forfeited, Slash, Vested
 from shoal.ledger.facts.submissions import AuditDrawn, SubmissionReceived
 from shoal.ledger.facts.verdicts import Decision, VerdictGiven
 from shoal.ledger.facts.versions import LinkRevealed
 from shoal.ledger.law import LAW, LAWS, RULES_VERSION, WHAT_CHANGED, as_version
 from shoal.ledger.log.verify import verify
 from shoal.ledger.table import make_entry, read_entry
-from tests.ledger.world import World
+from tests.ledger.world import VALIDATOR, World
 
 WORKER = "a" * 64
 
@@ -174,3 +174,56 @@ def test_each_version_of_the_rules_has_its_law_and_new_runs_begin_with_the_newes
     """A changed constant needs a version of its own: strangers compare the law of a log with that of its version."""
     assert LAWS.keys() == WHAT_CHANGED.keys() and LAWS[RULES_VERSION] == LAW
     assert all(law.version == version for version, law in LAWS.items())
+
+
+# --- draws whose link is still secret ---
+
+
+def drawn(change):
+    """The first `audit_drawn`, changed; that of a version whose link is not revealed."""
+
+    def edit(lines):
+        at = place(lines, AuditDrawn)
+        return [*lines[:at], (lines[at][0], change(lines[at][1])), *lines[at + 1 :]]
+
+    return edit
+
+
+SECRET = {
+    "pay taken in its place": (
+        lambda lines: drawn(lambda body: Forfeited(WORKER, "0", 0, 0, "refused"))(lines),
+        "(forfeited) is not what the rules give here: due is audit_drawn",
+    ),
+    "another rate": (
+        edited(AuditDrawn, rate=0.5),
+        "(audit_drawn) is not what the rules give here: rate is 0.5, not 1.0",
+    ),
+    "slots that the draws spare": (edited(AuditDrawn, slots=(0,)), "(audit_drawn) is not what the rules give here"),
+    "a draw too few": (drawn(lambda body: msgspec.structs.replace(body, draws=body.draws[1:])), "(ValueError)"),
+    "a judge that is none": (
+        edited(AuditDrawn, order=(WORKER,)),
+        "(audit_drawn) is not what the rules give here: order",
+    ),
+}
+
+
+@pytest.mark.parametrize("forgery", SECRET)
+def test_what_follows_a_submission_is_decided_again_while_its_link_is_secret(secret_lines, forgery):
+    edit, named = SECRET[forgery]
+    assert findings(secret_lines) == []
+    assert any(named in finding for finding in findings(edit(secret_lines)))
+
+
+def test_a_log_that_ends_before_the_draws_of_a_submission_is_cut_short(secret_lines):
+    found = findings(secret_lines[: place(secret_lines, AuditDrawn)])
+    assert found == ["the log ends in the middle of what its last event led to: due is audit_drawn"]
+
+
+@pytest.fixture
+def secret_lines(tmp_path):
+    """(time, body) of each event of a run with one submission whose validator has a turn."""
+    world = World(tmp_path)
+    world.enter(WORKER)
+    world.publish()
+    world.judge(world.submit(WORKER, world.lease(WORKER), order=(VALIDATOR,)))
+    return [(entry.time, entry.body) for entry in world.audit().entries]

@@ -5,7 +5,8 @@ that no verdict gave, a batch with other members, an audit that was not drawn, o
 though every hash fits. It knows no bodies: whether a verdict is true is for `shoal audit`.
 
 What the rules take from outside and the log does not hold cannot be made again: a worker's measured speed (any lease
-from one block up to the most that the rules allow passes), and draws whose link is not revealed yet.
+from one block up to the most that the rules allow passes), and draws whose link is not revealed yet (what the log says of
+them is taken as true, and all that follows from it is decided again).
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,37 +30,30 @@ def redecide(entries: Sequence[Entry], links: Mapping[int, LinkRevealed]) -> lis
     """
     state, findings = State(), list[str]()
     expected: list[Body] = []
-    untold = 0
-    """Events still to come of which nothing can be said."""
     for place, entry in enumerate(entries):
-        if not expected and not untold:
-            expected, untold = _due(Here(state, entries, place, links), findings)
-        if untold:
-            untold -= 1
-        elif expected:
+        expected = expected or _due(Here(state, entries, place, links), findings)
+        if expected:
             due = expected.pop(0)
             if not fits(entry.body, due):  # guard: event-fits
                 findings.append(f"{_name(entry)} is not what the rules give here: {_difference(entry.body, due)}")
                 expected = []
         apply(state, entry)
-        if not expected and not untold:
-            expected = follow(state)
-    if expected or untold:  # guard: log-cut-short
-        due_next = kind_of(expected[0]) if expected else "audit_drawn"
-        findings.append(f"the log ends in the middle of what its last event led to: due is {due_next}")
+        expected = expected or follow(state)
+    if expected:  # guard: log-cut-short
+        findings.append(f"the log ends in the middle of what its last event led to: due is {kind_of(expected[0])}")
     return findings
 
 
-def _due(here: Here, findings: list[str]) -> tuple[list[Body], int]:
-    """Events that the rules give here, this one first; and how many come of which nothing can be said."""
+def _due(here: Here, findings: list[str]) -> list[Body]:
+    """Events that the rules give here, this one first; none if nothing can be said of it."""
     entry = here.entries[here.place]
     try:
         cause = cause_of(entry.body, here)
         if cause is None:
             findings.append(f"{_name(entry)} follows from nothing before it")  # guard: event-has-a-cause
-            return [], 0
+            return []
         if cause.command is None:
-            return [], cause.length
+            return []
         events = decide(cause.command, here.state)
     except (Refused, Wait) as refusal:
         findings.append(f"{_name(entry)} is against the rules: {refusal}")  # guard: event-against-rules
@@ -68,8 +62,8 @@ def _due(here: Here, findings: list[str]) -> tuple[list[Body], int]:
     else:
         if not events:
             findings.append(f"{_name(entry)} changes nothing: the rules give no event here")
-        return events, 0
-    return [], 0
+        return events
+    return []
 
 
 def _name(entry: Entry) -> str:

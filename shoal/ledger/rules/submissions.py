@@ -59,14 +59,23 @@ def _refuse_superseded(state: State, lease: LeaseRecord) -> None:
 
 def cause_of_submission_received(body: SubmissionReceived, here: Here) -> Cause:
     lease = here.state.leases[body.lease]
-    if lease.version not in here.links:
-        return Cause(None, length=2)  # with its audits
-    link = bytes.fromhex(here.links[lease.version].audit_link)
-    draws = audit_draws(body.digest, len(body.groups), link)
-    order = turns(body.digest, here.state.validators, link)
+    if lease.version in here.links:
+        link = bytes.fromhex(here.links[lease.version].audit_link)
+        draws = audit_draws(body.digest, len(body.groups), link)
+        order = turns(body.digest, here.state.validators, link)
+    else:
+        draws, order = _said_draws(body, here)
     return Cause(
         Submit(body.worker, body.lease, body.digest, body.size_bytes, body.groups, draws, order, here.now)
     )  # fmt: skip
+
+
+def _said_draws(body: SubmissionReceived, here: Here) -> tuple[tuple[float, ...], tuple[str, ...]]:
+    """Draws and turns; while their link is secret, what the next event says that they were."""
+    for entry in here.entries[here.place + 1 : here.place + 2]:
+        if isinstance(entry.body, AuditDrawn):
+            return entry.body.draws, entry.body.order
+    return (0.0,) * len(body.groups), ()
 
 
 COMMANDS: Table = {Submit: decide_submit}
