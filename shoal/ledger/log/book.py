@@ -38,7 +38,7 @@ def checked_entry(state: State, data: bytes, stored_hash: str) -> Entry:
             _refuse_unknown_rules(stored)
         entry = typed(stored)
     except WireError as error:
-        raise StateError(f"the log is broken after event {state.seq}: {error}. Restore it from a copy") from None
+        raise broken_after(state.seq, error) from None
     follows(stored, stored_hash, state.seq, state.head)
     return entry
 
@@ -50,6 +50,11 @@ def follows(stored: Stored, stored_hash: str, seq: int, head: str) -> None:
             f"the log is broken at event {seq + 1}: it does not follow the event before by number and hash. "
             "It was edited or damaged; restore it from a copy"
         )
+
+
+def broken_after(seq: int, error: WireError) -> StateError:
+    """What to say of a log whose bytes after this event are no event."""
+    return StateError(f"the log is broken after event {seq}: {error}. Restore it from a copy")
 
 
 class UnknownRules(StateError):

@@ -16,12 +16,13 @@ from shoal.ledger.facts.submissions import SubmissionReceived
 from shoal.ledger.facts.verdicts import Decision
 from shoal.ledger.facts.versions import LinkRevealed
 from shoal.ledger.law import law_difference
-from shoal.ledger.log.book import UnknownRules, checked_entry, follows
+from shoal.ledger.log.book import UnknownRules, broken_after, checked_entry, follows
 from shoal.ledger.log.redecide import FAULTS, redecide
 from shoal.ledger.state import State, state_hash
 from shoal.ledger.table import apply
 from shoal.protocol.randomness import link_follows
 from shoal.protocol.types import Receipt
+from shoal.protocol.wire import WireError
 
 SLOT_CHAIN, AUDIT_CHAIN = "chain/slots", "chain/audits"
 """Purposes of the two secret chains."""
@@ -125,7 +126,10 @@ def _check_hashes(rows: Iterable[tuple[bytes, str]]) -> None:
     """That the events follow each other by number and hash. Raises `StateError`."""
     seq, head = -1, GENESIS
     for data, stored_hash in rows:
-        stored = read_stored(data)
+        try:
+            stored = read_stored(data)
+        except WireError as error:
+            raise broken_after(seq, error) from None
         follows(stored, stored_hash, seq, head)
         seq, head = stored.seq, stored.hash
 
@@ -178,8 +182,7 @@ def check_receipts(audit: Audit, receipts: Iterable[Receipt], whose: str = "") -
 def report(audit: Audit) -> str:
     """One paragraph for a person."""
     if audit.not_checked:
-        what = "Its events follow each other by number and hash; nothing else was checked"
-        return f"NOT CHECKED: {audit.not_checked}.\n{what}"
+        return unchecked(audit.not_checked)
     state = audit.state
     lines = [
         f"run {state.name} ({state.run[:12]}): {state.seq + 1} events, {len(audit.received)} submissions, "
@@ -191,3 +194,8 @@ def report(audit: Audit) -> str:
         "the log holds: nothing lost, nothing paid or used twice" if not audit.findings else "the log does NOT hold"
     )
     return "\n".join(lines)
+
+
+def unchecked(why: str) -> str:
+    """The same for a log whose rules this code lacks."""
+    return f"NOT CHECKED: {why}.\nIts events follow each other by number and hash; nothing else was checked"

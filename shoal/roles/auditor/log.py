@@ -11,7 +11,8 @@ from pathlib import Path
 import msgspec
 
 from shoal.errors import ConfigError, NothingYet, PeerError, StateError, cause_of
-from shoal.ledger.log.verify import Audit, check_receipts, report, verify
+from shoal.ledger.log.book import UnknownRules
+from shoal.ledger.log.verify import Audit, check_receipts, report, unchecked, verify
 from shoal.ledger.state import state_hash
 from shoal.ledger.table import kind_of, read_entry
 from shoal.protocol import types as t
@@ -28,9 +29,13 @@ def check(source: str, receipts: Sequence[Path] = ()) -> bool:
     `receipts` are files that workers kept, on any machine. Raises `StateError` if the chain of hashes is broken,
     `PeerError` if the coordinator does not answer, `ConfigError` if a file cannot be read.
     """
-    audit = asyncio.run(_audit(source, receipts))
+    try:
+        audit = asyncio.run(_audit(source, receipts))
+    except UnknownRules as unknown:
+        say(unchecked(str(unknown)))
+        return False
     say(report(audit))
-    return not audit.findings and not audit.not_checked
+    return not audit.findings
 
 
 def audit_folder(run_dir: Path) -> Audit:
@@ -71,8 +76,13 @@ async def audit_log(run: PublicRun, receipts: Iterable[Path] = ()) -> Audit:
 
 
 async def replay_log(run: PublicRun) -> Audit:
-    """Replay and check a run's log; at a URL, also check that the coordinator's state is what the log gives."""
+    """Replay and check a run's log; at a URL, also check that the coordinator's state is what the log gives.
+
+    Raises `UnknownRules` if this code lacks the rules that wrote the log: its state is then not known.
+    """
     audit = verify(await run.rows())
+    if audit.not_checked:  # guard: unchecked-is-no-result
+        raise UnknownRules(audit.not_checked)
     if isinstance(run, UrlRun):
         claimed = run.claim.head, run.claim.state_hash
         if claimed != (audit.state.head, state_hash(audit.state)):

@@ -1,0 +1,82 @@
+"""A log that this shoal cannot check is reported as that by every command, never as right, wrong or empty."""
+
+import asyncio
+
+import httpx
+import msgspec
+import pytest
+
+from shoal import cli
+from shoal.errors import StateError
+from shoal.ledger.entry import read_stored
+from shoal.ledger.log.book import UnknownRules
+from shoal.ledger.log.statement import PURPOSE
+from shoal.ledger.log.store import Store, sqlite_url
+from shoal.ledger.log.verify import verify
+from shoal.net.client import Client
+from shoal.net.keys import load_or_make_key
+from shoal.protocol import types as t
+from shoal.protocol.accounts import Statement
+from shoal.protocol.constants import PROTOCOL_VERSION
+from shoal.protocol.wire import to_json
+from shoal.roles.auditor import log, source
+from tests.golden.test_golden import under_version
+from tests.roles.town import URL
+
+
+def folder_of(rows, folder):
+    folder.mkdir()
+    store = Store(sqlite_url(folder / "log.sqlite"))
+    store.append([read_stored(data) for data, _ in rows])
+    store.close()
+    return folder
+
+
+@pytest.fixture
+def unknown(tmp_path):
+    return str(folder_of(under_version(99), tmp_path / "run"))
+
+
+@pytest.mark.parametrize("words", [["credits"], ["credits", "worker"], ["audit", "--all"], ["ledger", "verify"]])
+def test_each_command_says_why_a_log_was_not_checked_and_fails(unknown, capsys, words):
+    options = [word for word in words if word.startswith("--")]
+    names = [word for word in words if not word.startswith("--")]
+    place = 2 if names[0] == "ledger" else 1
+    assert cli.main([*names[:place], unknown, *names[place:], *options]) != 0
+    said = capsys.readouterr()
+    assert "version 99 of the rules" in said.out + said.err and "install a newer shoal" in said.out + said.err
+    assert "recomputed" not in said.out and "tokens paid" not in said.out
+
+
+def test_a_statement_is_not_compared_with_a_log_that_was_not_checked(unknown, tmp_path, capsys):
+    key = load_or_make_key(tmp_path / "run.key")
+    bare = Statement("r" * 32, key.public, "a" * 64, "worker", 7, 3, "h" * 64, 1000.0, "")
+    signed = msgspec.structs.replace(bare, signature=key.sign(PURPOSE, to_json(bare)))
+    (tmp_path / "mine.json").write_bytes(to_json(signed))
+    assert cli.main(["credits", "verify", str(tmp_path / "mine.json"), "--log", unknown]) != 0
+    said = capsys.readouterr()
+    assert "version 99 of the rules" in said.err and "FINDING" not in said.out
+
+
+def test_at_a_url_the_coordinators_state_is_not_called_wrong():
+    rows = under_version(99)
+
+    def answer(request):
+        body = to_json(t.StateHash(len(rows) - 1, rows[-1][1], "ab" * 32))
+        if request.url.path == "/v1/events":
+            body = b"".join(data + b"\n" for data, _ in rows[int(request.url.params["after"]) + 1 :])
+        headers = {"shoal-protocol": str(PROTOCOL_VERSION)}
+        return httpx.Response(200, headers=headers, stream=httpx.ByteStream(body))
+
+    async def story():
+        async with Client(URL, transport=httpx.MockTransport(answer)) as client:
+            return await log.replay_log(source.UrlRun(client))
+
+    with pytest.raises(UnknownRules, match="version 99 of the rules"):
+        asyncio.run(story())
+
+
+def test_a_damaged_row_of_a_log_that_cannot_be_checked_is_a_broken_log():
+    rows = under_version(99)
+    with pytest.raises(StateError, match="broken after event 4"):
+        verify([*rows[:5], (b"{damaged", rows[5][1]), *rows[6:]])
