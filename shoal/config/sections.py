@@ -13,6 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from shoal.protocol.algorithms import Algorithm, Grpo
+from shoal.protocol.bounds import Dtype
 from shoal.tree import Section
 
 
@@ -73,7 +74,7 @@ class SamplingConfig(Section, frozen=True):
     """Tokens that the policy may write in one turn, the stop token included."""
     max_tokens: int = 512
     """Tokens of a whole rollout."""
-    dtype: Literal["", "float32", "bfloat16", "int8"] = ""
+    dtype: Literal["", Dtype] = ""
     """Precision in which workers sample; empty is that of the published policy. int8 rounds only the layers' matrices."""
 
 

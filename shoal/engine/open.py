@@ -8,17 +8,14 @@ from dataclasses import dataclass
 
 from shoal.engine.base import Engine
 from shoal.errors import StateError
-from shoal.protocol.bounds import LOCAL
-
-DTYPES = {LOCAL: ("float32", "bfloat16", "int8")}
-"""What each kind of engine can sample and score in."""
+from shoal.protocol import bounds
 
 
 @dataclass(frozen=True)
 class EngineSpec:
     """Which engine, and how it computes."""
 
-    kind: str = LOCAL
+    kind: str = bounds.LOCAL
     dtype: str = "float32"
     """float32 or bfloat16, of weights and products; int8, of the layers' matrices, with products in float32."""
     threads: int | None = None
@@ -28,12 +25,12 @@ class EngineSpec:
 
 def open_engine(spec: EngineSpec) -> Engine:
     """An engine without a policy. Raises `StateError` for a kind or a dtype that this version of shoal does not have."""
-    if spec.kind not in DTYPES:
-        raise StateError(f"there is no engine of kind {spec.kind!r}: this shoal has {', '.join(DTYPES)}")
-    if spec.dtype not in DTYPES[spec.kind]:
-        raise StateError(
-            f"the {spec.kind} engine does not compute in {spec.dtype!r}, only in {', '.join(DTYPES[spec.kind])}"
-        )
-    from shoal.engine.local import LocalEngine  # imports torch, which only an opened engine needs
+    if spec.dtype not in bounds.DTYPES:
+        raise StateError(f"no engine computes in {spec.dtype!r}, only in {', '.join(bounds.DTYPES)}")
+    match spec.kind:
+        case bounds.LOCAL:
+            from shoal.engine.local import LocalEngine  # imports torch, which only an opened engine needs
 
-    return LocalEngine(spec.threads, spec.dtype, spec.device)
+            return LocalEngine(spec.threads, spec.dtype, spec.device)
+        case _:
+            raise StateError(f"there is no engine of kind {spec.kind!r}: this shoal has {bounds.LOCAL}")

@@ -8,9 +8,16 @@ The node itself says which kind of engine it has. So its claim may tighten a bou
 run's own pair of dtypes always apply too, and of each bound the smallest value applies.
 """
 
+from typing import Literal, TypeAlias, get_args
+
 import msgspec
 
 from shoal.protocol.types import Bounds, Rules
+
+Dtype: TypeAlias = Literal["float32", "bfloat16", "int8"]
+"""What a run may sample in, and a validator replay in."""
+
+DTYPES: tuple[str, ...] = get_args(Dtype)
 
 LOCAL = "local"
 """Kind of the embedded engine. Keys of `Rules.bounds` do not write it."""

@@ -11,19 +11,18 @@ from pathlib import Path
 from typing import Literal
 
 from shoal.engine.base import Engine
-from shoal.engine.open import DTYPES
 from shoal.envs.base import Env
 from shoal.envs.load import load_run_envs
 from shoal.errors import PeerError
 from shoal.net.client import Client
 from shoal.protocol import types as t
-from shoal.protocol.bounds import LOCAL
+from shoal.protocol.bounds import DTYPES
 from shoal.protocol.constants import EPISODES, PROTOCOL_VERSION
 from shoal.protocol.needs import dtype_need, proofs_need
 from shoal.roles.loading import Loaded
 from shoal.weights.fetch import fetch_version, sources_of
 
-SUPPORTED = frozenset({EPISODES, proofs_need("toploc"), *map(dtype_need, DTYPES[LOCAL])})
+SUPPORTED = frozenset({EPISODES, proofs_need("toploc"), *map(dtype_need, DTYPES)})
 """What this version of shoal supports: a run that needs anything else cannot be joined."""
 
 

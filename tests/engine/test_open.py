@@ -4,10 +4,10 @@ import pytest
 
 from shoal.engine.open import EngineSpec, open_engine
 from shoal.errors import StateError
-from shoal.protocol.bounds import LOCAL, engine_kind
+from shoal.protocol.bounds import DTYPES, LOCAL, engine_kind
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_an_engine_is_what_its_description_says(dtype):
     facts = open_engine(EngineSpec(dtype=dtype, threads=1)).facts
     assert (facts.dtype, facts.device, engine_kind(facts.implementation)) == (dtype, "cpu", LOCAL)
@@ -17,7 +17,7 @@ def test_an_engine_is_what_its_description_says(dtype):
     ("spec", "said"),
     [
         (EngineSpec(kind="remote"), "there is no engine of kind 'remote': this shoal has local"),
-        (EngineSpec(dtype="float64"), "does not compute in 'float64', only in float32, bfloat16, int8"),
+        (EngineSpec(dtype="float64"), "no engine computes in 'float64', only in float32, bfloat16, int8"),
     ],
 )
 def test_an_unknown_engine_is_refused_by_name(spec, said):
