@@ -10,10 +10,10 @@ import contextlib
 import json
 import math
 import os
-import sys
 from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib.util import find_spec
 from numbers import Integral, Real
 from os import PathLike
 from pathlib import Path
@@ -225,12 +225,16 @@ def _toml(value: Setting, key: str) -> str:
 @contextlib.contextmanager
 def _threads_of_torch_kept() -> Iterator[None]:
     """Set torch's number of threads back: roles change it for their process, but this process is the caller's."""
-    before = sys.modules["torch"].get_num_threads() if "torch" in sys.modules else 0
+    if find_spec("torch") is None:
+        yield  # what needs torch says that it is missing
+        return
+    import torch  # here, before a role imports it: its first number of threads is the one to set back
+
+    before = torch.get_num_threads()
     try:
         yield
     finally:
-        if before:
-            sys.modules["torch"].set_num_threads(before)
+        torch.set_num_threads(before)
 
 
 def _in_a_loop_of_its_own(make: Callable[[], Coroutine[Any, Any, T]]) -> T:

@@ -124,6 +124,19 @@ def test_a_run_is_audited_where_an_event_loop_runs(trained):
     assert "the log agrees with what was recomputed" in str(found)
 
 
+FIRST_USE = """
+import sys, shoal
+assert shoal.audit(sys.argv[1], sample=1, threads=3).agrees
+import torch
+print(torch.get_num_threads())
+"""
+
+
+def test_an_audit_leaves_the_callers_threads_alone_even_if_torch_was_not_imported_before(trained):
+    untouched = python("import torch; print(torch.get_num_threads())").stdout
+    assert python(FIRST_USE, trained[0]).stdout == untouched != "3\n"
+
+
 def test_a_policy_has_the_figures_of_shoal_eval(trained, tmp_path, capsys):
     folder, _ = trained
     final, out = folder / "checkpoints" / "final", tmp_path / "eval.json"
