@@ -11,7 +11,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.util import find_spec
 from numbers import Integral, Real
@@ -245,14 +245,22 @@ def _in_a_loop_of_its_own(make: Callable[[], Coroutine[Any, Any, T]]) -> T:
         begun.set_result((asyncio.get_running_loop(), asyncio.current_task()))
         return await make()
 
+    def run() -> T:
+        try:
+            with asyncio.Runner() as runner:
+                runner.get_loop()  # before the coroutine is made, because a process without free files gets no loop
+                return runner.run(work())
+        finally:
+            begun.cancel()  # if it has no result yet: nothing has begun, and nobody may wait for it
+
     with ThreadPoolExecutor(1, "shoal") as pool:
-        done = pool.submit(lambda: asyncio.run(work()))
+        done = pool.submit(run)
         try:
             return done.result()
         finally:
-            loop, task = begun.result()
-            if task is not None and not done.done():
-                with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+            with contextlib.suppress(RuntimeError, CancelledError):  # the loop has ended meanwhile, or never begun
+                loop, task = begun.result()
+                if task is not None and not done.done():
                     loop.call_soon_threadsafe(task.cancel)
 
 

@@ -137,6 +137,20 @@ def test_an_audit_leaves_the_callers_threads_alone_even_if_torch_was_not_importe
     assert python(FIRST_USE, trained[0]).stdout == untouched != "3\n"
 
 
+SCARCE = """
+import resource, sys, shoal.api, torch
+resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))
+try:
+    shoal.audit(sys.argv[1], threads=1)
+except OSError as error:
+    print(error.strerror)
+"""
+
+
+def test_an_audit_of_a_process_that_can_open_no_more_files_ends_with_the_reason(tmp_path):
+    assert python(SCARCE, tmp_path).stdout.strip() == "Too many open files"
+
+
 def test_a_policy_has_the_figures_of_shoal_eval(trained, tmp_path, capsys):
     folder, _ = trained
     final, out = folder / "checkpoints" / "final", tmp_path / "eval.json"
