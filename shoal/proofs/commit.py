@@ -17,6 +17,11 @@ from shoal.protocol.sizes import submission_bytes
 from shoal.protocol.types import EngineFacts, Group, Lease, Rules, Submission
 from shoal.protocol.wire import to_msgpack
 
+REMEDY = (
+    "Check this machine's memory. If other workers report the same, ask the host for a run with "
+    'sampling.dtype = "float32"'
+)
+
 
 def commit(
     run: str, lease: Lease, groups: Sequence[Group], engine: EngineFacts, proofs: tuple[bytes, ...] = ()
@@ -32,8 +37,7 @@ def commit(
             if not np.isfinite(rollout.logprobs_P()).all():
                 raise StateError(
                     f"not submitted: rollout {index} of slot {group.slot} has a log-probability that is not finite "
-                    f"({engine.implementation}, {engine.dtype} on {engine.device}). Check this machine's memory, or "
-                    "use --dtype float32"
+                    f"({engine.implementation}, {engine.dtype} on {engine.device}). {REMEDY}"
                 )
     submission = Submission(
         run=run,
@@ -58,10 +62,7 @@ def prove_activations(groups: Sequence[Group], scores: Sequence[Score]) -> tuple
         try:
             proofs.append(prove([score.hidden_PD for score in of_group if score.hidden_PD is not None]))
         except ValueError as error:
-            raise StateError(
-                f"not submitted: no proof for slot {group.slot}: {error}. Check this machine's memory, or use --dtype "
-                "float32"
-            ) from None
+            raise StateError(f"not submitted: no proof for slot {group.slot}: {error}. {REMEDY}") from None
     return tuple(proofs)
 
 
