@@ -14,7 +14,7 @@ from shoal.ledger.facts.versions import LinkRevealed
 from shoal.ledger.law import LAW, LAWS, RULES_VERSION, WHAT_CHANGED, as_version
 from shoal.ledger.log.verify import verify
 from shoal.ledger.table import make_entry, read_entry
-from tests.ledger.world import VALIDATOR, World
+from tests.ledger.world import VALIDATOR, World, rules
 
 WORKER = "a" * 64
 
@@ -227,3 +227,24 @@ def secret_lines(tmp_path):
     world.publish()
     world.judge(world.submit(WORKER, world.lease(WORKER), order=(VALIDATOR,)))
     return [(entry.time, entry.body) for entry in world.audit().entries]
+
+
+# --- numbers that break the arithmetic of the rules ---
+
+
+HOSTILE_RULES = {
+    "a share without end": ({"worker_share": 1e308, "batch_groups": 10**6}, "OverflowError"),
+    "blocks of no groups": ({"block_groups": 0}, "ZeroDivisionError"),
+}
+
+
+@pytest.mark.parametrize("hostile", HOSTILE_RULES)
+def test_rules_that_no_arithmetic_can_follow_are_a_finding(tmp_path, hostile):
+    changes, fault = HOSTILE_RULES[hostile]
+    world = World(tmp_path)
+    world.enter(WORKER)
+    world.publish()
+    world.lease(WORKER)
+    created, *rest = [(entry.time, entry.body) for entry in world.audit().entries]
+    broken = msgspec.structs.replace(created[1], rules=rules(**changes))
+    assert any(fault in finding for finding in findings([(created[0], broken), *rest]))
