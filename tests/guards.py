@@ -378,6 +378,8 @@ GUARDS = [
          "test_a_versions_links_are_published_only_when_nothing_can_be_sent_for_it"),
     ),
     *_needed_by("tests/roles/test_not_checked.py",
+        ("fields-of-a-later-shoal", OFF,
+         "test_a_field_that_this_shoal_does_not_know_was_written_by_a_later_one"),
         ("unchecked-is-no-result", OFF, "test_at_a_url_the_coordinators_state_is_not_called_wrong"),
     ),
     *_needed_by("tests/ledger/test_due.py",
