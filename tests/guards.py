@@ -386,6 +386,7 @@ GUARDS = [
         ("due-in-order", ("[whose for whose in among if whose in found] if found else []",
                           "[whose for _, kind, whose in reached if kind == what]"),
          "test_leases_lapse_in_the_order_of_their_grants_whatever_their_deadlines"),
+        ("kicked-is-not-due", GONE, "test_the_quarantine_of_a_removed_node_is_not_due_any_more"),
     ),
     *_needed_by("tests/ledger/test_stale.py",
         ("old-logs-keep-stale-leases", OFF, "test_a_log_of_earlier_rules_replays_with_its_stale_leases_open"),

@@ -4,7 +4,7 @@ import pytest
 
 from shoal.ledger.facts.leases import LeaseLapsed
 from shoal.ledger.facts.members import NodeRestored
-from shoal.ledger.facts.run import Reconfigure, Tick
+from shoal.ledger.facts.run import Admin, Reconfigure, Tick
 from shoal.ledger.facts.verdicts import Decision, Rechecked
 from shoal.ledger.law import LAW
 from tests.ledger.world import World
@@ -68,4 +68,13 @@ def test_quarantines_end_in_the_order_in_which_the_nodes_joined(court):
         court.judge(court.submit(key, court.lease(key)), "hard", by=JUDGES[0])
         court.now += 1.0
     assert later(court, 100.0) == [NodeRestored(WORKER), NodeRestored(OTHER)]
+    assert court.audit().findings == []
+
+
+def test_the_quarantine_of_a_removed_node_is_not_due_any_more(court):
+    court.judge(court.submit(WORKER, court.lease(WORKER)), "hard", by=JUDGES[0])
+    assert [whose for _, what, whose in court.state.due if what == "quarantine"] == [WORKER]
+    court.do(Admin("kick", WORKER, court.now))
+    assert [whose for _, what, whose in court.state.due if what == "quarantine"] == []
+    assert later(court, 100.0) == [] and court.state.members[WORKER].standing == "kicked"
     assert court.audit().findings == []

@@ -108,7 +108,9 @@ def apply_rules_changed(body: RulesChanged, state: State, entry: Entry) -> None:
     if body.admitted_validator:
         state.validators = (*state.validators, body.admitted_validator)
     if body.kicked and body.kicked in state.members:
-        state.members[body.kicked].standing = "kicked"
+        member = state.members[body.kicked]
+        member.standing = "kicked"
+        state.forget(member.until, "quarantine", member.key)  # guard: kicked-is-not-due
     if body.steps:
         state.rules = msgspec.structs.replace(state.rules, steps=body.steps)
     if body.lease_s:
