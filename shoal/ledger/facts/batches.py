@@ -20,8 +20,9 @@ class GroupAccepted(Message, frozen=True):
     """Policy tokens."""
     rewards: tuple[float, ...]
     signal: bool | None = None
-    """Whether the run's algorithm can learn from it. It is decided once and stored: a replay then needs no algorithm, and a
-    later change of the algorithm's code changes no old log. None in logs of version 0, which means: if rewards differ."""
+    """Whether the run's algorithm can learn from it. It is decided once and stored, so replaying the state needs no
+    algorithm. Deciding it again, as `shoal ledger verify` does, needs the algorithm. None in logs of version 0, which
+    means: if rewards differ."""
     stream: str = MAIN_STREAM
 
     @property
