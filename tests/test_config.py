@@ -120,10 +120,34 @@ def test_bounds_that_refuse_honest_work_or_nothing_are_refused(run_file: Path, o
         load_run(run_file, [f"verify.bounds.{override}"])
 
 
-def test_a_pair_is_named_by_two_known_dtypes(run_file: Path) -> None:
-    run_file.write_text(SMALL + "[verify.bounds.float64]\ngap=1\nflipped=0.1\nmean_gap=0.1\nlogprob=1\n")
+def with_pair(run_file: Path, pair: str) -> RunConfig:
+    run_file.write_text(SMALL + f'[verify.bounds."{pair}"]\ngap=1\nflipped=0.1\nmean_gap=0.1\nlogprob=1\n')
+    return load_run(run_file)
+
+
+@pytest.mark.parametrize(
+    "pair",
+    ["float64", "float32", "float32/float64", "float32/float32/float32", "/float32", "float32/", ":float32/float32",
+     "Remote:float32/float32", "9:float32/float32", f"{'k' * 33}:float32/float32", "a:b:float32/float32",
+     "local:float32/float32", "float32/local:float32", "remote:/float32", "remote/float32", " float32/float32",
+     "remote:float32/float32\\n", "ｒ:float32/float32"],
+)  # fmt: skip
+def test_a_pair_is_named_by_two_known_dtypes(run_file: Path, pair: str) -> None:
     with pytest.raises(ConfigError, match="name it by the dtypes"):
-        load_run(run_file)
+        with_pair(run_file, pair)
+
+
+@pytest.mark.parametrize(
+    "pair",
+    ["remote:float32/float32", "float32/remote-2:float32", f"{'k' * 32}:bfloat16/r:float32", "locals:int8/int8"],
+)
+def test_a_pair_may_name_another_kind_of_engine(run_file: Path, pair: str) -> None:
+    assert with_pair(run_file, pair).verify.bounds.keys() == {*BOUNDS, pair}
+
+
+def test_a_pair_of_another_kind_needs_the_bounds_that_it_tightens(run_file: Path) -> None:
+    with pytest.raises(ConfigError, match=r'only tightens verify\.bounds\."int8/float32", which is missing'):
+        with_pair(run_file, "remote:int8/float32")
 
 
 def test_a_run_needs_bounds_for_its_own_dtype() -> None:

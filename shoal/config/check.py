@@ -15,7 +15,7 @@ from typing import Any
 from shoal.config.sections import EnvConfig, RunConfig
 from shoal.errors import ConfigError
 from shoal.protocol.algorithms import Algorithm
-from shoal.protocol.bounds import DTYPES
+from shoal.protocol.bounds import dtypes_of
 from shoal.protocol.constants import (
     CHAIN_LENGTH,
     MAX_BLOCK_ROLLOUTS,
@@ -185,8 +185,11 @@ def _bounds_fit(config: RunConfig) -> Iterator[tuple[bool, str]]:
     yield own in table, f'[verify.bounds."{own}"] is missing: `shoal calibrate RUN_FILE --write` measures and adds it'
     for pair, bounds in table.items():
         key = f'verify.bounds."{pair}"'
-        known = len(pair.split("/")) == 2 and {*pair.split("/")} <= {*DTYPES}
-        yield known, f'{key}: name it by the dtypes that sample and replay, such as "bfloat16/float32"'
+        dtypes = dtypes_of(pair)
+        name = '"bfloat16/float32", or "KIND:bfloat16/float32" for another kind of engine than the embedded one'
+        yield dtypes is not None, f"{key}: name it by the dtypes that sample and replay, such as {name}"
+        plain = "/".join(dtypes or ())
+        yield plain in table, f'{key}: it only tightens verify.bounds."{plain}", which is missing: add that one too'
         yield 0 < bounds.gap < math.inf, f"{key}.gap = {bounds.gap}: must be above 0, and finite"
         yield 0 < bounds.logprob < math.inf, f"{key}.logprob = {bounds.logprob}: must be above 0, and finite"
         yield 0 < bounds.flipped < 1, f"{key}.flipped = {bounds.flipped}: must be between 0 and 1, a share of tokens"

@@ -126,7 +126,9 @@ class TrainConfig(Section, frozen=True):
 
 
 class BoundsConfig(Section, frozen=True):
-    """How much honest work may differ between the dtypes that sample and replay; `shoal calibrate` measures it."""
+    """How much honest work may differ between the dtypes that sample and replay; `shoal calibrate` measures it. A side may
+    also name another kind of engine than the embedded one, as KIND:DTYPE, such as "remote:bfloat16/float32". A node that
+    claims this kind then has the smaller of both values. `shoal` itself has no other kind."""
 
     gap: float
     """A replayed token further than this from the best choice counts as flipped, nats."""
@@ -161,7 +163,7 @@ class VerifyConfig(Section, frozen=True):
     """Length of a quarantine, seconds; each earlier refused submission of the worker doubles it, up to an hour. A worker
     gets no leases in quarantine. The cause is a hard failure, every third refused submission, or too much noise."""
     bounds: dict[str, BoundsConfig] = msgspec.field(default_factory=lambda: dict(BOUNDS))
-    """By "sampled/replayed": the run's dtype, and that of the validator's engine."""
+    """By "sampled/replayed": the run's dtype, and that of the validator's engine; see `protocol/bounds` for other kinds."""
     proofs: Literal["none", "toploc"] = "none"
     """What workers prove of their activations: nothing, or one proof in TOPLOC's format for each group."""
     activation_error: float = 0.0

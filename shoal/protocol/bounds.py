@@ -1,13 +1,14 @@
 """How far honest arithmetic may differ between the engine that samples and the one that replays.
 
-Called by the checks and by the ledger's evidence, which must use the same bounds. A key of `Rules.bounds` is
-"SAMPLED/REPLAYED". Each side is the dtype of the embedded engine, or KIND:DTYPE of another kind, such as
-"remote:bfloat16/float32".
+Called by the checks and by the ledger's evidence, which must use the same bounds, and for each run file. A key of
+`Rules.bounds` is "SAMPLED/REPLAYED". Each side is the dtype of the embedded engine, or KIND:DTYPE of another kind, such
+as "remote:bfloat16/float32".
 
 The node itself says which kind of engine it has. So its claim may tighten a bound but never loosen one: the bounds of the
 run's own pair of dtypes always apply too, and of each bound the smallest value applies.
 """
 
+import re
 from typing import Literal, TypeAlias, get_args
 
 import msgspec
@@ -21,6 +22,15 @@ DTYPES: tuple[str, ...] = get_args(Dtype)
 
 LOCAL = "local"
 """Kind of the embedded engine. Keys of `Rules.bounds` do not write it."""
+
+_SIDE = rf"(?:(?!{LOCAL}:)[a-z][a-z0-9-]{{0,31}}:)?({'|'.join(DTYPES)})"
+_PAIR = re.compile(f"{_SIDE}/{_SIDE}", re.ASCII)
+
+
+def dtypes_of(pair: str) -> tuple[str, str] | None:
+    """The dtypes that sample and replay in a key of `Rules.bounds`, whatever kinds it names; None if it is no such key."""
+    found = _PAIR.fullmatch(pair)
+    return (found[1], found[2]) if found else None
 
 
 def engine_kind(implementation: str) -> str:

@@ -7,6 +7,7 @@ import httpx
 import pytest
 from msgspec.structs import replace
 
+from shoal.config import BOUNDS
 from shoal.errors import NothingYet, StateError
 from shoal.ledger.answers import Refused
 from shoal.ledger.facts.members import Enter
@@ -18,6 +19,7 @@ from shoal.net.keys import load_or_make_key
 from shoal.protocol import types as t
 from shoal.protocol.algorithms import Grpo
 from shoal.protocol.audits import CHECKS, MAX_REASON_CHARS
+from shoal.protocol.bounds import bounds_for
 from shoal.protocol.constants import MANIFEST_LIFETIME_S, MAX_FACT_CHARS, MAX_JSON_BYTES, MAX_NODES
 from shoal.protocol.wire import digest, to_json
 from shoal.roles.coordinator.board import Board
@@ -267,6 +269,17 @@ def test_the_rules_have_only_the_bounds_of_the_dtype_that_workers_sample_in():
     assert rules.dtype == "bfloat16" and rules.bounds.keys() == {"bfloat16/bfloat16", "bfloat16/float32"}
     declared = rules_of(tiny_run(policy={"dtype": "bfloat16"}, sampling={"dtype": "int8"}))
     assert declared.dtype == "int8" and declared.bounds.keys() == {"int8/int8"}
+
+
+def test_the_rules_keep_the_bounds_of_other_kinds_of_engines():
+    tight = {"gap": 0.1, "flipped": 1e-4, "mean_gap": 1e-5, "logprob": 0.1}
+    pairs = ("remote:bfloat16/float32", "bfloat16/remote:bfloat16", "remote:float32/float32", "float32/remote:bfloat16")
+    bounds = {pair: to_tree(built_in) for pair, built_in in BOUNDS.items()} | dict.fromkeys(pairs, tight)
+    rules = rules_of(tiny_run(policy={"dtype": "bfloat16"}, verify={"bounds": bounds}))
+    assert rules.bounds.keys() & {*pairs} == {*pairs[:2]}
+    assert (
+        rules.bounds[pairs[0]] == bounds_for(rules, "shoal-remote/1", "shoal-local/1", "float32") == t.Bounds(**tight)
+    )
 
 
 def test_the_quota_stops_leases_and_says_so(tmp_path):

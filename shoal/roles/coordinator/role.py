@@ -30,6 +30,7 @@ from shoal.ledger.log.verify import AUDIT_CHAIN, SLOT_CHAIN
 from shoal.net.connections import Limits, connections_that_fit, http_server
 from shoal.net.keys import load_or_make_key
 from shoal.protocol import types as t
+from shoal.protocol.bounds import dtypes_of
 from shoal.protocol.randomness import SecretChain
 from shoal.roles.coordinator.api import application
 from shoal.roles.coordinator.desk import Desk
@@ -165,7 +166,7 @@ def bounds_of(config: RunConfig) -> dict[str, t.Bounds]:
     return {
         pair: t.Bounds(bounds.gap, bounds.flipped, bounds.mean_gap, bounds.logprob)
         for pair, bounds in sorted(config.verify.bounds.items())
-        if pair.startswith(f"{config.sampled_dtype}/")
+        if (dtypes := dtypes_of(pair)) and dtypes[0] == config.sampled_dtype
     }
 
 
