@@ -101,11 +101,6 @@ def prove(hidden: Sequence[NDArray[np.float32]], k: int = 0, chunk_tokens: int =
     return b"".join(parts[place] for place in range(len(parts)))
 
 
-def proof_bytes(num_tokens: int) -> int:
-    """The most bytes in the proof of a rollout with this many policy tokens."""
-    return -(-num_tokens // CHUNK_TOKENS) * (2 + 2 * MAX_K)
-
-
 def compare(
     hidden: Sequence[NDArray[np.float32]], proof: bytes, k: int = 0, chunk_tokens: int = CHUNK_TOKENS
 ) -> Figures | str:

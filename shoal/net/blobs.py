@@ -1,8 +1,8 @@
 """Bulk data stored under its hash: submissions and chunks.
 
-Called by the coordinator and by weight caches. `BlobStore` is the interface (an object store could implement it);
-`FolderBlobs` keeps one file ab/abcdef… for each blob. File names come from checked hashes, never from a peer's path.
-Data is verified when it is read. Data damaged on disk is refused; the next put repairs it.
+Called by the coordinator and by weight caches. One file ab/abcdef… holds each blob. File names come from checked
+hashes, never from a peer's path. Data is verified when it is read. Data damaged on disk is refused; the next put
+repairs it.
 """
 
 import contextlib
@@ -11,36 +11,12 @@ import re
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
 
 from starlette.responses import FileResponse
 
 from shoal.errors import NothingYet, StateError, cause_of
 from shoal.folder import name_file, sync_folder
 from shoal.protocol import wire
-
-
-class BlobStore(Protocol):
-    """Bytes stored under their SHA-256. Calls block: from async code, use `asyncio.to_thread` for large blobs."""
-
-    def put(self, data: bytes, digest: str = "") -> str:
-        """Store bytes and return their hash. They are durable on return. Raises `StateError` if storing fails.
-
-        `digest` is their hash, if the caller has just verified it.
-        """
-        ...
-
-    def get(self, digest: str) -> bytes:
-        """The bytes, verified. Raises `NothingYet` if they are missing, `StateError` if they are damaged."""
-        ...
-
-    def has(self, digest: str) -> bool:
-        """Whether bytes are stored under the hash."""
-        ...
-
-    def delete(self, digest: str) -> None:
-        """Delete the bytes, if they are stored."""
-        ...
 
 
 def is_digest(text: str) -> bool:
@@ -52,7 +28,10 @@ _DIGEST = re.compile(r"[0-9a-f]{64}", re.ASCII)
 
 
 class FolderBlobs:
-    """A `BlobStore` in a folder. One process writes; any process may read."""
+    """Bytes stored under their SHA-256 in a folder. One process writes; any process may read.
+
+    Calls block: from async code, use `asyncio.to_thread` for large blobs.
+    """
 
     def __init__(self, folder: Path) -> None:
         """Open or make the folder, and delete files that a crash left incomplete."""
@@ -68,7 +47,11 @@ class FolderBlobs:
         """Bytes stored."""
 
     def put(self, data: bytes, digest: str = "") -> str:
-        """Store bytes. They are written to another file, synced and then renamed, so a named file is always whole."""
+        """Store bytes and return their hash. They are durable on return. Raises `StateError` if storing fails.
+
+        They are written to another file, synced and then renamed, so a named file is always whole. `digest` is their
+        hash, if the caller has just verified it.
+        """
         digest = digest or wire.digest(data)
         path = self.path_of(digest)
         if path.exists() and path.stat().st_size == len(data) and path.read_bytes() == data:
@@ -83,7 +66,7 @@ class FolderBlobs:
         return Upload(self)
 
     def get(self, digest: str) -> bytes:
-        """The bytes, verified."""
+        """The bytes, verified. Raises `NothingYet` if they are missing, `StateError` if they are damaged."""
         try:
             data = self.path_of(digest).read_bytes()
         except FileNotFoundError:
@@ -114,10 +97,6 @@ class FolderBlobs:
             raise NothingYet(f"there is no blob {digest[:16]}…: it was never stored, or has expired")
         headers = {"etag": f'"{digest}"', "cache-control": "public, max-age=31536000, immutable"}
         return _BlobResponse(path, headers=headers, media_type="application/octet-stream")
-
-    def digests(self) -> Iterator[str]:
-        """The stored hashes, in no particular order."""
-        return (path.name for path in self._paths())
 
     def path_of(self, digest: str) -> Path:
         """The path at which a blob is or would be stored. Raises `NothingYet` if `digest` is not a hash."""

@@ -126,13 +126,6 @@ class Gate:
                 400, "digest", "the body does not match its content-digest: it was damaged on the way; send again"
             )
 
-    async def signed(
-        self, request: Request, *, run: str, cap: int = constants.SMALL_BODY_BYTES
-    ) -> tuple[Caller, bytes]:
-        """The verified sender and the body of a request that anyone with a key may send. Raises as `admit`, `body`."""
-        caller = self.admit(request, run=run, cap=cap)
-        return caller, await self.body(request, caller)
-
     def _limit(self, buckets: "Buckets", name: str, what: str) -> None:
         wait_s = buckets.take(name, self._clock())
         if wait_s > 0:

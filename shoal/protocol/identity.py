@@ -11,7 +11,6 @@ accepted again: all our writes are idempotent, so a second one changes nothing, 
 """
 
 import base64
-import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -143,17 +142,6 @@ def sign_request(
     headers["signature-input"] = f"{LABEL}={parameters}"
     headers["signature"] = f"{LABEL}=:{base64.b64encode(signature).decode()}:"
     return headers
-
-
-def verify_request(line: RequestLine, headers: Mapping[str, str], body: bytes, *, now: float) -> Caller:
-    """The sender of a request whose signature, digest and time are right. Raises what `verify_headers` raises, and
-    `SignatureError` with code "digest"."""
-    caller = verify_headers(line, headers, now=now)
-    if hashlib.sha256(body).hexdigest() != caller.digest:
-        raise SignatureError(
-            "digest", "the body does not fit its content-digest: it was damaged on its way; send again"
-        )
-    return caller
 
 
 def verify_headers(line: RequestLine, headers: Mapping[str, str], *, now: float) -> Caller:

@@ -77,7 +77,6 @@ def open_manifest(
     run: str,
     keys: Collection[str],
     now: float | None,
-    stream: str = POLICY_STREAM,
     version: int | None = None,
     max_bytes: int | None = None,
 ) -> Manifest:
@@ -101,7 +100,7 @@ def open_manifest(
         raise PeerError(f"manifest is malformed ({error}): fetch it from another source") from None
     if wire.to_json(signed) != data:
         raise PeerError("manifest is not in canonical form: it was changed on the way; use another source")
-    _demand_identity(manifest, run, stream, version)
+    _demand_identity(manifest, run, version)
     _demand_time(manifest, now)
     for entry in manifest.files:
         _demand_file(entry, manifest.chunk_bytes)
@@ -109,12 +108,12 @@ def open_manifest(
     return manifest
 
 
-def _demand_identity(manifest: Manifest, run: str, stream: str, version: int | None) -> None:
+def _demand_identity(manifest: Manifest, run: str, version: int | None) -> None:
     """Compare what the manifest is of with what was requested."""
-    if (manifest.run, manifest.stream) != (run, stream):
+    if (manifest.run, manifest.stream) != (run, POLICY_STREAM):
         raise PeerError(
             f"manifest is of run {manifest.run[:16]!r}, stream {manifest.stream[:16]!r}; this node takes part in "
-            f"{run[:16]!r}, {stream[:16]!r}: check the URL of the source"
+            f"{run[:16]!r}, {POLICY_STREAM!r}: check the URL of the source"
         )
     if version is not None and manifest.version != version:
         raise PeerError(

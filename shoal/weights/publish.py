@@ -47,7 +47,6 @@ async def publish(
     version: int,
     dtype: str,
     parents: tuple[int, ...] = (),
-    stream: str = POLICY_STREAM,
     chunk_bytes: int = constants.MAX_CHUNK_BYTES,
     kept: Collection[str] = (),
 ) -> Manifest:
@@ -63,7 +62,7 @@ async def publish(
         entries.append(await _send_file(path, sink, chunk_bytes, kept))
     return Manifest(
         run=run,
-        stream=stream,
+        stream=POLICY_STREAM,
         version=version,
         parents=parents,
         dtype=dtype,

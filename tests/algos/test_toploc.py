@@ -145,7 +145,7 @@ def test_honest_proof_of_any_length_is_read_without_error(tokens, width):
     assert len(figures.entries_C) == chunks + 1 and figures.rollout_C.tolist() == [0] * chunks + [1]
     assert figures.first_C.tolist() == [*range(0, tokens, CHUNK_TOKENS), 0]
     assert not figures.mismatched_C.any() and not figures.error_C.any()
-    assert len(proof) == 2 * (figures.entries_C + 1).sum() <= toploc.proof_bytes(tokens) + toploc.proof_bytes(1)
+    assert len(proof) == 2 * (figures.entries_C + 1).sum() <= (chunks + 1) * (2 + 2 * toploc.MAX_K)
     assert passes(hidden, proof)
 
 

@@ -26,7 +26,7 @@ def test_a_blob_that_is_put_can_be_read_and_is_counted_once(blobs):
     digest = blobs.put(DATA)
     assert digest == wire.digest(DATA) and blobs.put(DATA) == digest
     assert blobs.get(digest) == DATA and blobs.has(digest)
-    assert blobs.size_bytes == len(DATA) and list(blobs.digests()) == [digest]
+    assert blobs.size_bytes == len(DATA) and [path.name for path in blobs.folder.glob("??/*")] == [digest]
     assert (blobs.folder / digest[:2] / digest).read_bytes() == DATA
 
 
@@ -56,7 +56,7 @@ def test_an_upload_is_kept_under_its_hash_or_leaves_nothing(blobs):
     assert blobs.get(wire.digest(DATA)) == DATA and blobs.size_bytes == len(DATA)
     with blobs.upload() as dropped:
         dropped.write(b"other")
-    assert list(blobs.digests()) == [wire.digest(DATA)] and blobs.size_bytes == len(DATA)
+    assert [path.name for path in blobs.folder.glob("??/*")] == [wire.digest(DATA)] and blobs.size_bytes == len(DATA)
     assert list((blobs.folder / "unfinished").iterdir()) == []
 
 

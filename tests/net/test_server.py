@@ -13,7 +13,7 @@ from shoal.net import server
 from shoal.protocol import wire
 from shoal.protocol.identity import Key, RequestLine, content_digest, sign_request
 from shoal.protocol.types import Refusal, Submission
-from tests.net.toy_bank import RUN, Balance, Deposit, Time, Toy
+from tests.net.toy_bank import RUN, Balance, Deposit, Time, Toy, take
 
 KEY = Key(b"\x01" * 32)
 
@@ -176,7 +176,7 @@ def test_nothing_of_a_body_is_read_before_its_signature_is_verified(time):
         raw = [(k.encode(), v.encode()) for k, v in {"content-length": "500", **headers}.items()]
         scope = {"type": "http", "method": "POST", "path": "/deposits", "query_string": b"", "headers": raw}
         with pytest.raises(server.RequestRefused) as caught:
-            asyncio.run(toy.gate.signed(Request(scope, stream.receive), run=RUN, cap=1000))
+            asyncio.run(take(toy.gate, Request(scope, stream.receive)))
         assert (caught.value.status, stream.taken) == (status, 0)
 
 
@@ -198,7 +198,7 @@ def test_large_bodies_share_a_budget_and_small_ones_need_none(time, monkeypatch)
         headers = {"content-length": str(len(body)), **signed(time, body)}
         raw = [(k.encode(), v.encode()) for k, v in headers.items()]
         scope = {"type": "http", "method": "POST", "path": "/deposits", "query_string": b"", "headers": raw}
-        return gate.signed(Request(scope, stream.receive), run=RUN, cap=1000)
+        return take(gate, Request(scope, stream.receive))
 
     async def story():
         first = asyncio.create_task(begin(large, Stream([], forever=True)))

@@ -8,6 +8,7 @@ from starlette.routing import Route
 
 from shoal.errors import NothingYet, StateError, Superseded
 from shoal.net import server
+from shoal.protocol.identity import Caller
 from shoal.protocol.types import Message
 
 RUN = "run-1"
@@ -43,6 +44,12 @@ class Time:
         await asyncio.sleep(0)
 
 
+async def take(gate: server.Gate, request: Request) -> tuple[Caller, bytes]:
+    """The verified sender and the body of a request that anyone with a key may send."""
+    caller = gate.admit(request, run=RUN, cap=1000)
+    return caller, await gate.body(request, caller)
+
+
 class Toy:
     """The application and what it remembers."""
 
@@ -61,7 +68,7 @@ class Toy:
 
     async def deposit(self, request: Request) -> Response:
         self.calls += 1
-        caller, body = await self.gate.signed(request, run=RUN, cap=1000)
+        caller, body = await take(self.gate, request)
         self.callers.append(caller)
         deposit = server.decode(body, Deposit)
         if self.deposits.setdefault(deposit.id, deposit.amount) != deposit.amount:

@@ -18,7 +18,7 @@ from shoal.protocol.identity import (
     SignatureError,
     content_digest,
     sign_request,
-    verify_request,
+    verify_headers,
     verify_signature,
 )
 from shoal.protocol.wire import digest
@@ -34,9 +34,9 @@ def signed(**changes: object) -> dict[str, str]:
     return sign_request(KEY, LINE, digest(BODY), **arguments)
 
 
-def refusal(line: RequestLine, headers: dict[str, str], body: bytes, now: float = NOW) -> SignatureError:
+def refusal(line: RequestLine, headers: dict[str, str], now: float = NOW) -> SignatureError:
     with pytest.raises(SignatureError) as caught:
-        verify_request(line, headers, body, now=now)
+        verify_headers(line, headers, now=now)
     return caught.value
 
 
@@ -76,12 +76,12 @@ def test_the_secret_decides_the_key():
 
 
 def test_a_signed_request_tells_its_sender():
-    caller = verify_request(LINE, signed(), BODY, now=NOW + 1.5)
+    caller = verify_headers(LINE, signed(), now=NOW + 1.5)
     assert (caller.key, caller.created, caller.run, caller.head) == (KEY.public, NOW, "run-1", "ab" * 32)
 
 
 def test_run_and_head_may_be_left_out():
-    caller = verify_request(LINE, signed(run="", head=""), BODY, now=NOW)
+    caller = verify_headers(LINE, signed(run="", head=""), now=NOW)
     assert (caller.run, caller.head) == ("", "")
 
 
@@ -97,35 +97,31 @@ def test_run_and_head_may_be_left_out():
     ],
 )
 def test_a_changed_request_line_is_refused(line):
-    assert refusal(line, signed(), BODY).code == "signature"
+    assert refusal(line, signed()).code == "signature"
 
 
 @pytest.mark.parametrize("name", ["content-digest", "shoal-run", "shoal-head", "signature", "signature-input"])
 def test_a_changed_or_missing_header_is_refused(name):
     headers = signed()
-    assert refusal(LINE, headers | {name: headers[name][:-3] + "x" + headers[name][-2:]}, BODY).code == "signature"
+    assert refusal(LINE, headers | {name: headers[name][:-3] + "x" + headers[name][-2:]}).code == "signature"
     del headers[name]
-    assert refusal(LINE, headers, BODY).code == "signature"
+    assert refusal(LINE, headers).code == "signature"
 
 
 @pytest.mark.parametrize("name", ["shoal-run", "shoal-head"])
 def test_a_header_of_ours_added_on_the_way_is_refused(name):
     headers = signed(run="", head="") | {name: "something"}
-    assert refusal(LINE, headers, BODY).code == "signature"
-
-
-def test_a_changed_body_is_distinguished_from_a_changed_signature():
-    assert refusal(LINE, signed(), BODY + b" ").code == "digest"
+    assert refusal(LINE, headers).code == "signature"
 
 
 def test_an_unsigned_request_is_told_so():
-    assert refusal(LINE, {}, BODY).code == "unsigned"
+    assert refusal(LINE, {}).code == "unsigned"
 
 
 def test_another_key_in_the_input_is_refused():
     headers = signed()
     headers["signature-input"] = headers["signature-input"].replace(KEY.public, Key.generate().public)
-    assert refusal(LINE, headers, BODY).code == "signature"
+    assert refusal(LINE, headers).code == "signature"
 
 
 @pytest.mark.parametrize(
@@ -137,14 +133,14 @@ def test_another_key_in_the_input_is_refused():
     ],
 )
 def test_an_old_or_future_request_is_refused_with_the_skew(created, words):
-    error = refusal(LINE, signed(created=created), BODY)
+    error = refusal(LINE, signed(created=created))
     assert error.code == "clock" and words in str(error) and "set the clock" in str(error)
 
 
 def test_a_request_replayed_after_the_window_is_refused():
     headers = signed()
-    verify_request(LINE, headers, BODY, now=NOW + SIGNATURE_WINDOW_S)
-    assert refusal(LINE, headers, BODY, now=NOW + SIGNATURE_WINDOW_S + 1).code == "clock"
+    verify_headers(LINE, headers, now=NOW + SIGNATURE_WINDOW_S)
+    assert refusal(LINE, headers, now=NOW + SIGNATURE_WINDOW_S + 1).code == "clock"
 
 
 def test_a_request_signature_does_not_pass_as_a_signature_for_a_purpose():
@@ -158,7 +154,7 @@ def test_a_request_signature_does_not_pass_as_a_signature_for_a_purpose():
 def test_garbage_headers_are_refused_with_a_signature_error(name, text):
     headers = signed()
     if text != headers[name]:
-        refusal(LINE, headers | {name: text}, BODY)
+        refusal(LINE, headers | {name: text})
 
 
 @settings(max_examples=200, deadline=None)
@@ -169,7 +165,7 @@ def test_any_one_character_of_the_signature_headers_counts(name, data):
     character = data.draw(st.characters(min_codepoint=32, max_codepoint=126))
     changed = headers[name][:at] + character + headers[name][at + 1 :]
     if changed != headers[name]:
-        refusal(LINE, headers | {name: changed}, BODY)
+        refusal(LINE, headers | {name: changed})
 
 
 # --- others speak the same ---
@@ -218,4 +214,4 @@ def test_we_verify_what_another_implementation_signs():
         covered_component_ids=("@method", "@path", "@query", "content-digest", "shoal-run"),
     )
     headers = {name.lower(): value for name, value in request.headers.items()}
-    assert verify_request(LINE, headers, BODY, now=NOW).key == KEY.public
+    assert verify_headers(LINE, headers, now=NOW).key == KEY.public

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from shoal.algos.toploc import proof_bytes
+from shoal.algos.toploc import CHUNK_TOKENS, MAX_K
 from shoal.protocol import types as t
 from shoal.protocol.audits import MAX_REASON_CHARS, MAX_REWARD
 from shoal.protocol.constants import MAX_JSON_BYTES, MAX_LEASE_BLOCKS, MAX_SUBMISSION_BYTES
@@ -19,6 +19,11 @@ from shoal.protocol.sizes import (
 from shoal.protocol.wire import to_json, to_msgpack
 
 HASH, REWARD, ENV = "f" * 64, -0.12345678901234567, "/home/somebody/environments/wordle.py"
+
+
+def proof_bytes(num_tokens):
+    """The most bytes in the proof of a rollout with this many policy tokens."""
+    return -(-num_tokens // CHUNK_TOKENS) * (2 + 2 * MAX_K)
 
 
 def submission(num_groups, group_size, max_tokens, proofs):

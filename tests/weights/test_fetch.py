@@ -261,7 +261,7 @@ def test_a_checkpoint_travels_over_http(checkpoint, tmp_path):
     gate = server.Gate(lambda: NOW)
 
     async def put(request):
-        _, body = await gate.signed(request, run=RUN, cap=10_000)
+        body = await gate.body(request, gate.admit(request, run=RUN, cap=10_000))
         if wire.digest(body) != request.path_params["digest"]:
             raise server.RequestRefused(409, "wrong_hash", "the body has another hash: send the bytes it names")
         return server.answer({"digest": blobs.put(body)})

@@ -75,7 +75,7 @@ def test_the_weights_root_depends_on_the_tensors_alone(tmp_path):
         ({}, {"version": 4}, "not of the requested 4"),
         ({}, {"version": 2}, "not of the requested 2"),
         ({}, {"run": "run-2"}, "check the URL"),
-        ({}, {"stream": "critic"}, "critic"),
+        ({"stream": "critic"}, {}, "critic"),
         ({}, {"keys": {OTHER.public}}, "may not publish"),
         ({}, {"keys": set()}, "may not publish"),
         ({}, {"now": NOW + constants.MANIFEST_LIFETIME_S + 1}, "expired 1 s ago"),
