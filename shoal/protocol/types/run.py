@@ -119,7 +119,7 @@ class RunInfo(Answer, frozen=True):
 class Join(Message, frozen=True):
     """`POST /v1/nodes`: what a node says about itself. Its key comes from the signature."""
 
-    role: Literal["worker", "validator", "trainer", "relay"]
+    role: Literal["worker", "validator", "trainer"]
     name: Fact
     tokens_per_s: float
     """Measured speed of generation; 0 if unknown."""
