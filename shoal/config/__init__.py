@@ -22,11 +22,12 @@ from shoal.config.sections import (
     VerifyConfig,
     WorkersConfig,
     is_loopback,
+    sampling_of,
 )
 
 __all__ = [
     "ACTIVATION_ERROR", "BOUNDS", "SAFE_TO_CHANGE", "BoundsConfig", "EnvConfig", "EvalConfig", "HostConfig",
     "PolicyConfig", "RolloutsConfig", "RunConfig", "SamplingConfig", "SftConfig", "StorageConfig", "TinyPolicy",
     "TrainConfig", "ValidatorsConfig", "VerifyConfig", "WorkersConfig", "check_run", "child_environment", "is_loopback",
-    "load_run", "load_sft", "node_home", "unsafe_changes",
+    "load_run", "load_sft", "node_home", "sampling_of", "unsafe_changes",
 ]  # fmt: skip

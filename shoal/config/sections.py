@@ -14,6 +14,7 @@ import msgspec
 
 from shoal.protocol.algorithms import Algorithm, Grpo
 from shoal.protocol.bounds import Dtype
+from shoal.protocol.types import Sampling
 from shoal.tree import Section
 
 
@@ -294,6 +295,12 @@ class SftConfig(Section, frozen=True, kw_only=True):
     """Precision of the files that are written."""
     threads: int = 2
     """CPU threads."""
+
+
+def sampling_of(config: RunConfig) -> Sampling:
+    """The run file's sampling, as the wire's type."""
+    drawn = config.sampling
+    return Sampling(drawn.temperature, drawn.max_turn_tokens, drawn.max_tokens)
 
 
 def is_loopback(address: str) -> bool:

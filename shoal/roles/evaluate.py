@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import torch
 
+from shoal.config import sampling_of
 from shoal.engine.open import EngineSpec, open_engine
 from shoal.envs.base import Env
 from shoal.envs.evaluate import Evaluation, as_text, evaluate, mixed
@@ -76,8 +77,7 @@ def for_run(run_dir: Path, checkpoint: Path, episodes: int, out: Path, threads: 
     Each environment is evaluated by itself, so `shoal eval` gives the same figures.
     """
     config = RunFolder(run_dir).config()
-    drawn, seed, samples = config.sampling, max(0, config.seed), config.eval.samples
-    sampling = Sampling(drawn.temperature, drawn.max_turn_tokens, drawn.max_tokens)
+    sampling, seed, samples = sampling_of(config), max(0, config.seed), config.eval.samples
     policy = _load(checkpoint, threads)
     envs = {
         env.label: evaluate(

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from shoal.config import RunConfig
+from shoal.config import RunConfig, sampling_of
 from shoal.engine.base import Engine, ScoreRequest
 from shoal.engine.open import EngineSpec, open_engine
 from shoal.envs.load import load_env
@@ -69,7 +69,7 @@ def play(config: RunConfig, policy: Path, episodes: int) -> Recording:
 
     Raises `ConfigError` if every prompt is so long that the policy cannot write anything.
     """
-    sampling = Sampling(config.sampling.temperature, config.sampling.max_turn_tokens, config.sampling.max_tokens)
+    sampling = sampling_of(config)
     envs = {env.label: load_env(env.name, env.args) for env in config.envs}
     renderer, engine = Renderer.from_directory(policy), open_engine(EngineSpec(dtype=config.sampled_dtype))
     engine.load(policy, 0)

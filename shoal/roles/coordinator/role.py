@@ -18,7 +18,7 @@ from typing import Any
 from msgspec.structs import replace
 from starlette.applications import Starlette
 
-from shoal.config import ACTIVATION_ERROR, RunConfig
+from shoal.config import ACTIVATION_ERROR, RunConfig, sampling_of
 from shoal.envs.load import env_digest, load_env
 from shoal.errors import StateError, cause_of
 from shoal.folder import RunFolder, write_atomically
@@ -130,12 +130,6 @@ def env_specs(config: RunConfig) -> list[t.EnvSpec]:
 def _unlabelled(specs: Iterable[t.EnvSpec]) -> list[t.EnvSpec]:
     """Without labels: old logs have none. A changed label is found with the other keys of the run file."""
     return [replace(spec, own_label="") for spec in specs]
-
-
-def sampling_of(config: RunConfig) -> t.Sampling:
-    """The run file's sampling, as the wire's type."""
-    s = config.sampling
-    return t.Sampling(s.temperature, s.max_turn_tokens, s.max_tokens)
 
 
 def rules_of(config: RunConfig) -> t.Rules:
