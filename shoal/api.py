@@ -40,7 +40,13 @@ Metric: TypeAlias = "str | int | float | Mapping[str, int] | None"
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 MAX_EVAL_TOKENS = 512
-"""Most tokens of an evaluated episode, here and in `shoal eval`, unless the caller gives another number."""
+"""Most tokens of an evaluated episode, unless the caller gives another number."""
+
+
+def eval_sampling(temperature: float, max_turn_tokens: int, max_tokens: int, max_positions: int) -> Sampling:
+    """How an episode is sampled, here and in `shoal eval`: `max_tokens` 0 means the default, or less for a short policy."""
+    most = max_tokens or min(MAX_EVAL_TOKENS, max_positions)
+    return Sampling(temperature, min(max_turn_tokens, most), most)
 
 
 @dataclass(frozen=True)
@@ -147,8 +153,7 @@ class Policy:
         from shoal.envs.load import load_env
         from shoal.roles.evaluate import figures_of
 
-        most = max_tokens or min(MAX_EVAL_TOKENS, self.max_positions)
-        sampling = Sampling(temperature, min(max_turn_tokens, most), most)
+        sampling = eval_sampling(temperature, max_turn_tokens, max_tokens, self.max_positions)
         with _threads_of_torch_kept():
             game = load_env(env, dict(env_args or {}))
             return figures_of(self.path, game, episodes, seed, samples, sampling, threads or _cores())

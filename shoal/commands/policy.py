@@ -28,7 +28,7 @@ def add_commands(commands: Any) -> None:
     p.add_argument("--temperature", type=float, default=1.0)
     p.add_argument("--max-turn-tokens", type=positive, default=64, metavar="N", help="of one turn (default: 64)")
     help_text = "of an episode (default: 512, or the policy's longest sequence if that is shorter)"
-    p.add_argument("--max-tokens", type=positive, metavar="N", help=help_text)
+    p.add_argument("--max-tokens", type=positive, default=0, metavar="N", help=help_text)
     p.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: all)")
     p.add_argument("--json", action="store_true", help="print the figures as JSON")
     p.add_argument("--out", type=Path, metavar="FILE", help="write the figures there instead")
@@ -66,14 +66,12 @@ def add_commands(commands: Any) -> None:
 
 
 def evaluate(args: argparse.Namespace) -> None:
-    from shoal.api import MAX_EVAL_TOKENS
-    from shoal.policy.spec import PolicySpec
-    from shoal.protocol.types import Sampling
+    from shoal.api import eval_sampling, open_policy
 
-    max_tokens = args.max_tokens or min(MAX_EVAL_TOKENS, PolicySpec.from_directory(args.checkpoint).max_positions)
+    longest = open_policy(args.checkpoint).max_positions
+    sampling = eval_sampling(args.temperature, args.max_turn_tokens, args.max_tokens, longest)
     from shoal.roles import evaluate as role
 
-    sampling = Sampling(args.temperature, min(args.max_turn_tokens, max_tokens), max_tokens)
     role.main(
         args.checkpoint, args.env, args.env_args, args.episodes, args.seed, args.samples, sampling, args.out,
         args.json, args.threads or cores(),
