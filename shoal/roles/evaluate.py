@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch
 
 from shoal.config import sampling_of
 from shoal.engine.open import EngineSpec, open_engine
@@ -93,7 +92,6 @@ def for_run(run_dir: Path, checkpoint: Path, episodes: int, out: Path, threads: 
 def _load(checkpoint: Path, threads: int) -> Loaded:
     if not (checkpoint / "config.json").is_file():
         raise StateError(f"{checkpoint} is not a checkpoint: give a directory with config.json, weights and tokenizer")
-    torch.set_num_threads(threads)
     policy = Loaded(open_engine(EngineSpec(threads=threads)))
     policy.load(checkpoint, 0)
     return policy
