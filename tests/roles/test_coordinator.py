@@ -24,7 +24,7 @@ from shoal.protocol.constants import MANIFEST_LIFETIME_S, MAX_FACT_CHARS, MAX_JS
 from shoal.protocol.wire import digest, to_json
 from shoal.roles.coordinator.board import Board
 from shoal.roles.coordinator.role import env_specs, open_run, rules_of
-from shoal.roles.coordinator.versions import put_chunk, signed_manifest, take_checkpoint
+from shoal.roles.coordinator.versions import admit_trainer, put_chunk, signed_manifest, take_checkpoint
 from shoal.tree import to_tree
 from shoal.weights.manifest import open_manifest, sign_manifest
 from tests.roles.town import URL, Town, tiny_run
@@ -133,13 +133,14 @@ def test_only_the_run_key_administers(town):
 
 
 def test_only_the_trainer_sends_chunks_and_each_under_its_hash(town):
-    chunk, trainer = b"weights", town.desk.state.trainer_key
+    chunk = b"weights"
+    admit_trainer(town.desk, town.desk.state.trainer_key)
     with pytest.raises(Refused, match="only the trainer sends chunks"):
-        put_chunk(town.desk, "a" * 64, digest(chunk), chunk, digest(chunk))
+        admit_trainer(town.desk, "a" * 64)
     with pytest.raises(Refused, match="do not have the hash in the path"):
-        put_chunk(town.desk, trainer, digest(b"other"), chunk, digest(chunk))
+        put_chunk(town.desk, digest(b"other"), chunk, digest(chunk))
     assert not town.desk.blobs.has(digest(chunk))
-    put_chunk(town.desk, trainer, digest(chunk), chunk, digest(chunk))
+    put_chunk(town.desk, digest(chunk), chunk, digest(chunk))
     assert town.desk.blobs.has(digest(chunk))
 
 

@@ -289,7 +289,7 @@ async def put_blob(api: Api, request: Request) -> Response:
     caller = api.admit(request, MAX_CHUNK_BYTES)
     admit_trainer(api.desk, caller.key)  # guard: chunks-from-the-trainer
     body = await api.gate.body(request, caller)
-    put_chunk(api.desk, caller.key, request.path_params["hash"], body, caller.digest)
+    put_chunk(api.desk, request.path_params["hash"], body, caller.digest)
     return answer(t.Done(api.desk.state.seq))
 
 
