@@ -1,6 +1,6 @@
-"""What a host needs to say: to others the line that they type and how to add TLS, to the run the admin calls.
+"""For the host of a run: the text that says how others join and how to add TLS, and the admin calls.
 
-Called by `shoal host` and `shoal admin`. It decides nothing; the coordinator does.
+Called by `shoal host` and `shoal admin`. The coordinator decides what an admin call does.
 """
 
 import asyncio

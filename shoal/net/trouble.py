@@ -1,7 +1,7 @@
-"""What goes wrong on the way to a server: what may pass, and what will not until somebody changes something.
+"""Sorts errors of a connection into those worth another attempt (`Trouble`) and those that need a person (`PeerError`).
 
-Called by `client` around each attempt. It explains errors of sockets, TLS and HTTP in one line; it repeats nothing, and
-knows nothing of what an answer says.
+Called by `client` around each attempt. It explains errors of sockets, TLS and HTTP in one line. It does not try again, and
+does not read answers.
 """
 
 import contextlib
