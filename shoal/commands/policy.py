@@ -36,8 +36,8 @@ def add_commands(commands: Any) -> None:
         commands, "sft", sft, "a cold start from scripted games",
         "Trains a policy to imitate an environment's scripted player, so that RL can start from it. You get a checkpoint "
         "in Hugging Face format; the same recipe, seed and threads give the same bytes.",
-        ("shoal sft recipes/wordle-start.toml --out runs/start", ""),
-        ("shoal sft recipes/wordle-start.toml --out runs/start --set steps=100", ""),
+        ("shoal sft recipes/wordle-skill.toml --out recipes/wordle-skill", "the demo's start, first half: the game"),
+        ("shoal sft recipes/wordle-start.toml --out runs/start", "second half, which needs the first: bad habits"),
     )  # fmt: skip
     p.add_argument("recipe", type=Path, metavar="RECIPE")
     p.add_argument("--out", type=Path, required=True, metavar="DIR")

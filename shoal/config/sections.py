@@ -164,7 +164,8 @@ class VerifyConfig(Section, frozen=True):
     """Length of a quarantine, seconds; each earlier refused submission of the worker doubles it, up to an hour. A worker
     gets no leases in quarantine. The cause is a hard failure, every third refused submission, or too much noise."""
     bounds: dict[str, BoundsConfig] = msgspec.field(default_factory=lambda: dict(BOUNDS))
-    """By "sampled/replayed": the run's dtype, and that of the validator's engine; see `protocol/bounds` for other kinds."""
+    """By "sampled/replayed": the run's dtype, and that of the engine that replays; shoal's own validators use the same. See
+    `protocol/bounds` for other kinds of engines."""
     proofs: Literal["none", "toploc"] = "none"
     """What workers prove of their activations: nothing, or one proof in TOPLOC's format for each group."""
     activation_error: float = 0.0

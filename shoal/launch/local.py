@@ -35,7 +35,7 @@ TICK_S = 0.1
 LOOK_EVERY_S = 1.0
 SAVE_USAGE_EVERY_S = 10.0
 START_TIMEOUT_S = 60.0
-DRAIN_S = 30.0
+WORKER_STOP_S = 30.0
 """A worker that is asked to end may take this long to finish and submit its block."""
 STOP_S = 10.0
 """The other roles may take this long to end."""
@@ -272,8 +272,8 @@ class LocalRun:
 
     def _settle(self) -> None:
         """End the workers and wait until their last submissions are judged, so that the figures of the end are final."""
-        self._stop(self._workers, DRAIN_S)
-        deadline = time.monotonic() + DRAIN_S
+        self._stop(self._workers, WORKER_STOP_S)
+        deadline = time.monotonic() + WORKER_STOP_S
         self._looked = -1e9
         self._look()
         self._wait(
@@ -285,7 +285,7 @@ class LocalRun:
         """End workers first, then evaluations and trainer, then validators. The coordinator ends last."""
         trainer = [self._trainer] if self._trainer is not None else []
         for group, patience_s in (
-            (self._workers, DRAIN_S),
+            (self._workers, WORKER_STOP_S),
             (self._evaluations.processes + trainer, STOP_S),
             (self._validators, STOP_S),
             ([self._coordinator], STOP_S),

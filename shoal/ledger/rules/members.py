@@ -46,7 +46,7 @@ def member_as(state: State, key: str, role: str) -> Member:
 
 
 def quarantine(state: State, worker: str, submission: SubmissionRecord, cause: str, now: float) -> Iterator[Body]:
-    """No leases for a while, longer each time. Open leases are given back."""
+    """No leases for a while, longer each time. Open leases are taken back, which does not count as a lapse."""
     until = now + state.law.quarantine_s(state.members[worker].failures + 1, state.rules.quarantine_s)
     for held in state.open_leases_of(worker):
         yield LeaseLapsed(held.id, "quarantine")  # guard: quarantine-takes-leases

@@ -189,7 +189,7 @@ def _more(state: State, verdicts: dict[str, tuple[GroupVerdict, ...]]) -> bool:
 
 
 def _first_failure(state: State, lease: LeaseRecord, submission: SubmissionRecord, command: Judge) -> Iterator[Body]:
-    """Quarantine at the first hard refusal, or at every third soft one."""
+    """Quarantine at the first hard verdict, or at every third refused submission."""
     member = state.members[lease.worker]
     failed = [group for group in command.verdict.groups if group.outcome in ("soft", "hard")]
     hard = any(group.outcome == "hard" for group in failed)

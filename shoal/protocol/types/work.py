@@ -142,7 +142,8 @@ class Submission(Message, frozen=True):
 
 
 class Receipt(Message, frozen=True):
-    """Signed by the run key over the receipt with an empty signature. So the coordinator cannot later deny it."""
+    """Signed by the run key over the receipt with an empty signature. So the host cannot deny that it booked this
+    submission as event `seq`, with the log's head `head`."""
 
     run: str
     lease: str
