@@ -41,8 +41,8 @@ def add_commands(commands: Any) -> None:
     p = add_command(
         commands, "admin", admin, "pause, resume, drain, kick or admit",
         "Steer a run that you host. The run's key signs the request, so give the run's folder, or its URL with "
-        "--key. pause: grant no new leases. resume: grant leases again. drain: finish what is leased, then end. kick: this "
-        "node gets no more leases. admit: this validator's key may judge.",
+        "--key. pause: grant no new leases. resume: grant leases again. drain: finish, judge and learn from what "
+        "is leased, then end. kick: this node gets no more leases. admit: this validator's key may judge.",
         ("shoal admin pause runs/wordle", ""),
         ("shoal admin kick runs/wordle worker-1", "by name, or by the start of its key"),
         ("shoal admin admit runs/wordle 3f2a…", "the key that `shoal validate` printed"),

@@ -95,7 +95,7 @@ def open_crew(run_dir: Path, lock_fd: int, with_workers: bool, make_view: Callab
 
 
 def check_first_policy(folder: RunFolder, config: RunConfig) -> None:
-    """Raise `StateError` if no worker could render a prompt for the run's first policy.
+    """Raise `StateError` if the tokenizer or the chat template of the run's first policy cannot be used.
 
     Called before the trainer copies and publishes the policy. Without this check a hosted run would wait for ever,
     because each worker that joins would fail on its own machine.
