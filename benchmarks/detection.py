@@ -33,11 +33,11 @@ from shoal.algos.sampling_evidence import Evidence, excessive, update
 from shoal.algos.sampling_evidence import Figures as FlipFigures
 from shoal.config import child_environment
 from shoal.ledger.law import LAW
-from shoal.ledger.seeds import audit_draws
+from shoal.ledger.seeds import slot_draws
 from shoal.proofs.rounding import Noise, propose
 from shoal.protocol.audits import must_audit
 from shoal.protocol.types import Bounds
-from shoal.protocol.wire import digest, domain_hash
+from shoal.protocol.wire import domain_hash
 from tests.attacks.attack import Attack
 from tests.attacks.proof_forgeries import FORGERIES, Forgery
 from tests.attacks.world import World, load_engine
@@ -278,7 +278,7 @@ def large_leases(trials: int = 4000) -> list[dict[str, Any]]:
         rate, groups = LAW.audit_rate(60, 0.05), 4 * blocks
         caught = 0
         for trial in range(trials):
-            draws = audit_draws(digest(trial.to_bytes(8, "big")), groups, domain_hash("large", bytes([blocks])))
+            draws = slot_draws(str(trial), range(groups), domain_hash("large", bytes([blocks])))
             caught += any(must_audit(draw, rate, 1.0, 1.0) for draw in draws)
         found = share(caught, trials)
         loss = (found.k * LAW.vesting_blocks - (found.n - found.k) * blocks) / found.n

@@ -51,16 +51,16 @@ def train(config: RunConfig, out: Path, recipe_dir: Path, say: Callable[[str], N
     """Run all steps in `out`. Returns the weights root of the last version."""
     torch.set_num_threads(1)
     folder = RunFolder(out)
-    folder.prepare(config, recipe_dir)  # the run's private seed
+    folder.prepare(config, recipe_dir)  # the run's secret
     config = folder.config()
     sampling = Sampling(config.sampling.temperature, config.sampling.max_turn_tokens, config.sampling.max_tokens)
     envs = {spec.label: load_env(spec.name, spec.args) for spec in config.envs}
-    links = SecretChain(folder.seed(), "chain/slots").links()
+    links = SecretChain(folder.secret(), "chain/slots").links()
 
     # Version 0: the run file's policy, or a tiny one made from the seed.
     start = Path(config.policy.path) if config.policy.path else folder.policy
     if not start.exists():
-        make_tiny(config.policy.tiny, start, int.from_bytes(folder.seed()[:4], "big"), config.policy.dtype)
+        make_tiny(config.policy.tiny, start, folder.weights_seed(config), config.policy.dtype)
     model = load_policy(start, torch.float32)
     learner = Learner(model, config.train, temperature=sampling.temperature, steps=config.steps)
     published = out / "published"

@@ -84,7 +84,7 @@ class Run:
     def host(self, out: str | PathLike[str] | None = None) -> "Hosted":
         """Start the run without workers, as `shoal host`, and return once others can join. Use it in a `with` statement.
 
-        `recipe(..., seed=-1, host={"bind": "0.0.0.0", "port": 8470})` says where it listens. Raises `ShoalError`.
+        `recipe(..., host={"bind": "0.0.0.0", "port": 8470})` says where it listens. Raises `ShoalError`.
         """
         started = self._start(out, with_workers=False)
         with contextlib.ExitStack() as stack:

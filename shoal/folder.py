@@ -1,6 +1,6 @@
 """The run's folder: where a run keeps its files, how the folder is made, and how it is opened again.
 
-Called by the CLI, the launcher and the host's roles. It knows paths, the private seed and the resolved run file, and
+Called by the CLI, the launcher and the host's roles. It knows paths, the secret and the resolved run file, and
 nothing about the contents of other files. Its functions that write a file or a folder whole or not at all serve every
 room.
 """
@@ -28,7 +28,7 @@ class RunFolder:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.run_file = root / "run.json"
-        self.seed_file = root / "secret.seed"
+        self.secret_file = root / "secret.seed"
         self.log = root / "log.sqlite"
         self.blobs = root / "blobs"
         self.keys = root / "keys"
@@ -55,24 +55,36 @@ class RunFolder:
         except (OSError, msgspec.DecodeError) as error:
             raise StateError(f"{self.run_file} cannot be read: {error}. Restore it, or start a new folder") from None
 
-    def seed(self) -> bytes:
-        """The private seed of the run, 32 bytes."""
+    def secret(self) -> bytes:
+        """The secret of the run, 32 bytes: its tasks, seeds and audits follow from it."""
         try:
-            return bytes.fromhex(self.seed_file.read_text().strip())
+            return bytes.fromhex(self.secret_file.read_text().strip())
         except (OSError, ValueError) as error:
             raise StateError(
-                f"the run's seed {self.seed_file} cannot be read: {error}. Restore it from a copy"
+                f"the run's secret {self.secret_file} cannot be read: {error}. Restore it from a copy"
             ) from None
 
     def run_id(self) -> str:
-        """The run's name on the wire: 32 hex digits, made from the private seed."""
-        return domain_hash("run", self.seed())[:16].hex()
+        """The run's name on the wire: 32 hex digits, made from the secret."""
+        return domain_hash("run", self.secret())[:16].hex()
 
-    def prepare(self, config: RunConfig, recipe_dir: Path) -> bool:
-        """Make the folder, or open it again. Returns whether the run is resumed.
+    def weights_seed(self, config: RunConfig) -> int:
+        """Seed of the first weights, if the run file names no policy: from its `seed`, or from the secret without one."""
+        source = _secret_of(config.seed) if config.seed >= 0 else domain_hash("first weights", self.secret())
+        return int.from_bytes(source[:4], "big")
 
-        Raises `StateError`, naming the keys, if the run file changed in a way that is not allowed during a run.
+    def has_public_secret(self, config: RunConfig) -> bool:
+        """Whether anyone who knows the run file can compute the secret."""
+        return config.seed >= 0 and self.secret() == _secret_of(config.seed)
+
+    def prepare(self, config: RunConfig, recipe_dir: Path, *, for_others: bool = False) -> bool:
+        """Make the folder, or open it again. Returns whether the run is resumed. `for_others`: strangers will join.
+
+        A run of this machine alone derives its secret from the run file's `seed`, so that it can be repeated; any other
+        gets 32 random bytes. Raises `StateError` if a run that began the first way shall be opened to others, or, naming
+        the keys, if the run file changed in a way that is not allowed during a run.
         """
+        for_others = for_others or config.host.is_reached_by_others  # guard: reachable-is-for-others
         tree = to_tree(_with_absolute_paths(config, recipe_dir))
         resumed = self.run_file.exists()
         if resumed:
@@ -85,8 +97,15 @@ class RunFolder:
         try:
             for folder in (self.root, self.keys, self.logs, self.nodes, self.evaluations, self.checkpoints):
                 folder.mkdir(parents=True, exist_ok=True)
-            if not self.seed_file.exists():
-                write_atomically(self.seed_file, _make_seed(config.seed).hex().encode(), mode=0o600)
+            if not self.secret_file.exists():
+                # guard: random-secret
+                secret = _secret_of(config.seed) if config.seed >= 0 and not for_others else secrets.token_bytes(32)
+                write_atomically(self.secret_file, secret.hex().encode(), mode=0o600)
+            if for_others and self.has_public_secret(config):  # guard: public-secret-stays-here
+                raise StateError(
+                    f"the run in {self.root} began on this machine alone, with secrets that follow from seed = "
+                    f"{config.seed}: whoever joins could compute every task and audit. Give --out for a new run"
+                )
             write_atomically(self.run_file, msgspec.json.format(msgspec.json.encode(tree)))
         except OSError as error:
             raise StateError(
@@ -181,8 +200,9 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _make_seed(fixed: int) -> bytes:
-    return secrets.token_bytes(32) if fixed < 0 else domain_hash("fixed seed", fixed.to_bytes(8, "big"))
+def _secret_of(seed: int) -> bytes:
+    """The secret of a run that only this machine takes part in."""
+    return domain_hash("fixed seed", seed.to_bytes(8, "big"))
 
 
 def _with_absolute_paths(config: RunConfig, recipe_dir: Path) -> RunConfig:

@@ -154,15 +154,13 @@ def test_mistake_is_one_line_and_exit_code_2(args: list[str], expected: str, tmp
     check_one_line(shoal(*args, cwd=tmp_path), expected)
 
 
-def test_run_with_a_fixed_seed_is_neither_hosted_nor_resumed_where_others_reach_it(tmp_path: Path) -> None:
+def test_run_that_began_alone_with_a_seed_is_not_hosted_later(tmp_path: Path) -> None:
     (tmp_path / "fixed.toml").write_text('name = "fixed"\nsteps = 1\nseed = 5\n[[envs]]\nname = "arithmetic"\n')
-    hosted = ["host", "fixed.toml", "--bind", "0.0.0.0"]
-    check_one_line(shoal(*hosted, cwd=tmp_path), "seed = 5", "--set seed=-1")
-    check_one_line(shoal(*hosted[:2], "--public-url", "https://x.y", cwd=tmp_path), "seed = 5", "--set seed=-1")
-    assert not (tmp_path / "runs").exists()
     RunFolder(tmp_path / "runs/fixed").prepare(load_run(tmp_path / "fixed.toml"), tmp_path)
-    check_one_line(shoal(*hosted, cwd=tmp_path), "seed = 5", "--set seed=-1", "--out")
-    check_one_line(shoal(*hosted, "--set", "seed=-1", cwd=tmp_path), "in seed:", "give --out for a new run")
+    for reach in ([], ["--bind", "0.0.0.0"], ["--public-url", "https://x.y"]):
+        check_one_line(
+            shoal("host", "fixed.toml", *reach, cwd=tmp_path), "began on this machine alone", "seed = 5", "--out"
+        )
 
 
 @pytest.mark.parametrize("command", ["run", "host"])

@@ -300,25 +300,6 @@ def test_mistake_in_the_quick_table_is_found(tmp_path: Path) -> None:
         load_run(path, quick=True)
 
 
-# --- a fixed seed stays on this machine ---
-
-
-@pytest.mark.parametrize(
-    "reach",
-    ["host.bind=0.0.0.0", "host.bind=192.168.1.7", "host.bind=::", 'host.bind=""', "host.public_url=https://x.y"],
-)
-def test_run_that_others_can_reach_refuses_a_fixed_seed(run_file: Path, reach: str) -> None:
-    with pytest.raises(ConfigError, match=r"seed = 7: .*leave seed out.*--set seed=-1") as error:
-        load_run(run_file, ["seed=7", reach])
-    assert "\n" not in str(error.value)
-    assert load_run(run_file, [reach]).seed == load_run(run_file, ["seed=7", reach, "seed=-1"]).seed == -1
-
-
-@pytest.mark.parametrize("bind", ["127.0.0.1", "127.0.0.9", "::1", "localhost"])
-def test_run_of_this_machine_alone_may_fix_its_seed(run_file: Path, bind: str) -> None:
-    assert load_run(run_file, ["seed=0", f"host.bind={bind}"]).seed == 0
-
-
 # --- labels of environments ---
 
 

@@ -368,7 +368,7 @@ def vectors() -> str:
         key, line, wire.digest(b"{}"), created=1_700_000_000, nonce="nonce-of-16-byte", run="00" * 16
     )
     named = {
-        "private seed": seed.hex(),
+        "secret": seed.hex(),
         "end of the chain `chain/slots`, link(-1)": links[0].hex(),
         "link(3)": links[4].hex(),
         "slot seed: run `00` x 16, version 3, root `11` x 32, link(3), slot 7": slot.hex(),
@@ -378,7 +378,7 @@ def vectors() -> str:
         "noise at position 5, vocabulary entries 0 to 3": ", ".join(f"{value:.6f}" for value in noise[:4]),
         "noise at position 5, vocabulary entry 63": f"{noise[63]:.6f}",
         "merkle root of the leaves `a`, `b`, `c`": merkle.merkle_root([b"a", b"b", b"c"]).hex(),
-        "public key of the Ed25519 key with the private seed above": key.public,
+        "public key of the Ed25519 key with the secret above": key.public,
         "its signature for the purpose `receipt` over `shoal`": key.sign("receipt", b"shoal"),
         "hash of the event with the stored bytes `{}`": event_hash(b"{}"),
     }  # fmt: skip

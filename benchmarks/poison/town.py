@@ -188,7 +188,9 @@ class Town:
         name, link = digest(body), self._link("chain/audits", lease.version)
         names = tuple(digest(to_msgpack(group)) for group in groups)
         self.bodies |= dict(zip(names, map(to_msgpack, groups), strict=True))
-        draws, order = audit_draws(name, len(groups), link), turns(name, self.state.judges(), link)
+        held = self.state.leases[lease.id]
+        draws = audit_draws(self.state, held, name, link)
+        order = turns(self.state, held, name, self.state.judges(), link)
         self.do(Submit(worker, lease.id, name, len(body), names, draws, order, self.now))
 
     def _judge(self, lease: Lease, groups: Sequence[Group], body: bytes) -> None:
@@ -197,7 +199,8 @@ class Town:
         while any(judges := [key for key in JUDGES if name in to_judge(self.state, key, self.now)]):
             if verdict is None:
                 verdict = self._verdict(name, lease, groups, body)
-            again = recheck_draw(name, self._link("chain/audits", lease.version))
+            held, link = self.state.leases[lease.id], self._link("chain/audits", lease.version)
+            again = recheck_draw(self.state, held, name, link)
             entries = self.do(Judge(judges[0], verdict, self.now, recheck=again))
             self.quarantines += sum(isinstance(entry.body, NodeQuarantined) for entry in entries)
 

@@ -29,7 +29,7 @@ def add_commands(commands: Any) -> None:
         "Like `run`, but without workers of its own: prints the command that contributors type. Listens on 127.0.0.1 "
         "unless --bind gives another address. Without TLS, it says how to add it.",
         ("shoal host recipes/wordle.toml", "for workers on this machine"),
-        ("shoal host recipes/wordle.toml --bind 0.0.0.0 --set seed=-1", "for your network, with a private seed"),
+        ("shoal host recipes/wordle.toml --bind 0.0.0.0", "for your network"),
         ("shoal host RECIPE --port 8470 --public-url https://shoal.example.org", "behind a TLS proxy"),
     )  # fmt: skip
     run_file_arguments(p)
@@ -78,7 +78,7 @@ def _launch(args: argparse.Namespace, overrides: list[str], quick: bool, with_wo
 
     out = args.out or Path("runs") / config.name
     with locked(out) as lock_fd:
-        RunFolder(out).prepare(config, args.recipe.parent)
+        RunFolder(out).prepare(config, args.recipe.parent, for_others=not with_workers)
         announce = None if with_workers else lambda url: invitation(url, config.host, out)
         return launch(out, lock_fd, with_workers, announce)
 

@@ -51,12 +51,6 @@ def check_run(config: RunConfig) -> None:
         ),
         *_bounds_fit(config),
         (
-            config.seed < 0 or not config.host.is_reached_by_others,  # guard: private-seed
-            f"seed = {config.seed}: every secret of the run follows from it, and this run is open to other machines "
-            f"(host.bind = {config.host.bind!r}, host.public_url = {config.host.public_url!r}). For a private seed "
-            "leave seed out or give --set seed=-1, with --out for a new run if this one has begun",
-        ),
-        (
             config.validators.count != 2,  # guard: two-validators-are-no-majority
             "validators.count = 2: a slash needs two validators that agree, so if one of two lies, forging costs nothing. "
             "Use 1, or 3 and more",

@@ -245,7 +245,8 @@ class RunConfig(Section, frozen=True, kw_only=True):
     steps: int
     """Training steps."""
     seed: int = -1
-    """Fixes every random choice of the run. -1 makes a private seed, which a run open to other machines must have."""
+    """Fixes the first weights; -1 takes random ones. In a run of this machine alone it also fixes the secret, and with it
+    every random choice. A run that others can join always has a random secret."""
     policy: PolicyConfig = PolicyConfig()
     envs: tuple[EnvConfig, ...]
     sampling: SamplingConfig = SamplingConfig()

@@ -45,7 +45,7 @@ class BackgroundRun:
         with contextlib.ExitStack() as stack:
             lock_fd = stack.enter_context(locked(out))
             folder = RunFolder(out)
-            folder.prepare(config, recipe_dir)
+            folder.prepare(config, recipe_dir, for_others=not with_workers)
             done = read_metrics(folder.metrics)
             self._news.next_step = int(done[-1]["step"]) + 1 if done else 0
             self._crew = open_crew(out, lock_fd, with_workers, lambda: self._news)

@@ -28,20 +28,34 @@ def lease_of(state: State, lease: LeaseRecord, link: bytes) -> t.Lease:
     return t.Lease(lease.id, lease.worker, lease.version, blocks, state.sampling, lease.issued, lease.deadline)
 
 
-def audit_draws(submission: str, groups: int, link: bytes) -> tuple[float, ...]:
+def audit_draws(state: State, lease: LeaseRecord, submission: str, link: bytes) -> tuple[float, ...]:
     """One draw in [0, 1) for each group of a submission; `link` is that of the audit chain.
 
-    `submission` is its digest, hex: the worker has fixed it before it can know the draw.
+    The draws follow from the lease and its slots, so nothing that a worker puts into its submission changes them. In logs
+    of rules before version 2 they follow from the digest of the submission instead.
     """
-    return tuple(uniform("audit", link, bytes.fromhex(submission), i.to_bytes(8, "big")) for i in range(groups))
+    slots = state.slots_of(lease)
+    if state.law.version < 2:  # guard: draws-of-the-lease
+        name = bytes.fromhex(submission)
+        return tuple(uniform("audit", link, name, i.to_bytes(8, "big")) for i in range(len(slots)))
+    return slot_draws(lease.id, slots, link)
 
 
-def recheck_draw(submission: str, link: bytes) -> float:
+def slot_draws(lease: str, slots: Sequence[int], link: bytes) -> tuple[float, ...]:
+    """The draws of `audit_draws` in today's rules, by the id of the lease."""
+    return tuple(uniform("audit/slot", link, lease.encode(), slot.to_bytes(8, "big")) for slot in slots)
+
+
+def recheck_draw(state: State, lease: LeaseRecord, submission: str, link: bytes) -> float:
     """A draw in [0, 1) for judging a submission a second time; arguments as of `audit_draws`."""
-    return uniform("recheck", link, bytes.fromhex(submission))
+    if state.law.version < 2:  # guard: recheck-of-the-lease
+        return uniform("recheck", link, bytes.fromhex(submission))
+    return uniform("recheck/lease", link, lease.id.encode())
 
 
-def turns(submission: str, validators: Sequence[str], link: bytes) -> tuple[str, ...]:
+def turns(state: State, lease: LeaseRecord, submission: str, validators: Sequence[str], link: bytes) -> tuple[str, ...]:
     """Keys of validators in the order in which they may judge a submission: nobody picks whom to judge, or by whom."""
-    name = bytes.fromhex(submission)
-    return tuple(sorted(validators, key=lambda key: (uniform("turn", link, name, bytes.fromhex(key)), key)))
+    purpose, name = "turn/lease", lease.id.encode()
+    if state.law.version < 2:  # guard: turns-of-the-lease
+        purpose, name = "turn", bytes.fromhex(submission)
+    return tuple(sorted(validators, key=lambda key: (uniform(purpose, link, name, bytes.fromhex(key)), key)))

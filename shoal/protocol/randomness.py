@@ -22,13 +22,13 @@ class SecretChain:
     With link(v), anyone can check it against link(v - 1), but nobody can compute link(v + 1).
     """
 
-    seed: bytes
+    secret: bytes
     purpose: str
     length: int = CHAIN_LENGTH
 
     def links(self) -> list[bytes]:
         """All links: index v + 1 holds link(v), and index 0 the published end."""
-        chain = [domain_hash(self.purpose + "/seed", self.seed)]
+        chain = [domain_hash(self.purpose + "/seed", self.secret)]
         for _ in range(self.length):
             chain.append(_next_link(self.purpose, chain[-1]))
         return chain[::-1]

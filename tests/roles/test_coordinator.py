@@ -73,7 +73,7 @@ def test_no_answer_holds_a_secret(town):
 
     answers = ask(town, story)
     assert not any(link in answers for link in links)
-    assert town.folder.seed().hex().encode() not in answers
+    assert town.folder.secret().hex().encode() not in answers
 
 
 def test_log_holds_no_seed_of_the_run_file(town):

@@ -35,8 +35,11 @@ def world(tmp_path):
         book.write(AskLease(key, (), 0.0, now), now)
     lease, other = (town.desk.wire_lease(town.desk.state.open_leases_of(key.public)[0]) for key in (WORKER, OTHER))
     groups = [t.Group(slot.slot, slot.task, slot.env, ()) for block in lease.blocks for slot in block.slots]
-    body = commit(town.desk.state.run, lease, groups, t.EngineFacts("x", "float32", "cpu"))
-    return SimpleNamespace(town=town, lease=lease, other=other, body=body)
+    named = {
+        engine: commit(town.desk.state.run, lease, groups, t.EngineFacts(engine, "float32", "cpu"))
+        for engine in ("x", "y")
+    }
+    return SimpleNamespace(town=town, lease=lease, other=other, body=named["x"], of_another_engine=named["y"])
 
 
 def put(world, key: Key, path: str, body: bytes, length: int | None = None) -> tuple[bytes, bytes]:
@@ -118,6 +121,20 @@ def test_a_body_that_is_not_what_was_signed_leaves_nothing(world, fault):
 
     events = world.town.desk.state.seq
     run(story())
+    assert left_on_disk(world) == [] and world.town.desk.state.seq == events
+
+
+def test_a_submission_names_the_engine_that_joined_and_no_other(world):
+    """A worker that could write any text there could try digests until one suits it."""
+
+    async def story():
+        async with coordinator(world, 1) as (one,):
+            one.send(b"".join(submission(world, body=world.of_another_engine)))
+            return await one.answer()
+
+    events = world.town.desk.state.seq
+    status, answer = run(story())
+    assert (status, b"another engine" in answer) == (400, True)
     assert left_on_disk(world) == [] and world.town.desk.state.seq == events
 
 

@@ -65,9 +65,11 @@ class Town:
         seed: int = 0,
         clock: Callable[[], float] = time.time,
         law: Law = LAW,
+        *,
+        for_others: bool = False,
     ) -> None:
         self.folder = RunFolder(root)
-        self.folder.prepare(config, root)
+        self.folder.prepare(config, root, for_others=for_others)
         self.config = self.folder.config()
         self.clock = clock
         self.desk = open_run(self.folder, self.config, clock, law)

@@ -61,8 +61,8 @@ def cause_of_submission_received(body: SubmissionReceived, here: Here) -> Cause:
     lease = here.state.leases[body.lease]
     if lease.version in here.links:
         link = bytes.fromhex(here.links[lease.version].audit_link)
-        draws = audit_draws(body.digest, len(body.groups), link)
-        order = turns(body.digest, here.state.validators, link)
+        draws = audit_draws(here.state, lease, body.digest, link)
+        order = turns(here.state, lease, body.digest, here.state.validators, link)
     else:
         draws, order = _said_draws(body, here)
     return Cause(

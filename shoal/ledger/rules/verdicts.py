@@ -266,9 +266,9 @@ def cause_of_verdict_given(body: VerdictGiven, here: Here) -> Cause:
 
 def _recheck_draw(here: Here, submission: str) -> float:
     """The draw for a second look; while its link is secret, what the decision says that it was."""
-    version = here.state.lease_of(here.state.submissions[submission]).version
-    if version in here.links:
-        return recheck_draw(submission, bytes.fromhex(here.links[version].audit_link))
+    lease = here.state.lease_of(here.state.submissions[submission])
+    if lease.version in here.links:
+        return recheck_draw(here.state, lease, submission, bytes.fromhex(here.links[lease.version].audit_link))
     for entry in here.entries[here.place + 1 :]:
         if isinstance(entry.body, VerdictGiven):
             break

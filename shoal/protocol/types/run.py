@@ -96,7 +96,7 @@ class RunInfo(Answer, frozen=True):
     """`GET /v1/run`: all that a stranger needs to take part."""
 
     run: str
-    """Run id: made from the run's private seed when the run is created."""
+    """Run id: made from the run's secret when the run is created."""
     name: str
     protocol: int
     run_key: str

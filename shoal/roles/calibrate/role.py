@@ -71,5 +71,5 @@ def _policy(folder: RunFolder, config: RunConfig) -> Path:
     """The policy that the run would start from."""
     if config.policy.path:
         return Path(config.policy.path)
-    make_tiny(config.policy.tiny, folder.policy, int.from_bytes(folder.seed()[:4], "big"), config.policy.dtype)
+    make_tiny(config.policy.tiny, folder.policy, folder.weights_seed(config), config.policy.dtype)
     return folder.policy

@@ -38,9 +38,9 @@ class Desk:
         self.book, self.clock = book, clock
         self._config, self.key = config, key
         self.blobs = FolderBlobs(folder.blobs)
-        seed = folder.seed()
-        self.slot_links = SecretChain(seed, SLOT_CHAIN).links()
-        self.audit_links = SecretChain(seed, AUDIT_CHAIN).links()
+        secret = folder.secret()
+        self.slot_links = SecretChain(secret, SLOT_CHAIN).links()
+        self.audit_links = SecretChain(secret, AUDIT_CHAIN).links()
         self.kept = Kept(self.blobs, book, config.storage)
 
     @property
@@ -99,7 +99,8 @@ class Desk:
         lease = self.state.leases[lease_id]
         groups = self._read_groups(lease, upload.read())
         link = self.audit_links[lease.version + 1]
-        draws, order = audit_draws(name, len(groups), link), turns(name, self.state.validators, link)
+        draws = audit_draws(self.state, lease, name, link)
+        order = turns(self.state, lease, name, self.state.validators, link)
         upload.keep(name)
         try:
             await self.book.submit(Submit(key, lease_id, name, upload.size, groups, draws, order, self.clock()))
@@ -118,6 +119,11 @@ class Desk:
             raise WireError(f"the submission is for another run, lease or version than that of lease {lease.id}")
         if len(submission.groups) != due:  # checked before they are hashed: there may be millions
             raise WireError(f"lease {lease.id} has {due} slots, but the submission has {len(submission.groups)} groups")
+        member, engine = self.state.members[lease.worker], submission.engine
+        # guard: engine-that-joined
+        if (engine.implementation, engine.dtype, engine.device) != (member.implementation, member.dtype, member.device):
+            raise WireError(f"the submission names another engine than the one that joined: {member.implementation}, "
+                            f"{member.dtype} on {member.device}. Join again first")  # fmt: skip
         return tuple(digest(group) for group in submission.groups)
 
     def _receipt(self, name: str) -> t.Receipt:

@@ -59,8 +59,8 @@ async def take_verdict(desk: Desk, key: str, verdict: t.Verdict) -> None:
         raise Refused("unknown", f"no submission {verdict.submission[:12]}")
     projection, differs_from = _compare(desk, key, submission, verdict)
     bare = msgspec.structs.replace(verdict, projections={})
-    link = desk.audit_links[desk.state.leases[submission.lease].version + 1]
-    again = recheck_draw(verdict.submission, link)
+    lease = desk.state.lease_of(submission)
+    again = recheck_draw(desk.state, lease, verdict.submission, desk.audit_links[lease.version + 1])
     judged = Judge(key, bare, desk.clock(), projection, again, differs_from)
     for entry in await desk.book.submit(judged):
         match entry.body:

@@ -78,7 +78,7 @@ def open_run(folder: RunFolder, config: RunConfig, clock: Callable[[], float] = 
             )
         r = config.rollouts
         changed = Reconfigure(
-            public_run_file(config), config.steps, r.lease_s, now, r.max_flat_groups, config.verify.quarantine_s
+            public_run_file(folder, config), config.steps, r.lease_s, now, r.max_flat_groups, config.verify.quarantine_s
         )
         book.write(changed, now)
         for validator in own_validators(folder, config):  # the host may have raised validators.count
@@ -88,19 +88,19 @@ def open_run(folder: RunFolder, config: RunConfig, clock: Callable[[], float] = 
 
 def created(folder: RunFolder, config: RunConfig, run_key: str, law: Law) -> RunCreated:
     """The first event of a run: all that its nodes must agree on."""
-    seed = folder.seed()
+    secret = folder.secret()
     return RunCreated(
         run=folder.run_id(),
         name=config.name,
         run_key=run_key,
         trainer_key=load_or_make_key(folder.keys / "trainer.key").public,
         validators=own_validators(folder, config),
-        chain_end=SecretChain(seed, SLOT_CHAIN).end().hex(),
-        audit_chain_end=SecretChain(seed, AUDIT_CHAIN).end().hex(),
+        chain_end=SecretChain(secret, SLOT_CHAIN).end().hex(),
+        audit_chain_end=SecretChain(secret, AUDIT_CHAIN).end().hex(),
         envs=tuple(env_specs(config)),
         sampling=sampling_of(config),
         rules=rules_of(config),
-        config=public_run_file(config),
+        config=public_run_file(folder, config),
         law=law,
     )
 
@@ -111,9 +111,12 @@ def own_validators(folder: RunFolder, config: RunConfig) -> tuple[str, ...]:
     return tuple(load_or_make_key(key).public for key in keys)
 
 
-def public_run_file(config: RunConfig) -> dict[str, Any]:
-    """The resolved run file for the log, which anyone may read: without the seed, because every secret follows from it."""
-    return {key: value for key, value in to_tree(config).items() if key != "seed"}  # guard: no-seed-in-the-log
+def public_run_file(folder: RunFolder, config: RunConfig) -> dict[str, Any]:
+    """The resolved run file for the log, which anyone may read: without the seed if the secret follows from it."""
+    tree = to_tree(config)
+    if folder.has_public_secret(config):  # guard: no-seed-in-the-log
+        del tree["seed"]
+    return tree
 
 
 def env_specs(config: RunConfig) -> list[t.EnvSpec]:

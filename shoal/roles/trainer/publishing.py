@@ -28,13 +28,12 @@ log = logging.getLogger("trainer")
 
 
 def start_policy(folder: RunFolder, config: RunConfig) -> Path:
-    """The directory of version 0: a copy of the run file's policy, or a tiny policy made from the run's seed."""
+    """The directory of version 0: a copy of the run file's policy, or a tiny policy with random weights."""
     if not folder.policy.exists():
         if config.policy.path:
             keep_checkpoint(Path(config.policy.path), folder.policy)
         else:
-            seed = int.from_bytes(folder.seed()[:4], "big")
-            make_tiny(config.policy.tiny, folder.policy, seed, config.policy.dtype)
+            make_tiny(config.policy.tiny, folder.policy, folder.weights_seed(config), config.policy.dtype)
     return folder.policy
 
 
