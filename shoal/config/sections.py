@@ -190,8 +190,8 @@ class ValidatorsConfig(Section, frozen=True):
     """Validators that the host starts."""
 
     count: int = 1
-    """0 (you admit others), 1, or 3 and more. A slash needs two that agree, so of exactly two, one that lies makes
-    forging free."""
+    """0 (you admit others), 1, or 3 and more. With one, its verdict decides and nobody is slashed. With more, a refusal and
+    a slash each need two that agree. So of exactly two, one that lies makes forging free."""
     threads: int = 1
     """CPU threads of each."""
 

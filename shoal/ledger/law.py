@@ -22,7 +22,8 @@ from shoal.protocol.types import Message
 WHAT_CHANGED = {
     0: "the rules before logs held their law",
     1: "a lease is closed when it becomes stale; what is learnable is stored with each accepted group",
-    2: "audits, rechecks and turns are drawn by lease and slot, not by the submission's digest",
+    2: "audits, rechecks and turns are drawn by lease and slot, not by the submission's digest; a hard finding that stays "
+    "disputed ends a worker's trust",
 }
 """By version of the rules: how they differ from the version before. This code makes the events and decisions of each of
 these versions exactly as the code that wrote them. Logs of other versions are reported as not checked."""
@@ -119,7 +120,7 @@ def as_version(law: Law, version: int) -> Law:
     return msgspec.structs.replace(law, version=version)
 
 
-LAWS = {0: BEFORE_LAWS, 1: as_version(BEFORE_LAWS, 1)}
+LAWS = {version: as_version(BEFORE_LAWS, version) for version in WHAT_CHANGED}
 """By version of the rules: the project's law, written out like `BEFORE_LAWS`, because the logs of a version keep it."""
 
 

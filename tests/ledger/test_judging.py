@@ -2,6 +2,7 @@
 
 import random
 
+import msgspec
 import pytest
 
 from shoal.algos.sampling_evidence import ALARM_BITS, Evidence
@@ -128,15 +129,23 @@ def test_a_slash_after_a_recheck_ends_trust(court):
     assert court.state.members[WORKER].valid_blocks == 0
 
 
-def test_a_dispute_that_nobody_decides_does_not_end_trust(court):
+@pytest.mark.parametrize(("finding", "version", "trusted"), [("soft", 2, 3), ("hard", 2, 0), ("hard", 1, 3)])
+def test_a_forgery_that_only_one_validator_found_costs_trust_and_nothing_else(tmp_path, finding, version, trusted):
+    """Nobody else judged in time. One of two that differ may be covering for a friend, so the next work is audited."""
+    law = msgspec.structs.replace(LAW, version=version)
+    court = World(tmp_path, JUDGES, law, steps=200, max_staleness=50, audit_rate=0.05)
+    court.enter(WORKER)
+    court.publish()
     serve(court, 3)
+    before = court.state.members[WORKER].credits
     name = court.submit(WORKER, court.lease(WORKER))
-    court.judge(name, "hard", by=JUDGES[0])
+    court.judge(name, finding, by=JUDGES[0])
     court.now += LAW.dispute_s
     for _ in range(2):  # the first ends its quarantine
         court.do(Tick(court.now))
     node = court.state.members[WORKER]
-    assert court.state.pending == [] and (node.valid_blocks, node.failures) == (3, 0)
+    assert court.state.pending == [] and (node.valid_blocks, node.failures) == (trusted, 0)
+    assert node.credits == before > 0
 
 
 def test_a_recheck_that_confirms_changes_nothing(court):

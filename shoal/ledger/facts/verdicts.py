@@ -26,7 +26,8 @@ class Decision(Message, frozen=True):
     accepted: tuple[int, ...]
     refused: tuple[int, ...]
     disputed: tuple[int, ...] = ()
-    """Of the refused: those on which validators differ. They bring no pay and no blame."""
+    """Of the refused: those on which validators differ. They bring no pay and no blame, but if one of the validators found
+    a forgery, the worker is audited fully again."""
     recheck: bool = False
     """Whether a second validator judges it again. Said only now, so that no validator knows where lying is safe."""
 
@@ -113,10 +114,25 @@ def apply_decision(body: Decision, state: State, entry: Entry) -> None:
         member.valid_blocks += len(body.accepted)
         if member.standing == "new" and body.accepted:
             member.standing = "good"
+        # guard: disputed-forgery-is-audited, old-disputes-keep-trust
+        if state.law.version >= 2 and _has_hard(state, lease, submission, body.disputed):
+            member.valid_blocks = 0
     if body.recheck:
         state.rechecks.append(body.submission)
     else:
         _end_judgement(state, submission)
+
+
+def _has_hard(state: State, lease: LeaseRecord, submission: SubmissionRecord, blocks: tuple[int, ...]) -> bool:
+    """Whether some validator found a forgery in one of these blocks."""
+    size = state.rules.block_groups
+    found = (
+        lease.blocks[index // size]
+        for groups in submission.verdicts.values()
+        for index, group in enumerate(groups)
+        if group.outcome == "hard"
+    )
+    return not set(blocks).isdisjoint(found)
 
 
 def _end_judgement(state: State, submission: SubmissionRecord) -> None:
