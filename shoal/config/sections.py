@@ -232,7 +232,7 @@ class StorageConfig(Section, frozen=True):
     window_steps: int = 16
     """Training steps whose submissions and weights are kept."""
     quota_mb: int = 2048
-    """Disk space for blobs, MB; above it leases pause."""
+    """Disk space for blobs, MB; above it, what the run can do without is deleted, and then leases pause."""
     checkpoint_every: int = 25
     """Steps between checkpoints kept as directories in Hugging Face format."""
 

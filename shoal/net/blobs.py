@@ -44,7 +44,7 @@ class FolderBlobs:
         for leftover in self._unfinished.iterdir():
             leftover.unlink()
         self.size_bytes = sum(path.stat().st_size for path in self._paths())
-        """Bytes stored."""
+        """Bytes stored, with those of unfinished uploads."""
 
     def put(self, data: bytes, digest: str = "") -> str:
         """Store bytes and return their hash. They are durable on return. Raises `StateError` if storing fails.
@@ -115,6 +115,7 @@ class Upload:
         """Like every other method, raises `StateError` if the disk cannot take the bytes."""
         self.size = 0
         """Bytes written so far."""
+        self._kept = False
         self._blobs = blobs
         self._aside = blobs.folder / "unfinished" / secrets.token_hex(8)
         try:
@@ -129,6 +130,8 @@ class Upload:
         with contextlib.suppress(OSError):  # closing flushes the buffer, whose bytes were never promised to be kept
             self._file.close()
         self._aside.unlink(missing_ok=True)
+        if not self._kept:
+            self._blobs.size_bytes -= self.size
 
     def write(self, part: bytes) -> None:
         """Add bytes."""
@@ -137,6 +140,7 @@ class Upload:
         except OSError as error:
             raise _cannot_write(self._blobs.folder, error) from None
         self.size += len(part)
+        self._blobs.size_bytes += len(part)
 
     def read(self) -> bytes:
         """All bytes written so far."""
@@ -159,7 +163,8 @@ class Upload:
             name_file(self._file, self._aside, path)
         except OSError as error:
             raise _cannot_write(self._blobs.folder, error) from None
-        self._blobs.size_bytes += self.size - known_bytes
+        self._kept = True
+        self._blobs.size_bytes -= known_bytes
 
 
 class _BlobResponse(FileResponse):

@@ -14,7 +14,7 @@ from pathlib import Path
 from shoal.engine.base import Engine
 from shoal.engine.open import EngineSpec, open_engine
 from shoal.envs.replay import replay_rollout
-from shoal.errors import NothingYet
+from shoal.errors import NothingYet, PeerError
 from shoal.net.client import Client
 from shoal.net.keys import load_or_make_key
 from shoal.net.stopping import Stopping
@@ -64,9 +64,19 @@ class Validator:
                 if not await self.stopping.unless(self._join()):
                     log.info("stopped before it joined a run")
                     return
+                failed = ""
                 while (check := await self._next_check()) is not None:
-                    await self.seat.load(check.lease.version, keep=self.seat.info.rules.max_staleness + 2)
-                    body = await self._body(check)
+                    try:
+                        await self.seat.load(check.lease.version, keep=self.seat.info.rules.max_staleness + 2)
+                        body = await self._body(check)
+                    except (
+                        PeerError
+                    ) as error:  # others may have decided meanwhile, and the host deleted what was judged
+                        if check.id == failed:
+                            raise
+                        failed = check.id
+                        log.warning("cannot judge submission=%s reason=%r", check.id[:12], str(error))
+                        continue
                     verdict = await asyncio.to_thread(verify_submission, body, check, self._tools(check))
                     await self._give(verdict)
 

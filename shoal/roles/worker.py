@@ -93,7 +93,8 @@ class Worker:
                     log.info("stopped before it joined a run")
                     return
                 async for lease in self._leases():
-                    await self._load(lease.version)
+                    if not await self._load_for(lease):
+                        continue
                     groups = await asyncio.to_thread(self._play, lease)
                     proofs = await asyncio.to_thread(self._prove, lease, groups)
                     await self._submit(lease, groups, proofs)
@@ -155,6 +156,18 @@ class Worker:
         except PeerError:
             await self._give_back(lease)
             raise
+
+    async def _load_for(self, lease: t.Lease) -> bool:
+        """Load the lease's version; False if it is too old by now, because the host may have deleted its weights."""
+        try:
+            await self._load(lease.version)
+        except PeerError:
+            newest = (await self.client.get_json("/v1/status", t.Status)).version
+            if newest - lease.version <= self.seat.info.rules.max_staleness:  # guard: stale-load-goes-on
+                raise
+            log.warning("dropped lease=%s reason='version %d is too old by now'", lease.id, lease.version)
+            return False
+        return True
 
     async def _load(self, version: int) -> None:
         """Fetch, verify and load the leased version, unless the engine has it already."""

@@ -127,3 +127,11 @@ def ask(app, method, path, **options):
             return await http.request(method, path, **options)
 
     return asyncio.run(send())
+
+
+def test_unfinished_uploads_count_until_they_end(tmp_path):
+    blobs = FolderBlobs(tmp_path)
+    with blobs.upload() as upload:
+        upload.write(DATA)
+        assert blobs.size_bytes == len(DATA)
+    assert blobs.size_bytes == 0

@@ -5,6 +5,8 @@ import asyncio
 import msgspec
 import pytest
 
+from shoal.errors import PeerError
+from shoal.ledger.answers import Refused
 from shoal.ledger.entry import GENESIS
 from shoal.ledger.facts.run import RunEnded
 from shoal.ledger.log.book import Book
@@ -12,11 +14,14 @@ from shoal.ledger.log.store import Store, sqlite_url
 from shoal.ledger.table import make_entry
 from shoal.metrics import read_metrics
 from shoal.net.client import PeerRefused
+from shoal.net.keys import load_or_make_key
 from shoal.protocol import types as t
 from shoal.protocol.constants import MAX_EVENTS_BYTES, MAX_FACT_CHARS
-from shoal.protocol.wire import WireError
+from shoal.protocol.wire import WireError, to_json
+from shoal.roles.coordinator.versions import put_chunk, take_checkpoint
 from shoal.roles.validator import Validator
 from shoal.roles.worker import Worker
+from shoal.weights.manifest import sign_manifest
 from tests.roles.town import Town, tiny_run
 
 NAMES = ["[" * 60, "]" * 30 + "[" * 30, "{" * MAX_FACT_CHARS, '"\\', "[/x] \N{SNOWMAN}"]
@@ -172,8 +177,97 @@ def test_weights_stay_as_long_as_a_submission_is_open(tmp_path):
     assert town.desk.kept._versions_at_work() == {0}
 
 
-def test_refused_bodies_make_room_when_the_quota_is_used_up(tmp_path):
-    config = tiny_run(storage={"quota_mb": 1}, verify={"quarantine_s": 0.01}, rollouts={"max_staleness": 1})
+def test_a_run_whose_window_is_larger_than_its_quota_goes_on(tmp_path):
+    """Without leases no version is published, so space must be freed when it is asked for."""
+    wide = {"tiny": {"width": 64, "layers": 3, "heads": 2, "kv_heads": 1, "mlp_width": 192, "max_positions": 64}}
+    town = Town(tmp_path / "run", tiny_run(steps=6, policy=wide, storage={"quota_mb": 1, "window_steps": 16}))
+    asyncio.run(town.live(town.trainer(), town.validator(), town.worker("honest"), limit_s=60.0))
+    assert town.desk.state.phase == "ended" and town.audit().findings == []
+    weights_bytes = sum(f.size for f in town.desk.kept.manifests[6].files)
+    assert weights_bytes > 150_000 and 6 * weights_bytes > 1_000_000
+
+
+async def three_versions(town):
+    """Publish versions 0 to 3, and return a submission of version 0."""
+    await until(lambda: town.desk.state.main.version >= 3, town.trainer(), town.validator(), town.worker("honest"))
+    state = town.desk.state
+    return next(name for name, found in state.submissions.items() if state.lease_of(found).version == 0)
+
+
+def test_room_is_made_of_old_weights_but_not_of_those_that_are_judged_or_fresh(tmp_path):
+    town = Town(tmp_path / "run", tiny_run(steps=9, rollouts={"max_staleness": 1}))
+    kept, blobs = town.desk.kept, town.desk.blobs
+    first = asyncio.run(three_versions(town))
+    town.desk.state.pending.clear()
+    town.desk.state.rechecks.clear()
+    old = chunks_of(town, 0) - chunks_of(town, 3)
+    assert kept.manifests.keys() >= {0, 1, 2, 3} and all(map(blobs.has, old))
+
+    newest = town.desk.state.main.version
+    town.desk.state.rechecks.append(first)  # a slow validator has still to judge it
+    assert not kept.make_room(0) and kept.manifests.keys() == {0, newest - 1, newest}
+    assert all(map(blobs.has, old)) and blobs.has(first)
+
+    town.desk.state.rechecks.remove(first)
+    assert not kept.make_room(0) and kept.manifests.keys() == {newest - 1, newest}
+    assert not any(map(blobs.has, old)) and not blobs.has(first)
+    assert not blobs.has(town.desk.state.main.versions[0].manifest)
+    assert all(map(blobs.has, chunks_of(town, newest - 1) | chunks_of(town, newest)))
+
+
+def test_weights_of_the_window_stay_while_there_is_room(tmp_path):
+    town = Town(tmp_path / "run", tiny_run(steps=9))
+    asyncio.run(three_versions(town))
+    before = town.desk.blobs.size_bytes
+    assert town.desk.kept.make_room(before) and town.desk.blobs.size_bytes == before
+    assert town.desk.kept.make_room(before - 1) and set(town.desk.kept.manifests) >= {1, 2, 3}
+
+
+def test_chunks_on_their_way_are_not_deleted_with_an_old_version_that_has_the_same(tmp_path):
+    town = Town(tmp_path / "run", tiny_run(steps=9))
+    asyncio.run(three_versions(town))
+    chunk = next(iter(chunks_of(town, 0) - chunks_of(town, 3)))
+    put_chunk(town.desk, town.desk.state.trainer_key, chunk, town.desk.blobs.get(chunk), chunk)
+    assert not town.desk.kept.make_room(0) and town.desk.blobs.has(chunk)
+
+
+def test_nothing_is_kept_of_a_manifest_that_is_refused(tmp_path):
+    town = Town(tmp_path / "run", tiny_run(steps=9))
+
+    async def story():
+        await three_versions(town)
+        trainer = load_or_make_key(town.folder.keys / "trainer.key")
+        wrong = msgspec.structs.replace(town.desk.kept.manifests[3], version=7, parents=(6,))
+        before = town.desk.blobs.size_bytes
+        with pytest.raises(Refused, match="the next version is"):
+            await take_checkpoint(town.desk, trainer.public, to_json(sign_manifest(wrong, trainer, now=town.clock())))
+        assert town.desk.blobs.size_bytes == before
+
+    asyncio.run(story())
+
+
+def test_a_worker_whose_version_is_too_old_by_now_asks_for_the_next_lease(tmp_path):
+    town = Town(tmp_path / "run", tiny_run(steps=9))
+
+    async def story():
+        await three_versions(town)
+        late = town.worker("late")
+        lease = t.Lease("7", late.key, 0, (), town.desk.state.sampling, 0.0, 0.0)
+        town.desk.kept.make_room(0)
+        async with late.client:
+            await late._join()
+            assert not await late._load_for(lease)
+            with pytest.raises(PeerError):
+                await late._load_for(msgspec.structs.replace(lease, version=99))
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("retain", ["window", "all"])
+def test_refused_bodies_make_room_when_the_quota_is_used_up(tmp_path, retain):
+    config = tiny_run(
+        storage={"quota_mb": 1, "retain": retain}, verify={"quarantine_s": 0.01}, rollouts={"max_staleness": 1}
+    )
     town = Town(tmp_path / "run", config)
     worker = town.worker("vandal")
     vandal = Vandal(worker.client, worker.key, worker.home, worker.make_engine, 0, "vandal", own_files=True)
@@ -189,8 +283,13 @@ def test_refused_bodies_make_room_when_the_quota_is_used_up(tmp_path):
     bodies = asyncio.run(story())
     assert town.desk.blobs.size_bytes > 1_000_000 and town.desk.kept.make_room(1_000_000)
     assert town.desk.blobs.size_bytes <= 1_000_000
-    accepted = {
-        slot.submission for version in town.desk.state.main.versions.values() for slot in version.slots.values()
-    }
+    slots = [slot for version in town.desk.state.main.versions.values() for slot in version.slots.values()]
+    for slot in slots:
+        slot.status, slot.step = "signal", -1  # a batch may still take them
+    accepted = {slot.submission for slot in slots}
     assert not town.desk.kept.make_room(0) and accepted
     assert {name for name in bodies if town.desk.blobs.has(name)} == accepted & set(bodies)
+    for slot in slots:
+        slot.status = "flat"  # nobody learns from them
+    assert not town.desk.kept.make_room(0)
+    assert any(map(town.desk.blobs.has, bodies)) == (retain == "all")

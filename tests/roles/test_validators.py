@@ -3,6 +3,7 @@
 import asyncio
 from functools import partial
 
+import msgspec
 import pytest
 
 from shoal.engine.local import LocalEngine
@@ -193,6 +194,22 @@ def test_nothing_is_kept_of_projections_that_nobody_asked_for(tmp_path):
         with pytest.raises(Refused, match="has not joined as a validator"):
             await take_verdict(town.desk, key_of(town, 2), all_accepted(check, more))
         assert town.desk.blobs.size_bytes == kept and other not in town.desk.state.submissions[check.id].verdicts
+
+    asyncio.run(story())
+
+
+def test_nothing_is_kept_of_projections_whose_verdict_is_refused(tmp_path):
+    """A validator that sends other numbers each time must not fill the disk."""
+    town = town_of_three(tmp_path, HURRIED)
+
+    async def story():
+        check, first, _ = await asked(town)
+        before = town.desk.blobs.size_bytes
+        verdict = all_accepted(check, {first: (0.1, 0.2, 0.3, 0.4)})
+        rich = tuple(msgspec.structs.replace(group, rewards=(1e9,) * 8) for group in verdict.groups)
+        with pytest.raises(Refused, match="rewards of size"):
+            await take_verdict(town.desk, first, msgspec.structs.replace(verdict, groups=rich))
+        assert town.desk.blobs.size_bytes == before
 
     asyncio.run(story())
 

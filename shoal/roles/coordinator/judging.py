@@ -62,7 +62,12 @@ async def take_verdict(desk: Desk, key: str, verdict: t.Verdict) -> None:
     lease = desk.state.lease_of(submission)
     again = recheck_draw(desk.state, lease, verdict.submission, desk.audit_links[lease.version + 1])
     judged = Judge(key, bare, desk.clock(), projection, again, differs_from)
-    for entry in await desk.book.submit(judged):
+    try:
+        entries = await desk.book.submit(judged)
+    except Refused:
+        desk.kept.forget_unbooked(projection, submission.projections.values())  # guard: unbooked-projections-go
+        raise
+    for entry in entries:
         match entry.body:
             case NodeQuarantined(node=node, cause=cause):
                 log.info("quarantined node=%s cause=%r", node[:12], cause)

@@ -1,11 +1,13 @@
 """What the coordinator keeps on disk beside its log: submissions, projections, manifests and chunks of weights.
 
 Called by the desk and the files that use it. It decides who may read a blob, and deletes blobs that are no longer needed
-and that the run file's `storage.retain` does not keep. The log still has the hashes of what was deleted.
+and that the run file's `storage.retain` does not keep, or for which `storage.quota_mb` has no room. The log still has the
+hashes of what was deleted.
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 
 from shoal.config import StorageConfig
 from shoal.ledger.answers import Refused
@@ -24,6 +26,8 @@ class Kept:
         self._blobs, self._book, self._storage = blobs, book, storage
         self.manifests: dict[int, t.Manifest] = {}
         """Manifests of the versions whose chunks are kept."""
+        self.coming = set[str]()
+        """Chunks that the trainer sent since the last version was published: the next manifest names them."""
         self._public_chunks = set[str]()
         for version in book.state.main.versions:
             self.remember(version)
@@ -95,40 +99,86 @@ class Kept:
             self._uploading.remove(lease)
 
     def forget_old(self) -> None:
-        """Delete old bodies and chunks that `storage.retain` does not keep."""
-        storage, state = self._storage, self.state
-        if storage.retain == "all":
+        """Delete old bodies and weights that `storage.retain` does not keep."""
+        if self._storage.retain == "all":
             return
-        oldest = state.main.version - max(storage.window_steps, state.rules.max_staleness + 1)
+        oldest = self.state.main.version - max(self._storage.window_steps, self.state.rules.max_staleness + 1)
         for name in [name for name, version in self.bodies.items() if version < oldest]:
-            if not is_open(state, state.submissions[name]) and not (
-                storage.retain == "batches" and self._was_used(name)
-            ):
+            if not self._stays(name):
                 self._forget_body(name)
-        at_work = self._versions_at_work()
-        kept = {v: m for v, m in self.manifests.items() if v >= oldest or v in at_work}
-        dropped, self.manifests = [m for v, m in self.manifests.items() if v not in kept], kept
-        for chunk in _chunks(dropped) - _chunks(kept.values()):
-            self._public_chunks.discard(chunk)
-            self._blobs.delete(chunk)
+        self._forget_weights([version for version in self._spare_versions() if version < oldest])
 
     def make_room(self, quota: int) -> bool:
-        """Whether blobs fit into the quota, after deleting refused bodies if need be. So garbage cannot stop the run."""
-        if self._blobs.size_bytes <= quota:
-            return True
-        accepted = {slot.submission for version in self.state.main.versions.values() for slot in version.slots.values()}
-        for name in [name for name in self.bodies if name not in accepted]:  # guard: accepted-bodies-stay
-            if not is_open(self.state, self.state.submissions[name]):
-                self._forget_body(name)  # guard: garbage-makes-room
+        """Whether blobs fit into the quota. If not, delete what the run can do without, until they fit.
+
+        Space must be freed here too: without room there are no leases, so no version is published, and nothing else would
+        call `forget_old`. Refused bodies go first, then weights and accepted bodies inside the window, oldest first.
+        """
+        if self._blobs.size_bytes > quota:
+            self.forget_old()
+        for forget in self._spare() if self._blobs.size_bytes > quota else ():
+            forget()
             if self._blobs.size_bytes <= quota:
-                return True
-        return False
+                break
+        return self._blobs.size_bytes <= quota
+
+    def _spare(self) -> Iterator[Callable[[], None]]:
+        """Ways to free space one by one, those that are missed least first."""
+        accepted = {slot.submission for version in self.state.main.versions.values() for slot in version.slots.values()}
+        for name in [name for name in self.bodies if name not in accepted]:
+            if not is_open(self.state, self.state.submissions[name]):
+                yield partial(self._forget_body, name)  # guard: garbage-makes-room
+        if self._storage.retain == "all":
+            return
+        for version in self._spare_versions():
+            yield partial(self._forget_weights, [version])  # guard: old-weights-make-room
+        for name in sorted(self.bodies, key=self.bodies.__getitem__):
+            if not self._stays(name) and not self._is_to_train_on(name):  # guard: accepted-bodies-stay
+                yield partial(self._forget_body, name)
+
+    def _spare_versions(self) -> list[int]:
+        """Versions whose weights no node needs any more, oldest first: nothing can be submitted for them or is judged."""
+        state, at_work = self.state, self._versions_at_work()
+        fresh = state.main.version - state.rules.max_staleness
+        # guard: fresh-weights-stay
+        return [version for version in sorted(self.manifests) if version < fresh and version not in at_work]
+
+    def _forget_weights(self, versions: Sequence[int]) -> None:
+        dropped = [self.manifests.pop(version) for version in versions]
+        needed = _chunks(self.manifests.values()) | self.coming  # guard: coming-chunks-stay
+        for chunk in _chunks(dropped) - needed:
+            self._public_chunks.discard(chunk)
+            self._blobs.delete(chunk)
+        for version in versions:
+            self._blobs.delete(self.state.main.versions[version].manifest)
+
+    def forget_unbooked(self, blob: str, booked: Iterable[str]) -> None:
+        """Delete a manifest or projections that no event names, if `booked` does not have them. Nobody could read them."""
+        if blob and blob not in booked:
+            self.projections.pop(blob, None)
+            self._blobs.delete(blob)
 
     def _forget_body(self, name: str) -> None:
         del self.bodies[name]
         for blob in (name, *self.state.submissions[name].projections.values()):
             self.projections.pop(blob, None)
             self._blobs.delete(blob)
+
+    def _stays(self, name: str) -> bool:
+        """Whether a body stays as long as the run lasts, or until it is judged."""
+        open_ = is_open(self.state, self.state.submissions[name])
+        return open_ or (self._storage.retain == "batches" and self._was_used(name))
+
+    def _is_to_train_on(self, name: str) -> bool:
+        """Whether the trainer may still need a body for a batch."""
+        stream = self.state.main
+        if self.bodies[name] < stream.version - self.state.rules.max_staleness:
+            return False
+        slots = stream.versions[self.bodies[name]].slots.values()
+        return any(
+            slot.submission == name and slot.status == "signal" and not 0 <= slot.step < stream.version
+            for slot in slots
+        )
 
     def _versions_at_work(self) -> set[int]:
         """Versions that a validator may still have to fetch to judge a submission, however old they are."""

@@ -25,6 +25,7 @@ def put_chunk(desk: Desk, name: str, body: bytes, found: str) -> None:
     if len(body) > MAX_CHUNK_BYTES or found != name:  # guard: chunk-name
         raise Refused("malformed", "the bytes do not have the hash in the path, or are longer than MAX_CHUNK_BYTES")
     desk.blobs.put(body, found)
+    desk.kept.coming.add(found)
 
 
 async def take_checkpoint(desk: Desk, key: str, signed: bytes) -> None:
@@ -38,7 +39,15 @@ async def take_checkpoint(desk: Desk, key: str, signed: bytes) -> None:
     sent_again = known is not None and not is_renewal(manifest, known)  # guard: renewal-interval
     name = state.main.versions[manifest.version].manifest if sent_again else desk.blobs.put(signed)
     links = desk.links_of([*desk.hidden_versions(), manifest.version])
-    await desk.book.submit(Publish(key, manifest.version, manifest.root, name, links, desk.clock()))
+    versions = state.main.versions
+    before = versions[manifest.version].manifest if manifest.version in versions else ""
+    try:
+        await desk.book.submit(Publish(key, manifest.version, manifest.root, name, links, desk.clock()))
+    except Refused:
+        desk.kept.forget_unbooked(name, [version.manifest for version in desk.state.main.versions.values()])
+        raise
+    desk.kept.forget_unbooked(before, [desk.state.main.versions[manifest.version].manifest])
+    desk.kept.coming.difference_update(c for f in manifest.files for c in f.chunks)
     desk.kept.remember(manifest.version)
     desk.kept.forget_old()
 
