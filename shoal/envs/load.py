@@ -79,7 +79,8 @@ def load_run_envs(specs: Sequence[EnvSpec], own_files: bool) -> dict[str, Env]:
 def env_digest(name_or_path: str) -> str:
     """SHA-256, in hex, of the source that defines an environment: its file, or a built-in's modules.
 
-    Equal digests mean equal behaviour for equal arguments. Raises `ShoalError` if there is no such environment.
+    Equal digests mean equal behaviour for equal arguments, if the source reads no data files. Raises `ShoalError` if there
+    is no such environment.
     """
     if is_file(name_or_path):
         sources = [_read(Path(name_or_path))]

@@ -7,11 +7,15 @@ be had, a block that no majority accepts brings no pay. A slash needs two valida
 honest worker sends. Both must have found it with the model, or both without. A check without the model is exact; a check
 with the model compares numbers with bounds, and a validator whose hardware rounds badly may exceed them. Its accusation
 must not complete a slash that another validator began for a different reason.
+
+Validators derive a prompt from data of their own. If they refuse a prompt, but each names another one as right, their data
+differ, and nobody knows whose is right. So two refusals of a prompt agree only if they name the same one.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from shoal.ledger.law import RULES_VERSION
 from shoal.protocol.types import GroupVerdict
 
 
@@ -30,12 +34,16 @@ class Weighed(NamedTuple):
 
 
 def weigh(
-    verdicts: Mapping[str, Sequence[GroupVerdict]], blocks: Sequence[int], block_groups: int, more: bool
+    verdicts: Mapping[str, Sequence[GroupVerdict]],
+    blocks: Sequence[int],
+    block_groups: int,
+    more: bool,
+    version: int = RULES_VERSION,
 ) -> Weighed | None:
     """What the verdicts so far add up to; None while another one is needed and `more` can be had.
 
     `verdicts` are by validator, each with one group verdict for each slot of the lease, in order. A block was generated as
-    one batch, so it is accepted whole or not at all.
+    one batch, so it is accepted whole or not at all. `version` is that of the rules.
     """
     accepted: dict[int, tuple[GroupVerdict, ...]] = {}
     refused: list[int] = []
@@ -46,24 +54,26 @@ def weigh(
         of_block = {
             key: tuple(groups[place * block_groups : (place + 1) * block_groups]) for key, groups in verdicts.items()
         }
-        meanings = {key: _meaning(groups) for key, groups in of_block.items()}
+        meanings = {key: _meaning(groups, version) for key, groups in of_block.items()}
         said = list(meanings.values())
         # guard: third-verdict
         agreed = next((meaning for meaning in said if said.count(meaning) >= min(2, len(said))), None)
+        refusal = agreed is not None and agreed[:1] == _REFUSED
         # guard: refusal-needs-two, void-needs-two
-        unpaid = agreed == _REFUSED or any(group.outcome == "void" for groups in of_block.values() for group in groups)
+        unpaid = refusal or any(group.outcome == "void" for groups in of_block.values() for group in groups)
         unsure = agreed is None or (unpaid and len(said) < 2)
         if more and unsure:
             return None
         if agreed is None:
             disputed.append(block)  # guard: disputed
-        if agreed is None or agreed == _REFUSED:
+        if agreed is None or refusal:
             refused.append(block)
         else:
             accepted[block] = next(groups for key, groups in of_block.items() if meanings[key] == agreed)
         # guard: slash-needs-two
-        slash |= agreed == _REFUSED and any(
-            sum(_is_hard(groups, with_model) for groups in of_block.values()) >= 2 for with_model in (True, False)
+        slash |= refusal and any(
+            sum(_is_hard(groups, with_model) for key, groups in of_block.items() if meanings[key] == agreed) >= 2
+            for with_model in (True, False)
         )
         if len(said) > 2 and agreed is not None:
             outvoted |= {key for key, meaning in meanings.items() if meaning != agreed}  # guard: outvoted
@@ -72,11 +82,15 @@ def weigh(
 
 _REFUSED = ("refused",)
 
+PROMPT = "prompt"
+"""The check whose detail names the prompt that the validator derived."""
 
-def _meaning(groups: Sequence[GroupVerdict]) -> tuple[object, ...]:
+
+def _meaning(groups: Sequence[GroupVerdict], version: int) -> tuple[object, ...]:
     """What a verdict says about a block, so that two verdicts that mean the same are equal."""
     if not all(group.outcome in ("accept", "void") for group in groups):  # guard: whole-blocks
-        return _REFUSED
+        prompts = [(group.slot, group.detail) for group in groups if group.check == PROMPT] if version >= 2 else []
+        return (*_REFUSED, *prompts)  # guard: same-prompt
     # guard: same-rewards, same-lengths
     return tuple((group.slot, group.outcome, group.rewards, group.tokens) for group in groups)
 

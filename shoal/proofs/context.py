@@ -164,11 +164,15 @@ class Context:
         """Whether the environment can begin the slot's task and leave room for a turn. If not, nobody can fill the slot."""
         assert self.slot.env in self.tools.envs, f"environment {self.slot.env} is not loaded"
         try:
-            _, messages = self.env.reset(self._task)
-            opening = self.tools.renderer.start(messages)
+            return len(self.opening) < self.sampling.max_tokens
         except Exception:  # noqa: BLE001  foreign code may raise anything: the slot is void, the validator continues
             return False
-        return len(opening) < self.sampling.max_tokens
+
+    @cached_property
+    def opening(self) -> list[int]:
+        """The prompt of the slot's task, by this machine's data. Raises what the environment raises."""
+        _, messages = self.env.reset(self._task)
+        return self.tools.renderer.start(messages)
 
     @cached_property
     def _task(self) -> Any:

@@ -148,6 +148,59 @@ def test_a_forgery_that_only_one_validator_found_costs_trust_and_nothing_else(tm
     assert node.credits == before > 0
 
 
+THEIRS, OTHERS = (
+    {"check": "prompt", "audited": False, "detail": f"prompt is not the task's ({name})"} for name in "12"
+)
+"""What two validators whose data differ say of the prompt of a worker whose data is a third one's."""
+
+
+def convict(court, *found):
+    """A worker with pay to lose submits, and validators judge: each accepts, or finds another prompt."""
+    serve(court, 3)
+    name = court.submit(WORKER, court.lease(WORKER))
+    kinds_of_each = []
+    for judge, prompt in zip(JUDGES, found, strict=False):
+        outcome = "hard" if prompt else "accept"
+        kinds_of_each.append(kinds(court.judge(name, outcome, by=judge, **(prompt or {}))))
+    assert court.state.pending == []
+    return kinds_of_each
+
+
+@pytest.mark.parametrize("found", [(THEIRS, OTHERS, None), (THEIRS, None, OTHERS), (THEIRS, None, None)])
+def test_a_prompt_that_validators_derive_differently_costs_no_worker_more_than_the_pay(court, found):
+    """The environment reads a file that differs between their machines."""
+    said = convict(court, *found)
+    node = court.state.members[WORKER]
+    assert "node_quarantined" not in said[0] and not any("slash" in kinds for kinds in said)
+    assert node.credits >= 60 and node.standing == "good" and node.failures == 0 and court.audit().findings == []
+
+
+def test_a_prompt_that_no_two_validators_derive_alike_is_disputed(court):
+    third = {**OTHERS, "detail": "prompt is not the task's (3)"}
+    convict(court, THEIRS, OTHERS, third)
+    node = court.state.members[WORKER]
+    assert node.credits == 60 and node.failures == 0 and court.state.burned == 0 and court.audit().findings == []
+
+
+@pytest.mark.parametrize("found", [(THEIRS, THEIRS), (THEIRS, None, THEIRS), (THEIRS, OTHERS, THEIRS)])
+def test_a_worker_that_edits_prompts_is_slashed_by_two_validators_that_derive_the_same(court, found):
+    """A third that protects its friend, or has other data, does not help."""
+    said = convict(court, *found)
+    assert {"slash", "node_quarantined"} <= set(said[-1]) and "node_quarantined" not in said[0]
+    node = court.state.members[WORKER]
+    assert node.credits == 0 and node.standing == "quarantined" and court.audit().findings == []
+
+
+def test_old_logs_slash_for_prompts_that_differ(tmp_path):
+    court = World(
+        tmp_path, JUDGES, msgspec.structs.replace(LAW, version=1), steps=200, max_staleness=50, audit_rate=0.05
+    )
+    court.enter(WORKER)
+    court.publish()
+    said = convict(court, THEIRS, OTHERS)
+    assert "node_quarantined" in said[0] and "slash" in said[1] and court.audit().findings == []
+
+
 def test_a_recheck_that_confirms_changes_nothing(court):
     name = court.submit(WORKER, court.lease(WORKER), recheck=0.0)
     court.judge(name, by=JUDGES[0])

@@ -263,6 +263,18 @@ def test_edited_lengthened_or_cut_prompt_is_hard(desk):
         assert judge_one(desk, tokens, author, "environment") == ("hard", "prompt")
 
 
+def test_a_refused_prompt_is_named_by_what_this_machine_derives_not_by_what_was_sent(renderer, desk):
+    """Two validators agree if their data do; see `weigh`."""
+    others = Desk(renderer, {**desk.envs, "arithmetic": load_run_envs(SAME_NAME, own_files=False)["hard"]})
+    tokens_T, author_T, _ = arrays(desk.groups[1].rollouts[0])
+    edited = tokens_T.copy()
+    edited[1] = 9
+    rollouts = (rebuilt(edited, author_T, "environment"), *desk.groups[1].rollouts[1:])
+    body = desk.body(desk.replace(1, rollouts=rollouts))
+    ours, again, theirs = (judge.judge(body)[1].detail.split(":")[0] for judge in (desk, desk, others))
+    assert ours == again != theirs and ours.startswith("prompt is not the task's (")
+
+
 def test_invented_answer_of_the_environment_is_soft(desk):
     tokens_T, author_T, _ = arrays(desk.groups[0].rollouts[1])
     start = int(np.flatnonzero(author_T)[0])

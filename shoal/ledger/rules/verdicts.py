@@ -23,7 +23,7 @@ from shoal.ledger.rules.members import member_as, quarantine
 from shoal.ledger.rules.pay import paid_tokens, refusal_costs, vest
 from shoal.ledger.seeds import recheck_draw
 from shoal.ledger.state import LeaseRecord, Member, State, SubmissionRecord
-from shoal.ledger.weigh import Weighed, weigh
+from shoal.ledger.weigh import PROMPT, Weighed, weigh
 from shoal.protocol.accounts import CreditLine
 from shoal.protocol.audits import CHECKS, MAX_REASON_CHARS, MAX_REWARD, influence, must_audit
 from shoal.protocol.types import GroupVerdict, Verdict
@@ -56,7 +56,7 @@ def decide_judge(command: Judge, state: State) -> list[Body]:
         events.append(ValidatorFault(validator, submission.digest, cause))  # guard: idle-is-named
     more = _more(state, verdicts)
     worked = {key: groups for key, groups in verdicts.items() if key not in idle}  # guard: idle-verdict-is-void
-    weighed = weigh(worked, lease.blocks, state.rules.block_groups, more)
+    weighed = weigh(worked, lease.blocks, state.rules.block_groups, more, state.law.version)
     if command.differs_from and more:  # guard: third-tells-who-is-idle
         weighed = None  # one of two did not do the work; a third will tell which
     if submission.decided:
@@ -71,6 +71,8 @@ def decide_judge(command: Judge, state: State) -> list[Body]:
         # guard: recheck
         recheck = command.recheck < state.law.recheck_rate and len(verdicts) == 1 and more and not weighed.refused
         events += _decide(state, submission, lease, weighed, recheck)
+        if weighed.slash and _is_at_large(state, lease, submission):  # guard: slashed-is-quarantined
+            events += quarantine(state, lease.worker, submission, "forged, as two validators found", command.now)
     return events
 
 
@@ -92,7 +94,7 @@ def end_overdue(state: State, now: float) -> Iterator[Body]:
             yield Rechecked(name, "undecided")
             return
         lease = state.lease_of(submission)
-        weighed = weigh(submission.verdicts, lease.blocks, state.rules.block_groups, more=False)
+        weighed = weigh(submission.verdicts, lease.blocks, state.rules.block_groups, False, state.law.version)
         assert weighed is not None, "without more verdicts every submission ends"
         two_judged = len(submission.verdicts) > 1 and not submission.differs
         disputed = weighed.disputed if two_judged else weighed.refused  # guard: lone-refusal-is-no-fault
@@ -189,13 +191,23 @@ def _more(state: State, verdicts: dict[str, tuple[GroupVerdict, ...]]) -> bool:
 
 
 def _first_failure(state: State, lease: LeaseRecord, submission: SubmissionRecord, command: Judge) -> Iterator[Body]:
-    """Quarantine at the first hard verdict, or at every third refused submission."""
+    """Quarantine at the first hard verdict, or at every third refused submission.
+
+    A prompt that one validator refuses counts as soft: the validator's data may be the ones that differ.
+    """
     member = state.members[lease.worker]
     failed = [group for group in command.verdict.groups if group.outcome in ("soft", "hard")]
-    hard = any(group.outcome == "hard" for group in failed)
+    # guard: lone-prompt-is-soft, old-prompts-are-hard
+    lenient = state.law.version >= 2
+    hard = any(group.outcome == "hard" and not (lenient and group.check == PROMPT) for group in failed)
     # guard: hard-quarantines, soft-quarantines, soft-is-forgiven
     if hard or (failed and (member.failures + 1) % state.law.soft_failures == 0):
         yield from quarantine(state, member.key, submission, f"{failed[0].check}: {failed[0].detail}", command.now)
+
+
+def _is_at_large(state: State, lease: LeaseRecord, submission: SubmissionRecord) -> bool:
+    """Whether the first verdict on a submission did not quarantine its worker."""
+    return state.law.version >= 2 and state.members[lease.worker].quarantined_for != submission.digest
 
 
 def _decide(

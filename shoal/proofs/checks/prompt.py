@@ -2,11 +2,13 @@
 
 Catches prompts that were edited, lengthened, cut, or taken from another task.
 Cannot see what the policy was really shown; the audit replays that.
-Hard: the opening follows from the lease alone.
+Hard: the opening follows from the lease and the environment's data. The detail names the prompt derived here: the rules
+slash only if two validators derived the same one, so data that differ between machines slash nobody by chance.
 """
 
 from shoal.proofs.context import Context, Failure, Severity
 from shoal.protocol.types import POLICY, Group
+from shoal.protocol.wire import digest, to_json
 
 NAME = "prompt"
 SEVERITY: Severity = "hard"
@@ -16,5 +18,6 @@ def check(group: Group, ctx: Context) -> Failure | None:
     """The replay builds the conversation from the task. A difference before the first turn is in the prompt."""
     for index, (rollout, replayed) in enumerate(zip(group.rollouts, ctx.replays(group), strict=True)):
         if replayed.problem and 0 <= replayed.position <= rollout.author.index(POLICY):
-            return Failure(index, replayed.position, 0, 0, f"prompt is not the task's: {replayed.problem}")
+            name = digest(to_json(ctx.opening))[:16]
+            return Failure(index, replayed.position, 0, 0, f"prompt is not the task's ({name}): {replayed.problem}")
     return None
