@@ -70,6 +70,10 @@ class Member(msgspec.Struct):
     """Of a validator: when it last sent a verdict or missed a turn, seconds since the epoch. The next counts from then."""
     stale: int = 0
     """Leases closed at no cost because their version became too old. Not counted in `lapsed`."""
+    signed: int = 0
+    """When it signed the latest join or leave that the log holds, seconds since the epoch by its own clock."""
+    left: bool = False
+    """Whether it left and has not joined again."""
 
 
 class LeaseRecord(msgspec.Struct):
@@ -220,6 +224,8 @@ class State(msgspec.Struct, dict=True):
     phase: str = "running"
     pause_cause: str = ""
     """Why the run paused itself; empty if the host paused it."""
+    host_signed: int = 0
+    """When the host signed its latest request that the log holds, seconds since the epoch by its own clock."""
     members: dict[str, Member] = {}
     leases: dict[str, LeaseRecord] = {}
     submissions: dict[str, SubmissionRecord] = {}
@@ -261,14 +267,16 @@ class State(msgspec.Struct, dict=True):
 
     def judges(self) -> list[str]:
         """Keys of the validators that take part, sorted."""
-        taking_part = (member for member in self.members.values() if member.role == "validator")
+        # guard: left-judges-nothing
+        taking_part = (member for member in self.members.values() if member.role == "validator" and not member.left)
         return sorted(member.key for member in taking_part if member.standing not in ("kicked", "suspended"))
 
     def silent(self) -> set[str]:
-        """Keys of the validators that are skipped until they send a verdict; empty if that would be all of them."""
-        judges = self.judges()
+        """Keys of the validators that are skipped: those that left, and those that missed turns, until they send a verdict;
+        but if all missed turns, none of them."""
+        judges, left = self.judges(), {key for key, member in self.members.items() if member.left}
         missing = {key for key in judges if self.members[key].missed >= self.law.missed_turns}
-        return missing if len(missing) < len(judges) else set()  # guard: all-silent
+        return left | (missing if len(missing) < len(judges) else set())  # guard: all-silent, left-is-skipped
 
     def maker_of(self, stream: StreamRecord, place: tuple[int, int]) -> str:
         """Key of the worker that made the group at a (version, slot)."""

@@ -6,8 +6,10 @@ Called by `net` for every request, by roles for receipts and by `weights` for ma
 Requests follow RFC 9421 (HTTP Message Signatures) with Content-Digest (RFC 9530), for one fixed list of components:
 method, path, query, body digest, and our two headers where they are sent: `shoal-run` (the run the sender means) and
 `shoal-head` (the last head of the log it saw). The authority is not covered, because a proxy may rewrite it. The run id
-takes its place, so a server that knows its run must demand the header. A request that is sent again within the window is
-accepted again: all our writes are idempotent, so a second one changes nothing, and servers need not remember nonces.
+takes its place, so a server that knows its run must demand the header. A request that is sent again within the window
+verifies again. That it changes nothing is for the server to see to: the ledger's rules compare `Caller.created` with the
+latest one of the key (joins, leaves, requests of the host), the coordinator remembers nonces (leases), and other writes
+are idempotent.
 """
 
 import base64

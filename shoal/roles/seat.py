@@ -4,6 +4,7 @@ Both roles import this file; it imports no role. It verifies every byte of the w
 """
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,6 +22,9 @@ from shoal.protocol.constants import EPISODES, PROTOCOL_VERSION
 from shoal.protocol.needs import dtype_need, proofs_need
 from shoal.roles.loading import Loaded
 from shoal.weights.fetch import fetch_version, sources_of
+
+GOODBYE_S = 5.0
+"""How long a node that leaves tries to say so. Less than the time in which the launcher expects a role to end."""
 
 SUPPORTED = frozenset({EPISODES, proofs_need("toploc"), *map(dtype_need, DTYPES)})
 """What this version of shoal supports: a run that needs anything else cannot be joined."""
@@ -86,6 +90,12 @@ async def take_seat(
     join = t.Join(role, name, 0.0, facts.implementation, facts.dtype, facts.device)
     node = await client.post_json("/v1/nodes", join, t.NodeState)
     return Seat(client, home, info, envs, Loaded(engine), node, clock)
+
+
+async def say_goodbye(client: Client, deadline_s: float) -> None:
+    """Tell the coordinator that we leave, so that requests which we signed before get no lease. Failures are ignored."""
+    with contextlib.suppress(PeerError):
+        await client.send("POST", "/v1/nodes/leave", b"", t.NodeState, deadline_s=deadline_s)
 
 
 def demand_known_kinds(lease: t.Lease) -> None:

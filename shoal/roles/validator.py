@@ -22,7 +22,7 @@ from shoal.proofs.context import Tools
 from shoal.proofs.verify import verify_submission
 from shoal.protocol import types as t
 from shoal.protocol.constants import MAX_SUBMISSION_BYTES
-from shoal.roles.seat import Seat, demand_known_kinds, take_seat
+from shoal.roles.seat import GOODBYE_S, Seat, demand_known_kinds, say_goodbye, take_seat
 
 log = logging.getLogger("validator")
 
@@ -79,6 +79,8 @@ class Validator:
                         continue
                     verdict = await asyncio.to_thread(verify_submission, body, check, self._tools(check))
                     await self._give(verdict)
+                if self.stopping:
+                    await say_goodbye(self.client, GOODBYE_S)
 
     async def _join(self) -> bool:
         """Join the run; returns True when done."""

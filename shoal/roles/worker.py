@@ -29,7 +29,7 @@ from shoal.proofs.context import score_requests
 from shoal.protocol import types as t
 from shoal.protocol.identity import verify_signature
 from shoal.protocol.wire import digest, to_json
-from shoal.roles.seat import Seat, demand_known_kinds, take_seat
+from shoal.roles.seat import GOODBYE_S, Seat, demand_known_kinds, say_goodbye, take_seat
 
 log = logging.getLogger("worker")
 
@@ -37,8 +37,8 @@ MEMORY_PER_WEIGHT_BYTE = 3
 """A policy of n bytes is loaded only if n times this is at most --max-memory: weights, a copy while swapping, caches."""
 TOLD_EVERY_S = 2.0
 """Shortest time between two questions to the coordinator about what became of our submissions."""
-GOODBYE_S = 10.0
-"""How long a worker that leaves tries to return a lease that it has not begun."""
+GIVE_BACK_S = 5.0
+"""How long a worker tries to return a lease that it will not fill."""
 
 
 def main(
@@ -99,6 +99,8 @@ class Worker:
                     proofs = await asyncio.to_thread(self._prove, lease, groups)
                     await self._submit(lease, groups, proofs)
                     await self._tell()
+                if self.stopping:
+                    await say_goodbye(self.client, GOODBYE_S)
                 await self._tell(last=True)
 
     async def _join(self) -> bool:
@@ -124,7 +126,7 @@ class Worker:
         """Return a lease that we will not fill."""
         back = t.LeaseRequest(returning=(lease.id,))
         with contextlib.suppress(PeerError):  # not returned, so it lapses at its deadline
-            await self.client.post_json("/v1/leases", back, t.LeaseAnswer, deadline_s=GOODBYE_S)
+            await self.client.post_json("/v1/leases", back, t.LeaseAnswer, deadline_s=GIVE_BACK_S)
 
     async def _next_lease(self, holding: tuple[str, ...]) -> t.Lease | None:
         """The next lease; None once the run has ended or we are told to stop."""

@@ -26,6 +26,7 @@ from pathlib import Path
 
 from benchmarks import kill_storm
 from shoal.engine.local import LocalEngine
+from shoal.ledger.facts.members import Leave
 from shoal.ledger.facts.run import Admin, Reconfigure, Tick
 from shoal.ledger.log.store import Store, sqlite_url
 from shoal.ledger.log.verify import Audit, verify
@@ -157,6 +158,7 @@ def record_rules(root: Path) -> Path:
     assert held.id in world.state.leases
     world.lease(leaver)
     world.do(Admin("kick", leaver, world.now))
+    world.do(Leave(slow, world.now, int(world.now)))
     world.do(Reconfigure({**world.state.config, "note": 1}, 4, 20.0, world.now))
     for step in range(2, 4):
         while step not in world.state.main.batches:

@@ -1,4 +1,4 @@
-"""Who takes part: nodes join, are quarantined, come back; validators are found at fault."""
+"""Who takes part: nodes join, leave, are quarantined, come back; validators are found at fault."""
 
 from dataclasses import dataclass
 
@@ -14,6 +14,16 @@ class NodeJoined(Message, frozen=True):
     implementation: str
     dtype: str
     device: str
+    created: int = 0
+    """When the node signed it, seconds since the epoch by its own clock; 0 in logs from before version 2 of the rules."""
+
+
+class NodeLeft(Message, frozen=True):
+    """A node left by its own signed request. To take part again, it must join again."""
+
+    key: str
+    created: int
+    """As in `NodeJoined`."""
 
 
 class NodeQuarantined(Message, frozen=True):
@@ -45,6 +55,18 @@ class Enter:
     key: str
     join: Join
     now: float
+    created: int = 0
+    """When the node signed it, seconds since the epoch; 0 if no signed request led to it."""
+
+
+@dataclass(frozen=True)
+class Leave:
+    """A node leaves."""
+
+    key: str
+    now: float
+    created: int = 0
+    """As in `Enter`."""
 
 
 def apply_node_joined(body: NodeJoined, state: State, entry: Entry) -> None:
@@ -55,7 +77,13 @@ def apply_node_joined(body: NodeJoined, state: State, entry: Entry) -> None:
             member.valid_blocks = 0  # another engine has to prove itself first  # guard: new-engine-is-unproven
         member.role, member.name, member.implementation, member.dtype, member.device = facts
     else:
-        state.members[body.key] = Member(body.key, *facts)
+        member = state.members[body.key] = Member(body.key, *facts)
+    member.signed, member.left = body.created or member.signed, False
+
+
+def apply_node_left(body: NodeLeft, state: State, entry: Entry) -> None:
+    member = state.members[body.key]
+    member.signed, member.left = body.created or member.signed, True
 
 
 def apply_node_quarantined(body: NodeQuarantined, state: State, entry: Entry) -> None:
@@ -84,6 +112,7 @@ def apply_validator_fault(body: ValidatorFault, state: State, entry: Entry) -> N
 
 EVENTS = {
     "node_joined": (NodeJoined, apply_node_joined),
+    "node_left": (NodeLeft, apply_node_left),
     "node_quarantined": (NodeQuarantined, apply_node_quarantined),
     "node_restored": (NodeRestored, apply_node_restored),
     "validator_fault": (ValidatorFault, apply_validator_fault),

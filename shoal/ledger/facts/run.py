@@ -47,6 +47,9 @@ class RulesChanged(Message, frozen=True):
     """-1 changes nothing."""
     quarantine_s: float = -1.0
     """Changes with `config`; -1 means what `config` says, as in logs from before rules named it."""
+    created: int = 0
+    """When the host signed the request that led to it, seconds since the epoch; 0 if none did, and in logs from before
+    version 2 of the rules."""
 
 
 class RunEnded(Message, frozen=True):
@@ -68,6 +71,8 @@ class Admin:
     action: str
     key: str
     now: float
+    created: int = 0
+    """When the host signed it, seconds since the epoch; 0 if no signed request led to it."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +105,7 @@ def apply_run_created(body: RunCreated, state: State, entry: Entry) -> None:
 
 
 def apply_rules_changed(body: RulesChanged, state: State, entry: Entry) -> None:
+    state.host_signed = body.created or state.host_signed
     if body.phase:
         state.phase, state.pause_cause = body.phase, body.cause
     if body.phase == "running":  # guard: resume-counts-anew

@@ -7,13 +7,14 @@ a run that needs its blocks.
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from shoal.ledger.answers import Wait
+from shoal.ledger.answers import Refused, Wait
 from shoal.ledger.entry import Body
 from shoal.ledger.facts.batches import SlotVoid
 from shoal.ledger.facts.leases import AskLease, LeaseGranted, LeaseLapsed, ReturnLeases
-from shoal.ledger.facts.run import Admin, Tick
+from shoal.ledger.facts.members import Leave, NodeLeft
+from shoal.ledger.facts.run import Admin, RulesChanged, Tick
 from shoal.ledger.past import Cause, Here, Table, Told
-from shoal.ledger.rules.members import member_as
+from shoal.ledger.rules.members import member_as, refuse_replayed, signed_at
 from shoal.ledger.rules.pay import lapse_costs
 from shoal.ledger.state import LeaseRecord, Member, State, StreamRecord, once_per_event
 from shoal.protocol.accounts import CreditLine
@@ -64,6 +65,20 @@ def decide_return_leases(command: ReturnLeases, state: State) -> list[Body]:
     back = [mine[name] for name in dict.fromkeys(command.leases) if name in mine]
     # guard: returns-count-as-lapses
     return [*(LeaseLapsed(lease.id, "returned") for lease in back), *lapse_costs(state, back)]
+
+
+def decide_leave(command: Leave, state: State) -> list[Body]:
+    """A node that leaves gives back what it holds, at the same costs. Rules before version 2 know no leaving."""
+    member = state.members.get(command.key)
+    if member is None:
+        raise Refused("not_joined", f"{command.key[:12]} has not joined this run")
+    gone, created = member.left or state.phase == "ended" or state.law.version < 2, signed_at(state, command.created)
+    refuse_replayed(created, member.signed, changes=not gone)  # guard: old-leave
+    if gone:
+        return []
+    back = state.open_leases_of(member.key)  # guard: leaver-keeps-no-lease
+    returned = [LeaseLapsed(lease.id, "returned") for lease in back]
+    return [*returned, *lapse_costs(state, back), NodeLeft(member.key, created)]
 
 
 def lapse_late(state: State, now: float) -> list[Body]:
@@ -151,14 +166,15 @@ def _others(state: State, member: Member) -> list[Member]:
 @once_per_event
 def _workers(state: State) -> list[Member]:
     """Workers that may get leases."""
-    workers = (other for other in state.members.values() if other.role == "worker")
+    # guard: left-is-no-other
+    workers = (other for other in state.members.values() if other.role == "worker" and not other.left)
     # guard: withheld-for-the-active
     return [other for other in workers if other.standing not in ("kicked", "quarantined")]
 
 
 @once_per_event
 def _num_good_workers(state: State) -> int:
-    return sum(other.role == "worker" and other.standing == "good" for other in state.members.values())
+    return sum(other.standing == "good" for other in _workers(state))
 
 
 def _wait_after_lapses(state: State, member: Member, now: float) -> None:
@@ -282,8 +298,28 @@ def cause_of_lease_lapsed(body: LeaseLapsed, here: Here) -> Cause | None:
     if body.cause == "deadline":
         return Cause(Tick(here.now))
     if body.cause == "kicked":
-        return Cause(Admin("kick", worker, here.now))
-    return Cause(ReturnLeases(worker, _returned(here, worker), here.now)) if body.cause == "returned" else None
+        return Cause(Admin("kick", worker, here.now, _kick_created(here)))
+    if body.cause != "returned":
+        return None
+    return _cause_of_leaving(worker, here) or Cause(ReturnLeases(worker, _returned(here, worker), here.now))
+
+
+def _kick_created(here: Here) -> int:
+    """When the host signed the kick that took leases."""
+    changes = (entry.body for entry in here.entries[here.place :][: MAX_OPEN_LEASES + 1])
+    return next((body.created for body in changes if isinstance(body, RulesChanged)), 0)
+
+
+def _cause_of_leaving(worker: str, here: Here) -> Cause | None:
+    """That the worker left, if the events from here to its leaving are what the rules then give."""
+    most = MAX_OPEN_LEASES * 2 + 1  # each lease lapses and may cost pay
+    coming = [entry.body for entry in here.entries[here.place : here.place + most]]
+    left = next((body for body in coming if isinstance(body, NodeLeft) and body.key == worker), None)
+    if left is None:
+        return None
+    command = Leave(worker, here.now, left.created)
+    events = decide_leave(command, here.state)
+    return Cause(command) if coming[: len(events)] == events else None
 
 
 def _returned(here: Here, worker: str) -> tuple[str, ...]:
@@ -312,7 +348,7 @@ _LEASE_ENDS = {
 }
 
 
-COMMANDS: Table = {AskLease: decide_ask_lease, ReturnLeases: decide_return_leases}
+COMMANDS: Table = {AskLease: decide_ask_lease, ReturnLeases: decide_return_leases, Leave: decide_leave}
 CAUSES: Table = {LeaseGranted: cause_of_lease_granted, LeaseLapsed: cause_of_lease_lapsed}
 LINES: Table = {LeaseLapsed: lines_of_lease_lapsed}
 FITS: Table = {LeaseGranted: fits_lease_granted}

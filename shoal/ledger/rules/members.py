@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from shoal.ledger.answers import Refused
 from shoal.ledger.entry import Body
 from shoal.ledger.facts.leases import LeaseLapsed
-from shoal.ledger.facts.members import Enter, NodeJoined, NodeQuarantined, NodeRestored
+from shoal.ledger.facts.members import Enter, Leave, NodeJoined, NodeLeft, NodeQuarantined, NodeRestored
 from shoal.ledger.facts.run import Tick
 from shoal.ledger.past import Cause, Here, Table, Told
 from shoal.ledger.state import Member, State, SubmissionRecord
@@ -24,12 +24,34 @@ def decide_enter(command: Enter, state: State) -> list[Body]:
         raise Refused("kicked", f"the host removed {member.name} ({command.key[:12]}) from this run")
     if member and member.role != join.role:  # guard: one-role-a-key
         raise Refused("conflict", f"{command.key[:12]} joined as a {member.role}: for another role use another key")
-    facts = (join.role, join.name, join.implementation, join.dtype, join.device)
-    if member and facts == (member.role, member.name, member.implementation, member.dtype, member.device):
-        return []
+    facts, created = (
+        (join.role, join.name, join.implementation, join.dtype, join.device),
+        signed_at(state, command.created),
+    )
+    if member:
+        before = (member.role, member.name, member.implementation, member.dtype, member.device)
+        changes = member.left or facts != before
+        refuse_replayed(created, member.signed, changes=changes)  # guard: old-join
+        if not changes:
+            return []
     if join.role == "worker" and join.dtype != state.rules.dtype:  # guard: worker-dtype
         raise Refused("wrong_dtype", f"this run samples in {state.rules.dtype}, the worker offers {join.dtype}")
-    return [NodeJoined(command.key, *facts)]
+    return [NodeJoined(command.key, *facts, created)]
+
+
+def signed_at(state: State, created: int) -> int:
+    """What the log stores of the time at which a request was signed: nothing under old rules."""
+    return created if state.law.version >= 2 else 0
+
+
+def refuse_replayed(created: int, latest: int, *, changes: bool) -> None:
+    """Refuse a request that its key signed before `latest`, its latest one of the same sort, and one that was signed in the
+    same second and would change something. So an old request changes nothing, and the same one again gets its first answer.
+    """
+    # guard: same-second
+    if created and (created < latest or (created == latest and changes)):
+        raise Refused("replayed", f"this request was signed at {created}, but the same key has sent one that it signed at "
+                      f"{latest}: only a later one is taken, so sign it again in a second")  # fmt: skip
 
 
 def member_as(state: State, key: str, role: str) -> Member:
@@ -37,6 +59,8 @@ def member_as(state: State, key: str, role: str) -> Member:
     member = state.members.get(key)
     if member is None or member.role != role:
         raise Refused("not_joined", f"{key[:12]} has not joined as a {role}: POST /v1/nodes first")
+    if member.left:  # guard: left-is-refused
+        raise Refused("not_joined", f"{member.name} ({key[:12]}) has left this run: POST /v1/nodes to join again")
     if member.standing == "kicked":  # guard: kicked-is-refused
         raise Refused("kicked", f"the host removed {member.name} ({key[:12]}) from this run")
     if member.standing == "suspended":  # guard: suspended-is-refused
@@ -63,7 +87,11 @@ def restore_served(state: State, now: float) -> list[Body]:
 
 def cause_of_node_joined(body: NodeJoined, here: Here) -> Cause:
     join = Join(body.role, body.name, 0.0, body.implementation, body.dtype, body.device)  # type: ignore[arg-type]
-    return Cause(Enter(body.key, join, here.now))
+    return Cause(Enter(body.key, join, here.now, body.created))
+
+
+def cause_of_node_left(body: NodeLeft, here: Here) -> Cause:
+    return Cause(Leave(body.key, here.now, body.created))
 
 
 def cause_of_node_restored(body: NodeRestored, here: Here) -> Cause:
@@ -76,5 +104,7 @@ def lines_of_node_quarantined(body: NodeQuarantined, told: Told) -> Iterator[Cre
 
 
 COMMANDS: Table = {Enter: decide_enter}
-CAUSES: Table = {NodeJoined: cause_of_node_joined, NodeRestored: cause_of_node_restored}
+CAUSES: Table = {
+    NodeJoined: cause_of_node_joined, NodeLeft: cause_of_node_left, NodeRestored: cause_of_node_restored,
+}  # fmt: skip
 LINES: Table = {NodeQuarantined: lines_of_node_quarantined}

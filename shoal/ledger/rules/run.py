@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator
 
+import msgspec
+
 from shoal.ledger.answers import Refused
 from shoal.ledger.entry import Body
 from shoal.ledger.facts.leases import LeaseLapsed
@@ -9,7 +11,7 @@ from shoal.ledger.facts.run import Admin, Create, Reconfigure, RulesChanged, Run
 from shoal.ledger.past import Cause, Here, Table, Told
 from shoal.ledger.rules.batches import form_batch
 from shoal.ledger.rules.leases import close_stale, lapse_late, void_stale
-from shoal.ledger.rules.members import restore_served
+from shoal.ledger.rules.members import refuse_replayed, restore_served, signed_at
 from shoal.ledger.rules.pay import vest_rest
 from shoal.ledger.rules.verdicts import end_overdue
 from shoal.ledger.rules.versions import reveal_rest
@@ -24,9 +26,20 @@ def decide_create(command: Create, state: State) -> list[Body]:
 
 
 def decide_admin(command: Admin, state: State) -> list[Body]:
-    action, key = command.action, command.key
     if state.phase == "ended":
         raise Refused("ended", "the run has ended")
+    events, created = _of_the_host(command.action, command.key, state), signed_at(state, command.created)
+    refuse_replayed(created, state.host_signed, changes=bool(events))  # guard: old-admin
+    if created <= state.host_signed:
+        return events
+    # One that changes nothing now could change something when it is sent again.
+    *before, change = events or [RulesChanged()]  # guard: idle-admin-is-logged
+    assert isinstance(change, RulesChanged), "the host's requests end with a change of the rules"
+    return [*before, msgspec.structs.replace(change, created=created)]
+
+
+def _of_the_host(action: str, key: str, state: State) -> list[Body]:
+    """What an admin call leads to; nothing if it would change nothing."""
     phases = {"pause": "paused", "resume": "running", "drain": "draining"}
     if action in phases:
         return [] if state.phase == phases[action] else [RulesChanged(phase=phases[action])]
@@ -40,6 +53,8 @@ def decide_admin(command: Admin, state: State) -> list[Body]:
         matches = [key] if key in state.members else named  # a name that is another's key does not shield it
         if len(matches) != 1:
             raise Refused("unknown", f"{len(matches)} nodes match {key!r}: give a name or the start of one key")
+        if state.law.version >= 2 and state.members[matches[0]].standing == "kicked":
+            return []
         held = [LeaseLapsed(lease.id, "kicked") for lease in state.open_leases_of(matches[0])]
         return [*held, RulesChanged(kicked=matches[0])]
     raise Refused("malformed", f"unknown action {action!r}: pause, resume, drain, kick or admit")

@@ -17,7 +17,7 @@ from starlette.routing import Route
 from shoal import __version__
 from shoal.ledger.answers import Refused, Wait
 from shoal.ledger.facts.batches import BatchFormed
-from shoal.ledger.facts.members import Enter, NodeJoined, ValidatorFault
+from shoal.ledger.facts.members import Enter, Leave, NodeJoined, NodeLeft, ValidatorFault
 from shoal.ledger.facts.run import Admin, RulesChanged, RunEnded
 from shoal.ledger.facts.submissions import SubmissionReceived
 from shoal.ledger.facts.verdicts import Decision, Rechecked, VerdictGiven
@@ -37,6 +37,7 @@ from shoal.protocol.constants import (
     SMALL_BODY_BYTES,
 )
 from shoal.protocol.identity import Caller
+from shoal.roles.coordinator.asked import Asked
 from shoal.roles.coordinator.board import Board, batch_of, node_state
 from shoal.roles.coordinator.credits import credit_page, statement
 from shoal.roles.coordinator.desk import Desk
@@ -46,12 +47,12 @@ from shoal.roles.coordinator.versions import admit_trainer, put_chunk, signed_ma
 
 STATUS_OF = {
     "not_joined": 403, "not_admitted": 403, "kicked": 403, "not_yours": 403, "conflict": 409, "fork": 409,
-    "superseded": 410, "nothing_yet": 404, "not_your_turn": 404, "unknown": 404, "busy": 503,
+    "superseded": 410, "nothing_yet": 404, "not_your_turn": 404, "unknown": 404, "busy": 503, "replayed": 503,
 }  # fmt: skip
 """HTTP status for the code of a refusal; 400 for all other codes."""
 
 TO_JUDGE = (
-    SubmissionReceived, VerdictGiven, Decision, Rechecked, ValidatorFault, NodeJoined,
+    SubmissionReceived, VerdictGiven, Decision, Rechecked, ValidatorFault, NodeJoined, NodeLeft,
     RulesChanged, RunEnded,
 )  # fmt: skip
 """Events after which a validator may have something to judge, or may learn that it has not."""
@@ -61,7 +62,7 @@ Handler = Callable[["Api", Request], Awaitable[Response]]
 
 def application(desk: Desk, **options: Any) -> Starlette:
     """The coordinator as an ASGI application. `options` are Starlette's."""
-    api = Api(desk, Board(desk), Gate(desk.clock), Line(desk.book))
+    api = Api(desk, Board(desk), Gate(desk.clock), Line(desk.book), Asked())
     routes = [Route(call.path, _bound(handler, api), methods=[call.method]) for call, handler in CALLS]
     return server.application(routes, **options)
 
@@ -71,7 +72,8 @@ def _bound(handler: Handler, api: "Api") -> Callable[[Request], Awaitable[Respon
         try:
             return await handler(api, request)
         except Refused as refused:
-            raise server.RequestRefused(STATUS_OF.get(refused.code, 400), refused.code, str(refused)) from None
+            retry_s = 1.0 if refused.code == "replayed" else None  # `created` counts whole seconds
+            raise server.RequestRefused(STATUS_OF.get(refused.code, 400), refused.code, str(refused), retry_s) from None
 
     return endpoint
 
@@ -82,6 +84,7 @@ class Api:
     board: Board
     gate: Gate
     line: Line
+    asked: Asked
 
     def admit(self, request: Request, cap: int = SMALL_BODY_BYTES) -> Caller:
         """Who signed the request, before its body is read. Raises `Refused` if our log lacks the head that the caller saw
@@ -211,7 +214,16 @@ async def get_openapi(api: Api, request: Request) -> Response:
 async def post_nodes(api: Api, request: Request) -> Response:
     caller, body = await api.caller(request)
     join = server.decode(body, t.Join)
-    await api.desk.book.submit(Enter(caller.key, join, api.desk.clock()))
+    await api.desk.book.submit(Enter(caller.key, join, api.desk.clock(), caller.created))
+    return answer(node_state(api.desk.state.members[caller.key]))
+
+
+async def post_leave(api: Api, request: Request) -> Response:
+    caller, _ = await api.caller(request)
+    api.asked.refuse_older(
+        caller
+    )  # it left, came back, and has asked for a lease since  # guard: leave-that-comes-late
+    await api.desk.book.submit(Leave(caller.key, api.desk.clock(), caller.created))
     return answer(node_state(api.desk.state.members[caller.key]))
 
 
@@ -219,11 +231,15 @@ async def post_leases(api: Api, request: Request) -> Response:
     """Long poll: answered when there is a lease, or when none can come soon."""
     caller, body = await api.caller(request)
     asked, until = server.decode(body, t.LeaseRequest), time.monotonic() + LONG_POLL_S
-    with api.line.place(caller.key) as place:
+    with api.asked.poll(caller, api.desk.state) as poll, api.line.place(caller.key) as place:
         # guard: gone-gets-no-lease
         while not await request.is_disconnected():  # a lease for nobody would hold up the run until it lapses
+            if poll.over:  # guard: one-lease-a-poll
+                return answer(api.desk.lease_again(poll.lease, asked))
             try:
-                return answer(await api.desk.lease(caller.key, asked, place.may_take()))
+                given = await api.desk.lease(caller.key, asked, place.may_take())
+                poll.lease = given.lease.id if given.lease else ""
+                return answer(given)
             except Wait as wait:
                 left_s = until - time.monotonic()
                 if left_s <= 0 or wait.retry_s > LONG_POLL_S:
@@ -300,7 +316,7 @@ async def post_admin(api: Api, request: Request) -> Response:
             "not_admitted", "only the host's run key may do this: use the run's folder, `shoal admin ... RUN_DIR`"
         )
     asked = server.decode(body, t.AdminRequest)
-    await api.desk.book.submit(Admin(request.path_params["action"], asked.node, api.desk.clock()))
+    await api.desk.book.submit(Admin(request.path_params["action"], asked.node, api.desk.clock(), caller.created))
     return answer(api.board.status())
 
 
@@ -328,6 +344,7 @@ CALLS: list[tuple[Call, Handler]] = [
     (Call("GET", "/v1/batches/{step}", "anyone", "The batch of a step (long poll).", None, t.Batch), get_batch),
     (Call("GET", "/v1/events", "anyone", "The log, one event a line; ?after=SEQ.", None, None), get_events),
     (Call("POST", "/v1/nodes", "node", "Join with the key that signs.", t.Join, t.NodeState), post_nodes),
+    (Call("POST", "/v1/nodes/leave", "node", "Leave, and give back all leases.", None, t.NodeState), post_leave),
     (Call("POST", "/v1/leases", "worker", "A lease (long poll).", t.LeaseRequest, t.LeaseAnswer), post_leases),
     (Call("PUT", "/v1/leases/{id}/submission", "worker", "Fill a lease; msgpack.", None, t.Receipt), put_submission),
     (Call("GET", "/v1/checks", "validator", "A submission to judge (long poll).", None, t.CheckAnswer), get_checks),

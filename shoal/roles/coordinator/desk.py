@@ -70,6 +70,12 @@ class Desk:
             raise Wait("the lease was taken back at this moment", 0.5)
         return t.LeaseAnswer(self.wire_lease(lease), 0.0, "")
 
+    def lease_again(self, lease_id: str, request: t.LeaseRequest) -> t.LeaseAnswer:
+        """The answer to a request that was answered before: the lease that it got then, if it is still open."""
+        if lease_id in self.state.open_leases and lease_id not in request.holding:
+            return t.LeaseAnswer(self.wire_lease(self.state.leases[lease_id]), 0.0, "")
+        return t.LeaseAnswer(None, 1.0, "this very request was answered before: sign another")
+
     def wire_lease(self, lease: LeaseRecord) -> t.Lease:
         """A lease with the seeds, environments and tasks of its slots."""
         return lease_of(self.state, lease, self.slot_links[lease.version + 1])

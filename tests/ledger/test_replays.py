@@ -1,0 +1,199 @@
+"""Joins, leaves and requests of the host that are sent again: old ones change nothing, and nobody honest is shut out."""
+
+import pytest
+
+from shoal.ledger.answers import Refused, Wait
+from shoal.ledger.facts.leases import AskLease, LeaseLapsed
+from shoal.ledger.facts.members import Enter, Leave, NodeJoined, NodeLeft
+from shoal.ledger.facts.run import Admin, RulesChanged
+from shoal.ledger.law import LAW, as_version
+from shoal.ledger.log.book import Book
+from shoal.ledger.log.store import Store, sqlite_url
+from shoal.protocol.types import Join
+from tests.ledger.world import World
+
+WORKER, OTHER, JUDGES = "a" * 64, "b" * 64, ("1" * 64, "2" * 64, "3" * 64)
+
+
+def join(created, device="cpu", key=WORKER, role="worker"):
+    return Enter(key, Join(role, "w", 0.0, "test", "float32", device), 1000.0, created)
+
+
+def bodies(entries):
+    return [entry.body for entry in entries]
+
+
+def refused(world, command):
+    """Refused as replayed, and nothing changed; also by a coordinator that starts again now."""
+    seq, again = world.state.seq, Book(Store(sqlite_url(world.path)))
+    for book in (world.book, again):
+        with pytest.raises(Refused) as refusal:
+            book.write(command, world.now)
+        assert refusal.value.code == "replayed"
+    return world.state.seq == seq == again.state.seq
+
+
+# --- joins ---
+
+
+def test_an_old_join_does_not_reset_a_workers_trust(tmp_path):
+    world = World(tmp_path, batch_groups=40)
+    world.do(join(100, "old"))
+    world.do(join(200))
+    world.publish()
+    for _ in range(3):
+        world.serve(WORKER)
+    assert refused(world, join(100, "old"))
+    member = world.state.members[WORKER]
+    assert (member.device, member.valid_blocks, member.signed) == ("cpu", 3, 200)
+    assert world.audit().findings == []
+
+
+def test_another_join_of_the_same_second_is_refused_and_taken_a_second_later(tmp_path):
+    world = World(tmp_path)
+    world.do(join(100))
+    assert refused(world, join(100, "gpu"))
+    assert bodies(world.do(join(101, "gpu"))) == [NodeJoined(WORKER, "worker", "w", "test", "float32", "gpu", 101)]
+
+
+def test_the_same_join_again_writes_nothing(tmp_path):
+    world = World(tmp_path)
+    assert len(world.do(join(100))) == 1
+    assert world.do(join(100)) == world.do(join(150)) == []
+
+
+# --- leaves ---
+
+
+def test_a_node_that_leaves_gives_back_its_leases_and_gets_no_more_until_it_joins_again(tmp_path):
+    world = World(tmp_path)
+    world.do(join(100))
+    world.publish()
+    lease = world.lease(WORKER)
+    assert bodies(world.do(Leave(WORKER, world.now, 200))) == [LeaseLapsed(lease.id, "returned"), NodeLeft(WORKER, 200)]
+    with pytest.raises(Refused, match="has left this run"):
+        world.do(AskLease(WORKER, (), 0.0, world.now))
+    assert world.do(Leave(WORKER, world.now, 200)) == world.do(Leave(WORKER, world.now, 201)) == []
+    assert refused(world, join(100)) and refused(world, join(200))
+    assert bodies(world.do(join(202))) == [NodeJoined(WORKER, "worker", "w", "test", "float32", "cpu", 202)]
+    assert refused(world, Leave(WORKER, world.now, 200)) and refused(world, Leave(WORKER, world.now, 202))
+    assert not world.state.members[WORKER].left
+    assert world.audit().findings == []
+
+
+def test_leaving_with_leases_costs_what_returning_them_costs(tmp_path):
+    world = World(tmp_path, batch_groups=40)
+    world.do(join(100))
+    world.publish()
+    for _ in range(4):
+        world.serve(WORKER)
+    for second in range(3):
+        leases = [world.lease(WORKER)]
+        leases.append(world.lease(WORKER, [leases[0].id]))
+        world.now += 1000.0
+        events = bodies(world.do(Leave(WORKER, world.now, 200 + 2 * second)))
+        assert [event.lease for event in events if isinstance(event, LeaseLapsed)] == [lease.id for lease in leases]
+        world.do(join(201 + 2 * second))
+        world.now += 1000.0
+    member = world.state.members[WORKER]
+    assert member.lapsed == 6 and member.paid_lapses > 0 and member.credits < 80
+    assert world.audit().findings == []
+
+
+def test_coming_back_keeps_pay_standing_and_trust(tmp_path):
+    world = World(tmp_path, batch_groups=40)
+    world.do(join(100))
+    world.publish()
+    for _ in range(3):
+        world.serve(WORKER)
+    before = world.state.members[WORKER]
+    kept = (before.credits, before.standing, before.valid_blocks, before.accepted)
+    world.do(Leave(WORKER, world.now, 200))
+    world.do(join(201))
+    after = world.state.members[WORKER]
+    assert (after.credits, after.standing, after.valid_blocks, after.accepted) == kept and kept[0] > 0
+
+
+def test_a_validator_that_left_judges_nothing_and_the_others_do_not_wait_for_it(tmp_path):
+    world = World(tmp_path, JUDGES)
+    world.do(join(100))
+    world.publish()
+    submission = world.submit(WORKER, world.lease(WORKER), order=JUDGES)
+    world.do(Leave(JUDGES[0], world.now, 200))
+    assert world.state.judges() == list(JUDGES[1:])
+    with pytest.raises(Refused, match="has left this run"):
+        world.judge(submission, by=JUDGES[0])
+    world.judge(submission, by=JUDGES[1])
+    assert world.state.submissions[submission].decided and world.state.members[JUDGES[0]].missed == 0
+    world.do(join(201, key=JUDGES[0], role="validator"))
+    assert world.state.judges() == list(JUDGES)
+    assert world.audit().findings == []
+
+
+def test_blocks_are_not_withheld_for_workers_that_left(tmp_path):
+    world = World(tmp_path)
+    for key in (WORKER, OTHER):
+        world.do(join(100, key=key))
+    world.publish()
+    world.serve(OTHER)
+    lease = world.lease(WORKER)
+    world.do(Leave(OTHER, world.now, 200))
+    world.do(Leave(WORKER, world.now, 201))
+    world.do(join(202))
+    assert world.lease(WORKER).blocks == lease.blocks
+
+
+# --- the host ---
+
+
+def test_an_old_pause_does_not_stop_a_run_that_was_resumed(tmp_path):
+    world = World(tmp_path)
+    world.do(Admin("pause", "", world.now, 100))
+    assert world.do(Admin("pause", "", world.now, 100)) == []
+    assert refused(world, Admin("resume", "", world.now, 100))
+    world.do(Admin("resume", "", world.now, 101))
+    assert refused(world, Admin("pause", "", world.now, 100)) and world.state.phase == "running"
+
+
+def test_an_old_resume_does_not_continue_a_run_that_has_paused_itself(tmp_path):
+    """Also if it changed nothing when it was sent."""
+    world = World(tmp_path, max_flat_groups=2)
+    world.do(join(50))
+    world.publish()
+    assert bodies(world.do(Admin("resume", "", world.now, 100))) == [RulesChanged(created=100)]
+    assert world.do(Admin("resume", "", world.now, 100)) == []
+    world.serve(WORKER, rewards=(1.0,) * 4)
+    assert world.state.phase == "paused" and world.state.pause_cause == "no signal"
+    assert refused(world, Admin("resume", "", world.now, 100)) and world.state.phase == "paused"
+    world.do(Admin("resume", "", world.now, 101))
+    assert world.state.phase == "running" and world.audit().findings == []
+
+
+def test_a_kick_that_takes_leases_is_audited_with_the_time_of_its_signature(tmp_path):
+    world = World(tmp_path)
+    world.do(join(100))
+    world.publish()
+    lease = world.lease(WORKER)
+    events = bodies(world.do(Admin("kick", WORKER, world.now, 300)))
+    assert events == [LeaseLapsed(lease.id, "kicked"), RulesChanged(kicked=WORKER, created=300)]
+    assert world.do(Admin("kick", WORKER, world.now, 300)) == []
+    assert bodies(world.do(Admin("kick", WORKER, world.now, 301))) == [RulesChanged(created=301)]
+    assert world.audit().findings == []
+
+
+@pytest.mark.parametrize("version", [0, 1])
+def test_old_rules_store_no_times_and_know_no_leaving(tmp_path, version):
+    world = World(tmp_path, law=as_version(LAW, version))
+    assert bodies(world.do(join(100)))[0].created == 0
+    world.publish()
+    lease = world.lease(WORKER)
+    assert world.do(Leave(WORKER, world.now, 200)) == [] and world.state.open_leases == [lease.id]
+    world.do(Admin("pause", "", world.now, 300))
+    assert world.do(Admin("pause", "", world.now, 301)) == []
+    with pytest.raises(Wait):
+        world.lease(WORKER, [lease.id])
+    world.do(Admin("resume", "", world.now, 300))
+    world.do(join(100, "gpu"))
+    member = world.state.members[WORKER]
+    assert (member.signed, member.left, world.state.host_signed) == (0, False, 0)
+    assert world.audit().findings == []

@@ -1,0 +1,365 @@
+"""Signed requests that arrive again: from an attacker on the network they change nothing, from a proxy they do no harm."""
+
+import asyncio
+import random
+import time
+
+import httpx
+import pytest
+
+from shoal.errors import PeerError
+from shoal.ledger.facts.members import NodeJoined, NodeLeft
+from shoal.ledger.facts.run import RulesChanged
+from shoal.ledger.facts.versions import Publish
+from shoal.net.client import Client, PeerRefused
+from shoal.net.faults import Fault, FaultyTransport
+from shoal.net.keys import load_or_make_key
+from shoal.protocol import types as t
+from shoal.protocol.constants import KEY_REQUESTS_PER_S
+from shoal.protocol.wire import digest, from_json
+from shoal.roles.coordinator import api
+from shoal.roles.coordinator.api import application
+from shoal.roles.coordinator.role import open_run
+from tests.roles.town import URL, Town, _hurry, tiny_run
+
+
+class Tape(httpx.AsyncBaseTransport):
+    """An attacker on the network: passes requests on, and can send any of them again."""
+
+    def __init__(self, app):
+        self.restart(app)
+        self.seen = []
+
+    def restart(self, app):
+        self.inner = httpx.ASGITransport(app, raise_app_exceptions=False)
+
+    async def handle_async_request(self, request):
+        self.seen.append((request.method, request.url, dict(request.headers), await request.aread()))
+        return await self._send(self.seen[-1])
+
+    async def again(self, place):
+        """The status of a recorded request that is sent again, and the code of its refusal or its lease."""
+        response = await self._send(self.seen[place])
+        body = await response.aread()
+        if response.status_code >= 400:
+            return response.status_code, from_json(body, t.Refusal).code
+        lease = from_json(body, t.LeaseAnswer).lease if b'"retry_s"' in body else None
+        return response.status_code, lease and lease.id
+
+    async def _send(self, recorded):
+        method, url, headers, body = recorded
+        return await self.inner.handle_async_request(httpx.Request(method, url, headers=headers, content=body))
+
+
+class HoldBack(httpx.AsyncBaseTransport):
+    """A network that lets nothing through."""
+
+    async def handle_async_request(self, request):
+        raise httpx.ConnectTimeout("held back", request=request)
+
+
+class Night:
+    """A coordinator with a clock that a test turns, and one client whose requests are recorded."""
+
+    def __init__(self, root, key_file="stranger.key"):
+        self.now = 1_000_000.0
+        self.town = Town(root / "run", tiny_run(), clock=lambda: self.now)
+        self.desk, self.tape = self.town.desk, Tape(self.town.app)
+        key = load_or_make_key(self.town.folder.root / key_file)
+        self.key, self.run = key.public, self.desk.state.run
+        self.client = Client(URL, key, run=self.run, transport=self.tape, clock=lambda: self.now, sleep=self._sleep)
+
+    async def _sleep(self, seconds):
+        self.now += seconds
+
+    def restart(self):
+        self.desk = open_run(self.town.folder, self.town.config, lambda: self.now)
+        self.tape.restart(application(self.desk))
+
+    async def join(self, device="cpu"):
+        join = t.Join("worker", "w", 0.0, "x", "float32", device)
+        return await self.client.post_json("/v1/nodes", join, t.NodeState)
+
+    async def lease(self, *holding):
+        return (await self.client.post_json("/v1/leases", t.LeaseRequest(holding), t.LeaseAnswer)).lease
+
+    async def leave(self):
+        return await self.client.send("POST", "/v1/nodes/leave", b"", t.NodeState)
+
+    async def admin(self, action):
+        return await self.client.post_json(f"/v1/admin/{action}", t.AdminRequest(), t.Status)
+
+    async def publish(self):
+        trainer, version = self.desk.state.trainer_key, self.desk.state.main.version + 1
+        await self.desk.book.submit(
+            Publish(trainer, version, digest(b"%d" % version), digest(b"manifest"), {}, self.now)
+        )
+
+    def bodies(self, kind):
+        rows = [entry.body for entry in self.town.audit().entries]
+        return [body for body in rows if isinstance(body, kind)]
+
+
+@pytest.fixture
+def night(tmp_path):
+    return Night(tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def short_polls(request, monkeypatch):
+    if "night" in request.fixturenames:
+        monkeypatch.setattr(api, "LONG_POLL_S", 0.05)
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_requests_of_a_worker_that_left_get_nothing(night, restarted):
+    async def story():
+        await night.join()
+        await night.publish()
+        night.now += 1
+        assert await night.lease()
+        night.now += 1
+        assert (await night.leave()).lapsed == 1
+        before = night.desk.state.seq
+        if restarted:
+            night.restart()
+        for _ in range(4):
+            assert await night.tape.again(0) == (503, "replayed")
+            assert await night.tape.again(1) == (403, "not_joined")
+            assert (await night.tape.again(2))[0] == 200, "the same leave again gets its first answer"
+        assert night.desk.state.seq == before and night.desk.state.members[night.key].lapsed == 1
+        night.now += 1
+        await night.join()
+        assert await night.tape.again(1) == await night.tape.again(2) == (503, "replayed")
+        assert not night.desk.state.open_leases
+
+    asyncio.run(story())
+    assert night.town.audit().findings == []
+
+
+def test_one_signed_request_gets_one_lease(night):
+    """Also if the worker was killed and said nothing."""
+
+    async def story():
+        await night.join()
+        await night.publish()
+        first = await night.lease()
+        night.now += 1
+        assert await night.lease() == first, "a worker that was killed gets its lease again"
+        polls = [place for place, (_, url, *_) in enumerate(night.tape.seen) if url.path == "/v1/leases"]
+        assert await night.tape.again(polls[1]) == (200, first.id)
+        night.now += 20
+        await night.desk.tick()
+        assert not night.desk.state.open_leases, "it lapsed, and the signatures are still valid"
+        assert await night.tape.again(polls[1]) == (200, None)
+        assert await night.tape.again(polls[0]) == (503, "replayed")
+        assert len(night.desk.state.leases) == 1
+
+    asyncio.run(story())
+
+
+def test_each_of_many_requests_of_one_second_gets_one_lease(night):
+    async def story():
+        await night.join()
+        assert [await night.lease() for _ in range(3)] == [None] * 3
+        await night.publish()
+        for place in (1, 2, 3, 1, 2, 3):
+            assert await night.tape.again(place) == (200, None)
+        assert await night.lease()
+        assert len(night.desk.state.leases) == 1
+
+    asyncio.run(story())
+
+
+def test_a_second_holds_no_more_requests_than_a_key_may_send_in_it(night, monkeypatch):
+    monkeypatch.setattr(api, "LONG_POLL_S", 0.0)
+
+    async def story():
+        await night.join()
+        began = night.now
+        for _ in range(int(KEY_REQUESTS_PER_S)):
+            await night.lease()
+        assert night.now == began
+        await night.lease()
+        assert int(night.now) == int(began) + 1, "refused until the next second, and taken then"
+
+    asyncio.run(story())
+
+
+def test_a_leave_that_was_held_back_does_not_remove_a_worker_that_came_back(night):
+    async def story():
+        await night.join()
+        night.now += 10
+        inner, night.tape.inner = night.tape.inner, HoldBack()
+        with pytest.raises(PeerError, match="no usable answer"):
+            await night.client.send("POST", "/v1/nodes/leave", b"", t.NodeState, deadline_s=0.1)
+        night.tape.inner, held = inner, len(night.tape.seen) - 1
+        night.now += 10
+        await night.join()
+        await night.lease()
+        assert await night.tape.again(held) == (503, "replayed")
+        assert not night.desk.state.members[night.key].left
+
+    asyncio.run(story())
+
+
+def test_an_old_join_is_refused_after_a_restart_too(night):
+    async def story():
+        await night.join("old")
+        night.now += 1
+        await night.join()
+        for _ in range(2):
+            assert await night.tape.again(0) == (503, "replayed")
+            assert (await night.tape.again(1))[0] == 200
+            night.restart()
+
+    asyncio.run(story())
+    assert [joined.device for joined in night.bodies(NodeJoined)] == ["old", "cpu"]
+
+
+def test_two_joins_of_one_second_both_come_through(night):
+    async def story():
+        for device in ("a", "b"):
+            await night.join(device)
+
+    asyncio.run(story())
+    assert [(joined.device, joined.created) for joined in night.bodies(NodeJoined)] == [("a", 10**6), ("b", 10**6 + 1)]
+
+
+def test_the_hosts_requests_count_once_and_two_of_one_second_both_come_through(tmp_path):
+    night = Night(tmp_path, "keys/run.key")
+
+    async def story():
+        assert (await night.admin("pause")).phase == "paused"
+        assert (await night.admin("resume")).phase == "running"
+        resumed = len(night.tape.seen) - 1
+        for _ in range(2):
+            assert await night.tape.again(0) == (503, "replayed")
+            assert (await night.tape.again(resumed))[0] == 200
+            assert night.desk.state.phase == "running"
+            night.restart()
+
+    asyncio.run(story())
+    changed = [(body.phase, body.created) for body in night.bodies(RulesChanged)]
+    assert changed == [("paused", 10**6), ("running", 10**6 + 1)]
+
+
+def test_a_node_whose_clock_was_set_back_gets_through_by_itself(night):
+    async def story():
+        await night.join("old")
+        client_now = night.now - 20
+        late = Client(URL, night.client._key, run=night.run, transport=night.tape, clock=lambda: client_now)
+
+        async def sleep(seconds):
+            nonlocal client_now
+            night.now, client_now = night.now + seconds, client_now + seconds
+
+        late._sleep = sleep
+        night.client = late
+        assert (await night.join()).key == night.key
+        assert 20 <= night.now - 10**6 <= 30
+
+    asyncio.run(story())
+
+
+# --- whole runs ---
+
+
+class AtOnce(httpx.AsyncBaseTransport):
+    """A proxy that sends each request twice at the same time, and passes on the second answer."""
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    async def handle_async_request(self, request):
+        body = await request.aread()
+        copies = [httpx.Request(request.method, request.url, headers=request.headers, content=body) for _ in range(2)]
+        first = asyncio.create_task(self.inner.handle_async_request(copies[0]))
+        try:
+            return await self.inner.handle_async_request(copies[1])
+        finally:
+            first.cancel()
+            await asyncio.gather(first, return_exceptions=True)
+
+
+def one_after_the_other(inner):
+    return FaultyTransport(inner, random.Random(0), asyncio.sleep, faults=[Fault.DUPLICATE], rate=1.0)
+
+
+def work_through(town, transport, clock=time.time):
+    """A run whose only worker has another network or clock."""
+    worker = town.worker("worker")
+    inner = httpx.ASGITransport(town.app, raise_app_exceptions=False)
+    key = load_or_make_key(worker.home / "node.key")
+    worker.client = Client(URL, key, transport=transport(inner), clock=clock, sleep=_hurry)
+    asyncio.run(town.live(town.trainer(), town.validator(), worker))
+    audit = town.audit()
+    node = audit.state.members[worker.key]
+    assert audit.findings == [] and (node.refused, node.lapsed) == (0, 0)
+    return town.weights()
+
+
+@pytest.fixture(scope="module")
+def honest_weights(tmp_path_factory):
+    return work_through(Town(tmp_path_factory.mktemp("plain") / "run", tiny_run()), lambda inner: inner)
+
+
+@pytest.mark.parametrize("proxy", [one_after_the_other, AtOnce])
+def test_a_worker_behind_a_proxy_that_sends_all_twice_gives_the_same_weights(tmp_path, honest_weights, proxy):
+    assert work_through(Town(tmp_path / "run", tiny_run()), proxy) == honest_weights
+
+
+@pytest.mark.parametrize("skew_s", [-40.0, 40.0])
+def test_a_worker_whose_clock_is_40_seconds_off_works_as_others_do(tmp_path, honest_weights, skew_s):
+    town = Town(tmp_path / "run", tiny_run())
+    assert work_through(town, lambda inner: inner, lambda: time.time() + skew_s) == honest_weights
+
+
+def test_a_worker_and_a_validator_that_stop_say_so(tmp_path):
+    town = Town(tmp_path / "run", tiny_run(steps=1000))
+    worker, validator, trainer = town.worker("worker"), town.validator(), town.trainer()
+
+    async def story():
+        async with asyncio.TaskGroup() as group:
+            roles = [group.create_task(role.run()) for role in (worker, validator)]
+            life = group.create_task(trainer.run())
+            while town.desk.state.main.version < 1:
+                await asyncio.sleep(0.01)
+            for role, task in zip((worker, validator), roles, strict=True):
+                role.stopping.set()
+                await task
+            life.cancel()
+
+    asyncio.run(story())
+    left = [entry.body.key for entry in town.audit().entries if isinstance(entry.body, NodeLeft)]
+    assert left[0] == worker.key and len(left) == 2 and town.desk.state.judges() == []
+    assert not town.desk.state.open_leases and town.audit().findings == []
+
+
+def test_a_coordinator_that_knows_no_leaving_does_not_fail_the_exit(tmp_path):
+    town = Town(tmp_path / "run", tiny_run(steps=1000))
+    worker, calls = town.worker("worker"), []
+
+    async def refuse_leaving(scope, receive, send):
+        calls.append(scope["path"])
+        if scope["path"] == "/v1/nodes/leave":
+            scope = {**scope, "path": "/v1/nothing", "raw_path": b"/v1/nothing"}
+        await town.app(scope, receive, send)
+
+    key = load_or_make_key(worker.home / "node.key")
+    worker.client = Client(URL, key, transport=httpx.ASGITransport(refuse_leaving), sleep=_hurry)
+
+    async def story():
+        task = asyncio.create_task(worker.run())
+        while "/v1/leases" not in calls:
+            await asyncio.sleep(0.01)
+        worker.stopping.set()
+        await asyncio.wait_for(task, 10)
+
+    asyncio.run(story())
+    assert "/v1/nodes/leave" in calls and not town.desk.state.members[worker.key].left
+
+
+def test_a_stranger_cannot_leave(night):
+    with pytest.raises(PeerRefused, match="has not joined"):
+        asyncio.run(night.leave())
