@@ -339,6 +339,8 @@ class Worker:
                 key.valid, key.failures, self.refused = 0, key.failures + 1, self.refused + 1
             again = case.again and not weighed.refused and len(said) == 1 and len(order) > 1
             self._pay(key, weighed, blamed, again)
+            if not blamed and _holds_forgery(said, weighed.disputed, self.terms.groups):
+                key.valid = 0
             if quarantine and not blamed:
                 quarantine = len(said) - 1  # it is lifted as soon as all have judged
             if not again:
@@ -403,6 +405,11 @@ def in_time(move: Move, turns_left: int) -> tuple[int, int]:
 def is_quarantined(first: Sequence[str], failures: int) -> bool:
     """Whether a first verdict quarantines the worker at once, as in `ledger/rules/verdicts`."""
     return "hard" in first or ("soft" in first and (failures + 1) % LAW.soft_failures == 0)
+
+
+def _holds_forgery(said: Sequence[Sequence[str]], blocks: Sequence[int], groups: int) -> bool:
+    """Whether some verdict finds a forgery in one of these blocks."""
+    return any("hard" in outcomes[block * groups : (block + 1) * groups] for outcomes in said for block in blocks)
 
 
 def quarantine_turns(failures: int) -> int:

@@ -227,7 +227,7 @@ def test_chunks_on_their_way_are_not_deleted_with_an_old_version_that_has_the_sa
     town = Town(tmp_path / "run", tiny_run(steps=9))
     asyncio.run(three_versions(town))
     chunk = next(iter(chunks_of(town, 0) - chunks_of(town, 3)))
-    put_chunk(town.desk, town.desk.state.trainer_key, chunk, town.desk.blobs.get(chunk), chunk)
+    put_chunk(town.desk, chunk, town.desk.blobs.get(chunk), chunk)
     assert not town.desk.kept.make_room(0) and town.desk.blobs.has(chunk)
 
 

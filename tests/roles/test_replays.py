@@ -325,6 +325,7 @@ def test_a_worker_and_a_validator_that_stop_say_so(tmp_path):
             life = group.create_task(trainer.run())
             while town.desk.state.main.version < 1:
                 await asyncio.sleep(0.01)
+            await asyncio.sleep(1.1)  # else they leave in the second in which they joined, and try again
             for role, task in zip((worker, validator), roles, strict=True):
                 role.stopping.set()
                 await task
