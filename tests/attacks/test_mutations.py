@@ -273,7 +273,8 @@ class Sender:
         return Specimens(to_msgpack(honest), tuple(to_msgpack(other) for other in others))
 
     def is_due(self, body: bytes, lease: t.Lease) -> bool:
-        """Whether a body is a submission for this lease, no larger than it needs, with a group for each slot."""
+        """Whether a body is a submission for this lease, no larger than it needs, with a group for each slot, and of the
+        engine that joined."""
         if len(body) > largest_submission_bytes(lease, self.town.desk.state.rules):
             return False
         try:
@@ -281,8 +282,8 @@ class Sender:
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return False
         due = sum(len(block.slots) for block in lease.blocks)
-        return (said.run, said.lease, said.version, len(said.groups)) == (
-            self.town.desk.state.run, lease.id, lease.version, due
+        return (said.run, said.lease, said.version, len(said.groups), said.engine) == (
+            self.town.desk.state.run, lease.id, lease.version, due, t.EngineFacts("x", "float32", "cpu")
         )  # fmt: skip
 
     def kept(self) -> tuple[int, int]:
