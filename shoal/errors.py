@@ -24,6 +24,10 @@ class StateError(ShoalError):
     """The disk holds something wrong: corrupt checkpoint, changed run file, broken log, full disk."""
 
 
+class Overreach(StateError):
+    """A run's tokenizer or chat template took more time or memory than it may. It is evidence against no worker."""
+
+
 class PeerError(ShoalError):
     """Another node cannot be reached, refuses us, or sent something wrong."""
 

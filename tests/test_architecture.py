@@ -41,6 +41,7 @@ BROAD_EXCEPTS = {
     "ledger/log/book.py": "a bug in the rules must not keep the other waiting commands from their answers",
     "net/server.py": "a fault of ours while answering is logged and becomes a 500, not a broken connection",
     "proofs/context.py": "an environment may raise anything; then nobody can play the slot, and it is void",
+    "policy/contained.py": "a stranger's tokenizer may raise anything; the text is refused",
     "policy/render.py": "the tokenizers library raises bare Exception for a damaged file",
 }
 """Named boundaries where anything may be caught, and why. Elsewhere it would hide a bug."""

@@ -16,7 +16,7 @@ A conversation opens with the environment's messages. Then, turn by turn, the po
 from collections.abc import Sequence
 
 from shoal.envs.base import Env, State, Task, describe_fault, source_of, success_of
-from shoal.errors import ShoalError
+from shoal.errors import Overreach, ShoalError
 from shoal.policy.render import Renderer
 from shoal.protocol.types import ENVIRONMENT, POLICY, Ending, Rollout, Sampling, make_rollout
 
@@ -48,8 +48,11 @@ class Conversation:
             return 0
         return min(self.sampling.max_turn_tokens, self.sampling.max_tokens - len(self.tokens))
 
-    def write(self, token_ids: Sequence[int], logprobs: Sequence[float] = ()) -> None:
-        """Add one whole turn of the policy. It must end with its first stop token, or fill `room` without one."""
+    def write(self, token_ids: Sequence[int], logprobs: Sequence[float] = (), action: str | None = None) -> None:
+        """Add one whole turn of the policy. It must end with its first stop token, or fill `room` without one.
+
+        `action` is the turn's text, if the caller has decoded it already.
+        """
         stop_ids = self.renderer.stop_ids
         stopped = bool(token_ids) and token_ids[-1] in stop_ids
         assert not stop_ids.intersection(token_ids[:-1]), "a turn continues after its stop token"
@@ -57,7 +60,7 @@ class Conversation:
         assert stopped or len(token_ids) == self.room, "a turn ends early without a stop token"
         self._append(token_ids, POLICY)
         self.logprobs.extend(logprobs)
-        action = self.renderer.decode(list(token_ids))
+        action = self.renderer.decode(list(token_ids)) if action is None else action
         self.texts.append(("assistant", action))
         self._answer(action, cut=not stopped)
 
@@ -70,6 +73,8 @@ class Conversation:
         try:
             self.state, messages = self.env.reset(self.task)
             opening = self.renderer.start(messages)
+        except Overreach:
+            raise  # guard: overreach-opens-nothing
         except Exception as error:  # noqa: BLE001  foreign code may raise anything, and must not stop the run
             place = describe_fault(error, source_of(self.env))
             raise ShoalError(
@@ -86,6 +91,8 @@ class Conversation:
         try:
             self.state, reply, done = self.env.step(self.state, action)
             reply_ids = [] if done else self.renderer.reply(_text(reply))
+        except Overreach:
+            raise  # guard: overreach-ends-nothing
         except Exception as error:  # noqa: BLE001  as above
             self._fail(error)
             return

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from shoal.engine.base import Engine, Request
 from shoal.envs.base import Env, Player, Task, task_of
 from shoal.envs.conversation import Conversation
-from shoal.errors import ShoalError
+from shoal.errors import Overreach, ShoalError
 from shoal.policy.render import Renderer
 from shoal.protocol.randomness import sample_seed
 from shoal.protocol.types import Block, Group, Rollout, Sampling
@@ -48,6 +48,8 @@ def play_block(
             task = task_of(env, slot.task)
             if Conversation(env, renderer, task, sampling).ending is None:
                 episodes += [Episode(env, task, sample_seed(seed, i)) for i in range(group_size)]
+        except Overreach:
+            raise  # guard: overreach-is-not-void
         except ShoalError as fault:
             log.warning("void slot=%d reason=%s", slot.slot, fault)
         of_slot[slot.slot] = range(first, len(episodes))
@@ -76,8 +78,10 @@ def converse(engine: Engine, renderer: Renderer, episodes: Sequence[Episode], sa
             requests = [
                 Request(names[i], talks[i].tokens, episodes[i].seed, talks[i].room, renderer.stop_ids) for i in open_now
             ]
-            for i, turn in zip(open_now, engine.extend(requests, sampling.temperature), strict=True):
-                talks[i].write(turn.token_ids, turn.logprobs)
+            turns = engine.extend(requests, sampling.temperature)
+            actions = renderer.decode_all([turn.token_ids for turn in turns])
+            for i, turn, action in zip(open_now, turns, actions, strict=True):
+                talks[i].write(turn.token_ids, turn.logprobs, action)
             engine.forget([names[i] for i in open_now if talks[i].ending is not None])
             open_now = [i for i in open_now if talks[i].ending is None]
     finally:

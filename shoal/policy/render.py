@@ -17,11 +17,14 @@ import jinja2.sandbox
 import msgspec
 from tokenizers import Tokenizer
 
-from shoal.errors import StateError
+from shoal.errors import Overreach, StateError
 from shoal.policy.spec import PolicySpec, read_capped
 
 MAX_TOKENIZER_BYTES = 64 << 20
 MAX_TEMPLATE_BYTES = 1 << 20
+
+FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+"""The files of a checkpoint that decide its tokens."""
 
 REMEMBERED = 256
 """Number of openings, and of replies, whose token ids are cached."""
@@ -33,7 +36,7 @@ _TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
 _TEMPLATE_ERRORS = (
-    jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError, MemoryError, RecursionError,
+    jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError,
 )  # fmt: skip
 """Exceptions that a stranger's template may raise, because its expressions are Python's."""
 
@@ -107,6 +110,10 @@ class Renderer:
         text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
         return text
 
+    def decode_all(self, turns: Sequence[Sequence[int]]) -> list[str]:
+        """The texts of several turns, as of `decode`."""
+        return [self.decode(turn) for turn in turns]
+
     def _render_opening(self, messages: tuple[tuple[tuple[str, str], ...], ...]) -> list[int]:
         return self._encode(self._render([dict(message) for message in messages]))
 
@@ -121,6 +128,10 @@ class Renderer:
     def _render(self, messages: Sequence[Mapping[str, str]]) -> str:
         try:
             return self._template.render(messages=list(messages), add_generation_prompt=True, **self._tokens)
+        except (MemoryError, RecursionError) as error:
+            raise Overreach(
+                f"the chat template takes more memory or depth than there is ({type(error).__name__}): use another model"
+            ) from None
         except _TEMPLATE_ERRORS as error:
             raise StateError(
                 f"the chat template refuses these messages: {error}. Use a model that takes them"

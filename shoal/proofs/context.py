@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.engine.base import Score, ScoreRequest
+from shoal.errors import Overreach
 from shoal.policy.render import Renderer
 from shoal.protocol.bounds import bounds_for
 from shoal.protocol.randomness import sample_seed
@@ -165,6 +166,8 @@ class Context:
         assert self.slot.env in self.tools.envs, f"environment {self.slot.env} is not loaded"
         try:
             return len(self.opening) < self.sampling.max_tokens
+        except Overreach:
+            raise  # guard: overreach-is-no-verdict
         except Exception:  # noqa: BLE001  foreign code may raise anything: the slot is void, the validator continues
             return False
 

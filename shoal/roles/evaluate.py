@@ -19,6 +19,8 @@ from shoal.envs.evaluate import Evaluation, as_text, evaluate, mixed
 from shoal.envs.load import load_env
 from shoal.errors import StateError
 from shoal.folder import RunFolder, write_atomically
+from shoal.policy.contained import ContainedRenderer
+from shoal.policy.render import Renderer
 from shoal.protocol.types import Sampling
 from shoal.roles.loading import Loaded
 
@@ -66,7 +68,7 @@ def figures_of(
     progress: Callable[[int], None] = lambda done: None,
 ) -> Evaluation:
     """Play the episodes; calls `progress` with how many are done. Raises as `main`."""
-    policy = _load(checkpoint, threads)
+    policy = _load(checkpoint, threads, ContainedRenderer)
     return evaluate(policy.engine, policy.renderer, env, episodes, seed, sampling, samples, progress)
 
 
@@ -89,10 +91,12 @@ def for_run(run_dir: Path, checkpoint: Path, episodes: int, out: Path, threads: 
     write_atomically(out, msgspec.json.encode(figures))
 
 
-def _load(checkpoint: Path, threads: int) -> Loaded:
+def _load(
+    checkpoint: Path, threads: int, open_renderer: Callable[[Path], Renderer] = Renderer.from_directory
+) -> Loaded:
     if not (checkpoint / "config.json").is_file():
         raise StateError(f"{checkpoint} is not a checkpoint: give a directory with config.json, weights and tokenizer")
-    policy = Loaded(open_engine(EngineSpec(threads=threads)))
+    policy = Loaded(open_engine(EngineSpec(threads=threads)), open_renderer)
     policy.load(checkpoint, 0)
     return policy
 

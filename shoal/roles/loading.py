@@ -4,17 +4,20 @@ Used by every role that samples or scores: worker, validator, auditor, evaluatio
 `weights/fetch` makes the directory.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 
 from shoal.engine.base import Engine
+from shoal.policy.contained import ContainedRenderer
 from shoal.policy.render import Renderer
 
 
 class Loaded:
     """An engine with one version of a policy in it, and the renderer of that policy's tokenizer."""
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+    def __init__(self, engine: Engine, open_renderer: Callable[[Path], Renderer] = Renderer.from_directory) -> None:
+        """`open_renderer` opens the tokenizer: `ContainedRenderer` if the files are a stranger's."""
+        self.engine, self._open_renderer = engine, open_renderer
         self._renderer: Renderer | None = None
 
     @property
@@ -25,5 +28,7 @@ class Loaded:
 
     def load(self, directory: Path, version: int) -> None:
         """Load the policy in a checkpoint directory. Raises `StateError`."""
-        self._renderer = self._renderer or Renderer.from_directory(directory)
+        self._renderer = self._renderer or self._open_renderer(directory)
+        if isinstance(self._renderer, ContainedRenderer):
+            self._renderer.directory = directory  # older versions are deleted, and a new child must find its files
         self.engine.load(directory, version)

@@ -8,6 +8,7 @@ import contextlib
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -16,6 +17,8 @@ from shoal.envs.base import Env
 from shoal.envs.load import load_run_envs
 from shoal.errors import PeerError
 from shoal.net.client import Client
+from shoal.policy.contained import ContainedRenderer, Limits
+from shoal.policy.render import Renderer
 from shoal.protocol import types as t
 from shoal.protocol.bounds import DTYPES
 from shoal.protocol.constants import EPISODES, PROTOCOL_VERSION
@@ -67,10 +70,12 @@ async def take_seat(
     make_engine: Callable[[str], Engine],
     own_files: bool,
     clock: Callable[[], float] = time.time,
+    max_memory_mb: int = 0,
 ) -> Seat:
     """Read the run's description, load its environments, make an engine for its dtype, and join with the client's key.
 
-    `own_files` allows environments that are files on this machine. Raises `PeerError`, `StateError`.
+    `own_files` allows environments that are files on this machine, and trusts the policy's tokenizer and chat template.
+    Those of others run in a child process within a share of `max_memory_mb`. Raises `PeerError`, `StateError`.
     """
     run = await client.get_json("/v1/run", t.RunNeeds)  # first, because the rules of a later version may not decode
     if run.protocol != PROTOCOL_VERSION:
@@ -89,7 +94,9 @@ async def take_seat(
     facts = engine.facts
     join = t.Join(role, name, 0.0, facts.implementation, facts.dtype, facts.device)
     node = await client.post_json("/v1/nodes", join, t.NodeState)
-    return Seat(client, home, info, envs, Loaded(engine), node, clock)
+    contained = partial(ContainedRenderer, limits=Limits.within(max_memory_mb))
+    policy = Loaded(engine, Renderer.from_directory if own_files else contained)  # guard: strangers-are-contained
+    return Seat(client, home, info, envs, policy, node, clock)
 
 
 async def say_goodbye(client: Client, deadline_s: float) -> None:

@@ -106,7 +106,14 @@ class Worker:
     async def _join(self) -> bool:
         """Join the run; returns True when done."""
         self.seat = await take_seat(
-            self.client, "worker", self.name, self.home, self.make_engine, self.own_files, self.clock
+            self.client,
+            "worker",
+            self.name,
+            self.home,
+            self.make_engine,
+            self.own_files,
+            self.clock,
+            self.max_memory_mb,
         )
         self.told, name = self.seat.node, self.seat.info.name
         log.info("joined run=%s as=%s key=%s credits=%d", name, self.name, self.key[:12], self.told.credits)
@@ -184,7 +191,8 @@ class Worker:
             groups += play_block(seat.engine, seat.policy.renderer, seat.envs, block, size, lease.sampling)
         tokens = sum(rollout.num_policy_tokens() for group in groups for rollout in group.rollouts)
         self.tokens_per_s = tokens / max(time.perf_counter() - started, 1e-6)
-        used_mb = psutil.Process().memory_info().rss // 1_000_000
+        ours = psutil.Process()
+        used_mb = sum(process.memory_info().rss for process in (ours, *ours.children())) // 1_000_000
         if self.max_memory_mb and used_mb > self.max_memory_mb:
             raise StateError(
                 f"this worker uses {used_mb} MB of memory, limit {self.max_memory_mb} (--max-memory): raise the limit"

@@ -25,6 +25,7 @@ from shoal.errors import ConfigError, NothingYet, PeerError, StateError
 from shoal.ledger.facts.verdicts import Decision, Rechecked, VerdictGiven
 from shoal.ledger.log.verify import Audit
 from shoal.ledger.seeds import lease_of
+from shoal.policy.contained import ContainedRenderer
 from shoal.policy.render import Renderer
 from shoal.proofs.context import Tools
 from shoal.proofs.disagreement import differences
@@ -221,7 +222,8 @@ class Bench:
         """An engine with a version's published weights; raises as `fetch_weights`."""
         directory = await fetch_weights(self.run, self.state, version, self.home)
         if self._policy is None:
-            self._policy = Loaded(open_engine(EngineSpec(dtype=self.state.rules.dtype, threads=self.threads)))
+            engine = open_engine(EngineSpec(dtype=self.state.rules.dtype, threads=self.threads))
+            self._policy = Loaded(engine, ContainedRenderer)
         self._policy.load(directory, version)
         self._renderer = self._policy.renderer
         return self._policy.engine
@@ -230,7 +232,7 @@ class Bench:
         """Load the newest version's renderer if there is none: all versions have the same. Raises as `fetch_weights`."""
         if self._renderer is None:
             directory = await fetch_weights(self.run, self.state, self.state.main.version, self.home)
-            self._renderer = Renderer.from_directory(directory)
+            self._renderer = ContainedRenderer(directory)
 
     def is_overruled(self, verdict: VerdictGiven, slot: int) -> bool:
         """Whether the log decided otherwise than this verdict on the slot's block, or the block is disputed."""

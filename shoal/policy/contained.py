@@ -1,0 +1,340 @@
+"""A renderer for files of a stranger: tokenizer and chat template run in a child process with limits.
+
+Opened by the roles of people who joined somebody's run, and by auditors. A template may loop, a tokenizer may abort its
+process, and both may take any amount of memory. Only the child has the limits, because torch needs address space. The child
+gives the same tokens as `Renderer` does in this process. It knows no run and no network.
+
+A frame on a pipe is its length in 4 bytes, big-endian, and then MessagePack. The child answers one request after another.
+"""
+
+import array
+import contextlib
+import hashlib
+import logging
+import os
+import resource
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+import psutil
+
+from shoal.config.environ import child_environment
+from shoal.errors import Overreach, StateError
+from shoal.policy.render import FILES, REMEMBERED, Renderer
+from shoal.protocol.constants import MAX_ROLLOUT_TOKENS
+
+MAX_FRAME_BYTES = 4 * (MAX_ROLLOUT_TOKENS + 1) + 1024
+"""An answer is at most as long as the longest rollout, with 4 bytes for each token."""
+
+GRACE_S = 5.0
+"""The child ends itself at its time limit. We end it if it has not done so this much later."""
+
+_NO_MEMORY = 77
+"""Exit code of a child that reached its limit of memory."""
+
+_BATCH = 64
+"""Turns that are decoded by one request."""
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+
+class Limits(NamedTuple):
+    """What the child may take."""
+
+    memory_mb: int = 1024
+    """Address space beyond what it has before it opens the first file."""
+    time_s: float = 10.0
+    """Wall time for one text."""
+    open_s: float = 60.0
+    """Wall time for opening the tokenizer and the template."""
+
+    @staticmethod
+    def within(max_memory_mb: int) -> "Limits":
+        """A quarter of what a node may use; the default if a node has no limit (0)."""
+        usual = Limits()
+        return usual._replace(memory_mb=min(usual.memory_mb, max_memory_mb // 4)) if max_memory_mb else usual
+
+
+class ContainedRenderer(Renderer):
+    """A renderer whose work is done by a child process. Every method may raise `Overreach`."""
+
+    def __init__(self, directory: Path, limits: Limits = Limits()) -> None:
+        """Open the tokenizer and chat template of a checkpoint. Raises as `Renderer.from_directory`, and `Overreach`."""
+        self.directory, self._limits = Path(directory), limits
+        self._lock = threading.Lock()
+        self._child: _Child | None = None
+        self._facts: _Facts | None = None
+        self._ask("decode", b"")
+        assert self._facts is not None, "an open child has told its facts"
+        self.eos_id, self.stop_ids = self._facts.eos_id, frozenset(self._facts.stop_ids)
+        self.vocabulary = self._facts.vocabulary
+        self._opening = lru_cache(REMEMBERED)(self._render_opening)
+        self._reply = lru_cache(REMEMBERED)(self._render_reply)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return self._ask("decode", _packed(token_ids)).text
+
+    def decode_all(self, turns: Sequence[Sequence[int]]) -> list[str]:
+        texts: list[str] = []
+        for first in range(0, len(turns), _BATCH):
+            texts += self._ask("decode_all", [_packed(turn) for turn in turns[first : first + _BATCH]]).texts
+        return texts
+
+    def _render_opening(self, messages: tuple[tuple[tuple[str, str], ...], ...]) -> list[int]:
+        return self._ids("opening", messages)
+
+    def _render_reply(self, content: str, role: str) -> list[int]:
+        return self._ids("reply", (content, role))
+
+    def _encode(self, text: str) -> list[int]:
+        return self._ids("encode", text)
+
+    def _ids(self, act: str, argument: Any) -> list[int]:
+        return _unpacked(self._ask(act, argument).ids)
+
+    def _ask(self, act: str, argument: Any) -> "_Answer":
+        """One answer of the child. A child that died or was too slow gets one successor, because the fault may be ours."""
+        request = msgspec.msgpack.encode((act, argument))
+        with self._lock:
+            for last in (False, True):
+                try:
+                    self._child = self._child or self._open()
+                    answer = self._child.ask(request, self._limits.time_s, _Answer)
+                    break
+                except _Gone as gone:
+                    self._child = None
+                    if last or gone.certain:
+                        raise Overreach(
+                            f"the chat template or the tokenizer of the policy {gone} (limits for each text: "
+                            f"{self._limits.time_s:g} s, {self._limits.memory_mb} MB). The host of the run chose them: "
+                            "leave this run, and tell the host"
+                        ) from None
+                    log.warning("tokenizer restarted=true reason=%r", str(gone))
+        if answer.refused:
+            raise StateError(answer.refused)
+        return answer
+
+    def _open(self) -> "_Child":
+        child = _Child(self._limits)
+        opened = child.ask(msgspec.msgpack.encode(str(self.directory.absolute())), self._limits.open_s, _Opened)
+        if opened.facts is None:
+            raise StateError(opened.refused)
+        if self._facts is not None and opened.facts != self._facts:  # guard: contained-same-files
+            raise Overreach(
+                f"{self.directory} has another tokenizer or chat template than the version that was opened first: the host "
+                "changed them during the run. Leave this run, and tell the host"
+            )
+        self._facts = opened.facts
+        return child
+
+
+# --- what goes over the pipes ---
+
+
+class _Facts(msgspec.Struct, frozen=True):
+    eos_id: int
+    stop_ids: list[int]
+    vocabulary: int
+    digest: str
+    """Of the files that were opened."""
+
+
+class _Opened(msgspec.Struct):
+    facts: _Facts | None = None
+    refused: str = ""
+
+
+class _Answer(msgspec.Struct, omit_defaults=True):
+    ids: bytes = b""
+    text: str = ""
+    texts: list[str] = []
+    refused: str = ""
+    """Why the renderer refuses this text, as it would in our own process."""
+
+
+def _packed(token_ids: Sequence[int]) -> bytes:
+    return array.array("I", token_ids).tobytes()
+
+
+def _unpacked(data: bytes) -> list[int]:
+    ids = array.array("I")
+    ids.frombytes(data[: len(data) // ids.itemsize * ids.itemsize])
+    return ids.tolist()
+
+
+class _Gone(Exception):
+    """The child gave no answer; the text says why, as the end of a sentence."""
+
+    def __init__(self, why: str, certain: bool = False) -> None:
+        super().__init__(why)
+        self.certain = certain
+        """Whether a second try would end the same way."""
+
+
+# --- our end ---
+
+
+class _Child:
+    """A running child. It ends when this object goes, and when this process ends."""
+
+    def __init__(self, limits: Limits) -> None:
+        program = "import sys; sys.path[:] = sys.argv[3:]; from shoal.policy.contained import serve; serve()"
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-c", program, str(limits.memory_mb), str(limits.time_s), *sys.path],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0,
+            env=child_environment(1), start_new_session=True,
+        )  # fmt: skip
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._to, self._from = self._process.stdin.fileno(), self._process.stdout.fileno()
+        self.end = weakref.finalize(self, _end, self._process)
+
+    def ask(self, request: bytes, limit_s: float, kind: type[T]) -> T:
+        """Raises `_Gone`, and has then ended the child."""
+        try:
+            _send(self._to, request)
+            return msgspec.msgpack.decode(self._receive(time.monotonic() + limit_s + GRACE_S), type=kind)
+        except _Gone:
+            self.end()
+            raise
+        except (OSError, msgspec.MsgspecError) as error:
+            raise self._why(str(error)) from None
+
+    def _receive(self, until: float) -> bytes:
+        size = int.from_bytes(self._read(4, until), "big")
+        if size > MAX_FRAME_BYTES:
+            raise _Gone(f"gave {size} bytes for one text, limit {MAX_FRAME_BYTES}", certain=True)
+        return self._read(size, until)
+
+    def _read(self, size: int, until: float) -> bytes:
+        data = bytearray()
+        while len(data) < size:
+            ready, _, _ = select.select([self._from], [], [], max(0.0, until - time.monotonic()))
+            if not ready:
+                raise _Gone("took too long")
+            piece = os.read(self._from, min(size - len(data), 1 << 20))
+            if not piece:
+                raise self._why("")
+            data += piece
+        return bytes(data)
+
+    def _why(self, error: str) -> _Gone:
+        """How a child ended that closed its pipe or sent something wrong."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(1.0)
+        code = self._process.returncode
+        self.end()
+        if code == _NO_MEMORY:
+            return _Gone("took too much memory", certain=True)
+        if code == -signal.SIGALRM:
+            return _Gone("took too long")
+        if code is None:
+            return _Gone(f"gave a wrong answer ({error})")
+        return _Gone(f"crashed ({signal.Signals(-code).name if code < 0 else f'exit code {code}'})")
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        assert pipe is not None
+        pipe.close()
+
+
+def _send(pipe: int, data: bytes) -> None:
+    rest = memoryview(len(data).to_bytes(4, "big") + data)
+    while rest:
+        rest = rest[os.write(pipe, rest) :]
+
+
+# --- the child's end ---
+
+
+def serve() -> None:
+    """Answer requests from standard input until it closes. The alarm ends this process also while it runs foreign code."""
+    memory_mb, time_s = int(sys.argv[1]), float(sys.argv[2])
+    directory = _next_request()
+    if directory is None:
+        return
+    _limit(memory_mb)
+    signal.setitimer(signal.ITIMER_REAL, Limits().open_s)
+    try:
+        renderer, opened = _opened(Path(msgspec.msgpack.decode(directory, type=str)))
+        _answer(msgspec.msgpack.encode(opened))
+        while renderer is not None and (request := _next_request()) is not None:
+            signal.setitimer(signal.ITIMER_REAL, time_s)  # guard: contained-time
+            _answer(msgspec.msgpack.encode(_obey(renderer, *msgspec.msgpack.decode(request))))
+    except (MemoryError, Overreach):
+        os._exit(_NO_MEMORY)
+
+
+def _limit(memory_mb: int) -> None:
+    """Lower what this process may take. It writes to no file."""
+    used = psutil.Process().memory_info().vms
+    for which, most in (
+        (resource.RLIMIT_AS, used + memory_mb * 1_000_000),  # guard: contained-memory
+        (resource.RLIMIT_FSIZE, 0),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        with contextlib.suppress(ValueError, OSError):  # no such limit on this system
+            resource.setrlimit(which, (most, most))
+
+
+def _next_request() -> bytes | None:
+    size = sys.stdin.buffer.read(4)
+    return sys.stdin.buffer.read(int.from_bytes(size, "big")) if size else None
+
+
+def _answer(data: bytes) -> None:
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    _send(sys.stdout.fileno(), data)
+
+
+def _opened(directory: Path) -> tuple[Renderer | None, _Opened]:
+    try:
+        renderer = Renderer.from_directory(directory)
+    except Overreach:
+        raise
+    except StateError as error:
+        return None, _Opened(refused=_line(error))
+    files = [directory / name for name in FILES]
+    digest = hashlib.sha256(b"".join(hashlib.sha256(file.read_bytes()).digest() for file in files if file.exists()))
+    stops = sorted(renderer.stop_ids)
+    return renderer, _Opened(_Facts(renderer.eos_id, stops, renderer.vocabulary, digest.hexdigest()))
+
+
+def _obey(renderer: Renderer, act: str, argument: Any) -> _Answer:
+    try:
+        match act:
+            case "decode":
+                return _Answer(text=renderer.decode(_unpacked(argument)))
+            case "decode_all":
+                return _Answer(texts=renderer.decode_all([_unpacked(turn) for turn in argument]))
+            case "encode":
+                ids = renderer.encode(argument)
+            case "reply":
+                ids = renderer.reply(*argument)
+            case _:
+                ids = renderer.start([dict(message) for message in argument])
+        return _Answer(
+            ids=_packed(ids[: MAX_ROLLOUT_TOKENS + 1])
+        )  # one token too many ends a rollout, as all of them would
+    except (MemoryError, Overreach):
+        raise
+    except Exception as error:  # noqa: BLE001  a tokenizer raises anything; the text is refused as in one process
+        return _Answer(refused=_line(error))
+
+
+def _line(error: Exception) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text.encode("utf-8", "replace").decode()[:1000]

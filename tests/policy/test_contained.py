@@ -1,0 +1,171 @@
+"""What a run's tokenizer and chat template can do to a machine that joined: nothing but stop its own child process."""
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from shoal.config import TinyPolicy
+from shoal.envs.conversation import Conversation
+from shoal.envs.load import load_env
+from shoal.envs.play import play_block
+from shoal.errors import Overreach, StateError
+from shoal.policy.contained import ContainedRenderer, Limits
+from shoal.policy.render import Renderer
+from shoal.policy.tiny import make_tiny
+from shoal.proofs.context import Context
+from shoal.protocol.types import Block, Sampling, Slot
+
+HELLO = [{"role": "user", "content": "hello there"}]
+QUICK = Limits(memory_mb=200, time_s=1.0)
+LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+HOG = "{% set text = messages[0].content * 300000000 %}{{ text|length }}"
+"""3.1 GB of text."""
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("tiny") / "policy"
+    make_tiny(TinyPolicy(width=16, layers=1, heads=2, kv_heads=1, mlp_width=16), directory, seed=0, dtype="float32")
+    return directory
+
+
+@pytest.fixture
+def hostile(tiny: Path, tmp_path: Path) -> Callable[..., Path]:
+    """A checkpoint with another template, or another entry of its tokenizer.json."""
+
+    def make(template: str = "", **changes: object) -> Path:
+        directory = tmp_path / "hostile"
+        shutil.copytree(tiny, directory, dirs_exist_ok=True)
+        if template:
+            (directory / "chat_template.jinja").write_text(template)
+        path = directory / "tokenizer.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+        return directory
+
+    return make
+
+
+def test_the_child_gives_the_same_tokens_and_texts(tiny: Path) -> None:
+    here, apart = Renderer.from_directory(tiny), ContainedRenderer(tiny)
+    assert (apart.eos_id, apart.stop_ids, apart.vocabulary) == (here.eos_id, here.stop_ids, here.vocabulary)
+    for content in ("hello", "naïve 漢字 🙂", "", "x" * 100_000):
+        messages = [{"role": "system", "content": "play!"}, {"role": "user", "content": content}]
+        assert apart.start(messages) == here.start(messages)
+        assert apart.reply(content) == here.reply(content)
+        assert apart.encode(content) == here.encode(content)
+    turns = [[i % 64, 7, 8, 9, here.eos_id] for i in range(200)]
+    assert apart.decode_all(turns) == here.decode_all(turns) == [apart.decode(turn) for turn in turns]
+    with pytest.raises(ValueError):
+        apart.start([{"role": "user", "content": "\ud800"}])
+    assert apart.reply("go on") == here.reply("go on")
+
+
+def test_a_slow_template_and_one_that_refuses_are_as_in_one_process(hostile: Callable[..., Path]) -> None:
+    slow = "{% for a in range(300) %}{% for b in range(1000) %}{% endfor %}{% endfor %}{{ messages[0].content }}"
+    directory = hostile(slow)
+    assert ContainedRenderer(directory, QUICK).start(HELLO) == Renderer.from_directory(directory).start(HELLO)
+    refusing = ContainedRenderer(hostile("{{ raise_exception('only the user may speak') }}"), QUICK)
+    with pytest.raises(StateError, match="refuses these messages: only the user may speak") as refused:
+        refusing.start(HELLO)
+    assert not isinstance(refused.value, Overreach)
+    with pytest.raises(StateError, match="template is malformed"):
+        ContainedRenderer(hostile("{% for %}"))
+
+
+@pytest.mark.parametrize(("template", "why"), [(LOOP, "took too long"), (HOG, "took too much memory")])
+def test_a_template_that_loops_or_hogs_memory_ends_its_child_only(
+    template: str, why: str, hostile: Callable[..., Path]
+) -> None:
+    renderer, began = ContainedRenderer(hostile(template), QUICK), time.monotonic()
+    with pytest.raises(Overreach, match=f"{why}.*The host of the run chose them") as stopped:
+        renderer.start(HELLO)
+    assert time.monotonic() - began < 10 and "\n" not in str(stopped.value)
+    assert not [child for child in psutil.Process().children() if child.status() != "zombie" and _is_ours(child)]
+
+
+def _is_ours(child: psutil.Process) -> bool:
+    return any("shoal.policy.contained" in word for word in child.cmdline())
+
+
+ABORTS = {"padding": {
+    "strategy": {"Fixed": 10**11}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0,
+    "pad_token": "<|pad|>",
+}}  # fmt: skip
+PANICS = {"truncation": {"direction": "Right", "max_length": 1, "strategy": "LongestFirst", "stride": 5}}
+ABORTS_WHEN_OPENED = {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "////////"}}
+
+
+@pytest.mark.parametrize("changes", [ABORTS, PANICS])
+def test_a_tokenizer_that_aborts_or_panics_ends_its_child_only(
+    changes: dict[str, object], hostile: Callable[..., Path]
+) -> None:
+    renderer = ContainedRenderer(hostile(**changes), QUICK)
+    with pytest.raises(Overreach, match=r"crashed \(.*The host of the run chose them"):
+        renderer.start(HELLO)
+
+
+def test_a_tokenizer_that_aborts_when_it_is_opened_ends_its_child_only(hostile: Callable[..., Path]) -> None:
+    with pytest.raises(Overreach, match=r"crashed \(SIGABRT\)"):
+        ContainedRenderer(hostile(**ABORTS_WHEN_OPENED), QUICK)
+
+
+def test_a_child_that_something_else_ended_gets_one_successor_with_the_same_files(
+    tiny: Path, hostile: Callable[..., Path]
+) -> None:
+    directory = hostile()
+    renderer = ContainedRenderer(directory, QUICK)
+    _kill(renderer)
+    assert renderer.start(HELLO) == Renderer.from_directory(tiny).start(HELLO)
+    _kill(renderer)
+    hostile("{{ messages[0].content }}")
+    with pytest.raises(Overreach, match="changed them during the run"):
+        renderer.reply("new")
+
+
+def _kill(renderer: ContainedRenderer) -> None:
+    assert renderer._child is not None
+    renderer._child._process.kill()
+
+
+def test_a_child_that_loops_ends_with_its_parent(hostile: Callable[..., Path]) -> None:
+    """Nobody is left to end it but its own alarm."""
+    program = (
+        "import sys, threading, time; from pathlib import Path; from shoal.policy.contained import *;"
+        "r = ContainedRenderer(Path(sys.argv[1]), Limits(time_s=1.0));"
+        "threading.Thread(target=r.start, args=([{'role': 'user', 'content': 'hi'}],), daemon=True).start();"
+        "time.sleep(0.2); print(r._child._process.pid, flush=True); os.kill(os.getpid(), 9)"
+    )
+    parent = subprocess.run([sys.executable, "-c", program, str(hostile(LOOP))], capture_output=True, timeout=60)
+    child, until = int(parent.stdout), time.monotonic() + 10
+    while psutil.pid_exists(child) and psutil.Process(child).status() != "zombie":
+        assert time.monotonic() < until, "the child outlived its parent"
+        time.sleep(0.1)
+
+
+def test_what_goes_beyond_a_limit_is_neither_a_void_slot_nor_a_failed_rollout(hostile: Callable[..., Path]) -> None:
+    """A faster machine would stay within the limit, so it must never decide what a submission or a verdict says."""
+    env, sampling = load_env("arithmetic", {}), Sampling(1.0, 4, 48)
+    renderer = ContainedRenderer(
+        hostile("{% if messages|length > 1 %}" + LOOP + "{% endif %}{{ messages[0].content }}"), QUICK
+    )
+    talk = Conversation(load_env("wordle", {}), renderer, load_env("wordle", {}).task(0), Sampling(1.0, 8, 512))
+    with pytest.raises(Overreach):
+        talk.write([renderer.eos_id])
+    renderer = ContainedRenderer(hostile(LOOP), QUICK)
+    with pytest.raises(Overreach):
+        Conversation(env, renderer, env.task(0), sampling)
+    block = Block(0, (Slot(0, "00" * 32, "arithmetic", 0),))
+    with pytest.raises(Overreach):
+        play_block(None, renderer, {"arithmetic": env}, block, 2, sampling)  # type: ignore[arg-type]
+    lease = SimpleNamespace(sampling=sampling)
+    tools = SimpleNamespace(envs={"arithmetic": env}, renderer=renderer)
+    with pytest.raises(Overreach):
+        Context(tools, lease, block.slots[0], None).playable()  # type: ignore[arg-type]

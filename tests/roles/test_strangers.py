@@ -1,0 +1,63 @@
+"""Whole runs with nodes that do not trust the host: same tokens, and a hostile policy only makes them leave."""
+
+import asyncio
+import sys
+from pathlib import Path
+
+import pytest
+
+from shoal.errors import Overreach
+from shoal.policy import tiny
+from shoal.policy.contained import ContainedRenderer
+from tests.roles.town import Town, tiny_run
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
+import one_file
+
+HOG = "{% set text = messages[0].content * 300000000 %}{{ text|length }}"
+
+
+def stranger(node):
+    """A node as a person starts it, not the launcher. Arithmetic is built in, so it needs no file of the host's."""
+    node.own_files = False
+    return node
+
+
+def test_strangers_give_the_bytes_of_one_file(tmp_path):
+    town = Town(tmp_path / "run", tiny_run())
+    worker, validator = stranger(town.worker("worker")), stranger(town.validator())
+    asyncio.run(town.live(town.trainer(), validator, worker))
+    assert isinstance(worker.seat.policy.renderer, ContainedRenderer)
+    assert isinstance(validator.seat.policy.renderer, ContainedRenderer)
+    out = tmp_path / "one" / "run"
+    assert town.weights() == one_file.train(tiny_run(), out, out.parent)
+    assert town.audit().findings == []
+
+
+def test_a_worker_leaves_a_host_whose_template_takes_all_memory_and_submits_nothing(tmp_path, monkeypatch):
+    town = Town(tmp_path / "run", tiny_run())
+    monkeypatch.setattr(tiny, "CHAT_TEMPLATE", HOG)
+    worker = stranger(town.worker("worker"))
+    with pytest.raises(ExceptionGroup) as stopped:
+        asyncio.run(town.live(town.trainer(), worker))
+    (fault,) = stopped.value.exceptions[0].exceptions
+    assert isinstance(fault, Overreach) and "tell the host" in str(fault) and "\n" not in str(fault)
+    assert not town.desk.state.submissions and town.desk.state.members[worker.key].refused == 0
+
+
+def test_a_validator_gives_no_verdict_where_the_template_goes_beyond_a_limit(tmp_path, monkeypatch):
+    """The worker played on a machine that allows more. The validator leaves, and the worker is charged with nothing."""
+    town = Town(tmp_path / "run", tiny_run())
+    worker, validator = town.worker("worker"), stranger(town.validator())
+
+    def beyond(renderer, messages):
+        raise Overreach("took too long")
+
+    monkeypatch.setattr(ContainedRenderer, "_render_opening", beyond)
+    with pytest.raises(ExceptionGroup) as stopped:
+        asyncio.run(town.live(town.trainer(), validator, worker))
+    (fault,) = stopped.value.exceptions[0].exceptions
+    assert isinstance(fault, Overreach)
+    assert town.desk.state.submissions
+    assert not any(submission.verdicts for submission in town.desk.state.submissions.values())
+    assert town.desk.state.members[worker.key].refused == 0
