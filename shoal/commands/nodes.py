@@ -30,6 +30,7 @@ def add_commands(commands: Any) -> None:
         metavar="MB",
         help="refuse a policy that needs more memory, and stop after a lease that used more (default: no limit)",
     )
+    _add_max_disk(p)
     p.add_argument("--name", default="", help="this worker's name in the host's table (default: this machine's name)")
     p.add_argument("--home", type=Path, metavar="DIR", help="where key and weights are kept (default: ~/.shoal)")
     p = add_command(
@@ -39,6 +40,7 @@ def add_commands(commands: Any) -> None:
     )  # fmt: skip
     p.add_argument("url", metavar="URL")
     p.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: all)")
+    _add_max_disk(p)
     p.add_argument("--home", type=Path, metavar="DIR", help="where key and weights are kept (default: ~/.shoal)")
     p = add_command(
         commands, "train", train, "start only the trainer of a run",
@@ -50,13 +52,23 @@ def add_commands(commands: Any) -> None:
     p.add_argument("--run-dir", type=Path, required=True, metavar="DIR")
 
 
+def _add_max_disk(p: argparse.ArgumentParser) -> None:
+    p.add_argument(
+        "--max-disk", type=int, default=0, metavar="MB",
+        help="keep no more weights than this on disk (default: half of what is free)",
+    )  # fmt: skip
+
+
 def join(args: argparse.Namespace) -> None:
     demand_torch()
     from shoal.config import node_home
     from shoal.roles import worker
 
     log_to_stderr()
-    worker.main(args.url, args.home or node_home(), args.threads or cores(), args.max_memory, args.name)
+    worker.main(
+        args.url, args.home or node_home(), args.threads or cores(), args.max_memory, args.name,
+        max_disk_mb=args.max_disk,
+    )  # fmt: skip
 
 
 def validate(args: argparse.Namespace) -> None:
@@ -65,7 +77,7 @@ def validate(args: argparse.Namespace) -> None:
     from shoal.roles import validator
 
     log_to_stderr()
-    validator.main(args.url, args.home or node_home(), args.threads or cores())
+    validator.main(args.url, args.home or node_home(), args.threads or cores(), max_disk_mb=args.max_disk)
 
 
 def train(args: argparse.Namespace) -> None:

@@ -25,6 +25,7 @@ from shoal.protocol.constants import EPISODES, PROTOCOL_VERSION
 from shoal.protocol.needs import dtype_need, proofs_need
 from shoal.roles.loading import Loaded
 from shoal.weights.fetch import fetch_version, sources_of
+from shoal.weights.room import room_for_version
 
 GOODBYE_S = 5.0
 """How long a node that leaves tries to say so. Less than the time in which the launcher expects a role to end."""
@@ -45,18 +46,27 @@ class Seat:
     node: t.NodeState
     """What the coordinator reported of the node when it joined."""
     clock: Callable[[], float]
+    max_disk_mb: int | None = 0
+    """Limit of all versions on disk: 0 is a share of the disk, None is no limit, for the host's own nodes."""
 
     @property
     def engine(self) -> Engine:
         return self.policy.engine
 
     async def load(self, version: int, *, keep: int = 2, max_bytes: int | None = None) -> None:
-        """Fetch, verify and load a version, unless the engine has it already; arguments as for `fetch_version`."""
+        """Fetch, verify and load a version, unless the engine has it already; arguments as for `fetch_version`.
+
+        The versions on disk stay within `max_disk_mb`.
+        """
         if self.engine.version == version:
             return
+        folder = self.home / "weights"
+        if self.max_disk_mb is not None:  # guard: disk-of-strangers
+            room = room_for_version(folder, keep, self.max_disk_mb)
+            max_bytes = room if max_bytes is None else min(room, max_bytes)
         data = await self.client.get(f"/v1/manifests/{version}")
         directory = await fetch_version(
-            data, version, sources_of(self.info, self.client), self.home / "weights",
+            data, version, sources_of(self.info, self.client), folder,
             run=self.info.run, publisher=self.info.trainer_key, now=self.clock(), keep=keep, max_bytes=max_bytes,
         )  # fmt: skip
         await asyncio.to_thread(self.policy.load, directory, version)
@@ -71,11 +81,13 @@ async def take_seat(
     own_files: bool,
     clock: Callable[[], float] = time.time,
     max_memory_mb: int = 0,
+    max_disk_mb: int = 0,
 ) -> Seat:
     """Read the run's description, load its environments, make an engine for its dtype, and join with the client's key.
 
     `own_files` allows environments that are files on this machine, and trusts the policy's tokenizer and chat template.
-    Those of others run in a child process within a share of `max_memory_mb`. Raises `PeerError`, `StateError`.
+    Those of others run in a child process within a share of `max_memory_mb`, and their weights stay within `max_disk_mb`.
+    Raises `PeerError`, `StateError`.
     """
     run = await client.get_json("/v1/run", t.RunNeeds)  # first, because the rules of a later version may not decode
     if run.protocol != PROTOCOL_VERSION:
@@ -96,7 +108,7 @@ async def take_seat(
     node = await client.post_json("/v1/nodes", join, t.NodeState)
     contained = partial(ContainedRenderer, limits=Limits.within(max_memory_mb))
     policy = Loaded(engine, Renderer.from_directory if own_files else contained)  # guard: strangers-are-contained
-    return Seat(client, home, info, envs, policy, node, clock)
+    return Seat(client, home, info, envs, policy, node, clock, None if own_files else max_disk_mb)
 
 
 async def say_goodbye(client: Client, deadline_s: float) -> None:

@@ -27,15 +27,18 @@ from shoal.roles.seat import GOODBYE_S, Seat, demand_known_kinds, say_goodbye, t
 log = logging.getLogger("validator")
 
 
-def main(url: str, home: Path, threads: int, key_file: Path | None = None, own_files: bool = False) -> None:
+def main(
+    url: str, home: Path, threads: int, key_file: Path | None = None, own_files: bool = False, max_disk_mb: int = 0
+) -> None:
     """Judge submissions of the run at `url` until it has ended and all are judged, or until told to stop.
 
     Raises `PeerError` if the key is not admitted; it says what the host must type.
     """
     key = load_or_make_key(key_file or home / "node.key")
     validator = Validator(
-        Client(url, key), home, lambda dtype: open_engine(EngineSpec(dtype=dtype, threads=threads)), own_files
-    )
+        Client(url, key), home, lambda dtype: open_engine(EngineSpec(dtype=dtype, threads=threads)), own_files,
+        max_disk_mb=max_disk_mb,
+    )  # fmt: skip
     log.info("validating url=%s key=%s", url, key.public)
     asyncio.run(validator.run())
 
@@ -50,10 +53,11 @@ class Validator:
         make_engine: Callable[[str], Engine],
         own_files: bool,
         clock: Callable[[], float] = time.time,
+        max_disk_mb: int = 0,
     ) -> None:
         """`make_engine` makes an engine for the run's dtype."""
         self.client, self.home, self.make_engine, self.own_files = client, home, make_engine, own_files
-        self.clock = clock
+        self.clock, self.max_disk_mb = clock, max_disk_mb
         self.stopping = Stopping()
         self.seat: Seat
 
@@ -85,8 +89,9 @@ class Validator:
     async def _join(self) -> bool:
         """Join the run; returns True when done."""
         self.seat = await take_seat(
-            self.client, "validator", t.fact(self.home.name), self.home, self.make_engine, self.own_files, self.clock
-        )
+            self.client, "validator", t.fact(self.home.name), self.home, self.make_engine, self.own_files, self.clock,
+            max_disk_mb=self.max_disk_mb,
+        )  # fmt: skip
         log.info("joined run=%s", self.seat.info.name)
         return True
 

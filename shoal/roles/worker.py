@@ -42,7 +42,14 @@ GIVE_BACK_S = 5.0
 
 
 def main(
-    url: str, home: Path, threads: int, max_memory_mb: int, name: str, cheat: str = "", own_files: bool = False
+    url: str,
+    home: Path,
+    threads: int,
+    max_memory_mb: int,
+    name: str,
+    cheat: str = "",
+    own_files: bool = False,
+    max_disk_mb: int = 0,
 ) -> None:
     """Work for the run at `url` until it ends. At the first SIGINT or SIGTERM, finish the lease in hand and leave.
 
@@ -56,8 +63,9 @@ def main(
         return cheating(cheat, engine) if cheat else engine
 
     worker = Worker(
-        Client(url, key), key.public, home, make_engine, max_memory_mb, t.fact(name or platform.node()), own_files
-    )
+        Client(url, key), key.public, home, make_engine, max_memory_mb, t.fact(name or platform.node()), own_files,
+        max_disk_mb=max_disk_mb,
+    )  # fmt: skip
     asyncio.run(worker.run())
 
 
@@ -74,10 +82,11 @@ class Worker:
         name: str,
         own_files: bool,
         clock: Callable[[], float] = time.time,
+        max_disk_mb: int = 0,
     ) -> None:
         """`key` is the public key that the client signs with; `make_engine` makes an engine for the run's dtype."""
         self.client, self.key, self.home, self.make_engine = client, key, home, make_engine
-        self.max_memory_mb, self.name, self.own_files = max_memory_mb, name, own_files
+        self.max_memory_mb, self.max_disk_mb, self.name, self.own_files = max_memory_mb, max_disk_mb, name, own_files
         self.clock = clock
         self.stopping = Stopping()
         self.tokens_per_s = 0.0
@@ -106,15 +115,9 @@ class Worker:
     async def _join(self) -> bool:
         """Join the run; returns True when done."""
         self.seat = await take_seat(
-            self.client,
-            "worker",
-            self.name,
-            self.home,
-            self.make_engine,
-            self.own_files,
-            self.clock,
-            self.max_memory_mb,
-        )
+            self.client, "worker", self.name, self.home, self.make_engine, self.own_files, self.clock,
+            self.max_memory_mb, self.max_disk_mb,
+        )  # fmt: skip
         self.told, name = self.seat.node, self.seat.info.name
         log.info("joined run=%s as=%s key=%s credits=%d", name, self.name, self.key[:12], self.told.credits)
         return True

@@ -27,6 +27,9 @@ POLICY_STREAM = "policy"
 DTYPES = ("float32", "bfloat16")
 """Dtypes in which a policy may be published."""
 
+MAX_PLAIN_BYTES = 64 << 20
+"""Largest file of a version that holds no weights."""
+
 _NAME = re.compile(
     r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}(\.[A-Za-z0-9_-]{1,40}){0,4}\.(json|safetensors|jinja|txt|model)", re.ASCII
 )
@@ -156,6 +159,10 @@ def _demand_file(entry: FileEntry, chunk_bytes: int) -> None:
             f"manifest gives {entry.path} {entry.size} bytes in {len(entry.chunks)} chunks of {chunk_bytes}: they do "
             "not match; the publisher must issue it again"
         )
+    if not entry.path.endswith(".safetensors") and entry.size > MAX_PLAIN_BYTES:  # guard: plain-file-size
+        raise PeerError(
+            f"manifest gives {entry.path} {entry.size} bytes, limit {MAX_PLAIN_BYTES} for a file without weights"
+        )
     if not all(_HASH.fullmatch(text) for text in (entry.digest, *entry.chunks)):
         raise PeerError(f"manifest gives {entry.path} an invalid hash: the publisher must issue it again")
     if len(entry.chunks) == 1 and entry.digest != entry.chunks[0]:
@@ -174,6 +181,6 @@ def _demand_whole(manifest: Manifest, max_bytes: int | None) -> None:
     size_bytes = sum(entry.size for entry in manifest.files)
     if max_bytes is not None and size_bytes > max_bytes:
         raise PeerError(
-            f"version {manifest.version} has {size_bytes} bytes, this node takes {max_bytes}: allow more, or leave the "
-            "run"
+            f"version {manifest.version} has {size_bytes} bytes, this node takes {max_bytes}: allow more (--max-memory, "
+            "--max-disk), or leave the run"
         )

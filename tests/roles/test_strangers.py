@@ -1,14 +1,16 @@
 """Whole runs with nodes that do not trust the host: same tokens, and a hostile policy only makes them leave."""
 
 import asyncio
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
 
-from shoal.errors import Overreach
+from shoal.errors import Overreach, PeerError
 from shoal.policy import tiny
 from shoal.policy.contained import ContainedRenderer
+from shoal.weights.room import room_for_version
 from tests.roles.town import Town, tiny_run
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
@@ -61,3 +63,25 @@ def test_a_validator_gives_no_verdict_where_the_template_goes_beyond_a_limit(tmp
     assert town.desk.state.submissions
     assert not any(submission.verdicts for submission in town.desk.state.submissions.values())
     assert town.desk.state.members[worker.key].refused == 0
+
+
+@pytest.mark.parametrize("role", ["worker", "validator"])
+def test_a_node_keeps_a_share_of_its_disk_free(tmp_path, monkeypatch, role):
+    """Two versions may stay and a third is fetched beside them, so a version may take a third of half of what is free."""
+    town = Town(tmp_path / "run", tiny_run())
+    scarce = shutil.disk_usage(tmp_path)._replace(free=300_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: scarce)
+    nodes = {"worker": town.worker("worker"), "validator": town.validator()}
+    stranger(nodes[role])
+    with pytest.raises(ExceptionGroup) as stopped:
+        asyncio.run(town.live(town.trainer(), *nodes.values()))
+    (fault,) = stopped.value.exceptions[0].exceptions
+    assert isinstance(fault, PeerError) and "this node takes 50000: allow more (--max-memory, --max-disk)" in str(fault)
+    assert not list((town.folder.nodes / nodes[role].home.name).glob("weights/v*"))
+
+
+def test_a_node_keeps_to_the_disk_that_it_was_given(tmp_path):
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights" / "file").write_bytes(bytes(1000))
+    assert room_for_version(tmp_path / "weights", 2, max_disk_mb=30) == 10_000_000
+    assert room_for_version(tmp_path / "none" / "weights", 1) > 0

@@ -127,6 +127,24 @@ def test_sizes_chunks_and_hashes_must_fit(manifest, fields):
     refused(encoded(with_file(manifest, **fields)))
 
 
+def test_a_repeated_chunk_counts_each_time(manifest):
+    """8 MiB are fetched and 800 MB are written. A tensor of zeros repeats chunks too, so only the sum is limited."""
+    chunk = wire.digest(bytes(8 << 20))
+    entry = FileEntry(path="model.safetensors", size=100 * (8 << 20), digest="0" * 64, chunks=(chunk,) * 100)
+    repeating = encoded(changed(manifest, files=(entry,), chunk_bytes=8 << 20))
+    assert "has 838860800 bytes, this node takes 800000000" in refused(repeating, max_bytes=800_000_000)
+    assert accept(repeating, max_bytes=838_860_800)
+
+
+def test_only_weights_may_be_large(manifest):
+    chunks = tuple(wire.digest(str(i).encode()) for i in range(9))
+    entry = FileEntry(path="tokenizer.json", size=9 * (8 << 20), digest="0" * 64, chunks=chunks)
+    large = changed(manifest, files=(entry,), chunk_bytes=8 << 20)
+    assert "limit 67108864 for a file without weights" in refused(encoded(large))
+    fits = msgspec.structs.replace(entry, size=8 * (8 << 20), chunks=chunks[:8])
+    assert accept(encoded(changed(large, files=(fits,))))
+
+
 def test_a_file_named_twice_is_refused_whatever_its_case(manifest):
     twin = msgspec.structs.replace(manifest.files[0], path="Config.json")
     assert "twice" in refused(encoded(changed(manifest, files=(*manifest.files, twin))))

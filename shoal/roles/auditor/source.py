@@ -20,6 +20,7 @@ from shoal.protocol import types as t
 from shoal.protocol.constants import MAX_MANIFEST_BYTES, MAX_SUBMISSION_BYTES
 from shoal.protocol.wire import digest
 from shoal.weights.fetch import fetch_version
+from shoal.weights.room import room_for_version
 
 Rows = list[tuple[bytes, str]]
 """Stored events with their hashes, in order."""
@@ -133,7 +134,7 @@ async def fetch_weights(run: PublicRun, state: State, version: int, into: Path) 
     try:
         return await fetch_version(
             data, version, [chunks], into, run=state.run, publisher=state.trainer_key, now=None, root=record.root,
-            keep=1, on_blame=lambda name, reason: None,
+            max_bytes=room_for_version(into, 1), keep=1, on_blame=lambda name, reason: None,
         )  # fmt: skip
     except PeerError:
         if chunks.gone:

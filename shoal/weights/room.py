@@ -1,0 +1,29 @@
+"""How much disk the versions of somebody else's run may take.
+
+Called by nodes that joined a run, and by auditors, before they fetch. A manifest may repeat one chunk many times, so what
+is downloaded does not bound what is written. It knows no run.
+"""
+
+import contextlib
+import shutil
+from pathlib import Path
+
+
+def room_for_version(folder: Path, keep: int, max_disk_mb: int = 0) -> int:
+    """Bytes that one version may have, so that `keep` versions and one that is being fetched stay within the limit.
+
+    The limit is `max_disk_mb`; if that is 0, half of what is free or already taken by the versions in `folder`.
+    """
+    limit = max_disk_mb * 1_000_000
+    if not max_disk_mb:
+        existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        limit = (shutil.disk_usage(existing).free + _size(folder)) // 2
+    return limit // (keep + 1)
+
+
+def _size(folder: Path) -> int:
+    size = 0
+    for path in folder.rglob("*"):
+        with contextlib.suppress(OSError):
+            size += path.lstat().st_size
+    return size
