@@ -44,7 +44,10 @@ class Stopping:
 
     @contextlib.contextmanager
     def at_signals(self) -> Iterator[None]:
-        """Stop at the first SIGINT or SIGTERM. The second one ends the process as usual."""
+        """Stop at the first SIGINT or SIGTERM. The second one ends the process at once.
+
+        The system ends it: an exception would wait until the threads of the event loop have finished their work.
+        """
         loop = asyncio.get_running_loop()
 
         def first(number: int) -> None:
@@ -52,6 +55,7 @@ class Stopping:
             self.set()
             for each in SIGNALS:
                 loop.remove_signal_handler(each)
+                signal.signal(each, signal.SIG_DFL)  # guard: second-signal-ends
 
         for number in SIGNALS:
             loop.add_signal_handler(number, first, number)
@@ -60,3 +64,4 @@ class Stopping:
         finally:
             for number in SIGNALS:
                 loop.remove_signal_handler(number)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
