@@ -1,6 +1,7 @@
 """The command line: quick help that teaches, mistakes in one line, and exit codes that scripts can rely on."""
 
 import argparse
+import contextlib
 import errno
 import http.server
 import json
@@ -9,6 +10,7 @@ import resource
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -318,3 +320,43 @@ def test_doctor_asks_for_the_clock_as_nodes_do(monkeypatch: pytest.MonkeyPatch) 
         line = doctor._clock(f"http://127.0.0.1:{server.server_port}/")
         server.shutdown()
     assert line.state == "ok" and " s from http://127.0.0.1" in line.found, line
+
+
+def ask_clock(
+    monkeypatch: pytest.MonkeyPatch, answer: Callable[[http.server.BaseHTTPRequestHandler], None]
+) -> doctor.Line:
+    """What doctor says of a host that answers so."""
+    monkeypatch.setattr(http.server.BaseHTTPRequestHandler, "do_GET", answer, raising=False)
+    with http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler) as server:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        line = doctor._clock(f"http://127.0.0.1:{server.server_port}")
+        server.shutdown()
+    return line
+
+
+def test_doctor_follows_no_redirect(monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = []
+
+    def redirect(handler: http.server.BaseHTTPRequestHandler) -> None:
+        paths.append(handler.path)
+        handler.send_response(302)
+        handler.send_header("location", "/inside")
+        handler.end_headers()
+
+    line = ask_clock(monkeypatch, redirect)
+    assert line.state == "missing" and "redirects to '/inside', which is not followed" in line.found
+    assert paths == ["/healthz"]
+
+
+def test_doctor_reads_no_body_that_has_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    def drip(handler: http.server.BaseHTTPRequestHandler) -> None:
+        handler.send_response(200)
+        handler.end_headers()
+        until = time.monotonic() + 20
+        with contextlib.suppress(OSError):
+            while time.monotonic() < until:
+                handler.wfile.write(b"x")
+                time.sleep(0.05)
+
+    began = time.monotonic()
+    assert ask_clock(monkeypatch, drip).state == "ok" and time.monotonic() - began < 10

@@ -138,7 +138,10 @@ def _clock(url: str) -> Line:
         return Line("note", "clock", "offset unknown", remedy)
     try:
         tls = url.startswith("https:")  # certificates take longer to load than the answer to come
-        answer = httpx.get(f"{url.rstrip('/')}/healthz", timeout=5, trust_env=False, verify=tls)
+        with httpx.stream("GET", f"{url.rstrip('/')}/healthz", timeout=5, trust_env=False, verify=tls) as answer:
+            pass  # the header is enough: a body may have no end
+        if answer.is_redirect:
+            raise ValueError(f"it redirects to {answer.headers.get('location', '')[:200]!r}, which is not followed")
         if answer.status_code != 200:
             raise ValueError(f"HTTP {answer.status_code}")
         offset_s = time.time() - parsedate_to_datetime(answer.headers.get("date", "")).timestamp()
