@@ -17,22 +17,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.market import (
-    ALL,
-    BLOCK_S,
-    HONEST,
-    NONE,
-    ONE,
-    QUARANTINE_S,
-    Draws,
-    Move,
-    Outcome,
-    Strategy,
-    Terms,
-    play,
-    play_beside_rival,
-)
+from benchmarks.market import BLOCK_S, QUARANTINE_S, Outcome, play, play_beside_rival
 from benchmarks.pages.economics import tables
+from benchmarks.terms import ALL, HONEST, NONE, ONE, Draws, Move, Strategy, Terms
 from shoal.ledger.law import LAW
 from shoal.protocol.constants import MAX_LEASE_BLOCKS
 

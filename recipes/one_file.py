@@ -86,7 +86,7 @@ def train(config: RunConfig, out: Path, recipe_dir: Path, say: Callable[[str], N
                     members.append(BatchGroup(version, group.slot, "", 0, digest(body), rewards))
                     bodies.append(body)
             block += 1
-        # The batch is the first groups with signal by slot number, whoever made them and in whatever order.
+        # The batch is the first groups with signal by slot number. Who made them, and when, makes no difference.
         members, bodies = members[: config.rollouts.batch_groups], bodies[: config.rollouts.batch_groups]
 
         # The trainer: (version v, batch) -> version v + 1.

@@ -104,7 +104,7 @@ class RunFolder:
             if for_others and self.has_public_secret(config):  # guard: public-secret-stays-here
                 raise StateError(
                     f"the run in {self.root} began on this machine alone, with secrets that follow from seed = "
-                    f"{config.seed}: whoever joins could compute every task and audit. Give --out for a new run"
+                    f"{config.seed}: anyone who joins could compute every task and audit. Give --out for a new run"
                 )
             write_atomically(self.run_file, msgspec.json.format(msgspec.json.encode(tree)))
         except OSError as error:

@@ -288,5 +288,5 @@ def test_no_file_refers_to_the_design_document() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_no_page_uses_a_synonym(page: Path) -> None:
-    """The glossary has one word for each idea: a verdict is no vote, and a decision no settlement."""
+    """The glossary has one word for each idea: a verdict is not called a vote, nor a decision a settlement."""
     assert re.findall(r"\b(?:votes?|voted|voices?|settlements?)\b", page.read_text()) == []

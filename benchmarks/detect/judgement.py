@@ -57,7 +57,7 @@ class Seen:
     identical_N: Bools
     """Tokens and authors are the honest ones."""
     beyond_N: Bools
-    """It is no honest work: more than the bounds leave to rounding."""
+    """It is not honest work: it differs by more than the bounds leave to rounding."""
     verdicts: list[GroupVerdict]
     """The pipeline's, by slot."""
     group_refused_N: Bools = field(init=False)

@@ -33,4 +33,4 @@ def open_engine(spec: EngineSpec) -> Engine:
 
             return LocalEngine(spec.threads, spec.dtype, spec.device)
         case _:
-            raise StateError(f"there is no engine of kind {spec.kind!r}: this shoal has {bounds.LOCAL}")
+            raise StateError(f"unknown kind of engine {spec.kind!r}: this version of shoal has only {bounds.LOCAL!r}")

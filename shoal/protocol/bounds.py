@@ -28,7 +28,7 @@ _PAIR = re.compile(f"{_SIDE}/{_SIDE}", re.ASCII)
 
 
 def dtypes_of(pair: str) -> tuple[str, str] | None:
-    """The dtypes that sample and replay in a key of `Rules.bounds`, whatever kinds it names; None if it is no such key."""
+    """The dtypes that sample and replay in a key of `Rules.bounds`, without their kinds; None for any other text."""
     found = _PAIR.fullmatch(pair)
     return (found[1], found[2]) if found else None
 

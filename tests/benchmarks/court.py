@@ -4,21 +4,8 @@ Called by `test_economics.py`. Every event is made and applied to a state in mem
 benchmark's strategies, draws and verdicts, but none of its bookkeeping.
 """
 
-from benchmarks.market import (
-    ALL,
-    BLOCK_S,
-    IN_HAND_BLOCKS,
-    LEASE_S,
-    ONE,
-    Draws,
-    Outcome,
-    Strategy,
-    Terms,
-    case_of,
-    in_time,
-    lapse_turns,
-    verdict_of,
-)
+from benchmarks.market import BLOCK_S, IN_HAND_BLOCKS, LEASE_S, Outcome, case_of, in_time, lapse_turns, verdict_of
+from benchmarks.terms import ALL, ONE, Draws, Strategy, Terms
 from shoal.ledger.facts.leases import AskLease
 from shoal.ledger.facts.members import Enter
 from shoal.ledger.facts.pay import Forfeited, Slash

@@ -5,19 +5,20 @@ import pytest
 
 from benchmarks import economics as eco
 from benchmarks import market
+from benchmarks.terms import ALL, HONEST, ONE, Draws, Move, Strategy, Terms
 from shoal.ledger.law import Law
 from tests.benchmarks.court import try_case, try_case_beside_rival
 
-SHORT = market.Terms(blocks=260)
-EARLY = eco.turncoat("all, after 10", market.ALL, 10)
-LATE = eco.turncoat("one, after 60", market.ONE, 60)
+SHORT = Terms(blocks=260)
+EARLY = eco.turncoat("all, after 10", ALL, 10)
+LATE = eco.turncoat("one, after 60", ONE, 60)
 
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(
     ("terms", "strategy"),
     [
-        (SHORT, market.HONEST),
+        (SHORT, HONEST),
         (SHORT, eco.sleeper(100)),
         (SHORT, eco.ONE_PERCENT),
         (SHORT, EARLY),
@@ -26,22 +27,22 @@ LATE = eco.turncoat("one, after 60", market.ONE, 60)
         (SHORT._replace(power=0.5, alone=True), eco.LARGE_LEASE),
         (SHORT, eco.LARGE_LEASE),
         (SHORT, eco.BURST),
-        (SHORT, eco.turncoat("whitewash", market.ALL, 0)),
-        (SHORT._replace(steady=0.3), eco.turncoat("ten keys", market.ALL, 10, keys=10)),
+        (SHORT, eco.turncoat("whitewash", ALL, 0)),
+        (SHORT._replace(steady=0.3), eco.turncoat("ten keys", ALL, 10, keys=10)),
         (SHORT._replace(mild=True), eco.UNPUNISHED),
-        (SHORT._replace(mild=True), eco.turncoat("mild, one key", market.ALL, 10)),
+        (SHORT._replace(mild=True), eco.turncoat("mild, one key", ALL, 10)),
         (SHORT._replace(mild=True), eco.LARGE_LEASE),
-        (SHORT._replace(alarm=0.02), market.HONEST),
-        (SHORT._replace(alarm=0.02, alike=1.0), market.HONEST),
-        (SHORT._replace(alarm=0.05, alike=0.5, mild=True), market.HONEST),
-        (SHORT._replace(lapses=0.1), market.HONEST),
-        (SHORT._replace(validators=2, alarm=0.05), market.HONEST),
+        (SHORT._replace(alarm=0.02), HONEST),
+        (SHORT._replace(alarm=0.02, alike=1.0), HONEST),
+        (SHORT._replace(alarm=0.05, alike=0.5, mild=True), HONEST),
+        (SHORT._replace(lapses=0.1), HONEST),
+        (SHORT._replace(validators=2, alarm=0.05), HONEST),
         (SHORT._replace(validators=1, alarm=0.02), EARLY),
     ],
-    ids=lambda value: value.name if isinstance(value, market.Strategy) else None,
+    ids=lambda value: value.name if isinstance(value, Strategy) else None,
 )
 def test_pay_and_slashes_are_as_by_the_real_rules(terms, strategy, seed):
-    assert market.play(terms, strategy, market.Draws(terms, (9, seed))) == try_case(terms, strategy, (9, seed))
+    assert market.play(terms, strategy, Draws(terms, (9, seed))) == try_case(terms, strategy, (9, seed))
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -50,31 +51,31 @@ def test_pay_and_slashes_are_as_by_the_real_rules(terms, strategy, seed):
 def test_pay_and_slashes_are_as_by_the_real_rules_with_colluding_validators(validators, friends, sly, seed):
     terms = SHORT._replace(blocks=150, validators=validators, friends=friends, sly=sly)
     fast = market.play_beside_rival(terms, EARLY, (9, seed))
-    assert fast == try_case_beside_rival(terms, EARLY, market.HONEST, (9, seed))
+    assert fast == try_case_beside_rival(terms, EARLY, HONEST, (9, seed))
 
 
 @pytest.mark.parametrize("mild", [False, True], ids=["hard", "mild"])
 def test_a_failed_recheck_costs_what_it_costs_under_the_real_rules(mild):
     law = Law(recheck_rate=0.5)
     terms = SHORT._replace(law=law, power=0.5, alone=True, alarm=0.02, mild=mild)
-    seldom = market.Strategy("seldom", lambda valid, turn, slashes, coin: market.Move(1, int(coin < 0.2)), renew=False)
+    seldom = Strategy("seldom", lambda valid, turn, slashes, coin: Move(1, int(coin < 0.2)), renew=False)
     for seed in range(4):
-        assert market.play(terms, seldom, market.Draws(terms, (9, seed))) == try_case(terms, seldom, (9, seed))
+        assert market.play(terms, seldom, Draws(terms, (9, seed))) == try_case(terms, seldom, (9, seed))
 
 
 def test_validators_find_the_same_unless_each_looks_alone():
-    draws = market.Draws(SHORT._replace(power=0.5), (9, 0))
-    assert (draws.found[market.ALL] == draws.found[market.ALL][:, :1]).all()
-    alone = market.Draws(SHORT._replace(power=0.5, alone=True), (9, 0))
-    assert not (alone.found[market.ALL] == alone.found[market.ALL][:, :1]).all()
+    draws = Draws(SHORT._replace(power=0.5), (9, 0))
+    assert (draws.found[ALL] == draws.found[ALL][:, :1]).all()
+    alone = Draws(SHORT._replace(power=0.5, alone=True), (9, 0))
+    assert not (alone.found[ALL] == alone.found[ALL][:, :1]).all()
 
 
 # --- the bars ---
 
 
 def over_honest(strategy, runs=12, **terms):
-    terms = market.Terms(blocks=2200)._replace(**terms)
-    made = eco.estimate(eco.profit(market.play(terms, strategy, market.Draws(terms, (8, run)))) for run in range(runs))
+    terms = Terms(blocks=2200)._replace(**terms)
+    made = eco.estimate(eco.profit(market.play(terms, strategy, Draws(terms, (8, run)))) for run in range(runs))
     return made.mean + made.margin - eco.honest_profit(terms)
 
 
@@ -85,27 +86,27 @@ def test_each_cheat_loses_against_honesty(strategy):
 
 def test_no_plan_beats_honesty_while_findings_are_hard():
     for power in (0.95, 0.5):
-        gain, cheats = eco.best_response(market.Terms(blocks=500, power=power), eco.CHEAT_COST)
+        gain, cheats = eco.best_response(Terms(blocks=500, power=power), eco.CHEAT_COST)
         assert abs(gain) < 1e-9 and cheats == 0.0
 
 
 def test_without_a_stake_the_search_finds_a_cheat_that_pays():
-    gain, _ = eco.best_response(market.Terms(blocks=500), eco.CHEAT_COST, stake_blocks=0)
+    gain, _ = eco.best_response(Terms(blocks=500), eco.CHEAT_COST, stake_blocks=0)
     assert gain > 0.05
 
 
 def test_one_colluding_validator_of_three_does_not_make_cheating_pay():
     for sly in (False, True):
-        terms = market.Terms(blocks=600, friends=1, sly=sly)
+        terms = Terms(blocks=600, friends=1, sly=sly)
         pairs = [market.play_beside_rival(terms, eco.AFTER_PROBATION, (8, run)) for run in range(10)]
         assert max(eco.profit(cheat) for cheat, _ in pairs) < eco.honest_profit(terms) - 500
         assert sum(rival.slashes for _, rival in pairs) == 0
 
 
 def test_an_honest_worker_with_false_alarms_loses_under_one_percent():
-    assert -over_honest(market.HONEST, alarm=0.001) < 0.01 * 2200 * 4 * eco.PAY
+    assert -over_honest(HONEST, alarm=0.001) < 0.01 * 2200 * 4 * eco.PAY
 
 
 def test_an_honest_slow_worker_is_never_slashed():
-    terms = market.Terms(blocks=1000, lapses=0.1)
-    assert sum(market.play(terms, market.HONEST, market.Draws(terms, (8, run))).slashes for run in range(10)) == 0
+    terms = Terms(blocks=1000, lapses=0.1)
+    assert sum(market.play(terms, HONEST, Draws(terms, (8, run))).slashes for run in range(10)) == 0

@@ -45,7 +45,7 @@ def _of_the_host(action: str, key: str, state: State) -> list[Body]:
         return [] if state.phase == phases[action] else [RulesChanged(phase=phases[action])]
     if action == "admit":
         if not is_public_key(key):
-            raise Refused("malformed", f"{key[:70]!r} is no public key of 64 hex digits: `shoal validate` prints it")
+            raise Refused("malformed", f"{key[:70]!r} is not a public key of 64 hex digits: `shoal validate` prints it")
         return [] if key in state.validators else [RulesChanged(admitted_validator=key)]
     if action == "kick":
         named = [k for k, member in state.members.items() if key and (k.startswith(key) or member.name == key)]

@@ -14,7 +14,10 @@ SEVERITY: Severity = "soft"
 
 
 def check(group: Group, ctx: Context) -> Failure | None:
-    """A failing environment counts here too, whoever sees it fail. The check `ending` reports other problems of the end."""
+    """An environment that fails for the worker or for this validator counts here too.
+
+    The check `ending` reports other problems of the end.
+    """
     for index, (rollout, replayed) in enumerate(zip(group.rollouts, ctx.replays(group), strict=True)):
         inside = 0 <= replayed.position < rollout.tokens_T().size
         if replayed.problem and (inside or "error" in (rollout.ending, replayed.ending)):
