@@ -288,6 +288,13 @@ def test_quick_overrides_the_other_keys(tmp_path: Path) -> None:
     assert load_run(path, ["steps=2"], quick=True).steps == 2, "--set has the last word"
 
 
+def test_a_refused_override_is_named(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(SMALL)
+    with pytest.raises(ConfigError, match=r"run\.toml --set trian\.lr=1: unknown key trian"):
+        load_run(path, ["trian.lr=1"])
+
+
 def test_quick_without_such_a_table_says_so(run_file: Path) -> None:
     with pytest.raises(ConfigError, match="no \\[quick\\] table"):
         load_run(run_file, quick=True)

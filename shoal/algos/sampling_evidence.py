@@ -12,7 +12,7 @@ work adds to F and S per token.
     N        tokens
     x        what one token adds: [gap > bound] for F, min(gap, bound) / bound for S; always in [0, 1]
     r        upper bound on the honest mean of x: q for F, m / bound for S
-    alpha    chance of a false alarm
+    alpha    chance of a false alarm: FALSE_ALARM for one rollout or group, 2^-20 a group over a node's life
     k        multiple of the honest rate that a test is made for, 2^b
 
 One inequality gives all tests, for any distribution of x in [0, 1] with mean at most r (Chernoff; Hoeffding, J. Am.

@@ -44,4 +44,4 @@ def load_sft(path: Path, overrides: list[str] | None = None) -> SftConfig:
 def _convert(tree: dict[str, Any], overrides: list[str], kind: type[T], path: Path) -> T:
     for override in overrides:
         set_key(tree, override)
-    return from_tree(tree, kind, str(path))
+    return from_tree(tree, kind, " ".join([str(path), *(f"--set {override}" for override in overrides)]))

@@ -17,7 +17,7 @@ from shoal.net.client import Client
 from shoal.net.connections import Limits, connections_that_fit
 from shoal.protocol import constants, wire
 from shoal.protocol.identity import Key, RequestLine, sign_request
-from tests.net.toy_bank import RUN, Deposit, Time, Toy
+from tests.net.toy_bank import RUN, Balance, Deposit, Time, Toy
 from tests.net.wires import request, run, serving, wires
 
 KEY = Key(b"\x01" * 32)
@@ -53,7 +53,7 @@ def test_idle_connections_in_any_number_keep_no_client_from_its_answers(toy):
         async with serving(toy.app, limits) as port, Client(f"http://127.0.0.1:{port}", on_wait=pytest.fail) as client:
             for _ in range(5):
                 async with wires(port, 20):
-                    await client.get("/open", deadline_s=2.0)
+                    assert await client.get_json("/open", Balance, deadline_s=2.0) == Balance(total=0, digest="")
 
     run(story())
 
