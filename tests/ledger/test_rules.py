@@ -205,7 +205,7 @@ def test_only_admitted_validators_judge(world):
     world.enter("a" * 64)
     with pytest.raises(Refused, match="not admitted"):
         world.enter("e" * 64, "validator")
-    with pytest.raises(Refused, match="no public key"):
+    with pytest.raises(Refused, match="not a public key"):
         world.do(Admin("admit", "3f2a", world.now))
     world.do(Admin("admit", "e" * 64, world.now))
     world.enter("e" * 64, "validator")
