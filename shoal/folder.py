@@ -81,7 +81,7 @@ class RunFolder:
         """Make the folder, or open it again. Returns whether the run is resumed. `for_others`: strangers will join.
 
         A run of this machine alone derives its secret from the run file's `seed`, so that it can be repeated; any other
-        gets 32 random bytes. Raises `StateError` if a run that began the first way shall be opened to others, or, naming
+        gets 32 random bytes. Raises `StateError` if a run that began the first way is to be opened to others, or, naming
         the keys, if the run file changed in a way that is not allowed during a run.
         """
         for_others = for_others or config.host.is_reached_by_others  # guard: reachable-is-for-others
@@ -97,7 +97,8 @@ class RunFolder:
         try:
             for folder in (self.root, self.keys, self.logs, self.nodes, self.evaluations, self.checkpoints):
                 folder.mkdir(parents=True, exist_ok=True)
-            if not self.secret_file.exists():
+            began = resumed or self.log.exists()
+            if not (began and self.secret_file.exists()):  # guard: secret-of-this-start
                 # guard: random-secret
                 secret = _secret_of(config.seed) if config.seed >= 0 and not for_others else secrets.token_bytes(32)
                 write_atomically(self.secret_file, secret.hex().encode(), mode=0o600)

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+import shoal.folder as folder_module
 from shoal.errors import StateError
 from shoal.folder import RunFolder
 from shoal.ledger.law import BEFORE_LAWS, LAW, Law
@@ -64,6 +65,22 @@ def test_a_run_that_began_alone_with_a_seed_is_never_opened_to_others(tmp_path: 
     with pytest.raises(StateError, match=r"seed = 7.*--out"):
         begun(tmp_path / "run", seed=7, for_others=True)
     begun(tmp_path / "run", seed=7)  # alone it goes on
+
+
+def test_a_secret_that_a_kill_left_without_a_run_is_not_hosted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = folder_module.write_atomically
+
+    def killed(path: Path, data: bytes, **options: Any) -> None:
+        if path.name == "run.json":
+            raise KeyboardInterrupt
+        write(path, data, **options)
+
+    monkeypatch.setattr(folder_module, "write_atomically", killed)
+    with pytest.raises(KeyboardInterrupt):
+        begun(tmp_path / "run", seed=7)
+    monkeypatch.undo()
+    assert RunFolder(tmp_path / "run").secret() == guessed(7)
+    assert begun(tmp_path / "run", seed=8, for_others=True).secret() not in (guessed(7), guessed(8))
 
 
 def test_a_hosted_run_resumes_with_its_secret(tmp_path: Path) -> None:

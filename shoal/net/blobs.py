@@ -43,8 +43,14 @@ class FolderBlobs:
             raise _cannot_write(folder, error) from None
         for leftover in self._unfinished.iterdir():
             leftover.unlink()
-        self.size_bytes = sum(path.stat().st_size for path in self._paths())
-        """Bytes stored, with those of unfinished uploads."""
+        self.stored_bytes = sum(path.stat().st_size for path in self._paths())
+        self.coming_bytes = 0
+        """Those of unfinished uploads."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes on disk: stored, or of unfinished uploads."""
+        return self.stored_bytes + self.coming_bytes
 
     def put(self, data: bytes, digest: str = "") -> str:
         """Store bytes and return their hash. They are durable on return. Raises `StateError` if storing fails.
@@ -87,7 +93,7 @@ class FolderBlobs:
         """Delete the file, if there is one."""
         path = self.path_of(digest)
         if path.exists():
-            self.size_bytes -= path.stat().st_size
+            self.stored_bytes -= path.stat().st_size
             path.unlink()
 
     def serve(self, digest: str) -> FileResponse:
@@ -130,8 +136,7 @@ class Upload:
         with contextlib.suppress(OSError):  # closing flushes the buffer, whose bytes were never promised to be kept
             self._file.close()
         self._aside.unlink(missing_ok=True)
-        if not self._kept:
-            self._blobs.size_bytes -= self.size
+        self._blobs.coming_bytes -= 0 if self._kept else self.size
 
     def write(self, part: bytes) -> None:
         """Add bytes."""
@@ -140,7 +145,7 @@ class Upload:
         except OSError as error:
             raise _cannot_write(self._blobs.folder, error) from None
         self.size += len(part)
-        self._blobs.size_bytes += len(part)
+        self._blobs.coming_bytes += len(part)
 
     def read(self) -> bytes:
         """All bytes written so far."""
@@ -164,7 +169,8 @@ class Upload:
         except OSError as error:
             raise _cannot_write(self._blobs.folder, error) from None
         self._kept = True
-        self._blobs.size_bytes -= known_bytes
+        self._blobs.coming_bytes -= self.size
+        self._blobs.stored_bytes += self.size - known_bytes
 
 
 class _BlobResponse(FileResponse):

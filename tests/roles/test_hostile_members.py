@@ -17,7 +17,7 @@ from shoal.net.client import PeerRefused
 from shoal.net.keys import load_or_make_key
 from shoal.protocol import types as t
 from shoal.protocol.constants import MAX_EVENTS_BYTES, MAX_FACT_CHARS
-from shoal.protocol.wire import WireError, to_json
+from shoal.protocol.wire import WireError, digest, to_json
 from shoal.roles.coordinator.versions import put_chunk, take_checkpoint
 from shoal.roles.validator import Validator
 from shoal.roles.worker import Worker
@@ -221,6 +221,34 @@ def test_weights_of_the_window_stay_while_there_is_room(tmp_path):
     before = town.desk.blobs.size_bytes
     assert town.desk.kept.make_room(before) and town.desk.blobs.size_bytes == before
     assert town.desk.kept.make_room(before - 1) and set(town.desk.kept.manifests) >= {1, 2, 3}
+
+
+def test_bodies_that_are_being_uploaded_drive_nothing_out(tmp_path):
+    """Any key may have a lease and send garbage for it: its bytes count against the quota, but only until it ends."""
+    town = Town(tmp_path / "run", tiny_run(steps=9))
+    asyncio.run(three_versions(town))
+    kept, blobs = town.desk.kept, town.desk.blobs
+    quota, before = blobs.size_bytes + 1000, (set(kept.bodies), set(kept.manifests))
+    with blobs.upload() as upload:
+        upload.write(bytes(quota))
+        assert not kept.make_room(quota)
+    assert kept.make_room(quota) and (set(kept.bodies), set(kept.manifests)) == before
+    assert blobs.size_bytes == quota - 1000
+
+
+def test_chunks_that_no_version_names_are_deleted_when_one_is_published(tmp_path):
+    town = Town(tmp_path / "run", tiny_run(steps=9))
+
+    async def story():
+        await three_versions(town)
+        version = town.desk.state.main.version
+        put_chunk(town.desk, digest(b"garbage"), b"garbage", digest(b"garbage"))
+        roles = (town.trainer(), town.validator(), town.worker("honest"))
+        await until(lambda: town.desk.state.main.version > version, *roles)
+
+    asyncio.run(story())
+    assert not town.desk.blobs.has(digest(b"garbage"))
+    assert all(map(town.desk.blobs.has, chunks_of(town, town.desk.state.main.version)))
 
 
 def test_chunks_on_their_way_are_not_deleted_with_an_old_version_that_has_the_same(tmp_path):

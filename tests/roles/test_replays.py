@@ -16,10 +16,11 @@ from shoal.net.faults import Fault, FaultyTransport
 from shoal.net.keys import load_or_make_key
 from shoal.protocol import types as t
 from shoal.protocol.constants import KEY_REQUESTS_PER_S
-from shoal.protocol.wire import digest, from_json
+from shoal.protocol.wire import digest, from_json, to_json
 from shoal.roles.coordinator import api
 from shoal.roles.coordinator.api import application
 from shoal.roles.coordinator.role import open_run
+from shoal.weights.manifest import sign_manifest
 from tests.roles.town import URL, Town, _hurry, tiny_run
 
 
@@ -364,3 +365,25 @@ def test_a_coordinator_that_knows_no_leaving_does_not_fail_the_exit(tmp_path):
 def test_a_stranger_cannot_leave(night):
     with pytest.raises(PeerRefused, match="has not joined"):
         asyncio.run(night.leave())
+
+
+def test_chunks_of_a_published_version_that_arrive_again_are_refused(tmp_path):
+    """Nobody would ever delete them, and the host's disk quota would fill up."""
+    night = Night(tmp_path, "keys/trainer.key")
+    key = load_or_make_key(night.town.folder.keys / "trainer.key")
+
+    async def story():
+        chunk = digest(b"weights")
+        await night.client.send("PUT", f"/v1/blobs/{chunk}", b"weights", t.Done)
+        night.now += 1
+        files = (t.FileEntry("model.safetensors", 7, chunk, (chunk,)),)
+        manifest = t.Manifest(night.run, "policy", 0, (), "float32", "a" * 64, files, 8 << 20, 0.0, 0.0)
+        signed = to_json(sign_manifest(manifest, key, now=night.now))
+        await night.client.send("POST", "/v1/checkpoints", signed, t.Done)
+        assert await night.tape.again(0) == (503, "replayed")
+        assert (await night.tape.again(1))[0] == 200, "the same manifest again gets its first answer"
+        night.now += 1
+        await night.client.send("PUT", f"/v1/blobs/{digest(b'next')}", b"next", t.Done)
+        assert night.desk.kept.coming == {digest(b"next")}
+
+    asyncio.run(story())

@@ -21,6 +21,7 @@ from shoal.ledger.facts.members import Enter, Leave, NodeJoined, NodeLeft, Valid
 from shoal.ledger.facts.run import Admin, RulesChanged, RunEnded
 from shoal.ledger.facts.submissions import SubmissionReceived
 from shoal.ledger.facts.verdicts import Decision, Rechecked, VerdictGiven
+from shoal.ledger.rules.members import refuse_replayed
 from shoal.net import server
 from shoal.net.openapi import Call, document
 from shoal.net.server import Gate, answer, answer_bytes
@@ -286,7 +287,7 @@ async def put_verdict(api: Api, request: Request) -> Response:
 async def post_checkpoints(api: Api, request: Request) -> Response:
     caller = api.admit(request, MAX_MANIFEST_BYTES)
     admit_trainer(api.desk, caller.key)
-    await take_checkpoint(api.desk, caller.key, await api.gate.body(request, caller))
+    await take_checkpoint(api.desk, caller.key, await api.gate.body(request, caller), caller.created)
     return answer(t.Done(api.desk.state.seq))
 
 
@@ -304,6 +305,7 @@ async def get_blob(api: Api, request: Request) -> Response:
 async def put_blob(api: Api, request: Request) -> Response:
     caller = api.admit(request, MAX_CHUNK_BYTES)
     admit_trainer(api.desk, caller.key)  # guard: chunks-from-the-trainer
+    refuse_replayed(caller.created, api.desk.kept.published_at, changes=False)  # guard: old-chunk
     body = await api.gate.body(request, caller)
     put_chunk(api.desk, request.path_params["hash"], body, caller.digest)
     return answer(t.Done(api.desk.state.seq))

@@ -6,6 +6,7 @@ hashes of what was deleted.
 """
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
@@ -28,6 +29,8 @@ class Kept:
         """Manifests of the versions whose chunks are kept."""
         self.coming = set[str]()
         """Chunks that the trainer sent since the last version was published: the next manifest names them."""
+        self.published_at = 0
+        """When the trainer signed the last version that was published since the start, seconds since the epoch."""
         self._public_chunks = set[str]()
         for version in book.state.main.versions:
             self.remember(version)
@@ -57,6 +60,13 @@ class Kept:
             signed = from_json(self._blobs.get(name), t.SignedManifest)
             self.manifests[version] = from_json(signed.body, t.Manifest)
             self._public_chunks |= _chunks([self.manifests[version]])
+
+    def published(self, created: int) -> None:
+        """A version was published, so no chunk is coming. Delete those that it does not name: nobody will."""
+        for chunk in self.coming - _chunks(self.manifests.values()):  # guard: unnamed-chunks
+            self._blobs.delete(chunk)
+        self.coming.clear()
+        self.published_at = created
 
     def may_read(self, name: str, key: str) -> bool:
         """Whether a key may read a blob. Anyone may read chunks, and submissions whose result is final.
@@ -109,17 +119,17 @@ class Kept:
         self._forget_weights([version for version in self._spare_versions() if version < oldest])
 
     def make_room(self, quota: int) -> bool:
-        """Whether blobs fit into the quota. If not, delete what the run can do without, until they fit.
+        """Whether blobs fit into the quota. If not, delete what the run can do without, until what is stored fits.
+
+        Bodies that are still being uploaded count, but nothing is deleted for them: they may be garbage.
 
         Space must be freed here too: without room there are no leases, so no version is published, and nothing else would
         call `forget_old`. Refused bodies go first, then weights and accepted bodies inside the window, oldest first.
         """
-        if self._blobs.size_bytes > quota:
-            self.forget_old()
-        for forget in self._spare() if self._blobs.size_bytes > quota else ():
-            forget()
-            if self._blobs.size_bytes <= quota:
+        for forget in itertools.chain([self.forget_old], self._spare()):
+            if self._blobs.stored_bytes <= quota:  # guard: uploads-drive-nothing-out
                 break
+            forget()
         return self._blobs.size_bytes <= quota
 
     def _spare(self) -> Iterator[Callable[[], None]]:

@@ -28,8 +28,11 @@ def put_chunk(desk: Desk, name: str, body: bytes, found: str) -> None:
     desk.kept.coming.add(found)
 
 
-async def take_checkpoint(desk: Desk, key: str, signed: bytes) -> None:
-    """Book a new version whose chunks are all here, or a version's renewed manifest. Raises `Refused`, `PeerError`."""
+async def take_checkpoint(desk: Desk, key: str, signed: bytes, created: int = 0) -> None:
+    """Book a new version whose chunks are all here, or a version's renewed manifest. Raises `Refused`, `PeerError`.
+
+    `created`: when the request was signed. Chunks of older requests are not taken any more.
+    """
     state = desk.state
     manifest = open_manifest(signed, run=state.run, keys=(state.trainer_key,), now=desk.clock())
     missing = [c for f in manifest.files for c in f.chunks if not desk.blobs.has(c)]
@@ -47,8 +50,9 @@ async def take_checkpoint(desk: Desk, key: str, signed: bytes) -> None:
         desk.kept.forget_unbooked(name, [version.manifest for version in desk.state.main.versions.values()])
         raise
     desk.kept.forget_unbooked(before, [desk.state.main.versions[manifest.version].manifest])
-    desk.kept.coming.difference_update(c for f in manifest.files for c in f.chunks)
     desk.kept.remember(manifest.version)
+    if not before:
+        desk.kept.published(created)
     desk.kept.forget_old()
 
 
