@@ -204,10 +204,10 @@ class Town:
             if check is None:
                 continue
             slots = [slot.slot for block in check.lease.blocks for slot in block.slots]
-            weight = influence(rewards, 10 * GROUP_SIZE)
+            weight, pay = influence(rewards, 10 * GROUP_SIZE), 10 * GROUP_SIZE
             groups = tuple(
                 t.GroupVerdict(
-                    slot, must_audit(draw, check.rate, weight, check.mean_influence), "accept",
+                    slot, must_audit(draw, check.rate, weight, check.mean_influence, pay, check.mean_pay), "accept",
                     rewards=rewards, tokens=10 * GROUP_SIZE,
                 )
                 for slot, draw in zip(slots, check.draws, strict=True)

@@ -220,7 +220,7 @@ def test_wrong_override_says_what_is_wrong(run_file: Path, override: str, messag
         (SMALL + "[verify]\nworker_share = 0.0\n", "worker_share = 0.0: must be above 0 and at most 1"),
         (SMALL + "[verify]\nworker_share = 1.5\n", "worker_share = 1.5: must be above 0 and at most 1"),
         (SMALL + "[verify]\nworker_share = nan\n", "worker_share = nan: must be above 0 and at most 1"),
-        (SMALL + "[rollouts]\npaid_tokens = -1\n", "rollouts.paid_tokens = -1: must be at least 0"),
+        (SMALL + "[rollouts]\npaid_tokens = -2\n", "rollouts.paid_tokens = -2: must be at least -1"),
         (SMALL + "[rollouts]\ngroup_size = 0\n", "rollouts.group_size = 0: must be at least 2"),
         (SMALL + "[sampling]\ntemperature = 0.0\n", "sampling.temperature = 0.0: must be above 0, and finite"),
         (SMALL + "[sampling]\ntemperature = nan\n", "sampling.temperature = nan: must be above 0, and finite"),

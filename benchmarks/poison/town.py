@@ -42,7 +42,7 @@ from shoal.proofs.commit import commit
 from shoal.proofs.context import Tools, policy_positions
 from shoal.proofs.verify import verify_submission
 from shoal.protocol.algorithms import Grpo
-from shoal.protocol.audits import influence, must_audit
+from shoal.protocol.audits import influence, must_audit, paid_tokens
 from shoal.protocol.randomness import SecretChain
 from shoal.protocol.types import (
     BatchGroup,
@@ -211,7 +211,14 @@ class Town:
                 name, tuple(self._believe(*each, submission) for each in zip(groups, submission.draws, strict=True))
             )
         check = Check(
-            name, lease, submission.audited, self.now, submission.draws, submission.rate, submission.mean_influence
+            name,
+            lease,
+            submission.audited,
+            self.now,
+            submission.draws,
+            submission.rate,
+            submission.mean_influence,
+            submission.mean_pay,
         )
         info = SimpleNamespace(run=self.state.run, rules=self.state.rules)  # all that checks read of it
         score = partial(self.engine.score, temperature=SAMPLING.temperature)
@@ -222,7 +229,10 @@ class Town:
         """Accept a group as it is claimed. The rules want it to be called audited exactly when it was drawn for that."""
         claimed_G = self.poison.get(digest(to_msgpack(group))) or self.rewards(group)
         tokens = sum(rollout.num_policy_tokens() for rollout in group.rollouts)
-        drawn = must_audit(draw, submission.rate, influence(claimed_G, tokens), submission.mean_influence)
+        pay = paid_tokens(tokens, self.state.rules)
+        drawn = must_audit(
+            draw, submission.rate, influence(claimed_G, tokens), submission.mean_influence, pay, submission.mean_pay
+        )
         due = group.slot in submission.audited or drawn
         return GroupVerdict(group.slot, audited=due, outcome="accept", rewards=claimed_G, tokens=tokens)
 

@@ -29,7 +29,7 @@ from shoal.tree import changed_keys
 
 AT_LEAST_0 = (
     "workers.count", "workers.cheating", "validators.count", "eval.episodes", "eval.samples", "rollouts.max_flat_groups",
-    "rollouts.max_staleness", "rollouts.paid_tokens",
+    "rollouts.max_staleness",
 )  # fmt: skip
 AT_LEAST_1 = (
     "steps", "train.threads", "workers.threads", "validators.threads", "train.microbatch_tokens", "train.updates_per_batch",
@@ -44,6 +44,7 @@ def check_run(config: RunConfig) -> None:
     demands = [
         *_at_least(0, AT_LEAST_0, config),
         *_at_least(1, AT_LEAST_1, config),
+        *_at_least(-1, ("rollouts.paid_tokens",), config),
         (re.fullmatch(r"[\w.-]*\w", config.name) is not None, _name_rule(config.name)),
         (
             config.steps < CHAIN_LENGTH,

@@ -92,8 +92,9 @@ class RolloutsConfig(Section, frozen=True):
     """Policy versions between the one that sampled a rollout and the one that learns from it; 0 is synchronous."""
     lease_s: float = 120.0
     """Seconds that a worker has for one block before it is leased again."""
-    paid_tokens: int = 0
-    """Most policy tokens paid for each rollout, on average over its group; 0 pays all."""
+    paid_tokens: int = -1
+    """Most policy tokens paid for each rollout, on average over its group; -1 is half of sampling.max_tokens, 0 pays
+    all."""
     max_flat_groups: int = 500
     """After this many groups in a row without signal, the run pauses and waits for its host; 0 never pauses. If one
     group in a hundred has signal, 500 in a row without it have a chance of 1 in 150."""
@@ -263,6 +264,12 @@ class RunConfig(Section, frozen=True, kw_only=True):
     def sampled_dtype(self) -> str:
         """Precision in which workers sample, and validators replay."""
         return self.sampling.dtype or self.policy.dtype
+
+    @property
+    def most_paid_tokens(self) -> int:
+        """Policy tokens paid for each rollout, at most; 0 pays all."""
+        cap = self.rollouts.paid_tokens
+        return max(1, self.sampling.max_tokens // 2) if cap < 0 else cap
 
 
 class SftConfig(Section, frozen=True, kw_only=True):

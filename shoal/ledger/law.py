@@ -24,7 +24,8 @@ WHAT_CHANGED = {
     1: "a lease is closed when it becomes stale; what is learnable is stored with each accepted group",
     2: "audits, rechecks and turns are drawn by lease and slot, not by the submission's digest; a hard finding that stays "
     "disputed ends a worker's trust; refusals of a prompt agree only if they name the same prompt, and one alone is soft; "
-    "joins, leaves and the host's requests store when they were signed, and older ones are refused; nodes leave",
+    "joins, leaves and the host's requests store when they were signed, and older ones are refused; nodes leave; a group's "
+    "pay above that of its worker's newest groups raises its audit rate; a worker with nothing at stake is audited fully",
 }
 """By version of the rules: how they differ from the version before. This code makes the events and decisions of each of
 these versions exactly as the code that wrote them. Logs of other versions are reported as not checked."""

@@ -132,6 +132,7 @@ class SubmissionRecord(msgspec.Struct):
     rate: float = 1.0
     draws: tuple[float, ...] = ()
     mean_influence: float = 0.0
+    mean_pay: float = 0.0
     order: tuple[str, ...] = ()
     """Validators in the order of their turns."""
     verdicts: dict[str, tuple[GroupVerdict, ...]] = {}

@@ -26,7 +26,7 @@ from shoal.proofs.checks import (
 )
 from shoal.proofs.commit import largest_submission_bytes
 from shoal.proofs.context import CheckModule, Context, Failure, Tools
-from shoal.protocol.audits import influence, must_audit
+from shoal.protocol.audits import influence, must_audit, paid_tokens
 from shoal.protocol.types import Check, Group, GroupVerdict, Submission, Verdict
 from shoal.protocol.wire import WireError, from_msgpack
 
@@ -60,7 +60,7 @@ def verify_submission(body: bytes, check: Check, tools: Tools) -> Verdict:
     audited = [
         (place, group)
         for place, (group, verdict, draw) in enumerate(zip(groups, verdicts, draws, strict=True))
-        if isinstance(group, Group) and verdict.outcome == "accept" and _is_due(verdict, draw, check)
+        if isinstance(group, Group) and verdict.outcome == "accept" and _is_due(verdict, draw, check, tools)
     ]
     _prefill([(group, contexts[place]) for place, group in audited], tools)
     for place, group in audited:
@@ -78,11 +78,13 @@ def _projections(audited: Sequence[Context], check: Check) -> dict[str, tuple[fl
     return {key: project(hidden, bytes.fromhex(key) + name) for key in check.project_for}
 
 
-def _is_due(verdict: GroupVerdict, draw: float, check: Check) -> bool:
-    """Whether to audit a group: it was drawn beforehand, or the influence of its rewards makes it due."""
-    weight = influence(verdict.rewards, verdict.tokens)
+def _is_due(verdict: GroupVerdict, draw: float, check: Check, tools: Tools) -> bool:
+    """Whether to audit a group: it was drawn beforehand, or its influence or its pay makes it due."""
+    weight, pay = influence(verdict.rewards, verdict.tokens), paid_tokens(verdict.tokens, tools.info.rules)
     # guard: influence-is-checked
-    return verdict.slot in check.audited or must_audit(draw, check.rate, weight, check.mean_influence)
+    return verdict.slot in check.audited or must_audit(
+        draw, check.rate, weight, check.mean_influence, pay, check.mean_pay
+    )
 
 
 def _open(body: bytes, check: Check, tools: Tools) -> Submission | Failure:

@@ -1,9 +1,11 @@
-"""What all nodes must agree on about audits: which groups are audited, and what a verdict may say.
+"""What all nodes must agree on about audits: which groups are audited, what they pay, and what a verdict may say.
 
 Used by validators, by auditors, and by the rules, which refuse a verdict that audits other groups. Pure.
 """
 
 from collections.abc import Sequence
+
+from shoal.protocol.types import Rules
 
 CHECKS = (
     "shape", "lease", "prompt", "environment", "reward", "ending", "complete", "sampling", "logprobs", "activations",
@@ -26,11 +28,25 @@ def influence(rewards: Sequence[float], tokens: int) -> float:
     return sum(abs(reward - mean) for reward in rewards) / len(rewards) * tokens
 
 
-def must_audit(draw: float, rate: float, influence: float, mean_influence: float) -> bool:
-    """Whether a group is audited. Influence above the run's mean raises the rate in proportion. Influence below it changes
-    nothing.
+def paid_tokens(tokens: int, rules: Rules) -> int:
+    """Of a group's policy tokens, those that are paid: text beyond the run's cap earns nothing."""
+    return min(tokens, rules.paid_tokens * rules.group_size) if rules.paid_tokens else tokens  # guard: paid-length
 
-    The draw, in [0, 1), was made before anyone knew the rewards. `mean_influence` is 0 before the first accepted group.
+
+def must_audit(
+    draw: float, rate: float, influence: float, mean_influence: float, pay: float = 0.0, mean_pay: float = 0.0
+) -> bool:
+    """Whether a group is audited. Influence above the run's mean raises the rate in proportion. So does pay above the mean
+    pay of the worker's newest groups, those that a refusal takes: a forged group then risks as many times its own pay,
+    however long it is. Less than the mean changes nothing.
+
+    The draw, in [0, 1), was made before anyone knew the rewards or the length. `mean_influence` is 0 before the first
+    accepted group. `mean_pay` is 0 before version 2 of the rules, and for a worker without unvested pay, whose rate is 1.
     """
-    raised = influence / mean_influence if mean_influence > 0.0 else 1.0
-    return draw < rate * max(1.0, raised)  # guard: influence-raises-the-rate, influence-never-lowers-the-rate
+    # guard: influence-raises-the-rate, pay-raises-the-rate, influence-never-lowers-the-rate
+    raised = max(1.0, _over(influence, mean_influence), _over(pay, mean_pay))
+    return draw < rate * raised
+
+
+def _over(value: float, mean: float) -> float:
+    return value / mean if mean > 0.0 else 1.0

@@ -40,6 +40,13 @@ def test_influence_raises_the_rate_and_never_lowers_it():
     assert not must_audit(0.06, 0.05, 10.0, 10.0)
     assert must_audit(0.06, 0.05, 20.0, 10.0)
     assert must_audit(0.06, 0.05, 1.0, 0.0) is False
+    assert must_audit(0.04, 0.05, 0.0, 10.0, 1.0, 10.0), "the larger of both decides, and neither lowers"
+
+
+def test_pay_for_length_raises_the_rate_of_a_flat_group():
+    assert not must_audit(0.39, 0.05, 0.0, 10.0, 70.0, 10.0)
+    assert must_audit(0.39, 0.05, 0.0, 10.0, 80.0, 10.0), "8 times the usual pay: 40 %"
+    assert must_audit(0.99, 0.05, 0.0, 10.0, 200.0, 10.0), "20 times the usual pay: always"
 
 
 def ahead(order, judged, silent, key):

@@ -9,7 +9,7 @@ from shoal.algos.sampling_evidence import ALARM_BITS, Evidence
 from shoal.ledger.answers import Refused, Wait
 from shoal.ledger.facts.pay import Slash
 from shoal.ledger.facts.run import Tick
-from shoal.ledger.law import LAW
+from shoal.ledger.law import LAW, LAWS
 from shoal.ledger.log.book import Book
 from shoal.ledger.log.store import Store, sqlite_url
 from shoal.ledger.rules.verdicts import to_judge
@@ -276,6 +276,46 @@ def test_a_group_of_great_influence_must_be_audited_although_it_was_not_drawn(co
     with pytest.raises(Refused, match="drawn for audit"):
         court.judge(name, by=JUDGES[0], audited=False, rewards=(-9.0, 9.0, -9.0, 9.0), tokens=99)
     court.judge(name, by=JUDGES[0], audited=True, rewards=(-9.0, 9.0, -9.0, 9.0), tokens=99)
+
+
+FLAT = (1.0, 1.0, 1.0, 1.0)
+
+
+def test_a_long_flat_group_must_be_audited_although_it_was_not_drawn_and_an_honest_one_is_paid(court):
+    serve(court, 60)
+    name = court.submit(WORKER, court.lease(WORKER), draw=0.3)
+    assert court.state.submissions[name].audited == () and court.state.submissions[name].mean_pay == 10.0
+    with pytest.raises(Refused, match="drawn for audit"):
+        court.judge(name, by=JUDGES[0], audited=False, rewards=FLAT, tokens=80)
+    before = court.state.members[WORKER].credits
+    court.judge(name, by=JUDGES[0], audited=True, rewards=FLAT, tokens=80)
+    assert court.state.members[WORKER].credits == before + 2 * 80, "long by luck: audited, and paid"
+
+
+def test_text_that_is_not_paid_does_not_raise_the_rate(tmp_path):
+    world = World(tmp_path, JUDGES, steps=200, max_staleness=50, audit_rate=0.05, paid_tokens=3)
+    world.enter(WORKER)
+    world.publish()
+    serve(world, 60)
+    name = world.submit(WORKER, world.lease(WORKER), draw=0.3)
+    world.judge(name, by=JUDGES[0], audited=False, rewards=FLAT, tokens=200)
+
+
+def test_under_the_rules_before_length_does_not_change_an_audit(tmp_path):
+    world = World(tmp_path, JUDGES, law=LAWS[1], steps=200, max_staleness=50, audit_rate=0.05)
+    world.enter(WORKER)
+    world.publish()
+    serve(world, 60)
+    name = world.submit(WORKER, world.lease(WORKER), draw=0.3)
+    world.judge(name, by=JUDGES[0], audited=False, rewards=FLAT, tokens=250)
+    assert world.state.submissions[name].mean_pay == 0.0
+
+
+def test_a_trusted_worker_without_stake_is_audited_fully(court):
+    serve(court, 60)
+    court.state.members[WORKER].escrow.clear()
+    name = court.submit(WORKER, court.lease(WORKER), draw=0.9)
+    assert len(court.state.submissions[name].audited) == 2 and court.state.submissions[name].rate == 1.0
 
 
 NOISE = {"float32/float32": Bounds(gap=1e-3, flipped=1e-4, mean_gap=1e-6, logprob=0.01)}

@@ -10,7 +10,7 @@ from shoal.ledger.law import LAW
 from shoal.ledger.log.book import Book
 from shoal.ledger.log.store import Store, sqlite_url
 from shoal.ledger.log.verify import verify
-from shoal.protocol.audits import influence, must_audit
+from shoal.protocol.audits import influence, must_audit, paid_tokens
 from shoal.protocol.types import GroupVerdict, Join, Rules, Sampling, Verdict
 from shoal.protocol.wire import digest
 
@@ -72,8 +72,10 @@ class World:
         if accepted:
             facts = {"rewards": rewards, "tokens": 10} | facts
         slots, record = self.state.slots_of(lease), self.state.submissions[submission]
-        weight = influence(facts.get("rewards", ()), min(facts.get("tokens", 0), 10**9))
-        due = [must_audit(draw, record.rate, weight, record.mean_influence) for draw in record.draws]
+        tokens = min(facts.get("tokens", 0), 10**9)
+        shown = influence(facts.get("rewards", ()), tokens), record.mean_influence
+        paid = paid_tokens(tokens, self.state.rules), record.mean_pay
+        due = [must_audit(draw, record.rate, *shown, *paid) for draw in record.draws]
         groups = tuple(
             GroupVerdict(slot, outcome=outcome, **({"audited": drawn or not accepted} | facts))
             for slot, drawn in zip(slots, due, strict=True)

@@ -88,6 +88,14 @@ def test_a_group_of_great_influence_is_audited_although_it_was_not_drawn(desk):
         assert [(group.outcome, group.audited) for group in verdict.groups] == [("accept", audited)] * 4
 
 
+def test_a_long_group_is_audited_although_it_was_not_drawn(desk):
+    body = desk.body()
+    for mean_pay, audited in ((1e-3, True), (1e9, False)):
+        asked = Check(digest(body), desk.lease, (), 60.0, (0.5,) * 4, 0.05, 0.0, mean_pay)
+        verdict = verify_submission(body, asked, desk.tools)
+        assert [(group.outcome, group.audited) for group in verdict.groups] == [("accept", audited)] * 4
+
+
 # --- shape ---
 
 

@@ -22,7 +22,7 @@ class AuditDrawn(Message, frozen=True):
 
     submission: str
     slots: tuple[int, ...]
-    """Drawn for audit. The influence that their rewards show may add more, see `protocol.audits.must_audit`."""
+    """Drawn for audit. Influence and pay, which the groups show, may add more, see `protocol.audits.must_audit`."""
     rate: float = 1.0
     draws: tuple[float, ...] = ()
     """One for each group, in [0, 1)."""
@@ -30,6 +30,8 @@ class AuditDrawn(Message, frozen=True):
     """Of the groups accepted until now."""
     order: tuple[str, ...] = ()
     """Validators in the order of their turns."""
+    mean_pay: float = 0.0
+    """Of the worker's newest groups that have not vested, tokens; those that a refusal takes. 0 before version 2."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,7 @@ def apply_audit_drawn(body: AuditDrawn, state: State, entry: Entry) -> None:
     submission = state.submissions[body.submission]
     submission.audited, submission.rate, submission.draws = body.slots, body.rate, body.draws
     submission.mean_influence, submission.order = body.mean_influence, body.order
+    submission.mean_pay = body.mean_pay
 
 
 EVENTS = {

@@ -8,12 +8,6 @@ from shoal.ledger.facts.pay import Credit, Forfeited, Slash, Vested
 from shoal.ledger.past import Table, Told
 from shoal.ledger.state import LeaseRecord, Member, State
 from shoal.protocol.accounts import CreditLine
-from shoal.protocol.types import Rules
-
-
-def paid_tokens(tokens: int, rules: Rules) -> int:
-    """Of a group's policy tokens, those that are paid: text beyond the run's cap earns nothing."""
-    return min(tokens, rules.paid_tokens * rules.group_size) if rules.paid_tokens else tokens  # guard: paid-length
 
 
 def vest(state: State, member: Member, escrow: Sequence[int]) -> Iterator[Body]:

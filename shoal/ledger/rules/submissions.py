@@ -6,7 +6,7 @@ from shoal.ledger.facts.submissions import AuditDrawn, SubmissionReceived, Submi
 from shoal.ledger.past import Cause, Here, Table
 from shoal.ledger.rules.members import member_as
 from shoal.ledger.seeds import audit_draws, turns
-from shoal.ledger.state import LeaseRecord, State
+from shoal.ledger.state import LeaseRecord, Member, State
 
 
 def decide_submit(command: Submit, state: State) -> list[Body]:
@@ -17,12 +17,22 @@ def decide_submit(command: Submit, state: State) -> list[Body]:
     if len(command.groups) != len(slots):  # guard: groups-of-the-lease
         raise Refused("malformed", f"lease {lease.id} has {len(slots)} slots, the submission {len(command.groups)}")
     received = SubmissionReceived(command.lease, command.key, command.digest, command.size_bytes, command.groups)
+    mean_pay = mean_newest_pay(state, state.members[command.key])
     rate = state.law.audit_rate(state.members[command.key].valid_blocks, state.rules.audit_rate)
+    if not mean_pay and state.law.version >= 2:  # guard: no-stake-no-trust
+        rate = 1.0
     audited = tuple(slot for slot, draw in zip(slots, command.draws, strict=True) if draw < rate)
     mean_influence = state.influence / state.accepted_groups if state.accepted_groups else 0.0
     judges = state.judges()
     order = tuple(key for key in command.order if key in judges)
-    return [received, AuditDrawn(command.digest, audited, rate, command.draws, mean_influence, order)]
+    return [received, AuditDrawn(command.digest, audited, rate, command.draws, mean_influence, order, mean_pay)]
+
+
+def mean_newest_pay(state: State, member: Member) -> float:
+    """Mean pay of a worker's newest groups, those that a refusal takes, tokens. Groups that are missing count as 0, so less
+    at stake raises the rate, too."""
+    groups = state.law.refused_blocks * state.rules.block_groups
+    return sum(member.escrow[-groups:]) / groups if state.law.version >= 2 else 0.0  # guard: pay-at-stake
 
 
 def lease_to_fill(state: State, key: str, lease_id: str, digest: str) -> LeaseRecord:

@@ -20,12 +20,12 @@ from shoal.ledger.facts.run import Tick
 from shoal.ledger.facts.verdicts import Decision, Judge, Rechecked, VerdictGiven, evidence_after
 from shoal.ledger.past import Cause, Here, Table, Told
 from shoal.ledger.rules.members import member_as, quarantine
-from shoal.ledger.rules.pay import paid_tokens, refusal_costs, vest
+from shoal.ledger.rules.pay import refusal_costs, vest
 from shoal.ledger.seeds import recheck_draw
 from shoal.ledger.state import LeaseRecord, Member, State, SubmissionRecord
 from shoal.ledger.weigh import PROMPT, Weighed, weigh
 from shoal.protocol.accounts import CreditLine
-from shoal.protocol.audits import CHECKS, MAX_REASON_CHARS, MAX_REWARD, influence, must_audit
+from shoal.protocol.audits import CHECKS, MAX_REASON_CHARS, MAX_REWARD, influence, must_audit, paid_tokens
 from shoal.protocol.types import GroupVerdict, Verdict
 
 
@@ -122,9 +122,10 @@ def refuse_malformed(
                 raise Refused("malformed", f"slot {group.slot}: only an accepted group has rewards and policy tokens")
             continue
         _refuse_impossible(state, group)
-        weight = influence(group.rewards, group.tokens)
+        weight, pay = influence(group.rewards, group.tokens), paid_tokens(group.tokens, state.rules)
+        means = submission.mean_influence, submission.mean_pay
         # guard: influence-is-audited
-        due = group.slot in submission.audited or must_audit(draw, submission.rate, weight, submission.mean_influence)
+        due = group.slot in submission.audited or must_audit(draw, submission.rate, weight, means[0], pay, means[1])
         # Neither less nor more: projections are compared only if both validators looked at the same groups.
         if due != group.audited:  # guard: drawn-is-audited
             but = "was drawn for audit but not audited" if due else "was audited but not drawn for it"

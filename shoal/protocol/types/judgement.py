@@ -19,10 +19,12 @@ class Check(Message, frozen=True):
     """Slots that were drawn for the checks that need the model."""
     deadline: float
     draws: tuple[float, ...] = ()
-    """One number in [0, 1) for each slot. With the rewards, they decide which other groups are audited."""
+    """One number in [0, 1) for each slot. With rewards and lengths, they decide which other groups are audited."""
     rate: float = 1.0
     mean_influence: float = 0.0
     """Mean influence of the run's groups when the draws were made; see `protocol.audits.must_audit`."""
+    mean_pay: float = 0.0
+    """Mean pay of the worker's newest groups when the draws were made, tokens; see `protocol.audits.must_audit`."""
     project_for: tuple[str, ...] = ()
     """Keys to project the activations for: the validator's own, and those of the validators that judged before it."""
 

@@ -48,7 +48,8 @@ def next_check(desk: Desk, key: str) -> t.Check | None:
     lease = desk.wire_lease(desk.state.leases[submission.lease])
     return t.Check(
         names[0], lease, submission.audited, now + desk.state.law.turn_s, submission.draws, submission.rate,
-        submission.mean_influence, (key, *submission.verdicts) if len(desk.state.judges()) > 1 else (),
+        submission.mean_influence, submission.mean_pay,
+        (key, *submission.verdicts) if len(desk.state.judges()) > 1 else (),
     )  # fmt: skip
 
 

@@ -151,7 +151,7 @@ def rules_of(config: RunConfig) -> t.Rules:
         proofs=v.proofs,
         activation_error=v.activation_error or ACTIVATION_ERROR[config.sampled_dtype],
         worker_share=v.worker_share,
-        paid_tokens=r.paid_tokens,
+        paid_tokens=config.most_paid_tokens,
         max_flat_groups=r.max_flat_groups,
         algorithm=config.train.algorithm,
         quarantine_s=v.quarantine_s,
