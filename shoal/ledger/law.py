@@ -25,7 +25,10 @@ WHAT_CHANGED = {
     2: "audits, rechecks and turns are drawn by lease and slot, not by the submission's digest; a hard finding that stays "
     "disputed ends a worker's trust; refusals of a prompt agree only if they name the same prompt, and one alone is soft; "
     "joins, leaves and the host's requests store when they were signed, and older ones are refused; nodes leave; a group's "
-    "pay above that of its worker's newest groups raises its audit rate; a worker with nothing at stake is audited fully",
+    "pay above that of its worker's newest groups raises its audit rate; a worker with nothing at stake is audited fully; "
+    "validators judge the oldest submissions first, keep their turns while they do, and are skipped for a while after "
+    "missed or late turns; turns last as long as the middle validator's checks need; slow validators are seldom first; "
+    "rechecks wait for validators at work, and are more frequent for validators with few confirmed verdicts",
 }
 """By version of the rules: how they differ from the version before. This code makes the events and decisions of each of
 these versions exactly as the code that wrote them. Logs of other versions are reported as not checked."""
@@ -55,14 +58,26 @@ class Law(Message, frozen=True):
     """Blocks' worth of the newest unvested pay that a refused submission costs if nobody is slashed. At 2, a worker gains
     if its cheats count as soft, or if its run has one validator."""
     turn_s: float = 30.0
-    """Seconds between the turns of a submission's validators. Longer keeps work waiting for a dead validator; shorter than
-    a prefill makes two validators do the same work."""
+    """Least seconds without a verdict after which a validator's turn passes. Longer keeps work waiting for a dead
+    validator; shorter than a prefill makes two validators do the same work."""
     missed_turns: int = 2
-    """A validator that misses this many turns in a row is skipped until it sends a verdict. 1 would skip a mere restart; a
-    large number lets a dead validator delay every submission that long."""
+    """A validator that misses this many turns in a row is skipped, at least until it sends a verdict. 1 would skip a mere
+    restart; a large number lets a dead validator delay every submission that long."""
+    turn_checks: float = 5.0
+    """A turn lasts at least this many checks of the middle validator, and a verdict that takes longer counts as a missed
+    turn. Less lets turns of honest slow validators pass; more lets one at work hold up a run longer."""
+    late_s: float = 3.0
+    """A verdict within this time is never late. Less counts pauses of a process; more lets a validator delay each of its
+    turns by as much."""
+    missed_counts_turns: int = 20
+    """A missed turn counts for the time of this many turns, whatever verdicts follow, and a validator is skipped while
+    `missed_turns` of them count. Fewer let one that lets turns pass delay a run more: at 20, a tenth of the time."""
+    recheck_trust: float = 1.0
+    """Of a validator with n verdicts that rechecks confirmed, this share divided by n + 1 is judged again, but never below
+    `recheck_rate`. A smaller number finds a validator later that does no work; more costs validators."""
     dispute_s: float = 600.0
-    """A dispute that is open this long ends without pay and without penalty. Shorter than three turns, and a third verdict
-    may come too late."""
+    """A dispute that is open this long ends without pay and without penalty, if nobody at work will come to it. No turn
+    is longer. Shorter than three turns, and a third verdict may come too late."""
     most_verdicts: int = 3
     """Validators that judge one submission, at most: two that agree outvote the third."""
     soft_failures: int = 3
@@ -100,9 +115,13 @@ class Law(Message, frozen=True):
         # guard: lapse-wait-ends, first-lapse-makes-no-wait
         return min(self.max_lapse_wait_s, first_s * 2.0 ** min(lapses - 2, 20)) if lapses > 1 else 0.0
 
+    def recheck_chance(self, confirmed: int) -> float:
+        """Share of a validator's first verdicts that a second one judges again; `confirmed` of them have proven true."""
+        return max(self.recheck_rate, min(1.0, self.recheck_trust / (confirmed + 1)))  # guard: new-judge-is-rechecked
+
     def turn_begins(self, since: float, place: int) -> float:
-        """When a validator with `place` others ahead of it may judge. `since` is the time of the last verdict, or of the
-        submission if there is none."""
+        """When a validator with `place` others ahead of it may judge, before version 2 of the rules. `since` is the time of
+        the last verdict, or of the submission if there is none."""
         return since + self.turn_s * place  # guard: turns
 
 

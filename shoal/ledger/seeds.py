@@ -55,7 +55,15 @@ def recheck_draw(state: State, lease: LeaseRecord, submission: str, link: bytes)
 
 def turns(state: State, lease: LeaseRecord, submission: str, validators: Sequence[str], link: bytes) -> tuple[str, ...]:
     """Keys of validators in the order in which they may judge a submission: nobody picks whom to judge, or by whom."""
+    draws = turn_draws(state, lease, submission, validators, link)
+    return tuple(sorted(validators, key=lambda key: (draws[key], key)))
+
+
+def turn_draws(
+    state: State, lease: LeaseRecord, submission: str, validators: Sequence[str], link: bytes
+) -> dict[str, float]:
+    """The draws behind `turns`, in [0, 1), by validator: the smallest is first."""
     purpose, name = "turn/lease", lease.id.encode()
     if state.law.version < 2:  # guard: turns-of-the-lease
         purpose, name = "turn", bytes.fromhex(submission)
-    return tuple(sorted(validators, key=lambda key: (uniform(purpose, link, name, bytes.fromhex(key)), key)))
+    return {key: uniform(purpose, link, name, bytes.fromhex(key)) for key in validators}

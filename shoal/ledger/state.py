@@ -23,6 +23,27 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
+class TurnsRecord(msgspec.Struct):
+    """How a validator keeps its turns, since version 2 of the rules. Times are seconds since the epoch."""
+
+    voted: float = 0.0
+    """When it last gave a verdict; 0 before the first."""
+    voted_on: int = -1
+    """Number of the event of the submission that this verdict judged."""
+    check_s: float = 0.0
+    """Longest time that it lately took for a verdict, while it could judge; less with each further verdict."""
+    missed: int = 0
+    """Turns that it missed, or gave its verdict late in, ever."""
+    missed_at: float = 0.0
+    """The last of these."""
+    counted: int = 0
+    """Those that count at present."""
+    counts_until: float = 0.0
+    """When they count no more, if it gives verdicts by then."""
+    confirmed: int = 0
+    """Rechecks since its last fault that confirmed a first verdict of its own with audited groups."""
+
+
 class Member(msgspec.Struct):
     """A node that joined. Counts are of groups unless they say otherwise, credits are policy tokens."""
 
@@ -65,15 +86,16 @@ class Member(msgspec.Struct):
     dropped_at: float = 0.0
     """The last of these times, seconds since the epoch."""
     missed: int = 0
-    """Of a validator: turns in a row that it missed while another validator judged."""
+    """Of a validator, before version 2 of the rules: turns in a row that it missed while another validator judged."""
     heard: float = 0.0
-    """Of a validator: when it last sent a verdict or missed a turn, seconds since the epoch. The next counts from then."""
+    """Likewise: when it last sent a verdict or missed a turn, seconds since the epoch. The next counts from then."""
     stale: int = 0
     """Leases closed at no cost because their version became too old. Not counted in `lapsed`."""
     signed: int = 0
     """When it signed the latest join or leave that the log holds, seconds since the epoch by its own clock."""
     left: bool = False
     """Whether it left and has not joined again."""
+    turns: TurnsRecord = msgspec.field(default_factory=TurnsRecord)
 
 
 class LeaseRecord(msgspec.Struct):
@@ -271,13 +293,6 @@ class State(msgspec.Struct, dict=True):
         # guard: left-judges-nothing
         taking_part = (member for member in self.members.values() if member.role == "validator" and not member.left)
         return sorted(member.key for member in taking_part if member.standing not in ("kicked", "suspended"))
-
-    def silent(self) -> set[str]:
-        """Keys of the validators that are skipped: those that left, and those that missed turns, until they send a verdict;
-        but if all missed turns, none of them."""
-        judges, left = self.judges(), {key for key, member in self.members.items() if member.left}
-        missing = {key for key in judges if self.members[key].missed >= self.law.missed_turns}
-        return left | (missing if len(missing) < len(judges) else set())  # guard: all-silent, left-is-skipped
 
     def maker_of(self, stream: StreamRecord, place: tuple[int, int]) -> str:
         """Key of the worker that made the group at a (version, slot)."""

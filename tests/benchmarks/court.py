@@ -153,7 +153,7 @@ class Defendant:
                 else GroupVerdict(slot, due, outcome, "sampling", "why")
                 for slot, due, outcome in zip(slots, case.due, said[-1], strict=True)
             )
-            again = 0.0 if self.draws.again[turn] else self.court.terms.law.recheck_rate
+            again = 0.0 if self.draws.again[turn] else 1.0  # the model has none of the rechecks of new validators
             court.do(Judge(judge_key(validator), Verdict(name, groups), now, recheck=again))
             stopped = court.state.members[key].standing == "quarantined"
         assert name not in court.state.pending and name not in court.state.rechecks

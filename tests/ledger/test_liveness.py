@@ -1,5 +1,6 @@
 """Silent validators, and workers whose leases lapse: a run does not wait long, and honest slow nodes lose nothing."""
 
+import msgspec
 import pytest
 
 from shoal.ledger.answers import Refused, Wait
@@ -7,7 +8,8 @@ from shoal.ledger.facts.leases import ReturnLeases
 from shoal.ledger.facts.run import Tick
 from shoal.ledger.law import LAW
 from shoal.ledger.rules.verdicts import to_judge
-from shoal.ledger.state import state_hash
+from shoal.ledger.state import TurnsRecord, state_hash
+from shoal.ledger.turns import silent
 from tests.ledger.world import World
 
 WORKER = "a" * 64
@@ -18,6 +20,15 @@ SILENT, QUICK, THIRD = JUDGES = ("d" * 64, "e" * 64, "f" * 64)
 def court(tmp_path):
     """A run with three validators and one worker."""
     world = World(tmp_path, JUDGES, steps=200, max_staleness=50)
+    world.enter(WORKER)
+    world.publish()
+    return world
+
+
+@pytest.fixture
+def old_court(tmp_path):
+    """The same under the rules before version 2."""
+    world = World(tmp_path, JUDGES, msgspec.structs.replace(LAW, version=1), steps=200, max_staleness=50)
     world.enter(WORKER)
     world.publish()
     return world
@@ -40,7 +51,7 @@ def let_pass(world, by=QUICK):
 def make_silent(world):
     for _ in range(LAW.missed_turns):
         let_pass(world)
-    assert world.state.silent() == {SILENT}
+    assert silent(world.state, world.now) == {SILENT}
 
 
 def test_after_two_missed_turns_a_validator_delays_nobody(court):
@@ -66,32 +77,32 @@ def test_submissions_that_wait_already_go_to_the_next_validator_when_the_first_f
     assert {later, newest} <= set(to_judge(court.state, QUICK, court.now))
 
 
-def test_a_validator_that_comes_back_may_judge_and_one_verdict_gives_its_turns_back(court):
-    make_silent(court)
-    name = submitted(court)
-    assert to_judge(court.state, SILENT, court.now) == to_judge(court.state, QUICK, court.now) == [name]
-    court.judge(name, by=SILENT)
-    assert court.state.silent() == set() and court.state.members[SILENT].missed == 0
+def test_in_old_logs_one_verdict_gives_a_silent_validator_its_turns_back(old_court):
+    make_silent(old_court)
+    name = submitted(old_court)
+    assert to_judge(old_court.state, SILENT, old_court.now) == to_judge(old_court.state, QUICK, old_court.now) == [name]
+    old_court.judge(name, by=SILENT)
+    assert silent(old_court.state, old_court.now) == set() and old_court.state.members[SILENT].missed == 0
     with pytest.raises(Refused, match="is for dddddddddddd first"):
-        court.judge(submitted(court), by=QUICK)
+        old_court.judge(submitted(old_court), by=QUICK)
 
 
-def test_missed_turns_that_began_together_count_once_so_that_a_busy_validator_is_not_silent(court):
+def test_in_old_logs_missed_turns_that_began_together_count_once(old_court):
     """A liar waits until an honest one has missed several turns, and then judges all of those submissions at once."""
-    names = [submitted(court) for _ in range(5)]
-    court.now += LAW.turn_s
+    names = [submitted(old_court) for _ in range(5)]
+    old_court.now += LAW.turn_s
     for name in names:
-        court.judge(name, by=QUICK)
-    assert court.state.members[SILENT].missed == 1 and court.state.silent() == set()
+        old_court.judge(name, by=QUICK)
+    assert old_court.state.members[SILENT].missed == 1 and silent(old_court.state, old_court.now) == set()
 
 
-def test_a_turn_that_began_before_its_validators_last_verdict_is_not_missed(court):
-    first, second = submitted(court), submitted(court)
-    court.now += LAW.turn_s - 1
-    court.judge(first, by=SILENT)
-    court.now += 1
-    court.judge(second, by=QUICK)
-    assert court.state.members[SILENT].missed == 0
+def test_in_old_logs_a_turn_that_began_before_its_validators_last_verdict_is_not_missed(old_court):
+    first, second = submitted(old_court), submitted(old_court)
+    old_court.now += LAW.turn_s - 1
+    old_court.judge(first, by=SILENT)
+    old_court.now += 1
+    old_court.judge(second, by=QUICK)
+    assert old_court.state.members[SILENT].missed == 0
 
 
 def test_no_validator_takes_anothers_turn_by_judging_early_or_first(court):
@@ -101,12 +112,12 @@ def test_no_validator_takes_anothers_turn_by_judging_early_or_first(court):
             court.judge(name, by=QUICK)
         court.judge(name, by=SILENT)
         court.now += LAW.turn_s
-    assert [court.state.members[key].missed for key in JUDGES] == [0, 0, 0]
+    assert [court.state.members[key].turns.missed for key in JUDGES] == [0, 0, 0]
 
 
 def test_if_all_validators_are_silent_the_order_stays(court):
     for key in JUDGES:
-        court.state.members[key].missed = LAW.missed_turns
+        court.state.members[key].turns = TurnsRecord(missed_at=court.now, counted=LAW.missed_turns)
     name = submitted(court)
     assert [to_judge(court.state, key, court.now) for key in JUDGES] == [[name], [], []]
 

@@ -27,7 +27,7 @@ def ledger_imports(path):
 
 @pytest.mark.parametrize("subject", ORDER)
 def test_facts_import_the_ground_floor_alone(subject):
-    assert ledger_imports(LEDGER / "facts" / f"{subject}.py") <= {"entry", "law", "state"}
+    assert ledger_imports(LEDGER / "facts" / f"{subject}.py") <= {"entry", "law", "state", "turns"}
 
 
 @pytest.mark.parametrize("subject", ORDER)
@@ -44,7 +44,7 @@ def test_each_subject_has_its_two_files_and_there_are_no_others():
 
 DECIDING = [
     *(LEDGER / "rules").glob("*.py"),
-    *(LEDGER / f"{name}.py" for name in ("weigh", "past", "seeds", "algorithm")),
+    *(LEDGER / f"{name}.py" for name in ("weigh", "past", "seeds", "turns", "algorithm")),
 ]
 MUTATING = {
     "append",

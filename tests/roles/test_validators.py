@@ -12,7 +12,9 @@ from shoal.ledger.facts.members import ValidatorFault
 from shoal.ledger.facts.pay import Slash
 from shoal.ledger.facts.verdicts import VerdictGiven
 from shoal.ledger.law import LAW, Law, law_difference
+from shoal.ledger.turns import silent
 from shoal.protocol import types as t
+from shoal.roles.coordinator.board import Board
 from shoal.roles.coordinator.judging import next_check, take_verdict
 from shoal.roles.validator import Validator
 from tests.attacks.validators import Hangman, Idler
@@ -238,5 +240,6 @@ def test_a_run_with_a_validator_that_joined_and_left_waits_for_it_twice_and_no_m
         for entry in audit.entries
         if isinstance(entry.body, VerdictGiven)
     ]
-    assert audit.findings == [law_difference(law)] and audit.state.silent() == {key_of(town, 0)}
+    assert audit.findings == [law_difference(law)] and silent(audit.state, town.desk.clock()) == {key_of(town, 0)}
     assert sum(wait >= law.turn_s for wait in waits) <= 2 * law.missed_turns < len(waits)
+    assert f"are not waited for: validator-0 ({key_of(town, 0)[:12]})" in Board(town.desk).status().waiting_for

@@ -105,6 +105,7 @@ def apply_node_restored(body: NodeRestored, state: State, entry: Entry) -> None:
 def apply_validator_fault(body: ValidatorFault, state: State, entry: Entry) -> None:
     member = state.members[body.validator]
     member.failures += 1
+    member.turns.confirmed = 0  # guard: fault-ends-trust
     member.last_reason = body.cause
     if member.failures >= state.law.validator_faults:  # guard: suspension
         member.standing = "suspended"

@@ -1,6 +1,7 @@
 """Submissions: a worker fills a lease, and the draws that say how closely it is looked at."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from shoal.ledger.entry import Entry
 from shoal.ledger.state import State, SubmissionRecord
@@ -48,6 +49,8 @@ class Submit:
     order: tuple[str, ...]
     """All validators that the host admitted, in the order of their turns, by draws from the same chain."""
     now: float
+    turn_draws: Mapping[str, float] = field(default_factory=dict)
+    """The draws behind `order`, by validator: those of slow ones are raised. Empty if unknown: `order` then holds."""
 
 
 def apply_submission_received(body: SubmissionReceived, state: State, entry: Entry) -> None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from shoal.algos.sampling_evidence import Evidence, Figures, update
 from shoal.ledger.entry import Entry
 from shoal.ledger.state import LeaseRecord, Member, State, SubmissionRecord
+from shoal.ledger.turns import CHECK_FADES, idle_since, misses_count, silent, slack_s, turn_begins, turn_s
 from shoal.protocol.bounds import bounds_for
 from shoal.protocol.types import GroupVerdict, Message, Verdict
 
@@ -57,7 +58,10 @@ def apply_verdict_given(body: VerdictGiven, state: State, entry: Entry) -> None:
     submission = state.submissions[body.submission]
     member = state.members[state.lease_of(submission).worker]
     member.evidence = {**member.evidence, body.validator: evidence_after(state, body.validator, member, body.groups)}
-    _count_missed_turns(state, submission, body.validator, entry.time)
+    if state.law.version < 2:
+        _count_missed_turns(state, submission, body.validator, entry.time)
+    else:
+        _book_turns(state, submission, body.validator, entry.time)
     submission.verdicts = {**submission.verdicts, body.validator: body.groups}
     submission.differs += [(body.validator, other) for other in body.differs_from]
     if body.projection:
@@ -75,11 +79,33 @@ def apply_verdict_given(body: VerdictGiven, state: State, entry: Entry) -> None:
 def _count_missed_turns(state: State, submission: SubmissionRecord, judge: str, now: float) -> None:
     """Validators whose turn came before this one's missed it. A turn that began before a validator was last heard says
     nothing new about it."""
-    passed = submission.ahead_of(judge, state.silent())
+    passed = submission.ahead_of(judge, silent(state, now))
     for place, member in enumerate(state.members[key] for key in passed):
         if state.law.turn_begins(submission.judged_at, place) >= member.heard:  # guard: missed-once
             member.missed, member.heard = member.missed + 1, now  # guard: missed-turn
     state.members[judge].missed, state.members[judge].heard = 0, now  # guard: verdict-ends-silence, verdict-is-heard
+
+
+def _book_turns(state: State, submission: SubmissionRecord, judge: str, now: float) -> None:
+    """Validators whose turn came before this one's missed it, and this one was late if it took longer than a turn."""
+    ahead, slack = submission.ahead_of(judge, silent(state, now)), slack_s(state)
+    for place, member in enumerate(state.members[key] for key in ahead):
+        idle = idle_since(member, submission, turn_begins(state, submission, ahead[:place]))
+        if idle >= member.turns.missed_at:  # guard: passed-together-count-once
+            _miss_turn(state, member, now)  # guard: passed-is-missed
+    turns, begun = state.members[judge].turns, turn_begins(state, submission, ahead)
+    took_s = now - max(begun, turns.voted)
+    if took_s > slack:  # guard: late-is-missed
+        _miss_turn(state, state.members[judge], now)
+    turns.voted, turns.voted_on = now, submission.seq
+    turns.check_s = max(min(took_s, slack), CHECK_FADES * turns.check_s)
+
+
+def _miss_turn(state: State, member: Member, now: float) -> None:
+    turns = member.turns
+    turns.counted = turns.counted + 1 if misses_count(member, now) else 1
+    turns.missed, turns.missed_at = turns.missed + 1, now
+    turns.counts_until = now + state.law.missed_counts_turns * turn_s(state)
 
 
 def evidence_after(state: State, validator: str, member: Member, groups: tuple[GroupVerdict, ...]) -> Evidence:
@@ -156,7 +182,13 @@ def _refused_groups(state: State, lease: LeaseRecord, submission: SubmissionReco
 
 def apply_rechecked(body: Rechecked, state: State, entry: Entry) -> None:
     state.rechecks.remove(body.submission)
-    _end_judgement(state, state.submissions[body.submission])
+    submission = state.submissions[body.submission]
+    first, groups = next(iter(submission.verdicts.items()))
+    accused = any(first in pair for pair in submission.differs)
+    worked = not accused and any(group.audited for group in groups)  # guard: only-work-is-confirmed
+    if body.outcome == "confirmed" and worked:
+        state.members[first].turns.confirmed += 1
+    _end_judgement(state, submission)
 
 
 EVENTS = {

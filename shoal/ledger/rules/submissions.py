@@ -5,8 +5,9 @@ from shoal.ledger.entry import Body
 from shoal.ledger.facts.submissions import AuditDrawn, SubmissionReceived, Submit
 from shoal.ledger.past import Cause, Here, Table
 from shoal.ledger.rules.members import member_as
-from shoal.ledger.seeds import audit_draws, turns
+from shoal.ledger.seeds import audit_draws, turn_draws, turns
 from shoal.ledger.state import LeaseRecord, Member, State
+from shoal.ledger.turns import by_speed
 
 
 def decide_submit(command: Submit, state: State) -> list[Body]:
@@ -24,7 +25,7 @@ def decide_submit(command: Submit, state: State) -> list[Body]:
     audited = tuple(slot for slot, draw in zip(slots, command.draws, strict=True) if draw < rate)
     mean_influence = state.influence / state.accepted_groups if state.accepted_groups else 0.0
     judges = state.judges()
-    order = tuple(key for key in command.order if key in judges)
+    order = by_speed(state, tuple(key for key in command.order if key in judges), command.turn_draws)
     return [received, AuditDrawn(command.digest, audited, rate, command.draws, mean_influence, order, mean_pay)]
 
 
@@ -73,10 +74,11 @@ def cause_of_submission_received(body: SubmissionReceived, here: Here) -> Cause:
         link = bytes.fromhex(here.links[lease.version].audit_link)
         draws = audit_draws(here.state, lease, body.digest, link)
         order = turns(here.state, lease, body.digest, here.state.validators, link)
+        of_turns = turn_draws(here.state, lease, body.digest, here.state.validators, link)
     else:
-        draws, order = _said_draws(body, here)
+        (draws, order), of_turns = _said_draws(body, here), {}
     return Cause(
-        Submit(body.worker, body.lease, body.digest, body.size_bytes, body.groups, draws, order, here.now)
+        Submit(body.worker, body.lease, body.digest, body.size_bytes, body.groups, draws, order, here.now, of_turns)
     )  # fmt: skip
 
 

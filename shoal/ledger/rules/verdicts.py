@@ -23,6 +23,7 @@ from shoal.ledger.rules.members import member_as, quarantine
 from shoal.ledger.rules.pay import refusal_costs, vest
 from shoal.ledger.seeds import recheck_draw
 from shoal.ledger.state import LeaseRecord, Member, State, SubmissionRecord
+from shoal.ledger.turns import in_order, may_judge, silent, turn_begins
 from shoal.ledger.weigh import PROMPT, Weighed, weigh
 from shoal.protocol.accounts import CreditLine
 from shoal.protocol.audits import CHECKS, MAX_REASON_CHARS, MAX_REWARD, influence, must_audit, paid_tokens
@@ -40,8 +41,9 @@ def decide_judge(command: Judge, state: State) -> list[Body]:
         return []
     lease = state.lease_of(submission)
     refuse_malformed(state, lease, submission, command.verdict.groups)
-    if not _may_judge(state, submission, state.silent(), command.key, command.now):  # guard: judge-in-turn
-        order = [key[:12] for key in submission.ahead_of(command.key, state.silent())]
+    skipped = silent(state, command.now)
+    if not may_judge(state, submission, skipped, command.key, command.now):  # guard: judge-in-turn
+        order = [key[:12] for key in submission.ahead_of(command.key, skipped)]
         raise Refused("not_your_turn", f"submission {submission.digest[:12]} is for {', '.join(order)} first: ask "
                       "GET /v1/checks for one of yours")  # fmt: skip
     verdicts = {**submission.verdicts, command.key: command.verdict.groups}
@@ -60,7 +62,8 @@ def decide_judge(command: Judge, state: State) -> list[Body]:
     if command.differs_from and more:  # guard: third-tells-who-is-idle
         weighed = None  # one of two did not do the work; a third will tell which
     if submission.decided:
-        return [*events, *_end_recheck(state, submission, lease, weighed, command.now)]
+        doubted = state.law.version >= 2 and len(verdicts) == 2 and bool(command.differs_from)
+        return [*events, *_end_recheck(state, submission, lease, weighed, doubted, command.now)]
     if _is_noisy(state, state.members[lease.worker], command):  # guard: noise-over-time
         weighed = Weighed({}, lease.blocks, (), slash=False, outvoted=())
         why = "sampling: more noise over time than honest arithmetic makes"
@@ -68,27 +71,27 @@ def decide_judge(command: Judge, state: State) -> list[Body]:
     elif len(verdicts) == 1:
         events += _first_failure(state, lease, submission, command)
     if weighed is not None:
-        # guard: recheck
-        recheck = command.recheck < state.law.recheck_rate and len(verdicts) == 1 and more and not weighed.refused
-        events += _decide(state, submission, lease, weighed, recheck)
+        drawn = len(verdicts) == 1 and more and not weighed.refused and _is_rechecked(state, command)  # guard: recheck
+        events += _decide(state, submission, lease, weighed, drawn)
         if weighed.slash and _is_at_large(state, lease, submission):  # guard: slashed-is-quarantined
             events += quarantine(state, lease.worker, submission, "forged, as two validators found", command.now)
     return events
 
 
 def to_judge(state: State, key: str, now: float) -> list[str]:
-    """Submissions that a validator may judge now, oldest first; those that block the run come before rechecks."""
-    waiting, silent = (*state.pending, *state.rechecks), state.silent()
-    return [name for name in waiting if _may_judge(state, state.submissions[name], silent, key, now)]
+    """Submissions that a validator may judge now, in the order in which it should."""
+    skipped = silent(state, now)
+    return [name for name in in_order(state) if may_judge(state, state.submissions[name], skipped, key, now)]
 
 
 def end_overdue(state: State, now: float) -> Iterator[Body]:
-    """Ends one dispute or recheck that found no further verdict in time, softly. Once the run has ended, it waits less."""
+    """Ends one dispute or recheck that found no further verdict in time, softly. Once the run has ended, it waits less. It
+    always waits for validators that are at work and will come to it."""
     law = state.law
     limit_s = law.dispute_s if state.phase != "ended" else law.most_verdicts * law.turn_s
     undecided = (*state.pending, *state.rechecks)
-    # guard: time-for-a-second-verdict
-    for name in state.due_by(now - limit_s, "judged", undecided)[:1]:  # the next one: on the state that this one leaves
+    due = state.due_by(now - limit_s, "judged", undecided)  # guard: time-for-a-second-verdict
+    for name in _without_turn(state, due, now)[:1]:  # the next one: on the state that this one leaves
         submission = state.submissions[name]
         if submission.decided:
             yield Rechecked(name, "undecided")
@@ -179,11 +182,22 @@ def _is_noisy(state: State, member: Member, command: Judge) -> bool:
     return command.key in alarmed and len(alarmed) >= min(2, len(judges))  # guard: noise-needs-two
 
 
-def _may_judge(state: State, submission: SubmissionRecord, silent: set[str], key: str, now: float) -> bool:
-    """Whether the turns of the validators ahead of this one have passed."""
-    place = len(submission.ahead_of(key, silent))
-    # guard: no-second-turn
-    return key not in submission.verdicts and now >= state.law.turn_begins(submission.judged_at, place)
+def _without_turn(state: State, names: list[str], now: float) -> list[str]:
+    """Of these submissions, those of which nobody's turn is left: all that could judge let it pass, or are skipped."""
+    if state.law.version < 2 or not names:
+        return names
+    skipped, records = silent(state, now), [state.submissions[name] for name in names]
+    # guard: at-work-is-waited-for
+    return [one.digest for one in records if now >= turn_begins(state, one, one.ahead_of("", skipped))]
+
+
+def _is_rechecked(state: State, command: Judge) -> bool:
+    """Whether a second look at what a validator accepts is drawn, and there is somebody to take it."""
+    if state.law.version < 2:
+        return command.recheck < state.law.recheck_rate
+    others = {*state.judges()} - {command.key} - silent(state, command.now)
+    # guard: nobody-to-recheck
+    return bool(others) and command.recheck < state.law.recheck_chance(state.members[command.key].turns.confirmed)
 
 
 def _more(state: State, verdicts: dict[str, tuple[GroupVerdict, ...]]) -> bool:
@@ -246,9 +260,10 @@ def _decide(
 
 
 def _end_recheck(
-    state: State, submission: SubmissionRecord, lease: LeaseRecord, weighed: Weighed | None, now: float
+    state: State, submission: SubmissionRecord, lease: LeaseRecord, weighed: Weighed | None, doubted: bool, now: float
 ) -> Iterator[Body]:
-    """What a second look at an accepted submission found. If two refuse it, it costs what any refusal costs."""
+    """What a second look at an accepted submission found. If two refuse it, it costs what any refusal costs. `doubted`: one
+    of two validators gave its verdict without doing the work, and there is no third to tell which."""
     if weighed is None:
         return
     yield from _outvoted(submission, weighed)
@@ -262,7 +277,9 @@ def _end_recheck(
         yield Rechecked(submission.digest, "refused")
         yield from refusal_costs(state, member, lease, member.escrow)  # guard: recheck-costs
         return
-    disputed = weighed.refused or next(iter(submission.verdicts)) in weighed.outvoted
+    disputed = (
+        weighed.refused or doubted or next(iter(submission.verdicts)) in weighed.outvoted
+    )  # guard: doubted-is-open
     yield Rechecked(submission.digest, "undecided" if disputed else "confirmed")
 
 

@@ -9,6 +9,7 @@ from shoal.ledger.answers import Refused
 from shoal.ledger.rules.batches import groups_beyond_share, next_members
 from shoal.ledger.rules.leases import groups_in_flight, without_signal
 from shoal.ledger.state import Member, State, state_hash
+from shoal.ledger.turns import absent
 from shoal.protocol import types as t
 from shoal.protocol.constants import MAX_NODES, PROTOCOL_VERSION
 from shoal.protocol.needs import needs_of
@@ -53,6 +54,8 @@ class Board:
             self._waiting = (same, self._desk.clock())
         if self._desk.blobs.size_bytes > self._desk.quota_bytes and state.phase == "running":  # guard: quota-is-told
             reason = f"{reason}; no lease is granted: {FULL.format(self._desk.quota_bytes // 1_000_000)}"
+        if skipped := absent(state, self._desk.clock()):  # guard: absent-is-told
+            reason = f"{reason}; {skipped}"
         if flat and state.phase != "paused":
             reason = f"{reason}; {flat}"
         return t.Status(

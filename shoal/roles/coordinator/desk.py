@@ -17,7 +17,7 @@ from shoal.ledger.facts.submissions import Submit
 from shoal.ledger.log.book import Book
 from shoal.ledger.log.verify import AUDIT_CHAIN, SLOT_CHAIN
 from shoal.ledger.rules.submissions import lease_to_fill
-from shoal.ledger.seeds import audit_draws, lease_of, turns
+from shoal.ledger.seeds import audit_draws, lease_of, turn_draws, turns
 from shoal.ledger.state import LeaseRecord, State
 from shoal.ledger.table import decide
 from shoal.net.blobs import FolderBlobs, Upload
@@ -106,10 +106,12 @@ class Desk:
         groups = self._read_groups(lease, upload.read())
         link = self.audit_links[lease.version + 1]
         draws = audit_draws(self.state, lease, name, link)
-        order = turns(self.state, lease, name, self.state.validators, link)
+        judges = (self.state, lease, name, self.state.validators, link)
+        order, of_turns = turns(*judges), turn_draws(*judges)
         upload.keep(name)
         try:
-            await self.book.submit(Submit(key, lease_id, name, upload.size, groups, draws, order, self.clock()))
+            command = Submit(key, lease_id, name, upload.size, groups, draws, order, self.clock(), of_turns)
+            await self.book.submit(command)
         except Refused:
             if name not in self.state.submissions:
                 self.blobs.delete(name)  # otherwise nobody would ever delete it

@@ -15,11 +15,12 @@ from shoal.ledger.answers import Refused
 from shoal.ledger.facts.members import NodeQuarantined, ValidatorFault
 from shoal.ledger.facts.pay import Slash
 from shoal.ledger.facts.run import RulesChanged
-from shoal.ledger.facts.verdicts import Judge
+from shoal.ledger.facts.verdicts import Judge, VerdictGiven
 from shoal.ledger.rules.leases import without_signal
 from shoal.ledger.rules.verdicts import is_open, to_judge
 from shoal.ledger.seeds import recheck_draw
 from shoal.ledger.state import SubmissionRecord
+from shoal.ledger.turns import silent, turn_s
 from shoal.protocol import types as t
 from shoal.protocol.wire import WireError, from_json, to_json
 from shoal.roles.coordinator.desk import Desk
@@ -47,7 +48,7 @@ def next_check(desk: Desk, key: str) -> t.Check | None:
     submission = desk.state.submissions[names[0]]
     lease = desk.wire_lease(desk.state.leases[submission.lease])
     return t.Check(
-        names[0], lease, submission.audited, now + desk.state.law.turn_s, submission.draws, submission.rate,
+        names[0], lease, submission.audited, now + turn_s(desk.state), submission.draws, submission.rate,
         submission.mean_influence, submission.mean_pay,
         (key, *submission.verdicts) if len(desk.state.judges()) > 1 else (),
     )  # fmt: skip
@@ -63,6 +64,7 @@ async def take_verdict(desk: Desk, key: str, verdict: t.Verdict) -> None:
     lease = desk.state.lease_of(submission)
     again = recheck_draw(desk.state, lease, verdict.submission, desk.audit_links[lease.version + 1])
     judged = Judge(key, bare, desk.clock(), projection, again, differs_from)
+    before = silent(desk.state, judged.now)
     try:
         entries = await desk.book.submit(judged)
     except Refused:
@@ -78,8 +80,14 @@ async def take_verdict(desk: Desk, key: str, verdict: t.Verdict) -> None:
                 log.warning("slashed node=%s tokens=%d submission=%s", node[:12], tokens, verdict.submission[:12])
             case ValidatorFault(validator=validator, cause=cause):
                 log.warning("validator=%s submission=%s fault=%r", validator[:12], verdict.submission[:12], cause)
+            case VerdictGiven(validator=validator, differs_from=others) if others:
+                log.warning("validator=%s submission=%s finds other activations than validators=%s", validator[:12],
+                            verdict.submission[:12], ",".join(other[:12] for other in others))  # fmt: skip
             case _:
                 pass
+    for skipped in sorted(silent(desk.state, judged.now) - before):
+        turns = desk.state.members[skipped].turns
+        log.warning("validator=%s is not waited for: missed_turns=%d", skipped[:12], turns.missed)
 
 
 def _compare(desk: Desk, key: str, submission: SubmissionRecord, verdict: t.Verdict) -> tuple[str, tuple[str, ...]]:

@@ -1,0 +1,120 @@
+"""Whose turn it is to judge a submission, how long a turn lasts, and which validators nobody waits for.
+
+Called by `rules/verdicts`, which decides by it, by `facts/verdicts`, which books it, and by the coordinator. Pure functions
+of a state and a time. The order of the validators is drawn, see `seeds`.
+
+A turn passes to the next validator only if the one before gives no verdict for a whole turn. A validator that works
+through its submissions, the oldest first, keeps its turns, however many are waiting: else a quick liar would judge all
+that its friends send as soon as the others are busy. A turn lasts five checks at the speed of the middle validator. A
+validator that misses turns, or takes longer than that, is skipped for a while. Verdicts on other work do not shorten it.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from shoal.ledger.state import Member, State, SubmissionRecord, once_per_event
+
+CHECK_FADES = 0.98
+"""What a verdict leaves of the longest check before it, so that about 50 verdicts later it counts no more."""
+
+
+def in_order(state: State) -> list[str]:
+    """Submissions that another verdict can still count for, in the order in which validators take them.
+
+    Rechecks have their place by the age of the submission. So they come before newer work, which never ends in a busy run.
+    """
+    if state.law.version < 2:
+        return [*state.pending, *state.rechecks]
+    return sorted(
+        (*state.pending, *state.rechecks), key=lambda name: state.submissions[name].seq
+    )  # guard: oldest-first
+
+
+def may_judge(state: State, submission: SubmissionRecord, silent: set[str], key: str, now: float) -> bool:
+    """Whether the turns of the validators ahead of this one have passed. `silent` are those of now."""
+    ahead = submission.ahead_of(key, silent)
+    # guard: no-second-turn
+    return key not in submission.verdicts and now >= turn_begins(state, submission, ahead)
+
+
+def turn_begins(state: State, submission: SubmissionRecord, ahead: Sequence[str]) -> float:
+    """When the validator may judge that has these ahead of it."""
+    if state.law.version < 2:
+        return state.law.turn_begins(submission.judged_at, len(ahead))
+    begins = submission.judged_at
+    for key in ahead:
+        begins = idle_since(state.members[key], submission, begins) + turn_s(state)
+    return begins
+
+
+def idle_since(member: Member, submission: SubmissionRecord, began: float) -> float:
+    """Since when a validator whose turn began then has given no verdict that came before this one in its order.
+
+    A verdict on a newer submission says that it left this one aside.
+    """
+    turns = member.turns
+    # guard: busy-keeps-its-turn, skipped-over
+    return max(began, turns.voted) if turns.voted_on <= submission.seq else began
+
+
+def turn_s(state: State) -> float:
+    """Seconds for which a validator may give no verdict before its turn passes."""
+    law = state.law
+    # guard: turns-scale
+    return law.turn_s if law.version < 2 else max(law.turn_s, slack_s(state))
+
+
+@once_per_event
+def slack_s(state: State) -> float:
+    """Seconds that a verdict may take: some checks of the middle validator, by the longest that each had lately. One that
+    has not judged yet counts as if it took as long as a worker has for a block."""
+    members = [state.members[key].turns for key in state.judges()]
+    times = sorted(state.law.turn_checks * turns.check_s if turns.voted else state.rules.lease_s for turns in members)
+    return min(state.law.dispute_s, max(state.law.late_s, times[len(times) // 2])) if times else state.law.turn_s
+
+
+def by_speed(state: State, order: tuple[str, ...], draws: Mapping[str, float]) -> tuple[str, ...]:
+    """The order of a submission's validators, with slow ones first less often, so that they do not hold up the others.
+
+    A quick one gets no more than the middle one: else a liar that only claims to look would judge the most.
+    """
+    if state.law.version < 2 or not draws:
+        return order
+    return tuple(sorted(order, key=lambda key: (draws[key] * _slowness(state, key), key)))  # guard: slow-is-first-less
+
+
+def _slowness(state: State, key: str) -> float:
+    """How many times as long as the middle validator this one takes for a check, at least 1."""
+    turns = state.members[key].turns
+    return max(1.0, turns.check_s / (slack_s(state) / state.law.turn_checks)) if turns.voted else 1.0
+
+
+def silent(state: State, now: float) -> set[str]:
+    """Keys of the validators that are skipped: those that judge no more, and those that missed turns; but if all missed
+    turns, none of them."""
+    judges = state.judges()
+    gone = {key for key in state.validators if key not in judges and state.law.version >= 2}
+    missing = {key for key in judges if _is_missing(state, state.members[key], now)}
+    return gone | (
+        missing if len(missing) < len(judges) else set()
+    )  # guard: all-silent, left-is-skipped, gone-is-skipped
+
+
+def _is_missing(state: State, member: Member, now: float) -> bool:
+    if state.law.version < 2:
+        return member.missed >= state.law.missed_turns
+    return member.turns.counted >= state.law.missed_turns and misses_count(member, now)
+
+
+def misses_count(member: Member, now: float) -> bool:
+    """Whether the turns that a validator missed still count: for a while, and until it sends a verdict."""
+    # guard: verdicts-excuse-nothing, silent-until-heard
+    return now < member.turns.counts_until or member.turns.voted < member.turns.missed_at
+
+
+def absent(state: State, now: float) -> str:
+    """What to tell the host about validators that are skipped; empty if there are none."""
+    skipped = [state.members[key] for key in state.judges() if key in silent(state, now)]
+    if state.law.version < 2 or not skipped:
+        return ""
+    named = ", ".join(f"{m.name} ({m.key[:12]}), {m.turns.missed} times until now" for m in skipped)
+    return f"validators that missed their turns or were late, and are not waited for: {named}"
