@@ -46,12 +46,18 @@ def _add_audit(commands: Any) -> None:
         ("shoal audit runs/wordle --all", "a finished run's folder; no server is needed"),
         ("shoal audit runs/wordle --rollout 3/17/0", "version 3, slot 17, first rollout"),
         ("shoal audit http://host:8470 --sample 20", "drawn on this machine, so the host cannot foresee which"),
+        ("shoal audit http://host:8470 --evidence ~/.shoal", "what a node kept of the run, against the host"),
     )  # fmt: skip
     p.add_argument("source", metavar="RUN_DIR_OR_URL")
     which = p.add_mutually_exclusive_group(required=True)
     which.add_argument("--rollout", default="", metavar="ID", help="VERSION/SLOT/INDEX or VERSION/SLOT")
     which.add_argument("--sample", type=positive, default=0, metavar="N", help="this many groups, drawn at random")
     which.add_argument("--all", action="store_true", help="every group that was judged")
+    help_text = (
+        "a node's home, or evidence that it handed over: compare with the log what the host signed there, and recompute "
+        "the submissions in it; may be repeated"
+    )
+    which.add_argument("--evidence", type=Path, action="append", default=[], metavar="DIR", help=help_text)
     p.add_argument("--seed", type=int, metavar="N", help="draw the sample of an earlier audit again")
     p.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: all)")
     help_text = "run environment files that the run names: its host's code, so read it first"
@@ -90,7 +96,7 @@ def ledger_show(args: argparse.Namespace) -> None:
 def audit(args: argparse.Namespace) -> int:
     from shoal.roles import auditor
 
-    choice = auditor.Choice(args.rollout, args.sample, args.seed)
+    choice = auditor.Choice(args.rollout, args.sample, args.seed, tuple(args.evidence))
     return auditor.audit(args.source, choice, args.threads or cores(), args.own_files)
 
 

@@ -75,7 +75,7 @@ class Client:
         rng: random.Random | None = None,
         on_wait: Callable[[str], None] = log.warning,
     ) -> None:
-        """`run` and `head` are sent with each signed call; set `client.run` and `client.head` once they are known.
+        """`run`, `head` and `manifest` are sent with each signed call; set these attributes once they are known.
 
         `on_wait` receives one line: what the client waits for, how long it has waited, and why. Raises `PeerError` for
         a bad URL.
@@ -83,6 +83,7 @@ class Client:
         self.base_url = _checked_url(base_url)
         self.run = run
         self.head = ""
+        self.manifest = ""
         self._key = key
         self._clock, self._sleep, self._monotonic, self._on_wait = clock, sleep, monotonic, on_wait
         self._rng = rng or random.Random(secrets.randbits(64))
@@ -262,6 +263,7 @@ class Client:
                 nonce=secrets.token_urlsafe(16),
                 run=self.run,
                 head=self.head,
+                manifest=self.manifest,
             )
             request.headers.update(signed)
         with troubles(self.base_url, limit_s, lambda: self._reached):

@@ -4,12 +4,12 @@ Called by `net` for every request, by roles for receipts and by `weights` for ma
 `net/keys` reads key files, and the time is an argument.
 
 Requests follow RFC 9421 (HTTP Message Signatures) with Content-Digest (RFC 9530), for one fixed list of components:
-method, path, query, body digest, and our two headers where they are sent: `shoal-run` (the run the sender means) and
-`shoal-head` (the last head of the log it saw). The authority is not covered, because a proxy may rewrite it. The run id
-takes its place, so a server that knows its run must demand the header. A request that is sent again within the window
-verifies again. That it changes nothing is for the server to see to: the ledger's rules compare `Caller.created` with the
-latest one of the key (joins, leaves, requests of the host), the coordinator remembers nonces (leases), and other writes
-are idempotent.
+method, path, query, body digest, and our headers where they are sent: `shoal-run` (the run the sender means),
+`shoal-head` (the last head of the log it saw) and `shoal-manifest` (the manifest of the version it has). The authority
+is not covered, because a proxy may rewrite it. The run id takes its place, so a server that knows its run must demand the
+header. A request that is sent again within the window verifies again. That it changes nothing is for the server to see
+to: the ledger's rules compare `Caller.created` with the latest one of the key (joins, leaves, requests of the host), the
+coordinator remembers nonces (leases), and other writes are idempotent.
 """
 
 import base64
@@ -113,6 +113,8 @@ class Caller:
     """The run that the sender means; empty if it did not say."""
     head: str
     """The last log head that the sender saw; empty if none."""
+    manifest: str
+    """Digest of the signed manifest of the version that the sender has; empty if none."""
     digest: str
     """SHA-256 of the body, hex, as the sender signed it. The gate of `net/server` compares the body with it."""
 
@@ -126,17 +128,22 @@ class SignatureError(ValueError):
 
 
 def sign_request(
-    key: Key, line: RequestLine, digest: str, *, created: int, nonce: str, run: str = "", head: str = ""
+    key: Key,
+    line: RequestLine,
+    digest: str,
+    *,
+    created: int,
+    nonce: str,
+    run: str = "",
+    head: str = "",
+    manifest: str = "",
 ) -> dict[str, str]:
-    """The headers that sign a request: content-digest, shoal-run, shoal-head, signature-input, signature.
+    """The headers that sign a request: content-digest, those of OPTIONAL that are given, signature-input, signature.
 
     `digest` is the SHA-256 of the body, hex.
     """
     headers = {"content-digest": content_digest(digest)}
-    if run:
-        headers[RUN_HEADER] = run
-    if head:
-        headers[HEAD_HEADER] = head
+    headers |= {name: value for name, value in zip(OPTIONAL, (run, head, manifest), strict=True) if value}
     parameters = (
         f'({_components(headers)});created={created};keyid="{key.public}";alg="ed25519";nonce="{nonce}";tag="{TAG}"'
     )
@@ -161,7 +168,7 @@ def verify_headers(line: RequestLine, headers: Mapping[str, str], *, now: float)
         raise SignatureError(
             "signature",
             f"cannot read the signature: its input must be {LABEL}=({_components(headers)});created;keyid;alg;nonce;tag"
-            " in this order, over content-digest, and shoal-run and shoal-head where they are sent",
+            f" in this order, over content-digest, and {', '.join(OPTIONAL)} where they are sent",
         )
     skew_s = int(asked["created"]) - now
     if abs(skew_s) > SIGNATURE_WINDOW_S:
@@ -179,6 +186,7 @@ def verify_headers(line: RequestLine, headers: Mapping[str, str], *, now: float)
         nonce=asked["nonce"],
         run=headers.get(RUN_HEADER, ""),
         head=headers.get(HEAD_HEADER, ""),
+        manifest=headers.get(MANIFEST_HEADER, ""),
         digest=base64.b64decode(promised["digest"]).hex(),
     )
 
@@ -188,7 +196,8 @@ def content_digest(digest: str) -> str:
     return f"sha-256=:{base64.b64encode(bytes.fromhex(digest)).decode()}:"
 
 
-RUN_HEADER, HEAD_HEADER = "shoal-run", "shoal-head"
+OPTIONAL = RUN_HEADER, HEAD_HEADER, MANIFEST_HEADER = "shoal-run", "shoal-head", "shoal-manifest"
+"""Headers that are signed where they are sent, in this order."""
 
 _INPUT = re.compile(
     rf'{LABEL}=(?P<parameters>\((?P<components>[a-z" @-]*)\);created=(?P<created>[1-9][0-9]{{0,11}});'
@@ -204,7 +213,7 @@ _DIGEST = re.compile(r"sha-256=:(?P<digest>[A-Za-z0-9+/]{42}[AEIMQUYcgkosw048]=)
 def _components(headers: Mapping[str, str]) -> str:
     """The list of covered components, as RFC 9421 spells it."""
     names = ["@method", "@path", "@query", "content-digest"]
-    names += [name for name in (RUN_HEADER, HEAD_HEADER) if name in headers]
+    names += [name for name in OPTIONAL if name in headers]
     return " ".join(f'"{name}"' for name in names)
 
 
@@ -214,7 +223,7 @@ def _signature_base(line: RequestLine, headers: Mapping[str, str], parameters: s
     With a newline in a value, one component could look like another, so no value may hold one.
     """
     values = [f'"@method": {line.method}', f'"@path": {line.path}', f'"@query": ?{line.query}']
-    values += [f'"{name}": {headers[name]}' for name in ("content-digest", RUN_HEADER, HEAD_HEADER) if name in headers]
+    values += [f'"{name}": {headers[name]}' for name in ("content-digest", *OPTIONAL) if name in headers]
     values.append(f'"@signature-params": {parameters}')
     if any("\n" in value or not value.isascii() for value in values):
         raise SignatureError("signature", "a signed part of the request holds a newline or a character beyond ASCII")

@@ -21,10 +21,14 @@ from shoal.policy.contained import ContainedRenderer, Limits
 from shoal.policy.render import Renderer
 from shoal.protocol import types as t
 from shoal.protocol.bounds import DTYPES
-from shoal.protocol.constants import EPISODES, PROTOCOL_VERSION
+from shoal.protocol.constants import EPISODES, MAX_MANIFEST_BYTES, PROTOCOL_VERSION
 from shoal.protocol.needs import dtype_need, proofs_need
+from shoal.protocol.promises import is_promised, terms_of
+from shoal.protocol.wire import digest, to_json
+from shoal.roles.evidence import Evidence
 from shoal.roles.loading import Loaded
-from shoal.weights.fetch import fetch_version, sources_of
+from shoal.weights.fetch import fetch, sources_of
+from shoal.weights.manifest import content_of, open_manifest
 from shoal.weights.room import room_for_version
 
 GOODBYE_S = 5.0
@@ -32,6 +36,10 @@ GOODBYE_S = 5.0
 
 SUPPORTED = frozenset({EPISODES, proofs_need("toploc"), *map(dtype_need, DTYPES)})
 """What this version of shoal supports: a run that needs anything else cannot be joined."""
+
+
+class Contradiction(PeerError):
+    """What the host signed for this node is not what it serves. The evidence is kept; nothing is played."""
 
 
 @dataclass
@@ -46,30 +54,74 @@ class Seat:
     node: t.NodeState
     """What the coordinator reported of the node when it joined."""
     clock: Callable[[], float]
+    evidence: Evidence
     max_disk_mb: int | None = 0
     """Limit of all versions on disk: 0 is a share of the disk, None is no limit, for the host's own nodes."""
+    manifest: t.Manifest | None = None
+    """Of the version that the engine has. All requests name its signed bytes."""
 
     @property
     def engine(self) -> Engine:
         return self.policy.engine
 
-    async def load(self, version: int, *, keep: int = 2, max_bytes: int | None = None) -> None:
+    def open_grant(self, answer: t.LeaseAnswer, lease: t.Lease) -> t.Grant:
+        """The host's signed word for a lease, which is kept. Raises `PeerError`, `Contradiction`."""
+        grant = t.Grant(self.info.run, lease, answer.terms, answer.root, answer.content, answer.signature)
+        if not is_promised(grant, self.info.run_key):  # guard: lease-is-signed
+            raise PeerError(
+                f"lease {lease.id[:40]!r} is not signed by the run key, so you could not prove what you were asked for: "
+                "nothing was played. The host must run a shoal that signs leases"
+            )
+        self.evidence.keep("grant", to_json(grant))
+        if grant.terms != terms_of(self.info.envs, self.info.rules):  # guard: terms-of-the-lease
+            raise self._contradiction(f"lease {lease.id[:40]!r} is signed for other environments or group sizes than the "
+                                      "host told us when we joined")  # fmt: skip
+        return grant
+
+    def _contradiction(self, what: str) -> Contradiction:
+        return Contradiction(f"{what}: nothing was played. Leave this run; both sides are kept in {self.evidence.folder} "
+                             "for `shoal audit --evidence`")  # fmt: skip
+
+    async def load(
+        self, version: int, *, keep: int = 2, max_bytes: int | None = None, grant: t.Grant | None = None
+    ) -> None:
         """Fetch, verify and load a version, unless the engine has it already; arguments as for `fetch_version`.
 
-        The versions on disk stay within `max_disk_mb`.
+        The versions on disk stay within `max_disk_mb`. Raises `Contradiction` if a grant names other weights or files.
         """
-        if self.engine.version == version:
+        if self.engine.version == version and self.manifest is not None:
+            self._demand_granted(self.manifest, grant)
             return
-        folder = self.home / "weights"
-        if self.max_disk_mb is not None:  # guard: disk-of-strangers
-            room = room_for_version(folder, keep, self.max_disk_mb)
-            max_bytes = room if max_bytes is None else min(room, max_bytes)
-        data = await self.client.get(f"/v1/manifests/{version}")
-        directory = await fetch_version(
-            data, version, sources_of(self.info, self.client), folder,
-            run=self.info.run, publisher=self.info.trainer_key, now=self.clock(), keep=keep, max_bytes=max_bytes,
-        )  # fmt: skip
+        manifest, name = await self._fetch_manifest(version, keep, max_bytes)
+        self._demand_granted(manifest, grant)
+        directory = await fetch(manifest, sources_of(self.info, self.client), self.home / "weights", keep=keep)
         await asyncio.to_thread(self.policy.load, directory, version)
+        self.manifest, self.client.manifest = manifest, name
+
+    def _demand_granted(self, manifest: t.Manifest, grant: t.Grant | None) -> None:
+        """Raise `Contradiction` if a grant is for another version than a manifest describes."""
+        # guard: manifest-of-the-lease
+        if grant is not None and (manifest.root, content_of(manifest)) != (grant.root, grant.content):
+            what = "files" if manifest.root == grant.root else "weights"
+            raise self._contradiction(f"the manifest of version {manifest.version} that the host serves names other {what} "
+                                      "than the lease that it signed")  # fmt: skip
+
+    async def _fetch_manifest(self, version: int, keep: int, max_bytes: int | None) -> tuple[t.Manifest, str]:
+        """The manifest of a version, and the digest of its signed bytes, which are kept."""
+        if self.max_disk_mb is not None:  # guard: disk-of-strangers
+            room = room_for_version(self.home / "weights", keep, self.max_disk_mb)
+            max_bytes = room if max_bytes is None else min(room, max_bytes)
+        data = await self.client.get(f"/v1/manifests/{version}", cap=MAX_MANIFEST_BYTES)
+        manifest = open_manifest(
+            data,
+            run=self.info.run,
+            keys=(self.info.trainer_key,),
+            now=self.clock(),
+            version=version,
+            max_bytes=max_bytes,
+        )
+        self.evidence.keep("manifest", data)
+        return manifest, digest(data)
 
 
 async def take_seat(
@@ -101,6 +153,7 @@ async def take_seat(
         )
     info = await client.get_json("/v1/run", t.RunInfo)
     client.run, client.head = info.run, info.head
+    evidence = Evidence(home, info.run)
     envs = load_run_envs(info.envs, own_files=own_files)
     engine = make_engine(info.rules.dtype)
     facts = engine.facts
@@ -108,7 +161,7 @@ async def take_seat(
     node = await client.post_json("/v1/nodes", join, t.NodeState)
     contained = partial(ContainedRenderer, limits=Limits.within(max_memory_mb))
     policy = Loaded(engine, Renderer.from_directory if own_files else contained)  # guard: strangers-are-contained
-    return Seat(client, home, info, envs, policy, node, clock, None if own_files else max_disk_mb)
+    return Seat(client, home, info, envs, policy, node, clock, evidence, None if own_files else max_disk_mb)
 
 
 async def say_goodbye(client: Client, deadline_s: float) -> None:

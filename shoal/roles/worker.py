@@ -13,7 +13,6 @@ import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
-import msgspec
 import psutil
 
 from shoal.engine.base import Engine
@@ -27,9 +26,9 @@ from shoal.net.stopping import Stopping
 from shoal.proofs.commit import commit, prove_activations
 from shoal.proofs.context import score_requests
 from shoal.protocol import types as t
-from shoal.protocol.identity import verify_signature
+from shoal.protocol.promises import is_promised
 from shoal.protocol.wire import digest, to_json
-from shoal.roles.seat import GOODBYE_S, Seat, demand_known_kinds, say_goodbye, take_seat
+from shoal.roles.seat import GOODBYE_S, Contradiction, Seat, demand_known_kinds, say_goodbye, take_seat
 
 log = logging.getLogger("worker")
 
@@ -101,9 +100,10 @@ class Worker:
                 if not await self.stopping.unless(self._join()):
                     log.info("stopped before it joined a run")
                     return
-                async for lease in self._leases():
-                    if not await self._load_for(lease):
+                async for grant in self._grants():
+                    if not await self._load_for(grant):
                         continue
+                    lease = grant.lease
                     groups = await asyncio.to_thread(self._play, lease)
                     proofs = await asyncio.to_thread(self._prove, lease, groups)
                     await self._submit(lease, groups, proofs)
@@ -118,19 +118,23 @@ class Worker:
             self.client, "worker", self.name, self.home, self.make_engine, self.own_files, self.clock,
             self.max_memory_mb, self.max_disk_mb,
         )  # fmt: skip
-        self.told, name = self.seat.node, self.seat.info.name
-        log.info("joined run=%s as=%s key=%s credits=%d", name, self.name, self.key[:12], self.told.credits)
+        self.told, info = self.seat.node, self.seat.info
+        log.info(
+            "joined run=%s as=%s key=%s credits=%d run_key=%s",
+            info.name, self.name, self.key[:12], self.told.credits, info.run_key,
+        )  # fmt: skip
         return True
 
-    async def _leases(self) -> AsyncIterator[t.Lease]:
-        """Leases, one after another. The next is requested while one is played. An unplayed one is returned at the end."""
-        lease = await self._next_lease(())
-        while lease is not None and not self.stopping:
-            ahead = asyncio.create_task(self._next_lease((lease.id,)))
-            yield lease
-            lease = await ahead
-        if lease is not None:
-            await self._give_back(lease)
+    async def _grants(self) -> AsyncIterator[t.Grant]:
+        """Signed leases, one after another. The next is requested while one is played. An unplayed one is returned at the
+        end."""
+        grant = await self._next_grant(())
+        while grant is not None and not self.stopping:
+            ahead = asyncio.create_task(self._next_grant((grant.lease.id,)))
+            yield grant
+            grant = await ahead
+        if grant is not None:
+            await self._give_back(grant.lease)
 
     async def _give_back(self, lease: t.Lease) -> None:
         """Return a lease that we will not fill."""
@@ -138,8 +142,8 @@ class Worker:
         with contextlib.suppress(PeerError):  # not returned, so it lapses at its deadline
             await self.client.post_json("/v1/leases", back, t.LeaseAnswer, deadline_s=GIVE_BACK_S)
 
-    async def _next_lease(self, holding: tuple[str, ...]) -> t.Lease | None:
-        """The next lease; None once the run has ended or we are told to stop."""
+    async def _next_grant(self, holding: tuple[str, ...]) -> t.Grant | None:
+        """The next lease, signed; None once the run has ended or we are told to stop."""
         reason = ""
         while not self.stopping:
             ask = t.LeaseRequest(holding, self.tokens_per_s)
@@ -147,8 +151,7 @@ class Worker:
             if answer is None:
                 return None
             if answer.lease is not None:
-                await self._demand_known(answer.lease)
-                return answer.lease
+                return await self._open_grant(answer, answer.lease)
             info = await self.stopping.unless(self.client.get_json("/v1/run", t.RunInfo))
             if info is None:
                 return None
@@ -161,18 +164,23 @@ class Worker:
             await self.stopping.unless(asyncio.sleep(answer.retry_s))
         return None
 
-    async def _demand_known(self, lease: t.Lease) -> None:
-        """Return a lease with items of an unknown kind, so that another worker can have it. Raises `PeerError`."""
+    async def _open_grant(self, answer: t.LeaseAnswer, lease: t.Lease) -> t.Grant:
+        """The grant of a lease. A lease that we may not play is returned, for another worker. Raises `PeerError`."""
         try:
             demand_known_kinds(lease)
+            return self.seat.open_grant(answer, lease)
         except PeerError:
             await self._give_back(lease)
             raise
 
-    async def _load_for(self, lease: t.Lease) -> bool:
+    async def _load_for(self, grant: t.Grant) -> bool:
         """Load the lease's version; False if it is too old by now, because the host may have deleted its weights."""
+        lease = grant.lease
         try:
-            await self._load(lease.version)
+            await self._load(grant)
+        except Contradiction:
+            await self._give_back(lease)
+            raise
         except PeerError:
             newest = (await self.client.get_json("/v1/status", t.Status)).version
             if newest - lease.version <= self.seat.info.rules.max_staleness:  # guard: stale-load-goes-on
@@ -181,10 +189,10 @@ class Worker:
             return False
         return True
 
-    async def _load(self, version: int) -> None:
+    async def _load(self, grant: t.Grant) -> None:
         """Fetch, verify and load the leased version, unless the engine has it already."""
         largest = self.max_memory_mb * 1_000_000 // MEMORY_PER_WEIGHT_BYTE if self.max_memory_mb else None
-        await self.seat.load(version, max_bytes=largest)
+        await self.seat.load(grant.lease.version, max_bytes=largest, grant=grant)
 
     def _play(self, lease: t.Lease) -> list[t.Group]:
         """Generate the groups of a lease, block by block, and measure how fast."""
@@ -213,20 +221,20 @@ class Worker:
         return prove_activations(groups, self.seat.engine.score(requests, lease.sampling.temperature, hidden=True))
 
     async def _submit(self, lease: t.Lease, groups: list[t.Group], proofs: tuple[bytes, ...]) -> None:
-        """Send the groups and keep the receipt. A superseded lease is dropped."""
+        """Send the groups, and keep them with the receipt. A superseded lease is dropped."""
         body = commit(self.seat.info.run, lease, groups, self.seat.engine.facts, proofs)
+        await asyncio.to_thread(self.seat.evidence.keep, "submission", body)  # guard: body-is-kept
         try:
             receipt = await self.client.put_bytes(f"/v1/leases/{lease.id}/submission", body, t.Receipt)
         except Superseded as reason:
             log.warning("dropped lease=%s reason=%r", lease.id, str(reason))
             return
-        unsigned = to_json(msgspec.structs.replace(receipt, signature=""))
-        signed = verify_signature(self.seat.info.run_key, "receipt", unsigned, receipt.signature)
-        if receipt.digest != digest(body) or not signed:
+        if receipt.digest != digest(body) or not is_promised(receipt, self.seat.info.run_key):
             raise PeerError(
                 "the coordinator's receipt is for other bytes than we sent, or not signed by the run key: leave this run"
             )
         self.client.head = receipt.head
+        self.seat.evidence.keep("receipt", to_json(receipt))
         with (self.home / "receipts.jsonl").open("ab") as file:
             file.write(to_json(receipt) + b"\n")
 

@@ -100,15 +100,17 @@ def test_a_changed_request_line_is_refused(line):
     assert refusal(line, signed()).code == "signature"
 
 
-@pytest.mark.parametrize("name", ["content-digest", "shoal-run", "shoal-head", "signature", "signature-input"])
+@pytest.mark.parametrize(
+    "name", ["content-digest", "shoal-run", "shoal-head", "shoal-manifest", "signature", "signature-input"]
+)
 def test_a_changed_or_missing_header_is_refused(name):
-    headers = signed()
+    headers = signed(manifest="cd" * 32)
     assert refusal(LINE, headers | {name: headers[name][:-3] + "x" + headers[name][-2:]}).code == "signature"
     del headers[name]
     assert refusal(LINE, headers).code == "signature"
 
 
-@pytest.mark.parametrize("name", ["shoal-run", "shoal-head"])
+@pytest.mark.parametrize("name", ["shoal-run", "shoal-head", "shoal-manifest"])
 def test_a_header_of_ours_added_on_the_way_is_refused(name):
     headers = signed(run="", head="") | {name: "something"}
     assert refusal(LINE, headers).code == "signature"

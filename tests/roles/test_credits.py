@@ -236,7 +236,8 @@ def test_receipts_of_two_workers_find_the_fork_in_either_folder(two_faced, capsy
         words = ["ledger", "verify", str(town.folder.root), "--receipts", str(first), "--receipts", str(second)]
         assert cli.main(words) == 1
         out = capsys.readouterr().out
-        assert out.count("FINDING") == 1 and f"in {other}" in out and "a fork: the run key signed head" in out
+        assert out.count("FINDING") == 2 and f"in {other}" in out and "a fork: the run key signed head" in out
+        assert "the run key signed two different heads at event" in out
 
 
 def test_receipts_of_two_workers_find_the_fork_behind_a_url(two_faced):
@@ -246,7 +247,8 @@ def test_receipts_of_two_workers_find_the_fork_behind_a_url(two_faced):
 
     for town, other in zip(two_faced.towns, reversed(two_faced.files), strict=True):
         findings = asyncio.run(story(town))
-        assert len(findings) == 1 and str(other) in findings[0] and "a fork" in findings[0]
+        assert len(findings) == 2 and str(other) in findings[0] and "a fork" in findings[0]
+        assert findings[1].startswith("the run key signed two different heads at event")
 
 
 def test_receipts_of_other_runs_are_skipped_and_forged_ones_are_reported(two_faced, tmp_path):

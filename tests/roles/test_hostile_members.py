@@ -281,12 +281,14 @@ def test_a_worker_whose_version_is_too_old_by_now_asks_for_the_next_lease(tmp_pa
         await three_versions(town)
         late = town.worker("late")
         lease = t.Lease("7", late.key, 0, (), town.desk.state.sampling, 0.0, 0.0)
+        grant = t.Grant(town.desk.state.run, lease, "", "", "", "")
+        far = msgspec.structs.replace(grant, lease=msgspec.structs.replace(lease, version=99))
         town.desk.kept.make_room(0)
         async with late.client:
             await late._join()
-            assert not await late._load_for(lease)
+            assert not await late._load_for(grant)
             with pytest.raises(PeerError):
-                await late._load_for(msgspec.structs.replace(lease, version=99))
+                await late._load_for(far)
 
     asyncio.run(story())
 

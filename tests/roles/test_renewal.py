@@ -6,6 +6,8 @@ import time
 import pytest
 
 from shoal.ledger.facts.run import Admin
+from shoal.ledger.facts.versions import CheckpointPublished
+from shoal.ledger.log.book import Book
 from tests.roles.town import Town, tiny_run
 
 
@@ -56,6 +58,10 @@ def test_a_run_paused_for_longer_than_a_manifest_lives_goes_on(town, calendar):
 
     asyncio.run(story())
     assert town.desk.state.main.version == 1 and town.audit().findings == []
+    published = [e.body.manifest for e in town.audit().entries if isinstance(e.body, CheckpointPublished)]
+    for book in (town.desk.book, Book(town.desk.book.store)):
+        assert len(published) > 3 and all(map(book.knows_manifest, published))
+        assert not book.knows_manifest("ab" * 32)
 
 
 def test_a_run_whose_host_was_away_for_longer_than_a_manifest_lives_goes_on(town, calendar):

@@ -14,6 +14,7 @@ import msgspec
 from shoal.errors import ShoalError, StateError
 from shoal.ledger.entry import Body, Entry, Stored, read_stored
 from shoal.ledger.facts.run import RunCreated
+from shoal.ledger.facts.versions import CheckpointPublished
 from shoal.ledger.law import WHAT_CHANGED, Law
 from shoal.ledger.log.store import Store
 from shoal.ledger.rules.run import follow
@@ -23,12 +24,16 @@ from shoal.protocol.types import Rules
 from shoal.protocol.wire import WireError, from_json
 
 
-def replay(rows: Iterable[tuple[bytes, str]]) -> State:
-    """State of a log from its stored bytes. Raises `StateError` if the chain of hashes breaks, or if this code lacks the
-    rules that wrote the log."""
+def replay(rows: Iterable[tuple[bytes, str]], see: Callable[[Entry], None] = lambda entry: None) -> State:
+    """State of a log from its stored bytes; `see` is given each entry.
+
+    Raises `StateError` if the chain of hashes breaks, or if this code lacks the rules that wrote the log.
+    """
     state = State()
     for data, stored_hash in rows:
-        apply(state, checked_entry(state, data, stored_hash))
+        entry = checked_entry(state, data, stored_hash)
+        apply(state, entry)
+        see(entry)
     return state
 
 
@@ -126,6 +131,7 @@ class Book:
     def __init__(self, store: Store) -> None:
         self.store = store
         self._heads: set[bytes] = set()
+        self._manifests: set[str] = set()
         self.state = self._replay()
         self._queue: list[_Waiting] = []
         self._bells: dict[type[Body], set[asyncio.Future[None]]] = {}
@@ -152,6 +158,10 @@ class Book:
     def knows(self, head: str) -> bool:
         """Whether a hash is that of one of this log's events: a head that somebody saw must be."""
         return head[:_HEAD_DIGITS].encode() in self._heads
+
+    def knows_manifest(self, digest: str) -> bool:
+        """Whether an event of this log names a signed manifest, also one that was renewed since."""
+        return digest in self._manifests
 
     def watch(self, watcher: Callable[[list[Entry]], None]) -> None:
         """Call `watcher` with the entries of each commit, before the commands that led to them are answered."""
@@ -224,9 +234,13 @@ class Book:
         return entries
 
     def _replay(self) -> State:
-        rows = list(self.store.read())
-        self._heads = {stored_hash[:_HEAD_DIGITS].encode() for _, stored_hash in rows}
-        return replay(rows)
+        self._heads, self._manifests = set(), set()
+        return replay(self.store.read(), self._remember)
+
+    def _remember(self, entry: Entry) -> None:
+        self._heads.add(entry.hash[:_HEAD_DIGITS].encode())
+        if isinstance(entry.body, CheckpointPublished):
+            self._manifests.add(entry.body.manifest)
 
     def _store(self, entries: list[Entry]) -> None:
         if not entries:
@@ -236,7 +250,8 @@ class Book:
         except StateError:
             self.state = self._replay()  # guard: memory-behind-disk
             raise
-        self._heads.update(entry.hash[:_HEAD_DIGITS].encode() for entry in entries)
+        for entry in entries:
+            self._remember(entry)
         for kind in {type(entry.body) for entry in entries}:
             for bell in self._bells.get(kind, ()):
                 if not bell.done():

@@ -118,7 +118,7 @@ def verify(rows: Iterable[tuple[bytes, str]], receipts: Iterable[Receipt] = ()) 
             say(f"node {node.key[:12]} has {node.credits} credits, but {node.vested} vested and {sum(node.escrow)} not")
     _check_links(audit)
     audit.findings += redecide(audit.entries, audit.links)  # guard: decided-by-the-rules
-    check_receipts(audit, receipts)
+    audit.findings += receipt_findings(audit, receipts)
     return audit
 
 
@@ -153,14 +153,14 @@ def _leads_back(purpose: str, link: str, end: str, steps: int) -> bool:
         return False
 
 
-def check_receipts(audit: Audit, receipts: Iterable[Receipt], whose: str = "") -> int:
-    """Add a finding for each receipt that this log does not honour; returns how many were of this run.
+def receipt_findings(audit: Audit, receipts: Iterable[Receipt], whose: str = "") -> list[str]:
+    """A sentence for each receipt of this run that the log does not honour.
 
     Their signatures have been verified: each is the run key's word for a submission at a place under a head. Where
     the log holds another head at that place, two histories were signed: the receipt and this log are the evidence.
     """
-    ours = [receipt for receipt in receipts if receipt.run == audit.state.run]
-    for receipt in ours:
+    findings = []
+    for receipt in (receipt for receipt in receipts if receipt.run == audit.state.run):
         submission = audit.state.submissions.get(receipt.digest)
         # guard: receipt-is-in-the-log, receipt-head
         if submission is not None and (submission.seq, submission.head) == (receipt.seq, receipt.head):
@@ -175,8 +175,8 @@ def check_receipts(audit: Audit, receipts: Iterable[Receipt], whose: str = "") -
                 f"; a fork: the run key signed head {receipt.head[:12]} at event {receipt.seq}, where this log has "
                 f"{audit.entries[receipt.seq].hash[:12]}"
             )
-        audit.findings.append(finding)
-    return len(ours)
+        findings.append(finding)
+    return findings
 
 
 def report(audit: Audit) -> str:

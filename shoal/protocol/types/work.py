@@ -71,6 +71,26 @@ class LeaseAnswer(Answer, frozen=True):
     lease: Lease | None
     retry_s: float
     reason: str
+    terms: str = ""
+    root: str = ""
+    content: str = ""
+    signature: str = ""
+    """These four are as in the `Grant` of the lease."""
+
+
+class Grant(Message, frozen=True):
+    """A lease with all that decides its tokens, signed by the run key over the grant with an empty signature. So the host
+    cannot deny what it asked for."""
+
+    run: str
+    lease: Lease
+    terms: str
+    """Digest of what the run says of its environments and groups: `promises.terms_of`."""
+    root: str
+    """Weights root of the lease's version, as the log has it."""
+    content: str
+    """Digest of the version's manifest without its dates: it also covers tokenizer and chat template."""
+    signature: str
 
 
 class Rollout(Message, frozen=True):

@@ -8,16 +8,15 @@ import asyncio
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-import msgspec
-
 from shoal.errors import ConfigError, NothingYet, PeerError, StateError, cause_of
 from shoal.ledger.log.book import UnknownRules
-from shoal.ledger.log.verify import Audit, check_receipts, report, unchecked, verify
+from shoal.ledger.log.verify import Audit, receipt_findings, report, unchecked, verify
 from shoal.ledger.state import state_hash
 from shoal.ledger.table import kind_of, read_entry
 from shoal.protocol import types as t
-from shoal.protocol.identity import verify_signature
-from shoal.protocol.wire import WireError, from_json, to_json
+from shoal.protocol.promises import is_promised
+from shoal.protocol.wire import WireError, from_json
+from shoal.roles.auditor.evidence import receipts_apart
 from shoal.roles.auditor.source import FolderRun, PublicRun, UrlRun, open_run
 from shoal.terminal import say
 from shoal.weights.manifest import open_manifest
@@ -70,8 +69,10 @@ async def audit_log(run: PublicRun, receipts: Iterable[Path] = ()) -> Audit:
     if isinstance(run, FolderRun):
         files += sorted(run.folder.nodes.glob("*/receipts.jsonl"))
         await _check_weights(run, audit)
-    for path in files:
-        check_receipts(audit, _receipts(path, audit), whose=str(path))
+    signed = [(str(path), receipt) for path in files for receipt in _receipts(path, audit)]
+    for whose, receipt in signed:
+        audit.findings += receipt_findings(audit, [receipt], whose)
+    audit.findings += receipts_apart(signed)  # guard: receipts-compared
     return audit
 
 
@@ -105,8 +106,7 @@ def _receipts(path: Path, audit: Audit) -> list[t.Receipt]:
             receipt = from_json(line, t.Receipt)
         except WireError:
             continue  # the worker was killed while it wrote this line
-        unsigned = to_json(msgspec.structs.replace(receipt, signature=""))
-        if verify_signature(audit.state.run_key, "receipt", unsigned, receipt.signature):
+        if is_promised(receipt, audit.state.run_key):
             receipts.append(receipt)
         elif receipt.run == audit.state.run:
             audit.findings.append(f"{path}: a receipt that the run key did not sign")

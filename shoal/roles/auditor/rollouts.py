@@ -2,7 +2,8 @@
 
 Called by `shoal audit` and `shoal.audit`. From the log and the revealed links it rebuilds what each worker was asked
 for. It judges the bodies that are still kept with the validator's own checks, and audits every group whose weights are
-still kept. It compares the results with the verdicts in the log. It trusts no seed, verdict or reward of the log.
+still kept. It compares the results with the verdicts in the log. It trusts no seed, verdict or reward of the log. With
+evidence that nodes kept, it judges their submissions even if the host deleted them.
 """
 
 import asyncio
@@ -11,7 +12,7 @@ import re
 import secrets
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -23,6 +24,7 @@ from shoal.envs.load import is_file, load_run_envs
 from shoal.envs.replay import replay_rollout
 from shoal.errors import ConfigError, NothingYet, PeerError, StateError
 from shoal.ledger.facts.verdicts import Decision, Rechecked, VerdictGiven
+from shoal.ledger.log.book import replay
 from shoal.ledger.log.verify import Audit
 from shoal.ledger.seeds import lease_of
 from shoal.policy.contained import ContainedRenderer
@@ -34,6 +36,7 @@ from shoal.protocol import types as t
 from shoal.protocol.constants import PROTOCOL_VERSION
 from shoal.protocol.randomness import sample_seed
 from shoal.protocol.wire import WireError, digest, from_msgpack
+from shoal.roles.auditor.evidence import Pile, WithEvidence, accusations, read_evidence
 from shoal.roles.auditor.log import replay_log
 from shoal.roles.auditor.source import PublicRun, fetch_weights, open_run
 from shoal.roles.loading import Loaded
@@ -44,13 +47,15 @@ AGREE, DISAGREE, CANNOT = 0, 1, 2
 
 
 class Choice(NamedTuple):
-    """Which groups to recompute: one by its name, a sample, or all if neither is given."""
+    """Which groups to recompute: one by its name, a sample, those of evidence, or all if nothing is given."""
 
     rollout: str = ""
     """VERSION/SLOT or VERSION/SLOT/INDEX."""
     sample: int = 0
     seed: int | None = None
     """Seed of the sample; None draws one, so that nobody can predict the sample."""
+    evidence: tuple[Path, ...] = ()
+    """Folders of evidence that nodes kept."""
 
 
 class Place(NamedTuple):
@@ -79,7 +84,9 @@ class Findings:
     left_out: Counter[str] = field(default_factory=Counter)
     """Numbers of groups by the reason why they, or a part of them, could not be recomputed."""
     told: list[str] = field(default_factory=list)
-    """Lines about the choice: the facts of the named group, or the seed of the sample."""
+    """Lines about the choice: the facts of the named group, the seed of the sample, or what the evidence holds."""
+    signed: int = 0
+    """Manifests, leases and receipts of the evidence that were compared with the log."""
 
     @property
     def agrees(self) -> bool:
@@ -91,8 +98,8 @@ class Findings:
         return printable("\n".join(summary(self)), keep="\n")
 
     def exit_code(self) -> int:
-        """1 if something disagrees, 2 if nothing could be recomputed, else 0."""
-        return DISAGREE if self.disagreements else AGREE if self.groups else CANNOT
+        """1 if something disagrees, 2 if nothing could be recomputed or compared, else 0."""
+        return DISAGREE if self.disagreements else AGREE if self.groups or self.signed else CANNOT
 
 
 def audit(source: str, choice: Choice, threads: int, own_files: bool) -> int:
@@ -136,12 +143,19 @@ def summary(found: Findings) -> list[str]:
 
 async def audit_rollouts(run: PublicRun, choice: Choice, threads: int, own_files: bool) -> Findings:
     """Recompute the chosen groups and compare them with the log; raises as `examine`."""
+    # The log is read after the evidence, which must not be newer. Its first event names the run's keys.
+    pile = read_evidence(choice.evidence, replay((await run.rows())[:1])) if choice.evidence else Pile()
     log = await replay_log(run)
     found = Findings(disagreements=[f"the log: {finding}" for finding in log.findings])
+    if choice.evidence:
+        found.disagreements += [f"evidence: {line}" for line in await accusations(pile, log, run)]
+        found.told += pile.contents()
+        found.signed = pile.num_signed
+        run = WithEvidence(run, pile)
     if choice.sample:
         choice = choice._replace(seed=secrets.randbits(32) if choice.seed is None else choice.seed)
         found.told.append(f"sample drawn with --seed {choice.seed}")
-    places = choose(log, choice)
+    places = choose(log, choice, pile.bodies if choice.evidence else None)
     envs = _load_envs(log.state.envs, own_files)
     with tempfile.TemporaryDirectory(prefix="shoal-audit-") as home:
         bench = Bench(run, log, envs, threads, Path(home))
@@ -154,12 +168,13 @@ async def audit_rollouts(run: PublicRun, choice: Choice, threads: int, own_files
     return found
 
 
-def choose(log: Audit, choice: Choice) -> list[Place]:
-    """The groups to recompute. Raises `ConfigError` if the choice names a group that nobody judged."""
+def choose(log: Audit, choice: Choice, only: Collection[str] | None = None) -> list[Place]:
+    """The groups to recompute, of the submissions in `only` if that is given. Raises `ConfigError` if the choice names a
+    group that nobody judged."""
     judged = [
         Place(lease.version, slot, submission.digest)
         for submission in log.state.submissions.values()
-        if submission.decided
+        if submission.decided and (only is None or submission.digest in only)
         for lease in [log.state.leases[submission.lease]]
         for slot in log.state.slots_of(lease)
     ]

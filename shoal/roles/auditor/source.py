@@ -74,7 +74,7 @@ class FolderRun:
             data = None
         if data is None:
             raise NothingYet(f"blob {name[:16]} is not here: it is no longer kept (storage.retain)")
-        return _verified(data, name)
+        return verified(data, name)
 
     async def manifest(self, version: int, name: str) -> bytes:
         return await self.blob(name)
@@ -101,14 +101,14 @@ class UrlRun:
 
     async def blob(self, name: str) -> bytes:
         data = await self.client.get(f"/v1/blobs/{name}", cap=MAX_SUBMISSION_BYTES, deadline_s=ANSWER_S)
-        return _verified(data, name)
+        return verified(data, name)
 
     async def manifest(self, version: int, name: str) -> bytes:
         path = f"/v1/manifests/{version}"
-        return _verified(await self.client.get(path, cap=MAX_MANIFEST_BYTES, deadline_s=ANSWER_S), name)
+        return verified(await self.client.get(path, cap=MAX_MANIFEST_BYTES, deadline_s=ANSWER_S), name)
 
 
-def _verified(data: bytes, name: str) -> bytes:
+def verified(data: bytes, name: str) -> bytes:
     if digest(data) != name:
         raise StateError(f"the bytes kept as {name[:16]} have another hash: they were edited or damaged")
     return data

@@ -89,11 +89,14 @@ class Api:
 
     def admit(self, request: Request, cap: int = SMALL_BODY_BYTES) -> Caller:
         """Who signed the request, before its body is read. Raises `Refused` if our log lacks the head that the caller saw
-        last: then the log was forked or rolled back."""
+        last, or the manifest of the version that it has: then the log was forked or rolled back, or a manifest forged."""
         caller = self.gate.admit(request, run=self.desk.state.run, cap=cap)
         if caller.head and not self.desk.book.knows(caller.head):
             raise Refused("fork", f"your last log head {caller.head[:16]} is not in this log: the host's log was rolled "
                           "back or forked. Keep your receipts and tell the host")  # fmt: skip
+        if caller.manifest and not self.desk.book.knows_manifest(caller.manifest):  # guard: manifest-in-the-log
+            raise Refused("fork", f"your manifest {caller.manifest[:16]} is not in this log, though the trainer key signed "
+                          "it. Keep your evidence folder and tell the host")  # fmt: skip
         return caller
 
     async def caller(self, request: Request) -> tuple[Caller, bytes]:

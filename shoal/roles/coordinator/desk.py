@@ -6,8 +6,6 @@ handles leases and the submissions that fill them. It does not know HTTP. The ru
 
 from collections.abc import Callable, Sequence
 
-import msgspec
-
 from shoal.config import RunConfig
 from shoal.folder import RunFolder
 from shoal.ledger.answers import Refused, Wait
@@ -24,8 +22,9 @@ from shoal.net.blobs import FolderBlobs, Upload
 from shoal.proofs.commit import largest_submission_bytes
 from shoal.protocol import types as t
 from shoal.protocol.identity import Key
+from shoal.protocol.promises import sign_promise, terms_of
 from shoal.protocol.randomness import SecretChain
-from shoal.protocol.wire import WireError, digest, from_msgpack, to_json
+from shoal.protocol.wire import WireError, digest, from_msgpack
 from shoal.roles.coordinator.kept import Kept
 
 FULL = "the host's disk quota is used up ({} MB, storage.quota_mb)"
@@ -68,13 +67,24 @@ class Desk:
         lease = next((x for x in self.state.open_leases_of(key) if x.id not in request.holding), None)
         if lease is None:
             raise Wait("the lease was taken back at this moment", 0.5)
-        return t.LeaseAnswer(self.wire_lease(lease), 0.0, "")
+        return self._granted(lease)
 
     def lease_again(self, lease_id: str, request: t.LeaseRequest) -> t.LeaseAnswer:
         """The answer to a request that was answered before: the lease that it got then, if it is still open."""
         if lease_id in self.state.open_leases and lease_id not in request.holding:
-            return t.LeaseAnswer(self.wire_lease(self.state.leases[lease_id]), 0.0, "")
+            return self._granted(self.state.leases[lease_id])
         return t.LeaseAnswer(None, 1.0, "this very request was answered before: sign another")
+
+    def _granted(self, lease: LeaseRecord) -> t.LeaseAnswer:
+        grant = self.grant(lease)
+        return t.LeaseAnswer(grant.lease, 0.0, "", grant.terms, grant.root, grant.content, grant.signature)
+
+    def grant(self, lease: LeaseRecord) -> t.Grant:
+        """A lease as its worker is given it, signed with the version that it must be played with."""
+        state, version = self.state, lease.version
+        root = state.stream_of(lease).versions[version].root
+        terms, content = terms_of(state.envs, state.rules), self.kept.content(version)
+        return sign_promise(t.Grant(state.run, self.wire_lease(lease), terms, root, content, ""), self.key)
 
     def wire_lease(self, lease: LeaseRecord) -> t.Lease:
         """A lease with the seeds, environments and tasks of its slots."""
@@ -137,7 +147,7 @@ class Desk:
     def _receipt(self, name: str) -> t.Receipt:
         booked = self.state.submissions[name]
         receipt = t.Receipt(self.state.run, booked.lease, name, booked.seq, booked.head, booked.time, "")
-        return msgspec.structs.replace(receipt, signature=self.key.sign("receipt", to_json(receipt)))
+        return sign_promise(receipt, self.key)
 
     def _largest_body(self, lease: LeaseRecord) -> int:
         """Most bytes that a lease can need. Larger bodies are refused before they are decoded or kept."""

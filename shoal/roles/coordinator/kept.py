@@ -18,6 +18,7 @@ from shoal.ledger.state import State, SubmissionRecord
 from shoal.net.blobs import FolderBlobs, Upload
 from shoal.protocol import types as t
 from shoal.protocol.wire import from_json
+from shoal.weights.manifest import content_of
 
 
 class Kept:
@@ -27,6 +28,7 @@ class Kept:
         self._blobs, self._book, self._storage = blobs, book, storage
         self.manifests: dict[int, t.Manifest] = {}
         """Manifests of the versions whose chunks are kept."""
+        self._contents: dict[int, str] = {}
         self.coming = set[str]()
         """Chunks that the trainer sent since the last version was published: the next manifest names them."""
         self.published_at = 0
@@ -59,6 +61,7 @@ class Kept:
         if self._blobs.has(name):
             signed = from_json(self._blobs.get(name), t.SignedManifest)
             self.manifests[version] = from_json(signed.body, t.Manifest)
+            self._contents[version] = content_of(self.manifests[version])
             self._public_chunks |= _chunks([self.manifests[version]])
 
     def published(self, created: int) -> None:
@@ -67,6 +70,12 @@ class Kept:
             self._blobs.delete(chunk)
         self.coming.clear()
         self.published_at = created
+
+    def content(self, version: int) -> str:
+        """Digest of a version's manifest without its dates; empty if the manifest is no longer kept."""
+        if version not in self._contents:
+            self.remember(version)  # it was booked a moment ago
+        return self._contents.get(version, "")
 
     def may_read(self, name: str, key: str) -> bool:
         """Whether a key may read a blob. Anyone may read chunks, and submissions whose result is final.
@@ -155,6 +164,8 @@ class Kept:
 
     def _forget_weights(self, versions: Sequence[int]) -> None:
         dropped = [self.manifests.pop(version) for version in versions]
+        for version in versions:
+            self._contents.pop(version)
         needed = _chunks(self.manifests.values()) | self.coming  # guard: coming-chunks-stay
         for chunk in _chunks(dropped) - needed:
             self._public_chunks.discard(chunk)

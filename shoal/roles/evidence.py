@@ -1,0 +1,83 @@
+"""What a node keeps of a run, so that it can prove what it was given and what it sent.
+
+Workers and validators write it; `shoal audit --evidence` reads it. Each file is named by the SHA-256 of its bytes, and its
+ending says what it is. It is bounded: the oldest files make room. It knows no HTTP, and judges nothing.
+"""
+
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Literal, get_args
+
+from shoal.errors import PeerError, StateError, cause_of
+from shoal.folder import write_atomically
+from shoal.protocol.wire import digest
+
+Kind = Literal["manifest", "grant", "submission", "receipt"]
+"""A signed manifest, a signed lease, the bytes of a submission, or a signed receipt."""
+
+MOST_FILES = 256
+"""Files of one kind that are kept for one run: a worker's last hour or more, and more than the 40 blocks that a slash
+takes the pay of."""
+
+MOST_BYTES = 128 << 20
+"""Bytes of one kind that are kept for one run; the newest file always stays."""
+
+MOST_RUNS = 8
+"""Runs whose evidence is kept."""
+
+
+class Evidence:
+    """The evidence of one run in a node's home. One process uses it."""
+
+    def __init__(self, home: Path, run: str) -> None:
+        """Make the run's folder, and delete those of runs long past. Raises `PeerError` if the run's id is not one."""
+        if not re.fullmatch("[0-9a-f]{32}", run, re.ASCII):  # guard: run-id-is-no-path
+            raise PeerError(f"the run calls itself {run[:40]!r}, which is no run id: check the URL")
+        self.folder = home / "evidence" / run
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            os.utime(self.folder)
+            for unfinished in self.folder.glob(".*"):
+                unfinished.unlink()
+            for old in [path for path in _oldest_first(self.folder.parent) if path.is_dir()][:-MOST_RUNS]:
+                shutil.rmtree(old)
+        except OSError as error:
+            raise self._cannot_write(error) from None
+
+    def keep(self, kind: Kind, data: bytes) -> None:
+        """Keep some bytes, durable on return. Raises `StateError` if that fails."""
+        path = self.folder / f"{digest(data)}.{kind}"
+        try:
+            if path.exists():
+                os.utime(path)
+                return
+            write_atomically(path, data)
+            left, room = MOST_FILES, MOST_BYTES
+            for file in reversed(_oldest_first(self.folder, f"*.{kind}")):
+                left, room = left - 1, room - file.stat().st_size
+                if file != path and (left < 0 or room < 0):  # guard: evidence-is-bounded
+                    file.unlink()
+        except OSError as error:
+            raise self._cannot_write(error) from None
+
+    def _cannot_write(self, error: OSError) -> StateError:
+        return StateError(f"cannot keep evidence in {self.folder}: {cause_of(error)}. Free some space")
+
+
+def _oldest_first(folder: Path, pattern: str = "*") -> list[Path]:
+    return sorted(folder.glob(pattern), key=lambda path: path.stat().st_mtime_ns)
+
+
+def kept_in(given: Path, run: str) -> list[tuple[Kind, Path]]:
+    """The files of a run's evidence: in the folder that is given, or below it if that is a node's home. Nothing else is
+    followed or opened."""
+    for folder in (given / "evidence" / run, given / run, given):
+        found = [(kind, path) for kind in _KINDS for path in sorted(folder.glob(f"*.{kind}"))]
+        if found:
+            return [(kind, path) for kind, path in found if path.is_file() and not path.is_symlink()]
+    return []
+
+
+_KINDS: tuple[Kind, ...] = get_args(Kind)

@@ -1,0 +1,475 @@
+"""A framed worker can prove it: what the host signed for it, and what it sent, convict the host before anyone who has the
+public log. An honest run's evidence accuses nobody."""
+
+import asyncio
+import os
+import shutil
+from pathlib import Path
+
+import httpx
+import msgspec
+import pytest
+
+from shoal import cli
+from shoal.errors import ConfigError, PeerError
+from shoal.ledger.facts.leases import LeaseLapsed
+from shoal.ledger.facts.submissions import SubmissionReceived
+from shoal.ledger.facts.verdicts import VerdictGiven
+from shoal.ledger.facts.versions import CheckpointPublished, LinkRevealed
+from shoal.net.client import Client, PeerRefused
+from shoal.net.keys import load_or_make_key
+from shoal.policy.tiny import make_tiny
+from shoal.protocol import types as t
+from shoal.protocol.promises import sign_promise
+from shoal.protocol.wire import digest, from_json, to_json
+from shoal.roles import evidence
+from shoal.roles.auditor.rollouts import AGREE, CANNOT, DISAGREE, Choice, audit_rollouts
+from shoal.roles.auditor.source import FolderRun
+from shoal.roles.coordinator.board import Board
+from shoal.roles.evidence import Evidence
+from shoal.roles.seat import Contradiction
+from shoal.roles.worker import Worker
+from shoal.weights.manifest import content_of, sign_manifest
+from shoal.weights.publish import publish
+from tests.roles.forgery import bodies, forged
+from tests.roles.test_audit import judged_anew
+from tests.roles.town import URL, Town, tiny_run
+
+
+class Lies(httpx.AsyncBaseTransport):
+    """A host that gives one worker other answers to some GET requests."""
+
+    def __init__(self, town: Town) -> None:
+        self.inner, self.answers = httpx.ASGITransport(town.app, raise_app_exceptions=False), {}
+
+    async def handle_async_request(self, request):
+        lie = self.answers.get(request.url.path) if request.method == "GET" else None
+        if lie is None:
+            return await self.inner.handle_async_request(request)
+        return httpx.Response(200, stream=httpx.ByteStream(lie), headers={"shoal-protocol": "1"})
+
+
+def framed_worker(town, lies):
+    """An honest worker that gets the lies."""
+    home = town.folder.root.parent / "framed"
+    key = load_or_make_key(home / "node.key")
+    return Worker(Client(URL, key, transport=lies), key.public, home, town.worker("x").make_engine, 0, "framed", True)
+
+
+def trainer_key(town):
+    return load_or_make_key(town.folder.keys / "trainer.key")
+
+
+def other_weights(town, path, lies, version=0):
+    """A signed manifest of other weights; the lies serve it with its chunks."""
+    make_tiny(town.config.policy.tiny, path, 99, "float32")
+
+    class Sink:
+        async def put(self, name, chunk):
+            lies.answers[f"/v1/blobs/{name}"] = chunk
+
+    made = asyncio.run(publish(path, Sink(), run=town.desk.state.run, version=version, dtype="float32"))
+    return served(town, made, lies)
+
+
+def served(town, manifest, lies):
+    signed = to_json(sign_manifest(manifest, trainer_key(town), now=town.clock()))
+    lies.answers[f"/v1/manifests/{manifest.version}"] = signed
+    return from_json(from_json(signed, t.SignedManifest).body, t.Manifest)
+
+
+def signed_anew(town, **changes):
+    """Let the host sign leases of the framed worker with changes, and look away when it names its manifest."""
+    town.desk.book.knows_manifest = lambda digest: True
+    honest, framed = town.desk.grant, load_or_make_key(town.folder.root.parent / "framed" / "node.key").public
+
+    def crooked(lease):
+        grant = honest(lease)
+        if lease.worker != framed or lease.version:
+            return grant
+        changed = {name: change(grant) if callable(change) else change for name, change in changes.items()}
+        return sign_promise(msgspec.structs.replace(grant, **changed, signature=""), town.desk.key)
+
+    town.desk.grant = crooked
+
+
+def work(town, *workers):
+    asyncio.run(town.live(town.trainer(), town.validator(), *workers))
+
+
+def refuses(town, worker, match):
+    """Check that a worker plays nothing, in one line."""
+
+    async def story():
+        trainer = asyncio.create_task(town.trainer().run())
+        try:
+            with pytest.raises(PeerError, match=match) as raised:
+                await asyncio.wait_for(worker.run(), 30.0)
+        finally:
+            trainer.cancel()
+        return raised
+
+    raised = asyncio.run(story())
+    assert "\n" not in str(raised.value) and not town.desk.state.submissions
+    return raised.value
+
+
+def refused_groups(town, key):
+    return town.desk.state.members[key].refused
+
+
+def proof(town, worker, tmp_path):
+    """What a third party has: the host's public data, and the folder that the worker hands over."""
+    public = tmp_path / "public"
+    shutil.copytree(town.folder.root, public, ignore=shutil.ignore_patterns("nodes", "keys", "trainer", "secret.seed"))
+    handed = Path(shutil.copytree(worker.seat.evidence.folder, tmp_path / "handed"))
+    return public, handed
+
+
+def audit(public, *folders, **choice):
+    choice = Choice(evidence=folders, **choice)
+    return asyncio.run(audit_rollouts(FolderRun(public), choice, threads=1, own_files=False))
+
+
+def until_judged(town, worker):
+    """The framed worker works until its first submission is decided, then an honest one ends the run."""
+
+    async def story():
+        roles = [asyncio.create_task(role.run()) for role in (town.trainer(), town.validator())]
+        framed = asyncio.create_task(worker.run())
+        async with asyncio.timeout(60):
+            while not any(submission.decided for submission in town.desk.state.submissions.values()):
+                await asyncio.sleep(0.02)
+            worker.stopping.set()
+            await framed
+            honest = asyncio.create_task(town.worker("honest").run())
+            while town.desk.state.phase != "ended":
+                await town.desk.tick()
+                await asyncio.sleep(0.05)
+            await asyncio.gather(honest, *roles)
+            await town.desk.tick()
+
+    asyncio.run(story())
+
+
+# --- the host serves one worker another manifest ---
+
+
+def test_a_worker_that_is_served_other_weights_than_its_lease_names_plays_nothing(tmp_path):
+    town = Town(tmp_path / "run", tiny_run(steps=1))
+    lies = Lies(town)
+    other_weights(town, tmp_path / "other", lies)
+    error = refuses(town, framed_worker(town, lies), "names other weights than the lease that it signed")
+    assert isinstance(error, Contradiction)
+    lapses = [entry.body.cause for entry in town.audit().entries if isinstance(entry.body, LeaseLapsed)]
+    assert lapses == ["returned"]
+
+
+def test_a_worker_that_is_served_another_tokenizer_than_its_lease_names_plays_nothing(tmp_path):
+    town = Town(tmp_path / "run", tiny_run(steps=1))
+    lies = Lies(town)
+
+    async def story():
+        trainer = asyncio.create_task(town.trainer().run())
+        while town.desk.state.main.version < 0:
+            await asyncio.sleep(0.02)
+        trainer.cancel()
+
+    asyncio.run(story())
+    served(town, with_another_file(town.desk.kept.manifests[0]), lies)
+    refuses(town, framed_worker(town, lies), "names other files than the lease that it signed")
+
+
+def with_another_file(manifest):
+    """The same weights with another file beside them."""
+    *files, last = manifest.files
+    plain = next(file for file in files if file.path.endswith(".json"))
+    other = t.FileEntry(plain.path, 2, digest(b"{}"), (digest(b"{}"),))
+    return msgspec.structs.replace(manifest, files=(*(other if f is plain else f for f in files), last))
+
+
+def test_a_worker_whose_host_lies_about_weights_in_the_lease_too_proves_it(tmp_path):
+    town = Town(tmp_path / "run", tiny_run(steps=1))
+    lies = Lies(town)
+    other = other_weights(town, tmp_path / "other", lies)
+    framed = framed_worker(town, lies)
+    signed_anew(town, root=other.root, content=content_of(other))
+    until_judged(town, framed)
+    assert refused_groups(town, framed.key) > 0 and town.audit().findings == []
+    found = audit(*proof(town, framed, tmp_path))
+    assert found.exit_code() == DISAGREE
+    said = "\n".join(found.disagreements)
+    assert f"version 0: the trainer key signed a manifest with weights root {other.root[:12]}" in said
+    assert f"the run key signed it with weights root {other.root[:12]}" in said
+
+
+def test_a_worker_whose_host_signs_other_seeds_for_it_proves_it(tmp_path):
+    town = Town(tmp_path / "run", tiny_run(steps=1))
+    framed = framed_worker(town, Lies(town))
+
+    def other_seeds(grant):
+        blocks = [msgspec.structs.replace(b, slots=[msgspec.structs.replace(s, seed="77" * 32) for s in b.slots])
+                  for b in grant.lease.blocks]  # fmt: skip
+        return from_json(to_json(msgspec.structs.replace(grant.lease, blocks=tuple(blocks))), t.Lease)
+
+    signed_anew(town, lease=other_seeds)
+    until_judged(town, framed)
+    assert refused_groups(town, framed.key) > 0
+    found = audit(*proof(town, framed, tmp_path))
+    assert all("with other seeds or tasks than the revealed link gives" in line for line in found.disagreements)
+    assert found.exit_code() == DISAGREE
+
+
+def test_a_worker_that_is_told_other_environments_than_its_lease_names_plays_nothing(tmp_path, monkeypatch):
+    town = Town(tmp_path / "run", tiny_run(steps=1))
+    town = told_other_environments(town, monkeypatch)
+    refuses(
+        town, framed_worker(town, Lies(town)), "is signed for other environments or group sizes than the host told us"
+    )
+
+
+def told_other_environments(town, monkeypatch):
+    info, known = Board.info, town.desk.state.envs
+    other = (msgspec.structs.replace(known[0], num_tasks=known[0].num_tasks, args={"operands": 3}),)
+    monkeypatch.setattr(Board, "info", lambda board: msgspec.structs.replace(info(board), envs=other))
+    return town
+
+
+def test_a_lease_that_is_signed_for_other_environments_than_the_log_has_is_found(tmp_path):
+    town = Town(tmp_path / "run", tiny_run(steps=1))
+    framed = framed_worker(town, Lies(town))
+    signed_anew(town, terms=digest(b"others"))
+    with pytest.raises(BaseExceptionGroup):
+        work(town, framed)
+    found = audit(*proof(town, framed, tmp_path))
+    assert ["for other environments, group sizes or sampling" in line for line in found.disagreements] == [True]
+
+
+def test_a_lease_without_the_run_keys_signature_is_not_played(tmp_path):
+    town = Town(tmp_path / "run", tiny_run(steps=1))
+    honest = town.desk.grant
+    town.desk.grant = lambda lease: msgspec.structs.replace(honest(lease), signature="")
+    refuses(town, town.worker("honest"), "is not signed by the run key")
+
+
+# --- a host with two logs ---
+
+
+def test_a_worker_in_a_fork_with_other_weights_convicts_the_host_by_its_own_folder(tmp_path):
+    town = Town(tmp_path / "run", tiny_run(steps=1))
+    town.desk.book.store.close()
+    shutil.copytree(town.folder.root, tmp_path / "fork")
+    make_tiny(town.config.policy.tiny, tmp_path / "fork" / "policy", 99, "float32")
+    honest, fork = (Town(tmp_path / name, town.config) for name in ("run", "fork"))
+    framed, free = fork.worker("framed"), honest.worker("honest")
+    for each, worker in ((fork, framed), (honest, free)):
+        work(each, worker)
+        assert each.audit().findings == []
+    public, handed = proof(honest, framed, tmp_path)
+    said = "\n".join(audit(public, handed).disagreements)
+    assert "version 0: the trainer key signed a manifest with weights root" in said
+    assert "lost: the receipt of submission" in said and "a fork: the run key signed head" in said
+    both = "\n".join(audit(public, handed, free.seat.evidence.folder).disagreements)
+    assert "the trainer key signed two different manifests of the version 0" in both
+    assert "the run key signed two different heads at event" in both
+
+
+# --- the log itself lies ---
+
+
+@pytest.fixture(scope="module")
+def honest_run(tmp_path_factory):
+    """A finished run of two honest workers."""
+    town = Town(tmp_path_factory.mktemp("honest") / "run", tiny_run(steps=2))
+    workers = [town.worker(name) for name in ("a", "b")]
+    work(town, *workers)
+    return town, workers
+
+
+def test_an_honest_group_that_was_refused_is_recomputed_from_the_workers_own_copy(honest_run, tmp_path):
+    town, workers = honest_run
+    wronged = next(body for _, body in bodies(town.folder.root) if isinstance(body, VerdictGiven))
+    refused = tuple(
+        msgspec.structs.replace(g, outcome="hard", check="sampling", detail="not chosen", figure=9.0, bound=1.0)
+        for g in wronged.groups
+    )
+    lying = forged(town.folder.root, tmp_path / "lying", lambda lines: judged_anew(lines, wronged, refused))
+    (lying / "blobs" / wronged.submission[:2] / wronged.submission).unlink()
+    victim = next(w for w in workers if (w.seat.evidence.folder / f"{wronged.submission}.submission").exists())
+    found = audit(lying, victim.seat.evidence.folder)
+    assert any("the log says: sampling refuses it" in d and "passes every check" in d for d in found.disagreements)
+
+
+# --- honest controls ---
+
+
+def test_the_evidence_of_an_honest_run_accuses_nobody(honest_run, tmp_path, capsys):
+    town, workers = honest_run
+    folders = [worker.seat.evidence.folder for worker in workers]
+    found = audit(town.folder.root, *folders)
+    assert found.disagreements == [] and found.exit_code() == AGREE
+    received = [body for _, body in bodies(town.folder.root) if isinstance(body, SubmissionReceived)]
+    assert found.groups == sum(len(body.groups) for body in received) and found.left_out == {}
+    assert found.told[0].endswith(f"{len(received)} submissions") and found.signed > 2 * len(received)
+    homes = [word for worker in workers for word in ("--evidence", str(worker.home))]
+    assert cli.main(["audit", str(town.folder.root), *homes, "--threads", "1"]) == AGREE
+    assert "the log agrees" in capsys.readouterr().out
+
+
+def test_a_renewed_manifest_is_no_second_manifest(honest_run, tmp_path):
+    town, workers = honest_run
+    handed = Path(shutil.copytree(workers[0].seat.evidence.folder, tmp_path / "handed"))
+    later = sign_manifest(town.desk.kept.manifests[0], trainer_key(town), now=town.clock() + 4 * 24 * 3600)
+    Evidence(tmp_path, town.desk.state.run).keep("manifest", to_json(later))
+    found = audit(town.folder.root, handed, tmp_path)
+    assert found.disagreements == [] and "2 manifests" not in found.told[0]
+
+
+def test_a_manifest_of_the_same_weights_with_other_files_is_a_second_manifest(honest_run, tmp_path):
+    town, _ = honest_run
+    other = sign_manifest(with_another_file(town.desk.kept.manifests[0]), trainer_key(town), now=town.clock())
+    Evidence(tmp_path, town.desk.state.run).keep("manifest", to_json(other))
+    found = audit(town.folder.root, tmp_path)
+    assert ["with other files than the one that the log names" in line for line in found.disagreements] == [True]
+
+
+def test_what_the_runs_keys_did_not_sign_proves_nothing(honest_run, tmp_path):
+    """A worker that wants to blame an honest host edits its evidence, or signs it with keys of its own."""
+    town, workers = honest_run
+    liar = load_or_make_key(tmp_path / "liar.key")
+    grant = from_json(next(workers[0].seat.evidence.folder.glob("*.grant")).read_bytes(), t.Grant)
+    receipt = from_json(next(workers[0].seat.evidence.folder.glob("*.receipt")).read_bytes(), t.Receipt)
+    manifest = msgspec.structs.replace(town.desk.kept.manifests[0], root="ab" * 32)
+    made = Evidence(tmp_path, town.desk.state.run)
+    made.keep("grant", to_json(msgspec.structs.replace(grant, root="ab" * 32)))
+    made.keep("grant", to_json(sign_promise(msgspec.structs.replace(grant, root="ab" * 32), liar)))
+    made.keep("grant", to_json(sign_promise(msgspec.structs.replace(grant, run="ab" * 16), town.desk.key)))
+    made.keep("receipt", to_json(msgspec.structs.replace(receipt, seq=1)))
+    made.keep("manifest", to_json(sign_manifest(manifest, liar, now=town.clock())))
+    made.keep("manifest", b"[" * 100)
+    (made.folder / "loop.manifest").symlink_to(made.folder / "loop.manifest")
+    os.mkfifo(made.folder / "pipe.grant")
+    (made.folder / "folder.receipt").mkdir()
+    found = audit(town.folder.root, tmp_path)
+    assert found.disagreements == [] and found.exit_code() == CANNOT
+    assert [line.split(" prove")[0] for line in found.told[1:]] == [
+        "evidence: 1 receipts", "evidence: 2 manifests", "evidence: 3 grants",
+    ]  # fmt: skip
+
+
+def test_a_folder_without_evidence_of_the_run_is_an_error_of_one_line(honest_run, tmp_path, capsys):
+    town, _ = honest_run
+    with pytest.raises(ConfigError, match="holds no evidence of run"):
+        audit(town.folder.root, tmp_path)
+    assert cli.main(["audit", str(town.folder.root), "--evidence", str(tmp_path)]) == 2
+    assert "give a node's home" in capsys.readouterr().err
+
+
+def test_what_could_not_be_compared_is_said(honest_run, tmp_path):
+    """Nobody has the log's manifest any more, and the link of the version is not revealed."""
+    town, workers = honest_run
+    live = forged(town.folder.root, tmp_path / "live", before_the_links)
+    (live / "blobs" / from_log(live)[:2] / from_log(live)).unlink()
+    handed = shutil.copytree(workers[0].seat.evidence.folder, tmp_path / "handed")
+    for path in handed.iterdir():
+        if path.suffix == ".receipt" or path.name == f"{from_log(live)}.manifest":
+            path.unlink()
+    later = sign_manifest(town.desk.kept.manifests[0], trainer_key(town), now=town.clock() + 4 * 24 * 3600)
+    Evidence(tmp_path, town.desk.state.run).keep("manifest", to_json(later))
+    told = "\n".join(audit(live, handed, tmp_path).told)
+    assert "1 manifests were compared by their weights only" in told
+    assert "leases were compared without their seeds and tasks" in told
+
+
+def from_log(run_dir):
+    """Name of the first manifest in a log."""
+    return next(body.manifest for _, body in bodies(run_dir) if isinstance(body, CheckpointPublished))
+
+
+def before_the_links(lines):
+    return lines[: next(i for i, (_, body) in enumerate(lines) if isinstance(body, LinkRevealed)) - 1]
+
+
+# --- what a node keeps ---
+
+
+def test_a_worker_keeps_its_submission_before_it_sends_it(tmp_path):
+    town = Town(tmp_path / "run", tiny_run(steps=1))
+    worker, kept = town.worker("honest"), []
+
+    async def story():
+        trainer = asyncio.create_task(town.trainer().run())
+        send = worker.client.put_bytes
+
+        async def killed(path, body, kind):
+            kept.append((worker.seat.evidence.folder / f"{digest(body)}.submission").read_bytes() == body)
+            raise PeerError("killed here")
+
+        worker.client.put_bytes = killed
+        with pytest.raises(PeerError, match="killed here"):
+            await asyncio.wait_for(worker.run(), 30.0)
+        trainer.cancel()
+        return send
+
+    asyncio.run(story())
+    assert kept == [True]
+
+
+RUN = "0123456789abcdef" * 2
+
+
+def test_the_oldest_evidence_of_a_kind_makes_room(tmp_path, monkeypatch):
+    monkeypatch.setattr(evidence, "MOST_FILES", 3)
+    monkeypatch.setattr(evidence, "MOST_BYTES", 10)
+    kept = Evidence(tmp_path, RUN)
+    kept.keep("receipt", b"stays")
+    for number in range(5):
+        kept.keep("grant", b"%d" % number)
+        kept.keep("submission", b"%dxxx" % number)
+    kept.keep("manifest", b"larger than the limit")
+    left = sorted(path.read_bytes() for path in kept.folder.iterdir())
+    assert left == sorted([b"2", b"3", b"4", b"3xxx", b"4xxx", b"stays", b"larger than the limit"])
+
+
+def test_what_is_kept_again_counts_as_new(tmp_path, monkeypatch):
+    monkeypatch.setattr(evidence, "MOST_FILES", 2)
+    kept = Evidence(tmp_path, RUN)
+    for data in (b"used", b"old", b"used", b"new"):
+        kept.keep("manifest", data)
+    assert sorted(path.read_bytes() for path in kept.folder.iterdir()) == [b"new", b"used"]
+
+
+def test_a_kill_leaves_no_file_behind_and_old_runs_make_room(tmp_path, monkeypatch):
+    monkeypatch.setattr(evidence, "MOST_RUNS", 2)
+    for number in range(3):
+        Evidence(tmp_path, f"{number:032x}").keep("grant", b"x")
+    (tmp_path / "evidence" / f"{2:032x}" / ".half.grant.abc").write_bytes(b"y")
+    kept = Evidence(tmp_path, f"{2:032x}")
+    assert [path.name for path in kept.folder.iterdir()] == [f"{digest(b'x')}.grant"]
+    assert sorted(path.name for path in kept.folder.parent.iterdir()) == [f"{1:032x}", f"{2:032x}"]
+
+
+@pytest.mark.parametrize("run", ["", "../../else", "a" * 31, "A" * 32, "a" * 31 + "\n"])
+def test_a_run_id_that_could_lead_out_of_the_folder_is_refused(tmp_path, run):
+    with pytest.raises(PeerError, match="which is no run id"):
+        Evidence(tmp_path, run)
+    assert not any(tmp_path.iterdir())
+
+
+# --- requests name the manifest ---
+
+
+def test_a_request_that_names_a_manifest_which_the_log_lacks_is_refused_as_a_fork(honest_run, tmp_path):
+    town, workers = honest_run
+
+    async def ask(app, manifest):
+        async with Client(URL, load_or_make_key(workers[0].home / "node.key"), run=town.desk.state.run,
+                          transport=httpx.ASGITransport(app)) as client:  # fmt: skip
+            client.manifest = manifest
+            return await client.post_json("/v1/leases", t.LeaseRequest(), t.LeaseAnswer)
+
+    known = workers[0].client.manifest
+    with pytest.raises(PeerRefused, match="is not in this log, though the trainer key signed it") as refused:
+        asyncio.run(ask(town.app, digest(b"another")))
+    assert refused.value.code == "fork"
+    assert asyncio.run(ask(town.app, known)).lease is None
