@@ -130,6 +130,9 @@ class WithEvidence:
 async def accusations(pile: Pile, log: Audit, run: PublicRun) -> list[str]:
     """What the evidence proves against the host, a sentence each."""
     logged = await _logged_manifests(pile, log, run)
+    decided = {submission.digest for submission in log.state.submissions.values() if submission.decided}
+    if left := pile.bodies.keys() - decided:
+        pile.notes["submissions are not recomputed: the log holds no decision on them"] = len(left)
     found = [*_manifests_against(pile, logged, log.state), *_grants_against(pile, logged, log)]
     contents = [((m.version, "the trainer key", "manifests of the version"), content_of(m), file)
                 for file, _, m in pile.manifests]  # fmt: skip

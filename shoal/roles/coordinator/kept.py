@@ -29,6 +29,7 @@ class Kept:
         self.manifests: dict[int, t.Manifest] = {}
         """Manifests of the versions whose chunks are kept."""
         self._contents: dict[int, str] = {}
+        """Their digests without dates."""
         self.coming = set[str]()
         """Chunks that the trainer sent since the last version was published: the next manifest names them."""
         self.published_at = 0
@@ -165,7 +166,7 @@ class Kept:
     def _forget_weights(self, versions: Sequence[int]) -> None:
         dropped = [self.manifests.pop(version) for version in versions]
         for version in versions:
-            self._contents.pop(version)
+            self._contents.pop(version, None)
         needed = _chunks(self.manifests.values()) | self.coming  # guard: coming-chunks-stay
         for chunk in _chunks(dropped) - needed:
             self._public_chunks.discard(chunk)
