@@ -17,9 +17,9 @@ from shoal.protocol.wire import digest
 Kind = Literal["manifest", "grant", "submission", "receipt"]
 """A signed manifest, a signed lease, the bytes of a submission, or a signed receipt."""
 
-MOST_FILES = 256
-"""Files of one kind that are kept for one run: a worker's last hour or more, and more than the 40 blocks that a slash
-takes the pay of."""
+MOST_FILES = 2048
+"""Files of one kind that are kept for one run: half a day of a busy worker. A host that hands out leases fast can push old
+evidence out, but each one must be played."""
 
 MOST_BYTES = 128 << 20
 """Bytes of one kind that are kept for one run; the newest file always stays."""

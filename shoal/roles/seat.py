@@ -65,22 +65,30 @@ class Seat:
         return self.policy.engine
 
     def open_grant(self, answer: t.LeaseAnswer, lease: t.Lease) -> t.Grant:
-        """The host's signed word for a lease, which is kept. Raises `PeerError`, `Contradiction`."""
+        """The host's signed word for a lease. Raises `PeerError`, `Contradiction`."""
         grant = t.Grant(self.info.run, lease, answer.terms, answer.root, answer.content, answer.signature)
         if not is_promised(grant, self.info.run_key):  # guard: lease-is-signed
             raise PeerError(
                 f"lease {lease.id[:40]!r} is not signed by the run key, so you could not prove what you were asked for: "
                 "nothing was played. The host must run a shoal that signs leases"
             )
-        self.evidence.keep("grant", to_json(grant))
         if grant.terms != terms_of(self.info.envs, self.info.rules):  # guard: terms-of-the-lease
             raise self._contradiction(f"lease {lease.id[:40]!r} is signed for other environments or group sizes than the "
-                                      "host told us when we joined")  # fmt: skip
+                                      "host told us when we joined", grant)  # fmt: skip
         return grant
 
-    def _contradiction(self, what: str) -> Contradiction:
-        return Contradiction(f"{what}: nothing was played. Leave this run; both sides are kept in {self.evidence.folder} "
-                             "for `shoal audit --evidence`")  # fmt: skip
+    def _contradiction(self, what: str, grant: t.Grant, manifest: bytes = b"") -> Contradiction:
+        self._keep(grant, manifest)
+        return Contradiction(f"{what}: nothing was played. Leave this run; what the host signed is kept in "
+                             f"{self.evidence.folder} for `shoal audit --evidence`")  # fmt: skip
+
+    def _keep(self, grant: t.Grant | None, manifest: bytes) -> None:
+        """Keep what the host signed for work that is about to be done, or that contradicts itself. Otherwise a host could
+        push old evidence out with leases that nobody plays."""
+        if manifest:
+            self.evidence.keep("manifest", manifest)
+        if grant is not None:
+            self.evidence.keep("grant", to_json(grant))
 
     async def load(
         self, version: int, *, keep: int = 2, max_bytes: int | None = None, grant: t.Grant | None = None
@@ -89,39 +97,30 @@ class Seat:
 
         The versions on disk stay within `max_disk_mb`. Raises `Contradiction` if a grant names other weights or files.
         """
-        if self.engine.version == version and self.manifest is not None:
-            self._demand_granted(self.manifest, grant)
-            return
-        manifest, name = await self._fetch_manifest(version, keep, max_bytes)
-        self._demand_granted(manifest, grant)
-        directory = await fetch(manifest, sources_of(self.info, self.client), self.home / "weights", keep=keep)
-        await asyncio.to_thread(self.policy.load, directory, version)
-        self.manifest, self.client.manifest = manifest, name
-
-    def _demand_granted(self, manifest: t.Manifest, grant: t.Grant | None) -> None:
-        """Raise `Contradiction` if a grant is for another version than a manifest describes."""
+        manifest, signed = self.manifest, b""
+        if self.engine.version != version or manifest is None:
+            manifest, signed = await self._fetch_manifest(version, keep, max_bytes)
         # guard: manifest-of-the-lease
         if grant is not None and (manifest.root, content_of(manifest)) != (grant.root, grant.content):
             what = "files" if manifest.root == grant.root else "weights"
-            raise self._contradiction(f"the manifest of version {manifest.version} that the host serves names other {what} "
-                                      "than the lease that it signed")  # fmt: skip
+            raise self._contradiction(f"the manifest of version {version} that the host serves names other {what} than the "
+                                      "lease that it signed", grant, signed)  # fmt: skip
+        if signed:
+            directory = await fetch(manifest, sources_of(self.info, self.client), self.home / "weights", keep=keep)
+            await asyncio.to_thread(self.policy.load, directory, version)
+            self.manifest, self.client.manifest = manifest, digest(signed)
+        self._keep(grant, signed)
 
-    async def _fetch_manifest(self, version: int, keep: int, max_bytes: int | None) -> tuple[t.Manifest, str]:
-        """The manifest of a version, and the digest of its signed bytes, which are kept."""
+    async def _fetch_manifest(self, version: int, keep: int, max_bytes: int | None) -> tuple[t.Manifest, bytes]:
+        """The manifest of a version, and its signed bytes."""
         if self.max_disk_mb is not None:  # guard: disk-of-strangers
             room = room_for_version(self.home / "weights", keep, self.max_disk_mb)
             max_bytes = room if max_bytes is None else min(room, max_bytes)
         data = await self.client.get(f"/v1/manifests/{version}", cap=MAX_MANIFEST_BYTES)
         manifest = open_manifest(
-            data,
-            run=self.info.run,
-            keys=(self.info.trainer_key,),
-            now=self.clock(),
-            version=version,
-            max_bytes=max_bytes,
-        )
-        self.evidence.keep("manifest", data)
-        return manifest, digest(data)
+            data, run=self.info.run, keys=(self.info.trainer_key,), now=self.clock(), version=version, max_bytes=max_bytes
+        )  # fmt: skip
+        return manifest, data
 
 
 async def take_seat(

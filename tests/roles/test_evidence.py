@@ -417,6 +417,27 @@ def test_a_worker_keeps_its_submission_before_it_sends_it(tmp_path):
     assert kept == [True]
 
 
+def test_leases_that_nobody_plays_push_no_evidence_out(tmp_path):
+    """A host hands out leases of versions that it does not serve: nothing is played, and nothing is kept."""
+    town = Town(tmp_path / "run", tiny_run(steps=1))
+    worker = town.worker("honest")
+
+    async def story():
+        trainer = asyncio.create_task(town.trainer().run())
+        async with worker.client:
+            await worker._join()
+            grant = await worker._next_grant(())
+            far = msgspec.structs.replace(grant, lease=msgspec.structs.replace(grant.lease, version=9))
+            with pytest.raises(PeerError):
+                await worker.seat.load(9, grant=far)
+            assert list(worker.seat.evidence.folder.iterdir()) == []
+            await worker.seat.load(0, grant=grant)
+        trainer.cancel()
+
+    asyncio.run(story())
+    assert sorted(path.suffix for path in worker.seat.evidence.folder.iterdir()) == [".grant", ".manifest"]
+
+
 RUN = "0123456789abcdef" * 2
 
 
