@@ -96,8 +96,8 @@ def _replaced(source: str, node: ast.stmt | ast.expr, text: str) -> str:
 
 
 def copy_without(guard: Guard, place: Place, into: Path) -> None:
-    """A copy of the package and its tests, less one guard."""
-    for folder in ("shoal", "tests"):
+    """A copy of the package, its tests and its recipes, less one guard."""
+    for folder in ("shoal", "tests", "recipes"):
         shutil.copytree(ROOT / folder, into / folder)  # compiled files too: they halve the time of a test
     shutil.copy(ROOT / "pyproject.toml", into)
     edited = into / place.file
