@@ -10,6 +10,7 @@ import pytest
 from shoal.config import HostConfig
 from shoal.errors import ConfigError
 from shoal.launch.hosting import administer, invitation
+from shoal.ledger.facts.members import Leave
 from shoal.net.client import Client
 from shoal.net.keys import load_or_make_key
 from shoal.protocol import types as t
@@ -67,3 +68,5 @@ def test_host_is_warned_when_an_admission_or_a_removal_leaves_two_validators(
         assert tell("admit", load_or_make_key(key_file).public) is warned
         asyncio.run(take_seat(key_file))
     assert not tell("pause", "") and tell("kick", "guest-1")
+    town.desk.book.write(Leave(load_or_make_key(tmp_path / "guest-2.key").public, town.clock()), town.clock())
+    assert tell("admit", load_or_make_key(tmp_path / "guest-3.key").public), "the one that left does not count"

@@ -155,3 +155,5 @@ class NodeState(Answer, frozen=True):
     """Sum over its groups that the trainer learned from: mean |reward - group mean| times policy tokens."""
     stale: int = 0
     """Leases that were closed at no cost because their version became too old. They are not counted in `lapsed`."""
+    left: bool = False
+    """Whether it left and has not joined again."""

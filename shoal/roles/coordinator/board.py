@@ -116,7 +116,7 @@ def node_state(node: Member) -> t.NodeState:
         key=node.key, role=node.role, name=node.name, standing=node.standing,  # type: ignore[arg-type]
         credits=node.credits, accepted=node.accepted, refused=node.refused, lapsed=node.lapsed, reasons=node.reasons,
         last_reason=node.last_reason, vested=node.vested, leases=node.leases, influence=node.influence,
-        stale=node.stale,
+        stale=node.stale, left=node.left,
     )  # fmt: skip
 
 
