@@ -506,6 +506,8 @@ GUARDS = [
         ("body-not-wanted", OFF, "test_a_body_without_a_length_is_refused"),
         ("body-size", OFF, "test_nothing_of_a_body_is_read_before_its_signature_is_verified"),
         ("budget-of-bodies", OFF, "test_large_bodies_share_a_budget_and_small_ones_need_none"),
+        ("refusals-fill-no-log", ("not isinstance(error, RequestRefused)", "True"),
+         "test_a_stranger_cannot_fill_the_log_with_refusals_and_our_own_faults_are_logged"),
         ("body-digest", OFF, "test_each_fault_of_a_request_has_its_refusal"),
         ("stalled-body-ends", ("loop.time() + window_s", "None"), "test_a_body_that_stalls_is_refused"),
         ("slow-body-passes", GONE, "test_a_slow_body_that_keeps_coming_is_accepted"),

@@ -308,7 +308,8 @@ def application(routes: Sequence[BaseRoute], **options: Any) -> Starlette:
 
 async def _tell_peer(request: Request, error: Exception) -> Response:
     refused = refused_for(error)
-    if refused.status >= 500:
+    # A refusal is the peer's doing, and anyone could fill the log with them.
+    if refused.status >= 500 and not isinstance(error, RequestRefused):  # guard: refusals-fill-no-log
         log.error("refused=%s path=%s reason=%s", refused.code, request.url.path, refused.error)
     return refusal(refused)
 

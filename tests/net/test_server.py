@@ -86,6 +86,7 @@ def test_a_header_that_occurs_twice_is_refused(toy, time):
         ("nothing", 404, "nothing_yet"),
         ("disk", 507, "storage"),
         ("forbidden", 403, "not_admitted"),
+        ("again", 503, "replayed"),
         ("bug", 500, "internal"),
     ],
 )
@@ -100,6 +101,14 @@ def test_a_bug_is_logged_with_its_trace_and_not_told_to_the_peer(toy, caplog):
     response = call(toy.app, "GET", "/raise/bug")
     assert b"secret detail" not in response.content
     assert "secret detail" in caplog.text and caplog.text.count("Traceback") == 1
+
+
+def test_a_stranger_cannot_fill_the_log_with_refusals_and_our_own_faults_are_logged(toy, caplog):
+    for what in ("again", "forbidden", "superseded", "nothing"):
+        call(toy.app, "GET", f"/raise/{what}")
+    assert caplog.records == []
+    call(toy.app, "GET", "/raise/disk")
+    assert [record.levelname for record in caplog.records] == ["ERROR"] and "the disk is full" in caplog.text
 
 
 @pytest.mark.parametrize(("method", "path", "status"), [("GET", "/nowhere", 404), ("DELETE", "/deposits", 405)])

@@ -86,5 +86,6 @@ class Toy:
             "nothing": NothingYet("no batch yet: ask again later"),
             "disk": StateError("the disk is full: free some space"),
             "forbidden": server.RequestRefused(403, "not_admitted", "this key may not validate: ask the host"),
+            "again": server.RequestRefused(503, "replayed", "a later request came: sign again", retry_s=1.0),
             "bug": RuntimeError("secret detail"),
         }[request.path_params["what"]]
