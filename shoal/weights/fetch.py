@@ -111,6 +111,7 @@ async def fetch(
     """
     target, partial = folder / directory_name(manifest), folder / f"{_PARTIAL}{directory_name(manifest)}"
     try:
+        await asyncio.to_thread(_forget_unfinished, folder, partial)
         if target.exists():
             if await asyncio.to_thread(_fault, target, manifest, trusted=False) == "":
                 return target
@@ -174,6 +175,13 @@ def _pieces(manifest: Manifest, directory: Path) -> Iterator[_Piece]:
             piece = pieces.setdefault((digest, size), _Piece(digest, size))
             piece.places.append(_Place(directory / entry.path, offset))
     return iter(pieces.values())
+
+
+def _forget_unfinished(folder: Path, but: Path) -> None:
+    """Delete what other fetches left unfinished. A host could let one version after another fail, and fill the disk."""
+    for path in folder.glob(f"{_PARTIAL}v*"):
+        if path != but:
+            shutil.rmtree(path, ignore_errors=True)  # guard: one-unfinished-version
 
 
 def _prepare(folder: Path, partial: Path, manifest: Manifest) -> list[_Piece]:
@@ -364,9 +372,8 @@ def _fault(directory: Path, manifest: Manifest, *, trusted: bool) -> str:
 
 
 def _prune(folder: Path, manifest: Manifest, keep: int) -> None:
-    """Delete all but the newest versions (never the one just fetched), and unfinished directories of older ones."""
+    """Delete all but the newest versions, never the one just fetched."""
     newest = directory_name(manifest)
     finished = sorted((path for path in folder.glob("v*") if path.name != newest and path.is_dir()), reverse=True)
-    unfinished = [path for path in folder.glob(f"{_PARTIAL}v*") if path.name < _PARTIAL + newest]
-    for path in finished[max(0, keep - 1) :] + unfinished:
+    for path in finished[max(0, keep - 1) :]:
         shutil.rmtree(path, ignore_errors=True)

@@ -306,3 +306,13 @@ def test_a_version_that_was_signed_again_is_not_fetched_again(tmp_path, checkpoi
     asked = len(origin.asked)
     later = msgspec.structs.replace(manifest, issued=NOW + 9e5, expires=NOW + 9e5 + 60)
     assert run(later, [origin], tmp_path / "weights") == first and len(origin.asked) == asked
+
+
+def test_versions_that_fail_one_after_another_leave_one_unfinished_directory(checkpoint, origin, tmp_path):
+    """A host could publish such versions until the disk is full."""
+    manifests = [published(make_checkpoint(tmp_path / f"c{v}", seed=v), origin, version=v) for v in (5, 4, 6)]
+    for manifest in manifests:
+        with pytest.raises(PeerError):
+            run(manifest, [origin.other(Dying, "http://dead")], tmp_path / "cache")
+    (left,) = (tmp_path / "cache").iterdir()
+    assert left.name == f".partial-{directory_name(manifests[-1])}"
