@@ -28,7 +28,8 @@ WHAT_CHANGED = {
     "pay above that of its worker's newest groups raises its audit rate; a worker with nothing at stake is audited fully; "
     "validators judge the oldest submissions first, keep their turns while they do, and are skipped for a while after "
     "missed or late turns; turns last as long as the middle validator's checks need; slow validators are seldom first; "
-    "rechecks wait for validators at work, and are more frequent for validators with few confirmed verdicts",
+    "rechecks wait for validators at work, and are more frequent for validators with few confirmed verdicts; changed joins of "
+    "one key are limited",
 }
 """By version of the rules: how they differ from the version before. This code makes the events and decisions of each of
 these versions exactly as the code that wrote them. Logs of other versions are reported as not checked."""
@@ -98,6 +99,11 @@ class Law(Message, frozen=True):
     shuts out a worker that was broken for a while; much less lets one idle key hold up a run all day."""
     lease_target_s: float = 20.0
     """A lease is sized to take a worker about this long, by its measured speed."""
+    rejoins: int = 10
+    """Joins of one key that the log takes at once where each differs from the last. Fewer keep out somebody who tries
+    names and engines; each writes about 500 bytes."""
+    rejoin_s: float = 60.0
+    """Seconds after which such a key may join once more. Less lets one key write more of the log: 1 s makes 40 MB a day."""
 
     def audit_rate(self, valid_blocks: int, steady: float) -> float:
         """Share of a worker's groups that is audited; `steady` is the run's own rate."""

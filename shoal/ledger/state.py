@@ -96,6 +96,8 @@ class Member(msgspec.Struct):
     left: bool = False
     """Whether it left and has not joined again."""
     turns: TurnsRecord = msgspec.field(default_factory=TurnsRecord)
+    rejoins_until: float = 0.0
+    """When its changed joins no longer count, seconds since the epoch: each counts for `Law.rejoin_s`, in turn."""
 
 
 class LeaseRecord(msgspec.Struct):

@@ -16,7 +16,7 @@ WORKER, OTHER, JUDGES = "a" * 64, "b" * 64, ("1" * 64, "2" * 64, "3" * 64)
 
 
 def join(created, device="cpu", key=WORKER, role="worker"):
-    return Enter(key, Join(role, "w", 0.0, "test", "float32", device), 1000.0, created)
+    return Enter(key, Join(role, "w", 0.0, "test", "float32", device), 10_000.0, created)
 
 
 def bodies(entries):

@@ -76,6 +76,8 @@ def apply_node_joined(body: NodeJoined, state: State, entry: Entry) -> None:
         if facts[2:] != (member.implementation, member.dtype, member.device):
             member.valid_blocks = 0  # another engine has to prove itself first  # guard: new-engine-is-unproven
         member.role, member.name, member.implementation, member.dtype, member.device = facts
+        if state.law.version >= 2:
+            member.rejoins_until = max(member.rejoins_until, entry.time) + state.law.rejoin_s
     else:
         member = state.members[body.key] = Member(body.key, *facts)
     member.signed, member.left = body.created or member.signed, False

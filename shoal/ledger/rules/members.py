@@ -34,6 +34,7 @@ def decide_enter(command: Enter, state: State) -> list[Body]:
         refuse_replayed(created, member.signed, changes=changes)  # guard: old-join
         if not changes:
             return []
+        _refuse_frequent(member, state, command.now)
     if join.role == "worker" and join.dtype != state.rules.dtype:  # guard: worker-dtype
         raise Refused("wrong_dtype", f"this run samples in {state.rules.dtype}, the worker offers {join.dtype}")
     return [NodeJoined(command.key, *facts, created)]
@@ -52,6 +53,17 @@ def refuse_replayed(created: int, latest: int, *, changes: bool) -> None:
     if created and (created < latest or (created == latest and changes)):
         raise Refused("replayed", f"this request was signed at {created}, but the same key has sent one that it signed at "
                       f"{latest}: only a later one is taken, so sign it again in a second")  # fmt: skip
+
+
+def _refuse_frequent(member: Member, state: State, now: float) -> None:
+    """A key joins again and again with other facts: each join is an event, so the log would grow without end."""
+    law = state.law
+    wait_s = member.rejoins_until - now - (law.rejoins - 1) * law.rejoin_s
+    # guard: changed-joins-are-limited
+    if law.version >= 2 and wait_s > 0:
+        raise Refused("joins_too_often", f"{member.name} ({member.key[:12]}) has joined {law.rejoins} times in a short "
+                      f"time, each time after it left or with another name or engine: join again in {wait_s:.0f} s, or "
+                      "unchanged")  # fmt: skip
 
 
 def member_as(state: State, key: str, role: str) -> Member:

@@ -49,6 +49,7 @@ from shoal.roles.coordinator.versions import admit_trainer, put_chunk, signed_ma
 STATUS_OF = {
     "not_joined": 403, "not_admitted": 403, "kicked": 403, "not_yours": 403, "conflict": 409, "fork": 409,
     "superseded": 410, "nothing_yet": 404, "not_your_turn": 404, "unknown": 404, "busy": 503, "replayed": 503,
+    "joins_too_often": 429,
 }  # fmt: skip
 """HTTP status for the code of a refusal; 400 for all other codes."""
 
@@ -73,7 +74,7 @@ def _bound(handler: Handler, api: "Api") -> Callable[[Request], Awaitable[Respon
         try:
             return await handler(api, request)
         except Refused as refused:
-            retry_s = 1.0 if refused.code == "replayed" else None  # `created` counts whole seconds
+            retry_s = {"replayed": 1.0, "joins_too_often": 10.0}.get(refused.code)  # `created` counts whole seconds
             raise server.RequestRefused(STATUS_OF.get(refused.code, 400), refused.code, str(refused), retry_s) from None
 
     return endpoint
