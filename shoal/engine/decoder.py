@@ -79,10 +79,8 @@ class Decoder:
 
     @torch.inference_mode()
     def __init__(self, model: Transformer, device: str) -> None:
-        arranged = model.to(device).arranged()
-        self.weights = arranged._replace(
-            layers=tuple(_contiguous(w) for w in arranged.layers), head_DV=arranged.head_DV.contiguous()
-        )
+        arranged = model.to(device).arranged(_contiguous)
+        self.weights = arranged._replace(head_DV=arranged.head_DV.contiguous())
         self.spec, self.dtype, self.device = model.spec, arranged.embedding_VD.dtype, device
 
     def rope(self, positions: Tensor) -> Tensor:

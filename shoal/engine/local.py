@@ -61,11 +61,12 @@ class LocalEngine:
 
     def load(self, directory: Path, version: int) -> None:
         """Load the policy of a checkpoint directory and forget all conversations. Raises `StateError`."""
+        self._loaded, self.version = None, -1  # first, so that two versions are never in memory
+        self._batches.clear()
         model = load_policy(directory, self._dtype)
         if self.facts.dtype == "int8":
             round_to_int8(model)
         self._loaded = Decoder(model, self.facts.device)
-        self._batches.clear()
         self.version = version
 
     def forget(self, rollouts: Iterable[str]) -> None:

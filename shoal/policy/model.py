@@ -5,6 +5,8 @@ generation. It knows no tokenizer, no sampling and no cache; the mathematics is 
 Axes: B rows, T tokens, D width, H query heads, K key/value heads, E head dimension, V vocabulary.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -36,13 +38,16 @@ class Transformer(nn.Module):
         """The output head, [V, D]: the embedding itself if they are tied."""
         return self.model.embed_tokens.weight if self.spec.tied else self.lm_head.weight
 
-    def arranged(self) -> Weights:
-        """The weights as `layers` needs them: functions of the parameters, through which gradients flow."""
+    def arranged(self, lay_out: Callable[[LayerWeights], LayerWeights] = lambda layer: layer) -> Weights:
+        """The weights as `layers` needs them: functions of the parameters, through which gradients flow.
+
+        `lay_out` changes each layer as soon as it is arranged, so that both forms exist for one layer at a time.
+        """
         order = _head_order(self.spec).to(self.head_weight().device)
         return Weights(
             spec=self.spec,
             embedding_VD=self.model.embed_tokens.weight,
-            layers=tuple(_arrange(layer, self.spec, order) for layer in self.model.layers),  # type: ignore[arg-type]
+            layers=tuple(lay_out(_arrange(layer, self.spec, order)) for layer in self.model.layers),  # type: ignore[arg-type]
             norm_D=_norm_weight(self.model.norm.weight),
             head_DV=self.head_weight().t(),
         )
