@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # after `shoal ledger show | head`
         return 0
-    except (ShoalError, OSError, ModuleNotFoundError, ExceptionGroup) as error:
+    except (ShoalError, OSError, MemoryError, ModuleNotFoundError, ExceptionGroup) as error:
         fault = fault_of_user(error)
         if fault is None:
             raise

@@ -25,7 +25,7 @@ class StateError(ShoalError):
 
 
 class Overreach(StateError):
-    """A run's tokenizer or chat template took more time or memory than it may. It is evidence against no worker."""
+    """A run asks for more time or memory than this node gives it. It is evidence against no worker."""
 
 
 class PeerError(ShoalError):
@@ -65,6 +65,8 @@ def fault_of_user(error: BaseException) -> ShoalError | None:
         return error
     if isinstance(error, ModuleNotFoundError) and error.name == "torch":
         return ShoalError(NO_TORCH)
+    if isinstance(error, MemoryError):
+        return ShoalError("there is not enough memory: close other programs, or allow more (--max-memory)")
     if isinstance(error, OSError) and error.errno in USER_MUST_FIX:
         place = f" {error.filename}" if error.filename else ""
         return ShoalError(f"cannot write{place}: {cause_of(error)}. Free some disk or fix the permissions, then go on")

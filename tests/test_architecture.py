@@ -108,7 +108,7 @@ def test_imports_follow_the_map(file: Path) -> None:
     assert wrong == [], f"{name_of(file)} may import from {', '.join(sorted(allowed(room)))}"
 
 
-ROLE_HELPERS = ("evidence", "loading", "seat")
+ROLE_HELPERS = ("evidence", "loading", "memory", "seat")
 """Files beside the roles that several of them use; they import no role themselves."""
 
 

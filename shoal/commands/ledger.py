@@ -60,6 +60,8 @@ def _add_audit(commands: Any) -> None:
     which.add_argument("--evidence", type=Path, action="append", default=[], metavar="DIR", help=help_text)
     p.add_argument("--seed", type=int, metavar="N", help="draw the sample of an earlier audit again")
     p.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: all)")
+    help_text = "refuse a policy that needs more memory (default: half of what is free)"
+    p.add_argument("--max-memory", type=positive, default=0, metavar="MB", help=help_text)
     help_text = "run environment files that the run names: its host's code, so read it first"
     p.add_argument("--own-files", action="store_true", help=help_text)
 
@@ -97,7 +99,7 @@ def audit(args: argparse.Namespace) -> int:
     from shoal.roles import auditor
 
     choice = auditor.Choice(args.rollout, args.sample, args.seed, tuple(args.evidence))
-    return auditor.audit(args.source, choice, args.threads or cores(), args.own_files)
+    return auditor.audit(args.source, choice, args.threads or cores(), args.own_files, args.max_memory)
 
 
 def credits(args: argparse.Namespace) -> int:

@@ -23,14 +23,7 @@ def add_commands(commands: Any) -> None:
     )  # fmt: skip
     p.add_argument("url", metavar="URL")
     p.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: all)")
-    p.add_argument(
-        "--max-memory",
-        type=int,
-        default=0,
-        metavar="MB",
-        help="refuse a policy that needs more memory, and stop after a lease that used more (default: no limit)",
-    )
-    _add_max_disk(p)
+    _add_limits(p)
     p.add_argument("--name", default="", help="this worker's name in the host's table (default: this machine's name)")
     p.add_argument("--home", type=Path, metavar="DIR", help="where key and weights are kept (default: ~/.shoal)")
     p = add_command(
@@ -40,7 +33,7 @@ def add_commands(commands: Any) -> None:
     )  # fmt: skip
     p.add_argument("url", metavar="URL")
     p.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: all)")
-    _add_max_disk(p)
+    _add_limits(p)
     p.add_argument("--home", type=Path, metavar="DIR", help="where key and weights are kept (default: ~/.shoal)")
     p = add_command(
         commands, "train", train, "start only the trainer of a run",
@@ -52,9 +45,13 @@ def add_commands(commands: Any) -> None:
     p.add_argument("--run-dir", type=Path, required=True, metavar="DIR")
 
 
-def _add_max_disk(p: argparse.ArgumentParser) -> None:
+def _add_limits(p: argparse.ArgumentParser) -> None:
     p.add_argument(
-        "--max-disk", type=int, default=0, metavar="MB",
+        "--max-memory", type=positive, default=0, metavar="MB",
+        help="refuse work that needs more memory, before it begins (default: half of what is free)",
+    )  # fmt: skip
+    p.add_argument(
+        "--max-disk", type=positive, default=0, metavar="MB",
         help="keep no more weights than this on disk (default: half of what is free)",
     )  # fmt: skip
 
@@ -77,7 +74,10 @@ def validate(args: argparse.Namespace) -> None:
     from shoal.roles import validator
 
     log_to_stderr()
-    validator.main(args.url, args.home or node_home(), args.threads or cores(), max_disk_mb=args.max_disk)
+    validator.main(
+        args.url, args.home or node_home(), args.threads or cores(), max_disk_mb=args.max_disk,
+        max_memory_mb=args.max_memory,
+    )  # fmt: skip
 
 
 def train(args: argparse.Namespace) -> None:

@@ -99,6 +99,8 @@ def task_of(env: Env, index: int, heldout: bool = False) -> Task:
     """The task with this index. Raises a one-line `ShoalError` for anything that the environment raises."""
     try:
         return env.task(index, heldout=True) if heldout else env.task(index)
+    except MemoryError:
+        raise
     except Exception as error:  # noqa: BLE001  foreign code may raise anything: its user gets one line
         place = describe_fault(error, source_of(env))
         kind = "held-out task" if heldout else "task"

@@ -73,7 +73,7 @@ class Conversation:
         try:
             self.state, messages = self.env.reset(self.task)
             opening = self.renderer.start(messages)
-        except Overreach:
+        except (Overreach, MemoryError):
             raise  # guard: overreach-opens-nothing
         except Exception as error:  # noqa: BLE001  foreign code may raise anything, and must not stop the run
             place = describe_fault(error, source_of(self.env))
@@ -121,6 +121,8 @@ class Conversation:
         self.ending, self.reward, self.success = ending, reward, success
 
     def _fail(self, error: Exception) -> None:
+        if isinstance(error, MemoryError):
+            raise error  # it says something about this machine, not about the rollout  # guard: no-memory-ends-nothing
         self.ending, self.fault = "error", describe_fault(error, source_of(self.env))
 
     def _append(self, token_ids: Sequence[int], author: int) -> None:

@@ -22,14 +22,16 @@ from shoal.protocol.types import Message
 WHAT_CHANGED = {
     0: "the rules before logs held their law",
     1: "a lease is closed when it becomes stale; what is learnable is stored with each accepted group",
-    2: "audits, rechecks and turns are drawn by lease and slot, not by the submission's digest; a hard finding that stays "
-    "disputed ends a worker's trust; refusals of a prompt agree only if they name the same prompt, and one alone is soft; "
-    "joins, leaves and the host's requests store when they were signed, and older ones are refused; nodes leave; a group's "
-    "pay above that of its worker's newest groups raises its audit rate; a worker with nothing at stake is audited fully; "
+    2: "audits, rechecks and turns are drawn by lease and slot, not by the submission's digest; "
+    "a hard finding that stays disputed ends a worker's trust; "
+    "refusals of a prompt agree only if they name the same prompt, and one alone is soft; "
+    "joins, leaves and the host's requests store when they were signed, and older ones are refused; nodes leave; "
+    "changed joins of one key are limited; "
+    "a group's pay above that of its worker's newest groups raises its audit rate; "
+    "a worker with nothing at stake is audited fully; "
     "validators judge the oldest submissions first, keep their turns while they do, and are skipped for a while after "
     "missed or late turns; turns last as long as the middle validator's checks need; slow validators are seldom first; "
-    "rechecks wait for validators at work, and are more frequent for validators with few confirmed verdicts; changed joins of "
-    "one key are limited",
+    "rechecks wait for validators at work, and are more frequent for validators with few confirmed verdicts",
 }
 """By version of the rules: how they differ from the version before. This code makes the events and decisions of each of
 these versions exactly as the code that wrote them. Logs of other versions are reported as not checked."""

@@ -166,7 +166,7 @@ class Context:
         assert self.slot.env in self.tools.envs, f"environment {self.slot.env} is not loaded"
         try:
             return len(self.opening) < self.sampling.max_tokens
-        except Overreach:
+        except (Overreach, MemoryError):
             raise  # guard: overreach-is-no-verdict
         except Exception:  # noqa: BLE001  foreign code may raise anything: the slot is void, the validator continues
             return False

@@ -7,10 +7,11 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from shoal.engine.base import Engine
 from shoal.envs.base import Env
@@ -19,20 +20,29 @@ from shoal.errors import PeerError
 from shoal.net.client import Client
 from shoal.policy.contained import ContainedRenderer, Limits
 from shoal.policy.render import Renderer
+from shoal.proofs.commit import largest_submission_bytes
 from shoal.protocol import types as t
 from shoal.protocol.bounds import DTYPES
 from shoal.protocol.constants import EPISODES, MAX_MANIFEST_BYTES, PROTOCOL_VERSION
 from shoal.protocol.needs import dtype_need, proofs_need
 from shoal.protocol.promises import is_promised, terms_of
+from shoal.protocol.sizes import BYTES_PER_TOKEN
 from shoal.protocol.wire import digest, to_json
 from shoal.roles.evidence import Evidence
 from shoal.roles.loading import Loaded
+from shoal.roles.memory import Memory, needs_of
 from shoal.weights.fetch import fetch, sources_of
 from shoal.weights.manifest import content_of, open_manifest
 from shoal.weights.room import room_for_version
 
+if TYPE_CHECKING:
+    from shoal.engine.needs import Needs
+
 GOODBYE_S = 5.0
 """How long a node that leaves tries to say so. Less than the time in which the launcher expects a role to end."""
+
+COPIES = 4
+"""Of a lease's rollouts, at most at one time: as objects, as groups, in the submission, and on the way."""
 
 SUPPORTED = frozenset({EPISODES, proofs_need("toploc"), *map(dtype_need, DTYPES)})
 """What this version of shoal supports: a run that needs anything else cannot be joined."""
@@ -57,6 +67,10 @@ class Seat:
     evidence: Evidence
     max_disk_mb: int | None = 0
     """Limit of all versions on disk: 0 is a share of the disk, None is no limit, for the host's own nodes."""
+    memory: Memory | None = None
+    """None is no limit, for the host's own nodes."""
+    needs: "Needs | None" = None
+    """What the version that was loaded last needs, if there is a limit."""
     manifest: t.Manifest | None = None
     """Of the version that the engine has. All requests name its signed bytes."""
 
@@ -95,7 +109,8 @@ class Seat:
     ) -> None:
         """Fetch, verify and load a version, unless the engine has it already; arguments as for `fetch_version`.
 
-        The versions on disk stay within `max_disk_mb`. Raises `Contradiction` if a grant names other weights or files.
+        The versions on disk stay within `max_disk_mb`. Raises `Overreach` if the policy does not fit into the memory, and
+        `Contradiction` if a grant names other weights or files.
         """
         manifest, signed = self.manifest, b""
         if self.engine.version != version or manifest is None:
@@ -107,7 +122,7 @@ class Seat:
                                       "lease that it signed", grant, signed)  # fmt: skip
         if signed:
             directory = await fetch(manifest, sources_of(self.info, self.client), self.home / "weights", keep=keep)
-            await asyncio.to_thread(self.policy.load, directory, version)
+            await self._load(directory, version)
             self.manifest, self.client.manifest = manifest, digest(signed)
         self._keep(grant, signed)
 
@@ -116,11 +131,46 @@ class Seat:
         if self.max_disk_mb is not None:  # guard: disk-of-strangers
             room = room_for_version(self.home / "weights", keep, self.max_disk_mb)
             max_bytes = room if max_bytes is None else min(room, max_bytes)
+        if self.memory is not None:  # a weight takes at least the bytes in memory that it takes in its file
+            max_bytes = min(self.memory.left_bytes, self.memory.left_bytes if max_bytes is None else max_bytes)
         data = await self.client.get(f"/v1/manifests/{version}", cap=MAX_MANIFEST_BYTES)
         manifest = open_manifest(
             data, run=self.info.run, keys=(self.info.trainer_key,), now=self.clock(), version=version, max_bytes=max_bytes
         )  # fmt: skip
         return manifest, data
+
+    async def _load(self, directory: Path, version: int) -> None:
+        """Let the engine load a version from its directory. Raises `Overreach` if it does not fit into the memory."""
+        if self.memory is not None:
+            self.needs = needs_of(directory, self.engine.facts.dtype)
+            self.memory.demand(f"loading version {version}", self.needs.load())  # guard: policy-fits-memory
+        with self.within_memory(f"loading version {version}"):
+            await asyncio.to_thread(self.policy.load, directory, version)
+
+    def within_memory(self, what: str) -> AbstractContextManager[None]:
+        """Around work: an allocation that fails becomes an `Overreach`. `what` begins its sentence."""
+        return contextlib.nullcontext() if self.memory is None else self.memory.told(what)
+
+    def demand_play(self, lease: t.Lease) -> None:
+        """Raise `Overreach` if playing a lease, and proving it, would take more memory than there is."""
+        if self.memory is None or self.needs is None:
+            return
+        rules, sampling, needs = self.info.rules, lease.sampling, self.needs
+        rows = [len(block.slots) * rules.group_size for block in lease.blocks]
+        need = needs.play(max(rows, default=0), sampling.max_tokens)
+        if rules.proofs != "none":
+            need = max(need, needs.score(sum(rows) * sampling.max_tokens, sampling.max_tokens, hidden=True))
+        kept = COPIES * largest_submission_bytes(lease, rules)
+        what = f"a lease of {sum(rows)} rollouts of up to {sampling.max_tokens} tokens"
+        self.memory.demand(what, needs.loaded + need + kept)  # guard: lease-fits-memory
+
+    def demand_judge(self, check: t.Check, size_bytes: int) -> None:
+        """Raise `Overreach` if judging a submission of this size would take more memory than there is."""
+        if self.memory is None or self.needs is None:
+            return
+        tokens, longest = size_bytes // BYTES_PER_TOKEN, check.lease.sampling.max_tokens
+        need = self.needs.score(tokens, longest, hidden=True) + COPIES * size_bytes
+        self.memory.demand(f"a submission of {tokens} tokens", self.needs.loaded + need)  # guard: check-fits-memory
 
 
 async def take_seat(
@@ -137,7 +187,8 @@ async def take_seat(
     """Read the run's description, load its environments, make an engine for its dtype, and join with the client's key.
 
     `own_files` allows environments that are files on this machine, and trusts the policy's tokenizer and chat template.
-    Those of others run in a child process within a share of `max_memory_mb`, and their weights stay within `max_disk_mb`.
+    Those of others run in a child process. All work for others stays within `max_memory_mb`, and the weights within
+    `max_disk_mb`; for both, 0 is a share of what is free.
     Raises `PeerError`, `StateError`.
     """
     run = await client.get_json("/v1/run", t.RunNeeds)  # first, because the rules of a later version may not decode
@@ -158,9 +209,12 @@ async def take_seat(
     facts = engine.facts
     join = t.Join(role, name, 0.0, facts.implementation, facts.dtype, facts.device)
     node = await client.post_json("/v1/nodes", join, t.NodeState)
-    contained = partial(ContainedRenderer, limits=Limits.within(max_memory_mb))
+    memory = Memory.of(max_memory_mb)
+    contained = partial(ContainedRenderer, limits=Limits.within(memory.limit_mb))
     policy = Loaded(engine, Renderer.from_directory if own_files else contained)  # guard: strangers-are-contained
-    return Seat(client, home, info, envs, policy, node, clock, evidence, None if own_files else max_disk_mb)
+    if own_files:
+        return Seat(client, home, info, envs, policy, node, clock, evidence, None)
+    return Seat(client, home, info, envs, policy, node, clock, evidence, max_disk_mb, memory)
 
 
 async def say_goodbye(client: Client, deadline_s: float) -> None:

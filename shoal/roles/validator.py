@@ -14,7 +14,7 @@ from pathlib import Path
 from shoal.engine.base import Engine
 from shoal.engine.open import EngineSpec, open_engine
 from shoal.envs.replay import replay_rollout
-from shoal.errors import NothingYet, PeerError
+from shoal.errors import NothingYet, Overreach, PeerError
 from shoal.net.client import Client
 from shoal.net.keys import load_or_make_key
 from shoal.net.stopping import Stopping
@@ -22,22 +22,35 @@ from shoal.proofs.context import Tools
 from shoal.proofs.verify import verify_submission
 from shoal.protocol import types as t
 from shoal.protocol.constants import MAX_SUBMISSION_BYTES
+from shoal.roles.memory import enforced, share_of_free_mb
 from shoal.roles.seat import GOODBYE_S, Seat, demand_known_kinds, say_goodbye, take_seat
 
 log = logging.getLogger("validator")
 
 
 def main(
-    url: str, home: Path, threads: int, key_file: Path | None = None, own_files: bool = False, max_disk_mb: int = 0
+    url: str,
+    home: Path,
+    threads: int,
+    key_file: Path | None = None,
+    own_files: bool = False,
+    max_disk_mb: int = 0,
+    max_memory_mb: int = 0,
 ) -> None:
     """Judge submissions of the run at `url` until it has ended and all are judged, or until told to stop.
 
     Raises `PeerError` if the key is not admitted; it says what the host must type.
     """
     key = load_or_make_key(key_file or home / "node.key")
+
+    def make_engine(dtype: str) -> Engine:
+        return open_engine(EngineSpec(dtype=dtype, threads=threads))
+
+    limit_mb = max_memory_mb or share_of_free_mb()
+    make = make_engine if own_files else enforced(make_engine, limit_mb, threads)
     validator = Validator(
-        Client(url, key), home, lambda dtype: open_engine(EngineSpec(dtype=dtype, threads=threads)), own_files,
-        max_disk_mb=max_disk_mb,
+        Client(url, key), home, make, own_files,
+        max_disk_mb=max_disk_mb, max_memory_mb=limit_mb,
     )  # fmt: skip
     log.info("validating url=%s key=%s", url, key.public)
     asyncio.run(validator.run())
@@ -54,10 +67,11 @@ class Validator:
         own_files: bool,
         clock: Callable[[], float] = time.time,
         max_disk_mb: int = 0,
+        max_memory_mb: int = 0,
     ) -> None:
         """`make_engine` makes an engine for the run's dtype."""
         self.client, self.home, self.make_engine, self.own_files = client, home, make_engine, own_files
-        self.clock, self.max_disk_mb = clock, max_disk_mb
+        self.clock, self.max_disk_mb, self.max_memory_mb = clock, max_disk_mb, max_memory_mb
         self.stopping = Stopping()
         self.seat: Seat
 
@@ -68,29 +82,37 @@ class Validator:
                 if not await self.stopping.unless(self._join()):
                     log.info("stopped before it joined a run")
                     return
-                failed = ""
-                while (check := await self._next_check()) is not None:
-                    try:
-                        await self.seat.load(check.lease.version, keep=self.seat.info.rules.max_staleness + 2)
-                        body = await self._body(check)
-                    except (
-                        PeerError
-                    ) as error:  # others may have decided meanwhile, and the host deleted what was judged
-                        if check.id == failed:
-                            raise
-                        failed = check.id
-                        log.warning("cannot judge submission=%s reason=%r", check.id[:12], str(error))
-                        continue
-                    verdict = await asyncio.to_thread(verify_submission, body, check, self._tools(check))
-                    await self._give(verdict)
+                try:
+                    await self._judge_all()
+                except Overreach:
+                    await say_goodbye(self.client, GOODBYE_S)  # others judge in its place at once
+                    raise
                 if self.stopping:
                     await say_goodbye(self.client, GOODBYE_S)
+
+    async def _judge_all(self) -> None:
+        """Judge until the run is over or we are told to stop. Raises `Overreach` if a submission asks for too much."""
+        failed = ""
+        while (check := await self._next_check()) is not None:
+            try:
+                await self.seat.load(check.lease.version, keep=self.seat.info.rules.max_staleness + 2)
+                body = await self._body(check)
+            except PeerError as error:  # others may have decided meanwhile, and the host deleted what was judged
+                if check.id == failed:
+                    raise
+                failed = check.id
+                log.warning("cannot judge submission=%s reason=%r", check.id[:12], str(error))
+                continue
+            self.seat.demand_judge(check, len(body))
+            with self.seat.within_memory(f"judging submission {check.id[:12]}"):
+                verdict = await asyncio.to_thread(verify_submission, body, check, self._tools(check))
+            await self._give(verdict)
 
     async def _join(self) -> bool:
         """Join the run; returns True when done."""
         self.seat = await take_seat(
             self.client, "validator", t.fact(self.home.name), self.home, self.make_engine, self.own_files, self.clock,
-            max_disk_mb=self.max_disk_mb,
+            self.max_memory_mb, self.max_disk_mb,
         )  # fmt: skip
         log.info("joined run=%s", self.seat.info.name)
         return True

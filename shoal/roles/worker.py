@@ -10,16 +10,14 @@ import contextlib
 import logging
 import platform
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
-
-import psutil
 
 from shoal.engine.base import Engine
 from shoal.engine.cheats import cheating
 from shoal.engine.open import EngineSpec, open_engine
 from shoal.envs.play import play_block
-from shoal.errors import NothingYet, PeerError, StateError, Superseded
+from shoal.errors import NothingYet, Overreach, PeerError, Superseded
 from shoal.net.client import Client
 from shoal.net.keys import load_or_make_key
 from shoal.net.stopping import Stopping
@@ -28,12 +26,11 @@ from shoal.proofs.context import score_requests
 from shoal.protocol import types as t
 from shoal.protocol.promises import is_promised
 from shoal.protocol.wire import digest, to_json
+from shoal.roles.memory import enforced, share_of_free_mb
 from shoal.roles.seat import GOODBYE_S, Contradiction, Seat, demand_known_kinds, say_goodbye, take_seat
 
 log = logging.getLogger("worker")
 
-MEMORY_PER_WEIGHT_BYTE = 3
-"""A policy of n bytes is loaded only if n times this is at most --max-memory: weights, a copy while swapping, caches."""
 TOLD_EVERY_S = 2.0
 """Shortest time between two questions to the coordinator about what became of our submissions."""
 GIVE_BACK_S = 5.0
@@ -52,8 +49,8 @@ def main(
 ) -> None:
     """Work for the run at `url` until it ends. At the first SIGINT or SIGTERM, finish the lease in hand and leave.
 
-    `own_files` allows environments that are files on this machine; without it, only built-in ones are loaded.
-    Raises `PeerError`, `StateError`.
+    `own_files` allows environments that are files on this machine; without it, only built-in ones are loaded, and the work
+    stays within `max_memory_mb`. Raises `PeerError`, `StateError`.
     """
     key = load_or_make_key(home / "node.key")
 
@@ -61,8 +58,10 @@ def main(
         engine = open_engine(EngineSpec(dtype=dtype, threads=threads))
         return cheating(cheat, engine) if cheat else engine
 
+    limit_mb = max_memory_mb or share_of_free_mb()
+    make = make_engine if own_files else enforced(make_engine, limit_mb, threads)
     worker = Worker(
-        Client(url, key), key.public, home, make_engine, max_memory_mb, t.fact(name or platform.node()), own_files,
+        Client(url, key), key.public, home, make, limit_mb, t.fact(name or platform.node()), own_files,
         max_disk_mb=max_disk_mb,
     )  # fmt: skip
     asyncio.run(worker.run())
@@ -100,17 +99,28 @@ class Worker:
                 if not await self.stopping.unless(self._join()):
                     log.info("stopped before it joined a run")
                     return
-                async for grant in self._grants():
-                    if not await self._load_for(grant):
-                        continue
-                    lease = grant.lease
-                    groups = await asyncio.to_thread(self._play, lease)
-                    proofs = await asyncio.to_thread(self._prove, lease, groups)
-                    await self._submit(lease, groups, proofs)
-                    await self._tell()
+                try:
+                    await self._work()
+                except Overreach:
+                    await say_goodbye(self.client, GOODBYE_S)  # others get its leases at once
+                    raise
                 if self.stopping:
                     await say_goodbye(self.client, GOODBYE_S)
                 await self._tell(last=True)
+
+    async def _work(self) -> None:
+        """Fill leases until the run has ended or we are told to stop. Raises `Overreach` if a lease asks for too much."""
+        async with contextlib.aclosing(self._grants()) as grants:
+            async for grant in grants:
+                if not await self._load_for(grant):
+                    continue
+                lease = grant.lease
+                self.seat.demand_play(lease)
+                with self.seat.within_memory(f"playing lease {lease.id}"):
+                    groups = await asyncio.to_thread(self._play, lease)
+                    proofs = await asyncio.to_thread(self._prove, lease, groups)
+                await self._submit(lease, groups, proofs)
+                await self._tell()
 
     async def _join(self) -> bool:
         """Join the run; returns True when done."""
@@ -125,13 +135,17 @@ class Worker:
         )  # fmt: skip
         return True
 
-    async def _grants(self) -> AsyncIterator[t.Grant]:
+    async def _grants(self) -> AsyncGenerator[t.Grant]:
         """Signed leases, one after another. The next is requested while one is played. An unplayed one is returned at the
         end."""
         grant = await self._next_grant(())
         while grant is not None and not self.stopping:
             ahead = asyncio.create_task(self._next_grant((grant.lease.id,)))
-            yield grant
+            try:
+                yield grant
+            except GeneratorExit:
+                ahead.cancel()
+                raise
             grant = await ahead
         if grant is not None:
             await self._give_back(grant.lease)
@@ -177,7 +191,7 @@ class Worker:
         """Load the lease's version; False if it is too old by now, because the host may have deleted its weights."""
         lease = grant.lease
         try:
-            await self._load(grant)
+            await self.seat.load(lease.version, grant=grant)
         except Contradiction:
             await self._give_back(lease)
             raise
@@ -189,11 +203,6 @@ class Worker:
             return False
         return True
 
-    async def _load(self, grant: t.Grant) -> None:
-        """Fetch, verify and load the leased version, unless the engine has it already."""
-        largest = self.max_memory_mb * 1_000_000 // MEMORY_PER_WEIGHT_BYTE if self.max_memory_mb else None
-        await self.seat.load(grant.lease.version, max_bytes=largest, grant=grant)
-
     def _play(self, lease: t.Lease) -> list[t.Group]:
         """Generate the groups of a lease, block by block, and measure how fast."""
         started, seat = time.perf_counter(), self.seat
@@ -202,12 +211,8 @@ class Worker:
             groups += play_block(seat.engine, seat.policy.renderer, seat.envs, block, size, lease.sampling)
         tokens = sum(rollout.num_policy_tokens() for group in groups for rollout in group.rollouts)
         self.tokens_per_s = tokens / max(time.perf_counter() - started, 1e-6)
-        ours = psutil.Process()
-        used_mb = sum(process.memory_info().rss for process in (ours, *ours.children())) // 1_000_000
-        if self.max_memory_mb and used_mb > self.max_memory_mb:
-            raise StateError(
-                f"this worker uses {used_mb} MB of memory, limit {self.max_memory_mb} (--max-memory): raise the limit"
-            )
+        if seat.memory is not None:
+            seat.memory.demand_kept()
         return groups
 
     def _prove(self, lease: t.Lease, groups: list[t.Group]) -> tuple[bytes, ...]:

@@ -14,20 +14,21 @@ import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from shoal.engine.base import Engine, Score, ScoreRequest
 from shoal.engine.open import EngineSpec, open_engine
 from shoal.envs.base import Env
 from shoal.envs.load import is_file, load_run_envs
 from shoal.envs.replay import replay_rollout
-from shoal.errors import ConfigError, NothingYet, PeerError, StateError
+from shoal.errors import ConfigError, NothingYet, Overreach, PeerError, StateError
 from shoal.ledger.facts.verdicts import Decision, Rechecked, VerdictGiven
 from shoal.ledger.log.book import replay
 from shoal.ledger.log.verify import Audit
 from shoal.ledger.seeds import lease_of
-from shoal.policy.contained import ContainedRenderer
+from shoal.policy.contained import ContainedRenderer, Limits
 from shoal.policy.render import Renderer
 from shoal.proofs.context import Tools
 from shoal.proofs.disagreement import differences
@@ -40,7 +41,11 @@ from shoal.roles.auditor.evidence import Pile, WithEvidence, accusations, read_e
 from shoal.roles.auditor.log import replay_log
 from shoal.roles.auditor.source import PublicRun, fetch_weights, open_run
 from shoal.roles.loading import Loaded
+from shoal.roles.memory import Memory, needs_of, share_of_free_mb
 from shoal.terminal import printable, say
+
+if TYPE_CHECKING:
+    from shoal.engine.needs import Needs
 
 AGREE, DISAGREE, CANNOT = 0, 1, 2
 """Exit codes of `shoal audit`."""
@@ -102,21 +107,22 @@ class Findings:
         return DISAGREE if self.disagreements else AGREE if self.groups or self.signed else CANNOT
 
 
-def audit(source: str, choice: Choice, threads: int, own_files: bool) -> int:
+def audit(source: str, choice: Choice, threads: int, own_files: bool, max_memory_mb: int = 0) -> int:
     """Audit rollouts of a run, print what was found, and return the exit code; raises as `examine`."""
-    findings = asyncio.run(examine(source, choice, threads, own_files))
+    findings = asyncio.run(examine(source, choice, threads, own_files, max_memory_mb))
     say("\n".join(summary(findings)))
     return findings.exit_code()
 
 
-async def examine(source: str, choice: Choice, threads: int, own_files: bool) -> Findings:
+async def examine(source: str, choice: Choice, threads: int, own_files: bool, max_memory_mb: int = 0) -> Findings:
     """Audit rollouts of the run in a folder or at a URL.
 
-    `own_files` allows environments that are files: they are the host's code. Raises `ConfigError` if the chosen rollout
-    is not in the log, `StateError` if the log's chain is broken, `PeerError` if the coordinator does not answer.
+    `own_files` allows environments that are files: they are the host's code. `max_memory_mb` limits the work with the
+    model; 0 is half of what is free. Raises `ConfigError` if the chosen rollout is not in the log, `StateError` if the
+    log's chain is broken, `Overreach` if the policy does not fit, `PeerError` if the coordinator does not answer.
     """
     async with open_run(source) as run:
-        return await audit_rollouts(run, choice, threads, own_files)
+        return await audit_rollouts(run, choice, threads, own_files, max_memory_mb)
 
 
 def summary(found: Findings) -> list[str]:
@@ -141,7 +147,9 @@ def summary(found: Findings) -> list[str]:
     return [*lines, results[found.exit_code()]]
 
 
-async def audit_rollouts(run: PublicRun, choice: Choice, threads: int, own_files: bool) -> Findings:
+async def audit_rollouts(
+    run: PublicRun, choice: Choice, threads: int, own_files: bool, max_memory_mb: int = 0
+) -> Findings:
     """Recompute the chosen groups and compare them with the log; raises as `examine`."""
     # The log is read after the evidence, which must not be newer. Its first event names the run's keys.
     pile = read_evidence(choice.evidence, replay((await run.rows())[:1])) if choice.evidence else Pile()
@@ -158,7 +166,7 @@ async def audit_rollouts(run: PublicRun, choice: Choice, threads: int, own_files
     places = choose(log, choice, pile.bodies if choice.evidence else None)
     envs = _load_envs(log.state.envs, own_files)
     with tempfile.TemporaryDirectory(prefix="shoal-audit-") as home:
-        bench = Bench(run, log, envs, threads, Path(home))
+        bench = Bench(run, log, envs, threads, Path(home), max_memory_mb)
         for version in sorted({place.version for place in places}):
             slots_by_submission = defaultdict(list)
             for place in places:
@@ -213,8 +221,12 @@ def _load_envs(specs: Sequence[t.EnvSpec], own_files: bool) -> dict[str, Env]:
 class Bench:
     """What is needed to recompute groups: the log, the environments, and one version's weights at a time."""
 
-    def __init__(self, run: PublicRun, log: Audit, envs: Mapping[str, Env], threads: int, home: Path) -> None:
+    def __init__(
+        self, run: PublicRun, log: Audit, envs: Mapping[str, Env], threads: int, home: Path, max_memory_mb: int
+    ) -> None:
         self.run, self.log, self.envs, self.threads, self.home = run, log, envs, threads, home
+        self._limit_mb = max_memory_mb or share_of_free_mb()
+        self._open_renderer = partial(ContainedRenderer, limits=Limits.within(self._limit_mb))
         self.state = log.state
         self.verdicts: dict[str, list[VerdictGiven]] = defaultdict(list)
         self.decisions: dict[str, Decision] = {}
@@ -231,6 +243,8 @@ class Bench:
         self.scores: list[Score] = []
         """Scores of the submission that was judged last."""
         self._policy: Loaded | None = None
+        self._room: tuple[Memory, Needs] | None = None
+        """The limit of memory, and what the policy that was loaded last needs."""
         self._renderer: Renderer | None = None
 
     async def take_weights(self, version: int) -> Engine:
@@ -238,7 +252,10 @@ class Bench:
         directory = await fetch_weights(self.run, self.state, version, self.home)
         if self._policy is None:
             engine = open_engine(EngineSpec(dtype=self.state.rules.dtype, threads=self.threads))
-            self._policy = Loaded(engine, ContainedRenderer)
+            self._policy = Loaded(engine, self._open_renderer)
+        memory = self._room[0] if self._room else Memory.of(self._limit_mb)
+        self._room = memory, needs_of(directory, self.state.rules.dtype)
+        memory.demand(f"loading version {version}", self._room[1].load())  # guard: audited-policy-fits-memory
         self._policy.load(directory, version)
         self._renderer = self._policy.renderer
         return self._policy.engine
@@ -247,7 +264,7 @@ class Bench:
         """Load the newest version's renderer if there is none: all versions have the same. Raises as `fetch_weights`."""
         if self._renderer is None:
             directory = await fetch_weights(self.run, self.state, self.state.main.version, self.home)
-            self._renderer = ContainedRenderer(directory)
+            self._renderer = self._open_renderer(directory)
 
     def is_overruled(self, verdict: VerdictGiven, slot: int) -> bool:
         """Whether the log decided otherwise than this verdict on the slot's block, or the block is disputed."""
@@ -264,8 +281,12 @@ class Bench:
         temperature = state.sampling.temperature
 
         def score(requests: list[ScoreRequest]) -> list[Score]:
-            assert engine is not None, "nothing is audited without weights"
-            self.scores = engine.score(requests, temperature, hidden=state.rules.proofs != "none")
+            assert engine is not None and self._room is not None, "nothing is audited without weights"
+            (memory, needs), hidden = self._room, state.rules.proofs != "none"
+            lengths = [len(request.token_ids) for request in requests]
+            need = needs.loaded + needs.score(sum(lengths), max(lengths), hidden)
+            memory.demand(f"recomputing {len(requests)} rollouts of {sum(lengths)} tokens", need)
+            self.scores = engine.score(requests, temperature, hidden)
             return self.scores
 
         info = t.RunInfo(
@@ -289,6 +310,8 @@ async def _audit_version(
         engine = await bench.take_weights(version)
     except NothingYet:
         found.left_out[f"tokens and log-probs: the weights of version {version} are gone (storage.retain)"] += groups
+    except Overreach:
+        raise  # it says something about this machine, not about the log
     except (PeerError, StateError) as error:
         found.disagreements.append(f"version {version}: {error}")
     try:

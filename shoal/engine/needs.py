@@ -1,0 +1,82 @@
+"""How much memory the embedded engine needs for a policy and a piece of work, before anything is allocated.
+
+Called by the roles of people who joined somebody's run, and by auditors. The host chose the policy, the sampling limits and
+the lease. The figures are upper bounds for usual work; long replies of an environment can take more, which `roles/memory`
+limits in another way. `tests/engine/test_needs.py` compares them with what the engine takes.
+
+All results are bytes.
+"""
+
+import math
+from dataclasses import dataclass
+
+from shoal.engine.local import NOISE_VALUES, PREFILL_TOKENS, SCORED_VALUES
+from shoal.policy.spec import PolicySpec
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "int8": 4}
+"""Of one weight in memory, by the dtype of the engine; int8 weights are kept as float32."""
+
+LOGIT_BYTES = 48
+"""Of one logit: itself, its noise in float64, its log-prob, and the copies while they are computed."""
+
+TOKEN_BYTES = 128
+"""Of one token in Python's lists: of the conversation, of the cache's contents, of log-probs."""
+
+ROW_BYTES = 8192
+"""Of one conversation, without its tokens."""
+
+CACHE_COPIES = 2
+"""A cache of which half of the rows have ended is copied; so is one that becomes too small."""
+
+READ_TOKENS = 8
+"""Tokens that are read at a time for each row: a reply of the environment and the last token before it."""
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What one policy needs in an engine of one dtype."""
+
+    spec: PolicySpec
+    dtype: str
+
+    @property
+    def loaded(self) -> int:
+        """The weights as they stay in memory: layers, embedding, and the head beside it."""
+        return self._item * (self._layers + 2 * self.spec.vocab_size * self.spec.width)
+
+    def load(self) -> int:
+        """While the weights are read and arranged: the model, the arranged copy, and one layer or tensor more."""
+        sizes = [math.prod(shape) for shape in self.spec.tensor_shapes().values()]
+        return self.loaded + self._item * (sum(sizes) + 3 * self._layers // self.spec.layers) + 2 * 4 * max(sizes)
+
+    def play(self, rows: int, max_tokens: int) -> int:
+        """Beyond the weights, for a batch of `rows` conversations of at most `max_tokens`."""
+        spec, tokens = self.spec, min(max_tokens, self.spec.max_positions)
+        cache = 2 * spec.layers * spec.kv_heads * spec.head_dim * self._item * rows * (tokens + 64)
+        logits = LOGIT_BYTES * max(NOISE_VALUES, rows * spec.vocab_size)
+        read = self._token * max(PREFILL_TOKENS["cpu"], tokens, rows * READ_TOKENS)
+        return CACHE_COPIES * cache + logits + read + rows * (ROW_BYTES + tokens * TOKEN_BYTES)
+
+    def score(self, tokens: int, longest: int, hidden: bool) -> int:
+        """Beyond the weights, for a prefill of conversations of at most `longest` tokens each, `tokens` in all."""
+        spec = self.spec
+        logits = LOGIT_BYTES * max(spec.vocab_size, min(SCORED_VALUES, tokens * spec.vocab_size))
+        read = self._token * max(PREFILL_TOKENS["cpu"], min(longest, tokens, spec.max_positions))
+        return logits + read + tokens * (TOKEN_BYTES + (2 * 4 * spec.width if hidden else 0))
+
+    @property
+    def _item(self) -> int:
+        return ITEM_BYTES[self.dtype]
+
+    @property
+    def _layers(self) -> int:
+        """Parameters of all layers."""
+        outside = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
+        return sum(math.prod(shape) for name, shape in self.spec.tensor_shapes().items() if name not in outside)
+
+    @property
+    def _token(self) -> int:
+        """Activations of one token in one layer: the residual, queries with keys and values, the MLP; in float32."""
+        spec = self.spec
+        heads = (spec.heads + 2 * spec.kv_heads) * spec.head_dim
+        return 4 * (4 * spec.width + 6 * heads + 4 * spec.mlp_width)

@@ -1,0 +1,136 @@
+"""How much memory a node gives to somebody else's run: a limit that work is compared with before it is done, and that the
+system enforces.
+
+Called by worker, validator and auditor where the run is not this user's own. A host chooses policy, sampling limits and
+leases, so a few bytes of it can ask for any amount. It knows no network.
+"""
+
+import contextlib
+import resource
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+
+from shoal.engine.base import Engine
+from shoal.errors import Overreach
+from shoal.policy.contained import Limits
+from shoal.policy.spec import PolicySpec
+
+if TYPE_CHECKING:
+    from shoal.engine.needs import Needs
+
+THREAD_STACK_BYTES = 8 << 20
+"""Address space of a thread's stack, of which little is used."""
+
+THREADS = 4
+"""Threads of a role beside those of torch: the event loop, one that computes, and those that look up names."""
+
+CONTAINER = Path("/sys/fs/cgroup")
+"""Where Linux tells a container how much memory it may use, and uses."""
+
+FULL = ("can't allocate memory", "can't start new thread", "could not create a primitive")
+"""What torch and Python say when an allocation fails, beside `MemoryError`."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The limit of a node, and what the node takes before it works."""
+
+    limit_mb: int
+    base_mb: int
+    """The process before it loads a policy, and the most that its child for tokenizers may take."""
+
+    @staticmethod
+    def of(max_memory_mb: int) -> "Memory":
+        """The limit from now on; 0 is a share of what is free. Call it when torch is imported and no policy is loaded."""
+        limit_mb = max_memory_mb or share_of_free_mb()
+        base_mb = taken_mb() + Limits.within(limit_mb).memory_mb
+        return Memory(limit_mb, base_mb)
+
+    @property
+    def left_bytes(self) -> int:
+        """For a policy and for work with it."""
+        return max(0, self.limit_mb - self.base_mb) * 1_000_000
+
+    def demand(self, what: str, need_bytes: int) -> None:
+        """Raise `Overreach` if something needs more than is left. `what` begins the sentence."""
+        if need_bytes > self.left_bytes:  # guard: memory-before-work
+            need_mb = self.base_mb + -(-need_bytes // 1_000_000)
+            raise Overreach(
+                f"{what} needs about {need_mb} MB of memory, limit {self.limit_mb} (--max-memory, by default half of what "
+                f"is free): allow {need_mb}, or leave this run"
+            )
+
+    def demand_kept(self) -> None:
+        """Raise `Overreach` if this process and its children take more than the limit by now."""
+        used_mb = taken_mb()
+        if used_mb > self.limit_mb:
+            raise Overreach(
+                f"this node takes {used_mb} MB of memory, limit {self.limit_mb} (--max-memory): allow more, or leave "
+                "this run"
+            )
+
+    def enforce(self, threads: int) -> None:
+        """Let allocations of this process fail beyond the limit. Systems without such a limit ignore it."""
+        stacks = (threads + THREADS) * THREAD_STACK_BYTES
+        with contextlib.suppress(OSError, StopIteration, ValueError):
+            most = _private_bytes() + self.left_bytes + stacks
+            resource.setrlimit(resource.RLIMIT_DATA, (most, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+
+    @contextlib.contextmanager
+    def told(self, what: str) -> Iterator[None]:
+        """Turn an allocation that fails into an `Overreach`. `what` begins the sentence."""
+        try:
+            yield
+        except (MemoryError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and not any(text in str(error) for text in FULL):
+                raise
+            raise Overreach(
+                f"{what} took more memory than the {self.limit_mb} MB that this node may use (--max-memory): allow "
+                "more, or leave this run"
+            ) from None
+
+
+def enforced(make_engine: Callable[[str], Engine], max_memory_mb: int, threads: int) -> Callable[[str], Engine]:
+    """Make engines as before, and from then on let allocations of this process fail beyond the limit."""
+
+    def make(dtype: str) -> Engine:
+        engine = make_engine(dtype)  # imports torch, which takes most of what a process takes before it works
+        Memory.of(max_memory_mb).enforce(threads)
+        return engine
+
+    return make
+
+
+def share_of_free_mb() -> int:
+    """Half of the memory that is free, or that this process has already."""
+    free = psutil.virtual_memory().available
+    with contextlib.suppress(OSError, ValueError):  # no such files, or no limit: "max"
+        limit, used = (int((CONTAINER / name).read_text()) for name in ("memory.max", "memory.current"))
+        free = min(free, limit - used)
+    return max(0, free + psutil.Process().memory_info().rss) // 2_000_000
+
+
+def taken_mb() -> int:
+    """What this process and its children take now."""
+    ours, taken = psutil.Process(), 0
+    for process in (ours, *ours.children(recursive=True)):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            taken += process.memory_info().rss
+    return taken // 1_000_000
+
+
+def needs_of(directory: Path, dtype: str) -> "Needs":
+    """What the policy in a checkpoint directory needs in an engine of this dtype. Raises `StateError`."""
+    from shoal.engine.needs import Needs  # imports torch
+
+    return Needs(PolicySpec.from_directory(directory), dtype)
+
+
+def _private_bytes() -> int:
+    """What counts for the limit of data: memory that is private and may be written. Raises `OSError`, `StopIteration`."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData:"))

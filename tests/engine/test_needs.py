@@ -1,0 +1,91 @@
+"""What the engine is said to need is an upper bound of what it takes, and not far above it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shoal.engine.needs import Needs
+from shoal.policy.spec import PolicySpec
+
+MEASURE = """
+import ctypes, json, re, sys
+from pathlib import Path
+import torch
+from shoal.engine.base import Request, ScoreRequest
+from shoal.engine.local import LocalEngine
+from shoal.policy.files import save_policy
+from shoal.policy.model import Transformer
+from shoal.policy.spec import PolicySpec
+
+spec = PolicySpec(**json.loads(sys.argv[2]))
+rows, opening, tokens = map(int, sys.argv[3:6])
+model = Transformer(spec)
+with torch.no_grad():
+    for parameter in model.parameters():
+        parameter.normal_(0, 0.02)
+save_policy(model, Path(sys.argv[1]), "float32")
+del model
+
+def taken(act):
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    before = kb("VmRSS")
+    act()
+    return (kb("VmHWM") - before) * 1024
+
+def kb(name):
+    return int(re.search(name + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
+
+def play():
+    requests = [Request(str(i), said[i], bytes([i % 256]) * 32, tokens - opening, frozenset()) for i in range(rows)]
+    for one, turn in zip(said, engine.extend(requests, 1.0)):
+        one += turn.token_ids
+    engine.forget(map(str, range(rows)))
+
+engine = LocalEngine(1)
+said = [torch.randint(1, spec.vocab_size, (opening,)).tolist() for _ in range(rows)]
+load, played = taken(lambda: engine.load(Path(sys.argv[1]), 0)), taken(play)
+asked = [ScoreRequest(one, range(opening, len(one)), b"1" * 32) for one in said]
+print(json.dumps([load, played, taken(lambda: engine.score(asked, 1.0, hidden=True))]))
+"""
+
+SHAPES = {
+    "many words": (dict(width=256, layers=4, heads=4, kv_heads=2, mlp_width=512, vocab_size=32000), (128, 20, 64)),
+    "many weights": (dict(width=512, layers=12, heads=8, kv_heads=8, mlp_width=2048, vocab_size=1000), (16, 20, 64)),
+    "long prompts": (dict(width=128, layers=2, heads=4, kv_heads=4, mlp_width=256, vocab_size=64), (4, 8000, 8050)),
+    "many rollouts": (dict(width=128, layers=2, heads=4, kv_heads=4, mlp_width=256, vocab_size=64), (256, 20, 200)),
+}
+
+
+@pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="no other system tells how much was taken at most"
+)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_an_engine_takes_at_most_what_it_is_said_to_need_and_not_much_less(shape: str, tmp_path: Path) -> None:
+    sizes, (rows, _, tokens) = SHAPES[shape]
+    more = dict(
+        head_dim=sizes["width"] // sizes["heads"], max_positions=1 << 14, rope_theta=1e4, norm_eps=1e-5, tied=True
+    )
+    spec = sizes | more | {"family": "qwen3", "eos_ids": [0]}
+    command = [sys.executable, "-c", MEASURE, str(tmp_path / "policy"), json.dumps(spec), *map(str, SHAPES[shape][1])]
+    load, play, score = json.loads(subprocess.run(command, capture_output=True, check=True, text=True).stdout)
+    needs = Needs(PolicySpec(**{**spec, "eos_ids": (0,)}), "float32")  # type: ignore[arg-type]
+    spare = 30_000_000  # code of torch that is read at its first use
+    for took, need in (
+        (load, needs.load()),
+        (play, needs.play(rows, tokens)),
+        (score, needs.score(rows * tokens, tokens, hidden=True)),
+    ):
+        assert took <= need + spare and need <= 4 * took + 8 * spare, (shape, took, need)
+
+
+def test_what_no_machine_has_is_a_number_too() -> None:
+    sizes = dict(width=1 << 24, layers=800, heads=1 << 12, kv_heads=1 << 12, head_dim=1 << 12, mlp_width=1 << 24)
+    spec = PolicySpec("llama", **sizes, vocab_size=1 << 24, max_positions=1 << 24, rope_theta=1e4, norm_eps=1e-5,
+                      tied=False, eos_ids=(0,))  # fmt: skip
+    needs = Needs(spec, "float32")
+    assert needs.play(1 << 60, 1 << 60) > 1 << 60 and needs.load() > needs.loaded > 1 << 50
+    assert needs.play(0, -5) > 0

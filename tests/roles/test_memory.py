@@ -1,0 +1,150 @@
+"""A node's memory for somebody else's run: what does not fit is refused before it is tried, and the lease goes back."""
+
+import asyncio
+import subprocess
+import sys
+
+import msgspec
+import psutil
+import pytest
+
+from shoal.envs.arithmetic import Arithmetic
+from shoal.errors import Overreach
+from shoal.protocol import types as t
+from shoal.roles import memory
+from shoal.roles.auditor.rollouts import Choice, audit_rollouts
+from shoal.roles.auditor.source import FolderRun
+from shoal.roles.memory import Memory, share_of_free_mb, taken_mb
+from shoal.roles.seat import Seat
+from tests.roles.town import Town, tiny_run
+
+
+def stranger(node):
+    """A node as a person starts it, not the launcher."""
+    node.own_files = False
+    return node
+
+
+def stopped_by(town, *roles):
+    with pytest.raises(ExceptionGroup) as stopped:
+        asyncio.run(town.live(*roles))
+    (fault,) = stopped.value.exceptions[0].exceptions
+    assert isinstance(fault, Overreach) and "\n" not in str(fault)
+    return str(fault)
+
+
+def huge(lease):
+    """As a host that asks for 64,000 rollouts of a million tokens in 362 bytes."""
+    sampling = msgspec.structs.replace(lease.sampling, max_tokens=1 << 20)
+    blocks = tuple(msgspec.structs.replace(block, slots=block.slots * 4000) for block in lease.blocks)
+    return msgspec.structs.replace(lease, sampling=sampling, blocks=blocks)
+
+
+def test_a_lease_that_does_not_fit_is_refused_before_it_is_played_and_goes_back(tmp_path, monkeypatch):
+    town = Town(tmp_path / "run", tiny_run())
+    worker = stranger(town.worker("worker"))
+    monkeypatch.setattr(memory, "taken_mb", lambda: 300)
+    worker.max_memory_mb = 1000
+    wire_lease = town.desk.wire_lease
+    town.desk.wire_lease = lambda record: huge(wire_lease(record))
+    monkeypatch.setattr(worker, "_play", lambda lease: pytest.fail("it was played"))
+    fault = stopped_by(town, town.trainer(), worker)
+    assert "a lease of 64000 rollouts of up to 1048576 tokens needs about " in fault
+    assert (
+        "limit 1000 (--max-memory, by default half of what is free): allow " in fault and "or leave this run" in fault
+    )
+    state = town.desk.state
+    assert state.leases and not state.open_leases and not state.submissions and state.members[worker.key].refused == 0
+
+
+@pytest.mark.parametrize("role", ["worker", "validator"])
+def test_a_policy_that_does_not_fit_is_refused_before_it_is_loaded(tmp_path, monkeypatch, role):
+    town = Town(tmp_path / "run", tiny_run(policy={"tiny": {"width": 256, "layers": 8, "mlp_width": 2048, "heads": 4}}))
+    nodes = {"worker": town.worker("worker"), "validator": town.validator()}
+    monkeypatch.setattr(memory, "taken_mb", lambda: 300)
+    stranger(nodes[role]).max_memory_mb = 500
+    fault = stopped_by(town, town.trainer(), *nodes.values())
+    assert "loading version 0 needs about " in fault and " MB of memory, limit 500 " in fault
+    assert nodes[role].seat.engine.version == -1
+
+
+def test_a_submission_that_does_not_fit_is_not_judged_and_blames_nobody(tmp_path, monkeypatch):
+    town = Town(tmp_path / "run", tiny_run())
+    worker, validator = town.worker("worker"), stranger(town.validator())
+    demand = Seat.demand_judge
+    monkeypatch.setattr(Seat, "demand_judge", lambda seat, check, size_bytes: demand(seat, check, 1 << 45))
+    assert "a submission of " in stopped_by(town, town.trainer(), worker, validator)
+    assert town.desk.state.submissions and town.desk.state.members[worker.key].refused == 0
+    assert not any(submission.verdicts for submission in town.desk.state.submissions.values())
+
+
+def test_an_audit_stops_at_a_policy_that_does_not_fit_and_finds_nothing_wrong(tmp_path):
+    town = Town(tmp_path / "run", tiny_run(steps=1))
+    asyncio.run(town.live(town.trainer(), town.validator(), town.worker("worker")))
+    run = FolderRun(town.folder.root)
+    with pytest.raises(Overreach, match="loading version 0 needs about"):
+        asyncio.run(audit_rollouts(run, Choice(), threads=1, own_files=False, max_memory_mb=1))
+    assert asyncio.run(audit_rollouts(run, Choice(), threads=1, own_files=False)).agrees
+
+
+def test_without_memory_no_slot_is_void_and_no_rollout_fails(tmp_path, monkeypatch):
+    """Else a machine that is short of memory would send, or refuse, empty groups."""
+
+    def short(env, state_or_task, *action):
+        raise MemoryError
+
+    for name in ("task", "reset", "step", "score"):
+        with monkeypatch.context() as patch:
+            town = Town(tmp_path / name, tiny_run())
+            patch.setattr(Arithmetic, name, short)
+            fault = stopped_by(town, town.trainer(), stranger(town.worker("worker")))
+        assert "took more memory than the " in fault and not town.desk.state.submissions
+
+
+def test_the_default_is_half_of_what_is_free_here_or_in_this_container(tmp_path, monkeypatch):
+    ours = taken_mb()
+    free = psutil.virtual_memory()._replace(available=4_000_000_000)
+    monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: free)
+    assert 2000 <= share_of_free_mb() <= 2000 + ours
+    (tmp_path / "memory.max").write_text("1500000000\n")
+    (tmp_path / "memory.current").write_text("500000000\n")
+    monkeypatch.setattr(memory, "CONTAINER", tmp_path)
+    assert 500 <= share_of_free_mb() <= 500 + ours
+    (tmp_path / "memory.max").write_text("max\n")
+    assert share_of_free_mb() >= 2000
+    assert Memory.of(0).limit_mb >= 2000 and Memory.of(700).limit_mb == 700
+
+
+ALLOCATES = """
+import sys, torch
+from shoal.errors import Overreach
+from shoal.roles.memory import Memory, taken_mb
+memory = Memory(taken_mb() + 300, taken_mb())
+memory.enforce(1)
+kept = torch.zeros(150_000_000, dtype=torch.uint8)
+for allocate in (lambda: torch.ones(100_000_000), lambda: bytearray(400_000_000), lambda: [0] * 50_000_000):
+    try:
+        with memory.told("it"):
+            allocate()
+        sys.exit("nothing stopped it")
+    except Overreach as reason:
+        print(reason)
+memory.demand_kept()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="no other system limits private memory alone")
+def test_the_system_lets_no_allocation_pass_the_limit():
+    run = subprocess.run([sys.executable, "-c", ALLOCATES], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("it took more memory than the ") == 3
+
+
+def test_a_lease_of_a_usual_run_fits_into_the_documented_limit(tmp_path, monkeypatch):
+    """--max-memory 1000, as the how-to for people who join says."""
+    town = Town(tmp_path / "run", tiny_run(steps=1))
+    worker, validator = stranger(town.worker("worker")), stranger(town.validator())
+    monkeypatch.setattr(memory, "taken_mb", lambda: 300)
+    worker.max_memory_mb = validator.max_memory_mb = 1000
+    asyncio.run(town.live(town.trainer(), worker, validator))
+    assert town.desk.state.members[worker.key].accepted and isinstance(worker.told, t.NodeState)
