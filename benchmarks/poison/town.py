@@ -191,7 +191,7 @@ class Town:
         held = self.state.leases[lease.id]
         draws = audit_draws(self.state, held, name, link)
         order = turns(self.state, held, name, self.state.judges(), link)
-        self.do(Submit(worker, lease.id, name, len(body), names, draws, order, self.now))
+        self.do(Submit(worker, lease.id, name, len(body), names, draws, order, self.now, int(self.now)))
 
     def _judge(self, lease: Lease, groups: Sequence[Group], body: bytes) -> None:
         """Validators judge, each in its turn, until nothing is left to judge. They are honest and all compute the same."""

@@ -31,7 +31,8 @@ WHAT_CHANGED = {
     "a worker with nothing at stake is audited fully; "
     "validators judge the oldest submissions first, keep their turns while they do, and are skipped for a while after "
     "missed or late turns; turns last as long as the middle validator's checks need; slow validators are seldom first; "
-    "rechecks wait for validators at work, and are more frequent for validators with few confirmed verdicts",
+    "rechecks wait for validators at work, and are more frequent for validators with few confirmed verdicts; "
+    "times do not fall, and a submission stores when it was signed, close to the time of its event",
 }
 """By version of the rules: how they differ from the version before. This code makes the events and decisions of each of
 these versions exactly as the code that wrote them. Logs of other versions are reported as not checked."""

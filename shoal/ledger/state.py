@@ -276,6 +276,8 @@ class State(msgspec.Struct, dict=True):
     """(time, what, whose), ascending: what the clock will end. Lets a tick look at nothing else."""
     seq: int = -1
     head: str = GENESIS
+    time: float = 0.0
+    """Of the newest event, seconds since the epoch."""
 
     @property
     def main(self) -> StreamRecord:

@@ -89,7 +89,7 @@ def apply(state: State, entry: Entry) -> State:
     """Book one event, in place. Total over the events of a valid log; it knows no clock and decides nothing."""
     _, apply_x = _EVENTS[entry.kind]
     apply_x(entry.body, state, entry)
-    state.seq, state.head = entry.seq, entry.hash
+    state.seq, state.head, state.time = entry.seq, entry.hash, entry.time
     return state
 
 

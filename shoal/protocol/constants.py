@@ -113,6 +113,10 @@ REQUEST_TIMEOUT_S = 60.0
 BODY_WINDOW_S, BODY_WINDOW_BYTES = 30.0, 256 << 10
 """In each window of this length, a body must bring this many bytes or end: 8.7 kB/s pass, a body that stalls does not."""
 
+BOOKED_WITHIN_S = SIGNATURE_WINDOW_S + BODY_WINDOW_S
+"""The time of an event and the time at which its request was signed differ by at most this, and by BODY_WINDOW_S more for
+each BODY_WINDOW_BYTES of the body. Changing breaks: logs of version 2 of the rules and later."""
+
 HEADER_TIMEOUT_S = 10.0
 """Headers must be complete this long after the connection was made; on a connection in use, after their first byte."""
 

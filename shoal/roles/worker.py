@@ -24,6 +24,7 @@ from shoal.net.stopping import Stopping
 from shoal.proofs.commit import commit, prove_activations
 from shoal.proofs.context import score_requests
 from shoal.protocol import types as t
+from shoal.protocol.constants import BOOKED_WITHIN_S
 from shoal.protocol.promises import is_promised
 from shoal.protocol.wire import digest, to_json
 from shoal.roles.memory import enforced, share_of_free_mb
@@ -182,10 +183,20 @@ class Worker:
         """The grant of a lease. A lease that we may not play is returned, for another worker. Raises `PeerError`."""
         try:
             demand_known_kinds(lease)
+            self._demand_same_time(lease.issued)  # guard: lease-from-the-future
             return self.seat.open_grant(answer, lease)
         except PeerError:
             await self._give_back(lease)
             raise
+
+    def _demand_same_time(self, time_there: float) -> None:
+        """Leave a run whose log is ahead of our clock: its leases end early. Raises `PeerError`."""
+        ahead_s = time_there - self.clock()
+        if ahead_s > BOOKED_WITHIN_S:
+            raise PeerError(
+                f"the run's log is {ahead_s:.0f} s ahead of this machine's clock (limit {BOOKED_WITHIN_S:.0f}), so leases "
+                "end early: compare both clocks with a third, and ask the host"
+            )
 
     async def _load_for(self, grant: t.Grant) -> bool:
         """Load the lease's version; False if it is too old by now, because the host may have deleted its weights."""
@@ -242,6 +253,7 @@ class Worker:
         self.seat.evidence.keep("receipt", to_json(receipt))
         with (self.home / "receipts.jsonl").open("ab") as file:
             file.write(to_json(receipt) + b"\n")
+        self._demand_same_time(receipt.time)  # guard: receipt-from-the-future
 
     async def _tell(self, last: bool = False) -> None:
         """Log what was accepted, what was refused and why."""

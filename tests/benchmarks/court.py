@@ -130,7 +130,7 @@ class Defendant:
         sitting = court.state.judges()
         order = tuple(judge_key(v) for v in self.draws.order[turn] if judge_key(v) in sitting)
         name = digest("".join(groups).encode())
-        court.do(Submit(key, lease.id, name, 100, groups, draws, order, now))
+        court.do(Submit(key, lease.id, name, 100, groups, draws, order, now, int(now)))
         return name
 
     def judge(self, key, turn, blocks, forged, name, end):

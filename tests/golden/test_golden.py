@@ -22,6 +22,7 @@ from shoal.ledger.state import state_hash
 from shoal.ledger.table import KINDS, read_entry
 from shoal.protocol.wire import to_json
 from tests.golden.record import facts_of
+from tests.ledger.world import without_links
 
 FOLDER = Path(__file__).parent
 LOGS = sorted(path.relative_to(FOLDER).with_suffix("").as_posix() for path in FOLDER.glob("v*/*.json"))
@@ -41,7 +42,7 @@ def test_a_golden_log_gives_the_head_balances_batches_and_versions_that_were_rec
     """And the same decisions, each made again."""
     audit = verify(rows_of(name))
     expected = recorded(name)
-    assert audit.findings == expected["findings"] == [] and not audit.not_checked
+    assert audit.findings == expected["findings"] and without_links(audit.findings) == [] and not audit.not_checked
     found = json.loads(json.dumps(facts_of(audit)))
     assert {key: found[key] for key in expected if key != "state_hash"} == {
         key: value for key, value in expected.items() if key != "state_hash"
@@ -58,7 +59,7 @@ def test_a_golden_log_replays_alike_in_one_go_and_after_every_constant_of_the_la
     }
     monkeypatch.setattr(law, "LAW", msgspec.structs.replace(LAW, **changed))
     assert state_hash(replay(rows_of(name))) == before
-    assert verify(rows_of(name)).findings == []
+    assert without_links(verify(rows_of(name)).findings) == []
 
 
 def test_no_file_of_the_ledger_reads_the_law_of_new_runs():

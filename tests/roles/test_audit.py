@@ -316,6 +316,13 @@ def without_the_quarantine(lines):
     return [(time, body) for time, body in lines if not isinstance(body, NodeQuarantined)]
 
 
+def without_the_link(version):
+    """The host never reveals a link, and so keeps a version from being audited."""
+    return lambda lines: [
+        (time, body) for time, body in lines if not isinstance(body, LinkRevealed) or body.version != version
+    ]
+
+
 FORGERIES = {
     "a credit of more tokens": (edited(Credit, lambda b: replaced(tokens=b.tokens + 1)(b)), "tokens is"),
     "a credit to a friend": (edited(Credit, lambda b: replaced(node=b.node[::-1])(b)), "credit"),
@@ -331,6 +338,8 @@ FORGERIES = {
     "a worker's verdict on its own work": (judged_by_its_worker, "is against the rules"),
     "another link": (edited(LinkRevealed, replaced(link="ab" * 32)), "does not lead to the published end"),
     "no link at all": (edited(LinkRevealed, replaced(audit_link="zz")), "does not lead to the published end"),
+    "a link kept back": (without_the_link(0), "the link of version 0 is not revealed"),
+    "the last link kept back": (without_the_link(3), "the link of version 3 is not revealed"),
     "a lease that the host chose": (lease_out_of_turn, "(lease_granted) is"),
     "an end left out": (before_the_end, "the log ends in the middle"),
     "a validator left out": (edited(AuditDrawn, replaced(order=())), "(audit_drawn) is not what"),

@@ -2,6 +2,7 @@
 
 import asyncio
 import shutil
+import time
 from pathlib import Path
 
 import httpx
@@ -214,7 +215,7 @@ class TwoFaced:
         body = commit(town.desk.state.run, lease, groups, t.EngineFacts("x", "float32", "cpu"))
         with town.desk.kept.upload(lease.id) as upload:
             upload.write(body)
-            receipt = asyncio.run(town.desk.take_submission(worker, lease.id, upload, digest(body)))
+            receipt = asyncio.run(town.desk.take_submission(worker, lease.id, upload, digest(body), int(time.time())))
         path = root / f"{worker[:1]}.jsonl"
         path.write_bytes(to_json(receipt) + b"\n")
         return path

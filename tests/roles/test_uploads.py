@@ -54,6 +54,12 @@ def submission(world, key=WORKER, lease=None, body=None, length=None) -> tuple[b
     return put(world, key, f"/v1/leases/{lease or world.lease.id}/submission", body or world.body, length)
 
 
+def ahead(world):
+    """The newest event is an hour ahead: the host's clock was set back, or forth."""
+    world.town.desk.state.time = time.time() + 3600.0
+    return world
+
+
 @contextlib.asynccontextmanager
 async def coordinator(world, count):
     async with serving(world.town.app, Limits(rest_s=0.3)) as port, wires(port, count) as made:
@@ -92,8 +98,10 @@ def test_a_submission_that_comes_in_pieces_is_booked_and_kept(world):
         (lambda w: submission(w, length=(64 << 20) + 1), 413, b"too_large"),
         (lambda w: put(w, WORKER, "/v1/blobs/" + digest(b"x"), b"x" * SMALL_BODY_BYTES * 4), 403, b"not_admitted"),
         (lambda w: put(w, WORKER, "/v1/checks/x/verdict", b"x" * SMALL_BODY_BYTES * 4), 403, b"not_admitted"),
+        (lambda w: submission(ahead(w)), 503, b"replayed"),
     ],
-    ids=["another's lease", "no lease", "no member", "more than its lease can need", "more than any", "chunk", "verdict"],
+    ids=["another's lease", "no lease", "no member", "more than its lease can need", "more than any", "chunk", "verdict",
+         "a log that is ahead"],
 )  # fmt: skip
 def test_a_body_that_nobody_waits_for_is_refused_by_its_headers(world, change, status, code):
     async def story():

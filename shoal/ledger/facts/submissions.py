@@ -16,6 +16,8 @@ class SubmissionReceived(Message, frozen=True):
     size_bytes: int
     groups: tuple[str, ...]
     """Digest of each group, in the order of the lease's slots."""
+    created: int = 0
+    """When the worker signed it, seconds since the epoch by its own clock; 0 in logs from before version 2 of the rules."""
 
 
 class AuditDrawn(Message, frozen=True):
@@ -51,6 +53,8 @@ class Submit:
     now: float
     turn_draws: Mapping[str, float] = field(default_factory=dict)
     """The draws behind `order`, by validator: those of slow ones are raised. Empty if unknown: `order` then holds."""
+    created: int = 0
+    """When the worker signed it, seconds since the epoch."""
 
 
 def apply_submission_received(body: SubmissionReceived, state: State, entry: Entry) -> None:

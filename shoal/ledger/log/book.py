@@ -6,7 +6,7 @@ Called by the coordinator role. It knows no HTTP and no secret. Commands that ar
 
 import asyncio
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import msgspec
@@ -222,8 +222,13 @@ class Book:
         self._commit_queue()
 
     def _handle(self, command: Command, now: float) -> list[Entry]:
-        """Events of a command and of what follows, applied but not stored."""
+        """Events of a command and of what follows, applied but not stored.
+
+        If the clock was set back, they get the time of the newest event: times do not fall.
+        """
         entries: list[Entry] = []
+        if now < self.state.time:  # guard: times-do-not-fall
+            now, command = self.state.time, replace(command, now=self.state.time)  # type: ignore[type-var]
         bodies = decide(command, self.state)
         while bodies:
             for body in bodies:

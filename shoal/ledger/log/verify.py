@@ -17,6 +17,7 @@ from shoal.ledger.facts.verdicts import Decision
 from shoal.ledger.facts.versions import LinkRevealed
 from shoal.ledger.law import law_difference
 from shoal.ledger.log.book import UnknownRules, broken_after, checked_entry, follows
+from shoal.ledger.log.host import HostWatch
 from shoal.ledger.log.redecide import FAULTS, redecide
 from shoal.ledger.state import State, state_hash
 from shoal.ledger.table import apply
@@ -44,6 +45,7 @@ class Audit:
         self.used: Counter[tuple[int, int]] = Counter()
         self.tokens = 0
         self.links: dict[int, LinkRevealed] = {}
+        self.host = HostWatch()
 
     def see(self, entry: Entry) -> None:
         """Book one entry and count what must balance at the end. Raises `StateError` if it cannot be booked."""
@@ -64,6 +66,7 @@ class Audit:
             case _:
                 pass
         try:
+            self.host.see(self.state, entry)
             apply(self.state, entry)
         except FAULTS as fault:
             raise StateError(
@@ -73,9 +76,9 @@ class Audit:
         self.entries.append(entry)
 
 
-def verify(rows: Iterable[tuple[bytes, str]], receipts: Iterable[Receipt] = ()) -> Audit:
+def verify(rows: Iterable[tuple[bytes, str]], receipts: Iterable[Receipt] = (), now: float | None = None) -> Audit:
     """Replay stored rows and check them, that every event follows from the rules, and that every receipt given is in
-    the log once.
+    the log once. `now` is the reader's time, if it has a clock.
 
     Of a log whose rules this code lacks, only the chain of hashes is checked, and `not_checked` says so. Raises
     `StateError` if that chain breaks: nothing after it can be trusted.
@@ -116,6 +119,7 @@ def verify(rows: Iterable[tuple[bytes, str]], receipts: Iterable[Receipt] = ()) 
         # guard: no-debts
         if min(node.credits, node.vested, *node.escrow) < 0 or node.credits != node.vested + sum(node.escrow):
             say(f"node {node.key[:12]} has {node.credits} credits, but {node.vested} vested and {sum(node.escrow)} not")
+    audit.findings += audit.host.findings(audit.state, now)
     _check_links(audit)
     audit.findings += redecide(audit.entries, audit.links)  # guard: decided-by-the-rules
     audit.findings += receipt_findings(audit, receipts)
@@ -164,6 +168,11 @@ def receipt_findings(audit: Audit, receipts: Iterable[Receipt], whose: str = "")
         submission = audit.state.submissions.get(receipt.digest)
         # guard: receipt-is-in-the-log, receipt-head
         if submission is not None and (submission.seq, submission.head) == (receipt.seq, receipt.head):
+            if submission.time != receipt.time:  # guard: receipt-time
+                audit.findings.append(
+                    f"the receipt of submission {receipt.digest[:12]} is signed for the time {receipt.time}, but event "
+                    f"{submission.seq} of the log has {submission.time}"
+                )
             continue
         what = f"the receipt of submission {receipt.digest[:12]}" + (f" in {whose}" if whose else "")
         if submission is None:

@@ -4,10 +4,11 @@ from shoal.ledger.answers import Refused
 from shoal.ledger.entry import Body
 from shoal.ledger.facts.submissions import AuditDrawn, SubmissionReceived, Submit
 from shoal.ledger.past import Cause, Here, Table
-from shoal.ledger.rules.members import member_as
+from shoal.ledger.rules.members import member_as, signed_at
 from shoal.ledger.seeds import audit_draws, turn_draws, turns
 from shoal.ledger.state import LeaseRecord, Member, State
 from shoal.ledger.turns import by_speed
+from shoal.protocol.constants import BODY_WINDOW_BYTES, BODY_WINDOW_S, BOOKED_WITHIN_S
 
 
 def decide_submit(command: Submit, state: State) -> list[Body]:
@@ -17,7 +18,11 @@ def decide_submit(command: Submit, state: State) -> list[Body]:
     slots = state.slots_of(lease)
     if len(command.groups) != len(slots):  # guard: groups-of-the-lease
         raise Refused("malformed", f"lease {lease.id} has {len(slots)} slots, the submission {len(command.groups)}")
-    received = SubmissionReceived(command.lease, command.key, command.digest, command.size_bytes, command.groups)
+    refuse_other_time(state, command.created, command.now, command.size_bytes)  # guard: time-of-submission
+    received = SubmissionReceived(
+        command.lease, command.key, command.digest, command.size_bytes, command.groups,
+        signed_at(state, command.created),
+    )  # fmt: skip
     mean_pay = mean_newest_pay(state, state.members[command.key])
     rate = state.law.audit_rate(state.members[command.key].valid_blocks, state.rules.audit_rate)
     if not mean_pay and state.law.version >= 2:  # guard: no-stake-no-trust
@@ -68,6 +73,19 @@ def _refuse_superseded(state: State, lease: LeaseRecord) -> None:
         raise Refused("superseded", f"lease {lease.id} lapsed and its blocks were leased again")
 
 
+def refuse_other_time(state: State, created: int, now: float, size_bytes: int) -> None:
+    """Refuse a submission whose event would get another time than that at which it was signed; a large body takes longer.
+
+    So a host that moves its clock far ahead, to end a lease early, can book no work until the true time has caught up.
+    """
+    if state.law.version < 2:  # guard: old-logs-keep-their-times
+        return
+    late_s, allowed_s = now - created, BOOKED_WITHIN_S + size_bytes // BODY_WINDOW_BYTES * BODY_WINDOW_S
+    if not -BOOKED_WITHIN_S <= late_s <= allowed_s:
+        raise Refused("replayed", f"the submission was signed at {created}, but the log is at {now:.0f}: it is "
+                      f"{abs(late_s):.0f} s off (allowed: {allowed_s:.0f}), so sign it again")  # fmt: skip
+
+
 def cause_of_submission_received(body: SubmissionReceived, here: Here) -> Cause:
     lease = here.state.leases[body.lease]
     if lease.version in here.links:
@@ -78,7 +96,10 @@ def cause_of_submission_received(body: SubmissionReceived, here: Here) -> Cause:
     else:
         (draws, order), of_turns = _said_draws(body, here), {}
     return Cause(
-        Submit(body.worker, body.lease, body.digest, body.size_bytes, body.groups, draws, order, here.now, of_turns)
+        Submit(
+            body.worker, body.lease, body.digest, body.size_bytes, body.groups, draws, order, here.now, of_turns,
+            body.created,
+        )
     )  # fmt: skip
 
 

@@ -5,7 +5,8 @@ their chain of hashes, receipts by their signature, weights by their manifests. 
 """
 
 import asyncio
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from shoal.errors import ConfigError, NothingYet, PeerError, StateError, cause_of
@@ -76,12 +77,12 @@ async def audit_log(run: PublicRun, receipts: Iterable[Path] = ()) -> Audit:
     return audit
 
 
-async def replay_log(run: PublicRun) -> Audit:
+async def replay_log(run: PublicRun, clock: Callable[[], float] = time.time) -> Audit:
     """Replay and check a run's log; at a URL, also check that the coordinator's state is what the log gives.
 
     Raises `UnknownRules` if this code lacks the rules that wrote the log: its state is then not known.
     """
-    audit = verify(await run.rows())
+    audit = verify(await run.rows(), now=clock())
     if audit.not_checked:  # guard: unchecked-is-no-result
         raise UnknownRules(audit.not_checked)
     if isinstance(run, UrlRun):

@@ -22,6 +22,7 @@ from shoal.ledger.facts.run import Admin, RulesChanged, RunEnded
 from shoal.ledger.facts.submissions import SubmissionReceived
 from shoal.ledger.facts.verdicts import Decision, Rechecked, VerdictGiven
 from shoal.ledger.rules.members import refuse_replayed
+from shoal.ledger.rules.submissions import refuse_other_time
 from shoal.net import server
 from shoal.net.openapi import Call, document
 from shoal.net.server import Gate, answer, answer_bytes
@@ -259,9 +260,11 @@ async def put_submission(api: Api, request: Request) -> Response:
     known = api.desk.expect_submission(caller.key, lease, caller.digest, server.body_bytes(request))
     if known is not None:
         return answer(known)
+    state, now = api.desk.state, max(api.desk.state.time, api.desk.clock())
+    refuse_other_time(state, caller.created, now, 0)  # before the body is read  # guard: time-before-body
     with api.desk.kept.upload(lease) as upload:
         await api.gate.pour(request, caller, upload.write)
-        return answer(await api.desk.take_submission(caller.key, lease, upload, caller.digest))
+        return answer(await api.desk.take_submission(caller.key, lease, upload, caller.digest, caller.created))
 
 
 async def get_checks(api: Api, request: Request) -> Response:

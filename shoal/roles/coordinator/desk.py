@@ -21,6 +21,7 @@ from shoal.ledger.table import decide
 from shoal.net.blobs import FolderBlobs, Upload
 from shoal.proofs.commit import largest_submission_bytes
 from shoal.protocol import types as t
+from shoal.protocol.constants import BODY_WINDOW_S
 from shoal.protocol.identity import Key
 from shoal.protocol.promises import sign_promise, terms_of
 from shoal.protocol.randomness import SecretChain
@@ -58,6 +59,9 @@ class Desk:
         if request.returning:
             await self.book.submit(ReturnLeases(key, request.returning, self.clock()))
             return t.LeaseAnswer(None, 0.0, "given back")
+        ahead_s = self.state.time - self.clock()
+        if ahead_s > BODY_WINDOW_S:  # its leases would end in the past  # guard: clock-set-back
+            raise Wait(f"the log is {ahead_s:.0f} s ahead of the host's clock, which was set back", 5.0)
         if not self.kept.make_room(self.quota_bytes):  # guard: quota
             raise Wait(FULL.format(self.quota_bytes // 1_000_000), 10.0)
         ask = AskLease(key, request.holding, request.tokens_per_s, self.clock())
@@ -104,10 +108,10 @@ class Desk:
             )
         return None
 
-    async def take_submission(self, key: str, lease_id: str, upload: Upload, name: str) -> t.Receipt:
+    async def take_submission(self, key: str, lease_id: str, upload: Upload, name: str, created: int) -> t.Receipt:
         """Keep a submission, book it, and then sign its receipt. Raises `Refused`, `WireError`.
 
-        `name` is the verified digest of the upload.
+        `name` is the verified digest of the upload, `created` is when its sender signed it.
         """
         known = self.expect_submission(key, lease_id, name, upload.size)
         if known is not None:
@@ -120,8 +124,8 @@ class Desk:
         order, of_turns = turns(*judges), turn_draws(*judges)
         upload.keep(name)
         try:
-            command = Submit(key, lease_id, name, upload.size, groups, draws, order, self.clock(), of_turns)
-            await self.book.submit(command)
+            submit = Submit(key, lease_id, name, upload.size, groups, draws, order, self.clock(), of_turns, created)
+            await self.book.submit(submit)
         except Refused:
             if name not in self.state.submissions:
                 self.blobs.delete(name)  # otherwise nobody would ever delete it
