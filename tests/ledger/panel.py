@@ -234,7 +234,7 @@ class Panel:
         self.forged[name] = self.rng.random() < worker.forged
         turns = {judge.key: self.rng.random() for judge in self.judges}
         order, draws = tuple(sorted(turns, key=turns.__getitem__)), tuple(self.rng.random() for _ in groups)
-        self.do(Submit(worker.key, lease.id, name, 100, groups, draws, order, self.now, turns))
+        self.do(Submit(worker.key, lease.id, name, 100, groups, draws, order, self.now, int(self.now), turns))
 
     def maker(self, name):
         return self.state.lease_of(self.state.submissions[name]).worker

@@ -236,14 +236,18 @@ def test_one_body_cannot_fill_two_leases(court):
     second = court.lease(WORKER, holding=[first.id])
     name = court.submit(WORKER, first)
     with pytest.raises(Refused, match="was sent for another lease already"):
-        court.do(Submit(WORKER, second.id, name, 100, ("0" * 64,) * 2, (0.0,) * 2, (), court.now))
+        court.do(Submit(WORKER, second.id, name, 100, ("0" * 64,) * 2, (0.0,) * 2, (), court.now, int(court.now)))
 
 
 @pytest.mark.parametrize("groups", [0, 1, 3])
 def test_a_submission_of_another_number_of_groups_is_malformed(court, groups):
     lease = court.lease(WORKER)
     with pytest.raises(Refused, match=f"has 2 slots, the submission {groups}"):
-        court.do(Submit(WORKER, lease.id, "5" * 64, 100, ("0" * 64,) * groups, (0.0,) * groups, (), court.now))
+        court.do(
+            Submit(
+                WORKER, lease.id, "5" * 64, 100, ("0" * 64,) * groups, (0.0,) * groups, (), court.now, int(court.now)
+            )
+        )
 
 
 def test_a_bug_halfway_through_a_command_leaves_the_state_of_the_log(court, monkeypatch):

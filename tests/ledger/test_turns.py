@@ -340,6 +340,6 @@ def test_a_slow_validator_is_first_less_often_and_a_quick_one_not_more(court):
         groups = tuple(digest(f"{lease.id}/{i}".encode()) for i in range(2))
         name, by_draw = digest("".join(groups).encode()), dict(zip(JUDGES, draws, strict=True))
         order = tuple(sorted(JUDGES, key=by_draw.__getitem__))
-        court.do(Submit(WORKER, lease.id, name, 100, groups, (0.0, 0.0), order, court.now, by_draw))
+        court.do(Submit(WORKER, lease.id, name, 100, groups, (0.0, 0.0), order, court.now, int(court.now), by_draw))
         orders.append(court.state.submissions[name].order)
     assert orders == [(THIRD, SECOND, FIRST), (SECOND, THIRD, FIRST), (THIRD, FIRST, SECOND)]

@@ -51,10 +51,10 @@ class Submit:
     order: tuple[str, ...]
     """All validators that the host admitted, in the order of their turns, by draws from the same chain."""
     now: float
-    turn_draws: Mapping[str, float] = field(default_factory=dict)
-    """The draws behind `order`, by validator: those of slow ones are raised. Empty if unknown: `order` then holds."""
     created: int = 0
     """When the worker signed it, seconds since the epoch."""
+    turn_draws: Mapping[str, float] = field(default_factory=dict)
+    """The draws behind `order`, by validator: those of slow ones are raised. Empty if unknown: `order` then holds."""
 
 
 def apply_submission_received(body: SubmissionReceived, state: State, entry: Entry) -> None:

@@ -97,8 +97,8 @@ def cause_of_submission_received(body: SubmissionReceived, here: Here) -> Cause:
         (draws, order), of_turns = _said_draws(body, here), {}
     return Cause(
         Submit(
-            body.worker, body.lease, body.digest, body.size_bytes, body.groups, draws, order, here.now, of_turns,
-            body.created,
+            body.worker, body.lease, body.digest, body.size_bytes, body.groups, draws, order, here.now,
+            body.created, of_turns,
         )
     )  # fmt: skip
 

@@ -124,7 +124,7 @@ class Desk:
         order, of_turns = turns(*judges), turn_draws(*judges)
         upload.keep(name)
         try:
-            submit = Submit(key, lease_id, name, upload.size, groups, draws, order, self.clock(), of_turns, created)
+            submit = Submit(key, lease_id, name, upload.size, groups, draws, order, self.clock(), created, of_turns)
             await self.book.submit(submit)
         except Refused:
             if name not in self.state.submissions:
