@@ -316,6 +316,7 @@ def test_a_validator_with_n_confirmed_verdicts_is_rechecked_with_chance_one_in_n
 def test_a_confirmation_without_audits_or_with_an_accusation_is_no_proof_of_work(tmp_path):
     court = court_of(tmp_path, audit_rate=0.05)
     court.state.members[WORKER].valid_blocks = 100
+    court.state.members[WORKER].escrow = [10] * 100  # otherwise everything would be audited
     name = submitted(court, recheck=0.0, draw=0.9)
     court.judge(name, by=FIRST)
     court.judge(name, by=SECOND)
