@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 from shoal.config import StorageConfig
+from shoal.errors import NothingYet, StateError
 from shoal.ledger.answers import Refused
 from shoal.ledger.log.book import Book
 from shoal.ledger.rules.verdicts import is_open
@@ -73,9 +74,10 @@ class Kept:
         self.published_at = created
 
     def content(self, version: int) -> str:
-        """Digest of a version's manifest without its dates; empty if the manifest is no longer kept."""
+        """Digest of a version's manifest without its dates; empty if the manifest is not kept, or damaged."""
         if version not in self._contents:
-            self.remember(version)  # it was booked a moment ago
+            with contextlib.suppress(NothingYet, StateError):
+                self.remember(version)  # it was booked a moment ago
         return self._contents.get(version, "")
 
     def may_read(self, name: str, key: str) -> bool:
