@@ -42,7 +42,9 @@ def play_block(
     of_slot: dict[int, range] = {}
     for slot in block.slots:
         if slot.env not in envs:
-            raise ShoalError(f"slot {slot.slot} asks for environment {slot.env}, which is not loaded ({sorted(envs)})")
+            raise ShoalError(
+                f"slot {slot.slot} asks for environment {slot.env}, which is not loaded ({', '.join(sorted(envs))[:200]})"
+            )
         env, seed, first = envs[slot.env], bytes.fromhex(slot.seed), len(episodes)
         try:
             task = task_of(env, slot.task)

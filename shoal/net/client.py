@@ -45,6 +45,9 @@ SEND_BUFFER_BYTES = 1 << 20
 FIRST_RETRY_S, LONGEST_RETRY_S = 0.1, 5.0
 """Pauses between attempts double from the first to the longest. Half of each is random, so that nodes spread out."""
 
+MAX_REASON_CHARS = 1000
+"""Of a server's reason for a refusal, so much is told."""
+
 PATIENCE_S = 5.0
 """Trouble that lasts longer than this is reported, and again each time that it has lasted twice as long."""
 
@@ -359,7 +362,8 @@ async def _read_capped(response: httpx.Response, cap: int) -> bytes | None:
 def _refusal(body: bytes | None) -> Refusal:
     """The refusal in a body, or one that says that the body cannot be read."""
     try:
-        return wire.from_json(body or b"", Refusal)
+        refusal = wire.from_json(body or b"", Refusal)
+        return Refusal(error=refusal.error[:MAX_REASON_CHARS], code=refusal.code[:64])  # guard: short-refusals
     except wire.WireError:
         return Refusal(error="the server gave no reason that can be read", code="unreadable")
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from shoal.engine.base import Engine
-from shoal.errors import Overreach
+from shoal.errors import Overreach, StateError
 from shoal.policy.contained import Limits
 from shoal.policy.spec import PolicySpec
 
@@ -27,6 +27,9 @@ THREAD_STACK_BYTES = 8 << 20
 
 THREADS = 4
 """Threads of a role beside those of torch: the event loop, one that computes, and those that look up names."""
+
+LEAST_MB = 400
+"""No limit is below what torch takes, about 240 MB, and the process for tokenizers, with some room for each."""
 
 CONTAINER = Path("/sys/fs/cgroup")
 """Where Linux tells a container how much memory it may use, and uses."""
@@ -76,6 +79,7 @@ class Memory:
     def enforce(self, threads: int) -> None:
         """Let allocations of this process fail beyond the limit. Systems without such a limit ignore it."""
         stacks = (threads + THREADS) * THREAD_STACK_BYTES
+        # guard: memory-of-the-process
         with contextlib.suppress(OSError, StopIteration, ValueError):
             most = _private_bytes() + self.left_bytes + stacks
             resource.setrlimit(resource.RLIMIT_DATA, (most, resource.getrlimit(resource.RLIMIT_DATA)[1]))
@@ -94,12 +98,24 @@ class Memory:
             ) from None
 
 
-def enforced(make_engine: Callable[[str], Engine], max_memory_mb: int, threads: int) -> Callable[[str], Engine]:
-    """Make engines as before, and from then on let allocations of this process fail beyond the limit."""
+def limit_of(max_memory_mb: int) -> int:
+    """The limit of a node in MB; 0 is a share of what is free. Raises `StateError` if no node fits into it."""
+    limit_mb = max_memory_mb or share_of_free_mb()
+    if limit_mb < LEAST_MB:
+        raise StateError(
+            f"this node may use {limit_mb} MB of memory (--max-memory, by default half of what is free), but torch and the "
+            f"tokenizer's process need about {LEAST_MB} MB before any work: allow more, or close other programs"
+        )
+    return limit_mb
+
+
+def enforced(make_engine: Callable[[str], Engine], limit_mb: int, threads: int) -> Callable[[str], Engine]:
+    """Make engines as before. From now on, allocations of this process beyond the limit fail."""
+    Memory.of(limit_mb).enforce(threads)  # what the run's description asks for, too
 
     def make(dtype: str) -> Engine:
-        engine = make_engine(dtype)  # imports torch, which takes most of what a process takes before it works
-        Memory.of(max_memory_mb).enforce(threads)
+        engine = make_engine(dtype)
+        Memory.of(limit_mb).enforce(threads)  # torch's code is in memory now, and does not count as private
         return engine
 
     return make

@@ -5,6 +5,7 @@ Both roles import this file; it imports no role. It verifies every byte of the w
 
 import asyncio
 import contextlib
+import re
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -23,7 +24,7 @@ from shoal.policy.render import Renderer
 from shoal.proofs.commit import largest_submission_bytes
 from shoal.protocol import types as t
 from shoal.protocol.bounds import DTYPES
-from shoal.protocol.constants import EPISODES, MAX_MANIFEST_BYTES, PROTOCOL_VERSION
+from shoal.protocol.constants import EPISODES, MAX_LEASE_BLOCKS, MAX_MANIFEST_BYTES, PROTOCOL_VERSION
 from shoal.protocol.needs import dtype_need, proofs_need
 from shoal.protocol.promises import is_promised, terms_of
 from shoal.protocol.sizes import BYTES_PER_TOKEN
@@ -40,6 +41,9 @@ if TYPE_CHECKING:
 
 GOODBYE_S = 5.0
 """How long a node that leaves tries to say so. Less than the time in which the launcher expects a role to end."""
+
+SOONEST_S = 0.1
+"""A node that got nothing to do asks again after this at the soonest, however quickly the host answers."""
 
 COPIES = 4
 """Of a lease's rollouts, at most at one time: as objects, as groups, in the submission, and on the way."""
@@ -223,11 +227,24 @@ async def say_goodbye(client: Client, deadline_s: float) -> None:
         await client.send("POST", "/v1/nodes/leave", b"", t.NodeState, deadline_s=deadline_s)
 
 
-def demand_known_kinds(lease: t.Lease) -> None:
-    """Raise `PeerError` if a lease has items of a kind that this version of shoal does not know."""
+def demand_sound(lease: t.Lease) -> None:
+    """Raise `PeerError` for a lease of a kind that this version of shoal does not know, and for one that no host of ours
+    grants."""
     unknown = {block.kind for block in lease.blocks} - {EPISODES}
     if unknown:  # guard: known-kinds-of-lease
         raise PeerError(
             f"the lease holds {', '.join(sorted(unknown))}, but this version of shoal knows only {EPISODES}: install the "
             "host's version"
         )
+    if len(lease.blocks) > MAX_LEASE_BLOCKS:  # guard: blocks-of-a-lease
+        raise PeerError(
+            f"a lease has {len(lease.blocks)} blocks, limit {MAX_LEASE_BLOCKS} (MAX_LEASE_BLOCKS): tell the host"
+        )
+    for slot in (slot for block in lease.blocks for slot in block.slots):
+        if not _SEED.fullmatch(slot.seed):  # guard: seeds-of-a-lease
+            raise PeerError(
+                f"slot {slot.slot} of the lease has the seed {slot.seed[:20]!r}, not 64 hex digits: tell the host"
+            )
+
+
+_SEED = re.compile("[0-9a-f]{64}")

@@ -22,8 +22,8 @@ from shoal.proofs.context import Tools
 from shoal.proofs.verify import verify_submission
 from shoal.protocol import types as t
 from shoal.protocol.constants import MAX_SUBMISSION_BYTES
-from shoal.roles.memory import enforced, share_of_free_mb
-from shoal.roles.seat import GOODBYE_S, Seat, demand_known_kinds, say_goodbye, take_seat
+from shoal.roles.memory import enforced, limit_of
+from shoal.roles.seat import GOODBYE_S, SOONEST_S, Seat, demand_sound, say_goodbye, take_seat
 
 log = logging.getLogger("validator")
 
@@ -46,7 +46,7 @@ def main(
     def make_engine(dtype: str) -> Engine:
         return open_engine(EngineSpec(dtype=dtype, threads=threads))
 
-    limit_mb = max_memory_mb or share_of_free_mb()
+    limit_mb = 0 if own_files else limit_of(max_memory_mb)
     make = make_engine if own_files else enforced(make_engine, limit_mb, threads)
     validator = Validator(
         Client(url, key), home, make, own_files,
@@ -124,7 +124,7 @@ class Validator:
             if answer is None:
                 return None
             if answer.check is not None:
-                demand_known_kinds(answer.check.lease)
+                demand_sound(answer.check.lease)
                 return answer.check
             status = await self.stopping.unless(self.client.get_json("/v1/status", t.Status))
             if status is None:
@@ -132,6 +132,7 @@ class Validator:
             if status.phase == "ended" and status.pending == 0:
                 log.info("the run has ended")
                 return None
+            await self.stopping.unless(asyncio.sleep(SOONEST_S))
         return None
 
     async def _body(self, check: t.Check) -> bytes:

@@ -24,11 +24,11 @@ from shoal.net.stopping import Stopping
 from shoal.proofs.commit import commit, prove_activations
 from shoal.proofs.context import score_requests
 from shoal.protocol import types as t
-from shoal.protocol.constants import BOOKED_WITHIN_S
+from shoal.protocol.constants import BOOKED_WITHIN_S, LONG_POLL_S
 from shoal.protocol.promises import is_promised
 from shoal.protocol.wire import digest, to_json
-from shoal.roles.memory import enforced, share_of_free_mb
-from shoal.roles.seat import GOODBYE_S, Contradiction, Seat, demand_known_kinds, say_goodbye, take_seat
+from shoal.roles.memory import enforced, limit_of
+from shoal.roles.seat import GOODBYE_S, SOONEST_S, Contradiction, Seat, demand_sound, say_goodbye, take_seat
 
 log = logging.getLogger("worker")
 
@@ -59,7 +59,7 @@ def main(
         engine = open_engine(EngineSpec(dtype=dtype, threads=threads))
         return cheating(cheat, engine) if cheat else engine
 
-    limit_mb = max_memory_mb or share_of_free_mb()
+    limit_mb = 0 if own_files else limit_of(max_memory_mb)
     make = make_engine if own_files else enforced(make_engine, limit_mb, threads)
     worker = Worker(
         Client(url, key), key.public, home, make, limit_mb, t.fact(name or platform.node()), own_files,
@@ -175,14 +175,14 @@ class Worker:
                 return None
             if answer.reason != reason:
                 reason = answer.reason
-                log.info("waiting reason=%r", reason)
-            await self.stopping.unless(asyncio.sleep(answer.retry_s))
+                log.info("waiting reason=%.200r", reason)
+            await self.stopping.unless(asyncio.sleep(min(max(answer.retry_s, SOONEST_S), LONG_POLL_S)))
         return None
 
     async def _open_grant(self, answer: t.LeaseAnswer, lease: t.Lease) -> t.Grant:
         """The grant of a lease. A lease that we may not play is returned, for another worker. Raises `PeerError`."""
         try:
-            demand_known_kinds(lease)
+            demand_sound(lease)
             self._demand_same_time(lease.issued)  # guard: lease-from-the-future
             return self.seat.open_grant(answer, lease)
         except PeerError:
@@ -211,6 +211,7 @@ class Worker:
             if newest - lease.version <= self.seat.info.rules.max_staleness:  # guard: stale-load-goes-on
                 raise
             log.warning("dropped lease=%s reason='version %d is too old by now'", lease.id, lease.version)
+            await self.stopping.unless(asyncio.sleep(SOONEST_S))
             return False
         return True
 

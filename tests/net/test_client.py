@@ -195,6 +195,11 @@ def test_a_declared_length_past_the_cap_is_refused(time):
     assert "more than 100 bytes" in str(error)
 
 
+def test_a_long_reason_is_cut(time):
+    error = fails(scripted(time, ours(403, b'{"error":"' + b"no" * 100_000 + b'","code":"no"}')))
+    assert "403 no" in str(error) and len(str(error)) < 1200
+
+
 def test_a_slow_link_has_time_for_a_large_body(monkeypatch):
     """The answer comes after the body, however long that takes; only each part must get through in the usual time."""
     monkeypatch.setattr("shoal.net.client.SILENCE_TIMEOUT_S", 0.4)

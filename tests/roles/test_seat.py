@@ -7,10 +7,12 @@ import pytest
 
 from shoal.errors import PeerError
 from shoal.ledger.facts.leases import LeaseLapsed
+from shoal.protocol.constants import MAX_LEASE_BLOCKS
 from shoal.protocol.types import Block, Lease, Sampling, Slot
 from shoal.protocol.wire import from_json, to_json
 from shoal.roles.coordinator import desk
 from shoal.roles.coordinator.board import Board
+from shoal.roles.seat import demand_sound
 from tests.roles.town import Town, tiny_run
 
 ROLES = ("worker", "validator")
@@ -123,3 +125,15 @@ def test_a_validator_judges_no_lease_of_a_kind_that_it_does_not_know(tmp_path, m
 
     asyncio.run(story())
     assert not any(submission.verdicts for submission in town.desk.state.submissions.values())
+
+
+def test_a_lease_that_no_host_of_ours_grants_is_refused():
+    block = LEASE.blocks[0]
+    long = msgspec.structs.replace(LEASE, blocks=(block,) * (MAX_LEASE_BLOCKS + 1))
+    with pytest.raises(PeerError, match="a lease has 65 blocks, limit 64"):
+        demand_sound(long)
+    for seed in ("no", "", "g" * 64, "1" * 63, "1" * 65, "1" * 64 + "\n"):
+        slot = msgspec.structs.replace(block.slots[0], seed=seed)
+        with pytest.raises(PeerError, match="not 64 hex digits: tell the host"):
+            demand_sound(msgspec.structs.replace(LEASE, blocks=(msgspec.structs.replace(block, slots=(slot,)),)))
+    demand_sound(msgspec.structs.replace(LEASE, blocks=(block,) * MAX_LEASE_BLOCKS))
