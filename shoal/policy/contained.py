@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -34,7 +34,10 @@ from shoal.policy.render import FILES, REMEMBERED, Renderer
 from shoal.protocol.constants import MAX_ROLLOUT_TOKENS
 
 MAX_FRAME_BYTES = 4 * (MAX_ROLLOUT_TOKENS + 1) + 1024
-"""An answer is at most as long as the longest rollout, with 4 bytes for each token."""
+"""An answer without texts is at most as long as the longest rollout, with 4 bytes for each token."""
+
+MAX_TOKEN_BYTES = 1024
+"""Text of one token, on average over one request. The longest tokens of common vocabularies have 128 bytes."""
 
 GRACE_S = 5.0
 """The child ends itself at its time limit. We end it if it has not done so this much later."""
@@ -42,8 +45,8 @@ GRACE_S = 5.0
 _NO_MEMORY = 77
 """Exit code of a child that reached its limit of memory."""
 
-_BATCH = 64
-"""Turns that are decoded by one request."""
+_BATCH_TOKENS = 1 << 14
+"""Tokens of the turns that are decoded by one request. A longer turn is a request of its own."""
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -75,7 +78,7 @@ class ContainedRenderer(Renderer):
         self._lock = threading.Lock()
         self._child: _Child | None = None
         self._facts: _Facts | None = None
-        self._ask("decode", b"")
+        self.decode([])
         assert self._facts is not None, "an open child has told its facts"
         self.eos_id, self.stop_ids = self._facts.eos_id, frozenset(self._facts.stop_ids)
         self.vocabulary = self._facts.vocabulary
@@ -83,12 +86,12 @@ class ContainedRenderer(Renderer):
         self._reply = lru_cache(REMEMBERED)(self._render_reply)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        return self._ask("decode", _packed(token_ids)).text
+        return self.decode_all([token_ids])[0]
 
     def decode_all(self, turns: Sequence[Sequence[int]]) -> list[str]:
         texts: list[str] = []
-        for first in range(0, len(turns), _BATCH):
-            texts += self._ask("decode_all", [_packed(turn) for turn in turns[first : first + _BATCH]]).texts
+        for batch in _batches(turns):
+            texts += self._ask("decode", [_packed(turn) for turn in batch], sum(map(len, batch))).texts
         return texts
 
     def _render_opening(self, messages: tuple[tuple[tuple[str, str], ...], ...]) -> list[int]:
@@ -103,14 +106,18 @@ class ContainedRenderer(Renderer):
     def _ids(self, act: str, argument: Any) -> list[int]:
         return _unpacked(self._ask(act, argument).ids)
 
-    def _ask(self, act: str, argument: Any) -> "_Answer":
-        """One answer of the child. A child that died or was too slow gets one successor, because the fault may be ours."""
+    def _ask(self, act: str, argument: Any, num_tokens: int = 0) -> "_Answer":
+        """One answer of the child. A child that died or was too slow gets one successor, because the fault may be ours.
+
+        `num_tokens` are those whose texts are in the answer.
+        """
+        max_bytes = MAX_FRAME_BYTES + MAX_TOKEN_BYTES * num_tokens
         request = msgspec.msgpack.encode((act, argument))
         with self._lock:
             for last in (False, True):
                 try:
                     self._child = self._child or self._open()
-                    answer = self._child.ask(request, self._limits.time_s, _Answer)
+                    answer = self._child.ask(request, self._limits.time_s, _Answer, max_bytes)
                     break
                 except _Gone as gone:
                     self._child = None
@@ -157,10 +164,23 @@ class _Opened(msgspec.Struct):
 
 class _Answer(msgspec.Struct, omit_defaults=True):
     ids: bytes = b""
-    text: str = ""
     texts: list[str] = []
     refused: str = ""
     """Why the renderer refuses this text, as it would in our own process."""
+
+
+def _batches(turns: Sequence[Sequence[int]]) -> Iterator[list[Sequence[int]]]:
+    """Turns in their order, as many in one batch as have `_BATCH_TOKENS` together. An empty turn counts as one token."""
+    batch: list[Sequence[int]] = []
+    room = _BATCH_TOKENS
+    for turn in turns:
+        if batch and len(turn) + 1 > room:
+            yield batch
+            batch, room = [], _BATCH_TOKENS
+        batch.append(turn)
+        room -= len(turn) + 1
+    if batch:
+        yield batch
 
 
 def _packed(token_ids: Sequence[int]) -> bytes:
@@ -199,21 +219,21 @@ class _Child:
         self._to, self._from = self._process.stdin.fileno(), self._process.stdout.fileno()
         self.end = weakref.finalize(self, _end, self._process)
 
-    def ask(self, request: bytes, limit_s: float, kind: type[T]) -> T:
+    def ask(self, request: bytes, limit_s: float, kind: type[T], max_bytes: int = MAX_FRAME_BYTES) -> T:
         """Raises `_Gone`, and has then ended the child."""
         try:
             _send(self._to, request)
-            return msgspec.msgpack.decode(self._receive(time.monotonic() + limit_s + GRACE_S), type=kind)
+            return msgspec.msgpack.decode(self._receive(time.monotonic() + limit_s + GRACE_S, max_bytes), type=kind)
         except _Gone:
             self.end()
             raise
         except (OSError, msgspec.MsgspecError) as error:
             raise self._why(str(error)) from None
 
-    def _receive(self, until: float) -> bytes:
+    def _receive(self, until: float, max_bytes: int) -> bytes:
         size = int.from_bytes(self._read(4, until), "big")
-        if size > MAX_FRAME_BYTES:
-            raise _Gone(f"gave {size} bytes for one text, limit {MAX_FRAME_BYTES}", certain=True)
+        if size > max_bytes:  # guard: contained-texts
+            raise _Gone(f"answered a request with {size} bytes, limit {max_bytes}", certain=True)
         return self._read(size, until)
 
     def _read(self, size: int, until: float) -> bytes:
@@ -317,8 +337,6 @@ def _obey(renderer: Renderer, act: str, argument: Any) -> _Answer:
     try:
         match act:
             case "decode":
-                return _Answer(text=renderer.decode(_unpacked(argument)))
-            case "decode_all":
                 return _Answer(texts=renderer.decode_all([_unpacked(turn) for turn in argument]))
             case "encode":
                 ids = renderer.encode(argument)

@@ -68,6 +68,34 @@ def test_the_child_gives_the_same_tokens_and_texts(tiny: Path) -> None:
     assert apart.reply("go on") == here.reply("go on")
 
 
+def _word(directory: Path, text: str) -> int:
+    """Make `text` the token that "a" was, and return its id. The texts of common tokens have about five bytes."""
+    path = directory / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    token: int = tokenizer["model"]["vocab"].pop("a")
+    tokenizer["model"]["vocab"][text] = token
+    path.write_text(json.dumps(tokenizer))
+    return token
+
+
+@pytest.mark.parametrize(("text", "turns"), [("word ", [16_384] * 64), ("x" * 128, [65_536, 0, 1])])
+def test_long_turns_of_long_tokens_have_the_texts_of_one_process(
+    text: str, turns: list[int], hostile: Callable[..., Path]
+) -> None:
+    """64 turns of 16,384 tokens have 5 MB of text. The second case is what a forger would send to stop a validator."""
+    directory = hostile()
+    token = _word(directory, text)
+    written = [[token] * length for length in turns]
+    assert ContainedRenderer(directory).decode_all(written) == Renderer.from_directory(directory).decode_all(written)
+
+
+def test_a_tokenizer_whose_tokens_are_texts_without_end_is_stopped(hostile: Callable[..., Path]) -> None:
+    directory = hostile()
+    token = _word(directory, "x" * 10_000)
+    with pytest.raises(Overreach, match=r"answered a request with \d+ bytes, limit \d+"):
+        ContainedRenderer(directory).decode([token] * 1000)
+
+
 def test_a_slow_template_and_one_that_refuses_are_as_in_one_process(hostile: Callable[..., Path]) -> None:
     slow = "{% for a in range(300) %}{% for b in range(1000) %}{% endfor %}{% endfor %}{{ messages[0].content }}"
     directory = hostile(slow)
