@@ -341,9 +341,11 @@ def _obey(renderer: Renderer, act: str, argument: Any) -> _Answer:
             case "encode":
                 ids = renderer.encode(argument)
             case "reply":
-                ids = renderer.reply(*argument)
+                ids = renderer._render_reply(
+                    *argument
+                )  # the parent caches: a second cache would take the child's memory
             case _:
-                ids = renderer.start([dict(message) for message in argument])
+                ids = renderer._render_opening(argument)
         return _Answer(
             ids=_packed(ids[: MAX_ROLLOUT_TOKENS + 1])
         )  # one token too many ends a rollout, as all of them would

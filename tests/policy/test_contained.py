@@ -143,6 +143,16 @@ def test_a_tokenizer_that_aborts_when_it_is_opened_ends_its_child_only(hostile: 
         ContainedRenderer(hostile(**ABORTS_WHEN_OPENED), QUICK)
 
 
+def test_many_long_prompts_stay_within_the_memory_of_the_child(
+    hostile: Callable[..., Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A cache of 150 prompts of 800 kB would need more than the limit; each of them needs little."""
+    renderer = ContainedRenderer(hostile("{{ messages[0].content[:9] }}"), Limits(memory_mb=100))
+    for number in range(150):
+        renderer.start([{"role": "user", "content": f"{number} {'a' * 800_000}"}])
+    assert caplog.text == "", "the child was restarted"
+
+
 def test_a_child_that_something_else_ended_gets_one_successor_with_the_same_files(
     tiny: Path, hostile: Callable[..., Path]
 ) -> None:
