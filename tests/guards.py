@@ -707,6 +707,8 @@ GUARDS = [
         ("contained-memory", ("memory_mb * 1_000_000", "(1 << 40)"),
          "test_a_template_that_loops_or_hogs_memory_ends_its_child_only"),
         ("contained-time", GONE, "test_a_child_that_loops_ends_with_its_parent"),
+        ("contained-alarm-not-ignored", GONE, "test_a_child_that_loops_ends_with_its_parent"),
+        ("contained-alarm-not-blocked", GONE, "test_a_child_that_loops_ends_with_its_parent"),
         ("contained-texts", OFF, "test_a_tokenizer_whose_tokens_are_texts_without_end_is_stopped"),
         ("contained-same-files", OFF,
          "test_a_child_that_something_else_ended_gets_one_successor_with_the_same_files"),

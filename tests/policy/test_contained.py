@@ -171,11 +171,17 @@ def _kill(renderer: ContainedRenderer) -> None:
     renderer._child._process.kill()
 
 
-def test_a_child_that_loops_ends_with_its_parent(hostile: Callable[..., Path]) -> None:
-    """Nobody is left to end it but its own alarm."""
+IGNORED = "signal.signal(signal.SIGALRM, signal.SIG_IGN);"
+BLOCKED = "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM]);"
+
+
+@pytest.mark.parametrize("first", ["", IGNORED, BLOCKED])
+def test_a_child_that_loops_ends_with_its_parent(first: str, hostile: Callable[..., Path]) -> None:
+    """Nobody is left to end it but its own alarm, whatever its parent did with that signal."""
     program = (
         "import sys, threading, time; from pathlib import Path; from shoal.policy.contained import *;"
-        "r = ContainedRenderer(Path(sys.argv[1]), Limits(time_s=1.0));"
+        + first
+        + "r = ContainedRenderer(Path(sys.argv[1]), Limits(time_s=1.0));"
         "threading.Thread(target=r.start, args=([{'role': 'user', 'content': 'hi'}],), daemon=True).start();"
         "time.sleep(0.2); print(r._child._process.pid, flush=True); os.kill(os.getpid(), 9)"
     )
