@@ -217,6 +217,8 @@ class _Child:
         )  # fmt: skip
         assert self._process.stdin is not None and self._process.stdout is not None
         self._to, self._from = self._process.stdin.fileno(), self._process.stdout.fileno()
+        self._answers = select.poll()  # `select.select` fails above descriptor 1023
+        self._answers.register(self._from, select.POLLIN)
         self.end = weakref.finalize(self, _end, self._process)
 
     def ask(self, request: bytes, limit_s: float, kind: type[T], max_bytes: int = MAX_FRAME_BYTES) -> T:
@@ -239,8 +241,7 @@ class _Child:
     def _read(self, size: int, until: float) -> bytes:
         data = bytearray()
         while len(data) < size:
-            ready, _, _ = select.select([self._from], [], [], max(0.0, until - time.monotonic()))
-            if not ready:
+            if not self._answers.poll(max(0.0, until - time.monotonic()) * 1000):
                 raise _Gone("took too long")
             piece = os.read(self._from, min(size - len(data), 1 << 20))
             if not piece:

@@ -1,6 +1,8 @@
 """What a run's tokenizer and chat template can do to a machine that joined: nothing but stop its own child process."""
 
 import json
+import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -66,6 +68,19 @@ def test_the_child_gives_the_same_tokens_and_texts(tiny: Path) -> None:
     with pytest.raises(ValueError):
         apart.start([{"role": "user", "content": "\ud800"}])
     assert apart.reply("go on") == here.reply("go on")
+
+
+def test_a_node_with_many_open_files_has_a_child_too(tiny: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert hard == resource.RLIM_INFINITY or hard >= 2048
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+    opened = [os.open(os.devnull, os.O_RDONLY) for _ in range(1024)]
+    try:
+        assert ContainedRenderer(tiny).start(HELLO) == Renderer.from_directory(tiny).start(HELLO)
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def _word(directory: Path, text: str) -> int:
