@@ -707,6 +707,7 @@ GUARDS = [
         ("contained-memory", ("memory_mb * 1_000_000", "(1 << 40)"),
          "test_a_template_that_loops_or_hogs_memory_ends_its_child_only"),
         ("contained-time", GONE, "test_a_child_that_loops_ends_with_its_parent"),
+        ("contained-memory-watched", OFF, "test_where_the_system_has_no_limit_of_memory_the_child_is_watched"),
         ("contained-alarm-not-ignored", GONE, "test_a_child_that_loops_ends_with_its_parent"),
         ("contained-alarm-not-blocked", GONE, "test_a_child_that_loops_ends_with_its_parent"),
         ("contained-texts", OFF, "test_a_tokenizer_whose_tokens_are_texts_without_end_is_stopped"),

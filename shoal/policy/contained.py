@@ -42,6 +42,12 @@ MAX_TOKEN_BYTES = 1024
 GRACE_S = 5.0
 """The child ends itself at its time limit. We end it if it has not done so this much later."""
 
+SYSTEM_LIMITS_MEMORY = sys.platform == "linux"
+"""Whether the system keeps a process within its address space. macOS does not: there we look at the child ourselves."""
+
+_LOOK_S = 0.05
+"""How often we look."""
+
 _NO_MEMORY = 77
 """Exit code of a child that reached its limit of memory."""
 
@@ -56,7 +62,7 @@ class Limits(NamedTuple):
     """What the child may take."""
 
     memory_mb: int = 1024
-    """Address space beyond what it has before it opens the first file."""
+    """Address space beyond what it has before it opens the first file. Where we look ourselves, all its memory."""
     time_s: float = 10.0
     """Wall time for one text."""
     open_s: float = 60.0
@@ -209,9 +215,11 @@ class _Child:
     """A running child. It ends when this object goes, and when this process ends."""
 
     def __init__(self, limits: Limits) -> None:
+        self._memory_bytes = limits.memory_mb * 1_000_000
+        memory_mb = limits.memory_mb if SYSTEM_LIMITS_MEMORY else 1 << 20  # no limit
         program = "import sys; sys.path[:] = sys.argv[3:]; from shoal.policy.contained import serve; serve()"
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-c", program, str(limits.memory_mb), str(limits.time_s), *sys.path],
+            [sys.executable, "-I", "-c", program, str(memory_mb), str(limits.time_s), *sys.path],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0,
             env=child_environment(1), start_new_session=True,
         )  # fmt: skip
@@ -241,13 +249,26 @@ class _Child:
     def _read(self, size: int, until: float) -> bytes:
         data = bytearray()
         while len(data) < size:
-            if not self._answers.poll(max(0.0, until - time.monotonic()) * 1000):
-                raise _Gone("took too long")
+            self._wait(until)
             piece = os.read(self._from, min(size - len(data), 1 << 20))
             if not piece:
                 raise self._why("")
             data += piece
         return bytes(data)
+
+    def _wait(self, until: float) -> None:
+        """Until there is something to read. Raises `_Gone` if the child is beyond a limit before that."""
+        while not self._answers.poll(1000 * max(0.0, min(_LOOK_S, until - time.monotonic()))):
+            if time.monotonic() >= until:
+                raise _Gone("took too long")
+            if not SYSTEM_LIMITS_MEMORY and self._memory() > self._memory_bytes:  # guard: contained-memory-watched
+                raise _Gone("took too much memory", certain=True)
+
+    def _memory(self) -> int:
+        """Bytes that the child has in memory; 0 if it has ended, which the pipe then shows."""
+        with contextlib.suppress(psutil.Error):
+            return psutil.Process(self._process.pid).memory_info().rss
+        return 0
 
     def _why(self, error: str) -> _Gone:
         """How a child ended that closed its pipe or sent something wrong."""

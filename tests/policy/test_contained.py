@@ -19,6 +19,7 @@ from shoal.envs.conversation import Conversation
 from shoal.envs.load import load_env
 from shoal.envs.play import play_block
 from shoal.errors import Overreach, StateError
+from shoal.policy import contained
 from shoal.policy.contained import ContainedRenderer, Limits
 from shoal.policy.render import Renderer
 from shoal.policy.tiny import make_tiny
@@ -134,6 +135,22 @@ def test_a_template_that_loops_or_hogs_memory_ends_its_child_only(
         renderer.start(HELLO)
     assert time.monotonic() - began < 30 and "\n" not in str(stopped.value)
     assert child.returncode is not None and renderer._child is None
+
+
+GROWS = (
+    "{% set all = namespace(texts=[]) %}{% for a in range(9999) %}"
+    "{% set all.texts = all.texts + [messages[0].content * 10000] %}{% endfor %}"
+)
+"""Adds 110 kB at a time, 1.1 GB in all."""
+
+
+def test_where_the_system_has_no_limit_of_memory_the_child_is_watched(
+    hostile: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(contained, "SYSTEM_LIMITS_MEMORY", False)
+    renderer = ContainedRenderer(hostile(GROWS), QUICK._replace(time_s=10.0))
+    with pytest.raises(Overreach, match=r"took too much memory.*200 MB"):
+        renderer.start(HELLO)
 
 
 ABORTS = {"padding": {
