@@ -22,7 +22,7 @@ from shoal.config import TinyPolicy, load_run
 from shoal.errors import ConfigError, PeerError
 from shoal.folder import RunFolder
 from shoal.launch import doctor
-from shoal.launch.local import check_first_policy
+from shoal.launch.local import check_first_policy, locked
 from shoal.policy.tiny import make_tiny
 
 COMMANDS = (
@@ -283,6 +283,19 @@ def test_an_environment_of_the_user_is_checked(tmp_path: Path) -> None:
     )
     broken = shoal("env", "check", "./my_env.py", cwd=tmp_path)
     assert broken.returncode == 1 and "failed   right player" in broken.stdout
+
+
+@pytest.mark.parametrize("command", ["join", "validate"])
+def test_a_second_node_in_one_home_is_refused_in_one_line(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both would have one key and one folder of weights: the first that left would end the other's leases."""
+    monkeypatch.setattr("shoal.launch.local.LOCK_WAIT_S", 0.2)
+    with locked(tmp_path):
+        assert cli.main([command, "not a url", "--home", str(tmp_path)]) != 0
+    said = capsys.readouterr().err
+    assert f"{tmp_path} is in use by another shoal (process {os.getpid()})" in said and "--home" in said
+    assert said.count("\n") == 1 and not (tmp_path / "node.key").exists()
 
 
 def test_doctor_measures_this_machine() -> None:

@@ -5,6 +5,8 @@ torch.
 """
 
 import argparse
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,26 +60,35 @@ def _add_limits(p: argparse.ArgumentParser) -> None:
 
 def join(args: argparse.Namespace) -> None:
     demand_torch()
-    from shoal.config import node_home
     from shoal.roles import worker
 
     log_to_stderr()
-    worker.main(
-        args.url, args.home or node_home(), args.threads or cores(), args.max_memory, args.name,
-        max_disk_mb=args.max_disk,
-    )  # fmt: skip
+    with _home(args) as home:
+        worker.main(
+            args.url, home, args.threads or cores(), args.max_memory, args.name, max_disk_mb=args.max_disk,
+        )  # fmt: skip
 
 
 def validate(args: argparse.Namespace) -> None:
     demand_torch()
-    from shoal.config import node_home
     from shoal.roles import validator
 
     log_to_stderr()
-    validator.main(
-        args.url, args.home or node_home(), args.threads or cores(), max_disk_mb=args.max_disk,
-        max_memory_mb=args.max_memory,
-    )  # fmt: skip
+    with _home(args) as home:
+        validator.main(
+            args.url, home, args.threads or cores(), max_disk_mb=args.max_disk, max_memory_mb=args.max_memory
+        )
+
+
+@contextlib.contextmanager
+def _home(args: argparse.Namespace) -> Iterator[Path]:
+    """The folder of the node's key and weights, for this process alone: two with one key would end each other's leases."""
+    from shoal.config import node_home
+    from shoal.launch.local import locked
+
+    home = args.home or node_home()
+    with locked(home, "give this node another folder with --home"):  # guard: one-node-in-a-home
+        yield home
 
 
 def train(args: argparse.Namespace) -> None:

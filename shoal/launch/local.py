@@ -44,16 +44,16 @@ LOCK_WAIT_S = 5.0
 
 
 @contextlib.contextmanager
-def locked(run_dir: Path) -> Iterator[int]:
-    """Hold a run folder for one launcher and its roles; yields the descriptor that the roles inherit.
+def locked(run_dir: Path, instead: str = "give this run another folder with --out") -> Iterator[int]:
+    """Hold a run folder for one launcher and its roles, or a home for one node; yields the descriptor that roles inherit.
 
-    Raises `StateError` when another launch is alive.
+    Raises `StateError` when another process holds it. `instead` says what the user can do then.
     """
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         fd = os.open(run_dir / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
-        raise StateError(f"cannot write to {run_dir}: {cause_of(error)}. Give another folder with --out") from None
+        raise StateError(f"cannot write to {run_dir}: {cause_of(error)}. Free some space, or {instead}") from None
     try:
         deadline = time.monotonic() + LOCK_WAIT_S
         while True:
@@ -64,8 +64,7 @@ def locked(run_dir: Path) -> Iterator[int]:
                 if time.monotonic() > deadline:
                     holder = os.pread(fd, 32, 0).decode(errors="replace").strip() or "?"
                     raise StateError(
-                        f"{run_dir} is in use by another shoal (process {holder}): stop that one first, "
-                        "or give this run another folder with --out"
+                        f"{run_dir} is in use by another shoal (process {holder}): stop that one first, or {instead}"
                     ) from None
                 time.sleep(0.1)
         os.ftruncate(fd, 0)
