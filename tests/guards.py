@@ -514,6 +514,7 @@ GUARDS = [
     ),
     *_needed_by("tests/net/test_stopping.py",
         ("second-signal-ends", GONE, "test_a_second_signal_ends_a_process_at_once_while_a_thread_works"),
+        ("one-stop-of-two-signals", ("ONE_STOP_S", "0"), "test_two_signals_at_once_are_one_stop"),
     ),
     *_needed_by("tests/net/test_client.py",
         ("short-refusals", ("refusal.error[:MAX_REASON_CHARS]", "refusal.error"),

@@ -15,6 +15,9 @@ log = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
+ONE_STOP_S = 0.5
+"""Signals this soon after the first belong to the same stop: a terminal, a shell and a supervisor may each send one."""
+
 
 class Stopping:
     """Whether this process has been told to stop."""
@@ -44,15 +47,22 @@ class Stopping:
 
     @contextlib.contextmanager
     def at_signals(self) -> Iterator[None]:
-        """Stop at the first SIGINT or SIGTERM. The second one ends the process at once.
+        """Stop at the first SIGINT or SIGTERM. The next one ends the process at once, if it comes after `ONE_STOP_S`.
 
         The system ends it: an exception would wait until the threads of the event loop have finished their work.
         """
         loop = asyncio.get_running_loop()
 
+        begun: list[asyncio.TimerHandle] = []
+
         def first(number: int) -> None:
+            if begun:
+                return
             log.info("stopping after the work in hand (%s; once more to stop at once)", signal.Signals(number).name)
             self.set()
+            begun.append(loop.call_later(ONE_STOP_S, next_one_ends))  # guard: one-stop-of-two-signals
+
+        def next_one_ends() -> None:
             for each in SIGNALS:
                 loop.remove_signal_handler(each)
                 signal.signal(each, signal.SIG_DFL)  # guard: second-signal-ends
@@ -62,6 +72,8 @@ class Stopping:
         try:
             yield
         finally:
+            for timer in begun:
+                timer.cancel()
             for number in SIGNALS:
                 loop.remove_signal_handler(number)
             signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -7,6 +7,8 @@ import time
 
 import pytest
 
+from shoal.net.stopping import ONE_STOP_S
+
 BUSY = """
 import asyncio, time
 from shoal.net.stopping import Stopping
@@ -34,12 +36,22 @@ def begin(work_s: float) -> "subprocess.Popen[str]":
 def test_a_second_signal_ends_a_process_at_once_while_a_thread_works(number: signal.Signals) -> None:
     process = begin(20.0)
     process.send_signal(number)
-    time.sleep(0.3)
+    time.sleep(ONE_STOP_S + 0.5)
     assert process.poll() is None, "the first signal must wait for the work in hand"
     began = time.monotonic()
     process.send_signal(number)
     assert process.wait(timeout=30) == -number
     assert time.monotonic() - began < 2
+
+
+def test_two_signals_at_once_are_one_stop() -> None:
+    """As of a Ctrl-C that the terminal sends to all of a group, and that their parent passes on."""
+    process = begin(2.0)
+    process.send_signal(signal.SIGTERM)
+    time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=30)[0] == "left True\n" and process.returncode == 0
 
 
 def test_a_first_signal_lets_the_work_finish() -> None:
