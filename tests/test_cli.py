@@ -361,6 +361,23 @@ def test_doctor_follows_no_redirect(monkeypatch: pytest.MonkeyPatch) -> None:
     assert paths == ["/healthz"]
 
 
+def test_doctor_waits_for_no_header_that_has_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each read of it is in time, all of them together are not."""
+    monkeypatch.setattr(doctor, "ANSWER_S", 1.0)
+
+    def drip(handler: http.server.BaseHTTPRequestHandler) -> None:
+        until = time.monotonic() + 12
+        with contextlib.suppress(OSError):
+            handler.wfile.write(b"HTTP/1.1 200 OK\r\nx: ")
+            while time.monotonic() < until:
+                handler.wfile.write(b"x")
+                time.sleep(0.05)
+
+    began = time.monotonic()
+    line = ask_clock(monkeypatch, drip)
+    assert line.state == "missing" and "no answer within 1 s" in line.found and time.monotonic() - began < 10
+
+
 def test_doctor_reads_no_body_that_has_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
     def drip(handler: http.server.BaseHTTPRequestHandler) -> None:
         handler.send_response(200)

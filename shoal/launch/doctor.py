@@ -3,6 +3,7 @@
 Called by `shoal doctor`. It changes nothing that stays, needs no network, and imports torch only to measure it.
 """
 
+import asyncio
 import importlib.metadata
 import importlib.util
 import os
@@ -27,6 +28,10 @@ from shoal.protocol.constants import SIGNATURE_WINDOW_S
 MIN_MEMORY_GB, MIN_DISK_GB, MIN_OPEN_FILES = 2.0, 1.0, 256
 MEASURE_S = 0.4
 """Time to measure one speed."""
+
+
+ANSWER_S = 5.0
+"""A host answers within this, or it does not answer."""
 
 
 class Line(NamedTuple):
@@ -137,15 +142,13 @@ def _clock(url: str) -> Line:
         )
         return Line("note", "clock", "offset unknown", remedy)
     try:
-        tls = url.startswith("https:")  # certificates take longer to load than the answer to come
-        with httpx.stream("GET", f"{url.rstrip('/')}/healthz", timeout=5, trust_env=False, verify=tls) as answer:
-            pass  # the header is enough: a body may have no end
+        answer = asyncio.run(_header(f"{url.rstrip('/')}/healthz"))
         if answer.is_redirect:
             raise ValueError(f"it redirects to {answer.headers.get('location', '')[:200]!r}, which is not followed")
         if answer.status_code != 200:
             raise ValueError(f"HTTP {answer.status_code}")
         offset_s = time.time() - parsedate_to_datetime(answer.headers.get("date", "")).timestamp()
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError, TypeError) as error:
+    except (httpx.HTTPError, httpx.InvalidURL, TimeoutError, ValueError, TypeError) as error:
         remedy = "check the URL and that the run is hosted now"
         return Line("missing", "clock", f"{url} does not answer: {cause_of(error)}", remedy)
     if abs(offset_s) < SIGNATURE_WINDOW_S:
@@ -156,6 +159,17 @@ def _clock(url: str) -> Line:
         f"{offset_s:+.0f} s from {url}, limit {SIGNATURE_WINDOW_S} s",
         "set this machine's clock (timedatectl set-ntp true)",
     )
+
+
+async def _header(url: str) -> httpx.Response:
+    """An answer without its body, which may have no end. Raises `TimeoutError` if the header is not here in time."""
+    tls = url.startswith("https:")  # certificates take longer to load than the answer to come
+    async with httpx.AsyncClient(timeout=None, trust_env=False, verify=tls) as client:
+        try:
+            async with asyncio.timeout(ANSWER_S), client.stream("GET", url) as answer:
+                return answer
+        except TimeoutError:
+            raise TimeoutError(f"no answer within {ANSWER_S:g} s") from None
 
 
 def _open_files() -> Line:
