@@ -134,6 +134,7 @@ def check_one_line(result: subprocess.CompletedProcess[str], *expected: str) -> 
         (["join", "not a url"], "not a url"),
         (["join", "ftp://host"], "http"),
         (["join", "http://127.0.0.1:9", "--threads", "0"], "whole number above 0"),
+        (["validate", "http://127.0.0.1:9", "--max-disk", "-1"], "whole number above 0"),
         (["eval", "nowhere", "--env", "wordle"], "nowhere"),
         (["env", "check", "wordel"], "did you mean wordle"),
         (["env", "check", "./none.py"], "none.py"),
