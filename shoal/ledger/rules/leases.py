@@ -306,7 +306,7 @@ def cause_of_lease_lapsed(body: LeaseLapsed, here: Here) -> Cause | None:
 
 def _kick_created(here: Here) -> int:
     """When the host signed the kick that took leases."""
-    changes = (entry.body for entry in here.entries[here.place :][: MAX_OPEN_LEASES + 1])
+    changes = (entry.body for entry in here.entries[here.place : here.place + MAX_OPEN_LEASES + 1])
     return next((body.created for body in changes if isinstance(body, RulesChanged)), 0)
 
 
