@@ -81,7 +81,6 @@ async def _call(url: str, key_file: Path, action: str, node: str) -> tuple[Statu
         request = AdminRequest(node)
         status = await client.post_json(f"/v1/admin/{action}", request, Status, deadline_s=ADMIN_DEADLINE_S)
         nodes = await client.get_json("/v1/nodes", list[NodeState], deadline_s=ADMIN_DEADLINE_S)
-    judging = {
-        n.key for n in nodes if n.role == "validator" and n.standing not in ("kicked", "suspended") and not n.left
-    }
+    validators = (n for n in nodes if n.role == "validator" and not n.left)
+    judging = {n.key for n in validators if n.standing not in ("kicked", "suspended")}
     return status, judging | ({node} if action == "admit" else set())

@@ -229,7 +229,7 @@ def _workers(snapshot: Snapshot) -> RenderableType:
         cheats = node.name in snapshot.cheaters
         table.add_row(
             Text(printable(node.name) + (" (cheats)" if cheats else ""), style="red" if cheats else ""),
-            Text(node.standing, style=_STANDING_STYLE.get(node.standing, "")),
+            Text(node.standing + (", left" if node.left else ""), style=_STANDING_STYLE.get(node.standing, "")),
             f"{node.accepted:,}",
             Text(f"{node.refused:,}", style="red" if node.refused else ""),
             f"{node.lapsed:,}",

@@ -34,6 +34,11 @@ def test_the_picture_shows_progress_workers_and_what_the_run_waits_for(snapshot:
     assert "validator-0" not in text
 
 
+def test_the_picture_says_which_workers_left(snapshot: Snapshot) -> None:
+    gone = tuple(msgspec.structs.replace(node, left=node.name == "worker-0") for node in snapshot.nodes)
+    assert "good, left" in shown(render(replace(snapshot, nodes=gone)))
+
+
 def test_the_picture_says_that_a_run_is_starting() -> None:
     text = shown(render(Snapshot("wordle", "runs/wordle", 90, notice="starting the coordinator")))
     assert "starting the coordinator" in text and "no worker has joined yet" in text and "step 0/90" in text

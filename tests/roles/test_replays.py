@@ -120,7 +120,8 @@ def test_requests_of_a_worker_that_left_get_nothing(night, restarted):
         night.now += 1
         assert await night.lease()
         night.now += 1
-        assert (await night.leave()).lapsed == 1
+        told = await night.leave()
+        assert told.lapsed == 1 and told.left
         before = night.desk.state.seq
         if restarted:
             night.restart()

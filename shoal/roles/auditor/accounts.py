@@ -96,7 +96,7 @@ def balances(state: State) -> list[str]:
         if node.role == "worker":
             lines.append(
                 f"{printable(node.name)[:20]:<20} {key[:12]} {node.credits:>9} {node.accepted:>8} {node.refused:>7} "
-                f"{_lapses(state, key):>12}  {node.standing}"
+                f"{_lapses(state, key):>12}  {node.standing}{', left' if node.left else ''}"
             )
     lines.append(f"{state.issued} tokens paid; replayed to event {state.seq}, head {state.head[:12]}")
     return lines
