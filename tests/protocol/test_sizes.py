@@ -2,6 +2,7 @@
 
 import math
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -16,7 +17,7 @@ from shoal.protocol.sizes import (
     most_lease_groups,
     submission_bytes,
 )
-from shoal.protocol.wire import to_json, to_msgpack
+from shoal.protocol.wire import from_json, to_json, to_msgpack
 
 HASH, REWARD, ENV = "f" * 64, -0.12345678901234567, "/home/somebody/environments/wordle.py"
 
@@ -34,6 +35,15 @@ def submission(num_groups, group_size, max_tokens, proofs):
     facts = t.EngineFacts("shoal-local/torch-2.13.0", "bfloat16", "cuda")
     proven = (proof,) * num_groups if proofs else ()
     return to_msgpack(t.Submission("r" * 32, "123456", 4095, (group,) * num_groups, proven, facts))
+
+
+@pytest.mark.parametrize("field", ["run", "lease", "digest", "head", "signature"])
+def test_a_receipt_that_would_fill_a_workers_disk_is_refused(field):
+    """A worker keeps a receipt for each lease."""
+    honest = t.Receipt("r" * 32, "123456", HASH, 2**62, HASH, 1.7e9 + 1 / 3, "s" * 128)
+    assert from_json(to_json(honest), t.Receipt) == honest
+    with pytest.raises(ValueError, match=field):
+        from_json(to_json(msgspec.structs.replace(honest, **{field: "x" * 129})), t.Receipt)
 
 
 @pytest.mark.parametrize("shape", [(1, 2, 8, False), (7, 4, 100, True), (3, 16, 2000, False), (16, 8, 33, True)])

@@ -5,8 +5,9 @@ Bulk arrays travel as little-endian bytes; `Rollout` gives them back as numpy ar
 Axes: T tokens of one rollout, P tokens of it that the policy wrote (P <= T).
 """
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -16,6 +17,9 @@ from shoal.protocol.types.run import Sampling
 
 ENVIRONMENT, POLICY = 0, 1
 """Authors of a token."""
+
+Short = Annotated[str, msgspec.Meta(max_length=128)]  # guard: receipt-is-short
+"""A hash, a key, a signature or a number, as text."""
 
 Ending = Literal["environment", "length", "error", "stop"]
 """What ended a rollout: the environment, a token limit, an exception in the environment, or a stop of the policy itself
@@ -163,12 +167,12 @@ class Submission(Message, frozen=True):
 
 class Receipt(Message, frozen=True):
     """Signed by the run key over the receipt with an empty signature. So the host cannot deny that it booked this
-    submission as event `seq`, with the log's head `head`."""
+    submission as event `seq`, with the log's head `head`. Workers keep every receipt, so its texts are bounded."""
 
-    run: str
-    lease: str
-    digest: str
+    run: Short
+    lease: Short
+    digest: Short
     seq: int
-    head: str
+    head: Short
     time: float
-    signature: str
+    signature: Short
