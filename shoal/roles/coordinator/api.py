@@ -226,9 +226,8 @@ async def post_nodes(api: Api, request: Request) -> Response:
 
 async def post_leave(api: Api, request: Request) -> Response:
     caller, _ = await api.caller(request)
-    api.asked.refuse_older(
-        caller
-    )  # it left, came back, and has asked for a lease since  # guard: leave-that-comes-late
+    # A leave that comes late is refused if the node came back and has asked for a lease since.
+    api.asked.refuse_older(caller)  # guard: leave-that-comes-late
     await api.desk.book.submit(Leave(caller.key, api.desk.clock(), caller.created))
     return answer(node_state(api.desk.state.members[caller.key]))
 
