@@ -105,6 +105,8 @@ class Key:
     """Lapsed leases that cost no pay."""
     dropped: int = 0
     """Leases that lapsed in a row."""
+    owes: int = 0
+    """Groups of later pay that an earlier lapse costs."""
     free_at: int = 0
     """Turn in which it takes its next lease."""
     slashed: bool = False
@@ -193,6 +195,7 @@ class Worker:
         """Nothing vests while a recheck is due."""
         key.valid += blocks
         key.escrow += blocks * self.terms.groups
+        self._settle(key)
         if not again:
             self._vest(key)
 
@@ -205,9 +208,17 @@ class Worker:
     def _lapse(self, key: Key, blocks: int) -> None:
         key.lapsed, key.dropped = key.lapsed + 1, key.dropped + 1
         key.free_at += lapse_turns(key.dropped)
-        if key.escrow and key.lapsed > 1 + LAW.free_lapses * key.leases:
+        if key.lapsed > 1 + LAW.free_lapses * key.leases:
             key.lapsed -= 1
-            self._burn(key, min(key.escrow, blocks * self.terms.groups))
+            lost = min(key.escrow, blocks * self.terms.groups)
+            key.owes = max(key.owes, blocks * self.terms.groups - lost)
+            self._burn(key, lost)
+
+    def _settle(self, key: Key) -> None:
+        """New pay settles first what an earlier lapse cost."""
+        lost = min(key.owes, key.escrow)
+        key.owes -= lost
+        self._burn(key, lost)
 
     def _burn(self, key: Key, groups: int) -> None:
         key.escrow -= groups
@@ -257,8 +268,11 @@ class Worker:
             self._slash(key)
         elif blamed:
             self._refuse(key)
-        elif not again:
-            self._vest(key)
+        else:
+            if weighed.accepted:
+                self._settle(key)
+            if not again:
+                self._vest(key)
 
     def _refuse(self, key: Key) -> None:
         self._burn(key, min(key.escrow, LAW.refused_blocks * self.terms.groups))

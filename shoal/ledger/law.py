@@ -32,7 +32,10 @@ WHAT_CHANGED = {
     "validators judge the oldest submissions first, keep their turns while they do, and are skipped for a while after "
     "missed or late turns; turns last as long as the middle validator's checks need; slow validators are seldom first; "
     "rechecks wait for validators at work, and are more frequent for validators with few confirmed verdicts; "
-    "times do not fall, and a submission stores when it was signed, close to the time of its event",
+    "times do not fall, and a submission stores when it was signed, close to the time of its event; "
+    "leases have a soft time, after which others may hold the same blocks; the last batch of a version waits for all of "
+    "its blocks; deadlines and sizes of leases follow from the time that a worker took before; workers without accepted "
+    "work share a part of the blocks; a lapse without pay to lose is owed",
 }
 """By version of the rules: how they differ from the version before. This code makes the events and decisions of each of
 these versions exactly as the code that wrote them. Logs of other versions are reported as not checked."""
@@ -107,6 +110,26 @@ class Law(Message, frozen=True):
     names and engines; each writes about 500 bytes."""
     rejoin_s: float = 60.0
     """Seconds after which such a key may join once more. Less lets one key write more of the log: 1 s makes 40 MB a day."""
+    soft_times: float = 2.0
+    """A lease's soft time, as a multiple of the time that its worker should need. Less makes the same block twice whenever
+    a worker is a little late; more makes the run wait longer for a worker that holds what it does not like."""
+    least_soft_s: float = 5.0
+    """Shortest soft time: a machine that does something else for a moment is not late."""
+    deadline_times: float = 4.0
+    """A lease's deadline, as a multiple of the same time, within `lease_s` and `lease_s` for each block. More lets a worker
+    hold many blocks for long; less lapses the leases of honest workers whose speed varies."""
+    patience_times: float = 6.0
+    """How long a batch waits for a block of a worker with a good record, as a multiple of the usual time for a block. More
+    lets workers that are slow on purpose hold up a run; at 4, one of a quarter of the usual speed has no time to spare."""
+    block_workers: int = 4
+    """Workers that may be leased one block. The slots of a block that so many gave back are void. Fewer lets workers that
+    choose make a block void; more lets them delay a batch longer."""
+    unfilled_share: float = 0.1
+    """A worker is given blocks that others left only while it has left at most this share of its own to others. More lets
+    workers that choose pass a block among themselves; less shuts out honest workers that fail at times."""
+    stranger_share: float = 0.125
+    """Workers without accepted work hold at most this share of the blocks in flight, but always one, while there are
+    workers with accepted work. More lets fresh keys hold up more of a run; less makes newcomers wait longer."""
 
     def audit_rate(self, valid_blocks: int, steady: float) -> float:
         """Share of a worker's groups that is audited; `steady` is the run's own rate."""
@@ -140,7 +163,8 @@ LAW = Law()
 BEFORE_LAWS = Law(
     version=0, probation_blocks=10, trust=3.0, recheck_rate=0.05, vesting_blocks=40, refused_blocks=8, turn_s=30.0,
     missed_turns=2, dispute_s=600.0, most_verdicts=3, soft_failures=3, validator_faults=3, max_quarantine_s=3600.0,
-    free_lapses=0.05, stale_margin=0.1, max_lapse_wait_s=3600.0, lease_target_s=20.0,
+    free_lapses=0.05, stale_margin=0.1, max_lapse_wait_s=3600.0, lease_target_s=20.0, soft_times=2.0, least_soft_s=5.0,
+    deadline_times=4.0, patience_times=6.0, block_workers=4, unfilled_share=0.1, stranger_share=0.125,
 )  # fmt: skip
 """The constants of logs that name no law, written out: they must not follow `Law`'s defaults."""
 

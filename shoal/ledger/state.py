@@ -98,10 +98,20 @@ class Member(msgspec.Struct):
     turns: TurnsRecord = msgspec.field(default_factory=TurnsRecord)
     rejoins_until: float = 0.0
     """When its changed joins no longer count, seconds since the epoch: each counts for `Law.rejoin_s`, in turn."""
+    given: int = 0
+    """Blocks ever leased to it."""
+    unfilled: int = 0
+    """Of these, blocks that it dropped, and blocks that a worker filled before it that was leased them later."""
+    pace_s: float = 0.0
+    """Seconds that it takes for a block, smoothed over its submissions; 0 before the first."""
+    sent_at: float = 0.0
+    """When it last submitted, seconds since the epoch."""
+    owes: int = 0
+    """Groups whose pay it will lose for a lapse, because it had no pay to lose then."""
 
 
 class LeaseRecord(msgspec.Struct):
-    """A lease: open, lapsed, stale, submitted or decided."""
+    """A lease: open, lapsed, stale, overtaken, submitted or decided."""
 
     id: str
     worker: str
@@ -112,6 +122,11 @@ class LeaseRecord(msgspec.Struct):
     deadline: float
     status: str = "open"
     submission: str = ""
+    soft: float = 0.0
+    """From then on, another worker may lease the same blocks, seconds since the epoch; 0 in logs before version 2 of the
+    rules, which means never."""
+    unfilled: int = 0
+    """Blocks that count as `Member.unfilled`."""
 
 
 class BlockRecord(msgspec.Struct):
@@ -119,7 +134,13 @@ class BlockRecord(msgspec.Struct):
 
     status: str
     lease: str
-    """Its latest lease."""
+    """The lease that filled it; before that, the newest one that may."""
+    claims: list[str] = []
+    """Leases that may still fill it, oldest first: open, or submitted and not decided."""
+    holders: list[str] = []
+    """Key of each worker that was ever leased it, in that order."""
+    free_since: float = 0.0
+    """When it was last given back, seconds since the epoch."""
     dropped_by: str = ""
     """Key whose lease of it lapsed last; empty again once the block is submitted."""
     dropped_at: float = 0.0
@@ -311,6 +332,21 @@ class State(msgspec.Struct, dict=True):
         """A lease is not open any more, and the clock will not end it."""
         self.open_leases.remove(lease.id)
         self.forget(lease.deadline, "lease", lease.id)
+        self.forget(lease.soft, "soft", lease.id)
+
+    def release(self, lease: LeaseRecord, blocks: Iterable[int], now: float) -> None:
+        """A lease will not fill these blocks any more. Those that no other lease may fill are free."""
+        stream = self.stream_of(lease)
+        for number in blocks:
+            block = stream.versions[lease.version].blocks[number]
+            block.claims = [name for name in block.claims if name != lease.id]
+            if block.claims:  # guard: other-holder-keeps-it
+                block.lease = block.claims[-1]
+                sent = any(self.leases[name].status == "submitted" for name in block.claims)
+                block.status = "submitted" if sent else "leased"
+            elif block.status != "done":  # guard: done-stays-done
+                block.free_since = now
+                stream.give_back(lease.version, (number,))
 
     def slots_of(self, lease: LeaseRecord) -> list[int]:
         """Slots of a lease, in the order of its groups."""

@@ -49,9 +49,6 @@ _CAUSES: dict[type[Body], Callable[[Any, Here], Cause | None]] = {
 _LINES: dict[type[Body], Callable[[Any, Told], Iterator[CreditLine]]] = {
     kind: lines_of_x for _, rules in SUBJECTS for kind, lines_of_x in rules.LINES.items()
 }
-_FITS: dict[type[Body], Callable[[Any, Body], bool]] = {
-    kind: fits_x for _, rules in SUBJECTS for kind, fits_x in getattr(rules, "FITS", {}).items()
-}
 
 KINDS = {kind: event for kind, (event, _) in _EVENTS.items()}
 """Type of each kind of event."""
@@ -102,12 +99,6 @@ def cause_of(body: Body, here: Here) -> Cause | None:
     """The command behind an event; None for events that only ever follow from others."""
     find = _CAUSES.get(type(body))
     return find(body, here) if find else None
-
-
-def fits(body: Body, due: Body) -> bool:
-    """Whether an event is the one that is due."""
-    match_x = _FITS.get(type(body))
-    return match_x(body, due) if match_x else body == due
 
 
 def lines_of(body: Body, told: Told) -> Iterator[CreditLine]:

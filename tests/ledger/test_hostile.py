@@ -297,6 +297,7 @@ def test_a_link_is_not_published_while_a_submission_of_its_version_waits(tmp_pat
     waiting = world.submit(WORKER, world.lease(WORKER))
     while world.state.main.version < 3:
         world.serve("b" * 64, by=JUDGES[0])
+        world.now += 20.0
         if world.state.main.version in world.state.main.batches:
             version = world.state.main.version + 1
             links = {v: ("00" * 32, "11" * 32) for v, kept in world.state.main.versions.items() if not kept.revealed}

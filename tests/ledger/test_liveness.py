@@ -6,7 +6,7 @@ import pytest
 from shoal.ledger.answers import Refused, Wait
 from shoal.ledger.facts.leases import ReturnLeases
 from shoal.ledger.facts.run import Tick
-from shoal.ledger.law import LAW
+from shoal.ledger.law import LAW, as_version
 from shoal.ledger.rules.verdicts import to_judge
 from shoal.ledger.state import TurnsRecord, state_hash
 from shoal.ledger.turns import silent
@@ -144,7 +144,17 @@ LEASE_S = 10.0
 @pytest.fixture
 def run(tmp_path):
     """A synchronous run with one worker whose work was accepted and two without accepted work."""
-    world = World(tmp_path, steps=200, max_staleness=0, lease_s=LEASE_S, batch_groups=8)
+    return run_under(tmp_path, LAW)
+
+
+@pytest.fixture
+def old_run(tmp_path):
+    """The same under rules in which a worker gets no new block while a free one is withheld from it."""
+    return run_under(tmp_path, as_version(LAW, 1))
+
+
+def run_under(tmp_path, law):
+    world = World(tmp_path, steps=200, max_staleness=0, lease_s=LEASE_S, batch_groups=8, law=law)
     for key in (PROVEN, STRANGER, NEWCOMER):
         world.enter(key)
     world.publish()
@@ -208,38 +218,38 @@ def test_leases_given_back_at_the_same_moment_count_as_one_drop(run):
     assert (node.lapsed, node.dropped) == (2, 1)
 
 
-def test_a_block_that_a_newcomer_dropped_goes_to_a_worker_with_accepted_work(run):
-    lost = drop(run, STRANGER)
+def test_a_block_that_a_newcomer_dropped_goes_to_a_worker_with_accepted_work(old_run):
+    lost = drop(old_run, STRANGER)
     with pytest.raises(Wait, match="withheld for other workers"):
-        run.lease(NEWCOMER)
-    assert run.lease(PROVEN).blocks == lost.blocks
-    assert run.audit().findings == []
+        old_run.lease(NEWCOMER)
+    assert old_run.lease(PROVEN).blocks == lost.blocks
+    assert old_run.audit().findings == []
 
 
-def test_a_block_that_no_proven_worker_takes_in_time_goes_to_a_newcomer(run):
-    lost = drop(run, STRANGER)
-    waited_s, lease = wait_of(run, NEWCOMER)
+def test_a_block_that_no_proven_worker_takes_in_time_goes_to_a_newcomer(old_run):
+    lost = drop(old_run, STRANGER)
+    waited_s, lease = wait_of(old_run, NEWCOMER)
     assert waited_s == LEASE_S and lease.blocks == lost.blocks
 
 
 @pytest.mark.parametrize("standing", ["kicked", "quarantined"])
-def test_no_block_is_kept_for_a_worker_that_gets_no_leases(run, standing):
-    lost = drop(run, STRANGER)
-    run.state.members[PROVEN].standing = standing
-    assert run.lease(NEWCOMER).blocks == lost.blocks
+def test_no_block_is_kept_for_a_worker_that_gets_no_leases(old_run, standing):
+    lost = drop(old_run, STRANGER)
+    old_run.state.members[PROVEN].standing = standing
+    assert old_run.lease(NEWCOMER).blocks == lost.blocks
 
 
-def test_a_dropped_block_is_withheld_from_the_worker_that_dropped_it(run):
-    lost = drop(run, PROVEN)
+def test_a_dropped_block_is_withheld_from_the_worker_that_dropped_it(old_run):
+    lost = drop(old_run, PROVEN)
     with pytest.raises(Wait, match="withheld for other workers"):
-        run.lease(PROVEN)
-    assert run.lease(NEWCOMER).blocks == lost.blocks, "not kept for the one that dropped it either"
+        old_run.lease(PROVEN)
+    assert old_run.lease(NEWCOMER).blocks == lost.blocks, "not kept for the one that dropped it either"
 
 
-def test_a_refused_block_is_kept_for_nobody(run):
-    lease = drop(run, STRANGER)
-    run.judge(run.submit(STRANGER, lease), "soft")
-    assert run.lease(NEWCOMER).blocks == lease.blocks
+def test_a_refused_block_is_kept_for_nobody(old_run):
+    lease = drop(old_run, STRANGER)
+    old_run.judge(old_run.submit(STRANGER, lease), "soft")
+    assert old_run.lease(NEWCOMER).blocks == lease.blocks
 
 
 def test_a_newcomer_holds_one_lease_while_others_have_accepted_work(run):

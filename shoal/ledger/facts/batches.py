@@ -69,7 +69,9 @@ def apply_slot_void(body: SlotVoid, state: State, entry: Entry) -> None:
     version = stream.versions[body.version]
     for slot in body.slots:
         version.slots[slot] = SlotRecord("void")
-    for place in [place for place in stream.free if place[0] == body.version and body.cause == "stale"]:
+    size = state.rules.block_groups
+    given_up = {(body.version, slot // size) for slot in body.slots if body.cause in ("stale", "dropped")}
+    for place in [place for place in stream.free if place in given_up]:
         stream.free.remove(place)
         version.blocks[place[1]].status = "done"
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from shoal.ledger.entry import Entry
 from shoal.ledger.state import BlockRecord, LeaseRecord, State
-from shoal.protocol.constants import MAIN_STREAM
+from shoal.protocol.constants import MAIN_STREAM, MAX_LEASE_BLOCKS
 from shoal.protocol.types import Message
 
 
@@ -16,15 +16,20 @@ class LeaseGranted(Message, frozen=True):
     deadline: float
     """Seconds since the epoch."""
     stream: str = MAIN_STREAM
+    soft: float = 0.0
+    """From then on, other workers may be leased the same blocks, seconds since the epoch; 0 before version 2 of the rules.
+    """
 
 
 class LeaseLapsed(Message, frozen=True):
-    """A lease ended unfilled; its blocks are free again. Only `deadline`, `returned` and `held` count as lapses."""
+    """A lease ended unfilled. Its blocks are free again, unless others hold them or have filled them. Only `deadline`,
+    `returned` and `held` count as lapses."""
 
     lease: str
     cause: str
     """deadline; returned (by the worker); kicked; quarantine; stale: its version became too old, which costs nothing; held:
-    the same, but the worker's share of such leases is more than `Law.stale_margin` above the run's."""
+    the same, but the worker's share of such leases is more than `Law.stale_margin` above the run's; overtaken: others have
+    filled all of its blocks, which costs nothing."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,8 @@ class AskLease:
     holding: tuple[str, ...]
     tokens_per_s: float
     now: float
+    most: int = MAX_LEASE_BLOCKS
+    """Blocks, at most: auditors ask for as many as the log says were leased."""
 
 
 @dataclass(frozen=True)
@@ -48,27 +55,48 @@ class ReturnLeases:
 
 def apply_lease_granted(body: LeaseGranted, state: State, entry: Entry) -> None:
     state.leases[body.lease] = LeaseRecord(
-        body.lease, body.worker, body.stream, body.version, body.blocks, entry.time, body.deadline
+        body.lease, body.worker, body.stream, body.version, body.blocks, entry.time, body.deadline, soft=body.soft
     )
     state.open_leases.append(body.lease)
     state.expect(body.deadline, "lease", body.lease)
-    state.members[body.worker].leases += 1
-    stream = state.streams[body.stream]
-    for block in body.blocks:
-        held = stream.versions[body.version].blocks.setdefault(block, BlockRecord("leased", body.lease))
-        held.status, held.lease = "leased", body.lease
+    if body.soft:
+        state.expect(body.soft, "soft", body.lease)
+    member, stream = state.members[body.worker], state.streams[body.stream]
+    member.leases, member.given = member.leases + 1, member.given + len(body.blocks)
+    for number in body.blocks:
+        block = stream.versions[body.version].blocks.setdefault(number, BlockRecord("leased", body.lease))
+        block.status = "leased" if block.status == "free" else block.status
+        block.lease, block.claims, block.holders = (
+            body.lease,
+            [*block.claims, body.lease],
+            [*block.holders, body.worker],
+        )
     stream.take(body.version, body.blocks)
 
 
 def apply_lease_lapsed(body: LeaseLapsed, state: State, entry: Entry) -> None:
     lease = state.leases[body.lease]
-    lease.status = "stale" if body.cause == "stale" else "lapsed"
+    member = state.members[lease.worker]
+    lease.status = body.cause if body.cause in ("stale", "overtaken") else "lapsed"
     state.close(lease)
     if body.cause in ("deadline", "returned", "held"):  # guard: quarantine-is-no-lapse
         _book_drop(state, lease, entry.time)
     elif body.cause == "stale":
-        state.members[lease.worker].stale += 1
-    state.stream_of(lease).give_back(lease.version, lease.blocks)
+        member.stale += 1
+    if body.cause in ("deadline", "returned", "held", "overtaken"):
+        lease.unfilled = _left_to_others(state, lease)
+        member.unfilled += lease.unfilled
+    if body.cause == "overtaken":  # guard: overtaken-is-slow
+        member.pace_s = max(member.pace_s, (entry.time - lease.issued) / len(lease.blocks))
+    state.release(lease, lease.blocks, entry.time)
+
+
+def _left_to_others(state: State, lease: LeaseRecord) -> int:
+    """Blocks of a lease that a worker dropped, or that were made by a worker that got them after the lease's soft time."""
+    blocks = state.stream_of(lease).versions[lease.version].blocks
+    made_by = [state.leases[blocks[number].lease] for number in lease.blocks if blocks[number].status == "done"]
+    # guard: hurried-is-not-late
+    return len(lease.blocks) - sum(other.issued < lease.soft for other in made_by)
 
 
 def _book_drop(state: State, lease: LeaseRecord, now: float) -> None:

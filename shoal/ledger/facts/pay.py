@@ -28,14 +28,18 @@ class Vested(Message, frozen=True):
 
 
 class Forfeited(Message, frozen=True):
-    """Pay lost for a refused submission, or for a lapse beyond the free share: the newest groups that have not vested."""
+    """Pay lost for a refused submission, or for a lapse beyond the free share: the newest groups that have not vested.
+
+    From version 2 of the rules on, a worker that has too little of it for a lapse owes the rest, and loses it of the next
+    pay. It never owes more than one lease.
+    """
 
     node: str
     lease: str
     groups: int
     tokens: int
     cause: str
-    """What happened to the lease: refused or lapsed."""
+    """What happened to the lease: refused or lapsed; or owed: its pay settles an earlier lapse."""
 
 
 class Slash(Message, frozen=True):
@@ -62,6 +66,11 @@ def apply_vested(body: Vested, state: State, entry: Entry) -> None:
 def apply_forfeited(body: Forfeited, state: State, entry: Entry) -> None:
     member = state.members[body.node]
     member.paid_lapses += body.cause == "lapsed"
+    if body.cause == "owed":
+        member.owes -= body.groups
+    elif body.cause == "lapsed" and state.law.version >= 2:
+        size = len(state.leases[body.lease].blocks) * state.rules.block_groups
+        member.owes = max(member.owes, size - body.groups)  # guard: lapse-is-owed
     del member.escrow[len(member.escrow) - body.groups :]
     burn(state, member, body.tokens)
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from shoal.ledger.entry import Entry
-from shoal.ledger.state import State, SubmissionRecord
+from shoal.ledger.state import LeaseRecord, Member, State, SubmissionRecord
 from shoal.protocol.types import Message
 
 
@@ -63,15 +63,27 @@ def apply_submission_received(body: SubmissionReceived, state: State, entry: Ent
     if lease.status == "open":
         state.close(lease)
     lease.status, lease.submission = "submitted", body.digest
-    state.members[lease.worker].dropped = 0  # guard: submitting-ends-the-wait
+    member = state.members[lease.worker]
+    member.dropped = 0  # guard: submitting-ends-the-wait
+    member.unfilled, lease.unfilled = member.unfilled - lease.unfilled, 0
+    _measure_pace(member, lease, entry.time)
     for number in lease.blocks:
         block = stream.versions[lease.version].blocks[number]
+        if block.status == "done":  # guard: copy-takes-no-block
+            continue
         block.status, block.dropped_by = "submitted", ""  # guard: submitted-is-not-withheld
+        block.claims = [*(name for name in block.claims if name != lease.id), lease.id]
     stream.take(lease.version, lease.blocks)
     state.submissions[body.digest] = SubmissionRecord(
         body.lease, body.digest, entry.seq, entry.hash, entry.time, body.groups, judged_at=entry.time
     )
     state.pending.append(body.digest)
+
+
+def _measure_pace(member: Member, lease: LeaseRecord, now: float) -> None:
+    """A worker plays one lease after another, so the time of one begins when the one before was sent."""
+    took_s = (now - max(lease.issued, member.sent_at)) / len(lease.blocks)
+    member.pace_s, member.sent_at = ((member.pace_s + took_s) / 2 if member.pace_s else took_s), now
 
 
 def apply_audit_drawn(body: AuditDrawn, state: State, entry: Entry) -> None:

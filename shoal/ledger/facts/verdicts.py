@@ -31,6 +31,8 @@ class Decision(Message, frozen=True):
     a forgery, the worker is audited fully again."""
     recheck: bool = False
     """Whether a second validator judges it again. Said only now, so that no validator knows where lying is safe."""
+    copied: tuple[int, ...] = ()
+    """Blocks that another worker's submission had filled before. They bring neither pay nor blame."""
 
 
 class Rechecked(Message, frozen=True):
@@ -126,9 +128,10 @@ def apply_decision(body: Decision, state: State, entry: Entry) -> None:
     lease = state.lease_of(submission)
     lease.status = "decided"
     stream = state.stream_of(lease)
-    for block in body.accepted:
-        stream.versions[lease.version].blocks[block].status = "done"
-    stream.give_back(lease.version, body.refused)
+    for number in body.accepted:
+        block = stream.versions[lease.version].blocks[number]
+        block.status, block.lease, block.claims = "done", lease.id, []
+    state.release(lease, body.refused, entry.time)
     member = state.members[lease.worker]
     for check, groups in _refused_groups(state, lease, submission, body).items():
         member.refused += groups

@@ -1,12 +1,11 @@
 """Which accepted groups make the next batch."""
 
-from collections import Counter
 from collections.abc import Iterator
 
 from shoal.ledger.entry import Body
 from shoal.ledger.facts.batches import BatchFormed
+from shoal.ledger.next_batch import blocks_in_the_way, next_members, usable
 from shoal.ledger.past import Table
-from shoal.ledger.rules.leases import groups_a_worker, usable
 from shoal.ledger.state import State, StreamRecord
 
 
@@ -16,21 +15,9 @@ def form_batch(state: State, stream: StreamRecord) -> list[Body]:
     if step >= rules.steps or step > stream.version + rules.max_staleness:
         return []
     members = list(_first_by_slot(state, stream, step)) if rules.max_staleness == 0 else next_members(state, stream)
-    if len(members) < rules.batch_groups:
+    if len(members) < rules.batch_groups or blocks_in_the_way(state, stream):  # guard: last-batch-waits
         return []
     return [BatchFormed(step, tuple(sorted(members)), stream.name)]
-
-
-def next_members(state: State, stream: StreamRecord) -> list[tuple[int, int]]:
-    """Groups that the next batch would take now, in the order of acceptance, none above its worker's share."""
-    members: list[tuple[int, int]] = []
-    taken, most = Counter[str](), groups_a_worker(state.rules)
-    for place in usable(state, stream):
-        maker = state.maker_of(stream, place)
-        if taken[maker] < most and len(members) < state.rules.batch_groups:  # guard: share-of-the-next-batch
-            taken[maker] += 1
-            members.append(place)
-    return members
 
 
 def groups_beyond_share(state: State, stream: StreamRecord) -> int:

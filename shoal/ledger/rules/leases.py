@@ -13,14 +13,16 @@ from shoal.ledger.facts.batches import SlotVoid
 from shoal.ledger.facts.leases import AskLease, LeaseGranted, LeaseLapsed, ReturnLeases
 from shoal.ledger.facts.members import Leave, NodeLeft
 from shoal.ledger.facts.run import Admin, RulesChanged, Tick
+from shoal.ledger.next_batch import groups_a_worker, is_fresh, usable
+from shoal.ledger.owed import blocks_owed, num_owed
+from shoal.ledger.pace import blocks_for_speed, is_slow, lease_times
 from shoal.ledger.past import Cause, Here, Table, Told
 from shoal.ledger.rules.members import member_as, refuse_replayed, signed_at
 from shoal.ledger.rules.pay import lapse_costs
 from shoal.ledger.state import LeaseRecord, Member, State, StreamRecord, once_per_event
 from shoal.protocol.accounts import CreditLine
-from shoal.protocol.constants import MAX_LEASE_BLOCKS, MAX_OPEN_LEASES
+from shoal.protocol.constants import MAX_OPEN_LEASES
 from shoal.protocol.sizes import most_lease_blocks
-from shoal.protocol.types import Rules
 
 FASTEST_TOKENS_PER_S = 1e15
 """Replaces a speed that the log does not hold: the rules then give the largest lease that they allow."""
@@ -38,25 +40,33 @@ def decide_ask_lease(command: AskLease, state: State) -> list[Body]:
             f"quarantined after a refused submission ({member.last_reason})", max(1.0, member.until - command.now)
         )
     others = _others(state, member)
+    one = is_slow(state, member)  # guard: slow-holds-one-lease
     # guard: open-leases, newcomer-holds-one-lease
-    if len(mine) >= (MAX_OPEN_LEASES if member.accepted or not any(other.accepted for other in others) else 1):
+    if len(mine) >= (
+        1 if one or (not member.accepted and any(other.accepted for other in others)) else MAX_OPEN_LEASES
+    ):
         raise Wait(f"you hold {len(mine)} leases, which is your limit at a time", 1.0)
     _wait_after_lapses(state, member, command.now)  # guard: lapsed-waits
     if stream.version < 0:
         raise Wait("the trainer has not published the first version yet", 1.0)
-    room = groups_wanted(state, stream)
+    _wait_for_strangers(state, stream, member, others)
+    again = blocks_owed(state, stream, member, others, command.now) if state.law.version >= 2 else []
+    if again:  # guard: owed-before-new
+        return [_granted(state, stream, member, command, again[0][0], _shared(state, member, command, again))]
+    room = groups_wanted(state, stream) - _owed_groups(state, stream)
     if room <= 0:
         raise Wait(f"enough groups are in flight for version {stream.version}", 1.0)
     share = groups_a_worker(state.rules) * _open_batches(state, stream)
     room = min(room, share - _supply(state, stream)[command.key])  # guard: full-share-waits
     if room <= 0:
         raise Wait(f"your share of the coming batches is full: {share} groups (verify.worker_share)", 1.0)
-    free = [place for place in stream.free if not _is_withheld(state, stream, place, member, others, command.now)]
-    if stream.free and not free:  # guard: withheld
-        raise Wait("the free blocks were dropped and are withheld for other workers for a while", 1.0)
-    version, blocks = _blocks_to_lease(state, stream, member, command.tokens_per_s, room, free)
-    deadline = command.now + state.rules.lease_s * len(blocks)
-    return [LeaseGranted(str(len(state.leases)), command.key, version, tuple(blocks), deadline, stream.name)]
+    free = list[tuple[int, int]]()
+    if state.law.version < 2:
+        free = [place for place in stream.free if not _is_withheld(state, stream, place, member, others, command.now)]
+        if stream.free and not free:  # guard: withheld
+            raise Wait("the free blocks were dropped and are withheld for other workers for a while", 1.0)
+    version, blocks = _blocks_to_lease(state, stream, member, command, room, free)
+    return [_granted(state, stream, member, command, version, blocks)]
 
 
 def decide_return_leases(command: ReturnLeases, state: State) -> list[Body]:
@@ -101,9 +111,21 @@ def close_stale(state: State) -> list[Body]:
         # guard: stale-is-closed
         if ended or lease.version < state.stream_of(lease).version - state.rules.max_staleness:
             stale.append(lease)
+    overtaken = [] if ended else _overtaken(state, {lease.id for lease in stale})
     held = [] if ended else _beyond_the_runs_share(state, stale)
-    causes = {lease.id: "held" for lease in held}
+    causes = {lease.id: "held" for lease in held} | dict.fromkeys(overtaken, "overtaken")
+    stale += [state.leases[name] for name in overtaken]
     return [*(LeaseLapsed(x.id, causes.get(x.id, "stale")) for x in stale), *lapse_costs(state, held)]
+
+
+def _overtaken(state: State, besides: set[str]) -> list[str]:
+    """Open leases of which other workers have filled all blocks."""
+    found = []
+    for lease in (state.leases[name] for name in state.open_leases if name not in besides):
+        blocks = state.stream_of(lease).versions[lease.version].blocks
+        if all(blocks[number].status == "done" for number in lease.blocks):  # guard: overtaken-is-closed
+            found.append(lease.id)
+    return found
 
 
 def _beyond_the_runs_share(state: State, stale: list[LeaseRecord]) -> list[LeaseRecord]:
@@ -125,16 +147,27 @@ def _beyond_the_runs_share(state: State, stale: list[LeaseRecord]) -> list[Lease
     return held
 
 
-def void_stale(state: State, stream: StreamRecord) -> list[Body]:
-    """Free blocks whose version is too old to be leased again: their slots will have no group."""
-    size = state.rules.block_groups
-    old = [place for place in stream.free if stream.version - place[0] >= max(1, state.rules.max_staleness)]
-    if not old:
-        return []
-    version = old[0][0]
-    blocks = [block for v, block in old if v == version]
-    slots = tuple(slot for block in blocks for slot in range(block * size, (block + 1) * size))
-    return [SlotVoid(version, slots, "stale", stream.name)]
+def void_free(state: State, stream: StreamRecord) -> list[Body]:
+    """Free blocks whose version is too old to be leased again, or that as many workers gave back as may have one: their
+    slots will have no group."""
+    size, most = state.rules.block_groups, max(1, state.rules.max_staleness)
+    if state.law.version < 2:
+        old, given_up = [place for place in stream.free if stream.version - place[0] >= most], []
+    else:
+        old = [place for place in stream.free if not is_fresh(state, stream, place[0])]
+        given_up = [place for place in stream.free if _is_given_up(state, stream, place)]
+    for cause, places in (("stale", old), ("dropped", given_up)):
+        for version, _ in places[:1]:
+            blocks = [block for v, block in places if v == version]
+            slots = tuple(slot for block in blocks for slot in range(block * size, (block + 1) * size))
+            return [SlotVoid(version, slots, cause, stream.name)]
+    return []
+
+
+def _is_given_up(state: State, stream: StreamRecord, place: tuple[int, int]) -> bool:
+    """Not at `max_staleness = 0`: there, what is learned must not depend on who gave up."""
+    held = len(stream.versions[place[0]].blocks[place[1]].holders)
+    return state.rules.max_staleness > 0 and held >= state.law.block_workers  # guard: given-up-at-last
 
 
 def _wait_until_running(state: State, stream: StreamRecord) -> None:
@@ -199,14 +232,10 @@ def _is_withheld(
 
 
 def _blocks_to_lease(
-    state: State, stream: StreamRecord, member: Member, tokens_per_s: float, room: int, free: list[tuple[int, int]]
+    state: State, stream: StreamRecord, member: Member, asked: AskLease, room: int, free: list[tuple[int, int]]
 ) -> tuple[int, list[int]]:
     """Blocks of one version, as many as the worker's speed allows: free ones first, then new ones."""
-    most = 1 if member.standing == "new" else _blocks_for_speed(state, tokens_per_s)  # guard: newcomer-gets-one-block
-    workers = max(1, _num_good_workers(state))
-    fit = most_lease_blocks(state.rules, state.sampling, state.envs)
-    # guard: room-for-others, lease-fits-messages
-    most = max(1, min(most, room // state.rules.block_groups // workers, fit))
+    most = _most_blocks(state, member, asked, room // state.rules.block_groups)
     if free:
         version = free[0][0]
         return version, [block for v, block in free if v == version][:most]
@@ -214,25 +243,53 @@ def _blocks_to_lease(
     return stream.version, list(range(first, first + most))
 
 
-def _blocks_for_speed(state: State, tokens_per_s: float) -> int:
-    if not state.accepted_groups:
-        return 1
-    tokens_per_block = state.block_tokens / state.accepted_groups * state.rules.block_groups
-    in_time = tokens_per_s * state.law.lease_target_s / max(1.0, tokens_per_block)
-    return int(max(1.0, min(MAX_LEASE_BLOCKS, in_time)))  # guard: claimed-speed
+def _shared(state: State, member: Member, asked: AskLease, again: list[tuple[int, int]]) -> list[int]:
+    """The part of blocks that were leased before that one worker is given."""
+    return [block for _, block in again][: _most_blocks(state, member, asked, len(again))]
 
 
-def groups_a_worker(rules: Rules) -> int:
-    """Groups of a batch that one worker may fill, at most."""
-    # guard: share-of-a-batch
-    return max(1, int(rules.worker_share * rules.batch_groups + 1e-9))  # 0.29 * 100 is a little below 29
+def _most_blocks(state: State, member: Member, asked: AskLease, room: int) -> int:
+    """Blocks that a worker is leased, at most, if there is room for so many."""
+    # guard: newcomer-gets-one-block
+    most = 1 if member.standing == "new" else blocks_for_speed(state, member, asked.tokens_per_s)
+    workers = max(1, _num_good_workers(state))
+    fit = most_lease_blocks(state.rules, state.sampling, state.envs)
+    # guard: room-for-others, lease-fits-messages
+    return max(1, min(most, room // workers, fit, asked.most))
+
+
+def _granted(
+    state: State, stream: StreamRecord, member: Member, asked: AskLease, version: int, blocks: Sequence[int]
+) -> LeaseGranted:
+    soft, deadline = lease_times(state, member, len(blocks), asked.now)
+    return LeaseGranted(str(len(state.leases)), member.key, version, tuple(blocks), deadline, stream.name, soft)
 
 
 def blocks_to_give(state: State, stream: StreamRecord) -> int:
     """Blocks that could be leased now: as many waiting workers are worth waking."""
     if state.phase != "running" or stream.version < 0:
         return 0
-    return max(0, -(-groups_wanted(state, stream) // state.rules.block_groups))
+    room = groups_wanted(state, stream) - _owed_groups(state, stream)
+    owed = num_owed(state, stream) if state.law.version >= 2 else 0
+    return max(0, -(-room // state.rules.block_groups)) + owed
+
+
+def _owed_groups(state: State, stream: StreamRecord) -> int:
+    """Groups of free blocks: room that is not for new ones, from version 2 of the rules on."""
+    return len(stream.free) * state.rules.block_groups if state.law.version >= 2 else 0
+
+
+def _wait_for_strangers(state: State, stream: StreamRecord, member: Member, others: Sequence[Member]) -> None:
+    """Workers without accepted work hold a bounded share of the blocks in flight while there are others with some."""
+    if state.law.version < 2 or member.accepted or not any(other.accepted for other in others):
+        return
+    held = _in_flight(state, stream)
+    theirs = sum(groups for key, groups in held.items() if not state.members[key].accepted)
+    each, share = state.rules.block_groups, state.law.stranger_share
+    if theirs and theirs + each > share * (held.total() + each):  # guard: strangers-share
+        raise Wait(
+            f"newcomers fill at most {share:.1%} of a run's blocks at a time: yours comes when another's is judged", 1.0
+        )
 
 
 @once_per_event
@@ -257,12 +314,6 @@ def _supply(state: State, stream: StreamRecord) -> Counter[str]:
     return Counter(state.maker_of(stream, place) for place in usable(state, stream)) + _in_flight(state, stream)
 
 
-def usable(state: State, stream: StreamRecord) -> list[tuple[int, int]]:
-    """Accepted groups with signal that the next batch may take, in the order of acceptance."""
-    step = len(stream.batches)
-    return [place for place in stream.pool if step - place[0] <= state.rules.max_staleness]
-
-
 def groups_in_flight(state: State, stream: StreamRecord) -> int:
     """Groups leased, or submitted and not yet judged, of versions that can still be learned from."""
     return _in_flight(state, stream).total()
@@ -281,16 +332,8 @@ def _in_flight(state: State, stream: StreamRecord) -> Counter[str]:
 
 def cause_of_lease_granted(body: LeaseGranted, here: Here) -> Cause:
     holding = tuple(lease.id for lease in here.state.open_leases_of(body.worker))
-    return Cause(AskLease(body.worker, holding, FASTEST_TOKENS_PER_S, here.now))
-
-
-def fits_lease_granted(body: LeaseGranted, due: Body) -> bool:
-    """A slower worker gets fewer of the same blocks, and less time."""
-    # guard: deadline-length
-    if not isinstance(due, LeaseGranted) or not body.blocks or body.deadline > due.deadline + 1e-6:
-        return False
-    granted = (body.lease, body.worker, body.stream, body.version, body.blocks)
-    return granted == (due.lease, due.worker, due.stream, due.version, due.blocks[: len(body.blocks)])
+    # A slower worker gets fewer of the same blocks.
+    return Cause(AskLease(body.worker, holding, FASTEST_TOKENS_PER_S, here.now, len(body.blocks)))
 
 
 def cause_of_lease_lapsed(body: LeaseLapsed, here: Here) -> Cause | None:
@@ -344,6 +387,7 @@ def lines_of_lease_lapsed(body: LeaseLapsed, told: Told) -> Iterator[CreditLine]
 
 _LEASE_ENDS = {
     "stale": "was closed at no cost: its version is too old",
+    "overtaken": "was closed at no cost: it took long, and other workers were quicker",
     "held": "lapsed: its version is too old, and this happens to this node clearly more often than to the run",
 }
 
@@ -351,4 +395,3 @@ _LEASE_ENDS = {
 COMMANDS: Table = {AskLease: decide_ask_lease, ReturnLeases: decide_return_leases, Leave: decide_leave}
 CAUSES: Table = {LeaseGranted: cause_of_lease_granted, LeaseLapsed: cause_of_lease_lapsed}
 LINES: Table = {LeaseLapsed: lines_of_lease_lapsed}
-FITS: Table = {LeaseGranted: fits_lease_granted}

@@ -35,17 +35,28 @@ def refusal_costs(state: State, member: Member, lease: LeaseRecord, escrow: Sequ
 
 
 def lapse_costs(state: State, late: Sequence[LeaseRecord]) -> Iterator[Body]:
-    """Each lapse beyond the free share costs a lease's worth of the newest pay that has not vested."""
+    """Each lapse beyond the free share costs a lease's worth of the newest pay that has not vested.
+
+    From version 2 of the rules on, what is missing is owed: the event says how little there was.
+    """
+    owed = state.law.version >= 2  # guard: old-lapses-are-not-owed
     unpaid, kept = Counter[str](), {lease.worker: list(state.members[lease.worker].escrow) for lease in late}
     for lease in late:
         member, escrow = state.members[lease.worker], kept[lease.worker]
         unpaid[member.key] += 1
         groups = min(len(escrow), len(lease.blocks) * state.rules.block_groups)
         lapses = member.lapsed - member.paid_lapses + unpaid[member.key]
-        if groups and lapses > 1 + state.law.free_lapses * member.leases:  # guard: free-lapses
+        if (groups or owed) and lapses > 1 + state.law.free_lapses * member.leases:  # guard: free-lapses
             unpaid[member.key] -= 1
-            yield Forfeited(member.key, lease.id, groups, sum(escrow[-groups:]), "lapsed")
-            del escrow[-groups:]
+            lost = escrow[len(escrow) - groups :]
+            yield Forfeited(member.key, lease.id, groups, sum(lost), "lapsed")
+            del escrow[len(escrow) - groups :]
+
+
+def debt_costs(member: Member, lease: LeaseRecord, escrow: Sequence[int]) -> list[Forfeited]:
+    """New pay settles first what an earlier lapse cost. `escrow` includes the new pay."""
+    groups = min(member.owes, len(escrow))
+    return [Forfeited(member.key, lease.id, groups, sum(escrow[-groups:]), "owed")] if groups else []
 
 
 def lines_of_credit(body: Credit, told: Told) -> Iterator[CreditLine]:
@@ -72,7 +83,10 @@ def lines_of_vested(body: Vested, told: Told) -> Iterator[CreditLine]:
 
 def lines_of_forfeited(body: Forfeited, told: Told) -> Iterator[CreditLine]:
     if body.node == told.node:
-        yield told.line(f"forfeited for lease {body.lease}, {body.cause}: {body.groups} groups", -body.tokens)
+        what = f"forfeited for lease {body.lease}, {body.cause}: {body.groups} groups"
+        if body.cause == "owed":
+            what = f"forfeited for an earlier lapse, when too little was there to lose: {body.groups} groups"
+        yield told.line(what, -body.tokens)
 
 
 def lines_of_slash(body: Slash, told: Told) -> Iterator[CreditLine]:

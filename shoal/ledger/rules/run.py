@@ -10,7 +10,7 @@ from shoal.ledger.facts.leases import LeaseLapsed
 from shoal.ledger.facts.run import Admin, Create, Reconfigure, RulesChanged, RunCreated, RunEnded, Tick
 from shoal.ledger.past import Cause, Here, Table, Told
 from shoal.ledger.rules.batches import form_batch
-from shoal.ledger.rules.leases import close_stale, lapse_late, void_stale
+from shoal.ledger.rules.leases import close_stale, lapse_late, void_free
 from shoal.ledger.rules.members import refuse_replayed, restore_served, signed_at
 from shoal.ledger.rules.pay import vest_rest
 from shoal.ledger.rules.verdicts import end_overdue
@@ -89,7 +89,7 @@ def follow(state: State) -> list[Body]:
     if closed:
         return closed
     for _, stream in sorted(state.streams.items()):
-        events = void_stale(state, stream) or form_batch(state, stream)
+        events = void_free(state, stream) or form_batch(state, stream)
         if events:
             return events
     return _pause_without_signal(state)

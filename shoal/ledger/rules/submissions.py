@@ -67,6 +67,12 @@ def _refuse_superseded(state: State, lease: LeaseRecord) -> None:
     if stream.version - lease.version > state.rules.max_staleness:  # guard: too-old
         raise Refused("superseded", f"lease {lease.id} is for version {lease.version}, too old now: the latest is "
                       f"{stream.version} and max_staleness is {state.rules.max_staleness}")  # fmt: skip
+    if lease.status == "overtaken":
+        raise Refused(
+            "superseded", f"lease {lease.id} took long, and another worker was quicker: this costs you nothing"
+        )
+    if lease.status == "open" and state.law.version >= 2:
+        return  # others may hold the same blocks: the first that is accepted is paid
     blocks = stream.versions[lease.version].blocks
     # guard: leased-again
     if any(blocks[i].lease != lease.id or blocks[i].status not in ("leased", "free") for i in lease.blocks):

@@ -20,7 +20,7 @@ from shoal.ledger.facts.run import Tick
 from shoal.ledger.facts.verdicts import Decision, Judge, Rechecked, VerdictGiven, evidence_after
 from shoal.ledger.past import Cause, Here, Table, Told
 from shoal.ledger.rules.members import member_as, quarantine
-from shoal.ledger.rules.pay import refusal_costs, vest
+from shoal.ledger.rules.pay import debt_costs, refusal_costs, vest
 from shoal.ledger.seeds import recheck_draw
 from shoal.ledger.state import LeaseRecord, Member, State, SubmissionRecord
 from shoal.ledger.turns import in_order, may_judge, silent, turn_begins
@@ -229,10 +229,15 @@ def _decide(
     state: State, submission: SubmissionRecord, lease: LeaseRecord, weighed: Weighed, recheck: bool = False
 ) -> Iterator[Body]:
     """The end of a submission: pay for what is accepted, and a slash if two validators found a forgery."""
-    yield Decision(submission.digest, tuple(weighed.accepted), weighed.refused, weighed.disputed, recheck)
+    blocks = state.stream_of(lease).versions[lease.version].blocks
+    # guard: copy-is-not-paid
+    copied = tuple(block for block in weighed.accepted if blocks[block].status == "done")
+    accepted = {block: groups for block, groups in weighed.accepted.items() if block not in copied}
+    recheck = recheck and bool(accepted)
+    yield Decision(submission.digest, tuple(accepted), weighed.refused, weighed.disputed, recheck, copied)
     order = state.slots_of(lease)
     paid: list[int] = []
-    for groups in weighed.accepted.values():
+    for groups in accepted.values():
         for group in groups:
             index = order.index(group.slot)
             if group.outcome == "void":
@@ -248,12 +253,16 @@ def _decide(
     yield from _outvoted(submission, weighed)
     member = state.members[lease.worker]
     blamed = set(weighed.refused) - set(weighed.disputed)
+    escrow = [*member.escrow, *paid]
     if weighed.slash:
-        yield Slash(member.key, submission.digest, sum(member.escrow) + sum(paid))
+        yield Slash(member.key, submission.digest, sum(escrow))
     elif blamed:
-        yield from refusal_costs(state, member, lease, [*member.escrow, *paid])  # guard: refusal-costs
-    elif not recheck:
-        yield from vest(state, member, [*member.escrow, *paid])
+        yield from refusal_costs(state, member, lease, escrow)  # guard: refusal-costs
+    else:
+        settled = debt_costs(member, lease, escrow) if paid else []  # guard: debt-is-settled
+        yield from settled
+        if not recheck:
+            yield from vest(state, member, escrow[: len(escrow) - sum(lost.groups for lost in settled)])
     # guard: cleared-is-restored, blamed-stays, cleared-of-this-one
     if not blamed and member.standing == "quarantined" and member.quarantined_for == submission.digest:
         yield NodeRestored(member.key)
@@ -336,6 +345,9 @@ def lines_of_decision(body: Decision, told: Told) -> Iterator[CreditLine]:
     lease, size = told.state.lease_of(told.state.submissions[body.submission]), told.state.rules.block_groups
     if lease.worker != told.node:
         return
+    for block in body.copied:
+        yield told.line(f"not paid: another worker had filled block {block} before", version=lease.version,
+                        submission=body.submission)  # fmt: skip
     for block in body.refused:
         for slot in range(block * size, (block + 1) * size):
             given = told.verdicts.get((body.submission, slot), [])

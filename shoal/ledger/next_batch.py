@@ -1,0 +1,65 @@
+"""What the next batch would take, and which blocks it waits for. Pure: it reads a state.
+
+Used by the rules of batches and of leases. A group may be learned from until it is `max_staleness` versions old. So each
+version has a last batch. From version 2 of the rules on, that batch waits for every block of the version, as the only batch
+of a version does at `max_staleness = 0`. Otherwise a worker could keep a group that it does not like until it is too old.
+"""
+
+from collections import Counter
+
+from shoal.ledger.state import BlockRecord, State, StreamRecord, once_per_event
+from shoal.protocol.types import Rules
+
+
+def groups_a_worker(rules: Rules) -> int:
+    """Groups of a batch that one worker may fill, at most."""
+    # guard: share-of-a-batch
+    return max(1, int(rules.worker_share * rules.batch_groups + 1e-9))  # 0.29 * 100 is a little below 29
+
+
+def is_fresh(state: State, stream: StreamRecord, version: int) -> bool:
+    """Whether the next batch may take groups of a version."""
+    return len(stream.batches) - version <= state.rules.max_staleness
+
+
+def usable(state: State, stream: StreamRecord) -> list[tuple[int, int]]:
+    """Accepted groups with signal that the next batch may take, in the order of acceptance."""
+    return [place for place in stream.pool if is_fresh(state, stream, place[0])]
+
+
+def next_members(state: State, stream: StreamRecord) -> list[tuple[int, int]]:
+    """Groups that the next batch would take now, none above its worker's share: the oldest version first, by slot. Before
+    version 2 of the rules, in the order of acceptance."""
+    members: list[tuple[int, int]] = []
+    taken, most = Counter[str](), groups_a_worker(state.rules)
+    places = usable(state, stream)
+    for place in sorted(places) if state.law.version >= 2 else places:  # guard: oldest-first
+        maker = state.maker_of(stream, place)
+        if taken[maker] < most and len(members) < state.rules.batch_groups:  # guard: share-of-the-next-batch
+            taken[maker] += 1
+            members.append(place)
+    return members
+
+
+@once_per_event
+def blocks_in_the_way(state: State, stream: StreamRecord) -> list[tuple[int, int]]:
+    """(version, block) of what the next batch waits for, though other groups would fill it: blocks that are not final, of
+    the version whose last batch it is, unless it takes enough groups below them."""
+    oldest = len(stream.batches) - state.rules.max_staleness
+    if state.law.version < 2 or not state.rules.max_staleness or oldest not in stream.versions:
+        return []
+    members, size = next_members(state, stream), state.rules.block_groups
+    if len(members) < state.rules.batch_groups:
+        return []
+    version, slot = members[-1]
+    end = slot if version == oldest else float("inf")  # guard: surplus-is-not-waited-for
+    waits = [(number, block) for number, block in sorted(stream.versions[oldest].blocks.items()) if number * size < end]
+    return [(oldest, number) for number, block in waits if _may_still_come(state, block)]
+
+
+def _may_still_come(state: State, block: BlockRecord) -> bool:
+    """Whether a group of a block may be accepted soon. In a run that leases nothing, nobody makes free blocks. What as many
+    workers sent as may have one, and no validator could judge, is not waited for."""
+    if block.status == "free":
+        return state.phase == "running"  # guard: free-in-a-drain
+    return block.status == "leased" or (block.status == "submitted" and len(block.holders) < state.law.block_workers)

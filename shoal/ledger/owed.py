@@ -1,0 +1,89 @@
+"""Blocks that were leased before and must be made all the same: by whom, and when. Pure: it reads a state.
+
+Used by the rules of leases, from version 2 of the rules on. A worker knows the rewards of what it played. If its block were
+made by nobody else, it would decide what the policy learns. So a block that is given back, that is late, or that is in the
+way of the next batch goes to a worker with a good record before any new block is leased. The slots have the same seeds, so
+the same tokens are learned from, whoever makes them.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from shoal.ledger.next_batch import blocks_in_the_way, is_fresh
+from shoal.ledger.pace import usual_pace_s
+from shoal.ledger.state import BlockRecord, Member, State, StreamRecord, once_per_event
+
+
+@once_per_event
+def reliable(state: State) -> frozenset[str]:
+    """Keys of workers with a good record: enough valid blocks to end probation, and few that others had to make."""
+    return frozenset(
+        member.key
+        for member in state.members.values()
+        if member.role == "worker" and member.standing == "good" and not member.left
+        # guard: reliable-is-proven
+        and member.valid_blocks >= state.law.probation_blocks
+        # guard: reliable-fills-its-blocks
+        and member.unfilled <= state.law.unfilled_share * member.given
+    )  # fmt: skip
+
+
+def blocks_owed(
+    state: State, stream: StreamRecord, member: Member, others: Sequence[Member], now: float
+) -> list[tuple[int, int]]:
+    """(version, block) of what this worker may make of it, oldest version first; all of one version."""
+    version, found = -1, list[tuple[int, int]]()
+    for place in sorted({*stream.free, *_late(state, stream, now), *_in_the_way(state, stream, now)}):
+        block = stream.versions[place[0]].blocks[place[1]]
+        if place[0] in (version, place[0] if version < 0 else version) and _may_make(state, block, member, others, now):
+            version = place[0]
+            found.append(place)
+    return found
+
+
+def num_owed(state: State, stream: StreamRecord) -> int:
+    """Blocks that some worker could be given at once. Those that only the clock makes late are not counted."""
+    return len({*stream.free, *_in_the_way(state, stream, 0.0)})
+
+
+def _late(state: State, stream: StreamRecord, now: float) -> Iterator[tuple[int, int]]:
+    """Blocks whose newest lease has passed its soft time."""
+    for lease in (state.leases[name] for name in state.due_by(now, "soft", state.open_leases)):
+        blocks = stream.versions[lease.version].blocks if is_fresh(state, stream, lease.version) else {}
+        for number in lease.blocks if blocks else ():
+            if blocks[number].status == "leased" and blocks[number].lease == lease.id:
+                yield lease.version, number
+
+
+def _in_the_way(state: State, stream: StreamRecord, now: float) -> Iterator[tuple[int, int]]:
+    """Of the blocks that the next batch waits for: those that are free, those that validators dispute or do not judge, and
+    those whose worker is not worth waiting for. A worker with a good record is, for as long as one of a sixth of the usual
+    speed needs."""
+    for version, number in blocks_in_the_way(state, stream):
+        block = stream.versions[version].blocks[number]
+        if block.status == "submitted":
+            sent = [state.submissions[name] for name in (state.leases[i].submission for i in block.claims) if name]
+            # guard: disputed-is-owed, unjudged-is-owed
+            if any(x.verdicts for x in sent) or now > min(x.time for x in sent) + state.law.turn_s:
+                yield version, number
+            continue
+        patience_s = state.law.patience_times * usual_pace_s(state) * len(state.leases[block.lease].blocks)
+        # guard: waits-for-a-good-record
+        if block.holders[-1] not in reliable(state) or now > state.leases[block.lease].issued + patience_s:
+            yield version, number
+
+
+def _may_make(state: State, block: BlockRecord, member: Member, others: Sequence[Member], now: float) -> bool:
+    """Nobody gets a block twice, and those with a good record come first. A free block waits for them for `lease_s`,
+    because nobody knows which of them still exist."""
+    if block.status == "free":
+        if now >= block.free_since + state.rules.lease_s or not others:  # guard: waits-for-a-while
+            return True
+    elif len(block.holders) >= state.law.block_workers or not member.accepted:  # guard: held-by-few
+        return False
+    if member.key in block.holders:  # guard: not-twice
+        return False
+    trusted = reliable(state)
+    if any(key not in block.holders for key in trusted):
+        return member.key in trusted  # guard: good-record-first
+    proven = any(other.accepted and other.key not in block.holders for other in others)
+    return bool(member.accepted) or not proven  # guard: proven-first

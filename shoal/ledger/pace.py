@@ -1,0 +1,46 @@
+"""How long workers take: how many blocks a lease has, and until when. Pure: it reads a state.
+
+Used by the rules of leases. What a worker claims about its speed can only make a lease smaller than what the log shows. The
+log shows the time between its submissions.
+"""
+
+from shoal.ledger.state import Member, State, once_per_event
+from shoal.protocol.constants import MAX_LEASE_BLOCKS
+
+
+@once_per_event
+def usual_pace_s(state: State) -> float:
+    """Seconds that the run's workers need for a block: the median; 0 before the first submission."""
+    paces = sorted(member.pace_s for member in state.members.values() if member.pace_s and not member.left)
+    return paces[len(paces) // 2] if paces else 0.0
+
+
+def is_slow(state: State, member: Member) -> bool:
+    """Whether a worker takes clearly longer than is usual. What waits in its hands could be made by others."""
+    return state.law.version >= 2 and member.pace_s > state.law.soft_times * usual_pace_s(state)
+
+
+def blocks_for_speed(state: State, member: Member, tokens_per_s: float) -> int:
+    """Blocks that a worker should be able to make in `Law.lease_target_s`. `tokens_per_s` is what it claims."""
+    if not state.accepted_groups:
+        return 1
+    tokens_per_block = state.block_tokens / state.accepted_groups * state.rules.block_groups
+    in_time = tokens_per_s * state.law.lease_target_s / max(1.0, tokens_per_block)
+    if state.law.version >= 2 and member.pace_s:
+        in_time = min(in_time, state.law.lease_target_s / member.pace_s)  # guard: measured-speed
+    return int(max(1.0, min(MAX_LEASE_BLOCKS, in_time)))  # guard: claimed-speed
+
+
+def lease_times(state: State, member: Member, blocks: int, now: float) -> tuple[float, float]:
+    """Soft time and deadline of a lease. A worker that took long before gets longer. A newcomer has `lease_s`, and after
+    twice the usual time another worker may lease the same block. Before version 2 of the rules, there is no soft time."""
+    law, longest_s = state.law, state.rules.lease_s * blocks
+    if law.version < 2:
+        return 0.0, now + longest_s
+    in_hand = blocks + sum(len(lease.blocks) for lease in state.open_leases_of(member.key))
+    due_s = (member.pace_s or usual_pace_s(state)) * in_hand
+    longest_s = min(
+        longest_s, max(state.rules.lease_s, law.deadline_times * due_s)
+    )  # guard: deadline-near-the-due-time
+    soft_s = max(law.least_soft_s, law.soft_times * due_s) if due_s else longest_s
+    return now + min(soft_s, longest_s), now + longest_s

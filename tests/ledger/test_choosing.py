@@ -1,0 +1,70 @@
+"""Workers that know the rewards of what they played, and send only what they like, do not decide what a policy learns."""
+
+from collections import Counter
+
+import pytest
+
+from shoal.ledger.law import LAW, LAWS
+from shoal.ledger.log.redecide import redecide
+from tests.ledger.choosing import HONEST, PLANS, Plan, stage_of
+
+HOLD = PLANS[0]
+ALLOWED = 2.0
+"""Points by which the share of unwanted groups may move."""
+
+
+@pytest.fixture(scope="module")
+def honest():
+    """The share of unwanted groups in runs in which nobody chooses, by staleness."""
+    return {staleness: stage_of(staleness=staleness).found().unwanted for staleness in (1, 2)}
+
+
+@pytest.mark.parametrize("staleness", [1, 2])
+@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.name)
+def test_a_third_that_chooses_does_not_move_the_mix(plan, staleness, honest):
+    found = stage_of(plan=plan, staleness=staleness).found()
+    assert abs(found.unwanted - honest[staleness]) <= ALLOWED and abs(found.unwanted - 50.0) <= ALLOWED
+
+
+@pytest.mark.parametrize("staleness", [1, 2])
+def test_under_earlier_rules_those_that_hold_move_the_mix(staleness):
+    """So this world shows the attack."""
+    found = stage_of(plan=HOLD, staleness=staleness, law=LAWS[1]).found()
+    assert found.unwanted < 50.0 - 3 * ALLOWED and found.void > 10.0
+
+
+@pytest.mark.parametrize(
+    "scene", [{"batch_blocks": 8, "steps": 60}, {"train_s": 60.0}, {"worker_share": 0.25}], ids=str
+)
+def test_neither_small_batches_nor_a_slow_trainer_nor_shares_let_them_choose(scene, honest):
+    usual = stage_of(**scene).found().unwanted
+    assert abs(stage_of(plan=HOLD, **scene).found().unwanted - usual) <= ALLOWED
+
+
+@pytest.mark.parametrize("plan", [HOLD, PLANS[2], PLANS[-2]], ids=lambda plan: plan.name)
+def test_each_event_of_such_a_run_follows_from_the_rules(plan):
+    stage = stage_of(plan=plan, steps=20)
+    assert redecide(stage.entries, {}) == []
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 2])
+def test_an_honest_run_is_as_fast_as_under_earlier_rules(staleness):
+    hours = [stage_of(staleness=staleness, law=law).found().hours for law in (LAWS[1], LAW)]
+    assert hours[1] <= 1.05 * hours[0]
+
+
+@pytest.mark.parametrize("staleness", [1, 2])
+def test_a_worker_of_a_quarter_of_the_usual_speed_loses_one_block_at_most_and_no_pay(staleness):
+    stage = stage_of(staleness=staleness, honest=(0.25, *[1.0] * 8), choosers=0, batch_blocks=48)
+    key = stage.workers[0].key
+    node, ends = stage.state.members[key], Counter(x.status for x in stage.state.leases.values() if x.worker == key)
+    assert ends["overtaken"] <= 1 and ends["decided"] >= 60
+    assert node.credits == 10 * node.accepted and (node.lapsed, node.stale, node.refused) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 2])
+@pytest.mark.parametrize("plan", [HONEST, Plan("hold, one key", "hold", drops_a_key=0)], ids=lambda plan: plan.name)
+def test_a_run_goes_on_when_most_workers_vanish_with_leases_in_hand(plan, staleness):
+    stage = stage_of(plan=plan, staleness=staleness, vanish=7, steps=30)
+    assert stage.state.main.version == 30
+    assert stage.found().hours < 3.0

@@ -1,0 +1,394 @@
+"""Blocks that are late, dropped or in the way of a batch go to another worker; whose work is accepted first is paid."""
+
+import pytest
+
+from shoal.ledger.answers import Refused, Wait
+from shoal.ledger.facts.batches import SlotVoid
+from shoal.ledger.facts.leases import AskLease, LeaseLapsed, ReturnLeases
+from shoal.ledger.facts.pay import Forfeited
+from shoal.ledger.facts.run import Admin, Tick
+from shoal.ledger.law import LAW, as_version
+from shoal.ledger.log.redecide import redecide
+from shoal.ledger.next_batch import blocks_in_the_way
+from shoal.ledger.owed import reliable
+from shoal.ledger.rules.leases import groups_in_flight
+from shoal.ledger.state import state_hash
+from shoal.ledger.table import apply, make_entry
+from tests.ledger.world import VALIDATOR, World
+
+A, B, C, D, E, STRANGER, OTHER = (letter * 64 for letter in "abcde78")
+JUDGES = (VALIDATOR, "w" * 64, "x" * 64)
+
+
+def world_of(tmp_path, good=(A, B), proven=(), strangers=(), **changes):
+    """A run in which some workers have a good record, some have one accepted block, and some have none."""
+    world = World(tmp_path, **({"steps": 200, "lease_s": 100.0, "batch_groups": 8} | changes))
+    for key in (*good, *proven, *strangers):
+        world.enter(key)
+    world.publish()
+    for _ in range(LAW.probation_blocks):
+        for key in good:
+            work(world, key)
+    for key in proven:
+        work(world, key)
+    while world.state.main.version not in world.state.main.batches:
+        work(world, good[0])
+    world.publish()
+    assert reliable(world.state) == set(good)
+    return world
+
+
+def work(world, key):
+    """Fill a lease in a second."""
+    if world.state.main.version in world.state.main.batches:
+        world.publish()
+    lease = world.lease(key)
+    world.now += 1.0
+    world.judge(world.submit(key, lease))
+    return lease
+
+
+def later(world, seconds):
+    world.now += seconds
+    return [entry.body for entry in world.do(Tick(world.now))]
+
+
+def give_back(world, key, lease):
+    world.do(ReturnLeases(key, (lease.id,), world.now))
+
+
+def ask(world, key, holding=()):
+    """What a worker is leased, or None."""
+    try:
+        return world.lease(key, holding)
+    except Wait:
+        return None
+
+
+def block_of(world, lease):
+    return world.state.main.versions[lease.version].blocks[lease.blocks[0]]
+
+
+def assert_holds(world):
+    audit = world.audit()
+    assert audit.findings == [] and state_hash(audit.state) == state_hash(world.state)
+
+
+def shared_block(tmp_path, **changes):
+    """A block that two workers hold."""
+    world = world_of(tmp_path, **changes)
+    first = world.lease(A)
+    later(world, LAW.least_soft_s + 0.1)
+    second = world.lease(B)
+    assert (second.version, second.blocks) == (first.version, first.blocks) and first.status == second.status == "open"
+    return world, first, second
+
+
+# --- two holders ---
+
+
+def test_before_its_soft_time_nobody_else_gets_a_block(tmp_path):
+    world = world_of(tmp_path)
+    first = world.lease(A)
+    assert first.soft == world.now + LAW.least_soft_s < first.deadline
+    later(world, LAW.least_soft_s - 0.1)
+    assert world.lease(B).blocks != first.blocks
+
+
+def test_of_two_holders_the_quicker_is_paid_and_the_other_loses_nothing(tmp_path):
+    world, first, second = shared_block(tmp_path)
+    before = (world.state.members[A].credits, world.state.members[A].lapsed, world.state.members[A].refused)
+    paid = world.state.members[B].credits
+    world.judge(world.submit(B, second))
+    assert first.status == "overtaken" and world.state.open_leases == []
+    with pytest.raises(Refused, match="another worker was quicker: this costs you nothing"):
+        world.submit(A, first)
+    node = world.state.members[A]
+    assert (node.credits, node.lapsed, node.refused) == before and node.standing == "good"
+    assert world.state.members[B].credits == paid + 20 and node.unfilled == 1, "somebody had to make it in its place"
+    assert_holds(world)
+
+
+def test_the_first_holder_is_paid_if_it_is_quicker_and_the_second_is_not_late(tmp_path):
+    world, first, second = shared_block(tmp_path)
+    paid = world.state.members[A].credits
+    world.judge(world.submit(A, first))
+    assert second.status == "overtaken" and world.state.members[B].unfilled == 0
+    assert world.state.members[A].credits == paid + 20
+    assert_holds(world)
+
+
+@pytest.mark.parametrize("quicker", [A, B])
+def test_a_copy_that_is_judged_too_brings_neither_pay_nor_standing_nor_blame(tmp_path, quicker):
+    world, first, second = shared_block(tmp_path)
+    names = {A: world.submit(A, first), B: world.submit(B, second)}
+    slower = B if quicker == A else A
+    before = world.state.members[slower]
+    before = (before.credits, before.accepted, before.valid_blocks, before.refused, before.unfilled, before.standing)
+    world.judge(names[quicker])
+    world.judge(names[slower])
+    node = world.state.members[slower]
+    assert (node.credits, node.accepted, node.valid_blocks, node.refused, node.unfilled, node.standing) == before
+    assert block_of(world, first).status == "done" and world.state.pending == []
+    assert_holds(world)
+
+
+def test_a_block_whose_first_submission_is_refused_is_still_its_other_holders(tmp_path):
+    world, first, second = shared_block(tmp_path)
+    world.judge(world.submit(A, first), "hard")
+    assert block_of(world, first).status == "leased" and world.state.main.free == []
+    paid = world.state.members[B].credits
+    world.judge(world.submit(B, second))
+    assert world.state.members[B].credits == paid + 20
+    assert_holds(world)
+
+
+def test_a_refused_copy_frees_no_block_that_another_has_filled(tmp_path):
+    world, first, second = shared_block(tmp_path)
+    names = world.submit(A, first), world.submit(B, second)
+    world.judge(names[1])
+    world.judge(names[0], "hard")
+    assert block_of(world, first).status == "done" and world.state.main.free == []
+    assert world.state.members[A].refused == 2
+    assert_holds(world)
+
+
+def test_a_lapse_of_one_holder_leaves_the_block_to_the_other(tmp_path):
+    world, first, second = shared_block(tmp_path)
+    give_back(world, A, first)
+    assert block_of(world, first).status == "leased" and world.state.main.free == []
+    world.judge(world.submit(B, second))
+    assert world.state.members[A].lapsed == 1
+    assert_holds(world)
+
+
+def test_of_a_lease_of_two_blocks_one_of_which_another_filled_the_other_is_paid(tmp_path):
+    world = world_of(tmp_path, batch_groups=16)
+    world.do(AskLease(A, (), 1e9, world.now))
+    (first,) = world.state.open_leases_of(A)
+    later(world, 2 * LAW.soft_times * len(first.blocks))
+    second = world.lease(B)
+    assert len(first.blocks) > 1 and second.blocks == first.blocks[:1]
+    world.judge(world.submit(B, second))
+    paid, trust = world.state.members[A].credits, world.state.members[A].valid_blocks
+    name = world.submit(A, first)
+    assert block_of(world, second).status == "done"
+    world.judge(name)
+    node = world.state.members[A]
+    assert (node.credits - paid, node.valid_blocks - trust) == (20 * (len(first.blocks) - 1), len(first.blocks) - 1)
+    assert_holds(world)
+
+
+def test_two_holders_are_counted_once_among_the_groups_in_flight(tmp_path):
+    world, _, _ = shared_block(tmp_path)
+    assert groups_in_flight(world.state, world.state.main) == 2
+
+
+# --- who gets a block that was leased before ---
+
+
+def test_a_dropped_block_goes_at_once_and_before_new_ones_to_workers_with_a_good_record(tmp_path):
+    world = world_of(tmp_path, proven=(C,), strangers=(STRANGER,))
+    lost = world.lease(STRANGER)
+    give_back(world, STRANGER, lost)
+    assert world.lease(C).blocks != lost.blocks, "one accepted block is no record"
+    assert world.lease(A).blocks == lost.blocks
+    assert_holds(world)
+
+
+def test_nobody_is_leased_a_block_twice_before_others_had_the_time_to_take_it(tmp_path):
+    world = world_of(tmp_path)
+    lost = world.lease(A)
+    give_back(world, A, lost)
+    later(world, 99.0)
+    assert work(world, A).blocks != lost.blocks
+    assert world.lease(A).blocks == lost.blocks
+    assert_holds(world)
+
+
+def test_without_a_worker_of_good_record_a_proven_one_comes_before_strangers(tmp_path):
+    world = World(tmp_path, steps=200, lease_s=100.0, batch_groups=8)
+    for key in (C, STRANGER, OTHER):
+        world.enter(key)
+    world.publish()
+    work(world, C)
+    lost = world.lease(STRANGER)
+    give_back(world, STRANGER, lost)
+    assert world.lease(OTHER).blocks != lost.blocks
+    assert world.lease(C).blocks == lost.blocks
+
+
+def test_a_worker_that_left_too_many_blocks_to_others_gets_no_dropped_one(tmp_path):
+    world = world_of(tmp_path, strangers=(STRANGER,))
+    for _ in range(3):
+        lease = world.lease(A)
+        give_back(world, A, lease)
+        work(world, B)
+        later(world, 200.0)
+    assert reliable(world.state) == {B}
+    lost = world.lease(STRANGER)
+    give_back(world, STRANGER, lost)
+    assert world.lease(A).blocks != lost.blocks and world.lease(B).blocks == lost.blocks
+
+
+def test_four_workers_hold_one_block_at_most_and_then_its_slots_are_void(tmp_path):
+    world = world_of(tmp_path, good=(A, B, C, D, E))
+    held = []
+    for key in (A, B, C, D, E):
+        held.append(world.lease(key))
+        later(world, LAW.least_soft_s + 0.1)
+    assert len({lease.blocks for lease in held[:4]}) == 1 and held[4].blocks != held[0].blocks
+    for key, lease in zip((A, B, C), held, strict=False):
+        give_back(world, key, lease)
+    events = [entry.body for entry in world.do(ReturnLeases(D, (held[3].id,), world.now))]
+    first = held[0].blocks[0] * world.state.rules.block_groups
+    assert SlotVoid(held[0].version, (first, first + 1), "dropped") in events
+    assert_holds(world)
+
+
+def test_at_staleness_0_no_block_is_void_however_often_it_is_dropped(tmp_path):
+    world = world_of(tmp_path, good=(A, B, C, D, E), max_staleness=0)
+    lost = None
+    for key in (A, B, C, D):
+        lease = world.lease(key)
+        lost = lost or lease
+        assert lease.blocks == lost.blocks
+        give_back(world, key, lease)
+    assert world.lease(E).blocks == lost.blocks
+    assert_holds(world)
+
+
+# --- the last batch of a version waits ---
+
+
+def blocked(tmp_path, holder, **changes):
+    """A run whose next batch waits for one block that a worker holds."""
+    world = world_of(tmp_path, **({"strangers": (STRANGER,)} | changes))
+    held = world.lease(holder)
+    for _ in range(40):
+        if blocks_in_the_way(world.state, world.state.main):
+            return world, held
+        worker = B if holder == A else A
+        if world.state.main.version in world.state.main.batches:
+            world.publish()
+        world.judge(world.submit(worker, world.lease(worker)))
+    raise AssertionError("the batch does not wait")
+
+
+def test_the_last_batch_of_a_version_waits_for_its_blocks(tmp_path):
+    world, held = blocked(tmp_path, STRANGER)
+    stream = world.state.main
+    assert blocks_in_the_way(world.state, stream) == [(held.version, held.blocks[0])]
+    assert len(stream.pool) >= 8 and len(stream.batches) == held.version + 1
+    world.judge(world.submit(STRANGER, held))
+    assert (held.version, held.blocks[0] * 2) in stream.batches[held.version + 1]
+    assert_holds(world)
+
+
+def test_a_block_in_the_way_is_taken_from_a_stranger_at_once(tmp_path):
+    world, held = blocked(tmp_path, STRANGER)
+    again = world.lease(A)
+    assert (again.version, again.blocks) == (held.version, held.blocks)
+    world.judge(world.submit(A, again))
+    assert held.version + 1 in world.state.main.batches and held.status == "overtaken"
+    assert world.state.members[STRANGER].unfilled == 0, "it had no time to be late"
+    assert_holds(world)
+
+
+def test_a_batch_waits_a_while_for_a_worker_of_good_record(tmp_path):
+    world, held = blocked(tmp_path, A)
+    again = ask(world, B)
+    assert again is None or again.blocks != held.blocks
+    later(world, LAW.patience_times * 1.0 + 0.1)
+    holding = [lease.id for lease in world.state.open_leases_of(B)]
+    assert world.lease(B, holding).blocks == held.blocks
+
+
+@pytest.mark.parametrize("verdict", ["a first refusal", "none in time"])
+def test_a_block_in_the_way_that_validators_do_not_settle_is_made_again(tmp_path, verdict):
+    world, held = blocked(tmp_path, STRANGER, validators=JUDGES)
+    name = world.submit(STRANGER, held, order=JUDGES)
+    again = ask(world, A)
+    assert again is None or again.blocks != held.blocks
+    if verdict == "none in time":
+        later(world, LAW.turn_s + 0.1)
+    else:
+        world.judge(name, "soft")
+    again = world.lease(A, [lease.id for lease in world.state.open_leases_of(A)])
+    assert again.blocks == held.blocks
+    world.judge(world.submit(A, again))
+    assert held.version + 1 in world.state.main.batches and name in world.state.pending
+    assert_holds(world)
+
+
+def test_a_batch_does_not_wait_for_what_it_would_not_take(tmp_path):
+    """More groups of one version than its last batch takes: the highest slots are surplus, whoever holds them."""
+    world = world_of(tmp_path, max_staleness=1, strangers=(STRANGER,))
+    version = world.state.main.version
+    for _ in range(7):
+        world.judge(world.submit(A, world.lease(A)))
+    held = world.lease(STRANGER)
+    assert held.version == version and held.blocks[0] * 2 > max(slot for _, slot in world.state.main.pool)
+    world.publish()
+    assert len(world.state.main.batches) - 1 == version + 1, "both batches that may take the version are formed"
+    assert blocks_in_the_way(world.state, world.state.main) == []
+
+
+def test_a_draining_run_does_not_wait_for_a_block_that_nobody_may_make(tmp_path):
+    world, held = blocked(tmp_path, STRANGER)
+    world.do(Admin("drain", "", world.now))
+    assert world.state.phase == "draining" and held.version + 1 not in world.state.main.batches
+    give_back(world, STRANGER, held)
+    assert held.version + 1 in world.state.main.batches
+    assert_holds(world)
+
+
+def test_a_batch_takes_the_oldest_version_first(tmp_path):
+    world = world_of(tmp_path)
+    late = world.lease(B)
+    for _ in range(4):
+        world.judge(world.submit(A, world.lease(A)))
+    world.publish()
+    for _ in range(4):
+        world.judge(world.submit(A, world.lease(A)))
+    world.judge(world.submit(B, late))
+    step = len(world.state.main.batches) - 1
+    assert world.state.main.batches[step][:2] == tuple((late.version, late.blocks[0] * 2 + i) for i in (0, 1))
+
+
+# --- lapses without pay to lose ---
+
+
+def lapse(world, key, times):
+    for _ in range(times):
+        while ask(world, key) is None:
+            later(world, 1.0)
+        later(world, 101.0)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_lapses_without_pay_to_lose_are_owed_once_and_later_pay_settles_them(tmp_path, version):
+    world = World(tmp_path, steps=200, lease_s=100.0, law=as_version(LAW, version))
+    world.enter(STRANGER)
+    world.publish()
+    lapse(world, STRANGER, 4)
+    node, said = world.state.members[STRANGER], [type(entry.body) for entry in world.audit().entries]
+    assert (node.lapsed, node.owes) == (4, 2 if version == 2 else 0), "it owes one lease, not three"
+    assert (Forfeited in said) == (version == 2)
+    for _ in range(3):
+        while ask(world, STRANGER) is None:
+            later(world, 1.0)
+        (lease,) = world.state.open_leases_of(STRANGER)
+        world.judge(world.submit(STRANGER, lease))
+        if world.state.main.version in world.state.main.batches:
+            world.publish()
+    assert node.credits == (40 if version == 2 else 60) and node.owes == 0
+    assert_holds(world)
+
+
+def test_an_overtaken_lease_that_was_invented_is_found(tmp_path):
+    world, first, _ = shared_block(tmp_path)
+    entries = world.audit().entries
+    forged = make_entry(len(entries), world.now, LeaseLapsed(first.id, "overtaken"), entries[-1].hash)
+    apply(world.state, forged)
+    assert any("follows from nothing" in finding for finding in redecide([*entries, forged], {}))
