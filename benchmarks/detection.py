@@ -229,9 +229,10 @@ def _calibrated(family: Family, pair: str, rollouts: int) -> Bounds:
     requests = lab.requests(lab.honest_groups)
     scores = World.score(lab, requests, load_engine(family.policy, dtype=replayed))
     claimed = [r.logprobs_P() for g in lab.honest_groups for r in g.rollouts]
-    off_N = np.abs(np.concatenate(claimed).astype(np.float64) - np.concatenate([s.logprobs_P for s in scores]))
+    off_N = np.concatenate(claimed).astype(np.float64) - np.concatenate([s.logprobs_P for s in scores])
     gaps_N = np.concatenate([s.gaps_P for s in scores])
-    bounds = propose(Noise(gaps_N, off_N), distinct=gaps_N.size, safety=2.0)
+    noise = Noise(gaps_N, off_N, np.concatenate([s.largest_P for s in scores if s.largest_P is not None]))
+    bounds = propose(noise, distinct=gaps_N.size, safety=2.0, coarse=True)
     print(f"calibrated, {family.entropy:.3f} nats: {pair}: {bounds}")
     return bounds
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from shoal.algos.entropy import logprob_and_entropy
-from shoal.config import ACTIVATION_ERROR, BOUNDS, TrainConfig
+from shoal.config import ACTIVATION_ERROR, BOUNDS, TrainConfig, wire_bounds
 from shoal.engine.base import Engine, Score, ScoreRequest
 from shoal.envs.base import Step
 from shoal.envs.wordle import Wordle, WordleArgs, WordleState
@@ -49,7 +49,7 @@ class Rounds(Wordle):
 
 def rules(dtype: str = "float32", bounds: dict[str, Bounds] | None = None) -> Rules:
     """A run's rules with proofs of activations and the built-in bounds, or others."""
-    built_in = {pair: Bounds(b.gap, b.flipped, b.mean_gap, b.logprob) for pair, b in BOUNDS.items()}
+    built_in = {pair: wire_bounds(bounds) for pair, bounds in BOUNDS.items()}
     return Rules(
         group_size=GROUP_SIZE,
         block_groups=BLOCK_GROUPS,

@@ -15,7 +15,7 @@ import msgspec
 import torch
 
 from benchmarks.poison.payloads import ARGS, ENVIRONMENT, SAMPLING, START, poisoned, say
-from shoal.config import BOUNDS, TrainConfig
+from shoal.config import BOUNDS, TrainConfig, wire_bounds
 from shoal.engine.base import ScoreRequest
 from shoal.engine.local import LocalEngine
 from shoal.envs.evaluate import Evaluation, evaluate
@@ -46,7 +46,6 @@ from shoal.protocol.audits import influence, must_audit, paid_tokens
 from shoal.protocol.randomness import SecretChain
 from shoal.protocol.types import (
     BatchGroup,
-    Bounds,
     Check,
     EnvSpec,
     Group,
@@ -119,11 +118,10 @@ class Town:
 
     def _begin(self) -> None:
         plan, defended = self.plan, self.case.defended
-        bounds = BOUNDS["float32/float32"]
         rules = Rules(
             group_size=plan.group_size, block_groups=1, batch_groups=plan.batch_groups, max_staleness=1,
             steps=plan.steps, lease_s=1e6, audit_rate=0.05, dtype="float32",
-            bounds={"float32/float32": Bounds(bounds.gap, bounds.flipped, bounds.mean_gap, bounds.logprob)},
+            bounds={"float32/float32": wire_bounds(BOUNDS["float32/float32"])},
             worker_share=0.2 if defended else 1.0, quarantine_s=30.0,
         )  # fmt: skip
         spec = EnvSpec(self.env.name, "", self.env.num_tasks, 1.0, {})

@@ -39,6 +39,9 @@ FALSE_ALARM = 1e-5
 ALARM_BITS = 23.0
 """Evidence from here on is excessive: 2^20 groups between false alarms, times 2^3 for the eight tests that share them."""
 
+CLAIM_ALARM_BITS = 28.0
+"""The same for the evidence from claims: so high that its four tests hardly add to the false alarms of the others."""
+
 EXCESS_BITS = (1, 2, 4, 8)
 """The b of each test; a test is best at 2^b times the honest rate."""
 
@@ -60,6 +63,17 @@ class Noise(Protocol):
     @property
     def mean_gap(self) -> float:
         """m: the largest mean gap of honest tokens, each cut at `gap`; nats."""
+
+
+def room(largest_N: NDArray[np.float32] | None, largest_logit: float) -> NDArray[np.float32] | float:
+    """How many times as far as its bounds each token may be off, from the largest |logit / temperature| at its place.
+
+    Rounding errors are in proportion to the numbers that are rounded, and logits grow while a policy learns. The bounds of
+    a run hold up to `largest_logit`; 0 says that they hold for any size.
+    """
+    if largest_N is None or not largest_logit:
+        return 1.0
+    return np.maximum(1.0, largest_N / largest_logit).astype(np.float32)  # guard: room-is-never-below-1
 
 
 class Figures(NamedTuple):
@@ -116,15 +130,17 @@ def _kl(share: float, rate: float) -> float:
 
 
 class Evidence(NamedTuple):
-    """Bits against a node's honesty, one figure for each of `EXCESS_BITS`. 0 means no evidence."""
+    """Bits against a node's honesty. 0 means no evidence. Of flips and gaps, one figure for each of `EXCESS_BITS`."""
 
     flips: tuple[float, ...] = (0.0,) * len(EXCESS_BITS)
     gaps: tuple[float, ...] = (0.0,) * len(EXCESS_BITS)
+    claims: tuple[float, ...] = (0.0,) * 4
+    """From claimed log-probs, by direction; see `claim_evidence`."""
 
 
 def update(evidence: Evidence, figures: Figures, noise: Noise) -> Evidence:
     """Evidence after one more audited group. Its figures must be pooled with the bound of the same `noise`."""
-    return Evidence(
+    return evidence._replace(
         flips=_grown(evidence.flips, float(figures.flipped), figures.tokens, noise.flipped),
         gaps=_grown(evidence.gaps, figures.gap_sum / noise.gap, figures.tokens, noise.mean_gap / noise.gap),
     )
@@ -138,7 +154,10 @@ def _grown(bits: tuple[float, ...], total: float, tokens: int, rate: float) -> t
 
 
 def excessive(evidence: Evidence) -> bool:
-    """Whether honest noise cannot explain a node. An honest node gets here at most once in 2^20 audited groups."""
+    """Whether honest noise cannot explain a node. An honest node gets here at most once in a million audited groups."""
+    # guard: claims-are-evidence
+    if max(evidence.claims) >= CLAIM_ALARM_BITS:
+        return True
     return max(*evidence.flips, *evidence.gaps) >= ALARM_BITS  # guard: flips-are-evidence, gaps-are-evidence
 
 

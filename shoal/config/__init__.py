@@ -23,11 +23,12 @@ from shoal.config.sections import (
     WorkersConfig,
     is_loopback,
     sampling_of,
+    wire_bounds,
 )
 
 __all__ = [
     "ACTIVATION_ERROR", "BOUNDS", "SAFE_TO_CHANGE", "BoundsConfig", "EnvConfig", "EvalConfig", "HostConfig",
     "PolicyConfig", "RolloutsConfig", "RunConfig", "SamplingConfig", "SftConfig", "StorageConfig", "TinyPolicy",
     "TrainConfig", "ValidatorsConfig", "VerifyConfig", "WorkersConfig", "check_run", "child_environment", "is_loopback",
-    "load_run", "load_sft", "node_home", "sampling_of", "unsafe_changes",
+    "load_run", "load_sft", "node_home", "sampling_of", "unsafe_changes", "wire_bounds",
 ]  # fmt: skip

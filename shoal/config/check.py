@@ -188,6 +188,9 @@ def _bounds_fit(config: RunConfig) -> Iterator[tuple[bool, str]]:
         yield 0 < bounds.gap < math.inf, f"{key}.gap = {bounds.gap}: must be above 0, and finite"
         yield 0 < bounds.logprob < math.inf, f"{key}.logprob = {bounds.logprob}: must be above 0, and finite"
         yield 0 < bounds.flipped < 1, f"{key}.flipped = {bounds.flipped}: must be between 0 and 1, a share of tokens"
+        for name in ("logprob_mean", "largest_logit"):
+            value = getattr(bounds, name)
+            yield 0 <= value < math.inf, f"{key}.{name} = {value}: must be at least 0, and finite"
         within = 0 < bounds.mean_gap < bounds.gap
         yield within, f"{key}.mean_gap = {bounds.mean_gap}: must be between 0 and gap = {bounds.gap}"
 

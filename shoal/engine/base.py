@@ -51,6 +51,8 @@ class Score(NamedTuple):
     """The largest logits / temperature + noise, minus that of the written token, nats: 0 for an honest token."""
     hidden_PD: NDArray[np.float32] | None
     """Hidden states after the final norm that predicted each token, if requested."""
+    largest_P: NDArray[np.float32] | None = None
+    """Largest |logit / temperature| at each token, to which its rounding errors are in proportion; None if unknown."""
 
 
 class Engine(Protocol):

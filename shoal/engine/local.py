@@ -299,17 +299,21 @@ def _score_rows(
         x.to(decoder.device) for x in (rows_N, positions_N, tokens_N.to(torch.int64), words_B4)
     )
     hidden_ND = hidden_BCD[rows_N, positions_N - 1]
-    logprobs, gaps = [torch.empty(0)], [torch.empty(0)]
+    logprobs, gaps, largest = [torch.empty(0)], [torch.empty(0)], [torch.empty(0)]
     for n in torch.arange(len(rows_N), device=decoder.device).split(max(1, SCORED_VALUES // decoder.spec.vocab_size)):
         scaled_NV = decoder.logits(hidden_ND[n]).div_(temperature)
+        largest.append(torch.maximum(scaled_NV.amax(-1), -scaled_NV.amin(-1)).cpu())
         noisy_NV = scaled_NV + gumbel(words_B4[rows_N[n]], positions_N[n], decoder.spec.vocab_size)
         logprobs.append(_logprobs(scaled_NV, tokens_N[n]).cpu())
         gaps.append((noisy_NV.amax(-1) - noisy_NV.gather(-1, tokens_N[n, None]).squeeze(-1)).cpu())
     hidden = hidden_ND.float().cpu().split(counts) if want_hidden else [None] * len(counts)
     return [
-        Score(logprobs_P.numpy(), gaps_P.numpy(), None if hidden_PD is None else hidden_PD.numpy())
-        for logprobs_P, gaps_P, hidden_PD in zip(
-            torch.cat(logprobs).split(counts), torch.cat(gaps).split(counts), hidden, strict=True
+        Score(logprobs_P.numpy(), gaps_P.numpy(), None if hidden_PD is None else hidden_PD.numpy(), largest_P.numpy())
+        for logprobs_P, gaps_P, hidden_PD, largest_P in zip(
+            *(torch.cat(parts).split(counts) for parts in (logprobs, gaps)),
+            hidden,
+            torch.cat(largest).split(counts),
+            strict=True,
         )
     ]
 

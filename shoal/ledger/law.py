@@ -7,8 +7,8 @@ the code did before.
 
 A changed formula needs a new `RULES_VERSION`, and the old formula stays selectable by `State.law.version`. This holds for
 all that decides or changes a state: `facts/`, `rules/`, `state`, `weigh`, `seeds`, `turns`, `algorithm`, the methods of
-`Law`; `audits`, `bounds`, `constants`, `randomness` and `sizes` in `protocol/`; `sampling_evidence` and `grpo_advantages`
-in `algos/`.
+`Law`; `audits`, `bounds`, `constants`, `randomness` and `sizes` in `protocol/`; `sampling_evidence`, `claim_evidence` and
+`grpo_advantages` in `algos/`.
 
 The arithmetic behind the constants. Let p be the chance that a cheat is caught, G the gain of a cheat and S the stake.
 Cheating loses if (1 - p) G < p S. A trusted worker is audited at 5 %, so S must exceed 19 G. The stake is the pay that
@@ -35,7 +35,8 @@ WHAT_CHANGED = {
     "times do not fall, and a submission stores when it was signed, close to the time of its event; "
     "leases have a soft time, after which others may hold the same blocks; the last batch of a version waits for all of "
     "its blocks; deadlines and sizes of leases follow from the time that a worker took before; workers without accepted "
-    "work share a part of the blocks; a lapse without pay to lose is owed",
+    "work share a part of the blocks; a lapse without pay to lose is owed; "
+    "claimed log-probs that lean one way over time are evidence",
 }
 """By version of the rules: how they differ from the version before. This code makes the events and decisions of each of
 these versions exactly as the code that wrote them. Logs of other versions are reported as not checked."""

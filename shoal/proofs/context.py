@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from shoal.engine.base import Score, ScoreRequest
 from shoal.errors import Overreach
+from shoal.ledger.algorithm import advantages
 from shoal.policy.render import Renderer
 from shoal.protocol.bounds import bounds_for
 from shoal.protocol.randomness import sample_seed
@@ -180,6 +181,11 @@ class Context:
     @cached_property
     def _task(self) -> Any:
         return self.env.task(self.slot.task)
+
+    def signs_G(self, group: Group) -> NDArray[np.float64]:
+        """Of each rollout: 1 if the loss encourages it, -1 if it discourages it, 0 if neither."""
+        rewards = [float(replayed.reward) for replayed in self.replays(group)]
+        return np.sign(np.nan_to_num(advantages(rewards, self.rules.algorithm).astype(np.float64)))
 
     def requests(self, group: Group) -> list[ScoreRequest]:
         """What the engine must prefill to replay the group's sampling: each rollout with the seed of its index."""

@@ -12,16 +12,18 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.algos.sampling_evidence import pooled, tokens_to_detect
+from shoal.algos.claim_evidence import SLACK
+from shoal.algos.sampling_evidence import pooled, room, tokens_to_detect
 from shoal.algos.toploc import Figures
 from shoal.errors import StateError
 from shoal.proofs.checks.activations import judge, least_bound
+from shoal.protocol.bounds import MEAN_OF_LOGPROB
 from shoal.protocol.types import Bounds
 
 FAR_PERCENTILE = 0.9999
 """Quantile of the gaps, and of the log-prob differences, to which the safety factor is applied."""
 
-LEAST = Bounds(gap=1e-3, flipped=1e-5, mean_gap=1e-7, logprob=1e-3)
+LEAST = Bounds(gap=1e-3, flipped=1e-5, mean_gap=1e-7, logprob=1e-3, logprob_mean=2e-5)
 """No bound is set below these, even if the measured machines agree better. One machine agrees with itself better than
 with other hardware in float32, and a choice within 0.001 nats of the best gains a cheat nothing."""
 
@@ -37,7 +39,9 @@ class Noise(NamedTuple):
     gaps_N: NDArray[np.float32]
     """Replay gaps, nats."""
     off_N: NDArray[np.float64]
-    """|claimed - replayed| log-probs, nats."""
+    """claimed - replayed log-probs, nats."""
+    largest_N: NDArray[np.float32]
+    """Largest |logit / temperature| at each token."""
     figures: tuple[Figures, ...] = ()
     """Figures of each group's proof of activations, once for each replay; empty if the run asks for no proofs."""
 
@@ -55,25 +59,39 @@ def joined(parts: list[Noise]) -> Noise:
     return Noise(
         np.concatenate([part.gaps_N for part in parts]),
         np.concatenate([part.off_N for part in parts]),
+        np.concatenate([part.largest_N for part in parts]),
         tuple(of_group for part in parts for of_group in part.figures),
     )
 
 
-def propose(noise: Noise, distinct: int, safety: float) -> Bounds:
+def propose(noise: Noise, distinct: int, safety: float, coarse: bool = False) -> Bounds:
     """Bounds for one pair of dtypes: `safety` times what was measured over `distinct` tokens.
+
+    For a `coarse` pair, such as any with bfloat16, the bounds grow with the logits: `largest_logit` is the mean of what was
+    met, and gaps and differences at larger logits count for less in proportion.
 
     `gap` is at least the largest log-prob error, so no honest token exceeds it twofold: a flip's gap is at most twice the
     noise of a log-prob. With no flips observed, assume a share of 3 / distinct (the rule of three, 95 %), unless `gap` is
     so far above the noise that flips are impossible.
     """
-    largest = float(noise.off_N.max())
-    gap = _rounded_up(max(LEAST.gap, largest, safety * float(np.quantile(noise.gaps_N, FAR_PERCENTILE))))
+    largest_logit = _rounded_up(float(noise.largest_N.mean())) if coarse else 0.0
+    room_N = room(noise.largest_N, largest_logit)
+    gaps_N, off_N = noise.gaps_N / room_N, np.abs(noise.off_N) / room_N
+    largest = float(off_N.max())
+    gap = _rounded_up(max(LEAST.gap, largest, safety * float(np.quantile(gaps_N, FAR_PERCENTILE))))
     out_of_reach = gap >= 4 * largest
-    figures = pooled(noise.gaps_N, gap)
+    figures = pooled(gaps_N, gap)
     flipped = max(LEAST.flipped, safety * figures.flipped / figures.tokens, 0.0 if out_of_reach else 3 / distinct)
     mean_gap = max(LEAST.mean_gap, safety * figures.gap_sum / figures.tokens)
-    logprob = max(LEAST.logprob, safety * float(np.quantile(noise.off_N, FAR_PERCENTILE)))
-    return Bounds(gap, _rounded_up(flipped), _rounded_up(mean_gap), _rounded_up(logprob))
+    logprob = _rounded_up(max(LEAST.logprob, safety * float(np.quantile(off_N, FAR_PERCENTILE))))
+    mean = _rounded_up(max(MEAN_OF_LOGPROB * logprob, safety * _mean_off(noise.off_N, logprob)))
+    return Bounds(gap, _rounded_up(flipped), _rounded_up(mean_gap), logprob, mean, largest_logit)
+
+
+def _mean_off(off_N: NDArray[np.float64], logprob: float) -> float:
+    """The honest mean m of `claim_evidence`, nats: of the differences themselves, or what the mean of e^d makes of it."""
+    d_N = np.clip(off_N, -logprob, logprob)
+    return max(float(d_N.mean()), math.log(float(np.exp(d_N).mean())) / SLACK)
 
 
 def propose_activation_error(figures: Sequence[Figures], safety: float) -> float:

@@ -141,8 +141,11 @@ def _judge_with_model(group: Group, ctx: Context) -> GroupVerdict:
     found = [_refuse(ctx.slot.slot, module, failure) for module, failure in failures if failure is not None]
     hard = (verdict for verdict in found if verdict.outcome == "hard")
     verdict = next(hard, found[0] if found else _accept(group, ctx))
-    figures = sampling.figures_of(ctx)
-    return msgspec.structs.replace(verdict, audited=True, flipped=figures.flipped, gap_sum=figures.gap_sum)
+    figures, leaning = sampling.figures_of(ctx), logprobs.leaning_of(group, ctx)
+    return msgspec.structs.replace(
+        verdict, audited=True, flipped=figures.flipped, gap_sum=figures.gap_sum,
+        off_sum=leaning.plain, off_weighted=leaning.weighted,
+    )  # fmt: skip
 
 
 def _first_failure(checks: Sequence[CheckModule], group: Group, ctx: Context) -> GroupVerdict | None:

@@ -7,6 +7,8 @@ without a change here. `tests/protocol/test_sizes.py` compares the bounds with r
 
 from collections.abc import Iterable
 
+import msgspec
+
 from shoal.protocol.constants import MAX_JSON_BYTES, MAX_LEASE_BLOCKS, MAX_SUBMISSION_BYTES
 from shoal.protocol.types import BatchGroup, Block, EnvSpec, GroupVerdict, Rules, Sampling, Slot
 from shoal.protocol.wire import to_json
@@ -80,15 +82,12 @@ def _check_bytes(envs: Iterable[str]) -> int:
 
 def _verdict_bytes(group_size: int) -> int:
     """Bytes of one group in a verdict: accepted groups have rewards, others a reason."""
-    accepted, refused = (WIDE_FLOAT,) * group_size, "x" * REASON_BYTES
-    return max(
-        _listed(GroupVerdict(WIDE_INT, False, "accept", "", "", *_PLACE, accepted, *_FIGURES)),
-        _listed(GroupVerdict(WIDE_INT, False, "soft", refused, "", *_PLACE, (), *_FIGURES)),
-    )
-
-
-_PLACE = (WIDE_INT, WIDE_INT, WIDE_FLOAT, WIDE_FLOAT)
-_FIGURES = (WIDE_INT, WIDE_INT, WIDE_FLOAT)
+    widest = GroupVerdict(
+        WIDE_INT, False, "accept", "", "", WIDE_INT, WIDE_INT, WIDE_FLOAT, WIDE_FLOAT, (WIDE_FLOAT,) * group_size,
+        WIDE_INT, WIDE_INT, WIDE_FLOAT, WIDE_FLOAT, WIDE_FLOAT,
+    )  # fmt: skip
+    refused = msgspec.structs.replace(widest, outcome="soft", check="x" * REASON_BYTES, rewards=())
+    return max(_listed(widest), _listed(refused))
 
 
 def _listed(value: object) -> int:

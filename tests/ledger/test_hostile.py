@@ -83,6 +83,8 @@ def test_a_claimed_speed_of_any_size_gets_a_lease_of_legal_size(court, speed):
         {"flipped": 11},
         {"gap_sum": float("inf")},
         {"gap_sum": float("nan")},
+        {"off_sum": float("inf")},
+        {"off_weighted": float("nan")},
         {"detail": "x" * 301},
         {"detail": "two\nlines"},
         {"check": "\x1b[31m"},

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from shoal.config import BOUNDS
+from shoal.config import BOUNDS, wire_bounds
 from shoal.engine.base import Score
 from shoal.proofs.checks import logprobs, sampling
 from shoal.proofs.context import Failure, gravest
@@ -25,7 +25,10 @@ def group_and_context(gaps, off):
         Score(np.full(TOKENS, -1.0, np.float32), np.array([gap] + [0.0] * (TOKENS - 1), np.float32), None)
         for gap in gaps
     ]
-    return Group(0, 0, "e", rollouts), SimpleNamespace(bounds=BOUNDS["float32/float32"], scores=scores)
+    bounds = wire_bounds(BOUNDS["float32/float32"])
+    return Group(0, 0, "e", rollouts), SimpleNamespace(
+        bounds=bounds, scores=scores, signs_G=lambda _: np.zeros(len(off))
+    )
 
 
 @pytest.mark.parametrize("order", [1, -1])

@@ -7,11 +7,12 @@ from shoal.proofs.rounding import LEAST, Noise, joined, power, power_by_entropy,
 from shoal.protocol.types import Bounds
 
 
-def noise(gaps: dict[float, int], tokens: int, off: float) -> Noise:
-    """So many tokens with each gap, all others at 0; every log-prob off by `off`."""
+def noise(gaps: dict[float, int], tokens: int, off: float, logit: float = 5.0) -> Noise:
+    """So many tokens with each gap, all others at 0; every other log-prob off by `off`, the rest by -`off`."""
     gaps_N = np.zeros(tokens, dtype=np.float32)
     gaps_N[: sum(gaps.values())] = np.repeat(list(gaps), list(gaps.values()))
-    return Noise(gaps_N, np.full(tokens, off))
+    signs_N = np.where(np.arange(tokens) % 2, -1.0, 1.0)
+    return Noise(gaps_N, off * signs_N, np.full(tokens, logit, dtype=np.float32))
 
 
 def test_no_bound_is_below_the_least_however_small_the_noise() -> None:
@@ -39,7 +40,26 @@ def test_without_flips_the_bound_is_three_in_the_tokens_unless_the_gaps_make_fli
 
 def test_joined_measurements_keep_every_token() -> None:
     both = joined([noise({0.5: 1}, 3, 0.1), noise({}, 2, 0.2)])
-    assert both.gaps_N.tolist() == [0.5, 0, 0, 0, 0] and both.off_N.tolist() == [0.1, 0.1, 0.1, 0.2, 0.2]
+    assert both.gaps_N.tolist() == [0.5, 0, 0, 0, 0] and both.off_N.tolist() == [0.1, -0.1, 0.1, 0.2, -0.2]
+    assert both.largest_N.tolist() == [5.0] * 5
+
+
+def test_the_honest_mean_of_claims_is_measured_and_is_never_below_a_fiftieth_of_their_bound() -> None:
+    # log cosh 0.2 = 0.0199: half of that, twice, is more than 2 % of the bound of 0.4.
+    assert propose(noise({}, 20_000, 0.2), 20_000, safety=2.0).logprob_mean == pytest.approx(0.02)
+    leaning = noise({}, 20_000, 0.1)._replace(off_N=np.full(20_000, 0.1))
+    assert propose(leaning, 20_000, safety=2.0).logprob_mean == pytest.approx(0.2)
+    assert propose(noise({}, 20_000, 0.01), 20_000, safety=2.0).logprob_mean == pytest.approx(0.0004)
+
+
+def test_bounds_of_coarse_arithmetic_do_not_depend_on_the_size_of_the_logits() -> None:
+    """Logits three times as large give errors three times as large; the bounds say so, and hold for both."""
+    small = propose(noise({0.125: 22}, 20_000, 0.1, logit=10.0), 20_000, safety=2.0, coarse=True)
+    mixed = joined([noise({0.125: 22}, 20_000, 0.1, logit=10.0), noise({0.375: 22}, 20_000, 0.3, logit=30.0)])
+    both = propose(mixed, 40_000, safety=2.0, coarse=True)
+    assert small.largest_logit == 10.0 and both.largest_logit == 20.0
+    assert small.gap == 0.25 and both.gap / both.largest_logit == pytest.approx(small.gap / 10.0, rel=0.05)
+    assert propose(mixed, 40_000, safety=2.0).largest_logit == 0.0
 
 
 def test_power_is_given_by_entropy_and_counts_tokens_beyond_the_bound() -> None:

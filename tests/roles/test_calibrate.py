@@ -197,7 +197,7 @@ def test_an_existing_table_keeps_its_comments_and_its_place(run_file: Path) -> N
     run_file.write_text(TINY.replace("DTYPE", "float32") + TABLE)
     text = with_values(run_file, MEASURED)
     changed = TABLE.replace("gap = 0.5", "gap = 0.25").replace("=1e-3", "=3e-05").replace("2.0", "0.5")
-    changed = changed.replace("# the gap", "mean_gap = 0.0002\n# the gap")
+    changed = changed.replace("# the gap", "largest_logit = 0.0\nlogprob_mean = 0.0\nmean_gap = 0.0002\n# the gap")
     assert text == TINY.replace("DTYPE", "float32") + changed
 
 

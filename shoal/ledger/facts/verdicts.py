@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from shoal.algos.claim_evidence import grown
 from shoal.algos.sampling_evidence import Evidence, Figures, update
 from shoal.ledger.entry import Entry
 from shoal.ledger.state import LeaseRecord, Member, State, SubmissionRecord
@@ -118,6 +119,9 @@ def evidence_after(state: State, validator: str, member: Member, groups: tuple[G
     for group in groups:
         if noise is not None and group.audited and group.outcome == "accept":  # guard: audited-is-evidence
             evidence = update(evidence, Figures(group.tokens, group.flipped, group.gap_sum), noise)
+            if state.law.version >= 2 and noise.logprob_mean:  # guard: old-claims-are-no-evidence
+                claims = grown(evidence.claims, group.off_sum, group.off_weighted, group.tokens, noise)
+                evidence = evidence._replace(claims=claims)
     return evidence
 
 

@@ -66,7 +66,7 @@ def decide_judge(command: Judge, state: State) -> list[Body]:
         return [*events, *_end_recheck(state, submission, lease, weighed, doubted, command.now)]
     if _is_noisy(state, state.members[lease.worker], command):  # guard: noise-over-time
         weighed = Weighed({}, lease.blocks, (), slash=False, outvoted=())
-        why = "sampling: more noise over time than honest arithmetic makes"
+        why = "sampling or logprobs: more noise over time than honest arithmetic makes"
         events += quarantine(state, lease.worker, submission, why, command.now)
     elif len(verdicts) == 1:
         events += _first_failure(state, lease, submission, command)
@@ -148,6 +148,8 @@ def _refuse_impossible(state: State, group: GroupVerdict) -> None:
     # guard: flips-within-tokens, gap-sum-is-a-number
     if not 0 <= group.flipped <= group.tokens or not 0.0 <= group.gap_sum <= 1e9:
         raise Refused("malformed", f"slot {group.slot}: figures of replayed sampling that no group has")
+    if not (abs(group.off_sum) <= 1e9 and abs(group.off_weighted) <= 1e9):  # guard: off-sum-is-a-number
+        raise Refused("malformed", f"slot {group.slot}: sums of log-probs that no group has")
 
 
 def is_open(state: State, submission: SubmissionRecord) -> bool:

@@ -1,17 +1,24 @@
 """Log-probs: the worker claims the log-probs that the policy gives.
 
-Catches log-probs that were invented, shifted, or taken from another model or temperature. They would distort the
-importance ratio in the loss.
-Cannot see errors below the bound, nor any error in groups that are not audited; only clipping limits those.
-Hard, but mild within ten times the bound: another machine's arithmetic exceeds it a little, never by much.
+Catches log-probs that were invented, shifted, or taken from another model or temperature; also small shifts that all lean
+one way over a rollout, or over a group, plainly or against its advantages. They would distort the importance ratio in the
+loss.
+Cannot see errors below the bounds, nor any error in groups that are not audited. Where the bounds leave room to bend the
+ratio, the trainer does not use the claims at all (`train/denominators`); elsewhere clipping limits them. Small shifts in
+every group are found over several groups (`algos/claim_evidence`).
+Hard, but mild within ten times the bound, and always mild for sums: another machine's arithmetic exceeds a bound a
+little, never by much.
 
-Axes: P policy tokens of a rollout, N of the group.
+Axes: P policy tokens of a rollout, N of the group, G its rollouts.
 """
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 
+from shoal.algos.claim_evidence import LIMIT_NATS, cut, lean
+from shoal.algos.sampling_evidence import room
 from shoal.proofs.context import Context, Failure, Severity, gravest, policy_positions
 from shoal.protocol.types import Group
 
@@ -22,11 +29,53 @@ MILD = 10.0
 """A difference up to this many times the bound costs the pay but is not slashed."""
 
 
+class Leaning(NamedTuple):
+    """Sums of a group's claimed - replayed log-probs, each cut to the bound, nats."""
+
+    plain: float
+    weighted: float
+    """Times the sign of each rollout's advantage."""
+
+
 def check(group: Group, ctx: Context) -> Failure | None:
     return gravest(_failures(group, ctx))
 
 
 def _failures(group: Group, ctx: Context) -> Iterator[Failure]:
+    yield from _single_tokens(group, ctx)
+    if not ctx.bounds.logprob_mean:
+        return
+    totals_G = _totals(group, ctx)
+    for index, (total, score) in enumerate(zip(totals_G, ctx.scores, strict=True)):
+        excess = lean(total, len(score.logprobs_P), ctx.bounds)
+        if excess > LIMIT_NATS:  # guard: leaning-rollout
+            yield Failure(index, -1, excess, LIMIT_NATS, "claimed log-probs lean one way, nats over", mild=True)
+    tokens = sum(len(score.logprobs_P) for score in ctx.scores)
+    leaning = _leaning(totals_G, ctx.signs_G(group))
+    for total, how in ((leaning.plain, "one way"), (leaning.weighted, "against the advantages")):
+        excess = lean(total, tokens, ctx.bounds)
+        if excess > LIMIT_NATS:  # guard: leaning-group
+            yield Failure(-1, -1, excess, LIMIT_NATS, f"the group's log-probs lean {how}, nats over", mild=True)
+
+
+def leaning_of(group: Group, ctx: Context) -> Leaning:
+    """The group's sums, for the verdict."""
+    return _leaning(_totals(group, ctx), ctx.signs_G(group))
+
+
+def _leaning(totals_G: list[float], signs_G: np.ndarray) -> Leaning:
+    return Leaning(float(sum(totals_G)), float(np.dot(totals_G, signs_G)))
+
+
+def _totals(group: Group, ctx: Context) -> list[float]:
+    """Sum of each rollout."""
+    return [
+        float(cut(rollout.logprobs_P().astype(np.float64) - score.logprobs_P, ctx.bounds).sum())
+        for rollout, score in zip(group.rollouts, ctx.scores, strict=True)
+    ]
+
+
+def _single_tokens(group: Group, ctx: Context) -> Iterator[Failure]:
     bound = ctx.bounds.logprob
     claimed_N = np.concatenate([rollout.logprobs_P() for rollout in group.rollouts]).astype(np.float64)
     off_N = np.abs(claimed_N - np.concatenate([score.logprobs_P for score in ctx.scores]))
@@ -34,7 +83,10 @@ def _failures(group: Group, ctx: Context) -> Iterator[Failure]:
     if (off_N <= bound).all():  # rollouts are many and short: look at all of them at once
         return
     ends = np.cumsum([len(score.logprobs_P) for score in ctx.scores])
-    for index, (rollout, off_P) in enumerate(zip(group.rollouts, np.split(off_N, ends[:-1]), strict=True)):
+    for index, (rollout, score, off_P) in enumerate(
+        zip(group.rollouts, ctx.scores, np.split(off_N, ends[:-1]), strict=True)
+    ):
+        off_P = off_P / room(score.largest_P, ctx.bounds.largest_logit)  # guard: large-logits-round-coarsely
         worst = int(np.argmax(off_P))
         if not off_P[worst] <= bound:  # a difference that is not a number fails too  # guard: difference-is-a-number
             figure = float(np.nan_to_num(off_P[worst], nan=1e9, posinf=1e9))

@@ -16,10 +16,12 @@ run sets how much noise is allowed for each pair of dtypes. A constant (`FALSE_A
 from collections.abc import Iterator
 
 import numpy as np
+from numpy.typing import NDArray
 
-from shoal.algos.sampling_evidence import Figures, largest_sum, most_flipped, pooled
+from shoal.algos.sampling_evidence import Figures, largest_sum, most_flipped, pooled, room
+from shoal.engine.base import Score
 from shoal.proofs.context import Context, Failure, Severity, gravest, policy_positions
-from shoal.protocol.types import Group
+from shoal.protocol.types import Bounds, Group
 
 NAME = "sampling"
 SEVERITY: Severity = "hard"
@@ -39,7 +41,7 @@ def check(group: Group, ctx: Context) -> Failure | None:
 def _failures(group: Group, ctx: Context) -> Iterator[Failure | None]:
     far = FAR * ctx.bounds.gap
     for index, (rollout, score) in enumerate(zip(group.rollouts, ctx.scores, strict=True)):
-        gaps_P = score.gaps_P
+        gaps_P = gaps_of(score, ctx.bounds)
         # guard: look-at-nan-gaps
         if gaps_P.max() <= ctx.bounds.gap:  # nothing is flipped; a gap that is not a number fails this test
             continue
@@ -62,7 +64,12 @@ def _failures(group: Group, ctx: Context) -> Iterator[Failure | None]:
 
 def figures_of(ctx: Context) -> Figures:
     """The group's pooled figures, for the verdict."""
-    return pooled(np.concatenate([score.gaps_P for score in ctx.scores]), ctx.bounds.gap)
+    return pooled(np.concatenate([gaps_of(score, ctx.bounds) for score in ctx.scores]), ctx.bounds.gap)
+
+
+def gaps_of(score: Score, bounds: Bounds) -> NDArray[np.float32]:
+    """A rollout's gaps, reduced where its logits are larger than those for which the bounds hold."""
+    return score.gaps_P / room(score.largest_P, bounds.largest_logit)
 
 
 def _too_many(rollout: int, position: int, figures: Figures, ctx: Context) -> Failure | None:

@@ -50,6 +50,10 @@ class GroupVerdict(Message, frozen=True):
     """Tokens whose gap exceeds the bound; 0 unless audited."""
     gap_sum: float = 0.0
     """Sum of the tokens' gaps, each counted at most the bound, nats; 0 unless audited."""
+    off_sum: float = 0.0
+    """Sum of claimed - replayed log-probs, each cut to the bound, nats; 0 unless audited."""
+    off_weighted: float = 0.0
+    """The same with the sign of each rollout's advantage, so that false claims against the advantages do not cancel."""
 
 
 class Verdict(Message, frozen=True):

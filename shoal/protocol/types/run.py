@@ -53,6 +53,12 @@ class Bounds(Message, frozen=True):
     """Largest mean gap of an honest node's tokens, nats. A gap above `gap` counts as `gap`."""
     logprob: float
     """Largest |claimed - replayed| log-probability of a token that passes, nats."""
+    logprob_mean: float = 0.0
+    """Largest mean of claimed - replayed log-probabilities of an honest node's tokens, nats. 0 judges no sums of them, as
+    in logs from before there were such bounds."""
+    largest_logit: float = 0.0
+    """Up to this largest |logit / temperature| at a token, `gap` and `logprob` hold as they are. Above it they grow in
+    proportion, as rounding errors do. 0: they never grow."""
 
 
 class Rules(Message, frozen=True):

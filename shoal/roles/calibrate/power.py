@@ -14,6 +14,7 @@ from shoal.algos.entropy import logprob_and_entropy
 from shoal.engine.base import Score
 from shoal.engine.open import EngineSpec, open_engine
 from shoal.policy.files import load_policy
+from shoal.proofs.checks.sampling import gaps_of
 from shoal.proofs.rounding import Power, power, power_by_entropy
 from shoal.protocol.types import Bounds
 from shoal.protocol.wire import domain_hash
@@ -30,7 +31,7 @@ def show_power(recording: Recording, policy: Path, bounds: Bounds) -> None:
     others = [request._replace(seed=domain_hash("another seed", request.seed)) for request in requests]
     scores = engine.score(others, recording.sampling.temperature, hidden=True)
     entropy_P = _entropies(policy, scores, recording.sampling.temperature)
-    gaps_P = np.concatenate([score.gaps_P for score in scores])
+    gaps_P = np.concatenate([gaps_of(score, bounds) for score in scores])
     print("\nwhat another seed would change, by tenths of the tokens in order of entropy")
     print(f"{'entropy, nats a token':>22}{'changed':>10}   tokens for 95 % detection")
     for row in power_by_entropy(entropy_P, gaps_P, bounds):

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from shoal.algos.toploc import Figures, compare
 from shoal.engine.base import Engine, Score
@@ -74,9 +75,14 @@ def _noise(engine: Engine, recording: Recording, setting: Setting) -> Noise:
         scores |= dict(zip(rows, of_rows, strict=True))
     progress(f"recomputing by {setting}", len(calls), len(calls))
     ordered = [scores[row] for row in range(len(requests))]
-    off_P = np.abs(recording.claimed_P() - np.concatenate([score.logprobs_P for score in ordered]))
+    off_P = recording.claimed_P() - np.concatenate([score.logprobs_P for score in ordered])
     figures = tuple(_figures(recording, ordered)) if proven else ()
-    return Noise(np.concatenate([score.gaps_P for score in ordered]), off_P, figures)
+    return Noise(np.concatenate([score.gaps_P for score in ordered]), off_P, largest_logits(ordered), figures)
+
+
+def largest_logits(scores: Sequence[Score]) -> NDArray[np.float32]:
+    """Largest |logit / temperature| at each token, [N]."""
+    return np.concatenate([score.largest_P for score in scores if score.largest_P is not None])
 
 
 def _figures(recording: Recording, scores: Sequence[Score]) -> Iterator[Figures]:
@@ -103,10 +109,11 @@ def _calls(count: int, shape: str) -> list[list[int]]:
 
 def _line(label: str, noise: Noise) -> None:
     p999, p9999 = np.quantile(noise.gaps_N, (0.999, FAR_PERCENTILE))
+    off_N = np.abs(noise.off_N)
     activations = f"{noise.activation_error():>21.2g}{noise.mismatched():>12.1%}" if noise.figures else ""
     print(
         f"{label}{noise.gaps_N.size:>8}{np.mean(noise.gaps_N > 0):>10.3%}{p999:>20.2g}{p9999:>10.2g}"
-        f"{noise.gaps_N.max():>10.2g}{np.quantile(noise.off_N, FAR_PERCENTILE):>20.2g}{noise.off_N.max():>10.2g}"
+        f"{noise.gaps_N.max():>10.2g}{np.quantile(off_N, FAR_PERCENTILE):>20.2g}{off_N.max():>10.2g}"
         f"{activations}",
         flush=True,
     )

@@ -54,7 +54,9 @@ def main(
             f"{own.dtype}/{dtype}": measure(recordings, policy, dtype)
             for dtype in dict.fromkeys((own.dtype, "float32"))
         }
-        bounds = {pair: propose(of_pair, distinct, safety) for pair, of_pair in noise.items()}
+        bounds = {
+            pair: propose(of_pair, distinct, safety, coarse="bfloat16" in pair) for pair, of_pair in noise.items()
+        }
         show_power(own, policy, bounds[f"{own.dtype}/{own.dtype}"])
     figures = [of_group for of_pair in noise.values() for of_group in of_pair.figures]
     found = tables_of(bounds, propose_activation_error(figures, safety) if figures else None)

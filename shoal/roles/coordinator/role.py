@@ -18,7 +18,7 @@ from typing import Any
 from msgspec.structs import replace
 from starlette.applications import Starlette
 
-from shoal.config import ACTIVATION_ERROR, RunConfig, sampling_of
+from shoal.config import ACTIVATION_ERROR, RunConfig, sampling_of, wire_bounds
 from shoal.envs.load import env_digest, load_env
 from shoal.errors import StateError, cause_of
 from shoal.folder import RunFolder, write_atomically
@@ -161,7 +161,7 @@ def rules_of(config: RunConfig) -> t.Rules:
 def bounds_of(config: RunConfig) -> dict[str, t.Bounds]:
     """The bounds for the run's own dtype. Work sampled in another dtype is not judged."""
     return {
-        pair: t.Bounds(bounds.gap, bounds.flipped, bounds.mean_gap, bounds.logprob)
+        pair: wire_bounds(bounds)
         for pair, bounds in sorted(config.verify.bounds.items())
         if (dtypes := dtypes_of(pair)) and dtypes[0] == config.sampled_dtype
     }

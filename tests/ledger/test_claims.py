@@ -1,0 +1,60 @@
+"""Evidence from claimed log-probs: a worker whose claims lean one way in every group is found, an honest one never."""
+
+import msgspec
+import pytest
+
+from shoal.ledger.law import LAW, as_version
+from shoal.protocol.types import Bounds
+from tests.ledger.world import World
+
+WORKER = "a" * 64
+JUDGES = ("d" * 64, "e" * 64, "f" * 64)
+BOUNDS = Bounds(gap=1e-3, flipped=1e-4, mean_gap=1e-6, logprob=0.01, logprob_mean=2e-4)
+
+
+def world_of(tmp_path, judges=JUDGES, bounds=BOUNDS, law=LAW):
+    tmp_path.mkdir(exist_ok=True)
+    world = World(tmp_path, judges, law, steps=400, max_staleness=99, bounds={"float32/float32": bounds})
+    world.enter(WORKER)
+    world.publish()
+    return world
+
+
+def serve(world, judge, **claims):
+    if world.state.main.version in world.state.main.batches:
+        world.publish()
+    world.serve(WORKER, by=judge, **claims)
+
+
+@pytest.mark.parametrize("claims", [{"off_sum": -0.9}, {"off_weighted": 0.9}], ids=["plain", "weighted"])
+@pytest.mark.parametrize("judges", [JUDGES, JUDGES[:1]], ids=len)
+def test_claims_that_lean_one_way_in_every_group_are_found(tmp_path, judges, claims):
+    """By 0.9 nats in a group of ten tokens; one group alone may lean by 11.5."""
+    world = world_of(tmp_path / "run", judges)
+    node = world.state.members[WORKER]
+    while not node.failures and len(world.state.leases) < 60:
+        serve(world, judges[len(world.state.leases) % min(2, len(judges))], **claims)
+    assert len(world.state.leases) < 60 and node.standing == "quarantined" and "over time" in node.last_reason
+    assert node.evidence == {} and world.audit().findings == []
+
+
+@pytest.mark.parametrize(
+    ("law", "bounds", "leans"),
+    [(LAW, BOUNDS, 2e-3), (as_version(LAW, 1), BOUNDS, 0.9), (LAW, msgspec.structs.replace(BOUNDS, logprob_mean=0.0), 0.9)],
+    ids=["honest", "earlier rules", "bounds without a mean"],
+)  # fmt: skip
+def test_honest_claims_and_those_under_earlier_rules_or_bounds_are_no_evidence(tmp_path, law, bounds, leans):
+    world = world_of(tmp_path / "run", bounds=bounds, law=law)
+    for _ in range(40):
+        serve(world, JUDGES[0], off_sum=leans)
+    node = world.state.members[WORKER]
+    assert node.failures == 0 and set(node.evidence[JUDGES[0]].claims) == {0.0}
+
+
+def test_sums_overstated_by_one_validator_harm_nobody(tmp_path):
+    world = world_of(tmp_path / "run")
+    for turn in range(60):
+        serve(world, JUDGES[turn % 2], off_sum=9.0 * (turn % 2))
+    node = world.state.members[WORKER]
+    assert max(node.evidence[JUDGES[1]].claims) > 28, "the liar's own"
+    assert node.failures == 0 and node.standing == "good"

@@ -1,0 +1,64 @@
+"""Sums of claimed log-probs, by hand: leaning one way over a rollout or a group, plainly or against the advantages."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import msgspec
+import numpy as np
+import pytest
+
+from shoal.engine.base import Score
+from tests.proofs.conftest import RULES
+
+BOUNDS = RULES.bounds["float32/float32"]
+
+
+def judged(desk, shifts, bounds):
+    """The verdict on the last group if its rollouts' claims are so many nats too high, spread over their tokens.
+
+    Rollouts 0 and 2 are right, 1 and 3 are wrong.
+    """
+
+    def score(requests):
+        counts = [len(request.policy_positions) for request in requests]
+        return [
+            Score(np.full(n, -1.0 - nats / n, np.float32), np.zeros(n, np.float32), None)
+            for n, nats in zip(counts, shifts, strict=True)
+        ]
+
+    rules = msgspec.structs.replace(RULES, bounds=RULES.bounds | {"float32/float32": bounds})
+    desk.tools = dataclasses.replace(desk.tools, info=SimpleNamespace(run="run-1", rules=rules), score=score)
+    return desk.judge(desk.body(), audited=(3,))[3]
+
+
+def leaning(desk, *shifts):
+    """By bounds that let any single token pass."""
+    return judged(desk, shifts, msgspec.structs.replace(BOUNDS, logprob=50.0, logprob_mean=1e-4))
+
+
+@pytest.mark.parametrize("nats", [12.0, -12.0])
+def test_claims_of_a_rollout_that_lean_one_way_are_refused_and_mild(desk, nats):
+    verdict = leaning(desk, nats, nats, 0.0, -nats)
+    assert (verdict.outcome, verdict.check, verdict.rollout) == ("soft", "logprobs", 0)
+    assert verdict.figure == pytest.approx(12.0, abs=0.1) and verdict.bound == pytest.approx(11.5, abs=0.1)
+    assert leaning(desk, nats * 0.9, nats * 0.9, 0.0, -nats * 0.9).outcome == "accept"
+
+
+def test_claims_of_a_group_that_lean_one_way_are_refused(desk):
+    verdict = leaning(desk, 4.0, 4.0, 4.0, 4.0)
+    assert (verdict.outcome, verdict.check, verdict.rollout) == ("soft", "logprobs", -1)
+    assert "one way" in verdict.detail and verdict.off_sum == pytest.approx(16.0, abs=0.01)
+    assert leaning(desk, 2.0, 2.0, 2.0, 2.0).outcome == "accept"
+
+
+def test_opposite_claims_on_good_and_bad_rollouts_do_not_cancel(desk):
+    verdict = leaning(desk, -4.0, 4.0, -4.0, 4.0)
+    assert (verdict.outcome, verdict.check, verdict.rollout) == ("soft", "logprobs", -1)
+    assert "against the advantages" in verdict.detail
+    assert (verdict.off_sum, verdict.off_weighted) == (pytest.approx(0, abs=0.01), pytest.approx(-16, abs=0.01))
+    assert leaning(desk, -2.0, 2.0, -2.0, 2.0).outcome == "accept"
+
+
+def test_a_run_whose_bounds_give_no_honest_mean_judges_no_sums(desk):
+    free = msgspec.structs.replace(BOUNDS, logprob=50.0)
+    assert not free.logprob_mean and judged(desk, (20.0, 20.0, 20.0, 20.0), free).outcome == "accept"
