@@ -26,9 +26,11 @@ from shoal.ledger.algorithm import teaches
 from shoal.policy.files import load_policy, save_policy
 from shoal.policy.render import Renderer
 from shoal.policy.tiny import make_tiny
+from shoal.protocol.bounds import claims_bend_ratios
 from shoal.protocol.randomness import SecretChain, draw_task, slot_seed
 from shoal.protocol.types import BatchGroup, Block, Group, Sampling, Slot
 from shoal.protocol.wire import digest, to_msgpack
+from shoal.train.denominators import with_own_denominators
 from shoal.train.filter import select
 from shoal.train.rows import rows_of_group
 from shoal.train.step import Learner
@@ -66,7 +68,7 @@ def train(config: RunConfig, out: Path, recipe_dir: Path, say: Callable[[str], N
     published = out / "published"
     save_policy(model, published, config.policy.dtype, tokenizer_from=start)
     renderer = Renderer.from_directory(start)
-    engine = open_engine(EngineSpec(threads=1))
+    engine = open_engine(EngineSpec(dtype=config.sampled_dtype, threads=1))
 
     for version in range(config.steps):
         # Workers sample with the published bytes. The secret chain decides the tasks and the seeds.
@@ -98,7 +100,13 @@ def train(config: RunConfig, out: Path, recipe_dir: Path, say: Callable[[str], N
             for member, body in zip(members, bodies, strict=True)
         ]  # fmt: skip
         chosen = select(members, rows_G, algorithm=config.train.algorithm, version=version, max_staleness=0)
-        metrics = learner.step(chosen.rows, version)
+        rows = chosen.rows
+        if claims_bend_ratios(config.verify.bounds, config.sampled_dtype, config.train.algorithm.epsilon):
+            rows = with_own_denominators(
+                rows, {version: published}, dtype=config.sampled_dtype, temperature=sampling.temperature,
+                microbatch_tokens=config.train.microbatch_tokens,
+            )  # fmt: skip
+        metrics = learner.step(rows, version)
         save_policy(model, published, config.policy.dtype, tokenizer_from=start)
         say(f"step {version} reward {metrics['reward_mean']:.3f} loss {metrics['loss']:+.4f}")
     return weights_root(published)

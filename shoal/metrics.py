@@ -48,10 +48,11 @@ METRICS: dict[str, Metric] = {
     ),
     "log_ratio_abs_mean_nats": Metric(
         "nats",
-        "Mean |log-prob of the trainer - log-prob of the worker| of a token; mean over the step's updates.",
+        "Mean |log-prob under the trained policy - denominator of the ratio| of a token; mean over the step's updates.",
     ),
     "log_ratio_abs_max_nats": Metric(
-        "nats", "Largest |log-prob of the trainer - log-prob of the worker| of a token, over all updates of the step."
+        "nats",
+        "Largest |log-prob under the trained policy - denominator of the ratio| of a token, over all updates of the step.",
     ),
     "staleness_rollouts": Metric("rollouts", "Rollouts of the batch by how many versions old their policy was."),
     "stale_rollouts": Metric("rollouts", "Rollouts left out because their policy was older than max_staleness."),
@@ -67,6 +68,9 @@ METRICS: dict[str, Metric] = {
     "tokens": Metric("tokens", "Tokens of those rollouts, including prompts and the environment's."),
     "policy_tokens": Metric("tokens", "Tokens of those rollouts that the policy wrote."),
     "train_s": Metric("seconds", "Time of forward, backward and optimiser."),
+    "denominators_s": Metric(
+        "seconds", "Time to compute the ratio's denominators; missing in runs that take those of the workers."
+    ),
     "train_tokens_per_s": Metric("tokens/s", "Tokens divided by the time of forward, backward and optimiser."),
     "save_s": Metric("seconds", "Time to write the trainer's own state."),
     "publish_s": Metric("seconds", "Time to write, sign and announce the new version."),

@@ -5,7 +5,7 @@ Called by `train/objective` for each micro-batch. Pure: it knows no model, no op
     symbol   meaning                                                      argument
     o_i      tokens that the policy wrote in rollout i                    n runs over all of them, i by i
     r        importance ratio pi_theta(o) / mu(o) of one token            exp(logp_N - mu_logp_N)
-    mu       the policy that sampled, as the worker reported it           mu_logp_N
+    mu       the policy that sampled                                      mu_logp_N
     A        advantage of the token                                       A_N
     eps      range of the ratio within which a token still has a gradient  eps
     delta    upper bound of the ratio where A < 0; delta > 1 + eps        delta
@@ -15,9 +15,10 @@ The plain clip of PPO (arXiv:1707.06347, eq. 7) leaves r A unbounded below where
 the new policy and unlikely under the old one can dominate the step. `delta` bounds it. Where A > 0, the inner clip is
 already tighter.
 
-Changed from the paper: mu is the worker's own log-probability instead of a second pass of the trainer, so the ratio
-also corrects for staleness, and in a step of several updates for those already made; no KL term.
-What a worker that lies about mu can do: mute its tokens, or scale their gradient up to 1 + eps (A > 0) or
+Changed from the paper: mu is the worker's own log-probability instead of a second pass of the trainer, where it cannot
+differ much from the truth unseen (`claims_bend_ratios`); else it is such a pass, under the version that sampled. Either
+way the ratio also corrects for staleness, and in a step of several updates for those already made. No KL term.
+What a worker that lies about mu could do: mute its tokens, or scale their gradient up to 1 + eps (A > 0) or
 delta (A < 0).
 
 Axes: N policy tokens of a micro-batch.

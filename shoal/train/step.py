@@ -4,8 +4,7 @@ Called by `roles/trainer`, `train/sft` and `recipes/one_file.py`. The learner do
 advantages, weights and behaviour log-probs, and an objective turns them into a number. It knows no batch, no network
 and no file. The same state, rows and thread count give the same bits.
 
-Axes: B rows of a micro-batch, T input tokens, D width, N policy tokens of a micro-batch, V vocabulary,
-P policy tokens of a row.
+Axes: N policy tokens of a micro-batch, P policy tokens of a row.
 """
 
 import logging
@@ -21,13 +20,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shoal.algos.entropy import logprob_and_entropy
 from shoal.algos.schedule import learning_rate
 from shoal.config import TrainConfig
 from shoal.errors import StateError
 from shoal.policy.model import Transformer
 from shoal.train.objective import Objective, TokenTerms, objective_of
 from shoal.train.pack import MicroBatch, collate, pack
+from shoal.train.predict import logprobs_of, predict
 from shoal.train.rows import Row
 
 log = logging.getLogger(__name__)
@@ -124,15 +123,9 @@ class Learner:
             "train_tokens_per_s": len(updates) * num_all_tokens / max(step_s, 1e-9),
         }
 
-    @torch.no_grad()
     def logprobs(self, rows: Sequence[Row]) -> list[NDArray[np.float32]]:
         """Log-probabilities, float32[P], of each row's policy tokens under the current weights, nats."""
-        logp: dict[int, NDArray[np.float32]] = {}
-        for members in pack(rows, self.config.microbatch_tokens):
-            logp_N, _ = self._predict(collate([rows[i] for i in members]))
-            counts = [len(rows[i].positions_P) for i in members]
-            logp |= dict(zip(members, (part.numpy() for part in logp_N.split(counts)), strict=True))
-        return [logp[i] for i in range(len(rows))]
+        return logprobs_of(self.model, rows, self.temperature, self.config.microbatch_tokens)
 
     def state(self, version: int) -> LearnerState:
         """What must be saved to continue bit for bit; `version` is the policy that the weights now are."""
@@ -178,7 +171,7 @@ class Learner:
 
     def _accumulate(self, batch: MicroBatch, num_tokens: int) -> tuple[dict[str, float], float]:
         """Add a micro-batch's gradients. Returns sums over its tokens by metric, and its largest |log-ratio|."""
-        logp_N, entropy_N = self._predict(batch)
+        logp_N, entropy_N = predict(self.model, batch, self.temperature)
         terms = TokenTerms(logp_N, entropy_N, batch.behaviour_logp_N, batch.advantage_N, batch.weight_N)
         loss, figures = self._objective(terms, float(num_tokens))
         loss.backward()
@@ -188,15 +181,6 @@ class Learner:
         sums["entropy_nats"] = entropy_N.detach().sum().item()
         sums["log_ratio_abs_mean_nats"] = log_ratio_N.sum().item()
         return sums, log_ratio_N.max().item()
-
-    def _predict(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Log-probability and entropy of each policy token, [N] each. Computes logits only at their positions."""
-        hidden_BTD = self.model(batch.tokens_BT)
-        hidden_ND = hidden_BTD.flatten(0, 1).index_select(0, batch.predictor_N)
-        logits_NV = self.model.logits(hidden_ND).float()
-        if self.temperature != 1.0:
-            logits_NV = logits_NV / self.temperature
-        return logprob_and_entropy(logits_NV, batch.target_N)
 
     def _update(self, lr: float, version: int) -> float:
         """Clip the gradient, take one AdamW step and drop the gradient. Returns the norm before clipping."""

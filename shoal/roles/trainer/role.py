@@ -4,7 +4,8 @@ Started by the launcher on the run's folder, or by `shoal train`. It does not ch
 each batch is an event of the log. It saves its own state before it publishes a version. So after a kill at any moment
 it repeats the same step with the same bits, and never rebuilds a published version differently.
 
-`batches` reads the batches; `publishing` publishes the versions and keeps checkpoints.
+`batches` reads the batches; `past` fetches the versions that sampled them; `publishing` publishes the versions and keeps
+checkpoints.
 """
 
 import asyncio
@@ -25,10 +26,13 @@ from shoal.net.keys import load_or_make_key
 from shoal.net.stopping import Stopping
 from shoal.policy.files import load_policy
 from shoal.protocol import types as t
+from shoal.protocol.bounds import claims_bend_ratios
 from shoal.protocol.identity import Key
 from shoal.roles.trainer.batches import BatchReader
+from shoal.roles.trainer.past import PastPolicies
 from shoal.roles.trainer.publishing import Publisher, start_policy
 from shoal.train.checkpoint import load_state, save_state
+from shoal.train.denominators import with_own_denominators
 from shoal.train.rows import Row
 from shoal.train.selfcheck import largest_gap_nats
 from shoal.train.step import Learner
@@ -61,6 +65,7 @@ class Trainer:
         model = load_policy(start_policy(folder, config), torch.float32)
         self.learner = Learner(model, config.train, temperature=config.sampling.temperature, steps=config.steps)
         self.batches = BatchReader(config, client, model.spec.vocab_size)
+        self.past = PastPolicies(folder, client)
         self.publisher = Publisher(folder, config, client, key, clock)
         self.metrics = MetricsLog(folder.metrics)
         self.stopping = Stopping()
@@ -82,9 +87,10 @@ class Trainer:
                     if batch is None:
                         break
                     rows, counts = await self._waiting("bodies", self._rows(batch))
+                    rows, own = await self._denominators(rows)
                     metrics = await asyncio.to_thread(self.learner.step, rows, version)
                     version += 1
-                    metrics |= counts | await self._save_and_publish(version)
+                    metrics |= counts | own | await self._save_and_publish(version)
                     self._report(version, began, metrics)
                 if version < self.config.steps and not self.stopping:
                     log.info("the run ended early at version=%d: it was drained", version)
@@ -139,6 +145,18 @@ class Trainer:
             level = logging.WARNING if gap > ALARM_GAP_NATS else logging.INFO
             log.log(level, "self-check: one completion recomputed, largest |Δ log-prob| = %.2e nats", gap)
         return rows, counts
+
+    async def _denominators(self, rows: list[Row]) -> tuple[list[Row], dict[str, Any]]:
+        """The rows as the loss may use them: with denominators of our own, if workers could bend the ratio by theirs."""
+        rules, began = self.info.rules, time.perf_counter()
+        if not claims_bend_ratios(rules.bounds, rules.dtype, rules.algorithm.epsilon):
+            return rows, {}
+        published = await self.past.directories((row.version for row in rows), self.info)
+        own = await asyncio.to_thread(
+            with_own_denominators, rows, published, dtype=rules.dtype, temperature=self.learner.temperature,
+            microbatch_tokens=self.config.train.microbatch_tokens,
+        )  # fmt: skip
+        return own, {"denominators_s": time.perf_counter() - began}
 
     async def _save_and_publish(self, version: int) -> dict[str, Any]:
         began = time.perf_counter()

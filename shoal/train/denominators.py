@@ -1,0 +1,40 @@
+"""The trainer's own denominators of the importance ratio, for runs in which it must not take those that workers claim.
+
+Called by `roles/trainer` and `recipes/one_file.py` before a step, if `claims_bend_ratios` of the run. Where honest
+arithmetic differs as much as it does in bfloat16, the checks let a worker claim log-probs that mute or amplify its
+tokens. So the trainer computes each row's log-probs itself, in float32, with the published bytes of the version that
+sampled the row. These depend on the version and the tokens alone, so no worker can change them, and a step that is
+repeated has the same bits. It costs one forward pass. It knows no network: it is told where each version is.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from shoal.policy.files import load_policy
+from shoal.policy.quantise import round_to_int8
+from shoal.train.predict import logprobs_of
+from shoal.train.rows import Row
+
+
+def with_own_denominators(
+    rows: Sequence[Row], published: Mapping[int, Path], *, dtype: str, temperature: float, microbatch_tokens: int
+) -> list[Row]:
+    """The rows with log-probs that this machine computed instead of those that their workers claimed.
+
+    `published` has the directory of each version that sampled a row; `dtype` is the one in which workers sample. int8
+    is another policy, which this computes, too; bfloat16 is only a coarser arithmetic of the same one.
+    """
+    own: dict[int, Row] = {}
+    for version in sorted({row.version for row in rows}):
+        places = [place for place, row in enumerate(rows) if row.version == version]
+        model = load_policy(published[version], torch.float32)
+        if dtype == "int8":
+            round_to_int8(model)
+        logp = logprobs_of(model, [rows[place] for place in places], temperature, microbatch_tokens)
+        own |= {
+            place: replace(rows[place], behaviour_logp_P=logp_P) for place, logp_P in zip(places, logp, strict=True)
+        }
+    return [own[place] for place in range(len(rows))]

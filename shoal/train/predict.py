@@ -1,0 +1,42 @@
+"""What a model gives the tokens of rows: the forward pass that the loss, the self-check and the denominators share.
+
+Called by `train/step` and `train/denominators`. It knows no loss, no optimiser and no claim of a worker.
+
+Axes: B rows of a micro-batch, T input tokens, D width, N policy tokens of a micro-batch, V vocabulary,
+P policy tokens of a row.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from shoal.algos.entropy import logprob_and_entropy
+from shoal.policy.model import Transformer
+from shoal.train.pack import MicroBatch, collate, pack
+from shoal.train.rows import Row
+
+
+def predict(model: Transformer, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
+    """Log-probability and entropy of each policy token, [N] each. Computes logits only at their positions."""
+    hidden_BTD = model(batch.tokens_BT)
+    hidden_ND = hidden_BTD.flatten(0, 1).index_select(0, batch.predictor_N)
+    logits_NV = model.logits(hidden_ND).float()
+    if temperature != 1.0:
+        logits_NV = logits_NV / temperature
+    return logprob_and_entropy(logits_NV, batch.target_N)
+
+
+@torch.no_grad()
+def logprobs_of(
+    model: Transformer, rows: Sequence[Row], temperature: float, microbatch_tokens: int
+) -> list[NDArray[np.float32]]:
+    """Log-probabilities, float32[P], of each row's policy tokens, nats."""
+    logp: dict[int, NDArray[np.float32]] = {}
+    for members in pack(rows, microbatch_tokens):
+        logp_N, _ = predict(model, collate([rows[i] for i in members]), temperature)
+        counts = [len(rows[i].positions_P) for i in members]
+        logp |= dict(zip(members, (part.numpy() for part in logp_N.split(counts)), strict=True))
+    return [logp[i] for i in range(len(rows))]

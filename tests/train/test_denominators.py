@@ -1,0 +1,84 @@
+"""The trainer's own denominators: they follow from tokens and published bytes, never from what a worker claims."""
+
+from dataclasses import replace
+
+import msgspec
+import numpy as np
+import pytest
+
+from shoal.config import BOUNDS, TrainConfig
+from shoal.policy.files import save_policy
+from shoal.protocol.bounds import claims_bend_ratios
+from shoal.train.denominators import with_own_denominators
+from shoal.train.step import Learner
+
+
+@pytest.fixture
+def own(make_model, tmp_path):
+    """Of rows, with versions 0 and 1 published in a dtype."""
+
+    def compute(rows, dtype="bfloat16", sampled="bfloat16"):
+        published = {version: tmp_path / f"{dtype}-{version}" for version in (0, 1)}
+        for version, directory in published.items():
+            save_policy(make_model(seed=version), directory, dtype)
+        return with_own_denominators(rows, published, dtype=sampled, temperature=0.7, microbatch_tokens=96)
+
+    return compute
+
+
+def logps(rows):
+    return [row.behaviour_logp_P for row in rows]
+
+
+def test_no_claim_moves_a_denominator(make_rows, own):
+    rows = [*make_rows(6, seed=1), *make_rows(6, seed=2, version=1)]
+    lies = [replace(row, behaviour_logp_P=row.behaviour_logp_P - 0.4) for row in rows]
+    for honest, lied in zip(logps(own(rows)), logps(own(lies)), strict=True):
+        np.testing.assert_array_equal(honest, lied)
+
+
+def test_each_row_is_computed_with_its_own_version(make_model, make_rows, own):
+    rows = [row for pair in zip(make_rows(4), make_rows(4, version=1), strict=True) for row in pair]
+    found = logps(own(rows, "float32"))
+    for version in (0, 1):
+        learner = Learner(make_model(seed=version), TrainConfig(microbatch_tokens=96), temperature=0.7, steps=1)
+        mine = [place for place, row in enumerate(rows) if row.version == version]
+        expected = learner.logprobs([rows[place] for place in mine])
+        for place, expected_P in zip(mine, expected, strict=True):
+            np.testing.assert_array_equal(found[place], expected_P)
+
+
+def test_at_the_published_weights_every_ratio_is_exactly_1(make_model, make_rows, own):
+    rows = own(make_rows(8), "float32")
+    learner = Learner(make_model(seed=0), TrainConfig(microbatch_tokens=96), temperature=0.7, steps=1)
+    assert learner.step(rows, 0)["log_ratio_abs_max_nats"] == 0.0
+
+
+def test_the_bytes_that_were_published_count_and_not_the_finer_weights_of_the_trainer(make_rows, own):
+    rows = make_rows(4)
+    coarse, fine = np.concatenate(logps(own(rows))), np.concatenate(logps(own(rows, "float32")))
+    assert 1e-5 < np.abs(coarse - fine).max() < 0.1
+
+
+def test_rows_sampled_in_int8_have_the_denominators_of_the_rounded_policy(make_rows, own):
+    rows = make_rows(4)
+    rounded, exact = logps(own(rows, "float32", "int8")), logps(own(rows, "float32"))
+    assert np.abs(np.concatenate(rounded) - np.concatenate(exact)).max() > 1e-4
+
+
+@pytest.mark.parametrize(
+    ("dtype", "epsilon", "bend"),
+    [("float32", 0.2, False), ("int8", 0.2, False), ("bfloat16", 0.2, True), ("float32", 0.05, True)],
+)
+def test_claims_are_taken_where_bounds_are_a_tenth_of_the_clip_range_or_less(dtype, epsilon, bend):
+    assert claims_bend_ratios(BOUNDS, dtype, epsilon) is bend
+
+
+def test_one_loose_pair_is_enough_for_a_validator_that_uses_it():
+    loose = {**BOUNDS, "float32/bfloat16": BOUNDS["bfloat16/bfloat16"]}
+    assert claims_bend_ratios(loose, "float32", 0.2)
+
+
+def test_bounds_that_grow_with_the_logits_are_loose():
+    growing = {"float32/float32": msgspec.structs.replace(BOUNDS["float32/float32"], largest_logit=8.0)}
+    assert claims_bend_ratios(growing, "float32", 0.2)
