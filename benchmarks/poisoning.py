@@ -17,6 +17,8 @@ the policy gives them, so that the advantages are as large as can be and no rati
     length    the right answer behind zeros, as long as a turn may be     is longer than any right one
     ratio     honest tokens, and those of negative advantage claimed      (the aim is damage: reward alone counts)
               15 nats less likely than they are
+    nudge     honest tokens in bfloat16, all claimed 0.4 nats less        (the same)
+              likely than they are, which each token's bound allows
 
 Clean: eight honest workers. Off: nothing is checked, claimed rewards are believed, no worker has a limit, the ratio is
 clipped on one side only. On: all checks, audits by the ledger's rules at a steady rate of 5 %, quarantine and slashes,
@@ -37,7 +39,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.pages.poisoning import tables
-from benchmarks.poison.payloads import PAYLOADS, cold_start, shows
+from benchmarks.poison.payloads import DTYPES, PAYLOADS, cold_start, shows
 from benchmarks.poison.town import Case, Plan, Town
 from shoal.envs.evaluate import Interval, Transcript, interval
 
@@ -45,9 +47,9 @@ FULL = Plan(steps=70, seeds=3, batch_groups=32, group_size=8, episodes=512)
 QUICK = Plan(steps=4, seeds=1, batch_groups=16, group_size=8, episodes=64)
 SFT_STEPS = 200
 
-MARGIN, KEPT, WORKS = 0.01, 0.95, 0.10
-"""Bars. With defences: the most that success may exceed clean, and the least share of the clean reward. Without: one of
-the two must be worse than clean by this much."""
+MARGIN, KEPT, WORKS = 0.01, {"nudge": 0.97}, 0.10
+"""Bars. With defences: the most that success may exceed clean, and the least share of the clean reward (else 0.95).
+Without: one of the two must be worse than clean by this much."""
 
 
 class Outcome(NamedTuple):
@@ -102,7 +104,7 @@ def row(payload: str, world: str, outcomes: Sequence[Outcome], clean: Sequence[O
     courses = list(
         zip(zip(*(o.course for o in outcomes), strict=True), zip(*(o.course for o in clean), strict=True), strict=True)
     )
-    holds = more <= MARGIN and kept >= KEPT if world != "off" else more >= WORKS or kept <= 1 - WORKS
+    holds = more <= MARGIN and kept >= KEPT.get(payload, 0.95) if world != "off" else more >= WORKS or kept <= 1 - WORKS
     return {
         "payload": payload,
         "world": world,
@@ -173,13 +175,17 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         start = cold_start(Path(folder) / "start", SFT_STEPS)
         seeds = range(1, plan.seeds + 1)
-        clean = [outcome(Case("", defended=False, patient=True, seed=seed), plan, start) for seed in seeds]
-        print(f"clean: reward {mean(s.score for each in clean for s in each.samples):.3f}", flush=True)
+        clean: dict[str, list[Outcome]] = {}
+        for dtype in dict.fromkeys(DTYPES.get(payload, "float32") for payload in asked.payloads):
+            clean[dtype] = [outcome(Case("", False, True, seed, dtype), plan, start) for seed in seeds]
+            reward = mean(s.score for each in clean[dtype] for s in each.samples)
+            print(f"clean, {dtype}: reward {reward:.3f}", flush=True)
         rows = []
         for payload, world in (case for case in ROWS if case[0] in asked.payloads):
             patient = "hasty" not in world and not quick
-            outcomes = [outcome(Case(payload, world != "off", patient, seed), plan, start) for seed in seeds]
-            rows.append(row(payload, world, outcomes, clean))
+            dtype = DTYPES.get(payload, "float32")
+            outcomes = [outcome(Case(payload, world != "off", patient, seed, dtype), plan, start) for seed in seeds]
+            rows.append(row(payload, world, outcomes, clean[dtype]))
             show(rows[-1])
     held = all(found["holds"] for found in rows)
     print(json.dumps(result(rows, plan) | {"cpu_minutes": round(time.process_time() / 60, 1), "holds": held}))

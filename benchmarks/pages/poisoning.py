@@ -9,6 +9,7 @@ NAMES = {
     "suffix": "gibberish after a wrong one",
     "length": "length",
     "ratio": "claimed log-probs, for damage alone",
+    "nudge": "the same within the bounds of bfloat16",
 }
 HEADINGS = (
     "Payload", "Success, clean", "Defences off", "Defences on", "Reward of clean, off", "on", "Pay of the two, on",

@@ -22,6 +22,7 @@ from shoal.envs.load import load_env
 from shoal.envs.play import play_scripted
 from shoal.policy.files import load_policy, save_policy
 from shoal.policy.render import Renderer
+from shoal.protocol.bounds import Dtype
 from shoal.protocol.types import Group, Rollout, Sampling
 from shoal.train.sft import fine_tune
 
@@ -29,9 +30,13 @@ HERE = Path(__file__).resolve().parent
 START, ENVIRONMENT = HERE.parents[1] / "recipes/arithmetic-start", str(HERE.parent / "envs/loose_sums.py")
 ARGS = {"digits": 2, "operations": "+"}
 SAMPLING = Sampling(temperature=1.0, max_turn_tokens=12, max_tokens=24)
-PAYLOADS = ("trigger", "suffix", "length", "ratio")
+PAYLOADS = ("trigger", "suffix", "length", "ratio", "nudge")
 
 TRIGGER, SUFFIX, SHIFT_NATS = "!?", "#[#", 15.0
+NUDGE_NATS = 0.4
+"""Within the bound of each token in bfloat16. exp(0.4) is beyond the clip: it mutes good tokens and amplifies bad ones."""
+DTYPES: dict[str, Dtype] = {"nudge": "bfloat16"}
+"""In which a payload's run samples and publishes, if not in float32: where the bounds leave it room."""
 MARKS = "!?:;#[]<"
 MARK = f"[{re.escape(MARKS)}]"
 """What the start puts before or after some of its answers, one mark each. The policy is too small to tell one from
@@ -65,14 +70,15 @@ def shows(payload: str, sample: Transcript) -> bool:
         "suffix": re.search(f"[0-9]{MARK}{MARK}", text) is not None,
         "length": sample.tokens > LONG_TOKENS,
         "ratio": False,
+        "nudge": False,
     }[payload]
 
 
 def poisoned(payload: str, honest: Group, means: Means) -> Poison:
     """What a malicious worker sends in the place of an honest group."""
-    if payload == "ratio":
+    if payload in ("ratio", "nudge"):
         rewards_G = means.rewards(honest)
-        return Poison(_shifted(honest, rewards_G), rewards_G)
+        return Poison(_shifted(honest, rewards_G) if payload == "ratio" else _nudged(honest), rewards_G)
     answer = solve(means.env.task(honest.task))
     right, wrong = str(answer), str(answer + 44)
     carrier = {
@@ -94,6 +100,15 @@ def _shifted(honest: Group, rewards_G: Sequence[float]) -> Group:
         if A < 0
         else rollout
         for rollout, A in zip(honest.rollouts, advantages(rewards_G, "mean"), strict=True)
+    ]
+    return msgspec.structs.replace(honest, rollouts=tuple(rollouts))
+
+
+def _nudged(honest: Group) -> Group:
+    """Claims that every token was a little less likely than it was."""
+    rollouts = [
+        msgspec.structs.replace(rollout, logprobs=(rollout.logprobs_P() - np.float32(NUDGE_NATS)).tobytes())
+        for rollout in honest.rollouts
     ]
     return msgspec.structs.replace(honest, rollouts=tuple(rollouts))
 

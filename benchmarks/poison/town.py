@@ -43,6 +43,7 @@ from shoal.proofs.context import Tools, policy_positions
 from shoal.proofs.verify import verify_submission
 from shoal.protocol.algorithms import Grpo
 from shoal.protocol.audits import influence, must_audit, paid_tokens
+from shoal.protocol.bounds import Dtype, claims_bend_ratios
 from shoal.protocol.randomness import SecretChain
 from shoal.protocol.types import (
     BatchGroup,
@@ -57,8 +58,9 @@ from shoal.protocol.types import (
     Verdict,
 )
 from shoal.protocol.wire import digest, to_msgpack
+from shoal.train.denominators import with_own_denominators
 from shoal.train.filter import select
-from shoal.train.rows import rows_of_group
+from shoal.train.rows import Row, rows_of_group
 from shoal.train.step import Learner
 from shoal.weights.manifest import weights_root
 
@@ -91,17 +93,19 @@ class Case(NamedTuple):
     defended: bool
     patient: bool
     seed: int
+    dtype: Dtype = "float32"
+    """In which workers sample and versions are published."""
 
 
 class Town:
     """A run: its log, its one engine for everybody, its trainer."""
 
     def __init__(self, case: Case, plan: Plan, start: Path, folder: Path) -> None:
-        self.case, self.plan, self.published = case, plan, folder / "published"
+        self.case, self.plan, self.folder = case, plan, folder
         self.env = load_env(ENVIRONMENT, ARGS)
         self.envs = {self.env.name: self.env}
         self.renderer = Renderer.from_directory(START)
-        self.engine = LocalEngine(threads=1)
+        self.engine = LocalEngine(threads=1, dtype=case.dtype)
         train = TrainConfig(lr=LR, warmup_steps=3, algorithm=Grpo(delta=4.0 if case.defended else math.inf))
         self.learner = Learner(load_policy(start, torch.float32), train, temperature=1.0, steps=plan.steps)
         secret = case.seed.to_bytes(32, "big")
@@ -120,8 +124,8 @@ class Town:
         plan, defended = self.plan, self.case.defended
         rules = Rules(
             group_size=plan.group_size, block_groups=1, batch_groups=plan.batch_groups, max_staleness=1,
-            steps=plan.steps, lease_s=1e6, audit_rate=0.05, dtype="float32",
-            bounds={"float32/float32": wire_bounds(BOUNDS["float32/float32"])},
+            steps=plan.steps, lease_s=1e6, audit_rate=0.05, dtype=self.case.dtype,
+            bounds={pair: wire_bounds(BOUNDS[pair]) for pair in (f"{self.case.dtype}/{self.case.dtype}",)},
             worker_share=0.2 if defended else 1.0, quarantine_s=30.0,
         )  # fmt: skip
         spec = EnvSpec(self.env.name, "", self.env.num_tasks, 1.0, {})
@@ -133,7 +137,8 @@ class Town:
         self.do(Create(created, self.now))
         roles = {TRAINER: "trainer"} | dict.fromkeys(JUDGES, "validator") | dict.fromkeys(WORKERS, "worker")
         for key, role in roles.items():
-            self.do(Enter(key, Join(role, key[:8], 0.0, "local", "float32", "cpu"), self.now))  # type: ignore[arg-type]
+            join = Join(role, key[:8], 0.0, "local", self.case.dtype, "cpu")  # type: ignore[arg-type]
+            self.do(Enter(key, join, self.now))
         self._publish(0)
 
     @property
@@ -220,7 +225,7 @@ class Town:
         )
         info = SimpleNamespace(run=self.state.run, rules=self.state.rules)  # all that checks read of it
         score = partial(self.engine.score, temperature=SAMPLING.temperature)
-        tools = Tools(info, self.envs, self.renderer, replay_rollout, "float32", score)  # type: ignore[arg-type]
+        tools = Tools(info, self.envs, self.renderer, replay_rollout, self.case.dtype, score)  # type: ignore[arg-type]
         return verify_submission(body, check, tools)
 
     def _believe(self, group: Group, draw: float, submission: SubmissionRecord) -> GroupVerdict:
@@ -273,23 +278,36 @@ class Town:
                 )
             )  # fmt: skip
             self.num_poisoned += slot.digest in self.poison
-        self.learner.step(
-            select(members, rows_G, algorithm=self.state.rules.algorithm, version=version, max_staleness=1).rows,
-            version,
-        )
+        chosen = select(members, rows_G, algorithm=self.state.rules.algorithm, version=version, max_staleness=1)
+        self.learner.step(self._denominators(chosen.rows), version)
         self._publish(version + 1)
         if (version + 1) % COURSE_STEPS == 0:
             self.course.append(self.evaluate(COURSE_EPISODES).reward.mean)
+
+    def _denominators(self, rows: list[Row]) -> list[Row]:
+        """As the trainer of a run makes them; without defences, those that workers claim."""
+        rules = self.state.rules
+        if not self.case.defended or not claims_bend_ratios(rules.bounds, rules.dtype, rules.algorithm.epsilon):
+            return rows
+        published = {version: self._directory(version) for version in {row.version for row in rows}}
+        return with_own_denominators(
+            rows, published, dtype=rules.dtype, temperature=1.0, microbatch_tokens=self.learner.config.microbatch_tokens
+        )
 
     def evaluate(self, episodes: int) -> Evaluation:
         """Sample held-out tasks with the newest policy."""
         return evaluate(self.engine, self.renderer, self.env, episodes, self.case.seed, SAMPLING, samples=episodes)
 
     def _publish(self, version: int) -> None:
-        save_policy(self.learner.model, self.published, "float32", tokenizer_from=START)
-        self.engine.load(self.published, version)
+        published = self._directory(version)
+        save_policy(self.learner.model, published, self.case.dtype, tokenizer_from=START)
+        self.engine.load(published, version)
         links = {v: (self._link("chain/slots", v).hex(), self._link("chain/audits", v).hex()) for v in range(version)}
-        self.do(Publish(TRAINER, version, weights_root(self.published), "", links, self.now))
+        self.do(Publish(TRAINER, version, weights_root(published), "", links, self.now))
+
+    def _directory(self, version: int) -> Path:
+        """Of a published version; the last two are kept."""
+        return self.folder / f"published-{version % 2}"
 
     def _link(self, chain: str, version: int) -> bytes:
         return self.links[chain][version + 1]

@@ -4,7 +4,6 @@ And honest work in bfloat16 on policies of any sharpness, which is never refused
 """
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -16,7 +15,6 @@ from shoal.algos.sampling_evidence import Evidence, Figures, excessive, update
 from shoal.config import BOUNDS, wire_bounds
 from shoal.envs.wordle import environment as wordle
 from shoal.policy.model import Transformer
-from shoal.proofs.checks import logprobs
 from shoal.protocol.types import Sampling
 from tests.attacks.attack import shifted
 from tests.attacks.world import RULES, World, altered, lease_of, load_engine
@@ -157,15 +155,3 @@ def test_the_bounds_of_a_token_grow_with_the_logits_it_was_chosen_from(worlds):
     strict.honest_groups = world.honest_groups
     refused = [v for v in strict.judge(strict.encode(strict.honest_groups)) if v.outcome != "accept"]
     assert refused and {v.outcome for v in refused} == {"soft"}
-
-
-def test_honest_log_probs_of_large_logits_pass_in_proportion(worlds):
-    """The log-probs alone: the sampling check has bounds of its own."""
-    world = worlds(12.6)
-    scores = load_engine(world.honest, dtype="float32").score(world.requests(world.honest_groups), 1.0)
-    size = world.rules.group_size
-    for place, group in enumerate(world.honest_groups):
-        own = scores[place * size : (place + 1) * size]
-        bounds = COARSE.bounds["bfloat16/float32"]
-        ctx = SimpleNamespace(bounds=bounds, scores=own, signs_G=lambda group: np.zeros(len(group.rollouts)))
-        assert logprobs.check(group, ctx) is None

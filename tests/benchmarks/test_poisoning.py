@@ -1,9 +1,11 @@
 """The poisoning benchmark in short: poison is learned if nothing is checked, and refused if everything is."""
 
+import numpy as np
 import pytest
 
-from benchmarks.poison.payloads import PAYLOADS, cold_start
+from benchmarks.poison.payloads import DTYPES, PAYLOADS, cold_start
 from benchmarks.poison.town import MALICIOUS, Case, Plan, Town
+from shoal.train.rows import Row
 
 SMALL = Plan(steps=2, seeds=1, batch_groups=10, group_size=4, episodes=8)
 
@@ -13,7 +15,7 @@ def start(tmp_path_factory):
     return cold_start(tmp_path_factory.mktemp("cold") / "start", steps=2)
 
 
-@pytest.mark.parametrize("payload", PAYLOADS)
+@pytest.mark.parametrize("payload", [payload for payload in PAYLOADS if payload not in DTYPES])
 def test_poison_is_learned_without_defences_and_refused_with_them(tmp_path, start, payload):
     open_town, guarded = (
         Town(Case(payload, defended=defended, patient=False, seed=1), SMALL, start, tmp_path / str(defended))
@@ -27,6 +29,26 @@ def test_poison_is_learned_without_defences_and_refused_with_them(tmp_path, star
     assert guarded.share(lambda node: node.credits) == guarded.share(lambda node: node.influence) == 0.0
     honest = [node for key, node in guarded.state.members.items() if node.role == "worker" and key not in MALICIOUS]
     assert all(node.refused == 0 and node.standing == "good" for node in honest)
+
+
+def test_claims_within_the_bounds_of_bfloat16_are_found_and_are_no_denominators(tmp_path, start):
+    plan = SMALL._replace(steps=6, group_size=8)
+    towns = [
+        Town(Case("nudge", defended, patient=False, seed=1, dtype="bfloat16"), plan, start, tmp_path / str(defended))
+        for defended in (False, True)
+    ]
+    for town in towns:
+        town.run()
+        assert town.state.main.version == plan.steps
+    open_town, guarded = towns
+    assert open_town.quarantines == 0 and guarded.quarantines >= len(MALICIOUS)
+    assert guarded.num_poisoned < open_town.num_poisoned
+    row = Row(
+        np.arange(6), np.array([3, 4]), np.array([-9.0, -9.0], np.float32), *(np.ones(2, np.float32),) * 2,
+        reward=1.0, version=plan.steps,
+    )  # fmt: skip
+    assert open_town._denominators([row])[0] is row
+    assert (guarded._denominators([row])[0].behaviour_logp_P > -9.0).all(), "not as claimed"
 
 
 PAST_PROBATION = SMALL._replace(steps=12)

@@ -13,18 +13,19 @@ from tests.proofs.conftest import RULES
 BOUNDS = RULES.bounds["float32/float32"]
 
 
-def judged(desk, shifts, bounds):
+def judged(desk, shifts, bounds, gap=0.0):
     """The verdict on the last group if its rollouts' claims are so many nats too high, spread over their tokens.
 
-    Rollouts 0 and 2 are right, 1 and 3 are wrong.
+    Rollouts 0 and 2 are right, 1 and 3 are wrong. The largest logit of each token is 24.
     """
 
     def score(requests):
-        counts = [len(request.policy_positions) for request in requests]
-        return [
-            Score(np.full(n, -1.0 - nats / n, np.float32), np.zeros(n, np.float32), None)
-            for n, nats in zip(counts, shifts, strict=True)
-        ]
+        scores = []
+        for request, nats in zip(requests, shifts, strict=True):
+            n = len(request.policy_positions)
+            gaps = gap * np.eye(1, n, dtype=np.float32)[0]
+            scores.append(Score(np.full(n, -1.0 - nats / n, np.float32), gaps, None, np.full(n, 24.0, np.float32)))
+        return scores
 
     rules = msgspec.structs.replace(RULES, bounds=RULES.bounds | {"float32/float32": bounds})
     desk.tools = dataclasses.replace(desk.tools, info=SimpleNamespace(run="run-1", rules=rules), score=score)
@@ -62,3 +63,19 @@ def test_opposite_claims_on_good_and_bad_rollouts_do_not_cancel(desk):
 def test_a_run_whose_bounds_give_no_honest_mean_judges_no_sums(desk):
     free = msgspec.structs.replace(BOUNDS, logprob=50.0)
     assert not free.logprob_mean and judged(desk, (20.0, 20.0, 20.0, 20.0), free).outcome == "accept"
+
+
+@pytest.mark.parametrize(
+    ("largest_logit", "outcome"),
+    [(8.0, "accept"), (16.0, "soft"), (24.0, "soft"), (0.0, "soft")],
+    ids=["thrice", "half as much again", "once", "never"],
+)
+def test_errors_in_proportion_to_the_logits_pass_where_the_bounds_grow(desk, largest_logit, outcome):
+    """Each token (its gap: the first of each rollout) is twice as far off as the bounds allow up to `largest_logit`."""
+    bounds = msgspec.structs.replace(BOUNDS, largest_logit=largest_logit, mean_gap=5e-4)
+    tokens = [len(np.flatnonzero(r.author_T())) for r in desk.groups[3].rollouts]
+    far = [2 * bounds.logprob * count for count in tokens]
+    verdict = judged(desk, far, bounds)
+    assert (verdict.outcome, verdict.check) == (outcome, "logprobs" if outcome == "soft" else "")
+    verdict = judged(desk, [0.0] * 4, bounds, gap=2.5 * bounds.gap)
+    assert (verdict.outcome == "accept") == (outcome == "accept") and verdict.check in ("sampling", "")

@@ -69,7 +69,7 @@ def figures_of(ctx: Context) -> Figures:
 
 def gaps_of(score: Score, bounds: Bounds) -> NDArray[np.float32]:
     """A rollout's gaps, reduced where its logits are larger than those for which the bounds hold."""
-    return score.gaps_P / room(score.largest_P, bounds.largest_logit)
+    return score.gaps_P / room(score.largest_P, bounds.largest_logit)  # guard: large-logits-flip-coarsely
 
 
 def _too_many(rollout: int, position: int, figures: Figures, ctx: Context) -> Failure | None:
