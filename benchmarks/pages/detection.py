@@ -1,5 +1,6 @@
 """The tables of `docs/explanation/detection.md` from a result of `benchmarks/detection.py`."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.detect.judgement import CHECKS, Share, share
@@ -21,12 +22,13 @@ def tables(report: dict[str, Any]) -> dict[str, str]:
     return {
         "drift": _drift(report["policies"]),
         "bars": _bars(report["bars"], report["honest"]),
+        "sent": _sent(list(by_attack.values()), report["policies"]),
         "missed": _missed(report["bars"]["missed"]),
         **{
             f"matrix_{100 * policy['target']:.0f}": _matrix([rows[place : place + 1] for rows in of_audit])
             for place, policy in enumerate(report["policies"])
         },
-        "model_free": _attacks([by_attack[name] for name in by_attack if name in free], (*CHECKS, "together"), "all"),
+        "model_free": _attacks([by_attack[name] for name in by_attack if name in free], CHECKS),
         "tolerance": _tolerance(report["tolerance"]),
         "lease": _lease(report["large_lease"]),
     }
@@ -85,13 +87,44 @@ def _missed(missed: Rows) -> str:
 
 def _matrix(of_attacks: list[Rows]) -> str:
     """The attacks that no check without the model sees, against one policy."""
-    return _attacks(of_attacks, (*AUDIT_CHECKS, "together", "without_proofs"), "all", "all but `activations`")
+    return _attacks(of_attacks, (*AUDIT_CHECKS, "without_proofs"), "all but `activations`")
 
 
-def _attacks(of_attacks: list[Rows], columns: tuple[str, ...], *sums: str) -> str:
-    headings = ("attack", "identical", *columns[: -len(sums)], *sums, "refused of those that differ (95 %)", "first")
-    rows = [_attack(rows, ("identical", *columns)) for rows in of_attacks]
+def _attacks(of_attacks: list[Rows], columns: Sequence[str], *sums: str) -> str:
+    checks = columns[: len(columns) - len(sums)]
+    headings = ("attack", "identical", *checks, *sums, SENT, "refused of those that differ (95 %)", "first")
+    rows = [_attack(rows, ("identical", *columns, "together")) for rows in of_attacks]
     return table(headings, rows, right=range(1, len(headings) - 2))
+
+
+SENT = "refused of those sent"
+
+
+def _sent(of_attacks: list[Rows], policies: Rows) -> str:
+    """The attacks of which some rollout passed on some policy: the share of all that were sent that is refused."""
+    passing = [rows for rows in of_attacks if any(row["together"] < row["n"] for row in rows)]
+    headings = (
+        "attack",
+        *(f"{SENT}, {policy['entropy']:.2f} nats" for policy in policies),
+        "of those that differ, all",
+    )
+    return table(
+        headings,
+        [
+            (
+                rows[0]["attack"],
+                *(f"{_percent(100 * row['together'] / row['n'])} %" for row in rows),
+                _of_differing(rows),
+            )
+            for rows in passing
+        ],
+        right=range(1, len(headings)),
+    )
+
+
+def _of_differing(rows: Rows) -> str:
+    refused, differ = (sum(row[name] for row in rows) for name in ("differ_refused", "differ"))
+    return f"{refused:,} of {differ:,}"
 
 
 def _attack(rows: Rows, columns: tuple[str, ...]) -> list[str]:

@@ -73,8 +73,12 @@ def test_tables_separate_what_checks_without_the_model_see():
         "large_lease": [{"blocks": 4, "caught": 2222, "n": 4000, "expected_loss_blocks": 20.4}],
     }  # fmt: skip
     text = tables(report)
-    assert "| seeds | 40 | 45 | 0 | 0 | **50** | 45 |" in text["matrix_20"] and "cut" not in text["matrix_20"]
+    assert (
+        "| seeds | 40 | 45 | 0 | 0 | 45 | **50** | 50 of 60 (" in text["matrix_20"] and "cut" not in text["matrix_20"]
+    )
     assert "| cut | 40 | 0 | 0 | 0 | 0 | 0 | 100 |" in text["model_free"] and "seeds" not in text["model_free"]
+    assert "| seeds | 50 % | 50 of 60 |" in text["sent"] and "| cut | 50 % |" in text["sent"]
+    assert "0.20 nats" in text["sent"].splitlines()[0]
     assert "| 0.195 | 3.0 | 0.0002 | 0.0147 | 0.0267 | 0.2102 |" in text["drift"]
     assert "| rollouts | 59 of 60 (" in text["bars"] and "| 0 of 8,064 (0 to 0.05 %) | none of 4,000 |" in text["bars"]
     assert "| seeds | 0.195 | 60 | 59 | 8 | 7 |".replace("0.195", "0.200") in text["missed"]
