@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the zoo lies out
 from benchmarks.detect.judgement import CHECKS, Seen, Share, look, share
 from benchmarks.detect.policies import GROUP_SIZE, STEPS, Family, lease, make_family, rules
 from benchmarks.pages.detection import said, tables
+from shoal.algos.claim_evidence import grown
 from shoal.algos.sampling_evidence import Evidence, excessive, update
 from shoal.algos.sampling_evidence import Figures as FlipFigures
 from shoal.config import child_environment
@@ -41,7 +42,7 @@ from shoal.protocol.wire import domain_hash
 from tests.attacks.attack import Attack
 from tests.attacks.proof_forgeries import FORGERIES, Forgery
 from tests.attacks.world import World, load_engine
-from tests.attacks.zoo import ATTACKS, TOLERATED, Colder, QuietTolerance, SpentTolerance, StalePolicy
+from tests.attacks.zoo import ATTACKS, TOLERATED, Colder, NudgedLogprobs, QuietTolerance, SpentTolerance, StalePolicy
 
 QUICK, FULL = 48, 384
 """Rollouts of a cell."""
@@ -241,17 +242,20 @@ def _calibrated(family: Family, pair: str, rollouts: int) -> Bounds:
 
 
 def tolerance(family: Family, trials: int) -> Iterator[dict[str, Any]]:
-    """Gain in reward of a worker that takes the better of nearly tied tokens, and how long it goes unnoticed."""
+    """Gain in reward of a worker that takes the better of nearly tied tokens, or claims what the bound of a token allows,
+    and how long it goes unnoticed."""
     lab = family.lab(lease(4 * trials, "tolerance"))
     honest = np.array(lab.rewards(lab.honest_groups))
     noise = lab.rules.bounds["float32/float32"]
-    for attack in (SpentTolerance, QuietTolerance):
+    for attack in (SpentTolerance, QuietTolerance, NudgedLogprobs):
         groups = attack().groups(lab)
         gain_S = (np.array(lab.rewards(groups)) - honest).mean(1)
         verdicts = lab.judge(lab.encode(groups))
         evidence, noticed = Evidence(), 0
         for number, verdict in enumerate(verdicts * 20, start=1):
             evidence = update(evidence, FlipFigures(verdict.tokens, verdict.flipped, verdict.gap_sum), noise)
+            claims = grown(evidence.claims, verdict.off_sum, verdict.off_weighted, verdict.tokens, noise)
+            evidence = evidence._replace(claims=claims)
             if excessive(evidence):
                 noticed = number
                 break

@@ -273,7 +273,7 @@ def test_the_rules_have_only_the_bounds_of_the_dtype_that_workers_sample_in():
 
 
 def test_the_rules_keep_the_bounds_of_other_kinds_of_engines():
-    tight = {"gap": 0.1, "flipped": 1e-4, "mean_gap": 1e-5, "logprob": 0.1}
+    tight = {"gap": 0.1, "flipped": 1e-4, "mean_gap": 1e-5, "logprob": 0.1, "logprob_mean": 0.01, "largest_logit": 8.0}
     pairs = ("remote:bfloat16/float32", "bfloat16/remote:bfloat16", "remote:float32/float32", "float32/remote:bfloat16")
     bounds = {pair: to_tree(built_in) for pair, built_in in BOUNDS.items()} | dict.fromkeys(pairs, tight)
     rules = rules_of(tiny_run(policy={"dtype": "bfloat16"}, verify={"bounds": bounds}))
