@@ -532,8 +532,6 @@ GUARDS = [
          "test_a_refused_copy_frees_no_block_that_another_has_filled"),
         ("last-batch-waits", ("blocks_in_the_way(state, stream)", "False"),
          "test_the_last_batch_of_a_version_waits_for_its_blocks"),
-        ("surplus-is-not-waited-for", ('slot if version == oldest else float("inf")', 'float("inf")'),
-         "test_a_batch_does_not_wait_for_what_it_would_not_take"),
         ("free-in-a-drain", ('state.phase == "running"', "True"),
          "test_a_draining_run_does_not_wait_for_a_block_that_nobody_may_make"),
         ("oldest-first", ("state.law.version >= 2", "False"), "test_a_batch_takes_the_oldest_version_first"),

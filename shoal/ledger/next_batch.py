@@ -44,17 +44,14 @@ def next_members(state: State, stream: StreamRecord) -> list[tuple[int, int]]:
 @once_per_event
 def blocks_in_the_way(state: State, stream: StreamRecord) -> list[tuple[int, int]]:
     """(version, block) of what the next batch waits for, though other groups would fill it: blocks that are not final, of
-    the version whose last batch it is, unless it takes enough groups below them."""
+    the version whose last batch it is."""
     oldest = len(stream.batches) - state.rules.max_staleness
     if state.law.version < 2 or not state.rules.max_staleness or oldest not in stream.versions:
         return []
-    members, size = next_members(state, stream), state.rules.block_groups
-    if len(members) < state.rules.batch_groups:
+    if len(next_members(state, stream)) < state.rules.batch_groups:
         return []
-    version, slot = members[-1]
-    end = slot if version == oldest else float("inf")  # guard: surplus-is-not-waited-for
-    waits = [(number, block) for number, block in sorted(stream.versions[oldest].blocks.items()) if number * size < end]
-    return [(oldest, number) for number, block in waits if _may_still_come(state, block)]
+    blocks = sorted(stream.versions[oldest].blocks.items())
+    return [(oldest, number) for number, block in blocks if _may_still_come(state, block)]
 
 
 def _may_still_come(state: State, block: BlockRecord) -> bool:

@@ -321,19 +321,6 @@ def test_a_block_in_the_way_that_validators_do_not_settle_is_made_again(tmp_path
     assert_holds(world)
 
 
-def test_a_batch_does_not_wait_for_what_it_would_not_take(tmp_path):
-    """More groups of one version than its last batch takes: the highest slots are surplus, whoever holds them."""
-    world = world_of(tmp_path, max_staleness=1, strangers=(STRANGER,))
-    version = world.state.main.version
-    for _ in range(7):
-        world.judge(world.submit(A, world.lease(A)))
-    held = world.lease(STRANGER)
-    assert held.version == version and held.blocks[0] * 2 > max(slot for _, slot in world.state.main.pool)
-    world.publish()
-    assert len(world.state.main.batches) - 1 == version + 1, "both batches that may take the version are formed"
-    assert blocks_in_the_way(world.state, world.state.main) == []
-
-
 def test_a_draining_run_does_not_wait_for_a_block_that_nobody_may_make(tmp_path):
     world, held = blocked(tmp_path, STRANGER)
     world.do(Admin("drain", "", world.now))

@@ -161,7 +161,7 @@ def test_a_lease_that_nobody_can_learn_from_keeps_no_weights(tmp_path):
 
     lease = asyncio.run(story())
     desk = town.desk
-    assert lease.version == 0 and desk.state.main.version == 5 and desk.state.leases[lease.id].status == "stale"
+    assert lease.version == 0 and desk.state.main.version == 5 and desk.state.leases[lease.id].status == "overtaken"
     desk.kept.forget_old()
     assert desk.kept.manifests.keys() == {3, 4, 5}
 
