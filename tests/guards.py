@@ -829,6 +829,8 @@ GUARDS = [
     ),
     *_needed_by("tests/roles/test_seat.py",
         ("needs-of-the-run", OFF, "test_a_run_that_needs_what_a_node_lacks_is_refused_by_name"),
+        ("group-size-of-the-run", OFF, "test_a_run_with_groups_that_no_host_of_ours_makes_is_refused"),
+        ("tokens-of-a-lease", OFF, "test_a_lease_that_no_host_of_ours_grants_is_refused"),
         ("blocks-of-a-lease", OFF, "test_a_lease_that_no_host_of_ours_grants_is_refused"),
         ("seeds-of-a-lease", OFF, "test_a_lease_that_no_host_of_ours_grants_is_refused"),
         ("known-kinds-of-lease", OFF, "test_a_worker_gives_back_a_lease_of_a_kind_that_it_does_not_know"),

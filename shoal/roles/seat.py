@@ -24,7 +24,14 @@ from shoal.policy.render import Renderer
 from shoal.proofs.commit import largest_submission_bytes
 from shoal.protocol import types as t
 from shoal.protocol.bounds import DTYPES
-from shoal.protocol.constants import EPISODES, MAX_LEASE_BLOCKS, MAX_MANIFEST_BYTES, PROTOCOL_VERSION
+from shoal.protocol.constants import (
+    EPISODES,
+    MAX_GROUP_ROLLOUTS,
+    MAX_LEASE_BLOCKS,
+    MAX_MANIFEST_BYTES,
+    MAX_ROLLOUT_TOKENS,
+    PROTOCOL_VERSION,
+)
 from shoal.protocol.needs import dtype_need, proofs_need
 from shoal.protocol.promises import is_promised, terms_of
 from shoal.protocol.sizes import BYTES_PER_TOKEN
@@ -206,6 +213,11 @@ async def take_seat(
             f"the run needs {', '.join(lacking)}, which this version of shoal lacks: install the host's version"
         )
     info = await client.get_json("/v1/run", t.RunInfo)
+    if not 1 <= info.rules.group_size <= MAX_GROUP_ROLLOUTS:  # guard: group-size-of-the-run
+        raise PeerError(
+            f"the run has groups of fewer than 1 or more than {MAX_GROUP_ROLLOUTS} rollouts (MAX_GROUP_ROLLOUTS): tell the "
+            "host"
+        )
     client.run, client.head = info.run, info.head
     evidence = Evidence(home, info.run)
     envs = load_run_envs(info.envs, own_files=own_files)
@@ -239,6 +251,10 @@ def demand_sound(lease: t.Lease) -> None:
     if len(lease.blocks) > MAX_LEASE_BLOCKS:  # guard: blocks-of-a-lease
         raise PeerError(
             f"a lease has {len(lease.blocks)} blocks, limit {MAX_LEASE_BLOCKS} (MAX_LEASE_BLOCKS): tell the host"
+        )
+    if lease.sampling.max_tokens > MAX_ROLLOUT_TOKENS:  # guard: tokens-of-a-lease
+        raise PeerError(
+            f"a lease allows rollouts of more than {MAX_ROLLOUT_TOKENS} tokens (MAX_ROLLOUT_TOKENS): tell the host"
         )
     for slot in (slot for block in lease.blocks for slot in block.slots):
         if not _SEED.fullmatch(slot.seed):  # guard: seeds-of-a-lease

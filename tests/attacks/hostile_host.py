@@ -30,8 +30,9 @@ from shoal.net.server import answer, answer_bytes, application
 from shoal.protocol import types as t
 from shoal.protocol.constants import MAX_CHUNK_BYTES, PROTOCOL_VERSION
 from shoal.protocol.identity import Key
-from shoal.protocol.wire import digest, to_json
-from shoal.weights.manifest import POLICY_STREAM, sign_manifest, weights_root
+from shoal.protocol.promises import sign_promise, terms_of
+from shoal.protocol.wire import digest, from_json, to_json
+from shoal.weights.manifest import POLICY_STREAM, content_of, sign_manifest, weights_root
 from tests.attacks.world import RULES
 
 RUN, KEY = "ab" * 16, Key(b"\x07" * 32)
@@ -120,7 +121,9 @@ class HostileHost:
                 asked = msgspec.json.decode(body, type=t.LeaseRequest)
                 if asked.returning:
                     self.left.append(path)
-                return answer(t.LeaseAnswer(None if asked.holding and not self.always else self.lease, 1.0, "wait"))
+                if asked.holding and not self.always:
+                    return answer(t.LeaseAnswer(None, 1.0, "wait"))
+                return answer(self._granted())
             case "GET", ["v1", "checks"]:
                 return answer(t.CheckAnswer(self.check[0] if self.check else None, "wait"))
             case "GET", ["v1", "manifests", _]:
@@ -130,12 +133,18 @@ class HostileHost:
             case "PUT", ["v1", "leases", _, "submission"]:
                 self.taken.append(body)
                 receipt = t.Receipt(RUN, self.lease.id, digest(body), 1, "00" * 32, time.time(), "")
-                return answer(msgspec.structs.replace(receipt, signature=KEY.sign("receipt", to_json(receipt))))
+                return answer(sign_promise(receipt, KEY))
             case "PUT", ["v1", "checks", *_]:
                 self.verdicts.append(body)
                 self.check = None
                 return answer(t.Done(1))
         raise AssertionError(path)
+
+    def _granted(self) -> t.LeaseAnswer:
+        """The lease, signed for what the host serves."""
+        manifest, terms = from_json(self.signed().body, t.Manifest), terms_of(self.info.envs, self.info.rules)
+        grant = sign_promise(t.Grant(RUN, self.lease, terms, manifest.root, content_of(manifest), ""), KEY)
+        return t.LeaseAnswer(self.lease, 0.0, "", terms, grant.root, grant.content, grant.signature)
 
     def _node(self, request: Request) -> t.NodeState:
         return t.NodeState("cc" * 32, "worker", "guest", "new", 0, 0, 0, 0, {}, "")

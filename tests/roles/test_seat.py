@@ -7,7 +7,7 @@ import pytest
 
 from shoal.errors import PeerError
 from shoal.ledger.facts.leases import LeaseLapsed
-from shoal.protocol.constants import MAX_LEASE_BLOCKS
+from shoal.protocol.constants import MAX_GROUP_ROLLOUTS, MAX_LEASE_BLOCKS, MAX_ROLLOUT_TOKENS
 from shoal.protocol.types import Block, Lease, Sampling, Slot
 from shoal.protocol.wire import from_json, to_json
 from shoal.roles.coordinator import desk
@@ -136,4 +136,15 @@ def test_a_lease_that_no_host_of_ours_grants_is_refused():
         slot = msgspec.structs.replace(block.slots[0], seed=seed)
         with pytest.raises(PeerError, match="not 64 hex digits: tell the host"):
             demand_sound(msgspec.structs.replace(LEASE, blocks=(msgspec.structs.replace(block, slots=(slot,)),)))
+    sampling = msgspec.structs.replace(LEASE.sampling, max_tokens=MAX_ROLLOUT_TOKENS + 1)
+    with pytest.raises(PeerError, match="more than 1048576 tokens"):
+        demand_sound(msgspec.structs.replace(LEASE, sampling=sampling))
     demand_sound(msgspec.structs.replace(LEASE, blocks=(block,) * MAX_LEASE_BLOCKS))
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_a_run_with_groups_that_no_host_of_ours_makes_is_refused(tmp_path, monkeypatch, role):
+    town = Town(tmp_path / "run", tiny_run())
+    for size in (-1, 0, MAX_GROUP_ROLLOUTS + 1, 10**4299):
+        rules = msgspec.structs.replace(town.desk.state.rules, group_size=size)
+        meets(saying(town, monkeypatch, rules=rules), role, PeerError, "groups of fewer than 1 or more than 4096")
