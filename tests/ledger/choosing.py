@@ -245,7 +245,19 @@ class Worker:
         groups = tuple(digest(f"{lease.id}/{i}".encode()) for i in range(len(self.stage.state.slots_of(lease))))
         name = digest("".join(groups).encode())
         try:
-            self.stage.do(Submit(key, lease.id, name, 100, groups, (0.0,) * len(groups), (VALIDATOR,), self.stage.now))
+            self.stage.do(
+                Submit(
+                    key,
+                    lease.id,
+                    name,
+                    100,
+                    groups,
+                    (0.0,) * len(groups),
+                    (VALIDATOR,),
+                    self.stage.now,
+                    int(self.stage.now),
+                )
+            )
         except Refused as refused:
             assert refused.code == "superseded", refused
             return
