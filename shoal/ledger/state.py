@@ -315,9 +315,13 @@ class State(msgspec.Struct, dict=True):
 
     def judges(self) -> list[str]:
         """Keys of the validators that take part, sorted."""
-        # guard: left-judges-nothing
-        taking_part = (member for member in self.members.values() if member.role == "validator" and not member.left)
-        return sorted(member.key for member in taking_part if member.standing not in ("kicked", "suspended"))
+        return [key for key in self.panel() if not self.members[key].left]  # guard: left-judges-nothing
+
+    def panel(self) -> list[str]:
+        """The same, with those that left, sorted. They may come back, so their leaving must not make the last one judge
+        alone. The host's `kick` ends that."""
+        validators = (member for member in self.members.values() if member.role == "validator")
+        return sorted(member.key for member in validators if member.standing not in ("kicked", "suspended"))
 
     def maker_of(self, stream: StreamRecord, place: tuple[int, int]) -> str:
         """Key of the worker that made the group at a (version, slot)."""

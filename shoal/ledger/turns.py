@@ -22,11 +22,10 @@ def in_order(state: State) -> list[str]:
 
     Rechecks have their place by the age of the submission. So they come before newer work, which never ends in a busy run.
     """
+    waiting = [*state.pending, *state.rechecks]
     if state.law.version < 2:
-        return [*state.pending, *state.rechecks]
-    return sorted(
-        (*state.pending, *state.rechecks), key=lambda name: state.submissions[name].seq
-    )  # guard: oldest-first
+        return waiting
+    return sorted(waiting, key=lambda name: state.submissions[name].seq)  # guard: oldest-submission-first
 
 
 def may_judge(state: State, submission: SubmissionRecord, silent: set[str], key: str, now: float) -> bool:

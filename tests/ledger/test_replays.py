@@ -5,7 +5,7 @@ import pytest
 from shoal.ledger.answers import Refused, Wait
 from shoal.ledger.facts.leases import AskLease, LeaseLapsed
 from shoal.ledger.facts.members import Enter, Leave, NodeJoined, NodeLeft
-from shoal.ledger.facts.run import Admin, RulesChanged
+from shoal.ledger.facts.run import Admin, RulesChanged, Tick
 from shoal.ledger.law import LAW, as_version
 from shoal.ledger.log.book import Book
 from shoal.ledger.log.store import Store, sqlite_url
@@ -127,6 +127,47 @@ def test_a_validator_that_left_judges_nothing_and_the_others_do_not_wait_for_it(
     assert world.state.submissions[submission].decided and world.state.members[JUDGES[0]].missed == 0
     world.do(join(201, key=JUDGES[0], role="validator"))
     assert world.state.judges() == list(JUDGES)
+    assert world.audit().findings == []
+
+
+@pytest.mark.parametrize(("outcome", "recheck"), [("hard", 1.0), ("accept", 0.0)])
+def test_nobody_judges_alone_because_the_others_left(tmp_path, outcome, recheck):
+    """A host restarts its validators; meanwhile the last one could rob honest workers, or accept what its friends send."""
+    world = World(tmp_path, JUDGES)
+    world.do(join(100))
+    world.publish()
+    for _ in range(2):
+        world.judge(world.submit(WORKER, world.lease(WORKER), order=JUDGES), by=JUDGES[0])
+    credits = world.state.members[WORKER].credits
+    submission = world.submit(WORKER, world.lease(WORKER), order=JUDGES, recheck=recheck)
+    for key in JUDGES[1:]:
+        world.do(Leave(key, world.now, 200))
+    world.judge(submission, outcome, by=JUDGES[0])
+    assert (submission in world.state.rechecks) is (outcome == "accept")
+    assert (submission in world.state.pending) is (outcome == "hard")
+    assert world.state.members[WORKER].credits >= credits > 0
+    world.now += LAW.dispute_s + 1
+    while world.do(Tick(world.now)):
+        pass
+    assert not world.state.pending and not world.state.rechecks and world.state.members[WORKER].credits >= credits
+    assert world.audit().findings == []
+
+
+@pytest.mark.parametrize("how", ["late", "left"])
+def test_a_forgery_that_a_recheck_cannot_settle_costs_trust(tmp_path, how):
+    world = World(tmp_path, JUDGES)
+    world.do(join(100))
+    world.publish()
+    world.judge(world.submit(WORKER, world.lease(WORKER), order=JUDGES), by=JUDGES[0])
+    submission = world.submit(WORKER, world.lease(WORKER), order=JUDGES, recheck=0.0)
+    world.judge(submission, by=JUDGES[0])
+    assert world.state.members[WORKER].valid_blocks == 2
+    if how == "left":
+        world.do(Leave(JUDGES[2], world.now, 200))
+    world.judge(submission, "hard", by=JUDGES[1])
+    world.now += 2 * LAW.dispute_s
+    world.do(Tick(world.now))
+    assert not world.state.rechecks and world.state.members[WORKER].valid_blocks == 0
     assert world.audit().findings == []
 
 

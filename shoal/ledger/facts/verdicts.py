@@ -195,6 +195,10 @@ def apply_rechecked(body: Rechecked, state: State, entry: Entry) -> None:
     worked = not accused and any(group.audited for group in groups)  # guard: only-work-is-confirmed
     if body.outcome == "confirmed" and worked:
         state.members[first].turns.confirmed += 1
+    lease = state.lease_of(submission)
+    # guard: doubted-forgery-is-audited
+    if state.law.version >= 2 and body.outcome == "undecided" and _has_hard(state, lease, submission, lease.blocks):
+        state.members[lease.worker].valid_blocks = 0
     _end_judgement(state, submission)
 
 

@@ -179,7 +179,7 @@ def _is_noisy(state: State, member: Member, command: Judge) -> bool:
     Figures are not compared between validators, so those of one alone must not decide if there are others.
     """
     found = {**member.evidence, command.key: evidence_after(state, command.key, member, command.verdict.groups)}
-    judges = state.judges()
+    judges = state.panel()
     alarmed = [key for key in judges if key in found and excessive(found[key])]
     return command.key in alarmed and len(alarmed) >= min(2, len(judges))  # guard: noise-needs-two
 
@@ -197,14 +197,17 @@ def _is_rechecked(state: State, command: Judge) -> bool:
     """Whether a second look at what a validator accepts is drawn, and there is somebody to take it."""
     if state.law.version < 2:
         return command.recheck < state.law.recheck_rate
-    others = {*state.judges()} - {command.key} - silent(state, command.now)
+    skipped = silent(state, command.now) & {*state.judges()}  # those that left may come back at any moment
+    others = {*state.panel()} - {command.key} - skipped  # guard: left-may-recheck
     # guard: nobody-to-recheck
     return bool(others) and command.recheck < state.law.recheck_chance(state.members[command.key].turns.confirmed)
 
 
 def _more(state: State, verdicts: dict[str, tuple[GroupVerdict, ...]]) -> bool:
     """Whether another verdict can be had."""
-    return len(verdicts) < state.law.most_verdicts and any(key not in verdicts for key in state.judges())
+    return len(verdicts) < state.law.most_verdicts and any(
+        key not in verdicts for key in state.panel()
+    )  # guard: left-may-judge
 
 
 def _first_failure(state: State, lease: LeaseRecord, submission: SubmissionRecord, command: Judge) -> Iterator[Body]:

@@ -50,7 +50,7 @@ def next_check(desk: Desk, key: str) -> t.Check | None:
     return t.Check(
         names[0], lease, submission.audited, now + turn_s(desk.state), submission.draws, submission.rate,
         submission.mean_influence, submission.mean_pay,
-        (key, *submission.verdicts) if len(desk.state.judges()) > 1 else (),
+        (key, *submission.verdicts) if len(desk.state.panel()) > 1 else (),
     )  # fmt: skip
 
 
@@ -95,7 +95,7 @@ def _compare(desk: Desk, key: str, submission: SubmissionRecord, verdict: t.Verd
 
     Raises `Refused` if a projection is missing for the validator itself or for one that has judged before it.
     """
-    state, slots, judges = desk.state, _audited(verdict.groups), desk.state.judges()
+    state, slots, judges = desk.state, _audited(verdict.groups), desk.state.panel()
     compared = key in judges and len(judges) > 1  # guard: projections-of-judges
     # guard: projections-of-first-verdicts
     if not compared or key in submission.verdicts or not is_open(state, submission) or not slots:
