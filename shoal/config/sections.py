@@ -91,7 +91,7 @@ class RolloutsConfig(Section, frozen=True):
     max_staleness: int = 1
     """Policy versions between the one that sampled a rollout and the one that learns from it; 0 is synchronous."""
     lease_s: float = 120.0
-    """Seconds that a worker has for one block before it is leased again."""
+    """Seconds that a worker has for one block before its lease lapses."""
     paid_tokens: int = -1
     """Most policy tokens paid for each rollout, on average over its group; -1 is half of sampling.max_tokens, 0 pays
     all."""

@@ -163,3 +163,7 @@ class NodeState(Answer, frozen=True):
     """Leases that were closed at no cost because their version became too old. They are not counted in `lapsed`."""
     left: bool = False
     """Whether it left and has not joined again."""
+    given: int = 0
+    """Blocks that were ever leased to it."""
+    unfilled: int = 0
+    """Of these, blocks that it dropped, or that another worker made because it was late."""

@@ -91,12 +91,14 @@ def node_named(state: State, name: str) -> str:
 
 def balances(state: State) -> list[str]:
     """A table of all workers with their pay, and the sum."""
-    lines = [f"{'node':<20} {'key':<12} {'credits':>9} {'accepted':>8} {'refused':>7} {'lapsed':>12}  standing"]
+    lines = [
+        f"{'node':<20} {'key':<12} {'credits':>9} {'accepted':>8} {'refused':>7} {'lapsed':>12} {'unfilled':>12}  standing"
+    ]
     for key, node in sorted(state.members.items(), key=lambda item: -item[1].credits):
         if node.role == "worker":
             lines.append(
                 f"{printable(node.name)[:20]:<20} {key[:12]} {node.credits:>9} {node.accepted:>8} {node.refused:>7} "
-                f"{_lapses(state, key):>12}  {node.standing}{', left' if node.left else ''}"
+                f"{_lapses(state, key):>12} {_unfilled(state, key):>12}  {node.standing}{', left' if node.left else ''}"
             )
     lines.append(f"{state.issued} tokens paid; replayed to event {state.seq}, head {state.head[:12]}")
     return lines
@@ -105,6 +107,11 @@ def balances(state: State) -> list[str]:
 def _lapses(state: State, key: str) -> str:
     """How many of its leases lapsed, such as "2 of 40"."""
     return f"{state.members[key].lapsed} of {state.members[key].leases}"
+
+
+def _unfilled(state: State, key: str) -> str:
+    """How many of the blocks that it was leased it left to others, such as "2 of 40"."""
+    return f"{state.members[key].unfilled} of {state.members[key].given}"
 
 
 def explained(log: Audit, key: str) -> list[str]:
@@ -128,5 +135,6 @@ def explained(log: Audit, key: str) -> list[str]:
         " event   tokens  ver/slot  what",
         *lines,
         f"{printable(node.name)} ({key[:12]}): {node.credits} tokens; {node.accepted} groups accepted, "
-        f"{node.refused} refused; {node.lapsed} of {node.leases} leases lapsed ({share:.1%})",
+        f"{node.refused} refused; {node.lapsed} of {node.leases} leases lapsed ({share:.1%}); "
+        f"{_unfilled(state, key)} blocks unfilled",
     ]

@@ -6,7 +6,8 @@ Called by `api`. It turns the state into messages of the wire, and changes nothi
 from itertools import islice
 
 from shoal.ledger.answers import Refused
-from shoal.ledger.rules.batches import groups_beyond_share, next_members
+from shoal.ledger.next_batch import blocks_in_the_way, next_members
+from shoal.ledger.rules.batches import groups_beyond_share
 from shoal.ledger.rules.leases import groups_in_flight, without_signal
 from shoal.ledger.state import Member, State, state_hash
 from shoal.ledger.turns import absent
@@ -101,6 +102,10 @@ def waiting_for(state: State) -> str:
         return f"workers: {out} lease{'s' if out != 1 else ''} to finish, then the run ends"
     if not any(node.role == "worker" for node in state.members.values()):
         return "workers: none has joined yet"
+    held = blocks_in_the_way(state, state.main)
+    if held:
+        left = f"{len(held)} block{'s' if len(held) > 1 else ''} of version {held[0][0]}"
+        return f"workers: {left}, of which step {len(state.main.batches)} is the last that may learn"
     surplus = groups_beyond_share(state, state.main)
     if surplus:
         return (
@@ -116,7 +121,7 @@ def node_state(node: Member) -> t.NodeState:
         key=node.key, role=node.role, name=node.name, standing=node.standing,  # type: ignore[arg-type]
         credits=node.credits, accepted=node.accepted, refused=node.refused, lapsed=node.lapsed, reasons=node.reasons,
         last_reason=node.last_reason, vested=node.vested, leases=node.leases, influence=node.influence,
-        stale=node.stale, left=node.left,
+        stale=node.stale, left=node.left, given=node.given, unfilled=node.unfilled,
     )  # fmt: skip
 
 
