@@ -381,6 +381,6 @@ def test_a_page_of_the_longest_nodes_fits_into_an_answer():
     said = wide * (MAX_REASON_CHARS + 60)  # a reason and its figures
     longest = t.NodeState(
         "f" * 64, "validator", wide * MAX_FACT_CHARS, "quarantined", 2**63, 2**63, 2**63, 2**63,
-        dict.fromkeys(CHECKS, 2**63), said, 2**63, 2**63, -1.2345678901234567e-300, 2**63, False,
+        dict.fromkeys(CHECKS, 2**63), said, 2**63, 2**63, -1.2345678901234567e-300, 2**63, False, 2**63, 2**63,
     )  # fmt: skip
     assert MAX_NODES * (len(to_json(longest)) + 1) + 2 <= MAX_JSON_BYTES
