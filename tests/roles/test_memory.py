@@ -12,6 +12,7 @@ from shoal.envs.arithmetic import Arithmetic
 from shoal.errors import Overreach
 from shoal.protocol import types as t
 from shoal.roles import memory
+from shoal.roles import worker as worker_role
 from shoal.roles.auditor.rollouts import Choice, audit_rollouts
 from shoal.roles.auditor.source import FolderRun
 from shoal.roles.memory import Memory, share_of_free_mb, taken_mb
@@ -44,6 +45,7 @@ def test_a_lease_that_does_not_fit_is_refused_before_it_is_played_and_goes_back(
     town = Town(tmp_path / "run", tiny_run())
     worker = stranger(town.worker("worker"))
     monkeypatch.setattr(memory, "taken_mb", lambda: 300)
+    monkeypatch.setattr(worker_role, "GOODBYE_S", 60.0)  # this machine may be busy
     worker.max_memory_mb = 1000
     wire_lease = town.desk.wire_lease
     town.desk.wire_lease = lambda record: huge(wire_lease(record))

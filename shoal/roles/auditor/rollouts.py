@@ -14,38 +14,26 @@ import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from shoal.engine.base import Engine, Score, ScoreRequest
-from shoal.engine.open import EngineSpec, open_engine
+from shoal.engine.base import Engine
 from shoal.envs.base import Env
 from shoal.envs.load import is_file, load_run_envs
-from shoal.envs.replay import replay_rollout
 from shoal.errors import ConfigError, NothingYet, Overreach, PeerError, StateError
-from shoal.ledger.facts.verdicts import Decision, Rechecked, VerdictGiven
 from shoal.ledger.log.book import replay
 from shoal.ledger.log.verify import Audit
 from shoal.ledger.seeds import lease_of
-from shoal.policy.contained import ContainedRenderer, Limits
-from shoal.policy.render import Renderer
-from shoal.proofs.context import Tools
 from shoal.proofs.disagreement import differences
 from shoal.proofs.verify import verify_submission
 from shoal.protocol import types as t
-from shoal.protocol.constants import PROTOCOL_VERSION
 from shoal.protocol.randomness import sample_seed
 from shoal.protocol.wire import WireError, digest, from_msgpack
+from shoal.roles.auditor.bench import Bench
 from shoal.roles.auditor.evidence import Pile, WithEvidence, accusations, read_evidence
 from shoal.roles.auditor.log import replay_log
-from shoal.roles.auditor.source import PublicRun, fetch_weights, open_run
-from shoal.roles.loading import Loaded
-from shoal.roles.memory import Memory, needs_of, share_of_free_mb
+from shoal.roles.auditor.source import PublicRun, open_run
 from shoal.terminal import printable, say
-
-if TYPE_CHECKING:
-    from shoal.engine.needs import Needs
 
 AGREE, DISAGREE, CANNOT = 0, 1, 2
 """Exit codes of `shoal audit`."""
@@ -216,85 +204,6 @@ def _load_envs(specs: Sequence[t.EnvSpec], own_files: bool) -> dict[str, Env]:
                 f"environment {spec.name} is a file of the host's: read it, then give --own-files to run it here"
             )
     return load_run_envs(specs, own_files)
-
-
-class Bench:
-    """What is needed to recompute groups: the log, the environments, and one version's weights at a time."""
-
-    def __init__(
-        self, run: PublicRun, log: Audit, envs: Mapping[str, Env], threads: int, home: Path, max_memory_mb: int
-    ) -> None:
-        self.run, self.log, self.envs, self.threads, self.home = run, log, envs, threads, home
-        self._limit_mb = max_memory_mb or share_of_free_mb()
-        self._open_renderer = partial(ContainedRenderer, limits=Limits.within(self._limit_mb))
-        self.state = log.state
-        self.verdicts: dict[str, list[VerdictGiven]] = defaultdict(list)
-        self.decisions: dict[str, Decision] = {}
-        self.forged: set[str] = set()
-        """Submissions that were accepted, and that a recheck then found forged."""
-        for entry in log.entries:
-            match entry.body:
-                case VerdictGiven(submission=name):
-                    self.verdicts[name].append(entry.body)
-                case Decision(submission=name):
-                    self.decisions[name] = entry.body
-                case Rechecked(submission=name, outcome="forged"):
-                    self.forged.add(name)
-        self.scores: list[Score] = []
-        """Scores of the submission that was judged last."""
-        self._policy: Loaded | None = None
-        self._room: tuple[Memory, Needs] | None = None
-        """The limit of memory, and what the policy that was loaded last needs."""
-        self._renderer: Renderer | None = None
-
-    async def take_weights(self, version: int) -> Engine:
-        """An engine with a version's published weights; raises as `fetch_weights`."""
-        directory = await fetch_weights(self.run, self.state, version, self.home)
-        if self._policy is None:
-            engine = open_engine(EngineSpec(dtype=self.state.rules.dtype, threads=self.threads))
-            self._policy = Loaded(engine, self._open_renderer)
-        memory = self._room[0] if self._room else Memory.of(self._limit_mb)
-        self._room = memory, needs_of(directory, self.state.rules.dtype)
-        memory.demand(f"loading version {version}", self._room[1].load())  # guard: audited-policy-fits-memory
-        self._policy.load(directory, version)
-        self._renderer = self._policy.renderer
-        return self._policy.engine
-
-    async def take_renderer(self) -> None:
-        """Load the newest version's renderer if there is none: all versions have the same. Raises as `fetch_weights`."""
-        if self._renderer is None:
-            directory = await fetch_weights(self.run, self.state, self.state.main.version, self.home)
-            self._renderer = self._open_renderer(directory)
-
-    def is_overruled(self, verdict: VerdictGiven, slot: int) -> bool:
-        """Whether the log decided otherwise than this verdict on the slot's block, or the block is disputed."""
-        name, size = verdict.submission, self.state.rules.block_groups
-        decision, block = self.decisions[name], slot // size
-        accepts = all(group.outcome in ("accept", "void") for group in verdict.groups if group.slot // size == block)
-        accepted = block in decision.accepted and name not in self.forged
-        return block in decision.disputed or accepts != accepted
-
-    def tools(self, engine: Engine | None) -> Tools:
-        """The validator's tools."""
-        state = self.state
-        assert state.sampling is not None and self._renderer is not None
-        temperature = state.sampling.temperature
-
-        def score(requests: list[ScoreRequest]) -> list[Score]:
-            assert engine is not None and self._room is not None, "nothing is audited without weights"
-            (memory, needs), hidden = self._room, state.rules.proofs != "none"
-            lengths = [len(request.token_ids) for request in requests]
-            need = needs.loaded + needs.score(sum(lengths), max(lengths), hidden)
-            memory.demand(f"recomputing {len(requests)} rollouts of {sum(lengths)} tokens", need)
-            self.scores = engine.score(requests, temperature, hidden)
-            return self.scores
-
-        info = t.RunInfo(
-            run=state.run, name=state.name, protocol=PROTOCOL_VERSION, run_key=state.run_key,
-            trainer_key=state.trainer_key, head=state.head, chain_end=state.chain_end, envs=state.envs,
-            sampling=state.sampling, rules=state.rules, phase="ended", version=state.main.version,
-        )  # fmt: skip
-        return Tools(info, self.envs, self._renderer, replay_rollout, dtype=state.rules.dtype, score=score)
 
 
 async def _audit_version(
