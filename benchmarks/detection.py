@@ -35,13 +35,11 @@ from shoal.algos.sampling_evidence import Figures as FlipFigures
 from shoal.config import child_environment
 from shoal.ledger.law import LAW
 from shoal.ledger.seeds import slot_draws
-from shoal.proofs.rounding import Noise, propose
 from shoal.protocol.audits import must_audit
-from shoal.protocol.types import Bounds
 from shoal.protocol.wire import domain_hash
 from tests.attacks.attack import Attack
 from tests.attacks.proof_forgeries import FORGERIES, Forgery
-from tests.attacks.world import World, load_engine
+from tests.attacks.world import load_engine
 from tests.attacks.zoo import ATTACKS, TOLERATED, Colder, NudgedLogprobs, QuietTolerance, SpentTolerance, StalePolicy
 
 QUICK, FULL = 48, 384
@@ -196,16 +194,13 @@ def bars(rows: list[Row]) -> dict[str, Any]:
 
 def controls(family: Family, trials: int) -> Iterator[dict[str, Any]]:
     """Honest rollouts by other threads and batches than the verifier's, and in declared dtypes: refused by any check."""
-    calibrated = {
-        pair: _calibrated(family, pair, min(256, 2 * trials)) for pair in ("bfloat16/float32", "bfloat16/bfloat16")
-    }
     for dtype, replayed, block_groups, threads in (
         ("float32", "float32", 16, 1), ("float32", "float32", 1, 1), ("float32", "float32", 4, 2),
         ("float32", "float32", 16, 2), ("bfloat16", "float32", 16, 1), ("bfloat16", "bfloat16", 4, 2),
         ("int8", "int8", 4, 1),
     ):  # fmt: skip
         the_lease = lease(trials, f"control {dtype} {block_groups} {threads}", block_groups)
-        lab = family.lab(the_lease, rules(dtype, calibrated))
+        lab = family.lab(the_lease, rules(dtype))
         body = lab.encode(lab.play(load_engine(family.policy, threads=threads, dtype=dtype)))
         judge = load_engine(family.policy, threads=3 - threads, dtype=replayed)
         verdicts = lab.judge(body, engine=judge)
@@ -221,21 +216,6 @@ def controls(family: Family, trials: int) -> Iterator[dict[str, Any]]:
             "threads": threads, "rollouts": trials, "groups_refused": refused,
         }  # fmt: skip
     load_engine(family.policy, threads=1)
-
-
-def _calibrated(family: Family, pair: str, rollouts: int) -> Bounds:
-    """Bounds as `shoal calibrate` proposes them, from other honest rollouts of the policy."""
-    sampled, replayed = pair.split("/")
-    lab = family.lab(lease(rollouts, f"calibrate {pair}"), rules(sampled))
-    requests = lab.requests(lab.honest_groups)
-    scores = World.score(lab, requests, load_engine(family.policy, dtype=replayed))
-    claimed = [r.logprobs_P() for g in lab.honest_groups for r in g.rollouts]
-    off_N = np.concatenate(claimed).astype(np.float64) - np.concatenate([s.logprobs_P for s in scores])
-    gaps_N = np.concatenate([s.gaps_P for s in scores])
-    noise = Noise(gaps_N, off_N, np.concatenate([s.largest_P for s in scores if s.largest_P is not None]))
-    bounds = propose(noise, distinct=gaps_N.size, safety=2.0, coarse=True)
-    print(f"calibrated, {family.entropy:.3f} nats: {pair}: {bounds}")
-    return bounds
 
 
 # --- spending the tolerance ---

@@ -24,7 +24,7 @@ from shoal.envs.wordle import Wordle, WordleArgs, WordleState
 from shoal.policy.files import load_policy, save_policy
 from shoal.policy.model import Transformer
 from shoal.protocol.algorithms import Grpo
-from shoal.protocol.types import BatchGroup, Bounds, Group, Lease, Rules, Sampling
+from shoal.protocol.types import BatchGroup, Group, Lease, Rules, Sampling
 from shoal.protocol.wire import digest, to_msgpack
 from shoal.train.rows import Row, rows_of_group
 from shoal.train.step import Learner
@@ -47,9 +47,8 @@ class Rounds(Wordle):
         return after._replace(done=len(after.state.guesses) + after.state.not_words >= ROUNDS)
 
 
-def rules(dtype: str = "float32", bounds: dict[str, Bounds] | None = None) -> Rules:
-    """A run's rules with proofs of activations and the built-in bounds, or others."""
-    built_in = {pair: wire_bounds(bounds) for pair, bounds in BOUNDS.items()}
+def rules(dtype: str = "float32") -> Rules:
+    """A run's rules with proofs of activations and the built-in bounds."""
     return Rules(
         group_size=GROUP_SIZE,
         block_groups=BLOCK_GROUPS,
@@ -59,7 +58,7 @@ def rules(dtype: str = "float32", bounds: dict[str, Bounds] | None = None) -> Ru
         lease_s=60.0,
         audit_rate=1.0,
         dtype=dtype,
-        bounds=built_in | (bounds or {}),
+        bounds={pair: wire_bounds(bounds) for pair, bounds in BOUNDS.items()},
         proofs="toploc",
         activation_error=ACTIVATION_ERROR[dtype],
     )
