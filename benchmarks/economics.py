@@ -40,32 +40,28 @@ def sleeper(wakes: int) -> Strategy:
     """Honest until a turn, then forges all until it is slashed; after that honest under a new key."""
     return Strategy(
         f"sleeper, wakes at {wakes}",
-        lambda valid, turn, slashes, coin: Move(1, ALL if turn >= wakes and not slashes else NONE),
+        lambda see: Move(1, ALL if see.turn >= wakes and not see.slashes else NONE),
     )
 
 
 def turncoat(name: str, forged: int, valid_blocks: int, keys: int = 1, patience: int = 1_000_000) -> Strategy:
     """Forges in every block once a key has so many valid blocks, and goes on with a new key when it is slashed."""
     return Strategy(
-        name, lambda valid, turn, slashes, coin: Move(1, forged if valid >= valid_blocks else NONE), keys,
+        name, lambda see: Move(1, forged if see.valid >= valid_blocks else NONE), keys,
         patience=patience,
     )  # fmt: skip
 
 
-ONE_PERCENT = Strategy(
-    "1 % of groups", lambda valid, turn, slashes, coin: Move(1, ONE if coin < 0.01 * Terms().groups else NONE)
-)
+ONE_PERCENT = Strategy("1 % of groups", lambda see: Move(1, ONE if see.coin < 0.01 * Terms().groups else NONE))
 
 LARGE_LEASE = Strategy(
     "small leases, then a large one",
-    lambda valid, turn, slashes, coin: Move(MAX_LEASE_BLOCKS, ALL) if valid >= LAW.vesting_blocks else Move(1, NONE),
+    lambda see: Move(MAX_LEASE_BLOCKS, ALL) if see.valid >= LAW.vesting_blocks else Move(1, NONE),
 )
 
 BURST = Strategy(
     "64 leases before the first is judged",
-    lambda valid, turn, slashes, coin: (
-        Move(1, ALL, leases=MAX_LEASE_BLOCKS) if valid >= LAW.vesting_blocks else Move(1, NONE)
-    ),
+    lambda see: Move(1, ALL, leases=MAX_LEASE_BLOCKS) if see.valid >= LAW.vesting_blocks else Move(1, NONE),
 )
 
 AFTER_PROBATION = turncoat("after probation, all", ALL, LAW.probation_blocks)

@@ -3,8 +3,8 @@
 Called by `economics.py`, which compares what the strategies earn. `terms.py` holds the circumstances of a run and its
 draws. A turn is the time of one block: a key has a lease judged in it, or waits. Audit rates, quarantines, vesting and
 forfeits come from `shoal/ledger/law.py`, decisions from `shoal/ledger/weigh.py`. The same draws are played through the
-real `decide` and `apply` in `tests/benchmarks/test_economics.py`. The model has no tokens, prices or checks: a group
-pays 1, and a draw says whether a forged one is found.
+real `decide` and `apply` in `tests/benchmarks/test_economics.py`. The model has no prices or checks: an honest group
+pays 1, a forged one as many times more as it is longer, and a draw says whether it is found.
 
 Axes: B blocks (turns) of a run, G groups of a block, V validators.
 """
@@ -13,9 +13,10 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from heapq import heappop, heappush
 from typing import NamedTuple
 
-from benchmarks.terms import HONEST, Draws, Move, Strategy, Terms
+from benchmarks.terms import HONEST, Draws, Move, Sight, Strategy, Terms
 from shoal.ledger.law import LAW
 from shoal.ledger.weigh import Weighed, weigh
 from shoal.protocol.audits import must_audit
@@ -35,7 +36,7 @@ LAST = 10 * LAW.vesting_blocks
 
 
 class Outcome(NamedTuple):
-    """Sums of one run over the keys of a worker: groups, except for the last three."""
+    """Sums of one run over the keys of a worker. The first three are pay, in that of an honest group."""
 
     credits: int
     vested: int
@@ -43,6 +44,7 @@ class Outcome(NamedTuple):
     honest: int
     """Groups that were generated honestly, paid or not."""
     forged: int
+    """Groups."""
     slashes: int
     refused: int
     """Submissions."""
@@ -61,8 +63,6 @@ class Case(NamedTuple):
     found: Callable[[int], Sequence[bool]]
     """Whether a validator finds the group forged, if it audits it; by validator."""
     order: Sequence[int]
-    again: bool
-    """Whether a recheck is drawn for it, if it is accepted."""
     friendly: bool
     """Whether it is the cheater's, not a rival's."""
 
@@ -92,12 +92,13 @@ def is_safe(terms: Terms, order: Sequence[int]) -> bool:
 # --- the money of a run ---
 
 
-@dataclass
+@dataclass(eq=False)
 class Key:
-    """An identity in the log. Pay is in groups."""
+    """An identity in the log."""
 
     valid: int = 0
-    escrow: int = 0
+    escrow: list[int] = field(default_factory=list)
+    """Pay of each group that has not vested, oldest first."""
     vested: int = 0
     failures: int = 0
     leases: int = 0
@@ -107,9 +108,29 @@ class Key:
     """Leases that lapsed in a row."""
     owes: int = 0
     """Groups of later pay that an earlier lapse costs."""
+    rechecks: int = 0
+    """Its accepted submissions that will be judged again."""
     free_at: int = 0
     """Turn in which it takes its next lease."""
     slashed: bool = False
+
+
+class Sent(NamedTuple):
+    """A submission that awaits verdicts."""
+
+    first: int
+    """Turn in which its lease began."""
+    blocks: int
+    forged: int
+    pays: tuple[int, ...]
+    """Of the groups of each of its blocks."""
+    rate: float
+    mean_pay: float
+    said: tuple[tuple[str, ...], ...] = ()
+    """The verdicts so far; empty for a recheck of what no honest validator would refuse."""
+    order: tuple[int, ...] = ()
+    """The validators of these, and of those that may follow."""
+    recheck: bool = False
 
 
 @dataclass
@@ -136,44 +157,75 @@ class Worker:
             bench, bench.terms, strategy, draws, friendly,
         )  # fmt: skip
         self.keys = [Key() for _ in range(strategy.keys)]
-        self.kept = self.vested = self.burned = self.honest = self.forged = self.slashes = self.refused = 0
+        self.left: list[Key] = []
+        self.sent: list[tuple[int, int, Key, Sent]] = []
+        """A heap: (turn in which it is judged, number, whose, what)."""
+        self.numbers = self.burned = self.honest = self.forged = self.slashes = self.refused = 0
 
     def step(self, turn: int) -> None:
-        """One turn: take a lease, have it judged, and replace a key that was slashed or refused too often."""
-        place = turn % len(self.keys)
-        key = self.keys[place]
+        """One turn: have judged what is due, and take a lease."""
+        self._settle(turn)
+        key = self.keys[turn % len(self.keys)]
         if key.free_at > turn:
             return
-        move = self.strategy.plan(key.valid, turn, self.slashes, self.draws.coin[turn])
+        stake = sum(key.escrow) / (LAW.vesting_blocks * self.terms.groups)
+        move = self.strategy.plan(Sight(key.valid, turn, self.slashes, self.draws.coin[turn], stake))
         blocks, leases = in_time(move, self.terms.blocks - turn)
-        per_block = (0, 1, self.terms.groups)[move.forged]
-        self.forged += leases * blocks * per_block
-        self.honest += leases * blocks * (self.terms.groups - per_block)
-        key.free_at, key.leases = turn + leases * blocks, key.leases + leases
-        if self.draws.late[turn]:
+        end = key.free_at = turn + leases * blocks
+        key.leases += leases
+        pays = pays_of(move, self.terms.groups)
+        forged = (0, 1, self.terms.groups)[move.forged]
+        if not move.drop:
+            self.forged += leases * blocks * forged
+            self.honest += leases * blocks * (self.terms.groups - forged)
+        if self.draws.late[turn] or move.drop:
             self._lapse(key, blocks)
             return
         key.dropped = 0
-        rate = self.bench.rate[min(key.valid, LAST)]
-        danger = self.draws.danger[move.forged]
-        for first in range(turn, turn + leases * blocks, blocks):
-            calm = rate <= (danger[first] if blocks == 1 else min(danger[first : first + blocks]))
-            if calm and not self._has_enemies(first):
-                self._accept(key, blocks, self._is_judged_again(first))
+        mean_pay = mean_newest_pay(self.terms, key.escrow)
+        rate = self.bench.rate[min(key.valid, LAST)] if mean_pay or self.terms.law.version < 2 else 1.0
+        for first in range(turn, end, blocks):
+            self._send(end + self.terms.delay, key, Sent(first, blocks, move.forged, pays, rate, mean_pay))
+        if not self.terms.delay:
+            self._settle(end)
+
+    def _send(self, due: int, key: Key, sent: Sent) -> None:
+        self.numbers += 1
+        heappush(self.sent, (due, self.numbers, key, sent))
+
+    def _settle(self, turn: float) -> None:
+        """Have judged what is due, and replace keys that were slashed or refused too often."""
+        while self.sent and self.sent[0][0] <= turn:
+            now, _, key, sent = heappop(self.sent)
+            if sent.recheck:
+                key.rechecks -= 1
+                if sent.said:
+                    self._judge_again(key, sent, now)
+            elif self._is_calm(sent) and not self._has_enemies(sent.first):
+                self._accept(key, sent, now)
             else:
-                self._judge(key, first, blocks, move.forged, rate)
-        if (key.slashed and self.strategy.renew) or key.failures >= self.strategy.patience:
-            self._leave(key)
-            self.keys[place] = Key(free_at=turn + leases * blocks)
-        key.slashed = False
+                self._judge(key, sent, now)
+            gone = (key.slashed and self.strategy.renew) or key.failures >= self.strategy.patience
+            if gone and key in self.keys:
+                self.left.append(key)
+                self.keys[self.keys.index(key)] = Key(free_at=now)
+            key.slashed = False
 
     def outcome(self) -> Outcome:
-        """What came of the run, at its end."""
-        credits = self.kept + sum(key.escrow + key.vested for key in self.keys)
-        vested = self.vested + sum(key.vested for key in self.keys)
+        """What came of the run, when all is judged."""
+        self._settle(math.inf)
+        keys = (*self.keys, *self.left)
+        vested = sum(key.vested for key in keys)
+        credits = vested + sum(sum(key.escrow) for key in keys)
         return Outcome(
             credits, vested, self.burned, self.honest, self.forged, self.slashes, self.refused, tuple(self.bench.faults)
         )
+
+    def _is_calm(self, sent: Sent) -> bool:
+        """Whether no validator would find anything: a short way past the verdicts."""
+        rate = sent.rate * max(1.0, max(sent.pays) / sent.mean_pay) if sent.mean_pay else sent.rate
+        danger = self.draws.danger[sent.forged]
+        return rate <= min(danger[sent.first : sent.first + sent.blocks])
 
     def _has_enemies(self, turn: int) -> bool:
         """Whether some validator may refuse honest work."""
@@ -184,103 +236,126 @@ class Worker:
             return is_safe(self.terms, order)
         return any(validator < self.terms.friends for validator in order[: LAW.most_verdicts])
 
-    def _leave(self, key: Key) -> None:
-        self.kept += key.escrow + key.vested
-        self.vested += key.vested
-
-    def _is_judged_again(self, turn: int) -> bool:
-        return self.draws.again[turn] and len(self.bench.sitting(self.draws.order[turn])) > 1
-
-    def _accept(self, key: Key, blocks: int, again: bool) -> None:
-        """Nothing vests while a recheck is due."""
-        key.valid += blocks
-        key.escrow += blocks * self.terms.groups
-        self._settle(key)
-        if not again:
+    def _accept(self, key: Key, sent: Sent, now: int) -> None:
+        drawn = self.draws.again[sent.first] < recheck_rate(self.terms, key.escrow, sent)
+        key.valid += sent.blocks
+        key.escrow.extend(sent.pays * sent.blocks)
+        self._pay_debt(key)
+        if not drawn or len(self.bench.sitting(self.draws.order[sent.first])) < 2:
             self._vest(key)
+        elif self.terms.delay:
+            self._look_again(key, sent, now)
+
+    def _look_again(self, key: Key, sent: Sent, now: int) -> None:
+        """A recheck follows. Nothing vests until then."""
+        key.rechecks += 1
+        self._send(now + self.terms.delay, key, sent._replace(recheck=True))
 
     def _vest(self, key: Key) -> None:
-        due = key.escrow - LAW.vesting_blocks * self.terms.groups
-        if due > 0:
-            key.vested += due
-            key.escrow -= due
+        due = len(key.escrow) - LAW.vesting_blocks * self.terms.groups
+        if due > 0 and not key.rechecks:
+            key.vested += sum(key.escrow[:due])
+            del key.escrow[:due]
 
     def _lapse(self, key: Key, blocks: int) -> None:
         key.lapsed, key.dropped = key.lapsed + 1, key.dropped + 1
         key.free_at += lapse_turns(key.dropped)
         if key.lapsed > 1 + LAW.free_lapses * key.leases:
             key.lapsed -= 1
-            lost = min(key.escrow, blocks * self.terms.groups)
-            key.owes = max(key.owes, blocks * self.terms.groups - lost)
-            self._burn(key, lost)
+            groups = blocks * self.terms.groups
+            key.owes = max(key.owes, groups - len(key.escrow))
+            self._burn(key, groups)
 
-    def _settle(self, key: Key) -> None:
+    def _pay_debt(self, key: Key) -> None:
         """New pay settles first what an earlier lapse cost."""
-        lost = min(key.owes, key.escrow)
-        key.owes -= lost
-        self._burn(key, lost)
+        groups = min(key.owes, len(key.escrow))
+        key.owes -= groups
+        self._burn(key, groups)
 
     def _burn(self, key: Key, groups: int) -> None:
-        key.escrow -= groups
-        self.burned += groups
+        """The newest pay that has not vested."""
+        lost = key.escrow[max(0, len(key.escrow) - groups) :]
+        self.burned += sum(lost)
+        del key.escrow[len(key.escrow) - len(lost) :]
 
-    def _judge(self, key: Key, turn: int, blocks: int, forged: int, rate: float) -> None:
-        """The verdicts on one submission, in their order, until `weigh` decides and no recheck is due."""
-        order = self.bench.sitting(self.draws.order[turn])
-        case = case_of(self.draws, turn, blocks, forged, rate, order, self.friendly)
+    def _judge(self, key: Key, sent: Sent, now: int) -> None:
+        """The verdicts on one submission, in their order, until `weigh` decides."""
+        order = self.bench.sitting(self.draws.order[sent.first])
+        case = case_of(self.draws, sent, order, self.friendly)
         said: list[tuple[str, ...]] = []
-        quarantine, decided = 0, False
-        for validator in order[: LAW.most_verdicts]:
-            said.append(tuple(verdict_of(self.terms, case, said, validator)))
-            weighed = _weighed(tuple(said), blocks, self.terms.groups, len(said) < min(LAW.most_verdicts, len(order)))
+        quarantine, weighed = 0, None
+        while weighed is None:
+            weighed = self._hear(case, said, sent.blocks)
             if len(said) == 1 and is_quarantined(said[0], key.failures):
                 quarantine = quarantine_turns(key.failures + 1)
-            if weighed is None:
-                continue
-            for outvoted in weighed.outvoted:
-                self.bench.faults[order[int(outvoted)]] += 1
-            if decided:
-                if weighed.slash:
-                    self._slash(key)
-                    quarantine = quarantine_turns(key.failures + 1)
-                elif set(weighed.refused) - set(weighed.disputed):
-                    self._refuse(key)
-                break
-            decided = True
-            blamed = bool(set(weighed.refused) - set(weighed.disputed))
-            if blamed:
-                key.valid, key.failures, self.refused = 0, key.failures + 1, self.refused + 1
-            again = case.again and not weighed.refused and len(said) == 1 and len(order) > 1
-            self._pay(key, weighed, blamed, again)
-            if not blamed and _holds_forgery(said, weighed.disputed, self.terms.groups):
-                key.valid = 0
-            if quarantine and not blamed:
-                quarantine = len(said) - 1  # it is lifted as soon as all have judged
-            if not again:
-                break
-        if quarantine:
-            key.free_at += quarantine + IN_HAND_BLOCKS
+        blamed = len(set(weighed.refused) - set(weighed.disputed))
+        if blamed:
+            key.valid, key.failures, self.refused = 0, key.failures + 1, self.refused + 1
+        drawn = self.draws.again[sent.first] < recheck_rate(self.terms, key.escrow, sent)
+        again = drawn and not weighed.refused and len(said) == 1 and len(order) > 1
+        self._pay(key, weighed, sent, blamed, again)
+        if not blamed and _holds_forgery(said, weighed.disputed, self.terms.groups):
+            key.valid = 0
+        if quarantine and not blamed:
+            quarantine = len(said) - 1  # it is lifted as soon as all have judged
+        _quarantine(key, quarantine, now)
+        sent = sent._replace(said=tuple(said), order=tuple(order))
+        if again and self.terms.delay:
+            self._look_again(key, sent, now)
+        elif again:
+            self._judge_again(key, sent, now)
 
-    def _pay(self, key: Key, weighed: Weighed, blamed: bool, again: bool) -> None:
+    def _judge_again(self, key: Key, sent: Sent, now: int) -> None:
+        """The further verdicts on an accepted submission. If two refuse it, it costs what any refusal costs."""
+        order = [sent.order[0], *self.bench.sitting(sent.order[1:])]
+        case, said = case_of(self.draws, sent, order, self.friendly), list(sent.said)
+        weighed = None
+        while weighed is None and len(said) < len(order):
+            weighed = self._hear(case, said, sent.blocks)
+        blamed = len(set(weighed.refused) - set(weighed.disputed)) if weighed else 0
+        if weighed and weighed.slash:
+            self._slash(key)
+            _quarantine(key, quarantine_turns(key.failures + 1), now)
+        elif blamed:
+            self._refuse(key, blamed)
+        elif (weighed is None or weighed.refused) and any("hard" in verdict for verdict in said):
+            key.valid = 0  # a forgery that could not be settled
+
+    def _hear(self, case: Case, said: list[tuple[str, ...]], blocks: int) -> Weighed | None:
+        """One more verdict, and what all add up to. Those who are outvoted are at fault."""
+        said.append(tuple(verdict_of(self.terms, case, said, case.order[len(said)])))
+        more = len(said) < min(LAW.most_verdicts, len(case.order))
+        weighed = _weighed(tuple(said), blocks, self.terms.groups, more)
+        for outvoted in weighed.outvoted if weighed else ():
+            self.bench.faults[case.order[int(outvoted)]] += 1
+        return weighed
+
+    def _pay(self, key: Key, weighed: Weighed, sent: Sent, blamed: int, again: bool) -> None:
         key.valid += 0 if blamed else len(weighed.accepted)
-        key.escrow += len(weighed.accepted) * self.terms.groups
+        key.escrow.extend(sent.pays * len(weighed.accepted))
         if weighed.slash:
             self._slash(key)
         elif blamed:
-            self._refuse(key)
+            self._refuse(key, blamed)
         else:
             if weighed.accepted:
-                self._settle(key)
+                self._pay_debt(key)
             if not again:
                 self._vest(key)
 
-    def _refuse(self, key: Key) -> None:
-        self._burn(key, min(key.escrow, LAW.refused_blocks * self.terms.groups))
+    def _refuse(self, key: Key, blocks: int) -> None:
+        each = LAW.refused_blocks * self.terms.groups
+        self._burn(key, each * (blocks if self.terms.law.version >= 2 else 1))
 
     def _slash(self, key: Key) -> None:
-        self._burn(key, key.escrow)
+        self._burn(key, len(key.escrow))
         key.valid, key.slashed = 0, True
         self.slashes += 1
+
+
+def _quarantine(key: Key, turns: int, now: int) -> None:
+    if turns:
+        key.free_at = max(key.free_at, now + turns + IN_HAND_BLOCKS)
 
 
 _VERDICTS = {
@@ -297,25 +372,44 @@ def _weighed(said: tuple[tuple[str, ...], ...], blocks: int, groups: int, more: 
     return weigh(verdicts, range(blocks), groups, more)
 
 
-def case_of(
-    draws: Draws, turn: int, blocks: int, forged: int, rate: float, order: Sequence[int], friendly: bool
-) -> Case:
-    """The submission of a lease that began at a turn; each block has the draws of its own turn."""
-    turns = range(turn, turn + blocks)
-    found = [draws.found[forged][t].tolist() for t in turns]
+def case_of(draws: Draws, sent: Sent, order: Sequence[int], friendly: bool) -> Case:
+    """A submission as its validators meet it; each block has the draws of its own turn."""
+    turns = range(sent.first, sent.first + sent.blocks)
+    found = [draws.found[sent.forged][t].tolist() for t in turns]
     return Case(
-        due=[must_audit(draw, rate, 1.0, 1.0) for t in turns for draw in draws.audit[t]],
+        due=[
+            must_audit(draw, sent.rate, 1.0, 1.0, pay, sent.mean_pay)
+            for t in turns
+            for draw, pay in zip(draws.audit[t], sent.pays, strict=True)
+        ],
         found=lambda validator: [seen for of_block in found for seen in of_block[validator]],
         order=order,
-        again=draws.again[turn],
         friendly=friendly,
     )
+
+
+def mean_newest_pay(terms: Terms, escrow: Sequence[int]) -> float:
+    """What pay is compared with, as in `ledger/rules/submissions`."""
+    groups = LAW.refused_blocks * terms.groups
+    return sum(escrow[-groups:]) / groups if terms.law.version >= 2 else 0.0
+
+
+def recheck_rate(terms: Terms, escrow: Sequence[int], sent: Sent) -> float:
+    """Share of submissions like this one that are judged again, as in `ledger/rules/pay`."""
+    pay, least = sum(sent.pays) * sent.blocks, terms.law.recheck_rate
+    return max(least, pay / (pay + sum(escrow))) if terms.law.version >= 2 else least
+
+
+def pays_of(move: Move, groups: int) -> tuple[int, ...]:
+    """Of the groups of each block."""
+    forged = (0, 1, groups)[move.forged]
+    return (move.length,) * forged + (1,) * (groups - forged)
 
 
 def in_time(move: Move, turns_left: int) -> tuple[int, int]:
     """Blocks of each lease and number of leases that fit before the run's end."""
     blocks = min(move.blocks, turns_left)
-    return blocks, min(move.leases, turns_left // blocks)
+    return blocks, 1 if move.drop else min(move.leases, turns_left // blocks)
 
 
 def is_quarantined(first: Sequence[str], failures: int) -> bool:

@@ -40,12 +40,28 @@ class Terms(NamedTuple):
     """Share of the false alarms that all validators make together."""
     lapses: float = 0.0
     """Share of the leases that lapse."""
+    delay: int = 0
+    """How far validators are behind: turns from a submission to its first verdict, and from there to a recheck."""
     law: Law = LAW
     """Constants of the rules."""
 
 
 NONE, ONE, ALL = 0, 1, 2
 """Groups that are forged in a block."""
+
+
+class Sight(NamedTuple):
+    """What a worker knows when it takes a lease."""
+
+    valid: int
+    """Valid blocks of the key whose turn it is."""
+    turn: int
+    slashes: int
+    """So far, of all its keys."""
+    coin: float
+    """A number in [0, 1)."""
+    stake: float
+    """The key's unvested pay, in that of `Law.vesting_blocks` honest blocks."""
 
 
 class Move(NamedTuple):
@@ -55,10 +71,13 @@ class Move(NamedTuple):
     forged: int
     leases: int = 1
     """How many such leases are filled, one after another, before the first is judged."""
+    length: int = 1
+    """Of a forged group, in honest ones: what it pays."""
+    drop: bool = False
+    """Lets the lease lapse, and generates nothing."""
 
 
-Plan = Callable[[int, int, int, float], Move]
-"""Gives the next move from valid blocks, turn, slashes so far and a number in [0, 1)."""
+Plan = Callable[[Sight], Move]
 
 
 class Strategy(NamedTuple):
@@ -74,7 +93,7 @@ class Strategy(NamedTuple):
     """A new key also replaces one with this many refused submissions."""
 
 
-HONEST = Strategy("honest", lambda valid, turn, slashes, coin: Move(1, NONE), renew=False)
+HONEST = Strategy("honest", lambda see: Move(1, NONE), renew=False)
 
 
 # --- the draws of a run ---
@@ -93,7 +112,7 @@ class Draws:
             seen_BVG = np.broadcast_to(seen_BVG[:, :1], shape_BVG)
         common_BG = rng.random(shape_BG) < terms.alarm * terms.alike
         alarm_BVG = (rng.random(shape_BVG) < terms.alarm * (1 - terms.alike)) | common_BG[:, None]
-        self.again = (rng.random(terms.blocks) < terms.law.recheck_rate).tolist()
+        self.again = rng.random(terms.blocks).tolist()
         self.order = rng.random((terms.blocks, terms.validators)).argsort(axis=1).tolist()
         self.coin = rng.random(terms.blocks).tolist()
         self.late = (rng.random(terms.blocks) < terms.lapses).tolist()

@@ -36,7 +36,8 @@ WHAT_CHANGED = {
     "leases have a soft time, after which others may hold the same blocks; the last batch of a version waits for all of "
     "its blocks; deadlines and sizes of leases follow from the time that a worker took before; workers without accepted "
     "work share a part of the blocks; a lapse without pay to lose is owed; "
-    "claimed log-probs that lean one way over time are evidence",
+    "claimed log-probs that lean one way over time are evidence; "
+    "each refused block of a submission costs pay; what pays much, compared with its worker's stake, is rechecked more",
 }
 """By version of the rules: how they differ from the version before. This code makes the events and decisions of each of
 these versions exactly as the code that wrote them. Logs of other versions are reported as not checked."""
@@ -58,13 +59,14 @@ class Law(Message, frozen=True):
     """A worker with n valid blocks in a row is audited at trust / n, but never below the run's rate. A smaller number lets
     a sleeper reach the lowest rate sooner."""
     recheck_rate: float = 0.05
-    """Share of accepted submissions that a second validator judges again. At 0, nobody finds a lazy or bribed validator."""
+    """Least share of accepted submissions that a second validator judges again; since version 2 it is more for those that
+    pay much, compared with their worker's stake. At 0, nobody finds a lazy or bribed validator."""
     vesting_blocks: int = 40
     """Blocks of a worker's latest pay that have not vested, and that a slash takes. Keep within 19 to 48: below, cheating
     pays at 5 % audits; above, false alarms (one in 1,000 groups) cost honest nodes 1 % of their pay."""
     refused_blocks: int = 8
-    """Blocks' worth of the newest unvested pay that a refused submission costs if nobody is slashed. At 2, a worker gains
-    if its cheats count as soft, or if its run has one validator."""
+    """Blocks' worth of the newest unvested pay that each refused block costs if nobody is slashed; before version 2, all
+    of a submission together. At 2, a worker gains if its cheats count as soft, or if its run has one validator."""
     turn_s: float = 30.0
     """Least seconds without a verdict after which a validator's turn passes. Longer keeps work waiting for a dead
     validator; shorter than a prefill makes two validators do the same work."""

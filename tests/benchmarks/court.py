@@ -4,10 +4,26 @@ Called by `test_economics.py`. Every event is made and applied to a state in mem
 benchmark's strategies, draws and verdicts, but none of its bookkeeping.
 """
 
-from benchmarks.market import BLOCK_S, IN_HAND_BLOCKS, LEASE_S, Outcome, case_of, in_time, lapse_turns, verdict_of
-from benchmarks.terms import ALL, ONE, Draws, Strategy, Terms
+from math import ceil, inf
+
+import msgspec
+
+from benchmarks.market import (
+    BLOCK_S,
+    IN_HAND_BLOCKS,
+    LEASE_S,
+    Outcome,
+    Sent,
+    case_of,
+    in_time,
+    lapse_turns,
+    pays_of,
+    recheck_rate,
+    verdict_of,
+)
+from benchmarks.terms import ALL, ONE, Draws, Sight, Strategy, Terms
 from shoal.ledger.facts.leases import AskLease
-from shoal.ledger.facts.members import Enter
+from shoal.ledger.facts.members import Enter, Leave
 from shoal.ledger.facts.pay import Forfeited, Slash
 from shoal.ledger.facts.run import Create, RunCreated, Tick
 from shoal.ledger.facts.submissions import Submit
@@ -40,7 +56,7 @@ class Court:
         )  # fmt: skip
         self.do(Create(RunCreated(
             "r" * 32, "court", "k" * 64, TRAINER, tuple(self.judges), "00" * 32, "11" * 32, (), Sampling(1.0, 8, 64), rules,
-            {}, terms.law,
+            {}, msgspec.structs.replace(terms.law, stranger_share=1.0),  # it only delays those that use many keys
         ), 0.0))  # fmt: skip
         for key, role in ((TRAINER, "trainer"), *((key, "validator") for key in self.judges)):
             self.enter(key, role)
@@ -72,7 +88,8 @@ class Defendant:
         self.court, self.strategy, self.draws, self.name, self.friendly = court, strategy, draws, name, friendly
         self.made: list[str] = []
         self.keys = [self.new_key() for _ in range(strategy.keys)]
-        self.free_at = [0] * strategy.keys
+        self.free_at = dict.fromkeys(self.keys, 0)
+        self.sent = []
         self.honest = self.forged = 0
 
     def new_key(self):
@@ -85,42 +102,56 @@ class Defendant:
         return sum(self.court.slashes.get(key, 0) for key in self.made)
 
     def step(self, turn):
-        court, terms, place = self.court, self.court.terms, turn % len(self.keys)
-        key, now = self.keys[place], turn * BLOCK_S
+        court, terms, key = self.court, self.court.terms, self.keys[turn % len(self.keys)]
+        now = turn * BLOCK_S
         court.do(Tick(now))
-        if court.state.members[key].standing == "quarantined":
-            self.free_at[place] = turn + 1 + IN_HAND_BLOCKS
-        if self.free_at[place] > turn:
+        self.settle(turn)
+        key = self.keys[turn % len(self.keys)]
+        if self.free_at[key] > turn:
             return
-        move = self.strategy.plan(court.state.members[key].valid_blocks, turn, self.slashes(), self.draws.coin[turn])
+        member = court.state.members[key]
+        stake = sum(member.escrow) / (terms.law.vesting_blocks * terms.groups)
+        move = self.strategy.plan(Sight(member.valid_blocks, turn, self.slashes(), self.draws.coin[turn], stake))
         blocks, leases = in_time(move, terms.blocks - turn)
         if court.state.main.version in court.state.main.batches:
             court.publish()
         per_block = {ALL: terms.groups, ONE: 1}.get(move.forged, 0)
-        self.forged += leases * blocks * per_block
-        self.honest += leases * blocks * (terms.groups - per_block)
-        end = turn + leases * blocks
-        self.free_at[place] = end
-        sent = []
+        if not move.drop:
+            self.forged += leases * blocks * per_block
+            self.honest += leases * blocks * (terms.groups - per_block)
+        end = self.free_at[key] = turn + leases * blocks
+        mean = court.state.block_tokens / max(1, court.state.accepted_groups)
         for first in range(turn, end, blocks):
-            court.do(AskLease(key, (), (blocks + 0.5) * terms.groups / 20.0, now))
+            court.do(AskLease(key, (), (blocks + 0.5) * terms.groups * max(1, mean) / 20.0, now))
             (lease,) = court.state.open_leases_of(key)
             assert len(lease.blocks) == blocks
-            if self.draws.late[turn]:
+            if self.draws.late[turn] or move.drop:
                 court.do(Tick(end * BLOCK_S))
-                self.free_at[place] += lapse_turns(court.state.members[key].dropped)
+                self.free_at[key] += lapse_turns(court.state.members[key].dropped)
                 return
-            sent.append((first, self.submit(key, lease, first, blocks, now)))
-        before = self.slashes()
-        for first, name in sent:
-            self.judge(key, first, blocks, move.forged, name, end * BLOCK_S)
-        if court.state.members[key].standing == "quarantined":
-            self.free_at[place] = terms.blocks  # a tick will tell
-        elif (waited := self.waited) > 0:
-            self.free_at[place] += waited + IN_HAND_BLOCKS
-        slashed = self.slashes() > before
-        if (slashed and self.strategy.renew) or court.state.members[key].failures >= self.strategy.patience:
-            self.keys[place], self.free_at[place] = self.new_key(), end
+            name = self.submit(key, lease, first, blocks, now)
+            record = court.state.submissions[name]
+            sent = Sent(first, blocks, move.forged, pays_of(move, terms.groups), record.rate, record.mean_pay)
+            self.send(end + terms.delay, key, name, sent)
+        if not terms.delay:
+            self.settle(end)
+
+    def send(self, due, key, name, sent):
+        self.sent.append((due, len(self.sent), key, name, sent))
+
+    def settle(self, turn):
+        """Have judged what is due, in the order in which it was sent."""
+        while due := sorted(item for item in self.sent if item and item[0] <= turn):
+            now, place, key, name, sent = due[0]
+            self.sent[place] = None
+            before = self.slashes()
+            self.judge(key, name, sent, now)
+            gone = self.slashes() > before and self.strategy.renew
+            if (gone or self.court.state.members[key].failures >= self.strategy.patience) and key in self.keys:
+                place = self.keys.index(key)
+                self.court.do(Leave(key, now * BLOCK_S, 1))
+                self.keys[place] = self.new_key()
+                self.free_at[self.keys[place]] = now
 
     def submit(self, key, lease, turn, blocks, now):
         court = self.court
@@ -133,32 +164,42 @@ class Defendant:
         court.do(Submit(key, lease.id, name, 100, groups, draws, order, now, int(now)))
         return name
 
-    def judge(self, key, turn, blocks, forged, name, end):
-        """Give verdicts in the drawn order until the submission is closed, a turn apart if the worker is quarantined."""
-        court, terms, said, self.waited = self.court, self.court.terms, [], 0
+    def judge(self, key, name, sent, turn):
+        """Give verdicts in the drawn order until the submission is closed, a turn apart if the worker is quarantined; or,
+        if validators are behind, until a recheck is left."""
+        court, terms, waited = self.court, self.court.terms, 0
         submission = court.state.submissions[name]
-        order = [court.judges.index(judge) for judge in submission.order]
-        case = case_of(self.draws, turn, blocks, forged, submission.rate, order, self.friendly)
+        order = [court.judges.index(judge) for judge in submission.order if judge in court.state.judges()]
+        order = [*sent.order, *(judge for judge in order if judge not in sent.order)]
+        case, said = case_of(self.draws, sent, order, self.friendly), list(sent.said)
         slots = court.state.slots_of(court.state.leases[submission.lease])
-        now, stopped = end, False
-        for validator in order:
+        for validator in order[len(said) :]:
             if submission.decided and name not in court.state.rechecks:
                 break
-            if stopped:
-                now, self.waited = now + BLOCK_S, self.waited + 1
+            waited += court.state.members[key].quarantined_for == name and len(said) > 0
             said.append(verdict_of(terms, case, said, validator))
             groups = tuple(
-                GroupVerdict(slot, due, "accept", rewards=(0.0, 1.0, 0.0, 1.0), tokens=1)
+                GroupVerdict(slot, due, "accept", rewards=(0.0, 1 / pay, 0.0, 1 / pay), tokens=pay)
                 if outcome == "accept"
                 else GroupVerdict(slot, due, outcome, "sampling", "why")
-                for slot, due, outcome in zip(slots, case.due, said[-1], strict=True)
+                for slot, due, outcome, pay in zip(slots, case.due, said[-1], sent.pays * sent.blocks, strict=True)
             )
-            again = 0.0 if self.draws.again[turn] else 1.0  # the model has none of the rechecks of new validators
-            court.do(Judge(judge_key(validator), Verdict(name, groups), now, recheck=again))
-            stopped = court.state.members[key].standing == "quarantined"
+            # The model has none of the rechecks of new validators.
+            rate = recheck_rate(terms, court.state.members[key].escrow, sent)
+            again = 0.0 if self.draws.again[sent.first] < rate else 1.0
+            verdict = Verdict(name, groups)
+            court.do(Judge(judge_key(validator), verdict, (turn + waited) * BLOCK_S, recheck=again))
+            if name in court.state.rechecks and terms.delay and len(said) == 1:
+                self.send(turn + terms.delay, key, name, sent._replace(order=(validator,), said=tuple(said)))
+                return
         assert name not in court.state.pending and name not in court.state.rechecks
+        member = court.state.members[key]
+        until = ceil(member.until / BLOCK_S) if member.standing == "quarantined" else turn + waited
+        if member.quarantined_for == name:
+            self.free_at[key] = max(self.free_at[key], until + IN_HAND_BLOCKS)
 
     def outcome(self):
+        self.settle(inf)
         nodes = [self.court.state.members[key] for key in self.made]
         return Outcome(
             credits=sum(node.credits for node in nodes),

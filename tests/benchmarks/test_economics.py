@@ -5,13 +5,26 @@ import pytest
 
 from benchmarks import economics as eco
 from benchmarks import market
-from benchmarks.terms import ALL, HONEST, ONE, Draws, Move, Strategy, Terms
-from shoal.ledger.law import Law
+from benchmarks.terms import ALL, HONEST, NONE, ONE, Draws, Move, Strategy, Terms
+from shoal.ledger.law import LAWS, Law
 from tests.benchmarks.court import try_case, try_case_beside_rival
 
 SHORT = Terms(blocks=260)
 EARLY = eco.turncoat("all, after 10", ALL, 10)
 LATE = eco.turncoat("one, after 60", ONE, 60)
+
+
+def whim(see):
+    """Any move, by the coin: long and short forgeries, lapses, more when the stake is small."""
+    kind = int(see.coin * 40)
+    if see.valid < 10 or kind > 12:
+        return Move(1, ALL if see.stake < 0.2 and see.valid > 20 and kind < 20 else NONE)
+    return Move(1, kind % 3, length=2 ** (kind % 6), drop=kind > 9)
+
+
+WHIM = Strategy("whim", whim)
+EARNEST = Strategy("earnest whim", lambda see: whim(see)._replace(drop=False))
+"""Without lapses: the rules withhold a block from the worker that dropped it, if there are others."""
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -38,6 +51,13 @@ LATE = eco.turncoat("one, after 60", ONE, 60)
         (SHORT._replace(lapses=0.1), HONEST),
         (SHORT._replace(validators=2, alarm=0.05), HONEST),
         (SHORT._replace(validators=1, alarm=0.02), EARLY),
+        (SHORT, WHIM),
+        (SHORT._replace(validators=1), WHIM),
+        (SHORT._replace(mild=True, power=0.5), WHIM),
+        (SHORT._replace(delay=25), WHIM),
+        (SHORT._replace(delay=25, power=0.5, alone=True), EARNEST._replace(keys=3)),
+        (SHORT._replace(delay=25, validators=1, power=0.5), WHIM._replace(patience=1)),
+        (SHORT._replace(law=LAWS[1], power=0.5), EARNEST),
     ],
     ids=lambda value: value.name if isinstance(value, Strategy) else None,
 )
@@ -50,15 +70,16 @@ def test_pay_and_slashes_are_as_by_the_real_rules(terms, strategy, seed):
 @pytest.mark.parametrize(("validators", "friends"), [(3, 1), (3, 2), (5, 2), (9, 4)])
 def test_pay_and_slashes_are_as_by_the_real_rules_with_colluding_validators(validators, friends, sly, seed):
     terms = SHORT._replace(blocks=150, validators=validators, friends=friends, sly=sly)
-    fast = market.play_beside_rival(terms, EARLY, (9, seed))
-    assert fast == try_case_beside_rival(terms, EARLY, HONEST, (9, seed))
+    for strategy in (EARLY, EARNEST):
+        fast = market.play_beside_rival(terms, strategy, (9, seed))
+        assert fast == try_case_beside_rival(terms, strategy, HONEST, (9, seed))
 
 
 @pytest.mark.parametrize("mild", [False, True], ids=["hard", "mild"])
 def test_a_failed_recheck_costs_what_it_costs_under_the_real_rules(mild):
     law = Law(recheck_rate=0.5)
     terms = SHORT._replace(law=law, power=0.5, alone=True, alarm=0.02, mild=mild)
-    seldom = Strategy("seldom", lambda valid, turn, slashes, coin: Move(1, int(coin < 0.2)), renew=False)
+    seldom = Strategy("seldom", lambda see: Move(1, int(see.coin < 0.2)), renew=False)
     for seed in range(4):
         assert market.play(terms, seldom, Draws(terms, (9, seed))) == try_case(terms, seldom, (9, seed))
 

@@ -7,6 +7,7 @@ import pytest
 
 from shoal.algos.sampling_evidence import ALARM_BITS, Evidence
 from shoal.ledger.answers import Refused, Wait
+from shoal.ledger.facts.leases import AskLease
 from shoal.ledger.facts.pay import Slash
 from shoal.ledger.facts.run import Tick
 from shoal.ledger.law import LAW, LAWS
@@ -309,6 +310,43 @@ def test_under_the_rules_before_length_does_not_change_an_audit(tmp_path):
     name = world.submit(WORKER, world.lease(WORKER), draw=0.3)
     world.judge(name, by=JUDGES[0], audited=False, rewards=FLAT, tokens=250)
     assert world.state.submissions[name].mean_pay == 0.0
+
+
+@pytest.mark.parametrize(("version", "blocks"), [(2, 24), (1, 8)])
+def test_each_refused_block_of_a_submission_costs_pay(tmp_path, version, blocks):
+    """Else a large lease of forgeries costs no more than a small one, where nobody is slashed."""
+    world = World(tmp_path, JUDGES[:1], law=LAWS[version], steps=200, max_staleness=50, audit_rate=0.05)
+    world.enter(WORKER)
+    world.publish()
+    serve(world, 30)
+    world.do(AskLease(WORKER, (), 3.0, world.now))
+    (lease,) = world.state.open_leases_of(WORKER)
+    assert len(lease.blocks) == 3
+    world.judge(world.submit(WORKER, lease), "soft", by=JUDGES[0])
+    assert world.state.burned == blocks * 20 and world.audit().findings == []
+
+
+@pytest.mark.parametrize(
+    ("blocks", "tokens", "draw", "rechecked"),
+    [(60, 10, 0.06, False), (60, 10, 0.04, True), (60, 80, 0.06, True), (60, 80, 0.17, False), (0, 10, 0.9, True)],
+    ids=["as usual", "drawn", "long", "long, not drawn", "a new key"],
+)
+def test_what_pays_much_compared_with_the_stake_is_rechecked_more(court, blocks, tokens, draw, rechecked):
+    """A stake of 800 tokens: two groups of 80 are judged again in 160 of 960 cases."""
+    serve(court, blocks)
+    name = court.submit(WORKER, court.lease(WORKER), recheck=draw)
+    court.judge(name, by=JUDGES[0], rewards=FLAT, tokens=tokens)
+    assert (name in court.state.rechecks) == rechecked and court.audit().findings == []
+
+
+def test_a_friend_that_judges_first_gains_nothing_for_a_new_key_with_long_forgeries(court):
+    """The friend accepts, a recheck follows, and two honest validators slash."""
+    name = court.submit(WORKER, court.lease(WORKER), recheck=0.9)
+    court.judge(name, by=JUDGES[0], rewards=FLAT, tokens=250)
+    assert court.state.members[WORKER].credits == 500
+    court.judge(name, "hard", by=JUDGES[1])
+    court.judge(name, "hard", by=JUDGES[2])
+    assert court.state.members[WORKER].credits == 0 and court.state.members[JUDGES[0]].failures == 1
 
 
 def test_a_trusted_worker_without_stake_is_audited_fully(court):

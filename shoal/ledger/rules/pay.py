@@ -8,6 +8,8 @@ from shoal.ledger.facts.pay import Credit, Forfeited, Slash, Vested
 from shoal.ledger.past import Table, Told
 from shoal.ledger.state import LeaseRecord, Member, State
 from shoal.protocol.accounts import CreditLine
+from shoal.protocol.audits import paid_tokens
+from shoal.protocol.types import GroupVerdict
 
 
 def vest(state: State, member: Member, escrow: Sequence[int]) -> Iterator[Body]:
@@ -27,11 +29,23 @@ def vest_rest(state: State) -> list[Body]:
     return [Vested(m.key, len(m.escrow), sum(m.escrow)) for m in state.members.values() if m.escrow]
 
 
-def refusal_costs(state: State, member: Member, lease: LeaseRecord, escrow: Sequence[int]) -> Iterator[Body]:
-    """A refusal without a slash costs the newest pay that has not vested."""
-    groups = min(len(escrow), state.law.refused_blocks * state.rules.block_groups)  # guard: refusal-costs-no-more
+def refusal_costs(
+    state: State, member: Member, lease: LeaseRecord, escrow: Sequence[int], blocks: int
+) -> Iterator[Body]:
+    """A refusal without a slash costs the newest pay that has not vested, for each of its refused blocks."""
+    each = state.law.refused_blocks * state.rules.block_groups  # guard: refusal-costs-no-more
+    times = blocks if state.law.version >= 2 else 1  # guard: each-refused-block-costs
+    groups = min(len(escrow), times * each)
     if groups:
         yield Forfeited(member.key, lease.id, groups, sum(escrow[-groups:]), "refused")
+
+
+def recheck_rate(state: State, member: Member, groups: Sequence[GroupVerdict]) -> float:
+    """Share of submissions like this one that are judged again: so many that a forgery which a friend among the validators
+    accepts gains nothing on average, since a recheck takes its pay and the worker's stake."""
+    pay, stake = sum(paid_tokens(group.tokens, state.rules) for group in groups), sum(member.escrow)
+    least = state.law.recheck_rate
+    return max(least, pay / (pay + stake)) if pay and state.law.version >= 2 else least  # guard: risk-is-rechecked
 
 
 def lapse_costs(state: State, late: Sequence[LeaseRecord]) -> Iterator[Body]:

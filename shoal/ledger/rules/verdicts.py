@@ -20,7 +20,7 @@ from shoal.ledger.facts.run import Tick
 from shoal.ledger.facts.verdicts import Decision, Judge, Rechecked, VerdictGiven, evidence_after
 from shoal.ledger.past import Cause, Here, Table, Told
 from shoal.ledger.rules.members import member_as, quarantine
-from shoal.ledger.rules.pay import debt_costs, refusal_costs, vest
+from shoal.ledger.rules.pay import debt_costs, recheck_rate, refusal_costs, vest
 from shoal.ledger.seeds import recheck_draw
 from shoal.ledger.state import LeaseRecord, Member, State, SubmissionRecord
 from shoal.ledger.turns import in_order, may_judge, silent, turn_begins
@@ -71,7 +71,8 @@ def decide_judge(command: Judge, state: State) -> list[Body]:
     elif len(verdicts) == 1:
         events += _first_failure(state, lease, submission, command)
     if weighed is not None:
-        drawn = len(verdicts) == 1 and more and not weighed.refused and _is_rechecked(state, command)  # guard: recheck
+        # guard: recheck
+        drawn = len(verdicts) == 1 and more and not weighed.refused and _is_rechecked(state, lease, command)
         events += _decide(state, submission, lease, weighed, drawn)
         if weighed.slash and _is_at_large(state, lease, submission):  # guard: slashed-is-quarantined
             events += quarantine(state, lease.worker, submission, "forged, as two validators found", command.now)
@@ -193,14 +194,15 @@ def _without_turn(state: State, names: list[str], now: float) -> list[str]:
     return [one.digest for one in records if now >= turn_begins(state, one, one.ahead_of("", skipped))]
 
 
-def _is_rechecked(state: State, command: Judge) -> bool:
+def _is_rechecked(state: State, lease: LeaseRecord, command: Judge) -> bool:
     """Whether a second look at what a validator accepts is drawn, and there is somebody to take it."""
+    rate = recheck_rate(state, state.members[lease.worker], command.verdict.groups)
     if state.law.version < 2:
-        return command.recheck < state.law.recheck_rate
+        return command.recheck < rate
     skipped = silent(state, command.now) & {*state.judges()}  # those that left may come back at any moment
     others = {*state.panel()} - {command.key} - skipped  # guard: left-may-recheck
-    # guard: nobody-to-recheck
-    return bool(others) and command.recheck < state.law.recheck_chance(state.members[command.key].turns.confirmed)
+    chance = max(rate, state.law.recheck_chance(state.members[command.key].turns.confirmed))
+    return bool(others) and command.recheck < chance  # guard: nobody-to-recheck
 
 
 def _more(state: State, verdicts: dict[str, tuple[GroupVerdict, ...]]) -> bool:
@@ -262,7 +264,7 @@ def _decide(
     if weighed.slash:
         yield Slash(member.key, submission.digest, sum(escrow))
     elif blamed:
-        yield from refusal_costs(state, member, lease, escrow)  # guard: refusal-costs
+        yield from refusal_costs(state, member, lease, escrow, len(blamed))  # guard: refusal-costs
     else:
         settled = debt_costs(member, lease, escrow) if paid else []  # guard: debt-is-settled
         yield from settled
@@ -287,9 +289,9 @@ def _end_recheck(
         yield Slash(member.key, submission.digest, sum(member.escrow))  # guard: recheck-slashes
         yield from quarantine(state, member.key, submission, "forged, as a second look found", now)
         return
-    if set(weighed.refused) - set(weighed.disputed):
+    if blamed := set(weighed.refused) - set(weighed.disputed):
         yield Rechecked(submission.digest, "refused")
-        yield from refusal_costs(state, member, lease, member.escrow)  # guard: recheck-costs
+        yield from refusal_costs(state, member, lease, member.escrow, len(blamed))  # guard: recheck-costs
         return
     disputed = (
         weighed.refused or doubted or next(iter(submission.verdicts)) in weighed.outvoted
