@@ -1,6 +1,7 @@
 """Does cheating pay? Strategies of workers and validators, played over the rules of `shoal/ledger/law.py` many times.
 
-Run: `python benchmarks/economics.py`, and with `--quick` for a twentieth of the runs. One line of JSON at the end.
+Run: `python benchmarks/economics.py`, and with `--quick` for a twentieth of the runs. `--search VERSION` only searches for
+the best cheat (`benchmarks/search.py`), under the rules of a version. One line of JSON at the end.
 
 Each strategy is compared with honesty in the same run: what it is paid, less what its groups cost. The model of a run is
 `benchmarks/market.py`. Detection is a parameter here; how likely it is, `benchmarks/detection.py` measures.
@@ -19,8 +20,9 @@ import numpy as np
 
 from benchmarks.market import BLOCK_S, QUARANTINE_S, Outcome, play, play_beside_rival
 from benchmarks.pages.economics import tables
+from benchmarks.search import search
 from benchmarks.terms import ALL, HONEST, NONE, ONE, Draws, Move, Strategy, Terms
-from shoal.ledger.law import LAW
+from shoal.ledger.law import LAW, as_version
 from shoal.protocol.constants import MAX_LEASE_BLOCKS
 
 PAY, HONEST_COST, CHEAT_COST, MILD_COST = 1.0, 0.7, 0.05, 0.35
@@ -31,6 +33,13 @@ RIVAL_BLOCKS = 2000
 
 COLLUDERS = {3: (1, 2), 5: (1, 2, 3), 9: (1, 2, 3, 4, 5)}
 """Friends by number of validators."""
+
+
+SEATS = ((1, 0), (3, 0), (3, 1), (5, 0), (5, 1), (5, 2))
+"""Validators, and how many of them are friends, against which the search looks for a cheat."""
+
+BEHIND = {"idle": 0, "saturated": 25}
+"""Turns that validators are behind."""
 
 
 # --- strategies ---
@@ -277,6 +286,32 @@ def _beside_rival(terms: Terms, strategy: Strategy, runs: int) -> dict[str, Any]
     }  # fmt: skip
 
 
+def best_found(
+    rounds: int, runs: int, version: int = LAW.version, seats: Sequence[tuple[int, int]] = SEATS
+) -> list[dict[str, Any]]:
+    """The cheat that a search finds for each bench of validators, and its profit as a share of an honest one."""
+    rows = []
+    heading("the search's best cheat against", "validators", "profit", "95 %", "forged", "slashes", "tried")
+    for validators, friends in seats:
+        for how, delay in BEHIND.items():
+            law = as_version(LAW, version)
+            terms = Terms(blocks=RIVAL_BLOCKS, validators=validators, friends=friends, delay=delay, law=law)
+            honest = honest_profit(terms)
+            found = search(terms, lambda outcome, honest=honest: profit(outcome) / honest, rounds, runs)  # type: ignore[misc]
+            made = estimate(profit(outcome) / honest for outcome in found.outcomes)
+            forged = sum(o.forged for o in found.outcomes) / sum(o.forged + o.honest for o in found.outcomes)
+            slashes = sum(o.slashes for o in found.outcomes) / runs
+            row(f"{validators} validators, {friends} friends", how, f"{made.mean:.1%}", f"{made.margin:.1%}",
+                f"{forged:.1%}", f"{slashes:.2f}", found.tried)  # fmt: skip
+            print(f"    {found.scheme}")
+            rows.append({
+                "validators": validators, "friends": friends, "how": how, "profit": round(made.mean, 4),
+                "margin": round(made.margin, 4), "forged": round(forged, 4), "slashes": round(slashes, 3),
+                "tried": found.tried, "strategy": str(found.scheme),
+            })  # fmt: skip
+    return rows
+
+
 def heading(*cells: str) -> None:
     """The first line of a table."""
     print()
@@ -290,11 +325,17 @@ def row(first: object, *others: object) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--runs", type=int, default=1000, help="of each strategy (default: 1000)")
+    parser.add_argument("--runs", type=int, default=300, help="of each strategy (default: 300)")
+    parser.add_argument("--search", type=int, metavar="VERSION", help="only search, under rules of this version")
     parser.add_argument("--quick", action="store_true", help="a twentieth of the runs")
     args = parser.parse_args()
     runs = max(2, args.runs // 20 if args.quick else args.runs)
     began, terms = time.process_time(), Terms()
+    rounds, fresh = (2, 8) if args.quick else (8, 40)
+    if args.search is not None:
+        rows = best_found(rounds, fresh, version=args.search)
+        print(json.dumps({"benchmark": "economics", "version": args.search, "best_found": rows}))
+        return
     parameters = {
         "runs": runs, "blocks": terms.blocks, "groups_a_block": terms.groups, "validators": terms.validators,
         "audit_rate": terms.steady, "pay": PAY, "honest_cost": HONEST_COST, "cheat_cost": CHEAT_COST,
@@ -306,7 +347,9 @@ def main() -> None:
     print(", ".join(f"{name} {value}" for name, value in parameters.items()))
     result = {
         "benchmark": "economics", "parameters": parameters, "cheating": cheating(runs),
-        "best_response": best_responses(), "honest": honesty(runs), "collusion": collusion(runs),
+        "best_response": best_responses(), "best_found": best_found(rounds, fresh),
+        "before_version_2": best_found(2, fresh, version=1, seats=SEATS[:3]), "honest": honesty(runs),
+        "collusion": collusion(runs),
         "cpu_minutes": round((time.process_time() - began) / 60, 1),
     }  # fmt: skip
     print(json.dumps(result | {"tables": tables(result)}))

@@ -13,6 +13,8 @@ def tables(result: dict[str, Any]) -> dict[str, str]:
     return {
         "best_plan": _best_plan([row for row in plans if row["case"] == "hard findings"]),
         "strategies": _strategies([row for row in cheating if row["findings"] == "common"]),
+        "best_found": _found(result["best_found"]),
+        "before_version_2": _found(result["before_version_2"]),
         "own_findings": table(
             ("Strategy", "Over honesty"),
             [(row["strategy"], _over(row)) for row in cheating if row["findings"] == "own"],
@@ -74,6 +76,23 @@ def _strategies(rows: Rows) -> str:
                 f"{row['profit']:,.0f}",
             )
             for row in sure
+        ],
+    )
+
+
+def _found(rows: Rows) -> str:
+    return table(
+        ("Validators, friends", "They are", "Profit, of an honest one", "Forges", "Slashes", "The best cheat found"),
+        [
+            (
+                f"{row['validators']}, {row['friends']}",
+                row["how"],
+                f"{100 * row['profit']:,.1f} ± {percent(row['margin'], 1)}",
+                percent(row["forged"], 1),
+                f"{row['slashes']:.1f}",
+                row["strategy"],
+            )
+            for row in rows
         ],
     )
 

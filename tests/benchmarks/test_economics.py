@@ -5,6 +5,7 @@ import pytest
 
 from benchmarks import economics as eco
 from benchmarks import market
+from benchmarks.search import search, worth
 from benchmarks.terms import ALL, HONEST, NONE, ONE, Draws, Move, Strategy, Terms
 from shoal.ledger.law import LAWS, Law
 from tests.benchmarks.court import try_case, try_case_beside_rival
@@ -109,6 +110,24 @@ def test_no_plan_beats_honesty_while_findings_are_hard():
     for power in (0.95, 0.5):
         gain, cheats = eco.best_response(Terms(blocks=500, power=power), eco.CHEAT_COST)
         assert abs(gain) < 1e-9 and cheats == 0.0
+
+
+@pytest.mark.parametrize(("validators", "friends", "delay"), [(1, 0, 0), (3, 0, 0), (3, 1, 0), (3, 1, 25)])
+def test_the_best_cheat_that_a_search_finds_loses_against_honesty(validators, friends, delay):
+    assert best_found(Terms(blocks=1000, validators=validators, friends=friends, delay=delay)) < 1.0
+
+
+@pytest.mark.parametrize(("validators", "friends"), [(1, 0), (3, 0), (3, 1)])
+def test_under_former_rules_the_search_finds_that_length_pays(validators, friends):
+    """Long groups were audited no more than short ones, and what they paid was not rechecked more."""
+    assert best_found(Terms(blocks=1000, validators=validators, friends=friends, law=LAWS[1])) > 1.5
+
+
+def best_found(terms):
+    """Profit of the best cheat of a short search, as a share of an honest one."""
+    honest = eco.honest_profit(terms)
+    found = search(terms, lambda outcome: eco.profit(outcome) / honest, rounds=1, runs=8)
+    return worth(found.outcomes, lambda outcome: eco.profit(outcome) / honest)
 
 
 def test_without_a_stake_the_search_finds_a_cheat_that_pays():
