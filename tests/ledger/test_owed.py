@@ -1,5 +1,7 @@
 """Blocks that are late, dropped or in the way of a batch go to another worker; whose work is accepted first is paid."""
 
+import random
+
 import pytest
 
 from shoal.ledger.answers import Refused, Wait
@@ -379,3 +381,46 @@ def test_an_overtaken_lease_that_was_invented_is_found(tmp_path):
     forged = make_entry(len(entries), world.now, LeaseLapsed(first.id, "overtaken"), entries[-1].hash)
     apply(world.state, forged)
     assert any("follows from nothing" in finding for finding in redecide([*entries, forged], {}))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_in_a_run_of_drops_refusals_and_copies_claims_and_free_blocks_agree_and_each_event_follows(tmp_path, seed):
+    rng, keys = random.Random(seed), tuple(letter * 64 for letter in "abcdef")
+    world = World(tmp_path, JUDGES, steps=200, batch_groups=6, max_staleness=seed % 3, lease_s=40.0)
+    for key in keys:
+        world.enter(key)
+    world.publish()
+    for _ in range(350):
+        key, move, state = rng.choice(keys), rng.random(), world.state
+        held = tuple(lease.id for lease in state.open_leases_of(key))
+        try:
+            if move < 0.4:
+                world.do(AskLease(key, held, rng.choice([0.0, 1e9]), world.now))
+            elif move < 0.62 and state.leases:
+                lease = rng.choice([x for x in state.leases.values() if not x.submission] or [*state.leases.values()])
+                world.submit(lease.worker, lease, order=JUDGES)
+            elif move < 0.9 and state.pending:
+                world.judge(rng.choice(state.pending), rng.choice([*["accept"] * 9, "soft"]), by=rng.choice(JUDGES))
+            elif move < 0.93:
+                world.do(ReturnLeases(key, held, world.now))
+            else:
+                world.publish()
+        except (Wait, Refused):
+            pass
+        world.now += rng.choice([0.0, 1.0, 4.0])
+        while world.do(Tick(world.now)):
+            pass
+        assert_claims_agree(world.state)
+    assert_holds(world)
+
+
+def assert_claims_agree(state):
+    for number, version in state.main.versions.items():
+        for block, record in version.blocks.items():
+            claims = {state.leases[name].status for name in record.claims}
+            assert ((number, block) in state.main.free) == (record.status == "free")
+            due = "submitted" if "submitted" in claims else "leased" if claims else ""
+            assert claims <= {"open", "submitted"} and due == (record.status if claims else "")
+            assert bool(claims) == (record.status in ("leased", "submitted"))
+            assert record.lease == (record.claims or [record.lease])[-1]
+    assert all(0 <= member.unfilled <= member.given for member in state.members.values())

@@ -60,7 +60,8 @@ class Submit:
 def apply_submission_received(body: SubmissionReceived, state: State, entry: Entry) -> None:
     lease = state.leases[body.lease]
     stream = state.stream_of(lease)
-    if lease.status == "open":
+    late = lease.status != "open"
+    if not late:
         state.close(lease)
     lease.status, lease.submission = "submitted", body.digest
     member = state.members[lease.worker]
@@ -72,7 +73,8 @@ def apply_submission_received(body: SubmissionReceived, state: State, entry: Ent
         if block.status == "done":  # guard: copy-takes-no-block
             continue
         block.status, block.dropped_by = "submitted", ""  # guard: submitted-is-not-withheld
-        block.claims = [*(name for name in block.claims if name != lease.id), lease.id]
+        if late:
+            block.claims = [*block.claims, lease.id]
     stream.take(lease.version, lease.blocks)
     state.submissions[body.digest] = SubmissionRecord(
         body.lease, body.digest, entry.seq, entry.hash, entry.time, body.groups, judged_at=entry.time
