@@ -34,6 +34,10 @@ STRAGGLER_S = 10.0
 log = logging.getLogger(__name__)
 
 
+class NotStored(StateError):
+    """The disk could not take a version. Nothing is wrong with the version."""
+
+
 class Source(Protocol):
     """A source of chunks."""
 
@@ -106,8 +110,8 @@ async def fetch(
     """Fetch and verify a version; returns its directory in `folder`, where the `keep` newest versions stay.
 
     `on_blame` gets (source, reason) when a source is dropped. Raises `PeerError`, naming each source's fault, if the
-    sources together cannot serve everything. Raises `StateError` if the disk is full, or if the chunks do not make the
-    weights that the manifest promises.
+    sources together cannot serve everything. Raises `NotStored` if the disk is full, `StateError` if the chunks do not make
+    the weights that the manifest promises.
     """
     target, partial = folder / directory_name(manifest), folder / f"{_PARTIAL}{directory_name(manifest)}"
     try:
@@ -121,7 +125,7 @@ async def fetch(
         await _fetch_pieces(missing, sources, on_blame)
         await asyncio.to_thread(_finish, partial, target, manifest)
     except OSError as error:
-        raise StateError(
+        raise NotStored(
             f"cannot store version {manifest.version} in {folder}: {cause_of(error)}. Free some space or use "
             "another folder; what was fetched is kept"
         ) from None
@@ -208,7 +212,7 @@ def _prepare(folder: Path, partial: Path, manifest: Manifest) -> list[_Piece]:
     need_bytes = sum(piece.size * len(piece.places) for piece in missing)
     free_bytes = shutil.disk_usage(partial).free
     if need_bytes > free_bytes:
-        raise StateError(
+        raise NotStored(
             f"version {manifest.version} needs {need_bytes} more bytes in {folder}, {free_bytes} are free: free some "
             "space or use another folder"
         )

@@ -2,6 +2,7 @@
 disk changed."""
 
 import asyncio
+import errno
 import itertools
 import shutil
 from pathlib import Path
@@ -11,7 +12,7 @@ import msgspec
 import pytest
 
 from shoal import cli
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, PeerError
 from shoal.ledger.facts.batches import BatchFormed, GroupAccepted
 from shoal.ledger.facts.leases import LeaseGranted
 from shoal.ledger.facts.members import NodeQuarantined
@@ -24,9 +25,11 @@ from shoal.ledger.log.verify import verify
 from shoal.net.client import Client
 from shoal.protocol import types as t
 from shoal.protocol.audits import influence
+from shoal.roles.auditor import source
 from shoal.roles.auditor.log import audit_folder
-from shoal.roles.auditor.rollouts import AGREE, CANNOT, DISAGREE, Choice, audit_rollouts, summary
+from shoal.roles.auditor.rollouts import AGREE, CANNOT, DISAGREE, PARTLY, Choice, audit_rollouts, summary
 from shoal.roles.auditor.source import FolderRun, UrlRun
+from shoal.weights import fetch
 from tests.roles.forgery import bodies, forged
 from tests.roles.town import URL, Town, tiny_run
 
@@ -124,8 +127,9 @@ def test_a_body_that_is_gone_is_left_out(copy):
     gone = next(body for _, body in bodies(copy) if isinstance(body, SubmissionReceived))
     blob(copy, gone.digest).unlink()
     found = audit(copy)
-    assert found.disagreements == [] and found.exit_code() == AGREE
+    assert found.disagreements == [] and found.exit_code() == PARTLY and not found.agrees
     assert sum(found.left_out.values()) == len(gone.groups)
+    assert "NOT all that was asked for" in summary(found)[-1]
 
 
 def test_without_a_versions_weights_all_but_the_tokens_is_recomputed(copy):
@@ -136,8 +140,50 @@ def test_without_a_versions_weights_all_but_the_tokens_is_recomputed(copy):
         blob(copy, chunk).unlink()
     whole, found = audit(copy, Choice(rollout="1/0")), audit(copy, Choice(rollout="0/0"))
     assert whole.with_model == whole.groups
-    assert found.disagreements == [] and found.groups > 0 and found.with_model == 0
+    assert found.disagreements == [] and found.groups > 0 and found.with_model == 0 and found.exit_code() == PARTLY
     assert ["weights of version 0 are gone" in reason for reason in found.left_out] == [True]
+
+
+def test_weights_that_do_not_fit_on_this_disk_are_left_out_and_are_no_disagreement(run_dir, monkeypatch):
+    monkeypatch.setattr(source, "room_for_version", lambda folder, keep: 1000)
+    found = audit(run_dir, Choice(rollout="0/0"))
+    assert found.disagreements == [] and found.groups == found.with_model == 0
+    assert any("only 1000 may be used" in reason and "set TMPDIR" in reason for reason in found.left_out)
+
+
+def test_a_disk_that_fills_up_while_weights_are_fetched_is_no_disagreement(run_dir, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(fetch, "_finish", full)
+    found = audit(run_dir, Choice(rollout="0/0"))
+    assert found.disagreements == [] and any("No space left on device" in reason for reason in found.left_out)
+
+
+class Silent(FolderRun):
+    """A host that answers no request for one kind of blob."""
+
+    def __init__(self, root, silent):
+        super().__init__(root)
+        self.silent = silent
+
+    async def blob(self, name):
+        if name in self.silent:
+            raise PeerError("no answer in 30 s")
+        return await super().blob(name)
+
+
+def test_what_a_host_does_not_serve_is_left_out_and_the_rest_is_audited(run_dir):
+    received = next(body for _, body in bodies(run_dir) if isinstance(body, SubmissionReceived))
+    found = audit(Silent(run_dir, {received.digest}))
+    assert found.disagreements == [] and found.groups > 0 and found.exit_code() == PARTLY
+    assert [count for reason, count in found.left_out.items() if "no answer in 30 s" in reason] == [
+        len(received.groups)
+    ]
+    manifest = next(body.manifest for _, body in bodies(run_dir) if isinstance(body, CheckpointPublished))
+    found = audit(Silent(run_dir, {manifest}))
+    assert found.disagreements == [] and found.with_model > 0 and found.exit_code() == PARTLY
+    assert any("cannot fetch version 0: no answer in 30 s" in reason for reason in found.left_out)
 
 
 def test_a_version_whose_link_is_not_revealed_cannot_be_recomputed(run_dir, tmp_path):

@@ -32,10 +32,10 @@ from shoal.protocol.wire import WireError, digest, from_msgpack
 from shoal.roles.auditor.bench import Bench
 from shoal.roles.auditor.evidence import Pile, WithEvidence, accusations, read_evidence
 from shoal.roles.auditor.log import replay_log
-from shoal.roles.auditor.source import PublicRun, open_run
+from shoal.roles.auditor.source import PublicRun, Unavailable, open_run
 from shoal.terminal import printable, say
 
-AGREE, DISAGREE, CANNOT = 0, 1, 2
+AGREE, DISAGREE, CANNOT, PARTLY = 0, 1, 2, 3
 """Exit codes of `shoal audit`."""
 
 
@@ -80,10 +80,12 @@ class Findings:
     """Lines about the choice: the facts of the named group, the seed of the sample, or what the evidence holds."""
     signed: int = 0
     """Manifests, leases and receipts of the evidence that were compared with the log."""
+    unclear: int = 0
+    """Pieces of evidence that prove nothing, or were compared in part only."""
 
     @property
     def agrees(self) -> bool:
-        """Whether something was recomputed, and nothing in the log differs."""
+        """Whether all that was chosen was recomputed, and nothing in the log differs."""
         return self.exit_code() == AGREE
 
     def __str__(self) -> str:
@@ -91,8 +93,10 @@ class Findings:
         return printable("\n".join(summary(self)), keep="\n")
 
     def exit_code(self) -> int:
-        """1 if something disagrees, 2 if nothing could be recomputed or compared, else 0."""
-        return DISAGREE if self.disagreements else AGREE if self.groups or self.signed else CANNOT
+        """1 if something disagrees, 2 if nothing could be recomputed or compared, 3 if something was left out, else 0."""
+        if self.disagreements or not (self.groups or self.signed):
+            return DISAGREE if self.disagreements else CANNOT
+        return PARTLY if self.left_out or self.unclear else AGREE  # guard: partly-is-not-agreed
 
 
 def audit(source: str, choice: Choice, threads: int, own_files: bool, max_memory_mb: int = 0) -> int:
@@ -131,6 +135,7 @@ def summary(found: Findings) -> list[str]:
         AGREE: "the log agrees with what was recomputed",
         DISAGREE: "the log does NOT agree with what was recomputed",
         CANNOT: "nothing could be recomputed",
+        PARTLY: "the log agrees with what was recomputed, but NOT all that was asked for could be: see what is left out",
     }
     return [*lines, results[found.exit_code()]]
 
@@ -146,7 +151,7 @@ async def audit_rollouts(
     if choice.evidence:
         found.disagreements += [f"evidence: {line}" for line in await accusations(pile, log, run)]
         found.told += pile.contents()
-        found.signed = pile.num_signed
+        found.signed, found.unclear = pile.num_signed, pile.notes.total()
         run = WithEvidence(run, pile)
     if choice.sample:
         choice = choice._replace(seed=secrets.randbits(32) if choice.seed is None else choice.seed)
@@ -217,8 +222,8 @@ async def _audit_version(
     engine: Engine | None = None
     try:
         engine = await bench.take_weights(version)
-    except NothingYet:
-        found.left_out[f"tokens and log-probs: the weights of version {version} are gone (storage.retain)"] += groups
+    except Unavailable as why:
+        found.left_out[f"tokens and log-probs: {why}"] += groups
     except Overreach:
         raise  # it says something about this machine, not about the log
     except (PeerError, StateError) as error:
@@ -233,6 +238,9 @@ async def _audit_version(
             body = await bench.run.blob(name)
         except NothingYet:
             found.left_out["the bodies of their submissions are gone (storage.retain), or not public yet"] += len(slots)
+            continue
+        except PeerError as error:
+            found.left_out[f"the body of submission {name[:12]} cannot be fetched: {error}"] += len(slots)
             continue
         except StateError as error:
             found.disagreements.append(f"version {version}, submission {name[:12]}: {error}")

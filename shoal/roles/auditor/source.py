@@ -19,7 +19,8 @@ from shoal.net.client import Client
 from shoal.protocol import types as t
 from shoal.protocol.constants import MAX_MANIFEST_BYTES, MAX_SUBMISSION_BYTES
 from shoal.protocol.wire import digest
-from shoal.weights.fetch import fetch_version
+from shoal.weights.fetch import NotStored, fetch_version
+from shoal.weights.manifest import open_manifest
 from shoal.weights.room import room_for_version
 
 Rows = list[tuple[bytes, str]]
@@ -124,35 +125,58 @@ async def open_run(source: str) -> AsyncIterator[PublicRun]:
         yield FolderRun(Path(source))
 
 
+class Unavailable(PeerError):
+    """The weights of a version cannot be had here. Nothing says that they are wrong."""
+
+
 async def fetch_weights(run: PublicRun, state: State, version: int, into: Path) -> Path:
     """Fetch the checkpoint of a version into a directory below `into`; the log says which weights root it must have.
 
-    Raises `NothingYet` if it is no longer kept, `StateError` or `PeerError` if it is not what the log promises.
+    Raises `Unavailable` if it is no longer kept, cannot be reached or does not fit on the disk, `StateError` or `PeerError`
+    if it is not what the log promises.
     """
     record, chunks = state.main.versions[version], _Chunks(run)
-    data = await run.manifest(version, record.manifest)
+    try:
+        data = await run.manifest(version, record.manifest)
+    except PeerError as error:
+        gone = isinstance(error, NothingYet)
+        raise Unavailable(_gone(version) if gone else f"cannot fetch version {version}: {error}") from None
+    manifest = open_manifest(data, run=state.run, keys=(state.trainer_key,), now=None, version=version)
+    size_bytes, room_bytes = sum(file.size for file in manifest.files), room_for_version(into, 1)
+    if size_bytes > room_bytes:  # guard: room-for-audited-weights
+        raise Unavailable(f"version {version} has {size_bytes} bytes, but only {room_bytes} may be used in {into.parent}: "
+                          "free some space, or set TMPDIR to a larger disk")  # fmt: skip
     try:
         return await fetch_version(
             data, version, [chunks], into, run=state.run, publisher=state.trainer_key, now=None, root=record.root,
-            max_bytes=room_for_version(into, 1), keep=1, on_blame=lambda name, reason: None,
+            keep=1, on_blame=lambda name, reason: None,
         )  # fmt: skip
-    except PeerError:
-        if chunks.gone:
-            raise NothingYet(f"weights of version {version} are not here: they are no longer kept") from None
+    except NotStored as error:
+        raise Unavailable(str(error)) from None
+    except PeerError as error:
+        if chunks.missing:
+            gone = isinstance(chunks.missing, NothingYet)
+            raise Unavailable(_gone(version) if gone else f"cannot fetch version {version}: {error}") from None
         raise
+
+
+def _gone(version: int) -> str:
+    return f"the weights of version {version} are gone (storage.retain)"
 
 
 class _Chunks:
     """A run as a source of `weights.fetch`."""
 
     def __init__(self, run: PublicRun) -> None:
-        self.name, self.gone, self._run = run.name, False, run
+        self.name, self._run = run.name, run
+        self.missing: PeerError | None = None
+        """Why a chunk did not come."""
 
     async def chunk(self, digest: str, size: int) -> bytes:
         try:
             return await self._run.blob(digest)
-        except NothingYet:
-            self.gone = True
+        except PeerError as error:
+            self.missing = error
             raise
         except StateError as error:
             raise PeerError(str(error)) from None
