@@ -732,6 +732,8 @@ GUARDS = [
         ("evidence-of-other-files", OFF,
          "test_a_manifest_of_the_same_weights_with_other_files_is_a_second_manifest"),
         ("grant-of-other-weights", OFF, "test_a_worker_whose_host_lies_about_weights_in_the_lease_too_proves_it"),
+        ("grant-of-other-times", OFF,
+         "test_a_worker_that_is_told_other_times_of_its_lease_than_the_log_has_proves_it"),
         ("grant-of-other-terms", OFF, "test_a_lease_that_is_signed_for_other_environments_than_the_log_has_is_found"),
         ("grant-of-other-seeds", GONE, "test_a_worker_whose_host_signs_other_seeds_for_it_proves_it"),
         ("signed-twice", OFF,

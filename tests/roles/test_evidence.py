@@ -220,6 +220,17 @@ def test_a_worker_whose_host_signs_other_seeds_for_it_proves_it(tmp_path):
     assert found.exit_code() == DISAGREE
 
 
+def test_a_worker_that_is_told_other_times_of_its_lease_than_the_log_has_proves_it(tmp_path):
+    """The host moved its log's clock, and hides it from the worker whose lease ends early."""
+    town = Town(tmp_path / "run", tiny_run(steps=1))
+    framed = framed_worker(town, Lies(town))
+    signed_anew(town, lease=lambda grant: msgspec.structs.replace(grant.lease, deadline=grant.lease.deadline + 3600.0))
+    until_judged(town, framed)
+    found = audit(*proof(town, framed, tmp_path))
+    assert found.disagreements and found.exit_code() == DISAGREE
+    assert all("the run key signed it with other times than the log has" in line for line in found.disagreements)
+
+
 def test_a_worker_that_is_told_other_environments_than_its_lease_names_plays_nothing(tmp_path, monkeypatch):
     town = Town(tmp_path / "run", tiny_run(steps=1))
     town = told_other_environments(town, monkeypatch)

@@ -23,6 +23,9 @@ ASKS_WITHIN_S = 60.0
 WAITS_AT_MOST_S = 3600.0
 """A worker that is not served for longer counts as gone, because it may have ended without a word."""
 
+COUNTED = 100
+"""Leases counted for one wait, at most, so that strangers who join and never ask cost an auditor little time."""
+
 SHOWN, SHOWN_SHARE = 5, 0.02
 """Workers are named if at least this many leases are out of turn, and this share of all; at most so many are named."""
 
@@ -89,6 +92,8 @@ class Turns:
         for key, since in list(self._waiting.items()):
             # guard: waits-since-the-last-lease, gone-waits-no-more
             if key == served or since + ASKS_WITHIN_S > before or entry.time - since > WAITS_AT_MOST_S:
+                continue
+            if len(self._before[key]) >= COUNTED:
                 continue
             if _could_have(state, key, entry.time):  # guard: could-have-it
                 self._before[key].append((entry.seq, served))

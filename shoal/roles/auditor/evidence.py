@@ -209,6 +209,8 @@ def _wrong_with(grant: t.Grant, known: t.Manifest | None, log: Audit) -> Iterato
     if (lease.worker, lease.version) != (booked.worker, booked.version):
         yield "for another worker or version than the log has"
         return
+    if (lease.issued, lease.deadline) != (booked.issued, booked.deadline):  # guard: grant-of-other-times
+        yield "with other times than the log has"
     root = state.main.versions[lease.version].root
     if grant.root != root:  # guard: grant-of-other-weights
         yield f"with weights root {grant.root[:12]}, the log has {root[:12]}"
