@@ -47,7 +47,7 @@ class Needs:
     def load(self) -> int:
         """While the weights are read and arranged: the model, the arranged copy, and one layer or tensor more."""
         sizes = [math.prod(shape) for shape in self.spec.tensor_shapes().values()]
-        return self.loaded + self._item * (sum(sizes) + 3 * self._layers // self.spec.layers) + 2 * 4 * max(sizes)
+        return self.loaded + self._item * (sum(sizes) + 3 * self._layers // self.spec.layers) + 4 * max(sizes)
 
     def play(self, rows: int, max_tokens: int) -> int:
         """Beyond the weights, for a batch of `rows` conversations of at most `max_tokens`."""
