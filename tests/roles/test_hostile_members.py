@@ -69,7 +69,7 @@ def test_a_long_log_is_read_page_by_page(tmp_path, monkeypatch):
     monkeypatch.setattr("shoal.roles.trainer.batches.MAX_EVENTS_BYTES", 2_000)
     town = Town(tmp_path / "run", tiny_run())
     for number in range(40):
-        asyncio.run(joined(town, f"name {number}"))
+        asyncio.run(joined(town, f"name {number}", f"{number}.key"))
     trainer = town.trainer()
 
     async def story():
