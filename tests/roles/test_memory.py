@@ -28,7 +28,7 @@ def stranger(node):
 
 def stopped_by(town, *roles):
     with pytest.raises(ExceptionGroup) as stopped:
-        asyncio.run(town.live(*roles))
+        asyncio.run(town.live(*roles, limit_s=40.0))
     (fault,) = stopped.value.exceptions[0].exceptions
     assert isinstance(fault, Overreach) and "\n" not in str(fault)
     return str(fault)
