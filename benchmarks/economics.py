@@ -331,7 +331,7 @@ def main() -> None:
     args = parser.parse_args()
     runs = max(2, args.runs // 20 if args.quick else args.runs)
     began, terms = time.process_time(), Terms()
-    rounds, fresh = (2, 8) if args.quick else (8, 40)
+    rounds, fresh = (1, 8) if args.quick else (5, 40)
     if args.search is not None:
         rows = best_found(rounds, fresh, version=args.search)
         print(json.dumps({"benchmark": "economics", "version": args.search, "best_found": rows}))

@@ -201,6 +201,8 @@ class Worker:
                 key.rechecks -= 1
                 if sent.said:
                     self._judge_again(key, sent, now)
+            elif not self.bench.sitting(self.draws.order[sent.first]):
+                continue  # all are suspended: nobody judges it
             elif self._is_calm(sent) and not self._has_enemies(sent.first):
                 self._accept(key, sent, now)
             else:

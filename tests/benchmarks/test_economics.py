@@ -85,6 +85,15 @@ def test_a_failed_recheck_costs_what_it_costs_under_the_real_rules(mild):
         assert market.play(terms, seldom, Draws(terms, (9, seed))) == try_case(terms, seldom, (9, seed))
 
 
+def test_without_validators_nothing_is_paid():
+    bench = market.Bench(SHORT)
+    bench.faults = [3, 3, 3]
+    worker = market.Worker(bench, HONEST, Draws(SHORT, (9, 0)))
+    for turn in range(SHORT.blocks):
+        worker.step(turn)
+    assert worker.outcome().credits == 0 and worker.outcome().honest == 4 * SHORT.blocks
+
+
 def test_validators_find_the_same_unless_each_looks_alone():
     draws = Draws(SHORT._replace(power=0.5), (9, 0))
     assert (draws.found[ALL] == draws.found[ALL][:, :1]).all()
