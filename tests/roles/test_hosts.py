@@ -12,6 +12,8 @@ from shoal.ledger.facts.run import Tick
 from shoal.protocol import types as t
 from shoal.protocol.wire import to_json
 from shoal.roles.auditor.log import audit_folder
+from shoal.roles.auditor.rollouts import Choice, audit_rollouts
+from shoal.roles.auditor.source import FolderRun
 from tests.roles.forgery import bodies
 from tests.roles.town import Town, tiny_run
 
@@ -52,6 +54,9 @@ def test_a_worker_keeps_a_receipt_from_the_future_as_evidence_and_leaves(town):
     assert "s ahead of this machine's clock" in str(fault_of_worker(town))
     (finding,) = audit_folder(town.folder.root).findings
     assert "is signed for the time" in finding
+    evidence = Choice(evidence=(town.folder.nodes / "victim",))
+    found = asyncio.run(audit_rollouts(FolderRun(town.folder.root), evidence, threads=1, own_files=True))
+    assert [line for line in found.disagreements if "is signed for the time" in line]
 
 
 @pytest.mark.parametrize(("ahead_s", "waits"), [(25.0, False), (40.0, True)])

@@ -169,15 +169,15 @@ def receipt_findings(audit: Audit, receipts: Iterable[Receipt], whose: str = "")
     findings = []
     for receipt in (receipt for receipt in receipts if receipt.run == audit.state.run):
         submission = audit.state.submissions.get(receipt.digest)
+        what = f"the receipt of submission {receipt.digest[:12]}" + (f" in {whose}" if whose else "")
         # guard: receipt-is-in-the-log, receipt-head
         if submission is not None and (submission.seq, submission.head) == (receipt.seq, receipt.head):
             if submission.time != receipt.time:  # guard: receipt-time
-                audit.findings.append(
-                    f"the receipt of submission {receipt.digest[:12]} is signed for the time {receipt.time}, but event "
-                    f"{submission.seq} of the log has {submission.time}"
+                findings.append(
+                    f"{what} is signed for the time {receipt.time}, but event {submission.seq} of the log has "
+                    f"{submission.time}"
                 )
             continue
-        what = f"the receipt of submission {receipt.digest[:12]}" + (f" in {whose}" if whose else "")
         if submission is None:
             finding = f"lost: {what} is signed, but the submission is not in the log"
         else:
