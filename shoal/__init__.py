@@ -4,6 +4,7 @@ From Python, `recipe` opens a run file to train or host, `policy` opens a checkp
 Importing shoal imports nothing heavy: each function imports `shoal/api.py` when it is called.
 """
 
+from collections.abc import Sequence
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
@@ -46,17 +47,19 @@ def audit(
     seed: int | None = None,
     threads: int = 0,
     own_files: bool = False,
+    evidence: Sequence[str | PathLike[str]] = (),
 ) -> "Findings":
     """Recompute rollouts of a run from public data, as `shoal audit` does, and say where the log disagrees.
 
     `run` is a run's folder or its URL. `sample` is a number of groups to draw; `seed` draws those of an earlier audit.
-    `rollout` names one rollout (VERSION/SLOT/INDEX) or group (VERSION/SLOT). Without `sample` and `rollout`, all groups
-    are recomputed. `threads` 0 means all cores. `own_files` runs environment files of the run, which are its host's code.
-    Raises `ShoalError`.
+    `rollout` names one rollout (VERSION/SLOT/INDEX) or group (VERSION/SLOT). `evidence` are folders that nodes kept, such
+    as ~/.shoal: what the host signed there is compared with the log, and the submissions in it are recomputed. Without
+    these three, all groups are recomputed. `threads` 0 means all cores. `own_files` runs environment files of the run, its
+    host's code. Raises `ShoalError`.
     """
     from shoal import api
 
-    return api.audit(run, sample, rollout, seed, threads, own_files)
+    return api.audit(run, sample, rollout, seed, threads, own_files, evidence)
 
 
 def __getattr__(name: str) -> Any:

@@ -172,14 +172,26 @@ def open_policy(checkpoint: str | PathLike[str]) -> Policy:
 
 
 def audit(
-    run: str | PathLike[str], sample: int, rollout: str, seed: int | None, threads: int, own_files: bool
+    run: str | PathLike[str],
+    sample: int,
+    rollout: str,
+    seed: int | None,
+    threads: int,
+    own_files: bool,
+    evidence: Sequence[str | PathLike[str]],
 ) -> Findings:
     """`shoal.audit`."""
     if sample < 0:
         raise ConfigError(f"sample = {sample}: give a number of groups above 0, or leave it out")
-    if sample and rollout:
-        raise ConfigError(f"sample={sample}, rollout={rollout!r}: give one of them, or neither to audit every group")
-    choice = Choice(rollout, sample, seed)
+    folders = tuple(
+        Path(folder).expanduser() for folder in ([evidence] if isinstance(evidence, str | PathLike) else evidence)
+    )
+    if sum(map(bool, (sample, rollout, folders))) > 1:
+        raise ConfigError(
+            f"sample={sample}, rollout={rollout!r}, evidence={list(map(str, folders))}: give one of them, or none to audit "
+            "every group"
+        )
+    choice = Choice(rollout, sample, seed, folders)
     with _threads_of_torch_kept():
         return _in_a_loop_of_its_own(lambda: examine(os.fspath(run), choice, threads or _cores(), own_files))
 

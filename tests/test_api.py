@@ -124,6 +124,14 @@ def test_a_run_is_audited_where_an_event_loop_runs(trained):
     assert "the log agrees with what was recomputed" in str(found)
 
 
+def test_a_run_is_audited_with_what_its_nodes_kept(trained):
+    folder, _ = trained
+    homes = [path.parent for path in sorted(folder.glob("nodes/*/evidence")) if any(path.glob("*/*.submission"))]
+    found = shoal.audit(folder, evidence=homes, threads=1)
+    assert homes and found.disagreements == [] and found.signed > 0 and found.groups > 0
+    assert shoal.audit(folder, evidence=homes[0], threads=1).signed > 0
+
+
 FIRST_USE = """
 import sys, shoal
 assert shoal.audit(sys.argv[1], sample=1, threads=3).agrees
@@ -296,6 +304,8 @@ def test_an_unknown_group_is_refused(trained):
         shoal.audit(trained[0], sample=-3)
     with pytest.raises(ConfigError, match="give one of them"):
         shoal.audit(trained[0], rollout="1/2", sample=3)
+    with pytest.raises(ConfigError, match="give one of them"):
+        shoal.audit(trained[0], evidence=["here"], sample=3)
 
 
 def test_a_folder_in_use_is_refused(run_file, tmp_path, monkeypatch):
