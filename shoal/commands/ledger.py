@@ -24,6 +24,7 @@ def add_commands(commands: Any) -> None:
     q.add_argument("source", metavar="RUN_DIR_OR_URL")
     help_text = "a worker's receipts.jsonl, all of which this log must hold; may be repeated"
     q.add_argument("--receipts", type=Path, action="append", default=[], metavar="FILE", help=help_text)
+    _add_max_memory(q, "a URL's log")
     q = add_command(
         p, "show", ledger_show, "print events, a line each", "Prints number, time, kind and body of each event.",
         ("shoal ledger show runs/wordle --tail 20", ""),
@@ -61,8 +62,7 @@ def _add_audit(commands: Any) -> None:
     which.add_argument("--evidence", type=Path, action="append", default=[], metavar="DIR", help=help_text)
     p.add_argument("--seed", type=int, metavar="N", help="draw the sample of an earlier audit again")
     p.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: all)")
-    help_text = "refuse a policy that needs more memory (default: half of what is free)"
-    p.add_argument("--max-memory", type=positive, default=0, metavar="MB", help=help_text)
+    _add_max_memory(p, "a URL's log or a policy")
     help_text = "run environment files that the run names: its host's code, so read it first"
     p.add_argument("--own-files", action="store_true", help=help_text)
 
@@ -82,12 +82,18 @@ def _add_credits(commands: Any) -> None:
     p.add_argument("node", nargs="?", default="", metavar="NODE", help="a node; after `verify`, the statement's file")
     p.add_argument("--statement", type=Path, metavar="FILE", help="write the node's signed balance there")
     p.add_argument("--log", default="", metavar="RUN_DIR_OR_URL", help="for verify: the log that it must agree with")
+    _add_max_memory(p, "a URL's log")
+
+
+def _add_max_memory(p: argparse.ArgumentParser, what: str) -> None:
+    help_text = f"refuse {what} that needs more memory (default: half of what is free)"
+    p.add_argument("--max-memory", type=positive, default=0, metavar="MB", help=help_text)
 
 
 def ledger_verify(args: argparse.Namespace) -> int:
     from shoal.roles import auditor
 
-    return 0 if auditor.check(args.source, args.receipts) else EXIT_NO
+    return 0 if auditor.check(args.source, args.receipts, args.max_memory) else EXIT_NO
 
 
 def ledger_show(args: argparse.Namespace) -> None:
@@ -107,5 +113,5 @@ def credits(args: argparse.Namespace) -> int:
     from shoal.roles import auditor
 
     if args.source == "verify":
-        return 0 if auditor.check_statement(Path(args.node), args.log) else EXIT_NO
-    return 0 if auditor.show_credits(args.source, args.node, args.statement) else EXIT_NO
+        return 0 if auditor.check_statement(Path(args.node), args.log, args.max_memory) else EXIT_NO
+    return 0 if auditor.show_credits(args.source, args.node, args.statement, args.max_memory) else EXIT_NO

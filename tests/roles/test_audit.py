@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from shoal import cli
-from shoal.errors import ConfigError, PeerError
+from shoal.errors import ConfigError, Overreach, PeerError
 from shoal.ledger.facts.batches import BatchFormed, GroupAccepted
 from shoal.ledger.facts.leases import LeaseGranted
 from shoal.ledger.facts.members import NodeQuarantined
@@ -25,8 +25,9 @@ from shoal.ledger.log.verify import verify
 from shoal.net.client import Client
 from shoal.protocol import types as t
 from shoal.protocol.audits import influence
+from shoal.protocol.wire import to_json
 from shoal.roles.auditor import source
-from shoal.roles.auditor.log import audit_folder
+from shoal.roles.auditor.log import audit_folder, replay_log
 from shoal.roles.auditor.rollouts import AGREE, CANNOT, DISAGREE, PARTLY, Choice, audit_rollouts, summary
 from shoal.roles.auditor.source import FolderRun, UrlRun
 from shoal.weights import fetch
@@ -88,6 +89,51 @@ def test_a_url_gives_the_same_audit_as_the_folder(town, run_dir):
             return await audit_rollouts(UrlRun(client), ALL, threads=1, own_files=False)
 
     assert summary(asyncio.run(story())) == summary(audit(run_dir))
+
+
+class Lying(httpx.AsyncBaseTransport):
+    """A host that claims a log of any length, and answers each request for events with the same page."""
+
+    def __init__(self, events, page):
+        self.answers = {"/v1/state": to_json(t.StateHash(events - 1, "", "")), "/v1/events": page}
+        self.asked = 0
+
+    async def handle_async_request(self, request):
+        self.asked += 1
+        body = httpx.ByteStream(self.answers[request.url.path])
+        return httpx.Response(200, stream=body, headers={"shoal-protocol": "1"})
+
+
+def log_of(host, max_memory_mb=10):
+    async def story():
+        async with Client(URL, transport=host) as client:
+            return await replay_log(UrlRun(client, max_memory_mb))
+
+    return asyncio.run(story())
+
+
+def test_a_log_that_does_not_fit_into_memory_is_not_fetched_whole():
+    """1000 events of 400 bytes take 3 MB, so three pages fit into 10 MB and the fourth does not."""
+    host = Lying(10**9, (b"x" * 399 + b"\n") * 1000)
+    with pytest.raises(Overreach, match=r"3000 of them fit into the 10 MB .*--max-memory.*allow more"):
+        log_of(host)
+    assert host.asked == 5
+
+
+@pytest.mark.parametrize("page", [b"\n" * 60_000_000, b"x", b"{}\n{}"])
+def test_a_page_of_a_log_that_is_too_long_or_ends_within_an_event_is_refused(page):
+    with pytest.raises(PeerError, match="more than 1000 events at once"):
+        log_of(Lying(10**9, page))
+
+
+def test_a_host_that_claims_an_empty_log_gets_no_good_report():
+    with pytest.raises(PeerError, match="says that its log is empty"):
+        log_of(Lying(0, b""))
+
+
+def test_an_audit_says_how_many_leases_were_given_out_of_turn(run_dir):
+    leases = len([body for _, body in bodies(run_dir) if isinstance(body, LeaseGranted)])
+    assert f"leases: {leases} granted, 0 of them out of turn" in summary(audit(run_dir, Choice(sample=1)))
 
 
 def test_one_rollout_is_shown_with_its_seed_task_reward_and_verdict(run_dir, capsys):

@@ -19,15 +19,16 @@ from shoal.roles.auditor.source import ANSWER_S, PublicRun, UrlRun, open_run
 from shoal.terminal import printable, say
 
 
-def show_credits(source: str, node: str, statement: Path | None) -> bool:
+def show_credits(source: str, node: str, statement: Path | None, max_memory_mb: int = 0) -> bool:
     """Print all balances; or, for one node (its name or the start of its key), explain each credit.
 
-    If `statement` is a path, ask the coordinator for a signed statement and write it there. Returns whether the log holds.
+    If `statement` is a path, ask the coordinator for a signed statement and write it there. `max_memory_mb` is as of
+    `UrlRun`. Returns whether the log holds.
     Raises `ConfigError`, `PeerError`, `StateError`.
     """
 
     async def whole() -> Audit:
-        async with open_run(source) as run:
+        async with open_run(source, max_memory_mb) as run:
             log = await replay_log(run)
             key = node_named(log.state, node) if node else ""
             if statement is not None:
@@ -41,7 +42,7 @@ def show_credits(source: str, node: str, statement: Path | None) -> bool:
     return not log.findings
 
 
-def check_statement(path: Path, source: str) -> bool:
+def check_statement(path: Path, source: str, max_memory_mb: int = 0) -> bool:
     """Check a statement's signature and, if `source` is given, compare it with that log; print and return the result.
 
     Raises `ConfigError` if the file is not a statement.
@@ -56,7 +57,7 @@ def check_statement(path: Path, source: str) -> bool:
     say(f"{printable(statement.name)} ({statement.node[:12]}): {statement.credits} tokens after {place}")
     findings = [] if is_signed(statement) else ["not signed by the key that it names: it was forged or edited"]
     if source and not findings:
-        findings = asyncio.run(_against(statement, source))
+        findings = asyncio.run(_against(statement, source, max_memory_mb))
     for finding in findings:
         say(f"FINDING: {finding}")
     if not findings:
@@ -65,8 +66,8 @@ def check_statement(path: Path, source: str) -> bool:
     return not findings
 
 
-async def _against(statement: Statement, source: str) -> list[str]:
-    async with open_run(source) as run:
+async def _against(statement: Statement, source: str, max_memory_mb: int) -> list[str]:
+    async with open_run(source, max_memory_mb) as run:
         log = await replay_log(run)
     return [*log.findings, *disagreements(statement, log.entries)]
 

@@ -112,8 +112,8 @@ class WithEvidence:
     def __init__(self, run: PublicRun, pile: Pile) -> None:
         self.name, self._run, self._pile = run.name, run, pile
 
-    async def rows(self) -> list[tuple[bytes, str]]:
-        return await self._run.rows()
+    async def rows(self, most: int | None = None) -> list[tuple[bytes, str]]:
+        return await self._run.rows(most)
 
     async def blob(self, name: str) -> bytes:
         try:

@@ -23,14 +23,14 @@ from shoal.terminal import say
 from shoal.weights.manifest import open_manifest
 
 
-def check(source: str, receipts: Sequence[Path] = ()) -> bool:
+def check(source: str, receipts: Sequence[Path] = (), max_memory_mb: int = 0) -> bool:
     """Audit a run's folder or a coordinator's URL, print the report, and return whether the log holds.
 
-    `receipts` are files that workers kept, on any machine. Raises `StateError` if the chain of hashes is broken,
-    `PeerError` if the coordinator does not answer, `ConfigError` if a file cannot be read.
+    `receipts` are files that workers kept, on any machine. `max_memory_mb` is as of `UrlRun`. Raises `StateError` if the
+    chain of hashes is broken, `PeerError` if the coordinator does not answer, `ConfigError` if a file cannot be read.
     """
     try:
-        audit = asyncio.run(_audit(source, receipts))
+        audit = asyncio.run(_audit(source, receipts, max_memory_mb))
     except UnknownRules as unknown:
         say(unchecked(str(unknown)))
         return False
@@ -58,8 +58,8 @@ def _kind_in(data: bytes) -> str:
         raise StateError(f"the log holds something that is not an event: {error}. Restore it from a copy") from None
 
 
-async def _audit(source: str, receipts: Sequence[Path]) -> Audit:
-    async with open_run(source) as run:
+async def _audit(source: str, receipts: Sequence[Path], max_memory_mb: int = 0) -> Audit:
+    async with open_run(source, max_memory_mb) as run:
         return await audit_log(run, receipts)
 
 

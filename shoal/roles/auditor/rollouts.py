@@ -78,6 +78,8 @@ class Findings:
     """Numbers of groups by the reason why they, or a part of them, could not be recomputed."""
     told: list[str] = field(default_factory=list)
     """Lines about the choice: the facts of the named group, the seed of the sample, or what the evidence holds."""
+    turns: list[str] = field(default_factory=list)
+    """Whether leases went to workers in turn, in the words of `shoal ledger verify`."""
     signed: int = 0
     """Manifests, leases and receipts of the evidence that were compared with the log."""
     unclear: int = 0
@@ -109,11 +111,12 @@ def audit(source: str, choice: Choice, threads: int, own_files: bool, max_memory
 async def examine(source: str, choice: Choice, threads: int, own_files: bool, max_memory_mb: int = 0) -> Findings:
     """Audit rollouts of the run in a folder or at a URL.
 
-    `own_files` allows environments that are files: they are the host's code. `max_memory_mb` limits the work with the
-    model; 0 is half of what is free. Raises `ConfigError` if the chosen rollout is not in the log, `StateError` if the
-    log's chain is broken, `Overreach` if the policy does not fit, `PeerError` if the coordinator does not answer.
+    `own_files` allows environments that are files: they are the host's code. `max_memory_mb` limits the log of a
+    URL and the work with the model; 0 is half of what is free. Raises `ConfigError` if the chosen rollout is not in the
+    log, `StateError` if the log's chain is broken, `Overreach` if log or policy do not fit, `PeerError` if the coordinator
+    does not answer.
     """
-    async with open_run(source) as run:
+    async with open_run(source, max_memory_mb) as run:
         return await audit_rollouts(run, choice, threads, own_files, max_memory_mb)
 
 
@@ -128,6 +131,7 @@ def summary(found: Findings) -> list[str]:
         f"with the model: {found.with_model} groups, {found.tokens} tokens and their log-probs; "
         f"largest gap {found.largest_gap:.2g} nats"
     )
+    lines += found.turns
     if found.overruled:
         lines.append(f"not compared: {found.overruled} verdicts on groups, because they were outvoted or disputed")
     lines += [f"left out: {count} groups: {reason}" for reason, count in sorted(found.left_out.items())]
@@ -145,9 +149,9 @@ async def audit_rollouts(
 ) -> Findings:
     """Recompute the chosen groups and compare them with the log; raises as `examine`."""
     # The log is read after the evidence, which must not be newer. Its first event names the run's keys.
-    pile = read_evidence(choice.evidence, replay((await run.rows())[:1])) if choice.evidence else Pile()
+    pile = read_evidence(choice.evidence, replay(await run.rows(1))) if choice.evidence else Pile()
     log = await replay_log(run)
-    found = Findings(disagreements=[f"the log: {finding}" for finding in log.findings])
+    found = Findings([f"the log: {finding}" for finding in log.findings], turns=log.turns.lines(log.state))
     if choice.evidence:
         found.disagreements += [f"evidence: {line}" for line in await accusations(pile, log, run)]
         found.told += pile.contents()

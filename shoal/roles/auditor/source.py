@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Protocol
 
-from shoal.errors import ConfigError, NothingYet, PeerError, StateError
+from shoal.errors import ConfigError, NothingYet, Overreach, PeerError, StateError
 from shoal.folder import RunFolder
 from shoal.ledger.entry import event_hash
 from shoal.ledger.log.store import Store, sqlite_url
@@ -17,8 +17,9 @@ from shoal.ledger.state import State
 from shoal.net.blobs import is_digest
 from shoal.net.client import Client
 from shoal.protocol import types as t
-from shoal.protocol.constants import MAX_MANIFEST_BYTES, MAX_SUBMISSION_BYTES
+from shoal.protocol.constants import MAX_EVENTS, MAX_MANIFEST_BYTES, MAX_SUBMISSION_BYTES
 from shoal.protocol.wire import digest
+from shoal.roles.memory import share_of_free_mb
 from shoal.weights.fetch import NotStored, fetch_version
 from shoal.weights.manifest import open_manifest
 from shoal.weights.room import room_for_version
@@ -29,14 +30,17 @@ Rows = list[tuple[bytes, str]]
 ANSWER_S = 30.0
 """How long to wait for a coordinator's answer."""
 
+EVENT_BYTES, EVENT_COPIES = 200, 5
+"""An auditor takes this many times an event's stored bytes, counted with the objects around them. Measured: 5.0 times."""
+
 
 class PublicRun(Protocol):
     """What a run publishes."""
 
     name: str
 
-    async def rows(self) -> Rows:
-        """The whole log. Raises `ConfigError`, `PeerError`, `StateError`."""
+    async def rows(self, most: int | None = None) -> Rows:
+        """The whole log, or its first events. Raises `ConfigError`, `PeerError`, `StateError`."""
         ...
 
     async def blob(self, name: str) -> bytes:
@@ -56,10 +60,10 @@ class FolderRun:
         if not self.folder.log.is_file():
             raise ConfigError(f"{root} holds no log (log.sqlite): give a run's folder, such as runs/wordle, or its URL")
 
-    async def rows(self) -> Rows:
+    async def rows(self, most: int | None = None) -> Rows:
         store = Store(sqlite_url(self.folder.log), read_only=True)
         try:
-            rows = list(store.read())
+            rows = list(store.read(limit=most))
         finally:
             store.close()
         if not rows:
@@ -84,21 +88,38 @@ class FolderRun:
 class UrlRun:
     """The run that a coordinator serves."""
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: Client, max_memory_mb: int = 0) -> None:
+        """`max_memory_mb` limits what the log takes, because its length is the host's choice; 0 is half of what is free."""
         self.name, self.client = client.base_url, client
+        self._limit_mb = max_memory_mb or share_of_free_mb()
         self.claim = t.StateHash(-1, "", "")
         """What the coordinator said of its state when the log was read."""
 
-    async def rows(self) -> Rows:
+    async def rows(self, most: int | None = None) -> Rows:
         self.claim = await self.client.get_json("/v1/state", t.StateHash, deadline_s=ANSWER_S)
+        due = self.claim.seq + 1 if most is None else min(most, self.claim.seq + 1)
+        if due < 1:  # guard: empty-log
+            raise PeerError(f"{self.name} says that its log is empty, which no run's log is: ask for the log elsewhere")
         rows: Rows = []
-        while len(rows) <= self.claim.seq:
+        size_bytes = 0
+        while len(rows) < due:
             path = f"/v1/events?after={len(rows) - 1}"
-            lines = (await self.client.get(path, cap=MAX_SUBMISSION_BYTES, deadline_s=ANSWER_S)).splitlines()
+            page = await self.client.get(path, cap=MAX_SUBMISSION_BYTES, deadline_s=ANSWER_S)
+            *lines, rest = page.split(b"\n", MAX_EVENTS)
+            if rest:  # guard: events-of-a-page
+                raise PeerError(
+                    f"{self.name} serves more than {MAX_EVENTS} events at once (MAX_EVENTS), or half of one"
+                )
             if not lines:
                 raise PeerError(f"{self.name} serves {len(rows)} events but says that there are {self.claim.seq + 1}")
+            size_bytes += len(page) + EVENT_BYTES * len(lines)
+            if EVENT_COPIES * size_bytes > self._limit_mb * 1_000_000:  # guard: log-fits-memory
+                raise Overreach(
+                    f"the log of {self.name} has {self.claim.seq + 1} events, and {len(rows)} of them fit into the "
+                    f"{self._limit_mb} MB that they may take (--max-memory, by default half of what is free): allow more"
+                )
             rows += [(line, event_hash(line)) for line in lines]
-        return rows[: self.claim.seq + 1]
+        return rows[:due]
 
     async def blob(self, name: str) -> bytes:
         data = await self.client.get(f"/v1/blobs/{name}", cap=MAX_SUBMISSION_BYTES, deadline_s=ANSWER_S)
@@ -116,11 +137,11 @@ def verified(data: bytes, name: str) -> bytes:
 
 
 @contextlib.asynccontextmanager
-async def open_run(source: str) -> AsyncIterator[PublicRun]:
-    """The run at a URL or in a folder."""
+async def open_run(source: str, max_memory_mb: int = 0) -> AsyncIterator[PublicRun]:
+    """The run at a URL or in a folder. `max_memory_mb` is as of `UrlRun`."""
     if source.startswith(("http:", "https:")):
         async with Client(source) as client:
-            yield UrlRun(client)
+            yield UrlRun(client, max_memory_mb)
     else:
         yield FolderRun(Path(source))
 
