@@ -54,7 +54,7 @@ def _add_limits(p: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     p.add_argument(
         "--max-disk", type=positive, default=0, metavar="MB",
-        help="keep no more weights than this on disk (default: half of what is free or already holds weights)",
+        help="keep no more weights and evidence than this on disk (default: half of what is free or already holds weights)",
     )  # fmt: skip
 
 

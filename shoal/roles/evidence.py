@@ -21,8 +21,15 @@ MOST_FILES = 2048
 """Files of one kind that are kept for one run: half a day of a busy worker. A host that hands out leases fast can push old
 evidence out, but each one must be played."""
 
-MOST_BYTES = 128 << 20
-"""Bytes of one kind that are kept for one run; the newest file always stays."""
+PARTS = 9
+"""Of all evidence in a node's home: one for each kind of the latest run, whose newest file always stays; one for the file
+of receipts; and four for older runs, so that the run before the latest fits."""
+
+MOST_BYTES = PARTS * (128 << 20)
+"""Bytes of all evidence in a node's home."""
+
+DISK_PART = 8
+"""Of the disk that a node may take of a volunteer's machine, evidence gets at most an eighth."""
 
 MOST_RUNS = 8
 """Runs whose evidence is kept."""
@@ -31,18 +38,25 @@ MOST_RUNS = 8
 class Evidence:
     """The evidence of one run in a node's home. One process uses it."""
 
-    def __init__(self, home: Path, run: str) -> None:
-        """Make the run's folder, and delete those of runs long past. Raises `PeerError` if the run's id is not one."""
+    def __init__(self, home: Path, run: str, most_bytes: int | None = None) -> None:
+        """Make the run's folder, and delete those of runs long past. `most_bytes`, if given, is less than `MOST_BYTES`.
+        Raises `PeerError` if the run's id is not one."""
         if not re.fullmatch("[0-9a-f]{32}", run, re.ASCII):  # guard: run-id-is-no-path
             raise PeerError(f"the run calls itself {run[:40]!r}, which is no run id: check the URL")
         self.folder = home / "evidence" / run
+        self.most_bytes = MOST_BYTES if most_bytes is None else min(most_bytes, MOST_BYTES)
+        self._receipts = home / "receipts.jsonl"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             os.utime(self.folder)
             for unfinished in self.folder.glob(".*"):
                 unfinished.unlink()
-            for old in [path for path in _oldest_first(self.folder.parent) if path.is_dir()][:-MOST_RUNS]:
-                shutil.rmtree(old)
+            older = [path for path in _oldest_first(self.folder.parent) if path.is_dir() and path != self.folder]
+            left, room = MOST_RUNS - 1, 4 * self._part
+            for old in reversed(older):
+                left, room = left - 1, room - sum(path.stat().st_size for path in old.iterdir())
+                if left < 0 or room < 0:  # guard: old-runs-make-room
+                    shutil.rmtree(old)
         except OSError as error:
             raise self._cannot_write(error) from None
 
@@ -54,13 +68,34 @@ class Evidence:
                 os.utime(path)
                 return
             write_atomically(path, data)
-            left, room = MOST_FILES, MOST_BYTES
+            left, room = MOST_FILES, self._part
             for file in reversed(_oldest_first(self.folder, f"*.{kind}")):
                 left, room = left - 1, room - file.stat().st_size
                 if file != path and (left < 0 or room < 0):  # guard: evidence-is-bounded
                     file.unlink()
         except OSError as error:
             raise self._cannot_write(error) from None
+
+    def note_receipt(self, receipt: bytes) -> None:
+        """Keep a receipt, also in the file with those of all runs; of that, the newer half stays when it is full. Raises
+        `StateError`."""
+        self.keep("receipt", receipt)
+        try:
+            with self._receipts.open("a+b") as file:
+                end = file.seek(0, os.SEEK_END)
+                file.seek(max(0, end - 1))
+                cut_off = file.read() not in (b"", b"\n")  # the disk was full
+                file.write(b"\n" * cut_off + receipt + b"\n")
+            if self._receipts.stat().st_size > self._part:  # guard: receipts-are-bounded
+                lines = self._receipts.read_bytes().splitlines(keepends=True)
+                write_atomically(self._receipts, b"".join(lines[len(lines) // 2 :]))
+        except OSError as error:
+            raise self._cannot_write(error) from None
+
+    @property
+    def _part(self) -> int:
+        """Bytes of one kind in this run, and of the file of receipts."""
+        return self.most_bytes // PARTS
 
     def _cannot_write(self, error: OSError) -> StateError:
         return StateError(f"cannot keep evidence in {self.folder}: {cause_of(error)}. Free some space")

@@ -36,12 +36,12 @@ from shoal.protocol.needs import dtype_need, proofs_need
 from shoal.protocol.promises import is_promised, terms_of
 from shoal.protocol.sizes import BYTES_PER_TOKEN
 from shoal.protocol.wire import digest, to_json
-from shoal.roles.evidence import Evidence
+from shoal.roles.evidence import DISK_PART, Evidence
 from shoal.roles.loading import Loaded
 from shoal.roles.memory import Memory, needs_of
 from shoal.weights.fetch import fetch, sources_of
 from shoal.weights.manifest import content_of, open_manifest
-from shoal.weights.room import room_for_version
+from shoal.weights.room import disk_limit, room_for_version
 
 if TYPE_CHECKING:
     from shoal.engine.needs import Needs
@@ -77,7 +77,7 @@ class Seat:
     clock: Callable[[], float]
     evidence: Evidence
     max_disk_mb: int | None = 0
-    """Limit of all versions on disk: 0 is a share of the disk, None is no limit, for the host's own nodes."""
+    """Limit of all versions and evidence on disk: 0 is a share of the disk, None is no limit, for the host's own nodes."""
     memory: Memory | None = None
     """None is no limit, for the host's own nodes."""
     needs: "Needs | None" = None
@@ -140,7 +140,7 @@ class Seat:
     async def _fetch_manifest(self, version: int, keep: int, max_bytes: int | None) -> tuple[t.Manifest, bytes]:
         """The manifest of a version, and its signed bytes."""
         if self.max_disk_mb is not None:  # guard: disk-of-strangers
-            room = room_for_version(self.home / "weights", keep, self.max_disk_mb)
+            room = room_for_version(self.home / "weights", keep, self.max_disk_mb, self.evidence.most_bytes)
             max_bytes = room if max_bytes is None else min(room, max_bytes)
         if self.memory is not None:  # a weight takes at least the bytes in memory that it takes in its file
             max_bytes = min(self.memory.left_bytes, self.memory.left_bytes if max_bytes is None else max_bytes)
@@ -198,8 +198,8 @@ async def take_seat(
     """Read the run's description, load its environments, make an engine for its dtype, and join with the client's key.
 
     `own_files` allows environments that are files on this machine, and trusts the policy's tokenizer and chat template.
-    Those of others run in a child process. All work for others stays within `max_memory_mb`, and the weights within
-    `max_disk_mb`; for both, 0 is a share of what is free.
+    Those of others run in a child process. All work for others stays within `max_memory_mb`, and weights and evidence
+    within `max_disk_mb`; for both, 0 is a share of what is free.
     Raises `PeerError`, `StateError`.
     """
     run = await client.get_json("/v1/run", t.RunNeeds)  # first, because the rules of a later version may not decode
@@ -219,7 +219,9 @@ async def take_seat(
             "host"
         )
     client.run, client.head = info.run, info.head
-    evidence = Evidence(home, info.run)
+    # guard: evidence-of-strangers
+    most_bytes = None if own_files else disk_limit(home / "weights", max_disk_mb) // DISK_PART
+    evidence = Evidence(home, info.run, most_bytes)
     envs = load_run_envs(info.envs, own_files=own_files)
     engine = make_engine(info.rules.dtype)
     facts = engine.facts

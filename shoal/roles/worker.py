@@ -251,9 +251,7 @@ class Worker:
                 "the coordinator's receipt is for other bytes than we sent, or not signed by the run key: leave this run"
             )
         self.client.head = receipt.head
-        self.seat.evidence.keep("receipt", to_json(receipt))
-        with (self.home / "receipts.jsonl").open("ab") as file:
-            file.write(to_json(receipt) + b"\n")
+        self.seat.evidence.note_receipt(to_json(receipt))
         self._demand_same_time(receipt.time)  # guard: receipt-from-the-future
 
     async def _tell(self, last: bool = False) -> None:

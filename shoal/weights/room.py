@@ -9,16 +9,18 @@ import shutil
 from pathlib import Path
 
 
-def room_for_version(folder: Path, keep: int, max_disk_mb: int = 0) -> int:
-    """Bytes that one version may have, so that `keep` versions and one that is being fetched stay within the limit.
+def room_for_version(folder: Path, keep: int, max_disk_mb: int = 0, other_bytes: int = 0) -> int:
+    """Bytes that one version may have, so that `keep` versions and one that is being fetched stay within the limit,
+    beside what else the node keeps."""
+    return max(0, disk_limit(folder, max_disk_mb) - other_bytes) // (keep + 1)
 
-    The limit is `max_disk_mb`; if that is 0, half of what is free or already taken by the versions in `folder`.
-    """
-    limit = max_disk_mb * 1_000_000
-    if not max_disk_mb:
-        existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-        limit = (shutil.disk_usage(existing).free + _size(folder)) // 2
-    return limit // (keep + 1)
+
+def disk_limit(folder: Path, max_disk_mb: int) -> int:
+    """Bytes that a node may take: `max_disk_mb`; if it is 0, half of what is free or taken by the versions in `folder`."""
+    if max_disk_mb:
+        return max_disk_mb * 1_000_000
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    return (shutil.disk_usage(existing).free + _size(folder)) // 2
 
 
 def _size(folder: Path) -> int:

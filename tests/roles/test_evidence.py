@@ -454,8 +454,7 @@ RUN = "0123456789abcdef" * 2
 
 def test_the_oldest_evidence_of_a_kind_makes_room(tmp_path, monkeypatch):
     monkeypatch.setattr(evidence, "MOST_FILES", 3)
-    monkeypatch.setattr(evidence, "MOST_BYTES", 10)
-    kept = Evidence(tmp_path, RUN)
+    kept = Evidence(tmp_path, RUN, 90)
     kept.keep("receipt", b"stays")
     for number in range(5):
         kept.keep("grant", b"%d" % number)
@@ -481,6 +480,40 @@ def test_a_kill_leaves_no_file_behind_and_old_runs_make_room(tmp_path, monkeypat
     kept = Evidence(tmp_path, f"{2:032x}")
     assert [path.name for path in kept.folder.iterdir()] == [f"{digest(b'x')}.grant"]
     assert sorted(path.name for path in kept.folder.parent.iterdir()) == [f"{1:032x}", f"{2:032x}"]
+
+
+def test_the_evidence_of_all_runs_stays_within_its_share_of_the_disk(tmp_path):
+    """Of 9000 bytes each kind of the latest run gets 1000, receipts of all runs 1000, and older runs 4000 together."""
+    for number in range(8):
+        kept = Evidence(tmp_path, f"{number:032x}", 9000)
+        for count in range(50):
+            for kind in ("grant", "manifest", "submission"):
+                kept.keep(kind, b"%03d" % count * 33)
+            kept.note_receipt(b"%03d" % (50 * number + count) * 33)
+    sizes = [path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()]
+    assert 8000 < sum(sizes) <= 9000
+    assert [path.name[-1] for path in sorted((tmp_path / "evidence").iterdir())] == ["6", "7"]
+    lines = (tmp_path / "receipts.jsonl").read_bytes().splitlines()
+    assert 4 < len(lines) <= 10 and lines == [b"%03d" % (400 - len(lines) + i) * 33 for i in range(len(lines))]
+
+
+def test_a_receipt_after_one_that_a_full_disk_cut_off_can_be_read(tmp_path):
+    (tmp_path / "receipts.jsonl").write_bytes(b"whole\nhal")
+    Evidence(tmp_path, RUN).note_receipt(b"next")
+    assert (tmp_path / "receipts.jsonl").read_bytes().splitlines() == [b"whole", b"hal", b"next"]
+
+
+def test_what_a_volunteer_gives_of_its_disk_bounds_its_evidence_too(tmp_path):
+    town = Town(tmp_path / "run", tiny_run(steps=1))
+    worker = town.worker("volunteer")
+    worker.own_files, worker.max_memory_mb, worker.max_disk_mb = False, 1000, 80
+
+    async def story():
+        async with worker.client:
+            await worker._join()
+
+    asyncio.run(story())
+    assert worker.seat.evidence.most_bytes == 10_000_000
 
 
 @pytest.mark.parametrize("run", ["", "../../else", "a" * 31, "A" * 32, "a" * 31 + "\n"])
