@@ -54,7 +54,8 @@ class StoredTensor:
 def load_policy(directory: Path, dtype: "torch.dtype | None" = None) -> "Transformer":
     """Load a checkpoint directory as a model of `dtype` (default float32), ready to run.
 
-    Raises `StateError` if a file is missing, damaged or hostile, or if the tensors do not match its config.
+    Raises `StateError` if a file is missing, damaged or hostile, if the tensors do not match its config, or if a weight is
+    not a finite number.
     """
     import torch
 
@@ -67,6 +68,11 @@ def load_policy(directory: Path, dtype: "torch.dtype | None" = None) -> "Transfo
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(_read_tensor(stored[name]))
+            if not torch.stack(torch.aminmax(parameter)).isfinite().all():  # guard: finite-weights
+                raise StateError(
+                    f"{directory}: {name} holds values that are not finite numbers, and was made so: this machine is not "
+                    "at fault. Tell the host of the run, or make the checkpoint again"
+                )
     return model
 
 

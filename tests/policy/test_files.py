@@ -178,6 +178,19 @@ def test_truncated_weights_are_refused(checkpoint: Path) -> None:
         load_policy(checkpoint)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_weights_that_are_not_finite_are_refused_and_no_machine_is_blamed(value: float, checkpoint: Path) -> None:
+    """Otherwise a worker of such a version would be told to check its own memory."""
+    model = load_policy(checkpoint)
+    with torch.no_grad():
+        model.get_parameter("model.layers.1.mlp.up_proj.weight")[3, 4] = value
+    save_policy(model, checkpoint.parent / "v000007-abc", "float32", tokenizer_from=checkpoint)
+    with pytest.raises(
+        StateError, match=r"v000007-abc: model\.layers\.1\.mlp\.up_proj\.weight .*machine is not at fault"
+    ):
+        load_policy(checkpoint.parent / "v000007-abc")
+
+
 @pytest.mark.parametrize(
     "index",
     [
