@@ -862,6 +862,7 @@ GUARDS = [
         ("plain-file-size", OFF, "test_only_weights_may_be_large"),
     ),
     *_needed_by("tests/roles/test_seat.py",
+        ("late-lease-is-dropped", OFF, "test_a_lease_that_takes_far_too_long_is_dropped_between_two_blocks"),
         ("needs-of-the-run", OFF, "test_a_run_that_needs_what_a_node_lacks_is_refused_by_name"),
         ("group-size-of-the-run", OFF, "test_a_run_with_groups_that_no_host_of_ours_makes_is_refused"),
         ("tokens-of-a-lease", OFF, "test_a_lease_that_no_host_of_ours_grants_is_refused"),

@@ -36,6 +36,9 @@ TOLD_EVERY_S = 2.0
 """Shortest time between two questions to the coordinator about what became of our submissions."""
 GIVE_BACK_S = 5.0
 """How long a worker tries to return a lease that it will not fill."""
+LATE = 4.0
+"""A lease is dropped between two blocks once playing has taken this many times the time that the lease allows: its blocks
+are others' by then, and a host could ask for days of work. At the deadline itself the work may still be taken."""
 
 
 def main(
@@ -119,6 +122,9 @@ class Worker:
                 self.seat.demand_play(lease)
                 with self.seat.within_memory(f"playing lease {lease.id}"):
                     groups = await asyncio.to_thread(self._play, lease)
+                    if groups is None:
+                        await self._give_back(lease)
+                        continue
                     proofs = await asyncio.to_thread(self._prove, lease, groups)
                 await self._submit(lease, groups, proofs)
                 await self._tell()
@@ -215,14 +221,19 @@ class Worker:
             return False
         return True
 
-    def _play(self, lease: t.Lease) -> list[t.Group]:
-        """Generate the groups of a lease, block by block, and measure how fast."""
-        started, seat = time.perf_counter(), self.seat
-        groups, size = [], seat.info.rules.group_size
+    def _play(self, lease: t.Lease) -> list[t.Group] | None:
+        """Generate the groups of a lease, block by block, and measure how fast. None if that takes far too long."""
+        started, seat, allowed_s = time.perf_counter(), self.seat, lease.deadline - lease.issued
+        groups: list[t.Group] = []
+        size, taken_s = seat.info.rules.group_size, 0.0
         for block in lease.blocks:
+            if groups and taken_s > LATE * allowed_s:  # guard: late-lease-is-dropped
+                log.warning("dropped lease=%s reason='took %.0f s of %.0f allowed'", lease.id, taken_s, allowed_s)
+                return None
             groups += play_block(seat.engine, seat.policy.renderer, seat.envs, block, size, lease.sampling)
-        tokens = sum(rollout.num_policy_tokens() for group in groups for rollout in group.rollouts)
-        self.tokens_per_s = tokens / max(time.perf_counter() - started, 1e-6)
+            taken_s = time.perf_counter() - started
+            tokens = sum(rollout.num_policy_tokens() for group in groups for rollout in group.rollouts)
+            self.tokens_per_s = tokens / max(taken_s, 1e-6)  # also of a lease that is dropped: the next is then smaller
         if seat.memory is not None:
             seat.memory.demand_kept()
         return groups

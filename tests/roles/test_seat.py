@@ -1,6 +1,7 @@
 """Taking a seat in a run: a node refuses a run that it does not support, in one line and before it joins."""
 
 import asyncio
+import time
 
 import msgspec
 import pytest
@@ -13,6 +14,8 @@ from shoal.protocol.wire import from_json, to_json
 from shoal.roles.coordinator import desk
 from shoal.roles.coordinator.board import Board
 from shoal.roles.seat import demand_sound
+from shoal.roles.worker import LATE
+from tests.roles.forgery import bodies
 from tests.roles.town import Town, tiny_run
 
 ROLES = ("worker", "validator")
@@ -148,3 +151,48 @@ def test_a_run_with_groups_that_no_host_of_ours_makes_is_refused(tmp_path, monke
     for size in (-1, 0, MAX_GROUP_ROLLOUTS + 1, 10**4299):
         rules = msgspec.structs.replace(town.desk.state.rules, group_size=size)
         meets(saying(town, monkeypatch, rules=rules), role, PeerError, "groups of fewer than 1 or more than 4096")
+
+
+def played(tmp_path, allowed_s, block_s):
+    """What a worker makes of a lease of two blocks that allows so much time, if a block takes `block_s`; and the worker."""
+    town = Town(tmp_path / "run", tiny_run(steps=1))
+    worker = town.worker("slow")
+
+    async def story():
+        trainer = asyncio.create_task(town.trainer().run())
+        async with worker.client:
+            await worker._join()
+            lease = (await worker._next_grant(())).lease
+            await worker.seat.load(lease.version)
+        trainer.cancel()
+        return msgspec.structs.replace(lease, blocks=lease.blocks[:1] * 2, deadline=lease.issued + allowed_s)
+
+    lease, extend = asyncio.run(story()), worker.seat.engine.extend
+
+    def slow(requests, temperature):
+        time.sleep(block_s)
+        return extend(requests, temperature)
+
+    worker.seat.engine.extend = slow
+    return worker._play(lease), worker
+
+
+def test_a_lease_that_takes_far_too_long_is_dropped_between_two_blocks(tmp_path):
+    """A host could ask for days of work. The worker then asks for a smaller lease, because it knows its speed."""
+    groups, worker = played(tmp_path, allowed_s=0.01, block_s=0.01 * LATE)
+    assert groups is None and 0 < worker.tokens_per_s < 10_000
+
+
+def test_a_worker_that_is_past_its_deadline_goes_on_because_its_work_may_be_taken(tmp_path):
+    groups, _ = played(tmp_path, allowed_s=1.0, block_s=1.1)
+    assert len(groups) == 4
+
+
+def test_a_run_goes_on_after_a_lease_that_took_far_too_long(tmp_path):
+    town = Town(tmp_path / "run", tiny_run(steps=1))
+    worker = town.worker("slow")
+    play, late = worker._play, [True]
+    worker._play = lambda lease: None if late and late.pop() else play(lease)
+    asyncio.run(town.live(town.trainer(), town.validator(), worker, limit_s=60.0))
+    causes = [body.cause for _, body in bodies(town.folder.root) if isinstance(body, LeaseLapsed)]
+    assert causes[0] == "returned" and town.audit().findings == []
