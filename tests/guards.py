@@ -776,6 +776,8 @@ GUARDS = [
          "test_room_is_made_of_old_weights_but_not_of_those_that_are_judged_or_fresh"),
         ("uploads-drive-nothing-out", ("self._blobs.stored_bytes", "self._blobs.size_bytes"),
          "test_bodies_that_are_being_uploaded_drive_nothing_out"),
+        ("left-by-a-kill", GONE, "test_what_a_kill_left_is_deleted_when_a_version_is_published"),
+        ("resent-after-a-kill", GONE, "test_a_body_that_is_sent_again_after_a_kill_stays"),
         ("unnamed-chunks", ("self.coming", "set()"),
          "test_chunks_that_no_version_names_are_deleted_when_one_is_published"),
         ("coming-chunks-stay", ("self.coming", "set()"),

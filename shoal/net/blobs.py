@@ -43,7 +43,7 @@ class FolderBlobs:
             raise _cannot_write(folder, error) from None
         for leftover in self._unfinished.iterdir():
             leftover.unlink()
-        self.stored_bytes = sum(path.stat().st_size for path in self._paths())
+        self.stored_bytes = sum(path.stat().st_size for path in self.paths())
         self.coming_bytes = 0
         """Those of unfinished uploads."""
 
@@ -110,7 +110,8 @@ class FolderBlobs:
             raise NothingYet(f"{digest[:80]!r} is not the SHA-256 of a blob: write 64 lower-case hex digits")
         return self.folder / digest[:2] / digest
 
-    def _paths(self) -> Iterator[Path]:
+    def paths(self) -> Iterator[Path]:
+        """The files of all blobs; their names are the hashes."""
         return (path for path in self.folder.glob("[0-9a-f][0-9a-f]/*") if is_digest(path.name))
 
 

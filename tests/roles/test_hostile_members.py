@@ -5,10 +5,11 @@ import asyncio
 import msgspec
 import pytest
 
-from shoal.errors import PeerError
+from shoal.errors import PeerError, StateError, Superseded
 from shoal.ledger.answers import Refused
 from shoal.ledger.entry import GENESIS
 from shoal.ledger.facts.run import RunEnded
+from shoal.ledger.facts.submissions import Submit
 from shoal.ledger.log.book import Book
 from shoal.ledger.log.store import Store, sqlite_url
 from shoal.ledger.table import make_entry
@@ -18,6 +19,8 @@ from shoal.net.keys import load_or_make_key
 from shoal.protocol import types as t
 from shoal.protocol.constants import MAX_EVENTS_BYTES, MAX_FACT_CHARS
 from shoal.protocol.wire import WireError, digest, to_json
+from shoal.roles.auditor.log import audit_folder
+from shoal.roles.coordinator.role import open_run
 from shoal.roles.coordinator.versions import put_chunk, take_checkpoint
 from shoal.roles.validator import Validator
 from shoal.roles.worker import Worker
@@ -257,6 +260,80 @@ def test_chunks_on_their_way_are_not_deleted_with_an_old_version_that_has_the_sa
     chunk = next(iter(chunks_of(town, 0) - chunks_of(town, 3)))
     put_chunk(town.desk, chunk, town.desk.blobs.get(chunk), chunk)
     assert not town.desk.kept.make_room(0) and town.desk.blobs.has(chunk)
+
+
+class Killed(Exception):
+    """The process ended here."""
+
+
+async def body_that_was_not_booked(town):
+    """Kill the coordinator between keeping a body and booking it; returns the body, its lease and its worker."""
+    worker, sent, book = town.worker("honest"), [], town.desk.book.submit
+    put = worker.client.put_bytes
+
+    async def submit(command):
+        if isinstance(command, Submit):
+            raise Killed
+        return await book(command)
+
+    async def send(path, body, kind):
+        answer = asyncio.create_task(put(path, body, kind))
+        while not town.desk.blobs.has(digest(body)):
+            await asyncio.sleep(0.01)
+        answer.cancel()
+        worker.stopping.set()
+        sent.append((path.split("/")[3], body))
+        raise Superseded("no answer came")
+
+    worker.client.put_bytes, town.desk.book.submit = send, submit
+    await until(lambda: sent, town.trainer(), worker)
+    town.desk.book.store.close()
+    return sent[0][1], sent[0][0], worker
+
+
+def test_what_a_kill_left_is_deleted_when_a_version_is_published(tmp_path):
+    town = Town(tmp_path / "run", tiny_run(steps=2))
+    body, _, _ = asyncio.run(body_that_was_not_booked(town))
+    coming = town.desk.blobs.put(b"a chunk of a version that is not published")
+    again = Town(tmp_path / "run", tiny_run(steps=2))
+    assert again.desk.kept.coming == {digest(body), coming}
+    asyncio.run(again.live(again.trainer(), again.validator(), again.worker("other")))
+    assert not again.desk.blobs.has(digest(body)) and not again.desk.blobs.has(coming)
+    assert audit_folder(again.folder.root).findings == []
+
+
+def test_a_body_that_is_sent_again_after_a_kill_stays(tmp_path):
+    town = Town(tmp_path / "run", tiny_run(steps=2))
+    body, lease, worker = asyncio.run(body_that_was_not_booked(town))
+    desk = open_run(town.folder, town.config)
+
+    async def send_again():
+        with desk.kept.upload(lease) as upload:
+            upload.write(body)
+            await desk.take_submission(worker.key, lease, upload, digest(body), int(town.clock()))
+
+    asyncio.run(send_again())
+    desk.kept.published(0)
+    assert desk.blobs.get(digest(body)) == body
+
+
+def test_nothing_is_kept_of_a_body_that_a_full_disk_did_not_let_the_log_take(tmp_path):
+    town = Town(tmp_path / "run", tiny_run(steps=2))
+    body, lease, worker = asyncio.run(body_that_was_not_booked(town))
+    desk = open_run(town.folder, town.config)
+
+    def full(entries):
+        raise StateError("the log could not be written: database or disk is full")
+
+    async def send_again():
+        desk.book.store.append = full
+        with desk.kept.upload(lease) as upload:
+            upload.write(body)
+            await desk.take_submission(worker.key, lease, upload, digest(body), int(town.clock()))
+
+    with pytest.raises(StateError, match="disk is full"):
+        asyncio.run(send_again())
+    assert not desk.blobs.has(digest(body)) and not desk.kept.bodies
 
 
 def test_nothing_is_kept_of_a_manifest_that_is_refused(tmp_path):

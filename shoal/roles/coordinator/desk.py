@@ -7,6 +7,7 @@ handles leases and the submissions that fill them. It does not know HTTP. The ru
 from collections.abc import Callable, Sequence
 
 from shoal.config import RunConfig
+from shoal.errors import StateError
 from shoal.folder import RunFolder
 from shoal.ledger.answers import Refused, Wait
 from shoal.ledger.facts.leases import AskLease, ReturnLeases
@@ -122,11 +123,12 @@ class Desk:
         draws = audit_draws(self.state, lease, name, link)
         judges = (self.state, lease, name, self.state.validators, link)
         order, of_turns = turns(*judges), turn_draws(*judges)
+        self.kept.expect(name)
         upload.keep(name)
         try:
             submit = Submit(key, lease_id, name, upload.size, groups, draws, order, self.clock(), created, of_turns)
             await self.book.submit(submit)
-        except Refused:
+        except (Refused, StateError):
             if name not in self.state.submissions:
                 self.blobs.delete(name)  # otherwise nobody would ever delete it
             raise

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import msgspec
 
 from shoal.algos.projection import VALUES, agree
-from shoal.errors import NothingYet
+from shoal.errors import NothingYet, StateError
 from shoal.ledger.answers import Refused
 from shoal.ledger.facts.members import NodeQuarantined, ValidatorFault
 from shoal.ledger.facts.pay import Slash
@@ -67,7 +67,7 @@ async def take_verdict(desk: Desk, key: str, verdict: t.Verdict) -> None:
     before = silent(desk.state, judged.now)
     try:
         entries = await desk.book.submit(judged)
-    except Refused:
+    except (Refused, StateError):
         desk.kept.forget_unbooked(projection, submission.projections.values())  # guard: unbooked-projections-go
         raise
     for entry in entries:
@@ -106,6 +106,7 @@ def _compare(desk: Desk, key: str, submission: SubmissionRecord, verdict: t.Verd
                       "validator that has judged by now: ask GET /v1/checks again")  # fmt: skip
     shown = {other: verdict.projections[other] for other in asked}  # guard: projections-asked-for
     blob = desk.blobs.put(to_json(shown))
+    desk.kept.expect(blob)
     desk.kept.projections[blob] = submission.digest
     # guard: accuse-of-the-same-slots
     alike = [other for other, groups in submission.verdicts.items() if _audited(groups) == slots]

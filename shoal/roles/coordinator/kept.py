@@ -32,7 +32,8 @@ class Kept:
         self._contents: dict[int, str] = {}
         """Their digests without dates."""
         self.coming = set[str]()
-        """Chunks that the trainer sent since the last version was published: the next manifest names them."""
+        """Chunks that the trainer sent since the last version was published: the next manifest names them. After a start,
+        also all other blobs that no event names: a kill left them, and some may be such chunks."""
         self.published_at = 0
         """When the trainer signed the last version that was published since the start, seconds since the epoch."""
         self._public_chunks = set[str]()
@@ -50,12 +51,22 @@ class Kept:
             for blob in submission.projections.values()
         }
         """Blobs of validators' projections, with their submission."""
+        self.coming |= {path.name for path in blobs.paths()} - self._named()  # guard: left-by-a-kill
         self._uploading = set[str]()
         """Leases whose bodies are being uploaded."""
 
     @property
     def state(self) -> State:
         return self._book.state
+
+    def _named(self) -> set[str]:
+        """Blobs of the log that are kept."""
+        bodies = {blob for name in self.bodies for blob in (name, *self.state.submissions[name].projections.values())}
+        return bodies | _chunks(self.manifests.values()) | {v.manifest for v in self.state.main.versions.values()}
+
+    def expect(self, name: str) -> None:
+        """A blob will be booked now, so it does not go with those that no event names."""
+        self.coming.discard(name)  # guard: resent-after-a-kill
 
     def remember(self, version: int) -> None:
         """Remember a published version's manifest, if its blob is here."""
@@ -67,7 +78,7 @@ class Kept:
             self._public_chunks |= _chunks([self.manifests[version]])
 
     def published(self, created: int) -> None:
-        """A version was published, so no chunk is coming. Delete those that it does not name: nobody will."""
+        """A version was published, so no chunk is coming. Delete what no version names: no event will."""
         for chunk in self.coming - _chunks(self.manifests.values()):  # guard: unnamed-chunks
             self._blobs.delete(chunk)
         self.coming.clear()

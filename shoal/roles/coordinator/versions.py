@@ -4,6 +4,7 @@ Called by `api`. It takes them from the trainer only, and refuses a chunk whose 
 `ledger/rules/versions` sees to it that a version is published once; `kept` decides how long its chunks stay.
 """
 
+from shoal.errors import StateError
 from shoal.ledger.answers import Refused
 from shoal.ledger.facts.versions import Publish
 from shoal.protocol.constants import CHAIN_LENGTH, MAX_CHUNK_BYTES
@@ -41,12 +42,13 @@ async def take_checkpoint(desk: Desk, key: str, signed: bytes, created: int = 0)
     known = desk.kept.manifests.get(manifest.version)
     sent_again = known is not None and not is_renewal(manifest, known)  # guard: renewal-interval
     name = state.main.versions[manifest.version].manifest if sent_again else desk.blobs.put(signed)
+    desk.kept.expect(name)
     links = desk.links_of([*desk.hidden_versions(), manifest.version])
     versions = state.main.versions
     before = versions[manifest.version].manifest if manifest.version in versions else ""
     try:
         await desk.book.submit(Publish(key, manifest.version, manifest.root, name, links, desk.clock()))
-    except Refused:
+    except (Refused, StateError):
         desk.kept.forget_unbooked(name, [version.manifest for version in desk.state.main.versions.values()])
         raise
     desk.kept.forget_unbooked(before, [desk.state.main.versions[manifest.version].manifest])
