@@ -92,7 +92,7 @@ def test_a_url_gives_the_same_audit_as_the_folder(town, run_dir):
 
 
 class Lying(httpx.AsyncBaseTransport):
-    """A host that claims a log of any length, and answers each request for events with the same page."""
+    """A host that claims a log of any length, and answers each request for events with the same page, ten times."""
 
     def __init__(self, events, page):
         self.answers = {"/v1/state": to_json(t.StateHash(events - 1, "", "")), "/v1/events": page}
@@ -100,7 +100,7 @@ class Lying(httpx.AsyncBaseTransport):
 
     async def handle_async_request(self, request):
         self.asked += 1
-        body = httpx.ByteStream(self.answers[request.url.path])
+        body = httpx.ByteStream(self.answers[request.url.path] if self.asked <= 10 else b"")
         return httpx.Response(200, stream=body, headers={"shoal-protocol": "1"})
 
 
