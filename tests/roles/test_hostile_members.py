@@ -5,7 +5,7 @@ import asyncio
 import msgspec
 import pytest
 
-from shoal.errors import PeerError, StateError, Superseded
+from shoal.errors import PeerError, StateError
 from shoal.ledger.answers import Refused
 from shoal.ledger.entry import GENESIS
 from shoal.ledger.facts.run import RunEnded
@@ -262,6 +262,24 @@ def test_chunks_on_their_way_are_not_deleted_with_an_old_version_that_has_the_sa
     assert not town.desk.kept.make_room(0) and town.desk.blobs.has(chunk)
 
 
+@pytest.mark.parametrize(("version", "starts"), [(0, True), (3, False)])
+def test_a_damaged_manifest_of_an_old_version_does_not_keep_a_run_from_starting(tmp_path, version, starts):
+    """Nobody needs its weights any more. Without the newest, nobody could work."""
+    town = Town(tmp_path / "run", tiny_run(steps=9))
+    asyncio.run(three_versions(town))
+    chosen = version if starts else town.desk.state.main.version
+    name = town.desk.state.main.versions[chosen].manifest
+    town.desk.blobs.path_of(name).write_bytes(b"garbage")
+    if not starts:
+        with pytest.raises(StateError, match=f"blob {name[:16]}.* is damaged"):
+            open_run(town.folder, town.config)
+        return
+    again = Town(tmp_path / "run", tiny_run(steps=9))
+    assert 0 not in again.desk.kept.manifests
+    asyncio.run(again.live(again.trainer(), again.validator(), again.worker("honest")))
+    assert again.desk.state.main.version == 9
+
+
 class Killed(Exception):
     """The process ended here."""
 
@@ -281,12 +299,14 @@ async def body_that_was_not_booked(town):
         while not town.desk.blobs.has(digest(body)):
             await asyncio.sleep(0.01)
         answer.cancel()
-        worker.stopping.set()
         sent.append((path.split("/")[3], body))
-        raise Superseded("no answer came")
+        raise PeerError("no answer came")
 
     worker.client.put_bytes, town.desk.book.submit = send, submit
-    await until(lambda: sent, town.trainer(), worker)
+    trainer = asyncio.create_task(town.trainer().run())
+    with pytest.raises(PeerError, match="no answer came"):
+        await asyncio.wait_for(worker.run(), 30.0)
+    trainer.cancel()
     town.desk.book.store.close()
     return sent[0][1], sent[0][0], worker
 

@@ -7,6 +7,7 @@ hashes of what was deleted.
 
 import contextlib
 import itertools
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
@@ -20,6 +21,8 @@ from shoal.net.blobs import FolderBlobs, Upload
 from shoal.protocol import types as t
 from shoal.protocol.wire import from_json
 from shoal.weights.manifest import content_of
+
+log = logging.getLogger("coordinator")
 
 
 class Kept:
@@ -38,7 +41,12 @@ class Kept:
         """When the trainer signed the last version that was published since the start, seconds since the epoch."""
         self._public_chunks = set[str]()
         for version in book.state.main.versions:
-            self.remember(version)
+            try:
+                self.remember(version)
+            except StateError:
+                if version >= self._oldest_fresh():
+                    raise
+                log.warning("the manifest of version=%d is damaged: its weights are not kept", version)
         self.bodies = {
             name: book.state.leases[submission.lease].version
             for name, submission in book.state.submissions.items()
@@ -171,10 +179,13 @@ class Kept:
 
     def _spare_versions(self) -> list[int]:
         """Versions whose weights no node needs any more, oldest first: nothing can be submitted for them or is judged."""
-        state, at_work = self.state, self._versions_at_work()
-        fresh = state.main.version - state.rules.max_staleness
+        fresh, at_work = self._oldest_fresh(), self._versions_at_work()
         # guard: fresh-weights-stay
         return [version for version in sorted(self.manifests) if version < fresh and version not in at_work]
+
+    def _oldest_fresh(self) -> int:
+        """The oldest version for which something may still be submitted."""
+        return self.state.main.version - self.state.rules.max_staleness
 
     def _forget_weights(self, versions: Sequence[int]) -> None:
         dropped = [self.manifests.pop(version) for version in versions]
@@ -207,7 +218,7 @@ class Kept:
     def _is_to_train_on(self, name: str) -> bool:
         """Whether the trainer may still need a body for a batch."""
         stream = self.state.main
-        if self.bodies[name] < stream.version - self.state.rules.max_staleness:
+        if self.bodies[name] < self._oldest_fresh():
             return False
         slots = stream.versions[self.bodies[name]].slots.values()
         return any(
