@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import json
 import multiprocessing
+import random
 import resource
 import subprocess
 import sys
@@ -22,6 +23,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+import httpx
 import psutil
 
 from shoal.config import RunConfig
@@ -131,7 +133,9 @@ async def joins(port: int, run: str, seconds: float) -> tuple[float, str]:
         trouble = line.partition(": ")[2]
 
     while time.monotonic() - began < seconds:
-        async with Client(f"http://127.0.0.1:{port}", Key.generate(), run=run, on_wait=hear) as client:
+        # One address adds few new keys, so they come from several.
+        place = httpx.AsyncHTTPTransport(local_address=f"127.0.{random.randrange(1, 255)}.{random.randrange(1, 255)}")
+        async with Client(f"http://127.0.0.1:{port}", Key.generate(), run=run, on_wait=hear, transport=place) as client:
             join = t.Join("worker", "honest", 0.0, "none", "float32", "cpu")
             try:
                 await client.post_json("/v1/nodes", join, t.NodeState, deadline_s=seconds)

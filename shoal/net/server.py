@@ -55,6 +55,7 @@ class Gate:
         bodies_bytes: int = constants.MAX_BODIES_BYTES,
         address_rate: tuple[float, int] = (constants.ADDRESS_REQUESTS_PER_S, constants.ADDRESS_BURST),
         key_rate: tuple[float, int] = (constants.KEY_REQUESTS_PER_S, constants.KEY_BURST),
+        newcomer_rate: tuple[float, int] = (constants.ADDRESS_NEWCOMERS_PER_S, constants.ADDRESS_NEWCOMERS_BURST),
     ) -> None:
         """`clock` gives seconds since the epoch; rates are (requests per second, burst).
 
@@ -66,6 +67,7 @@ class Gate:
         self._bodies_left = bodies_bytes
         self._addresses = Buckets(*address_rate)
         self._keys = Buckets(*key_rate)
+        self._newcomers = Buckets(*newcomer_rate)
 
     async def anyone(self, request: Request) -> None:
         """Admit a request that needs no signature and has no body. Raises `RequestRefused` 411, 413, 429."""
@@ -94,6 +96,11 @@ class Gate:
                 "send its run id in shoal-run",
             )
         return caller
+
+    def newcomer(self, request: Request) -> None:
+        """Admit a key that the role would have to remember. Keys are free, so it counts for its address. Raises
+        `RequestRefused` 429."""
+        self._limit(self._newcomers, address_of(request), "address by new keys")
 
     async def body(self, request: Request, caller: Caller) -> bytes:
         """The body of an admitted request, in memory. Raises `RequestRefused` 400, 408, 503 (too many large bodies)."""
@@ -132,7 +139,7 @@ class Gate:
             raise RequestRefused(
                 429,
                 "too_many_requests",
-                f"more than {buckets.per_s:.0f} requests per second from one {what}: come back in {wait_s:.1f} s",
+                f"more than {buckets.per_s:g} requests per second from one {what}: come back in {wait_s:.1f} s",
                 retry_s=wait_s,
             )
 

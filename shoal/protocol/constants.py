@@ -139,5 +139,9 @@ ADDRESS_REQUESTS_PER_S, ADDRESS_BURST = 500.0, 2000
 KEY_REQUESTS_PER_S, KEY_BURST = 100.0, 500
 """For one key, after its signature is verified."""
 
+ADDRESS_NEWCOMERS_PER_S, ADDRESS_NEWCOMERS_BURST = 0.1, 1000
+"""For keys of one network address that join for the first time. Each join is an event of about 500 bytes and a member for
+ever, so an address adds 0.5 MB to the log at once, and then 4.3 MB a day."""
+
 MAX_BUCKETS = 65_536
 """Addresses, and keys, whose rates a server remembers, in about 10 MB. For more it forgets those that were idle longest."""

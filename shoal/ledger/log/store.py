@@ -7,7 +7,7 @@ be possible, but every command opens SQLite, and only SQLite is tested.
 
 import os
 import sqlite3
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from pathlib import Path
 
 import sqlalchemy as sa
@@ -60,15 +60,17 @@ class Store:
         except sa.exc.SQLAlchemyError as error:
             raise StateError(f"the log could not be written: {_reason(error)}; nothing was lost") from None
 
-    def read(self, after: int = -1, limit: int | None = None) -> Iterator[tuple[bytes, str]]:
-        """Stored bytes and hashes with a sequence number above `after`, in order.
+    def read(
+        self, after: int = -1, limit: int | None = None, at_a_time: int = READ_ROWS
+    ) -> Generator[tuple[bytes, str]]:
+        """Stored bytes and hashes with a sequence number above `after`, in order. `at_a_time` rows are in memory together.
 
         Raises `StateError` if the log is damaged or cannot be read.
         """
         query = sa.select(*_RAW).where(_events.c.seq > after).order_by(_events.c.seq)
         try:
             with self._engine.connect() as connection:
-                rows = connection.execution_options(yield_per=READ_ROWS).execute(query.limit(limit) if limit else query)
+                rows = connection.execution_options(yield_per=at_a_time).execute(query.limit(limit) if limit else query)
                 for row in rows:
                     data, stored_hash = row[0], row[1]
                     # guard: damaged-row

@@ -4,6 +4,7 @@ Called by uvicorn, and by tests without a socket. A handler reads a request with
 a file beside it, and encodes the answer. It decides nothing: the rules refuse, and this file chooses the HTTP status.
 """
 
+import functools
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -31,20 +32,20 @@ from shoal.protocol.accounts import CreditPage, Statement
 from shoal.protocol.constants import (
     LONG_POLL_S,
     MAX_CHUNK_BYTES,
-    MAX_EVENTS,
-    MAX_EVENTS_BYTES,
     MAX_JSON_BYTES,
     MAX_MANIFEST_BYTES,
     MAX_SUBMISSION_BYTES,
     SMALL_BODY_BYTES,
 )
 from shoal.protocol.identity import Caller
+from shoal.protocol.wire import to_json
 from shoal.roles.coordinator.asked import Asked
 from shoal.roles.coordinator.board import Board, batch_of, node_state
 from shoal.roles.coordinator.credits import credit_page, statement
 from shoal.roles.coordinator.desk import Desk
 from shoal.roles.coordinator.judging import admit_validator, next_check, take_verdict
 from shoal.roles.coordinator.line import Line
+from shoal.roles.coordinator.pages import Pages
 from shoal.roles.coordinator.versions import admit_trainer, put_chunk, signed_manifest, take_checkpoint
 
 STATUS_OF = {
@@ -65,7 +66,7 @@ Handler = Callable[["Api", Request], Awaitable[Response]]
 
 def application(desk: Desk, **options: Any) -> Starlette:
     """The coordinator as an ASGI application. `options` are Starlette's."""
-    api = Api(desk, Board(desk), Gate(desk.clock), Line(desk.book), Asked())
+    api = Api(desk, Board(desk), Gate(desk.clock), Line(desk.book), Asked(), Pages(desk.book.store))
     routes = [Route(call.path, _bound(handler, api), methods=[call.method]) for call, handler in CALLS]
     return server.application(routes, **options)
 
@@ -88,6 +89,7 @@ class Api:
     gate: Gate
     line: Line
     asked: Asked
+    pages: Pages
 
     def admit(self, request: Request, cap: int = SMALL_BODY_BYTES) -> Caller:
         """Who signed the request, before its body is read. Raises `Refused` if our log lacks the head that the caller saw
@@ -172,23 +174,18 @@ async def get_batch(api: Api, request: Request) -> Response:
 
 
 async def get_events(api: Api, request: Request) -> Response:
-    """The stored bytes of the events, a line each: these bytes are hashed."""
     await api.gate.anyone(request)
-    after = _number(request.query_params.get("after", "-1"), "after")
-    page = bytearray()
-    for data, _ in api.desk.book.store.read(after, MAX_EVENTS):
-        page += data + b"\n"
-        if len(page) > MAX_EVENTS_BYTES:  # guard: page-of-the-log
-            break
-    return answer_bytes(bytes(page), "application/x-ndjson")
+    return await api.pages.after(_number(request.query_params.get("after", "-1"), "after"))
 
 
 async def get_health(api: Api, request: Request) -> Response:
+    await api.gate.anyone(request)
     return PlainTextResponse("ok\n")
 
 
 async def get_metrics(api: Api, request: Request) -> Response:
     """Prometheus text."""
+    await api.gate.anyone(request)
     status = api.board.status()
     lines = [
         f"shoal_version {status.version}", f"shoal_groups_accepted_total {status.accepted}",
@@ -205,6 +202,7 @@ async def get_metrics(api: Api, request: Request) -> Response:
 
 async def get_front(api: Api, request: Request) -> Response:
     """A page for people who open the URL."""
+    await api.gate.anyone(request)
     info, status = api.board.info(), api.board.status()
     url = str(request.base_url).rstrip("/")
     return PlainTextResponse(
@@ -215,7 +213,13 @@ async def get_front(api: Api, request: Request) -> Response:
 
 
 async def get_openapi(api: Api, request: Request) -> Response:
-    return answer(document("shoal coordinator", __version__, [call for call, _ in CALLS]))
+    await api.gate.anyone(request)
+    return answer_bytes(_openapi(), "application/json")
+
+
+@functools.cache
+def _openapi() -> bytes:
+    return to_json(document("shoal coordinator", __version__, [call for call, _ in CALLS]))
 
 
 # --- nodes ---
@@ -224,6 +228,8 @@ async def get_openapi(api: Api, request: Request) -> Response:
 async def post_nodes(api: Api, request: Request) -> Response:
     caller, body = await api.caller(request)
     join = server.decode(body, t.Join)
+    if caller.key not in api.desk.state.members:  # guard: newcomers-of-an-address
+        api.gate.newcomer(request)
     await api.desk.book.submit(Enter(caller.key, join, api.desk.clock(), caller.created))
     return answer(node_state(api.desk.state.members[caller.key]))
 

@@ -1,0 +1,121 @@
+"""What strangers may ask of a coordinator, and how often: stories over its real application."""
+
+import asyncio
+from functools import partial
+
+import httpx
+import pytest
+
+from shoal.errors import PeerError
+from shoal.ledger.facts.run import Reconfigure
+from shoal.net.client import Client
+from shoal.net.server import Gate
+from shoal.protocol import types as t
+from shoal.protocol.identity import Key, content_digest
+from shoal.protocol.wire import digest
+from shoal.roles.coordinator.api import CALLS, application
+from shoal.roles.coordinator.pages import PART_BYTES, Pages
+from tests.roles.town import URL, Town, tiny_run
+
+OPEN_CALLS = sorted(call.path for call, _ in CALLS if call.who.startswith("anyone"))
+
+
+@pytest.fixture
+def town(tmp_path):
+    return Town(tmp_path / "run", tiny_run())
+
+
+def once_each(town, monkeypatch, **rates):
+    """The same coordinator with other rates."""
+    monkeypatch.setattr("shoal.roles.coordinator.api.Gate", partial(Gate, **rates))
+    town.app = application(town.desk)
+
+
+@pytest.mark.parametrize("path", OPEN_CALLS)
+def test_every_call_that_is_open_to_anyone_counts_for_its_address(town, monkeypatch, path):
+    once_each(town, monkeypatch, address_rate=(0.001, 1))
+
+    async def story():
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(town.app), base_url=URL) as http:
+            used = await http.get("/v1/run")
+            return used.status_code, (await http.get(path.format(key="0", hash="0", version="0", step="0"))).status_code
+
+    assert asyncio.run(story()) == (200, 429)
+
+
+def test_an_address_adds_few_new_keys_to_the_log_and_known_ones_join_again(town, monkeypatch):
+    once_each(town, monkeypatch, newcomer_rate=(0.001, 2))
+    keys = [Key(bytes([i]) * 32) for i in range(4)]
+
+    async def join(key, name="node"):
+        async with Client(URL, key, transport=httpx.ASGITransport(town.app), run=town.desk.state.run) as client:
+            await client.post_json(
+                "/v1/nodes", t.Join("worker", name, 0.0, "x", "float32", "cpu"), t.NodeState, deadline_s=3.0
+            )
+
+    async def story():
+        joined = []
+        for key in keys:
+            try:
+                await join(key)
+            except PeerError as error:
+                joined.append(str(error))
+            else:
+                joined.append("joined")
+        await asyncio.sleep(1.1)  # `created` counts whole seconds
+        await join(keys[0], "another name")
+        return joined
+
+    joined = asyncio.run(story())
+    assert joined[:2] == ["joined"] * 2 and all("from one address by new keys" in error for error in joined[2:])
+    assert len(town.desk.state.members) == 2 and town.desk.state.members[keys[0].public].name == "another name"
+
+
+def long_log(town, events, size):
+    for number in range(events):
+        now = town.clock()
+        town.desk.book.write(Reconfigure({"x": str(number) + "y" * size}, 3, 5.0, now), now)
+
+
+async def sent(response):
+    return [part async for part in response.body_iterator]
+
+
+def test_a_page_of_the_log_goes_out_in_parts_and_is_what_the_log_holds(town):
+    long_log(town, 40, PART_BYTES // 4)
+    stored = [data for data, _ in town.desk.book.store.read()]
+    for after in (-1, 0, 17, len(stored) - 1):
+        response = asyncio.run(Pages(town.desk.book.store).after(after))
+        parts = asyncio.run(sent(response))
+        page = b"".join(parts)
+        assert page == b"".join(data + b"\n" for data in stored[after + 1 :])
+        assert response.headers["content-length"] == str(len(page))
+        assert response.headers["content-digest"] == content_digest(digest(page))
+        assert all(len(part) < 2 * PART_BYTES for part in parts)
+
+
+def test_pages_that_nobody_reads_take_no_memory_and_others_are_served_meanwhile(town, monkeypatch):
+    """Before, each of the 256 connections of an address could hold a page of 8 MiB."""
+    long_log(town, 40, PART_BYTES)
+    pages, read, at_once = Pages(town.desk.book.store), town.desk.book.store.read, []
+
+    def counted(*how):
+        at_once.append(1)
+        try:
+            yield from read(*how)
+        finally:
+            at_once.pop()
+
+    monkeypatch.setattr(town.desk.book.store, "read", counted)
+
+    async def story():
+        most, turns = 0, 0
+        asked = [asyncio.create_task(pages.after(-1)) for _ in range(8)]
+        while not all(one.done() for one in asked):
+            most, turns = max(most, len(at_once)), turns + 1
+            await asyncio.sleep(0)
+        return most, turns, [await anext(one.result().body_iterator) for one in asked]
+
+    most, turns, firsts = asyncio.run(story())
+    assert most == 1 and turns > 8 * 40 and len(at_once) == 0
+    assert all(len(first) < 2 * PART_BYTES for first in firsts)
