@@ -6,6 +6,9 @@ Called wherever such text is printed or logged. Escapes are those of JSON, so a 
 import json
 import logging
 
+MAX_LINE_CHARS = 2000
+"""Of a line of a role's log; a traceback after it is whole."""
+
 
 def printable(text: str, keep: str = "") -> str:
     """Escape everything that does not print: controls, U+0080 to U+009F, marks that change the text direction."""
@@ -22,7 +25,10 @@ def say(text: str) -> None:
 
 
 class PrintableFormatter(logging.Formatter):
-    """Formats a role's log. Most of the text is ours, but names and reasons come from others."""
+    """Formats a role's log. Most of the text is ours, but names and reasons come from others, who could fill a disk."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return super().formatMessage(record)[:MAX_LINE_CHARS]  # guard: short-log-lines
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record), keep="\n")  # guard: printable-logs

@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from shoal.terminal import PrintableFormatter, printable, say
+from shoal.terminal import MAX_LINE_CHARS, PrintableFormatter, printable, say
 
 NASTY = "a\x1b[2J\x7f\x9b1m\u202e\u2066\U000e0001\r\0\n\ud800b"
 
@@ -28,3 +28,10 @@ def test_printed_and_logged_lines_are_printable(capsys):
     assert capsys.readouterr().out == "two\nlines\\u009b\n"
     record = logging.LogRecord("worker", logging.INFO, "", 0, "joined run=%s", ("x\x1b[1m",), None)
     assert PrintableFormatter("%(message)s").format(record) == "joined run=x\\u001b[1m"
+
+
+def test_a_logged_line_is_short_and_a_traceback_after_it_whole():
+    record = logging.LogRecord("worker", logging.INFO, "", 0, "dropped lease=%s", ("x" * 1_000_000,), None)
+    assert PrintableFormatter("%(message)s").format(record) == "dropped lease=" + "x" * (MAX_LINE_CHARS - 14)
+    record.exc_text = "y" * 3 * MAX_LINE_CHARS
+    assert PrintableFormatter("%(message)s").format(record).endswith("\n" + record.exc_text)

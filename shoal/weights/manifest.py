@@ -30,6 +30,9 @@ DTYPES = ("float32", "bfloat16")
 MAX_PLAIN_BYTES = 64 << 20
 """Largest file of a version that holds no weights."""
 
+MOST_FILES = 1000
+"""Files of a version: each takes a block of the disk and some time, however small it is."""
+
 _NAME = re.compile(
     r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}(\.[A-Za-z0-9_-]{1,40}){0,4}\.(json|safetensors|jinja|txt|model)", re.ASCII
 )
@@ -176,6 +179,8 @@ def _demand_file(entry: FileEntry, chunk_bytes: int) -> None:
 
 def _demand_whole(manifest: Manifest, max_bytes: int | None) -> None:
     """Check what concerns all files together."""
+    if len(manifest.files) > MOST_FILES:  # guard: files-of-a-version
+        raise PeerError(f"manifest names {len(manifest.files)} files, limit {MOST_FILES}: use fewer, larger shards")
     names = [entry.path.lower() for entry in manifest.files]
     if len(set(names)) != len(names) or not names:
         raise PeerError("manifest has no file, or has one twice: the publisher must issue it again")

@@ -1,6 +1,7 @@
 """Hostile things that a host can serve: run files, answers, leases, weights, templates, tokenizers, checks."""
 
 import gzip
+import itertools
 import json
 import time
 from collections.abc import AsyncIterator, Callable
@@ -120,6 +121,13 @@ def versions_that_are_gone(host: HostileHost) -> None:
     host.always = True
 
 
+def long_reasons(host: HostileHost) -> None:
+    """Each question about the worker's work is answered with one more refusal, in 900,000 letters."""
+    told = itertools.count(1)
+    host.node = lambda node: msgspec.structs.replace(node, refused=next(told), last_reason="z" * 900_000)
+    host.always = True
+
+
 def with_blocks(*blocks: tuple[int, dict[str, object]]) -> Change:
     return lambda host: host.change(blocks=tuple(host.block(slots, **changes) for slots, changes in blocks))
 
@@ -165,6 +173,12 @@ def lies(host: HostileHost, manifest: t.Manifest) -> dict[str, object]:
 def many_files(host: HostileHost, manifest: t.Manifest) -> dict[str, object]:
     big = repeated("a.json", bytes(8 << 20), 8, host.chunks)
     return {"files": tuple(msgspec.structs.replace(big, path=f"{i}.json") for i in range(100))}
+
+
+def tiny_files(host: HostileHost, manifest: t.Manifest) -> dict[str, object]:
+    """Files of one byte, each of which takes a block of the disk."""
+    small = repeated("a.json", b"x", 1, host.chunks)
+    return {"files": (*manifest.files, *(msgspec.structs.replace(small, path=f"{i}.json") for i in range(15_500)))}
 
 
 def with_config(**changes: object) -> Change:
@@ -271,6 +285,8 @@ CASES = {
     # leases
     "a crowd in 362 bytes": Case(crowd, OVER),
     "versions that are gone": Case(versions_that_are_gone, "left credits=0", stop_after_s=6.0),
+    "a lease with a name of 400,000 letters": Case(lambda host: host.change(id="x" * 400_000), "of the wrong form"),
+    "a reason of 900,000 letters": Case(long_reasons, "left credits=0", stop_after_s=6.0),
     "a lease of many blocks": Case(with_blocks(*[(1, {})] * 1000), "has 1000 blocks, limit 64"),
     "a slot of an unknown environment": Case(with_blocks((1, {"env": "chess"})), "asks for environment chess"),
     "a seed that is no seed": Case(with_blocks((1, {"seed": "no"})), "has the seed 'no', not 64 hex digits"),
@@ -280,6 +296,7 @@ CASES = {
     "one chunk a hundred times": Case(with_manifest(repeats), "this node takes 17500000: allow more"),
     "files of 10^15 bytes": Case(with_manifest(lies), "they do not match"),
     "a hundred large files": Case(with_manifest(many_files), "this node takes 17500000: allow more"),
+    "15,500 files of one byte": Case(with_manifest(tiny_files), "files, limit 1000"),
     "a vocabulary of 10^9": Case(with_config(vocab_size=10**9), "not in 1..16777216"),
     "10^6 layers": Case(with_config(num_hidden_layers=10**6), "layers = 1000000"),
     "16 million words that are not there": Case(with_config(vocab_size=1 << 24), OVER),

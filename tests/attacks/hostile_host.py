@@ -55,6 +55,7 @@ class HostileHost:
         )  # fmt: skip
         self.lease = t.Lease("lease-0", "", 0, (self.block(),), SAMPLING, time.time(), time.time() + 60)
         self.manifest: Callable[[t.Manifest], t.Manifest] = lambda manifest: manifest
+        self.node: Callable[[t.NodeState], t.NodeState] = lambda node: node
         self.check: tuple[t.Check, bytes] | None = None
         """What validators are given, with the submission's bytes."""
         self.answers: dict[str, Callable[[], Response]] = {}
@@ -147,7 +148,7 @@ class HostileHost:
         return t.LeaseAnswer(self.lease, 0.0, "", terms, grant.root, grant.content, grant.signature)
 
     def _node(self, request: Request) -> t.NodeState:
-        return t.NodeState("cc" * 32, "worker", "guest", "new", 0, 0, 0, 0, {}, "")
+        return self.node(t.NodeState("cc" * 32, "worker", "guest", "new", 0, 0, 0, 0, {}, ""))
 
     def signed(self) -> t.SignedManifest:
         """The manifest of the policy as it is now. It puts the policy's chunks into `chunks`."""

@@ -10,6 +10,7 @@ from shoal.protocol import constants, wire
 from shoal.protocol.identity import Key
 from shoal.protocol.types import FileEntry, Manifest, SignedManifest
 from shoal.weights.manifest import (
+    MOST_FILES,
     PURPOSE,
     is_publishable,
     is_renewal,
@@ -143,6 +144,13 @@ def test_only_weights_may_be_large(manifest):
     assert "limit 67108864 for a file without weights" in refused(encoded(large))
     fits = msgspec.structs.replace(entry, size=8 * (8 << 20), chunks=chunks[:8])
     assert accept(encoded(changed(large, files=(fits,))))
+
+
+def test_a_version_has_few_files(manifest):
+    empty = FileEntry(path="a.json", size=0, digest=wire.digest(b""), chunks=())
+    files = tuple(msgspec.structs.replace(empty, path=f"{i}.json") for i in range(MOST_FILES + 1))
+    assert "names 1001 files, limit 1000" in refused(encoded(changed(manifest, files=files)))
+    assert accept(encoded(changed(manifest, files=files[1:])))
 
 
 def test_a_file_named_twice_is_refused_whatever_its_case(manifest):

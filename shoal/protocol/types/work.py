@@ -50,7 +50,7 @@ class Block(Message, frozen=True, omit_defaults=True):
 class Lease(Message, frozen=True):
     """The right and duty of one worker to fill some slots until the deadline."""
 
-    id: str
+    id: Short
     worker: str
     version: int
     blocks: tuple[Block, ...]
