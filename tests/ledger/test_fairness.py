@@ -90,7 +90,9 @@ def test_who_is_away_for_more_than_an_hour_did_not_wait(world):
     joined(world, FRIEND, *OTHERS[:1])
     serve(world, *OTHERS[:1])
     world.now += 3600.0
-    serve(world, *[FRIEND] * 10, OTHERS[0])
+    serve(world, *[FRIEND] * 10)
+    assert OTHERS[0] not in world.audit().turns._waiting  # so that no lease after that costs an auditor time
+    serve(world, OTHERS[0])
     assert world.audit().turns.out_of_turn == 0
 
 

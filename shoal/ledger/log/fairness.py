@@ -90,8 +90,10 @@ class Turns:
         if before is None:
             return
         for key, since in list(self._waiting.items()):
-            # guard: waits-since-the-last-lease, gone-waits-no-more
-            if key == served or since + ASKS_WITHIN_S > before or entry.time - since > WAITS_AT_MOST_S:
+            if entry.time - since > WAITS_AT_MOST_S:  # guard: gone-waits-no-more
+                del self._waiting[key]
+                continue
+            if key == served or since + ASKS_WITHIN_S > before:  # guard: waits-since-the-last-lease
                 continue
             if len(self._before[key]) >= COUNTED:
                 continue
