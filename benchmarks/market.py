@@ -320,8 +320,12 @@ class Worker:
             _quarantine(key, quarantine_turns(key.failures + 1), now)
         elif blamed:
             self._refuse(key, blamed)
+            if is_quarantined(said[-1], key.failures) and self.terms.law.version >= 2:
+                _quarantine(key, quarantine_turns(key.failures + 1), now)
         elif (weighed is None or weighed.refused) and any("hard" in verdict for verdict in said):
             key.valid = 0  # a forgery that could not be settled
+        if blamed and self.terms.law.version >= 2:
+            key.valid, key.failures, self.refused = 0, key.failures + 1, self.refused + 1
 
     def _hear(self, case: Case, said: list[tuple[str, ...]], blocks: int) -> Weighed | None:
         """One more verdict, and what all add up to. Those who are outvoted are at fault."""

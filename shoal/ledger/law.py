@@ -37,7 +37,8 @@ WHAT_CHANGED = {
     "its blocks; deadlines and sizes of leases follow from the time that a worker took before; workers without accepted "
     "work share a part of the blocks; a lapse without pay to lose is owed; "
     "claimed log-probs that lean one way over time are evidence; "
-    "each refused block of a submission costs pay; what pays much, compared with its worker's stake, is rechecked more",
+    "each refused block of a submission costs pay; what pays much, compared with its worker's stake, is rechecked more; "
+    "a refusal by a recheck ends trust and counts towards quarantines as any refusal does",
 }
 """By version of the rules: how they differ from the version before. This code makes the events and decisions of each of
 these versions exactly as the code that wrote them. Logs of other versions are reported as not checked."""

@@ -344,6 +344,22 @@ def test_a_mild_cheat_found_by_a_recheck_costs_what_any_refusal_costs(court):
     entries = court.judge(name, "soft", by=JUDGES[2])
     assert [body.outcome for body in bodies(entries, Rechecked)] == ["refused"]
     assert [body.tokens for body in bodies(entries, Forfeited)] == [80] and court.audit().findings == []
+    assert court.state.members[WORKER].valid_blocks == 0
+
+
+@pytest.mark.parametrize("finds", ["soft", "hard"])
+def test_each_third_mild_cheat_that_a_recheck_finds_quarantines_as_any_would(court, finds):
+    """A friend accepts first. Hard findings of two kinds are no slash, but the first one quarantines."""
+    node = court.state.members[WORKER]
+    for times in (1, 2, 3):
+        name = court.submit(WORKER, court.lease(WORKER), recheck=0.0)
+        court.judge(name, by=JUDGES[0])
+        for audited, judge in enumerate(JUDGES[1:]):
+            court.judge(name, finds, by=judge, audited=bool(audited))
+        assert node.failures == times and (node.standing == "quarantined") == (finds == "hard" or times == 3)
+        court.now = max(court.now, node.until + 1.0)
+        court.do(Tick(court.now))
+    assert court.audit().findings == []
 
 
 @pytest.mark.parametrize(("outcome", "check"), [("hard", "[[["), ("soft", ""), ("void", "x"), ("accept", "shape")])

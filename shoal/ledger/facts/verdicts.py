@@ -196,9 +196,12 @@ def apply_rechecked(body: Rechecked, state: State, entry: Entry) -> None:
     if body.outcome == "confirmed" and worked:
         state.members[first].turns.confirmed += 1
     lease = state.lease_of(submission)
-    # guard: doubted-forgery-is-audited
-    if state.law.version >= 2 and body.outcome == "undecided" and _has_hard(state, lease, submission, lease.blocks):
-        state.members[lease.worker].valid_blocks = 0
+    worker, refused = state.members[lease.worker], body.outcome in ("forged", "refused")
+    if state.law.version >= 2:
+        worker.failures += refused  # guard: recheck-is-counted
+        # guard: recheck-ends-trust, doubted-forgery-is-audited
+        if refused or (body.outcome == "undecided" and _has_hard(state, lease, submission, lease.blocks)):
+            worker.valid_blocks = 0
     _end_judgement(state, submission)
 
 

@@ -63,13 +63,13 @@ def decide_judge(command: Judge, state: State) -> list[Body]:
         weighed = None  # one of two did not do the work; a third will tell which
     if submission.decided:
         doubted = state.law.version >= 2 and len(verdicts) == 2 and bool(command.differs_from)
-        return [*events, *_end_recheck(state, submission, lease, weighed, doubted, command.now)]
+        return [*events, *_end_recheck(state, submission, lease, weighed, doubted, command)]
     if _is_noisy(state, state.members[lease.worker], command):  # guard: noise-over-time
         weighed = Weighed({}, lease.blocks, (), slash=False, outvoted=())
         why = "sampling or logprobs: more noise over time than honest arithmetic makes"
         events += quarantine(state, lease.worker, submission, why, command.now)
     elif len(verdicts) == 1:
-        events += _first_failure(state, lease, submission, command)
+        events += _failure(state, lease, submission, command)
     if weighed is not None:
         # guard: recheck
         drawn = len(verdicts) == 1 and more and not weighed.refused and _is_rechecked(state, lease, command)
@@ -212,8 +212,9 @@ def _more(state: State, verdicts: dict[str, tuple[GroupVerdict, ...]]) -> bool:
     )  # guard: left-may-judge
 
 
-def _first_failure(state: State, lease: LeaseRecord, submission: SubmissionRecord, command: Judge) -> Iterator[Body]:
-    """Quarantine at the first hard verdict, or at every third refused submission.
+def _failure(state: State, lease: LeaseRecord, submission: SubmissionRecord, command: Judge) -> Iterator[Body]:
+    """What the first verdict on a submission leads to, or that which ends a recheck, if it refuses: quarantine if it is
+    hard, and at every third refused submission.
 
     A prompt that one validator refuses counts as soft: the validator's data may be the ones that differ.
     """
@@ -276,7 +277,12 @@ def _decide(
 
 
 def _end_recheck(
-    state: State, submission: SubmissionRecord, lease: LeaseRecord, weighed: Weighed | None, doubted: bool, now: float
+    state: State,
+    submission: SubmissionRecord,
+    lease: LeaseRecord,
+    weighed: Weighed | None,
+    doubted: bool,
+    command: Judge,
 ) -> Iterator[Body]:
     """What a second look at an accepted submission found. If two refuse it, it costs what any refusal costs. `doubted`: one
     of two validators gave its verdict without doing the work, and there is no third to tell which."""
@@ -287,11 +293,13 @@ def _end_recheck(
     if weighed.slash:
         yield Rechecked(submission.digest, "forged")
         yield Slash(member.key, submission.digest, sum(member.escrow))  # guard: recheck-slashes
-        yield from quarantine(state, member.key, submission, "forged, as a second look found", now)
+        yield from quarantine(state, member.key, submission, "forged, as a second look found", command.now)
         return
     if blamed := set(weighed.refused) - set(weighed.disputed):
         yield Rechecked(submission.digest, "refused")
         yield from refusal_costs(state, member, lease, member.escrow, len(blamed))  # guard: recheck-costs
+        if state.law.version >= 2:  # guard: recheck-quarantines
+            yield from _failure(state, lease, submission, command)
         return
     disputed = (
         weighed.refused or doubted or next(iter(submission.verdicts)) in weighed.outvoted
