@@ -55,8 +55,8 @@ def blocks_in_the_way(state: State, stream: StreamRecord) -> list[tuple[int, int
 
 
 def _may_still_come(state: State, block: BlockRecord) -> bool:
-    """Whether a group of a block may be accepted soon. In a run that leases nothing, nobody makes free blocks. What as many
+    """Whether a group of a block may still be accepted. In a run that drains, nobody makes free blocks. What as many
     workers sent as may have one, and no validator could judge, is not waited for."""
     if block.status == "free":
-        return state.phase == "running"  # guard: free-in-a-drain
+        return state.phase != "draining"  # guard: free-in-a-drain, free-in-a-pause
     return block.status == "leased" or (block.status == "submitted" and len(block.holders) < state.law.block_workers)

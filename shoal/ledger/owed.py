@@ -55,20 +55,19 @@ def _late(state: State, stream: StreamRecord, now: float) -> Iterator[tuple[int,
 
 
 def _in_the_way(state: State, stream: StreamRecord, now: float) -> Iterator[tuple[int, int]]:
-    """Of the blocks that the next batch waits for: those that are free, those that validators dispute or do not judge, and
-    those whose worker is not worth waiting for. A worker with a good record is, for as long as one of a sixth of the usual
-    speed needs."""
+    """Of the blocks that the next batch waits for: those that are free, those whose newest submission validators dispute or
+    do not judge, and those whose newest worker is not worth waiting for. A worker with a good record is, for as long as one
+    of a sixth of the usual speed needs."""
     for version, number in blocks_in_the_way(state, stream):
-        block = stream.versions[version].blocks[number]
-        if block.status == "submitted":
-            sent = [state.submissions[name] for name in (state.leases[i].submission for i in block.claims) if name]
-            # guard: disputed-is-owed, unjudged-is-owed
-            if any(x.verdicts for x in sent) or now > min(x.time for x in sent) + state.law.turn_s:
+        newest = state.leases[stream.versions[version].blocks[number].lease]
+        if newest.status == "submitted":  # guard: made-again-once
+            sent = state.submissions[newest.submission]
+            if sent.verdicts or now > sent.time + state.law.turn_s:  # guard: disputed-is-owed, unjudged-is-owed
                 yield version, number
             continue
-        patience_s = state.law.patience_times * usual_pace_s(state) * len(state.leases[block.lease].blocks)
+        patience_s = state.law.patience_times * usual_pace_s(state) * len(newest.blocks)
         # guard: waits-for-a-good-record
-        if block.holders[-1] not in reliable(state) or now > state.leases[block.lease].issued + patience_s:
+        if newest.worker not in reliable(state) or now > newest.issued + patience_s:
             yield version, number
 
 

@@ -332,6 +332,35 @@ def test_a_draining_run_does_not_wait_for_a_block_that_nobody_may_make(tmp_path)
     assert_holds(world)
 
 
+def test_a_paused_run_waits_for_a_block_that_was_given_back(tmp_path):
+    """Else a worker could wait for a pause and then give back what it does not like: nobody else may make it now."""
+    world, held = blocked(tmp_path, STRANGER)
+    world.do(Admin("pause", "", world.now))
+    give_back(world, STRANGER, held)
+    assert held.version + 1 not in world.state.main.batches
+    world.do(Admin("resume", "", world.now))
+    world.judge(world.submit(A, world.lease(A)))
+    assert (held.version, held.blocks[0] * 2) in world.state.main.batches[held.version + 1]
+    assert_holds(world)
+
+
+def test_a_disputed_block_in_the_way_is_given_to_one_worker_at_a_time(tmp_path):
+    world, held = blocked(tmp_path, STRANGER, good=(A, B, C, D), validators=JUDGES)
+    world.judge(world.submit(STRANGER, held, order=JUDGES), "soft")
+    again = [ask(world, key) for key in (A, C, D)]
+    assert [lease and lease.blocks == held.blocks and lease.version == held.version for lease in again] == [
+        True,
+        False,
+        False,
+    ]
+    later(world, LAW.patience_times * 1.0 + 0.1)
+    world.submit(A, again[0], order=JUDGES)
+    holding = [lease.id for lease in world.state.open_leases_of(B)]
+    other = ask(world, B, holding)
+    assert other is None or other.blocks != held.blocks, "what was just sent again is not judged yet"
+    assert_holds(world)
+
+
 def test_a_batch_takes_the_oldest_version_first(tmp_path):
     world = world_of(tmp_path)
     late = world.lease(B)
