@@ -25,20 +25,20 @@ WHAT_CHANGED = {
     2: "audits, rechecks and turns are drawn by lease and slot, not by the submission's digest; "
     "a hard finding that stays disputed ends a worker's trust; "
     "refusals of a prompt agree only if they name the same prompt, and one alone is soft; "
-    "joins, leaves and the host's requests store when they were signed, and older ones are refused; nodes leave; "
+    "joins, leaves and the host's requests store when they were signed, and older ones are refused; leaving is logged; "
     "changed joins of one key are limited; "
     "a group's pay above that of its worker's newest groups raises its audit rate; "
     "a worker with nothing at stake is audited fully; "
     "validators judge the oldest submissions first, keep their turns while they do, and are skipped for a while after "
-    "missed or late turns; turns last as long as the middle validator's checks need; slow validators are seldom first; "
-    "rechecks wait for validators at work, and are more frequent for validators with few confirmed verdicts; "
-    "times do not fall, and a submission stores when it was signed, close to the time of its event; "
+    "missed or late turns; turns last as long as the median validator's checks need; slow validators are seldom first; "
+    "rechecks wait for validators at work, and are drawn more often for validators with few confirmed verdicts; "
+    "event times do not fall; a submission stores when it was signed, which must be near the time of its event; "
     "leases have a soft time, after which others may hold the same blocks; the last batch of a version waits for all of "
     "its blocks; deadlines and sizes of leases follow from the time that a worker took before; workers without accepted "
     "work share a part of the blocks; a lapse without pay to lose is owed; "
     "claimed log-probs that lean one way over time are evidence; "
-    "each refused block of a submission costs pay; what pays much, compared with its worker's stake, is rechecked more; "
-    "a refusal by a recheck ends trust and counts towards quarantines as any refusal does",
+    "each refused block of a submission costs pay; what pays much compared with its worker's stake is rechecked more; "
+    "a refusal by a recheck ends trust and counts towards quarantines, as any refusal does",
 }
 """By version of the rules: how they differ from the version before. This code makes the events and decisions of each of
 these versions exactly as the code that wrote them. Logs of other versions are reported as not checked."""
@@ -55,42 +55,43 @@ class Law(Message, frozen=True):
 
     probation_blocks: int = 10
     """Valid blocks in a row before a new key, or a known key with a new engine, is audited less than fully. Fewer helps a
-    cheat that strikes once and leaves; more costs validators one prefill a block."""
+    cheat that strikes once and leaves; each further one costs validators a prefill."""
     trust: float = 3.0
     """A worker with n valid blocks in a row is audited at trust / n, but never below the run's rate. A smaller number lets
     a sleeper reach the lowest rate sooner."""
     recheck_rate: float = 0.05
-    """Least share of accepted submissions that a second validator judges again; since version 2 it is more for those that
-    pay much, compared with their worker's stake. At 0, nobody finds a lazy or bribed validator."""
+    """Smallest share of accepted submissions that a second validator judges again; since version 2 it is more for those
+    that pay much compared with their worker's stake. At 0, nobody finds a lazy or bribed validator."""
     vesting_blocks: int = 40
     """Blocks of a worker's latest pay that have not vested, and that a slash takes. Keep within 19 to 48: below, cheating
     pays at 5 % audits; above, false alarms (one in 1,000 groups) cost honest nodes 1 % of their pay."""
     refused_blocks: int = 8
-    """Blocks' worth of the newest unvested pay that each refused block costs if nobody is slashed; before version 2, all
-    of a submission together. At 2, a worker gains if its cheats count as soft, or if its run has one validator."""
+    """Blocks' worth of the newest unvested pay that each refused block costs if nobody is slashed; before version 2, that
+    each refused submission costs. At 2, a worker gains if its cheats count as soft, or if its run has one validator."""
     turn_s: float = 30.0
-    """Least seconds without a verdict after which a validator's turn passes. Longer keeps work waiting for a dead
+    """A validator's turn lasts at least this many seconds without a verdict. Longer keeps work waiting for a dead
     validator; shorter than a prefill makes two validators do the same work."""
     missed_turns: int = 2
-    """A validator that misses this many turns in a row is skipped, at least until it sends a verdict. 1 would skip a mere
-    restart; a large number lets a dead validator delay every submission that long."""
+    """A validator is skipped while this many of its missed turns count, and until it sends a verdict; before version 2,
+    after this many in a row. 1 would skip a mere restart; a large number lets a dead validator delay every submission that
+    long."""
     turn_checks: float = 5.0
-    """A turn lasts at least this many checks of the middle validator, and a verdict that takes longer counts as a missed
-    turn. Less lets turns of honest slow validators pass; more lets one at work hold up a run longer."""
+    """A turn lasts at least this many checks of the median validator, and a verdict that takes longer counts as a missed
+    turn. Less makes honest slow validators miss turns; more lets one validator hold up a run longer."""
     late_s: float = 3.0
-    """A verdict within this time is never late. Less counts pauses of a process; more lets a validator delay each of its
-    turns by as much."""
+    """A verdict within this time is never late. Less would count the pauses of a process; more lets a validator delay each
+    of its turns by as much."""
     missed_counts_turns: int = 20
-    """A missed turn counts for the time of this many turns, whatever verdicts follow, and a validator is skipped while
-    `missed_turns` of them count. Fewer let one that lets turns pass delay a run more: at 20, a tenth of the time."""
+    """A missed turn counts for the time of this many turns, whatever verdicts follow. With fewer, a validator that lets
+    turns pass delays a run more: at 20, for a tenth of the time."""
     recheck_trust: float = 1.0
-    """Of a validator with n verdicts that rechecks confirmed, this share divided by n + 1 is judged again, but never below
-    `recheck_rate`. A smaller number finds a validator later that does no work; more costs validators."""
+    """After rechecks have confirmed n verdicts of a validator, this / (n + 1) of what it accepts is judged again, but never
+    less than `recheck_rate`. Less finds a validator that does no work later; more costs validators."""
     dispute_s: float = 600.0
-    """A dispute that is open this long ends without pay and without penalty, if nobody at work will come to it. No turn
-    is longer. Shorter than three turns, and a third verdict may come too late."""
+    """A dispute that is open this long ends without pay and without penalty, unless a validator at work will come to it.
+    No turn is longer. If it is shorter than three turns, a third verdict may come too late."""
     most_verdicts: int = 3
-    """Validators that judge one submission, at most: two that agree outvote the third."""
+    """At most this many validators judge one submission: two that agree outvote the third."""
     soft_failures: int = 3
     """A worker is quarantined each time it has this many more refused submissions, and at once after a hard failure."""
     validator_faults: int = 3
@@ -102,7 +103,7 @@ class Law(Message, frozen=True):
     """Share of a worker's leases that may lapse at no cost, because machines fail. More lets a worker drop the tasks that
     it does not like."""
     stale_margin: float = 0.1
-    """A worker's share of stale leases may exceed the run's share by this much; each lease beyond it counts as lapsed. More
+    """By how much a worker's share of stale leases may exceed the run's; each lease beyond that counts as lapsed. More
     lets a worker hold unwanted tasks until they are stale; less charges honest workers that are slower than most."""
     max_lapse_wait_s: float = 3600.0
     """A worker whose leases lapse one after another waits for the next one, longer each time, up to this many seconds. More
@@ -110,7 +111,7 @@ class Law(Message, frozen=True):
     lease_target_s: float = 20.0
     """A lease is sized to take a worker about this long, by its measured speed."""
     rejoins: int = 10
-    """Joins of one key that the log takes at once where each differs from the last. Fewer keep out somebody who tries
+    """Joins of one key, each different from the last, that the log takes at once. Fewer would keep out somebody who tries
     names and engines; each writes about 500 bytes."""
     rejoin_s: float = 60.0
     """Seconds after which such a key may join once more. Less lets one key write more of the log: 1 s makes 40 MB a day."""
@@ -120,20 +121,21 @@ class Law(Message, frozen=True):
     least_soft_s: float = 5.0
     """Shortest soft time: a machine that does something else for a moment is not late."""
     deadline_times: float = 4.0
-    """A lease's deadline, as a multiple of the same time, within `lease_s` and `lease_s` for each block. More lets a worker
-    hold many blocks for long; less lapses the leases of honest workers whose speed varies."""
+    """A lease's deadline, as a multiple of the same time, but at least `lease_s` and at most `lease_s` for each block. More
+    lets a worker hold many blocks for long; less lapses the leases of honest workers whose speed varies."""
     patience_times: float = 6.0
     """How long a batch waits for a block of a worker with a good record, as a multiple of the usual time for a block. More
-    lets workers that are slow on purpose hold up a run; at 4, one of a quarter of the usual speed has no time to spare."""
+    lets workers that are slow on purpose hold up a run; 4 leaves no time to spare at a quarter of the usual speed."""
     block_workers: int = 4
-    """Workers that may be leased one block. The slots of a block that so many gave back are void. Fewer lets workers that
-    choose make a block void; more lets them delay a batch longer."""
+    """At most this many workers are leased one block; if all of them gave it back, its slots are void. Fewer makes it
+    easier to void a block by dropping it; more lets droppers delay a batch longer."""
     unfilled_share: float = 0.1
-    """A worker is given blocks that others left only while it has left at most this share of its own to others. More lets
-    workers that choose pass a block among themselves; less shuts out honest workers that fail at times."""
+    """A worker gets blocks that others left only while it has left at most this share of its own to others. More lets
+    workers that drop what they do not like pass a block among themselves; less shuts out honest workers that fail at
+    times."""
     stranger_share: float = 0.125
-    """Workers without accepted work hold at most this share of the blocks in flight, but always one, while there are
-    workers with accepted work. More lets fresh keys hold up more of a run; less makes newcomers wait longer."""
+    """While some workers have accepted work, all others together hold at most this share of the blocks in flight, but
+    always one. More lets fresh keys hold up more of a run; less makes newcomers wait longer."""
 
     def audit_rate(self, valid_blocks: int, steady: float) -> float:
         """Share of a worker's groups that is audited; `steady` is the run's own rate."""
@@ -152,7 +154,7 @@ class Law(Message, frozen=True):
         return min(self.max_lapse_wait_s, first_s * 2.0 ** min(lapses - 2, 20)) if lapses > 1 else 0.0
 
     def recheck_chance(self, confirmed: int) -> float:
-        """Share of a validator's first verdicts that a second one judges again; `confirmed` of them have proven true."""
+        """Share of a validator's first verdicts that a second one judges again; so far `confirmed` were confirmed."""
         return max(self.recheck_rate, min(1.0, self.recheck_trust / (confirmed + 1)))  # guard: new-judge-is-rechecked
 
     def turn_begins(self, since: float, place: int) -> float:
@@ -170,7 +172,7 @@ BEFORE_LAWS = Law(
     free_lapses=0.05, stale_margin=0.1, max_lapse_wait_s=3600.0, lease_target_s=20.0, soft_times=2.0, least_soft_s=5.0,
     deadline_times=4.0, patience_times=6.0, block_workers=4, unfilled_share=0.1, stranger_share=0.125,
 )  # fmt: skip
-"""The constants of logs that name no law, written out: they must not follow `Law`'s defaults."""
+"""The constants of logs that name no law, written out, because they must not follow the defaults of `Law`."""
 
 
 def as_version(law: Law, version: int) -> Law:

@@ -1,8 +1,8 @@
 """What the next batch would take, and which blocks it waits for. Pure: it reads a state.
 
 Used by the rules of batches and of leases. A group may be learned from until it is `max_staleness` versions old. So each
-version has a last batch. From version 2 of the rules on, that batch waits for every block of the version, as the only batch
-of a version does at `max_staleness = 0`. Otherwise a worker could keep a group that it does not like until it is too old.
+version has a last batch. From version 2 of the rules on, that batch waits for every block of the version. Otherwise a
+worker could keep a group that it does not like until it is too old.
 """
 
 from collections import Counter
@@ -28,8 +28,8 @@ def usable(state: State, stream: StreamRecord) -> list[tuple[int, int]]:
 
 
 def next_members(state: State, stream: StreamRecord) -> list[tuple[int, int]]:
-    """Groups that the next batch would take now, none above its worker's share: the oldest version first, by slot. Before
-    version 2 of the rules, in the order of acceptance."""
+    """Groups that the next batch would take now, the oldest version first, then by slot; none beyond its worker's share.
+    Before version 2 of the rules, they come in the order of acceptance."""
     members: list[tuple[int, int]] = []
     taken, most = Counter[str](), groups_a_worker(state.rules)
     places = usable(state, stream)
@@ -43,8 +43,8 @@ def next_members(state: State, stream: StreamRecord) -> list[tuple[int, int]]:
 
 @once_per_event
 def blocks_in_the_way(state: State, stream: StreamRecord) -> list[tuple[int, int]]:
-    """(version, block) of what the next batch waits for, though other groups would fill it: blocks that are not final, of
-    the version whose last batch it is."""
+    """(version, block) of the blocks that the next batch waits for, although other groups would fill it: those that are not
+    final, of the version for which it is the last batch."""
     oldest = len(stream.batches) - state.rules.max_staleness
     if state.law.version < 2 or not state.rules.max_staleness or oldest not in stream.versions:
         return []
@@ -55,8 +55,8 @@ def blocks_in_the_way(state: State, stream: StreamRecord) -> list[tuple[int, int
 
 
 def _may_still_come(state: State, block: BlockRecord) -> bool:
-    """Whether a group of a block may still be accepted. In a run that drains, nobody makes free blocks. What as many
-    workers sent as may have one, and no validator could judge, is not waited for."""
+    """Whether a group of a block may still be accepted. In a run that drains, nobody makes free blocks. A submitted block
+    that as many workers had as may have one is not waited for: no validator could judge it."""
     if block.status == "free":
         return state.phase != "draining"  # guard: free-in-a-drain, free-in-a-pause
     return block.status == "leased" or (block.status == "submitted" and len(block.holders) < state.law.block_workers)

@@ -1,9 +1,9 @@
-"""Blocks that were leased before and must be made all the same: by whom, and when. Pure: it reads a state.
+"""Which blocks that were leased before are leased to other workers, to whom, and when. Pure: it reads a state.
 
-Used by the rules of leases, from version 2 of the rules on. A worker knows the rewards of what it played. If its block were
-made by nobody else, it would decide what the policy learns. So a block that is given back, that is late, or that is in the
-way of the next batch goes to a worker with a good record before any new block is leased. The slots have the same seeds, so
-the same tokens are learned from, whoever makes them.
+Used by the rules of leases, from version 2 of the rules on. A worker knows the rewards of what it played. If nobody else
+made a block that it drops, it would decide what the policy learns. So a block that is given back, that is late, or that the
+next batch waits for goes to a worker with a good record, before any new block is leased. Its slots keep their seeds, so the
+policy learns from the same tokens, whichever worker makes them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,7 +15,7 @@ from shoal.ledger.state import BlockRecord, Member, State, StreamRecord, once_pe
 
 @once_per_event
 def reliable(state: State) -> frozenset[str]:
-    """Keys of workers with a good record: enough valid blocks to end probation, and few that others had to make."""
+    """Keys of workers with a good record: probation is over, and they left few blocks to others."""
     return frozenset(
         member.key
         for member in state.members.values()
@@ -30,7 +30,7 @@ def reliable(state: State) -> frozenset[str]:
 def blocks_owed(
     state: State, stream: StreamRecord, member: Member, others: Sequence[Member], now: float
 ) -> list[tuple[int, int]]:
-    """(version, block) of what this worker may make of it, oldest version first; all of one version."""
+    """(version, block) of the blocks that this worker may be given now: all of one version, the oldest that has some."""
     version, found = -1, list[tuple[int, int]]()
     for place in sorted({*stream.free, *_late(state, stream, now), *_in_the_way(state, stream, now)}):
         block = stream.versions[place[0]].blocks[place[1]]
@@ -41,7 +41,7 @@ def blocks_owed(
 
 
 def num_owed(state: State, stream: StreamRecord) -> int:
-    """Blocks that some worker could be given at once. Those that only the clock makes late are not counted."""
+    """Number of blocks that some worker could be given at once, without those that are late."""
     return len({*stream.free, *_in_the_way(state, stream, 0.0)})
 
 
@@ -56,8 +56,7 @@ def _late(state: State, stream: StreamRecord, now: float) -> Iterator[tuple[int,
 
 def _in_the_way(state: State, stream: StreamRecord, now: float) -> Iterator[tuple[int, int]]:
     """Of the blocks that the next batch waits for: those that are free, those whose newest submission validators dispute or
-    do not judge, and those whose newest worker is not worth waiting for. A worker with a good record is, for as long as one
-    of a sixth of the usual speed needs."""
+    do not judge, and those whose newest worker has no good record, or has had `Law.patience_times` the usual time."""
     for version, number in blocks_in_the_way(state, stream):
         newest = state.leases[stream.versions[version].blocks[number].lease]
         if newest.status == "submitted":  # guard: made-again-once
@@ -72,8 +71,8 @@ def _in_the_way(state: State, stream: StreamRecord, now: float) -> Iterator[tupl
 
 
 def _may_make(state: State, block: BlockRecord, member: Member, others: Sequence[Member], now: float) -> bool:
-    """Nobody gets a block twice, and those with a good record come first. A free block waits for them for `lease_s`,
-    because nobody knows which of them still exist."""
+    """Whether this worker may be given the block. Nobody gets a block twice, and workers with a good record come first. A
+    free block waits for them for `lease_s`, and no longer, because they may be gone."""
     if block.status == "free":
         if now >= block.free_since + state.rules.lease_s or not others:  # guard: waits-for-a-while
             return True

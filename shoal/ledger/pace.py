@@ -1,7 +1,7 @@
-"""How long workers take: how many blocks a lease has, and until when. Pure: it reads a state.
+"""How fast workers are, and so how many blocks a lease has, and until when. Pure: it reads a state.
 
-Used by the rules of leases. What a worker claims about its speed can only make a lease smaller than what the log shows. The
-log shows the time between its submissions.
+Used by the rules of leases. The log shows the time between a worker's submissions, and that limits the size of its leases.
+What it claims about its speed can only make them smaller.
 """
 
 from shoal.ledger.state import Member, State, once_per_event
@@ -16,7 +16,7 @@ def usual_pace_s(state: State) -> float:
 
 
 def is_slow(state: State, member: Member) -> bool:
-    """Whether a worker takes clearly longer than is usual. What waits in its hands could be made by others."""
+    """Whether a worker takes clearly longer than is usual. Others could make what it holds."""
     return state.law.version >= 2 and member.pace_s > state.law.soft_times * usual_pace_s(state)
 
 
@@ -32,8 +32,8 @@ def blocks_for_speed(state: State, member: Member, tokens_per_s: float) -> int:
 
 
 def lease_times(state: State, member: Member, blocks: int, now: float) -> tuple[float, float]:
-    """Soft time and deadline of a lease. A worker that took long before gets longer. A newcomer has `lease_s`, and after
-    twice the usual time another worker may lease the same block. Before version 2 of the rules, there is no soft time."""
+    """Soft time and deadline of a lease. A worker that was slow before gets more time. For a newcomer, the usual time in
+    the run counts. Before version 2 of the rules, there is no soft time."""
     law, longest_s = state.law, state.rules.lease_s * blocks
     if law.version < 2:
         return 0.0, now + longest_s

@@ -4,9 +4,9 @@ Called by `rules/verdicts`, which decides by it, by `facts/verdicts`, which book
 of a state and a time. The order of the validators is drawn, see `seeds`.
 
 A turn passes to the next validator only if the one before gives no verdict for a whole turn. A validator that works
-through its submissions, the oldest first, keeps its turns, however many are waiting: else a quick liar would judge all
-that its friends send as soon as the others are busy. A turn lasts five checks at the speed of the middle validator. A
-validator that misses turns, or takes longer than that, is skipped for a while. Verdicts on other work do not shorten it.
+through its submissions, the oldest first, keeps its turns, however many are waiting. Otherwise a quick liar would judge
+all that its friends send as soon as the others are busy. A turn lasts five checks at the speed of the median validator. A
+validator that misses turns, or takes longer than that, is skipped for a while. Later verdicts do not shorten that.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,13 +14,13 @@ from collections.abc import Mapping, Sequence
 from shoal.ledger.state import Member, State, SubmissionRecord, once_per_event
 
 CHECK_FADES = 0.98
-"""What a verdict leaves of the longest check before it: half of it after 34 verdicts."""
+"""Each verdict multiplies the longest check before it by this: half of it is left after 34 verdicts."""
 
 
 def in_order(state: State) -> list[str]:
     """Submissions that another verdict can still count for, in the order in which validators take them.
 
-    Rechecks have their place by the age of the submission. So they come before newer work, which never ends in a busy run.
+    A recheck is placed by the age of its submission. So it comes before newer work, and is made in a busy run, too.
     """
     waiting = [*state.pending, *state.rechecks]
     if state.law.version < 2:
@@ -29,14 +29,14 @@ def in_order(state: State) -> list[str]:
 
 
 def may_judge(state: State, submission: SubmissionRecord, silent: set[str], key: str, now: float) -> bool:
-    """Whether the turns of the validators ahead of this one have passed. `silent` are those of now."""
+    """Whether the turns of the validators ahead of this one have passed. `silent` are those that are skipped now."""
     ahead = submission.ahead_of(key, silent)
     # guard: no-second-turn
     return key not in submission.verdicts and now >= turn_begins(state, submission, ahead)
 
 
 def turn_begins(state: State, submission: SubmissionRecord, ahead: Sequence[str]) -> float:
-    """When the validator may judge that has these ahead of it."""
+    """When a validator with these ahead of it may judge."""
     if state.law.version < 2:
         return state.law.turn_begins(submission.judged_at, len(ahead))
     begins = submission.judged_at
@@ -46,9 +46,8 @@ def turn_begins(state: State, submission: SubmissionRecord, ahead: Sequence[str]
 
 
 def idle_since(member: Member, submission: SubmissionRecord, began: float) -> float:
-    """Since when a validator whose turn began then has given no verdict that came before this one in its order.
-
-    A verdict on a newer submission says that it left this one aside.
+    """Since when a validator has been idle while a submission waited for it: since its turn `began`, or since its last
+    verdict. A verdict on a newer submission does not count: it left this one aside.
     """
     turns = member.turns
     # guard: busy-keeps-its-turn, skipped-over
@@ -64,8 +63,8 @@ def turn_s(state: State) -> float:
 
 @once_per_event
 def slack_s(state: State) -> float:
-    """Seconds that a verdict may take: some checks of the middle validator, by the longest that each had lately. One that
-    has not judged yet counts as if it took as long as a worker has for a block."""
+    """Seconds that a verdict may take: `Law.turn_checks` times the longest recent check of the median validator. For one
+    that has not judged yet, `lease_s` stands in."""
     members = [state.members[key].turns for key in state.judges()]
     times = sorted(state.law.turn_checks * turns.check_s if turns.voted else state.rules.lease_s for turns in members)
     return min(state.law.dispute_s, max(state.law.late_s, times[len(times) // 2])) if times else state.law.turn_s
@@ -74,7 +73,7 @@ def slack_s(state: State) -> float:
 def by_speed(state: State, order: tuple[str, ...], draws: Mapping[str, float]) -> tuple[str, ...]:
     """The order of a submission's validators, with slow ones first less often, so that they do not hold up the others.
 
-    A quick one gets no more than the middle one: else a liar that only claims to look would judge the most.
+    Quick ones are first no more often than the median one: otherwise a liar that does not look would judge the most.
     """
     if state.law.version < 2 or not draws:
         return order
@@ -82,14 +81,14 @@ def by_speed(state: State, order: tuple[str, ...], draws: Mapping[str, float]) -
 
 
 def _slowness(state: State, key: str) -> float:
-    """How many times as long as the middle validator this one takes for a check, at least 1."""
+    """Ratio of this validator's check time to that of the median validator, at least 1."""
     turns = state.members[key].turns
     return max(1.0, turns.check_s / (slack_s(state) / state.law.turn_checks)) if turns.voted else 1.0
 
 
 def silent(state: State, now: float) -> set[str]:
-    """Keys of the validators that are skipped: those that judge no more, and those that missed turns; but if all missed
-    turns, none of them."""
+    """Keys of the validators that are skipped: those that no longer judge, and those that missed turns. If all missed
+    turns, only the former."""
     judges = state.judges()
     gone = {key for key in state.validators if key not in judges and state.law.version >= 2}
     missing = {key for key in judges if _is_missing(state, state.members[key], now)}
@@ -115,5 +114,5 @@ def absent(state: State, now: float) -> str:
     skipped = [state.members[key] for key in state.judges() if key in silent(state, now)]
     if state.law.version < 2 or not skipped:
         return ""
-    named = ", ".join(f"{m.name} ({m.key[:12]}), {m.turns.missed} times until now" for m in skipped)
-    return f"validators that missed their turns or were late, and are not waited for: {named}"
+    named = ", ".join(f"{m.name} ({m.key[:12]}), {m.turns.missed} times so far" for m in skipped)
+    return f"validators that missed turns or were late, and are not waited for: {named}"

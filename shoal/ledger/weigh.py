@@ -2,14 +2,14 @@
 
 Called by `rules/verdicts` for each verdict, and by the economics benchmark.
 
-One verdict suffices to accept a block. A refusal needs a second verdict, and two that differ need a third. If no more can
-be had, a block that no majority accepts brings no pay. A slash needs two validators that found, each on its own, what no
-honest worker sends. Both must have found it with the model, or both without. A check without the model is exact; a check
-with the model compares numbers with bounds, and a validator whose hardware rounds badly may exceed them. Its accusation
-must not complete a slash that another validator began for a different reason.
+One verdict suffices to accept a block. A refusal needs a second verdict, and two that differ need a third. If no further
+verdict can come, a block that no majority accepts brings no pay. A slash needs two validators that found, each on its own,
+what no honest worker sends. Both must have found it with the model, or both without. A check without the model is exact; a
+check with the model compares numbers with bounds, and a validator whose hardware rounds badly may exceed them. Its
+accusation must not complete a slash that another validator began for a different reason.
 
-Validators derive a prompt from data of their own. If they refuse a prompt, but each names another one as right, their data
-differ, and nobody knows whose is right. So two refusals of a prompt agree only if they name the same one.
+Validators derive a prompt from their own copies of the data. If they refuse a prompt, but each names another one as right,
+their data differ, and nobody knows whose is right. So two refusals of a prompt agree only if they name the same one.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,7 @@ class Weighed(NamedTuple):
     """Of the refused: those that no majority refused."""
     slash: bool
     outvoted: tuple[str, ...]
-    """Validators that said otherwise than two others that agree."""
+    """Validators that contradict two others that agree."""
 
 
 def weigh(
@@ -40,7 +40,7 @@ def weigh(
     more: bool,
     version: int = RULES_VERSION,
 ) -> Weighed | None:
-    """What the verdicts so far add up to; None while another one is needed and `more` can be had.
+    """What the verdicts so far add up to; None while another one is needed and can come (`more`).
 
     `verdicts` are by validator, each with one group verdict for each slot of the lease, in order. A block was generated as
     one batch, so it is accepted whole or not at all. `version` is that of the rules.

@@ -1,8 +1,8 @@
 """Whether leases went to workers in turn: a figure, because the log does not hold who asked for a lease.
 
 Used by `verify`, which shows it every event. An honest coordinator serves the worker that has waited longest. A lease is
-*out of turn* if its worker had got another one while a worker without any lease was waiting, and that worker could have
-had this one by the rules. That it was there and waited is known only from what the log says of it later.
+*out of turn* if by the rules another worker could have had it, which was waiting without any lease already when this worker
+got its previous one. Only later events of that worker show that it was there and waited.
 """
 
 from collections import Counter, defaultdict
@@ -24,10 +24,10 @@ WAITS_AT_MOST_S = 3600.0
 """A worker that is not served for longer counts as gone, because it may have ended without a word."""
 
 COUNTED = 100
-"""Leases counted for one wait, at most, so that strangers who join and never ask cost an auditor little time."""
+"""At most this many leases are counted for one wait, so that strangers who join and never ask cost an auditor little."""
 
 SHOWN, SHOWN_SHARE = 5, 0.02
-"""Workers are named if at least this many leases are out of turn, and this share of all; at most so many are named."""
+"""Workers are named if at least this many leases are out of turn, and at least this share of all. So many are named."""
 
 
 class Turns:

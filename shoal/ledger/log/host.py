@@ -1,8 +1,8 @@
-"""What a host could do though it follows every rule: keep links back, and move its clock.
+"""What a host could do without breaking a rule: withhold links, and move its clock.
 
-Used by `verify`, which shows it every event. Links come out when the rules say so, but the host has them and could leave
-them out; without its link a version cannot be audited. Only the host has a clock, so times must not fall, and an auditor
-that reads a log while it runs compares the newest one with its own clock.
+Used by `verify`, which shows it every event. Without its link a version cannot be audited. The rules say when a link is
+due, but the host alone has it and could leave it out. Events have the time of the host's clock. So times must not fall, and
+an auditor of a live run compares the newest one with its own clock.
 """
 
 from contextlib import suppress
@@ -17,7 +17,7 @@ from shoal.ledger.state import State
 from shoal.protocol.constants import BOOKED_WITHIN_S
 
 REVEALED_WITHIN_S = 60.0
-"""An ended run reveals the links that nothing keeps hidden within this time: its coordinator does so at each tick."""
+"""An ended run reveals all links within this time, except those that an unjudged submission keeps hidden."""
 
 JUDGED_WITHIN_S = 3600.0
 """A submission keeps a link hidden for at most this long after the first later submission was judged, or after the run's

@@ -101,8 +101,8 @@ def lapse_late(state: State, now: float) -> list[Body]:
 def close_stale(state: State) -> list[Body]:
     """Closes open leases from which nothing can be learned any more, so that no worker is given one again.
 
-    It costs nothing up to the run's own share of such leases and a margin, because versions come while a worker sleeps or
-    is slow. A worker that holds leases until they are stale more often than that is treated as one that lets them lapse.
+    It costs nothing up to the run's own share of such leases plus a margin, because versions come while a worker sleeps or
+    is slow. A worker whose leases become stale more often than that is treated as one that lets them lapse.
     """
     if state.law.version < 1:  # guard: old-logs-keep-stale-leases
         return []
@@ -119,7 +119,7 @@ def close_stale(state: State) -> list[Body]:
 
 
 def _overtaken(state: State, besides: set[str]) -> list[str]:
-    """Open leases of which other workers have filled all blocks."""
+    """Open leases all of whose blocks other workers have filled."""
     found = []
     for lease in (state.leases[name] for name in state.open_leases if name not in besides):
         blocks = state.stream_of(lease).versions[lease.version].blocks
@@ -131,7 +131,7 @@ def _overtaken(state: State, besides: set[str]) -> list[str]:
 def _beyond_the_runs_share(state: State, stale: list[LeaseRecord]) -> list[LeaseRecord]:
     """Of the leases that are stale now, those of workers whose share is clearly above that of the whole run.
 
-    Leases that were found to be beyond it before do not raise the run's share.
+    Leases that were charged for this before do not raise the run's share.
     """
     if not stale:
         return []
@@ -148,8 +148,8 @@ def _beyond_the_runs_share(state: State, stale: list[LeaseRecord]) -> list[Lease
 
 
 def void_free(state: State, stream: StreamRecord) -> list[Body]:
-    """Free blocks whose version is too old to be leased again, or that as many workers gave back as may have one: their
-    slots will have no group."""
+    """Voids the slots of free blocks that will not be leased again: their version is too old, or as many workers gave them
+    back as may be leased one block."""
     size, most = state.rules.block_groups, max(1, state.rules.max_staleness)
     if state.law.version < 2:
         old, given_up = [place for place in stream.free if stream.version - place[0] >= most], []
@@ -244,12 +244,12 @@ def _blocks_to_lease(
 
 
 def _shared(state: State, member: Member, asked: AskLease, again: list[tuple[int, int]]) -> list[int]:
-    """The part of blocks that were leased before that one worker is given."""
+    """One worker's part of the blocks that were leased before."""
     return [block for _, block in again][: _most_blocks(state, member, asked, len(again))]
 
 
 def _most_blocks(state: State, member: Member, asked: AskLease, room: int) -> int:
-    """Blocks that a worker is leased, at most, if there is room for so many."""
+    """The most blocks that a worker is leased, if there is room for so many in all."""
     # guard: newcomer-gets-one-block
     most = 1 if member.standing == "new" else blocks_for_speed(state, member, asked.tokens_per_s)
     workers = max(1, _num_good_workers(state))
@@ -266,7 +266,7 @@ def _granted(
 
 
 def blocks_to_give(state: State, stream: StreamRecord) -> int:
-    """Blocks that could be leased now: as many waiting workers are worth waking."""
+    """Number of blocks that could be leased now; so many waiting workers are woken."""
     if state.phase != "running" or stream.version < 0:
         return 0
     room = groups_wanted(state, stream) - _owed_groups(state, stream)
@@ -387,7 +387,7 @@ def lines_of_lease_lapsed(body: LeaseLapsed, told: Told) -> Iterator[CreditLine]
 
 _LEASE_ENDS = {
     "stale": "was closed at no cost: its version is too old",
-    "overtaken": "was closed at no cost: it took long, and other workers were quicker",
+    "overtaken": "was closed at no cost: it took long, and other workers filled its blocks first",
     "held": "lapsed: its version is too old, and this happens to this node clearly more often than to the run",
 }
 

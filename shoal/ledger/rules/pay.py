@@ -32,7 +32,7 @@ def vest_rest(state: State) -> list[Body]:
 def refusal_costs(
     state: State, member: Member, lease: LeaseRecord, escrow: Sequence[int], blocks: int
 ) -> Iterator[Body]:
-    """A refusal without a slash costs the newest pay that has not vested, for each of its refused blocks."""
+    """Each refused block of a submission that is not slashed costs the newest pay that has not vested."""
     each = state.law.refused_blocks * state.rules.block_groups  # guard: refusal-costs-no-more
     times = blocks if state.law.version >= 2 else 1  # guard: each-refused-block-costs
     groups = min(len(escrow), times * each)
@@ -41,8 +41,8 @@ def refusal_costs(
 
 
 def recheck_rate(state: State, member: Member, groups: Sequence[GroupVerdict]) -> float:
-    """Share of submissions like this one that are judged again: so many that a forgery which a friend among the validators
-    accepts gains nothing on average, since a recheck takes its pay and the worker's stake."""
+    """Share of submissions like this one that are judged again: enough that a forgery which a friend among the validators
+    accepts gains nothing on average, because a recheck takes its pay and the worker's stake."""
     pay, stake = sum(paid_tokens(group.tokens, state.rules) for group in groups), sum(member.escrow)
     least = state.law.recheck_rate
     return max(least, pay / (pay + stake)) if pay and state.law.version >= 2 else least  # guard: risk-is-rechecked
@@ -51,7 +51,7 @@ def recheck_rate(state: State, member: Member, groups: Sequence[GroupVerdict]) -
 def lapse_costs(state: State, late: Sequence[LeaseRecord]) -> Iterator[Body]:
     """Each lapse beyond the free share costs a lease's worth of the newest pay that has not vested.
 
-    From version 2 of the rules on, what is missing is owed: the event says how little there was.
+    From version 2 of the rules on, the worker owes what is missing: the event says how much it could lose.
     """
     owed = state.law.version >= 2  # guard: old-lapses-are-not-owed
     unpaid, kept = Counter[str](), {lease.worker: list(state.members[lease.worker].escrow) for lease in late}
@@ -68,7 +68,7 @@ def lapse_costs(state: State, late: Sequence[LeaseRecord]) -> Iterator[Body]:
 
 
 def debt_costs(member: Member, lease: LeaseRecord, escrow: Sequence[int]) -> list[Forfeited]:
-    """New pay settles first what an earlier lapse cost. `escrow` includes the new pay."""
+    """New pay first settles what an earlier lapse cost. `escrow` includes the new pay."""
     groups = min(member.owes, len(escrow))
     return [Forfeited(member.key, lease.id, groups, sum(escrow[-groups:]), "owed")] if groups else []
 
@@ -99,7 +99,7 @@ def lines_of_forfeited(body: Forfeited, told: Told) -> Iterator[CreditLine]:
     if body.node == told.node:
         what = f"forfeited for lease {body.lease}, {body.cause}: {body.groups} groups"
         if body.cause == "owed":
-            what = f"forfeited for an earlier lapse, when too little was there to lose: {body.groups} groups"
+            what = f"forfeited for an earlier lapse, when there was too little to lose: {body.groups} groups"
         yield told.line(what, -body.tokens)
 
 

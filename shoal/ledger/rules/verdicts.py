@@ -86,8 +86,8 @@ def to_judge(state: State, key: str, now: float) -> list[str]:
 
 
 def end_overdue(state: State, now: float) -> Iterator[Body]:
-    """Ends one dispute or recheck that found no further verdict in time, softly. Once the run has ended, it waits less. It
-    always waits for validators that are at work and will come to it."""
+    """Ends one dispute or recheck that got no further verdict in time, without a slash. Once the run has ended, it waits
+    less. It always waits for validators that are at work and will come to it."""
     law = state.law
     limit_s = law.dispute_s if state.phase != "ended" else law.most_verdicts * law.turn_s
     undecided = (*state.pending, *state.rechecks)
@@ -159,9 +159,9 @@ def is_open(state: State, submission: SubmissionRecord) -> bool:
 
 
 def _without_work(submission: SubmissionRecord, command: Judge) -> set[str]:
-    """Validators that found other activations than two others, which agree with each other: they never saw them.
+    """Validators whose activations differ from those of two others that agree: they never computed them.
 
-    Invented numbers differ from everybody's. An accuser that is alone, or three that all differ, show nothing.
+    Invented numbers differ from everybody's. A single accuser, or three that all differ, show nothing.
     """
     pairs = [*submission.differs, *((command.key, other) for other in command.differs_from)]
     differ, judges = {frozenset(pair) for pair in pairs}, {*submission.verdicts, command.key}
@@ -186,7 +186,7 @@ def _is_noisy(state: State, member: Member, command: Judge) -> bool:
 
 
 def _without_turn(state: State, names: list[str], now: float) -> list[str]:
-    """Of these submissions, those of which nobody's turn is left: all that could judge let it pass, or are skipped."""
+    """Of these submissions, those for which nobody's turn is left: all that could judge let it pass, or are skipped."""
     if state.law.version < 2 or not names:
         return names
     skipped, records = silent(state, now), [state.submissions[name] for name in names]
@@ -195,7 +195,7 @@ def _without_turn(state: State, names: list[str], now: float) -> list[str]:
 
 
 def _is_rechecked(state: State, lease: LeaseRecord, command: Judge) -> bool:
-    """Whether a second look at what a validator accepts is drawn, and there is somebody to take it."""
+    """Whether a recheck of what a validator accepts is drawn, and another validator can make it."""
     rate = recheck_rate(state, state.members[lease.worker], command.verdict.groups)
     if state.law.version < 2:
         return command.recheck < rate
@@ -206,7 +206,7 @@ def _is_rechecked(state: State, lease: LeaseRecord, command: Judge) -> bool:
 
 
 def _more(state: State, verdicts: dict[str, tuple[GroupVerdict, ...]]) -> bool:
-    """Whether another verdict can be had."""
+    """Whether another verdict can come."""
     return len(verdicts) < state.law.most_verdicts and any(
         key not in verdicts for key in state.panel()
     )  # guard: left-may-judge
@@ -284,8 +284,8 @@ def _end_recheck(
     doubted: bool,
     command: Judge,
 ) -> Iterator[Body]:
-    """What a second look at an accepted submission found. If two refuse it, it costs what any refusal costs. `doubted`: one
-    of two validators gave its verdict without doing the work, and there is no third to tell which."""
+    """What a recheck found. If two validators refuse the submission, that costs what any refusal costs. `doubted`: one of
+    two validators gave its verdict without doing the work, and there is no third to tell which."""
     if weighed is None:
         return
     yield from _outvoted(submission, weighed)
@@ -319,7 +319,7 @@ def cause_of_verdict_given(body: VerdictGiven, here: Here) -> Cause:
 
 
 def _recheck_draw(here: Here, submission: str) -> float:
-    """The draw for a second look; while its link is secret, what the decision says that it was."""
+    """The draw for a recheck; while its link is secret, what the decision says that it was."""
     lease = here.state.lease_of(here.state.submissions[submission])
     if lease.version in here.links:
         return recheck_draw(here.state, lease, submission, bytes.fromhex(here.links[lease.version].audit_link))
