@@ -211,7 +211,7 @@ def run_file_tables(kind: Any = config.RunConfig, prefix: str = "") -> str:
         inner = section_of(field.type)
         if inner is not None:
             name = prefix + field.name
-            heads = {tuple: f"[[{name}]]", dict: f'[{name}."SAMPLED/REPLAYED"]'}
+            heads = {tuple: f"[[{name}]]", dict: f'[{name}."SAMPLED/RECOMPUTED"]'}
             head = heads.get(getattr(field.type, "__origin__", None), f"[{name}]")
             parts.append(f"### `{head}`\n\n{one_line(inner.__doc__)}")
             if inner is config.BoundsConfig:

@@ -45,13 +45,13 @@ def add_commands(commands: Any) -> None:
 
     p = add_command(
         commands, "calibrate", calibrate, "measure how much honest work may differ",
-        "Plays honest rollouts of a run file and replays them with other threads, batch shapes and dtypes. Prints the "
+        "Plays honest rollouts of a run file and recomputes them with other threads, batch shapes and dtypes. Prints the "
         "noise, the bounds that follow from it ([verify.bounds], and verify.activation_error if the run asks for proofs), "
         "and, by the policy's entropy, how many tokens it takes to catch a worker that samples with another seed.",
         ("shoal calibrate recipes/wordle.toml", "print the bounds"),
         ("shoal calibrate recipes/wordle.toml --write", "also write them into the run file"),
         ("shoal calibrate recipes/wordle.toml --save here.played", "on one machine"),
-        ("shoal calibrate recipes/wordle.toml --with here.played", "on another: replay what the first one played"),
+        ("shoal calibrate recipes/wordle.toml --with here.played", "on another: recompute what the first one played"),
     )  # fmt: skip
     p.add_argument("recipe", type=Path, metavar="RUN_FILE")
     p.add_argument("--episodes", type=positive, default=512, metavar="N", help="rollouts to play (default: 512)")
@@ -59,8 +59,8 @@ def add_commands(commands: Any) -> None:
     p.add_argument(
         "--write", action="store_true", help="write the bounds into the run file; its other lines stay as they are"
     )
-    p.add_argument("--save", type=Path, metavar="FILE", help="write what was played, for another machine to replay")
-    help_text = "also replay what another machine played; may be repeated"
+    p.add_argument("--save", type=Path, metavar="FILE", help="write what was played, for another machine to recompute")
+    help_text = "also recompute what another machine played; may be repeated"
     p.add_argument("--with", dest="others", type=Path, action="append", default=[], metavar="FILE", help=help_text)
     set_argument(p)
 

@@ -182,7 +182,7 @@ def _bounds_fit(config: RunConfig) -> Iterator[tuple[bool, str]]:
         key = f'verify.bounds."{pair}"'
         dtypes = dtypes_of(pair)
         name = '"bfloat16/float32", or "KIND:bfloat16/float32" for another kind of engine than the embedded one'
-        yield dtypes is not None, f"{key}: name it by the dtypes that sample and replay, such as {name}"
+        yield dtypes is not None, f"{key}: name it by the dtypes that sample and recompute, such as {name}"
         plain = "/".join(dtypes or ())
         yield plain in table, f'{key}: it only tightens verify.bounds."{plain}", which is missing: add that one too'
         yield 0 < bounds.gap < math.inf, f"{key}.gap = {bounds.gap}: must be above 0, and finite"

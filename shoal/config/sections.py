@@ -128,22 +128,22 @@ class TrainConfig(Section, frozen=True):
 
 
 class BoundsConfig(Section, frozen=True):
-    """How much honest work may differ between the dtypes that sample and replay; `shoal calibrate` measures it. A side may
-    also name another kind of engine than the embedded one, as KIND:DTYPE, such as "remote:bfloat16/float32". A node that
-    claims this kind then has the smaller of both values. `shoal` itself has no other kind."""
+    """How much honest work may differ between the dtypes that sample and recompute; `shoal calibrate` measures it. A side
+    may also name another kind of engine than the embedded one, as KIND:DTYPE, such as "remote:bfloat16/float32". A node
+    that claims this kind then has the smaller of both values. `shoal` itself has no other kind."""
 
     gap: float
-    """A replayed token further than this from the best choice counts as flipped, nats."""
+    """A recomputed token further than this from the best choice counts as flipped, nats."""
     flipped: float
     """Largest share of flipped tokens of an honest node."""
     mean_gap: float
     """Largest mean gap of an honest node's tokens, each counted at most `gap`; nats."""
     logprob: float
-    """Largest |claimed - replayed| log-probability of one token, nats. If it is above a tenth of ln(1 + epsilon), or if
+    """Largest |claimed - recomputed| log-probability of one token, nats. If it is above a tenth of ln(1 + epsilon), or if
     `largest_logit` lets it grow, the trainer computes the denominators of the importance ratio itself."""
     logprob_mean: float = 0.0
-    """Largest mean of claimed - replayed log-probabilities of an honest node's tokens, nats: a KL divergence. Sums that
-    lean one way by more than twice that a token are refused. 0 means a fiftieth of `logprob`."""
+    """Largest mean of claimed - recomputed log-probabilities of an honest node's tokens, nats: a KL divergence. Sums that
+    lean one way by clearly more than twice that a token are refused. 0 means a fiftieth of `logprob`."""
     largest_logit: float = 0.0
     """Up to this largest |logit / temperature| at a token, `gap` and `logprob` hold as they are. Above it they grow in
     proportion, as rounding errors do. 0: they never grow."""
@@ -176,8 +176,8 @@ class VerifyConfig(Section, frozen=True):
     """Length of a quarantine, seconds; each earlier refused submission of the worker doubles it, up to an hour. A worker
     gets no leases in quarantine. The cause is a hard failure, every third refused submission, or too much noise."""
     bounds: dict[str, BoundsConfig] = msgspec.field(default_factory=lambda: dict(BOUNDS))
-    """By "sampled/replayed": the run's dtype, and that of the engine that replays; shoal's own validators use the same. See
-    `protocol/bounds` for other kinds of engines."""
+    """By "sampled/recomputed": the run's dtype, and that of the engine that recomputes; shoal's own validators use the
+    same. See `protocol/bounds` for other kinds of engines."""
     proofs: Literal["none", "toploc"] = "none"
     """What workers prove of their activations: nothing, or one proof in TOPLOC's format for each group."""
     activation_error: float = 0.0

@@ -1,7 +1,7 @@
 """How far honest arithmetic may differ between the engine that samples and the one that replays.
 
 Called by the checks and by the ledger's evidence, which must use the same bounds, by the trainer, and for each run file.
-A key of `Rules.bounds` is "SAMPLED/REPLAYED". Each side is the dtype of the embedded engine, or KIND:DTYPE of another
+A key of `Rules.bounds` is "SAMPLED/RECOMPUTED". Each side is the dtype of the embedded engine, or KIND:DTYPE of another
 kind, such as "remote:bfloat16/float32".
 
 The node itself says which kind of engine it has. So its claim may tighten a bound but never loosen one: the bounds of the
@@ -39,7 +39,7 @@ _PAIR = re.compile(f"{_SIDE}/{_SIDE}", re.ASCII)
 
 
 def dtypes_of(pair: str) -> tuple[str, str] | None:
-    """The dtypes that sample and replay in a key of `Rules.bounds`, without their kinds; None for any other text."""
+    """The dtypes that sample and recompute in a key of `Rules.bounds`, without their kinds; None for any other text."""
     found = _PAIR.fullmatch(pair)
     return (found[1], found[2]) if found else None
 

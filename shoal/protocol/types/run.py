@@ -74,7 +74,7 @@ class Rules(Message, frozen=True):
     dtype: str
     """The dtype in which workers sample: float32, bfloat16 or int8. A manifest names the one of the published version."""
     bounds: dict[str, Bounds]
-    """Bounds by "sampled/replayed", such as "bfloat16/float32": the run's dtype, and that of the validator's engine."""
+    """Bounds by "sampled/recomputed", such as "bfloat16/float32": the run's dtype, and that of the validator's engine."""
     proofs: Literal["none", "toploc"] = "none"
     """What a worker proves about its activations: nothing, or one proof in TOPLOC's format for each group."""
     activation_error: float = 0.0
