@@ -7,8 +7,8 @@ An honest worker samples token x from p, by its own arithmetic, and claims log p
 difference d = log p(x) - log q(x) is not 0 on average: its mean is the KL divergence of p from q. But e^-d has mean
 sum p (q / p) = 1 exactly, whatever the machines, and e^d has mean 1 + chi-square, which is about e^(2 KL) if rounding is
 the cause. So the product of e^-d, or of e^(d - 2 m) with m an upper bound on the mean, has mean at most 1 under honesty:
-it is a likelihood ratio, and evidence against the claims (an e-process, as in `sampling_evidence`). No claim that leans
-by more than 2 m a token lasts.
+it is a likelihood ratio, and evidence against the claims (an e-process, as in `sampling_evidence`). Claims that lean by
+more than 2 m a token are found in the end.
 
 Advantages depend on what was sampled, so a sum that is weighted by their signs leans a little even if nobody lies.
 Therefore 2 m is taken off in every direction. The weighted sum is needed because claims that mute good rollouts and
@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from shoal.algos.sampling_evidence import LOG2_E
 
 LIMIT_NATS = 11.512925464970229
-"""ln(1 / 1e-5): honest claims of one rollout, or of one group, lean further once in 100,000 times at most."""
+"""ln(1 / 1e-5): at most once in 100,000 times do the honest claims of a rollout, or of a group, lean further."""
 
 SLACK = 2.0
 """Multiple of m that is taken off for each token: for small d, the log of the mean of e^d is twice the mean of d."""

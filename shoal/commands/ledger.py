@@ -48,7 +48,7 @@ def _add_audit(commands: Any) -> None:
         ("shoal audit runs/wordle --all", "a finished run's folder; no server is needed"),
         ("shoal audit runs/wordle --rollout 3/17/0", "version 3, slot 17, first rollout"),
         ("shoal audit http://host:8470 --sample 20", "drawn on this machine, so the host cannot foresee which"),
-        ("shoal audit http://host:8470 --evidence ~/.shoal", "what a node kept of the run, against the host"),
+        ("shoal audit http://host:8470 --evidence ~/.shoal", "compare what a node kept with the log"),
     )  # fmt: skip
     p.add_argument("source", metavar="RUN_DIR_OR_URL")
     which = p.add_mutually_exclusive_group(required=True)
@@ -56,7 +56,7 @@ def _add_audit(commands: Any) -> None:
     which.add_argument("--sample", type=positive, default=0, metavar="N", help="this many groups, drawn at random")
     which.add_argument("--all", action="store_true", help="every group that was judged")
     help_text = (
-        "a node's home, or evidence that it handed over: compare with the log what the host signed there, and recompute "
+        "a node's home, or evidence that it handed over: compare what the host signed in it with the log, and recompute "
         "the submissions in it; may be repeated"
     )
     which.add_argument("--evidence", type=Path, action="append", default=[], metavar="DIR", help=help_text)
@@ -70,8 +70,8 @@ def _add_audit(commands: Any) -> None:
 def _add_credits(commands: Any) -> None:
     p = add_command(
         commands, "credits", credits, "who was paid what, and why",
-        "Balances replayed from the log. With a node, each point of its pay: group, submission, verdict, validator; "
-        "what was refused, by which check; lapses. --statement saves a balance that the host signs; `verify` in "
+        "Balances by a replay of the log. With a node, explains each credit: group, submission, verdict, validator; also "
+        "what was refused, by which check; and lapses. --statement saves a balance that the host signs; `verify` in "
         "place of the run checks such a file offline, and with --log also that the log gives this balance.",
         ("shoal credits runs/wordle", "all nodes"),
         ("shoal credits http://host:8470 worker-1", "one node, by its name or the start of its key"),

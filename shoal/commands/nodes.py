@@ -50,7 +50,7 @@ def add_commands(commands: Any) -> None:
 def _add_limits(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--max-memory", type=positive, default=0, metavar="MB",
-        help="refuse work that needs more memory, before it begins (default: half of what is free)",
+        help="leave the run before work that needs more memory than this (default: half of what is free)",
     )  # fmt: skip
     p.add_argument(
         "--max-disk", type=positive, default=0, metavar="MB",

@@ -1,8 +1,8 @@
 """How much memory the embedded engine needs for a policy and a piece of work, before anything is allocated.
 
-Called by the roles of people who joined somebody's run, and by auditors. The host chose the policy, the sampling limits and
-the lease. The figures are upper bounds for usual work; long replies of an environment can take more, which `roles/memory`
-limits in another way. `tests/engine/test_needs.py` compares them with what the engine takes.
+Called by nodes that joined somebody's run, and by auditors. The host chose the policy, the sampling limits and the lease.
+The figures are upper bounds for usual work; long replies of an environment can take more, which `roles/memory` limits in
+another way. `tests/engine/test_needs.py` compares them with what the engine takes.
 
 All results are bytes.
 """
@@ -20,7 +20,7 @@ LOGIT_BYTES = 48
 """Of one logit: itself, its noise in float64, its log-prob, and the copies while they are computed."""
 
 TOKEN_BYTES = 128
-"""Of one token in Python's lists: of the conversation, of the cache's contents, of log-probs."""
+"""Of one token in Python's lists: the conversation, the cache's contents, the log-probs."""
 
 ROW_BYTES = 8192
 """Of one conversation, without its tokens."""

@@ -18,8 +18,8 @@ Kind = Literal["manifest", "grant", "submission", "receipt"]
 """A signed manifest, a signed lease, the bytes of a submission, or a signed receipt."""
 
 MOST_FILES = 2048
-"""Files of one kind that are kept for one run: half a day of a busy worker. A host that hands out leases fast can push old
-evidence out, but each one must be played."""
+"""Files of one kind that are kept for one run: half a day of a busy worker. A host that hands out leases fast can push out
+old evidence, but the worker must play each of these leases."""
 
 PARTS = 9
 """Of all evidence in a node's home: one for each kind of the latest run, whose newest file always stays; one for the file
@@ -39,7 +39,7 @@ class Evidence:
     """The evidence of one run in a node's home. One process uses it."""
 
     def __init__(self, home: Path, run: str, most_bytes: int | None = None) -> None:
-        """Make the run's folder, and delete those of runs long past. `most_bytes`, if given, is less than `MOST_BYTES`.
+        """Make the run's folder, and delete those of the oldest runs. `most_bytes`, if given, is less than `MOST_BYTES`.
         Raises `PeerError` if the run's id is not one."""
         if not re.fullmatch("[0-9a-f]{32}", run, re.ASCII):  # guard: run-id-is-no-path
             raise PeerError(f"the run calls itself {run[:40]!r}, which is no run id: check the URL")

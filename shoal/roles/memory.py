@@ -1,5 +1,5 @@
-"""How much memory a node gives to somebody else's run: a limit that work is compared with before it is done, and that the
-system enforces.
+"""How much memory a node gives to somebody else's run: a limit that work is compared with before it begins, and that the
+operating system enforces.
 
 Called by worker, validator and auditor where the run is not this user's own. A host chooses policy, sampling limits and
 leases, so a few bytes of it can ask for any amount. It knows no network.
@@ -26,10 +26,10 @@ THREAD_STACK_BYTES = 8 << 20
 """Address space of a thread's stack, of which little is used."""
 
 THREADS = 4
-"""Threads of a role beside those of torch: the event loop, one that computes, and those that look up names."""
+"""Threads of a role beside torch's own: the event loop, one that computes, and those that look up host names."""
 
 LEAST_MB = 400
-"""No limit is below what torch takes, about 240 MB, and the process for tokenizers, with some room for each."""
+"""Smallest limit: torch takes about 240 MB; the rest is for the process for tokenizers, with some room for both."""
 
 CONTAINER = Path("/sys/fs/cgroup")
 """Where Linux tells a container how much memory it may use, and uses."""
@@ -44,7 +44,7 @@ class Memory:
 
     limit_mb: int
     base_mb: int
-    """The process before it loads a policy, and the most that its child for tokenizers may take."""
+    """What the process takes before it loads a policy, and the most that its child for tokenizers may take."""
 
     @staticmethod
     def of(max_memory_mb: int) -> "Memory":
@@ -67,8 +67,8 @@ class Memory:
                 f"is free): allow {need_mb}, or leave this run"
             )
 
-    def demand_kept(self) -> None:
-        """Raise `Overreach` if this process and its children take more than the limit by now."""
+    def demand_within(self) -> None:
+        """Raise `Overreach` if this process and its children take more than the limit now."""
         used_mb = taken_mb()
         if used_mb > self.limit_mb:
             raise Overreach(
@@ -110,7 +110,7 @@ def limit_of(max_memory_mb: int) -> int:
 
 
 def enforced(make_engine: Callable[[str], Engine], limit_mb: int, threads: int) -> Callable[[str], Engine]:
-    """Make engines as before. From now on, allocations of this process beyond the limit fail."""
+    """`make_engine`, with the limit set anew after it. From now on, allocations of this process beyond the limit fail."""
     Memory.of(limit_mb).enforce(threads)  # what the run's description asks for, too
 
     def make(dtype: str) -> Engine:

@@ -50,13 +50,13 @@ GOODBYE_S = 5.0
 """How long a node that leaves tries to say so. Less than the time in which the launcher expects a role to end."""
 
 SOONEST_S = 0.1
-"""A node that got nothing to do asks again after this at the soonest, however quickly the host answers."""
+"""A node that got nothing to do waits at least this long before it asks again, however quickly the host answers."""
 
 COPIES = 4
-"""Of a lease's rollouts, at most at one time: as objects, as groups, in the submission, and on the way."""
+"""Most copies of a lease's rollouts at one time: as objects, as groups, in the submission, and on their way."""
 
 SUPPORTED = frozenset({EPISODES, proofs_need("toploc"), *map(dtype_need, DTYPES)})
-"""What this version of shoal supports: a run that needs anything else cannot be joined."""
+"""What this version of shoal supports: it cannot join a run that needs anything else."""
 
 
 class Contradiction(PeerError):
@@ -95,7 +95,7 @@ class Seat:
         if not is_promised(grant, self.info.run_key):  # guard: lease-is-signed
             raise PeerError(
                 f"lease {lease.id[:40]!r} is not signed by the run key, so you could not prove what you were asked for: "
-                "nothing was played. The host must run a shoal that signs leases"
+                "nothing was played. The host must run a version of shoal that signs leases"
             )
         if grant.terms != terms_of(self.info.envs, self.info.rules):  # guard: terms-of-the-lease
             raise self._contradiction(f"lease {lease.id[:40]!r} is signed for other environments or group sizes than the "
@@ -236,13 +236,13 @@ async def take_seat(
 
 
 async def say_goodbye(client: Client, deadline_s: float) -> None:
-    """Tell the coordinator that we leave, so that requests which we signed before get no lease. Failures are ignored."""
+    """Tell the coordinator that we leave, so that requests which we signed earlier get no lease. Failures are ignored."""
     with contextlib.suppress(PeerError):
         await client.send("POST", "/v1/nodes/leave", b"", t.NodeState, deadline_s=deadline_s)
 
 
 def demand_sound(lease: t.Lease) -> None:
-    """Raise `PeerError` for a lease of a kind that this version of shoal does not know, and for one that no host of ours
+    """Raise `PeerError` for a lease of a kind that this version of shoal does not know, and for one that no honest host
     grants."""
     unknown = {block.kind for block in lease.blocks} - {EPISODES}
     if unknown:  # guard: known-kinds-of-lease

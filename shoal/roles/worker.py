@@ -33,7 +33,7 @@ from shoal.roles.seat import GOODBYE_S, SOONEST_S, Contradiction, Seat, demand_s
 log = logging.getLogger("worker")
 
 TOLD_EVERY_S = 2.0
-"""Shortest time between two questions to the coordinator about what became of our submissions."""
+"""Shortest time between two requests that ask the coordinator what became of our submissions."""
 GIVE_BACK_S = 5.0
 """How long a worker tries to return a lease that it will not fill."""
 LATE = 4.0
@@ -235,7 +235,7 @@ class Worker:
             tokens = sum(rollout.num_policy_tokens() for group in groups for rollout in group.rollouts)
             self.tokens_per_s = tokens / max(taken_s, 1e-6)  # also of a lease that is dropped: the next is then smaller
         if seat.memory is not None:
-            seat.memory.demand_kept()
+            seat.memory.demand_within()
         return groups
 
     def _prove(self, lease: t.Lease, groups: list[t.Group]) -> tuple[bytes, ...]:
@@ -281,7 +281,7 @@ class Worker:
                 log.warning("refused groups=%d reason=%r", now.refused - before.refused, now.last_reason)
             if now.lapsed > before.lapsed:
                 log.warning(
-                    "lapsed leases=%d: not filled in time, given back, or stale more often than the run's",
+                    "lapsed leases=%d: not filled in time, given back, or stale more often than is usual in this run",
                     now.lapsed - before.lapsed,
                 )
             if now.stale > before.stale:

@@ -175,7 +175,7 @@ def test_a_body_that_is_gone_is_left_out(copy):
     found = audit(copy)
     assert found.disagreements == [] and found.exit_code() == PARTLY and not found.agrees
     assert sum(found.left_out.values()) == len(gone.groups)
-    assert "NOT all that was asked for" in summary(found)[-1]
+    assert "NOT all that you chose" in summary(found)[-1]
 
 
 def test_without_a_versions_weights_all_but_the_tokens_is_recomputed(copy):

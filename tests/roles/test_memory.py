@@ -131,7 +131,7 @@ for allocate in (lambda: torch.ones(100_000_000), lambda: bytearray(400_000_000)
         sys.exit("nothing stopped it")
     except Overreach as reason:
         print(reason)
-memory.demand_kept()
+memory.demand_within()
 """
 
 

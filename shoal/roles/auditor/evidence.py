@@ -151,8 +151,7 @@ def receipts_apart(receipts: Iterable[tuple[str, t.Receipt]]) -> list[str]:
 
 
 def _apart(said: Iterable[tuple[tuple[object, str, str], object, str]]) -> Iterator[str]:
-    """Where the same key signed two different things of which there is only one. Each item is ((name, key, what), value,
-    file)."""
+    """Where the same key signed two different versions of one thing. Each item is ((name, key, what), value, file)."""
     firsts: dict[tuple[object, str, str], tuple[object, str]] = {}
     for about, value, file in said:
         first, first_file = firsts.setdefault(about, (value, file))
@@ -179,7 +178,7 @@ def _manifests_against(pile: Pile, logged: dict[int, t.Manifest], state: State) 
     for file, _, manifest in pile.manifests:
         record, known = state.main.versions.get(manifest.version), logged.get(manifest.version)
         if record is None:
-            continue  # signed, but never published here; a log that was cut off is found by receipts
+            continue  # signed, but never published here; receipts reveal a log that was cut off
         if manifest.root != record.root:  # guard: evidence-of-other-weights
             yield (f"version {manifest.version}: the trainer key signed a manifest with weights root "
                    f"{manifest.root[:12]}, the log has {record.root[:12]} ({file})")  # fmt: skip

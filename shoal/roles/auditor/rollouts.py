@@ -139,7 +139,7 @@ def summary(found: Findings) -> list[str]:
         AGREE: "the log agrees with what was recomputed",
         DISAGREE: "the log does NOT agree with what was recomputed",
         CANNOT: "nothing could be recomputed",
-        PARTLY: "the log agrees with what was recomputed, but NOT all that was asked for could be: see what is left out",
+        PARTLY: "the log agrees with what was recomputed, but NOT all that you chose could be: see what is left out",
     }
     return [*lines, results[found.exit_code()]]
 
@@ -229,7 +229,7 @@ async def _audit_version(
     except Unavailable as why:
         found.left_out[f"tokens and log-probs: {why}"] += groups
     except Overreach:
-        raise  # it says something about this machine, not about the log
+        raise  # the fault is this machine's, not the log's
     except (PeerError, StateError) as error:
         found.disagreements.append(f"version {version}: {error}")
     try:

@@ -147,7 +147,7 @@ async def open_run(source: str, max_memory_mb: int = 0) -> AsyncIterator[PublicR
 
 
 class Unavailable(PeerError):
-    """The weights of a version cannot be had here. Nothing says that they are wrong."""
+    """The weights of a version are not available here. That does not mean that they are wrong."""
 
 
 async def fetch_weights(run: PublicRun, state: State, version: int, into: Path) -> Path:
