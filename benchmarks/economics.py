@@ -111,11 +111,11 @@ def best_response(
     valid_N, groups = np.arange(max(stake_blocks, math.ceil(LAW.trust / terms.steady)) + 1), terms.groups
     forged_J = np.arange(groups + 1)
     cost_J = forged_J * cheat_cost + (groups - forged_J) * HONEST_COST
-    escrow_N = np.minimum(valid_N, stake_blocks) * groups
+    stake_N = np.minimum(valid_N, stake_blocks) * groups
     caught_NJ = np.array(
         [[_caught(terms, j, LAW.audit_rate(n, terms.steady)) for j in range(groups + 1)] for n in valid_N.tolist()]
     )
-    lost_N = np.minimum(escrow_N, forfeit_blocks * groups) if terms.mild else escrow_N
+    lost_N = np.minimum(stake_N, forfeit_blocks * groups) if terms.mild else stake_N
     after_N = np.minimum(valid_N + 1, valid_N[-1])
     value_N, cheats = np.zeros(len(valid_N)), 0.0
     for _ in range(terms.blocks):

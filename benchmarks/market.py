@@ -97,7 +97,7 @@ class Key:
     """An identity in the log."""
 
     valid: int = 0
-    escrow: list[int] = field(default_factory=list)
+    stake: list[int] = field(default_factory=list)
     """Pay of each group that has not vested, oldest first."""
     vested: int = 0
     failures: int = 0
@@ -168,7 +168,7 @@ class Worker:
         key = self.keys[turn % len(self.keys)]
         if key.free_at > turn:
             return
-        stake = sum(key.escrow) / (LAW.vesting_blocks * self.terms.groups)
+        stake = sum(key.stake) / (LAW.vesting_blocks * self.terms.groups)
         move = self.strategy.plan(Sight(key.valid, turn, self.slashes, self.draws.coin[turn], stake))
         blocks, leases = in_time(move, self.terms.blocks - turn)
         end = key.free_at = turn + leases * blocks
@@ -182,7 +182,7 @@ class Worker:
             self._lapse(key, blocks)
             return
         key.dropped = 0
-        mean_pay = mean_newest_pay(self.terms, key.escrow)
+        mean_pay = mean_newest_pay(self.terms, key.stake)
         rate = self.bench.rate[min(key.valid, LAST)] if mean_pay or self.terms.law.version < 2 else 1.0
         for first in range(turn, end, blocks):
             self._send(end + self.terms.delay, key, Sent(first, blocks, move.forged, pays, rate, mean_pay))
@@ -218,7 +218,7 @@ class Worker:
         self._settle(math.inf)
         keys = (*self.keys, *self.left)
         vested = sum(key.vested for key in keys)
-        credits = vested + sum(sum(key.escrow) for key in keys)
+        credits = vested + sum(sum(key.stake) for key in keys)
         return Outcome(
             credits, vested, self.burned, self.honest, self.forged, self.slashes, self.refused, tuple(self.bench.faults)
         )
@@ -239,9 +239,9 @@ class Worker:
         return any(validator < self.terms.friends for validator in order[: LAW.most_verdicts])
 
     def _accept(self, key: Key, sent: Sent, now: int) -> None:
-        drawn = self.draws.again[sent.first] < recheck_rate(self.terms, key.escrow, sent)
+        drawn = self.draws.again[sent.first] < recheck_rate(self.terms, key.stake, sent)
         key.valid += sent.blocks
-        key.escrow.extend(sent.pays * sent.blocks)
+        key.stake.extend(sent.pays * sent.blocks)
         self._pay_debt(key)
         if not drawn or len(self.bench.sitting(self.draws.order[sent.first])) < 2:
             self._vest(key)
@@ -254,10 +254,10 @@ class Worker:
         self._send(now + self.terms.delay, key, sent._replace(recheck=True))
 
     def _vest(self, key: Key) -> None:
-        due = len(key.escrow) - LAW.vesting_blocks * self.terms.groups
+        due = len(key.stake) - LAW.vesting_blocks * self.terms.groups
         if due > 0 and not key.rechecks:
-            key.vested += sum(key.escrow[:due])
-            del key.escrow[:due]
+            key.vested += sum(key.stake[:due])
+            del key.stake[:due]
 
     def _lapse(self, key: Key, blocks: int) -> None:
         key.lapsed, key.dropped = key.lapsed + 1, key.dropped + 1
@@ -265,20 +265,20 @@ class Worker:
         if key.lapsed > 1 + LAW.free_lapses * key.leases:
             key.lapsed -= 1
             groups = blocks * self.terms.groups
-            key.owes = max(key.owes, groups - len(key.escrow))
+            key.owes = max(key.owes, groups - len(key.stake))
             self._burn(key, groups)
 
     def _pay_debt(self, key: Key) -> None:
         """New pay settles first what an earlier lapse cost."""
-        groups = min(key.owes, len(key.escrow))
+        groups = min(key.owes, len(key.stake))
         key.owes -= groups
         self._burn(key, groups)
 
     def _burn(self, key: Key, groups: int) -> None:
         """The newest pay that has not vested."""
-        lost = key.escrow[max(0, len(key.escrow) - groups) :]
+        lost = key.stake[max(0, len(key.stake) - groups) :]
         self.burned += sum(lost)
-        del key.escrow[len(key.escrow) - len(lost) :]
+        del key.stake[len(key.stake) - len(lost) :]
 
     def _judge(self, key: Key, sent: Sent, now: int) -> None:
         """The verdicts on one submission, in their order, until `weigh` decides."""
@@ -293,7 +293,7 @@ class Worker:
         blamed = len(set(weighed.refused) - set(weighed.disputed))
         if blamed:
             key.valid, key.failures, self.refused = 0, key.failures + 1, self.refused + 1
-        drawn = self.draws.again[sent.first] < recheck_rate(self.terms, key.escrow, sent)
+        drawn = self.draws.again[sent.first] < recheck_rate(self.terms, key.stake, sent)
         again = drawn and not weighed.refused and len(said) == 1 and len(order) > 1
         self._pay(key, weighed, sent, blamed, again)
         if not blamed and _holds_forgery(said, weighed.disputed, self.terms.groups):
@@ -338,7 +338,7 @@ class Worker:
 
     def _pay(self, key: Key, weighed: Weighed, sent: Sent, blamed: int, again: bool) -> None:
         key.valid += 0 if blamed else len(weighed.accepted)
-        key.escrow.extend(sent.pays * len(weighed.accepted))
+        key.stake.extend(sent.pays * len(weighed.accepted))
         if weighed.slash:
             self._slash(key)
         elif blamed:
@@ -354,7 +354,7 @@ class Worker:
         self._burn(key, each * (blocks if self.terms.law.version >= 2 else 1))
 
     def _slash(self, key: Key) -> None:
-        self._burn(key, len(key.escrow))
+        self._burn(key, len(key.stake))
         key.valid, key.slashed = 0, True
         self.slashes += 1
 
@@ -394,16 +394,16 @@ def case_of(draws: Draws, sent: Sent, order: Sequence[int], friendly: bool) -> C
     )
 
 
-def mean_newest_pay(terms: Terms, escrow: Sequence[int]) -> float:
+def mean_newest_pay(terms: Terms, stake: Sequence[int]) -> float:
     """What pay is compared with, as in `ledger/rules/submissions`."""
     groups = LAW.refused_blocks * terms.groups
-    return sum(escrow[-groups:]) / groups if terms.law.version >= 2 else 0.0
+    return sum(stake[-groups:]) / groups if terms.law.version >= 2 else 0.0
 
 
-def recheck_rate(terms: Terms, escrow: Sequence[int], sent: Sent) -> float:
+def recheck_rate(terms: Terms, stake: Sequence[int], sent: Sent) -> float:
     """Share of submissions like this one that are judged again, as in `ledger/rules/pay`."""
     pay, least = sum(sent.pays) * sent.blocks, terms.law.recheck_rate
-    return max(least, pay / (pay + sum(escrow))) if terms.law.version >= 2 else least
+    return max(least, pay / (pay + sum(stake))) if terms.law.version >= 2 else least
 
 
 def pays_of(move: Move, groups: int) -> tuple[int, ...]:

@@ -63,7 +63,7 @@ class Member(msgspec.Struct):
     """Refused groups by check."""
     leases: int = 0
     """Ever granted."""
-    escrow: list[int] = []
+    stake: list[int] = []
     """Pay of each group that has not vested, oldest first, in tokens. A slash takes it."""
     vested: int = 0
     paid_lapses: int = 0

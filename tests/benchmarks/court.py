@@ -110,7 +110,7 @@ class Defendant:
         if self.free_at[key] > turn:
             return
         member = court.state.members[key]
-        stake = sum(member.escrow) / (terms.law.vesting_blocks * terms.groups)
+        stake = sum(member.stake) / (terms.law.vesting_blocks * terms.groups)
         move = self.strategy.plan(Sight(member.valid_blocks, turn, self.slashes(), self.draws.coin[turn], stake))
         blocks, leases = in_time(move, terms.blocks - turn)
         if court.state.main.version in court.state.main.batches:
@@ -185,7 +185,7 @@ class Defendant:
                 for slot, due, outcome, pay in zip(slots, case.due, said[-1], sent.pays * sent.blocks, strict=True)
             )
             # The model has none of the rechecks of new validators.
-            rate = recheck_rate(terms, court.state.members[key].escrow, sent)
+            rate = recheck_rate(terms, court.state.members[key].stake, sent)
             again = 0.0 if self.draws.again[sent.first] < rate else 1.0
             verdict = Verdict(name, groups)
             court.do(Judge(judge_key(validator), verdict, (turn + waited) * BLOCK_S, recheck=again))

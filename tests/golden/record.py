@@ -188,7 +188,7 @@ def facts_of(audit: Audit) -> dict[str, object]:
     return {
         "head": state.head,
         "state_hash": state_hash(state),
-        "balances": {key: [node.credits, node.vested, *node.escrow] for key, node in sorted(state.members.items())},
+        "balances": {key: [node.credits, node.vested, *node.stake] for key, node in sorted(state.members.items())},
         "standing": {key: node.standing for key, node in sorted(state.members.items())},
         "batches": {str(step): [list(place) for place in places] for step, places in state.main.batches.items()},
         "versions": {str(number): version.root for number, version in state.main.versions.items()},

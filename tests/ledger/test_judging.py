@@ -220,7 +220,7 @@ def test_a_recheck_that_nobody_makes_is_dropped(court):
 def test_pay_vests_after_its_window_and_a_slash_takes_only_what_is_not_vested(court):
     serve(court, LAW.vesting_blocks + 5)
     node = court.state.members[WORKER]
-    assert node.vested == 5 * 20 and sum(node.escrow) == LAW.vesting_blocks * 20
+    assert node.vested == 5 * 20 and sum(node.stake) == LAW.vesting_blocks * 20
     name = court.submit(WORKER, court.lease(WORKER), draw=0.0)
     for judge in JUDGES[:2]:
         court.judge(name, "hard", by=judge)
@@ -352,7 +352,7 @@ def test_a_friend_that_judges_first_gains_nothing_for_a_new_key_with_long_forger
 
 def test_a_trusted_worker_without_stake_is_audited_fully(court):
     serve(court, 60)
-    court.state.members[WORKER].escrow.clear()
+    court.state.members[WORKER].stake.clear()
     name = court.submit(WORKER, court.lease(WORKER), draw=0.9)
     assert len(court.state.submissions[name].audited) == 2 and court.state.submissions[name].rate == 1.0
 

@@ -126,7 +126,7 @@ def test_a_validator_that_is_alone_with_a_dead_one_has_its_workers_paid():
     panel = Panel(workers(6, 40.0), [Judging("dead", 5.0, ((500.0, 1e9),)), *honest(1, 5.0)], batch_groups=24)
     panel.run(2 * HOUR_S)
     assert panel.state.rechecks == [] and panel.counts["rechecked: undecided"] <= 2
-    assert all(sum(node.escrow) <= (LAW.vesting_blocks + 1) * 20 for node in panel.state.members.values())
+    assert all(sum(node.stake) <= (LAW.vesting_blocks + 1) * 20 for node in panel.state.members.values())
 
 
 # --- the rules one by one ---
@@ -316,7 +316,7 @@ def test_a_validator_with_n_confirmed_verdicts_is_rechecked_with_chance_one_in_n
 def test_a_confirmation_without_audits_or_with_an_accusation_is_no_proof_of_work(tmp_path):
     court = court_of(tmp_path, audit_rate=0.05)
     court.state.members[WORKER].valid_blocks = 100
-    court.state.members[WORKER].escrow = [10] * 100  # otherwise everything would be audited
+    court.state.members[WORKER].stake = [10] * 100  # otherwise everything would be audited
     name = submitted(court, recheck=0.0, draw=0.9)
     court.judge(name, by=FIRST)
     court.judge(name, by=SECOND)

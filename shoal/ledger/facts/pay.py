@@ -53,14 +53,14 @@ class Slash(Message, frozen=True):
 def apply_credit(body: Credit, state: State, entry: Entry) -> None:
     member = state.members[body.node]
     member.credits += body.tokens
-    member.escrow.append(body.tokens)
+    member.stake.append(body.tokens)
     state.issued += body.tokens
 
 
 def apply_vested(body: Vested, state: State, entry: Entry) -> None:
     member = state.members[body.node]
     member.vested += body.tokens
-    del member.escrow[: body.groups]
+    del member.stake[: body.groups]
 
 
 def apply_forfeited(body: Forfeited, state: State, entry: Entry) -> None:
@@ -71,13 +71,13 @@ def apply_forfeited(body: Forfeited, state: State, entry: Entry) -> None:
     elif body.cause == "lapsed" and state.law.version >= 2:
         size = len(state.leases[body.lease].blocks) * state.rules.block_groups
         member.owes = max(member.owes, size - body.groups)  # guard: lapse-is-owed
-    del member.escrow[len(member.escrow) - body.groups :]
+    del member.stake[len(member.stake) - body.groups :]
     burn(state, member, body.tokens)
 
 
 def apply_slash(body: Slash, state: State, entry: Entry) -> None:
     member = state.members[body.node]
-    member.escrow.clear()
+    member.stake.clear()
     member.valid_blocks = 0  # guard: slash-ends-trust
     burn(state, member, body.tokens)
 

@@ -120,8 +120,8 @@ def verify(rows: Iterable[tuple[bytes, str]], receipts: Iterable[Receipt] = (), 
             f"to {audit.tokens}")  # fmt: skip
     for node in audit.state.members.values():
         # guard: no-debts
-        if min(node.credits, node.vested, *node.escrow) < 0 or node.credits != node.vested + sum(node.escrow):
-            say(f"node {node.key[:12]} has {node.credits} credits, but {node.vested} vested and {sum(node.escrow)} not")
+        if min(node.credits, node.vested, *node.stake) < 0 or node.credits != node.vested + sum(node.stake):
+            say(f"node {node.key[:12]} has {node.credits} credits, but {node.vested} vested and {sum(node.stake)} not")
     audit.findings += audit.host.findings(audit.state, now)
     _check_links(audit)
     audit.findings += redecide(audit.entries, audit.links)  # guard: decided-by-the-rules

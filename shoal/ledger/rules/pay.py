@@ -12,38 +12,38 @@ from shoal.protocol.audits import paid_tokens
 from shoal.protocol.types import GroupVerdict
 
 
-def vest(state: State, member: Member, escrow: Sequence[int]) -> Iterator[Body]:
-    """Pay older than the vesting window is the worker's for good. `escrow` includes what is paid in the same moment."""
+def vest(state: State, member: Member, stake: Sequence[int]) -> Iterator[Body]:
+    """Pay older than the vesting window is the worker's for good. `stake` includes what is paid in the same moment."""
     # guard: no-vesting-during-recheck
     if any(state.lease_of(state.submissions[name]).worker == member.key for name in state.rechecks):
         return  # a slash may follow, for pay that is older than the window
-    due = len(escrow) - state.law.vesting_blocks * state.rules.block_groups  # guard: vesting-window
+    due = len(stake) - state.law.vesting_blocks * state.rules.block_groups  # guard: vesting-window
     if due > 0:
-        yield Vested(member.key, due, sum(escrow[:due]))
+        yield Vested(member.key, due, sum(stake[:due]))
 
 
 def vest_rest(state: State) -> list[Body]:
     """Once a run has ended and nothing is open, all pay vests."""
     if state.pending or state.rechecks:
         return []
-    return [Vested(m.key, len(m.escrow), sum(m.escrow)) for m in state.members.values() if m.escrow]
+    return [Vested(m.key, len(m.stake), sum(m.stake)) for m in state.members.values() if m.stake]
 
 
 def refusal_costs(
-    state: State, member: Member, lease: LeaseRecord, escrow: Sequence[int], blocks: int
+    state: State, member: Member, lease: LeaseRecord, stake: Sequence[int], blocks: int
 ) -> Iterator[Body]:
     """Each refused block of a submission that is not slashed costs the newest pay that has not vested."""
     each = state.law.refused_blocks * state.rules.block_groups  # guard: refusal-costs-no-more
     times = blocks if state.law.version >= 2 else 1  # guard: each-refused-block-costs
-    groups = min(len(escrow), times * each)
+    groups = min(len(stake), times * each)
     if groups:
-        yield Forfeited(member.key, lease.id, groups, sum(escrow[-groups:]), "refused")
+        yield Forfeited(member.key, lease.id, groups, sum(stake[-groups:]), "refused")
 
 
 def recheck_rate(state: State, member: Member, groups: Sequence[GroupVerdict]) -> float:
     """Share of submissions like this one that are judged again: enough that a forgery which a friend among the validators
     accepts gains nothing on average, because a recheck takes its pay and the worker's stake."""
-    pay, stake = sum(paid_tokens(group.tokens, state.rules) for group in groups), sum(member.escrow)
+    pay, stake = sum(paid_tokens(group.tokens, state.rules) for group in groups), sum(member.stake)
     least = state.law.recheck_rate
     return max(least, pay / (pay + stake)) if pay and state.law.version >= 2 else least  # guard: risk-is-rechecked
 
@@ -54,23 +54,23 @@ def lapse_costs(state: State, late: Sequence[LeaseRecord]) -> Iterator[Body]:
     From version 2 of the rules on, the worker owes what is missing: the event says how much it could lose.
     """
     owed = state.law.version >= 2  # guard: old-lapses-are-not-owed
-    unpaid, kept = Counter[str](), {lease.worker: list(state.members[lease.worker].escrow) for lease in late}
+    unpaid, kept = Counter[str](), {lease.worker: list(state.members[lease.worker].stake) for lease in late}
     for lease in late:
-        member, escrow = state.members[lease.worker], kept[lease.worker]
+        member, stake = state.members[lease.worker], kept[lease.worker]
         unpaid[member.key] += 1
-        groups = min(len(escrow), len(lease.blocks) * state.rules.block_groups)
+        groups = min(len(stake), len(lease.blocks) * state.rules.block_groups)
         lapses = member.lapsed - member.paid_lapses + unpaid[member.key]
         if (groups or owed) and lapses > 1 + state.law.free_lapses * member.leases:  # guard: free-lapses
             unpaid[member.key] -= 1
-            lost = escrow[len(escrow) - groups :]
+            lost = stake[len(stake) - groups :]
             yield Forfeited(member.key, lease.id, groups, sum(lost), "lapsed")
-            del escrow[len(escrow) - groups :]
+            del stake[len(stake) - groups :]
 
 
-def debt_costs(member: Member, lease: LeaseRecord, escrow: Sequence[int]) -> list[Forfeited]:
-    """New pay first settles what an earlier lapse cost. `escrow` includes the new pay."""
-    groups = min(member.owes, len(escrow))
-    return [Forfeited(member.key, lease.id, groups, sum(escrow[-groups:]), "owed")] if groups else []
+def debt_costs(member: Member, lease: LeaseRecord, stake: Sequence[int]) -> list[Forfeited]:
+    """New pay first settles what an earlier lapse cost. `stake` includes the new pay."""
+    groups = min(member.owes, len(stake))
+    return [Forfeited(member.key, lease.id, groups, sum(stake[-groups:]), "owed")] if groups else []
 
 
 def lines_of_credit(body: Credit, told: Told) -> Iterator[CreditLine]:

@@ -38,7 +38,7 @@ def mean_newest_pay(state: State, member: Member) -> float:
     """Mean pay of a worker's newest groups, those that a refusal takes, tokens. Groups that are missing count as 0, so less
     at stake raises the rate, too."""
     groups = state.law.refused_blocks * state.rules.block_groups
-    return sum(member.escrow[-groups:]) / groups if state.law.version >= 2 else 0.0  # guard: pay-at-stake
+    return sum(member.stake[-groups:]) / groups if state.law.version >= 2 else 0.0  # guard: pay-at-stake
 
 
 def lease_to_fill(state: State, key: str, lease_id: str, digest: str) -> LeaseRecord:

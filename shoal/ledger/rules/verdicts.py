@@ -261,16 +261,16 @@ def _decide(
     yield from _outvoted(submission, weighed)
     member = state.members[lease.worker]
     blamed = set(weighed.refused) - set(weighed.disputed)
-    escrow = [*member.escrow, *paid]
+    stake = [*member.stake, *paid]
     if weighed.slash:
-        yield Slash(member.key, submission.digest, sum(escrow))
+        yield Slash(member.key, submission.digest, sum(stake))
     elif blamed:
-        yield from refusal_costs(state, member, lease, escrow, len(blamed))  # guard: refusal-costs
+        yield from refusal_costs(state, member, lease, stake, len(blamed))  # guard: refusal-costs
     else:
-        settled = debt_costs(member, lease, escrow) if paid else []  # guard: debt-is-settled
+        settled = debt_costs(member, lease, stake) if paid else []  # guard: debt-is-settled
         yield from settled
         if not recheck:
-            yield from vest(state, member, escrow[: len(escrow) - sum(lost.groups for lost in settled)])
+            yield from vest(state, member, stake[: len(stake) - sum(lost.groups for lost in settled)])
     # guard: cleared-is-restored, blamed-stays, cleared-of-this-one
     if not blamed and member.standing == "quarantined" and member.quarantined_for == submission.digest:
         yield NodeRestored(member.key)
@@ -292,12 +292,12 @@ def _end_recheck(
     member = state.members[lease.worker]
     if weighed.slash:
         yield Rechecked(submission.digest, "forged")
-        yield Slash(member.key, submission.digest, sum(member.escrow))  # guard: recheck-slashes
+        yield Slash(member.key, submission.digest, sum(member.stake))  # guard: recheck-slashes
         yield from quarantine(state, member.key, submission, "forged, as a second look found", command.now)
         return
     if blamed := set(weighed.refused) - set(weighed.disputed):
         yield Rechecked(submission.digest, "refused")
-        yield from refusal_costs(state, member, lease, member.escrow, len(blamed))  # guard: recheck-costs
+        yield from refusal_costs(state, member, lease, member.stake, len(blamed))  # guard: recheck-costs
         if state.law.version >= 2:  # guard: recheck-quarantines
             yield from _failure(state, lease, submission, command)
         return
