@@ -13,7 +13,7 @@ from shoal.folder import replaced_folder, write_atomically
 from shoal.net.blobs import FolderBlobs
 from shoal.net.keys import save_key
 from shoal.protocol.identity import Key
-from shoal.roles.trainer.publishing import keep_checkpoint
+from shoal.roles.trainer.publishing import copy_checkpoint
 from tests.scarce import full_disk
 
 OPERATIONS = ("fsync", "replace", "rename", "link", "unlink", "rmdir", "mkdir")
@@ -98,7 +98,7 @@ def test_file_that_does_not_fit_leaves_the_one_before_and_nothing_else(tmp_path:
 
 def keep(source: Path, target: Path) -> None:
     """As the trainer does it."""
-    keep_checkpoint(source, target)
+    copy_checkpoint(source, target)
 
 
 def write(source: Path, target: Path) -> None:

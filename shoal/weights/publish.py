@@ -48,18 +48,18 @@ async def publish(
     dtype: str,
     parents: tuple[int, ...] = (),
     chunk_bytes: int = constants.MAX_CHUNK_BYTES,
-    kept: Collection[str] = (),
+    known: Collection[str] = (),
 ) -> Manifest:
     """Send the chunks of an HF-format directory and describe them; `sign_manifest` then signs the description.
 
-    Chunks in `kept` are not sent: the sink has them from the previous version. The manifest's times are 0 until it is
+    Chunks in `known` are not sent: the sink has them from the previous version. The manifest's times are 0 until it is
     signed, so it depends only on the directory. Raises `StateError` if the directory cannot be read or has no weights, and
     whatever the sink raises.
     """
     root = await asyncio.to_thread(weights_root, directory)
     entries = []
     for path in await asyncio.to_thread(_published_files, directory):
-        entries.append(await _send_file(path, sink, chunk_bytes, kept))
+        entries.append(await _send_file(path, sink, chunk_bytes, known))
     return Manifest(
         run=run,
         stream=POLICY_STREAM,
@@ -79,14 +79,14 @@ def _published_files(directory: Path) -> list[Path]:
     return sorted(path for path in directory.iterdir() if path.is_file() and is_publishable(path.name))
 
 
-async def _send_file(path: Path, sink: ChunkSink, chunk_bytes: int, kept: Collection[str]) -> FileEntry:
+async def _send_file(path: Path, sink: ChunkSink, chunk_bytes: int, known: Collection[str]) -> FileEntry:
     whole, chunks, size = hashlib.sha256(), [], 0
     try:
         with path.open("rb") as file:
             one_chunk = os.fstat(file.fileno()).st_size <= chunk_bytes  # then its hash is the file's
             while chunk := await asyncio.to_thread(file.read, chunk_bytes):
                 digest = wire.digest(chunk)
-                if digest not in kept:
+                if digest not in known:
                     await sink.put(digest, chunk)
                 chunks.append(digest)
                 size += len(chunk)

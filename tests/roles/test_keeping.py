@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from shoal.errors import StateError
-from shoal.roles.trainer.publishing import keep_checkpoint
+from shoal.roles.trainer.publishing import copy_checkpoint
 from tests.scarce import full_disk
 
 
@@ -22,8 +22,8 @@ def test_a_full_disk_is_named_when_a_checkpoint_is_kept(tmp_path, monkeypatch):
 
     for name in ("_fastcopy_sendfile", "copyfileobj"):
         monkeypatch.setattr(shutil, name, full)
-    with pytest.raises(StateError, match=r"cannot keep checkpoint .*: .*No space left on device.*\. Free disk space"):
-        keep_checkpoint(source, tmp_path / "kept")
+    with pytest.raises(StateError, match=r"cannot write checkpoint .*: .*No space left on device.*\. Free disk space"):
+        copy_checkpoint(source, tmp_path / "kept")
     assert not (tmp_path / "kept").exists()
 
 
@@ -32,8 +32,8 @@ def test_half_a_checkpoint_is_removed_and_the_one_before_stays_when_the_disk_is_
     for name, data in (("old", b"old"), ("new", b"new" * 1000)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "model.safetensors").write_bytes(data)
-    keep_checkpoint(tmp_path / "old", kept)
-    with full_disk(1000), pytest.raises(StateError, match=r"cannot keep checkpoint .*File too large"):
-        keep_checkpoint(tmp_path / "new", kept)
+    copy_checkpoint(tmp_path / "old", kept)
+    with full_disk(1000), pytest.raises(StateError, match=r"cannot write checkpoint .*File too large"):
+        copy_checkpoint(tmp_path / "new", kept)
     assert [path.name for path in kept.parent.iterdir()] == ["final"]
     assert (kept / "model.safetensors").read_bytes() == b"old"

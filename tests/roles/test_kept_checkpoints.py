@@ -26,12 +26,12 @@ class DiesOnce:
 
     async def run(self):
         with self.monkeypatch.context() as patch, pytest.raises(Killed):
-            patch.setattr(publishing, "keep_checkpoint", self._keep_or_die)
+            patch.setattr(publishing, "copy_checkpoint", self._keep_or_die)
             await self.town.trainer().run()
         assert not (self.town.folder.checkpoints / self.before).exists()
         await self.town.trainer().run()
 
-    def _keep_or_die(self, source, target, keep=publishing.keep_checkpoint):
+    def _keep_or_die(self, source, target, keep=publishing.copy_checkpoint):
         if target.name == self.before:
             raise Killed
         keep(source, target)

@@ -90,7 +90,7 @@ def test_chunks_that_the_sink_keeps_are_not_sent_again(checkpoint, origin):
     first = published(checkpoint, origin)
     kept = {chunk for file in first.files for chunk in file.chunks}
     sent = Chunks()
-    story = publish(checkpoint, sent, run=RUN, version=4, dtype="float32", chunk_bytes=CHUNK_BYTES, kept=kept)
+    story = publish(checkpoint, sent, run=RUN, version=4, dtype="float32", chunk_bytes=CHUNK_BYTES, known=kept)
     assert asyncio.run(story).files == first.files and not sent.held
 
 

@@ -31,7 +31,7 @@ def start_policy(folder: RunFolder, config: RunConfig) -> Path:
     """The directory of version 0: a copy of the run file's policy, or a tiny policy with random weights."""
     if not folder.policy.exists():
         if config.policy.path:
-            keep_checkpoint(Path(config.policy.path), folder.policy)
+            copy_checkpoint(Path(config.policy.path), folder.policy)
         else:
             make_tiny(config.policy.tiny, folder.policy, folder.weights_seed(config), config.policy.dtype)
     return folder.policy
@@ -56,7 +56,7 @@ class Publisher:
         parents = (version - 1,) if version else ()
         manifest = await publish(
             directory, HttpSink(self._client), run=self._client.run, version=version, dtype=self._config.policy.dtype,
-            parents=parents, kept=self._sent,
+            parents=parents, known=self._sent,
         )  # fmt: skip
         self._sent = {chunk for file in manifest.files for chunk in file.chunks}
         signed = to_json(sign_manifest(manifest, self._key, now=self._clock()))
@@ -104,10 +104,10 @@ class Publisher:
 
     def _keep(self, directory: Path, names: list[str]) -> None:
         for name in names:
-            keep_checkpoint(directory, self._folder.checkpoints / name)
+            copy_checkpoint(directory, self._folder.checkpoints / name)
 
 
-def keep_checkpoint(source: Path, target: Path) -> None:
+def copy_checkpoint(source: Path, target: Path) -> None:
     """Copy a version's directory to `target`, whole or not at all. An identical copy is left alone."""
     try:
         if _are_alike(source, target):
@@ -117,7 +117,7 @@ def keep_checkpoint(source: Path, target: Path) -> None:
             shutil.copytree(source, scratch, dirs_exist_ok=True)
     except OSError as error:
         raise StateError(
-            f"cannot keep checkpoint {target}: {cause_of(error)}. Free disk space and start again"
+            f"cannot write checkpoint {target}: {cause_of(error)}. Free disk space and start again"
         ) from None
 
 
