@@ -233,6 +233,6 @@ def _signature_base(line: RequestLine, headers: Mapping[str, str], parameters: s
 def _explain_skew(skew_s: float) -> str:
     side = "ahead of" if skew_s > 0 else "behind"
     return (
-        f"your clock is {abs(skew_s):.0f} s {side} this server's (allowed: {SIGNATURE_WINDOW_S} s), or the request is "
+        f"your clock is {abs(skew_s):.0f} s {side} this server's (limit {SIGNATURE_WINDOW_S} s), or the request is "
         "an old one replayed: set the clock (for example: timedatectl set-ntp true) and try again"
     )

@@ -205,7 +205,7 @@ async def take_seat(
     run = await client.get_json("/v1/run", t.RunNeeds)  # first, because the rules of a later version may not decode
     if run.protocol != PROTOCOL_VERSION:
         raise PeerError(
-            f"the run speaks protocol {run.protocol}, this shoal {PROTOCOL_VERSION}: install the host's version"
+            f"the run speaks protocol {run.protocol}, this shoal speaks {PROTOCOL_VERSION}: install the host's version"
         )
     lacking = [need for need in run.needs if need not in SUPPORTED]
     if lacking:  # guard: needs-of-the-run

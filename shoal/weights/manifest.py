@@ -191,6 +191,6 @@ def _demand_whole(manifest: Manifest, max_bytes: int | None) -> None:
     size_bytes = sum(entry.size for entry in manifest.files)
     if max_bytes is not None and size_bytes > max_bytes:
         raise PeerError(
-            f"version {manifest.version} has {size_bytes} bytes, this node takes {max_bytes}: allow more (--max-memory, "
+            f"version {manifest.version} has {size_bytes} bytes, limit of this node {max_bytes}: allow more (--max-memory, "
             "--max-disk), or leave the run"
         )

@@ -39,7 +39,7 @@ def saying(town, monkeypatch, **changes):
 @pytest.mark.parametrize("role", ROLES)
 def test_a_run_of_another_protocol_is_refused(tmp_path, monkeypatch, role):
     town = saying(Town(tmp_path / "run", tiny_run()), monkeypatch, protocol=2)
-    meets(town, role, PeerError, "the run speaks protocol 2, this shoal 1")
+    meets(town, role, PeerError, "the run speaks protocol 2, this shoal speaks 1")
 
 
 @pytest.mark.parametrize("role", ROLES)

@@ -77,7 +77,9 @@ def test_a_node_keeps_a_share_of_its_disk_free(tmp_path, monkeypatch, role):
     with pytest.raises(ExceptionGroup) as stopped:
         asyncio.run(town.live(town.trainer(), *nodes.values()))
     (fault,) = stopped.value.exceptions[0].exceptions
-    assert isinstance(fault, PeerError) and "this node takes 43750: allow more (--max-memory, --max-disk)" in str(fault)
+    assert isinstance(fault, PeerError) and "limit of this node 43750: allow more (--max-memory, --max-disk)" in str(
+        fault
+    )
     assert not list((town.folder.nodes / nodes[role].home.name).glob("weights/v*"))
 
 

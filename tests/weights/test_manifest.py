@@ -81,7 +81,7 @@ def test_the_weights_root_depends_on_the_tensors_alone(tmp_path):
         ({}, {"keys": set()}, "may not publish"),
         ({}, {"now": NOW + constants.MANIFEST_LIFETIME_S + 1}, "expired 1 s ago"),
         ({}, {"now": NOW - 3600}, "3600 s in the future"),
-        ({}, {"max_bytes": 5000}, "this node takes 5000"),
+        ({}, {"max_bytes": 5000}, "limit of this node 5000"),
         ({"expires": NOW * 2}, {}, "MANIFEST_LIFETIME_S"),
         ({"expires": NOW - 1}, {}, "MANIFEST_LIFETIME_S"),
         ({"version": -1}, {}, "versions count from 0"),
@@ -133,7 +133,7 @@ def test_a_repeated_chunk_counts_each_time(manifest):
     chunk = wire.digest(bytes(8 << 20))
     entry = FileEntry(path="model.safetensors", size=100 * (8 << 20), digest="0" * 64, chunks=(chunk,) * 100)
     repeating = encoded(changed(manifest, files=(entry,), chunk_bytes=8 << 20))
-    assert "has 838860800 bytes, this node takes 800000000" in refused(repeating, max_bytes=800_000_000)
+    assert "has 838860800 bytes, limit of this node 800000000" in refused(repeating, max_bytes=800_000_000)
     assert accept(repeating, max_bytes=838_860_800)
 
 

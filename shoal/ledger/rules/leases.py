@@ -45,7 +45,7 @@ def decide_ask_lease(command: AskLease, state: State) -> list[Body]:
     if len(mine) >= (
         1 if one or (not member.accepted and any(other.accepted for other in others)) else MAX_OPEN_LEASES
     ):
-        raise Wait(f"you hold {len(mine)} leases, which is your limit at a time", 1.0)
+        raise Wait(f"you hold {len(mine)} leases, and may hold no more for now", 1.0)
     _wait_after_lapses(state, member, command.now)  # guard: lapsed-waits
     if stream.version < 0:
         raise Wait("the trainer has not published the first version yet", 1.0)

@@ -89,7 +89,7 @@ def refuse_other_time(state: State, created: int, now: float, size_bytes: int) -
     late_s, allowed_s = now - created, BOOKED_WITHIN_S + size_bytes // BODY_WINDOW_BYTES * BODY_WINDOW_S
     if not -BOOKED_WITHIN_S <= late_s <= allowed_s:
         raise Refused("replayed", f"the submission was signed at {created}, but the log is at {now:.0f}: it is "
-                      f"{abs(late_s):.0f} s off (allowed: {allowed_s:.0f}), so sign it again")  # fmt: skip
+                      f"{abs(late_s):.0f} s off (limit {allowed_s:.0f}), so sign it again")  # fmt: skip
 
 
 def cause_of_submission_received(body: SubmissionReceived, here: Here) -> Cause:

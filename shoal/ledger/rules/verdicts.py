@@ -148,9 +148,9 @@ def _refuse_impossible(state: State, group: GroupVerdict) -> None:
         raise Refused("malformed", f"slot {group.slot}: a group has 0 to {most} policy tokens")
     # guard: flips-within-tokens, gap-sum-is-a-number
     if not 0 <= group.flipped <= group.tokens or not 0.0 <= group.gap_sum <= 1e9:
-        raise Refused("malformed", f"slot {group.slot}: figures of replayed sampling that no group has")
+        raise Refused("malformed", f"slot {group.slot}: figures of sampling that no group can have")
     if not (abs(group.off_sum) <= 1e9 and abs(group.off_weighted) <= 1e9):  # guard: off-sum-is-a-number
-        raise Refused("malformed", f"slot {group.slot}: sums of log-probs that no group has")
+        raise Refused("malformed", f"slot {group.slot}: sums of log-probs that no group can have")
 
 
 def is_open(state: State, submission: SubmissionRecord) -> bool:
