@@ -6,7 +6,7 @@ from shoal.ledger.answers import Wait
 from shoal.ledger.facts.leases import AskLease
 from shoal.ledger.law import LAW, as_version
 from shoal.ledger.pace import usual_pace_s
-from tests.ledger.test_owed import ask, later
+from tests.ledger.test_reassign import ask, later
 from tests.ledger.world import World
 
 A, B = "a" * 64, "b" * 64

@@ -14,9 +14,9 @@ from shoal.ledger.facts.leases import AskLease, LeaseGranted, LeaseLapsed, Retur
 from shoal.ledger.facts.members import Leave, NodeLeft
 from shoal.ledger.facts.run import Admin, RulesChanged, Tick
 from shoal.ledger.next_batch import groups_a_worker, is_fresh, usable
-from shoal.ledger.owed import blocks_owed, num_owed
 from shoal.ledger.pace import blocks_for_speed, is_slow, lease_times
 from shoal.ledger.past import Cause, Here, Table, Told
+from shoal.ledger.reassign import blocks_to_reassign, num_to_reassign
 from shoal.ledger.rules.members import member_as, refuse_replayed, signed_at
 from shoal.ledger.rules.pay import lapse_costs
 from shoal.ledger.state import LeaseRecord, Member, State, StreamRecord, once_per_event
@@ -50,10 +50,10 @@ def decide_ask_lease(command: AskLease, state: State) -> list[Body]:
     if stream.version < 0:
         raise Wait("the trainer has not published the first version yet", 1.0)
     _wait_for_strangers(state, stream, member, others)
-    again = blocks_owed(state, stream, member, others, command.now) if state.law.version >= 2 else []
-    if again:  # guard: owed-before-new
+    again = blocks_to_reassign(state, stream, member, others, command.now) if state.law.version >= 2 else []
+    if again:  # guard: reassigned-before-new
         return [_granted(state, stream, member, command, again[0][0], _shared(state, member, command, again))]
-    room = groups_wanted(state, stream) - _owed_groups(state, stream)
+    room = groups_wanted(state, stream) - _free_groups(state, stream)
     if room <= 0:
         raise Wait(f"enough groups are in flight for version {stream.version}", 1.0)
     share = groups_a_worker(state.rules) * _open_batches(state, stream)
@@ -269,12 +269,12 @@ def blocks_to_give(state: State, stream: StreamRecord) -> int:
     """Number of blocks that could be leased now; so many waiting workers are woken."""
     if state.phase != "running" or stream.version < 0:
         return 0
-    room = groups_wanted(state, stream) - _owed_groups(state, stream)
-    owed = num_owed(state, stream) if state.law.version >= 2 else 0
-    return max(0, -(-room // state.rules.block_groups)) + owed
+    room = groups_wanted(state, stream) - _free_groups(state, stream)
+    again = num_to_reassign(state, stream) if state.law.version >= 2 else 0
+    return max(0, -(-room // state.rules.block_groups)) + again
 
 
-def _owed_groups(state: State, stream: StreamRecord) -> int:
+def _free_groups(state: State, stream: StreamRecord) -> int:
     """Groups of free blocks: room that is not for new ones, from version 2 of the rules on."""
     return len(stream.free) * state.rules.block_groups if state.law.version >= 2 else 0
 

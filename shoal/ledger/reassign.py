@@ -27,7 +27,7 @@ def reliable(state: State) -> frozenset[str]:
     )  # fmt: skip
 
 
-def blocks_owed(
+def blocks_to_reassign(
     state: State, stream: StreamRecord, member: Member, others: Sequence[Member], now: float
 ) -> list[tuple[int, int]]:
     """(version, block) of the blocks that this worker may be given now: all of one version, the oldest that has some."""
@@ -40,7 +40,7 @@ def blocks_owed(
     return found
 
 
-def num_owed(state: State, stream: StreamRecord) -> int:
+def num_to_reassign(state: State, stream: StreamRecord) -> int:
     """Number of blocks that some worker could be given at once, without those that are late."""
     return len({*stream.free, *_in_the_way(state, stream, 0.0)})
 
@@ -61,7 +61,8 @@ def _in_the_way(state: State, stream: StreamRecord, now: float) -> Iterator[tupl
         newest = state.leases[stream.versions[version].blocks[number].lease]
         if newest.status == "submitted":  # guard: made-again-once
             sent = state.submissions[newest.submission]
-            if sent.verdicts or now > sent.time + state.law.turn_s:  # guard: disputed-is-owed, unjudged-is-owed
+            # guard: disputed-is-reassigned, unjudged-is-reassigned
+            if sent.verdicts or now > sent.time + state.law.turn_s:
                 yield version, number
             continue
         patience_s = state.law.patience_times * usual_pace_s(state) * len(newest.blocks)

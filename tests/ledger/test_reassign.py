@@ -12,7 +12,7 @@ from shoal.ledger.facts.run import Admin, Tick
 from shoal.ledger.law import LAW, as_version
 from shoal.ledger.log.redecide import redecide
 from shoal.ledger.next_batch import blocks_in_the_way
-from shoal.ledger.owed import reliable
+from shoal.ledger.reassign import reliable
 from shoal.ledger.rules.leases import groups_in_flight
 from shoal.ledger.state import state_hash
 from shoal.ledger.table import apply, make_entry
