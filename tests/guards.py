@@ -521,6 +521,8 @@ GUARDS = [
         ("books-balance", OFF, "test_books_that_do_not_balance_are_named"),
         ("no-debts", OFF, "test_an_event_that_no_log_may_hold_is_named"),
         ("decided-by-the-rules", GONE, "test_an_event_that_the_rules_do_not_lead_to_is_named"),
+        ("link-of-the-chain", ("known", "True"),
+         "test_a_link_further_away_than_the_chain_is_long_is_named_at_once"),
         ("link-leads-back", OFF, "test_a_link_that_does_not_lead_to_the_published_end_is_named"),
     ),
     *_needed_by("tests/ledger/test_reassign.py",

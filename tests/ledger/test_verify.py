@@ -10,10 +10,12 @@ from shoal.ledger.facts.leases import LeaseGranted
 from shoal.ledger.facts.pay import Credit, Forfeited, Slash, Vested
 from shoal.ledger.facts.submissions import AuditDrawn, SubmissionReceived
 from shoal.ledger.facts.verdicts import Decision, VerdictGiven
-from shoal.ledger.facts.versions import LinkRevealed
+from shoal.ledger.facts.versions import CheckpointPublished, LinkRevealed
 from shoal.ledger.law import LAW, LAWS, RULES_VERSION, WHAT_CHANGED, as_version
-from shoal.ledger.log.verify import verify
+from shoal.ledger.log.verify import AUDIT_CHAIN, SLOT_CHAIN, verify
 from shoal.ledger.table import make_entry, read_entry
+from shoal.protocol.constants import CHAIN_LENGTH
+from shoal.protocol.randomness import SecretChain
 from tests.ledger.world import VALIDATOR, World, rules
 
 WORKER = "a" * 64
@@ -136,6 +138,18 @@ def test_an_edit_of_the_last_event_is_found_although_none_follows(lines):
 def test_a_link_that_does_not_lead_to_the_published_end_is_named(lines):
     found = findings(ended_by(LinkRevealed(0, "ab" * 32, "cd" * 32))(lines))
     assert any("does not lead to the published end" in finding for finding in found)
+
+
+@pytest.mark.parametrize("far", [CHAIN_LENGTH, 1 << 60])
+def test_a_link_further_away_than_the_chain_is_long_is_named_at_once(lines, far):
+    """2^60 steps take for ever, so links of longer chains lead nowhere, even if they do."""
+    slots, audits = (SecretChain(b"s", purpose, CHAIN_LENGTH + 1).links() for purpose in (SLOT_CHAIN, AUDIT_CHAIN))
+    (time, created), *rest = lines
+    ends = msgspec.structs.replace(created, chain_end=slots[0].hex(), audit_chain_end=audits[0].hex())
+    link = LinkRevealed(far, slots[-1].hex(), audits[-1].hex())
+    published = CheckpointPublished(far, "ab" * 32, "cd" * 32)
+    found = findings([(time, ends), *rest, (rest[-1][0], published), (rest[-1][0], link)])
+    assert f"the link revealed for version {far} does not lead to the published end" in found
 
 
 def test_books_that_do_not_balance_are_named(lines, monkeypatch):
