@@ -60,6 +60,25 @@ class Evidence:
         except OSError as error:
             raise self._cannot_write(error) from None
 
+    def demand_same_host(self, run_key: str) -> None:
+        """Refuse a run whose key is another than when this node first joined it. Raises `PeerError`.
+
+        All that a node signs names the run and not the host, so another host could pass it on to the run, as wrong work.
+        """
+        path = self.folder / "run.key"
+        try:
+            if not path.exists():
+                write_atomically(path, run_key.encode())
+            known = path.read_text()
+        except OSError as error:
+            raise self._cannot_write(error) from None
+        if known != run_key:  # guard: one-host-a-run
+            raise PeerError(
+                f"the run has another run key than before: {run_key[:16]!r}, not {known[:16]!r}. Either this host pretends "
+                "to be that of a run that you joined, or the one before did: ask both. To begin anew, delete "
+                f"{self.folder}"
+            )
+
     def keep(self, kind: Kind, data: bytes) -> None:
         """Keep some bytes, durable on return. Raises `StateError` if that fails."""
         path = self.folder / f"{digest(data)}.{kind}"

@@ -218,10 +218,11 @@ async def take_seat(
             f"the run has groups of fewer than 1 or more than {MAX_GROUP_ROLLOUTS} rollouts (MAX_GROUP_ROLLOUTS): tell the "
             "host"
         )
-    client.run, client.head = info.run, info.head
     # guard: evidence-of-strangers
     most_bytes = None if own_files else disk_limit(home / "weights", max_disk_mb) // DISK_PART
     evidence = Evidence(home, info.run, most_bytes)
+    evidence.demand_same_host(info.run_key)  # before anything is signed
+    client.run, client.head = info.run, info.head
     envs = load_run_envs(info.envs, own_files=own_files)
     engine = make_engine(info.rules.dtype)
     facts = engine.facts

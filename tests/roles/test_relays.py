@@ -1,0 +1,89 @@
+"""Hosts that call themselves another's run, and pass on to it what the nodes sign for them."""
+
+import asyncio
+import contextlib
+
+import httpx
+import msgspec
+import pytest
+
+from shoal.errors import PeerError
+from shoal.net.client import Client
+from shoal.net.keys import load_or_make_key
+from shoal.protocol import types as t
+from shoal.protocol.identity import Key
+from shoal.protocol.promises import sign_promise
+from shoal.protocol.wire import digest, from_json, to_json
+from shoal.roles.worker import Worker
+from tests.roles.town import URL, Town, tiny_run
+
+IMPOSTOR = Key(b"\x09" * 32)
+
+
+class Impostor(httpx.AsyncBaseTransport):
+    """Serves another host's run under a key of its own: it changes the seeds of leases, and passes on all else."""
+
+    def __init__(self, town):
+        self.inner = httpx.ASGITransport(town.app, raise_app_exceptions=False)
+
+    async def handle_async_request(self, request):
+        body = await request.aread()
+        answer = await self.inner.handle_async_request(request)
+        data, told = await answer.aread(), None
+        if answer.status_code == 200 and request.url.path == "/v1/run":
+            told = msgspec.structs.replace(from_json(data, t.RunInfo), run_key=IMPOSTOR.public)
+        elif answer.status_code == 200 and request.url.path == "/v1/leases":
+            told = self._other_seeds(request, from_json(data, t.LeaseAnswer))
+        elif answer.status_code == 200 and request.url.path.endswith("/submission"):
+            receipt = from_json(data, t.Receipt)
+            assert receipt.digest == digest(body)
+            told = sign_promise(msgspec.structs.replace(receipt, signature=""), IMPOSTOR)
+        if told is None:
+            return httpx.Response(answer.status_code, stream=httpx.ByteStream(data), headers=answer.headers)
+        return httpx.Response(200, stream=httpx.ByteStream(to_json(told)), headers={"shoal-protocol": "1"})
+
+    def _other_seeds(self, request, answer):
+        if answer.lease is None:
+            return answer
+        blocks = tuple(
+            msgspec.structs.replace(
+                block, slots=tuple(msgspec.structs.replace(slot, seed="ab" * 32) for slot in block.slots)
+            )
+            for block in answer.lease.blocks
+        )
+        lease = msgspec.structs.replace(answer.lease, blocks=blocks)
+        run = request.headers["shoal-run"]
+        grant = sign_promise(t.Grant(run, lease, answer.terms, answer.root, answer.content, ""), IMPOSTOR)
+        return msgspec.structs.replace(answer, lease=lease, signature=grant.signature)
+
+
+def guest(town, home):
+    key = load_or_make_key(home / "node.key")
+    make = town.worker("x").make_engine
+    return Worker(Client(URL, key, transport=Impostor(town)), key.public, home, make, 0, "guest", True)
+
+
+def test_a_host_that_names_another_hosts_run_gets_nothing_signed_for_it(tmp_path):
+    """Else it could have a member of that run slashed: submissions are signed for the run, and played with other seeds."""
+    town = Town(tmp_path / "run", tiny_run(steps=2, rollouts={"max_staleness": 1}))
+    worker = town.worker("worker")
+
+    async def story():
+        host = [asyncio.create_task(role.run()) for role in (town.trainer(), town.validator())]
+        ticking = asyncio.create_task(town._tick())
+        honest = asyncio.create_task(worker.run())
+        while not town.desk.state.members.get(worker.key) or not town.desk.state.members[worker.key].accepted:
+            await asyncio.sleep(0.05)
+        worker.stopping.set()
+        await honest
+        credits = town.desk.state.members[worker.key].credits
+        with contextlib.suppress(TimeoutError), pytest.raises(PeerError, match="another run key than before"):
+            await asyncio.wait_for(guest(town, worker.home).run(), 5.0)
+        await asyncio.wait_for(town.worker("worker").run(), 20.0)  # its own host still has it
+        for task in (*host, ticking):
+            task.cancel()
+        return credits
+
+    credits = asyncio.run(story())
+    member = town.desk.state.members[worker.key]
+    assert member.credits > credits > 0 and member.refused == 0 and member.standing != "quarantined"
