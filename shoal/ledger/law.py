@@ -170,7 +170,8 @@ BEFORE_LAWS = Law(
     version=0, probation_blocks=10, trust=3.0, recheck_rate=0.05, vesting_blocks=40, refused_blocks=8, turn_s=30.0,
     missed_turns=2, dispute_s=600.0, most_verdicts=3, soft_failures=3, validator_faults=3, max_quarantine_s=3600.0,
     free_lapses=0.05, stale_margin=0.1, max_lapse_wait_s=3600.0, lease_target_s=20.0, soft_times=2.0, least_soft_s=5.0,
-    deadline_times=4.0, patience_times=6.0, block_workers=4, unfilled_share=0.1, stranger_share=0.125,
+    deadline_times=4.0, patience_times=6.0, block_workers=4, unfilled_share=0.1, stranger_share=0.125, turn_checks=5.0,
+    late_s=3.0, missed_counts_turns=20, recheck_trust=1.0, rejoins=10, rejoin_s=60.0,
 )  # fmt: skip
 """The constants of logs that name no law, written out, because they must not follow the defaults of `Law`."""
 

@@ -5,6 +5,7 @@ Both roles import this file; it imports no role. It verifies every byte of the w
 
 import asyncio
 import contextlib
+import logging
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -18,6 +19,7 @@ from shoal.engine.base import Engine
 from shoal.envs.base import Env
 from shoal.envs.load import load_run_envs
 from shoal.errors import PeerError
+from shoal.ledger.law import RULES_VERSION
 from shoal.net.client import Client
 from shoal.policy.contained import ContainedRenderer, Limits
 from shoal.policy.render import Renderer
@@ -45,6 +47,8 @@ from shoal.weights.room import disk_limit, room_for_version
 
 if TYPE_CHECKING:
     from shoal.engine.needs import Needs
+
+log = logging.getLogger("seat")
 
 GOODBYE_S = 5.0
 """How long a node that leaves tries to say so. Less than the time in which the launcher expects a role to end."""
@@ -218,6 +222,11 @@ async def take_seat(
             f"the run has groups of fewer than 1 or more than {MAX_GROUP_ROLLOUTS} rollouts (MAX_GROUP_ROLLOUTS): tell the "
             "host"
         )
+    if info.rules_version < RULES_VERSION:  # guard: old-rules-are-told
+        log.warning(
+            "this run follows version %d of the ledger's rules, and the newest is %d: it lacks the newer defences",
+            info.rules_version, RULES_VERSION,
+        )  # fmt: skip
     # guard: evidence-of-strangers
     most_bytes = None if own_files else disk_limit(home / "weights", max_disk_mb) // DISK_PART
     evidence = Evidence(home, info.run, most_bytes)

@@ -1,9 +1,13 @@
 """Logs of a lying host, made by hand: every hash fits, and a finding names each event that no log may hold."""
 
+import ast
+import inspect
+
 import msgspec
 import pytest
 
 from shoal.errors import StateError
+from shoal.ledger import law as law_file
 from shoal.ledger.entry import GENESIS
 from shoal.ledger.facts.batches import BatchFormed, GroupAccepted
 from shoal.ledger.facts.leases import LeaseGranted
@@ -11,8 +15,8 @@ from shoal.ledger.facts.pay import Credit, Forfeited, Slash, Vested
 from shoal.ledger.facts.submissions import AuditDrawn, SubmissionReceived
 from shoal.ledger.facts.verdicts import Decision, VerdictGiven
 from shoal.ledger.facts.versions import CheckpointPublished, LinkRevealed
-from shoal.ledger.law import LAW, LAWS, RULES_VERSION, WHAT_CHANGED, as_version
-from shoal.ledger.log.verify import AUDIT_CHAIN, SLOT_CHAIN, verify
+from shoal.ledger.law import LAW, LAWS, RULES_VERSION, WHAT_CHANGED, Law, as_version
+from shoal.ledger.log.verify import AUDIT_CHAIN, SLOT_CHAIN, report, verify
 from shoal.ledger.table import make_entry, read_entry
 from shoal.protocol.constants import CHAIN_LENGTH
 from shoal.protocol.randomness import SecretChain
@@ -180,8 +184,20 @@ def test_a_law_of_the_hosts_own_is_named_with_each_constant(tmp_path):
 
 
 @pytest.mark.parametrize("version", WHAT_CHANGED)
-def test_the_projects_law_of_each_version_is_no_finding(tmp_path, version):
-    assert World(tmp_path, law=as_version(LAW, version)).audit().findings == []
+def test_the_projects_law_of_each_version_is_no_finding_but_an_old_one_is_named(tmp_path, version):
+    audit = World(tmp_path, law=as_version(LAW, version)).audit()
+    assert audit.findings == []
+    assert (f"rules: version {version}; the newest is {RULES_VERSION}" in report(audit)) == (version < RULES_VERSION)
+
+
+def test_the_laws_of_released_rules_name_each_constant():
+    """One that they left out would change with its default, and the logs of its version would seem to have another law."""
+    (before,) = [
+        line.value
+        for line in ast.parse(inspect.getsource(law_file)).body
+        if isinstance(line, ast.Assign) and getattr(line.targets[0], "id", "") == "BEFORE_LAWS"
+    ]
+    assert {keyword.arg for keyword in before.keywords} == {*Law.__struct_fields__}
 
 
 def test_each_version_of_the_rules_has_its_law_and_new_runs_begin_with_the_newest():

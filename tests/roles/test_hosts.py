@@ -9,6 +9,7 @@ from shoal.errors import PeerError, fault_of_user
 from shoal.ledger.answers import Wait
 from shoal.ledger.facts.leases import LeaseLapsed
 from shoal.ledger.facts.run import Tick
+from shoal.ledger.law import LAW, as_version
 from shoal.protocol import types as t
 from shoal.protocol.wire import to_json
 from shoal.roles.auditor.log import audit_folder
@@ -68,6 +69,15 @@ def test_after_its_clock_was_set_back_a_host_grants_no_lease_until_its_log_is_re
     with pytest.raises(Exception) as refusal:
         asyncio.run(town.desk.lease("a" * 64, t.LeaseRequest()))
     assert (isinstance(refusal.value, Wait) and "ahead of the host's clock" in str(refusal.value)) == waits
+
+
+def test_a_node_says_so_if_the_rules_of_a_run_are_old(tmp_path, caplog):
+    for version in (LAW.version - 1, LAW.version):
+        town = Town(tmp_path / f"run{version}", tiny_run(steps=1), law=as_version(LAW, version))
+        caplog.clear()
+        asyncio.run(town.live(town.trainer(), town.validator(), town.worker("honest")))
+        said = f"this run follows version {version} of the ledger's rules, and the newest is {LAW.version}"
+        assert (said in caplog.text) == (version < LAW.version)
 
 
 def test_a_run_goes_on_after_its_hosts_clock_was_set_back_by_two_seconds(tmp_path):

@@ -15,7 +15,7 @@ from shoal.ledger.facts.pay import Credit
 from shoal.ledger.facts.submissions import SubmissionReceived
 from shoal.ledger.facts.verdicts import Decision
 from shoal.ledger.facts.versions import LinkRevealed
-from shoal.ledger.law import law_difference
+from shoal.ledger.law import RULES_VERSION, law_difference
 from shoal.ledger.log.book import UnknownRules, broken_after, checked_entry, follows
 from shoal.ledger.log.fairness import Turns
 from shoal.ledger.log.host import HostWatch
@@ -204,6 +204,10 @@ def report(audit: Audit) -> str:
         f"credits issued: {state.issued} tokens; state hash {state_hash(state)[:16]}; head {state.head[:16]}",
         *audit.turns.lines(state),
     ]
+    if state.law.version < RULES_VERSION:  # guard: old-rules-are-named
+        lines.append(
+            f"rules: version {state.law.version}; the newest is {RULES_VERSION}, so this run lacks the newer defences"
+        )
     lines += [f"FINDING: {finding}" for finding in audit.findings]
     lines.append(
         "the log holds: nothing lost, nothing paid or used twice" if not audit.findings else "the log does NOT hold"

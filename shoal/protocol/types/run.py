@@ -120,6 +120,8 @@ class RunInfo(Answer, frozen=True):
     """Latest published policy version, -1 before the first."""
     needs: tuple[Fact, ...] = ()
     """What a node must support to join, such as "episodes" or "dtype:int8". A node that lacks one refuses."""
+    rules_version: int = 0
+    """Version of the ledger's rules that the log follows, see `shoal/ledger/law.py`; 0 also if the host does not say."""
 
 
 class Join(Message, frozen=True):
