@@ -15,6 +15,7 @@ from shoal.protocol.wire import to_json
 from shoal.roles.auditor.log import audit_folder
 from shoal.roles.auditor.rollouts import Choice, audit_rollouts
 from shoal.roles.auditor.source import FolderRun
+from shoal.roles.coordinator.board import Board
 from tests.roles.forgery import bodies
 from tests.roles.town import Town, tiny_run
 
@@ -69,6 +70,7 @@ def test_after_its_clock_was_set_back_a_host_grants_no_lease_until_its_log_is_re
     with pytest.raises(Exception) as refusal:
         asyncio.run(town.desk.lease("a" * 64, t.LeaseRequest()))
     assert (isinstance(refusal.value, Wait) and "ahead of the host's clock" in str(refusal.value)) == waits
+    assert ("1 min ahead of the host's clock" in Board(town.desk).status().waiting_for) == waits
 
 
 def test_a_node_says_so_if_the_rules_of_a_run_are_old(tmp_path, caplog):

@@ -228,6 +228,19 @@ def test_a_suspended_validator_is_told_so_and_gets_no_more_submissions(tmp_path)
     asyncio.run(story())
 
 
+def test_what_was_sent_while_a_hosts_clock_was_ahead_is_judged_after_it_was_set_back(tmp_path):
+    town = town_of_three(tmp_path, HURRIED)
+
+    async def story():
+        check = await until_submitted(town, town.trainer(), town.worker("honest"))
+        true = town.desk.clock
+        town.desk.clock = lambda: true() - 3600.0
+        found = [next_check(town.desk, key_of(town, number)) for number in (0, 1)]
+        assert [one.id for one in found if one] == [check.id]
+
+    asyncio.run(story())
+
+
 def test_a_run_with_a_validator_that_joined_and_left_waits_for_it_twice_and_no_more(tmp_path):
     law = Law(turn_s=2.0)
     town = Town(tmp_path / "run", tiny_run(validators={"count": 2}, steps=4), law=law)

@@ -55,6 +55,8 @@ class Board:
             self._waiting = (same, self._desk.clock())
         if self._desk.blobs.size_bytes > self._desk.quota_bytes and state.phase == "running":  # guard: quota-is-told
             reason = f"{reason}; no lease is granted: {FULL.format(self._desk.quota_bytes // 1_000_000)}"
+        if behind := self._desk.clock_behind():  # guard: clock-is-told
+            reason = f"{reason}; {behind}"
         if skipped := absent(state, self._desk.clock()):  # guard: absent-is-told
             reason = f"{reason}; {skipped}"
         if flat and state.phase != "paused":

@@ -53,6 +53,16 @@ class Desk:
         """Disk space for blobs."""
         return self._config.storage.quota_mb * 1_000_000
 
+    def clock_behind(self) -> str:
+        """What to say if the clock was set back, and no lease is granted until it has reached the log; else nothing."""
+        ahead_s = self.state.time - self.clock()
+        if ahead_s <= BODY_WINDOW_S:
+            return ""
+        return (
+            f"no lease is granted until the host's clock, which was set back, has reached the log: the log is "
+            f"{max(1.0, ahead_s / 60):.0f} min ahead of the host's clock"
+        )
+
     # --- leases ---
 
     async def lease(self, key: str, request: t.LeaseRequest, in_turn: bool = True) -> t.LeaseAnswer:
@@ -60,9 +70,9 @@ class Desk:
         if request.returning:
             await self.book.submit(ReturnLeases(key, request.returning, self.clock()))
             return t.LeaseAnswer(None, 0.0, "given back")
-        ahead_s = self.state.time - self.clock()
-        if ahead_s > BODY_WINDOW_S:  # its leases would end in the past  # guard: clock-set-back
-            raise Wait(f"the log is {ahead_s:.0f} s ahead of the host's clock, which was set back", 5.0)
+        behind = self.clock_behind()
+        if behind:  # its leases would end in the past  # guard: clock-set-back
+            raise Wait(behind, 5.0)
         if not self.kept.make_room(self.quota_bytes):  # guard: quota
             raise Wait(FULL.format(self.quota_bytes // 1_000_000), 10.0)
         ask = AskLease(key, request.holding, request.tokens_per_s, self.clock())

@@ -53,6 +53,8 @@ def main(run_dir: Path) -> None:
     log.info(
         "serving run=%s url=%s version=%d events=%d", desk.state.name, url, desk.state.main.version, desk.state.seq + 1
     )
+    if behind := desk.clock_behind():
+        log.warning("%s", behind)
     limits = Limits(total=connections_that_fit(), trusted=config.host.trusted_proxies)
     http_server(application(desk, lifespan=_ticking(desk)), limits).run(sockets=[listener])
 
