@@ -34,7 +34,8 @@ WHAT_CHANGED = {
     "rechecks wait for validators at work, and are drawn more often for validators with few confirmed verdicts; "
     "event times do not fall; a submission stores when it was signed, which must be near the time of its event; "
     "leases have a soft time, after which others may hold the same blocks; the last batch of a version waits for all of "
-    "its blocks; deadlines and sizes of leases follow from the time that a worker took before; workers without accepted "
+    "its blocks; while nothing new can be leased, what is held for long is leased again; "
+    "deadlines and sizes of leases follow from the time that a worker took before; workers without accepted "
     "work share a part of the blocks; a lapse without pay to lose is owed; "
     "claimed log-probs that lean one way over time are evidence; "
     "each refused block of a submission costs pay; what pays much compared with its worker's stake is rechecked more; "
@@ -124,8 +125,9 @@ class Law(Message, frozen=True):
     """A lease's deadline, as a multiple of the same time, but at least `lease_s` and at most `lease_s` for each block. More
     lets a worker hold many blocks for long; less lapses the leases of honest workers whose speed varies."""
     patience_times: float = 6.0
-    """How long a batch waits for a block of a worker with a good record, as a multiple of the usual time for a block. More
-    lets workers that are slow on purpose hold up a run; 4 leaves no time to spare at a quarter of the usual speed."""
+    """How long a batch waits for a block of a worker with a good record, and a run that can lease nothing new for any
+    block, as a multiple of the usual time for a block. More lets workers that are slow on purpose hold up a run; 4 leaves
+    no time to spare at a quarter of the usual speed."""
     block_workers: int = 4
     """At most this many workers are leased one block; if all of them gave it back, its slots are void. Fewer makes it
     easier to void a block by dropping it; more lets droppers delay a batch longer."""

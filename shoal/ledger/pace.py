@@ -4,20 +4,38 @@ Used by the rules of leases. The log shows the time between a worker's submissio
 What it claims about its speed can only make them smaller.
 """
 
-from shoal.ledger.state import Member, State, once_per_event
+from shoal.ledger.state import LeaseRecord, Member, State, once_per_event
 from shoal.protocol.constants import MAX_LEASE_BLOCKS
+
+RECENT_LEASES = 10
+"""A worker is not counted in the usual pace if it sent nothing in so many times `lease_s` before the newest submission."""
 
 
 @once_per_event
 def usual_pace_s(state: State) -> float:
-    """Seconds that the run's workers need for a block: the median; 0 before the first submission."""
-    paces = sorted(member.pace_s for member in state.members.values() if member.pace_s and not member.left)
-    return paces[len(paces) // 2] if paces else 0.0
+    """Seconds that the run's workers need for a block; 0 before the first accepted one. Those that are at least as quick
+    could make half of all blocks, so it takes many keys that are slow on purpose to change it."""
+    done = [member for member in state.members.values() if member.pace_s and not member.left]
+    since = max((member.sent_at for member in done), default=0.0) - RECENT_LEASES * state.rules.lease_s
+    # guard: pace-of-accepted-work, pace-of-those-at-work
+    paces = sorted(member.pace_s for member in done if member.accepted and member.sent_at >= since)
+    half = sum(1.0 / pace for pace in paces) / 2  # guard: pace-by-speed
+    for pace in paces:
+        half -= 1.0 / pace
+        if half <= 0:
+            return pace
+    return 0.0
 
 
 def is_slow(state: State, member: Member) -> bool:
     """Whether a worker takes clearly longer than is usual. Others could make what it holds."""
     return state.law.version >= 2 and member.pace_s > state.law.soft_times * usual_pace_s(state)
+
+
+def patience_ends(state: State, lease: LeaseRecord) -> float:
+    """Until when others wait for a lease that holds up the run, seconds since the epoch."""
+    wait_s = max(state.law.least_soft_s, state.law.patience_times * usual_pace_s(state) * len(lease.blocks))
+    return lease.issued + wait_s
 
 
 def blocks_for_speed(state: State, member: Member, tokens_per_s: float) -> int:

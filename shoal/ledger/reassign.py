@@ -9,7 +9,7 @@ policy learns from the same tokens, whichever worker makes them.
 from collections.abc import Iterator, Sequence
 
 from shoal.ledger.next_batch import blocks_in_the_way, is_fresh
-from shoal.ledger.pace import usual_pace_s
+from shoal.ledger.pace import patience_ends, usual_pace_s
 from shoal.ledger.state import BlockRecord, Member, State, StreamRecord, once_per_event
 
 
@@ -28,11 +28,14 @@ def reliable(state: State) -> frozenset[str]:
 
 
 def blocks_to_reassign(
-    state: State, stream: StreamRecord, member: Member, others: Sequence[Member], now: float
+    state: State, stream: StreamRecord, member: Member, others: Sequence[Member], now: float, room: int
 ) -> list[tuple[int, int]]:
-    """(version, block) of the blocks that this worker may be given now: all of one version, the oldest that has some."""
+    """(version, block) of the blocks that this worker may be given now: all of one version, the oldest that has some.
+
+    `room` is the number of new groups that may be leased.
+    """
     version, found = -1, list[tuple[int, int]]()
-    for place in sorted({*stream.free, *_late(state, stream, now), *_in_the_way(state, stream, now)}):
+    for place in sorted(_to_reassign(state, stream, now, room)):
         block = stream.versions[place[0]].blocks[place[1]]
         if place[0] in (version, place[0] if version < 0 else version) and _may_make(state, block, member, others, now):
             version = place[0]
@@ -40,9 +43,15 @@ def blocks_to_reassign(
     return found
 
 
-def num_to_reassign(state: State, stream: StreamRecord) -> int:
-    """Number of blocks that some worker could be given at once, without those that are late."""
-    return len({*stream.free, *_in_the_way(state, stream, 0.0)})
+def num_to_reassign(state: State, stream: StreamRecord, now: float, room: int) -> int:
+    """Number of blocks that some worker could be given at once; `room` is as above."""
+    blocks = (stream.versions[version].blocks[number] for version, number in _to_reassign(state, stream, now, room))
+    return sum(block.status == "free" or len(block.holders) < state.law.block_workers for block in blocks)
+
+
+def _to_reassign(state: State, stream: StreamRecord, now: float, room: int) -> set[tuple[int, int]]:
+    held_up = _held_up(state, stream, now) if room <= 0 else ()  # guard: late-without-room
+    return {*stream.free, *_late(state, stream, now), *_in_the_way(state, stream, now), *held_up}
 
 
 def _late(state: State, stream: StreamRecord, now: float) -> Iterator[tuple[int, int]]:
@@ -50,6 +59,17 @@ def _late(state: State, stream: StreamRecord, now: float) -> Iterator[tuple[int,
     for lease in (state.leases[name] for name in state.due_by(now, "soft", state.open_leases)):
         blocks = stream.versions[lease.version].blocks if is_fresh(state, stream, lease.version) else {}
         for number in lease.blocks if blocks else ():
+            if blocks[number].status == "leased" and blocks[number].lease == lease.id:
+                yield lease.version, number
+
+
+def _held_up(state: State, stream: StreamRecord, now: float) -> Iterator[tuple[int, int]]:
+    """Blocks whose worker takes much longer than is usual. While nothing new can be leased, others may make them. Otherwise
+    workers that are slow on purpose would take all of the run's room."""
+    leases = map(state.leases.__getitem__, state.open_leases if usual_pace_s(state) else ())
+    for lease in (x for x in leases if x.stream == stream.name and now > patience_ends(state, x)):
+        blocks = stream.versions[lease.version].blocks
+        for number in lease.blocks if is_fresh(state, stream, lease.version) else ():
             if blocks[number].status == "leased" and blocks[number].lease == lease.id:
                 yield lease.version, number
 
@@ -65,9 +85,8 @@ def _in_the_way(state: State, stream: StreamRecord, now: float) -> Iterator[tupl
             if sent.verdicts or now > sent.time + state.law.turn_s:
                 yield version, number
             continue
-        patience_s = state.law.patience_times * usual_pace_s(state) * len(newest.blocks)
         # guard: waits-for-a-good-record
-        if newest.worker not in reliable(state) or now > newest.issued + patience_s:
+        if newest.worker not in reliable(state) or now > patience_ends(state, newest):
             yield version, number
 
 

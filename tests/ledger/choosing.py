@@ -38,7 +38,7 @@ class Plan(NamedTuple):
     name: str
     drop: str
     """hold: never send it; return: give it back; late: send it when the lease is about to lapse; forge: send something
-    else; send: send it all the same."""
+    else; send: send it all the same; slow: send whatever it is just before another worker may be leased the block."""
     honest_blocks: int = 0
     """Accepted blocks before a key begins to choose."""
     drops_a_key: int = 1
@@ -48,6 +48,7 @@ class Plan(NamedTuple):
 
 
 HONEST = Plan("honest", "send")
+SLOW = Plan("slow on purpose", "slow")
 
 
 class Scene(NamedTuple):
@@ -285,14 +286,17 @@ class Chooser(Worker):
         return sum(self.stage.is_unwanted(lease.version, slot) for slot in slots) * 2 > len(slots)
 
     def block_s(self, lease):
-        if (lease.version, lease.blocks) in self.stage.known and self.dislikes(lease):
+        slow = self.stage.scene.plan.drop == "slow"
+        if not slow and (lease.version, lease.blocks) in self.stage.known and self.dislikes(lease):
             return 0.01  # choosers tell each other, so nobody plays it again to know its rewards
+        if slow:
+            return max(0.1, 0.97 * (lease.soft - self.stage.now) / len(lease.blocks))
         return super().block_s(lease)
 
     def finish(self, key, lease):
         plan = self.stage.scene.plan
         self.stage.known.add((lease.version, lease.blocks))
-        if plan.drop == "send" or not self.chooses(key) or not self.dislikes(lease):
+        if plan.drop in ("send", "slow") or not self.chooses(key) or not self.dislikes(lease):
             self.send(key, lease)
             return
         match plan.drop:

@@ -86,16 +86,16 @@ def test_a_count_is_made_once_for_each_event(tmp_path, monkeypatch):
 
 def test_a_lease_is_given_exactly_while_there_are_blocks_to_give(tmp_path):
     world = World(tmp_path)
-    assert leases.blocks_to_give(world.state, world.state.main) == 0
+    assert leases.blocks_to_give(world.state, world.state.main, world.now) == 0
     world.publish()
     for number, key in enumerate(WORKERS):
         world.enter(key)
-        assert leases.blocks_to_give(world.state, world.state.main) == max(0, 4 - number)
+        assert leases.blocks_to_give(world.state, world.state.main, world.now) == max(0, 4 - number)
         if number < 4:
             world.lease(key)
     with pytest.raises(Wait, match="enough groups are in flight"):
         world.lease(WORKERS[-1])
     world.do(ReturnLeases(WORKERS[0], ("0",), world.now))
-    assert leases.blocks_to_give(world.state, world.state.main) == 1
+    assert leases.blocks_to_give(world.state, world.state.main, world.now) == 1
     world.do(Admin("pause", "", world.now))
-    assert leases.blocks_to_give(world.state, world.state.main) == 0
+    assert leases.blocks_to_give(world.state, world.state.main, world.now) == 0

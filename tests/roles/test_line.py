@@ -12,7 +12,7 @@ from shoal.ledger.facts.versions import Publish
 from shoal.net.keys import load_or_make_key
 from shoal.protocol import types as t
 from shoal.protocol.wire import digest
-from shoal.roles.coordinator import api
+from shoal.roles.coordinator import api, line
 from tests.roles.town import Town, tiny_run
 
 BLOCKS = 2
@@ -239,6 +239,27 @@ def test_polls_that_wait_through_a_pause_are_served_when_the_run_goes_on(tmp_pat
         assert len(crowd.served()) == BLOCKS and len(crowd.waiting()) == 4 - BLOCKS
 
     play(tmp_path, monkeypatch, story, size=4)
+
+
+def test_workers_that_wait_in_line_get_blocks_whose_holders_are_late(tmp_path, monkeypatch):
+    """No event tells that time has passed. The polls of real workers do not end all at once, so one always waits."""
+    monkeypatch.setattr(line, "LOOK_S", 0.1)
+
+    async def story(crowd):
+        await crowd.poll(0, 1)
+        await crowd.publish()
+        for lease in crowd.desk.state.leases.values():
+            crowd.desk.state.forget(lease.soft, "soft", lease.id)
+            lease.soft = crowd.desk.clock() + 0.5
+            crowd.desk.state.expect(lease.soft, "soft", lease.id)
+        for number in (2, 3, 4):
+            crowd.desk.state.members[crowd.key(number)].accepted = 2
+        await crowd.poll(2, 3, 4)
+        assert crowd.served() == [0, 1]
+        await asyncio.sleep(1.0)
+        assert crowd.served() == [0, 1, 2, 3] and crowd.waiting() == [4]
+
+    play(tmp_path, monkeypatch, story, size=5)
 
 
 def test_an_honest_slow_worker_in_a_crowd_gets_its_lease(tmp_path, monkeypatch):

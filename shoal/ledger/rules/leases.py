@@ -50,10 +50,10 @@ def decide_ask_lease(command: AskLease, state: State) -> list[Body]:
     if stream.version < 0:
         raise Wait("the trainer has not published the first version yet", 1.0)
     _wait_for_strangers(state, stream, member, others)
-    again = blocks_to_reassign(state, stream, member, others, command.now) if state.law.version >= 2 else []
+    room = groups_wanted(state, stream) - _free_groups(state, stream)
+    again = blocks_to_reassign(state, stream, member, others, command.now, room) if state.law.version >= 2 else []
     if again:  # guard: reassigned-before-new
         return [_granted(state, stream, member, command, again[0][0], _shared(state, member, command, again))]
-    room = groups_wanted(state, stream) - _free_groups(state, stream)
     if room <= 0:
         raise Wait(f"enough groups are in flight for version {stream.version}", 1.0)
     share = groups_a_worker(state.rules) * _open_batches(state, stream)
@@ -265,12 +265,12 @@ def _granted(
     return LeaseGranted(str(len(state.leases)), member.key, version, tuple(blocks), deadline, stream.name, soft)
 
 
-def blocks_to_give(state: State, stream: StreamRecord) -> int:
+def blocks_to_give(state: State, stream: StreamRecord, now: float) -> int:
     """Number of blocks that could be leased now; so many waiting workers are woken."""
     if state.phase != "running" or stream.version < 0:
         return 0
     room = groups_wanted(state, stream) - _free_groups(state, stream)
-    again = num_to_reassign(state, stream) if state.law.version >= 2 else 0
+    again = num_to_reassign(state, stream, now, room) if state.law.version >= 2 else 0
     return max(0, -(-room // state.rules.block_groups)) + again
 
 

@@ -66,7 +66,7 @@ Handler = Callable[["Api", Request], Awaitable[Response]]
 
 def application(desk: Desk, **options: Any) -> Starlette:
     """The coordinator as an ASGI application. `options` are Starlette's."""
-    api = Api(desk, Board(desk), Gate(desk.clock), Line(desk.book), Asked(), Pages(desk.book.store))
+    api = Api(desk, Board(desk), Gate(desk.clock), Line(desk.book, desk.clock), Asked(), Pages(desk.book.store))
     routes = [Route(call.path, _bound(handler, api), methods=[call.method]) for call, handler in CALLS]
     return server.application(routes, **options)
 

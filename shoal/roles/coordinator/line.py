@@ -9,7 +9,7 @@ import asyncio
 import heapq
 import itertools
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from shoal.ledger.entry import Body, Entry
@@ -31,6 +31,9 @@ LEAST_RETRY_S = 0.1
 KEPT_S = 2 * LONG_POLL_S
 """A worker whose poll ended without a lease keeps its place in the line if it asks again within this time."""
 
+LOOK_S = 1.0
+"""While polls wait, the line looks this often whether a block has become late."""
+
 _FOR_ALL = (RulesChanged, RunEnded)
 """Events after which all polls ask at once: the run is paused or ends, or a worker is kicked."""
 
@@ -41,8 +44,8 @@ _FOR_THOSE_ASIDE = (BatchFormed, CheckpointPublished, NodeQuarantined, SlotVoid)
 class Line:
     """All polls of a coordinator that wait for a lease."""
 
-    def __init__(self, book: Book) -> None:
-        self._book = book
+    def __init__(self, book: Book, clock: Callable[[], float]) -> None:
+        self._book, self._clock = book, clock
         self._numbers = itertools.count()
         self._polls: dict[str, list[Place]] = {}
         """Polls of each worker, by its key."""
@@ -54,6 +57,8 @@ class Line:
         """How many polls were called and have not asked yet."""
         self._left: dict[str, tuple[int, float]] = {}
         """By worker whose last poll ended without a lease: its number, and when the poll ended. Oldest first."""
+        self._timer: asyncio.TimerHandle | None = None
+        """The next look, while polls wait."""
         book.watch(self._committed)
 
     @contextmanager
@@ -77,7 +82,7 @@ class Line:
         """Put a poll that got nothing back into the line, or aside for a while, and call the next."""
         self._end_call(place)
         # guard: useless-block-passes-on
-        if aside_s is not None and blocks_to_give(self._book.state, self._book.state.main) > 0:
+        if aside_s is not None and self._blocks() > 0:
             self._aside[place.number] = place
             place.timer = asyncio.get_running_loop().call_later(max(LEAST_RETRY_S, aside_s), self._back_in_line, place)
         else:
@@ -114,10 +119,20 @@ class Line:
 
     def _call_next(self) -> None:
         """Call a poll for each block for which none is called yet."""
-        spare = blocks_to_give(self._book.state, self._book.state.main) - self._called if self._waiting else 0
+        spare = self._blocks() - self._called if self._waiting else 0
+        if self._waiting and self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(LOOK_S, self._look_again)  # guard: late-wakes-the-line
         if spare > 0:
             # guard: wake-as-many-as-blocks, wake-the-longest-waiting
             self._call([self._waiting[number] for number in heapq.nsmallest(spare, self._waiting)])
+
+    def _blocks(self) -> int:
+        return blocks_to_give(self._book.state, self._book.state.main, max(self._book.state.time, self._clock()))
+
+    def _look_again(self) -> None:
+        """Time alone makes a block late, without an event."""
+        self._timer = None
+        self._call_next()
 
     def _call(self, places: "Iterable[Place]") -> None:
         for place in places:

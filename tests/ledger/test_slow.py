@@ -1,0 +1,68 @@
+"""Workers that are slow on purpose do not hold up a run; those that are slow because of their machines are paid."""
+
+import pytest
+
+from shoal.ledger.law import LAW
+from shoal.ledger.pace import RECENT_LEASES, usual_pace_s
+from tests.ledger.choosing import SLOW, stage_of
+from tests.ledger.test_owed import C, ask, later
+from tests.ledger.test_owed import world_of as owed_world
+from tests.ledger.test_pace import LEASE_S, A, B, fill, world_of
+from tests.ledger.world import World
+
+
+def hours(**scene):
+    return stage_of(steps=12, lease_s=600.0, plan=SLOW, **scene).found().hours
+
+
+@pytest.mark.parametrize(
+    ("staleness", "slow", "times"), [(0, 1, 1.4), (0, 16, 2.5), (1, 4, 1.6), (1, 16, 2.0)], ids=str
+)
+def test_workers_that_are_slow_on_purpose_hardly_hold_up_a_run(staleness, slow, times):
+    """Eight honest workers need 10 s for a block, and a lease lasts 600 s. Slow workers send honest work just in time."""
+    assert hours(staleness=staleness, choosers=slow) <= times * hours(staleness=staleness, choosers=0)
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_an_honest_worker_of_a_quarter_of_the_speed_is_paid_for_what_it_makes(staleness):
+    stage = stage_of(staleness=staleness, choosers=0, honest=(1.0,) * 7 + (0.25,), steps=20, lease_s=600.0)
+    slow, usual = (stage.state.members[stage.workers[place].key] for place in (-1, 0))
+    assert slow.credits >= 0.2 * usual.credits and slow.lapsed == 0
+
+
+def test_a_worker_that_nothing_new_can_be_leased_to_makes_what_a_slow_one_holds(tmp_path):
+    """Only then: as long as there is other work, a slow worker has the time that it took before."""
+    world = owed_world(tmp_path, proven=(C,))
+    world.state.members[C].pace_s = 30.0
+    held, made = world.lease(C), 0
+    later(world, 1.1 * LAW.patience_times * usual_pace_s(world.state))
+    assert world.now < held.soft
+    while (lease := world.lease(A)).blocks != held.blocks:
+        world.judge(world.submit(A, lease))
+        made += 1
+    assert made > 1 and ask(world, B) is None
+    world.judge(world.submit(A, lease))
+    assert held.status == "overtaken" and world.state.members[C].lapsed == 0
+
+
+def test_neither_many_slow_keys_nor_refused_work_nor_those_that_are_gone_change_the_usual_pace(tmp_path):
+    world = world_of(tmp_path, 10.0)
+    fill(world, A, 10.0, 3)
+    slow = [f"{i:064x}" for i in range(4)]
+    for key in slow:
+        world.enter(key)
+        fill(world, key, 100.0, 1)
+        fill(world, A, 10.0, 1)
+    assert usual_pace_s(world.state) == 10.0
+    world.enter(B)
+    lease = world.lease(B)
+    world.now += 0.1
+    world.judge(world.submit(B, lease), outcome="hard")
+    assert usual_pace_s(world.state) == 10.0
+    fill(world, slow[0], (RECENT_LEASES + 1) * LEASE_S, 1)
+    assert usual_pace_s(world.state) > 100.0
+
+
+def test_before_anything_is_accepted_there_is_no_usual_pace(tmp_path):
+    world = World(tmp_path, steps=200, lease_s=LEASE_S)
+    assert usual_pace_s(world.state) == 0.0
