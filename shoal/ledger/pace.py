@@ -17,8 +17,8 @@ def usual_pace_s(state: State) -> float:
     could make half of all blocks, so it takes many keys that are slow on purpose to change it."""
     done = [member for member in state.members.values() if member.pace_s and not member.left]
     since = max((member.sent_at for member in done), default=0.0) - RECENT_LEASES * state.rules.lease_s
-    # guard: pace-of-accepted-work, pace-of-those-at-work
-    paces = sorted(member.pace_s for member in done if member.accepted and member.sent_at >= since)
+    # guard: pace-of-good-standing, pace-of-those-at-work
+    paces = sorted(member.pace_s for member in done if member.standing == "good" and member.sent_at >= since)
     half = sum(1.0 / pace for pace in paces) / 2  # guard: pace-by-speed
     for pace in paces:
         half -= 1.0 / pace

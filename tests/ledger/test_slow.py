@@ -55,9 +55,11 @@ def test_neither_many_slow_keys_nor_refused_work_nor_those_that_are_gone_change_
         fill(world, A, 10.0, 1)
     assert usual_pace_s(world.state) == 10.0
     world.enter(B)
+    fill(world, B, 0.1, 1)
+    assert usual_pace_s(world.state) == pytest.approx(0.1)
     lease = world.lease(B)
     world.now += 0.1
-    world.judge(world.submit(B, lease), outcome="hard")
+    world.judge(world.submit(B, lease), outcome="hard")  # nor does it let others seem slow
     assert usual_pace_s(world.state) == 10.0
     fill(world, slow[0], (RECENT_LEASES + 1) * LEASE_S, 1)
     assert usual_pace_s(world.state) > 100.0
