@@ -5,9 +5,9 @@ import pytest
 from shoal.ledger.law import LAW
 from shoal.ledger.pace import RECENT_LEASES, usual_pace_s
 from tests.ledger.choosing import SLOW, stage_of
-from tests.ledger.test_owed import C, ask, later
-from tests.ledger.test_owed import world_of as owed_world
 from tests.ledger.test_pace import LEASE_S, A, B, fill, world_of
+from tests.ledger.test_reassign import C, ask, later
+from tests.ledger.test_reassign import world_of as reassign_world
 from tests.ledger.world import World
 
 
@@ -32,7 +32,7 @@ def test_an_honest_worker_of_a_quarter_of_the_speed_is_paid_for_what_it_makes(st
 
 def test_a_worker_that_nothing_new_can_be_leased_to_makes_what_a_slow_one_holds(tmp_path):
     """Only then: as long as there is other work, a slow worker has the time that it took before."""
-    world = owed_world(tmp_path, proven=(C,))
+    world = reassign_world(tmp_path, proven=(C,))
     world.state.members[C].pace_s = 30.0
     held, made = world.lease(C), 0
     later(world, 1.1 * LAW.patience_times * usual_pace_s(world.state))
