@@ -362,6 +362,16 @@ def test_doctor_follows_no_redirect(monkeypatch: pytest.MonkeyPatch) -> None:
     assert paths == ["/healthz"]
 
 
+def test_doctor_says_in_one_line_that_a_date_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absurd(handler: http.server.BaseHTTPRequestHandler) -> None:
+        handler.send_response_only(200)
+        handler.send_header("date", "Mon, 99999999999999999999 Jan 2020 00:00:00 GMT")
+        handler.end_headers()
+
+    line = ask_clock(monkeypatch, absurd)
+    assert line.state == "missing" and "too large" in line.found and "\n" not in line.found
+
+
 def test_doctor_waits_for_no_header_that_has_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each read of it is in time, all of them together are not."""
     monkeypatch.setattr(doctor, "ANSWER_S", 1.0)

@@ -148,7 +148,7 @@ def _clock(url: str) -> Line:
         if answer.status_code != 200:
             raise ValueError(f"HTTP {answer.status_code}")
         offset_s = time.time() - parsedate_to_datetime(answer.headers.get("date", "")).timestamp()
-    except (httpx.HTTPError, httpx.InvalidURL, TimeoutError, ValueError, TypeError) as error:
+    except (httpx.HTTPError, httpx.InvalidURL, TimeoutError, ValueError, TypeError, OverflowError) as error:
         remedy = "check the URL and that the run is hosted now"
         return Line("missing", "clock", f"{url} does not answer: {cause_of(error)}", remedy)
     if abs(offset_s) < SIGNATURE_WINDOW_S:
