@@ -109,8 +109,8 @@ class Walk(World):
 
 def assert_agrees(state):
     for member in state.members.values():
-        assert member.credits == member.vested + sum(member.escrow)
-        assert min(member.credits, member.vested, member.owes, *member.escrow) >= 0
+        assert member.credits == member.vested + sum(member.stake)
+        assert min(member.credits, member.vested, member.owes, *member.stake) >= 0
         mine = [lease for lease in state.leases.values() if lease.worker == member.key]
         assert (member.leases, member.unfilled) == (len(mine), sum(lease.unfilled for lease in mine))
     assert sum(member.credits for member in state.members.values()) + state.burned == state.issued
@@ -156,4 +156,4 @@ def test_after_any_moves_all_agrees_and_the_run_ends_with_all_pay_vested(tmp_pat
             walk.step(honest=True)
         assert walk.audit().findings == []
         if state.panel():
-            assert state.phase == "ended" and not any(member.escrow for member in state.members.values())
+            assert state.phase == "ended" and not any(member.stake for member in state.members.values())
