@@ -9,6 +9,15 @@ from shoal.ledger.log.redecide import redecide
 from tests.ledger.choosing import HONEST, PLANS, Plan, stage_of
 
 HOLD = PLANS[0]
+QUICK = {(HOLD, 1), (HOLD, 2), (PLANS[2], 1), (PLANS[-2], 2)}
+"""Plans and staleness that every run of the tests looks at. `make test-slow` looks at all."""
+EACH = [
+    pytest.param(
+        plan, staleness, id=f"{plan.name}-{staleness}", marks=() if (plan, staleness) in QUICK else pytest.mark.slow
+    )
+    for plan in PLANS
+    for staleness in (1, 2)
+]
 ALLOWED = 2.0
 """Points by which the share of unwanted groups may move."""
 
@@ -19,8 +28,7 @@ def honest():
     return {staleness: stage_of(staleness=staleness).found().unwanted for staleness in (1, 2)}
 
 
-@pytest.mark.parametrize("staleness", [1, 2])
-@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.name)
+@pytest.mark.parametrize(("plan", "staleness"), EACH)
 def test_a_third_that_chooses_does_not_move_the_mix(plan, staleness, honest):
     found = stage_of(plan=plan, staleness=staleness).found()
     assert abs(found.unwanted - honest[staleness]) <= ALLOWED and abs(found.unwanted - 50.0) <= ALLOWED
