@@ -731,6 +731,8 @@ GUARDS = [
     ),
     *_needed_by("tests/roles/test_credits.py",
         ("receipts-compared", GONE, "test_receipts_of_two_workers_find_the_fork_in_either_folder"),
+        ("removed-judges-read-nothing", ("self.state.panel()", "self.state.validators"),
+         "test_a_refused_submission_stays_private_while_its_slots_are_open"),
         ("refused-is-private", ("done", "True"), "test_a_refused_submission_stays_private_while_its_slots_are_open"),
     ),
     *_needed_by("tests/roles/test_damaged_log.py",

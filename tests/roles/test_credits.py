@@ -285,6 +285,10 @@ def test_a_refused_submission_stays_private_while_its_slots_are_open(tmp_path):
         name = next(digest for digest, submission in state.submissions.items() if submission.decided)
         keys = ("", "c" * 64, state.validators[0], state.trainer_key)
         seen.append([may_read(name, key) for key in keys])
+        judge = state.members[state.validators[0]]
+        judge.standing = "suspended"  # it could pass honest groups on to a friend
+        seen.append([may_read(name, key) for key in keys])
+        judge.standing = "new"
         await town.worker("honest").run()
 
     async def story():
@@ -294,5 +298,5 @@ def test_a_refused_submission_stays_private_while_its_slots_are_open(tmp_path):
 
     seen: list[list[bool]] = []
     asyncio.run(story())
-    assert seen == [[False, False, True, True]]
+    assert seen == [[False, False, True, True], [False, False, False, True]]
     assert all(may_read(name, "") for name in state.submissions)

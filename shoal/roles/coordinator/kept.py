@@ -102,8 +102,8 @@ class Kept:
     def may_read(self, name: str, key: str) -> bool:
         """Whether a key may read a blob. Anyone may read chunks, and submissions whose result is final.
 
-        Only validators may read other submissions, and the trainer those that are decided. Projections stay private
-        until all validators have judged, so that no validator can copy another's.
+        Only validators that were not removed may read other submissions, and the trainer those that are decided.
+        Projections stay private until all validators have judged, so that no validator can copy another's.
         """
         if name in self._public_chunks:
             return True
@@ -114,7 +114,8 @@ class Kept:
         submission = self.state.submissions.get(name)
         if submission is None:
             return False
-        known = key in self.state.validators or (submission.decided and key == self.state.trainer_key)
+        judges = self.state.panel()  # guard: removed-judges-read-nothing
+        known = key in judges or (submission.decided and key == self.state.trainer_key)
         return known or self._is_final(submission)  # guard: pending-is-private
 
     def _is_final(self, submission: SubmissionRecord) -> bool:
