@@ -69,15 +69,11 @@ def test_no_file_of_the_ledger_reads_the_law_of_new_runs():
     assert readers == []
 
 
-NOT_RECORDED_YET = {"node_left"}
-"""Kinds of version 2 of the rules. Its folder is recorded once those rules are complete; this set is empty then."""
-
-
 def test_the_newest_golden_logs_hold_every_kind_of_event():
     """After adding a kind, record a new folder beside the older ones; see `record`."""
     newest = max(LOGS, key=lambda name: int(name.split("/")[0][1:])).split("/")[0]
     kinds = {read_stored(data).kind for name in LOGS if name.startswith(newest + "/") for data, _ in rows_of(name)}
-    assert kinds == set(KINDS) - NOT_RECORDED_YET
+    assert kinds == set(KINDS)
 
 
 def test_the_constants_of_logs_that_name_no_law_are_those_of_the_day_before():
