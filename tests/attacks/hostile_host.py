@@ -67,6 +67,8 @@ class HostileHost:
         """Calls of nodes that leave or give back leases."""
         self.verdicts: list[bytes] = []
         self.calls = 0
+        self.met = False
+        """Whether a node has asked for work, or for what has an answer in `answers`."""
         self.always = False
         """Whether a node that holds a lease gets another one."""
 
@@ -106,6 +108,7 @@ class HostileHost:
         path, body = request.url.path, await request.body()
         self.calls += 1
         told = self.answers.get(path)
+        self.met = self.met or told is not None or path in ("/v1/leases", "/v1/checks")
         match request.method, path.split("/")[1:]:
             case "POST", ["v1", "nodes", "leave"]:
                 self.left.append(path)
@@ -199,12 +202,18 @@ class Stay:
         return self.said.splitlines()[-1] if self.said else ""
 
 
-def stay(command: list[str], folder: Path, limit_s: float = 60.0, stop_after_s: float | None = None) -> Stay:
-    """Run a command of shoal with its home in `folder` until it ends, or press Ctrl-C after a time."""
+def stay(
+    command: list[str],
+    folder: Path,
+    limit_s: float = 60.0,
+    stop_after_s: float | None = None,
+    ready: Callable[[], object] = lambda: True,
+) -> Stay:
+    """Run a command of shoal with its home in `folder` until it ends, or press Ctrl-C some time after it is `ready`."""
     home = Path(tempfile.mkdtemp(dir=folder))
     environment = os.environ | {"SHOAL_HOME": str(home), "TMPDIR": str(home), "OMP_NUM_THREADS": "1"}
     found, began, seen = Stay(), time.monotonic(), set()
-    stopped = False
+    ready_at, stopped = 0.0, False
     with (folder / "said").open("wb") as out:
         node = subprocess.Popen(
             [sys.executable, "-m", "shoal.cli", *command], stdout=out, stderr=out, env=environment,
@@ -219,7 +228,10 @@ def stay(command: list[str], folder: Path, limit_s: float = 60.0, stop_after_s: 
                 found.disk_mb = max(found.disk_mb, _disk(home) // 1_000_000)
                 found.wall_s = time.monotonic() - began
                 assert found.wall_s < limit_s, f"still there after {limit_s} s: {(folder / 'said').read_text()}"
-                if stop_after_s is not None and not stopped and found.wall_s > stop_after_s:
+                if not ready_at and ready():
+                    ready_at = time.monotonic()
+                waited = ready_at and stop_after_s is not None and time.monotonic() > ready_at + stop_after_s
+                if waited and not stopped:
                     node.send_signal(signal.SIGINT)
                     stopped = True
                 time.sleep(0.02)

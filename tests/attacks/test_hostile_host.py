@@ -4,6 +4,7 @@ Each case serves one hostile thing to a real `shoal join` or `shoal validate`.
 """
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -32,15 +33,22 @@ def host(policy: Path, tmp_path: Path) -> HostileHost:
     return HostileHost(tmp_path / "policy")
 
 
-def visit(host: HostileHost, role: str, folder: Path, stop_after_s: float | None = None) -> Stay:
+def visit(
+    host: HostileHost,
+    role: str,
+    folder: Path,
+    stop_after_s: float | None = None,
+    ready: Callable[[], object] | None = None,
+) -> Stay:
     (folder / "guest").mkdir()
     with host.served() as url:
         limits = ["--threads", "1", "--max-memory", str(MEMORY_MB), "--max-disk", str(DISK_MB)]
-        return stay([role, url, *limits], folder / "guest", stop_after_s=stop_after_s)
+        command, ready = [role, url, *limits], ready or (lambda: host.met)
+        return stay(command, folder / "guest", stop_after_s=stop_after_s, ready=ready)
 
 
 def test_an_honest_host_gets_work_within_the_same_limits(host: HostileHost, tmp_path: Path) -> None:
-    found = visit(host, "join", tmp_path, stop_after_s=6.0)
+    found = visit(host, "join", tmp_path, stop_after_s=0.5, ready=lambda: host.taken)
     assert found.code == 0 and "left credits=0" in found.last_line and host.taken and host.left
     assert found.memory_mb <= MEMORY_MB and found.disk_mb <= DISK_MB and not found.outlived
 
