@@ -236,7 +236,7 @@ def test_what_was_sent_while_a_hosts_clock_was_ahead_is_judged_after_it_was_set_
         true = town.desk.clock
         town.desk.clock = lambda: true() - 3600.0
         found = [next_check(town.desk, key_of(town, number)) for number in (0, 1)]
-        assert [one.id for one in found if one] == [check.id]
+        assert check.id in [one.id for one in found if one]
 
     asyncio.run(story())
 
