@@ -7,9 +7,9 @@ gives the same tokens as `Renderer` does in this process. It knows no run and no
 A frame on a pipe is its length in 4 bytes, big-endian, and then MessagePack. The child answers one request after another.
 """
 
-import array
 import contextlib
 import hashlib
+import itertools
 import logging
 import os
 import resource
@@ -20,8 +20,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -30,7 +29,8 @@ import psutil
 
 from shoal.config.environ import child_environment
 from shoal.errors import Overreach, StateError
-from shoal.policy.render import FILES, REMEMBERED, Renderer
+from shoal.policy.frames import Answer, Facts, Opened, batches, packed, unpacked
+from shoal.policy.render import FILES, Prompt, Renderer, Segment
 from shoal.protocol.constants import MAX_ROLLOUT_TOKENS
 
 MAX_FRAME_BYTES = 4 * (MAX_ROLLOUT_TOKENS + 1) + 1024
@@ -50,9 +50,6 @@ _LOOK_S = 0.05
 
 _NO_MEMORY = 77
 """Exit code of a child that reached its limit of memory."""
-
-_BATCH_TOKENS = 1 << 14
-"""Tokens of the turns that are decoded by one request. A longer turn is a request of its own."""
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -83,36 +80,47 @@ class ContainedRenderer(Renderer):
         self.directory, self._limits = Path(directory), limits
         self._lock = threading.Lock()
         self._child: _Child | None = None
-        self._facts: _Facts | None = None
+        self._facts: Facts | None = None
         self.decode([])
         assert self._facts is not None, "an open child has told its facts"
         self.eos_id, self.stop_ids = self._facts.eos_id, frozenset(self._facts.stop_ids)
-        self.vocabulary = self._facts.vocabulary
-        self._opening = lru_cache(REMEMBERED)(self._render_opening)
-        self._reply = lru_cache(REMEMBERED)(self._render_reply)
+        self.vocabulary, self.family = self._facts.vocabulary, self._facts.family
+        self._remember()
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return self.decode_all([token_ids])[0]
 
     def decode_all(self, turns: Sequence[Sequence[int]]) -> list[str]:
         texts: list[str] = []
-        for batch in _batches(turns):
-            texts += self._ask("decode", [_packed(turn) for turn in batch], sum(map(len, batch))).texts
+        for batch in batches(turns):
+            texts += self._ask("decode", [packed(turn) for turn in batch], sum(map(len, batch))).texts
         return texts
 
-    def _render_opening(self, messages: tuple[tuple[tuple[str, str], ...], ...]) -> list[int]:
-        return self._ids("opening", messages)
+    def _render_opening(self, key: str) -> Prompt:
+        return self._prompted("opening", key)
 
-    def _render_reply(self, content: str, role: str) -> list[int]:
-        return self._ids("reply", (content, role))
+    def _render_reply(self, key: str) -> Prompt:
+        return self._prompted("reply", key)
+
+    def _keeps_thinking(self, key: str) -> bool:
+        return self._ask("keeps", key).yes
+
+    def _history(self, key: str) -> list[Segment]:
+        answer = self._ask("history", key, key.count("["))  # a frame may name as many places as there are turns
+        ids = iter(unpacked(answer.ids))
+        return [Segment(tuple(itertools.islice(ids, size)), turn, part) for size, turn, part in answer.places]
+
+    def _written(self, key: str) -> list[int]:
+        return unpacked(self._ask("written", key).ids)
 
     def _encode(self, text: str) -> list[int]:
-        return self._ids("encode", text)
+        return unpacked(self._ask("encode", text).ids)
 
-    def _ids(self, act: str, argument: Any) -> list[int]:
-        return _unpacked(self._ask(act, argument).ids)
+    def _prompted(self, act: str, key: str) -> Prompt:
+        answer = self._ask(act, key)
+        return Prompt(tuple(unpacked(answer.ids)), answer.yes)
 
-    def _ask(self, act: str, argument: Any, num_tokens: int = 0) -> "_Answer":
+    def _ask(self, act: str, argument: Any, num_tokens: int = 0) -> "Answer":
         """One answer of the child. A child that died or was too slow gets one successor, because the fault may be ours.
 
         `num_tokens` are those whose texts are in the answer.
@@ -123,7 +131,7 @@ class ContainedRenderer(Renderer):
             for last in (False, True):
                 try:
                     self._child = self._child or self._open()
-                    answer = self._child.ask(request, self._limits.time_s, _Answer, max_bytes)
+                    answer = self._child.ask(request, self._limits.time_s, Answer, max_bytes)
                     break
                 except _Gone as gone:
                     self._child = None
@@ -140,7 +148,7 @@ class ContainedRenderer(Renderer):
 
     def _open(self) -> "_Child":
         child = _Child(self._limits)
-        opened = child.ask(msgspec.msgpack.encode(str(self.directory.absolute())), self._limits.open_s, _Opened)
+        opened = child.ask(msgspec.msgpack.encode(str(self.directory.absolute())), self._limits.open_s, Opened)
         if opened.facts is None:
             raise StateError(opened.refused)
         if self._facts is not None and opened.facts != self._facts:  # guard: contained-same-files
@@ -150,53 +158,6 @@ class ContainedRenderer(Renderer):
             )
         self._facts = opened.facts
         return child
-
-
-# --- what goes over the pipes ---
-
-
-class _Facts(msgspec.Struct, frozen=True):
-    eos_id: int
-    stop_ids: list[int]
-    vocabulary: int
-    digest: str
-    """Of the files that were opened."""
-
-
-class _Opened(msgspec.Struct):
-    facts: _Facts | None = None
-    refused: str = ""
-
-
-class _Answer(msgspec.Struct, omit_defaults=True):
-    ids: bytes = b""
-    texts: list[str] = []
-    refused: str = ""
-    """Why the renderer refuses this text, as it would in our own process."""
-
-
-def _batches(turns: Sequence[Sequence[int]]) -> Iterator[list[Sequence[int]]]:
-    """Turns in their order, as many in one batch as have `_BATCH_TOKENS` together. An empty turn counts as one token."""
-    batch: list[Sequence[int]] = []
-    room = _BATCH_TOKENS
-    for turn in turns:
-        if batch and len(turn) + 1 > room:
-            yield batch
-            batch, room = [], _BATCH_TOKENS
-        batch.append(turn)
-        room -= len(turn) + 1
-    if batch:
-        yield batch
-
-
-def _packed(token_ids: Sequence[int]) -> bytes:
-    return array.array("I", token_ids).tobytes()
-
-
-def _unpacked(data: bytes) -> list[int]:
-    ids = array.array("I")
-    ids.frombytes(data[: len(data) // ids.itemsize * ids.itemsize])
-    return ids.tolist()
 
 
 class _Gone(Exception):
@@ -345,39 +306,48 @@ def _answer(data: bytes) -> None:
     _send(sys.stdout.fileno(), data)
 
 
-def _opened(directory: Path) -> tuple[Renderer | None, _Opened]:
+def _opened(directory: Path) -> tuple[Renderer | None, Opened]:
     try:
         renderer = Renderer.from_directory(directory)
     except Overreach:
         raise
     except StateError as error:
-        return None, _Opened(refused=_line(error))
+        return None, Opened(refused=_line(error))
     files = [directory / name for name in FILES]
     digest = hashlib.sha256(b"".join(hashlib.sha256(file.read_bytes()).digest() for file in files if file.exists()))
     stops = sorted(renderer.stop_ids)
-    return renderer, _Opened(_Facts(renderer.eos_id, stops, renderer.vocabulary, digest.hexdigest()))
+    facts = Facts(renderer.eos_id, stops, renderer.vocabulary, renderer.family, digest.hexdigest())
+    return renderer, Opened(facts)
 
 
-def _obey(renderer: Renderer, act: str, argument: Any) -> _Answer:
+def _obey(renderer: Renderer, act: str, argument: Any) -> Answer:
     try:
-        match act:
+        match act:  # the parent caches: a second cache would take the child's memory
             case "decode":
-                return _Answer(texts=renderer.decode_all([_unpacked(turn) for turn in argument]))
-            case "encode":
-                ids = renderer.encode(argument)
-            case "reply":
-                ids = renderer._render_reply(
-                    *argument
-                )  # the parent caches: a second cache would take the child's memory
+                return Answer(texts=renderer.decode_all([unpacked(turn) for turn in argument]))
+            case "keeps":
+                return Answer(yes=renderer._keeps_thinking(argument))
+            case "history":
+                found = renderer._history(argument)
+                ids = [token for segment in found for token in segment.token_ids]
+                sizes = [(len(segment.token_ids), segment.turn, segment.part) for segment in found]
+                return Answer(ids=_capped(ids), places=sizes)
+            case "encode" | "written":
+                return Answer(
+                    ids=_capped(renderer.encode(argument) if act == "encode" else renderer._written(argument))
+                )
             case _:
-                ids = renderer._render_opening(argument)
-        return _Answer(
-            ids=_packed(ids[: MAX_ROLLOUT_TOKENS + 1])
-        )  # one token too many ends a rollout, as all of them would
+                prompt = renderer._render_reply(argument) if act == "reply" else renderer._render_opening(argument)
+                return Answer(ids=_capped(prompt.token_ids), yes=prompt.thinking)
     except (MemoryError, Overreach):
         raise
     except Exception as error:  # noqa: BLE001  a tokenizer raises anything; the text is refused as in one process
-        return _Answer(refused=_line(error))
+        return Answer(refused=_line(error))
+
+
+def _capped(token_ids: Sequence[int]) -> bytes:
+    """One token too many ends a rollout, as all of them would."""
+    return packed(token_ids[: MAX_ROLLOUT_TOKENS + 1])
 
 
 def _line(error: Exception) -> str:

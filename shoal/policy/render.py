@@ -2,23 +2,26 @@
 
 Called by `envs/play` and by every verifier. Therefore it is light: tokenizers and sandboxed jinja, no torch, no
 transformers. A conversation is an append-only list of token ids: the policy's text is never rendered or tokenised again.
-It knows no clock: templates that ask for the date use their own default.
+It knows no clock: templates that ask for the date get the one in their arguments.
 """
 
 import functools
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
-import jinja2
-import jinja2.ext
-import jinja2.sandbox
 import msgspec
 from tokenizers import Tokenizer
 
-from shoal.errors import Overreach, StateError
+from shoal.errors import StateError
+from shoal.policy.dialect import MARK, Dialect, calling, said
+from shoal.policy.families import WITHIN, family_of, leaves_reasoning_open, reasoning_marks
+from shoal.policy.history import Part, Place, places
+from shoal.policy.messages import Message, Written, as_messages, normal, template_arguments
 from shoal.policy.spec import PolicySpec, read_capped
+from shoal.policy.template import Template
 
 MAX_TOKENIZER_BYTES = 64 << 20
 MAX_TEMPLATE_BYTES = 1 << 20
@@ -29,16 +32,26 @@ FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_templat
 REMEMBERED = 256
 """Number of openings, and of replies, whose token ids are cached."""
 
-_MARK = "\N{OBJECT REPLACEMENT CHARACTER}written\N{OBJECT REPLACEMENT CHARACTER}"
-"""Takes the place of the policy's turn. The text that a template puts after it is the text that follows the turn."""
-
 _TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
 
+_ASK = {"role": "user", "content": "."}
 
-_TEMPLATE_ERRORS = (
-    jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError,
-)  # fmt: skip
-"""Exceptions that a stranger's template may raise, because its expressions are Python's."""
+
+class Prompt(NamedTuple):
+    """What the policy reads before it writes."""
+
+    token_ids: tuple[int, ...]
+    thinking: bool
+    """Whether the template has begun the policy's reasoning for it."""
+
+
+class Segment(NamedTuple):
+    """A piece of a history: token ids of the environment, or the place of tokens that the policy wrote."""
+
+    token_ids: tuple[int, ...] = ()
+    turn: int = -1
+    """-1 for the environment's."""
+    part: Part = "visible"
 
 
 class Renderer:
@@ -47,23 +60,29 @@ class Renderer:
     def __init__(self, tokenizer: Tokenizer, template: str, tokens: Mapping[str, str], spec: PolicySpec) -> None:
         """`tokens` maps names of special tokens, as the template uses them, to their texts: eos_token and so on."""
         self._tokenizer = tokenizer
-        self._tokens = dict(tokens)
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
-        )
-        environment.filters["tojson"] = _tojson
-        environment.globals["raise_exception"] = _raise_exception
-        self._template = _compile(environment, template)
-        eos = tokenizer.token_to_id(self._tokens["eos_token"]) if "eos_token" in self._tokens else None
+        self._template = Template(template, tokens)
+        self.family: str = family_of(template)
+        """How the policy writes tool calls and reasoning; empty if its template does not say."""
+        self._dialect = Dialect(self._template, self.family)
+        eos = tokenizer.token_to_id(tokens["eos_token"]) if "eos_token" in tokens else None
         if eos is None and not spec.eos_ids:
             raise StateError("the tokenizer has no eos_token and config.json no eos_token_id: nothing could end a turn")
         self.eos_id: int = spec.eos_ids[0] if eos is None else eos
         """The token that ends the policy's turn."""
-        special = {index for index, token in tokenizer.get_added_tokens_decoder().items() if token.special}
-        self.stop_ids: frozenset[int] = frozenset(special | {self.eos_id, *spec.eos_ids})
-        """All control tokens. When the policy writes one, its turn ends."""
+        self._special = {
+            index: token.content for index, token in tokenizer.get_added_tokens_decoder().items() if token.special
+        }
+        self._ids = {token: index for index, token in self._special.items() if token}
+        ends = {self.eos_id, *spec.eos_ids}
+        self._inner = self._written_within_turns() - ends
+        self.stop_ids: frozenset[int] = frozenset((self._special.keys() | ends) - self._inner)
+        """All control tokens, but for those that the template writes within a turn, such as the marks of a tool call. When
+        the policy writes one, its turn ends."""
         self.vocabulary: int = spec.vocab_size
         """Token ids are below this. It may exceed the tokenizer's vocabulary."""
+        self._remember()
+
+    def _remember(self) -> None:
         # A group's rollouts have the same opening and often the same replies: render and encode each text once.
         self._opening = functools.lru_cache(REMEMBERED)(self._render_opening)
         self._reply = functools.lru_cache(REMEMBERED)(self._render_reply)
@@ -89,57 +108,191 @@ class Renderer:
             tokenizer, _find_template(directory, config), {k: v for k, v in tokens.items() if v is not None}, spec
         )
 
-    def start(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def start(self, messages: Sequence[Message], arguments: Mapping[str, Any] | None = None) -> list[int]:
         """Token ids of a conversation's opening, up to where the policy begins to write."""
-        return list(self._opening(tuple(tuple(sorted(message.items())) for message in messages)))
+        return list(self.open(messages, arguments).token_ids)
 
-    def reply(self, content: str, role: str = "user") -> list[int]:
+    def reply(self, messages: str | Sequence[Message], arguments: Mapping[str, Any] | None = None) -> list[int]:
         """Token ids between the policy's stop token, which is already written, and its next turn.
 
         The conversation then reads as the template would render it: we render a turn with a marker as its text, and
-        take what comes after the marker, without the end token that the policy wrote itself.
+        take what comes after the marker, without the end token that the policy wrote itself. Messages of role tool follow
+        a turn that called tools.
         """
-        return list(self._reply(content, role))
+        return list(self.go_on(messages, arguments).token_ids)
+
+    def open(self, messages: Sequence[Message], arguments: Mapping[str, Any] | None = None) -> Prompt:
+        """As `start`, with what the template began for the policy."""
+        return self._opening(_key(normal(messages), arguments))
+
+    def go_on(self, messages: str | Sequence[Message], arguments: Mapping[str, Any] | None = None) -> Prompt:
+        """As `reply`, with what the template began for the policy."""
+        return self._reply(_key(normal(as_messages(messages)), arguments))
+
+    def keeps_thinking(self, arguments: Mapping[str, Any] | None = None) -> bool:
+        """Whether the template still shows the reasoning of earlier turns. If not, a conversation that only grows shows the
+        policy more than the template would."""
+        return self._keeps_thinking(_key([], arguments))
+
+    def history(self, items: Sequence[Message | Written], arguments: Mapping[str, Any] | None = None) -> list[Segment]:
+        """A whole conversation as the template shows it now, with a place for the tokens of each turn of the policy."""
+        told = [list(item) if isinstance(item, Written) else dict(item) for item in items]
+        return self._history(_key(told, arguments))
+
+    def written(self, message: Message, arguments: Mapping[str, Any] | None = None) -> list[int]:
+        """Token ids with which the policy would write a message of the assistant, the end token included."""
+        return self._written(_key(normal([_ASK, message]), arguments))
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a scripted player's text, without the end token."""
         return self._encode(text)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The policy's text, without control tokens. Bytes that are not text become U+FFFD."""
-        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
-        return text
+        """The policy's text, without tokens that end a turn. Bytes that are not text become U+FFFD."""
+        if self._inner:  # the parsers need the marks of tool calls
+            kept = [token for token in token_ids if token not in self.stop_ids]
+            return str(self._tokenizer.decode(kept, skip_special_tokens=False))
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def decode_all(self, turns: Sequence[Sequence[int]]) -> list[str]:
         """The texts of several turns, as of `decode`."""
         return [self.decode(turn) for turn in turns]
 
-    def _render_opening(self, messages: tuple[tuple[tuple[str, str], ...], ...]) -> list[int]:
-        return self._encode(self._render([dict(message) for message in messages]))
+    def _render_opening(self, key: str) -> Prompt:
+        messages, arguments = json.loads(key)
+        return self._prompt(self._text(messages, arguments))
 
-    def _render_reply(self, content: str, role: str) -> list[int]:
-        messages = [{"role": "user", "content": "."}, {"role": "assistant", "content": _MARK}]
-        _, mark, rest = self._render([*messages, {"role": role, "content": content}]).partition(_MARK)
-        if not mark:
-            raise StateError("the chat template does not show the assistant's turns: multi-turn play is impossible")
+    def _render_reply(self, key: str) -> Prompt:
+        messages, arguments = json.loads(key)
+        results = [message for message in messages if message["role"] == "tool"]
+        named = [(message.get("tool_call_id", "call00000"), message.get("name", "tool")) for message in results]
+        # guard: reply-mark-not-forged
+        mark = next(mark for i in range(len(key)) if (mark := MARK + "." * i) not in key)
+        turns = [said(mark)]
+        if results:  # some templates show one call of a turn only, some none: there a call is text
+            turns = [calling("", 0, named, mark), calling("", 0, named[:1], mark)]
+            turns += [said(mark)] if self._dialect.results else []
+        error = None
+        for turn in turns:
+            try:
+                text = self._text([_ASK, turn, *messages], arguments)
+            except StateError as refusal:
+                error = error or refusal
+                continue
+            _, found, rest = text.rpartition(mark)
+            if found:
+                closing = self._text([_ASK, turn], arguments, prompt=False).rpartition(mark)[2]
+                ids = self._after(rest, closing, "calls" if "tool_calls" in turn else "text")
+                return Prompt(tuple(ids), leaves_reasoning_open(rest, self.family))
+        raise error or StateError(
+            "the chat template does not show the assistant's turns: multi-turn play is impossible"
+        )
+
+    def _keeps_thinking(self, key: str) -> bool:
+        return self._dialect.keeps_thinking(json.loads(key)[1])
+
+    def _history(self, key: str) -> list[Segment]:
+        told, arguments = json.loads(key)
+        items = [item if isinstance(item, dict) else msgspec.convert(item, Written) for item in told]
+        closings = {
+            "text": lambda: self._text([_ASK, said(MARK)], arguments, prompt=False),
+            "calls": lambda: self._text([_ASK, calling("", 1)], arguments, prompt=False),
+        }
+        segments = []
+        for piece in places(self._template, self._dialect, items, arguments):
+            if isinstance(piece, Place):
+                segments.append(Segment((), piece.turn, piece.part))
+                continue
+            closing = closings[piece.after]().rpartition(MARK)[2] if piece.after else ""
+            ids, prompted = (
+                self._after(text, closing, piece.after) if piece.after else self._encode(text)
+                for text in (piece.text, piece.text if piece.prompted is None else piece.prompted)
+            )
+            segments.append(Segment(tuple(ids[: _shared(ids, prompted)])))
+        return segments
+
+    def _written(self, key: str) -> list[int]:
+        messages, arguments = json.loads(key)
+        text = self._text(messages, arguments, prompt=False)
+        ids, prompt = self._encode(text), self._encode(self._text(messages[:1], arguments))
+        ids = ids[_shared(ids, prompt) :]
+        ends = [i for i, token in enumerate(ids) if token in self.stop_ids]
+        return ids[: ends[0] + 1] if ends else [*ids, self.eos_id]
+
+    def _after(self, rest: str, closing: str, kind: Literal["text", "calls"]) -> list[int]:
+        """Token ids of the text after a turn, without the end token that the policy wrote. `closing` is the text that ends
+        a turn at the end of a conversation."""
         ids = self._encode(rest)
-        return ids[1:] if ids and ids[0] in self.stop_ids else ids
+        if kind == "text" and ids and ids[0] in self._ends_text:
+            return ids[1:]
+        common = rest[: _shared(rest, closing)]
+        if self.stop_ids.intersection(self._encode(common)):
+            return ids[next(i for i, token in enumerate(ids) if token in self.stop_ids) + 1 :]
+        if kind == "calls":
+            ids = self._encode(rest[len(common) :])
+            return ids[1:] if ids and ids[0] in self._ends_text else ids
+        return ids
 
-    def _render(self, messages: Sequence[Mapping[str, str]]) -> str:
-        try:
-            return self._template.render(messages=list(messages), add_generation_prompt=True, **self._tokens)
-        except (MemoryError, RecursionError) as error:
-            raise Overreach(
-                f"the chat template takes more memory or depth than there is ({type(error).__name__}): use another model"
-            ) from None
-        except _TEMPLATE_ERRORS as error:
-            raise StateError(
-                f"the chat template refuses these messages: {error}. Use a model that takes them"
-            ) from None
+    @property
+    def _ends_text(self) -> set[int] | frozenset[int]:
+        """Tokens that may end a turn in a history. A template may write another than the policy does."""
+        return self.stop_ids | self._special.keys()
+
+    def _written_within_turns(self) -> set[int]:
+        """Control tokens that the template writes between the beginning of a turn and its end.
+
+        Only a template that names a control token is asked, so most are never rendered here.
+        """
+        if not any(token in self._template.source for token in self._special.values()):
+            return set()
+        named = {*reasoning_marks(self.family), *WITHIN.get(self.family, ())}
+        inner = {index for index, token in self._special.items() if any(token in name for name in named)}
+        turns = [
+            said(MARK),
+            said(MARK, "reasonmark"),
+            calling("", 1),
+            {**calling("", 1), "reasoning_content": "reasonmark"},
+        ]
+        for turn in turns:
+            try:
+                text, prompt = self._text([_ASK, turn], {}, prompt=False), self._text([_ASK], {})
+            except StateError:
+                continue  # the template refuses such turns: it writes nothing within them
+            begin, end = _shared(text, prompt), text.rfind(MARK)
+            found = [match for match in self._specials_in(text) if match.end() > begin]
+            inner.update(self._ids[match[0]] for match in found if match.start() < end)
+            if "tool_calls" in turn:  # the last one ends the turn
+                inner.update(self._ids[match[0]] for match in found[:-1] if match.start() > end)
+        return inner
+
+    def _specials_in(self, text: str) -> list[re.Match[str]]:
+        """Control tokens in a text, found without the tokenizer, so that one that fails does so at the first text."""
+        longest_first = sorted(self._ids, key=len, reverse=True)
+        return list(re.finditer("|".join(map(re.escape, longest_first)), text)) if longest_first else []
+
+    def _prompt(self, text: str) -> Prompt:
+        return Prompt(tuple(self._encode(text)), leaves_reasoning_open(text, self.family))
+
+    def _text(self, messages: Sequence[Message], arguments: Mapping[str, Any], prompt: bool = True) -> str:
+        return self._template.text(self._dialect.present(messages), arguments, prompt)
 
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
+
+
+def _shared(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Length of what both begin with."""
+    length = min(len(one), len(other))
+    return next((i for i in range(length) if one[i] != other[i]), length)
+
+
+def _key(messages: Sequence[Any], arguments: Mapping[str, Any] | None) -> str:
+    """Messages and arguments as one text, under which their tokens are remembered. Raises ValueError for texts that cannot
+    be encoded."""
+    key = json.dumps([messages, template_arguments(arguments or {})], ensure_ascii=False)
+    key.encode()
+    return key
 
 
 class _TokenizerConfig(msgspec.Struct):
@@ -166,19 +319,3 @@ def _find_template(directory: Path, config: _TokenizerConfig) -> str:
     if found is None:
         raise StateError(f"{directory} has no chat template: use the -Instruct variant, or add chat_template.jinja")
     return found
-
-
-def _compile(environment: jinja2.Environment, template: str) -> jinja2.Template:
-    try:
-        return environment.from_string(template)
-    except jinja2.TemplateError as error:
-        raise StateError(f"the chat template is malformed: {error}. Download the model again") from None
-
-
-def _tojson(value: Any, indent: int | None = None, **_: Any) -> str:
-    """Like the one of `transformers`; jinja's own would escape for HTML."""
-    return json.dumps(value, ensure_ascii=False, indent=indent)
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)

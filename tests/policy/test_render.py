@@ -112,7 +112,10 @@ def test_any_reply_continues_the_templates_text(chatml: Path, content: str, role
         {"role": role, "content": content},
     ]
     opening = renderer.start(messages[:1])
-    assert renderer.start(messages)[len(opening) + 1 :] == [renderer.eos_id, *renderer.reply(content, role)]
+    assert renderer.start(messages)[len(opening) + 1 :] == [
+        renderer.eos_id,
+        *renderer.reply([{"role": role, "content": content}]),
+    ]
 
 
 def test_only_control_tokens_end_a_turn(chatml: Path, tiny: Path) -> None:

@@ -1,0 +1,163 @@
+"""What a chat template takes and shows, found out by rendering marked messages, never by its name.
+
+Called by the renderer. Templates differ: some take content as a list of parts, some refuse a system message, some want
+the arguments of a tool call as JSON text, some read reasoning under another name or leave it out. `present` writes
+messages in the form that one template takes. It knows no tokens.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from shoal.errors import Overreach, StateError
+from shoal.policy.families import reasoning_marks
+from shoal.policy.template import Template
+
+MARK = "\N{OBJECT REPLACEMENT CHARACTER}written\N{OBJECT REPLACEMENT CHARACTER}"
+"""Takes the place of what the policy writes. The text that a template puts after it is the text that follows the turn."""
+
+_REASON, _RESULT = "reasonmark", "resultmark"
+
+_ASK = {"role": "user", "content": "."}
+
+
+class CallStyle(NamedTuple):
+    """How a template wants a message with tool calls."""
+
+    as_json: bool
+    """Arguments are JSON text, not an object."""
+    no_content: bool
+    """Empty content is None."""
+
+
+class Dialect:
+    """What one template takes."""
+
+    def __init__(self, template: Template, family: str) -> None:
+        self._template = template
+        self._marks = reasoning_marks(family)
+
+    @cached_property
+    def parts(self) -> bool:
+        """Whether content must be a list of parts."""
+        plain, listed = ([{"role": "user", "content": c}] for c in (MARK, [{"type": "text", "text": MARK}]))
+        return not self._shows(plain, MARK) and self._shows(listed, MARK)
+
+    @cached_property
+    def system(self) -> bool:
+        """Whether a system message is shown. If a template refuses any message, it is not asked to take less."""
+        messages = [{"role": "system", "content": MARK}, _ASK]
+        return self._shows(self._parted(messages), MARK) or self._text(self._parted([_ASK])) is None
+
+    @cached_property
+    def calls(self) -> CallStyle | None:
+        """How tool calls and their results are shown; None if they are not."""
+        for style in (CallStyle(False, False), CallStyle(True, False), CallStyle(False, True), CallStyle(True, True)):
+            result = {"role": "tool", "content": _RESULT, "tool_call_id": "call00000", "name": "tool"}
+            messages = self._parted([_ASK, self._styled(calling("", 1), style), result])
+            if self._shows(messages, MARK, _RESULT):
+                return style
+        return None
+
+    @cached_property
+    def results(self) -> bool:
+        """Whether the result of a tool is shown after a turn that holds text only."""
+        return self._shows(self._parted([_ASK, said(MARK), {"role": "tool", "content": _RESULT}]), _RESULT)
+
+    @cached_property
+    def reasoning(self) -> bool:
+        """Whether the reasoning of the last turn is shown when it has a field of its own."""
+        turns = [said(MARK, _REASON)]
+        if self.calls is not None:  # some templates show it beside tool calls only
+            turns.append({**calling("", 1), "reasoning_content": _REASON})
+        return any(self._shows(self.present([_ASK, turn], own_field=True), _REASON, prompt=False) for turn in turns)
+
+    def keeps_thinking(self, arguments: Mapping[str, Any]) -> bool:
+        """Whether the reasoning of a turn is still shown after the user has answered."""
+        return self._shows(self.present([_ASK, said(MARK, _REASON), _ASK]), _REASON, MARK, arguments=arguments)
+
+    def present(self, messages: Sequence[Mapping[str, Any]], own_field: bool | None = None) -> list[dict[str, Any]]:
+        """Normal messages in the form that this template takes."""
+        told = [dict(message) for message in messages]
+        if any(message["role"] == "system" for message in told) and not self.system:
+            told = _folded(told)
+        for i, message in enumerate(told):
+            reasoning = message.pop("reasoning_content", "")
+            if reasoning and (self.reasoning if own_field is None else own_field):
+                told[i] = {**message, "reasoning_content": reasoning, "reasoning": reasoning, "thinking": reasoning}
+            elif reasoning:
+                opening, closing = self._marks
+                told[i] = {**message, "content": f"{opening}\n{reasoning}\n{closing}\n\n{message['content']}"}
+            if "tool_calls" in message:
+                if self.calls is None:
+                    raise StateError("the chat template shows no tool calls: use a model that was trained with tools")
+                told[i] = self._styled(told[i], self.calls)
+        return self._parted(told)
+
+    def _styled(self, message: Mapping[str, Any], style: CallStyle) -> dict[str, Any]:
+        calls = []
+        for call in message["tool_calls"]:
+            function = dict(call["function"])
+            if style.as_json:
+                function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+            calls.append({**call, "function": function})
+        content = None if style.no_content and not message["content"] else message["content"]
+        return {**message, "content": content, "tool_calls": calls}
+
+    def _parted(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """`parts` asks for texts only, so it never asks itself."""
+        told = [dict(message) for message in messages]
+        for message in told:
+            if self.parts and isinstance(message["content"], str):
+                message["content"] = [{"type": "text", "text": message["content"]}]
+        return told
+
+    def _text(
+        self, messages: Sequence[Mapping[str, Any]], prompt: bool = True, arguments: Mapping[str, Any] | None = None
+    ) -> str | None:
+        try:
+            return self._template.text(messages, arguments or {}, prompt)
+        except Overreach:
+            raise
+        except StateError:
+            return None
+
+    def _shows(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *marks: str,
+        prompt: bool = True,
+        arguments: Mapping[str, Any] | None = None,
+    ) -> bool:
+        text = self._text(messages, prompt, arguments)
+        return text is not None and all(mark in text for mark in marks)
+
+
+def said(content: str, reasoning: str = "") -> dict[str, Any]:
+    """A turn of the assistant."""
+    return {"role": "assistant", "content": content} | ({"reasoning_content": reasoning} if reasoning else {})
+
+
+def calling(content: str, count: int, names: Sequence[tuple[str, str]] = (), mark: str = MARK) -> dict[str, Any]:
+    """A turn of the assistant with tool calls, marked in the arguments of each. `names` are ids and functions."""
+    named = names or [(f"call{i:05d}", "tool") for i in range(count)]
+    calls = [
+        {"id": key, "type": "function", "function": {"name": name, "arguments": {"value": mark}}} for key, name in named
+    ]
+    return {"role": "assistant", "content": content, "tool_calls": calls}
+
+
+def _folded(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """System texts before the text of the next user message, for templates without a system role."""
+    told: list[dict[str, Any]] = []
+    waiting: list[str] = []
+    for message in messages:
+        if message["role"] == "system":
+            waiting.append(message["content"])
+        elif message["role"] == "user" and waiting:
+            told.append({**message, "content": "\n\n".join([*waiting, message["content"]])})
+            waiting = []
+        else:
+            told.append(message)
+    return told + ([{"role": "user", "content": "\n\n".join(waiting)}] if waiting else [])

@@ -1,0 +1,48 @@
+"""Which family of models a chat template belongs to, by the marks in its text: how reasoning and tool calls are written.
+
+Called by the renderer; the parsers of environments are named by the same words. It reads no text of the policy.
+"""
+
+FAMILIES: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("harmony", ("<|channel|>", "<|call|>")),
+    ("atem", ("<atem:function_calls>",)),
+    ("deepseek", ("<｜tool▁call▁begin｜>",)),
+    ("lfm", ("<|tool_list_start|>",)),
+    ("lfm", ("<|tool_call_start|>",)),
+    ("gemma", ("<|tool_call>call:",)),
+    ("glm", ("<tool_call>", "<arg_key>")),
+    ("qwen-xml", ("<tool_call>", "<function=")),
+    ("hermes", ("<tool_call>",)),
+    ("mistral", ("[TOOL_CALLS]",)),
+    ("llama", ("<|start_header_id|>", '"parameters": ')),
+)
+"""Family, and texts that its templates contain. The first that fits is taken."""
+
+REASONING = {"gemma": ("<|channel>thought", "<channel|>")}
+"""Texts that open and close reasoning, where they are not `THINK`."""
+
+THINK = ("<think>", "</think>")
+
+WITHIN = {
+    "harmony": ("<|constrain|>",),
+    "lfm": ("<|tool_call_start|>", "<|tool_call_end|>"),
+    "llama": ("<|python_tag|>",),
+    "mistral": ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
+}
+"""Control tokens that a policy of this family writes within a turn, whether or not its template shows them."""
+
+
+def family_of(template: str) -> str:
+    """The family's name; empty if no mark of one is there."""
+    return next((name for name, marks in FAMILIES if all(mark in template for mark in marks)), "")
+
+
+def reasoning_marks(family: str) -> tuple[str, str]:
+    """Texts that open and close reasoning."""
+    return REASONING.get(family, THINK)
+
+
+def leaves_reasoning_open(text: str, family: str) -> bool:
+    """Whether a prompt ends inside the policy's reasoning."""
+    opening, closing = reasoning_marks(family)
+    return text.rstrip().endswith(opening) and text.rfind(opening) > text.rfind(closing)

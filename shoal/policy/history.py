@@ -1,0 +1,136 @@
+"""A whole conversation as a template would show it now, with the policy's turns left open for the tokens it wrote.
+
+Called by the renderer, when a conversation goes on from a history that is not what its tokens say: a template that drops
+earlier thinking, or a context that was shortened. What the policy wrote is never made into tokens again: each turn is
+rendered with marks, and what stands between the marks is the environment's. It knows no tokens.
+"""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+from shoal.errors import Overreach, StateError
+from shoal.policy.dialect import Dialect, calling, said
+from shoal.policy.messages import BadMessage, Message, Written, normal
+from shoal.policy.template import Template
+
+Part = Literal["reasoning", "visible"]
+
+
+class Words(NamedTuple):
+    """Text of the environment, or of the template."""
+
+    text: str
+    after: Literal["", "text", "calls"]
+    """What it follows: nothing, or a turn of the policy that ends with text or with tool calls. The turn's end token is the
+    policy's, so the renderer leaves out the one that the template writes."""
+    prompted: str | None = None
+    """The words that the policy saw here when it began to write; None if the next turn follows all of `text`. What `text`
+    has beyond them is in the turn's own tokens."""
+
+
+class Place(NamedTuple):
+    """Where tokens of a turn of the policy go."""
+
+    turn: int
+    part: Part
+    """"visible" is the turn without its reasoning, or all of a turn that has none; it holds the stop token."""
+
+
+def places(
+    template: Template, dialect: Dialect, items: Sequence[Message | Written], arguments: Mapping[str, Any]
+) -> list[Words | Place]:
+    """The conversation, in order, up to where the policy begins its next turn.
+
+    Raises `StateError` if the template does not show a turn, and `BadMessage` for a malformed message.
+    """
+    marks = _Marks(items)
+    messages = _messages(items, marks, content=True)
+    text = _shown(template, dialect, messages, arguments)
+    if text is None or any(_swapped(text, marks.of(item.turn)) for item in items if isinstance(item, Written)):
+        messages = _messages(items, marks, content=False)
+        text = template.text(dialect.present(messages), arguments)
+    found: list[Words | Place] = []
+    begin: int = 0
+    after: Literal["", "text", "calls"] = ""
+    for index, item in enumerate(items):
+        if not isinstance(item, Written):
+            continue
+        reasoning, visible, called = (text.find(mark, begin) for mark in marks.of(item.turn))
+        shown = [at for at in (reasoning, visible, called) if at >= 0]
+        if max(visible, called) < 0:
+            raise StateError(f"the chat template does not show turn {item.turn}: multi-turn play is impossible")
+        words = text[begin : min(shown)]
+        prompted = None
+        if not item.reasoning or reasoning >= 0 or visible < 0:
+            prompted = _prompted(
+                template.text(dialect.present(messages[:index]), arguments), marks.last_of(text[:begin])
+            )
+            if reasoning < 0 <= visible and not words.startswith(prompted):
+                prompted = None  # the template has changed its prompt, and shows where the turn's text begins
+        found.append(Words(words, after, prompted))
+        if item.reasoning and reasoning >= 0:
+            found.append(Place(item.turn, "reasoning"))
+        found.append(Place(item.turn, "visible"))
+        last = marks.of(item.turn)[2 if called >= 0 else 1]
+        begin, after = text.rfind(last) + len(last), "calls" if called >= 0 else "text"
+    return [*found, Words(text[begin:], after)]
+
+
+def _shown(
+    template: Template, dialect: Dialect, messages: Sequence[Message], arguments: Mapping[str, Any]
+) -> str | None:
+    """The text; None if the template refuses it."""
+    try:
+        return template.text(dialect.present(messages), arguments)
+    except Overreach:
+        raise
+    except StateError:
+        return None
+
+
+def _swapped(text: str, marks: tuple[str, str, str]) -> bool:
+    """Whether a template shows the text of a turn after its tool calls, where the policy did not write it."""
+    _, visible, called = (text.find(mark) for mark in marks)
+    return 0 <= called < visible
+
+
+def _prompted(text: str, last: str) -> str:
+    """The words after the last mark: those between the turn before and this one, when the policy began to write."""
+    if not last:
+        return text
+    return text[text.rfind(last) + len(last) :] if last in text else ""
+
+
+class _Marks:
+    """Texts that occur in no message: for each turn, one for its reasoning, its visible text and its tool calls."""
+
+    def __init__(self, items: Sequence[Message | Written]) -> None:
+        said = repr([item for item in items if not isinstance(item, Written)])
+        # guard: marks-not-forged
+        self._name = next(
+            name for i in itertools.count() if (name := f"\N{OBJECT REPLACEMENT CHARACTER}{i}.") not in said
+        )
+
+    def of(self, turn: int) -> tuple[str, str, str]:
+        return f"{self._name}{turn}r;", f"{self._name}{turn}v;", f"{self._name}{turn}c;"
+
+    def last_of(self, text: str) -> str:
+        """The mark at the end of a text; empty if there is none."""
+        at = text.rfind(self._name)
+        return text[at:] if at >= 0 else ""
+
+
+def _messages(items: Sequence[Message | Written], marks: _Marks, content: bool) -> list[dict[str, Any]]:
+    """Normal messages, with a marked one for each turn of the policy; with text beside tool calls if `content`."""
+    told: list[Message] = []
+    for item in items:
+        if isinstance(item, Written):
+            reasoning, visible, called = marks.of(item.turn)
+            turn = calling(visible if content else "", 0, item.calls, called) if item.calls else said(visible)
+            told.append({**turn, "reasoning_content": reasoning} if item.reasoning else turn)
+        else:
+            told.append(item)
+    if len({item.turn for item in items if isinstance(item, Written)}) < sum(isinstance(i, Written) for i in items):
+        raise BadMessage("a history holds a turn twice: give each its own number")
+    return normal(told)

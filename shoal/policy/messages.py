@@ -1,0 +1,207 @@
+"""Chat messages as plain data, and the one strict normaliser that every path uses before a template sees them.
+
+Called by the renderer, by environments' checks and by the run file's. The format is OpenAI's: `role`, `content`, and
+for an assistant `reasoning_content` and `tool_calls`, for a tool's answer `tool_call_id` and `name`. Content is a text,
+or a list of typed parts that are joined. Only text is taken. It knows no template and no tokens.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+from shoal.errors import ShoalError
+
+Message: TypeAlias = Mapping[str, Any]
+"""One chat message."""
+
+ROLES = ("system", "user", "assistant", "tool")
+
+MAX_CALLS = 128
+"""Tool calls of one message."""
+
+MAX_DEPTH = 64
+"""Nested lists and tables in the arguments of a call or of a template."""
+
+_KEYS = {
+    "system": {"role", "content"},
+    "user": {"role", "content"},
+    "assistant": {"role", "content", "reasoning_content", "tool_calls"},
+    "tool": {"role", "content", "tool_call_id", "name"},
+}
+
+_MEDIA = ("image", "audio", "video", "file", "document")
+"""Parts that a text policy cannot read, by what their type contains: `image_url` and `input_image` are images."""
+
+RESERVED = ("messages", "add_generation_prompt", "strftime_now")
+"""Names that a template gets from us, and that no setting may replace."""
+
+
+class BadMessage(ShoalError):
+    """A message that no template gets. The line names the fault and the remedy."""
+
+
+class Written(NamedTuple):
+    """Takes the place of a turn of the policy in a history, so that its tokens are used again instead of its text."""
+
+    turn: int
+    """Counted from 0."""
+    reasoning: bool = False
+    """Whether the turn holds reasoning that a template may leave out of later prompts."""
+    calls: tuple[tuple[str, str], ...] = ()
+    """Id and function name of each tool call in the turn."""
+
+
+def normal(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """The messages in one form: content as text, arguments as objects, and an id and a name for each call and result.
+
+    Raises `BadMessage` for anything else.
+    """
+    clean = [_normal(message) for message in messages]
+    _pair(clean)
+    return clean
+
+
+def as_messages(reply: object) -> list[Message]:
+    """What an environment replies, as messages: a text is the user's. Raises `BadMessage` if it is neither."""
+    if isinstance(reply, str):
+        return [{"role": "user", "content": reply}]
+    if isinstance(reply, Mapping):
+        return [reply]
+    if isinstance(reply, Sequence) and reply and all(isinstance(message, Mapping) for message in reply):
+        return list(reply)
+    raise BadMessage(
+        f"a reply is a text, a message or a list of messages, not {type(reply).__name__}: give one of them"
+    )
+
+
+def plain(value: Any, what: str, depth: int = MAX_DEPTH) -> Any:
+    """A copy that holds only texts, numbers, truth values, None, lists and tables. Raises `BadMessage`."""
+    if depth < 0:
+        raise BadMessage(f"{what} is nested deeper than {MAX_DEPTH} levels: flatten it")
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float) and math.isfinite(value):
+        return value
+    if isinstance(value, Mapping):
+        if not all(isinstance(key, str) for key in value):
+            raise BadMessage(f"{what} has a key that is not text: use texts as keys")
+        return {key: plain(inner, what, depth - 1) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(inner, what, depth - 1) for inner in value]
+    raise BadMessage(f"{what} holds a {type(value).__name__}: use texts, finite numbers, booleans, lists and tables")
+
+
+def arguments_of(env: object) -> dict[str, Any]:
+    """What an environment gives to the chat template beside messages: its `template`, and its `tools` if it has any."""
+    tools = getattr(env, "tools", ())
+    return {**({"tools": list(tools)} if tools else {}), **getattr(env, "template", {})}
+
+
+def template_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments as a template gets them. Raises `BadMessage` if one has a name of ours or is not plain data."""
+    for name in arguments:
+        if name in RESERVED or name.endswith("_token"):  # guard: template-arguments-of-ours
+            raise BadMessage(f"template argument {name}: the renderer sets it itself. Leave it out")
+    return {name: plain(value, f"template argument {name}") for name, value in arguments.items()}
+
+
+def _normal(message: Message) -> dict[str, Any]:
+    role = message.get("role")
+    if role not in _KEYS:
+        raise BadMessage(f"a message has role {role!r:.40}: use {', '.join(ROLES)}")
+    if unknown := sorted(str(key) for key in message if key not in _KEYS[role]):
+        raise BadMessage(
+            f"a message of role {role} has the key {unknown[0]:.40}: known are {', '.join(sorted(_KEYS[role]))}"
+        )
+    calls = [_call(call) for call in _listed(message.get("tool_calls"), "tool_calls")]
+    if len(calls) > MAX_CALLS:
+        raise BadMessage(f"a message has {len(calls)} tool calls, limit {MAX_CALLS}: split it")
+    reasoning = _optional(message, "reasoning_content")
+    content = message.get("content")
+    if content is None and not (calls or reasoning):
+        raise BadMessage(f"a message of role {role} has no content: give a text, which may be empty")
+    clean = {"role": role, "content": "" if content is None else _text(content, role)}
+    if reasoning:
+        clean["reasoning_content"] = reasoning
+    if calls:
+        clean["tool_calls"] = calls
+    for key in ("tool_call_id", "name"):
+        if value := _optional(message, key):
+            clean[key] = value
+    return clean
+
+
+def _text(content: object, role: str) -> str:
+    """The text of a content. Raises if it has parts that are no text."""
+    if isinstance(content, str):
+        return content
+    texts = []
+    for part in _listed(content, f"the content of a message of role {role}"):
+        kind = part if isinstance(part, str) else part.get("type") if isinstance(part, Mapping) else None
+        if isinstance(part, Mapping) and kind == "text" and isinstance(part.get("text"), str):
+            texts.append(part["text"])
+            continue
+        media = next((name for name in _MEDIA if isinstance(part, Mapping) and name in str(kind)), None)
+        if media:  # guard: text-only
+            raise BadMessage(
+                f"a message of role {role} holds a part of type {kind!s:.40}: policies here read text only, no {media}. "
+                "Describe it in a text part, or leave the task out"
+            )
+        raise BadMessage(f'a part of a message of role {role} is {part!r:.60}: write {{"type": "text", "text": ...}}')
+    return "".join(texts)
+
+
+def _call(call: object) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not (isinstance(call, Mapping) and isinstance(function, Mapping) and isinstance(name, str) and name):
+        raise BadMessage(
+            f'a tool call is {call!r:.80}: write {{"id": ..., "function": {{"name": ..., "arguments": {{...}}}}}}'
+        )
+    given = function.get("arguments", {})
+    if isinstance(given, str):
+        try:
+            given = json.loads(given or "{}")
+        except (ValueError, RecursionError) as error:
+            raise BadMessage(f"the arguments of a call of {name:.40} are no JSON ({error}): give an object") from None
+    if not isinstance(given, Mapping):
+        raise BadMessage(f"the arguments of a call of {name:.40} are {type(given).__name__}: give an object")
+    arguments = plain(given, f"the arguments of a call of {name:.40}")
+    return {"id": _optional(call, "id"), "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _pair(messages: list[dict[str, Any]]) -> None:
+    """Give each call an id, and each result the id and the name of its call; results without an id take the calls in
+    order."""
+    named: dict[str, str] = {}
+    waiting: list[str] = []
+    for message in messages:
+        if message["role"] == "assistant":
+            waiting = []
+        for call in message.get("tool_calls", ()):
+            call["id"] = call["id"] or f"call{len(named):05d}"
+            named[call["id"]] = call["function"]["name"]
+            waiting.append(call["id"])
+        if message["role"] == "tool":
+            if "tool_call_id" not in message and waiting:
+                message["tool_call_id"] = waiting[0]
+            if message.get("tool_call_id") in waiting:
+                waiting.remove(message["tool_call_id"])
+            if "name" not in message and message.get("tool_call_id") in named:
+                message["name"] = named[message["tool_call_id"]]
+
+
+def _optional(message: Message, key: str) -> str:
+    value = message.get(key)
+    if value is not None and not isinstance(value, str):
+        raise BadMessage(f"{key} of a message is {type(value).__name__}: give a text")
+    return value or ""
+
+
+def _listed(value: object, what: str) -> list[Any]:
+    if value is None:
+        return []
+    if not isinstance(value, list | tuple):
+        raise BadMessage(f"{what} is {type(value).__name__}: give a text or a list")
+    return list(value)

@@ -1,0 +1,90 @@
+"""The chat templates that the wheel of TRL 1.16 ships (Apache-2.0, see their LICENSE), each with a small tokenizer.
+
+The tokenizer knows every byte and, as control tokens, the marks that the template names, as the model's own would.
+"""
+
+import dataclasses
+import functools
+import re
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from shoal.config import TinyPolicy
+from shoal.policy.render import Renderer
+from shoal.policy.spec import write_json
+from shoal.policy.tiny import tiny_spec
+
+FOLDER = Path(__file__).parent.parent / "data" / "chat_templates"
+NAMES = sorted(path.stem for path in FOLDER.glob("*.jinja"))
+
+CONTROL = re.compile(
+    r"<\|[a-zA-Z_\"]+\|?>|<[a-z_]+\|>|<｜[^｜\s]+｜>|\[gMASK\]|<sop>|<(?:start|end)_of_turn>|<end_of_utterance>|</s>"
+)
+ENDS = {
+    "cohere": "<|END_OF_TURN_TOKEN|>", "deepseek": "<｜end▁of▁sentence｜>", "diffusion": "<turn|>", "gemma4": "<turn|>",
+    "gemma": "<end_of_turn>", "glm": "<|endoftext|>", "gptoss": "<|return|>", "idefics": "<end_of_utterance>",
+    "smolvlm": "<end_of_utterance>", "llama": "<|eot_id|>", "llava": "</s>", "muse": "<|eot|>", "phi": "<|end|>",
+}  # fmt: skip
+"""End token by the beginning of a template's name; `<|im_end|>` for the others."""
+
+ADD: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Adds two numbers.",
+        "parameters": {
+            "type": "object",
+            "properties": {name: {"type": "integer", "description": "A number."} for name in ("a", "b")},
+            "required": ["a", "b"],
+        },
+    },
+}
+"""A tool."""
+
+
+def end_of(name: str) -> str:
+    return next((end for begin, end in ENDS.items() if name.startswith(begin)), "<|im_end|>")
+
+
+def tokenizer_of(name: str) -> Tokenizer:
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    control = sorted({*CONTROL.findall((FOLDER / f"{name}.jinja").read_text()), end_of(name), "<bos>"})
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in control])
+    return tokenizer
+
+
+@functools.cache
+def renderer_of(name: str) -> Renderer:
+    """A renderer with this template."""
+    tokenizer, end = tokenizer_of(name), end_of(name)
+    spec = dataclasses.replace(
+        tiny_spec(TinyPolicy()), vocab_size=tokenizer.get_vocab_size(), eos_ids=(tokenizer.token_to_id(end),)
+    )
+    source = (FOLDER / f"{name}.jinja").read_text()
+    return Renderer(tokenizer, source, {"bos_token": "<bos>", "eos_token": end}, spec)
+
+
+def directory_of(name: str, directory: Path) -> Path:
+    """The files of a checkpoint with this template, without weights."""
+    tokenizer, end = tokenizer_of(name), end_of(name)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    spec = tiny_spec(TinyPolicy()).to_hf()
+    changes = {
+        "vocab_size": tokenizer.get_vocab_size(),
+        "eos_token_id": tokenizer.token_to_id(end),
+        "pad_token_id": None,
+    }
+    write_json(directory / "config.json", spec | changes)
+    write_json(directory / "tokenizer_config.json", {"bos_token": "<bos>", "eos_token": end})
+    (directory / "chat_template.jinja").write_text((FOLDER / f"{name}.jinja").read_text())
+    return directory
+
+
+def spell(renderer: Renderer, token_ids: Any) -> str:
+    """The text of tokens, control tokens included."""
+    return str(renderer._tokenizer.decode(list(token_ids), skip_special_tokens=False))

@@ -1,0 +1,78 @@
+"""The normaliser of chat messages: one form for each message, and one line for each that no template gets."""
+
+from typing import Any
+
+import pytest
+
+from shoal.policy.messages import MAX_CALLS, BadMessage, as_messages, normal, plain, template_arguments
+
+ADD = {"function": {"name": "add", "arguments": '{"a": 1}'}}
+
+
+def test_content_becomes_text_and_arguments_become_objects() -> None:
+    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
+    told = normal([{"role": "user", "content": parts}, {"role": "assistant", "content": None, "tool_calls": [ADD]}])
+    assert told[0] == {"role": "user", "content": "one two"}
+    call = {"id": "call00000", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    assert told[1] == {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+def test_results_take_the_id_and_the_name_of_their_call() -> None:
+    asked = {"role": "assistant", "tool_calls": [ADD, {"id": "x", "function": {"name": "mul", "arguments": {}}}]}
+    told = normal([asked, {"role": "tool", "content": "1"}, {"role": "tool", "content": "2"}])
+    assert [(m["tool_call_id"], m["name"]) for m in told[1:]] == [("call00000", "add"), ("x", "mul")]
+    told = normal([asked, {"role": "tool", "content": "2", "tool_call_id": "x"}, {"role": "tool", "content": "1"}])
+    assert [m["name"] for m in told[1:]] == ["mul", "add"]
+
+
+@pytest.mark.parametrize(
+    ("message", "says"),
+    [
+        ({"role": "robot", "content": ""}, "role 'robot': use system, user, assistant, tool"),
+        ({"content": ""}, "role None"),
+        ({"role": "user"}, "no content"),
+        ({"role": "user", "content": 3}, "content of a message of role user is int"),
+        ({"role": "user", "content": "", "name": "bob"}, "has the key name: known are content, role"),
+        ({"role": "user", "content": ["text"]}, "write .*type"),
+        ({"role": "user", "content": [{"type": "text", "text": 3}]}, "write .*type"),
+        ({"role": "assistant", "tool_calls": [{"name": "add"}]}, "a tool call is .*write"),
+        ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}, "no JSON"),
+        ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[" * 9999}}]}, "no JSON"),
+        (
+            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]},
+            "are list: give an object",
+        ),
+        ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"a": {1}}}}]}, "holds a set"),
+        ({"role": "assistant", "tool_calls": [ADD] * (MAX_CALLS + 1)}, f"129 tool calls, limit {MAX_CALLS}"),
+        ({"role": "assistant", "content": "", "reasoning_content": ["x"]}, "reasoning_content of a message is list"),
+        ({"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}, "input_image: .* no image"),
+    ],
+)
+def test_a_malformed_message_is_refused_in_one_line(message: Any, says: str) -> None:
+    with pytest.raises(BadMessage, match=says) as refused:
+        normal([message])
+    assert "\n" not in str(refused.value)
+
+
+def test_a_reply_is_a_text_a_message_or_several() -> None:
+    said = {"role": "tool", "content": "4"}
+    assert as_messages("hi") == [{"role": "user", "content": "hi"}]
+    assert as_messages(said) == [said] and as_messages([said, said]) == [said, said]
+    for wrong in (None, 3, [], ["hi"]):
+        with pytest.raises(BadMessage, match="a reply is a text, a message or a list of messages"):
+            as_messages(wrong)
+
+
+def test_template_arguments_are_plain_data() -> None:
+    assert template_arguments({"tools": ({"a": 1.5},), "enable_thinking": False}) == {
+        "tools": [{"a": 1.5}],
+        "enable_thinking": False,
+    }
+    for wrong in ({"bos_token": "x"}, {"messages": []}, {"a": float("nan")}, {"a": {1: 2}}, {"a": object()}):
+        with pytest.raises(BadMessage, match="template argument"):
+            template_arguments(wrong)
+    deep: Any = []
+    for _ in range(100):
+        deep = [deep]
+    with pytest.raises(BadMessage, match="nested deeper than 64"):
+        plain(deep, "it")
