@@ -18,7 +18,7 @@ import torch
 from shoal.config import RunConfig, load_run
 from shoal.engine.open import EngineSpec, open_engine
 from shoal.envs.base import Env
-from shoal.envs.load import load_env
+from shoal.envs.load import env_of
 from shoal.envs.play import play_block
 from shoal.envs.replay import replay_rollout
 from shoal.folder import RunFolder
@@ -56,7 +56,7 @@ def train(config: RunConfig, out: Path, recipe_dir: Path, say: Callable[[str], N
     folder.prepare(config, recipe_dir)  # the run's secret
     config = folder.config()
     sampling = Sampling(config.sampling.temperature, config.sampling.max_turn_tokens, config.sampling.max_tokens)
-    envs = {spec.label: load_env(spec.name, spec.args) for spec in config.envs}
+    envs = {spec.label: env_of(spec) for spec in config.envs}
     links = SecretChain(folder.secret(), "chain/slots").links()
 
     # Version 0: the run file's policy, or a tiny one made from the seed.

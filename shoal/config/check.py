@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from shoal.config.sections import EnvConfig, RunConfig
+from shoal.config.sections import EnvConfig, RunConfig, SamplingConfig
 from shoal.errors import ConfigError
 from shoal.protocol.algorithms import Algorithm
 from shoal.protocol.bounds import dtypes_of
@@ -62,6 +62,7 @@ def check_run(config: RunConfig) -> None:
         ),
         (bool(config.envs), "envs: at least one [[envs]] section is needed"),
         *((env.weight > 0, f"envs.weight = {env.weight}: must be above 0") for env in config.envs),
+        *_limits_fit(config.envs, config.sampling),
         *_labels_fit(config.envs),
         (
             rollouts.group_size >= 2,
@@ -114,6 +115,14 @@ def check_run(config: RunConfig) -> None:
 
 def _name_rule(name: str) -> str:
     return f"name = {name!r}: use only letters, digits, - _ and . and do not end with - or ."
+
+
+def _limits_fit(envs: Sequence[EnvConfig], run: SamplingConfig) -> Iterator[tuple[bool, str]]:
+    """What holds for the run bounds the sizes of leases, so no environment exceeds it."""
+    for env in envs:
+        for name in ("max_turn_tokens", "max_tokens"):
+            own, most = getattr(env, name), getattr(run, name)
+            yield 0 <= own <= most, f"envs.{name} = {own}: at least 0 and at most sampling.{name} = {most}"
 
 
 def _labels_fit(envs: Sequence[EnvConfig]) -> Iterator[tuple[bool, str]]:

@@ -49,6 +49,10 @@ class PolicyConfig(Section, frozen=True):
     tiny: TinyPolicy = TinyPolicy()
 
 
+ENV_SETTINGS = ("system", "examples", "template", "max_turn_tokens", "max_tokens")
+"""Keys of an environment that the log names only if they are set."""
+
+
 class EnvConfig(Section, frozen=True):
     """One environment of the run."""
 
@@ -60,6 +64,16 @@ class EnvConfig(Section, frozen=True):
     """Arguments of the environment."""
     label: str = ""
     """What the run calls it; empty takes the name, or the name of the file without `.py`. Labels must differ."""
+    system: str = ""
+    """System prompt. It takes the place of the environment's own."""
+    examples: tuple[dict[str, Any], ...] = ()
+    """Messages before each task, with `role` and `content`: pairs of a user's and an assistant's."""
+    template: dict[str, Any] = {}
+    """Arguments of the chat template, such as enable_thinking = false, or date = "2026-01-31"."""
+    max_turn_tokens: int = 0
+    """Tokens of one turn, if fewer than sampling.max_turn_tokens; 0 is the same."""
+    max_tokens: int = 0
+    """Tokens of a whole rollout, if fewer than sampling.max_tokens; 0 is the same."""
 
     def __post_init__(self) -> None:
         if not self.label:

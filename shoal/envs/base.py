@@ -11,7 +11,7 @@ import random
 import sys
 import traceback
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
@@ -23,8 +23,8 @@ Task: TypeAlias = Any
 State: TypeAlias = Any
 """The state of an episode, as plain data that only its environment reads. Best immutable."""
 
-Message: TypeAlias = dict[str, str]
-"""A chat message: `role` (system, user or assistant) and `content`."""
+Message: TypeAlias = Mapping[str, Any]
+"""A chat message as in OpenAI's API: `role`, `content`, and for tools `tool_calls`, `tool_call_id` and `name`."""
 
 Player: TypeAlias = Callable[[State, random.Random], str]
 """A scripted player: it takes the state and a private random generator, and returns the next action."""
@@ -34,8 +34,9 @@ class Step(NamedTuple):
     """The result of an action."""
 
     state: State
-    reply: str | None
-    """What the environment says next; None or ignored if the episode is done."""
+    reply: str | Message | Sequence[Message] | None
+    """What the environment says next: the user's text, or messages, such as the results of several tools. None or ignored
+    if the episode is done."""
     done: bool
 
 
@@ -81,6 +82,14 @@ class Scripted(Protocol):
 
 
 @runtime_checkable
+class Tooled(Protocol):
+    """An environment whose policy may call tools. It answers a call with a message of role tool."""
+
+    tools: Sequence[Mapping[str, Any]]
+    """Functions as JSON schemas in OpenAI's form. The chat template shows them to the policy."""
+
+
+@runtime_checkable
 class Decided(Protocol):
     """An environment that says whether an episode is won. Evaluation then counts the wins."""
 
@@ -120,6 +129,7 @@ def success_of(env: Env, state: State) -> bool | None:
 
 def source_of(env: Env) -> Path | None:
     """The Python file that defines the environment's class, if it is known."""
+    env = getattr(env, "env", env)  # under settings
     file = getattr(sys.modules.get(type(env).__module__), "__file__", None)
     return Path(file) if file else None
 

@@ -7,9 +7,10 @@ actions, without a model or tokens, and returns findings instead of raising exce
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from shoal.envs.base import Env, Player, State, Task, describe_fault, players_of, source_of, success_of
+from shoal.policy.messages import BadMessage, as_messages, normal
 from shoal.protocol.audits import MAX_REWARD
 
 MAX_TURNS = 256
@@ -23,8 +24,6 @@ RIGHT_WINS_AT_LEAST, WRONG_WINS_AT_MOST = 0.9, 0.1
 
 MAX_COMPARED = 4096
 """The most training tasks, and the most held-out tasks, that are compared with each other."""
-
-ROLES = ("system", "user", "assistant")
 
 HOSTILE = (
     "",
@@ -61,7 +60,7 @@ class Walk(NamedTuple):
     """An episode, played to its end or for MAX_TURNS turns."""
 
     actions: tuple[str, ...]
-    replies: tuple[str | None, ...]
+    replies: tuple[Any, ...]
     done: bool
     score: float
     success: bool | None
@@ -137,14 +136,10 @@ def _openings(env: Env, picked: Sequence[int]) -> str:
         _, messages = env.reset(env.task(index))
         if not messages:
             raise Broken(f"reset() of task {index} gives no message to open with")
-        for message in messages:
-            if set(message) != {"role", "content"} or message["role"] not in ROLES:
-                raise Broken(
-                    f"task {index}: a message must have role ({', '.join(ROLES)}) and content: {message!r:.200}"
-                )
-            if not isinstance(message["content"], str):
-                raise Broken(f"task {index}: a message's content is {type(message['content']).__name__}, not str")
-            message["content"].encode()
+        try:
+            repr(normal(messages)).encode()
+        except BadMessage as problem:
+            raise Broken(f"task {index}: {problem}") from None
         if messages[-1]["role"] == "assistant":
             raise Broken(f"task {index}: the last message is the assistant's; the policy writes the next one")
         if messages != env.reset(env.task(index))[1]:
@@ -233,12 +228,15 @@ def _steps(
     """Play an episode turn by turn: yield None after each turn, then the walk. If `act` gives None, it ends early."""
     state, _ = env.reset(task)
     actions: list[str] = []
-    replies: list[str | None] = []
+    replies: list[Any] = []
     done = False
     while not done and len(actions) < MAX_TURNS and (action := act(state)) is not None:
         state, reply, done = env.step(state, action)
-        if not done and not isinstance(reply, str):
-            raise Broken(f"step() is not done but replies {type(reply).__name__}, not str")
+        if not done:
+            try:
+                normal(as_messages(reply))
+            except BadMessage as problem:
+                raise Broken(f"step() is not done but replies {type(reply).__name__}: {problem}") from None
         actions.append(action)
         replies.append(None if done else reply)
         if score_often:

@@ -15,8 +15,10 @@ A conversation opens with the environment's messages. Then, turn by turn, the po
 
 from collections.abc import Sequence
 
-from shoal.envs.base import Env, State, Task, describe_fault, source_of, success_of
+from shoal.envs.base import Env, Message, State, Task, describe_fault, source_of, success_of
+from shoal.envs.settings import limits_of
 from shoal.errors import Overreach, ShoalError
+from shoal.policy.messages import arguments_of, as_messages, normal
 from shoal.policy.render import Renderer
 from shoal.protocol.types import ENVIRONMENT, POLICY, Ending, Rollout, Sampling, make_rollout
 
@@ -26,7 +28,8 @@ class Conversation:
 
     def __init__(self, env: Env, renderer: Renderer, task: Task, sampling: Sampling) -> None:
         """Open the conversation. Raises `ShoalError` if the environment cannot begin the task."""
-        self.env, self.renderer, self.task, self.sampling = env, renderer, task, sampling
+        self.env, self.renderer, self.task, self.sampling = env, renderer, task, limits_of(env, sampling)
+        self._arguments = arguments_of(env)
         self.tokens: list[int] = []
         self.author: list[int] = []
         self.logprobs: list[float] = []
@@ -72,7 +75,8 @@ class Conversation:
     def _open(self) -> None:
         try:
             self.state, messages = self.env.reset(self.task)
-            opening = self.renderer.start(messages)
+            opening = self.renderer.start(messages, self._arguments)
+            self.texts.extend(_told(messages))
         except (Overreach, MemoryError):
             raise  # guard: overreach-opens-nothing
         except Exception as error:  # noqa: BLE001  foreign code may raise anything, and must not stop the run
@@ -81,7 +85,6 @@ class Conversation:
                 f"environment {self.env.name} cannot begin task {str(self.task)[:80]!r}: {place}. "
                 "Fix it, then run shoal env check"
             ) from None
-        self.texts.extend((message["role"], message["content"]) for message in messages)
         self._append(opening, ENVIRONMENT)
         if self.room < 1:
             self._end("length")
@@ -90,14 +93,16 @@ class Conversation:
         """Let the environment answer a turn. If the turn was cut short, the answer is not appended."""
         try:
             self.state, reply, done = self.env.step(self.state, action)
-            reply_ids = [] if done else self.renderer.reply(_text(reply))
+            told = [] if done else as_messages(reply)
+            reply_ids = self.renderer.reply(told, self._arguments) if told else []
         except Overreach:
             raise  # guard: overreach-ends-nothing
         except Exception as error:  # noqa: BLE001  as above
             self._fail(error)
             return
-        if reply and not cut:
-            self.texts.append(("user", reply))
+        if not cut:
+            told = as_messages(reply) if done and isinstance(reply, str) and reply else told
+            self.texts.extend(_told(told))
         if cut:
             self._end("length")
         elif done:
@@ -130,9 +135,12 @@ class Conversation:
         self.author.extend([author] * len(token_ids))
 
 
-def _text(reply: str | None) -> str:
-    """The reply of an unfinished episode. Raises if it is not text that can be encoded."""
-    if not isinstance(reply, str):
-        raise TypeError(f"step() is not done, but its reply is {type(reply).__name__}, not str")
-    reply.encode()
-    return reply
+def _told(messages: Sequence[Message]) -> list[tuple[str, str]]:
+    """Role and text of each message, for people; a message that only calls tools has their names."""
+    return [
+        (
+            message["role"],
+            message["content"] or ", ".join(call["function"]["name"] for call in message.get("tool_calls", ())),
+        )
+        for message in normal(messages)
+    ]

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from shoal.envs import arithmetic, wordle, words
 from shoal.envs.base import Env, describe_fault
+from shoal.envs.settings import Settings, with_settings
 from shoal.errors import ConfigError, ShoalError, cause_of
 from shoal.protocol.audits import MAX_REWARD
 from shoal.protocol.types import EnvSpec
@@ -47,6 +48,11 @@ def load_env(name_or_path: str, args: Mapping[str, Any]) -> Env:
     return _load_file(Path(name_or_path), args) if is_file(name_or_path) else load_built_in(name_or_path, args)
 
 
+def env_of(settings: Settings) -> Env:
+    """An environment of a run, as its run file or its log describes it. Raises `ShoalError` as `load_env` does."""
+    return with_settings(load_env(settings.name, settings.args), settings)
+
+
 def load_built_in(name: str, args: Mapping[str, Any]) -> Env:
     """Make a built-in environment; never executes other code. Raises `ConfigError` for any other name."""
     if is_file(name):
@@ -70,7 +76,7 @@ def load_run_envs(specs: Sequence[EnvSpec], own_files: bool) -> dict[str, Env]:
                 f"the run labels two environments {spec.label}, so its slots are ambiguous: the host must "
                 "give each [[envs]] its own label"
             )
-        envs[spec.label] = load_env(spec.name, spec.args)
+        envs[spec.label] = env_of(spec)
         if envs[spec.label].num_tasks != spec.num_tasks:
             raise _differs(spec)
     return envs

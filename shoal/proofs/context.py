@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from shoal.engine.base import Score, ScoreRequest
 from shoal.errors import Overreach
 from shoal.ledger.algorithm import advantages
+from shoal.policy.messages import Message, arguments_of
 from shoal.policy.render import Renderer
 from shoal.protocol.bounds import bounds_for
 from shoal.protocol.randomness import sample_seed
@@ -67,7 +68,7 @@ class Environment(Protocol):
 
     def task(self, index: int) -> Any: ...
 
-    def reset(self, task: Any) -> tuple[Any, Sequence[Mapping[str, str]]]: ...
+    def reset(self, task: Any) -> tuple[Any, Sequence[Message]]: ...
 
 
 class Replayed(Protocol):
@@ -166,7 +167,8 @@ class Context:
         """Whether the environment can begin the slot's task and leave room for a turn. If not, nobody can fill the slot."""
         assert self.slot.env in self.tools.envs, f"environment {self.slot.env} is not loaded"
         try:
-            return len(self.opening) < self.sampling.max_tokens
+            most = getattr(self.env, "max_tokens", 0) or self.sampling.max_tokens
+            return len(self.opening) < min(most, self.sampling.max_tokens)
         except (Overreach, MemoryError):
             raise  # guard: overreach-is-no-verdict
         except Exception:  # noqa: BLE001  foreign code may raise anything: the slot is void, the validator continues
@@ -176,7 +178,7 @@ class Context:
     def opening(self) -> list[int]:
         """The prompt of the slot's task, by this machine's data. Raises what the environment raises."""
         _, messages = self.env.reset(self._task)
-        return self.tools.renderer.start(messages)
+        return self.tools.renderer.start(messages, arguments_of(self.env))
 
     @cached_property
     def _task(self) -> Any:

@@ -5,14 +5,20 @@ item, dtype or proof add a word here, and to `SUPPORTED` in `roles/seat.py`. A n
 because older nodes ignore it.
 """
 
+from collections.abc import Iterable
+
 from shoal.protocol.constants import EPISODES
-from shoal.protocol.types import Rules
+from shoal.protocol.types import EnvSpec, Rules
+
+SETTINGS = "env-settings"
+"""The word for environments with a system prompt, examples, template arguments or token limits of their own."""
 
 
-def needs_of(rules: Rules) -> tuple[str, ...]:
-    """The words of a run with these rules."""
+def needs_of(rules: Rules, envs: Iterable[EnvSpec] = ()) -> tuple[str, ...]:
+    """The words of a run with these rules and environments."""
     proofs = () if rules.proofs == "none" else (proofs_need(rules.proofs),)
-    return (EPISODES, dtype_need(rules.dtype), *proofs)
+    settings = (SETTINGS,) if any(env.has_settings for env in envs) else ()
+    return (EPISODES, dtype_need(rules.dtype), *proofs, *settings)
 
 
 def dtype_need(dtype: str) -> str:

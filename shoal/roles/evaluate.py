@@ -16,7 +16,7 @@ from shoal.config import sampling_of
 from shoal.engine.open import EngineSpec, open_engine
 from shoal.envs.base import Env
 from shoal.envs.evaluate import Evaluation, as_text, evaluate, mixed
-from shoal.envs.load import load_env
+from shoal.envs.load import env_of, load_env
 from shoal.errors import StateError
 from shoal.folder import RunFolder, write_atomically
 from shoal.policy.contained import ContainedRenderer
@@ -81,9 +81,7 @@ def for_run(run_dir: Path, checkpoint: Path, episodes: int, out: Path, threads: 
     sampling, seed, samples = sampling_of(config), max(0, config.seed), config.eval.samples
     policy = _load(checkpoint, threads)
     envs = {
-        env.label: evaluate(
-            policy.engine, policy.renderer, load_env(env.name, env.args), episodes, seed, sampling, samples
-        )
+        env.label: evaluate(policy.engine, policy.renderer, env_of(env), episodes, seed, sampling, samples)
         for env in config.envs
     }
     weights = [env.weight for env in config.envs]

@@ -34,7 +34,7 @@ from shoal.protocol.constants import (
     MAX_ROLLOUT_TOKENS,
     PROTOCOL_VERSION,
 )
-from shoal.protocol.needs import dtype_need, proofs_need
+from shoal.protocol.needs import SETTINGS, dtype_need, proofs_need
 from shoal.protocol.promises import is_promised, terms_of
 from shoal.protocol.sizes import BYTES_PER_TOKEN
 from shoal.protocol.wire import digest, to_json
@@ -59,7 +59,7 @@ SOONEST_S = 0.1
 COPIES = 4
 """Most copies of a lease's rollouts at one time: as objects, as groups, in the submission, and on their way."""
 
-SUPPORTED = frozenset({EPISODES, proofs_need("toploc"), *map(dtype_need, DTYPES)})
+SUPPORTED = frozenset({EPISODES, SETTINGS, proofs_need("toploc"), *map(dtype_need, DTYPES)})
 """What this version of shoal supports: it cannot join a run that needs anything else."""
 
 

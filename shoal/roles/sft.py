@@ -14,7 +14,7 @@ import torch
 
 from shoal.config import SftConfig, load_sft
 from shoal.envs.base import players_of
-from shoal.envs.load import load_env
+from shoal.envs.load import env_of
 from shoal.envs.play import play_scripted
 from shoal.errors import ConfigError
 from shoal.policy.files import load_policy, save_policy
@@ -55,7 +55,7 @@ def _fine_tune(config: SftConfig, start: Path, out: Path) -> None:
 
 def scripted_games(config: SftConfig, renderer: Renderer) -> list[tuple[list[int], list[int]]]:
     """Play the recipe's games with its scripted player; gives the token ids and authors of each."""
-    env = load_env(config.env.name, config.env.args)
+    env = env_of(config.env)
     players = players_of(env)
     if config.player not in players:
         known = ", ".join(players) or "none: give it players()"

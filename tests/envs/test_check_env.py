@@ -177,7 +177,7 @@ class NoReply(Count):
         (LooseIndex, "indices", "task(-1) gives a task"),
         (Overlap, "heldout", "5 held-out tasks are training tasks too"),
         (GlobalRandom, "openings", "opens differently"),
-        (BadRole, "openings", "'role': 'human'"),
+        (BadRole, "openings", "has role 'human'"),
         (Drifting, "replay", "same actions again: turn 0 is answered"),
         (Shared, "isolation", "two episodes at once"),
         (ScoreConsumes, "isolation", "let score() change nothing"),

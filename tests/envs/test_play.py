@@ -95,7 +95,7 @@ def test_a_reply_that_leaves_no_room_is_not_appended_and_the_rollout_ends_by_len
 
 @pytest.mark.parametrize(
     ("action", "fault"),
-    [("raise", "ZeroDivisionError: by request"), ("none", "not str"), ("nan", "outside reward_bounds")],
+    [("raise", "ZeroDivisionError: by request"), ("none", "not NoneType"), ("nan", "outside reward_bounds")],
 )
 def test_environment_that_misbehaves_ends_by_error_with_the_lowest_reward(action, fault, saying, renderer, sampling):
     talk = run(saying("fine", action, "end"), renderer, sampling)

@@ -34,11 +34,25 @@ class EnvSpec(Message, frozen=True, omit_defaults=True):
     args: dict[str, Any]
     own_label: Fact = msgspec.field(default="", name="label")
     """Sent only if it differs from the name: logs from before there were labels have none."""
+    system: str = ""
+    """System prompt; empty leaves the environment's own."""
+    examples: tuple[dict[str, Any], ...] = ()
+    """Messages before each task."""
+    template: dict[str, Any] = {}
+    """Arguments of the chat template."""
+    max_turn_tokens: int = 0
+    """Token limits below those of the run's `Sampling`; 0 is none of its own."""
+    max_tokens: int = 0
 
     @property
     def label(self) -> str:
         """What slots and groups call this environment. No two environments of a run have the same label."""
         return self.own_label or self.name
+
+    @property
+    def has_settings(self) -> bool:
+        """Whether a node must know more than the name and the arguments."""
+        return bool(self.system or self.examples or self.template or self.max_turn_tokens or self.max_tokens)
 
 
 class Bounds(Message, frozen=True):

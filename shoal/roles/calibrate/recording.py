@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from shoal.config import RunConfig, sampling_of
 from shoal.engine.base import Engine, ScoreRequest
 from shoal.engine.open import EngineSpec, open_engine
-from shoal.envs.load import load_env
+from shoal.envs.load import env_of
 from shoal.envs.play import play_block
 from shoal.errors import ConfigError, StateError
 from shoal.policy.render import Renderer
@@ -70,7 +70,7 @@ def play(config: RunConfig, policy: Path, episodes: int) -> Recording:
     Raises `ConfigError` if every prompt is so long that the policy cannot write anything.
     """
     sampling = sampling_of(config)
-    envs = {env.label: load_env(env.name, env.args) for env in config.envs}
+    envs = {env.label: env_of(env) for env in config.envs}
     renderer, engine = Renderer.from_directory(policy), open_engine(EngineSpec(dtype=config.sampled_dtype))
     engine.load(policy, 0)
     size, num_blocks = config.rollouts.group_size, -(-episodes // config.rollouts.block_rollouts)

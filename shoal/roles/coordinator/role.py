@@ -18,8 +18,8 @@ from typing import Any
 from msgspec.structs import replace
 from starlette.applications import Starlette
 
-from shoal.config import ACTIVATION_ERROR, RunConfig, sampling_of, wire_bounds
-from shoal.envs.load import env_digest, load_env
+from shoal.config import ACTIVATION_ERROR, ENV_SETTINGS, RunConfig, sampling_of, wire_bounds
+from shoal.envs.load import env_digest, env_of
 from shoal.errors import StateError, cause_of
 from shoal.folder import RunFolder, write_atomically
 from shoal.ledger.facts.run import Admin, Create, Reconfigure, RunCreated
@@ -69,8 +69,8 @@ def open_run(folder: RunFolder, config: RunConfig, clock: Callable[[], float] = 
     elif book.state.phase != "ended":
         if _unlabelled(env_specs(config)) != _unlabelled(book.state.envs):
             raise StateError(
-                "an environment of this run has changed since the run started (its source or its tasks): put the old one "
-                "back to resume, or start a new run"
+                "an environment of this run has changed since the run started (its source, its tasks or its settings): put "
+                "the old one back to resume, or start a new run"
             )
         if config.train.algorithm != book.state.rules.algorithm:  # guard: algorithm-of-the-log
             raise StateError(
@@ -116,6 +116,10 @@ def own_validators(folder: RunFolder, config: RunConfig) -> tuple[str, ...]:
 def public_run_file(folder: RunFolder, config: RunConfig) -> dict[str, Any]:
     """The resolved run file for the log, which anyone may read: without the seed if the secret follows from it."""
     tree = to_tree(config)
+    for env in tree["envs"]:  # a run without settings has the log of before there were any
+        for name in ENV_SETTINGS:
+            if not env[name]:
+                del env[name]
     if folder.has_public_secret(config):  # guard: no-seed-in-the-log
         del tree["seed"]
     return tree
@@ -125,8 +129,10 @@ def env_specs(config: RunConfig) -> list[t.EnvSpec]:
     """The run's environments with their digests and sizes."""
     return [
         t.EnvSpec(
-            e.name, env_digest(e.name), load_env(e.name, e.args).num_tasks, e.weight, e.args,
+            e.name, env_digest(e.name), env_of(e).num_tasks, e.weight, e.args,
             own_label="" if e.label == e.name else e.label,
+            system=e.system, examples=e.examples, template=e.template,
+            max_turn_tokens=e.max_turn_tokens, max_tokens=e.max_tokens,
         )
         for e in config.envs
     ]  # fmt: skip

@@ -1,0 +1,90 @@
+"""What a run file adds to an environment: a system prompt, examples, template arguments, and token limits of its own.
+
+Called by `load` for every environment of a run, on the host and on all nodes that check it, so that all see the same
+messages. It knows no tokens.
+"""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from shoal.envs.base import Env, State, Task
+from shoal.errors import ConfigError
+from shoal.policy.messages import Message, normal, template_arguments
+from shoal.protocol.types import Sampling
+
+MAX_EXAMPLES = 64
+"""Messages of the examples. They are part of every prompt."""
+
+
+class Settings(Protocol):
+    """An item of `[[envs]]`, as the run file or the log has it."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def args(self) -> Mapping[str, Any]: ...
+    @property
+    def system(self) -> str: ...
+    @property
+    def examples(self) -> Sequence[Mapping[str, Any]]: ...
+    @property
+    def template(self) -> Mapping[str, Any]: ...
+    @property
+    def max_turn_tokens(self) -> int: ...
+    @property
+    def max_tokens(self) -> int: ...
+
+
+class WithSettings:
+    """An environment under a run's settings. All that it does not change is the environment's own."""
+
+    def __init__(self, env: Env, settings: Settings) -> None:
+        self.env = env
+        self._system = [{"role": "system", "content": settings.system}] if settings.system else []
+        self._examples = [dict(message) for message in settings.examples]
+        self.template = {**getattr(env, "template", {}), **settings.template}
+        self.max_turn_tokens, self.max_tokens = settings.max_turn_tokens, settings.max_tokens
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.env, name)
+
+    def reset(self, task: Task) -> tuple[State, list[Message]]:
+        """The run's system prompt takes the place of the environment's own; examples follow it."""
+        state, messages = self.env.reset(task)
+        own = list(itertools.takewhile(lambda message: message["role"] == "system", messages))
+        return state, [*(self._system or own), *self._examples, *messages[len(own) :]]
+
+
+def with_settings(env: Env, settings: Settings) -> Env:
+    """The environment under its settings; itself if there are none. Raises `ShoalError` if they cannot be used."""
+    named = settings.system, settings.examples, settings.template, settings.max_turn_tokens, settings.max_tokens
+    if not any(named):
+        return env
+    where = f"environment {settings.name}"
+    if len(settings.examples) > MAX_EXAMPLES:
+        raise ConfigError(f"{where}: {len(settings.examples)} messages in examples, limit {MAX_EXAMPLES}")
+    if any(message["role"] in ("system", "tool") for message in normal(settings.examples)[:1]):
+        raise ConfigError(
+            f"{where}: examples begin with a {settings.examples[0]['role']} message: begin with the user's"
+        )
+    if settings.examples and normal(settings.examples)[-1]["role"] != "assistant":
+        raise ConfigError(
+            f"{where}: the last of the examples is not the assistant's, so the task would follow a question"
+        )
+    template_arguments(settings.template)
+    return WithSettings(env, settings)
+
+
+def limits_of(env: Env, sampling: Sampling) -> Sampling:
+    """The run's sampling with the environment's own token limits, which are never above the run's."""
+    turn, whole = (getattr(env, name, 0) for name in ("max_turn_tokens", "max_tokens"))
+    if not (turn or whole):
+        return sampling
+    return msgspec.structs.replace(
+        sampling,
+        max_turn_tokens=min(turn or sampling.max_turn_tokens, sampling.max_turn_tokens),
+        max_tokens=min(whole or sampling.max_tokens, sampling.max_tokens),
+    )

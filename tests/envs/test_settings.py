@@ -1,0 +1,124 @@
+"""Settings of an environment in a run file: system prompt, examples, template arguments and token limits."""
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from shoal.config import EnvConfig
+from shoal.envs.base import Env, Message, Step, success_of
+from shoal.envs.conversation import Conversation
+from shoal.envs.load import env_digest, env_of, load_env, load_run_envs
+from shoal.envs.replay import replay_rollout
+from shoal.envs.settings import limits_of, with_settings
+from shoal.errors import ShoalError
+from shoal.policy.messages import arguments_of
+from shoal.policy.render import Renderer
+from shoal.protocol.needs import SETTINGS, needs_of
+from shoal.protocol.types import EnvSpec, Sampling
+from shoal.protocol.wire import from_json, to_json
+from tests.policy.templates import ADD, renderer_of, spell
+
+EXAMPLES = ({"role": "user", "content": "1 + 1"}, {"role": "assistant", "content": "2"})
+
+
+def spec(**settings: Any) -> EnvSpec:
+    return EnvSpec("arithmetic", env_digest("arithmetic"), load_env("arithmetic", {}).num_tasks, 1.0, {}, **settings)
+
+
+def test_a_system_prompt_and_examples_come_before_the_task() -> None:
+    env = load_run_envs([spec(system="be brief", examples=EXAMPLES)], own_files=False)["arithmetic"]
+    plain = load_env("arithmetic", {})
+    _, messages = env.reset(env.task(3))
+    assert messages == [{"role": "system", "content": "be brief"}, *EXAMPLES, *plain.reset(plain.task(3))[1]]
+    assert (env.name, env.num_tasks, success_of(env, env.reset(env.task(3))[0])) == (
+        "arithmetic",
+        plain.num_tasks,
+        False,
+    )
+
+
+class Asking(Env):
+    """It has a system prompt and a tool of its own, and answers a call by two results."""
+
+    name, num_tasks, tools = "asking", 2, (ADD,)
+    template = {"enable_thinking": False, "date": "2030-01-01"}
+
+    def task(self, index: int, heldout: bool = False) -> int:
+        return index
+
+    def reset(self, task: int) -> tuple[int, list[Message]]:
+        return 0, [{"role": "system", "content": "ITS OWN"}, {"role": "user", "content": "GO"}]
+
+    def step(self, state: int, action: str) -> Step:
+        results = [{"role": "tool", "tool_call_id": f"c{i}", "name": "add", "content": f"RESULT {i}"} for i in (1, 2)]
+        return Step(state + 1, results, state == 1)
+
+    def score(self, state: int) -> float:
+        return state / 2
+
+
+def test_the_runs_system_prompt_takes_the_place_of_the_environments() -> None:
+    env = with_settings(Asking(), EnvConfig("asking", system="THE RUN'S", template={"date": "2031-01-01"}))
+    assert [message["content"] for message in env.reset(0)[1]] == ["THE RUN'S", "GO"]
+    assert arguments_of(env) == {"tools": [ADD], "enable_thinking": False, "date": "2031-01-01"}
+    assert with_settings(env, EnvConfig("asking")) is env
+
+
+def play(env: Env, renderer: Renderer, sampling: Sampling) -> Conversation:
+    talk = Conversation(env, renderer, env.task(0), sampling)
+    while talk.ending is None:
+        talk.write([*renderer.encode("x"), renderer.eos_id][: talk.room])
+    return talk
+
+
+def test_tools_and_template_arguments_reach_the_prompt_and_a_reply_may_be_several_results() -> None:
+    renderer, sampling = renderer_of("qwen3"), Sampling(1.0, 16, 4000)
+    talk = play(Asking(), renderer, sampling)
+    text = spell(renderer, talk.tokens)
+    assert '"name": "add"' in text and text.count("<think>\n\n</think>") == 2  # two prompts, without thinking
+    assert text.count("<tool_response>") == 2 and text.index("RESULT 1") < text.index("RESULT 2")
+    assert ("tool", "RESULT 1") in talk.texts
+    claim = np.array(talk.tokens, np.int32), np.array(talk.author, np.uint8)
+    assert not replay_rollout(Asking(), renderer, 0, *claim, "environment", sampling).problem
+    other = with_settings(Asking(), EnvConfig("asking", template={"enable_thinking": True}))
+    assert replay_rollout(other, renderer, 0, *claim, "environment", sampling).problem
+
+
+def test_an_environment_may_have_lower_token_limits(renderer: Renderer) -> None:
+    run = Sampling(1.0, 16, 200)
+    env = with_settings(load_env("wordle", {}), EnvConfig("wordle", max_turn_tokens=3, max_tokens=30))
+    assert limits_of(env, run) == Sampling(1.0, 3, 30) and limits_of(load_env("wordle", {}), run) is run
+    talk = play(env, renderer, run)
+    assert len(talk.tokens) <= 30 and Conversation(env, renderer, env.task(0), run).room == 3
+    wide = with_settings(load_env("wordle", {}), EnvConfig("wordle", max_turn_tokens=99, max_tokens=999))
+    assert limits_of(wide, run) == run
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"examples": EXAMPLES * 33}, "66 messages in examples, limit 64"),
+        ({"examples": EXAMPLES[:1]}, "last of the examples is not the assistant's"),
+        ({"examples": ({"role": "system", "content": ""},)}, "examples begin with a system message"),
+        ({"examples": ({"role": "user"},)}, "no content"),
+        ({"template": {"messages": []}}, "the renderer sets it itself"),
+    ],
+)
+def test_settings_that_cannot_be_used_are_refused_in_one_line(settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(ShoalError, match=says) as refused:
+        env_of(spec(**settings))
+    assert "\n" not in str(refused.value)
+
+
+def test_settings_are_on_the_wire_only_if_they_are_set_and_are_then_needed() -> None:
+    plain, set_ = spec(), spec(system="be brief", examples=EXAMPLES, template={"date": "2030-01-01"}, max_tokens=99)
+    new = {"system", "examples", "template", "max_turn_tokens", "max_tokens"}
+    assert not new & msgspec.json.decode(to_json(plain)).keys()
+    assert from_json(to_json(set_), EnvSpec) == set_
+
+    class Rules:
+        proofs, dtype = "none", "float32"
+
+    assert SETTINGS not in needs_of(Rules(), [plain]) and SETTINGS in needs_of(Rules(), [plain, set_])  # type: ignore[arg-type]
