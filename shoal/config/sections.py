@@ -49,7 +49,7 @@ class PolicyConfig(Section, frozen=True):
     tiny: TinyPolicy = TinyPolicy()
 
 
-ENV_SETTINGS = ("system", "examples", "template", "max_turn_tokens", "max_tokens")
+ENV_SETTINGS = ("system", "examples", "template", "parser", "max_turn_tokens", "max_tokens")
 """Keys of an environment that the log names only if they are set."""
 
 
@@ -70,6 +70,9 @@ class EnvConfig(Section, frozen=True):
     """Messages before each task, with `role` and `content`: pairs of a user's and an assistant's."""
     template: dict[str, Any] = {}
     """Arguments of the chat template, such as enable_thinking = false, or date = "2026-01-31"."""
+    parser: str = ""
+    """How the policy writes tool calls: hermes, qwen-xml, glm, deepseek, gemma, lfm, mistral, llama, harmony, atem, none.
+    Empty takes what the chat template shows."""
     max_turn_tokens: int = 0
     """Tokens of one turn, if fewer than sampling.max_turn_tokens; 0 is the same."""
     max_tokens: int = 0

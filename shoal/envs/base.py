@@ -63,7 +63,10 @@ class Env(Protocol):
 
     @abstractmethod
     def step(self, state: State, action: str) -> Step:
-        """Answer an action. The policy may write any text: empty, long or nonsense."""
+        """Answer an action. The policy may write any text: empty, long or nonsense.
+
+        In a conversation the text is an `Action`, which also gives reasoning, visible text and tool calls.
+        """
         ...
 
     @abstractmethod

@@ -15,11 +15,12 @@ A conversation opens with the environment's messages. Then, turn by turn, the po
 
 from collections.abc import Sequence
 
+from shoal.envs.action import Action
 from shoal.envs.base import Env, Message, State, Task, describe_fault, source_of, success_of
 from shoal.envs.settings import limits_of
 from shoal.errors import Overreach, ShoalError
 from shoal.policy.messages import arguments_of, as_messages, normal
-from shoal.policy.render import Renderer
+from shoal.policy.render import Prompt, Renderer
 from shoal.protocol.types import ENVIRONMENT, POLICY, Ending, Rollout, Sampling, make_rollout
 
 
@@ -65,7 +66,9 @@ class Conversation:
         self.logprobs.extend(logprobs)
         action = self.renderer.decode(list(token_ids)) if action is None else action
         self.texts.append(("assistant", action))
-        self._answer(action, cut=not stopped)
+        family = getattr(self.env, "parser", "") or self.renderer.family
+        tools = self._arguments.get("tools", ())
+        self._answer(Action(action, family, self._thinking, tools), cut=not stopped)
 
     def rollout(self, version: int) -> Rollout:
         """The finished rollout, as it is sent."""
@@ -75,7 +78,7 @@ class Conversation:
     def _open(self) -> None:
         try:
             self.state, messages = self.env.reset(self.task)
-            opening = self.renderer.start(messages, self._arguments)
+            opening = self.renderer.open(messages, self._arguments)
             self.texts.extend(_told(messages))
         except (Overreach, MemoryError):
             raise  # guard: overreach-opens-nothing
@@ -85,16 +88,17 @@ class Conversation:
                 f"environment {self.env.name} cannot begin task {str(self.task)[:80]!r}: {place}. "
                 "Fix it, then run shoal env check"
             ) from None
-        self._append(opening, ENVIRONMENT)
+        self._append(opening.token_ids, ENVIRONMENT)
+        self._thinking = opening.thinking
         if self.room < 1:
             self._end("length")
 
-    def _answer(self, action: str, cut: bool) -> None:
+    def _answer(self, action: Action, cut: bool) -> None:
         """Let the environment answer a turn. If the turn was cut short, the answer is not appended."""
         try:
             self.state, reply, done = self.env.step(self.state, action)
             told = [] if done else as_messages(reply)
-            reply_ids = self.renderer.reply(told, self._arguments) if told else []
+            prompt = self.renderer.go_on(told, self._arguments) if told else Prompt((), False)
         except Overreach:
             raise  # guard: overreach-ends-nothing
         except Exception as error:  # noqa: BLE001  as above
@@ -107,10 +111,11 @@ class Conversation:
             self._end("length")
         elif done:
             self._end("environment")
-        elif len(self.tokens) + len(reply_ids) + 1 > self.sampling.max_tokens:
+        elif len(self.tokens) + len(prompt.token_ids) + 1 > self.sampling.max_tokens:
             self._end("length")
         else:
-            self._append(reply_ids, ENVIRONMENT)
+            self._append(prompt.token_ids, ENVIRONMENT)
+            self._thinking = prompt.thinking
 
     def _end(self, ending: Ending) -> None:
         """Score the episode and close the conversation."""

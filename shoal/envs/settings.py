@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import msgspec
 
 from shoal.envs.base import Env, State, Task
+from shoal.envs.parse import FAMILIES
 from shoal.errors import ConfigError
 from shoal.policy.messages import Message, normal, template_arguments
 from shoal.protocol.types import Sampling
@@ -33,6 +34,8 @@ class Settings(Protocol):
     @property
     def template(self) -> Mapping[str, Any]: ...
     @property
+    def parser(self) -> str: ...
+    @property
     def max_turn_tokens(self) -> int: ...
     @property
     def max_tokens(self) -> int: ...
@@ -46,6 +49,7 @@ class WithSettings:
         self._system = [{"role": "system", "content": settings.system}] if settings.system else []
         self._examples = [dict(message) for message in settings.examples]
         self.template = {**getattr(env, "template", {}), **settings.template}
+        self.parser = settings.parser or getattr(env, "parser", "")
         self.max_turn_tokens, self.max_tokens = settings.max_turn_tokens, settings.max_tokens
 
     def __getattr__(self, name: str) -> Any:
@@ -60,8 +64,8 @@ class WithSettings:
 
 def with_settings(env: Env, settings: Settings) -> Env:
     """The environment under its settings; itself if there are none. Raises `ShoalError` if they cannot be used."""
-    named = settings.system, settings.examples, settings.template, settings.max_turn_tokens, settings.max_tokens
-    if not any(named):
+    named = settings.system, settings.examples, settings.template, settings.parser
+    if not any((*named, settings.max_turn_tokens, settings.max_tokens)):
         return env
     where = f"environment {settings.name}"
     if len(settings.examples) > MAX_EXAMPLES:
@@ -75,6 +79,8 @@ def with_settings(env: Env, settings: Settings) -> Env:
             f"{where}: the last of the examples is not the assistant's, so the task would follow a question"
         )
     template_arguments(settings.template)
+    if settings.parser not in ("", *FAMILIES, "none"):
+        raise ConfigError(f"{where}: parser = {settings.parser!r}; known are {', '.join(FAMILIES)}, none")
     return WithSettings(env, settings)
 
 

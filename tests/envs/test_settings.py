@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 
 from shoal.config import EnvConfig
+from shoal.envs.action import Action
 from shoal.envs.base import Env, Message, Step, success_of
 from shoal.envs.conversation import Conversation
 from shoal.envs.load import env_digest, env_of, load_env, load_run_envs
+from shoal.envs.parse import ToolCall
 from shoal.envs.replay import replay_rollout
 from shoal.envs.settings import limits_of, with_settings
 from shoal.errors import ShoalError
@@ -103,6 +105,7 @@ def test_an_environment_may_have_lower_token_limits(renderer: Renderer) -> None:
         ({"examples": EXAMPLES[:1]}, "last of the examples is not the assistant's"),
         ({"examples": ({"role": "system", "content": ""},)}, "examples begin with a system message"),
         ({"examples": ({"role": "user"},)}, "no content"),
+        ({"parser": "hermit"}, "parser = 'hermit'; known are hermes"),
         ({"template": {"messages": []}}, "the renderer sets it itself"),
     ],
 )
@@ -122,3 +125,46 @@ def test_settings_are_on_the_wire_only_if_they_are_set_and_are_then_needed() -> 
         proofs, dtype = "none", "float32"
 
     assert SETTINGS not in needs_of(Rules(), [plain]) and SETTINGS in needs_of(Rules(), [plain, set_])  # type: ignore[arg-type]
+
+
+class Calculator(Asking):
+    """It adds what the policy asks it to, and remembers what it was told."""
+
+    def step(self, state: Any, action: str) -> Step:
+        assert isinstance(action, Action)
+        heard = (action.reasoning, action.visible, action.tool_calls, action.problems)
+        if action.tool_calls:
+            call = action.tool_calls[0]
+            return Step(
+                heard, [{"role": "tool", "name": call.name, "content": str(sum(call.arguments.values()))}], False
+            )
+        return Step(heard, None, True)
+
+    def score(self, state: Any) -> float:
+        return 1.0 if state and "7" in state[1] else 0.0
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen3", "qwen3_5_think", "gptoss", "gemma4_v5", "glm4moe", "deepseekv3", "llama3_1", "lfm2_2_5"]
+)
+def test_a_policy_calls_a_tool_and_uses_its_result(name: str) -> None:
+    renderer, sampling, env = renderer_of(name), Sampling(1.0, 600, 6000), Calculator()
+    talk = Conversation(env, renderer, 0, sampling)
+    call = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"function": {"name": "add", "arguments": {"a": 3, "b": 4}}}],
+    }
+    talk.write(renderer.written(call, arguments_of(env)))
+    assert talk.state[2] == (ToolCall("add", {"a": 3, "b": 4}),) and talk.state[3] == ()
+    talk.write(renderer.written({"role": "assistant", "content": "it is 7"}, arguments_of(env)))
+    assert talk.reward == 1.0 and talk.state[1] == "it is 7" and ("tool", "7") in talk.texts
+    claim = np.array(talk.tokens, np.int32), np.array(talk.author, np.uint8)
+    assert replay_rollout(env, renderer, 0, *claim, "environment", sampling).reward == 1.0
+
+
+def test_a_run_file_may_name_another_notation() -> None:
+    renderer, env = renderer_of("qwen3"), with_settings(Calculator(), EnvConfig("calculator", parser="llama"))
+    talk = Conversation(env, renderer, 0, Sampling(1.0, 600, 6000))
+    talk.write([*renderer.encode('{"name": "add", "parameters": {"a": 1}}'), renderer.eos_id])
+    assert talk.state[2] == (ToolCall("add", {"a": 1}),)

@@ -40,6 +40,8 @@ class EnvSpec(Message, frozen=True, omit_defaults=True):
     """Messages before each task."""
     template: dict[str, Any] = {}
     """Arguments of the chat template."""
+    parser: str = ""
+    """Notation of tool calls; empty is the chat template's."""
     max_turn_tokens: int = 0
     """Token limits below those of the run's `Sampling`; 0 is none of its own."""
     max_tokens: int = 0
@@ -52,7 +54,8 @@ class EnvSpec(Message, frozen=True, omit_defaults=True):
     @property
     def has_settings(self) -> bool:
         """Whether a node must know more than the name and the arguments."""
-        return bool(self.system or self.examples or self.template or self.max_turn_tokens or self.max_tokens)
+        own = self.system, self.examples, self.template, self.parser, self.max_turn_tokens, self.max_tokens
+        return any(own)
 
 
 class Bounds(Message, frozen=True):

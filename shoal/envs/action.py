@@ -1,0 +1,53 @@
+"""What the policy wrote in one turn, as an environment gets it: a text that can be asked for its parts.
+
+Made by `conversation`. It is a plain text to an environment that wants no more, and it is taken apart only when asked.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from shoal.envs.parse import Parsed, ToolCall, parse
+
+
+class Action(str):
+    """The turn's text, without its end token."""
+
+    _family: str
+    _thinking: bool
+    _tools: Sequence[Mapping[str, Any]]
+    _parsed: Parsed | None
+
+    def __new__(
+        cls, text: str, family: str = "", thinking: bool = False, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> "Action":
+        """`family` names the notation of tool calls, `thinking` says that the prompt had begun the reasoning."""
+        action = super().__new__(cls, text)
+        action._family, action._thinking, action._tools, action._parsed = family, thinking, tools, None
+        return action
+
+    @property
+    def parsed(self) -> Parsed:
+        """All parts."""
+        if self._parsed is None:
+            self._parsed = parse(str(self), self._family, self._thinking, self._tools)
+        return self._parsed
+
+    @property
+    def reasoning(self) -> str:
+        """What the policy thought before it spoke; empty if nothing."""
+        return self.parsed.reasoning
+
+    @property
+    def visible(self) -> str:
+        """What it said, without reasoning, tool calls and the space around."""
+        return self.parsed.visible
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        """The tools that it called, with their arguments."""
+        return self.parsed.calls
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """What is malformed in its tool calls, one line each."""
+        return self.parsed.problems
