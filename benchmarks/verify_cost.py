@@ -42,7 +42,7 @@ from shoal.engine.local import LocalEngine
 from shoal.envs.base import Env
 from shoal.envs.load import load_env
 from shoal.envs.play import play_block
-from shoal.envs.replay import replay_rollout
+from shoal.envs.replay import replay_group
 from shoal.ledger.law import LAW
 from shoal.policy.files import save_policy
 from shoal.policy.model import Transformer
@@ -102,7 +102,7 @@ def measure(name: str, policy: Path, envs: Mapping[str, Env], knobs: SamplingCon
         SimpleNamespace(run="run", rules=rules),  # type: ignore[arg-type]
         envs,
         renderer,
-        replay_rollout,
+        replay_group,
         "float32",
         lambda requests: engine.score(requests, sampling.temperature),
     )

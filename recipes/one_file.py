@@ -20,7 +20,7 @@ from shoal.engine.open import EngineSpec, open_engine
 from shoal.envs.base import Env
 from shoal.envs.load import env_of
 from shoal.envs.play import play_block
-from shoal.envs.replay import replay_rollout
+from shoal.envs.replay import replay_group
 from shoal.folder import RunFolder
 from shoal.ledger.algorithm import teaches
 from shoal.policy.files import load_policy, save_policy
@@ -129,10 +129,7 @@ def slots_of_block(
 def recomputed(group: Group, envs: dict[str, Env], renderer: Renderer, sampling: Sampling) -> list[float]:
     """Rewards of a group from its tokens alone, by replaying the environment with the actions."""
     env = envs[group.env]
-    return [
-        replay_rollout(env, renderer, env.task(group.task), r.tokens_T(), r.author_T(), r.ending, sampling).reward
-        for r in group.rollouts
-    ]
+    return [found.reward for found in replay_group(env, renderer, env.task(group.task), group.rollouts, sampling)]
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ BROAD_EXCEPTS = {
     "envs/base.py": "an environment is foreign code and may raise anything; that ends its rollout, not our process",
     "envs/check.py": "the same, and the fault is the finding",
     "envs/conversation.py": "the same, and the rollout ends by `error`",
+    "envs/replay.py": "the same, when an environment compares the rollouts of a group",
     "envs/load.py": "the same, when a user's file is executed",
     "ledger/log/book.py": "a bug in the rules must not keep the other waiting commands from their answers",
     "net/server.py": "a fault of ours while answering is logged and becomes a 500, not a broken connection",

@@ -21,7 +21,7 @@ from shoal.engine.local import LocalEngine
 from shoal.envs.evaluate import Evaluation, evaluate
 from shoal.envs.load import load_env
 from shoal.envs.play import play_block, play_scripted
-from shoal.envs.replay import replay_rollout
+from shoal.envs.replay import replay_group
 from shoal.ledger.answers import Wait
 from shoal.ledger.entry import Entry
 from shoal.ledger.facts.leases import AskLease
@@ -225,7 +225,7 @@ class Town:
         )
         info = SimpleNamespace(run=self.state.run, rules=self.state.rules)  # all that checks read of it
         score = partial(self.engine.score, temperature=SAMPLING.temperature)
-        tools = Tools(info, self.envs, self.renderer, replay_rollout, self.case.dtype, score)  # type: ignore[arg-type]
+        tools = Tools(info, self.envs, self.renderer, replay_group, self.case.dtype, score)  # type: ignore[arg-type]
         return verify_submission(body, check, tools)
 
     def _believe(self, group: Group, draw: float, submission: SubmissionRecord) -> GroupVerdict:
@@ -244,10 +244,7 @@ class Town:
     def rewards(self, group: Group) -> tuple[float, ...]:
         """As validators recompute them."""
         task = self.env.task(group.task)
-        return tuple(
-            replay_rollout(self.env, self.renderer, task, r.tokens_T(), r.author_T(), r.ending, SAMPLING).reward
-            for r in group.rollouts
-        )
+        return tuple(f.reward for f in replay_group(self.env, self.renderer, task, group.rollouts, SAMPLING))
 
     def written(self, group: Group, texts: Sequence[str]) -> tuple[Rollout, ...]:
         """Rollouts of a group with these texts, and the log-probs that the policy gives them."""

@@ -49,7 +49,7 @@ class PolicyConfig(Section, frozen=True):
     tiny: TinyPolicy = TinyPolicy()
 
 
-ENV_SETTINGS = ("system", "examples", "template", "parser", "max_turn_tokens", "max_tokens")
+ENV_SETTINGS = ("system", "examples", "template", "parser", "weights", "max_turn_tokens", "max_tokens")
 """Keys of an environment that the log names only if they are set."""
 
 
@@ -73,6 +73,8 @@ class EnvConfig(Section, frozen=True):
     parser: str = ""
     """How the policy writes tool calls: hermes, qwen-xml, glm, deepseek, gemma, lfm, mistral, llama, harmony, atem, none.
     Empty takes what the chat template shows."""
+    weights: dict[str, float] = {}
+    """Weights of the parts of the reward, over those of the environment."""
     max_turn_tokens: int = 0
     """Tokens of one turn, if fewer than sampling.max_turn_tokens; 0 is the same."""
     max_tokens: int = 0

@@ -12,24 +12,24 @@ from shoal.envs.parse import Parsed, ToolCall, parse
 class Action(str):
     """The turn's text, without its end token."""
 
-    _family: str
+    _notation: str
     _thinking: bool
     _tools: Sequence[Mapping[str, Any]]
     _parsed: Parsed | None
 
     def __new__(
-        cls, text: str, family: str = "", thinking: bool = False, tools: Sequence[Mapping[str, Any]] = ()
+        cls, text: str, notation: str = "", thinking: bool = False, tools: Sequence[Mapping[str, Any]] = ()
     ) -> "Action":
-        """`family` names the notation of tool calls, `thinking` says that the prompt had begun the reasoning."""
+        """`notation` names the notation of tool calls, `thinking` says that the prompt had begun the reasoning."""
         action = super().__new__(cls, text)
-        action._family, action._thinking, action._tools, action._parsed = family, thinking, tools, None
+        action._notation, action._thinking, action._tools, action._parsed = notation, thinking, tools, None
         return action
 
     @property
     def parsed(self) -> Parsed:
         """All parts."""
         if self._parsed is None:
-            self._parsed = parse(str(self), self._family, self._thinking, self._tools)
+            self._parsed = parse(str(self), self._notation, self._thinking, self._tools)
         return self._parsed
 
     @property

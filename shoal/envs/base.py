@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
+from shoal.envs.score import Scored
 from shoal.errors import ShoalError
 
 Task: TypeAlias = Any
@@ -38,6 +39,10 @@ class Step(NamedTuple):
     """What the environment says next: the user's text, or messages, such as the results of several tools. None or ignored
     if the episode is done."""
     done: bool
+    reward: float = 0.0
+    """What this turn earns. It is added to the episode's score."""
+    seat: int = 0
+    """Who acts next. Only 0 is possible yet, because a rollout has one policy: `num_seats` of an environment is 1."""
 
 
 class Env(Protocol):
@@ -70,8 +75,11 @@ class Env(Protocol):
         ...
 
     @abstractmethod
-    def score(self, state: State) -> float:
-        """The episode's reward so far, within `reward_bounds`. Also called when a token limit cuts the episode short."""
+    def score(self, state: State) -> Scored:
+        """The episode's reward so far, within `reward_bounds`: a number, or a `Score` in parts.
+
+        Also called when a token limit cuts the episode short, unless the environment has a `truncated_score`.
+        """
         ...
 
 
@@ -90,6 +98,24 @@ class Tooled(Protocol):
 
     tools: Sequence[Mapping[str, Any]]
     """Functions as JSON schemas in OpenAI's form. The chat template shows them to the policy."""
+
+
+@runtime_checkable
+class Truncated(Protocol):
+    """An environment that scores an episode otherwise if a token limit cut it short."""
+
+    def truncated_score(self, state: State) -> Scored:
+        """Called in place of `score`."""
+        ...
+
+
+@runtime_checkable
+class Comparing(Protocol):
+    """An environment that judges an answer beside its siblings: the other rollouts of its group."""
+
+    def group_scores(self, states: Sequence[State]) -> Sequence[Scored]:
+        """What each rollout earns beside its own score, in the order of the last states. Failed rollouts are left out."""
+        ...
 
 
 @runtime_checkable

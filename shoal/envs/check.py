@@ -6,11 +6,13 @@ actions, without a model or tokens, and returns findings instead of raising exce
 
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from shoal.envs.base import Env, Player, State, Task, describe_fault, players_of, source_of, success_of
-from shoal.policy.messages import BadMessage, as_messages, normal
+from shoal.envs.action import Action
+from shoal.envs.base import Env, Player, State, Step, Task, describe_fault, players_of, source_of, success_of
+from shoal.envs.score import Score, earned
+from shoal.policy.messages import BadMessage, arguments_of, as_messages, normal, template_arguments
 from shoal.protocol.audits import MAX_REWARD
 
 MAX_TURNS = 256
@@ -89,6 +91,10 @@ def check_env(env: Env, tasks: int = 32, seed: int = 0) -> list[Finding]:
         ("isolation", lambda: _isolation(env, picked, seed)),
         ("hostile actions", lambda: _hostile(env, picked)),
     ]
+    if getattr(env, "tools", ()):
+        checks.insert(2, ("tools", lambda: _tools(env)))
+    if getattr(env, "group_scores", None) is not None:
+        checks.append(("group scores", lambda: _group(env, picked, seed)))
     return [_make(name, check, env) for name, check in checks]
 
 
@@ -229,9 +235,14 @@ def _steps(
     state, _ = env.reset(task)
     actions: list[str] = []
     replies: list[Any] = []
+    earned_so_far: list[float] = []
     done = False
     while not done and len(actions) < MAX_TURNS and (action := act(state)) is not None:
-        state, reply, done = env.step(state, action)
+        step = Step(*env.step(state, Action(action, tools=getattr(env, "tools", ()))))
+        state, reply, done = step[:3]
+        if step.seat:
+            raise Broken(f"step() gives the next turn to seat {step.seat}: a rollout has one policy, in seat 0")
+        earned_so_far.append(step.reward)
         if not done:
             try:
                 normal(as_messages(reply))
@@ -240,24 +251,82 @@ def _steps(
         actions.append(action)
         replies.append(None if done else reply)
         if score_often:
-            _score(env, state)
+            _score(env, state, earned_so_far)
         yield None
-    yield Walk(tuple(actions), tuple(replies), bool(done), _score(env, state), success_of(env, state))
+    yield Walk(tuple(actions), tuple(replies), bool(done), _score(env, state, earned_so_far), success_of(env, state))
 
 
 def _walk(env: Env, task: Task, act: Callable[[State], str | None]) -> Walk:
     return next(walk for walk in _steps(env, task, act) if walk is not None)
 
 
-def _score(env: Env, state: State) -> float:
-    """The score, computed twice. Raises `Broken` if the two differ or are not a number within the bounds."""
+def _score(env: Env, state: State, turn_rewards: Sequence[float] = ()) -> float:
+    """The reward, computed twice. Raises `Broken` if the two differ or are not a number within the bounds."""
     low, high = env.reward_bounds
-    score = env.score(state)
-    if isinstance(score, bool) or not isinstance(score, int | float) or not low <= score <= high:
-        raise Broken(f"score() gives {score!r:.60}, not a number from {low:g} to {high:g}")
-    if env.score(state) != score:
-        raise Broken(f"score() gives {score} and then {env.score(state)} for the same state")
-    return float(score)
+    for judge in (getattr(env, "truncated_score", None), env.score):
+        if judge is None:
+            continue
+        score, again = judge(state), judge(state)
+        if not isinstance(score, Score) and (isinstance(score, bool) or not isinstance(score, int | float)):
+            raise Broken(f"{judge.__name__}() gives {score!r:.60}, not a number from {low:g} to {high:g}")
+        if score != again and not (score != score and again != again):
+            raise Broken(f"{judge.__name__}() gives {score} and then {again} for the same state")
+        try:
+            reward = earned(env, [score], turn_rewards).reward
+        except ValueError as fault:
+            raise Broken(
+                f"{judge.__name__}() gives {score!r:.60}, not a number from {low:g} to {high:g}: {fault}"
+            ) from None
+    return reward
+
+
+def _group(env: Env, picked: Sequence[int], seed: int) -> str:
+    """Each task's episodes as a group, compared twice."""
+    compare = getattr(env, "group_scores", None)
+    assert compare is not None, "only asked of environments that compare"
+    for index in picked:
+        states = []
+        players = [player for _, player in sorted(players_of(env).items())]
+        for player in [*players, lambda state, rng: "", lambda state, rng: "a"]:
+            act = _perform(player, seed, index)
+            state, done, turns = env.reset(env.task(index))[0], False, 0
+            while not done and turns < MAX_TURNS:
+                state, _, done = Step(*env.step(state, Action(act(state))))[:3]
+                turns += 1
+            states.append(state)
+        scores, again = list(compare(list(states))), list(compare(list(states)))
+        if len(scores) != len(states):
+            raise Broken(f"task {index}: group_scores() gives {len(scores)} scores for {len(states)} states")
+        if scores != again:
+            raise Broken(
+                f"task {index}: group_scores() gives {scores!r:.60} and then {again!r:.60} for the same states"
+            )
+        for state, score in zip(states, scores, strict=True):
+            try:
+                earned(env, [env.score(state), score])
+            except (ValueError, TypeError) as fault:
+                raise Broken(f"task {index}, beside its siblings: {fault}") from None
+    return f"{len(picked)} groups compared, the same way twice"
+
+
+def _tools(env: Env) -> str:
+    """Tools are functions with a name, and parameters as a JSON schema."""
+    names = []
+    for tool in getattr(env, "tools", ()):
+        function: Any = tool.get("function") if isinstance(tool, Mapping) else None
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if not (isinstance(tool, Mapping) and tool.get("type") == "function" and isinstance(name, str) and name):
+            raise Broken(f'a tool is {tool!r:.80}: write {{"type": "function", "function": {{"name": ..., ...}}}}')
+        if not isinstance(function.get("parameters", {}), Mapping):
+            raise Broken(f"the parameters of tool {name} are no JSON schema: give an object")
+        names.append(name)
+    try:
+        template_arguments(arguments_of(env))
+    except BadMessage as problem:
+        raise Broken(str(problem)) from None
+    if len(set(names)) < len(names):
+        raise Broken(f"two tools have the same name: {', '.join(names)}")
+    return f"{', '.join(names)}"
 
 
 def _recite(actions: Sequence[str]) -> Callable[[State], str | None]:

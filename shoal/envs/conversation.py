@@ -16,7 +16,8 @@ A conversation opens with the environment's messages. Then, turn by turn, the po
 from collections.abc import Sequence
 
 from shoal.envs.action import Action
-from shoal.envs.base import Env, Message, State, Task, describe_fault, source_of, success_of
+from shoal.envs.base import Env, Message, State, Step, Task, describe_fault, source_of, success_of
+from shoal.envs.score import Scored, earned
 from shoal.envs.settings import limits_of
 from shoal.errors import Overreach, ShoalError
 from shoal.policy.messages import arguments_of, as_messages, normal
@@ -39,6 +40,12 @@ class Conversation:
         """Texts with the chat role of their author, for transcripts."""
         self.ending: Ending | None = None
         self.reward = min(env.reward_bounds)
+        self.parts: dict[str, float] = {}
+        """Parts of the score, before their weights."""
+        self.metrics: dict[str, float] = {}
+        self.turn_rewards: list[float] = []
+        self.scored: Scored = self.reward
+        """What the environment gave for the episode by itself."""
         self.success: bool | None = None
         self.fault = ""
         """One line: what the environment raised."""
@@ -66,9 +73,9 @@ class Conversation:
         self.logprobs.extend(logprobs)
         action = self.renderer.decode(list(token_ids)) if action is None else action
         self.texts.append(("assistant", action))
-        family = getattr(self.env, "parser", "") or self.renderer.family
+        notation = getattr(self.env, "parser", "") or self.renderer.notation
         tools = self._arguments.get("tools", ())
-        self._answer(Action(action, family, self._thinking, tools), cut=not stopped)
+        self._answer(Action(action, notation, self._thinking, tools), cut=not stopped)
 
     def rollout(self, version: int) -> Rollout:
         """The finished rollout, as it is sent."""
@@ -96,7 +103,13 @@ class Conversation:
     def _answer(self, action: Action, cut: bool) -> None:
         """Let the environment answer a turn. If the turn was cut short, the answer is not appended."""
         try:
-            self.state, reply, done = self.env.step(self.state, action)
+            step = Step(*self.env.step(self.state, action))
+            self.state, reply, done = step[:3]
+            if step.seat:  # guard: one-seat
+                raise NotImplementedError(
+                    f"step() gives the next turn to seat {step.seat}: a rollout has one policy, in seat 0"
+                )
+            self.turn_rewards.append(step.reward)
             told = [] if done else as_messages(reply)
             prompt = self.renderer.go_on(told, self._arguments) if told else Prompt((), False)
         except Overreach:
@@ -119,16 +132,16 @@ class Conversation:
 
     def _end(self, ending: Ending) -> None:
         """Score the episode and close the conversation."""
-        low, high = self.env.reward_bounds
+        judge = getattr(self.env, "truncated_score", self.env.score) if ending == "length" else self.env.score
         try:
-            reward = float(self.env.score(self.state))
+            scored = judge(self.state)
+            found = earned(self.env, [scored], self.turn_rewards)
             success = success_of(self.env, self.state)
-            if not low <= reward <= high:
-                raise ValueError(f"score {reward} is outside reward_bounds {low} to {high}")
         except Exception as error:  # noqa: BLE001  as above
             self._fail(error)
             return
-        self.ending, self.reward, self.success = ending, reward, success
+        self.ending, self.success, self.scored = ending, success, scored
+        self.reward, self.parts, self.metrics = found
 
     def _fail(self, error: Exception) -> None:
         if isinstance(error, MemoryError):

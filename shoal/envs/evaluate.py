@@ -17,6 +17,7 @@ from shoal.engine.base import Engine
 from shoal.envs.base import Decided, Env, task_of
 from shoal.envs.conversation import Conversation
 from shoal.envs.play import Episode, converse
+from shoal.envs.replay import judge_talks
 from shoal.errors import ConfigError, ShoalError
 from shoal.policy.render import Renderer
 from shoal.protocol.randomness import sample_seed
@@ -71,6 +72,10 @@ class Evaluation(msgspec.Struct, frozen=True):
     fault: str
     """What the environment raised first; empty if nothing."""
     transcripts: tuple[Transcript, ...]
+    parts: dict[str, float] = {}
+    """Mean of each part of the reward, before its weight."""
+    metrics: dict[str, float] = {}
+    """Mean of what the environment reports beside the reward."""
 
 
 class MixedEvaluation(msgspec.Struct, frozen=True):
@@ -110,6 +115,7 @@ def evaluate(
         _require_room(env, batch, sampling)
         talks += batch
         progress(len(talks))
+    _compare(env, talks, _num_tasks(env, episodes))
     return _figures(env, talks, samples)
 
 
@@ -159,9 +165,27 @@ def interval(values: Sequence[float], bounds: tuple[float, float]) -> Interval:
 def _plan(env: Env, episodes: int, seed: int) -> list[Episode]:
     root = domain_hash("evaluation", seed.to_bytes(8, "big", signed=True))
     heldout = env.num_heldout > 0
-    num_tasks = env.num_heldout if heldout else env.num_tasks
-    tasks = [task_of(env, i, heldout) for i in range(min(num_tasks, episodes))]
+    tasks = [task_of(env, i, heldout) for i in range(_num_tasks(env, episodes))]
     return [Episode(env, tasks[i % len(tasks)], sample_seed(root, i)) for i in range(episodes)]
+
+
+def _num_tasks(env: Env, episodes: int) -> int:
+    return min(env.num_heldout or env.num_tasks, episodes)
+
+
+def _compare(env: Env, talks: Sequence[Conversation], num_tasks: int) -> None:
+    """Judge the episodes of each task beside each other, if the environment does so."""
+    for first in range(num_tasks):
+        group = talks[first::num_tasks]
+        for talk, found in zip(group, judge_talks(group, env), strict=True):
+            talk.reward, talk.parts, talk.metrics = found
+
+
+def _means(named: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Mean of each name, over the episodes that have it."""
+    names = sorted({name for values in named for name in values})
+    lists = {name: [values[name] for values in named if name in values] for name in names}
+    return {name: math.fsum(values) / len(values) for name, values in lists.items()}
 
 
 def _require_room(env: Env, talks: Sequence[Conversation], sampling: Sampling) -> None:
@@ -191,6 +215,8 @@ def _figures(env: Env, talks: Sequence[Conversation], samples: int) -> Evaluatio
         endings=dict(sorted(Counter(str(talk.ending) for talk in talks).items())),
         fault=next((talk.fault for talk in talks if talk.fault), ""),
         transcripts=tuple(transcript_of(talk) for talk in talks[:samples]),
+        parts=_means([talk.parts for talk in talks]),
+        metrics=_means([talk.metrics for talk in talks]),
     )
 
 

@@ -159,6 +159,9 @@ def _require_members(env: Env, path: Path) -> None:
     if max(-low, high) > MAX_REWARD:  # guard: promised-rewards
         raise ShoalError(f"{path}: reward_bounds is {env.reward_bounds!r}; no run takes rewards above {MAX_REWARD:g} by "
                          "size: scale them down")  # fmt: skip
+    if getattr(env, "num_seats", 1) != 1:
+        raise ShoalError(f"{path}: num_seats is {env.num_seats!r}; a rollout has one policy, in seat 0: let the "  # type: ignore[attr-defined]
+                         "environment play the others")  # fmt: skip
     counts = {"num_tasks": (env.num_tasks, 1), "num_heldout": (env.num_heldout, 0)}
     for name, (count, least) in counts.items():
         if not isinstance(count, int) or count < least:

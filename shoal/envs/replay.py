@@ -8,18 +8,22 @@ the sampling check asks whether the policy would have chosen these tokens.
 Axes: T tokens of the rollout.
 """
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.envs.base import Env, Task
+from shoal.envs.base import Env, Task, describe_fault, source_of
 from shoal.envs.conversation import Conversation
+from shoal.envs.score import Earned, earned
+from shoal.errors import Overreach
 from shoal.policy.render import Renderer
 from shoal.protocol.types import ENVIRONMENT, Ending, Rollout, Sampling
 
 
-class Replay(NamedTuple):
+@dataclass(frozen=True)
+class Replay:
     """The reward of a rollout, or what is wrong with it."""
 
     reward: float
@@ -30,6 +34,53 @@ class Replay(NamedTuple):
     """One line; empty if everything agrees."""
     position: int = -1
     """Absolute index of the first token that differs; -1 if none does."""
+    talk: Conversation | None = field(default=None, compare=False, repr=False)
+    """The conversation, if everything agrees."""
+
+
+def replay_group(
+    env: Env, renderer: Renderer, task: Task, rollouts: Sequence[Rollout], sampling: Sampling
+) -> list[Replay]:
+    """Replay the rollouts of a group, equal ones once, and judge them beside each other. Raises as `replay_rollout`."""
+    names = [(rollout.token_ids, rollout.author, rollout.ending) for rollout in rollouts]
+    found = {
+        name: replay_rollout(env, renderer, task, r.tokens_T(), r.author_T(), r.ending, sampling)
+        for name, r in dict(zip(names, rollouts, strict=True)).items()
+    }
+    return judge([found[name] for name in names], env)
+
+
+def judge(replays: Sequence[Replay], env: Env) -> list[Replay]:
+    """Add what an environment gives for each rollout beside its siblings. If it fails, all have the lowest reward."""
+    talks = [found.talk for found in replays if found.talk is not None]
+    if getattr(env, "group_scores", None) is None or len(talks) < len(replays):
+        return list(replays)
+    beside = judge_talks(talks, env)
+    return [replace(found, reward=told.reward) for found, told in zip(replays, beside, strict=True)]
+
+
+def judge_talks(talks: Sequence[Conversation], env: Env) -> list[Earned]:
+    """What a group's conversations earn. Several places of a group may hold the same conversation."""
+    compare = getattr(env, "group_scores", None)
+    whole = [talk for talk in talks if talk.ending != "error"]
+    if compare is None or not whole:
+        return [Earned(talk.reward, talk.parts, talk.metrics) for talk in talks]
+    try:
+        scores = list(compare([talk.state for talk in whole]))
+        if len(scores) != len(whole):
+            raise ValueError(f"group_scores() gives {len(scores)} scores for {len(whole)} rollouts")
+        beside = [
+            earned(env, [talk.scored, score], talk.turn_rewards) for talk, score in zip(whole, scores, strict=True)
+        ]
+    except (Overreach, MemoryError):
+        raise
+    except Exception as error:  # noqa: BLE001  foreign code may raise anything
+        place = describe_fault(error, source_of(env))
+        for talk in talks:
+            talk.fault = talk.fault or place
+        return [Earned(min(env.reward_bounds), {}, {})] * len(talks)  # guard: failed-comparison-does-not-pay
+    left = iter(beside)
+    return [next(left) if talk.ending != "error" else Earned(talk.reward, {}, {}) for talk in talks]
 
 
 def replay_rollout(
@@ -75,7 +126,7 @@ def replay_rollout(
     if ending != conversation.ending:
         problem = f"ended by {conversation.ending}, not by {ending} as claimed"
         return Replay(min(env.reward_bounds), conversation.ending, problem)
-    return Replay(conversation.reward, conversation.ending)
+    return Replay(conversation.reward, conversation.ending, talk=conversation)
 
 
 def retell(env: Env, renderer: Renderer, task: Task, claim: Rollout, sampling: Sampling) -> Conversation | None:

@@ -5,13 +5,15 @@ messages. It knows no tokens.
 """
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
 
 from shoal.envs.base import Env, State, Task
-from shoal.envs.parse import FAMILIES
+from shoal.envs.parse import NOTATIONS
+from shoal.envs.score import weights_of
 from shoal.errors import ConfigError
 from shoal.policy.messages import Message, normal, template_arguments
 from shoal.protocol.types import Sampling
@@ -36,6 +38,8 @@ class Settings(Protocol):
     @property
     def parser(self) -> str: ...
     @property
+    def weights(self) -> Mapping[str, float]: ...
+    @property
     def max_turn_tokens(self) -> int: ...
     @property
     def max_tokens(self) -> int: ...
@@ -50,6 +54,7 @@ class WithSettings:
         self._examples = [dict(message) for message in settings.examples]
         self.template = {**getattr(env, "template", {}), **settings.template}
         self.parser = settings.parser or getattr(env, "parser", "")
+        self.weights = {**weights_of(env), **settings.weights}
         self.max_turn_tokens, self.max_tokens = settings.max_turn_tokens, settings.max_tokens
 
     def __getattr__(self, name: str) -> Any:
@@ -64,7 +69,7 @@ class WithSettings:
 
 def with_settings(env: Env, settings: Settings) -> Env:
     """The environment under its settings; itself if there are none. Raises `ShoalError` if they cannot be used."""
-    named = settings.system, settings.examples, settings.template, settings.parser
+    named = settings.system, settings.examples, settings.template, settings.parser, settings.weights
     if not any((*named, settings.max_turn_tokens, settings.max_tokens)):
         return env
     where = f"environment {settings.name}"
@@ -79,8 +84,14 @@ def with_settings(env: Env, settings: Settings) -> Env:
             f"{where}: the last of the examples is not the assistant's, so the task would follow a question"
         )
     template_arguments(settings.template)
-    if settings.parser not in ("", *FAMILIES, "none"):
-        raise ConfigError(f"{where}: parser = {settings.parser!r}; known are {', '.join(FAMILIES)}, none")
+    own = weights_of(env)
+    for name, weight in settings.weights.items():
+        if own and name not in own:
+            raise ConfigError(f"{where}: weights.{name}: no such part of the reward; it has {', '.join(own)}")
+        if not math.isfinite(weight):
+            raise ConfigError(f"{where}: weights.{name} = {weight}: give a finite number")
+    if settings.parser not in ("", *NOTATIONS, "none"):
+        raise ConfigError(f"{where}: parser = {settings.parser!r}; known are {', '.join(NOTATIONS)}, none")
     return WithSettings(env, settings)
 
 

@@ -84,7 +84,7 @@ class ContainedRenderer(Renderer):
         self.decode([])
         assert self._facts is not None, "an open child has told its facts"
         self.eos_id, self.stop_ids = self._facts.eos_id, frozenset(self._facts.stop_ids)
-        self.vocabulary, self.family = self._facts.vocabulary, self._facts.family
+        self.vocabulary, self.notation = self._facts.vocabulary, self._facts.notation
         self._remember()
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -316,7 +316,7 @@ def _opened(directory: Path) -> tuple[Renderer | None, Opened]:
     files = [directory / name for name in FILES]
     digest = hashlib.sha256(b"".join(hashlib.sha256(file.read_bytes()).digest() for file in files if file.exists()))
     stops = sorted(renderer.stop_ids)
-    facts = Facts(renderer.eos_id, stops, renderer.vocabulary, renderer.family, digest.hexdigest())
+    facts = Facts(renderer.eos_id, stops, renderer.vocabulary, renderer.notation, digest.hexdigest())
     return renderer, Opened(facts)
 
 

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from shoal.errors import Overreach, StateError
-from shoal.policy.families import reasoning_marks
+from shoal.policy.notations import reasoning_marks
 from shoal.policy.template import Template
 
 MARK = "\N{OBJECT REPLACEMENT CHARACTER}written\N{OBJECT REPLACEMENT CHARACTER}"
@@ -34,9 +34,9 @@ class CallStyle(NamedTuple):
 class Dialect:
     """What one template takes."""
 
-    def __init__(self, template: Template, family: str) -> None:
+    def __init__(self, template: Template, notation: str) -> None:
         self._template = template
-        self._marks = reasoning_marks(family)
+        self._marks = reasoning_marks(notation)
 
     @cached_property
     def parts(self) -> bool:

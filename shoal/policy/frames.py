@@ -18,7 +18,7 @@ class Facts(msgspec.Struct, frozen=True):
     eos_id: int
     stop_ids: list[int]
     vocabulary: int
-    family: str
+    notation: str
     digest: str
     """Of the files that were opened."""
 

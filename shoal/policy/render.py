@@ -17,9 +17,9 @@ from tokenizers import Tokenizer
 
 from shoal.errors import StateError
 from shoal.policy.dialect import MARK, Dialect, calling, said
-from shoal.policy.families import WITHIN, family_of, leaves_reasoning_open, reasoning_marks
 from shoal.policy.history import Part, Place, places
 from shoal.policy.messages import Message, Written, as_messages, normal, template_arguments
+from shoal.policy.notations import WITHIN, leaves_reasoning_open, notation_of, reasoning_marks
 from shoal.policy.spec import PolicySpec, read_capped
 from shoal.policy.template import Template
 
@@ -61,9 +61,9 @@ class Renderer:
         """`tokens` maps names of special tokens, as the template uses them, to their texts: eos_token and so on."""
         self._tokenizer = tokenizer
         self._template = Template(template, tokens)
-        self.family: str = family_of(template)
+        self.notation: str = notation_of(template)
         """How the policy writes tool calls and reasoning; empty if its template does not say."""
-        self._dialect = Dialect(self._template, self.family)
+        self._dialect = Dialect(self._template, self.notation)
         eos = tokenizer.token_to_id(tokens["eos_token"]) if "eos_token" in tokens else None
         if eos is None and not spec.eos_ids:
             raise StateError("the tokenizer has no eos_token and config.json no eos_token_id: nothing could end a turn")
@@ -183,7 +183,7 @@ class Renderer:
             if found:
                 closing = self._text([_ASK, turn], arguments, prompt=False).rpartition(mark)[2]
                 ids = self._after(rest, closing, "calls" if "tool_calls" in turn else "text")
-                return Prompt(tuple(ids), leaves_reasoning_open(rest, self.family))
+                return Prompt(tuple(ids), leaves_reasoning_open(rest, self.notation))
         raise error or StateError(
             "the chat template does not show the assistant's turns: multi-turn play is impossible"
         )
@@ -245,7 +245,7 @@ class Renderer:
         """
         if not any(token in self._template.source for token in self._special.values()):
             return set()
-        named = {*reasoning_marks(self.family), *WITHIN.get(self.family, ())}
+        named = {*reasoning_marks(self.notation), *WITHIN.get(self.notation, ())}
         inner = {index for index, token in self._special.items() if any(token in name for name in named)}
         turns = [
             said(MARK),
@@ -271,7 +271,7 @@ class Renderer:
         return list(re.finditer("|".join(map(re.escape, longest_first)), text)) if longest_first else []
 
     def _prompt(self, text: str) -> Prompt:
-        return Prompt(tuple(self._encode(text)), leaves_reasoning_open(text, self.family))
+        return Prompt(tuple(self._encode(text)), leaves_reasoning_open(text, self.notation))
 
     def _text(self, messages: Sequence[Message], arguments: Mapping[str, Any], prompt: bool = True) -> str:
         return self._template.text(self._dialect.present(messages), arguments, prompt)

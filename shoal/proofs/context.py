@@ -104,8 +104,8 @@ class Tools:
     envs: Mapping[str, Environment]
     """The environments, by the labels in `info.envs`."""
     renderer: Renderer
-    replay: Callable[..., Replayed]
-    """`shoal.envs.replay.replay_rollout`."""
+    replay: Callable[..., Sequence[Replayed]]
+    """`shoal.envs.replay.replay_group`."""
     dtype: str
     """Dtype of the engine that scores."""
     score: Callable[[list[ScoreRequest]], list[Score]]
@@ -154,13 +154,8 @@ class Context:
     def replays(self, group: Group) -> list[Replayed]:
         """Replay the rollouts of the group through the environment, once for all checks; equal rollouts only once."""
         if self._replays is None:
-            replay, renderer = self.tools.replay, self.tools.renderer
-            names = [(r.token_ids, r.author, r.ending) for r in group.rollouts]
-            found = {
-                name: replay(self.env, renderer, self._task, r.tokens_T(), r.author_T(), r.ending, self.sampling)
-                for name, r in dict(zip(names, group.rollouts, strict=True)).items()
-            }
-            self._replays = [found[name] for name in names]
+            tools = self.tools
+            self._replays = list(tools.replay(self.env, tools.renderer, self._task, group.rollouts, self.sampling))
         return self._replays
 
     def playable(self) -> bool:

@@ -23,6 +23,7 @@ from shoal.policy.contained import ContainedRenderer
 from shoal.policy.render import Renderer
 from shoal.protocol.types import Sampling
 from shoal.roles.loading import Loaded
+from shoal.terminal import printable
 
 
 def main(
@@ -111,6 +112,8 @@ def in_words(figures: Evaluation, name: str) -> str:
     )
     endings = ", ".join(f"{count} {ending}" for ending, count in figures.endings.items())
     lines.append(f"over {figures.episodes} episodes on {which} tasks; endings: {endings}")
+    for what, named in (("reward", figures.parts), ("metric", figures.metrics)):
+        lines += [f"{what} {printable(name)}: mean {value:.3f}" for name, value in named.items()]
     if figures.fault:
         lines.append(f"the environment raised: {figures.fault}")
     return "\n".join(lines)

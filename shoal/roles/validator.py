@@ -13,7 +13,7 @@ from pathlib import Path
 
 from shoal.engine.base import Engine
 from shoal.engine.open import EngineSpec, open_engine
-from shoal.envs.replay import replay_rollout
+from shoal.envs.replay import replay_group
 from shoal.errors import NothingYet, Overreach, PeerError
 from shoal.net.client import Client
 from shoal.net.keys import load_or_make_key
@@ -146,7 +146,7 @@ class Validator:
             info=seat.info,
             envs=seat.envs,
             renderer=seat.policy.renderer,
-            replay=replay_rollout,
+            replay=replay_group,
             dtype=seat.engine.facts.dtype,
             implementation=seat.engine.facts.implementation,
             score=lambda requests: seat.engine.score(requests, temperature, hidden),

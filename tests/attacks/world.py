@@ -22,7 +22,7 @@ from shoal.engine.local import LocalEngine
 from shoal.envs.arithmetic import environment as arithmetic
 from shoal.envs.base import Env
 from shoal.envs.play import play_block
-from shoal.envs.replay import replay_rollout
+from shoal.envs.replay import replay_group
 from shoal.envs.wordle import environment as wordle
 from shoal.policy.files import load_policy, save_policy
 from shoal.policy.model import Transformer
@@ -200,12 +200,7 @@ class World:
     def rewards(self, groups: Iterable[Group]) -> list[list[float]]:
         """Reward of each rollout, by the environment."""
         return [
-            [
-                replay_rollout(
-                    env, self.renderer, env.task(g.task), r.tokens_T(), r.author_T(), r.ending, self.lease.sampling
-                ).reward
-                for r in g.rollouts
-            ]
+            [f.reward for f in replay_group(env, self.renderer, env.task(g.task), g.rollouts, self.lease.sampling)]
             for g in groups
             for env in [self.envs[g.env]]
         ]  # fmt: skip
@@ -257,9 +252,7 @@ class World:
         """The tools of a validator."""
         dtype = engine.facts.dtype if isinstance(engine, LocalEngine) else self.engine.facts.dtype
         info = SimpleNamespace(run="run-1", rules=self.rules)
-        return Tools(
-            info, self.envs, self.renderer, replay_rollout, dtype, lambda requests: self.score(requests, engine)
-        )  # type: ignore[arg-type]
+        return Tools(info, self.envs, self.renderer, replay_group, dtype, lambda requests: self.score(requests, engine))  # type: ignore[arg-type]
 
     def judge(self, body: bytes, engine: Engine | None = None, audit: bool = True) -> list[GroupVerdict]:
         """A validator's verdicts on the lease."""

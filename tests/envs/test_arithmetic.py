@@ -42,7 +42,7 @@ def test_the_opening_is_the_problem_and_the_first_answer_ends_the_episode() -> N
     env = environment()
     state, opening = env.reset("12-30")
     assert opening == [{"role": "user", "content": "12-30="}]
-    after, reply, done = env.step(state, "-18\n")
+    after, reply, done, *_ = env.step(state, "-18\n")
     assert (reply, done) == (None, True)
     assert env.success(after) and env.score(after) == 1.0
 

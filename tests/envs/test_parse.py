@@ -34,15 +34,19 @@ PROBE = {
         "parameters": {"type": "object", "properties": {k: {"type": v, "description": k} for k, v in TYPES.items()}},
     },
 }
-FAMILIES = (*PARSERS, "harmony", "atem", "")
+NOTATIONS = (*PARSERS, "harmony", "atem", "")
 WITH_CALLS = [name for name in NAMES if renderer_of(name)._dialect.calls is not None]
 LOSSY = {"lfm2_2_5", "lfm2_2_5_v2", "lfm2_2_5_vl"}
 """These put a quote into a text without a sign that it does not end it."""
 
 
-def test_every_template_that_shows_calls_has_a_family() -> None:
-    assert len(WITH_CALLS) == 29 and {renderer_of(name).family for name in WITH_CALLS} <= {*PARSERS, "harmony", "atem"}
-    assert all(renderer_of(name).family for name in WITH_CALLS)
+def test_every_template_that_shows_calls_has_a_notation() -> None:
+    assert len(WITH_CALLS) == 29 and {renderer_of(name).notation for name in WITH_CALLS} <= {
+        *PARSERS,
+        "harmony",
+        "atem",
+    }
+    assert all(renderer_of(name).notation for name in WITH_CALLS)
 
 
 def turn_of(name: str, *calls: dict[str, Any], content: str = "", reasoning: str = "") -> str:
@@ -56,7 +60,7 @@ def turn_of(name: str, *calls: dict[str, Any], content: str = "", reasoning: str
 def test_a_call_that_a_template_renders_is_read_back(name: str) -> None:
     given = ARGUMENTS | ({"text": "plain, [1]"} if name in LOSSY else {})
     thinking = renderer_of(name).open([{"role": "user", "content": "."}], {"tools": [PROBE]}).thinking
-    action = Action(turn_of(name, given), renderer_of(name).family, thinking, [PROBE])
+    action = Action(turn_of(name, given), renderer_of(name).notation, thinking, [PROBE])
     assert action.tool_calls == (ToolCall("probe.it", given),)
     assert (action.problems, action.reasoning, action.visible) == ((), "", "")
 
@@ -66,7 +70,7 @@ ONE_CALL = {"llama3_1", "llama3_2", "gptoss", "deepseek_r1_distill"}
 
 @pytest.mark.parametrize("name", [name for name in WITH_CALLS if name not in ONE_CALL])
 def test_several_calls_are_read_in_order(name: str) -> None:
-    found = Action(turn_of(name, {"a": 1}, {"a": 2}, {}), renderer_of(name).family, tools=[PROBE])
+    found = Action(turn_of(name, {"a": 1}, {"a": 2}, {}), renderer_of(name).notation, tools=[PROBE])
     assert found.tool_calls == tuple(ToolCall("probe.it", call) for call in ({"a": 1}, {"a": 2}, {}))
 
 
@@ -77,7 +81,7 @@ def test_reasoning_that_a_template_renders_is_read_back(name: str) -> None:
     else:
         text = turn_of(name, content="FOUR", reasoning="HM, SO")
     thinking = renderer_of(name).open([{"role": "user", "content": "."}], {"tools": [PROBE]}).thinking
-    found = parse(text, renderer_of(name).family, thinking)
+    found = parse(text, renderer_of(name).notation, thinking)
     assert found.reasoning == "HM, SO"
     assert found.visible == ("" if found.calls else "FOUR") and text[found.begins :].startswith(
         ("FOUR", "<|tool_call>")
@@ -95,7 +99,7 @@ def test_reasoning_that_the_prompt_began_and_that_is_cut_short_is_reasoning() ->
 
 
 @pytest.mark.parametrize(
-    ("family", "text", "says"),
+    ("notation", "text", "says"),
     [
         ("hermes", "<tool_call>{", "is not closed"),
         ("hermes", "<tool_call>{</tool_call>", "no JSON"),
@@ -117,8 +121,8 @@ def test_reasoning_that_the_prompt_began_and_that_is_cut_short_is_reasoning() ->
         ("atem", " to=f<|message|>{}", "<atem:invoke ...> is missing"),
     ],
 )  # fmt: skip
-def test_a_malformed_call_is_a_problem_and_no_call(family: str, text: str, says: str) -> None:
-    found = parse(text, family)
+def test_a_malformed_call_is_a_problem_and_no_call(notation: str, text: str, says: str) -> None:
+    found = parse(text, notation)
     assert found.calls == () and len(found.problems) == 1 and says in found.problems[0]
     assert "\n" not in found.problems[0] and len(found.problems[0]) <= 200
 
@@ -131,7 +135,7 @@ def test_calls_are_found_beside_malformed_ones_and_up_to_a_limit() -> None:
     assert len(found.calls) == MAX_CALLS and "only the first 128" in found.problems[0]
 
 
-def test_other_notations_of_a_family() -> None:
+def test_other_notations_of_a_notation() -> None:
     assert parse('[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}, {"name": "g"}]', "mistral").calls == (
         ToolCall("f", {"a": 1}),
         ToolCall("g", {}),
@@ -157,18 +161,18 @@ PIECES = MARKS.split()
 
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(
-    family=st.sampled_from(FAMILIES),
+    notation=st.sampled_from(NOTATIONS),
     thinking=st.booleans(),
     pieces=st.lists(st.sampled_from([*HOSTILE[:6], *PIECES]), max_size=12),
 )
 @example("hermes", False, ["<tool_call>" * 50])
-def test_any_text_gives_parts_and_never_raises(family: str, thinking: bool, pieces: list[str]) -> None:
+def test_any_text_gives_parts_and_never_raises(notation: str, thinking: bool, pieces: list[str]) -> None:
     text = "".join(pieces)
-    found = parse(text, family, thinking)
-    assert parse(text, family, thinking) == found and 0 <= found.begins <= len(text)
+    found = parse(text, notation, thinking)
+    assert parse(text, notation, thinking) == found and 0 <= found.begins <= len(text)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("notation", NOTATIONS)
 @pytest.mark.parametrize(
     "piece",
     [
@@ -177,10 +181,10 @@ def test_any_text_gives_parts_and_never_raises(family: str, thinking: bool, piec
         "<|tool_call_start|>[f(a='\\'", '<|tool_call>call:f{a:<|"|>', "[TOOL_CALLS]", '<atem:invoke name="f">',
     ],
 )  # fmt: skip
-def test_a_long_hostile_text_is_read_in_linear_time(family: str, piece: str) -> None:
+def test_a_long_hostile_text_is_read_in_linear_time(notation: str, piece: str) -> None:
     text = "<tool_call>" + piece * (200_000 // len(piece)) + "</tool_call>"
     began = time.process_time()
-    parse(text, family)
+    parse(text, notation)
     assert time.process_time() - began < 2.0
 
 

@@ -106,6 +106,7 @@ def test_an_environment_may_have_lower_token_limits(renderer: Renderer) -> None:
         ({"examples": ({"role": "system", "content": ""},)}, "examples begin with a system message"),
         ({"examples": ({"role": "user"},)}, "no content"),
         ({"parser": "hermit"}, "parser = 'hermit'; known are hermes"),
+        ({"weights": {"form": float("inf")}}, "weights.form = inf: give a finite number"),
         ({"template": {"messages": []}}, "the renderer sets it itself"),
     ],
 )
@@ -117,7 +118,7 @@ def test_settings_that_cannot_be_used_are_refused_in_one_line(settings: dict[str
 
 def test_settings_are_on_the_wire_only_if_they_are_set_and_are_then_needed() -> None:
     plain, set_ = spec(), spec(system="be brief", examples=EXAMPLES, template={"date": "2030-01-01"}, max_tokens=99)
-    new = {"system", "examples", "template", "max_turn_tokens", "max_tokens"}
+    new = {"system", "examples", "template", "parser", "weights", "max_turn_tokens", "max_tokens"}
     assert not new & msgspec.json.decode(to_json(plain)).keys()
     assert from_json(to_json(set_), EnvSpec) == set_
 

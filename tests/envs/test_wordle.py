@@ -54,9 +54,9 @@ def test_guess_is_answered_and_a_win_ends_the_game() -> None:
     env = environment(num_words=len(WORDS))
     state, opening = env.reset("cater" if "cater" in env.legal else "trace")
     assert opening == [{"role": "user", "content": "wordle"}]
-    after, reply, done = env.step(state, " Crane\n")
+    after, reply, done, *_ = env.step(state, " Crane\n")
     assert (reply, done) == (marks("crane", state.answer), False)
-    after, _, done = env.step(after, state.answer)
+    after, _, done, *_ = env.step(after, state.answer)
     assert done and env.success(after) and env.score(after) == 1.0
 
 
@@ -64,11 +64,11 @@ def test_a_non_word_uses_no_guess_but_the_third_one_ends_the_game() -> None:
     env = environment(num_words=64, heldout=8, not_words=3)
     state, _ = env.reset(env.task(0))
     for action in ("zzzzz", "crane crane"):
-        state, reply, done = env.step(state, action)
+        state, reply, done, *_ = env.step(state, action)
         assert (reply, done, state.guesses) == (NOT_A_WORD, False, ())
-    state, _, done = env.step(state, env.task(1))
+    state, _, done, *_ = env.step(state, env.task(1))
     assert not done and len(state.guesses) == 1
-    _, _, done = env.step(state, "")
+    _, _, done, *_ = env.step(state, "")
     assert done
 
 
@@ -77,7 +77,7 @@ def test_sixth_wrong_guess_ends_the_game_and_partial_credit_stays_below_a_win() 
     answer = env.task(0)
     state, _ = env.reset(answer)
     for turn, guess in enumerate([word for word in env.words if word != answer][:6]):
-        state, _, done = env.step(state, guess)
+        state, _, done, *_ = env.step(state, guess)
         assert done == (turn == 5)
     assert not env.success(state)
     assert 0.0 <= env.score(state) <= 0.5
@@ -101,7 +101,7 @@ def test_careless_player_ignores_the_marks_in_about_half_of_its_games() -> None:
         state, _ = env.reset(env.task(index))
         done = False
         while not done:
-            state, _, done = env.step(state, env.players()["careless"](state, rng))
+            state, _, done, *_ = env.step(state, env.players()["careless"](state, rng))
         wins += env.success(state)
         openings.add(state.guesses[0])
     assert openings == {"arise"}
@@ -118,7 +118,7 @@ def test_right_player_wins_above_90_percent_and_wrong_player_never(num_words: in
             state, _ = env.reset(env.task(index))
             done = False
             while not done:
-                state, _, done = env.step(state, player(state, rng))
+                state, _, done, *_ = env.step(state, player(state, rng))
             wins[name] += env.success(state)
     assert wins["right"] > 0.9 * 150
     assert wins["wrong"] == 0

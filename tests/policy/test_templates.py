@@ -228,7 +228,7 @@ def test_marks_cannot_be_forged_by_a_message() -> None:
 @pytest.mark.parametrize("name", ["qwen3", "gptoss", "gemma4_v5"])
 def test_a_contained_renderer_gives_the_same(name: str, tmp_path: Path) -> None:
     here, apart = Renderer.from_directory(directory_of(name, tmp_path)), ContainedRenderer(tmp_path)
-    assert (here.stop_ids, here.family) == (apart.stop_ids, apart.family)
+    assert (here.stop_ids, here.notation) == (apart.stop_ids, apart.notation)
     assert here.stop_ids == renderer_of(name).stop_ids
     assert here.open([SYSTEM, USER], TOOLS) == apart.open([SYSTEM, USER], TOOLS)
     assert here.go_on([RESULT], TOOLS) == apart.go_on([RESULT], TOOLS)

@@ -12,7 +12,7 @@ from shoal.engine.base import Score
 from shoal.envs.arithmetic import environment as arithmetic
 from shoal.envs.base import Env
 from shoal.envs.play import play_scripted
-from shoal.envs.replay import replay_rollout
+from shoal.envs.replay import replay_group
 from shoal.envs.wordle import environment as wordle
 from shoal.policy.render import Renderer
 from shoal.policy.tiny import make_tiny
@@ -66,7 +66,7 @@ class Desk:
         self.prefills: list[int] = []
         self.gaps = lambda request: np.zeros(len(request.policy_positions), dtype=np.float32)
         self.logprobs = lambda request: np.full(len(request.policy_positions), -1.0, dtype=np.float32)
-        self.tools = Tools(info, self.envs, renderer, replay_rollout, "float32", self._score)
+        self.tools = Tools(info, self.envs, renderer, replay_group, "float32", self._score)
         self.slots = slots
         self.groups = [self._play(slot) for slot in slots]
 

@@ -1,7 +1,7 @@
-"""One turn of the policy: what it thought, what it said, and which tools it called, in the notation of its family.
+"""One turn of the policy: what it thought, what it said, and which tools it called, in its notation.
 
-Called when an environment asks an `Action` for its parts. The family follows from the chat template, or is named by the run
-file. A turn may be any text: what is malformed is reported as data, and never raises. Pure and deterministic.
+Called when an environment asks an `Action` for its parts. The chat template shows the notation, or the run file
+names it. A turn may be any text: what is malformed is reported as data, and never raises. Pure and deterministic.
 """
 
 import re
@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from shoal.envs.parse.values import MAX_NAME, Malformed, Reader, read_json, read_object, tagged, typed
-from shoal.policy.families import reasoning_marks
 from shoal.policy.messages import MAX_CALLS
+from shoal.policy.notations import reasoning_marks
 
 MAX_CHARS = 1 << 20
 """In a longer text no calls are looked for."""
@@ -46,13 +46,13 @@ Calls: TypeAlias = Iterator[ToolCall | str | Malformed]
 """What a parser finds, in order: calls, visible text, and faults."""
 
 
-def parse(text: str, family: str = "", thinking: bool = False, tools: Tools = ()) -> Parsed:
+def parse(text: str, notation: str = "", thinking: bool = False, tools: Tools = ()) -> Parsed:
     """Take a turn apart. `thinking` says that the prompt had already begun the reasoning."""
-    if family in CHANNELS:
-        return _parse_channels(text, family, tools)
-    reasoning, begins, cut = _reasoning(text, family, thinking)
+    if notation in CHANNELS:
+        return _parse_channels(text, notation, tools)
+    reasoning, begins, cut = _reasoning(text, notation, thinking)
     rest = text[begins:]
-    find = PARSERS.get(family)
+    find = PARSERS.get(notation)
     if find is None or cut:
         return Parsed(reasoning, rest.strip(), (), (), begins)
     if len(rest) > MAX_CHARS:
@@ -63,9 +63,9 @@ def parse(text: str, family: str = "", thinking: bool = False, tools: Tools = ()
     return Parsed(reasoning, visible.strip(), calls, problems, begins)
 
 
-def _reasoning(text: str, family: str, thinking: bool) -> tuple[str, int, bool]:
+def _reasoning(text: str, notation: str, thinking: bool) -> tuple[str, int, bool]:
     """Reasoning, where the rest begins, and whether the reasoning was cut short."""
-    opening, closing = reasoning_marks(family)
+    opening, closing = reasoning_marks(notation)
     start = len(text) - len(text.lstrip())
     opened = text.startswith(opening, start)
     end = text.find(closing)
@@ -134,7 +134,7 @@ def _named(value: Any) -> ToolCall:
     return ToolCall(name, arguments)
 
 
-# --- families with calls between marks ---
+# --- notations with calls between marks ---
 
 
 def _hermes(text: str, tools: Tools) -> Calls:
@@ -211,7 +211,7 @@ def _lfm(text: str, tools: Tools) -> Calls:
     yield after
 
 
-# --- families with calls at the end, or as the whole turn ---
+# --- notations with calls at the end, or as the whole turn ---
 
 
 def _mistral(text: str, tools: Tools) -> Calls:
@@ -253,20 +253,20 @@ PARSERS: dict[str, Callable[[str, Tools], Calls]] = {
     "hermes": _hermes, "qwen-xml": _qwen_xml, "glm": _glm, "deepseek": _deepseek, "gemma": _gemma, "lfm": _lfm,
     "mistral": _mistral, "llama": _llama,
 }  # fmt: skip
-"""By family."""
+"""By notation."""
 
 CHANNELS = ("harmony", "atem")
-"""Families that write each part of a turn into a channel of its own."""
+"""Notations that write each part of a turn into a channel of its own."""
 
-FAMILIES = (*PARSERS, *CHANNELS)
+NOTATIONS = (*PARSERS, *CHANNELS)
 
 
-# --- families with channels ---
+# --- notations with channels ---
 
 _RECIPIENT = re.compile(r"to=(?:functions\.)?([\w.\-]{1,256})", re.ASCII)
 
 
-def _parse_channels(text: str, family: str, tools: Tools) -> Parsed:
+def _parse_channels(text: str, notation: str, tools: Tools) -> Parsed:
     """Messages, each with a header that names its channel or its recipient. The prompt has begun the first one."""
     reasoning, begins = [], -1
     found: list[ToolCall | str | Malformed] = []
@@ -276,7 +276,7 @@ def _parse_channels(text: str, family: str, tools: Tools) -> Parsed:
         body = re.split(r"<\|(?:end|eom)\|>", body, maxsplit=1)[0]
         recipient = _RECIPIENT.search(header)
         target = recipient[1] if recipient else ""
-        thought = "<|channel|>analysis" in header and not target if family == "harmony" else target == "self"
+        thought = "<|channel|>analysis" in header and not target if notation == "harmony" else target == "self"
         if thought:
             reasoning.append(body)
         elif marked:
@@ -286,12 +286,12 @@ def _parse_channels(text: str, family: str, tools: Tools) -> Parsed:
                 begins = at + len(role) if called else at + len(header) + len(marked)
             if not called:
                 found.append(body)
-            elif family == "harmony":
+            elif notation == "harmony":
                 found.append(_attempt(lambda given, target=target: ToolCall(target, read_object(given)), body))  # type: ignore[misc]
             else:
                 found.extend(_invoked(body, tools))
         elif header.strip():
-            found.append(header if family == "harmony" and not at else Malformed("a message has no <|message|>"))
+            found.append(header if notation == "harmony" and not at else Malformed("a message has no <|message|>"))
         at += len(piece) + len("<|start|>")
     visible, calls, problems = _collect(iter(found))
     return Parsed(

@@ -1,6 +1,6 @@
 """Values inside a tool call, read strictly: JSON, and the notations of Gemma and LFM.
 
-Called by the parsers of the families. The policy may write anything, so nesting and digits are limited before Python's own
+Called by the parsers of the notations. The policy may write anything, so nesting and digits are limited before Python's own
 limits, which differ between machines and call depths, and every fault is `Malformed`.
 """
 
@@ -29,7 +29,7 @@ _WORDS = {"true": True, "false": False, "null": None, "True": True, "False": Fal
 
 
 class Malformed(Exception):
-    """Not what the family writes; the text says why, in a few words."""
+    """Not what the notation allows; the text says why, in a few words."""
 
 
 def read_json(text: str) -> Any:

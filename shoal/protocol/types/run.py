@@ -42,6 +42,8 @@ class EnvSpec(Message, frozen=True, omit_defaults=True):
     """Arguments of the chat template."""
     parser: str = ""
     """Notation of tool calls; empty is the chat template's."""
+    weights: dict[str, float] = {}
+    """Weights of the parts of the reward."""
     max_turn_tokens: int = 0
     """Token limits below those of the run's `Sampling`; 0 is none of its own."""
     max_tokens: int = 0
@@ -54,7 +56,15 @@ class EnvSpec(Message, frozen=True, omit_defaults=True):
     @property
     def has_settings(self) -> bool:
         """Whether a node must know more than the name and the arguments."""
-        own = self.system, self.examples, self.template, self.parser, self.max_turn_tokens, self.max_tokens
+        own = (
+            self.system,
+            self.examples,
+            self.template,
+            self.parser,
+            self.weights,
+            self.max_turn_tokens,
+            self.max_tokens,
+        )
         return any(own)
 
 

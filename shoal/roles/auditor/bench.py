@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from shoal.engine.base import Engine, Score, ScoreRequest
 from shoal.engine.open import EngineSpec, open_engine
 from shoal.envs.base import Env
-from shoal.envs.replay import replay_rollout
+from shoal.envs.replay import replay_group
 from shoal.ledger.facts.verdicts import Decision, Rechecked, VerdictGiven
 from shoal.ledger.log.verify import Audit
 from shoal.policy.contained import ContainedRenderer, Limits
@@ -105,4 +105,4 @@ class Bench:
             trainer_key=state.trainer_key, head=state.head, chain_end=state.chain_end, envs=state.envs,
             sampling=state.sampling, rules=state.rules, phase="ended", version=state.main.version,
         )  # fmt: skip
-        return Tools(info, self.envs, self._renderer, replay_rollout, dtype=state.rules.dtype, score=score)
+        return Tools(info, self.envs, self._renderer, replay_group, dtype=state.rules.dtype, score=score)

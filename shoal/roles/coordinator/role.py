@@ -131,7 +131,7 @@ def env_specs(config: RunConfig) -> list[t.EnvSpec]:
         t.EnvSpec(
             e.name, env_digest(e.name), env_of(e).num_tasks, e.weight, e.args,
             own_label="" if e.label == e.name else e.label,
-            system=e.system, examples=e.examples, template=e.template, parser=e.parser,
+            system=e.system, examples=e.examples, template=e.template, parser=e.parser, weights=e.weights,
             max_turn_tokens=e.max_turn_tokens, max_tokens=e.max_tokens,
         )
         for e in config.envs

@@ -1,9 +1,9 @@
-"""Which family of models a chat template belongs to, by the marks in its text: how reasoning and tool calls are written.
+"""How the models of a chat template write reasoning and tool calls: their notation, by the marks in the template's text.
 
 Called by the renderer; the parsers of environments are named by the same words. It reads no text of the policy.
 """
 
-FAMILIES: tuple[tuple[str, tuple[str, ...]], ...] = (
+NOTATIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("harmony", ("<|channel|>", "<|call|>")),
     ("atem", ("<atem:function_calls>",)),
     ("deepseek", ("<｜tool▁call▁begin｜>",)),
@@ -16,7 +16,7 @@ FAMILIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("mistral", ("[TOOL_CALLS]",)),
     ("llama", ("<|start_header_id|>", '"parameters": ')),
 )
-"""Family, and texts that its templates contain. The first that fits is taken."""
+"""Name of a notation, and texts that its templates contain. The first that fits is taken."""
 
 REASONING = {"gemma": ("<|channel>thought", "<channel|>")}
 """Texts that open and close reasoning, where they are not `THINK`."""
@@ -29,20 +29,20 @@ WITHIN = {
     "llama": ("<|python_tag|>",),
     "mistral": ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
 }
-"""Control tokens that a policy of this family writes within a turn, whether or not its template shows them."""
+"""Control tokens that a policy with this notation writes within a turn, whether or not its template shows them."""
 
 
-def family_of(template: str) -> str:
-    """The family's name; empty if no mark of one is there."""
-    return next((name for name, marks in FAMILIES if all(mark in template for mark in marks)), "")
+def notation_of(template: str) -> str:
+    """The name of the notation; empty if no mark of one is there."""
+    return next((name for name, marks in NOTATIONS if all(mark in template for mark in marks)), "")
 
 
-def reasoning_marks(family: str) -> tuple[str, str]:
+def reasoning_marks(notation: str) -> tuple[str, str]:
     """Texts that open and close reasoning."""
-    return REASONING.get(family, THINK)
+    return REASONING.get(notation, THINK)
 
 
-def leaves_reasoning_open(text: str, family: str) -> bool:
+def leaves_reasoning_open(text: str, notation: str) -> bool:
     """Whether a prompt ends inside the policy's reasoning."""
-    opening, closing = reasoning_marks(family)
+    opening, closing = reasoning_marks(notation)
     return text.rstrip().endswith(opening) and text.rfind(opening) > text.rfind(closing)

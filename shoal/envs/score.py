@@ -1,0 +1,83 @@
+"""What an episode earns: named parts with weights that sum into the reward, and metrics beside them.
+
+Called by `conversation` for each episode and by `replay` for the rollouts of a group. An environment's `score` gives a
+number or a `Score`; this file makes one reward of it, in one way for all who compute it. It knows no tokens.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+MAX_NAMED = 64
+"""Parts, and metrics, of one score."""
+
+MAX_NAME = 64
+"""Characters of the name of a part or a metric."""
+
+
+class Score(NamedTuple):
+    """An episode's score in parts. Partial credit is a part between 0 and 1."""
+
+    parts: Mapping[str, float]
+    """Summed into the reward, each times its weight: 1, the environment's `weights`, or the run file's."""
+    metrics: Mapping[str, float] = {}
+    """Reported, and not rewarded."""
+
+
+Scored: TypeAlias = float | Score
+"""What `score`, `truncated_score` and `group_scores` give."""
+
+
+class Earned(NamedTuple):
+    """A reward, and where it comes from."""
+
+    reward: float
+    parts: dict[str, float]
+    """Before their weights. Empty if the environment gives a number."""
+    metrics: dict[str, float]
+
+
+def weights_of(env: object) -> Mapping[str, float]:
+    """Weights of the parts by name; a part that is not named has weight 1."""
+    weights: Mapping[str, float] = getattr(env, "weights", {})
+    return weights
+
+
+def earned(env: Any, scored: Sequence[Any], turn_rewards: Sequence[float] = ()) -> Earned:
+    """The reward of one or more scores and the rewards of the turns. Parts of the same name are added.
+
+    Raises ValueError if it is not a finite number within the environment's bounds.
+    """
+    parts: dict[str, float] = {}
+    metrics: dict[str, float] = {}
+    terms = [_finite(reward, "the reward of a step") for reward in turn_rewards if reward]
+    weights = weights_of(env)
+    for score in scored:
+        if isinstance(score, Score):
+            for name, value in _named(score.parts, "part"):
+                parts[name] = parts.get(name, 0.0) + value
+                terms.append(value * float(weights.get(name, 1.0)))
+            metrics.update(_named(score.metrics, "metric"))
+        else:
+            terms.append(float(score))
+    low, high = env.reward_bounds
+    reward = terms[0] if len(terms) == 1 else math.fsum(terms)
+    if not low <= reward <= high:
+        raise ValueError(f"score {reward} is outside reward_bounds {low} to {high}")
+    return Earned(reward, parts, metrics)
+
+
+def _named(values: Mapping[str, float], what: str) -> list[tuple[str, float]]:
+    if len(values) > MAX_NAMED:
+        raise ValueError(f"{len(values)} {what}s in a score, limit {MAX_NAMED}")
+    for name in values:
+        if not (isinstance(name, str) and 0 < len(name) <= MAX_NAME and name.isprintable()):
+            raise ValueError(f"{what} {name!r:.80}: a name has 1 to {MAX_NAME} printable characters")
+    return [(name, _finite(value, f"{what} {name}")) for name, value in values.items()]
+
+
+def _finite(value: Any, what: str) -> float:
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"{what} is {number}, not a finite number")
+    return number

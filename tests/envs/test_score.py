@@ -1,0 +1,184 @@
+"""What an episode earns: parts and weights, rewards of turns, truncated episodes, siblings, seats; and replay agrees."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from shoal.config import EnvConfig
+from shoal.envs.base import Env, Message, Step
+from shoal.envs.check import check_env
+from shoal.envs.conversation import Conversation
+from shoal.envs.evaluate import evaluate
+from shoal.envs.load import load_env
+from shoal.envs.replay import replay_group
+from shoal.envs.score import Earned, Score, Scored, earned
+from shoal.envs.settings import with_settings
+from shoal.errors import ConfigError, ShoalError
+from shoal.policy.render import Renderer
+from shoal.protocol.types import Rollout, Sampling
+
+SAMPLING = Sampling(1.0, 8, 60)
+
+
+class Parts(Env):
+    """Two turns of any text. Right is "yes"; each turn but the last earns 0.25; siblings are compared by length."""
+
+    name, num_tasks, num_heldout = "parts", 8, 4
+    reward_bounds = (-1.0, 2.0)
+    weights = {"right": 1.0, "brief": 0.1, "shortest": 0.5}
+
+    def task(self, index: int, heldout: bool = False) -> int:
+        if not 0 <= index < (self.num_heldout if heldout else self.num_tasks):
+            raise IndexError(index)
+        return index + 100 * heldout
+
+    def reset(self, task: int) -> tuple[tuple[str, ...], list[Message]]:
+        return (), [{"role": "user", "content": str(task)}]
+
+    def step(self, state: tuple[str, ...], action: str) -> Step:
+        said = (*state, str(action))
+        return Step(said, "again", len(said) == 2, reward=0.25 if len(said) == 1 else 0.0)
+
+    def score(self, state: tuple[str, ...]) -> Scored:
+        return Score(
+            {"right": float("yes" in state), "brief": float(len("".join(state)) < 6)}, {"letters": len("".join(state))}
+        )
+
+    def truncated_score(self, state: tuple[str, ...]) -> Scored:
+        return -1.0
+
+    def group_scores(self, states: Sequence[tuple[str, ...]]) -> list[Scored]:
+        lengths = [len("".join(state)) for state in states]
+        return [Score({"shortest": float(length == min(lengths))}) for length in lengths]
+
+
+def talk_of(env: Env, renderer: Renderer, *texts: str, sampling: Sampling = SAMPLING) -> Conversation:
+    talk = Conversation(env, renderer, env.task(0), sampling)
+    for text in texts:
+        if talk.ending is None:
+            talk.write([*renderer.encode(text), renderer.eos_id][: talk.room])
+    talk.logprobs = [0.0] * sum(author > 0 for author in talk.author)
+    return talk
+
+
+def claims(talks: Sequence[Conversation]) -> list[Rollout]:
+    return [talk.rollout(0) for talk in talks]
+
+
+def rewards(env: Env, renderer: Renderer, talks: Sequence[Conversation]) -> list[float]:
+    found = replay_group(env, renderer, env.task(0), claims(talks), SAMPLING)
+    assert not any(one.problem for one in found)
+    return [one.reward for one in found]
+
+
+def test_parts_times_their_weights_and_the_rewards_of_turns_are_the_reward(renderer: Renderer) -> None:
+    talk = talk_of(Parts(), renderer, "no", "yes")
+    assert talk.reward == pytest.approx(0.25 + 1.0 + 0.1 * 1.0)
+    assert talk.parts == {"right": 1.0, "brief": 1.0} and talk.metrics == {"letters": 5.0}
+    assert talk.turn_rewards == [0.25, 0.0]
+
+
+def test_a_run_file_may_weigh_the_parts_otherwise(renderer: Renderer) -> None:
+    env = with_settings(Parts(), EnvConfig("parts", weights={"brief": -0.5}))
+    assert talk_of(env, renderer, "no", "yes").reward == pytest.approx(0.25 + 1.0 - 0.5)
+    with pytest.raises(ConfigError, match=r"weights.style: no such part of the reward; it has right, brief, shortest"):
+        with_settings(Parts(), EnvConfig("parts", weights={"style": 1.0}))
+
+
+def test_a_truncated_episode_has_its_own_score(renderer: Renderer) -> None:
+    talk = talk_of(Parts(), renderer, "no", "yesyesyes")
+    assert talk.ending == "length" and talk.reward == -0.75  # the first turn has earned 0.25
+    plain = talk_of(load_env("arithmetic", {}), renderer, "9" * 30)
+    assert plain.ending == "length" and plain.reward == plain.env.score(plain.state)
+
+
+def test_siblings_are_compared_and_replay_finds_the_same(renderer: Renderer) -> None:
+    env = Parts()
+    talks = [talk_of(env, renderer, *texts) for texts in (("no", "yes"), ("a", "yes"), ("no", "yes"), ("b", "b"))]
+    own = [talk.reward for talk in talks]
+    assert rewards(env, renderer, talks) == pytest.approx([own[0], own[1], own[2], own[3] + 0.5])
+    assert rewards(env, renderer, talks[:2]) == pytest.approx([own[0], own[1] + 0.5])
+
+
+@pytest.mark.parametrize("given", [[Score({"shortest": 9.0})] * 2, [0.0], [float("nan")] * 2, ["x", "y"], None])
+def test_a_comparison_that_fails_gives_all_the_lowest_reward(given: Any, renderer: Renderer) -> None:
+    class Faulty(Parts):
+        def group_scores(self, states: Sequence[Any]) -> Any:
+            return given
+
+    env = Faulty()
+    talks = [talk_of(env, renderer, "no", text) for text in ("yes", "so")]
+    assert rewards(env, renderer, talks) == [-1.0, -1.0]
+    finding = {one.check: one for one in check_env(env, tasks=2)}["group scores"]
+    assert finding.outcome == "failed"
+
+
+def test_a_failed_rollout_is_not_compared(renderer: Renderer) -> None:
+    class Raising(Parts):
+        def step(self, state: tuple[str, ...], action: str) -> Step:
+            if action == "bad":
+                raise KeyError(action)
+            return super().step(state, action)
+
+        def group_scores(self, states: Sequence[Any]) -> list[Scored]:
+            assert len(states) == 2
+            return super().group_scores(states)
+
+    env = Raising()
+    talks = [talk_of(env, renderer, *texts) for texts in (("no", "yes"), ("bad",), ("b", "b"))]
+    assert rewards(env, renderer, talks) == pytest.approx([1.35, -1.0, 0.85])
+
+
+def test_another_seat_is_refused_until_a_rollout_has_several(renderer: Renderer) -> None:
+    class Seats(Parts):
+        def step(self, state: tuple[str, ...], action: str) -> Step:
+            return super().step(state, action)._replace(seat=1)
+
+    talk = talk_of(Seats(), renderer, "no")
+    assert talk.ending == "error" and "seat 1: a rollout has one policy" in talk.fault
+    assert {one.check: one.detail for one in check_env(Seats(), tasks=2)}["replay"].startswith(
+        "step() gives the next turn to seat"
+    )
+
+
+def test_an_environment_with_several_seats_is_not_loaded(tmp_path: Any) -> None:
+    file = tmp_path / "duel.py"
+    file.write_text("from shoal.envs.wordle import Wordle, WordleArgs\nclass Duel(Wordle):\n    num_seats = 2\n"
+                    "def environment():\n    return Duel(WordleArgs())\n")  # fmt: skip
+    with pytest.raises(ShoalError, match="num_seats is 2; a rollout has one policy"):
+        load_env(str(file), {})
+
+
+@pytest.mark.parametrize(
+    ("scored", "says"),
+    [
+        (Score({"a": float("nan")}), "part a is nan, not a finite number"),
+        (Score({"": 1.0}), "part '': a name has 1 to 64 printable characters"),
+        (Score({"a\n": 1.0}), "a name has"),
+        (Score({f"p{i}": 0.0 for i in range(65)}), "65 parts in a score, limit 64"),
+        (Score({}, {"m": float("inf")}), "metric m is inf"),
+        (Score({"a": 2.0, "b": 1.0}), "score 3.0 is outside reward_bounds"),
+    ],
+)
+def test_a_malformed_score_is_refused(scored: Score, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        earned(Parts(), [scored])
+
+
+def test_a_number_is_taken_as_it_is() -> None:
+    assert earned(Parts(), [0.1]) == Earned(0.1, {}, {}) and earned(Parts(), [1], [0.25, 0.25]).reward == 1.5
+
+
+def test_evaluation_reports_parts_and_metrics_and_compares_the_episodes_of_a_task(
+    answering_engine: Any, renderer: Renderer
+) -> None:
+    found = evaluate(answering_engine(lambda text: "yes"), renderer, Parts(), 8, 0, SAMPLING)
+    assert found.parts == {"brief": 0.0, "right": 1.0, "shortest": 1.0} and found.metrics == {"letters": 6.0}
+    assert found.mean == pytest.approx(1.75)
+
+
+def test_an_environment_of_parts_passes_its_checks() -> None:
+    findings = {one.check: one for one in check_env(Parts(), tasks=4)}
+    assert [one.check for one in findings.values() if one.outcome == "failed"] == []
+    assert findings["group scores"].detail == "4 groups compared, the same way twice"
