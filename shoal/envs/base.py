@@ -41,6 +41,8 @@ class Step(NamedTuple):
     done: bool
     reward: float = 0.0
     """What this turn earns. It is added to the episode's score."""
+    learn: bool = True
+    """Whether the policy learns from the turn that it has just written. If not, the turn is still checked and paid."""
     seat: int = 0
     """Who acts next. Only 0 is possible yet, because a rollout has one policy: `num_seats` of an environment is 1."""
 

@@ -22,7 +22,7 @@ from shoal.envs.settings import limits_of
 from shoal.errors import Overreach, ShoalError
 from shoal.policy.messages import arguments_of, as_messages, normal
 from shoal.policy.render import Prompt, Renderer
-from shoal.protocol.types import ENVIRONMENT, POLICY, Ending, Rollout, Sampling, make_rollout
+from shoal.protocol.types import ENVIRONMENT, POLICY, UNTRAINED, Ending, Rollout, Sampling, make_rollout
 
 
 class Conversation:
@@ -69,13 +69,14 @@ class Conversation:
         assert not stop_ids.intersection(token_ids[:-1]), "a turn continues after its stop token"
         assert len(token_ids) <= self.room, f"a turn of {len(token_ids)} tokens where {self.room} fit"
         assert stopped or len(token_ids) == self.room, "a turn ends early without a stop token"
+        begin = len(self.tokens)
         self._append(token_ids, POLICY)
         self.logprobs.extend(logprobs)
         action = self.renderer.decode(list(token_ids)) if action is None else action
         self.texts.append(("assistant", action))
         notation = getattr(self.env, "parser", "") or self.renderer.notation
         tools = self._arguments.get("tools", ())
-        self._answer(Action(action, notation, self._thinking, tools), cut=not stopped)
+        self._answer(Action(action, notation, self._thinking, tools), begin, cut=not stopped)
 
     def rollout(self, version: int) -> Rollout:
         """The finished rollout, as it is sent."""
@@ -100,8 +101,8 @@ class Conversation:
         if self.room < 1:
             self._end("length")
 
-    def _answer(self, action: Action, cut: bool) -> None:
-        """Let the environment answer a turn. If the turn was cut short, the answer is not appended."""
+    def _answer(self, action: Action, begin: int, cut: bool) -> None:
+        """Let the environment answer the turn from `begin` on. If the turn was cut short, the answer is not appended."""
         try:
             step = Step(*self.env.step(self.state, action))
             self.state, reply, done = step[:3]
@@ -110,6 +111,8 @@ class Conversation:
                     f"step() gives the next turn to seat {step.seat}: a rollout has one policy, in seat 0"
                 )
             self.turn_rewards.append(step.reward)
+            if not step.learn:  # guard: masks-are-the-environments
+                self.author[begin:] = [UNTRAINED] * (len(self.author) - begin)
             told = [] if done else as_messages(reply)
             prompt = self.renderer.go_on(told, self._arguments) if told else Prompt((), False)
         except Overreach:

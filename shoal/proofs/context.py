@@ -22,7 +22,7 @@ from shoal.policy.render import Renderer
 from shoal.protocol.bounds import bounds_for
 from shoal.protocol.randomness import sample_seed
 from shoal.protocol.types import (
-    POLICY,
+    ENVIRONMENT,
     Bounds,
     Ending,
     Group,
@@ -204,4 +204,4 @@ def score_requests(slot: Slot, group: Group) -> list[ScoreRequest]:
 
 def policy_positions(rollout: Rollout) -> NDArray[np.int64]:
     """Absolute indices of the policy's tokens, int64[P]."""
-    return np.flatnonzero(rollout.author_T() == POLICY)
+    return np.flatnonzero(rollout.author_T() != ENVIRONMENT)

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.protocol.constants import MAX_LOGPROB, MAX_ROLLOUT_TOKENS
-from shoal.protocol.types import ENVIRONMENT, POLICY, Rollout
+from shoal.protocol.types import ENVIRONMENT, Rollout
 
 
 class Flaw(NamedTuple):
@@ -57,7 +57,7 @@ def _sizes(index: int, rollout: Rollout, max_tokens: int) -> Flaw | None:
         return Flaw(index, -1, len(rollout.author), num_tokens, "not one author for each token")
     if num_policy + rollout.author.count(ENVIRONMENT) != len(rollout.author):  # guard: author-is-one-of-two
         return Flaw(index, -1, 0, 0, "an author other than environment or policy")
-    if not num_tokens or rollout.author[0] == POLICY:  # guard: policy-does-not-open
+    if not num_tokens or rollout.author[0] != ENVIRONMENT:  # guard: policy-does-not-open
         return Flaw(index, 0, 0, 0, "a rollout must open with the environment's text, because nothing predicts token 0")
     if num_logprobs != num_policy:  # guard: logprob-of-each-token
         return Flaw(index, -1, num_logprobs, num_policy, "not one log-prob for each policy token")
@@ -82,7 +82,7 @@ def _values(rollouts: Sequence[Rollout], vocabulary: int) -> Flaw | None:
     if odd_L.any():
         first = int(odd_L.argmax())
         author_N = np.frombuffer(b"".join(rollout.author for rollout in rollouts), dtype="u1")
-        at, value = int(np.flatnonzero(author_N == POLICY)[first]), float(logprobs_L[first])
+        at, value = int(np.flatnonzero(author_N != ENVIRONMENT)[first]), float(logprobs_L[first])
         if not np.isfinite(value):
             return flaw(at, 0, 0, "log-prob is not a finite number")
         return flaw(at, value, MAX_LOGPROB, "log-prob above 0")

@@ -18,7 +18,7 @@ from shoal.errors import PeerError
 from shoal.ledger.algorithm import advantages
 from shoal.protocol.algorithms import Algorithm
 from shoal.protocol.rollouts import flaw_of
-from shoal.protocol.types import POLICY, BatchGroup, Group
+from shoal.protocol.types import ENVIRONMENT, POLICY, BatchGroup, Group
 from shoal.protocol.wire import WireError, digest, from_msgpack
 
 
@@ -88,13 +88,16 @@ def rows_of_group(
     advantages_G = advantages(member.rewards, algorithm)
     rows = []
     for i, (rollout, reward, A) in enumerate(zip(group.rollouts, member.rewards, advantages_G, strict=True)):
-        positions_P = np.flatnonzero(rollout.author_T() == POLICY)
+        author_T = rollout.author_T()
+        written_P = np.flatnonzero(author_T != ENVIRONMENT)
+        learned_P = author_T[written_P] == POLICY  # guard: masked-turns-teach-nothing
+        positions_P = written_P[learned_P]
         if len(positions_P):
             rows.append(
                 Row(
                     tokens_T=rollout.tokens_T().astype(np.int64),
                     positions_P=positions_P,
-                    behaviour_logp_P=rollout.logprobs_P().astype(np.float32),
+                    behaviour_logp_P=rollout.logprobs_P()[learned_P].astype(np.float32),
                     advantage_P=np.full(len(positions_P), A, dtype=np.float32),
                     weight_P=np.ones(len(positions_P), dtype=np.float32),
                     reward=reward,

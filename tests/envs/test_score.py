@@ -1,8 +1,10 @@
 """What an episode earns: parts and weights, rewards of turns, truncated episodes, siblings, seats; and replay agrees."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import pytest
 
 from shoal.config import EnvConfig
@@ -128,6 +130,28 @@ def test_a_failed_rollout_is_not_compared(renderer: Renderer) -> None:
     env = Raising()
     talks = [talk_of(env, renderer, *texts) for texts in (("no", "yes"), ("bad",), ("b", "b"))]
     assert rewards(env, renderer, talks) == pytest.approx([1.35, -1.0, 0.85])
+
+
+class Coached(Parts):
+    """Only the last turn is learned from."""
+
+    def step(self, state: tuple[str, ...], action: str) -> Step:
+        step = super().step(state, action)
+        return step._replace(learn=step.done)
+
+
+def test_a_masked_turn_is_checked_and_paid_but_not_learned_from(renderer: Renderer) -> None:
+    env = Coached()
+    talk = talk_of(env, renderer, "no", "yes")
+    assert [author for author, _ in itertools.groupby(talk.author)] == [0, 2, 0, 1]
+    rollout = claims([talk])[0]
+    assert rollout.num_policy_tokens() == len(rollout.logprobs_P()) == 3 + 4
+    assert rewards(env, renderer, [talk]) == [pytest.approx(talk.reward + 0.5)]
+    lies = [bytes(2 if author else 0 for author in talk.author), bytes(min(author, 1) for author in talk.author)]
+    for author in lies:
+        claim = msgspec.structs.replace(rollout, author=author)
+        assert replay_group(env, renderer, env.task(0), [claim], SAMPLING)[0].problem
+    assert replay_group(Parts(), renderer, env.task(0), [rollout], SAMPLING)[0].problem
 
 
 def test_another_seat_is_refused_until_a_rollout_has_several(renderer: Renderer) -> None:

@@ -142,8 +142,16 @@ def test_tokens_outside_the_vocabulary_are_hard(desk, token):
 
 def test_unknown_author_is_hard(desk):
     author_T = desk.groups[1].rollouts[0].author_T().copy()
-    author_T[1] = 2
+    author_T[1] = 3
     assert first(desk.judge(desk.body(desk.edit(1, 0, author=author_T.tobytes()))), 1) == ("hard", "shape")
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_worker_cannot_take_a_turn_out_of_the_training(desk, whole):
+    author_T = desk.groups[1].rollouts[0].author_T().copy()
+    written = np.flatnonzero(author_T == 1)
+    author_T[written if whole else written[-1]] = 2
+    assert first(desk.judge(desk.body(desk.edit(1, 0, author=author_T.tobytes()))), 1) == ("soft", "environment")
 
 
 def test_rollout_longer_than_the_limit_is_hard(desk):

@@ -28,7 +28,7 @@ def test_sound_rollouts_have_no_flaw_though_the_policy_says_nothing(rollouts):
         (msgspec.structs.replace(HONEST, logprobs=b"\0"), "rollout 1: token ids or log-probs are not a whole number"),
         (changed(tokens_T=[5] * 9), "rollout 1, token 8: more tokens than max_tokens, 9, limit 8"),
         (changed(author_T=[0, 1, 1]), "rollout 1: not one author for each token, 3, limit 4"),
-        (changed(author_T=[0, 1, 2, 1]), "rollout 1: an author other than environment or policy"),
+        (changed(author_T=[0, 1, 3, 1]), "rollout 1: an author other than environment or policy"),
         (changed(author_T=[1, 1, 0, 0]), "rollout 1, token 0: a rollout must open with the environment's text"),
         (changed(tokens_T=[], author_T=[], logprobs_P=[]), "rollout 1, token 0: a rollout must open"),
         (changed(logprobs_P=[-1.0]), "rollout 1: not one log-prob for each policy token, 1, limit 2"),

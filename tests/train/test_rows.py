@@ -35,6 +35,15 @@ def test_rows_carry_tokens_positions_advantages_and_log_probs():
     assert (first.reward, second.reward, first.version) == (1.0, 0.0, 3)
 
 
+def test_a_turn_that_the_environment_masks_is_read_and_teaches_nothing():
+    masked = HONEST | {"author_T": [0, 2, 0, 1]}
+    first, second = rows_of(group_bytes(masked, HONEST))
+    assert first.tokens_T.tolist() == [5, 6, 7, 8] and first.positions_P.tolist() == [3]
+    assert first.behaviour_logp_P.tolist() == [-2.0] and len(first.advantage_P) == len(first.weight_P) == 1
+    assert second.positions_P.tolist() == [1, 3]
+    assert [row.id[2] for row in rows_of(group_bytes(HONEST | {"author_T": [0, 2, 0, 2]}, HONEST))] == [1]
+
+
 def test_a_row_names_its_rollout_and_its_group():
     silent = {"tokens_T": [5, 6], "author_T": [0, 0], "logprobs_P": []}
     data = group_bytes(HONEST, silent, HONEST)
@@ -57,7 +66,7 @@ def test_a_rollout_without_policy_tokens_gives_no_row_but_its_reward_counts_in_t
         ({"tokens_T": [5] * 9, "author_T": [0] * 7 + [1, 1]}, "more tokens than max_tokens, 9, limit 8"),
         ({"tokens_T": [], "author_T": [], "logprobs_P": []}, "must open with the environment's text"),
         ({"author_T": [0, 1, 1]}, "not one author for each token, 3, limit 4"),
-        ({"author_T": [0, 1, 2, 1]}, "an author other than"),
+        ({"author_T": [0, 1, 3, 1]}, "an author other than"),
         ({"author_T": [1, 1, 0, 0]}, "must open with the environment's text"),
         ({"logprobs_P": [-1.0]}, "not one log-prob for each policy token, 1, limit 2"),
         ({"logprobs_P": [-1.0, float("nan")]}, "not a finite number"),

@@ -6,8 +6,8 @@ Hard: the opening follows from the lease and the environment's data. The detail 
 slash only if two validators derived the same one, so data that differ between machines slash nobody by chance.
 """
 
-from shoal.proofs.context import Context, Failure, Severity
-from shoal.protocol.types import POLICY, Group
+from shoal.proofs.context import Context, Failure, Severity, policy_positions
+from shoal.protocol.types import Group
 from shoal.protocol.wire import digest, to_json
 
 NAME = "prompt"
@@ -15,9 +15,10 @@ SEVERITY: Severity = "hard"
 
 
 def check(group: Group, ctx: Context) -> Failure | None:
-    """The replay builds the conversation from the task. A difference before the first turn is in the prompt."""
+    """The replay builds the conversation from the task. A difference before the first turn, as the claim or the task has
+    it, is in the prompt."""
     for index, (rollout, replayed) in enumerate(zip(group.rollouts, ctx.replays(group), strict=True)):
-        if replayed.problem and 0 <= replayed.position <= rollout.author.index(POLICY):
+        if replayed.problem and 0 <= replayed.position < max(int(policy_positions(rollout)[0]), len(ctx.opening)):
             name = digest(to_json(ctx.opening))[:16]
             return Failure(index, replayed.position, 0, 0, f"prompt is not the task's ({name}): {replayed.problem}")
     return None

@@ -14,7 +14,7 @@ import numpy as np
 from shoal.proofs.context import Context, Failure, Severity
 from shoal.protocol.constants import MAX_GROUP_ROLLOUTS
 from shoal.protocol.rollouts import flaw_of
-from shoal.protocol.types import POLICY, Group, Rollout
+from shoal.protocol.types import ENVIRONMENT, Group, Rollout
 
 NAME = "shape"
 SEVERITY: Severity = "hard"
@@ -40,7 +40,7 @@ def _turns(rollouts: tuple[Rollout, ...], limit: int) -> Failure | None:
     for index, rollout in enumerate(rollouts):
         if not rollout.num_policy_tokens():  # guard: policy-says-something
             return Failure(index, 0, 0, 1, "a rollout must hold a turn of the policy")
-    policy_N = np.frombuffer(b"".join(rollout.author for rollout in rollouts), dtype="u1") == POLICY
+    policy_N = np.frombuffer(b"".join(rollout.author for rollout in rollouts), dtype="u1") != ENVIRONMENT
     # No run of policy tokens crosses into the next rollout, because every rollout opens with the environment's text.
     edges = np.flatnonzero(np.diff(policy_N, append=False))
     start_R, length_R = edges[::2] + 1, edges[1::2] - edges[::2]

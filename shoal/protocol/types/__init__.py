@@ -8,6 +8,7 @@ from shoal.protocol.types.run import Bounds, EnvSpec, Join, NodeState, Rules, Ru
 from shoal.protocol.types.work import (
     ENVIRONMENT,
     POLICY,
+    UNTRAINED,
     Block,
     Ending,
     EngineFacts,
@@ -26,6 +27,7 @@ from shoal.protocol.types.work import (
 __all__ = [
     "ENVIRONMENT",
     "POLICY",
+    "UNTRAINED",
     "AdminRequest",
     "Answer",
     "Batch",

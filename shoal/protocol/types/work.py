@@ -15,8 +15,9 @@ from shoal.protocol.constants import EPISODES
 from shoal.protocol.types.message import Answer, Fact, Message
 from shoal.protocol.types.run import Sampling
 
-ENVIRONMENT, POLICY = 0, 1
-"""Authors of a token."""
+ENVIRONMENT, POLICY, UNTRAINED = 0, 1, 2
+"""Authors of a token. UNTRAINED is the policy too: the token is sampled, checked and paid, but nothing is learned from it,
+because the environment says so. Changing breaks: every rollout."""
 
 Short = Annotated[str, msgspec.Meta(max_length=128)]  # guard: receipt-is-short
 """A hash, a key, a signature or a number, as text."""
@@ -111,7 +112,7 @@ class Rollout(Message, frozen=True):
         return np.frombuffer(self.token_ids, dtype="<i4")
 
     def author_T(self) -> NDArray[np.uint8]:
-        """Who wrote each token, uint8[T]: ENVIRONMENT or POLICY."""
+        """Who wrote each token, uint8[T]: ENVIRONMENT, POLICY or UNTRAINED."""
         return np.frombuffer(self.author, dtype="u1")
 
     def logprobs_P(self) -> NDArray[np.float32]:
@@ -120,7 +121,7 @@ class Rollout(Message, frozen=True):
 
     def num_policy_tokens(self) -> int:
         """P, the number of tokens that are paid."""
-        return self.author.count(POLICY)
+        return self.author.count(POLICY) + self.author.count(UNTRAINED)
 
 
 def make_rollout(tokens_T: Any, author_T: Any, logprobs_P: Any, *, version: int, ending: Ending) -> Rollout:
