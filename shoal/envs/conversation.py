@@ -113,16 +113,14 @@ class Conversation:
             self.turn_rewards.append(step.reward)
             if not step.learn:  # guard: masks-are-the-environments
                 self.author[begin:] = [UNTRAINED] * (len(self.author) - begin)
-            told = [] if done else as_messages(reply)
-            prompt = self.renderer.go_on(told, self._arguments) if told else Prompt((), False)
+            prompt = Prompt((), False) if done else self.renderer.go_on(reply, self._arguments)
         except Overreach:
             raise  # guard: overreach-ends-nothing
         except Exception as error:  # noqa: BLE001  as above
             self._fail(error)
             return
         if not cut:
-            told = as_messages(reply) if done and isinstance(reply, str) and reply else told
-            self.texts.extend(_told(told))
+            self._tell(reply, done)
         if cut:
             self._end("length")
         elif done:
@@ -132,6 +130,13 @@ class Conversation:
         else:
             self._append(prompt.token_ids, ENVIRONMENT)
             self._thinking = prompt.thinking
+
+    def _tell(self, reply: object, done: bool) -> None:
+        """Keep a reply for people. After the last turn only a text is kept."""
+        if isinstance(reply, str):
+            self.texts += [("user", reply)] if reply else []
+        elif not done:
+            self.texts.extend(_told(as_messages(reply)))
 
     def _end(self, ending: Ending) -> None:
         """Score the episode and close the conversation."""

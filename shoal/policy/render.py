@@ -86,6 +86,7 @@ class Renderer:
         # A group's rollouts have the same opening and often the same replies: render and encode each text once.
         self._opening = functools.lru_cache(REMEMBERED)(self._render_opening)
         self._reply = functools.lru_cache(REMEMBERED)(self._render_reply)
+        self._answer = functools.lru_cache(REMEMBERED)(lambda text: self._reply(_key(as_messages(text), None)))
 
     @staticmethod
     def from_directory(directory: Path) -> "Renderer":
@@ -125,8 +126,10 @@ class Renderer:
         """As `start`, with what the template began for the policy."""
         return self._opening(_key(normal(messages), arguments))
 
-    def go_on(self, messages: str | Sequence[Message], arguments: Mapping[str, Any] | None = None) -> Prompt:
+    def go_on(self, messages: object, arguments: Mapping[str, Any] | None = None) -> Prompt:
         """As `reply`, with what the template began for the policy."""
+        if isinstance(messages, str) and not arguments:  # the usual case, once for each turn of each rollout
+            return self._answer(messages)
         return self._reply(_key(normal(as_messages(messages)), arguments))
 
     def keeps_thinking(self, arguments: Mapping[str, Any] | None = None) -> bool:
