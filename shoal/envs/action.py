@@ -3,7 +3,8 @@
 Made by `conversation`. It is a plain text to an environment that wants no more, and it is taken apart only when asked.
 """
 
-from collections.abc import Mapping, Sequence
+import bisect
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from shoal.envs.parse import Parsed, ToolCall, parse
@@ -51,3 +52,12 @@ class Action(str):
     def problems(self) -> tuple[str, ...]:
         """What is malformed in its tool calls, one line each."""
         return self.parsed.problems
+
+
+def reasoning_length(token_ids: Sequence[int], action: Action, decode: Callable[[Sequence[int]], str]) -> int:
+    """How many of a turn's tokens are its reasoning; a token on the border belongs to it.
+
+    With it, a turn's tokens fill the places of `Renderer.history`: what the policy wrote is never made into tokens again.
+    """
+    begins = action.parsed.begins
+    return bisect.bisect_left(range(len(token_ids)), begins, key=lambda count: len(decode(token_ids[:count])))

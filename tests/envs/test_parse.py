@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from shoal.envs.action import Action
+from shoal.envs.action import Action, reasoning_length
 from shoal.envs.check import HOSTILE
 from shoal.envs.parse import PARSERS, ToolCall, parse
 from shoal.policy.messages import MAX_CALLS
@@ -192,3 +192,21 @@ def test_an_action_is_a_text_to_an_environment_that_wants_no_more() -> None:
     action = Action('<think>\nhm\n</think>\n\n<tool_call>{"name": "f", "arguments": {}}</tool_call>', "hermes")
     assert action == str(action) and hash(action) == hash(str(action)) and action.strip().startswith("<think>")
     assert (action.reasoning, action.visible, action.tool_calls[0].name) == ("hm", "", "f")
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if renderer_of(name)._dialect.reasoning])
+def test_the_tokens_of_a_turn_are_cut_where_its_reasoning_ends(name: str) -> None:
+    renderer = renderer_of(name)
+    message = {"role": "assistant", "content": "vier ✓", "reasoning_content": "HM, ✓ SO"}
+    if name in ("gemma4", "gemma4_v3", "gemma4_v4"):
+        message |= {"content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    turn = renderer.written(message, {"tools": [PROBE]})
+    thinking = renderer.open([{"role": "user", "content": "."}], {"tools": [PROBE]}).thinking
+    action = Action(renderer.decode(turn), renderer.notation, thinking, [PROBE])
+    count = reasoning_length(turn, action, renderer.decode)
+    assert renderer.decode(turn[:count]) + renderer.decode(turn[count:]) == action
+    assert renderer.decode(turn[count:]).startswith(("vier ✓", "<|tool_call>")) and "SO" in renderer.decode(
+        turn[:count]
+    )
+    plain = Action("vier", renderer.notation)
+    assert reasoning_length(renderer.encode("vier"), plain, renderer.decode) == 0
