@@ -25,7 +25,7 @@ TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 LONG_TESTS := attacks benchmarks launch roles test_api.py test_cli.py test_survival.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-quick test-slow check bench clean
+.PHONY: help demo test test-quick test-slow sandbox check bench clean
 
 help:
 	@sed -n '3,12s/^# \{0,1\}//p' Makefile
@@ -33,14 +33,22 @@ help:
 demo: $(VENV)/.runs
 	$(BIN)/shoal run recipes/wordle.toml
 
-test: $(VENV)/.tests
+test: $(VENV)/.tests sandbox
 	$(TEST)
 
-test-quick: $(VENV)/.tests
+test-quick: $(VENV)/.tests sandbox
 	$(TEST) $(addprefix --ignore=tests/,$(LONG_TESTS))
 
-test-slow: $(VENV)/.tests
+test-slow: $(VENV)/.tests sandbox
 	$(TEST) -m "slow or not slow"
+
+# Tests of the sandbox need bubblewrap. Root on Debian installs it; elsewhere those tests are skipped, and say how to get it.
+sandbox:
+	@if ! command -v bwrap >/dev/null && [ "$$(uname)$$(id -u)" = Linux0 ] && command -v apt-get >/dev/null; then \
+		echo "installing bubblewrap for the tests of the sandbox ..."; \
+		apt-get install -y -qq bubblewrap >/dev/null || { apt-get update -qq && apt-get install -y -qq bubblewrap >/dev/null; } || { \
+			echo "error: bubblewrap is not installed, so the sandbox cannot be tested: apt install bubblewrap"; exit 2; }; \
+	fi
 
 check: $(VENV)/.tests
 	$(BIN)/ruff format --check .

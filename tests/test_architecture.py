@@ -18,7 +18,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 FLOORS = (
     ("algos", "protocol"),
-    ("policy", "net", "ledger"),
+    ("policy", "sandbox", "net", "ledger"),
     ("engine",),
     ("train", "envs", "proofs", "weights"),
     ("roles",),
@@ -43,6 +43,7 @@ BROAD_EXCEPTS = {
     "net/server.py": "a fault of ours while answering is logged and becomes a 500, not a broken connection",
     "proofs/context.py": "an environment may raise anything; then nobody can play the slot, and it is void",
     "policy/contained.py": "a stranger's tokenizer may raise anything; the text is refused",
+    "sandbox/inside.py": "a snippet may raise anything, and ends as a script would; a fault of ours must not look like its",
     "policy/render.py": "the tokenizers library raises bare Exception for a damaged file",
 }
 """Named boundaries where anything may be caught, and why. Elsewhere it would hide a bug."""
@@ -243,7 +244,7 @@ def test_files_and_functions_stay_readable(file: Path) -> None:
 
 def light_modules() -> list[str]:
     """What must import without torch and transformers."""
-    rooms = ("protocol", "ledger", "net", "weights", "envs", "launch", "commands")
+    rooms = ("protocol", "sandbox", "ledger", "net", "weights", "envs", "launch", "commands")
     files = [file for file in FILES if room_of(file) in (*rooms, *COMMON, "api", "cli")]
     files += [f for f in FILES if name_of(f).startswith(("roles/coordinator", "proofs/checks/"))]
     files += [PACKAGE / "policy" / "render.py", PACKAGE / "policy" / "spec.py", PACKAGE / "engine" / "base.py"]

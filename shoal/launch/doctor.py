@@ -54,6 +54,7 @@ def examine(url: str = "") -> Iterator[Line]:
     yield _open_files()
     yield _port()
     yield _home()
+    yield _sandbox()
 
 
 def run(url: str = "", say: Callable[[str], None] = print) -> int:
@@ -201,3 +202,12 @@ def _home() -> Line:
     except OSError as error:
         remedy = "set SHOAL_HOME to a folder of yours"
         return Line("missing", "home", f"cannot write to {home}: {cause_of(error)}", remedy)
+
+
+def _sandbox() -> Line:
+    from shoal.sandbox.selftest import examine as try_sandbox
+
+    report = try_sandbox()
+    if report.works:
+        return Line("ok", "sandbox", f"full; {report.found}")
+    return Line("note", "sandbox", f"none; foreign code does not run here: {report.found}", report.remedy)

@@ -1,0 +1,118 @@
+"""A sandbox of namespaces, by bubblewrap.
+
+Called by `sandbox/cell`. Every namespace is new, the root holds only what `sandbox/layout` shows, nothing in
+it can be written but scratch directories of limited size, and there is no network, no right and no environment.
+"""
+
+import json
+import os
+import select
+import shutil
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from shoal.errors import StateError
+from shoal.sandbox.groups import Group
+from shoal.sandbox.layout import ENVIRONMENT, OUTSIDE, USER, Shown, links
+from shoal.sandbox.limits import Limits
+from shoal.sandbox.started import START_S, Started, launch
+
+PROGRAM = "bwrap"
+INSTALL = "apt install bubblewrap"
+DEVICES = ("null", "zero", "full", "random", "urandom")
+
+
+FIRST_USER, NUM_USERS = 60600, 512
+"""Users that foreign code becomes if root starts it. Distributions give these numbers to nobody."""
+
+
+def start(
+    shown: Sequence[Shown], limits: Limits, program: Sequence[str], group: Group, filter_program: bytes, first: bool
+) -> Started:
+    """Raises `StateError` if bubblewrap is not installed or does not work here, with what it said.
+
+    A program that is the `first` process in its namespace is spared its own signals, and must reap; else bubblewrap
+    does that.
+    """
+    if is_root():
+        for source, place in shown:
+            if place.is_relative_to(OUTSIDE) and source.stat().st_mode & 0o5 != 0o5 and source.is_dir():
+                raise StateError(f"the sandbox's user cannot read {source}: chmod -R a+rX {source}")
+    told, tells = os.pipe()
+    filtered, filters = os.pipe()
+    os.write(filters, filter_program)  # far less than a pipe holds
+    os.close(filters)
+    with open(told, "rb", buffering=0) as info:
+        try:
+            task = {
+                "groups": group.entries, "sources": [str(source) for source, _ in shown],
+                "command": command(shown, limits.scratch_mb, filtered, tells, ["--as-pid-1"] if first else [], program),
+                "user": FIRST_USER + os.getpid() % NUM_USERS if is_root() else None,
+            }  # fmt: skip
+            process = launch(task, (tells, filtered))
+        finally:
+            os.close(tells)
+            os.close(filtered)
+        return Started(process, _first_process(info.fileno(), process))
+
+
+def is_root() -> bool:
+    """Whether we are the machine's root. That of a container without rights is an ordinary user already."""
+    return os.geteuid() == 0 and Path("/proc/self/uid_map").read_text().split() == ["0", "0", "4294967295"]
+
+
+def _first_process(told: int, process: "subprocess.Popen[bytes]") -> int:
+    """Bubblewrap writes JSON with the id of its child, and closes the pipe."""
+    text, until = b"", time.monotonic() + START_S
+    ready = select.poll()
+    ready.register(told, select.POLLIN)
+    while ready.poll(1000 * max(0.0, until - time.monotonic())):
+        piece = os.read(told, 4096)
+        text += piece
+        if not piece:
+            break
+    if not text:
+        process.kill()
+        _, said = process.communicate()
+        raise StateError(f"the sandbox does not start: {' '.join(said.decode('utf-8', 'replace').split())[:600]}")
+    return int(json.loads(text)["child-pid"])
+
+
+def command(
+    shown: Sequence[Shown],
+    scratch_mb: int,
+    filter_fd: int,
+    info_fd: int,
+    options: Sequence[str],
+    program: Sequence[str],
+) -> list[str]:
+    """Raises `StateError` if bubblewrap is not installed. The word `@N@` stands for the source of `shown[N]`."""
+    path = shutil.which(PROGRAM)
+    if path is None:
+        raise StateError(f"bubblewrap is not installed: {INSTALL}")
+    words = [
+        path, "--unshare-all", "--unshare-user", "--uid", str(USER), "--gid", str(USER), "--hostname", "sandbox",
+        "--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL", *options,
+        "--info-fd", str(info_fd), "--seccomp", str(filter_fd),
+    ]  # fmt: skip
+    for name, value in ENVIRONMENT.items():
+        words += ["--setenv", name, value]
+    for number, (_, place) in enumerate(shown):
+        words += ["--ro-bind", f"@{number}@", str(place)]
+    for target, link in links():
+        words += ["--symlink", target, link]
+    words += ["--proc", "/proc", *tmpfs("/dev", 1)]
+    for device in DEVICES:
+        words += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        words += ["--symlink", f"/proc/self/fd/{number}", f"/dev/{name}"]
+    words += ["--symlink", "/proc/self/fd", "/dev/fd"]
+    words += [*tmpfs("/dev/shm", scratch_mb), *tmpfs("/tmp", scratch_mb)]
+    return [*words, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp", "--", *program]
+
+
+def tmpfs(place: str, size_mb: int) -> list[str]:
+    """An empty file system in memory."""
+    return ["--perms", "0755", "--size", str(size_mb << 20), "--tmpfs", place]

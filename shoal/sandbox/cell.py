@@ -1,0 +1,228 @@
+"""One running sandbox: started, spoken to in frames, watched, and ended with every process in it.
+
+Used by `sandbox/pool` and `sandbox/resident`. It blocks the thread that calls it, never longer than it is told, and no
+other thread. It does not know what the frames mean.
+"""
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from enum import Enum
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from shoal.errors import StateError
+from shoal.sandbox import bubblewrap, gvisor
+from shoal.sandbox.filter import snippet_filter, zygote_filter
+from shoal.sandbox.groups import Group
+from shoal.sandbox.layout import ENVIRONMENT, INSIDE, INTERPRETER_FLAGS, interpreter, shown
+from shoal.sandbox.limits import Ended, Limits, Outcome, Reason, Stopped
+from shoal.sandbox.memory import exceeds, taken_bytes
+from shoal.sandbox.started import START_S, Started
+
+_LOOK_S = 0.025
+"""How often we look at the memory of a sandbox that works."""
+
+_MB = 1_000_000
+_START_MB = 64
+"""For the processes that start a sandbox."""
+
+
+class Kind(Enum):
+    """What separates foreign code from this machine."""
+
+    BUBBLEWRAP = "bubblewrap"
+    """Namespaces and a filter of system calls; the kernel is shared."""
+    GVISOR = "gvisor"
+    """A kernel of its own, written in Go, which a fault of ours does not reach; a start takes half a second."""
+
+
+OWN_PROCESSES = {Kind.BUBBLEWRAP: 16, Kind.GVISOR: 512}
+"""Processes and threads of ours in a control group, beside those of foreign code. gVisor has threads for each of
+its."""
+
+
+class Gone(Exception):
+    """The sandbox gave no answer and is ended."""
+
+    def __init__(self, reason: Reason | None, why: str = "", exit_code: int = 0) -> None:
+        super().__init__(why or str(reason and reason.value))
+        self.outcome: Outcome = Ended(exit_code) if reason is None else Stopped(reason)
+        """`Ended` if the first program inside ended by itself."""
+
+
+class Cell:
+    """A running sandbox. It ends with `end`, when this object goes, and when this process ends."""
+
+    def __init__(self, kind: Kind, limits: Limits, task: dict[str, Any], packages: Sequence[Path] = ()) -> None:
+        """Start it and give it its first frame. Raises `StateError` if it cannot be started."""
+        self.limits = limits
+        if sys.platform != "linux":
+            raise StateError(f"the sandbox needs Linux; this is {sys.platform}")
+        self._group = Group.make()
+        self._processes = limits.processes + OWN_PROCESSES[kind]
+        self._group.limit((limits.memory_mb + 2 * limits.scratch_mb + _START_MB) * _MB, self._processes)
+        self._base_bytes = 0
+        first = task | {
+            "limits": vars(limits), "filter": snippet_filter().hex(), "environment": ENVIRONMENT,
+            "linux": kind is Kind.BUBBLEWRAP,
+        }  # fmt: skip
+        program = [str(interpreter()), *INTERPRETER_FLAGS, INSIDE]
+        sources, first_process = shown(packages), task["kind"] == "zygote"
+        allowed = zygote_filter() if first_process else snippet_filter()
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._group.remove)
+            start: Callable[..., Started] = gvisor.start
+            if kind is Kind.BUBBLEWRAP:
+                start = partial(bubblewrap.start, filter_program=allowed, first=first_process)
+            self._process, self.init, clean = _starter().submit(start, sources, limits, program, self._group).result()
+            undo.pop_all()
+        assert self._process.stdin and self._process.stdout and self._process.stderr
+        self._to, self._from = self._process.stdin.fileno(), self._process.stdout.fileno()
+        self._answers = select.poll()  # `select.select` fails above descriptor 1023
+        self._answers.register(self._from, select.POLLIN)
+        watched = _watched(self.init)
+        self.end: Callable[[], object] = weakref.finalize(self, _end, self._process, watched, self._group, clean)
+        try:
+            self.send(json.dumps(first).encode())
+        except Gone:
+            raise StateError(f"the sandbox does not start: {self.said()}") from None
+
+    def settle(self) -> None:
+        """From now on the limit of memory is counted from what is taken at this moment."""
+        self._base_bytes = taken_bytes(self.init)
+        taken = max(self._group.memory_bytes(), self._base_bytes)
+        most = taken + (self.limits.memory_mb + 2 * self.limits.scratch_mb) * _MB
+        self._group.limit(most, self._processes)
+
+    def send(self, data: bytes) -> None:
+        """Raises `Gone` if nobody reads it."""
+        rest = memoryview(len(data).to_bytes(4, "big") + data)
+        until = time.monotonic() + START_S
+        os.set_blocking(self._to, False)
+        writable = select.poll()
+        writable.register(self._to, select.POLLOUT)
+        while rest:
+            if not writable.poll(1000 * max(0.0, until - time.monotonic())):
+                raise self._gone(Reason.TIMEOUT, "it reads no requests")
+            try:
+                rest = rest[os.write(self._to, rest[: 1 << 16]) :]
+            except BlockingIOError:
+                continue
+            except OSError:
+                raise self._ended() from None
+
+    def receive(self, until: float, most_bytes: int) -> bytes:
+        """The next frame. Raises `Gone` after `until`, on the clock of `time.monotonic`."""
+        size = int.from_bytes(self._read(4, until), "big")
+        if size > most_bytes:  # guard: frames-of-a-sandbox
+            raise self._gone(Reason.KILLED, f"it answered with {size} bytes, limit {most_bytes}")
+        return self._read(size, until)
+
+    def memory_kills(self) -> int:
+        return self._group.memory_kills()
+
+    def said(self) -> str:
+        """What a sandbox that could not be started wrote, in one line."""
+        assert self._process.stderr
+        with contextlib.suppress(OSError, ValueError):
+            os.set_blocking(self._process.stderr.fileno(), False)
+            return " ".join(os.read(self._process.stderr.fileno(), 2000).decode("utf-8", "replace").split())
+        return ""
+
+    def _read(self, size: int, until: float) -> bytes:
+        data = bytearray()
+        while len(data) < size:
+            self._wait(until)
+            piece = os.read(self._from, min(size - len(data), 1 << 20))
+            if not piece:
+                raise self._ended()
+            data += piece
+        return bytes(data)
+
+    def _wait(self, until: float) -> None:
+        """Until there is something to read. Ends a sandbox that is beyond a limit before that."""
+        most = self._base_bytes + self.limits.memory_mb * _MB
+        while not self._answers.poll(1000 * max(0.0, min(_LOOK_S, until - time.monotonic()))):
+            if time.monotonic() >= until:  # guard: wall-time-of-a-sandbox
+                raise self._gone(Reason.TIMEOUT)
+            if exceeds(self.init, most):  # guard: memory-of-a-sandbox
+                raise self._gone(Reason.MEMORY)
+
+    def _ended(self) -> Gone:
+        """Why a sandbox closed its pipe."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(1.0)
+        code = exit_code(self._process.returncode)
+        if self._group.memory_kills() or code == -signal.SIGRTMAX:
+            return self._gone(Reason.MEMORY)
+        if code is None or code == -signal.SIGKILL:
+            return self._gone(Reason.KILLED)
+        if code == -signal.SIGXCPU:
+            return self._gone(Reason.TIMEOUT)
+        return self._gone(None, f"it ended with exit code {code}", code)
+
+    def _gone(self, reason: Reason | None, why: str = "", code: int = 0) -> Gone:
+        said = self.said()
+        self.end()
+        return Gone(reason, " ".join(filter(None, (why, said))), code)
+
+
+def exit_code(code: int | None) -> int | None:
+    """Of the program inside: bubblewrap and gVisor give 128 and the signal, if it died of one."""
+    return 128 - code if code is not None and code > 128 else code
+
+
+# --- starting and ending ---
+
+
+def _watched(init: int) -> int:
+    """A descriptor that tells when the first process of the sandbox, and so all of them, has ended. -1 if it already
+    has."""
+    try:
+        return os.pidfd_open(init)
+    except OSError:
+        return -1
+
+
+def _end(process: "subprocess.Popen[bytes]", watched: int, group: Group, clean: Callable[[], None]) -> None:
+    """Kill the first process of the sandbox: the kernel then kills all others. Wait until they are gone."""
+    if watched >= 0:
+        with contextlib.suppress(OSError):
+            signal.pidfd_send_signal(watched, signal.SIGKILL)
+    else:
+        process.kill()
+    process.wait()
+    if watched >= 0:
+        ended = select.poll()
+        ended.register(watched, select.POLLIN)
+        ended.poll(10_000)
+        os.close(watched)
+    for pipe in (process.stdin, process.stdout, process.stderr):
+        assert pipe is not None
+        pipe.close()
+    clean()
+    group.remove()
+
+
+_starters: list[ThreadPoolExecutor] = []
+_starters_lock = threading.Lock()
+
+
+def _starter() -> ThreadPoolExecutor:
+    """One thread starts every sandbox and lives as long as this process: the kernel ends a sandbox with the *thread*
+    that started it."""
+    with _starters_lock:
+        if not _starters:
+            _starters.append(ThreadPoolExecutor(1, thread_name_prefix="sandbox"))
+        return _starters[0]

@@ -1,0 +1,158 @@
+"""The filter of system calls: a small assembler for the kernel's BPF, and the two lists of what may be called.
+
+Called by whatever starts a process in the sandbox. The filter is an allow-list, so a call that a later kernel adds is
+refused without our doing. It is bytes: bubblewrap loads them for the first process, and `sandbox/inside` for each
+snippet.
+"""
+
+import errno
+import platform
+import struct
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from shoal.errors import StateError
+from shoal.sandbox.syscalls import ARCHITECTURES, ARGUED, FREE, HIGHEST, X32_BIT
+
+_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+"""BPF_LD|W|ABS, BPF_JMP|JEQ|K, BPF_JMP|JGE|K, BPF_JMP|JSET|K, BPF_RET|K."""
+
+_ALLOW, _KILL, _FAIL = 0x7FFF0000, 0x80000000, 0x00050000
+"""SECCOMP_RET_ALLOW, SECCOMP_RET_KILL_PROCESS, and SECCOMP_RET_ERRNO, to which the error is added."""
+
+_NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16
+"""Where the parts of a call are in `struct seccomp_data`."""
+
+_UNIX = 1
+"""AF_UNIX: a socket that no network carries. Those of the host cannot be reached: other mounts and another network
+namespace."""
+
+_NEW_NAMESPACES = 0x7E020000
+"""CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID and NEWNET."""
+
+_CLONE_TRACED = 0x2000
+"""CLONE_PTRACE."""
+
+_NESTED = 0x10000000 | 0x20000000 | 0x00020000
+"""CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNS: what `sandbox/inside` gives each snippet."""
+
+_MOUNTS = (0x2 | 0x4, 0x2 | 0x4 | 0x8)
+"""MS_NOSUID | MS_NODEV, and the same with MS_NOEXEC: a new file system. No flag of these binds or moves a mount."""
+
+_IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
+"""TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX and FIOCLEX. Without TIOCSTI, which types into a terminal."""
+
+_PRCTLS = (1, 2, 3, 4, 15, 16, 21, 23, 30, 36, 37, 38, 39, 40, 41, 0x53564D41)
+"""PDEATHSIG, DUMPABLE, NAME, GET_SECCOMP, CAPBSET_READ, GET_TIMERSLACK, CHILD_SUBREAPER, NO_NEW_PRIVS, GET_TID_ADDRESS,
+SET_THP_DISABLE and SET_VMA."""
+
+_PRCTLS_OF_ZYGOTE = (22, 24, 47)
+"""SET_SECCOMP, CAPBSET_DROP and CAP_AMBIENT: they only take rights away."""
+
+_SOL_SOCKET, _SOCKET_OPTIONS = 1, (2, 7, 8, 9, 13, 16, 20, 21)
+"""REUSEADDR, SNDBUF, RCVBUF, KEEPALIVE, LINGER, PASSCRED, RCVTIMEO and SNDTIMEO. Without those that attach BPF."""
+
+_QUERY = 0xFFFFFFFF
+"""The argument of personality that changes nothing."""
+
+
+class Instruction(NamedTuple):
+    """One of the machine: `struct sock_filter`."""
+
+    code: int
+    if_true: int
+    if_false: int
+    k: int
+
+
+def snippet_filter(machine: str = "") -> bytes:
+    """What a foreign program may call. Raises `StateError` on an architecture that we have no table for."""
+    return _filter(machine or platform.machine(), zygote=False)
+
+
+def zygote_filter(machine: str = "") -> bytes:
+    """The same with the calls that put a snippet into its own namespaces: one set of flags, and new file systems."""
+    return _filter(machine or platform.machine(), zygote=True)
+
+
+def _filter(machine: str, zygote: bool) -> bytes:
+    if machine not in ARCHITECTURES:
+        raise StateError(
+            f"no sandbox on {machine}: its system calls are not known, only those of {', '.join(ARCHITECTURES)}"
+        )
+    architecture, column = ARCHITECTURES[machine]
+    numbers = {name: row[column] for name, row in (FREE | ARGUED).items() if row[column] >= 0}
+    program = [
+        Instruction(_LOAD, 0, 0, _ARCHITECTURE),
+        Instruction(_EQUAL, 1, 0, architecture),
+        _end(_KILL),  # guard: foreign-architectures-are-killed
+        Instruction(_LOAD, 0, 0, _NUMBER),
+    ]
+    if machine == "x86_64":
+        program += [Instruction(_AT_LEAST, 0, 1, X32_BIT), _end(_KILL)]
+    program += [Instruction(_AT_LEAST, 0, 1, HIGHEST + 1), _error(errno.ENOSYS)]
+    for name in FREE:
+        if name in numbers:
+            program += _case(numbers[name], [_end(_ALLOW)])
+    for name, body in _argued(zygote).items():
+        program += _case(numbers[name], body)
+    program.append(_error(errno.EPERM))
+    return b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
+
+
+def _argued(zygote: bool) -> dict[str, list[Instruction]]:
+    """What decides about each call of `ARGUED`."""
+    refused = [_error(errno.EPERM)]
+    return {
+        "socket": _one_of(0, [_UNIX], errno.EAFNOSUPPORT),  # guard: no-sockets-but-unix
+        "socketpair": _one_of(0, (_UNIX,), errno.EAFNOSUPPORT),
+        "setsockopt": _is(1, _SOL_SOCKET) + _one_of(2, _SOCKET_OPTIONS),
+        "ioctl": _one_of(1, _IOCTLS, errno.ENOTTY),
+        "clone": _none_of(0, _NEW_NAMESPACES | _CLONE_TRACED),  # guard: no-namespaces-by-clone
+        "clone3": [
+            _error(errno.ENOSYS)
+        ],  # its flags are in memory, which a filter cannot read; libraries use clone then
+        "prctl": _one_of(0, _PRCTLS + (_PRCTLS_OF_ZYGOTE if zygote else ())),
+        "prlimit64": _one_of(0, [0]),  # itself
+        "personality": _one_of(0, [0, _QUERY]),
+        "unshare": _one_of(0, [_NESTED]) if zygote else refused,  # guard: no-namespaces-by-unshare
+        "mount": _one_of(3, _MOUNTS) if zygote else refused,
+        "capset": [_end(_ALLOW)] if zygote else refused,
+    }
+
+
+# --- the assembler: each body ends in a return, whatever the arguments are ---
+
+
+def _case(number: int, body: Sequence[Instruction]) -> list[Instruction]:
+    """The body, if this is the call's number."""
+    return [Instruction(_EQUAL, 0, len(body), number), *body]
+
+
+def _one_of(argument: int, values: Iterable[int], otherwise: int = errno.EPERM) -> list[Instruction]:
+    body = [_load(argument)]
+    for value in values:
+        body += [Instruction(_EQUAL, 0, 1, value), _end(_ALLOW)]
+    return [*body, _error(otherwise)]
+
+
+def _is(argument: int, value: int) -> list[Instruction]:
+    """Goes on to what follows if the argument has this value."""
+    return [_load(argument), Instruction(_EQUAL, 1, 0, value), _error(errno.EPERM)]
+
+
+def _none_of(argument: int, bits: int) -> list[Instruction]:
+    return [_load(argument), Instruction(_ANY_BIT, 0, 1, bits), _error(errno.EPERM), _end(_ALLOW)]
+
+
+def _load(argument: int) -> Instruction:
+    """The low half of an argument: the kernel reads no more of each argument that is compared here."""
+    return Instruction(_LOAD, 0, 0, _ARGUMENTS + 8 * argument)
+
+
+def _error(number: int) -> Instruction:
+    return _end(_FAIL | number)
+
+
+def _end(what: int) -> Instruction:
+    return Instruction(_RETURN, 0, 0, what)

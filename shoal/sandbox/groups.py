@@ -1,0 +1,123 @@
+"""Control groups: the kernel's count of all memory and processes of one sandbox, where this node may make groups.
+
+Called by `sandbox/cell`. Root may nearly always; an ordinary user only where its own group was delegated to it. Without
+a group the other limits stay: rlimits, sizes of file systems, and the watch of `sandbox/memory`.
+"""
+
+import contextlib
+import itertools
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+CONTROLLERS = ("memory", "pids")
+_number = itertools.count()
+_REMOVE_S = 2.0
+"""The kernel needs a moment until a group whose processes are dead is empty."""
+
+
+class Group:
+    """One group, in one directory (version 2) or in one for each controller (version 1). Empty where none can be
+    made."""
+
+    def __init__(self, directories: list[Path]) -> None:
+        self._directories = directories
+
+    @staticmethod
+    def make() -> "Group":
+        """A new group below ours, or a group without directories."""
+        name = f"shoal-{os.getpid()}-{next(_number)}"
+        for parents in _places():
+            made: list[Path] = []
+            for parent in parents:
+                with contextlib.suppress(OSError):
+                    (parent / name).mkdir()
+                    made.append(parent / name)
+            group = Group(made)
+            if len(made) == len(parents) and group._works():
+                return group
+            group.remove()
+        return Group([])
+
+    @property
+    def entries(self) -> list[str]:
+        """Files to which a process writes its id in order to enter."""
+        return [str(directory / "cgroup.procs") for directory in self._directories]
+
+    def limit(self, memory_bytes: int, processes: int) -> None:
+        """From now on. Swap is memory that is slow: none of it is allowed."""
+        for name, value in (
+            ("memory.max", memory_bytes), ("memory.swap.max", 0), ("memory.limit_in_bytes", memory_bytes),
+            ("memory.memsw.limit_in_bytes", memory_bytes), ("pids.max", processes),
+        ):  # fmt: skip
+            for directory in self._directories:
+                if (directory / name).exists():
+                    with contextlib.suppress(OSError):
+                        (directory / name).write_text(str(value))
+
+    def memory_bytes(self) -> int:
+        """What is taken now; 0 without a group."""
+        for directory in self._directories:
+            for name in ("memory.current", "memory.usage_in_bytes"):
+                with contextlib.suppress(OSError, ValueError):
+                    return int((directory / name).read_text())
+        return 0
+
+    def memory_kills(self) -> int:
+        """How many processes the kernel has killed here because the group was full."""
+        for directory in self._directories:
+            for name in ("memory.events", "memory.oom_control"):
+                with contextlib.suppress(OSError):
+                    words = dict(line.split() for line in (directory / name).read_text().splitlines())
+                    return int(words.get("oom_kill", 0))
+        return 0
+
+    def remove(self) -> None:
+        """When all of its processes are dead."""
+        until = time.monotonic() + _REMOVE_S
+        while self._directories and time.monotonic() < until:
+            for directory in list(self._directories):
+                with contextlib.suppress(OSError):
+                    directory.rmdir()
+                if not directory.exists():
+                    self._directories.remove(directory)
+            if self._directories:
+                time.sleep(0.01)
+
+    def _works(self) -> bool:
+        files = [directory / name for directory in self._directories for name in ("pids.max", "cgroup.procs")]
+        return len([f for f in files if os.access(f, os.W_OK)]) > 1
+
+
+def _places() -> Iterator[list[Path]]:
+    """Directories in which a new group would have both controllers; the nearest to our own group first."""
+    ours: dict[str, str] = {}
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            ours |= dict.fromkeys(controllers.split(","), path.lstrip("/"))
+    mounts = _mounts()
+    if all(name in mounts and name in ours for name in CONTROLLERS):
+        yield [mounts[name] / ours[name] for name in CONTROLLERS]
+        yield [mounts[name] for name in CONTROLLERS]
+    if "" in mounts and "" in ours:
+        at = mounts[""] / ours[""]
+        while at.is_relative_to(mounts[""]):
+            with contextlib.suppress(OSError):
+                if set(CONTROLLERS) <= set((at / "cgroup.subtree_control").read_text().split()):
+                    yield [at]
+            at = at.parent
+
+
+def _mounts() -> dict[str, Path]:
+    """Where each controller of version 1 is mounted; version 2 under the empty name."""
+    found: dict[str, Path] = {}
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/mounts").read_text().splitlines():
+            _, place, kind, options = line.split()[:4]
+            if kind == "cgroup2":
+                found[""] = Path(place)
+            elif kind == "cgroup":
+                found |= {name: Path(place) for name in options.split(",") if name in CONTROLLERS}
+    return found

@@ -1,0 +1,82 @@
+"""What a sandbox shows of this machine: the interpreter, its libraries, and what the caller names. All of it read-only.
+
+Used by `sandbox/bubblewrap` and `sandbox/gvisor`. Nothing of /home, /root, /etc, /run, /var or /sys is shown, except
+the directories of the interpreter and of packages, if they are there.
+"""
+
+import os
+import sys
+import sysconfig
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+INSIDE = "/shoal-inside.py"
+"""Where the sandbox has `sandbox/inside`."""
+
+OUTSIDE = Path("/outside")
+"""Below this, the sandbox has what its caller shows it."""
+
+ENVIRONMENT = {
+    "HOME": "/tmp",
+    "LANG": "C.UTF-8",
+    "TZ": "UTC",
+    "PYTHONHASHSEED": "0",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MALLOC_ARENA_MAX": "1",
+}
+"""All that foreign code finds in its environment. The same on each machine, because results may depend on it."""
+
+INTERPRETER_FLAGS = ("-s", "-P", "-S", "-B")
+"""No user's packages, no script's directory, no `site` (which runs .pth files), no bytecode written."""
+
+USER = 1000
+"""User id that the sandbox sees. Outside it is another one."""
+
+
+class Shown(NamedTuple):
+    """Something of this machine that is in the sandbox."""
+
+    source: Path
+    place: Path
+
+
+def interpreter() -> Path:
+    """The real file of the running interpreter: a virtual environment's is a link."""
+    return Path(sys.executable).resolve()
+
+
+def standard_paths() -> list[str]:
+    """`sys.path` of an interpreter without packages."""
+    base = {"base": sys.base_prefix, "platbase": sys.base_exec_prefix, "installed_base": sys.base_prefix}
+    library = Path(sysconfig.get_path("stdlib", vars=base))
+    compiled = Path(sysconfig.get_path("platstdlib", vars=base)) / "lib-dynload"
+    return [str(library), str(compiled)]
+
+
+def outside(path: Path) -> Path:
+    """Where the sandbox shows a path that the caller names: not at its own place, which may be in /tmp."""
+    return OUTSIDE / path.absolute().relative_to("/")
+
+
+def shown(extra: Iterable[Path] = ()) -> list[Shown]:
+    """What a sandbox shows: the interpreter and libraries at their own places, and `extra` below `OUTSIDE`."""
+    wanted = {interpreter()}
+    wanted |= {Path(sys.base_prefix) / "lib", Path("/usr/lib"), Path("/usr/lib64"), Path("/usr/local/lib")}
+    wanted |= {path for path in map(Path, ("/lib", "/lib64")) if path.is_dir() and not path.is_symlink()}
+    wanted |= {Path("/etc/ld.so.cache")}
+    if library := sysconfig.get_config_var("LIBDIR"):
+        wanted.add(Path(library))
+    there = sorted(path for path in wanted if path.exists())
+    outer: list[Path] = []
+    for path in there:
+        if not any(path.is_relative_to(other) for other in outer):
+            outer.append(path)
+    ours = Shown(Path(__file__).with_name("inside.py"), Path(INSIDE))
+    return [*(Shown(path, path) for path in outer), *(Shown(path.absolute(), outside(path)) for path in extra), ours]
+
+
+def links() -> list[tuple[str, str]]:
+    """Links of the root directory, such as /lib to usr/lib."""
+    return [(os.readlink(path), path) for path in ("/lib", "/lib64") if os.path.islink(path)]

@@ -1,0 +1,75 @@
+"""What one piece of foreign code may take, and how its run can end.
+
+Used by all who start or call foreign code. It knows no process.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+@dataclass(frozen=True)
+class Limits:
+    """For one snippet, or for one resident program."""
+
+    wall_s: float = 5.0
+    """For a snippet, or for one answer of a resident. Most honest snippets of a policy end within 0.1 s; a loop that
+    never ends holds a place in the pool for this long."""
+    cpu_s: int = 5
+    """CPU time of each process, in whole seconds: a sleeping program is cut by the wall time, a computing one by
+    this."""
+    memory_mb: int = 256
+    """All processes together, beyond what the interpreter took before; and address space beyond it of each process.
+    Tables of a few million Python objects fit."""
+    processes: int = 16
+    """Processes and threads: a few helpers of a program's own. A fork bomb stops here."""
+    file_mb: int = 16
+    """Size of a file: half of the scratch disk, so that one file cannot fill it."""
+    open_files: int = 64
+    """Descriptors of each process. The buffers of that many pipes and sockets in every process stay below
+    `memory_mb`."""
+    output_bytes: int = 64 << 10
+    """Bytes kept of standard output, and of standard error. More than a policy's context can hold; the rest is
+    dropped."""
+    scratch_mb: int = 32
+    """Size of /tmp and of /dev/shm each. They are in memory, so this comes on top of `memory_mb`."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The program ended by itself, so the result is its own."""
+
+    exit_code: int
+    """Negative if it died of a signal of its own, as in `subprocess`."""
+    stdout: bytes = b""
+    stderr: bytes = b""
+    stdout_truncated: bool = False
+    stderr_truncated: bool = False
+    cpu_s: float = 0.0
+    """Of the processes that something waited for."""
+
+
+class Reason(Enum):
+    """Why we ended a program."""
+
+    TIMEOUT = "timeout"
+    """It reached `wall_s` or `cpu_s`."""
+    MEMORY = "memory"
+    """It reached `memory_mb`."""
+    KILLED = "killed"
+    """Something else ended it or its sandbox."""
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """The program did not end by itself. A faster or larger machine might say otherwise, so this is evidence against
+    nobody: it has no exit code, and what depends on it is void."""
+
+    reason: Reason
+    stdout: bytes = b""
+    stderr: bytes = b""
+    stdout_truncated: bool = False
+    stderr_truncated: bool = False
+    cpu_s: float = 0.0
+
+
+Outcome = Ended | Stopped

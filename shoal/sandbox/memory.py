@@ -1,0 +1,54 @@
+"""How much memory a tree of processes takes, seen from outside.
+
+Called by `sandbox/cell` every few milliseconds, so it first adds up what is cheap to read. That counts pages twice
+which a fork shares, so near the limit it asks the kernel to share them out.
+"""
+
+import contextlib
+import resource
+from pathlib import Path
+
+_PAGE = resource.getpagesize()
+
+
+def exceeds(root: int, most_bytes: int) -> bool:
+    """Whether the process and its descendants take more than this."""
+    tree = _tree(root)
+    if sum(_resident(pid) for pid in tree) <= most_bytes:
+        return False
+    return sum(_share(pid) for pid in tree) > most_bytes
+
+
+def taken_bytes(root: int) -> int:
+    """By a process and its descendants."""
+    return sum(_share(pid) for pid in _tree(root))
+
+
+def processes_of(root: int) -> list[int]:
+    """The process and its descendants, as this machine numbers them."""
+    return _tree(root)
+
+
+def _tree(root: int) -> list[int]:
+    """Each thread lists the children that it forked."""
+    tree = [root]
+    for pid in tree:
+        with contextlib.suppress(OSError):
+            for thread in Path(f"/proc/{pid}/task").iterdir():
+                tree += map(int, (thread / "children").read_text().split())
+    return tree
+
+
+def _resident(pid: int) -> int:
+    with contextlib.suppress(OSError, IndexError, ValueError):
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE
+    return 0
+
+
+def _share(pid: int) -> int:
+    """Its own pages, and its part of those that it shares. All that it can see, if the kernel does not let us ask."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) * 1024
+    return _resident(pid)

@@ -1,0 +1,175 @@
+"""Warm interpreters in sandboxes, which run one snippet after another.
+
+Called by whoever must run a policy's or a stranger's Python: environments with tools, tests of code. Each place of the
+pool is a sandbox with a zygote (`sandbox/inside`), which has imported what it was told to; a snippet is a fork of it in
+namespaces of its own. So nothing of a snippet reaches the next one. A call blocks its thread only; from asyncio, use
+`soon`.
+"""
+
+import asyncio
+import json
+import os
+import queue
+import signal
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from shoal.errors import StateError
+from shoal.sandbox.cell import Cell, Gone, Kind
+from shoal.sandbox.layout import outside, standard_paths
+from shoal.sandbox.limits import Ended, Limits, Outcome, Reason, Stopped
+from shoal.sandbox.started import START_S
+
+GRACE_S = 5.0
+"""The zygote ends a snippet at its limit of time. We end the sandbox if it has not answered so much later."""
+
+MAX_REPORT_BYTES = 4096
+_OUT_OF_MEMORY = signal.SIGRTMAX
+_OVER_TIME = signal.SIGXCPU
+
+
+class Pool:
+    """Places for snippets. Close it, or use it with `with`."""
+
+    def __init__(
+        self, size: int = 0, limits: Limits = Limits(), imports: Sequence[str] = (), packages: Sequence[Path] = (),
+        kind: Kind = Kind.BUBBLEWRAP,
+    ) -> None:  # fmt: skip
+        """`size` places, 0 for one on each core; they start when they are first needed. `imports` are done once for
+        each; `packages` are directories that the sandbox shows, and searches for imports."""
+        self.size = size or len(os.sched_getaffinity(0))
+        self.kind = kind
+        self._limits, self._packages = limits, [path.absolute() for path in packages]
+        paths = [*standard_paths(), *(str(outside(package)) for package in self._packages)]
+        self._task = {"kind": "zygote", "imports": list(imports), "paths": paths}
+        self._places: queue.LifoQueue[_Place] = queue.LifoQueue()
+        for _ in range(self.size):
+            self._places.put(_Place(self))
+        self._threads = ThreadPoolExecutor(self.size, thread_name_prefix="snippet")
+
+    def run(self, source: str, stdin: bytes = b"", limits: Limits | None = None) -> Outcome:
+        """Run Python source as a script, when a place is free. `limits` may be lower than the pool's.
+
+        Raises `StateError` if the sandbox does not start here, or an import of the pool fails.
+        """
+        place = self._places.get()
+        try:
+            return place.run(source.encode("utf-8", "replace"), stdin, _lower(limits or self._limits, self._limits))
+        finally:
+            self._places.put(place)
+
+    async def soon(self, source: str, stdin: bytes = b"", limits: Limits | None = None) -> Outcome:
+        """The same from asyncio. If the caller is cancelled, the snippet goes on to its end or its limits."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self.run, source, stdin, limits)
+
+    def warm(self) -> None:
+        """Start all places now. Raises as `run`."""
+        places = [self._places.get() for _ in range(self.size)]
+        try:
+            for place in places:
+                place.ready()
+        finally:
+            for place in places:
+                self._places.put(place)
+
+    def peek(self) -> int:
+        """The first process of a sandbox that now waits for work, as this machine numbers it."""
+        place = self._places.get()
+        try:
+            return place.ready().init
+        finally:
+            self._places.put(place)
+
+    def close(self) -> None:
+        """End every sandbox, when its snippet has ended."""
+        self._threads.shutdown()
+        for _ in range(self.size):
+            self._places.get().close()
+
+    def __enter__(self) -> "Pool":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _open(self) -> Cell:
+        cell = Cell(self.kind, self._limits, self._task, self._packages)
+        try:
+            started = json.loads(cell.receive(time.monotonic() + START_S, MAX_REPORT_BYTES))
+        except Gone as gone:
+            raise StateError(f"the sandbox does not start, or its imports take too much: {gone}") from None
+        if failed := started.get("failed"):
+            cell.end()
+            raise StateError(f"an import of the sandbox fails: {failed.strip()}")
+        cell.settle()
+        return cell
+
+
+class _Place:
+    """One sandbox, which is started again when it was ended."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._cell: Cell | None = None
+
+    def ready(self) -> Cell:
+        self._cell = self._cell or self._pool._open()
+        return self._cell
+
+    def run(self, source: bytes, stdin: bytes, limits: Limits) -> Outcome:
+        try:
+            return self._run(self.ready(), source, stdin, limits)
+        except Gone as gone:
+            self._cell = None
+            return gone.outcome if isinstance(gone.outcome, Stopped) else Stopped(Reason.KILLED)
+
+    def _run(self, cell: Cell, source: bytes, stdin: bytes, limits: Limits) -> Outcome:
+        request = json.dumps({"limits": vars(limits)}).encode()
+        try:
+            cell.send(request)
+        except Gone:  # something ended it while it waited for work
+            self._cell = None
+            cell = self.ready()
+            cell.send(request)
+        kills = cell.memory_kills()
+        cell.send(source)
+        cell.send(stdin)
+        until = time.monotonic() + limits.wall_s + GRACE_S
+        report = json.loads(cell.receive(until, MAX_REPORT_BYTES))
+        stdout, stderr = (cell.receive(until, limits.output_bytes) for _ in range(2))
+        outcome = _outcome(report, stdout, stderr, limits, cell.memory_kills() > kills)
+        if self._pool.kind is Kind.GVISOR:
+            self.close()
+        return outcome
+
+    def close(self) -> None:
+        if self._cell is not None:
+            self._cell.end()
+            self._cell = None
+
+
+def _outcome(report: dict[str, Any], stdout: bytes, stderr: bytes, limits: Limits, memory_kill: bool) -> Outcome:
+    """What the zygote reports, as a value. Raises `StateError` if it could not make a world for the snippet."""
+    if report.get("failed"):
+        raise StateError(f"the sandbox cannot separate a snippet: {report['failed']}")
+    told = {name: report[name] for name in ("stdout_truncated", "stderr_truncated", "cpu_s")}
+    if not report["in_time"]:
+        return Stopped(Reason.TIMEOUT, stdout, stderr, **told)
+    status = report["status"]
+    code = os.waitstatus_to_exitcode(status) if status is not None else -signal.SIGKILL
+    if memory_kill or code == -_OUT_OF_MEMORY:
+        return Stopped(Reason.MEMORY, stdout, stderr, **told)
+    if code == -_OVER_TIME or (code == -signal.SIGKILL and report["cpu_s"] >= limits.cpu_s):
+        return Stopped(Reason.TIMEOUT, stdout, stderr, **told)
+    if code == -signal.SIGKILL:
+        return Stopped(Reason.KILLED, stdout, stderr, **told)
+    return Ended(code, stdout, stderr, **told)
+
+
+def _lower(asked: Limits, most: Limits) -> Limits:
+    """Each limit, but none above the pool's: the sandbox itself was made for those."""
+    return replace(asked, **{name: min(value, getattr(most, name)) for name, value in vars(asked).items()})

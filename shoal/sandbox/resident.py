@@ -1,0 +1,66 @@
+"""A foreign program that stays in a sandbox and answers one request after another.
+
+Called by roles that hold a conversation with foreign code: an environment of a package, a stranger's tokenizer.
+Requests and answers are frames (4 bytes of length, big-endian, then the bytes) on the program's standard input and
+output; what they mean, such as MessagePack, is the caller's and the program's affair.
+"""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from shoal.sandbox.cell import Cell, Gone, Kind
+from shoal.sandbox.limits import Limits, Outcome, Reason, Stopped
+
+MAX_ANSWER_BYTES = 4 << 20
+"""Far more than the longest text that an environment may write."""
+
+
+class Resident:
+    """One running program. It ends with `close`, when this object goes, and when this process ends."""
+
+    def __init__(
+        self, program: Sequence[str], limits: Limits = Limits(), packages: Sequence[Path] = (),
+        kind: Kind = Kind.BUBBLEWRAP,
+    ) -> None:  # fmt: skip
+        """`program` is a command, with `interpreter()` as its first word; `packages` are paths that it may read, each
+        at `outside(path)`.
+
+        `limits.memory_mb` counts the interpreter, too. `limits.cpu_s` is for its whole life. A program that catches its
+        own `MemoryError` says so by dying of the signal SIGRTMAX. Raises `StateError`.
+        """
+        self.limits = limits
+        self._cell = Cell(kind, limits, {"kind": "resident", "program": list(program)}, packages)
+        self._ended: Outcome | None = None
+
+    def ask(self, request: bytes, limit_s: float = 0.0, most_bytes: int = MAX_ANSWER_BYTES) -> bytes | Outcome:
+        """The answer within `limit_s` (0 is `limits.wall_s`), or how the program ended: it then answers no other
+        request."""
+        return ask_all([self], [request], limit_s, most_bytes)[0]
+
+    def close(self) -> None:
+        self._ended = self._ended or Stopped(Reason.KILLED)
+        self._cell.end()
+
+
+def ask_all(
+    residents: Sequence[Resident], requests: Sequence[bytes], limit_s: float = 0.0, most_bytes: int = MAX_ANSWER_BYTES
+) -> list[bytes | Outcome]:
+    """One request to each. They work at the same time, and one that fails does not delay the answers of the others."""
+    for resident, request in zip(residents, requests, strict=True):
+        if resident._ended is None:
+            try:
+                resident._cell.send(request)
+            except Gone as gone:
+                resident._ended = gone.outcome
+    asked_s = time.monotonic()
+    answers: list[bytes | Outcome] = []
+    for resident in residents:
+        if resident._ended is None:
+            try:
+                answers.append(resident._cell.receive(asked_s + (limit_s or resident.limits.wall_s), most_bytes))
+                continue
+            except Gone as gone:
+                resident._ended = gone.outcome
+        answers.append(resident._ended)
+    return answers

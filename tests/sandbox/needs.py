@@ -1,0 +1,13 @@
+"""What tests of the sandbox need of this machine, and how they say that it is missing."""
+
+import shutil
+import sys
+
+import pytest
+
+from shoal.sandbox.bubblewrap import INSTALL
+
+MISSING = "" if sys.platform == "linux" and shutil.which("bwrap") else f"bubblewrap is not installed: {INSTALL}"
+
+needs_bubblewrap = pytest.mark.skipif(bool(MISSING), reason=MISSING)
+needs_gvisor = pytest.mark.skipif(shutil.which("runsc") is None, reason="gVisor is not installed: apt install runsc")
