@@ -1,10 +1,11 @@
-"""What the sandbox costs: a warm snippet, a fresh interpreter in bubblewrap, and a bare Python process. Linux with bubblewrap only.
+"""What the sandbox costs: a warm snippet, beside a bare Python process and a fresh interpreter in bubblewrap.
 
     python benchmarks/sandbox.py
 
-The rounds alternate, and medians of wall time are compared, because the machine may be shared. CPU time is a mean. It counts this process and all processes
-of the sandbox. The peer is plain bubblewrap with a fresh interpreter for each snippet, without a filter and without limits. The last
-part asks 64 resident programs at once, as a turn of 64 isolated episodes does, and compares it with 64 calls in this process.
+Linux with bubblewrap only. The rounds alternate, and medians of wall time are compared, because the machine may be
+shared. CPU time is a mean. It counts this process and all processes of the sandbox. The peer is plain bubblewrap with a
+fresh interpreter for each snippet, without a filter and without limits. The last part asks 64 resident programs at
+once, as a turn of 64 isolated episodes does, and compares it with 64 calls in this process.
 """
 
 import argparse
