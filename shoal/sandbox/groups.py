@@ -31,6 +31,7 @@ class Group:
         for parents in _places():
             made: list[Path] = []
             for parent in parents:
+                _sweep(parent)
                 with contextlib.suppress(OSError):
                     (parent / name).mkdir()
                     made.append(parent / name)
@@ -88,6 +89,14 @@ class Group:
     def _works(self) -> bool:
         files = [directory / name for directory in self._directories for name in ("pids.max", "cgroup.procs")]
         return len([f for f in files if os.access(f, os.W_OK)]) > 1
+
+
+def _sweep(parent: Path) -> None:
+    """Take away what nodes left that were killed. The kernel keeps a group that still has a process."""
+    for old in parent.glob("shoal-*-*"):
+        if not Path("/proc", old.name.split("-")[1]).exists():
+            with contextlib.suppress(OSError):
+                old.rmdir()
 
 
 def _places() -> Iterator[list[Path]]:

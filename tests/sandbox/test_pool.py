@@ -193,11 +193,14 @@ threading.Thread(target=pool.run, args=(text,), daemon=True).start()
 time.sleep(0.5)
 os.kill(os.getpid(), 9)
 """
-    node = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60)
-    init, until = int(node.stdout), time.monotonic() + 10
+    node = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+    told, _ = node.communicate(timeout=60)
+    init, until = int(told), time.monotonic() + 10
     while Path(f"/proc/{init}").exists():
         assert time.monotonic() < until, f"the sandbox outlived its node: {processes_of(init)}"
         time.sleep(0.05)
+    Group.make().remove()
+    assert list(Path("/sys/fs/cgroup").rglob(f"shoal-{node.pid}-*")) == [], "the next sandbox sweeps its groups away"
 
 
 def test_a_sandbox_outlives_the_thread_that_asked_for_it() -> None:
