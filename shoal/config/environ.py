@@ -1,10 +1,13 @@
 """The process environment: the only file that reads it.
 
-Called where a node's key is kept and where role commands are started. It knows nothing of run files.
+Called where a node's key is kept, where role commands are started, and where a judge is asked. It knows nothing of run
+files.
 """
 
 import os
 from pathlib import Path
+
+from shoal.errors import ConfigError
 
 
 def node_home() -> Path:
@@ -19,3 +22,12 @@ def child_environment(threads: int) -> dict[str, str]:
     """
     pinned = {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
     return os.environ | pinned | {"OMP_WAIT_POLICY": "PASSIVE", "MALLOC_ARENA_MAX": "1", "PYTHONUNBUFFERED": "1"}
+
+
+def secret_named(name: str) -> str:
+    """A secret, such as the key of a service, by the name of its environment variable. Never log it or send it to a
+    node."""
+    value = os.environ.get(name, "").strip()
+    if not value:
+        raise ConfigError(f"the environment variable {name} is empty: put the service's key into it")
+    return value

@@ -1,0 +1,53 @@
+"""Is the answer one of the accepted texts? For names, words, short phrases and codes.
+
+Called by environments. Both sides are normalised in the same way; nothing else is equal:
+
+- Unicode form NFC; full-width letters and digits become ASCII; curly quotes, long dashes and the minus sign become
+  plain;
+- letters lose their case, unless `case` is true;
+- characters that do not print are dropped (such as zero-width spaces), and each run of white space becomes one space;
+- quotation marks, `$` and the marks of bold type around the whole are dropped, and full stops at its end.
+
+Failure modes. It refuses right answers in other words, with an article, a unit or an explanation: list what you
+accept, or use another verifier. It accepts two answers that differ only in case or in final stops ("us" and "US").
+Look-alike letters of other alphabets are different letters.
+"""
+
+import re
+import unicodedata
+
+from shoal.envs.answers.graded import Answer, Graded, quoted, reference, right, taken, wrong
+from shoal.errors import ConfigError
+
+
+def exact(answer: Answer, *accepted: str, case: bool = False) -> Graded:
+    """1 if the normalised answer equals one of the normalised accepted texts."""
+    if not accepted:
+        raise ConfigError("no reference answer is given: name at least one text that is right")
+    wanted = {normalised(reference(text), case): text for text in accepted}
+    if "" in wanted:  # guard: empty-reference
+        raise ConfigError(f"the reference answer {wanted['']!r} is empty once normalised: give letters or digits")
+    found = taken(answer)
+    if found.text is None:
+        return wrong(found.why)
+    if normalised(found.text, case) in wanted:
+        return right(f"{quoted(found.text)} is accepted")
+    return wrong(f"{quoted(found.text)} is none of the accepted texts")
+
+
+def normalised(text: str, case: bool = False) -> str:
+    """A text as `exact` compares it."""
+    plain = unicodedata.normalize("NFC", text).translate(_PLAIN)
+    shown = "".join(c for c in plain if c.isspace() or unicodedata.category(c) not in ("Cf", "Cc", "Cs"))
+    shown = " ".join(shown.split())
+    bare = _AROUND.sub("", shown)
+    return bare if case else bare.casefold()
+
+
+_PLAIN = {0xFF01 + i: 0x21 + i for i in range(94)} | {
+    ord("\N{IDEOGRAPHIC SPACE}"): " ",
+    **dict.fromkeys(map(ord, "\N{LEFT SINGLE QUOTATION MARK}\N{RIGHT SINGLE QUOTATION MARK}"), "'"),
+    **dict.fromkeys(map(ord, "\N{LEFT DOUBLE QUOTATION MARK}\N{RIGHT DOUBLE QUOTATION MARK}"), '"'),
+    **dict.fromkeys(map(ord, "\N{HYPHEN}\N{NON-BREAKING HYPHEN}\N{EN DASH}\N{EM DASH}\N{MINUS SIGN}"), "-"),
+}
+_AROUND = re.compile(r"""^[\s"'`*_$]+|[\s"'`*_$.]+$""")

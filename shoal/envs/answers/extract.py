@@ -1,0 +1,166 @@
+"""Find the final answer in what a policy wrote: one function for each form that a prompt may ask for.
+
+Called by environments, before a verifier. Each function reads the text once and says what it misreads. All share two
+rules:
+
+- **Thinking is not the answer.** Only the text behind the last `</think>` counts. If thinking begins and does not end,
+  there is no answer.
+- **One answer.** If the form is there several times with different contents, there is no answer: a policy that lists
+  its guesses must not be paid for one of them. The same content twice is one answer.
+
+Give them what the policy wrote in its last turn, never the whole conversation: the prompt often shows the form.
+"""
+
+import re
+from collections.abc import Sequence
+
+from shoal.envs.answers.graded import Found, quoted
+
+MAX_TEXT_CHARS = 1_000_000
+"""Length of a text. More than any turn of the policy has."""
+
+
+def last_boxed(text: str) -> Found:
+    r"""The content of `\boxed{...}`, with its braces balanced.
+
+    Misreads: several boxes for the parts of one answer (ask for one box); intermediate results in boxes when the model
+    does not think inside `<think>`; a box without braces, as in `\boxed 5`.
+    """
+    part = _final(text)
+    if part.text is None:
+        return part
+    contents: list[str] = []
+    at = 0
+    while (opening := _BOX.search(part.text, at)) is not None:
+        end = _closing_brace(part.text, opening.end())
+        if end is None:
+            return Found(None, "the last box is not closed")
+        contents.append(part.text[opening.end() : end])
+        at = end + 1
+    return _only(contents, r"\boxed")
+
+
+def after_marker(text: str, marker: str = "Answer:") -> Found:
+    """The rest of the line behind a marker, in any case; the next line with text if nothing follows on the same one.
+
+    Misreads: an answer of several lines; a marker that the policy mentions before it answers ("I will write Answer: and
+    then ..."), which counts as a second answer; what the policy adds or takes back on later lines.
+    """
+    part = _final(text)
+    if part.text is None:
+        return part
+    pieces = re.split(re.escape(marker), part.text, flags=re.IGNORECASE)[1:]
+    return _only([_first_line(piece) for piece in pieces], quoted(marker))
+
+
+def tagged(text: str, tag: str = "answer") -> Found:
+    """The content of `<answer>...</answer>`, or of another tag.
+
+    Misreads: a tag that the policy mentions while it explains what it does; a tag in another case, or with attributes.
+    """
+    part = _final(text)
+    if part.text is None:
+        return part
+    opening, closing = f"<{tag}>", f"</{tag}>"
+    pieces = part.text.split(opening)[1:]
+    if any(piece.count(closing) != 1 for piece in pieces):  # guard: tags-are-paired
+        return Found(None, f"{opening} is not closed once")
+    return _only([piece.partition(closing)[0] for piece in pieces], opening)
+
+
+def last_number(text: str) -> Found:
+    """The last number of the text.
+
+    Misreads: a number behind the answer ("12, in 3 steps" gives 3); a unit, a sign or a fraction that is written in
+    words; a decimal comma ("3,5" gives 5). "5 or 6" gives no answer; other ways to name two numbers give the last.
+    Prefer a form that the policy writes on purpose.
+    """
+    part = _final(text)
+    if part.text is None:
+        return part
+    found = list(_NUMBER.finditer(part.text))
+    if not found:
+        return Found(None, "there is no number")
+    last = found[-1]
+    if len(found) > 1 and _ALTERNATIVE.fullmatch(part.text, found[-2].end(), last.start()):  # guard: number-or-number
+        return Found(None, f"two numbers to choose from: {quoted(part.text[found[-2].start() : last.end()])}")
+    return Found(last[0], "the last number")
+
+
+def final_line(text: str) -> Found:
+    """The last line that is not empty, without the marks of a list, a heading or bold type.
+
+    Misreads: a closing remark behind the answer ("I hope this helps."); an answer of several lines.
+    """
+    part = _final(text)
+    if part.text is None:
+        return part
+    lines = [line for line in part.text.splitlines() if line.strip()]
+    return Found(_unmarked(lines[-1]), "the final line") if lines else Found(None, "there is no text")
+
+
+def last_code(text: str, languages: Sequence[str] = ("python", "py", "python3", "")) -> Found:
+    """The last fenced block of code in one of these languages; "" stands for a fence that names none.
+
+    Unlike the others it takes the last of several, because the tests decide what the code is worth, and models often
+    show a draft first. Misreads: an example of its use that the policy puts into a block of its own behind the
+    solution.
+    """
+    part = _final(text)
+    if part.text is None:
+        return part
+    blocks = [(m["info"].strip().lower(), m["code"]) for m in _FENCE.finditer(part.text)]
+    codes = [code for info, code in blocks if info in languages and code.strip()]
+    return Found(codes[-1], "the last block of code") if codes else Found(None, "there is no fenced block of code")
+
+
+# --- shared rules ---
+
+_BOX = re.compile(r"\\boxed\s{0,8}\{")
+_THOUGHT = re.compile(r"</(?:think|thinking|reasoning)>")
+_THINKING = re.compile(r"<(?:think|thinking|reasoning)>")
+_NUMBER = re.compile(
+    r"(?<![\w.])[-+−]?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?(?:/[0-9]+)?%?"
+)
+_ALTERNATIVE = re.compile(r",?\s{1,9}(?:and/)?or\s{1,9}", re.IGNORECASE)
+_FENCE = re.compile(r"^```(?P<info>[^\n`]*)\n(?P<code>.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)
+
+
+def _final(text: str) -> Found:
+    """The text behind the policy's thinking."""
+    if len(text) > MAX_TEXT_CHARS:
+        return Found(None, f"the text has {len(text):,} characters, limit {MAX_TEXT_CHARS:,}")
+    rest = text[max((closing.end() for closing in _THOUGHT.finditer(text)), default=0) :]
+    if _THINKING.search(rest):  # guard: thinking-is-no-answer
+        return Found(None, "the thinking does not end")
+    return Found(rest, "the final part")
+
+
+def _only(contents: Sequence[str], form: str) -> Found:
+    """The one content of a form."""
+    if not contents:
+        return Found(None, f"there is no {form}")
+    different = {" ".join(content.split()) for content in contents}
+    if len(different) > 1:  # guard: one-answer
+        return Found(None, f"{form} is there {len(contents)} times, with {len(different)} different contents")
+    answer = contents[-1].strip()
+    return Found(answer, form) if answer else Found(None, f"{form} is empty")
+
+
+def _closing_brace(text: str, at: int) -> int | None:
+    """Where the brace that was opened before `at` is closed. Braces behind a backslash do not count."""
+    depth = 1
+    for brace in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, at):
+        depth += {"{": 1, "}": -1}.get(brace[0], 0)
+        if depth == 0:
+            return brace.start()
+    return None
+
+
+def _first_line(piece: str) -> str:
+    return next((line for line in map(_unmarked, piece.splitlines()) if line), "")
+
+
+def _unmarked(line: str) -> str:
+    """A line without Markdown around it: bold, italics, headings, quotes and list marks."""
+    return re.sub(r"^(?:[#>*_\s]|-\s)+|[*_\s]+$", "", line)

@@ -1,0 +1,97 @@
+"""What every verifier of answers takes and returns: an answer that was found in a text, and a grade with its reason.
+
+Used by the verifiers beside this file and by environments. A verifier is a function: it keeps nothing, and the same
+arguments give the same grade. The exceptions say so: those that start a process, ask a model or ask a person.
+"""
+
+import math
+from typing import NamedTuple, TypeAlias
+
+from shoal.errors import ConfigError
+from shoal.terminal import printable
+
+MAX_ANSWER_CHARS = 10_000
+"""Length of an answer. A longer one is a list of guesses, or an attempt to make a verifier slow."""
+
+MAX_REASON_CHARS = 200
+"""Length of a reason: one line of a log."""
+
+MAX_QUOTED_CHARS = 60
+"""How much of a text a reason quotes."""
+
+
+class Graded(NamedTuple):
+    """What a verifier says about an answer."""
+
+    score: float
+    """From 0 to 1."""
+    reason: str
+    """One line, for the author and the log. It may quote the policy, so never show it to the policy."""
+    decided: bool = True
+    """False if a limit or a fault kept the verifier from deciding. The score is then 0, so that an answer which breaks
+    the verifier earns nothing, but it is evidence against nobody: on another machine the verifier might have
+    decided."""
+
+
+class Found(NamedTuple):
+    """What an extractor found in a text."""
+
+    text: str | None
+    """The answer; None if there is none, or if it is not clear which one it is."""
+    why: str
+    """Where it was, or why there is none."""
+
+
+Answer: TypeAlias = str | Found
+"""Verifiers take both: a text that is the answer, or what an extractor returned."""
+
+
+def right(reason: str) -> Graded:
+    return Graded(1.0, _one_line(reason))
+
+
+def wrong(reason: str) -> Graded:
+    return Graded(0.0, _one_line(reason))
+
+
+def partly(score: float, reason: str) -> Graded:
+    """A grade between 0 and 1. Anything else is a fault of the verifier."""
+    assert math.isfinite(score) and 0.0 <= score <= 1.0, score
+    return Graded(score, _one_line(reason))
+
+
+def undecided(reason: str) -> Graded:
+    return Graded(0.0, _one_line(reason), decided=False)
+
+
+def taken(answer: Answer, max_chars: int = MAX_ANSWER_CHARS) -> Found:
+    """The answer without the white space around it. None if it is missing, empty, too long or not text."""
+    found = Found(answer, "the whole text") if isinstance(answer, str) else answer
+    if found.text is None:
+        return found
+    text = found.text.strip()
+    if not text:
+        return Found(None, "the answer is empty")
+    if len(text) > max_chars:  # guard: answer-length
+        return Found(None, f"the answer has {len(text):,} characters, limit {max_chars:,}")
+    if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
+        return Found(None, "the answer holds half a character")
+    return Found(text, found.why)
+
+
+def quoted(text: str) -> str:
+    """A text for a reason: short, in quotation marks, and without characters that control a terminal."""
+    cut = text if len(text) <= MAX_QUOTED_CHARS else text[: MAX_QUOTED_CHARS - 3] + "..."
+    return f'"{cut}"'
+
+
+def reference(text: str) -> str:
+    """The author's reference answer. Raises `ConfigError` if it is empty: every empty answer would be right."""
+    if not isinstance(text, str) or not text.strip():
+        raise ConfigError(f"the reference answer is {text!r}: give a text that is not empty, or leave the task out")
+    return text.strip()
+
+
+def _one_line(reason: str) -> str:
+    line = printable(" ".join(reason.split()))
+    return line if len(line) <= MAX_REASON_CHARS else line[: MAX_REASON_CHARS - 3] + "..."

@@ -1,0 +1,118 @@
+"""The narrow door to a place that runs programs: what goes in, what comes out, and a child process with limits.
+
+Verifiers that run a program take a `run` argument of the type below, so a sandbox can be passed in. `in_child` limits
+time, memory and output, and isolates nothing: the program can read files and use the network. It is for programs of
+ours on hostile data, such as `mathematics`. Programs that a policy wrote need a sandbox.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from typing import IO, Literal, NamedTuple, Protocol, TypeAlias
+
+Outcome: TypeAlias = Literal["ended", "time", "memory", "output", "failed"]
+"""How it went. `ended`: the program ended by itself, with any exit code. `time`, `memory`, `output`: it reached that
+limit. `failed`: it could not be run, or something else killed it. All but the first depend on the machine."""
+
+
+class Limits(NamedTuple):
+    """What a program may take."""
+
+    time_s: float = 5.0
+    """CPU-seconds. By the wall clock it may take four times as long, because the machine may be busy."""
+    memory_mb: int = 1024
+    """Address space."""
+    output_bytes: int = 1 << 20
+    """Bytes of standard output, and of standard error."""
+
+
+class Ran(NamedTuple):
+    """What came out."""
+
+    stdout: bytes
+    stderr: bytes
+    exit: int | None
+    """The exit code; None if it did not end by itself."""
+    outcome: Outcome
+
+
+class Run(Protocol):
+    """A place that runs a Python program once, from fresh, and ends all that it started."""
+
+    def __call__(self, program: bytes, stdin: bytes, limits: Limits) -> Ran: ...
+
+
+def in_child(program: bytes, stdin: bytes, limits: Limits) -> Ran:
+    """Run a program of ours in a child process. It sees none of this process's environment variables."""
+    with tempfile.TemporaryFile() as code, tempfile.TemporaryFile() as given, _file() as out, _file() as err:
+        for file, data in ((code, program), (given, stdin)):
+            file.write(data)
+            file.seek(0)
+        numbers = (code.fileno(), limits.time_s, limits.memory_mb, limits.output_bytes)
+        process = subprocess.Popen(
+            [sys.executable, "-s", "-P", "-c", _BOOTSTRAP, *map(str, numbers)],
+            stdin=given, stdout=out, stderr=err, pass_fds=(code.fileno(),), start_new_session=True,
+            env={"PATH": os.defpath, "LC_ALL": "C.UTF-8", "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        try:
+            code_of_exit: int | None = process.wait(4 * limits.time_s)
+        except subprocess.TimeoutExpired:
+            code_of_exit = None
+        finally:
+            _kill(process)
+        outcome = _outcome(code_of_exit, out, err, limits)
+        return Ran(_read(out, limits), _read(err, limits), code_of_exit if outcome == "ended" else None, outcome)
+
+
+NO_MEMORY = 77
+"""Exit code by which a program of ours says that it ran out of memory."""
+
+# The limits hold before the program's first line. The kernel keeps the output within its size, because it is a file.
+_BOOTSTRAP = """
+import math, os, resource, sys
+code, time_s, memory_mb, output_bytes = int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+with open(code, "rb") as file:
+    program = file.read()
+seconds = math.ceil(time_s)
+for which, soft, hard in (
+    (resource.RLIMIT_CPU, seconds, seconds + 1),
+    (resource.RLIMIT_AS, memory_mb << 20, memory_mb << 20),
+    (resource.RLIMIT_FSIZE, output_bytes + 1, output_bytes + 1),
+    (resource.RLIMIT_CORE, 0, 0),
+):
+    try:
+        resource.setrlimit(which, (soft, hard))
+    except (ValueError, OSError):
+        pass
+sys.argv[1:] = []
+exec(compile(program, "program", "exec"), {"__name__": "__main__"})
+"""
+
+
+def _file() -> IO[bytes]:
+    return tempfile.TemporaryFile()
+
+
+def _kill(process: "subprocess.Popen[bytes]") -> None:
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        pass
+    process.wait()
+
+
+def _outcome(code: int | None, out: IO[bytes], err: IO[bytes], limits: Limits) -> Outcome:
+    if any(os.fstat(file.fileno()).st_size > limits.output_bytes for file in (out, err)):
+        return "output"
+    if code is None or code == -signal.SIGXCPU:
+        return "time"
+    if code == NO_MEMORY:
+        return "memory"
+    return "ended" if code >= 0 else "failed"
+
+
+def _read(file: IO[bytes], limits: Limits) -> bytes:
+    file.seek(0)
+    return file.read(limits.output_bytes)

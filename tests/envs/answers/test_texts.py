@@ -1,0 +1,148 @@
+"""Extraction, exact, numeric and choice: what they read, what they refuse, and how they fail."""
+
+import time
+from fractions import Fraction
+
+import pytest
+
+from shoal.envs.answers.choice import choice
+from shoal.envs.answers.exact import exact
+from shoal.envs.answers.extract import after_marker, final_line, last_boxed, last_code, last_number, tagged
+from shoal.envs.answers.graded import Found, partly, taken, wrong
+from shoal.envs.answers.numeric import number, numeric
+from shoal.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("found", "text"),
+    [
+        (last_boxed(r"so \boxed{\frac{1}{2}}"), r"\frac{1}{2}"),
+        (last_boxed(r"\boxed{\{1,2\}}"), r"\{1,2\}"),
+        (after_marker("The final answer: 4\nI hope this helps.", "final answer:"), "4"),
+        (tagged("<result>x</result>", "result"), "x"),
+        (last_number("3 of 4 is 3/4"), "3/4"),
+        (last_number("x=-7.5e3."), "-7.5e3"),
+        (final_line("# Title\n\n- **Paris**\n\n"), "Paris"),
+        (last_code("```\nx = 1\n```\n```c\nint x;\n```"), "x = 1\n"),
+    ],
+)
+def test_the_answer_is_found(found: Found, text: str) -> None:
+    assert found.text == text
+
+
+@pytest.mark.parametrize(
+    ("found", "text"),
+    [
+        (last_number("12 eggs, in 3 steps"), "3"),
+        (last_number("3,5"), "5"),
+        (after_marker("Answer: 4\nNo, it is 5."), "4"),
+        (final_line("Paris\nI hope this helps."), "I hope this helps."),
+    ],
+)
+def test_what_an_extractor_misreads_is_as_documented(found: Found, text: str) -> None:
+    assert found.text == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        r"\boxed{" * 100_000,
+        "Answer: " * 100_000,
+        "<answer>" * 100_000,
+        "9" * 900_000,
+        "</think>" * 100_000,
+        "```\n" * 99_999,
+    ],
+)
+def test_hostile_texts_take_little_time(text: str) -> None:
+    began = time.process_time()
+    for extract in (last_boxed, after_marker, tagged, last_number, final_line, last_code):
+        extract(text)
+    assert time.process_time() - began < 2.0
+
+
+def test_a_text_beyond_the_limit_has_no_answer() -> None:
+    assert last_boxed("x" * 1_000_000 + r"\boxed{5}").text is None
+
+
+def test_an_answer_beyond_the_limit_is_none() -> None:
+    assert taken("x" * 10_000).text is not None
+    assert taken("x" * 10_001).text is None
+
+
+def test_half_a_character_is_no_answer() -> None:
+    assert taken("\ud800").text is None
+    assert exact("\ud800", "x").score == 0.0
+
+
+def test_reasons_are_one_short_line_without_controls() -> None:
+    reason = wrong("\x1b[2J a\nb " + "x" * 1000).reason
+    assert reason.isprintable() and len(reason) == 200
+
+
+def test_a_score_outside_its_range_is_our_bug() -> None:
+    with pytest.raises(AssertionError):
+        partly(1.5, "")
+    with pytest.raises(AssertionError):
+        partly(float("nan"), "")
+
+
+@pytest.mark.parametrize("reference", ["", "  ", "...", "$$"])
+def test_an_empty_reference_is_refused(reference: str) -> None:
+    with pytest.raises(ConfigError, match="empty"):
+        exact("anything", reference)
+
+
+def test_exact_needs_a_reference() -> None:
+    with pytest.raises(ConfigError, match="at least one"):
+        exact("anything")
+
+
+def test_case_counts_when_asked() -> None:
+    assert exact("us", "US").score == 1.0
+    assert exact("us", "US", case=True).score == 0.0
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1,234.50", Fraction(2469, 2)), ("-$5", Fraction(-5)), (r"-\frac{1}{2}", Fraction(-1, 2)), (".5", Fraction(1, 2)),
+        ("1e-3", Fraction(1, 1000)), ("12 345", Fraction(12345)), ("50%", Fraction(1, 2)), (r"2\cdot 10^3", Fraction(2000)),
+        ("1,23", None), ("1.2.3", None), ("", None), ("-", None), ("1e401", None), ("٣", None), ("²", None), ("1/0", None),
+        ("nan", None), ("infinity", None), ("2 3", None), ("five", None), ("0x10", None), ("1_0", None), ("--5", None),
+    ],
+)  # fmt: skip
+def test_numbers_are_read_exactly(text: str, value: Fraction | None) -> None:
+    assert number(text, {"%": 0.01, "$": 1}) == value
+
+
+def test_tolerances_are_exact_at_their_edge() -> None:
+    assert numeric("5.1", 5, within=0.1).score == 1.0
+    assert numeric("5.10000000000000000001", 5, within=0.1).score == 0.0
+    assert numeric("110", 100, relative=0.1).score == 1.0
+    assert numeric("0.0000001", 0, relative=0.5).score == 0.0
+
+
+@pytest.mark.parametrize("tolerance", [-1.0, float("nan"), float("inf")])
+def test_a_tolerance_that_is_no_size_is_refused(tolerance: float) -> None:
+    with pytest.raises(ConfigError, match="finite"):
+        numeric("5", 5, within=tolerance)
+
+
+def test_a_reference_that_is_no_number_is_refused() -> None:
+    with pytest.raises(ConfigError, match="not a number"):
+        numeric("5", "nan")
+
+
+def test_a_choice_needs_an_option_of_its_letter() -> None:
+    with pytest.raises(ConfigError, match="none of the options"):
+        choice("E", "E", ["a", "b"])
+
+
+def test_options_with_the_same_text_are_no_choice_by_text() -> None:
+    assert choice("yes", "A", {"A": "yes", "B": "yes"}).score == 0.0
+    assert choice("A", "A", {"A": "yes", "B": "yes"}).score == 1.0
+
+
+def test_an_option_that_is_the_letter_of_another_is_ambiguous() -> None:
+    assert choice("B", "B", {"A": "b", "B": "c"}).score == 0.0
