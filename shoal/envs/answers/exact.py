@@ -13,7 +13,6 @@ accept, or use another verifier. It accepts two answers that differ only in case
 Look-alike letters of other alphabets are different letters.
 """
 
-import re
 import unicodedata
 
 from shoal.envs.answers.graded import Answer, Graded, quoted, reference, right, taken, wrong
@@ -40,7 +39,7 @@ def normalised(text: str, case: bool = False) -> str:
     plain = unicodedata.normalize("NFC", text).translate(_PLAIN)
     shown = "".join(c for c in plain if c.isspace() or unicodedata.category(c) not in ("Cf", "Cc", "Cs"))
     shown = " ".join(shown.split())
-    bare = _AROUND.sub("", shown)
+    bare = shown.lstrip(_AROUND).rstrip(_AROUND + ".")
     return bare if case else bare.casefold()
 
 
@@ -50,4 +49,4 @@ _PLAIN = {0xFF01 + i: 0x21 + i for i in range(94)} | {
     **dict.fromkeys(map(ord, "\N{LEFT DOUBLE QUOTATION MARK}\N{RIGHT DOUBLE QUOTATION MARK}"), '"'),
     **dict.fromkeys(map(ord, "\N{HYPHEN}\N{NON-BREAKING HYPHEN}\N{EN DASH}\N{EM DASH}\N{MINUS SIGN}"), "-"),
 }
-_AROUND = re.compile(r"""^[\s"'`*_$]+|[\s"'`*_$.]+$""")
+_AROUND = " \"'`*_$"

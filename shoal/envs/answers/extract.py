@@ -109,8 +109,7 @@ def last_code(text: str, languages: Sequence[str] = ("python", "py", "python3", 
     part = _final(text)
     if part.text is None:
         return part
-    blocks = [(m["info"].strip().lower(), m["code"]) for m in _FENCE.finditer(part.text)]
-    codes = [code for info, code in blocks if info in languages and code.strip()]
+    codes = [code for language, code in _blocks(part.text) if language in languages and code.strip()]
     return Found(codes[-1], "the last block of code") if codes else Found(None, "there is no fenced block of code")
 
 
@@ -123,7 +122,6 @@ _NUMBER = re.compile(
     r"(?<![\w.])[-+−]?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?(?:/[0-9]+)?%?"
 )
 _ALTERNATIVE = re.compile(r",?\s{1,9}(?:and/)?or\s{1,9}", re.IGNORECASE)
-_FENCE = re.compile(r"^```(?P<info>[^\n`]*)\n(?P<code>.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)
 
 
 def _final(text: str) -> Found:
@@ -157,10 +155,27 @@ def _closing_brace(text: str, at: int) -> int | None:
     return None
 
 
+def _blocks(text: str) -> list[tuple[str, str]]:
+    """Language and code of each fenced block that is closed."""
+    blocks: list[tuple[str, str]] = []
+    language, start, at = None, 0, 0
+    for line in text.splitlines(keepends=True):
+        at += len(line)
+        if language is None and line.startswith("```") and "`" not in line[3:]:
+            language, start = line[3:].strip().lower(), at
+        elif language is not None and line.rstrip() == "```":
+            blocks.append((language, text[start : at - len(line)]))
+            language = None
+    return blocks
+
+
 def _first_line(piece: str) -> str:
     return next((line for line in map(_unmarked, piece.splitlines()) if line), "")
 
 
 def _unmarked(line: str) -> str:
     """A line without Markdown around it: bold, italics, headings, quotes and list marks."""
-    return re.sub(r"^(?:[#>*_\s]|-\s)+|[*_\s]+$", "", line)
+    return re.sub(r"^(?:[#>*_\s]|-\s)+", "", line.rstrip(_AROUND))
+
+
+_AROUND = "*_ \t\r\n"

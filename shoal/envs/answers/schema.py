@@ -74,7 +74,7 @@ def _unfenced(text: str) -> str:
 def _depth(text: str) -> int:
     """At least the depth of a document; brackets inside its strings count too where they are not closed."""
     depth = most = 0
-    for mark in re.finditer(r'"(?:[^"\\]|\\.)*"|[\[{]|[\]}]', text, re.DOTALL):
+    for mark in re.finditer(r'"(?:[^"\\]|\\.|\\\Z)*+(?:"|\Z)|[\[{]|[\]}]', text, re.DOTALL):
         depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(mark[0], 0)
         most = max(most, depth)
     return most

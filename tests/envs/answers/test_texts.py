@@ -52,6 +52,8 @@ def test_what_an_extractor_misreads_is_as_documented(found: Found, text: str) ->
         "9" * 900_000,
         "</think>" * 100_000,
         "```\n" * 99_999,
+        "```a\n" * 99_999,
+        "*" * 900_000 + "x",
     ],
 )
 def test_hostile_texts_take_little_time(text: str) -> None:
@@ -59,6 +61,13 @@ def test_hostile_texts_take_little_time(text: str) -> None:
     for extract in (last_boxed, after_marker, tagged, last_number, final_line, last_code):
         extract(text)
     assert time.process_time() - began < 2.0
+
+
+@pytest.mark.parametrize("text", ["'" * 9_990 + "x", "$ " * 4_990 + "x", "." * 9_990 + "x"])
+def test_hostile_answers_take_little_time(text: str) -> None:
+    began = time.process_time()
+    assert exact(text, "y").score == choice(text, "A", ["y", "z"]).score == numeric(text, 5).score == 0.0
+    assert time.process_time() - began < 0.5
 
 
 def test_a_text_beyond_the_limit_has_no_answer() -> None:
