@@ -19,7 +19,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 FLOORS = (
     ("algos", "protocol"),
     ("policy", "sandbox", "net", "ledger"),
-    ("engine",),
+    ("engine", "hub"),
     ("train", "envs", "proofs", "weights"),
     ("roles",),
     ("launch",),
@@ -244,7 +244,7 @@ def test_files_and_functions_stay_readable(file: Path) -> None:
 
 def light_modules() -> list[str]:
     """What must import without torch and transformers."""
-    rooms = ("protocol", "sandbox", "ledger", "net", "weights", "envs", "launch", "commands")
+    rooms = ("protocol", "sandbox", "ledger", "net", "hub", "weights", "envs", "launch", "commands")
     files = [file for file in FILES if room_of(file) in (*rooms, *COMMON, "api", "cli")]
     files += [f for f in FILES if name_of(f).startswith(("roles/coordinator", "proofs/checks/"))]
     files += [PACKAGE / "policy" / "render.py", PACKAGE / "policy" / "spec.py", PACKAGE / "engine" / "base.py"]

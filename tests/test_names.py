@@ -36,6 +36,8 @@ PAGES = sorted(
 """Without LOG.md, which tells history with the names of its day, and the page of figures, which the records make."""
 
 FOREIGN = {
+    "environment.toml": "what describes a package",
+    "lock.txt": "a lock of pip",
     "limit_conn": "a setting of nginx",
     "use_transformers_continuous_batching": "a setting of TRL",
     "v000012/": "an example of a kept version's folder",
