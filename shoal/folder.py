@@ -6,6 +6,7 @@ room.
 """
 
 import contextlib
+import fcntl
 import os
 import secrets
 import shutil
@@ -190,6 +191,18 @@ def clear_leftovers(target: Path) -> None:
         os.rename(old, target)
     for folder in (new, old):
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def held(lock: Path) -> Iterator[None]:
+    """Wait until no other process is in here with this lock file. For short work: a kill lets the next process in."""
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def sync_folder(folder: Path) -> None:

@@ -1,0 +1,62 @@
+"""An author with a key, a home and a package in a folder, for tests of registries."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from shoal.hub.publish import Pushed, push
+from shoal.hub.registry import FolderRegistry
+from shoal.protocol.identity import Key
+
+CODE = """
+from pathlib import Path
+from shoal.envs.base import Env, Step
+
+WORDS = (Path(__file__).parent / "words.txt").read_text().split()
+
+
+class Parrot(Env):
+    name = "parrot"
+    num_tasks = 3
+
+    def task(self, index, heldout=False):
+        return WORDS[index]
+
+    def reset(self, task):
+        return task, [{"role": "user", "content": task}]
+
+    def step(self, state, action):
+        return Step(action, None, True)
+
+    def score(self, state):
+        return 1.0
+
+
+def environment():
+    return Parrot()
+"""
+
+
+@dataclass
+class Author:
+    """Publishes small packages."""
+
+    root: Path
+    key: Key = field(default_factory=Key.generate)
+
+    @property
+    def home(self) -> Path:
+        return self.root / "home"
+
+    def folder(self, name: str = "ann/parrot", version: str = "0.1.0", more: str = "", words: str = "a b c") -> Path:
+        """A folder with a package."""
+        place = self.root / "packages" / f"{name.replace('/', '-')}-{version}"
+        place.mkdir(parents=True, exist_ok=True)
+        (place / "environment.toml").write_text(
+            f'name = "{name}"\nversion = "{version}"\nlicence = "MIT"\ndata = ["words.txt"]\n{more}\n'
+        )
+        (place / "environment.py").write_text(CODE)
+        (place / "words.txt").write_text(words)
+        return place
+
+    def push(self, registry: FolderRegistry, name: str = "ann/parrot", version: str = "0.1.0", **other: str) -> Pushed:
+        return push(self.folder(name, version, **other), registry, self.key, self.home, clock=lambda: 1_700_000_000.0)
