@@ -228,7 +228,7 @@ def _with_absolute_paths(config: RunConfig, recipe_dir: Path) -> RunConfig:
             raise ConfigError(f"policy.path = {policy.path}: no directory at {path}")
         policy = msgspec.structs.replace(policy, path=str(path))
     for env in config.envs:
-        if env.name.endswith(".py"):
+        if env.name.endswith(".py") or env.name.startswith(("./", "../", "/")):
             env = msgspec.structs.replace(env, name=str((recipe_dir / env.name).resolve()))
         envs.append(env)
     return msgspec.structs.replace(config, policy=policy, envs=tuple(envs))

@@ -57,7 +57,8 @@ class EnvConfig(Section, frozen=True):
     """One environment of the run."""
 
     name: str
-    """Built-in name, or path to a Python file relative to the run file."""
+    """Built-in name; path, relative to the run file, to a Python file or as ./FOLDER to a package; or an installed package,
+    as owner/name@version."""
     weight: float = 1.0
     """Share of slots, relative to the other environments."""
     args: dict[str, Any] = {}

@@ -1,9 +1,11 @@
-"""Find an environment by name or file, make it, and compute the digest of its source.
+"""Find an environment by name, file or package, make it, and compute the digest of its source.
 
-Called by the host, `eval` and `check` with files allowed (`load_env`: built-ins, and the user's own files), and by nodes
-that join without (`load_run_envs`: a stranger's run file must never make this machine execute anything).
+Called by the host, `eval` and `check` with files allowed (`load_env`: built-ins, and the user's own files and packages),
+and by nodes that join without (`load_run_envs`: a stranger's run file must never make this machine execute anything).
 A user's file is one Python file that defines `def environment(**args)`. It may import installed packages but not
-neighbouring files, because its digest covers only itself.
+neighbouring files, because its digest covers only itself. The digest of a package covers all its files and its lock.
+
+An installed package runs in this process only if this machine's own author's key signed it. Any other needs an `Opener`.
 """
 
 import difflib
@@ -12,12 +14,18 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
+from shoal.config import node_home
 from shoal.envs import arithmetic, wordle, words
 from shoal.envs.base import Env, describe_fault
 from shoal.envs.settings import Settings, with_settings
 from shoal.errors import ConfigError, ShoalError, cause_of
+from shoal.hub.about import describe
+from shoal.hub.archive import digest_of, index_folder
+from shoal.hub.names import names_one_package, read_reference
+from shoal.hub.store import Installed, Store
+from shoal.net.keys import load_key
 from shoal.protocol.audits import MAX_REWARD
 from shoal.protocol.types import EnvSpec
 from shoal.protocol.wire import domain_hash
@@ -36,32 +44,45 @@ BUILT_IN: Mapping[str, BuiltIn] = {
     "arithmetic": BuiltIn(arithmetic.environment, (arithmetic,)),
 }
 
+Opener: TypeAlias = Callable[[Installed, Sequence[Path], Mapping[str, Any]], Env]
+"""Makes the environment of an installed package without running its code in this process, given the folders that its
+interpreter has on `sys.path`, and its arguments."""
+
 MEMBERS = ("name", "num_tasks", "num_heldout", "reward_bounds", "task", "reset", "step", "score")
 """Members that an environment must have; inheriting from `shoal.envs.base.Env` gives defaults for some."""
 
 
-def load_env(name_or_path: str, args: Mapping[str, Any]) -> Env:
-    """Make a built-in environment, or execute the user's own file and make the one that it defines.
+def load_env(name_or_path: str, args: Mapping[str, Any], opener: Opener | None = None) -> Env:
+    """Make a built-in environment, that of an installed package, or the one that the user's own file or folder defines.
 
     Raises a one-line `ShoalError` for an unknown name, for wrong arguments, or, with the line, for a file that fails.
     """
-    return _load_file(Path(name_or_path), args) if is_file(name_or_path) else load_built_in(name_or_path, args)
+    if is_package(name_or_path):
+        return _open_package(_store().find(read_reference(name_or_path)), args, opener)
+    if not is_file(name_or_path):
+        return load_built_in(name_or_path, args)
+    path = Path(name_or_path)
+    if path.is_dir():
+        about = describe(path, index_folder(path)).about
+        return _load_file(path / about.entry_file, args, about.function)
+    return _load_file(path, args)
 
 
 def env_of(settings: Settings) -> Env:
-    """An environment of a run, as its run file or its log describes it. Raises `ShoalError` as `load_env` does."""
+    """An environment of a run, as its run file describes it. Raises `ShoalError` as `load_env` does."""
     return with_settings(load_env(settings.name, settings.args), settings)
 
 
 def load_built_in(name: str, args: Mapping[str, Any]) -> Env:
     """Make a built-in environment; never executes other code. Raises `ConfigError` for any other name."""
-    if is_file(name):
+    if is_file(name) or is_package(name):
         raise _no_file(name)
     return _built_in(name).make(**args)
 
 
-def load_run_envs(specs: Sequence[EnvSpec], own_files: bool) -> dict[str, Env]:
-    """The environments of a run by label, identical to the host's. `own_files` allows files of this user.
+def load_run_envs(specs: Sequence[EnvSpec], own_files: bool, opener: Opener | None = None) -> dict[str, Env]:
+    """The environments of a run by label, identical to the host's. `own_files` allows files of this user; `opener` makes
+    those of packages that this user installed.
 
     Raises `ShoalError` if an environment is missing here, or differs from the host's.
     """
@@ -69,25 +90,32 @@ def load_run_envs(specs: Sequence[EnvSpec], own_files: bool) -> dict[str, Env]:
     for spec in specs:
         if is_file(spec.name) and not own_files:
             raise _no_file(spec.name)
-        if env_digest(spec.name) != spec.digest:
+        if is_package(spec.name):
+            _demand_installed(spec)
+        elif env_digest(spec.name) != spec.digest:
             raise _differs(spec)
         if spec.label in envs:  # guard: label-of-one-environment
             raise ConfigError(
                 f"the run labels two environments {spec.label}, so its slots are ambiguous: the host must "
                 "give each [[envs]] its own label"
             )
-        envs[spec.label] = env_of(spec)
+        name = f"pkg:{spec.digest}" if is_package(spec.name) else spec.name  # guard: package-by-its-digest
+        envs[spec.label] = with_settings(load_env(name, spec.args, opener), spec)
         if envs[spec.label].num_tasks != spec.num_tasks:
             raise _differs(spec)
     return envs
 
 
 def env_digest(name_or_path: str) -> str:
-    """SHA-256, in hex, of the source that defines an environment: its file, or a built-in's modules.
+    """SHA-256, in hex, of the source that defines an environment: its file, a built-in's modules, or all of a package.
 
-    Equal digests mean equal behaviour for equal arguments, if the source reads no data files. Raises `ShoalError` if there
+    Equal digests mean equal behaviour for equal arguments, if the source reads no other files. Raises `ShoalError` if there
     is no such environment.
     """
+    if is_package(name_or_path):
+        return _store().find(read_reference(name_or_path)).digest
+    if is_file(name_or_path) and Path(name_or_path).is_dir():
+        return digest_of(index_folder(Path(name_or_path)))
     if is_file(name_or_path):
         sources = [_read(Path(name_or_path))]
     else:
@@ -96,8 +124,45 @@ def env_digest(name_or_path: str) -> str:
 
 
 def is_file(name_or_path: str) -> bool:
-    """Whether a run file's environment is a path rather than a built-in name."""
+    """Whether a run file's environment is a path rather than a built-in name or a package."""
+    if is_package(name_or_path):
+        return False
     return name_or_path.endswith(".py") or "/" in name_or_path or "\\" in name_or_path
+
+
+def is_package(name: str) -> bool:
+    """Whether a run file's environment is an installed package: owner/name@version, or pkg: and a digest."""
+    return names_one_package(name)
+
+
+def _store() -> Store:
+    return Store(node_home() / "envs")
+
+
+def _demand_installed(spec: EnvSpec) -> None:
+    """Raise `ConfigError` unless this user installed the very package. The name is the host's word, the digest is not."""
+    if _store().get(spec.digest) is None:
+        raise ConfigError(
+            f"this run uses the package {spec.name} ({spec.digest[:16]}…), which is not installed here: ask the host "
+            f"for its registry, and install it with `shoal env install {spec.name} --registry URL`"
+        )
+
+
+def _open_package(package: Installed, args: Mapping[str, Any], opener: Opener | None) -> Env:
+    """The environment of an installed package."""
+    store, named = _store(), f"{package.name} {package.version}"
+    folder = store.demand_unchanged(package)
+    if opener is not None:
+        return opener(package, store.paths_of(package.digest), args)
+    key = node_home() / "author.key"
+    if not key.exists() or load_key(key).public != package.author:  # guard: strangers-packages-stay-out
+        raise ConfigError(f"{named} was signed by {package.author[:16]}…, not by you: packages of others run only inside "
+                          "the sandbox, which this command does not use")  # fmt: skip
+    if package.dependencies:
+        raise ConfigError(f"{named} has dependencies of its own: it runs only inside the sandbox, which this command does "
+                          "not use")  # fmt: skip
+    file, _, function = package.entry.partition(":")
+    return _load_file(folder / file, args, function)
 
 
 def _no_file(name: str) -> ConfigError:
@@ -118,16 +183,16 @@ def _built_in(name: str) -> BuiltIn:
     return BUILT_IN[name]
 
 
-def _load_file(path: Path, args: Mapping[str, Any]) -> Env:
+def _load_file(path: Path, args: Mapping[str, Any], function: str = "environment") -> Env:
     source = _read(path)
     module = ModuleType(f"shoal_env_{domain_hash('environment', source).hex()[:16]}")
     module.__file__ = str(path)
     sys.modules[module.__name__] = module  # dataclasses look up their module here
     try:
         exec(compile(source, str(path), "exec"), module.__dict__)
-        make = getattr(module, "environment", None)
+        make = getattr(module, function, None)
         if not callable(make):
-            raise ShoalError(f"{path} defines no function environment(**args): add one that returns your environment")
+            raise ShoalError(f"{path} defines no function {function}(**args): add one that returns your environment")
         env: Env = make(**args)
     except ShoalError:
         raise

@@ -1,0 +1,121 @@
+"""Packages in a run: named by version or digest, pinned by digest, and never run here if somebody else wrote them."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from shoal.envs.base import Env
+from shoal.envs.load import env_digest, is_file, is_package, load_built_in, load_env, load_run_envs
+from shoal.errors import ConfigError, StateError
+from shoal.hub.consent import Consent
+from shoal.hub.install import install
+from shoal.hub.names import read_reference
+from shoal.hub.registry import FolderRegistry
+from shoal.hub.store import Installed
+from shoal.net.keys import save_key
+from shoal.protocol.types import EnvSpec
+from tests.hub.author import Author
+
+NAME = "ann/parrot@0.1.0"
+
+
+@pytest.fixture
+def author(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Author:
+    """Ann has published and installed her package, in the home of this process."""
+    author = Author(tmp_path / "ann")
+    monkeypatch.setenv("SHOAL_HOME", str(author.home))
+    (tmp_path / "registry").mkdir()
+    registry = FolderRegistry(tmp_path / "registry")
+    author.push(registry)
+    save_key(author.home / "author.key", author.key)
+    install(read_reference(NAME), registry, author.home, Consent(None, lambda _: True))
+    return author
+
+
+@pytest.fixture
+def bob(author: Author, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Somebody else, who has installed the package too."""
+    home = tmp_path / "bob"
+    monkeypatch.setenv("SHOAL_HOME", str(home))
+    install(read_reference(NAME), FolderRegistry(tmp_path / "registry"), home, Consent(None, lambda _: True))
+    return home
+
+
+def spec() -> EnvSpec:
+    return EnvSpec(NAME, env_digest(NAME), 3, 1.0, {})
+
+
+def test_an_author_runs_the_installed_package(author: Author) -> None:
+    env = load_env(NAME, {})
+    assert (env.name, env.task(1)) == ("parrot", "b")
+    assert load_env(f"pkg:{env_digest(NAME)}", {}).name == "parrot"
+    assert list(load_run_envs([spec()], own_files=True)) == [NAME]
+
+
+def test_a_folder_is_loaded_as_it_would_be_packed(author: Author) -> None:
+    folder = author.folder()
+    assert load_env(str(folder), {}).task(0) == "a" and env_digest(str(folder)) == env_digest(NAME)
+    (folder / "words.txt").write_text("x y z")
+    assert env_digest(str(folder)) != env_digest(NAME)
+
+
+def test_names_of_packages_files_and_built_ins_are_told_apart() -> None:
+    assert is_package(NAME) and is_package("pkg:" + "a" * 64)
+    assert not any(map(is_package, ("wordle", "./x.py", "ann/parrot", "./ann/parrot@0.1.0", "ann/parrot.py")))
+    assert not is_file(NAME) and is_file("./ann/parrot@0.1.0") and is_file("ann/parrot")
+    with pytest.raises(ConfigError, match="only built-in"):
+        load_built_in(NAME, {})
+
+
+def test_a_package_of_somebody_else_never_runs_in_this_process(bob: Path) -> None:
+    with pytest.raises(ConfigError, match=r"not by you: packages of others run only inside the sandbox"):
+        load_env(NAME, {})
+    for own_files in (False, True):
+        with pytest.raises(ConfigError, match="only inside the sandbox"):
+            load_run_envs([spec()], own_files=own_files)
+
+
+def test_an_opener_makes_the_environment_of_an_installed_package(bob: Path) -> None:
+    opened: list[tuple[Installed, Sequence[Path], Mapping[str, Any]]] = []
+
+    def opener(package: Installed, paths: Sequence[Path], args: Mapping[str, Any]) -> Env:
+        opened.append((package, paths, args))
+        return load_env(str(paths[0]), args)
+
+    assert load_run_envs([spec()], own_files=False, opener=opener)[NAME].num_tasks == 3
+    [(package, paths, _)] = opened
+    assert package.digest == env_digest(NAME) and [path.name for path in paths] == ["package", "dependencies"]
+
+
+def test_a_host_cannot_exchange_a_package_under_its_name(bob: Path) -> None:
+    """The digest of the run counts, not what the name means here."""
+    other = msgspec.structs.replace(spec(), digest="a" * 64)
+    with pytest.raises(ConfigError, match=r"uses the package ann/parrot@0\.1\.0 \(a{16}…\), which is not installed"):
+        load_run_envs([other], own_files=False)
+
+
+def test_a_name_that_means_another_package_here_is_opened_by_the_digest(bob: Path) -> None:
+    opened: list[str] = []
+
+    def opener(package: Installed, paths: Sequence[Path], args: Mapping[str, Any]) -> Env:
+        opened.append(package.name)
+        return load_env(str(paths[0]), args)
+
+    lying = msgspec.structs.replace(spec(), name="eve/other@9.9.9")
+    load_run_envs([lying], own_files=False, opener=opener)
+    assert opened == ["ann/parrot"]
+
+
+def test_a_package_that_was_changed_on_the_disk_is_not_loaded(author: Author) -> None:
+    installed = author.home / "envs" / env_digest(NAME) / "package" / "environment.py"
+    installed.write_text(installed.read_text() + "\nimport os\n")
+    with pytest.raises(StateError, match=r"environment\.py of ann/parrot 0\.1\.0 was changed"):
+        load_env(NAME, {})
+
+
+def test_a_package_that_is_not_installed_is_one_line(author: Author) -> None:
+    with pytest.raises(ConfigError, match=r"shoal env install ann/none@1\.0\.0"):
+        load_env("ann/none@1.0.0", {})
