@@ -37,6 +37,7 @@ PAGES = sorted(
 
 FOREIGN = {
     "environment.toml": "what describes a package",
+    "install.toml": "a file that users write",
     "lock.txt": "a lock of pip",
     "limit_conn": "a setting of nginx",
     "use_transformers_continuous_batching": "a setting of TRL",

@@ -1,38 +1,120 @@
-"""`shoal env check`, `env rate` and `env list`: what an author of environments types.
+"""`shoal env init`, `check`, `push`, `install`, `note`, `list` and `show`: for authors and users of environments.
 
-Called by `cli`. It knows no environment: these are loaded when a command runs.
+Called by `cli`. It knows no environment: these are loaded when a command runs. Nothing of a package that somebody else
+wrote runs here.
 """
 
 import argparse
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 from shoal.commands.grammar import add_command, add_group, env_arguments, positive
 from shoal.commands.process import EXIT_NO
+from shoal.commands.ratings import add_rate
+from shoal.errors import ConfigError
+from shoal.terminal import printable, say
 
 
 def add_commands(commands: Any) -> None:
-    p = add_group(commands, "env", "look at environments, check your own")
+    p = add_group(commands, "env", "make, check, share and install environments")
+    q = add_command(
+        p, "init", env_init, "write a new package that you can change",
+        "Writes a folder with an environment of 20 lines, its data and environment.toml. It passes `shoal env check`.",
+        ("shoal env init ann/backwards", "writes ./backwards"),
+    )  # fmt: skip
+    q.add_argument("name", metavar="OWNER/NAME", help="what others will call it")
+    q.add_argument("--folder", type=Path, metavar="DIR", help="where to write it (default: ./NAME)")
     q = add_command(
         p, "check", env_check, "check that an environment is sound",
         "Plays episodes with its scripted players and with random ones. Right players must score well and wrong ones "
         "badly, a replay must give the same, and rewards must keep to their bounds. Prints a line for each check; exit "
         "code 1 if one fails.",
         ("shoal env check wordle", ""), ("shoal env check ./my_env.py", "your own file"),
+        ("shoal env check ./backwards", "the folder of a package"),
     )  # fmt: skip
     env_arguments(q, "env")
+    add_rate(p)
+    _add_sharing(p)
     q = add_command(
-        p, "rate", env_rate, "rate answers that wait for a person",
-        "Shows the answers of a queue one after another and asks for a number from 0 to 10 for each. Several people may "
-        "rate at the same time. Each rating is kept at once. At the end it prints how many are rated, and how much the "
-        "raters agree.",
-        ("shoal env rate runs/essays/ratings --name anna", ""),
+        p, "list", env_list, "environments that come with shoal, are installed here, or are in a registry", "",
+        ("shoal env list", ""), ("shoal env list --registry https://hub.example.org", ""),
     )  # fmt: skip
-    q.add_argument("folder", type=Path, metavar="FOLDER", help="the folder of the queue")
-    q.add_argument("--name", required=True, metavar="RATER", help="who rates: nobody rates an answer twice")
-    q.add_argument("--raters", type=positive, default=1, metavar="N", help="how many people rate each answer")
-    add_command(p, "list", env_list, "environments that come with shoal", "", ("shoal env list", ""))
+    _registry_argument(q, required=False)
+    q = add_command(
+        p, "show", env_show, "what is known of a package",
+        "Prints author, versions, digests and sizes, and what others have noted about the newest or the named version.",
+        ("shoal env show ann/backwards --registry https://hub.example.org", ""),
+    )  # fmt: skip
+    q.add_argument("name", metavar="NAME[@VERSION]")
+    _registry_argument(q)
+
+
+def _add_sharing(p: Any) -> None:
+    q = add_command(
+        p, "push", env_push, "publish a package in a registry",
+        "Packs the folder, signs it with your author's key (made at the first push) and writes it into the registry's "
+        "folder, which any web server can serve. A version cannot be pushed again with other files.",
+        ("shoal env push ./backwards --registry /srv/hub", ""),
+        ("shoal env push ./backwards --registry /srv/hub --withdraw 'wrong gold answers'", "advise against this version"),
+    )  # fmt: skip
+    q.add_argument("folder", type=Path, metavar="DIR", help="the package's folder")
+    q.add_argument("--registry", type=Path, required=True, metavar="DIR", help="the registry's folder; made if missing")
+    q.add_argument("--key", type=Path, metavar="FILE", help="the author's key (default: ~/.shoal/author.key)")
+    q.add_argument("--withdraw", default="", metavar="WHY", help="advise against this version; it stays published")
+    q = add_command(
+        p, "install", env_install, "install a package from a registry",
+        "Shows author, size and dependencies and asks once; ~/.shoal/install.toml, if there is one, decides instead. "
+        "Dependencies are wheels with the hashes of the package's lock; nothing is built, and nothing of the package runs.",
+        ("shoal env install ann/backwards --registry https://hub.example.org", "the newest version"),
+        ("shoal env install ann/backwards@0.1.0 --registry /srv/hub --yes", ""),
+    )  # fmt: skip
+    q.add_argument("name", metavar="NAME[@VERSION]")
+    _registry_argument(q)
+    q.add_argument("--yes", action="store_true", help="install without asking")
+    q.add_argument(
+        "--policy", type=Path, metavar="FILE", help="decide by this file (default: install.toml in ~/.shoal)"
+    )
+    q.add_argument("--heavy", action="store_true", help="allow dependencies such as torch, as on a host")
+    q.add_argument(
+        "--max-mb",
+        type=positive,
+        default=1000,
+        metavar="MB",
+        help="largest package, and largest download of dependencies",
+    )
+    q.add_argument(
+        "--wheels", type=Path, metavar="DIR", help="take dependencies from this folder instead of pip's index"
+    )
+    q = add_command(
+        p, "note", env_note, "tell others what you know about a version",
+        "Signs a note with this machine's node key and writes it into the registry's folder. Your later note replaces the "
+        "earlier one of the same kind.",
+        ("shoal env note ann/backwards@0.1.0 --registry /srv/hub --check ./backwards", "check the folder, note the result"),
+        ("shoal env note ann/backwards@0.1.0 --registry /srv/hub --issue 'task 3 has no answer'", ""),
+    )  # fmt: skip
+    q.add_argument("name", metavar="NAME@VERSION")
+    q.add_argument("--registry", type=Path, required=True, metavar="DIR", help="the registry's folder")
+    said = q.add_mutually_exclusive_group(required=True)
+    said.add_argument(
+        "--check", type=Path, metavar="DIR", help="run `env check` on this folder, which holds the version"
+    )
+    said.add_argument("--good", action="store_true", help="you recommend it")
+    said.add_argument("--bad", action="store_true", help="you advise against it")
+    said.add_argument("--issue", default="", metavar="TEXT", help="a known issue, in one line")
+
+
+def _registry_argument(p: argparse.ArgumentParser, required: bool = True) -> None:
+    p.add_argument("--registry", required=required, default="", metavar="URL_OR_DIR", help="where packages come from")
+
+
+def env_init(args: argparse.Namespace) -> None:
+    from shoal.hub.template import write_package
+
+    folder = args.folder or Path(args.name.rpartition("/")[2])
+    write_package(args.name, folder)
+    print(f"wrote {folder}. Next: shoal env check ./{folder}" if not folder.is_absolute() else f"wrote {folder}")
 
 
 def env_check(args: argparse.Namespace) -> int:
@@ -45,37 +127,139 @@ def env_check(args: argparse.Namespace) -> int:
     return EXIT_NO if any(finding.outcome == "failed" for finding in findings) else 0
 
 
-def env_rate(args: argparse.Namespace) -> None:
-    from shoal.envs.answers.ratings import TOP, Ratings
-    from shoal.terminal import say
+def env_push(args: argparse.Namespace) -> None:
+    from shoal.config import node_home
+    from shoal.hub.about import describe
+    from shoal.hub.archive import index_folder
+    from shoal.hub.publish import push, withdraw
+    from shoal.hub.registry import FolderRegistry
+    from shoal.net.keys import load_or_make_key
 
-    ratings = Ratings(args.folder, args.raters)
-    while (item := ratings.take(args.name)) is not None:
-        say(f"--- question ---\n{item.question}\n--- answer ---\n{item.answer}\n---")
-        while (said := _asked(f"0 to {TOP}, or q to stop: ")) not in ("q", None):
-            if said.isdecimal() and said.isascii() and len(said) < 3 and int(said) <= TOP:
-                ratings.rate(item.id, args.name, int(said))
-                break
-            print(f"{said[:20]!r} is not a whole number from 0 to {TOP}")
-        if said in ("q", None):
-            break
-    standing = ratings.standing()
-    agreed = "" if standing.kappa is None else f", kappa between raters {standing.kappa:.2f}"
-    print(f"{standing.rated} of {standing.items} answers are rated, with {standing.ratings} ratings{agreed}")
+    home = node_home()
+    index_folder(args.folder)  # a folder that is no package makes neither a registry nor a key
+    args.registry.mkdir(parents=True, exist_ok=True)
+    registry, key = FolderRegistry(args.registry), load_or_make_key(args.key or home / "author.key")
+    if args.withdraw:
+        about = describe(args.folder, index_folder(args.folder)).about
+        withdraw(about.name, about.version, args.withdraw, registry, key, home)
+        print(f"withdrawn: {about.name} {about.version}")
+        return
+    pushed = push(args.folder, registry, key, home)
+    print(f"{'published' if pushed.is_new else 'already published:'} {pushed.about.name} {pushed.about.version}")
+    print(f"package {pushed.release.digest}, {pushed.release.size_bytes:,} bytes")
+    print(f"signed by {key.public}")
 
 
-def _asked(prompt: str) -> str | None:
-    """What a person types; None at the end of the input."""
-    try:
-        return input(prompt).strip()
-    except EOFError:
-        return None
+def env_install(args: argparse.Namespace) -> None:
+    from shoal.config import node_home
+    from shoal.hub.consent import POLICY_FILE, Consent, read_policy
+    from shoal.hub.install import by_pip, install
+    from shoal.hub.names import read_reference
+    from shoal.hub.notes import checks_noted
+    from shoal.hub.registry import open_registry
+
+    home = node_home()
+    file = args.policy or (home / POLICY_FILE if (home / POLICY_FILE).exists() else None)
+    policy = read_policy(file) if file and not args.yes else None
+    ask = (lambda _: True) if args.yes else (_ask if sys.stdin.isatty() else None)
+    registry = open_registry(args.registry)
+    downloader = by_pip("--no-index", "--find-links", str(args.wheels.absolute())) if args.wheels else None
+    result = install(
+        read_reference(args.name), registry, home, Consent(policy, ask, args.max_mb, args.heavy),
+        downloader=downloader, checks=lambda name, release, author: checks_noted(registry, name, release, author),
+    )  # fmt: skip
+    package = result.package
+    print(
+        f"{'installed' if result.is_new else 'already installed:'} {package.name} {package.version} in {result.folder}"
+    )
+    print(f'in a run file: [[envs]] name = "{package.name}@{package.version}"')
+
+
+def _ask(question: str) -> bool:
+    say(question)
+    return input("[y/N] ").strip().lower() in ("y", "yes")
+
+
+def env_note(args: argparse.Namespace) -> None:
+    from shoal.config import node_home
+    from shoal.hub.names import read_reference
+    from shoal.hub.notes import Issue, Rated, add_note
+    from shoal.hub.publish import read_catalogue
+    from shoal.hub.registry import FolderRegistry
+    from shoal.hub.trust import Trust
+    from shoal.net.keys import load_or_make_key
+
+    reference, home = read_reference(args.name), node_home()
+    registry = FolderRegistry(args.registry)
+    catalogue = read_catalogue(registry, reference.name, Trust(home / "authors.json"), pin=False).opened.catalogue
+    release = catalogue.release(reference.version) if reference.version else None
+    if release is None:
+        raise ConfigError(f"{args.name} names no version of this registry: write NAME@VERSION, as in `shoal env show`")
+    if args.check:
+        said: Any = _checked(args.check, release.digest)
+    else:
+        said = Issue(args.issue) if args.issue else Rated(args.good)
+    add_note(registry, reference.name, release, said, load_or_make_key(home / "node.key"), time.time())
+    print(f"noted on {reference.name} {release.version}")
+
+
+def _checked(folder: Path, digest: str) -> Any:
+    import platform
+
+    from shoal.envs.check import check_env
+    from shoal.envs.load import env_digest, load_env
+    from shoal.hub.notes import Checked
+    from shoal.protocol.types.message import fact
+
+    path = str(folder.absolute())
+    if env_digest(path) != digest:
+        raise ConfigError(f"{folder} has not the files of this version: check the folder that was pushed")
+    findings = check_env(load_env(path, {}))
+    failed = tuple(fact(finding.check) for finding in findings if finding.outcome == "failed")
+    machine = fact(f"{platform.system()} {platform.machine()} Python {platform.python_version()}")
+    return Checked(machine, sum(finding.outcome == "passed" for finding in findings), failed)
 
 
 def env_list(args: argparse.Namespace) -> None:
+    from shoal.config import node_home
     from shoal.envs.load import BUILT_IN, load_env
+    from shoal.hub.registry import names_of, open_registry
+    from shoal.hub.store import Store
 
+    if args.registry:
+        for name in names_of(open_registry(args.registry)):
+            print(name)
+        return
     for name in sorted(BUILT_IN):
         env = load_env(name, {})
         about = (sys.modules[type(env).__module__].__doc__ or "").split("\n", 1)[0].partition(": ")[2]
         print(f"{name:<12} {env.num_tasks:>9,} tasks, {env.num_heldout:>6,} held out   {about}")
+    for package in Store(node_home() / "envs").all():
+        say(f"{package.name}@{package.version}   package {package.digest[:16]}…, key {package.author[:16]}…")
+
+
+def env_show(args: argparse.Namespace) -> None:
+    from shoal.config import node_home
+    from shoal.hub.names import owner_of, read_reference
+    from shoal.hub.notes import lines_of_notes, read_notes
+    from shoal.hub.publish import read_catalogue
+    from shoal.hub.registry import open_registry
+    from shoal.hub.trust import Trust
+
+    reference, registry = read_reference(args.name), open_registry(args.registry)
+    if not reference.name:
+        raise ConfigError("give the package's name, not its digest")
+    believed = read_catalogue(registry, reference.name, Trust(node_home() / "authors.json"), pin=False)
+    opened = believed.opened
+    seen = "not seen on this machine before" if believed.is_new_owner else "known here"
+    print(f"{reference.name}, by {owner_of(reference.name)}, key {opened.key} ({seen})")
+    for release in opened.catalogue.releases:
+        day = time.strftime("%Y-%m-%d", time.gmtime(min(release.created, 1 << 36)))
+        gone = f"   withdrawn: {release.withdrawn}" if release.withdrawn else ""
+        say(f"{release.version:<12} {day} {release.size_bytes:>12,} bytes   {release.digest}{gone}")
+    shown = opened.catalogue.release(reference.version)
+    if shown is None:
+        raise ConfigError(f"{reference.name} has no version {reference.version or 'that is not withdrawn'}")
+    print(f"notes on {shown.version}:")
+    for line in lines_of_notes(read_notes(registry, reference.name, shown)) or ["none"]:
+        print(f"  {printable(line)}")

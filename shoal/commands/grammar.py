@@ -66,7 +66,7 @@ def set_argument(p: argparse.ArgumentParser) -> None:
 
 def env_arguments(p: argparse.ArgumentParser, name: str) -> None:
     required = {"required": True} if name.startswith("-") else {}
-    p.add_argument(name, metavar="NAME_OR_FILE", help="a built-in environment or a .py file", **required)  # type: ignore[arg-type]
+    p.add_argument(name, metavar="NAME_OR_FILE", help="a built-in environment, a .py file or a package", **required)  # type: ignore[arg-type]
     help_text = "its arguments, such as '{\"digits\": 2}'"
     p.add_argument("--env-args", type=_table, default={}, metavar="JSON", help=help_text)
 

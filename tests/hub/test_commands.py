@@ -1,0 +1,87 @@
+"""`shoal env init, check, push, note, show, list, install`: what an author and a user type, from start to end."""
+
+from pathlib import Path
+
+import pytest
+
+from shoal import cli
+from tests.hub.wheels import lock_of, make_wheel
+
+NAME = "ann/backwards"
+
+
+@pytest.fixture
+def shoal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """Types a command and gives its exit code and what it printed."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SHOAL_HOME", str(tmp_path / "ann"))
+
+    def run(*words: str) -> tuple[int, str]:
+        code = cli.main(["env", *words])
+        said = capsys.readouterr()
+        return code, said.out + said.err
+
+    return run
+
+
+def test_a_new_package_passes_its_check_and_is_shared(shoal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, said = shoal("init", NAME)
+    assert code == 0 and "shoal env check ./backwards" in said
+    assert len((tmp_path / "backwards" / "environment.py").read_text().splitlines()) <= 33
+    code, said = shoal("check", "./backwards")
+    assert code == 0 and "failed" not in said and "skipped" not in said, said
+    code, said = shoal("push", "backwards", "--registry", "hub")
+    assert code == 0 and "published ann/backwards 0.1.0" in said and (tmp_path / "ann" / "author.key").exists()
+    assert "already published" in shoal("push", "backwards", "--registry", "hub")[1]
+
+    monkeypatch.setenv("SHOAL_HOME", str(tmp_path / "bob"))
+    assert shoal("note", f"{NAME}@0.1.0", "--registry", "hub", "--check", "backwards")[0] == 0
+    assert shoal("note", f"{NAME}@0.1.0", "--registry", "hub", "--issue", "only sixteen words")[0] == 0
+    code, said = shoal("show", NAME, "--registry", "hub")
+    assert code == 0 and "0.1.0 " in said and "check    passed" in said and "issue    only sixteen words" in said
+    assert shoal("list", "--registry", "hub") == (0, "ann/backwards\n")
+    code, said = shoal("install", NAME, "--registry", "hub")
+    assert code == 2 and "nobody can be asked" in said
+    code, said = shoal("install", NAME, "--registry", "hub", "--yes")
+    assert code == 0 and 'name = "ann/backwards@0.1.0"' in said
+    assert "already installed" in shoal("install", NAME, "--registry", "hub", "--yes")[1]
+    assert f"{NAME}@0.1.0" in shoal("list")[1]
+
+
+def test_mistakes_are_one_line(shoal, tmp_path: Path) -> None:
+    shoal("init", NAME)
+    for words, said in (
+        (("init", NAME), "exists already"),
+        (("init", "Ann/B"), "no name of a package"),
+        (("push", "none", "--registry", "hub"), "cannot read none"),
+        (("install", NAME, "--registry", "none"), "there is no registry at none"),
+        (("show", "ann", "--registry", "backwards"), "names no package"),
+        (("show", NAME, "--registry", "backwards"), "has no names/ann/backwards/catalogue.json"),
+    ):
+        code, text = shoal(*words)
+        assert code == 2 and said in text and text.count("\n") == 1, text
+    assert not (tmp_path / "hub").exists()
+
+
+def test_a_changed_folder_needs_a_new_version_and_a_version_can_be_withdrawn(shoal, tmp_path: Path) -> None:
+    shoal("init", NAME)
+    shoal("push", "backwards", "--registry", "hub")
+    (tmp_path / "backwards" / "words.txt").write_text("other words " * 8)
+    code, said = shoal("push", "backwards", "--registry", "hub")
+    assert code == 2 and "raise version in environment.toml" in said
+    code, said = shoal("note", f"{NAME}@0.1.0", "--registry", "hub", "--check", "backwards")
+    assert code == 2 and "has not the files of this version" in said
+    assert shoal("push", "backwards", "--registry", "hub", "--withdraw", "too easy")[0] == 0
+    assert "withdrawn: too easy" in shoal("show", f"{NAME}@0.1.0", "--registry", "hub")[1]
+
+
+def test_dependencies_come_from_a_folder_of_wheels(shoal, tmp_path: Path) -> None:
+    shoal("init", NAME)
+    about = tmp_path / "backwards" / "environment.toml"
+    about.write_text(about.read_text() + 'lock = "lock.txt"\n')
+    (tmp_path / "backwards" / "lock.txt").write_text(lock_of(make_wheel(tmp_path / "wheels")))
+    shoal("push", "backwards", "--registry", "hub")
+    code, said = shoal("install", NAME, "--registry", "hub", "--yes", "--wheels", "wheels")
+    assert code == 0, said
+    [module] = (tmp_path / "ann" / "envs").glob("*/dependencies/tinydep.py")
+    assert module.read_text() == "VERSION = '1.0'\n"
