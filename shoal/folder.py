@@ -38,6 +38,8 @@ class RunFolder:
         """Version 0, made or copied at the first start."""
         self.checkpoints = root / "checkpoints"
         self.metrics = root / "metrics.jsonl"
+        self.hub = root / "hub"
+        """A registry of packages that the coordinator serves, if the host has pushed any there."""
         self.logs = root / "logs"
         self.nodes = root / "nodes"
         self.evaluations = root / "eval"

@@ -24,6 +24,12 @@ _PINNED = re.compile(r"pkg:(?P<digest>[0-9a-f]{64})", re.ASCII)
 _DIGEST = re.compile(r"[0-9a-f]{64}", re.ASCII)
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*", re.ASCII)
 
+_REGISTRY = re.compile(
+    rf"names\.json|packages/[0-9a-f]{{64}}|names/{_WORD}/keys\.json|names/{_WORD}/{_WORD}/catalogue\.json"
+    rf"|names/{_WORD}/{_WORD}/{_NUMBER}\.{_NUMBER}\.{_NUMBER}/notes\.json",
+    re.ASCII,
+)
+
 COMPILED = (".pyc", ".pyo")
 """Python would run these instead of the source that a reader sees, so no package holds them."""
 
@@ -66,6 +72,11 @@ def is_owner(text: str) -> bool:
 def is_version(text: str) -> bool:
     """Whether a text is three numbers, such as 1.0.2: their order is the order of versions."""
     return bool(_VERSION.fullmatch(text))
+
+
+def is_registry_path(text: str) -> bool:
+    """Whether a path is that of a file of a registry: no other is ever read or served."""
+    return bool(_REGISTRY.fullmatch(text))
 
 
 def is_digest(text: str) -> bool:

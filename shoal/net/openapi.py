@@ -30,7 +30,7 @@ def document(title: str, version: str, calls: Sequence[Call]) -> dict[str, Any]:
     by_kind = dict(zip(map(str, kinds), schemas, strict=False))
     paths: dict[str, dict[str, Any]] = {}
     for call in calls:
-        paths.setdefault(call.path, {})[call.method.lower()] = _operation(call, by_kind)
+        paths.setdefault(call.path.replace(":path}", "}"), {})[call.method.lower()] = _operation(call, by_kind)
     return {
         "openapi": "3.1.0",
         "info": {"title": title, "version": version},
@@ -51,7 +51,7 @@ def _operation(call: Call, by_kind: dict[str, Any]) -> dict[str, Any]:
         operation["responses"]["200"] = _json(by_kind[str(call.response)], "done")
     if call.request is not None:
         operation["requestBody"] = _json(by_kind[str(call.request)])
-    names = re.findall(r"\{(\w+)\}", call.path)
+    names = re.findall(r"\{(\w+)(?::path)?\}", call.path)
     if names:
         operation["parameters"] = [
             {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names

@@ -12,10 +12,11 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import FileResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from shoal import __version__
+from shoal.hub.names import is_registry_path
 from shoal.ledger.answers import Refused, Wait
 from shoal.ledger.facts.batches import BatchFormed
 from shoal.ledger.facts.members import Enter, Leave, NodeJoined, NodeLeft, ValidatorFault
@@ -318,6 +319,16 @@ async def get_blob(api: Api, request: Request) -> Response:
     return api.desk.blobs.serve(name)
 
 
+async def get_hub(api: Api, request: Request) -> Response:
+    """A file of the registry in the run's folder. Nothing is written over HTTP: the host pushes on its own machine."""
+    await api.gate.anyone(request)
+    path = request.path_params["path"]
+    file = api.desk.hub / path
+    if not is_registry_path(path) or not file.is_file():  # guard: registry-files-only
+        raise Refused("nothing_yet", "this run's registry has no such file")
+    return FileResponse(file, media_type="application/octet-stream")
+
+
 async def put_blob(api: Api, request: Request) -> Response:
     caller = api.admit(request, MAX_CHUNK_BYTES)
     admit_trainer(api.desk, caller.key)  # guard: chunks-from-the-trainer
@@ -370,6 +381,7 @@ CALLS: list[tuple[Call, Handler]] = [
     (Call("POST", "/v1/checkpoints", "trainer", "Publish a version.", t.SignedManifest, t.Done), post_checkpoints),
     (Call("GET", "/v1/blobs/{hash}", "anyone, or by key", "A blob by its SHA-256; Range.", None, None), get_blob),
     (Call("PUT", "/v1/blobs/{hash}", "trainer", "A chunk.", None, t.Done), put_blob),
+    (Call("GET", "/v1/hub/{path:path}", "anyone", "A file of the run's registry of packages.", None, None), get_hub),
     (
         Call("POST", "/v1/admin/{action}", "host", "pause, resume, drain, kick, admit.", t.AdminRequest, t.Status),
         post_admin,

@@ -39,6 +39,7 @@ class Desk:
         self.book, self.clock = book, clock
         self._config, self.key = config, key
         self.blobs = FolderBlobs(folder.blobs)
+        self.hub = folder.hub
         secret = folder.secret()
         self.slot_links = SecretChain(secret, SLOT_CHAIN).links()
         self.audit_links = SecretChain(secret, AUDIT_CHAIN).links()
