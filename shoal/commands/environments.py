@@ -63,6 +63,7 @@ def _add_sharing(p: Any) -> None:
     q.add_argument("--registry", type=Path, required=True, metavar="DIR", help="the registry's folder; made if missing")
     q.add_argument("--key", type=Path, metavar="FILE", help="the author's key (default: ~/.shoal/author.key)")
     q.add_argument("--withdraw", default="", metavar="WHY", help="advise against this version; it stays published")
+    q.add_argument("--new-key", type=Path, metavar="FILE", help="sign with this key from now on; made if missing")
     q = add_command(
         p, "install", env_install, "install a package from a registry",
         "Shows author, size and dependencies and asks once; ~/.shoal/install.toml, if there is one, decides instead. "
@@ -131,16 +132,26 @@ def env_push(args: argparse.Namespace) -> None:
     from shoal.config import node_home
     from shoal.hub.about import describe
     from shoal.hub.archive import index_folder
-    from shoal.hub.publish import push, withdraw
+    from shoal.hub.names import owner_of
+    from shoal.hub.publish import change_key, push, withdraw
     from shoal.hub.registry import FolderRegistry
     from shoal.net.keys import load_or_make_key
 
     home = node_home()
-    index_folder(args.folder)  # a folder that is no package makes neither a registry nor a key
+    about = describe(
+        args.folder, index_folder(args.folder)
+    ).about  # what is no package makes neither a registry nor a key
     args.registry.mkdir(parents=True, exist_ok=True)
     registry, key = FolderRegistry(args.registry), load_or_make_key(args.key or home / "author.key")
+    if args.new_key:
+        new = load_or_make_key(args.new_key)
+        change_key(owner_of(about.name), key, new, registry, home)
+        print(f"{owner_of(about.name)} signs with {new.public} in this registry from now on")
+        print(
+            f"when you have done so for each registry, put {args.new_key} in the place of {args.key or home / 'author.key'}"
+        )
+        return
     if args.withdraw:
-        about = describe(args.folder, index_folder(args.folder)).about
         withdraw(about.name, about.version, args.withdraw, registry, key, home)
         print(f"withdrawn: {about.name} {about.version}")
         return

@@ -8,7 +8,7 @@ catalogue, and a registry that lost or rolled back its own gets the right one ag
 import contextlib
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -83,7 +83,7 @@ def push(
     """
     with held(registry.folder / ".lock"), _packed(folder, registry) as (packed, put):
         about = describe(folder, packed.files).about
-        known = _known(about.name, registry, key, home)
+        known = _known(about.name, registry, (key.public,), home)
         before = known.release(about.version) if known else None
         if before and before.digest != packed.digest:  # guard: version-is-pushed-once
             raise ConfigError(
@@ -103,7 +103,7 @@ def withdraw(
 ) -> None:  # fmt: skip
     """Advise against a version. It stays, because runs may be pinned to it."""
     with held(registry.folder / ".lock"):
-        known = _known(name, registry, key, home)
+        known = _known(name, registry, (key.public,), home)
         before = known.release(version) if known else None
         if known is None or before is None:
             raise ConfigError(f"{name} {version} is not published: see `shoal env show {name}` for its versions")
@@ -121,7 +121,7 @@ def change_key(
         names = [name for name in names if owner_of(name) == owner]
         if not names:
             raise ConfigError(f"{owner} has published nothing here: simply push with the new key")
-        catalogues = [_known(name, registry, old, home) for name in names]
+        catalogues = [_known(name, registry, (old.public, new.public), home) for name in names]
         change = sign(KeyChange(owner, old.public, new.public, int(clock())), old, words.KEY_CHANGE)
         held_changes = [signed for signed in _changes(registry, names[0]) if signed != change]
         registry.write(keys_path(names[0]), to_json([*held_changes, change]))
@@ -145,7 +145,7 @@ def _packed(folder: Path, registry: FolderRegistry) -> Iterator[tuple[Packed, Ca
         aside.unlink(missing_ok=True)
 
 
-def _known(name: str, registry: Registry, key: Key, home: Path) -> Catalogue | None:
+def _known(name: str, registry: Registry, keys: Collection[str], home: Path) -> Catalogue | None:
     """The newest catalogue that the author has published, anywhere. Raises `ConfigError` if it is another's."""
     trust, found = Trust(home / "authors.json"), list[Opened]()
     changes = read_changes(registry, name)
@@ -154,9 +154,9 @@ def _known(name: str, registry: Registry, key: Key, home: Path) -> Catalogue | N
     with contextlib.suppress(NothingYet):
         found.append(open_catalogue(registry.read(catalogue_path(name), words.MAX_CATALOGUE_BYTES), name))
     for opened in found:
-        if opened.key != key.public:  # guard: only-own-packages
+        if opened.key not in keys:  # guard: only-own-packages
             raise ConfigError(
-                f"{name} belongs to the key {opened.key[:16]}…, and yours is {key.public[:16]}…: choose another owner, or "
+                f"{name} belongs to the key {opened.key[:16]}…, and yours is {min(keys)[:16]}…: choose another owner, or "
                 "give the author's key with --key"
             )
     if not found:

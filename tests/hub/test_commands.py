@@ -75,6 +75,19 @@ def test_a_changed_folder_needs_a_new_version_and_a_version_can_be_withdrawn(sho
     assert "withdrawn: too easy" in shoal("show", f"{NAME}@0.1.0", "--registry", "hub")[1]
 
 
+def test_an_author_changes_the_key(shoal, tmp_path: Path) -> None:
+    shoal("init", NAME)
+    shoal("push", "backwards", "--registry", "hub")
+    assert shoal("install", NAME, "--registry", "hub", "--yes")[0] == 0
+    code, said = shoal("push", "backwards", "--registry", "hub", "--new-key", "new.key")
+    assert code == 0 and "signs with" in said
+    code, said = shoal("show", NAME, "--registry", "hub")
+    assert code == 0 and "known here" in said
+    assert "belongs to the key" in shoal("push", "backwards", "--registry", "hub")[1]
+    (tmp_path / "new.key").replace(tmp_path / "ann" / "author.key")
+    assert "already published" in shoal("push", "backwards", "--registry", "hub")[1]
+
+
 def test_dependencies_come_from_a_folder_of_wheels(shoal, tmp_path: Path) -> None:
     shoal("init", NAME)
     about = tmp_path / "backwards" / "environment.toml"

@@ -259,6 +259,19 @@ def test_a_change_of_key_that_the_old_key_signed_is_followed(
         read_catalogue(registry, NAME, reader)
 
 
+def test_a_change_of_key_reaches_a_second_registry(
+    author: Author, registry: FolderRegistry, reader: Trust, tmp_path
+) -> None:
+    (tmp_path / "second").mkdir()
+    second, old, new = FolderRegistry(tmp_path / "second"), author.key, Key.generate()
+    author.push(registry)
+    author.push(second)
+    read_catalogue(second, NAME, reader)
+    for place in (registry, second):
+        change_key("ann", old, new, place, author.home)
+    assert read_catalogue(second, NAME, reader).key == read_catalogue(registry, NAME, reader).key == new.public
+
+
 def test_a_change_of_key_that_another_key_signed_is_refused(
     author: Author, registry: FolderRegistry, reader: Trust
 ) -> None:
