@@ -235,7 +235,7 @@ def env_list(args: argparse.Namespace) -> None:
     from shoal.config import node_home
     from shoal.envs.load import BUILT_IN, load_env
     from shoal.hub.registry import names_of, open_registry
-    from shoal.hub.store import Store
+    from shoal.hub.store import PackageStore
 
     if args.registry:
         for name in names_of(open_registry(args.registry)):
@@ -245,7 +245,7 @@ def env_list(args: argparse.Namespace) -> None:
         env = load_env(name, {})
         about = (sys.modules[type(env).__module__].__doc__ or "").split("\n", 1)[0].partition(": ")[2]
         print(f"{name:<12} {env.num_tasks:>9,} tasks, {env.num_heldout:>6,} held out   {about}")
-    for package in Store(node_home() / "envs").all():
+    for package in PackageStore(node_home() / "envs").all():
         say(f"{package.name}@{package.version}   package {package.digest[:16]}…, key {package.author[:16]}…")
 
 

@@ -24,7 +24,7 @@ from shoal.errors import ConfigError, ShoalError, cause_of
 from shoal.hub.about import describe
 from shoal.hub.archive import digest_of, index_folder
 from shoal.hub.names import names_one_package, read_reference
-from shoal.hub.store import Installed, Store
+from shoal.hub.store import Installed, PackageStore
 from shoal.net.keys import load_key
 from shoal.protocol.audits import MAX_REWARD
 from shoal.protocol.types import EnvSpec
@@ -135,8 +135,8 @@ def is_package(name: str) -> bool:
     return names_one_package(name)
 
 
-def _store() -> Store:
-    return Store(node_home() / "envs")
+def _store() -> PackageStore:
+    return PackageStore(node_home() / "envs")
 
 
 def _demand_installed(spec: EnvSpec) -> None:

@@ -21,7 +21,7 @@ from shoal.hub.consent import Consent, Offer, demand_consent, demand_offer_fits
 from shoal.hub.names import Reference
 from shoal.hub.publish import read_catalogue
 from shoal.hub.registry import Registry, archive_path
-from shoal.hub.store import INSTALLED, Installed, Store
+from shoal.hub.store import INSTALLED, Installed, PackageStore
 from shoal.hub.trust import Trust
 from shoal.hub.wheels import Downloader, download, most_unpacked, unpack_wheels
 from shoal.protocol.wire import to_json
@@ -84,7 +84,7 @@ def install(
     `checks` counts the keys that noted that a version passes. Raises `ConfigError` if the user, the
     policy file or this machine refuses, `PeerError` if the registry or the author is at fault, `StateError` if the disk is.
     """
-    store = Store(home / "envs")
+    store = PackageStore(home / "envs")
     if reference.digest:
         return _present(store, store.find(reference))
     offer = offer_of(reference, registry, home, checks)
@@ -130,12 +130,12 @@ def by_pip(*options: str) -> Downloader:
     return lambda requirements, into, max_bytes: download(requirements, into, max_bytes=max_bytes, pip_options=options)
 
 
-def _present(store: Store, package: Installed) -> Result:
+def _present(store: PackageStore, package: Installed) -> Result:
     return Result(package, store.package_of(package.digest), False, "it was installed already")
 
 
 @contextmanager
-def _unfinished(store: Store) -> Iterator[Path]:
+def _unfinished(store: PackageStore) -> Iterator[Path]:
     """A folder to install into. The lock is held, so every other such folder was left by a kill."""
     for leftover in store.unfinished():
         shutil.rmtree(leftover, ignore_errors=True)

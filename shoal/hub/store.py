@@ -39,7 +39,7 @@ class Installed(Message, frozen=True):
     """Files in `dependencies/`."""
 
 
-class Store:
+class PackageStore:
     """The folder of installed packages. Several processes may use it."""
 
     def __init__(self, folder: Path) -> None:

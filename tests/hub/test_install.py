@@ -26,7 +26,7 @@ from shoal.hub.lock import read_lock
 from shoal.hub.names import Reference, read_reference
 from shoal.hub.publish import push
 from shoal.hub.registry import FolderRegistry, archive_path, catalogue_path
-from shoal.hub.store import Store
+from shoal.hub.store import PackageStore
 from shoal.hub.trust import Trust
 from shoal.hub.wheels import download, unpack_wheels, verified
 from shoal.protocol.wire import to_json
@@ -84,7 +84,7 @@ def test_a_package_is_installed_once_and_found(author: Author, registry: FolderR
     first, second = get(registry, home), get(registry, home)
     assert (first.is_new, second.is_new) == (True, False) and first.package == second.package
     assert first.package.digest == pushed.release.digest and (first.folder / "words.txt").read_text() == "a b c"
-    store = Store(home / "envs")
+    store = PackageStore(home / "envs")
     assert (
         store.find(Reference(NAME, "0.1.0"))
         == store.find(read_reference(f"pkg:{pushed.release.digest}"))
@@ -100,7 +100,7 @@ def test_dependencies_come_by_hash_into_a_folder_of_their_own(
     push_with(author, registry, lock_of(make_wheel(wheels)))
     result = get(registry, home, downloader=pip(wheels))
     assert result.package.dependencies == {"tinydep": "1.0"} and result.package.num_wheel_files == 4
-    dependencies = Store(home / "envs").paths_of(result.package.digest)[1]
+    dependencies = PackageStore(home / "envs").paths_of(result.package.digest)[1]
     assert (dependencies / "tinydep.py").read_text() == "VERSION = '1.0'\n"
     assert sorted(path.name for path in dependencies.parent.iterdir()) == ["dependencies", "installed.json", "package"]
 
@@ -376,7 +376,7 @@ def test_a_kill_leaves_nothing_installed_and_the_next_try_cleans_up(
     process.send_signal(signal.SIGKILL)
     process.wait()
     process.stdout.close()
-    store = Store(home / "envs")
+    store = PackageStore(home / "envs")
     assert len(list(store.unfinished())) == 1 and store.get(digest) is None and store.all() == []
     assert get(registry, home).is_new and list(store.unfinished()) == []
 
@@ -404,7 +404,7 @@ def test_files_that_changed_after_the_installation_are_found(
     author: Author, registry: FolderRegistry, home: Path
 ) -> None:
     author.push(registry)
-    result, store = get(registry, home), Store(home / "envs")
+    result, store = get(registry, home), PackageStore(home / "envs")
     (result.folder / "words.txt").write_text("x y z")
     with pytest.raises(StateError, match=r"words\.txt of ann/parrot 0\.1\.0 was changed after it was installed"):
         store.demand_unchanged(result.package)
@@ -418,9 +418,9 @@ def test_a_record_of_another_package_is_refused(author: Author, registry: Folder
     other = home / "envs" / ("a" * 64)
     result.folder.parent.rename(other)
     with pytest.raises(StateError, match="describes another package"):
-        Store(home / "envs").get("a" * 64)
+        PackageStore(home / "envs").get("a" * 64)
 
 
 def test_what_is_not_installed_is_named_with_the_command(home: Path) -> None:
     with pytest.raises(ConfigError, match=r"ann/parrot@1\.0\.0 is not installed: shoal env install ann/parrot@1\.0\.0"):
-        Store(home / "envs").find(Reference(NAME, "1.0.0"))
+        PackageStore(home / "envs").find(Reference(NAME, "1.0.0"))
