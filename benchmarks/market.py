@@ -2,7 +2,7 @@
 
 Called by `economics.py`, which compares what the strategies earn. `terms.py` holds the circumstances of a run and its
 draws. A turn is the time of one block: a key has a lease judged in it, or waits. Audit rates, quarantines, vesting and
-forfeits come from `shoal/ledger/law.py`, decisions from `shoal/ledger/weigh.py`. The same draws are played through the
+forfeits come from `shoal/ledger/law.py`, verdicts from `verdicts.py`. The same draws are played through the
 real `decide` and `apply` in `tests/benchmarks/test_economics.py`. The model has no prices or checks: an honest group
 pays 1, a forged one as many times more as it is longer, and a draw says whether it is found.
 
@@ -10,17 +10,26 @@ Axes: B blocks (turns) of a run, G groups of a block, V validators.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from heapq import heappop, heappush
 from typing import NamedTuple
 
 from benchmarks.terms import HONEST, Draws, Move, Sight, Strategy, Terms
+from benchmarks.verdicts import (
+    Case,
+    Sent,
+    case_of,
+    holds_forgery,
+    is_quarantined,
+    is_safe,
+    mean_newest_pay,
+    recheck_rate,
+    verdict_of,
+    weigh_said,
+)
 from shoal.ledger.law import LAW
-from shoal.ledger.weigh import Weighed, weigh
-from shoal.protocol.audits import must_audit
-from shoal.protocol.types import GroupVerdict
+from shoal.ledger.weigh import Weighed
 
 BLOCK_S, QUARANTINE_S = 20.0, 30.0
 """Seconds to generate a block; seconds of a first quarantine (the run file's default)."""
@@ -52,46 +61,6 @@ class Outcome(NamedTuple):
     """By validator."""
 
 
-# --- what a validator says ---
-
-
-class Case(NamedTuple):
-    """A submission with all that is hidden from some. Sequences have one entry for each group."""
-
-    due: Sequence[bool]
-    """Whether the group is drawn for audit."""
-    found: Callable[[int], Sequence[bool]]
-    """Whether a validator finds the group forged, if it audits it; by validator."""
-    order: Sequence[int]
-    friendly: bool
-    """Whether it is the cheater's, not a rival's."""
-
-
-def verdict_of(terms: Terms, case: Case, before: Sequence[Sequence[str]], validator: int) -> list[str]:
-    """A validator's outcome for each group of a submission, after the verdicts before its own."""
-    bad = "soft" if terms.mild else "hard"
-    if validator >= terms.friends:
-        return [bad if due and found else "accept" for due, found in zip(case.due, case.found(validator), strict=True)]
-    good = ["accept"] * len(case.due)
-    if not terms.sly:
-        return good if case.friendly else ["hard"] * len(good)
-    safe = is_safe(terms, case.order)
-    if not case.friendly:
-        return ["hard"] * len(good) if safe else good
-    exposed = [due and found for due, found in zip(case.due, case.found(validator), strict=True)]
-    if safe or not any(exposed) or not before:
-        return good
-    return ["soft" if group else "accept" for group in exposed]
-
-
-def is_safe(terms: Terms, order: Sequence[int]) -> bool:
-    """Whether fewer than two honest validators will judge, so that none can outvote a lie."""
-    return sum(validator >= terms.friends for validator in order[: LAW.most_verdicts]) < 2
-
-
-# --- the money of a run ---
-
-
 @dataclass(eq=False)
 class Key:
     """An identity in the log."""
@@ -113,24 +82,6 @@ class Key:
     free_at: int = 0
     """Turn in which it takes its next lease."""
     slashed: bool = False
-
-
-class Sent(NamedTuple):
-    """A submission that awaits verdicts."""
-
-    first: int
-    """Turn in which its lease began."""
-    blocks: int
-    forged: int
-    pays: tuple[int, ...]
-    """Of the groups of each of its blocks."""
-    rate: float
-    mean_pay: float
-    said: tuple[tuple[str, ...], ...] = ()
-    """The verdicts so far; empty for a recheck of what no honest validator would refuse."""
-    order: tuple[int, ...] = ()
-    """The validators of these, and of those that may follow."""
-    recheck: bool = False
 
 
 @dataclass
@@ -296,7 +247,7 @@ class Worker:
         drawn = self.draws.again[sent.first] < recheck_rate(self.terms, key.stake, sent)
         again = drawn and not weighed.refused and len(said) == 1 and len(order) > 1
         self._pay(key, weighed, sent, blamed, again)
-        if not blamed and _holds_forgery(said, weighed.disputed, self.terms.groups):
+        if not blamed and holds_forgery(said, weighed.disputed, self.terms.groups):
             key.valid = 0
         if quarantine and not blamed:
             quarantine = len(said) - 1  # it is lifted as soon as all have judged
@@ -331,7 +282,7 @@ class Worker:
         """One more verdict, and what all add up to. Those who are outvoted are at fault."""
         said.append(tuple(verdict_of(self.terms, case, said, case.order[len(said)])))
         more = len(said) < min(LAW.most_verdicts, len(case.order))
-        weighed = _weighed(tuple(said), blocks, self.terms.groups, more)
+        weighed = weigh_said(tuple(said), blocks, self.terms.groups, more)
         for outvoted in weighed.outvoted if weighed else ():
             self.bench.faults[case.order[int(outvoted)]] += 1
         return weighed
@@ -364,48 +315,6 @@ def _quarantine(key: Key, turns: int, now: int) -> None:
         key.free_at = max(key.free_at, now + turns + IN_HAND_BLOCKS)
 
 
-_VERDICTS = {
-    "accept": GroupVerdict(0, True, "accept", rewards=(0.0, 1.0), tokens=1),
-    "soft": GroupVerdict(0, True, "soft"),
-    "hard": GroupVerdict(0, True, "hard"),
-}
-
-
-@lru_cache(10_000)
-def _weighed(said: tuple[tuple[str, ...], ...], blocks: int, groups: int, more: bool) -> Weighed | None:
-    """What verdicts add up to, given by outcome. Validators are named by their place in the order."""
-    verdicts = {str(place): [_VERDICTS[outcome] for outcome in verdict] for place, verdict in enumerate(said)}
-    return weigh(verdicts, range(blocks), groups, more)
-
-
-def case_of(draws: Draws, sent: Sent, order: Sequence[int], friendly: bool) -> Case:
-    """A submission as its validators meet it; each block has the draws of its own turn."""
-    turns = range(sent.first, sent.first + sent.blocks)
-    found = [draws.found[sent.forged][t].tolist() for t in turns]
-    return Case(
-        due=[
-            must_audit(draw, sent.rate, 1.0, 1.0, pay, sent.mean_pay)
-            for t in turns
-            for draw, pay in zip(draws.audit[t], sent.pays, strict=True)
-        ],
-        found=lambda validator: [seen for of_block in found for seen in of_block[validator]],
-        order=order,
-        friendly=friendly,
-    )
-
-
-def mean_newest_pay(terms: Terms, stake: Sequence[int]) -> float:
-    """What pay is compared with, as in `ledger/rules/submissions`."""
-    groups = LAW.refused_blocks * terms.groups
-    return sum(stake[-groups:]) / groups if terms.law.version >= 2 else 0.0
-
-
-def recheck_rate(terms: Terms, stake: Sequence[int], sent: Sent) -> float:
-    """Share of submissions like this one that are judged again, as in `ledger/rules/pay`."""
-    pay, least = sum(sent.pays) * sent.blocks, terms.law.recheck_rate
-    return max(least, pay / (pay + sum(stake))) if terms.law.version >= 2 else least
-
-
 def pays_of(move: Move, groups: int) -> tuple[int, ...]:
     """Of the groups of each block."""
     forged = (0, 1, groups)[move.forged]
@@ -416,16 +325,6 @@ def in_time(move: Move, turns_left: int) -> tuple[int, int]:
     """Blocks of each lease and number of leases that fit before the run's end."""
     blocks = min(move.blocks, turns_left)
     return blocks, 1 if move.drop else min(move.leases, turns_left // blocks)
-
-
-def is_quarantined(first: Sequence[str], failures: int) -> bool:
-    """Whether a first verdict quarantines the worker at once, as in `ledger/rules/verdicts`."""
-    return "hard" in first or ("soft" in first and (failures + 1) % LAW.soft_failures == 0)
-
-
-def _holds_forgery(said: Sequence[Sequence[str]], blocks: Sequence[int], groups: int) -> bool:
-    """Whether some verdict finds a forgery in one of these blocks."""
-    return any("hard" in outcomes[block * groups : (block + 1) * groups] for outcomes in said for block in blocks)
 
 
 def quarantine_turns(failures: int) -> int:

@@ -13,15 +13,12 @@ from benchmarks.market import (
     IN_HAND_BLOCKS,
     LEASE_S,
     Outcome,
-    Sent,
-    case_of,
     in_time,
     lapse_turns,
     pays_of,
-    recheck_rate,
-    verdict_of,
 )
 from benchmarks.terms import ALL, ONE, Draws, Sight, Strategy, Terms
+from benchmarks.verdicts import Sent, case_of, recheck_rate, verdict_of
 from shoal.ledger.facts.leases import AskLease
 from shoal.ledger.facts.members import Enter, Leave
 from shoal.ledger.facts.pay import Forfeited, Slash
