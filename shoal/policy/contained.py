@@ -22,7 +22,7 @@ import time
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 import psutil
@@ -72,12 +72,22 @@ class Limits(NamedTuple):
         return usual._replace(memory_mb=min(usual.memory_mb, max_memory_mb // 4)) if max_memory_mb else usual
 
 
+class Start(Protocol):
+    """Starts the child: `start_here`, or what a role passes, because this room may not import `sandbox/tokenizer`."""
+
+    def __call__(
+        self, program: str, arguments: Sequence[str], files: Sequence[Path]
+    ) -> "tuple[subprocess.Popen[bytes], str]":
+        """The process of a Python program, given these arguments and then its `sys.path`, with pipes as standard input and
+        output; and the directory where it finds the files. Raises `Overreach`."""
+
+
 class ContainedRenderer(Renderer):
     """A renderer whose work is done by a child process. Every method may raise `Overreach`."""
 
-    def __init__(self, directory: Path, limits: Limits = Limits()) -> None:
+    def __init__(self, directory: Path, limits: Limits = Limits(), start: Start | None = None) -> None:
         """Open the tokenizer and chat template of a checkpoint. Raises as `Renderer.from_directory`, and `Overreach`."""
-        self.directory, self._limits = Path(directory), limits
+        self.directory, self._limits, self._start = Path(directory), limits, start or start_here
         self._lock = threading.Lock()
         self._child: _Child | None = None
         self._facts: Facts | None = None
@@ -147,10 +157,10 @@ class ContainedRenderer(Renderer):
         return answer
 
     def _open(self) -> "_Child":
-        child = _Child(self._limits)
-        opened = child.ask(msgspec.msgpack.encode(str(self.directory.absolute())), self._limits.open_s, Opened)
+        child = _Child(self._limits, self._start, [self.directory.absolute() / name for name in FILES])
+        opened = child.ask(msgspec.msgpack.encode(child.directory), self._limits.open_s, Opened)
         if opened.facts is None:
-            raise StateError(opened.refused)
+            raise StateError(opened.refused.replace(child.directory, str(self.directory)))
         if self._facts is not None and opened.facts != self._facts:  # guard: contained-same-files
             raise Overreach(
                 f"{self.directory} has another tokenizer or chat template than the version that was opened first: the host "
@@ -175,15 +185,11 @@ class _Gone(Exception):
 class _Child:
     """A running child. It ends when this object goes, and when this process ends."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, start: Start, files: Sequence[Path]) -> None:
         self._memory_bytes = limits.memory_mb * 1_000_000
         memory_mb = limits.memory_mb if SYSTEM_LIMITS_MEMORY else 1 << 20  # no limit
         program = "import sys; sys.path[:] = sys.argv[3:]; from shoal.policy.contained import serve; serve()"
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-c", program, str(memory_mb), str(limits.time_s), *sys.path],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0,
-            env=child_environment(1), start_new_session=True,
-        )  # fmt: skip
+        self._process, self.directory = start(program, (str(memory_mb), str(limits.time_s)), files)
         assert self._process.stdin is not None and self._process.stdout is not None
         self._to, self._from = self._process.stdin.fileno(), self._process.stdout.fileno()
         self._answers = select.poll()  # `select.select` fails above descriptor 1023
@@ -244,6 +250,16 @@ class _Child:
         if code is None:
             return _Gone(f"gave a wrong answer ({error})")
         return _Gone(f"crashed ({signal.Signals(-code).name if code < 0 else f'exit code {code}'})")
+
+
+def start_here(program: str, arguments: Sequence[str], files: Sequence[Path]) -> "tuple[subprocess.Popen[bytes], str]":
+    """A child with the rights of this process."""
+    process = subprocess.Popen(
+        [sys.executable, "-I", "-c", program, *arguments, *sys.path],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0,
+        env=child_environment(1), start_new_session=True,
+    )  # fmt: skip
+    return process, str(files[0].parent)
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:

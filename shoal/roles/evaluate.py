@@ -19,10 +19,10 @@ from shoal.envs.evaluate import Evaluation, as_text, evaluate, mixed
 from shoal.envs.load import env_of, load_env
 from shoal.errors import StateError
 from shoal.folder import RunFolder, write_atomically
-from shoal.policy.contained import ContainedRenderer
+from shoal.policy.contained import Limits
 from shoal.policy.render import Renderer
 from shoal.protocol.types import Sampling
-from shoal.roles.loading import Loaded
+from shoal.roles.loading import Loaded, contained
 from shoal.terminal import printable
 
 
@@ -69,7 +69,7 @@ def figures_of(
     progress: Callable[[int], None] = lambda done: None,
 ) -> Evaluation:
     """Play the episodes; calls `progress` with how many are done. Raises as `main`."""
-    policy = _load(checkpoint, threads, ContainedRenderer)
+    policy = _load(checkpoint, threads, contained(Limits()))
     return evaluate(policy.engine, policy.renderer, env, episodes, seed, sampling, samples, progress)
 
 

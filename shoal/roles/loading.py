@@ -8,8 +8,24 @@ from collections.abc import Callable
 from pathlib import Path
 
 from shoal.engine.base import Engine
-from shoal.policy.contained import ContainedRenderer
-from shoal.policy.render import Renderer
+from shoal.policy.contained import ContainedRenderer, Limits
+from shoal.policy.render import FILES, Renderer
+from shoal.sandbox import tokenizer
+
+
+def contained(limits: Limits) -> Callable[[Path], Renderer]:
+    """Opens strangers' tokenizers: in the sandbox where it works, else in a child process that has only the limits.
+
+    Whether it works is tried from now on, beside the caller's other work.
+    """
+    tried = tokenizer.tried()
+
+    def opened(directory: Path) -> Renderer:
+        boxed = tried.result() and tokenizer.can_show(directory / name for name in FILES)
+        start = tokenizer.start if boxed else None  # guard: tokenizers-in-the-sandbox
+        return ContainedRenderer(directory, limits, start)
+
+    return opened
 
 
 class Loaded:

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -21,7 +20,7 @@ from shoal.envs.load import load_run_envs
 from shoal.errors import PeerError
 from shoal.ledger.law import RULES_VERSION
 from shoal.net.client import Client
-from shoal.policy.contained import ContainedRenderer, Limits
+from shoal.policy.contained import Limits
 from shoal.policy.render import Renderer
 from shoal.proofs.commit import largest_submission_bytes
 from shoal.protocol import types as t
@@ -39,7 +38,7 @@ from shoal.protocol.promises import is_promised, terms_of
 from shoal.protocol.sizes import BYTES_PER_TOKEN
 from shoal.protocol.wire import digest, to_json
 from shoal.roles.evidence import DISK_PART, Evidence
-from shoal.roles.loading import Loaded
+from shoal.roles.loading import Loaded, contained
 from shoal.roles.memory import Memory, needs_of
 from shoal.weights.fetch import fetch, sources_of
 from shoal.weights.manifest import content_of, open_manifest
@@ -238,8 +237,9 @@ async def take_seat(
     join = t.Join(role, name, 0.0, facts.implementation, facts.dtype, facts.device)
     node = await client.post_json("/v1/nodes", join, t.NodeState)
     memory = Memory.of(max_memory_mb)
-    contained = partial(ContainedRenderer, limits=Limits.within(memory.limit_mb))
-    policy = Loaded(engine, Renderer.from_directory if own_files else contained)  # guard: strangers-are-contained
+    limits = Limits.within(memory.limit_mb)
+    # guard: strangers-are-contained
+    policy = Loaded(engine, Renderer.from_directory if own_files else contained(limits))
     if own_files:
         return Seat(client, home, info, envs, policy, node, clock, evidence, None)
     return Seat(client, home, info, envs, policy, node, clock, evidence, max_disk_mb, memory)

@@ -8,9 +8,10 @@ import json
 import os
 import select
 import shutil
+import stat
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from shoal.errors import StateError
@@ -36,10 +37,8 @@ def start(
     A program that is the `first` process in its namespace is spared its own signals, and must reap; else bubblewrap
     does that.
     """
-    if is_root():
-        for source, place in shown:
-            if place.is_relative_to(OUTSIDE) and source.stat().st_mode & 0o5 != 0o5 and source.is_dir():
-                raise StateError(f"the sandbox's user cannot read {source}: chmod -R a+rX {source}")
+    for source in unreadable(source for source, place in shown if place.is_relative_to(OUTSIDE)):
+        raise StateError(f"the sandbox's user cannot read {source}: chmod -R a+rX {source}")
     told, tells = os.pipe()
     filtered, filters = os.pipe()
     os.write(filters, filter_program)  # far less than a pipe holds
@@ -56,6 +55,13 @@ def start(
             os.close(tells)
             os.close(filtered)
         return Started(process, _first_process(info.fileno(), process))
+
+
+def unreadable(paths: Iterable[Path]) -> list[Path]:
+    """Those that the sandbox's user cannot read: only root has another user there."""
+    modes = {path: path.stat().st_mode for path in paths} if is_root() else {}
+    needed = {path: 0o5 if stat.S_ISDIR(mode) else 0o4 for path, mode in modes.items()}
+    return [path for path, mode in modes.items() if mode & needed[path] != needed[path]]
 
 
 def is_root() -> bool:

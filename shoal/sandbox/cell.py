@@ -25,7 +25,7 @@ from shoal.errors import StateError
 from shoal.sandbox import bubblewrap, gvisor
 from shoal.sandbox.filter import snippet_filter, zygote_filter
 from shoal.sandbox.groups import Group
-from shoal.sandbox.layout import ENVIRONMENT, INSIDE, INTERPRETER_FLAGS, interpreter, shown
+from shoal.sandbox.layout import ENVIRONMENT, INSIDE, INTERPRETER_FLAGS, Shown, interpreter, shown
 from shoal.sandbox.limits import Ended, Limits, Outcome, Reason, Stopped
 from shoal.sandbox.memory import exceeds, taken_bytes
 from shoal.sandbox.started import START_S, Started
@@ -64,7 +64,7 @@ class Gone(Exception):
 class Cell:
     """A running sandbox. It ends with `end`, when this object goes, and when this process ends."""
 
-    def __init__(self, kind: Kind, limits: Limits, task: dict[str, Any], packages: Sequence[Path] = ()) -> None:
+    def __init__(self, kind: Kind, limits: Limits, task: dict[str, Any], packages: Sequence[Path | Shown] = ()) -> None:
         """Start it and give it its first frame. Raises `StateError` if it cannot be started."""
         self.limits = limits
         if sys.platform != "linux":
@@ -85,14 +85,14 @@ class Cell:
             start: Callable[..., Started] = gvisor.start
             if kind is Kind.BUBBLEWRAP:
                 start = partial(bubblewrap.start, filter_program=allowed, first=first_process)
-            self._process, self.init, clean = _starter().submit(start, sources, limits, program, self._group).result()
+            self.process, self.init, clean = _starter().submit(start, sources, limits, program, self._group).result()
             undo.pop_all()
-        assert self._process.stdin and self._process.stdout and self._process.stderr
-        self._to, self._from = self._process.stdin.fileno(), self._process.stdout.fileno()
+        assert self.process.stdin and self.process.stdout and self.process.stderr
+        self._to, self._from = self.process.stdin.fileno(), self.process.stdout.fileno()
         self._answers = select.poll()  # `select.select` fails above descriptor 1023
         self._answers.register(self._from, select.POLLIN)
         watched = _watched(self.init)
-        self.end: Callable[[], object] = weakref.finalize(self, _end, self._process, watched, self._group, clean)
+        self.end: Callable[[], object] = weakref.finalize(self, _end, self.process, watched, self._group, clean)
         try:
             self.send(json.dumps(first).encode())
         except Gone:
@@ -134,10 +134,10 @@ class Cell:
 
     def said(self) -> str:
         """What a sandbox that could not be started wrote, in one line."""
-        assert self._process.stderr
+        assert self.process.stderr
         with contextlib.suppress(OSError, ValueError):
-            os.set_blocking(self._process.stderr.fileno(), False)
-            return " ".join(os.read(self._process.stderr.fileno(), 2000).decode("utf-8", "replace").split())
+            os.set_blocking(self.process.stderr.fileno(), False)
+            return " ".join(os.read(self.process.stderr.fileno(), 2000).decode("utf-8", "replace").split())
         return ""
 
     def _read(self, size: int, until: float) -> bytes:
@@ -162,8 +162,8 @@ class Cell:
     def _ended(self) -> Gone:
         """Why a sandbox closed its pipe."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(1.0)
-        code = exit_code(self._process.returncode)
+            self.process.wait(1.0)
+        code = exit_code(self.process.returncode)
         if self._group.memory_kills() or code == -signal.SIGRTMAX:
             return self._gone(Reason.MEMORY)
         if code is None or code == -signal.SIGKILL:

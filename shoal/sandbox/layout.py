@@ -60,8 +60,8 @@ def outside(path: Path) -> Path:
     return OUTSIDE / path.absolute().relative_to("/")
 
 
-def shown(extra: Iterable[Path] = ()) -> list[Shown]:
-    """What a sandbox shows: the interpreter and libraries at their own places, and `extra` below `OUTSIDE`."""
+def shown(extra: Iterable[Path | Shown] = ()) -> list[Shown]:
+    """What a sandbox shows: the interpreter and libraries at their own places, and each `extra` path below `OUTSIDE`."""
     wanted = {interpreter()}
     wanted |= {Path(sys.base_prefix) / "lib", Path("/usr/lib"), Path("/usr/lib64"), Path("/usr/local/lib")}
     wanted |= {path for path in map(Path, ("/lib", "/lib64")) if path.is_dir() and not path.is_symlink()}
@@ -74,7 +74,8 @@ def shown(extra: Iterable[Path] = ()) -> list[Shown]:
         if not any(path.is_relative_to(other) for other in outer):
             outer.append(path)
     ours = Shown(Path(__file__).with_name("inside.py"), Path(INSIDE))
-    return [*(Shown(path, path) for path in outer), *(Shown(path.absolute(), outside(path)) for path in extra), ours]
+    named = [item if isinstance(item, Shown) else Shown(item.absolute(), outside(item)) for item in extra]
+    return [*(Shown(path, path) for path in outer), *named, ours]
 
 
 def links() -> list[tuple[str, str]]:

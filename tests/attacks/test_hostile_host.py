@@ -11,10 +11,13 @@ import pytest
 
 from shoal.config import TinyPolicy
 from shoal.policy.tiny import make_tiny
+from shoal.sandbox.selftest import LIMITS as SELF_TEST
 from tests.attacks.hostile_cases import CASES, QUICK
 from tests.attacks.hostile_host import HostileHost, Stay, stay
 
 MEMORY_MB, DISK_MB = 700, 60
+PROCESSES = 2 * SELF_TEST.processes
+"""The node, its child, and what the self-test of the sandbox tries to fork beside the processes of a sandbox."""
 TINY = TinyPolicy(width=32, layers=2, heads=2, kv_heads=1, mlp_width=64, max_positions=1 << 18)
 
 
@@ -68,5 +71,6 @@ def test_a_volunteer_takes_no_more_than_it_allows(name: str, host: HostileHost, 
     assert "Traceback" not in found.said and len(found.said) < 10_000, found.said[-3000:]
     waits = case.stop_after_s is not None
     assert found.code == (0 if waits else 2) and found.last_line.startswith("error: ") == (not waits)
-    assert found.memory_mb <= MEMORY_MB and found.disk_mb <= DISK_MB and found.processes <= 3, told
+    assert found.memory_mb <= MEMORY_MB and found.disk_mb <= DISK_MB, told
+    assert found.processes <= PROCESSES, told
     assert found.wall_s < 45 and not found.outlived and host.calls < 200, (told, host.calls)

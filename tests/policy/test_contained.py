@@ -26,12 +26,22 @@ from shoal.policy.render import Renderer
 from shoal.policy.tiny import make_tiny
 from shoal.proofs.context import Context
 from shoal.protocol.types import Block, Sampling, Slot
+from shoal.sandbox import tokenizer
+from tests.sandbox.needs import needs_bubblewrap
 
 HELLO = [{"role": "user", "content": "hello there"}]
 QUICK = Limits(memory_mb=200, time_s=1.0)
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 HOG = "{% set text = messages[0].content * 300000000 %}{{ text|length }}"
 """3.1 GB of text."""
+
+
+@pytest.fixture(autouse=True, params=["limits", pytest.param("sandbox", marks=needs_bubblewrap)])
+def how(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Each claim holds for a child that has only its limits, and for one in the sandbox."""
+    if request.param == "sandbox":
+        monkeypatch.setattr(contained, "start_here", tokenizer.start)
+    return request.param
 
 
 @pytest.fixture(scope="module")
@@ -146,8 +156,10 @@ GROWS = (
 
 
 def test_where_the_system_has_no_limit_of_memory_the_child_is_watched(
-    hostile: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    hostile: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
+    if how == "sandbox":
+        pytest.skip("such a system has no sandbox either")
     monkeypatch.setattr(contained, "SYSTEM_LIMITS_MEMORY", False)
     renderer = ContainedRenderer(hostile(GROWS), QUICK._replace(time_s=10.0))
     with pytest.raises(Overreach, match=r"took too much memory.*200 MB"):

@@ -9,7 +9,8 @@ import pytest
 
 from shoal.errors import Overreach, PeerError
 from shoal.policy import tiny
-from shoal.policy.contained import ContainedRenderer
+from shoal.policy.contained import ContainedRenderer, start_here
+from shoal.sandbox import tokenizer
 from shoal.weights.room import room_for_version
 from tests.roles.town import Town, tiny_run
 
@@ -31,6 +32,8 @@ def test_strangers_give_the_bytes_of_one_file(tmp_path):
     asyncio.run(town.live(town.trainer(), validator, worker))
     assert isinstance(worker.seat.policy.renderer, ContainedRenderer)
     assert isinstance(validator.seat.policy.renderer, ContainedRenderer)
+    started = tokenizer.start if tokenizer.tried().result() else start_here
+    assert worker.seat.policy.renderer._start is validator.seat.policy.renderer._start is started
     out = tmp_path / "one" / "run"
     assert town.weights() == one_file.train(tiny_run(), out, out.parent)
     assert town.audit().findings == []

@@ -6,7 +6,6 @@ loaded or scored that needs more memory than is allowed. It judges nothing.
 
 from collections import defaultdict
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,13 +15,13 @@ from shoal.envs.base import Env
 from shoal.envs.replay import replay_group
 from shoal.ledger.facts.verdicts import Decision, Rechecked, VerdictGiven
 from shoal.ledger.log.verify import Audit
-from shoal.policy.contained import ContainedRenderer, Limits
+from shoal.policy.contained import Limits
 from shoal.policy.render import Renderer
 from shoal.proofs.context import Tools
 from shoal.protocol import types as t
 from shoal.protocol.constants import PROTOCOL_VERSION
 from shoal.roles.auditor.source import PublicRun, fetch_weights
-from shoal.roles.loading import Loaded
+from shoal.roles.loading import Loaded, contained
 from shoal.roles.memory import Memory, needs_of, share_of_free_mb
 
 if TYPE_CHECKING:
@@ -37,7 +36,7 @@ class Bench:
     ) -> None:
         self.run, self.log, self.envs, self.threads, self.home = run, log, envs, threads, home
         self._limit_mb = max_memory_mb or share_of_free_mb()
-        self._open_renderer = partial(ContainedRenderer, limits=Limits.within(self._limit_mb))
+        self._open_renderer = contained(Limits.within(self._limit_mb))
         self.state = log.state
         self.verdicts: dict[str, list[VerdictGiven]] = defaultdict(list)
         self.decisions: dict[str, Decision] = {}

@@ -1,0 +1,110 @@
+"""Whose tokenizers are opened in the sandbox, and what the self-test before that costs a node."""
+
+import threading
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+
+from shoal.config import TinyPolicy
+from shoal.errors import Overreach, StateError
+from shoal.policy.contained import ContainedRenderer, Limits, start_here
+from shoal.policy.render import FILES
+from shoal.policy.tiny import make_tiny
+from shoal.roles import loading
+from shoal.sandbox import tokenizer
+from shoal.sandbox.selftest import Report
+from tests.sandbox.needs import needs_bubblewrap
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    directory = tmp_path / "policy"
+    make_tiny(TinyPolicy(width=16, layers=1, heads=2, kv_heads=1, mlp_width=16), directory, seed=0, dtype="float32")
+    return directory
+
+
+def settled(works: bool) -> "Future[bool]":
+    future: Future[bool] = Future()
+    future.set_result(works)
+    return future
+
+
+@pytest.mark.parametrize(("works", "shows", "start"), [
+    (True, True, tokenizer.start), (False, True, None), (True, False, None),
+])  # fmt: skip
+def test_strangers_get_the_sandbox_where_it_works(
+    works: bool, shows: bool, start: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizer, "tried", lambda: settled(works))
+    monkeypatch.setattr(tokenizer, "can_show", lambda files: shows)
+    monkeypatch.setattr(loading, "ContainedRenderer", lambda directory, limits, start: start)
+    assert loading.contained(Limits())(Path("policy")) is start  # type: ignore[comparison-overlap]
+
+
+def test_a_process_tries_the_sandbox_once_and_works_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, go_on = [], threading.Event()
+
+    def examine() -> Report:
+        calls.append(1)
+        go_on.wait(10)
+        return Report(True, "")
+
+    monkeypatch.setattr(tokenizer, "examine", examine)
+    monkeypatch.setattr(tokenizer, "_tried", [])
+    threads = [threading.Thread(target=loading.contained, args=(Limits(),)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(5)
+    assert not any(thread.is_alive() for thread in threads) and not tokenizer.tried().done()
+    go_on.set()
+    assert tokenizer.tried().result(5) and calls == [1]
+
+
+def test_a_sandbox_that_does_not_start_is_no_refusal_of_a_text(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plain `StateError` would end the rollout, and other nodes would then compute another one."""
+
+    def broken(*_: object) -> None:
+        raise StateError("no memory")
+
+    renderer = ContainedRenderer(tiny)
+    renderer._child, renderer._start = None, tokenizer.start
+    monkeypatch.setattr(tokenizer, "Cell", broken)
+    with pytest.raises(Overreach, match="cannot be opened: no memory"):
+        renderer.start([{"role": "user", "content": "hello"}])
+
+
+@needs_bubblewrap
+def test_linked_files_open_in_the_sandbox_and_weights_are_not_there(tiny: Path, tmp_path: Path) -> None:
+    """The cache of a model hub holds links to files in another directory."""
+    linked = tmp_path / "linked"
+    linked.mkdir()
+    for file in tiny.iterdir():
+        (linked / file.name).symlink_to(file)
+    renderer = ContainedRenderer(linked, start=tokenizer.start)
+    assert renderer.encode("hello") == ContainedRenderer(tiny, start=start_here).encode("hello")
+    assert renderer._child is not None
+    there = {file.name for file in Path(f"/proc/{renderer._child._process.pid}/root{tokenizer.PLACE}").iterdir()}
+    assert there == {name for name in FILES if (tiny / name).exists()}
+
+
+@needs_bubblewrap
+def test_a_damaged_file_is_named_where_its_user_finds_it(tiny: Path) -> None:
+    (tiny / "tokenizer.json").write_text("{")
+    with pytest.raises(StateError, match=f"^{tiny}/tokenizer.json is damaged"):
+        ContainedRenderer(tiny, start=tokenizer.start)
+
+
+def test_files_that_only_root_may_read_are_opened_without_the_sandbox(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("shoal.sandbox.bubblewrap.is_root", lambda: True)
+    files = [tiny / name for name in FILES]
+    monkeypatch.setattr(tokenizer, "_code", list)
+    for file in tiny.iterdir():
+        file.chmod(0o644)
+    assert tokenizer.can_show(files)
+    (tiny / "tokenizer.json").chmod(0o600)
+    assert not tokenizer.can_show(files)
+    assert f"chmod -R a+rX {tiny / 'tokenizer.json'}" in caplog.text
