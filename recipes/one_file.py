@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from shoal.config import RunConfig, load_run
+from shoal.config import RunConfig, load_run, sampling_of
 from shoal.engine.open import EngineSpec, open_engine
 from shoal.envs.base import Env
 from shoal.envs.load import env_of
@@ -55,7 +55,7 @@ def train(config: RunConfig, out: Path, recipe_dir: Path, say: Callable[[str], N
     folder = RunFolder(out)
     folder.prepare(config, recipe_dir)  # the run's secret
     config = folder.config()
-    sampling = Sampling(config.sampling.temperature, config.sampling.max_turn_tokens, config.sampling.max_tokens)
+    sampling = sampling_of(config)
     envs = {spec.label: env_of(spec) for spec in config.envs}
     links = SecretChain(folder.secret(), "chain/slots").links()
 
@@ -95,7 +95,7 @@ def train(config: RunConfig, out: Path, recipe_dir: Path, say: Callable[[str], N
         rows_G = [
             rows_of_group(
                 member, body, algorithm=config.train.algorithm, vocabulary=model.spec.vocab_size,
-                max_tokens=sampling.max_tokens,
+                max_tokens=sampling.max_tokens, max_rollout_tokens=sampling.max_rollout_tokens,
             )
             for member, body in zip(members, bodies, strict=True)
         ]  # fmt: skip

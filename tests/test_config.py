@@ -231,6 +231,12 @@ def test_wrong_override_says_what_is_wrong(run_file: Path, override: str, messag
         ),
         (SMALL + "[rollouts]\nblock_rollouts = 8192\n", "rollouts.block_rollouts = 8192: must be at most 4096"),
         (LONG.format(1 << 21) + "[rollouts]\n", "sampling.max_tokens = 2097152: must be at most 1048576"),
+        (LONG.format(64) + "max_rollout_tokens = 1048577\n", "sampling.max_rollout_tokens = 1048577: must be at most"),
+        (
+            LONG.format(64) + "max_turn_tokens = 8\nmax_rollout_tokens = 63\n",
+            "must be 0, or at least sampling.max_tokens = 64",
+        ),
+        (LONG.format(64) + "max_rollout_tokens = 500000\n", "one group of max_rollout_tokens = 500000 does not fit"),
         (LONG.format(500_000) + "[rollouts]\n", "one group of max_tokens = 500000 does not fit"),
         (LONG.format(2048) + "[rollouts]\nblock_rollouts = 4096\n", "at most 3568, or lower sampling.max_tokens"),
         (SMALL + "[rollouts]\nblock_rollouts = 64\ngroup_size = 64\nbatch_groups = 1024\n", "one message: at most"),

@@ -375,6 +375,7 @@ def vectors() -> str:
         "task of that slot among environments of weight 1 and 3 with 100 tasks each":
             "environment {}, task {}".format(*randomness.draw_task(slot, [1.0, 3.0], [100, 100])),
         "sample seed, index 2": sample.hex(),
+        "row seed of that, row 1": randomness.row_seed(sample, 1).hex(),
         "noise at position 5, vocabulary entries 0 to 3": ", ".join(f"{value:.6f}" for value in noise[:4]),
         "noise at position 5, vocabulary entry 63": f"{noise[63]:.6f}",
         "merkle root of the leaves `a`, `b`, `c`": merkle.merkle_root([b"a", b"b", b"c"]).hex(),

@@ -251,7 +251,8 @@ class Town:
         task = self.env.task(group.task)
         talks = [play_scripted(self.env, self.renderer, task, partial(say, text), self.rng, SAMPLING) for text in texts]
         for talk in talks:
-            talk.logprobs = [0.0] * sum(talk.author)
+            for row in talk.rows:
+                row.logprobs = [0.0] * sum(row.author)
         bare = [talk.rollout(self.engine.version) for talk in talks]
         requests = [ScoreRequest(r.tokens_T().tolist(), policy_positions(r).tolist(), bytes(32)) for r in bare]
         scores = self.engine.score(requests, SAMPLING.temperature)

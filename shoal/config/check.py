@@ -88,6 +88,11 @@ def check_run(config: RunConfig) -> None:
             f"sampling.max_turn_tokens = {sampling.max_turn_tokens}: must be between 1 and sampling.max_tokens = "
             f"{sampling.max_tokens}",
         ),
+        (
+            not sampling.max_rollout_tokens or sampling.max_rollout_tokens >= sampling.max_tokens,
+            f"sampling.max_rollout_tokens = {sampling.max_rollout_tokens}: must be 0, or at least sampling.max_tokens = "
+            f"{sampling.max_tokens}",
+        ),
         (0.0 <= verify.audit_rate <= 1.0, f"verify.audit_rate = {verify.audit_rate}: must be between 0 and 1"),
         (
             0.0 <= verify.quarantine_s < math.inf,
@@ -153,23 +158,22 @@ def _addresses_are_read(names: Iterable[str]) -> Iterator[tuple[bool, str]]:
 
 def _messages_fit(config: RunConfig) -> Iterator[tuple[bool, str]]:
     """A block is sent as one submission and one verdict, a batch as one message. What is too large could never be sent."""
-    rollouts, max_tokens, size = config.rollouts, config.sampling.max_tokens, config.rollouts.group_size
-    for key, value, limit in (
+    rollouts, max_tokens, size = config.rollouts, config.sampling.all_tokens, config.rollouts.group_size
+    key = "max_rollout_tokens" if config.sampling.max_rollout_tokens else "max_tokens"
+    for name, value, limit in (
         ("rollouts.group_size", size, MAX_GROUP_ROLLOUTS),
         ("rollouts.block_rollouts", rollouts.block_rollouts, MAX_BLOCK_ROLLOUTS),
-        ("sampling.max_tokens", max_tokens, MAX_ROLLOUT_TOKENS),
+        (f"sampling.{key}", max_tokens, MAX_ROLLOUT_TOKENS),
     ):
-        yield value <= limit, f"{key} = {value}: must be at most {limit}"
+        yield value <= limit, f"{name} = {value}: must be at most {limit}"
     if size < 1 or size > MAX_GROUP_ROLLOUTS:
         return
     envs, proofs = [env.label for env in config.envs], config.verify.proofs != "none"
     groups, members = most_lease_groups(size, max(1, max_tokens), proofs, envs), most_batch_groups(size)
-    what = f"rollouts.group_size = {size}: one group of max_tokens = {max_tokens} does not fit into a submission"
-    yield groups >= 1, f"{what}: lower it, or sampling.max_tokens"
-    what = (
-        f"rollouts.block_rollouts = {rollouts.block_rollouts}: at max_tokens = {max_tokens} one block does not fit into"
-    )
-    most = f"at most {groups * size}, or lower sampling.max_tokens"
+    what = f"rollouts.group_size = {size}: one group of {key} = {max_tokens} does not fit into a submission"
+    yield groups >= 1, f"{what}: lower it, or sampling.{key}"
+    what = f"rollouts.block_rollouts = {rollouts.block_rollouts}: at {key} = {max_tokens} one block does not fit into"
+    most = f"at most {groups * size}, or lower sampling.{key}"
     # guard: block-fits-messages
     yield rollouts.block_rollouts <= groups * size, f"{what} a submission and its verdict: {most}"
     what = f"rollouts.batch_groups = {rollouts.batch_groups}: a batch of groups of {size} does not fit into one message"

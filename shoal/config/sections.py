@@ -49,7 +49,7 @@ class PolicyConfig(Section, frozen=True):
     tiny: TinyPolicy = TinyPolicy()
 
 
-ENV_SETTINGS = ("system", "examples", "template", "parser", "weights", "max_turn_tokens", "max_tokens")
+ENV_SETTINGS = ("system", "examples", "template", "parser", "weights", "max_turn_tokens", "max_tokens", "history")
 """Keys of an environment that the log names only if they are set."""
 
 
@@ -79,7 +79,10 @@ class EnvConfig(Section, frozen=True):
     max_turn_tokens: int = 0
     """Tokens of one turn, if fewer than sampling.max_turn_tokens; 0 is the same."""
     max_tokens: int = 0
-    """Tokens of a whole rollout, if fewer than sampling.max_tokens; 0 is the same."""
+    """Tokens of a row, usually a whole rollout, if fewer than sampling.max_tokens; 0 is the same."""
+    history: Literal["", "append", "template"] = ""
+    """What the policy reads of its earlier turns: all tokens so far (append), or what the chat template shows of them
+    (template), which may leave out thoughts. Empty is the environment's own choice, usually append."""
 
     def __post_init__(self) -> None:
         if not self.label:
@@ -94,7 +97,15 @@ class SamplingConfig(Section, frozen=True):
     max_turn_tokens: int = 64
     """Tokens that the policy may write in one turn, the stop token included."""
     max_tokens: int = 512
-    """Tokens of a whole rollout."""
+    """Tokens of a row: of a whole rollout, unless it has several."""
+    max_rollout_tokens: int = 0
+    """Tokens of all rows of a rollout, for environments with several seats or `history = "template"`; 0 is max_tokens."""
+
+    @property
+    def all_tokens(self) -> int:
+        """Most tokens of a rollout, all its rows together."""
+        return self.max_rollout_tokens or self.max_tokens
+
     dtype: Literal["", Dtype] = ""
     """Precision in which workers sample; empty is that of the published policy. int8 rounds only the layers' matrices."""
 
@@ -113,8 +124,8 @@ class RolloutsConfig(Section, frozen=True):
     lease_s: float = 120.0
     """Seconds that a worker has for one block before its lease lapses."""
     paid_tokens: int = -1
-    """Most policy tokens paid for each rollout, on average over its group; -1 is half of sampling.max_tokens, 0 pays
-    all."""
+    """Most policy tokens paid for each rollout, on average over its group; -1 is half of sampling.max_tokens, or of
+    sampling.max_rollout_tokens if it is set; 0 pays all."""
     max_flat_groups: int = 500
     """After this many groups in a row without signal, the run pauses and waits for its host; 0 never pauses. If one
     group in a hundred has signal, 500 in a row without it have a chance of 1 in 150."""
@@ -300,7 +311,7 @@ class RunConfig(Section, frozen=True, kw_only=True):
     def most_paid_tokens(self) -> int:
         """Policy tokens paid for each rollout, at most; 0 pays all."""
         cap = self.rollouts.paid_tokens
-        return max(1, self.sampling.max_tokens // 2) if cap < 0 else cap
+        return max(1, self.sampling.all_tokens // 2) if cap < 0 else cap
 
 
 class SftConfig(Section, frozen=True, kw_only=True):
@@ -340,7 +351,7 @@ class SftConfig(Section, frozen=True, kw_only=True):
 def sampling_of(config: RunConfig) -> Sampling:
     """The run file's sampling, as the wire's type."""
     drawn = config.sampling
-    return Sampling(drawn.temperature, drawn.max_turn_tokens, drawn.max_tokens)
+    return Sampling(drawn.temperature, drawn.max_turn_tokens, drawn.max_tokens, drawn.max_rollout_tokens)
 
 
 def wire_bounds(bounds: BoundsConfig) -> Bounds:

@@ -49,13 +49,16 @@ class Needs:
         sizes = [math.prod(shape) for shape in self.spec.tensor_shapes().values()]
         return self.loaded + self._item * (sum(sizes) + 3 * self._layers // self.spec.layers) + 4 * max(sizes)
 
-    def play(self, rows: int, max_tokens: int) -> int:
-        """Beyond the weights, for a batch of `rows` conversations of at most `max_tokens`."""
+    def play(self, rows: int, max_tokens: int, all_tokens: int = 0) -> int:
+        """Beyond the weights, for a batch of `rows` conversations of at most `max_tokens`.
+
+        The engine remembers one row of each rollout at a time. `all_tokens`: those of all its rows; 0 is `max_tokens`.
+        """
         spec, tokens = self.spec, min(max_tokens, self.spec.max_positions)
         cache = 2 * spec.layers * spec.kv_heads * spec.head_dim * self._item * rows * (tokens + 64)
         logits = LOGIT_BYTES * max(NOISE_VALUES, rows * spec.vocab_size)
         read = self._token * max(PREFILL_TOKENS["cpu"], tokens, rows * READ_TOKENS)
-        return CACHE_COPIES * cache + logits + read + rows * (ROW_BYTES + tokens * TOKEN_BYTES)
+        return CACHE_COPIES * cache + logits + read + rows * (ROW_BYTES + max(tokens, all_tokens) * TOKEN_BYTES)
 
     def score(self, tokens: int, longest: int, hidden: bool) -> int:
         """Beyond the weights, for a prefill of conversations of at most `longest` tokens each, `tokens` in all."""

@@ -37,14 +37,17 @@ class Step(NamedTuple):
     state: State
     reply: str | Message | Sequence[Message] | None
     """What the environment says next: the user's text, or messages, such as the results of several tools. None or ignored
-    if the episode is done."""
+    if the episode is done. A seat that acts for the first time has seen nothing: to it, this is the whole opening."""
     done: bool
     reward: float = 0.0
     """What this turn earns. It is added to the episode's score."""
     learn: bool = True
     """Whether the policy learns from the turn that it has just written. If not, the turn is still checked and paid."""
     seat: int = 0
-    """Who acts next. Only 0 is possible yet, because a rollout has one policy: `num_seats` of an environment is 1."""
+    """Who acts next, from 0 to `num_seats` - 1. The policy plays every seat, and each has a view of its own."""
+    restart: bool = False
+    """Whether `reply` is the whole conversation as the next seat sees it from now on, such as a shortened one. A `Written`
+    of `shoal.policy.messages` among the messages stands for a turn of the policy, counted from 0 over the episode."""
 
 
 class Env(Protocol):
@@ -100,6 +103,13 @@ class Tooled(Protocol):
 
     tools: Sequence[Mapping[str, Any]]
     """Functions as JSON schemas in OpenAI's form. The chat template shows them to the policy."""
+
+
+@runtime_checkable
+class Seated(Protocol):
+    """A game in which the policy plays several seats. Seat 0 acts first: `reset` opens its view."""
+
+    num_seats: int
 
 
 @runtime_checkable

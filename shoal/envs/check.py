@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 from shoal.envs.action import Action
 from shoal.envs.base import Env, Player, State, Step, Task, describe_fault, players_of, source_of, success_of
 from shoal.envs.score import Score, earned
-from shoal.policy.messages import BadMessage, arguments_of, as_messages, normal, template_arguments
+from shoal.policy.messages import BadMessage, Written, arguments_of, as_messages, normal, template_arguments
 from shoal.protocol.audits import MAX_REWARD
 
 MAX_TURNS = 256
@@ -240,12 +240,13 @@ def _steps(
     while not done and len(actions) < MAX_TURNS and (action := act(state)) is not None:
         step = Step(*env.step(state, Action(action, tools=getattr(env, "tools", ()))))
         state, reply, done = step[:3]
-        if step.seat:
-            raise Broken(f"step() gives the next turn to seat {step.seat}: a rollout has one policy, in seat 0")
+        seats = getattr(env, "num_seats", 1)
+        if step.seat not in range(seats):
+            raise Broken(f"step() gives the next turn to seat {step.seat!r:.20}: num_seats is {seats}")
         earned_so_far.append(step.reward)
         if not done:
             try:
-                normal(as_messages(reply))
+                normal(as_messages(_without_turns(reply) if step.restart else reply))
             except BadMessage as problem:
                 raise Broken(f"step() is not done but replies {type(reply).__name__}: {problem}") from None
         actions.append(action)
@@ -254,6 +255,11 @@ def _steps(
             _score(env, state, earned_so_far)
         yield None
     yield Walk(tuple(actions), tuple(replies), bool(done), _score(env, state, earned_so_far), success_of(env, state))
+
+
+def _without_turns(reply: Any) -> Any:
+    """A history that begins anew, without the places of the policy's turns."""
+    return [item for item in reply if not isinstance(item, Written)] if isinstance(reply, list | tuple) else reply
 
 
 def _walk(env: Env, task: Task, act: Callable[[State], str | None]) -> Walk:

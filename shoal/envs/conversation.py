@@ -8,20 +8,26 @@ A conversation opens with the environment's messages. Then, turn by turn, the po
 - A stop token ends the turn, and the environment answers. If it is done, the rollout ends by "environment".
 - Without a stop token within `room`, the rollout ends by "length". The environment still takes the text as its last
   action, so that an answer cut short gets the score that it deserves.
-- If an answer leaves no room in `max_tokens` for another token, it is not appended: "length" again.
+- If an answer leaves no room for another token in `max_tokens` (of a row) or in `max_rollout_tokens` (of all rows), it is
+  not appended: "length" again. So it is if it would open one row too many.
 - If the environment raises, or scores outside its bounds, the rollout ends by "error" with the lowest reward, so that
   making an environment fail never pays.
+
+A rollout has one row of tokens, or several: see `view`. Turns follow one another across rows; `row` is that of the next.
 """
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 from shoal.envs.action import Action
 from shoal.envs.base import Env, Message, State, Step, Task, describe_fault, source_of, success_of
 from shoal.envs.score import Scored, earned
-from shoal.envs.settings import limits_of
+from shoal.envs.settings import limits_of, opening_of
+from shoal.envs.view import Next, TalkRow, Turn, View
 from shoal.errors import Overreach, ShoalError
-from shoal.policy.messages import arguments_of, as_messages, normal
-from shoal.policy.render import Prompt, Renderer
+from shoal.policy.messages import Written, arguments_of, as_messages, normal
+from shoal.policy.render import Renderer
+from shoal.protocol.constants import MAX_ROLLOUT_ROWS
 from shoal.protocol.types import ENVIRONMENT, POLICY, UNTRAINED, Ending, Rollout, Sampling, make_rollout
 
 
@@ -32,10 +38,14 @@ class Conversation:
         """Open the conversation. Raises `ShoalError` if the environment cannot begin the task."""
         self.env, self.renderer, self.task, self.sampling = env, renderer, task, limits_of(env, sampling)
         self._arguments = arguments_of(env)
-        self.tokens: list[int] = []
-        self.author: list[int] = []
-        self.logprobs: list[float] = []
-        """Log-probs of the policy's tokens; empty if the turns came without them."""
+        self.rows: list[TalkRow] = [TalkRow()]
+        """In the order in which they opened."""
+        self.seat = 0
+        """Who acts next."""
+        self._turns: list[Turn] = []
+        self._views: dict[int, View] = {}
+        self._latest: dict[int, int] = {}
+        """Each seat's latest turn."""
         self.texts: list[tuple[str, str]] = []
         """Texts with the chat role of their author, for transcripts."""
         self.ending: Ending | None = None
@@ -57,7 +67,43 @@ class Conversation:
         """Tokens that the policy may write in the next turn, including its stop token; 0 after the end."""
         if self.ending is not None:
             return 0
-        return min(self.sampling.max_turn_tokens, self.sampling.max_tokens - len(self.tokens))
+        limits = self.sampling
+        used = sum(len(row.tokens) for row in self.rows)
+        return min(limits.max_turn_tokens, limits.max_tokens - len(self.context), limits.all_tokens - used)
+
+    @property
+    def row(self) -> int:
+        """Index of the row that the next turn continues."""
+        return next(i for i, row in enumerate(self.rows) if row is self._row)
+
+    @property
+    def context(self) -> list[int]:
+        """Tokens that the policy reads before its next turn: those of its row."""
+        return self._row.tokens
+
+    @property
+    def tokens(self) -> list[int]:
+        """Tokens of all rows, one row after another."""
+        return self.rows[0].tokens if len(self.rows) == 1 else [token for row in self.rows for token in row.tokens]
+
+    @property
+    def author(self) -> list[int]:
+        """Who wrote each token."""
+        return self.rows[0].author if len(self.rows) == 1 else [author for row in self.rows for author in row.author]
+
+    @property
+    def logprobs(self) -> list[float]:
+        """Log-probs of the policy's tokens; empty if the turns came without them."""
+        return [logprob for row in self.rows for logprob in row.logprobs]
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """Where the further rows begin."""
+        return tuple(accumulate(len(row.tokens) for row in self.rows[:-1]))
+
+    @property
+    def _row(self) -> TalkRow:
+        return self._view(self.seat).row or self.rows[0]
 
     def write(self, token_ids: Sequence[int], logprobs: Sequence[float] = (), action: str | None = None) -> None:
         """Add one whole turn of the policy. It must end with its first stop token, or fill `room` without one.
@@ -69,24 +115,31 @@ class Conversation:
         assert not stop_ids.intersection(token_ids[:-1]), "a turn continues after its stop token"
         assert len(token_ids) <= self.room, f"a turn of {len(token_ids)} tokens where {self.room} fit"
         assert stopped or len(token_ids) == self.room, "a turn ends early without a stop token"
-        begin = len(self.tokens)
-        self._append(token_ids, POLICY)
-        self.logprobs.extend(logprobs)
+        row = self._row
+        begin = len(row.tokens)
+        row.append(token_ids, POLICY)
+        row.logprobs.extend(logprobs)
         action = self.renderer.decode(list(token_ids)) if action is None else action
-        self.texts.append(("assistant", action))
+        self.texts.append((f"seat {self.seat}" if self.seat else "assistant", action))
         notation = getattr(self.env, "parser", "") or self.renderer.notation
         tools = self._arguments.get("tools", ())
-        self._answer(Action(action, notation, self._thinking, tools), begin, cut=not stopped)
+        turn = Turn(tuple(token_ids), Action(action, notation, self._thinking, tools))
+        self._latest[self.seat] = len(self._turns)
+        self._turns.append(turn)
+        self._answer(turn.action, row, begin, cut=not stopped)
 
     def rollout(self, version: int) -> Rollout:
         """The finished rollout, as it is sent."""
         assert self.ending is not None, "the conversation has not ended"
-        return make_rollout(self.tokens, self.author, self.logprobs, version=version, ending=self.ending)
+        return make_rollout(
+            self.tokens, self.author, self.logprobs, version=version, ending=self.ending, starts=self.starts
+        )
 
     def _open(self) -> None:
         try:
             self.state, messages = self.env.reset(self.task)
-            opening = self.renderer.open(messages, self._arguments)
+            view = self._view(0)
+            opening = view.opening(messages)
             self.texts.extend(_told(messages))
         except (Overreach, MemoryError):
             raise  # guard: overreach-opens-nothing
@@ -96,24 +149,31 @@ class Conversation:
                 f"environment {self.env.name} cannot begin task {str(self.task)[:80]!r}: {place}. "
                 "Fix it, then run shoal env check"
             ) from None
-        self._append(opening.token_ids, ENVIRONMENT)
+        view.row, view.items = self.rows[0], opening.items
+        view.row.append(opening.token_ids, ENVIRONMENT)
         self._thinking = opening.thinking
         if self.room < 1:
             self._end("length")
 
-    def _answer(self, action: Action, begin: int, cut: bool) -> None:
-        """Let the environment answer the turn from `begin` on. If the turn was cut short, the answer is not appended."""
+    def _view(self, seat: int) -> View:
+        """What a seat has seen."""
+        if seat not in self._views:
+            by_template = getattr(self.env, "history", "append") == "template"
+            self._views[seat] = View(self.renderer, self._arguments, by_template, self._turns)
+        return self._views[seat]
+
+    def _answer(self, action: Action, row: TalkRow, begin: int, cut: bool) -> None:
+        """Let the environment answer the turn that begins there. If it was cut short, the answer is not appended."""
         try:
             step = Step(*self.env.step(self.state, action))
             self.state, reply, done = step[:3]
-            if step.seat:  # guard: one-seat
-                raise NotImplementedError(
-                    f"step() gives the next turn to seat {step.seat}: a rollout has one policy, in seat 0"
-                )
+            seat, seats = step.seat, getattr(self.env, "num_seats", 1)
+            if seat not in range(seats):  # guard: known-seat
+                raise ValueError(f"step() gives the next turn to seat {seat!r:.20}: num_seats is {seats}")
             self.turn_rewards.append(step.reward)
             if not step.learn:  # guard: masks-are-the-environments
-                self.author[begin:] = [UNTRAINED] * (len(self.author) - begin)
-            prompt = Prompt((), False) if done else self.renderer.go_on(reply, self._arguments)
+                row.author[begin:] = [UNTRAINED] * (len(row.author) - begin)
+            told = Next((), False, False, []) if done else self._next(step)
         except Overreach:
             raise  # guard: overreach-ends-nothing
         except Exception as error:  # noqa: BLE001  as above
@@ -125,18 +185,45 @@ class Conversation:
             self._end("length")
         elif done:
             self._end("environment")
-        elif len(self.tokens) + len(prompt.token_ids) + 1 > self.sampling.max_tokens:
+        elif not self._fits(self._view(seat), told):
             self._end("length")
         else:
-            self._append(prompt.token_ids, ENVIRONMENT)
-            self._thinking = prompt.thinking
+            self._go_on(seat, told)
+
+    def _next(self, step: Step) -> Next:
+        """What the next seat reads."""
+        view = self._view(step.seat)
+        if step.restart:
+            return view.anew(step.reply)
+        if step.seat not in self._latest:
+            return view.opening(opening_of(self.env, as_messages(step.reply)))
+        return view.after(step.reply, self._latest[step.seat])
+
+    def _fits(self, view: View, told: Next) -> bool:
+        """Whether what a seat reads leaves room for one token of the policy."""
+        if told.opens and len(self.rows) >= MAX_ROLLOUT_ROWS:
+            return False
+        so_far = 0 if told.opens or view.row is None else len(view.row.tokens)
+        used = sum(len(row.tokens) for row in self.rows)
+        news = len(told.token_ids) + 1
+        return so_far + news <= self.sampling.max_tokens and used + news <= self.sampling.all_tokens
+
+    def _go_on(self, seat: int, told: Next) -> None:
+        """Let a seat read what it is told. It acts next."""
+        view = self._view(seat)
+        if told.opens or view.row is None:
+            view.row = TalkRow()
+            self.rows.append(view.row)
+        view.row.append(told.token_ids, ENVIRONMENT)
+        view.items, self.seat, self._thinking = told.items, seat, told.thinking
 
     def _tell(self, reply: object, done: bool) -> None:
         """Keep a reply for people. After the last turn only a text is kept."""
         if isinstance(reply, str):
             self.texts += [("user", reply)] if reply else []
         elif not done:
-            self.texts.extend(_told(as_messages(reply)))
+            items = reply if isinstance(reply, list | tuple) else as_messages(reply)
+            self.texts.extend(_told([item for item in items if not isinstance(item, Written)]))
 
     def _end(self, ending: Ending) -> None:
         """Score the episode and close the conversation."""
@@ -155,10 +242,6 @@ class Conversation:
         if isinstance(error, MemoryError):
             raise error  # it says something about this machine, not about the rollout  # guard: no-memory-ends-nothing
         self.ending, self.fault = "error", describe_fault(error, source_of(self.env))
-
-    def _append(self, token_ids: Sequence[int], author: int) -> None:
-        self.tokens.extend(token_ids)
-        self.author.extend([author] * len(token_ids))
 
 
 def _told(messages: Sequence[Message]) -> list[tuple[str, str]]:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeAlias
 from shoal.config import node_home
 from shoal.envs import arithmetic, wordle, words
 from shoal.envs.base import Env, describe_fault
-from shoal.envs.settings import Settings, with_settings
+from shoal.envs.settings import HISTORIES, Settings, with_settings
 from shoal.errors import ConfigError, ShoalError, cause_of
 from shoal.hub.about import describe
 from shoal.hub.archive import digest_of, index_folder
@@ -224,10 +224,10 @@ def _require_members(env: Env, path: Path) -> None:
     if max(-low, high) > MAX_REWARD:  # guard: promised-rewards
         raise ShoalError(f"{path}: reward_bounds is {env.reward_bounds!r}; no run takes rewards above {MAX_REWARD:g} by "
                          "size: scale them down")  # fmt: skip
-    if getattr(env, "num_seats", 1) != 1:
-        raise ShoalError(f"{path}: num_seats is {env.num_seats!r}; a rollout has one policy, in seat 0: let the "  # type: ignore[attr-defined]
-                         "environment play the others")  # fmt: skip
+    if getattr(env, "history", "append") not in HISTORIES:
+        raise ShoalError(f"{path}: history is {env.history!r}; known are {', '.join(HISTORIES)}")  # type: ignore[attr-defined]
     counts = {"num_tasks": (env.num_tasks, 1), "num_heldout": (env.num_heldout, 0)}
+    counts["num_seats"] = (getattr(env, "num_seats", 1), 1)
     for name, (count, least) in counts.items():
         if not isinstance(count, int) or count < least:
             raise ShoalError(f"{path}: {name} is {count!r}; give a whole number of at least {least}")

@@ -15,7 +15,7 @@ from shoal.envs.base import Env, Player, Task, task_of
 from shoal.envs.conversation import Conversation
 from shoal.errors import Overreach, ShoalError
 from shoal.policy.render import Renderer
-from shoal.protocol.randomness import sample_seed
+from shoal.protocol.randomness import row_seed, sample_seed
 from shoal.protocol.types import Block, Group, Rollout, Sampling
 
 log = logging.getLogger(__name__)
@@ -70,28 +70,40 @@ def converse(engine: Engine, renderer: Renderer, episodes: Sequence[Episode], sa
     """Play episodes to their end. Returns whole conversations, with rewards and texts.
 
     Each turn is one `extend` over the unfinished episodes in their order, so the same episodes always give the engine
-    the same batches.
+    the same batches. An episode has one row in it. The engine forgets a row that does not go on in the next turn, so it
+    never remembers more rows than there are episodes.
     """
     talks = [Conversation(episode.env, renderer, episode.task, sampling) for episode in episodes]
-    names = [f"{i}-{episode.seed.hex()[:16]}" for i, episode in enumerate(episodes)]
     open_now = [i for i, talk in enumerate(talks) if talk.ending is None]
+    names: list[str] = []
     try:
         while open_now:
+            names = [_name(i, episodes[i], talks[i]) for i in open_now]
             requests = [
-                Request(names[i], talks[i].tokens, episodes[i].seed, talks[i].room, renderer.stop_ids) for i in open_now
+                Request(
+                    name, talks[i].context, row_seed(episodes[i].seed, talks[i].row), talks[i].room, renderer.stop_ids
+                )
+                for i, name in zip(open_now, names, strict=True)
             ]
             turns = engine.extend(requests, sampling.temperature)
             actions = renderer.decode_all([turn.token_ids for turn in turns])
             for i, turn, action in zip(open_now, turns, actions, strict=True):
                 talks[i].write(turn.token_ids, turn.logprobs, action)
-            engine.forget([names[i] for i in open_now if talks[i].ending is not None])
             open_now = [i for i in open_now if talks[i].ending is None]
+            going_on = {_name(i, episodes[i], talks[i]) for i in open_now}
+            engine.forget([name for name in names if name not in going_on])
+            names = [name for name in names if name in going_on]
     finally:
-        engine.forget([names[i] for i in open_now])
+        engine.forget(names)
     for talk in talks:
         if talk.fault:
             log.warning("environment_error env=%s task=%.80r fault=%s", talk.env.name, talk.task, talk.fault)
     return talks
+
+
+def _name(index: int, episode: Episode, talk: Conversation) -> str:
+    """What the engine calls the row that an episode's next turn continues."""
+    return f"{index}-{row_seed(episode.seed, talk.row).hex()[:16]}"
 
 
 def play_scripted(

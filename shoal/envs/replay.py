@@ -5,11 +5,12 @@ by auditors. It takes only the policy's turns from the claim, rebuilds the conve
 claim cannot invent the environment's words, move the end of a turn, or choose its ending or reward. It knows no model:
 the sampling check asks whether the policy would have chosen these tokens.
 
-Axes: T tokens of the rollout.
+Axes: T tokens of the rollout, its rows one after another.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 from shoal.envs.base import Env, Task, describe_fault, source_of
 from shoal.envs.conversation import Conversation
 from shoal.envs.score import Earned, earned
+from shoal.envs.view import TalkRow
 from shoal.errors import Overreach
 from shoal.policy.render import Renderer
 from shoal.protocol.types import ENVIRONMENT, Ending, Rollout, Sampling
@@ -42,9 +44,10 @@ def replay_group(
     env: Env, renderer: Renderer, task: Task, rollouts: Sequence[Rollout], sampling: Sampling
 ) -> list[Replay]:
     """Replay the rollouts of a group, equal ones once, and judge them beside each other. Raises as `replay_rollout`."""
-    names = [(rollout.token_ids, rollout.author, rollout.ending) for rollout in rollouts]
+    # guard: rows-name-a-replay
+    names = [(rollout.token_ids, rollout.author, rollout.ending, rollout.starts) for rollout in rollouts]
     found = {
-        name: replay_rollout(env, renderer, task, r.tokens_T(), r.author_T(), r.ending, sampling)
+        name: replay_rollout(env, renderer, task, r.tokens_T(), r.author_T(), r.ending, sampling, r.starts)
         for name, r in dict(zip(names, rollouts, strict=True)).items()
     }
     return judge([found[name] for name in names], env)
@@ -91,8 +94,11 @@ def replay_rollout(
     author_T: NDArray[np.uint8],
     ending: Ending,
     sampling: Sampling,
+    starts: Sequence[int] = (),
 ) -> Replay:
-    """Replay a claimed rollout. Pure: a false claim gives an answer with `problem`, not an exception.
+    """Replay a claimed rollout, whose further rows begin at `starts`.
+
+    Pure: a false claim gives an answer with `problem`, not an exception.
 
     Raises `ShoalError` if the environment cannot begin the task, which no claim can cause.
     """
@@ -106,23 +112,28 @@ def replay_rollout(
     if outside.any():
         position = int(outside.argmax())
         return refused(f"token id {tokens_T[position]} is outside the vocabulary of {renderer.vocabulary}", position)
+    edges = (0, *starts, len(tokens_T))
+    if starts and not all(begin < end for begin, end in pairwise(edges)):
+        return refused("rows do not begin one after another within the rollout")
     tokens, author = tokens_T.tolist(), author_T.tolist()
+    claims = [_Claim(tokens[begin:end], author[begin:end], begin) for begin, end in pairwise(edges)]
     conversation = Conversation(env, renderer, task, sampling)
-    compared = 0
     while True:
-        problem, position = _difference(conversation, tokens, author, compared)
+        problem, position = _difference(conversation, claims)
         if problem:
             return refused(problem, position)
-        compared = len(conversation.tokens)
         if conversation.ending is not None:
             break
-        turn = _turn(tokens[compared : compared + conversation.room], renderer.stop_ids)
+        claim = claims[conversation.row]
+        turn = _turn(claim.tokens[claim.compared : claim.compared + conversation.room], renderer.stop_ids)
         if len(turn) < conversation.room and (not turn or turn[-1] not in renderer.stop_ids):
-            return refused("the rollout stops in a turn of the policy, before a stop token or a limit", len(tokens))
+            problem = "the rollout stops in a turn of the policy, before a stop token or a limit"
+            return refused(problem, claim.start + len(claim.tokens))
         conversation.write(turn)
-    if len(tokens) > compared:
-        problem = f"{len(tokens) - compared} tokens follow the end of the rollout, by {conversation.ending}"
-        return Replay(min(env.reward_bounds), conversation.ending, problem, compared)
+    left = sum(len(claim.tokens) - claim.compared for claim in claims)
+    if left:  # guard: no-token-after-the-end
+        problem = f"{left} tokens follow the end of the rollout, by {conversation.ending}"
+        return Replay(min(env.reward_bounds), conversation.ending, problem, _first_left(claims))
     if ending != conversation.ending:
         problem = f"ended by {conversation.ending}, not by {ending} as claimed"
         return Replay(min(env.reward_bounds), conversation.ending, problem)
@@ -134,14 +145,8 @@ def retell(env: Env, renderer: Renderer, task: Task, claim: Rollout, sampling: S
 
     Raises `ShoalError` as `replay_rollout` does.
     """
-    tokens_T = claim.tokens_T()
-    if replay_rollout(env, renderer, task, tokens_T, claim.author_T(), claim.ending, sampling).problem:
-        return None
-    conversation, tokens = Conversation(env, renderer, task, sampling), tokens_T.tolist()
-    while conversation.ending is None:
-        begin = len(conversation.tokens)
-        conversation.write(_turn(tokens[begin : begin + conversation.room], renderer.stop_ids))
-    return conversation
+    tokens_T, author_T = claim.tokens_T(), claim.author_T()
+    return replay_rollout(env, renderer, task, tokens_T, author_T, claim.ending, sampling, claim.starts).talk
 
 
 def _turn(token_ids: list[int], stop_ids: frozenset[int]) -> list[int]:
@@ -152,17 +157,46 @@ def _turn(token_ids: list[int], stop_ids: frozenset[int]) -> list[int]:
     return token_ids
 
 
-def _difference(conversation: Conversation, tokens: list[int], author: list[int], start: int) -> tuple[str, int]:
-    """The first place from `start` on where a claim differs from the conversation so far: the problem and its index."""
-    end = len(conversation.tokens)
-    if tokens[start:end] == conversation.tokens[start:] and author[start:end] == conversation.author[start:]:
-        return "", -1
-    for at in range(start, end):
-        if at >= len(tokens):
-            return f"the rollout stops before the environment's words are complete, {end - at} tokens short", at
-        if author[at] != conversation.author[at]:
-            writer = "the environment" if conversation.author[at] == ENVIRONMENT else "the policy"
-            return f"{writer} wrote the token, the claim says author {author[at]}", at
-        if tokens[at] != conversation.tokens[at]:
-            return f"the environment says token {conversation.tokens[at]}, the claim {tokens[at]}", at
+@dataclass
+class _Claim:
+    """A claimed row."""
+
+    tokens: list[int]
+    author: list[int]
+    start: int
+    """Index in the rollout of its first token."""
+    compared: int = 0
+    """Tokens that agree with the conversation."""
+
+
+def _difference(conversation: Conversation, claims: list[_Claim]) -> tuple[str, int]:
+    """The first place where claimed rows differ from the conversation so far: the problem and its index."""
+    for number, row in enumerate(conversation.rows):
+        if number >= len(claims):  # guard: no-row-is-missing
+            return f"row {number} opens here, and the rollout has no such row", _first_left(claims)
+        claim, begin, end = claims[number], claims[number].compared, len(row.tokens)
+        if claim.tokens[begin:end] != row.tokens[begin:] or claim.author[begin:end] != row.author[begin:]:
+            return _first_difference(row, claim)
+        claim.compared = end
+    return "", -1
+
+
+def _first_difference(row: TalkRow, claim: _Claim) -> tuple[str, int]:
+    for at in range(claim.compared, len(row.tokens)):
+        place = claim.start + at
+        if at >= len(claim.tokens):
+            short = len(row.tokens) - at
+            return f"the rollout stops before the environment's words are complete, {short} tokens short", place
+        if claim.author[at] != row.author[at]:
+            writer = "the environment" if row.author[at] == ENVIRONMENT else "the policy"
+            return f"{writer} wrote the token, the claim says author {claim.author[at]}", place
+        if claim.tokens[at] != row.tokens[at]:
+            return f"the environment says token {row.tokens[at]}, the claim {claim.tokens[at]}", place
     raise AssertionError("unequal lists must differ somewhere")
+
+
+def _first_left(claims: list[_Claim]) -> int:
+    """Index of the first claimed token that was not compared: the end of the rollout if all were."""
+    return next(
+        (c.start + c.compared for c in claims if c.compared < len(c.tokens)), sum(len(c.tokens) for c in claims)
+    )

@@ -18,6 +18,9 @@ from shoal.errors import ConfigError
 from shoal.policy.messages import Message, normal, template_arguments
 from shoal.protocol.types import Sampling
 
+HISTORIES = ("append", "template")
+"""What the policy reads of its earlier turns: all tokens so far, or what the chat template shows of them."""
+
 MAX_EXAMPLES = 64
 """Messages of the examples. They are part of every prompt."""
 
@@ -43,6 +46,8 @@ class Settings(Protocol):
     def max_turn_tokens(self) -> int: ...
     @property
     def max_tokens(self) -> int: ...
+    @property
+    def history(self) -> str: ...
 
 
 class WithSettings:
@@ -56,21 +61,25 @@ class WithSettings:
         self.parser = settings.parser or getattr(env, "parser", "")
         self.weights = {**weights_of(env), **settings.weights}
         self.max_turn_tokens, self.max_tokens = settings.max_turn_tokens, settings.max_tokens
+        self.history = settings.history or getattr(env, "history", "append")
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.env, name)
 
     def reset(self, task: Task) -> tuple[State, list[Message]]:
-        """The run's system prompt takes the place of the environment's own; examples follow it."""
         state, messages = self.env.reset(task)
+        return state, self.opened(messages)
+
+    def opened(self, messages: Sequence[Message]) -> list[Message]:
+        """The opening of a seat: the run's system prompt takes the place of the environment's own; examples follow it."""
         own = list(itertools.takewhile(lambda message: message["role"] == "system", messages))
-        return state, [*(self._system or own), *self._examples, *messages[len(own) :]]
+        return [*(self._system or own), *self._examples, *messages[len(own) :]]
 
 
 def with_settings(env: Env, settings: Settings) -> Env:
     """The environment under its settings; itself if there are none. Raises `ShoalError` if they cannot be used."""
     named = settings.system, settings.examples, settings.template, settings.parser, settings.weights
-    if not any((*named, settings.max_turn_tokens, settings.max_tokens)):
+    if not any((*named, settings.max_turn_tokens, settings.max_tokens, settings.history)):
         return env
     where = f"environment {settings.name}"
     if len(settings.examples) > MAX_EXAMPLES:
@@ -92,7 +101,15 @@ def with_settings(env: Env, settings: Settings) -> Env:
             raise ConfigError(f"{where}: weights.{name} = {weight}: give a finite number")
     if settings.parser not in ("", *NOTATIONS, "none"):
         raise ConfigError(f"{where}: parser = {settings.parser!r}; known are {', '.join(NOTATIONS)}, none")
+    if settings.history not in ("", *HISTORIES):
+        raise ConfigError(f"{where}: history = {settings.history!r}; known are {', '.join(HISTORIES)}")
     return WithSettings(env, settings)
+
+
+def opening_of(env: Env, messages: Sequence[Message]) -> Sequence[Message]:
+    """The opening of a seat that acts for the first time, under the settings of its environment."""
+    dress = getattr(env, "opened", None)
+    return messages if dress is None else dress(messages)
 
 
 def limits_of(env: Env, sampling: Sampling) -> Sampling:

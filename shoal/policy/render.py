@@ -87,6 +87,7 @@ class Renderer:
         self._opening = functools.lru_cache(REMEMBERED)(self._render_opening)
         self._reply = functools.lru_cache(REMEMBERED)(self._render_reply)
         self._answer = functools.lru_cache(REMEMBERED)(lambda text: self._reply(_key(as_messages(text), None)))
+        self._keeps = functools.lru_cache(REMEMBERED)(self._keeps_thinking)
 
     @staticmethod
     def from_directory(directory: Path) -> "Renderer":
@@ -135,7 +136,7 @@ class Renderer:
     def keeps_thinking(self, arguments: Mapping[str, Any] | None = None) -> bool:
         """Whether the template still shows the reasoning of earlier turns. If not, a conversation that only grows shows the
         policy more than the template would."""
-        return self._keeps_thinking(_key([], arguments))
+        return self._keeps(_key([], arguments))
 
     def history(self, items: Sequence[Message | Written], arguments: Mapping[str, Any] | None = None) -> list[Segment]:
         """A whole conversation as the template shows it now, with a place for the tokens of each turn of the policy."""

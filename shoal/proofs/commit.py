@@ -12,6 +12,7 @@ import numpy as np
 from shoal.algos.toploc import prove
 from shoal.engine.base import Score
 from shoal.errors import StateError
+from shoal.proofs.context import by_group
 from shoal.protocol.constants import MAX_SUBMISSION_BYTES
 from shoal.protocol.sizes import submission_bytes
 from shoal.protocol.types import EngineFacts, Group, Lease, Rules, Submission
@@ -51,14 +52,12 @@ def commit(
 
 
 def prove_activations(groups: Sequence[Group], scores: Sequence[Score]) -> tuple[bytes, ...]:
-    """Make one proof for each group, from a prefill of all their rollouts with hidden states.
+    """Make one proof for each group, from a prefill of all rows of their rollouts with hidden states.
 
     Raises `StateError` if a hidden state is not finite: this machine is at fault.
     """
-    proofs, taken = [], 0
-    for group in groups:
-        of_group = scores[taken : taken + len(group.rollouts)]
-        taken += len(of_group)
+    proofs = []
+    for group, of_group in zip(groups, by_group(groups, scores), strict=True):
         try:
             proofs.append(prove([score.hidden_PD for score in of_group if score.hidden_PD is not None]))
         except ValueError as error:
@@ -73,4 +72,4 @@ def largest_submission_bytes(lease: Lease, rules: Rules) -> int:
     """
     num_groups = sum(len(block.slots) for block in lease.blocks)
     proofs = rules.proofs != "none"
-    return min(MAX_SUBMISSION_BYTES, submission_bytes(num_groups, rules.group_size, lease.sampling.max_tokens, proofs))
+    return min(MAX_SUBMISSION_BYTES, submission_bytes(num_groups, rules.group_size, lease.sampling.all_tokens, proofs))

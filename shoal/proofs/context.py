@@ -9,6 +9,7 @@ Axes: G rollouts of a group, T tokens of a rollout, P tokens of a rollout that t
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -20,7 +21,7 @@ from shoal.ledger.algorithm import advantages
 from shoal.policy.messages import Message, arguments_of
 from shoal.policy.render import Renderer
 from shoal.protocol.bounds import bounds_for
-from shoal.protocol.randomness import sample_seed
+from shoal.protocol.randomness import row_seed, sample_seed
 from shoal.protocol.types import (
     ENVIRONMENT,
     Bounds,
@@ -185,21 +186,44 @@ class Context:
         return np.sign(np.nan_to_num(advantages(rewards, self.rules.algorithm).astype(np.float64)))
 
     def requests(self, group: Group) -> list[ScoreRequest]:
-        """What the engine must prefill to replay the group's sampling: each rollout with the seed of its index."""
+        """What the engine must prefill to replay the group's sampling: each row of each rollout with its own seed."""
         return score_requests(self.slot, group)
 
 
 def score_requests(slot: Slot, group: Group) -> list[ScoreRequest]:
-    """What to prefill for a slot's group: each rollout with the seed of its index."""
+    """What to prefill for a slot's group: each row of each rollout, with its own seed."""
     seed = bytes.fromhex(slot.seed)
     return [
         ScoreRequest(
-            token_ids=rollout.tokens_T().tolist(),
-            policy_positions=policy_positions(rollout).tolist(),
-            seed=sample_seed(seed, index),
+            token_ids=row.tokens_T.tolist(),
+            policy_positions=np.flatnonzero(row.author_T != ENVIRONMENT).tolist(),
+            seed=row_seed(sample_seed(seed, index), number),
         )
         for index, rollout in enumerate(group.rollouts)
+        for number, row in enumerate(rollout.rows())
     ]
+
+
+def by_group(groups: Iterable[Group], scores: Iterable[Score]) -> list[list[Score]]:
+    """For each group one score for each rollout, from the scores of all rows in the order of `score_requests`.
+
+    A rollout's score holds those of its rows one after another, as its log-probs do. So checks need not know rows.
+    """
+    left = iter(scores)
+    return [[_joined(list(islice(left, 1 + len(rollout.starts)))) for rollout in group.rollouts] for group in groups]
+
+
+def _joined(rows: Sequence[Score]) -> Score:
+    if len(rows) == 1:
+        return rows[0]
+    hidden = [score.hidden_PD for score in rows if score.hidden_PD is not None]
+    largest = [score.largest_P for score in rows if score.largest_P is not None]
+    return Score(
+        np.concatenate([score.logprobs_P for score in rows]),
+        np.concatenate([score.gaps_P for score in rows]),
+        np.concatenate(hidden) if len(hidden) == len(rows) else None,
+        np.concatenate(largest) if len(largest) == len(rows) else None,
+    )
 
 
 def policy_positions(rollout: Rollout) -> NDArray[np.int64]:

@@ -25,7 +25,7 @@ from shoal.proofs.checks import (
     shape,
 )
 from shoal.proofs.commit import largest_submission_bytes
-from shoal.proofs.context import CheckModule, Context, Failure, Tools
+from shoal.proofs.context import CheckModule, Context, Failure, Tools, by_group
 from shoal.protocol.audits import influence, must_audit, paid_tokens
 from shoal.protocol.types import Check, Group, GroupVerdict, Submission, Verdict
 from shoal.protocol.wire import WireError, from_msgpack
@@ -118,12 +118,9 @@ def _prefill(audited: Sequence[tuple[Group, Context]], tools: Tools) -> None:
     """Give each audited group its scores, from one call of the engine."""
     if not audited:
         return
-    requests = [ctx.requests(group) for group, ctx in audited]
-    scores = tools.score([request for of_group in requests for request in of_group])
-    taken = 0
-    for (_, ctx), of_group in zip(audited, requests, strict=True):
-        ctx.scores = scores[taken : taken + len(of_group)]
-        taken += len(of_group)
+    scores = tools.score([request for group, ctx in audited for request in ctx.requests(group)])
+    for (_, ctx), of_group in zip(audited, by_group([group for group, _ in audited], scores), strict=True):
+        ctx.scores = of_group
 
 
 def _judge_without_model(group: Group | Failure, ctx: Context) -> GroupVerdict:

@@ -66,7 +66,11 @@ MAX_TENSORS = 10_000
 """Tensors of a policy."""
 
 MAX_ROLLOUT_TOKENS = 1 << 20
-"""Tokens of one rollout, prompt included. Changing breaks: replay of longer ones."""
+"""Tokens of one rollout, prompt included, all rows together. Changing breaks: replay of longer ones."""
+
+MAX_ROLLOUT_ROWS = 128
+"""Rows of one rollout. The indices at which so many begin fit into what `protocol/sizes` allows a rollout with its tokens.
+Changing breaks: replay of rollouts with more, and the sizes of leases."""
 
 MAX_LOGPROB = 1e-3
 """Largest log-probability of a token, nats: rounding can lift that of a certain token just above 0. Validators and the

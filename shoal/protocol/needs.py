@@ -5,20 +5,25 @@ item, dtype or proof add a word here, and to `SUPPORTED` in `roles/seat.py`. A n
 because older nodes ignore it.
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from shoal.protocol.constants import EPISODES
-from shoal.protocol.types import EnvSpec, Rules
+from shoal.protocol.types import EnvSpec, Rules, Sampling
 
 SETTINGS = "env-settings"
 """The word for environments with a system prompt, examples, template arguments or token limits of their own."""
 
+ROWS = "rows"
+"""The word for rollouts that may have several rows."""
 
-def needs_of(rules: Rules, envs: Iterable[EnvSpec] = ()) -> tuple[str, ...]:
-    """The words of a run with these rules and environments."""
+
+def needs_of(rules: Rules, envs: Sequence[EnvSpec] = (), sampling: Sampling | None = None) -> tuple[str, ...]:
+    """The words of a run with these rules, environments and sampling."""
     proofs = () if rules.proofs == "none" else (proofs_need(rules.proofs),)
     settings = (SETTINGS,) if any(env.has_settings for env in envs) else ()
-    return (EPISODES, dtype_need(rules.dtype), *proofs, *settings)
+    several = (sampling is not None and sampling.max_rollout_tokens > 0) or any(env.history for env in envs)
+    rows = (ROWS,) if several else ()
+    return (EPISODES, dtype_need(rules.dtype), *proofs, *settings, *rows)
 
 
 def dtype_need(dtype: str) -> str:

@@ -65,6 +65,12 @@ def sample_seed(slot: bytes, index: int) -> bytes:
     return domain_hash("sample", slot, index.to_bytes(8, "big"))
 
 
+def row_seed(sample: bytes, row: int) -> bytes:
+    """Seed of one row of a rollout, 32 bytes. The first row has the rollout's own. Noise counts positions within a row, so
+    two rows of one seed would get the same noise."""
+    return domain_hash("row", sample, row.to_bytes(8, "big")) if row else sample  # guard: noise-of-each-row
+
+
 def draw_task(slot: bytes, weights: list[float], num_tasks: list[int]) -> tuple[int, int]:
     """Indices of the environment and of the task that a slot seed decides.
 

@@ -7,12 +7,13 @@ Axes: G rollouts, N tokens of all rollouts in a row, L log-probs of all rollouts
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.protocol.constants import MAX_LOGPROB, MAX_ROLLOUT_TOKENS
+from shoal.protocol.constants import MAX_LOGPROB, MAX_ROLLOUT_ROWS, MAX_ROLLOUT_TOKENS
 from shoal.protocol.types import ENVIRONMENT, Rollout
 
 
@@ -35,23 +36,26 @@ class Flaw(NamedTuple):
         return f"rollout {self.rollout}{token}: {self.detail}{compared}"
 
 
-def flaw_of(rollouts: Sequence[Rollout], *, vocabulary: int, max_tokens: int) -> Flaw | None:
+def flaw_of(
+    rollouts: Sequence[Rollout], *, vocabulary: int, max_tokens: int, max_rollout_tokens: int = 0
+) -> Flaw | None:
     """The first flaw of these rollouts; None if there is none. Then their arrays agree with each other and can be indexed,
-    token ids are of the vocabulary, and log-probs are finite."""
+    token ids are of the vocabulary, and log-probs are finite. Limits are those of `Sampling`."""
     for index, rollout in enumerate(rollouts):
-        flaw = _sizes(index, rollout, max_tokens)
+        flaw = _sizes(index, rollout, max_tokens, max_rollout_tokens) or _rows(index, rollout, max_tokens)
         if flaw is not None:
             return flaw
     return _values(rollouts, vocabulary) if rollouts else None
 
 
-def _sizes(index: int, rollout: Rollout, max_tokens: int) -> Flaw | None:
+def _sizes(index: int, rollout: Rollout, max_tokens: int, max_rollout_tokens: int) -> Flaw | None:
     if len(rollout.token_ids) % 4 or len(rollout.logprobs) % 4:  # guard: whole-arrays
         return Flaw(index, -1, 0, 0, "token ids or log-probs are not a whole number of 4-byte values")
     num_tokens = len(rollout.token_ids) // 4
-    limit = min(max_tokens, MAX_ROLLOUT_TOKENS)
+    limit = min(max_rollout_tokens or max_tokens, MAX_ROLLOUT_TOKENS)
     if num_tokens > limit:  # guard: rollout-length
-        return Flaw(index, limit, num_tokens, limit, "more tokens than max_tokens")
+        name = "max_rollout_tokens" if max_rollout_tokens else "max_tokens"
+        return Flaw(index, limit, num_tokens, limit, f"more tokens than {name}")
     num_policy, num_logprobs = rollout.num_policy_tokens(), len(rollout.logprobs) // 4
     if len(rollout.author) != num_tokens:  # guard: author-of-each-token
         return Flaw(index, -1, len(rollout.author), num_tokens, "not one author for each token")
@@ -61,6 +65,26 @@ def _sizes(index: int, rollout: Rollout, max_tokens: int) -> Flaw | None:
         return Flaw(index, 0, 0, 0, "a rollout must open with the environment's text, because nothing predicts token 0")
     if num_logprobs != num_policy:  # guard: logprob-of-each-token
         return Flaw(index, -1, num_logprobs, num_policy, "not one log-prob for each policy token")
+    return None
+
+
+def _rows(index: int, rollout: Rollout, max_tokens: int) -> Flaw | None:
+    """A row is a rollout by itself: it opens with the environment's text, and the policy writes in it."""
+    num_rows = 1 + len(rollout.starts)
+    if num_rows > MAX_ROLLOUT_ROWS:  # guard: rows-of-a-rollout
+        return Flaw(index, -1, num_rows, MAX_ROLLOUT_ROWS, "more rows than a rollout may have")
+    edges = (0, *rollout.starts, len(rollout.author))
+    for begin, end in pairwise(edges):
+        if not begin < end:  # guard: rows-begin-in-order
+            return Flaw(index, -1, 0, 0, "rows do not begin one after another within the rollout")
+    for begin, end in pairwise(edges):
+        if end - begin > max_tokens:  # guard: row-length
+            return Flaw(index, begin + max_tokens, end - begin, max_tokens, "a row of more tokens than max_tokens")
+        if begin and rollout.author[begin] != ENVIRONMENT:  # guard: policy-opens-no-row
+            return Flaw(index, begin, 0, 0, "a row must open with the environment's text, because nothing predicts its "
+                        "first token")  # fmt: skip
+        if num_rows > 1 and not any(rollout.author[begin:end]):  # guard: policy-says-something-in-each-row
+            return Flaw(index, begin, 0, 0, "a row in which the policy writes nothing")
     return None
 
 

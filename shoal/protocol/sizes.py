@@ -20,7 +20,8 @@ PROOF_CHUNK_TOKENS, PROOF_CHUNK_BYTES = 32, 2 + 2 * 128
 """Tokens and bytes of one chunk in a proof of activations, as `algos/toploc` makes it."""
 
 ROLLOUT_OVERHEAD_BYTES = 256
-"""Field names, lengths, version and ending of one rollout; the field names take about 60."""
+"""Field names, lengths, version, ending and starts of one rollout. The first four take about 85. A start takes up to 5, of
+which 4 are those of the log-prob that the row's first token lacks."""
 
 GROUP_OVERHEAD_BYTES = 1024
 """Field names, slot, task and the environment's label of one group."""
@@ -63,7 +64,7 @@ def most_lease_groups(group_size: int, max_tokens: int, proofs: bool, envs: Iter
 def most_lease_blocks(law: Rules, sampling: Sampling, envs: Iterable[EnvSpec]) -> int:
     """Blocks of the largest lease of a run."""
     labels = [env.label for env in envs]
-    groups = most_lease_groups(law.group_size, sampling.max_tokens, law.proofs != "none", labels)
+    groups = most_lease_groups(law.group_size, sampling.all_tokens, law.proofs != "none", labels)
     return max(1, min(MAX_LEASE_BLOCKS, groups // law.block_groups))
 
 

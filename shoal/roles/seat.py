@@ -33,7 +33,7 @@ from shoal.protocol.constants import (
     MAX_ROLLOUT_TOKENS,
     PROTOCOL_VERSION,
 )
-from shoal.protocol.needs import SETTINGS, dtype_need, proofs_need
+from shoal.protocol.needs import ROWS, SETTINGS, dtype_need, proofs_need
 from shoal.protocol.promises import is_promised, terms_of
 from shoal.protocol.sizes import BYTES_PER_TOKEN
 from shoal.protocol.wire import digest, to_json
@@ -58,7 +58,7 @@ SOONEST_S = 0.1
 COPIES = 4
 """Most copies of a lease's rollouts at one time: as objects, as groups, in the submission, and on their way."""
 
-SUPPORTED = frozenset({EPISODES, SETTINGS, proofs_need("toploc"), *map(dtype_need, DTYPES)})
+SUPPORTED = frozenset({EPISODES, SETTINGS, ROWS, proofs_need("toploc"), *map(dtype_need, DTYPES)})
 """What this version of shoal supports: it cannot join a run that needs anything else."""
 
 
@@ -171,11 +171,11 @@ class Seat:
             return
         rules, sampling, needs = self.info.rules, lease.sampling, self.needs
         rows = [len(block.slots) * rules.group_size for block in lease.blocks]
-        need = needs.play(max(rows, default=0), sampling.max_tokens)
+        need = needs.play(max(rows, default=0), sampling.max_tokens, sampling.all_tokens)
         if rules.proofs != "none":
-            need = max(need, needs.score(sum(rows) * sampling.max_tokens, sampling.max_tokens, hidden=True))
+            need = max(need, needs.score(sum(rows) * sampling.all_tokens, sampling.max_tokens, hidden=True))
         kept = COPIES * largest_submission_bytes(lease, rules)
-        what = f"a lease of {sum(rows)} rollouts of up to {sampling.max_tokens} tokens"
+        what = f"a lease of {sum(rows)} rollouts of up to {sampling.all_tokens} tokens"
         self.memory.demand(what, needs.loaded + need + kept)  # guard: lease-fits-memory
 
     def demand_judge(self, check: t.Check, size_bytes: int) -> None:
@@ -264,7 +264,7 @@ def demand_sound(lease: t.Lease) -> None:
         raise PeerError(
             f"a lease has {len(lease.blocks)} blocks, limit {MAX_LEASE_BLOCKS} (MAX_LEASE_BLOCKS): tell the host"
         )
-    if lease.sampling.max_tokens > MAX_ROLLOUT_TOKENS:  # guard: tokens-of-a-lease
+    if max(lease.sampling.max_tokens, lease.sampling.all_tokens) > MAX_ROLLOUT_TOKENS:  # guard: tokens-of-a-lease
         raise PeerError(
             f"a lease allows rollouts of more than {MAX_ROLLOUT_TOKENS} tokens (MAX_ROLLOUT_TOKENS): tell the host"
         )

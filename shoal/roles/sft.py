@@ -20,7 +20,7 @@ from shoal.errors import ConfigError
 from shoal.policy.files import load_policy, save_policy
 from shoal.policy.render import Renderer
 from shoal.policy.tiny import make_tiny
-from shoal.protocol.types import Sampling
+from shoal.protocol.types import POLICY, Sampling
 from shoal.train.sft import fine_tune
 
 log = logging.getLogger("sft")
@@ -54,7 +54,7 @@ def _fine_tune(config: SftConfig, start: Path, out: Path) -> None:
 
 
 def scripted_games(config: SftConfig, renderer: Renderer) -> list[tuple[list[int], list[int]]]:
-    """Play the recipe's games with its scripted player; gives the token ids and authors of each."""
+    """Play the recipe's games with its scripted player; gives token ids and authors of each row that teaches."""
     env = env_of(config.env)
     players = players_of(env)
     if config.player not in players:
@@ -71,5 +71,5 @@ def scripted_games(config: SftConfig, renderer: Renderer) -> list[tuple[list[int
     games = []
     for _ in range(config.episodes):
         talk = play_scripted(env, renderer, rng.choice(tasks), player, rng, sampling)
-        games.append((list(talk.tokens), list(talk.author)))
+        games += [(list(row.tokens), list(row.author)) for row in talk.rows if POLICY in row.author]
     return games

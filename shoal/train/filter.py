@@ -14,7 +14,7 @@ from typing import NamedTuple
 from shoal.ledger.algorithm import teaches
 from shoal.protocol.algorithms import Algorithm
 from shoal.protocol.types import BatchGroup
-from shoal.train.rows import Row
+from shoal.train.rows import Row, one_of_each
 
 
 class Selection(NamedTuple):
@@ -42,4 +42,4 @@ def select(
     signal = [teaches(member.rewards, algorithm) for member in members]
     candidates = [row for rows, keep in zip(rows_G, signal, strict=True) if keep for row in rows]
     rows = [row for row in candidates if 0 <= version - row.version <= max_staleness]
-    return Selection(rows, signal.count(False), len(candidates) - len(rows))
+    return Selection(rows, signal.count(False), len(one_of_each(candidates)) - len(one_of_each(rows)))

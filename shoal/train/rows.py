@@ -5,7 +5,7 @@ checked here again, with the function that validators use: nothing that a worker
 within the vocabulary and finite log-probabilities. Rewards come from the batch, never from the worker.
 It knows no model and no formula: what a rollout is worth, `ledger/algorithm` says.
 
-Axes: T tokens of one rollout, P tokens of a rollout that the policy wrote, G rollouts of a group.
+Axes: T tokens of one row, P tokens of it that the policy wrote and learns from, G rollouts of a group.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,8 @@ class Unlearnable(PeerError):
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """One rollout as the learner sees it. It does not show which algorithm made its advantages and weights."""
+    """One row of a rollout as the learner sees it: usually the whole rollout. It does not show which algorithm made its
+    advantages and weights."""
 
     tokens_T: NDArray[np.int64]
     positions_P: NDArray[np.int64]
@@ -59,8 +60,11 @@ def rows_of_group(
     algorithm: Algorithm,
     vocabulary: int,
     max_tokens: int,
+    max_rollout_tokens: int = 0,
 ) -> list[Row]:
-    """The rows of a batch member, from its bytes, in order of sample index, without rollouts that lack policy tokens.
+    """The rows of a batch member, from its bytes, in order of sample index, without rows that teach nothing.
+
+    All rows of a rollout have its reward and its advantage.
 
     Raises `PeerError` if the bytes are not the group that the batch names. Raises `Unlearnable`, naming slot, rollout and
     fault, if they hold anything that must not reach the model.
@@ -82,36 +86,50 @@ def rows_of_group(
         if rollout.version != member.version:
             fault = f"it says that version {rollout.version} sampled it, which would evade the staleness bound"
             raise Unlearnable(_refusal(place, f"rollout {i}: {fault}"))
-    flaw = flaw_of(group.rollouts, vocabulary=vocabulary, max_tokens=max_tokens)
+    flaw = flaw_of(group.rollouts, vocabulary=vocabulary, max_tokens=max_tokens, max_rollout_tokens=max_rollout_tokens)
     if flaw is not None:
         raise Unlearnable(_refusal(place, str(flaw)))
     advantages_G = advantages(member.rewards, algorithm)
     rows = []
     for i, (rollout, reward, A) in enumerate(zip(group.rollouts, member.rewards, advantages_G, strict=True)):
-        author_T = rollout.author_T()
-        written_P = np.flatnonzero(author_T != ENVIRONMENT)
-        learned_P = author_T[written_P] == POLICY  # guard: masked-turns-teach-nothing
-        positions_P = written_P[learned_P]
-        if len(positions_P):
-            rows.append(
-                Row(
-                    tokens_T=rollout.tokens_T().astype(np.int64),
-                    positions_P=positions_P,
-                    behaviour_logp_P=rollout.logprobs_P()[learned_P].astype(np.float32),
-                    advantage_P=np.full(len(positions_P), A, dtype=np.float32),
-                    weight_P=np.ones(len(positions_P), dtype=np.float32),
-                    reward=reward,
-                    version=rollout.version,
-                    env=group.env,
-                    id=(member.version, member.slot, i),
+        for part in rollout.rows():
+            author_T = part.author_T
+            written_P = np.flatnonzero(author_T != ENVIRONMENT)
+            learned_P = author_T[written_P] == POLICY  # guard: masked-turns-teach-nothing
+            positions_P = written_P[learned_P]
+            if len(positions_P):
+                rows.append(
+                    Row(
+                        tokens_T=part.tokens_T.astype(np.int64),
+                        positions_P=positions_P,
+                        behaviour_logp_P=part.logprobs_P[learned_P].astype(np.float32),
+                        advantage_P=np.full(len(positions_P), A, dtype=np.float32),
+                        weight_P=np.ones(len(positions_P), dtype=np.float32),
+                        reward=reward,
+                        version=rollout.version,
+                        env=group.env,
+                        id=(member.version, member.slot, i),
+                    )
                 )
-            )
     return rows
 
 
+def one_of_each(rows: Sequence[Row]) -> list[Row]:
+    """One row of each rollout, so that a rollout of several rows counts once; all rows that are from no group."""
+    seen: set[tuple[int, int, int]] = set()
+    firsts = []
+    for row in rows:
+        if row.id is None or row.id not in seen:
+            firsts.append(row)
+        if row.id is not None:
+            seen.add(row.id)
+    return firsts
+
+
 def mean_rewards(rows: Sequence[Row], labels: Sequence[str]) -> dict[str, float | None]:
-    """Mean reward of each environment's rows; None for an environment without rows."""
-    rewards = {label: [row.reward for row in rows if row.env == label] for label in labels}
+    """Mean reward of each environment's rollouts; None for an environment without rows."""
+    rollouts = one_of_each(rows)
+    rewards = {label: [row.reward for row in rollouts if row.env == label] for label in labels}
     return {label: float(np.mean(found)) if found else None for label, found in rewards.items()}
 
 

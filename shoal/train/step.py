@@ -27,7 +27,7 @@ from shoal.policy.model import Transformer
 from shoal.train.objective import Objective, TokenTerms, objective_of
 from shoal.train.pack import MicroBatch, collate, pack
 from shoal.train.predict import logprobs_of, predict
-from shoal.train.rows import Row
+from shoal.train.rows import Row, one_of_each
 
 log = logging.getLogger(__name__)
 
@@ -107,16 +107,17 @@ class Learner:
                 break  # the same rows and weights give the same gradient again
         grad_norm = _mean([update["grad_norm"] for update in updates])
         num_all_tokens = sum(len(row.tokens_T) for row in rows)
+        rollouts = one_of_each(rows)
         step_s = self._clock() - started
         return {
             **{name: _mean([update[name] for update in updates]) for name in updates[0]},
             "log_ratio_abs_max_nats": max(update["log_ratio_abs_max_nats"] for update in updates),
             "updates": sum(math.isfinite(update["grad_norm"]) for update in updates),
-            "reward_mean": float(np.mean([row.reward for row in rows])),
-            "staleness_rollouts": _staleness(rows, version),
+            "reward_mean": float(np.mean([row.reward for row in rollouts])),
+            "staleness_rollouts": _staleness(rollouts, version),
             "update_skipped": int(not math.isfinite(grad_norm)),
             "lr": lr,
-            "rollouts": len(rows),
+            "rollouts": len(rollouts),
             "tokens": num_all_tokens,
             "policy_tokens": sum(len(row.positions_P) for row in rows),
             "train_s": step_s,

@@ -14,6 +14,7 @@ from shoal.errors import ShoalError
 from shoal.policy.render import Renderer
 from shoal.protocol.randomness import sample_seed
 from shoal.protocol.types import ENVIRONMENT, POLICY, Block, Sampling, Slot
+from shoal.protocol.wire import digest, to_msgpack
 
 
 class Echo(Env):
@@ -151,6 +152,14 @@ def test_a_block_gives_one_group_for_each_slot_under_the_seeds_of_the_slot(rando
     assert [r.seed for r in engine.calls[0]] == [sample_seed(bytes([i] * 32), k) for i in (0, 1) for k in range(3)]
     opening = renderer.start(envs["arithmetic"].reset(envs["arithmetic"].task(4))[1])
     assert groups[1].rollouts[0].tokens_T()[: len(opening)].tolist() == opening
+
+
+def test_a_block_of_rollouts_with_one_row_has_the_bytes_of_before_there_were_rows(random_engine, renderer) -> None:
+    envs = {"wordle": wordle.environment(num_words=64, heldout=8), "arithmetic": arithmetic.environment()}
+    slots = tuple(Slot(4 + i, bytes([i] * 32).hex(), name, 3 + i) for i, name in enumerate(envs))
+    engine = random_engine(envs["wordle"].words[:12])
+    groups = play_block(engine, renderer, envs, Block(2, slots), 8, Sampling(1.0, 16, 200))
+    assert digest(to_msgpack(groups)) == "05c67cee1e9d6b7abe0626bd64f06c5f609399470db72757baf32d031bf38310"
 
 
 def test_block_with_an_unknown_environment_is_refused(random_engine, renderer, sampling) -> None:

@@ -16,7 +16,7 @@ from shoal.envs.load import load_env
 from shoal.envs.replay import replay_group
 from shoal.envs.score import Earned, Score, Scored, earned
 from shoal.envs.settings import with_settings
-from shoal.errors import ConfigError, ShoalError
+from shoal.errors import ConfigError
 from shoal.policy.render import Renderer
 from shoal.protocol.types import Rollout, Sampling
 
@@ -60,7 +60,8 @@ def talk_of(env: Env, renderer: Renderer, *texts: str, sampling: Sampling = SAMP
     for text in texts:
         if talk.ending is None:
             talk.write([*renderer.encode(text), renderer.eos_id][: talk.room])
-    talk.logprobs = [0.0] * sum(author > 0 for author in talk.author)
+    for row in talk.rows:
+        row.logprobs = [0.0] * sum(author > 0 for author in row.author)
     return talk
 
 
@@ -152,26 +153,6 @@ def test_a_masked_turn_is_checked_and_paid_but_not_learned_from(renderer: Render
         claim = msgspec.structs.replace(rollout, author=author)
         assert replay_group(env, renderer, env.task(0), [claim], SAMPLING)[0].problem
     assert replay_group(Parts(), renderer, env.task(0), [rollout], SAMPLING)[0].problem
-
-
-def test_another_seat_is_refused_until_a_rollout_has_several(renderer: Renderer) -> None:
-    class Seats(Parts):
-        def step(self, state: tuple[str, ...], action: str) -> Step:
-            return super().step(state, action)._replace(seat=1)
-
-    talk = talk_of(Seats(), renderer, "no")
-    assert talk.ending == "error" and "seat 1: a rollout has one policy" in talk.fault
-    assert {one.check: one.detail for one in check_env(Seats(), tasks=2)}["replay"].startswith(
-        "step() gives the next turn to seat"
-    )
-
-
-def test_an_environment_with_several_seats_is_not_loaded(tmp_path: Any) -> None:
-    file = tmp_path / "duel.py"
-    file.write_text("from shoal.envs.wordle import Wordle, WordleArgs\nclass Duel(Wordle):\n    num_seats = 2\n"
-                    "def environment():\n    return Duel(WordleArgs())\n")  # fmt: skip
-    with pytest.raises(ShoalError, match="num_seats is 2; a rollout has one policy"):
-        load_env(str(file), {})
 
 
 @pytest.mark.parametrize(

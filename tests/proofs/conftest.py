@@ -75,7 +75,8 @@ class Desk:
         for index in range(GROUP_SIZE):
             player = env.players()[("right", "wrong")[index % 2]]
             talk = play_scripted(env, self.tools.renderer, env.task(slot.task), player, random.Random(index), SAMPLING)
-            talk.logprobs = [-1.0] * sum(talk.author)
+            for row in talk.rows:
+                row.logprobs = [-1.0] * sum(author > 0 for author in row.author)
             rollouts.append(talk.rollout(self.lease.version))
         return types.Group(slot.slot, slot.task, slot.env, tuple(rollouts))
 

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from shoal.protocol.constants import MAX_LOGPROB, MAX_ROLLOUT_TOKENS
+from shoal.protocol.constants import MAX_LOGPROB, MAX_ROLLOUT_ROWS, MAX_ROLLOUT_TOKENS
 from shoal.protocol.rollouts import flaw_of
 from shoal.protocol.types import make_rollout
 
@@ -47,3 +47,55 @@ def test_the_protocols_own_limit_holds_where_the_run_allows_more():
     long = make_rollout([5] * (MAX_ROLLOUT_TOKENS + 1), [0] * (MAX_ROLLOUT_TOKENS + 1), [], version=3, ending="length")
     flaw = flaw_of((long,), vocabulary=64, max_tokens=2 * MAX_ROLLOUT_TOKENS)
     assert flaw is not None and flaw.bound == MAX_ROLLOUT_TOKENS
+
+
+TWO_ROWS = make_rollout(
+    [5, 6, 7, 8, 9], [0, 1, 0, 1, 2], [-1.0, -1.0, -1.0], version=3, ending="stop", starts=(2,)
+)  # fmt: skip
+
+
+def test_a_row_is_a_sequence_of_its_own():
+    first, second = TWO_ROWS.rows()
+    assert (first.tokens_T.tolist(), first.author_T.tolist(), len(first.logprobs_P), first.start) == (
+        [5, 6],
+        [0, 1],
+        1,
+        0,
+    )
+    assert (second.tokens_T.tolist(), second.author_T.tolist(), len(second.logprobs_P)) == ([7, 8, 9], [0, 1, 2], 2)
+    assert second.start == 2 and HONEST.rows()[0].tokens_T.tolist() == [5, 6, 7, 8]
+    most = tuple(range(2, 2 * MAX_ROLLOUT_ROWS, 2))
+    full = make_rollout([5] * 2 * MAX_ROLLOUT_ROWS, [0, 1] * MAX_ROLLOUT_ROWS, [-1.0] * MAX_ROLLOUT_ROWS, version=3,
+                        ending="stop", starts=most)  # fmt: skip
+    for sound in (TWO_ROWS, full):
+        assert flaw_of((sound,), vocabulary=64, max_tokens=3, max_rollout_tokens=2 * MAX_ROLLOUT_ROWS) is None
+    one_more = msgspec.structs.replace(full, starts=(1, *most))
+    assert "more rows than" in str(flaw_of((one_more,), vocabulary=64, max_tokens=3, max_rollout_tokens=512))
+
+
+@pytest.mark.parametrize(
+    ("starts", "said"),
+    [
+        ((2, 2), "rows do not begin one after another"),
+        ((3, 2), "rows do not begin one after another"),
+        ((0,), "rows do not begin one after another"),
+        ((-1,), "rows do not begin one after another"),
+        ((5,), "rows do not begin one after another"),
+        ((2**63,), "rows do not begin one after another"),
+        ((1,), "token 0: a row in which the policy writes nothing"),
+        ((2, 4), "token 4: a row must open with the environment's text"),
+    ],
+)
+def test_rows_that_begin_elsewhere_are_a_flaw(starts, said):
+    bad = msgspec.structs.replace(TWO_ROWS, starts=starts)
+    assert said in str(flaw_of((HONEST, bad), vocabulary=64, max_tokens=8))
+
+
+def test_each_row_and_all_rows_together_have_a_limit():
+    bad = str(flaw_of((TWO_ROWS,), vocabulary=64, max_tokens=2, max_rollout_tokens=8))
+    assert bad == "rollout 0, token 4: a row of more tokens than max_tokens, 3, limit 2"
+    bad = str(flaw_of((TWO_ROWS,), vocabulary=64, max_tokens=3, max_rollout_tokens=4))
+    assert bad == "rollout 0, token 4: more tokens than max_rollout_tokens, 5, limit 4"
+    assert "5, limit 4" in str(flaw_of((TWO_ROWS,), vocabulary=64, max_tokens=4))
+    silent = make_rollout([5, 6, 7, 8], [0, 1, 0, 0], [-1.0], version=3, ending="stop", starts=(2,))
+    assert "token 2: a row in which the policy writes nothing" in str(flaw_of((silent,), vocabulary=64, max_tokens=8))

@@ -9,9 +9,11 @@ import pytest
 from shoal.algos.toploc import CHUNK_TOKENS, MAX_K
 from shoal.protocol import types as t
 from shoal.protocol.audits import MAX_REASON_CHARS, MAX_REWARD
-from shoal.protocol.constants import MAX_JSON_BYTES, MAX_LEASE_BLOCKS, MAX_SUBMISSION_BYTES
+from shoal.protocol.constants import MAX_JSON_BYTES, MAX_LEASE_BLOCKS, MAX_ROLLOUT_ROWS, MAX_SUBMISSION_BYTES
 from shoal.protocol.sizes import (
+    BYTES_PER_TOKEN,
     REASON_BYTES,
+    ROLLOUT_OVERHEAD_BYTES,
     most_batch_groups,
     most_lease_blocks,
     most_lease_groups,
@@ -50,6 +52,28 @@ def test_a_receipt_that_would_fill_a_workers_disk_is_refused(field):
 def test_a_full_submission_is_just_within_its_bound(shape):
     made = len(submission(*shape))
     assert made <= submission_bytes(*shape) <= 4 * made + 8192
+
+
+def test_a_rollout_of_as_many_short_rows_as_possible_is_within_its_bound():
+    """Its starts take the most bytes, because they are large, and its rows give the least room for them."""
+    tokens, rows = 1 << 20, MAX_ROLLOUT_ROWS
+    starts = tuple(range(tokens - 2 * rows + 2, tokens, 2))
+    author = np.ones(tokens, np.uint8)
+    author[[0, *starts]] = 0
+    rollout = t.make_rollout(
+        np.full(tokens, 2**31 - 1),
+        author,
+        np.full(tokens - rows, -1.5),
+        version=4095,
+        ending="environment",
+        starts=starts,
+    )
+    group = to_msgpack(t.Group(10**9, 10**9, ENV, (rollout,)))
+    facts = t.EngineFacts("shoal-local/torch-2.13.0", "bfloat16", "cuda")
+    made = to_msgpack(t.Submission("r" * 32, "123456", 4095, (group,), (), facts))
+    bare = len(to_msgpack(rollout)) - tokens * BYTES_PER_TOKEN
+    assert len(rollout.rows()) == rows and bare <= ROLLOUT_OVERHEAD_BYTES
+    assert len(made) <= submission_bytes(1, 1, tokens, False)
 
 
 LAWS = [(16, 4, 512), (16, 4, 8192), (16, 256, 512), (2, 1024, 16), (64, 1, 64), (4096, 1, 10)]

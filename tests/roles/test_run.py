@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from shoal.config import TinyPolicy
 from shoal.engine.cheats import CHEATS
 from shoal.engine.local import LocalEngine
 from shoal.errors import PeerError
@@ -17,9 +18,11 @@ from shoal.ledger.facts.batches import BatchFormed, GroupAccepted
 from shoal.ledger.facts.leases import LeaseLapsed
 from shoal.ledger.facts.run import Admin
 from shoal.metrics import read_metrics
+from shoal.policy.tiny import make_tiny
 from shoal.protocol import types as t
 from shoal.protocol.wire import from_msgpack
 from shoal.roles.coordinator.board import Board, batch_of
+from tests.envs import musing, pile
 from tests.roles.town import Town, tiny_run
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
@@ -39,6 +42,31 @@ def test_any_number_of_workers_gives_the_bytes_of_one_file(tmp_path, single_file
     asyncio.run(town.live(town.trainer(), town.validator(), *workers))
     assert town.weights() == single_file_weights
     assert town.audit().findings == []
+
+
+def test_rollouts_with_several_rows_give_the_bytes_of_one_file(tmp_path):
+    """Two seats of one policy, and histories that leave out thoughts; with proofs of activations."""
+    policy = tmp_path / "policy"
+    make_tiny(TinyPolicy(width=32, layers=2, heads=2, kv_heads=1, mlp_width=64, max_positions=96), policy, 5, "float32")
+    envs = [{"name": module.__file__} for module in (pile, musing)]
+    config = tiny_run(
+        envs=envs, steps=2, policy={"path": str(musing.with_template(policy))}, verify={"proofs": "toploc"},
+        sampling={"max_turn_tokens": 6, "max_tokens": 96, "max_rollout_tokens": 240}, storage={"retain": "all"},
+    )  # fmt: skip
+    town = Town(tmp_path / "run", config)
+    workers = [town.worker(f"worker-{i}") for i in range(2)]
+    asyncio.run(town.live(town.trainer(), town.validator(), *workers))
+    assert town.audit().findings == []
+    assert all(town.desk.state.members[worker.key].refused == 0 for worker in workers)
+    rows = Counter()
+    for name in town.desk.state.submissions:
+        for data in from_msgpack(town.desk.blobs.get(name), t.Submission).groups:
+            group = from_msgpack(data, t.Group)
+            rows[group.env] = max(rows[group.env], *(len(rollout.rows()) for rollout in group.rollouts))
+    assert rows == {"pile": 2, "musing": 3}
+    assert "rows" in Board(town.desk).info().needs
+    out = tmp_path / "one"
+    assert town.weights() == one_file.train(config, out, out.parent)
 
 
 TWO_OF_ONE_NAME = [

@@ -140,8 +140,10 @@ def test_a_lease_that_no_host_of_ours_grants_is_refused():
         with pytest.raises(PeerError, match="not 64 hex digits: tell the host"):
             demand_sound(msgspec.structs.replace(LEASE, blocks=(msgspec.structs.replace(block, slots=(slot,)),)))
     sampling = msgspec.structs.replace(LEASE.sampling, max_tokens=MAX_ROLLOUT_TOKENS + 1)
-    with pytest.raises(PeerError, match="more than 1048576 tokens"):
-        demand_sound(msgspec.structs.replace(LEASE, sampling=sampling))
+    together = msgspec.structs.replace(LEASE.sampling, max_rollout_tokens=MAX_ROLLOUT_TOKENS + 1)
+    for too_long in (sampling, together):
+        with pytest.raises(PeerError, match="more than 1048576 tokens"):
+            demand_sound(msgspec.structs.replace(LEASE, sampling=too_long))
     demand_sound(msgspec.structs.replace(LEASE, blocks=(block,) * MAX_LEASE_BLOCKS))
 
 

@@ -8,7 +8,7 @@ from shoal.errors import PeerError
 from shoal.protocol.algorithms import Grpo
 from shoal.protocol.types import BatchGroup, Group, make_rollout
 from shoal.protocol.wire import digest, to_msgpack
-from shoal.train.rows import example_row, rows_of_group
+from shoal.train.rows import Unlearnable, example_row, mean_rewards, one_of_each, rows_of_group
 
 HONEST = {"tokens_T": [5, 6, 7, 8], "author_T": [0, 1, 0, 1], "logprobs_P": [-1.0, -2.0]}
 
@@ -117,3 +117,24 @@ def test_rewards_must_match_the_rollouts_and_be_finite():
 def test_an_example_row_marks_the_tokens_to_imitate():
     row = example_row([1, 2, 3], [0, 1, 1])
     assert row.positions_P.tolist() == [1, 2] and np.array_equal(row.weight_P, [1, 1])
+
+
+def test_each_row_of_a_rollout_is_learned_from_with_the_rollouts_advantage():
+    two = {"tokens_T": [5, 6, 7, 8, 9], "author_T": [0, 1, 0, 2, 1], "logprobs_P": [-1.0, -2.0, -3.0], "starts": (2,)}
+    rows = rows_of(group_bytes(two, HONEST))
+    assert [row.id for row in rows] == [(3, 9, 0), (3, 9, 0), (3, 9, 1)]
+    assert [row.tokens_T.tolist() for row in rows[:2]] == [[5, 6], [7, 8, 9]]
+    assert [row.positions_P.tolist() for row in rows[:2]] == [[1], [2]]
+    assert [row.behaviour_logp_P.tolist() for row in rows[:2]] == [[-1.0], [-3.0]]
+    assert [row.advantage_P.tolist() for row in rows[:2]] == [[0.5], [0.5]]
+    assert one_of_each(rows) == [rows[0], rows[2]]
+    assert mean_rewards([*rows, *rows], ["wordle", "none"]) == {"wordle": 0.5, "none": None}
+
+
+def test_rows_beyond_a_limit_are_not_learned_from():
+    two = {"tokens_T": [5, 6, 7, 8, 9], "author_T": [0, 1, 0, 2, 1], "logprobs_P": [-1.0, -2.0, -3.0], "starts": (2,)}
+    data = group_bytes(two, HONEST)
+    assert len(rows_of(data, max_tokens=4, max_rollout_tokens=5)) == 3
+    for limits in ({"max_tokens": 4}, {"max_tokens": 2, "max_rollout_tokens": 9}):
+        with pytest.raises(Unlearnable, match="rollout 0"):
+            rows_of(data, **limits)

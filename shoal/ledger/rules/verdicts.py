@@ -143,7 +143,7 @@ def _refuse_impossible(state: State, group: GroupVerdict) -> None:
     if len(group.rewards) != rules.group_size or not all(abs(r) <= MAX_REWARD for r in group.rewards):
         raise Refused("malformed", f"slot {group.slot}: an accepted group has {rules.group_size} rewards of size "
                       f"{MAX_REWARD:g} at most")  # fmt: skip
-    most = state.sampling.max_tokens * rules.group_size
+    most = state.sampling.all_tokens * rules.group_size
     if not 0 <= group.tokens <= most:  # guard: group-tokens
         raise Refused("malformed", f"slot {group.slot}: a group has 0 to {most} policy tokens")
     # guard: flips-within-tokens, gap-sum-is-a-number

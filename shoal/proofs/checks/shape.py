@@ -28,8 +28,10 @@ def check(group: Group, ctx: Context) -> Failure | None:
     versions = {rollout.version for rollout in group.rollouts}
     if len(versions) > 1:
         return Failure(-1, -1, len(versions), 1, "rollouts of more than one policy version in a group")
-    limits = {"vocabulary": ctx.tools.renderer.vocabulary, "max_tokens": ctx.sampling.max_tokens}
-    flaw = flaw_of(group.rollouts, **limits)
+    flaw = flaw_of(
+        group.rollouts, vocabulary=ctx.tools.renderer.vocabulary, max_tokens=ctx.sampling.max_tokens,
+        max_rollout_tokens=ctx.sampling.max_rollout_tokens,
+    )  # fmt: skip
     if flaw is not None:  # guard: rollouts-have-no-flaw
         return Failure(*flaw)
     return _turns(group.rollouts, ctx.sampling.max_turn_tokens) if group.rollouts else None
@@ -41,7 +43,7 @@ def _turns(rollouts: tuple[Rollout, ...], limit: int) -> Failure | None:
         if not rollout.num_policy_tokens():  # guard: policy-says-something
             return Failure(index, 0, 0, 1, "a rollout must hold a turn of the policy")
     policy_N = np.frombuffer(b"".join(rollout.author for rollout in rollouts), dtype="u1") != ENVIRONMENT
-    # No run of policy tokens crosses into the next rollout, because every rollout opens with the environment's text.
+    # No run of policy tokens crosses into the next row, because every row opens with the environment's text.
     edges = np.flatnonzero(np.diff(policy_N, append=False))
     start_R, length_R = edges[::2] + 1, edges[1::2] - edges[::2]
     longest = int(length_R.argmax())

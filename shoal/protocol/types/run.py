@@ -11,14 +11,21 @@ from shoal.protocol.algorithms import Algorithm, Grpo
 from shoal.protocol.types.message import Answer, Fact, Message
 
 
-class Sampling(Message, frozen=True):
+class Sampling(Message, frozen=True, omit_defaults=True):
     """How tokens are drawn. Temperature and seed alone decide it, because draws with top-p or top-k cannot be replayed."""
 
     temperature: float
     max_turn_tokens: int
     """Tokens that the policy may write in one turn, the stop token included."""
     max_tokens: int
-    """Tokens of a whole rollout, including the prompt and the environment's text."""
+    """Tokens of a row, including the prompt and the environment's text: usually the whole rollout."""
+    max_rollout_tokens: int = 0
+    """Tokens of all rows of a rollout; 0 is max_tokens. Sent only if it is set."""
+
+    @property
+    def all_tokens(self) -> int:
+        """Most tokens of a rollout, all its rows together."""
+        return self.max_rollout_tokens or self.max_tokens
 
 
 class EnvSpec(Message, frozen=True, omit_defaults=True):
@@ -47,6 +54,8 @@ class EnvSpec(Message, frozen=True, omit_defaults=True):
     max_turn_tokens: int = 0
     """Token limits below those of the run's `Sampling`; 0 is none of its own."""
     max_tokens: int = 0
+    history: Fact = ""
+    """What the policy reads of its earlier turns; empty leaves the environment's own choice."""
 
     @property
     def label(self) -> str:
@@ -64,6 +73,7 @@ class EnvSpec(Message, frozen=True, omit_defaults=True):
             self.weights,
             self.max_turn_tokens,
             self.max_tokens,
+            self.history,
         )
         return any(own)
 

@@ -2,10 +2,11 @@
 
 Bulk arrays travel as little-endian bytes; `Rollout` gives them back as numpy arrays.
 
-Axes: T tokens of one rollout, P tokens of it that the policy wrote (P <= T).
+Axes: T tokens of one rollout or of one of its rows, P tokens of it that the policy wrote (P <= T).
 """
 
-from typing import Annotated, Any, Literal
+from itertools import pairwise
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -98,14 +99,31 @@ class Grant(Message, frozen=True):
     signature: str
 
 
-class Rollout(Message, frozen=True):
-    """One attempt at a task, as bytes: token ids int32, authors uint8, and log-probs float32 of the policy's tokens."""
+class RolloutRow(NamedTuple):
+    """A row of a rollout: a sequence that the policy reads from its first token, as arrays."""
+
+    tokens_T: NDArray[np.int32]
+    author_T: NDArray[np.uint8]
+    logprobs_P: NDArray[np.float32]
+    start: int
+    """Index in the rollout of the row's first token."""
+
+
+class Rollout(Message, frozen=True, omit_defaults=True):
+    """One attempt at a task, as bytes: token ids int32, authors uint8, and log-probs float32 of the policy's tokens.
+
+    Usually it is one row. A further row opens where the policy reads something else than all tokens so far: a history
+    without its earlier thoughts, or the view of another seat. The arrays then hold the rows one after another, in the
+    order in which they opened.
+    """
 
     token_ids: bytes
     author: bytes
     logprobs: bytes
     version: int
     ending: Ending
+    starts: tuple[int, ...] = ()
+    """Indices at which the further rows begin. Sent only if there are any."""
 
     def tokens_T(self) -> NDArray[np.int32]:
         """Token ids, int32[T]. Raises ValueError if the bytes are not a whole number of them."""
@@ -123,8 +141,23 @@ class Rollout(Message, frozen=True):
         """P, the number of tokens that are paid."""
         return self.author.count(POLICY) + self.author.count(UNTRAINED)
 
+    def rows(self) -> list[RolloutRow]:
+        """The rows, if the rollout has no flaw (`protocol/rollouts`). Token indices and noise count within a row."""
+        tokens_T, author_T, logprobs_P = self.tokens_T(), self.author_T(), self.logprobs_P()
+        if not self.starts:
+            return [RolloutRow(tokens_T, author_T, logprobs_P, 0)]
+        before_T = np.cumsum(author_T != ENVIRONMENT)  # policy tokens up to and with each token
+        edges = list(pairwise((0, *self.starts, len(author_T))))
+        counts = [0, *(int(before_T[end - 1]) for _, end in edges)]
+        return [
+            RolloutRow(tokens_T[begin:end], author_T[begin:end], logprobs_P[first:last], begin)
+            for (begin, end), (first, last) in zip(edges, pairwise(counts), strict=True)
+        ]
 
-def make_rollout(tokens_T: Any, author_T: Any, logprobs_P: Any, *, version: int, ending: Ending) -> Rollout:
+
+def make_rollout(
+    tokens_T: Any, author_T: Any, logprobs_P: Any, *, version: int, ending: Ending, starts: tuple[int, ...] = ()
+) -> Rollout:
     """Pack sequences or arrays into a `Rollout`; their shapes are those of its fields."""
     return Rollout(
         token_ids=np.asarray(tokens_T, dtype="<i4").tobytes(),
@@ -132,6 +165,7 @@ def make_rollout(tokens_T: Any, author_T: Any, logprobs_P: Any, *, version: int,
         logprobs=np.asarray(logprobs_P, dtype="<f4").tobytes(),
         version=version,
         ending=ending,
+        starts=starts,
     )
 
 

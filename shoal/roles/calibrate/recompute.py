@@ -17,13 +17,14 @@ from shoal.algos.toploc import Figures, compare
 from shoal.engine.base import Engine, Score
 from shoal.engine.open import EngineSpec, open_engine
 from shoal.errors import StateError
+from shoal.proofs.context import by_group
 from shoal.proofs.rounding import FAR_PERCENTILE, Noise, joined
 from shoal.roles.calibrate.progress import progress
 from shoal.roles.calibrate.recording import THREADS, Recording, machine
 from shoal.terminal import say
 
 SHAPES = ("whole", "alone", "threes", "mixed")
-"""How the rollouts are divided among the engine's calls: all in one, each alone, three at a time, in shuffled order."""
+"""How the rollouts' rows are divided among the engine's calls: all in one, each alone, three at a time, or shuffled."""
 
 MIXED_ROWS = 16
 """Rollouts in one call when they are shuffled."""
@@ -87,15 +88,12 @@ def largest_logits(scores: Sequence[Score]) -> NDArray[np.float32]:
 
 def _figures(recording: Recording, scores: Sequence[Score]) -> Iterator[Figures]:
     """How far each group's proof is from the recomputed hidden states. Raises `StateError` if it is not a proof."""
-    taken = 0
-    for part in recording.played:
-        for group, proof in zip(part.groups, part.proofs, strict=True):
-            of_group = scores[taken : taken + len(group.rollouts)]
-            taken += len(of_group)
-            figures = compare([score.hidden_PD for score in of_group if score.hidden_PD is not None], proof)
-            if isinstance(figures, str):
-                raise StateError(f"a recording is damaged: the proof of slot {group.slot}: {figures}")
-            yield figures
+    proven = [pair for part in recording.played for pair in zip(part.groups, part.proofs, strict=True)]
+    for (group, proof), of_group in zip(proven, by_group([group for group, _ in proven], scores), strict=True):
+        figures = compare([score.hidden_PD for score in of_group if score.hidden_PD is not None], proof)
+        if isinstance(figures, str):
+            raise StateError(f"a recording is damaged: the proof of slot {group.slot}: {figures}")
+        yield figures
 
 
 def _calls(count: int, shape: str) -> list[list[int]]:

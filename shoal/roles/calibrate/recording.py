@@ -53,7 +53,7 @@ class Recording(Message, frozen=True):
     played: tuple[Played, ...]
 
     def requests(self) -> list[ScoreRequest]:
-        """One for each rollout."""
+        """One for each row of each rollout."""
         return [request for part in self.played for request in _requests(part.slots, part.groups)]
 
     def rollouts(self) -> list[Rollout]:
@@ -112,8 +112,11 @@ def read(path: Path, config: RunConfig, policy: Path) -> Recording:
             f"{path} was played by another policy or in another dtype ({recording.dtype}): make it with this run file. "
             "If policy.path is empty, fix the seed in the run file"
         )
-    limits = {"vocabulary": Renderer.from_directory(policy).vocabulary, "max_tokens": recording.sampling.max_tokens}
-    flaw = flaw_of(recording.rollouts(), **limits)
+    sampling = recording.sampling
+    flaw = flaw_of(
+        recording.rollouts(), vocabulary=Renderer.from_directory(policy).vocabulary, max_tokens=sampling.max_tokens,
+        max_rollout_tokens=sampling.max_rollout_tokens,
+    )  # fmt: skip
     if flaw is not None:
         raise StateError(f"{path} is damaged: {flaw}")
     if not all(rollout.num_policy_tokens() for rollout in recording.rollouts()):

@@ -36,7 +36,8 @@ class Board:
             run=state.run, name=state.name, protocol=PROTOCOL_VERSION, run_key=state.run_key,
             trainer_key=state.trainer_key, head=state.head, chain_end=state.chain_end, envs=state.envs,
             sampling=state.sampling, rules=state.rules, phase=state.phase,  # type: ignore[arg-type]
-            version=state.main.version, needs=needs_of(state.rules, state.envs), rules_version=state.law.version,
+            version=state.main.version, rules_version=state.law.version,
+            needs=needs_of(state.rules, state.envs, state.sampling),
         )  # fmt: skip
 
     def nodes(self, after: str = "") -> list[t.NodeState]:

@@ -120,6 +120,8 @@ def public_run_file(folder: RunFolder, config: RunConfig) -> dict[str, Any]:
         for name in ENV_SETTINGS:
             if not env[name]:
                 del env[name]
+    if not config.sampling.max_rollout_tokens:
+        del tree["sampling"]["max_rollout_tokens"]
     if folder.has_public_secret(config):  # guard: no-seed-in-the-log
         del tree["seed"]
     return tree
@@ -132,7 +134,7 @@ def env_specs(config: RunConfig) -> list[t.EnvSpec]:
             e.name, env_digest(e.name), env_of(e).num_tasks, e.weight, e.args,
             own_label="" if e.label == e.name else e.label,
             system=e.system, examples=e.examples, template=e.template, parser=e.parser, weights=e.weights,
-            max_turn_tokens=e.max_turn_tokens, max_tokens=e.max_tokens,
+            max_turn_tokens=e.max_turn_tokens, max_tokens=e.max_tokens, history=e.history,
         )
         for e in config.envs
     ]  # fmt: skip

@@ -57,6 +57,7 @@ class BatchReader:
             return rows_of_group(
                 member, data, algorithm=algorithm, vocabulary=self._vocabulary,
                 max_tokens=self._config.sampling.max_tokens,
+                max_rollout_tokens=self._config.sampling.max_rollout_tokens,
             )  # fmt: skip
         except Unlearnable as fault:
             log.warning("left out of the batch: %s", fault)

@@ -1,0 +1,134 @@
+"""What one seat of a rollout reads before each of its turns, and whether that continues its row or opens another.
+
+Called by `conversation`, with one view for each seat. Usually a row goes on: the reply follows the tokens so far. A new
+row opens if the seat acts for the first time, if the environment begins its view anew, or if the chat template shows its
+history otherwise than the row has it, such as without earlier thoughts. What the policy wrote comes back with its own
+tokens and is never made into tokens again. It knows no limits and no scores.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from shoal.envs.action import Action, reasoning_length
+from shoal.policy.messages import BadMessage, Message, Written, as_messages
+from shoal.policy.render import Renderer
+
+Item = Message | Written
+
+
+@dataclass
+class TalkRow:
+    """A row of a rollout as it grows."""
+
+    tokens: list[int] = field(default_factory=list)
+    author: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    """Log-probs of the policy's tokens; empty if the turns came without them."""
+
+    def append(self, token_ids: Sequence[int], author: int) -> None:
+        self.tokens.extend(token_ids)
+        self.author.extend([author] * len(token_ids))
+
+
+class Turn(NamedTuple):
+    """What the policy wrote in one turn."""
+
+    token_ids: tuple[int, ...]
+    action: Action
+
+
+class Next(NamedTuple):
+    """What a seat reads next."""
+
+    token_ids: Sequence[int]
+    """Of the environment: what follows the row, or the whole opening of a new one."""
+    opens: bool
+    """Whether a new row opens."""
+    thinking: bool
+    """Whether the template has begun the policy's reasoning."""
+    items: list[Item]
+    """The history with it; empty where nobody asks for it."""
+
+
+class View:
+    """The history of one seat."""
+
+    def __init__(self, renderer: Renderer, arguments: Mapping[str, Any], by_template: bool, turns: list[Turn]) -> None:
+        """`by_template`: the template decides what is shown of earlier turns. `turns`: those of all seats, in order."""
+        self.renderer, self.arguments, self.turns = renderer, arguments, turns
+        self.by_template = by_template and not renderer.keeps_thinking(arguments)
+        self.row: TalkRow | None = None
+        """The row that the seat's next turn continues; None before its first."""
+        self.items: list[Item] = []
+        self._cuts: dict[int, int] = {}
+
+    def opening(self, messages: Sequence[Message]) -> Next:
+        """The first row of the seat."""
+        prompt = self.renderer.open(messages, self.arguments)
+        return Next(prompt.token_ids, True, prompt.thinking, list(messages) if self.by_template else [])
+
+    def after(self, reply: object, written: int) -> Next:
+        """What follows turn number `written`, the seat's latest. Raises `BadMessage` and `StateError`."""
+        prompt = self.renderer.go_on(reply, self.arguments)
+        if not self.by_template:
+            return Next(prompt.token_ids, False, prompt.thinking, [])
+        assert self.row is not None, "a seat opens its view before it acts"
+        told = as_messages(reply)
+        items = [*self.items, self._written(written, told), *told]
+        token_ids = self._filled(items)
+        if token_ids[: len(self.row.tokens)] == self.row.tokens:
+            return Next(token_ids[len(self.row.tokens) :], False, prompt.thinking, items)
+        return Next(token_ids, True, prompt.thinking, items)
+
+    def anew(self, reply: object) -> Next:
+        """A row of the whole conversation that the environment gives. Raises `BadMessage` and `StateError`."""
+        items: list[Item] = (
+            list(reply) if isinstance(reply, Sequence) and not isinstance(reply, str) else [*as_messages(reply)]
+        )
+        last = max((i for i, item in enumerate(items) if isinstance(item, Written)), default=-1)
+        if any(isinstance(item, Written) and not 0 <= item.turn < len(self.turns) for item in items):
+            raise BadMessage(f"a history names a turn that was not written: turns are 0 to {len(self.turns) - 1}")
+        tail = [item for item in items[last + 1 :] if not isinstance(item, Written)]
+        if not tail:
+            raise BadMessage("a history ends with a turn of the policy: end it with a message")
+        if last < 0:
+            return self.opening(tail)
+        named = [self._named(item) if isinstance(item, Written) else item for item in items]
+        thinking = self.renderer.go_on(tail, self.arguments).thinking
+        return Next(self._filled(named), True, thinking, named if self.by_template else [])
+
+    def _filled(self, items: Sequence[Item]) -> list[int]:
+        """Token ids of a history, with those that the policy wrote in the places of its turns."""
+        ids: list[int] = []
+        for segment in self.renderer.history(items, self.arguments):
+            if segment.turn < 0:
+                ids.extend(segment.token_ids)
+                continue
+            written, cut = self.turns[segment.turn].token_ids, self._thought(segment.turn)
+            ids.extend(written[:cut] if segment.part == "reasoning" else written[cut:])
+        return ids
+
+    def _thought(self, number: int) -> int:
+        """How many tokens of a turn are its reasoning. A template that leaves it out has no place for them."""
+        if number not in self._cuts:
+            turn = self.turns[number]
+            self._cuts[number] = reasoning_length(turn.token_ids, turn.action, self.renderer.decode)
+        return self._cuts[number]
+
+    def _named(self, item: Written) -> Written:
+        """A turn that an environment put into a history: whether it holds reasoning is ours to say."""
+        return item._replace(reasoning=self._thought(item.turn) > 0)
+
+    def _written(self, number: int, told: Sequence[Message]) -> Written:
+        """The turn that messages answer. Its tool calls have the ids and names by which the results name them."""
+        turn = self.turns[number]
+        results = [message for message in told if message.get("role") == "tool"]
+        calls = [call.name for call in turn.action.tool_calls] or [
+            str(result.get("name", "tool")) for result in results
+        ]
+        ids = [str(result.get("tool_call_id") or "") for result in results]
+        named = [
+            (ids[i] if i < len(ids) and ids[i] else f"t{number:03d}c{i:04d}", name) for i, name in enumerate(calls)
+        ]
+        return Written(number, self._thought(number) > 0, tuple(named))
