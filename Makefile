@@ -5,6 +5,7 @@
 #   make test-slow                          also the tests that take minutes
 #   make check    what CI runs first: format, lint, types, architecture, configuration and docs
 #   make bench    all benchmarks; their results go to docs/reference/figures.md
+#   make foreign  install the packages whose environments the tests play, each into a virtual environment of its own
 #   make clean    remove everything that was built or run here
 #
 # On Linux, PyPI's torch includes CUDA (3 GB). To leave it out, name the package index of PyTorch's CPU builds:
@@ -25,21 +26,21 @@ TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 LONG_TESTS := attacks benchmarks launch roles test_api.py test_cli.py test_survival.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-quick test-slow sandbox check bench clean
+.PHONY: help demo test test-quick test-slow sandbox foreign check bench clean
 
 help:
-	@sed -n '3,12s/^# \{0,1\}//p' Makefile
+	@sed -n '3,13s/^# \{0,1\}//p' Makefile
 
 demo: $(VENV)/.runs
 	$(BIN)/shoal run recipes/wordle.toml
 
-test: $(VENV)/.tests sandbox
+test: $(VENV)/.tests sandbox foreign
 	$(TEST)
 
 test-quick: $(VENV)/.tests sandbox
 	$(TEST) $(addprefix --ignore=tests/,$(LONG_TESTS))
 
-test-slow: $(VENV)/.tests sandbox
+test-slow: $(VENV)/.tests sandbox foreign
 	$(TEST) -m "slow or not slow"
 
 # Tests of the sandbox need bubblewrap. Root on Debian installs it; elsewhere those tests are skipped, and say how to get it.
@@ -49,6 +50,16 @@ sandbox:
 		apt-get install -y -qq bubblewrap >/dev/null || { apt-get update -qq && apt-get install -y -qq bubblewrap >/dev/null; } || { \
 			echo "error: bubblewrap is not installed, so the sandbox cannot be tested: apt install bubblewrap"; exit 2; }; \
 	fi
+
+# Versions of verifiers exclude each other, and none belongs to shoal: tests/envs/adapters/conftest.py uses what is here.
+# Without the packages those tests are skipped.
+foreign: $(VENV)-v0/.installed $(VENV)-v1/.installed
+
+$(VENV)-%/.installed: tests/envs/adapters/%.txt
+	@echo "installing foreign environments for the tests into $(@D) ..."
+	@rm -rf $(@D) && $(PYTHON) -m venv $(@D) && $(@D)/bin/python -m pip install -qq --disable-pip-version-check \
+		--no-deps --no-compile $(PIP_FLAGS) -r $< && touch $@ || { rm -rf $(@D); \
+		echo "warning: not installed, so the tests of the adapters for these packages are skipped"; }
 
 check: $(VENV)/.tests
 	$(BIN)/ruff format --check .
@@ -60,7 +71,7 @@ bench: $(VENV)/.tests
 	@set -e; for bench in $(BENCHES); do echo "== $$bench"; $(BIN)/python benchmarks/figures.py run $$bench; done
 
 clean:
-	rm -rf $(VENV) runs build dist .mypy_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf $(VENV) $(VENV)-v0 $(VENV)-v1 runs build dist .mypy_cache .ruff_cache .hypothesis *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.runs: pyproject.toml constraints.txt | $(VENV)/.made

@@ -1,0 +1,226 @@
+"""What all adapters share: an episode of a foreign package as a suspended program, under shoal's environment protocol.
+
+An adapter writes an episode as a generator: it yields what the policy reads, is sent what the policy wrote, and
+returns the score. Foreign code keeps its state where it likes, but `Played`, the state that shoal sees, never changes:
+it is the task and the turns so far. If the suspended program is already further on, or was ended to score it, the turns
+are played again in a new one. Adapters run in the interpreter of the foreign package, so this room imports only what
+needs no other package.
+"""
+
+import random
+import re
+import sys
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from hashlib import sha256
+from typing import Any, NamedTuple, TypeAlias
+
+from shoal.envs.base import Env, Message, Step, require_index
+from shoal.envs.score import Score
+from shoal.errors import ShoalError
+
+Told: TypeAlias = Sequence[Message]
+"""Messages that the policy has not read yet."""
+
+Episode: TypeAlias = Generator[Told, str | None, Score]
+"""One episode. It is sent None when a token limit ends it: it then gives no more messages, and returns its score."""
+
+_OFFER = re.compile(r"(?:available|legal|valid|possible)\s+(?:actions|moves)\b", re.IGNORECASE)
+_BRACKETED = re.compile(r"\[(\w+)\]")
+
+
+class Problem(NamedTuple):
+    """A task of a foreign package."""
+
+    content: Any
+    number: int
+    heldout: bool
+
+    def __repr__(self) -> str:
+        """The content alone, so that equal tasks look equal to `shoal env check`, whatever their index."""
+        return repr(self.content)
+
+
+class Played(NamedTuple):
+    """A state: the turns so far. Nothing changes but the program in `live`, which is only a shortcut."""
+
+    task: Problem
+    actions: tuple[str, ...]
+    replies: tuple[Told, ...]
+    live: "Live"
+    result: Score | None = None
+    """The score, once the episode has ended by itself."""
+
+
+class Live:
+    """A suspended episode, how many turns it has taken, and the global random state that belongs to it."""
+
+    def __init__(self, episode: Episode, seed: bytes) -> None:
+        self.episode, self.turns = episode, 0
+        self.cut: dict[int, Score] = {}
+        """Scores of the episode cut short, by the number of turns."""
+        self._random = Randomness(seed)
+
+    def begin(self) -> Told:
+        with self._random.swapped():
+            return next(self.episode)
+
+    def send(self, action: str | None) -> Told | Score:
+        """The next messages; or the score, after which the program has ended."""
+        self.turns = -1 if action is None else self.turns + 1
+        with self._random.swapped():
+            try:
+                return self.episode.send(action)
+            except StopIteration as end:
+                score: Score = end.value
+                return score
+
+
+class Foreign(Env):
+    """An environment whose episodes are programs. A subclass writes `content` and `episode`."""
+
+    reproducible = True
+    """False if `content`, replies or scores may differ between two processes: the environment then stays with the host."""
+
+    def content(self, index: int) -> Any:
+        """A task by index; held-out tasks follow the training tasks."""
+        raise NotImplementedError
+
+    def episode(self, task: Problem) -> Episode:
+        raise NotImplementedError
+
+    def task(self, index: int, heldout: bool = False) -> Problem:
+        require_index(index, self.num_heldout if heldout else self.num_tasks)
+        at = index + (self.num_tasks if heldout else 0)
+        with Randomness(self._seed(at, b"task")).swapped():
+            return Problem(self.content(at), index, heldout)
+
+    def reset(self, task: Problem) -> tuple[Played, list[Message]]:
+        live = self._live(task)
+        told = live.begin()
+        return Played(task, (), (told,), live), list(told)
+
+    def step(self, state: Played, action: str) -> Step:
+        if state.result is not None:
+            return Step(state, None, True)
+        live = self._at(state)
+        answer = live.send(action)
+        played = Played(state.task, (*state.actions, action), state.replies, live)
+        if isinstance(answer, Score):
+            return Step(played._replace(result=answer), None, True)
+        return Step(played._replace(replies=(*state.replies, answer)), list(answer), False)
+
+    def score(self, state: Played) -> Score:
+        """The score at the end, or what the package gives for the episode if it is cut short here."""
+        if state.result is not None:
+            return state.result
+        turns = len(state.actions)
+        if turns not in state.live.cut:
+            score = self._at(state).send(None)
+            if not isinstance(score, Score):
+                raise ShoalError(f"environment {self.name} asks for another turn after a token limit ended the episode")
+            state.live.cut[turns] = score
+        return state.live.cut[turns]
+
+    def _live(self, task: Problem) -> Live:
+        at = task.number + (self.num_tasks if task.heldout else 0)
+        return Live(self.episode(task), self._seed(at, b"episode"))
+
+    def _at(self, state: Played) -> Live:
+        """The suspended episode after the turns of `state`: the live one, or a new one that has played them again."""
+        if state.live.turns == len(state.actions):
+            return state.live
+        live = self._live(state.task)
+        told: Told | Score = live.begin()
+        for action, before in zip(state.actions, state.replies, strict=False):
+            if told != before:
+                raise self._changed(before, told)
+            told = live.send(action)
+        if told != state.replies[-1]:
+            raise self._changed(state.replies[-1], told)
+        return live
+
+    def _changed(self, before: object, after: object) -> ShoalError:
+        return ShoalError(
+            f"environment {self.name} is not deterministic: the same turns were answered {before!r:.60}, then "
+            f"{after!r:.60}. It must stay with its host (reproducible = false)"
+        )
+
+    def _seed(self, at: int, purpose: bytes) -> bytes:
+        return sha256(b"\0".join((b"shoal/foreign", self.name.encode(), purpose, str(at).encode()))).digest()
+
+
+class Randomness:
+    """The global random state of one episode. The process's own is put back after each turn."""
+
+    def __init__(self, seed: bytes) -> None:
+        self._seed = seed
+        self._own: Any = None
+        self._numpy: Any = None
+
+    @contextmanager
+    def swapped(self) -> Iterator[None]:
+        """Code in this block draws from the episode's generators: `random`, and numpy's if it is imported."""
+        outer, numpy = random.getstate(), _numpy()
+        outer_numpy = numpy.get_state() if numpy else None
+        if self._own is None:
+            random.seed(self._seed)
+        else:
+            random.setstate(self._own)
+        if numpy:
+            if self._numpy is None:
+                numpy.seed(int.from_bytes(self._seed[:4], "big"))
+            else:
+                numpy.set_state(self._numpy)
+        try:
+            yield
+        finally:
+            after = _numpy()  # the block may have imported it
+            self._own = random.getstate()
+            random.setstate(outer)
+            if after:
+                self._numpy = after.get_state()
+                if numpy:
+                    after.set_state(outer_numpy)
+
+
+def _numpy() -> Any:
+    return getattr(sys.modules.get("numpy"), "random", None)
+
+
+def opponents_move(kind: str | Sequence[str], told: str, turn: int, rng: random.Random) -> str:
+    """What a seat that the policy does not play answers to `told`: a random one of the actions offered in square
+    brackets, or the text of this turn from a list, whose last one repeats."""
+    if kind != "random":
+        return kind[min(turn, len(kind) - 1)]
+    offers = list(_OFFER.finditer(told))
+    moves = _BRACKETED.findall(told[offers[-1].end() :] if offers else told)
+    if not moves:
+        raise ShoalError(
+            f"opponent = random finds no action in square brackets in {told[-80:]!r}: give a list of texts as opponent"
+        )
+    return f"[{rng.choice(moves)}]"
+
+
+def one_opponent(opponent: object) -> str | Sequence[str]:
+    """`opponent` as an argument of an adapter, checked."""
+    if opponent == "random":
+        return "random"
+    if isinstance(opponent, list) and opponent and all(isinstance(text, str) for text in opponent):
+        return opponent
+    raise ShoalError(f'opponent = {opponent!r:.60}: give "random", or a list of texts, one for each of its turns')
+
+
+def bounds_of(given: Sequence[float] | None, weights: Mapping[str, float]) -> tuple[float, float]:
+    """Lowest and highest score: as given, or those of parts between 0 and 1."""
+    if given is not None:
+        low, high = given
+        return float(low), float(high)
+    return min(0.0, sum(w for w in weights.values() if w < 0)), sum(w for w in weights.values() if w > 0) or 1.0
+
+
+def split(total: int, heldout: int) -> tuple[int, int]:
+    """Training and held-out tasks, if the last `heldout` are held out. Raises `ShoalError`."""
+    if not 0 <= heldout < total:
+        raise ShoalError(f"heldout = {heldout}: give at least 0 and less than the {total} tasks that there are")
+    return total - heldout, heldout

@@ -1,0 +1,78 @@
+"""Any task of the package `reasoning_gym`, by its name: one question, one answer, scored by the package.
+
+A run's file calls `environment`, in an interpreter that has the package. Each task is generated from a seed and its
+index. Held-out tasks come from a seed of their own.
+"""
+
+import json
+import random
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shoal.envs.adapters.foreign import Episode, Foreign, Played, Problem
+from shoal.envs.adapters.wording import spoken
+from shoal.envs.base import Player
+from shoal.envs.score import Score
+from shoal.errors import ShoalError
+
+HASH_DEPENDENT = Path(__file__).with_name("reasoning_gym_hash.json")
+"""Tasks whose questions or scores differ between hash seeds, as benchmarks/reasoning_gym_hash.py found them."""
+
+HELDOUT_SEED = 1 << 31
+"""Added to the seed for held-out tasks. A run's own seed is below."""
+
+
+class ReasoningGym(Foreign):
+    """A task of reasoning_gym."""
+
+    def __init__(
+        self, task: str, tasks: int = 1000, heldout: int = 100, seed: int = 0, system: str = "",
+        config: Mapping[str, Any] = {},
+    ) -> None:  # fmt: skip
+        """`task` is its name there, such as "basic_arithmetic"; `config` is what its generator takes."""
+        import reasoning_gym
+
+        if not 0 <= seed < HELDOUT_SEED:
+            raise ShoalError(f"seed = {seed}: give a number from 0 to {HELDOUT_SEED - 1}")
+        self.name, self.num_tasks, self.num_heldout = f"reasoning_gym/{task}", tasks, heldout
+        self.reproducible = task not in hash_dependent() or not sys.flags.hash_randomization
+        try:
+            self._sets = [
+                reasoning_gym.create_dataset(task, **{**config, "seed": seed + shift, "size": max(1, size)})
+                for shift, size in ((0, tasks), (HELDOUT_SEED, heldout))
+            ]
+        except (ValueError, TypeError, AssertionError) as fault:
+            raise ShoalError(f"reasoning_gym makes no task {task}: {' '.join(str(fault).split())[:200]}") from None
+        self._system = system or reasoning_gym.utils.SYSTEM_PROMPTS["default"]
+        self._extract = reasoning_gym.utils.extract_answer
+
+    def content(self, index: int) -> Any:
+        heldout = index >= self.num_tasks
+        return self._sets[heldout][index - self.num_tasks * heldout]["question"]
+
+    def episode(self, task: Problem) -> Episode:
+        dataset = self._sets[task.heldout]
+        entry = dataset[task.number]
+        action = yield [{"role": "system", "content": self._system}, {"role": "user", "content": entry["question"]}]
+        answer = self._extract(spoken(action or ""))
+        score = float(dataset.score_answer(answer=answer, entry=entry))
+        return Score({"answer": score}, {"formatted": float(answer is not None)})
+
+    def players(self) -> Mapping[str, Player]:
+        """One that gives the package's own answer, and one that gives none."""
+
+        def right(state: Played, rng: random.Random) -> str:
+            return f"<answer>{self._sets[state.task.heldout][state.task.number]['answer']}</answer>"
+
+        return {"right": right, "wrong": lambda state, rng: "<answer></answer>"}
+
+
+def hash_dependent() -> Mapping[str, str]:
+    """Names of the tasks that depend on the hash seed, each with what differs."""
+    found: Mapping[str, str] = json.loads(HASH_DEPENDENT.read_text())["tasks"]
+    return found
+
+
+environment = ReasoningGym
