@@ -1,0 +1,66 @@
+"""A coroutine that asks the policy for turns, as a generator that yields each request and is sent the answer.
+
+So unmodified code that awaits a model is stopped at each request, without threads: its event loop runs only until it
+asks, or ends. Called by the adapters of packages that are written with asyncio. All episodes of an environment share its
+loop, because clients and locks that it keeps belong to one loop; between turns nothing runs.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
+from typing import Any, Generic, TypeAlias, TypeVar
+
+from shoal.envs.base import Message
+
+Q = TypeVar("Q")
+A = TypeVar("A")
+R = TypeVar("R")
+
+Ask: TypeAlias = Callable[[Sequence[Message]], Awaitable[str | None]]
+"""Show messages to the policy, and await its turn; None if a token limit ended the episode."""
+
+
+class Line(Generic[Q, A]):
+    """The requests of one coroutine that wait for an answer."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self.waiting: deque[tuple[Q, asyncio.Future[A]]] = deque()
+        self.rang = asyncio.Event()
+
+    async def ask(self, request: Q) -> A:
+        """The answer to a request. The coroutine stops here."""
+        answer: asyncio.Future[A] = self._loop.create_future()
+        self.waiting.append((request, answer))
+        self.rang.set()
+        return await answer
+
+
+def suspended(
+    loop: asyncio.AbstractEventLoop, program: Callable[[Callable[[Q], Awaitable[A]]], Coroutine[Any, Any, R]]
+) -> Generator[Q, A, R]:
+    """Run `program`, which gets a function to ask with. Closing the generator cancels it."""
+    line: Line[Q, A] = Line(loop)
+    task = loop.create_task(program(line.ask))
+    try:
+        while True:
+            if not line.waiting:
+                line.rang.clear()
+                loop.run_until_complete(_until_asked(task, line))
+            if task.done():
+                return task.result()
+            request, answer = line.waiting.popleft()
+            answer.set_result((yield request))
+    finally:
+        if not task.done():
+            task.cancel()
+            if not (loop.is_closed() or loop.is_running()):  # the garbage collector may come while the loop runs
+                loop.run_until_complete(asyncio.wait([task]))
+
+
+async def _until_asked(task: "asyncio.Task[R]", line: Line[Q, A]) -> None:
+    ring = asyncio.ensure_future(line.rang.wait())
+    try:
+        await asyncio.wait([task, ring], return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        ring.cancel()

@@ -1,0 +1,150 @@
+"""An unmodified environment of verifiers v0: any module with `load_environment`, version 0.1.14.
+
+A run's file calls `environment`, in an interpreter that has verifiers (`<0.2`) and the module. Its own rollout loop runs,
+and its rubric scores: SingleTurnEnv, MultiTurnEnv, ToolEnv and classes that people derive from them. At each model
+request the loop stops until the policy has written. It cannot do group rewards, tools that change from row to row,
+images, or an environment that rewrites the conversation.
+"""
+
+import asyncio
+import signal
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from shoal.envs.adapters.foreign import Episode, Foreign, Problem, bounds_of, split
+from shoal.envs.adapters.suspended import Ask, suspended
+from shoal.envs.adapters.wording import History, openai_tool, said
+from shoal.envs.score import Score
+from shoal.errors import ShoalError
+
+
+class VerifiersV0(Foreign):
+    """An environment of verifiers v0."""
+
+    def __init__(
+        self, id: str, args: Mapping[str, Any] = {}, heldout: int = 0, reward_bounds: Sequence[float] | None = None,
+        reproducible: bool = True,
+    ) -> None:  # fmt: skip
+        """`id` is what `load_environment` takes, and `args` are its arguments.
+
+        `heldout` holds the last rows out if the environment has no evaluation rows of its own. `reward_bounds` is needed
+        if a reward function leaves the range 0 to 1. Say `reproducible = false` if a judge, a clock or a server decides.
+        """
+        import verifiers
+
+        self.name, self.reproducible = f"verifiers/{id}", reproducible
+        with kept_signals():
+            self._env = verifiers.load_environment(id, **args)
+        if self._env.requires_group_rollouts:
+            raise ShoalError(f"environment {self.name} compares the answers of a group, which this adapter cannot do")
+        self._rows = self._env.build_dataset()
+        self._eval_rows = self._env.build_eval_dataset()
+        if self._rows is None:
+            raise ShoalError(f"environment {self.name} has no rows to train on, only rows for evaluation")
+        if self._eval_rows is None:
+            self.num_tasks, self.num_heldout = split(len(self._rows), heldout)
+        else:
+            self.num_tasks, self.num_heldout = len(self._rows), len(self._eval_rows)
+        defs = self._env.tool_defs or ()
+        self.tools = [openai_tool(tool.name, tool.description, tool.parameters) for tool in defs]
+        self.weights = _weights(self._env.rubric)
+        self.reward_bounds = bounds_of(reward_bounds, self.weights)
+        self._inline = _reads_thinking(self._env.parser)
+        self._client = _client_class()
+        self._loop = asyncio.new_event_loop()
+
+    def content(self, index: int) -> Any:
+        if index >= self.num_tasks and self._eval_rows is not None:
+            row = self._eval_rows[index - self.num_tasks]
+        else:
+            row = self._rows[index]
+        return {key: value for key, value in row.items() if key != "example_id"}
+
+    def episode(self, task: Problem) -> Episode:
+        return suspended(self._loop, lambda ask: self._play(task, ask))
+
+    async def _play(self, task: Problem, ask: Ask) -> Score:
+        history = History(self.name)
+        row = {**task.content, "example_id": task.number}
+        state = await self._env.rollout(row, self._client(ask, history, self._inline), "policy", {})
+        if state.get("error") is not None:
+            raise state["error"]
+        await self._env.rubric.score_rollout(state)
+        await self._env.rubric.cleanup(state)
+        return self._score(state)
+
+    def _score(self, state: Mapping[str, Any]) -> Score:
+        reward, named = float(state["reward"]), {name: float(value) for name, value in state["metrics"].items()}
+        parts = {name: value for name, value in named.items() if name in self.weights}
+        metrics = {name: value for name, value in named.items() if name not in self.weights}
+        if abs(sum(self.weights[name] * value for name, value in parts.items()) - reward) > 1e-9:
+            parts, metrics = {"reward": reward}, named  # a rubric that weighs in its own way
+        return Score(parts, {**metrics, "truncated": float(state["is_truncated"])})
+
+
+def _weights(rubric: Any) -> dict[str, float]:
+    """Weights of the reward functions by name. Functions of one name are added by verifiers, too."""
+    functions, weights = rubric._get_reward_funcs(), rubric._get_reward_weights()
+    named = [(function.__name__, float(weight)) for function, weight in zip(functions, weights, strict=True)]
+    return {name: weight for name, weight in named if weight}
+
+
+def _reads_thinking(parser: Any) -> bool:
+    """Whether a parser looks for the reasoning in the content, where servers without a reasoning parser leave it."""
+    import verifiers
+
+    if isinstance(parser, verifiers.XMLParser):
+        return any("think" in names for _, names in parser._fields)
+    return isinstance(parser, verifiers.ThinkParser) and not isinstance(parser, verifiers.MaybeThinkParser)
+
+
+def _client_class() -> Any:
+    """The client that a rollout gets: it asks the policy. Made here, because its base is verifiers'."""
+    import verifiers
+    from verifiers.clients import Client
+    from verifiers.types import Response, ResponseMessage, ToolCall
+
+    class Policy(Client):
+        def __init__(self, ask: Ask, history: History, inline: bool) -> None:
+            super().__init__(None)
+            self._ask, self._history, self._inline = ask, history, inline
+
+        async def get_response(self, prompt: Any, model: str, sampling_args: Any, tools: Any = None, **_: Any) -> Any:
+            action = await self._ask(self._history.new(message.model_dump() for message in prompt))
+            if action is None:  # a token limit: verifiers ends the rollout as truncated, and scores it
+                raise verifiers.OverlongPromptError("the conversation is at its token limit")
+            turn = said(action, self._history.calls, self._inline)
+            self._history.wrote(turn)
+            calls = [ToolCall(id=key, name=name, arguments=given) for key, name, given in turn.calls]
+            message = ResponseMessage(
+                content=turn.content,
+                reasoning_content=turn.reasoning or None,
+                tool_calls=calls or None,
+                finish_reason="tool_calls" if calls else "stop",
+                is_truncated=False,
+            )
+            return Response(id="policy", created=0, model=model, message=message)
+
+        async def close(self) -> None: ...
+
+    # Methods for other servers' formats, which `get_response` does not use.
+    Policy.__abstractmethods__ = frozenset()
+    return Policy
+
+
+@contextmanager
+def kept_signals() -> Iterator[None]:
+    """Take back the signal handlers that verifiers installs when an environment is made."""
+    if threading.current_thread() is not threading.main_thread():
+        raise ShoalError("verifiers v0 makes environments in the main thread only: load it there")
+    kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in kept.items():
+            signal.signal(number, handler)
+
+
+environment = VerifiersV0
