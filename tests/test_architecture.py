@@ -39,6 +39,7 @@ BROAD_EXCEPTS = {
     "envs/conversation.py": "the same, and the rollout ends by `error`",
     "envs/replay.py": "the same, when an environment compares the rollouts of a group",
     "envs/load.py": "the same, when a user's file is executed",
+    "envs/adapters/rollout_v1.py": "a tool is foreign code and may raise anything; the policy reads what it raised",
     "ledger/log/book.py": "a bug in the rules must not keep the other waiting commands from their answers",
     "net/server.py": "a fault of ours while answering is logged and becomes a 500, not a broken connection",
     "proofs/context.py": "an environment may raise anything; then nobody can play the slot, and it is void",
