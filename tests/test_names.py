@@ -39,6 +39,7 @@ FOREIGN = {
     "environment.toml": "what describes a package",
     "install.toml": "a file that users write",
     "lock.txt": "a lock of pip",
+    "Env.run": "a method of verifiers",
     "limit_conn": "a setting of nginx",
     "use_transformers_continuous_batching": "a setting of TRL",
     "v000012/": "an example of a kept version's folder",
