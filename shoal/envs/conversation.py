@@ -40,6 +40,8 @@ class Conversation:
         self._arguments = arguments_of(env)
         self.rows: list[TalkRow] = [TalkRow()]
         """In the order in which they opened."""
+        self.row = 0
+        """Index of the row that the next turn continues."""
         self.seat = 0
         """Who acts next."""
         self._turns: list[Turn] = []
@@ -68,18 +70,12 @@ class Conversation:
         if self.ending is not None:
             return 0
         limits = self.sampling
-        used = sum(len(row.tokens) for row in self.rows)
-        return min(limits.max_turn_tokens, limits.max_tokens - len(self.context), limits.all_tokens - used)
-
-    @property
-    def row(self) -> int:
-        """Index of the row that the next turn continues."""
-        return next(i for i, row in enumerate(self.rows) if row is self._row)
+        return min(limits.max_turn_tokens, limits.max_tokens - len(self.context), limits.all_tokens - self._used)
 
     @property
     def context(self) -> list[int]:
         """Tokens that the policy reads before its next turn: those of its row."""
-        return self._row.tokens
+        return self.rows[self.row].tokens
 
     @property
     def tokens(self) -> list[int]:
@@ -102,8 +98,9 @@ class Conversation:
         return tuple(accumulate(len(row.tokens) for row in self.rows[:-1]))
 
     @property
-    def _row(self) -> TalkRow:
-        return self._view(self.seat).row or self.rows[0]
+    def _used(self) -> int:
+        """Tokens of all rows."""
+        return len(self.rows[0].tokens) if len(self.rows) == 1 else sum(len(row.tokens) for row in self.rows)
 
     def write(self, token_ids: Sequence[int], logprobs: Sequence[float] = (), action: str | None = None) -> None:
         """Add one whole turn of the policy. It must end with its first stop token, or fill `room` without one.
@@ -115,7 +112,7 @@ class Conversation:
         assert not stop_ids.intersection(token_ids[:-1]), "a turn continues after its stop token"
         assert len(token_ids) <= self.room, f"a turn of {len(token_ids)} tokens where {self.room} fit"
         assert stopped or len(token_ids) == self.room, "a turn ends early without a stop token"
-        row = self._row
+        row = self.rows[self.row]
         begin = len(row.tokens)
         row.append(token_ids, POLICY)
         row.logprobs.extend(logprobs)
@@ -204,18 +201,18 @@ class Conversation:
         if told.opens and len(self.rows) >= MAX_ROLLOUT_ROWS:
             return False
         so_far = 0 if told.opens or view.row is None else len(view.row.tokens)
-        used = sum(len(row.tokens) for row in self.rows)
         news = len(told.token_ids) + 1
-        return so_far + news <= self.sampling.max_tokens and used + news <= self.sampling.all_tokens
+        return so_far + news <= self.sampling.max_tokens and self._used + news <= self.sampling.all_tokens
 
     def _go_on(self, seat: int, told: Next) -> None:
         """Let a seat read what it is told. It acts next."""
         view = self._view(seat)
         if told.opens or view.row is None:
-            view.row = TalkRow()
+            view.row, view.index = TalkRow(), len(self.rows)
             self.rows.append(view.row)
         view.row.append(told.token_ids, ENVIRONMENT)
-        view.items, self.seat, self._thinking = told.items, seat, told.thinking
+        view.items, self._thinking = told.items, told.thinking
+        self.seat, self.row = seat, view.index
 
     def _tell(self, reply: object, done: bool) -> None:
         """Keep a reply for people. After the last turn only a text is kept."""

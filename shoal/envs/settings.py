@@ -108,8 +108,7 @@ def with_settings(env: Env, settings: Settings) -> Env:
 
 def opening_of(env: Env, messages: Sequence[Message]) -> Sequence[Message]:
     """The opening of a seat that acts for the first time, under the settings of its environment."""
-    dress = getattr(env, "opened", None)
-    return messages if dress is None else dress(messages)
+    return env.opened(messages) if isinstance(env, WithSettings) else messages
 
 
 def limits_of(env: Env, sampling: Sampling) -> Sampling:

@@ -60,6 +60,8 @@ class View:
         self.by_template = by_template and not renderer.keeps_thinking(arguments)
         self.row: TalkRow | None = None
         """The row that the seat's next turn continues; None before its first."""
+        self.index = 0
+        """Where it is among the rows of the rollout."""
         self.items: list[Item] = []
         self._cuts: dict[int, int] = {}
 

@@ -235,7 +235,8 @@ def _fields(rng: Random, specimens: Specimens) -> bytes:
 
 def _lying_rollout(rng: Random, rollout: Rollout) -> Rollout:
     change = msgspec.structs.replace
-    match rng.choice(["tokens", "tokens", "author", "logprobs", "logprobs", "version", "ending", "all", "length"]):
+    lies = ["tokens", "tokens", "author", "logprobs", "logprobs", "version", "ending", "all", "length", "starts"]
+    match rng.choice(lies):
         case "tokens":
             return change(rollout, token_ids=_edited(rng, rollout.token_ids, "<i4", range(-1, 66)))
         case "author":
@@ -247,6 +248,9 @@ def _lying_rollout(rng: Random, rollout: Rollout) -> Rollout:
             return change(rollout, version=rng.choice([-1, 0, 2, 3, 4, 2**63, -(2**63)]))
         case "ending":
             return change(rollout, ending=rng.choice(["environment", "length", "error", "stop"]))
+        case "starts":  # rows that begin where the environment speaks, or anywhere
+            spoken = [*np.flatnonzero(rollout.author_T() == 0).tolist(), -1, 0, len(rollout.author), 2**63]
+            return change(rollout, starts=tuple(sorted(rng.sample(spoken, rng.randint(1, min(3, len(spoken)))))))
         case "length":  # no whole number of values
             name = rng.choice(["token_ids", "author", "logprobs"])
             data = getattr(rollout, name)

@@ -120,6 +120,9 @@ def _rollout_lies(rollout):
         ),
         "version": st.integers(0, 4),
         "ending": st.sampled_from(["environment", "length", "error", "stop"]),
+        "starts": st.lists(
+            st.one_of(st.integers(-2, len(tokens) + 2), st.integers(-(2**63), 2**64 - 1)), min_size=1, max_size=4
+        ).map(lambda starts: tuple(sorted(starts))),
     }
     return st.lists(st.sampled_from(sorted(arrays)), min_size=1, max_size=3, unique=True).flatmap(
         lambda names: st.fixed_dictionaries({name: arrays[name] for name in names})
