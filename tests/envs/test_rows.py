@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from shoal.config import EnvConfig, TinyPolicy
+from shoal.config import EnvConfig, SftConfig, TinyPolicy
 from shoal.engine.local import LocalEngine
 from shoal.envs.base import Env, Step
 from shoal.envs.check import check_env
@@ -27,6 +27,7 @@ from shoal.protocol.constants import MAX_ROLLOUT_ROWS
 from shoal.protocol.randomness import row_seed, sample_seed
 from shoal.protocol.types import Block, Rollout, Sampling, Slot, make_rollout
 from shoal.protocol.wire import digest, to_msgpack
+from shoal.roles.sft import scripted_games
 from tests.envs import musing, pile
 from tests.envs.lies import LIES
 from tests.policy.templates import ADD, renderer_of, spell
@@ -315,3 +316,11 @@ def test_the_engine_remembers_one_row_of_each_episode(random_engine: Any, render
     assert max(held) == 8 and not open_names and {len(talk.rows) for talk in talks} == {2}
     seeds = {request.seed for call in engine.calls for request in call}
     assert seeds == {row_seed(episode.seed, row) for episode in episodes for row in (0, 1)}
+
+
+def test_a_cold_start_imitates_the_rows_that_teach(thinker: Renderer) -> None:
+    def games(file: str | None) -> list[tuple[list[int], list[int]]]:
+        return scripted_games(SftConfig(name="cold", env=EnvConfig(str(file)), episodes=3, max_tokens=300), thinker)
+
+    assert [(len(games(module.__file__))) for module in (pile, musing)] == [3, 9]
+    assert all(set(author) == {0, 1} for _, author in games(pile.__file__))
