@@ -169,8 +169,10 @@ def success_of(env: Env, state: State) -> bool | None:
 
 
 def source_of(env: Env) -> Path | None:
-    """The Python file that defines the environment's class, if it is known."""
+    """The Python file that defines the environment's class, or that it names as `source`, if it is known."""
     env = getattr(env, "env", env)  # under settings
+    if isinstance(named := getattr(env, "source", None), Path):
+        return named
     file = getattr(sys.modules.get(type(env).__module__), "__file__", None)
     return Path(file) if file else None
 

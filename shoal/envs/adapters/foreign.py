@@ -13,6 +13,7 @@ import sys
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from hashlib import sha256
+from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 from shoal.envs.base import Env, Message, Step, require_index
@@ -81,6 +82,8 @@ class Foreign(Env):
 
     reproducible = True
     """False if `content`, replies or scores may differ between two processes: the environment then stays with the host."""
+    source = Path()
+    """The file that a fault is searched in, so that its author reads a line of his own; none if it is not known."""
 
     def content(self, index: int) -> Any:
         """A task by index; held-out tasks follow the training tasks."""

@@ -72,7 +72,9 @@ def main() -> None:
         try:
             answer = getattr(inside, request.pop("ask"))(**request)
         except Exception as fault:  # noqa: BLE001  the test looks at it
-            answer = {"raised": f"{type(fault).__name__}: {fault}"}
+            from shoal.envs.base import describe_fault, source_of
+
+            answer = {"raised": describe_fault(fault, source_of(inside.envs[request["key"]]))}
         print(json.dumps(answer), file=answers, flush=True)
 
 
