@@ -23,6 +23,9 @@ HASH_DEPENDENT = Path(__file__).with_name("reasoning_gym_hash.json")
 HELDOUT_SEED = 1 << 31
 """Added to the seed for held-out tasks. A run's own seed is below."""
 
+UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
+"""What a few tasks raise for an answer that they cannot read. It is wrong then."""
+
 
 class ReasoningGym(Foreign):
     """A task of reasoning_gym."""
@@ -57,11 +60,16 @@ class ReasoningGym(Foreign):
         entry = dataset[task.number]
         action = yield [{"role": "system", "content": self._system}, {"role": "user", "content": entry["question"]}]
         answer = self._extract(spoken(action or ""))
-        score = float(dataset.score_answer(answer=answer, entry=entry))
+        try:
+            score = float(dataset.score_answer(answer=answer, entry=entry))
+        except UNREADABLE:
+            score = 0.0
         return Score({"answer": score}, {"formatted": float(answer is not None)})
 
     def players(self) -> Mapping[str, Player]:
-        """One that gives the package's own answer, and one that gives none."""
+        """One that gives the package's own answer, and one that gives none. Empty for tasks that come without answers."""
+        if self._sets[False][0]["answer"] is None:
+            return {}
 
         def right(state: Played, rng: random.Random) -> str:
             return f"<answer>{self._sets[state.task.heldout][state.task.number]['answer']}</answer>"

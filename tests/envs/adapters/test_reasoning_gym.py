@@ -23,6 +23,16 @@ def test_a_task_is_generated_asked_and_scored(distant: Make, task: str) -> None:
     assert findings["right player"][1] == findings["heldout"][1] == "passed"
 
 
+def test_an_answer_that_a_task_cannot_read_is_wrong(distant: Make) -> None:
+    primes = distant("reasoning_gym", task="prime_factorization", tasks=20, heldout=8)
+    assert primes.play(0, "<answer>two</answer>")["scores"][-1] == [{"answer": 0.0}, {"formatted": 1.0}]
+
+
+def test_a_task_without_answers_has_no_right_player(distant: Make) -> None:
+    findings = distant("reasoning_gym", task="graph_color", tasks=20, heldout=8).ask("check")
+    assert next(finding for finding in findings if finding[0] == "right player")[1] == "skipped"
+
+
 def test_an_unknown_task_is_refused(distant: Make) -> None:
     assert "makes no task basic_arithmetik" in distant("reasoning_gym", task="basic_arithmetik").about["refused"]
 
