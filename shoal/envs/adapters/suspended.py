@@ -2,7 +2,8 @@
 
 So unmodified code that awaits a model is stopped at each request, without threads: its event loop runs only until it
 asks, or ends. Called by the adapters of packages that are written with asyncio. All episodes of an environment share its
-loop, because clients and locks that it keeps belong to one loop; between turns nothing runs.
+loop, because clients and locks that it keeps belong to one loop; between turns nothing runs. The caller itself must not
+be in a coroutine.
 """
 
 import asyncio
@@ -18,6 +19,9 @@ R = TypeVar("R")
 
 Ask: TypeAlias = Callable[[Sequence[Message]], Awaitable[str | None]]
 """Show messages to the policy, and await its turn; None if a token limit ended the episode."""
+
+CLOSE_S = 5.0
+"""How long a coroutine that is no longer wanted may clean up. After that it is left alone."""
 
 
 class Line(Generic[Q, A]):
@@ -55,7 +59,7 @@ def suspended(
         if not task.done():
             task.cancel()
             if not (loop.is_closed() or loop.is_running()):  # the garbage collector may come while the loop runs
-                loop.run_until_complete(asyncio.wait([task]))
+                loop.run_until_complete(asyncio.wait([task], timeout=CLOSE_S))
 
 
 async def _until_asked(task: "asyncio.Task[R]", line: Line[Q, A]) -> None:

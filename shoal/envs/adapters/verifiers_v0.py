@@ -8,9 +8,11 @@ images, or an environment that rewrites the conversation.
 
 import asyncio
 import signal
+import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from shoal.envs.adapters.foreign import Episode, Foreign, Problem, bounds_of, split
@@ -29,7 +31,8 @@ class VerifiersV0(Foreign):
     ) -> None:  # fmt: skip
         """`id` is what `load_environment` takes, and `args` are its arguments.
 
-        `heldout` holds the last rows out if the environment has no evaluation rows of its own. `reward_bounds` is needed
+        Rows for evaluation are held out, but for those that are training rows, too; if the environment has none, the last
+        `heldout` rows are. `reward_bounds` is needed
         if a reward function leaves the range 0 to 1. Say `reproducible = false` if a judge, a clock or a server decides.
         """
         import verifiers
@@ -37,16 +40,20 @@ class VerifiersV0(Foreign):
         self.name, self.reproducible = f"verifiers/{id}", reproducible
         with kept_signals():
             self._env = verifiers.load_environment(id, **args)
+        self.source = Path(sys.modules[id.replace("-", "_").split("/")[-1]].__file__ or "")
         if self._env.requires_group_rollouts:
             raise ShoalError(f"environment {self.name} compares the answers of a group, which this adapter cannot do")
-        self._rows = self._env.build_dataset()
-        self._eval_rows = self._env.build_eval_dataset()
-        if self._rows is None:
+        rows, own = self._env.build_dataset(), self._env.build_eval_dataset()
+        if rows is None:
             raise ShoalError(f"environment {self.name} has no rows to train on, only rows for evaluation")
-        if self._eval_rows is None:
+        if own is None:
+            self._rows = list(map(_plain_row, rows))
             self.num_tasks, self.num_heldout = split(len(self._rows), heldout)
         else:
-            self.num_tasks, self.num_heldout = len(self._rows), len(self._eval_rows)
+            training = list(map(_plain_row, rows))
+            seen = set(map(repr, training))
+            fresh = [row for row in map(_plain_row, own) if repr(row) not in seen]
+            self._rows, self.num_tasks, self.num_heldout = [*training, *fresh], len(training), len(fresh)
         defs = self._env.tool_defs or ()
         self.tools = [openai_tool(tool.name, tool.description, tool.parameters) for tool in defs]
         self.weights = _weights(self._env.rubric)
@@ -56,11 +63,7 @@ class VerifiersV0(Foreign):
         self._loop = asyncio.new_event_loop()
 
     def content(self, index: int) -> Any:
-        if index >= self.num_tasks and self._eval_rows is not None:
-            row = self._eval_rows[index - self.num_tasks]
-        else:
-            row = self._rows[index]
-        return {key: value for key, value in row.items() if key != "example_id"}
+        return self._rows[index]
 
     def episode(self, task: Problem) -> Episode:
         return suspended(self._loop, lambda ask: self._play(task, ask))
@@ -82,6 +85,10 @@ class VerifiersV0(Foreign):
         if abs(sum(self.weights[name] * value for name, value in parts.items()) - reward) > 1e-9:
             parts, metrics = {"reward": reward}, named  # a rubric that weighs in its own way
         return Score(parts, {**metrics, "truncated": float(state["is_truncated"])})
+
+
+def _plain_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in row.items() if key != "example_id"}
 
 
 def _weights(rubric: Any) -> dict[str, float]:

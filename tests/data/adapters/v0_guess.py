@@ -1,5 +1,7 @@
 """An environment of verifiers v0 that answers turn by turn, and ends with a word of its own; or misbehaves, if told to."""
 
+import time
+
 import verifiers as vf
 from datasets import Dataset
 
@@ -16,6 +18,8 @@ class Guess(vf.MultiTurnEnv):
         guess = self.parser.parse(messages[-1].content)
         if self.fault == "error":
             raise vf.InfraError("the server is down")
+        if self.fault == "clock":
+            return [{"role": "user", "content": str(time.time_ns())}]
         if guess == str(state["secret"]):
             state["final_env_response"] = [{"role": "user", "content": "yes"}]
             return []
@@ -40,4 +44,4 @@ def load_environment(fault: str = "") -> vf.Environment:
 
     parser = vf.ThinkParser()
     rubric = vf.Rubric(funcs=[alike if fault == "group" else found], parser=parser)
-    return Guess(fault, dataset=rows(0), eval_dataset=rows(4), parser=parser, rubric=rubric)
+    return Guess(fault, dataset=rows(0), eval_dataset=rows(3), parser=parser, rubric=rubric)

@@ -50,7 +50,7 @@ def test_global_random_numbers_belong_to_the_episode(distant: Make) -> None:
 
 def test_a_game_over_several_turns_ends_with_its_own_word(distant: Make) -> None:
     guess = distant("verifiers_v0", id="v0-guess")
-    assert (guess.about["num_tasks"], guess.about["num_heldout"]) == (4, 4)
+    assert (guess.about["num_tasks"], guess.about["num_heldout"]) == (4, 3), "one evaluation row is a training row"
     played = guess.play(2, "<think>low</think>0", "<think>high</think>9", "<think>so</think>2")
     assert [m[0]["content"] for m in played["told"][:3]] == ["0-9?", "higher", "lower"]
     assert played["done"] and played["scores"][-1][0] == {"found": 1.0}
@@ -70,5 +70,11 @@ def test_what_the_adapter_cannot_do_is_refused_by_name(distant: Make) -> None:
     forgets = distant("verifiers_v0", id="v0-guess", args={"fault": "forgets"}).play(1, "5")
     assert "rewrites the conversation: message 0 was" in forgets["raised"]
     broken = distant("verifiers_v0", id="v0-guess", args={"fault": "error"}).play(1, "5")
-    assert "the server is down" in broken["raised"]
+    assert "v0_guess.py line" in broken["raised"] and "InfraError: the server is down" in broken["raised"]
     assert "heldout = 9" in distant("verifiers_v0", id="v0-shop", heldout=9).about["refused"]
+
+
+def test_replies_that_differ_are_found_when_turns_are_played_again(distant: Make) -> None:
+    clock = distant("verifiers_v0", id="v0-guess", args={"fault": "clock"})
+    assert "is not deterministic: the same turns were answered" in clock.play(1, "5", "6")["raised"]
+    assert next(finding for finding in clock.ask("check") if finding[0] == "replay")[1] == "failed"
