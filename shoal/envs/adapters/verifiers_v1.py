@@ -10,8 +10,10 @@ opponent, seeded from the task, plays the others.
 import asyncio
 import itertools
 import random
+import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 from shoal.envs.adapters.foreign import (
@@ -41,7 +43,7 @@ class VerifiersV1(Foreign):
         `{"taskset": {...}}`.
 
         `tasks` training tasks and then `heldout` others are taken; 0 takes all that are left of a finite taskset. `seat`
-        names the policy's agent; if it is empty, agents that are configured alike take turns from task to task.
+        names the policy's agent; if it is empty, trained agents that are configured alike take turns from task to task.
         `reward_bounds` is needed if a reward leaves the range 0 to 1.
         """
         from verifiers.v1.configs.agent import agent_config_fields
@@ -50,6 +52,7 @@ class VerifiersV1(Foreign):
         self.name, self.reproducible = f"verifiers/{id}", reproducible
         config = {**args, "taskset": {**args.get("taskset", {}), "id": id}}
         self._env = load_environment(resolve_env_config(config))
+        self.source = Path(sys.modules[type(self._env.taskset).__module__].__file__ or "")
         self._seats = agent_config_fields(self._env.config)
         self._fixed_seat, self._opponent = seat, one_opponent(opponent)
         if seat and seat not in self._seats:
@@ -84,10 +87,14 @@ class VerifiersV1(Foreign):
     def episode(self, task: Problem) -> Episode:
         return suspended(self._loop, lambda ask: self._play(task, ask))
 
-    def _seat(self, task: Problem) -> str:
-        first = next(iter(self._seats.values()))
-        alike = [name for name, config in self._seats.items() if config == first]
-        return self._fixed_seat or alike[task.number % len(alike)]
+    def _seat(self, task: Problem, trainable: Sequence[str]) -> str:
+        """The policy's agent. Agents that the environment does not train are never the policy's by themselves."""
+        if self._fixed_seat:
+            return self._fixed_seat
+        if not trainable:
+            raise ShoalError(f"environment {self.name} trains none of its agents: name one with seat")
+        alike = [name for name in trainable if self._seats[name] == self._seats[trainable[0]]]
+        return alike[task.number % len(alike)]
 
     async def _play(self, problem: Problem, ask: Ask) -> Score:
         from verifiers.v1.agent import Agents
@@ -98,18 +105,19 @@ class VerifiersV1(Foreign):
         task = self._tasks[problem.number + (self.num_tasks if problem.heldout else 0)]
         told = TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
         episode = TheirEpisode(env=EnvInfo(id=self._env.config.env_id), task=told)
-        seat = self._seat(problem)
-        speak = self._policy(ask)
+        seats: dict[str, Seat] = {}
 
         def make(name: str, config: Any) -> Seat:
-            voice = speak if name == seat else self._other(name, problem)
-            return Seat(name, config, voice, self._shared, type(task), episode.traces)
+            seats[name] = Seat(name, config, self._other(name, problem), self._shared, type(task), episode.traces)
+            return seats[name]
 
         agents = Agents(self._env.config, make)
         await self._env.setup(agents)
+        own = self._seat(problem, [name for name, seat in seats.items() if seat.trainable])
+        seats[own].voice = self._policy(ask)
         await self._env.run(task, agents)
         await self._env.finalize(task, episode)
-        return self._score(episode.traces, seat)
+        return self._score(episode.traces, own)
 
     def _score(self, traces: Sequence[Any], seat: str) -> Score:
         own = [trace for trace in traces if trace.agent.name == seat]
@@ -155,7 +163,8 @@ class Seat:
         self, name: str, config: Any, voice: "Voice", shared: Sequence[ToolServer], kind: type, finished: list[Any]
     ) -> None:
         self.config, self.trainable = config, True
-        self._name, self._voice, self._shared, self._kind, self._finished = name, voice, shared, kind, finished
+        self.voice = voice
+        self._name, self._shared, self._kind, self._finished = name, shared, kind, finished
 
     async def run(self, task: Any, **options: Any) -> Any:
         """Play a task from its prompt to the end."""
@@ -176,7 +185,7 @@ class Seat:
         if unknown := [name for name, value in options.items() if value and name != "on_trace"]:
             raise ShoalError(f"an agent is run with {', '.join(unknown)}, which this adapter cannot do")
         shared = self._shared if isinstance(task, self._kind) else ()
-        rollout = Rollout(task, self.config, self._name, self.trainable, self._voice, shared)
+        rollout = Rollout(task, self.config, self._name, self.trainable, self.voice, shared)
         if options.get("on_trace"):
             options["on_trace"](rollout.trace)
         try:

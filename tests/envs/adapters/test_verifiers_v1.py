@@ -57,6 +57,12 @@ def test_the_policy_plays_one_agent_and_an_opponent_the_other(distant: Make) -> 
         assert scripted.play(index, "[1]", "[2]")["scores"][-1][0] == {"win": 0.0}
 
 
+def test_an_agent_that_is_not_trained_is_the_opponents(distant: Make) -> None:
+    duel = distant("verifiers_v1", id="v1-duel", tasks=4, args={"trains": "right"}, opponent=["[2]"])
+    assert [len(duel.play(index, "[2]", "[2]")["told"]) for index in range(2)] == [3, 3]
+    assert all(duel.play(index, "[3]", "[3]")["scores"][-1][0] == {"win": 1.0} for index in range(2))
+
+
 def test_a_check_passes_them(distant: Make) -> None:
     for args in ({"id": "v1-library", "heldout": 1}, {"id": "v1-duel", "tasks": 8, "heldout": 2}):
         bounds = {"reward_bounds": [-1, 1]} if args["id"] == "v1-duel" else {}
@@ -68,5 +74,7 @@ def test_what_the_adapter_cannot_do_is_refused_by_name(distant: Make) -> None:
     assert "tasks without end" in distant("verifiers_v1", id="v1-duel").about["refused"]
     assert "no agent centre" in distant("verifiers_v1", id="v1-duel", tasks=3, seat="centre").about["refused"]
     assert "opponent = 'clever'" in distant("verifiers_v1", id="v1-duel", tasks=3, opponent="clever").about["refused"]
+    untrained = distant("verifiers_v1", id="v1-duel", tasks=3, args={"trains": ""}).play(0)
+    assert "trains none of its agents" in untrained["raised"]
     harness = {"left": {"harness": {"id": "codex"}}}
     assert "in the harness codex" in distant("verifiers_v1", id="v1-duel", tasks=3, args=harness).about["refused"]

@@ -16,9 +16,14 @@ class DuelTask(vf.Task[DuelData]):
 class DuelConfig(vf.EnvConfig):
     left: vf.AgentConfig = vf.AgentConfig(harness={"id": "null"})
     right: vf.AgentConfig = vf.AgentConfig(harness={"id": "null"})
+    trains: str = "left right"
 
 
 class Duel(vf.Env[DuelConfig]):
+    async def setup(self, agents):
+        agents.left.trainable = "left" in self.config.trains
+        agents.right.trainable = "right" in self.config.trains
+
     async def run(self, task, agents):
         seat = vf.Task(vf.TaskData(prompt=None, system_prompt=f"Up to {task.data.limit}."))
         async with agents.left.interaction(seat) as left, agents.right.interaction(seat) as right:
