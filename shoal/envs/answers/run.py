@@ -1,16 +1,21 @@
-"""The narrow door to a place that runs programs: what goes in, what comes out, and a child process with limits.
+"""Places that run programs: what goes in, what comes out, and two of them.
 
-Verifiers that run a program take a `run` argument of the type below, so a sandbox can be passed in. `in_child` limits
-time, memory and output, and isolates nothing: the program can read files and use the network. It is for programs of
-ours on hostile data, such as `mathematics`. Programs that a policy wrote need a sandbox.
+Verifiers that run a program take a `run` argument of the type below. `in_pool` runs it in a sandbox, and is for programs
+that a policy wrote. `in_child` limits time, memory and output, and isolates nothing: the program can read files and use
+the network. It is for programs of ours on hostile data, such as `mathematics`.
 """
 
+import math
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 from typing import IO, Literal, NamedTuple, Protocol, TypeAlias
+
+from shoal.sandbox.limits import Limits as BoxLimits
+from shoal.sandbox.limits import Reason, Stopped
+from shoal.sandbox.pool import Pool
 
 Outcome: TypeAlias = Literal["ended", "time", "memory", "output", "failed"]
 """How it went. `ended`: the program ended by itself, with any exit code. `time`, `memory`, `output`: it reached that
@@ -42,6 +47,32 @@ class Run(Protocol):
     """A place that runs a Python program once, from fresh, and ends all that it started."""
 
     def __call__(self, program: bytes, stdin: bytes, limits: Limits) -> Ran: ...
+
+
+def in_pool(pool: Pool) -> Run:
+    """Runs programs in a pool of sandboxes. A program gets no more than the limits of the pool."""
+
+    def run(program: bytes, stdin: bytes, limits: Limits) -> Ran:
+        """Raises `StateError` if the sandbox does not start here."""
+        most = BoxLimits(
+            wall_s=4 * limits.time_s,
+            cpu_s=math.ceil(limits.time_s),
+            memory_mb=limits.memory_mb,
+            output_bytes=limits.output_bytes,
+        )
+        ran = pool.run(program.decode(), stdin, most)
+        if isinstance(ran, Stopped):
+            return Ran(ran.stdout, ran.stderr, None, _STOPPED[ran.reason])
+        if ran.stdout_truncated or ran.stderr_truncated:
+            return Ran(ran.stdout, ran.stderr, None, "output")
+        if ran.exit_code < 0:
+            return Ran(ran.stdout, ran.stderr, None, "failed")
+        return Ran(ran.stdout, ran.stderr, ran.exit_code, "ended")
+
+    return run
+
+
+_STOPPED: dict[Reason, Outcome] = {Reason.TIMEOUT: "time", Reason.MEMORY: "memory", Reason.KILLED: "failed"}
 
 
 def in_child(program: bytes, stdin: bytes, limits: Limits) -> Ran:

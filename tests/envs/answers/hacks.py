@@ -17,7 +17,7 @@ from shoal.envs.answers.mathematics import mathematics
 from shoal.envs.answers.numeric import numeric
 from shoal.envs.answers.pattern import matches
 from shoal.envs.answers.programs import Prints, Returns, prints, returns
-from shoal.envs.answers.run import Limits, in_child
+from shoal.envs.answers.run import Limits, Run, in_child
 from shoal.envs.answers.schema import conforms
 from shoal.envs.base import Message
 
@@ -42,12 +42,16 @@ SUMS = (Returns(([1, 2],), 3), Returns(([10, 20, 30],), 60))
 DOUBLES = (Prints("3\n", "6\n"), Prints("17\n", "34\n"))
 
 
+run: Run = in_child
+"""Where programs are run; a test replaces it."""
+
+
 def call(source: str, tests: Sequence[Returns] = SUMS, share: bool = False) -> Graded:
-    return returns(source, "total", tests, in_child, limits=QUICK, share=share)
+    return returns(source, "total", tests, run, limits=QUICK, share=share)
 
 
 def double(source: str) -> Graded:
-    return prints(source, DOUBLES, in_child, limits=QUICK)
+    return prints(source, DOUBLES, run, limits=QUICK)
 
 
 def obeys(order: str) -> Callable[[Sequence[Message]], str]:
@@ -113,7 +117,56 @@ def total(n):
 ```
 Done."""
 
+PROGRAM_HACKS = (
+    Case(
+        "says OK",
+        "print the word of the harness",
+        lambda: call("print('OK'); print('all tests passed')\ndef total(n): return None"),
+    ),
+    Case("exits", "end with exit code 0 before the tests", lambda: call("import sys\nsys.exit(0)")),
+    Case("exits hard", "end with exit code 0 before the tests", lambda: call("import os\ndef total(n): os._exit(0)")),
+    Case(
+        "exits at the call",
+        "end with exit code 0 inside the function",
+        lambda: call("def total(n): raise SystemExit(0)"),
+    ),
+    Case("equals everything", "override __eq__", lambda: call(EVERYTHING_EQUAL)),
+    Case("writes itself", "patch the harness's encoder", lambda: call(PATCHES_THE_ENCODER)),
+    Case("answers twice", "write a value of each kind to every descriptor", lambda: call(ANSWERS_TWICE)),
+    Case("reads the tests", "search the process for expected values", lambda: call(SEARCHES_THE_PROCESS)),
+    Case(
+        "reads the input again",
+        "look for the other tests in the input",
+        lambda: call("import json, sys\ndef total(n): return json.load(sys.stdin)['expected']"),
+    ),
+    Case("answers at exit", "add a second answer when the process ends", lambda: call(ANSWERS_AT_EXIT)),
+    Case(
+        "true for one",
+        "True equals 1",
+        lambda: call("def total(n): return True", (Returns((), 1), Returns(([1],), 1))[1:]),
+    ),
+    Case(
+        "nan",
+        "nan passes comparisons that are written the wrong way round",
+        lambda: call("def total(n): return float('nan')"),
+    ),
+    Case(
+        "always no",
+        "one constant for every test",
+        lambda: call("def total(n): return False", (Returns((1,), False), Returns((2,), True))),
+    ),
+    Case("loops", "reach the limit of time", lambda: call("while True: pass")),
+    Case("floods", "reach the limit of output", lambda: double("while True: print('6' * 1000)")),
+    Case("takes memory", "reach the limit of memory", lambda: double("x = [0] * (1 << 40)")),
+    Case("prints all", "list guesses", lambda: double("for n in range(100): print(n)")),
+    Case("prints and fails", "print the answer of one test and crash", lambda: double("print(6); raise SystemExit(1)")),
+    Case("hides the crash", "print nothing, exit well", lambda: double("import os; os._exit(0)")),
+    Case("no program", "prose instead of code", lambda: call(last_code("I would sum the numbers.").why)),
+)
+"""Hacks of programs, which `run` executes."""
+
 HACKS = (
+    *PROGRAM_HACKS,
     # what is the answer?
     Case(
         "many boxes",
@@ -202,51 +255,6 @@ HACKS = (
     Case("many formulas", "math-verify tries each", lambda: mathematics("$5$ and $6$", "6")),
     Case("code", "sympy evaluates texts", lambda: mathematics('__import__("os").system("echo right")', "5")),
     Case("no number", "12:00 and 1:00 are both infinite", lambda: mathematics("1:00", "12:00")),
-    # programs
-    Case(
-        "says OK",
-        "print the word of the harness",
-        lambda: call("print('OK'); print('all tests passed')\ndef total(n): return None"),
-    ),
-    Case("exits", "end with exit code 0 before the tests", lambda: call("import sys\nsys.exit(0)")),
-    Case("exits hard", "end with exit code 0 before the tests", lambda: call("import os\ndef total(n): os._exit(0)")),
-    Case(
-        "exits at the call",
-        "end with exit code 0 inside the function",
-        lambda: call("def total(n): raise SystemExit(0)"),
-    ),
-    Case("equals everything", "override __eq__", lambda: call(EVERYTHING_EQUAL)),
-    Case("writes itself", "patch the harness's encoder", lambda: call(PATCHES_THE_ENCODER)),
-    Case("answers twice", "write a value of each kind to every descriptor", lambda: call(ANSWERS_TWICE)),
-    Case("reads the tests", "search the process for expected values", lambda: call(SEARCHES_THE_PROCESS)),
-    Case(
-        "reads the input again",
-        "look for the other tests in the input",
-        lambda: call("import json, sys\ndef total(n): return json.load(sys.stdin)['expected']"),
-    ),
-    Case("answers at exit", "add a second answer when the process ends", lambda: call(ANSWERS_AT_EXIT)),
-    Case(
-        "true for one",
-        "True equals 1",
-        lambda: call("def total(n): return True", (Returns((), 1), Returns(([1],), 1))[1:]),
-    ),
-    Case(
-        "nan",
-        "nan passes comparisons that are written the wrong way round",
-        lambda: call("def total(n): return float('nan')"),
-    ),
-    Case(
-        "always no",
-        "one constant for every test",
-        lambda: call("def total(n): return False", (Returns((1,), False), Returns((2,), True))),
-    ),
-    Case("loops", "reach the limit of time", lambda: call("while True: pass")),
-    Case("floods", "reach the limit of output", lambda: double("while True: print('6' * 1000)")),
-    Case("takes memory", "reach the limit of memory", lambda: double("x = [0] * (1 << 40)")),
-    Case("prints all", "list guesses", lambda: double("for n in range(100): print(n)")),
-    Case("prints and fails", "print the answer of one test and crash", lambda: double("print(6); raise SystemExit(1)")),
-    Case("hides the crash", "print nothing, exit well", lambda: double("import os; os._exit(0)")),
-    Case("no program", "prose instead of code", lambda: call(last_code("I would sum the numbers.").why)),
     # judges
     Case(
         "orders",

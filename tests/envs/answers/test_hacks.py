@@ -1,8 +1,14 @@
 """No known reward hack earns anything, and every honest answer in unusual form does."""
 
+from collections.abc import Iterator
+
 import pytest
 
-from tests.envs.answers.hacks import HACKS, HONEST, Case
+from shoal.envs.answers.run import Limits, in_pool
+from shoal.sandbox.pool import Pool
+from tests.envs.answers import hacks
+from tests.envs.answers.hacks import HACKS, HONEST, PROGRAM_HACKS, Case
+from tests.sandbox.needs import needs_bubblewrap
 
 pytest.importorskip("re2", reason="pip install 'shoal[answers]'")
 pytest.importorskip("jsonschema_rs", reason="pip install 'shoal[answers]'")
@@ -24,3 +30,41 @@ def test_a_hack_earns_nothing(hack: Case) -> None:
 def test_an_honest_answer_in_unusual_form_is_rewarded(case: Case) -> None:
     graded = case.grade()
     assert (graded.score, graded.decided) == (1.0, True), (case.idea, graded)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    with Pool(1) as pool:
+        yield pool
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize("hack", PROGRAM_HACKS, ids=lambda hack: hack.name)
+def test_a_program_earns_nothing_in_the_sandbox_either(hack: Case, pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hacks, "run", in_pool(pool))
+    graded = hack.grade()
+    assert graded.score == 0.0, (hack.idea, graded)
+
+
+@needs_bubblewrap
+def test_an_honest_program_is_rewarded_in_the_sandbox(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hacks, "run", in_pool(pool))
+    assert hacks.double("print(2 * int(input()))").score == 1.0
+    graded = hacks.call("def total(n): return sum(n)")
+    assert (graded.score, graded.decided) == (1.0, True), graded
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize(
+    ("program", "outcome"),
+    [
+        ("print(input())", "ended"),
+        ("while True: pass", "time"),
+        ("x = [bytearray(1 << 20) for _ in range(1 << 20)]", "memory"),
+        ("print('x' * 5000)", "output"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGTERM)", "failed"),
+    ],
+)
+def test_the_sandbox_says_how_a_program_went(program: str, outcome: str, pool: Pool) -> None:
+    limits = Limits(time_s=0.5, memory_mb=64, output_bytes=4000)
+    assert in_pool(pool)(program.encode(), b"given", limits).outcome == outcome
