@@ -32,7 +32,7 @@ class EnvSpec(Message, frozen=True, omit_defaults=True):
     """An environment of the run, pinned."""
 
     name: str
-    """A built-in name, or a path to a Python file on the host."""
+    """A built-in name, a package such as owner/name@1.0.0, or a path to a Python file on the host."""
     digest: str
     """SHA-256 of its source. A node whose source has another digest refuses the run."""
     num_tasks: int
