@@ -85,6 +85,7 @@ def test_log_holds_no_seed_of_the_run_file(town):
     for env in told["envs"]:  # settings that are empty are not logged, as before there were any
         for name in ENV_SETTINGS:
             assert not env.pop(name)
+    assert told["sampling"].pop("max_rollout_tokens") == 0  # the same
     assert bodies[1].config == told
 
 
