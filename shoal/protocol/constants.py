@@ -13,6 +13,10 @@ Changing breaks: all seeds, all signatures, every replay of an older run."""
 EPISODES = "episodes"
 """The kind of lease item whose slots are groups of rollouts. Changing breaks: every older node."""
 
+COMPLETIONS = "completions"
+"""The kind of lease item whose slots are groups of rollouts, too, but whose environment stays with the host: the worker
+extends token ids, and asks the host for the environment's words after each turn. Changing breaks: every older node."""
+
 MAIN_STREAM = "main"
 """The stream of policy versions in a run that trains one policy. Changing breaks: every log."""
 

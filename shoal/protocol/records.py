@@ -1,0 +1,40 @@
+"""Whether a submitted group is the one that the host's stage played.
+
+Called by the coordinator, which refuses a submission that differs, and by validators and auditors, who compare again. Pure.
+It knows no environment: the stage says what it played in a `Record`.
+"""
+
+from typing import NamedTuple
+
+from shoal.protocol.types import Group, GroupRecord, Rollout
+from shoal.protocol.wire import domain_hash
+
+
+class Difference(NamedTuple):
+    """Why a group is not the recorded one."""
+
+    rollout: int
+    """Index of the rollout; -1 for the whole group."""
+    detail: str
+
+
+def rollout_digest(token_ids: bytes, author: bytes, ending: str) -> str:
+    """The name of a rollout in a record: all of it that an environment and its policy decide together."""
+    return domain_hash("record", token_ids, author, ending.encode()).hex()
+
+
+def differs(rollout: Rollout, digest: str) -> bool:
+    """Whether a rollout is another than the one of this name."""
+    return rollout_digest(rollout.token_ids, rollout.author, rollout.ending) != digest
+
+
+def difference(group: Group, record: GroupRecord) -> Difference | None:
+    """The first difference between a group and its record; None if there is none."""
+    if group.slot != record.slot:
+        return Difference(-1, f"a group of slot {group.slot} where the record has slot {record.slot}")
+    if len(group.rollouts) != len(record.rollouts):
+        return Difference(-1, f"{len(group.rollouts)} rollouts where the record has {len(record.rollouts)}")
+    for index, (rollout, recorded) in enumerate(zip(group.rollouts, record.rollouts, strict=True)):
+        if differs(rollout, recorded.digest):
+            return Difference(index, "other tokens, authors or another ending than the host's stage recorded")
+    return None

@@ -1,0 +1,151 @@
+"""How a block advances, turn by turn: what a lease may send, what is played, and what is answered.
+
+Called by `role` for each turn that the coordinator passes on. The rules of retries and of handing over are here: a lease
+takes each turn once, the memo answers what it knows, and only the rest is played. It knows no network and no process: what
+plays is an argument.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from shoal.net.server import RequestRefused
+from shoal.protocol import types as t
+from shoal.protocol.records import rollout_digest
+from shoal.protocol.wire import WireError, digest, to_msgpack
+from shoal.roles.stage.memo import Memo, Reply, Step, Taken, next_path, opening_path
+
+VOID = Reply(b"", 0, "void", 0.0, t.POLICY)
+
+
+class Ask(NamedTuple):
+    """A turn of one rollout that must be played."""
+
+    slot: t.Slot
+    rollout: int
+    """Index in its group."""
+    before: bytes
+    """Path before the turn; empty for an opening."""
+    written: bytes
+    path: bytes
+
+
+class Limits(NamedTuple):
+    """What a turn may hold."""
+
+    vocabulary: int
+    stop_ids: frozenset[int]
+
+
+Play = Callable[[Sequence[Ask]], list[Reply]]
+"""Plays turns of different rollouts; returns their replies in order."""
+
+
+def take_turn(
+    memo: Memo, asked: t.Staged, turn: t.Turn, shared: Callable[[str], bool], size: int, limits: Limits, play: Play
+) -> t.TurnAnswer:
+    """The answer to a turn of a lease. `shared` says of a label whether leases share its replies, and `size` is the size of
+    a group. Raises `WireError` for a turn that no honest worker sends, and `RequestRefused` for one out of order."""
+    block, name = asked.blocks[0], digest(to_msgpack(turn))
+    known = memo.taken(asked.lease, block.index, turn.turn)
+    if known is not None and known.digest != name:  # guard: turn-taken-once
+        raise RequestRefused(
+            409, "conflict", f"turn {turn.turn} of block {block.index} was taken with other tokens, and this lease goes on "
+            "from those: give it back"
+        )  # fmt: skip
+    if turn.turn == 0:
+        if turn.written:
+            raise WireError("turn 0 asks for the openings, so nothing is written in it")
+        owner = {slot.env: "" if shared(slot.env) else asked.lease for slot in block.slots}
+        asks = [
+            Ask(slot, index, b"", b"", opening_path(asked.version, slot.slot, index, owner[slot.env]))
+            for slot in block.slots
+            for index in range(size)
+        ]
+        paths = tuple(ask.path for ask in asks)
+    else:
+        paths, asks = _continued(memo, asked, turn, size, limits)
+    replies = memo.replies(ask.path for ask in asks)
+    if known is None:
+        new = [ask for ask in asks if ask.path not in replies]
+        played = _whole_slots(new, play(new)) if new else []
+        steps = [Step(ask.path, ask.before, ask.written, reply) for ask, reply in zip(new, played, strict=True)]
+        replies |= memo.keep(asked.lease, asked.version, block.index, turn.turn, Taken(name, paths), steps)
+    return _answer([replies[ask.path] for ask in asks])
+
+
+def record_of(memo: Memo, run: str, asked: t.Staged, size: int) -> t.Record:
+    """The record of a lease. Raises `RequestRefused` if one of its rollouts has not ended."""
+    groups = []
+    for block in asked.blocks:
+        last = memo.last(asked.lease, block.index)
+        paths = last.paths if last is not None else ()
+        for place, slot in enumerate(block.slots):
+            rollouts = [memo.rollout(path) for path in paths[place * size : (place + 1) * size]]
+            if not rollouts or any(reply.ending == "" for *_, reply in rollouts):  # guard: record-of-the-ended
+                raise RequestRefused(
+                    400,
+                    "malformed",
+                    f"slot {slot.slot} is not played to its end: take all turns of block {block.index}",
+                )
+            groups.append(t.GroupRecord(slot.slot, _recorded(rollouts)))
+    return t.Record(run, asked.lease, asked.version, tuple(groups))
+
+
+def _recorded(rollouts: Sequence[tuple[bytes, bytes, Reply]]) -> tuple[t.RolloutRecord, ...]:
+    recorded = []
+    for tokens, author, reply in rollouts:
+        if reply.ending != "" and reply.ending != "void":
+            recorded.append(t.RolloutRecord(rollout_digest(tokens, author, reply.ending), reply.ending, reply.reward))
+    return tuple(recorded)
+
+
+def _continued(
+    memo: Memo, asked: t.Staged, turn: t.Turn, size: int, limits: Limits
+) -> tuple[tuple[bytes, ...], list[Ask]]:
+    """The paths after a turn, and what must be answered."""
+    block = asked.blocks[0]
+    before = memo.taken(asked.lease, block.index, turn.turn - 1)
+    if before is None:  # guard: turns-in-order
+        raise RequestRefused(
+            400, "malformed", f"turn {turn.turn} of block {block.index} comes before turn {turn.turn - 1}"
+        )
+    replies, written = memo.replies(before.paths), iter(turn.written)
+    still = sum(not replies[path].ending for path in before.paths)
+    if not still or len(turn.written) != still:  # guard: turn-of-the-open
+        raise WireError(f"turn {turn.turn} has {len(turn.written)} entries, but {still} rollouts are open")
+    paths, asks = [], []
+    for place, path in enumerate(before.paths):
+        if not replies[path].ending:
+            tokens, old = next(written), path
+            _demand_turn(tokens, replies[path].room, limits)
+            path = next_path(old, tokens)
+            asks.append(Ask(block.slots[place // size], place % size, old, tokens, path))
+        paths.append(path)
+    return tuple(paths), asks
+
+
+def _demand_turn(written: bytes, room: int, limits: Limits) -> None:
+    """Raise `WireError` unless this is one whole turn of a policy: up to its first stop token, or as long as it may be."""
+    if len(written) % 4 or not 4 <= len(written) <= 4 * room:  # guard: turn-fits-its-room
+        raise WireError(f"a turn of {len(written)} bytes, where it may have 1 to {room} tokens of 4 bytes")
+    tokens_T = np.frombuffer(written, dtype="<i4")
+    if tokens_T.min() < 0 or tokens_T.max() >= limits.vocabulary:  # guard: turn-in-vocabulary
+        raise WireError(f"a turn has a token outside the vocabulary of {limits.vocabulary}")
+    stops = np.flatnonzero(np.isin(tokens_T, list(limits.stop_ids)))
+    end = int(stops[0]) + 1 if len(stops) else room
+    if len(tokens_T) != end:  # guard: turn-is-whole
+        raise WireError(f"a turn of {len(tokens_T)} tokens where a stop token or its limit ends it after {end}")
+
+
+def _whole_slots(asks: Sequence[Ask], replies: Sequence[Reply]) -> list[Reply]:
+    """A slot with a rollout that cannot begin is void as a whole: a group is complete or empty."""
+    void = {ask.slot.slot for ask, reply in zip(asks, replies, strict=True) if reply.ending == "void"}
+    return [VOID if ask.slot.slot in void else reply for ask, reply in zip(asks, replies, strict=True)]
+
+
+def _answer(replies: Sequence[Reply]) -> t.TurnAnswer:
+    texts = {words: place for place, words in enumerate(dict.fromkeys(reply.words for reply in replies))}
+    said = tuple(t.Said(texts[reply.words], reply.room, reply.ending, reply.author) for reply in replies)
+    return t.TurnAnswer(tuple(texts), said)

@@ -1,0 +1,257 @@
+"""The stage's memo: the same turns get the same answers, whoever asks, after any kill; and what a lease may send."""
+
+import hashlib
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from shoal.errors import StateError
+from shoal.net.server import RequestRefused
+from shoal.protocol import types as t
+from shoal.protocol.constants import COMPLETIONS
+from shoal.protocol.records import difference, rollout_digest
+from shoal.protocol.wire import WireError
+from shoal.roles.stage.memo import Memo, Reply
+from shoal.roles.stage.turns import Ask, Limits, record_of, take_turn
+
+STOP, SIZE = 9, 2
+LIMITS = Limits(vocabulary=16, stop_ids=frozenset({STOP}))
+BLOCK = t.Block(4, (t.Slot(8, "00" * 32, "toy", 3), t.Slot(9, "11" * 32, "toy", 5)), COMPLETIONS)
+
+
+class Killed(Exception):
+    pass
+
+
+class Toy:
+    """Plays rollouts of three turns. Its words follow from the path; it counts how often it is asked."""
+
+    def __init__(self, die_at: int = -1, salt: bytes = b"", void: int = -1) -> None:
+        self.asked: list[Ask] = []
+        self.calls, self.die_at, self.salt, self.void = 0, die_at, salt, void
+
+    def __call__(self, asks):
+        self.calls += 1
+        if self.calls - 1 == self.die_at:
+            raise Killed
+        self.asked += asks
+        return [self.reply(ask, place) for place, ask in enumerate(asks)]
+
+    def reply(self, ask: Ask, place: int) -> Reply:
+        hashed = hashlib.sha256(self.salt + ask.path).digest()
+        if ask.slot.slot == self.void and not ask.before and place % 2:
+            return Reply(b"", 0, "void", 0.0, t.POLICY)
+        if ask.written and hashed[0] < 60:
+            return Reply(b"", 0, "environment", hashed[1] / 255, t.POLICY)
+        return Reply(ids([hashed[2] % 8, 1]), 3, "", 0.0, t.POLICY)
+
+
+def ids(tokens) -> bytes:
+    return np.asarray(tokens, dtype="<i4").tobytes()
+
+
+def staged(lease: str = "1", version: int = 0) -> t.Staged:
+    return t.Staged(lease, version, (BLOCK,))
+
+
+def ask(memo, turn, play, lease="1", shared=True, version=0):
+    return take_turn(memo, staged(lease, version), turn, lambda label: shared, SIZE, LIMITS, play)
+
+
+def write(seed: int, turn: int, place: int) -> bytes:
+    """What a worker writes: up to three tokens, ended by a stop token if there are fewer."""
+    length = hashlib.sha256(f"{seed} {turn} {place}".encode()).digest()[0] % 3
+    return ids([seed % 8, STOP]) if length < 2 else ids([seed % 8, 2, 3])
+
+
+def play_all(memo, play, lease="1", seed=1, shared=True, other_from=99):
+    """Take all turns of a block as a worker does; returns its answers. From turn `other_from` on it writes otherwise."""
+    answers = [ask(memo, t.Turn(BLOCK.index, 0), play, lease, shared)]
+    open_ = [i for i, said in enumerate(answers[0].said) if not said.ending]
+    while open_:
+        turn = len(answers)
+        written = tuple(write(seed + (turn >= other_from), turn, place) for place in open_)
+        answers.append(ask(memo, t.Turn(BLOCK.index, turn, written), play, lease, shared))
+        open_ = [place for place, said in zip(open_, answers[-1].said, strict=True) if not said.ending]
+    return answers
+
+
+@pytest.fixture
+def memo(tmp_path: Path):
+    memo = Memo(tmp_path / "memo.sqlite")
+    yield memo
+    memo.close()
+
+
+def test_a_killed_stage_answers_the_same_and_plays_nothing_twice(tmp_path: Path) -> None:
+    whole, toy = Memo(tmp_path / "whole.sqlite"), Toy()
+    expected = play_all(whole, toy)
+    assert len(expected) > 2
+    for die_at in range(toy.calls):
+        file = tmp_path / f"killed-{die_at}.sqlite"
+        first, again = Toy(die_at), Toy()
+        with pytest.raises(Killed):
+            play_all(Memo(file), first)
+        assert play_all(Memo(file), again) == expected
+        assert not {a.path for a in first.asked} & {a.path for a in again.asked}
+        assert record_of(Memo(file), "run", staged(), SIZE) == record_of(whole, "run", staged(), SIZE)
+
+
+def test_a_turn_sent_again_gets_the_same_answer_and_other_tokens_are_refused(memo: Memo) -> None:
+    toy = Toy()
+    answers = play_all(memo, toy)
+    asked = len(toy.asked)
+    assert play_all(memo, toy) == answers and len(toy.asked) == asked
+    open_ = [place for place, said in enumerate(answers[0].said) if not said.ending]
+    other = t.Turn(BLOCK.index, 1, tuple(ids([7, STOP]) for _ in open_))
+    with pytest.raises(RequestRefused, match="taken with other tokens") as refused:
+        ask(memo, other, toy)
+    assert refused.value.code == "conflict"
+    assert play_all(memo, toy) == answers
+
+
+def test_another_worker_with_the_same_tokens_asks_the_environment_nothing(memo: Memo) -> None:
+    answers, other = play_all(memo, Toy(), lease="1"), Toy(salt=b"would say something else")
+    assert play_all(memo, other, lease="2") == answers
+    assert other.asked == []
+    first, second = (record_of(memo, "run", staged(lease), SIZE) for lease in "12")
+    assert first.groups == second.groups
+
+
+def test_other_tokens_branch_off_and_only_the_branch_is_played(memo: Memo) -> None:
+    play_all(memo, Toy(), lease="1")
+    other = Toy()
+    play_all(memo, other, lease="2", other_from=2)
+    known = {step.path for lease in "1" for path in memo.last(lease, BLOCK.index).paths for step in memo.story(path)}
+    assert other.asked and {asked.before for asked in other.asked} & known
+    assert all(asked.before for asked in other.asked), "the openings are known"
+    first, second = (record_of(memo, "run", staged(lease), SIZE) for lease in "12")
+    assert first.groups != second.groups
+
+
+def test_leases_share_nothing_of_an_environment_that_is_not_reproducible(memo: Memo) -> None:
+    first = play_all(memo, Toy(), lease="1", shared=False)
+    other = Toy(salt=b"another mood")
+    assert play_all(memo, other, lease="2", shared=False) != first
+    assert other.asked
+
+
+def test_a_slot_with_a_rollout_that_cannot_begin_is_void_as_a_whole(memo: Memo) -> None:
+    answers = play_all(memo, Toy(void=9))
+    assert [said.ending for said in answers[0].said[2:]] == ["void"] * SIZE
+    assert [len(group.rollouts) for group in record_of(memo, "run", staged(), SIZE).groups] == [SIZE, 0]
+
+
+def test_a_record_names_the_rollouts_that_a_worker_makes_of_the_answers(memo: Memo) -> None:
+    answers = play_all(memo, Toy())
+    tokens, author = [[bytearray() for _ in range(2 * SIZE)] for _ in range(2)]
+    endings, open_ = [""] * 4, list(range(4))
+    for turn, answer in enumerate(answers):
+        for place, said in zip(open_, answer.said, strict=True):
+            wrote = write(1, turn, place) if turn else b""
+            tokens[place] += wrote + answer.texts[said.text]
+            author[place] += b"\1" * (len(wrote) // 4) + b"\0" * (len(answer.texts[said.text]) // 4)
+            endings[place] = said.ending
+        open_ = [place for place in open_ if not endings[place]]
+    record = record_of(memo, "run", staged(), SIZE)
+    digests = [rollout_digest(bytes(a), bytes(b), c) for a, b, c in zip(tokens, author, endings, strict=True)]
+    assert [one.digest for group in record.groups for one in group.rollouts] == digests
+    rollouts = [
+        t.Rollout(bytes(a), bytes(b), b"", 0, c) for a, b, c in zip(tokens[:2], author[:2], endings[:2], strict=True)
+    ]
+    group = t.Group(8, 3, "toy", tuple(rollouts))
+    assert difference(group, record.groups[0]) is None
+    cut = msgspec.structs.replace(rollouts[1], token_ids=rollouts[1].token_ids[:-4])
+    found = difference(msgspec.structs.replace(group, rollouts=(rollouts[0], cut)), record.groups[0])
+    assert found is not None and found.rollout == 1
+    assert difference(msgspec.structs.replace(group, slot=9), record.groups[0]) is not None
+    assert difference(msgspec.structs.replace(group, rollouts=(rollouts[0],)), record.groups[0]) is not None
+
+
+@pytest.mark.parametrize(
+    ("written", "reason"),
+    [
+        ((), "0 entries, but 4"),
+        ((ids([1, STOP]),) * 3, "3 entries, but 4"),
+        ((ids([1, STOP]),) * 5, "5 entries, but 4"),
+        ((b"",) * 4, "a turn of 0 bytes"),
+        ((ids([1, STOP])[:-1],) * 4, "a turn of 7 bytes"),
+        ((ids([1, 1, 1, STOP]),) * 4, "1 to 3 tokens"),
+        ((ids([1]),) * 4, "ends it after 3"),
+        ((ids([STOP, 1, 1]),) * 4, "ends it after 1"),
+        ((ids([16, STOP]),) * 4, "outside the vocabulary"),
+        ((ids([-1, STOP]),) * 4, "outside the vocabulary"),
+    ],
+)
+def test_a_turn_that_no_policy_writes_is_refused_and_books_nothing(memo: Memo, written, reason) -> None:
+    toy = Toy()
+    ask(memo, t.Turn(BLOCK.index, 0), toy)
+    with pytest.raises(WireError, match=reason):
+        ask(memo, t.Turn(BLOCK.index, 1, written), toy)
+    assert toy.calls == 1 and memo.taken("1", BLOCK.index, 1) is None
+    assert ask(memo, t.Turn(BLOCK.index, 1, (ids([1, STOP]),) * 4), toy)
+
+
+def test_turns_come_in_order_and_nothing_follows_the_end(memo: Memo) -> None:
+    toy = Toy()
+    with pytest.raises(RequestRefused, match="turn 1 of block 4 comes before turn 0"):
+        ask(memo, t.Turn(BLOCK.index, 1, (ids([STOP]),) * 4), toy)
+    with pytest.raises(WireError, match="nothing is written"):
+        ask(memo, t.Turn(BLOCK.index, 0, (ids([STOP]),)), toy)
+    answers = play_all(memo, toy)
+    for written in ((), (ids([STOP]),)):
+        with pytest.raises(WireError, match="but 0 rollouts are open"):
+            ask(memo, t.Turn(BLOCK.index, len(answers), written), toy)
+
+
+def test_there_is_no_record_of_a_block_that_has_not_ended(memo: Memo) -> None:
+    with pytest.raises(RequestRefused, match="not played to its end"):
+        record_of(memo, "run", staged(), SIZE)
+    ask(memo, t.Turn(BLOCK.index, 0), Toy())
+    with pytest.raises(RequestRefused, match="not played to its end"):
+        record_of(memo, "run", staged(), SIZE)
+
+
+def test_the_first_of_two_replies_holds(memo: Memo) -> None:
+    """Two workers may take one block at the same time."""
+    late = Toy(salt=b"late")
+
+    first = []
+
+    def overtaken(asks):
+        if late.calls == 0:
+            first.append(play_all(memo, Toy(), lease="1"))
+        return late(asks)
+
+    assert play_all(memo, overtaken, lease="2") == first[0]
+    assert play_all(memo, Toy(), lease="1") == first[0]
+
+
+def test_old_versions_are_forgotten(memo: Memo) -> None:
+    ask(memo, t.Turn(BLOCK.index, 0), Toy(), lease="1", version=0)
+    ask(memo, t.Turn(BLOCK.index, 0), Toy(), lease="2", version=1)
+    memo.forget(before=1)
+    assert memo.last("1", BLOCK.index) is None
+    assert memo.last("2", BLOCK.index) is not None
+
+
+def test_a_memory_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "memo.sqlite").write_bytes(b"not a database" * 100)
+    with pytest.raises(StateError, match=r"memo.sqlite cannot be used"):
+        Memo(tmp_path / "memo.sqlite")
+
+
+def test_a_full_disk_books_nothing(memo: Memo) -> None:
+    toy = Toy()
+    memo._database.execute(f"PRAGMA max_page_count = {memo._database.execute('PRAGMA page_count').fetchone()[0]}")
+    memo._database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    try:
+        for lease in range(200):
+            ask(memo, t.Turn(BLOCK.index, 0), toy, lease=str(lease), shared=False)
+    except StateError as error:
+        assert "full" in str(error)
+        assert memo.taken(str(lease), BLOCK.index, 0) is None
+    else:
+        pytest.fail("the disk was never full")
