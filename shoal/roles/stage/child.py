@@ -1,0 +1,176 @@
+"""The process in which environments are played. The stage starts some, and kills one that hangs.
+
+Runs the host's own environment files, so nothing else of a role is in this process: no key, no network, no log. It plays
+`Conversation`s by number and tells only what a rollout needs. What an environment prints, and the traceback of what it
+raises, goes to standard error, which is the stage's log.
+
+A frame on a pipe is its length in 4 bytes, big-endian, and then MessagePack.
+"""
+
+import os
+import threading
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, BinaryIO, cast
+
+import msgspec
+import numpy as np
+
+from shoal.envs.base import Env, task_of
+from shoal.envs.conversation import Conversation
+from shoal.envs.load import load_run_envs
+from shoal.errors import ShoalError
+from shoal.policy.render import Renderer
+from shoal.protocol.types import ENVIRONMENT, POLICY, EnvSpec, Sampling
+
+
+class Opening(msgspec.Struct):
+    """The first frame: what to load."""
+
+    envs: tuple[EnvSpec, ...]
+    policy: str
+    """Directory with tokenizer and chat template."""
+    sampling: Sampling
+
+
+class Opened(msgspec.Struct):
+    """The answer to it."""
+
+    lowest: dict[str, float] = {}
+    """Lowest reward of each environment, by label."""
+    refused: str = ""
+
+
+class Request(msgspec.Struct):
+    """One turn of a conversation, or its opening."""
+
+    number: int
+    """Of the conversation."""
+    written: bytes = b""
+    label: str = ""
+    """Of the environment; only for an opening."""
+    task: int = 0
+    forget: tuple[int, ...] = ()
+    """Conversations that are not needed any more."""
+
+
+class Answer(msgspec.Struct):
+    """What the conversation holds after it."""
+
+    words: bytes
+    room: int
+    ending: str
+    reward: float
+    author: int
+    fault: str = ""
+    """One line: what the environment raised."""
+
+
+def serve() -> None:
+    """Answer requests from standard input until it closes."""
+    requests, answers = _pipes()
+    opening = msgspec.msgpack.decode(requests.get(), type=Opening)
+    try:
+        envs = {label: loud(env) for label, env in load_run_envs(opening.envs, own_files=True).items()}
+        playing = Playing(envs, Renderer.from_directory(Path(opening.policy)), opening.sampling)
+    except ShoalError as error:
+        send(answers, msgspec.msgpack.encode(Opened(refused=str(error))))
+        return
+    lowest = {label: float(min(env.reward_bounds)) for label, env in envs.items()}
+    send(answers, msgspec.msgpack.encode(Opened(lowest)))
+    while True:
+        request = msgspec.msgpack.decode(requests.get(), type=Request)
+        send(answers, msgspec.msgpack.encode(playing.obey(request)))
+
+
+class Playing:
+    """The conversations of this process."""
+
+    def __init__(self, envs: Mapping[str, Env], renderer: Renderer, sampling: Sampling) -> None:
+        self._envs, self._renderer, self._sampling = envs, renderer, sampling
+        self._talks: dict[int, Conversation] = {}
+
+    def obey(self, request: Request) -> Answer:
+        for number in request.forget:
+            self._talks.pop(number, None)
+        if request.label:
+            return self._open(request)
+        talk, tokens = self._talks[request.number], np.frombuffer(request.written, dtype="<i4").tolist()
+        before = len(talk.tokens)
+        talk.write(tokens)
+        return self._answer(request.number, talk, before + len(tokens), talk.author[before])
+
+    def _open(self, request: Request) -> Answer:
+        env = self._envs[request.label]
+        try:
+            talk = Conversation(env, self._renderer, task_of(env, request.task), self._sampling)
+        except ShoalError as fault:
+            return Answer(b"", 0, "void", 0.0, POLICY, str(fault))
+        if talk.ending is not None:  # as `play_block` decides
+            return Answer(b"", 0, "void", 0.0, POLICY, talk.fault)
+        self._talks[request.number] = talk
+        return self._answer(request.number, talk, 0, POLICY)
+
+    def _answer(self, number: int, talk: Conversation, begin: int, author: int) -> Answer:
+        if talk.ending is not None:
+            del self._talks[number]
+        assert all(writer == ENVIRONMENT for writer in talk.author[begin:]), "only the environment speaks after a turn"
+        words = np.asarray(talk.tokens[begin:], dtype="<i4").tobytes()
+        return Answer(words, talk.room, talk.ending or "", float(talk.reward), author, talk.fault)
+
+
+def loud(env: Env) -> Env:
+    """The same environment, which also prints the traceback of what it raises."""
+    of_env = {"__module__": type(env).__module__}  # so that `describe_fault` names the author's line
+    return cast(Env, type("Loud", (_Loud,), of_env)(env))
+
+
+class _Loud:
+    def __init__(self, env: Env) -> None:
+        self.env = env
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self.env, name)
+        return _printing(value) if callable(value) else value
+
+
+def _printing(act: Callable[..., Any]) -> Callable[..., Any]:
+    def played(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return act(*args, **kwargs)
+        except Exception:
+            traceback.print_exc()
+            raise
+
+    return played
+
+
+def _pipes() -> tuple["SimpleQueue[bytes]", int]:
+    """Requests as they come, and the descriptor for answers. An environment that reads or prints meets neither.
+
+    A thread reads the requests: it ends this process when the stage is gone, also while an environment computes.
+    """
+    requests, pipe, answers = SimpleQueue[bytes](), os.fdopen(os.dup(0), "rb"), os.dup(1)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
+
+    def read(pipe: BinaryIO) -> None:
+        while size := pipe.read(4):
+            requests.put(pipe.read(int.from_bytes(size, "big")))
+        os._exit(0)
+
+    threading.Thread(target=read, args=(pipe,), name="requests", daemon=True).start()
+    return requests, answers
+
+
+def send(pipe: int, data: bytes) -> None:
+    """Write one frame."""
+    rest = memoryview(len(data).to_bytes(4, "big") + data)
+    while rest:
+        rest = rest[os.write(pipe, rest) :]
+
+
+if __name__ == "__main__":
+    serve()

@@ -1,0 +1,277 @@
+"""Where episodes are played: what an environment does, or what becomes of its process, ends rollouts, never the stage."""
+
+import logging
+import os
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shoal.config import TinyPolicy
+from shoal.envs.conversation import Conversation
+from shoal.envs.load import env_digest, load_env
+from shoal.errors import StateError
+from shoal.policy.render import Renderer
+from shoal.policy.tiny import make_tiny
+from shoal.protocol import types as t
+from shoal.protocol.constants import COMPLETIONS
+from shoal.roles.stage.child import Answer, Opening, Request
+from shoal.roles.stage.memo import Memo
+from shoal.roles.stage.players import ChildPlayer, Gone, Players, Shard
+from shoal.roles.stage.turns import Ask, Limits, record_of, take_turn
+
+ODD = '''
+import random, time, os
+from shoal.envs.base import Env, Step
+
+class Odd(Env):
+    """Does what its task says, at the second turn."""
+    name, num_tasks = "odd", 20
+    def __init__(self, log):
+        self.log = log
+    def task(self, index, heldout=False):
+        return index
+    def reset(self, task):
+        if task == 9:
+            raise ValueError("task 9 cannot begin")
+        if task == 10:
+            time.sleep(8)
+        note(self.log, f"reset {task}")
+        words = str(random.random()) if task == 11 else "say something"
+        print("environments may print")
+        return (task, 0), [{"role": "user", "content": words}]
+    def step(self, state, action):
+        task, turn = state
+        note(self.log, f"step {task} {turn}")
+        if turn == 1:
+            if task == 1:
+                raise RuntimeError("the judge is on strike")
+            if task == 2:
+                until = time.time() + 8
+                while time.time() < until: pass
+            if task == 3:
+                os._exit(3)
+            if task == 4:
+                return Step((task, 2), "x" * 1_000_000, False)
+            if task == 5:
+                return "not a step"
+            if task == 6:
+                return Step((task, 2), b"bytes", False)
+            if task == 8:
+                os.close(1); os.close(2)
+        return Step((task, turn + 1), f"go on {turn}", turn == 2)
+    def score(self, state):
+        return float("nan") if state[0] == 7 else 0.5
+
+def note(log, line):
+    with open(log, "a") as file:
+        file.write(line + "\\n")
+
+def environment(log=""):
+    return Odd(log)
+'''
+
+SAMPLING = t.Sampling(temperature=1.0, max_turn_tokens=4, max_tokens=400)
+LIMIT_S = 3.0
+
+
+class Theatre:
+    """A memo, players with real processes, and the environment's diary."""
+
+    def __init__(self, folder: Path, policy: Path, number: int = 1) -> None:
+        (folder / "odd.py").write_text(ODD)
+        self.diary, path = folder / "diary.txt", str(folder / "odd.py")
+        args = {"log": str(self.diary)}
+        self.spec = t.EnvSpec(path, env_digest(path), 20, 1.0, args, own_label="odd", kind=COMPLETIONS)
+        self.env, self.renderer = load_env(path, args), Renderer.from_directory(policy)
+        self.limits = Limits(self.renderer.vocabulary, self.renderer.stop_ids)
+        self.made: list[ChildPlayer] = []
+        self.memo, self.policy = Memo(folder / "memo.sqlite"), policy
+        self.players = Players(self.make, number, self.memo, lambda label: LIMIT_S)
+
+    def make(self) -> ChildPlayer:
+        self.made.append(ChildPlayer(Opening((self.spec,), str(self.policy), SAMPLING)))
+        return self.made[-1]
+
+    def staged(self, task: int, lease: str = "1") -> t.Staged:
+        return t.Staged(lease, 0, (t.Block(task, (t.Slot(task, "00" * 32, "odd", task),), COMPLETIONS),))
+
+    def turn(self, task: int, turn: int, lease: str = "1") -> t.Said:
+        """Take a turn of a group of one."""
+        written = (self.write(turn),) if turn else ()
+        asked = self.staged(task, lease)
+        answer = take_turn(
+            self.memo, asked, t.Turn(task, turn, written), lambda label: True, 1, self.limits, self.players.play
+        )
+        return answer.said[0]
+
+    def write(self, turn: int) -> bytes:
+        return np.asarray([*self.renderer.encode("ab")[:2], self.renderer.eos_id], dtype="<i4").tobytes()
+
+    def played(self, task: int, lease: str = "1") -> t.RolloutRecord:
+        """Play a task to its end."""
+        turn = 0
+        while not self.turn(task, turn, lease).ending:
+            turn += 1
+        return record_of(self.memo, "run", self.staged(task, lease), 1).groups[0].rollouts[0]
+
+    def process(self) -> int:
+        child = self.made[0]._child
+        assert child is not None
+        return child._process.pid
+
+    def steps(self) -> list[str]:
+        return self.diary.read_text().splitlines()
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("tiny") / "policy"
+    make_tiny(TinyPolicy(width=16, layers=1, heads=1, kv_heads=1, mlp_width=16), directory, 0, "float32")
+    return directory
+
+
+@pytest.fixture
+def theatre(tmp_path, policy):
+    theatre = Theatre(tmp_path, policy)
+    yield theatre
+    theatre.players.close()
+    theatre.memo.close()
+
+
+def test_an_episode_in_a_process_is_the_conversation_that_a_worker_would_have_played(theatre) -> None:
+    played = theatre.played(0)
+    talk = Conversation(theatre.env, theatre.renderer, 0, SAMPLING)
+    while talk.ending is None:
+        talk.write(np.frombuffer(theatre.write(1), dtype="<i4").tolist())
+    rollout = t.make_rollout(talk.tokens, talk.author, [], version=0, ending=talk.ending)
+    tokens, author, _ = theatre.memo.rollout(theatre.memo.last("1", 0).paths[0])
+    assert (tokens, author) == (rollout.token_ids, rollout.author)
+    assert (played.ending, played.reward) == ("environment", 0.5)
+
+
+@pytest.mark.parametrize("task", [1, 5, 6, 7], ids=["raises", "no-step", "no-text", "nan"])
+def test_an_environment_that_fails_ends_its_rollout_by_error_with_the_lowest_reward(
+    theatre, task, caplog, capfd
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        played = theatre.played(task)
+    assert (played.ending, played.reward) == ("error", 0.0)
+    faults = [record.getMessage() for record in caplog.records]
+    assert len(faults) == 1 and "\n" not in faults[0] and "task=" in faults[0]
+    if task == 1:  # the author sees where
+        assert "odd.py line" in faults[0] and "the judge is on strike" in faults[0]
+        assert "Traceback (most recent call last)" in capfd.readouterr().err
+    assert theatre.played(0).ending == "environment"
+
+
+def test_a_megabyte_of_text_ends_a_rollout_by_length(theatre) -> None:
+    played = theatre.played(4)
+    assert (played.ending, played.reward) == ("length", 0.5)
+
+
+def test_an_environment_that_hangs_is_killed_and_the_others_go_on_where_they_were(theatre, caplog) -> None:
+    theatre.turn(0, 0)
+    theatre.turn(0, 1)
+    process = theatre.process()
+    began = time.monotonic()
+    played = theatre.played(2)
+    assert (played.ending, played.reward) == ("error", 0.0)
+    assert LIMIT_S <= time.monotonic() - began < 10 * LIMIT_S
+    assert "took longer than 3 s" in caplog.text
+    assert theatre.turn(0, 2).ending == ""
+    assert theatre.played(0).ending == "environment"
+    assert theatre.process() != process
+
+
+def test_an_environment_that_ends_its_process_ends_its_rollout_after_some_tries(theatre, caplog) -> None:
+    played = theatre.played(3)
+    assert (played.ending, played.reward) == ("error", 0.0)
+    assert caplog.text.count("its process ended") >= 3
+    assert theatre.played(0).ending == "environment"
+
+
+def test_an_environment_that_closes_the_standard_streams_changes_nothing(theatre) -> None:
+    assert theatre.played(8).ending == "environment"
+
+
+@pytest.mark.parametrize("task", [9, 10], ids=["raises", "hangs"])
+def test_a_task_that_cannot_begin_is_void(theatre, task) -> None:
+    assert theatre.turn(task, 0).ending == "void"
+    assert record_of(theatre.memo, "run", theatre.staged(task), 1).groups[0].rollouts == ()
+
+
+def test_a_process_that_was_killed_changes_no_reply(theatre) -> None:
+    expected = [theatre.turn(0, 0), theatre.turn(0, 1)]
+    os.kill(theatre.process(), signal.SIGKILL)
+    later = [theatre.turn(0, 2), theatre.turn(0, 3)]
+    assert theatre.steps() == ["reset 0", "step 0 0", "reset 0", "step 0 0", "step 0 1", "step 0 2"]
+    assert [said.ending for said in later] == ["", "environment"]
+    steps = len(theatre.steps())
+    assert [theatre.turn(0, turn, lease="2") for turn in range(4)] == expected + later
+    assert len(theatre.steps()) == steps, "another lease with the same turns asks the environment nothing"
+
+
+def test_an_episode_that_cannot_be_played_again_ends_by_error(theatre, caplog) -> None:
+    """The environment opens at random, so that its words cannot be those that the worker has."""
+    theatre.turn(11, 0)
+    os.kill(theatre.process(), signal.SIGKILL)
+    assert theatre.turn(11, 1).ending == "error"
+    assert "set reproducible = false" in caplog.text
+
+
+def test_episodes_that_were_idle_are_played_again(theatre, monkeypatch) -> None:
+    monkeypatch.setattr("shoal.roles.stage.players.HELD", 1)
+    theatre.turn(0, 0)
+    theatre.turn(12, 0)
+    assert theatre.played(0).ending == theatre.played(12).ending == "environment"
+    assert theatre.steps().count("reset 0") == 2
+
+
+def test_several_processes_share_the_rollouts_of_a_group(tmp_path, policy) -> None:
+    theatre = Theatre(tmp_path, policy, number=2)
+    slot = t.Slot(0, "00" * 32, "odd", 0)
+    asked = t.Staged("1", 0, (t.Block(0, (slot,), COMPLETIONS),))
+    opening = t.Turn(0, 0)
+    answer = take_turn(theatre.memo, asked, opening, lambda label: True, 4, theatre.limits, theatre.players.play)
+    assert len(answer.said) == 4 and len(answer.texts) == 1
+    assert all(player._child is not None for player in theatre.made)
+    theatre.players.close()
+
+
+def test_an_environment_that_was_changed_since_the_log_began_is_refused_by_name(theatre) -> None:
+    Path(theatre.spec.name).write_text(ODD + "# changed")
+    with pytest.raises(StateError, match="differs from the host's"):
+        theatre.turn(0, 0)
+
+
+class Liar:
+    """A player whose process ends between two conversations without a word."""
+
+    generation = 0
+
+    def lowest(self, label: str) -> float:
+        return -1.0
+
+    def ask(self, request: Request, limit_s: float) -> Answer:
+        raise Gone("its process is always gone")
+
+
+def test_the_lowest_reward_is_the_environments_own(tmp_path, theatre) -> None:
+    theatre.turn(0, 0)
+    shard = Shard(Liar(), theatre.memo, lambda label: 1.0)
+    ask = take_ask(theatre)
+    assert shard.reply(ask)[2:4] == ("error", -1.0)
+
+
+def take_ask(theatre):
+    before = theatre.memo.last("1", 0).paths[0]
+    return Ask(t.Slot(0, "00" * 32, "odd", 0), 0, before, theatre.write(1), b"\0" * 32)
+
+
+def test_an_answer_beyond_all_sizes_ends_the_process(theatre, monkeypatch) -> None:
+    monkeypatch.setattr("shoal.roles.stage.players.MAX_FRAME_BYTES", 8)
+    with pytest.raises(Gone, match="limit 8"):
+        theatre.made[0].ask(Request(0, label="odd"), 1.0)
