@@ -45,6 +45,8 @@ class RunFolder:
         self.evaluations = root / "eval"
         self.summary = root / "summary.json"
         self.address = root / "coordinator.json"
+        self.stage_address = root / "stage.json"
+        self.stage_memo = root / "stage.sqlite"
 
     def config(self) -> RunConfig:
         """The resolved run file. Raises `StateError` if the folder has no run."""
@@ -88,7 +90,7 @@ class RunFolder:
         the keys, if the run file changed in a way that is not allowed during a run.
         """
         for_others = for_others or config.host.is_reached_by_others  # guard: reachable-is-for-others
-        tree = to_tree(_with_absolute_paths(config, recipe_dir))
+        tree = to_tree(_with_kinds(_with_absolute_paths(config, recipe_dir), for_others))
         resumed = self.run_file.exists()
         if resumed:
             changed = unsafe_changes(to_tree(self.config()), tree)  # keys added since then get their defaults
@@ -219,6 +221,15 @@ def sync_folder(folder: Path) -> None:
 def _secret_of(seed: int) -> bytes:
     """The secret of a run that only this machine takes part in."""
     return domain_hash("fixed seed", seed.to_bytes(8, "big"))
+
+
+def _with_kinds(config: RunConfig, for_others: bool) -> RunConfig:
+    """Say who plays each environment. Those who join have no file of the host's, so the host plays it."""
+    envs = []
+    for env in config.envs:
+        hosted = not env.kind and (not env.reproducible or (for_others and env.name.endswith(".py")))
+        envs.append(msgspec.structs.replace(env, kind="completions") if hosted else env)
+    return msgspec.structs.replace(config, envs=tuple(envs))
 
 
 def _with_absolute_paths(config: RunConfig, recipe_dir: Path) -> RunConfig:

@@ -64,6 +64,7 @@ def check_run(config: RunConfig) -> None:
         *((env.weight > 0, f"envs.weight = {env.weight}: must be above 0") for env in config.envs),
         *_limits_fit(config.envs, config.sampling),
         *_labels_fit(config.envs),
+        *_plays_fit(config.envs),
         (
             rollouts.group_size >= 2,
             f"rollouts.group_size = {rollouts.group_size}: must be at least 2, because a group of one has no signal",
@@ -137,6 +138,19 @@ def _labels_fit(envs: Sequence[EnvConfig]) -> Iterator[tuple[bool, str]]:
         yield fits, f"envs.label = {label!r}: 1 to {MAX_FACT_CHARS} printable characters, without a space at either end"
     for label, count in Counter(env.label for env in envs).items():
         yield count == 1, f'{count} [[envs]] are labelled {label}: give each its own, such as label = "{label}-2"'
+
+
+def _plays_fit(envs: Sequence[EnvConfig]) -> Iterator[tuple[bool, str]]:
+    """Validators repeat what workers play, so only the host can play what nobody can repeat."""
+    for env in envs:
+        yield (
+            env.reproducible or env.kind != "episodes",
+            (
+                f"envs.reproducible = false ({env.label}): others could not repeat what workers play. Leave envs.kind = "
+                '"episodes" out'
+            ),
+        )
+        yield 0 < env.call_s < math.inf, f"envs.call_s = {env.call_s}: must be above 0, and finite"
 
 
 def _algorithm_fits(grpo: Algorithm) -> Iterator[tuple[bool, str]]:

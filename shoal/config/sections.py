@@ -52,6 +52,9 @@ class PolicyConfig(Section, frozen=True):
 ENV_SETTINGS = ("system", "examples", "template", "parser", "weights", "max_turn_tokens", "max_tokens", "history")
 """Keys of an environment that the log names only if they are set."""
 
+STAGE_KEYS = {"kind": "", "reproducible": True, "call_s": 10.0}
+"""Keys of an environment that say how the host plays it, with their defaults, which the log does not name."""
+
 
 class EnvConfig(Section, frozen=True):
     """One environment of the run."""
@@ -83,6 +86,14 @@ class EnvConfig(Section, frozen=True):
     history: Literal["", "append", "template"] = ""
     """What the policy reads of its earlier turns: all tokens so far (append), or what the chat template shows of them
     (template), which may leave out thoughts. Empty is the environment's own choice, usually append."""
+    kind: Literal["", "episodes", "completions"] = ""
+    """Who plays it: workers (episodes), or the host's stage, while workers only extend token ids (completions). Empty is
+    episodes, but completions for a file in a run that others may join. If the host plays one environment, it plays all."""
+    reproducible: bool = True
+    """Whether the same actions always get the same answers. If not, the host must play it, and a run does not promise the
+    same weights again."""
+    call_s: float = 10.0
+    """Seconds that the host's stage gives the environment for one turn. A rollout that takes longer ends by error."""
 
     def __post_init__(self) -> None:
         if not self.label:

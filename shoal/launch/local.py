@@ -30,6 +30,7 @@ from shoal.launch.snapshot import CoordinatorWatch, MetricsWatch, Snapshot
 from shoal.launch.summary import UsageBook, write_summary
 from shoal.launch.view import LiveView, View, render
 from shoal.policy.render import Renderer
+from shoal.protocol.constants import COMPLETIONS
 
 TICK_S = 0.1
 LOOK_EVERY_S = 1.0
@@ -120,6 +121,8 @@ class LocalRun:
         self._snapshot = Snapshot(config.name, str(folder.root), config.steps)
         self._coordinator = self._role("coordinator", threads=1)
         self._trainer: RoleProcess | None = None
+        self._stage: list[RoleProcess] = []
+        """The stage, in a run whose host plays environments."""
         self._validators: list[RoleProcess] = []
         self._workers: list[RoleProcess] = []
         self._with_workers = with_workers
@@ -164,6 +167,8 @@ class LocalRun:
 
     def _start_others(self, url: str) -> None:
         config, nodes = self._config, self._folder.nodes
+        if any(env.kind == COMPLETIONS for env in config.envs):
+            self._stage = [self._role("stage", threads=1)]
         self._trainer = self._role("trainer", config.train.threads, "--url", url)
         for i in range(config.validators.count):
             name, threads = f"validator-{i}", config.validators.threads
@@ -262,7 +267,14 @@ class LocalRun:
 
     def _processes(self) -> list[RoleProcess]:
         trainer = [self._trainer] if self._trainer is not None else []
-        return [self._coordinator, *trainer, *self._validators, *self._workers, *self._evaluations.processes]
+        return [
+            self._coordinator,
+            *self._stage,
+            *trainer,
+            *self._validators,
+            *self._workers,
+            *self._evaluations.processes,
+        ]
 
     def _save_usage(self) -> None:
         self._usage.save({p.name: p.use_so_far() for p in self._processes()})
@@ -287,6 +299,7 @@ class LocalRun:
             (self._workers, WORKER_STOP_S),
             (self._evaluations.processes + trainer, STOP_S),
             (self._validators, STOP_S),
+            (self._stage, STOP_S),
             ([self._coordinator], STOP_S),
         ):
             self._stop(group, patience_s)

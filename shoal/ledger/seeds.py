@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from shoal.ledger.state import LeaseRecord, State, StreamRecord
 from shoal.protocol import types as t
+from shoal.protocol.needs import kind_of
 from shoal.protocol.randomness import draw_task, slot_seed, uniform
 
 
@@ -21,8 +22,9 @@ def slot_of(state: State, stream: StreamRecord, version: int, slot: int, link: b
 def lease_of(state: State, lease: LeaseRecord, link: bytes) -> t.Lease:
     """A lease as its worker was given it, all slots with their seeds."""
     size, stream = state.rules.block_groups, state.stream_of(lease)
+    kind = kind_of(state.envs)
     blocks = tuple(
-        t.Block(b, tuple(slot_of(state, stream, lease.version, s, link) for s in range(b * size, (b + 1) * size)))
+        t.Block(b, tuple(slot_of(state, stream, lease.version, s, link) for s in range(b * size, (b + 1) * size)), kind)
         for b in lease.blocks
     )
     return t.Lease(lease.id, lease.worker, lease.version, blocks, state.sampling, lease.issued, lease.deadline)

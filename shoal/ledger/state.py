@@ -187,6 +187,8 @@ class SubmissionRecord(msgspec.Struct):
     differs: list[tuple[str, str]] = []
     """(validator, earlier validator) where the first found other activations than the second claims."""
     decided: bool = False
+    record: str | msgspec.UnsetType = msgspec.UNSET
+    """Blob of the host's record of the lease, if the host plays; states without it keep their hash."""
 
     def ahead_of(self, key: str, silent: set[str]) -> list[str]:
         """Validators whose turns come before that of `key`, in order. Those without a drawn turn come last, and silent

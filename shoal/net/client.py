@@ -97,7 +97,7 @@ class Client:
             verify=self.base_url.startswith("https:"),  # plain HTTP needs no certificates, and loading them is slow
             trust_env=False,
             follow_redirects=False,
-            limits=httpx.Limits(max_connections=8, max_keepalive_connections=2, keepalive_expiry=60.0),
+            limits=httpx.Limits(max_connections=8, max_keepalive_connections=8, keepalive_expiry=60.0),
             headers={"accept-encoding": "identity", "user-agent": f"shoal/{constants.PROTOCOL_VERSION}"},
         )
 
@@ -212,9 +212,17 @@ class Client:
         call = _Call(method, path, body, media_type, constants.MAX_JSON_BYTES, deadline_s, timeout_s)
         return self._decode(await self._call(call), kind, path)
 
-    def _decode(self, body: bytes, kind: type[T], path: str) -> T:
+    async def post_packed(
+        self, path: str, value: object, kind: type[T], *, cap: int, deadline_s: float | None = None
+    ) -> T:
+        """Like `post_json`, with MessagePack both ways."""
+        body, limit_s = wire.to_msgpack(value), constants.REQUEST_TIMEOUT_S
+        call = _Call("POST", path, body, "application/msgpack", cap, deadline_s, limit_s)
+        return self._decode(await self._call(call), kind, path, wire.from_msgpack)
+
+    def _decode(self, body: bytes, kind: type[T], path: str, read: Callable[[bytes, type[T]], T] = wire.from_json) -> T:
         try:
-            return wire.from_json(body, kind)
+            return read(body, kind)
         except wire.WireError as error:
             raise PeerError(
                 f"{self.base_url}{path} gave an answer of the wrong form ({error}): use the same version of shoal on "

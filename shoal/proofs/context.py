@@ -20,13 +20,16 @@ from shoal.errors import Overreach
 from shoal.ledger.algorithm import advantages
 from shoal.policy.messages import Message, arguments_of
 from shoal.policy.render import Renderer
+from shoal.protocol.audits import MAX_REWARD
 from shoal.protocol.bounds import bounds_for
 from shoal.protocol.randomness import row_seed, sample_seed
+from shoal.protocol.records import differs
 from shoal.protocol.types import (
     ENVIRONMENT,
     Bounds,
     Ending,
     Group,
+    GroupRecord,
     Lease,
     Rollout,
     Rules,
@@ -130,6 +133,8 @@ class Context:
     """One score for each rollout; set before the audit checks run."""
     proof: bytes = b""
     """Proof of the group's activations; empty if the rules ask for none."""
+    record: GroupRecord | None = None
+    """The group as the host's stage played it; None in a run whose workers play."""
     _replays: list[Replayed] | None = None
 
     @property
@@ -149,11 +154,18 @@ class Context:
         return self.lease.sampling
 
     @property
+    def reward_bounds(self) -> tuple[float, float]:
+        """Of the environment; of all environments if the host plays this one."""
+        return (-MAX_REWARD, MAX_REWARD) if self.record is not None else self.env.reward_bounds
+
+    @property
     def env(self) -> Environment:
         return self.tools.envs[self.slot.env]
 
     def replays(self, group: Group) -> list[Replayed]:
         """Replay the rollouts of the group through the environment, once for all checks; equal rollouts only once."""
+        if self._replays is None and self.record is not None:
+            self._replays = _recorded(group, self.record)
         if self._replays is None:
             tools = self.tools
             self._replays = list(tools.replay(self.env, tools.renderer, self._task, group.rollouts, self.sampling))
@@ -161,6 +173,8 @@ class Context:
 
     def playable(self) -> bool:
         """Whether the environment can begin the slot's task and leave room for a turn. If not, nobody can fill the slot."""
+        if self.record is not None:
+            return bool(self.record.rollouts)
         assert self.slot.env in self.tools.envs, f"environment {self.slot.env} is not loaded"
         try:
             most = getattr(self.env, "max_tokens", 0) or self.sampling.max_tokens
@@ -188,6 +202,28 @@ class Context:
     def requests(self, group: Group) -> list[ScoreRequest]:
         """What the engine must prefill to replay the group's sampling: each row of each rollout with its own seed."""
         return score_requests(self.slot, group)
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    """What the host's record says of one rollout."""
+
+    reward: float
+    ending: Ending
+    problem: str = ""
+    position: int = -1
+
+
+def _recorded(group: Group, record: GroupRecord) -> list[Replayed]:
+    """The recorded rewards of a group's rollouts. One that is not the recorded rollout has a problem."""
+    found: list[Replayed] = []
+    for index, rollout in enumerate(group.rollouts):
+        known = record.rollouts[index] if index < len(record.rollouts) else None
+        if known is None or differs(rollout, known.digest):
+            found.append(_Recorded(-MAX_REWARD, rollout.ending, "the host's stage recorded another rollout"))
+        else:
+            found.append(_Recorded(known.reward, known.ending))
+    return found
 
 
 def score_requests(slot: Slot, group: Group) -> list[ScoreRequest]:

@@ -27,7 +27,8 @@ from shoal.proofs.checks import (
 from shoal.proofs.commit import largest_submission_bytes
 from shoal.proofs.context import CheckModule, Context, Failure, Tools, by_group
 from shoal.protocol.audits import influence, must_audit, paid_tokens
-from shoal.protocol.types import Check, Group, GroupVerdict, Submission, Verdict
+from shoal.protocol.constants import COMPLETIONS
+from shoal.protocol.types import Check, Group, GroupRecord, GroupVerdict, Record, Submission, Verdict
 from shoal.protocol.wire import WireError, from_msgpack
 
 # guard: check-shape, check-lease, check-prompt, check-environment, check-reward, check-ending, check-complete
@@ -39,8 +40,8 @@ AUDIT: tuple[CheckModule, ...] = (sampling, logprobs, activations)
 """Run on the groups drawn for audit, all from one prefill."""
 
 
-def verify_submission(body: bytes, check: Check, tools: Tools) -> Verdict:
-    """Judge the bytes that a worker sent for a lease.
+def verify_submission(body: bytes, check: Check, tools: Tools, record: bytes = b"") -> Verdict:
+    """Judge the bytes that a worker sent for a lease. `record` is what the host's stage played for it, if the host plays.
 
     The role must make sure that `check.id` is the digest of `body`, and that `tools` are of the lease's policy version.
     Nothing in `body` makes this raise.
@@ -51,8 +52,12 @@ def verify_submission(body: bytes, check: Check, tools: Tools) -> Verdict:
         return Verdict(check.id, tuple(_refuse(slot.slot, shape, submission) for slot in slots))
 
     proofs = submission.proofs or (b"",) * len(slots)
+    recorded = _open_record(record, check, tools)
+    if isinstance(recorded, Failure):
+        return Verdict(check.id, tuple(_void(slot.slot, recorded) for slot in slots))
     contexts = [
-        Context(tools, check.lease, slot, submission, proof=proof) for slot, proof in zip(slots, proofs, strict=True)
+        Context(tools, check.lease, slot, submission, proof=proof, record=group)
+        for slot, proof, group in zip(slots, proofs, recorded or (None,) * len(slots), strict=True)
     ]
     groups = [_open_group(encoded) for encoded in submission.groups]
     verdicts = [_judge_without_model(group, ctx) for group, ctx in zip(groups, contexts, strict=True)]
@@ -107,6 +112,21 @@ def _open(body: bytes, check: Check, tools: Tools) -> Submission | Failure:
     return submission
 
 
+def _open_record(record: bytes, check: Check, tools: Tools) -> tuple[GroupRecord, ...] | Failure:
+    """The host's record of a lease, group by group; none in a run whose workers play. A wrong one is the host's fault."""
+    if all(block.kind != COMPLETIONS for block in check.lease.blocks):
+        return ()
+    try:
+        found = from_msgpack(record, Record)
+    except WireError:
+        return Failure(-1, -1, 0, 0, "the host's record of the lease is not a msgpack Record")
+    due = [slot.slot for block in check.lease.blocks for slot in block.slots]
+    said = (found.run, found.lease, found.version, [group.slot for group in found.groups])
+    if said != (tools.info.run, check.lease.id, check.lease.version, due):  # guard: record-of-the-lease
+        return Failure(-1, -1, 0, 0, "the host's record is of another lease")
+    return found.groups
+
+
 def _open_group(encoded: bytes) -> Group | Failure:
     try:
         return from_msgpack(encoded, Group)
@@ -128,7 +148,7 @@ def _judge_without_model(group: Group | Failure, ctx: Context) -> GroupVerdict:
     if isinstance(group, Failure):
         return _refuse(ctx.slot.slot, shape, group)
     if not ctx.playable():  # guard: unplayable-is-void
-        return GroupVerdict(ctx.slot.slot, False, "void", environment.NAME, "the environment cannot begin this task")
+        return _void(ctx.slot.slot, Failure(-1, -1, 0, 0, "the environment cannot begin this task"))
     return _first_failure(MODEL_FREE, group, ctx) or _accept(group, ctx)
 
 
@@ -161,6 +181,11 @@ def _accept(group: Group, ctx: Context) -> GroupVerdict:
         rewards=tuple(float(replayed.reward) for replayed in ctx.replays(group)),
         tokens=sum(rollout.num_policy_tokens() for rollout in group.rollouts),
     )
+
+
+def _void(slot: int, failure: Failure) -> GroupVerdict:
+    """Of a slot that no worker could fill."""
+    return GroupVerdict(slot, False, "void", environment.NAME, failure.detail)
 
 
 def _refuse(slot: int, module: CheckModule, failure: Failure) -> GroupVerdict:

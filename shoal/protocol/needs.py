@@ -5,9 +5,9 @@ item, dtype or proof add a word here, and to `SUPPORTED` in `roles/seat.py`. A n
 because older nodes ignore it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from shoal.protocol.constants import EPISODES
+from shoal.protocol.constants import COMPLETIONS, EPISODES
 from shoal.protocol.types import EnvSpec, Rules, Sampling
 
 SETTINGS = "env-settings"
@@ -23,7 +23,12 @@ def needs_of(rules: Rules, envs: Sequence[EnvSpec] = (), sampling: Sampling | No
     settings = (SETTINGS,) if any(env.has_settings for env in envs) else ()
     several = (sampling is not None and sampling.max_rollout_tokens > 0) or any(env.history for env in envs)
     rows = (ROWS,) if several else ()
-    return (EPISODES, dtype_need(rules.dtype), *proofs, *settings, *rows)
+    return (kind_of(envs), dtype_need(rules.dtype), *proofs, *settings, *rows)
+
+
+def kind_of(envs: Iterable[EnvSpec]) -> str:
+    """The kind of a run's blocks. If the host plays one environment, it plays all."""
+    return COMPLETIONS if any(env.kind == COMPLETIONS for env in envs) else EPISODES
 
 
 def dtype_need(dtype: str) -> str:

@@ -9,7 +9,8 @@ from collections.abc import Iterable
 
 import msgspec
 
-from shoal.protocol.constants import MAX_JSON_BYTES, MAX_LEASE_BLOCKS, MAX_SUBMISSION_BYTES
+from shoal.protocol.constants import EPISODES, MAX_JSON_BYTES, MAX_LEASE_BLOCKS, MAX_SUBMISSION_BYTES
+from shoal.protocol.needs import kind_of
 from shoal.protocol.types import BatchGroup, Block, EnvSpec, GroupVerdict, Rules, Sampling, Slot
 from shoal.protocol.wire import to_json
 
@@ -31,6 +32,9 @@ SUBMISSION_OVERHEAD_BYTES = 4096
 
 MESSAGE_OVERHEAD_BYTES = 16_384
 """What a JSON message holds once: names, times, and the keys and projections of about 60 validators."""
+
+TURN_OVERHEAD_BYTES = 64
+"""Lengths, ending and author of one rollout in a turn or its answer."""
 
 ENV_LABEL_BYTES = 256
 """Room for an environment's label. In older logs that is its name; for an environment from a file, an absolute path."""
@@ -54,17 +58,28 @@ def _group_bytes(group_size: int, max_tokens: int, proofs: bool) -> int:
     return group_size * rollout + GROUP_OVERHEAD_BYTES
 
 
-def most_lease_groups(group_size: int, max_tokens: int, proofs: bool, envs: Iterable[str]) -> int:
+def turn_bytes(num_rollouts: int, max_turn_tokens: int) -> int:
+    """Most bytes that one turn of a block can have."""
+    return num_rollouts * (max_turn_tokens * 4 + TURN_OVERHEAD_BYTES) + GROUP_OVERHEAD_BYTES
+
+
+def turn_answer_bytes(num_rollouts: int, max_tokens: int) -> int:
+    """Most bytes that the answer to one turn of a block can have."""
+    return turn_bytes(num_rollouts, max_tokens)
+
+
+def most_lease_groups(group_size: int, max_tokens: int, proofs: bool, envs: Iterable[str], kind: str = EPISODES) -> int:
     """Groups of the largest lease whose submission, check and verdict all fit into messages."""
     submitted = (MAX_SUBMISSION_BYTES - SUBMISSION_OVERHEAD_BYTES) // _group_bytes(group_size, max_tokens, proofs)
-    said = max(_check_bytes(envs), _verdict_bytes(group_size))
+    said = max(_check_bytes(envs, kind), _verdict_bytes(group_size))
     return min(submitted, (MAX_JSON_BYTES - MESSAGE_OVERHEAD_BYTES) // said)
 
 
 def most_lease_blocks(law: Rules, sampling: Sampling, envs: Iterable[EnvSpec]) -> int:
     """Blocks of the largest lease of a run."""
-    labels = [env.label for env in envs]
-    groups = most_lease_groups(law.group_size, sampling.all_tokens, law.proofs != "none", labels)
+    specs = list(envs)
+    labels, proofs = [env.label for env in specs], law.proofs != "none"
+    groups = most_lease_groups(law.group_size, sampling.all_tokens, proofs, labels, kind_of(specs))
     return max(1, min(MAX_LEASE_BLOCKS, groups // law.block_groups))
 
 
@@ -74,11 +89,11 @@ def most_batch_groups(group_size: int) -> int:
     return (MAX_JSON_BYTES - MESSAGE_OVERHEAD_BYTES) // _listed(member)
 
 
-def _check_bytes(envs: Iterable[str]) -> int:
+def _check_bytes(envs: Iterable[str], kind: str) -> int:
     """Bytes of one group in a check, which holds the lease: a slot, at worst in a block of its own, and its draw."""
     label = max(ENV_LABEL_BYTES, *(len(to_json(env)) for env in envs), 0)
     slot = Slot(WIDE_INT, HASH, "x" * label, WIDE_INT)
-    return _listed(Block(WIDE_INT, (slot,))) + _listed(WIDE_INT) + _listed(WIDE_FLOAT)
+    return _listed(Block(WIDE_INT, (slot,), kind)) + _listed(WIDE_INT) + _listed(WIDE_FLOAT)
 
 
 def _verdict_bytes(group_size: int) -> int:

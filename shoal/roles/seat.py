@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal
 from shoal.engine.base import Engine
 from shoal.envs.base import Env
 from shoal.envs.load import load_run_envs
-from shoal.errors import PeerError
+from shoal.errors import Overreach, PeerError
 from shoal.ledger.law import RULES_VERSION
 from shoal.net.client import Client
 from shoal.policy.contained import Limits
@@ -26,6 +26,7 @@ from shoal.proofs.commit import largest_submission_bytes
 from shoal.protocol import types as t
 from shoal.protocol.bounds import DTYPES
 from shoal.protocol.constants import (
+    COMPLETIONS,
     EPISODES,
     MAX_GROUP_ROLLOUTS,
     MAX_LEASE_BLOCKS,
@@ -33,7 +34,7 @@ from shoal.protocol.constants import (
     MAX_ROLLOUT_TOKENS,
     PROTOCOL_VERSION,
 )
-from shoal.protocol.needs import ROWS, SETTINGS, dtype_need, proofs_need
+from shoal.protocol.needs import ROWS, SETTINGS, dtype_need, kind_of, proofs_need
 from shoal.protocol.promises import is_promised, terms_of
 from shoal.protocol.sizes import BYTES_PER_TOKEN
 from shoal.protocol.wire import digest, to_json
@@ -58,7 +59,7 @@ SOONEST_S = 0.1
 COPIES = 4
 """Most copies of a lease's rollouts at one time: as objects, as groups, in the submission, and on their way."""
 
-SUPPORTED = frozenset({EPISODES, SETTINGS, ROWS, proofs_need("toploc"), *map(dtype_need, DTYPES)})
+SUPPORTED = frozenset({EPISODES, COMPLETIONS, SETTINGS, ROWS, proofs_need("toploc"), *map(dtype_need, DTYPES)})
 """What this version of shoal supports: it cannot join a run that needs anything else."""
 
 
@@ -91,6 +92,11 @@ class Seat:
     @property
     def engine(self) -> Engine:
         return self.policy.engine
+
+    @property
+    def kind(self) -> str:
+        """Who plays the environments of this run: "episodes" for the workers, "completions" for the host."""
+        return kind_of(self.info.envs)
 
     def open_grant(self, answer: t.LeaseAnswer, lease: t.Lease) -> t.Grant:
         """The host's signed word for a lease. Raises `PeerError`, `Contradiction`."""
@@ -165,18 +171,28 @@ class Seat:
         """Around work: an allocation that fails becomes an `Overreach`. `what` begins its sentence."""
         return contextlib.nullcontext() if self.memory is None else self.memory.told(what)
 
-    def demand_play(self, lease: t.Lease) -> None:
-        """Raise `Overreach` if playing a lease, and proving it, would take more memory than there is."""
+    def demand_play(self, lease: t.Lease, at_once: int = 1) -> None:
+        """Raise `Overreach` if playing a lease, so many blocks at once, and proving it, would take more memory than there
+        is."""
         if self.memory is None or self.needs is None:
             return
         rules, sampling, needs = self.info.rules, lease.sampling, self.needs
         rows = [len(block.slots) * rules.group_size for block in lease.blocks]
-        need = needs.play(max(rows, default=0), sampling.max_tokens, sampling.all_tokens)
+        need = needs.play(sum(sorted(rows)[-at_once:]), sampling.max_tokens, sampling.all_tokens)
         if rules.proofs != "none":
             need = max(need, needs.score(sum(rows) * sampling.all_tokens, sampling.max_tokens, hidden=True))
         kept = COPIES * largest_submission_bytes(lease, rules)
         what = f"a lease of {sum(rows)} rollouts of up to {sampling.all_tokens} tokens"
         self.memory.demand(what, needs.loaded + need + kept)  # guard: lease-fits-memory
+
+    def blocks_at_once(self, lease: t.Lease, most: int) -> int:
+        """How many blocks of a lease fit into the memory together. Raises `Overreach` if not even one does."""
+        for count in range(min(most, len(lease.blocks)), 1, -1):
+            with contextlib.suppress(Overreach):
+                self.demand_play(lease, count)
+                return count
+        self.demand_play(lease)
+        return 1
 
     def demand_judge(self, check: t.Check, size_bytes: int) -> None:
         """Raise `Overreach` if judging a submission of this size would take more memory than there is."""
@@ -231,7 +247,8 @@ async def take_seat(
     evidence = Evidence(home, info.run, most_bytes)
     evidence.demand_same_host(info.run_key)  # before anything is signed
     client.run, client.head = info.run, info.head
-    envs = load_run_envs(info.envs, own_files=own_files)
+    # guard: host-plays-its-own
+    envs = {} if kind_of(info.envs) == COMPLETIONS else load_run_envs(info.envs, own_files=own_files)
     engine = make_engine(info.rules.dtype)
     facts = engine.facts
     join = t.Join(role, name, 0.0, facts.implementation, facts.dtype, facts.device)
@@ -251,14 +268,13 @@ async def say_goodbye(client: Client, deadline_s: float) -> None:
         await client.send("POST", "/v1/nodes/leave", b"", t.NodeState, deadline_s=deadline_s)
 
 
-def demand_sound(lease: t.Lease) -> None:
-    """Raise `PeerError` for a lease of a kind that this version of shoal does not know, and for one that no honest host
-    grants."""
-    unknown = {block.kind for block in lease.blocks} - {EPISODES}
+def demand_sound(lease: t.Lease, kind: str = EPISODES) -> None:
+    """Raise `PeerError` for a lease of another kind than the run's, and for one that no honest host grants."""
+    unknown = {block.kind for block in lease.blocks} - {kind}
     if unknown:  # guard: known-kinds-of-lease
         raise PeerError(
-            f"the lease holds {', '.join(sorted(unknown))}, but this version of shoal knows only {EPISODES}: install the "
-            "host's version"
+            f"the lease holds {', '.join(sorted(unknown))}, but this version of shoal knows only {kind} in this run: "
+            "install the host's version"
         )
     if len(lease.blocks) > MAX_LEASE_BLOCKS:  # guard: blocks-of-a-lease
         raise PeerError(

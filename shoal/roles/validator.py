@@ -96,7 +96,7 @@ class Validator:
         while (check := await self._next_check()) is not None:
             try:
                 await self.seat.load(check.lease.version, keep=self.seat.info.rules.max_staleness + 2)
-                body = await self._body(check)
+                body, record = await self._body(check), await self._record(check)
             except PeerError as error:  # others may have decided meanwhile, and the host deleted what was judged
                 if check.id == failed:
                     raise
@@ -105,7 +105,7 @@ class Validator:
                 continue
             self.seat.demand_judge(check, len(body))
             with self.seat.within_memory(f"judging submission {check.id[:12]}"):
-                verdict = await asyncio.to_thread(verify_submission, body, check, self._tools(check))
+                verdict = await asyncio.to_thread(verify_submission, body, check, self._tools(check), record)
             await self._give(verdict)
 
     async def _join(self) -> bool:
@@ -124,7 +124,7 @@ class Validator:
             if answer is None:
                 return None
             if answer.check is not None:
-                demand_sound(answer.check.lease)
+                demand_sound(answer.check.lease, self.seat.kind)
                 return answer.check
             status = await self.stopping.unless(self.client.get_json("/v1/status", t.Status))
             if status is None:
@@ -138,6 +138,10 @@ class Validator:
     async def _body(self, check: t.Check) -> bytes:
         """The submission's bytes, verified by their hash."""
         return await self.client.get_blob(check.id, cap=MAX_SUBMISSION_BYTES)
+
+    async def _record(self, check: t.Check) -> bytes:
+        """What the host's stage played for the lease, verified by its hash; empty in runs whose workers play."""
+        return await self.client.get_blob(check.record, cap=MAX_SUBMISSION_BYTES) if check.record else b""
 
     def _tools(self, check: t.Check) -> Tools:
         temperature, seat = check.lease.sampling.temperature, self.seat

@@ -18,15 +18,17 @@ from shoal.engine.cheats import cheating
 from shoal.engine.open import EngineSpec, open_engine
 from shoal.envs.play import play_block
 from shoal.errors import NothingYet, Overreach, PeerError, Superseded
-from shoal.net.client import Client
+from shoal.net.client import Client, PeerRefused
 from shoal.net.keys import load_or_make_key
 from shoal.net.stopping import Stopping
 from shoal.proofs.commit import commit, prove_activations
 from shoal.proofs.context import score_requests
 from shoal.protocol import types as t
-from shoal.protocol.constants import BOOKED_WITHIN_S, LONG_POLL_S
+from shoal.protocol.constants import BOOKED_WITHIN_S, COMPLETIONS, LONG_POLL_S
 from shoal.protocol.promises import is_promised
+from shoal.protocol.sizes import turn_answer_bytes
 from shoal.protocol.wire import digest, to_json
+from shoal.roles.completions import AHEAD, Table, TooLate, play_blocks
 from shoal.roles.memory import enforced, limit_of
 from shoal.roles.seat import GOODBYE_S, SOONEST_S, Contradiction, Seat, demand_sound, say_goodbye, take_seat
 
@@ -121,7 +123,7 @@ class Worker:
                 lease = grant.lease
                 self.seat.demand_play(lease)
                 with self.seat.within_memory(f"playing lease {lease.id}"):
-                    groups = await asyncio.to_thread(self._play, lease)
+                    groups = await self._groups_of(lease)
                     if groups is None:
                         await self._give_back(lease)
                         continue
@@ -188,7 +190,7 @@ class Worker:
     async def _open_grant(self, answer: t.LeaseAnswer, lease: t.Lease) -> t.Grant:
         """The grant of a lease. A lease that we may not play is returned, for another worker. Raises `PeerError`."""
         try:
-            demand_sound(lease)
+            demand_sound(lease, self.seat.kind)
             self._demand_same_time(lease.issued)  # guard: lease-from-the-future
             return self.seat.open_grant(answer, lease)
         except PeerError:
@@ -220,6 +222,42 @@ class Worker:
             await self.stopping.unless(asyncio.sleep(SOONEST_S))
             return False
         return True
+
+    async def _groups_of(self, lease: t.Lease) -> list[t.Group] | None:
+        """Generate the groups of a lease. None if it is to be given back, or is not ours any more."""
+        if self.seat.kind == COMPLETIONS:
+            return await self._play_turns(lease)
+        return await asyncio.to_thread(self._play, lease)
+
+    async def _play_turns(self, lease: t.Lease) -> list[t.Group] | None:
+        """Generate the groups of a lease while the host plays its environments."""
+        started, seat, allowed_s = time.perf_counter(), self.seat, lease.deadline - lease.issued
+        size = seat.info.rules.group_size
+        most = max((len(block.slots) for block in lease.blocks), default=0) * size
+        cap = turn_answer_bytes(most, lease.sampling.max_tokens)
+
+        async def ask(turn: t.Turn) -> t.TurnAnswer:
+            return await self.client.post_packed(f"/v1/leases/{lease.id}/turns", turn, t.TurnAnswer, cap=cap)
+
+        def is_late() -> bool:
+            return time.perf_counter() - started > LATE * allowed_s  # guard: late-turns-are-dropped
+
+        table = Table(seat.engine, seat.policy.renderer, size, lease.sampling, ask, is_late)
+        try:
+            groups = await play_blocks(table, lease.blocks, seat.blocks_at_once(lease, AHEAD))
+        except (TooLate, Superseded) as reason:
+            log.warning(
+                "dropped lease=%s reason=%r", lease.id, str(reason) or f"took {LATE:.0f} times the time allowed"
+            )
+            return None
+        except PeerRefused as refused:
+            if refused.code != "conflict":  # guard: other-turns-are-given-back
+                raise
+            log.warning("dropped lease=%s reason=%r", lease.id, str(refused))
+            return None
+        tokens = sum(rollout.num_policy_tokens() for group in groups for rollout in group.rollouts)
+        self.tokens_per_s = tokens / max(time.perf_counter() - started, 1e-6)
+        return groups
 
     def _play(self, lease: t.Lease) -> list[t.Group] | None:
         """Generate the groups of a lease, block by block, and measure how fast. None if that takes far too long."""

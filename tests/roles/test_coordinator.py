@@ -7,7 +7,7 @@ import httpx
 import pytest
 from msgspec.structs import replace
 
-from shoal.config import BOUNDS, ENV_SETTINGS
+from shoal.config import BOUNDS, ENV_SETTINGS, STAGE_KEYS
 from shoal.errors import NothingYet, StateError
 from shoal.ledger.answers import Refused
 from shoal.ledger.facts.members import Enter
@@ -85,6 +85,8 @@ def test_log_holds_no_seed_of_the_run_file(town):
     for env in told["envs"]:  # settings that are empty are not logged, as before there were any
         for name in ENV_SETTINGS:
             assert not env.pop(name)
+        for name, usual in STAGE_KEYS.items():
+            assert env.pop(name) == usual
     assert told["sampling"].pop("max_rollout_tokens") == 0  # the same
     assert bodies[1].config == told
 

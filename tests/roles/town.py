@@ -4,6 +4,7 @@ For story tests. Only the transport is replaced, so a seed gives the same faults
 """
 
 import asyncio
+import json
 import random
 import time
 from collections.abc import Callable
@@ -16,14 +17,17 @@ from shoal.config import RunConfig
 from shoal.engine.base import Engine
 from shoal.engine.cheats import cheating
 from shoal.engine.local import LocalEngine
-from shoal.folder import RunFolder
+from shoal.folder import RunFolder, write_atomically
 from shoal.ledger.law import LAW, Law
 from shoal.ledger.log.verify import Audit, verify
 from shoal.net.client import Client
 from shoal.net.faults import FaultyTransport
 from shoal.net.keys import load_or_make_key
+from shoal.protocol.constants import COMPLETIONS
 from shoal.roles.coordinator.api import application
 from shoal.roles.coordinator.role import open_run
+from shoal.roles.coordinator.stage import StageDoor
+from shoal.roles.stage.role import Stage
 from shoal.roles.trainer import Trainer
 from shoal.roles.validator import Validator
 from shoal.roles.worker import Worker
@@ -73,6 +77,11 @@ class Town:
         self.config = self.folder.config()
         self.clock = clock
         self.desk = open_run(self.folder, self.config, clock, law)
+        self.stage: Stage | None = None
+        if any(env.kind == COMPLETIONS for env in self.config.envs):
+            self.stage = Stage(self.folder, self.config, clock=clock)
+            write_atomically(self.folder.stage_address, json.dumps({"url": "http://stage"}).encode())
+            self.desk.stage = StageDoor(self.folder.stage_address, self.desk.key, self.folder.run_id(), self.to_stage)
         self.app = application(self.desk)
         self.fault_rate, self.rng = fault_rate, random.Random(seed)
 
@@ -85,8 +94,14 @@ class Town:
         key, rng = load_or_make_key(key_file), random.Random(1)
         return Client(URL, key, transport=transport, clock=self.clock, sleep=_hurry, rng=rng)
 
-    def worker(self, name: str, cheat: str = "") -> Worker:
-        """A worker, honest or not."""
+    def to_stage(self, url: str) -> Client:
+        """The coordinator's client of the stage."""
+        assert self.stage is not None
+        transport = httpx.ASGITransport(self.stage.application(), raise_app_exceptions=False)
+        return Client(url, self.desk.key, run=self.folder.run_id(), transport=transport, clock=self.clock, sleep=_hurry)
+
+    def worker(self, name: str, cheat: str = "", own_files: bool = True) -> Worker:
+        """A worker, honest or not, which has the host's files or is a stranger."""
         home = self.folder.nodes / name
         client = self.client(home / "node.key")
         key = load_or_make_key(home / "node.key").public
@@ -95,7 +110,7 @@ class Town:
             engine = LocalEngine(threads=1, dtype=dtype)
             return cheating(cheat, engine) if cheat else engine
 
-        return Worker(client, key, home, make_engine, 0, name, own_files=True, clock=self.clock)
+        return Worker(client, key, home, make_engine, 0, name, own_files=own_files, clock=self.clock)
 
     def validator(self) -> Validator:
         """The host's own validator."""

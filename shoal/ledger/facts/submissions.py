@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from msgspec import UNSET, UnsetType
+
 from shoal.ledger.entry import Entry
 from shoal.ledger.state import LeaseRecord, Member, State, SubmissionRecord
 from shoal.protocol.types import Message
@@ -18,6 +20,8 @@ class SubmissionReceived(Message, frozen=True):
     """Digest of each group, in the order of the lease's slots."""
     created: int = 0
     """When the worker signed it, seconds since the epoch by its own clock; 0 in logs from before version 2 of the rules."""
+    record: str | UnsetType = UNSET
+    """Digest of the host's `Record` of the lease; only where the host plays the environments."""
 
 
 class AuditDrawn(Message, frozen=True):
@@ -55,6 +59,8 @@ class Submit:
     """When the worker signed it, seconds since the epoch."""
     turn_draws: Mapping[str, float] = field(default_factory=dict)
     """The draws behind `order`, by validator: those of slow ones are raised. Empty if unknown: `order` then holds."""
+    record: str | UnsetType = UNSET
+    """Digest of the host's record of the lease."""
 
 
 def apply_submission_received(body: SubmissionReceived, state: State, entry: Entry) -> None:
@@ -77,7 +83,14 @@ def apply_submission_received(body: SubmissionReceived, state: State, entry: Ent
             block.claims = [*block.claims, lease.id]
     stream.take(lease.version, lease.blocks)
     state.submissions[body.digest] = SubmissionRecord(
-        body.lease, body.digest, entry.seq, entry.hash, entry.time, body.groups, judged_at=entry.time
+        body.lease,
+        body.digest,
+        entry.seq,
+        entry.hash,
+        entry.time,
+        body.groups,
+        judged_at=entry.time,
+        record=body.record,
     )
     state.pending.append(body.digest)
 

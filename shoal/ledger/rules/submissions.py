@@ -21,7 +21,7 @@ def decide_submit(command: Submit, state: State) -> list[Body]:
     refuse_other_time(state, command.created, command.now, command.size_bytes)  # guard: time-of-submission
     received = SubmissionReceived(
         command.lease, command.key, command.digest, command.size_bytes, command.groups,
-        signed_at(state, command.created),
+        signed_at(state, command.created), command.record,
     )  # fmt: skip
     mean_pay = mean_newest_pay(state, state.members[command.key])
     rate = state.law.audit_rate(state.members[command.key].valid_blocks, state.rules.audit_rate)
@@ -104,7 +104,7 @@ def cause_of_submission_received(body: SubmissionReceived, here: Here) -> Cause:
     return Cause(
         Submit(
             body.worker, body.lease, body.digest, body.size_bytes, body.groups, draws, order, here.now,
-            body.created, of_turns,
+            body.created, of_turns, body.record,
         )
     )  # fmt: skip
 

@@ -16,10 +16,10 @@ SEVERITY: Severity = "soft"
 def check(group: Group, ctx: Context) -> Failure | None:
     """An environment that fails for the worker or for this validator counts here too.
 
-    The check `ending` reports other problems of the end.
+    The check `ending` reports other problems of the end. Where the host plays, the rollout is compared with its record.
     """
     for index, (rollout, replayed) in enumerate(zip(group.rollouts, ctx.replays(group), strict=True)):
-        inside = 0 <= replayed.position < rollout.tokens_T().size
+        inside = 0 <= replayed.position < rollout.tokens_T().size or ctx.record is not None  # guard: record-is-compared
         if replayed.problem and (inside or "error" in (rollout.ending, replayed.ending)):
             return Failure(index, replayed.position, 0, 0, f"environment replayed: {replayed.problem}")
     return None

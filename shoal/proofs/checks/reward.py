@@ -16,7 +16,7 @@ SEVERITY: Severity = "soft"
 
 
 def check(group: Group, ctx: Context) -> Failure | None:
-    low, high = ctx.env.reward_bounds
+    low, high = ctx.reward_bounds
     for index, replayed in enumerate(ctx.replays(group)):
         if not math.isfinite(replayed.reward):
             return Failure(index, -1, 0, high, "environment gives a reward that is not a finite number")

@@ -5,6 +5,8 @@
 
 from typing import Literal
 
+from msgspec import UNSET, UnsetType
+
 from shoal.protocol.types.message import Message
 from shoal.protocol.types.work import Lease
 
@@ -27,6 +29,8 @@ class Check(Message, frozen=True):
     """Mean pay of the worker's newest groups when the draws were made, tokens; see `protocol.audits.must_audit`."""
     project_for: tuple[str, ...] = ()
     """Keys to project the activations for: the validator's own, and those of the validators that judged before it."""
+    record: str | UnsetType = UNSET
+    """Blob of the host's `Record` of the lease; only where the host plays the environments."""
 
 
 class GroupVerdict(Message, frozen=True):

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 from shoal.protocol.algorithms import Algorithm, Grpo
+from shoal.protocol.constants import EPISODES
 from shoal.protocol.types.message import Answer, Fact, Message
 
 
@@ -56,6 +57,11 @@ class EnvSpec(Message, frozen=True, omit_defaults=True):
     max_tokens: int = 0
     history: Fact = ""
     """What the policy reads of its earlier turns; empty leaves the environment's own choice."""
+    kind: Fact = EPISODES
+    """Who plays it: workers, or the host if it is "completions". All blocks of a run with one such environment are
+    completions."""
+    reproducible: bool = True
+    """Whether the same actions always get the same answers. If not, leases share none, and equal bytes are not promised."""
 
     @property
     def label(self) -> str:

@@ -27,6 +27,8 @@ from shoal.ledger.seeds import lease_of
 from shoal.proofs.disagreement import differences
 from shoal.proofs.verify import verify_submission
 from shoal.protocol import types as t
+from shoal.protocol.constants import COMPLETIONS
+from shoal.protocol.needs import kind_of
 from shoal.protocol.randomness import sample_seed
 from shoal.protocol.wire import WireError, digest, from_msgpack
 from shoal.roles.auditor.bench import Bench
@@ -207,6 +209,8 @@ def read_id(text: str) -> tuple[int, int, int | None]:
 
 
 def _load_envs(specs: Sequence[t.EnvSpec], own_files: bool) -> dict[str, Env]:
+    if kind_of(specs) == COMPLETIONS:
+        return {}  # the host played them, and recorded what it played
     for spec in specs:
         if is_file(spec.name) and not own_files:
             raise ConfigError(
@@ -238,8 +242,10 @@ async def _audit_version(
         found.left_out[f"the tokenizer cannot be fetched: {error}"] += groups
         return
     for name, slots in slots_by_submission.items():
+        booked = bench.state.submissions[name]
         try:
             body = await bench.run.blob(name)
+            record = await bench.run.blob(booked.record) if booked.record else b""
         except NothingYet:
             found.left_out["the bodies of their submissions are gone (storage.retain), or not public yet"] += len(slots)
             continue
@@ -249,12 +255,10 @@ async def _audit_version(
         except StateError as error:
             found.disagreements.append(f"version {version}, submission {name[:12]}: {error}")
             continue
-        lease = lease_of(
-            bench.state, bench.state.leases[bench.state.submissions[name].lease], bytes.fromhex(revealed.link)
-        )
+        lease = lease_of(bench.state, bench.state.leases[booked.lease], bytes.fromhex(revealed.link))
         check = t.Check(name, lease, tuple(slots) if engine else (), 0.0)
         bench.scores = []
-        verdict = await asyncio.to_thread(verify_submission, body, check, bench.tools(engine))
+        verdict = await asyncio.to_thread(verify_submission, body, check, bench.tools(engine), record)
         _compare(bench, check, body, verdict, slots, found)
         if choice.rollout:
             found.told += _tell(bench, check, verdict, choice)

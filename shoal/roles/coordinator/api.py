@@ -39,7 +39,7 @@ from shoal.protocol.constants import (
     SMALL_BODY_BYTES,
 )
 from shoal.protocol.identity import Caller
-from shoal.protocol.wire import to_json
+from shoal.protocol.wire import from_msgpack, to_json, to_msgpack
 from shoal.roles.coordinator.asked import Asked
 from shoal.roles.coordinator.board import Board, batch_of, node_state
 from shoal.roles.coordinator.credits import credit_page, statement
@@ -277,6 +277,15 @@ async def put_submission(api: Api, request: Request) -> Response:
         return answer(await api.desk.take_submission(caller.key, lease, upload, caller.digest, caller.created))
 
 
+async def post_turns(api: Api, request: Request) -> Response:
+    """One turn of a leased block, which the host's stage answers."""
+    caller, size = api.admit(request, MAX_SUBMISSION_BYTES), server.body_bytes(request)
+    lease = api.desk.expect_turn(caller.key, request.path_params["id"], size)
+    with api.desk.stage.place(caller.key):
+        turn = from_msgpack(await api.gate.body(request, caller), t.Turn)
+        return answer_bytes(to_msgpack(await api.desk.take_turn(lease, turn)), "application/msgpack")
+
+
 async def get_checks(api: Api, request: Request) -> Response:
     """Long poll: answered when there is a submission to judge, or when the run is over."""
     caller, _ = await api.caller(request)
@@ -376,6 +385,7 @@ CALLS: list[tuple[Call, Handler]] = [
     (Call("POST", "/v1/nodes/leave", "node", "Leave, and give back all leases.", None, t.NodeState), post_leave),
     (Call("POST", "/v1/leases", "worker", "A lease (long poll).", t.LeaseRequest, t.LeaseAnswer), post_leases),
     (Call("PUT", "/v1/leases/{id}/submission", "worker", "Fill a lease; msgpack.", None, t.Receipt), put_submission),
+    (Call("POST", "/v1/leases/{id}/turns", "worker", "Play a turn; msgpack.", t.Turn, t.TurnAnswer), post_turns),
     (Call("GET", "/v1/checks", "validator", "A submission to judge (long poll).", None, t.CheckAnswer), get_checks),
     (Call("PUT", "/v1/checks/{id}/verdict", "validator", "The verdict.", t.Verdict, t.Done), put_verdict),
     (Call("POST", "/v1/checkpoints", "trainer", "Publish a version.", t.SignedManifest, t.Done), post_checkpoints),

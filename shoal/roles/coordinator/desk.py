@@ -6,6 +6,8 @@ handles leases and the submissions that fill them. It does not know HTTP. The ru
 
 from collections.abc import Callable, Sequence
 
+from msgspec import UNSET, UnsetType
+
 from shoal.config import RunConfig
 from shoal.errors import StateError
 from shoal.folder import RunFolder
@@ -22,12 +24,16 @@ from shoal.ledger.table import decide
 from shoal.net.blobs import FolderBlobs, Upload
 from shoal.proofs.commit import largest_submission_bytes
 from shoal.protocol import types as t
-from shoal.protocol.constants import BODY_WINDOW_S
+from shoal.protocol.constants import BODY_WINDOW_S, COMPLETIONS
 from shoal.protocol.identity import Key
+from shoal.protocol.needs import kind_of
 from shoal.protocol.promises import sign_promise, terms_of
 from shoal.protocol.randomness import SecretChain
-from shoal.protocol.wire import WireError, digest, from_msgpack
+from shoal.protocol.records import difference
+from shoal.protocol.sizes import turn_answer_bytes, turn_bytes
+from shoal.protocol.wire import WireError, digest, from_msgpack, to_msgpack
 from shoal.roles.coordinator.kept import Kept
+from shoal.roles.coordinator.stage import StageDoor
 
 FULL = "the host's disk quota is used up ({} MB, storage.quota_mb)"
 
@@ -44,6 +50,7 @@ class Desk:
         self.slot_links = SecretChain(secret, SLOT_CHAIN).links()
         self.audit_links = SecretChain(secret, AUDIT_CHAIN).links()
         self.kept = Kept(self.blobs, book, config.storage)
+        self.stage = StageDoor(folder.stage_address, key, book.state.run)
 
     @property
     def state(self) -> State:
@@ -106,6 +113,29 @@ class Desk:
         """A lease with the seeds, environments and tasks of its slots."""
         return lease_of(self.state, lease, self.slot_links[lease.version + 1])
 
+    # --- turns, where the host plays the environments ---
+
+    def expect_turn(self, key: str, lease_id: str, size_bytes: int) -> t.Lease:
+        """The lease that a worker may take a turn of. Raises `Refused`, `WireError`."""
+        if kind_of(self.state.envs) != COMPLETIONS:  # guard: turns-of-completions
+            raise Refused("malformed", "this run has no turns: its workers play the environments themselves")
+        lease = lease_to_fill(self.state, key, lease_id, "")  # guard: turns-of-own-leases
+        rules, sampling = self.state.rules, self.state.sampling
+        assert sampling is not None, "a run that has begun knows its sampling"
+        largest = turn_bytes(rules.block_groups * rules.group_size, sampling.max_turn_tokens)
+        if size_bytes > largest:  # guard: turn-size
+            raise WireError(f"the turn has {size_bytes} bytes, more than the {largest} that a block can need")
+        return self.wire_lease(lease)
+
+    async def take_turn(self, lease: t.Lease, turn: t.Turn) -> t.TurnAnswer:
+        """What the stage answers. Raises `RequestRefused`, `WireError`."""
+        block = next((block for block in lease.blocks if block.index == turn.block), None)
+        if block is None:  # guard: turn-of-a-leased-block
+            raise WireError(f"block {turn.block} is not of lease {lease.id}")
+        rollouts = len(block.slots) * self.state.rules.group_size
+        cap = turn_answer_bytes(rollouts, lease.sampling.max_tokens)
+        return await self.stage.turn(t.Staged(lease.id, lease.version, (block,), turn), cap)
+
     # --- submissions ---
 
     def expect_submission(self, key: str, lease_id: str, name: str, size_bytes: int) -> t.Receipt | None:
@@ -129,7 +159,8 @@ class Desk:
         if known is not None:
             return known
         lease = self.state.leases[lease_id]
-        groups = self._read_groups(lease, upload.read())
+        submission = self._read_submission(lease, upload.read())
+        groups, record = tuple(digest(group) for group in submission.groups), await self._keep_record(lease, submission)
         link = self.audit_links[lease.version + 1]
         draws = audit_draws(self.state, lease, name, link)
         judges = (self.state, lease, name, self.state.validators, link)
@@ -137,17 +168,38 @@ class Desk:
         self.kept.expect(name)
         upload.keep(name)
         try:
-            submit = Submit(key, lease_id, name, upload.size, groups, draws, order, self.clock(), created, of_turns)
+            submit = Submit(
+                key, lease_id, name, upload.size, groups, draws, order, self.clock(), created, of_turns, record
+            )
             await self.book.submit(submit)
         except (Refused, StateError):
             if name not in self.state.submissions:
-                self.blobs.delete(name)  # otherwise nobody would ever delete it
+                for blob in (name, record) if record else (name,):
+                    self.blobs.delete(blob)  # otherwise nobody would ever delete it
             raise
         self.kept.bodies[name] = lease.version
+        if record:
+            self.kept.records[record] = name
         return self._receipt(name)
 
-    def _read_groups(self, lease: LeaseRecord, body: bytes) -> tuple[str, ...]:
-        """Digests of a submission's groups. Raises `WireError` if it is not for the lease."""
+    async def _keep_record(self, lease: LeaseRecord, submission: t.Submission) -> str | UnsetType:
+        """Where the host plays the environments: keep what its stage played for a lease, if this is what was submitted.
+
+        Returns the name of the record's blob. Raises `WireError` if a group differs, and as `StageDoor.record`.
+        """
+        if kind_of(self.state.envs) != COMPLETIONS:
+            return UNSET
+        record = await self.stage.record(t.Staged(lease.id, lease.version, self.wire_lease(lease).blocks))
+        for encoded, recorded in zip(submission.groups, record.groups, strict=True):
+            differs = difference(from_msgpack(encoded, t.Group), recorded)
+            if differs is not None:  # guard: submission-as-recorded
+                raise WireError(f"slot {recorded.slot}, rollout {differs.rollout}: {differs.detail}")
+        name = self.blobs.put(to_msgpack(record))
+        self.kept.expect(name)
+        return name
+
+    def _read_submission(self, lease: LeaseRecord, body: bytes) -> t.Submission:
+        """A submission, its groups still encoded. Raises `WireError` if it is not for the lease."""
         due = len(lease.blocks) * self.state.rules.block_groups
         submission = from_msgpack(body, t.Submission)
         if (submission.run, submission.lease, submission.version) != (self.state.run, lease.id, lease.version):
@@ -159,7 +211,7 @@ class Desk:
         if (engine.implementation, engine.dtype, engine.device) != (member.implementation, member.dtype, member.device):
             raise WireError(f"the submission names another engine than the one that joined: {member.implementation}, "
                             f"{member.dtype} on {member.device}. Join again first")  # fmt: skip
-        return tuple(digest(group) for group in submission.groups)
+        return submission
 
     def _receipt(self, name: str) -> t.Receipt:
         booked = self.state.submissions[name]

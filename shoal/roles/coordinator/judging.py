@@ -50,7 +50,7 @@ def next_check(desk: Desk, key: str) -> t.Check | None:
     return t.Check(
         names[0], lease, submission.audited, now + turn_s(desk.state), submission.draws, submission.rate,
         submission.mean_influence, submission.mean_pay,
-        (key, *submission.verdicts) if len(desk.state.panel()) > 1 else (),
+        (key, *submission.verdicts) if len(desk.state.panel()) > 1 else (), submission.record,
     )  # fmt: skip
 
 

@@ -59,6 +59,10 @@ class Kept:
             for blob in submission.projections.values()
         }
         """Blobs of validators' projections, with their submission."""
+        self.records = {
+            submission.record: name for name, submission in book.state.submissions.items() if submission.record
+        }
+        """The host's records of submissions, with their submission."""
         self.coming |= {path.name for path in blobs.paths()} - self._named()  # guard: left-by-a-kill
         self._uploading = set[str]()
         """Leases whose bodies are being uploaded."""
@@ -69,8 +73,13 @@ class Kept:
 
     def _named(self) -> set[str]:
         """Blobs of the log that are kept."""
-        bodies = {blob for name in self.bodies for blob in (name, *self.state.submissions[name].projections.values())}
+        bodies = {blob for name in self.bodies for blob in self._with(name)}
         return bodies | _chunks(self.manifests.values()) | {v.manifest for v in self.state.main.versions.values()}
+
+    def _with(self, name: str) -> list[str]:
+        """A submission's blobs: its body, the host's record of it, and the projections of those who judged it."""
+        submission = self.state.submissions[name]
+        return [blob for blob in (name, submission.record, *submission.projections.values()) if blob]
 
     def expect(self, name: str) -> None:
         """A blob will be booked now, so it does not go with those that no event names."""
@@ -111,7 +120,7 @@ class Kept:
             judged = self.projections[name]
             # guard: projections-are-private
             return judged not in self.state.pending and judged not in self.state.rechecks
-        submission = self.state.submissions.get(name)
+        submission = self.state.submissions.get(self.records.get(name, name))
         if submission is None:
             return False
         judges = self.state.panel()  # guard: removed-judges-read-nothing
@@ -207,7 +216,8 @@ class Kept:
 
     def _forget_body(self, name: str) -> None:
         del self.bodies[name]
-        for blob in (name, *self.state.submissions[name].projections.values()):
+        for blob in self._with(name):
+            self.records.pop(blob, None)
             self.projections.pop(blob, None)
             self._blobs.delete(blob)
 

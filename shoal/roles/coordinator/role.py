@@ -18,7 +18,7 @@ from typing import Any
 from msgspec.structs import replace
 from starlette.applications import Starlette
 
-from shoal.config import ACTIVATION_ERROR, ENV_SETTINGS, RunConfig, sampling_of, wire_bounds
+from shoal.config import ACTIVATION_ERROR, ENV_SETTINGS, STAGE_KEYS, RunConfig, sampling_of, wire_bounds
 from shoal.envs.load import env_digest, env_of
 from shoal.errors import StateError, cause_of
 from shoal.folder import RunFolder, write_atomically
@@ -31,6 +31,7 @@ from shoal.net.connections import Limits, connections_that_fit, http_server
 from shoal.net.keys import load_or_make_key
 from shoal.protocol import types as t
 from shoal.protocol.bounds import dtypes_of
+from shoal.protocol.constants import EPISODES
 from shoal.protocol.randomness import SecretChain
 from shoal.roles.coordinator.api import application
 from shoal.roles.coordinator.desk import Desk
@@ -122,6 +123,10 @@ def public_run_file(folder: RunFolder, config: RunConfig) -> dict[str, Any]:
                 del env[name]
     if not config.sampling.max_rollout_tokens:
         del tree["sampling"]["max_rollout_tokens"]
+    for env in tree["envs"]:  # a run whose workers play has the log that it had before hosts could
+        for name, usual in STAGE_KEYS.items():
+            if env[name] == usual:
+                del env[name]
     if folder.has_public_secret(config):  # guard: no-seed-in-the-log
         del tree["seed"]
     return tree
@@ -135,6 +140,7 @@ def env_specs(config: RunConfig) -> list[t.EnvSpec]:
             own_label="" if e.label == e.name else e.label,
             system=e.system, examples=e.examples, template=e.template, parser=e.parser, weights=e.weights,
             max_turn_tokens=e.max_turn_tokens, max_tokens=e.max_tokens, history=e.history,
+            kind=e.kind or EPISODES, reproducible=e.reproducible,
         )
         for e in config.envs
     ]  # fmt: skip

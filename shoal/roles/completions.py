@@ -1,0 +1,182 @@
+"""Play a lease whose environments stay with the host: extend token ids, and ask for the environment's words after each
+turn.
+
+Called by the worker. Blocks advance on their own, several at a time, so that the turn of one travels while the engine
+extends another. Each turn of a block is one batch of its open rollouts in their order, as in `envs/play`, so the bits are
+those of a worker that has the environments. It trusts nothing that the host says about sizes.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from shoal.engine.base import Continuation, Engine, Request
+from shoal.errors import PeerError
+from shoal.policy.render import Renderer
+from shoal.protocol import types as t
+from shoal.protocol.randomness import sample_seed
+
+log = logging.getLogger("worker")
+
+AHEAD = 4
+"""Blocks that are played at a time, if the memory allows it."""
+
+
+class TooLate(Exception):
+    """The lease has taken far too long."""
+
+
+class Table(NamedTuple):
+    """What a lease is played with."""
+
+    engine: Engine
+    renderer: Renderer
+    group_size: int
+    sampling: t.Sampling
+    ask: Callable[[t.Turn], Awaitable[t.TurnAnswer]]
+    """Sends a turn to the host. It may take any time."""
+    is_late: Callable[[], bool]
+    """Whether the lease is to be dropped."""
+
+
+@dataclass
+class _Rollout:
+    """One rollout as it grows."""
+
+    name: str
+    seed: bytes
+    tokens: list[int] = field(default_factory=list)
+    author: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    turn_at: int = 0
+    """Where the policy's last turn begins."""
+    room: int = 0
+    ending: t.Outcome = ""
+
+    def packed(self, version: int) -> t.Rollout:
+        assert self.ending not in ("", "void"), "a rollout that is sent has begun and ended"
+        return t.make_rollout(self.tokens, self.author, self.logprobs, version=version, ending=self.ending)  # type: ignore[arg-type]
+
+
+async def play_blocks(table: Table, blocks: Sequence[t.Block], at_once: int = AHEAD) -> list[t.Group]:
+    """Fill the slots of blocks, in their order. Raises `TooLate`, what `ask` raises, and `PeerError` if the host's answers
+    cannot be those of an environment."""
+    engine, places = asyncio.Lock(), asyncio.Semaphore(at_once)
+
+    async def play(block: t.Block) -> list[t.Group]:
+        async with places:
+            return await _play_block(table, block, engine)
+
+    tasks = [asyncio.create_task(play(block)) for block in blocks]
+    try:
+        if tasks:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        for task in tasks:
+            if task.done():
+                task.result()  # the first that failed ends the others
+        return [group for task in tasks for group in task.result()]
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _play_block(table: Table, block: t.Block, engine: asyncio.Lock) -> list[t.Group]:
+    seeds = [(slot, bytes.fromhex(slot.seed), index) for slot in block.slots for index in range(table.group_size)]
+    rollouts = [
+        _Rollout(f"{slot.slot}-{index}-{slot.seed[:16]}", sample_seed(seed, index)) for slot, seed, index in seeds
+    ]
+    open_, turn, written = rollouts, 0, tuple[bytes, ...]()
+    try:
+        while open_:
+            if table.is_late():
+                raise TooLate
+            answer = await table.ask(t.Turn(block.index, turn, written))
+            _take(table, answer, open_)
+            table.engine.forget([rollout.name for rollout in open_ if rollout.ending])
+            open_ = [rollout for rollout in open_ if not rollout.ending]
+            written, turn = await _extend(table, open_, engine), turn + 1
+    finally:
+        table.engine.forget([rollout.name for rollout in open_])
+    return _groups(table, block, rollouts)
+
+
+async def _extend(table: Table, open_: Sequence[_Rollout], engine: asyncio.Lock) -> tuple[bytes, ...]:
+    """Let the policy write a turn in each open rollout, as one batch."""
+    if not open_:
+        return ()
+    stop_ids = table.renderer.stop_ids
+    requests = [Request(r.name, r.tokens, r.seed, r.room, stop_ids) for r in open_]
+    async with engine:
+        work = asyncio.ensure_future(asyncio.to_thread(table.engine.extend, requests, table.sampling.temperature))
+        try:
+            turns = await asyncio.shield(work)
+        except asyncio.CancelledError:
+            await asyncio.wait([work])  # before anybody else uses the engine
+            raise
+    return tuple(_write(rollout, turn) for rollout, turn in zip(open_, turns, strict=True))
+
+
+def _write(rollout: _Rollout, turn: Continuation) -> bytes:
+    rollout.tokens.extend(turn.token_ids)
+    rollout.logprobs.extend(turn.logprobs)
+    rollout.author.extend([t.POLICY] * len(turn.token_ids))
+    return np.asarray(turn.token_ids, dtype="<i4").tobytes()
+
+
+def _take(table: Table, answer: t.TurnAnswer, open_: Sequence[_Rollout]) -> None:
+    """Append what the environment says. Raises `PeerError` if it does not fit."""
+    texts = [_token_ids(text, table.renderer.vocabulary) for text in answer.texts]
+    if len(answer.said) != len(open_):  # guard: answers-for-the-open
+        raise _wrong(f"{len(answer.said)} answers for {len(open_)} rollouts")
+    for rollout, said in zip(open_, answer.said, strict=True):
+        if not 0 <= said.text < len(texts) or not t.POLICY <= said.author <= 255:  # guard: answer-names-a-text
+            raise _wrong(f"text {said.text} of {len(texts)}, author {said.author}")
+        rollout.author[rollout.turn_at :] = [said.author] * (len(rollout.author) - rollout.turn_at)
+        rollout.tokens.extend(texts[said.text])
+        rollout.author.extend([t.ENVIRONMENT] * len(texts[said.text]))
+        limits = table.sampling
+        most = min(limits.max_turn_tokens, limits.max_tokens - len(rollout.tokens))
+        least = 0 if said.ending else 1
+        # guard: room-within-the-limits
+        if len(rollout.tokens) > limits.max_tokens or not least <= said.room <= max(0, most) * least:
+            raise _wrong(f"room for {said.room} tokens after {len(rollout.tokens)}, ending {said.ending!r}")
+        if not rollout.tokens and not said.ending:  # guard: opening-says-something
+            raise _wrong("an empty opening")
+        rollout.room, rollout.ending, rollout.turn_at = said.room, said.ending, len(rollout.tokens)
+
+
+def _token_ids(text: bytes, vocabulary: int) -> list[int]:
+    if len(text) % 4:  # guard: text-of-whole-tokens
+        raise _wrong(f"a text of {len(text)} bytes")
+    tokens_T = np.frombuffer(text, dtype="<i4")
+    if len(tokens_T) and (tokens_T.min() < 0 or tokens_T.max() >= vocabulary):  # guard: text-in-vocabulary
+        raise _wrong("a token outside the vocabulary")
+    return tokens_T.tolist()
+
+
+def _groups(table: Table, block: t.Block, rollouts: Sequence[_Rollout]) -> list[t.Group]:
+    groups = []
+    for slot, own in zip(block.slots, _of_each(rollouts, table.group_size), strict=True):
+        void = {rollout.ending == "void" for rollout in own}
+        if len(void) > 1:  # guard: group-is-void-or-whole
+            raise _wrong(f"slot {slot.slot} is void for some of its rollouts only")
+        if any(rollout.ending == "error" for rollout in own):
+            log.warning("environment_error env=%.64s task=%d: the host's log has the traceback", slot.env, slot.task)
+        packed = () if True in void else tuple(rollout.packed(table.engine.version) for rollout in own)
+        groups.append(t.Group(slot.slot, slot.task, slot.env, packed))
+    return groups
+
+
+def _of_each(rollouts: Sequence[_Rollout], size: int) -> list[Sequence[_Rollout]]:
+    return [rollouts[i : i + size] for i in range(0, len(rollouts), size)]
+
+
+def _wrong(what: str) -> PeerError:
+    return PeerError(
+        f"the host answered a turn with {what}, which no environment says: leave this run, and tell the host"
+    )

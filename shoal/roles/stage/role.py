@@ -1,0 +1,181 @@
+"""The stage: the host's own process that plays the environments of a run whose workers only extend token ids.
+
+Started by the launcher beside the coordinator, whose signed requests alone it answers, on this machine alone. It holds no
+key and no log. What it answers is in its memo first, so it may be killed at any time.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import socket
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from shoal.config import RunConfig, sampling_of
+from shoal.errors import StateError
+from shoal.folder import RunFolder, write_atomically
+from shoal.ledger.facts.run import RunCreated
+from shoal.ledger.log.store import Store, sqlite_url
+from shoal.ledger.table import read_entry
+from shoal.net import server
+from shoal.net.connections import Limits as Connections
+from shoal.net.connections import http_server
+from shoal.net.keys import load_or_make_key
+from shoal.net.server import Gate, RequestRefused, answer_bytes
+from shoal.policy.render import Renderer
+from shoal.protocol import types as t
+from shoal.protocol.constants import MAX_SUBMISSION_BYTES
+from shoal.protocol.wire import digest, from_msgpack, to_msgpack
+from shoal.roles.stage.child import Opening
+from shoal.roles.stage.memo import Memo
+from shoal.roles.stage.players import ChildPlayer, Player, Players
+from shoal.roles.stage.turns import Limits, record_of, take_turn
+
+log = logging.getLogger("stage")
+
+ANSWER_S = 20.0
+"""A turn that takes longer is answered "come again", and goes on meanwhile."""
+
+PLAYERS = 4
+"""Processes that play. More than the cores, because some environments wait for others, such as judges."""
+
+RATE = (1e6, 1_000_000)
+"""Requests a second: all come from the coordinator, which counts its workers' own."""
+
+MsgPack = "application/msgpack"
+
+
+def main(run_dir: Path) -> None:
+    """Play for a run until told to stop. Raises `StateError` if the folder cannot be used."""
+    folder = RunFolder(run_dir)
+    stage = Stage(folder, folder.config())
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(256)
+        address = {"url": f"http://127.0.0.1:{listener.getsockname()[1]}", "pid": os.getpid()}
+        write_atomically(folder.stage_address, json.dumps(address).encode())
+        log.info("playing run=%s envs=%s url=%s", stage.run, ",".join(stage.labels), address["url"])
+        http_server(stage.application(), Connections(total=256, trusted=())).run(sockets=[listener])
+
+
+class Stage:
+    """The stage of one run."""
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        config: RunConfig,
+        make: Callable[[Opening], Player] = ChildPlayer,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._folder, self._config, self._make = folder, config, make
+        self.run, self.labels = folder.run_id(), tuple(env.label for env in config.envs)
+        self._key = load_or_make_key(folder.keys / "run.key").public
+        self._gate = Gate(clock, address_rate=RATE, key_rate=RATE)
+        self._memo = Memo(folder.stage_memo)
+        self._at_work: dict[tuple[str, int], tuple[str, asyncio.Task[t.TurnAnswer]]] = {}
+        """By lease and block: the digest of the turn that is played now, and its answer."""
+        self._newest = -1
+        self._players: Players | None = None
+        self._limits: Limits
+        self._opening = asyncio.Lock()
+
+    def application(self) -> Starlette:
+        """The stage as an ASGI application."""
+        routes = [
+            Route("/v1/turns", self._turn, methods=["POST"]),
+            Route("/v1/records", self._record, methods=["POST"]),
+        ]
+        return server.application(routes, lifespan=self._lifespan)
+
+    @contextlib.asynccontextmanager
+    async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        yield
+        self.close()
+
+    def close(self) -> None:
+        """End all processes."""
+        if self._players is not None:
+            self._players.close()
+        self._memo.close()
+
+    async def _turn(self, request: Request) -> Response:
+        asked = await self._asked(request)
+        if asked.turn is None or len(asked.blocks) != 1:
+            raise RequestRefused(400, "malformed", "a turn is of one block")
+        return answer_bytes(to_msgpack(await self._answer(asked, asked.turn)), MsgPack)
+
+    async def _record(self, request: Request) -> Response:
+        asked = await self._asked(request)
+        record = await asyncio.to_thread(record_of, self._memo, self.run, asked, self._config.rollouts.group_size)
+        return answer_bytes(to_msgpack(record), MsgPack)
+
+    async def _asked(self, request: Request) -> t.Staged:
+        """What the coordinator asks. Raises `RequestRefused` for any other key."""
+        caller = self._gate.admit(request, run=self.run, cap=MAX_SUBMISSION_BYTES)
+        if caller.key != self._key:  # guard: stage-answers-the-coordinator
+            raise RequestRefused(403, "not_admitted", "only the coordinator of this run asks the stage")
+        return from_msgpack(await self._gate.body(request, caller), t.Staged)
+
+    async def _answer(self, asked: t.Staged, turn: t.Turn) -> t.TurnAnswer:
+        """The answer to a turn. One that takes long goes on while its worker asks again. Raises `RequestRefused`."""
+        players = await self._open()
+        self._forget_old(asked.version)
+        place, name = (asked.lease, asked.blocks[0].index), digest(to_msgpack(turn))
+        before, task = self._at_work.get(place, ("", None))
+        if task is not None and before != name:  # guard: one-turn-at-a-time
+            raise RequestRefused(503, "busy", "another turn of this block is being played: ask again", retry_s=1.0)
+        if task is None:
+            size, shared = self._config.rollouts.group_size, {env.label: env.reproducible for env in self._config.envs}
+            play = asyncio.to_thread(
+                take_turn, self._memo, asked, turn, shared.__getitem__, size, self._limits, players.play
+            )
+            task = asyncio.create_task(play)
+            self._at_work[place] = name, task
+            task.add_done_callback(lambda _: self._at_work.pop(place))
+        done, _ = await asyncio.wait([task], timeout=ANSWER_S)  # guard: slow-turns-go-on
+        if not done:
+            raise RequestRefused(503, "busy", "the environment is still at work: ask again", retry_s=1.0)
+        return task.result()
+
+    async def _open(self) -> Players:
+        """The players, once the trainer has made the first policy, whose tokenizer they need."""
+        async with self._opening:
+            if self._players is None:
+                folder, config = self._folder, self._config
+                if not folder.policy.exists():
+                    raise RequestRefused(503, "busy", "the first policy is not here yet: ask again", retry_s=1.0)
+                renderer = await asyncio.to_thread(Renderer.from_directory, folder.policy)
+                self._limits = Limits(renderer.vocabulary, renderer.stop_ids)
+                opening = Opening(_specs(folder), str(folder.policy), sampling_of(config))
+                limits_s = {env.label: env.call_s for env in config.envs}
+                self._players = Players(lambda: self._make(opening), PLAYERS, self._memo, limits_s.__getitem__)
+            return self._players
+
+    def _forget_old(self, version: int) -> None:
+        """Delete what no lease can ask for any more."""
+        if version > self._newest:
+            self._newest = version
+            self._memo.forget(version - self._config.rollouts.max_staleness)  # guard: leased-is-not-forgotten
+
+
+def _specs(folder: RunFolder) -> tuple[t.EnvSpec, ...]:
+    """The environments as the log names them, so that a file that was changed since is refused."""
+    store = Store(sqlite_url(folder.log), read_only=True)
+    try:
+        for data, _ in store.read(limit=1):
+            body = read_entry(data)[0].body
+            assert isinstance(body, RunCreated), "a log begins with the run"
+            return body.envs
+    finally:
+        store.close()
+    raise StateError(f"the log {folder.log} is empty")

@@ -1,0 +1,295 @@
+"""Runs whose host plays the environments: workers only extend token ids, and everything else is as in any run."""
+
+import asyncio
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import msgspec
+import numpy as np
+import pytest
+
+from shoal.errors import PeerError, Superseded
+from shoal.ledger.facts.leases import LeaseLapsed
+from shoal.ledger.facts.submissions import SubmissionReceived
+from shoal.protocol import types as t
+from shoal.protocol.constants import COMPLETIONS
+from shoal.roles.auditor.rollouts import AGREE, Choice, audit_rollouts
+from shoal.roles.auditor.source import FolderRun
+from shoal.roles.completions import Table, TooLate, play_blocks
+from shoal.roles.worker import Worker
+from tests.envs.conftest import FakeEngine
+from tests.roles.town import Town, tiny_run
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
+import one_file
+
+HOSTED = [{"name": "arithmetic", "kind": "completions"}]
+
+
+@pytest.fixture(scope="module")
+def single_file_weights(tmp_path_factory):
+    """Of a run in one process whose worker plays the environments."""
+    out = tmp_path_factory.mktemp("one") / "run"
+    return one_file.train(tiny_run(), out, out.parent)
+
+
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_completions_give_the_bytes_of_episodes_whoever_serves(tmp_path, single_file_weights, num_workers):
+    town = Town(tmp_path / "run", tiny_run(envs=HOSTED))
+    workers = [town.worker(f"worker-{i}") for i in range(num_workers)]
+    asyncio.run(town.live(town.trainer(), town.validator(), *workers))
+    assert town.weights() == single_file_weights
+    assert town.audit().findings == []
+    town.stage.close()
+    found = asyncio.run(audit_rollouts(FolderRun(town.folder.root), Choice(), threads=1, own_files=False))
+    assert found.exit_code() == AGREE and found.with_model == found.groups > 0, str(found)
+    records = [e.body.record for e in town.audit().entries if isinstance(e.body, SubmissionReceived)]
+    assert all(records)
+
+
+COUNTING = '''
+from shoal.envs.base import Env, Step
+
+class Counting(Env):
+    """Scores how many letters are in the answer, up to four."""
+    name, num_tasks = "counting", 100
+    def task(self, index, heldout=False):
+        return index
+    def reset(self, task):
+        return "", [{"role": "user", "content": f"{task}: say letters"}]
+    def step(self, state, action):
+        return Step(action, "", True)
+    def score(self, state):
+        return min(4, sum(letter.isalpha() for letter in state)) / 4
+
+def environment():
+    return Counting()
+'''
+
+
+def test_strangers_train_on_a_file_that_only_the_host_has(tmp_path):
+    (tmp_path / "counting.py").write_text(COUNTING)
+    town = Town(tmp_path / "run", tiny_run(envs=[{"name": str(tmp_path / "counting.py")}]), for_others=True)
+    strangers = [town.worker(f"stranger-{i}", own_files=False) for i in range(2)]
+    asyncio.run(town.live(town.trainer(), town.validator(), *strangers))
+    town.stage.close()
+    (tmp_path / "counting.py").unlink()
+    found = asyncio.run(audit_rollouts(FolderRun(town.folder.root), Choice(), threads=1, own_files=False))
+    assert found.exit_code() == AGREE and found.with_model == found.groups > 0, str(found)
+    assert town.audit().findings == []
+
+
+def test_two_of_three_workers_killed_change_no_byte_and_every_token_can_be_derived_again(tmp_path, single_file_weights):
+    town = Town(tmp_path / "run", tiny_run(envs=HOSTED))
+    workers = [town.worker(f"worker-{i}") for i in range(3)]
+    killed = []
+
+    async def live_until_killed(worker, turns):
+        """Kill a worker in the middle of a turn: no goodbye, and its lease stays open."""
+        ask = worker.client.post_packed
+        me = asyncio.current_task()
+
+        async def count(*args, **options):
+            nonlocal turns
+            turns -= 1
+            if turns == 0:
+                killed.append(worker)
+                me.cancel()
+            return await ask(*args, **options)
+
+        worker.client.post_packed = count
+        try:
+            await Worker.run(worker)
+        except asyncio.CancelledError:
+            me.uncancel()
+
+    for worker, turns in zip(workers[:2], (2, 5), strict=True):
+        worker.run = partial(live_until_killed, worker, turns)
+    asyncio.run(town.live(town.trainer(), town.validator(), *workers, limit_s=110.0))
+    town.stage.close()
+    assert len(killed) == 2
+    assert town.weights() == single_file_weights
+    assert town.audit().findings == []
+    causes = [entry.body.cause for entry in town.audit().entries if isinstance(entry.body, LeaseLapsed)]
+    assert causes.count("deadline") + causes.count("overtaken") >= 1
+    found = asyncio.run(audit_rollouts(FolderRun(town.folder.root), Choice(), threads=1, own_files=False))
+    assert found.exit_code() == AGREE and found.with_model == found.groups > 0, str(found)
+
+
+# --- a worker and what a host may say ---
+
+
+SAMPLING = t.Sampling(temperature=1.0, max_turn_tokens=4, max_tokens=40)
+STOP = 2
+
+
+class Letters(FakeEngine):
+    """Writes a letter and stops. It says which conversations it forgot, and never works twice at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.at_work, self.pause_s = 0, 0.0
+
+    def extend(self, requests, temperature):
+        assert not self.at_work, "two batches at a time"
+        self.at_work += 1
+        time.sleep(self.pause_s)
+        self.at_work -= 1
+        return super().extend(requests, temperature)
+
+    def write(self, request):
+        return [5, STOP]
+
+
+def table(ask, engine=None, is_late=lambda: False):
+    renderer = SimpleNamespace(vocabulary=16, stop_ids=frozenset({STOP}))
+    return Table(engine or Letters(), renderer, 2, SAMPLING, ask, is_late)
+
+
+def blocks(count=1):
+    return [t.Block(i, (t.Slot(i, f"{i:064x}", "toy", 1),), COMPLETIONS) for i in range(count)]
+
+
+def ids(*tokens):
+    return np.asarray(tokens, dtype="<i4").tobytes()
+
+
+def answer(*said, texts=(ids(3, 4), b"")):
+    return t.TurnAnswer(tuple(texts), tuple(said))
+
+
+OPEN, END = t.Said(0, 4, ""), t.Said(1, 0, "environment")
+
+
+def host(*answers, pause_s=0.0):
+    """A host that gives these answers to each block, turn by turn."""
+
+    async def ask(turn):
+        await asyncio.sleep(pause_s)
+        return answers[turn.turn]
+
+    return ask
+
+
+def play(ask, count=1, **options):
+    playing = table(ask, **options)
+    return asyncio.run(play_blocks(playing, blocks(count))), playing
+
+
+def test_a_worker_plays_what_the_host_says():
+    masked = t.Said(0, 4, "", 2)
+    (group,), playing = play(host(answer(OPEN, OPEN), answer(masked, END), answer(END)))
+    first, second = group.rollouts
+    assert first.tokens_T().tolist() == [3, 4, 5, STOP, 3, 4, 5, STOP] and first.ending == "environment"
+    assert list(first.author) == [0, 0, 2, 2, 0, 0, 1, 1]
+    assert list(second.author) == [0, 0, 1, 1]
+    assert {request.rollout for call in playing.engine.calls for request in call} == set(playing.engine.forgotten)
+
+
+def test_a_void_slot_gives_a_group_without_rollouts():
+    void = t.Said(1, 0, "void")
+    (group,), _ = play(host(answer(void, void)))
+    assert group.rollouts == ()
+
+
+@pytest.mark.parametrize(
+    ("said", "what"),
+    [
+        (answer(OPEN), "1 answers for 2 rollouts"),
+        (answer(OPEN, OPEN, OPEN), "3 answers for 2 rollouts"),
+        (answer(OPEN, t.Said(2, 4, "")), "text 2 of 2"),
+        (answer(OPEN, t.Said(-1, 4, "")), "text -1 of 2"),
+        (answer(OPEN, t.Said(0, 4, "", 0)), "author 0"),
+        (answer(OPEN, t.Said(0, 4, "", 256)), "author 256"),
+        (answer(OPEN, t.Said(0, 5, "")), "room for 5 tokens"),
+        (answer(OPEN, t.Said(0, 0, "")), "room for 0 tokens"),
+        (answer(OPEN, t.Said(0, 4, "length")), "room for 4 tokens"),
+        (answer(OPEN, OPEN, texts=(ids(*[3] * 40), b"")), "room for 4 tokens after 40"),
+        (answer(END, END, texts=(b"", ids(*[3] * 41))), "room for 0 tokens after 41"),
+        (answer(OPEN, t.Said(1, 4, "")), "an empty opening"),
+        (answer(OPEN, OPEN, texts=(ids(3)[:-1], b"")), "a text of 3 bytes"),
+        (answer(OPEN, OPEN, texts=(ids(16), b"")), "outside the vocabulary"),
+        (answer(OPEN, OPEN, texts=(ids(-1), b"")), "outside the vocabulary"),
+        (answer(END, t.Said(1, 0, "void")), "void for some"),
+    ],
+)
+def test_a_worker_leaves_a_host_whose_answers_no_environment_gives(said, what):
+    with pytest.raises(PeerError, match=what):
+        play(host(said, answer(END, END)))
+
+
+def test_blocks_are_played_at_a_time_and_the_engine_works_on_one():
+    engine = Letters()
+    engine.pause_s = 0.02
+    began = time.monotonic()
+    groups, _ = play(host(answer(OPEN, OPEN), answer(END, END), pause_s=0.2), count=8, engine=engine)
+    assert [group.slot for group in groups] == list(range(8))
+    assert time.monotonic() - began < 8 * 0.4 / 2, "turns of different blocks travel together"
+    assert all(len({request.rollout.split("-")[0] for request in call}) == 1 for call in engine.calls)
+
+
+def test_when_a_block_fails_the_others_stop_and_the_engine_is_idle():
+    engine = Letters()
+    engine.pause_s = 0.3
+
+    async def ask(turn):
+        if turn.block == 1 and turn.turn:
+            raise Superseded("the lease is over")
+        return answer(OPEN, OPEN)
+
+    with pytest.raises(Superseded):
+        play(ask, count=3, engine=engine)
+    assert engine.at_work == 0
+    assert {request.rollout for call in engine.calls for request in call} <= set(engine.forgotten)
+
+
+def test_a_lease_that_takes_far_too_long_is_dropped_between_two_turns():
+    late = iter([False, False, True])
+    with pytest.raises(TooLate):
+        play(host(answer(OPEN, OPEN), answer(OPEN, OPEN), answer(END, END)), is_late=lambda: next(late))
+
+
+# --- leases that end otherwise ---
+
+
+def in_town(tmp_path, change):
+    """A run of one step whose first lease is spoiled by `change(worker, lease)`; returns why leases lapsed."""
+    town = Town(tmp_path / "run", tiny_run(steps=1, envs=HOSTED))
+    worker, spoiled = town.worker("worker"), [True]
+    groups_of = worker._groups_of
+
+    async def play(lease):
+        if spoiled and spoiled.pop():
+            lease = await change(worker, lease)
+        return await groups_of(lease)
+
+    worker._groups_of = play
+    asyncio.run(town.live(town.trainer(), town.validator(), worker, limit_s=90.0))
+    town.stage.close()
+    assert town.audit().findings == []
+    return [entry.body.cause for entry in town.audit().entries if isinstance(entry.body, LeaseLapsed)]
+
+
+def test_a_lease_whose_turns_were_taken_with_other_tokens_is_given_back_and_the_run_goes_on(tmp_path):
+    """A worker that was killed, and comes back with another engine, cannot go on where it was."""
+
+    async def other_tokens(worker, lease):
+        async def ask(*written):
+            turn = t.Turn(lease.blocks[0].index, len(written) and 1, written)
+            return await worker.client.post_packed(f"/v1/leases/{lease.id}/turns", turn, t.TurnAnswer, cap=1 << 20)
+
+        opening = await ask()
+        await ask(*[ids(worker.seat.policy.renderer.eos_id)] * len(opening.said))
+        return lease
+
+    assert in_town(tmp_path, other_tokens)[0] == "returned"
+
+
+def test_turns_that_take_far_too_long_give_the_lease_back_and_the_run_goes_on(tmp_path):
+    async def no_time(worker, lease):
+        return msgspec.structs.replace(lease, deadline=lease.issued)
+
+    assert in_town(tmp_path, no_time)[0] == "returned"

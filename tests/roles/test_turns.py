@@ -1,0 +1,365 @@
+"""Turns at a real coordinator and its stage: what a worker may ask, and what it gets when something is wrong."""
+
+import asyncio
+import time
+from types import SimpleNamespace
+
+import msgspec
+import numpy as np
+import pytest
+
+from shoal.config import TinyPolicy
+from shoal.errors import PeerError, Superseded
+from shoal.ledger.facts.leases import AskLease, ReturnLeases
+from shoal.ledger.facts.members import Enter
+from shoal.ledger.facts.run import Admin
+from shoal.ledger.facts.versions import Publish
+from shoal.net.client import Client, PeerRefused
+from shoal.net.keys import load_or_make_key
+from shoal.policy.tiny import make_tiny
+from shoal.proofs.commit import commit
+from shoal.protocol import types as t
+from shoal.protocol.constants import COMPLETIONS
+from shoal.protocol.wire import from_msgpack
+from shoal.roles.coordinator import stage as door
+from shoal.roles.stage import role as stage_role
+from tests.roles.town import URL, Town, tiny_run
+
+HOSTED = [{"name": "arithmetic", "kind": "completions"}]
+LIMIT = 1 << 20
+
+
+class World:
+    """A run with a lease for each of two workers, and clients of both."""
+
+    def __init__(self, root, envs=HOSTED) -> None:
+        self.town = Town(root, tiny_run(envs=envs))
+        self.desk, self.folder = self.town.desk, self.town.folder
+        make_tiny(TinyPolicy(width=16, layers=1, heads=1, kv_heads=1, mlp_width=16), self.folder.policy, 0, "float32")
+        now, book = time.time(), self.desk.book
+        trainer = load_or_make_key(self.folder.keys / "trainer.key").public
+        book.write(Enter(trainer, t.Join("trainer", "t", 0.0, "x", "float32", "cpu"), now), now)
+        book.write(Publish(trainer, 0, "00" * 32, "11" * 32, {}, now), now)
+        self.keys = [load_or_make_key(root / f"worker-{i}.key").public for i in range(2)]
+        for key in self.keys:
+            book.write(Enter(key, t.Join("worker", key[:8], 0.0, "x", "float32", "cpu"), now), now)
+            book.write(AskLease(key, (), 0.0, now), now)
+        self.leases = [self.desk.wire_lease(self.desk.state.open_leases_of(key)[0]) for key in self.keys]
+        self.block = self.leases[0].blocks[0]
+        self.stop = 0
+
+    def client(self, which: int | str = 0) -> Client:
+        client = self.town.client(self.folder.root / f"worker-{which}.key")
+        client.run = self.desk.state.run
+        return client
+
+    async def turn(self, turn: int, written=(), which: int = 0, lease="", block=None, client=None, deadline_s=2.0):
+        number = self.leases[which].blocks[0].index if block is None else block
+        value = t.Turn(number, turn, tuple(written))
+        path = f"/v1/leases/{lease or self.leases[which].id}/turns"
+        return await (client or self.client(which)).post_packed(
+            path, value, t.TurnAnswer, cap=LIMIT, deadline_s=deadline_s
+        )
+
+    async def play(self, which: int = 0) -> bytes:
+        """Play a lease to its end by stopping at once; returns the submission."""
+        lease, size = self.leases[which], self.desk.state.rules.group_size
+        opening = await self.turn(0, which=which)
+        stop = ids([next(iter(self.stops()))])
+        answer = await self.turn(1, [stop] * len(opening.said), which=which)
+        assert all(said.ending for said in answer.said)
+        rollouts = []
+        for first, last in zip(opening.said, answer.said, strict=True):
+            words, more = opening.texts[first.text], answer.texts[last.text]
+            tokens = np.frombuffer(words + stop + more, dtype="<i4")
+            author = [0] * (len(words) // 4) + [1] + [0] * (len(more) // 4)
+            rollouts.append(t.make_rollout(tokens, author, [-1.0], version=0, ending=last.ending))
+        slots = [slot for block in lease.blocks for slot in block.slots]
+        groups = [
+            t.Group(slot.slot, slot.task, slot.env, tuple(rollouts[i * size : (i + 1) * size]))
+            for i, slot in enumerate(slots)
+        ]
+        self.groups = groups
+        return self.body(groups, which)
+
+    def body(self, groups, which: int = 0) -> bytes:
+        return commit(self.desk.state.run, self.leases[which], groups, t.EngineFacts("x", "float32", "cpu"))
+
+    async def submit(self, body: bytes, which: int = 0, deadline_s: float = 2.0) -> t.Receipt:
+        path = f"/v1/leases/{self.leases[which].id}/submission"
+        return await self.client(which).put_bytes(path, body, t.Receipt, deadline_s=deadline_s)
+
+    def stops(self) -> frozenset[int]:
+        return self.town.stage._limits.stop_ids
+
+
+def ids(tokens) -> bytes:
+    return np.asarray(tokens, dtype="<i4").tobytes()
+
+
+@pytest.fixture
+def world(tmp_path):
+    world = World(tmp_path / "run")
+    yield world
+    world.town.stage.close()
+
+
+def refused(story) -> tuple[int, str, str]:
+    """How a story that must be refused ends."""
+    with pytest.raises(PeerRefused) as caught:
+        asyncio.run(story)
+    return caught.value.status, caught.value.code, str(caught.value)
+
+
+def test_a_lease_is_played_turn_by_turn_and_its_submission_is_booked_with_a_record(world):
+    async def story():
+        body = await world.play()
+        return await world.submit(body), await world.submit(body)
+
+    first, again = asyncio.run(story())
+    assert first == again
+    booked = world.desk.state.submissions[first.digest]
+    record = from_msgpack(world.desk.blobs.get(booked.record), t.Record)
+    assert (record.run, record.lease, record.version) == (world.desk.state.run, world.leases[0].id, 0)
+    assert [len(group.rollouts) for group in record.groups] == [8, 8]
+    assert {rollout.ending for group in record.groups for rollout in group.rollouts} == {"environment"}
+    assert not world.desk.kept.may_read(booked.record, "") and not world.desk.kept.may_read(
+        booked.record, world.keys[1]
+    )
+    assert world.desk.kept.may_read(booked.record, world.desk.state.validators[0])
+
+
+@pytest.mark.parametrize(
+    ("asked", "status", "code"),
+    [
+        (lambda w: w.turn(0, lease=w.leases[1].id), 403, "not_yours"),
+        (lambda w: w.turn(0, lease="999"), 403, "not_yours"),
+        (lambda w: w.turn(0, client=w.client("stranger")), 403, "not_joined"),
+        (lambda w: w.turn(0, block=w.leases[1].blocks[0].index), 400, "malformed"),
+        (lambda w: w.turn(0, block=10**9), 400, "malformed"),
+        (lambda w: w.turn(0, [ids([1])]), 400, "malformed"),
+        (lambda w: w.turn(1, [ids([1])] * 16), 400, "malformed"),
+        (lambda w: w.turn(-1), 400, "malformed"),
+        (lambda w: w.turn(1, [b"x" * 4000]), 400, "malformed"),
+        (lambda w: w.turn(1, [b""] * 20_000), 400, "malformed"),
+    ],
+    ids=["another's", "no lease", "no member", "another's block", "no block", "words at turn 0", "before turn 0",
+         "before any", "long", "many"],
+)  # fmt: skip
+def test_a_turn_that_is_not_the_workers_own_is_refused(world, asked, status, code):
+    assert refused(asked(world))[:2] == (status, code)
+    assert asyncio.run(world.turn(0)).said
+
+
+def test_a_turn_larger_than_a_block_can_need_is_not_read(world):
+    status, code, reason = refused(world.turn(1, [b"x" * 4000]))
+    assert (status, code) == (400, "malformed") and "more than the" in reason
+
+
+def test_a_turn_that_was_taken_takes_no_other_tokens(world):
+    async def story():
+        opening = await world.turn(0)
+        stop = [ids([next(iter(world.stops()))])] * len(opening.said)
+        answer = await world.turn(1, stop)
+        assert await world.turn(1, stop) == answer
+        letter = next(i for i in range(16, 60) if i not in world.stops())
+        return await world.turn(1, [ids([letter, *np.frombuffer(one, dtype="<i4")]) for one in stop])
+
+    assert refused(story())[:2] == (409, "conflict")
+
+
+def test_the_worker_that_takes_a_lapsed_block_over_hears_the_same_and_plays_nothing_twice(world):
+    async def story():
+        first = await world.turn(0)
+        now = world.town.clock()
+        await world.desk.book.submit(ReturnLeases(world.keys[0], (world.leases[0].id,), now))
+        lapsed = world.leases[0].blocks[0].index
+        with pytest.raises(PeerRefused):
+            await world.turn(0, which=1, block=lapsed)
+        heir = t.Lease(**{**to_dict(world.leases[0]), "id": "77"})
+        asked = t.Staged(heir.id, 0, heir.blocks, t.Turn(lapsed, 0))
+        world.town.stage._players = None  # nothing is played now
+        world.town.stage._open = lambda: asyncio.sleep(0, SimpleNamespace(play=None))
+        return first, await world.desk.stage.turn(asked, LIMIT)
+
+    first, again = asyncio.run(story())
+    assert first == again
+
+
+def to_dict(lease):
+    return {name: getattr(lease, name) for name in lease.__struct_fields__}
+
+
+def test_a_lease_that_is_over_takes_no_more_turns(world):
+    async def story():
+        await world.turn(0)
+        await world.desk.book.submit(Admin("drain", "", world.town.clock()))
+        world.desk.state.phase = "ended"
+        await world.turn(0)
+
+    with pytest.raises(Superseded, match="the run has ended"):
+        asyncio.run(story())
+
+
+@pytest.mark.parametrize(
+    ("forge", "reason"),
+    [
+        (lambda r: msgspec.structs.replace(r, ending="length"), "another ending"),
+        (lambda r: msgspec.structs.replace(r, token_ids=ids([5]) + r.token_ids[4:]), "other tokens"),
+        (lambda r: msgspec.structs.replace(r, author=b"\1" * len(r.author)), "other tokens"),
+        (None, "7 rollouts where the record has 8"),
+    ],
+    ids=["ending", "prompt", "author", "left out"],
+)
+def test_a_submission_that_is_not_what_was_played_is_refused_and_leaves_nothing(world, forge, reason):
+    async def story():
+        body = await world.play()
+        group = world.groups[1]
+        forged = group.rollouts[:-1] if forge is None else (*group.rollouts[:-1], forge(group.rollouts[-1]))
+        groups = [world.groups[0], msgspec.structs.replace(group, rollouts=forged)]
+        with pytest.raises(PeerRefused, match=reason) as caught:
+            await world.submit(world.body(groups))
+        assert caught.value.status == 400
+        assert not [path for path in world.desk.blobs.folder.rglob("*") if path.is_file()]
+        assert await world.submit(body)
+
+    asyncio.run(story())
+
+
+def test_a_lease_that_was_not_played_to_its_end_cannot_be_submitted(world):
+    async def story():
+        await world.turn(0)
+        slots = [slot for block in world.leases[0].blocks for slot in block.slots]
+        await world.submit(world.body([t.Group(slot.slot, slot.task, slot.env, ()) for slot in slots]))
+
+    assert refused(story())[:2] == (400, "malformed")
+
+
+def test_without_a_stage_workers_are_told_to_come_again_and_nothing_is_lost(world):
+    async def story():
+        body = await world.play()
+        address = world.folder.stage_address.read_bytes()
+        world.folder.stage_address.unlink()
+        for ask in (world.turn(0), world.submit(body)):
+            with pytest.raises(PeerError, match="the host's stage gives no answer now") as caught:
+                await ask
+            assert not isinstance(caught.value, PeerRefused)
+        world.folder.stage_address.write_bytes(address)
+        assert await world.submit(body)
+
+    asyncio.run(story())
+
+
+def test_a_stage_that_does_not_answer_is_no_refusal(world, monkeypatch):
+    monkeypatch.setattr(door, "STAGE_S", 0.05)
+    monkeypatch.setattr(world.town.stage, "_answer", lambda asked, turn: asyncio.sleep(3))
+    with pytest.raises(PeerError, match="gave no usable answer") as caught:
+        asyncio.run(world.turn(0))
+    assert not isinstance(caught.value, PeerRefused)
+
+
+def test_a_turn_that_takes_long_goes_on_while_its_worker_asks_again(world, monkeypatch):
+    monkeypatch.setattr(stage_role, "ANSWER_S", 0.05)
+    played = []
+
+    def slow(asks):
+        played.append(len(asks))
+        time.sleep(0.5)
+        return real(asks)
+
+    async def story():
+        nonlocal real
+        players = await world.town.stage._open()
+        real, players.play = players.play, slow
+        return await world.turn(0)
+
+    real, asked, answer_of = None, [], world.town.stage._answer
+    monkeypatch.setattr(world.town.stage, "_answer", lambda *what: asked.append(what) or answer_of(*what))
+    assert len(asyncio.run(story()).said) == 16
+    assert played == [16] and len(asked) > 2
+
+
+def test_other_tokens_for_a_turn_that_is_being_played_are_not_answered_with_it(world):
+    async def story():
+        opening = await world.turn(0)
+        stop = next(iter(world.stops()))
+        letter = next(i for i in range(16, 60) if i not in world.stops())
+        players = await world.town.stage._open()
+        play, players.play = players.play, lambda asks: time.sleep(0.3) or play(asks)
+        turns = [[ids([stop])] * len(opening.said), [ids([letter, stop])] * len(opening.said)]
+        ends = await asyncio.gather(
+            *(world.turn(1, written, deadline_s=20.0) for written in turns), return_exceptions=True
+        )
+        return sorted(type(end).__name__ for end in ends)
+
+    assert asyncio.run(story()) == ["PeerRefused", "TurnAnswer"]
+
+
+def test_a_worker_has_a_bounded_number_of_turns_at_a_time(world, monkeypatch):
+    monkeypatch.setattr(door, "MAX_WORKER_TURNS", 2)
+    most = 0
+
+    async def count(asked, cap):
+        nonlocal most
+        most = max(most, world.desk.stage._asking[world.keys[0]])
+        await asyncio.sleep(0.05)
+        return await real(asked, cap)
+
+    async def story():
+        return await asyncio.gather(*(world.turn(0, deadline_s=60.0) for _ in range(8)), world.turn(0, which=1))
+
+    real = world.desk.stage.turn
+    monkeypatch.setattr(world.desk.stage, "turn", count)
+    answers = asyncio.run(story())
+    assert most == 2 and len({str(answer) for answer in answers[:8]}) == 1
+    assert not world.desk.stage._asking
+
+
+def test_the_stage_answers_nobody_but_the_coordinator(world):
+    async def story():
+        worker = load_or_make_key(world.folder.root / "worker-0.key")
+        client = world.town.to_stage("http://stage")
+        client._key = worker
+        asked = t.Staged("1", 0, (world.block,), t.Turn(world.block.index, 0))
+        await client.post_packed("/v1/turns", asked, t.TurnAnswer, cap=LIMIT, deadline_s=2.0)
+
+    assert refused(story())[:2] == (403, "not_admitted")
+
+
+def test_a_run_whose_workers_play_has_no_turns(tmp_path):
+    town = Town(tmp_path / "run", tiny_run())
+    key = tmp_path / "worker.key"
+
+    async def story():
+        client = town.client(key)
+        client.run = town.desk.state.run
+        await client.post_packed("/v1/leases/0/turns", t.Turn(0, 0), t.TurnAnswer, cap=LIMIT, deadline_s=2.0)
+
+    status, code, reason = refused(story())
+    assert (status, code) == (400, "malformed") and "workers play the environments themselves" in reason
+
+
+def test_what_can_still_be_leased_is_not_forgotten(world):
+    async def story():
+        first = await world.turn(0)
+        world.town.stage._config = msgspec.structs.replace(
+            world.town.stage._config,
+            rollouts=msgspec.structs.replace(world.town.stage._config.rollouts, max_staleness=1),
+        )
+        world.town.stage._forget_old(1)
+        assert world.town.stage._memo.last(world.leases[0].id, world.block.index) is not None
+        assert await world.turn(0) == first
+        world.town.stage._forget_old(2)
+        return world.town.stage._memo.last(world.leases[0].id, world.block.index)
+
+    assert asyncio.run(story()) is None
+
+
+def test_a_run_says_what_it_needs_and_asks_only_for_its_kind(world):
+    async def story():
+        async with Client(URL, transport=world.client()._http._transport) as client:
+            return await client.get_json("/v1/run", t.RunInfo)
+
+    info = asyncio.run(story())
+    assert COMPLETIONS in info.needs and "episodes" not in info.needs
+    assert {block.kind for lease in world.leases for block in lease.blocks} == {COMPLETIONS}
