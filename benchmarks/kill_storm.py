@@ -32,6 +32,7 @@ steps = {steps}
 seed = 3
 [[envs]]
 name = "arithmetic"
+kind = "{kind}"
 [sampling]
 max_turn_tokens = 6
 max_tokens = 64
@@ -101,10 +102,10 @@ def main() -> None:
         sys.exit(1 if audit.findings else 0)
 
 
-def start(folder: Path, out: Path, **values: object) -> subprocess.Popen[bytes]:
+def start(folder: Path, out: Path, kind: str = "episodes", **values: object) -> subprocess.Popen[bytes]:
     """A run by the command line, in the background."""
     recipe = folder / "storm.toml"
-    recipe.write_text(RUN_FILE.format(**values))
+    recipe.write_text(RUN_FILE.format(kind=kind, **values))
     log = (folder / "launcher.log").open("ab")
     command = [sys.executable, "-m", "shoal.cli", "run", str(recipe), "--out", str(out)]
     return subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | {"OMP_NUM_THREADS": "1"})

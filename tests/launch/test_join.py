@@ -65,6 +65,47 @@ def test_a_stranger_joins_sees_what_was_accepted_and_leaves(tmp_path: Path) -> N
                 process.wait()
 
 
+COUNTING = """
+from shoal.envs.base import Env, Step
+
+class Counting(Env):
+    name, num_tasks = "counting", 100
+    def task(self, index, heldout=False):
+        return index
+    def reset(self, task):
+        return "", [{"role": "user", "content": f"{task}: say letters"}]
+    def step(self, state, action):
+        return Step(action, "", True)
+    def score(self, state):
+        return min(4, sum(letter.isalpha() for letter in state)) / 4
+
+environment = Counting
+"""
+
+
+def test_strangers_that_have_nothing_of_it_train_on_the_hosts_own_file(tmp_path: Path) -> None:
+    (tmp_path / "counting.py").write_text(COUNTING)
+    (tmp_path / "small.toml").write_text(RUN_FILE.replace('name = "arithmetic"', 'name = "counting.py"').replace(
+        'args = { digits = 1, operations = "+" }', ""))  # fmt: skip
+    values = ("steps=3", "eval.episodes=0", "workers.cheating=0", "rollouts.max_staleness=0")
+    host = begin(tmp_path, "host", "host", "small.toml", *(word for value in values for word in ("--set", value)))
+    workers = []
+    try:
+        url = said(tmp_path, "host", r"shoal join (http://127\.0\.0\.1:\d+)\n")
+        workers = [begin(tmp_path, name, "join", url, "--threads", "1", "--name", name) for name in ("one", "two")]
+        assert host.wait(timeout=120) == 0, said(tmp_path, "host", "(?s).*")
+        for name, worker in zip(("one", "two"), workers, strict=True):
+            assert worker.wait(timeout=60) == 0, said(tmp_path, name, "(?s).*")
+            said(tmp_path, name, r"left credits=\d+ accepted=\d+ refused=0")
+        (tmp_path / "counting.py").unlink()
+        audit = subprocess.run([*SHOAL, "audit", "runs/small", "--all"], cwd=tmp_path, capture_output=True, text=True)
+        assert audit.returncode == 0 and "the log agrees with what was recomputed" in audit.stdout, audit.stdout
+    finally:
+        for process in (*workers, host):
+            process.kill()
+            process.wait()
+
+
 def test_a_signal_ends_a_node_that_is_still_looking_for_its_run(tmp_path: Path) -> None:
     (tmp_path / "small.toml").write_text(RUN_FILE)
     RunFolder(tmp_path / "run").prepare(load_run(tmp_path / "small.toml"), tmp_path)
