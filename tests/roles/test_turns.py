@@ -315,6 +315,17 @@ def test_a_worker_has_a_bounded_number_of_turns_at_a_time(world, monkeypatch):
     assert not world.desk.stage._asking
 
 
+def test_a_stage_that_comes_back_listens_where_the_coordinator_still_asks(tmp_path):
+    address = tmp_path / "stage.json"
+    with stage_role._listen(address) as first:
+        port = first.getsockname()[1]
+        address.write_text(f'{{"url": "http://127.0.0.1:{port}"}}')
+        with stage_role._listen(address) as taken:
+            assert taken.getsockname()[1] != port
+    with stage_role._listen(address) as again:
+        assert again.getsockname() == ("127.0.0.1", port)
+
+
 def test_the_stage_answers_nobody_but_the_coordinator(world):
     async def story():
         worker = load_or_make_key(world.folder.root / "worker-0.key")

@@ -57,14 +57,30 @@ def main(run_dir: Path) -> None:
     """Play for a run until told to stop. Raises `StateError` if the folder cannot be used."""
     folder = RunFolder(run_dir)
     stage = Stage(folder, folder.config())
-    with socket.socket() as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(("127.0.0.1", 0))
-        listener.listen(256)
+    with _listen(folder.stage_address) as listener:
         address = {"url": f"http://127.0.0.1:{listener.getsockname()[1]}", "pid": os.getpid()}
         write_atomically(folder.stage_address, json.dumps(address).encode())
         log.info("playing run=%s envs=%s url=%s", stage.run, ",".join(stage.labels), address["url"])
         http_server(stage.application(), Connections(total=256, trusted=())).run(sockets=[listener])
+
+
+def _listen(address: Path) -> socket.socket:
+    """A listening socket on this machine alone: at the port of the last start, where the coordinator still asks, or else a
+    free one."""
+    last = 0
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        last = int(str(json.loads(address.read_text())["url"]).rsplit(":", 1)[1])
+    for port in dict.fromkeys((last, 0)):
+        listener = socket.socket()
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(("127.0.0.1", port))
+            listener.listen(256)
+        except OSError:
+            listener.close()
+        else:
+            return listener
+    raise StateError("the stage finds no free port on 127.0.0.1: end some programs that listen there")
 
 
 class Stage:
