@@ -253,6 +253,13 @@ def test_wrong_override_says_what_is_wrong(run_file: Path, override: str, messag
         (SMALL + "[train]\nupdates_per_batch = 0\n", "train.updates_per_batch = 0: must be at least 1"),
         (SMALL + "[workers]\ncount = -1\n", "workers.count = -1: must be at least 0"),
         (SMALL + "[validators]\ncount = 2\n", "validators.count = 2: a slash needs two validators that agree"),
+        (
+            SMALL + 'kind = "episodes"\nreproducible = false\n',
+            "envs.reproducible = false (arithmetic): others could not",
+        ),
+        (SMALL + 'kind = "stage"\n', "envs[0].kind"),
+        (SMALL + "call_s = 0\n", "envs.call_s = 0.0: must be above 0, and finite"),
+        (SMALL + "call_s = inf\n", "envs.call_s = inf: must be above 0, and finite"),
         (SMALL + "[storage]\ncheckpoint_every = 0\n", "storage.checkpoint_every = 0: must be at least 1"),
         (SMALL.replace('"small"', '"../elsewhere"'), "name = '../elsewhere': use only letters, digits"),
     ],

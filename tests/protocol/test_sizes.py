@@ -18,6 +18,8 @@ from shoal.protocol.sizes import (
     most_lease_blocks,
     most_lease_groups,
     submission_bytes,
+    turn_answer_bytes,
+    turn_bytes,
 )
 from shoal.protocol.wire import from_json, to_json, to_msgpack
 
@@ -74,6 +76,14 @@ def test_a_rollout_of_as_many_short_rows_as_possible_is_within_its_bound():
     bare = len(to_msgpack(rollout)) - tokens * BYTES_PER_TOKEN
     assert len(rollout.rows()) == rows and bare <= ROLLOUT_OVERHEAD_BYTES
     assert len(made) <= submission_bytes(1, 1, tokens, False)
+
+
+@pytest.mark.parametrize(("rollouts", "max_tokens"), [(1, 1), (16, 4), (64, 512), (4096, 10)])
+def test_every_turn_and_its_answer_fit(rollouts, max_tokens):
+    texts = tuple(np.full(max_tokens, i, dtype="<i4").tobytes() for i in range(rollouts))
+    assert len(to_msgpack(t.Turn(10**9, 10**9, texts))) <= turn_bytes(rollouts, max_tokens)
+    said = tuple(t.Said(i, max_tokens, "environment", 255) for i in range(rollouts))
+    assert len(to_msgpack(t.TurnAnswer(texts, said))) <= turn_answer_bytes(rollouts, max_tokens)
 
 
 LAWS = [(16, 4, 512), (16, 4, 8192), (16, 256, 512), (2, 1024, 16), (64, 1, 64), (4096, 1, 10)]

@@ -11,7 +11,9 @@ import msgspec
 import numpy as np
 import pytest
 
+from shoal.config import RunConfig
 from shoal.errors import PeerError, Superseded
+from shoal.folder import RunFolder
 from shoal.ledger.facts.leases import LeaseLapsed
 from shoal.ledger.facts.submissions import SubmissionReceived
 from shoal.protocol import types as t
@@ -20,6 +22,7 @@ from shoal.roles.auditor.rollouts import AGREE, Choice, audit_rollouts
 from shoal.roles.auditor.source import FolderRun
 from shoal.roles.completions import Table, TooLate, play_blocks
 from shoal.roles.worker import Worker
+from shoal.tree import from_tree
 from tests.envs.conftest import FakeEngine
 from tests.roles.town import Town, tiny_run
 
@@ -80,6 +83,42 @@ def test_strangers_train_on_a_file_that_only_the_host_has(tmp_path):
     found = asyncio.run(audit_rollouts(FolderRun(town.folder.root), Choice(), threads=1, own_files=False))
     assert found.exit_code() == AGREE and found.with_model == found.groups > 0, str(found)
     assert town.audit().findings == []
+
+
+def test_an_environment_that_nobody_can_repeat_is_trained_on_and_its_record_is_the_truth(tmp_path):
+    moody = COUNTING.replace("say letters", "say {random.random():.3f}").replace(
+        "return min", "return random.random() * min"
+    )
+    (tmp_path / "moody.py").write_text("import random\n" + moody)
+    envs = [{"name": str(tmp_path / "moody.py"), "reproducible": False}]
+    town = Town(tmp_path / "run", tiny_run(envs=envs))
+    strangers = [town.worker(f"stranger-{i}", own_files=False) for i in range(2)]
+    asyncio.run(town.live(town.trainer(), town.validator(), *strangers))
+    town.stage.close()
+    assert {env.kind for env in town.config.envs} == {COMPLETIONS}
+    found = asyncio.run(audit_rollouts(FolderRun(town.folder.root), Choice(), threads=1, own_files=False))
+    assert found.exit_code() == AGREE and found.with_model == found.groups > 0, str(found)
+    assert town.desk.state.refused == {}
+
+
+@pytest.mark.parametrize(
+    ("keys", "for_others", "kind"),
+    [
+        ({"name": "mine.py"}, True, "completions"),
+        ({"name": "mine.py"}, False, ""),
+        ({"name": "mine.py", "kind": "completions"}, False, "completions"),
+        ({"name": "mine.py", "kind": "episodes"}, True, "episodes"),
+        ({"name": "mine.py", "reproducible": False}, False, "completions"),
+        ({"name": "arithmetic"}, True, ""),
+        ({"name": "arithmetic", "kind": "completions"}, True, "completions"),
+    ],
+)
+def test_the_host_plays_its_own_files_for_others_and_what_nobody_can_repeat(tmp_path, keys, for_others, kind):
+    config = from_tree({"name": "run", "steps": 1, "envs": [keys]}, RunConfig, "test")
+    folder = RunFolder(tmp_path / "run")
+    folder.prepare(config, tmp_path, for_others=for_others)
+    assert [env.kind for env in folder.config().envs] == [kind]
+    assert folder.prepare(config, tmp_path, for_others=for_others), "the same command resumes"
 
 
 def test_two_of_three_workers_killed_change_no_byte_and_every_token_can_be_derived_again(tmp_path, single_file_weights):
