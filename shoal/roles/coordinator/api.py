@@ -385,7 +385,7 @@ CALLS: list[tuple[Call, Handler]] = [
     (Call("POST", "/v1/nodes/leave", "node", "Leave, and give back all leases.", None, t.NodeState), post_leave),
     (Call("POST", "/v1/leases", "worker", "A lease (long poll).", t.LeaseRequest, t.LeaseAnswer), post_leases),
     (Call("PUT", "/v1/leases/{id}/submission", "worker", "Fill a lease; msgpack.", None, t.Receipt), put_submission),
-    (Call("POST", "/v1/leases/{id}/turns", "worker", "Play a turn; msgpack.", t.Turn, t.TurnAnswer), post_turns),
+    (Call("POST", "/v1/leases/{id}/turns", "worker", "Play a turn; msgpack both ways.", None, None), post_turns),
     (Call("GET", "/v1/checks", "validator", "A submission to judge (long poll).", None, t.CheckAnswer), get_checks),
     (Call("PUT", "/v1/checks/{id}/verdict", "validator", "The verdict.", t.Verdict, t.Done), put_verdict),
     (Call("POST", "/v1/checkpoints", "trainer", "Publish a version.", t.SignedManifest, t.Done), post_checkpoints),

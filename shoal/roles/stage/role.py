@@ -12,6 +12,8 @@ import os
 import socket
 import time
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from starlette.applications import Starlette
@@ -46,6 +48,9 @@ ANSWER_S = 20.0
 
 PLAYERS = 4
 """Processes that play. More than the cores, because some environments wait for others, such as judges."""
+
+MAX_AT_WORK = 64
+"""Turns that are played at a time; more wait. Each waits for its players in a thread: slow ones hold up no others."""
 
 RATE = (1e6, 1_000_000)
 """Requests a second: all come from the coordinator, which counts its workers' own."""
@@ -98,7 +103,8 @@ class Stage:
         self._key = load_or_make_key(folder.keys / "run.key").public
         self._gate = Gate(clock, address_rate=RATE, key_rate=RATE)
         self._memo = Memo(folder.stage_memo)
-        self._at_work: dict[tuple[str, int], tuple[str, asyncio.Task[t.TurnAnswer]]] = {}
+        self._threads = ThreadPoolExecutor(MAX_AT_WORK, "turn")
+        self._at_work: dict[tuple[str, int], tuple[str, asyncio.Future[t.TurnAnswer]]] = {}
         """By lease and block: the digest of the turn that is played now, and its answer."""
         self._newest = -1
         self._players: Players | None = None
@@ -120,6 +126,7 @@ class Stage:
 
     def close(self) -> None:
         """End all processes."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
         if self._players is not None:
             self._players.close()
         self._memo.close()
@@ -152,10 +159,8 @@ class Stage:
             raise RequestRefused(503, "busy", "another turn of this block is being played: ask again", retry_s=1.0)
         if task is None:
             size, shared = self._config.rollouts.group_size, {env.label: env.reproducible for env in self._config.envs}
-            play = asyncio.to_thread(
-                take_turn, self._memo, asked, turn, shared.__getitem__, size, self._limits, players.play
-            )
-            task = asyncio.create_task(play)
+            play = partial(take_turn, self._memo, asked, turn, shared.__getitem__, size, self._limits, players.play)
+            task = asyncio.get_running_loop().run_in_executor(self._threads, play)
             self._at_work[place] = name, task
             task.add_done_callback(lambda _: self._at_work.pop(place))
         done, _ = await asyncio.wait([task], timeout=ANSWER_S)  # guard: slow-turns-go-on
