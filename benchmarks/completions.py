@@ -1,0 +1,200 @@
+"""What it costs that the host plays the environments: a worker's tokens a second with completions and with episodes.
+
+    python benchmarks/completions.py [--delay-ms 80] [--seconds 60] [--repeats 3] [--quick]
+
+A real run by `shoal host` on this machine: coordinator, stage, trainer and validator as processes over HTTP. One worker
+joins through a proxy of our own that holds all bytes back, half of the delay in each direction. It plays Wordle: several
+turns for each rollout, and each is a request in a run of completions. Both kinds are measured in turn, each in a run of its
+own, from the time at which the worker is in good standing. The bar: completions reach 0.8 of the tokens a second of
+episodes, both with the delay. No peer publishes such a figure, so none runs beside us. Ends with one line of JSON.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+
+KINDS = ("episodes", "completions")
+
+BAR = 0.8
+
+RUN_FILE = """
+name = "completions"
+steps = 4000
+seed = 3
+[[envs]]
+name = "wordle"
+kind = "{kind}"
+[sampling]
+max_turn_tokens = 8
+max_tokens = 192
+[rollouts]
+group_size = 16
+block_rollouts = 64
+batch_groups = 64
+max_staleness = 1
+paid_tokens = 0
+max_flat_groups = 0
+[policy.tiny]
+width = 128
+layers = 4
+heads = 4
+kv_heads = 2
+mlp_width = 384
+max_positions = 192
+[train]
+lr = 1e-4
+[verify]
+audit_rate = 0.05
+[eval]
+episodes = 0
+"""
+
+
+def main() -> None:
+    """Measure both kinds in turn, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--delay-ms", type=float, default=80.0, help="added to each round trip")
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--quick", action="store_true", help="one repeat of 15 seconds")
+    asked = parser.parse_args()
+    seconds, repeats = (15.0, 1) if asked.quick else (asked.seconds, asked.repeats)
+    found: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    for _ in range(repeats):
+        for kind in KINDS:
+            found[kind].append(tokens_per_s(kind, asked.delay_ms / 1000, seconds))
+            print(f"{kind:12} {found[kind][-1]:8.0f} tokens/s", flush=True)
+    median = {kind: statistics.median(values) for kind, values in found.items()}
+    ratios = [b / a for a, b in zip(found["episodes"], found["completions"], strict=True)]
+    ratio = statistics.median(ratios)
+    head = {"benchmark": "completions", "delay_ms": asked.delay_ms, "seconds": seconds, "repeats": repeats}
+    figures = {f"{kind}_tokens_per_s": round(value, 1) for kind, value in median.items()}
+    load = {"load": [round(each, 1) for each in os.getloadavg()]}
+    print(json.dumps({**head, **load, **figures, "ratio": round(ratio, 3), "ratios": [round(r, 3) for r in ratios]}))
+    sys.exit(ratio < BAR)
+
+
+def tokens_per_s(kind: str, delay_s: float, seconds: float) -> float:
+    """Accepted tokens a second of one worker behind the proxy."""
+    with tempfile.TemporaryDirectory(prefix="shoal-completions-") as name, contextlib.ExitStack() as stack:
+        folder = Path(name)
+        (folder / "run.toml").write_text(RUN_FILE.format(kind=kind))
+        stack.enter_context(started(folder, "host", "host", "run.toml", "--out", "run"))
+        url = wait_for(lambda: address(folder / "run"), "the coordinator", 60.0)
+        port = stack.enter_context(delayed(int(url.rsplit(":", 1)[1]), delay_s))
+        at = f"http://127.0.0.1:{port}"
+        stack.enter_context(started(folder, "worker", "join", at, "--threads", "1", "--home", str(folder / "home")))
+        wait_for(lambda: (node := worker(url)) and node["standing"] == "good" and node["credits"], "good work", 120.0)
+        before, began = worker(url), time.monotonic()
+        time.sleep(seconds)
+        after, took_s = worker(url), time.monotonic() - began
+        assert before is not None and after is not None
+        return (after["credits"] - before["credits"]) / took_s
+
+
+@contextlib.contextmanager
+def started(folder: Path, name: str, *words: str) -> Iterator[None]:
+    """A command of ours in the background."""
+    with (folder / f"{name}.log").open("wb") as log:
+        command = [sys.executable, "-m", "shoal.cli", *words]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        process = subprocess.Popen(command, cwd=folder, stdout=log, stderr=log, env=environment)
+        try:
+            yield
+        finally:
+            process.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=20)
+            process.kill()
+            process.wait()
+
+
+def address(run: Path) -> str:
+    """The coordinator's URL once it answers, or nothing."""
+    try:
+        url = str(json.loads((run / "coordinator.json").read_text())["url"])
+        return url if httpx.get(f"{url}/healthz", timeout=2.0).status_code == 200 else ""
+    except (OSError, ValueError, httpx.HTTPError):
+        return ""
+
+
+def worker(url: str) -> dict | None:  # type: ignore[type-arg]
+    """What the coordinator says of the worker."""
+    nodes = httpx.get(f"{url}/v1/nodes", timeout=10.0).json()
+    return next((node for node in nodes if node["role"] == "worker"), None)
+
+
+def wait_for(holds, what: str, limit_s: float):  # type: ignore[no-untyped-def]
+    """What something gives once it is true; raises after a time limit."""
+    deadline = time.monotonic() + limit_s
+    while not (found := holds()):
+        if time.monotonic() > deadline:
+            raise SystemExit(f"gave up waiting for {what} after {limit_s:.0f} s")
+        time.sleep(0.1)
+    return found
+
+
+# --- the proxy ---
+
+
+@contextlib.contextmanager
+def delayed(port: int, delay_s: float) -> Iterator[int]:
+    """The port of a proxy that brings all bytes half of the delay late, in each direction."""
+    loop, ready, ports = asyncio.new_event_loop(), threading.Event(), list[int]()
+
+    async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        on_the_way: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue()
+
+        async def deliver() -> None:
+            while True:
+                due, data = await on_the_way.get()
+                await asyncio.sleep(due - time.monotonic())
+                if not data:
+                    writer.close()
+                    return
+                writer.write(data)
+
+        delivering = asyncio.create_task(deliver())
+        with contextlib.suppress(OSError):
+            while data := await reader.read(1 << 16):
+                on_the_way.put_nowait((time.monotonic() + delay_s / 2, data))
+        on_the_way.put_nowait((time.monotonic() + delay_s / 2, b""))
+        with contextlib.suppress(OSError):
+            await delivering
+
+    async def meet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await asyncio.sleep(delay_s)  # a connection takes a round trip, too
+        there, back = await asyncio.open_connection("127.0.0.1", port)
+        await asyncio.gather(carry(reader, back), carry(there, writer))
+
+    async def serve() -> None:
+        server = await asyncio.start_server(meet, "127.0.0.1", 0)
+        ports.append(server.sockets[0].getsockname()[1])
+        ready.set()
+
+    loop.create_task(serve())
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    ready.wait()
+    try:
+        yield ports[0]
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+
+
+if __name__ == "__main__":
+    main()
