@@ -97,7 +97,7 @@ class Client:
             verify=self.base_url.startswith("https:"),  # plain HTTP needs no certificates, and loading them is slow
             trust_env=False,
             follow_redirects=False,
-            limits=httpx.Limits(max_connections=16, max_keepalive_connections=16, keepalive_expiry=60.0),
+            limits=httpx.Limits(max_connections=24, max_keepalive_connections=24, keepalive_expiry=60.0),
             headers={"accept-encoding": "identity", "user-agent": f"shoal/{constants.PROTOCOL_VERSION}"},
         )
 

@@ -22,7 +22,7 @@ from shoal.protocol.randomness import sample_seed
 
 log = logging.getLogger("worker")
 
-AHEAD = 8
+AHEAD = 16
 """Blocks that are played at a time, if the memory allows it."""
 
 
