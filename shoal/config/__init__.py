@@ -29,8 +29,8 @@ from shoal.config.sections import (
 )
 
 __all__ = [
-    "ACTIVATION_ERROR", "BOUNDS", "ENV_SETTINGS", "SAFE_TO_CHANGE", "STAGE_KEYS", "BoundsConfig", "EnvConfig", "EvalConfig", "HostConfig",
-    "PolicyConfig", "RolloutsConfig", "RunConfig", "SamplingConfig", "SftConfig", "StorageConfig", "TinyPolicy",
-    "TrainConfig", "ValidatorsConfig", "VerifyConfig", "WorkersConfig", "check_run", "child_environment", "is_loopback",
-    "load_run", "load_sft", "node_home", "sampling_of", "unsafe_changes", "wire_bounds",
+    "ACTIVATION_ERROR", "BOUNDS", "ENV_SETTINGS", "SAFE_TO_CHANGE", "STAGE_KEYS", "BoundsConfig", "EnvConfig", "EvalConfig",
+    "HostConfig", "PolicyConfig", "RolloutsConfig", "RunConfig", "SamplingConfig", "SftConfig", "StorageConfig",
+    "TinyPolicy", "TrainConfig", "ValidatorsConfig", "VerifyConfig", "WorkersConfig", "check_run", "child_environment",
+    "is_loopback", "load_run", "load_sft", "node_home", "sampling_of", "unsafe_changes", "wire_bounds",
 ]  # fmt: skip

@@ -4,6 +4,7 @@ Called by the coordinator, which refuses a submission that differs, and by valid
 It knows no environment: the stage says what it played in a `Record`.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from shoal.protocol.types import Group, GroupRecord, Rollout
@@ -18,14 +19,19 @@ class Difference(NamedTuple):
     detail: str
 
 
-def rollout_digest(token_ids: bytes, author: bytes, ending: str) -> str:
+def rollout_digest(token_ids: bytes, author: bytes, ending: str, starts: Sequence[int] = ()) -> str:
     """The name of a rollout in a record: all of it that an environment and its policy decide together."""
-    return domain_hash("record", token_ids, author, ending.encode()).hex()
+    rows = b"".join(start.to_bytes(8, "big", signed=True) for start in starts)
+    return domain_hash("record", token_ids, author, ending.encode(), rows).hex()
 
 
 def differs(rollout: Rollout, digest: str) -> bool:
     """Whether a rollout is another than the one of this name."""
-    return rollout_digest(rollout.token_ids, rollout.author, rollout.ending) != digest
+    try:
+        name = rollout_digest(rollout.token_ids, rollout.author, rollout.ending, rollout.starts)
+    except OverflowError:  # a start that no number of eight bytes holds
+        return True
+    return name != digest
 
 
 def difference(group: Group, record: GroupRecord) -> Difference | None:

@@ -10,15 +10,18 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 
 from shoal.engine.base import Continuation, Engine, Request
+from shoal.envs.view import TalkRow
 from shoal.errors import PeerError
 from shoal.policy.render import Renderer
 from shoal.protocol import types as t
-from shoal.protocol.randomness import sample_seed
+from shoal.protocol.constants import MAX_ROLLOUT_ROWS
+from shoal.protocol.randomness import row_seed, sample_seed
 
 log = logging.getLogger("worker")
 
@@ -47,19 +50,36 @@ class Table(NamedTuple):
 class _Rollout:
     """One rollout as it grows."""
 
-    name: str
+    label: str
     seed: bytes
-    tokens: list[int] = field(default_factory=list)
-    author: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    turn_at: int = 0
-    """Where the policy's last turn begins."""
+    rows: list[TalkRow] = field(default_factory=lambda: [TalkRow()])
+    """In the order in which they opened."""
+    row: int = 0
+    """Index of the row that the next turn continues."""
+    written: int = 0
+    """Tokens of the policy's last turn."""
     room: int = 0
     ending: t.Outcome = ""
 
+    @property
+    def name(self) -> str:
+        """What the engine calls the row."""
+        return f"{self.label}-{self.row}"
+
+    @property
+    def context(self) -> list[int]:
+        return self.rows[self.row].tokens
+
+    def num_tokens(self) -> int:
+        return sum(len(row.tokens) for row in self.rows)
+
     def packed(self, version: int) -> t.Rollout:
         assert self.ending not in ("", "void"), "a rollout that is sent has begun and ended"
-        return t.make_rollout(self.tokens, self.author, self.logprobs, version=version, ending=self.ending)  # type: ignore[arg-type]
+        tokens, author, logprobs = (
+            [value for row in self.rows for value in getattr(row, name)] for name in ("tokens", "author", "logprobs")
+        )
+        starts = tuple(accumulate(len(row.tokens) for row in self.rows[:-1]))
+        return t.make_rollout(tokens, author, logprobs, version=version, ending=self.ending, starts=starts)  # type: ignore[arg-type]
 
 
 async def play_blocks(table: Table, blocks: Sequence[t.Block], at_once: int = AHEAD) -> list[t.Group]:
@@ -96,9 +116,11 @@ async def _play_block(table: Table, block: t.Block, engine: asyncio.Lock) -> lis
             if table.is_late():
                 raise TooLate
             answer = await table.ask(t.Turn(block.index, turn, written))
+            names = [rollout.name for rollout in open_]
             _take(table, answer, open_)
-            table.engine.forget([rollout.name for rollout in open_ if rollout.ending])
             open_ = [rollout for rollout in open_ if not rollout.ending]
+            going_on = {rollout.name for rollout in open_}
+            table.engine.forget([name for name in names if name not in going_on])
             written, turn = await _extend(table, open_, engine), turn + 1
     finally:
         table.engine.forget([rollout.name for rollout in open_])
@@ -110,7 +132,7 @@ async def _extend(table: Table, open_: Sequence[_Rollout], engine: asyncio.Lock)
     if not open_:
         return ()
     stop_ids = table.renderer.stop_ids
-    requests = [Request(r.name, r.tokens, r.seed, r.room, stop_ids) for r in open_]
+    requests = [Request(r.name, r.context, row_seed(r.seed, r.row), r.room, stop_ids) for r in open_]
     async with engine:
         work = asyncio.ensure_future(asyncio.to_thread(table.engine.extend, requests, table.sampling.temperature))
         try:
@@ -122,9 +144,10 @@ async def _extend(table: Table, open_: Sequence[_Rollout], engine: asyncio.Lock)
 
 
 def _write(rollout: _Rollout, turn: Continuation) -> bytes:
-    rollout.tokens.extend(turn.token_ids)
-    rollout.logprobs.extend(turn.logprobs)
-    rollout.author.extend([t.POLICY] * len(turn.token_ids))
+    row = rollout.rows[rollout.row]
+    row.append(turn.token_ids, t.POLICY)
+    row.logprobs.extend(turn.logprobs)
+    rollout.written = len(turn.token_ids)
     return np.asarray(turn.token_ids, dtype="<i4").tobytes()
 
 
@@ -136,18 +159,32 @@ def _take(table: Table, answer: t.TurnAnswer, open_: Sequence[_Rollout]) -> None
     for rollout, said in zip(open_, answer.said, strict=True):
         if not 0 <= said.text < len(texts) or not t.POLICY <= said.author <= 255:  # guard: answer-names-a-text
             raise _wrong(f"text {said.text} of {len(texts)}, author {said.author}")
-        rollout.author[rollout.turn_at :] = [said.author] * (len(rollout.author) - rollout.turn_at)
-        rollout.tokens.extend(texts[said.text])
-        rollout.author.extend([t.ENVIRONMENT] * len(texts[said.text]))
-        limits = table.sampling
-        most = min(limits.max_turn_tokens, limits.max_tokens - len(rollout.tokens))
+        author = rollout.rows[rollout.row].author
+        author[len(author) - rollout.written :] = [said.author] * rollout.written
+        _open_row(rollout, said)
+        row = rollout.rows[rollout.row]
+        row.append(texts[said.text], t.ENVIRONMENT)
+        limits, length = table.sampling, len(row.tokens)
+        most = min(limits.max_turn_tokens, limits.max_tokens - length, limits.all_tokens - rollout.num_tokens())
         least = 0 if said.ending else 1
         # guard: room-within-the-limits
-        if len(rollout.tokens) > limits.max_tokens or not least <= said.room <= max(0, most) * least:
-            raise _wrong(f"room for {said.room} tokens after {len(rollout.tokens)}, ending {said.ending!r}")
-        if not rollout.tokens and not said.ending:  # guard: opening-says-something
+        if length > limits.max_tokens or not least <= said.room <= max(0, most) * least:
+            raise _wrong(f"room for {said.room} tokens after {length}, ending {said.ending!r}")
+        if not row.tokens and not said.ending:  # guard: opening-says-something
             raise _wrong("an empty opening")
-        rollout.room, rollout.ending, rollout.turn_at = said.room, said.ending, len(rollout.tokens)
+        rollout.room, rollout.ending, rollout.written = said.room, said.ending, 0
+
+
+def _open_row(rollout: _Rollout, said: t.Said) -> None:
+    """Go to the row that goes on, or open another. Raises `PeerError`."""
+    count = len(rollout.rows)
+    if not 0 <= said.row <= count or (said.ending and said.row != rollout.row):  # guard: answer-names-a-row
+        raise _wrong(f"row {said.row} of {count}, ending {said.ending!r}")
+    if said.row == count:
+        if count == MAX_ROLLOUT_ROWS:  # guard: rows-that-a-host-opens
+            raise _wrong(f"more than {MAX_ROLLOUT_ROWS} rows")
+        rollout.rows.append(TalkRow())
+    rollout.row = said.row
 
 
 def _token_ids(text: bytes, vocabulary: int) -> list[int]:

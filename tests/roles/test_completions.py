@@ -17,7 +17,8 @@ from shoal.folder import RunFolder
 from shoal.ledger.facts.leases import LeaseLapsed
 from shoal.ledger.facts.submissions import SubmissionReceived
 from shoal.protocol import types as t
-from shoal.protocol.constants import COMPLETIONS
+from shoal.protocol.constants import COMPLETIONS, MAX_ROLLOUT_ROWS
+from shoal.protocol.randomness import row_seed, sample_seed
 from shoal.roles.auditor.rollouts import AGREE, Choice, audit_rollouts
 from shoal.roles.auditor.source import FolderRun
 from shoal.roles.completions import Table, TooLate, play_blocks
@@ -247,8 +248,13 @@ def test_a_void_slot_gives_a_group_without_rollouts():
         (answer(OPEN, t.Said(0, 0, "")), "room for 0 tokens"),
         (answer(OPEN, t.Said(0, 4, "length")), "room for 4 tokens"),
         (answer(OPEN, OPEN, texts=(ids(*[3] * 40), b"")), "room for 4 tokens after 40"),
+        (answer(t.Said(0, 4, "", 1, 1), OPEN, texts=(ids(*[3] * 38), b"")), "room for 4 tokens after 38"),
         (answer(END, END, texts=(b"", ids(*[3] * 41))), "room for 0 tokens after 41"),
         (answer(OPEN, t.Said(1, 4, "")), "an empty opening"),
+        (answer(OPEN, t.Said(0, 4, "", 1, 2)), "row 2 of 1"),
+        (answer(OPEN, t.Said(0, 4, "", 1, -1)), "row -1 of 1"),
+        (answer(END, t.Said(1, 0, "length", 1, 1)), "row 1 of 1, ending 'length'"),
+        (answer(OPEN, t.Said(1, 4, "", 1, 1)), "an empty opening"),
         (answer(OPEN, OPEN, texts=(ids(3)[:-1], b"")), "a text of 3 bytes"),
         (answer(OPEN, OPEN, texts=(ids(16), b"")), "outside the vocabulary"),
         (answer(OPEN, OPEN, texts=(ids(-1), b"")), "outside the vocabulary"),
@@ -258,6 +264,34 @@ def test_a_void_slot_gives_a_group_without_rollouts():
 def test_a_worker_leaves_a_host_whose_answers_no_environment_gives(said, what):
     with pytest.raises(PeerError, match=what):
         play(host(said, answer(END, END)))
+
+
+def test_rows_open_where_the_host_says_and_each_has_its_own_noise():
+    """The first rollout begins anew after a turn, and then goes back to its first row."""
+    anew, back = t.Said(0, 4, "", 2, 1), t.Said(2, 4, "", 1, 0)
+    texts = (ids(3, 4), b"", ids(7))
+    (group,), playing = play(
+        host(answer(OPEN, OPEN), answer(anew, END, texts=texts), answer(back, texts=texts), answer(END))
+    )
+    rollout = group.rollouts[0]
+    assert rollout.tokens_T().tolist() == [3, 4, 5, STOP, 7, 5, STOP, 3, 4, 5, STOP] and rollout.starts == (7,)
+    assert list(rollout.author) == [0, 0, 2, 2, 0, 1, 1, 0, 0, 1, 1]
+    seed = sample_seed(bytes.fromhex(blocks()[0].slots[0].seed), 0)
+    asked = [(call[0].rollout, call[0].seed) for call in playing.engine.calls]
+    assert [seed for _, seed in asked] == [row_seed(seed, row) for row in (0, 1, 0)]
+    assert len({name for name, _ in asked}) == 2
+    assert playing.engine.forgotten.count(asked[0][0]) == 2, "a row that does not go on is not kept"
+
+
+def test_a_worker_leaves_a_host_that_opens_rows_without_end():
+    async def ask(turn):
+        said = t.Said(0, 1, "", 1, turn.turn)
+        return answer(said, said, texts=(ids(3),))
+
+    limits = msgspec.structs.replace(SAMPLING, max_turn_tokens=2, max_rollout_tokens=100_000)
+    playing = table(ask)._replace(sampling=limits)
+    with pytest.raises(PeerError, match=f"more than {MAX_ROLLOUT_ROWS} rows"):
+        asyncio.run(play_blocks(playing, blocks()))
 
 
 def test_blocks_are_played_at_a_time_and_the_engine_works_on_one():

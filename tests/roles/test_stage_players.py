@@ -80,8 +80,8 @@ LIMIT_S = 3.0
 class Theatre:
     """A memo, players with real processes, and the environment's diary."""
 
-    def __init__(self, folder: Path, policy: Path, number: int = 1) -> None:
-        (folder / "odd.py").write_text(ODD)
+    def __init__(self, folder: Path, policy: Path, number: int = 1, source: str = ODD) -> None:
+        (folder / "odd.py").write_text(source)
         self.diary, path = folder / "diary.txt", str(folder / "odd.py")
         args = {"log": str(self.diary)}
         self.spec = t.EnvSpec(path, env_digest(path), 20, 1.0, args, own_label="odd", kind=COMPLETIONS)
@@ -100,25 +100,38 @@ class Theatre:
 
     def turn(self, task: int, turn: int, lease: str = "1") -> t.Said:
         """Take a turn of a group of one."""
-        written = (self.write(turn),) if turn else ()
+        written = (self.write(),) if turn else ()
         asked = self.staged(task, lease)
         answer = take_turn(
             self.memo, asked, t.Turn(task, turn, written), lambda label: True, 1, self.limits, self.players.play
         )
         return answer.said[0]
 
-    def write(self, turn: int) -> bytes:
-        return np.asarray([*self.renderer.encode("ab")[:2], self.renderer.eos_id], dtype="<i4").tobytes()
+    def write(self, length: int = 2) -> bytes:
+        return np.asarray([*self.renderer.encode("ab"[:length]), self.renderer.eos_id], dtype="<i4").tobytes()
+
+    def group(self, task: int, kill_before_judging: bool = False) -> list[t.RolloutRecord]:
+        """Play a group of two, whose first answer is the longer one."""
+        asked, said, turn = self.staged(task), [t.Said(0, 1, "")], 0
+        while not all(each.ending for each in said):
+            written = tuple(self.write(2 - i) for i in range(2)) if turn else ()
+            take = t.Turn(task, turn, written)
+            play = self.players.play
+            said = list(take_turn(self.memo, asked, take, lambda label: True, 2, self.limits, play).said)
+            turn += 1
+        if kill_before_judging:
+            os.kill(self.process(task % len(self.made)), signal.SIGKILL)
+        return list(record_of(self.memo, "run", asked, 2, self.players.judge).groups[0].rollouts)
 
     def played(self, task: int, lease: str = "1") -> t.RolloutRecord:
         """Play a task to its end."""
         turn = 0
         while not self.turn(task, turn, lease).ending:
             turn += 1
-        return record_of(self.memo, "run", self.staged(task, lease), 1).groups[0].rollouts[0]
+        return record_of(self.memo, "run", self.staged(task, lease), 1, self.players.judge).groups[0].rollouts[0]
 
-    def process(self) -> int:
-        child = self.made[0]._child
+    def process(self, player: int = 0) -> int:
+        child = self.made[player]._child
         assert child is not None
         return child._process.pid
 
@@ -145,10 +158,10 @@ def test_an_episode_in_a_process_is_the_conversation_that_a_worker_would_have_pl
     played = theatre.played(0)
     talk = Conversation(theatre.env, theatre.renderer, 0, SAMPLING)
     while talk.ending is None:
-        talk.write(np.frombuffer(theatre.write(1), dtype="<i4").tolist())
+        talk.write(np.frombuffer(theatre.write(), dtype="<i4").tolist())
     rollout = t.make_rollout(talk.tokens, talk.author, [], version=0, ending=talk.ending)
-    tokens, author, _ = theatre.memo.rollout(theatre.memo.last("1", 0).paths[0])
-    assert (tokens, author) == (rollout.token_ids, rollout.author)
+    found = theatre.memo.rollout(theatre.memo.last("1", 0).paths[0])
+    assert (found.token_ids, found.author, found.starts) == (rollout.token_ids, rollout.author, ())
     assert (played.ending, played.reward) == ("environment", 0.5)
 
 
@@ -200,7 +213,7 @@ def test_an_environment_that_closes_the_standard_streams_changes_nothing(theatre
 @pytest.mark.parametrize("task", [9, 10], ids=["raises", "hangs"])
 def test_a_task_that_cannot_begin_is_void(theatre, task) -> None:
     assert theatre.turn(task, 0).ending == "void"
-    assert record_of(theatre.memo, "run", theatre.staged(task), 1).groups[0].rollouts == ()
+    assert record_of(theatre.memo, "run", theatre.staged(task), 1, theatre.players.judge).groups[0].rollouts == ()
 
 
 def test_a_process_that_was_killed_changes_no_reply(theatre) -> None:
@@ -247,6 +260,82 @@ def test_an_environment_that_was_changed_since_the_log_began_is_refused_by_name(
         theatre.turn(0, 0)
 
 
+COMPARING = '''
+import random, time
+from shoal.envs.base import Env, Step
+
+class Comparing(Env):
+    """Judges the answers of a group beside each other, as its task says."""
+    name, num_tasks, reward_bounds = "comparing", 20, (-1.0, 1.0)
+    def __init__(self, log):
+        self.log = log
+    def task(self, index, heldout=False):
+        return index
+    def reset(self, task):
+        words = str(random.random()) if task == 11 else "say something"
+        return (task, ""), [{"role": "user", "content": words}]
+    def step(self, state, action):
+        if state[0] == 6 and action == "a":
+            raise ValueError("too short")
+        return Step((state[0], str(action)), "", True)
+    def score(self, state):
+        return 0.25
+    def group_scores(self, states):
+        with open(self.log, "a") as file:
+            file.write("judged\\n")
+        task = states[0][0]
+        if task == 1:
+            raise RuntimeError("the jury is on strike")
+        if task == 2:
+            time.sleep(8)
+        if task == 3:
+            return [0.0]
+        if task == 4:
+            return [float("nan")] * 2
+        if task == 5:
+            return [5.0, 0.0]
+        most = max(len(text) for _, text in states)
+        return [0.5 * (len(text) == most) for _, text in states]
+
+def environment(log=""):
+    return Comparing(log)
+'''
+
+
+@pytest.fixture
+def jury(tmp_path, policy):
+    jury = Theatre(tmp_path, policy, 3, COMPARING)
+    yield jury
+    jury.players.close()
+    jury.memo.close()
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_answers_are_judged_beside_their_siblings_once(jury, killed) -> None:
+    assert [one.reward for one in jury.group(0, killed)] == [0.75, 0.25]
+    judged = jury.steps()
+    assert judged == ["judged"]
+    assert [one.reward for one in jury.group(0)] == [0.75, 0.25]
+    assert jury.steps() == judged, "the stage remembers what the environment said"
+
+
+def test_a_rollout_that_failed_is_not_judged_with_its_siblings(jury) -> None:
+    assert [(one.ending, one.reward) for one in jury.group(6)] == [("environment", 0.75), ("error", -1.0)]
+
+
+@pytest.mark.parametrize("task", [1, 2, 3, 4, 5], ids=["raises", "hangs", "too-few", "nan", "outside"])
+def test_a_comparison_that_fails_gives_the_whole_group_the_lowest_reward(jury, task, caplog) -> None:
+    assert [one.reward for one in jury.group(task)] == [-1.0, -1.0]
+    assert f"task={task}" in caplog.text
+    assert [one.reward for one in jury.group(0)] == [0.75, 0.25]
+
+
+def test_a_group_that_cannot_be_played_again_gets_the_lowest_reward(jury, caplog) -> None:
+    """It opens at random, so after a kill nobody has the states that answer the policy's words."""
+    assert [one.reward for one in jury.group(11, kill_before_judging=True)] == [-1.0, -1.0]
+    assert "cannot be compared" in caplog.text
+
+
 class Liar:
     """A player whose process ends between two conversations without a word."""
 
@@ -254,6 +343,9 @@ class Liar:
 
     def lowest(self, label: str) -> float:
         return -1.0
+
+    def compares(self, label: str) -> bool:
+        return False
 
     def ask(self, request: Request, limit_s: float) -> Answer:
         raise Gone("its process is always gone")

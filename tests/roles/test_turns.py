@@ -126,7 +126,9 @@ def test_a_lease_is_played_turn_by_turn_and_its_submission_is_booked_with_a_reco
     assert not world.desk.kept.may_read(booked.record, "") and not world.desk.kept.may_read(
         booked.record, world.keys[1]
     )
-    assert world.desk.kept.may_read(booked.record, world.desk.state.validators[0])
+    validator, now = world.desk.state.validators[0], time.time()
+    world.desk.book.write(Enter(validator, t.Join("validator", "v", 0.0, "x", "float32", "cpu"), now), now)
+    assert world.desk.kept.may_read(booked.record, validator)
 
 
 @pytest.mark.parametrize(

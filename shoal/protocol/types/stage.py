@@ -30,12 +30,14 @@ class Said(Message, frozen=True, array_like=True):
     """The environment's answer to one rollout."""
 
     text: int
-    """Index into the answer's texts: the token ids to append."""
+    """Index into the answer's texts: the token ids to append to the row that the next turn continues."""
     room: int
     """Tokens that the policy may write next, its stop token included; 0 if the rollout has ended."""
     ending: Outcome
     author: int = POLICY
     """Author of the turn that is answered, as the rollout must name it."""
+    row: int = 0
+    """Index of the row that the next turn continues. One more than the rows so far opens another with the text."""
 
 
 class TurnAnswer(Message, frozen=True):
@@ -51,7 +53,7 @@ class RolloutRecord(Message, frozen=True, omit_defaults=True):
     """A finished rollout as the host's stage played it."""
 
     digest: str
-    """Of its token ids, authors and ending: `records.rollout_digest`."""
+    """Of its token ids, authors, ending and rows: `records.rollout_digest`."""
     ending: Ending
     reward: float
 

@@ -187,18 +187,7 @@ async def get_health(api: Api, request: Request) -> Response:
 async def get_metrics(api: Api, request: Request) -> Response:
     """Prometheus text."""
     await api.gate.anyone(request)
-    status = api.board.status()
-    lines = [
-        f"shoal_version {status.version}", f"shoal_groups_accepted_total {status.accepted}",
-        f"shoal_groups_in_flight {status.in_flight}", f"shoal_submissions_pending {status.pending}",
-        f"shoal_blob_bytes {api.desk.blobs.size_bytes}", f"shoal_events_total {api.desk.state.seq + 1}",
-    ]  # fmt: skip
-    unfilled, given = (
-        sum(getattr(node, of) for node in api.desk.state.members.values()) for of in ("unfilled", "given")
-    )
-    lines += [f"shoal_blocks_leased_total {given}", f"shoal_blocks_unfilled_total {unfilled}"]
-    lines += [f'shoal_groups_refused_total{{check="{check}"}} {count}' for check, count in status.refused.items()]
-    return PlainTextResponse("\n".join(lines) + "\n")
+    return PlainTextResponse("\n".join(api.board.metrics()) + "\n")
 
 
 async def get_front(api: Api, request: Request) -> Response:

@@ -10,7 +10,7 @@ A frame on a pipe is its length in 4 bytes, big-endian, and then MessagePack.
 import os
 import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, BinaryIO, cast
@@ -21,9 +21,11 @@ import numpy as np
 from shoal.envs.base import Env, task_of
 from shoal.envs.conversation import Conversation
 from shoal.envs.load import load_run_envs
+from shoal.envs.replay import judge_talks
+from shoal.envs.settings import WithSettings
 from shoal.errors import ShoalError
 from shoal.policy.render import Renderer
-from shoal.protocol.types import ENVIRONMENT, POLICY, EnvSpec, Sampling
+from shoal.protocol.types import POLICY, EnvSpec, Sampling
 
 
 class Opening(msgspec.Struct):
@@ -40,13 +42,15 @@ class Opened(msgspec.Struct):
 
     lowest: dict[str, float] = {}
     """Lowest reward of each environment, by label."""
+    compare: frozenset[str] = frozenset()
+    """Environments that judge an answer beside its siblings."""
     refused: str = ""
 
 
 class Request(msgspec.Struct):
-    """One turn of a conversation, or its opening."""
+    """One turn of a conversation, or its opening, or the judgement of a group."""
 
-    number: int
+    number: int = -1
     """Of the conversation."""
     written: bytes = b""
     label: str = ""
@@ -54,18 +58,26 @@ class Request(msgspec.Struct):
     task: int = 0
     forget: tuple[int, ...] = ()
     """Conversations that are not needed any more."""
+    judge: tuple[int, ...] = ()
+    """Conversations that have ended, to be judged beside each other."""
 
 
 class Answer(msgspec.Struct):
     """What the conversation holds after it."""
 
-    words: bytes
-    room: int
-    ending: str
-    reward: float
-    author: int
+    words: bytes = b""
+    room: int = 0
+    ending: str = ""
+    reward: float = 0.0
+    author: int = POLICY
     fault: str = ""
     """One line: what the environment raised."""
+    row: int = 0
+    """Of the words, and of the next turn."""
+    beside: bool = False
+    """Whether the environment judges it beside its siblings."""
+    rewards: tuple[float, ...] = ()
+    """Of a judgement."""
 
 
 def serve() -> None:
@@ -79,7 +91,8 @@ def serve() -> None:
         send(answers, msgspec.msgpack.encode(Opened(refused=str(error))))
         return
     lowest = {label: float(min(env.reward_bounds)) for label, env in envs.items()}
-    send(answers, msgspec.msgpack.encode(Opened(lowest)))
+    compare = frozenset(label for label, env in envs.items() if compares(env))
+    send(answers, msgspec.msgpack.encode(Opened(lowest, compare)))
     while True:
         request = msgspec.msgpack.decode(requests.get(), type=Request)
         send(answers, msgspec.msgpack.encode(playing.obey(request)))
@@ -97,32 +110,52 @@ class Playing:
             self._talks.pop(number, None)
         if request.label:
             return self._open(request)
+        if request.judge:
+            talks = [self._talks.pop(number) for number in request.judge]
+            rewards = tuple(float(found.reward) for found in judge_talks(talks, talks[0].env))
+            return Answer(rewards=rewards, fault=next((talk.fault for talk in talks if talk.fault), ""))
         talk, tokens = self._talks[request.number], np.frombuffer(request.written, dtype="<i4").tolist()
-        before = len(talk.tokens)
+        lengths, row = [len(row.tokens) for row in talk.rows], talk.row
+        begin = lengths[row]
+        lengths[row] += len(tokens)
         talk.write(tokens)
-        return self._answer(request.number, talk, before + len(tokens), talk.author[before])
+        return self._answer(request.number, talk, lengths, talk.rows[row].author[begin])
 
     def _open(self, request: Request) -> Answer:
         env = self._envs[request.label]
         try:
             talk = Conversation(env, self._renderer, task_of(env, request.task), self._sampling)
         except ShoalError as fault:
-            return Answer(b"", 0, "void", 0.0, POLICY, str(fault))
+            return Answer(ending="void", fault=str(fault))
         if talk.ending is not None:  # as `play_block` decides
-            return Answer(b"", 0, "void", 0.0, POLICY, talk.fault)
+            return Answer(ending="void", fault=talk.fault)
         self._talks[request.number] = talk
-        return self._answer(request.number, talk, 0, POLICY)
+        return self._answer(request.number, talk, [0], POLICY)
 
-    def _answer(self, number: int, talk: Conversation, begin: int, author: int) -> Answer:
-        if talk.ending is not None:
+    def _answer(self, number: int, talk: Conversation, lengths: Sequence[int], author: int) -> Answer:
+        """What a conversation says after a turn, given how long its rows were then."""
+        beside = talk.ending in ("environment", "length") and compares(talk.env)
+        if talk.ending is not None and not beside:
             del self._talks[number]
-        assert all(writer == ENVIRONMENT for writer in talk.author[begin:]), "only the environment speaks after a turn"
-        words = np.asarray(talk.tokens[begin:], dtype="<i4").tobytes()
-        return Answer(words, talk.room, talk.ending or "", float(talk.reward), author, talk.fault)
+        begin = lengths[talk.row] if talk.row < len(lengths) else 0
+        row = talk.rows[talk.row]
+        assert not any(row.author[begin:]), "only the environment speaks after a turn"
+        words = np.asarray(row.tokens[begin:], dtype="<i4").tobytes()
+        return Answer(
+            words, talk.room, talk.ending or "", float(talk.reward), author, talk.fault, talk.row, beside=beside
+        )
+
+
+def compares(env: Env) -> bool:
+    """Whether an environment judges an answer beside its siblings."""
+    return getattr(env, "group_scores", None) is not None
 
 
 def loud(env: Env) -> Env:
     """The same environment, which also prints the traceback of what it raises."""
+    if isinstance(env, WithSettings):
+        env.env = loud(env.env)
+        return cast(Env, env)
     of_env = {"__module__": type(env).__module__}  # so that `describe_fault` names the author's line
     return cast(Env, type("Loud", (_Loud,), of_env)(env))
 

@@ -6,8 +6,10 @@ process was killed is played again from the policy's turns. It knows no environm
 """
 
 import sqlite3
+import struct
 import threading
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,14 +22,21 @@ PATH_BYTES = 32
 _TABLES = """
 CREATE TABLE IF NOT EXISTS replies (
     path BLOB PRIMARY KEY, parent BLOB NOT NULL, written BLOB NOT NULL, words BLOB NOT NULL, room INTEGER NOT NULL,
-    ending TEXT NOT NULL, reward REAL NOT NULL, author INTEGER NOT NULL, version INTEGER NOT NULL
+    ending TEXT NOT NULL, reward REAL NOT NULL, author INTEGER NOT NULL, row INTEGER NOT NULL, beside INTEGER NOT NULL,
+    version INTEGER NOT NULL
 ) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS turns (
     lease TEXT, block INTEGER, turn INTEGER, digest TEXT NOT NULL, paths BLOB NOT NULL, version INTEGER NOT NULL,
     PRIMARY KEY (lease, block, turn)
 ) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS judged (
+    name BLOB PRIMARY KEY, rewards BLOB NOT NULL, version INTEGER NOT NULL
+) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS replies_by_version ON replies (version);
 """
+
+
+_REPLY = "words, room, ending, reward, author, row, beside"
 
 
 class Reply(NamedTuple):
@@ -42,6 +51,20 @@ class Reply(NamedTuple):
     """Of the whole rollout; it counts once the rollout has ended."""
     author: int
     """Author of the policy's turn, as the rollout names it."""
+    row: int = 0
+    """Index of the row that the words are of, and that the next turn continues."""
+    beside: bool = False
+    """Whether the environment judges the rollout beside its siblings, so that `reward` is not the last word."""
+
+
+class Played(NamedTuple):
+    """A rollout so far."""
+
+    token_ids: bytes
+    author: bytes
+    starts: tuple[int, ...]
+    """Where its further rows begin."""
+    last: Reply
 
 
 class Step(NamedTuple):
@@ -74,6 +97,11 @@ def next_path(path: bytes, written: bytes) -> bytes:
     return domain_hash("stage/turn", path, written)
 
 
+def group_name(paths: Sequence[bytes]) -> bytes:
+    """The name of a group whose rollouts have ended at these paths."""
+    return domain_hash("stage/group", *paths)
+
+
 class Memo:
     """The replies of a run, in a SQLite file. Threads may share it."""
 
@@ -95,8 +123,8 @@ class Memo:
         """The replies that are known, by path."""
         found: dict[bytes, Reply] = {}
         for path in dict.fromkeys(paths):
-            for row in self._read("SELECT words, room, ending, reward, author FROM replies WHERE path = ?", path):
-                found[path] = Reply(*row)
+            for reply in self._read(f"SELECT {_REPLY} FROM replies WHERE path = ?", path):
+                found[path] = _reply(reply)
         return found
 
     def taken(self, lease: str, block: int, turn: int) -> Taken | None:
@@ -114,20 +142,40 @@ class Memo:
         """All steps from the opening to a path."""
         steps: list[Step] = []
         while path:
-            query = "SELECT parent, written, words, room, ending, reward, author FROM replies WHERE path = ?"
+            query = f"SELECT parent, written, {_REPLY} FROM replies WHERE path = ?"
             parent, written, *reply = self._read(query, path)[0]
-            steps.append(Step(path, parent, written, Reply(*reply)))
+            steps.append(Step(path, parent, written, _reply(reply)))
             path = parent
         return steps[::-1]
 
-    def rollout(self, path: bytes) -> tuple[bytes, bytes, Reply]:
-        """Token ids and authors of a rollout, and its last reply."""
-        tokens, author = bytearray(), bytearray()
+    def rollout(self, path: bytes) -> Played:
+        """A rollout so far, as a worker has it."""
+        rows, row = [(bytearray(), bytearray())], 0
         for step in (steps := self.story(path)):
-            tokens += step.written + step.reply.words
+            tokens, author = rows[row]
+            tokens += step.written
             author += bytes([step.reply.author]) * (len(step.written) // 4)
+            row = step.reply.row
+            if row == len(rows):
+                rows.append((bytearray(), bytearray()))
+            tokens, author = rows[row]
+            tokens += step.reply.words
             author += bytes([ENVIRONMENT]) * (len(step.reply.words) // 4)
-        return bytes(tokens), bytes(author), steps[-1].reply
+        starts = tuple(accumulate(len(author) for _, author in rows[:-1]))
+        token_ids, authors = (b"".join(parts) for parts in zip(*rows, strict=True))
+        return Played(token_ids, authors, starts, steps[-1].reply)
+
+    def judged(self, name: bytes) -> tuple[float, ...]:
+        """What the rollouts of a group earn beside each other; nothing if they were not judged yet."""
+        for (rewards,) in self._read("SELECT rewards FROM judged WHERE name = ?", name):
+            return struct.unpack(f"<{len(rewards) // 8}d", rewards)
+        return ()
+
+    def judge(self, name: bytes, version: int, rewards: Sequence[float]) -> tuple[float, ...]:
+        """Book what the rollouts of a group earn beside each other; returns what holds: the first that was booked."""
+        booked = (name, struct.pack(f"<{len(rewards)}d", *rewards), version)
+        self._write(("INSERT OR IGNORE INTO judged VALUES (?,?,?)", [booked]))
+        return self.judged(name)
 
     def keep(
         self, lease: str, version: int, block: int, turn: int, taken: Taken, steps: Sequence[Step]
@@ -136,25 +184,17 @@ class Memo:
         holds. Raises `StateError` if the disk is full."""
         rows = [(step.path, step.parent, step.written, *step.reply, version) for step in steps]
         booked = (lease, block, turn, taken.digest, b"".join(taken.paths), version)
-        try:
-            with self._lock, self._database:
-                self._database.execute("BEGIN IMMEDIATE")
-                # guard: first-reply-holds
-                self._database.executemany("INSERT OR IGNORE INTO replies VALUES (?,?,?,?,?,?,?,?,?)", rows)
-                self._database.execute("INSERT INTO turns VALUES (?,?,?,?,?,?)", booked)
-        except sqlite3.Error as error:
-            raise self._unusable(error) from None
+        # guard: first-reply-holds
+        self._write(
+            ("INSERT OR IGNORE INTO replies VALUES (?,?,?,?,?,?,?,?,?,?,?)", rows),
+            ("INSERT INTO turns VALUES (?,?,?,?,?,?)", [booked]),
+        )
         return self.replies(step.path for step in steps)
 
     def forget(self, before: int) -> None:
         """Delete all of older versions."""
-        try:
-            with self._lock, self._database:
-                self._database.execute("BEGIN IMMEDIATE")
-                for table in ("replies", "turns"):
-                    self._database.execute(f"DELETE FROM {table} WHERE version < ?", (before,))
-        except sqlite3.Error as error:
-            raise self._unusable(error) from None
+        tables = ("replies", "turns", "judged")
+        self._write(*((f"DELETE FROM {table} WHERE version < ?", [(before,)]) for table in tables))
 
     def _read(self, query: str, *values: object) -> list[tuple[Any, ...]]:
         try:
@@ -163,10 +203,25 @@ class Memo:
         except sqlite3.Error as error:
             raise self._unusable(error) from None
 
+    def _write(self, *changes: tuple[str, Sequence[Sequence[object]]]) -> None:
+        """Change all or nothing."""
+        try:
+            with self._lock, self._database:
+                self._database.execute("BEGIN IMMEDIATE")
+                for query, rows in changes:
+                    self._database.executemany(query, rows)
+        except sqlite3.Error as error:
+            raise self._unusable(error) from None
+
     def _unusable(self, error: sqlite3.Error) -> StateError:
         return StateError(
             f"the stage's memory {self._file} cannot be used: {error}. Check the disk and the permissions"
         )
+
+
+def _reply(row: Sequence[Any]) -> Reply:
+    words, room, ending, reward, author, place, beside = row
+    return Reply(words, room, ending, reward, author, place, bool(beside))
 
 
 def _split(paths: bytes) -> tuple[bytes, ...]:

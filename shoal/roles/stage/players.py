@@ -23,7 +23,7 @@ import msgspec
 from shoal.config.environ import child_environment
 from shoal.errors import StateError
 from shoal.protocol.constants import MAX_ROLLOUT_TOKENS
-from shoal.protocol.types import POLICY
+from shoal.protocol.types import POLICY, Slot
 from shoal.roles.stage.child import Answer, Opened, Opening, Request, send
 from shoal.roles.stage.memo import Memo, Reply
 from shoal.roles.stage.turns import VOID, Ask
@@ -38,6 +38,8 @@ TRIES = 3
 
 START_S = 120.0
 """A process may take this long to load its environments."""
+
+OTHER_WORDS = "it gives other words for the same actions (set reproducible = false)"
 
 MAX_FRAME_BYTES = 4 * MAX_ROLLOUT_TOKENS + (1 << 20)
 
@@ -63,6 +65,9 @@ class Player(Protocol):
     def lowest(self, label: str) -> float:
         """The lowest reward of an environment."""
 
+    def compares(self, label: str) -> bool:
+        """Whether an environment judges an answer beside its siblings. Raises as `ask`."""
+
     def ask(self, request: Request, limit_s: float) -> Answer:
         """Raises `Gone`; the next request then meets a fresh process."""
 
@@ -74,15 +79,28 @@ class Players:
         """`limit_s` gives the time for one turn of an environment, by its label."""
         self._shards = [Shard(make(), memo, limit_s) for _ in range(number)]
         self._threads = [ThreadPoolExecutor(1, f"player-{i}") for i in range(number)]
+        self._compared: dict[str, bool] = {}
+        """Whether an environment judges an answer beside its siblings, by label."""
 
     def play(self, asks: Sequence[Ask]) -> list[Reply]:
         """The replies to turns of different rollouts, in order. All players work at the same time."""
         waiting = []
         for ask in asks:
-            # The rollouts of a slot are spread, so that an environment that waits for a judge waits for several at a time.
-            which = (ask.slot.slot + ask.rollout) % len(self._shards)
+            which = self._which(ask.slot, ask.rollout)
             waiting.append(self._threads[which].submit(self._shards[which].reply, ask))
         return [one.result() for one in waiting]
+
+    def judge(self, slot: Slot, paths: Sequence[bytes]) -> list[float]:
+        """What the rollouts of a slot, which have ended, earn beside each other."""
+        which = self._which(slot, 0)
+        return self._threads[which].submit(self._shards[which].judge, slot, paths).result()
+
+    def _which(self, slot: Slot, rollout: int) -> int:
+        """The rollouts of a slot are spread, so that an environment that waits for a judge waits for several at a time; but
+        those that are judged beside each other are in one place."""
+        if slot.env not in self._compared:
+            self._compared[slot.env] = self._threads[0].submit(self._shards[0].compares, slot.env).result()
+        return (slot.slot + (0 if self._compared[slot.env] else rollout)) % len(self._shards)
 
     def close(self) -> None:
         for thread in self._threads:
@@ -102,32 +120,56 @@ class Shard:
 
     def reply(self, ask: Ask) -> Reply:
         """Play one turn. Whatever the environment does, there is a reply."""
+        return self._tried(ask.slot, lambda: self._play(ask), lambda why: self._failed(ask, why))
+
+    def judge(self, slot: Slot, paths: Sequence[bytes]) -> list[float]:
+        """Let the environment judge a group. If it cannot, all rollouts have the lowest reward."""
+        return self._tried(slot, lambda: self._judge(slot, paths), lambda why: self._unjudged(slot, len(paths), why))
+
+    def compares(self, label: str) -> bool:
+        """Whether an environment judges an answer beside its siblings."""
+        with contextlib.suppress(Gone):
+            return self._player.compares(label)
+        return False
+
+    def _tried(self, slot: Slot, act: Callable[[], T], failed: Callable[[str], T]) -> T:
         why = ""
         for _ in range(TRIES):
             try:
-                return self._play(ask)
+                return act()
             except Gone as gone:
                 why = str(gone)
-                log.warning("killed env=%s task=%d reason=%r", ask.slot.env, ask.slot.task, why)
+                log.warning("killed env=%s task=%d reason=%r", slot.env, slot.task, why)
                 if gone.slow:
                     break
-        return self._failed(ask, why)
+        return failed(why)
 
     def _play(self, ask: Ask) -> Reply:
         if not ask.before:
-            return self._open(ask, ask.path)
-        if not self._holds(ask.before) and not self._play_again(ask):
-            return self._failed(ask, "it gives other words for the same actions (set reproducible = false)")
-        return self._write(ask, ask.before, ask.written, ask.path)
+            return self._open(ask.slot, ask.path)
+        if not self._holds(ask.before) and not self._play_again(ask.slot, ask.before):
+            return self._failed(ask, OTHER_WORDS)
+        return self._write(ask.slot, ask.before, ask.written, ask.path)
+
+    def _judge(self, slot: Slot, paths: Sequence[bytes]) -> list[float]:
+        replies = self._memo.replies(paths)
+        whole = [path for path in paths if replies[path].beside]
+        for _ in range(2):  # bringing one back may lose another with its process
+            if not all(self._holds(path) or self._play_again(slot, path) for path in whole):
+                return self._unjudged(slot, len(paths), OTHER_WORDS)
+        numbers = tuple(self._held.pop(path) for path in whole)
+        answer = self._exchanged(slot, Request(judge=numbers))
+        rewards = iter(answer.rewards)
+        return [next(rewards) if replies[path].beside else replies[path].reward for path in paths]
 
     def _holds(self, path: bytes) -> bool:
         return path in self._held and self._generation == self._player.generation
 
-    def _play_again(self, ask: Ask) -> bool:
-        """Play a conversation again, up to its last turn; whether the environment says the same words as before."""
+    def _play_again(self, slot: Slot, path: bytes) -> bool:
+        """Play a conversation again, up to this path; whether the environment says the same words as before."""
         before = b""
-        for step in self._memo.story(ask.before):
-            reply = self._write(ask, before, step.written, step.path) if before else self._open(ask, step.path)
+        for step in self._memo.story(path):
+            reply = self._write(slot, before, step.written, step.path) if before else self._open(slot, step.path)
             if reply != step.reply:  # guard: same-words-again
                 if step.path in self._held:
                     self._forget.append(self._held.pop(step.path))
@@ -135,35 +177,45 @@ class Shard:
             before = step.path
         return True
 
-    def _open(self, ask: Ask, path: bytes) -> Reply:
-        return self._asked(ask, path, Request(next(self._numbers), label=ask.slot.env, task=ask.slot.task))
+    def _open(self, slot: Slot, path: bytes) -> Reply:
+        return self._asked(slot, path, Request(next(self._numbers), label=slot.env, task=slot.task))
 
-    def _write(self, ask: Ask, before: bytes, written: bytes, path: bytes) -> Reply:
-        return self._asked(ask, path, Request(self._held.pop(before), written))
+    def _write(self, slot: Slot, before: bytes, written: bytes, path: bytes) -> Reply:
+        return self._asked(slot, path, Request(self._held.pop(before), written))
 
-    def _asked(self, ask: Ask, path: bytes, request: Request) -> Reply:
-        """Send a request, and remember where its conversation is then."""
-        request.forget, self._forget = tuple(self._forget), []
-        answer = self._player.ask(request, self._limit_s(ask.slot.env))
-        if self._generation != self._player.generation:  # guard: lost-with-the-process
-            self._generation = self._player.generation
-            self._held.clear()
-        if not answer.ending:
+    def _asked(self, slot: Slot, path: bytes, request: Request) -> Reply:
+        """Send a turn, and remember where its conversation is then."""
+        answer = self._exchanged(slot, request)
+        if not answer.ending or answer.beside:
             self._held[path] = request.number
             if len(self._held) > HELD:
                 self._forget.append(self._held.popitem(last=False)[1])
+        return Reply(
+            answer.words, answer.room, answer.ending, answer.reward, answer.author,  # type: ignore[arg-type]
+            answer.row, answer.beside,
+        )  # fmt: skip
+
+    def _exchanged(self, slot: Slot, request: Request) -> Answer:
+        request.forget, self._forget = tuple(self._forget), []
+        answer = self._player.ask(request, self._limit_s(slot.env))
+        if self._generation != self._player.generation:  # guard: lost-with-the-process
+            self._generation = self._player.generation
+            self._held.clear()
         if answer.fault:
-            log.warning(
-                "fault env=%s task=%d ending=%s fault=%s", ask.slot.env, ask.slot.task, answer.ending, answer.fault
-            )
-        return Reply(answer.words, answer.room, answer.ending, answer.reward, answer.author)  # type: ignore[arg-type]
+            log.warning("fault env=%s task=%d ending=%s fault=%s", slot.env, slot.task, answer.ending, answer.fault)
+        return answer
 
     def _failed(self, ask: Ask, why: str) -> Reply:
         """The reply for an environment that gave none: as for one that raises, and void if it could not begin."""
         log.error("failed env=%s task=%d reason=%r", ask.slot.env, ask.slot.task, why)
         if not ask.before:
             return VOID
-        return Reply(b"", 0, "error", self._player.lowest(ask.slot.env), POLICY)
+        row = self._memo.replies([ask.before])[ask.before].row
+        return Reply(b"", 0, "error", self._player.lowest(ask.slot.env), POLICY, row)
+
+    def _unjudged(self, slot: Slot, count: int, why: str) -> list[float]:
+        log.error("failed env=%s task=%d reason=%r", slot.env, slot.task, f"its rollouts cannot be compared: {why}")
+        return [self._player.lowest(slot.env)] * count
 
 
 class ChildPlayer:
@@ -173,22 +225,32 @@ class ChildPlayer:
         self._opening = opening
         self._child: _Child | None = None
         self.generation = 0
-        self._lowest: dict[str, float] = {}
+        self._opened: Opened | None = None
 
     def lowest(self, label: str) -> float:
-        return self._lowest.get(label, 0.0)
+        return self._opened.lowest[label] if self._opened is not None else 0.0
+
+    def compares(self, label: str) -> bool:
+        """Raises as `ask`."""
+        if self._opened is None:
+            self._start()
+        assert self._opened is not None
+        return label in self._opened.compare
 
     def ask(self, request: Request, limit_s: float) -> Answer:
         """Raises `Gone`, and `StateError` if the environments cannot be loaded."""
         if self._child is None:
-            self.generation += 1
-            self._child = _Child()
-            opened = self._exchange(self._opening, START_S, Opened)
-            if opened.refused:
-                self._end()
-                raise StateError(opened.refused)
-            self._lowest = opened.lowest
+            self._start()
         return self._exchange(request, limit_s, Answer)
+
+    def _start(self) -> None:
+        self.generation += 1
+        self._child = _Child()
+        opened = self._exchange(self._opening, START_S, Opened)
+        if opened.refused:
+            self._end()
+            raise StateError(opened.refused)
+        self._opened = opened
 
     def _exchange(self, value: object, limit_s: float, kind: type[T]) -> T:
         assert self._child is not None

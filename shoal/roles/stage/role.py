@@ -139,7 +139,8 @@ class Stage:
 
     async def _record(self, request: Request) -> Response:
         asked = await self._asked(request)
-        record = await asyncio.to_thread(record_of, self._memo, self.run, asked, self._config.rollouts.group_size)
+        players, size = await self._open(), self._config.rollouts.group_size
+        record = await asyncio.to_thread(record_of, self._memo, self.run, asked, size, players.judge)
         return answer_bytes(to_msgpack(record), MsgPack)
 
     async def _asked(self, request: Request) -> t.Staged:

@@ -14,7 +14,7 @@ from shoal.net.server import RequestRefused
 from shoal.protocol import types as t
 from shoal.protocol.records import rollout_digest
 from shoal.protocol.wire import WireError, digest, to_msgpack
-from shoal.roles.stage.memo import Memo, Reply, Step, Taken, next_path, opening_path
+from shoal.roles.stage.memo import Memo, Played, Reply, Step, Taken, group_name, next_path, opening_path
 
 VOID = Reply(b"", 0, "void", 0.0, t.POLICY)
 
@@ -40,6 +40,9 @@ class Limits(NamedTuple):
 
 Play = Callable[[Sequence[Ask]], list[Reply]]
 """Plays turns of different rollouts; returns their replies in order."""
+
+Judge = Callable[[t.Slot, Sequence[bytes]], list[float]]
+"""What the rollouts of a slot, which have ended at these paths, earn beside each other."""
 
 
 def take_turn(
@@ -75,29 +78,36 @@ def take_turn(
     return _answer([replies[ask.path] for ask in asks])
 
 
-def record_of(memo: Memo, run: str, asked: t.Staged, size: int) -> t.Record:
+def record_of(memo: Memo, run: str, asked: t.Staged, size: int, judge: Judge) -> t.Record:
     """The record of a lease. Raises `RequestRefused` if one of its rollouts has not ended."""
     groups = []
     for block in asked.blocks:
         last = memo.last(asked.lease, block.index)
         paths = last.paths if last is not None else ()
         for place, slot in enumerate(block.slots):
-            rollouts = [memo.rollout(path) for path in paths[place * size : (place + 1) * size]]
-            if not rollouts or any(reply.ending == "" for *_, reply in rollouts):  # guard: record-of-the-ended
+            ends = paths[place * size : (place + 1) * size]
+            rollouts = [memo.rollout(path) for path in ends]
+            if not rollouts or any(played.last.ending == "" for played in rollouts):  # guard: record-of-the-ended
                 raise RequestRefused(
                     400,
                     "malformed",
                     f"slot {slot.slot} is not played to its end: take all turns of block {block.index}",
                 )
-            groups.append(t.GroupRecord(slot.slot, _recorded(rollouts)))
+            rewards: Sequence[float] = [played.last.reward for played in rollouts]
+            if any(played.last.beside for played in rollouts):
+                name = group_name(ends)
+                rewards = memo.judged(name) or memo.judge(name, asked.version, judge(slot, ends))
+            groups.append(t.GroupRecord(slot.slot, _recorded(rollouts, rewards)))
     return t.Record(run, asked.lease, asked.version, tuple(groups))
 
 
-def _recorded(rollouts: Sequence[tuple[bytes, bytes, Reply]]) -> tuple[t.RolloutRecord, ...]:
+def _recorded(rollouts: Sequence[Played], rewards: Sequence[float]) -> tuple[t.RolloutRecord, ...]:
     recorded = []
-    for tokens, author, reply in rollouts:
-        if reply.ending != "" and reply.ending != "void":
-            recorded.append(t.RolloutRecord(rollout_digest(tokens, author, reply.ending), reply.ending, reply.reward))
+    for played, reward in zip(rollouts, rewards, strict=True):
+        ending = played.last.ending
+        if ending != "" and ending != "void":
+            name = rollout_digest(played.token_ids, played.author, ending, played.starts)
+            recorded.append(t.RolloutRecord(name, ending, reward))
     return tuple(recorded)
 
 
@@ -147,5 +157,5 @@ def _whole_slots(asks: Sequence[Ask], replies: Sequence[Reply]) -> list[Reply]:
 
 def _answer(replies: Sequence[Reply]) -> t.TurnAnswer:
     texts = {words: place for place, words in enumerate(dict.fromkeys(reply.words for reply in replies))}
-    said = tuple(t.Said(texts[reply.words], reply.room, reply.ending, reply.author) for reply in replies)
+    said = tuple(t.Said(texts[reply.words], reply.room, reply.ending, reply.author, reply.row) for reply in replies)
     return t.TurnAnswer(tuple(texts), said)
