@@ -1,7 +1,7 @@
-"""A sandbox of namespaces, by bubblewrap.
+"""A sandbox that bubblewrap makes from namespaces.
 
-Called by `sandbox/cell`. Every namespace is new, the root holds only what `sandbox/layout` shows, nothing in
-it can be written but scratch directories of limited size, and there is no network, no right and no environment.
+Called by `sandbox/cell`. Every namespace is new. The root holds only what `sandbox/layout` shows, read-only except for
+scratch directories of limited size. There is no network, no capability and no variable of our environment.
 """
 
 import json
@@ -26,16 +26,16 @@ DEVICES = ("null", "zero", "full", "random", "urandom")
 
 
 FIRST_USER, NUM_USERS = 60600, 512
-"""Users that foreign code becomes if root starts it. Distributions give these numbers to nobody."""
+"""User ids for foreign code that root starts. No distribution assigns these numbers."""
 
 
 def start(
     shown: Sequence[Shown], limits: Limits, program: Sequence[str], group: Group, filter_program: bytes, first: bool
 ) -> Started:
-    """Raises `StateError` if bubblewrap is not installed or does not work here, with what it said.
+    """Raises `StateError`, with bubblewrap's message, if bubblewrap is not installed or does not work here.
 
-    A program that is the `first` process in its namespace is spared its own signals, and must reap; else bubblewrap
-    does that.
+    With `first`, the program is process 1 of its namespace: no signal from within can end it, and it must reap orphans.
+    Otherwise bubblewrap is process 1.
     """
     for source in unreadable(source for source, place in shown if place.is_relative_to(OUTSIDE)):
         raise StateError(f"the sandbox's user cannot read {source}: chmod -R a+rX {source}")
@@ -58,19 +58,19 @@ def start(
 
 
 def unreadable(paths: Iterable[Path]) -> list[Path]:
-    """Those that the sandbox's user cannot read: only root has another user there."""
+    """The paths that the sandbox's user cannot read. That user differs from ours only if we are root."""
     modes = {path: path.stat().st_mode for path in paths} if is_root() else {}
     needed = {path: 0o5 if stat.S_ISDIR(mode) else 0o4 for path, mode in modes.items()}
     return [path for path, mode in modes.items() if mode & needed[path] != needed[path]]
 
 
 def is_root() -> bool:
-    """Whether we are the machine's root. That of a container without rights is an ordinary user already."""
+    """Whether we are root of the machine. Root of an unprivileged container is an ordinary user outside it."""
     return os.geteuid() == 0 and Path("/proc/self/uid_map").read_text().split() == ["0", "0", "4294967295"]
 
 
 def _first_process(told: int, process: "subprocess.Popen[bytes]") -> int:
-    """Bubblewrap writes JSON with the id of its child, and closes the pipe."""
+    """The process id of bubblewrap's child: bubblewrap writes it as JSON and closes the pipe."""
     text, until = b"", time.monotonic() + START_S
     ready = select.poll()
     ready.register(told, select.POLLIN)
@@ -94,7 +94,10 @@ def command(
     options: Sequence[str],
     program: Sequence[str],
 ) -> list[str]:
-    """Raises `StateError` if bubblewrap is not installed. The word `@N@` stands for the source of `shown[N]`."""
+    """Bubblewrap's command line. `sandbox/launch` puts the source of `shown[N]` in the place of `@N@`.
+
+    Raises `StateError` if bubblewrap is not installed.
+    """
     path = shutil.which(PROGRAM)
     if path is None:
         raise StateError(f"bubblewrap is not installed: {INSTALL}")

@@ -1,7 +1,7 @@
-"""One running sandbox: started, spoken to in frames, watched, and ended with every process in it.
+"""One running sandbox: starts it, exchanges frames with it, watches its limits, and ends it with every process in it.
 
-Used by `sandbox/pool` and `sandbox/resident`. It blocks the thread that calls it, never longer than it is told, and no
-other thread. It does not know what the frames mean.
+Used by `sandbox/pool` and `sandbox/resident`. A call blocks only its own thread, and only until its deadline. This file
+does not know what the frames mean.
 """
 
 import contextlib
@@ -31,11 +31,11 @@ from shoal.sandbox.memory import exceeds, taken_bytes
 from shoal.sandbox.started import START_S, Started
 
 _LOOK_S = 0.025
-"""How often we look at the memory of a sandbox that works."""
+"""Time between two checks of a busy sandbox's memory."""
 
 _MB = 1_000_000
 _START_MB = 64
-"""For the processes that start a sandbox."""
+"""Extra memory for the processes that start a sandbox."""
 
 
 class Kind(Enum):
@@ -44,25 +44,26 @@ class Kind(Enum):
     BUBBLEWRAP = "bubblewrap"
     """Namespaces and a filter of system calls; the kernel is shared."""
     GVISOR = "gvisor"
-    """A kernel of its own, written in Go, which a fault of ours does not reach; a start takes half a second."""
+    """A separate kernel, written in Go, so foreign code cannot use faults of this machine's kernel. A start takes half
+    a second."""
 
 
 OWN_PROCESSES = {Kind.BUBBLEWRAP: 16, Kind.GVISOR: 512}
-"""Processes and threads of ours in a control group, beside those of foreign code. gVisor has threads for each of
-its."""
+"""Processes and threads that the sandbox itself needs in its control group. gVisor needs some for each foreign
+process."""
 
 
 class Gone(Exception):
-    """The sandbox gave no answer and is ended."""
+    """The sandbox did not answer, and was ended."""
 
     def __init__(self, reason: Reason | None, why: str = "", exit_code: int = 0) -> None:
         super().__init__(why or str(reason and reason.value))
         self.outcome: Outcome = Ended(exit_code) if reason is None else Stopped(reason)
-        """`Ended` if the first program inside ended by itself."""
+        """`Ended` if the first program inside exited, else `Stopped`."""
 
 
 class Cell:
-    """A running sandbox. It ends with `end`, when this object goes, and when this process ends."""
+    """A running sandbox. It ends on `end()`, when this object is freed, and when this process ends."""
 
     def __init__(self, kind: Kind, limits: Limits, task: dict[str, Any], packages: Sequence[Path | Shown] = ()) -> None:
         """Start it and give it its first frame. Raises `StateError` if it cannot be started."""
@@ -99,7 +100,7 @@ class Cell:
             raise StateError(f"the sandbox does not start: {self.said()}") from None
 
     def settle(self) -> None:
-        """From now on the limit of memory is counted from what is taken at this moment."""
+        """Count the memory limit from what is in use now."""
         self._base_bytes = taken_bytes(self.init)
         taken = max(self._group.memory_bytes(), self._base_bytes)
         most = taken + (self.limits.memory_mb + 2 * self.limits.scratch_mb) * _MB
@@ -133,7 +134,7 @@ class Cell:
         return self._group.memory_kills()
 
     def said(self) -> str:
-        """What a sandbox that could not be started wrote, in one line."""
+        """What the sandbox wrote to standard error, in one line."""
         assert self.process.stderr
         with contextlib.suppress(OSError, ValueError):
             os.set_blocking(self.process.stderr.fileno(), False)
@@ -151,7 +152,7 @@ class Cell:
         return bytes(data)
 
     def _wait(self, until: float) -> None:
-        """Until there is something to read. Ends a sandbox that is beyond a limit before that."""
+        """Wait until there is something to read. End the sandbox if it passes a limit first."""
         most = self._base_bytes + self.limits.memory_mb * _MB
         while not self._answers.poll(1000 * max(0.0, min(_LOOK_S, until - time.monotonic()))):
             if time.monotonic() >= until:  # guard: wall-time-of-a-sandbox
@@ -179,7 +180,7 @@ class Cell:
 
 
 def exit_code(code: int | None) -> int | None:
-    """Of the program inside: bubblewrap and gVisor give 128 and the signal, if it died of one."""
+    """The exit code of the program inside, negative for a signal. Bubblewrap and gVisor give 128 + signal instead."""
     return 128 - code if code is not None and code > 128 else code
 
 
@@ -187,8 +188,8 @@ def exit_code(code: int | None) -> int | None:
 
 
 def _watched(init: int) -> int:
-    """A descriptor that tells when the first process of the sandbox, and so all of them, has ended. -1 if it already
-    has."""
+    """A descriptor that becomes readable when the sandbox's first process, and so every process in it, has ended. -1 if
+    it already has."""
     try:
         return os.pidfd_open(init)
     except OSError:

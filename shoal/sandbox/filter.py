@@ -1,8 +1,7 @@
-"""The filter of system calls: a small assembler for the kernel's BPF, and the two lists of what may be called.
+"""The filter of system calls: a small assembler for the kernel's BPF, and the two lists of allowed calls.
 
-Called by whatever starts a process in the sandbox. The filter is an allow-list, so a call that a later kernel adds is
-refused without our doing. It is bytes: bubblewrap loads them for the first process, and `sandbox/inside` for each
-snippet.
+Called by `sandbox/cell`. The filter is an allow-list, so it refuses calls that later kernels add. Bubblewrap loads its
+bytes for the first process, and `sandbox/inside` for each snippet.
 """
 
 import errno
@@ -24,8 +23,7 @@ _NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16
 """Where the parts of a call are in `struct seccomp_data`."""
 
 _UNIX = 1
-"""AF_UNIX: a socket that no network carries. Those of the host cannot be reached: other mounts and another network
-namespace."""
+"""AF_UNIX: sockets within one machine. The host's cannot be reached, because mounts and network namespace are new."""
 
 _NEW_NAMESPACES = 0x7E020000
 """CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID and NEWNET."""
@@ -37,10 +35,10 @@ _NESTED = 0x10000000 | 0x20000000 | 0x00020000
 """CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNS: what `sandbox/inside` gives each snippet."""
 
 _MOUNTS = (0x2 | 0x4, 0x2 | 0x4 | 0x8)
-"""MS_NOSUID | MS_NODEV, and the same with MS_NOEXEC: a new file system. No flag of these binds or moves a mount."""
+"""MS_NOSUID | MS_NODEV, and the same with MS_NOEXEC: they mount a new file system, and cannot bind or move a mount."""
 
 _IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
-"""TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX and FIOCLEX. Without TIOCSTI, which types into a terminal."""
+"""TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX and FIOCLEX. TIOCSTI is left out: it types into a terminal."""
 
 _PRCTLS = (1, 2, 3, 4, 15, 16, 21, 23, 30, 36, 37, 38, 39, 40, 41, 0x53564D41)
 """PDEATHSIG, DUMPABLE, NAME, GET_SECCOMP, CAPBSET_READ, GET_TIMERSLACK, CHILD_SUBREAPER, NO_NEW_PRIVS, GET_TID_ADDRESS,
@@ -50,14 +48,14 @@ _PRCTLS_OF_ZYGOTE = (22, 24, 47)
 """SET_SECCOMP, CAPBSET_DROP and CAP_AMBIENT: they only take rights away."""
 
 _SOL_SOCKET, _SOCKET_OPTIONS = 1, (2, 7, 8, 9, 13, 16, 20, 21)
-"""REUSEADDR, SNDBUF, RCVBUF, KEEPALIVE, LINGER, PASSCRED, RCVTIMEO and SNDTIMEO. Without those that attach BPF."""
+"""REUSEADDR, SNDBUF, RCVBUF, KEEPALIVE, LINGER, PASSCRED, RCVTIMEO and SNDTIMEO. Those that attach BPF are left out."""
 
 _QUERY = 0xFFFFFFFF
 """The argument of personality that changes nothing."""
 
 
 class Instruction(NamedTuple):
-    """One of the machine: `struct sock_filter`."""
+    """One BPF instruction: `struct sock_filter`."""
 
     code: int
     if_true: int
@@ -71,15 +69,13 @@ def snippet_filter(machine: str = "") -> bytes:
 
 
 def zygote_filter(machine: str = "") -> bytes:
-    """The same with the calls that put a snippet into its own namespaces: one set of flags, and new file systems."""
+    """The same, plus the calls that isolate a snippet: new namespaces with one set of flags, and new file systems."""
     return _filter(machine or platform.machine(), zygote=True)
 
 
 def _filter(machine: str, zygote: bool) -> bytes:
     if machine not in ARCHITECTURES:
-        raise StateError(
-            f"no sandbox on {machine}: its system calls are not known, only those of {', '.join(ARCHITECTURES)}"
-        )
+        raise StateError(f"no sandbox on {machine}: system calls are known only for {', '.join(ARCHITECTURES)}")
     architecture, column = ARCHITECTURES[machine]
     numbers = {name: row[column] for name, row in (FREE | ARGUED).items() if row[column] >= 0}
     program = [
@@ -101,7 +97,7 @@ def _filter(machine: str, zygote: bool) -> bytes:
 
 
 def _argued(zygote: bool) -> dict[str, list[Instruction]]:
-    """What decides about each call of `ARGUED`."""
+    """The instructions that decide each call of `ARGUED`."""
     refused = [_error(errno.EPERM)]
     return {
         "socket": _one_of(0, [_UNIX], errno.EAFNOSUPPORT),  # guard: no-sockets-but-unix
@@ -111,7 +107,7 @@ def _argued(zygote: bool) -> dict[str, list[Instruction]]:
         "clone": _none_of(0, _NEW_NAMESPACES | _CLONE_TRACED),  # guard: no-namespaces-by-clone
         "clone3": [
             _error(errno.ENOSYS)
-        ],  # its flags are in memory, which a filter cannot read; libraries use clone then
+        ],  # its flags are in memory, which a filter cannot read; libraries then use clone
         "prctl": _one_of(0, _PRCTLS + (_PRCTLS_OF_ZYGOTE if zygote else ())),
         "prlimit64": _one_of(0, [0]),  # itself
         "personality": _one_of(0, [0, _QUERY]),
@@ -137,7 +133,7 @@ def _one_of(argument: int, values: Iterable[int], otherwise: int = errno.EPERM) 
 
 
 def _is(argument: int, value: int) -> list[Instruction]:
-    """Goes on to what follows if the argument has this value."""
+    """Go on to the next instruction if the argument has this value, else refuse the call."""
     return [_load(argument), Instruction(_EQUAL, 1, 0, value), _error(errno.EPERM)]
 
 
@@ -146,7 +142,7 @@ def _none_of(argument: int, bits: int) -> list[Instruction]:
 
 
 def _load(argument: int) -> Instruction:
-    """The low half of an argument: the kernel reads no more of each argument that is compared here."""
+    """Load the low half of an argument. The kernel, too, uses only that half of the arguments compared here."""
     return Instruction(_LOAD, 0, 0, _ARGUMENTS + 8 * argument)
 
 

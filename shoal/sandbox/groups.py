@@ -1,7 +1,7 @@
-"""Control groups: the kernel's count of all memory and processes of one sandbox, where this node may make groups.
+"""Control groups: through them the kernel counts and limits the memory and processes of a whole sandbox.
 
-Called by `sandbox/cell`. Root may nearly always; an ordinary user only where its own group was delegated to it. Without
-a group the other limits stay: rlimits, sizes of file systems, and the watch of `sandbox/memory`.
+Called by `sandbox/cell`. Root may nearly always make groups; an ordinary user only where its own group was delegated to
+it. Without a group the other limits remain: rlimits, sizes of file systems, and the checks of `sandbox/memory`.
 """
 
 import contextlib
@@ -14,12 +14,11 @@ from pathlib import Path
 CONTROLLERS = ("memory", "pids")
 _number = itertools.count()
 _REMOVE_S = 2.0
-"""The kernel needs a moment until a group whose processes are dead is empty."""
+"""A group stays busy for a moment after its last process has died."""
 
 
 class Group:
-    """One group, in one directory (version 2) or in one for each controller (version 1). Empty where none can be
-    made."""
+    """One group: a directory in version 2, one for each controller in version 1, none where we may not make groups."""
 
     def __init__(self, directories: list[Path]) -> None:
         self._directories = directories
@@ -47,7 +46,7 @@ class Group:
         return [str(directory / "cgroup.procs") for directory in self._directories]
 
     def limit(self, memory_bytes: int, processes: int) -> None:
-        """From now on. Swap is memory that is slow: none of it is allowed."""
+        """Set both limits. No swap is allowed: it is memory, too, only slower."""
         for name, value in (
             ("memory.max", memory_bytes), ("memory.swap.max", 0), ("memory.limit_in_bytes", memory_bytes),
             ("memory.memsw.limit_in_bytes", memory_bytes), ("pids.max", processes),
@@ -58,7 +57,7 @@ class Group:
                         (directory / name).write_text(str(value))
 
     def memory_bytes(self) -> int:
-        """What is taken now; 0 without a group."""
+        """Memory in use now; 0 without a group."""
         for directory in self._directories:
             for name in ("memory.current", "memory.usage_in_bytes"):
                 with contextlib.suppress(OSError, ValueError):
@@ -75,7 +74,7 @@ class Group:
         return 0
 
     def remove(self) -> None:
-        """When all of its processes are dead."""
+        """Remove the group, once all of its processes are dead."""
         until = time.monotonic() + _REMOVE_S
         while self._directories and time.monotonic() < until:
             for directory in list(self._directories):
@@ -92,7 +91,7 @@ class Group:
 
 
 def _sweep(parent: Path) -> None:
-    """Take away what nodes left that were killed. The kernel keeps a group that still has a process."""
+    """Remove groups that killed nodes left behind. The kernel keeps a group that still has a process."""
     for old in parent.glob("shoal-*-*"):
         if not Path("/proc", old.name.split("-")[1]).exists():
             with contextlib.suppress(OSError):

@@ -1,8 +1,8 @@
-"""The same sandbox on gVisor's own kernel, by an OCI bundle and `runsc`.
+"""The same sandbox on gVisor's kernel, which `runsc` starts from an OCI bundle.
 
-Called by `sandbox/cell`. The sandbox has its own process ids, no network and a read-only root, as bubblewrap's, and
-every system call ends in gVisor instead of this machine's kernel. gVisor has no mounts in nested namespaces, so
-`sandbox/pool` uses each such sandbox for one snippet only.
+Called by `sandbox/cell`. As with bubblewrap, the sandbox has separate process ids, no network and a read-only root.
+gVisor, not this machine's kernel, handles every system call. It cannot mount in nested namespaces, so `sandbox/pool`
+uses each such sandbox for one snippet only.
 """
 
 import json
@@ -69,6 +69,6 @@ def bundle(shown: Sequence[Shown], limits: Limits, program: Sequence[str]) -> di
 
 
 def _clean(runsc: Sequence[str], folder: Path) -> None:
-    """Its two processes end with the one that we started; this takes away what they leave on disk."""
+    """Remove what gVisor's two processes leave on disk. They end with the process that we started."""
     subprocess.run([*runsc, "delete", "-force", folder.name], capture_output=True, timeout=30, check=False)
     shutil.rmtree(folder, ignore_errors=True)

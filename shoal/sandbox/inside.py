@@ -1,12 +1,12 @@
-"""The first program of ours inside a sandbox: it starts foreign code, and gives each snippet a world of its own.
+"""Our first program inside a sandbox: it starts foreign code, and isolates each snippet.
 
-Started there as a file by `sandbox/cell`, so it imports nothing of ours. A frame is its length in 4 bytes, big-endian,
-and then the bytes. The first frame is a task in JSON: to become a *resident*, which is another program with limits, or
-a *zygote*, which imports what it is told and then forks for each snippet.
+`sandbox/cell` starts it as a file, so it imports nothing of ours. A frame is a length in 4 bytes, big-endian, then that
+many bytes. The first frame is a task in JSON: become a *resident*, which runs another program under limits, or a
+*zygote*, which does the task's imports and then forks for each snippet.
 
-For a snippet the zygote forks three times. The *opener* makes namespaces of users, processes and mounts, and is gone.
-The *keeper* is the first process in them: it mounts empty scratch directories and a /proc in which nothing else is
-visible, waits for the snippet, and tells how it ended. Then the kernel kills every process that the snippet left.
+A snippet takes three forks. The *opener* makes namespaces of users, processes and mounts, and exits. The *keeper* is
+the first process in them: it mounts empty scratch directories and a /proc that shows these processes only, waits for
+the snippet, and reports how it ended. Then the kernel kills every process that the snippet left behind.
 """
 
 import contextlib
@@ -61,7 +61,7 @@ class Filter(ctypes.Structure):
 
 
 def main() -> None:
-    """Read the task, and do it until our end closes."""
+    """Read the task, and work on it until the node closes the pipe."""
     task = json.loads(receive(0))
     if task["kind"] == "resident":
         become_resident(task)
@@ -69,7 +69,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (MAX_FILES, MAX_FILES))
     most = task["limits"]["processes"] + OWN_PROCESSES
     if task["linux"]:
-        resource.setrlimit(resource.RLIMIT_NPROC, (most, most))  # what is imported is foreign, too
+        resource.setrlimit(resource.RLIMIT_NPROC, (most, most))  # imported modules are foreign code, too
     silence(0)
     silence(1)
     silence(2)
@@ -81,7 +81,7 @@ def main() -> None:
         send(answers, json.dumps({"failed": traceback.format_exception_only(error)[-1][:1000]}).encode())
         return
     gc.collect()
-    gc.freeze()  # so that no collection in a snippet copies the pages of what was imported
+    gc.freeze()  # else garbage collection in a snippet copies the pages of imported modules
     send(answers, b"{}")
     while True:
         request = json.loads(receive(requests))
@@ -96,7 +96,7 @@ def main() -> None:
 
 
 def receive(pipe: int) -> bytes:
-    """The next frame. Ends this process where the other end is closed: the node is gone or done with us."""
+    """The next frame. Ends this process if the other end is closed: the node is gone or done with us."""
     return read_all(pipe, int.from_bytes(read_all(pipe, 4), "big"))
 
 
@@ -117,7 +117,7 @@ def send(pipe: int, data: bytes) -> None:
 
 
 def silence(descriptor: int) -> None:
-    """What is written there is dropped, and nothing can be read."""
+    """Drop what is written there, and give nothing to read."""
     with open("/dev/null", "r+b", buffering=0) as empty:
         os.dup2(empty.fileno(), descriptor)
 
@@ -126,7 +126,7 @@ def silence(descriptor: int) -> None:
 
 
 def become_resident(task: dict[str, Any]) -> NoReturn:
-    """Take the limits and run the program in this process: its standard input and output are the pipes to outside."""
+    """Set the limits and run the program in this process. Its standard input and output are the pipes to the node."""
     silence(2)
     os.closerange(3, 1 << 16)
     take_limits(task["limits"], task["linux"])
@@ -139,7 +139,7 @@ def become_resident(task: dict[str, Any]) -> NoReturn:
 def run_snippet(
     task: dict[str, Any], request: dict[str, Any], source: bytes, stdin: bytes
 ) -> tuple[dict[str, Any], bytes, bytes]:
-    """Run it to its end or to its limit of time. Returns how it ended, standard output and standard error."""
+    """Run it until it ends or its time is up. Returns how it ended, standard output and standard error."""
     limits = request["limits"]
     until = time.monotonic() + limits["wall_s"]
     pipes = {name: os.pipe() for name in ("stdin", "stdout", "stderr", "opened", "told")}
@@ -178,9 +178,9 @@ def run_snippet(
 def converse(
     keeper: int, told: int, to: int, stdin: bytes, texts: dict[int, bytearray], full: set[int], most: int, until: float
 ) -> bool:
-    """Pass input and output until nobody is left to write. False if the time ended first; then all of it is killed.
+    """Pass input and output until no process can write any more. False if time ran out first and we killed all of them.
 
-    More than `most` bytes are read and dropped, so that a program that prints much ends as one that prints little.
+    Output beyond `most` bytes is read and dropped, so that a program that prints much ends like any other.
     """
     poll = select.poll()
     for descriptor in texts:
@@ -200,7 +200,7 @@ def converse(
             in_time = False
         for descriptor, _ in poll.poll(1000 * left_s if in_time else None):
             if descriptor == told:
-                poll.unregister(told)  # the keeper ends now, and with it all that hold the other pipes
+                poll.unregister(told)  # the keeper ends now, and with it every process that holds the other pipes
             elif descriptor == to:
                 with contextlib.suppress(BlockingIOError):
                     try:
@@ -228,7 +228,7 @@ def converse(
 def open_world(
     task: dict[str, Any], limits: dict[str, Any], source: bytes, pipes: dict[str, tuple[int, int]]
 ) -> NoReturn:
-    """The opener: make the namespaces, fork the keeper into them, tell its process id (0 if we could not), and go."""
+    """The opener: make the namespaces, fork the keeper into them, report its process id (0 on failure), and exit."""
     keeper, reason = 0, b""
     try:
         user, group = os.getuid(), os.getgid()
@@ -246,12 +246,12 @@ def open_world(
 
 
 def keep(task: dict[str, Any], limits: dict[str, Any], source: bytes, pipes: dict[str, tuple[int, int]]) -> NoReturn:
-    """The keeper: furnish the world, start the snippet, reap what it leaves, and tell how it ended."""
+    """The keeper: mount the file systems, start the snippet, reap its orphans, and report how it ended."""
     told = pipes["told"][1]
     try:
         if task["linux"]:
             furnish(limits["scratch_mb"])
-        check(libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0), "dumpable")  # the snippet has our user
+        check(libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0), "dumpable")  # the snippet has our user id, and must not trace us
         os.setsid()  # `kill(0, ...)` in the snippet must not reach the zygote
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         snippet = os.fork()
@@ -270,11 +270,11 @@ def keep(task: dict[str, Any], limits: dict[str, Any], source: bytes, pipes: dic
             ended, status = os.wait()
             if ended == snippet:
                 os.write(told, status.to_bytes(4, "big", signed=True))
-                os._exit(0)  # the kernel kills the rest, and we are reaped only when all of it is dead
+                os._exit(0)  # the kernel kills the rest, and we are reaped only when all of them are dead
 
 
 def furnish(scratch_mb: int) -> None:
-    """Put new, empty file systems over what other snippets could have used, and hide other processes."""
+    """Mount new, empty file systems where other snippets could have written, and hide other processes."""
     size = f"size={scratch_mb}m,nr_inodes={INODES},mode=755".encode()
     own = MS_NOSUID | MS_NODEV
     check(libc.mount(b"tmpfs", b"/tmp", b"tmpfs", own, size), "/tmp")  # guard: scratch-is-new
@@ -305,7 +305,7 @@ def obey(task: dict[str, Any], limits: dict[str, Any], source: bytes) -> NoRetur
 
 
 def run_as_script(source: bytes) -> int:
-    """The exit code that Python would give."""
+    """Run the source. Returns the exit code that Python would give."""
     module = type(sys)("__main__")
     module.__file__ = SNIPPET
     sys.modules["__main__"] = module
@@ -354,7 +354,7 @@ def exit_code(asked: object) -> int:
 
 
 def take_limits(limits: dict[str, Any], linux: bool) -> None:
-    """Lower what this process and its children may take. gVisor has only some of these limits."""
+    """Limit what this process and its children may take. gVisor has only some of these limits."""
     with open("/proc/self/statm") as file:
         used = int(file.read().split()[0]) * resource.getpagesize()
     for which, most in (
@@ -376,7 +376,7 @@ def take_limits(limits: dict[str, Any], linux: bool) -> None:
 
 
 def drop_rights() -> None:
-    """Of the capabilities that come with a new namespace, none is left, and none can come back."""
+    """Drop every capability that came with the new namespace. None can come back."""
     for number in range(LAST_CAPABILITY):
         libc.prctl(PR_CAPBSET_DROP, number, 0, 0, 0)  # fails above the last one that the kernel knows
     header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION, 0)
@@ -384,7 +384,7 @@ def drop_rights() -> None:
 
 
 def load_filter(program: bytes) -> None:
-    """From here on, this process and its children can make the calls of the filter only."""
+    """From here on, this process and its children can make only the calls that the filter allows."""
     check(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
     loaded = Filter(len(program) // 8, program)
     check(libc.prctl(PR_SET_SECCOMP, 2, ctypes.byref(loaded), 0, 0), "seccomp")  # guard: snippets-are-filtered

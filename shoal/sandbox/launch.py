@@ -1,12 +1,12 @@
-"""The last program of ours outside a sandbox: it gives up root, and becomes bubblewrap.
+"""Our last program outside a sandbox: it gives up root, and becomes bubblewrap or gVisor.
 
-Started as a file by `sandbox/cell`, with the standard library alone, in a process of its own, because what it changes
-could not be undone in the node's. Its argument is JSON: `groups` (files of control groups to enter), `user` (to become
-if we are root, else null), `sources` (paths that the sandbox shows) and `command`, in which `@N@` stands for the N-th
-source.
+`sandbox/started` starts it as a file, in a separate process, because the node could not undo these changes in its own.
+It imports the standard library only. Its argument is JSON: `groups` (files of control groups to enter), `user` (which
+root becomes, else null), `sources` (paths that the sandbox shows) and `command`, in which each `@N@` is replaced with
+the N-th source.
 
-A user without rights cannot reach an interpreter in /root, so root first binds the sources below a new /tmp that only
-this process and its children see.
+An ordinary user cannot reach an interpreter in /root. So root first binds the sources below a new /tmp, which only this
+process and its children see.
 """
 
 import ctypes
@@ -40,9 +40,9 @@ def main() -> None:
 
 
 def staged(sources: list[str]) -> list[str]:
-    """Where the sources are bound. They are opened before that, because the new /tmp may hide them."""
+    """Bind the sources and return their new places. They are opened first, because the new /tmp may hide them."""
     if libc.unshare(CLONE_NEWNS):
-        return sources  # a container without that right; bubblewrap says what it lacks
+        return sources  # a container without that right; bubblewrap reports what is missing
     mount("none", "/", MS_REC | MS_PRIVATE)
     opened = [os.open(source, os.O_PATH) for source in sources]
     mount("tmpfs", STAGE, 0, "tmpfs", "mode=755")

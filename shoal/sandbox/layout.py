@@ -1,7 +1,7 @@
 """What a sandbox shows of this machine: the interpreter, its libraries, and what the caller names. All of it read-only.
 
 Used by `sandbox/bubblewrap` and `sandbox/gvisor`. Nothing of /home, /root, /etc, /run, /var or /sys is shown, except
-the directories of the interpreter and of packages, if they are there.
+/etc/ld.so.cache, and the directories of the interpreter and of packages if they are there.
 """
 
 import os
@@ -15,7 +15,7 @@ INSIDE = "/shoal-inside.py"
 """Where the sandbox has `sandbox/inside`."""
 
 OUTSIDE = Path("/outside")
-"""Below this, the sandbox has what its caller shows it."""
+"""The folder of the sandbox that holds the paths its caller names."""
 
 ENVIRONMENT = {
     "HOME": "/tmp",
@@ -26,24 +26,24 @@ ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",
     "MALLOC_ARENA_MAX": "1",
 }
-"""All that foreign code finds in its environment. The same on each machine, because results may depend on it."""
+"""All environment variables of foreign code. They are equal on every machine, because results may depend on them."""
 
 INTERPRETER_FLAGS = ("-s", "-P", "-S", "-B")
 """No user's packages, no script's directory, no `site` (which runs .pth files), no bytecode written."""
 
 USER = 1000
-"""User id that the sandbox sees. Outside it is another one."""
+"""The user id that foreign code sees. Outside the sandbox it has another."""
 
 
 class Shown(NamedTuple):
-    """Something of this machine that is in the sandbox."""
+    """A path of this machine, and its place in the sandbox."""
 
     source: Path
     place: Path
 
 
 def interpreter() -> Path:
-    """The real file of the running interpreter: a virtual environment's is a link."""
+    """The real file of the running interpreter. In a virtual environment it is behind a link."""
     return Path(sys.executable).resolve()
 
 
@@ -56,7 +56,7 @@ def standard_paths() -> list[str]:
 
 
 def outside(path: Path) -> Path:
-    """Where the sandbox shows a path that the caller names: not at its own place, which may be in /tmp."""
+    """Where the sandbox shows a path that the caller names. It cannot keep its place, which may be in /tmp."""
     return OUTSIDE / path.absolute().relative_to("/")
 
 

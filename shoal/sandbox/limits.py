@@ -1,6 +1,6 @@
 """What one piece of foreign code may take, and how its run can end.
 
-Used by all who start or call foreign code. It knows no process.
+Used by everything that starts or calls foreign code. It starts no process.
 """
 
 from dataclasses import dataclass
@@ -15,13 +15,12 @@ class Limits:
     """For a snippet, or for one answer of a resident. Most honest snippets of a policy end within 0.1 s; a loop that
     never ends holds a place in the pool for this long."""
     cpu_s: int = 5
-    """CPU time of each process, in whole seconds: a sleeping program is cut by the wall time, a computing one by
-    this."""
+    """CPU seconds of each process. This limit stops a program that computes; `wall_s` stops one that sleeps."""
     memory_mb: int = 256
-    """All processes together, beyond what the interpreter took before; and address space beyond it of each process.
-    Tables of a few million Python objects fit."""
+    """Memory of all processes together, and address space of each, beyond what the interpreter took before. Tables of a
+    few million Python objects fit."""
     processes: int = 16
-    """Processes and threads: a few helpers of a program's own. A fork bomb stops here."""
+    """Processes and threads: enough for a few helpers, but not for a fork bomb."""
     file_mb: int = 16
     """Size of a file: half of the scratch disk, so that one file cannot fill it."""
     open_files: int = 64
@@ -36,16 +35,16 @@ class Limits:
 
 @dataclass(frozen=True)
 class Ended:
-    """The program ended by itself, so the result is its own."""
+    """The program ended within its limits, so the result is its own."""
 
     exit_code: int
-    """Negative if it died of a signal of its own, as in `subprocess`."""
+    """Negative if the program died of a signal that was its own doing, as in `subprocess`."""
     stdout: bytes = b""
     stderr: bytes = b""
     stdout_truncated: bool = False
     stderr_truncated: bool = False
     cpu_s: float = 0.0
-    """Of the processes that something waited for."""
+    """CPU seconds of the processes that something waited for."""
 
 
 class Reason(Enum):
@@ -61,7 +60,7 @@ class Reason(Enum):
 
 @dataclass(frozen=True)
 class Stopped:
-    """The program did not end by itself. A faster or larger machine might say otherwise, so this is evidence against
+    """Something stopped the program. On a faster or larger machine it might have ended, so this is evidence against
     nobody: it has no exit code, and what depends on it is void."""
 
     reason: Reason

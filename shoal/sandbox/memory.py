@@ -1,7 +1,7 @@
 """How much memory a tree of processes takes, seen from outside.
 
-Called by `sandbox/cell` every few milliseconds, so it first adds up what is cheap to read. That counts pages twice
-which a fork shares, so near the limit it asks the kernel to share them out.
+Called by `sandbox/cell` every few milliseconds, so it first adds up what is cheap to read. That sum counts pages that a
+fork shares twice. If it exceeds the limit, the kernel is asked for the share of each process.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ def exceeds(root: int, most_bytes: int) -> bool:
 
 
 def taken_bytes(root: int) -> int:
-    """By a process and its descendants."""
+    """Memory of the process and its descendants."""
     return sum(_share(pid) for pid in _tree(root))
 
 
@@ -46,7 +46,7 @@ def _resident(pid: int) -> int:
 
 
 def _share(pid: int) -> int:
-    """Its own pages, and its part of those that it shares. All that it can see, if the kernel does not let us ask."""
+    """Its own pages, and its part of those that it shares. If the kernel does not tell, all pages that it uses."""
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
             if line.startswith("Pss:"):

@@ -1,8 +1,8 @@
 """Warm interpreters in sandboxes, which run one snippet after another.
 
-Called by whoever must run a policy's or a stranger's Python: environments with tools, tests of code. Each place of the
-pool is a sandbox with a zygote (`sandbox/inside`), which has imported what it was told to; a snippet is a fork of it in
-namespaces of its own. So nothing of a snippet reaches the next one. A call blocks its thread only; from asyncio, use
+Called by code that runs a policy's or a stranger's Python: environments with tools, tests of code. Each place of the
+pool is a sandbox with a zygote (`sandbox/inside`) that has done the pool's imports. Each snippet is a fork of the
+zygote in new namespaces, so nothing of it reaches the next one. A call blocks only its own thread; from asyncio, use
 `soon`.
 """
 
@@ -25,7 +25,7 @@ from shoal.sandbox.limits import Ended, Limits, Outcome, Reason, Stopped
 from shoal.sandbox.started import START_S
 
 GRACE_S = 5.0
-"""The zygote ends a snippet at its limit of time. We end the sandbox if it has not answered so much later."""
+"""The zygote ends a snippet when its time is up. If the zygote has not answered this much later, we end the sandbox."""
 
 MAX_REPORT_BYTES = 4096
 _OUT_OF_MEMORY = signal.SIGRTMAX
@@ -39,8 +39,8 @@ class Pool:
         self, size: int = 0, limits: Limits = Limits(), imports: Sequence[str] = (), packages: Sequence[Path] = (),
         kind: Kind = Kind.BUBBLEWRAP,
     ) -> None:  # fmt: skip
-        """`size` places, 0 for one on each core; they start when they are first needed. `imports` are done once for
-        each; `packages` are directories that the sandbox shows, and searches for imports."""
+        """`size` is the number of places, 0 for one per core. A place starts when it is first needed, and does the
+        `imports` once. `packages` are directories that the sandbox shows, and searches for imports."""
         self.size = size or len(os.sched_getaffinity(0))
         self.kind = kind
         self._limits, self._packages = limits, [path.absolute() for path in packages]
@@ -52,7 +52,7 @@ class Pool:
         self._threads = ThreadPoolExecutor(self.size, thread_name_prefix="snippet")
 
     def run(self, source: str, stdin: bytes = b"", limits: Limits | None = None) -> Outcome:
-        """Run Python source as a script, when a place is free. `limits` may be lower than the pool's.
+        """Run Python source as a script, when a place is free. `limits` can only lower the pool's.
 
         Raises `StateError` if the sandbox does not start here, or an import of the pool fails.
         """
@@ -77,7 +77,7 @@ class Pool:
                 self._places.put(place)
 
     def peek(self) -> int:
-        """The first process of a sandbox that now waits for work, as this machine numbers it."""
+        """The process id, on this machine, of the first process of an idle sandbox."""
         place = self._places.get()
         try:
             return place.ready().init
@@ -85,7 +85,7 @@ class Pool:
             self._places.put(place)
 
     def close(self) -> None:
-        """End every sandbox, when its snippet has ended."""
+        """End every sandbox after its snippet has ended."""
         self._threads.shutdown()
         for _ in range(self.size):
             self._places.get().close()
@@ -104,13 +104,13 @@ class Pool:
             raise StateError(f"the sandbox does not start, or its imports take too much: {gone}") from None
         if failed := started.get("failed"):
             cell.end()
-            raise StateError(f"an import of the sandbox fails: {failed.strip()}")
+            raise StateError(f"an import in the sandbox fails: {failed.strip()}")
         cell.settle()
         return cell
 
 
 class _Place:
-    """One sandbox, which is started again when it was ended."""
+    """One sandbox. If it was ended, the next use starts another."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
@@ -153,9 +153,9 @@ class _Place:
 
 
 def _outcome(report: dict[str, Any], stdout: bytes, stderr: bytes, limits: Limits, memory_kill: bool) -> Outcome:
-    """What the zygote reports, as a value. Raises `StateError` if it could not make a world for the snippet."""
+    """The zygote's report as an `Outcome`. Raises `StateError` if the zygote could not isolate the snippet."""
     if report.get("failed"):
-        raise StateError(f"the sandbox cannot separate a snippet: {report['failed']}")
+        raise StateError(f"the sandbox cannot isolate a snippet: {report['failed']}")
     told = {name: report[name] for name in ("stdout_truncated", "stderr_truncated", "cpu_s")}
     if not report["in_time"]:
         return Stopped(Reason.TIMEOUT, stdout, stderr, **told)
@@ -171,5 +171,5 @@ def _outcome(report: dict[str, Any], stdout: bytes, stderr: bytes, limits: Limit
 
 
 def _lower(asked: Limits, most: Limits) -> Limits:
-    """Each limit, but none above the pool's: the sandbox itself was made for those."""
+    """The limits asked for, but none above the pool's: the sandbox was made for those."""
     return replace(asked, **{name: min(value, getattr(most, name)) for name, value in vars(asked).items()})

@@ -2,7 +2,7 @@
 
 Called by roles that hold a conversation with foreign code: an environment of a package, a stranger's tokenizer.
 Requests and answers are frames (4 bytes of length, big-endian, then the bytes) on the program's standard input and
-output; what they mean, such as MessagePack, is the caller's and the program's affair.
+output. The caller and the program agree on what the bytes mean.
 """
 
 import time
@@ -17,7 +17,7 @@ MAX_ANSWER_BYTES = 4 << 20
 
 
 class Resident:
-    """One running program. It ends with `close`, when this object goes, and when this process ends."""
+    """One running program. It ends on `close()`, when this object is freed, and when this process ends."""
 
     def __init__(
         self, program: Sequence[str], limits: Limits = Limits(), packages: Sequence[Path] = (),
@@ -26,16 +26,15 @@ class Resident:
         """`program` is a command, with `interpreter()` as its first word; `packages` are paths that it may read, each
         at `outside(path)`.
 
-        `limits.memory_mb` counts the interpreter, too. `limits.cpu_s` is for its whole life. A program that catches its
-        own `MemoryError` says so by dying of the signal SIGRTMAX. Raises `StateError`.
+        `limits.memory_mb` includes the interpreter. `limits.cpu_s` is for the program's whole life. A program that
+        catches its own `MemoryError` reports it by sending itself the signal SIGRTMAX. Raises `StateError`.
         """
         self.limits = limits
         self._cell = Cell(kind, limits, {"kind": "resident", "program": list(program)}, packages)
         self._ended: Outcome | None = None
 
     def ask(self, request: bytes, limit_s: float = 0.0, most_bytes: int = MAX_ANSWER_BYTES) -> bytes | Outcome:
-        """The answer within `limit_s` (0 is `limits.wall_s`), or how the program ended: it then answers no other
-        request."""
+        """The answer within `limit_s` (0: `limits.wall_s`), or how the program ended. An ended program stays ended."""
         return ask_all([self], [request], limit_s, most_bytes)[0]
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
-"""What this machine's sandbox really stops, tried at start: it decides what a node may run.
+"""Tests at start what this machine's sandbox really stops, and so what a node may run.
 
 Called by roles before they run foreign code, and by `shoal doctor`. Each probe runs in the real sandbox. If one fails,
-the node runs no foreign code, and serves completions only.
+the node runs no foreign code.
 """
 
 import os
@@ -21,11 +21,11 @@ from shoal.sandbox.memory import processes_of
 from shoal.sandbox.pool import Pool
 
 LIMITS = Limits(wall_s=2.0, cpu_s=2, memory_mb=64, processes=8, scratch_mb=4, file_mb=4, output_bytes=4096)
-"""Small, so that the self-test takes a second and no machine feels it."""
+"""Small, so that the self-test takes about a second and little memory."""
 
 
 class Report(NamedTuple):
-    """What the sandbox of one kind does here."""
+    """The result of the self-test for one kind of sandbox."""
 
     works: bool
     """Foreign code may run here."""
@@ -36,7 +36,7 @@ class Report(NamedTuple):
 
 
 def examine(kind: Kind = Kind.BUBBLEWRAP) -> Report:
-    """Try the sandbox. It takes about a second, and leaves nothing behind."""
+    """Test the sandbox. This takes about a second, and leaves nothing behind."""
     try:
         with Pool(1, LIMITS, kind=kind) as pool:
             failed = [name for name, probe in _PROBES.items() if not probe(pool)]
@@ -65,27 +65,27 @@ def _root(pool: Pool) -> bool:
 
 
 def _processes(pool: Pool) -> bool:
-    """A snippet sees its own keeper and itself; in gVisor, which has no host's processes, also the zygote."""
+    """A snippet sees itself and its keeper; in gVisor also the zygote, but no process of the host."""
     source = "import os; print(len([p for p in os.listdir('/proc') if p.isdigit()]) <= {})"
     return _prints(pool, source.format(2 if pool.kind is Kind.BUBBLEWRAP else 5), "True")
 
 
 def _rights(pool: Pool) -> bool:
-    """No capability, none to be got, and for a sandbox that root started another user id than root's."""
+    """A snippet has no capability and cannot get one. If root started the sandbox, its user is not root."""
     names = ("CapEff", "CapPrm", "CapBnd", "NoNewPrivs", "Seccomp")
     source = (
         f"for line in open('/proc/self/status'):\n    if line.split(':')[0] in {names}: print(int(line.split()[1], 16))"
     )
     outcome = pool.run(source)
     told = outcome.stdout.split() if isinstance(outcome, Ended) else []
-    if pool.kind is Kind.GVISOR:  # which tells less, and starts as root to give up its rights itself
+    if pool.kind is Kind.GVISOR:  # it shows less, and starts as root to give up its rights itself
         return len(told) > 0 and told[1] == b"0"
     owners = {os.stat(f"/proc/{pid}").st_uid for pid in processes_of(pool.peek())}
     return told == [b"0", b"0", b"0", b"1", b"2"] and not (bubblewrap.is_root() and 0 in owners)
 
 
 def _memory(pool: Pool) -> bool:
-    """One process that takes too much, and several that do so together."""
+    """One process that takes too much is stopped, and so are several that do so together."""
     alone = pool.run(f"bytearray({2 * LIMITS.memory_mb} * 10**6)")
     share = LIMITS.memory_mb * 10**6 // 3
     source = f"import os, time\nfor _ in range(6): os.fork() or (bytearray({share}), time.sleep(9))\ntime.sleep(9)"
@@ -131,13 +131,13 @@ _SYSCTLS = (
     ("kernel/unprivileged_userns_clone", "0", "kernel.unprivileged_userns_clone=1"),
     ("user/max_user_namespaces", "0", "user.max_user_namespaces=15000"),
 )
-"""Files under /proc/sys, the value with which nobody but root may make a user namespace, and what allows it."""
+"""Files under /proc/sys, the value with which only root may make user namespaces, and the setting that lets others."""
 
 DOCKER = "--security-opt seccomp=unconfined --security-opt apparmor=unconfined --security-opt systempaths=unconfined"
 
 
 def remedy(error: str) -> str:
-    """One line that names what is missing on this machine, from what the sandbox said."""
+    """What to change on this machine, in one line, given the sandbox's error."""
     if sys.platform != "linux":
         return "run the node on Linux: in a virtual machine, or on another computer"
     for program, install in ((bubblewrap.PROGRAM, bubblewrap.INSTALL), (gvisor.PROGRAM, gvisor.INSTALL)):

@@ -1,4 +1,4 @@
-"""A process that became a sandbox, as `sandbox/bubblewrap` and `sandbox/gvisor` hand it to `sandbox/cell`."""
+"""The process of a sandbox that has started, which `sandbox/bubblewrap` and `sandbox/gvisor` give to `sandbox/cell`."""
 
 import json
 import subprocess
@@ -8,21 +8,21 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 START_S = 30.0
-"""Time to start a sandbox and import what it was told to, on a busy machine."""
+"""Time to start a sandbox and do its imports, on a busy machine."""
 
 
 class Started(NamedTuple):
-    """Its pipes are those of the first program inside."""
+    """A sandbox. The pipes of `process` are those of the first program inside."""
 
     process: "subprocess.Popen[bytes]"
     init: int
-    """The process whose end is the end of all others, as this machine numbers it."""
+    """The id, on this machine, of the process whose end ends all others."""
     clean: Callable[[], None] = lambda: None
-    """What is left to do when all of them have ended."""
+    """To be called when all of them have ended."""
 
 
 def launch(task: dict[str, Any], pass_fds: Sequence[int] = ()) -> "subprocess.Popen[bytes]":
-    """Start `sandbox/launch`, in a session of its own and with an empty environment."""
+    """Start `sandbox/launch` in a new session, with an empty environment."""
     return subprocess.Popen(
         [sys.executable, "-I", "-S", str(Path(__file__).with_name("launch.py")), json.dumps(task)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0,

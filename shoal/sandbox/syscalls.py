@@ -10,7 +10,7 @@ X32_BIT = 0x40000000
 """Marks calls of the x32 ABI, which has the same architecture as x86_64 but other numbers."""
 
 HIGHEST = 462
-"""The highest number when this table was written. Libraries expect "no such call" for what is newer, and do without."""
+"""The highest number when this table was written. Higher ones get "no such call", which libraries are prepared for."""
 
 # fmt: off
 FREE = {
@@ -70,16 +70,16 @@ FREE = {
     "getsockname": (51, 204), "getpeername": (52, 205), "getsockopt": (55, 209), "sendto": (44, 206),
     "recvfrom": (45, 207), "sendmsg": (46, 211), "recvmsg": (47, 212), "sendmmsg": (307, 269),
     "recvmmsg": (299, 243), "shutdown": (48, 210),
-    # chance
+    # randomness
     "getrandom": (318, 278),
 }
 """Calls that a program may make with any arguments: (x86_64, aarch64), -1 where there is no such call.
 
-They work on the process's own memory, time and descriptors, and on files that the mounts let it reach. Left out is what
-reaches other processes (ptrace, process_vm_writev, pidfd_getfd), keys, BPF, performance counters, io_uring,
-userfaultfd, mounts, namespaces, modules, clocks, raw devices, System V and POSIX queues and shared memory (they would
-outlive a snippet), memfd_create (memory that no limit counts), splice and vmsplice (they write into pages of others if
-the kernel has a fault).
+They work on the process's own memory, time and descriptors, and on files that the mounts let it reach. These are left
+out: calls that reach other processes (ptrace, process_vm_writev, pidfd_getfd), keys, BPF, performance counters,
+io_uring, userfaultfd, mounts, namespaces, modules, clocks, raw devices, System V and POSIX queues and shared memory
+(they would outlive a snippet), memfd_create (no limit counts its memory), splice and vmsplice (after a fault of the
+kernel they could write into pages of others).
 """
 
 ARGUED = {
@@ -87,5 +87,5 @@ ARGUED = {
     "prctl": (157, 167), "prlimit64": (302, 261), "personality": (135, 92), "unshare": (272, 97), "capset": (126, 91),
     "mount": (165, 40), "clone3": (435, 435),
 }
-"""Calls whose arguments decide."""
+"""Calls that are allowed with some arguments only."""
 # fmt: on

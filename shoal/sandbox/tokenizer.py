@@ -1,7 +1,7 @@
-"""Starts the child of a contained renderer in a sandbox: a stranger's tokenizer gets no files and no network.
+"""Starts the child of a contained renderer in a sandbox: a stranger's tokenizer reaches no network and few files.
 
-Passed by roles to `policy/contained`, which does not import this room. The child still limits its own memory and time,
-as it does without a sandbox, and gives the same tokens. It is shown the installed packages, the code of `shoal` and the
+Roles pass this to `policy/contained`, which does not import this room. The child still limits its own memory and time,
+as it does without a sandbox, and gives the same tokens. It sees the installed packages, the code of `shoal` and the
 files of the tokenizer, and nothing else.
 """
 
@@ -23,10 +23,10 @@ from shoal.sandbox.limits import Limits
 from shoal.sandbox.selftest import examine
 
 LIMITS = Limits(cpu_s=1 << 30, memory_mb=4096, processes=256, open_files=256, scratch_mb=4)
-"""Above what the child allows itself. A tokenizer has a thread for each core."""
+"""Above the limits that the child sets for itself. A tokenizer has a thread for each core."""
 
 PLACE = OUTSIDE / "policy"
-"""Where the sandbox has the files of the checkpoint."""
+"""Where the sandbox shows the files of the checkpoint."""
 
 log = logging.getLogger("sandbox")
 _tried: "list[Future[bool]]" = []
@@ -34,8 +34,8 @@ _tried_lock = threading.Lock()
 
 
 def tried() -> "Future[bool]":
-    """Whether the sandbox keeps its promises here. A process tries it once, in a thread; that takes about a second, mostly
-    of waiting."""
+    """Whether the sandbox passes its self-test here. Each process runs it once, in a thread; it takes about a second,
+    mostly waiting."""
     with _tried_lock:
         if not _tried:
             thread = ThreadPoolExecutor(1, thread_name_prefix="self-test")
@@ -55,9 +55,9 @@ def can_show(files: Iterable[Path]) -> bool:
 
 
 def start(program: str, arguments: Sequence[str], files: Sequence[Path]) -> "tuple[subprocess.Popen[bytes], str]":
-    """A Python program in a sandbox, and the directory where it finds the files there.
+    """Start a Python program in a sandbox. Returns it, and the directory in which it finds the files.
 
-    Raises `Overreach` and no other `StateError`, because that would say of a text that the tokenizer refuses it.
+    Raises `Overreach`. Any other `StateError` would mean that the tokenizer refuses a text.
     """
     package, *packages = _code()
     paths = [*standard_paths(), *(str(outside(path)) for path in (package.parent, *packages))]
@@ -82,7 +82,7 @@ def _there(files: Iterable[Path]) -> list[Path]:
 
 
 class Child:
-    """A sandbox as a process: as much of `subprocess.Popen` as a contained renderer uses."""
+    """A sandbox as a process, with the parts of `subprocess.Popen` that a contained renderer uses."""
 
     def __init__(self, cell: Cell) -> None:
         self._cell = cell
