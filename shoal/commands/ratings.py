@@ -1,6 +1,6 @@
 """`shoal env rate`: a person rates answers that wait in a queue.
 
-Called by `environments`, which adds the command. The queue is `envs/answers/ratings`, loaded when the command runs.
+`environments` adds the command. `envs/answers/ratings` is the queue; it is imported when the command runs.
 """
 
 import argparse
@@ -14,12 +14,12 @@ def add_rate(p: Any) -> None:
     q = add_command(
         p, "rate", env_rate, "rate answers that wait for a person",
         "Shows the answers of a queue one after another and asks for a number from 0 to 10 for each. Several people may "
-        "rate at the same time. Each rating is kept at once. At the end it prints how many are rated, and how much the "
-        "raters agree.",
+        "rate at the same time. Each rating is saved at once. At the end it prints how many answers are rated, and how "
+        "much the raters agree.",
         ("shoal env rate runs/essays/ratings --name anna", ""),
     )  # fmt: skip
     q.add_argument("folder", type=Path, metavar="FOLDER", help="the folder of the queue")
-    q.add_argument("--name", required=True, metavar="RATER", help="who rates: nobody rates an answer twice")
+    q.add_argument("--name", required=True, metavar="RATER", help="your name, so that you rate no answer twice")
     q.add_argument("--raters", type=positive, default=1, metavar="N", help="how many people rate each answer")
 
 

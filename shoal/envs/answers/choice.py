@@ -1,11 +1,11 @@
 """Is the answer the right choice? For questions with lettered options.
 
-Called by environments. It accepts the letter alone or in the usual dress ("B", "(B)", "B.", "**B**", "option B", "the
-answer is B"), the letter with its option's own text, and the text alone if only one option has it.
+Called by environments. It accepts the letter in its usual forms ("B", "(B)", "B.", "**B**", "option B", "the answer is
+B"), the letter with the text of its option, and the text alone if only one option has it.
 
-Failure modes. It refuses a letter with an explanation ("B because ..."): extract first. An option whose text is the
-letter of another option is ambiguous, and refused. A guess among four options is right one time in four: a reward of
-1/4 means that the policy knows nothing.
+Failure modes. It refuses a letter with an explanation ("B because ..."): extract the letter first. An answer that is
+the letter of one option and the text of another is ambiguous, and refused. A guess among four options is right one time
+in four, so a mean reward of 1/4 shows no knowledge.
 """
 
 import re
@@ -22,7 +22,7 @@ def choice(answer: Answer, letter: str, options: Mapping[str, str] | Sequence[st
     texts = {name.upper(): normalised(text) for name, text in lettered.items()}
     if letter.upper() not in texts or not all(len(name) == 1 and name.isascii() for name in texts):
         raise ConfigError(
-            f"the reference choice {letter!r} is none of the options {sorted(texts)}, each one ASCII letter"
+            f"the reference choice {letter!r} must be one of the options {sorted(texts)}, each named by one ASCII letter"
         )
     found = taken(answer)
     if found.text is None:
@@ -34,8 +34,7 @@ def choice(answer: Answer, letter: str, options: Mapping[str, str] | Sequence[st
 
 
 def _chosen(text: str, texts: Mapping[str, str]) -> set[str]:
-    """The options that an answer names. Empty if it has no known form, or if a letter stands with another option's
-    text."""
+    """The options that an answer names: none if it has no known form, or if its letter and text are of two options."""
     plain = normalised(_TEX.sub(r"\1", text))
     chosen = {name for name, option in texts.items() if option == plain}
     match = _LETTER.fullmatch(plain)

@@ -1,7 +1,7 @@
 """A language model behind an OpenAI-compatible HTTP endpoint: one question, one text.
 
-Called by `judge`. It knows the shape of `POST /chat/completions` and how to retry; it knows nothing of grades. The key
-is named by its environment variable and read when a question is asked, so that no run file, log or message holds it.
+Called by `judge`. It knows the shape of `POST /chat/completions` and how to retry; it knows nothing about grades. An
+environment variable holds the key, which is read for each question, so that no run file, log or message holds it.
 """
 
 import time
@@ -21,25 +21,25 @@ MAX_RESPONSE_BYTES = 1 << 20
 """Size of a response. A grade takes less than a kilobyte."""
 
 MAX_WAIT_S = 60.0
-"""Longest wait before another try, also if the server asks for a longer one."""
+"""Longest wait before another try, even if the server asks for a longer one."""
 
 WORTH_ANOTHER_TRY = (408, 425, 429, 500, 502, 503, 504)
-"""Statuses that may be gone the next time."""
+"""Statuses of faults that may pass."""
 
 
 class NoAnswer(Exception):
-    """The endpoint gave no text: the message says why, without what was sent or received."""
+    """The endpoint gave no text. The message says why, and quotes nothing that was sent or received."""
 
 
 class Ask(Protocol):
-    """Anything that answers messages with a text: an `Endpoint`, or a function in a test. Raises `NoAnswer`."""
+    """Answers messages with a text: an `Endpoint`, or a function in a test. Raises `NoAnswer`."""
 
     def __call__(self, messages: Sequence[Message]) -> str: ...
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A model that is asked over HTTP."""
+    """A model that answers over HTTP."""
 
     base_url: str
     """Up to and including the version, such as https://host/v1."""
@@ -49,13 +49,13 @@ class Endpoint:
     max_tokens: int = 1024
     """Length of an answer, in tokens."""
     timeout_s: float = 60.0
-    """For one try."""
+    """Time for one try."""
     tries: int = 4
     sleep: Callable[[float], None] = time.sleep
 
     def __call__(self, messages: Sequence[Message]) -> str:
-        """One text. A fault that may pass is tried again after 1, 2, 4, ... seconds, or after what the server asks
-        for."""
+        """The model's answer. After a fault that may pass it tries again in 1, 2, 4, ... seconds, or when the server
+        asks for it."""
         headers = self._headers()
         why = ""
         for attempt in range(self.tries):
@@ -68,7 +68,7 @@ class Endpoint:
                 wait_s = asked_s if asked_s is not None else wait_s
                 if status not in WORTH_ANOTHER_TRY:
                     raise ConfigError(
-                        f"the endpoint {self.base_url} refuses the request with {why}: check URL, model and key"
+                        f"the endpoint {self.base_url} refuses the request with {why}: check its URL, model and key"
                     )
             except httpx.HTTPError as error:
                 why = type(error).__name__
@@ -85,12 +85,12 @@ class Endpoint:
             "::1",
             "localhost",
         ):  # guard: key-in-the-clear
-            raise ConfigError(f"{self.base_url} would carry the key of {self.key_name} unencrypted: use https")
+            raise ConfigError(f"{self.base_url} would send the key in {self.key_name} unencrypted: use https")
         return {"authorization": f"Bearer {secret_named(self.key_name)}"}
 
     def _post(self, messages: Sequence[Message], headers: dict[str, str]) -> tuple[int, bytes, float | None]:
-        """Status, body, and for how many seconds the server asks to wait. Redirects are not followed: they would take
-        the key along."""
+        """Status, body, and the seconds that the server asks us to wait. It follows no redirect, which would take the
+        key along."""
         question = {"model": self.model, "messages": list(messages), "max_tokens": self.max_tokens, "temperature": 0.0}
         url = self.base_url.rstrip("/") + "/chat/completions"
         with httpx.stream(
@@ -124,7 +124,7 @@ def _text(body: bytes) -> str:
     except (msgspec.MsgspecError, UnicodeDecodeError, IndexError):
         raise NoAnswer("the response is not a chat completion") from None
     if choice.finish_reason == "length":
-        raise NoAnswer("the answer was cut at its limit of tokens: raise max_tokens")
+        raise NoAnswer("the answer reached its token limit: raise max_tokens")
     if not choice.message.content:
-        raise NoAnswer("the response holds no text")
+        raise NoAnswer("the response contains no text")
     return choice.message.content

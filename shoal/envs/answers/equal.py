@@ -1,9 +1,9 @@
-"""A program: are two mathematical expressions equal? `mathematics` sends its text to a process with limits.
+"""A program that says whether two mathematical expressions are equal. `mathematics` runs it in a process with limits.
 
 It imports nothing of shoal, so any interpreter with `math-verify` can run it. It reads one JSON object from standard
-input (`gold`, `answer`, `relative`) and writes one word. math-verify reads the LaTeX and compares what has variables.
-Numbers, lists and brackets are compared here, because math-verify 0.9 takes some that differ for equal: numbers that
-differ by less than 1e-6, `50%` and 50, `(1,2)` and `{1,2}`, 3 and `4 = 3`, words that are anagrams.
+input (`gold`, `answer`, `relative`) and writes one word. math-verify reads the LaTeX and compares expressions with
+variables. Numbers, lists and brackets are compared here, because math-verify 0.9 finds some equal that differ: numbers
+less than 1e-6 apart, `50%` and 50, `(1,2)` and `{1,2}`, 3 and `4 = 3`, words that are anagrams.
 """
 
 import json
@@ -26,11 +26,11 @@ def main() -> None:
 
 
 class Unreadable(Exception):
-    """A text is not an expression; `args` says whose it is: gold or answer."""
+    """A text is not an expression; `args` says which one: gold or answer."""
 
 
 def verdict(gold: str, answer: str, relative: float) -> str:
-    """right, wrong, or which side cannot be read."""
+    """One of: right, wrong, unreadable gold, unreadable answer, deep."""
     try:
         return "right" if same(bare(gold), bare(answer), relative) else "wrong"
     except Unreadable as side:
@@ -81,7 +81,8 @@ def is_number(value: Any) -> bool:
 
 
 def same_number(g: Any, a: Any, relative: float) -> bool:
-    """Exact, unless the answer has decimals and the reference has none that end: then within `relative` of its size."""
+    """Compares exactly, except an answer in decimals with a reference whose decimals do not end: within `relative` of
+    the reference's size."""
     from sympy import Float, N, Rational, nsimplify
 
     rounded = a.has(Float)
@@ -95,7 +96,7 @@ def same_number(g: Any, a: Any, relative: float) -> bool:
 
 
 def ends(denominator: int) -> bool:
-    """Whether a fraction with this denominator has decimals that end."""
+    """Whether a fraction with this denominator has finitely many decimals."""
     for factor in (2, 5):
         while denominator % factor == 0:
             denominator //= factor
@@ -103,7 +104,7 @@ def ends(denominator: int) -> bool:
 
 
 def read(text: str, side: str) -> Any:
-    """An expression as math-verify reads it. One expression only: math-verify would try each of several."""
+    """An expression as math-verify reads it. Refuses several expressions: math-verify would try each."""
     from math_verify import LatexExtractionConfig, parse
     from sympy import nan, zoo
 
@@ -118,14 +119,14 @@ def read(text: str, side: str) -> Any:
 
 
 _TWO_NUMBERS = re.compile(r"(?<!\\frac)(?<!\\frac )(?<![0-9._^])[0-9.]+\s+[0-9]")
-"""Two numbers without a sign between them: TeX shows 4 2 as 42."""
+"""Two numbers with nothing between them: TeX shows 4 2 as 42."""
 
 
 # --- texts ---
 
 
 def bare(text: str) -> str:
-    """A text without the marks of a formula around it, and without commands that only change its looks."""
+    """A formula without its delimiters, and without commands that only change how it looks."""
     text = text.strip().rstrip(".").strip()
     math = re.fullmatch(r"\$\$?([^$]+)\$\$?|\\\((.+)\\\)|\\\[(.+)\\\]", text, re.DOTALL)
     if math is not None:
@@ -137,8 +138,7 @@ def bare(text: str) -> str:
 
 
 class Members(NamedTuple):
-    """The members of a list, and its brackets: "" for a set and for a list without brackets, where order does not
-    count."""
+    """The members of a list, and its brackets. These are "" for a set or a bare list, where order does not count."""
 
     opening: str
     closing: str
@@ -150,7 +150,7 @@ _THOUSANDS = re.compile(r"-?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?")
 
 
 def members(text: str) -> Members | None:
-    """The members of a list or a bracket; None if the text is one expression."""
+    """The members of a list with or without brackets; None if the text is one expression."""
     if _THOUSANDS.fullmatch(text):
         return None
     if text.startswith("\\{") and text.endswith("\\}"):
@@ -170,8 +170,7 @@ def members(text: str) -> Members | None:
 
 
 def split(text: str) -> list[str] | None:
-    """Parts between the commas and semicolons that are in no bracket. None if the brackets do not fit: they close
-    others."""
+    """The parts between commas and semicolons outside brackets. None if a bracket is not opened or not closed."""
     parts, depth, start = [], 0, 0
     for mark in re.finditer(r"\\[{}]|\\.|[()\[\]{},;]", text):
         if mark[0] in ("(", "[", "{", "\\{"):

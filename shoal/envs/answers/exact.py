@@ -2,15 +2,15 @@
 
 Called by environments. Both sides are normalised in the same way; nothing else is equal:
 
-- Unicode form NFC; full-width letters and digits become ASCII; curly quotes, long dashes and the minus sign become
-  plain;
+- the text takes Unicode form NFC; full-width letters and digits become ASCII; curly quotes, long dashes and the minus
+  sign become plain;
 - letters lose their case, unless `case` is true;
-- characters that do not print are dropped (such as zero-width spaces), and each run of white space becomes one space;
-- quotation marks, `$` and the marks of bold type around the whole are dropped, and full stops at its end.
+- characters that do not print, such as zero-width spaces, are dropped, and each run of white space becomes one space;
+- quotation marks, `$` and the marks of bold type around the whole text are dropped, and so are full stops at its end.
 
-Failure modes. It refuses right answers in other words, with an article, a unit or an explanation: list what you
-accept, or use another verifier. It accepts two answers that differ only in case or in final stops ("us" and "US").
-Look-alike letters of other alphabets are different letters.
+Failure modes. It refuses right answers in other words, or with an article, a unit or an explanation: list what you
+accept, or use another verifier. It takes answers for equal that differ only in case or final stops ("us" and "US").
+Look-alike letters of other alphabets count as different.
 """
 
 import unicodedata
@@ -22,16 +22,16 @@ from shoal.errors import ConfigError
 def exact(answer: Answer, *accepted: str, case: bool = False) -> Graded:
     """1 if the normalised answer equals one of the normalised accepted texts."""
     if not accepted:
-        raise ConfigError("no reference answer is given: name at least one text that is right")
+        raise ConfigError("there is no reference answer: give at least one accepted text")
     wanted = {normalised(reference(text), case): text for text in accepted}
     if "" in wanted:  # guard: empty-reference
-        raise ConfigError(f"the reference answer {wanted['']!r} is empty once normalised: give letters or digits")
+        raise ConfigError(f"the reference answer {wanted['']!r} is empty after normalising: give letters or digits")
     found = taken(answer)
     if found.text is None:
         return wrong(found.why)
     if normalised(found.text, case) in wanted:
         return right(f"{quoted(found.text)} is accepted")
-    return wrong(f"{quoted(found.text)} is none of the accepted texts")
+    return wrong(f"{quoted(found.text)} is not an accepted text")
 
 
 def normalised(text: str, case: bool = False) -> str:

@@ -1,14 +1,13 @@
 """Find the final answer in what a policy wrote: one function for each form that a prompt may ask for.
 
-Called by environments, before a verifier. Each function reads the text once and says what it misreads. All share two
-rules:
+Called by environments, before a verifier. Each docstring says what its function misreads. All share two rules:
 
-- **Thinking is not the answer.** Only the text behind the last `</think>` counts. If thinking begins and does not end,
+- **Thinking is not the answer.** Only the text after the last `</think>` counts. If thinking begins and does not end,
   there is no answer.
-- **One answer.** If the form is there several times with different contents, there is no answer: a policy that lists
-  its guesses must not be paid for one of them. The same content twice is one answer.
+- **One answer.** If the form occurs several times with different contents, there is no answer: a policy must not be
+  paid for listing its guesses. The same content twice is one answer.
 
-Give them what the policy wrote in its last turn, never the whole conversation: the prompt often shows the form.
+Pass only what the policy wrote in its last turn, never the whole conversation: the prompt often shows the form.
 """
 
 import re
@@ -17,13 +16,13 @@ from collections.abc import Sequence
 from shoal.envs.answers.graded import Found, quoted
 
 MAX_TEXT_CHARS = 1_000_000
-"""Length of a text. More than any turn of the policy has."""
+"""Limit on the length of a text. No turn of a policy is that long."""
 
 
 def last_boxed(text: str) -> Found:
-    r"""The content of `\boxed{...}`, with its braces balanced.
+    r"""The content of `\boxed{...}`, with balanced braces.
 
-    Misreads: several boxes for the parts of one answer (ask for one box); intermediate results in boxes when the model
+    Misreads: several boxes for the parts of one answer (ask for one box); boxed intermediate results of a model that
     does not think inside `<think>`; a box without braces, as in `\boxed 5`.
     """
     part = _final(text)
@@ -41,7 +40,7 @@ def last_boxed(text: str) -> Found:
 
 
 def after_marker(text: str, marker: str = "Answer:") -> Found:
-    """The rest of the line behind a marker, in any case; the next line with text if nothing follows on the same one.
+    """The rest of the line after a marker, or the next line with text if that is empty. The marker's case is ignored.
 
     Misreads: an answer of several lines; a marker that the policy mentions before it answers ("I will write Answer: and
     then ..."), which counts as a second answer; what the policy adds or takes back on later lines.
@@ -64,16 +63,16 @@ def tagged(text: str, tag: str = "answer") -> Found:
     opening, closing = f"<{tag}>", f"</{tag}>"
     pieces = part.text.split(opening)[1:]
     if any(piece.count(closing) != 1 for piece in pieces):  # guard: tags-are-paired
-        return Found(None, f"{opening} is not closed once")
+        return Found(None, f"a {opening} is not closed exactly once")
     return _only([piece.partition(closing)[0] for piece in pieces], opening)
 
 
 def last_number(text: str) -> Found:
     """The last number of the text.
 
-    Misreads: a number behind the answer ("12, in 3 steps" gives 3); a unit, a sign or a fraction that is written in
-    words; a decimal comma ("3,5" gives 5). "5 or 6" gives no answer; other ways to name two numbers give the last.
-    Prefer a form that the policy writes on purpose.
+    Misreads: a number after the answer ("12, in 3 steps" gives 3); a unit, a sign or a fraction in words; a decimal
+    comma ("3,5" gives 5). "5 or 6" gives no answer; other ways to name two numbers give the last. Prefer a form that
+    the policy writes on purpose.
     """
     part = _final(text)
     if part.text is None:
@@ -90,7 +89,7 @@ def last_number(text: str) -> Found:
 def final_line(text: str) -> Found:
     """The last line that is not empty, without the marks of a list, a heading or bold type.
 
-    Misreads: a closing remark behind the answer ("I hope this helps."); an answer of several lines.
+    Misreads: a closing remark after the answer ("I hope this helps."); an answer of several lines.
     """
     part = _final(text)
     if part.text is None:
@@ -100,11 +99,10 @@ def final_line(text: str) -> Found:
 
 
 def last_code(text: str, languages: Sequence[str] = ("python", "py", "python3", "")) -> Found:
-    """The last fenced block of code in one of these languages; "" stands for a fence that names none.
+    """The last fenced block of code in one of these languages; "" allows a fence that names no language.
 
-    Unlike the others it takes the last of several, because the tests decide what the code is worth, and models often
-    show a draft first. Misreads: an example of its use that the policy puts into a block of its own behind the
-    solution.
+    Unlike the other functions it takes the last of several, because tests decide what the code is worth, and models
+    often show a draft first. Misreads: a separate block after the solution that shows how to use it.
     """
     part = _final(text)
     if part.text is None:
@@ -125,7 +123,7 @@ _ALTERNATIVE = re.compile(r",?\s{1,9}(?:and/)?or\s{1,9}", re.IGNORECASE)
 
 
 def _final(text: str) -> Found:
-    """The text behind the policy's thinking."""
+    """The text after the policy's thinking."""
     if len(text) > MAX_TEXT_CHARS:
         return Found(None, f"the text has {len(text):,} characters, limit {MAX_TEXT_CHARS:,}")
     rest = text[max((closing.end() for closing in _THOUGHT.finditer(text)), default=0) :]
@@ -135,18 +133,18 @@ def _final(text: str) -> Found:
 
 
 def _only(contents: Sequence[str], form: str) -> Found:
-    """The one content of a form."""
+    """The content of a form that must occur with one content only."""
     if not contents:
         return Found(None, f"there is no {form}")
     different = {" ".join(content.split()) for content in contents}
     if len(different) > 1:  # guard: one-answer
-        return Found(None, f"{form} is there {len(contents)} times, with {len(different)} different contents")
+        return Found(None, f"{form} occurs {len(contents)} times, with {len(different)} different contents")
     answer = contents[-1].strip()
     return Found(answer, form) if answer else Found(None, f"{form} is empty")
 
 
 def _closing_brace(text: str, at: int) -> int | None:
-    """Where the brace that was opened before `at` is closed. Braces behind a backslash do not count."""
+    """Where the brace that opens just before `at` closes. Braces after a backslash do not count."""
     depth = 1
     for brace in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, at):
         depth += {"{": 1, "}": -1}.get(brace[0], 0)
@@ -156,7 +154,7 @@ def _closing_brace(text: str, at: int) -> int | None:
 
 
 def _blocks(text: str) -> list[tuple[str, str]]:
-    """Language and code of each fenced block that is closed."""
+    """Language and code of each closed fenced block."""
     blocks: list[tuple[str, str]] = []
     language, start, at = None, 0, 0
     for line in text.splitlines(keepends=True):
@@ -174,7 +172,7 @@ def _first_line(piece: str) -> str:
 
 
 def _unmarked(line: str) -> str:
-    """A line without Markdown around it: bold, italics, headings, quotes and list marks."""
+    """A line without the Markdown around it: bold, italics, headings, quotes and list marks."""
     return re.sub(r"^(?:[#>*_\s]|-\s)+", "", line.rstrip(_AROUND))
 
 

@@ -1,7 +1,8 @@
-"""What every verifier of answers takes and returns: an answer that was found in a text, and a grade with its reason.
+"""What every verifier of answers takes and returns: an answer found in a text, and a grade with its reason.
 
-Used by the verifiers beside this file and by environments. A verifier is a function: it keeps nothing, and the same
-arguments give the same grade. The exceptions say so: those that start a process, ask a model or ask a person.
+Used by the verifiers beside this file and by environments. A verifier is a function: it keeps no state, and the same
+arguments give the same grade. Exceptions are the verifiers that start a process, ask a model or ask a person; their
+docstrings say so.
 """
 
 import math
@@ -11,10 +12,10 @@ from shoal.errors import ConfigError
 from shoal.terminal import printable
 
 MAX_ANSWER_CHARS = 10_000
-"""Length of an answer. A longer one is a list of guesses, or an attempt to make a verifier slow."""
+"""Limit on the length of an answer. A longer one is a list of guesses, or an attempt to slow a verifier down."""
 
 MAX_REASON_CHARS = 200
-"""Length of a reason: one line of a log."""
+"""Limit on the length of a reason: one line of a log."""
 
 MAX_QUOTED_CHARS = 60
 """How much of a text a reason quotes."""
@@ -28,22 +29,21 @@ class Graded(NamedTuple):
     reason: str
     """One line, for the author and the log. It may quote the policy, so never show it to the policy."""
     decided: bool = True
-    """False if a limit or a fault kept the verifier from deciding. The score is then 0, so that an answer which breaks
-    the verifier earns nothing, but it is evidence against nobody: on another machine the verifier might have
-    decided."""
+    """False if a limit or a fault kept the verifier from deciding. The score is then 0, so that it does not pay to
+    break the verifier. But it is evidence against nobody: on another machine the verifier might have decided."""
 
 
 class Found(NamedTuple):
     """What an extractor found in a text."""
 
     text: str | None
-    """The answer; None if there is none, or if it is not clear which one it is."""
+    """The answer; None if there is none, or if several texts could be meant."""
     why: str
     """Where it was, or why there is none."""
 
 
 Answer: TypeAlias = str | Found
-"""Verifiers take both: a text that is the answer, or what an extractor returned."""
+"""What verifiers take: a text that is the answer, or what an extractor returned."""
 
 
 def right(reason: str) -> Graded:
@@ -75,7 +75,7 @@ def taken(answer: Answer, max_chars: int = MAX_ANSWER_CHARS) -> Found:
     if len(text) > max_chars:  # guard: answer-length
         return Found(None, f"the answer has {len(text):,} characters, limit {max_chars:,}")
     if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
-        return Found(None, "the answer holds half a character")
+        return Found(None, "the answer contains an unpaired surrogate")
     return Found(text, found.why)
 
 
@@ -86,9 +86,9 @@ def quoted(text: str) -> str:
 
 
 def reference(text: str) -> str:
-    """The author's reference answer. Raises `ConfigError` if it is empty: every empty answer would be right."""
+    """The author's reference answer. Raises `ConfigError` if it is empty, because every empty answer would be right."""
     if not isinstance(text, str) or not text.strip():
-        raise ConfigError(f"the reference answer is {text!r}: give a text that is not empty, or leave the task out")
+        raise ConfigError(f"the reference answer {text!r} is not a text or is empty: give a text, or drop the task")
     return text.strip()
 
 

@@ -1,18 +1,18 @@
-"""A language model judges an answer: alone by a rubric, or beside another answer.
+"""A language model judges an answer: alone by a rubric, or compared with another answer.
 
-Called by environments, for answers that no rule can check. The grade is not reproducible: such an environment stays
-with the host, and nothing that a worker does is judged by asking a model again.
+Called by environments, for answers that no rule can check. The grade is not reproducible, so such an environment stays
+with the host, and no worker is judged by asking a model again.
 
 What protects the grade from the answer:
 
 - The answer is quoted as data between two lines with a random mark that it cannot know, and the judge is told so.
 - Marks of chat formats inside the data are broken up, so that an answer cannot end its own message.
-- The judge's output must be one JSON object with known keys. Anything else gives no grade: it is *undecided*.
+- The judge's output must be one JSON object with known keys. Anything else gives no grade: the answer is *undecided*.
 - Two answers are shown in both orders. One is better only if it wins both times; else they are equal.
-- An answer without a letter or digit gets 0 unasked; judges have been seen to reward ":" (arXiv:2507.08794).
+- An answer without letters and digits gets 0 and is not shown: some judges reward even ":" (arXiv:2507.08794).
 
-What does not: a judge may still believe what an answer says about itself, prefer length or style, or not know the
-truth. Measure yours with `agreement` before you train on it: a policy finds what it rewards.
+Risks that remain: a judge may believe what an answer says about itself, prefer length or style, or not know the truth.
+Measure yours with `agreement` before you train on it: a policy finds what it rewards.
 """
 
 import re
@@ -27,7 +27,7 @@ from shoal.envs.base import Message
 from shoal.errors import ConfigError
 
 MAX_DATA_CHARS = 20_000
-"""Length of an answer, a question or a rubric."""
+"""Limit on the length of an answer, a question or a rubric."""
 
 TOP = 10
 """The best grade that a judge can give; 0 is the worst."""
@@ -42,7 +42,7 @@ def _mark() -> str:
 def judged(
     answer: Answer, question: str, rubric: str, ask: Ask, *, known: str = "", mark: Callable[[], str] = _mark
 ) -> Graded:
-    """The judge's grade by a rubric, divided by `TOP`. `known`: the right answer, if there is one."""
+    """The judge's grade by a rubric, divided by `TOP`. `known` is the right answer, if there is one."""
     found = taken(answer, MAX_DATA_CHARS)
     if found.text is None:
         return wrong(found.why)
@@ -55,7 +55,7 @@ def judged(
         return said
     score = said.get("score")
     if isinstance(score, bool) or not isinstance(score, int) or not 0 <= score <= TOP:  # guard: judge-score-range
-        return undecided("the judge gave no score of the asked form")
+        return undecided("the judge gave no score in the required form")
     return partly(score / TOP, f"the judge gave {score} of {TOP}")
 
 
@@ -71,7 +71,7 @@ def better(
     shown = choose(question, first.text, second.text, criterion, ask, mark=mark)
     swapped = choose(question, second.text, first.text, criterion, ask, mark=mark)
     if shown is None or swapped is None:
-        return undecided("the judge gave no answer of the asked form")
+        return undecided("the judge gave no answer in the required form")
     verdict = both_orders(shown, swapped)
     if verdict == "tie":
         return partly(0.5, f"a tie: {shown}, and {swapped} with the answers swapped")
@@ -81,7 +81,7 @@ def better(
 def choose(
     question: str, first: str, second: str, criterion: str, ask: Ask, *, mark: Callable[[], str] = _mark
 ) -> Winner | None:
-    """What the judge says of two answers in one order; None if it says nothing of the asked form."""
+    """The judge's choice between two answers in one order; None if its output has another form."""
     parts = {"question": question, "first answer": first, "second answer": second}
     form = '{"reason": "one sentence", "better": "first" or "second" or "tie"}'
     said = _asked(ask, f"You compare two answers by this criterion:\n{_limited(criterion)}", parts, form, mark)
@@ -90,7 +90,8 @@ def choose(
 
 
 def both_orders(shown: Winner, swapped: Winner) -> Winner:
-    """One answer wins only if it wins in both orders. `swapped` is what was said with the second answer shown first."""
+    """The answer that wins in both orders, else a tie. `swapped` is the judge's choice with the second answer shown
+    first."""
     back: Winner = {"first": "second", "second": "first", "tie": "tie"}[swapped]  # type: ignore[assignment]
     return shown if shown == back else "tie"  # guard: both-orders-agree
 
@@ -128,13 +129,13 @@ def _messages(task: str, parts: dict[str, str], form: str, mark: str) -> list[Me
 def _limited(text: str) -> str:
     if len(text) > MAX_DATA_CHARS:
         raise ConfigError(
-            f"a judge is given {len(text):,} characters, limit {MAX_DATA_CHARS:,}: shorten the question or rubric"
+            f"a text for the judge has {len(text):,} characters, limit {MAX_DATA_CHARS:,}: shorten the question or rubric"
         )
     return text
 
 
 _FORMAT = re.compile(r"<\|(?=[^<>|]{1,40}\|>)|\[(?=/?INST\])|<(?=/?s>|/?think>|(?:start|end)_of_turn>|<SYS>>|</SYS>>)")
-"""Beginnings of the marks that common chat formats use. Many servers read them as tokens, also inside a message."""
+"""Starts of the marks that common chat formats use. Many servers read them as tokens, even inside a message."""
 
 
 def _broken(text: str) -> str:

@@ -1,18 +1,18 @@
 r"""Is the answer mathematically equal to the reference? LaTeX or plain formulas: numbers, expressions, sets,
 intervals, matrices.
 
-Called by environments. Texts and numbers that settle the question are compared here. The rest goes to `equal`, which
-uses math-verify and sympy (installed with `shoal[math]`) in a process with limits of time and memory, because sympy
-may hang on an answer such as 9^{9^{9^9}}. `run` says where that process is: `in_child`, or a sandbox whose
+Called by environments. If comparing texts or numbers settles the question, that is done here. The rest goes to `equal`,
+which uses math-verify and sympy (installed with `shoal[math]`) in a process with limits of time and memory, because
+sympy may hang on an answer such as 9^{9^{9^9}}. `run` says where that process is: `in_child`, or a sandbox whose
 interpreters have imported math_verify.
 
-A limit gives *undecided*: the score is 0, and the answer is not called wrong. An answer that math-verify cannot read
-is wrong; a reference that it cannot read is undecided, so check yours with `readable`.
+At a limit the answer is *undecided*: its score is 0, but it is not called wrong. An answer that math-verify cannot read
+is wrong. If it cannot read the reference, every answer is undecided, so check yours with `readable`.
 
 Failure modes (measured in tests/envs/answers/pairs.py). It refuses: equations in another form unless sympy can
 rearrange them, mixed numbers in LaTeX, units, words. It accepts: an unsimplified form ("2+1" for 3), so a question
-that asks to simplify or to factor needs a check of the form; a value rounded to a relative 1e-6 where the reference
-has no decimals that end. Order counts in `(1,2)`, not in `1, 2` or `\{1,2\}`.
+that asks to simplify or to factor needs a check of the form; a value rounded to a relative 1e-6 if the decimals of the
+reference do not end. Order counts in `(1,2)`, not in `1, 2` or `\{1,2\}`.
 """
 
 import functools
@@ -29,7 +29,7 @@ from shoal.envs.answers.run import Limits, Run, in_child
 from shoal.errors import ConfigError
 
 MAX_FORMULA_CHARS = 500
-"""Length of an answer. Final answers are short; the time to read grows faster than the length."""
+"""Limit on the length of an answer. Final answers are short, and the time to read one grows faster than its length."""
 
 LIMITS = Limits(time_s=5.0, memory_mb=1024, output_bytes=4096)
 
@@ -37,7 +37,7 @@ LIMITS = Limits(time_s=5.0, memory_mb=1024, output_bytes=4096)
 def mathematics(
     answer: Answer, gold: str, *, relative: float = 1e-6, run: Run = in_child, limits: Limits = LIMITS
 ) -> Graded:
-    """1 if the two are equal. `relative` bounds the rounding of an answer in decimals."""
+    """1 if the two are equal. `relative` bounds the rounding error of an answer in decimals."""
     gold = reference(gold)
     found = taken(answer, MAX_FORMULA_CHARS)
     if found.text is None:
@@ -47,15 +47,15 @@ def mathematics(
         return right(f"{shown} is the reference")
     wanted, given = number(gold), number(found.text)
     if wanted is not None and given is not None and (wanted == given or equal.ends(wanted.denominator)):
-        return (right if wanted == given else wrong)(f"{shown} is a number, and the reference is one")
+        return (right if wanted == given else wrong)(f"{shown} and the reference were compared as numbers")
     if _WORDS.fullmatch(gold):  # guard: words-are-no-products
         same = normalised(_untexted(found.text)) == normalised(_untexted(gold))
-        return (right if same else wrong)(f"{shown} is compared with words")
+        return (right if same else wrong)(f"{shown} and the reference were compared as words")
     return _graded(shown, {"gold": gold, "answer": found.text, "relative": relative}, run, limits)
 
 
 def readable(gold: str, run: Run = in_child) -> bool:
-    """Whether math-verify can read a reference answer. For authors: check a data set once."""
+    """Whether math-verify can read a reference answer. Authors check each of a data set once."""
     asked = {"gold": reference(gold), "answer": gold, "relative": 0.0}
     return (
         bool(_WORDS.fullmatch(gold.strip())) or run(_program(), json.dumps(asked).encode(), LIMITS).stdout == b"right"
@@ -87,7 +87,7 @@ def _program() -> bytes:
 
 
 _WORDS = re.compile(r"\\text\s*\{[^{}]*[A-Za-z]{2}[^{}]*\}|[A-Za-z][A-Za-z ]{2,}[A-Za-z]")
-"""A reference of words. sympy would read it as a product of letters, which is equal to every anagram."""
+"""A reference in words. sympy would read it as a product of letters, which is equal to every anagram."""
 
 
 def _squeezed(text: str) -> str:

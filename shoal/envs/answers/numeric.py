@@ -4,10 +4,10 @@ Called by environments. A number is a sign, digits with or without thousands sep
 a fraction or a mixed number, or a percentage, in plain text or in simple LaTeX. The whole answer must be one number
 and at most one unit. Values are fractions of whole numbers, so no rounding decides.
 
-Failure modes. "1,234" is 1234, also where a comma is the decimal mark; "3,5" is refused. "50%" is 0.5: if the question
-asks for per cent, give `units={"%": 1}`. Words ("twelve"), formulas ("2*3") and roots are refused: use `mathematics`.
-A relative tolerance around 0 accepts 0 alone. A wide tolerance accepts a guess: at 10 %, one guess in five of the
-right size passes.
+Failure modes. "1,234" is 1234, even from writers who use a decimal comma; "3,5" is refused. "50%" is 0.5: if the
+question asks for per cent, give `units={"%": 1}`. Words ("twelve"), formulas ("2*3") and roots are refused: use
+`mathematics`. With a relative tolerance, the value 0 accepts only 0. A wide tolerance accepts guesses: at 10 %, one
+guess in five of the right size passes.
 """
 
 import re
@@ -18,23 +18,23 @@ from shoal.envs.answers.graded import Answer, Graded, quoted, right, taken, wron
 from shoal.errors import ConfigError
 
 MAX_NUMBER_CHARS = 200
-"""Length of a number with its unit."""
+"""Limit on the length of a number with its unit."""
 
 MAX_EXPONENT = 400
-"""Size of an exponent. A larger one would make a number of as many digits: 1e999999999 fills the memory."""
+"""Limit on the size of an exponent: 1e999999999 would have as many digits, and fill the memory."""
 
 PERCENT = {"%": 0.01}
-"""The unit that is accepted if the author names none."""
+"""The accepted unit if the author names none."""
 
 
 def numeric(
     answer: Answer, value: str | int | float, *, within: float = 0.0, relative: float = 0.0,
     units: Mapping[str, int | float | str] = PERCENT,
 ) -> Graded:  # fmt: skip
-    """1 if the answer is at most `within`, or `relative` times the size of the value, away from the value.
+    """1 if the answer differs from the value by at most `within`, or by at most `relative` times the value's size.
 
-    `units` names the accepted units, each with its worth in the value's own: {"km": 1, "m": "1/1000", "$": 1}. An
-    answer without a unit counts in the value's own. With a unit that is not named, it is wrong.
+    `units` gives each accepted unit in terms of the value's unit: {"km": 1, "m": "1/1000", "$": 1}. An answer without a
+    unit has the value's unit. An answer with another unit is wrong.
     """
     wanted = number(str(value), units)
     if wanted is None:
@@ -54,7 +54,7 @@ def numeric(
 
 
 def number(text: str, units: Mapping[str, int | float | str] = PERCENT) -> Fraction | None:
-    """The value of a text that is one number, with at most one of these units. None for anything else: words, `nan` and
+    """The value of a text that is one number, with at most one of these units. None for anything else: words, `nan`,
     `inf`, a division by zero, an exponent beyond `MAX_EXPONENT`, digits of other scripts, two numbers."""
     if len(text) > MAX_NUMBER_CHARS:  # guard: length-of-a-number
         return None
@@ -90,8 +90,8 @@ _SYMBOLS = (
 
 
 def _without_unit(text: str, units: Mapping[str, int | float | str]) -> tuple[str, Fraction]:
-    """A text less its unit, and what the unit is worth. It is behind the number, or before it as in -$5. The longest
-    name wins."""
+    """A text without its unit, and the unit's factor. The unit may follow the number or precede it, as in -$5. The
+    longest name wins."""
     sign, rest = (text[:1], text[1:]) if text[:1] in ("-", "+") else ("", text)
     for unit in sorted(units, key=len, reverse=True):
         if rest.endswith(unit):

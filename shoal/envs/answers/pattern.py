@@ -1,11 +1,11 @@
 """Does the answer match the author's regular expression? For forms: dates, codes, identifiers.
 
-Called by environments. The engine is RE2, so time grows linearly with the text: no pattern can hang on a hostile
-answer. It is installed with `shoal[answers]`, and imported when a pattern is first used.
+Called by environments. The engine is RE2. Its time grows linearly with the text, so a hostile answer cannot make it
+hang. It is installed with `shoal[answers]`, and imported when a pattern is first used.
 
-Failure modes. RE2 knows no look-around and no back-references; a pattern that has one is refused. `\\d` is an ASCII
-digit, and the end of the text is `\\z` where Python writes `\\Z`. The whole answer must match: a search for a part
-would reward an answer that lists every candidate. A pattern shows a form, never that the content is true.
+Failure modes. RE2 has no look-around and no back-references, so patterns that use them are refused. `\\d` is an ASCII
+digit, and `\\z` is the end of the text, which Python writes `\\Z`. The whole answer must match: a search for a part
+would reward an answer that lists every candidate. A pattern checks the form, never whether the content is true.
 """
 
 import functools
@@ -15,14 +15,14 @@ from shoal.envs.answers.graded import Answer, Graded, quoted, right, taken, wron
 from shoal.errors import ConfigError
 
 MAX_PATTERN_CHARS = 2_000
-"""Length of a pattern."""
+"""Limit on the length of a pattern."""
 
 MAX_PROGRAM_BYTES = 8 << 20
 """Memory that RE2 may use for a pattern. A larger pattern is refused."""
 
 
 def matches(answer: Answer, pattern: str) -> Graded:
-    """1 if the pattern matches the whole answer. `(?i)` in front ignores case, `(?s)` lets a dot match a line's end."""
+    """1 if the pattern matches the whole answer. `(?i)` at its start ignores case, `(?s)` lets a dot match a newline."""
     compiled = _compiled(pattern)
     found = taken(answer)
     if found.text is None:

@@ -1,21 +1,20 @@
 """Does the policy's program do what it should? Hidden tests, run in a sandbox (Python).
 
 Called by environments. `prints` runs the program once for each test, with the test's standard input, and compares what
-it prints. `returns` calls one of its functions with each test's arguments, and compares what it returns.
+it prints. `returns` calls one function of the program with each test's arguments, and compares what it returns.
 
-The program cannot forge a pass, because what it would have to forge is not there. The process has one test's input and
-nothing else: no expected value, no other test, no file of tests, no word that means "passed". It sends back a value,
-and the comparison is made here, on plain data, with our own equality. A program that ends early, prints "OK", changes
-`__eq__`, replaces the modules of the harness or writes the harness's answer itself has still only named a value, and
-must name the right one.
+The program cannot forge a pass, because its process holds nothing that decides. It has one test's input and nothing
+else: no expected value, no other test, no file of tests, no word that means "passed". It sends back a value, which is
+compared here, as plain data, by our own rules. A program that ends early, prints "OK", changes `__eq__`, replaces
+modules of the harness or writes the harness's answer itself has still only named a value, which must be the right one.
 
-`run` must be a sandbox: `in_child` keeps a stranger's program within limits, but lets it read files. A program that
-reaches a limit of time or memory is *undecided* with score 0, because a slow machine reaches limits too. One that
-writes too much is wrong.
+`run` must be a sandbox: `in_child` limits what a stranger's program takes, but lets it read files. A program that
+reaches a limit of time or memory is *undecided* with score 0, because a right program may reach it on a slow machine. A
+program that writes too much is wrong.
 
 Failure modes. It rewards a program that is right on the tests only: a table of answers to guessable inputs passes, so
 draw large inputs at random. With `share=True` a program that always says "no" earns the tests whose answer is no. It
-refuses a right program that prints a prompt, and one whose several valid outputs differ from the expected one.
+refuses a right program that prints a prompt, or another valid output than the expected one.
 """
 
 import json
@@ -28,10 +27,10 @@ from shoal.envs.answers.run import Limits, Ran, Run
 from shoal.errors import ConfigError
 
 MAX_PROGRAM_CHARS = 50_000
-"""Length of a program."""
+"""Limit on the length of a program."""
 
 MAX_DEPTH = 32
-"""Depth of a value that a function returns."""
+"""Limit on the depth of a value that a function returns."""
 
 LIMITS = Limits(time_s=2.0, memory_mb=512, output_bytes=1 << 20)
 
@@ -41,25 +40,25 @@ class Prints(NamedTuple):
 
     stdin: str
     expected: str
-    """Compared line by line, without white space at the ends of lines and of the whole."""
+    """Compared line by line, without white space at the ends of lines and around the whole."""
 
 
 class Returns(NamedTuple):
     """A hidden test of a function."""
 
     arguments: tuple[Any, ...]
-    """Plain data: None, booleans, numbers (of up to 4,300 digits), texts, lists, and dictionaries with texts as
+    """Plain data: None, booleans, numbers (of up to 4,300 digits), strings, lists, and dictionaries with strings as
     keys."""
     expected: Any
-    """Plain data. A list equals a tuple; True does not equal 1; numbers with a decimal point are equal within a
+    """Plain data. A list equals a tuple; True does not equal 1; two numbers, one of them a float, are equal within a
     relative 1e-9."""
 
 
 def prints(
     answer: Answer, tests: Sequence[Prints], run: Run, *, share: bool = False, limits: Limits = LIMITS
 ) -> Graded:
-    """1 if the program prints what each test expects, and ends with exit code 0. `share`: the share of tests
-    instead."""
+    """1 if the program prints what each test expects and ends with exit code 0. With `share`, the share of such
+    tests."""
     found = _program(answer)
     if found.text is None:
         return wrong(found.why)
@@ -81,7 +80,7 @@ def prints(
 def returns(
     answer: Answer, function: str, tests: Sequence[Returns], run: Run, *, share: bool = False, limits: Limits = LIMITS
 ) -> Graded:
-    """1 if the function returns what each test expects. `share`: the share of tests instead."""
+    """1 if the function returns what each test expects. With `share`, the share of such tests."""
     if not function.isidentifier():
         raise ConfigError(f"{function!r} is not the name of a function")
     found = _program(answer)
@@ -101,8 +100,7 @@ def returns(
 
 
 def equal_data(given: Any, expected: Any, depth: int = 0) -> bool:
-    """Whether two plain values are equal, with types that matter: True is not 1, "1" is not 1, and nan equals
-    nothing."""
+    """Whether two plain values are equal. Types matter: True is not 1, "1" is not 1, and nan equals nothing."""
     if depth > MAX_DEPTH:
         return False
     if isinstance(expected, bool) or isinstance(given, bool) or expected is None or given is None:
@@ -127,7 +125,7 @@ def equal_data(given: Any, expected: Any, depth: int = 0) -> bool:
     return False
 
 
-# The program's own output goes nowhere. The value alone is on standard output: a second answer makes it unreadable.
+# What the program prints is dropped. Only the value goes to standard output: a second answer makes it unreadable.
 _HARNESS = b"""
 import json, os, sys
 asked = json.loads(sys.stdin.buffer.read())
@@ -147,7 +145,7 @@ _NOTHING = object()
 def _program(answer: Answer) -> Found:
     found = taken(answer, MAX_PROGRAM_CHARS)
     if found.text is not None and "\0" in found.text:
-        return Found(None, "the program holds a zero byte")
+        return Found(None, "the program contains a zero byte")
     return found
 
 
@@ -164,7 +162,7 @@ def _lines(text: str) -> list[str]:
 
 
 def _until_failure(passes: Any, tests: Sequence[Any]) -> list[bool | Ran]:
-    """Results up to the first test that does not pass: the rest would change nothing."""
+    """Results up to the first test that does not pass. The rest would change nothing."""
     results: list[bool | Ran] = []
     for test in tests:
         results.append(passes(test))

@@ -1,8 +1,8 @@
-"""A queue of answers that people rate: a folder with one SQLite file, kept safe at every step.
+"""A queue of answers that people rate: a folder with one SQLite file.
 
-Called by environments, which put answers in and read ratings; and by `shoal env rate`, where people rate. It knows no
-policy. Processes may share the folder. A rating counts once it is committed, so a kill loses at most what a person was
-typing. An item that was taken and not rated is given to others after `HELD_S`.
+Environments put answers in and read ratings; people rate with `shoal env rate`. Several processes may share the folder.
+A rating counts once it is committed, so a kill loses at most what a person was typing. If a rater takes an item and
+does not rate it, others get it after `HELD_S`.
 """
 
 import hashlib
@@ -19,13 +19,13 @@ from shoal.envs.answers.graded import Graded, partly, undecided
 from shoal.errors import ConfigError, StateError
 
 HELD_S = 900.0
-"""For how long an item that a rater took is given to nobody else."""
+"""How long a rater keeps an item before others can get it."""
 
 TOP = 10
 """The best rating; 0 is the worst."""
 
 MAX_ITEM_CHARS = 100_000
-"""Length of a question, and of an answer."""
+"""Limit on the length of a question, and of an answer."""
 
 _TABLES = """
 CREATE TABLE IF NOT EXISTS items (
@@ -49,15 +49,15 @@ class Item(NamedTuple):
 
 
 class Standing(NamedTuple):
-    """How far the queue is."""
+    """The progress of a queue."""
 
     items: int
     rated: int
-    """Items with the wanted number of ratings."""
+    """Items with enough ratings."""
     ratings: int
     kappa: float | None
-    """Mean of Cohen's kappa over each two raters with items in common, on good (half of `TOP` or more) and bad; None if no
-    two have any."""
+    """Mean of Cohen's kappa over all pairs of raters with items in common; None if there are none. Half of `TOP` or more
+    is good, less is bad."""
 
 
 class Ratings:
@@ -89,7 +89,7 @@ class Ratings:
         return item
 
     def take(self, rater: str) -> Item | None:
-        """The item that a person should rate next, held for them; None if none is left for them. Oldest first."""
+        """The oldest item that this person can still rate, held for them; None if there is none."""
         now = self._clock()
         with self._writing() as base:
             row = base.execute(
@@ -103,7 +103,7 @@ class Ratings:
         return None if row is None else Item(*row)
 
     def rate(self, item: str, rater: str, score: int, note: str = "") -> None:
-        """Keep a person's rating. Rating again replaces it. Durable on return."""
+        """Store a person's rating. Rating again replaces it. It is on disk when this returns."""
         if isinstance(score, bool) or not isinstance(score, int) or not 0 <= score <= TOP:
             raise ConfigError(f"a rating is a whole number from 0 to {TOP}, not {score!r}")
         if not rater.strip():
@@ -123,7 +123,7 @@ class Ratings:
         return partly(sum(scores) / len(scores) / TOP, f"{len(scores)} people rated")
 
     def standing(self) -> Standing:
-        """How far the queue is, and how much the raters agree."""
+        """The progress of the queue, and how much the raters agree."""
         with self._open() as base:
             (items,) = base.execute("SELECT COUNT(*) FROM items").fetchone()
             rows = base.execute("SELECT item, rater, score FROM ratings ORDER BY item, rater").fetchall()

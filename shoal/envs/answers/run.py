@@ -1,8 +1,8 @@
-"""Places that run programs: what goes in, what comes out, and two of them.
+"""The interface through which verifiers run programs, and two places that run them.
 
-Verifiers that run a program take a `run` argument of the type below. `in_pool` runs it in a sandbox, and is for programs
-that a policy wrote. `in_child` limits time, memory and output, and isolates nothing: the program can read files and use
-the network. It is for programs of ours on hostile data, such as `mathematics`.
+Verifiers that run a program take an argument `run` of type `Run`. `in_pool` runs programs in a sandbox: use it for programs
+that a policy wrote. `in_child` limits time, memory and output, but isolates nothing: the program can read files and use
+the network. It is for our own programs on hostile data, such as that of `mathematics`.
 """
 
 import math
@@ -18,15 +18,15 @@ from shoal.sandbox.limits import Reason, Stopped
 from shoal.sandbox.pool import Pool
 
 Outcome: TypeAlias = Literal["ended", "time", "memory", "output", "failed"]
-"""How it went. `ended`: the program ended by itself, with any exit code. `time`, `memory`, `output`: it reached that
-limit. `failed`: it could not be run, or something else killed it. All but the first depend on the machine."""
+"""How a program ended. `ended`: it exited, with any exit code. `time`, `memory`, `output`: it reached that limit.
+`failed`: it could not be run, or something else killed it. All but the first depend on the machine."""
 
 
 class Limits(NamedTuple):
     """What a program may take."""
 
     time_s: float = 5.0
-    """CPU-seconds. By the wall clock it may take four times as long, because the machine may be busy."""
+    """CPU-seconds. Wall time may be four times as long, because the machine may be busy."""
     memory_mb: int = 1024
     """Address space."""
     output_bytes: int = 1 << 20
@@ -34,17 +34,17 @@ class Limits(NamedTuple):
 
 
 class Ran(NamedTuple):
-    """What came out."""
+    """The result of a program."""
 
     stdout: bytes
     stderr: bytes
     exit: int | None
-    """The exit code; None if it did not end by itself."""
+    """The exit code; None unless the outcome is `ended`."""
     outcome: Outcome
 
 
 class Run(Protocol):
-    """A place that runs a Python program once, from fresh, and ends all that it started."""
+    """Runs a Python program once, in a fresh process, and ends every process that the program started."""
 
     def __call__(self, program: bytes, stdin: bytes, limits: Limits) -> Ran: ...
 
@@ -76,7 +76,7 @@ _STOPPED: dict[Reason, Outcome] = {Reason.TIMEOUT: "time", Reason.MEMORY: "memor
 
 
 def in_child(program: bytes, stdin: bytes, limits: Limits) -> Ran:
-    """Run a program of ours in a child process. It sees none of this process's environment variables."""
+    """Run one of our own programs in a child process. It sees none of this process's environment variables."""
     with tempfile.TemporaryFile() as code, tempfile.TemporaryFile() as given, _file() as out, _file() as err:
         for file, data in ((code, program), (given, stdin)):
             file.write(data)
@@ -98,9 +98,9 @@ def in_child(program: bytes, stdin: bytes, limits: Limits) -> Ran:
 
 
 NO_MEMORY = 77
-"""Exit code by which a program of ours says that it ran out of memory."""
+"""Exit code with which our own programs report that memory ran out."""
 
-# The limits hold before the program's first line. The kernel keeps the output within its size, because it is a file.
+# The limits hold from the program's first line. Output goes to a file, so the kernel limits its size.
 _BOOTSTRAP = """
 import math, os, resource, sys
 code, time_s, memory_mb, output_bytes = int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])

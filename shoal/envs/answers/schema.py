@@ -1,13 +1,13 @@
-"""Is the answer JSON of the required form? And the reader of JSON that other verifiers use.
+"""Is the answer JSON of the required form? Also the strict reader of JSON that other verifiers use.
 
-Called by environments. JSON is read strictly: one document and nothing else, no `NaN`, no key twice, limited in size
-and depth. A fence of the language `json` around the whole answer is taken off. The schema is checked by jsonschema-rs,
-which is installed with `shoal[answers]`: its patterns take linear time, and it fetches nothing. (jsonschema and
-fastjsonschema hand `pattern` to Python's engine, which a hostile answer can make hang; the latter also makes code
+Called by environments. An answer must be one JSON document and nothing else, without `NaN` and without repeated keys,
+and limited in size and depth. A `json` fence around the whole answer is removed. jsonschema-rs, which is installed with
+`shoal[answers]`, checks the schema: its patterns take linear time, and it fetches nothing. (jsonschema and
+fastjsonschema pass `pattern` to Python's engine, which a hostile answer can make hang; the latter also generates code
 from the schema.)
 
-Failure modes. A schema shows a form, never that the content is true: an empty object passes unless the schema requires
-members, and unknown members pass unless it forbids them. `1.0` is an integer, as the standard says.
+Failure modes. A schema checks the form, never whether the content is true: an empty object passes unless the schema
+requires members, and unknown members pass unless it forbids them. `1.0` is an integer, as the standard says.
 """
 
 import functools
@@ -20,10 +20,10 @@ from shoal.envs.answers.graded import Answer, Graded, right, taken, wrong
 from shoal.errors import ConfigError
 
 MAX_JSON_CHARS = 100_000
-"""Length of a document."""
+"""Limit on the length of a document."""
 
 MAX_DEPTH = 32
-"""Depth of a document: lists and objects in each other."""
+"""Limit on the depth to which lists and objects are nested."""
 
 
 def conforms(answer: Answer, schema: dict[str, Any]) -> Graded:
@@ -32,12 +32,12 @@ def conforms(answer: Answer, schema: dict[str, Any]) -> Graded:
     document, fault = read_json(answer)
     if fault:
         return wrong(fault)
-    # is_valid remembers what it has compared. The other methods collect every error, which a recursive schema multiplies.
+    # is_valid remembers what it has compared. The other methods collect every error: many, if a schema is recursive.
     return right("the document conforms") if validator.is_valid(document) else wrong("the document does not conform")
 
 
 def read_json(answer: Answer) -> tuple[Any, str]:
-    """The document of an answer, and why there is none: "" if there is one."""
+    """The document of an answer, and "". If there is none: None, and why."""
     found = taken(answer, MAX_JSON_CHARS)
     if found.text is None:
         return None, found.why
@@ -72,7 +72,7 @@ def _unfenced(text: str) -> str:
 
 
 def _depth(text: str) -> int:
-    """At least the depth of a document; brackets inside its strings count too where they are not closed."""
+    """An upper bound on the depth of a document: brackets in a string that is not closed count, too."""
     depth = most = 0
     for mark in re.finditer(r'"(?:[^"\\]|\\.|\\\Z)*+(?:"|\Z)|[\[{]|[\]}]', text, re.DOTALL):
         depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(mark[0], 0)
@@ -83,7 +83,7 @@ def _depth(text: str) -> int:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     members = dict(pairs)
     if len(members) < len(pairs):  # guard: json-key-twice
-        raise ValueError("a key is there twice")
+        raise ValueError("a key occurs twice")
     return members
 
 

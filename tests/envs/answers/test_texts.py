@@ -144,11 +144,11 @@ def test_a_reference_that_is_no_number_is_refused() -> None:
 
 
 def test_a_choice_needs_an_option_of_its_letter() -> None:
-    with pytest.raises(ConfigError, match="none of the options"):
+    with pytest.raises(ConfigError, match="must be one of the options"):
         choice("E", "E", ["a", "b"])
 
 
-def test_options_with_the_same_text_are_no_choice_by_text() -> None:
+def test_a_text_that_two_options_share_names_neither() -> None:
     assert choice("yes", "A", {"A": "yes", "B": "yes"}).score == 0.0
     assert choice("A", "A", {"A": "yes", "B": "yes"}).score == 1.0
 
