@@ -1,10 +1,11 @@
-"""A renderer for files of a stranger: tokenizer and chat template run in a child process with limits.
+"""A renderer for a stranger's files: tokenizer and chat template run in a child process with limits.
 
-Opened by the roles of people who joined somebody's run, and by auditors. A template may loop, a tokenizer may abort its
-process, and both may take any amount of memory. Only the child has the limits, because torch needs address space. The child
-gives the same tokens as `Renderer` does in this process. It knows no run and no network.
+Used by nodes that joined somebody's run, and by auditors. A template may loop, a tokenizer may abort its process, and
+both may take any amount of memory. Only the child has the limits, because torch needs address space. The child gives
+the same tokens as `Renderer` does in this process. It knows no run and no network.
 
-A frame on a pipe is its length in 4 bytes, big-endian, and then MessagePack. The child answers one request after another.
+A frame on a pipe is a length in 4 bytes, big-endian, then that much MessagePack. The child answers one request after
+another.
 """
 
 import contextlib
@@ -34,22 +35,22 @@ from shoal.policy.render import FILES, Prompt, Renderer, Segment
 from shoal.protocol.constants import MAX_ROLLOUT_TOKENS
 
 MAX_FRAME_BYTES = 4 * (MAX_ROLLOUT_TOKENS + 1) + 1024
-"""An answer without texts is at most as long as the longest rollout, with 4 bytes for each token."""
+"""Limit on an answer without texts: the longest rollout, at 4 bytes for each token."""
 
 MAX_TOKEN_BYTES = 1024
-"""Text of one token, on average over one request. The longest tokens of common vocabularies have 128 bytes."""
+"""Limit on the text of a token, averaged over a request. The longest tokens of common vocabularies have 128 bytes."""
 
 GRACE_S = 5.0
 """The child ends itself at its time limit. We end it if it has not done so this much later."""
 
 SYSTEM_LIMITS_MEMORY = sys.platform == "linux"
-"""Whether the system keeps a process within its address space. macOS does not: there we look at the child ourselves."""
+"""Whether the system enforces a limit on address space. macOS does not, so there we watch the child ourselves."""
 
 _LOOK_S = 0.05
-"""How often we look."""
+"""Time between two checks of its memory."""
 
 _NO_MEMORY = 77
-"""Exit code of a child that reached its limit of memory."""
+"""Exit code of a child that reached its memory limit."""
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -59,7 +60,7 @@ class Limits(NamedTuple):
     """What the child may take."""
 
     memory_mb: int = 1024
-    """Address space beyond what it has before it opens the first file. Where we look ourselves, all its memory."""
+    """Address space beyond what the child has before it opens the first file. Where we watch it, all its memory."""
     time_s: float = 10.0
     """Wall time for one text."""
     open_s: float = 60.0
@@ -73,17 +74,17 @@ class Limits(NamedTuple):
 
 
 class Start(Protocol):
-    """Starts the child: `start_here`, or what a role passes, because this room may not import `sandbox/tokenizer`."""
+    """Starts the child: `start_here`, or a function that a role passes. This room may not import `sandbox/tokenizer`."""
 
     def __call__(
         self, program: str, arguments: Sequence[str], files: Sequence[Path]
     ) -> "tuple[subprocess.Popen[bytes], str]":
-        """The process of a Python program, given these arguments and then its `sys.path`, with pipes as standard input and
-        output; and the directory where it finds the files. Raises `Overreach`."""
+        """Start a Python program with these arguments followed by its `sys.path`. Returns its process, with pipes as
+        standard input and output, and the directory where it finds the files. Raises `Overreach`."""
 
 
 class ContainedRenderer(Renderer):
-    """A renderer whose work is done by a child process. Every method may raise `Overreach`."""
+    """A renderer whose child process does the work. Every method may raise `Overreach`."""
 
     def __init__(self, directory: Path, limits: Limits = Limits(), start: Start | None = None) -> None:
         """Open the tokenizer and chat template of a checkpoint. Raises as `Renderer.from_directory`, and `Overreach`."""
@@ -131,9 +132,9 @@ class ContainedRenderer(Renderer):
         return Prompt(tuple(unpacked(answer.ids)), answer.yes)
 
     def _ask(self, act: str, argument: Any, num_tokens: int = 0) -> "Answer":
-        """One answer of the child. A child that died or was too slow gets one successor, because the fault may be ours.
+        """One answer of the child. If the child dies or is too slow, a second one is asked, as the fault may be ours.
 
-        `num_tokens` are those whose texts are in the answer.
+        `num_tokens` is the number of tokens whose texts the answer contains.
         """
         max_bytes = MAX_FRAME_BYTES + MAX_TOKEN_BYTES * num_tokens
         request = msgspec.msgpack.encode((act, argument))
@@ -171,19 +172,19 @@ class ContainedRenderer(Renderer):
 
 
 class _Gone(Exception):
-    """The child gave no answer; the text says why, as the end of a sentence."""
+    """The child did not answer. The text says why, as the end of a sentence."""
 
     def __init__(self, why: str, certain: bool = False) -> None:
         super().__init__(why)
         self.certain = certain
-        """Whether a second try would end the same way."""
+        """Whether a second try would fail in the same way."""
 
 
 # --- our end ---
 
 
 class _Child:
-    """A running child. It ends when this object goes, and when this process ends."""
+    """A running child. It ends when this object is freed, and when this process ends."""
 
     def __init__(self, limits: Limits, start: Start, files: Sequence[Path]) -> None:
         self._memory_bytes = limits.memory_mb * 1_000_000
@@ -197,7 +198,7 @@ class _Child:
         self.end = weakref.finalize(self, _end, self._process)
 
     def ask(self, request: bytes, limit_s: float, kind: type[T], max_bytes: int = MAX_FRAME_BYTES) -> T:
-        """Raises `_Gone`, and has then ended the child."""
+        """The child's answer. Ends the child before it raises `_Gone`."""
         try:
             _send(self._to, request)
             return msgspec.msgpack.decode(self._receive(time.monotonic() + limit_s + GRACE_S, max_bytes), type=kind)
@@ -224,7 +225,7 @@ class _Child:
         return bytes(data)
 
     def _wait(self, until: float) -> None:
-        """Until there is something to read. Raises `_Gone` if the child is beyond a limit before that."""
+        """Wait until there is something to read. Raises `_Gone` if the child passes a limit first."""
         while not self._answers.poll(1000 * max(0.0, min(_LOOK_S, until - time.monotonic()))):
             if time.monotonic() >= until:
                 raise _Gone("took too long")
@@ -232,13 +233,13 @@ class _Child:
                 raise _Gone("took too much memory", certain=True)
 
     def _memory(self) -> int:
-        """Bytes that the child has in memory; 0 if it has ended, which the pipe then shows."""
+        """Bytes that the child has in memory; 0 if it has ended, as the pipe will show."""
         with contextlib.suppress(psutil.Error):
             return psutil.Process(self._process.pid).memory_info().rss
         return 0
 
     def _why(self, error: str) -> _Gone:
-        """How a child ended that closed its pipe or sent something wrong."""
+        """Why the child closed its pipe or sent something wrong."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(1.0)
         code = self._process.returncode
@@ -253,7 +254,7 @@ class _Child:
 
 
 def start_here(program: str, arguments: Sequence[str], files: Sequence[Path]) -> "tuple[subprocess.Popen[bytes], str]":
-    """A child with the rights of this process."""
+    """Start a child with the rights of this process."""
     process = subprocess.Popen(
         [sys.executable, "-I", "-c", program, *arguments, *sys.path],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0,
@@ -280,10 +281,10 @@ def _send(pipe: int, data: bytes) -> None:
 
 
 def serve() -> None:
-    """Answer requests from standard input until it closes. The alarm ends this process also while it runs foreign code."""
+    """Answer requests from standard input until it closes. The alarm ends this process even while foreign code runs."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # guard: contained-alarm-not-ignored
     # guard: contained-alarm-not-blocked
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})  # a program passes both on to its children
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})  # a child inherits both from its parent
     memory_mb, time_s = int(sys.argv[1]), float(sys.argv[2])
     directory = _next_request()
     if directory is None:
@@ -301,7 +302,7 @@ def serve() -> None:
 
 
 def _limit(memory_mb: int) -> None:
-    """Lower what this process may take. It writes to no file."""
+    """Limit what this process may take. It may write to no file."""
     used = psutil.Process().memory_info().vms
     for which, most in (
         (resource.RLIMIT_AS, used + memory_mb * 1_000_000),  # guard: contained-memory
@@ -362,7 +363,7 @@ def _obey(renderer: Renderer, act: str, argument: Any) -> Answer:
 
 
 def _capped(token_ids: Sequence[int]) -> bytes:
-    """One token too many ends a rollout, as all of them would."""
+    """The ids, cut to one more than a rollout may have: one too many has the same effect as all."""
     return packed(token_ids[: MAX_ROLLOUT_TOKENS + 1])
 
 

@@ -1,8 +1,8 @@
-"""What a chat template takes and shows, found out by rendering marked messages, never by its name.
+"""What a chat template takes and shows, measured by rendering marked messages.
 
 Called by the renderer. Templates differ: some take content as a list of parts, some refuse a system message, some want
 the arguments of a tool call as JSON text, some read reasoning under another name or leave it out. `present` writes
-messages in the form that one template takes. It knows no tokens.
+messages in the form that one template takes. A template's name plays no part. It knows no tokens.
 """
 
 import json
@@ -15,7 +15,7 @@ from shoal.policy.notations import reasoning_marks
 from shoal.policy.template import Template
 
 MARK = "\N{OBJECT REPLACEMENT CHARACTER}written\N{OBJECT REPLACEMENT CHARACTER}"
-"""Takes the place of what the policy writes. The text that a template puts after it is the text that follows the turn."""
+"""Replaces the policy's words in a rendered turn. What the template puts after it is the text that follows the turn."""
 
 _REASON, _RESULT = "reasonmark", "resultmark"
 
@@ -32,7 +32,7 @@ class CallStyle(NamedTuple):
 
 
 class Dialect:
-    """What one template takes."""
+    """What one template takes and shows."""
 
     def __init__(self, template: Template, notation: str) -> None:
         self._template = template
@@ -46,7 +46,7 @@ class Dialect:
 
     @cached_property
     def system(self) -> bool:
-        """Whether a system message is shown. If a template refuses any message, it is not asked to take less."""
+        """Whether a system message is shown. True also if the template refuses even a message of the user."""
         messages = [{"role": "system", "content": MARK}, _ASK]
         return self._shows(self._parted(messages), MARK) or self._text(self._parted([_ASK])) is None
 
@@ -62,12 +62,12 @@ class Dialect:
 
     @cached_property
     def results(self) -> bool:
-        """Whether the result of a tool is shown after a turn that holds text only."""
+        """Whether the result of a tool is shown after a turn of text only."""
         return self._shows(self._parted([_ASK, said(MARK), {"role": "tool", "content": _RESULT}]), _RESULT)
 
     @cached_property
     def reasoning(self) -> bool:
-        """Whether the reasoning of the last turn is shown when it has a field of its own."""
+        """Whether the reasoning of the last turn is shown if it is passed as a separate field."""
         turns = [said(MARK, _REASON)]
         if self.calls is not None:  # some templates show it beside tool calls only
             turns.append({**calling("", 1), "reasoning_content": _REASON})
@@ -106,7 +106,7 @@ class Dialect:
         return {**message, "content": content, "tool_calls": calls}
 
     def _parted(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """`parts` asks for texts only, so it never asks itself."""
+        """With content as lists of parts, if the template wants them. `parts` itself does not call this."""
         told = [dict(message) for message in messages]
         for message in told:
             if self.parts and isinstance(message["content"], str):
@@ -140,7 +140,7 @@ def said(content: str, reasoning: str = "") -> dict[str, Any]:
 
 
 def calling(content: str, count: int, names: Sequence[tuple[str, str]] = (), mark: str = MARK) -> dict[str, Any]:
-    """A turn of the assistant with tool calls, marked in the arguments of each. `names` are ids and functions."""
+    """A turn of the assistant with tool calls. The arguments of each contain the mark. `names` are ids and functions."""
     named = names or [(f"call{i:05d}", "tool") for i in range(count)]
     calls = [
         {"id": key, "type": "function", "function": {"name": name, "arguments": {"value": mark}}} for key, name in named
@@ -149,7 +149,7 @@ def calling(content: str, count: int, names: Sequence[tuple[str, str]] = (), mar
 
 
 def _folded(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """System texts before the text of the next user message, for templates without a system role."""
+    """Put system texts before the text of the next user message, for templates without a system role."""
     told: list[dict[str, Any]] = []
     waiting: list[str] = []
     for message in messages:

@@ -1,4 +1,4 @@
-"""What a contained renderer and its child say to each other, as MessagePack, and how token ids are packed.
+"""The MessagePack messages between a contained renderer and its child, and how token ids are packed.
 
 Used by both ends in `contained`. It knows no process and no pipe.
 """
@@ -11,7 +11,7 @@ import msgspec
 from shoal.policy.history import Part
 
 BATCH_TOKENS = 1 << 14
-"""Tokens of the turns that are decoded by one request. A longer turn is a request of its own."""
+"""Most tokens that one request decodes, unless a single turn is longer."""
 
 
 class Facts(msgspec.Struct, frozen=True):
@@ -20,7 +20,7 @@ class Facts(msgspec.Struct, frozen=True):
     vocabulary: int
     notation: str
     digest: str
-    """Of the files that were opened."""
+    """Digest of the files that were opened."""
 
 
 class Opened(msgspec.Struct):
@@ -31,16 +31,16 @@ class Opened(msgspec.Struct):
 class Answer(msgspec.Struct, omit_defaults=True):
     ids: bytes = b""
     yes: bool = False
-    """What was asked, or whether the prompt leaves the policy's reasoning open."""
+    """The answer to a question, or whether the prompt leaves the policy's reasoning open."""
     places: list[tuple[int, int, Part]] = []
-    """Of a history: for each segment its number of ids, its turn and its part."""
+    """For each segment of a history: its number of ids, its turn and its part."""
     texts: list[str] = []
     refused: str = ""
-    """Why the renderer refuses this text, as it would in our own process."""
+    """Why the renderer refuses this text. It would do the same in our process."""
 
 
 def batches(turns: Sequence[Sequence[int]]) -> Iterator[list[Sequence[int]]]:
-    """Turns in their order, as many in one batch as have `BATCH_TOKENS` together. An empty turn counts as one token."""
+    """Turns in order, in batches of at most `BATCH_TOKENS` tokens, or of one longer turn. Each turn counts one more."""
     batch: list[Sequence[int]] = []
     room = BATCH_TOKENS
     for turn in turns:

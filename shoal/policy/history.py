@@ -1,8 +1,8 @@
-"""A whole conversation as a template would show it now, with the policy's turns left open for the tokens it wrote.
+"""A whole conversation as a template would show it now, with open places for the tokens that the policy wrote.
 
-Called by the renderer, when a conversation goes on from a history that is not what its tokens say: a template that drops
-earlier thinking, or a context that was shortened. What the policy wrote is never made into tokens again: each turn is
-rendered with marks, and what stands between the marks is the environment's. It knows no tokens.
+Called by the renderer when a conversation goes on from another history than its tokens: the template drops earlier
+thinking, or the context was shortened. What the policy wrote is never tokenised again. Each turn is rendered as marks,
+and the text between the marks belongs to the environment. It knows no tokens.
 """
 
 import itertools
@@ -22,11 +22,11 @@ class Words(NamedTuple):
 
     text: str
     after: Literal["", "text", "calls"]
-    """What it follows: nothing, or a turn of the policy that ends with text or with tool calls. The turn's end token is the
-    policy's, so the renderer leaves out the one that the template writes."""
+    """What the text follows: nothing, or a turn of the policy that ends with text or with tool calls. The turn already
+    has the end token that the policy wrote, so the renderer leaves out the template's."""
     prompted: str | None = None
-    """The words that the policy saw here when it began to write; None if the next turn follows all of `text`. What `text`
-    has beyond them is in the turn's own tokens."""
+    """The words that the policy saw here when it began to write; None if the next turn follows all of `text`. The turn's
+    tokens contain what `text` adds to them."""
 
 
 class Place(NamedTuple):
@@ -34,13 +34,13 @@ class Place(NamedTuple):
 
     turn: int
     part: Part
-    """"visible" is the turn without its reasoning, or all of a turn that has none; it holds the stop token."""
+    """"visible" is the turn without its reasoning, or the whole turn if it has none. It includes the stop token."""
 
 
 def places(
     template: Template, dialect: Dialect, items: Sequence[Message | Written], arguments: Mapping[str, Any]
 ) -> list[Words | Place]:
-    """The conversation, in order, up to where the policy begins its next turn.
+    """The parts of the conversation in order, up to where the policy begins its next turn.
 
     Raises `StateError` if the template does not show a turn, and `BadMessage` for a malformed message.
     """
@@ -80,7 +80,7 @@ def places(
 def _shown(
     template: Template, dialect: Dialect, messages: Sequence[Message], arguments: Mapping[str, Any]
 ) -> str | None:
-    """The text; None if the template refuses it."""
+    """The messages as text; None if the template refuses them."""
     try:
         return template.text(dialect.present(messages), arguments)
     except Overreach:
@@ -90,20 +90,20 @@ def _shown(
 
 
 def _swapped(text: str, marks: tuple[str, str, str]) -> bool:
-    """Whether a template shows the text of a turn after its tool calls, where the policy did not write it."""
+    """Whether the template shows the text of a turn after its tool calls. The policy wrote it before them."""
     _, visible, called = (text.find(mark) for mark in marks)
     return 0 <= called < visible
 
 
 def _prompted(text: str, last: str) -> str:
-    """The words after the last mark: those between the turn before and this one, when the policy began to write."""
+    """The words after the last mark: what the policy saw between its previous turn and this one."""
     if not last:
         return text
     return text[text.rfind(last) + len(last) :] if last in text else ""
 
 
 class _Marks:
-    """Texts that occur in no message: for each turn, one for its reasoning, its visible text and its tool calls."""
+    """Texts that occur in no message: for each turn one for its reasoning, its visible text and its tool calls."""
 
     def __init__(self, items: Sequence[Message | Written]) -> None:
         said = repr([item for item in items if not isinstance(item, Written)])
@@ -122,7 +122,7 @@ class _Marks:
 
 
 def _messages(items: Sequence[Message | Written], marks: _Marks, content: bool) -> list[dict[str, Any]]:
-    """Normal messages, with a marked one for each turn of the policy; with text beside tool calls if `content`."""
+    """Normal messages, with marks in the policy's turns. With `content`, a turn that calls tools has text, too."""
     told: list[Message] = []
     for item in items:
         if isinstance(item, Written):
@@ -132,5 +132,5 @@ def _messages(items: Sequence[Message | Written], marks: _Marks, content: bool) 
         else:
             told.append(item)
     if len({item.turn for item in items if isinstance(item, Written)}) < sum(isinstance(i, Written) for i in items):
-        raise BadMessage("a history holds a turn twice: give each its own number")
+        raise BadMessage("a history contains a turn twice: give each turn another number")
     return normal(told)

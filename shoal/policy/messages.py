@@ -1,8 +1,8 @@
 """Chat messages as plain data, and the one strict normaliser that every path uses before a template sees them.
 
-Called by the renderer, by environments' checks and by the run file's. The format is OpenAI's: `role`, `content`, and
-for an assistant `reasoning_content` and `tool_calls`, for a tool's answer `tool_call_id` and `name`. Content is a text,
-or a list of typed parts that are joined. Only text is taken. It knows no template and no tokens.
+Called by the renderer, and by the checks of environments and of run files. The format is OpenAI's: each message has
+`role` and `content`, the assistant's also `reasoning_content` and `tool_calls`, a tool's also `tool_call_id` and
+`name`. Content is a text, or a list of text parts that are joined. It knows no template and no tokens.
 """
 
 import json
@@ -18,10 +18,10 @@ Message: TypeAlias = Mapping[str, Any]
 ROLES = ("system", "user", "assistant", "tool")
 
 MAX_CALLS = 128
-"""Tool calls of one message."""
+"""Limit on the tool calls of one message."""
 
 MAX_DEPTH = 64
-"""Nested lists and tables in the arguments of a call or of a template."""
+"""Limit on the nesting of lists and tables in the arguments of a call or of a template."""
 
 _KEYS = {
     "system": {"role", "content"},
@@ -31,31 +31,31 @@ _KEYS = {
 }
 
 _MEDIA = ("image", "audio", "video", "file", "document")
-"""Parts that a text policy cannot read, by what their type contains: `image_url` and `input_image` are images."""
+"""Words in the types of parts that a text policy cannot read: `image_url` and `input_image` are images."""
 
 RESERVED = ("messages", "add_generation_prompt", "strftime_now")
-"""Names that a template gets from us, and that no setting may replace."""
+"""Names that we give to a template, and that no setting may replace."""
 
 
 class BadMessage(ShoalError):
-    """A message that no template gets. The line names the fault and the remedy."""
+    """A message that we show to no template. Its text, one line, names the fault and the remedy."""
 
 
 class Written(NamedTuple):
-    """Takes the place of a turn of the policy in a history, so that its tokens are used again instead of its text."""
+    """Refers to a turn of the policy in a history, so that its tokens are used again instead of its text."""
 
     turn: int
     """Counted from 0."""
     reasoning: bool = False
-    """Whether the turn holds reasoning that a template may leave out of later prompts."""
+    """Whether the turn contains reasoning, which a template may leave out of later prompts."""
     calls: tuple[tuple[str, str], ...] = ()
     """Id and function name of each tool call in the turn."""
 
 
 def normal(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """The messages in one form: content as text, arguments as objects, and an id and a name for each call and result.
+    """The messages in one form: content is text, arguments are objects, and each call and result has an id and a name.
 
-    Raises `BadMessage` for anything else.
+    Raises `BadMessage` if a message cannot be brought into this form.
     """
     clean = [_normal(message) for message in messages]
     _pair(clean)
@@ -63,7 +63,7 @@ def normal(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def as_messages(reply: object) -> list[Message]:
-    """What an environment replies, as messages: a text is the user's. Raises `BadMessage` if it is neither."""
+    """An environment's reply as messages. A text becomes a message of the user. Raises `BadMessage` for other types."""
     if isinstance(reply, str):
         return [{"role": "user", "content": reply}]
     if isinstance(reply, Mapping):
@@ -76,7 +76,7 @@ def as_messages(reply: object) -> list[Message]:
 
 
 def plain(value: Any, what: str, depth: int = MAX_DEPTH) -> Any:
-    """A copy that holds only texts, numbers, truth values, None, lists and tables. Raises `BadMessage`."""
+    """A copy of plain data: texts, numbers, booleans, None, lists and tables. Raises `BadMessage` for anything else."""
     if depth < 0:
         raise BadMessage(f"{what} is nested deeper than {MAX_DEPTH} levels: flatten it")
     if value is None or isinstance(value, bool | int | str):
@@ -89,17 +89,17 @@ def plain(value: Any, what: str, depth: int = MAX_DEPTH) -> Any:
         return {key: plain(inner, what, depth - 1) for key, inner in value.items()}
     if isinstance(value, list | tuple):
         return [plain(inner, what, depth - 1) for inner in value]
-    raise BadMessage(f"{what} holds a {type(value).__name__}: use texts, finite numbers, booleans, lists and tables")
+    raise BadMessage(f"{what} contains a {type(value).__name__}: use texts, finite numbers, booleans, lists and tables")
 
 
 def arguments_of(env: object) -> dict[str, Any]:
-    """What an environment gives to the chat template beside messages: its `template`, and its `tools` if it has any."""
+    """The arguments that an environment gives to the chat template: its `template`, and its `tools` if it has any."""
     tools = getattr(env, "tools", ())
     return {**({"tools": list(tools)} if tools else {}), **getattr(env, "template", {})}
 
 
 def template_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments as a template gets them. Raises `BadMessage` if one has a name of ours or is not plain data."""
+    """Arguments as a template gets them. Raises `BadMessage` if one has a reserved name or is not plain data."""
     for name in arguments:
         if name in RESERVED or name.endswith("_token"):  # guard: template-arguments-of-ours
             raise BadMessage(f"template argument {name}: the renderer sets it itself. Leave it out")
@@ -133,7 +133,7 @@ def _normal(message: Message) -> dict[str, Any]:
 
 
 def _text(content: object, role: str) -> str:
-    """The text of a content. Raises if it has parts that are no text."""
+    """A content as text. Raises `BadMessage` if a part of it is not text."""
     if isinstance(content, str):
         return content
     texts = []
@@ -145,7 +145,7 @@ def _text(content: object, role: str) -> str:
         media = next((name for name in _MEDIA if isinstance(part, Mapping) and name in str(kind)), None)
         if media:  # guard: text-only
             raise BadMessage(
-                f"a message of role {role} holds a part of type {kind!s:.40}: policies here read text only, no {media}. "
+                f"a message of role {role} has a part of type {kind!s:.40}: policies here read text only, no {media}. "
                 "Describe it in a text part, or leave the task out"
             )
         raise BadMessage(f'a part of a message of role {role} is {part!r:.60}: write {{"type": "text", "text": ...}}')
@@ -164,7 +164,7 @@ def _call(call: object) -> dict[str, Any]:
         try:
             given = json.loads(given or "{}")
         except (ValueError, RecursionError) as error:
-            raise BadMessage(f"the arguments of a call of {name:.40} are no JSON ({error}): give an object") from None
+            raise BadMessage(f"the arguments of a call of {name:.40} are not JSON ({error}): give an object") from None
     if not isinstance(given, Mapping):
         raise BadMessage(f"the arguments of a call of {name:.40} are {type(given).__name__}: give an object")
     arguments = plain(given, f"the arguments of a call of {name:.40}")
@@ -172,7 +172,7 @@ def _call(call: object) -> dict[str, Any]:
 
 
 def _pair(messages: list[dict[str, Any]]) -> None:
-    """Give each call an id, and each result the id and the name of its call; results without an id take the calls in
+    """Give each call an id, and each result the id and the name of its call. Results without an id answer the calls in
     order."""
     named: dict[str, str] = {}
     waiting: list[str] = []

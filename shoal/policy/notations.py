@@ -1,6 +1,6 @@
-"""How the models of a chat template write reasoning and tool calls: their notation, by the marks in the template's text.
+"""The notation in which a model writes reasoning and tool calls, recognised by marks in the text of its chat template.
 
-Called by the renderer; the parsers of environments are named by the same words. It reads no text of the policy.
+Called by the renderer. The parsers of environments have the same names. It reads no text of the policy.
 """
 
 NOTATIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -16,10 +16,10 @@ NOTATIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("mistral", ("[TOOL_CALLS]",)),
     ("llama", ("<|start_header_id|>", '"parameters": ')),
 )
-"""Name of a notation, and texts that its templates contain. The first that fits is taken."""
+"""Name of a notation, and the texts that its templates contain. The first match is taken."""
 
 REASONING = {"gemma": ("<|channel>thought", "<channel|>")}
-"""Texts that open and close reasoning, where they are not `THINK`."""
+"""Texts that open and close reasoning in notations that do not use `THINK`."""
 
 THINK = ("<think>", "</think>")
 
@@ -33,7 +33,7 @@ WITHIN = {
 
 
 def notation_of(template: str) -> str:
-    """The name of the notation; empty if no mark of one is there."""
+    """The name of the notation; empty if the template has no known marks."""
     return next((name for name, marks in NOTATIONS if all(mark in template for mark in marks)), "")
 
 

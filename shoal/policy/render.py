@@ -1,8 +1,8 @@
 """Convert messages to token ids and back: render the opening, encode each new message, decode the policy's text.
 
-Called by `envs/play` and by every verifier. Therefore it is light: tokenizers and sandboxed jinja, no torch, no
-transformers. A conversation is an append-only list of token ids: the policy's text is never rendered or tokenised again.
-It knows no clock: templates that ask for the date get the one in their arguments.
+Called by `envs/play` and by every verifier, so it is light: tokenizers and sandboxed jinja, no torch, no transformers.
+A conversation is an append-only list of token ids: the policy's text is never rendered or tokenised again. There is no
+clock: templates that ask for the date get the one in their arguments.
 """
 
 import functools
@@ -50,7 +50,7 @@ class Segment(NamedTuple):
 
     token_ids: tuple[int, ...] = ()
     turn: int = -1
-    """-1 for the environment's."""
+    """Number of the policy's turn; -1 for the environment's tokens."""
     part: Part = "visible"
 
 
@@ -58,7 +58,7 @@ class Renderer:
     """A tokenizer with its chat template."""
 
     def __init__(self, tokenizer: Tokenizer, template: str, tokens: Mapping[str, str], spec: PolicySpec) -> None:
-        """`tokens` maps names of special tokens, as the template uses them, to their texts: eos_token and so on."""
+        """`tokens` maps the template's names of special tokens, such as eos_token, to their texts."""
         self._tokenizer = tokenizer
         self._template = Template(template, tokens)
         self.notation: str = notation_of(template)
@@ -76,8 +76,8 @@ class Renderer:
         ends = {self.eos_id, *spec.eos_ids}
         self._inner = self._written_within_turns() - ends
         self.stop_ids: frozenset[int] = frozenset((self._special.keys() | ends) - self._inner)
-        """All control tokens, but for those that the template writes within a turn, such as the marks of a tool call. When
-        the policy writes one, its turn ends."""
+        """Tokens that end the policy's turn: all control tokens, except those that the template writes within a turn,
+        such as the marks of a tool call."""
         self.vocabulary: int = spec.vocab_size
         """Token ids are below this. It may exceed the tokenizer's vocabulary."""
         self._remember()
@@ -117,24 +117,24 @@ class Renderer:
     def reply(self, messages: str | Sequence[Message], arguments: Mapping[str, Any] | None = None) -> list[int]:
         """Token ids between the policy's stop token, which is already written, and its next turn.
 
-        The conversation then reads as the template would render it: we render a turn with a marker as its text, and
-        take what comes after the marker, without the end token that the policy wrote itself. Messages of role tool follow
-        a turn that called tools.
+        We render a turn whose text is a mark, and take what follows the mark, without the end token that the policy
+        wrote itself. So the conversation reads as the template would render it. Messages of role tool follow a turn
+        that called tools.
         """
         return list(self.go_on(messages, arguments).token_ids)
 
     def open(self, messages: Sequence[Message], arguments: Mapping[str, Any] | None = None) -> Prompt:
-        """As `start`, with what the template began for the policy."""
+        """As `start`, and whether the template has begun the policy's reasoning."""
         return self._opening(_key(normal(messages), arguments))
 
     def go_on(self, messages: object, arguments: Mapping[str, Any] | None = None) -> Prompt:
-        """As `reply`, with what the template began for the policy."""
+        """As `reply`, and whether the template has begun the policy's reasoning."""
         if isinstance(messages, str) and not arguments:  # the usual case, once for each turn of each rollout
             return self._answer(messages)
         return self._reply(_key(normal(as_messages(messages)), arguments))
 
     def keeps_thinking(self, arguments: Mapping[str, Any] | None = None) -> bool:
-        """Whether the template still shows the reasoning of earlier turns. If not, a conversation that only grows shows the
+        """Whether the template still shows the reasoning of earlier turns. If not, an append-only conversation shows the
         policy more than the template would."""
         return self._keeps(_key([], arguments))
 
@@ -144,7 +144,7 @@ class Renderer:
         return self._history(_key(told, arguments))
 
     def written(self, message: Message, arguments: Mapping[str, Any] | None = None) -> list[int]:
-        """Token ids with which the policy would write a message of the assistant, the end token included."""
+        """Token ids with which the policy would write a message of the assistant, including the end token."""
         return self._written(_key(normal([_ASK, message]), arguments))
 
     def encode(self, text: str) -> list[int]:
@@ -159,7 +159,7 @@ class Renderer:
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def decode_all(self, turns: Sequence[Sequence[int]]) -> list[str]:
-        """The texts of several turns, as of `decode`."""
+        """The texts of several turns, as `decode` gives them."""
         return [self.decode(turn) for turn in turns]
 
     def _render_opening(self, key: str) -> Prompt:
@@ -173,7 +173,7 @@ class Renderer:
         # guard: reply-mark-not-forged
         mark = next(mark for i in range(len(key)) if (mark := MARK + "." * i) not in key)
         turns = [said(mark)]
-        if results:  # some templates show one call of a turn only, some none: there a call is text
+        if results:  # some templates show only one call of a turn, others none: there a call is text
             turns = [calling("", 0, named, mark), calling("", 0, named[:1], mark)]
             turns += [said(mark)] if self._dialect.results else []
         error = None
@@ -224,8 +224,8 @@ class Renderer:
         return ids[: ends[0] + 1] if ends else [*ids, self.eos_id]
 
     def _after(self, rest: str, closing: str, kind: Literal["text", "calls"]) -> list[int]:
-        """Token ids of the text after a turn, without the end token that the policy wrote. `closing` is the text that ends
-        a turn at the end of a conversation."""
+        """Token ids of the text after a turn, without the end token that the policy wrote. `closing` is the text that
+        ends the last turn of a conversation."""
         ids = self._encode(rest)
         if kind == "text" and ids and ids[0] in self._ends_text:
             return ids[1:]
@@ -239,13 +239,13 @@ class Renderer:
 
     @property
     def _ends_text(self) -> set[int] | frozenset[int]:
-        """Tokens that may end a turn in a history. A template may write another than the policy does."""
+        """Tokens that may end a turn in a history. The template's may differ from the policy's."""
         return self.stop_ids | self._special.keys()
 
     def _written_within_turns(self) -> set[int]:
         """Control tokens that the template writes between the beginning of a turn and its end.
 
-        Only a template that names a control token is asked, so most are never rendered here.
+        Templates that name no control token, which are most, are not rendered here.
         """
         if not any(token in self._template.source for token in self._special.values()):
             return set()
@@ -270,7 +270,7 @@ class Renderer:
         return inner
 
     def _specials_in(self, text: str) -> list[re.Match[str]]:
-        """Control tokens in a text, found without the tokenizer, so that one that fails does so at the first text."""
+        """Control tokens in a text. Found without the tokenizer: a broken one should fail at the first text, not here."""
         longest_first = sorted(self._ids, key=len, reverse=True)
         return list(re.finditer("|".join(map(re.escape, longest_first)), text)) if longest_first else []
 
@@ -286,14 +286,13 @@ class Renderer:
 
 
 def _shared(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Length of what both begin with."""
+    """Length of the common prefix."""
     length = min(len(one), len(other))
     return next((i for i in range(length) if one[i] != other[i]), length)
 
 
 def _key(messages: Sequence[Any], arguments: Mapping[str, Any] | None) -> str:
-    """Messages and arguments as one text, under which their tokens are remembered. Raises ValueError for texts that cannot
-    be encoded."""
+    """Messages and arguments as one text: the key of the cache. Raises ValueError for texts that cannot be encoded."""
     key = json.dumps([messages, template_arguments(arguments or {})], ensure_ascii=False)
     key.encode()
     return key

@@ -1,7 +1,7 @@
 """A chat template, compiled in a sandbox: messages and arguments in, text out.
 
-Called by the renderer. A template is a stranger's: it reaches nothing outside, and what it raises becomes one line. It
-has no clock. A template that asks for the date gets the argument `date`, or else a fixed day.
+Called by the renderer. A stranger wrote the template, so it reaches nothing outside, and an error that it raises
+becomes one line. It has no clock. A template that asks for the date gets the argument `date`, or else a fixed day.
 """
 
 import datetime
@@ -18,8 +18,8 @@ import jinja2.sandbox
 from shoal.errors import Overreach, StateError
 
 DATE = "2024-07-26"
-"""The day that templates get as today, unless the argument `date` names another. Templates of Llama have it as their own
-default."""
+"""What templates get as today's date, unless the argument `date` gives another. It is the default of Llama's
+templates."""
 
 _ERRORS = (
     jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError,
@@ -44,7 +44,7 @@ class Template:
             raise StateError(f"the chat template is malformed: {error}. Download the model again") from None
 
     def text(self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any], prompt: bool = True) -> str:
-        """The conversation as text; with `prompt`, up to where the policy begins to write.
+        """The conversation as text. With `prompt`, it ends where the policy begins to write.
 
         Raises `StateError` if the template refuses the messages.
         """
@@ -53,7 +53,7 @@ class Template:
             return self._template.render(messages=list(messages), add_generation_prompt=prompt, **given)
         except (MemoryError, RecursionError) as error:
             raise Overreach(
-                f"the chat template takes more memory or depth than there is ({type(error).__name__}): use another model"
+                f"the chat template needs too much memory or recursion ({type(error).__name__}): use another model"
             ) from None
         except _ERRORS as error:
             raise StateError(
@@ -62,7 +62,7 @@ class Template:
 
 
 class _Day:
-    """What templates call `strftime_now`."""
+    """The function that templates call as `strftime_now`."""
 
     def __init__(self, date: str) -> None:
         self._date = date
@@ -75,7 +75,7 @@ class _Day:
 
 
 class _Generation(jinja2.ext.Extension):
-    """The block `{% generation %}`, with which templates mark what an assistant wrote. It only gives its text."""
+    """The block `{% generation %}`, with which templates mark what an assistant wrote. It renders its text unchanged."""
 
     tags = {"generation"}
 
@@ -92,7 +92,7 @@ class _Generation(jinja2.ext.Extension):
 def _tojson(
     value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """Like the one of `transformers`; jinja's own would escape for HTML."""
+    """As in `transformers`. That of jinja would escape for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
