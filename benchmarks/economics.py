@@ -1,10 +1,12 @@
-"""Does cheating pay? Strategies of workers and validators, played over the rules of `shoal/ledger/law.py` many times.
+"""Does cheating pay? Strategies of workers and validators, each played many times by the rules of `shoal/ledger/law.py`.
 
-Run: `python benchmarks/economics.py`, and with `--quick` for a twentieth of the runs. `--search VERSION` only searches for
-the best cheat (`benchmarks/search.py`), under the rules of a version. One line of JSON at the end.
+    python benchmarks/economics.py
 
-Each strategy is compared with honesty in the same run: what it is paid, less what its groups cost. The model of a run is
-`benchmarks/market.py`. Detection is a parameter here; how likely it is, `benchmarks/detection.py` measures.
+`--quick` makes a twentieth of the runs. `--search VERSION` only searches for the best cheat (`benchmarks/search.py`),
+under the rules of a version. The last line is JSON.
+
+Each strategy is compared with honesty in the same run by its profit: its pay, less what its groups cost.
+`benchmarks/market.py` is the model of a run. Detection is a parameter here; `benchmarks/detection.py` measures it.
 
 Axes: J groups that are forged in a block, N valid blocks.
 """
@@ -26,17 +28,16 @@ from shoal.ledger.law import LAW, as_version
 from shoal.protocol.constants import MAX_LEASE_BLOCKS
 
 PAY, HONEST_COST, CHEAT_COST, MILD_COST = 1.0, 0.7, 0.05, 0.35
-"""Of one group. A forged group is nearly free; one that only bends the rules (smaller numbers) halves the work."""
+"""Pay and costs of one group. A full forgery costs almost no work; a mild one (a smaller number format) costs half."""
 
 RIVAL_BLOCKS = 2000
-"""Of the runs with friends among the validators."""
+"""Blocks of the runs with friends among the validators."""
 
 COLLUDERS = {3: (1, 2), 5: (1, 2, 3), 9: (1, 2, 3, 4, 5)}
-"""Friends by number of validators."""
-
+"""For each number of validators, the numbers of friends that are tried."""
 
 SEATS = ((1, 0), (3, 0), (3, 1), (5, 0), (5, 1), (5, 2))
-"""Validators, and how many of them are friends, against which the search looks for a cheat."""
+"""Numbers of validators and of friends among them, for which the search looks for the best cheat."""
 
 BEHIND = {"idle": 0, "saturated": 25}
 """Turns that validators are behind."""
@@ -46,7 +47,7 @@ BEHIND = {"idle": 0, "saturated": 25}
 
 
 def sleeper(wakes: int) -> Strategy:
-    """Honest until a turn, then forges all until it is slashed; after that honest under a new key."""
+    """Honest until a turn, then forges everything until it is slashed; after that honest under a new key."""
     return Strategy(
         f"sleeper, wakes at {wakes}",
         lambda see: Move(1, ALL if see.turn >= wakes and not see.slashes else NONE),
@@ -54,7 +55,7 @@ def sleeper(wakes: int) -> Strategy:
 
 
 def turncoat(name: str, forged: int, valid_blocks: int, keys: int = 1, patience: int = 1_000_000) -> Strategy:
-    """Forges in every block once a key has so many valid blocks, and goes on with a new key when it is slashed."""
+    """Forges in every block once a key has this many valid blocks, and goes on with a new key after a slash."""
     return Strategy(
         name, lambda see: Move(1, forged if see.valid >= valid_blocks else NONE), keys,
         patience=patience,
@@ -90,7 +91,7 @@ CHEATS = (
 )
 
 UNPUNISHED = turncoat("at the lowest rate, all; new key when refused", ALL, LAW.vesting_blocks, patience=1)
-"""Where a refusal slashes nobody."""
+"""For runs in which a refusal slashes nobody."""
 
 
 # --- the best response ---
@@ -102,11 +103,12 @@ def best_response(
     forfeit_blocks: int = LAW.refused_blocks,
     stake_blocks: int = LAW.vesting_blocks,
 ) -> tuple[float, float]:
-    """Profit of the best plan there is, over honesty's, as a share of it; and the share of moves in which it cheats.
+    """How much more the best possible plan earns than honesty, as a share of honesty's profit; and its share of cheating
+    moves.
 
-    By dynamic programming over turns left and valid blocks, for three honest validators: in each block the worker may
-    forge any number of groups, and starts anew when it is slashed or refused. `forfeit_blocks` of unvested pay are
-    lost at each refusal without a slash.
+    Found by dynamic programming over turns left and valid blocks, for three honest validators. In each block the worker
+    may forge any number of groups, and starts again when it is slashed or refused. A refusal without a slash costs
+    `forfeit_blocks` of unvested pay.
     """
     valid_N, groups = np.arange(max(stake_blocks, math.ceil(LAW.trust / terms.steady)) + 1), terms.groups
     forged_J = np.arange(groups + 1)
@@ -128,7 +130,7 @@ def best_response(
 
 
 def _caught(terms: Terms, forged: int, rate: float) -> float:
-    """Chance that two of three validators find something in a block with so many forged groups."""
+    """Probability that two of three validators find something in a block with this many forged groups."""
     if not terms.alone:
         return 1 - (1 - rate * terms.power) ** forged
     total = 0.0
@@ -151,23 +153,23 @@ class Estimate(NamedTuple):
 
 
 def estimate(values: Iterable[float]) -> Estimate:
-    """Normal interval over runs."""
+    """The mean over runs, with a normal interval."""
     array = np.array(list(values))
     return Estimate(float(array.mean()), float(1.96 * array.std(ddof=1) / math.sqrt(len(array))))
 
 
 def profit(outcome: Outcome, cheat_cost: float = CHEAT_COST) -> float:
-    """In pay of groups."""
+    """Pay less costs, in units of a group's pay."""
     return outcome.credits * PAY - outcome.honest * HONEST_COST - outcome.forged * cheat_cost
 
 
 def honest_profit(terms: Terms) -> float:
-    """Of a run in which nothing goes wrong."""
+    """Profit of an honest worker in a run in which nothing goes wrong."""
     return terms.blocks * terms.groups * (PAY - HONEST_COST)
 
 
 def cheating(runs: int) -> list[dict[str, Any]]:
-    """Each strategy against honesty: for several powers of detection, and where nobody can be slashed."""
+    """Each strategy against honesty: for several powers of detection, and for runs in which nobody can be slashed."""
     rows = []
     heading("strategy", "power", "findings", "cost", "profit", "over honest", "95 %", "slashed", "forged", "slashes")
     for findings, terms, strategies in (
@@ -206,7 +208,7 @@ def _against_honesty(
 
 
 def best_responses() -> list[dict[str, Any]]:
-    """What the best plan gains as detection and stake go down, and where findings are only soft."""
+    """What the best plan gains as detection and stake shrink, and if findings are only soft."""
     rows = []
     heading("best response to", "power", "stake", "forfeit", "gain", "cheats in")
     stake, forfeit = LAW.vesting_blocks, LAW.refused_blocks
@@ -225,7 +227,7 @@ def best_responses() -> list[dict[str, Any]]:
 
 
 def honesty(runs: int) -> list[dict[str, Any]]:
-    """What false alarms and lapses cost an honest worker, as a share of the pay of what it finished."""
+    """What false alarms and lapses cost an honest worker, as a share of the pay for the blocks that it finished."""
     rows = []
     heading("honest worker", "pay lost", "95 %", "slashes", "refused", "faults")
     for name, terms in (
@@ -253,9 +255,9 @@ def honesty(runs: int) -> list[dict[str, Any]]:
 
 
 def collusion(runs: int) -> list[dict[str, Any]]:
-    """Friends among the validators: what their worker gains over honesty, and what an honest rival loses.
+    """With friends among the validators: what their worker gains over honesty, and what an honest rival loses.
 
-    With more than three validators a fifth of the runs is made: the differences are large.
+    With more than three validators a fifth of the runs is enough: the differences are large.
     """
     rows = []
     heading("friends", "how", "over honest", "95 %", "rival loses", "95 %", "its slashes", "honest out", "friends out")
@@ -289,7 +291,7 @@ def _beside_rival(terms: Terms, strategy: Strategy, runs: int) -> dict[str, Any]
 def best_found(
     rounds: int, runs: int, version: int = LAW.version, seats: Sequence[tuple[int, int]] = SEATS
 ) -> list[dict[str, Any]]:
-    """The cheat that a search finds for each bench of validators, and its profit as a share of an honest one."""
+    """The best cheat that a search finds for each set of validators, and its profit as a share of honesty's."""
     rows = []
     heading("the search's best cheat against", "validators", "profit", "95 %", "forged", "slashes", "tried")
     for validators, friends in seats:
@@ -325,8 +327,8 @@ def row(first: object, *others: object) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--runs", type=int, default=300, help="of each strategy (default: 300)")
-    parser.add_argument("--search", type=int, metavar="VERSION", help="only search, under rules of this version")
+    parser.add_argument("--runs", type=int, default=300, help="runs of each strategy (default: 300)")
+    parser.add_argument("--search", type=int, metavar="VERSION", help="only search, under the rules of this version")
     parser.add_argument("--quick", action="store_true", help="a twentieth of the runs")
     args = parser.parse_args()
     runs = max(2, args.runs // 20 if args.quick else args.runs)

@@ -1,10 +1,10 @@
-"""A fast model of a run's pay: workers and validators with plans of their own, turn by turn, under the ledger's rules.
+"""A fast model of a run's pay: workers and validators follow their strategies, turn by turn, under the ledger's rules.
 
 Called by `economics.py`, which compares what the strategies earn. `terms.py` holds the circumstances of a run and its
-draws. A turn is the time of one block: a key has a lease judged in it, or waits. Audit rates, quarantines, vesting and
-forfeits come from `shoal/ledger/law.py`, verdicts from `verdicts.py`. The same draws are played through the
-real `decide` and `apply` in `tests/benchmarks/test_economics.py`. The model has no prices or checks: an honest group
-pays 1, a forged one as many times more as it is longer, and a draw says whether it is found.
+draws. A turn is the time of one block: in it a lease of a key is judged, or the key waits. Audit rates, quarantines,
+vesting and forfeits come from `shoal/ledger/law.py`, verdicts from `verdicts.py`. `tests/benchmarks/test_economics.py`
+plays the same draws by the real `decide` and `apply`. The model has no prices or checks: an honest group pays 1, a
+forged group pays its length in honest ones, and a draw decides whether it is found.
 
 Axes: B blocks (turns) of a run, G groups of a block, V validators.
 """
@@ -35,17 +35,17 @@ BLOCK_S, QUARANTINE_S = 20.0, 30.0
 """Seconds to generate a block; seconds of a first quarantine (the run file's default)."""
 
 LEASE_S = BLOCK_S / 2
-"""Seconds to fill a block; a worker that lets two leases lapse in a row waits for the next."""
+"""Seconds to fill a block. A worker that lets two leases in a row lapse waits before the next."""
 
 IN_HAND_BLOCKS = 1
 """Blocks that a worker gives back when its quarantine begins: it loses one turn's work."""
 
 LAST = 10 * LAW.vesting_blocks
-"""From this many valid blocks on, the audit rate is that of the run, if that is above 0.5 %."""
+"""From this many valid blocks on, the audit rate is the run's, if that is above 0.5 %."""
 
 
 class Outcome(NamedTuple):
-    """Sums of one run over the keys of a worker. The first three are pay, in that of an honest group."""
+    """Sums of one run over the keys of a worker. The first three are pay, in units of an honest group's."""
 
     credits: int
     vested: int
@@ -53,12 +53,12 @@ class Outcome(NamedTuple):
     honest: int
     """Groups that were generated honestly, paid or not."""
     forged: int
-    """Groups."""
+    """Forged groups."""
     slashes: int
     refused: int
-    """Submissions."""
+    """Refused submissions."""
     faults: tuple[int, ...]
-    """By validator."""
+    """Faults of each validator."""
 
 
 @dataclass(eq=False)
@@ -74,9 +74,9 @@ class Key:
     lapsed: int = 0
     """Lapsed leases that cost no pay."""
     dropped: int = 0
-    """Leases that lapsed in a row."""
+    """Number of the latest leases that lapsed in a row."""
     owes: int = 0
-    """Groups of later pay that an earlier lapse costs."""
+    """Groups whose pay it will lose for an earlier lapse."""
     rechecks: int = 0
     """Its accepted submissions that will be judged again."""
     free_at: int = 0
@@ -101,7 +101,7 @@ class Bench:
 
 
 class Worker:
-    """A strategy at work under its keys."""
+    """A worker that follows a strategy, with its keys."""
 
     def __init__(self, bench: Bench, strategy: Strategy, draws: Draws, friendly: bool = True) -> None:
         self.bench, self.terms, self.strategy, self.draws, self.friendly = (
@@ -110,11 +110,11 @@ class Worker:
         self.keys = [Key() for _ in range(strategy.keys)]
         self.left: list[Key] = []
         self.sent: list[tuple[int, int, Key, Sent]] = []
-        """A heap: (turn in which it is judged, number, whose, what)."""
+        """A heap of (turn in which it is judged, number, key, submission)."""
         self.numbers = self.burned = self.honest = self.forged = self.slashes = self.refused = 0
 
     def step(self, turn: int) -> None:
-        """One turn: have judged what is due, and take a lease."""
+        """One turn: settle what is due, and take a lease."""
         self._settle(turn)
         key = self.keys[turn % len(self.keys)]
         if key.free_at > turn:
@@ -145,7 +145,7 @@ class Worker:
         heappush(self.sent, (due, self.numbers, key, sent))
 
     def _settle(self, turn: float) -> None:
-        """Have judged what is due, and replace keys that were slashed or refused too often."""
+        """Judge the submissions that are due, and replace keys that were slashed or refused too often."""
         while self.sent and self.sent[0][0] <= turn:
             now, _, key, sent = heappop(self.sent)
             if sent.recheck:
@@ -165,7 +165,7 @@ class Worker:
             key.slashed = False
 
     def outcome(self) -> Outcome:
-        """What came of the run, when all is judged."""
+        """The result of the run, after everything is judged."""
         self._settle(math.inf)
         keys = (*self.keys, *self.left)
         vested = sum(key.vested for key in keys)
@@ -175,7 +175,7 @@ class Worker:
         )
 
     def _is_calm(self, sent: Sent) -> bool:
-        """Whether no validator would find anything: a short way past the verdicts."""
+        """Whether no validator would find anything, so that the verdicts can be skipped."""
         rate = sent.rate * max(1.0, max(sent.pays) / sent.mean_pay) if sent.mean_pay else sent.rate
         danger = self.draws.danger[sent.forged]
         return rate <= min(danger[sent.first : sent.first + sent.blocks])
@@ -200,7 +200,7 @@ class Worker:
             self._look_again(key, sent, now)
 
     def _look_again(self, key: Key, sent: Sent, now: int) -> None:
-        """A recheck follows. Nothing vests until then."""
+        """Schedule a recheck. Nothing vests before it."""
         key.rechecks += 1
         self._send(now + self.terms.delay, key, sent._replace(recheck=True))
 
@@ -220,19 +220,19 @@ class Worker:
             self._burn(key, groups)
 
     def _pay_debt(self, key: Key) -> None:
-        """New pay settles first what an earlier lapse cost."""
+        """Take what an earlier lapse cost from new pay."""
         groups = min(key.owes, len(key.stake))
         key.owes -= groups
         self._burn(key, groups)
 
     def _burn(self, key: Key, groups: int) -> None:
-        """The newest pay that has not vested."""
+        """Take the newest pay that has not vested."""
         lost = key.stake[max(0, len(key.stake) - groups) :]
         self.burned += sum(lost)
         del key.stake[len(key.stake) - len(lost) :]
 
     def _judge(self, key: Key, sent: Sent, now: int) -> None:
-        """The verdicts on one submission, in their order, until `weigh` decides."""
+        """Hear the verdicts on a submission, in order, until `weigh` decides."""
         order = self.bench.sitting(self.draws.order[sent.first])
         case = case_of(self.draws, sent, order, self.friendly)
         said: list[tuple[str, ...]] = []
@@ -259,7 +259,7 @@ class Worker:
             self._judge_again(key, sent, now)
 
     def _judge_again(self, key: Key, sent: Sent, now: int) -> None:
-        """The further verdicts on an accepted submission. If two refuse it, it costs what any refusal costs."""
+        """Hear further verdicts on an accepted submission. If two refuse it, that costs as much as any refusal."""
         order = [sent.order[0], *self.bench.sitting(sent.order[1:])]
         case, said = case_of(self.draws, sent, order, self.friendly), list(sent.said)
         weighed = None
@@ -279,7 +279,7 @@ class Worker:
             key.valid, key.failures, self.refused = 0, key.failures + 1, self.refused + 1
 
     def _hear(self, case: Case, said: list[tuple[str, ...]], blocks: int) -> Weighed | None:
-        """One more verdict, and what all add up to. Those who are outvoted are at fault."""
+        """Hear one more verdict. Returns what all add up to. Validators that are outvoted are at fault."""
         said.append(tuple(verdict_of(self.terms, case, said, case.order[len(said)])))
         more = len(said) < min(LAW.most_verdicts, len(case.order))
         weighed = weigh_said(tuple(said), blocks, self.terms.groups, more)
@@ -316,7 +316,7 @@ def _quarantine(key: Key, turns: int, now: int) -> None:
 
 
 def pays_of(move: Move, groups: int) -> tuple[int, ...]:
-    """Of the groups of each block."""
+    """Pay of each group of a block."""
     forged = (0, 1, groups)[move.forged]
     return (move.length,) * forged + (1,) * (groups - forged)
 
@@ -328,7 +328,7 @@ def in_time(move: Move, turns_left: int) -> tuple[int, int]:
 
 
 def quarantine_turns(failures: int) -> int:
-    """Turns that a worker's n-th quarantine takes, if it is not lifted."""
+    """Length of a worker's n-th quarantine in turns, if it is not lifted."""
     return math.ceil(LAW.quarantine_s(failures, QUARANTINE_S) / BLOCK_S)
 
 

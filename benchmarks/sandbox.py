@@ -1,11 +1,11 @@
-"""What the sandbox costs: a warm snippet, beside a bare Python process and a fresh interpreter in bubblewrap.
+"""What the sandbox costs: a warm snippet, compared with a bare Python process and a fresh interpreter in bubblewrap.
 
     python benchmarks/sandbox.py
 
-Linux with bubblewrap only. The rounds alternate, and medians of wall time are compared, because the machine may be
-shared. CPU time is a mean. It counts this process and all processes of the sandbox. The peer is plain bubblewrap with a
+Needs Linux with bubblewrap. The rounds alternate, and medians of wall time are compared, because the machine may be
+shared. CPU time is the mean over this process and all processes of the sandbox. The peer is plain bubblewrap with a
 fresh interpreter for each snippet, without a filter and without limits. The last part asks 64 resident programs at
-once, as a turn of 64 isolated episodes does, and compares it with 64 calls in this process.
+once, as a turn of 64 isolated episodes does, and compares that with 64 calls in this process.
 """
 
 import argparse
@@ -40,7 +40,7 @@ while True:
 
 
 def main() -> None:
-    """Measure all, and print one line of JSON."""
+    """Measure everything, and print one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="few rounds")
     rounds = 10 if parser.parse_args().quick else 200
@@ -60,9 +60,9 @@ def main() -> None:
     print("one snippet         wall ms    CPU ms")
     for name, rows in times.items():
         wall = 1000 * median(row[0] for row in rows)
-        cpu = 1000 * sum(row[1] for row in rows) / rounds  # its clock ticks only 100 times a second
+        cpu = 1000 * sum(row[1] for row in rows) / rounds  # the sandbox's CPU clock ticks only 100 times a second
         result[f"{name}_ms"] = round(wall, 1)
-        if name != "bubblewrap":  # which does not wait for all of its processes, so that their time is not counted
+        if name != "bubblewrap":  # it does not wait for all of its processes, so their time would be missing
             result[f"{name}_cpu_ms"] = round(cpu, 1)
         print(f"  {name:<14}{wall:>11.1f}{cpu:>10.1f}")
     per_s = 1000 / float(str(result["warm_cpu_ms"]))
@@ -85,7 +85,7 @@ def fresh(command: list[str]) -> None:
 
 
 def in_bubblewrap() -> list[str]:
-    """As its manual shows it."""
+    """The command line that bubblewrap's manual shows."""
     binds = [word for source, place in shown() for word in ("--ro-bind", str(source), str(place))]
     binds += [word for target, link in links() for word in ("--symlink", target, link)]
     alone = ["--unshare-all", "--die-with-parent", "--new-session", "--clearenv"]
@@ -94,7 +94,7 @@ def in_bubblewrap() -> list[str]:
 
 
 def timed(run: Callable[[], object], elsewhere_s: Callable[[], float]) -> tuple[float, float]:
-    """Wall time, and CPU time of this process, of its children that ended, and elsewhere."""
+    """Wall time, and CPU time: that of this process, of its children that ended, and of the sandbox."""
     began_cpu, began = cpu_s() + elsewhere_s(), time.perf_counter()
     run()
     return time.perf_counter() - began, cpu_s() + elsewhere_s() - began_cpu
@@ -106,13 +106,13 @@ def cpu_s() -> float:
 
 
 def cpu_of(pid: int) -> float:
-    """Of a zygote and of all that it waited for: user, system, and the same of its children."""
+    """CPU time of a zygote and of all children that it waited for."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
 
 
 def turn(rounds: int) -> tuple[float, float]:
-    """Milliseconds of a turn: each of 64 programs gets a line and answers; and the same work in this process."""
+    """Milliseconds of a turn, in which 64 programs get a line each and answer; and of the same work in this process."""
     limits = Limits(memory_mb=64, processes=2, scratch_mb=1)
     residents = [Resident([str(interpreter()), "-S", "-c", TURN], limits) for _ in range(EPISODES)]
     requests = [b"what the policy wrote, line %d" % number for number in range(EPISODES)]

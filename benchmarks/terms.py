@@ -1,7 +1,7 @@
-"""The circumstances of a run in the model of pay: its terms, the strategies of its workers, and all that chance decides.
+"""The circumstances of a run in the model of pay: its terms, the strategies of its workers, and all random draws.
 
-Used by `market.py`, which plays them, by `economics.py`, which defines the strategies, and by the test that plays the same
-through the real rules. It knows no verdicts and no pay.
+Used by `market.py`, which plays them, by `economics.py`, which defines the strategies, and by the test that plays the
+same runs by the real rules. It knows no verdicts and no pay.
 
 Axes: B blocks (turns) of a run, G groups of a block, V validators.
 """
@@ -16,38 +16,40 @@ from shoal.ledger.law import LAW, Law
 
 
 class Terms(NamedTuple):
-    """The circumstances of a run. Each chance is for one group and one validator."""
+    """The circumstances of a run. Each probability is for one group and one validator."""
 
     blocks: int = 3000
     groups: int = 4
     validators: int = 3
     friends: int = 0
-    """How many validators, the first ones, collude with the cheater."""
+    """How many validators collude with the cheater. They come first."""
     sly: bool = False
-    """Friends read the log. It names the validators of a submission, but not whether a recheck will follow. Sly friends lie
-    if nobody can outvote them, accept a friend's forgery in the first verdict, and refuse it softly in a later one, so that
-    it is not slashed. Friends that are not sly accept all that is theirs and refuse everything else."""
+    """How friends lie. They read the log, which names the validators of a submission, but not whether a recheck will
+    follow. Sly friends lie if nobody can outvote them. Else they accept a friend's forgery in the first verdict, and
+    refuse it softly in a later one, so that it is not slashed. Other friends accept all of the cheater's work and refuse
+    everything else."""
     power: float = 0.95
-    """Chance that an audited forged group is found."""
+    """Probability that an audited forged group is found."""
     alone: bool = False
-    """Whether each validator draws for itself. Otherwise all or none find a group, since they recompute the same tokens."""
+    """Whether each validator draws independently. Otherwise all or none find a group, because they recompute the same
+    tokens."""
     mild: bool = False
     """Findings are soft: no slash."""
     steady: float = 0.05
     alarm: float = 0.0
-    """Chance that an audited honest group is found to be forged."""
+    """Probability that an audited honest group is found to be forged."""
     alike: float = 0.0
-    """Share of the false alarms that all validators make together."""
+    """Share of the false alarms that are common to all validators."""
     lapses: float = 0.0
     """Share of the leases that lapse."""
     delay: int = 0
-    """How far validators are behind: turns from a submission to its first verdict, and from there to a recheck."""
+    """Turns by which validators are behind: from a submission to its first verdict, and from there to a recheck."""
     law: Law = LAW
     """Constants of the rules."""
 
 
 NONE, ONE, ALL = 0, 1, 2
-"""Groups that are forged in a block."""
+"""How many groups of a block are forged."""
 
 
 class Sight(NamedTuple):
@@ -57,11 +59,11 @@ class Sight(NamedTuple):
     """Valid blocks of the key whose turn it is."""
     turn: int
     slashes: int
-    """So far, of all its keys."""
+    """Slashes of all its keys so far."""
     coin: float
     """A number in [0, 1)."""
     stake: float
-    """The key's unvested pay, in that of `Law.vesting_blocks` honest blocks."""
+    """The key's unvested pay, in units of the pay of `Law.vesting_blocks` honest blocks."""
 
 
 class Move(NamedTuple):
@@ -70,11 +72,11 @@ class Move(NamedTuple):
     blocks: int
     forged: int
     leases: int = 1
-    """How many such leases are filled, one after another, before the first is judged."""
+    """How many such leases are filled in a row before the first is judged."""
     length: int = 1
-    """Of a forged group, in honest ones: what it pays."""
+    """Length of a forged group, and so its pay, in units of an honest one."""
     drop: bool = False
-    """Lets the lease lapse, and generates nothing."""
+    """Whether the worker generates nothing and lets the lease lapse."""
 
 
 Plan = Callable[[Sight], Move]
@@ -86,11 +88,11 @@ class Strategy(NamedTuple):
     name: str
     plan: Plan
     keys: int = 1
-    """How many identities take turns."""
+    """How many keys take turns."""
     renew: bool = True
     """Whether a new key replaces a slashed one."""
     patience: int = 1_000_000
-    """A new key also replaces one with this many refused submissions."""
+    """A new key also replaces a key with this many refused submissions."""
 
 
 HONEST = Strategy("honest", lambda see: Move(1, NONE), renew=False)
@@ -100,7 +102,7 @@ HONEST = Strategy("honest", lambda see: Move(1, NONE), renew=False)
 
 
 class Draws:
-    """All randomness of a run. Validators before `terms.friends` are the cheater's."""
+    """All randomness of a run. The first `terms.friends` validators are the cheater's."""
 
     def __init__(self, terms: Terms, seed: Sequence[int]) -> None:
         rng = np.random.default_rng(seed)
@@ -121,7 +123,7 @@ class Draws:
         self.danger = [_danger(audit_BG, found_BVG[:, terms.friends :]) for found_BVG in found]
         """For NONE, ONE and ALL: the audit rate above which some honest validator finds something in the block."""
         self.found = found
-        """For NONE, ONE and ALL: what each validator sees in each group of a block, if it looks."""
+        """For NONE, ONE and ALL: whether each validator finds each group of a block forged, if it audits it."""
 
 
 def _danger(audit_BG: NDArray[np.float64], found_BVG: NDArray[np.bool_]) -> list[float]:

@@ -1,7 +1,8 @@
-"""What the validators of a model run say of a submission, and what their verdicts add up to.
+"""The verdicts of a model run's validators on a submission, and what they add up to.
 
-Called by `market.py`, which plays workers and their pay. Honest validators find what the draws say; friends of the cheater
-lie. Decisions come from `shoal/ledger/weigh.py`, rates from `shoal/ledger/law.py`. This file knows no keys and no turns.
+Called by `market.py`, which plays workers and their pay. Honest validators find what the draws decide; friends of the
+cheater lie. Decisions come from `shoal/ledger/weigh.py`, rates from `shoal/ledger/law.py`. It knows no keys and no
+turns.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,30 +24,30 @@ class Sent(NamedTuple):
     blocks: int
     forged: int
     pays: tuple[int, ...]
-    """Of the groups of each of its blocks."""
+    """Pay of each group of a block. All its blocks are alike."""
     rate: float
     mean_pay: float
     said: tuple[tuple[str, ...], ...] = ()
-    """The verdicts so far; empty for a recheck of what no honest validator would refuse."""
+    """The verdicts so far; empty for a recheck in which no honest validator would refuse anything."""
     order: tuple[int, ...] = ()
-    """The validators of these, and of those that may follow."""
+    """The validators of these verdicts, then of those that may follow."""
     recheck: bool = False
 
 
 class Case(NamedTuple):
-    """A submission with all that is hidden from some. Sequences have one entry for each group."""
+    """A submission, with facts that not everybody knows. Sequences have one entry for each group."""
 
     due: Sequence[bool]
     """Whether the group is drawn for audit."""
     found: Callable[[int], Sequence[bool]]
-    """Whether a validator finds the group forged, if it audits it; by validator."""
+    """For a validator: whether it finds each group forged, if it audits it."""
     order: Sequence[int]
     friendly: bool
-    """Whether it is the cheater's, not a rival's."""
+    """Whether it is the cheater's, and not a rival's."""
 
 
 def verdict_of(terms: Terms, case: Case, before: Sequence[Sequence[str]], validator: int) -> list[str]:
-    """A validator's outcome for each group of a submission, after the verdicts before its own."""
+    """A validator's outcome for each group of a submission, given the earlier verdicts on it."""
     bad = "soft" if terms.mild else "hard"
     if validator >= terms.friends:
         return [bad if due and found else "accept" for due, found in zip(case.due, case.found(validator), strict=True)]
@@ -63,7 +64,7 @@ def verdict_of(terms: Terms, case: Case, before: Sequence[Sequence[str]], valida
 
 
 def is_safe(terms: Terms, order: Sequence[int]) -> bool:
-    """Whether fewer than two honest validators will judge, so that none can outvote a lie."""
+    """Whether fewer than two honest validators will judge, so that they cannot outvote a lie."""
     return sum(validator >= terms.friends for validator in order[: LAW.most_verdicts]) < 2
 
 
@@ -76,13 +77,13 @@ _VERDICTS = {
 
 @lru_cache(10_000)
 def weigh_said(said: tuple[tuple[str, ...], ...], blocks: int, groups: int, more: bool) -> Weighed | None:
-    """What verdicts add up to, given by outcome. Validators are named by their place in the order."""
+    """What the verdicts add up to. Validators are named by their place in the order."""
     verdicts = {str(place): [_VERDICTS[outcome] for outcome in verdict] for place, verdict in enumerate(said)}
     return weigh(verdicts, range(blocks), groups, more)
 
 
 def case_of(draws: Draws, sent: Sent, order: Sequence[int], friendly: bool) -> Case:
-    """A submission as its validators meet it; each block has the draws of its own turn."""
+    """A submission as its validators find it. Each block has the draws of its own turn."""
     turns = range(sent.first, sent.first + sent.blocks)
     found = [draws.found[sent.forged][t].tolist() for t in turns]
     return Case(
@@ -98,7 +99,7 @@ def case_of(draws: Draws, sent: Sent, order: Sequence[int], friendly: bool) -> C
 
 
 def mean_newest_pay(terms: Terms, stake: Sequence[int]) -> float:
-    """What pay is compared with, as in `ledger/rules/submissions`."""
+    """The mean pay with which a group's pay is compared, as in `ledger/rules/submissions`."""
     groups = LAW.refused_blocks * terms.groups
     return sum(stake[-groups:]) / groups if terms.law.version >= 2 else 0.0
 
