@@ -1,6 +1,6 @@
-"""What the policy wrote in one turn, as an environment gets it: a text that can be asked for its parts.
+"""What the policy wrote in one turn, as an environment gets it: a text that can also give its parts.
 
-Made by `conversation`. It is a plain text to an environment that wants no more, and it is taken apart only when asked.
+Made by `conversation`. It is a `str`, and is parsed only when an environment asks for a part.
 """
 
 import bisect
@@ -21,7 +21,7 @@ class Action(str):
     def __new__(
         cls, text: str, notation: str = "", thinking: bool = False, tools: Sequence[Mapping[str, Any]] = ()
     ) -> "Action":
-        """`notation` names the notation of tool calls, `thinking` says that the prompt had begun the reasoning."""
+        """`notation` is that of tool calls. `thinking` says whether the prompt had begun the reasoning."""
         action = super().__new__(cls, text)
         action._notation, action._thinking, action._tools, action._parsed = notation, thinking, tools, None
         return action
@@ -40,7 +40,7 @@ class Action(str):
 
     @property
     def visible(self) -> str:
-        """What it said, without reasoning, tool calls and the space around."""
+        """What it said, without reasoning, tool calls and surrounding white space."""
         return self.parsed.visible
 
     @property
@@ -55,9 +55,9 @@ class Action(str):
 
 
 def reasoning_length(token_ids: Sequence[int], action: Action, decode: Callable[[Sequence[int]], str]) -> int:
-    """How many of a turn's tokens are its reasoning; a token on the border belongs to it.
+    """How many of a turn's tokens are its reasoning. A token on the border counts as reasoning.
 
-    With it, a turn's tokens fill the places of `Renderer.history`: what the policy wrote is never made into tokens again.
+    This splits a turn's tokens over the places of `Renderer.history`, so that the policy's text is never tokenised again.
     """
     begins = action.parsed.begins
     return bisect.bisect_left(range(len(token_ids)), begins, key=lambda count: len(decode(token_ids[:count])))

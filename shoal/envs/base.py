@@ -1,7 +1,7 @@
 """The environment protocol: what a task is, how an episode continues, and what it scores.
 
 Implemented by the built-in environments and by files that users write. Called by `conversation`, `check` and
-`evaluate`. It knows no tokens, no model and no network.
+`evaluate`. It does not deal with tokens, the model or the network.
 
 An environment is deterministic: it has no clock, no global random state, and no memory between episodes. The same task
 and the same actions must give everyone the same replies and the same score; otherwise nobody can replay the rollout.
@@ -22,7 +22,7 @@ Task: TypeAlias = Any
 """One problem, as plain data whose meaning only its environment knows."""
 
 State: TypeAlias = Any
-"""The state of an episode, as plain data that only its environment reads. Best immutable."""
+"""The state of an episode, as plain data that only its environment reads. It should be immutable."""
 
 Message: TypeAlias = Mapping[str, Any]
 """A chat message as in OpenAI's API: `role`, `content`, and for tools `tool_calls`, `tool_call_id` and `name`."""
@@ -37,17 +37,17 @@ class Step(NamedTuple):
     state: State
     reply: str | Message | Sequence[Message] | None
     """What the environment says next: the user's text, or messages, such as the results of several tools. None or ignored
-    if the episode is done. A seat that acts for the first time has seen nothing: to it, this is the whole opening."""
+    if the episode is done. A seat that acts for the first time has seen nothing: for it, this is the whole opening."""
     done: bool
     reward: float = 0.0
     """What this turn earns. It is added to the episode's score."""
     learn: bool = True
     """Whether the policy learns from the turn that it has just written. If not, the turn is still checked and paid."""
     seat: int = 0
-    """Who acts next, from 0 to `num_seats` - 1. The policy plays every seat, and each has a view of its own."""
+    """The seat that acts next, from 0 to `num_seats` - 1. The policy plays every seat, and each sees only its own view."""
     restart: bool = False
-    """Whether `reply` is the whole conversation as the next seat sees it from now on, such as a shortened one. A `Written`
-    of `shoal.policy.messages` among the messages stands for a turn of the policy, counted from 0 over the episode."""
+    """Whether `reply` replaces the conversation that the next seat has seen, for example with a shorter one. In it, a
+    `Written` of `shoal.policy.messages` is a turn of the policy, counted from 0 over the episode."""
 
 
 class Env(Protocol):
@@ -114,7 +114,7 @@ class Seated(Protocol):
 
 @runtime_checkable
 class Truncated(Protocol):
-    """An environment that scores an episode otherwise if a token limit cut it short."""
+    """An environment that scores an episode differently if a token limit cut it short."""
 
     def truncated_score(self, state: State) -> Scored:
         """Called in place of `score`."""
@@ -123,10 +123,11 @@ class Truncated(Protocol):
 
 @runtime_checkable
 class Comparing(Protocol):
-    """An environment that judges an answer beside its siblings: the other rollouts of its group."""
+    """An environment that compares an answer with its siblings: the other rollouts of its group."""
 
     def group_scores(self, states: Sequence[State]) -> Sequence[Scored]:
-        """What each rollout earns beside its own score, in the order of the last states. Failed rollouts are left out."""
+        """What each rollout earns in addition to its own score, given the last state of each. Failed rollouts are left
+        out."""
         ...
 
 

@@ -1,19 +1,19 @@
-"""One rollout as it grows: the rules for turns, limits and endings, in one place.
+"""One rollout as it grows: the rules for turns, limits and endings.
 
-`play` feeds it what an engine samples; `replay` feeds it what a claimed rollout says that the policy wrote. Only this
-file decides where a turn ends, what the environment adds, and how a rollout ends. It knows no engine and no network.
+`play` feeds it what an engine samples; `replay` feeds it the policy's turns from a claimed rollout. Only this file
+decides where a turn ends, what the environment adds, and how a rollout ends. It uses neither engine nor network.
 
 A conversation opens with the environment's messages. Then, turn by turn, the policy writes up to `room` tokens:
 
 - A stop token ends the turn, and the environment answers. If it is done, the rollout ends by "environment".
 - Without a stop token within `room`, the rollout ends by "length". The environment still takes the text as its last
-  action, so that an answer cut short gets the score that it deserves.
-- If an answer leaves no room for another token in `max_tokens` (of a row) or in `max_rollout_tokens` (of all rows), it is
-  not appended: "length" again. So it is if it would open one row too many.
+  action, so that a truncated answer gets the score that it deserves.
+- If an answer leaves no room for another token in `max_tokens` (of a row) or in `max_rollout_tokens` (of all rows), or
+  would open one row too many, it is not appended, and the rollout ends by "length".
 - If the environment raises, or scores outside its bounds, the rollout ends by "error" with the lowest reward, so that
   making an environment fail never pays.
 
-A rollout has one row of tokens, or several: see `view`. Turns follow one another across rows; `row` is that of the next.
+A rollout has one row of tokens, or several: see `view`. Turns are numbered across rows; `row` is that of the next turn.
 """
 
 from collections.abc import Sequence
@@ -39,11 +39,11 @@ class Conversation:
         self.env, self.renderer, self.task, self.sampling = env, renderer, task, limits_of(env, sampling)
         self._arguments = arguments_of(env)
         self.rows: list[TalkRow] = [TalkRow()]
-        """In the order in which they opened."""
+        """Rows in the order in which they opened."""
         self.row = 0
         """Index of the row that the next turn continues."""
         self.seat = 0
-        """Who acts next."""
+        """The seat that acts next."""
         self._turns: list[Turn] = []
         self._views: dict[int, View] = {}
         self._latest: dict[int, int] = {}
@@ -57,7 +57,7 @@ class Conversation:
         self.metrics: dict[str, float] = {}
         self.turn_rewards: list[float] = []
         self.scored: Scored = self.reward
-        """What the environment gave for the episode by itself."""
+        """What the environment's `score` gave for this episode, before it was compared with its siblings."""
         self.success: bool | None = None
         self.fault = ""
         """One line: what the environment raised."""
@@ -94,7 +94,7 @@ class Conversation:
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """Where the further rows begin."""
+        """Where each row after the first begins."""
         return tuple(accumulate(len(row.tokens) for row in self.rows[:-1]))
 
     @property
@@ -126,7 +126,7 @@ class Conversation:
         self._answer(turn.action, row, begin, cut=not stopped)
 
     def rollout(self, version: int) -> Rollout:
-        """The finished rollout, as it is sent."""
+        """The finished rollout, in the form that is sent."""
         assert self.ending is not None, "the conversation has not ended"
         return make_rollout(
             self.tokens, self.author, self.logprobs, version=version, ending=self.ending, starts=self.starts
@@ -160,7 +160,7 @@ class Conversation:
         return self._views[seat]
 
     def _answer(self, action: Action, row: TalkRow, begin: int, cut: bool) -> None:
-        """Let the environment answer the turn that begins there. If it was cut short, the answer is not appended."""
+        """Let the environment answer the turn that begins at `begin`. After a turn that was cut, no answer is appended."""
         try:
             step = Step(*self.env.step(self.state, action))
             self.state, reply, done = step[:3]
@@ -197,7 +197,7 @@ class Conversation:
         return view.after(step.reply, self._latest[step.seat])
 
     def _fits(self, view: View, told: Next) -> bool:
-        """Whether what a seat reads leaves room for one token of the policy."""
+        """Whether what the seat reads next leaves room for one token of the policy."""
         if told.opens and len(self.rows) >= MAX_ROLLOUT_ROWS:
             return False
         so_far = 0 if told.opens or view.row is None else len(view.row.tokens)
@@ -205,7 +205,7 @@ class Conversation:
         return so_far + news <= self.sampling.max_tokens and self._used + news <= self.sampling.all_tokens
 
     def _go_on(self, seat: int, told: Next) -> None:
-        """Let a seat read what it is told. It acts next."""
+        """Append what a seat reads. It acts next."""
         view = self._view(seat)
         if told.opens or view.row is None:
             view.row, view.index = TalkRow(), len(self.rows)
@@ -242,7 +242,7 @@ class Conversation:
 
 
 def _told(messages: Sequence[Message]) -> list[tuple[str, str]]:
-    """Role and text of each message, for people; a message that only calls tools has their names."""
+    """Role and text of each message, for people. For a message that only calls tools, the text is their names."""
     return [
         (
             message["role"],

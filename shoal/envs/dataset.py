@@ -1,7 +1,8 @@
 """Tasks from a data set on disk: rows of JSON Lines or Parquet files, pinned by their hash, with a held-out split.
 
-Used by environments that people write. It downloads nothing. An environment's digest covers only its source, so the hash of
-the data belongs in its arguments, which are in the log: whoever repeats a rollout then has the same rows, or is told so.
+Used by environments that people write. It downloads nothing. An environment's digest covers only its source, so put the
+hash of the data into its arguments, which are in the log. Then a node that repeats a rollout has the same rows, or
+learns that it has not.
 """
 
 import hashlib
@@ -15,10 +16,10 @@ from shoal.errors import ConfigError, cause_of
 from shoal.policy.messages import BadMessage, plain
 
 MAX_BYTES = 1 << 31
-"""Of all files of a data set. Rows are kept in memory."""
+"""Limit on the files of a data set together. Rows are kept in memory."""
 
 SUFFIXES = (".jsonl", ".parquet", ".arrow")
-"""JSON Lines, Parquet, and the files of a folder that `datasets` has saved. The last two need pyarrow."""
+"""JSON Lines, Parquet, and the files that `datasets` saves. The last two need pyarrow."""
 
 Row: TypeAlias = dict[str, Any]
 
@@ -26,13 +27,13 @@ Row: TypeAlias = dict[str, Any]
 def read_rows(path: str | Path, sha256: str = "") -> list[Row]:
     """All rows of a file, or of a folder's files in the order of their names.
 
-    `sha256` is what `digest_of` must give; empty takes any. Raises `ConfigError`.
+    `sha256` is the digest that the files must have, as `digest_of` gives it; empty allows any. Raises `ConfigError`.
     """
     files = _files(Path(path))
     found = _digest(files)
     if sha256 and found != sha256.lower():  # guard: data-are-pinned
         raise ConfigError(
-            f"data set {path} has changed: its SHA-256 is {found}, not {sha256[:80]}. Put the old files back, "
+            f"data set {path} has changed: its SHA-256 is {found}, not {sha256[:80]}. Restore the old files, "
             "or set the new hash"
         )
     rows = []
@@ -48,17 +49,18 @@ def read_rows(path: str | Path, sha256: str = "") -> list[Row]:
 
 
 def digest_of(path: str | Path) -> str:
-    """SHA-256 of a data set, in hex: of a file as `sha256sum` prints it; of a folder, of what it prints for all files."""
+    """SHA-256 of a data set, in hex: what `sha256sum` prints for a file; for a folder, the hash of what it prints for all
+    files."""
     return _digest(_files(Path(path)))
 
 
 def split(rows: list[Row], heldout: int) -> tuple[list[Row], list[Row]]:
-    """Training rows and held-out rows, each in their order. Which are held out follows from their contents alone.
+    """Training rows and held-out rows, each in their order. Only a row's contents decide whether it is held out.
 
-    Equal rows are on one side, so slightly more than `heldout` may be held out. Raises `ConfigError`.
+    Equal rows stay together, so slightly more than `heldout` may be held out. Raises `ConfigError`.
     """
     if not 0 <= heldout < len(rows):
-        raise ConfigError(f"heldout = {heldout}: at least 0 and below the {len(rows)} rows of the data set")
+        raise ConfigError(f"heldout = {heldout}: give at least 0 and less than the {len(rows)} rows of the data set")
     keys = [hashlib.sha256(b"shoal/heldout" + _canonical(row)).digest() for row in rows]
     last = sorted(keys)[heldout - 1] if heldout else b""
     training = [row for row, key in zip(rows, keys, strict=True) if key > last]
@@ -79,9 +81,9 @@ class DatasetEnv(Env):
         heldout_sha256: str = "",
         to_task: Callable[[Row], Task] = lambda row: row,
     ) -> None:
-        """Held-out tasks come from a data set of their own if `heldout_path` is given, or else are split off.
+        """Held-out tasks come from the data set at `heldout_path`; if none is given, they are split off the rows.
 
-        `to_task` makes a task of a row. Raises `ConfigError` if the data cannot be used.
+        `to_task` turns a row into a task. Raises `ConfigError` if the data cannot be used.
         """
         rows = read_rows(path, sha256)
         training, held = (rows, read_rows(heldout_path, heldout_sha256)) if heldout_path else split(rows, heldout)
@@ -101,7 +103,7 @@ def _tasks(rows: list[Row], to_task: Callable[[Row], Task]) -> list[Task]:
         try:
             tasks.append(to_task(row))
         except (LookupError, TypeError, ValueError, AttributeError) as fault:
-            raise ConfigError(f"no task can be made of row {number}, {str(row)[:80]}: {fault!r:.200}") from None
+            raise ConfigError(f"to_task fails on row {number}, {str(row)[:80]}: {fault!r:.200}") from None
     return tasks
 
 
@@ -112,7 +114,7 @@ def _files(path: Path) -> list[Path]:
     except OSError as error:
         raise ConfigError(f"cannot read the data set {path}: {cause_of(error)}. Give a file or a folder") from None
     if not found or any(file.suffix not in SUFFIXES for file in found):
-        raise ConfigError(f"{path} is no data set: give a file or a folder of {', '.join(SUFFIXES)}")
+        raise ConfigError(f"{path} is not a data set: give a file or a folder of {', '.join(SUFFIXES)}")
     if size > MAX_BYTES:
         raise ConfigError(f"data set {path} has {size} bytes, limit {MAX_BYTES}: take a part of it")
     return found
@@ -135,10 +137,10 @@ def _rows(file: Path) -> Iterator[Mapping[str, Any]]:
                 try:
                     row = json.loads(line) if line.strip() else None
                 except (ValueError, RecursionError) as fault:
-                    raise ConfigError(f"{file} line {number} is no JSON: {fault}") from None
+                    raise ConfigError(f"{file} line {number} is not JSON: {fault}") from None
                 if row is not None:
                     if not isinstance(row, dict):
-                        raise ConfigError(f"{file} line {number} is {type(row).__name__}: each line holds an object")
+                        raise ConfigError(f"{file} line {number} is {type(row).__name__}: each line must be an object")
                     yield row
         return
     try:

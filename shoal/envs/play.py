@@ -1,7 +1,7 @@
 """Play tasks with an engine: many episodes in lockstep, with one engine call for each turn.
 
 Called by workers (`play_block`), by evaluation and by the recipes. It connects environment, renderer and engine. It
-knows no leases and no network, and does not use rewards. Scripted players follow the same rules (`play_scripted`), for
+does not deal with leases, the network or rewards. `play_scripted` plays by the same rules with a scripted player, for
 checks and for the supervised cold start.
 """
 
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Episode:
-    """One attempt to make."""
+    """One attempt at a task, before it is played."""
 
     env: Env
     task: Task
@@ -36,7 +36,7 @@ def play_block(
 ) -> list[Group]:
     """Fill the slots of a block, with all rollouts in one batch. Returns groups in the order of the slots.
 
-    A task that cannot begin gives a group without rollouts. Validators find the same, and the slot is void.
+    A task that cannot begin gives a group without rollouts. Validators find that it cannot, too, and the slot is void.
     """
     episodes: list[Episode] = []
     of_slot: dict[int, range] = {}
@@ -70,8 +70,8 @@ def converse(engine: Engine, renderer: Renderer, episodes: Sequence[Episode], sa
     """Play episodes to their end. Returns whole conversations, with rewards and texts.
 
     Each turn is one `extend` over the unfinished episodes in their order, so the same episodes always give the engine
-    the same batches. An episode has one row in it. The engine forgets a row that does not go on in the next turn, so it
-    never remembers more rows than there are episodes.
+    the same batches. Each episode has one row in a batch. The engine forgets a row that the next turn does not continue,
+    so it never remembers more rows than there are episodes.
     """
     talks = [Conversation(episode.env, renderer, episode.task, sampling) for episode in episodes]
     open_now = [i for i, talk in enumerate(talks) if talk.ending is None]
@@ -102,7 +102,7 @@ def converse(engine: Engine, renderer: Renderer, episodes: Sequence[Episode], sa
 
 
 def _name(index: int, episode: Episode, talk: Conversation) -> str:
-    """What the engine calls the row that an episode's next turn continues."""
+    """The engine's name for the row that an episode's next turn continues."""
     return f"{index}-{row_seed(episode.seed, talk.row).hex()[:16]}"
 
 

@@ -1,9 +1,9 @@
-"""Replay a claimed rollout: all of it must follow from the task, except the tokens that the policy chose.
+"""Replay a claimed rollout: everything in it must follow from the task, except the tokens that the policy chose.
 
-Called by the checks of a submission (a role passes it in the context), by any role that needs a rollout's reward, and
+Called by the checks of a submission (a role passes it in the context), by every role that needs a rollout's reward, and
 by auditors. It takes only the policy's turns from the claim, rebuilds the conversation from them, and compares. So a
-claim cannot invent the environment's words, move the end of a turn, or choose its ending or reward. It knows no model:
-the sampling check asks whether the policy would have chosen these tokens.
+claim cannot invent the environment's words, move the end of a turn, or choose its ending or reward. It uses no model:
+the sampling check decides whether the policy would have chosen these tokens.
 
 Axes: T tokens of the rollout, its rows one after another.
 """
@@ -43,7 +43,7 @@ class Replay:
 def replay_group(
     env: Env, renderer: Renderer, task: Task, rollouts: Sequence[Rollout], sampling: Sampling
 ) -> list[Replay]:
-    """Replay the rollouts of a group, equal ones once, and judge them beside each other. Raises as `replay_rollout`."""
+    """Replay the rollouts of a group, equal ones once, and compare them with each other. Raises as `replay_rollout`."""
     # guard: rows-name-a-replay
     names = [(rollout.token_ids, rollout.author, rollout.ending, rollout.starts) for rollout in rollouts]
     found = {
@@ -54,7 +54,7 @@ def replay_group(
 
 
 def judge(replays: Sequence[Replay], env: Env) -> list[Replay]:
-    """Add what an environment gives for each rollout beside its siblings. If it fails, all have the lowest reward."""
+    """Add what the environment's `group_scores` gives to each rollout. If it fails, all have the lowest reward."""
     talks = [found.talk for found in replays if found.talk is not None]
     if getattr(env, "group_scores", None) is None or len(talks) < len(replays):
         return list(replays)
@@ -63,7 +63,7 @@ def judge(replays: Sequence[Replay], env: Env) -> list[Replay]:
 
 
 def judge_talks(talks: Sequence[Conversation], env: Env) -> list[Earned]:
-    """What a group's conversations earn. Several places of a group may hold the same conversation."""
+    """What a group's conversations earn. The same conversation may be several times in a group."""
     compare = getattr(env, "group_scores", None)
     whole = [talk for talk in talks if talk.ending != "error"]
     if compare is None or not whole:
@@ -96,7 +96,7 @@ def replay_rollout(
     sampling: Sampling,
     starts: Sequence[int] = (),
 ) -> Replay:
-    """Replay a claimed rollout, whose further rows begin at `starts`.
+    """Replay a claimed rollout. `starts` is where each row after the first begins.
 
     Pure: a false claim gives an answer with `problem`, not an exception.
 
@@ -164,7 +164,7 @@ class _Claim:
     tokens: list[int]
     author: list[int]
     start: int
-    """Index in the rollout of its first token."""
+    """Index of its first token in the rollout."""
     compared: int = 0
     """Tokens that agree with the conversation."""
 
@@ -196,7 +196,7 @@ def _first_difference(row: TalkRow, claim: _Claim) -> tuple[str, int]:
 
 
 def _first_left(claims: list[_Claim]) -> int:
-    """Index of the first claimed token that was not compared: the end of the rollout if all were."""
+    """Index of the first claimed token that was not compared, or the end of the rollout if all were."""
     return next(
         (c.start + c.compared for c in claims if c.compared < len(c.tokens)), sum(len(c.tokens) for c in claims)
     )

@@ -1,6 +1,6 @@
-"""Rewards for the form and the length of an answer, as pure functions that an environment may use as parts of its score.
+"""Rewards for the form and the length of an answer: pure functions that an environment may use as parts of its score.
 
-Each names its paper. Lengths are whatever the environment counts: characters, words or turns. None knows a task or a token.
+Each docstring names the paper. A length may count characters, words or turns. They know nothing about tasks or tokens.
 """
 
 import re
@@ -27,19 +27,19 @@ def thought_first(text: str) -> float:
 def tags_once(text: str, tags: Sequence[str]) -> float:
     """Share of the tags that occur exactly once: partial credit for a format.
 
-    As the reward for counted tags of Open R1 (github.com/huggingface/open-r1), for any tags.
+    Open R1's reward for counting tags (github.com/huggingface/open-r1), for any tags.
     """
     return sum(text.count(tag) == 1 for tag in tags) / len(tags) if tags else 1.0
 
 
 def calls_well_formed(action: Action) -> float:
-    """Share of an action's tool calls that are not malformed; 1 if it makes none."""
+    """Share of an action's tool calls that are well-formed; 1 if it makes none."""
     good, bad = len(action.tool_calls), len(action.problems)
     return good / (good + bad) if good + bad else 1.0
 
 
 def overlong(length: float, limit: float, buffer: float) -> float:
-    """0 up to limit - buffer, then down in a line to -1 at the limit, and -1 above it.
+    """0 up to limit - buffer, then falling linearly to -1 at the limit, and -1 above it.
 
     Soft overlong punishment of DAPO (arXiv:2503.14476, equation 13).
     """
@@ -74,9 +74,9 @@ def near_length(length: float, wanted: float, alpha: float = 0.0003) -> float:
 
 
 def shorter_than_siblings(lengths: Sequence[float], right: Sequence[bool]) -> list[float]:
-    """For each answer of a group 0.5 for the shortest down to -0.5 for the longest; of a wrong one only what is below 0.
+    """For each answer of a group, from 0.5 for the shortest to -0.5 for the longest. A wrong answer gets at most 0.
 
-    Length reward of Kimi k1.5 (arXiv:2501.12599, section 2.3.3), for `group_scores`.
+    Length reward of Kimi k1.5 (arXiv:2501.12599, section 2.3.3), for use in `group_scores`.
     """
     low, high = min(lengths), max(lengths)
     if low == high:
@@ -86,9 +86,9 @@ def shorter_than_siblings(lengths: Sequence[float], right: Sequence[bool]) -> li
 
 
 def repeated(text: str, size: int = 4) -> float:
-    """Share of the runs of `size` words that occurred before: 0 without repetition, towards 1 for a loop.
+    """Share of the sequences of `size` words that occurred before: 0 without repetition, near 1 for a loop.
 
-    The measure behind the repetition penalty of arXiv:2502.03373 (section 4.3); multiply it by a negative weight.
+    The repetition penalty of arXiv:2502.03373 (section 4.3) uses this measure. Give it a negative weight.
     """
     words = _WORD.findall(text.lower())
     runs = Counter(tuple(words[i : i + size]) for i in range(len(words) - size + 1))

@@ -1,7 +1,7 @@
-"""What an episode earns: named parts with weights that sum into the reward, and metrics beside them.
+"""What an episode earns: named parts, whose weighted sum is the reward, and metrics beside them.
 
 Called by `conversation` for each episode and by `replay` for the rollouts of a group. An environment's `score` gives a
-number or a `Score`; this file makes one reward of it, in one way for all who compute it. It knows no tokens.
+number or a `Score`. Every role uses this file to make it one reward. It does not deal with tokens.
 """
 
 import math
@@ -9,19 +9,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 MAX_NAMED = 64
-"""Parts, and metrics, of one score."""
+"""Limit on the parts of one score, and on its metrics."""
 
 MAX_NAME = 64
-"""Characters of the name of a part or a metric."""
+"""Limit on the characters in the name of a part or a metric."""
 
 
 class Score(NamedTuple):
     """An episode's score in parts. Partial credit is a part between 0 and 1."""
 
     parts: Mapping[str, float]
-    """Summed into the reward, each times its weight: 1, the environment's `weights`, or the run file's."""
+    """Their sum, each times its weight, is the reward. The run file's weights go before the environment's `weights`; the
+    default is 1."""
     metrics: Mapping[str, float] = {}
-    """Reported, and not rewarded."""
+    """Reported, but not rewarded."""
 
 
 Scored: TypeAlias = float | Score
@@ -33,20 +34,20 @@ class Earned(NamedTuple):
 
     reward: float
     parts: dict[str, float]
-    """Before their weights. Empty if the environment gives a number."""
+    """Not multiplied by their weights. Empty if the environment gives a number."""
     metrics: dict[str, float]
 
 
 def weights_of(env: object) -> Mapping[str, float]:
-    """Weights of the parts by name; a part that is not named has weight 1."""
+    """Weights of the parts by name. A part without an entry has weight 1."""
     weights: Mapping[str, float] = getattr(env, "weights", {})
     return weights
 
 
 def earned(env: Any, scored: Sequence[Any], turn_rewards: Sequence[float] = ()) -> Earned:
-    """The reward of one or more scores and the rewards of the turns. Parts of the same name are added.
+    """The reward: the sum of the scores and of the turns' rewards. Parts of the same name are added.
 
-    Raises ValueError if it is not a finite number within the environment's bounds.
+    Raises ValueError if the reward is not a finite number within the environment's bounds.
     """
     parts: dict[str, float] = {}
     metrics: dict[str, float] = {}

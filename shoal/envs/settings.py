@@ -1,7 +1,7 @@
-"""What a run file adds to an environment: a system prompt, examples, template arguments, and token limits of its own.
+"""What a run file adds to an environment: a system prompt, examples, template arguments, weights and token limits.
 
-Called by `load` for every environment of a run, on the host and on all nodes that check it, so that all see the same
-messages. It knows no tokens.
+Called by `load` for every environment of a run, on the host and on every other node, so that all see the same messages.
+It does not deal with tokens.
 """
 
 import itertools
@@ -22,7 +22,7 @@ HISTORIES = ("append", "template")
 """What the policy reads of its earlier turns: all tokens so far, or what the chat template shows of them."""
 
 MAX_EXAMPLES = 64
-"""Messages of the examples. They are part of every prompt."""
+"""Limit on the messages in `examples`. Every prompt contains them."""
 
 
 class Settings(Protocol):
@@ -51,7 +51,7 @@ class Settings(Protocol):
 
 
 class WithSettings:
-    """An environment under a run's settings. All that it does not change is the environment's own."""
+    """An environment under a run's settings. Everything else is passed on to the environment."""
 
     def __init__(self, env: Env, settings: Settings) -> None:
         self.env = env
@@ -71,13 +71,14 @@ class WithSettings:
         return state, self.opened(messages)
 
     def opened(self, messages: Sequence[Message]) -> list[Message]:
-        """The opening of a seat: the run's system prompt takes the place of the environment's own; examples follow it."""
+        """The opening of a seat. The run's system prompt replaces the environment's; the examples follow it."""
         own = list(itertools.takewhile(lambda message: message["role"] == "system", messages))
         return [*(self._system or own), *self._examples, *messages[len(own) :]]
 
 
 def with_settings(env: Env, settings: Settings) -> Env:
-    """The environment under its settings; itself if there are none. Raises `ShoalError` if they cannot be used."""
+    """The environment under its settings, or the environment itself if it has none. Raises `ShoalError` if a setting
+    cannot be used."""
     named = settings.system, settings.examples, settings.template, settings.parser, settings.weights
     if not any((*named, settings.max_turn_tokens, settings.max_tokens, settings.history)):
         return env
@@ -86,17 +87,17 @@ def with_settings(env: Env, settings: Settings) -> Env:
         raise ConfigError(f"{where}: {len(settings.examples)} messages in examples, limit {MAX_EXAMPLES}")
     if any(message["role"] in ("system", "tool") for message in normal(settings.examples)[:1]):
         raise ConfigError(
-            f"{where}: examples begin with a {settings.examples[0]['role']} message: begin with the user's"
+            f"{where}: examples begin with a {settings.examples[0]['role']} message: begin with one of the user"
         )
     if settings.examples and normal(settings.examples)[-1]["role"] != "assistant":
         raise ConfigError(
-            f"{where}: the last of the examples is not the assistant's, so the task would follow a question"
+            f"{where}: examples do not end with a message of the assistant, so a question would precede the task"
         )
     template_arguments(settings.template)
     own = weights_of(env)
     for name, weight in settings.weights.items():
         if own and name not in own:
-            raise ConfigError(f"{where}: weights.{name}: no such part of the reward; it has {', '.join(own)}")
+            raise ConfigError(f"{where}: weights.{name}: the reward has no such part; its parts are {', '.join(own)}")
         if not math.isfinite(weight):
             raise ConfigError(f"{where}: weights.{name} = {weight}: give a finite number")
     if settings.parser not in ("", *NOTATIONS, "none"):
@@ -107,12 +108,12 @@ def with_settings(env: Env, settings: Settings) -> Env:
 
 
 def opening_of(env: Env, messages: Sequence[Message]) -> Sequence[Message]:
-    """The opening of a seat that acts for the first time, under the settings of its environment."""
+    """The opening of a seat that acts for the first time, with the environment's settings applied."""
     return env.opened(messages) if isinstance(env, WithSettings) else messages
 
 
 def limits_of(env: Env, sampling: Sampling) -> Sampling:
-    """The run's sampling with the environment's own token limits, which are never above the run's."""
+    """The run's sampling with the environment's token limits, where these are lower than the run's."""
     turn, whole = (getattr(env, name, 0) for name in ("max_turn_tokens", "max_tokens"))
     if not (turn or whole):
         return sampling

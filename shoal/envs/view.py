@@ -1,9 +1,9 @@
 """What one seat of a rollout reads before each of its turns, and whether that continues its row or opens another.
 
 Called by `conversation`, with one view for each seat. Usually a row goes on: the reply follows the tokens so far. A new
-row opens if the seat acts for the first time, if the environment begins its view anew, or if the chat template shows its
-history otherwise than the row has it, such as without earlier thoughts. What the policy wrote comes back with its own
-tokens and is never made into tokens again. It knows no limits and no scores.
+row opens if the seat acts for the first time, if the environment restarts its history, or if the chat template no
+longer shows the history as the row has it, for example because it drops earlier thoughts. The policy's turns keep the
+tokens that it wrote; they are never tokenised again. It does not deal with limits or scores.
 """
 
 from collections.abc import Mapping, Sequence
@@ -42,26 +42,27 @@ class Next(NamedTuple):
     """What a seat reads next."""
 
     token_ids: Sequence[int]
-    """Of the environment: what follows the row, or the whole opening of a new one."""
+    """Tokens that continue the row, or the whole opening of a new one."""
     opens: bool
     """Whether a new row opens."""
     thinking: bool
     """Whether the template has begun the policy's reasoning."""
     items: list[Item]
-    """The history with it; empty where nobody asks for it."""
+    """The history, including this; empty if nothing needs it."""
 
 
 class View:
     """The history of one seat."""
 
     def __init__(self, renderer: Renderer, arguments: Mapping[str, Any], by_template: bool, turns: list[Turn]) -> None:
-        """`by_template`: the template decides what is shown of earlier turns. `turns`: those of all seats, in order."""
+        """With `by_template`, the template decides what is shown of earlier turns. `turns` are those of all seats, in
+        order."""
         self.renderer, self.arguments, self.turns = renderer, arguments, turns
         self.by_template = by_template and not renderer.keeps_thinking(arguments)
         self.row: TalkRow | None = None
         """The row that the seat's next turn continues; None before its first."""
         self.index = 0
-        """Where it is among the rows of the rollout."""
+        """The number of that row in the rollout."""
         self.items: list[Item] = []
         self._cuts: dict[int, int] = {}
 
@@ -84,7 +85,7 @@ class View:
         return Next(token_ids, True, prompt.thinking, items)
 
     def anew(self, reply: object) -> Next:
-        """A row of the whole conversation that the environment gives. Raises `BadMessage` and `StateError`."""
+        """A new row, with the whole history that the environment gives. Raises `BadMessage` and `StateError`."""
         items: list[Item] = (
             list(reply) if isinstance(reply, Sequence) and not isinstance(reply, str) else [*as_messages(reply)]
         )
@@ -101,7 +102,7 @@ class View:
         return Next(self._filled(named), True, thinking, named if self.by_template else [])
 
     def _filled(self, items: Sequence[Item]) -> list[int]:
-        """Token ids of a history, with those that the policy wrote in the places of its turns."""
+        """Token ids of a history. The policy's turns have the tokens that it wrote."""
         ids: list[int] = []
         for segment in self.renderer.history(items, self.arguments):
             if segment.turn < 0:
@@ -112,18 +113,18 @@ class View:
         return ids
 
     def _thought(self, number: int) -> int:
-        """How many tokens of a turn are its reasoning. A template that leaves it out has no place for them."""
+        """How many tokens of a turn are its reasoning. A template that leaves reasoning out has no place for them."""
         if number not in self._cuts:
             turn = self.turns[number]
             self._cuts[number] = reasoning_length(turn.token_ids, turn.action, self.renderer.decode)
         return self._cuts[number]
 
     def _named(self, item: Written) -> Written:
-        """A turn that an environment put into a history: whether it holds reasoning is ours to say."""
+        """A turn that an environment put into a history. We, not the environment, say whether it contains reasoning."""
         return item._replace(reasoning=self._thought(item.turn) > 0)
 
     def _written(self, number: int, told: Sequence[Message]) -> Written:
-        """The turn that messages answer. Its tool calls have the ids and names by which the results name them."""
+        """The turn that the messages answer. Its tool calls have the ids and names that the results use."""
         turn = self.turns[number]
         results = [message for message in told if message.get("role") == "tool"]
         calls = [call.name for call in turn.action.tool_calls] or [

@@ -50,7 +50,7 @@ def test_data_that_changed_are_refused_by_their_hash(tmp_path: Path) -> None:
     pinned = digest_of(data)
     assert pinned == hashlib.sha256(data.read_bytes()).hexdigest()
     jsonl(data, [*ROWS[:-1], ROWS[-1] | {"answer": "0"}])
-    with pytest.raises(ConfigError, match=f"has changed: its SHA-256 is [0-9a-f]+, not {pinned}. Put the old"):
+    with pytest.raises(ConfigError, match=f"has changed: its SHA-256 is [0-9a-f]+, not {pinned}. Restore the old"):
         read_rows(data, pinned)
     (tmp_path / "folder").mkdir()
     first, _ = jsonl(tmp_path / "folder" / "a.jsonl", ROWS[:2]), jsonl(tmp_path / "folder" / "b.jsonl", ROWS[2:])
@@ -86,10 +86,10 @@ def test_held_out_rows_may_be_files_of_their_own(tmp_path: Path) -> None:
     ("text", "says"),
     [
         ("", "has no rows"),
-        ("{", "line 1 is no JSON"),
-        ("\n[1]\n", "line 2 is list: each line holds an object"),
-        ("[" * 9999, "line 1 is no JSON"),
-        ('{"a": NaN}', "row 0 holds a float"),
+        ("{", "line 1 is not JSON"),
+        ("\n[1]\n", "line 2 is list: each line must be an object"),
+        ("[" * 9999, "line 1 is not JSON"),
+        ('{"a": NaN}', "row 0 contains a float"),
     ],
 )
 def test_a_damaged_file_is_refused_in_one_line(text: str, says: str, tmp_path: Path) -> None:
@@ -100,12 +100,16 @@ def test_a_damaged_file_is_refused_in_one_line(text: str, says: str, tmp_path: P
     assert "\n" not in str(refused.value)
 
 
-def test_what_is_no_data_set_is_refused(tmp_path: Path) -> None:
+def test_a_path_without_a_data_set_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x.csv").write_text("a")
-    for path, says in ((tmp_path / "x.csv", "no data set"), (tmp_path, "no data set"), (tmp_path / "y", "cannot read")):
+    for path, says in (
+        (tmp_path / "x.csv", "not a data set"),
+        (tmp_path, "not a data set"),
+        (tmp_path / "y", "cannot read"),
+    ):
         with pytest.raises(ConfigError, match=says):
             read_rows(path)
-    with pytest.raises(ConfigError, match="no task can be made of row 0"):
+    with pytest.raises(ConfigError, match="to_task fails on row 0"):
         Sums(jsonl(tmp_path / "sums.jsonl"), to_task=lambda row: row["missing"])
 
 

@@ -85,7 +85,9 @@ def test_parts_times_their_weights_and_the_rewards_of_turns_are_the_reward(rende
 def test_a_run_file_may_weigh_the_parts_otherwise(renderer: Renderer) -> None:
     env = with_settings(Parts(), EnvConfig("parts", weights={"brief": -0.5}))
     assert talk_of(env, renderer, "no", "yes").reward == pytest.approx(0.25 + 1.0 - 0.5)
-    with pytest.raises(ConfigError, match=r"weights.style: no such part of the reward; it has right, brief, shortest"):
+    with pytest.raises(
+        ConfigError, match=r"weights.style: the reward has no such part; its parts are right, brief, shortest"
+    ):
         with_settings(Parts(), EnvConfig("parts", weights={"style": 1.0}))
 
 

@@ -102,7 +102,7 @@ def test_an_environment_may_have_lower_token_limits(renderer: Renderer) -> None:
     ("settings", "says"),
     [
         ({"examples": EXAMPLES * 33}, "66 messages in examples, limit 64"),
-        ({"examples": EXAMPLES[:1]}, "last of the examples is not the assistant's"),
+        ({"examples": EXAMPLES[:1]}, "do not end with a message of the assistant"),
         ({"examples": ({"role": "system", "content": ""},)}, "examples begin with a system message"),
         ({"examples": ({"role": "user"},)}, "no content"),
         ({"parser": "hermit"}, "parser = 'hermit'; known are hermes"),

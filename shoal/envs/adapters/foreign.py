@@ -1,10 +1,10 @@
-"""What all adapters share: an episode of a foreign package as a suspended program, under shoal's environment protocol.
+"""What all adapters share: an episode of a foreign package runs as a suspended program, under shoal's protocol.
 
-An adapter writes an episode as a generator: it yields what the policy reads, is sent what the policy wrote, and
-returns the score. Foreign code keeps its state where it likes, but `Played`, the state that shoal sees, never changes:
-it is the task and the turns so far. If the suspended program is already further on, or was ended to score it, the turns
-are played again in a new one. Adapters run in the interpreter of the foreign package, so this room imports only what
-needs no other package.
+An adapter writes an episode as a generator: it yields what the policy reads, receives what the policy wrote, and
+returns the score. Foreign code keeps its state where it likes. `Played`, the state that shoal sees, never changes: it
+is the task and the turns so far. If the suspended program has gone past a state, or was ended to score it, the turns
+are played again in a new one. Adapters run in the interpreter of the foreign package, so this room imports only modules
+that need no other package.
 """
 
 import random
@@ -24,7 +24,7 @@ Told: TypeAlias = Sequence[Message]
 """Messages that the policy has not read yet."""
 
 Episode: TypeAlias = Generator[Told, str | None, Score]
-"""One episode. It is sent None when a token limit ends it: it then gives no more messages, and returns its score."""
+"""One episode. It receives None when a token limit ends it. Then it yields no more messages, and returns its score."""
 
 _OFFER = re.compile(r"(?:available|legal|valid|possible)\s+(?:actions|moves)\b", re.IGNORECASE)
 _BRACKETED = re.compile(r"\[(\w+)\]")
@@ -38,19 +38,19 @@ class Problem(NamedTuple):
     heldout: bool
 
     def __repr__(self) -> str:
-        """The content alone, so that equal tasks look equal to `shoal env check`, whatever their index."""
+        """The content without the index, so that equal tasks look equal to `shoal env check`."""
         return repr(self.content)
 
 
 class Played(NamedTuple):
-    """A state: the turns so far. Nothing changes but the program in `live`, which is only a shortcut."""
+    """A state: the turns so far. Only the program in `live` changes; it saves playing the turns again."""
 
     task: Problem
     actions: tuple[str, ...]
     replies: tuple[Told, ...]
     live: "Live"
     result: Score | None = None
-    """The score, once the episode has ended by itself."""
+    """The score, once the package has ended the episode."""
 
 
 class Live:
@@ -59,7 +59,7 @@ class Live:
     def __init__(self, episode: Episode, seed: bytes) -> None:
         self.episode, self.turns = episode, 0
         self.cut: dict[int, Score] = {}
-        """Scores of the episode cut short, by the number of turns."""
+        """Scores of the episode if a token limit ends it, by the number of turns."""
         self._random = Randomness(seed)
 
     def begin(self) -> Told:
@@ -67,7 +67,7 @@ class Live:
             return next(self.episode)
 
     def send(self, action: str | None) -> Told | Score:
-        """The next messages; or the score, after which the program has ended."""
+        """The next messages, or the score if the program has ended."""
         self.turns = -1 if action is None else self.turns + 1
         with self._random.swapped():
             try:
@@ -81,12 +81,12 @@ class Foreign(Env):
     """An environment whose episodes are programs. A subclass writes `content` and `episode`."""
 
     reproducible = True
-    """False if `content`, replies or scores may differ between two processes: the environment then stays with the host."""
+    """False if `content`, replies or scores may differ between two processes: the environment stays with the host."""
     source = Path()
-    """The file that a fault is searched in, so that its author reads a line of his own; none if it is not known."""
+    """The author's file: a fault is reported with the line there that led to it. Empty if the file is not known."""
 
     def content(self, index: int) -> Any:
-        """A task by index; held-out tasks follow the training tasks."""
+        """The content of a task. The indices of held-out tasks follow those of training tasks."""
         raise NotImplementedError
 
     def episode(self, task: Problem) -> Episode:
@@ -114,7 +114,7 @@ class Foreign(Env):
         return Step(played._replace(replies=(*state.replies, answer)), list(answer), False)
 
     def score(self, state: Played) -> Score:
-        """The score at the end, or what the package gives for the episode if it is cut short here."""
+        """The score at the end, or the package's score for an episode that a token limit ends here."""
         if state.result is not None:
             return state.result
         turns = len(state.actions)
@@ -130,7 +130,7 @@ class Foreign(Env):
         return Live(self.episode(task), self._seed(at, b"episode"))
 
     def _at(self, state: Played) -> Live:
-        """The suspended episode after the turns of `state`: the live one, or a new one that has played them again."""
+        """The suspended episode after the turns of `state`: the live one, or a new one in which they are played again."""
         if state.live.turns == len(state.actions):
             return state.live
         live = self._live(state.task)
@@ -145,8 +145,8 @@ class Foreign(Env):
 
     def _changed(self, before: object, after: object) -> ShoalError:
         return ShoalError(
-            f"environment {self.name} is not deterministic: the same turns were answered {before!r:.60}, then "
-            f"{after!r:.60}. It must stay with its host (reproducible = false)"
+            f"environment {self.name} is not deterministic: to the same turns it answered {before!r:.60}, then "
+            f"{after!r:.60}. Keep it on the host (reproducible = false)"
         )
 
     def _seed(self, at: int, purpose: bytes) -> bytes:
@@ -154,7 +154,7 @@ class Foreign(Env):
 
 
 class Randomness:
-    """The global random state of one episode. The process's own is put back after each turn."""
+    """The global random state of one episode. After each turn, the process gets its previous state back."""
 
     def __init__(self, seed: bytes) -> None:
         self._seed = seed
@@ -192,8 +192,8 @@ def _numpy() -> Any:
 
 
 def opponents_move(kind: str | Sequence[str], told: str, turn: int, rng: random.Random) -> str:
-    """What a seat that the policy does not play answers to `told`: a random one of the actions offered in square
-    brackets, or the text of this turn from a list, whose last one repeats."""
+    """What an opponent answers to `told`: a random one of the actions offered in square brackets, or the text for this
+    turn from a list, whose last text repeats."""
     if kind != "random":
         return kind[min(turn, len(kind) - 1)]
     offers = list(_OFFER.finditer(told))
@@ -206,7 +206,7 @@ def opponents_move(kind: str | Sequence[str], told: str, turn: int, rng: random.
 
 
 def one_opponent(opponent: object) -> str | Sequence[str]:
-    """`opponent` as an argument of an adapter, checked."""
+    """An adapter's argument `opponent`. Raises `ShoalError` if it has no valid form."""
     if opponent == "random":
         return "random"
     if isinstance(opponent, list) and opponent and all(isinstance(text, str) for text in opponent):
@@ -215,7 +215,7 @@ def one_opponent(opponent: object) -> str | Sequence[str]:
 
 
 def bounds_of(given: Sequence[float] | None, weights: Mapping[str, float]) -> tuple[float, float]:
-    """Lowest and highest score: as given, or those of parts between 0 and 1."""
+    """Lowest and highest score: as given, or for parts between 0 and 1."""
     if given is not None:
         low, high = given
         return float(low), float(high)
@@ -223,7 +223,7 @@ def bounds_of(given: Sequence[float] | None, weights: Mapping[str, float]) -> tu
 
 
 def split(total: int, heldout: int) -> tuple[int, int]:
-    """Training and held-out tasks, if the last `heldout` are held out. Raises `ShoalError`."""
+    """Numbers of training and held-out tasks, if the last `heldout` are held out. Raises `ShoalError`."""
     if not 0 <= heldout < total:
-        raise ShoalError(f"heldout = {heldout}: give at least 0 and less than the {total} tasks that there are")
+        raise ShoalError(f"heldout = {heldout}: give at least 0 and less than the {total} tasks")
     return total - heldout, heldout

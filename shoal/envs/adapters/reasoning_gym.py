@@ -1,7 +1,7 @@
 """Any task of the package `reasoning_gym`, by its name: one question, one answer, scored by the package.
 
-A run's file calls `environment`, in an interpreter that has the package. Each task is generated from a seed and its
-index. Held-out tasks come from a seed of their own.
+An environment file calls `environment`, in an interpreter that has the package. Each task is generated from a seed and
+its index. Held-out tasks use another seed.
 """
 
 import json
@@ -18,13 +18,13 @@ from shoal.envs.score import Score
 from shoal.errors import ShoalError
 
 HASH_DEPENDENT = Path(__file__).with_name("reasoning_gym_hash.json")
-"""Tasks whose questions or scores differ between hash seeds, as benchmarks/reasoning_gym_hash.py found them."""
+"""Tasks whose questions or scores differ between hash seeds, as measured by benchmarks/reasoning_gym_hash.py."""
 
 HELDOUT_SEED = 1 << 31
-"""Added to the seed for held-out tasks. A run's own seed is below."""
+"""Added to the seed for held-out tasks. The seed itself must be lower."""
 
 UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
-"""What a few tasks raise for an answer that they cannot read. It is wrong then."""
+"""What a few tasks raise for an answer that they cannot read. Such an answer is wrong."""
 
 
 class ReasoningGym(Foreign):
@@ -34,7 +34,7 @@ class ReasoningGym(Foreign):
         self, task: str, tasks: int = 1000, heldout: int = 100, seed: int = 0, system: str = "",
         config: Mapping[str, Any] = {},
     ) -> None:  # fmt: skip
-        """`task` is its name there, such as "basic_arithmetic"; `config` is what its generator takes."""
+        """`task` is its name in reasoning_gym, such as "basic_arithmetic"; `config` is passed to its generator."""
         import reasoning_gym
 
         if not 0 <= seed < HELDOUT_SEED:
@@ -47,7 +47,7 @@ class ReasoningGym(Foreign):
                 for shift, size in ((0, tasks), (HELDOUT_SEED, heldout))
             ]
         except (ValueError, TypeError, AssertionError) as fault:
-            raise ShoalError(f"reasoning_gym makes no task {task}: {' '.join(str(fault).split())[:200]}") from None
+            raise ShoalError(f"reasoning_gym cannot make task {task}: {' '.join(str(fault).split())[:200]}") from None
         self._system = system or reasoning_gym.utils.SYSTEM_PROMPTS["default"]
         self._extract = reasoning_gym.utils.extract_answer
 
@@ -67,7 +67,7 @@ class ReasoningGym(Foreign):
         return Score({"answer": score}, {"formatted": float(answer is not None)})
 
     def players(self) -> Mapping[str, Player]:
-        """One that gives the package's own answer, and one that gives none. Empty for tasks that come without answers."""
+        """A player that gives the package's answer, and one that gives none. No players if tasks come without answers."""
         if self._sets[False][0]["answer"] is None:
             return {}
 
@@ -78,7 +78,7 @@ class ReasoningGym(Foreign):
 
 
 def hash_dependent() -> Mapping[str, str]:
-    """Names of the tasks that depend on the hash seed, each with what differs."""
+    """The tasks that depend on the hash seed, and what differs in each."""
     found: Mapping[str, str] = json.loads(HASH_DEPENDENT.read_text())["tasks"]
     return found
 

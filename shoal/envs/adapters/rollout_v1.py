@@ -1,7 +1,7 @@
 """One agent's rollout under verifiers v1, without its servers: chat loop, tools and hooks in this process.
 
-Called by `verifiers_v1`. The trace, its graph and the stop conditions are verifiers' own. What cannot be done here is
-refused by name, before the first episode.
+Called by `verifiers_v1`. The trace, its graph and the stop conditions come from verifiers. Features that cannot work
+here are refused by name before the first episode.
 """
 
 import inspect
@@ -14,13 +14,13 @@ from shoal.errors import ShoalError
 
 
 def refuse(name: str, kind: Any, seats: Mapping[str, Any]) -> None:
-    """Raise `ShoalError` for tasks and agents that need what this process does not have."""
+    """Raise `ShoalError` for tasks and agents that this process cannot run."""
     from verifiers.v1.utils.decorators import discover_decorated
 
     if kind.NEEDS_CONTAINER:
         raise ShoalError(f"environment {name} needs a container for each task, which this adapter does not start")
     if discover_decorated(kind.__new__(kind), "intercept"):
-        raise ShoalError(f"environment {name} uses @vf.intercept, which this adapter cannot do")
+        raise ShoalError(f"environment {name} uses @vf.intercept, which this adapter does not support")
     for seat, config in seats.items():
         harness = getattr(config.harness, "id", None) or "null"
         if harness not in ("null", "bash"):
@@ -41,22 +41,22 @@ class ToolServer:
         toolset.register(self._server)
 
     async def start(self, data: Any) -> None:
-        """Set the toolset up; for one task, if its data are given."""
+        """Set the toolset up, also for one task if its data are given."""
         await self._toolset.setup()
         if data is not None:
             await self._toolset.setup_task(data)
 
     async def tools(self) -> list[dict[str, Any]]:
-        """Its tools, with the names that verifiers gives them."""
+        """The server's tools, with the names that verifiers gives them."""
         found = await self._server.list_tools()
         return [openai_tool(self._full(tool.name), tool.description or "", tool.input_schema) for tool in found]
 
     async def names(self) -> dict[str, str]:
-        """The names within the server, by full name."""
+        """The tools' names within the server, by full name."""
         return {self._full(tool.name): tool.name for tool in await self._server.list_tools()}
 
     async def call(self, name: str, arguments: Mapping[str, Any], state: Any) -> str:
-        """What a tool answers. `state` is the rollout's, which tools may read and change."""
+        """A tool's answer. `state` is the rollout's, which tools may read and change."""
 
         async def pull() -> Any:
             return state
@@ -135,7 +135,7 @@ class Rollout:
             self._servers |= {full: (server, inner) for full, inner in (await server.names()).items()}
 
     async def segment(self, messages: Sequence[Any] | None) -> bool:
-        """Let the agent answer until it calls no more tools. False if the rollout is over and it said nothing."""
+        """Let the agent answer until it calls no more tools. False if the rollout is over before it says anything."""
         from verifiers.v1 import graph
         from verifiers.v1.types import AssistantMessage, Request, Response, Tool, ToolCall, ToolMessage
 
@@ -173,7 +173,7 @@ class Rollout:
         return spoke
 
     async def close(self) -> None:
-        """Run `finalize`, and score."""
+        """Run the task's `finalize`, and score the rollout."""
         from verifiers.v1.utils.decorators import invoke
 
         await invoke(self._task.finalize, {"trace": self.trace, "runtime": self._runtime})
@@ -181,7 +181,7 @@ class Rollout:
         self.trace.is_completed = self.trace.ok = True
 
     async def release(self) -> None:
-        """Remove what the rollout has on disk."""
+        """Remove the rollout's files."""
         if self._runtime is not None:
             await self._runtime.stop()
 
@@ -196,7 +196,7 @@ class Rollout:
         return [*system, *prompt, *(messages or ())]
 
     async def _call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """A tool's answer, or what it raised, cut as the chat loop of verifiers cuts it."""
+        """A tool's answer or the error that it raised, truncated as in the chat loop of verifiers."""
         from verifiers.v1.harnesses.utils.compaction import truncate_tool_output
 
         if name not in self._servers:

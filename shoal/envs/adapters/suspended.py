@@ -1,9 +1,9 @@
-"""A coroutine that asks the policy for turns, as a generator that yields each request and is sent the answer.
+"""Turns a coroutine that asks the policy for turns into a generator that yields each request and receives the answer.
 
-So unmodified code that awaits a model is stopped at each request, without threads: its event loop runs only until it
-asks, or ends. Called by the adapters of packages that are written with asyncio. All episodes of an environment share its
-loop, because clients and locks that it keeps belong to one loop; between turns nothing runs. The caller itself must not
-be in a coroutine.
+This suspends unmodified code that awaits a model at each request, without threads: its event loop runs only until it
+asks or ends. Called by the adapters of packages that use asyncio. All episodes of an environment share one loop,
+because its clients and locks belong to that loop. Between turns nothing runs. The caller itself must not be in a
+coroutine.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ Ask: TypeAlias = Callable[[Sequence[Message]], Awaitable[str | None]]
 """Show messages to the policy, and await its turn; None if a token limit ended the episode."""
 
 CLOSE_S = 5.0
-"""How long a coroutine that is no longer wanted may clean up. After that it is left alone."""
+"""How long a cancelled coroutine may clean up. After that we no longer wait for it."""
 
 
 class Line(Generic[Q, A]):
@@ -43,7 +43,7 @@ class Line(Generic[Q, A]):
 def suspended(
     loop: asyncio.AbstractEventLoop, program: Callable[[Callable[[Q], Awaitable[A]]], Coroutine[Any, Any, R]]
 ) -> Generator[Q, A, R]:
-    """Run `program`, which gets a function to ask with. Closing the generator cancels it."""
+    """Run `program` with a function that asks. Closing the generator cancels the program."""
     line: Line[Q, A] = Line(loop)
     task = loop.create_task(program(line.ask))
     try:
@@ -58,7 +58,7 @@ def suspended(
     finally:
         if not task.done():
             task.cancel()
-            if not (loop.is_closed() or loop.is_running()):  # the garbage collector may come while the loop runs
+            if not (loop.is_closed() or loop.is_running()):  # the garbage collector may call this while the loop runs
                 loop.run_until_complete(asyncio.wait([task], timeout=CLOSE_S))
 
 

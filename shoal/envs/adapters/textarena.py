@@ -1,7 +1,7 @@
 """A game of the package `textarena`: the policy plays one seat, a random or scripted opponent the others.
 
-A run's file calls `environment`, in an interpreter that has the package. The deal is seeded from the task, and so is the
-opponent. The seat of the policy changes from task to task, unless `seat` fixes it. Tested with TicTacToe and KuhnPoker,
+An environment file calls `environment`, in an interpreter that has the package. The task seeds the deal and the
+opponent. The policy's seat changes from task to task, unless `seat` fixes it. Tested with TicTacToe and KuhnPoker,
 which need no download.
 """
 
@@ -15,17 +15,17 @@ from shoal.envs.score import Score
 from shoal.errors import ShoalError
 
 MAX_MOVES = 1000
-"""Moves of a game, of all players."""
+"""Limit on the moves of a game, by all players together."""
 
 
 class TextArena(Foreign):
-    """A game for two players or more. Its reward is the package's: usually -1 for a loss, 0 for a draw, 1 for a win."""
+    """A game. Its reward is the package's: usually -1 for a loss, 0 for a draw, 1 for a win."""
 
     def __init__(
         self, game: str, tasks: int = 1000, heldout: int = 100, players: int = 2, seat: int = -1,
         opponent: str | list[str] = "random", reward_bounds: Sequence[float] = (-1.0, 1.0),
     ) -> None:  # fmt: skip
-        """`game` is its id there, such as "TicTacToe-v0"; `seat` is the policy's, -1 for each in turn."""
+        """`game` is its id in textarena, such as "TicTacToe-v0". `seat` is the policy's; -1 takes each in turn."""
         import textarena
 
         self.name, self.num_tasks, self.num_heldout = f"textarena/{game}", tasks, heldout
@@ -49,7 +49,7 @@ class TextArena(Foreign):
         game = self._make()
         game.reset(num_players=self._players, seed=seed)
         board = game
-        while hasattr(board, "env"):  # under its wrappers, which repeat the whole game in each observation
+        while hasattr(board, "env"):  # its wrappers would repeat the whole game in each observation
             board = board.env
         for _ in range(MAX_MOVES):
             player, seen = board.get_observation()
@@ -66,7 +66,7 @@ class TextArena(Foreign):
             moves[player] += 1
             try:
                 over = game.step(move)[0]
-            except (ValueError, LookupError, TypeError, ArithmeticError):  # some games read a move without care
+            except (ValueError, LookupError, TypeError, ArithmeticError):  # some games do not check moves
                 if player != seat:
                     raise
                 return Score({"game": min(self.reward_bounds)}, {"invalid_move": 1.0})
@@ -78,7 +78,7 @@ class TextArena(Foreign):
 
 
 def _news(seen: Sequence[tuple[Any, ...]], seat: int) -> list[tuple[Any, ...]]:
-    """What a player has not seen, without the policy's own moves, which are in its conversation."""
+    """What a player has not seen yet, without the policy's moves, which are already in its conversation."""
     return [part for part in seen if not (part[0] == seat and part[2].name == "PLAYER_ACTION")]
 
 

@@ -1,9 +1,9 @@
 """An unmodified environment of verifiers v0: any module with `load_environment`, version 0.1.14.
 
-A run's file calls `environment`, in an interpreter that has verifiers (`<0.2`) and the module. Its own rollout loop runs,
-and its rubric scores: SingleTurnEnv, MultiTurnEnv, ToolEnv and classes that people derive from them. At each model
-request the loop stops until the policy has written. It cannot do group rewards, tools that change from row to row,
-images, or an environment that rewrites the conversation.
+An environment file calls `environment`, in an interpreter that has verifiers (`<0.2`) and the module. The module's own
+rollout loop runs, and its rubric scores. That covers SingleTurnEnv, MultiTurnEnv, ToolEnv and classes derived from
+them. At each model request the loop stops until the policy has written. Not supported: group rewards, tools that change
+from row to row, images, and environments that rewrite the conversation.
 """
 
 import asyncio
@@ -29,11 +29,11 @@ class VerifiersV0(Foreign):
         self, id: str, args: Mapping[str, Any] = {}, heldout: int = 0, reward_bounds: Sequence[float] | None = None,
         reproducible: bool = True,
     ) -> None:  # fmt: skip
-        """`id` is what `load_environment` takes, and `args` are its arguments.
+        """`id` is the module's name for `load_environment`, and `args` are its arguments.
 
-        Rows for evaluation are held out, but for those that are training rows, too; if the environment has none, the last
-        `heldout` rows are. `reward_bounds` is needed
-        if a reward function leaves the range 0 to 1. Say `reproducible = false` if a judge, a clock or a server decides.
+        Rows for evaluation are held out, except those that are also training rows. Without rows for evaluation, the
+        last `heldout` rows are held out. Give `reward_bounds` if a reward function leaves the range 0 to 1, and
+        `reproducible = false` if a judge, a clock or a server decides.
         """
         import verifiers
 
@@ -42,7 +42,9 @@ class VerifiersV0(Foreign):
             self._env = verifiers.load_environment(id, **args)
         self.source = Path(sys.modules[id.replace("-", "_").split("/")[-1]].__file__ or "")
         if self._env.requires_group_rollouts:
-            raise ShoalError(f"environment {self.name} compares the answers of a group, which this adapter cannot do")
+            raise ShoalError(
+                f"environment {self.name} compares the answers of a group, which this adapter does not support"
+            )
         rows, own = self._env.build_dataset(), self._env.build_eval_dataset()
         if rows is None:
             raise ShoalError(f"environment {self.name} has no rows to train on, only rows for evaluation")
@@ -83,7 +85,7 @@ class VerifiersV0(Foreign):
         parts = {name: value for name, value in named.items() if name in self.weights}
         metrics = {name: value for name, value in named.items() if name not in self.weights}
         if abs(sum(self.weights[name] * value for name, value in parts.items()) - reward) > 1e-9:
-            parts, metrics = {"reward": reward}, named  # a rubric that weighs in its own way
+            parts, metrics = {"reward": reward}, named  # a rubric that does not just add weighted parts
         return Score(parts, {**metrics, "truncated": float(state["is_truncated"])})
 
 
@@ -92,14 +94,14 @@ def _plain_row(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _weights(rubric: Any) -> dict[str, float]:
-    """Weights of the reward functions by name. Functions of one name are added by verifiers, too."""
+    """Weights of the reward functions by name. As in verifiers, functions of the same name are added."""
     functions, weights = rubric._get_reward_funcs(), rubric._get_reward_weights()
     named = [(function.__name__, float(weight)) for function, weight in zip(functions, weights, strict=True)]
     return {name: weight for name, weight in named if weight}
 
 
 def _reads_thinking(parser: Any) -> bool:
-    """Whether a parser looks for the reasoning in the content, where servers without a reasoning parser leave it."""
+    """Whether a parser looks for reasoning in the content. Servers without a reasoning parser leave it there."""
     import verifiers
 
     if isinstance(parser, verifiers.XMLParser):
@@ -108,7 +110,7 @@ def _reads_thinking(parser: Any) -> bool:
 
 
 def _client_class() -> Any:
-    """The client that a rollout gets: it asks the policy. Made here, because its base is verifiers'."""
+    """The class of the client that asks the policy. It is made here because its base is in verifiers."""
     import verifiers
     from verifiers.clients import Client
     from verifiers.types import Response, ResponseMessage, ToolCall
@@ -136,16 +138,16 @@ def _client_class() -> Any:
 
         async def close(self) -> None: ...
 
-    # Methods for other servers' formats, which `get_response` does not use.
+    # The abstract methods are for formats of other servers, which `get_response` does not use.
     Policy.__abstractmethods__ = frozenset()
     return Policy
 
 
 @contextmanager
 def kept_signals() -> Iterator[None]:
-    """Take back the signal handlers that verifiers installs when an environment is made."""
+    """Undo the signal handlers that verifiers installs when an environment is made."""
     if threading.current_thread() is not threading.main_thread():
-        raise ShoalError("verifiers v0 makes environments in the main thread only: load it there")
+        raise ShoalError("verifiers v0 makes environments only in the main thread: load this one there")
     kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield

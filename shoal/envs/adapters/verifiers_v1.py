@@ -1,10 +1,10 @@
 """An unmodified taskset of verifiers v1: a package that exports a `Taskset`, and an `Env` if several agents play.
 
-A run's file calls `environment`, in an interpreter that has verifiers (0.4) and the package. The package's own `Env.run`,
-tasks, hooks (`setup`, `finalize`, `@vf.stop`, `@vf.reward`, `@vf.metric`) and tools run. What verifiers starts as
-programs runs in this process instead: the chat loop of its `null` harness, and the tool servers, called without a
-network. It cannot do containers, other harnesses, `@vf.intercept`, or servers elsewhere. The policy plays one agent; an
-opponent, seeded from the task, plays the others.
+An environment file calls `environment`, in an interpreter that has verifiers (0.4) and the package. The package's own
+`Env.run`, tasks, hooks (`setup`, `finalize`, `@vf.stop`, `@vf.reward`, `@vf.metric`) and tools run. The chat loop of
+the `null` harness and the tool servers, which verifiers starts as programs, run in this process, without a network. Not
+supported: containers, other harnesses, `@vf.intercept`, and servers elsewhere. The policy plays one agent. An opponent,
+seeded from the task, plays the others.
 """
 
 import asyncio
@@ -42,9 +42,9 @@ class VerifiersV1(Foreign):
         """`id` is the package's name, and `args` are the fields of its environment's configuration, such as
         `{"taskset": {...}}`.
 
-        `tasks` training tasks and then `heldout` others are taken; 0 takes all that are left of a finite taskset. `seat`
-        names the policy's agent; if it is empty, trained agents that are configured alike take turns from task to task.
-        `reward_bounds` is needed if a reward leaves the range 0 to 1.
+        The first `tasks` are for training (0: all but the held-out ones of a finite taskset), the next `heldout` are
+        held out. `seat` names the policy's agent. If it is empty, trained agents with equal configurations take turns
+        from task to task. Give `reward_bounds` if a reward leaves the range 0 to 1.
         """
         from verifiers.v1.configs.agent import agent_config_fields
         from verifiers.v1.utils.loaders import load_environment, resolve_env_config
@@ -71,7 +71,7 @@ class VerifiersV1(Foreign):
     def _take(self, tasks: int, heldout: int) -> None:
         taskset = self._env.taskset
         if not taskset.bounded and tasks < 1:
-            raise ShoalError(f"environment {self.name} has tasks without end: say how many with tasks and heldout")
+            raise ShoalError(f"environment {self.name} has endless tasks: give their number with tasks and heldout")
         self._tasks = list(itertools.islice(taskset, tasks + heldout if tasks else None))
         self.num_tasks, self.num_heldout = split(len(self._tasks), heldout)
 
@@ -88,11 +88,11 @@ class VerifiersV1(Foreign):
         return suspended(self._loop, lambda ask: self._play(task, ask))
 
     def _seat(self, task: Problem, trainable: Sequence[str]) -> str:
-        """The policy's agent. Agents that the environment does not train are never the policy's by themselves."""
+        """The policy's agent. An agent that the environment does not train must be named to be the policy's."""
         if self._fixed_seat:
             return self._fixed_seat
         if not trainable:
-            raise ShoalError(f"environment {self.name} trains none of its agents: name one with seat")
+            raise ShoalError(f"environment {self.name} does not train any agent: name the policy's with seat")
         alike = [name for name in trainable if self._seats[name] == self._seats[trainable[0]]]
         return alike[task.number % len(alike)]
 
@@ -147,7 +147,7 @@ class VerifiersV1(Foreign):
         return speak
 
     def _other(self, name: str, problem: Problem) -> "Voice":
-        """What answers for an agent that the policy does not play."""
+        """The voice of an agent that the policy does not play."""
         rng, turns = random.Random(f"{self.name}/{name}/{problem.number}/{problem.heldout}"), itertools.count()
 
         async def speak(messages: Sequence[Any], tools: Sequence[str]) -> Said:
@@ -157,7 +157,7 @@ class VerifiersV1(Foreign):
 
 
 class Seat:
-    """An agent of an episode, as the package's `Env.run` sees it: `run` and `interaction`."""
+    """An agent of an episode, with what the package's `Env.run` uses: `run` and `interaction`."""
 
     def __init__(
         self, name: str, config: Any, voice: "Voice", shared: Sequence[ToolServer], kind: type, finished: list[Any]
@@ -183,7 +183,7 @@ class Seat:
     @asynccontextmanager
     async def _rollout(self, task: Any, options: Mapping[str, Any]) -> AsyncIterator[Rollout]:
         if unknown := [name for name, value in options.items() if value and name != "on_trace"]:
-            raise ShoalError(f"an agent is run with {', '.join(unknown)}, which this adapter cannot do")
+            raise ShoalError(f"an agent is run with {', '.join(unknown)}, which this adapter does not support")
         shared = self._shared if isinstance(task, self._kind) else ()
         rollout = Rollout(task, self.config, self._name, self.trainable, self.voice, shared)
         if options.get("on_trace"):
@@ -208,7 +208,7 @@ class Exchange:
         return self._rollout.trace
 
     async def turn(self, message: Any = None) -> Any:
-        """Say something to the agent, and await what it does until it is done."""
+        """Say something to the agent, and wait until it has finished its turn."""
         from verifiers.v1.agent import Segment
         from verifiers.v1.dialects import parse_message
         from verifiers.v1.types import UserMessage
@@ -225,7 +225,7 @@ class Exchange:
 
 
 Voice = Callable[..., Any]
-"""Awaited with the conversation and the names of the tools: gives what an agent says, None at a token limit."""
+"""Called with the conversation and the names of the tools, and awaited. Gives an agent's turn; None at a token limit."""
 
 
 environment = VerifiersV1

@@ -1,4 +1,4 @@
-"""A turn of the policy as a foreign package reads it, and a foreign package's messages as shoal reads them."""
+"""Converts a turn of the policy into what a foreign package reads, and a package's messages into shoal's."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,7 +9,7 @@ from shoal.errors import ShoalError
 
 
 class Said(NamedTuple):
-    """What an OpenAI-style server would answer for a turn."""
+    """A turn as an OpenAI-style server would return it."""
 
     content: str
     reasoning: str
@@ -48,8 +48,8 @@ class History:
         """Tool calls so far."""
 
     def new(self, request: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """The messages of a request that the policy has not read or written yet. Raises `ShoalError` if the others are
-        not those that it knows."""
+        """The messages of a request that the policy has not read or written yet. Raises `ShoalError` if earlier ones
+        have changed."""
         messages = [_plain(message) for message in request]
         known = len(self._known)
         for number, (before, now) in enumerate(zip(self._known, messages, strict=False)):
@@ -68,7 +68,7 @@ class History:
     def _rewritten(self, number: int, before: object, now: object) -> ShoalError:
         return ShoalError(
             f"environment {self._name} rewrites the conversation: message {number} was {before!r:.80}, then {now!r:.80}. "
-            "Only conversations that grow are supported"
+            "Only conversations that grow at the end are supported"
         )
 
 

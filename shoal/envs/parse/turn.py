@@ -1,7 +1,7 @@
 """One turn of the policy: what it thought, what it said, and which tools it called, in its notation.
 
-Called when an environment asks an `Action` for its parts. The chat template shows the notation, or the run file
-names it. A turn may be any text: what is malformed is reported as data, and never raises. Pure and deterministic.
+Called when an environment asks an `Action` for its parts. The run file names the notation, or the chat template shows
+it. A turn may be any text: malformed calls are reported as data and raise nothing. Pure and deterministic.
 """
 
 import re
@@ -13,7 +13,7 @@ from shoal.policy.messages import MAX_CALLS
 from shoal.policy.notations import reasoning_marks
 
 MAX_CHARS = 1 << 20
-"""In a longer text no calls are looked for."""
+"""Longer texts are not searched for calls."""
 
 Tools: TypeAlias = Sequence[Mapping[str, Any]]
 
@@ -30,7 +30,7 @@ class Parsed(NamedTuple):
 
     reasoning: str
     visible: str
-    """What is said, without reasoning, tool calls and the space around."""
+    """What is said, without reasoning, tool calls and surrounding white space."""
     calls: tuple[ToolCall, ...]
     problems: tuple[str, ...]
     """What is malformed, one line each."""
@@ -96,7 +96,7 @@ def _collect(found: Calls) -> tuple[str, tuple[ToolCall, ...], tuple[str, ...]]:
 
 
 def _blocks(text: str, opening: str, closing: str, read: Callable[[str], ToolCall], open_end: bool = False) -> Calls:
-    """Calls between two marks. `open_end` takes a last one without its closing mark, which may be the turn's end token."""
+    """Calls between two marks. With `open_end` the last one needs no closing mark, which may be the turn's end token."""
     at = 0
     while (begin := text.find(opening, at)) >= 0:
         yield text[at:begin]
@@ -253,10 +253,10 @@ PARSERS: dict[str, Callable[[str, Tools], Calls]] = {
     "hermes": _hermes, "qwen-xml": _qwen_xml, "glm": _glm, "deepseek": _deepseek, "gemma": _gemma, "lfm": _lfm,
     "mistral": _mistral, "llama": _llama,
 }  # fmt: skip
-"""By notation."""
+"""The parser of each notation."""
 
 CHANNELS = ("harmony", "atem")
-"""Notations that write each part of a turn into a channel of its own."""
+"""Notations that write each part of a turn into a separate channel."""
 
 NOTATIONS = (*PARSERS, *CHANNELS)
 

@@ -1,7 +1,7 @@
 """Values inside a tool call, read strictly: JSON, and the notations of Gemma and LFM.
 
-Called by the parsers of the notations. The policy may write anything, so nesting and digits are limited before Python's own
-limits, which differ between machines and call depths, and every fault is `Malformed`.
+Called by the parsers of the notations. The policy may write anything. Our limits on nesting and digits are below those
+of Python, which differ between machines and call depths. Every fault is a `Malformed`.
 """
 
 import json
@@ -10,16 +10,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 MAX_DEPTH = 32
-"""Nested lists and objects."""
+"""Limit on the nesting of lists and objects."""
 
 MAX_DIGITS = 64
-"""Digits of a whole number."""
+"""Limit on the digits of a whole number."""
 
 MAX_NAME = 256
-"""Characters of the name of a tool or an argument."""
+"""Limit on the characters in the name of a tool or an argument."""
 
 _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*+(?:"|\\?\Z)', re.DOTALL)
-"""A text in JSON. One that is not closed matches too, so that a long turn is read once, not once for each quote in it."""
+"""A JSON string. One that is not closed matches, too, so that a long turn is read once and not once for each quote."""
 _SINGLE = re.compile(r"((?:[^'\\]|\\.)*+)'", re.DOTALL)
 _ESCAPE = re.compile(r"\\(.)", re.DOTALL)
 _ESCAPED = {"n": "\n", "r": "\r", "t": "\t"}
@@ -29,7 +29,7 @@ _WORDS = {"true": True, "false": False, "null": None, "True": True, "False": Fal
 
 
 class Malformed(Exception):
-    """Not what the notation allows; the text says why, in a few words."""
+    """A text that the notation does not allow. The message says why, in a few words."""
 
 
 def read_json(text: str) -> Any:
@@ -55,7 +55,8 @@ def read_object(text: str) -> dict[str, Any]:
 
 
 def tagged(text: str, opening: str, middle: str, closing: str) -> dict[str, str]:
-    """Keys and values between three marks, such as <parameter=, > and </parameter>. One that is not closed is left out."""
+    """Keys and values between three marks, such as <parameter=, > and </parameter>. Pairs that are not closed are left
+    out."""
     told = {}
     for piece in text.split(opening)[1:]:
         key, _, rest = piece.partition(middle)
@@ -66,7 +67,7 @@ def tagged(text: str, opening: str, middle: str, closing: str) -> dict[str, str]
 
 
 def typed(name: str, texts: Mapping[str, str], tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Arguments written as plain text, by the types that the tool's schema gives; text where it gives none."""
+    """Arguments written as plain text, read as the types in the tool's schema; text if it gives none."""
     properties: Any = {}
     for tool in tools:
         function = tool.get("function", tool)
@@ -88,8 +89,8 @@ class Reader:
     """Reads `key=value` or `key:value` lists with quoted texts, from left to right."""
 
     def __init__(self, text: str, sign: str, quote: str) -> None:
-        """`sign` is between key and value. `quote` delimits texts. Where it is `'`, texts have escapes, and those of JSON
-        are read, too."""
+        """`sign` separates key and value. `quote` delimits texts. If it is `'`, texts have escapes, and JSON strings are
+        read, too."""
         self.text, self.sign, self.quote, self.at = text, sign, quote, 0
 
     def take(self, mark: str) -> bool:

@@ -34,7 +34,7 @@ def test_a_task_without_answers_has_no_right_player(distant: Make) -> None:
 
 
 def test_an_unknown_task_is_refused(distant: Make) -> None:
-    assert "makes no task basic_arithmetik" in distant("reasoning_gym", task="basic_arithmetik").about["refused"]
+    assert "cannot make task basic_arithmetik" in distant("reasoning_gym", task="basic_arithmetik").about["refused"]
 
 
 def test_a_task_that_depends_on_the_hash_seed_stays_with_the_host(distant: Make) -> None:

@@ -76,5 +76,5 @@ def test_what_the_adapter_cannot_do_is_refused_by_name(distant: Make) -> None:
 
 def test_replies_that_differ_are_found_when_turns_are_played_again(distant: Make) -> None:
     clock = distant("verifiers_v0", id="v0-guess", args={"fault": "clock"})
-    assert "is not deterministic: the same turns were answered" in clock.play(1, "5", "6")["raised"]
+    assert "is not deterministic: to the same turns it answered" in clock.play(1, "5", "6")["raised"]
     assert next(finding for finding in clock.ask("check") if finding[0] == "replay")[1] == "failed"

@@ -71,10 +71,10 @@ def test_a_check_passes_them(distant: Make) -> None:
 
 
 def test_what_the_adapter_cannot_do_is_refused_by_name(distant: Make) -> None:
-    assert "tasks without end" in distant("verifiers_v1", id="v1-duel").about["refused"]
+    assert "endless tasks" in distant("verifiers_v1", id="v1-duel").about["refused"]
     assert "no agent centre" in distant("verifiers_v1", id="v1-duel", tasks=3, seat="centre").about["refused"]
     assert "opponent = 'clever'" in distant("verifiers_v1", id="v1-duel", tasks=3, opponent="clever").about["refused"]
     untrained = distant("verifiers_v1", id="v1-duel", tasks=3, args={"trains": ""}).play(0)
-    assert "trains none of its agents" in untrained["raised"]
+    assert "does not train any agent" in untrained["raised"]
     harness = {"left": {"harness": {"id": "codex"}}}
     assert "in the harness codex" in distant("verifiers_v1", id="v1-duel", tasks=3, args=harness).about["refused"]
