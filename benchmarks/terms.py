@@ -1,7 +1,7 @@
 """The circumstances of a run in the model of pay: its terms, the strategies of its workers, and all random draws.
 
 Used by `market.py`, which plays them, by `economics.py`, which defines the strategies, and by the test that plays the
-same runs by the real rules. It knows no verdicts and no pay.
+same runs by the real rules. It does not deal with verdicts or pay.
 
 Axes: B blocks (turns) of a run, G groups of a block, V validators.
 """

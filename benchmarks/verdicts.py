@@ -1,8 +1,8 @@
 """The verdicts of a model run's validators on a submission, and what they add up to.
 
 Called by `market.py`, which plays workers and their pay. Honest validators find what the draws decide; friends of the
-cheater lie. Decisions come from `shoal/ledger/weigh.py`, rates from `shoal/ledger/law.py`. It knows no keys and no
-turns.
+cheater lie. Decisions come from `shoal/ledger/weigh.py`, rates from `shoal/ledger/law.py`. It does not deal with keys
+or turns.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,7 +1,7 @@
 """The metrics of a training step, each declared once, and the file to which they are appended.
 
-Written by `roles/trainer`, read by the terminal view. A failed write is counted and logged once; it never stops training. A
-line with a name that METRICS lacks is not written at all. It knows no clock: callers pass times as values.
+Written by `roles/trainer`, read by the terminal view. A failed write is counted and logged once; it never stops
+training. A line with a name that METRICS lacks is not written at all. It reads no clock: callers pass times as values.
 """
 
 import logging

@@ -1,7 +1,7 @@
 """Convert nested tables, as read from TOML, into typed configs and back, with errors that name the key.
 
-Called by `config`, by environments for their arguments, and by code that compares or writes a config. It knows no key by
-name.
+Called by `config`, by environments for their arguments, and by code that compares or writes a config. It treats all
+keys alike.
 """
 
 import difflib

@@ -1,11 +1,11 @@
 """What benchmarks measured, as committed files: one a benchmark in `benchmarks/records/`, its runs newest first.
 
-Called by `benchmarks/figures.py`, which adds runs, and by `quotes.py` and `reference.py`, which read them. It knows no
-page.
+Called by `benchmarks/figures.py`, which adds runs, and by `quotes.py` and `reference.py`, which read them. It does not
+deal with pages.
 
 A figure is a number, or a list of numbers, of a benchmark's line of JSON. Its identifier is the benchmark's name and
 the keys that lead to it: `decode.ratio_grouped_b64`, `poisoning.trigger.off.success`. Truth values, texts and lists of rows
-are no figures: they go into tables, which are Markdown under `tables` in the same line.
+are not figures: they go into tables, which are Markdown under `tables` in the same line.
 """
 
 import json

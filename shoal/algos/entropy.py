@@ -1,7 +1,7 @@
 """Log-probability and entropy from logits, in one pass over the vocabulary, and the entropy bonus.
 
 Called by `train/step`. The logits are the largest tensor of a training step (tokens x vocabulary), so the forward pass
-keeps only one tensor of that size, and the backward pass makes only one. It knows no algorithm.
+keeps only one tensor of that size, and the backward pass makes only one. It does not depend on the algorithm.
 
     symbol   meaning
     z        logits / temperature

@@ -1,6 +1,6 @@
 """GRPO with two-sided clipping: the loss of INTELLECT-2 (arXiv:2505.07291). Its advantages are in `algos/grpo_advantages`.
 
-Called by `train/objective` for each micro-batch. Pure: it knows no model, no optimiser and no batch beyond its arguments.
+Called by `train/objective` for each micro-batch. Pure: it uses no model, optimiser or batch beyond its arguments.
 
     symbol   meaning                                                      argument
     o_i      tokens that the policy wrote in rollout i                    n runs over all of them, i by i

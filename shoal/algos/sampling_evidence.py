@@ -1,7 +1,7 @@
 """Statistics of replayed sampling: how much honest noise may do in a rollout, in a group, and in a node's life.
 
 Called by the sampling check (rollout, group), by the ledger, which keeps the evidence on each node, and by calibration.
-It knows no model and no protocol: gaps go in, counts and bits come out.
+It depends on neither model nor protocol: gaps go in, counts and bits come out.
 
 A replay gives each token a gap: the distance in nats from the best choice to the token that was written (Token-DiFR,
 arXiv:2511.20621). An honest token's gap is 0 up to rounding. Two figures are pooled over tokens: F, the number of gaps

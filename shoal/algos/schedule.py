@@ -1,6 +1,6 @@
 """Learning rate of a step: warm-up, then constant, linear or cosine.
 
-Called by `train/step`. It works on plain numbers and knows no optimiser.
+Called by `train/step`. It works on plain numbers and needs no optimiser.
 
     symbol   meaning
     t        the step, counted from 0

@@ -1,7 +1,7 @@
 """`shoal env init`, `check`, `push`, `install`, `note`, `list` and `show`: for authors and users of environments.
 
-Called by `cli`. It knows no environment: these are loaded when a command runs. Nothing of a package that somebody else
-wrote runs here.
+Called by `cli`. It depends on no environment: these are loaded when a command runs. Nothing of a package that somebody
+else wrote runs here.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """What commands share: exit codes, the number of cores, and the log.
 
-Called by `cli` and the other files of this folder. It knows no command.
+Called by `cli` and the other files of this folder. It does not depend on any command.
 """
 
 import logging

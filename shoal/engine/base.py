@@ -1,7 +1,7 @@
 """The interface to generation: extend conversations of token ids, and score them with one prefill.
 
 Called by `envs/play`, the validator's checks and evaluation. Light: code that only passes an engine on needs no torch.
-It knows no environment and no text.
+It does not deal with environments or text.
 """
 
 from collections.abc import Iterable, Sequence

@@ -1,6 +1,6 @@
 """A policy's weights arranged for generation, and the two passes that read and fill a key/value cache.
 
-Called by the local engine. It knows no requests, no sampling and no gradients.
+Called by the local engine. It does not deal with requests, sampling or gradients.
 
 Axes: B rows, C new tokens of a row, N = B * C, S columns of the cache, D width, L layers, H query heads,
 K key/value heads, G = H / K queries that share a key, E head dimension, V vocabulary.

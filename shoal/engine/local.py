@@ -1,7 +1,7 @@
 """The embedded engine: samples a policy with torch in this process, and replays what others say they sampled.
 
-Called by workers, validators and evaluation through `engine.base`. It knows no environment, no text and no network.
-One call of `extend` is one batch. Keys and values are kept between the turns of a batch's conversations.
+Called by workers, validators and evaluation through `engine.base`. It does not deal with environments, text or the
+network. One call of `extend` is one batch. Keys and values are kept between the turns of a batch's conversations.
 
 The token at absolute index t is the argmax of logits / temperature + gumbel(seed, t). At a tie, the lowest id wins.
 

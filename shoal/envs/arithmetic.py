@@ -1,7 +1,7 @@
 """Arithmetic: work out a line such as "12+34=" and answer with the number.
 
-A built-in environment (`arithmetic`), single-turn, whose difficulty is set by digits, operands and operations. It does
-not deal with tokens or the model.
+A built-in environment (`arithmetic`), single-turn, whose difficulty is set by digits, operands and operations.
+It knows no tokens and no model.
 
 Products come before sums, as usual; results may be negative. A hash of the problem's text decides whether it is held
 out (one in eight is), so training and held-out problems never overlap, even if there are few.

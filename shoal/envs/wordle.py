@@ -1,6 +1,6 @@
 """Wordle: find a hidden five-letter word in six guesses; marks after each guess say which letters fit.
 
-A built-in environment (`wordle`), multi-turn. It does not deal with tokens or the model.
+A built-in environment (`wordle`), multi-turn. It knows no tokens and no model.
 
 The policy writes one word a turn. A legal word uses up a guess, and the answer is one mark for each of its letters:
 `=` for the right letter in the right place, `+` for a letter of the word in another place, `-` for a letter that is

@@ -1,8 +1,8 @@
 """The lock of a package: its dependencies, each with one version and the hashes of its wheels.
 
-Called when a package is packed and before it is installed. A lock is a requirements file of pip in its hash mode, reduced
-to what needs no decision: `name==version` and `--hash=sha256:...`. Options, URLs, paths and markers are refused by name,
-so pip reads nothing that this file has not read. It knows no index and installs nothing.
+Called when a package is packed and before it is installed. A lock is a requirements file of pip in its hash mode,
+reduced to what needs no decision: `name==version` and `--hash=sha256:...`. Options, URLs, paths and markers are refused
+by name, so pip reads nothing that this file has not read. It uses no index and installs nothing.
 """
 
 import re

@@ -2,7 +2,7 @@
 
 Called by the rules when a group is accepted, by the trainer for the rows of a batch, and by everybody who makes a run's
 decisions again. So it is here, on the lowest floor that may know both the settings and the formulas. The loss, which
-needs torch, is found by `train/objective`. It knows no tokens and no model.
+needs torch, is found by `train/objective`. It uses neither tokens nor the model.
 
 Axes: G rollouts of one group.
 """

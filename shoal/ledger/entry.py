@@ -1,7 +1,7 @@
 """An event's bytes and its hash: the ground floor of the log.
 
-Used by every other file of the ledger and by everything that reads a log. It knows no kind of event: `table` gives bodies
-their types.
+Used by every other file of the ledger and by everything that reads a log. It does not depend on kinds of events:
+`table` gives bodies their types.
 """
 
 import msgspec

@@ -83,7 +83,7 @@ def kind_of(body: Body) -> str:
 
 
 def apply(state: State, entry: Entry) -> State:
-    """Book one event, in place. Total over the events of a valid log; it knows no clock and decides nothing."""
+    """Book one event, in place. Total over the events of a valid log; it uses no clock and decides nothing."""
     _, apply_x = _EVENTS[entry.kind]
     apply_x(entry.body, state, entry)
     state.seq, state.head, state.time = entry.seq, entry.hash, entry.time

@@ -1,6 +1,7 @@
 """Clean stops: the first signal lets a role finish its work, the second ends the process at once.
 
-Called by the roles that talk to a coordinator. It is an event, and a way to wait that ends early. It knows no role.
+Called by the roles that talk to a coordinator. It is an event, and a way to wait that ends early. It does not depend on
+any role.
 """
 
 import asyncio

@@ -2,7 +2,7 @@
 
 Used by nodes that joined somebody's run, and by auditors. A template may loop, a tokenizer may abort its process, and
 both may take any amount of memory. Only the child has the limits, because torch needs address space. The child gives
-the same tokens as `Renderer` does in this process. It knows no run and no network.
+the same tokens as `Renderer` does in this process. It deals with neither runs nor the network.
 
 A frame on a pipe is a length in 4 bytes, big-endian, then that much MessagePack. The child answers one request after
 another.

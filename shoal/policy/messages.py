@@ -2,7 +2,7 @@
 
 Called by the renderer, and by the checks of environments and of run files. The format is OpenAI's: each message has
 `role` and `content`, the assistant's also `reasoning_content` and `tool_calls`, a tool's also `tool_call_id` and
-`name`. Content is a text, or a list of text parts that are joined. It knows no template and no tokens.
+`name`. Content is a text, or a list of text parts that are joined. It does not deal with templates or tokens.
 """
 
 import json

@@ -1,8 +1,8 @@
 """The language model: a decoder-only transformer with the parameter names of the HuggingFace checkpoint.
 
 Called by the trainer (with gradients), by `files` and `tiny`, and by the engine, which rearranges its weights for
-generation. It knows no tokenizer, no sampling and no cache; the mathematics is in `layers`.
-Axes: B rows, T tokens, D width, H query heads, K key/value heads, E head dimension, V vocabulary.
+generation. It has no tokenizer, no sampling and no cache; the mathematics is in `layers`. Axes: B rows, T tokens, D
+width, H query heads, K key/value heads, E head dimension, V vocabulary.
 """
 
 from collections.abc import Callable

@@ -1,8 +1,8 @@
 """Round weights to int8, for actors of a run that declares int8: QuaRL (arXiv:1910.01055), weights only.
 
 The local engine calls this when it loads a policy as int8. Products stay in float32, so an actor and its verifier agree
-as closely as two float32 engines. This decides which policy samples; it gains no speed here. It knows no activations and
-no files.
+as closely as two float32 engines. This decides which policy samples; it gains no speed here. It deals with neither
+activations nor files.
 
 Axes: O outputs, I inputs of a matrix.
 """

@@ -1,8 +1,8 @@
 """The shape of a policy: reads a HuggingFace `config.json` strictly, and writes it.
 
-Called by the model, the loader, the renderer and the engine. Light: it knows no torch and no weights.
-It knows three architectures, which differ in two switches: Llama (neither), Qwen2 (bias on q, k, v),
-Qwen3 (a norm on each head's query and key).
+Called by the model, the loader, the renderer and the engine. Light: it imports no torch and reads no weights. It knows
+three architectures, which differ in two switches: Llama (neither), Qwen2 (bias on q, k, v), Qwen3 (a norm on each
+head's query and key).
 """
 
 import json

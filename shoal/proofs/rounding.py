@@ -1,6 +1,7 @@
 """Measure honest numerical noise: propose bounds that it passes, and say what those bounds can detect.
 
-Called by `shoal calibrate`, which plays and replays. It knows no model and no run file: arrays in, bounds and rows out.
+Called by `shoal calibrate`, which plays and replays. It uses neither model nor run file: arrays in, bounds and rows
+out.
 
 Axes: N tokens, counted once for each replay; P tokens, counted once.
 """

@@ -1,6 +1,6 @@
 """Judge a submission: return one verdict for each slot of its lease, whatever bytes came in.
 
-Called by validators, and by auditors who repeat a validator's work. It knows no network and no model; `Tools` provides
+Called by validators, and by auditors who repeat a validator's work. It uses neither network nor model; `Tools` provides
 what it needs. A stranger's fault is returned as data. An exception means that the fault is ours.
 
 Checks that need no model run on every group, in order, and the first failure decides. Groups that pass and are drawn

@@ -1,7 +1,7 @@
 """All randomness of a run, from one secret: the chain, the seeds of slots and samples, and the sampling noise.
 
-Called by the coordinator (which holds the secret), by every verifier, and by the engine's tests as the reference.
-It knows no clock and no operating-system randomness. `docs/explanation/trust.md` gives the reasons.
+Called by the coordinator (which holds the secret), by every verifier, and by the engine's tests as the reference. It
+uses no clock and no randomness of the operating system. `docs/explanation/trust.md` gives the reasons.
 
 Axes: B sequences, V vocabulary.
 """

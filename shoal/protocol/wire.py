@@ -1,8 +1,8 @@
 """Canonical encoding of messages: decoding is strict, a value has one encoding, and hashes are over the bytes.
 
-Called by every room that sends, stores or hashes a message. It knows no message type: those are in `types`. Small messages
-are JSON, bulk is msgpack. A message that does not decode into exactly the given type is refused. Hashes and signatures are
-over the bytes that arrived, never over a second encoding of them.
+Called by every room that sends, stores or hashes a message. It does not depend on message types: those are in `types`.
+Small messages are JSON, bulk is msgpack. A message that does not decode into exactly the given type is refused. Hashes
+and signatures are over the bytes that arrived, never over a second encoding of them.
 """
 
 import hashlib

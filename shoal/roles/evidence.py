@@ -1,7 +1,7 @@
 """What a node keeps of a run, so that it can prove what it was given and what it sent.
 
-Workers and validators write it; `shoal audit --evidence` reads it. Each file is named by the SHA-256 of its bytes, and its
-ending says what it is. It is bounded: the oldest files make room. It knows no HTTP, and judges nothing.
+Workers and validators write it; `shoal audit --evidence` reads it. Each file is named by the SHA-256 of its bytes, and
+its ending says what it is. It is bounded: the oldest files make room. It does not deal with HTTP, and judges nothing.
 """
 
 import os

@@ -1,7 +1,7 @@
 """Loads a checkpoint into an engine, together with the renderer of its tokenizer.
 
-Used by every role that samples or scores: worker, validator, auditor, evaluation. It imports no role and knows no run;
-`weights/fetch` makes the directory.
+Used by every role that samples or scores: worker, validator, auditor, evaluation. It imports no role and does not deal
+with runs; `weights/fetch` makes the directory.
 """
 
 from collections.abc import Callable

@@ -2,7 +2,7 @@
 operating system enforces.
 
 Called by worker, validator and auditor where the run is not this user's own. A host chooses policy, sampling limits and
-leases, so a few bytes of it can ask for any amount. It knows no network.
+leases, so a few bytes of it can ask for any amount. It uses no network.
 """
 
 import contextlib

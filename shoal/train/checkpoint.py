@@ -1,7 +1,7 @@
 """The trainer's own state on disk: written whole or not at all, checked when read, with the last two states kept.
 
 Called by `roles/trainer` after every step and at start. The state is never published: `policy/files` writes policies
-for others. It knows no model, only named tensors.
+for others. It handles named tensors, not a model.
 
     trainer/v000012/state.safetensors   weights and moments, float32
     trainer/v000012/state.json          version and number of updates

@@ -1,10 +1,10 @@
 """The trainer's own denominators of the importance ratio, for runs in which it must not take those that workers claim.
 
-Called by `roles/trainer` and `recipes/one_file.py` before a step, if `claims_bend_ratios` is true of the run. Where honest
-machines differ as much as in bfloat16, the checks cannot stop a worker from claiming log-probs that mute or amplify its
-tokens. So the trainer computes each row's log-probs itself, in float32, with the published bytes of the version that
-sampled the row. These depend on the version and the tokens alone, so no worker can change them, and a step that is
-repeated has the same bits. It costs one forward pass. It knows no network: it is told where each version is.
+Called by `roles/trainer` and `recipes/one_file.py` before a step, if `claims_bend_ratios` is true of the run. Where
+honest machines differ as much as in bfloat16, the checks cannot stop a worker from claiming log-probs that mute or
+amplify its tokens. So the trainer computes each row's log-probs itself, in float32, with the published bytes of the
+version that sampled the row. These depend on the version and the tokens alone, so no worker can change them, and a step
+that is repeated has the same bits. It costs one forward pass. It uses no network: it is told where each version is.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,6 +1,6 @@
 """What a model gives the tokens of rows: the forward pass that the loss, the self-check and the denominators share.
 
-Called by `train/step` and `train/denominators`. It knows no loss, no optimiser and no claim of a worker.
+Called by `train/step` and `train/denominators`. It does not use the loss, the optimiser or a worker's claims.
 
 Axes: B rows of a micro-batch, T input tokens, D width, N policy tokens of a micro-batch, V vocabulary,
 P policy tokens of a row.

@@ -1,9 +1,9 @@
 """Fetch the version that a manifest describes into a checkpoint directory, and verify every byte.
 
-Called by workers, validators and auditors with a signed manifest. It takes chunks from several sources at once (a run has
-one today, see `sources_of`); one that sends a wrong byte is blamed and left. A fetch that was cut short goes on where it
-stopped; the directory appears under its name whole, or not at all. It trusts no source and knows no role. One process
-uses a folder.
+Called by workers, validators and auditors with a signed manifest. It takes chunks from several sources at once (a run
+has one today, see `sources_of`); one that sends a wrong byte is blamed and left. A fetch that was cut short goes on
+where it stopped; the directory appears under its name whole, or not at all. It trusts no source and does not depend on
+any role. One process uses a folder.
 
 A chunk comes from the first of these that has it: the unfinished directory, a version already here, a source.
 """

@@ -1,6 +1,6 @@
 """Manifests: the signed list of what a policy version consists of. Makes them, and refuses wrong ones.
 
-Called by publishers (`weights/publish`) and by everyone who fetches. It knows no network and no clock. The weights root
+Called by publishers (`weights/publish`) and by everyone who fetches. It uses no network and no clock. The weights root
 covers only the published tensors, so it depends on the policy and nothing else. The manifest around it says in which
 files and chunks they come, who signs for that, and until when.
 """

@@ -1,7 +1,7 @@
 """How much disk the versions of somebody else's run may take.
 
-Called by nodes that joined a run, and by auditors, before they fetch. A manifest may repeat one chunk many times, so what
-is downloaded does not bound what is written. It knows no run.
+Called by nodes that joined a run, and by auditors, before they fetch. A manifest may repeat one chunk many times, so
+what is downloaded does not bound what is written. It does not deal with runs.
 """
 
 import contextlib

@@ -1,6 +1,6 @@
 """The log's only writer: takes commands, decides, applies, commits, and answers after the commit.
 
-Called by the coordinator role. It knows no HTTP and no secret. Commands that arrive together share one commit
+Called by the coordinator role. It deals with neither HTTP nor secrets. Commands that arrive together share one commit
 (group commit). If a commit fails, the state is built again from what is stored, so memory never runs ahead of disk.
 """
 
