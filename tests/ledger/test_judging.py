@@ -299,7 +299,11 @@ def test_text_that_is_not_paid_does_not_raise_the_rate(tmp_path):
     world.publish()
     serve(world, 60)
     name = world.submit(WORKER, world.lease(WORKER), draw=0.3)
+    before = world.state.members[WORKER].credits
     world.judge(name, by=JUDGES[0], audited=False, rewards=FLAT, tokens=200)
+    assert world.state.members[WORKER].credits == before + 2 * len(FLAT) * 3, (
+        "accepted without an audit, and paid up to the limit"
+    )
 
 
 def test_under_the_rules_before_length_does_not_change_an_audit(tmp_path):
