@@ -140,7 +140,7 @@ def env_push(args: argparse.Namespace) -> None:
     home = node_home()
     about = describe(
         args.folder, index_folder(args.folder)
-    ).about  # what is no package makes neither a registry nor a key
+    ).about  # a folder that is not a package makes neither a registry nor a key
     args.registry.mkdir(parents=True, exist_ok=True)
     registry, key = FolderRegistry(args.registry), load_or_make_key(args.key or home / "author.key")
     if args.new_key:
@@ -224,7 +224,7 @@ def _checked(folder: Path, digest: str) -> Any:
 
     path = str(folder.absolute())
     if env_digest(path) != digest:
-        raise ConfigError(f"{folder} has not the files of this version: check the folder that was pushed")
+        raise ConfigError(f"{folder} does not have the files of this version: check the folder that was pushed")
     findings = check_env(load_env(path, {}))
     failed = tuple(fact(finding.check) for finding in findings if finding.outcome == "failed")
     machine = fact(f"{platform.system()} {platform.machine()} Python {platform.python_version()}")

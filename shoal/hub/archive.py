@@ -88,9 +88,7 @@ def index_folder(folder: Path) -> Index:
     files: list[PackedFile] = []
     for path, found in _walk(folder, ""):
         if len(files) == MAX_FILES:
-            raise ConfigError(
-                f"{folder} has more than {MAX_FILES} files: a package may not hold so many. Put them into one"
-            )
+            raise ConfigError(f"{folder} has more than {MAX_FILES} files, the limit for a package: put them into one")
         sha256, size = _hashed(found)
         files.append(PackedFile(path, size, sha256))
     index = Index(tuple(sorted(files, key=lambda file: file.path)))
@@ -193,7 +191,7 @@ def read_index(archive: BinaryIO, digest: str) -> Index:
     length = int.from_bytes(start[len(MAGIC) :], "big")
     if not start.startswith(MAGIC) or len(start) < len(MAGIC) + 8 or length > MAX_INDEX_BYTES:
         raise PeerError(
-            f"package {digest[:16]}… is no archive of shoal, or has a larger index than {MAX_INDEX_BYTES} bytes"
+            f"package {digest[:16]}… is not an archive of shoal, or its index exceeds {MAX_INDEX_BYTES} bytes"
         )
     body = archive.read(length)
     if domain_hash("package", body).hex() != digest:  # guard: digest-of-the-package
@@ -226,7 +224,7 @@ def unpack(archive: BinaryIO, digest: str, folder: Path) -> Index:
             raise PeerError(f"file {file.path} of package {digest[:16]}… has another digest: it was changed. Use another "
                             "registry")  # fmt: skip
     if archive.read(1):  # guard: nothing-behind-the-files
-        raise PeerError(f"package {digest[:16]}… has bytes behind its files: it was changed. Use another registry")
+        raise PeerError(f"package {digest[:16]}… has bytes after its files: it was changed. Use another registry")
     return index
 
 

@@ -1,9 +1,9 @@
 """Signed words of an author: the catalogue of a package's versions, and changes of the owner's key.
 
-Made by `publish`, read by everyone. A catalogue lists every version of one package under one signature, with a serial that
-grows by each change. So a registry cannot mix old and new lists, leave a version out or bring an old list back without
-being noticed by whoever has seen a newer one. This file says whether the words are well formed and signed; whether the key
-is the right one is for `trust` to say.
+Made by `publish`, read by everyone. A catalogue lists every version of one package under one signature, with a serial
+that grows with each change. So if a registry mixes old and new lists, leaves a version out or brings an old list back,
+everyone who has seen a newer list notices. This file checks that they are well formed and signed; `trust` decides
+whether the key is the right one.
 """
 
 from collections.abc import Sequence

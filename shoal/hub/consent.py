@@ -27,7 +27,7 @@ class Policy(Section, frozen=True):
     authors: tuple[str, ...] = ()
     """Keys of authors whose packages may be installed."""
     digests: tuple[str, ...] = ()
-    """Packages that may be installed, whoever signed them."""
+    """Packages that may be installed, no matter who signed them."""
     max_mb: int = 200
     """Size of a package, and of its downloaded dependencies, in MB."""
     max_dependencies: int = 50

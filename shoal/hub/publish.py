@@ -78,8 +78,8 @@ def push(
 ) -> Pushed:
     """Publish the package in a folder. Pushing the same version again changes nothing.
 
-    Raises `ConfigError` if the folder is no package or the version was published with other files, `PeerError` if the owner
-    is known with another key.
+    Raises `ConfigError` if the folder is not a package or the version was published with other files, `PeerError` if the
+    owner is known with another key.
     """
     with held(registry.folder / ".lock"), _packed(folder, registry) as (packed, put):
         about = describe(folder, packed.files).about

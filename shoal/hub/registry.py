@@ -55,7 +55,7 @@ def open_registry(place: str) -> Registry:
 
 
 def names_of(registry: Registry) -> tuple[str, ...]:
-    """Names of the packages that a registry says it has. Those that are no names are left out."""
+    """Names of the packages that a registry says it has. Malformed names are left out."""
     try:
         names = msgspec.json.decode(registry.read(NAMES, MAX_NAMES_BYTES), type=tuple[str, ...])
     except NothingYet:
@@ -107,7 +107,7 @@ class FolderRegistry:
                 left -= len(part)
             if left or file.read(1):
                 raise PeerError(
-                    f"{self.place}/{path} has not the {size} bytes that its catalogue says: use another registry"
+                    f"{self.place}/{path} does not have the {size} bytes that its catalogue says: use another registry"
                 )
 
     def write(self, path: str, data: bytes) -> None:
@@ -140,5 +140,5 @@ class FolderRegistry:
             raise PeerError(f"cannot read {self.place}/{path}: {cause_of(error)}. Use another registry") from None
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):  # guard: registry-of-plain-files
             os.close(descriptor)
-            raise PeerError(f"{self.place}/{path} is no file: use another registry")
+            raise PeerError(f"{self.place}/{path} is not a file: use another registry")
         return os.fdopen(descriptor, "rb")

@@ -17,7 +17,7 @@ from shoal.net.trouble import Trouble, troubles
 T = TypeVar("T")
 
 ATTEMPTS = 3
-"""An answer that does not come, or ends early, is asked for again until so many have failed."""
+"""How often a request is made, if its answer does not come or ends early."""
 
 PAUSE_S = 1.0
 """Between two attempts."""
@@ -43,7 +43,7 @@ class WebRegistry:
         try:
             parsed = httpx.URL(url)
         except httpx.InvalidURL as error:
-            raise ConfigError(f"{url!r} is no URL ({error}): write https://host/path") from None
+            raise ConfigError(f"{url!r} is not a URL ({error}): write https://host/path") from None
         if (
             parsed.scheme not in ("http", "https")
             or not parsed.host
@@ -52,7 +52,7 @@ class WebRegistry:
             or parsed.fragment
         ):
             raise ConfigError(
-                f"{url!r} is no registry's URL: write https://host/path, without user, query and fragment"
+                f"{url!r} is not the URL of a registry: write https://host/path, without user, query and fragment"
             )
         self.place = url.rstrip("/")
         self._clock, self._sleep = clock, sleep
@@ -89,7 +89,7 @@ class WebRegistry:
                     break
                 into.write(part)
             if taken != size:
-                raise Trouble(f"{self.place}/{path} has not the {size} bytes that its catalogue says")
+                raise Trouble(f"{self.place}/{path} does not have the {size} bytes that its catalogue says")
 
         self._tried(take)
 

@@ -25,7 +25,7 @@ MAX_WHEEL_FILES = 50_000
 """Files of all dependencies together."""
 
 MAX_UNPACKED_RATIO = 20
-"""The dependencies may take so many times more than their wheels, beyond FREE_UNPACKED_BYTES."""
+"""Beyond FREE_UNPACKED_BYTES, the dependencies may take this many times the size of their wheels."""
 FREE_UNPACKED_BYTES = 64 << 20
 
 LOOK_S = 0.2
@@ -154,7 +154,7 @@ def unpack_wheels(wheels: Sequence[Path], folder: Path, max_bytes: int) -> int:
                 for member in members:
                     _unpack(archive, member, wheel, folder)
         except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError) as error:
-            raise PeerError(f"{wheel.name} is no sound wheel ({cause_of(error)}): nothing was installed") from None
+            raise PeerError(f"{wheel.name} is not a sound wheel ({cause_of(error)}): nothing was installed") from None
     return sum(1 for path in folder.rglob("*") if path.is_file())
 
 
@@ -190,4 +190,4 @@ def _unpack(archive: zipfile.ZipFile, member: zipfile.ZipInfo, wheel: Path, fold
 
 
 Downloader = Callable[[Sequence[Requirement], Path, int], "dict[str, Path]"]
-"""Downloads the wheels of dependencies into a folder that it makes, at most so many bytes."""
+"""Downloads the wheels of dependencies into a folder that it makes. The last argument limits their bytes."""

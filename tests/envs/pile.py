@@ -37,7 +37,7 @@ class PileGame(Env):
 
     def players(self):
         def right(state, rng):
-            """The seat that learns leaves a multiple of three; the other one always takes a stone."""
+            """The seat that learns leaves a multiple of three. The other seat always takes one stone."""
             return "a" if state.stones % 3 == 2 and state.mover == state.learner else "go"
 
         return {"right": right, "wrong": lambda state, rng: rng.choice(["a", "go"])}

@@ -78,7 +78,7 @@ def test_the_headline_is_the_success_rate_if_the_environment_has_one(answering_e
     assert nearly.mean < 0.1 < nearly.reward.mean
 
 
-def test_the_headline_is_the_reward_otherwise_and_training_tasks_replace_missing_heldout_ones(
+def test_the_headline_is_else_the_reward_and_training_tasks_replace_missing_heldout_ones(
     answering_engine, renderer, sampling
 ):
     found = evaluate(answering_engine(lambda text: "yes"), renderer, Ask(), 10, 0, sampling)

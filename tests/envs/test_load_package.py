@@ -90,7 +90,7 @@ def test_an_opener_makes_the_environment_of_an_installed_package(bob: Path) -> N
     assert package.digest == env_digest(NAME) and [path.name for path in paths] == ["package", "dependencies"]
 
 
-def test_a_host_cannot_exchange_a_package_under_its_name(bob: Path) -> None:
+def test_a_host_cannot_replace_a_package_under_its_name(bob: Path) -> None:
     """The digest of the run counts, not what the name means here."""
     other = msgspec.structs.replace(spec(), digest="a" * 64)
     with pytest.raises(ConfigError, match=r"uses the package ann/parrot@0\.1\.0 \(a{16}…\), which is not installed"):
@@ -116,6 +116,6 @@ def test_a_package_that_was_changed_on_the_disk_is_not_loaded(author: Author) ->
         load_env(NAME, {})
 
 
-def test_a_package_that_is_not_installed_is_one_line(author: Author) -> None:
+def test_a_package_that_is_not_installed_is_refused_in_one_line(author: Author) -> None:
     with pytest.raises(ConfigError, match=r"shoal env install ann/none@1\.0\.0"):
         load_env("ann/none@1.0.0", {})

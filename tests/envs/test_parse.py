@@ -121,7 +121,7 @@ def test_reasoning_that_the_prompt_began_and_that_is_cut_short_is_reasoning() ->
         ("atem", " to=f<|message|>{}", "<atem:invoke ...> is missing"),
     ],
 )  # fmt: skip
-def test_a_malformed_call_is_a_problem_and_no_call(notation: str, text: str, says: str) -> None:
+def test_a_malformed_call_is_a_problem_and_not_a_call(notation: str, text: str, says: str) -> None:
     found = parse(text, notation)
     assert found.calls == () and len(found.problems) == 1 and says in found.problems[0]
     assert "\n" not in found.problems[0] and len(found.problems[0]) <= 200

@@ -99,7 +99,7 @@ def test_edited_policy_token_is_refused_or_only_changes_the_policys_own_text(tal
 
 
 def independent_reward(talk: Conversation, tokens: list[int]) -> float:
-    """Score of the guesses that stand in a token list, read off without conversation or replay."""
+    """Score of the guesses in a list of tokens, computed without conversation or replay."""
     env, state = talk.env, talk.env.reset(talk.task)[0]
     turn: list[int] = []
     for token, author in zip(tokens, talk.author, strict=True):

@@ -259,7 +259,7 @@ def test_a_system_prompt_of_the_run_opens_the_view_of_each_seat(renderer: Render
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_no_lie_about_rows_passes_replay(lie: str, thinker: Renderer, renderer: Renderer) -> None:
+def test_no_false_claim_about_rows_passes_replay(lie: str, thinker: Renderer, renderer: Renderer) -> None:
     for env, by in ((pile.environment(), renderer), (musing.environment(), thinker)):
         for who in ("right", "wrong"):
             rollout = scripted(env, by, 3, who).rollout(0)

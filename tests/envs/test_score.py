@@ -82,7 +82,7 @@ def test_parts_times_their_weights_and_the_rewards_of_turns_are_the_reward(rende
     assert talk.turn_rewards == [0.25, 0.0]
 
 
-def test_a_run_file_may_weigh_the_parts_otherwise(renderer: Renderer) -> None:
+def test_a_run_file_may_give_the_parts_other_weights(renderer: Renderer) -> None:
     env = with_settings(Parts(), EnvConfig("parts", weights={"brief": -0.5}))
     assert talk_of(env, renderer, "no", "yes").reward == pytest.approx(0.25 + 1.0 - 0.5)
     with pytest.raises(

@@ -62,7 +62,7 @@ def test_what_a_description_names_must_be_in_the_package(key: str, tmp_path) -> 
         describe(tmp_path, index_folder(tmp_path))
 
 
-def test_names_and_versions() -> None:
+def test_names_versions_and_digests_are_read() -> None:
     assert is_name("ann/guess-number") and not is_name("ann/guess_number") and not is_name("a" * 40 + "/b")
     assert is_version("0.10.2") and not is_version("1.2.3\n") and not is_version("\u0661.0.0")
     assert order_of("1.10.0") > order_of("1.9.9")

@@ -52,10 +52,10 @@ def test_mistakes_are_one_line(shoal, tmp_path: Path) -> None:
     shoal("init", NAME)
     for words, said in (
         (("init", NAME), "exists already"),
-        (("init", "Ann/B"), "no name of a package"),
+        (("init", "Ann/B"), "not a package name"),
         (("push", "none", "--registry", "hub"), "cannot read none"),
         (("install", NAME, "--registry", "none"), "there is no registry at none"),
-        (("show", "ann", "--registry", "backwards"), "names no package"),
+        (("show", "ann", "--registry", "backwards"), "is not a package"),
         (("show", NAME, "--registry", "backwards"), "has no names/ann/backwards/catalogue.json"),
     ):
         code, text = shoal(*words)
@@ -70,7 +70,7 @@ def test_a_changed_folder_needs_a_new_version_and_a_version_can_be_withdrawn(sho
     code, said = shoal("push", "backwards", "--registry", "hub")
     assert code == 2 and "raise version in environment.toml" in said
     code, said = shoal("note", f"{NAME}@0.1.0", "--registry", "hub", "--check", "backwards")
-    assert code == 2 and "has not the files of this version" in said
+    assert code == 2 and "does not have the files of this version" in said
     assert shoal("push", "backwards", "--registry", "hub", "--withdraw", "too easy")[0] == 0
     assert "withdrawn: too easy" in shoal("show", f"{NAME}@0.1.0", "--registry", "hub")[1]
 

@@ -38,17 +38,6 @@ YES = Consent(None, lambda _: True)
 
 
 @pytest.fixture
-def author(tmp_path: Path) -> Author:
-    return Author(tmp_path / "ann")
-
-
-@pytest.fixture
-def registry(tmp_path: Path) -> FolderRegistry:
-    (tmp_path / "registry").mkdir()
-    return FolderRegistry(tmp_path / "registry")
-
-
-@pytest.fixture
 def home(tmp_path: Path) -> Path:
     return tmp_path / "bob"
 
@@ -213,7 +202,7 @@ def test_a_policy_limits_dependencies(author: Author, registry: FolderRegistry, 
 # --- hostile registries, authors and wheels ---
 
 
-def test_an_archive_that_was_exchanged_is_refused_by_name(author: Author, registry: FolderRegistry, home: Path) -> None:
+def test_an_archive_that_was_replaced_is_refused_by_name(author: Author, registry: FolderRegistry, home: Path) -> None:
     first, second = author.push(registry).release, author.push(registry, version="0.2.0", words="x y z").release
     (registry.folder / archive_path(first.digest)).write_bytes(
         (registry.folder / archive_path(second.digest)).read_bytes()
@@ -223,7 +212,9 @@ def test_an_archive_that_was_exchanged_is_refused_by_name(author: Author, regist
     assert nothing_installed(home)
 
 
-def test_a_package_that_calls_itself_otherwise_is_refused(author: Author, registry: FolderRegistry, home: Path) -> None:
+def test_a_package_that_gives_itself_another_name_is_refused(
+    author: Author, registry: FolderRegistry, home: Path
+) -> None:
     release = author.push(registry, name="ann/other").release
     registry.write(catalogue_path(NAME), to_json(sign(Catalogue(NAME, 1, 1, (release,)), author.key, words.CATALOGUE)))
     with pytest.raises(PeerError, match=r"calls itself ann/other 0\.1\.0"):
@@ -321,7 +312,7 @@ def test_links_bombs_and_torn_wheels_are_refused(tmp_path: Path, monkeypatch) ->
         unpack_wheels([many], tmp_path / "out3", 1 << 20)
     torn = tmp_path / "torn-1-py3-none-any.whl"
     torn.write_bytes(bomb.read_bytes()[:-40])
-    with pytest.raises(PeerError, match="no sound wheel"):
+    with pytest.raises(PeerError, match="not a sound wheel"):
         unpack_wheels([torn], tmp_path / "out4", 1 << 24)
     clash = hostile_wheel(tmp_path / "d", [("a", b""), ("a/b", b"")])
     with pytest.raises(PeerError, match="a file where another wheel has a folder"):
@@ -332,7 +323,7 @@ def test_a_wheel_that_lies_about_its_size_unpacks_no_more_than_it_says(tmp_path:
     wheel = hostile_wheel(tmp_path / "a", [("bomb.bin", b"\0" * (8 << 20))])
     data = wheel.read_bytes().replace((8 << 20).to_bytes(4, "little"), (100).to_bytes(4, "little"))
     wheel.write_bytes(data)
-    with pytest.raises(PeerError, match="no sound wheel"):
+    with pytest.raises(PeerError, match="not a sound wheel"):
         unpack_wheels([wheel], tmp_path / "out", 1 << 20)
     assert sum(path.stat().st_size for path in (tmp_path / "out").rglob("*")) <= 200
 

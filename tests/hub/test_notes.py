@@ -74,7 +74,7 @@ def test_forged_notes_and_notes_on_other_files_are_left_out(registry: FolderRegi
     assert [one.note.said for one in heard(registry)] == [Rated(True)]
 
 
-def test_an_author_is_no_witness_of_the_check(registry: FolderRegistry) -> None:
+def test_an_authors_own_note_does_not_count_as_a_check(registry: FolderRegistry) -> None:
     ann = Key.generate()
     others = [Key.generate() for _ in range(3)]
     said = [(ann, PASSED), (others[0], PASSED), (others[1], FAILED), (others[2], PASSED), (others[2], Rated(True))]

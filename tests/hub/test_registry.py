@@ -38,17 +38,6 @@ NAME = "ann/parrot"
 
 
 @pytest.fixture
-def author(tmp_path: Path) -> Author:
-    return Author(tmp_path / "ann")
-
-
-@pytest.fixture
-def registry(tmp_path: Path) -> FolderRegistry:
-    (tmp_path / "registry").mkdir()
-    return FolderRegistry(tmp_path / "registry")
-
-
-@pytest.fixture
 def reader(tmp_path: Path) -> Trust:
     return Trust(tmp_path / "reader" / "authors.json")
 
@@ -56,6 +45,15 @@ def reader(tmp_path: Path) -> Trust:
 def forge(registry: FolderRegistry, catalogue: Catalogue, key: Key) -> None:
     """Put a catalogue that this key signs into a registry, past all checks."""
     registry.write(catalogue_path(catalogue.name), to_json(sign(catalogue, key, words.CATALOGUE)))
+
+
+def taken_over(author: Author, registry: FolderRegistry, reader: Trust) -> Key:
+    """A reader knows the author's package, and another key signs a newer catalogue of it. Returns that key."""
+    author.push(registry)
+    read_catalogue(registry, NAME, reader)
+    eve = Key.generate()
+    forge(registry, Catalogue(NAME, 9, 1, catalogue_of(registry).releases), eve)
+    return eve
 
 
 def catalogue_of(registry: FolderRegistry) -> Catalogue:
@@ -200,10 +198,7 @@ def test_a_huge_catalogue_is_not_read(author: Author, registry: FolderRegistry, 
 def test_another_key_under_a_known_owner_is_refused_by_name(
     author: Author, registry: FolderRegistry, reader: Trust
 ) -> None:
-    author.push(registry)
-    read_catalogue(registry, NAME, reader)
-    eve = Key.generate()
-    forge(registry, Catalogue(NAME, 9, 1, catalogue_of(registry).releases), eve)
+    eve = taken_over(author, registry, reader)
     with pytest.raises(PeerError, match=f"ann signs with the key {eve.public[:16]}"):
         read_catalogue(registry, NAME, reader)
     forge(registry, Catalogue("ann/new", 1, 1, ()), eve)  # also for a name that was never seen
@@ -275,10 +270,7 @@ def test_a_change_of_key_reaches_a_second_registry(
 def test_a_change_of_key_that_another_key_signed_is_refused(
     author: Author, registry: FolderRegistry, reader: Trust
 ) -> None:
-    author.push(registry)
-    read_catalogue(registry, NAME, reader)
-    eve = Key.generate()
-    forge(registry, Catalogue(NAME, 2, 1, catalogue_of(registry).releases), eve)
+    eve = taken_over(author, registry, reader)
     change = KeyChange("ann", author.key.public, eve.public, 1)
     registry.write(keys_path(NAME), to_json([sign(change, eve, words.KEY_CHANGE)]))
     with pytest.raises(PeerError, match="not signed by the key that it replaces"):
@@ -293,7 +285,7 @@ def test_a_key_that_names_two_successors_is_refused(author: Author, registry: Fo
         reader.admit(Opened(opened.catalogue, changes[0].new, opened.digest), changes)
 
 
-def test_changes_that_run_in_a_circle_end(author: Author, registry: FolderRegistry, reader: Trust) -> None:
+def test_following_key_changes_in_a_circle_ends(author: Author, registry: FolderRegistry, reader: Trust) -> None:
     author.push(registry)
     opened = read_catalogue(registry, NAME, reader)
     a, b = author.key.public, Key.generate().public
@@ -313,7 +305,7 @@ def test_too_many_changes_are_refused() -> None:
         open_changes(to_json(changes), "ann")
 
 
-def test_names_that_are_no_names_are_left_out(registry: FolderRegistry) -> None:
+def test_malformed_names_are_left_out(registry: FolderRegistry) -> None:
     registry.write("names.json", to_json(["ann/parrot", "../../etc", "\x1b[2J", "a/b/c"]))
     assert names_of(registry) == ("ann/parrot",)
 
@@ -321,7 +313,7 @@ def test_names_that_are_no_names_are_left_out(registry: FolderRegistry) -> None:
 def test_a_registry_of_links_and_pipes_is_not_followed(registry: FolderRegistry, tmp_path: Path) -> None:
     (registry.folder / "packages").mkdir()
     os.mkfifo(registry.folder / archive_path("a" * 64))
-    with pytest.raises(PeerError, match="is no file"):
+    with pytest.raises(PeerError, match="is not a file"):
         registry.read(archive_path("a" * 64), 10)
     (registry.folder / archive_path("b" * 64)).symlink_to("/etc/passwd")
     with pytest.raises(PeerError, match="cannot read"):
@@ -360,7 +352,7 @@ def test_a_static_web_server_is_a_registry(author: Author, registry: FolderRegis
     with pytest.raises(PeerError, match="more than 10 bytes"):
         web.read(catalogue_path(NAME), 10)
     for size in (release.size_bytes - 1, release.size_bytes + 1):
-        with pytest.raises(PeerError, match=f"has not the {size} bytes"):
+        with pytest.raises(PeerError, match=f"does not have the {size} bytes"):
             WebRegistry(url, sleep=lambda _: None).copy(archive_path(release.digest), size, io.BytesIO())
 
 
@@ -395,12 +387,12 @@ def test_an_endless_answer_ends_at_its_limit() -> None:
         web(lambda _: httpx.Response(200, content=endless())).read(catalogue_path(NAME), 100_000)
     assert len(sent) < 10
     into = io.BytesIO()
-    with pytest.raises(PeerError, match="has not the 100000 bytes"):
+    with pytest.raises(PeerError, match="does not have the 100000 bytes"):
         web(lambda _: httpx.Response(200, content=endless())).copy(archive_path("a" * 64), 100_000, into)
     assert len(into.getvalue()) <= 100_000
 
 
-def test_an_answer_that_drips_ends_by_the_clock() -> None:
+def test_an_answer_sent_byte_by_byte_ends_at_a_time_limit() -> None:
     now = [0.0]
 
     def drip() -> Iterator[bytes]:
@@ -428,12 +420,14 @@ def test_a_server_that_fails_for_a_moment_is_asked_again(author: Author, registr
 @pytest.mark.parametrize(
     "place", ["ftp://x/y", "http://user:pw@host/", "http://", "https://host/?q=1", "http://h\0st/"]
 )
-def test_an_address_that_is_no_registry_is_one_line(place: str) -> None:
+def test_an_address_without_a_registry_is_refused_in_one_line(place: str) -> None:
     with pytest.raises(ConfigError):
         open_registry(place)
 
 
-def test_push_and_withdraw_of_what_is_no_package(author: Author, registry: FolderRegistry, tmp_path: Path) -> None:
+def test_push_and_withdraw_of_something_else_are_refused(
+    author: Author, registry: FolderRegistry, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match=r"it has no environment\.toml"):
         (tmp_path / "empty").mkdir()
         push(tmp_path / "empty", registry, author.key, author.home)

@@ -222,7 +222,7 @@ BLOCKED = "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM]);"
 
 @pytest.mark.parametrize("first", ["", IGNORED, BLOCKED])
 def test_a_child_that_loops_ends_with_its_parent(first: str, hostile: Callable[..., Path]) -> None:
-    """Nobody is left to end it but its own alarm, whatever its parent did with that signal."""
+    """Only its own alarm is left to end it, whatever its parent did with that signal."""
     program = (
         "import sys, threading, time; from pathlib import Path; from shoal.policy.contained import *;"
         + first

@@ -272,7 +272,7 @@ def test_a_damaged_config_is_refused(text: str, checkpoint: Path) -> None:
         load_policy(checkpoint)
 
 
-def test_a_directory_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+def test_a_directory_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StateError, match=r"Is .* a model's directory"):
         load_policy(tmp_path)
     with pytest.raises(StateError, match="cannot read"):

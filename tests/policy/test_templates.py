@@ -118,7 +118,7 @@ def test_arguments_decide_whether_thinking_is_kept(name: str) -> None:
 
 
 @pytest.mark.parametrize("part", ["image", "image_url", "input_image", "input_audio", "video", "file"])
-def test_what_is_no_text_is_refused_by_name(part: str) -> None:
+def test_parts_that_are_not_text_are_refused_by_name(part: str) -> None:
     with pytest.raises(BadMessage, match=f"part of type {part}.*text only, no .*Describe it") as refused:
         renderer_of("qwen3_vl").start([{"role": "user", "content": [{"type": part, part: "..."}]}])
     assert "\n" not in str(refused.value)

@@ -1,4 +1,4 @@
-"""What tests of the sandbox need of this machine, and how they say that it is missing."""
+"""What tests of the sandbox need on this machine, and how they report what is missing."""
 
 import shutil
 import sys

@@ -16,7 +16,7 @@ SHORT_S = 0.6
 
 
 class Probe(NamedTuple):
-    """One attempt. Words such as <secret> stand for things of the host, which the test makes."""
+    """One attempt. The test replaces words such as <secret> with things of the host."""
 
     kind: str
     name: str

@@ -73,8 +73,8 @@ def test_random_numbers_differ_and_hashes_do_not(pool: Pool) -> None:
     assert len({pool.run("print(hash('a'), [*set('abcdef')])").stdout for _ in range(3)}) == 1
 
 
-def test_what_reached_a_limit_is_no_evidence(pool: Pool) -> None:
-    """It has no exit code to judge by."""
+def test_reaching_a_limit_is_not_evidence(pool: Pool) -> None:
+    """Its outcome has no exit code by which it could be judged."""
     for text, reason in (
         ("while True: pass", Reason.TIMEOUT),
         ("import time; time.sleep(30)", Reason.TIMEOUT),

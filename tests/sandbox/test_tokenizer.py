@@ -42,7 +42,7 @@ def test_strangers_get_the_sandbox_where_it_works(
     assert loading.contained(Limits())(Path("policy")) is start  # type: ignore[comparison-overlap]
 
 
-def test_a_process_tries_the_sandbox_once_and_works_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_tests_the_sandbox_once_and_works_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     calls, go_on = [], threading.Event()
 
     def examine() -> Report:
@@ -62,7 +62,9 @@ def test_a_process_tries_the_sandbox_once_and_works_meanwhile(monkeypatch: pytes
     assert tokenizer.tried().result(5) and calls == [1]
 
 
-def test_a_sandbox_that_does_not_start_is_no_refusal_of_a_text(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sandbox_that_does_not_start_does_not_mean_that_a_text_is_refused(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A plain `StateError` would end the rollout, and other nodes would then compute another one."""
 
     def broken(*_: object) -> None:

@@ -1,4 +1,5 @@
-"""An adapter in the sandbox, where foreign environments belong: another virtual environment's packages, no network."""
+"""An adapter in the sandbox, where foreign environments belong: with the packages of another virtual environment, without
+a network."""
 
 import json
 import sysconfig

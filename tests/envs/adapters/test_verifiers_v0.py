@@ -64,7 +64,7 @@ def test_check_passes_an_unmodified_environment(distant: Make) -> None:
         assert [finding for finding in findings if finding[1] == "failed"] == []
 
 
-def test_what_the_adapter_cannot_do_is_refused_by_name(distant: Make) -> None:
+def test_what_the_adapter_does_not_support_is_refused_by_name(distant: Make) -> None:
     group = distant("verifiers_v0", id="v0-guess", args={"fault": "group"}).about
     assert "compares the answers of a group" in group["refused"]
     forgets = distant("verifiers_v0", id="v0-guess", args={"fault": "forgets"}).play(1, "5")

@@ -70,7 +70,7 @@ def test_a_check_passes_them(distant: Make) -> None:
         assert [finding for finding in findings if finding[1] == "failed"] == []
 
 
-def test_what_the_adapter_cannot_do_is_refused_by_name(distant: Make) -> None:
+def test_what_the_adapter_does_not_support_is_refused_by_name(distant: Make) -> None:
     assert "endless tasks" in distant("verifiers_v1", id="v1-duel").about["refused"]
     assert "no agent centre" in distant("verifiers_v1", id="v1-duel", tasks=3, seat="centre").about["refused"]
     assert "opponent = 'clever'" in distant("verifiers_v1", id="v1-duel", tasks=3, opponent="clever").about["refused"]

@@ -1,4 +1,4 @@
-"""A server of the OpenAI format in a process of its own."""
+"""A server that speaks OpenAI's format, in a separate process."""
 
 import subprocess
 import sys

@@ -55,7 +55,7 @@ def double(source: str) -> Graded:
 
 
 def obeys(order: str) -> Callable[[Sequence[Message]], str]:
-    """A judge that is fooled whenever it can read an order in the data."""
+    """A judge that obeys every order that it can read in the data."""
     return lambda messages: '{"score": 10}' if order in messages[-1]["content"] else '{"score": 0}'
 
 

@@ -43,7 +43,7 @@ def test_a_reference_inside_the_schema_is_followed() -> None:
     assert conforms('"3"', schema).score == 0.0
 
 
-def test_a_schema_that_is_none_is_refused() -> None:
+def test_an_invalid_schema_is_refused() -> None:
     with pytest.raises(ConfigError, match="refused"):
         conforms("1", {"type": "number?"})
 

@@ -87,7 +87,7 @@ def test_one_order_alone_does_not_win(openai: Make) -> None:
     assert not better("41", "42", "q", "c", openai("down")).decided
 
 
-def test_too_long_a_question_is_the_authors_fault(openai: Make) -> None:
+def test_a_question_that_is_too_long_is_the_authors_fault(openai: Make) -> None:
     with pytest.raises(ConfigError, match="limit"):
         judged("x", "q" * 30_000, "r", openai("careful"))
     assert judged("x" * 30_000, "q", "r", openai("careful")).score == 0.0
@@ -145,7 +145,7 @@ def test_a_redirect_is_not_followed(openai: Make) -> None:
 # --- agreement ---
 
 
-def test_kappa_by_hand() -> None:
+def test_kappa_equals_numbers_worked_by_hand() -> None:
     """Cohen: 20 yes-yes, 5 yes-no, 10 no-yes, 15 no-no gives p_o = 0.7, p_e = 0.5, kappa = 0.4."""
     pairs = [("y", "y")] * 20 + [("y", "n")] * 5 + [("n", "y")] * 10 + [("n", "n")] * 15
     assert cohen_kappa(pairs) == pytest.approx(0.4)

@@ -60,8 +60,11 @@ def test_numbers_and_texts_start_no_process() -> None:
     def refuse(program: bytes, stdin: bytes, limits: Limits) -> Ran:
         raise AssertionError("no process is needed")
 
-    for answer, gold in ((" 5 ", "5"), ("5.0", "5"), ("6", "5"), ("$x$", "x"), (r"\text{odd}", r"\text{even}")):
-        mathematics(answer, gold, run=refuse)
+    for answer, gold, score in (
+        (" 5 ", "5", 1.0), ("5.0", "5", 1.0), ("6", "5", 0.0), ("$x$", "x", 1.0), (r"\text{odd}", r"\text{even}", 0.0),
+    ):  # fmt: skip
+        graded = mathematics(answer, gold, run=refuse)
+        assert (graded.score, graded.decided) == (score, True)
 
 
 def test_a_missing_package_is_the_authors_to_install() -> None:

@@ -27,7 +27,7 @@ def test_an_item_is_rated_once_by_each_rater(tmp_path: Path) -> None:
     assert ratings.take("carol") is None
 
 
-def test_what_one_holds_goes_to_others_only_after_a_while(tmp_path: Path) -> None:
+def test_an_item_that_a_rater_holds_goes_to_others_only_after_a_while(tmp_path: Path) -> None:
     now = [1000.0]
     ratings = Ratings(tmp_path, clock=lambda: now[0])
     first, second = ratings.put("q", "1"), ratings.put("q", "2")
@@ -69,7 +69,7 @@ def test_agreement_between_raters_is_their_kappa(tmp_path: Path) -> None:
     assert ratings.standing() == (4, 4, 8, 0.0)
 
 
-def test_half_a_character_in_an_answer_is_kept_as_a_question_mark(tmp_path: Path) -> None:
+def test_an_unpaired_surrogate_in_an_answer_is_kept_as_a_question_mark(tmp_path: Path) -> None:
     ratings = Ratings(tmp_path)
     ratings.put("q", "a\ud800")
     assert ratings.take("anna").answer == "a?"

@@ -79,7 +79,7 @@ def test_an_answer_beyond_the_limit_is_none() -> None:
     assert taken("x" * 10_001).text is None
 
 
-def test_half_a_character_is_no_answer() -> None:
+def test_an_unpaired_surrogate_is_not_an_answer() -> None:
     assert taken("\ud800").text is None
     assert exact("\ud800", "x").score == 0.0
 
@@ -133,17 +133,17 @@ def test_tolerances_are_exact_at_their_edge() -> None:
 
 
 @pytest.mark.parametrize("tolerance", [-1.0, float("nan"), float("inf")])
-def test_a_tolerance_that_is_no_size_is_refused(tolerance: float) -> None:
+def test_a_tolerance_that_is_negative_or_not_finite_is_refused(tolerance: float) -> None:
     with pytest.raises(ConfigError, match="finite"):
         numeric("5", 5, within=tolerance)
 
 
-def test_a_reference_that_is_no_number_is_refused() -> None:
+def test_a_reference_that_is_not_a_number_is_refused() -> None:
     with pytest.raises(ConfigError, match="not a number"):
         numeric("5", "nan")
 
 
-def test_a_choice_needs_an_option_of_its_letter() -> None:
+def test_the_reference_choice_must_be_one_of_the_options() -> None:
     with pytest.raises(ConfigError, match="must be one of the options"):
         choice("E", "E", ["a", "b"])
 
