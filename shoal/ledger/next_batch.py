@@ -56,7 +56,7 @@ def blocks_in_the_way(state: State, stream: StreamRecord) -> list[tuple[int, int
 
 def _may_still_come(state: State, block: BlockRecord) -> bool:
     """Whether a group of a block may still be accepted. In a run that drains, nobody makes free blocks. A submitted block
-    that as many workers had as may have one is not waited for: no validator could judge it."""
+    that `Law.block_workers` workers have had is not waited for: no validator could judge it."""
     if block.status == "free":
         return state.phase != "draining"  # guard: free-in-a-drain, free-in-a-pause
     return block.status == "leased" or (block.status == "submitted" and len(block.holders) < state.law.block_workers)

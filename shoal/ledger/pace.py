@@ -8,13 +8,13 @@ from shoal.ledger.state import LeaseRecord, Member, State, once_per_event
 from shoal.protocol.constants import MAX_LEASE_BLOCKS
 
 RECENT_LEASES = 10
-"""A worker is not counted in the usual pace if it sent nothing in so many times `lease_s` before the newest submission."""
+"""A worker counts in the usual pace if it submitted at most this many times `lease_s` before the newest submission."""
 
 
 @once_per_event
 def usual_pace_s(state: State) -> float:
-    """Seconds that the run's workers need for a block; 0 before the first accepted one. Those that are at least as quick
-    could make half of all blocks, so it takes many keys that are slow on purpose to change it."""
+    """Seconds that the run's workers need for a block; 0 before the first accepted one. Workers that are at least as
+    quick could make half of all blocks, so only many deliberately slow keys could change it."""
     done = [member for member in state.members.values() if member.pace_s and not member.left]
     since = max((member.sent_at for member in done), default=0.0) - RECENT_LEASES * state.rules.lease_s
     # guard: pace-of-good-standing, pace-of-those-at-work

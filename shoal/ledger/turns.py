@@ -63,8 +63,8 @@ def turn_s(state: State) -> float:
 
 @once_per_event
 def slack_s(state: State) -> float:
-    """Seconds that a verdict may take: `Law.turn_checks` times the longest recent check of the median validator. For one
-    that has not judged yet, `lease_s` stands in."""
+    """Seconds that a verdict may take: `Law.turn_checks` times the longest recent check of the median validator. A
+    validator that has not judged yet counts with `lease_s`."""
     members = [state.members[key].turns for key in state.judges()]
     times = sorted(state.law.turn_checks * turns.check_s if turns.voted else state.rules.lease_s for turns in members)
     return min(state.law.dispute_s, max(state.law.late_s, times[len(times) // 2])) if times else state.law.turn_s

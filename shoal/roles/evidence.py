@@ -42,7 +42,7 @@ class Evidence:
         """Make the run's folder, and delete those of the oldest runs. `most_bytes`, if given, is less than `MOST_BYTES`.
         Raises `PeerError` if the run's id is not one."""
         if not re.fullmatch("[0-9a-f]{32}", run, re.ASCII):  # guard: run-id-is-no-path
-            raise PeerError(f"the run calls itself {run[:40]!r}, which is no run id: check the URL")
+            raise PeerError(f"the run calls itself {run[:40]!r}, which is not a run id: check the URL")
         self.folder = home / "evidence" / run
         self.most_bytes = MOST_BYTES if most_bytes is None else min(most_bytes, MOST_BYTES)
         self._receipts = home / "receipts.jsonl"

@@ -16,7 +16,7 @@ from shoal.sandbox import tokenizer
 def contained(limits: Limits) -> Callable[[Path], Renderer]:
     """Opens strangers' tokenizers: in the sandbox where it works, else in a child process that has only the limits.
 
-    Whether it works is tried from now on, beside the caller's other work.
+    This starts to test the sandbox at once, in the background.
     """
     tried = tokenizer.tried()
 

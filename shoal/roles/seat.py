@@ -81,9 +81,9 @@ class Seat:
     clock: Callable[[], float]
     evidence: Evidence
     max_disk_mb: int | None = 0
-    """Limit of all versions and evidence on disk: 0 is a share of the disk, None is no limit, for the host's own nodes."""
+    """Limit of all versions and evidence on disk. 0 is a share of the disk; None means no limit, for the host's nodes."""
     memory: Memory | None = None
-    """None is no limit, for the host's own nodes."""
+    """Limit of memory. None means no limit, for the host's own nodes."""
     needs: "Needs | None" = None
     """What the version that was loaded last needs, if there is a limit."""
     manifest: t.Manifest | None = None

@@ -42,7 +42,7 @@ def test_leases_that_only_a_favourite_gets_are_out_of_turn(world):
     assert set(turns.favoured) == {FRIEND} and set(turns.passed_over) == set(OTHERS)
     said = report(audit)
     assert f"leases: 189 granted, {turns.out_of_turn} of them out of turn" in said
-    assert f"given to: aaaaaa (aaaaaaaaaaaa) {turns.out_of_turn}" in said and "This is no proof" in said
+    assert f"given to: aaaaaa (aaaaaaaaaaaa) {turns.out_of_turn}" in said and "This is not proof" in said
 
 
 def test_workers_that_are_served_in_turn_have_no_lease_out_of_turn(world):

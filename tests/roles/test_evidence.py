@@ -518,7 +518,7 @@ def test_what_a_volunteer_gives_of_its_disk_bounds_its_evidence_too(tmp_path):
 
 @pytest.mark.parametrize("run", ["", "../../else", "a" * 31, "A" * 32, "a" * 31 + "\n"])
 def test_a_run_id_that_could_lead_out_of_the_folder_is_refused(tmp_path, run):
-    with pytest.raises(PeerError, match="which is no run id"):
+    with pytest.raises(PeerError, match="which is not a run id"):
         Evidence(tmp_path, run)
     assert not any(tmp_path.iterdir())
 

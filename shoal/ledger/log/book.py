@@ -60,7 +60,7 @@ def follows(stored: Stored, stored_hash: str, seq: int, head: str) -> None:
 
 
 def broken_after(seq: int, error: WireError) -> StateError:
-    """What to say of a log whose bytes after this event are no event."""
+    """The error for a log whose bytes after this event are not an event."""
     return StateError(f"the log is broken after event {seq}: {error}. Restore it from a copy")
 
 

@@ -27,7 +27,7 @@ COUNTED = 100
 """At most this many leases are counted for one wait, so that strangers who join and never ask cost an auditor little."""
 
 SHOWN, SHOWN_SHARE = 5, 0.02
-"""Workers are named if at least this many leases are out of turn, and at least this share of all. So many are named."""
+"""At most SHOWN workers are named, and only if at least this many leases, and this share of all, are out of turn."""
 
 
 class Turns:
@@ -82,7 +82,7 @@ class Turns:
         for what, count in (("given to", self.favoured), ("while these waited", self.passed_over)):
             named = ", ".join(f"{state.members[key].name} ({key[:12]}) {n}" for key, n in count.most_common(SHOWN))
             lines.append(f"  {what}: {named}")
-        return [*lines, "  This is no proof: a worker that went away without a word and came back looks the same"]
+        return [*lines, "  This is not proof: a worker that went away without a word and came back looks the same"]
 
     def _look_who_waits(self, state: State, entry: Entry, served: str) -> None:
         """Note which others could have had this lease, and were waiting already when its worker got the one before."""

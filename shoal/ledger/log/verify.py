@@ -158,7 +158,7 @@ def _check_links(audit: Audit) -> None:
 def _leads_back(purpose: str, link: str, end: str, steps: int) -> bool:
     try:
         return link_follows(purpose, bytes.fromhex(link), bytes.fromhex(end), steps)
-    except ValueError:  # no hex
+    except ValueError:  # not hex
         return False
 
 
