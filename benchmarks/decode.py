@@ -47,7 +47,7 @@ def main() -> None:
         engine = LocalEngine(threads=1)
         engine.load(directory, version=0)
         peer = AutoModelForCausalLM.from_pretrained(directory).eval()
-        peer.generation_config.eos_token_id = None  # else it stands in for the one that we leave out
+        peer.generation_config.eos_token_id = None  # else it replaces the one that we leave out
     figures: dict[str, float] = {}
     for batch in map(int, options.batches.split(",")):
         for load in ("grouped", "distinct") if batch >= GROUP else ("distinct",):

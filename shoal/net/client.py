@@ -287,7 +287,7 @@ class Client:
         return self._judge(call, response, body)
 
     def _judge(self, call: "_Call", response: httpx.Response, body: bytes | None) -> bytes:
-        """The body of a good answer; for others, raises the error that they stand for."""
+        """The body of a good answer. For other answers, raises the matching error."""
         status, ours = response.status_code, "shoal-protocol" in response.headers
         if status in _PASSING:
             reason = _refusal(body).error if ours else f"HTTP {status}"

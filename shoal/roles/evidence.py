@@ -96,7 +96,7 @@ class Evidence:
             raise self._cannot_write(error) from None
 
     def note_receipt(self, receipt: bytes) -> None:
-        """Keep a receipt, also in the file with those of all runs; of that, the newer half stays when it is full. Raises
+        """Keep a receipt, and add it to the file of all runs' receipts, which drops its older half when it is full. Raises
         `StateError`."""
         self.keep("receipt", receipt)
         try:
