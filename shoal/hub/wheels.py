@@ -6,19 +6,24 @@ wheels ourselves, because a wheel is a zip archive by a stranger: its names and 
 written. No interpreter is started on what was unpacked.
 """
 
+import errno
 import hashlib
+import io
 import os
 import re
 import shutil
 import stat
+import struct
 import subprocess
 import sys
 import time
 import zipfile
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
-from shoal.errors import PeerError, StateError, cause_of
+from shoal.errors import PeerError, ShoalError, StateError, cause_of
 from shoal.hub.lock import Requirement, write_lock
 
 MAX_WHEEL_FILES = 50_000
@@ -28,14 +33,28 @@ MAX_UNPACKED_RATIO = 20
 """Beyond FREE_UNPACKED_BYTES, the dependencies may take this many times the size of their wheels."""
 FREE_UNPACKED_BYTES = 64 << 20
 
+MAX_DIRECTORY_BYTES = 16 << 20
+"""Of a wheel's list of its files: 50,000 entries with paths of 200 characters take 12 MB. `zipfile` reads the list before
+we can count it, and needs ten times its size in memory."""
+
+COMPRESSIONS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
+"""What the wheel format allows. `zipfile` unpacks any other in one piece: 1.6 kB of bzip2 take 4 GB of memory."""
+
 LOOK_S = 0.2
 """How often we look at how much pip has downloaded."""
 
+MAX_PIP_BYTES = 1 << 30
+"""Of pip's memory: it reads the description in a wheel whole, and 3 MB may unpack to gigabytes."""
+
+_DIE_WITH_US = "sys.platform == 'linux' and ctypes.CDLL(None).prctl(1, 9); "  # guard: pip-dies-with-us
+"""PR_SET_PDEATHSIG. Alone, pip would go on, and nobody would look at how much it downloads."""
+
 _PIP = (
-    "import resource, runpy, sys; size = int(sys.argv.pop(1)); resource.setrlimit(resource.RLIMIT_FSIZE, (size, size)); "
-    "sys.argv[0] = 'pip'; runpy.run_module('pip', run_name='__main__')"
+    "import ctypes, resource, runpy, sys; size, memory = int(sys.argv.pop(1)), int(sys.argv.pop(1)); "
+    "resource.setrlimit(resource.RLIMIT_FSIZE, (size, size)); resource.setrlimit(resource.RLIMIT_AS, (memory, memory)); "
+    f"{_DIE_WITH_US}sys.argv[0] = 'pip'; runpy.run_module('pip', run_name='__main__')"
 )
-"""pip, which cannot write a file larger than its first argument says."""
+"""pip, with two arguments before its own: how large a file it may write, and how much memory it may take."""
 
 _PLACED = re.compile(r"[^/]+\.data/(?P<scheme>[a-z]+)/(?P<rest>.+)", re.ASCII)
 
@@ -55,9 +74,10 @@ def download(
     into.mkdir()
     lock = into / "lock.txt"
     lock.write_text(write_lock(requirements))
+    limits = (str(max_bytes), str(MAX_PIP_BYTES))  # guard: memory-of-pip
     command = [
-        sys.executable, "-I", "-c", _PIP, str(max_bytes), "download", "--quiet", "--disable-pip-version-check",
-        "--no-input", "--no-cache-dir", *pip_options, "--only-binary", ":all:", "--require-hashes", "--no-deps",
+        sys.executable, "-I", "-c", _PIP, *limits, "download", "--quiet", "--disable-pip-version-check", "--no-input",
+        "--no-cache-dir", *pip_options, "--only-binary", ":all:", "--require-hashes", "--no-deps",
         "--dest", str(into / "wheels"), "--requirement", str(lock),
     ]  # fmt: skip
     _run(command, into, max_bytes, limit_s)
@@ -98,6 +118,10 @@ def _run(command: Sequence[str], folder: Path, max_bytes: int, limit_s: float) -
         last = next((line for line in lines if "ERROR" in line), lines[-1] if lines else f"exit code {code}")
         if "No module named pip" in last:
             raise StateError("this Python has no pip, which downloads dependencies: run python -m ensurepip")
+        if lines and lines[-1].startswith("MemoryError"):
+            raise PeerError(
+                f"a dependency takes pip more than {MAX_PIP_BYTES >> 20} MB of memory: nothing was installed"
+            )
         raise PeerError(f"pip cannot download the dependencies: {last[:300]}. Nothing was installed")
 
 
@@ -138,24 +162,45 @@ def unpack_wheels(wheels: Sequence[Path], folder: Path, max_bytes: int) -> int:
     Raises `PeerError` if a wheel is damaged, or goes beyond the limits of size and number.
     """
     folder.mkdir()
-    num_files = left = 0
-    left = max_bytes
+    num_files, left = 0, max_bytes
     for wheel in wheels:
-        try:
-            with zipfile.ZipFile(wheel) as archive:
-                members = [member for member in archive.infolist() if not member.is_dir()]
-                num_files += len(members)
-                left -= sum(member.file_size for member in members)
-                if num_files > MAX_WHEEL_FILES or left < 0:  # guard: size-of-unpacked-wheels
-                    raise PeerError(
-                        f"{wheel.name} unpacks to more than the limit of {max_bytes >> 20} MB or {MAX_WHEEL_FILES} files: "
-                        "nothing was installed"
-                    )
-                for member in members:
-                    _unpack(archive, member, wheel, folder)
-        except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError) as error:
-            raise PeerError(f"{wheel.name} is not a sound wheel ({cause_of(error)}): nothing was installed") from None
+        with _opened(wheel) as archive:
+            members = [member for member in archive.infolist() if not member.filename.endswith("/")]
+            num_files += len(members)
+            left -= sum(member.file_size for member in members)
+            if num_files > MAX_WHEEL_FILES or left < 0:  # guard: size-of-unpacked-wheels
+                raise PeerError(
+                    f"{wheel.name} unpacks to more than the limit of {max_bytes >> 20} MB or {MAX_WHEEL_FILES} files: "
+                    "nothing was installed"
+                )
+            for member in members:
+                _unpack(archive, member, wheel, folder)
     return sum(1 for path in folder.rglob("*") if path.is_file())
+
+
+class _InParts(io.FileIO):
+    """A wheel of which nobody reads much at once."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        if size is not None and size > MAX_DIRECTORY_BYTES:  # guard: size-of-a-wheels-directory
+            raise zipfile.BadZipFile(f"its list of files has {size} bytes, limit {MAX_DIRECTORY_BYTES}")
+        return super().read(size) or b""
+
+
+@contextmanager
+def _opened(wheel: Path) -> Iterator[zipfile.ZipFile]:
+    """A wheel. What `zipfile` says about a stranger's bytes becomes a `PeerError`; a full disk stays an OSError."""
+    try:
+        with _InParts(wheel) as file, zipfile.ZipFile(file) as archive:
+            yield archive
+    except ShoalError:
+        raise
+    except (zipfile.BadZipFile, zlib.error, struct.error, EOFError, RuntimeError, ValueError, LookupError, ArithmeticError,
+            OSError) as error:  # fmt: skip
+        if isinstance(error, OSError) and error.errno not in (errno.EINVAL, errno.ENAMETOOLONG):
+            raise
+        # guard: torn-wheels
+        raise PeerError(f"{wheel.name} is damaged ({cause_of(error)}): nothing was installed") from None
 
 
 def most_unpacked(wheels: Sequence[Path], max_bytes: int) -> int:
@@ -179,6 +224,11 @@ def _unpack(archive: zipfile.ZipFile, member: zipfile.ZipInfo, wheel: Path, fold
         )
     if stat.S_ISLNK(member.external_attr >> 16):  # guard: no-links-in-wheels
         raise PeerError(f"{wheel.name} holds the link {member.filename[:100]!r}: nothing was installed")
+    if member.compress_type not in COMPRESSIONS:  # guard: no-bombs-in-wheels
+        raise PeerError(
+            f"{wheel.name} has {path[:100]} compressed by method {member.compress_type}; wheels are only deflated: nothing "
+            "was installed"
+        )
     target = folder.joinpath(*parts)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -3,8 +3,10 @@
 import hashlib
 import io
 import os
+import random
 import signal
 import stat
+import struct
 import subprocess
 import sys
 import tarfile
@@ -312,18 +314,95 @@ def test_links_bombs_and_torn_wheels_are_refused(tmp_path: Path, monkeypatch) ->
         unpack_wheels([many], tmp_path / "out3", 1 << 20)
     torn = tmp_path / "torn-1-py3-none-any.whl"
     torn.write_bytes(bomb.read_bytes()[:-40])
-    with pytest.raises(PeerError, match="not a sound wheel"):
+    with pytest.raises(PeerError, match="is damaged"):
         unpack_wheels([torn], tmp_path / "out4", 1 << 24)
     clash = hostile_wheel(tmp_path / "d", [("a", b""), ("a/b", b"")])
     with pytest.raises(PeerError, match="a file where another wheel has a folder"):
         unpack_wheels([clash], tmp_path / "out5", 1 << 20)
 
 
+@pytest.mark.parametrize("method", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_a_wheel_is_only_deflated(method: int, tmp_path: Path) -> None:
+    """`zipfile` unpacks each megabyte of another method in one piece: 16 kB of bzip2 took 40 GB of memory."""
+    with zipfile.ZipFile(tmp_path / "x-1-py3-none-any.whl", "w", method) as archive:
+        archive.writestr("x.py", "x = 1")
+    with pytest.raises(PeerError, match="only deflated"):
+        unpack_wheels([tmp_path / "x-1-py3-none-any.whl"], tmp_path / "out", 1 << 20)
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_a_wheel_with_millions_of_entries_is_refused_before_they_are_read(tmp_path: Path) -> None:
+    entry = struct.pack("<4s4B4HL2L5H2L", b"PK\1\2", 20, 3, 20, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0) + b"a"
+    size = 400_000 * len(entry)
+    end = struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, 400_000 % 65536, 400_000 % 65536, size, 0, 0)
+    (tmp_path / "x-1-py3-none-any.whl").write_bytes(entry * 400_000 + end)
+    with pytest.raises(PeerError, match="list of files has 18800000 bytes, limit 16777216"):
+        unpack_wheels([tmp_path / "x-1-py3-none-any.whl"], tmp_path / "out", 1 << 20)
+
+
+def test_any_damage_to_a_wheel_is_the_wheels_fault(tmp_path: Path) -> None:
+    """Whatever bytes change, `zipfile` refuses or reads something; no other error comes out, and none blames the disk."""
+    good = hostile_wheel(tmp_path / "a", [("é.py", b"x = 1\n" * 99), ("pkg/b.py", bytes(range(256)))]).read_bytes()
+    chance = random.Random(1)
+    refused = 0
+    for number in range(600):
+        data = bytearray(good)
+        for _ in range(chance.choice((1, 2, 8))):
+            data[chance.randrange(len(data))] = chance.choice((0, 1, 127, 128, 255))
+        wheel = tmp_path / "x-1-py3-none-any.whl"
+        wheel.write_bytes(data)
+        try:
+            unpack_wheels([wheel], tmp_path / f"out{number}", 1 << 20)
+        except PeerError:
+            refused += 1
+    assert refused > 300
+
+
+def test_a_description_that_unpacks_to_gigabytes_ends_pip(tmp_path: Path, wheels: Path, monkeypatch) -> None:
+    """pip reads it whole: 3 MB of wheel took 23 GB of memory."""
+    monkeypatch.setattr("shoal.hub.wheels.MAX_PIP_BYTES", 400 << 20)
+    wheels.mkdir()
+    wheel = wheels / "tinydep-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+        with archive.open("tinydep-1.0.dist-info/METADATA", "w") as file:
+            file.write(b"Metadata-Version: 2.1\nName: tinydep\nVersion: 1.0\n\n")
+            for _ in range(200):
+                file.write(b"a" * (1 << 20))
+        archive.writestr(
+            "tinydep-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+    with pytest.raises(PeerError, match="takes pip more than 400 MB of memory"):
+        download(
+            read_lock(lock_of(wheel)), tmp_path / "out", max_bytes=100 << 20,
+            pip_options=("--no-index", "--find-links", str(wheels)),
+        )  # fmt: skip
+
+
+def test_pip_dies_with_the_installation(tmp_path: Path, wheels: Path) -> None:
+    """Alone it would go on, and nobody would look at how much it downloads."""
+    code = (
+        "import sys; from pathlib import Path; from shoal.hub import wheels\n"
+        "wheels._PIP = wheels._PIP.replace(\"runpy.run_module('pip', run_name='__main__')\", "
+        "\"import os, time; print(os.getpid(), flush=True, file=open('/proc/self/fd/2', 'w')); time.sleep(60)\")\n"
+        "wheels.download([], Path(sys.argv[1]), max_bytes=1 << 20)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "out")])
+    said, until = tmp_path / "out" / "errors", time.monotonic() + 20
+    while not (said.exists() and said.read_text().endswith("\n")):
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    process.kill()
+    process.wait()
+    while Path(f"/proc/{said.read_text().strip()}").exists():
+        assert time.monotonic() < until, "pip lives on"
+        time.sleep(0.02)
+
+
 def test_a_wheel_that_lies_about_its_size_unpacks_no_more_than_it_says(tmp_path: Path) -> None:
     wheel = hostile_wheel(tmp_path / "a", [("bomb.bin", b"\0" * (8 << 20))])
     data = wheel.read_bytes().replace((8 << 20).to_bytes(4, "little"), (100).to_bytes(4, "little"))
     wheel.write_bytes(data)
-    with pytest.raises(PeerError, match="not a sound wheel"):
+    with pytest.raises(PeerError, match="is damaged"):
         unpack_wheels([wheel], tmp_path / "out", 1 << 20)
     assert sum(path.stat().st_size for path in (tmp_path / "out").rglob("*")) <= 200
 
