@@ -200,7 +200,10 @@ def clear_leftovers(target: Path) -> None:
 @contextlib.contextmanager
 def held(lock: Path) -> Iterator[None]:
     """Wait until no other process is in here with this lock file. For short work: a kill lets the next process in."""
-    lock.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        lock.parent.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise StateError(f"{lock.parent} is needed as a folder, and a file has its name: move that away") from None
     descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)

@@ -20,12 +20,12 @@ class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Base of the run file's sections: immutable, and unknown keys are refused."""
 
 
-def read_toml(path: Path) -> dict[str, Any]:
-    """Read a TOML file as nested tables. Raises `ConfigError`."""
+def read_toml(path: Path, what: str = "a run file") -> dict[str, Any]:
+    """Read a TOML file as nested tables. Raises `ConfigError`; `what` says what the file should be."""
     try:
         return tomllib.loads(path.read_text())
     except OSError as error:
-        raise ConfigError(f"cannot read {path}: {cause_of(error)}. Give the path of a run file (.toml)") from None
+        raise ConfigError(f"cannot read {path}: {cause_of(error)}. Give the path of {what} (.toml)") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
 

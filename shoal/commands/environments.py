@@ -60,9 +60,9 @@ def _add_sharing(p: Any) -> None:
         ("shoal env push ./backwards --registry /srv/hub --withdraw 'wrong gold answers'", "advise against this version"),
     )  # fmt: skip
     q.add_argument("folder", type=Path, metavar="DIR", help="the package's folder")
-    q.add_argument("--registry", type=Path, required=True, metavar="DIR", help="the registry's folder; made if missing")
+    q.add_argument("--registry", required=True, metavar="DIR", help="the registry's folder; made if missing")
     q.add_argument("--key", type=Path, metavar="FILE", help="the author's key (default: ~/.shoal/author.key)")
-    q.add_argument("--withdraw", default="", metavar="WHY", help="advise against this version; it stays published")
+    q.add_argument("--withdraw", metavar="WHY", help="advise against this version; it stays published")
     q.add_argument("--new-key", type=Path, metavar="FILE", help="sign with this key from now on; made if missing")
     q = add_command(
         p, "install", env_install, "install a package from a registry",
@@ -73,8 +73,9 @@ def _add_sharing(p: Any) -> None:
     )  # fmt: skip
     q.add_argument("name", metavar="NAME[@VERSION]")
     _registry_argument(q)
-    q.add_argument("--yes", action="store_true", help="install without asking")
-    q.add_argument(
+    decides = q.add_mutually_exclusive_group()
+    decides.add_argument("--yes", action="store_true", help="install without asking, and without install.toml")
+    decides.add_argument(
         "--policy", type=Path, metavar="FILE", help="decide by this file (default: install.toml in ~/.shoal)"
     )
     q.add_argument("--heavy", action="store_true", help="allow dependencies such as torch, as on a host")
@@ -96,7 +97,7 @@ def _add_sharing(p: Any) -> None:
         ("shoal env note ann/backwards@0.1.0 --registry /srv/hub --issue 'task 3 has no answer'", ""),
     )  # fmt: skip
     q.add_argument("name", metavar="NAME@VERSION")
-    q.add_argument("--registry", type=Path, required=True, metavar="DIR", help="the registry's folder")
+    q.add_argument("--registry", required=True, metavar="DIR", help="the registry's folder")
     said = q.add_mutually_exclusive_group(required=True)
     said.add_argument(
         "--check", type=Path, metavar="DIR", help="run `env check` on this folder, which holds the version"
@@ -134,15 +135,13 @@ def env_push(args: argparse.Namespace) -> None:
     from shoal.hub.archive import index_folder
     from shoal.hub.names import owner_of
     from shoal.hub.publish import change_key, push, withdraw
-    from shoal.hub.registry import FolderRegistry
-    from shoal.net.keys import load_or_make_key
+    from shoal.hub.registry import own_registry
+    from shoal.net.keys import load_key, load_or_make_key
 
     home = node_home()
-    about = describe(
-        args.folder, index_folder(args.folder)
-    ).about  # a folder that is not a package makes neither a registry nor a key
-    args.registry.mkdir(parents=True, exist_ok=True)
-    registry, key = FolderRegistry(args.registry), load_or_make_key(args.key or home / "author.key")
+    about = describe(args.folder, index_folder(args.folder)).about  # before a registry and a key are made
+    registry = own_registry(args.registry, make=args.withdraw is None)
+    key = load_key(args.key) if args.key else load_or_make_key(home / "author.key")
     if args.new_key:
         new = load_or_make_key(args.new_key)
         change_key(owner_of(about.name), key, new, registry, home)
@@ -151,7 +150,9 @@ def env_push(args: argparse.Namespace) -> None:
             f"when you have done so for each registry, put {args.new_key} in the place of {args.key or home / 'author.key'}"
         )
         return
-    if args.withdraw:
+    if args.withdraw is not None:
+        if not args.withdraw.strip():
+            raise ConfigError("--withdraw needs a reason for those who installed this version, such as 'wrong answers'")
         withdraw(about.name, about.version, args.withdraw, registry, key, home)
         print(f"withdrawn: {about.name} {about.version}")
         return
@@ -178,6 +179,7 @@ def env_install(args: argparse.Namespace) -> None:
     result = install(
         read_reference(args.name), registry, home, Consent(policy, ask, args.max_mb, args.heavy),
         downloader=downloader, checks=lambda name, release, author: checks_noted(registry, name, release, author),
+        tell=say,
     )  # fmt: skip
     package = result.package
     print(
@@ -188,7 +190,11 @@ def env_install(args: argparse.Namespace) -> None:
 
 def _ask(question: str) -> bool:
     say(question)
-    return input("[y/N] ").strip().lower() in ("y", "yes")
+    try:
+        return input("[y/N] ").strip().lower() in ("y", "yes")
+    except EOFError:
+        print()
+        return False
 
 
 def env_note(args: argparse.Namespace) -> None:
@@ -196,16 +202,18 @@ def env_note(args: argparse.Namespace) -> None:
     from shoal.hub.names import read_reference
     from shoal.hub.notes import Issue, Rated, add_note
     from shoal.hub.publish import read_catalogue
-    from shoal.hub.registry import FolderRegistry
+    from shoal.hub.registry import own_registry
     from shoal.hub.trust import Trust
     from shoal.net.keys import load_or_make_key
 
     reference, home = read_reference(args.name), node_home()
-    registry = FolderRegistry(args.registry)
+    registry = own_registry(args.registry)
     catalogue = read_catalogue(registry, reference.name, Trust(home / "authors.json"), pin=False).opened.catalogue
     release = catalogue.release(reference.version) if reference.version else None
     if release is None:
-        raise ConfigError(f"{args.name} names no version of this registry: write NAME@VERSION, as in `shoal env show`")
+        if reference.version:
+            raise ConfigError(catalogue.lacks(reference.version))
+        raise ConfigError(f"say which version: {reference.name}@VERSION, as `shoal env show` lists them")
     if args.check:
         said: Any = _checked(args.check, release.digest)
     else:
@@ -258,8 +266,6 @@ def env_show(args: argparse.Namespace) -> None:
     from shoal.hub.trust import Trust
 
     reference, registry = read_reference(args.name), open_registry(args.registry)
-    if not reference.name:
-        raise ConfigError("give the package's name, not its digest")
     believed = read_catalogue(registry, reference.name, Trust(node_home() / "authors.json"), pin=False)
     opened = believed.opened
     seen = "not seen on this machine before" if believed.is_new_owner else "known here"
@@ -269,8 +275,10 @@ def env_show(args: argparse.Namespace) -> None:
         gone = f"   withdrawn: {release.withdrawn}" if release.withdrawn else ""
         say(f"{release.version:<12} {day} {release.size_bytes:>12,} bytes   {release.digest}{gone}")
     shown = opened.catalogue.release(reference.version)
+    if shown is None and not reference.version and opened.catalogue.releases:
+        shown = opened.catalogue.releases[-1]
     if shown is None:
-        raise ConfigError(f"{reference.name} has no version {reference.version or 'that is not withdrawn'}")
+        raise ConfigError(opened.catalogue.lacks(reference.version))
     print(f"notes on {shown.version}:")
     for line in lines_of_notes(read_notes(registry, reference.name, shown)) or ["none"]:
         print(f"  {printable(line)}")

@@ -18,8 +18,9 @@ from shoal.hub.names import flaw_of_path, is_name, is_version
 from shoal.protocol.types.message import Fact
 from shoal.tree import Section, from_tree
 
-MAX_ABOUT_BYTES = 64 << 10
-"""Size of `environment.toml`."""
+MAX_ABOUT_BYTES = 16 << 10
+"""Size of `environment.toml`. The time that `tomllib` takes for a key in many parts grows with the square of its length:
+1.4 s for this many bytes, 21 s for four times as many."""
 
 Kind = Literal["shoal", "verifiers-v0", "verifiers-v1", "reasoning-gym", "textarena"]
 
@@ -78,7 +79,10 @@ def read_about(text: bytes, source: str = ABOUT) -> About:
         tree = tomllib.loads(text.decode())
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{source} is not valid TOML: {str(error)[:200]}") from None
-    about = from_tree(tree, About, source)
+    try:
+        about = from_tree(tree, About, source)
+    except ConfigError as error:
+        raise ConfigError(str(error)[:400]) from None  # a key of a stranger may be as long as the file
     for key, value, fits, wanted in (
         ("name", about.name, is_name(about.name), "owner/name in lower case, with digits and hyphens"),
         ("version", about.version, is_version(about.version), "three numbers, such as 0.1.0"),

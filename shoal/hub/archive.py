@@ -169,7 +169,7 @@ def flaw_of_index(index: Index) -> str:
             return f"its path {path[:200]!r} {flaw}"
     if clash := _clash(paths):
         return f"its paths {clash[0]} and {clash[1]} are one on some disks"
-    return "" if ABOUT in paths else f"it has no {ABOUT}"
+    return "" if ABOUT in paths else f"it has no {ABOUT}, which `shoal env init` writes"
 
 
 def _clash(paths: list[str]) -> tuple[str, str] | None:
@@ -191,7 +191,8 @@ def read_index(archive: BinaryIO, digest: str) -> Index:
     length = int.from_bytes(start[len(MAGIC) :], "big")
     if not start.startswith(MAGIC) or len(start) < len(MAGIC) + 8 or length > MAX_INDEX_BYTES:
         raise PeerError(
-            f"package {digest[:16]}… is not an archive of shoal, or its index exceeds {MAX_INDEX_BYTES} bytes"
+            f"package {digest[:16]}… was not packed by shoal, or its index is larger than {MAX_INDEX_BYTES} bytes: use "
+            "another registry"
         )
     body = archive.read(length)
     if domain_hash("package", body).hex() != digest:  # guard: digest-of-the-package

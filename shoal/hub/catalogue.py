@@ -1,9 +1,9 @@
 """Signed words of an author: the catalogue of a package's versions, and changes of the owner's key.
 
-Made by `publish`, read by everyone. A catalogue lists every version of one package under one signature, with a serial
-that grows with each change. So if a registry mixes old and new lists, leaves a version out or brings an old list back,
-everyone who has seen a newer list notices. This file checks that they are well formed and signed; `trust` decides
-whether the key is the right one.
+Made by `publish`, read by everyone. A catalogue lists every version of one package under one signature, with a serial that
+grows with each change. So a machine that has seen a newer list notices if a registry mixes old and new lists, leaves a
+version out, or brings an old list back. This file says whether the words are well formed and signed; whether the key
+is the right one is for `trust` to say.
 """
 
 from collections.abc import Sequence
@@ -69,6 +69,15 @@ class Catalogue(Message, frozen=True):
             if release.version == version or (not version and not release.withdrawn):
                 return release
         return None
+
+    def lacks(self, version: str) -> str:
+        """What to say if there is no such release."""
+        known = ", ".join(one.version for one in self.releases[-8:])
+        if not known:
+            return f"{self.name} has no versions: ask its author"
+        if version:
+            return f"{self.name} has no version {version}: it has {known}"
+        return f"its author withdrew all versions of {self.name}: name one of {known} if you want it nevertheless"
 
 
 class KeyChange(Message, frozen=True):

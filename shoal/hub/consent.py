@@ -1,7 +1,7 @@
 """Whether a package may be installed here: what its user is shown and asked, or what a policy file decides instead.
 
-Called by `install` before anything of the package is downloaded. It decides from the signed catalogue, then again from
-what the package says about itself, because the dependencies are not known before.
+Called by `install`. It decides from the signed catalogue before the package is downloaded. It decides again, and asks, from
+what the package says about itself, before dependencies are downloaded: they are not known earlier.
 """
 
 from collections.abc import Callable
@@ -69,12 +69,17 @@ class Consent(NamedTuple):
     @property
     def max_bytes(self) -> int:
         """Of a package, and of its downloaded dependencies."""
-        return (self.policy.max_mb if self.policy else self.max_mb) << 20
+        return (self.policy.max_mb if self.policy else self.max_mb) * 1_000_000
+
+
+def size_text(size_bytes: int) -> str:
+    """A size as people read it."""
+    return f"{size_bytes / 1e6:,.1f} MB" if size_bytes >= 100_000 else f"{size_bytes:,} bytes"
 
 
 def read_policy(path: Path) -> Policy:
     """Read a policy file. Raises `ConfigError` that names the key."""
-    policy = from_tree(read_toml(path), Policy, str(path))
+    policy = from_tree(read_toml(path, "a policy file"), Policy, str(path))
     for key, values, fits in (("authors", policy.authors, is_public_key), ("digests", policy.digests, is_digest)):
         wrong = [value for value in values if not fits(value)]
         if wrong:
@@ -87,8 +92,8 @@ def demand_offer_fits(offer: Offer, consent: Consent) -> None:
     named, policy = f"{offer.name} {offer.release.version}", consent.policy
     if offer.release.size_bytes > consent.max_bytes:  # guard: size-of-an-offer
         raise ConfigError(
-            f"{named} has {offer.release.size_bytes / 1e6:.0f} MB, limit {consent.max_bytes / 1e6:.0f}: raise "
-            "--max-mb, or max_mb in the policy file"
+            f"{named} has {size_text(offer.release.size_bytes)}, limit {size_text(consent.max_bytes)}: raise --max-mb, or "
+            "max_mb in the policy file"
         )
     if policy is None:
         return
@@ -134,7 +139,7 @@ def question(offer: Offer, about: About, requirements: tuple[Requirement, ...]) 
     lines = [
         f"{offer.name} {offer.release.version}: {about.summary or 'no summary'}",
         f"  author        {owner_of(offer.name)}, key {offer.author} ({seen})",
-        f"  package       {offer.release.digest}, {offer.release.size_bytes / 1e6:.1f} MB, licence {about.licence}",
+        f"  package       {offer.release.digest}, {size_text(offer.release.size_bytes)}, licence {about.licence}",
         f"  from          {offer.registry}",
         f"  checked       passed by {offer.checks} keys other than the author's",
         f"  dependencies  {', '.join(f'{r.name} {r.version}' for r in requirements) or 'none'}",

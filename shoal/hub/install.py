@@ -1,14 +1,17 @@
 """Install a package: fetch, verify, ask, unpack, add its dependencies, and only then give it its name.
 
 Called by `shoal env install`. Everything happens in a folder that no reader looks at; it is renamed to the digest at the
-end. A kill at any point leaves at most that folder, which the next installation deletes. The package's code is started
+end. A kill at any point leaves at most that folder, which the next installation deletes. Installations do not wait for each
+other, because one may ask its user a question. The package's code is started
 only by `start`, which is the sandbox's; without a sandbox it is installed, but not tried.
 """
 
+import contextlib
+import fcntl
+import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeAlias
 
@@ -17,7 +20,7 @@ from shoal.folder import held, name_folder, write_atomically
 from shoal.hub.about import Described, describe, unfit
 from shoal.hub.archive import Index, unpack
 from shoal.hub.catalogue import Release
-from shoal.hub.consent import Consent, Offer, demand_consent, demand_offer_fits
+from shoal.hub.consent import Consent, Offer, demand_consent, demand_offer_fits, size_text
 from shoal.hub.names import Reference
 from shoal.hub.publish import read_catalogue
 from shoal.hub.registry import Registry, archive_path
@@ -78,11 +81,13 @@ def install(
     start: Start | None = None,
     downloader: Downloader | None = None,
     checks: Counter = nobody_checked,
+    tell: Callable[[str], None] = lambda _: None,
 ) -> Result:
     """Install a version of a package, or find it installed.
 
-    `checks` counts the keys that noted that a version passes. Raises `ConfigError` if the user, the
-    policy file or this machine refuses, `PeerError` if the registry or the author is at fault, `StateError` if the disk is.
+    `checks` counts the keys that noted that a version passes. `tell` gets a line before each download. Raises
+    `ConfigError` if the user, the policy file or this machine refuses, `PeerError` if the registry or the author is at
+    fault, `StateError` if the disk is.
     """
     store = PackageStore(home / "envs")
     if reference.digest:
@@ -93,18 +98,22 @@ def install(
         return _present(store, known)
     demand_offer_fits(offer, consent)
     try:
-        with held(store.folder / ".lock"), _unfinished(store) as new:
-            known = store.get(offer.release.digest)
-            if known is not None:  # guard: installed-once
-                return _present(store, known)
+        with _unfinished(store) as new:
+            tell(f"downloading {offer.name} {offer.release.version}, {size_text(offer.release.size_bytes)}")
             files, described = _fetch(offer, registry, new)
             demand_consent(offer, described.about, described.requirements, consent)
             Trust(home / "authors.json").admit(offer.believed.opened, offer.believed.changes)
+            if described.requirements:
+                tell(f"downloading {len(described.requirements)} dependencies, at most {size_text(consent.max_bytes)}")
             num_wheel_files = _add_dependencies(described, new, consent.max_bytes, downloader or by_pip())
             tried = _try(described, new, start)
             package = _recorded(offer, described, files, num_wheel_files)
             write_atomically(new / INSTALLED, to_json(package))
-            name_folder(new, store.folder / package.digest)
+            with held(store.folder / ".lock"):
+                known = store.get(package.digest)
+                if known is not None:  # guard: installed-once
+                    return _present(store, known)
+                name_folder(new, store.folder / package.digest)
     except OSError as error:
         raise StateError(
             f"cannot install into {store.folder}: {cause_of(error)}. Free some space, or make it writable"
@@ -118,9 +127,7 @@ def offer_of(reference: Reference, registry: Registry, home: Path, checks: Count
     opened = believed.opened
     release = opened.catalogue.release(reference.version)
     if release is None:
-        known = ", ".join(one.version for one in opened.catalogue.releases[-8:]) or "none"
-        wanted = reference.version or "that is not withdrawn"
-        raise PeerError(f"{reference.name} has no version {wanted}; it has {known}: name one of them")
+        raise PeerError(opened.catalogue.lacks(reference.version))
     passed = checks(reference.name, release, opened.key)
     return Offer(reference.name, release, believed, passed, registry.place)
 
@@ -134,17 +141,36 @@ def _present(store: PackageStore, package: Installed) -> Result:
     return Result(package, store.package_of(package.digest), False, "it was installed already")
 
 
-@contextmanager
+@contextlib.contextmanager
 def _unfinished(store: PackageStore) -> Iterator[Path]:
-    """A folder to install into. The lock is held, so every other such folder was left by a kill."""
-    for leftover in store.unfinished():
-        shutil.rmtree(leftover, ignore_errors=True)
+    """A folder to install into. Its installation locks it, so one that nobody locks was left by a kill, and is deleted."""
     new = store.folder / f".new-{secrets.token_hex(8)}"
-    new.mkdir()
-    try:
-        yield new
-    finally:
-        shutil.rmtree(new, ignore_errors=True)
+    with contextlib.ExitStack() as locks:
+        with held(store.folder / ".lock"):
+            for leftover in store.unfinished():
+                with _locked(leftover) as is_ours:
+                    if is_ours:  # guard: others-install-on
+                        shutil.rmtree(leftover, ignore_errors=True)
+            new.mkdir()
+            locks.enter_context(_locked(new))
+        try:
+            yield new
+        finally:
+            shutil.rmtree(new, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[bool]:
+    """Lock a folder as long as this lasts. Gives False if another process has locked it, or it is gone."""
+    with contextlib.ExitStack() as undo:
+        try:
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            undo.callback(os.close, descriptor)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            locked = True
+        except OSError:
+            locked = False
+        yield locked
 
 
 def _fetch(offer: Offer, registry: Registry, new: Path) -> tuple[Index, Described]:

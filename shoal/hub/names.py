@@ -51,7 +51,7 @@ def read_reference(text: str) -> Reference:
         return Reference("", "", pinned["digest"])
     found = _REFERENCE.fullmatch(text)
     if found is None:
-        raise ConfigError(f"{text!r} is not a package: write owner/name or owner/name@1.2.3, in lower case")
+        raise ConfigError(f"{text!r} is not the name of a package: write owner/name or owner/name@1.2.3, in lower case")
     return Reference(found["name"], found["version"] or "")
 
 

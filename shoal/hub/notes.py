@@ -101,6 +101,8 @@ def read_notes(registry: Registry, name: str, release: Release) -> tuple[Heard, 
 
 def _sound(signed: Sequence[Signed], name: str, release: Release) -> Iterator[Heard]:
     for one in signed:
+        if len(one.body) > MAX_NOTE_BYTES:  # guard: short-notes
+            continue
         try:
             note = open_signed(one, Note, PURPOSE, "a note")
         except PeerError:
@@ -140,7 +142,7 @@ def add_note(
         kept = [one.signed for one in _latest(_sound([*kept, signed], name, release))]
         if len(kept) > MAX_NOTES:
             raise ConfigError(
-                f"{name} {release.version} has {MAX_NOTES} notes, the limit: withdraw it, or ask the author"
+                f"{name} {release.version} has {MAX_NOTES} notes, the limit: delete some of them from the registry"
             )
         registry.write(notes_path(name, release.version), to_json(kept))
 

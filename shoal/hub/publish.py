@@ -6,19 +6,18 @@ catalogue, and a registry that lost or rolled back its own gets the right one ag
 """
 
 import contextlib
-import secrets
 import time
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
-from shoal.errors import ConfigError, NothingYet, StateError, cause_of
+from shoal.errors import ConfigError, NothingYet, StateError
 from shoal.folder import held, write_atomically
 from shoal.hub import catalogue as words
 from shoal.hub.about import About, describe
 from shoal.hub.archive import Packed, pack
 from shoal.hub.catalogue import Catalogue, KeyChange, Opened, Release, Signed, open_catalogue, open_changes, sign
-from shoal.hub.names import is_owner, owner_of
+from shoal.hub.names import is_name, is_owner, owner_of
 from shoal.hub.registry import (
     MAX_NAMES_BYTES,
     NAMES,
@@ -57,10 +56,17 @@ class Believed(NamedTuple):
 def read_catalogue(registry: Registry, name: str, trust: Trust, *, pin: bool = True) -> Believed:
     """A package's catalogue, believed. Without `pin`, a new owner's key is not remembered.
 
-    Raises `NothingYet` if the registry has none, `PeerError` as `Trust.admit` does.
+    Raises `ConfigError` for what is not a name, `NothingYet` if the registry has none, `PeerError` as `Trust.admit` does.
     """
-    opened = open_catalogue(registry.read(catalogue_path(name), words.MAX_CATALOGUE_BYTES), name)
-    changes = read_changes(registry, name)
+    if not is_name(name):
+        raise ConfigError("name the package by owner/name here, not by its digest")
+    try:
+        data = registry.read(catalogue_path(name), words.MAX_CATALOGUE_BYTES)
+    except NothingYet:
+        raise NothingYet(
+            f"{registry.place} has no package {name}: `shoal env list --registry {registry.place}` names those it has"
+        ) from None
+    opened, changes = open_catalogue(data, name), read_changes(registry, name)
     return Believed(opened, changes, trust.admit(opened, changes, pin=pin))
 
 
@@ -81,7 +87,8 @@ def push(
     Raises `ConfigError` if the folder is not a package or the version was published with other files, `PeerError` if the
     owner is known with another key.
     """
-    with held(registry.folder / ".lock"), _packed(folder, registry) as (packed, put):
+    with held(registry.folder / ".lock"), registry.aside() as file:
+        packed = _pack(folder, registry, file)
         about = describe(folder, packed.files).about
         known = _known(about.name, registry, (key.public,), home)
         before = known.release(about.version) if known else None
@@ -90,7 +97,7 @@ def push(
                 f"{about.name} {about.version} is already published with other files (package {before.digest[:16]}…): "
                 "raise version in environment.toml"
             )
-        put()
+        registry.add(archive_path(packed.digest), file)
         release = before or Release(about.version, packed.digest, packed.size_bytes, int(clock()))
         following = known if before and known else words.with_release(known, about.name, release, clock())
         _write(following, registry, key, home)
@@ -129,20 +136,11 @@ def change_key(
             _write(catalogue, registry, new, home)
 
 
-@contextlib.contextmanager
-def _packed(folder: Path, registry: FolderRegistry) -> Iterator[tuple[Packed, Callable[[], None]]]:
-    """A folder's archive on the registry's disk, and what gives it its place."""
-    aside = registry.folder / f".new-{secrets.token_hex(8)}"
+def _pack(folder: Path, registry: FolderRegistry, into: BinaryIO) -> Packed:
     try:
-        with aside.open("xb") as file:
-            packed = pack(folder, file)
-            yield packed, lambda: registry.add(archive_path(packed.digest), file, aside)
+        return pack(folder, into)
     except OSError as error:
-        raise StateError(
-            f"cannot write to the registry {registry.place}: {cause_of(error)}. Free some space there"
-        ) from None
-    finally:
-        aside.unlink(missing_ok=True)
+        raise registry.cannot_write(error) from None
 
 
 def _known(name: str, registry: Registry, keys: Collection[str], home: Path) -> Catalogue | None:

@@ -10,9 +10,12 @@ Called by `publish`, `install` and `show`. A registry is never trusted: it can o
 names and digests that were checked, so nothing that a registry says leads to another address or file.
 """
 
+import contextlib
 import errno
 import os
+import secrets
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
@@ -50,7 +53,18 @@ def open_registry(place: str) -> Registry:
 
         return WebRegistry(place)
     if not Path(place).is_dir():
-        raise ConfigError(f"there is no registry at {place}: give its URL, or the folder that it is in")
+        raise ConfigError(f"there is no registry at {place}: give its folder, or its URL with https://")
+    return FolderRegistry(Path(place))
+
+
+def own_registry(place: str, make: bool = False) -> "FolderRegistry":
+    """The registry in a folder of this machine, to write into. `make` it if it is missing. Raises `ConfigError`."""
+    if "://" in place:
+        raise ConfigError(f"a registry is written in its folder, not over HTTP ({place}): give that folder")
+    if make:
+        Path(place).mkdir(parents=True, exist_ok=True)
+    if not Path(place).is_dir():
+        raise ConfigError(f"there is no registry at {place}: give its folder")
     return FolderRegistry(Path(place))
 
 
@@ -107,7 +121,7 @@ class FolderRegistry:
                 left -= len(part)
             if left or file.read(1):
                 raise PeerError(
-                    f"{self.place}/{path} does not have the {size} bytes that its catalogue says: use another registry"
+                    f"{self.place}/{path} does not have the {size} bytes of its catalogue: use another registry"
                 )
 
     def write(self, path: str, data: bytes) -> None:
@@ -115,18 +129,36 @@ class FolderRegistry:
         try:
             write_atomically(self.folder / path, data)
         except OSError as error:
-            raise self._cannot_write(error) from None
+            raise self.cannot_write(error) from None
 
-    def add(self, path: str, file: BinaryIO, written: Path) -> None:
-        """Give a complete file on the registry's disk its place. Raises `StateError`."""
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[BinaryIO]:
+        """A new file on the registry's disk, for `add`. Its user holds the registry's lock, so every other such file was
+        left by a kill. Raises `StateError`."""
+        for leftover in self.folder.glob(".new-*"):
+            leftover.unlink(missing_ok=True)
+        path = self.folder / f".new-{secrets.token_hex(8)}"
+        try:
+            file = path.open("xb")
+        except OSError as error:
+            raise self.cannot_write(error) from None
+        try:
+            with file:
+                yield file
+        finally:
+            path.unlink(missing_ok=True)
+
+    def add(self, path: str, file: BinaryIO) -> None:
+        """Give a complete file of `aside` its place. Raises `StateError`."""
         try:
             (self.folder / path).parent.mkdir(parents=True, exist_ok=True)
             os.chmod(file.fileno(), 0o644)
-            name_file(file, written, self.folder / path)
+            name_file(file, Path(file.name), self.folder / path)
         except OSError as error:
-            raise self._cannot_write(error) from None
+            raise self.cannot_write(error) from None
 
-    def _cannot_write(self, error: OSError) -> StateError:
+    def cannot_write(self, error: OSError) -> StateError:
+        """What to say when a file of the registry cannot be written."""
         return StateError(
             f"cannot write to the registry {self.place}: {cause_of(error)}. Free some space, or make it writable"
         )

@@ -58,7 +58,7 @@ class PackageStore:
         assert is_digest(digest)
         try:
             installed = from_json((self.folder / digest / INSTALLED).read_bytes(), Installed)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, WireError) as error:
             raise StateError(
@@ -76,7 +76,12 @@ class PackageStore:
             found = [package for package in self.all() if package.name == reference.name]
             found = [package for package in found if reference.version in ("", package.version)]
         if not found:
-            text = f"pkg:{reference.digest[:16]}…" if reference.digest else "@".join(filter(None, reference[:2]))
+            if reference.digest:
+                raise ConfigError(
+                    f"the package pkg:{reference.digest} is not installed: install it by the name that its author gave it, "
+                    "shoal env install OWNER/NAME@VERSION --registry URL"
+                )
+            text = "@".join(filter(None, reference[:2]))
             raise ConfigError(f"the package {text} is not installed: shoal env install {text} --registry URL")
         if len({package.digest for package in found if package.version == found[-1].version}) > 1:
             raise ConfigError(

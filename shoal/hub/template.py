@@ -61,7 +61,9 @@ _WORDS = (
 def write_package(name: str, folder: Path) -> tuple[Path, ...]:
     """Write a new package into a folder that this makes; returns its files. Raises `ConfigError`."""
     if not is_name(name):
-        raise ConfigError(f"{name!r} is not a package name: write owner/name in lower case, with digits and hyphens")
+        raise ConfigError(
+            f"{name!r} cannot be the name of a package: write owner/name in lower case, with digits and hyphens"
+        )
     short = name.partition("/")[2]
     texts = {ABOUT: _ABOUT.format(name=name), "environment.py": _CODE.format(short=short), "words.txt": _WORDS}
     try:

@@ -61,6 +61,8 @@ class Trust:
         Raises `PeerError` if the owner's key changed without its word, if a version has another digest than before or is
         gone, or if the catalogue is older than one that this machine has seen.
         """
+        if not pin and not self.file.exists():
+            return True  # nothing is known and nothing will be, so a home that cannot be written serves as well
         with held(self.file.with_name(f".{self.file.name}.lock")):
             known = self.known()
             name, owner = opened.catalogue.name, owner_of(opened.catalogue.name)
@@ -94,8 +96,8 @@ def _demand_key(owner: str, pinned: str, key: str, changes: Sequence[KeyChange])
         at = new.pop()
     raise PeerError(  # guard: author-is-pinned
         f"{owner} signs with the key {key[:16]}…, but is known here with {pinned[:16]}…, which does not name the other as "
-        "its successor: somebody else may have signed. Ask the author, and remove the old key from authors.json if this is "
-        "right"
+        "its successor: somebody else may have signed. Ask the author, and remove the old key from ~/.shoal/authors.json "
+        "if it is right"
     )
 
 

@@ -53,7 +53,7 @@ class WebRegistry:
             or parsed.fragment
         ):
             raise ConfigError(
-                f"{url!r} is not the URL of a registry: write https://host/path, without user, query and fragment"
+                f"{url!r} cannot be the URL of a registry: write https://host/path, without user, query and fragment"
             )
         self.place = url.rstrip("/")
         self._transport, self._sleep = transport, sleep

@@ -104,7 +104,7 @@ def _run(command: Sequence[str], folder: Path, max_bytes: int, limit_s: float) -
                     # pip has a wheel twice while it moves it.
                     if _size_of(folder) > 2 * max_bytes:  # guard: size-of-wheels
                         raise PeerError(
-                            f"the dependencies have more than {max_bytes >> 20} MB: raise --max-mb"
+                            f"the dependencies have more than {max_bytes / 1e6:.0f} MB: raise --max-mb"
                         ) from None
                     if time.monotonic() > until:
                         raise PeerError(
@@ -120,7 +120,7 @@ def _run(command: Sequence[str], folder: Path, max_bytes: int, limit_s: float) -
             raise StateError("this Python has no pip, which downloads dependencies: run python -m ensurepip")
         if lines and lines[-1].startswith("MemoryError"):
             raise PeerError(
-                f"a dependency takes pip more than {MAX_PIP_BYTES >> 20} MB of memory: nothing was installed"
+                f"a dependency takes pip more than {MAX_PIP_BYTES / 1e6:.0f} MB of memory: nothing was installed"
             )
         raise PeerError(f"pip cannot download the dependencies: {last[:300]}. Nothing was installed")
 
@@ -170,7 +170,7 @@ def unpack_wheels(wheels: Sequence[Path], folder: Path, max_bytes: int) -> int:
             left -= sum(member.file_size for member in members)
             if num_files > MAX_WHEEL_FILES or left < 0:  # guard: size-of-unpacked-wheels
                 raise PeerError(
-                    f"{wheel.name} unpacks to more than the limit of {max_bytes >> 20} MB or {MAX_WHEEL_FILES} files: "
+                    f"{wheel.name} unpacks to more than the limit of {max_bytes / 1e6:.0f} MB or {MAX_WHEEL_FILES} files: "
                     "nothing was installed"
                 )
             for member in members:

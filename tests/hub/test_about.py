@@ -2,11 +2,12 @@
 
 import sys
 import sysconfig
+import time
 
 import pytest
 
 from shoal.errors import ConfigError
-from shoal.hub.about import describe, read_about, unfit
+from shoal.hub.about import MAX_ABOUT_BYTES, describe, read_about, unfit
 from shoal.hub.archive import index_folder
 from shoal.hub.lock import Requirement, heavy, read_lock, write_lock
 from shoal.hub.names import is_name, is_version, names_one_package, order_of, read_reference
@@ -23,13 +24,22 @@ A, B = "a" * 64, "b" * 64
     ('entry = "../x.py:f"', "path"), ('python = "3"', "python"), ('python = ">=2.7"', "python"),
     ('platforms = ["a b"]', "platforms"), ('kind = "exe"', "kind"), ('data = ["/etc/passwd"]', "path"),
     ('lock = "../lock.txt"', "path"), ('summary = "\\u001b[2J"', "summary"), ('licens = "MIT"', "licens"),
-    ("x = " + "[" * 9000, "not valid TOML"), ("x = 1" + "0" * 5000, "not valid TOML"), ("x = 1\n" * 12000, "limit 65536"),
+    ("x = " + "[" * 9000, "not valid TOML"), ("x = 1" + "0" * 5000, "not valid TOML"), ("x = 1\n" * 12000, "limit 16384"),
+    ("x" * 9000 + " = 1", "unknown key x"),
 ])  # fmt: skip
 def test_a_wrong_description_is_one_line_that_names_the_key(line: str, key: str) -> None:
     text = "".join(kept + "\n" for kept in GOOD.splitlines() if kept.split()[0] != line.split()[0]) + line
     with pytest.raises(ConfigError, match=key) as refused:
         read_about(text.encode())
-    assert "\n" not in str(refused.value) and "\x1b" not in str(refused.value)
+    assert "\n" not in str(refused.value) and "\x1b" not in str(refused.value) and len(str(refused.value)) <= 400
+
+
+def test_a_description_is_read_in_seconds() -> None:
+    """`tomllib` took 21 s for a key in 32,000 parts."""
+    began = time.process_time()
+    with pytest.raises(ConfigError, match="unknown key a"):
+        read_about((GOOD + ".".join("a" * ((MAX_ABOUT_BYTES - len(GOOD)) // 2 - 4)) + "=1").encode())
+    assert time.process_time() - began < 8
 
 
 def test_a_good_description_is_read() -> None:

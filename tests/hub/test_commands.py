@@ -1,5 +1,6 @@
 """`shoal env init, check, push, note, show, list, install`: what an author and a user type, from start to end."""
 
+import io
 from pathlib import Path
 
 import pytest
@@ -52,15 +53,53 @@ def test_mistakes_are_one_line(shoal, tmp_path: Path) -> None:
     shoal("init", NAME)
     for words, said in (
         (("init", NAME), "exists already"),
-        (("init", "Ann/B"), "not a package name"),
+        (("init", "Ann/B"), "cannot be the name of a package"),
         (("push", "none", "--registry", "hub"), "cannot read none"),
         (("install", NAME, "--registry", "none"), "there is no registry at none"),
-        (("show", "ann", "--registry", "backwards"), "is not a package"),
-        (("show", NAME, "--registry", "backwards"), "has no names/ann/backwards/catalogue.json"),
+        (("show", "ann", "--registry", "backwards"), "is not the name of a package"),
+        (("show", NAME, "--registry", "backwards"), "has no package ann/backwards: `shoal env list"),
+        (("push", "backwards", "--registry", "http://hub.example"), "is written in its folder, not over HTTP"),
+        (("push", "backwards", "--registry", "hub", "--withdraw", ""), "there is no registry at hub"),
+        (("note", f"{NAME}@0.1.0", "--registry", "hub", "--good"), "there is no registry at hub"),
+        (("note", "pkg:" + "a" * 64, "--registry", "backwards", "--good"), "owner/name here, not by its digest"),
+        (("show", "pkg:" + "a" * 64, "--registry", "backwards"), "owner/name here, not by its digest"),
+        (("install", "pkg:" + "a" * 64, "--registry", "backwards"), f"pkg:{'a' * 64} is not installed"),
     ):
         code, text = shoal(*words)
         assert code == 2 and said in text and text.count("\n") == 1, text
-    assert not (tmp_path / "hub").exists()
+    assert not (tmp_path / "hub").exists() and not (tmp_path / "http:").exists()
+
+
+def test_a_mistyped_key_or_policy_is_named(shoal, tmp_path: Path) -> None:
+    shoal("init", NAME)
+    code, text = shoal("push", "backwards", "--registry", "hub", "--key", "autor.key")
+    assert code == 2 and "cannot read the key autor.key" in text and not (tmp_path / "autor.key").exists()
+    shoal("push", "backwards", "--registry", "hub")
+    code, text = shoal("push", "backwards", "--registry", "hub", "--withdraw", " ")
+    assert code == 2 and "--withdraw needs a reason" in text
+    code, text = shoal("install", NAME, "--registry", "hub", "--policy", "none.toml")
+    assert code == 2 and "Give the path of a policy file" in text
+    with pytest.raises(SystemExit):
+        shoal("install", NAME, "--registry", "hub", "--policy", "none.toml", "--yes")
+
+
+def test_the_end_of_the_input_is_a_no(shoal, monkeypatch: pytest.MonkeyPatch) -> None:
+    shoal("init", NAME)
+    shoal("push", "backwards", "--registry", "hub")
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    code, text = shoal("install", NAME, "--registry", "hub")
+    assert code == 2 and "was not installed, as you said" in text
+
+
+def test_who_only_looks_leaves_nothing_in_the_home(shoal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shoal("init", NAME)
+    shoal("push", "backwards", "--registry", "hub")
+    monkeypatch.setenv("SHOAL_HOME", str(tmp_path / "bob"))
+    assert shoal("show", NAME, "--registry", "hub")[0] == 0 and not (tmp_path / "bob").exists()
+    (tmp_path / "bob").write_text("")
+    code, text = shoal("install", NAME, "--registry", "hub", "--yes")
+    assert code == 2 and "is needed as a folder" in text
 
 
 def test_a_changed_folder_needs_a_new_version_and_a_version_can_be_withdrawn(shoal, tmp_path: Path) -> None:
@@ -72,7 +111,11 @@ def test_a_changed_folder_needs_a_new_version_and_a_version_can_be_withdrawn(sho
     code, said = shoal("note", f"{NAME}@0.1.0", "--registry", "hub", "--check", "backwards")
     assert code == 2 and "does not have the files of this version" in said
     assert shoal("push", "backwards", "--registry", "hub", "--withdraw", "too easy")[0] == 0
-    assert "withdrawn: too easy" in shoal("show", f"{NAME}@0.1.0", "--registry", "hub")[1]
+    code, said = shoal("show", NAME, "--registry", "hub")
+    assert code == 0 and "withdrawn: too easy" in said and "notes on 0.1.0" in said
+    code, said = shoal("install", NAME, "--registry", "hub", "--yes")
+    assert code == 2 and "withdrew all versions of ann/backwards: name one of 0.1.0" in said
+    assert "has no version 0.2.0: it has 0.1.0" in shoal("show", f"{NAME}@0.2.0", "--registry", "hub")[1]
 
 
 def test_an_author_changes_the_key(shoal, tmp_path: Path) -> None:

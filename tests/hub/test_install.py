@@ -360,7 +360,7 @@ def test_any_damage_to_a_wheel_is_the_wheels_fault(tmp_path: Path) -> None:
 
 def test_a_description_that_unpacks_to_gigabytes_ends_pip(tmp_path: Path, wheels: Path, monkeypatch) -> None:
     """pip reads it whole: 3 MB of wheel took 23 GB of memory."""
-    monkeypatch.setattr("shoal.hub.wheels.MAX_PIP_BYTES", 400 << 20)
+    monkeypatch.setattr("shoal.hub.wheels.MAX_PIP_BYTES", 400_000_000)
     wheels.mkdir()
     wheel = wheels / "tinydep-1.0-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
@@ -449,6 +449,19 @@ def test_a_kill_leaves_nothing_installed_and_the_next_try_cleans_up(
     store = PackageStore(home / "envs")
     assert len(list(store.unfinished())) == 1 and store.get(digest) is None and store.all() == []
     assert get(registry, home).is_new and list(store.unfinished()) == []
+
+
+def test_a_question_to_one_user_holds_up_no_other(author: Author, registry: FolderRegistry, home: Path) -> None:
+    author.push(registry)
+    others: list[Result] = []
+
+    def answer_late(_: str) -> bool:
+        others.append(get(registry, home))
+        return True
+
+    first = get(registry, home, consent=Consent(None, answer_late))
+    assert [first.is_new, others[0].is_new] == [False, True]
+    assert list(PackageStore(home / "envs").unfinished()) == []
 
 
 def test_two_installations_at_once_install_once(author: Author, registry: FolderRegistry, home: Path) -> None:

@@ -93,6 +93,12 @@ def test_a_note_that_nobody_would_read_is_not_written(said, registry: FolderRegi
     assert heard(registry) == ()
 
 
+def test_a_long_note_that_somebody_else_wrote_is_left_out(registry: FolderRegistry) -> None:
+    flood = Note(NAME, "0.1.0", "a" * 64, 9, Solved("p", 1, 0.5, (1,) * 100_000))
+    registry.write(notes_path(NAME, "0.1.0"), to_json([sign(flood, Key.generate(), notes.PURPOSE)]))
+    assert heard(registry) == ()
+
+
 def test_the_number_of_notes_is_limited(registry: FolderRegistry, monkeypatch) -> None:
     monkeypatch.setattr(notes, "MAX_NOTES", 3)
     for _ in range(3):

@@ -144,6 +144,12 @@ def test_a_withdrawn_version_stays_but_is_not_the_newest(
     assert gone is not None and gone.withdrawn == "gold answers are wrong"
 
 
+def test_what_a_killed_push_left_is_deleted(author: Author, registry: FolderRegistry) -> None:
+    (registry.folder / ".new-0123").write_bytes(b"half an archive")
+    author.push(registry)
+    assert sorted(path.name for path in registry.folder.iterdir()) == [".lock", "names", "names.json", "packages"]
+
+
 def test_a_push_that_fails_leaves_the_registry_as_it_was(author: Author, registry: FolderRegistry, monkeypatch) -> None:
     author.push(registry)
     before = sorted(path.name for path in registry.folder.rglob("*"))
@@ -350,7 +356,7 @@ def test_a_static_web_server_is_a_registry(author: Author, registry: FolderRegis
     into = io.BytesIO()
     web.copy(archive_path(release.digest), release.size_bytes, into)
     assert into.getvalue() == (registry.folder / archive_path(release.digest)).read_bytes()
-    with pytest.raises(NothingYet, match="has no names/ann/none"):
+    with pytest.raises(NothingYet, match="has no package ann/none"):
         read_catalogue(web, "ann/none", reader)
     with pytest.raises(PeerError, match="more than 10 bytes"):
         web.read(catalogue_path(NAME), 10)
