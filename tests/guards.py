@@ -113,6 +113,15 @@ def _needed_by(file: str, *guards: tuple[str, str | tuple[str, str], str]) -> li
 
 # fmt: off
 GUARDS = [
+    *_needed_by("tests/algos/test_gaps.py",
+        ("patch-ends-early", OFF, "test_bytes_that_end_early_or_late_are_refused"),
+        ("patch-ends-late", OFF, "test_bytes_that_end_early_or_late_are_refused"),
+        ("patch-number-limit", OFF, "test_a_number_has_a_limit_an_end_and_one_spelling"),
+        ("patch-padding", OFF, "test_bits_are_filled_up_with_zeros_only"),
+        ("patch-member-limit", OFF, "test_a_member_beyond_its_universe_is_refused"),
+        ("patch-set-whole", OFF, "test_a_set_with_fewer_gaps_than_members_is_refused"),
+        ("patch-padding-of-sets", OFF, "test_a_set_is_filled_up_with_zeros_only"),
+    ),
     *_needed_by("tests/algos/test_projection.py",
         ("order-of-tokens", ("over_tokens_KN[:, first : first + len(part)] @ part_ND", "part_ND.sum(0)"),
          "test_the_order_of_tokens_matters_and_no_tokens_give_zeros"),
