@@ -6,7 +6,7 @@ files and chunks they come, who signs for that, and until when.
 """
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import msgspec
@@ -52,7 +52,11 @@ def weights_root(directory: Path) -> str:
 
     Raises `StateError` if the directory's weights cannot be read.
     """
-    tensors = tensors_of(directory)
+    return root_over(tensors_of(directory))
+
+
+def root_over(tensors: Mapping[str, tuple[str, tuple[int, ...], str]]) -> str:
+    """The weights root, hex, from the dtype, the shape and the SHA-256 of each tensor."""
     leaves = [
         wire.to_json([name, dtype, list(shape), digest]) for name, (dtype, shape, digest) in sorted(tensors.items())
     ]

@@ -1,0 +1,92 @@
+"""The tensors of a version as arrays of codes: what patches are made from and applied to.
+
+Called by `weights/patch` and `weights/inplace`. It reads checkpoint directories, and looks at the memory of torch's
+tensors; therefore torch is imported late. It knows no patch.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from shoal.algos.floatcodes import KINDS, Codes
+from shoal.errors import StateError
+from shoal.policy.files import find_tensors
+from shoal.weights.manifest import root_over
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, eq=False)
+class Coded:
+    """A tensor: its dtype by safetensors' name, its shape, and its values as a flat array of codes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    codes: Codes
+
+
+Weights = Mapping[str, Coded]
+"""The tensors of a version by name."""
+
+
+def coded(dtype: str, shape: tuple[int, ...], data: np.ndarray) -> Coded:
+    """A tensor over the bytes of an array, which are not copied. Raises `StateError` for an unknown dtype."""
+    if dtype not in KINDS:
+        raise StateError(f"a tensor is {dtype}: known are {', '.join(KINDS)}")
+    return Coded(dtype, shape, data.reshape(-1).view(np.uint8).view(KINDS[dtype].codes))
+
+
+def coded_directory(directory: Path, *, writable: bool = False) -> dict[str, Coded]:
+    """The tensors of a checkpoint directory, mapped into memory. `writable`: changes go to its files.
+
+    Raises `StateError` if its files are not plain, whole safetensors files.
+    """
+    maps: dict[Path, np.ndarray] = {}
+    weights = {}
+    for name, stored in find_tensors(directory).items():
+        if stored.file not in maps:
+            maps[stored.file] = np.memmap(stored.file, np.uint8, "r+" if writable else "r")
+        weights[name] = coded(stored.dtype, stored.shape, maps[stored.file][stored.start : stored.end])
+    return weights
+
+
+def coded_tensors(tensors: Mapping[str, "torch.Tensor"]) -> dict[str, Coded]:
+    """Contiguous tensors in the memory of this process, by name. What is written to the codes, the tensors hold."""
+    import torch
+
+    weights = {}
+    for name, tensor in tensors.items():
+        dtype = _TORCH_DTYPES.get(str(tensor.dtype))
+        if dtype is None or not tensor.is_contiguous() or tensor.device.type != "cpu":
+            raise StateError(
+                f"{name} is {tensor.dtype} on {tensor.device}: a patch needs contiguous tensors on the CPU"
+            )
+        flat = tensor.detach().reshape(-1).view(torch.uint8)  # numpy knows no bfloat16
+        weights[name] = coded(dtype, tuple(tensor.shape), flat.numpy())
+    return weights
+
+
+_TORCH_DTYPES = {
+    "torch.float64": "F64", "torch.float32": "F32", "torch.float16": "F16", "torch.bfloat16": "BF16",
+    "torch.float8_e4m3fn": "F8_E4M3", "torch.float8_e5m2": "F8_E5M2", "torch.int64": "I64", "torch.int32": "I32",
+    "torch.int16": "I16", "torch.int8": "I8", "torch.uint8": "U8", "torch.bool": "BOOL",
+}  # fmt: skip
+
+
+def root_of(weights: Weights, *, threads: int = 1) -> str:
+    """The weights root of these tensors: that of a directory which holds them."""
+    with ThreadPoolExecutor(threads) as pool:  # hashlib lets other threads run
+        digests = list(pool.map(_digest, weights.values()))
+    return root_over(
+        {name: (one.dtype, one.shape, digest) for (name, one), digest in zip(weights.items(), digests, strict=True)}
+    )
+
+
+def _digest(tensor: Coded) -> str:
+    return hashlib.sha256(np.ascontiguousarray(tensor.codes).view(np.uint8).data).hexdigest()
