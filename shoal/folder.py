@@ -11,13 +11,13 @@ import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 import msgspec
 
-from shoal.config import RunConfig, unsafe_changes
+from shoal.config import EnvConfig, RunConfig, unsafe_changes
 from shoal.errors import ConfigError, StateError, cause_of
 from shoal.protocol.wire import domain_hash
 from shoal.tree import from_tree, to_tree
@@ -90,8 +90,9 @@ class RunFolder:
         the keys, if the run file changed in a way that is not allowed during a run.
         """
         for_others = for_others or config.host.is_reached_by_others  # guard: reachable-is-for-others
-        tree = to_tree(_with_kinds(_with_absolute_paths(config, recipe_dir), for_others))
         resumed = self.run_file.exists()
+        old = {env.label: env.kind for env in self.config().envs} if resumed else {}
+        tree = to_tree(_with_kinds(_with_absolute_paths(config, recipe_dir), for_others, old))
         if resumed:
             changed = unsafe_changes(to_tree(self.config()), tree)  # keys added since then get their defaults
             if changed:
@@ -226,12 +227,19 @@ def _secret_of(seed: int) -> bytes:
     return domain_hash("fixed seed", seed.to_bytes(8, "big"))
 
 
-def _with_kinds(config: RunConfig, for_others: bool) -> RunConfig:
-    """Say who plays each environment. Those who join have no file of the host's, so the host plays it."""
-    envs = []
-    for env in config.envs:
-        hosted = not env.kind and (not env.reproducible or (for_others and env.name.endswith(".py")))
-        envs.append(msgspec.structs.replace(env, kind="completions") if hosted else env)
+def _with_kinds(config: RunConfig, for_others: bool, old: Mapping[str, str]) -> RunConfig:
+    """Say who plays each environment where the run file does not: the host, if those who join do not have it, or if nobody
+    can repeat it. `old` are the kinds with which a run began, by label: they stay."""
+
+    def kind_of(env: EnvConfig) -> Literal["", "episodes", "completions"]:
+        if env.kind:
+            return env.kind
+        if env.label in old:
+            return "completions" if old[env.label] == "completions" else ""
+        # The names of files and packages have slashes, dots or colons.
+        return "completions" if not env.reproducible or (for_others and not env.name.isidentifier()) else ""
+
+    envs = (msgspec.structs.replace(env, kind=kind_of(env)) for env in config.envs)
     return msgspec.structs.replace(config, envs=tuple(envs))
 
 

@@ -1240,6 +1240,8 @@ GUARDS = [
         ("group-is-void-or-whole", OFF, "test_a_worker_leaves_a_host_whose_answers_no_environment_gives"),
         ("host-plays-its-own", ("kind_of(info.envs) == COMPLETIONS", "False"),
          "test_strangers_train_on_a_file_that_only_the_host_has"),
+        ("unrepeatable-stays-with-the-host", OFF,
+         "test_an_environment_that_says_that_nobody_can_repeat_it_is_believed"),
         ("late-turns-are-dropped", ("time.perf_counter() - started > LATE * allowed_s", "False"),
          "test_turns_that_take_far_too_long_give_the_lease_back_and_the_run_goes_on"),
         ("other-turns-are-given-back", ("refused.code != 'conflict'", "True"),

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from shoal.config import RunConfig
-from shoal.errors import PeerError, Superseded
-from shoal.folder import RunFolder
+from shoal.errors import ConfigError, PeerError, Superseded
+from shoal.folder import RunFolder, write_atomically
 from shoal.ledger.facts.leases import LeaseLapsed
 from shoal.ledger.facts.submissions import SubmissionReceived
 from shoal.protocol import types as t
@@ -110,16 +110,42 @@ def test_an_environment_that_nobody_can_repeat_is_trained_on_and_its_record_is_t
         ({"name": "mine.py", "kind": "completions"}, False, "completions"),
         ({"name": "mine.py", "kind": "episodes"}, True, "episodes"),
         ({"name": "mine.py", "reproducible": False}, False, "completions"),
+        ({"name": "ann/parrot@0.1.0"}, True, "completions"),
+        ({"name": "ann/parrot@0.1.0"}, False, ""),
+        ({"name": "ann/parrot@0.1.0", "kind": "episodes"}, True, "episodes"),
+        ({"name": "pkg:" + "a" * 64}, True, "completions"),
+        ({"name": "./folder"}, True, "completions"),
         ({"name": "arithmetic"}, True, ""),
         ({"name": "arithmetic", "kind": "completions"}, True, "completions"),
     ],
 )
-def test_the_host_plays_its_own_files_for_others_and_what_nobody_can_repeat(tmp_path, keys, for_others, kind):
+def test_the_host_plays_for_others_what_is_not_built_in_and_what_nobody_can_repeat(tmp_path, keys, for_others, kind):
     config = from_tree({"name": "run", "steps": 1, "envs": [keys]}, RunConfig, "test")
     folder = RunFolder(tmp_path / "run")
     folder.prepare(config, tmp_path, for_others=for_others)
     assert [env.kind for env in folder.config().envs] == [kind]
     assert folder.prepare(config, tmp_path, for_others=for_others), "the same command resumes"
+
+
+def test_a_run_from_before_hosts_could_play_goes_on_as_it_began(tmp_path):
+    config = from_tree({"name": "run", "steps": 1, "envs": [{"name": "mine.py"}]}, RunConfig, "test")
+    folder = RunFolder(tmp_path / "run")
+    folder.prepare(config, tmp_path)
+    write_atomically(folder.secret_file, b"11" * 32)
+    assert folder.prepare(config, tmp_path, for_others=True)
+    assert [env.kind for env in folder.config().envs] == [""]
+
+
+def test_an_environment_that_says_that_nobody_can_repeat_it_is_believed(tmp_path):
+    moody = COUNTING.replace("class Counting(Env):", "class Counting(Env):\n    reproducible = False")
+    (tmp_path / "moody.py").write_text(moody)
+    name = str(tmp_path / "moody.py")
+    with pytest.raises(ConfigError, match="set reproducible = false"):
+        Town(tmp_path / "alone", tiny_run(envs=[{"name": name}]))
+    for keys in ({"reproducible": False}, {"kind": "completions"}):
+        town = Town(tmp_path / "".join(keys), tiny_run(envs=[{"name": name, **keys}]))
+        assert [(spec.kind, spec.reproducible) for spec in town.desk.state.envs] == [(COMPLETIONS, False)]
+        town.stage.close()
 
 
 def test_two_of_three_workers_killed_change_no_byte_and_every_token_can_be_derived_again(tmp_path, single_file_weights):

@@ -40,6 +40,7 @@ class Odd(Env):
             time.sleep(8)
         note(self.log, f"reset {task}")
         words = str(random.random()) if task == 11 else "say something"
+        words = str(hash(words)) if task == 13 else words
         print("environments may print")
         return (task, 0), [{"role": "user", "content": words}]
     def step(self, state, action):
@@ -233,6 +234,12 @@ def test_an_episode_that_cannot_be_played_again_ends_by_error(theatre, caplog) -
     os.kill(theatre.process(), signal.SIGKILL)
     assert theatre.turn(11, 1).ending == "error"
     assert "set reproducible = false" in caplog.text
+
+
+def test_an_episode_that_depends_on_the_hash_seed_can_be_played_again(theatre) -> None:
+    theatre.turn(13, 0)
+    os.kill(theatre.process(), signal.SIGKILL)
+    assert theatre.played(13).ending == "environment"
 
 
 def test_episodes_that_were_idle_are_played_again(theatre, monkeypatch) -> None:

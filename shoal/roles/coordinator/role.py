@@ -18,9 +18,10 @@ from typing import Any
 from msgspec.structs import replace
 from starlette.applications import Starlette
 
-from shoal.config import ACTIVATION_ERROR, ENV_SETTINGS, STAGE_KEYS, RunConfig, sampling_of, wire_bounds
+from shoal.config import ACTIVATION_ERROR, ENV_SETTINGS, STAGE_KEYS, EnvConfig, RunConfig, sampling_of, wire_bounds
+from shoal.envs.base import Env
 from shoal.envs.load import env_digest, env_of
-from shoal.errors import StateError, cause_of
+from shoal.errors import ConfigError, StateError, cause_of
 from shoal.folder import RunFolder, write_atomically
 from shoal.ledger.facts.run import Admin, Create, Reconfigure, RunCreated
 from shoal.ledger.law import LAW, Law
@@ -31,7 +32,7 @@ from shoal.net.connections import Limits, connections_that_fit, http_server
 from shoal.net.keys import load_or_make_key
 from shoal.protocol import types as t
 from shoal.protocol.bounds import dtypes_of
-from shoal.protocol.constants import EPISODES
+from shoal.protocol.constants import COMPLETIONS, EPISODES
 from shoal.protocol.randomness import SecretChain
 from shoal.roles.coordinator.api import application
 from shoal.roles.coordinator.desk import Desk
@@ -134,16 +135,23 @@ def public_run_file(folder: RunFolder, config: RunConfig) -> dict[str, Any]:
 
 def env_specs(config: RunConfig) -> list[t.EnvSpec]:
     """The run's environments with their digests and sizes."""
-    return [
-        t.EnvSpec(
-            e.name, env_digest(e.name), env_of(e).num_tasks, e.weight, e.args,
-            own_label="" if e.label == e.name else e.label,
-            system=e.system, examples=e.examples, template=e.template, parser=e.parser, weights=e.weights,
-            max_turn_tokens=e.max_turn_tokens, max_tokens=e.max_tokens, history=e.history,
-            kind=e.kind or EPISODES, reproducible=e.reproducible,
+    return [_spec(e, env_of(e)) for e in config.envs]
+
+
+def _spec(e: EnvConfig, env: Env) -> t.EnvSpec:
+    reproducible = e.reproducible and getattr(env, "reproducible", True) is not False
+    if not reproducible and e.kind != COMPLETIONS:  # guard: unrepeatable-stays-with-the-host
+        raise ConfigError(
+            f"environment {e.label} says that nobody can repeat it, so the host must play it: set reproducible = false "
+            "in its [[envs]]"
         )
-        for e in config.envs
-    ]  # fmt: skip
+    return t.EnvSpec(
+        e.name, env_digest(e.name), env.num_tasks, e.weight, e.args,
+        own_label="" if e.label == e.name else e.label,
+        system=e.system, examples=e.examples, template=e.template, parser=e.parser, weights=e.weights,
+        max_turn_tokens=e.max_turn_tokens, max_tokens=e.max_tokens, history=e.history,
+        kind=e.kind or EPISODES, reproducible=reproducible,
+    )  # fmt: skip
 
 
 def _unlabelled(specs: Iterable[t.EnvSpec]) -> list[t.EnvSpec]:

@@ -43,6 +43,9 @@ OTHER_WORDS = "it gives other words for the same actions (set reproducible = fal
 
 MAX_FRAME_BYTES = 4 * MAX_ROLLOUT_TOKENS + (1 << 20)
 
+SAME_EVERYWHERE = {"PYTHONHASHSEED": "0", "TZ": "UTC", "LC_ALL": "C.UTF-8"}
+"""A process that plays an episode again must say the same words as the one before it."""
+
 T = TypeVar("T")
 
 
@@ -275,7 +278,8 @@ class _Child:
     def __init__(self) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "shoal.roles.stage.child"],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, env=child_environment(1), start_new_session=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, env=child_environment(1) | SAME_EVERYWHERE,
+            start_new_session=True,
         )  # fmt: skip
         assert self._process.stdin is not None and self._process.stdout is not None
         self._to, self._from = self._process.stdin.fileno(), self._process.stdout

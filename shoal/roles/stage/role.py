@@ -109,6 +109,8 @@ class Stage:
         self._newest = -1
         self._players: Players | None = None
         self._limits: Limits
+        self._shared: set[str]
+        """Labels of environments whose replies leases share, because anybody would get the same."""
         self._opening = asyncio.Lock()
 
     def application(self) -> Starlette:
@@ -159,8 +161,8 @@ class Stage:
         if task is not None and before != name:  # guard: one-turn-at-a-time
             raise RequestRefused(503, "busy", "another turn of this block is being played: ask again", retry_s=1.0)
         if task is None:
-            size, shared = self._config.rollouts.group_size, {env.label: env.reproducible for env in self._config.envs}
-            play = partial(take_turn, self._memo, asked, turn, shared.__getitem__, size, self._limits, players.play)
+            size, shared = self._config.rollouts.group_size, self._shared.__contains__
+            play = partial(take_turn, self._memo, asked, turn, shared, size, self._limits, players.play)
             task = asyncio.get_running_loop().run_in_executor(self._threads, play)
             self._at_work[place] = name, task
             task.add_done_callback(lambda _: self._at_work.pop(place))
@@ -178,7 +180,9 @@ class Stage:
                     raise RequestRefused(503, "busy", "the first policy is not here yet: ask again", retry_s=1.0)
                 renderer = await asyncio.to_thread(Renderer.from_directory, folder.policy)
                 self._limits = Limits(renderer.vocabulary, renderer.stop_ids)
-                opening = Opening(_specs(folder), str(folder.policy), sampling_of(config))
+                specs = _specs(folder)
+                self._shared = {spec.label for spec in specs if spec.reproducible}
+                opening = Opening(specs, str(folder.policy), sampling_of(config))
                 limits_s = {env.label: env.call_s for env in config.envs}
                 self._players = Players(lambda: self._make(opening), PLAYERS, self._memo, limits_s.__getitem__)
             return self._players
