@@ -28,6 +28,10 @@ class Overreach(StateError):
     """A run asks for more time or memory than this node gives it. It is evidence against no worker."""
 
 
+class Undecided(Overreach):
+    """The sandbox stopped an environment that a validator replays. Another machine might not stop it: the slot is void."""
+
+
 class PeerError(ShoalError):
     """Another node cannot be reached, refuses us, or sent something wrong."""
 

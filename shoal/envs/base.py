@@ -140,6 +140,10 @@ class Decided(Protocol):
         ...
 
 
+class Raised(Exception):
+    """What an environment raised in another process, as one line that says where."""
+
+
 def require_index(index: int, count: int) -> None:
     """Raise IndexError unless 0 <= index < count. With Python's negative indices, two indices could name one task."""
     if not 0 <= index < count:
@@ -180,6 +184,8 @@ def source_of(env: Env) -> Path | None:
 
 def describe_fault(error: BaseException, source: Path | None) -> str:
     """One line: what an environment raised and where, at its deepest line in `source`, or else the deepest of all."""
+    if isinstance(error, Raised):
+        return str(error)
     frames = traceback.extract_tb(error.__traceback__)
     inside = [frame for frame in frames if source is not None and frame.filename == str(source)] or frames
     place = f"{inside[-1].filename} line {inside[-1].lineno}: " if inside else ""

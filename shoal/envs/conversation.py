@@ -229,6 +229,8 @@ class Conversation:
             scored = judge(self.state)
             found = earned(self.env, [scored], self.turn_rewards)
             success = success_of(self.env, self.state)
+        except Overreach:
+            raise  # guard: overreach-scores-nothing
         except Exception as error:  # noqa: BLE001  as above
             self._fail(error)
             return

@@ -5,12 +5,12 @@ and by nodes that join without (`load_run_envs`: a stranger's run file must neve
 A user's file is one Python file that defines `def environment(**args)`. It may import installed packages but not
 neighbouring files, because its digest covers only itself. The digest of a package covers all its files and its lock.
 
-An installed package runs in this process only if this machine's own author's key signed it. Any other needs an `Opener`.
+An installed package runs in this process only if this machine's own author's key signed it and it has no dependencies.
+Any other runs in the sandbox.
 """
 
 import difflib
 import math
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -18,9 +18,11 @@ from typing import Any, NamedTuple, TypeAlias
 
 from shoal.config import node_home
 from shoal.envs import arithmetic, wordle, words
-from shoal.envs.base import Env, describe_fault
+from shoal.envs.base import Env
+from shoal.envs.contained.open import in_sandbox
 from shoal.envs.settings import HISTORIES, Settings, with_settings
-from shoal.errors import ConfigError, ShoalError, cause_of
+from shoal.envs.source import make_env, read_source
+from shoal.errors import ConfigError, ShoalError
 from shoal.hub.about import describe
 from shoal.hub.archive import digest_of, index_folder
 from shoal.hub.names import names_one_package, read_reference
@@ -48,12 +50,11 @@ Opener: TypeAlias = Callable[[Installed, Sequence[Path], Mapping[str, Any]], Env
 """Makes the environment of an installed package without running its code in this process, given the folders that its
 interpreter has on `sys.path`, and its arguments."""
 
-MEMBERS = ("name", "num_tasks", "num_heldout", "reward_bounds", "task", "reset", "step", "score")
-"""Members that an environment must have; inheriting from `shoal.envs.base.Env` gives defaults for some."""
 
-
-def load_env(name_or_path: str, args: Mapping[str, Any], opener: Opener | None = None) -> Env:
+def load_env(name_or_path: str, args: Mapping[str, Any], opener: Opener = in_sandbox) -> Env:
     """Make a built-in environment, that of an installed package, or the one that the user's own file or folder defines.
+
+    `opener` makes those of packages that somebody else wrote.
 
     Raises a one-line `ShoalError` for an unknown name, for wrong arguments, or, with the line, for a file that fails.
     """
@@ -68,9 +69,9 @@ def load_env(name_or_path: str, args: Mapping[str, Any], opener: Opener | None =
     return _load_file(path, args)
 
 
-def env_of(settings: Settings) -> Env:
+def env_of(settings: Settings, opener: Opener = in_sandbox) -> Env:
     """An environment of a run, as its run file describes it. Raises `ShoalError` as `load_env` does."""
-    return with_settings(load_env(settings.name, settings.args), settings)
+    return with_settings(load_env(settings.name, settings.args, opener), settings)
 
 
 def load_built_in(name: str, args: Mapping[str, Any]) -> Env:
@@ -80,7 +81,7 @@ def load_built_in(name: str, args: Mapping[str, Any]) -> Env:
     return _built_in(name).make(**args)
 
 
-def load_run_envs(specs: Sequence[EnvSpec], own_files: bool, opener: Opener | None = None) -> dict[str, Env]:
+def load_run_envs(specs: Sequence[EnvSpec], own_files: bool, opener: Opener = in_sandbox) -> dict[str, Env]:
     """The environments of a run by label, identical to the host's. `own_files` allows files of this user; `opener` makes
     those of packages that this user installed.
 
@@ -117,7 +118,7 @@ def env_digest(name_or_path: str) -> str:
     if is_file(name_or_path) and Path(name_or_path).is_dir():
         return digest_of(index_folder(Path(name_or_path)))
     if is_file(name_or_path):
-        sources = [_read(Path(name_or_path))]
+        sources = [read_source(Path(name_or_path))]
     else:
         sources = [Path(str(module.__file__)).read_bytes() for module in _built_in(name_or_path).modules]
     return domain_hash("environment", *sources).hex()
@@ -148,21 +149,22 @@ def _demand_installed(spec: EnvSpec) -> None:
         )
 
 
-def _open_package(package: Installed, args: Mapping[str, Any], opener: Opener | None) -> Env:
+def _open_package(package: Installed, args: Mapping[str, Any], opener: Opener) -> Env:
     """The environment of an installed package."""
-    store, named = _store(), f"{package.name} {package.version}"
+    store = _store()
     folder = store.demand_unchanged(package)
-    if opener is not None:
-        return opener(package, store.paths_of(package.digest), args)
-    key = node_home() / "author.key"
-    if not key.exists() or load_key(key).public != package.author:  # guard: strangers-packages-stay-out
-        raise ConfigError(f"{named} was signed by {package.author[:16]}…, not by you: packages of others run only inside "
-                          "the sandbox, which this command does not use")  # fmt: skip
-    if package.dependencies:
-        raise ConfigError(f"{named} has dependencies of its own: it runs only inside the sandbox, which this command does "
-                          "not use")  # fmt: skip
     file, _, function = package.entry.partition(":")
-    return _load_file(folder / file, args, function)
+    if is_own(package) and not package.dependencies:  # guard: strangers-packages-stay-out
+        return _load_file(folder / file, args, function)
+    env = opener(package, store.paths_of(package.digest), args)
+    _require_members(env, Path(package.name, file))
+    return env
+
+
+def is_own(package: Installed) -> bool:
+    """Whether the author's key of this machine signed a package."""
+    key = node_home() / "author.key"
+    return key.exists() and load_key(key).public == package.author
 
 
 def _no_file(name: str) -> ConfigError:
@@ -184,34 +186,13 @@ def _built_in(name: str) -> BuiltIn:
 
 
 def _load_file(path: Path, args: Mapping[str, Any], function: str = "environment") -> Env:
-    source = _read(path)
-    module = ModuleType(f"shoal_env_{domain_hash('environment', source).hex()[:16]}")
-    module.__file__ = str(path)
-    sys.modules[module.__name__] = module  # dataclasses look up their module here
-    try:
-        exec(compile(source, str(path), "exec"), module.__dict__)
-        make = getattr(module, function, None)
-        if not callable(make):
-            raise ShoalError(f"{path} defines no function {function}(**args): add one that returns your environment")
-        env: Env = make(**args)
-    except ShoalError:
-        raise
-    except SyntaxError as error:
-        raise ShoalError(f"{error.filename} line {error.lineno}: {error.msg}. Fix it and try again") from None
-    except Exception as error:  # noqa: BLE001  a user's file may raise anything: report it in one line
-        place = describe_fault(error, path)
-        raise ShoalError(f"cannot load environment {path}: {place}. Fix it and try again") from None
+    env = make_env(path, args, function)
     _require_members(env, path)
     return env
 
 
 def _require_members(env: Env, path: Path) -> None:
-    missing = [member for member in MEMBERS if not hasattr(env, member)]
-    if missing:
-        raise ShoalError(
-            f"{path}: environment() returned a {type(env).__name__} without {', '.join(missing)}. "
-            "Add them, or let its class inherit from shoal.envs.base.Env"
-        )
+    """Raise `ShoalError` unless what the environment says of itself fits a run."""
     try:
         low, high = map(float, env.reward_bounds)
         fits = low < high and math.isfinite(high - low)
@@ -231,10 +212,3 @@ def _require_members(env: Env, path: Path) -> None:
     for name, (count, least) in counts.items():
         if not isinstance(count, int) or count < least:
             raise ShoalError(f"{path}: {name} is {count!r}; give a whole number of at least {least}")
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"cannot read environment {path}: {cause_of(error)}. Give the path of a .py file") from None

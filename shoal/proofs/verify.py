@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import msgspec
 
 from shoal.algos.projection import project
+from shoal.errors import Undecided
 from shoal.proofs.checks import (
     activations,
     complete,
@@ -144,12 +145,16 @@ def _prefill(audited: Sequence[tuple[Group, Context]], tools: Tools) -> None:
 
 
 def _judge_without_model(group: Group | Failure, ctx: Context) -> GroupVerdict:
-    """Run the checks that need no model. A slot that nobody can fill is void, whatever was sent for it."""
+    """Run the checks that need no model. A slot that nobody can fill, or that we cannot replay, is void."""
     if isinstance(group, Failure):
         return _refuse(ctx.slot.slot, shape, group)
-    if not ctx.playable():  # guard: unplayable-is-void
-        return _void(ctx.slot.slot, Failure(-1, -1, 0, 0, "the environment cannot begin this task"))
-    return _first_failure(MODEL_FREE, group, ctx) or _accept(group, ctx)
+    try:
+        if not ctx.playable():  # guard: unplayable-is-void
+            return _void(ctx.slot.slot, Failure(-1, -1, 0, 0, "the environment cannot begin this task"))
+        return _first_failure(MODEL_FREE, group, ctx) or _accept(group, ctx)
+    except Undecided:
+        # guard: undecided-is-void
+        return _void(ctx.slot.slot, Failure(-1, -1, 0, 0, "the sandbox stopped the environment"))
 
 
 def _judge_with_model(group: Group, ctx: Context) -> GroupVerdict:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shoal.sandbox.cell import Cell, Gone, Kind
+from shoal.sandbox.layout import Shown
 from shoal.sandbox.limits import Limits, Outcome, Reason, Stopped
 
 MAX_ANSWER_BYTES = 4 << 20
@@ -20,11 +21,11 @@ class Resident:
     """One running program. It ends on `close()`, when this object is freed, and when this process ends."""
 
     def __init__(
-        self, program: Sequence[str], limits: Limits = Limits(), packages: Sequence[Path] = (),
+        self, program: Sequence[str], limits: Limits = Limits(), packages: Sequence[Path | Shown] = (),
         kind: Kind = Kind.BUBBLEWRAP,
     ) -> None:  # fmt: skip
         """`program` is a command, with `interpreter()` as its first word; `packages` are paths that it may read, each
-        at `outside(path)`.
+        at `outside(path)` or at the place named.
 
         `limits.memory_mb` includes the interpreter. `limits.cpu_s` is for the program's whole life. A program that
         catches its own `MemoryError` reports it by sending itself the signal SIGRTMAX. Raises `StateError`.

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -45,6 +46,12 @@ def examine(kind: Kind = Kind.BUBBLEWRAP) -> Report:
     if failed:
         return Report(False, f"{kind.value} starts, but does not keep its promises: {', '.join(failed)}", _OLD_KERNEL)
     return Report(True, f"{_version(kind)}: {', '.join(_PROBES)}")
+
+
+@cache
+def examined() -> Report:
+    """The same, once for this process."""
+    return examine()
 
 
 # --- the probes: each is true if the sandbox stops what it should stop ---

@@ -8,6 +8,8 @@ import msgspec
 import pytest
 
 from shoal.envs.base import Env
+from shoal.envs.contained import open as opening
+from shoal.envs.contained.client import ContainedEnv
 from shoal.envs.load import env_digest, is_file, is_package, load_built_in, load_env, load_run_envs
 from shoal.errors import ConfigError, StateError
 from shoal.hub.consent import Consent
@@ -17,7 +19,9 @@ from shoal.hub.registry import FolderRegistry
 from shoal.hub.store import Installed
 from shoal.net.keys import save_key
 from shoal.protocol.types import EnvSpec
+from shoal.sandbox.selftest import Report
 from tests.hub.author import Author
+from tests.sandbox.needs import needs_bubblewrap
 
 NAME = "ann/parrot@0.1.0"
 
@@ -70,12 +74,19 @@ def test_names_of_packages_files_and_built_ins_are_told_apart() -> None:
         load_built_in(NAME, {})
 
 
+@needs_bubblewrap
 def test_a_package_of_somebody_else_never_runs_in_this_process(bob: Path) -> None:
-    with pytest.raises(ConfigError, match=r"not by you: packages of others run only inside the sandbox"):
+    for env in (load_env(NAME, {}), *(load_run_envs([spec()], own_files=own)[NAME] for own in (False, True))):
+        assert isinstance(env, ContainedEnv) and (env.name, repr(env.task(1))) == ("parrot", "'b'")
+
+
+def test_without_a_sandbox_a_package_of_somebody_else_is_refused_with_the_remedy(
+    bob: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(opening, "examined", lambda: Report(False, "bubblewrap is not installed", "apt install it"))
+    monkeypatch.setattr(opening, "Line", lambda *_: pytest.fail("it was opened"))
+    with pytest.raises(ConfigError, match=r"ann/parrot 0\.1\.0 runs only inside the sandbox, which .*: apt install it"):
         load_env(NAME, {})
-    for own_files in (False, True):
-        with pytest.raises(ConfigError, match="only inside the sandbox"):
-            load_run_envs([spec()], own_files=own_files)
 
 
 def test_an_opener_makes_the_environment_of_an_installed_package(bob: Path) -> None:

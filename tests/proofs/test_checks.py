@@ -3,11 +3,12 @@
 import dataclasses
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 
 from shoal.envs.load import env_digest, load_run_envs
-from shoal.errors import ShoalError, StateError
+from shoal.errors import ShoalError, StateError, Undecided
 from shoal.proofs.commit import commit
 from shoal.proofs.verify import verify_submission
 from shoal.protocol.types import ENVIRONMENT, POLICY, Check, EngineFacts, EnvSpec, make_rollout
@@ -360,6 +361,21 @@ def test_a_task_that_the_environment_cannot_begin_is_void_whatever_was_sent(desk
     for groups in (desk.groups, nothing):
         verdict = desk.judge(desk.body(groups), audited=(0,))[0]
         assert (verdict.outcome, verdict.tokens, verdict.rewards) == ("void", 0, ())
+
+
+@pytest.mark.parametrize("method", ["task", "reset", "step", "score"])
+def test_a_slot_whose_environment_the_sandbox_stops_is_void(desk, method):
+    """Another machine might have let it end, so it is evidence against nobody, whatever the worker claims."""
+
+    def stopped(*args):
+        raise Undecided("the sandbox stopped it: it took longer than 10 s")
+
+    setattr(desk.envs["wordle"], method, stopped)
+    failed = desk.replace(
+        0, rollouts=tuple(msgspec.structs.replace(r, ending="error") for r in desk.groups[0].rollouts)
+    )
+    for groups in (desk.groups, failed):
+        assert desk.judge(desk.body(groups), audited=(0,))[0].outcome == "void"
 
 
 def test_task_whose_prompt_leaves_no_room_for_a_turn_is_void(desk):

@@ -1,0 +1,180 @@
+"""What an environment in the sandbox and our end say to each other, as MessagePack: one request, one answer.
+
+Used by both ends, `line` and `inside`. Nothing that comes out of the sandbox is believed beyond its type: what it means
+is checked where it is used, as for an environment in this process. It knows no process.
+"""
+
+from typing import Any
+
+import msgspec
+
+MAX_ANSWER_BYTES = 2 << 20
+"""An environment that says more in one turn has failed: no policy reads so much."""
+
+MAX_LINE_CHARS = 500
+"""Of the line about a fault, which others read."""
+
+MAX_TRACE_CHARS = 8000
+"""Of a traceback, for the author."""
+
+MAX_STATES = 4096
+"""States that the inside keeps. Older ones are made again from their actions."""
+
+MARK = "written by the policy"
+"""Key of the table that stands for a `Written` among messages."""
+
+
+class Request(msgspec.Struct, tag=True):
+    """`drop` names states that nobody needs any more."""
+
+    drop: list[int]
+
+
+class Pose(Request):
+    """Make a task."""
+
+    index: int
+    heldout: bool
+
+
+class Begin(Request):
+    """Reset a task, and keep its state under the number `new`."""
+
+    new: int
+    index: int
+    heldout: bool
+
+
+class Act(Request):
+    """Take a step from `state`, and keep the next one as `new`."""
+
+    new: int
+    state: int
+    text: str
+    notation: str = ""
+    thinking: bool = False
+    tools: Any = None
+    """As the policy was shown them; None if they are the environment's own."""
+
+
+class Judge(Request):
+    """Score a state, by the name of the method."""
+
+    state: int
+    how: str
+
+
+class Compare(Request):
+    """Judge states beside each other."""
+
+    states: list[int]
+
+
+class Play(Request):
+    """What a scripted player does."""
+
+    state: int
+    player: str
+    seed: int
+
+
+AnyRequest = Pose | Begin | Act | Judge | Compare | Play
+
+
+class Parts(msgspec.Struct, tag=True):
+    """A `Score`."""
+
+    parts: dict[str, float]
+    metrics: dict[str, float]
+
+
+Points = bool | int | float | Parts
+
+
+class Answer(msgspec.Struct, tag=True):
+    """What the inside says."""
+
+
+class Facts(Answer):
+    """The environment, as it is when it has been made."""
+
+    name: str
+    num_tasks: int
+    num_heldout: int
+    reward_bounds: tuple[float, float]
+    members: list[str]
+    """Those of OPTIONAL that it has."""
+    players: list[str]
+    num_seats: int
+    max_turn_tokens: int
+    max_tokens: int
+    parser: str
+    history: str
+    reproducible: bool
+    tools: list[dict[str, Any]]
+    template: dict[str, Any]
+    weights: dict[str, float]
+
+
+OPTIONAL = ("truncated_score", "group_scores", "success", "players")
+"""Methods that an environment need not have."""
+
+
+class Refused(Answer):
+    """The environment cannot be made."""
+
+    why: str
+    trace: str
+
+
+class Posed(Answer):
+    """A task, for people; and a digest of all that it holds."""
+
+    shown: str
+    digest: bytes
+
+
+class Begun(Answer):
+    messages: Any
+
+
+class Acted(Answer):
+    reply: Any
+    done: bool
+    reward: float
+    learn: bool
+    seat: int
+    restart: bool
+    points: Points | None = None
+    """The score, if the episode is done: it is asked for next."""
+    success: bool | None = None
+
+
+class Judged(Answer):
+    points: Points
+
+
+class Compared(Answer):
+    points: list[Points]
+
+
+class Said(Answer):
+    text: str
+
+
+class Fault(Answer):
+    """What the environment raised."""
+
+    line: str
+    trace: str
+    usual: bool
+    """An IndexError or ValueError, which `task` raises for an index that is out of range."""
+
+
+class Unknown(Answer):
+    """States that the inside does not keep."""
+
+    states: list[int]
+
+
+AnyAnswer = Posed | Begun | Acted | Judged | Compared | Said | Fault | Unknown

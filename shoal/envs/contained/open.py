@@ -1,0 +1,81 @@
+"""Opens packages of others: in the sandbox, after it has been tried on this machine.
+
+Used by `load` for every package that the user of this machine did not write, and by `shoal env install`, which tries
+whether the code of a package loads.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from shoal.envs.base import Env
+from shoal.envs.contained.client import ContainedEnv
+from shoal.envs.contained.line import CODE, LIMITS, Line, Source, code, gone_of
+from shoal.errors import ConfigError, ShoalError
+from shoal.hub.store import Installed
+from shoal.sandbox.layout import INTERPRETER_FLAGS, OUTSIDE, Shown, interpreter, standard_paths
+from shoal.sandbox.limits import Limits
+from shoal.sandbox.resident import Resident
+from shoal.sandbox.selftest import examined
+
+
+def in_sandbox(
+    package: Installed, paths: Sequence[Path], args: Mapping[str, Any], *, validates: bool = False,
+    tell: Callable[[str], None] | None = None, limits: Limits = LIMITS,
+) -> Env:  # fmt: skip
+    """The environment of an installed package. `validates`: see `ContainedEnv`. `tell` gets the tracebacks of its code;
+    without it they are dropped, because they are the author's.
+
+    Raises `ConfigError` if the sandbox does not work here, `ShoalError` if the package does not load in it.
+    """
+    title = f"{package.name} {package.version}"
+    demand_sandbox(title)
+    file, _, function = package.entry.partition(":")
+    source = Source(paths[0], paths[1], file, function, args, title)
+    return cast("Env", ContainedEnv(Line(source, limits, tell or (lambda _: None)), validates))
+
+
+def demand_sandbox(what: str) -> None:
+    """Raise `ConfigError`, with the remedy, unless foreign code may run here."""
+    report = examined()
+    if not report.works:  # guard: no-package-without-a-sandbox
+        raise ConfigError(
+            f"{what} runs only inside the sandbox, which does not work here ({report.found}): {report.remedy}"
+        )
+
+
+def try_code(program: str, paths: Sequence[Path], timeout_s: float) -> str:
+    """What a Python program prints in a sandbox that has these paths first in its `sys.path`: see `Start` of
+    `shoal.hub.install`. Raises `ShoalError` if it fails, is stopped or cannot be started."""
+    demand_sandbox("the package")
+    shown = [Shown(path, OUTSIDE / path.name) for path in paths]
+    places = [*(str(place) for _, place in shown), str(CODE), *standard_paths()]
+    resident = Resident([str(interpreter()), *INTERPRETER_FLAGS, "-c", _TRY, *places], LIMITS, [*shown, *code()])
+    told = resident.ask(program.encode(), timeout_s, 1 << 16)
+    resident.close()
+    if not isinstance(told, bytes):
+        raise ShoalError("it " + gone_of(told, timeout_s, LIMITS))
+    text = " ".join(told[1:].decode("utf-8", "replace").split())[:500]
+    if told[:1] != b"+":
+        raise ShoalError(text)
+    return text
+
+
+_TRY = """
+import contextlib, io, os, sys
+size = int.from_bytes(os.read(0, 4), "big")
+program = b""
+while len(program) < size: program += os.read(0, size - len(program))
+answers = os.dup(1)
+os.dup2(os.open("/dev/null", os.O_WRONLY), 1)
+sys.path[:] = sys.argv[1:]
+sys.argv[1:] = []
+said = io.StringIO()
+try:
+    with contextlib.redirect_stdout(said): exec(compile(program, "probe", "exec"), {})
+    answer = "+" + said.getvalue()
+except Exception as error:
+    answer = f"-{type(error).__name__}: {error}"
+data = answer.encode("utf-8", "replace")[:60000]
+os.write(answers, len(data).to_bytes(4, "big") + data)
+"""

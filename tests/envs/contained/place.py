@@ -1,0 +1,74 @@
+"""Packages for tests of environments in the sandbox: a folder with one file, opened as an installed package is."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from shoal.envs.base import Raised
+from shoal.envs.contained.client import ContainedEnv
+from shoal.envs.contained.line import LIMITS, Line, Source
+from shoal.sandbox.limits import Limits
+
+QUICK = replace(LIMITS, wall_s=1.0, memory_mb=400)
+
+HEAD = """
+import os, random, socket, sys, time
+from pathlib import Path
+from shoal.envs.base import Env, Step, require_index
+from shoal.envs.score import Score
+from shoal.policy.messages import Written
+
+
+class Asked(Env):
+    name, num_tasks, num_heldout = "asked", 8, 4
+
+    def task(self, index, heldout=False):
+        require_index(index, self.num_heldout if heldout else self.num_tasks)
+        return index + 100 * heldout
+
+    def reset(self, task):
+        return (task,), [{"role": "user", "content": f"task {task}"}]
+
+    def step(self, state, action):
+        return Step((*state, str(action)), "again", len(state) == 2)
+
+    def score(self, state):
+        return 1.0
+
+environment = Asked
+"""
+
+
+def opened(
+    folder: Path, code: str, limits: Limits = QUICK, validates: bool = False, tell: Callable[[str], None] | None = None,
+    dependencies: Path | None = None, **args: object,
+) -> ContainedEnv:  # fmt: skip
+    """The environment of HEAD and then `code`, in a sandbox."""
+    folder.mkdir(exist_ok=True)
+    (folder / "environment.py").write_text(HEAD + code)
+    source = Source(folder, dependencies or folder / "none", "environment.py", "environment", args, "ann/asked 0.1.0")
+    return ContainedEnv(Line(source, limits, tell or (lambda _: None)), validates)
+
+
+def acting(body: str) -> str:
+    """Code of an environment whose `step` does this; `act` is what the policy wrote."""
+    lines = "\n".join(f"        {line}" for line in body.splitlines())
+    return f"""
+class Environment(Asked):
+    def step(self, state, act):
+{lines}
+        return Step((*state, str(act)), "again", len(state) == 2)
+
+environment = Environment
+"""
+
+
+def said(folder: Path, expression: str, **more: object) -> str:
+    """What an expression gives inside the sandbox, in `step`."""
+    env = opened(folder, acting(f"return Step(state, repr(({expression})), False)"), **more)  # type: ignore[arg-type]
+    try:
+        reply = env.step(env.reset(env.task(0))[0], "x").reply
+    except Raised as error:
+        return str(error)
+    assert isinstance(reply, str)
+    return reply
