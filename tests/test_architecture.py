@@ -45,6 +45,7 @@ BROAD_EXCEPTS = {
     "net/server.py": "a fault of ours while answering is logged and becomes a 500, not a broken connection",
     "proofs/context.py": "an environment may raise anything; then nobody can play the slot, and it is void",
     "policy/contained.py": "a stranger's tokenizer may raise anything; the text is refused",
+    "roles/packages.py": "what a thread aside raises is raised again where it is awaited",
     "sandbox/inside.py": "a snippet may raise anything, and ends as a script would; a fault of ours must not look like its",
     "roles/stage/child.py": "an environment may raise anything; its traceback is printed and the exception goes on",
     "policy/render.py": "the tokenizers library raises bare Exception for a damaged file",
@@ -113,7 +114,7 @@ def test_imports_follow_the_map(file: Path) -> None:
     assert wrong == [], f"{name_of(file)} may import from {', '.join(sorted(allowed(room)))}"
 
 
-ROLE_HELPERS = ("completions", "evidence", "loading", "memory", "seat")
+ROLE_HELPERS = ("completions", "evidence", "loading", "memory", "packages", "seat")
 """Files beside the roles that several of them use; they import no role themselves."""
 
 

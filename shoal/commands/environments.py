@@ -7,6 +7,7 @@ else wrote runs here.
 import argparse
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,8 @@ def _add_sharing(p: Any) -> None:
     q = add_command(
         p, "install", env_install, "install a package from a registry",
         "Shows author, size and dependencies and asks once; ~/.shoal/install.toml, if there is one, decides instead. "
-        "Dependencies are wheels with the hashes of the package's lock; nothing is built, and nothing of the package runs.",
+        "Dependencies are wheels with the hashes of the package's lock; nothing is built. The code is "
+        "tried inside the sandbox.",
         ("shoal env install ann/backwards --registry https://hub.example.org", "the newest version"),
         ("shoal env install ann/backwards@0.1.0 --registry /srv/hub --yes", ""),
     )  # fmt: skip
@@ -121,9 +123,10 @@ def env_init(args: argparse.Namespace) -> None:
 
 def env_check(args: argparse.Namespace) -> int:
     from shoal.envs.check import check_env
+    from shoal.envs.contained.open import in_sandbox, show
     from shoal.envs.load import load_env
 
-    findings = check_env(load_env(args.env, args.env_args))
+    findings = check_env(load_env(args.env, args.env_args, partial(in_sandbox, tell=show)))
     for finding in findings:
         print(f"{finding.outcome:<8} {finding.check}: {finding.detail}")
     return EXIT_NO if any(finding.outcome == "failed" for finding in findings) else 0
@@ -163,21 +166,20 @@ def env_push(args: argparse.Namespace) -> None:
 
 
 def env_install(args: argparse.Namespace) -> None:
+    from shoal.commands.consent import consent_here
     from shoal.config import node_home
-    from shoal.hub.consent import POLICY_FILE, Consent, read_policy
+    from shoal.envs.contained.open import try_code
     from shoal.hub.install import by_pip, install
     from shoal.hub.names import read_reference
     from shoal.hub.notes import checks_noted
     from shoal.hub.registry import open_registry
+    from shoal.sandbox.selftest import examined
 
-    home = node_home()
-    file = args.policy or (home / POLICY_FILE if (home / POLICY_FILE).exists() else None)
-    policy = read_policy(file) if file and not args.yes else None
-    ask = (lambda _: True) if args.yes else (_ask if sys.stdin.isatty() else None)
     registry = open_registry(args.registry)
     downloader = by_pip("--no-index", "--find-links", str(args.wheels.absolute())) if args.wheels else None
+    consent = consent_here(args.policy, args.yes, args.max_mb, args.heavy)
     result = install(
-        read_reference(args.name), registry, home, Consent(policy, ask, args.max_mb, args.heavy),
+        read_reference(args.name), registry, node_home(), consent, start=try_code if examined().works else None,
         downloader=downloader, checks=lambda name, release, author: checks_noted(registry, name, release, author),
         tell=say,
     )  # fmt: skip
@@ -185,16 +187,9 @@ def env_install(args: argparse.Namespace) -> None:
     print(
         f"{'installed' if result.is_new else 'already installed:'} {package.name} {package.version} in {result.folder}"
     )
+    if result.is_new:
+        say(f"tried inside the sandbox: {result.tried}" if examined().works else f"{result.tried}: {examined().remedy}")
     print(f'in a run file: [[envs]] name = "{package.name}@{package.version}"')
-
-
-def _ask(question: str) -> bool:
-    say(question)
-    try:
-        return input("[y/N] ").strip().lower() in ("y", "yes")
-    except EOFError:
-        print()
-        return False
 
 
 def env_note(args: argparse.Namespace) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from shoal.commands.consent import packages_of
 from shoal.commands.grammar import add_command, positive
 from shoal.commands.process import cores, demand_torch, log_to_stderr
 
@@ -66,6 +67,7 @@ def join(args: argparse.Namespace) -> None:
     with _home(args) as home:
         worker.main(
             args.url, home, args.threads or cores(), args.max_memory, args.name, max_disk_mb=args.max_disk,
+            packages=packages_of(args.url),
         )  # fmt: skip
 
 
@@ -76,8 +78,9 @@ def validate(args: argparse.Namespace) -> None:
     log_to_stderr()
     with _home(args) as home:
         validator.main(
-            args.url, home, args.threads or cores(), max_disk_mb=args.max_disk, max_memory_mb=args.max_memory
-        )
+            args.url, home, args.threads or cores(), max_disk_mb=args.max_disk, max_memory_mb=args.max_memory,
+            packages=packages_of(args.url),
+        )  # fmt: skip
 
 
 @contextlib.contextmanager

@@ -41,6 +41,10 @@ AUDIT: tuple[CheckModule, ...] = (sampling, logprobs, activations)
 """Run on the groups drawn for audit, all from one prefill."""
 
 
+STOPPED = "the sandbox stopped the environment"
+"""Why a slot is void that another machine might be able to judge."""
+
+
 def verify_submission(body: bytes, check: Check, tools: Tools, record: bytes = b"") -> Verdict:
     """Judge the bytes that a worker sent for a lease. `record` is what the host's stage played for it, if the host plays.
 
@@ -154,7 +158,7 @@ def _judge_without_model(group: Group | Failure, ctx: Context) -> GroupVerdict:
         return _first_failure(MODEL_FREE, group, ctx) or _accept(group, ctx)
     except Undecided:
         # guard: undecided-is-void
-        return _void(ctx.slot.slot, Failure(-1, -1, 0, 0, "the sandbox stopped the environment"))
+        return _void(ctx.slot.slot, Failure(-1, -1, 0, 0, STOPPED))
 
 
 def _judge_with_model(group: Group, ctx: Context) -> GroupVerdict:

@@ -7,6 +7,7 @@ episodes; this role gives it the checkpoint, the environment and the threads.
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import msgspec
 from shoal.config import sampling_of
 from shoal.engine.open import EngineSpec, open_engine
 from shoal.envs.base import Env
+from shoal.envs.contained.open import in_sandbox, show
 from shoal.envs.evaluate import Evaluation, as_text, evaluate, mixed
 from shoal.envs.load import env_of, load_env
 from shoal.errors import StateError
@@ -42,7 +44,7 @@ def main(
 
     Raises `StateError` if the directory is not a checkpoint, `ConfigError` if the environment is unknown.
     """
-    game = load_env(env, env_args)
+    game = load_env(env, env_args, partial(in_sandbox, tell=show))
     shown = sys.stderr if sys.stderr.isatty() else None
 
     def progress(done: int) -> None:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -41,6 +42,7 @@ from shoal.protocol.wire import digest, to_json
 from shoal.roles.evidence import DISK_PART, Evidence
 from shoal.roles.loading import Loaded, contained
 from shoal.roles.memory import Memory, needs_of
+from shoal.roles.packages import NoPackages, OnTheHost, Packages, aside
 from shoal.weights.fetch import fetch, sources_of
 from shoal.weights.manifest import content_of, open_manifest
 from shoal.weights.room import disk_limit, room_for_version
@@ -213,12 +215,14 @@ async def take_seat(
     clock: Callable[[], float] = time.time,
     max_memory_mb: int = 0,
     max_disk_mb: int = 0,
+    packages: Packages | None = None,
 ) -> Seat:
     """Read the run's description, load its environments, make an engine for its dtype, and join with the client's key.
 
     `own_files` allows environments that are files on this machine, and trusts the policy's tokenizer and chat template.
     Those of others run in a child process. All work for others stays within `max_memory_mb`, and weights and evidence
-    within `max_disk_mb`; for both, 0 is a share of what is free.
+    within `max_disk_mb`; for both, 0 is a share of what is free. `packages` says which packages of others are played;
+    without it, the host's own nodes play all, and other nodes none.
     Raises `PeerError`, `StateError`.
     """
     run = await client.get_json("/v1/run", t.RunNeeds)  # first, because the rules of a later version may not decode
@@ -248,7 +252,7 @@ async def take_seat(
     evidence.demand_same_host(info.run_key)  # before anything is signed
     client.run, client.head = info.run, info.head
     # guard: host-plays-its-own
-    envs = {} if kind_of(info.envs) == COMPLETIONS else load_run_envs(info.envs, own_files=own_files)
+    envs = {} if kind_of(info.envs) == COMPLETIONS else await aside(partial(_load, info, role, own_files, packages))
     engine = make_engine(info.rules.dtype)
     facts = engine.facts
     join = t.Join(role, name, 0.0, facts.implementation, facts.dtype, facts.device)
@@ -260,6 +264,13 @@ async def take_seat(
     if own_files:
         return Seat(client, home, info, envs, policy, node, clock, evidence, None)
     return Seat(client, home, info, envs, policy, node, clock, evidence, max_disk_mb, memory)
+
+
+def _load(info: t.RunInfo, role: str, own_files: bool, packages: Packages | None) -> dict[str, Env]:
+    """The environments of a run whose nodes play them."""
+    packages = packages or (OnTheHost() if own_files else NoPackages())
+    packages.demand(info.envs)
+    return load_run_envs(info.envs, own_files, packages.open(validates=role == "validator"))
 
 
 async def say_goodbye(client: Client, deadline_s: float) -> None:

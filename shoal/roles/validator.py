@@ -23,6 +23,7 @@ from shoal.proofs.verify import verify_submission
 from shoal.protocol import types as t
 from shoal.protocol.constants import MAX_SUBMISSION_BYTES
 from shoal.roles.memory import enforced, limit_of
+from shoal.roles.packages import Packages
 from shoal.roles.seat import GOODBYE_S, SOONEST_S, Seat, demand_sound, say_goodbye, take_seat
 
 log = logging.getLogger("validator")
@@ -36,6 +37,7 @@ def main(
     own_files: bool = False,
     max_disk_mb: int = 0,
     max_memory_mb: int = 0,
+    packages: Packages | None = None,
 ) -> None:
     """Judge submissions of the run at `url` until it has ended and all are judged, or until told to stop.
 
@@ -50,7 +52,7 @@ def main(
     make = make_engine if own_files else enforced(make_engine, limit_mb, threads)
     validator = Validator(
         Client(url, key), home, make, own_files,
-        max_disk_mb=max_disk_mb, max_memory_mb=limit_mb,
+        max_disk_mb=max_disk_mb, max_memory_mb=limit_mb, packages=packages,
     )  # fmt: skip
     log.info("validating url=%s key=%s", url, key.public)
     asyncio.run(validator.run())
@@ -68,10 +70,12 @@ class Validator:
         clock: Callable[[], float] = time.time,
         max_disk_mb: int = 0,
         max_memory_mb: int = 0,
+        packages: Packages | None = None,
     ) -> None:
         """`make_engine` makes an engine for the run's dtype."""
         self.client, self.home, self.make_engine, self.own_files = client, home, make_engine, own_files
         self.clock, self.max_disk_mb, self.max_memory_mb = clock, max_disk_mb, max_memory_mb
+        self.packages = packages
         self.stopping = Stopping()
         self.seat: Seat
 
@@ -112,7 +116,7 @@ class Validator:
         """Join the run; returns True when done."""
         self.seat = await take_seat(
             self.client, "validator", t.fact(self.home.name), self.home, self.make_engine, self.own_files, self.clock,
-            self.max_memory_mb, self.max_disk_mb,
+            self.max_memory_mb, self.max_disk_mb, self.packages,
         )  # fmt: skip
         log.info("joined run=%s", self.seat.info.name)
         return True

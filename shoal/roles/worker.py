@@ -30,6 +30,7 @@ from shoal.protocol.sizes import turn_answer_bytes
 from shoal.protocol.wire import digest, to_json
 from shoal.roles.completions import AHEAD, Table, TooLate, play_blocks
 from shoal.roles.memory import enforced, limit_of
+from shoal.roles.packages import Packages
 from shoal.roles.seat import GOODBYE_S, SOONEST_S, Contradiction, Seat, demand_sound, say_goodbye, take_seat
 
 log = logging.getLogger("worker")
@@ -52,11 +53,12 @@ def main(
     cheat: str = "",
     own_files: bool = False,
     max_disk_mb: int = 0,
+    packages: Packages | None = None,
 ) -> None:
     """Work for the run at `url` until it ends. At the first SIGINT or SIGTERM, finish the lease in hand and leave.
 
-    `own_files` allows environments that are files on this machine; without it, only built-in ones are loaded, and the work
-    stays within `max_memory_mb`. Raises `PeerError`, `StateError`.
+    `own_files` allows environments that are files on this machine; without it, only built-in ones and `packages` are
+    played, and the work stays within `max_memory_mb`. Raises `PeerError`, `StateError`.
     """
     key = load_or_make_key(home / "node.key")
 
@@ -68,7 +70,7 @@ def main(
     make = make_engine if own_files else enforced(make_engine, limit_mb, threads)
     worker = Worker(
         Client(url, key), key.public, home, make, limit_mb, t.fact(name or platform.node()), own_files,
-        max_disk_mb=max_disk_mb,
+        max_disk_mb=max_disk_mb, packages=packages,
     )  # fmt: skip
     asyncio.run(worker.run())
 
@@ -87,11 +89,12 @@ class Worker:
         own_files: bool,
         clock: Callable[[], float] = time.time,
         max_disk_mb: int = 0,
+        packages: Packages | None = None,
     ) -> None:
         """`key` is the public key that the client signs with; `make_engine` makes an engine for the run's dtype."""
         self.client, self.key, self.home, self.make_engine = client, key, home, make_engine
         self.max_memory_mb, self.max_disk_mb, self.name, self.own_files = max_memory_mb, max_disk_mb, name, own_files
-        self.clock = clock
+        self.clock, self.packages = clock, packages
         self.stopping = Stopping()
         self.tokens_per_s = 0.0
         self.told = t.NodeState(self.key, "worker", name, "new", 0, 0, 0, 0, {}, "")
@@ -135,7 +138,7 @@ class Worker:
         """Join the run; returns True when done."""
         self.seat = await take_seat(
             self.client, "worker", self.name, self.home, self.make_engine, self.own_files, self.clock,
-            self.max_memory_mb, self.max_disk_mb,
+            self.max_memory_mb, self.max_disk_mb, self.packages,
         )  # fmt: skip
         self.told, info = self.seat.node, self.seat.info
         log.info(

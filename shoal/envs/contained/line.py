@@ -102,7 +102,7 @@ class Line:
 
     def _open(self) -> tuple[Resident, f.Facts]:
         source, deps = self._source, self._source.dependencies
-        shown = [Shown(source.folder, PACKAGE), *([Shown(deps, DEPENDENCIES)] if deps.is_dir() else []), *code()]
+        shown = [Shown(source.folder, PACKAGE), *([Shown(deps, DEPENDENCIES)] if deps.is_dir() else []), *our_code()]
         program = [str(interpreter()), *INTERPRETER_FLAGS, "-c", PROGRAM, source.file, source.function, *PATHS]
         resident = Resident(program, self._limits, shown)
         try:
@@ -139,7 +139,7 @@ PROGRAM = (
 )
 
 
-def code() -> Sequence[Shown]:
+def our_code() -> Sequence[Shown]:
     """Our own code, and the one package that our end inside needs."""
     folders = Path(__file__).parents[2], Path(str(msgspec.__file__)).parent
     return [Shown(folder, CODE / folder.name) for folder in folders]

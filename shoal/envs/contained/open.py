@@ -4,19 +4,21 @@ Used by `load` for every package that the user of this machine did not write, an
 whether the code of a package loads.
 """
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 from shoal.envs.base import Env
 from shoal.envs.contained.client import ContainedEnv
-from shoal.envs.contained.line import CODE, LIMITS, Line, Source, code, gone_of
+from shoal.envs.contained.line import CODE, LIMITS, Line, Source, gone_of, our_code
 from shoal.errors import ConfigError, ShoalError
 from shoal.hub.store import Installed
 from shoal.sandbox.layout import INTERPRETER_FLAGS, OUTSIDE, Shown, interpreter, standard_paths
 from shoal.sandbox.limits import Limits
 from shoal.sandbox.resident import Resident
 from shoal.sandbox.selftest import examined
+from shoal.terminal import printable
 
 
 def in_sandbox(
@@ -32,7 +34,14 @@ def in_sandbox(
     demand_sandbox(title)
     file, _, function = package.entry.partition(":")
     source = Source(paths[0], paths[1], file, function, args, title)
-    return cast("Env", ContainedEnv(Line(source, limits, tell or (lambda _: None)), validates))
+    env = ContainedEnv(Line(source, limits, tell or (lambda _: None)), validates)
+    env.reproducible &= package.reproducible
+    return cast("Env", env)
+
+
+def show(trace: str) -> None:
+    """A `tell` for who may be the author: on standard error."""
+    print(printable(trace, keep="\n"), file=sys.stderr)
 
 
 def demand_sandbox(what: str) -> None:
@@ -44,14 +53,14 @@ def demand_sandbox(what: str) -> None:
         )
 
 
-def try_code(program: str, paths: Sequence[Path], timeout_s: float) -> str:
+def try_code(code: str, paths: Sequence[Path], timeout_s: float) -> str:
     """What a Python program prints in a sandbox that has these paths first in its `sys.path`: see `Start` of
     `shoal.hub.install`. Raises `ShoalError` if it fails, is stopped or cannot be started."""
     demand_sandbox("the package")
     shown = [Shown(path, OUTSIDE / path.name) for path in paths]
     places = [*(str(place) for _, place in shown), str(CODE), *standard_paths()]
-    resident = Resident([str(interpreter()), *INTERPRETER_FLAGS, "-c", _TRY, *places], LIMITS, [*shown, *code()])
-    told = resident.ask(program.encode(), timeout_s, 1 << 16)
+    resident = Resident([str(interpreter()), *INTERPRETER_FLAGS, "-c", _TRY, *places], LIMITS, [*shown, *our_code()])
+    told = resident.ask(code.encode(), timeout_s, 1 << 16)
     resident.close()
     if not isinstance(told, bytes):
         raise ShoalError("it " + gone_of(told, timeout_s, LIMITS))

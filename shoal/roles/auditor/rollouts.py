@@ -14,18 +14,20 @@ import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from shoal.engine.base import Engine
 from shoal.envs.base import Env
+from shoal.envs.contained.open import in_sandbox
 from shoal.envs.load import is_file, load_run_envs
 from shoal.errors import ConfigError, NothingYet, Overreach, PeerError, StateError
 from shoal.ledger.log.book import replay
 from shoal.ledger.log.verify import Audit
 from shoal.ledger.seeds import lease_of
 from shoal.proofs.disagreement import differences
-from shoal.proofs.verify import verify_submission
+from shoal.proofs.verify import STOPPED, verify_submission
 from shoal.protocol import types as t
 from shoal.protocol.constants import COMPLETIONS
 from shoal.protocol.needs import kind_of
@@ -216,7 +218,7 @@ def _load_envs(specs: Sequence[t.EnvSpec], own_files: bool) -> dict[str, Env]:
             raise ConfigError(
                 f"environment {spec.name} is a file of the host's: read it, then give --own-files to run it here"
             )
-    return load_run_envs(specs, own_files)
+    return load_run_envs(specs, own_files, partial(in_sandbox, validates=True))
 
 
 async def _audit_version(
@@ -274,6 +276,9 @@ def _compare(
         found.disagreements.append(f"version {version}, submission {check.id[:12]}: the log names other groups")
     for ours in verdict.groups:
         if ours.slot not in slots:
+            continue
+        if ours.detail == STOPPED:
+            found.left_out["the sandbox stopped their environment here"] += 1
             continue
         found.groups += 1
         found.rollouts += state.rules.group_size

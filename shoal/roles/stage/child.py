@@ -11,6 +11,7 @@ import os
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, BinaryIO, cast
@@ -18,7 +19,8 @@ from typing import Any, BinaryIO, cast
 import msgspec
 import numpy as np
 
-from shoal.envs.base import Env, task_of
+from shoal.envs.base import Env, Raised, task_of
+from shoal.envs.contained.open import in_sandbox, show
 from shoal.envs.conversation import Conversation
 from shoal.envs.load import load_run_envs
 from shoal.envs.replay import judge_talks
@@ -85,7 +87,7 @@ def serve() -> None:
     requests, answers = _pipes()
     opening = msgspec.msgpack.decode(requests.get(), type=Opening)
     try:
-        envs = {label: loud(env) for label, env in load_run_envs(opening.envs, own_files=True).items()}
+        envs = {label: loud(env) for label, env in _load(opening.envs).items()}
         playing = Playing(envs, Renderer.from_directory(Path(opening.policy)), opening.sampling)
     except ShoalError as error:
         send(answers, msgspec.msgpack.encode(Opened(refused=str(error))))
@@ -96,6 +98,11 @@ def serve() -> None:
     while True:
         request = msgspec.msgpack.decode(requests.get(), type=Request)
         send(answers, msgspec.msgpack.encode(playing.obey(request)))
+
+
+def _load(specs: tuple[EnvSpec, ...]) -> dict[str, Env]:
+    """The run's environments. Packages of others show tracebacks from inside the sandbox."""
+    return load_run_envs(specs, own_files=True, opener=partial(in_sandbox, tell=show))
 
 
 class Playing:
@@ -173,6 +180,8 @@ def _printing(act: Callable[..., Any]) -> Callable[..., Any]:
     def played(*args: Any, **kwargs: Any) -> Any:
         try:
             return act(*args, **kwargs)
+        except Raised:
+            raise  # its traceback was shown already
         except Exception:
             traceback.print_exc()
             raise

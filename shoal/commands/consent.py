@@ -1,0 +1,40 @@
+"""How this machine's user decides what is installed: by install.toml in the node's home, or by an answer to a question.
+
+Called by `shoal env install`, `join` and `validate`.
+"""
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shoal.terminal import say
+
+if TYPE_CHECKING:
+    from shoal.hub.consent import Consent
+    from shoal.roles.packages import Packages
+
+
+def consent_here(policy: Path | None = None, yes: bool = False, max_mb: int = 1000, heavy: bool = False) -> "Consent":
+    """`yes` answers without a question. Raises `ConfigError` if the policy file is wrong."""
+    from shoal.config import node_home
+    from shoal.hub.consent import POLICY_FILE, Consent, read_policy
+
+    usual = node_home() / POLICY_FILE
+    file = policy or (usual if usual.exists() else None)
+    ask = (lambda _: True) if yes else (_ask if sys.stdin.isatty() else None)
+    return Consent(read_policy(file) if file and not yes else None, ask, max_mb, heavy)
+
+
+def packages_of(url: str) -> "Packages":
+    """Which packages of the run at a URL this machine plays: those that its user agrees to."""
+    from shoal.roles.packages import Volunteered
+
+    return Volunteered(f"{url.rstrip('/')}/v1/hub", consent_here)
+
+
+def _ask(question: str) -> bool:
+    """`input` would hold a lock that the end of the process needs, if a signal comes meanwhile."""
+    say(question)
+    print("[y/N] ", end="", flush=True)
+    return os.read(sys.stdin.fileno(), 1000).decode("utf-8", "replace").strip().lower() in ("y", "yes")

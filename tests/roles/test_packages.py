@@ -1,0 +1,141 @@
+"""Which packages of somebody's run a volunteer's node installs and plays."""
+
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from shoal.config import EnvConfig
+from shoal.envs.contained.client import ContainedEnv
+from shoal.envs.load import load_run_envs
+from shoal.errors import ConfigError, PeerError
+from shoal.hub.consent import Consent, Policy
+from shoal.hub.notes import Checked, Issue, add_note
+from shoal.hub.registry import FolderRegistry
+from shoal.hub.store import PackageStore
+from shoal.protocol.identity import Key
+from shoal.protocol.types import EnvSpec
+from shoal.roles.coordinator.role import env_specs
+from shoal.roles.packages import NoPackages, Volunteered
+from tests.hub.author import Author
+from tests.roles.town import tiny_run
+from tests.sandbox.needs import needs_bubblewrap
+
+pytestmark = needs_bubblewrap
+
+NAME = "ann/parrot@0.1.0"
+
+
+class Place:
+    """Ann's package in a registry, and a volunteer's home."""
+
+    def __init__(self, folder: Path) -> None:
+        self.author = Author(folder / "ann")
+        (folder / "hub").mkdir()
+        self.registry = FolderRegistry(folder / "hub")
+        self.release = self.author.push(self.registry).release
+        self.home = folder / "home"
+        self.spec = EnvSpec(NAME, self.release.digest, 3, 1.0, {})
+
+    def note(self, *keys: Key, failed: tuple[str, ...] = ()) -> None:
+        for key in keys:
+            add_note(self.registry, "ann/parrot", self.release, Checked("Linux", 9, failed), key, time.time())
+
+    def packages(self, consent: Consent | None = None) -> Volunteered:
+        agreed = Consent(Policy(authors=(self.author.key.public,)), None)
+        return Volunteered(self.registry.place, lambda: consent or agreed)
+
+    @property
+    def installed(self) -> list[str]:
+        return [package.digest for package in PackageStore(self.home / "envs").all()]
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+    monkeypatch.setenv("SHOAL_HOME", str(tmp_path / "home"))
+    return Place(tmp_path)
+
+
+def test_a_package_that_two_others_checked_is_installed_and_opened_in_the_sandbox(place: Place) -> None:
+    place.note(Key.generate(), Key.generate())
+    packages = place.packages()
+    packages.demand([place.spec])
+    assert place.installed == [place.release.digest]
+    env = load_run_envs([place.spec], own_files=False, opener=packages.open(validates=False))[NAME]
+    assert isinstance(env, ContainedEnv) and env.num_tasks == 3
+
+
+def test_a_user_is_asked_once(place: Place) -> None:
+    place.note(Key.generate(), Key.generate())
+    asked: list[str] = []
+    packages = place.packages(Consent(None, lambda question: not asked.append(question)))
+    packages.demand([place.spec, place.spec])
+    packages.demand([place.spec])
+    assert len(asked) == 1 and place.author.key.public in asked[0] and "passed by 2 keys" in asked[0]
+    with pytest.raises(ConfigError, match="was not installed, as you said"):
+        PackageStore(place.home / "envs").remove(place.release.digest)
+        place.packages(Consent(None, lambda _: False)).demand([place.spec])
+
+
+def test_a_package_needs_two_witnesses_besides_its_author(place: Place) -> None:
+    place.note(place.author.key, one := Key.generate(), one)
+    place.note(Key.generate(), failed=("replay",))
+    add_note(place.registry, "ann/parrot", place.release, Issue("good"), Key.generate(), time.time())
+    with pytest.raises(
+        ConfigError, match=r"notes of 1 machines, besides the author's.*2 are needed.*only runs whose host"
+    ):
+        place.packages().demand([place.spec])
+    assert place.installed == []
+
+
+def test_an_installed_package_needs_them_too(place: Place) -> None:
+    place.note(Key.generate(), Key.generate())
+    place.packages().demand([place.spec])
+    (Path(place.registry.place) / "names" / "ann" / "parrot" / "0.1.0" / "notes.json").unlink()
+    with pytest.raises(ConfigError, match="notes of 0 machines"):
+        place.packages().demand([place.spec])
+
+
+def test_the_registry_cannot_give_another_package_than_the_runs(place: Place) -> None:
+    place.note(Key.generate(), Key.generate())
+    with pytest.raises(PeerError, match=r"in the run's registry is another package .* than the run's \(b{16}…\)"):
+        place.packages().demand([msgspec.structs.replace(place.spec, digest="b" * 64)])
+    assert place.installed == []
+
+
+def test_what_may_answer_otherwise_elsewhere_stays_with_the_host(place: Place) -> None:
+    place.release = place.author.push(place.registry, version="0.2.0", more="reproducible = false").release
+    place.note(Key.generate(), Key.generate())
+    spec = EnvSpec("ann/parrot@0.2.0", place.release.digest, 3, 1.0, {})
+    with pytest.raises(ConfigError, match="may answer otherwise on another machine"):
+        place.packages().demand([spec])
+    varied = tiny_run(envs=[to_config(spec.name)])
+    with pytest.raises(ConfigError, match="set reproducible = false"):
+        env_specs(varied)
+
+
+def to_config(name: str) -> dict[str, object]:
+    return {"name": name, "label": EnvConfig(name).label}
+
+
+def test_only_what_was_agreed_to_is_opened(place: Place) -> None:
+    place.note(Key.generate(), Key.generate())
+    place.packages().demand([place.spec])
+    for packages, why in ((place.packages(), "was not agreed to"), (NoPackages(), "nobody agreed")):
+        with pytest.raises(ConfigError, match=why):
+            load_run_envs([place.spec], own_files=False, opener=packages.open(validates=False))
+
+
+def test_a_run_whose_host_plays_asks_nobody(place: Place) -> None:
+    place.packages().demand([msgspec.structs.replace(place.spec, kind="completions")])
+    assert place.installed == []
+
+
+def test_a_package_that_is_named_by_its_digest_must_be_installed(place: Place) -> None:
+    spec = msgspec.structs.replace(place.spec, name=f"pkg:{place.release.digest}")
+    with pytest.raises(ConfigError, match="ask the host for its name"):
+        place.packages().demand([spec])
+    place.note(Key.generate(), Key.generate())
+    place.packages().demand([place.spec])
+    place.packages().demand([spec])
