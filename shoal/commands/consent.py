@@ -37,4 +37,7 @@ def _ask(question: str) -> bool:
     """`input` would hold a lock that the end of the process needs, if a signal comes meanwhile."""
     say(question)
     print("[y/N] ", end="", flush=True)
-    return os.read(sys.stdin.fileno(), 1000).decode("utf-8", "replace").strip().lower() in ("y", "yes")
+    answer = os.read(sys.stdin.fileno(), 1000).decode("utf-8", "replace")
+    if not answer:  # the end of the input, so the cursor is still on this line
+        print()
+    return answer.strip().lower() in ("y", "yes")

@@ -1,6 +1,6 @@
 """`shoal env init, check, push, note, show, list, install`: what an author and a user type, from start to end."""
 
-import io
+import os
 from pathlib import Path
 
 import pytest
@@ -86,9 +86,12 @@ def test_a_mistyped_key_or_policy_is_named(shoal, tmp_path: Path) -> None:
 def test_the_end_of_the_input_is_a_no(shoal, monkeypatch: pytest.MonkeyPatch) -> None:
     shoal("init", NAME)
     shoal("push", "backwards", "--registry", "hub")
-    monkeypatch.setattr("sys.stdin", io.StringIO())
-    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
-    code, text = shoal("install", NAME, "--registry", "hub")
+    keyboard, terminal = os.openpty()
+    os.write(keyboard, b"\x04")  # Ctrl-D
+    with open(terminal) as typed:
+        monkeypatch.setattr("sys.stdin", typed)
+        code, text = shoal("install", NAME, "--registry", "hub")
+    os.close(keyboard)
     assert code == 2 and "was not installed, as you said" in text
 
 
