@@ -426,8 +426,8 @@ if os.fork() == 0:
     time.sleep(9)
 """, "tried(lambda: socket.socket(socket.AF_UNIX).connect('\\0left'))"),
         Probe("persistence", "shared memory of System V", "call(29, 194, 77, 4096, 0o1666)", "tried(lambda: call(29, 194, 77, 4096, 0) >= 0)"),
-        Probe("persistence", "limits and environment", "os.environ['LEFT'] = '1'\nimport resource\nresource.setrlimit(resource.RLIMIT_NOFILE, (20, 20))\nos.umask(0o777)\nos.nice(5)",
-              "import resource\nif 'LEFT' in os.environ or resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 20 or os.umask(0) == 0o777 or os.nice(0): escaped()"),
+        Probe("persistence", "limits and environment", "os.environ['LEFT'] = '1'\nimport resource\nresource.setrlimit(resource.RLIMIT_NOFILE, (20, 20))\nos.umask(0o777)\nos.nice(19)",
+              "import resource\nif 'LEFT' in os.environ or resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 20 or os.umask(0) == 0o777 or os.nice(0) == 19: escaped()"),
         Probe("persistence", "the zygote's signals and terminal", "import signal\nos.kill(0, 15)", "print('alive')", ends="ended"),
     ]  # fmt: skip
 
