@@ -1015,6 +1015,7 @@ GUARDS = [
     *_needed_by("tests/protocol/test_rollouts.py",
         ("rollout-length", OFF, "test_each_row_and_all_rows_together_have_a_limit"),
         ("row-length", OFF, "test_each_row_and_all_rows_together_have_a_limit"),
+        ("few-starts", ("MAX_ROLLOUT_ROWS", "1 << 40"), "test_a_list_of_starts_is_refused_before_it_is_read"),
         ("rows-of-a-rollout", OFF, "test_a_row_is_a_sequence_of_its_own"),
         ("rows-begin-in-order", OFF, "test_rows_that_begin_elsewhere_are_a_flaw"),
         ("policy-opens-no-row", OFF, "test_rows_that_begin_elsewhere_are_a_flaw"),

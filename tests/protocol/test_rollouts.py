@@ -5,7 +5,8 @@ import pytest
 
 from shoal.protocol.constants import MAX_LOGPROB, MAX_ROLLOUT_ROWS, MAX_ROLLOUT_TOKENS
 from shoal.protocol.rollouts import flaw_of
-from shoal.protocol.types import make_rollout
+from shoal.protocol.types import Rollout, make_rollout
+from shoal.protocol.wire import WireError, from_msgpack, to_msgpack
 
 HONEST = make_rollout([5, 6, 7, 8], [0, 1, 0, 1], [-1.0, MAX_LOGPROB], version=3, ending="stop")
 SILENT = make_rollout([5, 6], [0, 0], [], version=3, ending="length")
@@ -89,6 +90,15 @@ def test_a_row_is_a_sequence_of_its_own():
 def test_rows_that_begin_elsewhere_are_a_flaw(starts, said):
     bad = msgspec.structs.replace(TWO_ROWS, starts=starts)
     assert said in str(flaw_of((HONEST, bad), vocabulary=64, max_tokens=8))
+
+
+def test_a_list_of_starts_is_refused_before_it_is_read():
+    """Each byte of a list of small numbers takes 16 bytes of memory: 64 MiB would take a gigabyte."""
+    bad = msgspec.structs.replace(TWO_ROWS, starts=(2,) * 1000)
+    with pytest.raises(WireError, match="length <= 127"):
+        from_msgpack(to_msgpack(bad), Rollout)
+    good = msgspec.structs.replace(TWO_ROWS, starts=(2,) * 127)
+    assert from_msgpack(to_msgpack(good), Rollout) == good
 
 
 def test_each_row_and_all_rows_together_have_a_limit():

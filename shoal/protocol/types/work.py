@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.protocol.constants import EPISODES
+from shoal.protocol.constants import EPISODES, MAX_ROLLOUT_ROWS
 from shoal.protocol.types.message import Answer, Fact, Message
 from shoal.protocol.types.run import Sampling
 
@@ -122,7 +122,7 @@ class Rollout(Message, frozen=True, omit_defaults=True):
     logprobs: bytes
     version: int
     ending: Ending
-    starts: tuple[int, ...] = ()
+    starts: Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_ROLLOUT_ROWS - 1)] = ()  # guard: few-starts
     """Indices at which the further rows begin. Sent only if there are any."""
 
     def tokens_T(self) -> NDArray[np.int32]:
