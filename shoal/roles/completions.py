@@ -2,8 +2,9 @@
 turn.
 
 Called by the worker. Blocks advance on their own, several at a time, so that the turn of one travels while the engine
-extends another. Each turn of a block is one batch of its open rollouts in their order, as in `envs/play`, so the bits are
-those of a worker that has the environments. It trusts nothing that the host says about sizes.
+extends another, also across two leases: `Hands` is what they share. Each turn of a block is one batch of its open rollouts
+in their order, as in `envs/play`, so the bits are those of a worker that has the environments. It trusts nothing that the
+host says about sizes.
 """
 
 import asyncio
@@ -26,24 +27,52 @@ from shoal.protocol.randomness import row_seed, sample_seed
 log = logging.getLogger("worker")
 
 AHEAD = 16
-"""Blocks that are played at a time, if the memory allows it."""
+"""Blocks that are played at a time, of all leases together, if the memory allows it."""
 
 
 class TooLate(Exception):
     """The lease has taken far too long."""
 
 
+class Hands:
+    """What the leases of a worker share."""
+
+    def __init__(self) -> None:
+        self.engine = asyncio.Lock()
+        self.places = asyncio.Semaphore(AHEAD)
+        """Of blocks. They are taken in the order of the leases."""
+
+
+class Use:
+    """A lease's use of the engine."""
+
+    def __init__(self, version: int = -1) -> None:
+        self.version = version
+        self.loaded, self.over = asyncio.Event(), asyncio.Event()
+        """Whether the engine has the version, and whether it is needed no more."""
+
+    def end(self) -> None:
+        self.loaded.set()
+        self.over.set()
+
+    async def follow(self, before: "Use") -> None:
+        """Wait until the version may be loaded. Leases of one version use the engine together."""
+        await (before.loaded if before.version == self.version else before.over).wait()  # guard: one-version-at-a-time
+
+
 class Table(NamedTuple):
     """What a lease is played with."""
 
     engine: Engine
-    renderer: Renderer
+    renderer: Callable[[], Renderer]
     group_size: int
     sampling: t.Sampling
     ask: Callable[[t.Turn], Awaitable[t.TurnAnswer]]
     """Sends a turn to the host. It may take any time."""
     is_late: Callable[[], bool]
     """Whether the lease is to be dropped."""
+    ready: Callable[[], Awaitable[int]]
+    """Returns once the engine has the lease's version: how many of the lease's blocks may be played at a time."""
 
 
 @dataclass
@@ -82,46 +111,54 @@ class _Rollout:
         return t.make_rollout(tokens, author, logprobs, version=version, ending=self.ending, starts=starts)  # type: ignore[arg-type]
 
 
-async def play_blocks(table: Table, blocks: Sequence[t.Block], at_once: int = AHEAD) -> list[t.Group]:
-    """Fill the slots of blocks, in their order. Raises `TooLate`, what `ask` raises, and `PeerError` if the host's answers
-    cannot be those of an environment."""
-    engine, places = asyncio.Lock(), asyncio.Semaphore(at_once)
+async def play_blocks(table: Table, blocks: Sequence[t.Block], hands: Hands) -> list[t.Group]:
+    """Fill the slots of blocks, in their order. Openings are fetched before the engine is ready for the lease.
+
+    Raises `TooLate`, what `ask` and `ready` raise, and `PeerError` if the host's answers cannot be those of an environment.
+    """
+
+    async def places() -> asyncio.Semaphore:
+        return asyncio.Semaphore(await table.ready())
 
     async def play(block: t.Block) -> list[t.Group]:
-        async with places:
-            return await _play_block(table, block, engine)
+        async with hands.places:
+            opening = await table.ask(t.Turn(block.index, 0))
+            async with await asyncio.shield(own):
+                return await _play_block(table, block, opening, hands.engine)
 
+    own = asyncio.create_task(places())
     tasks = [asyncio.create_task(play(block)) for block in blocks]
     try:
-        if tasks:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-        for task in tasks:
+        await asyncio.wait([own, *tasks], return_when=asyncio.FIRST_EXCEPTION)
+        for task in (own, *tasks):
             if task.done():
                 task.result()  # the first that failed ends the others
         return [group for task in tasks for group in task.result()]
     finally:
-        for task in tasks:
+        for task in (own, *tasks):
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(own, *tasks, return_exceptions=True)
 
 
-async def _play_block(table: Table, block: t.Block, engine: asyncio.Lock) -> list[t.Group]:
+async def _play_block(table: Table, block: t.Block, answer: t.TurnAnswer, engine: asyncio.Lock) -> list[t.Group]:
+    """Fill the slots of a block, given the answer to its turn 0."""
     seeds = [(slot, bytes.fromhex(slot.seed), index) for slot in block.slots for index in range(table.group_size)]
     rollouts = [
         _Rollout(f"{slot.slot}-{index}-{slot.seed[:16]}", sample_seed(seed, index)) for slot, seed, index in seeds
     ]
-    open_, turn, written = rollouts, 0, tuple[bytes, ...]()
+    open_, turn = rollouts, 0
     try:
         while open_:
-            if table.is_late():
-                raise TooLate
-            answer = await table.ask(t.Turn(block.index, turn, written))
             names = [rollout.name for rollout in open_]
             _take(table, answer, open_)
             open_ = [rollout for rollout in open_ if not rollout.ending]
             going_on = {rollout.name for rollout in open_}
             table.engine.forget([name for name in names if name not in going_on])
-            written, turn = await _extend(table, open_, engine), turn + 1
+            if open_:
+                if table.is_late():
+                    raise TooLate
+                turn += 1
+                answer = await table.ask(t.Turn(block.index, turn, await _extend(table, open_, engine)))
     finally:
         table.engine.forget([rollout.name for rollout in open_])
     return _groups(table, block, rollouts)
@@ -129,9 +166,7 @@ async def _play_block(table: Table, block: t.Block, engine: asyncio.Lock) -> lis
 
 async def _extend(table: Table, open_: Sequence[_Rollout], engine: asyncio.Lock) -> tuple[bytes, ...]:
     """Let the policy write a turn in each open rollout, as one batch."""
-    if not open_:
-        return ()
-    stop_ids = table.renderer.stop_ids
+    stop_ids = table.renderer().stop_ids
     requests = [Request(r.name, r.context, row_seed(r.seed, r.row), r.room, stop_ids) for r in open_]
     async with engine:
         work = asyncio.ensure_future(asyncio.to_thread(table.engine.extend, requests, table.sampling.temperature))
@@ -153,7 +188,7 @@ def _write(rollout: _Rollout, turn: Continuation) -> bytes:
 
 def _take(table: Table, answer: t.TurnAnswer, open_: Sequence[_Rollout]) -> None:
     """Append what the environment says. Raises `PeerError` if it does not fit."""
-    texts = [_token_ids(text, table.renderer.vocabulary) for text in answer.texts]
+    texts = [_token_ids(text, table.renderer().vocabulary) for text in answer.texts]
     if len(answer.said) != len(open_):  # guard: answers-for-the-open
         raise _wrong(f"{len(answer.said)} answers for {len(open_)} rollouts")
     for rollout, said in zip(open_, answer.said, strict=True):

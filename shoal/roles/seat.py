@@ -174,22 +174,22 @@ class Seat:
         return contextlib.nullcontext() if self.memory is None else self.memory.told(what)
 
     def demand_play(self, lease: t.Lease, at_once: int = 1) -> None:
-        """Raise `Overreach` if playing a lease, so many blocks at once, and proving it, would take more memory than there
-        is."""
+        """Raise `Overreach` if playing a lease, and proving it, would take more memory than there is. Of several blocks at
+        once, some may be of the next lease."""
         if self.memory is None or self.needs is None:
             return
         rules, sampling, needs = self.info.rules, lease.sampling, self.needs
         rows = [len(block.slots) * rules.group_size for block in lease.blocks]
-        need = needs.play(sum(sorted(rows)[-at_once:]), sampling.max_tokens, sampling.all_tokens)
+        need = needs.play(max(rows, default=0) * at_once, sampling.max_tokens, sampling.all_tokens)
         if rules.proofs != "none":
             need = max(need, needs.score(sum(rows) * sampling.all_tokens, sampling.max_tokens, hidden=True))
-        kept = COPIES * largest_submission_bytes(lease, rules)
+        kept = COPIES * largest_submission_bytes(lease, rules) * (2 if at_once > 1 else 1)
         what = f"a lease of {sum(rows)} rollouts of up to {sampling.all_tokens} tokens"
         self.memory.demand(what, needs.loaded + need + kept)  # guard: lease-fits-memory
 
     def blocks_at_once(self, lease: t.Lease, most: int) -> int:
-        """How many blocks of a lease fit into the memory together. Raises `Overreach` if not even one does."""
-        for count in range(min(most, len(lease.blocks)), 1, -1):
+        """How many blocks like those of a lease fit into the memory together. Raises `Overreach` if not even one does."""
+        for count in range(most, 1, -1):
             with contextlib.suppress(Overreach):
                 self.demand_play(lease, count)
                 return count

@@ -10,8 +10,9 @@ import contextlib
 import logging
 import platform
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator
 from pathlib import Path
+from typing import TypeAlias
 
 from shoal.engine.base import Engine
 from shoal.engine.cheats import cheating
@@ -28,7 +29,7 @@ from shoal.protocol.constants import BOOKED_WITHIN_S, COMPLETIONS, LONG_POLL_S
 from shoal.protocol.promises import is_promised
 from shoal.protocol.sizes import turn_answer_bytes
 from shoal.protocol.wire import digest, to_json
-from shoal.roles.completions import AHEAD, Table, TooLate, play_blocks
+from shoal.roles.completions import AHEAD, Hands, Table, TooLate, Use, play_blocks
 from shoal.roles.memory import enforced, limit_of
 from shoal.roles.packages import Packages
 from shoal.roles.seat import GOODBYE_S, SOONEST_S, Contradiction, Seat, demand_sound, say_goodbye, take_seat
@@ -42,6 +43,14 @@ GIVE_BACK_S = 5.0
 LATE = 4.0
 """A lease is dropped between two blocks once playing has taken this many times the time that the lease allows: its blocks
 are others' by then, and a host could ask for days of work. At the deadline itself the work may still be taken."""
+
+
+Made: TypeAlias = tuple[list[t.Group], tuple[bytes, ...]]
+"""Groups of a lease, and their proofs."""
+
+
+class TooOld(Exception):
+    """The lease's version is too old by now. The host closes the lease, which costs nothing."""
 
 
 def main(
@@ -97,6 +106,11 @@ class Worker:
         self.clock, self.packages = clock, packages
         self.stopping = Stopping()
         self.tokens_per_s = 0.0
+        self.holding: list[str] = []
+        """Leases that are not filled yet."""
+        self.hands = Hands()
+        self.idle_since = 0.0
+        """When the engine was needed no more for a lease."""
         self.told = t.NodeState(self.key, "worker", name, "new", 0, 0, 0, 0, {}, "")
         self.told_at = 0.0
         self.seat: Seat
@@ -118,21 +132,45 @@ class Worker:
                 await self._tell(last=True)
 
     async def _work(self) -> None:
-        """Fill leases until the run has ended or we are told to stop. Raises `Overreach` if a lease asks for too much."""
+        """Fill leases until the run has ended or we are told to stop. Raises `Overreach` if a lease asks for too much.
+
+        Where the host plays, a lease begins while the one before it is played, so that the engine waits for no answer.
+        """
+        before = Use()
+        before.end()
         async with contextlib.aclosing(self._grants()) as grants:
-            async for grant in grants:
-                if not await self._load_for(grant):
-                    continue
-                lease = grant.lease
-                self.seat.demand_play(lease)
-                with self.seat.within_memory(f"playing lease {lease.id}"):
-                    groups = await self._groups_of(lease)
-                    if groups is None:
-                        await self._give_back(lease)
-                        continue
-                    proofs = await asyncio.to_thread(self._prove, lease, groups)
-                await self._submit(lease, groups, proofs)
-                await self._tell()
+            with _first_error():
+                async with asyncio.TaskGroup() as filling:
+                    async for grant in grants:
+                        use = Use(grant.lease.version)
+                        task = filling.create_task(self._fill(grant, before, use))
+                        if self.seat.kind != COMPLETIONS:
+                            await task
+                        before = use
+
+    async def _fill(self, grant: t.Grant, before: Use, use: Use) -> None:
+        """Fill a lease, and submit it. `before` and `use` are the uses of the engine by the lease before it and by this
+        one."""
+        lease, play = grant.lease, self._play_turns if self.seat.kind == COMPLETIONS else self._play_whole
+        try:
+            with self.seat.within_memory(f"playing lease {lease.id}"):
+                made = await play(grant, before, use)
+            await self._end(before, use)
+            if made is None:
+                await self._give_back(lease)
+                return
+            await self._submit(lease, *made)
+        except TooOld:
+            await self._end(before, use)
+        finally:
+            self.holding.remove(lease.id)
+        await self._tell()
+
+    async def _end(self, before: Use, use: Use) -> None:
+        """Let the engine go, once the leases before have."""
+        await before.over.wait()
+        self.idle_since = time.perf_counter()
+        use.end()
 
     async def _join(self) -> bool:
         """Join the run; returns True when done."""
@@ -150,9 +188,10 @@ class Worker:
     async def _grants(self) -> AsyncGenerator[t.Grant]:
         """Signed leases, one after another. The next is requested while one is played. An unplayed one is returned at the
         end."""
-        grant = await self._next_grant(())
+        grant = await self._next_grant(tuple(self.holding))
         while grant is not None and not self.stopping:
-            ahead = asyncio.create_task(self._next_grant((grant.lease.id,)))
+            self.holding.append(grant.lease.id)
+            ahead = asyncio.create_task(self._next_grant(tuple(self.holding)))
             try:
                 yield grant
             except GeneratorExit:
@@ -209,8 +248,8 @@ class Worker:
                 "end early: compare both clocks with a third, and ask the host"
             )
 
-    async def _load_for(self, grant: t.Grant) -> bool:
-        """Load the lease's version; False if it is too old by now, because the host may have deleted its weights."""
+    async def _load_for(self, grant: t.Grant) -> None:
+        """Load the lease's version. Raises `TooOld` if the host may have deleted its weights."""
         lease = grant.lease
         try:
             await self.seat.load(lease.version, grant=grant)
@@ -223,31 +262,47 @@ class Worker:
                 raise
             log.warning("dropped lease=%s reason='version %d is too old by now'", lease.id, lease.version)
             await self.stopping.unless(asyncio.sleep(SOONEST_S))
-            return False
-        return True
+            raise TooOld from None
 
-    async def _groups_of(self, lease: t.Lease) -> list[t.Group] | None:
-        """Generate the groups of a lease. None if it is to be given back, or is not ours any more."""
-        if self.seat.kind == COMPLETIONS:
-            return await self._play_turns(lease)
-        return await asyncio.to_thread(self._play, lease)
+    async def _play_whole(self, grant: t.Grant, before: Use, use: Use) -> Made | None:
+        """Generate the groups of a lease, and prove them. None if it is to be given back. Raises `TooOld`."""
+        await self._load_for(grant)
+        self.seat.demand_play(grant.lease)
+        groups = await asyncio.to_thread(self._play, grant.lease)
+        return None if groups is None else (groups, await asyncio.to_thread(self._prove, grant.lease, groups))
 
-    async def _play_turns(self, lease: t.Lease) -> list[t.Group] | None:
-        """Generate the groups of a lease while the host plays its environments."""
-        started, seat, allowed_s = time.perf_counter(), self.seat, lease.deadline - lease.issued
-        size = seat.info.rules.group_size
+    async def _play_turns(self, grant: t.Grant, before: Use, use: Use) -> Made | None:
+        """The same while the host plays the environments."""
+        lease, started, seat = grant.lease, time.perf_counter(), self.seat
+        size, allowed_s = seat.info.rules.group_size, lease.deadline - lease.issued
         most = max((len(block.slots) for block in lease.blocks), default=0) * size
         cap = turn_answer_bytes(most, lease.sampling.max_tokens)
 
         async def ask(turn: t.Turn) -> t.TurnAnswer:
             return await self.client.post_packed(f"/v1/leases/{lease.id}/turns", turn, t.TurnAnswer, cap=cap)
 
-        def is_late() -> bool:
-            return time.perf_counter() - started > LATE * allowed_s  # guard: late-turns-are-dropped
+        def taken_s() -> float:
+            return time.perf_counter() - max(started, self.idle_since)
 
-        table = Table(seat.engine, seat.policy.renderer, size, lease.sampling, ask, is_late)
+        def is_late() -> bool:
+            if not before.over.is_set():
+                return bool(self.stopping)
+            return taken_s() > LATE * allowed_s  # guard: late-turns-are-dropped
+
+        async def ready() -> int:
+            await use.follow(before)
+            if self.stopping:
+                raise TooLate
+            await self._load_for(grant)
+            at_once = seat.blocks_at_once(lease, AHEAD)
+            if at_once < AHEAD:
+                await before.over.wait()  # guard: blocks-of-two-leases-fit
+            use.loaded.set()
+            return at_once
+
+        table = Table(seat.engine, lambda: seat.policy.renderer, size, lease.sampling, ask, is_late, ready)
         try:
-            groups = await play_blocks(table, lease.blocks, seat.blocks_at_once(lease, AHEAD))
+            groups = await play_blocks(table, lease.blocks, self.hands)
         except (TooLate, Superseded) as reason:
             log.warning(
                 "dropped lease=%s reason=%r", lease.id, str(reason) or f"took {LATE:.0f} times the time allowed"
@@ -259,8 +314,9 @@ class Worker:
             log.warning("dropped lease=%s reason=%r", lease.id, str(refused))
             return None
         tokens = sum(rollout.num_policy_tokens() for group in groups for rollout in group.rollouts)
-        self.tokens_per_s = tokens / max(time.perf_counter() - started, 1e-6)
-        return groups
+        self.tokens_per_s = tokens / max(taken_s(), 1e-6)
+        async with self.hands.engine:
+            return groups, await asyncio.to_thread(self._prove, lease, groups)
 
     def _play(self, lease: t.Lease) -> list[t.Group] | None:
         """Generate the groups of a lease, block by block, and measure how fast. None if that takes far too long."""
@@ -332,3 +388,12 @@ class Worker:
                 )
         if last:
             log.info("left credits=%d accepted=%d refused=%d", self.told.credits, self.told.accepted, self.told.refused)
+
+
+@contextlib.contextmanager
+def _first_error() -> Iterator[None]:
+    """Around a group of tasks: raise what failed first."""
+    try:
+        yield
+    except BaseExceptionGroup as several:
+        raise several.exceptions[0] from None

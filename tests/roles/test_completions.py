@@ -21,9 +21,10 @@ from shoal.protocol.constants import COMPLETIONS, MAX_ROLLOUT_ROWS
 from shoal.protocol.randomness import row_seed, sample_seed
 from shoal.roles.auditor.rollouts import AGREE, Choice, audit_rollouts
 from shoal.roles.auditor.source import FolderRun
-from shoal.roles.completions import Table, TooLate, play_blocks
+from shoal.roles.completions import AHEAD, Hands, Table, TooLate, Use, play_blocks
 from shoal.roles.worker import Worker
 from shoal.tree import from_tree
+from tests.envs import pile
 from tests.envs.conftest import FakeEngine
 from tests.roles.town import Town, tiny_run
 
@@ -212,7 +213,11 @@ class Letters(FakeEngine):
 
 def table(ask, engine=None, is_late=lambda: False):
     renderer = SimpleNamespace(vocabulary=16, stop_ids=frozenset({STOP}))
-    return Table(engine or Letters(), renderer, 2, SAMPLING, ask, is_late)
+
+    async def ready():
+        return AHEAD
+
+    return Table(engine or Letters(), lambda: renderer, 2, SAMPLING, ask, is_late, ready)
 
 
 def blocks(count=1):
@@ -242,7 +247,7 @@ def host(*answers, pause_s=0.0):
 
 def play(ask, count=1, **options):
     playing = table(ask, **options)
-    return asyncio.run(play_blocks(playing, blocks(count))), playing
+    return asyncio.run(play_blocks(playing, blocks(count), Hands())), playing
 
 
 def test_a_worker_plays_what_the_host_says():
@@ -317,7 +322,7 @@ def test_a_worker_leaves_a_host_that_opens_rows_without_end():
     limits = msgspec.structs.replace(SAMPLING, max_turn_tokens=2, max_rollout_tokens=100_000)
     playing = table(ask)._replace(sampling=limits)
     with pytest.raises(PeerError, match=f"more than {MAX_ROLLOUT_ROWS} rows"):
-        asyncio.run(play_blocks(playing, blocks()))
+        asyncio.run(play_blocks(playing, blocks(), Hands()))
 
 
 def test_blocks_are_played_at_a_time_and_the_engine_works_on_one():
@@ -346,9 +351,61 @@ def test_when_a_block_fails_the_others_stop_and_the_engine_is_idle():
 
 
 def test_a_lease_that_takes_far_too_long_is_dropped_between_two_turns():
-    late = iter([False, False, True])
+    late = iter([False, True])
     with pytest.raises(TooLate):
         play(host(answer(OPEN, OPEN), answer(OPEN, OPEN), answer(END, END)), is_late=lambda: next(late))
+
+
+def test_leases_of_one_version_use_the_engine_together_and_others_in_turn():
+    async def story():
+        first, same, other = Use(3), Use(3), Use(4)
+        waiting = [asyncio.create_task(use.follow(first)) for use in (same, other)]
+        await asyncio.sleep(0)
+        assert not any(task.done() for task in waiting)
+        first.loaded.set()
+        await asyncio.sleep(0)
+        assert [task.done() for task in waiting] == [True, False]
+        first.end()
+        await asyncio.wait_for(waiting[1], 1)
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("fits", [AHEAD, 1])
+def test_a_lease_begins_before_the_last_one_has_ended_if_the_memory_holds_both(tmp_path, fits):
+    envs, rollouts = [{"name": pile.__file__, "kind": COMPLETIONS}], {"batch_groups": 8, "max_staleness": 1}
+    sampling = {"max_turn_tokens": 2, "max_rollout_tokens": 128}
+    town = Town(tmp_path / "run", tiny_run(envs=envs, rollouts=rollouts, sampling=sampling, steps=2))
+    worker, played, leases = town.worker("worker"), [], {}
+    play_turns = worker._play_turns
+
+    async def play(grant, *uses):
+        worker.seat.blocks_at_once = lambda lease, most: fits
+        leases[grant.lease.id] = {f"{slot.slot}-0-{slot.seed[:16]}-0" for b in grant.lease.blocks for slot in b.slots}
+        return await play_turns(grant, *uses)
+
+    async def watch():
+        worker._play_turns = play
+        await Worker.run(worker)
+
+    def extend(requests, temperature):
+        played.extend(name for name, own in leases.items() if own & {request.rollout for request in requests})
+        return extended(requests, temperature)
+
+    joined = worker._join
+
+    async def join():
+        found = await joined()
+        nonlocal extended
+        extended, worker.seat.engine.extend = worker.seat.engine.extend, extend
+        return found
+
+    extended, worker._join, worker.run = None, join, watch
+    asyncio.run(town.live(town.trainer(), town.validator(), worker))
+    town.stage.close()
+    turns = [name for name, last in zip(played, [*played[1:], ""], strict=True) if name != last]
+    assert (len(turns) > len(leases)) == (fits > 1), "with both, turns of two leases are mixed"
+    assert town.audit().findings == [] and town.desk.state.refused == {}
 
 
 # --- leases that end otherwise ---
@@ -358,14 +415,15 @@ def in_town(tmp_path, change):
     """A run of one step whose first lease is spoiled by `change(worker, lease)`; returns why leases lapsed."""
     town = Town(tmp_path / "run", tiny_run(steps=1, envs=HOSTED))
     worker, spoiled = town.worker("worker"), [True]
-    groups_of = worker._groups_of
+    play_turns = worker._play_turns
 
-    async def play(lease):
+    async def play(grant, *uses):
         if spoiled and spoiled.pop():
-            lease = await change(worker, lease)
-        return await groups_of(lease)
+            await worker._load_for(grant)
+            grant = msgspec.structs.replace(grant, lease=await change(worker, grant.lease))
+        return await play_turns(grant, *uses)
 
-    worker._groups_of = play
+    worker._play_turns = play
     asyncio.run(town.live(town.trainer(), town.validator(), worker, limit_s=90.0))
     town.stage.close()
     assert town.audit().findings == []

@@ -23,7 +23,7 @@ from shoal.roles.auditor.log import audit_folder
 from shoal.roles.coordinator.role import open_run
 from shoal.roles.coordinator.versions import put_chunk, take_checkpoint
 from shoal.roles.validator import Validator
-from shoal.roles.worker import Worker
+from shoal.roles.worker import TooOld, Worker
 from shoal.weights.manifest import sign_manifest
 from tests.roles.town import Town, tiny_run
 
@@ -383,7 +383,8 @@ def test_a_worker_whose_version_is_too_old_by_now_asks_for_the_next_lease(tmp_pa
         town.desk.kept.make_room(0)
         async with late.client:
             await late._join()
-            assert not await late._load_for(grant)
+            with pytest.raises(TooOld):
+                await late._load_for(grant)
             with pytest.raises(PeerError):
                 await late._load_for(far)
 
