@@ -4,8 +4,10 @@ import logging
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -17,9 +19,10 @@ from shoal.policy.render import Renderer
 from shoal.policy.tiny import make_tiny
 from shoal.protocol import types as t
 from shoal.protocol.constants import COMPLETIONS
-from shoal.roles.stage.child import Answer, Opening, Request
+from shoal.roles.stage.child import Answer, Opening, Request, loud
 from shoal.roles.stage.memo import Memo
-from shoal.roles.stage.players import ChildPlayer, Gone, Players, Shard
+from shoal.roles.stage.players import ChildPlayer, Gone, Shard
+from shoal.roles.stage.troupes import Players
 from shoal.roles.stage.turns import Ask, Limits, record_of, take_turn
 
 ODD = '''
@@ -29,15 +32,15 @@ from shoal.envs.base import Env, Step
 class Odd(Env):
     """Does what its task says, at the second turn."""
     name, num_tasks = "odd", 20
-    def __init__(self, log):
-        self.log = log
+    def __init__(self, log, quick):
+        self.log, self.quick = log, quick
     def task(self, index, heldout=False):
         return index
     def reset(self, task):
         if task == 9:
             raise ValueError("task 9 cannot begin")
         if task == 10:
-            time.sleep(8)
+            time.sleep(20)
         note(self.log, f"reset {task}")
         words = str(random.random()) if task == 11 else "say something"
         words = str(hash(words)) if task == 13 else words
@@ -46,11 +49,13 @@ class Odd(Env):
     def step(self, state, action):
         task, turn = state
         note(self.log, f"step {task} {turn}")
+        if turn == 1 and task == 14 and not self.quick:
+            time.sleep(0.5)
         if turn == 1:
             if task == 1:
                 raise RuntimeError("the judge is on strike")
             if task == 2:
-                until = time.time() + 8
+                until = time.time() + 20
                 while time.time() < until: pass
             if task == 3:
                 os._exit(3)
@@ -70,18 +75,18 @@ def note(log, line):
     with open(log, "a") as file:
         file.write(line + "\\n")
 
-def environment(log=""):
-    return Odd(log)
+def environment(log="", quick=False):
+    return Odd(log, quick)
 '''
 
 SAMPLING = t.Sampling(temperature=1.0, max_turn_tokens=4, max_tokens=400)
-LIMIT_S = 3.0
+LIMIT_S = 6.0
 
 
 class Theatre:
     """A memo, players with real processes, and the environment's diary."""
 
-    def __init__(self, folder: Path, policy: Path, number: int = 1, source: str = ODD) -> None:
+    def __init__(self, folder: Path, policy: Path, number: int = 1, source: str = ODD, most: int = 1) -> None:
         (folder / "odd.py").write_text(source)
         self.diary, path = folder / "diary.txt", str(folder / "odd.py")
         args = {"log": str(self.diary)}
@@ -90,10 +95,12 @@ class Theatre:
         self.limits = Limits(self.renderer.vocabulary, self.renderer.stop_ids)
         self.made: list[ChildPlayer] = []
         self.memo, self.policy = Memo(folder / "memo.sqlite"), policy
-        self.players = Players(self.make, number, self.memo, lambda label: LIMIT_S)
+        self.players = Players(self.make, self.memo, lambda label: LIMIT_S, number, most)
 
-    def make(self) -> ChildPlayer:
-        self.made.append(ChildPlayer(Opening((self.spec,), str(self.policy), SAMPLING)))
+    def make(self, label: str) -> ChildPlayer:
+        args = {**self.spec.args, "quick": True} if label == "other" else self.spec.args
+        spec = msgspec.structs.replace(self.spec, own_label=label, args=args)
+        self.made.append(ChildPlayer(Opening((spec,), str(self.policy), SAMPLING)))
         return self.made[-1]
 
     def staged(self, task: int, lease: str = "1") -> t.Staged:
@@ -121,7 +128,9 @@ class Theatre:
             said = list(take_turn(self.memo, asked, take, lambda label: True, 2, self.limits, play).said)
             turn += 1
         if kill_before_judging:
-            os.kill(self.process(task % len(self.made)), signal.SIGKILL)
+            for player in self.made:
+                if player._child is not None:
+                    os.kill(player._child._process.pid, signal.SIGKILL)
         return list(record_of(self.memo, "run", asked, 2, self.players.judge).groups[0].rollouts)
 
     def played(self, task: int, lease: str = "1") -> t.RolloutRecord:
@@ -131,8 +140,8 @@ class Theatre:
             turn += 1
         return record_of(self.memo, "run", self.staged(task, lease), 1, self.players.judge).groups[0].rollouts[0]
 
-    def process(self, player: int = 0) -> int:
-        child = self.made[player]._child
+    def process(self) -> int:
+        child = self.made[0]._child
         assert child is not None
         return child._process.pid
 
@@ -181,6 +190,18 @@ def test_an_environment_that_fails_ends_its_rollout_by_error_with_the_lowest_rew
     assert theatre.played(0).ending == "environment"
 
 
+def test_a_traceback_that_repeats_itself_is_printed_less_and_less(capfd) -> None:
+    env = loud(load_env(str(Path(__file__).parents[1] / "envs" / "rivals.py"), {}))
+    for _ in range(20):
+        with pytest.raises(IndexError):
+            env.task(99)
+    with pytest.raises(TypeError):
+        env.reset()  # type: ignore[call-arg]
+    told = capfd.readouterr().err
+    assert told.count("IndexError: task 99") == 5 and "for the 16th time" in told, "1, 2, 4, 8 and 16"
+    assert told.count("TypeError") == 1
+
+
 def test_a_megabyte_of_text_ends_a_rollout_by_length(theatre) -> None:
     played = theatre.played(4)
     assert (played.ending, played.reward) == ("length", 0.5)
@@ -194,7 +215,7 @@ def test_an_environment_that_hangs_is_killed_and_the_others_go_on_where_they_wer
     played = theatre.played(2)
     assert (played.ending, played.reward) == ("error", 0.0)
     assert LIMIT_S <= time.monotonic() - began < 10 * LIMIT_S
-    assert "took longer than 3 s" in caplog.text
+    assert f"took longer than {LIMIT_S:g} s" in caplog.text
     assert theatre.turn(0, 2).ending == ""
     assert theatre.played(0).ending == "environment"
     assert theatre.process() != process
@@ -267,6 +288,36 @@ def test_an_environment_that_was_changed_since_the_log_began_is_refused_by_name(
         theatre.turn(0, 0)
 
 
+def test_a_slow_environment_gets_more_processes_and_holds_up_no_other(tmp_path, policy, monkeypatch) -> None:
+    """The judge of one environment takes half a second for each answer."""
+    monkeypatch.setattr("shoal.roles.stage.players.SLOW_S", 0.3)
+    theatre = Theatre(tmp_path, policy, most=8)
+
+    def turn(env: str, slot: int, turn: int) -> float:
+        began = time.monotonic()
+        block = t.Block(slot, (t.Slot(slot, "00" * 32, env, 14),), COMPLETIONS)
+        written = (theatre.write(),) * 8 if turn else ()
+        take = t.Turn(slot, turn, written)
+        play = theatre.players.play
+        take_turn(theatre.memo, t.Staged("1", 0, (block,)), take, lambda label: True, 8, theatre.limits, play)
+        return time.monotonic() - began
+
+    for env, slot in (("odd", 0), ("other", 1)):
+        for number in range(2):
+            turn(env, slot, number)
+    with ThreadPoolExecutor() as threads:
+        slow = threads.submit(turn, "odd", 0, 2)
+        time.sleep(0.2)
+        assert turn("other", 1, 2) < 3 and not slow.done()
+        assert slow.result() >= 4, "eight answers, one after another"
+    for slot in range(2, 10):
+        turn("odd", slot, 0)
+    assert len(theatre.made) > 3
+    turn("odd", 9, 1)
+    assert turn("odd", 9, 2) < 4, "several at a time"
+    theatre.players.close()
+
+
 COMPARING = '''
 import random, time
 from shoal.envs.base import Env, Step
@@ -294,7 +345,7 @@ class Comparing(Env):
         if task == 1:
             raise RuntimeError("the jury is on strike")
         if task == 2:
-            time.sleep(8)
+            time.sleep(20)
         if task == 3:
             return [0.0]
         if task == 4:
@@ -311,7 +362,7 @@ def environment(log=""):
 
 @pytest.fixture
 def jury(tmp_path, policy):
-    jury = Theatre(tmp_path, policy, 3, COMPARING)
+    jury = Theatre(tmp_path, policy, 3, COMPARING, 3)
     yield jury
     jury.players.close()
     jury.memo.close()
@@ -373,4 +424,4 @@ def take_ask(theatre):
 def test_an_answer_beyond_all_sizes_ends_the_process(theatre, monkeypatch) -> None:
     monkeypatch.setattr("shoal.roles.stage.players.MAX_FRAME_BYTES", 8)
     with pytest.raises(Gone, match="limit 8"):
-        theatre.made[0].ask(Request(0, label="odd"), 1.0)
+        theatre.make("odd").ask(Request(0, label="odd"), 1.0)

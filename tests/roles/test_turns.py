@@ -53,7 +53,7 @@ class World:
         client.run = self.desk.state.run
         return client
 
-    async def turn(self, turn: int, written=(), which: int = 0, lease="", block=None, client=None, deadline_s=2.0):
+    async def turn(self, turn: int, written=(), which: int = 0, lease="", block=None, client=None, deadline_s=20.0):
         number = self.leases[which].blocks[0].index if block is None else block
         value = t.Turn(number, turn, tuple(written))
         path = f"/v1/leases/{lease or self.leases[which].id}/turns"
@@ -85,7 +85,7 @@ class World:
     def body(self, groups, which: int = 0) -> bytes:
         return commit(self.desk.state.run, self.leases[which], groups, t.EngineFacts("x", "float32", "cpu"))
 
-    async def submit(self, body: bytes, which: int = 0, deadline_s: float = 2.0) -> t.Receipt:
+    async def submit(self, body: bytes, which: int = 0, deadline_s: float = 20.0) -> t.Receipt:
         path = f"/v1/leases/{self.leases[which].id}/submission"
         return await self.client(which).put_bytes(path, body, t.Receipt, deadline_s=deadline_s)
 
@@ -109,6 +109,25 @@ def refused(story) -> tuple[int, str, str]:
     with pytest.raises(PeerRefused) as caught:
         asyncio.run(story)
     return caught.value.status, caught.value.code, str(caught.value)
+
+
+def test_the_log_of_a_stage_whose_environment_prints_a_lot_stays_small(world, monkeypatch):
+    monkeypatch.setattr(stage_role, "MAX_LOG_BYTES", 1000)
+    monkeypatch.setattr(stage_role, "LOOK_S", 0.01)
+    log = world.folder.logs / "stage.log"
+
+    async def story():
+        looking = asyncio.create_task(world.town.stage._keep_log_small())
+        with log.open("ab", buffering=0) as file:  # as the launcher opens it
+            for number in range(50):
+                file.write(b"%060d\n" % number)
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        looking.cancel()
+
+    asyncio.run(story())
+    kept = log.with_suffix(".log.1").read_bytes() + log.read_bytes()
+    assert log.stat().st_size <= 1000 and kept.endswith(b"%060d\n" % 49) and not kept.count(b"\0")
 
 
 def test_a_lease_is_played_turn_by_turn_and_its_submission_is_booked_with_a_record(world):
@@ -242,7 +261,7 @@ def test_without_a_stage_workers_are_told_to_come_again_and_nothing_is_lost(worl
         body = await world.play()
         address = world.folder.stage_address.read_bytes()
         world.folder.stage_address.unlink()
-        for ask in (world.turn(0), world.submit(body)):
+        for ask in (world.turn(0, deadline_s=2.0), world.submit(body, deadline_s=2.0)):
             with pytest.raises(PeerError, match="the host's stage gives no answer now") as caught:
                 await ask
             assert not isinstance(caught.value, PeerRefused)
@@ -256,7 +275,7 @@ def test_a_stage_that_does_not_answer_is_no_refusal(world, monkeypatch):
     monkeypatch.setattr(door, "STAGE_S", 0.05)
     monkeypatch.setattr(world.town.stage, "_answer", lambda asked, turn: asyncio.sleep(3))
     with pytest.raises(PeerError, match="gave no usable answer") as caught:
-        asyncio.run(world.turn(0))
+        asyncio.run(world.turn(0, deadline_s=2.0))
     assert not isinstance(caught.value, PeerRefused)
 
 

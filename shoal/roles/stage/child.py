@@ -8,8 +8,10 @@ A frame on a pipe is its length in 4 bytes, big-endian, and then MessagePack.
 """
 
 import os
+import sys
 import threading
 import traceback
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -182,11 +184,26 @@ def _printing(act: Callable[..., Any]) -> Callable[..., Any]:
             return act(*args, **kwargs)
         except Raised:
             raise  # its traceback was shown already
-        except Exception:
-            traceback.print_exc()
+        except Exception as error:
+            _print(error)
             raise
 
     return played
+
+
+_seen: Counter[tuple[str, int]] = Counter()
+"""How often an exception came from a place: the file and line that raised it."""
+
+
+def _print(error: Exception) -> None:
+    """The traceback, but of the same place only at the first time, the second, the fourth, the eighth and so on."""
+    deepest = traceback.extract_tb(error.__traceback__)[-1]
+    place = (deepest.filename, deepest.lineno or 0)
+    _seen[place] += 1
+    if _seen[place].bit_count() == 1:  # guard: one-place-fills-no-log
+        traceback.print_exc()
+        if _seen[place] > 1:
+            print(f"the same place for the {_seen[place]}th time", file=sys.stderr)
 
 
 def _pipes() -> tuple["SimpleQueue[bytes]", int]:

@@ -1,6 +1,6 @@
 """Where episodes are played: processes of the host's own that hold environments, each with its conversations.
 
-Called by `role`, which passes `Players.play` to `turns`. A process that hangs is killed, one that died is started again,
+Called by `troupes`, which says which process plays what. A process that hangs is killed, one that died is started again,
 and the episodes that went with it are played again from the memo. So a kill at any time changes no reply. The rest of the
 stage knows environments only through the protocol `Player`: a process in a sandbox can take the place of ours.
 """
@@ -15,8 +15,8 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol, TypeVar
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
@@ -38,6 +38,9 @@ TRIES = 3
 
 START_S = 120.0
 """A process may take this long to load its environments."""
+
+SLOW_S = 0.25
+"""After a turn that takes longer, an environment gets another process."""
 
 OTHER_WORDS = "it gives other words for the same actions (set reproducible = false)"
 
@@ -75,41 +78,6 @@ class Player(Protocol):
         """Raises `Gone`; the next request then meets a fresh process."""
 
 
-class Players:
-    """All players of a stage. A rollout always goes to the same one."""
-
-    def __init__(self, make: Callable[[], Player], number: int, memo: Memo, limit_s: Callable[[str], float]) -> None:
-        """`limit_s` gives the time for one turn of an environment, by its label."""
-        self._shards = [Shard(make(), memo, limit_s) for _ in range(number)]
-        self._threads = [ThreadPoolExecutor(1, f"player-{i}") for i in range(number)]
-        self._compared: dict[str, bool] = {}
-        """Whether an environment judges an answer beside its siblings, by label."""
-
-    def play(self, asks: Sequence[Ask]) -> list[Reply]:
-        """The replies to turns of different rollouts, in order. All players work at the same time."""
-        waiting = []
-        for ask in asks:
-            which = self._which(ask.slot, ask.rollout)
-            waiting.append(self._threads[which].submit(self._shards[which].reply, ask))
-        return [one.result() for one in waiting]
-
-    def judge(self, slot: Slot, paths: Sequence[bytes]) -> list[float]:
-        """What the rollouts of a slot, which have ended, earn beside each other."""
-        which = self._which(slot, 0)
-        return self._threads[which].submit(self._shards[which].judge, slot, paths).result()
-
-    def _which(self, slot: Slot, rollout: int) -> int:
-        """The rollouts of a slot are spread, so that an environment that waits for a judge waits for several at a time; but
-        those that are judged beside each other are in one place."""
-        if slot.env not in self._compared:
-            self._compared[slot.env] = self._threads[0].submit(self._shards[0].compares, slot.env).result()
-        return (slot.slot + (0 if self._compared[slot.env] else rollout)) % len(self._shards)
-
-    def close(self) -> None:
-        for thread in self._threads:
-            thread.shutdown(cancel_futures=True)
-
-
 class Shard:
     """One player, and which conversations it holds."""
 
@@ -120,6 +88,29 @@ class Shard:
         """Numbers of conversations by path, the longest idle first."""
         self._forget: list[int] = []
         self._generation = -1
+        self._thread = ThreadPoolExecutor(1, "player")
+        self._waiting = self.slow = 0
+        """Turns that are not done, and turns that took longer than `SLOW_S`."""
+
+    def submit(self, act: Callable[[], T]) -> "Future[T]":
+        """Do something after all that was submitted before."""
+        self._waiting += 1
+        future = self._thread.submit(act)
+        future.add_done_callback(self._done)
+        return future
+
+    def _done(self, future: "Future[Any]") -> None:
+        self._waiting -= 1
+
+    def close(self) -> None:
+        self._thread.shutdown(cancel_futures=True)
+
+    def load(self) -> int:
+        """How much there is to do: turns that wait, and conversations that will go on."""
+        return self._waiting + len(self._held)
+
+    def holds(self, path: bytes) -> bool:
+        return path in self._held
 
     def reply(self, ask: Ask) -> Reply:
         """Play one turn. Whatever the environment does, there is a reply."""
@@ -200,7 +191,9 @@ class Shard:
 
     def _exchanged(self, slot: Slot, request: Request) -> Answer:
         request.forget, self._forget = tuple(self._forget), []
+        began, generation = time.monotonic(), self._player.generation
         answer = self._player.ask(request, self._limit_s(slot.env))
+        self.slow += generation == self._player.generation and time.monotonic() - began > SLOW_S
         if self._generation != self._player.generation:  # guard: lost-with-the-process
             self._generation = self._player.generation
             self._held.clear()

@@ -9,6 +9,7 @@ import contextlib
 import json
 import logging
 import os
+import shutil
 import socket
 import time
 from collections.abc import AsyncIterator, Callable
@@ -38,7 +39,8 @@ from shoal.protocol.constants import MAX_SUBMISSION_BYTES
 from shoal.protocol.wire import digest, from_msgpack, to_msgpack
 from shoal.roles.stage.child import Opening
 from shoal.roles.stage.memo import Memo
-from shoal.roles.stage.players import ChildPlayer, Player, Players
+from shoal.roles.stage.players import ChildPlayer, Player
+from shoal.roles.stage.troupes import Players
 from shoal.roles.stage.turns import Limits, record_of, take_turn
 
 log = logging.getLogger("stage")
@@ -46,11 +48,14 @@ log = logging.getLogger("stage")
 ANSWER_S = 20.0
 """A turn that takes longer is answered "come again", and goes on meanwhile."""
 
-PLAYERS = 4
-"""Processes that play. More than the cores, because some environments wait for others, such as judges."""
-
-MAX_AT_WORK = 64
+MAX_AT_WORK = 256
 """Turns that are played at a time; more wait. Each waits for its players in a thread: slow ones hold up no others."""
+
+MAX_LOG_BYTES = 16 << 20
+"""Of the stage's log. A larger one is moved aside, in the place of the one before it: environments print what they like."""
+
+LOOK_S = 1.0
+"""How often the size of the log is looked at."""
 
 RATE = (1e6, 1_000_000)
 """Requests a second: all come from the coordinator, which counts its workers' own."""
@@ -123,8 +128,22 @@ class Stage:
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
-        yield
-        self.close()
+        looking = asyncio.create_task(self._keep_log_small())
+        try:
+            yield
+        finally:
+            looking.cancel()
+            self.close()
+
+    async def _keep_log_small(self) -> None:
+        """Look after the log. Several processes have it open for appending, so it is emptied in place."""
+        log_file = self._folder.logs / "stage.log"
+        while True:
+            with contextlib.suppress(OSError):
+                if log_file.stat().st_size > MAX_LOG_BYTES:  # guard: log-is-small
+                    await asyncio.to_thread(shutil.copyfile, log_file, log_file.with_suffix(".log.1"))
+                    os.truncate(log_file, 0)
+            await asyncio.sleep(LOOK_S)
 
     def close(self) -> None:
         """End all processes."""
@@ -182,9 +201,11 @@ class Stage:
                 self._limits = Limits(renderer.vocabulary, renderer.stop_ids)
                 specs = _specs(folder)
                 self._shared = {spec.label for spec in specs if spec.reproducible}
-                opening = Opening(specs, str(folder.policy), sampling_of(config))
+                policy, sampling = str(folder.policy), sampling_of(config)
+                opening = {spec.label: Opening((spec,), policy, sampling) for spec in specs}
                 limits_s = {env.label: env.call_s for env in config.envs}
-                self._players = Players(lambda: self._make(opening), PLAYERS, self._memo, limits_s.__getitem__)
+                make = self._make
+                self._players = Players(lambda label: make(opening[label]), self._memo, limits_s.__getitem__)
             return self._players
 
     def _forget_old(self, version: int) -> None:
