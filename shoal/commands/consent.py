@@ -34,7 +34,7 @@ def packages_of(url: str) -> "Packages":
 
 
 def _ask(question: str) -> bool:
-    """`input` would hold a lock that the end of the process needs, if a signal comes meanwhile."""
+    """The end of the input is a no."""
     say(question)
     print("[y/N] ", end="", flush=True)
     answer = os.read(sys.stdin.fileno(), 1000).decode("utf-8", "replace")

@@ -95,15 +95,16 @@ def _add_sharing(p: Any) -> None:
         p, "note", env_note, "tell others what you know about a version",
         "Signs a note with this machine's node key and writes it into the registry's folder. Your later note replaces the "
         "earlier one of the same kind.",
-        ("shoal env note ann/backwards@0.1.0 --registry /srv/hub --check ./backwards", "check the folder, note the result"),
+        ("shoal env note ann/backwards@0.1.0 --registry /srv/hub --check", "check what is installed, note the result"),
         ("shoal env note ann/backwards@0.1.0 --registry /srv/hub --issue 'task 3 has no answer'", ""),
     )  # fmt: skip
     q.add_argument("name", metavar="NAME@VERSION")
     q.add_argument("--registry", required=True, metavar="DIR", help="the registry's folder")
     said = q.add_mutually_exclusive_group(required=True)
     said.add_argument(
-        "--check", type=Path, metavar="DIR", help="run `env check` on this folder, which holds the version"
-    )
+        "--check", nargs="?", const="", metavar="DIR",
+        help="run `env check` on the installed package, in the sandbox, or on this folder, which holds the version",
+    )  # fmt: skip
     said.add_argument("--good", action="store_true", help="you recommend it")
     said.add_argument("--bad", action="store_true", help="you advise against it")
     said.add_argument("--issue", default="", metavar="TEXT", help="a known issue, in one line")
@@ -195,21 +196,14 @@ def env_install(args: argparse.Namespace) -> None:
 def env_note(args: argparse.Namespace) -> None:
     from shoal.config import node_home
     from shoal.hub.names import read_reference
-    from shoal.hub.notes import Issue, Rated, add_note
-    from shoal.hub.publish import read_catalogue
+    from shoal.hub.notes import Issue, Rated, add_note, find_release
     from shoal.hub.registry import own_registry
-    from shoal.hub.trust import Trust
     from shoal.net.keys import load_or_make_key
 
     reference, home = read_reference(args.name), node_home()
     registry = own_registry(args.registry)
-    catalogue = read_catalogue(registry, reference.name, Trust(home / "authors.json"), pin=False).opened.catalogue
-    release = catalogue.release(reference.version) if reference.version else None
-    if release is None:
-        if reference.version:
-            raise ConfigError(catalogue.lacks(reference.version))
-        raise ConfigError(f"say which version: {reference.name}@VERSION, as `shoal env show` lists them")
-    if args.check:
+    release = find_release(registry, reference, home)
+    if args.check is not None:
         said: Any = _checked(args.check, release.digest)
     else:
         said = Issue(args.issue) if args.issue else Rated(args.good)
@@ -217,7 +211,8 @@ def env_note(args: argparse.Namespace) -> None:
     print(f"noted on {reference.name} {release.version}")
 
 
-def _checked(folder: Path, digest: str) -> Any:
+def _checked(folder: str, digest: str) -> Any:
+    """The result of the check of a folder, or of the installed package, which runs in the sandbox."""
     import platform
 
     from shoal.envs.check import check_env
@@ -225,7 +220,7 @@ def _checked(folder: Path, digest: str) -> Any:
     from shoal.hub.notes import Checked
     from shoal.protocol.types.message import fact
 
-    path = str(folder.absolute())
+    path = str(Path(folder).absolute()) if folder else f"pkg:{digest}"
     if env_digest(path) != digest:
         raise ConfigError(f"{folder} does not have the files of this version: check the folder that was pushed")
     findings = check_env(load_env(path, {}))
@@ -275,5 +270,5 @@ def env_show(args: argparse.Namespace) -> None:
     if shown is None:
         raise ConfigError(opened.catalogue.lacks(reference.version))
     print(f"notes on {shown.version}:")
-    for line in lines_of_notes(read_notes(registry, reference.name, shown)) or ["none"]:
+    for line in lines_of_notes(read_notes(registry, reference.name, shown), opened.key) or ["none"]:
         print(f"  {printable(line)}")

@@ -32,6 +32,9 @@ def add_commands(commands: Any) -> None:
     p.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: all)")
     p.add_argument("--json", action="store_true", help="print the figures as JSON")
     p.add_argument("--out", type=Path, metavar="FILE", help="write the figures there instead")
+    p.add_argument(
+        "--note", default="", metavar="DIR", help="note the solve rates of a package in this registry's folder"
+    )
     p = add_command(
         commands, "sft", sft, "a cold start from scripted games",
         "Trains a policy to imitate an environment's scripted player, so that RL can start from it. You get a checkpoint "
@@ -74,7 +77,7 @@ def evaluate(args: argparse.Namespace) -> None:
 
     role.main(
         args.checkpoint, args.env, args.env_args, args.episodes, args.seed, args.samples, sampling, args.out,
-        args.json, args.threads or cores(),
+        args.json, args.threads or cores(), args.note,
     )  # fmt: skip
 
 

@@ -76,6 +76,8 @@ class Evaluation(msgspec.Struct, frozen=True):
     """Mean of each part of the reward, before its weight."""
     metrics: dict[str, float] = {}
     """Mean of what the environment reports beside the reward."""
+    solve_rates: tuple[float, ...] = ()
+    """Of each task that was played: the share of its episodes that succeeded, or its mean reward within the range."""
 
 
 class MixedEvaluation(msgspec.Struct, frozen=True):
@@ -116,7 +118,7 @@ def evaluate(
         talks += batch
         progress(len(talks))
     _compare(env, talks, _num_tasks(env, episodes))
-    return _figures(env, talks, samples)
+    return _figures(env, talks, samples, _num_tasks(env, episodes))
 
 
 def mixed(envs: dict[str, Evaluation], weights: Sequence[float]) -> MixedEvaluation:
@@ -196,7 +198,15 @@ def _require_room(env: Env, talks: Sequence[Conversation], sampling: Sampling) -
         )
 
 
-def _figures(env: Env, talks: Sequence[Conversation], samples: int) -> Evaluation:
+def _solve_rate(env: Env, talks: Sequence[Conversation]) -> float:
+    """Of the episodes of one task."""
+    low, high = env.reward_bounds
+    if isinstance(env, Decided):
+        return sum(bool(talk.success) for talk in talks) / len(talks)
+    return min(1.0, max(0.0, math.fsum((talk.reward - low) / (high - low) for talk in talks) / len(talks)))
+
+
+def _figures(env: Env, talks: Sequence[Conversation], samples: int, num_tasks: int) -> Evaluation:
     reward = interval([talk.reward for talk in talks], env.reward_bounds)
     success = None
     if isinstance(env, Decided):
@@ -217,6 +227,7 @@ def _figures(env: Env, talks: Sequence[Conversation], samples: int) -> Evaluatio
         transcripts=tuple(transcript_of(talk) for talk in talks[:samples]),
         parts=_means([talk.parts for talk in talks]),
         metrics=_means([talk.metrics for talk in talks]),
+        solve_rates=tuple(_solve_rate(env, talks[first::num_tasks]) for first in range(num_tasks)),
     )
 
 

@@ -7,6 +7,7 @@ latest; a version has at most MAX_NOTES.
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import msgspec
@@ -14,7 +15,10 @@ import msgspec
 from shoal.errors import ConfigError, NothingYet, PeerError
 from shoal.folder import held
 from shoal.hub.catalogue import Count, Release, Signed, open_signed, sign
+from shoal.hub.names import Reference
+from shoal.hub.publish import read_catalogue
 from shoal.hub.registry import FolderRegistry, Registry, notes_path
+from shoal.hub.trust import Trust
 from shoal.protocol.identity import Key
 from shoal.protocol.types.message import Fact, Message
 from shoal.protocol.wire import WireError, from_json, to_json
@@ -147,6 +151,25 @@ def add_note(
         registry.write(notes_path(name, release.version), to_json(kept))
 
 
+def find_release(registry: Registry, reference: Reference, home: Path) -> Release:
+    """The release of a registry that notes are written on. Raises `ConfigError` if it has no such version."""
+    catalogue = read_catalogue(registry, reference.name, Trust(home / "authors.json"), pin=False).opened.catalogue
+    if not reference.version:
+        raise ConfigError(f"say which version: {reference.name}@VERSION, as `shoal env show` lists them")
+    release = catalogue.release(reference.version)
+    if release is None:
+        raise ConfigError(catalogue.lacks(reference.version))
+    return release
+
+
+def histogram_of(rates: Sequence[float]) -> tuple[int, ...]:
+    """Tasks by their solve rates, in NUM_BINS bins."""
+    bins = [0] * NUM_BINS
+    for rate in rates:
+        bins[min(NUM_BINS - 1, int(rate * NUM_BINS))] += 1
+    return tuple(bins)
+
+
 def checks_by_others(heard: Sequence[Heard], author: str) -> int:
     """Keys other than the author's that noted that a version passes its check."""
     passed = [one for one in heard if isinstance(one.note.said, Checked) and not one.note.said.failed]
@@ -158,20 +181,30 @@ def checks_noted(registry: Registry, name: str, release: Release, author: str) -
     return checks_by_others(read_notes(registry, name, release), author)
 
 
-def lines_of_notes(heard: Sequence[Heard]) -> list[str]:
-    """What people read about a version."""
-    lines, said = [], [(one.key, one.note.said) for one in heard]
-    for key, checked in said:
-        if isinstance(checked, Checked):
-            result = f"failed {', '.join(checked.failed)}" if checked.failed else f"passed {checked.passed} checks"
-            lines.append(f"check    {result} on {checked.machine}  (key {key[:16]}…)")
-    for key, solved in said:
+def lines_of_notes(heard: Sequence[Heard], author: str = "") -> list[str]:
+    """What people read about a version. `author` is the key that signed it: its notes are marked."""
+    lines, said = [], [(_who(one.key, author), one.note.said) for one in heard]
+    checks = [(who, checked) for who, checked in said if isinstance(checked, Checked)]
+    if checks:
+        lines.append(f"checks   passed on {sum(not one.failed for _, one in checks)} of {len(checks)} machines")
+    for who, checked in checks:
+        result = f"failed {', '.join(checked.failed)}" if checked.failed else f"passed {checked.passed} checks"
+        lines.append(f"check    {result} on {checked.machine}  ({who})")
+    for who, solved in said:
         if isinstance(solved, Solved):
-            bins = " ".join(map(str, solved.histogram))
-            lines.append(f"solved   {solved.mean:.1%} of {solved.episodes} episodes by {solved.policy}; tasks by solve "
-                         f"rate, in tenths: {bins}  (key {key[:16]}…)")  # fmt: skip
+            lines.append(f"solved   {solved.mean:.1%} of {solved.episodes} episodes by {solved.policy}  ({who})")
+            lines.append(f"         tasks by solve rate, 0 to 100 % in tenths: {_bars(solved.histogram)}")
     ratings = Counter(rated.good for _, rated in said if isinstance(rated, Rated))
     if ratings:
         lines.append(f"ratings  {ratings[True]} good, {ratings[False]} bad")
-    lines += [f"issue    {issue.text}  (key {key[:16]}…)" for key, issue in said if isinstance(issue, Issue)]
+    lines += [f"issue    {issue.text}  ({who})" for who, issue in said if isinstance(issue, Issue)]
     return lines
+
+
+def _who(key: str, author: str) -> str:
+    return "the author" if key == author else f"key {key[:16]}…"
+
+
+def _bars(counts: Sequence[int]) -> str:
+    """Such as 12 3 . . 1: a dot for none."""
+    return " ".join(str(count) if count else "." for count in counts)

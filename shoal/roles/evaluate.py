@@ -6,6 +6,7 @@ episodes; this role gives it the checkpoint, the environment and the threads.
 
 import json
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,19 +14,27 @@ from typing import Any
 
 import msgspec
 
-from shoal.config import sampling_of
+from shoal.config import node_home, sampling_of
 from shoal.engine.open import EngineSpec, open_engine
 from shoal.envs.base import Env
 from shoal.envs.contained.open import in_sandbox, show
 from shoal.envs.evaluate import Evaluation, as_text, evaluate, mixed
-from shoal.envs.load import env_of, load_env
-from shoal.errors import StateError
+from shoal.envs.load import env_of, is_package, load_env
+from shoal.errors import ConfigError, StateError
 from shoal.folder import RunFolder, write_atomically
+from shoal.hub.catalogue import Release
+from shoal.hub.names import Reference, read_reference
+from shoal.hub.notes import Solved, add_note, find_release, histogram_of
+from shoal.hub.registry import FolderRegistry, own_registry
+from shoal.hub.store import PackageStore
+from shoal.net.keys import load_or_make_key
 from shoal.policy.contained import Limits
 from shoal.policy.render import Renderer
 from shoal.protocol.types import Sampling
+from shoal.protocol.types.message import fact
 from shoal.roles.loading import Loaded, contained
 from shoal.terminal import printable
+from shoal.weights.manifest import weights_root
 
 
 def main(
@@ -39,12 +48,15 @@ def main(
     out: Path | None = None,
     as_json: bool = False,
     threads: int = 1,
+    note: str = "",
 ) -> None:
-    """Evaluate a checkpoint; write the figures to `out` if given, and print them as text or JSON otherwise.
+    """Evaluate a checkpoint; write the figures to `out` if given, and print them as text or JSON otherwise. `note` is a
+    registry's folder, where the solve rates are noted on the package that was played.
 
     Raises `StateError` if the directory is not a checkpoint, `ConfigError` if the environment is unknown.
     """
     game = load_env(env, env_args, partial(in_sandbox, tell=show))
+    noted = _noted(env, note) if note else None
     shown = sys.stderr if sys.stderr.isatty() else None
 
     def progress(done: int) -> None:
@@ -58,6 +70,29 @@ def main(
         print(json.dumps(msgspec.to_builtins(figures), indent=1))
     else:
         print(in_words(figures, game.name))
+    if noted is not None:
+        registry, name, release = noted
+        said = _solved(figures, checkpoint)
+        add_note(registry, name, release, said, load_or_make_key(node_home() / "node.key"), time.time())
+        print(f"noted on {name} {release.version}", file=sys.stderr)
+
+
+def _noted(env: str, place: str) -> tuple[FolderRegistry, str, Release]:
+    """What the solve rates of an environment are noted on. Raises `ConfigError` if it is not a version in the registry."""
+    if not is_package(env):
+        raise ConfigError(f"--note is for packages, and {env} is not one: write --env OWNER/NAME@VERSION")
+    registry, home = own_registry(place), node_home()
+    package = PackageStore(home / "envs").find(read_reference(env))
+    release = find_release(registry, Reference(package.name, package.version), home)
+    if release.digest != package.digest:  # guard: notes-on-what-was-played
+        raise ConfigError(f"{package.name} {package.version} in {place} is another package than the one installed here")
+    return registry, package.name, release
+
+
+def _solved(figures: Evaluation, checkpoint: Path) -> Solved:
+    rates = figures.solve_rates
+    policy = fact(f"{checkpoint.name[:40]} {weights_root(checkpoint)[:12]}")
+    return Solved(policy, figures.episodes, sum(rates) / len(rates), histogram_of(rates))
 
 
 def figures_of(

@@ -147,7 +147,7 @@ class Volunteered:
             )
         package = install(
             read_reference(spec.name), registry, home, consent, start=try_code,
-            checks=lambda name, release, author: checks_noted(registry, name, release, author),
+            checks=lambda name, release, author: checks_noted(registry, name, release, author), tell=log.info,
         ).package  # fmt: skip
         log.info("installed package=%s@%s digest=%s", package.name, package.version, package.digest[:16])
         return package

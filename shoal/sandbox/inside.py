@@ -29,14 +29,8 @@ NESTED = 0x10000000 | 0x20000000 | CLONE_NEWNS
 """CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNS."""
 
 MS_NOSUID, MS_NODEV, MS_NOEXEC = 0x2, 0x4, 0x8
-PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS, PR_CAP_AMBIENT = (
-    1,
-    4,
-    22,
-    24,
-    38,
-    47,
-)
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP = 1, 4, 22
+PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS, PR_CAP_AMBIENT = 24, 38, 47
 CAPABILITY_VERSION = 0x20080522
 LAST_CAPABILITY = 63
 
@@ -357,6 +351,8 @@ def take_limits(limits: dict[str, Any], linux: bool) -> None:
     """Limit what this process and its children may take. gVisor has only some of these limits."""
     with open("/proc/self/statm") as file:
         used = int(file.read().split()[0]) * resource.getpagesize()
+    data = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    resource.setrlimit(resource.RLIMIT_DATA, (data, data))  # guard: memory-is-not-the-nodes
     for which, most in (
         (resource.RLIMIT_AS, used + limits["memory_mb"] * 1_000_000),  # guard: memory-of-a-process
         (resource.RLIMIT_NPROC, limits["processes"] + 1),  # guard: number-of-processes

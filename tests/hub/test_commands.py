@@ -47,6 +47,9 @@ def test_a_new_package_passes_its_check_and_is_shared(shoal, tmp_path: Path, mon
     assert code == 0 and 'name = "ann/backwards@0.1.0"' in said
     assert "already installed" in shoal("install", NAME, "--registry", "hub", "--yes")[1]
     assert f"{NAME}@0.1.0" in shoal("list")[1]
+    assert shoal("note", f"{NAME}@0.1.0", "--registry", "hub", "--check")[0] == 0
+    code, said = shoal("check", f"{NAME}@0.1.0")
+    assert code == 0 and "failed" not in said, said
 
 
 def test_mistakes_are_one_line(shoal, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from shoal.hub.notes import (
     Solved,
     add_note,
     checks_by_others,
+    histogram_of,
     lines_of_notes,
     read_notes,
 )
@@ -43,14 +44,19 @@ def test_notes_are_shown_with_who_says_so(registry: FolderRegistry) -> None:
         (ann, Solved("tiny-1", 64, 0.25, (6, 0, 0, 0, 0, 0, 0, 0, 0, 2))),
     ):  # fmt: skip
         add_note(registry, NAME, RELEASE, said, key, 1000.0)
-    assert lines_of_notes(heard(registry)) == [
-        f"check    passed 9 checks on Linux x86_64 Python 3.11  (key {ann.public[:16]}…)",
+    assert lines_of_notes(heard(registry), ann.public) == [
+        "checks   passed on 1 of 2 machines",
+        "check    passed 9 checks on Linux x86_64 Python 3.11  (the author)",
         f"check    failed replay on Linux  (key {bob.public[:16]}…)",
-        "solved   25.0% of 64 episodes by tiny-1; tasks by solve rate, in tenths: 6 0 0 0 0 0 0 0 0 2"
-        f"  (key {ann.public[:16]}…)",
+        "solved   25.0% of 64 episodes by tiny-1  (the author)",
+        "         tasks by solve rate, 0 to 100 % in tenths: 6 . . . . . . . . 2",
         "ratings  1 good, 1 bad",
         f"issue    task 3 has no answer  (key {bob.public[:16]}…)",
     ]
+
+
+def test_tasks_are_sorted_into_tenths_by_their_solve_rate() -> None:
+    assert histogram_of([0.0, 0.09, 0.1, 0.55, 0.99, 1.0]) == (2, 1, 0, 0, 0, 1, 0, 0, 0, 2)
 
 
 def test_the_latest_note_of_a_key_replaces_the_earlier(registry: FolderRegistry) -> None:

@@ -1,6 +1,7 @@
 """An environment in the sandbox is like one in this process: to play, replay, check and judge, also after its end."""
 
 import os
+import resource
 import signal
 import statistics
 import time
@@ -213,3 +214,15 @@ def test_a_turn_of_64_episodes_costs_little(tmp_path: Path) -> None:
         return 1000 * (time.perf_counter() - began)
 
     assert statistics.median(turn() for _ in range(20)) < 15
+
+
+def test_the_memory_limit_of_a_node_is_not_that_of_its_sandbox(tmp_path: Path) -> None:
+    """A worker lowers what it may take itself. A package that ran out of memory by that would differ between machines."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    status = Path("/proc/self/status").read_text().splitlines()
+    own = next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmData:"))
+    resource.setrlimit(resource.RLIMIT_DATA, (own + (120 << 20), hard))
+    try:
+        assert said(tmp_path / "package", "len(bytearray(250 << 20))") == str(250 << 20)
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
