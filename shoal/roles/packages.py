@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeVar, cast
 
 from shoal.config import node_home
 from shoal.envs.base import Env
+from shoal.envs.contained.client import Doubt
 from shoal.envs.contained.open import demand_sandbox, in_sandbox, try_code
 from shoal.envs.load import Opener, is_own, is_package
 from shoal.errors import ConfigError, NothingYet, PeerError
@@ -46,8 +47,8 @@ class Packages(Protocol):
     def demand(self, specs: Sequence[EnvSpec]) -> None:
         """Raise `ConfigError` unless this node plays all of them. It may take minutes and ask the user."""
 
-    def open(self, validates: bool) -> Opener:
-        """How they are opened; `validates` as for `ContainedEnv`."""
+    def open(self, doubt: Doubt) -> Opener:
+        """How they are opened; `doubt` as for `ContainedEnv`."""
 
 
 class OnTheHost:
@@ -56,8 +57,8 @@ class OnTheHost:
     def demand(self, specs: Sequence[EnvSpec]) -> None:
         """The host has chosen them."""
 
-    def open(self, validates: bool) -> Opener:
-        return partial(in_sandbox, validates=validates, tell=log_trace)
+    def open(self, doubt: Doubt) -> Opener:
+        return partial(in_sandbox, doubt=doubt, tell=log_trace)
 
 
 class NoPackages:
@@ -66,7 +67,7 @@ class NoPackages:
     def demand(self, specs: Sequence[EnvSpec]) -> None:
         """They are refused when they are opened."""
 
-    def open(self, validates: bool) -> Opener:
+    def open(self, doubt: Doubt) -> Opener:
         def refused(package: Installed, paths: Sequence[Path], args: Mapping[str, Any]) -> Env:
             raise only_completions(f"nobody agreed that this machine plays {package.name} {package.version}")
 
@@ -91,8 +92,8 @@ class Volunteered:
                 self._demand(spec)
                 self._agreed.add(spec.digest)
 
-    def open(self, validates: bool) -> Opener:
-        opener = partial(in_sandbox, validates=validates)
+    def open(self, doubt: Doubt) -> Opener:
+        opener = partial(in_sandbox, doubt=doubt)
 
         def agreed(package: Installed, paths: Sequence[Path], args: Mapping[str, Any]) -> Env:
             if package.digest not in self._agreed:  # guard: only-agreed-packages

@@ -10,13 +10,14 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from shoal.engine.base import Engine
 from shoal.envs.base import Env
+from shoal.envs.contained.client import Doubt
 from shoal.envs.load import load_run_envs
 from shoal.errors import Overreach, PeerError
 from shoal.ledger.law import RULES_VERSION
@@ -88,6 +89,8 @@ class Seat:
     """Limit of memory. None means no limit, for the host's own nodes."""
     needs: "Needs | None" = None
     """What the version that was loaded last needs, if there is a limit."""
+    doubt: Doubt = field(default_factory=Doubt)
+    """Whether a stop of the sandbox, in which packages play, decides nothing."""
     manifest: t.Manifest | None = None
     """Of the version that the engine has. All requests name its signed bytes."""
 
@@ -251,8 +254,9 @@ async def take_seat(
     evidence = Evidence(home, info.run, most_bytes)
     evidence.demand_same_host(info.run_key)  # before anything is signed
     client.run, client.head = info.run, info.head
+    doubt = Doubt()
     # guard: host-plays-its-own
-    envs = {} if kind_of(info.envs) == COMPLETIONS else await aside(partial(_load, info, role, own_files, packages))
+    envs = {} if kind_of(info.envs) == COMPLETIONS else await aside(partial(_load, info, own_files, packages, doubt))
     engine = make_engine(info.rules.dtype)
     facts = engine.facts
     join = t.Join(role, name, 0.0, facts.implementation, facts.dtype, facts.device)
@@ -262,15 +266,15 @@ async def take_seat(
     # guard: strangers-are-contained
     policy = Loaded(engine, Renderer.from_directory if own_files else contained(limits))
     if own_files:
-        return Seat(client, home, info, envs, policy, node, clock, evidence, None)
-    return Seat(client, home, info, envs, policy, node, clock, evidence, max_disk_mb, memory)
+        return Seat(client, home, info, envs, policy, node, clock, evidence, None, doubt=doubt)
+    return Seat(client, home, info, envs, policy, node, clock, evidence, max_disk_mb, memory, doubt=doubt)
 
 
-def _load(info: t.RunInfo, role: str, own_files: bool, packages: Packages | None) -> dict[str, Env]:
+def _load(info: t.RunInfo, own_files: bool, packages: Packages | None, doubt: Doubt) -> dict[str, Env]:
     """The environments of a run whose nodes play them."""
     packages = packages or (OnTheHost() if own_files else NoPackages())
     packages.demand(info.envs)
-    return load_run_envs(info.envs, own_files, packages.open(validates=role == "validator"))
+    return load_run_envs(info.envs, own_files, packages.open(doubt))
 
 
 async def say_goodbye(client: Client, deadline_s: float) -> None:

@@ -18,7 +18,7 @@ from shoal.engine.base import Engine
 from shoal.engine.cheats import cheating
 from shoal.engine.open import EngineSpec, open_engine
 from shoal.envs.play import play_block
-from shoal.errors import NothingYet, Overreach, PeerError, Superseded
+from shoal.errors import NothingYet, Overreach, PeerError, Superseded, Undecided
 from shoal.net.client import Client, PeerRefused
 from shoal.net.keys import load_or_make_key
 from shoal.net.stopping import Stopping
@@ -111,6 +111,8 @@ class Worker:
         self.hands = Hands()
         self.idle_since = 0.0
         """When the engine was needed no more for a lease."""
+        self.undecided: set[tuple[int, int]] = set()
+        """Version and index of blocks that were given back because the sandbox stopped an environment."""
         self.told = t.NodeState(self.key, "worker", name, "new", 0, 0, 0, 0, {}, "")
         self.told_at = 0.0
         self.seat: Seat
@@ -266,10 +268,18 @@ class Worker:
 
     async def _play_whole(self, grant: t.Grant, before: Use, use: Use) -> Made | None:
         """Generate the groups of a lease, and prove them. None if it is to be given back. Raises `TooOld`."""
+        lease = grant.lease
         await self._load_for(grant)
-        self.seat.demand_play(grant.lease)
-        groups = await asyncio.to_thread(self._play, grant.lease)
-        return None if groups is None else (groups, await asyncio.to_thread(self._prove, grant.lease, groups))
+        self.seat.demand_play(lease)
+        blocks = {(lease.version, block.index) for block in lease.blocks}
+        self.seat.doubt.holds = not blocks & self.undecided  # guard: same-work-again-decides
+        try:
+            groups = await asyncio.to_thread(self._play, lease)
+        except Undecided as why:
+            log.warning("dropped lease=%s reason=%r", lease.id, str(why))
+            self.undecided |= blocks  # guard: stopped-is-given-back
+            return None
+        return None if groups is None else (groups, await asyncio.to_thread(self._prove, lease, groups))
 
     async def _play_turns(self, grant: t.Grant, before: Use, use: Use) -> Made | None:
         """The same while the host plays the environments."""

@@ -1,5 +1,6 @@
 """Which packages of somebody's run a volunteer's node installs and plays."""
 
+import asyncio
 import time
 from pathlib import Path
 
@@ -7,11 +8,14 @@ import msgspec
 import pytest
 
 from shoal.config import EnvConfig
-from shoal.envs.contained.client import ContainedEnv
+from shoal.envs.contained.client import ContainedEnv, Doubt
 from shoal.envs.load import load_run_envs
 from shoal.errors import ConfigError, PeerError
 from shoal.hub.consent import Consent, Policy
+from shoal.hub.install import install
+from shoal.hub.names import read_reference
 from shoal.hub.notes import Checked, Issue, add_note
+from shoal.hub.publish import push
 from shoal.hub.registry import FolderRegistry
 from shoal.hub.store import PackageStore
 from shoal.protocol.identity import Key
@@ -19,7 +23,7 @@ from shoal.protocol.types import EnvSpec
 from shoal.roles.coordinator.role import env_specs
 from shoal.roles.packages import NoPackages, Volunteered
 from tests.hub.author import Author
-from tests.roles.town import tiny_run
+from tests.roles.town import Town, tiny_run
 from tests.sandbox.needs import needs_bubblewrap
 
 pytestmark = needs_bubblewrap
@@ -62,7 +66,7 @@ def test_a_package_that_two_others_checked_is_installed_and_opened_in_the_sandbo
     packages = place.packages()
     packages.demand([place.spec])
     assert place.installed == [place.release.digest]
-    env = load_run_envs([place.spec], own_files=False, opener=packages.open(validates=False))[NAME]
+    env = load_run_envs([place.spec], own_files=False, opener=packages.open(Doubt()))[NAME]
     assert isinstance(env, ContainedEnv) and env.num_tasks == 3
 
 
@@ -124,7 +128,7 @@ def test_only_what_was_agreed_to_is_opened(place: Place) -> None:
     place.packages().demand([place.spec])
     for packages, why in ((place.packages(), "was not agreed to"), (NoPackages(), "nobody agreed")):
         with pytest.raises(ConfigError, match=why):
-            load_run_envs([place.spec], own_files=False, opener=packages.open(validates=False))
+            load_run_envs([place.spec], own_files=False, opener=packages.open(Doubt()))
 
 
 def test_a_run_whose_host_plays_asks_nobody(place: Place) -> None:
@@ -139,3 +143,46 @@ def test_a_package_that_is_named_by_its_digest_must_be_installed(place: Place) -
     place.note(Key.generate(), Key.generate())
     place.packages().demand([place.spec])
     place.packages().demand([spec])
+
+
+STOPS = """
+import os
+from shoal.envs.base import Env, Step
+
+class Stops(Env):
+    name, num_tasks = "stops", 2
+
+    def task(self, index, heldout=False):
+        return index
+
+    def reset(self, task):
+        return (task, ""), [{"role": "user", "content": str(task)}]
+
+    def step(self, state, action):
+        if state[0] == 1:
+            os._exit(3)
+        return Step((state[0], str(action)), None, True)
+
+    def score(self, state):
+        return float(len(state[1]) % 2)
+
+environment = Stops
+"""
+
+
+def test_a_package_that_ends_its_sandbox_holds_up_no_run_and_blames_nobody(place: Place, tmp_path: Path) -> None:
+    """The worker gives the lease back. If it gets it again, the rollouts have failed, and the validator's slot is void."""
+    folder = place.author.folder(version="0.3.0")
+    (folder / "environment.py").write_text(STOPS)
+    push(folder, place.registry, place.author.key, place.author.home)
+    install(read_reference("ann/parrot@0.3.0"), place.registry, place.home, Consent(None, lambda _: True))
+    town = Town(tmp_path / "run", tiny_run(envs=[to_config("ann/parrot@0.3.0")], steps=1, rollouts={"batch_groups": 4}))
+    worker = town.worker("one")
+    asyncio.run(town.live(worker, town.validator(), town.trainer()))
+    state = town.desk.state
+    assert worker.undecided and state.phase == "ended"
+    assert all(member.refused == member.failures == 0 for member in state.members.values())
+    stopped = [
+        slot for version in state.main.versions.values() for slot in version.slots.values() if slot.status == "void"
+    ]
+    assert stopped and town.audit().findings == []

@@ -4,9 +4,10 @@ Made by `open`. A state here is a number, the task and the actions so far: the s
 from the actions if it is gone. What comes out is hostile, and is checked where any environment's words are: messages by
 `policy/messages`, rewards by `score`, seats by `conversation`.
 
-If the sandbox has to be ended, a new one gets one more try with twice the time. If that ends the same way, the episode has
-failed as if the environment had raised. For a validator that would not do: its machine may be slower than the worker's, so
-it raises `Undecided` instead, which makes the slot void.
+If the sandbox has to be ended, a new one gets one more try with twice the time. If that ends the same way, `Undecided` is
+raised, because another machine might not have ended it: a validator's verdict is void, and a worker gives the lease back.
+Only a worker that gets the same work again has no doubt any more: the episode has then failed as if the environment had
+raised.
 """
 
 import hashlib
@@ -14,6 +15,7 @@ import itertools
 import random
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -29,6 +31,13 @@ TRIES = 2
 """Sandboxes that may end before the episode has failed."""
 
 A = TypeVar("A", bound=f.Answer)
+
+
+@dataclass
+class Doubt:
+    """Whether a stop of the sandbox decides nothing."""
+
+    holds: bool = True
 
 
 class RaisedValue(Raised, ValueError):
@@ -65,9 +74,9 @@ class Held:
 class ContainedEnv:
     """The environment of a package, in a sandbox of its own. Several threads may use it, one after another."""
 
-    def __init__(self, line: Line, validates: bool = False) -> None:
-        """`validates`: a stop of the sandbox raises `Undecided`."""
-        self._line, self._validates = line, validates
+    def __init__(self, line: Line, doubt: Doubt) -> None:
+        """While `doubt` holds, a stop of the sandbox raises `Undecided`."""
+        self._line, self._doubt = line, doubt
         self._lock = threading.RLock()
         self._numbers = itertools.count(1)
         facts = line.facts
@@ -187,7 +196,7 @@ class ContainedEnv:
             raise self._stopped("it is not deterministic: it answered the same actions differently the second time")
 
     def _stopped(self, why: str) -> Exception:
-        if self._validates:  # guard: stopped-is-no-verdict
+        if self._doubt.holds:  # guard: stopped-is-no-verdict
             return Undecided(f"{self.name}: {why}")
         return Raised(why)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from shoal.envs.base import Env
-from shoal.envs.contained.client import ContainedEnv
+from shoal.envs.contained.client import ContainedEnv, Doubt
 from shoal.envs.contained.line import CODE, LIMITS, Line, Source, gone_of, our_code
 from shoal.errors import ConfigError, ShoalError
 from shoal.hub.store import Installed
@@ -22,11 +22,11 @@ from shoal.terminal import printable
 
 
 def in_sandbox(
-    package: Installed, paths: Sequence[Path], args: Mapping[str, Any], *, validates: bool = False,
+    package: Installed, paths: Sequence[Path], args: Mapping[str, Any], *, doubt: Doubt | None = None,
     tell: Callable[[str], None] | None = None, limits: Limits = LIMITS,
 ) -> Env:  # fmt: skip
-    """The environment of an installed package. `validates`: see `ContainedEnv`. `tell` gets the tracebacks of its code;
-    without it they are dropped, because they are the author's.
+    """The environment of an installed package. `doubt`: see `ContainedEnv`; none by default. `tell` gets the tracebacks of
+    its code; without it they are dropped, because they are the author's.
 
     Raises `ConfigError` if the sandbox does not work here, `ShoalError` if the package does not load in it.
     """
@@ -34,7 +34,7 @@ def in_sandbox(
     demand_sandbox(title)
     file, _, function = package.entry.partition(":")
     source = Source(paths[0], paths[1], file, function, args, title)
-    env = ContainedEnv(Line(source, limits, tell or (lambda _: None)), validates)
+    env = ContainedEnv(Line(source, limits, tell or (lambda _: None)), doubt or Doubt(False))
     env.reproducible &= package.reproducible
     return cast("Env", env)
 

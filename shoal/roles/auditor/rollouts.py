@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from shoal.engine.base import Engine
 from shoal.envs.base import Env
+from shoal.envs.contained.client import Doubt
 from shoal.envs.contained.open import in_sandbox
 from shoal.envs.load import is_file, load_run_envs
 from shoal.errors import ConfigError, NothingYet, Overreach, PeerError, StateError
@@ -218,7 +219,7 @@ def _load_envs(specs: Sequence[t.EnvSpec], own_files: bool) -> dict[str, Env]:
             raise ConfigError(
                 f"environment {spec.name} is a file of the host's: read it, then give --own-files to run it here"
             )
-    return load_run_envs(specs, own_files, partial(in_sandbox, validates=True))
+    return load_run_envs(specs, own_files, partial(in_sandbox, doubt=Doubt()))
 
 
 async def _audit_version(

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from shoal.envs.base import Raised
-from shoal.envs.contained.client import ContainedEnv
+from shoal.envs.contained.client import ContainedEnv, Doubt
 from shoal.envs.contained.line import LIMITS, Line, Source
 from shoal.sandbox.limits import Limits
 
@@ -40,14 +40,14 @@ environment = Asked
 
 
 def opened(
-    folder: Path, code: str, limits: Limits = QUICK, validates: bool = False, tell: Callable[[str], None] | None = None,
+    folder: Path, code: str, limits: Limits = QUICK, doubt: bool = False, tell: Callable[[str], None] | None = None,
     dependencies: Path | None = None, **args: object,
 ) -> ContainedEnv:  # fmt: skip
     """The environment of HEAD and then `code`, in a sandbox."""
     folder.mkdir(exist_ok=True)
     (folder / "environment.py").write_text(HEAD + code)
     source = Source(folder, dependencies or folder / "none", "environment.py", "environment", args, "ann/asked 0.1.0")
-    return ContainedEnv(Line(source, limits, tell or (lambda _: None)), validates)
+    return ContainedEnv(Line(source, limits, tell or (lambda _: None)), Doubt(doubt))
 
 
 def acting(body: str) -> str:

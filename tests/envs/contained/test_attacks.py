@@ -60,9 +60,9 @@ def test_a_package_that_the_sandbox_stops_ends_its_rollout_and_no_other(
 
 
 @pytest.mark.parametrize("where", ["task", "reset", "step", "score"])
-def test_for_a_validator_a_stop_decides_nothing(where: str, tmp_path: Path, renderer: Renderer) -> None:
+def test_in_doubt_a_stop_decides_nothing(where: str, tmp_path: Path, renderer: Renderer) -> None:
     code = f"\nclass Hangs(Asked):\n    def {where}(self, *args):\n        os._exit(3)\n\nenvironment = Hangs\n"
-    env = opened(tmp_path / "package", code, validates=True)
+    env = opened(tmp_path / "package", code, doubt=True)
     with pytest.raises(Undecided, match="the sandbox stopped it"):
         talk = Conversation(env, renderer, env.task(0), SAMPLING)
         for _ in range(2):
