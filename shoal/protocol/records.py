@@ -1,7 +1,7 @@
 """Whether a submitted group is the one that the host's stage played.
 
-Called by the coordinator, which refuses a submission that differs, and by validators and auditors, who compare again. Pure.
-It knows no environment: the stage says what it played in a `Record`.
+Called by the coordinator, which refuses a submission that differs, and by validators and auditors, who compare again.
+Pure. It plays nothing: a `Record` says what the stage has played.
 """
 
 from collections.abc import Sequence
@@ -20,13 +20,13 @@ class Difference(NamedTuple):
 
 
 def rollout_digest(token_ids: bytes, author: bytes, ending: str, starts: Sequence[int] = ()) -> str:
-    """The name of a rollout in a record: all of it that an environment and its policy decide together."""
+    """The name of a rollout in a record: a hash of all that the environment and the policy decide."""
     rows = b"".join(start.to_bytes(8, "big", signed=True) for start in starts)
     return domain_hash("record", token_ids, author, ending.encode(), rows).hex()
 
 
 def differs(rollout: Rollout, digest: str) -> bool:
-    """Whether a rollout is another than the one of this name."""
+    """Whether a rollout is not the one with this name."""
     try:
         name = rollout_digest(rollout.token_ids, rollout.author, rollout.ending, rollout.starts)
     except OverflowError:  # a start that no number of eight bytes holds

@@ -1,7 +1,7 @@
-"""What an environment in the sandbox and our end say to each other, as MessagePack: one request, one answer.
+"""The MessagePack messages between an environment in the sandbox and our end: one request, one answer.
 
-Used by both ends, `line` and `inside`. Nothing that comes out of the sandbox is believed beyond its type: what it means
-is checked where it is used, as for an environment in this process. It knows no process.
+Used by both ends, `line` and `inside`. Of what comes out of the sandbox, only the type is checked here. The content is
+checked where it is used, as for an environment in this process.
 """
 
 from typing import Any
@@ -9,19 +9,19 @@ from typing import Any
 import msgspec
 
 MAX_ANSWER_BYTES = 2 << 20
-"""An environment that says more in one turn has failed: no policy reads so much."""
+"""An environment that says more in one turn has failed: no policy reads that much."""
 
 MAX_LINE_CHARS = 500
-"""Of the line about a fault, which others read."""
+"""Limit on the line about a fault, which others read."""
 
 MAX_TRACE_CHARS = 8000
-"""Of a traceback, for the author."""
+"""Limit on a traceback, which the author reads."""
 
 MAX_STATES = 4096
-"""States that the inside keeps. Older ones are made again from their actions."""
+"""Number of states that the inside keeps. Older ones are made again from their actions."""
 
 MARK = "written by the policy"
-"""Key of the table that stands for a `Written` among messages."""
+"""Key of the table that replaces a `Written` among messages."""
 
 
 class Request(msgspec.Struct, tag=True):
@@ -54,7 +54,7 @@ class Act(Request):
     notation: str = ""
     thinking: bool = False
     tools: Any = None
-    """As the policy was shown them; None if they are the environment's own."""
+    """The tools that the policy was shown; None if they are the environment's own."""
 
 
 class Judge(Request):
@@ -65,13 +65,13 @@ class Judge(Request):
 
 
 class Compare(Request):
-    """Judge states beside each other."""
+    """Compare states with each other."""
 
     states: list[int]
 
 
 class Play(Request):
-    """What a scripted player does."""
+    """Ask a scripted player for its action."""
 
     state: int
     player: str
@@ -103,7 +103,7 @@ class Facts(Answer):
     num_heldout: int
     reward_bounds: tuple[float, float]
     members: list[str]
-    """Those of OPTIONAL that it has."""
+    """The methods in OPTIONAL that it has."""
     players: list[str]
     num_seats: int
     max_turn_tokens: int
@@ -128,7 +128,7 @@ class Refused(Answer):
 
 
 class Posed(Answer):
-    """A task, for people; and a digest of all that it holds."""
+    """A task as text for people, and a digest of its whole content."""
 
     shown: str
     digest: bytes
@@ -146,7 +146,7 @@ class Acted(Answer):
     seat: int
     restart: bool
     points: Points | None = None
-    """The score, if the episode is done: it is asked for next."""
+    """The score, if the episode is done, because it is asked for next."""
     success: bool | None = None
 
 

@@ -1,7 +1,7 @@
 """The end inside the sandbox: it makes one package's environment, and answers requests about it.
 
-Started there as the first import of the package's interpreter, so it imports only what needs no other package, and
-`msgspec`. All of it is at the mercy of the package's code, so nothing here protects anyone: `client` believes none of it.
+The package's interpreter imports it first, so it imports nothing that needs another package, except `msgspec`. The
+package's code can change all of it, so nothing here protects anyone: `client` believes none of it.
 
 Each call begins with the same global random state for the same task and turn, so code that draws from it repeats.
 """
@@ -32,11 +32,11 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class Kept(NamedTuple):
-    """A state, and where it is."""
+    """A state, and its place in an episode."""
 
     state: Any
     number: int
-    """Of the task."""
+    """Number of the task."""
     heldout: bool
     turns: int
 
@@ -190,7 +190,7 @@ def _points(score: Any) -> f.Points:
 
 
 def _marked(told: Any) -> Any:
-    """A reply with plain tables in the place of `Written`."""
+    """A reply in which plain tables replace each `Written`."""
     if isinstance(told, Written):
         return {f.MARK: [told.turn, told.reasoning, told.calls]}
     if isinstance(told, list | tuple):

@@ -1,6 +1,6 @@
-"""Our end of the line to an environment in the sandbox: one request, one answer, and a successor for a sandbox that ended.
+"""Our end of the line to an environment in the sandbox: one request, one answer, and a new sandbox if one has ended.
 
-Used by `client`. An answer that is too long, too late or of another form ends the sandbox. It knows no episode.
+Used by `client`. An answer that is too long, too late or of another form ends the sandbox. It does not deal with episodes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,20 +16,20 @@ from shoal.sandbox.limits import Ended, Limits, Outcome, Reason
 from shoal.sandbox.resident import Resident
 
 LIMITS = Limits(wall_s=10.0, cpu_s=1 << 30, memory_mb=3072, processes=64, open_files=256, scratch_mb=64, file_mb=64)
-"""Of an environment. Honest answers take milliseconds; the slowest packages that we know have 2 GB of address space once
-they are imported. The time of the processor counts for the whole life, so only the wall time limits an answer."""
+"""Limits of an environment. Honest answers take milliseconds. The largest packages that we know have 2 GB of address space
+once they are imported. CPU time would count for the whole life, so only wall time limits an answer."""
 
 OPEN_S = 60.0
 """Wall time to import the package and make its environment."""
 
 MAX_FRAME_BYTES = f.MAX_ANSWER_BYTES + (64 << 10)
-"""The inside itself keeps to MAX_ANSWER_BYTES, so a longer frame is not its."""
+"""The inside keeps to MAX_ANSWER_BYTES, so a longer frame comes from the package's code."""
 
 MAX_TOLD = 10
-"""Different tracebacks that are shown."""
+"""Number of different tracebacks that are shown."""
 
 CODE = OUTSIDE / "code"
-"""Where the sandbox has the code of ours that environments import."""
+"""Where the sandbox shows our code, which environments import."""
 
 _encode = msgspec.msgpack.Encoder().encode
 _first = msgspec.msgpack.Decoder(f.Facts | f.Refused).decode
@@ -37,14 +37,14 @@ _decode = msgspec.msgpack.Decoder(f.AnyAnswer).decode
 
 
 class Source(NamedTuple):
-    """A package as it lies on this machine."""
+    """A package on this machine."""
 
     folder: Path
     """Its files."""
     dependencies: Path
     """The unpacked wheels of its lock."""
     file: str
-    """That makes the environment, below `folder`."""
+    """The file below `folder` that makes the environment."""
     function: str
     args: Mapping[str, Any]
     title: str
@@ -59,7 +59,7 @@ class Line:
     """A running sandbox with one package's environment in it."""
 
     def __init__(self, source: Source, limits: Limits, tell: Callable[[str], None]) -> None:
-        """Start it. `tell` is shown each traceback of the environment, in text that may hold anything.
+        """Start it. `tell` gets each traceback of the environment, a text that may contain anything.
 
         Raises `ShoalError` if the package does not load, `StateError` if the sandbox does not start.
         """
@@ -67,7 +67,7 @@ class Line:
         self._resident: Resident | None = None
         self._drop: list[int] = []
         self._told: set[str] = set()
-        """Tracebacks that were shown."""
+        """Tracebacks that were already shown."""
         try:
             self._resident, self.facts = self._open()
         except Gone as gone:
@@ -130,7 +130,7 @@ class Line:
 
 
 PACKAGE, DEPENDENCIES = OUTSIDE / "package", OUTSIDE / "dependencies"
-"""Where the sandbox has a package, wherever this machine keeps it, so that no path differs between machines."""
+"""Where every sandbox shows the package, so that no path differs between machines."""
 
 PATHS = tuple(map(str, (PACKAGE, DEPENDENCIES, CODE, *standard_paths())))
 PROGRAM = (

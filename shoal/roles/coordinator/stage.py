@@ -1,7 +1,7 @@
-"""The coordinator's way to the stage, which plays the environments of a run whose workers only extend token ids.
+"""The coordinator's connection to the stage, which plays the environments of a run whose workers only extend token ids.
 
-Called by the desk for turns, and for the record of a submission. It decodes what both sides say, bounds how much is asked
-at a time, and knows no environment. Where the stage is not there, workers are told to come again.
+Called by the desk for turns, and for the record of a submission. It decodes what both sides say and limits how much is
+asked at a time. It does not deal with environments. If the stage does not answer, workers are told to ask again.
 """
 
 import contextlib
@@ -20,13 +20,13 @@ from shoal.protocol.constants import MAX_SUBMISSION_BYTES
 from shoal.protocol.identity import Key
 
 MAX_WORKER_TURNS = 16
-"""Turns of one worker that are answered at a time: it may play as many blocks at once."""
+"""Turns of one worker that are answered at a time. It may play this many blocks at once."""
 
 MAX_TURNS = 256
 """Turns of all workers that are answered at a time. For one more the coordinator answers 503."""
 
 STAGE_S = 25.0
-"""How long the stage may take. It answers itself before that, if only to say that it is still at work."""
+"""How long the stage may take. It always answers sooner, if only to say that it is still at work."""
 
 T = TypeVar("T")
 
@@ -46,12 +46,12 @@ class StageDoor:
         return await self._ask("/v1/turns", asked, t.TurnAnswer, cap)
 
     async def record(self, asked: t.Staged) -> t.Record:
-        """The record of a lease, of which all rollouts have ended. Raises as `turn`."""
+        """The record of a lease whose rollouts have all ended. Raises as `turn`."""
         return await self._ask("/v1/records", asked, t.Record, MAX_SUBMISSION_BYTES)
 
     @contextlib.contextmanager
     def place(self, worker: str) -> Iterator[None]:
-        """Around one turn of a worker. Raises `Refused` if too many are answered already."""
+        """To hold around one turn of a worker. Raises `Refused` if too many are being answered."""
         own, all_ = self._asking[worker], self._asking.total()
         if own >= MAX_WORKER_TURNS or all_ >= MAX_TURNS:  # guard: turns-at-a-time
             raise Refused("busy", f"{own} turns of this worker (limit {MAX_WORKER_TURNS}), and {all_} of all (limit "

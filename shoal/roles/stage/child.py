@@ -1,10 +1,10 @@
-"""The process in which environments are played. The stage starts some, and kills one that hangs.
+"""A process in which environments are played. The stage starts several, and kills one that hangs.
 
-Runs the host's own environment files, so nothing else of a role is in this process: no key, no network, no log. It plays
-`Conversation`s by number and tells only what a rollout needs. What an environment prints, and the traceback of what it
+It runs the host's own environment files, so it has nothing else of a role: no key, no network, no log. It plays
+`Conversation`s by number and reports only what a rollout needs. What an environment prints, and the traceback of what it
 raises, goes to standard error, which is the stage's log.
 
-A frame on a pipe is its length in 4 bytes, big-endian, and then MessagePack.
+A frame on a pipe is a length in 4 bytes, big-endian, then that much MessagePack.
 """
 
 import os
@@ -42,12 +42,12 @@ class Opening(msgspec.Struct):
 
 
 class Opened(msgspec.Struct):
-    """The answer to it."""
+    """The answer to the first frame."""
 
     lowest: dict[str, float] = {}
     """Lowest reward of each environment, by label."""
     compare: frozenset[str] = frozenset()
-    """Environments that judge an answer beside its siblings."""
+    """Labels of environments that compare an answer with its siblings."""
     refused: str = ""
 
 
@@ -55,19 +55,19 @@ class Request(msgspec.Struct):
     """One turn of a conversation, or its opening, or the judgement of a group."""
 
     number: int = -1
-    """Of the conversation."""
+    """Number of the conversation."""
     written: bytes = b""
     label: str = ""
-    """Of the environment; only for an opening."""
+    """Label of the environment; only for an opening."""
     task: int = 0
     forget: tuple[int, ...] = ()
     """Conversations that are not needed any more."""
     judge: tuple[int, ...] = ()
-    """Conversations that have ended, to be judged beside each other."""
+    """Conversations that have ended, to be compared with each other."""
 
 
 class Answer(msgspec.Struct):
-    """What the conversation holds after it."""
+    """The conversation after a request."""
 
     words: bytes = b""
     room: int = 0
@@ -77,11 +77,11 @@ class Answer(msgspec.Struct):
     fault: str = ""
     """One line: what the environment raised."""
     row: int = 0
-    """Of the words, and of the next turn."""
+    """Row of the words, and of the next turn."""
     beside: bool = False
-    """Whether the environment judges it beside its siblings."""
+    """Whether the environment compares it with its siblings."""
     rewards: tuple[float, ...] = ()
-    """Of a judgement."""
+    """Rewards that a judgement gave."""
 
 
 def serve() -> None:
@@ -142,7 +142,7 @@ class Playing:
         return self._answer(request.number, talk, [0], POLICY)
 
     def _answer(self, number: int, talk: Conversation, lengths: Sequence[int], author: int) -> Answer:
-        """What a conversation says after a turn, given how long its rows were then."""
+        """What a conversation says after a turn, given how long its rows were before."""
         beside = talk.ending in ("environment", "length") and compares(talk.env)
         if talk.ending is not None and not beside:
             del self._talks[number]

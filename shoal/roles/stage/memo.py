@@ -1,8 +1,8 @@
 """What the stage has answered, kept so that the same turns always get the same answers.
 
-Called by `turns`. A rollout's path names it by all turns of the policy so far. To each path there is one reply, and it is
-on the disk before anyone reads it. So a worker that takes a block over hears what the first one heard, and an episode whose
-process was killed is played again from the policy's turns. It knows no environment and no network.
+Called by `turns`. A rollout's path names it by all turns of the policy so far. Each path has one reply, which is on the
+disk before anyone reads it. So a worker that takes over a block gets the same replies as the first one, and an episode
+whose process was killed is played again from the policy's turns. It does not deal with environments or the network.
 """
 
 import sqlite3
@@ -48,13 +48,13 @@ class Reply(NamedTuple):
     """Tokens that the policy may write next; 0 after the end."""
     ending: Outcome
     reward: float
-    """Of the whole rollout; it counts once the rollout has ended."""
+    """Reward of the whole rollout. It counts once the rollout has ended."""
     author: int
     """Author of the policy's turn, as the rollout names it."""
     row: int = 0
-    """Index of the row that the words are of, and that the next turn continues."""
+    """Index of the row that contains the words, and that the next turn continues."""
     beside: bool = False
-    """Whether the environment judges the rollout beside its siblings, so that `reward` is not the last word."""
+    """Whether the environment compares the rollout with its siblings, so that `reward` is not final."""
 
 
 class Played(NamedTuple):
@@ -63,7 +63,7 @@ class Played(NamedTuple):
     token_ids: bytes
     author: bytes
     starts: tuple[int, ...]
-    """Where its further rows begin."""
+    """Where each row after the first begins."""
     last: Reply
 
 
@@ -81,9 +81,9 @@ class Taken(NamedTuple):
     """A turn that a lease has taken."""
 
     digest: str
-    """Of the turn."""
+    """Digest of the turn."""
     paths: tuple[bytes, ...]
-    """Of all rollouts of the block after the turn, those that have ended included."""
+    """Paths of all rollouts of the block after the turn, including those that have ended."""
 
 
 def opening_path(version: int, slot: int, index: int, lease: str = "") -> bytes:
@@ -128,7 +128,7 @@ class Memo:
         return found
 
     def taken(self, lease: str, block: int, turn: int) -> Taken | None:
-        """A turn that a lease has taken; None before that."""
+        """A turn that a lease has taken; None if it has not taken it yet."""
         where = (lease, block, turn)
         rows = self._read("SELECT digest, paths FROM turns WHERE lease = ? AND block = ? AND turn = ?", *where)
         return next((Taken(digest, _split(paths)) for digest, paths in rows), None)
@@ -166,13 +166,13 @@ class Memo:
         return Played(token_ids, authors, starts, steps[-1].reply)
 
     def judged(self, name: bytes) -> tuple[float, ...]:
-        """What the rollouts of a group earn beside each other; nothing if they were not judged yet."""
+        """What the rollouts of a group earn when compared; nothing if they were not compared yet."""
         for (rewards,) in self._read("SELECT rewards FROM judged WHERE name = ?", name):
             return struct.unpack(f"<{len(rewards) // 8}d", rewards)
         return ()
 
     def judge(self, name: bytes, version: int, rewards: Sequence[float]) -> tuple[float, ...]:
-        """Book what the rollouts of a group earn beside each other; returns what holds: the first that was booked."""
+        """Book what the rollouts of a group earn when compared. Returns what holds: the first that was booked."""
         booked = (name, struct.pack(f"<{len(rewards)}d", *rewards), version)
         self._write(("INSERT OR IGNORE INTO judged VALUES (?,?,?)", [booked]))
         return self.judged(name)
@@ -192,7 +192,7 @@ class Memo:
         return self.replies(step.path for step in steps)
 
     def forget(self, before: int) -> None:
-        """Delete all of older versions."""
+        """Delete everything of older versions."""
         tables = ("replies", "turns", "judged")
         self._write(*((f"DELETE FROM {table} WHERE version < ?", [(before,)]) for table in tables))
 

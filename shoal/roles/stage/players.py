@@ -1,8 +1,8 @@
-"""Where episodes are played: processes of the host's own that hold environments, each with its conversations.
+"""The processes on the host in which episodes are played. Each loads the environments and has its own conversations.
 
 Called by `troupes`, which says which process plays what. A process that hangs is killed, one that died is started again,
-and the episodes that went with it are played again from the memo. So a kill at any time changes no reply. The rest of the
-stage knows environments only through the protocol `Player`: a process in a sandbox can take the place of ours.
+and the episodes that were lost with it are played again from the memo. So a kill at any time changes no reply. The rest
+of the stage knows environments only through the protocol `Player`, so a process in a sandbox could replace ours.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ HELD = 4096
 """Conversations that a process holds. Those that were idle longest are played again when they go on."""
 
 TRIES = 3
-"""A rollout ends by "error" when as many processes in a row died while they played it."""
+"""A rollout ends by "error" when this many processes in a row have died while they played it."""
 
 START_S = 120.0
 """A process may take this long to load its environments."""
@@ -66,13 +66,13 @@ class Player(Protocol):
 
     @property
     def generation(self) -> int:
-        """Counts the processes: conversations of an earlier one are lost."""
+        """Number of the current process. Conversations of an earlier one are lost."""
 
     def lowest(self, label: str) -> float:
         """The lowest reward of an environment."""
 
     def compares(self, label: str) -> bool:
-        """Whether an environment judges an answer beside its siblings. Raises as `ask`."""
+        """Whether an environment compares an answer with its siblings. Raises as `ask`."""
 
     def ask(self, request: Request, limit_s: float) -> Answer:
         """Raises `Gone`; the next request then meets a fresh process."""
@@ -85,7 +85,7 @@ class Shard:
         self._player, self._memo, self._limit_s = player, memo, limit_s
         self._numbers = itertools.count()
         self._held: OrderedDict[bytes, int] = OrderedDict()
-        """Numbers of conversations by path, the longest idle first."""
+        """Numbers of conversations by path; the one that was idle longest comes first."""
         self._forget: list[int] = []
         self._generation = -1
         self._thread = ThreadPoolExecutor(1, "player")
@@ -121,7 +121,7 @@ class Shard:
         return self._tried(slot, lambda: self._judge(slot, paths), lambda why: self._unjudged(slot, len(paths), why))
 
     def compares(self, label: str) -> bool:
-        """Whether an environment judges an answer beside its siblings."""
+        """Whether an environment compares an answer with its siblings."""
         with contextlib.suppress(Gone):
             return self._player.compares(label)
         return False
@@ -160,7 +160,7 @@ class Shard:
         return path in self._held and self._generation == self._player.generation
 
     def _play_again(self, slot: Slot, path: bytes) -> bool:
-        """Play a conversation again, up to this path; whether the environment says the same words as before."""
+        """Play a conversation again, up to this path. Returns whether the environment says the same words as before."""
         before = b""
         for step in self._memo.story(path):
             reply = self._write(slot, before, step.written, step.path) if before else self._open(slot, step.path)
@@ -178,7 +178,7 @@ class Shard:
         return self._asked(slot, path, Request(self._held.pop(before), written))
 
     def _asked(self, slot: Slot, path: bytes, request: Request) -> Reply:
-        """Send a turn, and remember where its conversation is then."""
+        """Send a turn, and remember the path that its conversation has reached."""
         answer = self._exchanged(slot, request)
         if not answer.ending or answer.beside:
             self._held[path] = request.number
@@ -202,7 +202,7 @@ class Shard:
         return answer
 
     def _failed(self, ask: Ask, why: str) -> Reply:
-        """The reply for an environment that gave none: as for one that raises, and void if it could not begin."""
+        """The reply for an environment that gave none: an error, or void if it could not begin."""
         log.error("failed env=%s task=%d reason=%r", ask.slot.env, ask.slot.task, why)
         if not ask.before:
             return VOID

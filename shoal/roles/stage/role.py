@@ -1,7 +1,7 @@
-"""The stage: the host's own process that plays the environments of a run whose workers only extend token ids.
+"""The stage: the host's process that plays the environments of a run whose workers only extend token ids.
 
-Started by the launcher beside the coordinator, whose signed requests alone it answers, on this machine alone. It holds no
-key and no log. What it answers is in its memo first, so it may be killed at any time.
+Started by the launcher beside the coordinator. It answers only the coordinator's signed requests, and only on this machine.
+It has no key and no log. Each answer is in its memo before it is sent, so the stage may be killed at any time.
 """
 
 import asyncio
@@ -49,7 +49,7 @@ ANSWER_S = 20.0
 """A turn that takes longer is answered "come again", and goes on meanwhile."""
 
 MAX_AT_WORK = 256
-"""Turns that are played at a time; more wait. Each waits for its players in a thread: slow ones hold up no others."""
+"""Turns that are played at a time; more wait. Each waits for its players in a thread, so slow ones hold up no others."""
 
 MAX_LOG_BYTES = 16 << 20
 """Of the stage's log. A larger one is moved aside, in the place of the one before it: environments print what they like."""
@@ -58,7 +58,7 @@ LOOK_S = 1.0
 """How often the size of the log is looked at."""
 
 RATE = (1e6, 1_000_000)
-"""Requests a second: all come from the coordinator, which counts its workers' own."""
+"""Requests a second. All come from the coordinator, which limits those of its workers."""
 
 MsgPack = "application/msgpack"
 
@@ -110,7 +110,7 @@ class Stage:
         self._memo = Memo(folder.stage_memo)
         self._threads = ThreadPoolExecutor(MAX_AT_WORK, "turn")
         self._at_work: dict[tuple[str, int], tuple[str, asyncio.Future[t.TurnAnswer]]] = {}
-        """By lease and block: the digest of the turn that is played now, and its answer."""
+        """For each lease and block: the digest of the turn that is being played, and its answer."""
         self._newest = -1
         self._players: Players | None = None
         self._limits: Limits

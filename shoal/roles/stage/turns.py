@@ -1,8 +1,8 @@
 """How a block advances, turn by turn: what a lease may send, what is played, and what is answered.
 
-Called by `role` for each turn that the coordinator passes on. The rules of retries and of handing over are here: a lease
-takes each turn once, the memo answers what it knows, and only the rest is played. It knows no network and no process: what
-plays is an argument.
+Called by `role` for each turn that the coordinator passes on. Here are the rules for retries and for blocks that change
+hands: a lease takes each turn once, the memo answers what it knows, and only the rest is played. It does not deal with
+the network or processes: `play` is an argument.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,13 +42,13 @@ Play = Callable[[Sequence[Ask]], list[Reply]]
 """Plays turns of different rollouts; returns their replies in order."""
 
 Judge = Callable[[t.Slot, Sequence[bytes]], list[float]]
-"""What the rollouts of a slot, which have ended at these paths, earn beside each other."""
+"""What the rollouts of a slot, which have ended at these paths, earn when compared."""
 
 
 def take_turn(
     memo: Memo, asked: t.Staged, turn: t.Turn, shared: Callable[[str], bool], size: int, limits: Limits, play: Play
 ) -> t.TurnAnswer:
-    """The answer to a turn of a lease. `shared` says of a label whether leases share its replies, and `size` is the size of
+    """The answer to a turn of a lease. `shared` says whether leases share the replies of a label, and `size` is the size of
     a group. Raises `WireError` for a turn that no honest worker sends, and `RequestRefused` for one out of order."""
     block, name = asked.blocks[0], digest(to_msgpack(turn))
     known = memo.taken(asked.lease, block.index, turn.turn)
