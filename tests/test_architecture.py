@@ -35,7 +35,9 @@ COMMON = ("config", "errors", "folder", "metrics", "terminal", "tree")
 BROAD_EXCEPTS = {
     "launch/background.py": "what ended a run's thread is raised again in its caller's",
     "envs/base.py": "an environment is foreign code and may raise anything; that ends its rollout, not our process",
-    "envs/check.py": "the same, and the fault is the finding",
+    "envs/check/child.py": "the same, also if it ends the process: the parent reads what was raised",
+    "envs/check/finding.py": "the same, and the fault is the finding",
+    "envs/check/promises.py": "the same, and the finding names the action",
     "envs/conversation.py": "the same, and the rollout ends by `error`",
     "envs/replay.py": "the same, when an environment compares the rollouts of a group",
     "envs/source.py": "the same, when a user's file is executed",

@@ -7,7 +7,6 @@ else wrote runs here.
 import argparse
 import sys
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +28,19 @@ def add_commands(commands: Any) -> None:
     q.add_argument("--folder", type=Path, metavar="DIR", help="where to write it (default: ./NAME)")
     q = add_command(
         p, "check", env_check, "check that an environment is sound",
-        "Plays episodes with its scripted players and with random ones. Right players must score well and wrong ones "
-        "badly, a replay must give the same, and rewards must keep to their bounds. Prints a line for each check; exit "
-        "code 1 if one fails.",
+        "Plays episodes with its scripted players and with hostile texts, in the sandbox and within a minute. Its "
+        "solutions must earn the most and wrong answers little; replays must give the same with another hash seed, at "
+        "another time and after other tasks; it must not use network, processes or files. Prints a line for each check; "
+        "exit code 1 if one fails.",
         ("shoal env check wordle", ""), ("shoal env check ./my_env.py", "your own file"),
         ("shoal env check ./backwards", "the folder of a package"),
+        ("shoal env check my_run.toml", "each environment of a run file, with its settings"),
     )  # fmt: skip
     env_arguments(q, "env")
+    q.add_argument(
+        "--no-sandbox", action="store_true", help="play it as your own code, with network, as one with a judge needs"
+    )
+    _registry_argument(q, required=False)
     add_rate(p)
     _add_sharing(p)
     q = add_command(
@@ -123,14 +128,25 @@ def env_init(args: argparse.Namespace) -> None:
 
 
 def env_check(args: argparse.Namespace) -> int:
-    from shoal.envs.check import check_env
-    from shoal.envs.contained.open import in_sandbox, show
-    from shoal.envs.load import load_env
+    from shoal.config import load_run
+    from shoal.config.sections import EnvConfig
+    from shoal.envs.check.apart import check
 
-    findings = check_env(load_env(args.env, args.env_args, partial(in_sandbox, tell=show)))
-    for finding in findings:
-        print(f"{finding.outcome:<8} {finding.check}: {finding.detail}")
-    return EXIT_NO if any(finding.outcome == "failed" for finding in findings) else 0
+    is_run = args.env.endswith(".toml")
+    envs = load_run(Path(args.env)).envs if is_run else (EnvConfig(args.env, args=args.env_args),)
+    failed = False
+    for env in envs:
+        if is_run:
+            say(f"{env.label}:")
+        settings = env if is_run else None
+        findings = check(env.name, env.args, settings, not args.no_sandbox, args.registry)
+        if faults := [finding for finding in findings if finding.outcome == "failed"]:
+            if [fault.check for fault in faults] == ["load"]:
+                raise ConfigError(faults[0].detail)
+            failed = True
+        for finding in findings:
+            say(f"{finding.outcome:<8} {finding.check}: {finding.detail}")
+    return EXIT_NO if failed else 0
 
 
 def env_push(args: argparse.Namespace) -> None:
@@ -215,15 +231,15 @@ def _checked(folder: str, digest: str) -> Any:
     """The result of the check of a folder, or of the installed package, which runs in the sandbox."""
     import platform
 
-    from shoal.envs.check import check_env
-    from shoal.envs.load import env_digest, load_env
+    from shoal.envs.check.apart import check
+    from shoal.envs.load import env_digest
     from shoal.hub.notes import Checked
     from shoal.protocol.types.message import fact
 
     path = str(Path(folder).absolute()) if folder else f"pkg:{digest}"
     if env_digest(path) != digest:
         raise ConfigError(f"{folder} does not have the files of this version: check the folder that was pushed")
-    findings = check_env(load_env(path, {}))
+    findings = check(path, {})
     failed = tuple(fact(finding.check) for finding in findings if finding.outcome == "failed")
     machine = fact(f"{platform.system()} {platform.machine()} Python {platform.python_version()}")
     return Checked(machine, sum(finding.outcome == "passed" for finding in findings), failed)

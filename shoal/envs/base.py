@@ -98,6 +98,15 @@ class Scripted(Protocol):
 
 
 @runtime_checkable
+class Solved(Protocol):
+    """An environment that knows an answer to each task. `shoal env check` then tries them all."""
+
+    def solution(self, task: Task) -> str | Sequence[str]:
+        """What earns the highest reward: the only turn, or all turns."""
+        ...
+
+
+@runtime_checkable
 class Tooled(Protocol):
     """An environment whose policy may call tools. It answers a call with a message of role tool."""
 
@@ -164,7 +173,15 @@ def task_of(env: Env, index: int, heldout: bool = False) -> Task:
 
 def players_of(env: Env) -> Mapping[str, Player]:
     """The scripted players; empty if there are none."""
-    return env.players() if isinstance(env, Scripted) else {}
+    play = getattr(env, "players", None)  # isinstance(env, Scripted) does not look through settings
+    return {} if play is None else play()
+
+
+def solution_of(env: Env, task: Task) -> tuple[str, ...] | None:
+    """The turns of a task's solution; None if the environment gives none."""
+    solve = getattr(env, "solution", None)
+    found = None if solve is None else solve(task)
+    return (found,) if isinstance(found, str) else None if found is None else tuple(found)
 
 
 def success_of(env: Env, state: State) -> bool | None:

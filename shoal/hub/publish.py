@@ -136,6 +136,13 @@ def change_key(
             _write(catalogue, registry, new, home)
 
 
+def own_catalogue(home: Path, name: str) -> Catalogue | None:
+    """The author's own copy of a package's catalogue; None if this machine has published no version of it."""
+    with contextlib.suppress(FileNotFoundError):
+        return open_catalogue(_own_copy(home, name).read_bytes(), name).catalogue
+    return None
+
+
 def _pack(folder: Path, registry: FolderRegistry, into: BinaryIO) -> Packed:
     try:
         return pack(folder, into)

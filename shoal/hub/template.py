@@ -44,10 +44,13 @@ class Environment(Env):
         return Step((state[0], action.strip()), None, True)
 
     def score(self, state):
-        return float(state[1] == state[0][::-1])
+        return float(state[1] == self.solution(state[0]))
+
+    def solution(self, task):
+        return task[::-1]
 
     def players(self):
-        return {{"right": lambda state, rng: state[0][::-1], "wrong": lambda state, rng: state[0]}}
+        return {{"right": lambda state, rng: self.solution(state[0]), "wrong": lambda state, rng: state[0]}}
 
 
 environment = Environment

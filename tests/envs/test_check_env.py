@@ -13,7 +13,7 @@ from shoal.envs.load import BUILT_IN, load_env
 
 
 class Count(Env):
-    """A sound environment, which subclasses break in one way each: say the number that you are given, in two turns."""
+    """A sound environment, which subclasses break in one way each: say the next number, twice."""
 
     name = "count"
     num_tasks = 10
@@ -24,7 +24,7 @@ class Count(Env):
         return index + 100 * heldout
 
     def reset(self, task: int) -> tuple[Any, list[Message]]:
-        return (task, ()), [{"role": "user", "content": str(task)}]
+        return (task, ()), [{"role": "user", "content": f"after {task - 1}"}]
 
     def step(self, state: Any, action: str) -> Step:
         task, said = state
@@ -33,6 +33,9 @@ class Count(Env):
     def score(self, state: Any) -> float:
         task, said = state
         return said.count(str(task)) / 2
+
+    def solution(self, task: int) -> list[str]:
+        return [str(task)] * 2
 
     def players(self) -> Mapping[str, Player]:
         return {"right": lambda state, rng: str(state[0]), "wrong": lambda state, rng: "?"}
@@ -45,11 +48,14 @@ def outcomes(env: Env, outcome: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("name", sorted(BUILT_IN))
 def test_built_in_environments_pass_every_check(name: str) -> None:
-    assert [f"{f.check}: {f.detail}" for f in check_env(load_env(name, {})) if f.outcome != "passed"] == []
+    findings = check_env(load_env(name, {}))
+    assert [f for f in findings if f.outcome == "failed"] == []
+    assert {f.check for f in findings if f.outcome == "skipped"} <= {"solutions", "leaks"}
 
 
 def test_sound_environment_passes_and_findings_are_the_same_each_time() -> None:
-    assert outcomes(Count(), "failed") == outcomes(Count(), "skipped") == {}
+    assert outcomes(Count(), "failed") == {}
+    assert list(outcomes(Count(), "skipped")) == ["leaks"]
     assert check_env(Count(), seed=3) == check_env(Count(), seed=3)
 
 
@@ -64,7 +70,7 @@ def test_environment_without_players_gets_the_other_checks_and_is_told_what_was_
     env: Any = NoPlayers()
     assert outcomes(env, "failed") == {}
     skipped = outcomes(env, "skipped")
-    assert set(skipped) == {"right player", "wrong player", "heldout"}
+    assert set(skipped) == {"right player", "wrong player", "heldout", "solutions", "leaks"}
     assert 'no "right" player' in skipped["right player"]
 
 

@@ -42,7 +42,7 @@ def test_an_environment_of_rows_passes_its_checks(tmp_path: Path) -> None:
     data = jsonl(tmp_path / "sums.jsonl")
     env = Sums(data, digest_of(data), heldout=8, to_task=lambda row: (row["question"], row["answer"]))
     assert (env.num_tasks, env.num_heldout) == (32, 8)
-    assert [f for f in check_env(env) if f.outcome != "passed"] == []
+    assert [f.check for f in check_env(env) if f.outcome != "passed"] == ["solutions"]
 
 
 def test_data_that_changed_are_refused_by_their_hash(tmp_path: Path) -> None:

@@ -1,0 +1,337 @@
+"""What `shoal env check` does: plays an environment in processes that differ in one thing each, and compares them.
+
+Called by the command line. The environment's code never runs in this process. The first process makes all checks and
+records some episodes. Three others play the same actions: with another hash seed, at another date and in another time
+zone, and beginning with the last task. The first one plays them again at the end, after all that the checks did. What
+differs is named by its cause. The processes are in the sandbox where there is one, and a finding says so where there is
+none.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from shoal.config import node_home
+from shoal.config.sections import EnvConfig
+from shoal.envs.check.clock import ELSEWHERE_ZONE, HERE_ZONE
+from shoal.envs.check.finding import Finding, differs
+from shoal.envs.check.pins import pins
+from shoal.envs.check.process import Failed, Process, start
+from shoal.envs.check.walk import unlike
+from shoal.envs.check.watch import CALL_S, FILES, IMPORT, MEMORY_MB, NETWORK, PROCESSES, REFUSED
+from shoal.envs.load import BUILT_IN, env_digest, is_file, is_package
+from shoal.errors import ConfigError
+from shoal.hub.about import describe
+from shoal.hub.archive import index_folder
+from shoal.hub.names import read_reference
+from shoal.hub.store import PackageStore
+from shoal.sandbox.layout import OUTSIDE, outside
+from shoal.sandbox.limits import Reason
+from shoal.sandbox.selftest import Report, examined
+from shoal.tree import to_tree
+
+TOTAL_S = 45.0
+"""No check begins later. Together with what one call may take, all of it ends within a minute."""
+
+LOAD_S, CHECK_S, RECORD_S = 20.0, 15.0, 10.0
+"""What loading, one check and some episodes may take, beside one call that does not end."""
+
+REMEDIES = {
+    NETWORK: "replies must not depend on other machines. Put what it needs into the package; or declare "
+             "reproducible = false, so that it stays with the host, and check it with --no-sandbox",
+    PROCESSES: "an environment is one process. Leave it out; or declare reproducible = false, so that it stays with the "
+               "host, and check it with --no-sandbox",
+    FILES: "keep everything in the state. Leave it out; or declare reproducible = false, so that it stays with the host, "
+           "and check it with --no-sandbox",
+    IMPORT: "loading an environment must change nothing else. Leave it out",
+}  # fmt: skip
+"""What an author can do about something that the environment did."""
+
+
+class Place(NamedTuple):
+    """Where the environment is."""
+
+    name: str
+    """As a process loads it: a built-in name, or a path."""
+    sources: tuple[Path, ...]
+    """The file that makes it, and its folder if it is a package."""
+    shown: tuple[Path, ...]
+    """What the sandbox shows of it."""
+    folder: Path | None = None
+    """Of a package."""
+    reproducible: bool = True
+
+
+def check(
+    name: str, args: Mapping[str, Any], settings: EnvConfig | None = None, sandboxed: bool = True, registry: str = "",
+    call_s: float = CALL_S,
+) -> list[Finding]:  # fmt: skip
+    """All findings, in the order of the checks. Raises `ShoalError` if there is no such environment.
+
+    `settings` are what a run file adds. `registry` is where versions of a package are published. `call_s` is the time for
+    one call of the environment.
+    """
+    place = _place(name)
+    report = examined() if sandboxed else Report(False, "--no-sandbox", "")
+    if is_package(name) and not report.works:
+        raise ConfigError(
+            f"the installed package {name} is checked only inside the sandbox: {report.remedy or report.found}"
+        )
+    findings = pins(place.folder, registry) if place.folder else []
+    with Checked(place, args, settings, report.works, sandboxed, call_s) as checked:
+        return [*checked.findings(), *findings, _about_sandbox(report, sandboxed)]
+
+
+class Other(NamedTuple):
+    """A process that plays the same actions again, and how it differs from the first."""
+
+    check: str
+    cause: str
+    remedy: str
+    hash_seed: int = 0
+    zone: str = HERE_ZONE
+    backwards: bool = False
+    """Whether it begins with the last task."""
+
+
+_KEEP_NOTHING = "keep nothing between episodes, neither in globals nor in random's generator"
+OTHERS = (
+    Other("earlier tasks", "after other tasks,", _KEEP_NOTHING, backwards=True),
+    Other(
+        "hash seed",
+        "with another hash seed,",
+        "sort sets before their order counts, and do not use hash()",
+        hash_seed=1,
+    ),
+    Other("clock", "at another date, time and time zone,", "do not ask what time it is", zone=ELSEWHERE_ZONE),
+)
+LATER = Other("earlier tasks", "after many episodes,", _KEEP_NOTHING, backwards=True)
+"""The first process itself, at the end."""
+
+
+class Checked:
+    """One environment, while it is checked."""
+
+    def __init__(
+        self, place: Place, args: Mapping[str, Any], settings: EnvConfig | None, sandboxed: bool, refuses: bool,
+        call_s: float,
+    ) -> None:  # fmt: skip
+        """`refuses`: whether it must do without network, processes and files."""
+        self._place, self._sandboxed, self._until = place, sandboxed, time.monotonic() + TOTAL_S
+        self._call_s, self._doing = call_s, "it was loaded"
+        self._inside: Callable[[Path], str] = lambda path: str(outside(path) if sandboxed else path.absolute())
+        self._files = [
+            Path(v) for v in args.values() if isinstance(v, str) and v and "\0" not in v and Path(v).exists()
+        ]
+        self._load = {
+            "ask": "load", "settings": None if settings is None else to_tree(settings), "refuses": refuses,
+            "name": place.name if place.name in BUILT_IN else self._inside(Path(place.name)),
+            "args": {k: self._inside(Path(v)) if _is_one_of(v, self._files) else v for k, v in args.items()},
+            "sources": [str(path) if place.name in BUILT_IN else self._inside(path) for path in place.sources],
+            "reproducible": place.reproducible, "call_s": call_s,
+        }  # fmt: skip
+        self._processes: list[Process] = []
+        self._promised = place.reproducible
+
+    def __enter__(self) -> "Checked":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes:
+            process.close()
+
+    def findings(self) -> list[Finding]:
+        """Make every check."""
+        found: list[Finding] = []
+        try:
+            self._check(found)
+        except Failed as failed:
+            found.append(self._failure(failed))
+        return _without_echoes([finding._replace(detail=_shown(finding.detail)) for finding in found])
+
+    def _check(self, found: list[Finding]) -> None:
+        first = self._started(0, HERE_ZONE)
+        about = self._loaded(first, elsewhere=False, found=found)
+        if about is None:
+            found += self._conduct(first)
+            return
+        self._promised = about["promised"]
+        if self._place.folder and self._place.reproducible and not about["by_class"]:
+            found.append(Finding("members", "failed", "the class says reproducible = False, and environment.toml does not: "
+                                 "write reproducible = false there"))  # fmt: skip
+        recorded = self._record(first, None)
+        with ThreadPoolExecutor(2) as threads:
+            others: dict[Other, Future[Any]] = {}
+            if isinstance(recorded, list):
+                actions = [[episode["actions"] for episode in task["told"]["episodes"]] for task in recorded]
+                others = {other: threads.submit(self._replay, other, actions) for other in OTHERS}
+            for name in about["checks"]:
+                found.append(self._finding(first, name))
+            found += self._conduct(first)
+            told = {other: replay.exception() or replay.result() for other, replay in others.items()}
+        if not isinstance(recorded, list):
+            found.append(Finding("earlier tasks", "skipped", f"no episode could be recorded: {recorded}"))
+            return
+        unsteady = any(f.outcome != "passed" and f.check in ("openings", "replay") for f in found)
+        later = self._compared(LATER, recorded, self._record(first, actions, backwards=True), unsteady)
+        compared = [self._compared(other, recorded, told[other], unsteady) for other in OTHERS]
+        found += compared if later.outcome == "passed" else [later, *compared[1:]]
+
+    def _finding(self, process: Process, name: str) -> Finding:
+        """The finding of one check in the first process."""
+        if time.monotonic() > self._until:
+            return Finding(name, "skipped", f"{TOTAL_S:g} s were over: make the environment faster to have it checked")
+        self._doing = f'"{name}" was checked'
+        told = process.ask(self._call_s + CHECK_S, ask="check", name=name)
+        if "stuck" in told:
+            raise Failed(told["stuck"], Reason.TIMEOUT)
+        if "failed" in told:
+            return Finding(name, "failed", told["failed"])
+        return Finding(*told["value"])
+
+    def _conduct(self, process: Process) -> list[Finding]:
+        """What the environment did beside its task."""
+        seen = process.ask(5.0, ask="seen")["value"]
+        kinds: dict[str, list[str]] = {}
+        for kind, what, place in seen:
+            kinds.setdefault(kind, []).append(f"{what}{f' ({place})' if place else ''}")
+        found = []
+        for kind, told in kinds.items():
+            text = f"{told[0]}{f', and {len(told) - 1} more' if len(told) > 1 else ''}"
+            if kind is not IMPORT and not self._promised and not self._load["refuses"]:
+                found.append(Finding(kind, "passed", f"{text}: it stays with the host, as it declares"))
+            else:
+                found.append(Finding(kind, "failed", f"{text}: {REMEDIES[kind]}"))
+        return found or [
+            Finding("conduct", "passed", "no network, no processes, no files written, nothing done at import")
+        ]
+
+    def _started(self, hash_seed: int, zone: str) -> Process:
+        process = start(self._sandboxed, hash_seed, zone, [*self._place.shown, *self._files], self._place.shown[1:])
+        self._processes.append(process)
+        return process
+
+    def _loaded(self, process: Process, elsewhere: bool, found: list[Finding]) -> Any:
+        """What a process says of the environment; None if it cannot load it, which is then a finding."""
+        told = process.ask(LOAD_S, **self._load, elsewhere=elsewhere)
+        if "value" in told:
+            return told["value"]
+        if "stuck" in told:
+            raise Failed(told["stuck"], Reason.TIMEOUT)
+        found.append(Finding("data" if told["failed"].startswith("data set ") else "load", "failed", told["failed"]))
+        return None
+
+    def _record(self, process: Process, actions: Any, backwards: bool = False) -> Any:
+        """What a process recorded, or one line that says why it did not."""
+        self._doing = "episodes were recorded"
+        told = process.ask(self._call_s + RECORD_S, ask="record", actions=actions, backwards=backwards)
+        if "stuck" in told:
+            raise Failed(told["stuck"], Reason.TIMEOUT)
+        return told.get("value", told.get("failed"))
+
+    def _replay(self, other: Other, actions: Any) -> Any:
+        """What another process answers to the same actions."""
+        process, found = self._started(other.hash_seed, other.zone), list[Finding]()
+        if self._loaded(process, other.zone != HERE_ZONE, found) is None:
+            return found[0].detail
+        return self._record(process, actions, other.backwards)
+
+    def _compared(self, other: Other, recorded: Any, told: Any, unsteady: bool) -> Finding:
+        """The finding about what another process answered."""
+        if unsteady:
+            return Finding(other.check, "skipped", "replies differ already within one process and at one moment")
+        if isinstance(told, Exception):
+            return Finding(other.check, "skipped", f"it could not be played again: {told}")
+        if not isinstance(told, list):
+            return differs(other.check, f"{other.cause} it fails: {told}", self._promised)
+        for before, after in zip(recorded, told, strict=True):
+            if problem := _first_difference(before["told"], after["told"]):
+                index, heldout = before["task"]
+                where = f"{'held-out task' if heldout else 'task'} {index}"
+                return differs(other.check, f"{other.cause} {where} {problem}: {other.remedy}", self._promised)
+        return Finding(other.check, "passed", f"{other.cause} {len(recorded)} tasks give the same replies and scores")
+
+    def _failure(self, failed: Failed) -> Finding:
+        """The finding about a process that gave no answer."""
+        if failed.reason is Reason.MEMORY:
+            return Finding("memory", "failed", f"{failed} while {self._doing}: load less")
+        if failed.reason is Reason.TIMEOUT and " did not end within " not in str(failed):
+            return Finding("time", "failed", f"{failed} while {self._doing}, and no line of Python ran: look for a regular "
+                           "expression or a number that takes very long")  # fmt: skip
+        if failed.reason is Reason.TIMEOUT:
+            return Finding("time", "failed", f"{failed}: every call must end soon, whatever the policy wrote")
+        return Finding("process", "failed", f"{failed} while {self._doing}: raise an error instead")
+
+
+def _first_difference(before: Any, after: Any) -> str:
+    """What two processes answered differently to the same actions; empty if nothing."""
+    if before["opens"] != after["opens"]:
+        return f"opens with {unlike(before['opens'], after['opens'])}"
+    for old, new in zip(before["episodes"], after["episodes"], strict=False):
+        for turn, (reply, other) in enumerate(zip(old["replies"], new["replies"], strict=False)):
+            if reply != other:
+                return f"answers turn {turn} with {unlike(reply, other)}"
+        if old["end"] != new["end"] or len(old["replies"]) != len(new["replies"]):
+            before, after = (f"{one['end'][1]} after {len(one['replies'])} turns" for one in (old, new))
+            return f"scores {before}, then {after}"
+    return ""
+
+
+def _without_echoes(found: Sequence[Finding]) -> list[Finding]:
+    """Each fault once: checks that failed only because something was refused, or memory was short, refer to it."""
+    shown: list[Finding] = []
+    for finding in found:
+        if finding.outcome == "failed" and REFUSED in finding.detail:
+            shown.append(
+                Finding(finding.check, "skipped", f"not checked, because it did what is not allowed: {finding.detail}")
+            )
+        elif finding.outcome == "failed" and "MemoryError" in finding.detail:
+            if not any(one.check == "memory" for one in shown):
+                shown.append(
+                    Finding("memory", "failed", f"more than {MEMORY_MB:,} MB are needed: {finding.detail}. Use less")
+                )
+        else:
+            shown.append(finding)
+    return shown
+
+
+def _shown(detail: str) -> str:
+    """Paths as they are outside the sandbox, in one line."""
+    return " ".join(detail.replace(f"{OUTSIDE}/", "/").split())
+
+
+def _place(name: str) -> Place:
+    """Where an environment is. Raises `ConfigError` if there is none."""
+    if is_package(name):
+        store = PackageStore(node_home() / "envs")
+        package = store.find(read_reference(name))
+        folder = store.demand_unchanged(package)
+        file = folder / package.entry.partition(":")[0]
+        return Place(str(folder), (file, folder), store.paths_of(package.digest), None, package.reproducible)
+    if not is_file(name):
+        env_digest(name)  # says what is near a name that is none
+        return Place(name, (Path(str(BUILT_IN[name].modules[0].__file__)),), ())
+    path = Path(name).absolute()
+    if not path.exists():
+        raise ConfigError(
+            f"cannot read environment {name}: there is no such file. Give the path of a .py file or a folder"
+        )
+    if path.is_dir():
+        about = describe(path, index_folder(path)).about
+        return Place(str(path), (path / about.entry_file, path), (path,), path, about.reproducible)
+    return Place(str(path), (path,), (path,))
+
+
+def _is_one_of(value: object, files: Sequence[Path]) -> bool:
+    return isinstance(value, str) and bool(value) and Path(value) in files
+
+
+def _about_sandbox(report: Report, sandboxed: bool) -> Finding:
+    if report.works:
+        return Finding("sandbox", "passed", "it ran without network, with files read-only, and within limits")
+    if not sandboxed:
+        return Finding("sandbox", "skipped", "it ran as your own code (--no-sandbox), with network and files")
+    return Finding("sandbox", "skipped", f"it ran as your own code: only what Python tells of network, files and processes "
+                   f"was seen and refused ({report.found}). {report.remedy}")  # fmt: skip

@@ -1,0 +1,172 @@
+"""The process in which `shoal env check` plays an environment: it loads it, runs its checks, and records episodes.
+
+Started by `check/apart`, in a sandbox if there is one, with a hash seed and a time zone of its own. It answers requests
+in frames (4 bytes of length, then JSON) on standard input and output. It compares nothing with other processes.
+"""
+
+import contextlib
+import json
+import os
+import random
+import resource
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from shoal.config.sections import EnvConfig
+from shoal.envs.base import Env, describe_fault, players_of
+from shoal.envs.check.clock import ELSEWHERE_S, HERE_S, set_clock
+from shoal.envs.check.finding import find, reproducible
+from shoal.envs.check.promises import FEWER_TASKS, checks_of, pick
+from shoal.envs.check.walk import HOSTILE, Act, perform, played, recite, while_time
+from shoal.envs.check.watch import MEMORY_MB, Watch, Watched
+from shoal.envs.load import load_env
+from shoal.envs.settings import with_settings
+from shoal.errors import ShoalError
+from shoal.policy.messages import as_messages, normal
+from shoal.tree import from_tree
+
+RECORDED = 12
+"""Tasks that are played in each process."""
+
+RECORDED_TURNS = 24
+MAX_TEXT = 2000
+"""Characters of a text that are compared."""
+
+
+class Child:
+    """The environment of this process."""
+
+    def __init__(self, answer: Callable[[Any], None]) -> None:
+        self._answer = answer
+        self._env: Any = None
+        self._checks: Mapping[str, Callable[[], str]] = {}
+
+    def ask_load(
+        self, name: str, settings: dict[str, Any] | None, args: Mapping[str, Any], sources: Sequence[str],
+        reproducible: bool, elsewhere: bool, refuses: bool, call_s: float,
+    ) -> Any:  # fmt: skip
+        """Load the environment. `sources` are its files or folders."""
+
+        def own(file: str) -> bool:
+            return any(file == source or file.startswith(source + "/") for source in sources)
+
+        self._watch = Watch(own, refuses, call_s, self._stop)
+        set_clock(ELSEWHERE_S if elsewhere else HERE_S, own, elsewhere)
+        random.seed(0)
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed(0)
+        _limit_memory()
+        with self._watch.load():
+            env: Any = load_env(name, args)
+        promised = reproducible and bool(getattr(env, "reproducible", True))
+        watched: Env = Watched(env, self._watch, {"reproducible": promised, "source": Path(sources[0])})
+        self._env = watched
+        if settings is not None:
+            self._env = with_settings(watched, from_tree(settings, EnvConfig, "envs"))
+        self._checks = checks_of(self._env)
+        return {"checks": list(self._checks), "promised": promised, "by_class": getattr(env, "reproducible", True)}
+
+    def ask_check(self, name: str) -> Any:
+        return find(name, self._checks[name], self._env)
+
+    def ask_record(self, actions: Sequence[Sequence[Sequence[str]]] | None, backwards: bool) -> Any:
+        """Openings and episodes of a few tasks, played forwards or backwards. `actions` are those of each episode of each
+        task; if there are none, players and hostile texts choose them."""
+        env, count = self._env, RECORDED if reproducible(self._env) else FEWER_TASKS
+        tasks = [(index, False) for index in pick(env, count, 1)]
+        tasks += [(index, True) for index in range(min(env.num_heldout, count // 4))]
+        numbers = list(range(len(tasks)) if actions is None else range(len(actions)))
+        recorded = {}
+        for number in while_time(numbers[::-1] if backwards else numbers, 60.0 if actions else 3.0):
+            chosen = None if actions is None else actions[number]
+            recorded[number] = self._episodes(*tasks[number], chosen)
+        return [{"task": list(tasks[number]), "told": recorded[number]} for number in sorted(recorded)]
+
+    def ask_seen(self) -> Any:
+        return self._watch.seen
+
+    def _episodes(self, index: int, heldout: bool, chosen: Sequence[Sequence[str]] | None) -> Any:
+        env = self._env
+        task = env.task(index, heldout=True) if heldout else env.task(index)
+        acts: list[Act] = [recite(actions) for actions in chosen or ()]
+        if chosen is None:
+            acts = [
+                *(perform(player, 0, index) for _, player in sorted(players_of(env).items())),
+                recite(HOSTILE[::-1]),
+            ]
+        told: dict[str, Any] = {"opens": _texts(env.reset(task)[1]), "episodes": []}
+        for act in acts:
+            walk = played(env, task, act, turns=RECORDED_TURNS)
+            told["episodes"].append({
+                "actions": walk.actions, "replies": [None if r is None else _reply(r) for r in walk.replies],
+                "end": [walk.done, repr(float(walk.score)), walk.success],
+            })  # fmt: skip
+        return told
+
+    def _stop(self, what: str) -> None:
+        """A call does not end: tell it, and end this process, since nothing else would end the call."""
+        self._answer({"stuck": what})
+        os._exit(0)
+
+
+def main() -> None:
+    """Answer requests until the other end closes."""
+    requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    silent = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1, 2):
+        os.dup2(silent, descriptor)
+
+    def answer(value: Any) -> None:
+        data = json.dumps(value).encode()
+        answers.write(len(data).to_bytes(4, "big") + data)
+        answers.flush()
+
+    child = Child(answer)
+    while size := requests.read(4):
+        request = json.loads(requests.read(int.from_bytes(size, "big")))
+        try:
+            answer({"value": getattr(child, f"ask_{request.pop('ask')}")(**request)})
+        except (ShoalError, MemoryError) as error:
+            answer({"failed": str(error) or type(error).__name__})
+        except BaseException as error:  # noqa: BLE001  foreign code may even ask to end the process
+            answer({"failed": f"it raised {describe_fault(error, getattr(child._env, 'source', None))}"})
+
+
+def _limit_memory() -> None:
+    used = (
+        int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() if sys.platform == "linux" else 0
+    )
+    with contextlib.suppress(ValueError, OSError):
+        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+        most = used + (MEMORY_MB << 20)
+        resource.setrlimit(resource.RLIMIT_AS, (most if hard < 0 else min(most, hard), hard))
+
+
+def _texts(messages: Any) -> list[str]:
+    told = []
+    for message in normal(messages):
+        more = {key: value for key, value in message.items() if key not in ("role", "content")}
+        told.append(
+            _short(f"{message['role']}: {message['content']}{json.dumps(more, sort_keys=True) if more else ''}")
+        )
+    return told
+
+
+def _reply(reply: Any) -> Any:
+    try:
+        return _texts(as_messages(reply))
+    except ShoalError:
+        return _short(repr(reply))
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}... {len(text)} {hash_of(text)}"
+
+
+def hash_of(text: str) -> str:
+    """A digest of a long text, so that all of it is compared."""
+    from hashlib import sha256
+
+    return sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]

@@ -1,0 +1,56 @@
+"""What a check says: one line with the evidence, the fault, or what is missing.
+
+Used by the files beside this one. It knows no environment.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+from shoal.envs.base import describe_fault, source_of
+
+
+class Finding(NamedTuple):
+    """The result of one check."""
+
+    check: str
+    outcome: Literal["passed", "failed", "skipped"]
+    detail: str
+    """One line: the evidence, the fault, or what is missing."""
+
+
+class Broken(Exception):
+    """The environment breaks a promise; the message says which."""
+
+
+class Differs(Broken):
+    """The same actions were answered in two ways. An environment may declare that this happens."""
+
+
+class Missing(Exception):
+    """A check cannot run; the message says why."""
+
+
+def reproducible(env: object) -> bool:
+    """Whether an environment promises the same replies and scores for the same actions."""
+    return bool(getattr(env, "reproducible", True))
+
+
+def find(name: str, check: Callable[[], str], env: Any) -> Finding:
+    """Run one check. Whatever it raises is its finding."""
+    try:
+        return Finding(name, "passed", check())
+    except Missing as reason:
+        return Finding(name, "skipped", str(reason))
+    except Differs as problem:
+        return differs(name, str(problem), reproducible(env))
+    except Broken as problem:
+        return Finding(name, "failed", str(problem))
+    except Exception as error:  # noqa: BLE001  foreign code may raise anything: that is a finding too
+        return Finding(name, "failed", f"raised {describe_fault(error, source_of(env))}")
+
+
+def differs(name: str, problem: str, promised: bool) -> Finding:
+    """The finding about an environment that is not reproducible: a fault only if it promised to be."""
+    if promised:
+        return Finding(name, "failed", f"{problem}, or declare reproducible = false: it then stays with the host")
+    return Finding(name, "skipped", f"not reproducible, as it declares, so it stays with the host: {problem}")

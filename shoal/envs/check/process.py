@@ -1,0 +1,144 @@
+"""A process in which an environment is checked: in the sandbox, or where there is none, a child with less around it.
+
+Called by `check/apart`. Both are spoken to in frames of JSON. It does not know what they mean.
+"""
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from shoal.sandbox.layout import INTERPRETER_FLAGS, interpreter, outside, standard_paths
+from shoal.sandbox.limits import Limits, Reason, Stopped
+from shoal.sandbox.resident import Resident
+
+LIMITS = Limits(wall_s=60, cpu_s=60, memory_mb=4096, processes=64, open_files=256, scratch_mb=64, file_mb=32)
+"""Of the sandbox. The process limits its own memory below this, so that a fault names a line."""
+
+MAX_ANSWER_BYTES = 16 << 20
+
+_BEGIN = """
+import os, sys
+seed, zone, *rest = sys.argv[1:]
+os.environ.update(PYTHONHASHSEED=seed, TZ=zone, OMP_NUM_THREADS="1")
+os.execv(sys.executable, [sys.executable, *rest])
+"""
+"""A hash seed counts from the start of an interpreter."""
+
+_SERVE = """
+import sys
+sys.path[:] = sys.argv[1:]
+from shoal.envs.check.child import main
+main()
+"""
+
+
+class Failed(Exception):
+    """The process gave no answer: the message says how it ended."""
+
+    def __init__(self, why: str, reason: Reason | None = None) -> None:
+        super().__init__(why)
+        self.reason = reason
+
+
+class Process(Protocol):
+    """One process."""
+
+    def ask(self, limit_s: float, **request: Any) -> Any:
+        """Its answer. Raises `Failed`."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Sandboxed:
+    """In a sandbox. Raises `StateError` if that does not start here."""
+
+    def __init__(self, hash_seed: int, zone: str, shown: Sequence[Path], dependencies: Sequence[Path]) -> None:
+        code, packages = Path(__file__).parents[2], importable()
+        paths = [*standard_paths(), *(str(outside(path)) for path in (code.parent, *dependencies, *packages))]
+        flags = [str(interpreter()), *INTERPRETER_FLAGS, "-c"]
+        program = [*flags, _BEGIN, str(hash_seed), zone, *flags[1:], _SERVE, *paths]
+        self._resident = Resident(program, LIMITS, sorted({code, *packages, *shown}))
+
+    def ask(self, limit_s: float, **request: Any) -> Any:
+        answer = self._resident.ask(json.dumps(request).encode(), limit_s, MAX_ANSWER_BYTES)
+        if isinstance(answer, bytes):
+            return json.loads(answer)
+        if isinstance(answer, Stopped):
+            raise Failed(f"it was stopped at its limit of {answer.reason.value}", answer.reason)
+        raise Failed(f"it ended its process with exit code {answer.exit_code}")
+
+    def close(self) -> None:
+        self._resident.close()
+
+
+class Open:
+    """A child process of this user, with network and files."""
+
+    def __init__(self, hash_seed: int, zone: str) -> None:
+        paths = [str(Path(__file__).parents[3]), *sys.path]
+        flags = ["-s", "-P", "-B", "-c"]
+        self._process = subprocess.Popen(
+            [sys.executable, *flags, _BEGIN, str(hash_seed), zone, *flags, _SERVE, *paths],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
+
+    def ask(self, limit_s: float, **request: Any) -> Any:
+        assert self._process.stdin and self._process.stdout
+        data, until = json.dumps(request).encode(), time.monotonic() + limit_s
+        try:
+            self._process.stdin.write(len(data).to_bytes(4, "big") + data)
+            self._process.stdin.flush()
+            return json.loads(self._read(int.from_bytes(self._read(4, until), "big"), until))
+        except (BrokenPipeError, EOFError):
+            raise Failed(f"it ended its process with exit code {self._process.wait(5)}") from None
+
+    def _read(self, size: int, until: float) -> bytes:
+        assert self._process.stdout
+        pipe, data = self._process.stdout.fileno(), bytearray()
+        if size > MAX_ANSWER_BYTES:
+            raise Failed(f"it answered with {size} bytes, limit {MAX_ANSWER_BYTES}")
+        while len(data) < size:
+            if not select.select([pipe], [], [], max(0.0, until - time.monotonic()))[0]:
+                raise Failed("it did not answer in time", Reason.TIMEOUT)
+            piece = os.read(pipe, size - len(data))
+            if not piece:
+                raise EOFError
+            data += piece
+        return bytes(data)
+
+    def close(self) -> None:
+        """End it, and what it has started in its session."""
+        try:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe
+            try:
+                pipe.close()
+            except BrokenPipeError:
+                pass
+
+
+def importable() -> list[Path]:
+    """Folders of installed packages: those of this interpreter, and what it found besides, but not the working folder."""
+    found = {Path(sysconfig.get_path(name)) for name in ("purelib", "platlib")}
+    found |= {Path(entry).absolute() for entry in sys.path if entry}
+    own = {Path(sys.base_prefix).resolve(), Path.cwd(), Path(sys.executable).parent}
+    standard = {Path(path) for path in standard_paths()}
+    return sorted(path for path in found if path.is_dir() and path not in own and path not in standard)
+
+
+def start(sandboxed: bool, hash_seed: int, zone: str, shown: Sequence[Path], dependencies: Sequence[Path]) -> Process:
+    """Start a process. The sandbox shows it the paths in `shown`; it finds modules in `dependencies`, too."""
+    return Sandboxed(hash_seed, zone, shown, dependencies) if sandboxed else Open(hash_seed, zone)
