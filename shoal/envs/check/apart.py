@@ -27,6 +27,7 @@ from shoal.hub.about import describe
 from shoal.hub.archive import index_folder
 from shoal.hub.names import read_reference
 from shoal.hub.store import PackageStore
+from shoal.sandbox.bubblewrap import INSTALL
 from shoal.sandbox.layout import OUTSIDE, outside
 from shoal.sandbox.limits import Reason
 from shoal.sandbox.selftest import Report, examined
@@ -148,14 +149,14 @@ class Checked:
         try:
             self._check(found)
         except Failed as failed:
-            found.append(self._failure(failed))
+            found += [*self._conduct(failed.seen), self._failure(failed)] if failed.seen else [self._failure(failed)]
         return _without_echoes([finding._replace(detail=_shown(finding.detail)) for finding in found])
 
     def _check(self, found: list[Finding]) -> None:
         first = self._started(0, HERE_ZONE)
         about = self._loaded(first, elsewhere=False, found=found)
         if about is None:
-            found += self._conduct(first)
+            found += self._conduct(first.ask(5.0, ask="seen")["value"])
             return
         self._promised = about["promised"]
         if self._place.folder and self._place.reproducible and not about["by_class"]:
@@ -169,7 +170,7 @@ class Checked:
                 others = {other: threads.submit(self._replay, other, actions) for other in OTHERS}
             for name in about["checks"]:
                 found.append(self._finding(first, name))
-            found += self._conduct(first)
+            found += self._conduct(first.ask(5.0, ask="seen")["value"])
             told = {other: replay.exception() or replay.result() for other, replay in others.items()}
         if not isinstance(recorded, list):
             found.append(Finding("earlier tasks", "skipped", f"no episode could be recorded: {recorded}"))
@@ -186,14 +187,13 @@ class Checked:
         self._doing = f'"{name}" was checked'
         told = process.ask(self._call_s + CHECK_S, ask="check", name=name)
         if "stuck" in told:
-            raise Failed(told["stuck"], Reason.TIMEOUT)
+            raise Failed(told["stuck"], Reason.TIMEOUT, told["seen"])
         if "failed" in told:
             return Finding(name, "failed", told["failed"])
         return Finding(*told["value"])
 
-    def _conduct(self, process: Process) -> list[Finding]:
+    def _conduct(self, seen: Sequence[Sequence[str]]) -> list[Finding]:
         """What the environment did beside its task."""
-        seen = process.ask(5.0, ask="seen")["value"]
         kinds: dict[str, list[str]] = {}
         for kind, what, place in seen:
             kinds.setdefault(kind, []).append(f"{what}{f' ({place})' if place else ''}")
@@ -219,7 +219,7 @@ class Checked:
         if "value" in told:
             return told["value"]
         if "stuck" in told:
-            raise Failed(told["stuck"], Reason.TIMEOUT)
+            raise Failed(told["stuck"], Reason.TIMEOUT, told["seen"])
         found.append(Finding("data" if told["failed"].startswith("data set ") else "load", "failed", told["failed"]))
         return None
 
@@ -228,7 +228,7 @@ class Checked:
         self._doing = "episodes were recorded"
         told = process.ask(self._call_s + RECORD_S, ask="record", actions=actions, backwards=backwards)
         if "stuck" in told:
-            raise Failed(told["stuck"], Reason.TIMEOUT)
+            raise Failed(told["stuck"], Reason.TIMEOUT, told["seen"])
         return told.get("value", told.get("failed"))
 
     def _replay(self, other: Other, actions: Any) -> Any:
@@ -257,7 +257,7 @@ class Checked:
         """The finding about a process that gave no answer."""
         if failed.reason is Reason.MEMORY:
             return Finding("memory", "failed", f"{failed} while {self._doing}: load less")
-        if failed.reason is Reason.TIMEOUT and " did not end within " not in str(failed):
+        if failed.reason is Reason.TIMEOUT and failed.seen is None:
             return Finding("time", "failed", f"{failed} while {self._doing}, and no line of Python ran: look for a regular "
                            "expression or a number that takes very long")  # fmt: skip
         if failed.reason is Reason.TIMEOUT:
@@ -287,6 +287,9 @@ def _without_echoes(found: Sequence[Finding]) -> list[Finding]:
             shown.append(
                 Finding(finding.check, "skipped", f"not checked, because it did what is not allowed: {finding.detail}")
             )
+        elif finding.outcome == "failed" and INSTALL in finding.detail:
+            if not any(one.check == PROCESSES for one in shown):
+                shown.append(Finding(PROCESSES, "failed", f"it starts a sandbox of its own: {REMEDIES[PROCESSES]}"))
         elif finding.outcome == "failed" and "MemoryError" in finding.detail:
             if not any(one.check == "memory" for one in shown):
                 shown.append(

@@ -41,7 +41,13 @@ class Child:
     def __init__(self, answer: Callable[[Any], None]) -> None:
         self._answer = answer
         self._env: Any = None
+        self._watch: Watch | None = None
         self._checks: Mapping[str, Callable[[], str]] = {}
+
+    def allow(self, limit_s: float) -> None:
+        """How long the next request may take."""
+        if self._watch:
+            self._watch.allow(limit_s)
 
     def ask_load(
         self, name: str, settings: dict[str, Any] | None, args: Mapping[str, Any], sources: Sequence[str],
@@ -52,16 +58,16 @@ class Child:
         def own(file: str) -> bool:
             return any(file == source or file.startswith(source + "/") for source in sources)
 
-        self._watch = Watch(own, refuses, call_s, self._stop)
+        watch = self._watch = Watch(own, refuses, call_s, self._stop)
         set_clock(ELSEWHERE_S if elsewhere else HERE_S, own, elsewhere)
         random.seed(0)
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed(0)
         _limit_memory()
-        with self._watch.load():
+        with watch.load():
             env: Any = load_env(name, args)
         promised = reproducible and bool(getattr(env, "reproducible", True))
-        watched: Env = Watched(env, self._watch, {"reproducible": promised, "source": Path(sources[0])})
+        watched: Env = Watched(env, watch, {"reproducible": promised, "source": Path(sources[0])})
         self._env = watched
         if settings is not None:
             self._env = with_settings(watched, from_tree(settings, EnvConfig, "envs"))
@@ -85,7 +91,7 @@ class Child:
         return [{"task": list(tasks[number]), "told": recorded[number]} for number in sorted(recorded)]
 
     def ask_seen(self) -> Any:
-        return self._watch.seen
+        return self._watch.seen if self._watch else []
 
     def _episodes(self, index: int, heldout: bool, chosen: Sequence[Sequence[str]] | None) -> Any:
         env = self._env
@@ -107,7 +113,7 @@ class Child:
 
     def _stop(self, what: str) -> None:
         """A call does not end: tell it, and end this process, since nothing else would end the call."""
-        self._answer({"stuck": what})
+        self._answer({"stuck": what, "seen": self.ask_seen()})
         os._exit(0)
 
 
@@ -127,6 +133,7 @@ def main() -> None:
     while size := requests.read(4):
         request = json.loads(requests.read(int.from_bytes(size, "big")))
         try:
+            child.allow(request.pop("limit_s"))
             answer({"value": getattr(child, f"ask_{request.pop('ask')}")(**request)})
         except (ShoalError, MemoryError) as error:
             answer({"failed": str(error) or type(error).__name__})

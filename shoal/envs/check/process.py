@@ -22,6 +22,9 @@ from shoal.sandbox.resident import Resident
 LIMITS = Limits(wall_s=60, cpu_s=60, memory_mb=4096, processes=64, open_files=256, scratch_mb=64, file_mb=32)
 """Of the sandbox. The process limits its own memory below this, so that a fault names a line."""
 
+GRACE_S = 2.0
+"""A process ends what takes too long and says where. We end the process if it has not answered so much later."""
+
 MAX_ANSWER_BYTES = 16 << 20
 
 _BEGIN = """
@@ -43,9 +46,10 @@ main()
 class Failed(Exception):
     """The process gave no answer: the message says how it ended."""
 
-    def __init__(self, why: str, reason: Reason | None = None) -> None:
+    def __init__(self, why: str, reason: Reason | None = None, seen: Sequence[Sequence[str]] | None = None) -> None:
+        """`seen`: what the environment did until then, if the process could say so, and why it ended itself."""
         super().__init__(why)
-        self.reason = reason
+        self.reason, self.seen = reason, seen
 
 
 class Process(Protocol):
@@ -69,7 +73,8 @@ class Sandboxed:
         self._resident = Resident(program, LIMITS, sorted({code, *packages, *shown}))
 
     def ask(self, limit_s: float, **request: Any) -> Any:
-        answer = self._resident.ask(json.dumps(request).encode(), limit_s, MAX_ANSWER_BYTES)
+        request["limit_s"] = limit_s
+        answer = self._resident.ask(json.dumps(request).encode(), limit_s + GRACE_S, MAX_ANSWER_BYTES)
         if isinstance(answer, bytes):
             return json.loads(answer)
         if isinstance(answer, Stopped):
@@ -93,7 +98,8 @@ class Open:
 
     def ask(self, limit_s: float, **request: Any) -> Any:
         assert self._process.stdin and self._process.stdout
-        data, until = json.dumps(request).encode(), time.monotonic() + limit_s
+        request["limit_s"] = limit_s
+        data, until = json.dumps(request).encode(), time.monotonic() + limit_s + GRACE_S
         try:
             self._process.stdin.write(len(data).to_bytes(4, "big") + data)
             self._process.stdin.flush()

@@ -64,14 +64,16 @@ def played(env: Env, task: Task, act: Act, turns: int = MAX_TURNS) -> Walk:
 def stepwise(
     env: Env, task: Task, act: Act, score_often: bool = False, turns: int = MAX_TURNS
 ) -> Iterator[Walk | None]:
-    """Play an episode turn by turn: yield None after each turn, then the walk."""
+    """Play an episode turn by turn: yield None after each turn, then the walk. Tools are called as in Hermes."""
     state, _ = env.reset(task)
     actions: list[str] = []
     replies: list[Any] = []
     earned_so_far: list[float] = []
     done = False
+    tools = getattr(env, "tools", ())
+    notation = getattr(env, "parser", "") or ("hermes" if tools else "")
     while not done and len(actions) < turns and (action := act(state)) is not None:
-        step = Step(*env.step(state, Action(action, tools=getattr(env, "tools", ()))))
+        step = Step(*env.step(state, Action(action, notation, tools=tools)))
         state, reply, done = step[:3]
         seats = getattr(env, "num_seats", 1)
         if step.seat not in range(seats):

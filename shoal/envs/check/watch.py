@@ -62,11 +62,13 @@ class Watch:
         self._call_s = call_s
         self.seen: list[Seen] = []
         self._own, self._refuses, self._stuck = own, refuses, stuck
-        self._inside, self._loading = 0, False
+        self._inside, self._loading, self._until_s = 0, False, float("inf")
         self._call, self._begun_s, self._thread = "", 0.0, 0
         self._real_monotonic = time.monotonic
+        own_threads = threading.Thread(target=self._time, daemon=True)
+        own_threads.start()
+        self._ours = {threading.get_ident(), own_threads.ident}
         sys.addaudithook(self._hear)
-        threading.Thread(target=self._time, daemon=True).start()
 
     @contextmanager
     def call(self, what: str, loading: bool = False) -> Iterator[None]:
@@ -87,17 +89,23 @@ class Watch:
         """The environment's code is imported in this block. Lasting effects on this process are noted."""
         before, said = _world(), _Said(self._note_print)
         shown, sys.stdout = sys.stdout, said
+        seed, random.seed = random.seed, self._seeds  # type: ignore[assignment]
         try:
             with self.call("loading", loading=True):
                 yield
         finally:
-            sys.stdout = shown
+            sys.stdout, random.seed = shown, seed
             for name, value in _world().items():
                 if _changed(before[name], value):
                     self._note(Seen(IMPORT, f"it changes {name}", ""))
 
+    def _seeds(self, *arguments: Any) -> None:
+        place, its_own = self._place(sys._getframe(1))
+        if its_own:
+            self._note(Seen(IMPORT, "it seeds Python's global random numbers", place))
+
     def _note_print(self) -> None:
-        self._note(Seen(IMPORT, "it prints", self._place(sys._getframe(1), False)[0]))
+        self._note(Seen(IMPORT, "it prints", self._place(sys._getframe(1))[0]))
 
     def _note(self, seen: Seen) -> None:
         if seen not in self.seen and len(self.seen) < 20:
@@ -105,15 +113,15 @@ class Watch:
 
     def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
         kind = _KINDS.get(event)
-        if kind is None or not self._inside or threading.get_ident() != self._thread:
-            return
+        if kind is None or (not self._inside and threading.get_ident() in self._ours):
+            return  # a thread of its own runs on between the calls
         if kind is IMPORT and not self._loading:
             return
         what = _what(event, arguments)
         if what is None:
             return
         frame = sys._getframe(1)
-        place, its_own = self._place(frame, True)
+        place, its_own = self._place(frame)
         if kind is FILES and _by_tempfile(frame):
             return
         if self._loading and not its_own and kind is not NETWORK:
@@ -122,7 +130,7 @@ class Watch:
         if self._refuses and kind is not IMPORT:
             raise PermissionError(f"{REFUSED}: {what}")
 
-    def _place(self, frame: FrameType | None, at: bool) -> tuple[str, bool]:
+    def _place(self, frame: FrameType | None) -> tuple[str, bool]:
         """The environment's line that leads to a frame, and whether only Python's own library is between the two."""
         its_own = True
         while frame is not None:
@@ -134,13 +142,23 @@ class Watch:
             frame = frame.f_back
         return "", False
 
+    def allow(self, limit_s: float) -> None:
+        """What is done now must end within this time, however many calls it makes."""
+        self._until_s = self._real_monotonic() + limit_s
+
     def _time(self) -> None:
+        sleep = time.sleep
         while True:
-            time.sleep(0.05)
-            call, begun_s = self._call, self._begun_s
-            if self._inside and self._real_monotonic() - begun_s > self._call_s:
-                place = self._place(sys._current_frames().get(self._thread), False)[0]
-                self._stuck(f"{call} did not end within {self._call_s:g} s{f' ({place})' if place else ''}")
+            sleep(0.05)
+            call, now_s = self._call, self._real_monotonic()
+            if self._inside and (now_s - self._begun_s > self._call_s or now_s > self._until_s):
+                place = self._place(sys._current_frames().get(self._thread))[0]
+                late = (
+                    f"did not end within {self._call_s:g} s"
+                    if now_s <= self._until_s
+                    else "was called too slowly or too often"
+                )
+                self._stuck(f"{call} {late}{f' ({place})' if place else ''}")
                 return
 
 
@@ -228,7 +246,6 @@ def _world() -> dict[str, Any]:
     numpy = getattr(sys.modules.get("numpy"), "random", None)
     ours = {name: module for name, module in sys.modules.items() if name == "shoal" or name.startswith("shoal.")}
     return {
-        "Python's global random state": random.getstate(),
         "numpy's global random state": numpy.get_state()[1].tolist() if numpy else None,
         "the working directory": os.getcwd(),
         "signal handlers": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)],
