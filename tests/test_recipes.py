@@ -1,18 +1,14 @@
 """Every run file that we ship can be run: it parses, its numbers fit, and its environments are there."""
 
-import json
 from pathlib import Path
 
 import pytest
 
 from shoal.config import RunConfig, SftConfig, load_run, load_sft
-from shoal.envs.check import check_env
 from shoal.envs.load import BUILT_IN, load_env
-from shoal.errors import ShoalError
 from shoal.policy.tiny import tiny_spec
 
 ROOT = Path(__file__).parent.parent
-ENVIRONMENTS = ROOT / "environments"
 RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
 SFT = [path for path in RECIPES if "\n[env]\n" in path.read_text()]
 """Recipes of `shoal sft` have one environment, `[env]`; run files have a list, `[[envs]]`."""
@@ -46,7 +42,7 @@ def test_environments_of_a_run_file_are_there(path: Path) -> None:
         if env.name in BUILT_IN:
             assert load_env(env.name, env.args).num_tasks > 0
         else:
-            assert (path.parent / env.name).is_file()
+            assert (path.parent / env.name).exists()
 
 
 def test_quick_tables_fit_and_have_a_folder_of_their_own() -> None:
@@ -66,20 +62,3 @@ def test_sft_recipes_parse() -> None:
 def test_the_recipe_of_a_real_model_is_valid_without_a_download() -> None:
     config = load_run(next(path for path in RUNS if path.stem == "qwen3-gsm8k"))
     assert config.policy.path and not (RECIPES[0].parent / config.policy.path).exists()
-
-
-def test_gsm8k_environment_keeps_its_promises(tmp_path: Path) -> None:
-    question = {"question": "Two and two?", "answer": "2 + 2 = <<2+2=4>>4\n#### 4"}
-    other = {"question": "A thousand and a half?", "answer": "#### 1,000.50"}
-    (tmp_path / "train.jsonl").write_text(json.dumps(question) + "\n" + json.dumps(other) + "\n")
-    (tmp_path / "test.jsonl").write_text(json.dumps({"question": "One and one?", "answer": "#### 2"}) + "\n")
-    env = load_env(str(ENVIRONMENTS / "gsm8k.py"), {"folder": str(tmp_path)})
-    assert [finding for finding in check_env(env) if finding.outcome == "failed"] == []
-    state, _ = env.reset(env.task(1))
-    scores = [env.score(env.step(state, text).state) for text in ("so #### 1000.5", "it is 1,000.50.", "#### 1000", "")]
-    assert scores == [1.0, 1.0, 0.0, 0.0]
-
-
-def test_gsm8k_environment_without_its_data_says_what_to_bring(tmp_path: Path) -> None:
-    with pytest.raises(ShoalError, match=r"train\.jsonl.*envs\.0\.args\.folder"):
-        load_env(str(ENVIRONMENTS / "gsm8k.py"), {"folder": str(tmp_path)})

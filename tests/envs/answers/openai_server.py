@@ -48,7 +48,15 @@ def quotes(messages: list[dict[str, str]]) -> str:
     return f"{parts_of(messages)['answer']}\n{careful(messages)}"
 
 
+def compares(messages: list[dict[str, str]]) -> str:
+    """Grades by how many words of the right answer are in the answer."""
+    parts = {name: set(re.findall(r"\w+", text.lower())) for name, text in parts_of(messages).items()}
+    known = parts["right answer"]
+    return json.dumps({"reason": "words", "score": round(10 * len(known & parts["answer"]) / len(known))})
+
+
 MODELS = {
+    "compares": compares,
     "careful": careful, "gullible": gullible, "ends-messages": ends_messages, "quotes": quotes,
     "prefers-first": lambda messages: '{"better": "first"}',
     "too-high": lambda messages: '{"score": 11}',
