@@ -18,7 +18,7 @@ from shoal.engine.base import Engine
 from shoal.engine.cheats import cheating
 from shoal.engine.open import EngineSpec, open_engine
 from shoal.envs.play import play_block
-from shoal.errors import NothingYet, Overreach, PeerError, Superseded, Undecided
+from shoal.errors import Overreach, PeerError, Superseded, Undecided
 from shoal.net.client import Client, PeerRefused
 from shoal.net.keys import load_or_make_key
 from shoal.net.stopping import Stopping
@@ -33,11 +33,10 @@ from shoal.roles.completions import AHEAD, Hands, Table, TooLate, Use, play_bloc
 from shoal.roles.memory import enforced, limit_of
 from shoal.roles.packages import Packages
 from shoal.roles.seat import GOODBYE_S, SOONEST_S, Contradiction, Seat, demand_sound, say_goodbye, take_seat
+from shoal.roles.standing import Standing
 
 log = logging.getLogger("worker")
 
-TOLD_EVERY_S = 2.0
-"""Shortest time between two requests that ask the coordinator what became of our submissions."""
 GIVE_BACK_S = 5.0
 """How long a worker tries to return a lease that it will not fill."""
 LATE = 4.0
@@ -113,8 +112,7 @@ class Worker:
         """When the engine was needed no more for a lease."""
         self.undecided: set[tuple[int, int]] = set()
         """Version and index of blocks that were given back because the sandbox stopped an environment."""
-        self.told = t.NodeState(self.key, "worker", name, "new", 0, 0, 0, 0, {}, "")
-        self.told_at = 0.0
+        self.standing = Standing(client, key, name)
         self.seat: Seat
 
     async def run(self) -> None:
@@ -131,7 +129,7 @@ class Worker:
                     raise
                 if self.stopping:
                     await say_goodbye(self.client, GOODBYE_S)
-                await self._tell(last=True)
+                await self.standing.tell(self.tokens_per_s, last=True)
 
     async def _work(self) -> None:
         """Fill leases until the run has ended or we are told to stop. Raises `Overreach` if a lease asks for too much.
@@ -166,7 +164,7 @@ class Worker:
             await self._end(before, use)
         finally:
             self.holding.remove(lease.id)
-        await self._tell()
+        await self.standing.tell(self.tokens_per_s)
 
     async def _end(self, before: Use, use: Use) -> None:
         """Let the engine go, once the leases before have."""
@@ -180,10 +178,10 @@ class Worker:
             self.client, "worker", self.name, self.home, self.make_engine, self.own_files, self.clock,
             self.max_memory_mb, self.max_disk_mb, self.packages,
         )  # fmt: skip
-        self.told, info = self.seat.node, self.seat.info
+        self.standing.state, info = self.seat.node, self.seat.info
         log.info(
             "joined run=%s as=%s key=%s credits=%d run_key=%s",
-            info.name, self.name, self.key[:12], self.told.credits, info.run_key,
+            info.name, self.name, self.key[:12], self.standing.state.credits, info.run_key,
         )  # fmt: skip
         return True
 
@@ -371,33 +369,6 @@ class Worker:
         self.client.head = receipt.head
         self.seat.evidence.note_receipt(to_json(receipt))
         self._demand_same_time(receipt.time)  # guard: receipt-from-the-future
-
-    async def _tell(self, last: bool = False) -> None:
-        """Log what was accepted, what was refused and why."""
-        if not last and time.monotonic() - self.told_at < TOLD_EVERY_S:
-            return
-        self.told_at, before = time.monotonic(), self.told
-        with contextlib.suppress(NothingYet, PeerError):
-            self.told = now = await self.client.get_json(f"/v1/nodes/{self.key}", t.NodeState, deadline_s=5.0)
-            if now.accepted > before.accepted:
-                log.info(
-                    "accepted groups=%d credits=+%d total=%d speed=%.0f tokens/s",
-                    now.accepted - before.accepted, now.credits - before.credits, now.credits, self.tokens_per_s,
-                )  # fmt: skip
-            if now.refused > before.refused:
-                log.warning("refused groups=%d reason=%r", now.refused - before.refused, now.last_reason)
-            if now.lapsed > before.lapsed:
-                log.warning(
-                    "lapsed leases=%d: not filled in time, given back, or stale more often than is usual in this run",
-                    now.lapsed - before.lapsed,
-                )
-            if now.stale > before.stale:
-                log.warning(
-                    "closed leases=%d: newer versions were published before they were filled; this costs nothing",
-                    now.stale - before.stale,
-                )
-        if last:
-            log.info("left credits=%d accepted=%d refused=%d", self.told.credits, self.told.accepted, self.told.refused)
 
 
 @contextlib.contextmanager

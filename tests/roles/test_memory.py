@@ -10,7 +10,6 @@ import pytest
 
 from shoal.envs.arithmetic import Arithmetic
 from shoal.errors import Overreach
-from shoal.protocol import types as t
 from shoal.roles import memory
 from shoal.roles import worker as worker_role
 from shoal.roles.auditor.rollouts import Choice, audit_rollouts
@@ -149,4 +148,4 @@ def test_a_lease_of_a_usual_run_fits_into_the_documented_limit(tmp_path, monkeyp
     monkeypatch.setattr(memory, "taken_mb", lambda: 300)
     worker.max_memory_mb = validator.max_memory_mb = 1000
     asyncio.run(town.live(town.trainer(), worker, validator))
-    assert town.desk.state.members[worker.key].accepted and isinstance(worker.told, t.NodeState)
+    assert town.desk.state.members[worker.key].accepted and worker.standing.state.accepted
