@@ -1,6 +1,8 @@
 """The stage's memo: the same turns get the same answers, whoever asks, after any kill; and what a lease may send."""
 
 import hashlib
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -13,7 +15,7 @@ from shoal.protocol import types as t
 from shoal.protocol.constants import COMPLETIONS
 from shoal.protocol.records import difference, rollout_digest
 from shoal.protocol.wire import WireError
-from shoal.roles.stage.memo import Memo, Reply
+from shoal.roles.stage.memo import Memo, Reply, Taken
 from shoal.roles.stage.turns import Ask, Limits, record_of, take_turn
 
 STOP, SIZE = 9, 2
@@ -247,6 +249,20 @@ def test_a_memory_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "memo.sqlite").write_bytes(b"not a database" * 100)
     with pytest.raises(StateError, match=r"memo.sqlite cannot be used"):
         Memo(tmp_path / "memo.sqlite")
+
+
+def test_turns_that_are_booked_together_fail_alone(memo: Memo) -> None:
+    """One of many that wait for the disk cannot be booked: its place is taken already."""
+    memo.keep("1", 0, 4, 0, Taken("first", ()), [])
+    with memo._writing, ThreadPoolExecutor(9) as threads:
+        booked = [threads.submit(memo.keep, str(lease), 0, 4, 0, Taken("later", ()), []) for lease in range(1, 9)]
+        while memo._waiting.qsize() < 8:
+            time.sleep(0.01)
+        memo._writing.release()
+        failed = [future.exception(10) for future in booked]
+        memo._writing.acquire()
+    assert isinstance(failed[0], StateError) and failed[1:] == [None] * 7
+    assert [memo.taken(str(lease), 4, 0).digest for lease in range(1, 9)] == ["first", *["later"] * 7]
 
 
 def test_a_full_disk_books_nothing(memo: Memo) -> None:

@@ -8,10 +8,12 @@ whose process was killed is played again from the policy's turns. It does not de
 import sqlite3
 import struct
 import threading
-from collections.abc import Iterable, Sequence
-from itertools import accumulate
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from itertools import accumulate, islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from queue import SimpleQueue
+from typing import Any, NamedTuple, TypeAlias
 
 from shoal.errors import StateError
 from shoal.protocol.types import ENVIRONMENT, Outcome
@@ -35,6 +37,9 @@ CREATE TABLE IF NOT EXISTS judged (
 CREATE INDEX IF NOT EXISTS replies_by_version ON replies (version);
 """
 
+
+Change: TypeAlias = tuple[str, Sequence[Sequence[object]]]
+"""A statement, and the rows to execute it with."""
 
 _REPLY = "words, room, ending, reward, author, row, beside"
 
@@ -107,23 +112,29 @@ class Memo:
 
     def __init__(self, file: Path) -> None:
         """Raises `StateError` if the file cannot be used."""
-        self._file, self._lock = file, threading.Lock()
+        self._file, self._lock, self._writing = file, threading.Lock(), threading.Lock()
+        self._waiting: SimpleQueue[tuple[Sequence[Change], Future[None]]] = SimpleQueue()
         try:
             self._database = sqlite3.connect(file, check_same_thread=False, isolation_level=None)
             self._database.execute("PRAGMA journal_mode=WAL")
             self._database.execute("PRAGMA synchronous=FULL")  # a reply that was read is on the disk
             self._database.executescript(_TABLES)
+            self._reader = sqlite3.connect(
+                file, check_same_thread=False, isolation_level=None
+            )  # does not wait for writers
         except sqlite3.Error as error:
             raise self._unusable(error) from None
 
     def close(self) -> None:
         self._database.close()
+        self._reader.close()
 
     def replies(self, paths: Iterable[bytes]) -> dict[bytes, Reply]:
         """The replies that are known, by path."""
         found: dict[bytes, Reply] = {}
-        for path in dict.fromkeys(paths):
-            for reply in self._read(f"SELECT {_REPLY} FROM replies WHERE path = ?", path):
+        for some in batched(dict.fromkeys(paths)):
+            places = ",".join("?" * len(some))
+            for path, *reply in self._read(f"SELECT path, {_REPLY} FROM replies WHERE path IN ({places})", *some):
                 found[path] = _reply(reply)
         return found
 
@@ -199,19 +210,40 @@ class Memo:
     def _read(self, query: str, *values: object) -> list[tuple[Any, ...]]:
         try:
             with self._lock:
-                return self._database.execute(query, values).fetchall()
+                return self._reader.execute(query, values).fetchall()
         except sqlite3.Error as error:
             raise self._unusable(error) from None
 
-    def _write(self, *changes: tuple[str, Sequence[Sequence[object]]]) -> None:
-        """Change all or nothing."""
+    def _write(self, *changes: Change) -> None:
+        """Change all or nothing. What waits for the disk at the same time is written together."""
+        mine: Future[None] = Future()
+        self._waiting.put((changes, mine))
+        with self._writing:
+            together = [self._waiting.get() for _ in range(self._waiting.qsize())]
+            try:
+                self._commit([change for each, _ in together for change in each])
+            except sqlite3.Error:
+                for each, done in together:
+                    self._commit_alone(each, done)
+            else:
+                for _, done in together:
+                    done.set_result(None)
+        mine.result()
+
+    def _commit_alone(self, changes: Sequence[Change], done: "Future[None]") -> None:
         try:
-            with self._lock, self._database:
+            self._commit(changes)
+        except sqlite3.Error as error:
+            done.set_exception(self._unusable(error))
+        else:
+            done.set_result(None)
+
+    def _commit(self, changes: Sequence[Change]) -> None:
+        if changes:
+            with self._database:
                 self._database.execute("BEGIN IMMEDIATE")
                 for query, rows in changes:
                     self._database.executemany(query, rows)
-        except sqlite3.Error as error:
-            raise self._unusable(error) from None
 
     def _unusable(self, error: sqlite3.Error) -> StateError:
         return StateError(
@@ -222,6 +254,13 @@ class Memo:
 def _reply(row: Sequence[Any]) -> Reply:
     words, room, ending, reward, author, place, beside = row
     return Reply(words, room, ending, reward, author, place, bool(beside))
+
+
+def batched(paths: Iterable[bytes]) -> Iterator[list[bytes]]:
+    """As many at a time as SQLite takes in one question."""
+    left = iter(paths)
+    while some := list(islice(left, 500)):
+        yield some
 
 
 def _split(paths: bytes) -> tuple[bytes, ...]:

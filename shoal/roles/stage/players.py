@@ -16,7 +16,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import msgspec
 
@@ -94,13 +94,19 @@ class Shard:
 
     def submit(self, act: Callable[[], T]) -> "Future[T]":
         """Do something after all that was submitted before."""
-        self._waiting += 1
-        future = self._thread.submit(act)
-        future.add_done_callback(self._done)
-        return future
+        return self._thread.submit(act)
 
-    def _done(self, future: "Future[Any]") -> None:
-        self._waiting -= 1
+    def replies(self, asks: Sequence[Ask]) -> list[Reply]:
+        """The replies to turns that it was given by `expect`, one after another."""
+        replies = []
+        for ask in asks:
+            replies.append(self.reply(ask))
+            self._waiting -= 1
+        return replies
+
+    def expect(self) -> None:
+        """One more turn is to be played here."""
+        self._waiting += 1
 
     def close(self) -> None:
         self._thread.shutdown(cancel_futures=True)

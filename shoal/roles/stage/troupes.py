@@ -8,6 +8,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 
 from shoal.protocol.types import Slot
 from shoal.roles.stage.memo import Memo, Reply
@@ -42,8 +43,15 @@ class Players:
 
     def play(self, asks: Sequence[Ask]) -> list[Reply]:
         """The replies to turns of different rollouts, in order. All processes work at the same time."""
-        waiting = [self._troupe(ask.slot.env).reply(ask) for ask in asks]
-        return [one.result() for one in waiting]
+        parts: dict[Shard, list[int]] = {}
+        for place, ask in enumerate(asks):
+            parts.setdefault(self._troupe(ask.slot.env).place(ask), []).append(place)
+        played = [
+            (part, shard.submit(partial(shard.replies, [asks[place] for place in part])))
+            for shard, part in parts.items()
+        ]
+        replies = {place: reply for part, done in played for place, reply in zip(part, done.result(), strict=True)}
+        return [replies[place] for place in range(len(asks))]
 
     def judge(self, slot: Slot, paths: Sequence[bytes]) -> list[float]:
         """What the rollouts of a slot, which have ended, earn beside each other."""
@@ -70,10 +78,12 @@ class Troupe:
         self._compares: bool | None = None
         self._lock = threading.Lock()
 
-    def reply(self, ask: Ask) -> "Future[Reply]":
+    def place(self, ask: Ask) -> Shard:
+        """Who is to play a turn."""
         with self._lock:
             shard = self._place(ask.slot, ask.before)
-            return shard.submit(lambda: shard.reply(ask))
+            shard.expect()
+            return shard
 
     def judge(self, slot: Slot, paths: Sequence[bytes]) -> "Future[list[float]]":
         with self._lock:

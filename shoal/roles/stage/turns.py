@@ -140,13 +140,12 @@ def _demand_turn(written: bytes, room: int, limits: Limits) -> None:
     """Raise `WireError` unless this is one whole turn of a policy: up to its first stop token, or as long as it may be."""
     if len(written) % 4 or not 4 <= len(written) <= 4 * room:  # guard: turn-fits-its-room
         raise WireError(f"a turn of {len(written)} bytes, where it may have 1 to {room} tokens of 4 bytes")
-    tokens_T = np.frombuffer(written, dtype="<i4")
-    if tokens_T.min() < 0 or tokens_T.max() >= limits.vocabulary:  # guard: turn-in-vocabulary
+    tokens: list[int] = np.frombuffer(written, dtype="<i4").tolist()  # lists of a few tokens are faster than arrays
+    if min(tokens) < 0 or max(tokens) >= limits.vocabulary:  # guard: turn-in-vocabulary
         raise WireError(f"a turn has a token outside the vocabulary of {limits.vocabulary}")
-    stops = np.flatnonzero(np.isin(tokens_T, list(limits.stop_ids)))
-    end = int(stops[0]) + 1 if len(stops) else room
-    if len(tokens_T) != end:  # guard: turn-is-whole
-        raise WireError(f"a turn of {len(tokens_T)} tokens where a stop token or its limit ends it after {end}")
+    end = next((place + 1 for place, token in enumerate(tokens) if token in limits.stop_ids), room)
+    if len(tokens) != end:  # guard: turn-is-whole
+        raise WireError(f"a turn of {len(tokens)} tokens where a stop token or its limit ends it after {end}")
 
 
 def _whole_slots(asks: Sequence[Ask], replies: Sequence[Reply]) -> list[Reply]:
