@@ -176,9 +176,10 @@ def test_a_package_that_ends_its_sandbox_holds_up_no_run_and_blames_nobody(place
     (folder / "environment.py").write_text(STOPS)
     push(folder, place.registry, place.author.key, place.author.home)
     install(read_reference("ann/parrot@0.3.0"), place.registry, place.home, Consent(None, lambda _: True))
-    town = Town(tmp_path / "run", tiny_run(envs=[to_config("ann/parrot@0.3.0")], steps=1, rollouts={"batch_groups": 4}))
+    sizes = {"group_size": 4, "block_rollouts": 8, "batch_groups": 2}
+    town = Town(tmp_path / "run", tiny_run(envs=[to_config("ann/parrot@0.3.0")], steps=1, rollouts=sizes))
     worker = town.worker("one")
-    asyncio.run(town.live(worker, town.validator(), town.trainer()))
+    asyncio.run(town.live(worker, town.validator(), town.trainer(), limit_s=80))
     state = town.desk.state
     assert worker.undecided and state.phase == "ended"
     assert all(member.refused == member.failures == 0 for member in state.members.values())

@@ -79,6 +79,8 @@ class ContainedEnv:
         self._line, self._doubt = line, doubt
         self._lock = threading.RLock()
         self._numbers = itertools.count(1)
+        self._ends: dict[tuple[object, ...], str] = {}
+        """Questions that ended two sandboxes while there was no doubt, and how: they are not asked again."""
         facts = line.facts
         self.name = facts.name[:200]
         self.num_tasks, self.num_heldout, self.num_seats = facts.num_tasks, facts.num_heldout, facts.num_seats
@@ -160,13 +162,19 @@ class ContainedEnv:
         self, wanted: type[A], kind: type[f.Request], fields: Mapping[str, Any], states: Sequence[Held] = ()
     ) -> tuple[A, bytes]:
         """One answer, from a second sandbox if the first one has to be ended. Raises `Raised` or `Undecided`."""
+        told = (fields.get(name) for name in ("index", "heldout", "text", "how"))
+        question = (kind, *told, *((state.task.number, state.task.heldout, state.actions) for state in states))
         with self._lock:
+            if not self._doubt.holds and question in self._ends:
+                raise self._stopped(self._ends[question])
             for tries in range(TRIES):
                 try:
                     return self._answer(wanted, kind, fields, states, 1.0 + tries)
                 except Gone as gone:
-                    why = str(gone)
-        raise self._stopped(f"the sandbox stopped it: it {why}")
+                    why = f"the sandbox stopped it: it {gone}"
+            if not self._doubt.holds and len(self._ends) < f.MAX_STATES:
+                self._ends[question] = why
+        raise self._stopped(why)
 
     def _answer(
         self, wanted: type[A], kind: type[f.Request], fields: Mapping[str, Any], states: Sequence[Held], patience: float

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from shoal.envs.base import Raised
 from shoal.envs.contained.open import try_code
 from shoal.envs.conversation import Conversation
 from shoal.errors import ShoalError, Undecided
@@ -57,6 +58,18 @@ def test_a_package_that_the_sandbox_stops_ends_its_rollout_and_no_other(
     for _ in range(2):
         talks[1].write([*renderer.encode("b"), renderer.eos_id])
     assert (talks[1].ending, talks[1].reward) == ("environment", 1.0)
+
+
+def test_the_same_question_ends_two_sandboxes_and_no_third(tmp_path: Path) -> None:
+    env = opened(tmp_path / "package", acting("if act == 'a': time.sleep(60)"))
+    state = env.reset(env.task(0))[0]
+    spent = []
+    for _ in range(2):
+        began = time.monotonic()
+        with pytest.raises(Raised, match="took longer than 2 s"):
+            env.step(state, "a")
+        spent.append(time.monotonic() - began)
+    assert spent[0] > 3 and spent[1] < 0.5 and env.step(state, "b").reply == "again"
 
 
 @pytest.mark.parametrize("where", ["task", "reset", "step", "score"])
