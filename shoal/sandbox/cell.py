@@ -33,6 +33,9 @@ from shoal.sandbox.started import START_S, Started
 _LOOK_S = 0.025
 """Time between two checks of a busy sandbox's memory."""
 
+_IDLE_LOOK_S = 1.0
+"""After this long without a check, check before the next answer is read: foreign code can go on after an answer."""
+
 _MB = 1_000_000
 _START_MB = 64
 """Extra memory for the processes that start a sandbox."""
@@ -73,7 +76,7 @@ class Cell:
         self._group = Group.make()
         self._processes = limits.processes + OWN_PROCESSES[kind]
         self._group.limit((limits.memory_mb + 2 * limits.scratch_mb + _START_MB) * _MB, self._processes)
-        self._base_bytes = 0
+        self._base_bytes, self._looked_s = 0, time.monotonic()
         first = task | {
             "limits": vars(limits), "filter": snippet_filter().hex(), "environment": ENVIRONMENT,
             "linux": kind is Kind.BUBBLEWRAP,
@@ -153,12 +156,18 @@ class Cell:
 
     def _wait(self, until: float) -> None:
         """Wait until there is something to read. End the sandbox if it passes a limit first."""
-        most = self._base_bytes + self.limits.memory_mb * _MB
+        if time.monotonic() - self._looked_s > _IDLE_LOOK_S:  # guard: memory-between-answers
+            self._look()
         while not self._answers.poll(1000 * max(0.0, min(_LOOK_S, until - time.monotonic()))):
             if time.monotonic() >= until:  # guard: wall-time-of-a-sandbox
                 raise self._gone(Reason.TIMEOUT)
-            if exceeds(self.init, most):  # guard: memory-of-a-sandbox
-                raise self._gone(Reason.MEMORY)
+            self._look()
+
+    def _look(self) -> None:
+        self._looked_s = time.monotonic()
+        most = self._base_bytes + self.limits.memory_mb * _MB
+        if exceeds(self.init, most):  # guard: memory-of-a-sandbox
+            raise self._gone(Reason.MEMORY)
 
     def _ended(self) -> Gone:
         """Why a sandbox closed its pipe."""

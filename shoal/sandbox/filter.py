@@ -47,6 +47,10 @@ SET_THP_DISABLE and SET_VMA."""
 _PRCTLS_OF_ZYGOTE = (22, 24, 47)
 """SET_SECCOMP, CAPBSET_DROP and CAP_AMBIENT: they only take rights away."""
 
+_FCNTLS = (*range(10), 11, 36, 37, 38, *range(1030, 1035))
+"""F_DUPFD to F_GETOWN, F_GETSIG, locks, pipe sizes and seals. F_SETLEASE is left out: a lease on a file makes
+the node wait for up to 45 s when it opens that file to write."""
+
 _SOL_SOCKET, _SOCKET_OPTIONS = 1, (2, 7, 8, 9, 13, 16, 20, 21)
 """REUSEADDR, SNDBUF, RCVBUF, KEEPALIVE, LINGER, PASSCRED, RCVTIMEO and SNDTIMEO. Those that attach BPF are left out."""
 
@@ -108,6 +112,7 @@ def _argued(zygote: bool) -> dict[str, list[Instruction]]:
         "clone3": [
             _error(errno.ENOSYS)
         ],  # its flags are in memory, which a filter cannot read; libraries then use clone
+        "fcntl": _one_of(1, _FCNTLS),  # guard: no-leases
         "prctl": _one_of(0, _PRCTLS + (_PRCTLS_OF_ZYGOTE if zygote else ())),
         "prlimit64": _one_of(0, [0]),  # itself
         "personality": _one_of(0, [0, _QUERY]),

@@ -20,7 +20,7 @@ FREE = {
     "pwritev2": (328, 287), "open": (2, -1), "openat": (257, 56), "creat": (85, -1), "close": (3, 57),
     "close_range": (436, 436), "stat": (4, -1), "lstat": (6, -1), "fstat": (5, 80), "newfstatat": (262, 79),
     "statx": (332, 291), "access": (21, -1), "faccessat": (269, 48), "faccessat2": (439, 439), "lseek": (8, 62),
-    "fcntl": (72, 25), "flock": (73, 32), "fsync": (74, 82), "fdatasync": (75, 83), "sync_file_range": (277, 84),
+    "flock": (73, 32), "fsync": (74, 82), "fdatasync": (75, 83), "sync_file_range": (277, 84),
     "truncate": (76, 45), "ftruncate": (77, 46), "fallocate": (285, 47), "fadvise64": (221, 223),
     "readahead": (187, 213), "getdents": (78, -1), "getdents64": (217, 61), "getcwd": (79, 17),
     "chdir": (80, 49), "fchdir": (81, 50), "mkdir": (83, -1), "mkdirat": (258, 34), "rmdir": (84, -1),
@@ -85,7 +85,7 @@ kernel they could write into pages of others).
 ARGUED = {
     "socket": (41, 198), "socketpair": (53, 199), "setsockopt": (54, 208), "ioctl": (16, 29), "clone": (56, 220),
     "prctl": (157, 167), "prlimit64": (302, 261), "personality": (135, 92), "unshare": (272, 97), "capset": (126, 91),
-    "mount": (165, 40), "clone3": (435, 435),
+    "mount": (165, 40), "clone3": (435, 435), "fcntl": (72, 25),
 }
 """Calls that are allowed with some arguments only."""
 # fmt: on

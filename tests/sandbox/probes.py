@@ -66,6 +66,11 @@ import json
 for place in (json.__file__, os.path.dirname(json.__file__) + "/new", "/new", "/usr/lib/new", "/etc/new", "/dev/new"):
     tried(lambda: os.close(os.open(place, os.O_WRONLY | os.O_CREAT)))
 """),
+        Probe("files", "hold up who writes to a file", """
+import fcntl
+held = os.open('/tmp/leased-<number>', os.O_RDWR | os.O_CREAT)
+for command in (1024, 1026): tried(lambda: fcntl.fcntl(held, command, 1) == 0)
+"""),
         Probe("files", "leave by chroot", """
 os.mkdir('/tmp/cage')
 held = os.open('/', os.O_RDONLY)

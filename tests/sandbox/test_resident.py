@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from shoal.sandbox.cell import Kind
+from shoal.sandbox.groups import Group
 from shoal.sandbox.layout import interpreter, outside
 from shoal.sandbox.limits import Ended, Limits, Reason, Stopped
 from shoal.sandbox.resident import Resident, ask_all
@@ -49,6 +50,17 @@ def test_a_resident_remembers_and_answers() -> None:
     assert resident.ask(b"noise") == b"said"
     resident.close()
     assert resident.ask(b"hello") == Stopped(Reason.KILLED)
+
+
+@needs_bubblewrap
+def test_memory_that_is_taken_between_two_answers_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without control groups nobody else counts it, and an answer that comes at once leaves no time to look."""
+    monkeypatch.setattr(Group, "make", staticmethod(lambda: Group([])))
+    resident = opened(Limits(wall_s=2.0, memory_mb=100))
+    code = b"run [os.fork() or (globals().__setitem__('x', bytearray(50_000_000)), time.sleep(9)) for _ in range(4)]"
+    resident.ask(code)
+    time.sleep(1.5)
+    assert resident.ask(b"hello") == Stopped(Reason.MEMORY)
 
 
 @needs_bubblewrap
