@@ -91,6 +91,10 @@ class PolicySpec:
         path = Path(directory) / "config.json"
         data = read_capped(path, MAX_JSON_BYTES)
         try:
+            family = msgspec.json.decode(data, type=_Family).model_type
+            if family not in ARCHITECTURES:  # which has other keys, and lacks some of ours
+                known = ", ".join(ARCHITECTURES)
+                raise StateError(f"{path}: model_type is {family[:40]!r}; known: {known}. Choose another model")
             config = msgspec.json.decode(data, type=_HfConfig)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise StateError(f"{path} is not a model's config: {error}. Copy or download the model again") from None
@@ -147,6 +151,12 @@ def write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False, sort_keys=True) + "\n", encoding="utf-8")
 
 
+class _Family(msgspec.Struct):
+    """The key of a `config.json` that decides which other keys there are."""
+
+    model_type: str
+
+
 class _HfConfig(msgspec.Struct):
     """The keys of a `config.json` that decide what the model computes. Other keys are ignored."""
 
@@ -201,7 +211,6 @@ def _from_hf(config: _HfConfig, path: Path) -> PolicySpec:
     bounded = ("width", "layers", "heads", "kv_heads", "head_dim", "mlp_width", "vocab_size", "max_positions")
     ids = (*spec.eos_ids, *(i for i in (spec.pad_id, spec.bos_id) if i is not None))
     demands = [
-        (spec.family in ARCHITECTURES, f"model_type is {spec.family!r}; known: {', '.join(ARCHITECTURES)}"),
         (config.hidden_act == "silu", f"hidden_act is {config.hidden_act!r}; only silu is known"),
         (
             not any(isinstance(value, dict) for value in rope.values()),

@@ -265,6 +265,12 @@ def test_a_config_that_we_cannot_run_is_refused_with_the_reason(
     assert str(checkpoint) in str(refused.value) and "\n" not in str(refused.value)
 
 
+def test_another_family_is_named_though_it_lacks_our_keys(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2", "n_embd": 768}')
+    with pytest.raises(StateError, match="model_type is 'gpt2'; known: llama, qwen2, qwen3"):
+        PolicySpec.from_directory(tmp_path)
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", "[" * 5000, '{"model_type": "qwen3"}', "\x00\xff"])
 def test_a_damaged_config_is_refused(text: str, checkpoint: Path) -> None:
     (checkpoint / "config.json").write_text(text, encoding="latin-1")
