@@ -243,6 +243,11 @@ def _with_kinds(config: RunConfig, for_others: bool, old: Mapping[str, str]) -> 
     return msgspec.structs.replace(config, envs=tuple(envs))
 
 
+def is_path(env: str) -> bool:
+    """Whether an environment of a run file is a file or folder, whose path is relative to the run file."""
+    return env.endswith(".py") or env.startswith(("./", "../", "/"))
+
+
 def _with_absolute_paths(config: RunConfig, recipe_dir: Path) -> RunConfig:
     """Make relative paths absolute. They are relative to the run file, but the folder must work from anywhere."""
     policy, envs = config.policy, []
@@ -252,7 +257,7 @@ def _with_absolute_paths(config: RunConfig, recipe_dir: Path) -> RunConfig:
             raise ConfigError(f"policy.path = {policy.path}: no directory at {path}")
         policy = msgspec.structs.replace(policy, path=str(path))
     for env in config.envs:
-        if env.name.endswith(".py") or env.name.startswith(("./", "../", "/")):
+        if is_path(env.name):
             env = msgspec.structs.replace(env, name=str((recipe_dir / env.name).resolve()))
         envs.append(env)
     return msgspec.structs.replace(config, policy=policy, envs=tuple(envs))

@@ -167,6 +167,15 @@ def test_run_that_began_alone_with_a_seed_is_not_hosted_later(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("command", ["run", "host"])
+@pytest.mark.parametrize("name", ["./none.py", "wordel", "ann/none@0.1.0"])
+def test_a_mistyped_environment_begins_no_run(command: str, name: str, tmp_path: Path) -> None:
+    """Once corrected, the same command must start the run: a folder would hold another one."""
+    (tmp_path / "typo.toml").write_text(f'name = "typo"\nsteps = 1\n[[envs]]\nname = "{name}"\n')
+    check_one_line(shoal(command, "typo.toml", cwd=tmp_path), name.removeprefix("./"))
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("command", ["run", "host"])
 def test_model_without_a_chat_template_is_one_line_before_any_role_starts(command: str, tmp_path: Path) -> None:
     make_tiny(TinyPolicy(), tmp_path / "model", seed=0, dtype="float32")
     config_file = tmp_path / "model/tokenizer_config.json"

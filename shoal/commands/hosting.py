@@ -7,11 +7,14 @@ modules are imported when a command runs, so that help is quick on a machine wit
 import argparse
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shoal.commands.grammar import add_command, run_file_arguments
 from shoal.commands.process import demand_torch
 from shoal.terminal import say
+
+if TYPE_CHECKING:
+    from shoal.config import RunConfig
 
 
 def add_commands(commands: Any) -> None:
@@ -72,6 +75,7 @@ def _launch(args: argparse.Namespace, overrides: list[str], quick: bool, with_wo
 
     config = load_run(args.recipe, overrides, quick)
     demand_torch()  # else each role would fail, and say why only in its log
+    demand_environments(config, args.recipe.parent)
     from shoal.folder import RunFolder
     from shoal.launch.hosting import invitation
     from shoal.launch.local import launch, locked
@@ -81,6 +85,15 @@ def _launch(args: argparse.Namespace, overrides: list[str], quick: bool, with_wo
         RunFolder(out).prepare(config, args.recipe.parent, for_others=not with_workers)
         announce = None if with_workers else lambda url: invitation(url, config.host, out)
         return launch(out, lock_fd, with_workers, announce)
+
+
+def demand_environments(config: "RunConfig", beside: Path) -> None:
+    """Raise `ShoalError` for an environment that is not there. Once a run has its folder, another name is another run."""
+    from shoal.envs.load import env_digest
+    from shoal.folder import is_path
+
+    for env in config.envs:
+        env_digest(str(beside / env.name) if is_path(env.name) else env.name)
 
 
 def admin(args: argparse.Namespace) -> None:
