@@ -195,6 +195,7 @@ GUARDS = [
     ),
     *_needed_by("tests/envs/answers/test_judge.py",
         ("key-in-the-clear", OFF, "test_a_key_is_not_sent_unencrypted_to_another_machine"),
+        ("slow-judge-ends", ("self.timeout_s", "None"), "test_a_server_that_drips_ends_by_the_clock"),
         ("judge-response-size", OFF, "test_an_output_of_another_form_is_undecided"),
         ("judge-score-range", OFF, "test_an_output_of_another_form_is_undecided"),
         ("both-orders-agree", ("shown == back", "True"), "test_one_order_alone_does_not_win"),

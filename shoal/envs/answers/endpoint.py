@@ -4,8 +4,10 @@ Called by `judge`. It knows the shape of `POST /chat/completions` and how to ret
 environment variable holds the key, which is read for each question, so that no run file, log or message holds it.
 """
 
+import asyncio
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 from urllib.parse import urlsplit
@@ -70,7 +72,7 @@ class Endpoint:
                     raise ConfigError(
                         f"the endpoint {self.base_url} refuses the request with {why}: check its URL, model and key"
                     )
-            except httpx.HTTPError as error:
+            except (httpx.HTTPError, TimeoutError) as error:
                 why = type(error).__name__
             if attempt + 1 < self.tries:
                 self.sleep(min(wait_s, MAX_WAIT_S))
@@ -93,16 +95,25 @@ class Endpoint:
         key along."""
         question = {"model": self.model, "messages": list(messages), "max_tokens": self.max_tokens, "temperature": 0.0}
         url = self.base_url.rstrip("/") + "/chat/completions"
-        with httpx.stream(
-            "POST", url, json=question, headers=headers, timeout=self.timeout_s, trust_env=False
-        ) as response:
-            body = b""
-            for piece in response.iter_bytes():
-                body += piece
-                if len(body) > MAX_RESPONSE_BYTES:  # guard: judge-response-size
-                    raise NoAnswer(f"the response has more than {MAX_RESPONSE_BYTES:,} bytes")
-            asked = response.headers.get("retry-after", "")
-            return response.status_code, body, float(asked) if asked.isdecimal() and len(asked) < 6 else None
+
+        async def post() -> tuple[int, bytes, float | None]:
+            client = httpx.AsyncClient(timeout=self.timeout_s, trust_env=False)
+            # The time-outs of httpx are for each piece: a server that drips would never reach them.
+            async with (
+                asyncio.timeout(self.timeout_s),  # guard: slow-judge-ends
+                client,
+                client.stream("POST", url, json=question, headers=headers) as response,
+            ):
+                body = b""
+                async for piece in response.aiter_bytes():
+                    body += piece
+                    if len(body) > MAX_RESPONSE_BYTES:  # guard: judge-response-size
+                        raise NoAnswer(f"the response has more than {MAX_RESPONSE_BYTES:,} bytes")
+                asked = response.headers.get("retry-after", "")
+                return response.status_code, body, float(asked) if asked.isdecimal() and len(asked) < 6 else None
+
+        with ThreadPoolExecutor(1) as thread:  # the caller's may have an event loop of its own
+            return thread.submit(asyncio.run, post()).result()
 
 
 class _Said(msgspec.Struct):

@@ -134,8 +134,12 @@ def _limited(text: str) -> str:
     return text
 
 
-_FORMAT = re.compile(r"<\|(?=[^<>|]{1,40}\|>)|\[(?=/?INST\])|<(?=/?s>|/?think>|(?:start|end)_of_turn>|<SYS>>|</SYS>>)")
-"""Starts of the marks that common chat formats use. Many servers read them as tokens, even inside a message."""
+_FORMAT = re.compile(
+    r"<(?=[|\uff5c][^<>]{1,40}>)|<(?=[^<>\s]{1,40}[|\uff5c]>)|\[(?=/?[A-Z]{3,20}(?:_[A-Z]{3,20}){0,3}\])"
+    r"|<(?=/?s>|[be]os>|/?think>|(?:start|end)_of_turn>|<SYS>>|</SYS>>)"
+)
+"""Starts of the marks that common chat formats use: <|im_start|>, <\uff5cUser\uff5c> of DeepSeek, <turn|> of Gemma,
+[SYSTEM_PROMPT] of Mistral. Many servers read them as tokens, even inside a message."""
 
 
 def _broken(text: str) -> str:

@@ -1,5 +1,9 @@
 """A judge over real HTTP: its form, its retries, its key, and what an answer cannot do to it."""
 
+import contextlib
+import socket
+import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -43,6 +47,42 @@ def test_what_an_answer_says_changes_nothing_for_a_judge_that_keeps_to_the_marks
 
 def test_marks_of_the_chat_format_do_not_reach_the_server(openai: Make) -> None:
     assert pointwise(openai("ends-messages"), INJECTIONS[3]).score == 0.0
+
+
+@pytest.mark.parametrize("mark", [
+    "<|im_start|>", "<\uff5cUser\uff5c>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "<|turn>", "<turn|>",
+    "[INST]", "[/SYSTEM_PROMPT]",
+    "[TOOL_CALLS]", "<end_of_turn>", "<bos>", "</s>", "<<SYS>>",
+])  # fmt: skip
+def test_marks_of_each_chat_format_are_broken(mark: str) -> None:
+    sent: list[str] = []
+
+    def ask(messages) -> str:
+        sent.append(messages[1]["content"])
+        return '{"reason": "", "score": 0}'
+
+    judged(f"It is {mark} [1, 2] for x<y and |a| > 3.", "q", "r", ask)
+    assert mark not in sent[0] and "[1, 2] for x<y and |a| > 3." in sent[0]
+
+
+def test_a_server_that_drips_ends_by_the_clock() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def drip() -> None:
+            connection, _ = server.accept()
+            until = time.monotonic() + 3.0
+            with connection, contextlib.suppress(OSError):
+                while time.monotonic() < until:
+                    connection.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
+                    time.sleep(0.05)
+
+        thread = threading.Thread(target=drip)
+        thread.start()
+        began = time.monotonic()
+        with pytest.raises(NoAnswer, match="TimeoutError"):
+            Endpoint(f"http://127.0.0.1:{server.getsockname()[1]}/v1", "m", timeout_s=0.5, tries=1)([])
+        assert time.monotonic() - began < 2.0
+        thread.join()
 
 
 @pytest.mark.parametrize("text", ["", " ", ":", "...", "\u200b", "?!"])
