@@ -6,7 +6,6 @@ version out, or brings an old list back. This file says whether the words are we
 is the right one is for `trust` to say.
 """
 
-from collections.abc import Sequence
 from typing import Annotated, NamedTuple, TypeVar
 
 import msgspec
@@ -155,11 +154,6 @@ def open_changes(data: bytes, owner: str) -> tuple[KeyChange, ...]:
     if len(changes) > MAX_CHANGES:
         raise PeerError(f"{what} has {len(changes)} changes, limit {MAX_CHANGES}")
     return tuple(changes)
-
-
-def encode(signed: Signed | Sequence[Signed]) -> bytes:
-    """As a registry holds it."""
-    return to_json(signed)
 
 
 def _decoded(data: bytes, kind: type[T], cap: int, what: str) -> T:

@@ -38,7 +38,7 @@ class Policy(Section, frozen=True):
 
 
 class Offer(NamedTuple):
-    """A package that could be installed, as far as the registry's signed words tell."""
+    """A package that could be installed, as far as the registry's signed list tells."""
 
     name: str
     release: Release

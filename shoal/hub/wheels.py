@@ -69,7 +69,7 @@ def download(
 ) -> dict[str, Path]:
     """The wheel of each dependency, by name, verified. `pip_options` may name an index, or a folder of wheels.
 
-    Raises `PeerError` if one cannot be had or has another hash, or if they have more than `max_bytes` together.
+    Raises `PeerError` if one cannot be downloaded or has another hash, or if together they have more than `max_bytes`.
     """
     into.mkdir()
     lock = into / "lock.txt"
