@@ -27,7 +27,8 @@ from shoal.policy.files import load_policy, save_policy
 from shoal.policy.render import Renderer
 from shoal.policy.tiny import make_tiny
 from shoal.protocol.bounds import claims_bend_ratios
-from shoal.protocol.randomness import SecretChain, draw_task, slot_seed
+from shoal.protocol.draws import DrawTable, EnvDraw, draw_task
+from shoal.protocol.randomness import SecretChain, slot_seed
 from shoal.protocol.types import BatchGroup, Block, Group, Sampling, Slot
 from shoal.protocol.wire import digest, to_msgpack
 from shoal.train.denominators import with_own_denominators
@@ -58,6 +59,8 @@ def train(config: RunConfig, out: Path, recipe_dir: Path, say: Callable[[str], N
     sampling = sampling_of(config)
     envs = {spec.label: env_of(spec) for spec in config.envs}
     links = SecretChain(folder.secret(), "chain/slots").links()
+    per_block = config.rollouts.block_rollouts // config.rollouts.group_size
+    table = [EnvDraw(spec.label, spec.weight, envs[spec.label].num_tasks) for spec in config.envs]
 
     # Version 0: the run file's policy, or a tiny one made from the seed.
     start = Path(config.policy.path) if config.policy.path else folder.policy
@@ -78,7 +81,7 @@ def train(config: RunConfig, out: Path, recipe_dir: Path, say: Callable[[str], N
         bodies: list[bytes] = []
         block = 0
         while len(members) < config.rollouts.batch_groups:
-            slots = slots_of_block(folder.run_id(), version, root, links[version + 1], block, config, envs)
+            slots = slots_of_block(folder.run_id(), version, root, links[version + 1], block, per_block, table)
             groups = play_block(engine, renderer, envs, slots, config.rollouts.group_size, sampling)
             # Validators recompute every reward; a group that teaches the run's algorithm nothing is left out.
             for group in groups:
@@ -113,16 +116,13 @@ def train(config: RunConfig, out: Path, recipe_dir: Path, say: Callable[[str], N
 
 
 def slots_of_block(
-    run: str, version: int, root: str, link: bytes, index: int, config: RunConfig, envs: dict[str, Env]
+    run: str, version: int, root: str, link: bytes, index: int, per_block: int, table: DrawTable
 ) -> Block:
     """The slots of a block, as the coordinator would lease them."""
-    per_block = config.rollouts.block_rollouts // config.rollouts.group_size
-    weights, sizes = [spec.weight for spec in config.envs], [envs[spec.label].num_tasks for spec in config.envs]
     slots = []
     for number in range(index * per_block, (index + 1) * per_block):
         seed = slot_seed(run, version, root, link, number)
-        env, task = draw_task(seed, weights, sizes)
-        slots.append(Slot(number, seed.hex(), config.envs[env].label, task))
+        slots.append(Slot(number, seed.hex(), *draw_task(seed, table)))
     return Block(index, tuple(slots))
 
 

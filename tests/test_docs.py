@@ -39,7 +39,7 @@ from shoal.ledger.entry import event_hash
 from shoal.ledger.log.verify import SLOT_CHAIN
 from shoal.ledger.table import KINDS
 from shoal.proofs import verify as proofs
-from shoal.protocol import accounts, algorithms, constants, identity, merkle, randomness, types, wire
+from shoal.protocol import accounts, algorithms, constants, draws, identity, merkle, randomness, types, wire
 from shoal.roles.coordinator.api import CALLS
 from shoal.roles.coordinator.role import open_run
 from shoal.tree import all_keys, from_tree, to_tree
@@ -362,6 +362,7 @@ def vectors() -> str:
     slot = randomness.slot_seed("00" * 16, 3, "11" * 32, links[4], 7)
     sample = randomness.sample_seed(slot, 2)
     noise = randomness.gumbel([sample], np.array([5]), 64)[0]
+    two = [draws.EnvDraw("0", 1.0, 100), draws.EnvDraw("1", 3.0, 100)]
     key = identity.Key(seed)
     line = identity.RequestLine("POST", "/v1/leases")
     signed = identity.sign_request(
@@ -373,7 +374,7 @@ def vectors() -> str:
         "link(3)": links[4].hex(),
         "slot seed: run `00` x 16, version 3, root `11` x 32, link(3), slot 7": slot.hex(),
         "task of that slot among environments of weight 1 and 3 with 100 tasks each":
-            "environment {}, task {}".format(*randomness.draw_task(slot, [1.0, 3.0], [100, 100])),
+            "environment {}, task {}".format(*draws.draw_task(slot, two)),
         "sample seed, index 2": sample.hex(),
         "row seed of that, row 1": randomness.row_seed(sample, 1).hex(),
         "noise at position 5, vocabulary entries 0 to 3": ", ".join(f"{value:.6f}" for value in noise[:4]),

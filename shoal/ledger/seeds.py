@@ -8,15 +8,16 @@ from collections.abc import Sequence
 
 from shoal.ledger.state import LeaseRecord, State, StreamRecord
 from shoal.protocol import types as t
+from shoal.protocol.draws import EnvDraw, draw_task
 from shoal.protocol.needs import kind_of
-from shoal.protocol.randomness import draw_task, slot_seed, uniform
+from shoal.protocol.randomness import slot_seed, uniform
 
 
 def slot_of(state: State, stream: StreamRecord, version: int, slot: int, link: bytes) -> t.Slot:
     """A slot with its seed, environment and task; `link` is link(version) of the slot chain."""
     seed = slot_seed(state.run, version, stream.versions[version].root, link, slot, stream.name)
-    env, task = draw_task(seed, [e.weight for e in state.envs], [e.num_tasks for e in state.envs])
-    return t.Slot(slot, seed.hex(), state.envs[env].label, task)
+    table = [EnvDraw(env.label, env.weight, env.num_tasks) for env in state.envs]
+    return t.Slot(slot, seed.hex(), *draw_task(seed, table))
 
 
 def lease_of(state: State, lease: LeaseRecord, link: bytes) -> t.Lease:

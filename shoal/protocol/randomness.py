@@ -71,20 +71,6 @@ def row_seed(sample: bytes, row: int) -> bytes:
     return domain_hash("row", sample, row.to_bytes(8, "big")) if row else sample  # guard: noise-of-each-row
 
 
-def draw_task(slot: bytes, weights: list[float], num_tasks: list[int]) -> tuple[int, int]:
-    """Indices of the environment and of the task that a slot seed decides.
-
-    Environments are drawn by weight, tasks uniformly. With 64 bits, the bias of the remainder is negligible.
-    """
-    bits = domain_hash("task", slot)
-    point = int.from_bytes(bits[:8], "big") / 2**64 * sum(weights)
-    env = 0
-    while env < len(weights) - 1 and point >= weights[env]:
-        point -= weights[env]
-        env += 1
-    return env, int.from_bytes(bits[8:16], "big") % num_tasks[env]
-
-
 def uniform(purpose: str, *parts: bytes) -> float:
     """A draw in [0, 1) that anyone with the same parts can repeat. For audits, one part is a secret link."""
     return int.from_bytes(domain_hash(purpose, *parts)[:8], "big") / 2**64

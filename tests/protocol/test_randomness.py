@@ -2,12 +2,9 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from shoal.protocol.randomness import (
     SecretChain,
-    draw_task,
     gumbel,
     link_follows,
     noise_words,
@@ -67,20 +64,6 @@ def test_slot_seed_changes_with_each_of_its_parts() -> None:
 
 def test_each_sample_of_a_group_has_its_own_seed() -> None:
     assert len({sample_seed(SEED, index) for index in range(1000)}) == 1000
-
-
-def test_environments_are_drawn_by_weight_and_tasks_evenly() -> None:
-    draws = [draw_task(sample_seed(SEED, i), [1.0, 3.0], [10, 4]) for i in range(4000)]
-    assert 0.22 < sum(env == 0 for env, _ in draws) / 4000 < 0.28
-    counts = np.bincount([task for env, task in draws if env == 1], minlength=4)
-    assert len(counts) == 4 and counts.min() > 600
-
-
-@given(st.binary(min_size=32, max_size=32), st.lists(st.floats(0.01, 100), min_size=1, max_size=5))
-def test_a_draw_is_always_a_task_that_exists(seed: bytes, weights: list[float]) -> None:
-    sizes = [index + 1 for index in range(len(weights))]
-    env, task = draw_task(seed, weights, sizes)
-    assert 0 <= task < sizes[env]
 
 
 def test_uniform_is_in_range_and_depends_on_purpose_and_parts() -> None:

@@ -21,7 +21,7 @@ from shoal.errors import ConfigError, StateError
 from shoal.policy.render import Renderer
 from shoal.proofs.commit import prove_activations
 from shoal.proofs.context import score_requests
-from shoal.protocol.randomness import draw_task
+from shoal.protocol.draws import EnvDraw, draw_task
 from shoal.protocol.rollouts import flaw_of
 from shoal.protocol.types import Block, Group, Message, Rollout, Sampling, Slot
 from shoal.protocol.wire import WireError, domain_hash, from_msgpack
@@ -128,10 +128,10 @@ def read(path: Path, config: RunConfig, policy: Path) -> Recording:
 
 def _slots(config: RunConfig, num_tasks: list[int], block: int) -> Iterator[Slot]:
     per_block = config.rollouts.block_rollouts // config.rollouts.group_size
+    table = [EnvDraw(env.label, env.weight, size) for env, size in zip(config.envs, num_tasks, strict=True)]
     for slot in range(block * per_block, (block + 1) * per_block):
         seed = domain_hash("calibrate", slot.to_bytes(8, "big"))
-        env, task = draw_task(seed, [env.weight for env in config.envs], num_tasks)
-        yield Slot(slot, seed.hex(), config.envs[env].label, task)
+        yield Slot(slot, seed.hex(), *draw_task(seed, table))
 
 
 def _requests(slots: tuple[Slot, ...], groups: tuple[Group, ...]) -> list[ScoreRequest]:
