@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from shoal.config import RunConfig, load_run, sampling_of
+from shoal.config import RunConfig, difficulty_of, load_run, sampling_of
 from shoal.engine.open import EngineSpec, open_engine
 from shoal.envs.base import Env
 from shoal.envs.load import env_of
@@ -23,6 +23,7 @@ from shoal.envs.play import play_block
 from shoal.envs.replay import replay_group
 from shoal.folder import RunFolder
 from shoal.ledger.algorithm import teaches
+from shoal.ledger.pools import Records, SolvedGroup, book, change_after, solve_rate, table_after
 from shoal.policy.files import load_policy, save_policy
 from shoal.policy.render import Renderer
 from shoal.policy.tiny import make_tiny
@@ -60,7 +61,9 @@ def train(config: RunConfig, out: Path, recipe_dir: Path, say: Callable[[str], N
     envs = {spec.label: env_of(spec) for spec in config.envs}
     links = SecretChain(folder.secret(), "chain/slots").links()
     per_block = config.rollouts.block_rollouts // config.rollouts.group_size
-    table = [EnvDraw(spec.label, spec.weight, envs[spec.label].num_tasks) for spec in config.envs]
+    first_table = [EnvDraw(spec.label, spec.weight, envs[spec.label].num_tasks) for spec in config.envs]
+    table: DrawTable = first_table
+    difficulty, records = difficulty_of(config), Records()
 
     # Version 0: the run file's policy, or a tiny one made from the seed.
     start = Path(config.policy.path) if config.policy.path else folder.policy
@@ -79,6 +82,7 @@ def train(config: RunConfig, out: Path, recipe_dir: Path, say: Callable[[str], N
         root = weights_root(published)
         members: list[BatchGroup] = []
         bodies: list[bytes] = []
+        solved: list[SolvedGroup] = []
         block = 0
         while len(members) < config.rollouts.batch_groups:
             slots = slots_of_block(folder.run_id(), version, root, links[version + 1], block, per_block, table)
@@ -86,6 +90,9 @@ def train(config: RunConfig, out: Path, recipe_dir: Path, say: Callable[[str], N
             # Validators recompute every reward; a group that teaches the run's algorithm nothing is left out.
             for group in groups:
                 rewards = tuple(recomputed(group, envs, renderer, sampling))
+                if difficulty is not None and len(members) < config.rollouts.batch_groups:
+                    rate = solve_rate(rewards, difficulty.solved[group.env])
+                    solved.append(SolvedGroup(group.env, group.task, rate))
                 if teaches(rewards, config.train.algorithm):
                     body = to_msgpack(group)
                     members.append(BatchGroup(version, group.slot, "", 0, digest(body), rewards))
@@ -93,6 +100,11 @@ def train(config: RunConfig, out: Path, recipe_dir: Path, say: Callable[[str], N
             block += 1
         # The batch is the first groups with signal by slot number. Who made them, and when, makes no difference.
         members, bodies = members[: config.rollouts.batch_groups], bodies[: config.rollouts.batch_groups]
+        # With a curriculum, all groups up to the last of the batch decide what the next version's tasks are drawn from.
+        if difficulty is not None:
+            change = change_after(solved, first_table, records, difficulty)
+            book(solved, change, first_table, records, difficulty)
+            table = table_after(first_table, records, difficulty)
 
         # The trainer: (version v, batch) -> version v + 1.
         rows_G = [

@@ -16,6 +16,7 @@ from shoal.config import (
     SftConfig,
     check_run,
     child_environment,
+    difficulty,
     load_run,
     load_sft,
     node_home,
@@ -27,6 +28,7 @@ from shoal.protocol.algorithms import Grpo
 from shoal.tree import Section, all_keys, changed_keys, from_tree, to_tree
 
 SMALL = 'name = "small"\nsteps = 3\n[[envs]]\nname = "arithmetic"\n'
+TWO = SMALL + '[[envs]]\nname = "arithmetic"\nlabel = "other"\n'
 LONG = SMALL + '[policy]\npath = "somewhere"\n[sampling]\nmax_tokens = {}\n'
 
 
@@ -43,7 +45,7 @@ def run_file(tmp_path: Path) -> Path:
 def explained_fields() -> dict[str, set[str]]:
     """By class, the fields that are followed by a docstring in the source."""
     found: dict[str, set[str]] = {}
-    for node in ast.parse(inspect.getsource(sections)).body:
+    for node in ast.parse(inspect.getsource(sections) + inspect.getsource(difficulty)).body:
         if isinstance(node, ast.ClassDef):
             found[node.name] = {
                 field.target.id
@@ -220,6 +222,16 @@ def test_wrong_override_says_what_is_wrong(run_file: Path, override: str, messag
         (SMALL + "[verify]\nworker_share = 0.0\n", "worker_share = 0.0: must be above 0 and at most 1"),
         (SMALL + "[verify]\nworker_share = 1.5\n", "worker_share = 1.5: must be above 0 and at most 1"),
         (SMALL + "[verify]\nworker_share = nan\n", "worker_share = nan: must be above 0 and at most 1"),
+        (SMALL + "[difficulty]\ncurriculum = true\n", "but there is one"),
+        (SMALL + "[difficulty]\nfloor = 0.5\n", "floor has no effect without difficulty.curriculum = true"),
+        (SMALL + "[difficulty]\nretire_after = 2\n", "retire_after has no effect without difficulty.pools = true"),
+        (SMALL + "[difficulty]\npools = true\nretire_after = -1\n", "retire_after = -1: must be at least 0"),
+        (SMALL + "[difficulty]\npools = true\neasy = 0.2\n", "hard must be below easy"),
+        (SMALL + "[difficulty]\npools = true\nhard_weight = 0.0\n", "would never be measured again"),
+        (SMALL + "[difficulty]\npools = true\neasy_weight = inf\n", "must be above 0, and finite"),
+        (TWO + "[difficulty]\ncurriculum = true\nfloor = 0.0\n", "floor = 0.0: must be above 0 and at most 1"),
+        (TWO + "[difficulty]\ncurriculum = true\nwindow_groups = 0\n", "window_groups = 0: must be at least 1"),
+        (SMALL + "solved = inf\n", "envs.solved = inf: must be finite"),
         (SMALL + "[rollouts]\npaid_tokens = -2\n", "rollouts.paid_tokens = -2: must be at least -1"),
         (SMALL + "[rollouts]\ngroup_size = 0\n", "rollouts.group_size = 0: must be at least 2"),
         (SMALL + "[sampling]\ntemperature = 0.0\n", "sampling.temperature = 0.0: must be above 0, and finite"),

@@ -1,6 +1,7 @@
 """The run file: every knob of a run with its unit, and how a TOML file becomes one. Names only."""
 
 from shoal.config.check import SAFE_TO_CHANGE, check_run, unsafe_changes
+from shoal.config.difficulty import DifficultyConfig
 from shoal.config.environ import child_environment, node_home
 from shoal.config.load import load_run, load_sft
 from shoal.config.sections import (
@@ -23,14 +24,16 @@ from shoal.config.sections import (
     ValidatorsConfig,
     VerifyConfig,
     WorkersConfig,
+    difficulty_of,
     is_loopback,
     sampling_of,
     wire_bounds,
 )
 
 __all__ = [
-    "ACTIVATION_ERROR", "BOUNDS", "ENV_SETTINGS", "SAFE_TO_CHANGE", "STAGE_KEYS", "BoundsConfig", "EnvConfig", "EvalConfig",
-    "HostConfig", "PolicyConfig", "RolloutsConfig", "RunConfig", "SamplingConfig", "SftConfig", "StorageConfig",
-    "TinyPolicy", "TrainConfig", "ValidatorsConfig", "VerifyConfig", "WorkersConfig", "check_run", "child_environment",
-    "is_loopback", "load_run", "load_sft", "node_home", "sampling_of", "unsafe_changes", "wire_bounds",
+    "ACTIVATION_ERROR", "BOUNDS", "ENV_SETTINGS", "SAFE_TO_CHANGE", "STAGE_KEYS", "BoundsConfig", "DifficultyConfig",
+    "EnvConfig", "EvalConfig", "HostConfig", "PolicyConfig", "RolloutsConfig", "RunConfig", "SamplingConfig", "SftConfig",
+    "StorageConfig", "TinyPolicy", "TrainConfig", "ValidatorsConfig", "VerifyConfig", "WorkersConfig", "check_run",
+    "child_environment", "difficulty_of", "is_loopback", "load_run", "load_sft", "node_home", "sampling_of",
+    "unsafe_changes", "wire_bounds",
 ]  # fmt: skip

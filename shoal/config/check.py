@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from shoal.config.difficulty import difficulty_fits
 from shoal.config.sections import EnvConfig, RunConfig, SamplingConfig
 from shoal.errors import ConfigError
 from shoal.protocol.algorithms import Algorithm
@@ -110,7 +111,7 @@ def check_run(config: RunConfig) -> None:
             f"verify.worker_share = {verify.worker_share}: must be 1 if rollouts.max_staleness is 0, because a batch then "
             "takes groups by slot number",
         ),
-        *_algorithm_fits(config.train.algorithm),
+        *_learning_fits(config),
         *_addresses_are_read(config.host.trusted_proxies),
         *_messages_fit(config),
     ]
@@ -151,6 +152,11 @@ def _plays_fit(envs: Sequence[EnvConfig]) -> Iterator[tuple[bool, str]]:
             ),
         )
         yield 0 < env.call_s < math.inf, f"envs.call_s = {env.call_s}: must be above 0, and finite"
+
+
+def _learning_fits(config: RunConfig) -> Iterator[tuple[bool, str]]:
+    yield from difficulty_fits(config.difficulty, [env.solved for env in config.envs])
+    yield from _algorithm_fits(config.train.algorithm)
 
 
 def _algorithm_fits(grpo: Algorithm) -> Iterator[tuple[bool, str]]:

@@ -12,8 +12,10 @@ from typing import Any, Literal
 
 import msgspec
 
+from shoal.config.difficulty import DifficultyConfig, wire_difficulty
 from shoal.protocol.algorithms import Algorithm, Grpo
 from shoal.protocol.bounds import MEAN_OF_LOGPROB, Dtype
+from shoal.protocol.difficulty import Difficulty
 from shoal.protocol.types import Bounds, Sampling
 from shoal.tree import Section
 
@@ -95,6 +97,8 @@ class EnvConfig(Section, frozen=True):
     same weights again."""
     call_s: float = 10.0
     """Seconds that the host's stage gives the environment for one turn. A rollout that takes longer ends by error."""
+    solved: float = 1.0
+    """A rollout with at least this reward counts as solved: for solve rates, and for draws that follow them."""
 
     def __post_init__(self) -> None:
         if not self.label:
@@ -306,6 +310,7 @@ class RunConfig(Section, frozen=True, kw_only=True):
     envs: tuple[EnvConfig, ...]
     sampling: SamplingConfig = SamplingConfig()
     rollouts: RolloutsConfig = RolloutsConfig()
+    difficulty: DifficultyConfig = DifficultyConfig()
     train: TrainConfig = TrainConfig()
     verify: VerifyConfig = VerifyConfig()
     workers: WorkersConfig = WorkersConfig()
@@ -364,6 +369,11 @@ def sampling_of(config: RunConfig) -> Sampling:
     """The run file's sampling, as the wire's type."""
     drawn = config.sampling
     return Sampling(drawn.temperature, drawn.max_turn_tokens, drawn.max_tokens, drawn.max_rollout_tokens)
+
+
+def difficulty_of(config: RunConfig) -> Difficulty | None:
+    """How the run file lets draws follow solve rates, as the log has it; None if they do not."""
+    return wire_difficulty(config.difficulty, {env.label: env.solved for env in config.envs})
 
 
 def wire_bounds(bounds: BoundsConfig) -> Bounds:

@@ -7,7 +7,8 @@ worker could keep a group that it does not like until it is too old.
 
 from collections import Counter
 
-from shoal.ledger.state import BlockRecord, State, StreamRecord, once_per_event
+from shoal.ledger.once import once_per_event
+from shoal.ledger.state import BlockRecord, State, StreamRecord
 from shoal.protocol.types import Rules
 
 

@@ -4,7 +4,8 @@ Used by the rules of leases. The log shows the time between a worker's submissio
 What it claims about its speed can only make them smaller.
 """
 
-from shoal.ledger.state import LeaseRecord, Member, State, once_per_event
+from shoal.ledger.once import once_per_event
+from shoal.ledger.state import LeaseRecord, Member, State
 from shoal.protocol.constants import MAX_LEASE_BLOCKS
 
 RECENT_LEASES = 10

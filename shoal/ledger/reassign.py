@@ -9,8 +9,9 @@ policy learns from the same tokens, whichever worker makes them.
 from collections.abc import Iterator, Sequence
 
 from shoal.ledger.next_batch import blocks_in_the_way, is_fresh
+from shoal.ledger.once import once_per_event
 from shoal.ledger.pace import patience_ends, usual_pace_s
-from shoal.ledger.state import BlockRecord, Member, State, StreamRecord, once_per_event
+from shoal.ledger.state import BlockRecord, Member, State, StreamRecord
 
 
 @once_per_event

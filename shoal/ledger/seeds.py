@@ -6,18 +6,22 @@ state and no secret but the one that it is given.
 
 from collections.abc import Sequence
 
+from shoal.ledger.drawn import table_of
+from shoal.ledger.pools import SolvedGroup, solve_rate
 from shoal.ledger.state import LeaseRecord, State, StreamRecord
 from shoal.protocol import types as t
-from shoal.protocol.draws import EnvDraw, draw_task
+from shoal.protocol.draws import draw_task
 from shoal.protocol.needs import kind_of
 from shoal.protocol.randomness import slot_seed, uniform
+
+MOST_COUNTED = 8192
+"""Slots of a version that count for the draws, at most: it bounds the size of an event."""
 
 
 def slot_of(state: State, stream: StreamRecord, version: int, slot: int, link: bytes) -> t.Slot:
     """A slot with its seed, environment and task; `link` is link(version) of the slot chain."""
     seed = slot_seed(state.run, version, stream.versions[version].root, link, slot, stream.name)
-    table = [EnvDraw(env.label, env.weight, env.num_tasks) for env in state.envs]
-    return t.Slot(slot, seed.hex(), *draw_task(seed, table))
+    return t.Slot(slot, seed.hex(), *draw_task(seed, table_of(state, stream, version)))
 
 
 def lease_of(state: State, lease: LeaseRecord, link: bytes) -> t.Lease:
@@ -29,6 +33,26 @@ def lease_of(state: State, lease: LeaseRecord, link: bytes) -> t.Lease:
         for b in lease.blocks
     )
     return t.Lease(lease.id, lease.worker, lease.version, blocks, state.sampling, lease.issued, lease.deadline)
+
+
+def solved_groups(state: State, stream: StreamRecord, version: int, link: bytes) -> list[SolvedGroup]:
+    """The groups of a retired version that count for the draws to come, in the order of their slots, with or without
+    signal; arguments as of `slot_of`.
+
+    At `max_staleness = 0` those up to the last one of the batch: workers may or may not have made more, and who they are
+    must not decide what is learned.
+    """
+    solved, slots = state.difficulty.solved if state.difficulty else {}, stream.versions[version].slots
+    last = stream.batches[version][-1][1]
+    if state.rules.max_staleness:  # guard: counts-to-the-batch
+        last = max(slots, default=-1)
+    found = []
+    for number in sorted(slots)[:MOST_COUNTED]:
+        if number <= last and slots[number].status in ("signal", "flat"):
+            slot = slot_of(state, stream, version, number, link)
+            rate = solve_rate(slots[number].rewards, solved.get(slot.env, 1.0))
+            found.append(SolvedGroup(slot.env, slot.task, rate))
+    return found
 
 
 def audit_draws(state: State, lease: LeaseRecord, submission: str, link: bytes) -> tuple[float, ...]:

@@ -5,22 +5,20 @@ Read by the rules, the coordinator and every auditor. A state is a value: two re
 the wire.
 """
 
-import functools
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from collections.abc import Iterable
+from typing import Any
 
 import msgspec
 
 from shoal.algos.sampling_evidence import Evidence
 from shoal.ledger.entry import GENESIS
 from shoal.ledger.law import BEFORE_LAWS, Law
+from shoal.ledger.pools import SolvedRecord, TableChange
 from shoal.protocol.constants import MAIN_STREAM
+from shoal.protocol.difficulty import Difficulty
 from shoal.protocol.types import EnvSpec, GroupVerdict, Rules, Sampling
 from shoal.protocol.wire import digest, to_json
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 class TurnsRecord(msgspec.Struct):
@@ -222,6 +220,10 @@ class StreamRecord(msgspec.Struct):
     """Groups accepted without signal since the last one with signal, the last batch, or the last resume."""
     flat_reward: float = 0.0
     """Sum of their mean rewards."""
+    solved: dict[str, SolvedRecord] = {}
+    """By label of an environment: what its groups showed. Empty if draws do not follow solve rates."""
+    changes: dict[int, TableChange] = {}
+    """By version: what its draw table changed in that of the version before, ascending."""
 
     @property
     def version(self) -> int:
@@ -268,6 +270,8 @@ class State(msgspec.Struct, dict=True):
     """What the run file fixes."""
     law: Law = BEFORE_LAWS
     """What the project fixes: constants and version of the rules."""
+    difficulty: Difficulty | None = None
+    """How draws follow solve rates; None if they do not."""
     config: dict[str, Any] = {}
     phase: str = "running"
     pause_cause: str = ""
@@ -379,22 +383,3 @@ class State(msgspec.Struct, dict=True):
 def state_hash(state: State) -> str:
     """SHA-256 over the canonical encoding of a state, hex."""
     return digest(to_json(msgspec.to_builtins(state, str_keys=True)))
-
-
-def once_per_event(count: Callable[Concatenate[State, P], T]) -> Callable[Concatenate[State, P], T]:
-    """A function of a state, and perhaps of one of its streams, that is computed once for each event.
-
-    The value is kept beside the fields of the state, so it changes no hash. Callers must not change the value.
-    """
-    name = f"{count.__module__}.{count.__qualname__}"
-
-    @functools.wraps(count)
-    def remembered(state: State, *of: P.args, **none: P.kwargs) -> T:
-        key = " ".join([name, *(stream.name for stream in of)])  # type: ignore[attr-defined]
-        seq, value = state.__dict__.get(key, (None, None))
-        if seq != state.seq:  # guard: counted-once, counted-afresh
-            value = count(state, *of, **none)
-            state.__dict__[key] = (state.seq, value)
-        return value
-
-    return remembered

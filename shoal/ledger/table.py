@@ -10,12 +10,13 @@ from types import ModuleType
 from typing import Any
 
 from shoal.ledger.entry import Body, Entry, Stored, encode, read_stored
-from shoal.ledger.facts import batches, leases, members, pay, run, submissions, verdicts, versions
+from shoal.ledger.facts import batches, leases, members, pay, pools, run, submissions, verdicts, versions
 from shoal.ledger.past import Cause, Here, Told
 from shoal.ledger.rules import batches as batches_rules
 from shoal.ledger.rules import leases as leases_rules
 from shoal.ledger.rules import members as members_rules
 from shoal.ledger.rules import pay as pay_rules
+from shoal.ledger.rules import pools as pools_rules
 from shoal.ledger.rules import run as run_rules
 from shoal.ledger.rules import submissions as submissions_rules
 from shoal.ledger.rules import verdicts as verdicts_rules
@@ -31,6 +32,7 @@ SUBJECTS: tuple[tuple[ModuleType, ModuleType], ...] = (
     (batches, batches_rules),
     (submissions, submissions_rules),
     (verdicts, verdicts_rules),
+    (pools, pools_rules),
     (versions, versions_rules),
     (run, run_rules),
 )

@@ -9,8 +9,9 @@ from shoal.ledger.facts.versions import Publish
 from shoal.ledger.law import LAW
 from shoal.ledger.log.book import Book
 from shoal.ledger.log.store import Store, sqlite_url
-from shoal.ledger.log.verify import verify
+from shoal.ledger.log.verify import AUDIT_CHAIN, SLOT_CHAIN, verify
 from shoal.protocol.audits import influence, must_audit, paid_tokens
+from shoal.protocol.randomness import SecretChain
 from shoal.protocol.types import GroupVerdict, Join, Rules, Sampling, Verdict
 from shoal.protocol.wire import digest
 
@@ -28,12 +29,19 @@ def rules(**changes):
 class World:
     """A book with a clock and honest moves, so that a test contains only what it is about."""
 
-    def __init__(self, tmp_path, validators=(VALIDATOR,), law=LAW, config=None, **changes):
+    def __init__(
+        self, tmp_path, validators=(VALIDATOR,), law=LAW, config=None, envs=(), difficulty=None, secret=b"", **changes
+    ):
         self.path, self.now, self.rechecks = tmp_path / "log.sqlite", 1000.0, {}
+        self.links = []
         self.book = Book(Store(sqlite_url(self.path)))
+        ends = "00" * 32, "11" * 32
+        if secret:
+            self.links = [SecretChain(secret, purpose).links() for purpose in (SLOT_CHAIN, AUDIT_CHAIN)]
+            ends = tuple(links[0].hex() for links in self.links)
         created = RunCreated(
-            "r" * 32, "test", "k" * 64, TRAINER, tuple(validators), "00" * 32, "11" * 32, (), Sampling(1.0, 8, 64),
-            rules(**changes), config or {}, law,
+            "r" * 32, "test", "k" * 64, TRAINER, tuple(validators), *ends, tuple(envs), Sampling(1.0, 8, 64),
+            rules(**changes), config or {}, law, difficulty,
         )  # fmt: skip
         self.do(Create(created, self.now))
         self.enter(TRAINER, "trainer")
@@ -52,7 +60,10 @@ class World:
 
     def publish(self, version=None):
         version = self.state.main.version + 1 if version is None else version
-        return self.do(Publish(TRAINER, version, digest(b"root%d" % version), "m", {}, self.now))
+        secrets = (
+            {v: tuple(links[v + 1].hex() for links in self.links) for v in range(version + 1)} if self.links else {}
+        )
+        return self.do(Publish(TRAINER, version, digest(b"root%d" % version), "m", secrets, self.now))
 
     def lease(self, key, holding=()):
         self.do(AskLease(key, tuple(holding), 0.0, self.now))

@@ -87,7 +87,9 @@ def test_log_holds_no_seed_of_the_run_file(town):
             assert not env.pop(name)
         for name, usual in STAGE_KEYS.items():
             assert env.pop(name) == usual
+        assert env.pop("solved") == 1.0
     assert told["sampling"].pop("max_rollout_tokens") == 0  # the same
+    assert told.pop("difficulty")["pools"] is False
     assert bodies[1].config == told
 
 

@@ -16,6 +16,7 @@ from shoal.engine.local import LocalEngine
 from shoal.errors import PeerError
 from shoal.ledger.facts.batches import BatchFormed, GroupAccepted
 from shoal.ledger.facts.leases import LeaseLapsed
+from shoal.ledger.facts.pools import PoolsChanged
 from shoal.ledger.facts.run import Admin
 from shoal.metrics import read_metrics
 from shoal.policy.tiny import make_tiny
@@ -313,3 +314,30 @@ def test_a_stranger_that_fills_no_lease_gets_few_of_them_and_changes_nothing(tmp
     node = audit.state.members[stranger._key.public]
     assert audit.findings == [] and town.weights() == single_file_weights
     assert 1 <= node.leases <= 5 and audit.state.members[honest.key].refused == 0
+
+
+THREE_LABELS = [
+    {"name": "arithmetic", "label": "sums", "args": {"digits": 1, "num_tasks": 3}, "solved": 0.1},
+    {"name": "arithmetic", "label": "small", "args": {"digits": 1, "num_tasks": 5, "operations": "*"}, "solved": 0.1},
+    {"name": "arithmetic", "label": "large", "args": {"digits": 4, "num_tasks": 1000}},
+]
+"""Of the first two, any number counts as solved, because this policy hardly ever finds the right one."""
+
+FOLLOWING = {"curriculum": True, "window_groups": 4, "pools": True, "easy": 0.1, "hard": 0.05, "retire_after": 1}
+
+
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_draws_that_follow_solve_rates_give_the_bytes_of_one_file(tmp_path, num_workers):
+    config = tiny_run(envs=THREE_LABELS, steps=4, difficulty=FOLLOWING)
+    town = Town(tmp_path / "run", config)
+    workers = [town.worker(f"worker-{i}") for i in range(num_workers)]
+    asyncio.run(town.live(town.trainer(), town.validator(), *workers))
+    audit = town.audit()
+    assert audit.findings == [] and all(town.desk.state.members[worker.key].refused == 0 for worker in workers)
+    changes = [entry.body for entry in audit.entries if isinstance(entry.body, PoolsChanged)]
+    assert [change.version for change in changes] == [1, 2, 3], "the last version has no slots"
+    assert any(change.weights for change in changes) and any(change.moved for change in changes)
+    drawn = town.desk.state.main.solved
+    assert {pool for record in drawn.values() for pool in record.pools.values()} == {"easy", "hard"}
+    out = tmp_path / "one"
+    assert town.weights() == one_file.train(config, out, out.parent)

@@ -8,10 +8,11 @@ import msgspec
 from shoal.ledger.entry import Entry
 from shoal.ledger.law import BEFORE_LAWS, Law
 from shoal.ledger.state import State
+from shoal.protocol.difficulty import Difficulty
 from shoal.protocol.types import EnvSpec, Message, Rules, Sampling
 
 
-class RunCreated(Message, frozen=True):
+class RunCreated(Message, frozen=True, omit_defaults=True):
     """The first event: everything that the run's nodes must agree on."""
 
     run: str
@@ -30,6 +31,8 @@ class RunCreated(Message, frozen=True):
     """The resolved run file."""
     law: Law | None = None
     """Constants and version of the rules. Logs of version 0 name none."""
+    difficulty: Difficulty | None = None
+    """How draws follow solve rates. Only in logs of runs whose draws do."""
 
 
 class RulesChanged(Message, frozen=True):
@@ -102,6 +105,7 @@ def apply_run_created(body: RunCreated, state: State, entry: Entry) -> None:
     state.chain_end, state.audit_chain_end, state.config = body.chain_end, body.audit_chain_end, body.config
     state.rules = _with_quarantine(body.rules, body.rules.quarantine_s, body.config)
     state.law = body.law or BEFORE_LAWS
+    state.difficulty = body.difficulty
 
 
 def apply_rules_changed(body: RulesChanged, state: State, entry: Entry) -> None:

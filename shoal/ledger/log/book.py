@@ -20,6 +20,7 @@ from shoal.ledger.log.store import Store
 from shoal.ledger.rules.run import follow
 from shoal.ledger.state import State
 from shoal.ledger.table import apply, decide, make_entry, typed
+from shoal.protocol.difficulty import Difficulty
 from shoal.protocol.types import Rules
 from shoal.protocol.wire import WireError, from_json
 
@@ -89,7 +90,7 @@ def _fields_of_later(first: Stored) -> list[str]:
     """Fields of the first event, its law and its rules that this code does not know."""
     whole = from_json(bytes(first.body), dict[str, msgspec.Raw])
     found = [name for name in whole if name not in RunCreated.__struct_fields__]
-    for part, known in (("law", Law), ("rules", Rules)):
+    for part, known in (("law", Law), ("rules", Rules), ("difficulty", Difficulty)):
         data = bytes(whole.get(part, b"null"))
         fields = from_json(data, dict[str, msgspec.Raw]) if data != b"null" else {}
         found += [f"{part}.{name}" for name in fields if name not in known.__struct_fields__]

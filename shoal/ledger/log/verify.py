@@ -12,6 +12,7 @@ from shoal.errors import StateError
 from shoal.ledger.entry import GENESIS, Entry, read_stored
 from shoal.ledger.facts.batches import BatchFormed, GroupAccepted
 from shoal.ledger.facts.pay import Credit
+from shoal.ledger.facts.pools import PoolsChanged
 from shoal.ledger.facts.submissions import SubmissionReceived
 from shoal.ledger.facts.verdicts import Decision
 from shoal.ledger.facts.versions import LinkRevealed
@@ -47,6 +48,8 @@ class Audit:
         self.used: Counter[tuple[int, int]] = Counter()
         self.tokens = 0
         self.links: dict[int, LinkRevealed] = {}
+        self.pool_links: dict[int, str] = {}
+        """Links by which the groups of retired versions were counted."""
         self.host = HostWatch()
         self.turns = Turns()
 
@@ -66,6 +69,8 @@ class Audit:
                 self.used.update(groups)
             case LinkRevealed(version=version):
                 self.links[version] = entry.body
+            case PoolsChanged(version=version, link=link):
+                self.pool_links[version - self.state.rules.max_staleness - 1] = link
             case _:
                 pass
         try:
@@ -153,6 +158,15 @@ def _check_links(audit: Audit) -> None:
         if not (known and all(_leads_back(purpose, link, end, version + 1) for purpose, link, end in chains)):
             audit.findings.append(f"the link revealed for version {version} does not lead to the published end")
             del audit.links[version]
+    for version, link in audit.pool_links.items():
+        known = 0 <= version < CHAIN_LENGTH
+        if not (
+            known and _leads_back(SLOT_CHAIN, link, audit.state.chain_end, version + 1)
+        ):  # guard: link-of-the-count
+            audit.findings.append(
+                f"groups of version {version} were counted by a link that does not lead to the published end: the draws "
+                "after that follow from tasks that were not drawn"
+            )
 
 
 def _leads_back(purpose: str, link: str, end: str, steps: int) -> bool:

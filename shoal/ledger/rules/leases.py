@@ -14,12 +14,13 @@ from shoal.ledger.facts.leases import AskLease, LeaseGranted, LeaseLapsed, Retur
 from shoal.ledger.facts.members import Leave, NodeLeft
 from shoal.ledger.facts.run import Admin, RulesChanged, Tick
 from shoal.ledger.next_batch import groups_a_worker, is_fresh, usable
+from shoal.ledger.once import once_per_event
 from shoal.ledger.pace import blocks_for_speed, is_slow, lease_times
 from shoal.ledger.past import Cause, Here, Table, Told
 from shoal.ledger.reassign import blocks_to_reassign, num_to_reassign
 from shoal.ledger.rules.members import member_as, refuse_replayed, signed_at
 from shoal.ledger.rules.pay import lapse_costs
-from shoal.ledger.state import LeaseRecord, Member, State, StreamRecord, once_per_event
+from shoal.ledger.state import LeaseRecord, Member, State, StreamRecord
 from shoal.protocol.accounts import CreditLine
 from shoal.protocol.constants import MAX_OPEN_LEASES
 from shoal.protocol.sizes import most_lease_blocks

@@ -4,9 +4,11 @@ from collections.abc import Iterator
 
 from shoal.ledger.answers import Refused
 from shoal.ledger.entry import Body
+from shoal.ledger.facts.pools import PoolsChanged
 from shoal.ledger.facts.run import Tick
 from shoal.ledger.facts.versions import CheckpointPublished, LinkRevealed, Publish
 from shoal.ledger.past import Cause, Here, Table
+from shoal.ledger.rules.pools import change_pools
 from shoal.ledger.state import State, StreamRecord
 
 
@@ -27,7 +29,7 @@ def decide_publish(command: Publish, state: State) -> list[Body]:
         raise Refused("conflict", f"the next version is {stream.version + 1}, not {command.version}")
     if command.version > 0 and command.version - 1 not in stream.batches:
         raise Refused("conflict", f"version {command.version} needs batch {command.version - 1}, which is not formed")
-    events: list[Body] = [published]
+    events: list[Body] = [published, *change_pools(state, stream, command.version, command.links)]
     ended = command.version >= state.rules.steps
     retired = command.version if ended else command.version - state.rules.max_staleness - 1
     unjudged = _unjudged(state, stream)
@@ -57,6 +59,11 @@ def reveal_rest(state: State, links: dict[int, tuple[str, str]]) -> Iterator[Bod
 
 def cause_of_checkpoint_published(body: CheckpointPublished, here: Here) -> Cause:
     known = {v: (found.link, found.audit_link) for v, found in here.links.items() if v <= body.version}
+    for entry in here.entries[here.place + 1 : here.place + 2]:
+        # It names a link that may be revealed later; `verify` checks that it is of the chain.
+        if isinstance(entry.body, PoolsChanged) and entry.body.link:
+            retired = body.version - here.state.rules.max_staleness - 1
+            known[retired] = entry.body.link, known.get(retired, ("", ""))[1]
     key = here.state.trainer_key
     return Cause(Publish(key, body.version, body.root, body.manifest, known, here.now, body.stream))
 

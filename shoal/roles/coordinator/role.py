@@ -18,7 +18,17 @@ from typing import Any
 from msgspec.structs import replace
 from starlette.applications import Starlette
 
-from shoal.config import ACTIVATION_ERROR, ENV_SETTINGS, STAGE_KEYS, EnvConfig, RunConfig, sampling_of, wire_bounds
+from shoal.config import (
+    ACTIVATION_ERROR,
+    ENV_SETTINGS,
+    STAGE_KEYS,
+    DifficultyConfig,
+    EnvConfig,
+    RunConfig,
+    difficulty_of,
+    sampling_of,
+    wire_bounds,
+)
 from shoal.envs.base import Env
 from shoal.envs.load import env_digest, env_of
 from shoal.errors import ConfigError, StateError, cause_of
@@ -106,6 +116,7 @@ def created(folder: RunFolder, config: RunConfig, run_key: str, law: Law) -> Run
         rules=rules_of(config),
         config=public_run_file(folder, config),
         law=law,
+        difficulty=difficulty_of(config),
     )
 
 
@@ -122,6 +133,10 @@ def public_run_file(folder: RunFolder, config: RunConfig) -> dict[str, Any]:
         for name in ENV_SETTINGS:
             if not env[name]:
                 del env[name]
+        if env["solved"] == 1.0:
+            del env["solved"]
+    if config.difficulty == DifficultyConfig():
+        del tree["difficulty"]
     if not config.sampling.max_rollout_tokens:
         del tree["sampling"]["max_rollout_tokens"]
     for env in tree["envs"]:  # a run whose workers play has the log that it had before hosts could

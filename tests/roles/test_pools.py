@@ -1,0 +1,153 @@
+"""Runs whose draws follow solve rates, audited: every task is derived again, and a host that gives others is found."""
+
+import asyncio
+
+import msgspec
+import pytest
+
+from shoal.errors import StateError
+from shoal.ledger.facts.pools import PoolsChanged
+from shoal.ledger.facts.versions import LinkRevealed
+from shoal.ledger.log.verify import report
+from shoal.roles.auditor.log import audit_folder
+from shoal.roles.auditor.rollouts import AGREE, DISAGREE, Choice, audit_rollouts
+from shoal.roles.auditor.source import FolderRun
+from shoal.roles.coordinator.desk import Desk
+from tests.roles.forgery import forged
+from tests.roles.town import Town, tiny_run
+
+ENVS = [
+    {"name": "arithmetic", "label": "easy", "args": {"digits": 1, "num_tasks": 4}, "solved": 0.1},
+    {"name": "arithmetic", "label": "hard", "args": {"digits": 4, "num_tasks": 50}, "solved": 0.1},
+]
+"""Any number counts as solved, because this policy hardly ever finds the right one."""
+
+
+def following(**changes):
+    difficulty = {"curriculum": True, "window_groups": 4, "pools": True, "easy": 0.15, "hard": 0.05}
+    return tiny_run(envs=ENVS, difficulty=difficulty, storage={"retain": "all"}, **changes)
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory):
+    """A finished run."""
+    town = Town(tmp_path_factory.mktemp("pools") / "run", following(steps=4))
+    asyncio.run(town.live(town.trainer(), town.validator(), town.worker("one"), town.worker("two")))
+    return town.folder.root
+
+
+def audit(run_dir):
+    return asyncio.run(audit_rollouts(FolderRun(run_dir), Choice(), threads=1, own_files=False))
+
+
+def test_every_task_of_an_honest_run_is_derived_again(run_dir):
+    found = audit(run_dir)
+    assert found.exit_code() == AGREE and found.disagreements == [] and found.groups > 12
+    log = audit_folder(run_dir)
+    assert log.findings == [] and "the log holds" in report(log)
+    assert any(change.moved for change in log.state.main.changes.values())
+
+
+def test_a_run_with_staleness_is_audited_alike(tmp_path):
+    config = following(steps=4, rollouts={"max_staleness": 1})
+    town = Town(tmp_path / "run", config)
+    asyncio.run(town.live(town.trainer(), town.validator(), town.worker("one"), town.worker("two")))
+    found = audit(town.folder.root)
+    assert found.exit_code() == AGREE and sorted(town.desk.state.main.changes) == [2, 3]
+
+
+def test_a_host_that_gives_easier_tasks_than_the_table_says_is_found(tmp_path, monkeypatch):
+    """Its workers and validators believe their leases; the log holds; the seeds say otherwise."""
+    honest = Desk.wire_lease
+
+    def easier(desk, lease):
+        asked = honest(desk, lease)
+        blocks = tuple(
+            msgspec.structs.replace(
+                block,
+                slots=tuple(msgspec.structs.replace(slot, env="easy", task=slot.task % 4) for slot in block.slots),
+            )
+            for block in asked.blocks
+        )
+        return msgspec.structs.replace(asked, blocks=blocks)
+
+    monkeypatch.setattr(Desk, "wire_lease", easier)
+    town = Town(tmp_path / "run", following(steps=2))
+    worker = town.worker("one")
+    asyncio.run(town.live(town.trainer(), town.validator(), worker))
+    assert town.desk.state.members[worker.key].refused == 0
+    found = audit(town.folder.root)
+    assert found.exit_code() == DISAGREE
+    assert any("another task than the slot's" in line or "another environment" in line for line in found.disagreements)
+
+
+def changed(**fields):
+    """An edit that replaces fields of the last change of draws by what each is made of it."""
+
+    def edit(lines):
+        place = max(i for i, (_, body) in enumerate(lines) if isinstance(body, PoolsChanged))
+        time, body = lines[place]
+        new = msgspec.structs.replace(body, **{name: make(body) for name, make in fields.items()})
+        return [*lines[:place], (time, new), *lines[place + 1 :]]
+
+    return edit
+
+
+def without_changes(lines):
+    return [line for line in lines if not isinstance(line[1], PoolsChanged)]
+
+
+def one_more(lines):
+    place = max(i for i, (_, body) in enumerate(lines) if isinstance(body, PoolsChanged))
+    time, body = lines[place]
+    extra = msgspec.structs.replace(body, version=body.version + 7, weights={"easy": 50.0}, moved={})
+    return [*lines[: place + 1], (time, extra), *lines[place + 1 :]]
+
+
+def withheld(lines):
+    """The link of the count is invented, and the true one is never revealed."""
+    place = max(i for i, (_, body) in enumerate(lines) if isinstance(body, PoolsChanged))
+    version = lines[place][1].version - 1
+    return [
+        line
+        for line in changed(link=lambda _: "ab" * 32)(lines)
+        if not (isinstance(line[1], LinkRevealed) and line[1].version == version)
+    ]
+
+
+LIES = {
+    "another weight": (changed(weights=lambda body: {**body.weights, "easy": 9.0}), "not what the rules give"),
+    "a task moved that was not": (changed(moved=lambda body: {"hard": {"easy": (0, 1)}}), "not what the rules give"),
+    "a move left out": (changed(weights=lambda _: {}, moved=lambda _: {}), "not what the rules give"),
+    "an invented link": (changed(link=lambda _: "ab" * 32), "does not lead to the published end"),
+    "an invented link, the true one withheld": (withheld, "does not lead to the published end"),
+    "no link": (changed(link=lambda _: ""), "does not lead to the published end"),
+    "no changes of draws": (without_changes, "due is pools_changed"),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_log_with_other_draws_is_found_though_every_hash_fits(run_dir, tmp_path, lie):
+    edit, words = LIES[lie]
+    findings = audit_folder(forged(run_dir, tmp_path / "lying", edit)).findings
+    assert any(words in finding for finding in findings), findings
+
+
+UNBOOKABLE = {
+    "a task that there is not": changed(moved=lambda body: {"hard": {"easy": (50,)}}),
+    "an unknown pool": changed(moved=lambda body: {"hard": {"dull": (1,)}}),
+    "an unknown environment": changed(weights=lambda body: {"none": 1.0}),
+    "a negative weight": changed(weights=lambda body: {"easy": -1.0}),
+    "no task left": changed(
+        moved=lambda body: {"easy": {"retired": tuple(range(4))}, "hard": {"retired": tuple(range(50))}}
+    ),
+    "a version twice": changed(version=lambda body: body.version - 1),
+    "a version that there is not": one_more,
+    "a link that is no hex": changed(link=lambda _: "link"),
+}
+
+
+@pytest.mark.parametrize("lie", UNBOOKABLE)
+def test_a_change_of_draws_that_no_state_can_take_breaks_the_log(run_dir, tmp_path, lie):
+    with pytest.raises(StateError, match="the log is broken at event"):
+        audit_folder(forged(run_dir, tmp_path / "lying", UNBOOKABLE[lie]))
