@@ -31,6 +31,17 @@ METRICS: dict[str, Metric] = {
     "reward_all_mean": Metric(
         "reward", "Mean reward of all rollouts accepted since the batch of the last step, with or without signal."
     ),
+    "solve_rate": Metric(
+        "share",
+        "Share of the rollouts accepted since the batch of the last step that are solved: whose reward is at least "
+        "envs.solved. Missing in the first step after a restart of the coordinator.",
+    ),
+    "solve_rate/LABEL": Metric(
+        "share", "The same for one environment, if a run has several; null if no group of it was accepted."
+    ),
+    "draw_weight/LABEL": Metric(
+        "weight", "Weight of an environment in the newest draw table, if a run has several: its share of new slots."
+    ),
     "zero_signal_share": Metric(
         "share", "Share of groups accepted since the batch of the last step whose rewards were all equal."
     ),

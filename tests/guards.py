@@ -974,7 +974,7 @@ GUARDS = [
          "test_a_forger_gains_nothing_by_claiming_an_engine_with_loose_bounds"),
     ),
     *_needed_by("tests/ledger/test_pools.py",
-        ("none-is-forgotten", ("max(rule.floor, learnable)", "learnable"),
+        ("none-is-forgotten", ("max(rule.floor, learnable[env.label] / best)", "learnable[env.label] / best"),
          "test_an_environment_of_which_nothing_can_be_learned_keeps_the_floor"),
         ("weight-of-a-known-environment", OFF, "test_a_change_from_which_nothing_could_be_drawn_is_refused"),
         ("tasks-of-known-pools", OFF, "test_a_change_from_which_nothing_could_be_drawn_is_refused"),

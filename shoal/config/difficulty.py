@@ -19,7 +19,8 @@ class DifficultyConfig(Section, frozen=True):
     """Draw more from environments whose groups teach more: those of which about half the rollouts are solved. For runs with
     several [[envs]], such as easy and hard ones."""
     floor: float = 0.1
-    """Smallest share of its `weight` that the curriculum leaves an environment, so that none is forgotten."""
+    """Smallest share of its `weight` that the curriculum leaves an environment, so that none is forgotten. The environment
+    that teaches most keeps all of its own."""
     window_groups: int = 32
     """Groups of an environment over which the curriculum smooths. Fewer follow the policy faster, but with more noise."""
     pools: bool = False

@@ -49,6 +49,7 @@ def plain(snapshot: Snapshot) -> str:
             parts.append(f"{label.replace(' ', '_')}={_format(value, form)}")
     for env, value in snapshot.by_env("reward_mean").items():
         parts.append(f"batch_reward_{env.replace(' ', '_')}={_format(value, '3f')}")
+    parts += [f"solved_{env.replace(' ', '_')}={said.replace(' ', '')}" for env, said in _solved(snapshot).items()]
     if speed := snapshot.tokens_per_s():
         parts.append(f"tokens/s={speed:.0f}")
     if spread := _staleness(snapshot):
@@ -145,6 +146,7 @@ _FIGURES = (
     ("entropy", "entropy_nats", "3f"),
     ("clipped", "clip_share", "%"),
     ("max |log ratio|", "log_ratio_abs_max_nats", "3f"),
+    ("solved", "solve_rate", "%"),
     ("no signal", "zero_signal_share", "%"),
     ("trainer waits", "waiting_share", "%"),
 )
@@ -202,10 +204,22 @@ def _figures(snapshot: Snapshot) -> RenderableType:
         table.add_row("batch reward")
     for env, reward in rewards.items():
         table.add_row(_indented(env), _format(reward, "3f"))
+    if solved := _solved(snapshot):
+        table.add_row("solved × weight")
+    for env, said in solved.items():
+        table.add_row(_indented(env), said)
     speed = snapshot.tokens_per_s()
     table.add_row("tokens/s", "-" if speed is None else f"{speed:,.0f}")
     table.add_row("staleness", _staleness(snapshot) or "-")
     return table
+
+
+def _solved(snapshot: Snapshot) -> dict[str, str]:
+    """Solve rate and weight of each environment, by label; empty where a run has one environment."""
+    weights = snapshot.by_env("draw_weight")
+    return {
+        env: f"{rate:.1%} × {weights[env]:.3g}" for env, rate in snapshot.by_env("solve_rate").items() if env in weights
+    }
 
 
 def _heldout(found: Heldout) -> str:

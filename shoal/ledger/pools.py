@@ -4,10 +4,10 @@ Used by `facts/pools` and `rules/pools` for a run's log, by `drawn`, and by reci
 in, a change or a table out. It knows no state, no seed and no policy.
 
 A group's *solve rate* p is the share of its rollouts that are solved. Most can be learned from it at p = 1/2, and nothing
-at 0 or 1. With `curriculum`, the weight of an environment is that of the run file times the mean of 4 p (1 - p)
-over its latest groups, but at least times `floor`. Learnability p (1 - p) is from "No Regrets" (Rutherford et al. 2024,
-arXiv:2408.15099). It is averaged over groups and not taken of the environment's mean, because an environment of which half
-the tasks are always solved, and half never, teaches nothing.
+at 0 or 1. With `curriculum`, an environment's learnability is the mean of 4 p (1 - p) over its latest groups. Its weight is
+that of the run file, times its share of the learnability of the best environment, but at least times `floor`.
+Learnability is from "No Regrets" (Rutherford et al. 2024, arXiv:2408.15099). It is averaged over groups and not taken of
+the environment's mean, because an environment of which half the tasks are always solved, and half never, teaches nothing.
 With `pools`, a task is easy, hard or neither by its latest group, and retired for good once it was solved often enough.
 """
 
@@ -75,15 +75,7 @@ def solve_rate(rewards: Sequence[float], solved: float) -> float:
 def change_after(groups: Sequence[SolvedGroup], envs: DrawTable, records: Records, rule: Difficulty) -> TableChange:
     """What the table changes after these groups, which are in the order of their slots. `envs` is the table of the run
     file. The records are left as they are: `book` adds the groups to them."""
-    weights = {}
-    for env in envs:
-        own = [group.solve_rate for group in groups if group.env == env.label]
-        record = records.get(env.label, SolvedRecord())
-        if rule.curriculum and own:
-            _, learnable = _smoothed(record, own, rule)
-            weight = float(f"{env.weight * max(rule.floor, learnable):.4g}")  # guard: none-is-forgotten
-            if weight != record.weight:
-                weights[env.label] = weight
+    weights = _weights(groups, envs, records, rule) if rule.curriculum else {}
     return TableChange(weights, _moves(groups, envs, records, rule) if rule.pools else {})
 
 
@@ -135,6 +127,24 @@ def table_after(envs: DrawTable, records: Mapping[str, SolvedRecord], rule: Diff
         pools = tuple(Pool(weight_of[pool], tuple(sorted(tasks))) for pool, tasks in pooled.items() if tasks)
         table.append(EnvDraw(env.label, record.weight or env.weight, env.num_tasks, pools))
     return table
+
+
+def _weights(
+    groups: Sequence[SolvedGroup], envs: DrawTable, records: Mapping[str, SolvedRecord], rule: Difficulty
+) -> dict[str, float]:
+    """Weights that change. They are rounded, so that small changes are not written."""
+    learnable = {}
+    for env in envs:
+        own = [group.solve_rate for group in groups if group.env == env.label]
+        _, learnable[env.label] = _smoothed(records.get(env.label, SolvedRecord()), own, rule)
+    best, weights = max(learnable.values()) or 1.0, {}
+    for env in envs:
+        share = max(rule.floor, learnable[env.label] / best)  # guard: none-is-forgotten
+        weight = float(f"{env.weight * share:.3g}")
+        before = records[env.label].weight if env.label in records else 0.0
+        if weight != (before or env.weight):
+            weights[env.label] = weight
+    return weights
 
 
 def _smoothed(record: SolvedRecord, solve_rates: Iterable[float], rule: Difficulty) -> tuple[float, float]:

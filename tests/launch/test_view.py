@@ -77,6 +77,16 @@ def test_reward_of_each_environment_of_a_mix_is_shown(snapshot: Snapshot) -> Non
         assert "[/x]" in text and "\x9b" not in text and "\u202e" not in text
 
 
+def test_solve_rate_and_weight_of_each_environment_are_shown(snapshot: Snapshot) -> None:
+    line = {"step": 37, "solve_rate": 0.25, "solve_rate/easy": 0.75, "solve_rate/very hard": None}
+    mix = replace(snapshot, metrics=({**line, "draw_weight/easy": 1.0, "draw_weight/very hard": 0.25},))
+    assert "solved=25.0%" in plain(mix) and "solved_easy=75.0%×1" in plain(mix)
+    assert re.search(r"  easy +75\.0% × 1 ", shown(render(mix), 120))
+    later = {"step": 38, "solve_rate/very hard": 0.125, "draw_weight/very hard": 0.1}
+    assert "solved_very_hard=12.5%×0.1" in plain(replace(mix, metrics=(*mix.metrics, later)))
+    assert "solved" not in plain(snapshot)
+
+
 def test_only_long_waits_are_reported(snapshot: Snapshot) -> None:
     assert plain_wait(snapshot).startswith("waiting 8 s for workers: 9 of 16 groups")
     brief = replace(snapshot, status=type(snapshot.status)("", "running", 0, 9, 0, {}, 0, 0, "the trainer", 1.0))

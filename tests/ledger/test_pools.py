@@ -58,22 +58,32 @@ def test_the_weight_follows_the_mean_of_4_p_1_minus_p_as_if_four_groups_of_one_h
     change = follow([SolvedGroup("hard", 3, 0.0), SolvedGroup("hard", 9, 0.25)], records, rule())
     # After the first: 1 - 1/5 = 0.8 and 0.4. After the second: 0.8 + (0.75 - 0.8) / 6, and 0.4 + (0.25 - 0.4) / 6.
     assert records["hard"].learnable == pytest.approx(0.8 - 0.05 / 6) and records["hard"].rate == pytest.approx(0.375)
-    assert change.weights == {"hard": 1.583} and records["hard"].groups == 2
-    assert [env.weight for env in table_after(ENVS, records, rule())] == [1.0, 1.583]
+    assert change.weights == {"hard": 1.58} and records["hard"].groups == 2
+    assert [env.weight for env in table_after(ENVS, records, rule())] == [1.0, 1.58]
+
+
+def test_weights_are_relative_to_the_environment_that_teaches_most():
+    records = {"easy": SolvedRecord(90, 0.9, 0.3), "hard": SolvedRecord(90, 0.1, 0.1)}
+    # Both windows are full: 0.3 + (0.36 - 0.3) / 8 = 0.3075, of which 0.1 - 0.1 / 8 = 0.0875 is 0.2846; times 2.
+    change = follow([SolvedGroup("easy", 1, 0.9), SolvedGroup("hard", 1, 0.0)], records, rule())
+    assert change.weights == {"hard": 0.569} and table_after(ENVS, records, rule())[0].weight == 1.0
+    # The hard one does not change, but is better now than what the other has become.
+    records["easy"].learnable = 0.01
+    assert follow([SolvedGroup("easy", 1, 1.0)], records, rule()).weights == {"easy": 0.1, "hard": 2.0}
 
 
 def test_an_environment_of_which_nothing_can_be_learned_keeps_the_floor():
     records = {}
     for _ in range(40):
-        follow([SolvedGroup("easy", 1, 1.0), SolvedGroup("hard", 1, 0.0)], records, rule())
-    assert (records["easy"].weight, records["hard"].weight) == (0.1, 0.2)
+        follow([SolvedGroup("easy", 1, 0.5), SolvedGroup("hard", 1, 0.0)], records, rule())
+    assert [env.weight for env in table_after(ENVS, records, rule())] == [1.0, 0.2]
     assert follow([SolvedGroup("hard", 2, 0.0)], records, rule()).weights == {}, "only changes are named"
 
 
 def test_half_always_solved_and_half_never_teaches_nothing_though_the_mean_is_one_half():
     records = {}
     follow([SolvedGroup("hard", task, float(task % 2)) for task in range(40)], records, rule())
-    assert records["hard"].rate == pytest.approx(0.5, abs=0.1) and records["hard"].weight == 0.2
+    assert records["hard"].rate == pytest.approx(0.5, abs=0.1) and records["hard"].weight == 0.2  # of 2
 
 
 def test_tasks_are_in_the_pool_of_their_latest_group():

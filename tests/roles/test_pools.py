@@ -6,13 +6,19 @@ import msgspec
 import pytest
 
 from shoal.errors import StateError
+from shoal.ledger.drawn import table_of
 from shoal.ledger.facts.pools import PoolsChanged
 from shoal.ledger.facts.versions import LinkRevealed
 from shoal.ledger.log.verify import report
+from shoal.ledger.pools import solve_rate
+from shoal.ledger.seeds import slot_of
+from shoal.metrics import read_metrics
 from shoal.roles.auditor.log import audit_folder
 from shoal.roles.auditor.rollouts import AGREE, DISAGREE, Choice, audit_rollouts
 from shoal.roles.auditor.source import FolderRun
+from shoal.roles.coordinator.board import Board, batch_of
 from shoal.roles.coordinator.desk import Desk
+from shoal.roles.coordinator.role import open_run
 from tests.roles.forgery import forged
 from tests.roles.town import Town, tiny_run
 
@@ -151,3 +157,40 @@ UNBOOKABLE = {
 def test_a_change_of_draws_that_no_state_can_take_breaks_the_log(run_dir, tmp_path, lie):
     with pytest.raises(StateError, match="the log is broken at event"):
         audit_folder(forged(run_dir, tmp_path / "lying", UNBOOKABLE[lie]))
+
+
+# --- solve rates are measured in every run ---
+
+
+@pytest.mark.parametrize("difficulty", [{}, {"curriculum": True, "window_groups": 4}])
+def test_metrics_have_the_solve_rate_and_weight_of_each_environment(tmp_path, difficulty):
+    config = tiny_run(envs=ENVS, difficulty=difficulty, steps=3)
+    town = Town(tmp_path / "run", config)
+    asyncio.run(town.live(town.trainer(), town.validator(), town.worker("one")))
+    state = town.desk.state
+    lines = read_metrics(town.folder.metrics)
+    for line in lines:
+        found, step = {"easy": [], "hard": []}, line["step"]
+        for number, record in state.main.versions[step].slots.items():
+            slot = slot_of(state, state.main, step, number, town.desk.slot_links[step + 1])
+            if number <= state.main.batches[step][-1][1]:
+                found[slot.env].append(solve_rate(record.rewards, 0.1))
+        both = found["easy"] + found["hard"]
+        if len(both) == len(state.main.versions[step].slots):  # else some were accepted after the batch
+            assert line["solve_rate"] == pytest.approx(sum(both) / len(both))
+            for label, rates in found.items():
+                assert line[f"solve_rate/{label}"] == (pytest.approx(sum(rates) / len(rates)) if rates else None)
+        table = table_of(state, state.main, step)
+        assert [line[f"draw_weight/{env.label}"] for env in table] == [env.weight for env in table]
+    weights = {line["draw_weight/hard"] for line in lines}
+    assert len(weights) > 1 if difficulty else weights == {1.0}
+
+
+def test_one_environment_has_one_solve_rate_and_a_restarted_coordinator_none_for_a_step(tmp_path):
+    town = Town(tmp_path / "run", tiny_run(steps=1, envs=ENVS[:1]))
+    asyncio.run(town.live(town.trainer(), town.validator(), town.worker("one")))
+    (line,) = read_metrics(town.folder.metrics)
+    assert 0 < line["solve_rate"] < 1 and not any("/" in name for name in line)
+    again = open_run(town.folder, town.config)
+    batch = batch_of(again.state, 0)
+    assert Board(again).with_solve_rates(batch) == batch and batch.solved == {}

@@ -19,11 +19,23 @@ class BatchGroup(Message, frozen=True):
     rewards: tuple[float, ...]
 
 
+class SolveRate(Message, frozen=True):
+    """How much of one environment was solved, in the groups accepted since the batch before."""
+
+    rate: float | None
+    """Share of rollouts that are solved; null if there are no groups."""
+    groups: int
+    weight: float
+    """Of the environment, in the newest draw table."""
+
+
 class Batch(Message, frozen=True):
-    """`GET /v1/batches/{step}`: the same value whenever it is asked for."""
+    """`GET /v1/batches/{step}`: the same value whenever it is asked for, but for solve rates."""
 
     step: int
     groups: tuple[BatchGroup, ...]
+    solved: dict[str, SolveRate] = {}
+    """By label of an environment. Missing after a restart, and for batches that were formed long ago."""
 
 
 # --- weights ---

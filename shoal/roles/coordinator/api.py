@@ -168,7 +168,7 @@ async def get_batch(api: Api, request: Request) -> Response:
         batch = batch_of(api.desk.state, step)
         left_s = until - time.monotonic()
         if batch is not None:
-            return answer(batch)
+            return answer(api.board.with_solve_rates(batch))
         if left_s <= 0 or api.desk.state.phase == "ended":
             raise Refused("nothing_yet", f"batch {step} is not formed yet: {api.board.status().waiting_for}")
         await api.desk.book.changed(left_s, BatchFormed, RunEnded)  # guard: wake-for-batches-only

@@ -5,6 +5,8 @@ Called by `api`. It turns the state into messages of the wire, and changes nothi
 
 from itertools import islice
 
+from msgspec.structs import replace
+
 from shoal.ledger.answers import Refused
 from shoal.ledger.next_batch import blocks_in_the_way, next_members
 from shoal.ledger.rules.batches import groups_beyond_share
@@ -15,6 +17,7 @@ from shoal.protocol import types as t
 from shoal.protocol.constants import MAX_NODES, PROTOCOL_VERSION
 from shoal.protocol.needs import needs_of
 from shoal.roles.coordinator.desk import FULL, Desk
+from shoal.roles.coordinator.solved import SolveRates
 
 HASHING_SHARE = 0.02
 """Maximum fraction of the coordinator's time spent hashing its state for `GET /v1/state`."""
@@ -24,7 +27,7 @@ class Board:
     """What anyone may read about a desk's run."""
 
     def __init__(self, desk: Desk) -> None:
-        self._desk = desk
+        self._desk, self._solve_rates = desk, SolveRates(desk, desk.solved)
         self._waiting = ("", desk.clock())
         self._hashed: t.StateHash | None = None
         self._hash_again_at = 0.0
@@ -83,6 +86,10 @@ class Board:
             flat_groups=state.main.flat, flat_reward=state.main.flat_reward / max(1, state.main.flat),
             pause_cause=state.pause_cause,
         )  # fmt: skip
+
+    def with_solve_rates(self, batch: t.Batch) -> t.Batch:
+        """A batch with what its groups, and those left out of it, showed of each environment."""
+        return replace(batch, solved=self._solve_rates.of_step(batch.step))
 
     def state_hash(self) -> t.StateHash:
         """What a replay must give at the newest event; at an older one if hashing takes long and was done lately."""

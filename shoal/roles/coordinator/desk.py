@@ -46,6 +46,7 @@ class Desk:
         self._config, self.key = config, key
         self.blobs = FolderBlobs(folder.blobs)
         self.hub = folder.hub
+        self.solved = {env.label: env.solved for env in config.envs}
         secret = folder.secret()
         self.slot_links = SecretChain(secret, SLOT_CHAIN).links()
         self.audit_links = SecretChain(secret, AUDIT_CHAIN).links()

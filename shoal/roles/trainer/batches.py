@@ -46,6 +46,7 @@ class BatchReader:
             "stale_rollouts": chosen.stale_rollouts,
         }
         counts |= await self.accepted_for(batch.step)
+        counts |= _solve_rates(batch)
         labels = [spec.label for spec in info.envs]
         if len(labels) > 1:
             counts |= {f"reward_mean/{label}": mean for label, mean in mean_rewards(chosen.rows, labels).items()}
@@ -89,3 +90,18 @@ class BatchReader:
         flat = sum(not group.has_signal for group in accepted)
         rewards = [reward for group in accepted for reward in group.rewards]
         return {"reward_all_mean": sum(rewards) / len(rewards), "zero_signal_share": flat / len(accepted)}
+
+
+def _solve_rates(batch: t.Batch) -> dict[str, Any]:
+    """Solve rates of all groups accepted for a batch; with several environments, those and the weight of each, too."""
+    known = {label: found for label, found in batch.solved.items() if found.rate is not None}
+    groups = sum(found.groups for found in known.values())
+    if not groups:
+        return {}
+    figures: dict[str, Any] = {
+        "solve_rate": sum((found.rate or 0.0) * found.groups for found in known.values()) / groups
+    }
+    if len(batch.solved) > 1:
+        figures |= {f"solve_rate/{label}": found.rate for label, found in batch.solved.items()}
+        figures |= {f"draw_weight/{label}": found.weight for label, found in batch.solved.items()}
+    return figures
