@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shoal.envs.check import Finding
-from shoal.envs.check.apart import check
+from shoal.envs.check.apart import busy, check
 from shoal.envs.check.pins import pins
 from shoal.hub.consent import Consent
 from shoal.hub.install import install
@@ -30,7 +30,7 @@ SABOTAGED = {
     "leak": ("leaks", "in 32 of 32 tasks it comes right after '? [gold=', and a copy is rewarded. Leave it out"),
     "network": ("network", "it looks for the host 192.0.2.1 (network.py line 15)"),
     "fork_bomb": ("processes", "it forks (fork_bomb.py line 21): an environment is one process. Leave it out"),
-    "endless_loop": ("time", "did not end within 2 s (endless_loop.py line"),
+    "endless_loop": ("time", " s (endless_loop.py line"),
     "endless_regex": ("time", "no line of Python ran: look for a regular expression"),
     "memory": ("memory", "more than 2,048 MB are needed: raised"),
     "file_writes": ("files", "file_writes.log (file_writes.py line 20): keep everything in the state"),
@@ -61,11 +61,11 @@ def test_the_sound_environment_passes_every_check() -> None:
 @needs_bubblewrap
 @pytest.mark.parametrize("name", SABOTAGED)
 def test_a_sabotaged_environment_is_rejected_by_name(name: str) -> None:
-    begun = time.monotonic()
+    begun, slower = time.monotonic(), busy()
     found = failed(checked(name))
     kind, words = SABOTAGED[name]
     assert list(found) == [kind] and words in found[kind], found
-    assert time.monotonic() - begun < 60
+    assert time.monotonic() - begun < 60 * slower
     assert not list(FOLDER.rglob("*.log"))
 
 

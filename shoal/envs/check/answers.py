@@ -125,6 +125,8 @@ def hacks(env: Env, picked: Sequence[int], seed: int) -> str:
                     "fixed place, and compare the whole of it"
                 )
     _demand_own_answers(env, few, known)
+    if not known:
+        _demand_no_copies(env, few)
     return f"{tried} answers that are not right, such as nothing, the prompt and all answers at once, are not rewarded"
 
 
@@ -238,6 +240,13 @@ def _demand_own_answers(env: Env, indices: Sequence[int], known: Mapping[int, st
         )
 
 
+def _demand_no_copies(env: Env, indices: Sequence[int]) -> None:
+    """Where no answers are known, a copy of the prompt may win a game by chance, but not nearly every one."""
+    rewards = [share_of(env, _given(env, i, normal(env.reset(env.task(i))[1])[-1]["content"])) for i in indices]
+    if len(rewards) >= 2 and (mean := sum(rewards) / len(rewards)) >= RIGHT_AT_LEAST:
+        raise Broken(f"a copy of the prompt earns {mean:.0%} of the range on average: reward right answers only")
+
+
 def _others(index: int, known: Mapping[int, str]) -> list[str]:
     """Up to six answers of other tasks that differ from each other and from this task's own."""
     own = _plain(known.get(index, ""))
@@ -249,10 +258,12 @@ def _mixed(env: Env, index: int, known: Mapping[int, str]) -> Iterator[tuple[str
     some environments rightly take the first or the last answer of a text."""
     messages = normal(env.reset(env.task(index))[1])
     own, others = known.get(index), _others(index, known)
+    if own is None:
+        return
     for told in dict.fromkeys((messages[-1]["content"], "\n".join(message["content"] for message in messages))):
-        if not (own is not None and _plain(own) == _plain(told)) and not getattr(env, "answer_in_prompt", False):
+        if _plain(own) != _plain(told) and not getattr(env, "answer_in_prompt", False):
             yield "a copy of the prompt", told
-    if own is None or len(others) < 2:
+    if len(others) < 2:
         return
     form = before, behind = _form(list(known.values()))
     cores = [_core(text, form) for text in others]

@@ -42,12 +42,14 @@ class Child:
         self._answer = answer
         self._env: Any = None
         self._watch: Watch | None = None
+        self.limit_s = 0.0
+        """Time for the request in hand."""
         self._checks: Mapping[str, Callable[[], str]] = {}
 
-    def allow(self, limit_s: float) -> None:
-        """How long the next request may take."""
+    def allow(self) -> None:
+        """The request in hand begins."""
         if self._watch:
-            self._watch.allow(limit_s)
+            self._watch.allow(self.limit_s)
 
     def ask_load(
         self, name: str, settings: dict[str, Any] | None, args: Mapping[str, Any], sources: Sequence[str],
@@ -64,6 +66,7 @@ class Child:
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed(0)
         _limit_memory()
+        self.allow()
         with watch.load():
             env: Any = load_env(name, args)
         promised = reproducible and bool(getattr(env, "reproducible", True))
@@ -133,7 +136,8 @@ def main() -> None:
     while size := requests.read(4):
         request = json.loads(requests.read(int.from_bytes(size, "big")))
         try:
-            child.allow(request.pop("limit_s"))
+            child.limit_s = request.pop("limit_s")
+            child.allow()
             answer({"value": getattr(child, f"ask_{request.pop('ask')}")(**request)})
         except (ShoalError, MemoryError) as error:
             answer({"failed": str(error) or type(error).__name__})

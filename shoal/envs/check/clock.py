@@ -1,13 +1,16 @@
 """Sets Python's clock for the process that checks an environment: to a fixed moment, or to another one.
 
 Called by `check/child` before the environment is loaded. With a fixed clock, only the clock can be the reason if a
-process at another moment gives other replies. What reads the time by other ways than Python's is not reached.
+process at another moment gives other replies. It does not reach packages that ask `datetime`, nor what reads the time by
+other ways than Python's.
 """
 
+import builtins
 import datetime
 import sys
 import time
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 HERE_S, ELSEWHERE_S = 1_700_000_000.0, 1_951_234_567.0
@@ -26,7 +29,7 @@ def set_clock(now_s: float, own: Callable[[str], bool], runs: bool) -> None:
     _set_time(now_s)
     for name in _MONOTONIC:
         _set_monotonic(name, own, looks, 3600.0 if runs else 0.0)
-    _set_datetime(now_s)
+    _set_datetime(now_s, own)
 
 
 def _set_time(now_s: float) -> None:
@@ -60,13 +63,29 @@ def _set_monotonic(name: str, own: Callable[[str], bool], looks: list[int], gain
     setattr(time, f"{name}_ns", nanoseconds)
 
 
-def _set_datetime(now_s: float) -> None:
-    """`datetime` is compiled and does not ask `time`, so its classes are replaced by their own subclasses."""
+def _set_datetime(now_s: float, own: Callable[[str], bool]) -> None:
+    """`datetime` is compiled and does not ask `time`. Compiled packages depend on its very classes, so only the
+    environment's own files get other ones, when they import it."""
+    fixed = ModuleType("datetime")
+    vars(fixed).update({name: value for name, value in vars(datetime).items() if not name.startswith("__")})
+    fixed.date, fixed.datetime = _fixed_classes(now_s)  # type: ignore[attr-defined]
+    bring = builtins.__import__
+
+    def imported(name: str, into: Any = None, *more: Any, **named: Any) -> Any:
+        module = bring(name, into, *more, **named)
+        return fixed if module is datetime and own(str((into or {}).get("__file__", ""))) else module
+
+    put: Any = builtins
+    put.__import__ = imported
+
+
+def _fixed_classes(now_s: float) -> tuple[type, type]:
+    """`date` and `datetime` for which it is `now_s`."""
     date: Any = datetime.date
     moment: Any = datetime.datetime
 
     class Kind(type):
-        """Values that were made before count as instances, too."""
+        """Values of the classes that others use count as instances, too."""
 
         def __instancecheck__(cls, value: object) -> bool:
             return isinstance(value, moment if issubclass(cls, moment) else date)
@@ -89,6 +108,4 @@ def _set_datetime(now_s: float) -> None:
         def utcnow(cls) -> Any:
             return cls.fromtimestamp(now_s, datetime.UTC).replace(tzinfo=None)
 
-    FixedDate.__name__, FixedDatetime.__name__ = "date", "datetime"
-    put: Any = datetime
-    put.date, put.datetime = FixedDate, FixedDatetime
+    return FixedDate, FixedDatetime

@@ -30,6 +30,9 @@ class Missing(Exception):
     """A check cannot run; the message says why."""
 
 
+NOT_THE_SAME = "not reproducible, as it declares, so it stays with the host"
+
+
 def reproducible(env: object) -> bool:
     """Whether an environment promises the same replies and scores for the same actions."""
     return bool(getattr(env, "reproducible", True))
@@ -53,4 +56,4 @@ def differs(name: str, problem: str, promised: bool) -> Finding:
     """The finding about an environment that is not reproducible: a fault only if it promised to be."""
     if promised:
         return Finding(name, "failed", f"{problem}, or declare reproducible = false: it then stays with the host")
-    return Finding(name, "skipped", f"not reproducible, as it declares, so it stays with the host: {problem}")
+    return Finding(name, "skipped", f"{NOT_THE_SAME}: {problem}")

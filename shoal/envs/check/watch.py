@@ -63,7 +63,7 @@ class Watch:
         self.seen: list[Seen] = []
         self._own, self._refuses, self._stuck = own, refuses, stuck
         self._inside, self._loading, self._until_s = 0, False, float("inf")
-        self._call, self._begun_s, self._thread = "", 0.0, 0
+        self._call, self._begun_s, self._limit_s, self._thread = "", 0.0, call_s, 0
         self._real_monotonic = time.monotonic
         own_threads = threading.Thread(target=self._time, daemon=True)
         own_threads.start()
@@ -73,16 +73,14 @@ class Watch:
     @contextmanager
     def call(self, what: str, loading: bool = False) -> Iterator[None]:
         """The environment's code runs in this block."""
-        before = self._call, self._begun_s
         if not self._inside:
+            self._limit_s = float("inf") if loading else self._call_s
             self._call, self._begun_s, self._thread = what, self._real_monotonic(), threading.get_ident()
         self._inside, self._loading = self._inside + 1, loading
         try:
             yield
         finally:
             self._inside, self._loading = self._inside - 1, False
-            if not self._inside:
-                self._call, self._begun_s = before
 
     @contextmanager
     def load(self) -> Iterator[None]:
@@ -151,7 +149,7 @@ class Watch:
         while True:
             sleep(0.05)
             call, now_s = self._call, self._real_monotonic()
-            if self._inside and (now_s - self._begun_s > self._call_s or now_s > self._until_s):
+            if self._inside and (now_s - self._begun_s > self._limit_s or now_s > self._until_s):
                 place = self._place(sys._current_frames().get(self._thread))[0]
                 late = (
                     f"did not end within {self._call_s:g} s"
