@@ -11,6 +11,9 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 DATA = ROOT / "tests/data/adapters"
+ORIGINALS = os.environ.get("SHOAL_VERIFIERS", "")
+"""A folder with two checkouts of the repository of verifiers, v0.1.14 and v0.4.0."""
+RELEASES = {"v0": "v0.1.14", "v1": "v0.4.0"}
 VERSION_OF = {"verifiers_v0": "v0", "reasoning_gym": "v0", "verifiers_v1": "v1", "textarena": "v1"}
 """Which virtual environment has the package of an adapter."""
 
@@ -23,6 +26,12 @@ def interpreter(version: str) -> Path:
     return path
 
 
+def originals(version: str) -> list[str]:
+    """Folders of the environments in a checkout; none if there is none."""
+    folder = Path(ORIGINALS) / RELEASES[version] / "environments"
+    return [str(path) for path in sorted(folder.glob("*")) if path.is_dir()] if ORIGINALS else []
+
+
 class Interpreter:
     """A process of a virtual environment with foreign packages, which holds environments."""
 
@@ -31,9 +40,10 @@ class Interpreter:
             "PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": hash_seed, "TZ": "UTC",
             "LANG": "C.UTF-8", "HOME": os.environ.get("HOME", "/"), "OMP_NUM_THREADS": "1",
         }  # fmt: skip
+        program = [str(interpreter(version)), str(Path(__file__).with_name("inside.py"))]
         self._process = subprocess.Popen(
-            [str(interpreter(version)), str(Path(__file__).with_name("inside.py")), str(DATA)], env=environment,
-            text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+            [*program, str(DATA), *originals(version)], env=environment, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
         )  # fmt: skip
 
     def ask(self, question: str, **arguments: Any) -> Any:

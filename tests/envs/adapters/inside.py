@@ -1,6 +1,6 @@
 """Runs in the interpreter of foreign packages: makes environments and answers questions about them, in lines of JSON.
 
-python inside.py FOLDER: a folder to import from.
+python inside.py FOLDER ...: folders to import from.
 """
 
 import importlib
@@ -65,7 +65,7 @@ class Inside:
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a package prints is not an answer
-    sys.path.append(sys.argv[1])
+    sys.path += sys.argv[1:]
     inside = Inside()
     for line in sys.stdin:
         request = json.loads(line)
