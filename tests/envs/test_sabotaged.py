@@ -10,6 +10,7 @@ import pytest
 from shoal.envs.check import Finding
 from shoal.envs.check.apart import busy, check
 from shoal.envs.check.pins import pins
+from shoal.errors import ConfigError
 from shoal.hub.consent import Consent
 from shoal.hub.install import install
 from shoal.hub.names import read_reference
@@ -137,3 +138,21 @@ def test_a_change_under_a_published_version_is_found(
     else:
         where = "published" if known == "by the registry" else "installed here"
         assert f"{file} changed since ann/parrot 0.1.0 was {where}, under the same version" in found[kind]
+
+
+def test_an_installed_package_is_checked_only_inside_the_sandbox(author: Author, tmp_path: Path) -> None:
+    registry = FolderRegistry(tmp_path / "registry")
+    push(author.folder(), registry, author.key, author.home)
+    install(read_reference("ann/parrot@0.1.0"), registry, author.home, Consent(None, lambda _: True))
+    with pytest.raises(ConfigError, match="is checked only inside the sandbox"):
+        check("ann/parrot@0.1.0", {}, sandboxed=False)
+
+
+@needs_bubblewrap
+def test_an_installed_package_is_checked(author: Author, tmp_path: Path) -> None:
+    registry = FolderRegistry(tmp_path / "registry")
+    push(author.folder(), registry, author.key, author.home)
+    install(read_reference("ann/parrot@0.1.0"), registry, author.home, Consent(None, lambda _: True))
+    found = {finding.check: finding for finding in check("ann/parrot@0.1.0", {})}
+    assert found["members"].outcome == "passed" and found["sandbox"].outcome == "passed"
+    assert found["reward hacks"].outcome == "failed", "it rewards every answer"

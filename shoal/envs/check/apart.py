@@ -81,7 +81,7 @@ def check(
     """
     place = _place(name)
     report = examined() if sandboxed else Report(False, "--no-sandbox", "")
-    if is_package(name) and not report.works:
+    if is_package(name) and not report.works:  # guard: packages-are-checked-inside
         raise ConfigError(
             f"the installed package {name} is checked only inside the sandbox: {report.remedy or report.found}"
         )
