@@ -26,6 +26,7 @@ FLOORS = (
     ("api",),
     ("__init__", "commands"),
     ("cli",),
+    ("__main__",),
 )
 """Lowest first. A room imports from the floors below its own; rooms on one floor never import each other."""
 

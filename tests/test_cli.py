@@ -56,6 +56,11 @@ def shoal(*args: str, cwd: Path | None = None, timeout_s: float = 60.0) -> subpr
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, cwd=cwd)
 
 
+def test_the_package_runs_as_a_module() -> None:
+    told = subprocess.run([sys.executable, "-m", "shoal", "--version"], capture_output=True, text=True)
+    assert told.returncode == 0 and told.stdout.startswith("shoal ")
+
+
 def run_main(
     monkeypatch: pytest.MonkeyPatch, command: list[str], action: Callable[[argparse.Namespace], object]
 ) -> int:
@@ -137,6 +142,8 @@ def check_one_line(result: subprocess.CompletedProcess[str], *expected: str) -> 
         (["validate", "http://127.0.0.1:9", "--max-disk", "-1"], "whole number above 0"),
         (["eval", "nowhere", "--env", "wordle"], "nowhere"),
         (["env", "check", "wordel"], "did you mean wordle"),
+        (["env", "check", "ann/hello"], "write ann/hello@VERSION"),
+        (["env", "rate", "mistyped", "--name", "ann"], "there is no queue of ratings at mistyped"),
         (["env", "check", "./none.py"], "none.py"),
         (["env", "check", "./raises.py"], "raises.py line 2: RuntimeError: at work"),
         (["env", "check", "arithmetic", "--env-args", "2"], "not a JSON object"),

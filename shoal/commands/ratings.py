@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.commands.grammar import add_command, positive
+from shoal.errors import ConfigError
 
 
 def add_rate(p: Any) -> None:
@@ -27,6 +28,10 @@ def env_rate(args: argparse.Namespace) -> None:
     from shoal.envs.answers.ratings import TOP, Ratings
     from shoal.terminal import say
 
+    if not args.folder.is_dir():
+        raise ConfigError(
+            f"there is no queue of ratings at {args.folder}: give the folder that the environment writes to"
+        )
     ratings = Ratings(args.folder, args.raters)
     while (item := ratings.take(args.name)) is not None:
         say(f"--- question ---\n{item.question}\n--- answer ---\n{item.answer}\n---")

@@ -25,7 +25,7 @@ from shoal.envs.source import make_env, read_source
 from shoal.errors import ConfigError, ShoalError
 from shoal.hub.about import describe
 from shoal.hub.archive import digest_of, index_folder
-from shoal.hub.names import names_one_package, read_reference
+from shoal.hub.names import is_name, names_one_package, read_reference
 from shoal.hub.store import Installed, PackageStore
 from shoal.net.keys import load_key
 from shoal.protocol.audits import MAX_REWARD
@@ -63,6 +63,8 @@ def load_env(name_or_path: str, args: Mapping[str, Any], opener: Opener = in_san
     if not is_file(name_or_path):
         return load_built_in(name_or_path, args)
     path = Path(name_or_path)
+    if not path.exists():
+        raise no_environment(name_or_path)
     if path.is_dir():
         about = describe(path, index_folder(path)).about
         return _load_file(path / about.entry_file, args, about.function)
@@ -179,10 +181,25 @@ def _differs(spec: EnvSpec) -> ConfigError:
 
 def _built_in(name: str) -> BuiltIn:
     if name not in BUILT_IN:
-        near = difflib.get_close_matches(name, BUILT_IN, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"built-in are {', '.join(sorted(BUILT_IN))}."
-        raise ConfigError(f"no environment {name}: {hint} A file needs its path, such as ./{name}.py")
+        raise no_environment(name)
     return BUILT_IN[name]
+
+
+def no_environment(name: str) -> ConfigError:
+    """The error for a name or path that leads to nothing, with what its writer may have meant."""
+    near = difflib.get_close_matches(name, BUILT_IN, n=1)
+    if is_name(name):
+        hint = f"write {name}@VERSION for an installed package, or the path of a file or folder that exists"
+    elif name.startswith("pkg:"):
+        hint = "the digest of a package has 64 hex digits"
+    elif is_file(name):
+        hint = "there is no such file. Give the path of a .py file, or of a package's folder"
+    elif Path(name).exists():
+        hint = f"write ./{name} for the file or folder of that name"
+    else:
+        hint = f"did you mean {near[0]}?" if near else f"built-in are {', '.join(sorted(BUILT_IN))}."
+        hint += f" A file needs its path, such as ./{name}.py"
+    return ConfigError(f"no environment {name}: {hint}")
 
 
 def _load_file(path: Path, args: Mapping[str, Any], function: str = "environment") -> Env:

@@ -103,11 +103,24 @@ def test_unknown_argument_of_a_users_environment_is_one_line(write) -> None:
         load_env(write(GOOD), {"size": 2})
 
 
-def test_unknown_name_names_the_nearest_and_missing_file_its_path(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no environment wordel: did you mean wordle\?"):
-        load_env("wordel", {})
-    with pytest.raises(ConfigError, match="No such file"):
-        load_env(str(tmp_path / "none.py"), {})
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("wordel", "did you mean wordle"),
+        ("hello", r"built-in are arithmetic, wordle\. A file needs its path, such as \./hello\.py"),
+        ("none.py", "there is no such file"),
+        ("ann/hello", "write ann/hello@VERSION for an installed package"),
+        ("pkg:123", "has 64 hex digits"),
+        ("backwards", r"write \./backwards for the file or folder of that name"),
+    ],
+)
+def test_a_name_of_nothing_is_told_what_it_may_have_meant(
+    name: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "backwards").mkdir()
+    with pytest.raises(ConfigError, match=f"no environment {name}: .*{says}"):
+        load_env(name, {})
 
 
 def test_the_digest_depends_on_the_source_alone(write) -> None:

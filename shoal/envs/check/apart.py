@@ -22,7 +22,7 @@ from shoal.envs.check.pins import pins
 from shoal.envs.check.process import Failed, Process, start
 from shoal.envs.check.walk import unlike
 from shoal.envs.check.watch import CALL_S, FILES, IMPORT, MEMORY_MB, NETWORK, PROCESSES, REFUSED
-from shoal.envs.load import BUILT_IN, env_digest, is_file, is_package
+from shoal.envs.load import BUILT_IN, env_digest, is_file, is_package, no_environment
 from shoal.errors import ConfigError
 from shoal.hub.about import describe
 from shoal.hub.archive import index_folder
@@ -334,9 +334,7 @@ def _place(name: str) -> Place:
         return Place(name, (Path(str(BUILT_IN[name].modules[0].__file__)),), ())
     path = Path(name).absolute()
     if not path.exists():
-        raise ConfigError(
-            f"cannot read environment {name}: there is no such file. Give the path of a .py file or a folder"
-        )
+        raise no_environment(name)
     if path.is_dir():
         about = describe(path, index_folder(path)).about
         return Place(str(path), (path / about.entry_file, path), (path,), path, about.reproducible)
