@@ -102,7 +102,7 @@ class FolderBlobs:
         if not path.exists():
             raise NothingYet(f"there is no blob {digest[:16]}…: it was never stored, or has expired")
         headers = {"etag": f'"{digest}"', "cache-control": "public, max-age=31536000, immutable"}
-        return _BlobResponse(path, headers=headers, media_type="application/octet-stream")
+        return _BlobResponse(path, path.stat().st_size, headers)
 
     def path_of(self, digest: str) -> Path:
         """The path at which a blob is or would be stored. Raises `NothingYet` if `digest` is not a hash."""
@@ -175,8 +175,16 @@ class Upload:
 
 
 class _BlobResponse(FileResponse):
-    chunk_size = 1 << 20
-    """Bytes per read: each read goes through another thread, which costs too much for 64 KiB."""
+    def __init__(self, path: Path, size: int, headers: dict[str, str]) -> None:
+        super().__init__(path, headers=headers, media_type="application/octet-stream")
+        parts = size // _READ_BYTES + 1
+        # The last read must be short: that is how Starlette knows the end. Otherwise it reads once more, while the client
+        # has the whole answer already and its next request would come too early for us.
+        self.chunk_size = size // parts + 1
+
+
+_READ_BYTES = 1 << 20
+"""About so many bytes are read at one time: each read goes through another thread, which costs too much for 64 KiB."""
 
 
 def _cannot_write(folder: Path, error: OSError) -> StateError:

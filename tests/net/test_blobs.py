@@ -11,7 +11,9 @@ from starlette.routing import Route
 from shoal.errors import NothingYet, StateError
 from shoal.net import server
 from shoal.net.blobs import FolderBlobs, is_digest
+from shoal.net.connections import Limits
 from shoal.protocol import wire
+from tests.net.wires import request, run, serving, wires
 from tests.scarce import no_more_files
 
 DATA = b"some bytes" * 100
@@ -135,3 +137,21 @@ def test_unfinished_uploads_count_until_they_end(tmp_path):
         upload.write(DATA)
         assert blobs.size_bytes == len(DATA)
     assert blobs.size_bytes == 0
+
+
+@pytest.mark.parametrize("size", [1, 1 << 20, (1 << 20) + 1, 3 << 20])
+def test_blobs_come_one_after_another_on_one_connection(blobs, size):
+    """The answer must be over for the server when the client has all of it: else the next request comes too early."""
+    data = bytes(size)
+    digest = blobs.put(data)
+
+    async def get(request):
+        return blobs.serve(request.path_params["digest"])
+
+    async def story():
+        async with serving(server.application([Route("/{digest}", get)]), Limits()) as port, wires(port) as (wire_,):
+            for _ in range(10):
+                wire_.send(request("GET", f"/{digest}"))
+                assert await wire_.answer() == (200, data)
+
+    run(story())
