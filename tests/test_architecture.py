@@ -205,13 +205,13 @@ def test_only_the_engine_room_knows_engine_classes() -> None:
 
 
 def test_no_role_names_a_source_of_weights() -> None:
-    """Where weights come from is the run's to say: `sources_of` in `weights/fetch`."""
+    """Where weights come from is the run's to say: `sources_of` in `weights/sources`."""
     wrong = [
         f"{name_of(file)} line {line}: {imported}"
         for file in FILES
         if room_of(file) != "weights"
         for line, imported in imports_of(file)
-        if imported.startswith("shoal.weights.fetch.") and imported.endswith("Source")
+        if imported.startswith("shoal.weights.sources.") and imported.endswith("Source")
     ]
     assert wrong == []
 

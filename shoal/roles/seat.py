@@ -44,9 +44,10 @@ from shoal.roles.evidence import DISK_PART, Evidence
 from shoal.roles.loading import Loaded, contained
 from shoal.roles.memory import Memory, needs_of
 from shoal.roles.packages import NoPackages, OnTheHost, Packages, aside
-from shoal.weights.fetch import fetch, sources_of
+from shoal.weights.fetch import fetch
 from shoal.weights.manifest import content_of, open_manifest
 from shoal.weights.room import disk_limit, room_for_version
+from shoal.weights.sources import sources_of
 
 if TYPE_CHECKING:
     from shoal.engine.needs import Needs

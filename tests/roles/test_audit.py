@@ -201,7 +201,7 @@ def test_a_disk_that_fills_up_while_weights_are_fetched_is_no_disagreement(run_d
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(fetch, "_finish", full)
+    monkeypatch.setattr(fetch, "finish", full)
     found = audit(run_dir, Choice(rollout="0/0"))
     assert found.disagreements == [] and any("No space left on device" in reason for reason in found.left_out)
 

@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -19,10 +20,12 @@ from shoal.net.blobs import FolderBlobs
 from shoal.net.client import Client
 from shoal.protocol import wire
 from shoal.protocol.types import Manifest
-from shoal.weights import fetch as fetch_module
-from shoal.weights.fetch import HttpSource, directory_name, fetch
+from shoal.weights import pieces, transfer
+from shoal.weights.fetch import fetch
+from shoal.weights.finish import directory_name
 from shoal.weights.manifest import weights_root
 from shoal.weights.publish import HttpSink, publish
+from shoal.weights.sources import HttpSource
 from tests.weights.checkpoints import (
     CHUNK_BYTES,
     KEY,
@@ -131,13 +134,13 @@ def test_a_fetch_without_sources_says_so(checkpoint, origin, tmp_path):
 def test_several_sources_share_the_work(checkpoint, origin, tmp_path):
     manifest = published(checkpoint, origin)
     twin = origin.other(Chunks, "http://twin")
-    run(manifest, [origin, twin], tmp_path / "cache")
+    run(manifest, [origin, twin], tmp_path / "cache", rng=random.Random(0))
     assert len(origin.asked) + len(twin.asked) == len(origin.held)
     assert min(len(origin.asked), len(twin.asked)) >= len(origin.held) // 3
 
 
 def test_a_source_that_hangs_delays_nothing(checkpoint, origin, tmp_path, monkeypatch):
-    monkeypatch.setattr(fetch_module, "STRAGGLER_S", 0.02)
+    monkeypatch.setattr(transfer, "SILENCE_S", 0.02)
     manifest = published(checkpoint, origin)
     stuck = origin.other(Stuck, "http://stuck")
     assert same(run(manifest, [stuck, origin], tmp_path / "cache"), checkpoint)
@@ -178,11 +181,14 @@ blobs = FolderBlobs(home / "blobs")
 class Source:
     name, count = "http://origin", 0
 
-    async def chunk(self, digest, size):
+    async def parts(self, digest, start, size):
         self.count += 1
         if self.count == 5:
             os.kill(os.getpid(), signal.SIGKILL)
-        return blobs.get(digest)
+        yield blobs.get(digest)[start:]
+
+    async def close(self):
+        pass
 
 manifest = wire.from_json((home / "manifest.json").read_bytes(), Manifest)
 asyncio.run(fetch(manifest, [Source()], home / "cache"))
@@ -231,8 +237,20 @@ def test_chunks_that_do_not_give_the_files_hash_are_refused(checkpoint, origin, 
         run(msgspec.structs.replace(manifest, files=files), [origin], tmp_path / "cache")
 
 
+def test_one_hash_of_two_sizes_is_the_publishers_fault(checkpoint, origin, tmp_path):
+    """No source could serve both, and honest ones would be blamed."""
+    manifest = published(checkpoint, origin)
+    first, last = manifest.files[1].chunks[0], manifest.files[1].chunks[-1]
+    assert manifest.files[1].size % CHUNK_BYTES and first != last
+    chunks = (*manifest.files[1].chunks[:-1], first)
+    files = (manifest.files[0], msgspec.structs.replace(manifest.files[1], chunks=chunks), *manifest.files[2:])
+    with pytest.raises(StateError, match="publisher is at fault"):
+        run(msgspec.structs.replace(manifest, files=files), [origin], tmp_path / "cache")
+    assert origin.asked == []
+
+
 def test_a_disk_that_is_too_small_is_reported_before_anything_is_fetched(checkpoint, origin, tmp_path, monkeypatch):
-    monkeypatch.setattr(fetch_module.shutil, "disk_usage", lambda path: SimpleNamespace(free=100))
+    monkeypatch.setattr(pieces.shutil, "disk_usage", lambda path: SimpleNamespace(free=100))
     with pytest.raises(StateError, match="100 are free"):
         run(published(checkpoint, origin), [origin], tmp_path / "cache")
     assert origin.asked == []
@@ -240,15 +258,16 @@ def test_a_disk_that_is_too_small_is_reported_before_anything_is_fetched(checkpo
 
 def test_a_disk_that_fills_up_is_a_state_error_and_loses_nothing(checkpoint, origin, tmp_path, monkeypatch):
     manifest = published(checkpoint, origin)
-    write = fetch_module._Piece.write
+    place, placed = pieces.Part.place, []
 
-    def full(piece: object, chunk: bytes) -> None:
-        if len(origin.asked) > 3:
+    def full(part: pieces.Part, piece: pieces.Piece) -> None:
+        if len(placed) == 3:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        write(piece, chunk)  # type: ignore[arg-type]
+        place(part, piece)
+        placed.append(piece)
 
     with monkeypatch.context() as broken:
-        broken.setattr(fetch_module._Piece, "write", full)
+        broken.setattr(pieces.Part, "place", full)
         with pytest.raises(StateError, match=r"No space left.*Free some space"):
             run(manifest, [origin], tmp_path / "cache")
     origin.asked.clear()
@@ -279,7 +298,8 @@ def test_a_checkpoint_travels_over_http(checkpoint, tmp_path):
             manifest = await publish(
                 checkpoint, HttpSink(client), run=RUN, version=1, dtype="float32", chunk_bytes=1000
             )
-            return manifest, await fetch(manifest, [HttpSource(client)], tmp_path / "cache")
+            source = HttpSource("http://toy/v1/blobs", transport=transport, trusted_address=True)
+            return manifest, await fetch(manifest, [source], tmp_path / "cache")
 
     manifest, directory = asyncio.run(story())
     assert same(directory, checkpoint) and weights_root(directory) == manifest.root

@@ -5,7 +5,7 @@ hashes, and judges nothing else. It only reads, so the folder may be that of a l
 """
 
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
 from typing import Protocol
 
@@ -20,8 +20,9 @@ from shoal.protocol import types as t
 from shoal.protocol.constants import MAX_EVENTS, MAX_MANIFEST_BYTES, MAX_SUBMISSION_BYTES
 from shoal.protocol.wire import digest
 from shoal.roles.memory import share_of_free_mb
-from shoal.weights.fetch import NotStored, fetch_version
+from shoal.weights.fetch import fetch_version
 from shoal.weights.manifest import open_manifest
+from shoal.weights.pieces import NotStored
 from shoal.weights.room import room_for_version
 
 Rows = list[tuple[bytes, str]]
@@ -193,11 +194,14 @@ class _Chunks:
         self.missing: PeerError | None = None
         """Why a chunk did not come."""
 
-    async def chunk(self, digest: str, size: int) -> bytes:
+    async def parts(self, digest: str, start: int, size: int) -> AsyncGenerator[bytes, None]:
         try:
-            return await self._run.blob(digest)
+            yield (await self._run.blob(digest))[start:]
         except PeerError as error:
             self.missing = error
             raise
         except StateError as error:
             raise PeerError(str(error)) from None
+
+    async def close(self) -> None:
+        pass

@@ -12,7 +12,8 @@ from shoal.folder import RunFolder
 from shoal.net.client import Client
 from shoal.protocol import types as t
 from shoal.protocol.constants import MAX_MANIFEST_BYTES
-from shoal.weights.fetch import fetch_version, sources_of
+from shoal.weights.fetch import fetch_version
+from shoal.weights.sources import sources_of
 
 
 class PastPolicies:

@@ -1,0 +1,169 @@
+"""Which source is asked for the next chunk, and which are left alone for how long: decisions from measured goodput.
+
+Called by `transfer` with what happened and when. It is pure: clock and randomness are arguments, so a fetch replays from a
+seed. It knows no chunk and no network.
+
+A source's rate is that of one request: its bytes over its seconds, both halved every HALF_LIFE_S, together with PRIOR_S
+seconds at the mean of the others. So a new source counts as an average one, and a source that was slow is tried again when
+what was measured of it has faded.
+"""
+
+import random
+from dataclasses import dataclass
+from enum import Enum
+
+HALF_LIFE_S = 15.0
+"""What was measured of a source counts half as much after this time."""
+
+PRIOR_S = 0.5
+"""Weight of the others' mean rate in that of a source."""
+
+FIRST_RATE = 1e6
+"""Bytes a second that a source is believed to give before anything was measured of any."""
+
+EXPLORE = 0.05
+"""Share of the choices that are made without regard to rates."""
+
+LANES = 2
+"""Requests that a source answers at one time, so that it is never idle between two chunks. It gets the second when it has
+given a chunk and no fault since."""
+
+WORTH = 3.0
+"""A source is not asked for a chunk for which it would need more than this many times what the others need for all that
+waits."""
+
+WRONG_CHUNKS = 2
+"""A source that sent so many wrong chunks is never asked again. The first may have been damaged on the way."""
+
+LONGEST_PAUSE_S = 30.0
+"""Pauses double with each fault until the source has given a chunk."""
+
+LEAST_S = 1.0
+"""Differences of rate that cost less time than this do not matter."""
+
+
+class Fault(Enum):
+    """Why a source is left alone."""
+
+    FAILED = "it does not answer, or stopped"
+    SLOW = "others are much faster"
+    WRONG = "it sent wrong bytes"
+
+
+FIRST_PAUSE_S = {Fault.FAILED: 0.5, Fault.SLOW: 5.0, Fault.WRONG: 0.5}
+
+
+@dataclass
+class Standing:
+    """What is known of a source in this fetch."""
+
+    name: str
+    busy: int = 0
+    """Requests that it is answering."""
+    proven: bool = False
+    """Whether it gave a chunk, and no fault since."""
+    faults: int = 0
+    """In a row, since it gave a chunk."""
+    wrong: int = 0
+    """Wrong chunks that it sent."""
+    rests_until: float = 0.0
+    never: bool = False
+    """Whether it is never asked again in this fetch."""
+    reason: str = ""
+    """Of its last fault."""
+    failed_at: float = float("-inf")
+    num_bytes: float = 0.0
+    seconds: float = 0.0
+    measured_at: float = 0.0
+
+    def fade(self, now: float) -> None:
+        """Let what was measured count less as it gets older."""
+        share = 0.5 ** (max(0.0, now - self.measured_at) / HALF_LIFE_S)
+        self.num_bytes, self.seconds, self.measured_at = self.num_bytes * share, self.seconds * share, now
+
+
+class Choice:
+    """The standing of all sources of a fetch, by their index."""
+
+    def __init__(self, names: list[str], rng: random.Random) -> None:
+        self.sources = [Standing(name) for name in names]
+        self._rng = rng
+
+    def measured(self, index: int, num_bytes: int, seconds: float, now: float) -> None:
+        """A request to a source brought bytes in some seconds; also when it brought none."""
+        source = self.sources[index]
+        source.fade(now)
+        source.num_bytes += num_bytes
+        source.seconds += seconds
+
+    def rate(self, index: int, now: float) -> float:
+        """Bytes a second that one more request to a source is expected to bring."""
+        source = self.sources[index]
+        source.fade(now)
+        return (source.num_bytes + PRIOR_S * self._mean_rate()) / (source.seconds + PRIOR_S)
+
+    def _mean_rate(self) -> float:
+        rates = [s.num_bytes / s.seconds for s in self.sources if s.seconds > 0 and not s.never]
+        return max(1.0, sum(rates) / len(rates)) if rates else FIRST_RATE
+
+    def may_ask(self, index: int, now: float) -> bool:
+        """Whether a source can take one more request."""
+        source = self.sources[index]
+        lanes = LANES if source.proven else 1
+        return not source.never and source.busy < lanes and source.rests_until <= now
+
+    def next(self, now: float, size: int, waiting_bytes: int) -> int | None:
+        """The source to ask for a chunk of `size` bytes while so many wait, or None if none should be asked now."""
+        free = [index for index in range(len(self.sources)) if self.may_ask(index, now)]
+        free = [index for index in free if self._is_worth(index, now, size, waiting_bytes)]
+        if not free:
+            return None
+        if self._rng.random() < EXPLORE:
+            return self._rng.choice(free)
+        return self._rng.choices(free, [self.rate(index, now) / (1 + self.sources[index].busy) for index in free])[0]
+
+    def _is_worth(self, index: int, now: float, size: int, waiting_bytes: int) -> bool:
+        """Whether a source would not hold up the end: the others would give one chunk, and all that waits, much sooner."""
+        rates = [
+            self.rate(other, now)
+            for other, source in enumerate(self.sources)
+            if other != index and not source.never and source.rests_until <= now
+        ]
+        if not rates:
+            return True
+        others_s = max(size / max(rates), waiting_bytes / (LANES * sum(rates)))
+        return size / self.rate(index, now) <= max(LEAST_S, WORTH * others_s)
+
+    def fastest(self, now: float, but: int) -> int | None:
+        """The free source that would give a chunk soonest, other than `but`."""
+        free = [index for index in range(len(self.sources)) if index != but and self.may_ask(index, now)]
+        return max(free, key=lambda index: self.rate(index, now), default=None)
+
+    def gave(self, index: int) -> None:
+        """A source's chunk was right."""
+        self.sources[index].faults, self.sources[index].proven = 0, True
+
+    def failed(self, index: int, fault: Fault, reason: str, now: float, *, pause_s: float = 0.0) -> float:
+        """Leave a source alone for a growing pause, at least `pause_s`. Returns the seconds: inf means for good."""
+        source = self.sources[index]
+        source.wrong += fault is Fault.WRONG
+        source.proven = False
+        source.reason, source.failed_at = reason, now
+        if source.wrong >= WRONG_CHUNKS:  # guard: liars-are-left
+            self.never(index, reason, now)
+        if source.never:
+            return float("inf")
+        grown_s = FIRST_PAUSE_S[fault] * 2.0 ** min(source.faults, 16)
+        source.faults += 1
+        rest_s = max(min(grown_s, LONGEST_PAUSE_S) * (0.5 + 0.5 * self._rng.random()), pause_s)
+        source.rests_until = max(source.rests_until, now + rest_s)
+        return rest_s
+
+    def never(self, index: int, reason: str, now: float) -> None:
+        """Never ask a source again in this fetch."""
+        source = self.sources[index]
+        source.never, source.reason, source.failed_at = True, reason, now
+
+    def next_end_of_rest(self, now: float) -> float | None:
+        """When the next source may be asked again, if any is left alone for now."""
+        return min((s.rests_until for s in self.sources if not s.never and s.rests_until > now), default=None)

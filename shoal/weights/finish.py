@@ -1,0 +1,63 @@
+"""The end of a fetch: the whole directory is verified, made durable and named, and old versions are deleted.
+
+Called by `fetch`. A directory appears under its name whole, or not at all. It knows no network.
+"""
+
+import hashlib
+import shutil
+from pathlib import Path
+
+from shoal.errors import StateError
+from shoal.folder import name_folder
+from shoal.protocol import wire
+from shoal.protocol.types import Manifest
+from shoal.weights.manifest import weights_root
+from shoal.weights.pieces import MANIFEST_FILE, clear_parts
+
+
+def directory_name(manifest: Manifest) -> str:
+    """Name of a version's directory. It identifies the content, so versions of different runs do not collide."""
+    return f"v{manifest.version:06d}-{manifest.root[:12]}"
+
+
+def finish(partial: Path, target: Path, manifest: Manifest) -> None:
+    """Verify the whole directory, make it durable, and give it its name. Raises `StateError`."""
+    clear_parts(partial)
+    fault = fault_of(partial, manifest, trusted=True)
+    if fault:
+        shutil.rmtree(partial)
+        raise StateError(
+            f"version {manifest.version}: {fault}, though each chunk has its promised hash: the publisher is at fault. "
+            "Tell the run's host"
+        )
+    (partial / MANIFEST_FILE).write_bytes(wire.to_json(manifest))
+    name_folder(partial, target)
+
+
+def fault_of(directory: Path, manifest: Manifest, *, trusted: bool) -> str:
+    """How a directory differs from what the manifest promises; empty if it does not.
+
+    `trusted`: every chunk was just verified, so a file of one chunk needs no second hash.
+    """
+    for entry in manifest.files:
+        path = directory / entry.path
+        if not path.is_file():
+            return f"{entry.path} is missing"
+        if trusted and len(entry.chunks) == 1:
+            continue
+        with path.open("rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != entry.digest:
+                return f"{entry.path} has another hash"
+    try:
+        root = weights_root(directory)
+    except StateError as error:
+        return str(error)
+    return "" if root == manifest.root else f"the weights root is {root[:16]}…, not {manifest.root[:16]}…"
+
+
+def prune(folder: Path, manifest: Manifest, keep: int) -> None:
+    """Delete all but the newest versions, never the one just fetched."""
+    newest = directory_name(manifest)
+    finished = sorted((path for path in folder.glob("v*") if path.name != newest and path.is_dir()), reverse=True)
+    for path in finished[max(0, keep - 1) :]:
+        shutil.rmtree(path, ignore_errors=True)

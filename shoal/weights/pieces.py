@@ -1,0 +1,265 @@
+"""What a version needs, and what of it is here: in its unfinished directory, or in another version of the same folder.
+
+Called by `fetch` before and while it asks sources. It hashes whatever it reuses, and knows no network. The bytes of a chunk
+that is being fetched are in a file of their own until the chunk is whole, so a killed fetch goes on within a chunk.
+"""
+
+import hashlib
+import itertools
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+from shoal.errors import StateError
+from shoal.protocol import wire
+from shoal.protocol.types import Manifest
+
+UNFINISHED = ".partial-"
+"""Begins the name of a directory that is being fetched."""
+
+MANIFEST_FILE = ".manifest"
+"""A file in each directory: the manifest it was made from, so that a later version can reuse its chunks unread."""
+
+_PART = ".part-"
+_COPY_BYTES = 1 << 20
+
+
+class NotStored(StateError):
+    """The disk could not take a version. Nothing is wrong with the version."""
+
+
+class Place(NamedTuple):
+    """Where a chunk goes."""
+
+    path: Path
+    offset: int
+
+
+@dataclass(eq=False)
+class Piece:
+    """A chunk that is needed, with all the places where it goes."""
+
+    digest: str
+    size: int
+    places: list[Place] = field(default_factory=list)
+    part: "Part | None" = None
+    """Its first bytes, if a source or an earlier process left some and no attempt is adding to them."""
+
+    def write(self, chunk: bytes) -> None:
+        """Write the verified chunk to all its places."""
+        for place in self.places:
+            with place.path.open("r+b") as file:
+                file.seek(place.offset)
+                file.write(chunk)
+
+    def matches(self, chunk: bytes) -> bool:
+        """Whether these are the chunk's bytes."""
+        return len(chunk) == self.size and wire.digest(chunk) == self.digest
+
+    def new_part(self, directory: Path) -> "Part":
+        """An empty part in a new file. Raises OSError."""
+        paths = (directory / f"{_PART}{self.digest}-{number}" for number in itertools.count())
+        return Part(next(path for path in paths if not path.exists()))
+
+
+class Segment(NamedTuple):
+    """Bytes of a part that came from one source, up to `end`. No source: an earlier process fetched them."""
+
+    source: str
+    start: int
+    end: int
+    digest: str = ""
+    """Of these bytes, once that is of interest."""
+
+
+class Part:
+    """The first bytes of a chunk, in a file, with the sources that sent them."""
+
+    def __init__(self, path: Path) -> None:
+        """Opens the file. If it has bytes, they are those of an earlier process."""
+        self.path, self.size, self.segments = path, 0, list[Segment]()
+        self._hash = hashlib.sha256()
+        self._file: BinaryIO = path.open("a+b", buffering=0)
+        self._file.seek(0)
+        while data := self._file.read(_COPY_BYTES):
+            self._hash.update(data)
+            self.size += len(data)
+        if self.size:
+            self.segments.append(Segment("", 0, self.size))
+
+    def add(self, data: bytes, source: str) -> None:
+        """Append bytes from a source. Raises OSError."""
+        if not self.segments or self.segments[-1].source != source:
+            self.segments.append(Segment(source, self.size, self.size))
+        left = memoryview(data)
+        while left:
+            left = left[self._file.write(left) :]
+        self._hash.update(data)
+        self.size += len(data)
+        self.segments[-1] = self.segments[-1]._replace(end=self.size)
+
+    def copy(self, part: "Part") -> "Part":
+        """Begin `part`, which is empty, with what this one has; returns it. Raises OSError."""
+        for segment in self.segments:
+            for data in _read_span(self.path, segment.start, segment.end):
+                part.add(data, segment.source)
+        return part
+
+    def is_only_from(self, source: str) -> bool:
+        """Whether all its bytes came from this source."""
+        return all(segment.source == source for segment in self.segments)
+
+    def matches(self, piece: Piece) -> bool:
+        """Whether it is the whole chunk."""
+        return self.size == piece.size and self._hash.hexdigest() == piece.digest
+
+    def evidence(self) -> list[Segment]:
+        """Which source sent which bytes, with the digests of those bytes."""
+        return [
+            segment._replace(digest=_digest_of(_read_span(self.path, segment.start, segment.end)))
+            for segment in self.segments
+        ]
+
+    def liars(self, evidence: list[Segment]) -> list[str]:
+        """The sources whose bytes differ from this part, which is right."""
+        return [
+            segment.source
+            for segment in evidence
+            if segment.source and _digest_of(_read_span(self.path, segment.start, segment.end)) != segment.digest
+        ]
+
+    def place(self, piece: Piece) -> None:
+        """Copy the verified chunk to all its places. Raises OSError."""
+        for place in piece.places:
+            with place.path.open("r+b") as file:
+                file.seek(place.offset)
+                for data in _read_span(self.path, 0, self.size):
+                    file.write(data)
+
+    def close(self) -> None:
+        """Close the file; a later process finds it."""
+        self._file.close()
+
+    def drop(self) -> None:
+        """Delete the file."""
+        self.close()
+        self.path.unlink(missing_ok=True)
+
+
+def _read_span(path: Path, start: int, end: int) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        file.seek(start)
+        while start < end and (data := file.read(min(_COPY_BYTES, end - start))):
+            start += len(data)
+            yield data
+
+
+def _digest_of(parts: Iterator[bytes]) -> str:
+    whole = hashlib.sha256()
+    for data in parts:
+        whole.update(data)
+    return whole.hexdigest()
+
+
+def pieces_of(manifest: Manifest, directory: Path) -> list[Piece]:
+    """The chunks of a version, with their places in a directory. A repeated chunk comes once.
+
+    Raises `StateError` if one hash is to be of two sizes: no source could serve both.
+    """
+    pieces: dict[str, Piece] = {}
+    for entry in manifest.files:
+        for index, digest in enumerate(entry.chunks):
+            offset = index * manifest.chunk_bytes
+            size = min(manifest.chunk_bytes, entry.size - offset)
+            piece = pieces.setdefault(digest, Piece(digest, size))
+            if piece.size != size:  # guard: one-size-a-chunk
+                raise StateError(
+                    f"version {manifest.version}: chunk {digest[:16]}… has {piece.size} bytes in one place and {size} in "
+                    "another: the publisher is at fault. Tell the run's host"
+                )
+            piece.places.append(Place(directory / entry.path, offset))
+    return list(pieces.values())
+
+
+def forget_unfinished(folder: Path, but: Path) -> None:
+    """Delete what other fetches left unfinished. A host could let one version after another fail, and fill the disk."""
+    for path in folder.glob(f"{UNFINISHED}v*"):
+        if path != but:
+            shutil.rmtree(path, ignore_errors=True)  # guard: one-unfinished-version
+
+
+def prepare(folder: Path, partial: Path, manifest: Manifest) -> list[Piece]:
+    """Make the unfinished directory, copy in the chunks that this machine has, and return the missing pieces.
+
+    Raises `NotStored` if the rest does not fit on the disk.
+    """
+    pieces = pieces_of(manifest, partial)
+    partial.mkdir(parents=True, exist_ok=True)
+    wanted = {entry.path: entry.size for entry in manifest.files}
+    for path in partial.iterdir():
+        if path.name not in wanted and not path.name.startswith(_PART):
+            path.unlink()
+    begun = {path for path in partial.iterdir() if path.stat().st_size}
+    for name, size in wanted.items():
+        with (partial / name).open("ab") as file:
+            file.truncate(size)
+    here = _chunks_here(folder)
+    missing = []
+    for piece in pieces:
+        if all(place.path in begun and piece.matches(_read(place, piece.size)) for place in piece.places):
+            continue
+        known = here.get((piece.digest, piece.size))
+        if known and piece.matches(chunk := _read(known, piece.size)):
+            piece.write(chunk)
+        else:
+            missing.append(piece)
+    need_bytes = sum(piece.size * len(piece.places) for piece in missing)
+    free_bytes = shutil.disk_usage(partial).free
+    if need_bytes > free_bytes:
+        raise NotStored(
+            f"version {manifest.version} needs {need_bytes} more bytes in {folder}, {free_bytes} are free: free some "
+            "space or use another folder"
+        )
+    take_up_parts(partial, missing)
+    return missing
+
+
+def _chunks_here(folder: Path) -> dict[tuple[str, int], Place]:
+    """Where this folder's versions store their chunks, by their manifests. Chunks are verified when read."""
+    here: dict[tuple[str, int], Place] = {}
+    for known in folder.glob(f"v*/{MANIFEST_FILE}"):
+        try:
+            pieces = pieces_of(wire.from_json(known.read_bytes(), Manifest), known.parent)
+        except (wire.WireError, StateError):
+            continue  # damaged: its chunks are fetched again
+        here |= {(piece.digest, piece.size): piece.places[0] for piece in pieces}
+    return here
+
+
+def _read(place: Place, size: int) -> bytes:
+    try:
+        with place.path.open("rb") as file:
+            file.seek(place.offset)
+            return file.read(size)
+    except FileNotFoundError:
+        return b""
+
+
+def take_up_parts(partial: Path, missing: list[Piece]) -> None:
+    """Give each missing piece the longest part that an earlier process left of it. The other parts are deleted."""
+    by_digest = {piece.digest: piece for piece in missing}
+    left = sorted(partial.glob(f"{_PART}*"), key=lambda path: -path.stat().st_size)
+    for path in left:
+        piece = by_digest.get(path.name.removeprefix(_PART).partition("-")[0])
+        if piece is None or piece.part is not None or not 0 < path.stat().st_size <= piece.size:
+            path.unlink()
+        else:
+            piece.part = Part(path)
+
+
+def clear_parts(partial: Path) -> None:
+    """Delete the files of parts: the directory is whole."""
+    for path in partial.glob(f"{_PART}*"):
+        path.unlink()

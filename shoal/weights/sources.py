@@ -1,0 +1,200 @@
+"""Sources of chunks: the coordinator, and any web server that serves files by their hash.
+
+`fetch` asks them, and trusts none. An ordinary web server, CDN or bucket will do: it needs `GET` of a path that ends with
+the hash, and should know `Range`. A source that a stranger named is asked at addresses outside only, and no redirect is
+followed.
+"""
+
+import asyncio
+import re
+from collections.abc import AsyncGenerator
+from typing import Protocol
+
+import httpx
+
+from shoal.errors import NothingYet, PeerError, cause_of
+from shoal.net.addresses import outside_address
+from shoal.net.client import Client
+from shoal.net.trouble import Trouble, troubles
+from shoal.protocol import constants
+from shoal.protocol.types import RunInfo
+
+CONNECT_TIMEOUT_S = 10.0
+
+NEVER_S = 600.0
+"""Longest silence within an answer that this file itself allows: `transfer` has a shorter limit."""
+
+MOST_RETRY_S = 60.0
+"""Of the time that a server asks us to wait, so much is believed."""
+
+
+class Passing(PeerError):
+    """A source failed in a way that may pass: it is asked again later."""
+
+    def __init__(self, reason: str, retry_s: float = 0.0) -> None:
+        """`retry_s`: the source asked us to wait so long."""
+        super().__init__(reason)
+        self.retry_s = retry_s
+
+
+class WrongBytes(PeerError):
+    """What a source sent cannot be the chunk."""
+
+
+class Source(Protocol):
+    """A source of chunks."""
+
+    name: str
+    """For blame: a URL."""
+
+    def parts(self, digest: str, start: int, size: int) -> AsyncGenerator[bytes, None]:
+        """The bytes of a chunk of `size` bytes from `start` on, as they come, unverified. An empty part says that the
+        source is alive.
+
+        Raises `Passing` if the source should be asked again later, `WrongBytes` if it lied, and any other `PeerError` if it
+        should not be asked again in this fetch.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Let go of connections. A later call opens them again."""
+        ...
+
+
+class HttpSource:
+    """Files named by their hash, below a URL."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        name: str = "",
+        trusted_address: bool = False,
+        still_filling: bool = False,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        """`trusted_address`: the user gave the address, or the run is inside a network too, so it may be inside.
+        `still_filling`: a chunk that it lacks may come later, as with a relay. Raises `PeerError` for a bad URL.
+        """
+        try:
+            self._url = httpx.URL(url.rstrip("/"))
+        except httpx.InvalidURL as error:
+            raise PeerError(f"{url!r} is not a URL ({error})") from None
+        parts = self._url
+        if parts.scheme not in ("http", "https") or not parts.host or parts.userinfo or parts.query or parts.fragment:
+            raise PeerError(f"{url!r} is not a source's URL: it must be http(s)://HOST/PATH")
+        self.name = name or url
+        self._trusted, self._filling, self._transport = trusted_address, still_filling, transport
+        self._http: httpx.AsyncClient | None = None
+        self._address = ""
+
+    async def parts(self, digest: str, start: int, size: int) -> AsyncGenerator[bytes, None]:
+        """See `Source`."""
+        headers = {"range": f"bytes={start}-{size - 1}"} if start else {}
+        try:
+            with troubles(self.name, NEVER_S, lambda: True):
+                request = await self._request(digest, headers)
+                try:
+                    response = await self._opened().send(request, stream=True)
+                except _CLOSED:  # perhaps while nothing was asked: a new connection shows it
+                    response = await self._opened().send(request, stream=True)
+                try:
+                    skip = self._skipped(response, start, size)
+                    async for data in response.aiter_raw():
+                        yield data[skip:]
+                        skip = max(0, skip - len(data))
+                finally:
+                    await response.aclose()
+        except Trouble as trouble:
+            raise Passing(str(trouble), trouble.retry_s) from None
+
+    async def close(self) -> None:
+        """See `Source`."""
+        http, self._http = self._http, None
+        if http is not None:
+            await http.aclose()
+
+    def _opened(self) -> httpx.AsyncClient:
+        if self._http is None:
+            self._http = httpx.AsyncClient(
+                transport=self._transport,
+                verify=self._url.scheme == "https",
+                trust_env=False,
+                limits=httpx.Limits(max_keepalive_connections=4, keepalive_expiry=60.0),
+                timeout=httpx.Timeout(NEVER_S, connect=CONNECT_TIMEOUT_S),
+                headers={"accept-encoding": "identity", "user-agent": f"shoal/{constants.PROTOCOL_VERSION}"},
+            )
+            self._http.follow_redirects = False  # guard: sources-do-not-redirect
+        return self._http
+
+    async def _request(self, digest: str, headers: dict[str, str]) -> httpx.Request:
+        """The request for a chunk: to an address that was judged, if a stranger gave the URL."""
+        url = self._url.copy_with(path=f"{self._url.path.rstrip('/')}/{digest}")
+        if self._trusted:
+            return self._opened().build_request("GET", url, headers=headers)
+        if not self._address:
+            port = url.port or (443 if url.scheme == "https" else 80)
+            try:
+                self._address = await asyncio.wait_for(outside_address(url.host, port), CONNECT_TIMEOUT_S)
+            except TimeoutError:
+                raise Trouble(f"the address of {url.host} was not found in {CONNECT_TIMEOUT_S:.0f} s") from None
+            except OSError as error:
+                raise Trouble(f"the address of {url.host} was not found: {cause_of(error)}") from None
+        return self._opened().build_request(
+            "GET",
+            url.copy_with(host=self._address),
+            headers={"host": url.netloc.decode("ascii"), **headers},
+            extensions={"sni_hostname": url.host},
+        )
+
+    def _skipped(self, response: httpx.Response, start: int, size: int) -> int:
+        """How many bytes of an answer come before `start`. Raises `Trouble` or `PeerError` if it is not the chunk."""
+        status = response.status_code
+        if response.is_redirect:
+            raise PeerError(f"redirects to {response.headers.get('location', '?')[:200]}: no redirect is followed")
+        if status in (404, 410):
+            if self._filling:
+                raise Trouble("does not have the chunk yet")
+            raise NothingYet("does not have a chunk: it was never stored, or has expired")
+        if status in (408, 425, 429) or status >= 500:
+            raise Trouble(f"HTTP {status}", _retry_after(response))
+        if status not in (200, 206):
+            raise PeerError(f"answered HTTP {status}")
+        if response.headers.get("content-encoding", "identity") != "identity":
+            raise PeerError(f"sends chunks with content-encoding {response.headers['content-encoding'][:20]!r}")
+        first = start if status == 206 else 0
+        if status == 206 and not _is_range(response.headers.get("content-range", ""), start, size):
+            raise WrongBytes(
+                f"answered bytes {start}-{size - 1} with {response.headers.get('content-range', '')[:40]!r}"
+            )
+        declared = response.headers.get("content-length", "")
+        if declared.isdecimal() and int(declared) != size - first:  # guard: length-of-a-chunk
+            raise WrongBytes(f"declares {declared[:20]} bytes where the chunk has {size - first}")
+        return start - first
+
+
+_CLOSED = (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError)
+
+_RANGE = re.compile(r"bytes (\d{1,15})-(\d{1,15})/(\d{1,15}|\*)", re.ASCII)
+
+
+def _is_range(text: str, start: int, size: int) -> bool:
+    found = _RANGE.fullmatch(text)
+    return found is not None and int(found[1]) == start and int(found[2]) == size - 1
+
+
+def _retry_after(response: httpx.Response) -> float:
+    asked = response.headers.get("retry-after", "")
+    return min(float(asked), MOST_RETRY_S) if asked.isdecimal() else 0.0
+
+
+def sources_of(info: RunInfo, client: Client) -> list[Source]:
+    """Where the weights of a run come from: the coordinator that `client` calls.
+
+    A further source is an `HttpSource` too, or a class like it, returned from here by what a field of `RunInfo` says.
+    """
+    return [
+        HttpSource(
+            f"{client.base_url}/v1/blobs", name=client.base_url, trusted_address=True, transport=client.transport
+        )
+    ]

@@ -1,0 +1,316 @@
+"""Gets missing chunks from several sources at once: asks, watches, goes on elsewhere, and blames by evidence.
+
+Called by `fetch`. `choose` decides who is asked; this file knows the chunks and their bytes. It ends as long as one source
+serves right bytes, however slowly. No chunk is held in memory.
+
+A chunk that one source began may be finished by another. If the whole is then wrong, nobody is blamed yet: the chunk is
+fetched again from one source alone, and whoever sent bytes that differ from the right ones is named. Otherwise a source
+could send bad bytes, stop, and let an honest one be blamed.
+"""
+
+import asyncio
+import contextlib
+import logging
+import random
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from shoal.errors import PeerError
+from shoal.weights.attempts import IN_FLIGHT, Attempt, bytes_twice, hindrance, latest
+from shoal.weights.choose import Choice, Fault
+from shoal.weights.pieces import Part, Piece, Segment
+from shoal.weights.progress import Progress
+from shoal.weights.sources import Passing, Source, WrongBytes
+
+SILENCE_S = 20.0
+"""A source that sends nothing for this long is left alone, and the chunk goes on elsewhere."""
+
+PATIENCE_S = 60.0
+"""A fetch ends if no source sent anything for this long, and each has failed since."""
+
+DUPLICATE_SHARE = 0.02
+"""Share of the bytes of a fetch that may come twice because of races."""
+
+TICK_S = 0.25
+
+log = logging.getLogger(__name__)
+
+
+class Transfer:
+    """The missing chunks of one version, and the sources."""
+
+    def __init__(
+        self,
+        missing: Sequence[Piece],
+        sources: Sequence[Source],
+        directory: Path,
+        *,
+        rng: random.Random,
+        on_blame: Callable[[str, str], None],
+        on_progress: Callable[[str], None],
+    ) -> None:
+        """`directory` takes the bytes of chunks that are not whole yet. `rng` decides order, choice and pauses."""
+        self._sources = list({source.name: source for source in sources}.values())
+        self._choice, self._directory = Choice([source.name for source in self._sources], rng), directory
+        self._on_blame, self._on_progress = on_blame, on_progress
+        self._waiting = list(missing)
+        rng.shuffle(self._waiting)  # so that clients of one swarm have different chunks to give each other
+        self._waiting_bytes = self._total_bytes = sum(piece.size for piece in missing)
+        self._left = set(missing)
+        self._attempts: list[Attempt] = []
+        self._doubts: dict[Piece, list[list[Segment]]] = {}
+        """What several sources sent of chunks that were then wrong."""
+        self._placed_bytes = self._duplicate_bytes = 0
+        self._failure: OSError | None = None
+        self._changed = asyncio.Event()
+        self._clock = asyncio.get_running_loop().time
+        self._heard = self._clock()
+        """When any source sent bytes last."""
+        self._progress = Progress(self._total_bytes, self._clock(), on_progress)
+
+    async def run(self) -> None:
+        """Return when all chunks are in their places. Raises `PeerError` if the sources cannot serve them, and OSError."""
+        async with asyncio.TaskGroup() as group:
+            try:
+                while self._left and self._failure is None and not self._is_over(self._clock()):
+                    self._watch(self._clock())
+                    self._ask(group, self._clock())
+                    await self._wait(self._clock())
+            finally:
+                for attempt in self._attempts:
+                    assert attempt.task is not None
+                    attempt.task.cancel()
+        for piece in self._left:
+            if piece.part is not None:
+                piece.part.close()
+        if self._failure is not None:
+            raise self._failure
+        if self._left:
+            faults = "; ".join(f"{each.name}: {each.reason}" for each in self._choice.sources) or "no source"
+            raise PeerError(
+                f"{len(self._left)} of the chunks not fetched: {faults}. Try again later, or use another source; what was "
+                "fetched is kept"
+            )
+
+    def _is_over(self, now: float) -> bool:
+        """Whether nothing more is to be expected from any source."""
+        asked = [source for source in self._choice.sources if not source.never]
+        if self._attempts:
+            return False
+        patient = now - self._heard < PATIENCE_S
+        return not asked or (not patient and all(source.failed_at >= self._heard for source in asked))
+
+    async def _wait(self, now: float) -> None:
+        """Until an attempt ends, a source has rested, or it is time to look at the attempts."""
+        times = [self._heard + PATIENCE_S, self._choice.next_end_of_rest(now)]
+        until = min((time for time in times if time is not None and time > now), default=now + TICK_S)
+        if self._attempts:
+            until = min(until, now + TICK_S)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(until + 0.001):
+                await self._changed.wait()
+        self._changed.clear()
+
+    # --- who is asked for what ---
+
+    def _ask(self, group: asyncio.TaskGroup, now: float) -> None:
+        """Ask sources for waiting chunks; when none waits, ask faster sources for those that would come last."""
+        while self._waiting and len(self._attempts) < IN_FLIGHT:
+            piece = self._waiting[-1]
+            source = self._choice.next(now, piece.size, self._waiting_bytes)
+            if source is None:
+                return
+            self._waiting.pop()
+            self._waiting_bytes -= piece.size
+            self._begin(group, piece, source, now)
+        while (
+            not self._waiting
+            and len(self._attempts) < IN_FLIGHT
+            and (race := latest(self._attempts, self._choice, now))
+        ):
+            slow, source = race
+            if self._duplicate_bytes >= DUPLICATE_SHARE * self._total_bytes:
+                self._end(slow, Fault.SLOW, "another source is much faster")
+                return
+            with self._kept_failure():
+                part = slow.piece.new_part(self._directory)
+                slow.piece.part = part if slow.piece in self._doubts else slow.part.copy(part)
+                slow.raced_from = part.size
+                self._begin(group, slow.piece, source, now, slow.raced_from)
+
+    def _begin(
+        self, group: asyncio.TaskGroup, piece: Piece, source: int, now: float, raced_from: int | None = None
+    ) -> None:
+        with self._kept_failure():
+            part, piece.part = piece.part, None
+            # guard: doubted-chunk-from-one
+            if part is not None and piece in self._doubts and not part.is_only_from(self._sources[source].name):
+                part.drop()
+                part = None
+            part = part or piece.new_part(self._directory)
+            attempt = Attempt(source, piece, part, now, part.size, now, (now, part.size), raced_from)
+            self._choice.sources[source].busy += 1
+            self._attempts.append(attempt)
+            attempt.task = group.create_task(self._attempt(attempt))
+
+    # --- one attempt ---
+
+    async def _attempt(self, attempt: Attempt) -> None:
+        """Ask for the rest of a chunk, and settle what came."""
+        source, problem = self._sources[attempt.source], None
+        try:
+            parts = source.parts(attempt.piece.digest, attempt.part.size, attempt.piece.size)
+            async with contextlib.aclosing(parts):
+                async for data in parts:
+                    self._take(attempt, data)
+        except PeerError as error:
+            problem = error
+        except asyncio.CancelledError:
+            if attempt.ended is None:
+                self._close(attempt)
+                if attempt.lost:
+                    attempt.part.drop()
+                attempt.part.close()
+                raise
+            problem = Passing(attempt.ended[1])
+        except OSError as error:
+            self._failure = self._failure or error
+        finally:
+            self._changed.set()
+        self._close(attempt)
+        if self._failure is None and attempt.piece in self._left:
+            with self._kept_failure():
+                self._settle(attempt, problem)
+
+    def _take(self, attempt: Attempt, data: bytes) -> None:
+        """Keep bytes that came. Raises `WrongBytes` if they are more than the chunk has."""
+        now = self._clock()
+        attempt.heard = self._heard = now
+        if attempt.part.size + len(data) > attempt.piece.size:  # guard: no-more-than-a-chunk
+            raise WrongBytes(f"sent more than the {attempt.piece.size} bytes of chunk {attempt.piece.digest[:16]}…")
+        if data:
+            attempt.part.add(data, self._sources[attempt.source].name)
+            if attempt.raced_from is not None:
+                self._limit_race(attempt.piece)
+
+    def _close(self, attempt: Attempt) -> None:
+        """Measure an attempt that has ended, and free its source."""
+        self._measure(attempt, self._clock())
+        self._attempts.remove(attempt)
+        self._choice.sources[attempt.source].busy -= 1
+
+    def _settle(self, attempt: Attempt, problem: PeerError | None) -> None:
+        """Put a chunk into its places, or hand on what there is of it; and let the source answer for it. Raises OSError."""
+        piece, part, now = attempt.piece, attempt.part, self._clock()
+        if part.matches(piece):
+            part.place(piece)
+            self._left.discard(piece)
+            self._placed_bytes += piece.size
+            self._choice.gave(attempt.source)
+            for rival in self._rivals(piece):
+                self._lose(rival)
+            if isinstance(problem, WrongBytes):
+                self._blame(attempt.source, Fault.WRONG, str(problem), now)
+            liars = [liar for evidence in self._doubts.pop(piece, []) for liar in part.liars(evidence)]
+            for liar in dict.fromkeys(liars):
+                self._blame(self._index(liar), Fault.WRONG, f"sent wrong bytes for chunk {piece.digest[:16]}…", now)
+            part.drop()
+            return
+        if isinstance(problem, WrongBytes):
+            self._blame(attempt.source, Fault.WRONG, str(problem), now)
+        elif part.size == piece.size:
+            self._doubt(attempt, now)
+        elif isinstance(problem, Passing):
+            fault = attempt.ended[0] if attempt.ended else Fault.FAILED
+            self._blame(attempt.source, fault, str(problem), now, problem.retry_s)
+        elif problem is None:
+            reason = f"sent {part.size} of the {piece.size} bytes of chunk {piece.digest[:16]}…"
+            self._blame(attempt.source, Fault.FAILED, reason, now)
+        else:
+            self._choice.never(attempt.source, str(problem), now)
+            self._on_blame(self._sources[attempt.source].name, str(problem))
+        self._hand_on(piece, part, is_good=not (isinstance(problem, WrongBytes) and attempt.got))
+
+    def _hand_on(self, piece: Piece, part: Part, is_good: bool) -> None:
+        """Keep what an attempt left of a chunk for the next one, and let the chunk wait if nobody is fetching it."""
+        if is_good and 0 < part.size < piece.size and (piece.part is None or piece.part.size < part.size):
+            piece.part, part = part, piece.part or part
+        if part is not piece.part:
+            part.drop()
+        rivals = self._rivals(piece)
+        for rival in rivals:  # another source may be asked beside it again
+            if rival.raced_from is not None:
+                self._duplicate_bytes += max(0, min(rival.part.size, part.size) - rival.raced_from)
+            rival.raced_from = None
+        if not rivals:
+            self._waiting.append(piece)  # next, so that few chunks are begun and a doubt is soon resolved
+            self._waiting_bytes += piece.size
+
+    def _doubt(self, attempt: Attempt, now: float) -> None:
+        """A whole chunk was wrong. Blame its only source, or keep the evidence until the right bytes are here."""
+        piece, part, name = attempt.piece, attempt.part, self._sources[attempt.source].name
+        if part.is_only_from(name):
+            self._blame(attempt.source, Fault.WRONG, f"sent wrong bytes for chunk {piece.digest[:16]}…", now)
+        else:
+            self._doubts.setdefault(piece, []).append(part.evidence())  # guard: blame-by-evidence
+
+    def _blame(self, source: int, fault: Fault, reason: str, now: float, pause_s: float = 0.0) -> None:
+        rest_s = self._choice.failed(source, fault, reason, now, pause_s=pause_s)
+        again = "not asked again" if rest_s == float("inf") else f"asked again after {rest_s:.1f} s"
+        self._on_blame(self._sources[source].name, f"{reason}: {again}")
+
+    def _index(self, name: str) -> int:
+        return next(index for index, source in enumerate(self._sources) if source.name == name)
+
+    # --- watching ---
+
+    def _watch(self, now: float) -> None:
+        """Measure all attempts, and end those that bring nothing, or far less than an idle source would."""
+        for attempt in [*self._attempts]:
+            self._measure(attempt, now)
+            heard = max(each.heard for each in self._attempts if each.source == attempt.source)
+            if now - heard > SILENCE_S or now - attempt.heard > 3 * SILENCE_S:  # guard: silence-ends
+                self._end(attempt, Fault.FAILED, f"sent nothing for {SILENCE_S:.0f} s")
+        if self._waiting and (slow := hindrance(self._attempts, self._choice, now)) is not None:
+            self._end(slow, Fault.SLOW, f"gave {slow.pace(now, 0.0) / 1000:.0f} kB/s, and others give much more")
+        coming = {attempt.piece: attempt.part.size for attempt in self._attempts}
+        self._progress.at(now, self._placed_bytes + sum(coming.values()), len({a.source for a in self._attempts}))
+
+    def _measure(self, attempt: Attempt, now: float) -> None:
+        then, before = attempt.counted
+        self._choice.measured(attempt.source, attempt.part.size - before, now - then, now)
+        attempt.counted = (now, attempt.part.size)
+
+    def _end(self, attempt: Attempt, fault: Fault, reason: str) -> None:
+        """End an attempt for a fault of its source."""
+        if attempt.ended is None and attempt.task is not None:
+            attempt.ended = (fault, reason)
+            attempt.task.cancel()
+
+    def _rivals(self, piece: Piece) -> list[Attempt]:
+        """The attempts at a chunk."""
+        return [attempt for attempt in self._attempts if attempt.piece is piece and not attempt.lost]
+
+    def _lose(self, attempt: Attempt) -> None:
+        """End an attempt at a chunk that another source sent, or will send sooner. That is no fault."""
+        if attempt.raced_from is not None:
+            self._duplicate_bytes += max(0, attempt.part.size - attempt.raced_from)
+        attempt.lost, attempt.ended = True, None
+        assert attempt.task is not None
+        attempt.task.cancel()
+
+    def _limit_race(self, piece: Piece) -> None:
+        """End the one with fewer bytes of two that race for a chunk when too many bytes came twice."""
+        twice = self._duplicate_bytes + bytes_twice(self._attempts)
+        rivals = self._rivals(piece)
+        if len(rivals) > 1 and twice > DUPLICATE_SHARE * self._total_bytes:  # guard: few-bytes-twice
+            self._lose(min(rivals, key=lambda each: each.part.size))
+
+    @contextlib.contextmanager
+    def _kept_failure(self) -> Iterator[None]:
+        """A disk that takes no more ends the fetch: `run` raises the error."""
+        try:
+            yield
+        except OSError as error:
+            self._failure = self._failure or error
+            self._changed.set()
