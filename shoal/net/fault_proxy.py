@@ -76,7 +76,9 @@ class FaultProxy:
         assert task is not None
         self._tasks.add(task)
         try:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(
+                OSError, asyncio.CancelledError
+            ):  # the proxy ends: asyncio would log a cancelled task
                 up_reader, up_writer = await asyncio.open_connection("127.0.0.1", self._target)
                 try:
                     asked = asyncio.create_task(self._pass_questions(reader, up_writer))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from shoal.weights.choose import Choice, Fault
 from shoal.weights.pieces import Part, Piece
 
-IN_FLIGHT = 8
+IN_FLIGHT = 16
 """Requests at one time."""
 
 FASTER = 4.0
@@ -41,6 +41,8 @@ class Attempt:
     """When bytes came last."""
     counted: tuple[float, int]
     """When, and at how many bytes, its rate was measured last."""
+    answered_at: float | None = None
+    """When its first bytes came."""
     raced_from: int | None = None
     """If two sources send the chunk: bytes of it that were here when the second was asked."""
     task: "asyncio.Task[None] | None" = None

@@ -24,9 +24,9 @@ FIRST_RATE = 1e6
 EXPLORE = 0.05
 """Share of the choices that are made without regard to rates."""
 
-LANES = 2
-"""Requests that a source answers at one time, so that it is never idle between two chunks. It gets the second when it has
-given a chunk and no fault since."""
+LANES, MOST_LANES = 2, 6
+"""Requests that a source gets at one time, so that its line is never idle between two chunks: one until it has given a
+chunk without a fault since, then more the more of their time requests wait for their first byte."""
 
 WORTH = 3.0
 """A source is not asked for a chunk for which it would need more than this many times what the others need for all that
@@ -74,12 +74,24 @@ class Standing:
     failed_at: float = float("-inf")
     num_bytes: float = 0.0
     seconds: float = 0.0
+    waited_s: float = 0.0
+    """For first bytes, of the `ran_s` that requests took."""
+    ran_s: float = 0.0
     measured_at: float = 0.0
+
+    @property
+    def lanes(self) -> int:
+        """Requests that it should get at one time."""
+        if not self.proven:
+            return 1
+        moving = 1 - self.waited_s / self.ran_s if self.ran_s else 1.0
+        return min(MOST_LANES, round(LANES / max(moving, 0.1)))
 
     def fade(self, now: float) -> None:
         """Let what was measured count less as it gets older."""
         share = 0.5 ** (max(0.0, now - self.measured_at) / HALF_LIFE_S)
         self.num_bytes, self.seconds, self.measured_at = self.num_bytes * share, self.seconds * share, now
+        self.waited_s, self.ran_s = self.waited_s * share, self.ran_s * share
 
 
 class Choice:
@@ -96,6 +108,13 @@ class Choice:
         source.num_bytes += num_bytes
         source.seconds += seconds
 
+    def answered(self, index: int, waited_s: float, ran_s: float, now: float) -> None:
+        """A request has ended, and of its time it waited so long for its first byte."""
+        source = self.sources[index]
+        source.fade(now)
+        source.waited_s += waited_s
+        source.ran_s += ran_s
+
     def rate(self, index: int, now: float) -> float:
         """Bytes a second that one more request to a source is expected to bring."""
         source = self.sources[index]
@@ -109,8 +128,7 @@ class Choice:
     def may_ask(self, index: int, now: float) -> bool:
         """Whether a source can take one more request."""
         source = self.sources[index]
-        lanes = LANES if source.proven else 1
-        return not source.never and source.busy < lanes and source.rests_until <= now
+        return not source.never and source.busy < source.lanes and source.rests_until <= now
 
     def next(self, now: float, size: int, waiting_bytes: int) -> int | None:
         """The source to ask for a chunk of `size` bytes while so many wait, or None if none should be asked now."""
@@ -143,15 +161,20 @@ class Choice:
         """A source's chunk was right."""
         self.sources[index].faults, self.sources[index].proven = 0, True
 
-    def failed(self, index: int, fault: Fault, reason: str, now: float, *, pause_s: float = 0.0) -> float:
-        """Leave a source alone for a growing pause, at least `pause_s`. Returns the seconds: inf means for good."""
+    def failed(self, index: int, fault: Fault, reason: str, now: float, *, pause_s: float = 0.0) -> float | None:
+        """Leave a source alone for a growing pause, at least `pause_s`.
+
+        Returns the seconds; inf means for good, and None that it is left alone already: its requests fail together.
+        """
         source = self.sources[index]
+        if source.never or (source.rests_until > now and fault is not Fault.WRONG):
+            source.failed_at = now
+            return None
         source.wrong += fault is Fault.WRONG
         source.proven = False
         source.reason, source.failed_at = reason, now
         if source.wrong >= WRONG_CHUNKS:  # guard: liars-are-left
             self.never(index, reason, now)
-        if source.never:
             return float("inf")
         grown_s = FIRST_PAUSE_S[fault] * 2.0 ** min(source.faults, 16)
         source.faults += 1

@@ -18,6 +18,7 @@ from shoal.net.client import Client
 from shoal.net.trouble import Trouble, troubles
 from shoal.protocol import constants
 from shoal.protocol.types import RunInfo
+from shoal.weights.choose import MOST_LANES
 
 CONNECT_TIMEOUT_S = 10.0
 
@@ -120,7 +121,7 @@ class HttpSource:
                 transport=self._transport,
                 verify=self._url.scheme == "https",
                 trust_env=False,
-                limits=httpx.Limits(max_keepalive_connections=4, keepalive_expiry=60.0),
+                limits=httpx.Limits(max_keepalive_connections=MOST_LANES, keepalive_expiry=60.0),
                 timeout=httpx.Timeout(NEVER_S, connect=CONNECT_TIMEOUT_S),
                 headers={"accept-encoding": "identity", "user-agent": f"shoal/{constants.PROTOCOL_VERSION}"},
             )

@@ -10,7 +10,6 @@ could send bad bytes, stop, and let an honest one be blamed.
 
 import asyncio
 import contextlib
-import logging
 import random
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -32,8 +31,6 @@ DUPLICATE_SHARE = 0.02
 """Share of the bytes of a fetch that may come twice because of races."""
 
 TICK_S = 0.25
-
-log = logging.getLogger(__name__)
 
 
 class Transfer:
@@ -148,7 +145,7 @@ class Transfer:
                 part.drop()
                 part = None
             part = part or piece.new_part(self._directory)
-            attempt = Attempt(source, piece, part, now, part.size, now, (now, part.size), raced_from)
+            attempt = Attempt(source, piece, part, now, part.size, now, (now, part.size), raced_from=raced_from)
             self._choice.sources[source].busy += 1
             self._attempts.append(attempt)
             attempt.task = group.create_task(self._attempt(attempt))
@@ -189,13 +186,17 @@ class Transfer:
         if attempt.part.size + len(data) > attempt.piece.size:  # guard: no-more-than-a-chunk
             raise WrongBytes(f"sent more than the {attempt.piece.size} bytes of chunk {attempt.piece.digest[:16]}…")
         if data:
+            attempt.answered_at = attempt.answered_at or now
             attempt.part.add(data, self._sources[attempt.source].name)
             if attempt.raced_from is not None:
                 self._limit_race(attempt.piece)
 
     def _close(self, attempt: Attempt) -> None:
         """Measure an attempt that has ended, and free its source."""
-        self._measure(attempt, self._clock())
+        now = self._clock()
+        self._measure(attempt, now)
+        if attempt.answered_at is not None:
+            self._choice.answered(attempt.source, attempt.answered_at - attempt.began, now - attempt.began, now)
         self._attempts.remove(attempt)
         self._choice.sources[attempt.source].busy -= 1
 
@@ -226,9 +227,9 @@ class Transfer:
         elif problem is None:
             reason = f"sent {part.size} of the {piece.size} bytes of chunk {piece.digest[:16]}…"
             self._blame(attempt.source, Fault.FAILED, reason, now)
-        else:
+        elif not self._choice.sources[attempt.source].never:
             self._choice.never(attempt.source, str(problem), now)
-            self._on_blame(self._sources[attempt.source].name, str(problem))
+            self._on_blame(self._sources[attempt.source].name, f"{problem}: not asked again")
         self._hand_on(piece, part, is_good=not (isinstance(problem, WrongBytes) and attempt.got))
 
     def _hand_on(self, piece: Piece, part: Part, is_good: bool) -> None:
@@ -256,6 +257,8 @@ class Transfer:
 
     def _blame(self, source: int, fault: Fault, reason: str, now: float, pause_s: float = 0.0) -> None:
         rest_s = self._choice.failed(source, fault, reason, now, pause_s=pause_s)
+        if rest_s is None:
+            return
         again = "not asked again" if rest_s == float("inf") else f"asked again after {rest_s:.1f} s"
         self._on_blame(self._sources[source].name, f"{reason}: {again}")
 

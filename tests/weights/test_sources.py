@@ -3,10 +3,13 @@
 import asyncio
 import contextlib
 import random
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 from starlette.routing import Route
 
 from shoal.errors import NothingYet, PeerError
@@ -17,6 +20,7 @@ from shoal.net.fault_proxy import FaultProxy, LineFault
 from shoal.protocol import wire
 from shoal.weights import transfer
 from shoal.weights.fetch import fetch
+from shoal.weights.publish import publish
 from shoal.weights.sources import HttpSource, Passing, Source, WrongBytes
 from tests.net.wires import serving
 from tests.weights.checkpoints import Chunks, make_checkpoint, published
@@ -197,3 +201,64 @@ def test_faults_on_the_way_load_no_wrong_weights(faults, tmp_path, monkeypatch):
                     num_faults += sum(bad.seen.values()) + sum(worse.seen.values())
 
     asyncio.run(story())
+
+
+_CLIENT = """
+import asyncio, resource, sys
+from pathlib import Path
+from shoal.protocol import wire
+from shoal.protocol.types import Manifest
+from shoal.weights.fetch import fetch
+from shoal.weights.sources import HttpSource
+
+home = Path(sys.argv[1])
+manifest = wire.from_json((home / "manifest.json").read_bytes(), Manifest)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+sources = [HttpSource(url, trusted_address=True) for url in sys.argv[2:]]
+directory = asyncio.run(fetch(manifest, sources, home / "cache", on_blame=lambda *told: None))
+print(directory.name, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+def test_a_client_that_is_killed_again_and_again_fetches_few_bytes_twice(tmp_path):
+    """SIGKILL in the middle of 1 MiB chunks, from two sources. No chunk is held in memory either."""
+    checkpoint = tmp_path / "checkpoint"
+    checkpoint.mkdir()
+    weights = np.random.default_rng(0).integers(0, 2**16, size=12 << 20, dtype=np.uint16).view(np.float16)
+    save_file({"w": weights}, checkpoint / "model.safetensors")
+    (checkpoint / "config.json").write_text("{}")
+    origin = Chunks()
+    story = publish(checkpoint, origin, run="r", version=1, dtype="float32", chunk_bytes=1 << 20)
+    manifest = asyncio.run(story)
+    (tmp_path / "manifest.json").write_bytes(wire.to_json(manifest))
+    for chunk in origin.held.values():
+        FolderBlobs(tmp_path / "blobs").put(chunk)
+    size = sum(file.size for file in manifest.files)
+
+    async def killed_often() -> tuple[int, int, str]:
+        kills, rng = 0, random.Random(0)
+        async with (
+            blob_server(tmp_path / "blobs") as port,
+            FaultProxy(port, rng, bytes_per_s=2e6) as one,
+            FaultProxy(port, rng, bytes_per_s=2e6) as two,
+        ):
+            urls = [f"http://127.0.0.1:{proxy.port}/v1/blobs" for proxy in (one, two)]
+            while True:
+                client = await asyncio.create_subprocess_exec(
+                    sys.executable, "-c", _CLIENT, str(tmp_path), *urls, stdout=asyncio.subprocess.PIPE
+                )
+                passed, enough = one.passed_bytes + two.passed_bytes, rng.uniform(0.1, 0.3) * size
+                while client.returncode is None and one.passed_bytes + two.passed_bytes - passed < enough:
+                    await asyncio.sleep(0.01)
+                if kills < 3 and client.returncode is None:
+                    client.kill()
+                    kills += 1
+                    await client.wait()
+                else:
+                    said, _ = await client.communicate()
+                    return kills, one.passed_bytes + two.passed_bytes, said.decode()
+
+    kills, passed, said = asyncio.run(asyncio.wait_for(killed_often(), 120))
+    assert kills >= 2 and said.startswith("v000001-")
+    assert passed <= 1.05 * size
+    assert int(said.split()[1]) < 8 << 10  # KiB

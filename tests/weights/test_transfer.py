@@ -40,6 +40,12 @@ def test_a_faster_source_gives_more(version):
     assert version.took_s < 1.15 * version.size / (900 * KB)
 
 
+def test_a_source_far_away_is_kept_busy(version):
+    """Its first byte takes longer than a chunk, so it needs several requests at one time."""
+    far = Server("far", version.held, Link(400 * KB), latency_s=0.1)
+    assert version.fetch([far]).is_right and version.took_s < 1.25 * version.size / (400 * KB)
+
+
 def test_six_sources_of_which_three_are_good(version):
     """One is killed midway, one sends wrong bytes, one is 200 times slower. The bound is what the good three can send."""
     rate = 400 * KB
