@@ -25,7 +25,7 @@ from shoal.weights.choose import MOST_LANES
 from shoal.weights.fetch import fetch
 from shoal.weights.finish import directory_name
 from shoal.weights.manifest import weights_root
-from shoal.weights.publish import HttpSink, publish
+from shoal.weights.publish import HttpSink, chunk_bytes_for, publish
 from shoal.weights.sources import HttpSource
 from tests.weights.checkpoints import (
     CHUNK_BYTES,
@@ -96,6 +96,11 @@ def test_chunks_that_the_sink_keeps_are_not_sent_again(checkpoint, origin):
     sent = Chunks()
     story = publish(checkpoint, sent, run=RUN, version=4, dtype="float32", chunk_bytes=CHUNK_BYTES, known=kept)
     assert asyncio.run(story).files == first.files and not sent.held
+
+
+def test_big_versions_have_smaller_chunks_up_to_a_number_of_them():
+    sizes = [10**6, 64 << 20, 10**9, 4 << 30, 5 * 10**9, 14 * 10**9, 62 * 10**9]
+    assert [chunk_bytes_for(size) >> 20 for size in sizes] == [8, 1, 1, 1, 2, 4, 8]
 
 
 def test_a_version_that_was_damaged_on_disk_is_repaired(checkpoint, origin, tmp_path):
