@@ -107,6 +107,7 @@ class HttpSource:
                 finally:
                     await response.aclose()
         except Trouble as trouble:
+            self._address = ""  # look the name up again: the server may have moved
             raise Passing(str(trouble), trouble.retry_s) from None
 
     async def close(self) -> None:

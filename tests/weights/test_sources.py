@@ -18,7 +18,7 @@ from shoal.net.blobs import FolderBlobs
 from shoal.net.connections import Limits
 from shoal.net.fault_proxy import FaultProxy, LineFault
 from shoal.protocol import wire
-from shoal.weights import transfer
+from shoal.weights import sources, transfer
 from shoal.weights.fetch import fetch
 from shoal.weights.publish import publish
 from shoal.weights.sources import HttpSource, Passing, Source, WrongBytes
@@ -160,6 +160,27 @@ def test_a_stranger_names_no_address_inside_a_network():
     assert reached == []
 
 
+def test_the_address_that_was_judged_is_the_one_that_is_asked(monkeypatch):
+    """A name could have another address a moment later. The server still learns which name was meant."""
+    asked, hosts = [], []
+
+    async def judged(host: str, port: int) -> str:
+        asked.append(host)
+        return "127.0.0.1"
+
+    async def answer(path: str, headers: dict[str, str], writer: asyncio.StreamWriter) -> None:
+        hosts.append(headers["host"])
+        writer.write(head(200, Content_Length=len(CHUNK)) + CHUNK)
+
+    async def story() -> bytes:
+        async with web_server(answer) as url:
+            return await read(HttpSource(url.replace("127.0.0.1", "bucket.invalid")))
+
+    monkeypatch.setattr(sources, "outside_address", judged)
+    assert asyncio.run(story()) == CHUNK
+    assert asked == ["bucket.invalid"] and hosts[0].startswith("bucket.invalid:")
+
+
 @pytest.mark.parametrize("url", ["ftp://host/x", "http://user:word@host/x", "http://host/x?y", "host/x", "http://"])
 def test_a_url_that_is_not_of_a_source_is_refused(url):
     with pytest.raises(PeerError, match="URL"):
@@ -189,12 +210,12 @@ def test_faults_on_the_way_load_no_wrong_weights(faults, tmp_path, monkeypatch):
                     FaultProxy(port, rng, faults=kinds, every_bytes=10_000) as worse,
                     FaultProxy(port, rng) as good,
                 ):
-                    sources: list[Source] = [
+                    lines: list[Source] = [
                         HttpSource(f"http://127.0.0.1:{proxy.port}/v1/blobs", trusted_address=True)
                         for proxy in (bad, worse, good)
                     ]
                     directory = await fetch(
-                        manifest, sources, tmp_path / f"c{seed}", rng=rng, on_blame=lambda *told: None
+                        manifest, lines, tmp_path / f"c{seed}", rng=rng, on_blame=lambda *told: None
                     )
                     for name in ("config.json", "model.safetensors", "tokenizer.json"):
                         assert (directory / name).read_bytes() == (checkpoint / name).read_bytes()
