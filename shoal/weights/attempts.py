@@ -67,15 +67,21 @@ class Attempt:
 
 
 def latest(attempts: Sequence[Attempt], choice: Choice, now: float) -> tuple[Attempt, int] | None:
-    """Of the attempts that a free source would overtake by far, the one that would come last; and that source."""
-    left_s = {each: each.left_s(now, choice.rate(each.source, now)) for each in attempts if each.raced_from is None}
-    for attempt in sorted(left_s, key=lambda each: -left_s[each]):
-        source = choice.fastest(now, attempt.source)
+    """Of the chunks that a free source would bring much sooner, the one that would come last: its slowest attempt, and
+    that source."""
+    by_piece: dict[Piece, list[Attempt]] = {}
+    for each in attempts:
+        if not each.lost and each.ended is None:
+            by_piece.setdefault(each.piece, []).append(each)
+    left_s = {each: each.left_s(now, choice.rate(each.source, now)) for each in attempts}
+    for rivals in sorted(by_piece.values(), key=lambda rivals: -min(left_s[each] for each in rivals)):
+        source = choice.fastest(now, but={each.source for each in rivals})
         if source is None:
             continue
-        other_s = (attempt.piece.size - attempt.part.size) / choice.rate(source, now)
-        if left_s[attempt] > max(RACE_GAIN * other_s, other_s + RACE_AFTER_S):
-            return attempt, source
+        here = max(each.part.size for each in rivals)
+        other_s = (rivals[0].piece.size - here) / choice.rate(source, now)
+        if min(left_s[each] for each in rivals) > max(RACE_GAIN * other_s, other_s + RACE_AFTER_S):
+            return max(rivals, key=lambda each: left_s[each]), source
     return None
 
 
@@ -85,7 +91,7 @@ def hindrance(attempts: Sequence[Attempt], choice: Choice, now: float) -> Attemp
     slowest = min(judged, key=lambda each: each.pace(now, 0.0), default=None)
     if slowest is None or len(attempts) < IN_FLIGHT:
         return None
-    faster = choice.fastest(now, slowest.source)
+    faster = choice.fastest(now, but={slowest.source})
     if faster is None or choice.rate(faster, now) < FASTER * slowest.pace(now, 0.0):
         return None
     return slowest

@@ -9,6 +9,7 @@ what was measured of it has faded.
 """
 
 import random
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum
 
@@ -152,9 +153,9 @@ class Choice:
         others_s = max(size / max(rates), waiting_bytes / (LANES * sum(rates)))
         return size / self.rate(index, now) <= max(LEAST_S, WORTH * others_s)
 
-    def fastest(self, now: float, but: int) -> int | None:
-        """The free source that would give a chunk soonest, other than `but`."""
-        free = [index for index in range(len(self.sources)) if index != but and self.may_ask(index, now)]
+    def fastest(self, now: float, but: Collection[int]) -> int | None:
+        """The free source that would give a chunk soonest, other than those of `but`."""
+        free = [index for index in range(len(self.sources)) if index not in but and self.may_ask(index, now)]
         return max(free, key=lambda index: self.rate(index, now), default=None)
 
     def gave(self, index: int) -> None:

@@ -126,7 +126,7 @@ class Transfer:
             and (race := latest(self._attempts, self._choice, now))
         ):
             slow, source = race
-            if self._duplicate_bytes >= DUPLICATE_SHARE * self._total_bytes:
+            if slow.raced_from is not None or self._duplicate_bytes >= DUPLICATE_SHARE * self._total_bytes:
                 self._end(slow, Fault.SLOW, "another source is much faster")
                 return
             with self._kept_failure():

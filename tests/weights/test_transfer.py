@@ -147,6 +147,18 @@ def test_the_last_chunk_of_a_slow_source_is_asked_of_another(tmp_path):
     assert version.took_s < 1.2 * (20 + (version.size - 2 * 20 * 800 * KB) / (820 * KB))
 
 
+@pytest.mark.parametrize("share", [transfer.DUPLICATE_SHARE, 0.0])
+def test_sources_that_begin_well_and_then_trickle_hold_nothing_up(share, version, monkeypatch):
+    """They never fall silent, and each holds several chunks. Also when no more bytes may come twice."""
+    monkeypatch.setattr(transfer, "DUPLICATE_SHARE", share)
+    bait = [Server(f"bait-{i}", version.held, Link(lambda time: 400 * KB if time < 2 else 200)) for i in range(4)]
+    honest = Server("honest", version.held, Link(200 * KB))
+    version.fetch([*bait, honest])
+    rest_s = (version.size - sum(source.sent for source in bait)) / (200 * KB)
+    assert version.is_right and version.took_s < 1.2 * rest_s + 5
+    assert sent([*bait, honest]) <= (1 + share) * version.size + len(bait) * PART_BYTES
+
+
 def test_bytes_that_come_twice_are_few_even_when_the_first_source_recovers(tmp_path):
     for seed in range(20):
         version = Version(tmp_path / f"v{seed}", 6, 16 * CHUNK, seed)
