@@ -16,6 +16,9 @@ IN_FLIGHT = 16
 FASTER = 4.0
 """A request is ended when all IN_FLIGHT are taken and an idle source would be this many times as fast."""
 
+LOOK_S = 1.0
+"""A request is not called late earlier than this."""
+
 JUDGE_S = 5.0
 """A request is not called slow earlier than this."""
 
@@ -46,6 +49,8 @@ class Attempt:
     raced_from: int | None = None
     """If two sources send the chunk: bytes of it that were here when the second was asked."""
     task: "asyncio.Task[None] | None" = None
+    has_begun: bool = False
+    """Whether the task runs. If it were cancelled before, it would end without a word."""
     ended: tuple[Fault, str] | None = None
     """Why we ended it, if for a fault of its source."""
     lost: bool = False
@@ -71,7 +76,7 @@ def latest(attempts: Sequence[Attempt], choice: Choice, now: float) -> tuple[Att
     that source."""
     by_piece: dict[Piece, list[Attempt]] = {}
     for each in attempts:
-        if not each.lost and each.ended is None:
+        if not each.lost and each.ended is None and now - each.began > LOOK_S:
             by_piece.setdefault(each.piece, []).append(each)
     left_s = {each: each.left_s(now, choice.rate(each.source, now)) for each in attempts}
     for rivals in sorted(by_piece.values(), key=lambda rivals: -min(left_s[each] for each in rivals)):

@@ -4,8 +4,7 @@ Called by `transfer` with what happened and when. It is pure: clock and randomne
 seed. It knows no chunk and no network.
 
 A source's rate is that of one request: its bytes over its seconds, both halved every HALF_LIFE_S, together with PRIOR_S
-seconds at the mean of the others. So a new source counts as an average one, and a source that was slow is tried again when
-what was measured of it has faded.
+seconds at the mean of the others. So a source that was slow is tried again when what was measured of it has faded.
 """
 
 import random
@@ -20,7 +19,8 @@ PRIOR_S = 0.5
 """Weight of the others' mean rate in that of a source."""
 
 FIRST_RATE = 1e6
-"""Bytes a second that a source is believed to give before anything was measured of any."""
+"""Bytes a second that a source is believed to give before anything was measured of it, if the others give less. So a new
+source is tried when all others are slow."""
 
 EXPLORE = 0.05
 """Share of the choices that are made without regard to rates."""
@@ -120,7 +120,8 @@ class Choice:
         """Bytes a second that one more request to a source is expected to bring."""
         source = self.sources[index]
         source.fade(now)
-        return (source.num_bytes + PRIOR_S * self._mean_rate()) / (source.seconds + PRIOR_S)
+        prior = self._mean_rate() if source.seconds else max(FIRST_RATE, self._mean_rate())
+        return (source.num_bytes + PRIOR_S * prior) / (source.seconds + PRIOR_S)
 
     def _mean_rate(self) -> float:
         rates = [s.num_bytes / s.seconds for s in self.sources if s.seconds > 0 and not s.never]

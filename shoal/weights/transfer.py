@@ -155,7 +155,10 @@ class Transfer:
     async def _attempt(self, attempt: Attempt) -> None:
         """Ask for the rest of a chunk, and settle what came."""
         source, problem = self._sources[attempt.source], None
+        attempt.has_begun = True
         try:
+            if attempt.ended is not None or attempt.lost:
+                raise asyncio.CancelledError
             parts = source.parts(attempt.piece.digest, attempt.part.size, attempt.piece.size)
             async with contextlib.aclosing(parts):
                 async for data in parts:
@@ -286,9 +289,9 @@ class Transfer:
 
     def _end(self, attempt: Attempt, fault: Fault, reason: str) -> None:
         """End an attempt for a fault of its source."""
-        if attempt.ended is None and attempt.task is not None:
+        if attempt.ended is None:
             attempt.ended = (fault, reason)
-            attempt.task.cancel()
+            self._stop(attempt)
 
     def _rivals(self, piece: Piece) -> list[Attempt]:
         """The attempts at a chunk."""
@@ -299,8 +302,11 @@ class Transfer:
         if attempt.raced_from is not None:
             self._duplicate_bytes += max(0, attempt.part.size - attempt.raced_from)
         attempt.lost, attempt.ended = True, None
-        assert attempt.task is not None
-        attempt.task.cancel()
+        self._stop(attempt)
+
+    def _stop(self, attempt: Attempt) -> None:
+        if attempt.has_begun and attempt.task is not None:
+            attempt.task.cancel()
 
     def _limit_race(self, piece: Piece) -> None:
         """End the one with fewer bytes of two that race for a chunk when too many bytes came twice."""

@@ -299,3 +299,39 @@ def test_what_a_source_sent_before_it_failed_is_not_fetched_again(tmp_path):
     version.fetch([other])
     assert version.is_right and left and sent([dying, other]) == sent([other]) + dying.sent
     assert other.sent == version.size - dying.sent
+
+
+def a_bad_source(name: str, version: Version, size: int, downlink: Link, rng: random.Random) -> Server:
+    """A source with one of eight faults, or a mere slow one."""
+    rate, cut, every = rng.choice([0.2, 5, 100, 2000]) * KB, rng.randrange(size), rng.randrange(1, 6)
+    begin, end = rng.uniform(0, 50), rng.uniform(50, 100)
+    faults: list[dict] = [
+        {"spoil": lambda chunk, count: chunk if count % every else flipped(chunk)},
+        {"spoil": lambda chunk, count: chunk[:-1]},
+        {"spoil": lambda chunk, count: chunk + chunk},
+        {"spoil": lambda chunk, count: flipped(chunk), "cuts_at": lambda count: cut},
+        {"stalls_at": lambda count: None if count % every else cut},
+        {"cuts_at": lambda count: cut},
+        {"is_up": lambda time: not begin < time < end},
+        {"uplink": Link(lambda time: rate if time < begin / 10 else 100)},
+        {},
+    ]
+    usual = {"uplink": Link(rate), "downlink": downlink, "latency_s": rng.choice([0.001, 0.3])}
+    return Server(name, version.held, **(usual | rng.choice(faults)))
+
+
+def test_a_fetch_ends_as_long_as_one_good_source_lives(tmp_path):
+    """Up to eight bad sources, and one good one that is never blamed for what others did, in 150 random settings."""
+    for seed in range(150):
+        rng, size = random.Random(seed), 4 * PART_BYTES << seed % 5
+        version = Version(tmp_path / str(seed), rng.choice([1, 2, 5, 30]), size, seed)
+        line, rate = rng.choice([20, 200, 5000]) * KB, rng.choice([10, 100, 1000]) * KB
+        downlink = Link(line)
+        sources = [a_bad_source(f"bad-{i}", version, size, downlink, rng) for i in range(rng.randrange(9))]
+        good = Server("good", version.held, Link(rate), downlink, latency_s=rng.choice([0.001, 0.2]))
+        sources.insert(rng.randrange(len(sources) + 1), good)
+        version.fetch(sources, seed)
+        assert version.is_right, seed
+        assert not [reason for name, reason in version.blamed if name == "good" and "wrong" in reason], seed
+        bound_s = version.size / min(line, rate) + len(version.missing) * good.latency_s / 2
+        assert version.took_s < 5 * bound_s + 60, seed
