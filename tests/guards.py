@@ -118,6 +118,7 @@ GUARDS = [
         ("patch-ends-late", OFF, "test_bytes_that_end_early_or_late_are_refused"),
         ("patch-number-limit", OFF, "test_a_number_has_a_limit_an_end_and_one_spelling"),
         ("patch-padding", OFF, "test_bits_are_filled_up_with_zeros_only"),
+        ("patch-padding-of-flags", OFF, "test_flags_are_bits_of_width_1"),
         ("patch-member-limit", OFF, "test_a_member_beyond_its_universe_is_refused"),
         ("patch-set-whole", OFF, "test_a_set_with_fewer_gaps_than_members_is_refused"),
         ("patch-padding-of-sets", OFF, "test_a_set_is_filled_up_with_zeros_only"),

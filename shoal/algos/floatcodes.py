@@ -51,13 +51,17 @@ def places(codes: Codes, kind: Kind) -> Codes:
     """The place of each code in the order of the values."""
     if kind.mantissa_bits < 0:
         return codes
-    top = codes.dtype.type(1 << (kind.bits - 1))
-    return np.where(codes & top, ~codes, codes | top)
+    return codes ^ (signs(codes) | codes.dtype.type(1 << (kind.bits - 1)))
 
 
 def at_places(places: Codes, kind: Kind) -> Codes:
     """The codes at these places: the inverse of `places`."""
     if kind.mantissa_bits < 0:
         return places
-    top = places.dtype.type(1 << (kind.bits - 1))
-    return np.where(places & top, places ^ top, ~places)
+    return places ^ (~signs(places) | places.dtype.type(1 << (kind.bits - 1)))
+
+
+def signs(codes: Codes) -> Codes:
+    """All ones where the highest bit is 1, else 0."""
+    signed = codes.view(np.dtype(f"<i{codes.itemsize}"))
+    return (signed >> (8 * codes.itemsize - 1)).view(codes.dtype)

@@ -107,6 +107,19 @@ def read_bits(reader: Reader, widths: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return words & ((np.uint64(1) << widths) - np.uint64(1))
 
 
+def write_flags(flags: NDArray[np.bool_]) -> bytes:
+    """What `write_bits` gives for values of one bit each, faster."""
+    return np.packbits(flags, bitorder="little").tobytes()
+
+
+def read_flags(reader: Reader, count: int) -> NDArray[np.uint8]:
+    """The next values of one bit each: what `read_bits` gives for such widths, faster."""
+    flat = np.unpackbits(np.frombuffer(reader.take(-(-count // 8)), np.uint8), bitorder="little")
+    if flat[count:].any():  # guard: patch-padding-of-flags
+        raise BadBits("fills up a byte with ones")
+    return flat[:count]
+
+
 def write_sets(sets: Sequence[Ints], universes: Sequence[int]) -> bytes:
     """Sets, each of some integers of 0 .. its universe - 1, strictly ascending."""
     pairs = list(zip(sets, universes, strict=True))
@@ -163,7 +176,7 @@ def _read_unary(reader: Reader, shape: _Shape) -> NDArray[np.uint64]:
     if total == 0:
         return np.empty(0, np.uint64)
     flat = np.unpackbits(np.frombuffer(reader.ahead(-(-shape.most_bits // 8)), np.uint8), bitorder="little")
-    ones = np.flatnonzero(flat)
+    ones = np.flatnonzero(flat.view(bool))  # numpy is several times as fast for bool
     if len(ones) < total:  # guard: patch-set-whole
         raise BadBits(f"ends before the last of {total} gaps")
     num_bytes = int(ones[total - 1]) // 8 + 1

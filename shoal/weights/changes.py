@@ -6,12 +6,14 @@ as often once it is rounded: how likely a change is depends on the exponent and 
 its neighbour. Thus
 
     piece       number of groups; of each, the lowest and the highest exponent (a byte each) and the number of values in
-                it; counts of each group and of the crossings; places and sizes as sets; directions as bits
+                it; counts of each group and of the crossings; places and sizes as sets; directions and remainders as
+                bits
     crossings   the values whose change leaves their group
     counts      how many values change; how many of these by 2 units or more, by 4 or more, and so on, to 0
     places      which values change, numbered within the group, or within the piece if they are crossings
     sizes       which changes are by 2 units or more, of all; which by 4 or more, of these; and so on
-    directions  of each change: a bit, 1 if it is down, and the bits of its size below the highest
+    directions  a bit for each change, 1 if it is down
+    remainders  of each change by 2 units or more, the bits of its size below the highest
 
 with numbers, sets and bits as in `algos/gaps`. Exponents are the base's. A jump is a difference of places in the order of
 `algos/floatcodes`. The encoder chooses the groups, which are in order and do not overlap.
@@ -25,22 +27,25 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.algos.floatcodes import Codes, Kind, at_places, exponents, places
+from shoal.algos.floatcodes import Codes, Kind, at_places, exponents, places, signs
 from shoal.algos.gaps import (
     BadBits,
     Ints,
     Reader,
     read_bits,
+    read_flags,
     read_number,
     read_sets,
     write_bits,
+    write_flags,
     write_number,
     write_sets,
 )
 from shoal.algos.ranks import Members, select
 
 PIECE_VALUES = 1 << 21
-"""Most values in a piece. It limits the memory that a stranger's bytes can make us use."""
+"""Most values in a piece. It limits the memory that a stranger's bytes can make us use: 0.7 GB if all values are float32
+and change by much; a usual step takes 15 MB."""
 
 MOST_GROUPS = 32
 """Most groups in a piece: each costs a pass over the piece."""
@@ -48,7 +53,7 @@ MOST_GROUPS = 32
 _BLOCK_VALUES = 1 << 18
 """Values handled at a time: as many as fit a CPU's cache. A multiple of 64, and no part of the format."""
 
-_FEWEST_CHANGES, _USUAL_GROUPS = 200, 16
+_FEWEST_CHANGES, _USUAL_GROUPS = 200, 8
 """A group has at least this many changes and this part of them all: fewer are not worth its bytes and its pass."""
 
 
@@ -61,25 +66,26 @@ class Group(NamedTuple):
 
 def write_changes(old: Codes, new: Codes, kind: Kind) -> bytes:
     """What changes from one version of a piece to another; nothing if nothing does. At most `PIECE_VALUES` values."""
-    changed = _changed(old, new)
+    changed = np.flatnonzero(old != new)
     if len(changed) == 0:
         return b""
     was, now = old[changed], new[changed]
     jumps = places(now, kind) - places(was, kind)
-    before, after = exponents(was, kind), exponents(now, kind)
+    before = exponents(was, kind)
     groups = _choose_groups(before)
     group_of = _group_of(groups)
-    group = np.where(group_of[before] == group_of[after], group_of[before], np.uint8(len(groups)))
+    group = group_of[before]
+    group[_leaves(was, now, kind, group_of)] = len(groups)  # crossings come last
     order = np.argsort(group, kind="stable")
     changed, jumps = changed[order], jumps[order]
     found = np.split(changed, np.searchsorted(group[order], np.arange(1, len(groups) + 1)))
     within = _members(old, kind, groups)
-    header = [write_number(len(groups))]
-    header += [bytes(one) + write_number(members.count) for one, members in zip(groups, within, strict=True)]
-    ranks = [members.rank(at) for members, at in zip(within, found, strict=False)]
-    return b"".join(header) + _write_places_and_jumps(
-        [*ranks, found[-1]], [*(members.count for members in within), len(old)], jumps
-    )
+    values = [members.count for members in within]
+    header = [bytes(one) + write_number(count) for one, count in zip(groups, values, strict=True)]
+    *inside, crossing = found
+    ranks = [members.rank(at) for members, at in zip(within, inside, strict=True)]
+    rest = _write_places_and_jumps([*ranks, crossing], [*values, len(old)], jumps)
+    return write_number(len(groups)) + b"".join(header) + rest
 
 
 def apply_changes(codes: Codes, data: bytes | memoryview, kind: Kind, *, back: bool = False) -> None:
@@ -123,8 +129,7 @@ def _jump(
     moved = places(old, kind)
     moved = moved - jumps if back else moved + jumps
     new = at_places(moved, kind)
-    leaves = group_of[exponents(old, kind)] != group_of[exponents(new, kind)]
-    if (leaves != crosses).any():  # guard: patch-stays-in-group
+    if (_leaves(old, new, kind, group_of) != crosses).any():  # guard: patch-stays-in-group
         raise BadBits("moves a value out of its group, or keeps one in it that should leave")
     codes[at] = new
 
@@ -132,22 +137,26 @@ def _jump(
 # --- groups ---
 
 
-def _changed(old: Codes, new: Codes) -> Ints:
-    """Where two versions differ."""
-    found = [
-        np.flatnonzero(old[start : start + _BLOCK_VALUES] != new[start : start + _BLOCK_VALUES]) + start
-        for start in range(0, len(old), _BLOCK_VALUES)
-    ]
-    return np.concatenate(found) if found else np.empty(0, np.int64)
+def _leaves(old: Codes, new: Codes, kind: Kind, group_of: NDArray[np.uint8]) -> NDArray[np.bool_]:
+    """Which of some values are in another group than before."""
+    leaves = exponents(old ^ new, kind) != 0
+    moved = np.flatnonzero(leaves)  # few, and many of these stay within a wide group
+    leaves[moved] = group_of[exponents(old[moved], kind)] != group_of[exponents(new[moved], kind)]
+    return leaves
 
 
 def _members(codes: Codes, kind: Kind, groups: list[Group]) -> list[Members]:
     """Which values of a piece are in each group."""
     packed = np.zeros((len(groups), -(-len(codes) // 64) * 8), np.uint8)
+    mask, above = np.empty(_BLOCK_VALUES, bool), np.empty(_BLOCK_VALUES, np.uint8)
     for start in range(0, len(codes), _BLOCK_VALUES):
         block = exponents(codes[start : start + _BLOCK_VALUES], kind)
+        mask, above = mask[: len(block)], above[: len(block)]
         for row, (low, high) in zip(packed, groups, strict=True):
-            mask = block == low if low == high else block - np.uint8(low) <= np.uint8(high - low)
+            if low == high:
+                np.equal(block, low, out=mask)
+            else:
+                np.less_equal(np.subtract(block, np.uint8(low), out=above), np.uint8(high - low), out=mask)
             bits = np.packbits(mask, bitorder="little")
             row[start // 8 : start // 8 + len(bits)] = bits
     return [Members(row.view("<u8")) for row in packed]
@@ -181,23 +190,24 @@ def _choose_groups(before: NDArray[np.uint8]) -> list[Group]:
 # --- places and jumps, as sets and bits ---
 
 
-def _write_places_and_jumps(places: list[Ints], universes: list[int], jumps: Codes) -> bytes:
+def _write_places_and_jumps(found: list[Ints], universes: list[int], jumps: Codes) -> bytes:
     """Everything after the groups. `jumps` has those of all places, in their order."""
-    down = jumps >> jumps.dtype.type(8 * jumps.itemsize - 1)
-    sizes = np.where(down, ~jumps + jumps.dtype.type(1), jumps)
-    counts, sets, sets_of = b"", list(places), list(universes)
-    for rest in np.split(sizes, np.cumsum([len(one) for one in places])[:-1]):
+    down = signs(jumps)
+    sizes = (jumps ^ down) - down
+    counts, sets, sets_of = b"", list(found), list(universes)
+    for rest in np.split(sizes, np.cumsum([len(one) for one in found])[:-1]):
         counts += write_number(len(rest))
         while len(rest):
             rest = rest >> rest.dtype.type(1)
-            above = np.flatnonzero(rest)
+            above = np.flatnonzero(rest > 0)
             counts += write_number(len(above))
             sets.append(above)
             sets_of.append(len(rest))
             rest = rest[above]
-    widths = (np.frexp(sizes.astype(np.float64))[1] - 1).astype(np.uint64)
-    below = sizes.astype(np.uint64) - (np.uint64(1) << widths)
-    return counts + write_sets(sets, sets_of) + write_bits(below << np.uint64(1) | down, widths + np.uint64(1))
+    large = sizes[sizes > 1].astype(np.uint64)
+    widths = (np.frexp(large.astype(np.float64))[1] - 1).astype(np.uint64)
+    directions = write_flags(down.astype(bool))
+    return counts + write_sets(sets, sets_of) + directions + write_bits(large - (np.uint64(1) << widths), widths)
 
 
 def _read_places_and_jumps(reader: Reader, universes: list[int], kind: Kind) -> tuple[list[Ints], Codes]:
@@ -211,18 +221,18 @@ def _read_places_and_jumps(reader: Reader, universes: list[int], kind: Kind) -> 
         [*(chain[0] for chain in counts), *(count for chain in counts for count in chain[1:])],
         [*universes, *(count for chain in counts for count in chain[:-1])],
     )
-    places, larger = sets[: len(counts)], iter(sets[len(counts) :])
-    widths = np.zeros(total, np.uint64)
-    first = 0
+    widths, first, above = np.zeros(total, np.uint64), 0, iter(sets[len(counts) :])
     for chain in counts:
-        rest = np.arange(first, first + chain[0])
+        rest = None
         for _ in chain[1:]:
-            rest = rest[next(larger)]
+            rest = next(above) + first if rest is None else rest[next(above)]
             widths[rest] += np.uint64(1)
         first += chain[0]
-    bits = read_bits(reader, widths + np.uint64(1))
-    sizes = (np.uint64(1) << widths | bits >> np.uint64(1)).astype(kind.codes)
-    return places, np.where(bits & np.uint64(1), ~sizes + sizes.dtype.type(1), sizes)
+    down = -read_flags(reader, total).astype(kind.codes)
+    large = np.flatnonzero(widths > 0)
+    sizes = np.ones(total, kind.codes)
+    sizes[large] = np.uint64(1) << widths[large] | read_bits(reader, widths[large])
+    return sets[: len(counts)], (sizes ^ down) - down
 
 
 def _read_counts(reader: Reader, universe: int, kind: Kind) -> list[int]:

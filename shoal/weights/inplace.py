@@ -1,7 +1,8 @@
 """Weights that patches change in place, with a mark that says what they are: one version as a whole, or torn.
 
 For a node that keeps one version in memory or in files and follows a run by patches. Torn weights belong to no version:
-nothing may be sampled, scored or published with them, and only a whole version repairs them.
+nothing may be sampled, scored or published with them, and only a whole version repairs them. The mark is in memory: files
+that a killed process was patching are hashed when they are opened again, and then have a root that no manifest names.
 """
 
 import numpy as np

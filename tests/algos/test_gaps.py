@@ -12,9 +12,11 @@ from shoal.algos.gaps import (
     BadBits,
     Reader,
     read_bits,
+    read_flags,
     read_number,
     read_sets,
     write_bits,
+    write_flags,
     write_number,
     write_sets,
 )
@@ -106,6 +108,13 @@ def test_a_number_has_a_limit_an_end_and_one_spelling():
 def test_bits_are_filled_up_with_zeros_only():
     assert read_bits(Reader(b"\x1f"), words([5])).tolist() == [31]
     assert "with ones" in refused(read_bits, Reader(b"\x3f"), words([5]))
+
+
+def test_flags_are_bits_of_width_1():
+    flags = np.array([True, False, False, True, True])
+    assert write_flags(flags) == write_bits(words(flags), words([1] * 5)) == b"\x19"
+    assert read_flags(Reader(b"\x19"), 5).tolist() == flags.tolist()
+    assert "with ones" in refused(read_flags, Reader(b"\x39"), 5)
 
 
 def test_a_set_is_filled_up_with_zeros_only():
