@@ -1,8 +1,8 @@
 """A node's side of HTTP: signed calls, repeated until they are answered or a deadline passes.
 
-Called by every role that talks to a coordinator. One `Client` holds one keep-alive
-connection to one server. All our calls are idempotent, so each may be repeated. A refusal becomes an error of the
-`PeerError` family. The client waits out network trouble, and reports it while it lasts.
+Called by every role that talks to a coordinator. One `Client` keeps connections to one server. All our calls are
+idempotent, so each may be repeated. A refusal becomes an error of the `PeerError` family. The client waits out network
+trouble, and reports it while it lasts.
 """
 
 import asyncio
@@ -80,9 +80,8 @@ class Client:
     ) -> None:
         """`run`, `head` and `manifest` are sent with each signed call; set these attributes once they are known.
 
-        `transport` takes the place of the network, in tests.
-        `on_wait` receives one line: what the client waits for, how long it has waited, and why. Raises `PeerError` for
-        a bad URL.
+        `transport` replaces the network, in tests. `on_wait` receives one line: what the client waits for, how long it
+        has waited, and why. Raises `PeerError` for a bad URL.
         """
         self.base_url = _checked_url(base_url)
         self.transport = transport
