@@ -76,6 +76,8 @@ def test_a_package_passes_its_check_in_the_sandbox_as_in_this_process(tmp_path: 
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "words.txt").write_bytes((tmp_path / "new" / "words.txt").read_bytes())
     found = [check_env(env) for env in pair(tmp_path / "package", text)]
+    for findings in found:  # solutions are for `shoal env check` alone, which plays a package without this door
+        findings[:] = [finding for finding in findings if finding.check != "solutions"]
     assert found[0] == found[1] and {finding.outcome for finding in found[0]} == {"passed"}
 
 
