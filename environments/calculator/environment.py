@@ -41,7 +41,7 @@ class Calculator(Env):
         task, printed, _ = state
         if not action.tool_calls or len(printed) >= MAX_CALLS:
             return Step((task, printed, action.visible), None, True)
-        texts = [run(call) for call in action.tool_calls[:MAX_CALLS]]
+        texts = [run(call) for call in action.tool_calls[: MAX_CALLS - len(printed)]]
         results = [{"role": "tool", "name": "python", "content": text} for text in texts]
         return Step((task, (*printed, *texts), ""), results, False)
 

@@ -48,8 +48,10 @@ class Explain(Env):
         return Explained(task), [{"role": "user", "content": ask(task)}]
 
     def step(self, state, action):
-        graded = judged(action.visible[:MAX_CHARS], ask(state.topic), RUBRIC, self.judge, known=KNOWN[state.topic])
-        return Step(Explained(state.topic, graded.score if len(action.visible) <= MAX_CHARS else 0.0), None, True)
+        if len(action.visible) > MAX_CHARS:
+            return Step(state, None, True)
+        graded = judged(action.visible, ask(state.topic), RUBRIC, self.judge, known=KNOWN[state.topic])
+        return Step(Explained(state.topic, graded.score), None, True)
 
     def score(self, state):
         return state.grade
@@ -67,4 +69,4 @@ def ask(topic):
 
 def environment(url="http://127.0.0.1:8000/v1", model="judge", key_name=""):
     """`key_name` is the environment variable that holds the endpoint's key."""
-    return Explain(Endpoint(url, model, key_name))
+    return Explain(Endpoint(url, model, key_name, timeout_s=4.0, tries=2))

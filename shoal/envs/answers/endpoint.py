@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Protocol
 from urllib.parse import urlsplit
 
-import httpx
 import msgspec
 
 from shoal.config.environ import secret_named
@@ -58,6 +57,8 @@ class Endpoint:
     def __call__(self, messages: Sequence[Message]) -> str:
         """The model's answer. After a fault that may pass it tries again in 1, 2, 4, ... seconds, or when the server
         asks for it."""
+        import httpx  # late: an environment that is only loaded, as in a sandbox, need not have it
+
         headers = self._headers()
         why = ""
         for attempt in range(self.tries):
@@ -93,6 +94,8 @@ class Endpoint:
     def _post(self, messages: Sequence[Message], headers: dict[str, str]) -> tuple[int, bytes, float | None]:
         """Status, body, and the seconds that the server asks us to wait. It follows no redirect, which would take the
         key along."""
+        import httpx
+
         question = {"model": self.model, "messages": list(messages), "max_tokens": self.max_tokens, "temperature": 0.0}
         url = self.base_url.rstrip("/") + "/chat/completions"
 
@@ -112,7 +115,11 @@ class Endpoint:
                 asked = response.headers.get("retry-after", "")
                 return response.status_code, body, float(asked) if asked.isdecimal() and len(asked) < 6 else None
 
-        with ThreadPoolExecutor(1) as thread:  # the caller's may have an event loop of its own
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return asyncio.run(post())
+        with ThreadPoolExecutor(1) as thread:  # a thread has one event loop, and the caller's has its own
             return thread.submit(asyncio.run, post()).result()
 
 

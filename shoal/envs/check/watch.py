@@ -9,6 +9,7 @@ import io
 import os
 import random
 import signal
+import socket
 import sys
 import sysconfig
 import threading
@@ -33,6 +34,7 @@ NETWORK, PROCESSES, FILES, IMPORT = "network", "processes", "files", "import"
 _KINDS = {
     **dict.fromkeys(("socket.connect", "socket.bind", "socket.sendto", "socket.getaddrinfo"), NETWORK),
     "socket.gethostbyname": NETWORK,
+    "socket.__new__": NETWORK,
     **dict.fromkeys(("os.fork", "os.forkpty", "os.posix_spawn", "os.system", "os.exec", "subprocess.Popen"), PROCESSES),
     **dict.fromkeys(
         ("open", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.link", "os.symlink", "os.truncate", "os.chmod",
@@ -213,6 +215,8 @@ def _what(event: str, arguments: tuple[Any, ...]) -> str | None:
     if event in ("socket.connect", "socket.bind", "socket.sendto"):
         address = arguments[1] if event != "socket.sendto" else arguments[-1]
         return f"it connects to {address[0]}:{address[1]}" if isinstance(address, tuple) else None
+    if event == "socket.__new__":  # the sandbox refuses it, so nothing else is heard of a connection to an address
+        return "it opens a socket to other machines" if arguments[1] in (socket.AF_INET, socket.AF_INET6) else None
     if event.startswith("socket."):
         return f"it looks for the host {_text(first)}"
     if event in ("os.putenv", "os.unsetenv"):

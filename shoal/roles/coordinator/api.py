@@ -270,8 +270,8 @@ async def post_turns(api: Api, request: Request) -> Response:
     """One turn of a leased block, which the host's stage answers."""
     caller, size = api.admit(request, MAX_SUBMISSION_BYTES), server.body_bytes(request)
     lease = api.desk.expect_turn(caller.key, request.path_params["id"], size)
-    with api.desk.stage.place(caller.key):
-        turn = from_msgpack(await api.gate.body(request, caller), t.Turn)
+    turn = from_msgpack(await api.gate.body(request, caller), t.Turn)
+    with api.desk.stage.place(caller.key):  # not while a body trickles in: slow ones would hold the places of all
         return answer_bytes(to_msgpack(await api.desk.take_turn(lease, turn)), "application/msgpack")
 
 
