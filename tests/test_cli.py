@@ -143,7 +143,7 @@ def check_one_line(result: subprocess.CompletedProcess[str], *expected: str) -> 
         (["eval", "nowhere", "--env", "wordle"], "nowhere"),
         (["env", "check", "wordel"], "did you mean wordle"),
         (["env", "check", "ann/hello"], "write ann/hello@VERSION"),
-        (["env", "rate", "mistyped", "--name", "ann"], "there is no queue of ratings at mistyped"),
+        (["env", "rate", "mistyped", "--name", "ann"], "mistyped is not a folder of answers to rate"),
         (["env", "check", "./none.py"], "none.py"),
         (["env", "check", "./raises.py"], "raises.py line 2: RuntimeError: at work"),
         (["env", "check", "arithmetic", "--env-args", "2"], "not a JSON object"),

@@ -29,9 +29,7 @@ def env_rate(args: argparse.Namespace) -> None:
     from shoal.terminal import say
 
     if not args.folder.is_dir():
-        raise ConfigError(
-            f"there is no queue of ratings at {args.folder}: give the folder that the environment writes to"
-        )
+        raise ConfigError(f"{args.folder} is not a folder of answers to rate: give the one that your environment fills")
     ratings = Ratings(args.folder, args.raters)
     while (item := ratings.take(args.name)) is not None:
         say(f"--- question ---\n{item.question}\n--- answer ---\n{item.answer}\n---")

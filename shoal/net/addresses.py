@@ -1,4 +1,4 @@
-"""Which network addresses are outside: on the internet, and not inside the network of whoever runs this process.
+"""Which network addresses are outside: on the internet, and not inside the network of this machine.
 
 Called before a URL that a stranger gave is asked. Otherwise a stranger could let this machine call its own services, or
 those of its network. A name is looked up here and the caller connects to the address that was judged, so a name that

@@ -21,7 +21,7 @@ ANSWER_S = 5.0
 
 
 class Standing:
-    """How a worker stands in its run."""
+    """What the coordinator says of a worker: its accepted, refused and lapsed work, and its credits."""
 
     def __init__(self, client: Client, key: str, name: str) -> None:
         self._client, self._key = client, key

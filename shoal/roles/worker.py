@@ -354,13 +354,20 @@ class Worker:
         return prove_activations(groups, self.seat.engine.score(requests, lease.sampling.temperature, hidden=True))
 
     async def _submit(self, lease: t.Lease, groups: list[t.Group], proofs: tuple[bytes, ...]) -> None:
-        """Send the groups, and keep them with the receipt. A superseded lease is dropped."""
+        """Send the groups, and keep them with the receipt. A superseded lease is dropped, and one whose turns the host has
+        forgotten is given back."""
         body = commit(self.seat.info.run, lease, groups, self.seat.engine.facts, proofs)
         await asyncio.to_thread(self.seat.evidence.keep, "submission", body)  # guard: body-is-kept
         try:
             receipt = await self.client.put_bytes(f"/v1/leases/{lease.id}/submission", body, t.Receipt)
         except Superseded as reason:
             log.warning("dropped lease=%s reason=%r", lease.id, str(reason))
+            return
+        except PeerRefused as refused:
+            if refused.code != "conflict" or self.seat.kind != COMPLETIONS:  # guard: forgotten-turns-are-given-back
+                raise
+            log.warning("dropped lease=%s reason=%r", lease.id, str(refused))
+            await self._give_back(lease)
             return
         if receipt.digest != digest(body) or not is_promised(receipt, self.seat.info.run_key):
             raise PeerError(

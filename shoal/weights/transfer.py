@@ -4,7 +4,7 @@ Called by `fetch`. `choose` decides who is asked; this file knows the chunks and
 serves right bytes, however slowly. No chunk is held in memory.
 
 A chunk that one source began may be finished by another. If the whole is then wrong, nobody is blamed yet: the chunk is
-fetched again from one source alone, and whoever sent bytes that differ from the right ones is named. Otherwise a source
+fetched again from one source alone, and the sources of bytes that differ from the right ones are named. Otherwise a source
 could send bad bytes, stop, and let an honest one be blamed.
 """
 

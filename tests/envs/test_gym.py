@@ -117,7 +117,9 @@ def test_an_unmodified_environment_of_verifiers_is_played(
     module, args = FROM_VERIFIERS[name]
     release = RELEASES["v0" if module == "verifiers_v0" else "v1"]
     if not (Path(ORIGINALS or "/nowhere") / release / "environments" / name).is_dir():
-        pytest.skip(f"there is no checkout of verifiers {release}: name its folder's parent in SHOAL_VERIFIERS")
+        pytest.skip(
+            f"verifiers {release} is not checked out: set SHOAL_VERIFIERS to the folder that holds the checkouts"
+        )
     env = Elsewhere(distant(module, id=name, **args))
     assert is_whole(played(env), env)
     assert not [finding for finding in env._there.ask("check") if finding[1] == "failed"]

@@ -1,6 +1,6 @@
 """A run in time, on the real `decide` and `apply`: honest workers, workers that choose, a validator and a trainer.
 
-Called by `test_choosing.py`. A slot's draw is wanted or not, whoever makes it: of each two neighbouring slots exactly one.
+Called by `test_choosing.py`. Of each two neighbouring slots, every chooser wants the draw of one and not of the other.
 A chooser plays what it is leased, and then does not send what it does not want. Everything follows from a seed. There is
 no store: events are applied to a state in memory. `python -m tests.ledger.choosing` prints what each plan does to the mix.
 """

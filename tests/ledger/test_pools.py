@@ -153,7 +153,7 @@ def reward_of(slot):
 
 
 class Following(World):
-    """A world in which draws follow solve rates. What a group earns follows from its task, whoever makes it."""
+    """A world in which draws follow solve rates. What a group earns follows from its task, not from its worker."""
 
     def __init__(self, tmp_path, **changes):
         tmp_path.mkdir(exist_ok=True)
@@ -252,7 +252,7 @@ def test_with_staleness_a_version_counts_when_it_retires_and_then_whole(tmp_path
 
 
 def test_a_worker_that_holds_a_group_back_does_not_keep_it_from_counting(tmp_path):
-    """Whoever makes it in the end: the last batch that could use it waits for it."""
+    """It counts no matter which worker makes it in the end: the last batch that could use it waits for it."""
     counted = []
     for name in ("prompt", "holder"):
         world = Following(tmp_path / name)

@@ -1,6 +1,8 @@
 """Runs whose host plays the environments: workers only extend token ids, and everything else is as in any run."""
 
 import asyncio
+import contextlib
+import sqlite3
 import sys
 import time
 from functools import partial
@@ -43,7 +45,7 @@ def single_file_weights(tmp_path_factory):
 
 
 @pytest.mark.parametrize("num_workers", [1, 3])
-def test_completions_give_the_bytes_of_episodes_whoever_serves(tmp_path, single_file_weights, num_workers):
+def test_completions_give_the_bytes_of_episodes_no_matter_who_serves(tmp_path, single_file_weights, num_workers):
     town = Town(tmp_path / "run", tiny_run(envs=HOSTED))
     workers = [town.worker(f"worker-{i}") for i in range(num_workers)]
     asyncio.run(town.live(town.trainer(), town.validator(), *workers))
@@ -467,6 +469,27 @@ def test_a_lease_whose_turns_were_taken_with_other_tokens_is_given_back_and_the_
         return lease
 
     assert in_town(tmp_path, other_tokens)[0] == "returned"
+
+
+@pytest.mark.parametrize("call", ["post_packed", "put_bytes"])
+def test_a_lease_whose_turns_the_host_has_forgotten_is_given_back_and_the_run_goes_on(tmp_path, call):
+    """The stage's memo was lost or restored, before a turn or before the submission."""
+
+    async def forgotten(worker, lease):
+        send = getattr(worker.client, call)
+
+        async def after_the_loss(path, body, *kind, **more):
+            if getattr(body, "turn", 1):
+                setattr(worker.client, call, send)
+                with contextlib.closing(sqlite3.connect(RunFolder(tmp_path / "run").stage_memo)) as memo:
+                    memo.execute("DELETE FROM turns")
+                    memo.commit()
+            return await send(path, body, *kind, **more)
+
+        setattr(worker.client, call, after_the_loss)
+        return lease
+
+    assert in_town(tmp_path, forgotten)[0] == "returned"
 
 
 def test_turns_that_take_far_too_long_give_the_lease_back_and_the_run_goes_on(tmp_path):

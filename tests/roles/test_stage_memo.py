@@ -1,4 +1,4 @@
-"""The stage's memo: the same turns get the same answers, whoever asks, after any kill; and what a lease may send."""
+"""The stage's memo: the same turns get the same answers, for every worker and after any kill. What a lease may send."""
 
 import hashlib
 import time

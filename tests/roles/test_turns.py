@@ -159,13 +159,14 @@ def test_a_lease_is_played_turn_by_turn_and_its_submission_is_booked_with_a_reco
         (lambda w: w.turn(0, block=w.leases[1].blocks[0].index), 400, "malformed"),
         (lambda w: w.turn(0, block=10**9), 400, "malformed"),
         (lambda w: w.turn(0, [ids([1])]), 400, "malformed"),
-        (lambda w: w.turn(1, [ids([1])] * 16), 400, "malformed"),
+        (lambda w: w.turn(1, [ids([1])] * 16), 409, "conflict"),
         (lambda w: w.turn(-1), 400, "malformed"),
+        (lambda w: w.turn(1 << 63, [ids([1])] * 16), 400, "malformed"),
         (lambda w: w.turn(1, [b"x" * 4000]), 400, "malformed"),
         (lambda w: w.turn(1, [b""] * 20_000), 400, "malformed"),
     ],
     ids=["another's", "no lease", "no member", "another's block", "no block", "words at turn 0", "before turn 0",
-         "before any", "long", "many"],
+         "before any", "beyond all", "long", "many"],
 )  # fmt: skip
 def test_a_turn_that_is_not_the_workers_own_is_refused(world, asked, status, code):
     assert refused(asked(world))[:2] == (status, code)
@@ -253,7 +254,7 @@ def test_a_lease_that_was_not_played_to_its_end_cannot_be_submitted(world):
         slots = [slot for block in world.leases[0].blocks for slot in block.slots]
         await world.submit(world.body([t.Group(slot.slot, slot.task, slot.env, ()) for slot in slots]))
 
-    assert refused(story())[:2] == (400, "malformed")
+    assert refused(story())[:2] == (409, "conflict")
 
 
 def test_without_a_stage_workers_are_told_to_come_again_and_nothing_is_lost(world):

@@ -172,7 +172,7 @@ def test_bytes_that_come_twice_are_few_even_when_the_first_source_recovers(tmp_p
 
 
 def test_bad_bytes_that_another_source_completed_are_charged_to_their_sender(version):
-    """The attack: send wrong bytes, stop, and let whoever goes on be blamed for the chunk."""
+    """The attack: send wrong bytes, stop, and let the source that goes on be blamed for the chunk."""
     framer = Server(
         "framer", version.held, Link(400 * KB), spoil=lambda chunk, count: flipped(chunk), cuts_at=lambda count: 8000
     )

@@ -10,6 +10,7 @@ that need no other package.
 import random
 import re
 import sys
+from abc import abstractmethod
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from hashlib import sha256
@@ -85,12 +86,13 @@ class Foreign(Env):
     source = Path()
     """The author's file: a fault is reported with the line there that led to it. Empty if the file is not known."""
 
+    @abstractmethod
     def content(self, index: int) -> Any:
         """The content of a task. The indices of held-out tasks follow those of training tasks."""
-        raise NotImplementedError
 
+    @abstractmethod
     def episode(self, task: Problem) -> Episode:
-        raise NotImplementedError
+        """An episode of a task, from its start."""
 
     def task(self, index: int, heldout: bool = False) -> Problem:
         require_index(index, self.num_heldout if heldout else self.num_tasks)

@@ -38,6 +38,9 @@ class Limits(NamedTuple):
     stop_ids: frozenset[int]
 
 
+MOST_TURNS = 1 << 31
+"""More than any rollout has tokens, and small enough for the memo."""
+
 Play = Callable[[Sequence[Ask]], list[Reply]]
 """Plays turns of different rollouts; returns their replies in order."""
 
@@ -50,6 +53,8 @@ def take_turn(
 ) -> t.TurnAnswer:
     """The answer to a turn of a lease. `shared` says whether leases share the replies of a label, and `size` is the size of
     a group. Raises `WireError` for a turn that no honest worker sends, and `RequestRefused` for one out of order."""
+    if not 0 <= turn.turn < MOST_TURNS:  # guard: number-of-a-turn
+        raise WireError(f"turn {turn.turn}: turns count from 0")
     block, name = asked.blocks[0], digest(to_msgpack(turn))
     known = memo.taken(asked.lease, block.index, turn.turn)
     if known is not None and known.digest != name:  # guard: turn-taken-once
@@ -88,11 +93,8 @@ def record_of(memo: Memo, run: str, asked: t.Staged, size: int, judge: Judge) ->
             ends = paths[place * size : (place + 1) * size]
             rollouts = [memo.rollout(path) for path in ends]
             if not rollouts or any(played.last.ending == "" for played in rollouts):  # guard: record-of-the-ended
-                raise RequestRefused(
-                    400,
-                    "malformed",
-                    f"slot {slot.slot} is not played to its end: take all turns of block {block.index}",
-                )
+                raise RequestRefused(409, "conflict", f"slot {slot.slot} is not played to its end here: give the lease "
+                                     f"back, or take all turns of block {block.index}")  # fmt: skip
             rewards: Sequence[float] = [played.last.reward for played in rollouts]
             if any(played.last.beside for played in rollouts):
                 name = group_name(ends)
@@ -119,8 +121,9 @@ def _continued(
     before = memo.taken(asked.lease, block.index, turn.turn - 1)
     if before is None:  # guard: turns-in-order
         raise RequestRefused(
-            400, "malformed", f"turn {turn.turn} of block {block.index} comes before turn {turn.turn - 1}"
-        )
+            409, "conflict", f"turn {turn.turn} of block {block.index} comes before turn {turn.turn - 1}, or that one is "
+            "forgotten: give the lease back"
+        )  # fmt: skip
     replies, written = memo.replies(before.paths), iter(turn.written)
     still = sum(not replies[path].ending for path in before.paths)
     if not still or len(turn.written) != still:  # guard: turn-of-the-open
