@@ -17,7 +17,7 @@ from shoal.config import RunConfig
 from shoal.errors import ConfigError, PeerError, Superseded
 from shoal.folder import RunFolder, write_atomically
 from shoal.ledger.facts.batches import GroupAccepted
-from shoal.ledger.facts.leases import LeaseLapsed
+from shoal.ledger.facts.leases import LeaseGranted, LeaseLapsed
 from shoal.ledger.facts.submissions import SubmissionReceived
 from shoal.protocol import types as t
 from shoal.protocol.constants import COMPLETIONS, MAX_ROLLOUT_ROWS
@@ -469,6 +469,21 @@ def test_a_lease_whose_turns_were_taken_with_other_tokens_is_given_back_and_the_
         return lease
 
     assert in_town(tmp_path, other_tokens)[0] == "returned"
+
+
+@pytest.mark.parametrize("kind", ["completions", "episodes"])
+def test_where_the_host_plays_a_lease_leaves_room_for_the_next_ones(tmp_path, kind):
+    """Else a worker has nothing to extend while the last blocks of its lease travel."""
+    changes = dict(
+        rollouts={"batch_groups": 12, "block_rollouts": 8, "max_staleness": 1, "max_flat_groups": 0}, steps=2
+    )
+    town = Town(tmp_path / "run", tiny_run(envs=[{"name": "arithmetic", "kind": kind}], **changes))
+    asyncio.run(town.live(town.trainer(), town.validator(), town.worker("worker"), limit_s=90.0))
+    leases = [len(e.body.blocks) for e in town.audit().entries if isinstance(e.body, LeaseGranted)]
+    third = 2 * 12 // 3
+    assert max(leases) == third if kind == "completions" else max(leases) > third, leases
+    if town.stage is not None:
+        town.stage.close()
 
 
 @pytest.mark.parametrize("call", ["post_packed", "put_bytes"])

@@ -24,7 +24,7 @@ from shoal.ledger.table import decide
 from shoal.net.blobs import FolderBlobs, Upload
 from shoal.proofs.commit import largest_submission_bytes
 from shoal.protocol import types as t
-from shoal.protocol.constants import BODY_WINDOW_S, COMPLETIONS
+from shoal.protocol.constants import BODY_WINDOW_S, COMPLETIONS, MAX_LEASE_BLOCKS, MAX_OPEN_LEASES
 from shoal.protocol.identity import Key
 from shoal.protocol.needs import kind_of
 from shoal.protocol.promises import sign_promise, terms_of
@@ -84,7 +84,7 @@ class Desk:
             raise Wait(behind, 5.0)
         if not self.kept.make_room(self.quota_bytes):  # guard: quota
             raise Wait(FULL.format(self.quota_bytes // 1_000_000), 10.0)
-        ask = AskLease(key, request.holding, request.tokens_per_s, self.clock())
+        ask = AskLease(key, request.holding, request.tokens_per_s, self.clock(), self._most_blocks())
         if not in_turn and decide(ask, self.state):
             raise Wait("workers that have waited longer come first", 1.0)
         await self.book.submit(ask)
@@ -92,6 +92,15 @@ class Desk:
         if lease is None:
             raise Wait("the lease was taken back at this moment", 0.5)
         return self._granted(lease)
+
+    def _most_blocks(self) -> int:
+        """Blocks of a lease, at most. Where the host plays, a worker waits for the host after each turn, and fills the wait
+        with blocks of its next lease. So there must be room for that one, while the lease before is being judged."""
+        if kind_of(self.state.envs) != COMPLETIONS:
+            return MAX_LEASE_BLOCKS
+        rules = self.state.rules
+        in_flight = (rules.max_staleness + 1) * rules.batch_groups // rules.block_groups
+        return max(1, min(MAX_LEASE_BLOCKS, in_flight // (MAX_OPEN_LEASES + 1)))
 
     def lease_again(self, lease_id: str, request: t.LeaseRequest) -> t.LeaseAnswer:
         """The answer to a request that was answered before: the lease that it got then, if it is still open."""
