@@ -22,6 +22,7 @@ from shoal.protocol import types as t
 from shoal.protocol.constants import COMPLETIONS
 from shoal.protocol.wire import from_msgpack
 from shoal.roles.coordinator import stage as door
+from shoal.roles.stage import at_work
 from shoal.roles.stage import role as stage_role
 from tests.roles.town import URL, Town, tiny_run
 
@@ -281,7 +282,7 @@ def test_a_stage_that_does_not_answer_is_no_refusal(world, monkeypatch):
 
 
 def test_a_turn_that_takes_long_goes_on_while_its_worker_asks_again(world, monkeypatch):
-    monkeypatch.setattr(stage_role, "ANSWER_S", 0.05)
+    monkeypatch.setattr(at_work, "ANSWER_S", 0.05)
     played = []
 
     def slow(asks):

@@ -81,3 +81,5 @@ class Staged(Message, frozen=True):
     version: int
     blocks: tuple[Block, ...]
     turn: Turn | None = None
+    worker: str = ""
+    """Key of the worker that holds the lease: what it keeps the stage busy with is limited."""

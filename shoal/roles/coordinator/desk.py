@@ -144,7 +144,7 @@ class Desk:
             raise WireError(f"block {turn.block} is not of lease {lease.id}")
         rollouts = len(block.slots) * self.state.rules.group_size
         cap = turn_answer_bytes(rollouts, lease.sampling.max_tokens)
-        return await self.stage.turn(t.Staged(lease.id, lease.version, (block,), turn), cap)
+        return await self.stage.turn(t.Staged(lease.id, lease.version, (block,), turn, lease.worker), cap)
 
     # --- submissions ---
 
@@ -199,7 +199,8 @@ class Desk:
         """
         if kind_of(self.state.envs) != COMPLETIONS:
             return UNSET
-        record = await self.stage.record(t.Staged(lease.id, lease.version, self.wire_lease(lease).blocks))
+        blocks = self.wire_lease(lease).blocks
+        record = await self.stage.record(t.Staged(lease.id, lease.version, blocks, worker=lease.worker))
         for encoded, recorded in zip(submission.groups, record.groups, strict=True):
             differs = difference(from_msgpack(encoded, t.Group), recorded)
             if differs is not None:  # guard: submission-as-recorded

@@ -13,7 +13,6 @@ import shutil
 import socket
 import time
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -37,6 +36,7 @@ from shoal.policy.render import Renderer
 from shoal.protocol import types as t
 from shoal.protocol.constants import MAX_SUBMISSION_BYTES
 from shoal.protocol.wire import digest, from_msgpack, to_msgpack
+from shoal.roles.stage.at_work import AtWork
 from shoal.roles.stage.child import Opening
 from shoal.roles.stage.memo import Memo
 from shoal.roles.stage.players import ChildPlayer, Player
@@ -45,11 +45,12 @@ from shoal.roles.stage.turns import Limits, record_of, take_turn
 
 log = logging.getLogger("stage")
 
-ANSWER_S = 20.0
-"""A turn that takes longer is answered "come again", and goes on meanwhile."""
+MAX_TURNS, MAX_WORKER_TURNS = 256, 16
+"""Turns that are played at a time, of all workers and of one. Each waits for its players in a thread. A worker plays 16
+blocks at a time, so its own slow turns hold up no other worker."""
 
-MAX_AT_WORK = 256
-"""Turns that are played at a time; more wait. Each waits for its players in a thread, so slow ones hold up no others."""
+MAX_RECORDS, MAX_WORKER_RECORDS = 64, 4
+"""The same for records. A worker holds two leases; others of it may be judged still, though they have lapsed."""
 
 MAX_LOG_BYTES = 16 << 20
 """Of the stage's log. A larger one is moved aside, in the place of the one before it: environments print what they like."""
@@ -108,9 +109,8 @@ class Stage:
         self._key = load_or_make_key(folder.keys / "run.key").public
         self._gate = Gate(clock, address_rate=RATE, key_rate=RATE)
         self._memo = Memo(folder.stage_memo)
-        self._threads = ThreadPoolExecutor(MAX_AT_WORK, "turn")
-        self._at_work: dict[tuple[str, int], tuple[str, asyncio.Future[t.TurnAnswer]]] = {}
-        """For each lease and block: the digest of the turn that is being played, and its answer."""
+        self._turns: AtWork[t.TurnAnswer] = AtWork("turn", MAX_TURNS, MAX_WORKER_TURNS)
+        self._records: AtWork[t.Record] = AtWork("record", MAX_RECORDS, MAX_WORKER_RECORDS)
         self._newest = -1
         self._players: Players | None = None
         self._limits: Limits
@@ -147,7 +147,8 @@ class Stage:
 
     def close(self) -> None:
         """End all processes."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._turns.close()
+        self._records.close()
         if self._players is not None:
             self._players.close()
         self._memo.close()
@@ -161,7 +162,8 @@ class Stage:
     async def _record(self, request: Request) -> Response:
         asked = await self._asked(request)
         players, size = await self._open(), self._config.rollouts.group_size
-        record = await asyncio.to_thread(record_of, self._memo, self.run, asked, size, players.judge)
+        make = partial(record_of, self._memo, self.run, asked, size, players.judge)
+        record = await self._records.answer(asked.worker, (asked.lease,), "", make)  # guard: judged-once
         return answer_bytes(to_msgpack(record), MsgPack)
 
     async def _asked(self, request: Request) -> t.Staged:
@@ -172,23 +174,13 @@ class Stage:
         return from_msgpack(await self._gate.body(request, caller), t.Staged)
 
     async def _answer(self, asked: t.Staged, turn: t.Turn) -> t.TurnAnswer:
-        """The answer to a turn. One that takes long goes on while its worker asks again. Raises `RequestRefused`."""
+        """The answer to a turn. Raises `RequestRefused`."""
         players = await self._open()
         self._forget_old(asked.version)
-        place, name = (asked.lease, asked.blocks[0].index), digest(to_msgpack(turn))
-        before, task = self._at_work.get(place, ("", None))
-        if task is not None and before != name:  # guard: one-turn-at-a-time
-            raise RequestRefused(503, "busy", "another turn of this block is being played: ask again", retry_s=1.0)
-        if task is None:
-            size, shared = self._config.rollouts.group_size, self._shared.__contains__
-            play = partial(take_turn, self._memo, asked, turn, shared, size, self._limits, players.play)
-            task = asyncio.get_running_loop().run_in_executor(self._threads, play)
-            self._at_work[place] = name, task
-            task.add_done_callback(lambda _: self._at_work.pop(place))
-        done, _ = await asyncio.wait([task], timeout=ANSWER_S)  # guard: slow-turns-go-on
-        if not done:
-            raise RequestRefused(503, "busy", "the environment is still at work: ask again", retry_s=1.0)
-        return task.result()
+        size, shared = self._config.rollouts.group_size, self._shared.__contains__
+        play = partial(take_turn, self._memo, asked, turn, shared, size, self._limits, players.play)
+        place = (asked.lease, asked.blocks[0].index)
+        return await self._turns.answer(asked.worker, place, digest(to_msgpack(turn)), play)
 
     async def _open(self) -> Players:
         """The players, once the trainer has made the first policy, whose tokenizer they need."""

@@ -1,0 +1,120 @@
+"""Slow judges and slow turns at the stage: each is asked once, and those of one worker hold up no other."""
+
+import asyncio
+import threading
+import time
+
+import pytest
+
+from shoal.net.client import Client
+from shoal.net.server import RequestRefused
+from shoal.protocol import types as t
+from shoal.roles.coordinator import stage as door
+from shoal.roles.stage import at_work
+from shoal.roles.stage import role as stage_role
+from shoal.roles.stage.at_work import AtWork
+from tests.envs import rivals
+from tests.roles.test_turns import LIMIT, World
+
+COMPARED = [{"name": rivals.__file__, "kind": "completions"}]
+
+
+@pytest.fixture
+def world(tmp_path, monkeypatch):
+    """A stage with places for four turns, of which a worker may take two."""
+    monkeypatch.setattr(stage_role, "MAX_TURNS", 4)
+    monkeypatch.setattr(stage_role, "MAX_WORKER_TURNS", 2)
+    world = World(tmp_path / "run", COMPARED)
+    yield world
+    world.town.stage.close()
+
+
+def test_a_judge_that_takes_longer_than_an_answer_is_asked_once(world, monkeypatch):
+    """The judge of a group may take minutes. The worker sends its submission again and again meanwhile."""
+    monkeypatch.setattr(at_work, "ANSWER_S", 0.05)
+    monkeypatch.setattr(door, "STAGE_S", 0.1)
+    judged, asked = [], []
+
+    async def story():
+        body = await world.play()
+        players = await world.town.stage._open()
+        judge, players.judge = players.judge, lambda slot, paths: slow(judge, slot, paths)
+        record = world.desk.stage.record
+        monkeypatch.setattr(world.desk.stage, "record", lambda staged: asked.append(staged) or record(staged))
+        return await world.submit(body, deadline_s=60.0)
+
+    def slow(judge, slot, paths):
+        judged.append(slot.slot)
+        time.sleep(0.5)
+        return judge(slot, paths)
+
+    receipt = asyncio.run(story())
+    assert world.desk.state.submissions[receipt.digest].record
+    assert judged == [slot.slot for slot in world.block.slots] and len(asked) > 2
+
+
+def test_slow_turns_of_one_worker_leave_places_for_others(world, monkeypatch):
+    """A worker asks for more and more turns that take long. The coordinator forgets those that must ask again."""
+    monkeypatch.setattr(at_work, "ANSWER_S", 0.05)
+    go_on = threading.Event()
+
+    def turn(lease: str, worker: int) -> "asyncio.Future[t.TurnAnswer]":
+        asked = t.Staged(lease, 0, (world.block,), t.Turn(world.block.index, 0), world.keys[worker])
+        return to_stage.post_packed("/v1/turns", asked, t.TurnAnswer, cap=LIMIT, deadline_s=0.01)
+
+    async def story():
+        players = await world.town.stage._open()
+        play, players.play = players.play, lambda asks: go_on.wait(60) and play(asks)
+        flood = await asyncio.gather(*(turn(f"slow-{i}", 0) for i in range(20)), return_exceptions=True)
+        players.play = play
+        try:
+            return flood, await world.turn(0, which=1, deadline_s=30.0)
+        finally:
+            go_on.set()
+
+    to_stage: Client = world.town.to_stage("http://stage")
+    flood, honest = asyncio.run(story())
+    assert len(honest.said) == 16
+    assert sum("limit 2" in str(told) for told in flood) == 18
+
+
+def test_a_worker_that_asks_no_more_than_it_may_is_never_refused():
+    """Sixteen blocks at a time, and the next as soon as one of them is done."""
+
+    async def story():
+        work: AtWork[int] = AtWork("turn", 32, 16)
+        places = asyncio.Semaphore(16)
+
+        async def block(number: int) -> int:
+            async with places:
+                return sum([await work.answer("honest", (number,), str(turn), lambda: number) for turn in range(3)])
+
+        done = await asyncio.gather(*(block(number) for number in range(200)))
+        work.close()
+        return done, work._tasks, work._of
+
+    done, tasks, of = asyncio.run(story())
+    assert done == [3 * number for number in range(200)] and not tasks and not of
+
+
+def test_work_that_failed_while_nobody_waited_is_done_again(monkeypatch):
+    monkeypatch.setattr(at_work, "ANSWER_S", 0.01)
+    calls = []
+
+    def fails_once():
+        calls.append(1)
+        time.sleep(0.1)
+        if len(calls) == 1:
+            raise OSError("the first time")
+        return "done"
+
+    async def story():
+        work: AtWork[str] = AtWork("record", 4, 4)
+        while True:
+            try:
+                return await work.answer("worker", (1,), "", fails_once)
+            except RequestRefused:
+                while work._tasks and len(calls) == 1:
+                    await asyncio.sleep(0.01)
+
+    assert asyncio.run(story()) == "done" and len(calls) == 2
