@@ -1327,6 +1327,7 @@ GUARDS = [
          "test_a_lease_begins_before_the_last_one_has_ended_if_the_memory_holds_both"),
         ("unrepeatable-stays-with-the-host", OFF,
          "test_an_environment_that_says_that_nobody_can_repeat_it_is_believed"),
+        ("leases-in-hand", GONE, "test_a_host_that_grants_leases_without_end_is_asked_for_no_more_than_two"),
         ("late-turns-are-dropped", ("taken_s() > LATE * allowed_s", "False"),
          "test_turns_that_take_far_too_long_give_the_lease_back_and_the_run_goes_on"),
         ("other-turns-are-given-back", ("refused.code != 'conflict'", "True"),

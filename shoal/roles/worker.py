@@ -164,6 +164,7 @@ class Worker:
             await self._end(before, use)
         finally:
             self.holding.remove(lease.id)
+            self.hands.leases.release()
         await self.standing.tell(self.tokens_per_s)
 
     async def _end(self, before: Use, use: Use) -> None:
@@ -188,10 +189,10 @@ class Worker:
     async def _grants(self) -> AsyncGenerator[t.Grant]:
         """Signed leases, one after another. The next is requested while one is played. An unplayed one is returned at the
         end."""
-        grant = await self._next_grant(tuple(self.holding))
+        grant = await self._one_more()
         while grant is not None and not self.stopping:
             self.holding.append(grant.lease.id)
-            ahead = asyncio.create_task(self._next_grant(tuple(self.holding)))
+            ahead = asyncio.create_task(self._one_more())
             try:
                 yield grant
             except GeneratorExit:
@@ -200,6 +201,11 @@ class Worker:
             grant = await ahead
         if grant is not None:
             await self._give_back(grant.lease)
+
+    async def _one_more(self) -> t.Grant | None:
+        """The next lease, once there are hands for it."""
+        await self.stopping.unless(self.hands.leases.acquire())  # guard: leases-in-hand
+        return await self._next_grant(tuple(self.holding))
 
     async def _give_back(self, lease: t.Lease) -> None:
         """Return a lease that we will not fill."""

@@ -434,6 +434,40 @@ def test_a_lease_begins_before_the_last_one_has_ended_if_the_memory_holds_both(t
     assert town.audit().findings == [] and town.desk.state.refused == {}
 
 
+def test_a_host_that_grants_leases_without_end_is_asked_for_no_more_than_two(tmp_path):
+    """Each would take memory, and none would ever be filled. As one is filled, the next is asked for."""
+    worker = Worker(None, "key", tmp_path, None, 0, "worker", own_files=False)  # type: ignore[arg-type]
+    worker.seat = SimpleNamespace(kind=COMPLETIONS, within_memory=lambda doing: contextlib.nullcontext())
+    granted, most, go_on = [], 0, asyncio.Semaphore(0)
+
+    async def grant(holding):
+        nonlocal most
+        await asyncio.sleep(0)
+        most = max(most, len(holding) + 1)
+        granted.append(SimpleNamespace(lease=SimpleNamespace(id=str(len(granted)), version=0)))
+        return granted[-1] if len(granted) <= 20 else None
+
+    async def fill(grant, before, use):
+        await go_on.acquire()
+
+    async def ignore(*what):
+        pass
+
+    async def story():
+        worker._next_grant, worker._play_turns = grant, fill
+        worker._give_back = worker.standing.tell = ignore
+        working = asyncio.create_task(worker._work())
+        for filled in range(20):
+            for _ in range(50):
+                await asyncio.sleep(0)
+            assert len(granted) == filled + 2 and len(worker.holding) == 2 - (filled == 19)
+            go_on.release()
+        await working
+
+    asyncio.run(story())
+    assert most == 2
+
+
 # --- leases that end otherwise ---
 
 
