@@ -8,6 +8,7 @@ A conversation opens with the environment's messages. Then, turn by turn, the po
 - A stop token ends the turn, and the environment answers. If it is done, the rollout ends by "environment".
 - Without a stop token within `room`, the rollout ends by "length". The environment still takes the text as its last
   action, so that a truncated answer gets the score that it deserves.
+- If the answer has no tokens, which few chat templates allow, the policy's turn goes on: its limit is for both parts.
 - If an answer leaves no room for another token in `max_tokens` (of a row) or in `max_rollout_tokens` (of all rows), or
   would open one row too many, it is not appended, and the rollout ends by "length".
 - If the environment raises, or scores outside its bounds, the rollout ends by "error" with the lowest reward, so that
@@ -69,8 +70,9 @@ class Conversation:
         """Tokens that the policy may write in the next turn, including its stop token; 0 after the end."""
         if self.ending is not None:
             return 0
-        limits = self.sampling
-        return min(limits.max_turn_tokens, limits.max_tokens - len(self.context), limits.all_tokens - self._used)
+        limits, row = self.sampling, self.rows[self.row]
+        in_turn = limits.max_turn_tokens - row.num_in_turn()  # guard: silence-shares-a-turn
+        return min(in_turn, limits.max_tokens - len(row.tokens), limits.all_tokens - self._used)
 
     @property
     def context(self) -> list[int]:
@@ -200,8 +202,10 @@ class Conversation:
         """Whether what the seat reads next leaves room for one token of the policy."""
         if told.opens and len(self.rows) >= MAX_ROLLOUT_ROWS:
             return False
-        so_far = 0 if told.opens or view.row is None else len(view.row.tokens)
-        news = len(told.token_ids) + 1
+        row = TalkRow() if told.opens or view.row is None else view.row
+        so_far, news = len(row.tokens), len(told.token_ids) + 1
+        if not told.token_ids and row.num_in_turn() >= self.sampling.max_turn_tokens:  # guard: silence-extends-no-turn
+            return False
         return so_far + news <= self.sampling.max_tokens and self._used + news <= self.sampling.all_tokens
 
     def _go_on(self, seat: int, told: Next) -> None:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from shoal.envs.action import Action, reasoning_length
 from shoal.policy.messages import BadMessage, Message, Written, as_messages
 from shoal.policy.render import Renderer
+from shoal.protocol.types import ENVIRONMENT
 
 Item = Message | Written
 
@@ -29,6 +30,11 @@ class TalkRow:
     def append(self, token_ids: Sequence[int], author: int) -> None:
         self.tokens.extend(token_ids)
         self.author.extend([author] * len(token_ids))
+
+    def num_in_turn(self) -> int:
+        """Tokens that the policy has written since the environment's last word. If the environment says nothing, the turn
+        goes on, and its limit holds for both parts."""
+        return next((i for i, author in enumerate(reversed(self.author)) if author == ENVIRONMENT), len(self.author))
 
 
 class Turn(NamedTuple):
