@@ -21,7 +21,7 @@ from shoal.envs.view import TalkRow
 from shoal.errors import PeerError
 from shoal.policy.render import Renderer
 from shoal.protocol import types as t
-from shoal.protocol.constants import MAX_OPEN_LEASES, MAX_ROLLOUT_ROWS
+from shoal.protocol.constants import MAX_OPEN_LEASES, MAX_ROLLOUT_ROWS, MAX_ROLLOUT_TOKENS
 from shoal.protocol.randomness import row_seed, sample_seed
 
 log = logging.getLogger("worker")
@@ -189,33 +189,48 @@ def _write(rollout: _Rollout, turn: Continuation) -> bytes:
 
 
 def _take(table: Table, answer: t.TurnAnswer, open_: Sequence[_Rollout]) -> None:
-    """Append what the environment says. Raises `PeerError` if it does not fit."""
+    """Append what the environment says. Raises `PeerError` if it does not fit: the check `shape` would blame the worker."""
     texts = [_token_ids(text, table.renderer().vocabulary) for text in answer.texts]
     if len(answer.said) != len(open_):  # guard: answers-for-the-open
         raise _wrong(f"{len(answer.said)} answers for {len(open_)} rollouts")
     for rollout, said in zip(open_, answer.said, strict=True):
-        if not 0 <= said.text < len(texts) or not t.POLICY <= said.author <= 255:  # guard: answer-names-a-text
-            raise _wrong(f"text {said.text} of {len(texts)}, author {said.author}")
+        if not 0 <= said.text < len(texts):  # guard: answer-names-a-text
+            raise _wrong(f"text {said.text} of {len(texts)}")
+        if said.author not in (t.POLICY, t.UNTRAINED):  # guard: answer-names-an-author
+            raise _wrong(f"author {said.author}")
+        if said.ending not in ("", "void") and not rollout.written:  # guard: no-end-before-a-turn
+            raise _wrong(f"ending {said.ending!r} before the first turn")
         author = rollout.rows[rollout.row].author
         author[len(author) - rollout.written :] = [said.author] * rollout.written
         _open_row(rollout, said)
         row = rollout.rows[rollout.row]
         row.append(texts[said.text], t.ENVIRONMENT)
-        limits, length = table.sampling, len(row.tokens)
-        most = min(limits.max_turn_tokens, limits.max_tokens - length, limits.all_tokens - rollout.num_tokens())
-        least = 0 if said.ending else 1
-        # guard: room-within-the-limits
-        if length > limits.max_tokens or not least <= said.room <= max(0, most) * least:
-            raise _wrong(f"room for {said.room} tokens after {length}, ending {said.ending!r}")
-        if not row.tokens and not said.ending:  # guard: opening-says-something
-            raise _wrong("an empty opening")
+        _demand_room(table.sampling, rollout, said)
         rollout.room, rollout.ending, rollout.written = said.room, said.ending, 0
+
+
+def _demand_room(limits: t.Sampling, rollout: _Rollout, said: t.Said) -> None:
+    """Raise `PeerError` unless what was said leaves as much room as it says."""
+    row = rollout.rows[rollout.row]
+    length, in_all, in_turn = len(row.tokens), rollout.num_tokens(), row.num_in_turn()
+    most_in_all = min(limits.all_tokens, MAX_ROLLOUT_TOKENS)
+    # guard: closing-words-fit
+    if length > limits.max_tokens or in_all > most_in_all:
+        raise _wrong(f"a row of {length} tokens in a rollout of {in_all}, limits {limits.max_tokens} and {most_in_all}")
+    # guard: silence-begins-no-turn
+    most = min(limits.max_turn_tokens - in_turn, limits.max_tokens - length, most_in_all - in_all)
+    least = 0 if said.ending else 1
+    if not least <= said.room <= max(0, most) * least:  # guard: room-within-the-limits
+        raise _wrong(f"room for {said.room} tokens after {length}, ending {said.ending!r}")
+    if not row.tokens and not said.ending:  # guard: opening-says-something
+        raise _wrong("an empty opening")
 
 
 def _open_row(rollout: _Rollout, said: t.Said) -> None:
     """Go to the row that goes on, or open another. Raises `PeerError`."""
     count = len(rollout.rows)
-    if not 0 <= said.row <= count or (said.ending and said.row != rollout.row):  # guard: answer-names-a-row
+    most = count if rollout.written and not said.ending else rollout.row
+    if not 0 <= said.row <= most or (said.ending and said.row != rollout.row):  # guard: answer-names-a-row
         raise _wrong(f"row {said.row} of {count}, ending {said.ending!r}")
     if said.row == count:
         if count == MAX_ROLLOUT_ROWS:  # guard: rows-that-a-host-opens

@@ -297,27 +297,42 @@ def test_a_void_slot_gives_a_group_without_rollouts():
         (answer(OPEN, t.Said(2, 4, "")), "text 2 of 2"),
         (answer(OPEN, t.Said(-1, 4, "")), "text -1 of 2"),
         (answer(OPEN, t.Said(0, 4, "", 0)), "author 0"),
-        (answer(OPEN, t.Said(0, 4, "", 256)), "author 256"),
+        (answer(OPEN, t.Said(0, 4, "", 3)), "author 3"),
         (answer(OPEN, t.Said(0, 5, "")), "room for 5 tokens"),
         (answer(OPEN, t.Said(0, 0, "")), "room for 0 tokens"),
-        (answer(OPEN, t.Said(0, 4, "length")), "room for 4 tokens"),
+        (answer(OPEN, t.Said(0, 4, "void")), "room for 4 tokens"),
         (answer(OPEN, OPEN, texts=(ids(*[3] * 40), b"")), "room for 4 tokens after 40"),
-        (answer(t.Said(0, 4, "", 1, 1), OPEN, texts=(ids(*[3] * 38), b"")), "room for 4 tokens after 38"),
-        (answer(END, END, texts=(b"", ids(*[3] * 41))), "room for 0 tokens after 41"),
+        (answer(OPEN, OPEN, texts=(ids(*[3] * 41), b"")), "a row of 41 tokens"),
         (answer(OPEN, t.Said(1, 4, "")), "an empty opening"),
-        (answer(OPEN, t.Said(0, 4, "", 1, 2)), "row 2 of 1"),
+        (answer(OPEN, t.Said(0, 4, "", 1, 1)), "row 1 of 1"),
         (answer(OPEN, t.Said(0, 4, "", 1, -1)), "row -1 of 1"),
-        (answer(END, t.Said(1, 0, "length", 1, 1)), "row 1 of 1, ending 'length'"),
-        (answer(OPEN, t.Said(1, 4, "", 1, 1)), "an empty opening"),
+        (answer(OPEN, t.Said(0, 0, "length")), "ending 'length' before the first turn"),
         (answer(OPEN, OPEN, texts=(ids(3)[:-1], b"")), "a text of 3 bytes"),
         (answer(OPEN, OPEN, texts=(ids(16), b"")), "outside the vocabulary"),
         (answer(OPEN, OPEN, texts=(ids(-1), b"")), "outside the vocabulary"),
-        (answer(END, t.Said(1, 0, "void")), "void for some"),
+        (answer(OPEN, t.Said(1, 0, "void")), "void for some"),
+    ],
+)
+def test_a_worker_leaves_a_host_whose_openings_no_environment_gives(said, what):
+    with pytest.raises(PeerError, match=what):
+        play(host(said, *[answer(*[END] * len([each for each in said.said if not each.ending]))] * 2))
+
+
+@pytest.mark.parametrize(
+    ("said", "what"),
+    [
+        (answer(OPEN, t.Said(0, 4, "length")), "room for 4 tokens"),
+        (answer(END, END, texts=(b"", ids(*[3] * 37))), "a row of 41 tokens"),
+        (answer(t.Said(0, 4, "", 1, 1), END, texts=(ids(*[3] * 35), b"")), "room for 4 tokens after 35"),
+        (answer(OPEN, t.Said(1, 3, "")), "room for 3 tokens"),
+        (answer(OPEN, t.Said(0, 4, "", 1, 2)), "row 2 of 1"),
+        (answer(END, t.Said(1, 0, "length", 1, 1)), "row 1 of 1, ending 'length'"),
+        (answer(OPEN, t.Said(1, 4, "", 1, 1)), "an empty opening"),
     ],
 )
 def test_a_worker_leaves_a_host_whose_answers_no_environment_gives(said, what):
     with pytest.raises(PeerError, match=what):
-        play(host(said, answer(END, END)))
+        play(host(answer(OPEN, OPEN), said, answer(END, END)))
 
 
 def test_rows_open_where_the_host_says_and_each_has_its_own_noise():
