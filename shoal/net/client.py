@@ -55,11 +55,12 @@ log = logging.getLogger(__name__)
 
 
 class PeerRefused(PeerError):
-    """The server refused the call. `status` and `code` are as in its `Refusal`."""
+    """The server refused the call. `status`, `code` and `reason` are as in its `Refusal`."""
 
-    def __init__(self, status: int, code: str, message: str) -> None:
-        super().__init__(message)
-        self.status, self.code = status, code
+    def __init__(self, call: str, status: int, code: str, reason: str) -> None:
+        """`call` names who refused what."""
+        super().__init__(f"{call} ({status} {code}): {reason}")
+        self.status, self.code, self.reason = status, code, reason
 
 
 class Client:
@@ -309,9 +310,7 @@ class Client:
             raise NothingYet(refusal.error)
         if status == 410:
             raise Superseded(refusal.error)
-        raise PeerRefused(
-            status, refusal.code, f"{self.base_url} refused {call.name} ({status} {refusal.code}): {refusal.error}"
-        )
+        raise PeerRefused(f"{self.base_url} refused {call.name}", status, refusal.code, refusal.error)
 
     def _not_shoal(self, call: "_Call", response: httpx.Response) -> PeerError:
         if response.is_redirect:

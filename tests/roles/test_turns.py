@@ -174,6 +174,13 @@ def test_a_turn_that_is_not_the_workers_own_is_refused(world, asked, status, cod
     assert asyncio.run(world.turn(0)).said
 
 
+def test_the_worker_reads_the_reason_of_the_stage(world):
+    with pytest.raises(PeerRefused) as caught:
+        asyncio.run(world.turn(1, [ids([1])] * 16))
+    before = f"turn 1 of block {world.block.index} comes before turn 0"
+    assert caught.value.reason == f"{before}, or that one is forgotten: give the lease back"
+
+
 def test_a_turn_larger_than_a_block_can_need_is_not_read(world):
     status, code, reason = refused(world.turn(1, [b"x" * 4000]))
     assert (status, code) == (400, "malformed") and "more than the" in reason

@@ -67,8 +67,7 @@ class StageDoor:
         try:
             return await self._reached().post_packed(path, asked, kind, cap=cap, deadline_s=STAGE_S)
         except PeerRefused as refused:
-            reason = str(refused).partition("): ")[2] or str(refused)
-            raise RequestRefused(refused.status, refused.code, reason) from None
+            raise RequestRefused(refused.status, refused.code, refused.reason) from None
         except PeerError as trouble:
             # guard: no-stage-is-no-refusal
             raise RequestRefused(503, "busy", f"the host's stage gives no answer now: {trouble}", retry_s=1.0) from None
