@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 
 from shoal.errors import StateError
-from shoal.net.server import RequestRefused
 from shoal.protocol import types as t
 from shoal.protocol.constants import COMPLETIONS
 from shoal.protocol.records import difference, rollout_digest
 from shoal.protocol.wire import WireError
 from shoal.roles.stage.memo import Memo, Reply, Taken
-from shoal.roles.stage.turns import Ask, Limits, record_of, take_turn
+from shoal.roles.stage.turns import Ask, Conflict, Limits, record_of, take_turn
 
 STOP, SIZE = 9, 2
 LIMITS = Limits(vocabulary=16, stop_ids=frozenset({STOP}))
@@ -114,9 +113,8 @@ def test_a_turn_sent_again_gets_the_same_answer_and_other_tokens_are_refused(mem
     assert play_all(memo, toy) == answers and len(toy.asked) == asked
     open_ = [place for place, said in enumerate(answers[0].said) if not said.ending]
     other = t.Turn(BLOCK.index, 1, tuple(ids([7, STOP]) for _ in open_))
-    with pytest.raises(RequestRefused, match="taken with other tokens") as refused:
+    with pytest.raises(Conflict, match="taken with other tokens"):
         ask(memo, other, toy)
-    assert refused.value.code == "conflict"
     assert play_all(memo, toy) == answers
 
 
@@ -204,7 +202,7 @@ def test_a_turn_that_no_policy_writes_is_refused_and_books_nothing(memo: Memo, w
 
 def test_turns_come_in_order_and_nothing_follows_the_end(memo: Memo) -> None:
     toy = Toy()
-    with pytest.raises(RequestRefused, match="turn 1 of block 4 comes before turn 0"):
+    with pytest.raises(Conflict, match="turn 1 of block 4 comes before turn 0"):
         ask(memo, t.Turn(BLOCK.index, 1, (ids([STOP]),) * 4), toy)
     with pytest.raises(WireError, match="nothing is written"):
         ask(memo, t.Turn(BLOCK.index, 0, (ids([STOP]),)), toy)
@@ -215,10 +213,10 @@ def test_turns_come_in_order_and_nothing_follows_the_end(memo: Memo) -> None:
 
 
 def test_there_is_no_record_of_a_block_that_has_not_ended(memo: Memo) -> None:
-    with pytest.raises(RequestRefused, match="not played to its end"):
+    with pytest.raises(Conflict, match="not played to its end"):
         record_of(memo, "run", staged(), SIZE, unjudged)
     ask(memo, t.Turn(BLOCK.index, 0), Toy())
-    with pytest.raises(RequestRefused, match="not played to its end"):
+    with pytest.raises(Conflict, match="not played to its end"):
         record_of(memo, "run", staged(), SIZE, unjudged)
 
 

@@ -12,7 +12,7 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -41,7 +41,7 @@ from shoal.roles.stage.child import Opening
 from shoal.roles.stage.memo import Memo
 from shoal.roles.stage.players import ChildPlayer, Player
 from shoal.roles.stage.troupes import Players
-from shoal.roles.stage.turns import Limits, record_of, take_turn
+from shoal.roles.stage.turns import Conflict, Limits, record_of, take_turn
 
 log = logging.getLogger("stage")
 
@@ -163,7 +163,8 @@ class Stage:
         asked = await self._asked(request)
         players, size = await self._open(), self._config.rollouts.group_size
         make = partial(record_of, self._memo, self.run, asked, size, players.judge)
-        record = await self._records.answer(asked.worker, (asked.lease,), "", make)  # guard: judged-once
+        with _refused():
+            record = await self._records.answer(asked.worker, (asked.lease,), "", make)  # guard: judged-once
         return answer_bytes(to_msgpack(record), MsgPack)
 
     async def _asked(self, request: Request) -> t.Staged:
@@ -180,7 +181,8 @@ class Stage:
         size, shared = self._config.rollouts.group_size, self._shared.__contains__
         play = partial(take_turn, self._memo, asked, turn, shared, size, self._limits, players.play)
         place = (asked.lease, asked.blocks[0].index)
-        return await self._turns.answer(asked.worker, place, digest(to_msgpack(turn)), play)
+        with _refused():
+            return await self._turns.answer(asked.worker, place, digest(to_msgpack(turn)), play)
 
     async def _open(self) -> Players:
         """The players, once the trainer has made the first policy, whose tokenizer they need."""
@@ -205,6 +207,15 @@ class Stage:
         if version > self._newest:
             self._newest = version
             self._memo.forget(version - self._config.rollouts.max_staleness)  # guard: leased-is-not-forgotten
+
+
+@contextlib.contextmanager
+def _refused() -> Iterator[None]:
+    """Tell the worker that the lease cannot go on here."""
+    try:
+        yield
+    except Conflict as conflict:
+        raise RequestRefused(409, "conflict", str(conflict)) from None
 
 
 def _specs(folder: RunFolder) -> tuple[t.EnvSpec, ...]:

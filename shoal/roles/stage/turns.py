@@ -10,13 +10,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shoal.net.server import RequestRefused
+from shoal.errors import ShoalError
 from shoal.protocol import types as t
 from shoal.protocol.records import rollout_digest
 from shoal.protocol.wire import WireError, digest, to_msgpack
 from shoal.roles.stage.memo import Memo, Played, Reply, Step, Taken, group_name, next_path, opening_path
 
 VOID = Reply(b"", 0, "void", 0.0, t.POLICY)
+
+
+class Conflict(ShoalError):
+    """What a lease asks for does not follow what it has taken here."""
 
 
 class Ask(NamedTuple):
@@ -52,14 +56,14 @@ def take_turn(
     memo: Memo, asked: t.Staged, turn: t.Turn, shared: Callable[[str], bool], size: int, limits: Limits, play: Play
 ) -> t.TurnAnswer:
     """The answer to a turn of a lease. `shared` says whether leases share the replies of a label, and `size` is the size of
-    a group. Raises `WireError` for a turn that no honest worker sends, and `RequestRefused` for one out of order."""
+    a group. Raises `WireError` for a turn that no honest worker sends, and `Conflict` for one out of order."""
     if not 0 <= turn.turn < MOST_TURNS:  # guard: number-of-a-turn
         raise WireError(f"turn {turn.turn}: turns count from 0")
     block, name = asked.blocks[0], digest(to_msgpack(turn))
     known = memo.taken(asked.lease, block.index, turn.turn)
     if known is not None and known.digest != name:  # guard: turn-taken-once
-        raise RequestRefused(
-            409, "conflict", f"turn {turn.turn} of block {block.index} was taken with other tokens, and this lease goes on "
+        raise Conflict(
+            f"turn {turn.turn} of block {block.index} was taken with other tokens, and this lease goes on "
             "from those: give it back"
         )  # fmt: skip
     if turn.turn == 0:
@@ -84,7 +88,7 @@ def take_turn(
 
 
 def record_of(memo: Memo, run: str, asked: t.Staged, size: int, judge: Judge) -> t.Record:
-    """The record of a lease. Raises `RequestRefused` if one of its rollouts has not ended."""
+    """The record of a lease. Raises `Conflict` if one of its rollouts has not ended."""
     groups = []
     for block in asked.blocks:
         last = memo.last(asked.lease, block.index)
@@ -93,8 +97,8 @@ def record_of(memo: Memo, run: str, asked: t.Staged, size: int, judge: Judge) ->
             ends = paths[place * size : (place + 1) * size]
             rollouts = [memo.rollout(path) for path in ends]
             if not rollouts or any(played.last.ending == "" for played in rollouts):  # guard: record-of-the-ended
-                raise RequestRefused(409, "conflict", f"slot {slot.slot} is not played to its end here: give the lease "
-                                     f"back, or take all turns of block {block.index}")  # fmt: skip
+                raise Conflict(f"slot {slot.slot} is not played to its end here: give the lease back, or take all "
+                               f"turns of block {block.index}")  # fmt: skip
             rewards: Sequence[float] = [played.last.reward for played in rollouts]
             if any(played.last.beside for played in rollouts):
                 name = group_name(ends)
@@ -120,8 +124,8 @@ def _continued(
     block = asked.blocks[0]
     before = memo.taken(asked.lease, block.index, turn.turn - 1)
     if before is None:  # guard: turns-in-order
-        raise RequestRefused(
-            409, "conflict", f"turn {turn.turn} of block {block.index} comes before turn {turn.turn - 1}, or that one is "
+        raise Conflict(
+            f"turn {turn.turn} of block {block.index} comes before turn {turn.turn - 1}, or that one is "
             "forgotten: give the lease back"
         )  # fmt: skip
     replies, written = memo.replies(before.paths), iter(turn.written)
