@@ -5,6 +5,9 @@ records some episodes. Three others play the same actions: with another hash see
 zone, and beginning with the last task. The first one plays them again at the end, after all that the checks did. What
 differs is named by its cause. The processes are in the sandbox where there is one, and a finding says so where there is
 none.
+
+A process can say what it likes: the environment's code shares it. So `check/frames` reads its answers as a stranger's.
+Still, what they say is believed: a check finds faults of honest authors, and shows nothing about a hostile one.
 """
 
 import os
@@ -12,15 +15,26 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from shoal.config import node_home
 from shoal.config.sections import EnvConfig
-from shoal.envs.check.clock import ELSEWHERE_ZONE, HERE_ZONE
-from shoal.envs.check.finding import NOT_THE_SAME, Finding, differs
+from shoal.envs.check.clock import HERE_ZONE
+from shoal.envs.check.compare import LATER, OTHERS, Other, compare
+from shoal.envs.check.finding import NOT_THE_SAME, Finding
+from shoal.envs.check.frames import (
+    Failure,
+    Loaded,
+    Malformed,
+    Recorded,
+    Seen,
+    Told,
+    demand_episodes,
+    names_of,
+    read,
+)
 from shoal.envs.check.pins import pins
 from shoal.envs.check.process import Failed, Process, start
-from shoal.envs.check.walk import unlike
 from shoal.envs.check.watch import CALL_S, FILES, IMPORT, MEMORY_MB, NETWORK, PROCESSES, REFUSED
 from shoal.envs.load import BUILT_IN, env_digest, is_file, is_package, no_environment
 from shoal.errors import ConfigError
@@ -38,6 +52,9 @@ TOTAL_S = 30.0
 """No check begins later. Together with what one call may take, all of it ends within a minute on a machine that does
 nothing else."""
 
+MAX_DETAIL_CHARS = 1000
+"""Of a finding."""
+
 MOST_BUSY = 8.0
 """Limits of time are longer on a busy machine, by at most this factor."""
 
@@ -54,6 +71,9 @@ REMEDIES = {
     IMPORT: "loading an environment must change nothing else. Leave it out",
 }  # fmt: skip
 """What an author can do about something that the environment did."""
+
+
+T = TypeVar("T")
 
 
 class Place(NamedTuple):
@@ -88,33 +108,6 @@ def check(
     findings = pins(place.folder, registry) if place.folder else []
     with Checked(place, args, settings, report.works, sandboxed, call_s) as checked:
         return [*checked.findings(), *findings, _about_sandbox(report, sandboxed)]
-
-
-class Other(NamedTuple):
-    """A process that plays the same actions again, and how it differs from the first."""
-
-    check: str
-    cause: str
-    remedy: str
-    hash_seed: int = 0
-    zone: str = HERE_ZONE
-    backwards: bool = False
-    """Whether it begins with the last task."""
-
-
-_KEEP_NOTHING = "keep nothing between episodes, neither in globals nor in random's generator"
-OTHERS = (
-    Other("earlier tasks", "after other tasks,", _KEEP_NOTHING, backwards=True),
-    Other(
-        "hash seed",
-        "with another hash seed,",
-        "sort sets before their order counts, and do not use hash()",
-        hash_seed=1,
-    ),
-    Other("clock", "at another date, time and time zone,", "do not ask what time it is", zone=ELSEWHERE_ZONE),
-)
-LATER = Other("earlier tasks", "after many episodes,", _KEEP_NOTHING, backwards=True)
-"""The first process itself, at the end."""
 
 
 class Checked:
@@ -163,29 +156,35 @@ class Checked:
         first = self._started(0, HERE_ZONE)
         about = self._loaded(first, elsewhere=False, found=found)
         if about is None:
-            found += self._conduct(first.ask(5.0 * self._busy, ask="seen")["value"])
+            found += self._conduct(self._seen(first))
             return
-        self._promised = about["promised"]
-        if self._place.folder and self._place.reproducible and not about["by_class"]:
+        names = self._sound(names_of, about)
+        self._promised = about.promised
+        if self._place.folder and self._place.reproducible and not about.by_class:
             found.append(Finding("members", "failed", "the class says reproducible = False, and environment.toml does not: "
                                  "write reproducible = false there"))  # fmt: skip
         recorded = self._record(first, None)
         with ThreadPoolExecutor(2) as threads:
             others: dict[Other, Future[Any]] = {}
             if isinstance(recorded, list):
-                actions = [[episode["actions"] for episode in task["told"]["episodes"]] for task in recorded]
+                actions = [[episode.actions for episode in task.episodes] for task in recorded]
                 others = {other: threads.submit(self._replay, other, actions) for other in OTHERS}
-            for name in about["checks"]:
+            for name in names:
                 found.append(self._finding(first, name))
-            found += self._conduct(first.ask(5.0 * self._busy, ask="seen")["value"])
-            told = {other: replay.exception() or replay.result() for other, replay in others.items()}
+            found += self._conduct(self._seen(first))
+            told: dict[Other, Any] = {other: replay.exception() or replay.result() for other, replay in others.items()}
         if not isinstance(recorded, list):
             found.append(Finding("earlier tasks", "skipped", f"no episode could be recorded: {recorded}"))
             return
         steady = [f for f in found if f.check in ("openings", "replay")]
         unsteady = any(f.outcome == "failed" or NOT_THE_SAME in f.detail for f in steady)
-        later = self._compared(LATER, recorded, self._record(first, actions, backwards=True), unsteady)
-        compared = [self._compared(other, recorded, told[other], unsteady) for other in OTHERS]
+        told[LATER] = self._record(first, actions, backwards=True)
+        later, *compared = (
+            Finding(other.check, "skipped", "replies differ already within one process and at one moment")
+            if unsteady
+            else compare(other, recorded, told[other], self._promised)
+            for other in (LATER, *OTHERS)
+        )
         found += compared if later.outcome == "passed" else [later, *compared[1:]]
 
     def _finding(self, process: Process, name: str) -> Finding:
@@ -193,12 +192,26 @@ class Checked:
         if time.monotonic() > self._until:
             return Finding(name, "skipped", f"{TOTAL_S:g} s were over: make the environment faster to have it checked")
         self._doing = f'"{name}" was checked'
-        told = process.ask(self._call_s + CHECK_S * self._busy, ask="check", name=name)
-        if "stuck" in told:
-            raise Failed(told["stuck"], Reason.TIMEOUT, told["seen"])
-        if "failed" in told:
-            return Finding(name, "failed", told["failed"])
-        return Finding(*told["value"])
+        told = self._asked(process, Told, self._call_s + CHECK_S * self._busy, ask="check", name=name)
+        return Finding(name, "failed", told.failed) if isinstance(told, Failure) else Finding(name, *told)
+
+    def _seen(self, process: Process) -> Seen:
+        told = self._asked(process, Seen, 5.0 * self._busy, ask="seen")
+        return () if isinstance(told, Failure) else told
+
+    def _asked(self, process: Process, kind: type[T], limit_s: float, **request: Any) -> T | Failure:
+        """What a process answers. Raises `Failed` if a call did not end, or if the answer has another form."""
+        told = self._sound(read, process.ask(limit_s, **request), kind)
+        if isinstance(told, Failure) and told.stuck:
+            raise Failed(told.stuck, Reason.TIMEOUT, told.seen)
+        return told
+
+    def _sound(self, judge: Callable[..., T], *told: Any) -> T:
+        """What `judge` makes of an answer. Raises `Failed` if it finds it malformed."""
+        try:
+            return judge(*told)
+        except Malformed as fault:
+            raise Failed(f"the process of the environment {fault}") from None
 
     def _conduct(self, seen: Sequence[Sequence[str]]) -> list[Finding]:
         """What the environment did beside its task."""
@@ -224,45 +237,29 @@ class Checked:
         self._processes.append(process)
         return process
 
-    def _loaded(self, process: Process, elsewhere: bool, found: list[Finding]) -> Any:
+    def _loaded(self, process: Process, elsewhere: bool, found: list[Finding]) -> Loaded | None:
         """What a process says of the environment; None if it cannot load it, which is then a finding."""
-        told = process.ask(LOAD_S * self._busy, **self._load, elsewhere=elsewhere)
-        if "value" in told:
-            return told["value"]
-        if "stuck" in told:
-            raise Failed(told["stuck"], Reason.TIMEOUT, told["seen"])
-        found.append(Finding("data" if told["failed"].startswith("data set ") else "load", "failed", told["failed"]))
+        told = self._asked(process, Loaded, LOAD_S * self._busy, **self._load, elsewhere=elsewhere)
+        if isinstance(told, Loaded):
+            return told
+        found.append(Finding("data" if told.failed.startswith("data set ") else "load", "failed", told.failed))
         return None
 
-    def _record(self, process: Process, actions: Any, backwards: bool = False) -> Any:
+    def _record(self, process: Process, actions: Any, backwards: bool = False) -> list[Recorded] | str:
         """What a process recorded, or one line that says why it did not."""
-        self._doing = "episodes were recorded"
-        told = process.ask(self._call_s + RECORD_S * self._busy, ask="record", actions=actions, backwards=backwards)
-        if "stuck" in told:
-            raise Failed(told["stuck"], Reason.TIMEOUT, told["seen"])
-        return told.get("value", told.get("failed"))
+        self._doing, limit_s = "episodes were recorded", self._call_s + RECORD_S * self._busy
+        told = self._asked(process, list[Recorded], limit_s, ask="record", actions=actions, backwards=backwards)
+        if isinstance(told, Failure):
+            return told.failed
+        self._sound(demand_episodes, told)
+        return told
 
-    def _replay(self, other: Other, actions: Any) -> Any:
+    def _replay(self, other: Other, actions: Any) -> list[Recorded] | str:
         """What another process answers to the same actions."""
         process, found = self._started(other.hash_seed, other.zone), list[Finding]()
         if self._loaded(process, other.zone != HERE_ZONE, found) is None:
             return found[0].detail
         return self._record(process, actions, other.backwards)
-
-    def _compared(self, other: Other, recorded: Any, told: Any, unsteady: bool) -> Finding:
-        """The finding about what another process answered."""
-        if unsteady:
-            return Finding(other.check, "skipped", "replies differ already within one process and at one moment")
-        if isinstance(told, Exception):
-            return Finding(other.check, "skipped", f"it could not be played again: {told}")
-        if not isinstance(told, list):
-            return differs(other.check, f"{other.cause} it fails: {told}", self._promised)
-        for before, after in zip(recorded, told, strict=True):
-            if problem := _first_difference(before["told"], after["told"]):
-                index, heldout = before["task"]
-                where = f"{'held-out task' if heldout else 'task'} {index}"
-                return differs(other.check, f"{other.cause} {where} {problem}: {other.remedy}", self._promised)
-        return Finding(other.check, "passed", f"{other.cause} {len(recorded)} tasks give the same replies and scores")
 
     def _failure(self, failed: Failed) -> Finding:
         """The finding about a process that gave no answer."""
@@ -273,21 +270,8 @@ class Checked:
                            "expression or a number that takes very long")  # fmt: skip
         if failed.reason is Reason.TIMEOUT:
             return Finding("time", "failed", f"{failed}: every call must end soon, whatever the policy wrote")
-        return Finding("process", "failed", f"{failed} while {self._doing}: raise an error instead")
-
-
-def _first_difference(before: Any, after: Any) -> str:
-    """What two processes answered differently to the same actions; empty if nothing."""
-    if before["opens"] != after["opens"]:
-        return f"opens with {unlike(before['opens'], after['opens'])}"
-    for old, new in zip(before["episodes"], after["episodes"], strict=False):
-        for turn, (reply, other) in enumerate(zip(old["replies"], new["replies"], strict=False)):
-            if reply != other:
-                return f"answers turn {turn} with {unlike(reply, other)}"
-        if old["end"] != new["end"] or len(old["replies"]) != len(new["replies"]):
-            before, after = (f"{one['end'][1]} after {len(one['replies'])} turns" for one in (old, new))
-            return f"scores {before}, then {after}"
-    return ""
+        return Finding("process", "failed", f"{failed} while {self._doing}: raise an error instead, and write to no file "
+                       "that the environment did not open")  # fmt: skip
 
 
 def _without_echoes(found: Sequence[Finding]) -> list[Finding]:
@@ -313,7 +297,7 @@ def _without_echoes(found: Sequence[Finding]) -> list[Finding]:
 
 def _shown(detail: str) -> str:
     """Paths as they are outside the sandbox, in one line."""
-    return " ".join(detail.replace(f"{OUTSIDE}/", "/").split())
+    return " ".join(detail[: 2 * MAX_DETAIL_CHARS].replace(f"{OUTSIDE}/", "/").split())[:MAX_DETAIL_CHARS]
 
 
 def busy() -> float:

@@ -75,10 +75,14 @@ class Child:
         if settings is not None:
             self._env = with_settings(watched, from_tree(settings, EnvConfig, "envs"))
         self._checks = checks_of(self._env)
-        return {"checks": list(self._checks), "promised": promised, "by_class": getattr(env, "reproducible", True)}
+        return {
+            "checks": list(self._checks),
+            "promised": promised,
+            "by_class": bool(getattr(env, "reproducible", True)),
+        }
 
     def ask_check(self, name: str) -> Any:
-        return find(name, self._checks[name], self._env)
+        return find(name, self._checks[name], self._env)[1:]
 
     def ask_record(self, actions: Sequence[Sequence[Sequence[str]]] | None, backwards: bool) -> Any:
         """Openings and episodes of a few tasks, played forwards or backwards. `actions` are those of each episode of each
@@ -91,7 +95,7 @@ class Child:
         for number in while_time(numbers[::-1] if backwards else numbers, 60.0 if actions else 3.0):
             chosen = None if actions is None else actions[number]
             recorded[number] = self._episodes(*tasks[number], chosen)
-        return [{"task": list(tasks[number]), "told": recorded[number]} for number in sorted(recorded)]
+        return [recorded[number] for number in sorted(recorded)]
 
     def ask_seen(self) -> Any:
         return self._watch.seen if self._watch else []
@@ -105,12 +109,13 @@ class Child:
                 *(perform(player, 0, index) for _, player in sorted(players_of(env).items())),
                 recite(HOSTILE[::-1]),
             ]
-        told: dict[str, Any] = {"opens": _texts(env.reset(task)[1]), "episodes": []}
+        opens = _texts(env.reset(task)[1])
+        told: dict[str, Any] = {"index": index, "heldout": heldout, "opens": opens, "episodes": []}
         for act in acts:
             walk = played(env, task, act, turns=RECORDED_TURNS)
             told["episodes"].append({
                 "actions": walk.actions, "replies": [None if r is None else _reply(r) for r in walk.replies],
-                "end": [walk.done, repr(float(walk.score)), walk.success],
+                "end": [walk.done, float(walk.score), walk.success],
             })  # fmt: skip
         return told
 

@@ -1,8 +1,9 @@
 """A process in which an environment is checked: in the sandbox, or where there is none, a child with less around it.
 
-Called by `check/apart`. Both are spoken to in frames of JSON. It does not know what they mean.
+Called by `check/apart`. Both are spoken to in frames: requests are JSON; answers are bytes, which `check/frames` reads.
 """
 
+import contextlib
 import json
 import os
 import select
@@ -55,8 +56,8 @@ class Failed(Exception):
 class Process(Protocol):
     """One process."""
 
-    def ask(self, limit_s: float, **request: Any) -> Any:
-        """Its answer. Raises `Failed`."""
+    def ask(self, limit_s: float, **request: Any) -> bytes:
+        """Its answer, which its code may have written. Raises `Failed`."""
         ...
 
     def close(self) -> None: ...
@@ -72,11 +73,11 @@ class Sandboxed:
         program = [*flags, _BEGIN, str(hash_seed), zone, *flags[1:], _SERVE, *paths]
         self._resident = Resident(program, LIMITS, sorted({code, *packages, *shown}))
 
-    def ask(self, limit_s: float, **request: Any) -> Any:
+    def ask(self, limit_s: float, **request: Any) -> bytes:
         request["limit_s"] = limit_s
         answer = self._resident.ask(json.dumps(request).encode(), limit_s + GRACE_S, MAX_ANSWER_BYTES)
         if isinstance(answer, bytes):
-            return json.loads(answer)
+            return answer
         if isinstance(answer, Stopped):
             raise Failed(f"it was stopped at its limit of {answer.reason.value}", answer.reason)
         raise Failed(f"it ended its process with exit code {answer.exit_code}")
@@ -96,16 +97,22 @@ class Open:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
 
-    def ask(self, limit_s: float, **request: Any) -> Any:
+    def ask(self, limit_s: float, **request: Any) -> bytes:
         assert self._process.stdin and self._process.stdout
         request["limit_s"] = limit_s
         data, until = json.dumps(request).encode(), time.monotonic() + limit_s + GRACE_S
         try:
             self._process.stdin.write(len(data).to_bytes(4, "big") + data)
             self._process.stdin.flush()
-            return json.loads(self._read(int.from_bytes(self._read(4, until), "big"), until))
+            return self._read(int.from_bytes(self._read(4, until), "big"), until)
         except (BrokenPipeError, EOFError):
-            raise Failed(f"it ended its process with exit code {self._process.wait(5)}") from None
+            raise Failed(f"it ended its process with exit code {self._code()}") from None
+
+    def _code(self) -> int | None:
+        """None if it only closed its pipe."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(1.0)
+        return self._process.returncode
 
     def _read(self, size: int, until: float) -> bytes:
         assert self._process.stdout
@@ -123,17 +130,13 @@ class Open:
 
     def close(self) -> None:
         """End it, and what it has started in its session."""
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe
-            try:
+            with contextlib.suppress(BrokenPipeError):
                 pipe.close()
-            except BrokenPipeError:
-                pass
 
 
 def importable() -> list[Path]:

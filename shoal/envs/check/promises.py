@@ -40,6 +40,15 @@ NUM_TASKS = 32
 FEWER_TASKS = 4
 """The same of an environment that is not reproducible: it may ask a judge for each episode."""
 
+SOMETIMES = ("tools", "group scores")
+"""Checks of environments that have tools, or that compare rollouts."""
+
+ALWAYS = (
+    "members", "indices", "openings", "heldout", "solutions", "right player", "wrong player", "leaks", "reward hacks",
+    "replay", "isolation", "hostile actions",
+)  # fmt: skip
+"""Checks of every environment."""
+
 
 def check_env(env: Env, tasks: int = NUM_TASKS, seed: int = 0) -> list[Finding]:
     """Run every check, from the simplest to the deepest, on up to `tasks` tasks that `seed` picks."""

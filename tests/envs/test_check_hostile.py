@@ -1,0 +1,127 @@
+"""`shoal env check` on environments that answer in the name of the process that checks them, or are very slow."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.envs.check import check_env
+from shoal.envs.check.apart import check
+from shoal.envs.check.compare import OTHERS, compare
+from shoal.envs.check.finding import Finding
+from shoal.envs.check.frames import Episode, Failure, Loaded, Malformed, Recorded, Seen, Told, names_of, read
+from shoal.envs.check.process import Failed
+from shoal.envs.check.promises import ALWAYS, SOMETIMES, checks_of
+from shoal.envs.load import load_env
+from shoal.sandbox.limits import Reason
+from tests.sandbox.needs import needs_bubblewrap
+
+GOOD = (Path(__file__).parent / "sabotaged" / "good.py").read_text()
+
+FORGER = """
+import os, stat
+
+def forge(data):
+    "Write a frame to every pipe of this process, and end it."
+    for descriptor in range(3, 12):
+        try:
+            if stat.S_ISFIFO(os.fstat(descriptor).st_mode):
+                os.write(descriptor, len(data).to_bytes(4, "big") + data)
+        except OSError:
+            pass
+    os._exit(0)
+"""
+
+FRAMES = {
+    "not JSON": b"\xff{",
+    "deeper than a parser goes": b"[" * 100_000,
+    "a long number": b'{"value": ' + b"9" * 5000 + b"}",
+    "not an object": b"[1]",
+    "nothing": b"{}",
+    "of another type": b'{"value": 7}',
+    "of another form": b'{"value": [{"task": [0, false], "told": 5}]}',
+    "no episodes": b'{"value": [{"index": 0, "heldout": false, "opens": ["x"], "episodes": []}]}',
+    "no tasks": b'{"value": []}',
+}
+
+
+def faults(found: list[Finding]) -> dict[str, str]:
+    return {finding.check: finding.detail for finding in found if finding.outcome == "failed"}
+
+
+def with_code(folder: Path, opening: str) -> str:
+    """The sound environment, with other code at the first line of `reset`. Returns its path."""
+    path = folder / "my_env.py"
+    path.write_text(FORGER + GOOD.replace("        return (task", f"        {opening}\n        return (task"))
+    return str(path)
+
+
+@pytest.mark.parametrize("what", FRAMES)
+def test_a_forged_frame_is_a_finding(tmp_path: Path, what: str) -> None:
+    found = faults(check(with_code(tmp_path, f"forge({FRAMES[what]!r})"), {}, sandboxed=False))
+    assert list(found) == ["process"] and "the process of the environment" in found["process"], found
+    assert len(found["process"]) < 1100
+
+
+@needs_bubblewrap
+def test_a_forged_frame_is_a_finding_in_the_sandbox(tmp_path: Path) -> None:
+    found = faults(check(with_code(tmp_path, f"forge({FRAMES['of another type']!r})"), {}))
+    assert list(found) == ["process"] and "gave an answer of another form" in found["process"]
+
+
+def test_a_process_that_closes_its_pipe_and_goes_on_is_a_finding(tmp_path: Path) -> None:
+    found = faults(check(with_code(tmp_path, "import time; os.closerange(3, 12); time.sleep(30)"), {}, sandboxed=False))
+    assert list(found) == ["process"]
+
+
+def test_an_honest_answer_is_read() -> None:
+    one = {"index": 3, "heldout": False, "opens": ["user: \ud800"],
+           "episodes": [{"actions": ["", "x"], "replies": [["user: y"], None], "end": [True, 0.5, None]}]}  # fmt: skip
+    read_one: Any = read(json.dumps({"value": [one]}).encode(), list[Recorded])
+    assert read_one == [
+        Recorded(3, False, ["user: \ud800"], [Episode(["", "x"], [["user: y"], None], (True, 0.5, None))])
+    ]
+    assert read(b'{"failed": "it raised"}', Loaded) == Failure("it raised")
+    assert read(b'{"value": ["passed", "well"]}', Told) == Told("passed", "well")
+    assert read(b'{"value": [["files", "it writes x", "a.py line 3"]]}', Seen) == (
+        ("files", "it writes x", "a.py line 3"),
+    )
+
+
+@pytest.mark.parametrize(
+    "data", [b'{"value": ["perfect", ""]}', b'{"value": ["passed"]}', b'{"stuck": "", "seen": []}', b'{"failed": 1}']
+)
+def test_an_answer_of_another_form_is_refused(data: bytes) -> None:
+    with pytest.raises(Malformed):
+        read(data, Told)
+
+
+def test_the_names_of_the_checks_are_known_here() -> None:
+    assert tuple(checks_of(load_env("wordle", {}))) == ALWAYS
+    assert names_of(Loaded((*SOMETIMES, *ALWAYS), True, True)) == [*ALWAYS, *SOMETIMES]
+    for names in (ALWAYS[1:], (), (*ALWAYS, "applause"), (*ALWAYS, ALWAYS[0])):
+        with pytest.raises(Malformed, match="named other checks"):
+            names_of(Loaded(names, True, True))
+    assert [finding.check for finding in check_env(load_env("arithmetic", {}), tasks=2)] == list(ALWAYS)
+
+
+def recorded(*indices: int, reply: str = "x", episodes: int = 1) -> list[Recorded]:
+    return [Recorded(i, False, ["o"], [Episode(["a"], [reply], (True, 1.0, None))] * episodes) for i in indices]
+
+
+def test_a_slow_process_that_played_fewer_tasks_is_compared_in_those() -> None:
+    passed = compare(OTHERS[0], recorded(1, 2, 3), recorded(2, 3), True)
+    assert passed == Finding(
+        "earlier tasks", "passed", "after other tasks, 2 of 3 tasks give the same replies and scores"
+    )
+    assert compare(OTHERS[0], recorded(1, 2, 3), recorded(2, reply="y"), True).outcome == "failed"
+    assert compare(OTHERS[0], recorded(1, 2, 3), recorded(3), True).outcome == "skipped"
+    assert compare(OTHERS[0], recorded(1, 2), recorded(1, 2, 9), True).outcome == "passed"
+    assert "has 2 episodes, then 1" in compare(OTHERS[0], recorded(1, episodes=2), recorded(1), True).detail
+
+
+def test_only_another_process_that_ended_itself_is_a_fault() -> None:
+    assert compare(OTHERS[1], recorded(1), Failed("it ended its process with exit code 3"), True).outcome == "failed"
+    assert compare(OTHERS[1], recorded(1), Failed("too late", Reason.TIMEOUT), True).outcome == "skipped"
+    assert compare(OTHERS[1], recorded(1), OSError("no sandbox"), True).outcome == "skipped"
