@@ -11,7 +11,7 @@ import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -82,8 +82,13 @@ class RunFolder:
         """Whether anyone who knows the run file can compute the secret."""
         return config.seed >= 0 and self.secret() == _secret_of(config.seed)
 
-    def prepare(self, config: RunConfig, recipe_dir: Path, *, for_others: bool = False) -> bool:
+    def prepare(
+        self, config: RunConfig, recipe_dir: Path, *, for_others: bool = False,
+        repeatable: Callable[[EnvConfig], bool] = lambda env: True,
+    ) -> bool:  # fmt: skip
         """Make the folder, or open it again. Returns whether the run is resumed. `for_others`: strangers will join.
+        `repeatable`: whether an environment says that others can repeat its answers. It is asked where that decides who
+        plays.
 
         A run of this machine alone derives its secret from the run file's `seed`, so that it can be repeated; any other
         gets 32 random bytes. Raises `StateError` if a run that began the first way is to be opened to others, or, naming
@@ -92,7 +97,7 @@ class RunFolder:
         for_others = for_others or config.host.is_reached_by_others  # guard: reachable-is-for-others
         resumed = self.run_file.exists()
         old = {env.label: env.kind for env in self.config().envs} if resumed else {}
-        tree = to_tree(_with_kinds(_with_absolute_paths(config, recipe_dir), for_others, old))
+        tree = to_tree(_with_kinds(_with_absolute_paths(config, recipe_dir), for_others, old, repeatable))
         if resumed:
             changed = unsafe_changes(to_tree(self.config()), tree)  # keys added since then get their defaults
             if changed:
@@ -227,7 +232,9 @@ def _secret_of(seed: int) -> bytes:
     return domain_hash("fixed seed", seed.to_bytes(8, "big"))
 
 
-def _with_kinds(config: RunConfig, for_others: bool, old: Mapping[str, str]) -> RunConfig:
+def _with_kinds(
+    config: RunConfig, for_others: bool, old: Mapping[str, str], repeatable: Callable[[EnvConfig], bool]
+) -> RunConfig:
     """Say who plays each environment where the run file does not: the host, if those who join do not have it, or if nobody
     can repeat it. `old` are the kinds with which a run began, by label: they stay."""
 
@@ -237,7 +244,8 @@ def _with_kinds(config: RunConfig, for_others: bool, old: Mapping[str, str]) -> 
         if env.label in old:
             return "completions" if old[env.label] == "completions" else ""
         # The names of files and packages have slashes, dots or colons.
-        return "completions" if not env.reproducible or (for_others and not env.name.isidentifier()) else ""
+        stays = not env.reproducible or (for_others and not env.name.isidentifier())
+        return "completions" if stays or not repeatable(env) else ""
 
     envs = (msgspec.structs.replace(env, kind=kind_of(env)) for env in config.envs)
     return msgspec.structs.replace(config, envs=tuple(envs))

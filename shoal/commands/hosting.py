@@ -76,13 +76,16 @@ def _launch(args: argparse.Namespace, overrides: list[str], quick: bool, with_wo
     config = load_run(args.recipe, overrides, quick)
     demand_torch()  # else each role would fail, and say why only in its log
     demand_environments(config, args.recipe.parent)
+    from shoal.envs.declared import declared
     from shoal.folder import RunFolder
     from shoal.launch.hosting import invitation
     from shoal.launch.local import launch, locked
 
     out = args.out or Path("runs") / config.name
     with locked(out) as lock_fd:
-        RunFolder(out).prepare(config, args.recipe.parent, for_others=not with_workers)
+        RunFolder(out).prepare(
+            config, args.recipe.parent, for_others=not with_workers, repeatable=lambda env: declared(env).reproducible
+        )
         announce = None if with_workers else lambda url: invitation(url, config.host, out)
         return launch(out, lock_fd, with_workers, announce)
 

@@ -90,11 +90,11 @@ class EnvConfig(Section, frozen=True):
     (template), which may leave out thoughts. Empty is the environment's own choice, usually append."""
     kind: Literal["", "episodes", "completions"] = ""
     """Who plays it: workers (episodes), or the host's stage, while workers only extend token ids (completions). Empty is
-    episodes, but completions for a file or a package in a run that others may join. If the host plays one environment, it
-    plays all."""
+    episodes, but completions for what nobody can repeat, and for a file or a package in a run that others may join. If the
+    host plays one environment, it plays all."""
     reproducible: bool = True
     """Whether the same actions always get the same answers. If not, the host must play it, and a run does not promise the
-    same weights again."""
+    same weights again. A class, or the environment.toml of a package, may say so, too."""
     call_s: float = 10.0
     """Seconds that the host's stage gives the environment for one turn. A rollout that takes longer ends by error."""
     solved: float = 1.0

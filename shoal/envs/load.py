@@ -67,7 +67,7 @@ def load_env(name_or_path: str, args: Mapping[str, Any], opener: Opener = in_san
         raise no_environment(name_or_path)
     if path.is_dir():
         about = describe(path, index_folder(path)).about
-        return _load_file(path / about.entry_file, args, about.function)
+        return _as_described(_load_file(path / about.entry_file, args, about.function), about.reproducible)
     return _load_file(path, args)
 
 
@@ -157,9 +157,21 @@ def _open_package(package: Installed, args: Mapping[str, Any], opener: Opener) -
     folder = store.demand_unchanged(package)
     file, _, function = package.entry.partition(":")
     if is_own(package) and not package.dependencies:  # guard: strangers-packages-stay-out
-        return _load_file(folder / file, args, function)
+        return _as_described(_load_file(folder / file, args, function), package.reproducible)
     env = opener(package, store.paths_of(package.digest), args)
     _require_members(env, Path(package.name, file))
+    return env
+
+
+def _as_described(env: Env, reproducible: bool) -> Env:
+    """The environment, which is not reproducible if its class or its environment.toml says so."""
+    if not reproducible:
+        try:
+            env.reproducible = False  # type: ignore[attr-defined]
+        except AttributeError:
+            raise ConfigError(
+                f"{env.name}: environment.toml says reproducible = false: say so in its class, too"
+            ) from None
     return env
 
 

@@ -131,6 +131,20 @@ def test_the_host_plays_for_others_what_is_not_built_in_and_what_nobody_can_repe
     assert folder.prepare(config, tmp_path, for_others=for_others), "the same command resumes"
 
 
+def test_the_host_plays_what_says_itself_that_nobody_can_repeat_it(tmp_path):
+    config = from_tree({"name": "run", "steps": 1, "envs": [{"name": "mine.py"}]}, RunConfig, "test")
+    folder, asked = RunFolder(tmp_path / "run"), []
+
+    def repeatable(env):
+        asked.append(env.name)
+        return False
+
+    folder.prepare(config, tmp_path, repeatable=repeatable)
+    assert folder.config().envs[0].kind == "completions" and folder.config().envs[0].reproducible
+    assert folder.prepare(config, tmp_path, repeatable=repeatable), "the same command resumes"
+    assert asked == [str(tmp_path / "mine.py")], "a run that has begun keeps who plays"
+
+
 def test_a_run_from_before_hosts_could_play_goes_on_as_it_began(tmp_path):
     config = from_tree({"name": "run", "steps": 1, "envs": [{"name": "mine.py"}]}, RunConfig, "test")
     folder = RunFolder(tmp_path / "run")
@@ -144,7 +158,7 @@ def test_an_environment_that_says_that_nobody_can_repeat_it_is_believed(tmp_path
     moody = COUNTING.replace("class Counting(Env):", "class Counting(Env):\n    reproducible = False")
     (tmp_path / "moody.py").write_text(moody)
     name = str(tmp_path / "moody.py")
-    with pytest.raises(ConfigError, match="set reproducible = false"):
+    with pytest.raises(ConfigError, match='set kind = "completions"'):
         Town(tmp_path / "alone", tiny_run(envs=[{"name": name}]))
     for keys in ({"reproducible": False}, {"kind": "completions"}):
         town = Town(tmp_path / "".join(keys), tiny_run(envs=[{"name": name, **keys}]))

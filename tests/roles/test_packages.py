@@ -115,7 +115,7 @@ def test_what_may_answer_otherwise_elsewhere_stays_with_the_host(place: Place) -
     with pytest.raises(ConfigError, match="may answer otherwise on another machine"):
         place.packages().demand([spec])
     varied = tiny_run(envs=[to_config(spec.name)])
-    with pytest.raises(ConfigError, match="set reproducible = false"):
+    with pytest.raises(ConfigError, match='set kind = "completions"'):
         env_specs(varied)
 
 

@@ -29,8 +29,8 @@ from shoal.config import (
     sampling_of,
     wire_bounds,
 )
-from shoal.envs.base import Env
-from shoal.envs.load import env_digest, env_of
+from shoal.envs.declared import Declared, declared
+from shoal.envs.load import env_digest
 from shoal.errors import ConfigError, StateError, cause_of
 from shoal.folder import RunFolder, write_atomically
 from shoal.ledger.facts.run import Admin, Create, Reconfigure, RunCreated
@@ -150,22 +150,21 @@ def public_run_file(folder: RunFolder, config: RunConfig) -> dict[str, Any]:
 
 def env_specs(config: RunConfig) -> list[t.EnvSpec]:
     """The run's environments with their digests and sizes."""
-    return [_spec(e, env_of(e)) for e in config.envs]
+    return [_spec(e, declared(e)) for e in config.envs]
 
 
-def _spec(e: EnvConfig, env: Env) -> t.EnvSpec:
-    reproducible = e.reproducible and getattr(env, "reproducible", True) is not False
-    if not reproducible and e.kind != COMPLETIONS:  # guard: unrepeatable-stays-with-the-host
+def _spec(e: EnvConfig, env: Declared) -> t.EnvSpec:
+    if not env.reproducible and e.kind != COMPLETIONS:  # guard: unrepeatable-stays-with-the-host
         raise ConfigError(
-            f"environment {e.label} says that nobody can repeat it, so the host must play it: set reproducible = false "
-            "in its [[envs]]"
+            f"environment {e.label} says that nobody can repeat it, so the host must play it: set kind = "
+            f'"{COMPLETIONS}" in its [[envs]]'
         )
     return t.EnvSpec(
         e.name, env_digest(e.name), env.num_tasks, e.weight, e.args,
         own_label="" if e.label == e.name else e.label,
         system=e.system, examples=e.examples, template=e.template, parser=e.parser, weights=e.weights,
         max_turn_tokens=e.max_turn_tokens, max_tokens=e.max_tokens, history=e.history,
-        kind=e.kind or EPISODES, reproducible=reproducible,
+        kind=e.kind or EPISODES, reproducible=env.reproducible,
     )  # fmt: skip
 
 
