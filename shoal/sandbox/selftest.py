@@ -8,7 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -21,8 +21,9 @@ from shoal.sandbox.limits import Ended, Limits, Outcome, Reason, Stopped
 from shoal.sandbox.memory import processes_of
 from shoal.sandbox.pool import Pool
 
-LIMITS = Limits(wall_s=2.0, cpu_s=2, memory_mb=64, processes=8, scratch_mb=4, file_mb=4, output_bytes=4096)
-"""Small, so that the self-test takes about a second and little memory."""
+LIMITS = Limits(wall_s=60.0, cpu_s=20, memory_mb=64, processes=8, scratch_mb=4, file_mb=4, output_bytes=4096)
+"""Little memory, but much time: a probe takes milliseconds, and many times as long on a busy machine. Only the probe that
+must be stopped has a short limit."""
 
 
 class Report(NamedTuple):
@@ -40,11 +41,13 @@ def examine(kind: Kind = Kind.BUBBLEWRAP) -> Report:
     """Test the sandbox. This takes about a second, and leaves nothing behind."""
     try:
         with Pool(1, LIMITS, kind=kind) as pool:
-            failed = [name for name, probe in _PROBES.items() if not probe(pool)]
+            found = {name: probe(pool) for name, probe in _PROBES.items()}
     except (StateError, OSError) as error:
         return Report(False, " ".join(str(error).split())[:300], remedy(str(error)))
+    failed = {name: seen for name, seen in found.items() if seen}
     if failed:
-        return Report(False, f"{kind.value} starts, but does not keep its promises: {', '.join(failed)}", _OLD_KERNEL)
+        told = ", ".join(f"{name} ({seen})" for name, seen in failed.items())
+        return Report(False, f"{kind.value} starts, but does not keep its promises: {told}", _remedy_of(failed))
     return Report(True, f"{_version(kind)}: {', '.join(_PROBES)}")
 
 
@@ -54,30 +57,32 @@ def examined() -> Report:
     return examine()
 
 
-# --- the probes: each is true if the sandbox stops what it should stop ---
+# --- the probes: each gives what was seen if the sandbox did not stop what it should, else nothing ---
 
 
-def _prints(pool: Pool, source: str, wanted: str) -> bool:
+def _prints(pool: Pool, source: str, wanted: str) -> str:
     outcome = pool.run(source)
-    return isinstance(outcome, Ended) and outcome.stdout.decode("utf-8", "replace").strip() == wanted
+    right = isinstance(outcome, Ended) and outcome.stdout.decode("utf-8", "replace").strip() == wanted
+    return "" if right else _seen(outcome)
 
 
-def _network(pool: Pool) -> bool:
+def _network(pool: Pool) -> str:
     return _prints(pool, _REFUSED.format("import socket; socket.socket(socket.AF_INET)"), "refused")
 
 
-def _root(pool: Pool) -> bool:
+def _root(pool: Pool) -> str:
     places = ("/", "/usr/lib", str(Path(sys.base_prefix) / "lib"), "/dev", "/etc")
-    return all(_prints(pool, _REFUSED.format(f"open('{place}/probe', 'w')"), "refused") for place in places)
+    seen = ((place, _prints(pool, _REFUSED.format(f"open('{place}/probe', 'w')"), "refused")) for place in places)
+    return next((f"{place}: {what}" for place, what in seen if what), "")
 
 
-def _processes(pool: Pool) -> bool:
+def _processes(pool: Pool) -> str:
     """A snippet sees itself and its keeper; in gVisor also the zygote, but no process of the host."""
     source = "import os; print(len([p for p in os.listdir('/proc') if p.isdigit()]) <= {})"
     return _prints(pool, source.format(2 if pool.kind is Kind.BUBBLEWRAP else 5), "True")
 
 
-def _rights(pool: Pool) -> bool:
+def _rights(pool: Pool) -> str:
     """A snippet has no capability and cannot get one. If root started the sandbox, its user is not root."""
     names = ("CapEff", "CapPrm", "CapBnd", "NoNewPrivs", "Seccomp")
     source = (
@@ -86,45 +91,64 @@ def _rights(pool: Pool) -> bool:
     outcome = pool.run(source)
     told = outcome.stdout.split() if isinstance(outcome, Ended) else []
     if pool.kind is Kind.GVISOR:  # it shows less, and starts as root to give up its rights itself
-        return len(told) > 0 and told[1] == b"0"
+        return "" if len(told) > 0 and told[1] == b"0" else _seen(outcome)
+    if told != [b"0", b"0", b"0", b"1", b"2"]:
+        return _seen(outcome)
     owners = {os.stat(f"/proc/{pid}").st_uid for pid in processes_of(pool.peek())}
-    return told == [b"0", b"0", b"0", b"1", b"2"] and not (bubblewrap.is_root() and 0 in owners)
+    return "it runs as root" if bubblewrap.is_root() and 0 in owners else ""
 
 
-def _memory(pool: Pool) -> bool:
+def _memory(pool: Pool) -> str:
     """One process that takes too much is stopped, and so are several that do so together."""
     alone = pool.run(f"bytearray({2 * LIMITS.memory_mb} * 10**6)")
     share = LIMITS.memory_mb * 10**6 // 3
-    source = f"import os, time\nfor _ in range(6): os.fork() or (bytearray({share}), time.sleep(9))\ntime.sleep(9)"
-    return _is(alone, Reason.MEMORY) and _is(pool.run(source), Reason.MEMORY)
+    source = f"import os, time\nfor _ in range(6): os.fork() or (bytearray({share}), time.sleep(30))\ntime.sleep(30)"
+    return _not(alone, Reason.MEMORY) or _not(pool.run(source), Reason.MEMORY)
 
 
-def _forks(pool: Pool) -> bool:
-    source = "import os, time\nfor _ in range({}):\n    if os.fork() == 0: time.sleep(9); os._exit(0)\nprint('done')"
-    return _prints(pool, source.format(2), "done") and not _prints(pool, source.format(4 * LIMITS.processes), "done")
+def _forks(pool: Pool) -> str:
+    source = "import os, time\nfor _ in range({}):\n    if os.fork() == 0: time.sleep(30); os._exit(0)\nprint('done')"
+    if few := _prints(pool, source.format(2), "done"):
+        return few
+    many = 4 * LIMITS.processes
+    return "" if _prints(pool, source.format(many), "done") else f"{many} processes, limit {LIMITS.processes}"
 
 
-def _time(pool: Pool) -> bool:
+def _time(pool: Pool) -> str:
     """A process that leaves its session and ignores signals ends with the others."""
     source = "import os, signal\nsignal.signal(15, signal.SIG_IGN)\nif os.fork() == 0: os.setsid()\nwhile True: pass"
     before = processes_of(pool.peek())
     ended = pool.run(source, limits=replace(LIMITS, wall_s=0.5))
-    left = [pid for pid in before if Path(f"/proc/{pid}").exists() and pid not in processes_of(pool.peek())]
-    return _is(ended, Reason.TIMEOUT) and not left and (pool.kind is Kind.GVISOR or len(processes_of(pool.peek())) == 1)
+    now = processes_of(pool.peek())
+    left = [pid for pid in before if Path(f"/proc/{pid}").exists() and pid not in now]
+    if left or (pool.kind is Kind.BUBBLEWRAP and len(now) != 1):
+        return "processes are left"
+    return _not(ended, Reason.TIMEOUT)
 
 
-def _is(outcome: Outcome, reason: Reason) -> bool:
-    return isinstance(outcome, Stopped) and outcome.reason is reason
+def _not(outcome: Outcome, reason: Reason) -> str:
+    return "" if isinstance(outcome, Stopped) and outcome.reason is reason else _seen(outcome)
 
 
+def _seen(outcome: Outcome) -> str:
+    """How a probe ended, in a few words."""
+    if isinstance(outcome, Stopped):
+        return TOO_LATE if outcome.reason is Reason.TIMEOUT else f"stopped: {outcome.reason.value}"
+    said = " ".join((outcome.stdout + outcome.stderr).decode("utf-8", "replace").split())[-100:]
+    return f"exit code {outcome.exit_code}, {said!r}"
+
+
+_FORKS = "processes limited"
 _REFUSED = "try:\n    {}\n    print('done')\nexcept OSError:\n    print('refused')"
 
-_PROBES: dict[str, Callable[[Pool], bool]] = {
+TOO_LATE = f"it did not end within {LIMITS.wall_s:g} s"
+
+_PROBES: dict[str, Callable[[Pool], str]] = {
     "no network": _network,
     "nothing writable": _root,
     "other processes invisible": _processes,
     "no rights": _rights,
-    "processes limited": _forks,
+    _FORKS: _forks,
     "memory limited": _memory,
     "time limited": _time,
 }
@@ -132,6 +156,10 @@ _PROBES: dict[str, Callable[[Pool], bool]] = {
 # --- what is missing ---
 
 _OLD_KERNEL = "install Linux 5.14 or newer (this is {})".format(os.uname().release if hasattr(os, "uname") else "none")
+"""Older kernels count the processes of a user, not those of a sandbox."""
+
+_BUSY = "this machine is too busy or too slow to try the sandbox: start again when less is running"
+_ELSEWHERE = "run the node on another machine; docs/explanation/sandbox.md lists what the sandbox needs"
 
 _SYSCTLS = (
     ("kernel/apparmor_restrict_unprivileged_userns", "1", "kernel.apparmor_restrict_unprivileged_userns=0"),
@@ -141,6 +169,13 @@ _SYSCTLS = (
 """Files under /proc/sys, the value with which only root may make user namespaces, and the setting that lets others."""
 
 DOCKER = "--security-opt seccomp=unconfined --security-opt apparmor=unconfined --security-opt systempaths=unconfined"
+
+
+def _remedy_of(failed: Mapping[str, str]) -> str:
+    """What to change, given what was seen of the probes that failed."""
+    if any(TOO_LATE in seen for seen in failed.values()):
+        return _BUSY
+    return _OLD_KERNEL if _FORKS in failed else _ELSEWHERE
 
 
 def remedy(error: str) -> str:

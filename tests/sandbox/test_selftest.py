@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,8 @@ def test_a_sandbox_without_its_filter_is_found_out(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("shoal.sandbox.cell.snippet_filter", lambda: allow_all)
     monkeypatch.setattr("shoal.sandbox.cell.zygote_filter", lambda: allow_all)
     report = selftest.examine()
-    assert not report.works and report.found.endswith("promises: no network")
+    assert not report.works and "promises: no network (exit code 0, 'done')" in report.found
+    assert "another machine" in report.remedy
 
 
 @needs_bubblewrap
@@ -69,7 +71,30 @@ def test_a_sandbox_with_a_writable_root_is_found_out(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(bubblewrap, "command", writable)
     report = selftest.examine()
-    assert not report.works and report.found.endswith("promises: nothing writable")
+    assert not report.works and "promises: nothing writable (/" in report.found
+
+
+@needs_bubblewrap
+def test_a_probe_that_takes_seconds_on_a_busy_machine_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selftest, "_REFUSED", "import time; time.sleep(2.5)\n" + selftest._REFUSED)
+    monkeypatch.setattr(selftest, "_PROBES", {"no network": selftest._PROBES["no network"]})
+    assert selftest.examine().works
+
+
+@needs_bubblewrap
+def test_a_machine_on_which_a_probe_never_ends_is_called_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selftest, "LIMITS", replace(selftest.LIMITS, wall_s=0.3))
+    monkeypatch.setattr(selftest, "_REFUSED", "import time; time.sleep(9)\n" + selftest._REFUSED)
+    monkeypatch.setattr(selftest, "_PROBES", {"no network": selftest._PROBES["no network"]})
+    report = selftest.examine()
+    assert not report.works and "no network (it did not end" in report.found and "too busy" in report.remedy
+
+
+@needs_bubblewrap
+def test_only_a_missing_limit_of_processes_is_blamed_on_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selftest, "_PROBES", {"processes limited": lambda pool: "32 processes, limit 8"})
+    report = selftest.examine()
+    assert not report.works and "(32 processes, limit 8)" in report.found and "Linux 5.14" in report.remedy
 
 
 @pytest.mark.slow
