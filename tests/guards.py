@@ -1115,6 +1115,7 @@ GUARDS = [
         ("unstarted-refuses-no-text", "raise", "test_a_sandbox_that_does_not_start_does_not_mean_that_a_text_is_refused"),
     ),
     *_needed_by("tests/sandbox/test_resident.py",
+        ("cpu-of-a-sandbox", OFF, "test_the_cpu_time_of_a_chain_of_forks_is_added_up"),
         ("memory-between-answers", OFF, "test_memory_that_is_taken_between_two_answers_is_seen"),
         ("frames-of-a-sandbox", OFF, "test_a_resident_beyond_a_limit_is_ended_and_blamed_for_nothing"),
         ("wall-time-of-a-sandbox", OFF, "test_a_resident_beyond_a_limit_is_ended_and_blamed_for_nothing"),

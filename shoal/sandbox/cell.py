@@ -26,12 +26,13 @@ from shoal.sandbox import bubblewrap, gvisor
 from shoal.sandbox.filter import snippet_filter, zygote_filter
 from shoal.sandbox.groups import Group
 from shoal.sandbox.layout import ENVIRONMENT, INSIDE, INTERPRETER_FLAGS, Shown, interpreter, shown
-from shoal.sandbox.limits import Ended, Limits, Outcome, Reason, Stopped
+from shoal.sandbox.limits import NO_LIMIT, Ended, Limits, Outcome, Reason, Stopped
 from shoal.sandbox.memory import exceeds, taken_bytes
+from shoal.sandbox.spent import Spent
 from shoal.sandbox.started import START_S, Started
 
 _LOOK_S = 0.025
-"""Time between two checks of a busy sandbox's memory."""
+"""Time between two checks of what a busy sandbox takes."""
 
 _IDLE_LOOK_S = 1.0
 """After this long without a check, check before the next answer is read: foreign code can go on after an answer."""
@@ -77,6 +78,7 @@ class Cell:
         self._processes = limits.processes + OWN_PROCESSES[kind]
         self._group.limit((limits.memory_mb + 2 * limits.scratch_mb + _START_MB) * _MB, self._processes)
         self._base_bytes, self._looked_s = 0, time.monotonic()
+        self._spent: Spent | None = None
         first = task | {
             "limits": vars(limits), "filter": snippet_filter().hex(), "environment": ENVIRONMENT,
             "linux": kind is Kind.BUBBLEWRAP,
@@ -95,6 +97,8 @@ class Cell:
         self._to, self._from = self.process.stdin.fileno(), self.process.stdout.fileno()
         self._answers = select.poll()  # `select.select` fails above descriptor 1023
         self._answers.register(self._from, select.POLLIN)
+        if not first_process and limits.cpu_s < NO_LIMIT:  # a zygote's snippets have limits of their own
+            self._spent = Spent(self.init, self._group)
         watched = _watched(self.init)
         self.end: Callable[[], object] = weakref.finalize(self, _end, self.process, watched, self._group, clean)
         try:
@@ -168,6 +172,8 @@ class Cell:
         most = self._base_bytes + self.limits.memory_mb * _MB
         if exceeds(self.init, most):  # guard: memory-of-a-sandbox
             raise self._gone(Reason.MEMORY)
+        if self._spent is not None and self._spent.seconds() > self.limits.cpu_s:  # guard: cpu-of-a-sandbox
+            raise self._gone(Reason.TIMEOUT)
 
     def _ended(self) -> Gone:
         """Why a sandbox closed its pipe."""

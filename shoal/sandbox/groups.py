@@ -64,6 +64,15 @@ class Group:
                     return int((directory / name).read_text())
         return 0
 
+    def cpu_s(self) -> float:
+        """CPU seconds that its processes have taken so far; 0 if the kernel does not say. Only version 2 does so without a
+        controller of its own."""
+        for directory in self._directories:
+            with contextlib.suppress(OSError, ValueError, KeyError):
+                words = dict(line.split() for line in (directory / "cpu.stat").read_text().splitlines())
+                return int(words["usage_usec"]) / 1e6
+        return 0.0
+
     def memory_kills(self) -> int:
         """How many processes the kernel has killed here because the group was full."""
         for directory in self._directories:

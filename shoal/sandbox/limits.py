@@ -6,6 +6,9 @@ Used by everything that starts or calls foreign code. It starts no process.
 from dataclasses import dataclass
 from enum import Enum
 
+NO_LIMIT = 1 << 30
+"""CPU seconds of a resident that only `wall_s` limits."""
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -15,7 +18,8 @@ class Limits:
     """For a snippet, or for one answer of a resident. Most honest snippets of a policy end within 0.1 s; a loop that
     never ends holds a place in the pool for this long."""
     cpu_s: int = 5
-    """CPU seconds of each process. This limit stops a program that computes; `wall_s` stops one that sleeps."""
+    """CPU seconds of each process of a snippet, and of all processes of a resident together, for its whole life. This limit
+    stops a program that computes; `wall_s` stops one that sleeps."""
     memory_mb: int = 256
     """Memory of all processes together, and address space of each, beyond what the interpreter took before. Tables of a
     few million Python objects fit."""

@@ -19,10 +19,10 @@ from shoal.errors import Overreach, StateError
 from shoal.sandbox.bubblewrap import unreadable
 from shoal.sandbox.cell import Cell, Kind, exit_code
 from shoal.sandbox.layout import OUTSIDE, Shown, interpreter, outside, standard_paths
-from shoal.sandbox.limits import Limits
+from shoal.sandbox.limits import NO_LIMIT, Limits
 from shoal.sandbox.selftest import examine
 
-LIMITS = Limits(cpu_s=1 << 30, memory_mb=4096, processes=256, open_files=256, scratch_mb=4)
+LIMITS = Limits(cpu_s=NO_LIMIT, memory_mb=4096, processes=256, open_files=256, scratch_mb=4)
 """Above the limits that the child sets for itself. A tokenizer has a thread for each core."""
 
 PLACE = OUTSIDE / "policy"

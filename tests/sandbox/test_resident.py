@@ -63,6 +63,44 @@ def test_memory_that_is_taken_between_two_answers_is_seen(monkeypatch: pytest.Mo
     assert resident.ask(b"hello") == Stopped(Reason.MEMORY)
 
 
+CHAIN = """
+def burn(seconds):
+    until = time.process_time() + seconds
+    while time.process_time() < until: pass
+if os.fork() == 0:
+    for _ in range(40):
+        burn(0.2)
+        if os.fork() != 0: os._exit(0)
+    os._exit(0)
+"""
+SILENT = """
+import signal
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+def burn(seconds):
+    until = time.process_time() + seconds
+    while time.process_time() < until: pass
+if os.fork() == 0:
+    for _ in range(40):
+        if os.fork() == 0: burn(0.2); os._exit(0)
+        time.sleep(0.25)
+    os._exit(0)
+"""
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize("program", [CHAIN, SILENT])
+def test_the_cpu_time_of_a_chain_of_forks_is_added_up(program: str) -> None:
+    resident = opened(Limits(wall_s=20.0, cpu_s=2))
+    assert resident.ask(f"run exec({program!r}, globals())".encode()) == b"None"
+    assert resident.ask(b"run time.sleep(15)") == Stopped(Reason.TIMEOUT)
+
+
+@needs_bubblewrap
+def test_a_resident_that_waits_takes_no_cpu_time() -> None:
+    resident = opened(Limits(wall_s=20.0, cpu_s=2))
+    assert resident.ask(b"run time.sleep(2.5)") == b"None"
+
+
 @needs_bubblewrap
 @pytest.mark.parametrize(
     ("request_", "reason"),

@@ -12,10 +12,10 @@ import msgspec
 from shoal.envs.contained import frames as f
 from shoal.errors import ShoalError
 from shoal.sandbox.layout import INTERPRETER_FLAGS, OUTSIDE, Shown, interpreter, standard_paths
-from shoal.sandbox.limits import Ended, Limits, Outcome, Reason
+from shoal.sandbox.limits import NO_LIMIT, Ended, Limits, Outcome, Reason
 from shoal.sandbox.resident import Resident
 
-LIMITS = Limits(wall_s=10.0, cpu_s=1 << 30, memory_mb=3072, processes=64, open_files=256, scratch_mb=64, file_mb=64)
+LIMITS = Limits(wall_s=10.0, cpu_s=NO_LIMIT, memory_mb=3072, processes=64, open_files=256, scratch_mb=64, file_mb=64)
 """Limits of an environment. Honest answers take milliseconds. The largest packages that we know have 2 GB of address space
 once they are imported. CPU time would count for the whole life, so only wall time limits an answer."""
 
