@@ -99,8 +99,8 @@ class Cell:
         self._answers.register(self._from, select.POLLIN)
         if not first_process and limits.cpu_s < NO_LIMIT:  # a zygote's snippets have limits of their own
             self._spent = Spent(self.init, self._group)
-        watched = _watched(self.init)
-        self.end: Callable[[], object] = weakref.finalize(self, _end, self.process, watched, self._group, clean)
+        self._watched = _watched(self.init)
+        self.end: Callable[[], object] = weakref.finalize(self, _end, self.process, self._watched, self._group, clean)
         try:
             self.send(json.dumps(first).encode())
         except Gone:
@@ -136,6 +136,14 @@ class Cell:
         if size > most_bytes:  # guard: frames-of-a-sandbox
             raise self._gone(Reason.KILLED, f"it answered with {size} bytes, limit {most_bytes}")
         return self._read(size, until)
+
+    def runs(self) -> bool:
+        """Whether its first process is alive. The pipe to it may take requests a little longer."""
+        if self._watched < 0:
+            return False
+        ended = select.poll()
+        ended.register(self._watched, select.POLLIN)
+        return not ended.poll(0)
 
     def memory_kills(self) -> int:
         return self._group.memory_kills()

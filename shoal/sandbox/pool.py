@@ -117,6 +117,8 @@ class _Place:
         self._cell: Cell | None = None
 
     def ready(self) -> Cell:
+        if self._cell is not None and not self._cell.runs():  # something ended it while it waited for work
+            self.close()
         self._cell = self._cell or self._pool._open()
         return self._cell
 
@@ -129,12 +131,7 @@ class _Place:
 
     def _run(self, cell: Cell, source: bytes, stdin: bytes, limits: Limits) -> Outcome:
         request = json.dumps({"limits": vars(limits)}).encode()
-        try:
-            cell.send(request)
-        except Gone:  # something ended it while it waited for work
-            self._cell = None
-            cell = self.ready()
-            cell.send(request)
+        cell.send(request)
         kills = cell.memory_kills()
         cell.send(source)
         cell.send(stdin)
