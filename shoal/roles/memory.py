@@ -44,13 +44,15 @@ class Memory:
 
     limit_mb: int
     base_mb: int
-    """What the process takes before it loads a policy, and the most that its child for tokenizers may take."""
+    """What the process takes before it loads a policy, and the most that its child for tokenizers and the sandboxes of
+    packages may take."""
 
     @staticmethod
-    def of(max_memory_mb: int) -> "Memory":
-        """The limit from now on; 0 is a share of what is free. Call it when torch is imported and no policy is loaded."""
+    def of(max_memory_mb: int, reserved_mb: int = 0) -> "Memory":
+        """The limit from now on; 0 is a share of what is free. Call it when torch is imported and no policy is loaded.
+        `reserved_mb` is what the sandboxes of packages may take."""
         limit_mb = max_memory_mb or share_of_free_mb()
-        base_mb = taken_mb() + Limits.within(limit_mb).memory_mb
+        base_mb = taken_mb() + Limits.within(limit_mb).memory_mb + reserved_mb
         return Memory(limit_mb, base_mb)
 
     @property

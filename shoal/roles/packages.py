@@ -10,6 +10,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast
@@ -17,6 +18,7 @@ from typing import Any, Protocol, TypeVar, cast
 from shoal.config import node_home
 from shoal.envs.base import Env
 from shoal.envs.contained.client import Doubt
+from shoal.envs.contained.line import LIMITS
 from shoal.envs.contained.open import demand_sandbox, in_sandbox, try_code
 from shoal.envs.load import Opener, is_own, is_package
 from shoal.errors import ConfigError, NothingYet, PeerError
@@ -29,10 +31,15 @@ from shoal.hub.store import Installed, PackageStore
 from shoal.protocol.constants import COMPLETIONS
 from shoal.protocol.needs import kind_of
 from shoal.protocol.types import EnvSpec
+from shoal.sandbox.limits import Limits
 
 WITNESSES = 2
 """Keys, other than the author's, that noted that a package passes its check on their machines. Keys are free, so more would
 not say more; fewer than two would let one machine's luck decide."""
+
+PART = 4
+"""The packages of a run may together take this part of the memory that a volunteer gives: as much as the tokenizer's
+process. One without large libraries takes some 10 MB."""
 
 MAX_TRACE_CHARS = 1600
 """Of a traceback in a role's log, which cuts longer entries. Its end says most."""
@@ -47,8 +54,8 @@ class Packages(Protocol):
     def demand(self, specs: Sequence[EnvSpec]) -> None:
         """Raise `ConfigError` unless this node plays all of them. It may take minutes and ask the user."""
 
-    def open(self, doubt: Doubt) -> Opener:
-        """How they are opened; `doubt` as for `ContainedEnv`."""
+    def open(self, doubt: Doubt, limits: Limits = LIMITS) -> Opener:
+        """How they are opened; `doubt` as for `ContainedEnv`. `limits` are those of each sandbox."""
 
 
 class OnTheHost:
@@ -57,8 +64,8 @@ class OnTheHost:
     def demand(self, specs: Sequence[EnvSpec]) -> None:
         """The host has chosen them."""
 
-    def open(self, doubt: Doubt) -> Opener:
-        return partial(in_sandbox, doubt=doubt, tell=log_trace)
+    def open(self, doubt: Doubt, limits: Limits = LIMITS) -> Opener:
+        return partial(in_sandbox, doubt=doubt, tell=log_trace, limits=limits)
 
 
 class NoPackages:
@@ -67,7 +74,7 @@ class NoPackages:
     def demand(self, specs: Sequence[EnvSpec]) -> None:
         """They are refused when they are opened."""
 
-    def open(self, doubt: Doubt) -> Opener:
+    def open(self, doubt: Doubt, limits: Limits = LIMITS) -> Opener:
         def refused(package: Installed, paths: Sequence[Path], args: Mapping[str, Any]) -> Env:
             raise only_completions(f"nobody agreed that this machine plays {package.name} {package.version}")
 
@@ -92,8 +99,8 @@ class Volunteered:
                 self._demand(spec)
                 self._agreed.add(spec.digest)
 
-    def open(self, doubt: Doubt) -> Opener:
-        opener = partial(in_sandbox, doubt=doubt)
+    def open(self, doubt: Doubt, limits: Limits = LIMITS) -> Opener:
+        opener = partial(in_sandbox, doubt=doubt, limits=limits)
 
         def agreed(package: Installed, paths: Sequence[Path], args: Mapping[str, Any]) -> Env:
             if package.digest not in self._agreed:  # guard: only-agreed-packages
@@ -152,6 +159,17 @@ class Volunteered:
         ).package  # fmt: skip
         log.info("installed package=%s@%s digest=%s", package.name, package.version, package.digest[:16])
         return package
+
+
+def room_of(specs: Sequence[EnvSpec], limit_mb: int) -> tuple[Limits, int]:
+    """The limits of each package's sandbox on a node that gives `limit_mb` to a run, and what all of them may take, MB."""
+    count = sum(is_package(spec.name) for spec in specs) if kind_of(specs) != COMPLETIONS else 0
+    if not count:
+        return LIMITS, 0
+    each = min(LIMITS.memory_mb + 2 * LIMITS.scratch_mb, limit_mb // PART // count)
+    scratch_mb = min(LIMITS.scratch_mb, each // 8)
+    memory_mb = each - 2 * scratch_mb
+    return replace(LIMITS, memory_mb=memory_mb, scratch_mb=scratch_mb, address_mb=LIMITS.memory_mb), each * count
 
 
 async def aside(act: Callable[[], T]) -> T:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Literal
 from shoal.engine.base import Engine
 from shoal.envs.base import Env
 from shoal.envs.contained.client import Doubt
+from shoal.envs.contained.line import LIMITS
 from shoal.envs.load import load_run_envs
 from shoal.errors import Overreach, PeerError
 from shoal.ledger.law import RULES_VERSION
@@ -42,8 +43,9 @@ from shoal.protocol.sizes import BYTES_PER_TOKEN
 from shoal.protocol.wire import digest, to_json
 from shoal.roles.evidence import DISK_PART, Evidence
 from shoal.roles.loading import Loaded, contained
-from shoal.roles.memory import Memory, needs_of
-from shoal.roles.packages import NoPackages, OnTheHost, Packages, aside
+from shoal.roles.memory import Memory, needs_of, share_of_free_mb
+from shoal.roles.packages import NoPackages, OnTheHost, Packages, aside, room_of
+from shoal.sandbox.limits import Limits as SandboxLimits
 from shoal.weights.fetch import fetch
 from shoal.weights.manifest import content_of, open_manifest
 from shoal.weights.room import disk_limit, room_for_version
@@ -255,14 +257,15 @@ async def take_seat(
     evidence = Evidence(home, info.run, most_bytes)
     evidence.demand_same_host(info.run_key)  # before anything is signed
     client.run, client.head = info.run, info.head
-    doubt = Doubt()
-    # guard: host-plays-its-own
-    envs = {} if kind_of(info.envs) == COMPLETIONS else await aside(partial(_load, info, own_files, packages, doubt))
+    doubt, limit_mb = Doubt(), max_memory_mb or share_of_free_mb()
+    sandboxes, reserved_mb = (LIMITS, 0) if own_files else room_of(info.envs, limit_mb)
+    load = partial(_load, info, own_files, packages, doubt, sandboxes)
+    envs = {} if kind_of(info.envs) == COMPLETIONS else await aside(load)  # guard: host-plays-its-own
     engine = make_engine(info.rules.dtype)
     facts = engine.facts
     join = t.Join(role, name, 0.0, facts.implementation, facts.dtype, facts.device)
     node = await client.post_json("/v1/nodes", join, t.NodeState)
-    memory = Memory.of(max_memory_mb)
+    memory = Memory.of(limit_mb, reserved_mb)  # guard: packages-take-memory
     limits = Limits.within(memory.limit_mb)
     # guard: strangers-are-contained
     policy = Loaded(engine, Renderer.from_directory if own_files else contained(limits))
@@ -271,11 +274,13 @@ async def take_seat(
     return Seat(client, home, info, envs, policy, node, clock, evidence, max_disk_mb, memory, doubt=doubt)
 
 
-def _load(info: t.RunInfo, own_files: bool, packages: Packages | None, doubt: Doubt) -> dict[str, Env]:
+def _load(
+    info: t.RunInfo, own_files: bool, packages: Packages | None, doubt: Doubt, sandboxes: SandboxLimits
+) -> dict[str, Env]:
     """The environments of a run whose nodes play them."""
     packages = packages or (OnTheHost() if own_files else NoPackages())
     packages.demand(info.envs)
-    return load_run_envs(info.envs, own_files, packages.open(doubt))
+    return load_run_envs(info.envs, own_files, packages.open(doubt, sandboxes))
 
 
 async def say_goodbye(client: Client, deadline_s: float) -> None:

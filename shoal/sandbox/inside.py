@@ -354,7 +354,10 @@ def take_limits(limits: dict[str, Any], linux: bool) -> None:
     data = resource.getrlimit(resource.RLIMIT_DATA)[1]
     resource.setrlimit(resource.RLIMIT_DATA, (data, data))  # guard: memory-is-not-the-nodes
     for which, most in (
-        (resource.RLIMIT_AS, used + limits["memory_mb"] * 1_000_000),  # guard: memory-of-a-process
+        (
+            resource.RLIMIT_AS,
+            used + (limits["address_mb"] or limits["memory_mb"]) * 1_000_000,
+        ),  # guard: memory-of-a-process
         (resource.RLIMIT_NPROC, limits["processes"] + 1),  # guard: number-of-processes
         (resource.RLIMIT_FSIZE, limits["file_mb"] << 20),  # guard: size-of-a-file
         (resource.RLIMIT_NOFILE, limits["open_files"]),

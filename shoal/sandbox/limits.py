@@ -21,8 +21,11 @@ class Limits:
     """CPU seconds of each process of a snippet, and of all processes of a resident together, for its whole life. This limit
     stops a program that computes; `wall_s` stops one that sleeps."""
     memory_mb: int = 256
-    """Memory of all processes together, and address space of each, beyond what the interpreter took before. Tables of a
-    few million Python objects fit."""
+    """Memory of all processes together beyond what the interpreter took before. Tables of a few million Python objects
+    fit."""
+    address_mb: int = 0
+    """Address space of each process beyond what the interpreter took before; 0 is `memory_mb`. Libraries may take much more
+    address space than memory."""
     processes: int = 16
     """Processes and threads: enough for a few helpers, but not for a fork bomb."""
     file_mb: int = 16

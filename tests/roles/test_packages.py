@@ -9,6 +9,7 @@ import pytest
 
 from shoal.config import EnvConfig
 from shoal.envs.contained.client import ContainedEnv, Doubt
+from shoal.envs.contained.line import LIMITS
 from shoal.envs.load import load_run_envs
 from shoal.errors import ConfigError, PeerError
 from shoal.hub.consent import Consent, Policy
@@ -20,8 +21,10 @@ from shoal.hub.registry import FolderRegistry
 from shoal.hub.store import PackageStore
 from shoal.protocol.identity import Key
 from shoal.protocol.types import EnvSpec
+from shoal.roles import memory
 from shoal.roles.coordinator.role import env_specs
-from shoal.roles.packages import NoPackages, Volunteered
+from shoal.roles.memory import Memory
+from shoal.roles.packages import NoPackages, Volunteered, room_of
 from tests.hub.author import Author
 from tests.roles.town import Town, tiny_run
 from tests.sandbox.needs import needs_bubblewrap
@@ -121,6 +124,42 @@ def test_what_may_answer_otherwise_elsewhere_stays_with_the_host(place: Place) -
 
 def to_config(name: str) -> dict[str, object]:
     return {"name": name, "label": EnvConfig(name).label}
+
+
+def test_the_packages_of_a_run_share_a_part_of_the_memory_of_a_node(place: Place) -> None:
+    limits, reserved_mb = room_of([place.spec, place.spec, EnvSpec("wordle", "a" * 64, 3, 1.0, {})], 4000)
+    assert reserved_mb == 1000 == 2 * (limits.memory_mb + 2 * limits.scratch_mb)
+    assert limits.address_mb == LIMITS.memory_mb, "libraries take more address space than memory"
+    limits, reserved_mb = room_of([place.spec], 400)
+    assert reserved_mb == 100 and limits.memory_mb == 76
+    assert room_of([place.spec], 1 << 20)[0].memory_mb == LIMITS.memory_mb
+    for specs in (
+        [],
+        [EnvSpec("wordle", "a" * 64, 3, 1.0, {})],
+        [msgspec.structs.replace(place.spec, kind="completions")],
+    ):
+        assert room_of(specs, 4000) == (LIMITS, 0)
+
+
+def test_what_packages_may_take_counts_as_memory_of_the_node(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "taken_mb", lambda: 300)
+    place.note(Key.generate(), Key.generate())
+    place.packages().demand([place.spec])
+    town = Town(tmp_path / "run", tiny_run(envs=[to_config(NAME)]))
+    worker = town.worker("one", own_files=False)
+    worker.packages, worker.max_memory_mb = place.packages(), 2000
+
+    async def join() -> Memory | None:
+        async with worker.client:
+            await worker._join()
+            return worker.seat.memory
+
+    joined = asyncio.run(join())
+    assert joined is not None and joined.base_mb == 300 + 500 + 500, "its own, the tokenizer's process, and the package"
+    line = worker.seat.envs[to_config(NAME)["label"]]._line  # type: ignore[index, attr-defined]
+    assert line._limits.memory_mb + 2 * line._limits.scratch_mb == 500
 
 
 def test_only_what_was_agreed_to_is_opened(place: Place) -> None:
