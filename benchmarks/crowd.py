@@ -36,7 +36,8 @@ from shoal.roles.coordinator.api import application
 from shoal.roles.coordinator.desk import Desk
 from shoal.roles.coordinator.role import TICK_S, open_run
 from shoal.tree import from_tree
-from shoal.weights.manifest import POLICY_STREAM, sign_manifest
+from shoal.weights.demands import POLICY_STREAM
+from shoal.weights.manifest import sign_manifest
 
 WORK_S = 4.0
 """A lease takes a worker this long: 500 at work offer 125 submissions a second."""

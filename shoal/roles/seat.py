@@ -96,6 +96,8 @@ class Seat:
     """Whether a stop of the sandbox, in which packages play, decides nothing."""
     manifest: t.Manifest | None = None
     """Of the version that the engine has. All requests name its signed bytes."""
+    issued: dict[int, float] = field(default_factory=dict)
+    """The newest date of issue seen of each version's manifest: an older one is a rollback."""
 
     @property
     def engine(self) -> Engine:
@@ -163,8 +165,10 @@ class Seat:
             max_bytes = min(self.memory.left_bytes, self.memory.left_bytes if max_bytes is None else max_bytes)
         data = await self.client.get(f"/v1/manifests/{version}", cap=MAX_MANIFEST_BYTES)
         manifest = open_manifest(
-            data, run=self.info.run, keys=(self.info.trainer_key,), now=self.clock(), version=version, max_bytes=max_bytes
+            data, run=self.info.run, keys=(self.info.trainer_key,), now=self.clock(), version=version, max_bytes=max_bytes,
+            issued_since=self.issued.get(version, 0.0),
         )  # fmt: skip
+        self.issued[version] = manifest.issued
         return manifest, data
 
     async def _load(self, directory: Path, version: int) -> None:

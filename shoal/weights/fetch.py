@@ -15,7 +15,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from shoal.errors import StateError, cause_of
+from shoal.errors import cause_of
 from shoal.protocol.types import Manifest
 from shoal.weights.finish import directory_name, fault_of, finish, prune
 from shoal.weights.manifest import open_manifest
@@ -48,11 +48,9 @@ async def fetch_version(
     """The directory of a version by its signed manifest, both verified.
 
     `publisher` is the run's trainer key; `now` and `max_bytes` are as of `open_manifest`, `keep` and `on_blame` as of
-    `fetch`. Raises as both, and `StateError` where a `root` is given and the manifest names another.
+    `fetch`; `root` is the version's in the log. Raises as both.
     """
-    manifest = open_manifest(data, run=run, keys=(publisher,), now=now, version=version, max_bytes=max_bytes)
-    if root and manifest.root != root:
-        raise StateError(f"the manifest of version {version} names another weights root than the log")
+    manifest = open_manifest(data, run=run, keys=(publisher,), now=now, version=version, max_bytes=max_bytes, root=root)
     return await fetch(manifest, sources, folder, keep=keep, on_blame=on_blame)
 
 

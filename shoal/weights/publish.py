@@ -16,7 +16,8 @@ from shoal.errors import StateError, cause_of
 from shoal.net.client import Client
 from shoal.protocol import constants, wire
 from shoal.protocol.types import FileEntry, Manifest
-from shoal.weights.manifest import POLICY_STREAM, is_publishable, weights_root
+from shoal.weights.demands import POLICY_STREAM, is_publishable
+from shoal.weights.manifest import weights_root
 
 BIG_BYTES = 64 << 20
 """A smaller version is cut into chunks of MAX_CHUNK_BYTES: it takes a moment, and each request costs both sides time."""

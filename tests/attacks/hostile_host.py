@@ -32,7 +32,8 @@ from shoal.protocol.constants import MAX_CHUNK_BYTES, PROTOCOL_VERSION
 from shoal.protocol.identity import Key
 from shoal.protocol.promises import sign_promise, terms_of
 from shoal.protocol.wire import digest, from_json, to_json
-from shoal.weights.manifest import POLICY_STREAM, content_of, sign_manifest, weights_root
+from shoal.weights.demands import POLICY_STREAM
+from shoal.weights.manifest import content_of, sign_manifest, weights_root
 from tests.attacks.world import RULES
 
 RUN, KEY = "ab" * 16, Key(b"\x07" * 32)

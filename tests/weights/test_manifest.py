@@ -9,16 +9,8 @@ from shoal.errors import PeerError
 from shoal.protocol import constants, wire
 from shoal.protocol.identity import Key
 from shoal.protocol.types import FileEntry, Manifest, SignedManifest
-from shoal.weights.manifest import (
-    MOST_FILES,
-    PURPOSE,
-    is_publishable,
-    is_renewal,
-    open_manifest,
-    renew_at,
-    sign_manifest,
-    weights_root,
-)
+from shoal.weights.demands import MOST_FILES, is_publishable
+from shoal.weights.manifest import PURPOSE, is_renewal, open_manifest, renew_at, sign_manifest, weights_root
 from tests.weights.checkpoints import KEY, NOW, RUN, Chunks, make_checkpoint, published
 
 OTHER = Key(b"\x02" * 32)

@@ -1,0 +1,159 @@
+"""What a manifest must fulfil, beside its signature, and the name of each attack that it may be instead.
+
+Called by `manifest`. Pure. Tests and logs tell the attacks apart by `ManifestError.code`; the text is for people.
+"""
+
+import re
+from typing import Literal
+
+from shoal.errors import PeerError
+from shoal.protocol import constants
+from shoal.protocol.types import FileEntry, Manifest
+
+Attack = Literal[
+    "rollback", "fast-forward", "expired", "mixed", "wrong-key", "signature", "too-long", "unlogged", "malformed"
+]
+"""rollback: an older version or renewal than asked for or known. fast-forward: a newer version, or a date in the future.
+expired: a source that is frozen. mixed: of another run, or parts of different versions. wrong-key: signed by a key that may
+not publish. signature: changed after it was signed. too-long: more bytes than allowed. unlogged: not in the run's log.
+malformed: nothing that a publisher of ours signs."""
+
+
+class ManifestError(PeerError):
+    """A manifest is refused."""
+
+    def __init__(self, code: Attack, text: str) -> None:
+        super().__init__(text)
+        self.code: Attack = code
+
+
+POLICY_STREAM = "policy"
+"""The stream of a run with one policy."""
+
+DTYPES = ("float32", "bfloat16")
+"""Dtypes in which a policy may be published."""
+
+MAX_PLAIN_BYTES = 64 << 20
+"""Largest file of a version that holds no weights."""
+
+MOST_FILES = 1000
+"""Files of a version: each takes a block of the disk and some time, however small it is."""
+
+_NAME = re.compile(
+    r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}(\.[A-Za-z0-9_-]{1,40}){0,4}\.(json|safetensors|jinja|txt|model)", re.ASCII
+)
+_HASH = re.compile(r"[0-9a-f]{64}", re.ASCII)
+
+
+def is_publishable(name: str) -> bool:
+    """Whether a file of a checkpoint directory is published. Its name must be that of plain data in the directory itself.
+
+    Code (.py) and pickles (.bin, .pt) are never published, nor is a name that is hidden or could lead out of the directory.
+    """
+    return bool(_NAME.fullmatch(name))
+
+
+def demand_identity(manifest: Manifest, run: str, version: int | None) -> None:
+    """Compare what the manifest is of with what was requested."""
+    if (manifest.run, manifest.stream) != (run, POLICY_STREAM):
+        raise ManifestError(
+            "mixed",
+            f"manifest is of run {manifest.run[:16]!r}, stream {manifest.stream[:16]!r}; this node takes part in "
+            f"{run[:16]!r}, {POLICY_STREAM!r}: check the URL of the source",
+        )
+    if version is not None and manifest.version != version:
+        raise ManifestError(
+            "rollback" if manifest.version < version else "fast-forward",
+            f"manifest is of version {manifest.version}, not of the requested {version}: use another source",
+        )
+    if manifest.version < 0:
+        raise ManifestError("malformed", f"manifest is of version {manifest.version}: versions count from 0")
+    if any(not 0 <= parent < manifest.version for parent in manifest.parents):
+        raise ManifestError(
+            "malformed",
+            f"manifest of version {manifest.version} names parents {manifest.parents}: they must be older",
+        )
+
+
+def demand_time(manifest: Manifest, now: float | None, issued_since: float) -> None:
+    """Refuse a manifest that is expired, from the future, valid for longer than the protocol allows, or older than one
+    that this node has seen of the version."""
+    if not 0 <= manifest.expires - manifest.issued <= constants.MANIFEST_LIFETIME_S:
+        raise ManifestError(
+            "expired", "manifest claims a longer life than MANIFEST_LIFETIME_S: the publisher must issue it again"
+        )
+    if manifest.issued < issued_since:  # guard: older-renewal
+        raise ManifestError(
+            "rollback",
+            f"manifest of version {manifest.version} was issued {issued_since - manifest.issued:.0f} s before one that "
+            "this node has seen: use another source",
+        )
+    if now is None:
+        return
+    if manifest.expires <= now:
+        raise ManifestError(
+            "expired",
+            f"manifest of version {manifest.version} expired {now - manifest.expires:.0f} s ago: the source is frozen, "
+            "or this machine's clock is ahead; use another source or set the clock",
+        )
+    if manifest.issued > now + constants.SIGNATURE_WINDOW_S:
+        raise ManifestError(
+            "fast-forward",
+            f"manifest of version {manifest.version} was issued {manifest.issued - now:.0f} s in the future: set this "
+            "machine's clock",
+        )
+
+
+def demand_file(entry: FileEntry, chunk_bytes: int) -> None:
+    """Refuse an unsafe name, and sizes and hashes that do not match."""
+    if not is_publishable(entry.path):
+        raise ManifestError(
+            "malformed",
+            f"manifest names the file {entry.path[:80]!r}: only plain data files in the directory itself are published",
+        )
+    if not 1 <= chunk_bytes <= constants.MAX_CHUNK_BYTES:
+        raise ManifestError(
+            "malformed", f"manifest has chunks of {chunk_bytes} bytes, limits 1 to {constants.MAX_CHUNK_BYTES}"
+        )
+    if entry.size < 0 or len(entry.chunks) != -(-entry.size // chunk_bytes):
+        raise ManifestError(
+            "malformed",
+            f"manifest gives {entry.path} {entry.size} bytes in {len(entry.chunks)} chunks of {chunk_bytes}: they do "
+            "not match; the publisher must issue it again",
+        )
+    if not entry.path.endswith(".safetensors") and entry.size > MAX_PLAIN_BYTES:  # guard: plain-file-size
+        raise ManifestError(
+            "too-long",
+            f"manifest gives {entry.path} {entry.size} bytes, limit {MAX_PLAIN_BYTES} for a file without weights",
+        )
+    if not all(_HASH.fullmatch(text) for text in (entry.digest, *entry.chunks)):
+        raise ManifestError(
+            "malformed", f"manifest gives {entry.path} an invalid hash: the publisher must issue it again"
+        )
+    if len(entry.chunks) == 1 and entry.digest != entry.chunks[0]:
+        raise ManifestError(
+            "malformed", f"manifest gives {entry.path} one chunk with another hash: the publisher must issue it again"
+        )
+
+
+def demand_whole(manifest: Manifest, max_bytes: int | None) -> None:
+    """Check what concerns all files together."""
+    if len(manifest.files) > MOST_FILES:  # guard: files-of-a-version
+        raise ManifestError(
+            "too-long", f"manifest names {len(manifest.files)} files, limit {MOST_FILES}: use fewer, larger shards"
+        )
+    names = [entry.path.lower() for entry in manifest.files]
+    if len(set(names)) != len(names) or not names:
+        raise ManifestError("malformed", "manifest has no file, or has one twice: the publisher must issue it again")
+    if manifest.dtype not in DTYPES or not _HASH.fullmatch(manifest.root):
+        raise ManifestError(
+            "malformed",
+            f"manifest has dtype {manifest.dtype[:16]!r} and root {manifest.root[:16]!r}: one of them is invalid",
+        )
+    size_bytes = sum(entry.size for entry in manifest.files)
+    if max_bytes is not None and size_bytes > max_bytes:
+        raise ManifestError(
+            "too-long",
+            f"version {manifest.version} has {size_bytes} bytes, limit of this node {max_bytes}: allow more (--max-memory, "
+            "--max-disk), or leave the run",
+        )
