@@ -8,7 +8,7 @@ from typing import Literal
 
 from shoal.errors import PeerError
 from shoal.protocol import constants
-from shoal.protocol.types import FileEntry, Manifest
+from shoal.protocol.types import FileEntry, Manifest, Patch
 
 Attack = Literal[
     "rollback", "fast-forward", "expired", "mixed", "wrong-key", "signature", "too-long", "unlogged", "malformed"
@@ -39,9 +39,16 @@ MAX_PLAIN_BYTES = 64 << 20
 MOST_FILES = 1000
 """Files of a version: each takes a block of the disk and some time, however small it is."""
 
+MOST_PATCHES = 8
+"""Patches of one version, each from another base."""
+
+MOST_APART = 32
+"""A patch begins at most so many versions before its own, and so many patches are applied one after another."""
+
 _NAME = re.compile(
     r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}(\.[A-Za-z0-9_-]{1,40}){0,4}\.(json|safetensors|jinja|txt|model)", re.ASCII
 )
+_PATCH_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}\.patch", re.ASCII)
 _HASH = re.compile(r"[0-9a-f]{64}", re.ASCII)
 
 
@@ -51,6 +58,17 @@ def is_publishable(name: str) -> bool:
     Code (.py) and pickles (.bin, .pt) are never published, nor is a name that is hidden or could lead out of the directory.
     """
     return bool(_NAME.fullmatch(name))
+
+
+def is_whole(manifest: Manifest) -> bool:
+    """Whether the version's weights are among its files, so that nothing else is needed."""
+    return any(entry.path.endswith(".safetensors") for entry in manifest.files)
+
+
+def chunks_of(manifest: Manifest) -> set[str]:
+    """All chunks that a manifest names: of its files and of its patches."""
+    entries = (*manifest.files, *(patch.file for patch in manifest.patches))
+    return {chunk for entry in entries for chunk in entry.chunks}
 
 
 def demand_identity(manifest: Manifest, run: str, version: int | None) -> None:
@@ -111,6 +129,37 @@ def demand_file(entry: FileEntry, chunk_bytes: int) -> None:
             "malformed",
             f"manifest names the file {entry.path[:80]!r}: only plain data files in the directory itself are published",
         )
+    _demand_chunks(entry, chunk_bytes)
+    if not entry.path.endswith(".safetensors") and entry.size > MAX_PLAIN_BYTES:  # guard: plain-file-size
+        raise ManifestError(
+            "too-long",
+            f"manifest gives {entry.path} {entry.size} bytes, limit {MAX_PLAIN_BYTES} for a file without weights",
+        )
+
+
+def demand_patch(patch: Patch, manifest: Manifest, max_bytes: int | None) -> None:
+    """Refuse a patch from a version that it cannot begin at, and one whose file is not a patch's."""
+    if not manifest.version - MOST_APART <= patch.base < manifest.version or patch.base < 0:  # guard: patch-base
+        raise ManifestError(
+            "mixed",
+            f"manifest of version {manifest.version} has a patch from version {patch.base}: limit are the "
+            f"{MOST_APART} versions before it",
+        )
+    if not _PATCH_NAME.fullmatch(patch.file.path) or not _HASH.fullmatch(patch.base_root):
+        raise ManifestError(
+            "malformed", f"manifest names a patch {patch.file.path[:80]!r} from root {patch.base_root[:16]!r}"
+        )
+    _demand_chunks(patch.file, manifest.chunk_bytes)
+    if max_bytes is not None and patch.file.size > max_bytes:  # guard: patch-size
+        raise ManifestError(
+            "too-long",
+            f"a patch to version {manifest.version} has {patch.file.size} bytes, limit of this node {max_bytes}: allow "
+            "more (--max-memory, --max-disk), or leave the run",
+        )
+
+
+def _demand_chunks(entry: FileEntry, chunk_bytes: int) -> None:
+    """Refuse sizes and hashes that do not match."""
     if not 1 <= chunk_bytes <= constants.MAX_CHUNK_BYTES:
         raise ManifestError(
             "malformed", f"manifest has chunks of {chunk_bytes} bytes, limits 1 to {constants.MAX_CHUNK_BYTES}"
@@ -120,11 +169,6 @@ def demand_file(entry: FileEntry, chunk_bytes: int) -> None:
             "malformed",
             f"manifest gives {entry.path} {entry.size} bytes in {len(entry.chunks)} chunks of {chunk_bytes}: they do "
             "not match; the publisher must issue it again",
-        )
-    if not entry.path.endswith(".safetensors") and entry.size > MAX_PLAIN_BYTES:  # guard: plain-file-size
-        raise ManifestError(
-            "too-long",
-            f"manifest gives {entry.path} {entry.size} bytes, limit {MAX_PLAIN_BYTES} for a file without weights",
         )
     if not all(_HASH.fullmatch(text) for text in (entry.digest, *entry.chunks)):
         raise ManifestError(
@@ -150,6 +194,10 @@ def demand_whole(manifest: Manifest, max_bytes: int | None) -> None:
             "malformed",
             f"manifest has dtype {manifest.dtype[:16]!r} and root {manifest.root[:16]!r}: one of them is invalid",
         )
+    if len(manifest.patches) > MOST_PATCHES:  # guard: patches-of-a-version
+        raise ManifestError("too-long", f"manifest has {len(manifest.patches)} patches, limit {MOST_PATCHES}")
+    if len({patch.base for patch in manifest.patches}) != len(manifest.patches):
+        raise ManifestError("malformed", "manifest has two patches from one version: the publisher must issue it again")
     size_bytes = sum(entry.size for entry in manifest.files)
     if max_bytes is not None and size_bytes > max_bytes:
         raise ManifestError(

@@ -15,7 +15,14 @@ from shoal.protocol import constants, wire
 from shoal.protocol.identity import Key, verify_signature
 from shoal.protocol.merkle import merkle_root
 from shoal.protocol.types import Manifest, SignedManifest
-from shoal.weights.demands import ManifestError, demand_file, demand_identity, demand_time, demand_whole
+from shoal.weights.demands import (
+    ManifestError,
+    demand_file,
+    demand_identity,
+    demand_patch,
+    demand_time,
+    demand_whole,
+)
 
 PURPOSE = "manifest"
 """The purpose string of a manifest's signature."""
@@ -107,6 +114,8 @@ def open_manifest(
     for entry in manifest.files:
         demand_file(entry, manifest.chunk_bytes)
     demand_whole(manifest, max_bytes)
+    for patch in manifest.patches:
+        demand_patch(patch, manifest, max_bytes)
     if root and manifest.root != root:  # guard: root-of-the-log
         raise ManifestError(
             "mixed", f"the manifest of version {manifest.version} names another weights root than the log"

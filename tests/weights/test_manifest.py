@@ -8,8 +8,16 @@ import pytest
 from shoal.errors import PeerError
 from shoal.protocol import constants, wire
 from shoal.protocol.identity import Key
-from shoal.protocol.types import FileEntry, Manifest, SignedManifest
-from shoal.weights.demands import MOST_FILES, is_publishable
+from shoal.protocol.types import FileEntry, Manifest, Patch, SignedManifest
+from shoal.weights.demands import (
+    MOST_APART,
+    MOST_FILES,
+    MOST_PATCHES,
+    ManifestError,
+    chunks_of,
+    is_publishable,
+    is_whole,
+)
 from shoal.weights.manifest import PURPOSE, is_renewal, open_manifest, renew_at, sign_manifest, weights_root
 from tests.weights.checkpoints import KEY, NOW, RUN, Chunks, make_checkpoint, published
 
@@ -208,3 +216,79 @@ def test_a_renewal_has_the_same_contents_and_a_clearly_later_expiry(manifest):
     assert not is_renewal(changed(manifest, issued=NOW + 60.0, expires=NOW + 60.0 + week), dated)
     assert not is_renewal(changed(manifest, issued=NOW - week, expires=NOW), dated)
     assert not is_renewal(changed(manifest, issued=NOW + week, expires=NOW + 2 * week, files=()), dated)
+
+
+# --- patches ---
+
+
+def with_patches(manifest: Manifest, *patches: Patch) -> Manifest:
+    return changed(manifest, patches=patches)
+
+
+@pytest.fixture
+def patch() -> Patch:
+    chunk = wire.digest(b"p" * 700)
+    return Patch(base=2, base_root="1" * 64, codec="gaps-1", file=FileEntry("2.patch", 700, chunk, (chunk,)))
+
+
+def test_a_manifest_without_patches_has_the_bytes_that_it_had_before_there_were_any(manifest):
+    assert b"patches" not in wire.to_json(manifest)
+
+
+def test_a_manifest_may_offer_patches_beside_its_weights_or_instead(manifest, patch):
+    both = with_patches(manifest, patch)
+    assert accept(encoded(both)) == both and is_whole(both)
+    plain = tuple(entry for entry in manifest.files if not entry.path.endswith(".safetensors"))
+    instead = changed(both, files=plain)
+    assert accept(encoded(instead)) == instead and not is_whole(instead)
+    assert chunks_of(instead) == {chunk for entry in (*plain, patch.file) for chunk in entry.chunks}
+
+
+@pytest.mark.parametrize(
+    ("fields", "code"),
+    [
+        ({"base": 3}, "mixed"),
+        ({"base": 4}, "mixed"),
+        ({"base": -1}, "mixed"),
+        ({"base_root": "no root"}, "malformed"),
+        ({"codec": "x" * 65}, "malformed"),
+    ],
+)
+def test_a_patch_from_nowhere_is_refused(manifest, patch, fields, code):
+    with pytest.raises(ManifestError) as caught:
+        accept(encoded(with_patches(manifest, msgspec.structs.replace(patch, **fields))))
+    assert caught.value.code == code
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"path": "2.json"}, {"path": "../2.patch"}, {"path": "model.safetensors"}, {"size": 2000}, {"size": -1},
+     {"chunks": ("zz",)}, {"digest": "0" * 64}],
+)  # fmt: skip
+def test_a_patch_has_the_name_and_the_chunks_of_one(manifest, patch, fields):
+    file = msgspec.structs.replace(patch.file, **fields)
+    refused(encoded(with_patches(manifest, msgspec.structs.replace(patch, file=file))))
+
+
+def test_a_patch_from_too_many_versions_before_is_refused(manifest, patch):
+    later = changed(manifest, version=100, patches=(msgspec.structs.replace(patch, base=100 - MOST_APART),))
+    assert accept(encoded(later))
+    further = changed(later, patches=(msgspec.structs.replace(patch, base=99 - MOST_APART),))
+    assert "the 32 versions before it" in refused(encoded(further))
+
+
+def test_a_version_has_few_patches_each_from_another_base(manifest, patch):
+    many = changed(
+        manifest,
+        version=50,
+        patches=tuple(msgspec.structs.replace(patch, base=49 - i) for i in range(MOST_PATCHES + 1)),
+    )
+    assert "has 9 patches, limit 8" in refused(encoded(many))
+    assert accept(encoded(changed(many, patches=many.patches[1:])))
+    assert "two patches from one version" in refused(encoded(with_patches(manifest, patch, patch)))
+
+
+def test_a_patch_that_is_larger_than_this_node_takes_is_refused(manifest, patch):
+    large = with_patches(changed(manifest, files=manifest.files[:1]), patch)
+    assert accept(encoded(large), max_bytes=700)
+    assert "a patch to version 3 has 700 bytes, limit of this node 699" in refused(encoded(large), max_bytes=699)

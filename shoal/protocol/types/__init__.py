@@ -2,7 +2,7 @@
 
 from shoal.protocol.types.answers import AdminRequest, CheckAnswer, Done, Event, Refusal, StateHash, Status
 from shoal.protocol.types.judgement import Check, GroupVerdict, Verdict
-from shoal.protocol.types.learning import Batch, BatchGroup, FileEntry, Manifest, SignedManifest, SolveRate
+from shoal.protocol.types.learning import Batch, BatchGroup, FileEntry, Manifest, Patch, SignedManifest, SolveRate
 from shoal.protocol.types.message import Answer, Fact, Message, fact
 from shoal.protocol.types.run import Bounds, EnvSpec, Join, NodeState, Rules, RunInfo, RunNeeds, Sampling
 from shoal.protocol.types.stage import (
@@ -65,6 +65,7 @@ __all__ = [
     "Message",
     "NodeState",
     "Outcome",
+    "Patch",
     "Receipt",
     "Record",
     "Refusal",

@@ -3,7 +3,7 @@
 `weights` signs and opens manifests.
 """
 
-from shoal.protocol.types.message import Message
+from shoal.protocol.types.message import Fact, Message
 
 
 class BatchGroup(Message, frozen=True):
@@ -50,7 +50,20 @@ class FileEntry(Message, frozen=True):
     chunks: tuple[str, ...]
 
 
-class Manifest(Message, frozen=True):
+class Patch(Message, frozen=True):
+    """A way to a version's weights from those of an earlier version, which the node has."""
+
+    base: int
+    """The earlier version."""
+    base_root: str
+    """Its weights root."""
+    codec: Fact
+    """How the file is coded. A node that does not know the codec leaves the patch out."""
+    file: FileEntry
+    """Cut in chunks as the version's files. It is never stored beside them."""
+
+
+class Manifest(Message, frozen=True, omit_defaults=True):
     """What a policy version consists of. Signed as bytes, inside `SignedManifest`."""
 
     run: str
@@ -61,9 +74,12 @@ class Manifest(Message, frozen=True):
     root: str
     """Weights root: the Merkle root over the published tensors and nothing else."""
     files: tuple[FileEntry, ...]
+    """Those of the checkpoint directory; without weights if the version is only published as patches."""
     chunk_bytes: int
     issued: float
     expires: float
+    patches: tuple[Patch, ...] = ()
+    """Other ways to the same weights; sent only if there are some."""
 
 
 class SignedManifest(Message, frozen=True):

@@ -20,6 +20,7 @@ from shoal.protocol.wire import WireError, from_json
 from shoal.roles.auditor.evidence import receipts_apart
 from shoal.roles.auditor.source import FolderRun, PublicRun, UrlRun, open_run
 from shoal.terminal import say
+from shoal.weights.demands import chunks_of
 from shoal.weights.manifest import open_manifest
 
 
@@ -123,7 +124,7 @@ async def _check_weights(run: FolderRun, audit: Audit) -> None:
             manifest = open_manifest(data, run=state.run, keys=(state.trainer_key,), now=None, version=version)
             if manifest.root != record.root:
                 audit.findings.append(f"version {version}: the manifest's weights root is not the one in the log")
-            for chunk in {chunk for file in manifest.files for chunk in file.chunks}:
+            for chunk in chunks_of(manifest):
                 await run.blob(chunk)
         except NothingYet:
             continue  # no longer kept: see storage.retain

@@ -20,6 +20,7 @@ from shoal.ledger.state import State, SubmissionRecord
 from shoal.net.blobs import FolderBlobs, Upload
 from shoal.protocol import types as t
 from shoal.protocol.wire import from_json
+from shoal.weights.demands import chunks_of
 from shoal.weights.manifest import content_of
 
 log = logging.getLogger("coordinator")
@@ -250,4 +251,4 @@ class Kept:
 
 
 def _chunks(manifests: Iterable[t.Manifest]) -> set[str]:
-    return {chunk for manifest in manifests for file in manifest.files for chunk in file.chunks}
+    return {chunk for manifest in manifests for chunk in chunks_of(manifest)}

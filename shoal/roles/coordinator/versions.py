@@ -9,6 +9,7 @@ from shoal.ledger.answers import Refused
 from shoal.ledger.facts.versions import Publish
 from shoal.protocol.constants import CHAIN_LENGTH, MAX_CHUNK_BYTES
 from shoal.roles.coordinator.desk import Desk
+from shoal.weights.demands import chunks_of
 from shoal.weights.manifest import is_renewal, open_manifest
 
 
@@ -36,7 +37,7 @@ async def take_checkpoint(desk: Desk, key: str, signed: bytes, created: int = 0)
     """
     state = desk.state
     manifest = open_manifest(signed, run=state.run, keys=(state.trainer_key,), now=desk.clock())
-    missing = [c for f in manifest.files for c in f.chunks if not desk.blobs.has(c)]
+    missing = [chunk for chunk in sorted(chunks_of(manifest)) if not desk.blobs.has(chunk)]
     if missing:
         raise Refused("incomplete", f"{len(missing)} chunks are missing, such as {missing[0][:12]}: PUT them first")
     known = desk.kept.manifests.get(manifest.version)
