@@ -5,6 +5,7 @@ tensors; therefore torch is imported late. It knows no patch.
 """
 
 import hashlib
+import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -77,6 +78,11 @@ _TORCH_DTYPES = {
     "torch.float8_e4m3fn": "F8_E4M3", "torch.float8_e5m2": "F8_E5M2", "torch.int64": "I64", "torch.int32": "I32",
     "torch.int16": "I16", "torch.int8": "I8", "torch.uint8": "U8", "torch.bool": "BOOL",
 }  # fmt: skip
+
+
+def cores() -> int:
+    """How many threads may hash or patch at one time."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def root_of(weights: Weights, *, threads: int = 1) -> str:

@@ -3,8 +3,9 @@
 Called by workers, validators and auditors with a signed manifest. A fetch that was cut short goes on where it stopped. It
 trusts no source and does not depend on any role. One process uses a folder.
 
-A chunk comes from the first of these that has it: the unfinished directory, a version already here (`pieces`), a source
-(`transfer`). The directory appears under its name whole, or not at all (`finish`).
+A version comes whole, or by patches from another version (`follow`); `ways` says which is cheapest. A chunk comes from
+the first of these that has it: the unfinished directory, a version already here (`pieces`), a source (`transfer`). The
+directory appears under its name whole, or not at all (`finish`).
 """
 
 import asyncio
@@ -12,16 +13,18 @@ import logging
 import random
 import secrets
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from pathlib import Path
 
-from shoal.errors import cause_of
+from shoal.errors import NothingYet, PeerError, StateError, cause_of
 from shoal.protocol.types import Manifest
 from shoal.weights.finish import directory_name, fault_of, finish, prune
+from shoal.weights.follow import files_to_fetch, follow, root_here, versions_here, weights_bytes
 from shoal.weights.manifest import open_manifest
-from shoal.weights.pieces import UNFINISHED, NotStored, Piece, forget_unfinished, prepare
+from shoal.weights.pieces import UNFINISHED, NotStored, Piece, files_of, forget_unfinished, prepare
 from shoal.weights.sources import Source
 from shoal.weights.transfer import Transfer
+from shoal.weights.ways import Lacking, Way, cheapest
 
 log = logging.getLogger(__name__)
 
@@ -43,15 +46,24 @@ async def fetch_version(
     root: str = "",
     max_bytes: int | None = None,
     keep: int = 2,
+    signed_of: Callable[[int], Awaitable[bytes]] | None = None,
     on_blame: Callable[[str, str], None] = tell_blame,
 ) -> Path:
     """The directory of a version by its signed manifest, both verified.
 
     `publisher` is the run's trainer key; `now` and `max_bytes` are as of `open_manifest`, `keep` and `on_blame` as of
-    `fetch`; `root` is the version's in the log. Raises as both.
+    `fetch`; `signed_of` gives the signed manifests of earlier versions; `root` is the version's in the log. Raises as both.
     """
     manifest = open_manifest(data, run=run, keys=(publisher,), now=now, version=version, max_bytes=max_bytes, root=root)
-    return await fetch(manifest, sources, folder, keep=keep, on_blame=on_blame)
+
+    async def manifest_of(earlier: int) -> Manifest:
+        assert signed_of is not None
+        signed = await signed_of(earlier)
+        return open_manifest(signed, run=run, keys=(publisher,), now=None, version=earlier, max_bytes=max_bytes)
+
+    return await fetch(
+        manifest, sources, folder, keep=keep, on_blame=on_blame, manifest_of=manifest_of if signed_of else None
+    )
 
 
 async def fetch(
@@ -60,36 +72,33 @@ async def fetch(
     folder: Path,
     *,
     keep: int = 2,
+    manifest_of: Callable[[int], Awaitable[Manifest]] | None = None,
     on_blame: Callable[[str, str], None] = tell_blame,
     on_progress: Callable[[str], None] | None = None,
     rng: random.Random | None = None,
 ) -> Path:
     """Fetch and verify a version; returns its directory in `folder`, where the `keep` newest versions stay.
 
-    `on_blame` gets (source, reason) when a source is left, for a while or for good; `on_progress` a line every few seconds,
-    which is logged by default. `rng` decides the order of the chunks and who is asked. The sources are closed at the end.
+    `manifest_of` gives the manifests of earlier versions, opened, or raises `PeerError`. Without it, only patches from a
+    version that is here are used. `on_blame` gets (source, reason) when a source is left, for a while or for good;
+    `on_progress` a line every few seconds, which is logged by default. `rng` decides the order of the chunks and who is
+    asked. The sources are closed at the end.
 
     Raises `PeerError`, naming each source's fault, if the sources together cannot serve everything. Raises `NotStored` if
     the disk is full, `StateError` if the chunks do not make the weights that the manifest promises.
     """
-    target, partial = folder / directory_name(manifest), folder / f"{UNFINISHED}{directory_name(manifest)}"
 
     def log_progress(line: str) -> None:
         log.info("version=%d %s", manifest.version, line)
 
-    try:
-        await asyncio.to_thread(forget_unfinished, folder, partial)
-        if target.exists():
-            if await asyncio.to_thread(fault_of, target, manifest, trusted=False) == "":
-                return target
-            shutil.rmtree(partial, ignore_errors=True)
-            target.replace(partial)  # damaged since it was made: reuse its good chunks
-        missing: list[Piece] = await asyncio.to_thread(prepare, folder, partial, manifest)
+    async def transfer(missing: Sequence[Piece], directory: Path) -> None:
         await Transfer(
-            missing, sources, partial, rng=rng or random.Random(secrets.randbits(64)), on_blame=on_blame,
+            missing, sources, directory, rng=rng or random.Random(secrets.randbits(64)), on_blame=on_blame,
             on_progress=on_progress or log_progress,
         ).run()  # fmt: skip
-        await asyncio.to_thread(finish, partial, target, manifest)
+
+    try:
+        directory = await _Fetch(folder, transfer, manifest_of or _unknown).version(manifest)
     except OSError as error:
         raise NotStored(
             f"cannot store version {manifest.version} in {folder}: {cause_of(error)}. Free some space or use "
@@ -99,4 +108,109 @@ async def fetch(
         for source in sources:
             await source.close()
     prune(folder, manifest, keep)
-    return target
+    return directory
+
+
+async def _unknown(version: int) -> Manifest:
+    raise NothingYet(f"nobody is asked for the manifest of version {version}")
+
+
+class _Fetch:
+    """Brings a version into a folder."""
+
+    def __init__(
+        self,
+        folder: Path,
+        transfer: Callable[[Sequence[Piece], Path], Awaitable[None]],
+        manifest_of: Callable[[int], Awaitable[Manifest]],
+    ) -> None:
+        self._folder, self._transfer, self._manifest_of = folder, transfer, manifest_of
+        self._known: dict[int, Manifest | None] = {}
+        """Manifests of earlier versions; None if they could not be had."""
+
+    async def version(self, asked: Manifest) -> Path:
+        """A version by the cheapest way; if its patches fail, by the next one."""
+        broken, problem = set[tuple[int, int]](), None
+        if await asyncio.to_thread(self._is_here, asked):
+            return self._target(asked)
+        while (way := await self._way(asked, broken)) is not None:
+            if not way.steps:
+                return await self._whole(asked)
+            try:
+                return await self._by_patches(asked, way)
+            except NotStored:
+                raise
+            except (PeerError, StateError) as error:
+                log.warning("version=%d patched=false reason=%r", asked.version, str(error))
+                problem = error
+                if not way.is_here or await asyncio.to_thread(self._is_sound, way.start, asked.run):
+                    broken |= {(step.patch.base, step.version) for step in way.steps}
+        raise problem or PeerError(
+            f"version {asked.version} is published as patches, and no version that they begin at can be had here: try "
+            "again later, or use another source"
+        )
+
+    def _target(self, manifest: Manifest) -> Path:
+        return self._folder / directory_name(manifest)
+
+    def _partial(self, manifest: Manifest) -> Path:
+        return self._folder / f"{UNFINISHED}{directory_name(manifest)}"
+
+    def _is_here(self, manifest: Manifest) -> bool:
+        """Whether a version is here, undamaged. If it is damaged, it becomes an unfinished one."""
+        target, partial = self._target(manifest), self._partial(manifest)
+        forget_unfinished(self._folder, partial)
+        if not target.exists():
+            return False
+        if fault_of(target, manifest, trusted=False) == "":
+            return True
+        shutil.rmtree(partial, ignore_errors=True)
+        target.replace(partial)  # damaged since it was made: reuse its good chunks
+        return False
+
+    def _is_sound(self, version: int, run: str) -> bool:
+        """Whether the weights of a version that is here are still what they were. If not, they are deleted."""
+        root, directory = versions_here(self._folder, run)[version]
+        if root_here(directory) == root:
+            return True
+        shutil.rmtree(directory)  # guard: damaged-base-goes
+        return False
+
+    async def _way(self, asked: Manifest, broken: Collection[tuple[int, int]]) -> Way | None:
+        """The cheapest way that is not broken."""
+        here = await asyncio.to_thread(versions_here, self._folder, asked.run) if asked.patches else {}
+        roots = {version: root for version, (root, _) in here.items()}
+        sizes = [weights_bytes(directory) for _, directory in here.values()]
+        while isinstance(
+            found := cheapest(asked, roots, self._known, broken=broken, weights_bytes=max(sizes, default=0)), Lacking
+        ):
+            try:
+                self._known[found.version] = await self._manifest_of(found.version)
+            except PeerError as error:
+                log.info("version=%d manifest_of=%d missing=%r", asked.version, found.version, str(error))
+                self._known[found.version] = None
+        return found
+
+    async def _whole(self, manifest: Manifest) -> Path:
+        target, partial = self._target(manifest), self._partial(manifest)
+        await asyncio.to_thread(forget_unfinished, self._folder, partial)
+        missing = await asyncio.to_thread(prepare, self._folder, partial, files_of(manifest), manifest.version)
+        await self._transfer(missing, partial)
+        await asyncio.to_thread(finish, partial, target, manifest)
+        return target
+
+    async def _by_patches(self, asked: Manifest, way: Way) -> Path:
+        """A version from one that is here, or that is fetched whole first."""
+        target, partial = self._target(asked), self._partial(asked)
+        if way.is_here:
+            _, base = versions_here(self._folder, asked.run)[way.start]
+        else:
+            start = self._known[way.start]
+            assert start is not None, "the way begins at a version whose manifest is known"
+            base = await self._whole(start)
+        files, room = files_to_fetch(asked, way.steps), weights_bytes(base)
+        await asyncio.to_thread(forget_unfinished, self._folder, partial)
+        missing = await asyncio.to_thread(prepare, self._folder, partial, files, asked.version, room)
+        await self._transfer(missing, partial)
+        await asyncio.to_thread(follow, base, partial, target, asked, way.steps)
+        return target

@@ -1,6 +1,6 @@
 """Patches: the way from one version of a policy to another with the same tensors, without loss, in few bytes.
 
-Made by the publisher of a version and applied by everyone who has the version before; knows no manifest and no network.
+Made by the publisher of a version and applied by everyone who has the version before. It knows no manifest and no network.
 A patch has no signature and no hash of its own. The caller compares the weights root of what it makes, as
 `weights/inplace` does, so a patch from a stranger can waste a moment and cannot pass off other weights. The same patch
 leads back from the later version to the earlier.
@@ -26,7 +26,8 @@ from shoal.protocol import wire
 from shoal.weights.changes import PIECE_VALUES, apply_changes, write_changes
 from shoal.weights.codes import Weights
 
-MAGIC = b"shoalp1\n"
+CODEC, MAGIC = "gaps-1", b"shoalp1\n"
+"""The format's name in a manifest, and how its bytes begin."""
 
 WORTH_IT = 0.25
 """A patch of this share of the full size, or more, is not made: it costs its maker and its users more CPU than it saves."""

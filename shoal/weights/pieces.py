@@ -7,14 +7,14 @@ that is being fetched are in a file of their own until the chunk is whole, so a 
 import hashlib
 import itertools
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from shoal.errors import StateError
 from shoal.protocol import wire
-from shoal.protocol.types import Manifest
+from shoal.protocol.types import FileEntry, Manifest
 
 UNFINISHED = ".partial-"
 """Begins the name of a directory that is being fetched."""
@@ -163,23 +163,36 @@ def _digest_of(parts: Iterator[bytes]) -> str:
     return whole.hexdigest()
 
 
-def pieces_of(manifest: Manifest, directory: Path) -> list[Piece]:
-    """The chunks of a version, with their places in a directory. A repeated chunk comes once.
+class Wanted(NamedTuple):
+    """A file that is needed, under a name of our choice."""
+
+    name: str
+    entry: FileEntry
+    chunk_bytes: int
+
+
+def files_of(manifest: Manifest) -> list[Wanted]:
+    """The files of a version's directory."""
+    return [Wanted(entry.path, entry, manifest.chunk_bytes) for entry in manifest.files]
+
+
+def pieces_of(files: Iterable[Wanted], directory: Path, version: int) -> list[Piece]:
+    """The chunks of some files, with their places in a directory. A repeated chunk comes once.
 
     Raises `StateError` if one hash is to be of two sizes: no source could serve both.
     """
     pieces: dict[str, Piece] = {}
-    for entry in manifest.files:
+    for name, entry, chunk_bytes in files:
         for index, digest in enumerate(entry.chunks):
-            offset = index * manifest.chunk_bytes
-            size = min(manifest.chunk_bytes, entry.size - offset)
+            offset = index * chunk_bytes
+            size = min(chunk_bytes, entry.size - offset)
             piece = pieces.setdefault(digest, Piece(digest, size))
             if piece.size != size:  # guard: one-size-a-chunk
                 raise StateError(
-                    f"version {manifest.version}: chunk {digest[:16]}… has {piece.size} bytes in one place and {size} in "
+                    f"version {version}: chunk {digest[:16]}… has {piece.size} bytes in one place and {size} in "
                     "another: the publisher is at fault. Tell the run's host"
                 )
-            piece.places.append(Place(directory / entry.path, offset))
+            piece.places.append(Place(directory / name, offset))
     return list(pieces.values())
 
 
@@ -190,14 +203,14 @@ def forget_unfinished(folder: Path, but: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)  # guard: one-unfinished-version
 
 
-def prepare(folder: Path, partial: Path, manifest: Manifest) -> list[Piece]:
+def prepare(folder: Path, partial: Path, files: Sequence[Wanted], version: int, extra_bytes: int = 0) -> list[Piece]:
     """Make the unfinished directory, copy in the chunks that this machine has, and return the missing pieces.
 
-    Raises `NotStored` if the rest does not fit on the disk.
+    Raises `NotStored` if the rest and `extra_bytes` do not fit on the disk.
     """
-    pieces = pieces_of(manifest, partial)
+    pieces = pieces_of(files, partial, version)
     partial.mkdir(parents=True, exist_ok=True)
-    wanted = {entry.path: entry.size for entry in manifest.files}
+    wanted = {name: entry.size for name, entry, _ in files}
     for path in partial.iterdir():
         if path.name not in wanted and not path.name.startswith(_PART):
             path.unlink()
@@ -215,11 +228,11 @@ def prepare(folder: Path, partial: Path, manifest: Manifest) -> list[Piece]:
             piece.write(chunk)
         else:
             missing.append(piece)
-    need_bytes = sum(piece.size * len(piece.places) for piece in missing)
+    need_bytes = sum(piece.size * len(piece.places) for piece in missing) + extra_bytes
     free_bytes = shutil.disk_usage(partial).free
     if need_bytes > free_bytes:
         raise NotStored(
-            f"version {manifest.version} needs {need_bytes} more bytes in {folder}, {free_bytes} are free: free some "
+            f"version {version} needs {need_bytes} more bytes in {folder}, {free_bytes} are free: free some "
             "space or use another folder"
         )
     take_up_parts(partial, missing)
@@ -231,7 +244,8 @@ def _chunks_here(folder: Path) -> dict[tuple[str, int], Place]:
     here: dict[tuple[str, int], Place] = {}
     for known in folder.glob(f"v*/{MANIFEST_FILE}"):
         try:
-            pieces = pieces_of(wire.from_json(known.read_bytes(), Manifest), known.parent)
+            manifest = wire.from_json(known.read_bytes(), Manifest)
+            pieces = pieces_of(files_of(manifest), known.parent, manifest.version)
         except (wire.WireError, StateError):
             continue  # damaged: its chunks are fetched again
         here |= {(piece.digest, piece.size): piece.places[0] for piece in pieces}

@@ -7,17 +7,21 @@ never changes the directory.
 
 import asyncio
 import hashlib
+import io
 import os
 from collections.abc import Collection
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 from shoal.errors import StateError, cause_of
 from shoal.net.client import Client
 from shoal.protocol import constants, wire
-from shoal.protocol.types import FileEntry, Manifest
+from shoal.protocol.types import FileEntry, Manifest, Patch
+from shoal.weights.codes import Weights, coded_directory, cores, root_of
 from shoal.weights.demands import POLICY_STREAM, is_publishable
-from shoal.weights.manifest import weights_root
+from shoal.weights.patch import CODEC, make_patch
 
 BIG_BYTES = 64 << 20
 """A smaller version is cut into chunks of MAX_CHUNK_BYTES: it takes a moment, and each request costs both sides time."""
@@ -60,6 +64,15 @@ class HttpSink:
         await self._client.put_blob(digest, chunk, dict[str, Any], deadline_s=self._deadline_s)
 
 
+@dataclass(frozen=True)
+class Base:
+    """An earlier version, from which a patch may lead to the new one."""
+
+    version: int
+    root: str
+    weights: Weights
+
+
 async def publish(
     directory: Path,
     sink: ChunkSink,
@@ -70,20 +83,27 @@ async def publish(
     parents: tuple[int, ...] = (),
     chunk_bytes: int = 0,
     known: Collection[str] = (),
+    base: Base | None = None,
+    whole: bool = True,
 ) -> Manifest:
     """Send the chunks of an HF-format directory and describe them; `sign_manifest` then signs the description.
 
-    Chunks in `known` are not sent: the sink has them from the previous version. The manifest's times are 0 until it is
-    signed, so it depends only on the directory. `chunk_bytes` 0 is what `chunk_bytes_for` says.
+    Chunks in `known` are not sent: the sink has them from the previous version. With a `base`, a patch from it is offered,
+    if it is worth it; without `whole`, the weights are then sent as that patch only. The manifest's times are 0 until it is
+    signed, so it depends only on the directory, the base and `whole`. `chunk_bytes` 0 is what `chunk_bytes_for` says.
 
     Raises `StateError` if the directory cannot be read or has no weights, and whatever the sink raises.
     """
-    root = await asyncio.to_thread(weights_root, directory)
-    entries = []
     paths = await asyncio.to_thread(_published_files, directory)
     chunk_bytes = chunk_bytes or chunk_bytes_for(sum(path.stat().st_size for path in paths))
-    for path in paths:
-        entries.append(await _send_file(path, sink, chunk_bytes, known))
+    weights = await asyncio.to_thread(coded_directory, directory)
+    root = await asyncio.to_thread(partial(root_of, weights, threads=cores()))
+    patches = []
+    if base is not None and (data := await asyncio.to_thread(_patch, base.weights, weights)) is not None:
+        file = await _send(f"{base.version:06d}.patch", io.BytesIO(data), len(data), sink, chunk_bytes, known)
+        patches.append(Patch(base.version, base.root, CODEC, file))
+    if patches and not whole:
+        paths = [path for path in paths if path.suffix != ".safetensors"]
     return Manifest(
         run=run,
         stream=POLICY_STREAM,
@@ -91,11 +111,16 @@ async def publish(
         parents=parents,
         dtype=dtype,
         root=root,
-        files=tuple(entries),
+        files=tuple([await _send_file(path, sink, chunk_bytes, known) for path in paths]),
         chunk_bytes=chunk_bytes,
         issued=0.0,
         expires=0.0,
+        patches=tuple(patches),
     )
+
+
+def _patch(base: Weights, new: Weights) -> bytes | None:
+    return make_patch(base, new, threads=cores())
 
 
 def _published_files(directory: Path) -> list[Path]:
@@ -104,19 +129,25 @@ def _published_files(directory: Path) -> list[Path]:
 
 
 async def _send_file(path: Path, sink: ChunkSink, chunk_bytes: int, known: Collection[str]) -> FileEntry:
-    whole, chunks, size = hashlib.sha256(), [], 0
     try:
         with path.open("rb") as file:
-            one_chunk = os.fstat(file.fileno()).st_size <= chunk_bytes  # then its hash is the file's
-            while chunk := await asyncio.to_thread(file.read, chunk_bytes):
-                digest = wire.digest(chunk)
-                if digest not in known:
-                    await sink.put(digest, chunk)
-                chunks.append(digest)
-                size += len(chunk)
-                if not one_chunk:
-                    whole.update(chunk)
+            return await _send(path.name, file, os.fstat(file.fileno()).st_size, sink, chunk_bytes, known)
     except OSError as error:
         raise StateError(f"cannot read {path}: {cause_of(error)}. Make the checkpoint again") from None
+
+
+async def _send(
+    name: str, file: BinaryIO, size_bytes: int, sink: ChunkSink, chunk_bytes: int, known: Collection[str]
+) -> FileEntry:
+    """Send a file's chunks. The file of one chunk has the chunk's hash, so its bytes are hashed once."""
+    whole, chunks, size, one_chunk = hashlib.sha256(), [], 0, size_bytes <= chunk_bytes
+    while chunk := await asyncio.to_thread(file.read, chunk_bytes):
+        digest = await asyncio.to_thread(wire.digest, chunk)
+        if digest not in known:
+            await sink.put(digest, chunk)
+        chunks.append(digest)
+        size += len(chunk)
+        if not one_chunk:
+            await asyncio.to_thread(whole.update, chunk)
     digest = chunks[0] if one_chunk and chunks else whole.hexdigest()
-    return FileEntry(path=path.name, size=size, digest=digest, chunks=tuple(chunks))
+    return FileEntry(path=name, size=size, digest=digest, chunks=tuple(chunks))

@@ -11,6 +11,7 @@ from shoal.errors import PeerError
 from shoal.protocol import wire
 from shoal.protocol.identity import Key
 from shoal.protocol.types import Manifest
+from shoal.weights.codes import Weights
 from shoal.weights.manifest import sign_manifest
 from shoal.weights.publish import publish
 
@@ -29,6 +30,20 @@ def make_checkpoint(directory: Path, seed: int = 0) -> Path:
     (directory / "modeling_evil.py").write_text("raise SystemExit")
     (directory / "pytorch_model.bin").write_bytes(b"pickle")
     (directory / ".hidden.json").write_text("{}")
+    return directory
+
+
+def write_checkpoint(directory: Path, weights: Weights) -> Path:
+    """An HF-style directory with these weights, of any dtype."""
+    directory.mkdir(parents=True)
+    header, data = {}, b""
+    for name, tensor in sorted(weights.items()):
+        place = [len(data), len(data) + tensor.codes.nbytes]
+        header[name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": place}
+        data += tensor.codes.tobytes()
+    head = wire.to_json(header)
+    (directory / "model.safetensors").write_bytes(len(head).to_bytes(8, "little") + head + data)
+    (directory / "config.json").write_text('{"architectures": ["Qwen3ForCausalLM"]}')
     return directory
 
 

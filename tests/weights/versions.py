@@ -30,6 +30,17 @@ def versions(seed: int = 0, dtype: str = "BF16", lr: float = 1e-6, shapes=SHAPES
     return old, new
 
 
+def series(count: int, seed: int = 0, dtype: str = "BF16", lr: float = 1e-6, shapes=SHAPES) -> list[Weights]:
+    """Versions of one policy, a step apart."""
+    rng = np.random.RandomState(seed)
+    values = {name: rng.standard_normal(shape) * 0.02 for name, shape in shapes.items()}
+    found = []
+    for _ in range(count):
+        found.append({name: as_stored(one, dtype) for name, one in values.items()})
+        values = {name: one + lr * rng.standard_normal(one.shape) for name, one in values.items()}
+    return found
+
+
 def copied(weights: Weights) -> dict[str, Coded]:
     return {name: Coded(one.dtype, one.shape, one.codes.copy()) for name, one in weights.items()}
 

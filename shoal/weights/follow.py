@@ -1,0 +1,72 @@
+"""Makes a version's directory from that of an earlier version and the patches between.
+
+Called by `fetch`, which brings the patches. It knows no network. The weights are copied, so the earlier version stays as it
+is; a kill leaves an unfinished directory, which the next attempt begins anew. What comes out is verified by its root.
+"""
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from shoal.errors import StateError
+from shoal.protocol import wire
+from shoal.protocol.types import Manifest
+from shoal.weights.codes import coded_directory, cores, root_of
+from shoal.weights.finish import finish
+from shoal.weights.patch import apply_patch
+from shoal.weights.pieces import MANIFEST_FILE, Wanted, files_of
+from shoal.weights.ways import Step
+
+WEIGHTS = "*.safetensors"
+
+
+def versions_here(folder: Path, run: str) -> dict[int, tuple[str, Path]]:
+    """The root and the directory of each whole version of a run in a folder."""
+    here = {}
+    for known in sorted(folder.glob(f"v*/{MANIFEST_FILE}")):
+        try:
+            manifest = wire.from_json(known.read_bytes(), Manifest)
+        except wire.WireError:
+            continue  # damaged: as if it were not here
+        if manifest.run == run:
+            here[manifest.version] = (manifest.root, known.parent)
+    return here
+
+
+def root_here(directory: Path) -> str:
+    """The weights root of a directory; empty if its weights cannot be read."""
+    try:
+        return root_of(coded_directory(directory), threads=cores())
+    except StateError:
+        return ""
+
+
+def weights_bytes(directory: Path) -> int:
+    """The size of a version's weights."""
+    return sum(path.stat().st_size for path in directory.glob(WEIGHTS))
+
+
+def files_to_fetch(manifest: Manifest, steps: Sequence[Step]) -> list[Wanted]:
+    """The patches of a way, and the version's files other than weights."""
+    plain = [wanted for wanted in files_of(manifest) if not Path(wanted.name).match(WEIGHTS)]
+    return plain + [Wanted(_patch_name(step), step.patch.file, step.chunk_bytes) for step in steps]
+
+
+def follow(base: Path, partial: Path, target: Path, manifest: Manifest, steps: Sequence[Step]) -> None:
+    """Copy the weights of the base, apply the patches, which are in the unfinished directory, and give that its name.
+
+    Raises `PeerError` if a patch cannot be applied, and `StateError` if the weights are not what the manifest promises.
+    """
+    patches = [partial / _patch_name(step) for step in steps]
+    for path in base.glob(WEIGHTS):
+        shutil.copyfile(path, partial / path.name)
+    weights = coded_directory(partial, writable=True)
+    for patch in patches:
+        apply_patch(weights, patch.read_bytes(), threads=cores())
+    for patch in patches:
+        patch.unlink()
+    finish(partial, target, manifest)
+
+
+def _patch_name(step: Step) -> str:
+    return f"{step.version:06d}.patch"

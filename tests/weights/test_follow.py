@@ -1,0 +1,191 @@
+"""Versions by patches: the same bytes as the whole version, another way where a patch fails, and never wrong weights."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from shoal.errors import NothingYet, PeerError
+from shoal.protocol import wire
+from shoal.protocol.types import FileEntry, Manifest
+from shoal.weights.codes import coded_directory
+from shoal.weights.demands import is_whole
+from shoal.weights.fetch import fetch
+from shoal.weights.manifest import weights_root
+from shoal.weights.publish import Base, publish
+from tests.weights.checkpoints import CHUNK_BYTES, RUN, Chunks, Lying, write_checkpoint
+from tests.weights.versions import series
+
+
+class Line:
+    """Published versions, each with a patch from the one before, and whole every `anchor_every` versions."""
+
+    def __init__(self, folder: Path, count: int = 6, anchor_every: int = 1, **options: object) -> None:
+        self.folder, self.chunks = folder, Chunks()
+        self.manifests: list[Manifest] = []
+        self.directories: list[Path] = []
+        self.asked_for: list[int] = []
+        base = None
+        for version, weights in enumerate(series(count, **options)):  # type: ignore[arg-type]
+            directory = write_checkpoint(folder / f"published-{version}", weights)
+            story = publish(
+                directory, self.chunks, run=RUN, version=version, dtype="bfloat16", chunk_bytes=CHUNK_BYTES, base=base,
+                whole=version % anchor_every == 0,
+            )  # fmt: skip
+            self.manifests.append(asyncio.run(story))
+            self.directories.append(directory)
+            base = Base(version, self.manifests[-1].root, coded_directory(directory))
+
+    async def manifest_of(self, version: int) -> Manifest:
+        self.asked_for.append(version)
+        return self.manifests[version]
+
+    def load(
+        self, version: int, *sources: Chunks, manifest_of: Callable[[int], Awaitable[Manifest]] | None = None
+    ) -> Path:
+        """A version as a client loads it."""
+        self.chunks.asked.clear()
+        story = fetch(
+            self.manifests[version], sources or [self.chunks], self.folder / "client",
+            manifest_of=manifest_of or self.manifest_of,
+        )  # fmt: skip
+        return asyncio.run(story)
+
+    def has(self, directory: Path, version: int) -> bool:
+        """Whether a directory is a published version, byte for byte, and nothing else."""
+        mine, theirs = (
+            {path.name: path.read_bytes() for path in one.iterdir() if not path.name.startswith(".")}
+            for one in (directory, self.directories[version])
+        )
+        return mine == theirs and not list(directory.parent.glob(".partial*"))
+
+    def change_patch(self, version: int, change: Callable[[bytes], bytes]) -> None:
+        """The publisher signs another patch than the right one."""
+        manifest = self.manifests[version]
+        (patch,) = manifest.patches
+        data = change(b"".join(self.chunks.held[chunk] for chunk in patch.file.chunks))
+        chunks = [data[at : at + CHUNK_BYTES] for at in range(0, len(data), CHUNK_BYTES)]
+        self.chunks.held |= {wire.digest(chunk): chunk for chunk in chunks}
+        file = FileEntry(patch.file.path, len(data), wire.digest(data), tuple(map(wire.digest, chunks)))
+        self.manifests[version] = msgspec.structs.replace(
+            manifest, patches=(msgspec.structs.replace(patch, file=file),)
+        )
+
+
+@pytest.fixture
+def line(tmp_path) -> Line:
+    return Line(tmp_path)
+
+
+def bytes_asked(line: Line) -> int:
+    return sum(len(line.chunks.held[chunk]) for chunk in line.chunks.asked)
+
+
+def test_a_node_follows_by_patches_and_has_the_bytes_of_the_whole_version(line):
+    assert line.has(line.load(0), 0)
+    whole = bytes_asked(line)
+    for version in range(1, 6):
+        assert line.has(line.load(version), version)
+        assert 0 < bytes_asked(line) < whole / 10
+    assert line.asked_for == []
+
+
+def test_a_node_that_skipped_versions_takes_a_chain(line):
+    line.load(1)
+    assert line.has(line.load(5), 5) and line.asked_for == [4, 3, 2]
+
+
+def test_versions_that_are_published_as_patches_only_begin_at_the_newest_whole_one(tmp_path):
+    line = Line(tmp_path, anchor_every=3)
+    assert [is_whole(manifest) for manifest in line.manifests] == [True, False, False, True, False, False]
+    assert line.has(line.load(5), 5) and line.asked_for == [4, 3]
+    assert line.has(line.load(2), 2)
+
+
+def test_a_step_that_changes_most_values_is_published_whole_and_has_no_patch(tmp_path):
+    line = Line(tmp_path, count=3, anchor_every=9, dtype="F32")
+    assert all(is_whole(manifest) and not manifest.patches for manifest in line.manifests)
+    assert line.has(line.load(2), 2)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda data: data[:-1], lambda data: data + b"x", lambda data: b"", lambda data: b"x" * len(data),
+     lambda data: data[:200] + bytes([data[200] ^ 1]) + data[201:]],
+)  # fmt: skip
+def test_a_patch_that_cannot_be_used_or_leads_elsewhere_is_replaced_by_the_whole_version(line, change):
+    line.load(2)
+    line.change_patch(3, change)
+    assert line.has(line.load(3), 3)
+
+
+def test_a_wrong_patch_without_another_way_makes_no_version(tmp_path):
+    line = Line(tmp_path, anchor_every=9)
+    line.load(1)
+    line.change_patch(2, lambda data: data[:200] + bytes([data[200] ^ 1]) + data[201:])
+    with pytest.raises(ValueError, match=r"cannot be used|the weights root is"):
+        line.load(2)
+    assert not list((tmp_path / "client").glob("v000002*"))
+
+
+def test_the_patch_of_another_version_is_noticed_by_the_root(line):
+    line.load(3)
+    other = line.manifests[3].patches[0].file
+    line.change_patch(4, lambda _: b"".join(line.chunks.held[chunk] for chunk in other.chunks))
+    assert line.has(line.load(4), 4)
+
+
+def test_a_base_that_was_damaged_on_disk_is_dropped_and_the_version_still_comes(tmp_path):
+    line = Line(tmp_path, anchor_every=3)
+    base = line.load(1) / "model.safetensors"
+    base.write_bytes(base.read_bytes()[:-2] + b"xx")
+    assert line.has(line.load(2), 2) and not base.exists()
+
+
+def test_a_lying_source_of_a_patch_is_left_and_another_one_used(line):
+    line.load(2)
+    assert line.has(line.load(3, line.chunks.other(Lying, "http://liar"), line.chunks), 3)
+
+
+def test_a_node_without_the_manifests_between_takes_the_whole_version(line):
+    async def nobody(version: int) -> Manifest:
+        raise NothingYet("gone")
+
+    line.load(1)
+    assert line.has(line.load(5, manifest_of=nobody), 5)
+
+
+def test_another_runs_version_is_no_base(line):
+    line.load(2)
+    known = next((line.folder / "client").glob("v000002-*/.manifest"))
+    known.write_bytes(known.read_bytes().replace(RUN.encode(), b"run-2"))
+    line.load(3)
+    assert bytes_asked(line) > 10_000
+
+
+def test_what_a_kill_left_half_patched_is_begun_anew(line, monkeypatch):
+    line.load(2)
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr("shoal.weights.follow.finish", killed)
+        line.load(3)
+    left = next((line.folder / "client").glob(".partial-*"))
+    assert weights_root(left) == line.manifests[3].root, "patched, but not named"
+    (left / "model.safetensors").write_bytes((left / "model.safetensors").read_bytes()[:-2] + b"xx")
+    assert line.has(line.load(3), 3)
+
+
+def test_a_patch_whose_chunks_are_gone_is_replaced_by_the_whole_version(line):
+    class Gone(Chunks):
+        async def before(self, count: int) -> None:
+            if self.asked[-1] in missing:
+                raise PeerError("gone")
+
+    line.load(2)
+    missing = set(line.manifests[3].patches[0].file.chunks)
+    assert line.has(line.load(3, line.chunks.other(Gone, "http://gone"), line.chunks.other(Gone, "http://two")), 3)
