@@ -32,6 +32,8 @@ class RunFolder:
         self.secret_file = root / "secret.seed"
         self.log = root / "log.sqlite"
         self.blobs = root / "blobs"
+        self.chunks = root / "chunks"
+        """Links to the blobs that anyone may read; the origin serves them."""
         self.keys = root / "keys"
         self.trainer = root / "trainer"
         self.policy = root / "policy"
@@ -45,6 +47,7 @@ class RunFolder:
         self.evaluations = root / "eval"
         self.summary = root / "summary.json"
         self.address = root / "coordinator.json"
+        self.origin_address = root / "origin.json"
         self.stage_address = root / "stage.json"
         self.stage_memo = root / "stage.sqlite"
 

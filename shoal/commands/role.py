@@ -15,7 +15,7 @@ def add_commands(commands: Any) -> None:
     """Hidden: the launcher's way to start a role. It ends when its standard input closes."""
     p = commands.add_parser("role")
     p.set_defaults(act=role)
-    p.add_argument("name", choices=("coordinator", "stage", "trainer", "validator", "worker", "evaluate"))
+    p.add_argument("name", choices=("coordinator", "origin", "stage", "trainer", "validator", "worker", "evaluate"))
     for flag in ("--run-dir", "--home", "--key", "--checkpoint", "--out"):
         p.add_argument(flag, type=Path)
     for flag in ("--url", "--cheat"):
@@ -38,6 +38,10 @@ def role(args: argparse.Namespace) -> None:
         from shoal.roles import coordinator
 
         coordinator.main(args.run_dir)
+    elif args.name == "origin":
+        from shoal.roles import origin
+
+        origin.main(args.run_dir)
     elif args.name == "stage":
         from shoal.roles.stage import role as stage
 

@@ -264,6 +264,11 @@ class HostConfig(Section, frozen=True):
     """0 takes a free port and keeps it for resuming."""
     public_url: str = ""
     """URL that others type, if a proxy with TLS is in front of the coordinator."""
+    origin_port: int = 0
+    """Port of the origin, which serves chunks of weights; 0 takes a free one and keeps it for resuming."""
+    origin_url: str = ""
+    """URL below which others fetch chunks by their hashes: of a proxy before the origin, a CDN or a bucket. Empty: at the
+    origin's port; behind a proxy, from the coordinator."""
     trusted_proxies: tuple[str, ...] = ("127.0.0.1", "::1")
     """Addresses or networks of proxies: their X-Forwarded-For is believed, and they have no limit by address."""
 

@@ -120,6 +120,7 @@ class LocalRun:
         self._looked = self._saved = -1e9
         self._snapshot = Snapshot(config.name, str(folder.root), config.steps)
         self._coordinator = self._role("coordinator", threads=1)
+        self._origin = self._role("origin", threads=1)
         self._trainer: RoleProcess | None = None
         self._stage: list[RoleProcess] = []
         """The stage, in a run whose host plays environments."""
@@ -259,7 +260,7 @@ class LocalRun:
                 continue
             same = self._workers if process in self._workers else self._validators
             spare = process in same and any(p.state != "given up" for p in same if not p.name.startswith("cheater"))
-            if spare or process.name.startswith("evaluate"):
+            if spare or process is self._origin or process.name.startswith("evaluate"):
                 continue
             for line in tail(process.log, 12):
                 self._view.say(f"{process.name} | {line}")
@@ -269,6 +270,7 @@ class LocalRun:
         trainer = [self._trainer] if self._trainer is not None else []
         return [
             self._coordinator,
+            self._origin,
             *self._stage,
             *trainer,
             *self._validators,
@@ -300,7 +302,7 @@ class LocalRun:
             (self._evaluations.processes + trainer, STOP_S),
             (self._validators, STOP_S),
             (self._stage, STOP_S),
-            ([self._coordinator], STOP_S),
+            ([self._origin, self._coordinator], STOP_S),
         ):
             self._stop(group, patience_s)
 

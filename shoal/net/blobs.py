@@ -12,10 +12,9 @@ import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
-from starlette.responses import FileResponse
-
 from shoal.errors import NothingYet, StateError, cause_of
 from shoal.folder import name_file, sync_folder
+from shoal.net.file_answer import FileAnswer
 from shoal.protocol import wire
 
 
@@ -25,6 +24,21 @@ def is_digest(text: str) -> bool:
 
 
 _DIGEST = re.compile(r"[0-9a-f]{64}", re.ASCII)
+
+
+def path_of(folder: Path, digest: str) -> Path:
+    """The path of a blob in a folder of blobs. Raises `NothingYet` if `digest` is not a hash."""
+    if not is_digest(digest):
+        raise NothingYet(f"{digest[:80]!r} is not the SHA-256 of a blob: write 64 lower-case hex digits")
+    return folder / digest[:2] / digest
+
+
+def serve_blob(folder: Path, digest: str, *, public: bool = True) -> FileAnswer:
+    """A blob of a folder that perhaps another process fills, as an HTTP answer. Raises `NothingYet`."""
+    try:
+        return FileAnswer(path_of(folder, digest), digest, public=public)
+    except FileNotFoundError:
+        raise NothingYet(f"there is no blob {digest[:16]}…: it was never stored, or has expired") from None
 
 
 class FolderBlobs:
@@ -96,19 +110,13 @@ class FolderBlobs:
             self.stored_bytes -= path.stat().st_size
             path.unlink()
 
-    def serve(self, digest: str) -> FileResponse:
-        """The blob as an HTTP answer from the file, with Range; the client verifies it. Raises `NothingYet`."""
-        path = self.path_of(digest)
-        if not path.exists():
-            raise NothingYet(f"there is no blob {digest[:16]}…: it was never stored, or has expired")
-        headers = {"etag": f'"{digest}"', "cache-control": "public, max-age=31536000, immutable"}
-        return _BlobResponse(path, path.stat().st_size, headers)
+    def serve(self, digest: str, *, public: bool = True) -> FileAnswer:
+        """The blob as an HTTP answer from the file; only a public one may be cached on the way. Raises `NothingYet`."""
+        return serve_blob(self.folder, digest, public=public)
 
     def path_of(self, digest: str) -> Path:
         """The path at which a blob is or would be stored. Raises `NothingYet` if `digest` is not a hash."""
-        if not is_digest(digest):
-            raise NothingYet(f"{digest[:80]!r} is not the SHA-256 of a blob: write 64 lower-case hex digits")
-        return self.folder / digest[:2] / digest
+        return path_of(self.folder, digest)
 
     def paths(self) -> Iterator[Path]:
         """The files of all blobs; their names are the hashes."""
@@ -172,19 +180,6 @@ class Upload:
         self._kept = True
         self._blobs.coming_bytes -= self.size
         self._blobs.stored_bytes += self.size - known_bytes
-
-
-class _BlobResponse(FileResponse):
-    def __init__(self, path: Path, size: int, headers: dict[str, str]) -> None:
-        super().__init__(path, headers=headers, media_type="application/octet-stream")
-        parts = size // _READ_BYTES + 1
-        # The last read must be short: that is how Starlette knows the end. Otherwise it reads once more, while the client
-        # has the whole answer already and its next request would come too early for us.
-        self.chunk_size = size // parts + 1
-
-
-_READ_BYTES = 1 << 20
-"""About so many bytes are read at one time: each read goes through another thread, which costs too much for 64 KiB."""
 
 
 def _cannot_write(folder: Path, error: OSError) -> StateError:

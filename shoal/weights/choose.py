@@ -8,7 +8,7 @@ seconds at the mean of the others. So a source that was slow is tried again when
 """
 
 import random
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -36,6 +36,13 @@ waits."""
 WRONG_CHUNKS = 2
 """A source that sent so many wrong chunks is never asked again. The first may have been damaged on the way."""
 
+SPARE_AFTER_S = 5.0
+"""A source is spared no longer when none of a lower rank has sent anything for this long."""
+
+SPARE_GAIN = 2.0
+"""Nor, after the same time, when it is believed to be this many times as fast as all of lower ranks together. Otherwise
+sources that only trickle could keep a fetch from the others."""
+
 LONGEST_PAUSE_S = 30.0
 """Pauses double with each fault until the source has given a chunk."""
 
@@ -59,6 +66,8 @@ class Standing:
     """What is known of a source in this fetch."""
 
     name: str
+    rank: int = 0
+    """Sources of a higher rank are spared."""
     busy: int = 0
     """Requests that it is answering."""
     proven: bool = False
@@ -73,6 +82,8 @@ class Standing:
     reason: str = ""
     """Of its last fault."""
     failed_at: float = float("-inf")
+    heard_at: float = float("-inf")
+    """When it sent bytes last."""
     num_bytes: float = 0.0
     seconds: float = 0.0
     waited_s: float = 0.0
@@ -98,15 +109,20 @@ class Standing:
 class Choice:
     """The standing of all sources of a fetch, by their index."""
 
-    def __init__(self, names: list[str], rng: random.Random) -> None:
-        self.sources = [Standing(name) for name in names]
-        self._rng = rng
+    def __init__(
+        self, names: Sequence[str], rng: random.Random, *, ranks: Sequence[int] = (), now: float = 0.0
+    ) -> None:
+        """`ranks` are 0 if they are not given. `now` is when the fetch begins."""
+        self.sources = [Standing(name, rank) for name, rank in zip(names, ranks or [0] * len(names), strict=True)]
+        self._rng, self._began = rng, now
 
     def measured(self, index: int, num_bytes: int, seconds: float, now: float) -> None:
         """A request to a source brought bytes in some seconds; also when it brought none."""
         source = self.sources[index]
         source.fade(now)
         source.num_bytes += num_bytes
+        if num_bytes:
+            source.heard_at = now
         source.seconds += seconds
 
     def answered(self, index: int, waited_s: float, ran_s: float, now: float) -> None:
@@ -130,7 +146,28 @@ class Choice:
     def may_ask(self, index: int, now: float) -> bool:
         """Whether a source can take one more request."""
         source = self.sources[index]
-        return not source.never and source.busy < source.lanes and source.rests_until <= now
+        free = not source.never and source.busy < source.lanes and source.rests_until <= now
+        return free and not self._is_spared(index, now)
+
+    def _is_spared(self, index: int, now: float) -> bool:
+        """Whether sources of lower ranks do as well."""
+        rank = self.sources[index].rank
+        lower = [
+            other
+            for other, source in enumerate(self.sources)
+            if source.rank < rank
+            and not source.never
+            and source.rests_until <= now
+            and now - max(self._began, source.heard_at) < SPARE_AFTER_S
+        ]
+        if not lower or now - self._began < SPARE_AFTER_S:
+            return bool(lower)
+        known = [self.sources[other] for other in lower if self.sources[other].seconds > 0]
+        together = sum(source.num_bytes / source.seconds * max(1, source.busy) for source in known)
+        spared = self.sources[index]
+        spared.fade(now)
+        rate = (spared.num_bytes + PRIOR_S * FIRST_RATE) / (spared.seconds + PRIOR_S)
+        return rate < SPARE_GAIN * together  # guard: tricklers-spare-nobody
 
     def next(self, now: float, size: int, waiting_bytes: int) -> int | None:
         """The source to ask for a chunk of `size` bytes while so many wait, or None if none should be asked now."""
@@ -147,7 +184,7 @@ class Choice:
         rates = [
             self.rate(other, now)
             for other, source in enumerate(self.sources)
-            if other != index and not source.never and source.rests_until <= now
+            if other != index and not source.never and source.rests_until <= now and not self._is_spared(other, now)
         ]
         if not rates:
             return True
@@ -190,5 +227,7 @@ class Choice:
         source.never, source.reason, source.failed_at = True, reason, now
 
     def next_end_of_rest(self, now: float) -> float | None:
-        """When the next source may be asked again, if any is left alone for now."""
-        return min((s.rests_until for s in self.sources if not s.never and s.rests_until > now), default=None)
+        """When the next source may be asked again, if any is left alone or spared for now."""
+        rests = [s.rests_until for s in self.sources if not s.never and s.rests_until > now]
+        spared = [max(self._began, s.heard_at) + SPARE_AFTER_S for s in self.sources]
+        return min([*rests, *(at for at in spared if at > now)], default=None)

@@ -6,6 +6,7 @@ followed.
 """
 
 import asyncio
+import contextlib
 import re
 from collections.abc import AsyncGenerator
 from typing import Protocol
@@ -13,7 +14,7 @@ from typing import Protocol
 import httpx
 
 from shoal.errors import NothingYet, PeerError, cause_of
-from shoal.net.addresses import outside_address
+from shoal.net.addresses import addresses_of, is_outside, outside_address
 from shoal.net.client import Client
 from shoal.net.trouble import Trouble, troubles
 from shoal.protocol import constants
@@ -47,6 +48,8 @@ class Source(Protocol):
 
     name: str
     """For blame: a URL."""
+    rank: int
+    """Sources of a higher rank are spared as long as those of lower ranks are as fast."""
 
     def parts(self, digest: str, start: int, size: int) -> AsyncGenerator[bytes, None]:
         """The bytes of a chunk of `size` bytes from `start` on, as they come, unverified. An empty part says that the
@@ -70,11 +73,14 @@ class HttpSource:
         url: str,
         *,
         name: str = "",
+        rank: int = 0,
         trusted_address: bool = False,
+        beside: str = "",
         still_filling: bool = False,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        """`trusted_address`: the user gave the address, or the run is inside a network too, so it may be inside.
+        """`trusted_address`: the user gave the address, so it may be inside. `beside`: a host's name that the user gave; if
+        it is inside a network, the address may be, too.
         `still_filling`: a chunk that it lacks may come later, as with a relay. Raises `PeerError` for a bad URL.
         """
         try:
@@ -84,8 +90,9 @@ class HttpSource:
         parts = self._url
         if parts.scheme not in ("http", "https") or not parts.host or parts.userinfo or parts.query or parts.fragment:
             raise PeerError(f"{url!r} is not a source's URL: it must be http(s)://HOST/PATH")
-        self.name = name or url
+        self.name, self.rank = name or url, rank
         self._trusted, self._filling, self._transport = trusted_address, still_filling, transport
+        self._beside = beside
         self._http: httpx.AsyncClient | None = None
         self._address = ""
 
@@ -137,7 +144,7 @@ class HttpSource:
         if not self._address:
             port = url.port or (443 if url.scheme == "https" else 80)
             try:
-                self._address = await asyncio.wait_for(outside_address(url.host, port), CONNECT_TIMEOUT_S)
+                self._address = await asyncio.wait_for(self._judged_address(url.host, port), CONNECT_TIMEOUT_S)
             except TimeoutError:
                 raise Trouble(f"the address of {url.host} was not found in {CONNECT_TIMEOUT_S:.0f} s") from None
             except OSError as error:
@@ -148,6 +155,16 @@ class HttpSource:
             headers={"host": url.netloc.decode("ascii"), **headers},
             extensions={"sni_hostname": url.host},
         )
+
+    async def _judged_address(self, host: str, port: int) -> str:
+        """An address of a stranger's host that may be asked. Raises `PeerError`, and OSError."""
+        try:
+            return await outside_address(host, port)
+        except PeerError:
+            # guard: inside-beside-inside
+            if not self._beside or all(map(is_outside, await addresses_of(self._beside, port))):
+                raise
+            return (await addresses_of(host, port))[0]
 
     def _skipped(self, response: httpx.Response, start: int, size: int) -> int:
         """How many bytes of an answer come before `start`. Raises `Trouble` or `PeerError` if it is not the chunk."""
@@ -190,13 +207,34 @@ def _retry_after(response: httpx.Response) -> float:
     return min(float(asked), MOST_RETRY_S) if asked.isdecimal() else 0.0
 
 
-def sources_of(info: RunInfo, client: Client) -> list[Source]:
-    """Where the weights of a run come from: the coordinator that `client` calls.
+ORIGIN, COORDINATOR = 1, 2
+"""Ranks: what many share is spared as long as others serve."""
 
-    A further source is an `HttpSource` too, or a class like it, returned from here by what a field of `RunInfo` says.
+
+def sources_of(info: RunInfo, client: Client) -> list[Source]:
+    """Where the weights of a run come from: its origin, and the coordinator that `client` calls.
+
+    The coordinator is asked only if the origin is not there, or not to be reached from here.
     """
+    found: list[Source] = []
+    with contextlib.suppress(PeerError):  # the coordinator serves chunks, too
+        found += _origin(info.origin, client.base_url)
+    url = f"{client.base_url}/v1/blobs"
     return [
-        HttpSource(
-            f"{client.base_url}/v1/blobs", name=client.base_url, trusted_address=True, transport=client.transport
-        )
+        *found,
+        HttpSource(url, name=client.base_url, rank=COORDINATOR, trusted_address=True, transport=client.transport),
     ]
+
+
+_PORT = re.compile(r":(\d{1,5})(/[A-Za-z0-9._/-]{0,200})", re.ASCII)
+
+
+def _origin(said: str, base_url: str) -> list[Source]:
+    """The origin that a coordinator named. Raises `PeerError` for a bad URL."""
+    called = httpx.URL(base_url)
+    if beside := _PORT.fullmatch(said):
+        if called.scheme != "http" or not 0 < int(beside[1]) < 65536:
+            return []  # a proxy is in front, which the origin's port does not have
+        url = called.copy_with(port=int(beside[1]), raw_path=beside[2].encode())
+        return [HttpSource(str(url), rank=ORIGIN, trusted_address=True)]
+    return [HttpSource(said, rank=ORIGIN, beside=called.host)] if said else []

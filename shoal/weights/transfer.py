@@ -48,7 +48,6 @@ class Transfer:
     ) -> None:
         """`directory` takes the bytes of chunks that are not whole yet. `rng` decides order, choice and pauses."""
         self._sources = list({source.name: source for source in sources}.values())
-        self._choice, self._directory = Choice([source.name for source in self._sources], rng), directory
         self._on_blame, self._on_progress = on_blame, on_progress
         self._waiting = list(missing)
         rng.shuffle(self._waiting)  # so that clients of one swarm have different chunks to give each other
@@ -61,6 +60,8 @@ class Transfer:
         self._failure: OSError | None = None
         self._changed = asyncio.Event()
         self._clock = asyncio.get_running_loop().time
+        names, ranks = [source.name for source in self._sources], [source.rank for source in self._sources]
+        self._choice, self._directory = Choice(names, rng, ranks=ranks, now=self._clock()), directory
         self._heard = self._clock()
         """When any source sent bytes last."""
         self._progress = Progress(self._total_bytes, self._clock(), on_progress)

@@ -51,7 +51,7 @@ class Chunks:
     """A sink and a source in memory. `before` may wait, raise or spoil."""
 
     def __init__(self, name: str = "http://origin") -> None:
-        self.name = name
+        self.name, self.rank = name, 0
         self.held: dict[str, bytes] = {}
         self.asked: list[str] = []
 

@@ -80,6 +80,7 @@ class Server:
     """After how many bytes a request ends with an error."""
     is_up: Callable[[float], bool] = lambda time: True
     sent: int = 0
+    rank: int = 0
     asked: list[tuple[float, str, int]] = field(default_factory=list)
     """When which chunk was asked for, and from which byte on."""
 

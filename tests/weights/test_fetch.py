@@ -185,7 +185,7 @@ home = Path(sys.argv[1])
 blobs = FolderBlobs(home / "blobs")
 
 class Source:
-    name, count = "http://origin", 0
+    name, rank, count = "http://origin", 0, 0
 
     async def parts(self, digest, start, size):
         self.count += 1

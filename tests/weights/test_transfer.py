@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from shoal.errors import PeerError
-from shoal.weights import transfer
+from shoal.weights import choose, transfer
 from tests.weights.simulated import PART_BYTES, Link, Server, Version
 
 KB = 1000
@@ -335,3 +335,37 @@ def test_a_fetch_ends_as_long_as_one_good_source_lives(tmp_path):
         assert not [reason for name, reason in version.blamed if name == "good" and "wrong" in reason], seed
         bound_s = version.size / min(line, rate) + len(version.missing) * good.latency_s / 2
         assert version.took_s < 5 * bound_s + 60, seed
+
+
+# --- sources that are spared ---
+
+
+def test_a_spared_source_sends_nothing_while_others_serve(version):
+    relays = [Server(name, version.held, Link(400 * KB)) for name in "ab"]
+    origin = Server("origin", version.held, Link(2000 * KB), rank=1)
+    assert version.fetch([*relays, origin]).is_right and version.blamed == []
+    assert origin.sent == 0 and version.took_s < 1.15 * version.size / (800 * KB)
+
+
+def test_a_spared_source_serves_when_the_others_end(version):
+    bound_s = version.size / (400 * KB)
+    relay = Server("relay", version.held, Link(400 * KB), is_up=lambda time: time < bound_s / 2)
+    origin = Server("origin", version.held, Link(400 * KB), rank=1)
+    assert version.fetch([relay, origin]).is_right and version.took_s < 1.25 * bound_s
+    assert relay.sent > 0.4 * version.size
+
+
+def test_a_spared_source_serves_when_the_others_say_nothing(version):
+    """Such as the coordinator, when a firewall drops what is sent to the origin's port."""
+    mute = Server("mute", version.held, Link(400 * KB), stalls_at=lambda count: 0)
+    spared = Server("spared", version.held, Link(400 * KB), rank=1)
+    assert version.fetch([mute, spared]).is_right and mute.sent == 0
+    assert version.took_s < 1.15 * version.size / (400 * KB) + 2 * choose.SPARE_AFTER_S
+
+
+def test_sources_that_trickle_do_not_keep_a_fetch_from_a_spared_one(version):
+    """Whoever runs relays could else hold up all workers of a run."""
+    relays = [Server(f"trickling-{i}", version.held, Link(PART_BYTES)) for i in range(20)]
+    origin = Server("origin", version.held, Link(1000 * KB), rank=1)
+    assert version.fetch([*relays, origin]).is_right
+    assert version.took_s < 3 * version.size / (1000 * KB) + 20

@@ -141,7 +141,7 @@ class RunNeeds(Answer, frozen=True):
     needs: tuple[Fact, ...] = ()
 
 
-class RunInfo(Answer, frozen=True):
+class RunInfo(Answer, frozen=True, omit_defaults=True):
     """`GET /v1/run`: all that a stranger needs to take part."""
 
     run: str
@@ -165,6 +165,9 @@ class RunInfo(Answer, frozen=True):
     """What a node must support to join, such as "episodes" or "dtype:int8". A node that lacks one refuses."""
     rules_version: int = 0
     """Version of the ledger's rules that the log follows, see `shoal/ledger/law.py`; 0 also if the host does not say."""
+    origin: str = ""
+    """Below this URL chunks and manifests are named by their hashes; ":PORT/PATH" is on the host that was asked. Empty, and
+    not sent: the coordinator itself serves them."""
 
 
 class Join(Message, frozen=True):

@@ -190,7 +190,7 @@ class _Chunks:
     """A run as a source of `weights.fetch`."""
 
     def __init__(self, run: PublicRun) -> None:
-        self.name, self._run = run.name, run
+        self.name, self.rank, self._run = run.name, 0, run
         self.missing: PeerError | None = None
         """Why a chunk did not come."""
 

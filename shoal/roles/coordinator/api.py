@@ -314,7 +314,7 @@ async def get_blob(api: Api, request: Request) -> Response:
         await api.gate.anyone(request)
     if not api.desk.kept.may_read(name, key):
         raise Refused("nothing_yet", f"blob {name[:16]} is not here, or is private until its slot is final")
-    return api.desk.blobs.serve(name)
+    return api.desk.blobs.serve(name, public=not key)  # guard: private-answers-are-not-cached
 
 
 async def get_hub(api: Api, request: Request) -> Response:

@@ -40,7 +40,7 @@ class Board:
             trainer_key=state.trainer_key, head=state.head, chain_end=state.chain_end, envs=state.envs,
             sampling=state.sampling, rules=state.rules, phase=state.phase,  # type: ignore[arg-type]
             version=state.main.version, rules_version=state.law.version,
-            needs=needs_of(state.rules, state.envs, state.sampling),
+            needs=needs_of(state.rules, state.envs, state.sampling), origin=self._desk.origin(),
         )  # fmt: skip
 
     def nodes(self, after: str = "") -> list[t.NodeState]:

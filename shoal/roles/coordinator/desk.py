@@ -33,6 +33,7 @@ from shoal.protocol.records import difference
 from shoal.protocol.sizes import turn_answer_bytes, turn_bytes
 from shoal.protocol.wire import WireError, digest, from_msgpack, to_msgpack
 from shoal.roles.coordinator.kept import Kept
+from shoal.roles.coordinator.public import origin_of
 from shoal.roles.coordinator.stage import StageDoor
 
 FULL = "the host's disk quota is used up ({} MB, storage.quota_mb)"
@@ -45,12 +46,12 @@ class Desk:
         self.book, self.clock = book, clock
         self._config, self.key = config, key
         self.blobs = FolderBlobs(folder.blobs)
-        self.hub = folder.hub
+        self.hub, self._origin_address = folder.hub, folder.origin_address
         self.solved = {env.label: env.solved for env in config.envs}
         secret = folder.secret()
         self.slot_links = SecretChain(secret, SLOT_CHAIN).links()
         self.audit_links = SecretChain(secret, AUDIT_CHAIN).links()
-        self.kept = Kept(self.blobs, book, config.storage)
+        self.kept = Kept(self.blobs, book, config.storage, folder.chunks)
         self.stage = StageDoor(folder.stage_address, key, book.state.run)
 
     @property
@@ -61,6 +62,10 @@ class Desk:
     def quota_bytes(self) -> int:
         """Disk space for blobs."""
         return self._config.storage.quota_mb * 1_000_000
+
+    def origin(self) -> str:
+        """Where clients fetch chunks, as in `RunInfo`."""
+        return origin_of(self._config.host, self._origin_address)
 
     def clock_behind(self) -> str:
         """What to say if the clock was set back, and no lease is granted until it has reached the log; else nothing."""

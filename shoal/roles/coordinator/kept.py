@@ -10,6 +10,7 @@ import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 
 from shoal.config import StorageConfig
 from shoal.errors import NothingYet, StateError
@@ -20,6 +21,7 @@ from shoal.ledger.state import State, SubmissionRecord
 from shoal.net.blobs import FolderBlobs, Upload
 from shoal.protocol import types as t
 from shoal.protocol.wire import from_json
+from shoal.roles.coordinator.public import PublicBlobs
 from shoal.weights.demands import chunks_of
 from shoal.weights.manifest import content_of
 
@@ -29,8 +31,10 @@ log = logging.getLogger("coordinator")
 class Kept:
     """The blobs of a run, sorted by what they are."""
 
-    def __init__(self, blobs: FolderBlobs, book: Book, storage: StorageConfig) -> None:
+    def __init__(self, blobs: FolderBlobs, book: Book, storage: StorageConfig, public: Path) -> None:
+        """`public` is the folder of what anyone may read."""
         self._blobs, self._book, self._storage = blobs, book, storage
+        self.public = PublicBlobs(public, blobs)
         self.manifests: dict[int, t.Manifest] = {}
         """Manifests of the versions whose chunks are kept."""
         self._contents: dict[int, str] = {}
@@ -40,7 +44,6 @@ class Kept:
         also all other blobs that no event names: a kill left them, and some may be such chunks."""
         self.published_at = 0
         """When the trainer signed the last version that was published since the start, seconds since the epoch."""
-        self._public_chunks = set[str]()
         for version in book.state.main.versions:
             try:
                 self.remember(version)
@@ -48,6 +51,7 @@ class Kept:
                 if version >= self._oldest_fresh():
                     raise
                 log.warning("the manifest of version=%d is damaged: its weights are not kept", version)
+        self.public.hide_others()
         self.bodies = {
             name: book.state.leases[submission.lease].version
             for name, submission in book.state.submissions.items()
@@ -93,7 +97,7 @@ class Kept:
             signed = from_json(self._blobs.get(name), t.SignedManifest)
             self.manifests[version] = from_json(signed.body, t.Manifest)
             self._contents[version] = content_of(self.manifests[version])
-            self._public_chunks |= _chunks([self.manifests[version]])
+            self.public.show({name, *_chunks([self.manifests[version]])})
 
     def published(self, created: int) -> None:
         """A version was published, so no chunk is coming. Delete what no version names: no event will."""
@@ -110,12 +114,13 @@ class Kept:
         return self._contents.get(version, "")
 
     def may_read(self, name: str, key: str) -> bool:
-        """Whether a key may read a blob. Anyone may read chunks, and submissions whose result is final.
+        """Whether a key may read a blob. Anyone may read chunks, manifests, and submissions whose result is
+        final.
 
         Only validators that were not removed may read other submissions, and the trainer those that are decided.
         Projections stay private until all validators have judged, so that no validator can copy another's.
         """
-        if name in self._public_chunks:
+        if name in self.public:
             return True
         if name in self.projections:
             judged = self.projections[name]
@@ -204,16 +209,19 @@ class Kept:
             self._contents.pop(version, None)
         needed = _chunks(self.manifests.values()) | self.coming  # guard: coming-chunks-stay
         for chunk in _chunks(dropped) - needed:
-            self._public_chunks.discard(chunk)
-            self._blobs.delete(chunk)
+            self._delete_public(chunk)
         for version in versions:
-            self._blobs.delete(self.state.main.versions[version].manifest)
+            self._delete_public(self.state.main.versions[version].manifest)
+
+    def _delete_public(self, blob: str) -> None:
+        self.public.hide(blob)
+        self._blobs.delete(blob)
 
     def forget_unbooked(self, blob: str, booked: Iterable[str]) -> None:
         """Delete a manifest or projections that no event names, if `booked` does not have them. Nobody could read them."""
         if blob and blob not in booked:
             self.projections.pop(blob, None)
-            self._blobs.delete(blob)
+            self._delete_public(blob)
 
     def _forget_body(self, name: str) -> None:
         del self.bodies[name]

@@ -9,7 +9,6 @@ import contextlib
 import json
 import logging
 import os
-import socket
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
@@ -31,7 +30,7 @@ from shoal.config import (
 )
 from shoal.envs.declared import Declared, declared
 from shoal.envs.load import env_digest
-from shoal.errors import ConfigError, StateError, cause_of
+from shoal.errors import ConfigError, StateError
 from shoal.folder import RunFolder, write_atomically
 from shoal.ledger.facts.run import Admin, Create, Reconfigure, RunCreated
 from shoal.ledger.law import LAW, Law
@@ -40,6 +39,7 @@ from shoal.ledger.log.store import Store, sqlite_url
 from shoal.ledger.log.verify import AUDIT_CHAIN, SLOT_CHAIN
 from shoal.net.connections import Limits, connections_that_fit, http_server
 from shoal.net.keys import load_or_make_key
+from shoal.net.listening import listen, port_of_last_start
 from shoal.protocol import types as t
 from shoal.protocol.bounds import dtypes_of
 from shoal.protocol.constants import COMPLETIONS, EPISODES
@@ -58,7 +58,7 @@ def main(run_dir: Path) -> None:
     folder = RunFolder(run_dir)
     config = folder.config()
     desk = open_run(folder, config)
-    listener = _listen(folder, config)
+    listener = listen(config.host.bind, config.host.port, port_of_last_start(folder.address), "host.port")
     host, port = listener.getsockname()[:2]
     url = config.host.public_url or f"http://{host}:{port}"
     write_atomically(folder.address, json.dumps({"url": url, "pid": os.getpid(), "port": port}).encode())
@@ -137,6 +137,9 @@ def public_run_file(folder: RunFolder, config: RunConfig) -> dict[str, Any]:
             del env["solved"]
     if config.difficulty == DifficultyConfig():
         del tree["difficulty"]
+    for name in ("origin_port", "origin_url"):  # a run without them has the log of before there was an origin
+        if not tree["host"][name]:
+            del tree["host"][name]
     if not config.sampling.max_rollout_tokens:
         del tree["sampling"]["max_rollout_tokens"]
     for env in tree["envs"]:  # a run whose workers play has the log that it had before hosts could
@@ -203,30 +206,6 @@ def bounds_of(config: RunConfig) -> dict[str, t.Bounds]:
         for pair, bounds in sorted(config.verify.bounds.items())
         if (dtypes := dtypes_of(pair)) and dtypes[0] == config.sampled_dtype
     }
-
-
-def _listen(folder: RunFolder, config: RunConfig) -> socket.socket:
-    """A listening socket: the run file's port; else that of the last start, so that nodes find it; else a free one."""
-    if config.host.port:
-        return _bind(config.host.bind, config.host.port)
-    with contextlib.suppress(OSError, ValueError, KeyError, StateError):
-        return _bind(config.host.bind, int(json.loads(folder.address.read_text())["port"]))
-    return _bind(config.host.bind, 0)
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        raise StateError(
-            f"cannot listen on {host} port {port}: {cause_of(error)}. Another program may be serving there: stop it, or "
-            "give --set host.port=0 for a free port"
-        ) from None
-    listener.listen(256)
-    return listener
 
 
 def _ticking(desk: Desk) -> Any:

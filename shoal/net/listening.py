@@ -1,0 +1,40 @@
+"""Listening sockets of roles that serve.
+
+Called by them before they start a server. It prefers the port of the last start, where clients still ask.
+"""
+
+import contextlib
+import json
+import socket
+from pathlib import Path
+
+from shoal.errors import StateError, cause_of
+
+
+def port_of_last_start(address: Path) -> int:
+    """The port that a role wrote into a JSON file when it started last; 0 if it did not."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        return int(json.loads(address.read_bytes())["port"])
+    return 0
+
+
+def listen(bind: str, port: int, last: int = 0, key: str = "--port") -> socket.socket:
+    """A listening socket at `port`; if that is 0, at the port of the last start, or else at a free one.
+
+    `key` is what the user sets to choose the port. Raises `StateError`.
+    """
+    if port == 0 and last:
+        with contextlib.suppress(StateError):
+            return listen(bind, last)
+    listener = socket.socket(socket.AF_INET6 if ":" in bind else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((bind, port))
+        listener.listen(256)
+    except OSError as error:
+        listener.close()
+        raise StateError(
+            f"cannot listen on {bind} port {port}: {cause_of(error)}. Another program may be serving there: stop it, or "
+            f"set {key} to another port; 0 takes a free one"
+        ) from None
+    return listener

@@ -1,0 +1,30 @@
+"""The origin: the process that serves the chunks and manifests of a run, so that the coordinator sends no bulk.
+
+Started by the launcher beside the coordinator. It reads one folder, in which every file is public, and writes nothing
+there. It knows no run, no log and no key. If it is gone, clients fetch from the coordinator.
+"""
+
+import json
+import logging
+import os
+import time
+from pathlib import Path
+
+from shoal.folder import RunFolder, write_atomically
+from shoal.net.connections import Limits, connections_that_fit, http_server
+from shoal.net.listening import listen, port_of_last_start
+from shoal.net.shelf import shelf
+
+log = logging.getLogger("origin")
+
+
+def main(run_dir: Path) -> None:
+    """Serve a run's public blobs until told to stop. Raises `StateError` if the port cannot be used."""
+    folder = RunFolder(run_dir)
+    host = folder.config().host
+    listener = listen(host.bind, host.origin_port, port_of_last_start(folder.origin_address), "host.origin_port")
+    port = listener.getsockname()[1]
+    write_atomically(folder.origin_address, json.dumps({"port": port, "pid": os.getpid()}).encode())
+    log.info("serving chunks bind=%s port=%d", host.bind, port)
+    limits = Limits(total=connections_that_fit(), trusted=host.trusted_proxies)
+    http_server(shelf(folder.chunks, time.time), limits).run(sockets=[listener])

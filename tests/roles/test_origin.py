@@ -1,0 +1,261 @@
+"""The origin: what is public has a folder of its own, another process serves it, and without it the coordinator does."""
+
+import asyncio
+import contextlib
+import json
+import os
+import time
+from pathlib import Path
+
+import httpx
+import msgspec
+import pytest
+
+from shoal.errors import PeerError
+from shoal.folder import RunFolder
+from shoal.net.blobs import FolderBlobs
+from shoal.net.client import Client
+from shoal.net.connections import Limits
+from shoal.net.shelf import shelf
+from shoal.protocol.types import RunInfo
+from shoal.roles.coordinator.api import application
+from shoal.weights import choose
+from shoal.weights.fetch import fetch
+from shoal.weights.sources import COORDINATOR, ORIGIN, sources_of
+from tests.net.wires import serving
+from tests.roles.test_hostile_members import chunks_of, until
+from tests.roles.town import Town, tiny_run
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    """A run of three steps that has ended."""
+    town = Town(tmp_path_factory.mktemp("origin") / "run", tiny_run())
+    asyncio.run(town.live(town.trainer(), town.validator(), town.worker("honest")))
+    return town
+
+
+def shown(folder: RunFolder) -> set[str]:
+    return {path.name for path in folder.chunks.glob("??/*")}
+
+
+def manifests_of(town: Town) -> set[str]:
+    return {version.manifest for version in town.desk.state.main.versions.values()}
+
+
+def test_only_chunks_and_manifests_are_public_and_nothing_is_stored_twice(ended):
+    chunks = {chunk for version in ended.desk.kept.manifests for chunk in chunks_of(ended, version)}
+    assert shown(ended.folder) == chunks | manifests_of(ended)
+    for name in shown(ended.folder):
+        assert (ended.folder.chunks / name[:2] / name).samefile(ended.desk.blobs.path_of(name))
+    assert all(ended.desk.kept.may_read(name, "") for name in manifests_of(ended))
+
+
+def test_a_body_that_is_not_final_is_not_public(tmp_path):
+    town = Town(tmp_path / "run", tiny_run())
+    asyncio.run(until(lambda: town.desk.state.pending, town.trainer(), town.worker("quick")))
+    (body, *_) = town.desk.state.pending
+    assert town.desk.blobs.has(body) and body not in shown(town.folder)
+
+
+def test_what_is_forgotten_is_not_public_any_more(tmp_path):
+    town = Town(tmp_path / "run", tiny_run(steps=4, storage={"window_steps": 1}))
+    asyncio.run(town.live(town.trainer(), town.validator(), town.worker("honest")))
+    assert sorted(town.desk.kept.manifests) == [3, 4]
+    assert shown(town.folder) == {town.desk.state.main.versions[version].manifest for version in (3, 4)} | chunks_of(
+        town, 3
+    ) | chunks_of(town, 4)
+
+
+def test_a_start_repairs_what_a_kill_left(tmp_path):
+    town = Town(tmp_path / "run", tiny_run())
+    asyncio.run(until(lambda: town.desk.state.pending, town.trainer(), town.worker("quick")))
+    before, (body, *_) = shown(town.folder), town.desk.state.pending
+    lost = sorted(before)[0]
+    (town.folder.chunks / lost[:2] / lost).unlink()
+    left = town.folder.chunks / body[:2] / body
+    left.parent.mkdir(exist_ok=True)
+    os.link(town.desk.blobs.path_of(body), left)
+    again = Town(town.folder.root, town.config)
+    assert shown(again.folder) == before
+
+
+def test_without_hard_links_the_coordinator_serves_alone(tmp_path, monkeypatch, caplog):
+    really = os.link
+
+    def no_links(stored: Path, link: Path) -> None:
+        if "chunks" in link.parts:
+            raise OSError(95, "Operation not supported")
+        really(stored, link)
+
+    monkeypatch.setattr(os, "link", no_links)
+    town = Town(tmp_path / "run", tiny_run())
+    asyncio.run(town.live(town.trainer(), town.validator(), town.worker("honest")))
+    assert town.desk.state.phase == "ended" and shown(town.folder) == set()
+    assert [record.message for record in caplog.records].count(
+        "the origin lacks blobs, and the coordinator serves them itself: Operation not supported"
+    ) == 1
+
+
+# --- who serves a fetch ---
+
+
+@contextlib.asynccontextmanager
+async def hosted(town: Town):
+    """The coordinator's URL, and the names of the blobs that it was asked for."""
+    asked = []
+    app = application(town.desk)
+
+    async def watched(scope, receive, send):
+        if scope["type"] == "http" and scope["path"].startswith("/v1/blobs/"):
+            asked.append(scope["path"])
+        await app(scope, receive, send)
+
+    async with serving(watched, Limits()) as port:
+        yield f"http://127.0.0.1:{port}", asked
+
+
+def say_origin(folder: RunFolder, port: int, pid: int | None = None) -> None:
+    folder.origin_address.write_text(json.dumps({"port": port, "pid": os.getpid() if pid is None else pid}))
+
+
+async def fetched(url: str, town: Town, home: Path) -> tuple[RunInfo, float]:
+    """What the host says, and how long a fetch of the last version took."""
+    async with Client(url) as client:
+        info, began = await client.get_json("/v1/run", RunInfo), time.monotonic()
+        directory = await fetch(town.desk.kept.manifests[3], sources_of(info, client), home)
+        assert directory.is_dir()
+        return info, time.monotonic() - began
+
+
+def test_the_coordinator_sends_no_chunk_while_the_origin_serves(ended, tmp_path):
+    async def story():
+        async with hosted(ended) as (url, asked), serving(shelf(ended.folder.chunks, time.time), Limits()) as port:
+            say_origin(ended.folder, port)
+            info, _ = await fetched(url, ended, tmp_path)
+            assert info.origin == f":{port}/v1/blobs" and asked == []
+
+    asyncio.run(story())
+
+
+def test_a_client_that_cannot_reach_the_origin_fetches_from_the_coordinator(ended, tmp_path, monkeypatch):
+    monkeypatch.setattr(choose, "SPARE_AFTER_S", 0.5)
+
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    async def story():
+        server = await asyncio.start_server(silent, "127.0.0.1", 0)  # as behind a firewall that drops packets
+        async with hosted(ended) as (url, asked), server:
+            say_origin(ended.folder, server.sockets[0].getsockname()[1])
+            _, took_s = await fetched(url, ended, tmp_path / "silent")
+            assert asked and took_s < 5
+            say_origin(ended.folder, 1)
+            _, took_s = await fetched(url, ended, tmp_path / "closed")
+            assert took_s < 3
+
+    asyncio.run(story())
+
+
+def test_a_dead_origin_is_not_named(ended):
+    say_origin(ended.folder, 8471, pid=2**22 + 1)
+    assert ended.desk.origin() == ""
+    ended.folder.origin_address.unlink()
+    assert ended.desk.origin() == ""
+
+
+def test_behind_a_proxy_only_the_run_file_names_an_origin(ended):
+    say_origin(ended.folder, 8471)
+    host = ended.config.host
+    for named in ("", "https://cdn.example.org/run"):
+        ended.desk._config = msgspec.structs.replace(
+            ended.config, host=msgspec.structs.replace(host, public_url="https://x.example.org", origin_url=named)
+        )
+        assert ended.desk.origin() == named
+    ended.desk._config = ended.config
+    ended.folder.origin_address.unlink()
+
+
+@pytest.mark.parametrize(
+    ("said", "called", "asked"),
+    [
+        ("", "http://host:8470", None),
+        (":8471/v1/blobs", "http://host:8470", "http://host:8471/v1/blobs"),
+        (":8471/v1/blobs", "http://[::1]:8470", "http://[::1]:8471/v1/blobs"),
+        (":8471/v1/blobs", "https://host", None),
+        (":99999/v1/blobs", "http://host:8470", None),
+        (":22@evil/x", "http://host:8470", None),
+        ("https://cdn.example.org/run", "https://host", "https://cdn.example.org/run"),
+        ("https://user:word@cdn.example.org/", "https://host", None),
+        ("file:///etc/passwd", "https://host", None),
+        ("https://cdn.example.org/?to=", "https://host", None),
+    ],
+)
+def test_what_a_host_may_name_as_origin(ended, said, called, asked):
+    info = msgspec.structs.replace(_info(ended), origin=said)
+    client = Client(called)
+    sources = sources_of(info, client)
+    assert [source.rank for source in sources] == ([ORIGIN] if asked else []) + [COORDINATOR]
+    assert [source.name for source in sources] == ([asked] if asked else []) + [called]
+
+
+@pytest.mark.parametrize("inside", ["127.0.0.1", "10.0.0.1", "169.254.169.254", "[::1]"])
+def test_a_host_outside_cannot_send_its_guests_inside(ended, inside):
+    """A guest of http://93.184.216.34 would call a service of its own network."""
+
+    info = msgspec.structs.replace(_info(ended), origin=f"http://{inside}:9/chunks")
+
+    async def story(called: str) -> str:
+        origin = sources_of(info, Client(called))[0]
+        return await origin._judged_address(inside.strip("[]"), 9)
+
+    with pytest.raises(PeerError, match="an address inside a network"):
+        asyncio.run(story("http://93.184.216.34:8470"))
+    assert asyncio.run(story("http://127.0.0.1:8470")) == inside.strip("[]")
+
+
+def _info(town: Town) -> RunInfo:
+    async def story() -> RunInfo:
+        async with town.client(town.folder.keys / "anyone.key") as client:
+            return await client.get_json("/v1/run", RunInfo)
+
+    return asyncio.run(story())
+
+
+def test_a_private_blob_is_never_cached_on_the_way(tmp_path):
+    town = Town(tmp_path / "run", tiny_run())
+    asyncio.run(until(lambda: town.desk.state.pending, town.trainer(), town.worker("quick")))
+    (body, *_) = town.desk.state.pending
+    said = []
+    town.desk.kept.may_read = lambda name, key: bool(key) or name != body  # as for a validator that has joined
+
+    async def story():
+        transport = httpx.ASGITransport(application(town.desk))
+        key = town.folder.keys / "validator-0.key"
+
+        async def note(response: httpx.Response) -> None:
+            said.append((response.status_code, response.headers.get("cache-control")))
+
+        async with town.client(key) as client:
+            client.run = town.folder.run_id()
+            client._http.event_hooks = {"response": [note]}
+            await client.get_blob(body, cap=1 << 20)
+        manifest = town.desk.state.main.versions[0].manifest
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as http:
+            await note(await http.get(f"/v1/blobs/{manifest}"))
+
+    asyncio.run(story())
+    assert said == [(200, "private, no-store"), (200, "public, max-age=31536000, immutable")]
+
+
+def test_an_empty_folder_is_served_until_something_is_published(tmp_path):
+    app = shelf(tmp_path / "none", time.time)
+
+    async def story():
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as http:
+            assert (await http.get("/v1/blobs/" + "0" * 64)).status_code == 404
+            FolderBlobs(tmp_path / "none").put(b"")
+            assert (await http.get("/healthz")).text == "ok\n"
+
+    asyncio.run(story())
