@@ -35,6 +35,8 @@ class RunFolder:
         self.chunks = root / "chunks"
         """Links to the blobs that anyone may read; the origin serves them."""
         self.keys = root / "keys"
+        self.root_key_file = self.keys / "root.pub"
+        """The public part of the key that names publishers, if that is not the run key."""
         self.trainer = root / "trainer"
         self.policy = root / "policy"
         """Version 0, made or copied at the first start."""
@@ -71,6 +73,13 @@ class RunFolder:
             raise StateError(
                 f"the run's secret {self.secret_file} cannot be read: {error}. Restore it from a copy"
             ) from None
+
+    def root_key(self) -> str:
+        """The key that names publishers; empty if it is the run key. Raises `StateError`."""
+        try:
+            return self.root_key_file.read_text().strip() if self.root_key_file.exists() else ""
+        except (OSError, ValueError) as error:
+            raise StateError(f"{self.root_key_file} cannot be read: {error}. Restore it from a copy") from None
 
     def run_id(self) -> str:
         """The run's name on the wire: 32 hex digits, made from the secret."""

@@ -41,19 +41,33 @@ def add_commands(commands: Any) -> None:
     p.add_argument(
         "--public-url", metavar="URL", help="the URL that others type, if a proxy is in front (host.public_url)"
     )
+    p.add_argument(
+        "--root", default="", metavar="FILE_OR_KEY",
+        help="for a new run: the key that names who publishes its versions, as a file (made if there is none) or as 64 hex "
+        "digits. Keep the file on another machine (default: the run's key)",
+    )  # fmt: skip
     p = add_command(
-        commands, "admin", admin, "pause, resume, drain, kick or admit",
+        commands, "admin", admin, "pause, resume, drain, kick, admit or rotate-publisher",
         "Steer a run that you host. The run's key signs the request, so give the run's folder, or its URL with "
         "--key. pause: grant no new leases. resume: grant leases again. drain: finish, judge and learn from what "
-        "is leased, then end. kick: this node gets no more leases. admit: this validator's key may judge.",
+        "is leased, then end. kick: this node gets no more leases. admit: this validator's key may judge. "
+        "rotate-publisher: the trainer gets a new key, and its old one signs nothing more; the root key signs this.",
         ("shoal admin pause runs/wordle", ""),
         ("shoal admin kick runs/wordle worker-1", "by name, or by the start of its key"),
         ("shoal admin admit runs/wordle 3f2a…", "the key that `shoal validate` printed"),
+        ("shoal admin rotate-publisher runs/wordle --root /media/stick/root.key", "the trainer's key has leaked"),
     )  # fmt: skip
-    p.add_argument("action", choices=("pause", "resume", "drain", "kick", "admit"))
+    p.add_argument("action", choices=("pause", "resume", "drain", "kick", "admit", "rotate-publisher"))
     p.add_argument("run", metavar="RUN_DIR_OR_URL")
     p.add_argument("node", nargs="?", default="", metavar="NODE", help="for kick and admit: its key, or a node's name")
     p.add_argument("--key", type=Path, metavar="FILE", help="the run's key (default: RUN_DIR/keys/run.key)")
+    p.add_argument(
+        "--root", type=Path, metavar="FILE", help="for rotate-publisher: the root key, if it is not the run's key"
+    )
+    p.add_argument(
+        "--new-key", default="", metavar="KEY",
+        help="for rotate-publisher: the new key, 64 hex digits (default: one made in RUN_DIR/keys)",
+    )  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
@@ -80,12 +94,15 @@ def _launch(args: argparse.Namespace, overrides: list[str], quick: bool, with_wo
     from shoal.folder import RunFolder
     from shoal.launch.hosting import invitation
     from shoal.launch.local import launch, locked
+    from shoal.launch.rotation import take_root
 
     out = args.out or Path("runs") / config.name
     with locked(out) as lock_fd:
         RunFolder(out).prepare(
             config, args.recipe.parent, for_others=not with_workers, repeatable=lambda env: declared(env).reproducible
         )
+        if not with_workers and args.root and (told := take_root(RunFolder(out), args.root)):
+            say(told)
         announce = None if with_workers else lambda url: invitation(url, config.host, out)
         return launch(out, lock_fd, with_workers, announce)
 
@@ -100,6 +117,9 @@ def demand_environments(config: "RunConfig", beside: Path) -> None:
 
 
 def admin(args: argparse.Namespace) -> None:
-    from shoal.launch import hosting
+    from shoal.launch import hosting, rotation
 
+    if args.action == "rotate-publisher":
+        say(rotation.rotate_publisher(args.run, args.root, args.new_key))
+        return
     say(hosting.administer(args.action, args.run, args.node, args.key))

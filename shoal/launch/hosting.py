@@ -35,7 +35,7 @@ def invitation(url: str, host: HostConfig, run_dir: Path) -> str:
     lines = ["Others join with:", "", f"    shoal join {shared}", ""]
     if not shared.startswith("https://"):
         lines += _reach(host.bind, port)
-    lines.append(f"Steer it with: shoal admin pause|resume|drain|kick|admit {run_dir}")
+    lines.append(f"Steer it with: shoal admin pause|resume|drain|kick|admit|rotate-publisher {run_dir}")
     return "\n".join(lines)
 
 

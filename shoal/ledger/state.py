@@ -17,7 +17,7 @@ from shoal.ledger.law import BEFORE_LAWS, Law
 from shoal.ledger.pools import SolvedRecord, TableChange
 from shoal.protocol.constants import MAIN_STREAM
 from shoal.protocol.difficulty import Difficulty
-from shoal.protocol.types import EnvSpec, GroupVerdict, Rules, Sampling
+from shoal.protocol.types import EnvSpec, GroupVerdict, Publishers, Rules, Sampling
 from shoal.protocol.wire import digest, to_json
 
 
@@ -261,6 +261,7 @@ class State(msgspec.Struct, dict=True):
     name: str = ""
     run_key: str = ""
     trainer_key: str = ""
+    """The publisher now."""
     validators: tuple[str, ...] = ()
     chain_end: str = ""
     audit_chain_end: str = ""
@@ -305,6 +306,20 @@ class State(msgspec.Struct, dict=True):
     head: str = GENESIS
     time: float = 0.0
     """Of the newest event, seconds since the epoch."""
+    root_key: str | msgspec.UnsetType = msgspec.UNSET
+    """The key that names publishers, if it is not the run key; states without it keep their hash."""
+    named: Publishers | msgspec.UnsetType = msgspec.UNSET
+    """All publishers, once the first was replaced."""
+
+    @property
+    def root(self) -> str:
+        """The key that names publishers."""
+        return self.root_key or self.run_key
+
+    @property
+    def publishers(self) -> Publishers:
+        """All publishers so far, in order."""
+        return self.named or Publishers(self.trainer_key)
 
     @property
     def main(self) -> StreamRecord:

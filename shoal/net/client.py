@@ -79,7 +79,7 @@ class Client:
         rng: random.Random | None = None,
         on_wait: Callable[[str], None] = log.warning,
     ) -> None:
-        """`run`, `head` and `manifest` are sent with each signed call; set these attributes once they are known.
+        """`run`, `head` and `manifest` are sent with each call that `key` signs; set these attributes once they are known.
 
         `transport` replaces the network, in tests. `on_wait` receives one line: what the client waits for, how long it
         has waited, and why. Raises `PeerError` for a bad URL.
@@ -89,7 +89,7 @@ class Client:
         self.run = run
         self.head = ""
         self.manifest = ""
-        self._key = key
+        self.key = key
         self._clock, self._sleep, self._monotonic, self._on_wait = clock, sleep, monotonic, on_wait
         self._rng = rng or random.Random(secrets.randbits(64))
         self._reached = False
@@ -266,10 +266,10 @@ class Client:
         request = self._http.build_request(call.method, call.path, content=content, headers=length, timeout=timeout)
         if call.media_type:
             request.headers["content-type"] = call.media_type
-        if self._key is not None:
+        if self.key is not None:
             path, _, query = request.url.raw_path.decode("ascii").partition("?")
             signed = sign_request(
-                self._key,
+                self.key,
                 RequestLine(call.method, path, query),
                 call.digest or wire.digest(call.body),
                 created=int(self._clock()),

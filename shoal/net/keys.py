@@ -23,6 +23,12 @@ def load_or_make_key(path: Path) -> Key:
     return load_key(path)
 
 
+def find_key(folder: Path, prefix: str, public: str) -> Key | None:
+    """The key with this public part in a folder, among the files whose names begin so. Raises as `load_key`."""
+    keys = (load_key(path) for path in sorted(folder.glob(f"{prefix}*.key")))
+    return next((key for key in keys if key.public == public), None)
+
+
 def load_key(path: Path) -> Key:
     """Read a key file. Raises `StateError` if it is missing or damaged, or if others can read it."""
     try:

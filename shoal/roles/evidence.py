@@ -44,6 +44,8 @@ class Evidence:
         if not re.fullmatch("[0-9a-f]{32}", run, re.ASCII):  # guard: run-id-is-no-path
             raise PeerError(f"the run calls itself {run[:40]!r}, which is not a run id: check the URL")
         self.folder = home / "evidence" / run
+        self.publishers = self.folder / "publishers.json"
+        """What the node pinned of the run's root and publishers, see `pinned`."""
         self.most_bytes = MOST_BYTES if most_bytes is None else min(most_bytes, MOST_BYTES)
         self._receipts = home / "receipts.jsonl"
         try:

@@ -45,9 +45,10 @@ from shoal.roles.evidence import DISK_PART, Evidence
 from shoal.roles.loading import Loaded, contained
 from shoal.roles.memory import Memory, needs_of, share_of_free_mb
 from shoal.roles.packages import NoPackages, OnTheHost, Packages, aside, room_of
+from shoal.roles.pinned import take_publishers
 from shoal.sandbox.limits import Limits as SandboxLimits
 from shoal.weights.fetch import fetch
-from shoal.weights.manifest import content_of, open_manifest
+from shoal.weights.manifest import content_of, open_manifest, signer_of
 from shoal.weights.room import disk_limit, room_for_version
 from shoal.weights.sources import sources_of
 
@@ -94,6 +95,8 @@ class Seat:
     """What the version that was loaded last needs, if there is a limit."""
     doubt: Doubt = field(default_factory=Doubt)
     """Whether a stop of the sandbox, in which packages play, decides nothing."""
+    publishers: t.Publishers | None = None
+    """All that the root named, as this node pinned them; None: the trainer key of `info`."""
     manifest: t.Manifest | None = None
     """Of the version that the engine has. All requests name its signed bytes."""
     issued: dict[int, float] = field(default_factory=dict)
@@ -164,12 +167,18 @@ class Seat:
         if self.memory is not None:  # a weight takes at least the bytes in memory that it takes in its file
             max_bytes = min(self.memory.left_bytes, self.memory.left_bytes if max_bytes is None else max_bytes)
         data = await self.client.get(f"/v1/manifests/{version}", cap=MAX_MANIFEST_BYTES)
+        if signer_of(data) not in self._publishers().keys:  # guard: new-publisher-is-asked-for
+            info = await self.client.get_json("/v1/run", t.RunInfo)
+            self.publishers = take_publishers(self.evidence.publishers, info)
         manifest = open_manifest(
-            data, run=self.info.run, keys=(self.info.trainer_key,), now=self.clock(), version=version, max_bytes=max_bytes,
+            data, run=self.info.run, keys=self._publishers(), now=self.clock(), version=version, max_bytes=max_bytes,
             issued_since=self.issued.get(version, 0.0),
         )  # fmt: skip
         self.issued[version] = manifest.issued
         return manifest, data
+
+    def _publishers(self) -> t.Publishers:
+        return self.publishers or self.info.all_publishers
 
     async def _load(self, directory: Path, version: int) -> None:
         """Let the engine load a version from its directory. Raises `Overreach` if it does not fit into the memory."""
@@ -260,6 +269,7 @@ async def take_seat(
     most_bytes = None if own_files else disk_limit(home / "weights", max_disk_mb) // DISK_PART
     evidence = Evidence(home, info.run, most_bytes)
     evidence.demand_same_host(info.run_key)  # before anything is signed
+    publishers = take_publishers(evidence.publishers, info)
     client.run, client.head = info.run, info.head
     doubt, limit_mb = Doubt(), max_memory_mb or share_of_free_mb()
     sandboxes, reserved_mb = (LIMITS, 0) if own_files else room_of(info.envs, limit_mb)
@@ -274,8 +284,10 @@ async def take_seat(
     # guard: strangers-are-contained
     policy = Loaded(engine, Renderer.from_directory if own_files else contained(limits))
     if own_files:
-        return Seat(client, home, info, envs, policy, node, clock, evidence, None, doubt=doubt)
-    return Seat(client, home, info, envs, policy, node, clock, evidence, max_disk_mb, memory, doubt=doubt)
+        return Seat(client, home, info, envs, policy, node, clock, evidence, None, doubt=doubt, publishers=publishers)
+    return Seat(
+        client, home, info, envs, policy, node, clock, evidence, max_disk_mb, memory, doubt=doubt, publishers=publishers
+    )
 
 
 def _load(

@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from pathlib import Path
 
 from shoal.errors import NothingYet, PeerError, StateError, cause_of
-from shoal.protocol.types import Manifest
+from shoal.protocol.types import Manifest, Publishers
 from shoal.weights.finish import directory_name, fault_of, finish, prune
 from shoal.weights.follow import files_to_fetch, follow, root_here, versions_here, weights_bytes
 from shoal.weights.manifest import open_manifest
@@ -41,7 +41,7 @@ async def fetch_version(
     folder: Path,
     *,
     run: str,
-    publisher: str,
+    publishers: Publishers,
     now: float | None,
     root: str = "",
     max_bytes: int | None = None,
@@ -51,15 +51,15 @@ async def fetch_version(
 ) -> Path:
     """The directory of a version by its signed manifest, both verified.
 
-    `publisher` is the run's trainer key; `now` and `max_bytes` are as of `open_manifest`, `keep` and `on_blame` as of
+    `publishers` are the run's; `now` and `max_bytes` are as of `open_manifest`, `keep` and `on_blame` as of
     `fetch`; `signed_of` gives the signed manifests of earlier versions; `root` is the version's in the log. Raises as both.
     """
-    manifest = open_manifest(data, run=run, keys=(publisher,), now=now, version=version, max_bytes=max_bytes, root=root)
+    manifest = open_manifest(data, run=run, keys=publishers, now=now, version=version, max_bytes=max_bytes, root=root)
 
     async def manifest_of(earlier: int) -> Manifest:
         assert signed_of is not None
         signed = await signed_of(earlier)
-        return open_manifest(signed, run=run, keys=(publisher,), now=None, version=earlier, max_bytes=max_bytes)
+        return open_manifest(signed, run=run, keys=publishers, now=None, version=earlier, max_bytes=max_bytes)
 
     return await fetch(
         manifest, sources, folder, keep=keep, on_blame=on_blame, manifest_of=manifest_of if signed_of else None

@@ -14,7 +14,8 @@ from shoal.policy.files import tensors_of
 from shoal.protocol import constants, wire
 from shoal.protocol.identity import Key, verify_signature
 from shoal.protocol.merkle import merkle_root
-from shoal.protocol.types import Manifest, SignedManifest
+from shoal.protocol.publishers import flaw_of_signer
+from shoal.protocol.types import Manifest, Publishers, SignedManifest
 from shoal.weights.demands import (
     ManifestError,
     demand_file,
@@ -67,11 +68,19 @@ def content_of(manifest: Manifest) -> str:
     return wire.digest(wire.to_json(msgspec.structs.replace(manifest, issued=0.0, expires=0.0)))
 
 
+def signer_of(data: bytes) -> str:
+    """The key that a signed manifest names, not verified; empty if the bytes are none."""
+    try:
+        return wire.from_json(data, SignedManifest).key if len(data) <= constants.MAX_MANIFEST_BYTES else ""
+    except wire.WireError:
+        return ""
+
+
 def open_manifest(
     data: bytes,
     *,
     run: str,
-    keys: Collection[str],
+    keys: Collection[str] | Publishers,
     now: float | None,
     version: int | None = None,
     max_bytes: int | None = None,
@@ -81,10 +90,10 @@ def open_manifest(
 ) -> Manifest:
     """Decode a `SignedManifest` and return its manifest, if everything about it is right.
 
-    `keys` may publish. `version` is the requested one, None if any will do. `now` is None for history, where nothing
-    expires. `max_bytes` is the most that this node will download. `root`, if given, is the version's in the log, and
-    `logged` the digests of the signed manifests that the log names for it. `issued_since` is the newest date of issue that
-    this node has seen of the version. Raises `ManifestError` saying what is wrong.
+    `keys` may publish; of `Publishers`, each what it may. `version` is the requested one, None if any will do. `now` is
+    None for history, where nothing expires. `max_bytes` is the most that this node will download. `root`, if given, is the
+    version's in the log, and `logged` the digests of the signed manifests that the log names for it. `issued_since` is the
+    newest date of issue that this node has seen of the version. Raises `ManifestError` saying what is wrong.
     """
     if len(data) > constants.MAX_MANIFEST_BYTES:
         raise ManifestError(
@@ -93,7 +102,7 @@ def open_manifest(
         )
     try:
         signed = wire.from_json(data, SignedManifest)
-        if signed.key not in keys:
+        if signed.key not in (keys.keys if isinstance(keys, Publishers) else keys):
             raise ManifestError(
                 "wrong-key",
                 f"manifest signed by {signed.key[:16]!r}…, which may not publish for this run: use another source",
@@ -110,6 +119,8 @@ def open_manifest(
             "signature", "manifest is not in canonical form: it was changed on the way; use another source"
         )
     demand_identity(manifest, run, version)
+    if isinstance(keys, Publishers):
+        _demand_publisher(signed.key, keys, manifest)  # guard: manifest-by-its-publisher
     demand_time(manifest, now, issued_since)
     for entry in manifest.files:
         demand_file(entry, manifest.chunk_bytes)
@@ -127,3 +138,11 @@ def open_manifest(
             "as evidence, and use another source",
         )
     return manifest
+
+
+def _demand_publisher(key: str, publishers: Publishers, manifest: Manifest) -> None:
+    """Refuse what a key signed that the root named for other versions, or had replaced."""
+    if flaw := flaw_of_signer(publishers, key, manifest.version, manifest.issued):
+        raise ManifestError(
+            "wrong-key", f"manifest of version {manifest.version}: its signer {key[:16]} {flaw}; use another source"
+        )

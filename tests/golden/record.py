@@ -84,7 +84,7 @@ def record_members(root: Path) -> Path:
         stranger.run = (await stranger.get_json("/v1/run", t.RunInfo)).run
         await stranger.post_json("/v1/nodes", t.Join("worker", "x", 0.0, "i", "float32", "cpu"), t.NodeState)
         while True:
-            held = tuple(lease.id for lease in town.desk.state.open_leases_of(stranger._key.public))
+            held = tuple(lease.id for lease in town.desk.state.open_leases_of(stranger.key.public))
             await stranger.post_json("/v1/leases", t.LeaseRequest(held), t.LeaseAnswer)
             await asyncio.sleep(0.05)
 

@@ -30,7 +30,16 @@ class World:
     """A book with a clock and honest moves, so that a test contains only what it is about."""
 
     def __init__(
-        self, tmp_path, validators=(VALIDATOR,), law=LAW, config=None, envs=(), difficulty=None, secret=b"", **changes
+        self,
+        tmp_path,
+        validators=(VALIDATOR,),
+        law=LAW,
+        config=None,
+        envs=(),
+        difficulty=None,
+        secret=b"",
+        root="",
+        **changes,
     ):
         self.path, self.now, self.rechecks = tmp_path / "log.sqlite", 1000.0, {}
         self.links = []
@@ -41,7 +50,7 @@ class World:
             ends = tuple(links[0].hex() for links in self.links)
         created = RunCreated(
             "r" * 32, "test", "k" * 64, TRAINER, tuple(validators), *ends, tuple(envs), Sampling(1.0, 8, 64),
-            rules(**changes), config or {}, law, difficulty,
+            rules(**changes), config or {}, law, difficulty, root,
         )  # fmt: skip
         self.do(Create(created, self.now))
         self.enter(TRAINER, "trainer")

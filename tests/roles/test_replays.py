@@ -250,7 +250,7 @@ def test_a_node_whose_clock_was_set_back_gets_through_by_itself(night):
     async def story():
         await night.join("old")
         client_now = night.now - 20
-        late = Client(URL, night.client._key, run=night.run, transport=night.tape, clock=lambda: client_now)
+        late = Client(URL, night.client.key, run=night.run, transport=night.tape, clock=lambda: client_now)
 
         async def sleep(seconds):
             nonlocal client_now

@@ -299,7 +299,7 @@ def test_a_stranger_that_fills_no_lease_gets_few_of_them_and_changes_nothing(tmp
         stranger.run = info.run
         await stranger.post_json("/v1/nodes", t.Join("worker", "x", 0.0, "i", "float32", "cpu"), t.NodeState)
         while True:
-            held = tuple(lease.id for lease in town.desk.state.open_leases_of(stranger._key.public))
+            held = tuple(lease.id for lease in town.desk.state.open_leases_of(stranger.key.public))
             await stranger.post_json("/v1/leases", t.LeaseRequest(held), t.LeaseAnswer)
             await asyncio.sleep(0.02)
 
@@ -311,7 +311,7 @@ def test_a_stranger_that_fills_no_lease_gets_few_of_them_and_changes_nothing(tmp
 
     asyncio.run(story())
     audit = town.audit()
-    node = audit.state.members[stranger._key.public]
+    node = audit.state.members[stranger.key.public]
     assert audit.findings == [] and town.weights() == single_file_weights
     assert 1 <= node.leases <= 5 and audit.state.members[honest.key].refused == 0
 

@@ -33,6 +33,8 @@ class RunCreated(Message, frozen=True, omit_defaults=True):
     """Constants and version of the rules. Logs of version 0 name none."""
     difficulty: Difficulty | None = None
     """How draws follow solve rates. Only in logs of runs whose draws do."""
+    root_key: str = ""
+    """The key that names publishers. Empty, as in older logs: the run key."""
 
 
 class RulesChanged(Message, frozen=True):
@@ -106,6 +108,7 @@ def apply_run_created(body: RunCreated, state: State, entry: Entry) -> None:
     state.rules = _with_quarantine(body.rules, body.rules.quarantine_s, body.config)
     state.law = body.law or BEFORE_LAWS
     state.difficulty = body.difficulty
+    state.root_key = body.root_key or msgspec.UNSET
 
 
 def apply_rules_changed(body: RulesChanged, state: State, entry: Entry) -> None:

@@ -1,11 +1,11 @@
-"""Policy versions: published by the trainer, and their secret links revealed once they are retired."""
+"""Policy versions: published by the trainer, and their secret links revealed once they are retired; and who publishes."""
 
 from dataclasses import dataclass, field
 
 from shoal.ledger.entry import Entry
 from shoal.ledger.state import State, VersionRecord
 from shoal.protocol.constants import MAIN_STREAM
-from shoal.protocol.types import Message
+from shoal.protocol.types import Message, Publishers, Rotation
 
 
 class CheckpointPublished(Message, frozen=True):
@@ -23,6 +23,33 @@ class LinkRevealed(Message, frozen=True):
     link: str
     audit_link: str
     stream: str = MAIN_STREAM
+
+
+class PublisherChanged(Message, frozen=True):
+    """The root key named another publisher, from a version on: the fields of a `Rotation`, without the run.
+
+    It came after version 2 of the rules and needs no version of its own: only a new request leads to it, logs without it
+    are decided as before, and a shoal that does not know it refuses the log.
+    """
+
+    key: str
+    since: int
+    serial: int
+    created: int
+    signature: str
+    stream: str = MAIN_STREAM
+
+    def rotation(self, run: str) -> Rotation:
+        """What the root signed."""
+        return Rotation(run, self.stream, self.key, self.since, self.serial, self.created, self.signature)
+
+
+@dataclass(frozen=True)
+class Rotate:
+    """The root names another publisher."""
+
+    rotation: Rotation
+    now: float
 
 
 @dataclass(frozen=True)
@@ -51,7 +78,14 @@ def apply_link_revealed(body: LinkRevealed, state: State, entry: Entry) -> None:
     state.streams[body.stream].versions[body.version].revealed = True
 
 
+def apply_publisher_changed(body: PublisherChanged, state: State, entry: Entry) -> None:
+    known = state.publishers
+    state.named = Publishers(known.first, (*known.rotations, body.rotation(state.run)))
+    state.trainer_key = body.key
+
+
 EVENTS = {
+    "publisher_changed": (PublisherChanged, apply_publisher_changed),
     "checkpoint_published": (CheckpointPublished, apply_checkpoint_published),
     "link_revealed": (LinkRevealed, apply_link_revealed),
 }

@@ -1,4 +1,4 @@
-"""When a policy version may be published, and when its secret links come out."""
+"""When a policy version may be published, who publishes it, and when its secret links come out."""
 
 from collections.abc import Iterator
 
@@ -6,10 +6,12 @@ from shoal.ledger.answers import Refused
 from shoal.ledger.entry import Body
 from shoal.ledger.facts.pools import PoolsChanged
 from shoal.ledger.facts.run import Tick
-from shoal.ledger.facts.versions import CheckpointPublished, LinkRevealed, Publish
+from shoal.ledger.facts.versions import CheckpointPublished, LinkRevealed, Publish, PublisherChanged, Rotate
 from shoal.ledger.past import Cause, Here, Table
 from shoal.ledger.rules.pools import change_pools
 from shoal.ledger.state import State, StreamRecord
+from shoal.protocol.constants import MAIN_STREAM, SIGNATURE_WINDOW_S
+from shoal.protocol.publishers import flaw_of_next
 
 
 def decide_publish(command: Publish, state: State) -> list[Body]:
@@ -39,6 +41,31 @@ def decide_publish(command: Publish, state: State) -> list[Body]:
         if version <= retired and hidden and version not in unjudged:
             events.append(LinkRevealed(version, link, audit_link, stream.name))
     return events
+
+
+def decide_rotate(command: Rotate, state: State) -> list[Body]:
+    """The root names another publisher, from the next version on: what is published stays as it was signed."""
+    rotation, known = command.rotation, state.publishers
+    if rotation in known.rotations[-1:]:  # sent again
+        return []
+    if state.phase == "ended":
+        raise Refused("ended", "the run has ended: nobody publishes any more")
+    if flaw := flaw_of_next(rotation, known, state.root, state.run, MAIN_STREAM):  # guard: rotation-is-sound
+        raise Refused("not_rotated", flaw)
+    if rotation.since != state.main.version + 1:  # guard: rotation-from-the-next-version
+        when = "back in time" if rotation.since <= state.main.version else "too early"
+        raise Refused("conflict", f"{when}: the rotation holds from version {rotation.since}, and the next version is "
+                      f"{state.main.version + 1}: sign it for that one")  # fmt: skip
+    if abs(rotation.created - command.now) > SIGNATURE_WINDOW_S:  # guard: rotation-is-new
+        raise Refused("clock", f"the rotation was signed {command.now - rotation.created:+.0f} s ago by the host's clock, "
+                      f"limit {SIGNATURE_WINDOW_S} s: set the clocks, or sign it again")  # fmt: skip
+    if rotation.key in state.members or rotation.key in state.validators:  # guard: publisher-is-nobody-else
+        raise Refused("conflict", f"{rotation.key[:12]} has another role in this run: name a key of its own")
+    return [
+        PublisherChanged(
+            rotation.key, rotation.since, rotation.serial, rotation.created, rotation.signature, rotation.stream
+        )
+    ]
 
 
 def _unjudged(state: State, stream: StreamRecord) -> set[int]:
@@ -73,6 +100,14 @@ def cause_of_link_revealed(body: LinkRevealed, here: Here) -> Cause:
     return Cause(Tick(here.now, {v: (f.link, f.audit_link) for v, f in here.links.items() if v in hidden}))
 
 
-COMMANDS: Table = {Publish: decide_publish}
-CAUSES: Table = {CheckpointPublished: cause_of_checkpoint_published, LinkRevealed: cause_of_link_revealed}
+def cause_of_publisher_changed(body: PublisherChanged, here: Here) -> Cause:
+    return Cause(Rotate(body.rotation(here.state.run), here.now))
+
+
+COMMANDS: Table = {Publish: decide_publish, Rotate: decide_rotate}
+CAUSES: Table = {
+    CheckpointPublished: cause_of_checkpoint_published,
+    LinkRevealed: cause_of_link_revealed,
+    PublisherChanged: cause_of_publisher_changed,
+}
 LINES: Table = {}

@@ -4,6 +4,7 @@ from shoal.protocol.types.answers import AdminRequest, CheckAnswer, Done, Event,
 from shoal.protocol.types.judgement import Check, GroupVerdict, Verdict
 from shoal.protocol.types.learning import Batch, BatchGroup, FileEntry, Manifest, Patch, SignedManifest, SolveRate
 from shoal.protocol.types.message import Answer, Fact, Message, fact
+from shoal.protocol.types.publishers import Publishers, Rotation
 from shoal.protocol.types.run import Bounds, EnvSpec, Join, NodeState, Rules, RunInfo, RunNeeds, Sampling
 from shoal.protocol.types.stage import (
     GroupRecord,
@@ -66,11 +67,13 @@ __all__ = [
     "NodeState",
     "Outcome",
     "Patch",
+    "Publishers",
     "Receipt",
     "Record",
     "Refusal",
     "Rollout",
     "RolloutRecord",
+    "Rotation",
     "Rules",
     "RunInfo",
     "RunNeeds",

@@ -10,6 +10,7 @@ import msgspec
 from shoal.protocol.algorithms import Algorithm, Grpo
 from shoal.protocol.constants import EPISODES
 from shoal.protocol.types.message import Answer, Fact, Message
+from shoal.protocol.types.publishers import Publishers
 
 
 class Sampling(Message, frozen=True, omit_defaults=True):
@@ -168,6 +169,20 @@ class RunInfo(Answer, frozen=True, omit_defaults=True):
     origin: str = ""
     """Below this URL chunks and manifests are named by their hashes; ":PORT/PATH" is on the host that was asked. Empty, and
     not sent: the coordinator itself serves them."""
+    root_key: str = ""
+    """The key that names publishers; empty: the run key."""
+    publishers: Publishers | None = None
+    """All publishers, once the first was replaced."""
+
+    @property
+    def root(self) -> str:
+        """The key that names publishers."""
+        return self.root_key or self.run_key
+
+    @property
+    def all_publishers(self) -> Publishers:
+        """All publishers, as the coordinator tells them."""
+        return self.publishers or Publishers(self.trainer_key)
 
 
 class Join(Message, frozen=True):

@@ -103,5 +103,6 @@ class Bench:
             run=state.run, name=state.name, protocol=PROTOCOL_VERSION, run_key=state.run_key,
             trainer_key=state.trainer_key, head=state.head, chain_end=state.chain_end, envs=state.envs,
             sampling=state.sampling, rules=state.rules, phase="ended", version=state.main.version,
+            root_key=state.root_key or "", publishers=state.named or None,
         )  # fmt: skip
         return Tools(info, self.envs, self._renderer, replay_group, dtype=state.rules.dtype, score=score)

@@ -87,7 +87,7 @@ def _take(pile: Pile, kind: Kind, path: Path, state: State) -> None:
         raise ConfigError(f"cannot read evidence {path}: {cause_of(error)}") from None
     try:
         if kind == "manifest":
-            manifest = open_manifest(data, run=state.run, keys=(state.trainer_key,), now=None)
+            manifest = open_manifest(data, run=state.run, keys=state.publishers, now=None)
             pile.manifests.append(Signed(str(path), digest(data), manifest))
         elif kind == "grant":
             pile.grants.append((str(path), _promise(data, t.Grant, state)))
@@ -169,7 +169,7 @@ async def _logged_manifests(pile: Pile, log: Audit, run: PublicRun) -> dict[int,
     for version in (asked & state.main.versions.keys()) - found.keys():
         with contextlib.suppress(PeerError, StateError):
             data = await run.manifest(version, state.main.versions[version].manifest)
-            found[version] = open_manifest(data, run=state.run, keys=(state.trainer_key,), now=None, version=version)
+            found[version] = open_manifest(data, run=state.run, keys=state.publishers, now=None, version=version)
     return found
 
 

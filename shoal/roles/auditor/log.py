@@ -121,7 +121,7 @@ async def _check_weights(run: FolderRun, audit: Audit) -> None:
     for version, record in state.main.versions.items():
         try:
             data = await run.manifest(version, record.manifest)
-            manifest = open_manifest(data, run=state.run, keys=(state.trainer_key,), now=None, version=version)
+            manifest = open_manifest(data, run=state.run, keys=state.publishers, now=None, version=version)
             if manifest.root != record.root:
                 audit.findings.append(f"version {version}: the manifest's weights root is not the one in the log")
             for chunk in chunks_of(manifest):

@@ -163,14 +163,14 @@ async def fetch_weights(run: PublicRun, state: State, version: int, into: Path) 
     except PeerError as error:
         gone = isinstance(error, NothingYet)
         raise Unavailable(_gone(version) if gone else f"cannot fetch version {version}: {error}") from None
-    manifest = open_manifest(data, run=state.run, keys=(state.trainer_key,), now=None, version=version)
+    manifest = open_manifest(data, run=state.run, keys=state.publishers, now=None, version=version)
     size_bytes, room_bytes = sum(file.size for file in manifest.files), room_for_version(into, 1)
     if size_bytes > room_bytes:  # guard: room-for-audited-weights
         raise Unavailable(f"version {version} has {size_bytes} bytes, but only {room_bytes} may be used in {into.parent}: "
                           "free some space, or set TMPDIR to a larger disk")  # fmt: skip
     try:
         return await fetch_version(
-            data, version, [chunks], into, run=state.run, publisher=state.trainer_key, now=None, root=record.root,
+            data, version, [chunks], into, run=state.run, publishers=state.publishers, now=None, root=record.root,
             keep=1, on_blame=lambda name, reason: None,
         )  # fmt: skip
     except NotStored as error:

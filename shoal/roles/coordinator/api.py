@@ -47,12 +47,12 @@ from shoal.roles.coordinator.desk import Desk
 from shoal.roles.coordinator.judging import admit_validator, next_check, take_verdict
 from shoal.roles.coordinator.line import Line
 from shoal.roles.coordinator.pages import Pages
-from shoal.roles.coordinator.versions import admit_trainer, put_chunk, signed_manifest, take_checkpoint
+from shoal.roles.coordinator.versions import admit_trainer, put_chunk, rotate, signed_manifest, take_checkpoint
 
 STATUS_OF = {
     "not_joined": 403, "not_admitted": 403, "kicked": 403, "not_yours": 403, "conflict": 409, "fork": 409,
     "superseded": 410, "nothing_yet": 404, "not_your_turn": 404, "unknown": 404, "busy": 503, "replayed": 503,
-    "joins_too_often": 429,
+    "joins_too_often": 429, "not_rotated": 403,
 }  # fmt: skip
 """HTTP status for the code of a refusal; 400 for all other codes."""
 
@@ -347,6 +347,12 @@ async def post_admin(api: Api, request: Request) -> Response:
     return answer(api.board.status())
 
 
+async def post_publisher(api: Api, request: Request) -> Response:
+    caller, body = await api.caller(request)
+    await rotate(api.desk, caller.key, server.decode(body, t.Rotation))
+    return answer(t.Done(api.desk.state.seq))
+
+
 def _number(text: str, what: str) -> int:
     if not text.removeprefix("-").isdecimal() or len(text) > 12:
         raise server.RequestRefused(400, "malformed", f"{what} must be a whole number")
@@ -385,6 +391,7 @@ CALLS: list[tuple[Call, Handler]] = [
         Call("POST", "/v1/admin/{action}", "host", "pause, resume, drain, kick, admit.", t.AdminRequest, t.Status),
         post_admin,
     ),
+    (Call("POST", "/v1/publisher", "root", "Name another publisher.", t.Rotation, t.Done), post_publisher),
     (Call("GET", "/healthz", "anyone", "Whether the coordinator serves.", None, None), get_health),
     (Call("GET", "/metrics", "anyone", "Prometheus metrics.", None, None), get_metrics),
     (Call("GET", "/openapi.json", "anyone", "These calls.", None, None), get_openapi),

@@ -41,6 +41,7 @@ class Board:
             sampling=state.sampling, rules=state.rules, phase=state.phase,  # type: ignore[arg-type]
             version=state.main.version, rules_version=state.law.version,
             needs=needs_of(state.rules, state.envs, state.sampling), origin=self._desk.origin(),
+            root_key=state.root_key or "", publishers=state.named or None,
         )  # fmt: skip
 
     def nodes(self, after: str = "") -> list[t.NodeState]:

@@ -117,6 +117,7 @@ def created(folder: RunFolder, config: RunConfig, run_key: str, law: Law) -> Run
         config=public_run_file(folder, config),
         law=law,
         difficulty=difficulty_of(config),
+        root_key=folder.root_key(),
     )
 
 

@@ -6,16 +6,21 @@ Called by `api`. It takes them from the trainer only, and refuses a chunk whose 
 
 from shoal.errors import StateError
 from shoal.ledger.answers import Refused
-from shoal.ledger.facts.versions import Publish
+from shoal.ledger.facts.versions import Publish, Rotate
 from shoal.protocol.constants import CHAIN_LENGTH, MAX_CHUNK_BYTES
+from shoal.protocol.types import Manifest, Rotation, SignedManifest
+from shoal.protocol.wire import from_json
 from shoal.roles.coordinator.desk import Desk
 from shoal.weights.demands import chunks_of
-from shoal.weights.manifest import is_renewal, open_manifest
+from shoal.weights.manifest import content_of, is_renewal, open_manifest
 
 
 def admit_trainer(desk: Desk, key: str) -> None:
     """Raises `Refused` unless the key is the trainer's."""
     if key != desk.state.trainer_key:  # guard: trainer-puts-chunks
+        if key in desk.state.publishers.keys:
+            raise Refused("not_admitted", f"rotation {len(desk.state.publishers.rotations)} replaced the trainer key "
+                          f"{key[:12]}: publish with the key that the root named last")  # fmt: skip
         raise Refused(
             "not_admitted",
             "only the trainer sends chunks and versions; submissions go to /v1/leases/{id}/submission",
@@ -41,7 +46,8 @@ async def take_checkpoint(desk: Desk, key: str, signed: bytes, created: int = 0)
     if missing:
         raise Refused("incomplete", f"{len(missing)} chunks are missing, such as {missing[0][:12]}: PUT them first")
     known = desk.kept.manifests.get(manifest.version)
-    sent_again = known is not None and not is_renewal(manifest, known)  # guard: renewal-interval
+    renewed = known is not None and (is_renewal(manifest, known) or _has_other_signer(desk, manifest))
+    sent_again = known is not None and not renewed  # guard: renewal-interval
     name = state.main.versions[manifest.version].manifest if sent_again else desk.blobs.put(signed)
     desk.kept.expect(name)
     links = desk.links_of([*desk.hidden_versions(), manifest.version])
@@ -57,6 +63,21 @@ async def take_checkpoint(desk: Desk, key: str, signed: bytes, created: int = 0)
     if not before:
         desk.kept.published(created)
     desk.kept.forget_old()
+
+
+def _has_other_signer(desk: Desk, manifest: Manifest) -> bool:
+    """Whether a known version's manifest, which a new publisher signs again, is still that of the one before."""
+    data = desk.blobs.get(desk.state.main.versions[manifest.version].manifest)
+    return from_json(data, SignedManifest).key != desk.state.trainer_key and content_of(manifest) == content_of(
+        desk.kept.manifests[manifest.version]
+    )
+
+
+async def rotate(desk: Desk, key: str, rotation: Rotation) -> None:
+    """Book that the root names another publisher. Raises `Refused`."""
+    if key != desk.state.root:  # guard: root-rotates
+        raise Refused("not_admitted", f"only the root key may name a publisher; this run's root is {desk.state.root}")
+    await desk.book.submit(Rotate(rotation, desk.clock()))
 
 
 def signed_manifest(desk: Desk, version: str) -> bytes:

@@ -28,7 +28,7 @@ class PastPolicies:
         for version in sorted(set(versions)):
             found[version] = await fetch_version(
                 await self._client.get(f"/v1/manifests/{version}", cap=MAX_MANIFEST_BYTES), version,
-                sources_of(info, self._client), self._folder, run=info.run, publisher=info.trainer_key, now=None,
+                sources_of(info, self._client), self._folder, run=info.run, publishers=info.all_publishers, now=None,
                 keep=info.rules.max_staleness + 2,  # a repeated step may find one that is newer than its batch
             )  # fmt: skip
         return found

@@ -21,7 +21,7 @@ from shoal.protocol import types as t
 from shoal.protocol.constants import MANIFEST_LIFETIME_S, MAX_MANIFEST_BYTES
 from shoal.protocol.identity import Key
 from shoal.protocol.wire import to_json
-from shoal.weights.manifest import open_manifest, renew_at, sign_manifest
+from shoal.weights.manifest import open_manifest, renew_at, sign_manifest, signer_of
 from shoal.weights.publish import HttpSink, publish
 
 log = logging.getLogger("trainer")
@@ -43,7 +43,9 @@ class Publisher:
     def __init__(
         self, folder: RunFolder, config: RunConfig, client: Client, key: Key, clock: Callable[[], float]
     ) -> None:
-        self._folder, self._config, self._client, self._key = folder, config, client, key
+        self._folder, self._config, self._client = folder, config, client
+        self.key = key
+        """The key that signs the manifests."""
         self._clock = clock
         self._sent: set[str] = set()
         """Chunks of the version published last, which the coordinator has already."""
@@ -59,7 +61,7 @@ class Publisher:
             parents=parents, known=self._sent,
         )  # fmt: skip
         self._sent = {chunk for file in manifest.files for chunk in file.chunks}
-        signed = to_json(sign_manifest(manifest, self._key, now=self._clock()))
+        signed = to_json(sign_manifest(manifest, self.key, now=self._clock()))
         await self._client.send("POST", "/v1/checkpoints", signed, t.Done)
         self._keep(directory, self._due(version))
 
@@ -72,23 +74,29 @@ class Publisher:
         """Keep the policy of a run that ends early."""
         self._keep(self._write(model), ["final"])
 
-    async def renew(self, newest: int, max_staleness: int) -> None:
-        """Sign manifests past half their life again, so that nodes can still load them after a long pause."""
+    async def renew(self, newest: int, info: t.RunInfo) -> None:
+        """Sign manifests past half their life again, so that nodes can still load them after a long pause; and those that a
+        key signed which was replaced since."""
         if self._clock() < self._renew_at:
             return
         dates = []
-        for version in range(max(0, newest - max_staleness), newest + 1):
+        for version in range(max(0, newest - info.rules.max_staleness), newest + 1):
             data = await self._client.get(f"/v1/manifests/{version}", cap=MAX_MANIFEST_BYTES)
-            keys = (self._key.public,)
+            keys = info.all_publishers
             manifest = open_manifest(data, run=self._client.run, keys=keys, now=None, version=version)
-            if renew_at(manifest) <= self._clock():
-                signed = sign_manifest(manifest, self._key, now=self._clock())
+            replaced = signer_of(data) != self.key.public  # guard: new-publisher-signs-again
+            if replaced or renew_at(manifest) <= self._clock():
+                signed = sign_manifest(manifest, self.key, now=self._clock())
                 await self._client.send("POST", "/v1/checkpoints", to_json(signed), t.Done)
                 log.info("renewed version=%d", version)
                 dates.append(self._clock() + MANIFEST_LIFETIME_S / 2)
             else:
                 dates.append(renew_at(manifest))
         self._renew_at = min(dates)
+
+    def sign_with(self, key: Key) -> None:
+        """Publish with another key, and sign what can still be fetched again."""
+        self.key, self._renew_at = key, 0.0
 
     def _write(self, model: Transformer) -> Path:
         """Write the policy in HF format, to a directory that the next version replaces."""

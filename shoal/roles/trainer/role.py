@@ -11,18 +11,19 @@ checkpoints.
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
 from shoal.config import RunConfig
-from shoal.errors import NothingYet, StateError
+from shoal.errors import NothingYet, PeerError, StateError
 from shoal.folder import RunFolder
 from shoal.metrics import MetricsLog
 from shoal.net.client import Client
-from shoal.net.keys import load_or_make_key
+from shoal.net.keys import find_key, load_or_make_key
 from shoal.net.stopping import Stopping
 from shoal.policy.files import load_policy
 from shoal.protocol import types as t
@@ -86,7 +87,7 @@ class Trainer:
                     batch = await self._waiting("batch", self._batch(version))
                     if batch is None:
                         break
-                    rows, counts = await self._waiting("bodies", self._rows(batch))
+                    rows, counts = await self._waiting("bodies", self._as_publisher(partial(self._rows, batch)))
                     rows, own = await self._denominators(rows)
                     metrics = await asyncio.to_thread(self.learner.step, rows, version)
                     version += 1
@@ -100,8 +101,8 @@ class Trainer:
         """Join; load the saved state or begin; finish what a kill interrupted. Returns the version to learn from."""
         self.info = await self.client.get_json("/v1/run", t.RunInfo)
         self.client.run, self.client.head = self.info.run, self.info.head
-        join = t.Join("trainer", "trainer", 0.0, f"torch-{torch.__version__}", "float32", "cpu")
-        await self.client.post_json("/v1/nodes", join, t.NodeState)
+        self._take_key()
+        await self._join()
         state = load_state(self.folder.trainer)
         version = 0
         if state is not None:
@@ -116,12 +117,49 @@ class Trainer:
             save_state(self.folder.trainer, self.learner.state(0))
         log.info("opened version=%d published=%d steps=%d", version, self.info.version, self.config.steps)
         if version > self.info.version:
-            await self.publisher.publish(self.learner.model, version)
+            await self._publish(version)
         else:
             self.publisher.keep_due(self.learner.model, version)
         if self.info.phase != "ended":
-            await self.publisher.renew(version, self.info.rules.max_staleness)  # guard: renew-on-resume
+            await self._renew(version)  # guard: renew-on-resume
         return version
+
+    async def _join(self) -> None:
+        join = t.Join("trainer", "trainer", 0.0, f"torch-{torch.__version__}", "float32", "cpu")
+        await self.client.post_json("/v1/nodes", join, t.NodeState)
+
+    def _take_key(self) -> bool:
+        """Sign with the publisher's key, which `shoal admin rotate-publisher` put into the run's folder. Returns whether it
+        is another than before. Raises `StateError` if the folder lacks it."""
+        if self.info.trainer_key == self.publisher.key.public:
+            return False
+        key = find_key(self.folder.keys, "trainer", self.info.trainer_key)
+        if key is None:
+            raise StateError(
+                f"the root named the publisher {self.info.trainer_key[:16]}, and no {self.folder.keys}/trainer*.key is its "
+                "key: copy that key there from where it was made, or name another with `shoal admin rotate-publisher`"
+            )
+        self.client.key = key
+        self.publisher.sign_with(key)
+        log.info("publishes with key=%s since rotation=%d", key.public[:16], len(self.info.all_publishers.rotations))
+        return True
+
+    async def _as_publisher(self, work: Callable[[], Awaitable[T]]) -> T:
+        """Do what only the publisher may, with its new key if the root replaced ours."""
+        try:
+            return await work()
+        except PeerError:
+            self.info = await self.client.get_json("/v1/run", t.RunInfo)
+            if not self._take_key():
+                raise
+            await self._join()
+            return await work()
+
+    async def _publish(self, version: int) -> None:
+        await self._as_publisher(lambda: self.publisher.publish(self.learner.model, version))
+
+    async def _renew(self, version: int) -> None:
+        await self._as_publisher(lambda: self.publisher.renew(version, self.info))
 
     async def _batch(self, step: int) -> t.Batch | None:
         """Wait for the step's batch; None if we are told to stop or the run has ended."""
@@ -130,9 +168,12 @@ class Trainer:
                 return await self.stopping.unless(self.client.get_json(f"/v1/batches/{step}", t.Batch))
             except NothingYet as reason:
                 log.info("waiting step=%d reason=%r", step, str(reason))
-                if (await self.client.get_json("/v1/run", t.RunInfo)).phase == "ended":
+                self.info = await self.client.get_json("/v1/run", t.RunInfo)
+                if self.info.phase == "ended":
                     return None
-                await self.publisher.renew(step, self.info.rules.max_staleness)  # guard: renew-while-waiting
+                if self._take_key():
+                    await self._join()
+                await self._renew(step)  # guard: renew-while-waiting
         return None
 
     async def _rows(self, batch: t.Batch) -> tuple[list[Row], dict[str, Any]]:
@@ -162,7 +203,7 @@ class Trainer:
         began = time.perf_counter()
         await asyncio.to_thread(save_state, self.folder.trainer, self.learner.state(version))
         saved = time.perf_counter()
-        await self.publisher.publish(self.learner.model, version)
+        await self._publish(version)
         return {"save_s": saved - began, "publish_s": time.perf_counter() - saved}
 
     async def _waiting(self, what: str, work: "asyncio.Future[T] | Any") -> Any:

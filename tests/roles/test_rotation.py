@@ -1,0 +1,266 @@
+"""A trainer's key has leaked: the root names another, the run loses no step, and the thief publishes nothing."""
+
+import asyncio
+import shutil
+import time
+
+import msgspec
+import pytest
+
+from shoal.engine.local import LocalEngine
+from shoal.errors import PeerError, StateError
+from shoal.net.client import PeerRefused
+from shoal.net.keys import load_or_make_key, save_key
+from shoal.protocol import types as t
+from shoal.protocol.identity import Key
+from shoal.protocol.publishers import sign_rotation
+from shoal.protocol.types import Publishers, Rotation, RunInfo
+from shoal.protocol.wire import digest, from_json, to_json
+from shoal.roles.auditor.log import audit_folder
+from shoal.roles.coordinator.board import Board
+from shoal.roles.pinned import take_publishers
+from shoal.roles.seat import take_seat
+from shoal.weights.manifest import sign_manifest, signer_of
+from tests.roles.town import Town, tiny_run
+
+ROOT, NEW, NEWER, THIEF = (Key(bytes([n]) * 32) for n in range(21, 25))
+
+
+@pytest.fixture(autouse=True)
+def short_polls(monkeypatch):
+    monkeypatch.setattr("shoal.roles.coordinator.api.LONG_POLL_S", 0.2)
+
+
+@pytest.fixture
+def town(tmp_path):
+    return make_town(tmp_path / "run")
+
+
+def make_town(path, **changes):
+    path.joinpath("keys").mkdir(parents=True)
+    (path / "keys" / "root.pub").write_text(ROOT.public)
+    return Town(path, tiny_run(**changes))
+
+
+def client_of(town, key):
+    path = town.folder.root.parent / f"{key.public[:8]}.key"
+    if not path.exists():
+        save_key(path, key)
+    client = town.client(path)
+    client.run = town.desk.state.run
+    return client
+
+
+def rotation_of(town, key=NEW, root=ROOT, **changes):
+    state = town.desk.state
+    values = (state.run, "main", key.public, state.main.version + 1, len(state.publishers.rotations) + 1)
+    rotation = Rotation(*values, int(town.clock()), "")
+    return sign_rotation(msgspec.structs.replace(rotation, **changes), root)
+
+
+async def rotate(town, key=NEW, root=ROOT, **changes):
+    async with client_of(town, root) as client:
+        await client.post_json("/v1/publisher", rotation_of(town, key, root, **changes), t.Done, deadline_s=2.0)
+
+
+async def until(holds):
+    async with asyncio.timeout(20):
+        while not holds():
+            await asyncio.sleep(0.02)
+
+
+def live_with_rotations(town, *keys, own_files=True):
+    """A whole run, in which the root names the next key after each version."""
+
+    async def rotating():
+        for version, key in enumerate(keys):
+            await until(lambda version=version: town.desk.state.main.version >= version)
+            save_key(town.folder.keys / f"trainer-{key.public[:8]}.key", key)
+            await rotate(town, key)
+
+    async def story():
+        async with asyncio.TaskGroup() as group:
+            group.create_task(rotating())
+            group.create_task(town.live(town.trainer(), town.validator(), town.worker("one", own_files=own_files)))
+
+    asyncio.run(story())
+
+
+def test_a_run_whose_publisher_changes_twice_ends_with_the_weights_of_one_that_kept_its_own(town, tmp_path):
+    live_with_rotations(town, NEW, NEWER)
+    plain = make_town(tmp_path / "plain")
+    asyncio.run(plain.live(plain.trainer(), plain.validator(), plain.worker("one")))
+    assert town.desk.state.main.version == 3 and town.weights() == plain.weights()
+    state = town.desk.state
+    assert [r.key for r in state.publishers.rotations] == [NEW.public, NEWER.public]
+    assert town.audit().findings == [] and audit_folder(town.folder.root).findings == []
+    newest = town.desk.blobs.get(state.main.versions[3].manifest)
+    assert signer_of(newest) == NEWER.public
+
+
+def test_the_thief_of_a_replaced_key_sends_no_chunk_no_version_and_no_renewal(town):
+    old = load_or_make_key(town.folder.keys / "trainer.key")
+
+    async def story():
+        trainer = asyncio.create_task(town.trainer().run())
+        await until(lambda: town.desk.state.main.version == 0)
+        trainer.cancel()
+        await asyncio.wait([trainer])
+        await rotate(town)
+        known = town.desk.kept.manifests[0]
+        async with client_of(town, old) as thief:
+            for call in (
+                thief.send("PUT", f"/v1/blobs/{digest(b'x')}", b"x", t.Done, deadline_s=2.0),
+                thief.send("POST", "/v1/checkpoints", to_json(sign_manifest(known, old, now=town.clock() + 9)), t.Done,
+                           deadline_s=2.0),
+            ):  # fmt: skip
+                with pytest.raises(PeerRefused, match="rotation 1 replaced the trainer key"):
+                    await call
+        async with client_of(town, NEW) as publisher:  # the new publisher passes on what the old one signed
+            stale = to_json(sign_manifest(known, old, now=town.clock()))
+            with pytest.raises(PeerError, match="which may not publish"):
+                await publisher.send("POST", "/v1/checkpoints", stale, t.Done, deadline_s=2.0)
+
+    asyncio.run(story())
+    assert town.desk.state.main.version == 0 and town.audit().findings == []
+
+
+def test_the_new_publisher_signs_again_what_can_still_be_fetched(town):
+    async def story():
+        trainer = asyncio.create_task(town.trainer().run())
+        await until(lambda: town.desk.state.main.version == 0)
+        before = town.desk.state.main.versions[0].manifest
+        save_key(town.folder.keys / "trainer-new.key", NEW)
+        await rotate(town)
+        await until(lambda: town.desk.state.main.versions[0].manifest != before)
+        trainer.cancel()
+        await asyncio.wait([trainer])
+
+    asyncio.run(story())
+    state = town.desk.state
+    assert signer_of(town.desk.blobs.get(state.main.versions[0].manifest)) == NEW.public
+    assert {m.role for m in state.members.values()} == {"trainer"} and len(state.members) == 2
+    assert town.audit().findings == []
+
+
+def test_a_trainer_without_the_key_that_the_root_named_says_so(town):
+    async def story():
+        trainer = asyncio.create_task(town.trainer().run())
+        await until(lambda: town.desk.state.main.version == 0)
+        await rotate(town)
+        with pytest.raises(StateError, match="the root named the publisher"):
+            await asyncio.wait_for(trainer, 20.0)
+
+    asyncio.run(story())
+
+
+def test_only_the_root_rotates(town):
+    run_key = load_or_make_key(town.folder.keys / "run.key")
+    asyncio.run(publish_first(town))
+    for root in (run_key, load_or_make_key(town.folder.keys / "trainer.key"), THIEF):
+        with pytest.raises(PeerRefused, match="only the root key"):
+            asyncio.run(rotate(town, NEW, root))
+    with pytest.raises(PeerRefused, match="did not sign"):
+        asyncio.run(rotate_with(town, rotation_of(town, NEW, THIEF)))
+    with pytest.raises(PeerRefused, match="is of run"):
+        asyncio.run(rotate(town, run="ab" * 16))
+    assert town.desk.state.publishers.rotations == ()
+
+
+async def rotate_with(town, rotation):
+    async with client_of(town, ROOT) as client:
+        await client.post_json("/v1/publisher", rotation, t.Done, deadline_s=2.0)
+
+
+async def publish_first(town):
+    trainer = asyncio.create_task(town.trainer().run())
+    await until(lambda: town.desk.state.main.version == 0)
+    trainer.cancel()
+    await asyncio.wait([trainer])
+
+
+# --- what a node pins ---
+
+
+@pytest.fixture
+def info(town):
+    asyncio.run(publish_first(town))
+    asyncio.run(rotate(town))
+    return run_info(town)
+
+
+def run_info(town):
+    return from_json(to_json(Board(town.desk).info()), RunInfo)
+
+
+def other(info, **changes):
+    return msgspec.structs.replace(info, **changes)
+
+
+def by(root, info, key, serial=1):
+    rotation = Rotation(info.run, "main", key.public, info.version + 1, serial, int(time.time()), "")
+    return sign_rotation(rotation, root)
+
+
+def test_a_node_takes_what_the_root_named_and_what_it_names_later(info, town, tmp_path):
+    path, one = tmp_path / "pins.json", info.all_publishers
+    assert take_publishers(path, info) == one and one.newest == NEW.public
+    two = Publishers(one.first, (*one.rotations, by(ROOT, info, NEWER, 2)))
+    assert take_publishers(path, other(info, publishers=two, trainer_key=NEWER.public)) == two
+    assert take_publishers(path, other(info, publishers=two, trainer_key=NEWER.public)) == two
+
+
+def swaps(info):
+    one = info.all_publishers
+    forged = Publishers(one.first, (*one.rotations, by(THIEF, info, THIEF, 2)))
+    return {
+        "a publisher that nobody named": (other(info, trainer_key=THIEF.public), "but its root named"),
+        "a publisher that the run key named": (
+            other(info, publishers=forged, trainer_key=THIEF.public), "publisher that its root key did not",
+        ),
+        "another first publisher": (other(info, publishers=None, trainer_key=THIEF.public), "without its root"),
+        "a rotation taken back": (other(info, publishers=None, trainer_key=one.first), "rollback"),
+        "another root": (
+            other(info, root_key=THIEF.public, publishers=Publishers(one.first, (by(THIEF, info, THIEF),)),
+                  trainer_key=THIEF.public), "another root key",
+        ),
+        "no root": (other(info, root_key="", publishers=None, trainer_key=one.first), "another root key"),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "swap",
+    [
+        "a publisher that nobody named", "a publisher that the run key named", "another first publisher",
+        "a rotation taken back", "another root", "no root",
+    ],
+)  # fmt: skip
+def test_a_coordinator_cannot_swap_the_publisher_without_the_root(info, tmp_path, swap):
+    path = tmp_path / "pins.json"
+    take_publishers(path, info)
+    pinned = path.read_bytes()
+    lie, said = swaps(info)[swap]
+    with pytest.raises(PeerError, match=said):
+        take_publishers(path, lie)
+    assert path.read_bytes() == pinned
+
+
+def test_a_worker_that_comes_back_refuses_a_rotation_that_was_taken_back(town):
+    """Else a thief who also has the coordinator could use the key that was replaced."""
+    copy = town.folder.root.parent / "before"
+
+    asyncio.run(publish_first(town))
+    shutil.copytree(town.folder.root, copy)
+    asyncio.run(rotate(town))
+    home = town.folder.nodes / "one"
+    asyncio.run(join_once(town))
+    again = Town(copy, tiny_run())
+    shutil.copytree(home, again.folder.nodes / "one")
+    with pytest.raises(PeerError, match="rollback"):
+        asyncio.run(join_once(again))
+
+
+async def join_once(town):
+    home = town.folder.nodes / "one"
+    async with town.client(home / "node.key") as client:
+        return await take_seat(client, "worker", "one", home, lambda dtype: LocalEngine(1, dtype), True)
