@@ -212,6 +212,7 @@ GUARDS = [
     ),
     *_needed_by("tests/envs/contained/test_attacks.py",
         ("answers-of-an-environment", "raise", "test_a_package_that_the_sandbox_stops_ends_its_rollout_and_no_other"),
+        ("answer-to-this-request", GONE, "test_a_package_that_the_sandbox_stops_ends_its_rollout_and_no_other"),
         ("stopped-is-no-verdict", OFF, "test_in_doubt_a_stop_decides_nothing"),
     ),
     *_needed_by("tests/envs/contained/test_contained.py",

@@ -30,6 +30,9 @@ from shoal.policy.messages import Written
 TRIES = 2
 """Sandboxes that may end before the episode has failed."""
 
+_NUMBERS = ("new", "state", "states")
+"""Fields of a request that differ each time that the same is asked."""
+
 A = TypeVar("A", bound=f.Answer)
 
 
@@ -162,8 +165,8 @@ class ContainedEnv:
         self, wanted: type[A], kind: type[f.Request], fields: Mapping[str, Any], states: Sequence[Held] = ()
     ) -> tuple[A, bytes]:
         """One answer, from a second sandbox if the first one has to be ended. Raises `Raised` or `Undecided`."""
-        told = (fields.get(name) for name in ("index", "heldout", "text", "how"))
-        question = (kind, *told, *((state.task.number, state.task.heldout, state.actions) for state in states))
+        told = repr([(name, value) for name, value in fields.items() if name not in _NUMBERS])
+        question = (kind, told, *((state.task.number, state.task.heldout, state.actions) for state in states))
         with self._lock:
             if not self._doubt.holds and question in self._ends:
                 raise self._stopped(self._ends[question])
@@ -188,6 +191,7 @@ class ContainedEnv:
         if isinstance(answer, f.Fault):
             raise (RaisedValue if answer.usual else Raised)(_one_line(answer.line))
         if not isinstance(answer, wanted):
+            self._line.end()  # guard: answer-to-this-request
             raise Gone("answered something else than was asked")
         return answer, data
 
@@ -201,6 +205,7 @@ class ContainedEnv:
             told = _hash(told, self._answer(f.Acted, f.Act, self._acting(before, number, action), (), patience)[1])
             self._line.forget(before)
         if told != state.told:
+            self._line.end()  # it keeps another state under this number
             raise self._stopped("it is not deterministic: it answered the same actions differently the second time")
 
     def _stopped(self, why: str) -> Exception:

@@ -82,14 +82,14 @@ class Line:
         if self._resident is None:
             self._resident, facts = self._open()
             if facts != self.facts:
-                self._end()
+                self.end()
                 raise Gone("became another environment when it was started again")
         drop, self._drop = self._drop, []
         data = self._exchange(self._resident, _encode(kind(drop, **fields)), patience * self._limits.wall_s)
         try:
             answer = _decode(data)
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
-            self._end()
+            self.end()
             raise Gone("sent a malformed answer") from None  # guard: answers-of-an-environment
         if isinstance(answer, f.Fault) and not (kind is f.Pose and answer.usual):
             self._show(answer.trace)
@@ -123,7 +123,8 @@ class Line:
         self._resident = None
         raise Gone(gone_of(told, limit_s, self._limits))
 
-    def _end(self) -> None:
+    def end(self) -> None:
+        """End the sandbox. The next request gets another one."""
         if self._resident is not None:
             self._resident.close()
             self._resident = None

@@ -1,14 +1,17 @@
 """Packages that attack: each is stopped by the sandbox or ends its rollout as data, and this process goes on."""
 
 import math
+import random
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from shoal.envs.base import Raised
+from shoal.envs.contained import frames as f
 from shoal.envs.contained.open import try_code
 from shoal.envs.conversation import Conversation
 from shoal.errors import ShoalError, Undecided
@@ -30,6 +33,8 @@ for n in range(64):
     except OSError: pass"""
 """The package itself writes an answer."""
 
+SAID = msgspec.msgpack.encode(f.Said("x"))
+
 STOPPED = {
     "loops": ("while True: pass", "took longer than 2 s"),
     "sleeps": ("time.sleep(60)", "took longer than 2 s"),
@@ -40,6 +45,7 @@ STOPPED = {
     "sends garbage": (ANSWERED % b"\0\0\0\x05hello", "malformed answer"),
     "sends a huge frame": (ANSWERED % b"\x7f\xff\xff\xff", "something else"),
     "sends deep nesting": (ANSWERED % (b"\0\0\x3f\xff" + b"\x91" * 0x3FFF), "malformed answer"),
+    "answers another request": (ANSWERED % (len(SAID).to_bytes(4, "big") + SAID), "something else than was asked"),
     "closes the line": ("os.closerange(0, 64)", "exit code"),
 }
 
@@ -70,6 +76,22 @@ def test_the_same_question_ends_two_sandboxes_and_no_third(tmp_path: Path) -> No
             env.step(state, "a")
         spent.append(time.monotonic() - began)
     assert spent[0] > 3 and spent[1] < 0.5 and env.step(state, "b").reply == "again"
+
+
+def test_a_player_that_hangs_is_not_taken_for_another(tmp_path: Path) -> None:
+    code = """
+class Players(Asked):
+    def players(self):
+        return {"right": lambda state, rng: "a", "wrong": lambda state, rng: time.sleep(60)}
+
+environment = Players
+"""
+    env = opened(tmp_path / "package", code)
+    state = env.reset(env.task(0))[0]
+    with pytest.raises(Raised, match="took longer than 2 s"):
+        env.players()["wrong"](state, random.Random(1))
+    assert env.players()["right"](state, random.Random(1)) == "a"
+    assert len(env._ends) == 1
 
 
 @pytest.mark.parametrize("where", ["task", "reset", "step", "score"])
@@ -127,7 +149,7 @@ def test_a_fork_bomb_stays_within_its_processes(tmp_path: Path, renderer: Render
     began = time.monotonic()
     talk.write([*renderer.encode("a"), renderer.eos_id])
     assert talk.ending == "error" and time.monotonic() - began < 30
-    env._line._end()
+    env._line.end()
     names = subprocess.run(["ps", "-eo", "comm"], capture_output=True, text=True, check=True).stdout
     assert marker[:15] not in names
 
@@ -198,7 +220,7 @@ def test_a_package_that_becomes_another_one_is_ended(tmp_path: Path) -> None:
     (tmp_path / "package" / "environment.py").write_text(
         (tmp_path / "package" / "environment.py").read_text().replace('"asked", 8', '"other", 9')
     )
-    env._line._end()
+    env._line.end()
     with pytest.raises(Exception, match="became another environment"):
         env.reset(env.task(0))
 
