@@ -374,6 +374,14 @@ def test_changes_are_named_and_only_safe_ones_pass(run_file: Path) -> None:
     assert unsafe_changes(before, before) == []
 
 
+def test_evaluation_of_an_environment_may_change_and_nothing_else_of_it(run_file: Path) -> None:
+    before, later = (to_tree(load_run(run_file, [f"envs.0.eval_episodes={count}"])) for count in (-1, 7))
+    assert before != later and unsafe_changes(before, later) == []
+    assert unsafe_changes(before, to_tree(load_run(run_file, ["envs.0.eval_episodes=7", "envs.0.call_s=3"]))) == [
+        "envs"
+    ]
+
+
 def test_key_that_only_starts_like_a_safe_one_is_unsafe() -> None:
     assert unsafe_changes({"steps_more": 1}, {"steps_more": 2}) == ["steps_more"]
 

@@ -22,7 +22,7 @@ def add_commands(commands: Any) -> None:
         p.add_argument(flag, default="")
     p.add_argument("--name", dest="node_name", default="")
     p.add_argument("--threads", type=int, default=1)
-    p.add_argument("--episodes", type=int, default=0)
+    p.add_argument("--one-in", type=int, default=1)
     p.add_argument("--own-files", action="store_true")
 
 
@@ -61,4 +61,4 @@ def role(args: argparse.Namespace) -> None:
     else:
         from shoal.roles import evaluate
 
-        evaluate.for_run(args.run_dir, args.checkpoint, args.episodes, args.out, args.threads)
+        evaluate.for_run(args.run_dir, args.checkpoint, args.one_in, args.out, args.threads)

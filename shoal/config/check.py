@@ -151,6 +151,7 @@ def _plays_fit(envs: Sequence[EnvConfig]) -> Iterator[tuple[bool, str]]:
                 '"episodes" out'
             ),
         )
+        yield env.eval_episodes >= -1, f"envs.eval_episodes = {env.eval_episodes}: must be at least -1"
         yield 0 < env.call_s < math.inf, f"envs.call_s = {env.call_s}: must be above 0, and finite"
 
 
@@ -230,7 +231,7 @@ def _bounds_fit(config: RunConfig) -> Iterator[tuple[bool, str]]:
 
 SAFE_TO_CHANGE = (
     "steps", "workers", "validators", "host", "eval", "storage", "train.threads", "verify.quarantine_s",
-    "rollouts.lease_s", "rollouts.max_flat_groups",
+    "rollouts.lease_s", "rollouts.max_flat_groups", "envs.eval_episodes",
 )  # fmt: skip
 """Keys (or whole sections) of a run file that may differ when a run is resumed."""
 
@@ -239,6 +240,13 @@ def unsafe_changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     """Changed keys that are not in SAFE_TO_CHANGE. A run with such changes must not be resumed."""
     return [
         key
-        for key in changed_keys(before, after)
+        for key in changed_keys(_compared(before), _compared(after))
         if not any(key == safe or key.startswith(safe + ".") for safe in SAFE_TO_CHANGE)
     ]
+
+
+def _compared(tree: dict[str, Any]) -> dict[str, Any]:
+    """Without keys of environments that may change: a list is compared as a whole."""
+    safe = {key.removeprefix("envs.") for key in SAFE_TO_CHANGE if key.startswith("envs.")}
+    kept = [{key: value for key, value in env.items() if key not in safe} for env in tree.get("envs", [])]
+    return tree | {"envs": kept}

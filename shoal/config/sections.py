@@ -54,8 +54,8 @@ class PolicyConfig(Section, frozen=True):
 ENV_SETTINGS = ("system", "examples", "template", "parser", "weights", "max_turn_tokens", "max_tokens", "history")
 """Keys of an environment that the log names only if they are set."""
 
-STAGE_KEYS = {"kind": "", "reproducible": True, "call_s": 10.0}
-"""Keys of an environment that say how the host plays it, with their defaults, which the log does not name."""
+STAGE_KEYS = {"kind": "", "reproducible": True, "call_s": 10.0, "eval_episodes": -1}
+"""Keys of an environment that say how the host plays and evaluates it, with their defaults, which the log does not name."""
 
 
 class EnvConfig(Section, frozen=True):
@@ -99,6 +99,9 @@ class EnvConfig(Section, frozen=True):
     """Seconds that the host's stage gives the environment for one turn. A rollout that takes longer ends by error."""
     solved: float = 1.0
     """A rollout with at least this reward counts as solved: for solve rates, and for draws that follow them."""
+    eval_episodes: int = -1
+    """Sampled episodes on its held-out tasks, in the place of eval.episodes; 0 leaves it out of evaluations, and -1 is
+    eval.episodes."""
 
     def __post_init__(self) -> None:
         if not self.label:
@@ -334,6 +337,10 @@ class RunConfig(Section, frozen=True, kw_only=True):
         """Policy tokens paid for each rollout, at most; 0 pays all."""
         cap = self.rollouts.paid_tokens
         return max(1, self.sampling.all_tokens // 2) if cap < 0 else cap
+
+    def eval_episodes(self, env: EnvConfig) -> int:
+        """Episodes of an environment in an evaluation."""
+        return self.eval.episodes if env.eval_episodes < 0 else env.eval_episodes
 
 
 class SftConfig(Section, frozen=True, kw_only=True):

@@ -14,9 +14,8 @@ from shoal.folder import RunFolder
 from shoal.launch.process import RoleProcess
 from shoal.launch.snapshot import Heldout
 
-SHARE_ON_THE_WAY = 4
-"""A checkpoint during training gets one in this many of the episodes, and MIN_EPISODES if there are so many."""
-MIN_EPISODES = 32
+ON_THE_WAY = 4
+"""A checkpoint during training is evaluated with one in this many of the episodes."""
 
 
 class Evaluations:
@@ -25,28 +24,28 @@ class Evaluations:
     def __init__(
         self, config: RunConfig, folder: RunFolder, make: Callable[[str, Path, Path, int], RoleProcess]
     ) -> None:
-        """`make(name, checkpoint, out, episodes)` gives the process of one evaluation, not yet started."""
+        """`make(name, checkpoint, out, one_in)` gives the process of an evaluation with one in so many of the run file's
+        episodes, not yet started."""
         self._config, self._folder, self._make = config, folder, make
+        self._wanted = any(config.eval_episodes(env) for env in config.envs)
         self.processes: list[RoleProcess] = []
 
     def start_due(self) -> None:
         """Begin the next evaluation that is due: the first version, then the newest kept checkpoint."""
-        if not self._config.eval.episodes or not self.idle():
+        if not self._wanted or not self.idle():
             return
         kept = sorted(path for path in self._folder.checkpoints.glob("v[0-9]*") if path.is_dir())
         if not kept:
             return
         if not self._known("before"):
-            self._begin("before", self._folder.checkpoints / "v000000", self._config.eval.episodes)
+            self._begin("before", self._folder.checkpoints / "v000000")
         elif 0 < _version(kept[-1]) < self._config.steps and not self._known(kept[-1].name):
-            most = self._config.eval.episodes
-            episodes = min(most, max(MIN_EPISODES, most // SHARE_ON_THE_WAY))
-            self._begin(kept[-1].name, kept[-1], episodes)
+            self._begin(kept[-1].name, kept[-1], ON_THE_WAY)
 
     def start_last(self) -> None:
         """Evaluate the final policy, if that has not been done."""
-        if self._config.eval.episodes and not self._known("after"):
-            self._begin("after", self._folder.checkpoints / "final", self._config.eval.episodes)
+        if self._wanted and not self._known("after"):
+            self._begin("after", self._folder.checkpoints / "final")
 
     def idle(self) -> bool:
         """Whether none is under way."""
@@ -54,7 +53,7 @@ class Evaluations:
 
     def first_is_done(self) -> bool:
         """Whether the first version's evaluation is done, has failed, or is turned off."""
-        return not self._config.eval.episodes or (self._known("before") and self.idle())
+        return not self._wanted or (self._known("before") and self.idle())
 
     def given_up(self) -> RoleProcess | None:
         """An evaluation that failed, if any."""
@@ -70,9 +69,9 @@ class Evaluations:
         started = any(process.name == f"evaluate-{name}" for process in self.processes)
         return started or read_heldout(self._folder.evaluations / f"{name}.json") is not None
 
-    def _begin(self, name: str, checkpoint: Path, episodes: int) -> None:
+    def _begin(self, name: str, checkpoint: Path, one_in: int = 1) -> None:
         out = self._folder.evaluations / f"{name}.json"
-        self.processes.append(self._make(f"evaluate-{name}", checkpoint, out, episodes))
+        self.processes.append(self._make(f"evaluate-{name}", checkpoint, out, one_in))
 
 
 def read_heldout(path: Path) -> Heldout | None:

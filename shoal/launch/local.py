@@ -186,8 +186,8 @@ class LocalRun:
             where = ["--url", url, "--home", str(nodes / name), "--threads", str(threads), "--own-files"]
             self._workers.append(self._role(name, threads, *where, "--name", name, *cheat))
 
-    def _evaluation(self, name: str, checkpoint: Path, out: Path, episodes: int) -> RoleProcess:
-        args = ("--checkpoint", str(checkpoint), "--out", str(out), "--episodes", str(episodes))
+    def _evaluation(self, name: str, checkpoint: Path, out: Path, one_in: int) -> RoleProcess:
+        args = ("--checkpoint", str(checkpoint), "--out", str(out), "--one-in", str(one_in))
         return self._role(name, self._config.workers.threads, *args)
 
     def _role(self, name: str, threads: int, *args: str) -> RoleProcess:

@@ -36,6 +36,9 @@ from shoal.roles.loading import Loaded, contained
 from shoal.terminal import printable
 from shoal.weights.manifest import weights_root
 
+MIN_EPISODES = 32
+"""Of each environment, in an evaluation with fewer episodes than the run file names."""
+
 
 def main(
     checkpoint: Path,
@@ -110,20 +113,23 @@ def figures_of(
     return evaluate(policy.engine, policy.renderer, env, episodes, seed, sampling, samples, progress)
 
 
-def for_run(run_dir: Path, checkpoint: Path, episodes: int, out: Path, threads: int) -> None:
-    """Evaluate a run's checkpoint on each of its environments, with the run's sampling. Raises as `main`.
+def for_run(run_dir: Path, checkpoint: Path, one_in: int, out: Path, threads: int) -> None:
+    """Evaluate a run's checkpoint on each of its environments, with the run's sampling and one in so many of its episodes,
+    but MIN_EPISODES if there are so many. Raises as `main`.
 
     Each environment is evaluated by itself, so `shoal eval` gives the same figures.
     """
     config = RunFolder(run_dir).config()
     sampling, seed, samples = sampling_of(config), max(0, config.seed), config.eval.samples
     policy = _load(checkpoint, threads)
+    episodes = {env.label: config.eval_episodes(env) for env in config.envs}
+    some = {label: min(most, max(MIN_EPISODES, most // one_in)) for label, most in episodes.items()}
+    chosen = [env for env in config.envs if episodes[env.label]]
     envs = {
-        env.label: evaluate(policy.engine, policy.renderer, env_of(env), episodes, seed, sampling, samples)
-        for env in config.envs
+        env.label: evaluate(policy.engine, policy.renderer, env_of(env), some[env.label], seed, sampling, samples)
+        for env in chosen
     }
-    weights = [env.weight for env in config.envs]
-    figures = mixed(envs, weights) if len(envs) > 1 else envs[config.envs[0].label]
+    figures = mixed(envs, [env.weight for env in chosen]) if len(config.envs) > 1 else envs[chosen[0].label]
     write_atomically(out, msgspec.json.encode(figures))
 
 

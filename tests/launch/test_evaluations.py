@@ -16,13 +16,14 @@ FIGURES = {"mean": 0.5, "low95": 0.4, "high95": 0.6, "episodes": 8}
 class Bench:
     """A folder and evaluations whose processes never really start."""
 
-    def __init__(self, folder: RunFolder, episodes: int = 512) -> None:
-        config = RunConfig(name="x", steps=10, envs=(EnvConfig("arithmetic"),), eval=EvalConfig(episodes=episodes))
+    def __init__(self, folder: RunFolder, episodes: int = 512, own: int = -1) -> None:
+        env = EnvConfig("arithmetic", eval_episodes=own)
+        config = RunConfig(name="x", steps=10, envs=(env,), eval=EvalConfig(episodes=episodes))
         self.folder, self.asked = folder, list[tuple[str, str, int]]()
         self.evaluations = Evaluations(config, folder, self.make)
 
-    def make(self, name: str, checkpoint: Path, out: Path, episodes: int) -> RoleProcess:
-        self.asked.append((name, checkpoint.name, episodes))
+    def make(self, name: str, checkpoint: Path, out: Path, one_in: int) -> RoleProcess:
+        self.asked.append((name, checkpoint.name, one_in))
         return RoleProcess(name, ["true"], out.with_suffix(".log"), threads=1)
 
     def publish(self, version: int) -> None:
@@ -49,7 +50,7 @@ def test_first_version_is_evaluated_first_and_in_full(bench: Bench) -> None:
     bench.publish(5)
     bench.evaluations.start_due()
     bench.evaluations.start_due()
-    assert bench.asked == [("evaluate-before", "v000000", 512)], "one at a time"
+    assert bench.asked == [("evaluate-before", "v000000", 1)], "one at a time"
     assert not bench.evaluations.first_is_done()
     bench.finish()
     assert bench.evaluations.first_is_done()
@@ -63,7 +64,7 @@ def test_during_a_run_the_newest_checkpoint_gets_a_part_of_the_episodes(bench: B
     bench.evaluations.start_due()
     bench.finish()
     bench.evaluations.start_due()
-    assert bench.asked[1:] == [("evaluate-v000004", "v000004", 128)]
+    assert bench.asked[1:] == [("evaluate-v000004", "v000004", 4)]
     assert [name for name, _ in bench.evaluations.results()] == ["before", "v4"]
 
 
@@ -74,7 +75,7 @@ def test_the_last_checkpoint_is_evaluated_only_by_the_last_evaluation(bench: Ben
     bench.publish(10)
     bench.evaluations.start_due()
     bench.evaluations.start_last()
-    assert bench.asked[1:] == [("evaluate-after", "final", 512)]
+    assert bench.asked[1:] == [("evaluate-after", "final", 1)]
 
 
 def test_an_evaluation_in_the_folder_is_not_made_again(bench: Bench, tmp_path: Path) -> None:
@@ -88,12 +89,20 @@ def test_an_evaluation_in_the_folder_is_not_made_again(bench: Bench, tmp_path: P
     assert again.asked == [] and again.evaluations.first_is_done()
 
 
-def test_without_episodes_nothing_is_evaluated(tmp_path: Path) -> None:
-    bench = Bench(RunFolder(tmp_path), episodes=0)
+@pytest.mark.parametrize(("episodes", "own"), [(0, -1), (512, 0)])
+def test_without_episodes_nothing_is_evaluated(tmp_path: Path, episodes: int, own: int) -> None:
+    bench = Bench(RunFolder(tmp_path), episodes, own)
     bench.publish(0)
     bench.evaluations.start_due()
     bench.evaluations.start_last()
     assert bench.asked == [] and bench.evaluations.first_is_done() and bench.evaluations.idle()
+
+
+def test_an_environment_may_be_the_only_one_that_is_evaluated(tmp_path: Path) -> None:
+    bench = Bench(RunFolder(tmp_path), episodes=0, own=8)
+    bench.publish(0)
+    bench.evaluations.start_due()
+    assert bench.asked == [("evaluate-before", "v000000", 1)]
 
 
 def test_an_evaluation_that_fails_is_reported_and_delays_nothing(bench: Bench) -> None:

@@ -32,13 +32,13 @@ def evaluated(tmp_path):
     """A run of some environments, evaluated before and after it on 4 episodes of each."""
 
     def run(*envs):
-        config = tiny_run(envs=list(envs), eval={"samples": 1})
+        config = tiny_run(envs=list(envs), eval={"samples": 1, "episodes": 4})
         folder = RunFolder(tmp_path / "run")
         folder.prepare(config, tmp_path)
         final = folder.checkpoints / "final"
         make_tiny(TinyPolicy(width=16, layers=1, heads=2, kv_heads=1, mlp_width=32), final, 1, "float32")
         for when in ("before", "after"):
-            evaluate.for_run(folder.root, final, 4, folder.evaluations / f"{when}.json", threads=1)
+            evaluate.for_run(folder.root, final, 1, folder.evaluations / f"{when}.json", threads=1)
         return folder
 
     return run
@@ -62,6 +62,23 @@ def test_evaluation_of_a_run_with_one_environment_is_that_of_the_environment(eva
     folder = evaluated(HARD)
     alone(folder, HARD, tmp_path / "alone.json")
     assert (folder.evaluations / "after.json").read_bytes() == (tmp_path / "alone.json").read_bytes()
+
+
+def test_an_environment_has_its_own_number_of_episodes_or_none(evaluated):
+    folder = evaluated(EASY | {"eval_episodes": 0}, HARD | {"eval_episodes": 6}, {"name": "wordle"})
+    found = msgspec.json.decode((folder.evaluations / "after.json").read_bytes(), type=MixedEvaluation)
+    assert {label: one.episodes for label, one in found.envs.items()} == {"hard": 6, "wordle": 4}
+    assert found.mean == pytest.approx(sum(one.mean for one in found.envs.values()) / 2)
+    write_summary(folder, folder.config(), Snapshot("town", "x", 3), UsageBook(folder.root / "usage.json"))
+    summary = msgspec.json.decode(folder.summary.read_bytes())
+    assert summary["heldout"]["after"]["envs"].keys() == {"hard", "wordle"}
+
+
+def test_on_the_way_each_environment_has_a_part_of_its_episodes(evaluated, tmp_path):
+    folder = evaluated(EASY | {"eval_episodes": 200}, HARD)
+    evaluate.for_run(folder.root, folder.checkpoints / "final", 4, tmp_path / "way.json", threads=1)
+    found = msgspec.json.decode((tmp_path / "way.json").read_bytes(), type=MixedEvaluation)
+    assert {label: one.episodes for label, one in found.envs.items()} == {"easy": 50, "hard": 4}
 
 
 def test_summary_has_the_figures_and_a_game_of_each_environment(evaluated):
