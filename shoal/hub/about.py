@@ -9,7 +9,7 @@ import sys
 import sysconfig
 import tomllib
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from shoal.errors import ConfigError, cause_of
 from shoal.hub.archive import ABOUT, Index
@@ -21,8 +21,6 @@ from shoal.tree import Section, from_tree
 MAX_ABOUT_BYTES = 16 << 10
 """Size of `environment.toml`. The time that `tomllib` takes for a key in many parts grows with the square of its length:
 1.4 s for this many bytes, 21 s for four times as many."""
-
-Kind = Literal["shoal", "verifiers-v0", "verifiers-v1", "reasoning-gym", "textarena"]
 
 _ENTRY = re.compile(r"(?P<file>[^:]+\.py):(?P<function>[A-Za-z_][A-Za-z0-9_]*)", re.ASCII)
 _CLAUSE = re.compile(r"(?P<sign>>=|<|==) ?3\.(?P<minor>[0-9]{1,3})", re.ASCII)
@@ -52,8 +50,6 @@ class About(Section, frozen=True):
     """Files that it reads. Packing fails if one is missing."""
     reproducible: bool = True
     """Whether the same actions always give the same replies and scores. If not, it stays with the host."""
-    kind: Kind = "shoal"
-    """Whose interface the entry has."""
 
     @property
     def entry_file(self) -> str:

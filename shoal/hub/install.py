@@ -222,6 +222,6 @@ def _recorded(offer: Offer, described: Described, files: Index, num_wheel_files:
     about = described.about
     dependencies = {requirement.name: requirement.version for requirement in described.requirements}
     return Installed(
-        about.name, about.version, offer.release.digest, offer.author, about.entry, about.kind, about.reproducible, files,
+        about.name, about.version, offer.release.digest, offer.author, about.entry, about.reproducible, files,
         dependencies, num_wheel_files,
     )  # fmt: skip

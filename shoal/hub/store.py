@@ -20,8 +20,9 @@ from shoal.protocol.wire import WireError, from_json
 INSTALLED = "installed.json"
 
 
-class Installed(Message, frozen=True):
-    """What is known of an installed package: the contents of its `installed.json`."""
+class Installed(Message, frozen=True, forbid_unknown_fields=False):
+    """What is known of an installed package: the contents of its `installed.json`, which an older version of shoal may
+    have written with other fields."""
 
     name: str
     version: str
@@ -30,7 +31,6 @@ class Installed(Message, frozen=True):
     """The key that signed it."""
     entry: str
     """File and function that make the environment."""
-    kind: str
     reproducible: bool
     files: Index
     dependencies: dict[str, str]

@@ -22,7 +22,7 @@ A, B = "a" * 64, "b" * 64
     ('version = "1.0"', "version"), ('version = "01.0.0"', "version"), ('version = "1.0.0-rc1"', "version"),
     ('licence = ""', "licence"), ('entry = "environment"', "entry"), ('entry = "os:system"', "entry"),
     ('entry = "../x.py:f"', "path"), ('python = "3"', "python"), ('python = ">=2.7"', "python"),
-    ('platforms = ["a b"]', "platforms"), ('kind = "exe"', "kind"), ('data = ["/etc/passwd"]', "path"),
+    ('platforms = ["a b"]', "platforms"), ('kind = "shoal"', "kind"), ('data = ["/etc/passwd"]', "path"),
     ('lock = "../lock.txt"', "path"), ('summary = "\\u001b[2J"', "summary"), ('licens = "MIT"', "licens"),
     ("x = " + "[" * 9000, "not valid TOML"), ("x = 1" + "0" * 5000, "not valid TOML"), ("x = 1\n" * 12000, "limit 16384"),
     ("x" * 9000 + " = 1", "unknown key x"),

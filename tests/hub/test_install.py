@@ -85,6 +85,16 @@ def test_a_package_is_installed_once_and_found(author: Author, registry: FolderR
     assert [path.name for path in (home / "envs").iterdir() if path.name != ".lock"] == [pushed.release.digest]
 
 
+def test_a_record_of_an_older_version_with_another_field_is_read(
+    author: Author, registry: FolderRegistry, home: Path
+) -> None:
+    author.push(registry)
+    package = get(registry, home).package
+    record = home / "envs" / package.digest / "installed.json"
+    record.write_text(record.read_text().replace("{", '{"kind": "shoal", ', 1))
+    assert PackageStore(home / "envs").get(package.digest) == package
+
+
 def test_dependencies_come_by_hash_into_a_folder_of_their_own(
     author: Author, registry: FolderRegistry, home: Path, wheels: Path
 ) -> None:
