@@ -22,6 +22,7 @@ from shoal.protocol.constants import (
     MAX_BLOCK_ROLLOUTS,
     MAX_FACT_CHARS,
     MAX_GROUP_ROLLOUTS,
+    MAX_PATCH_CHAIN,
     MAX_ROLLOUT_TOKENS,
 )
 from shoal.protocol.sizes import most_batch_groups, most_lease_groups
@@ -34,7 +35,7 @@ AT_LEAST_0 = (
 )  # fmt: skip
 AT_LEAST_1 = (
     "steps", "train.threads", "workers.threads", "validators.threads", "train.microbatch_tokens", "train.updates_per_batch",
-    "storage.checkpoint_every", "storage.quota_mb", "rollouts.batch_groups",
+    "storage.checkpoint_every", "storage.quota_mb", "storage.anchor_every", "rollouts.batch_groups",
 )  # fmt: skip
 
 
@@ -185,6 +186,7 @@ def _messages_fit(config: RunConfig) -> Iterator[tuple[bool, str]]:
         ("rollouts.group_size", size, MAX_GROUP_ROLLOUTS),
         ("rollouts.block_rollouts", rollouts.block_rollouts, MAX_BLOCK_ROLLOUTS),
         (f"sampling.{key}", max_tokens, MAX_ROLLOUT_TOKENS),
+        ("storage.anchor_every", config.storage.anchor_every, MAX_PATCH_CHAIN),
     ):
         yield value <= limit, f"{name} = {value}: must be at most {limit}"
     if size < 1 or size > MAX_GROUP_ROLLOUTS:

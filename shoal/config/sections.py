@@ -302,6 +302,9 @@ class StorageConfig(Section, frozen=True):
     """Disk space for blobs, MB; above it, what the run can do without is deleted, and then leases pause."""
     checkpoint_every: int = 25
     """Steps between checkpoints kept as directories in Hugging Face format."""
+    anchor_every: int = 1
+    """Versions between those that are published whole; the others are published as patches, if patches are small. A node
+    that joins fetches a whole version and all patches after it. Only in runs that publish bfloat16; limit 32."""
 
 
 class RunConfig(Section, frozen=True, kw_only=True):

@@ -76,24 +76,39 @@ def load_policy(directory: Path, dtype: "torch.dtype | None" = None) -> "Transfo
     return model
 
 
-def save_policy(model: "Transformer", directory: Path, dtype: str, tokenizer_from: Path | None = None) -> None:
+@dataclass(frozen=True)
+class Snapshot:
+    """A policy as it is published: its tensors in their dtype, which a model no longer changes."""
+
+    spec: PolicySpec
+    dtype: str
+    tensors: "dict[str, torch.Tensor]"
+
+
+def snapshot(model: "Transformer", dtype: str) -> Snapshot:
+    """A copy of a model's weights in `dtype` (float32 or bfloat16), so that it can be written while the model learns on."""
+    return Snapshot(model.spec, dtype, {name: one.clone() for name, one in _tensors(model, dtype).items()})
+
+
+def save_policy(
+    policy: "Transformer | Snapshot", directory: Path, dtype: str, tokenizer_from: Path | None = None
+) -> None:
     """Write a checkpoint directory in `dtype` (float32 or bfloat16), with the tokenizer files of another directory.
 
     The directory appears whole or not at all, even if the machine dies. It replaces an older one of the same name. Raises
     `StateError` if writing fails.
     """
-    import torch
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     directory = Path(directory)
-    target = {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
-    tensors = {name: p.detach().to("cpu", target).contiguous() for name, p in model.named_parameters()}
+    assert not isinstance(policy, Snapshot) or policy.dtype == dtype, f"the snapshot is {policy.dtype}"
+    tensors = policy.tensors if isinstance(policy, Snapshot) else _tensors(policy, dtype)
     try:
         with replaced_folder(directory) as scratch:
             save_file(tensors, scratch / WEIGHTS, metadata={"format": "pt"})
-            write_json(scratch / "config.json", model.spec.to_hf() | {"dtype": dtype})
-            write_json(scratch / "generation_config.json", _generation_config(model.spec))
+            write_json(scratch / "config.json", policy.spec.to_hf() | {"dtype": dtype})
+            write_json(scratch / "generation_config.json", _generation_config(policy.spec))
             for name in TOKENIZER_FILES:
                 if tokenizer_from is not None and (Path(tokenizer_from) / name).exists():
                     shutil.copyfile(Path(tokenizer_from) / name, scratch / name)
@@ -101,6 +116,13 @@ def save_policy(model: "Transformer", directory: Path, dtype: str, tokenizer_fro
         raise StateError(
             f"cannot write checkpoint {directory}: {cause_of(error)}. Free space, or give another"
         ) from None
+
+
+def _tensors(model: "Transformer", dtype: str) -> "dict[str, torch.Tensor]":
+    import torch
+
+    target = {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
+    return {name: p.detach().to("cpu", target).contiguous() for name, p in model.named_parameters()}
 
 
 def tensors_of(directory: Path) -> dict[str, tuple[str, tuple[int, ...], str]]:

@@ -63,6 +63,10 @@ MAX_CHUNK_BYTES = 8 << 20
 MAX_MANIFEST_BYTES = 4 << 20
 """One signed manifest. Changing breaks: very large policies."""
 
+MAX_PATCH_CHAIN = 32
+"""A patch begins at most so many versions before its own, and at most so many patches are applied one after another.
+Changing breaks: manifests already signed."""
+
 MAX_SAFETENSORS_HEADER_BYTES = 1 << 20
 """Header of a weights file. Changing breaks: policies with more than about 10,000 tensors."""
 

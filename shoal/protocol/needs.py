@@ -17,13 +17,26 @@ ROWS = "rows"
 """The word for rollouts that may have several rows."""
 
 
-def needs_of(rules: Rules, envs: Sequence[EnvSpec] = (), sampling: Sampling | None = None) -> tuple[str, ...]:
-    """The words of a run with these rules, environments and sampling."""
+PATCHES = "patches"
+"""The word for versions whose manifests may offer patches, or nothing but patches."""
+
+
+def needs_of(
+    rules: Rules, envs: Sequence[EnvSpec] = (), sampling: Sampling | None = None, published_dtype: str = "float32"
+) -> tuple[str, ...]:
+    """The words of a run with these rules, environments, sampling and dtype of the published versions."""
     proofs = () if rules.proofs == "none" else (proofs_need(rules.proofs),)
     settings = (SETTINGS,) if any(env.has_settings for env in envs) else ()
     several = (sampling is not None and sampling.max_rollout_tokens > 0) or any(env.history for env in envs)
     rows = (ROWS,) if several else ()
-    return (kind_of(envs), dtype_need(rules.dtype), *proofs, *settings, *rows)
+    patches = (PATCHES,) if may_be_patched(published_dtype) else ()
+    return (kind_of(envs), dtype_need(rules.dtype), *proofs, *settings, *rows, *patches)
+
+
+def may_be_patched(published_dtype: str) -> bool:
+    """Whether a version may be published as a patch: if rounding leaves most weights as they are in a step. In float32, a
+    step changes them all."""
+    return published_dtype == "bfloat16"
 
 
 def kind_of(envs: Iterable[EnvSpec]) -> str:

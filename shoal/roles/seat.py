@@ -37,7 +37,7 @@ from shoal.protocol.constants import (
     MAX_ROLLOUT_TOKENS,
     PROTOCOL_VERSION,
 )
-from shoal.protocol.needs import ROWS, SETTINGS, dtype_need, kind_of, proofs_need
+from shoal.protocol.needs import PATCHES, ROWS, SETTINGS, dtype_need, kind_of, proofs_need
 from shoal.protocol.promises import is_promised, terms_of
 from shoal.protocol.sizes import BYTES_PER_TOKEN
 from shoal.protocol.wire import digest, to_json
@@ -66,7 +66,7 @@ SOONEST_S = 0.1
 COPIES = 4
 """Most copies of a lease's rollouts at one time: as objects, as groups, in the submission, and on their way."""
 
-SUPPORTED = frozenset({EPISODES, COMPLETIONS, SETTINGS, ROWS, proofs_need("toploc"), *map(dtype_need, DTYPES)})
+SUPPORTED = frozenset({EPISODES, COMPLETIONS, SETTINGS, ROWS, PATCHES, proofs_need("toploc"), *map(dtype_need, DTYPES)})
 """What this version of shoal supports: it cannot join a run that needs anything else."""
 
 
@@ -145,37 +145,49 @@ class Seat:
         The versions on disk stay within `max_disk_mb`. Raises `Overreach` if the policy does not fit into the memory, and
         `Contradiction` if a grant names other weights or files.
         """
-        manifest, signed = self.manifest, b""
+        manifest, signed, most_bytes = self.manifest, b"", self._most_bytes(keep, max_bytes)
         if self.engine.version != version or manifest is None:
-            manifest, signed = await self._fetch_manifest(version, keep, max_bytes)
+            signed = await self._signed_manifest(version)
+            if signer_of(signed) not in self._publishers().keys:  # guard: new-publisher-is-asked-for
+                info = await self.client.get_json("/v1/run", t.RunInfo)
+                self.publishers = take_publishers(self.evidence.publishers, info)
+            manifest = self._open(signed, version, most_bytes, self.clock())
+            self.issued[version] = manifest.issued
         # guard: manifest-of-the-lease
         if grant is not None and (manifest.root, content_of(manifest)) != (grant.root, grant.content):
             what = "files" if manifest.root == grant.root else "weights"
             raise self._contradiction(f"the manifest of version {version} that the host serves names other {what} than the "
                                       "lease that it signed", grant, signed)  # fmt: skip
         if signed:
-            directory = await fetch(manifest, sources_of(self.info, self.client), self.home / "weights", keep=keep)
+
+            async def earlier(other: int) -> t.Manifest:  # it is old, and the new one names its root
+                return self._open(await self._signed_manifest(other), other, most_bytes, None)
+
+            directory = await fetch(
+                manifest, sources_of(self.info, self.client), self.home / "weights", keep=keep, manifest_of=earlier
+            )
             await self._load(directory, version)
             self.manifest, self.client.manifest = manifest, digest(signed)
         self._keep(grant, signed)
 
-    async def _fetch_manifest(self, version: int, keep: int, max_bytes: int | None) -> tuple[t.Manifest, bytes]:
-        """The manifest of a version, and its signed bytes."""
+    async def _signed_manifest(self, version: int) -> bytes:
+        return await self.client.get(f"/v1/manifests/{version}", cap=MAX_MANIFEST_BYTES)
+
+    def _open(self, signed: bytes, version: int, most_bytes: int | None, now: float | None) -> t.Manifest:
+        """A manifest of this run; `most_bytes` and `now` are as of `open_manifest`."""
+        return open_manifest(
+            signed, run=self.info.run, keys=self._publishers(), now=now, version=version, max_bytes=most_bytes,
+            issued_since=self.issued.get(version, 0.0),
+        )  # fmt: skip
+
+    def _most_bytes(self, keep: int, max_bytes: int | None) -> int | None:
+        """The most bytes that a version may have here."""
         if self.max_disk_mb is not None:  # guard: disk-of-strangers
             room = room_for_version(self.home / "weights", keep, self.max_disk_mb, self.evidence.most_bytes)
             max_bytes = room if max_bytes is None else min(room, max_bytes)
         if self.memory is not None:  # a weight takes at least the bytes in memory that it takes in its file
             max_bytes = min(self.memory.left_bytes, self.memory.left_bytes if max_bytes is None else max_bytes)
-        data = await self.client.get(f"/v1/manifests/{version}", cap=MAX_MANIFEST_BYTES)
-        if signer_of(data) not in self._publishers().keys:  # guard: new-publisher-is-asked-for
-            info = await self.client.get_json("/v1/run", t.RunInfo)
-            self.publishers = take_publishers(self.evidence.publishers, info)
-        manifest = open_manifest(
-            data, run=self.info.run, keys=self._publishers(), now=self.clock(), version=version, max_bytes=max_bytes,
-            issued_since=self.issued.get(version, 0.0),
-        )  # fmt: skip
-        self.issued[version] = manifest.issued
-        return manifest, data
+        return max_bytes
 
     def _publishers(self) -> t.Publishers:
         return self.publishers or self.info.all_publishers

@@ -42,9 +42,6 @@ MOST_FILES = 1000
 MOST_PATCHES = 8
 """Patches of one version, each from another base."""
 
-MOST_APART = 32
-"""A patch begins at most so many versions before its own, and so many patches are applied one after another."""
-
 _NAME = re.compile(
     r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}(\.[A-Za-z0-9_-]{1,40}){0,4}\.(json|safetensors|jinja|txt|model)", re.ASCII
 )
@@ -139,11 +136,13 @@ def demand_file(entry: FileEntry, chunk_bytes: int) -> None:
 
 def demand_patch(patch: Patch, manifest: Manifest, max_bytes: int | None) -> None:
     """Refuse a patch from a version that it cannot begin at, and one whose file is not a patch's."""
-    if not manifest.version - MOST_APART <= patch.base < manifest.version or patch.base < 0:  # guard: patch-base
+    if (
+        not manifest.version - constants.MAX_PATCH_CHAIN <= patch.base < manifest.version or patch.base < 0
+    ):  # guard: patch-base
         raise ManifestError(
             "mixed",
             f"manifest of version {manifest.version} has a patch from version {patch.base}: limit are the "
-            f"{MOST_APART} versions before it",
+            f"{constants.MAX_PATCH_CHAIN} versions before it",
         )
     if not _PATCH_NAME.fullmatch(patch.file.path) or not _HASH.fullmatch(patch.base_root):
         raise ManifestError(

@@ -145,7 +145,7 @@ class _Fetch:
                 problem = error
                 if not way.is_here or await asyncio.to_thread(self._is_sound, way.start, asked.run):
                     broken |= {(step.patch.base, step.version) for step in way.steps}
-        raise problem or PeerError(
+        raise problem or NothingYet(
             f"version {asked.version} is published as patches, and no version that they begin at can be had here: try "
             "again later, or use another source"
         )

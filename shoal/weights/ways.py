@@ -13,8 +13,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from shoal.protocol.constants import MAX_PATCH_CHAIN
 from shoal.protocol.types import Manifest, Patch
-from shoal.weights.demands import MOST_APART, is_whole
+from shoal.weights.demands import is_whole
 from shoal.weights.patch import CODEC
 
 CODECS = frozenset({CODEC})
@@ -92,7 +93,7 @@ def cheapest(
             further = cost + patch.file.size + apply_bytes
             ends_here = any(version <= patch.base for version in here)
             helps = further < cheapest_whole and (ends_here or cheapest_whole == float("inf"))
-            if helps and patch.codec in CODECS and (patch.base, version) not in broken and len(steps) < MOST_APART:
+            if helps and patch.codec in CODECS and (patch.base, version) not in broken and len(steps) < MAX_PATCH_CHAIN:
                 step = Step(version, patch, manifest.chunk_bytes)
                 heapq.heappush(heap, (further, next(order), _Place(patch.base, patch.base_root, False, (step, *steps))))
     return None

@@ -10,7 +10,6 @@ from shoal.protocol import constants, wire
 from shoal.protocol.identity import Key
 from shoal.protocol.types import FileEntry, Manifest, Patch, SignedManifest
 from shoal.weights.demands import (
-    MOST_APART,
     MOST_FILES,
     MOST_PATCHES,
     ManifestError,
@@ -271,9 +270,11 @@ def test_a_patch_has_the_name_and_the_chunks_of_one(manifest, patch, fields):
 
 
 def test_a_patch_from_too_many_versions_before_is_refused(manifest, patch):
-    later = changed(manifest, version=100, patches=(msgspec.structs.replace(patch, base=100 - MOST_APART),))
+    later = changed(
+        manifest, version=100, patches=(msgspec.structs.replace(patch, base=100 - constants.MAX_PATCH_CHAIN),)
+    )
     assert accept(encoded(later))
-    further = changed(later, patches=(msgspec.structs.replace(patch, base=99 - MOST_APART),))
+    further = changed(later, patches=(msgspec.structs.replace(patch, base=99 - constants.MAX_PATCH_CHAIN),))
     assert "the 32 versions before it" in refused(encoded(further))
 
 

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
+from shoal.protocol.constants import MAX_PATCH_CHAIN
 from shoal.protocol.types import FileEntry, Manifest, Patch
-from shoal.weights.demands import MOST_APART
 from shoal.weights.ways import APPLY_SHARE, Lacking, Way, cheapest
 
 FULL, SMALL = 1_000_000, 7_000
@@ -109,9 +109,9 @@ def test_without_a_manifest_in_between_the_whole_version_is_taken():
 
 
 def test_a_chain_has_a_bound():
-    served = [manifest(version, whole=version == 0) for version in range(MOST_APART + 2)]
-    assert len(versions_of(found(served[MOST_APART], [], served)[0])) == MOST_APART + 1
-    assert found(served[MOST_APART + 1], [], served)[0] is None
+    served = [manifest(version, whole=version == 0) for version in range(MAX_PATCH_CHAIN + 2)]
+    assert len(versions_of(found(served[MAX_PATCH_CHAIN], [], served)[0])) == MAX_PATCH_CHAIN + 1
+    assert found(served[MAX_PATCH_CHAIN + 1], [], served)[0] is None
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -158,8 +158,12 @@ async def fetch_weights(run: PublicRun, state: State, version: int, into: Path) 
     if it is not what the log promises.
     """
     record, chunks = state.main.versions[version], _Chunks(run)
+
+    async def signed_of(earlier: int) -> bytes:
+        return await run.manifest(earlier, state.main.versions[earlier].manifest)
+
     try:
-        data = await run.manifest(version, record.manifest)
+        data = await signed_of(version)
     except PeerError as error:
         gone = isinstance(error, NothingYet)
         raise Unavailable(_gone(version) if gone else f"cannot fetch version {version}: {error}") from None
@@ -171,13 +175,14 @@ async def fetch_weights(run: PublicRun, state: State, version: int, into: Path) 
     try:
         return await fetch_version(
             data, version, [chunks], into, run=state.run, publishers=state.publishers, now=None, root=record.root,
-            keep=1, on_blame=lambda name, reason: None,
+            keep=1, on_blame=lambda name, reason: None, signed_of=signed_of,
         )  # fmt: skip
     except NotStored as error:
         raise Unavailable(str(error)) from None
     except PeerError as error:
-        if chunks.missing:
-            gone = isinstance(chunks.missing, NothingYet)
+        missing = chunks.missing or (error if isinstance(error, NothingYet) else None)
+        if missing:
+            gone = isinstance(missing, NothingYet)
             raise Unavailable(_gone(version) if gone else f"cannot fetch version {version}: {error}") from None
         raise
 

@@ -59,6 +59,10 @@ class Desk:
         return self.book.state
 
     @property
+    def published_dtype(self) -> str:
+        return self._config.policy.dtype
+
+    @property
     def quota_bytes(self) -> int:
         """Disk space for blobs."""
         return self._config.storage.quota_mb * 1_000_000

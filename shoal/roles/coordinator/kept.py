@@ -8,6 +8,7 @@ hashes of what was deleted.
 import contextlib
 import itertools
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from shoal.ledger.state import State, SubmissionRecord
 from shoal.net.blobs import FolderBlobs, Upload
 from shoal.protocol import types as t
 from shoal.protocol.wire import from_json
+from shoal.roles.coordinator.anchors import needed
 from shoal.roles.coordinator.public import PublicBlobs
 from shoal.weights.demands import chunks_of
 from shoal.weights.manifest import content_of
@@ -163,7 +165,7 @@ class Kept:
         for name in [name for name, version in self.bodies.items() if version < oldest]:
             if not self._stays(name):
                 self._forget_body(name)
-        self._forget_weights([version for version in self._spare_versions() if version < oldest])
+        self._forget_weights([version for version in self._spare_versions(self.state.time) if version < oldest])
 
     def make_room(self, quota: int) -> bool:
         """Whether blobs fit into the quota. If not, delete what the run can do without, until what is stored fits.
@@ -187,17 +189,21 @@ class Kept:
                 yield partial(self._forget_body, name)  # guard: garbage-makes-room
         if self._storage.retain == "all":
             return
-        for version in self._spare_versions():
+        for version in self._spare_versions(math.inf):
             yield partial(self._forget_weights, [version])  # guard: old-weights-make-room
         for name in sorted(self.bodies, key=self.bodies.__getitem__):
             if not self._stays(name) and not self._is_to_train_on(name):  # guard: accepted-bodies-stay
                 yield partial(self._forget_body, name)
 
-    def _spare_versions(self) -> list[int]:
-        """Versions whose weights no node needs any more, oldest first: nothing can be submitted for them or is judged."""
+    def _spare_versions(self, now: float) -> list[int]:
+        """Versions whose weights no node needs any more, oldest first: nothing can be submitted for them or is judged, and
+        no patch leads from them to a version that is needed."""
         fresh, at_work = self._oldest_fresh(), self._versions_at_work()
-        # guard: fresh-weights-stay
-        return [version for version in sorted(self.manifests) if version < fresh and version not in at_work]
+        used = [
+            version for version in self.manifests if version >= fresh or version in at_work
+        ]  # guard: fresh-weights-stay
+        stay = needed(self.manifests, used, now)
+        return [version for version in sorted(self.manifests) if version not in stay]
 
     def _oldest_fresh(self) -> int:
         """The oldest version for which something may still be submitted."""

@@ -141,6 +141,8 @@ def public_run_file(folder: RunFolder, config: RunConfig) -> dict[str, Any]:
     for name in ("origin_port", "origin_url"):  # a run without them has the log of before there was an origin
         if not tree["host"][name]:
             del tree["host"][name]
+    if config.storage.anchor_every == 1:
+        del tree["storage"]["anchor_every"]
     if not config.sampling.max_rollout_tokens:
         del tree["sampling"]["max_rollout_tokens"]
     for env in tree["envs"]:  # a run whose workers play has the log that it had before hosts could

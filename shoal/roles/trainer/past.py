@@ -27,8 +27,11 @@ class PastPolicies:
         found = {}
         for version in sorted(set(versions)):
             found[version] = await fetch_version(
-                await self._client.get(f"/v1/manifests/{version}", cap=MAX_MANIFEST_BYTES), version,
-                sources_of(info, self._client), self._folder, run=info.run, publishers=info.all_publishers, now=None,
+                await self._signed(version), version, sources_of(info, self._client), self._folder, run=info.run,
+                publishers=info.all_publishers, now=None, signed_of=self._signed,
                 keep=info.rules.max_staleness + 2,  # a repeated step may find one that is newer than its batch
             )  # fmt: skip
         return found
+
+    async def _signed(self, version: int) -> bytes:
+        return await self._client.get(f"/v1/manifests/{version}", cap=MAX_MANIFEST_BYTES)

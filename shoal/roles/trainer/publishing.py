@@ -1,12 +1,15 @@
 """Publishes the trainer's versions, and keeps checkpoints for the host.
 
-Called by `role` at start and after each step. It writes the learner's policy, sends its chunks, signs its manifest, and
-copies a version that is to be kept into the run's checkpoints. It does not know how a policy is trained.
+Called by `role` at start and after each step, beside which it works: the next step changes the model, so it is given a
+snapshot. It writes the policy, sends its chunks, signs its manifest, and copies a version that is to be kept into the run's
+checkpoints. It does not know how a policy is trained.
 """
 
+import asyncio
 import filecmp
 import logging
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,15 +17,18 @@ from shoal.config import RunConfig
 from shoal.errors import StateError, cause_of
 from shoal.folder import RunFolder, clear_leftovers, replaced_folder
 from shoal.net.client import Client
-from shoal.policy.files import save_policy
+from shoal.policy.files import Snapshot, save_policy, snapshot
 from shoal.policy.model import Transformer
 from shoal.policy.tiny import make_tiny
 from shoal.protocol import types as t
 from shoal.protocol.constants import MANIFEST_LIFETIME_S, MAX_MANIFEST_BYTES
 from shoal.protocol.identity import Key
+from shoal.protocol.needs import may_be_patched
 from shoal.protocol.wire import to_json
+from shoal.weights.codes import coded_directory
+from shoal.weights.demands import chunks_of
 from shoal.weights.manifest import open_manifest, renew_at, sign_manifest, signer_of
-from shoal.weights.publish import HttpSink, publish
+from shoal.weights.publish import Base, HttpSink, publish
 
 log = logging.getLogger("trainer")
 
@@ -49,21 +55,35 @@ class Publisher:
         self._clock = clock
         self._sent: set[str] = set()
         """Chunks of the version published last, which the coordinator has already."""
+        self._base: Base | None = None
+        """The version published last, from which a patch leads to the next. Its files are mapped: they stay readable after
+        the next version has replaced them. None after a start, so that the first version comes whole."""
         self._renew_at = 0.0
         """When to look at the manifests' dates again."""
+        self.published_s = 0.0
+        """How long the last publication took."""
 
-    async def publish(self, model: Transformer, version: int) -> None:
+    def snapshot(self, model: Transformer) -> Snapshot:
+        """The policy as it is published, which learning on does not change."""
+        return snapshot(model, self._config.policy.dtype)
+
+    async def publish(self, policy: Transformer | Snapshot, version: int) -> None:
         """Send the version's chunks and manifest, and keep it if it is due. Doing so twice changes nothing."""
-        directory = self._write(model)
+        began = time.perf_counter()
+        directory = await asyncio.to_thread(self._write, policy)
         parents = (version - 1,) if version else ()
+        base = self._base if self._base is not None and self._base.version == version - 1 else None
         manifest = await publish(
             directory, HttpSink(self._client), run=self._client.run, version=version, dtype=self._config.policy.dtype,
-            parents=parents, known=self._sent,
+            parents=parents, known=self._sent, base=base, whole=version % self._config.storage.anchor_every == 0,
         )  # fmt: skip
-        self._sent = {chunk for file in manifest.files for chunk in file.chunks}
+        self._sent = chunks_of(manifest)
         signed = to_json(sign_manifest(manifest, self.key, now=self._clock()))
         await self._client.send("POST", "/v1/checkpoints", signed, t.Done)
-        self._keep(directory, self._due(version))
+        if may_be_patched(self._config.policy.dtype):
+            self._base = Base(version, manifest.root, coded_directory(directory))
+        await asyncio.to_thread(self._keep, directory, self._due(version))
+        self.published_s = time.perf_counter() - began
 
     def keep_due(self, model: Transformer, version: int) -> None:
         """Keep a published version if it is due: a kill may have prevented that."""
@@ -98,10 +118,10 @@ class Publisher:
         """Publish with another key, and sign what can still be fetched again."""
         self.key, self._renew_at = key, 0.0
 
-    def _write(self, model: Transformer) -> Path:
+    def _write(self, policy: Transformer | Snapshot) -> Path:
         """Write the policy in HF format, to a directory that the next version replaces."""
         directory = self._folder.trainer / "publishing"
-        save_policy(model, directory, self._config.policy.dtype, tokenizer_from=self._folder.policy)
+        save_policy(policy, directory, self._config.policy.dtype, tokenizer_from=self._folder.policy)
         return directory
 
     def _due(self, version: int) -> list[str]:

@@ -5,7 +5,7 @@ each batch is an event of the log. It saves its own state before it publishes a 
 it repeats the same step with the same bits, and never rebuilds a published version differently.
 
 `batches` reads the batches; `past` fetches the versions that sampled them; `publishing` publishes the versions and keeps
-checkpoints.
+checkpoints, while the next step is under way.
 """
 
 import asyncio
@@ -25,7 +25,8 @@ from shoal.metrics import MetricsLog
 from shoal.net.client import Client
 from shoal.net.keys import find_key, load_or_make_key
 from shoal.net.stopping import Stopping
-from shoal.policy.files import load_policy
+from shoal.policy.files import Snapshot, load_policy
+from shoal.policy.model import Transformer
 from shoal.protocol import types as t
 from shoal.protocol.bounds import claims_bend_ratios
 from shoal.protocol.identity import Key
@@ -72,6 +73,8 @@ class Trainer:
         self.stopping = Stopping()
         self.waits: dict[str, float] = {}
         self.checked = False
+        self.publication: asyncio.Task[None] | None = None
+        """Of the version made last, while the next step is under way."""
         self.info: t.RunInfo
 
     async def run(self) -> None:
@@ -82,20 +85,30 @@ class Trainer:
                 if version is None:
                     log.info("stopped before the run was opened")
                     return
-                while version < self.config.steps and not self.stopping:
-                    began = time.perf_counter()
-                    batch = await self._waiting("batch", self._batch(version))
-                    if batch is None:
-                        break
-                    rows, counts = await self._waiting("bodies", self._as_publisher(partial(self._rows, batch)))
-                    rows, own = await self._denominators(rows)
-                    metrics = await asyncio.to_thread(self.learner.step, rows, version)
-                    version += 1
-                    metrics |= counts | own | await self._save_and_publish(version)
-                    self._report(version, began, metrics)
+                try:
+                    version = await self._learn(version)
+                    await self._published()
+                finally:
+                    if self.publication is not None:
+                        self.publication.cancel()  # if it did not end, something failed
                 if version < self.config.steps and not self.stopping:
                     log.info("the run ended early at version=%d: it was drained", version)
                     self.publisher.keep_final(self.learner.model)
+
+    async def _learn(self, version: int) -> int:
+        """Take steps until the last one, until told to stop, or until the run ends early. Returns the last version."""
+        while version < self.config.steps and not self.stopping:
+            began = time.perf_counter()
+            batch = await self._waiting("batch", self._batch(version))
+            if batch is None:
+                break
+            rows, counts = await self._waiting("bodies", self._as_publisher(partial(self._rows, batch)))
+            rows, own = await self._denominators(rows)
+            metrics = await asyncio.to_thread(self.learner.step, rows, version)
+            version += 1
+            metrics |= counts | own | await self._save_and_publish(version)
+            self._report(version, began, metrics)
+        return version
 
     async def _open(self) -> int:
         """Join; load the saved state or begin; finish what a kill interrupted. Returns the version to learn from."""
@@ -117,7 +130,7 @@ class Trainer:
             save_state(self.folder.trainer, self.learner.state(0))
         log.info("opened version=%d published=%d steps=%d", version, self.info.version, self.config.steps)
         if version > self.info.version:
-            await self._publish(version)
+            await self._publish(self.learner.model, version)
         else:
             self.publisher.keep_due(self.learner.model, version)
         if self.info.phase != "ended":
@@ -155,8 +168,8 @@ class Trainer:
             await self._join()
             return await work()
 
-    async def _publish(self, version: int) -> None:
-        await self._as_publisher(lambda: self.publisher.publish(self.learner.model, version))
+    async def _publish(self, policy: Transformer | Snapshot, version: int) -> None:
+        await self._as_publisher(lambda: self.publisher.publish(policy, version))
 
     async def _renew(self, version: int) -> None:
         await self._as_publisher(lambda: self.publisher.renew(version, self.info))
@@ -168,6 +181,11 @@ class Trainer:
                 return await self.stopping.unless(self.client.get_json(f"/v1/batches/{step}", t.Batch))
             except NothingYet as reason:
                 log.info("waiting step=%d reason=%r", step, str(reason))
+                if self.publication is not None:
+                    await asyncio.wait({self.publication}, timeout=1.0)
+                    if not self.publication.done():
+                        continue
+                    await self._published()
                 self.info = await self.client.get_json("/v1/run", t.RunInfo)
                 if self.info.phase == "ended":
                     return None
@@ -200,11 +218,23 @@ class Trainer:
         return own, {"denominators_s": time.perf_counter() - began}
 
     async def _save_and_publish(self, version: int) -> dict[str, Any]:
+        """Save the state, and begin to publish the version, which goes on beside the next step.
+
+        The version before must be published first: after a kill, the state that is found is published, and no other.
+        """
         began = time.perf_counter()
+        await self._published()  # guard: one-version-ahead
+        waited = time.perf_counter()
         await asyncio.to_thread(save_state, self.folder.trainer, self.learner.state(version))
         saved = time.perf_counter()
-        await self._publish(version)
-        return {"save_s": saved - began, "publish_s": time.perf_counter() - saved}
+        policy = await asyncio.to_thread(self.publisher.snapshot, self.learner.model)
+        self.publication = asyncio.create_task(self._publish(policy, version))
+        return {"publish_wait_s": waited - began, "save_s": saved - waited, "publish_s": self.publisher.published_s}
+
+    async def _published(self) -> None:
+        """Wait until the version made last is published. Raises as `Publisher.publish`."""
+        if self.publication is not None:
+            await self.publication
 
     async def _waiting(self, what: str, work: "asyncio.Future[T] | Any") -> Any:
         """Await, and count the time as spent waiting for `what`."""

@@ -1,0 +1,219 @@
+"""Runs that publish versions as patches: the same weights, small downloads, and anchors that stay as long as needed."""
+
+import asyncio
+
+import pytest
+
+from shoal.config import check_run
+from shoal.errors import ConfigError, PeerError
+from shoal.metrics import read_metrics
+from shoal.protocol.needs import PATCHES
+from shoal.protocol.types import FileEntry, Manifest, Patch
+from shoal.roles.auditor import source
+from shoal.roles.coordinator.anchors import SLOWEST_LINE_BYTES_PER_S, needed
+from shoal.roles.coordinator.board import Board
+from shoal.weights.demands import is_whole
+from shoal.weights.follow import follow
+from shoal.weights.manifest import weights_root
+from tests.roles.town import Town, tiny_run
+
+SLOW = {"train": {"lr": 1e-6}, "policy": {"dtype": "bfloat16"}, "steps": 5}
+"""Steps that leave most values as they were."""
+
+
+def lived(root, **changes) -> Town:
+    town = Town(root, tiny_run(**{**SLOW, **changes}))
+    asyncio.run(town.live(town.trainer(), town.validator(), town.worker("worker-0")))
+    assert town.audit().findings == []
+    return town
+
+
+def whole(town: Town) -> list[bool]:
+    return [is_whole(town.desk.kept.manifests[version]) for version in range(6)]
+
+
+def test_a_run_with_anchors_ends_with_the_weights_of_one_without(tmp_path):
+    plain, patched = lived(tmp_path / "plain"), lived(tmp_path / "patched", storage={"anchor_every": 3})
+    assert whole(plain) == [True] * 6 and whole(patched) == [True, False, False] * 2
+    assert patched.weights() == plain.weights()
+    assert patched.desk.blobs.size_bytes < 0.6 * plain.desk.blobs.size_bytes
+
+
+def test_nodes_of_a_bfloat16_run_fetch_patches_also_beside_whole_versions(tmp_path, monkeypatch):
+    followed = []
+
+    def noted(base, partial, target, manifest, steps):
+        followed.append(manifest.version)
+        follow(base, partial, target, manifest, steps)
+
+    monkeypatch.setattr("shoal.weights.fetch.follow", noted)
+    town = lived(tmp_path / "run")
+    manifests = town.desk.kept.manifests
+    patch_bytes = [manifests[version].patches[0].file.size for version in range(1, 6)]
+    assert max(patch_bytes) < sum(file.size for file in manifests[0].files) / 10
+    assert set(followed) == {1, 2, 3, 4} and len(followed) >= 8, "the worker and the validator, and the trainer"
+
+
+def test_the_float32_demo_publishes_whole_versions_and_asks_nodes_for_nothing_new(tmp_path):
+    town = lived(tmp_path / "run", policy={"dtype": "float32"}, storage={"anchor_every": 3})
+    assert whole(town) == [True] * 6
+    assert not any(manifest.patches for manifest in town.desk.kept.manifests.values())
+    assert PATCHES not in _needs(town)
+
+
+def _needs(town: Town) -> tuple[str, ...]:
+    return Board(town.desk).info().needs
+
+
+def test_a_run_that_may_publish_patches_says_that_nodes_need_them(tmp_path):
+    assert PATCHES in _needs(Town(tmp_path / "run", tiny_run(**SLOW)))
+
+
+def test_a_run_without_anchors_has_the_log_that_it_had_before_there_were_any(tmp_path):
+    for every, known in ((1, False), (3, True)):
+        town = Town(tmp_path / f"{every}", tiny_run(storage={"anchor_every": every}))
+        logged = next(iter(town.desk.book.store.read()))[0]
+        assert (b"anchor_every" in logged) == known
+
+
+@pytest.mark.parametrize("every", [0, 33])
+def test_anchors_are_not_further_apart_than_a_chain_may_be_long(every):
+    with pytest.raises(ConfigError, match=r"storage.anchor_every = (0|33): must be at (least 1|most 32)$"):
+        check_run(tiny_run(storage={"anchor_every": every}))
+
+
+def test_an_auditor_rebuilds_a_version_that_was_published_as_a_patch(tmp_path):
+    town = lived(tmp_path / "run", storage={"anchor_every": 3})
+    run, state = source.FolderRun(town.folder.root), town.desk.state
+    found = asyncio.run(source.fetch_weights(run, state, 5, tmp_path / "audit"))
+    assert weights_root(found) == state.main.versions[5].root
+    town.desk.blobs.delete(state.main.versions[4].manifest)
+    with pytest.raises(source.Unavailable, match="gone"):
+        asyncio.run(source.fetch_weights(run, state, 5, tmp_path / "again"))
+
+
+def test_a_trainer_that_was_killed_publishes_its_next_version_whole(tmp_path):
+    town = Town(tmp_path / "run", tiny_run(**SLOW | {"storage": {"anchor_every": 9}}))
+
+    async def story():
+        for until in (3, 5):
+            trainer = asyncio.create_task(town.trainer().run())
+            others = [asyncio.create_task(role.run()) for role in (town.validator(), town.worker("worker-0"))]
+            ticking = asyncio.create_task(town._tick())
+            while town.desk.state.main.version < until and not trainer.done():
+                await asyncio.sleep(0.01)
+            if until < 5:
+                trainer.cancel()
+                for task in (trainer, *others, ticking):
+                    task.cancel()
+                await asyncio.gather(trainer, *others, ticking, return_exceptions=True)
+            else:
+                await asyncio.gather(trainer, *others)
+                ticking.cancel()
+
+    asyncio.run(story())
+    assert town.desk.state.phase == "ended" and town.audit().findings == []
+    assert whole(town)[0] and 2 <= sum(whole(town)) <= 3
+    assert town.weights() == lived(tmp_path / "plain").weights()
+
+
+def test_a_step_goes_on_while_the_version_before_is_published(tmp_path, monkeypatch):
+    """The batch is there, because the run is one step stale."""
+    town = Town(tmp_path / "run", tiny_run(steps=4, rollouts={"max_staleness": 1}))
+    trainer, order = town.trainer(), []
+    step, publish = trainer.learner.step, trainer.publisher.publish
+
+    def noted_step(rows, version):
+        order.append(("step", version))
+        return step(rows, version)
+
+    async def slow_publish(policy, version):
+        order.append(("begin", version))
+        await asyncio.sleep(0.3 if version else 0.0)
+        await publish(policy, version)
+        order.append(("end", version))
+
+    monkeypatch.setattr(trainer.learner, "step", noted_step)
+    monkeypatch.setattr(trainer.publisher, "publish", slow_publish)
+    asyncio.run(town.live(trainer, town.validator(), town.worker("worker-0")))
+    beside = [v for v in range(1, 4) if order.index(("step", v)) < order.index(("end", v))]
+    assert beside, order
+    for version in range(2, 5):  # a kill must never find a state that is two versions ahead
+        assert order.index(("end", version - 1)) < order.index(("begin", version))
+    assert all("publish_wait_s" in line for line in read_metrics(town.folder.metrics))
+
+
+def test_a_publication_that_fails_ends_the_trainer(tmp_path, monkeypatch):
+    town = Town(tmp_path / "run", tiny_run())
+    trainer = town.trainer()
+    publish = trainer.publisher.publish
+
+    async def failing(policy, version):
+        if version == 2:
+            raise PeerError("the disk is full")
+        await publish(policy, version)
+
+    monkeypatch.setattr(trainer.publisher, "publish", failing)
+
+    async def story():
+        async with asyncio.timeout(60), asyncio.TaskGroup() as group:
+            people = [town.validator(), town.worker("worker-0")]
+            tasks = [group.create_task(one.run()) for one in people] + [group.create_task(town._tick())]
+            with pytest.raises(PeerError, match="the disk is full"):
+                await trainer.run()
+            for task in tasks:
+                task.cancel()
+
+    monkeypatch.setattr("shoal.roles.coordinator.api.LONG_POLL_S", 0.2)
+    asyncio.run(story())
+
+
+# --- what stays ---
+
+
+def entry(size: int) -> FileEntry:
+    return FileEntry("model.safetensors", size, "", ())
+
+
+def line_of(count: int, anchor_every: int, size: int = 6_250_000_000) -> dict[int, Manifest]:
+    """Versions a minute apart; a whole one takes the slowest node 1,000 s."""
+    return {
+        v: Manifest(
+            run="r", stream="policy", version=v, parents=(), dtype="bfloat16", root=f"{v}", chunk_bytes=1,
+            files=(entry(size),) if v % anchor_every == 0 else (), issued=60.0 * v, expires=0.0,
+            patches=(Patch(v - 1, f"{v - 1}", "gaps-1", entry(size // 100)),) if v else (),
+        )
+        for v in range(count)
+    }  # fmt: skip
+
+
+def test_the_newest_anchor_stays_with_all_patches_after_it():
+    manifests = line_of(20, 8)
+    assert needed(manifests, [19], now=1e9) == set(range(16, 20))
+
+
+def test_the_anchor_before_stays_until_the_slowest_node_has_fetched_it_and_its_patches():
+    manifests = line_of(20, 8)
+    fetched_s = (6_250_000_000 + 11 * 62_500_000) / SLOWEST_LINE_BYTES_PER_S
+    published = 16 * 60.0
+    assert needed(manifests, [19], now=published + fetched_s - 1) == set(range(8, 20))
+    assert needed(manifests, [19], now=published + fetched_s + 1) == set(range(16, 20))
+
+
+def test_an_old_version_that_is_still_judged_stays_with_the_way_to_it():
+    assert needed(line_of(20, 8), [5, 19], now=1e9) == set(range(6)) | set(range(16, 20))
+
+
+def test_where_all_versions_are_whole_only_those_in_use_and_the_newest_stay():
+    assert needed(line_of(20, 1), [18, 19], now=1e9) == {18, 19}
+
+
+def test_a_coordinator_keeps_the_way_to_its_newest_version_and_drops_what_no_way_needs(tmp_path):
+    town = lived(tmp_path / "run", steps=5, storage={"anchor_every": 3, "window_steps": 1})
+    kept = town.desk.kept
+    town.desk.state.pending.clear()
+    town.desk.state.rechecks.clear()
+    kept.make_room(0)
+    assert set(kept.manifests) == {3, 4, 5}
+    for version in (3, 4, 5):
+        assert town.desk.blobs.has(town.desk.state.main.versions[version].manifest)
