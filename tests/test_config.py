@@ -17,6 +17,7 @@ from shoal.config import (
     check_run,
     child_environment,
     difficulty,
+    envs,
     load_run,
     load_sft,
     node_home,
@@ -45,7 +46,7 @@ def run_file(tmp_path: Path) -> Path:
 def explained_fields() -> dict[str, set[str]]:
     """By class, the fields that are followed by a docstring in the source."""
     found: dict[str, set[str]] = {}
-    for node in ast.parse(inspect.getsource(sections) + inspect.getsource(difficulty)).body:
+    for node in ast.parse("".join(map(inspect.getsource, (sections, envs, difficulty)))).body:
         if isinstance(node, ast.ClassDef):
             found[node.name] = {
                 field.target.id

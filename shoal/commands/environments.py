@@ -129,7 +129,7 @@ def env_init(args: argparse.Namespace) -> None:
 
 def env_check(args: argparse.Namespace) -> int:
     from shoal.config import load_run
-    from shoal.config.sections import EnvConfig
+    from shoal.config.envs import EnvConfig
     from shoal.envs.check.apart import check
 
     is_run = args.env.endswith(".toml")

@@ -3,14 +3,12 @@
 from shoal.config.check import SAFE_TO_CHANGE, check_run, unsafe_changes
 from shoal.config.difficulty import DifficultyConfig
 from shoal.config.environ import child_environment, node_home
+from shoal.config.envs import ENV_SETTINGS, STAGE_KEYS, EnvConfig
 from shoal.config.load import load_run, load_sft
 from shoal.config.sections import (
     ACTIVATION_ERROR,
     BOUNDS,
-    ENV_SETTINGS,
-    STAGE_KEYS,
     BoundsConfig,
-    EnvConfig,
     EvalConfig,
     HostConfig,
     PolicyConfig,

@@ -13,7 +13,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from shoal.config.difficulty import difficulty_fits
-from shoal.config.sections import EnvConfig, RunConfig, SamplingConfig
+from shoal.config.envs import EnvConfig
+from shoal.config.sections import RunConfig, SamplingConfig
 from shoal.errors import ConfigError
 from shoal.protocol.algorithms import Algorithm
 from shoal.protocol.bounds import dtypes_of

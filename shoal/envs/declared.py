@@ -13,7 +13,7 @@ import sys
 import msgspec
 
 from shoal.config.environ import child_environment
-from shoal.config.sections import EnvConfig
+from shoal.config.envs import EnvConfig
 from shoal.envs.load import env_of, is_file, is_package
 from shoal.errors import ConfigError, ShoalError
 from shoal.tree import from_tree, to_tree

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from shoal.config import node_home
-from shoal.config.sections import EnvConfig
+from shoal.config.envs import EnvConfig
 from shoal.envs.check.clock import HERE_ZONE
 from shoal.envs.check.compare import LATER, OTHERS, Other, compare
 from shoal.envs.check.finding import NOT_THE_SAME, Finding

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shoal.config.sections import EnvConfig
+from shoal.config.envs import EnvConfig
 from shoal.envs.base import Env, describe_fault, players_of
 from shoal.envs.check.clock import ELSEWHERE_S, HERE_S, set_clock
 from shoal.envs.check.finding import find, reproducible

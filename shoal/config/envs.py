@@ -1,0 +1,67 @@
+"""`[[envs]]` of a run file: one environment with its settings, who plays it, and which of its keys the log leaves out.
+
+Imported by `sections` and `check`, and by those who handle one environment. It knows no environment: `envs/load` does.
+"""
+
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from shoal.tree import Section
+
+ENV_SETTINGS = ("system", "examples", "template", "parser", "weights", "max_turn_tokens", "max_tokens", "history")
+"""Keys of an environment that the log names only if they are set."""
+
+STAGE_KEYS = {"kind": "", "reproducible": True, "call_s": 10.0, "eval_episodes": -1}
+"""Keys of an environment that say how the host plays and evaluates it, with their defaults, which the log does not name."""
+
+
+class EnvConfig(Section, frozen=True):
+    """One environment of the run."""
+
+    name: str
+    """Built-in name; path, relative to the run file, to a Python file or as ./FOLDER to a package; or an installed package,
+    as owner/name@version."""
+    weight: float = 1.0
+    """Share of slots, relative to the other environments."""
+    args: dict[str, Any] = {}
+    """Arguments of the environment."""
+    label: str = ""
+    """What the run calls it; empty takes the name, or the name of the file without `.py`. Labels must differ."""
+    system: str = ""
+    """System prompt. It takes the place of the environment's own."""
+    examples: tuple[dict[str, Any], ...] = ()
+    """Messages before each task, with `role` and `content`: pairs of a user's and an assistant's."""
+    template: dict[str, Any] = {}
+    """Arguments of the chat template, such as enable_thinking = false, or date = "2026-01-31"."""
+    parser: str = ""
+    """How the policy writes tool calls: hermes, qwen-xml, glm, deepseek, gemma, lfm, mistral, llama, harmony, atem, none.
+    Empty takes what the chat template shows."""
+    weights: dict[str, float] = {}
+    """Weights of the parts of the reward, over those of the environment."""
+    max_turn_tokens: int = 0
+    """Tokens of one turn, if fewer than sampling.max_turn_tokens; 0 is the same."""
+    max_tokens: int = 0
+    """Tokens of a row, usually a whole rollout, if fewer than sampling.max_tokens; 0 is the same."""
+    history: Literal["", "append", "template"] = ""
+    """What the policy reads of its earlier turns: all tokens so far (append), or what the chat template shows of them
+    (template), which may leave out thoughts. Empty is the environment's own choice, usually append."""
+    kind: Literal["", "episodes", "completions"] = ""
+    """Who plays it: workers (episodes), or the host's stage, while workers only extend token ids (completions). Empty is
+    episodes, but completions for what nobody can repeat, and for a file or a package in a run that others may join. If the
+    host plays one environment, it plays all."""
+    reproducible: bool = True
+    """Whether the same actions always get the same answers. If not, the host must play it, and a run does not promise the
+    same weights again. A class, or the environment.toml of a package, may say so, too."""
+    call_s: float = 10.0
+    """Seconds that the host's stage gives the environment for one turn. A rollout that takes longer ends by error."""
+    solved: float = 1.0
+    """A rollout with at least this reward counts as solved: for solve rates, and for draws that follow them."""
+    eval_episodes: int = -1
+    """Sampled episodes on its held-out tasks, in the place of eval.episodes; 0 leaves it out of evaluations, and -1 is
+    eval.episodes."""
+
+    def __post_init__(self) -> None:
+        if not self.label:
+            msgspec.structs.force_setattr(self, "label", Path(self.name).name.removesuffix(".py"))
