@@ -51,13 +51,18 @@ def read_lock(text: str, source: str = "lock.txt") -> tuple[Requirement, ...]:
                 f"{source} line {number}: {line[:80]!r} is not name==version with --hash=sha256:... . Make the lock with "
                 "`pip-compile --generate-hashes` for one Python and platform, without options, URLs and markers"
             )
-        name = re.sub(r"[-_.]+", "-", read["name"]).lower()
+        name = normal_name(read["name"])
         if name in found:
             raise ConfigError(f"{source} line {number}: {name} is locked twice: keep one of the two")
         found[name] = Requirement(name, read["version"], tuple(_HASH.findall(read["hashes"])))
         if len(found) > MAX_REQUIREMENTS:
             raise ConfigError(f"{source} has more than {MAX_REQUIREMENTS} dependencies: lock fewer")
     return tuple(found.values())
+
+
+def normal_name(name: str) -> str:
+    """The name of a distribution as a lock has it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def _lines(text: str) -> list[tuple[int, str]]:

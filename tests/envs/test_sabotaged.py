@@ -117,6 +117,27 @@ def test_a_dependency_of_another_version_than_the_lock_is_found(
     assert "tinydep 1.1 is installed, and the lock says 1.0" in failed(pins(folder))["dependencies"]
 
 
+def test_an_import_that_the_lock_does_not_list_is_found(
+    author: Author, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = with_dependency(author, tmp_path / "site")
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    (tmp_path / "site" / "tinydep-1.0.dist-info" / "top_level.txt").write_text("tinydep\n")
+    file, code = folder / "environment.py", (folder / "environment.py").read_text()
+    allowed = "import os, msgspec, helper\nimport tinydep\nfrom shoal.envs.base import Step\n"
+    allowed += "try:\n    import pytest\nexcept ImportError:\n    pass\n"
+    (folder / "helper.py").write_text("WORD = 1\n")
+    file.write_text(allowed + code)
+    assert pins(folder)[0].outcome == "passed"
+    (folder / "helper.py").write_text("def late():\n    from numpy import random\n")
+    told = failed(pins(folder))["dependencies"]
+    assert "helper.py line 2 imports numpy, which the lock does not list" in told and "Add numpy" in told
+    (folder / "helper.py").write_text("")
+    (folder / "environment.toml").write_text((folder / "environment.toml").read_text().replace('lock = "lock.txt"', ""))
+    (folder / "lock.txt").unlink()
+    assert "imports tinydep, which the lock does not list" in failed(pins(folder))["dependencies"]
+
+
 @pytest.mark.parametrize(
     ("file", "kind"), [("lock.txt", "dependencies"), ("words.txt", "data"), ("environment.py", "version")]
 )

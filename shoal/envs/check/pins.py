@@ -1,16 +1,19 @@
 """What a package is pinned to: its dependencies as locked, and its files as published under the same version.
 
-Called by `check/apart` for the folder of a package. It runs nothing of it. A version that was published or installed
-never changes; so code, data or lock that differ from it need another version.
+Called by `check/apart` for the folder of a package. It runs nothing of it. A folder is checked with all packages that are
+installed here, but an installed package finds only those of its lock, so what its files import is read. A version that was
+published or installed never changes; so code, data or lock that differ from it need another version.
 """
 
+import ast
 import base64
 import csv
 import hashlib
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from importlib.metadata import Distribution, PackageNotFoundError, distribution, packages_distributions
 from pathlib import Path
 
 from shoal.config import node_home
@@ -18,7 +21,7 @@ from shoal.envs.check.finding import Finding
 from shoal.errors import NothingYet
 from shoal.hub.about import About, describe
 from shoal.hub.archive import Index, digest_of, index_folder, read_index
-from shoal.hub.lock import Requirement
+from shoal.hub.lock import Requirement, normal_name
 from shoal.hub.publish import own_catalogue, read_catalogue
 from shoal.hub.registry import archive_path, open_registry
 from shoal.hub.store import PackageStore
@@ -30,7 +33,8 @@ def pins(folder: Path, registry: str = "") -> list[Finding]:
     index = index_folder(folder)
     about, requirements = describe(folder, index)
     changed = _unlike(about, index, _changed_since(about, index, registry))
-    return [_locked(requirements), *changed]
+    locked = _locked(requirements)
+    return [locked if locked.outcome == "failed" else _unlocked(folder, index, requirements) or locked, *changed]
 
 
 def _locked(requirements: Sequence[Requirement]) -> Finding:
@@ -52,6 +56,40 @@ def _locked(requirements: Sequence[Requirement]) -> Finding:
         return Finding("dependencies", "skipped", f"{', '.join(missing[:5])} of the lock are not installed here")
     told = f"the {len(requirements)} of the lock are installed unchanged" if requirements else "there are none"
     return Finding("dependencies", "passed", told)
+
+
+def _unlocked(folder: Path, index: Index, requirements: Sequence[Requirement]) -> Finding | None:
+    """A finding about the first import of something that is installed here and not in the lock; None if there is none."""
+    own = {Path(file.path).parts[0].removesuffix(".py") for file in index.files} | {"shoal", "msgspec"}
+    known = {requirement.name for requirement in requirements}
+    packed = packages_distributions()
+    for path in [file.path for file in index.files if file.path.endswith(".py")]:
+        for line, name in _imports((folder / path).read_bytes()):
+            dists = {normal_name(dist) for dist in packed.get(name, ())}
+            if name not in own and name not in sys.stdlib_module_names and dists and not dists & known:
+                return Finding("dependencies", "failed", f"{path} line {line} imports {name}, which the lock does not "
+                               f"list: where others install this package, it is missing. Add {min(dists)}, and what that "
+                               "needs, to the lock")  # fmt: skip
+    return None
+
+
+def _imports(source: bytes) -> Iterator[tuple[int, str]]:
+    """Line and top-level name of what a file imports, except where it is ready for a failure."""
+    try:
+        nodes: list[ast.AST] = [ast.parse(source)]
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return  # loading it says more
+    for node in nodes:
+        inner = list(ast.iter_child_nodes(node))
+        if isinstance(node, ast.Try) and node.handlers:
+            inner = [*node.handlers, *node.orelse, *node.finalbody]
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            inner = [*node.orelse]
+        nodes += inner
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name.partition(".")[0]) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.lineno, node.module.partition(".")[0]
 
 
 def _changed_file(installed: Distribution) -> str:
