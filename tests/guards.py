@@ -171,6 +171,8 @@ GUARDS = [
         ("frames-of-a-check", "raise", "test_an_answer_of_another_form_is_refused"),
         ("a-check-plays-episodes", OFF, "test_a_forged_frame_is_a_finding"),
         ("no-check-is-left-out", OFF, "test_the_names_of_the_checks_are_known_here")),
+    *_needed_by("tests/hub/test_commands.py",
+        ("notes-of-this-registry", OFF, "test_a_note_is_sent_as_a_file_to_the_owner_of_the_registry")),
     *_needed_by("tests/envs/test_declared.py",
         ("files-of-the-host-stay-outside", ("not (is_file(env.name) or is_package(env.name))", "True"),
          "test_a_file_is_executed_in_another_process")),

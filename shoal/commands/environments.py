@@ -1,4 +1,4 @@
-"""`shoal env init`, `check`, `push`, `install`, `note`, `list` and `show`: for authors and users of environments.
+"""`shoal env init`, `check`, `push`, `install`, `note`, `add-note`, `list` and `show`: for authors and users.
 
 Called by `cli`. It depends on no environment: these are loaded when a command runs. Nothing of a package that somebody
 else wrote runs here.
@@ -13,7 +13,7 @@ from typing import Any
 from shoal.commands.grammar import add_command, add_group, env_arguments, positive
 from shoal.commands.process import EXIT_NO
 from shoal.commands.ratings import add_rate
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, cause_of
 from shoal.terminal import printable, say
 
 
@@ -98,13 +98,17 @@ def _add_sharing(p: Any) -> None:
     )
     q = add_command(
         p, "note", env_note, "tell others what you know about a version",
-        "Signs a note with this machine's node key and writes it into the registry's folder. Your later note replaces the "
-        "earlier one of the same kind.",
+        "Signs a note with this machine's node key and writes it into the registry's folder, or into a file for the "
+        "owner of the registry. Your later note replaces the earlier one of the same kind.",
         ("shoal env note ann/backwards@0.1.0 --registry /srv/hub --check", "check what is installed, note the result"),
         ("shoal env note ann/backwards@0.1.0 --registry /srv/hub --issue 'task 3 has no answer'", ""),
+        ("shoal env note ann/backwards@0.1.0 --registry https://hub.example.org --good --out note.json", "send this file"),
     )  # fmt: skip
     q.add_argument("name", metavar="NAME@VERSION")
-    q.add_argument("--registry", required=True, metavar="DIR", help="the registry's folder")
+    q.add_argument(
+        "--registry", required=True, metavar="DIR", help="the registry's folder; with --out, its URL does, too"
+    )
+    q.add_argument("--out", type=Path, metavar="FILE", help="write the note into this file, and not into the registry")
     said = q.add_mutually_exclusive_group(required=True)
     said.add_argument(
         "--check", nargs="?", const="", metavar="DIR",
@@ -113,6 +117,14 @@ def _add_sharing(p: Any) -> None:
     said.add_argument("--good", action="store_true", help="you recommend it")
     said.add_argument("--bad", action="store_true", help="you advise against it")
     said.add_argument("--issue", default="", metavar="TEXT", help="a known issue, in one line")
+    q = add_command(
+        p, "add-note", env_add_note, "put notes that others sent you into your registry",
+        "Each file is a note that `shoal env note --out` wrote. Its signature says who wrote it, and nothing else: a note "
+        "counts whether you like it or not, and a key has one note of each kind.",
+        ("shoal env add-note bobs-note.json --registry runs/wordle/hub", ""),
+    )  # fmt: skip
+    q.add_argument("files", type=Path, nargs="+", metavar="FILE", help="a note")
+    q.add_argument("--registry", required=True, metavar="DIR", help="the registry's folder")
 
 
 def _registry_argument(p: argparse.ArgumentParser, required: bool = True) -> None:
@@ -211,20 +223,45 @@ def env_install(args: argparse.Namespace) -> None:
 
 def env_note(args: argparse.Namespace) -> None:
     from shoal.config import node_home
+    from shoal.folder import write_atomically
     from shoal.hub.names import read_reference
-    from shoal.hub.notes import Issue, Rated, add_note, find_release
-    from shoal.hub.registry import own_registry
+    from shoal.hub.notes import Issue, Rated, find_release, make_note, put_note
+    from shoal.hub.registry import open_registry, own_registry
     from shoal.net.keys import load_or_make_key
+    from shoal.protocol.wire import to_json
 
     reference, home = read_reference(args.name), node_home()
-    registry = own_registry(args.registry)
-    release = find_release(registry, reference, home)
+    release = find_release(open_registry(args.registry) if args.out else own_registry(args.registry), reference, home)
     if args.check is not None:
         said: Any = _checked(args.check, release.digest)
     else:
         said = Issue(args.issue) if args.issue else Rated(args.good)
-    add_note(registry, reference.name, release, said, load_or_make_key(home / "node.key"), time.time())
-    print(f"noted on {reference.name} {release.version}")
+    note = make_note(reference.name, release, said, load_or_make_key(home / "node.key"), time.time())
+    if args.out:
+        write_atomically(args.out, to_json(note))
+        print(f"wrote {args.out}: send it to the owner of the registry, for `shoal env add-note {args.out}`")
+    else:
+        put_note(own_registry(args.registry), reference.name, release, note)
+        print(f"noted on {reference.name} {release.version}")
+
+
+def env_add_note(args: argparse.Namespace) -> None:
+    from shoal.config import node_home
+    from shoal.hub.names import read_reference
+    from shoal.hub.notes import find_release, put_note, read_note
+    from shoal.hub.registry import own_registry
+
+    registry = own_registry(args.registry)
+    for file in args.files:
+        try:
+            with file.open("rb") as opened:
+                signed, note = read_note(opened.read(1 << 16))
+        except OSError as error:
+            raise ConfigError(f"cannot read {file}: {cause_of(error)}") from None
+        reference = read_reference(f"{note.name}@{note.version}")
+        release = find_release(registry, reference, node_home())
+        put_note(registry, note.name, release, signed)
+        say(f"{note.name} {note.version}, key {signed.key[:16]}…: {type(note.said).__name__.lower()}")
 
 
 def _checked(folder: str, digest: str) -> Any:

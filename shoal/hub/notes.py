@@ -1,8 +1,8 @@
 """Notes on a version of a package: results of its check, solve rates by policy, ratings and known issues.
 
-Written by anyone with a key and write access to the registry, shown by `shoal env show`. Each note is signed, so it
-says who says so; it proves nothing more, because keys are free. One key has one note of each kind on a version, the
-latest; a version has at most MAX_NOTES.
+Signed by anyone, put into a registry by its owner, shown by `shoal env show`. The signature says who says so, and proves
+nothing more, because keys are free. One key has one note of each kind on a version, the latest; a version has at most
+MAX_NOTES.
 """
 
 from collections import Counter
@@ -132,6 +132,11 @@ def add_note(
     registry: FolderRegistry, name: str, release: Release, said: Checked | Solved | Rated | Issue, key: Key, now: float
 ) -> None:
     """Sign a note and put it into a registry. Raises `ConfigError` if it is too long, or the registry has too many."""
+    put_note(registry, name, release, make_note(name, release, said, key, now))
+
+
+def make_note(name: str, release: Release, said: Checked | Solved | Rated | Issue, key: Key, now: float) -> Signed:
+    """A signed note. Raises `ConfigError` if it is too long."""
     if isinstance(said, Solved) and len(said.histogram) != NUM_BINS:
         raise ConfigError(f"the histogram has {len(said.histogram)} bins: give {NUM_BINS}")
     signed = sign(Note(name, release.version, release.digest, int(now), said), key, PURPOSE)
@@ -141,6 +146,24 @@ def add_note(
         raise ConfigError(f"{error}: shorten it, in printable characters") from None
     if len(signed.body) > MAX_NOTE_BYTES:
         raise ConfigError(f"the note has {len(signed.body)} bytes, limit {MAX_NOTE_BYTES}: shorten it")
+    return signed
+
+
+def read_note(data: bytes) -> tuple[Signed, Note]:
+    """A note that somebody sent as a file. Raises `PeerError` if its form or its signature is wrong."""
+    try:
+        signed = from_json(data[: 4 * MAX_NOTE_BYTES], Signed)
+    except WireError as error:
+        raise PeerError(f"this is not a note ({error}): `shoal env note --out FILE` writes one") from None
+    return signed, open_signed(signed, Note, PURPOSE, "the note")
+
+
+def put_note(registry: FolderRegistry, name: str, release: Release, signed: Signed) -> None:
+    """Put a note on a version into a registry. Raises `ConfigError` if it is on other files, or if there are too many."""
+    if not any(_sound([signed], name, release)):  # guard: notes-of-this-registry
+        raise ConfigError(
+            f"the note is too long, or on another package than {name} {release.version} in {registry.place}"
+        )
     with held(registry.folder / ".lock"):
         kept = [one.signed for one in read_notes(registry, name, release)]
         kept = [one.signed for one in _latest(_sound([*kept, signed], name, release))]

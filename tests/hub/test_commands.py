@@ -52,6 +52,36 @@ def test_a_new_package_passes_its_check_and_is_shared(shoal, tmp_path: Path, mon
     assert code == 0 and "failed" not in said, said
 
 
+def test_a_note_is_sent_as_a_file_to_the_owner_of_the_registry(
+    shoal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shoal("init", NAME)
+    shoal("push", "backwards", "--registry", "hub")
+    monkeypatch.setenv("SHOAL_HOME", str(tmp_path / "bob"))
+    code, said = shoal("note", f"{NAME}@0.1.0", "--registry", "hub", "--issue", "too short", "--out", "note.json")
+    assert code == 0 and "send it to the owner of the registry" in said
+    assert "too short" not in shoal("show", NAME, "--registry", "hub")[1]
+    monkeypatch.setenv("SHOAL_HOME", str(tmp_path / "ann"))
+    code, said = shoal("add-note", "note.json", "--registry", "hub")
+    assert code == 0 and said.startswith("ann/backwards 0.1.0, key ") and said.endswith("issue\n")
+    assert "issue    too short  (key" in shoal("show", NAME, "--registry", "hub")[1]
+
+    (tmp_path / "forged.json").write_text(
+        (tmp_path / "note.json").read_text().replace('"signature":"', '"signature":"0')
+    )
+    (tmp_path / "words.json").write_text("[]")
+    (tmp_path / "backwards" / "words.txt").write_text("other words " * 8)
+    monkeypatch.setenv("SHOAL_HOME", str(tmp_path / "carl"))
+    shoal("push", "backwards", "--registry", "other")
+    for file, registry, why in (
+        ("forged.json", "hub", "does not verify"), ("words.json", "hub", "this is not a note"),
+        ("none.json", "hub", "cannot read none.json"), ("note.json", "none", "there is no registry"),
+        ("note.json", "other", "on another package than ann/backwards 0.1.0"),
+    ):  # fmt: skip
+        code, said = shoal("add-note", file, "--registry", registry)
+        assert code == 2 and why in said and said.count("\n") == 1, said
+
+
 def test_mistakes_are_one_line(shoal, tmp_path: Path) -> None:
     shoal("init", NAME)
     for words, said in (
