@@ -55,7 +55,8 @@ class EnvConfig(Section, frozen=True):
     """Whether the same actions always get the same answers. If not, the host must play it, and a run does not promise the
     same weights again. A class, or the environment.toml of a package, may say so, too."""
     call_s: float = 10.0
-    """Seconds that the host's stage gives the environment for one turn. A rollout that takes longer ends by error."""
+    """Seconds that the host's stage gives the environment for one turn, judges included. A rollout that takes longer ends
+    by error. Where workers play a package, each call of it has 10 s."""
     solved: float = 1.0
     """A rollout with at least this reward counts as solved: for solve rates, and for draws that follow them."""
     eval_episodes: int = -1

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -25,6 +26,7 @@ from shoal.roles import memory
 from shoal.roles.coordinator.role import env_specs
 from shoal.roles.memory import Memory
 from shoal.roles.packages import NoPackages, Volunteered, room_of
+from shoal.roles.stage.child import _load
 from tests.hub.author import Author
 from tests.roles.town import Town, tiny_run
 from tests.sandbox.needs import needs_bubblewrap
@@ -160,6 +162,13 @@ def test_what_packages_may_take_counts_as_memory_of_the_node(
     assert joined is not None and joined.base_mb == 300 + 500 + 500, "its own, the tokenizer's process, and the package"
     line = worker.seat.envs[to_config(NAME)["label"]]._line  # type: ignore[index, attr-defined]
     assert line._limits.memory_mb + 2 * line._limits.scratch_mb == 500
+
+
+@pytest.mark.parametrize(("call_s", "wall_s"), [(60.0, 60.0), (3.0, LIMITS.wall_s)])
+def test_the_sandbox_on_the_stage_ends_no_sooner_than_a_turn(place: Place, call_s: float, wall_s: float) -> None:
+    install(read_reference(NAME), place.registry, place.home, Consent(None, lambda _: True))
+    env: Any = _load((place.spec,), call_s)[NAME]
+    assert env._line._limits.wall_s == wall_s
 
 
 def test_only_what_was_agreed_to_is_opened(place: Place) -> None:

@@ -13,6 +13,7 @@ import threading
 import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -22,6 +23,7 @@ import msgspec
 import numpy as np
 
 from shoal.envs.base import Env, Raised, task_of
+from shoal.envs.contained.line import LIMITS
 from shoal.envs.contained.open import in_sandbox, show
 from shoal.envs.conversation import Conversation
 from shoal.envs.load import load_run_envs
@@ -39,6 +41,8 @@ class Opening(msgspec.Struct):
     policy: str
     """Directory with tokenizer and chat template."""
     sampling: Sampling
+    call_s: float = LIMITS.wall_s
+    """What a turn may take. The sandbox of a package ends no sooner."""
 
 
 class Opened(msgspec.Struct):
@@ -89,7 +93,7 @@ def serve() -> None:
     requests, answers = _pipes()
     opening = msgspec.msgpack.decode(requests.get(), type=Opening)
     try:
-        envs = {label: loud(env) for label, env in _load(opening.envs).items()}
+        envs = {label: loud(env) for label, env in _load(opening.envs, opening.call_s).items()}
         playing = Playing(envs, Renderer.from_directory(Path(opening.policy)), opening.sampling)
     except ShoalError as error:
         send(answers, msgspec.msgpack.encode(Opened(refused=str(error))))
@@ -102,9 +106,10 @@ def serve() -> None:
         send(answers, msgspec.msgpack.encode(playing.obey(request)))
 
 
-def _load(specs: tuple[EnvSpec, ...]) -> dict[str, Env]:
+def _load(specs: tuple[EnvSpec, ...], call_s: float) -> dict[str, Env]:
     """The run's environments. Packages of others show tracebacks from inside the sandbox."""
-    return load_run_envs(specs, own_files=True, opener=partial(in_sandbox, tell=show))
+    limits = replace(LIMITS, wall_s=max(LIMITS.wall_s, call_s))
+    return load_run_envs(specs, own_files=True, opener=partial(in_sandbox, tell=show, limits=limits))
 
 
 class Playing:

@@ -196,8 +196,8 @@ class Stage:
                 specs = _specs(folder)
                 self._shared = {spec.label for spec in specs if spec.reproducible}
                 policy, sampling = str(folder.policy), sampling_of(config)
-                opening = {spec.label: Opening((spec,), policy, sampling) for spec in specs}
                 limits_s = {env.label: env.call_s for env in config.envs}
+                opening = {one.label: Opening((one,), policy, sampling, limits_s[one.label]) for one in specs}
                 make = self._make
                 self._players = Players(lambda label: make(opening[label]), self._memo, limits_s.__getitem__)
             return self._players
