@@ -48,8 +48,11 @@ def plain_end(end: RunEnd) -> str:
     ]
     for when in ("before", "after"):
         lines.append(f"held-out {when}: {_interval(summary['heldout'][when])}")
-        envs = (summary["heldout"][when] or {}).get("envs", {})
-        lines += [f"held-out {when}, {printable(label)}: {_interval(found)}" for label, found in envs.items()]
+        found = summary["heldout"][when] or {}
+        for label, one in {"": found, **found.get("envs", {})}.items():
+            where = f"held-out {when}{f', {printable(label)}' if label else ''}"
+            lines += [f"{where}: {_interval(one)}"] if label else []
+            lines += [f"{where}, {printable(name)}: {mean:.3f}" for name, mean in _named(one)]
     for name, entry in summary["credits"].items():
         share = summary["influence"][name]
         lines.append(f"credits {printable(name)} ({entry['role']}): {entry['credits']:,}, influence {share:.1%}")
@@ -91,6 +94,8 @@ def _before_after(end: RunEnd) -> RenderableType:
             table.add_row(
                 Text(printable(name)), Text(f"{one['mean']:.1%}", style=style), spread, f"{one['episodes']:,}"
             )
+            for part, mean in _named(one):
+                table.add_row(Text(f"    {printable(part)}", style="dim"), f"{mean:.3f}", "", "")
     stale = ", ".join(f"{age}: {count:,}" for age, count in summary["staleness"].items()) or "-"
     table.caption = (
         f"{summary['steps']} steps, {summary['tokens']:,} tokens, {duration(summary['wall_s'])}; "
@@ -98,6 +103,11 @@ def _before_after(end: RunEnd) -> RenderableType:
         f"rollouts by age {stale}"
     )
     return table
+
+
+def _named(found: dict[str, Any]) -> list[tuple[str, float]]:
+    """Parts of the reward, and metrics, with their means."""
+    return [item for key in ("parts", "metrics") for item in found.get(key, {}).items()]
 
 
 def _credits(end: RunEnd) -> RenderableType:

@@ -127,10 +127,12 @@ def _evaluation(path: Path) -> dict[str, Any] | None:
 
 
 def _interval(evaluation: dict[str, Any] | None) -> dict[str, Any] | None:
-    """The main figures; if there are several environments, those of each, too."""
+    """The main figures, with the means of the reward's parts and of metrics if there are any; if there are several
+    environments, those of each, too."""
     if not evaluation:
         return None
     figures = {key: evaluation.get(key) for key in ("mean", "low95", "high95", "episodes")}
+    figures |= {key: named for key in ("parts", "metrics") if (named := evaluation.get(key))}
     envs = {label: _interval(one) for label, one in evaluation.get("envs", {}).items()}
     return figures | ({"envs": envs} if envs else {})
 

@@ -1,7 +1,10 @@
 """Evaluation of a run: each environment of a mix gets the figures that `shoal eval` gives it alone."""
 
+import io
+
 import msgspec
 import pytest
+from rich.console import Console
 
 from shoal.config import TinyPolicy
 from shoal.envs.evaluate import Evaluation, MixedEvaluation
@@ -12,6 +15,7 @@ from shoal.hub.install import install
 from shoal.hub.names import read_reference
 from shoal.hub.notes import Solved, read_notes
 from shoal.hub.registry import FolderRegistry
+from shoal.launch.finale import plain_end, render_end
 from shoal.launch.snapshot import Snapshot
 from shoal.launch.summary import UsageBook, write_summary
 from shoal.policy.tiny import make_tiny
@@ -72,6 +76,41 @@ def test_an_environment_has_its_own_number_of_episodes_or_none(evaluated):
     write_summary(folder, folder.config(), Snapshot("town", "x", 3), UsageBook(folder.root / "usage.json"))
     summary = msgspec.json.decode(folder.summary.read_bytes())
     assert summary["heldout"]["after"]["envs"].keys() == {"hard", "wordle"}
+
+
+PARTS = """
+from shoal.envs.base import Env, Step
+from shoal.envs.score import Score
+
+class Parts(Env):
+    name, num_tasks, num_heldout = "parts", 3, 3
+    def task(self, index, heldout=False):
+        return index
+    def reset(self, task):
+        return task, [{"role": "user", "content": "say"}]
+    def step(self, state, action):
+        return Step(state, None, True)
+    def score(self, state):
+        return Score({"right": 0.25, "form": 0.5}, {"letters": 7.0})
+
+environment = Parts
+"""
+
+
+@pytest.mark.parametrize("others", [(), (EASY,)])
+def test_the_end_shows_the_parts_of_a_reward_and_metrics(evaluated, tmp_path, others):
+    (tmp_path / "parts.py").write_text(PARTS)
+    folder = evaluated({"name": str(tmp_path / "parts.py"), "label": "mine"}, *others)
+    end = write_summary(folder, folder.config(), Snapshot("town", "x", 3), UsageBook(folder.root / "usage.json"))
+    found = msgspec.json.decode(folder.summary.read_bytes())["heldout"]["after"]
+    mine = found["envs"]["mine"] if others else found
+    assert mine["parts"] == {"form": 0.5, "right": 0.25} and mine["metrics"] == {"letters": 7.0}
+    text = plain_end(end)
+    for line in ("form: 0.500", "right: 0.250", "letters: 7.000"):
+        assert f"held-out after{', mine' if others else ''}, {line}" in text
+    shown = Console(width=200, file=io.StringIO())
+    shown.print(render_end(end))
+    assert all(name in shown.file.getvalue() for name in ("form", "right", "letters"))
 
 
 def test_on_the_way_each_environment_has_a_part_of_its_episodes(evaluated, tmp_path):
