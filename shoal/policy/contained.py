@@ -4,8 +4,7 @@ Used by nodes that joined somebody's run, and by auditors. A template may loop, 
 both may take any amount of memory. Only the child has the limits, because torch needs address space. The child gives
 the same tokens as `Renderer` does in this process. It deals with neither runs nor the network.
 
-A frame on a pipe is a length in 4 bytes, big-endian, then that much MessagePack. The child answers one request after
-another.
+Requests and answers are MessagePack. The child answers one request after another.
 """
 
 import contextlib
@@ -14,14 +13,13 @@ import itertools
 import logging
 import os
 import resource
-import select
 import signal
 import subprocess
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -30,6 +28,7 @@ import psutil
 
 from shoal.config.environ import child_environment
 from shoal.errors import Overreach, StateError
+from shoal.pipes import Late, Pipes, next_frame, write_frame
 from shoal.policy.frames import Answer, Facts, Opened, batches, packed, unpacked
 from shoal.policy.render import FILES, Prompt, Renderer, Segment
 from shoal.protocol.constants import MAX_ROLLOUT_TOKENS
@@ -45,9 +44,6 @@ GRACE_S = 5.0
 
 SYSTEM_LIMITS_MEMORY = sys.platform == "linux"
 """Whether the system enforces a limit on address space. macOS does not, so there we watch the child ourselves."""
-
-_LOOK_S = 0.05
-"""Time between two checks of its memory."""
 
 _NO_MEMORY = 77
 """Exit code of a child that reached its memory limit."""
@@ -187,63 +183,36 @@ class _Child:
     """A running child. It ends when this object is freed, and when this process ends."""
 
     def __init__(self, limits: Limits, start: Start, files: Sequence[Path]) -> None:
-        self._memory_bytes = limits.memory_mb * 1_000_000
         memory_mb = limits.memory_mb if SYSTEM_LIMITS_MEMORY else 1 << 20  # no limit
         program = "import sys; sys.path[:] = sys.argv[3:]; from shoal.policy.contained import serve; serve()"
         self._process, self.directory = start(program, (str(memory_mb), str(limits.time_s)), files)
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._to, self._from = self._process.stdin.fileno(), self._process.stdout.fileno()
-        self._answers = select.poll()  # `select.select` fails above descriptor 1023
-        self._answers.register(self._from, select.POLLIN)
-        self.end = weakref.finalize(self, _end, self._process)
+        watch = partial(_demand_memory, self._process.pid, limits.memory_mb * 1_000_000)
+        self._pipes = Pipes(self._process, None if SYSTEM_LIMITS_MEMORY else watch)
 
     def ask(self, request: bytes, limit_s: float, kind: type[T], max_bytes: int = MAX_FRAME_BYTES) -> T:
         """The child's answer. Ends the child before it raises `_Gone`."""
+        until = time.monotonic() + limit_s + GRACE_S
         try:
-            _send(self._to, request)
-            return msgspec.msgpack.decode(self._receive(time.monotonic() + limit_s + GRACE_S, max_bytes), type=kind)
+            self._pipes.send(request, until)
+            size = self._pipes.size(until)
+            if size > max_bytes:  # guard: contained-texts
+                raise _Gone(f"answered a request with {size} bytes, limit {max_bytes}", certain=True)
+            return msgspec.msgpack.decode(self._pipes.read(size, until), type=kind)
         except _Gone:
-            self.end()
+            self._pipes.end()
             raise
-        except (OSError, msgspec.MsgspecError) as error:
+        except Late:
+            self._pipes.end()
+            raise _Gone("took too long") from None
+        except (EOFError, OSError, msgspec.MsgspecError) as error:
             raise self._why(str(error)) from None
-
-    def _receive(self, until: float, max_bytes: int) -> bytes:
-        size = int.from_bytes(self._read(4, until), "big")
-        if size > max_bytes:  # guard: contained-texts
-            raise _Gone(f"answered a request with {size} bytes, limit {max_bytes}", certain=True)
-        return self._read(size, until)
-
-    def _read(self, size: int, until: float) -> bytes:
-        data = bytearray()
-        while len(data) < size:
-            self._wait(until)
-            piece = os.read(self._from, min(size - len(data), 1 << 20))
-            if not piece:
-                raise self._why("")
-            data += piece
-        return bytes(data)
-
-    def _wait(self, until: float) -> None:
-        """Wait until there is something to read. Raises `_Gone` if the child passes a limit first."""
-        while not self._answers.poll(1000 * max(0.0, min(_LOOK_S, until - time.monotonic()))):
-            if time.monotonic() >= until:
-                raise _Gone("took too long")
-            if not SYSTEM_LIMITS_MEMORY and self._memory() > self._memory_bytes:  # guard: contained-memory-watched
-                raise _Gone("took too much memory", certain=True)
-
-    def _memory(self) -> int:
-        """Bytes that the child has in memory; 0 if it has ended, as the pipe will show."""
-        with contextlib.suppress(psutil.Error):
-            return psutil.Process(self._process.pid).memory_info().rss
-        return 0
 
     def _why(self, error: str) -> _Gone:
         """Why the child closed its pipe or sent something wrong."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(1.0)
         code = self._process.returncode
-        self.end()
+        self._pipes.end()
         if code == _NO_MEMORY:
             return _Gone("took too much memory", certain=True)
         if code == -signal.SIGALRM:
@@ -251,6 +220,14 @@ class _Child:
         if code is None:
             return _Gone(f"gave a wrong answer ({error})")
         return _Gone(f"crashed ({signal.Signals(-code).name if code < 0 else f'exit code {code}'})")
+
+
+def _demand_memory(process: int, most_bytes: int) -> None:
+    """Raise `_Gone` if a child has more in memory. If it has ended, the pipe will show it."""
+    with contextlib.suppress(psutil.Error):
+        taken_bytes = psutil.Process(process).memory_info().rss
+        if taken_bytes > most_bytes:  # guard: contained-memory-watched
+            raise _Gone("took too much memory", certain=True)
 
 
 def start_here(program: str, arguments: Sequence[str], files: Sequence[Path]) -> "tuple[subprocess.Popen[bytes], str]":
@@ -263,20 +240,6 @@ def start_here(program: str, arguments: Sequence[str], files: Sequence[Path]) ->
     return process, str(files[0].parent)
 
 
-def _end(process: "subprocess.Popen[bytes]") -> None:
-    process.kill()
-    process.wait()
-    for pipe in (process.stdin, process.stdout):
-        assert pipe is not None
-        pipe.close()
-
-
-def _send(pipe: int, data: bytes) -> None:
-    rest = memoryview(len(data).to_bytes(4, "big") + data)
-    while rest:
-        rest = rest[os.write(pipe, rest) :]
-
-
 # --- the child's end ---
 
 
@@ -286,7 +249,7 @@ def serve() -> None:
     # guard: contained-alarm-not-blocked
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})  # a child inherits both from its parent
     memory_mb, time_s = int(sys.argv[1]), float(sys.argv[2])
-    directory = _next_request()
+    directory = next_frame(sys.stdin.buffer)
     if directory is None:
         return
     _limit(memory_mb)
@@ -294,7 +257,7 @@ def serve() -> None:
     try:
         renderer, opened = _opened(Path(msgspec.msgpack.decode(directory, type=str)))
         _answer(msgspec.msgpack.encode(opened))
-        while renderer is not None and (request := _next_request()) is not None:
+        while renderer is not None and (request := next_frame(sys.stdin.buffer)) is not None:
             signal.setitimer(signal.ITIMER_REAL, time_s)  # guard: contained-time
             _answer(msgspec.msgpack.encode(_obey(renderer, *msgspec.msgpack.decode(request))))
     except (MemoryError, Overreach):
@@ -313,14 +276,9 @@ def _limit(memory_mb: int) -> None:
             resource.setrlimit(which, (most, most))
 
 
-def _next_request() -> bytes | None:
-    size = sys.stdin.buffer.read(4)
-    return sys.stdin.buffer.read(int.from_bytes(size, "big")) if size else None
-
-
 def _answer(data: bytes) -> None:
     signal.setitimer(signal.ITIMER_REAL, 0)
-    _send(sys.stdout.fileno(), data)
+    write_frame(sys.stdout.fileno(), data)
 
 
 def _opened(directory: Path) -> tuple[Renderer | None, Opened]:

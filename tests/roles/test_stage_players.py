@@ -1,14 +1,18 @@
 """Where episodes are played: what an environment does, or what becomes of its process, ends rollouts, never the stage."""
 
+import errno
 import logging
 import os
 import signal
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
 import numpy as np
+import psutil
 import pytest
 
 from shoal.config import TinyPolicy
@@ -41,6 +45,8 @@ class Odd(Env):
             raise ValueError("task 9 cannot begin")
         if task == 10:
             time.sleep(20)
+        if task == 15:
+            sum(range(10**13))  # other threads wait for that
         note(self.log, f"reset {task}")
         words = str(random.random()) if task == 11 else "say something"
         words = str(hash(words)) if task == 13 else words
@@ -419,6 +425,46 @@ def test_the_lowest_reward_is_the_environments_own(tmp_path, theatre) -> None:
 def take_ask(theatre):
     before = theatre.memo.last("1", 0).paths[0]
     return Ask(t.Slot(0, "00" * 32, "odd", 0), 0, before, theatre.write(1), b"\0" * 32)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
+def test_an_environment_that_lets_no_thread_run_ends_with_the_stage(theatre) -> None:
+    """No thread of the process can see that the stage is gone."""
+    theatre.turn(0, 0)
+    stage = """
+import os, sys, threading, time, msgspec
+from shoal.roles.stage.child import Opening, Request
+from shoal.roles.stage.players import ChildPlayer
+player = ChildPlayer(msgspec.msgpack.decode(bytes.fromhex(sys.argv[1]), type=Opening))
+player.ask(Request(0, label="odd", task=0), 60.0)
+threading.Thread(target=player.ask, args=(Request(1, label="odd", task=15), 60.0), daemon=True).start()
+time.sleep(1)
+print(player._child._process.pid, flush=True)
+os.kill(os.getpid(), 9)
+"""
+    opening = msgspec.msgpack.encode(theatre.made[0]._opening).hex()
+    program = [sys.executable, "-c", stage, opening]
+    told = subprocess.run(program, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=60)
+    child, until = int(told.stdout), time.monotonic() + 20
+    while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
+        if time.monotonic() > until:
+            os.kill(child, signal.SIGKILL)
+            pytest.fail("the child outlived its stage")
+        time.sleep(0.05)
+
+
+def test_a_system_without_room_for_a_process_fails_no_rollout(theatre, monkeypatch) -> None:
+    """The environment is not to blame: the turn is asked for again, and nothing is booked."""
+
+    def no_room(*what, **how):
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    with monkeypatch.context() as full:
+        full.setattr(subprocess, "Popen", no_room)
+        with pytest.raises(StateError, match="cannot start a process"):
+            theatre.turn(0, 0)
+    assert theatre.memo.last("1", 0) is None
+    assert theatre.played(0).ending == "environment"
 
 
 def test_an_answer_beyond_all_sizes_ends_the_process(theatre, monkeypatch) -> None:

@@ -4,7 +4,7 @@ It runs the host's own environment files, so it has nothing else of a role: no k
 `Conversation`s by number and reports only what a rollout needs. What an environment prints, and the traceback of what it
 raises, goes to standard error, which is the stage's log.
 
-A frame on a pipe is a length in 4 bytes, big-endian, then that much MessagePack.
+Requests and answers are MessagePack. Its argument is the process id of the stage, with which it ends.
 """
 
 import os
@@ -30,6 +30,7 @@ from shoal.envs.load import load_run_envs
 from shoal.envs.replay import judge_talks
 from shoal.envs.settings import WithSettings
 from shoal.errors import ShoalError
+from shoal.pipes import end_with, next_frame, write_frame
 from shoal.policy.render import Renderer
 from shoal.protocol.types import POLICY, EnvSpec, Sampling
 
@@ -90,20 +91,21 @@ class Answer(msgspec.Struct):
 
 def serve() -> None:
     """Answer requests from standard input until it closes."""
+    end_with(int(sys.argv[1]))
     requests, answers = _pipes()
     opening = msgspec.msgpack.decode(requests.get(), type=Opening)
     try:
         envs = {label: loud(env) for label, env in _load(opening.envs, opening.call_s).items()}
         playing = Playing(envs, Renderer.from_directory(Path(opening.policy)), opening.sampling)
     except ShoalError as error:
-        send(answers, msgspec.msgpack.encode(Opened(refused=str(error))))
+        write_frame(answers, msgspec.msgpack.encode(Opened(refused=str(error))))
         return
     lowest = {label: float(min(env.reward_bounds)) for label, env in envs.items()}
     compare = frozenset(label for label, env in envs.items() if compares(env))
-    send(answers, msgspec.msgpack.encode(Opened(lowest, compare)))
+    write_frame(answers, msgspec.msgpack.encode(Opened(lowest, compare)))
     while True:
         request = msgspec.msgpack.decode(requests.get(), type=Request)
-        send(answers, msgspec.msgpack.encode(playing.obey(request)))
+        write_frame(answers, msgspec.msgpack.encode(playing.obey(request)))
 
 
 def _load(specs: tuple[EnvSpec, ...], call_s: float) -> dict[str, Env]:
@@ -214,26 +216,19 @@ def _print(error: Exception) -> None:
 def _pipes() -> tuple["SimpleQueue[bytes]", int]:
     """Requests as they come, and the descriptor for answers. An environment that reads or prints meets neither.
 
-    A thread reads the requests: it ends this process when the stage is gone, also while an environment computes.
+    A thread reads the requests: it ends this process when the stage closes the pipe.
     """
     requests, pipe, answers = SimpleQueue[bytes](), os.fdopen(os.dup(0), "rb"), os.dup(1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
 
     def read(pipe: BinaryIO) -> None:
-        while size := pipe.read(4):
-            requests.put(pipe.read(int.from_bytes(size, "big")))
+        while (request := next_frame(pipe)) is not None:
+            requests.put(request)
         os._exit(0)
 
     threading.Thread(target=read, args=(pipe,), name="requests", daemon=True).start()
     return requests, answers
-
-
-def send(pipe: int, data: bytes) -> None:
-    """Write one frame."""
-    rest = memoryview(len(data).to_bytes(4, "big") + data)
-    while rest:
-        rest = rest[os.write(pipe, rest) :]
 
 
 if __name__ == "__main__":

@@ -8,11 +8,10 @@ of the stage knows environments only through the protocol `Player`, so a process
 import contextlib
 import itertools
 import logging
-import select
+import os
 import subprocess
 import sys
 import time
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,10 +20,11 @@ from typing import Protocol, TypeVar
 import msgspec
 
 from shoal.config.environ import child_environment
-from shoal.errors import StateError
+from shoal.errors import StateError, cause_of
+from shoal.pipes import Late, Pipes
 from shoal.protocol.constants import MAX_ROLLOUT_TOKENS
 from shoal.protocol.types import POLICY, Slot
-from shoal.roles.stage.child import Answer, Opened, Opening, Request, send
+from shoal.roles.stage.child import Answer, Opened, Opening, Request
 from shoal.roles.stage.memo import Memo, Reply
 from shoal.roles.stage.turns import VOID, Ask
 
@@ -247,7 +247,11 @@ class ChildPlayer:
 
     def _start(self) -> None:
         self.generation += 1
-        self._child = _Child()
+        try:
+            self._child = _Child()
+        except OSError as error:
+            why = f"the stage cannot start a process ({cause_of(error)}): let it have more processes or memory"
+            raise StateError(why) from None  # the environment is not to blame  # guard: no-process-fails-no-rollout
         opened = self._exchange(self._opening, START_S, Opened)
         if opened.refused:
             self._end()
@@ -272,49 +276,32 @@ class ChildPlayer:
 
 
 class _Child:
-    """A running process."""
+    """A running process. It ends when this object is freed, and with the thread that started it."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "shoal.roles.stage.child"],
+            [sys.executable, "-m", "shoal.roles.stage.child", str(os.getpid())],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, env=child_environment(1) | SAME_EVERYWHERE,
             start_new_session=True,
         )  # fmt: skip
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._to, self._from = self._process.stdin.fileno(), self._process.stdout
-        self._answers = select.poll()
-        self._answers.register(self._from, select.POLLIN)
-        self.end = weakref.finalize(self, _end, self._process)
+        self._pipes = Pipes(self._process)
+        self.end = self._pipes.end
 
     def ask(self, data: bytes, limit_s: float) -> bytes:
         """Raises `Gone`, `OSError`."""
-        until = time.monotonic() + limit_s
-        send(self._to, data)
-        size = int.from_bytes(self._read(4, until, limit_s), "big")
-        if size > MAX_FRAME_BYTES:  # guard: answer-of-a-player
-            raise Gone(f"its process answered with {size} bytes, limit {MAX_FRAME_BYTES}")
-        return self._read(size, until, limit_s)
-
-    def _read(self, size: int, until: float, limit_s: float) -> bytes:
-        data = bytearray()
-        while len(data) < size:
-            if not self._answers.poll(1000 * max(0.0, until - time.monotonic())):  # guard: turn-takes-too-long
-                raise Gone(f"a turn took longer than {limit_s:g} s", slow=True)
-            piece = self._from.read(size - len(data))
-            if not piece:
-                raise Gone(f"its process ended with code {self._code()}")
-            data += piece
-        return bytes(data)
+        until = time.monotonic() + limit_s  # guard: turn-takes-too-long
+        try:
+            self._pipes.send(data, until)
+            size = self._pipes.size(until)
+            if size > MAX_FRAME_BYTES:  # guard: answer-of-a-player
+                raise Gone(f"its process answered with {size} bytes, limit {MAX_FRAME_BYTES}")
+            return self._pipes.read(size, until)
+        except Late:
+            raise Gone(f"a turn took longer than {limit_s:g} s", slow=True) from None
+        except EOFError:
+            raise Gone(f"its process ended with code {self._code()}") from None
 
     def _code(self) -> int | None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(1.0)
         return self._process.returncode
-
-
-def _end(process: "subprocess.Popen[bytes]") -> None:
-    process.kill()
-    process.wait()
-    for pipe in (process.stdin, process.stdout):
-        assert pipe is not None
-        pipe.close()
