@@ -51,6 +51,7 @@ BROAD_EXCEPTS = {
     "roles/packages.py": "what a thread aside raises is raised again where it is awaited",
     "sandbox/inside.py": "a snippet may raise anything, and ends as a script would; a fault of ours must not look like its",
     "roles/stage/child.py": "an environment may raise anything; its traceback is printed and the exception goes on",
+    "roles/stage/memo.py": "what cannot be booked must not keep others that wait for the disk from their answers",
     "policy/render.py": "the tokenizers library raises bare Exception for a damaged file",
 }
 """Named boundaries where anything may be caught, and why. Elsewhere it would hide a bug."""

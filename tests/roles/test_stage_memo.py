@@ -14,7 +14,7 @@ from shoal.protocol import types as t
 from shoal.protocol.constants import COMPLETIONS
 from shoal.protocol.records import difference, rollout_digest
 from shoal.protocol.wire import WireError
-from shoal.roles.stage.memo import Memo, Reply, Taken
+from shoal.roles.stage.memo import Memo, Reply, Step, Taken
 from shoal.roles.stage.turns import Ask, Conflict, Limits, record_of, take_turn
 
 STOP, SIZE = 9, 2
@@ -261,6 +261,37 @@ def test_turns_that_are_booked_together_fail_alone(memo: Memo) -> None:
         memo._writing.acquire()
     assert isinstance(failed[0], StateError) and failed[1:] == [None] * 7
     assert [memo.taken(str(lease), 4, 0).digest for lease in range(1, 9)] == ["first", *["later"] * 7]
+
+
+def test_one_that_cannot_be_booked_leaves_nobody_waiting(memo: Memo) -> None:
+    """A process that plays may answer any number. SQLite has room for 63 bits."""
+    step = Step(b"p" * 32, b"", b"", Reply(b"", 1 << 63, "", 0.0, t.POLICY))
+    with memo._writing, ThreadPoolExecutor(3) as threads:
+        booked = [
+            threads.submit(memo.keep, str(lease), 0, 4, 0, Taken("one", ()), [step] if lease == 1 else [])
+            for lease in range(3)
+        ]
+        while memo._waiting.qsize() < 3:
+            time.sleep(0.01)
+        memo._writing.release()
+        failed = [future.exception(60) for future in booked]
+        memo._writing.acquire()
+    assert isinstance(failed[1], OverflowError) and failed[::2] == [None, None]
+    assert [memo.taken(str(lease), 4, 0) is None for lease in range(3)] == [False, True, False]
+
+
+def test_old_versions_are_forgotten_little_by_little(memo: Memo, monkeypatch) -> None:
+    """Each piece leaves room for turns that wait to be booked."""
+    monkeypatch.setattr("shoal.roles.stage.memo._FORGOTTEN_AT_ONCE", 3)
+    for lease in range(5):
+        ask(memo, t.Turn(BLOCK.index, 0), Toy(), lease=str(lease), shared=False, version=lease // 4)
+    pieces, write = [], memo._write
+    monkeypatch.setattr(memo, "_write", lambda *changes: pieces.append(changes) or write(*changes))
+    memo.forget(before=1)
+    left = [memo.last(str(lease), BLOCK.index) is not None for lease in range(5)]
+    assert left == [False] * 4 + [True] and len(pieces) == 6 + 2, "16 replies and 4 turns"
+    memo.forget(before=1)
+    assert len(pieces) == 8
 
 
 def test_a_full_disk_books_nothing(memo: Memo) -> None:

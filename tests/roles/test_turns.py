@@ -388,9 +388,11 @@ def test_what_can_still_be_leased_is_not_forgotten(world):
             rollouts=msgspec.structs.replace(world.town.stage._config.rollouts, max_staleness=1),
         )
         world.town.stage._forget_old(1)
+        await world.town.stage._forgetting
         assert world.town.stage._memo.last(world.leases[0].id, world.block.index) is not None
         assert await world.turn(0) == first
         world.town.stage._forget_old(2)
+        await world.town.stage._forgetting
         return world.town.stage._memo.last(world.leases[0].id, world.block.index)
 
     assert asyncio.run(story()) is None

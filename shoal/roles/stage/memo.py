@@ -35,7 +35,14 @@ CREATE TABLE IF NOT EXISTS judged (
     name BLOB PRIMARY KEY, rewards BLOB NOT NULL, version INTEGER NOT NULL
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS replies_by_version ON replies (version);
+CREATE INDEX IF NOT EXISTS turns_by_version ON turns (version);
+CREATE INDEX IF NOT EXISTS judged_by_version ON judged (version);
 """
+
+_KEYS = {"replies": "path", "turns": "lease, block, turn", "judged": "name"}
+
+_FORGOTTEN_AT_ONCE = 2000
+"""Rows that are deleted before the next turn may be booked."""
 
 
 Change: TypeAlias = tuple[str, Sequence[Sequence[object]]]
@@ -203,9 +210,12 @@ class Memo:
         return self.replies(step.path for step in steps)
 
     def forget(self, before: int) -> None:
-        """Delete everything of older versions."""
-        tables = ("replies", "turns", "judged")
-        self._write(*((f"DELETE FROM {table} WHERE version < ?", [(before,)]) for table in tables))
+        """Delete everything of older versions, little by little. It may take seconds: call it in a thread."""
+        for table, key in _KEYS.items():
+            old = f"FROM {table} WHERE version < ?"
+            some = f"DELETE FROM {table} WHERE ({key}) IN (SELECT {key} {old} LIMIT {_FORGOTTEN_AT_ONCE})"
+            while self._read(f"SELECT 1 {old} LIMIT 1", before):
+                self._write((some, [(before,)]))
 
     def _read(self, query: str, *values: object) -> list[tuple[Any, ...]]:
         try:
@@ -222,7 +232,7 @@ class Memo:
             together = [self._waiting.get() for _ in range(self._waiting.qsize())]
             try:
                 self._commit([change for each, _ in together for change in each])
-            except sqlite3.Error:
+            except Exception:  # noqa: BLE001  what is wrong with one must not keep the others waiting
                 for each, done in together:
                     self._commit_alone(each, done)
             else:
@@ -235,6 +245,8 @@ class Memo:
             self._commit(changes)
         except sqlite3.Error as error:
             done.set_exception(self._unusable(error))
+        except Exception as error:  # noqa: BLE001  such as a number that SQLite has no room for
+            done.set_exception(error)
         else:
             done.set_result(None)
 

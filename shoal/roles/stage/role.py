@@ -112,6 +112,7 @@ class Stage:
         self._turns: AtWork[t.TurnAnswer] = AtWork("turn", MAX_TURNS, MAX_WORKER_TURNS)
         self._records: AtWork[t.Record] = AtWork("record", MAX_RECORDS, MAX_WORKER_RECORDS)
         self._newest = -1
+        self._forgetting: asyncio.Task[None] | None = None
         self._players: Players | None = None
         self._limits: Limits
         self._shared: set[str]
@@ -203,10 +204,17 @@ class Stage:
             return self._players
 
     def _forget_old(self, version: int) -> None:
-        """Delete what no lease can ask for any more."""
+        """Begin to delete what no lease can ask for any more."""
         if version > self._newest:
             self._newest = version
-            self._memo.forget(version - self._config.rollouts.max_staleness)  # guard: leased-is-not-forgotten
+            before = version - self._config.rollouts.max_staleness  # guard: leased-is-not-forgotten
+            self._forgetting = asyncio.create_task(self._forget(before))
+
+    async def _forget(self, before: int) -> None:
+        try:
+            await asyncio.to_thread(self._memo.forget, before)
+        except StateError as error:
+            log.error("old turns are kept reason=%r", str(error))  # until the next version
 
 
 @contextlib.contextmanager
