@@ -11,6 +11,7 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -89,24 +90,30 @@ class Shard:
         self._forget: list[int] = []
         self._generation = -1
         self._thread = ThreadPoolExecutor(1, "player")
-        self._waiting = self.slow = 0
-        """Turns that are not done, and turns that took longer than `SLOW_S`."""
+        self._counting, self._waiting = threading.Lock(), 0
+        """Turns that are not done."""
+        self.slow = 0
+        """Turns that took longer than `SLOW_S`."""
 
     def submit(self, act: Callable[[], T]) -> "Future[T]":
         """Do something after all that was submitted before."""
         return self._thread.submit(act)
 
     def replies(self, asks: Sequence[Ask]) -> list[Reply]:
-        """The replies to turns that it was given by `expect`, one after another."""
-        replies = []
-        for ask in asks:
-            replies.append(self.reply(ask))
-            self._waiting -= 1
+        """The replies to turns that it was told to `expect`, one after another."""
+        replies = list[Reply]()
+        try:
+            for ask in asks:
+                replies.append(self.reply(ask))
+                self.expect(-1)
+        finally:
+            self.expect(len(replies) - len(asks))  # guard: failed-turns-wait-no-more
         return replies
 
-    def expect(self) -> None:
-        """One more turn is to be played here."""
-        self._waiting += 1
+    def expect(self, turns: int = 1) -> None:
+        """So many more turns are to be played here."""
+        with self._counting:
+            self._waiting += turns
 
     def close(self) -> None:
         self._thread.shutdown(cancel_futures=True)
@@ -127,10 +134,15 @@ class Shard:
         return self._tried(slot, lambda: self._judge(slot, paths), lambda why: self._unjudged(slot, len(paths), why))
 
     def compares(self, label: str) -> bool:
-        """Whether an environment compares an answer with its siblings."""
-        with contextlib.suppress(Gone):
-            return self._player.compares(label)
-        return False
+        """Whether an environment compares an answer with its siblings. Raises `StateError` if no process can say so."""
+        for _ in range(TRIES):
+            try:
+                return self._player.compares(label)
+            except Gone as gone:
+                why = str(gone)
+                if gone.slow:
+                    break
+        raise StateError(f"environment {label} does not open: {why}. The stage's log may say more")
 
     def _tried(self, slot: Slot, act: Callable[[], T], failed: Callable[[str], T]) -> T:
         why = ""
@@ -187,6 +199,8 @@ class Shard:
         """Send a turn, and remember the path that its conversation has reached."""
         answer = self._exchanged(slot, request)
         if not answer.ending or answer.beside:
+            if path in self._held:  # two leases may take the same turn at the same time  # guard: held-once
+                self._forget.append(self._held.pop(path))
             self._held[path] = request.number
             if len(self._held) > HELD:
                 self._forget.append(self._held.popitem(last=False)[1])

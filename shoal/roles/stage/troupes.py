@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from functools import partial
 
 from shoal.protocol.types import Slot
-from shoal.roles.stage.memo import Memo, Reply
+from shoal.roles.stage.memo import Memo, Reply, group_name
 from shoal.roles.stage.players import Player, Shard
 from shoal.roles.stage.turns import Ask
 
@@ -22,7 +22,7 @@ MAX_PLAYERS = 16
 """Processes of a slow environment. Most of them wait, for a judge or a server."""
 
 PINNED = 4096
-"""Slots whose process is remembered."""
+"""Slots whose process, and groups whose judgement, are remembered."""
 
 
 class Players:
@@ -39,10 +39,15 @@ class Players:
         """`make` makes a player of an environment, by its label. `limit_s` gives the environment's time for one turn."""
         self._troupe_of = lambda label: Troupe(label, lambda: Shard(make(label), memo, limit_s), start, most)
         self._troupes: dict[str, Troupe] = {}
+        self._judged: OrderedDict[bytes, Future[list[float]]] = OrderedDict()
+        """The newest groups that are judged, or were."""
         self._lock = threading.Lock()
 
     def play(self, asks: Sequence[Ask]) -> list[Reply]:
-        """The replies to turns of different rollouts, in order. All processes work at the same time."""
+        """The replies to turns of different rollouts, in order. All processes work at the same time. Raises `StateError` if
+        an environment does not open."""
+        for label in {ask.slot.env for ask in asks}:
+            self._troupe(label).open()
         parts: dict[Shard, list[int]] = {}
         for place, ask in enumerate(asks):
             parts.setdefault(self._troupe(ask.slot.env).place(ask), []).append(place)
@@ -54,8 +59,16 @@ class Players:
         return [replies[place] for place in range(len(asks))]
 
     def judge(self, slot: Slot, paths: Sequence[bytes]) -> list[float]:
-        """What the rollouts of a slot, which have ended, earn beside each other."""
-        return self._troupe(slot.env).judge(slot, paths).result()
+        """What the rollouts of a slot, which have ended, earn beside each other. Raises as `play`."""
+        self._troupe(slot.env).open()
+        name = group_name(paths)
+        with self._lock:
+            judged = self._judged.get(name)  # two leases of a slot may end alike  # guard: judged-for-two-leases
+            if judged is None or (judged.done() and judged.exception() is not None):
+                judged = self._judged[name] = self._troupes[slot.env].judge(slot, paths)
+                if len(self._judged) > PINNED:
+                    self._judged.popitem(last=False)
+        return judged.result()
 
     def close(self) -> None:
         for troupe in self._troupes.values():
@@ -75,8 +88,18 @@ class Troupe:
         self._label, self._make, self._start, self._most = label, make, start, most
         self._shards = [make() for _ in range(start)]
         self._pinned: OrderedDict[int, Shard] = OrderedDict()
-        self._compares: bool | None = None
+        self._compares: Future[bool] | None = None
+        """Whether its rollouts are judged beside each other."""
         self._lock = threading.Lock()
+
+    def open(self) -> None:
+        """Wait until one of its processes has opened. Raises `StateError`; the next call then tries again."""
+        with self._lock:
+            if self._compares is None or (self._compares.done() and self._compares.exception() is not None):
+                first = self._shards[0]
+                self._compares = first.submit(lambda: first.compares(self._label))
+            compares = self._compares
+        compares.result()
 
     def place(self, ask: Ask) -> Shard:
         """Who is to play a turn."""
@@ -97,10 +120,8 @@ class Troupe:
     def _place(self, slot: Slot, before: bytes) -> Shard:
         """Who plays a turn: who holds the conversation, or else who has least to do. The rollouts of a slot are spread; but
         those that are judged beside each other are in one place."""
-        if self._compares is None:
-            first = self._shards[0]
-            self._compares = first.submit(lambda: first.compares(self._label)).result()
-        if self._compares:
+        assert self._compares is not None, "an open troupe knows how its rollouts are judged"
+        if self._compares.result():
             shard = self._pinned.get(slot.slot) or self._least()
             self._pinned[slot.slot] = shard
             if len(self._pinned) > PINNED:

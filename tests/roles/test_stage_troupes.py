@@ -1,0 +1,118 @@
+"""Which process plays what: what fails, or comes twice, leaves nothing behind."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from shoal.errors import StateError
+from shoal.protocol import types as t
+from shoal.roles.stage.child import Answer, Request
+from shoal.roles.stage.memo import Memo, Reply, Step, Taken
+from shoal.roles.stage.players import Gone, Shard
+from shoal.roles.stage.troupes import Players
+from shoal.roles.stage.turns import Ask
+
+SLOT = t.Slot(0, "00" * 32, "toy", 0)
+
+
+class Actor:
+    """A player that answers as it is told, and notes what it is asked."""
+
+    generation = 1
+
+    def __init__(self, *opens: "bool | Exception", error: Exception | None = None) -> None:
+        self.opens, self.error = [*opens], error
+        self.asked: list[Request] = []
+        self.go_on = threading.Event()
+        self.go_on.set()
+
+    def lowest(self, label: str) -> float:
+        return 0.0
+
+    def compares(self, label: str) -> bool:
+        told = self.opens.pop(0) if self.opens else False
+        if isinstance(told, Exception):
+            raise told
+        return told
+
+    def ask(self, request: Request, limit_s: float) -> Answer:
+        self.asked.append(request)
+        assert self.go_on.wait(60)
+        if self.error is not None:
+            raise self.error
+        return Answer(b"word", 1) if not request.judge else Answer(rewards=(0.5,) * len(request.judge))
+
+
+@pytest.fixture
+def memo(tmp_path):
+    memo = Memo(tmp_path / "memo.sqlite")
+    yield memo
+    memo.close()
+
+
+def opening(rollout: int = 0, path: bytes = b"") -> Ask:
+    return Ask(SLOT, rollout, b"", b"", path or bytes([rollout]) * 32)
+
+
+def test_a_turn_that_failed_leaves_no_load(memo):
+    """Otherwise its process would seem to have more and more to do, and get nothing."""
+    actor = Actor(error=StateError("the file was changed"))
+    players = Players(lambda label: actor, memo, lambda label: 1.0, 1, 1)
+    for _ in range(3):
+        with pytest.raises(StateError, match="was changed"):
+            players.play([opening(i) for i in range(4)])
+    (shard,) = players._troupe("toy")._shards
+    assert shard.load() == 0
+    actor.error = None
+    assert [reply.words for reply in players.play([opening(i) for i in range(4)])] == [b"word"] * 4
+    assert shard.load() == 4, "four conversations that will go on"
+
+
+def test_a_turn_that_two_leases_take_at_once_is_held_once(memo):
+    shard = Shard(actor := Actor(), memo, lambda label: 1.0)
+    for path in (b"a" * 32, b"a" * 32, b"b" * 32):
+        shard.reply(opening(path=path))
+    assert shard.load() == 2
+    first, _, third = actor.asked
+    assert third.forget == (first.number,), "the process drops the first of two equal conversations"
+
+
+def test_whether_an_environment_compares_is_never_guessed(memo):
+    """A process that ended while it opened has not said so. Without its siblings beside it no rollout could be judged."""
+    actor = Actor(*[Gone("its process ended with code -9")] * 3, Gone("it took too long", slow=True), True)
+    players = Players(lambda label: actor, memo, lambda label: 1.0, 2, 2)
+    for why in ("ended with code -9", "took too long"):
+        with pytest.raises(StateError, match=f"toy does not open: .*{why}"):
+            players.play([opening()])
+    players.play([opening(i) for i in range(4)])
+    assert list(players._troupe("toy")._pinned) == [0] and not actor.opens
+
+
+def test_an_environment_that_opens_slowly_blocks_no_lock(memo):
+    opened, actor = threading.Event(), Actor()
+    actor.compares = lambda label: opened.wait(60)  # type: ignore[method-assign]
+    players = Players(lambda label: actor, memo, lambda label: 1.0, 1, 1)
+    with ThreadPoolExecutor(2) as threads:
+        waiting = [threads.submit(players.play, [opening(i)]) for i in range(2)]
+        troupe = players._troupe("toy")
+        assert troupe._lock.acquire(timeout=30)
+        troupe._lock.release()
+        opened.set()
+        assert [future.result(60)[0].words for future in waiting] == [b"word"] * 2
+
+
+def test_a_group_that_two_leases_end_alike_is_judged_once(memo):
+    actor = Actor(True)
+    players = Players(lambda label: actor, memo, lambda label: 1.0, 1, 1)
+    players.play([opening(0, b"e" * 32)])
+    memo.keep(
+        "1", 0, 0, 0, Taken("", ()), [Step(b"e" * 32, b"", b"", Reply(b"word", 1, "", 0.0, t.POLICY, beside=True))]
+    )
+    actor.go_on.clear()
+    with ThreadPoolExecutor(2) as threads:
+        judged = [threads.submit(players.judge, SLOT, [b"e" * 32]) for _ in range(2)]
+        actor.go_on.set()
+        assert [future.result(60) for future in judged] == [[0.5], [0.5]]
+    assert players.judge(SLOT, [b"e" * 32]) == [0.5]
+    assert sum(bool(request.judge) for request in actor.asked) == 1
