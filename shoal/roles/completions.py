@@ -43,6 +43,8 @@ class Hands:
         """Of blocks. They are taken in the order of the leases."""
         self.leases = asyncio.Semaphore(MAX_OPEN_LEASES)
         """Of leases: no host asks a worker to hold more."""
+        self.tokens = 0
+        """Tokens that the engine has written, for all leases."""
 
 
 class Use:
@@ -126,7 +128,7 @@ async def play_blocks(table: Table, blocks: Sequence[t.Block], hands: Hands) -> 
         async with hands.places:
             opening = await table.ask(t.Turn(block.index, 0))
             async with await asyncio.shield(own):
-                return await _play_block(table, block, opening, hands.engine)
+                return await _play_block(table, block, opening, hands)
 
     own = asyncio.create_task(places())
     tasks = [asyncio.create_task(play(block)) for block in blocks]
@@ -142,7 +144,7 @@ async def play_blocks(table: Table, blocks: Sequence[t.Block], hands: Hands) -> 
         await asyncio.gather(own, *tasks, return_exceptions=True)
 
 
-async def _play_block(table: Table, block: t.Block, answer: t.TurnAnswer, engine: asyncio.Lock) -> list[t.Group]:
+async def _play_block(table: Table, block: t.Block, answer: t.TurnAnswer, hands: Hands) -> list[t.Group]:
     """Fill the slots of a block, given the answer to its turn 0."""
     seeds = [(slot, bytes.fromhex(slot.seed), index) for slot in block.slots for index in range(table.group_size)]
     rollouts = [
@@ -160,23 +162,24 @@ async def _play_block(table: Table, block: t.Block, answer: t.TurnAnswer, engine
                 if table.is_late():
                     raise TooLate
                 turn += 1
-                answer = await table.ask(t.Turn(block.index, turn, await _extend(table, open_, engine)))
+                answer = await table.ask(t.Turn(block.index, turn, await _extend(table, open_, hands)))
     finally:
         table.engine.forget([rollout.name for rollout in open_])
     return _groups(table, block, rollouts)
 
 
-async def _extend(table: Table, open_: Sequence[_Rollout], engine: asyncio.Lock) -> tuple[bytes, ...]:
+async def _extend(table: Table, open_: Sequence[_Rollout], hands: Hands) -> tuple[bytes, ...]:
     """Let the policy write a turn in each open rollout, as one batch."""
     stop_ids = table.renderer().stop_ids
     requests = [Request(r.name, r.context, row_seed(r.seed, r.row), r.room, stop_ids) for r in open_]
-    async with engine:
+    async with hands.engine:
         work = asyncio.ensure_future(asyncio.to_thread(table.engine.extend, requests, table.sampling.temperature))
         try:
             turns = await asyncio.shield(work)
         except asyncio.CancelledError:
             await asyncio.wait([work])  # before anybody else uses the engine
             raise
+        hands.tokens += sum(len(turn.token_ids) for turn in turns)
     return tuple(_write(rollout, turn) for rollout, turn in zip(open_, turns, strict=True))
 
 

@@ -290,6 +290,7 @@ class Worker:
         lease, started, seat = grant.lease, time.perf_counter(), self.seat
         size, allowed_s = seat.info.rules.group_size, lease.deadline - lease.issued
         most = max((len(block.slots) for block in lease.blocks), default=0) * size
+        loaded_s, tokens = started, self.hands.tokens
         cap = turn_answer_bytes(most, lease.sampling.max_tokens)
 
         async def ask(turn: t.Turn) -> t.TurnAnswer:
@@ -308,6 +309,8 @@ class Worker:
             if self.stopping:
                 raise TooLate
             await self._load_for(grant)
+            nonlocal loaded_s, tokens
+            loaded_s, tokens = time.perf_counter(), self.hands.tokens
             at_once = seat.blocks_at_once(lease, AHEAD)
             if at_once < AHEAD:
                 await before.over.wait()  # guard: blocks-of-two-leases-fit
@@ -327,8 +330,8 @@ class Worker:
                 raise
             log.warning("dropped lease=%s reason=%r", lease.id, str(refused))
             return None
-        tokens = sum(rollout.num_policy_tokens() for group in groups for rollout in group.rollouts)
-        self.tokens_per_s = tokens / max(taken_s(), 1e-6)
+        # The engine may have worked for other leases, too.
+        self.tokens_per_s = (self.hands.tokens - tokens) / max(time.perf_counter() - loaded_s, 1e-6)
         async with self.hands.engine:
             return groups, await asyncio.to_thread(self._prove, lease, groups)
 

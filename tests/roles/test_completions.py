@@ -497,6 +497,39 @@ def test_a_host_that_grants_leases_without_end_is_asked_for_no_more_than_two(tmp
     assert most == 2
 
 
+def test_a_worker_is_as_fast_as_its_engine_also_when_two_leases_overlap(tmp_path):
+    """The second lease is nearly done when the first is: its own tokens after that would be a speed beyond belief."""
+    engine, speeds, turns = Letters(), [], host(answer(OPEN, OPEN), answer(END, END))
+    engine.pause_s = 0.05  # for 4 tokens
+    client = SimpleNamespace(post_packed=lambda path, turn, *kind, **more: turns(turn))
+    worker = Worker(client, "key", tmp_path, None, 0, "worker", own_files=False)  # type: ignore[arg-type]
+    renderer = SimpleNamespace(vocabulary=16, stop_ids=frozenset({STOP}))
+    worker.seat = SimpleNamespace(  # type: ignore[assignment]
+        kind=COMPLETIONS, within_memory=lambda doing: contextlib.nullcontext(), engine=engine,
+        blocks_at_once=lambda lease, most: most, policy=SimpleNamespace(renderer=renderer),
+        info=SimpleNamespace(rules=SimpleNamespace(group_size=2, proofs="none")),
+    )  # fmt: skip
+
+    def lease(name):
+        return SimpleNamespace(lease=t.Lease(name, "key", 0, tuple(blocks(8)), SAMPLING, 0.0, 1000.0))
+
+    async def ignore(*what):
+        pass
+
+    async def tell(tokens_per_s):
+        speeds.append(tokens_per_s)
+
+    async def story():
+        worker._load_for, worker._submit, worker.standing.tell = ignore, ignore, tell
+        worker.holding += ["1", "2"]
+        before, first, second = Use(), Use(0), Use(0)
+        before.end()
+        await asyncio.gather(worker._fill(lease("1"), before, first), worker._fill(lease("2"), first, second))
+
+    asyncio.run(story())
+    assert len(speeds) == 2 and all(0 < speed < 100 for speed in speeds), "4 tokens in 0.05 s are 80 a second"
+
+
 # --- leases that end otherwise ---
 
 
