@@ -1313,6 +1313,8 @@ GUARDS = [
         ("first-reply-holds", ("'INSERT OR IGNORE INTO replies VALUES (?,?,?,?,?,?,?,?,?,?,?)'",
                                "'INSERT OR REPLACE INTO replies VALUES (?,?,?,?,?,?,?,?,?,?,?)'"),
          "test_the_first_of_two_replies_holds"),
+        ("closed-between-writes", ("self._writing", "threading.Lock()"),
+         "test_a_stage_that_is_stopped_while_turns_are_booked_ends_in_order"),
         ("turn-taken-once", OFF, "test_a_turn_sent_again_gets_the_same_answer_and_other_tokens_are_refused"),
         ("record-of-the-ended", OFF, "test_there_is_no_record_of_a_block_that_has_not_ended"),
         ("turns-in-order", OFF, "test_turns_come_in_order_and_nothing_follows_the_end"),

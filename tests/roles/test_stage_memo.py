@@ -1,6 +1,8 @@
 """The stage's memo: the same turns get the same answers, for every worker and after any kill. What a lease may send."""
 
 import hashlib
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -278,6 +280,41 @@ def test_one_that_cannot_be_booked_leaves_nobody_waiting(memo: Memo) -> None:
         memo._writing.acquire()
     assert isinstance(failed[1], OverflowError) and failed[::2] == [None, None]
     assert [memo.taken(str(lease), 4, 0) is None for lease in range(3)] == [False, True, False]
+
+
+CLOSING = """
+import sys, threading
+from pathlib import Path
+from shoal.errors import StateError
+from shoal.roles.stage.memo import Memo, Taken
+
+def book(memo, lease, begun):
+    for turn in range(10_000):
+        try:
+            memo.keep(lease, 0, 4, turn, Taken("one", (b"p" * 32,)), [])
+            memo.last(lease, 4)
+        except StateError as error:
+            assert "closed" in str(error), error
+            return
+        begun.set()
+
+for number in range(30):
+    memo, begun = Memo(Path(sys.argv[1]) / f"{number}.sqlite"), threading.Event()
+    threads = [threading.Thread(target=book, args=(memo, str(lease), begun)) for lease in range(4)]
+    for thread in threads:
+        thread.start()
+    begun.wait()
+    memo.close()
+    for thread in threads:
+        thread.join()
+print("closed")
+"""
+
+
+def test_a_stage_that_is_stopped_while_turns_are_booked_ends_in_order(tmp_path: Path) -> None:
+    """SQLite crashes the process if a connection is closed while another thread uses it."""
+    ended = subprocess.run([sys.executable, "-c", CLOSING, str(tmp_path)], capture_output=True, text=True, timeout=120)
+    assert (ended.stdout, ended.stderr, ended.returncode) == ("closed\n", "", 0)
 
 
 def test_old_versions_are_forgotten_little_by_little(memo: Memo, monkeypatch) -> None:

@@ -133,8 +133,10 @@ class Memo:
             raise self._unusable(error) from None
 
     def close(self) -> None:
-        self._database.close()
-        self._reader.close()
+        """Turns at work then raise `StateError`."""
+        with self._writing, self._lock:  # guard: closed-between-writes
+            self._database.close()
+            self._reader.close()
 
     def replies(self, paths: Iterable[bytes]) -> dict[bytes, Reply]:
         """The replies that are known, by path."""
