@@ -3,10 +3,10 @@
     OMP_NUM_THREADS=1 python benchmarks/weights_cost.py [--versions 40] [--policy demo|large] [--tree PATH]
 
 Four real processes on sockets: the coordinator, a trainer that saves its state and publishes, a worker and a validator that
-load what is published, one version after another. The trainer's steps are noise on its masters: all of them at learning
-rate 3e-4 in float32 (`demo`, 0.8M parameters, as `whole_system.py` has), or at 1e-6 in bfloat16 (`large`, 27M). Each process
-counts its own CPU, user and system, all threads, from version 2 on. `--tree` measures another checkout, such as the one
-before a change. The coordinator's other work is left out: it is idle otherwise. The last line is JSON.
+load what is published, one version after another. The trainer's steps are noise on its masters: at learning rate 3e-4 in
+float32 (`demo`, 0.8M parameters, as `whole_system.py` has), or at 1e-6 in bfloat16 (`large`, 27M). Each process counts its
+own CPU, user and system, all threads, from version 2 on. `--tree` measures another checkout, such as the one before a
+change. The coordinator's other work is left out: it is idle otherwise. The last line is JSON.
 """
 
 import argparse

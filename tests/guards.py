@@ -1217,6 +1217,7 @@ GUARDS = [
          "test_a_manifest_with_another_root_than_the_patch_begins_at_is_not_followed"),
     ),
     *_needed_by("tests/weights/test_follow.py",
+        ("version-in-use-stays", GONE, "test_the_version_in_use_stays_however_old_it_is"),
         ("damaged-base-goes", GONE, "test_a_base_that_was_damaged_on_disk_is_dropped_and_the_version_still_comes"),
     ),
     *_needed_by("tests/weights/test_repository.py",

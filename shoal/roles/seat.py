@@ -101,6 +101,12 @@ class Seat:
     """Of the version that the engine has. All requests name its signed bytes."""
     issued: dict[int, float] = field(default_factory=dict)
     """The newest date of issue seen of each version's manifest: an older one is a rollback."""
+    _brought: "Brought | None" = None
+    """The version that was fetched last and is not loaded yet."""
+    _in_use: Path | None = None
+    """The directory of the version that the engine has."""
+    _bringing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Versions are fetched one at a time: each fetch clears away what others left unfinished."""
 
     @property
     def engine(self) -> Engine:
@@ -145,30 +151,55 @@ class Seat:
         The versions on disk stay within `max_disk_mb`. Raises `Overreach` if the policy does not fit into the memory, and
         `Contradiction` if a grant names other weights or files.
         """
-        manifest, signed, most_bytes = self.manifest, b"", self._most_bytes(keep, max_bytes)
-        if self.engine.version != version or manifest is None:
-            signed = await self._signed_manifest(version)
-            if signer_of(signed) not in self._publishers().keys:  # guard: new-publisher-is-asked-for
-                info = await self.client.get_json("/v1/run", t.RunInfo)
-                self.publishers = take_publishers(self.evidence.publishers, info)
-            manifest = self._open(signed, version, most_bytes, self.clock())
-            self.issued[version] = manifest.issued
+        if self.manifest is not None and self.engine.version == version:
+            self._demand_granted(grant, self.manifest, b"")
+            self._keep(grant, b"")
+            return
+        brought = await self.bring(version, keep=keep, max_bytes=max_bytes, grant=grant)
+        self._in_use = brought.directory  # a tokenizer that is started again reads its files
+        await self._load(brought.directory, version)
+        self.manifest, self.client.manifest, self._brought = brought.manifest, digest(brought.signed), None
+        self._keep(grant, brought.signed)
+
+    async def bring(
+        self, version: int, *, keep: int = 2, max_bytes: int | None = None, grant: t.Grant | None = None
+    ) -> "Brought":
+        """Fetch and verify a version, so that `load` finds it; arguments and errors as for `load`. It may go on while the
+        engine is at work with another version."""
+        async with self._bringing:
+            known = self._brought
+            if known is None or known.manifest.version != version or not known.directory.exists():
+                known = await self._fetch(version, keep, max_bytes, grant)
+            self._demand_granted(grant, known.manifest, known.signed)
+            self._brought = known
+            return known
+
+    async def _fetch(self, version: int, keep: int, max_bytes: int | None, grant: t.Grant | None) -> "Brought":
+        most_bytes = self._most_bytes(keep, max_bytes)
+
+        async def earlier(other: int) -> t.Manifest:  # it is old, and the new one names its root
+            return self._open(await self._signed_manifest(other), other, most_bytes, None)
+
+        signed = await self._signed_manifest(version)
+        if signer_of(signed) not in self._publishers().keys:  # guard: new-publisher-is-asked-for
+            info = await self.client.get_json("/v1/run", t.RunInfo)
+            self.publishers = take_publishers(self.evidence.publishers, info)
+        manifest = self._open(signed, version, most_bytes, self.clock())
+        self.issued[version] = manifest.issued
+        self._demand_granted(grant, manifest, signed)
+        sources = sources_of(self.info, self.client)
+        directory = await fetch(
+            manifest, sources, self.home / "weights", keep=keep, manifest_of=earlier, in_use=self._in_use
+        )
+        return Brought(manifest, signed, directory)
+
+    def _demand_granted(self, grant: t.Grant | None, manifest: t.Manifest, signed: bytes) -> None:
+        """Raise `Contradiction` if a grant names other weights or files than the manifest."""
         # guard: manifest-of-the-lease
         if grant is not None and (manifest.root, content_of(manifest)) != (grant.root, grant.content):
             what = "files" if manifest.root == grant.root else "weights"
-            raise self._contradiction(f"the manifest of version {version} that the host serves names other {what} than the "
-                                      "lease that it signed", grant, signed)  # fmt: skip
-        if signed:
-
-            async def earlier(other: int) -> t.Manifest:  # it is old, and the new one names its root
-                return self._open(await self._signed_manifest(other), other, most_bytes, None)
-
-            directory = await fetch(
-                manifest, sources_of(self.info, self.client), self.home / "weights", keep=keep, manifest_of=earlier
-            )
-            await self._load(directory, version)
-            self.manifest, self.client.manifest = manifest, digest(signed)
-        self._keep(grant, signed)
+            raise self._contradiction(f"the manifest of version {manifest.version} that the host serves names other {what} "
+                                      "than the lease that it signed", grant, signed)  # fmt: skip
 
     async def _signed_manifest(self, version: int) -> bytes:
         return await self.client.get(f"/v1/manifests/{version}", cap=MAX_MANIFEST_BYTES)
@@ -234,6 +265,15 @@ class Seat:
         tokens, longest = size_bytes // BYTES_PER_TOKEN, check.lease.sampling.max_tokens
         need = self.needs.score(tokens, longest, hidden=True) + COPIES * size_bytes
         self.memory.demand(f"a submission of {tokens} tokens", self.needs.loaded + need)  # guard: check-fits-memory
+
+
+@dataclass(frozen=True)
+class Brought:
+    """A version that is on the disk, verified."""
+
+    manifest: t.Manifest
+    signed: bytes
+    directory: Path
 
 
 async def take_seat(

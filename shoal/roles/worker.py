@@ -18,7 +18,7 @@ from shoal.engine.base import Engine
 from shoal.engine.cheats import cheating
 from shoal.engine.open import EngineSpec, open_engine
 from shoal.envs.play import play_block
-from shoal.errors import Overreach, PeerError, Superseded, Undecided
+from shoal.errors import Overreach, PeerError, StateError, Superseded, Undecided
 from shoal.net.client import Client, PeerRefused
 from shoal.net.keys import load_or_make_key
 from shoal.net.stopping import Stopping
@@ -192,7 +192,7 @@ class Worker:
         grant = await self._one_more()
         while grant is not None and not self.stopping:
             self.holding.append(grant.lease.id)
-            ahead = asyncio.create_task(self._one_more())
+            ahead = asyncio.create_task(self._ahead())
             try:
                 yield grant
             except GeneratorExit:
@@ -206,6 +206,14 @@ class Worker:
         """The next lease, once there are hands for it."""
         await self.stopping.unless(self.hands.leases.acquire())  # guard: leases-in-hand
         return await self._next_grant(tuple(self.holding))
+
+    async def _ahead(self) -> t.Grant | None:
+        """The next lease, with its version fetched, while the engine fills the one before."""
+        grant = await self._one_more()
+        if grant is not None and grant.lease.version != self.seat.engine.version:
+            with contextlib.suppress(PeerError, StateError):  # loading the version meets the same fault, and tells it
+                await self.stopping.unless(self.seat.bring(grant.lease.version, grant=grant))
+        return grant
 
     async def _give_back(self, lease: t.Lease) -> None:
         """Return a lease that we will not fill."""

@@ -73,11 +73,12 @@ async def fetch(
     *,
     keep: int = 2,
     manifest_of: Callable[[int], Awaitable[Manifest]] | None = None,
+    in_use: Path | None = None,
     on_blame: Callable[[str, str], None] = tell_blame,
     on_progress: Callable[[str], None] | None = None,
     rng: random.Random | None = None,
 ) -> Path:
-    """Fetch and verify a version; returns its directory in `folder`, where the `keep` newest versions stay.
+    """Fetch and verify a version; returns its directory in `folder`, where the `keep` newest versions stay, and `in_use`.
 
     `manifest_of` gives the manifests of earlier versions, opened, or raises `PeerError`. Without it, only patches from a
     version that is here are used. `on_blame` gets (source, reason) when a source is left, for a while or for good;
@@ -107,7 +108,7 @@ async def fetch(
     finally:
         for source in sources:
             await source.close()
-    prune(folder, manifest, keep)
+    prune(folder, manifest, keep, in_use)
     return directory
 
 

@@ -56,9 +56,10 @@ def fault_of(directory: Path, manifest: Manifest, *, trusted: bool) -> str:
     return "" if root == manifest.root else f"the weights root is {root[:16]}…, not {manifest.root[:16]}…"
 
 
-def prune(folder: Path, manifest: Manifest, keep: int) -> None:
-    """Delete all but the newest versions, never the one just fetched."""
+def prune(folder: Path, manifest: Manifest, keep: int, in_use: Path | None = None) -> None:
+    """Delete all but `keep` versions: the one just fetched, the one in use, and the newest others."""
     newest = directory_name(manifest)
-    finished = sorted((path for path in folder.glob("v*") if path.name != newest and path.is_dir()), reverse=True)
-    for path in finished[max(0, keep - 1) :]:
+    others = sorted((path for path in folder.glob("v*") if path.name != newest and path.is_dir()), reverse=True)
+    others.sort(key=lambda path: path != in_use)  # guard: version-in-use-stays
+    for path in others[max(0, keep - 1) :]:
         shutil.rmtree(path, ignore_errors=True)

@@ -1,6 +1,7 @@
 """Runs that publish versions as patches: the same weights, small downloads, and anchors that stay as long as needed."""
 
 import asyncio
+import time
 
 import pytest
 
@@ -12,6 +13,7 @@ from shoal.protocol.types import FileEntry, Manifest, Patch
 from shoal.roles.auditor import source
 from shoal.roles.coordinator.anchors import SLOWEST_LINE_BYTES_PER_S, needed
 from shoal.roles.coordinator.board import Board
+from shoal.roles.seat import Seat
 from shoal.weights.demands import is_whole
 from shoal.weights.follow import follow
 from shoal.weights.manifest import weights_root
@@ -166,6 +168,54 @@ def test_a_publication_that_fails_ends_the_trainer(tmp_path, monkeypatch):
 
     monkeypatch.setattr("shoal.roles.coordinator.api.LONG_POLL_S", 0.2)
     asyncio.run(story())
+
+
+def test_a_worker_fetches_the_next_version_while_it_plays(tmp_path, monkeypatch):
+    """Each version is fetched once, also if it came ahead of its lease's turn."""
+    town = Town(tmp_path / "run", tiny_run(steps=5, rollouts={"max_staleness": 1, "block_rollouts": 8}))
+    worker, order = town.worker("worker-0"), []
+    play, fetched = worker._play, Seat._fetch
+
+    def slow_play(lease):
+        order.append(("begin", lease.version))
+        time.sleep(0.1)
+        groups = play(lease)
+        order.append(("end", lease.version))
+        return groups
+
+    async def noted_fetch(seat, version, *args):
+        brought = await fetched(seat, version, *args)
+        if seat is worker.seat:
+            order.append(("fetched", version))
+        return brought
+
+    worker._play = slow_play
+    monkeypatch.setattr(Seat, "_fetch", noted_fetch)
+    asyncio.run(town.live(town.trainer(), town.validator(), worker))
+    versions = [version for what, version in order if what == "fetched"]
+    assert len(versions) == len(set(versions)) >= 4
+    ahead = [
+        version
+        for index, (what, version) in enumerate(order)
+        if what == "fetched" and order[:index] and order[index - 1][0] == "begin" and order[index - 1][1] != version
+    ]
+    assert ahead, order
+    assert town.audit().findings == []
+
+
+def test_a_version_that_could_not_be_fetched_ahead_is_fetched_when_it_is_loaded(tmp_path, monkeypatch):
+    town = Town(tmp_path / "run", tiny_run(steps=4, rollouts={"max_staleness": 1, "block_rollouts": 8}))
+    worker, bring, failed = town.worker("worker-0"), Seat.bring, []
+
+    async def failing(seat, version, **options):
+        if seat is worker.seat and "keep" not in options:  # loading says what to keep
+            failed.append(version)
+            raise PeerError("the source went away")
+        return await bring(seat, version, **options)
+
+    monkeypatch.setattr(Seat, "bring", failing)
+    asyncio.run(town.live(town.trainer(), town.validator(), worker))
+    assert failed and town.desk.state.phase == "ended" and town.audit().findings == []
 
 
 # --- what stays ---

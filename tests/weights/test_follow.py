@@ -157,6 +157,14 @@ def test_a_node_without_the_manifests_between_takes_the_whole_version(line):
     assert line.has(line.load(5, manifest_of=nobody), 5)
 
 
+def test_the_version_in_use_stays_however_old_it_is(line):
+    loaded = line.load(0)
+    for version in (2, 3, 4):
+        asyncio.run(fetch(line.manifests[version], [line.chunks], line.folder / "client", keep=2, in_use=loaded))
+    left = sorted(path.name[:7] for path in (line.folder / "client").glob("v*"))
+    assert left == ["v000000", "v000004"]
+
+
 def test_another_runs_version_is_no_base(line):
     line.load(2)
     known = next((line.folder / "client").glob("v000002-*/.manifest"))
