@@ -118,7 +118,7 @@ def test_imports_follow_the_map(file: Path) -> None:
     assert wrong == [], f"{name_of(file)} may import from {', '.join(sorted(allowed(room)))}"
 
 
-ROLE_HELPERS = ("completions", "evidence", "loading", "memory", "packages", "pinned", "seat", "standing")
+ROLE_HELPERS = ("completions", "evidence", "loading", "memory", "offering", "packages", "pinned", "seat", "standing")
 """Files beside the roles that several of them use; they import no role themselves."""
 
 
@@ -254,7 +254,13 @@ def light_modules() -> list[str]:
     """What must import without torch and transformers."""
     rooms = ("protocol", "sandbox", "ledger", "net", "hub", "weights", "envs", "launch", "commands")
     files = [file for file in FILES if room_of(file) in (*rooms, *COMMON, "api", "cli")]
-    files += [f for f in FILES if name_of(f).startswith(("roles/coordinator", "proofs/checks/"))]
+    files += [
+        f
+        for f in FILES
+        if name_of(f).startswith(
+            ("roles/coordinator", "roles/origin", "roles/relay/", "roles/offering", "proofs/checks/")
+        )
+    ]
     files += [PACKAGE / "policy" / "render.py", PACKAGE / "policy" / "spec.py", PACKAGE / "engine" / "base.py"]
     files += [PACKAGE / "engine" / "open.py"]
     return [module_of(file) for file in files if file.exists()]

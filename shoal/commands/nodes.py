@@ -1,4 +1,4 @@
-"""`shoal join`, `validate` and `train`: a role that a person starts, for a run that is hosted here or elsewhere.
+"""`shoal join`, `validate`, `relay` and `train`: a role that a person starts, for a run that is hosted here or elsewhere.
 
 Called by `cli`. They read the options and hand over to a role, which is imported when its command runs: help needs no
 torch.
@@ -38,6 +38,28 @@ def add_commands(commands: Any) -> None:
     p.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: all)")
     _add_limits(p)
     p.add_argument("--home", type=Path, metavar="DIR", help="where key and weights are kept (default: ~/.shoal)")
+    p = add_command(
+        commands, "relay", relay, "serve somebody's weights to others",
+        "Fetches the versions of a run and serves their chunks, also while it still fetches. Needs no torch, earns nothing "
+        "and runs nothing of the run's. Clients are told of it if the coordinator reaches it at its URL, so everyone can "
+        "see this address. Ctrl-C ends it; what it has stays on disk.",
+        ("shoal relay https://shoal.example.org", "at port 8480 of this machine's address"),
+        ("shoal relay https://shoal.example.org --port 9000 --public-url https://relay.example.net", "behind TLS"),
+    )  # fmt: skip
+    p.add_argument("url", metavar="URL")
+    p.add_argument("--bind", default="0.0.0.0", metavar="ADDRESS", help="address to listen on (default: 0.0.0.0)")
+    p.add_argument(
+        "--port", type=int, default=8480, metavar="N", help="port to listen on (default: 8480); 0 takes a free one"
+    )
+    p.add_argument(
+        "--public-url", default="", metavar="URL",
+        help="where clients reach it (default: http, at --port of the address from which it calls the host)",
+    )  # fmt: skip
+    p.add_argument(
+        "--max-disk", type=positive, default=0, metavar="MB",
+        help="keep no more chunks than this (default: half of what is free or already holds chunks)",
+    )  # fmt: skip
+    p.add_argument("--home", type=Path, metavar="DIR", help="where key and chunks are kept (default: ~/.shoal/relay)")
     p = add_command(
         commands, "train", train, "start only the trainer of a run",
         "Turns batches into policy versions. `shoal run` and `shoal host` start it by themselves; type this if the trainer "
@@ -92,6 +114,17 @@ def _home(args: argparse.Namespace) -> Iterator[Path]:
     home = args.home or node_home()
     with locked(home, "give this node another folder with --home"):  # guard: one-node-in-a-home
         yield home
+
+
+def relay(args: argparse.Namespace) -> None:
+    from shoal.config import node_home
+    from shoal.launch.local import locked
+    from shoal.roles.relay import role
+
+    log_to_stderr()
+    home = args.home or node_home() / "relay"
+    with locked(home, "give this relay another folder with --home"):
+        role.main(args.url, home, args.bind, args.port, args.public_url, args.max_disk)
 
 
 def train(args: argparse.Namespace) -> None:

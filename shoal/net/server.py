@@ -211,6 +211,12 @@ def address_of(request: Request) -> str:
     return network_of(request.client.host if request.client else "")
 
 
+def came_from(request: Request) -> tuple[str, bool]:
+    """The address that a request came from, and whether a proxy passed it on, so that it may be the proxy's."""
+    proxied = any(name in request.headers for name in ("x-forwarded-for", "forwarded", "via"))
+    return request.client.host if request.client else "", proxied
+
+
 def network_of(host: str) -> str:
     """The form of an address that is counted for limits."""
     try:

@@ -49,6 +49,7 @@ from shoal.roles.pinned import take_publishers
 from shoal.sandbox.limits import Limits as SandboxLimits
 from shoal.weights.fetch import fetch
 from shoal.weights.manifest import content_of, open_manifest, signer_of
+from shoal.weights.relays import Relays
 from shoal.weights.room import disk_limit, room_for_version
 from shoal.weights.sources import sources_of
 
@@ -101,12 +102,17 @@ class Seat:
     """Of the version that the engine has. All requests name its signed bytes."""
     issued: dict[int, float] = field(default_factory=dict)
     """The newest date of issue seen of each version's manifest: an older one is a rollback."""
+    relays: Relays = field(init=False)
+    """Those of the run."""
     _brought: "Brought | None" = None
     """The version that was fetched last and is not loaded yet."""
     _in_use: Path | None = None
     """The directory of the version that the engine has."""
     _bringing: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Versions are fetched one at a time: each fetch clears away what others left unfinished."""
+
+    def __post_init__(self) -> None:
+        self.relays = Relays(self.client)
 
     @property
     def engine(self) -> Engine:
@@ -187,7 +193,7 @@ class Seat:
         manifest = self._open(signed, version, most_bytes, self.clock())
         self.issued[version] = manifest.issued
         self._demand_granted(grant, manifest, signed)
-        sources = sources_of(self.info, self.client)
+        sources = sources_of(self.info, self.client, await self.relays.sources(manifest))
         directory = await fetch(
             manifest, sources, self.home / "weights", keep=keep, manifest_of=earlier, in_use=self._in_use
         )

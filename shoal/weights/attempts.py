@@ -4,7 +4,7 @@ Called by `transfer`. These are decisions about numbers: nothing here asks, wait
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from shoal.weights.choose import Choice, Fault
@@ -71,16 +71,18 @@ class Attempt:
         return max((self.piece.size - self.part.size) / self.pace(now, rate), now - self.heard)
 
 
-def latest(attempts: Sequence[Attempt], choice: Choice, now: float) -> tuple[Attempt, int] | None:
+def latest(
+    attempts: Sequence[Attempt], choice: Choice, now: float, lacks: Callable[[Piece], Collection[int]]
+) -> tuple[Attempt, int] | None:
     """Of the chunks that a free source would bring much sooner, the one that would come last: its slowest attempt, and
-    that source."""
+    that source. `lacks`: which sources do not have a chunk."""
     by_piece: dict[Piece, list[Attempt]] = {}
     for each in attempts:
         if not each.lost and each.ended is None and now - each.began > LOOK_S:
             by_piece.setdefault(each.piece, []).append(each)
     left_s = {each: each.left_s(now, choice.rate(each.source, now)) for each in attempts}
     for rivals in sorted(by_piece.values(), key=lambda rivals: -min(left_s[each] for each in rivals)):
-        source = choice.fastest(now, but={each.source for each in rivals})
+        source = choice.fastest(now, but={*(each.source for each in rivals), *lacks(rivals[0].piece)})
         if source is None:
             continue
         here = max(each.part.size for each in rivals)

@@ -76,6 +76,8 @@ class Standing:
     """In a row, since it gave a chunk."""
     wrong: int = 0
     """Wrong chunks that it sent."""
+    idle: bool = False
+    """Whether it has no chunk that waits."""
     rests_until: float = 0.0
     never: bool = False
     """Whether it is never asked again in this fetch."""
@@ -146,7 +148,7 @@ class Choice:
     def may_ask(self, index: int, now: float) -> bool:
         """Whether a source can take one more request."""
         source = self.sources[index]
-        free = not source.never and source.busy < source.lanes and source.rests_until <= now
+        free = not source.never and not source.idle and source.busy < source.lanes and source.rests_until <= now
         return free and not self._is_spared(index, now)
 
     def _is_spared(self, index: int, now: float) -> bool:
@@ -184,7 +186,10 @@ class Choice:
         rates = [
             self.rate(other, now)
             for other, source in enumerate(self.sources)
-            if other != index and not source.never and source.rests_until <= now and not self._is_spared(other, now)
+            if other != index
+            and not (source.never or source.idle)
+            and source.rests_until <= now
+            and not self._is_spared(other, now)
         ]
         if not rates:
             return True

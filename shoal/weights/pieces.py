@@ -7,7 +7,7 @@ that is being fetched are in a file of their own until the chunk is whole, so a 
 import hashlib
 import itertools
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -54,6 +54,14 @@ class Piece:
                 file.seek(place.offset)
                 file.write(chunk)
 
+    def take(self, part: Path) -> None:
+        """Put the verified chunk, which is in a file, into all its places. Raises OSError."""
+        for place in self.places:
+            with place.path.open("r+b") as file:
+                file.seek(place.offset)
+                for data in _read_span(part, 0, self.size):
+                    file.write(data)
+
     def matches(self, chunk: bytes) -> bool:
         """Whether these are the chunk's bytes."""
         return len(chunk) == self.size and wire.digest(chunk) == self.digest
@@ -62,6 +70,18 @@ class Piece:
         """An empty part in a new file. Raises OSError."""
         paths = (directory / f"{_PART}{self.digest}-{number}" for number in itertools.count())
         return Part(next(path for path in paths if not path.exists()))
+
+
+@dataclass(eq=False)
+class StoredPiece(Piece):
+    """A chunk that is to be a file of its own, as in a relay."""
+
+    store: Callable[[str, Path], None] = lambda digest, part: None
+    """Takes the hash of a verified chunk and the file that has it, and moves the file."""
+
+    def take(self, part: Path) -> None:
+        """Hand the file on."""
+        self.store(self.digest, part)
 
 
 class Segment(NamedTuple):
@@ -131,12 +151,8 @@ class Part:
         ]
 
     def place(self, piece: Piece) -> None:
-        """Copy the verified chunk to all its places. Raises OSError."""
-        for place in piece.places:
-            with place.path.open("r+b") as file:
-                file.seek(place.offset)
-                for data in _read_span(self.path, 0, self.size):
-                    file.write(data)
+        """Put the verified chunk into all its places. Raises OSError."""
+        piece.take(self.path)
 
     def close(self) -> None:
         """Close the file; a later process finds it."""
@@ -194,6 +210,15 @@ def pieces_of(files: Iterable[Wanted], directory: Path, version: int) -> list[Pi
                 )
             piece.places.append(Place(directory / name, offset))
     return list(pieces.values())
+
+
+def sized_chunks(manifest: Manifest) -> dict[str, int]:
+    """The sizes of a version's chunks by hash, each once, those of patches last; else in the order of the manifest.
+
+    Raises `StateError` as `pieces_of`.
+    """
+    patches = [Wanted(patch.file.path, patch.file, manifest.chunk_bytes) for patch in manifest.patches]
+    return {piece.digest: piece.size for piece in pieces_of([*files_of(manifest), *patches], Path(), manifest.version)}
 
 
 def forget_unfinished(folder: Path, but: Path) -> None:

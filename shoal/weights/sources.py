@@ -8,8 +8,8 @@ followed.
 import asyncio
 import contextlib
 import re
-from collections.abc import AsyncGenerator
-from typing import Protocol
+from collections.abc import AsyncGenerator, Collection, Sequence
+from typing import Protocol, runtime_checkable
 
 import httpx
 
@@ -22,6 +22,9 @@ from shoal.protocol.types import RunInfo
 from shoal.weights.choose import MOST_LANES
 
 CONNECT_TIMEOUT_S = 10.0
+
+SMALL_S = 10.0
+"""A small answer may take so long."""
 
 NEVER_S = 600.0
 """Longest silence within an answer that this file itself allows: `transfer` has a shorter limit."""
@@ -65,6 +68,15 @@ class Source(Protocol):
         ...
 
 
+@runtime_checkable
+class FillingSource(Source, Protocol):
+    """A source that may lack chunks and says which it has."""
+
+    async def holds(self) -> Collection[str] | None:
+        """The chunks that it has now; None means all. Raises `PeerError`."""
+        ...
+
+
 class HttpSource:
     """Files named by their hash, below a URL."""
 
@@ -77,10 +89,12 @@ class HttpSource:
         trusted_address: bool = False,
         beside: str = "",
         still_filling: bool = False,
+        address: str = "",
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         """`trusted_address`: the user gave the address, so it may be inside. `beside`: a host's name that the user gave; if
         it is inside a network, the address may be, too.
+        `address`: ask this one, and do not look up the name; it is judged alike.
         `still_filling`: a chunk that it lacks may come later, as with a relay. Raises `PeerError` for a bad URL.
         """
         try:
@@ -94,14 +108,14 @@ class HttpSource:
         self._trusted, self._filling, self._transport = trusted_address, still_filling, transport
         self._beside = beside
         self._http: httpx.AsyncClient | None = None
-        self._address = ""
+        self._known, self._address = address, ""
 
     async def parts(self, digest: str, start: int, size: int) -> AsyncGenerator[bytes, None]:
         """See `Source`."""
         headers = {"range": f"bytes={start}-{size - 1}"} if start else {}
         try:
             with troubles(self.name, NEVER_S, lambda: True):
-                request = await self._request(digest, headers)
+                request = await self._request(self._path(digest), headers)
                 try:
                     response = await self._opened().send(request, stream=True)
                 except _CLOSED:  # perhaps while nothing was asked: a new connection shows it
@@ -136,9 +150,41 @@ class HttpSource:
             self._http.follow_redirects = False  # guard: sources-do-not-redirect
         return self._http
 
-    async def _request(self, digest: str, headers: dict[str, str]) -> httpx.Request:
-        """The request for a chunk: to an address that was judged, if a stranger gave the URL."""
-        url = self._url.copy_with(path=f"{self._url.path.rstrip('/')}/{digest}")
+    async def small(self, path: str, cap: int) -> bytes:
+        """At most `cap` bytes of a path that is relative to that of the chunks. Raises as `parts`."""
+        try:
+            with troubles(self.name, SMALL_S, lambda: True):
+                async with asyncio.timeout(SMALL_S):
+                    response = await self._opened().send(await self._request(self._path(path), {}), stream=True)
+                    try:
+                        return await self._read_small(response, cap)
+                    finally:
+                        await response.aclose()
+        except Trouble as trouble:
+            self._address = ""
+            raise Passing(str(trouble), trouble.retry_s) from None
+
+    async def _read_small(self, response: httpx.Response, cap: int) -> bytes:
+        if response.status_code in (404, 410):
+            raise NothingYet(f"has nothing at {response.url.path[:80]}")
+        if response.status_code != 200:
+            raise Trouble(f"HTTP {response.status_code}", _retry_after(response))
+        data = b""
+        async for part in response.aiter_raw():
+            data += part
+            if len(data) > cap:  # guard: small-answers
+                raise Trouble(f"answered more than {cap} bytes at {response.url.path[:80]}")
+        return data
+
+    def _path(self, below: str) -> str:
+        above = self._url.path.rstrip("/")
+        while below.startswith("../"):
+            above, below = above.rpartition("/")[0], below[3:]
+        return f"{above}/{below}"
+
+    async def _request(self, path: str, headers: dict[str, str]) -> httpx.Request:
+        """A request: to an address that was judged, if a stranger gave the URL."""
+        url = self._url.copy_with(path=path)
         if self._trusted:
             return self._opened().build_request("GET", url, headers=headers)
         if not self._address:
@@ -158,6 +204,7 @@ class HttpSource:
 
     async def _judged_address(self, host: str, port: int) -> str:
         """An address of a stranger's host that may be asked. Raises `PeerError`, and OSError."""
+        host = self._known or host
         try:
             return await outside_address(host, port)
         except PeerError:
@@ -211,30 +258,32 @@ ORIGIN, COORDINATOR = 1, 2
 """Ranks: what many share is spared as long as others serve."""
 
 
-def sources_of(info: RunInfo, client: Client) -> list[Source]:
-    """Where the weights of a run come from: its origin, and the coordinator that `client` calls.
+def sources_of(
+    info: RunInfo, client: Client, others: Sequence[Source] = (), *, spare_origin: bool = True
+) -> list[Source]:
+    """Where the weights of a run come from: `others`, such as relays; its origin; and the coordinator that `client` calls.
 
-    The coordinator is asked only if the origin is not there, or not to be reached from here.
+    The origin is spared while others serve, unless `spare_origin` is false, as for a relay: somebody must have the chunks
+    first. The coordinator is asked only if the origin is not there, or not to be reached from here.
     """
-    found: list[Source] = []
+    origin = list[Source]()
     with contextlib.suppress(PeerError):  # the coordinator serves chunks, too
-        found += _origin(info.origin, client.base_url)
+        origin += _origin(info.origin, client.base_url, ORIGIN if spare_origin else 0)
+    rank = COORDINATOR if spare_origin or origin else 0
     url = f"{client.base_url}/v1/blobs"
-    return [
-        *found,
-        HttpSource(url, name=client.base_url, rank=COORDINATOR, trusted_address=True, transport=client.transport),
-    ]
+    coordinator = HttpSource(url, name=client.base_url, rank=rank, trusted_address=True, transport=client.transport)
+    return [*others, *origin, coordinator]
 
 
 _PORT = re.compile(r":(\d{1,5})(/[A-Za-z0-9._/-]{0,200})", re.ASCII)
 
 
-def _origin(said: str, base_url: str) -> list[Source]:
+def _origin(said: str, base_url: str, rank: int) -> list[Source]:
     """The origin that a coordinator named. Raises `PeerError` for a bad URL."""
     called = httpx.URL(base_url)
     if beside := _PORT.fullmatch(said):
         if called.scheme != "http" or not 0 < int(beside[1]) < 65536:
             return []  # a proxy is in front, which the origin's port does not have
         url = called.copy_with(port=int(beside[1]), raw_path=beside[2].encode())
-        return [HttpSource(str(url), rank=ORIGIN, trusted_address=True)]
-    return [HttpSource(said, rank=ORIGIN, beside=called.host)] if said else []
+        return [HttpSource(str(url), rank=rank, trusted_address=True)]
+    return [HttpSource(said, rank=rank, beside=called.host)] if said else []

@@ -17,6 +17,7 @@ from pathlib import Path
 from shoal.errors import PeerError
 from shoal.weights.attempts import IN_FLIGHT, Attempt, bytes_twice, hindrance, latest
 from shoal.weights.choose import Choice, Fault
+from shoal.weights.holdings import Holdings
 from shoal.weights.pieces import Part, Piece, Segment
 from shoal.weights.progress import Progress
 from shoal.weights.sources import Passing, Source, WrongBytes
@@ -62,6 +63,7 @@ class Transfer:
         self._clock = asyncio.get_running_loop().time
         names, ranks = [source.name for source in self._sources], [source.rank for source in self._sources]
         self._choice, self._directory = Choice(names, rng, ranks=ranks, now=self._clock()), directory
+        self._holdings = Holdings(self._sources, self._choice, missing)
         self._heard = self._clock()
         """When any source sent bytes last."""
         self._progress = Progress(self._total_bytes, self._clock(), on_progress)
@@ -69,12 +71,15 @@ class Transfer:
     async def run(self) -> None:
         """Return when all chunks are in their places. Raises `PeerError` if the sources cannot serve them, and OSError."""
         async with asyncio.TaskGroup() as group:
+            following = [group.create_task(self._follow(index)) for index in self._holdings.fillers]
             try:
                 while self._left and self._failure is None and not self._is_over(self._clock()):
                     self._watch(self._clock())
                     self._ask(group, self._clock())
                     await self._wait(self._clock())
             finally:
+                for task in following:
+                    task.cancel()
                 for attempt in self._attempts:
                     assert attempt.task is not None
                     attempt.task.cancel()
@@ -96,7 +101,7 @@ class Transfer:
         if self._attempts:
             return False
         patient = now - self._heard < PATIENCE_S
-        return not asked or (not patient and all(source.failed_at >= self._heard for source in asked))
+        return not asked or (not patient and all(s.idle or s.failed_at >= self._heard for s in asked))
 
     async def _wait(self, now: float) -> None:
         """Until an attempt ends, a source has rested, or it is time to look at the attempts."""
@@ -114,17 +119,19 @@ class Transfer:
     def _ask(self, group: asyncio.TaskGroup, now: float) -> None:
         """Ask sources for waiting chunks; when none waits, ask faster sources for those that would come last."""
         while self._waiting and len(self._attempts) < IN_FLIGHT:
-            piece = self._waiting[-1]
-            source = self._choice.next(now, piece.size, self._waiting_bytes)
+            source = self._choice.next(now, self._waiting[-1].size, self._waiting_bytes)
             if source is None:
                 return
-            self._waiting.pop()
+            place = self._holdings.pick(source, self._waiting)
+            if place is None:
+                continue
+            piece = self._waiting.pop(place)
             self._waiting_bytes -= piece.size
             self._begin(group, piece, source, now)
         while (
             not self._waiting
             and len(self._attempts) < IN_FLIGHT
-            and (race := latest(self._attempts, self._choice, now))
+            and (race := latest(self._attempts, self._choice, now, self._holdings.lacks))
         ):
             slow, source = race
             if slow.raced_from is not None or self._duplicate_bytes >= DUPLICATE_SHARE * self._total_bytes:
@@ -150,6 +157,14 @@ class Transfer:
             self._choice.sources[source].busy += 1
             self._attempts.append(attempt)
             attempt.task = group.create_task(self._attempt(attempt))
+
+    async def _follow(self, index: int) -> None:
+        """Keep track of what a source has that is still filling."""
+
+        def blame(fault: Fault, reason: str, pause_s: float) -> None:
+            self._blame(index, fault, reason, self._clock(), pause_s)
+
+        await self._holdings.follow(index, self._changed.set, blame)
 
     # --- one attempt ---
 
@@ -250,6 +265,7 @@ class Transfer:
         if not rivals:
             self._waiting.append(piece)  # next, so that few chunks are begun and a doubt is soon resolved
             self._waiting_bytes += piece.size
+            self._holdings.waits_again(piece)
 
     def _doubt(self, attempt: Attempt, now: float) -> None:
         """A whole chunk was wrong. Blame its only source, or keep the evidence until the right bytes are here."""

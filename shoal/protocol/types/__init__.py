@@ -5,6 +5,7 @@ from shoal.protocol.types.judgement import Check, GroupVerdict, Verdict
 from shoal.protocol.types.learning import Batch, BatchGroup, FileEntry, Manifest, Patch, SignedManifest, SolveRate
 from shoal.protocol.types.message import Answer, Fact, Message, fact
 from shoal.protocol.types.publishers import Publishers, Rotation
+from shoal.protocol.types.relays import RelayEntry, RelayOffer, RelayProof, RelayStanding
 from shoal.protocol.types.run import Bounds, EnvSpec, Join, NodeState, Rules, RunInfo, RunNeeds, Sampling
 from shoal.protocol.types.stage import (
     GroupRecord,
@@ -71,6 +72,10 @@ __all__ = [
     "Receipt",
     "Record",
     "Refusal",
+    "RelayEntry",
+    "RelayOffer",
+    "RelayProof",
+    "RelayStanding",
     "Rollout",
     "RolloutRecord",
     "Rotation",

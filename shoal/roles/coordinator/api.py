@@ -327,6 +327,16 @@ async def get_hub(api: Api, request: Request) -> Response:
     return FileResponse(file, media_type="application/octet-stream")
 
 
+async def get_relays(api: Api, request: Request) -> Response:
+    await api.gate.anyone(request)
+    return answer(api.desk.relays.told())
+
+
+async def post_relays(api: Api, request: Request) -> Response:
+    caller, body = await api.caller(request)  # not always a member: it serves, and takes no part
+    return answer(api.desk.relays.offer(caller.key, server.decode(body, t.RelayOffer), *server.came_from(request)))
+
+
 async def put_blob(api: Api, request: Request) -> Response:
     caller = api.admit(request, MAX_CHUNK_BYTES)
     admit_trainer(api.desk, caller.key)  # guard: chunks-from-the-trainer
@@ -363,14 +373,8 @@ CALLS: list[tuple[Call, Handler]] = [
     (Call("GET", "/v1/run", "anyone", "The run: rules, environments, keys.", None, t.RunInfo), get_run),
     (Call("GET", "/v1/nodes", "anyone", "Nodes and their credits; ?after=KEY.", None, list[t.NodeState]), get_nodes),
     (Call("GET", "/v1/nodes/{key}", "anyone", "One node.", None, t.NodeState), get_node),
-    (
-        Call("GET", "/v1/nodes/{key}/credits", "anyone", "Its pay explained; ?after=SEQ.", None, CreditPage),
-        get_credits,
-    ),
-    (
-        Call("GET", "/v1/nodes/{key}/statement", "anyone", "Its balance, signed by the run.", None, Statement),
-        get_statement,
-    ),
+    (Call("GET", "/v1/nodes/{key}/credits", "anyone", "Its pay; ?after=SEQ.", None, CreditPage), get_credits),
+    (Call("GET", "/v1/nodes/{key}/statement", "anyone", "Its signed balance.", None, Statement), get_statement),
     (Call("GET", "/v1/status", "anyone", "How far the run is, and what it waits for.", None, t.Status), get_status),
     (Call("GET", "/v1/state", "anyone", "What a replay of the log must give.", None, t.StateHash), get_state),
     (Call("GET", "/v1/manifests/{version}", "anyone", "A version's manifest.", None, t.SignedManifest), get_manifest),
@@ -386,6 +390,8 @@ CALLS: list[tuple[Call, Handler]] = [
     (Call("POST", "/v1/checkpoints", "trainer", "Publish a version.", t.SignedManifest, t.Done), post_checkpoints),
     (Call("GET", "/v1/blobs/{hash}", "anyone, or by key", "A blob by its SHA-256; Range.", None, None), get_blob),
     (Call("PUT", "/v1/blobs/{hash}", "trainer", "A chunk.", None, t.Done), put_blob),
+    (Call("GET", "/v1/relays", "anyone", "Some relays that serve chunks.", None, list[t.RelayEntry]), get_relays),
+    (Call("POST", "/v1/relays", "anyone, by key", "Offer a relay.", t.RelayOffer, t.RelayStanding), post_relays),
     (Call("GET", "/v1/hub/{path:path}", "anyone", "A file of the run's registry of packages.", None, None), get_hub),
     (
         Call("POST", "/v1/admin/{action}", "host", "pause, resume, drain, kick, admit.", t.AdminRequest, t.Status),

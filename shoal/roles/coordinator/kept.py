@@ -9,6 +9,7 @@ import contextlib
 import itertools
 import logging
 import math
+import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -222,6 +223,20 @@ class Kept:
     def _delete_public(self, blob: str) -> None:
         self.public.hide(blob)
         self._blobs.delete(blob)
+
+    def public_piece(self, rng: random.Random, most_bytes: int) -> tuple[str, int, bytes] | None:
+        """A random piece of a chunk of a fresh version: hash, offset and bytes. None if there is none."""
+        fresh = [manifest for version, manifest in self.manifests.items() if version >= self._oldest_fresh()]
+        chunks = sorted(_chunks(fresh))
+        if not chunks:
+            return None
+        name = rng.choice(chunks)
+        with contextlib.suppress(OSError), self._blobs.path_of(name).open("rb") as file:
+            size = file.seek(0, 2)
+            start = rng.randrange(max(1, size - most_bytes + 1))
+            file.seek(start)
+            return name, start, file.read(most_bytes)
+        return None
 
     def forget_unbooked(self, blob: str, booked: Iterable[str]) -> None:
         """Delete a manifest or projections that no event names, if `booked` does not have them. Nobody could read them."""

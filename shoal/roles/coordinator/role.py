@@ -224,10 +224,11 @@ def _ticking(desk: Desk) -> Any:
                 except StateError as error:  # a full disk must not stop the clock for good
                     log.warning("tick failed: %s", error)
 
-        task = asyncio.create_task(tick())
+        tasks = [asyncio.create_task(tick()), asyncio.create_task(desk.relays.run())]
         try:
             yield
         finally:
-            task.cancel()
+            for task in tasks:
+                task.cancel()
 
     return lifespan

@@ -1,0 +1,92 @@
+"""One small request to a server that a stranger named: at an address that was judged, without redirects, within limits.
+
+Called by the coordinator for the challenges and probes of relays. What comes back is as hostile as the URL.
+"""
+
+import asyncio
+
+import httpx
+
+from shoal.errors import PeerError
+from shoal.net.addresses import addresses_of, is_outside
+from shoal.net.trouble import Trouble, troubles
+
+LOOK_UP_S = 5.0
+
+MAX_URL_CHARS = 200
+
+WEB_PORTS = (80, 443)
+
+FIRST_FREE_PORT = 1024
+"""Lower ports, but for those of the web, belong to other services, which must not be called."""
+
+
+def checked_url(text: str) -> httpx.URL:
+    """A stranger's URL, if it may be called at all. Raises `PeerError`."""
+    if len(text) > MAX_URL_CHARS:
+        raise PeerError(f"the URL has {len(text)} characters, limit {MAX_URL_CHARS}")
+    try:
+        url = httpx.URL(text.rstrip("/"))
+        port = url.port
+    except (httpx.InvalidURL, ValueError) as error:
+        raise PeerError(f"{text!r} is not a URL ({error})") from None
+    if url.scheme not in ("http", "https") or not url.host:
+        raise PeerError(f"{text!r} is not http(s)://HOST[:PORT][/PATH]")
+    if url.userinfo or url.query or url.fragment or "@" in text:  # guard: plain-url
+        raise PeerError(f"{text!r} has a user, a query or a fragment: give http(s)://HOST[:PORT][/PATH]")
+    if port is not None and port not in WEB_PORTS and not FIRST_FREE_PORT <= port < 65536:  # guard: odd-ports
+        raise PeerError(f"port {port} is not of the web and is below {FIRST_FREE_PORT}: use another port")
+    return url
+
+
+def port_of(url: httpx.URL) -> int:
+    """The port that a URL means."""
+    return url.port or (443 if url.scheme == "https" else 80)
+
+
+async def judged_address(url: httpx.URL, own: str = "") -> str:
+    """An address of a stranger's host that may be called: outside, or the stranger's `own`. Raises `PeerError`."""
+    try:
+        found = await asyncio.wait_for(addresses_of(url.host, port_of(url)), LOOK_UP_S)
+    except (OSError, TimeoutError):
+        raise PeerError(f"the address of {url.host} was not found") from None
+    # guard: registered-inside
+    if not found or not all(is_outside(address) or (own and address == own) for address in found):
+        raise PeerError(f"{url.host} is {', '.join(found)[:80] or 'nowhere'}: an address inside a network")
+    return found[0]
+
+
+async def ask(
+    url: httpx.URL,
+    address: str,
+    path: str,
+    *,
+    cap: int,
+    limit_s: float,
+    headers: dict[str, str] | None = None,
+) -> tuple[int, bytes]:
+    """The status and at most `cap` bytes of `GET url/path` at this address, in `limit_s` in all. Raises `PeerError`."""
+    below = url.copy_with(path=f"{url.path.rstrip('/')}{path}", host=address)
+    try:
+        with troubles(str(url), limit_s, lambda: True):
+            async with (
+                asyncio.timeout(limit_s),
+                httpx.AsyncClient(verify=url.scheme == "https", trust_env=False, follow_redirects=False) as http,
+                http.stream(
+                    "GET",
+                    below,
+                    headers={"host": url.netloc.decode("ascii"), "accept-encoding": "identity", **(headers or {})},
+                    extensions={"sni_hostname": url.host},
+                    timeout=limit_s,
+                ) as response,
+            ):
+                if response.is_redirect:
+                    raise PeerError(f"{url} redirects, and no redirect is followed")  # guard: no-redirect-of-relays
+                body = b""
+                async for part in response.aiter_raw():
+                    body += part[: cap - len(body)]
+                    if len(body) >= cap:
+                        break
+                return response.status_code, body
+    except Trouble as trouble:
+        raise PeerError(f"{url}: {trouble}") from None

@@ -1,0 +1,130 @@
+"""Fills a relay: follows the run's versions, and fetches their chunks from the origin and from other relays.
+
+Called by `role`. Each chunk can be served as soon as it is here, so a further relay delays it by one chunk and not by a
+whole version. It asks the coordinator alone which versions there are.
+"""
+
+import asyncio
+import logging
+import random
+import secrets
+from collections.abc import Callable
+
+from shoal.errors import NothingYet, PeerError, cause_of
+from shoal.net.client import Client
+from shoal.protocol.constants import MAX_MANIFEST_BYTES
+from shoal.protocol.types import Manifest, RunInfo
+from shoal.roles.relay.store import Store
+from shoal.weights.demands import chunks_of, is_whole
+from shoal.weights.fetch import tell_blame
+from shoal.weights.manifest import open_manifest
+from shoal.weights.relays import Relays
+from shoal.weights.sources import sources_of
+from shoal.weights.transfer import Transfer
+
+log = logging.getLogger("relay")
+
+LOOK_EVERY_S = 2.0
+"""Time between two looks at the run."""
+
+LIST_EVERY_S = 10.0
+"""Time between two questions for other relays while chunks are missing."""
+
+REST_S = 10.0
+"""After a fetch that failed."""
+
+
+class Filler:
+    """Keeps a store filled with the versions that nodes may still need."""
+
+    def __init__(self, client: Client, info: RunInfo, store: Store, relays: Relays, clock: Callable[[], float]) -> None:
+        self._client, self._info, self._store, self._relays, self._clock = client, info, store, relays, clock
+        self._manifests: dict[int, tuple[bytes, Manifest]] = {}
+
+    async def run(self) -> None:
+        """Fill until cancelled. What goes wrong is told, and tried again."""
+        told = -1
+        while True:
+            try:
+                await self._look()
+                await self._fill()
+                newest = max(self._manifests, default=-1)
+                if newest > told:
+                    told = newest
+                    log.info(
+                        "version=%d is here whole=%s held_mb=%.0f", newest, self._is_whole(newest), self._held_mb()
+                    )
+                await asyncio.sleep(LOOK_EVERY_S)
+            except PeerError as error:
+                log.warning("%s", error)
+                await asyncio.sleep(REST_S)
+            except OSError as error:
+                log.warning("cannot store chunks in %s: %s. Free some space, or lower --max-disk; what is here is served",
+                            self._store.folder, cause_of(error))  # fmt: skip
+                await asyncio.sleep(REST_S)
+
+    async def _look(self) -> bool:
+        """Read which versions nodes may need, and their manifests. Returns whether there is a new one."""
+        self._info = info = await self._client.get_json("/v1/run", RunInfo)
+        before, oldest = set(self._manifests), max(0, info.version - info.rules.max_staleness)
+        for version in range(oldest, info.version + 1):
+            known = self._manifests.get(version)
+            if known is None or known[1].expires <= self._clock():
+                await self._read_manifest(version, self._clock())
+        while oldest > 0 and oldest in self._manifests and not is_whole(self._manifests[oldest][1]):
+            oldest -= 1  # its patches begin at an earlier version
+            if oldest not in self._manifests:
+                await self._read_manifest(oldest, None)
+        self._manifests = {version: kept for version, kept in self._manifests.items() if version >= oldest}
+        return not set(self._manifests) <= before
+
+    async def _read_manifest(self, version: int, now: float | None) -> None:
+        """Keep a version's manifest, if the coordinator has it. `now` is as of `open_manifest`."""
+        try:
+            signed = await self._client.get(f"/v1/manifests/{version}", cap=MAX_MANIFEST_BYTES)
+        except NothingYet:
+            return
+        manifest = open_manifest(signed, run=self._info.run, keys=self._info.all_publishers, now=now, version=version)
+        self._store.keep(signed, manifest)
+        self._manifests[version] = (signed, manifest)
+
+    async def _fill(self) -> None:
+        """Fetch what is missing of the fresh versions. Begin anew when another is published, as the newest comes first, and
+        when there are more relays."""
+        newest_first = [self._manifests[version] for version in sorted(self._manifests, reverse=True)]
+        missing = await asyncio.to_thread(self._store.missing, newest_first)
+        if not missing:
+            return
+        sources = sources_of(
+            self._info, self._client, await self._relays.sources(newest_first[0][1]), spare_origin=False
+        )
+        transfer = Transfer(
+            missing, sources, self._store.parts, rng=random.Random(secrets.randbits(64)), on_blame=tell_blame,
+            on_progress=lambda line: log.info("version=%d %s", newest_first[0][1].version, line),
+        )  # fmt: skip
+        fetching, looking = asyncio.create_task(transfer.run()), asyncio.create_task(self._until_new())
+        try:
+            await asyncio.wait((fetching, looking), return_when=asyncio.FIRST_COMPLETED)
+            if fetching.done():
+                fetching.result()
+        finally:
+            for task in (fetching, looking):
+                task.cancel()
+            await asyncio.gather(fetching, looking, return_exceptions=True)
+            for source in sources:
+                await source.close()
+
+    async def _until_new(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            try:
+                if await self._look() or await self._relays.refresh(LIST_EVERY_S):
+                    return
+            except PeerError as error:
+                log.warning("%s", error)
+
+    def _is_whole(self, version: int) -> bool:
+        return chunks_of(self._manifests[version][1]) <= self._store.held.keys()
+
+    def _held_mb(self) -> float:
+        return self._store.held_bytes / 1e6

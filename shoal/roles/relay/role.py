@@ -1,0 +1,94 @@
+"""The relay: serves the weights of somebody's run to others, while it fetches them and after.
+
+Started by `shoal relay URL`. It trusts nobody and earns nothing. It needs no torch, and runs nothing of the run's.
+"""
+
+import asyncio
+import contextlib
+import logging
+import re
+import shutil
+import time
+from pathlib import Path
+
+import uvloop
+
+from shoal.errors import PeerError
+from shoal.net.client import Client
+from shoal.net.connections import Limits, connections_that_fit, http_server
+from shoal.net.keys import load_or_make_key
+from shoal.net.listening import listen
+from shoal.net.stopping import Stopping
+from shoal.protocol.constants import PROTOCOL_VERSION
+from shoal.protocol.identity import Key
+from shoal.protocol.types import RunInfo, RunNeeds
+from shoal.roles.offering import application, offer
+from shoal.roles.relay.fill import Filler
+from shoal.roles.relay.store import Store
+from shoal.weights.relays import Relays
+from shoal.weights.room import disk_limit
+
+log = logging.getLogger("relay")
+
+RUN = re.compile(r"[0-9a-f]{32}", re.ASCII)
+
+
+def main(url: str, home: Path, bind: str, port: int, public_url: str = "", max_disk_mb: int = 0) -> None:
+    """Relay the run at `url` until told to stop. Raises `PeerError`, `StateError`."""
+    key = load_or_make_key(home / "node.key")
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_run(url, key, home, bind, port, public_url, max_disk_mb))
+
+
+async def _run(url: str, key: Key, home: Path, bind: str, port: int, public_url: str, max_disk_mb: int) -> None:
+    stopping = Stopping()
+    async with Client(url, key) as client:
+        with stopping.at_signals(), listen(bind, port) as listener:
+            info = await stopping.unless(_info(client))
+            if info is None:
+                return
+            client.run = info.run
+            folder = _only(home / "runs", info.run)
+            seed = int.from_bytes(bytes.fromhex(key.public)[:8], "big")
+            store = Store(folder, disk_limit(home, max_disk_mb), seed)
+            await asyncio.to_thread(store.verify)
+            log.info(
+                "relaying run=%s port=%d held_mb=%.0f", info.name, listener.getsockname()[1], store.held_bytes / 1e6
+            )
+            server = http_server(application(store, key, info.run, time.time), Limits(total=connections_that_fit()))
+            server.capture_signals = contextlib.nullcontext  # type: ignore[assignment, method-assign]  # `stopping` has them
+            filler = Filler(client, info, store, Relays(client, but=key.public), time.time)
+            serving = asyncio.create_task(server.serve(sockets=[listener]))
+            at_work = asyncio.gather(serving, filler.run(), offer(client, public_url, listener.getsockname()[1]))
+            await stopping.unless(_until(at_work))
+            server.should_exit = True
+            at_work.cancel()
+            await asyncio.gather(at_work, serving, return_exceptions=True)
+
+
+async def _until(work: "asyncio.Future[tuple[None, None, None]]") -> None:
+    await work
+
+
+async def _info(client: Client) -> RunInfo:
+    run = await client.get_json("/v1/run", RunNeeds)
+    if run.protocol != PROTOCOL_VERSION:
+        raise PeerError(
+            f"the run speaks protocol {run.protocol}, this shoal speaks {PROTOCOL_VERSION}: install the host's version"
+        )
+    info = await client.get_json("/v1/run", RunInfo)
+    if not RUN.fullmatch(info.run):  # guard: run-names-a-folder
+        raise PeerError(f"the run has the id {info.run[:40]!r}, which is not 32 hex digits: tell the host")
+    return info
+
+
+def _only(folder: Path, run: str) -> Path:
+    """The folder of a run. Those of other runs are deleted: a relay's disk is bounded."""
+    if folder.is_dir():
+        for other in folder.iterdir():
+            if other.name != run:
+                log.info("deleting the chunks of another run=%s", other.name)
+                shutil.rmtree(other, ignore_errors=True)
+    path = folder / run
+    path.mkdir(parents=True, exist_ok=True)
+    return path

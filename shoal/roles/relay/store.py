@@ -1,0 +1,128 @@
+"""What a relay has: verified chunks and manifests of a run, as files named by their hashes, within a limit of the disk.
+
+Called by `fill`, which puts chunks here, and by the relay's server. A chunk is served only if this process has verified it.
+It knows no network and no other node.
+"""
+
+import hashlib
+import os
+import random
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+from shoal.errors import NothingYet
+from shoal.folder import write_atomically
+from shoal.net.blobs import is_digest, path_of
+from shoal.net.file_answer import FileAnswer
+from shoal.protocol import wire
+from shoal.protocol.types import Manifest
+from shoal.weights.manifest import content_of
+from shoal.weights.pieces import StoredPiece, sized_chunks, take_up_parts
+from shoal.weights.relays import holdings_of
+
+IN_HAND_BYTES = 32 << 20
+"""Of the disk, so much is left for chunks that are not whole yet and for manifests."""
+
+KEPT_MANIFESTS = 64
+"""Manifests of which clients may ask what is here."""
+
+
+class Store:
+    """The chunks of one run on the disk of a relay."""
+
+    def __init__(self, folder: Path, max_bytes: int, seed: int) -> None:
+        """`seed` decides which chunks are kept if not all fit: another part for each relay. Raises OSError."""
+        self.folder, self.parts = folder / "chunks", folder / "parts"
+        self._max_bytes, self._seed = max(0, max_bytes - IN_HAND_BYTES), seed
+        self.held: dict[str, int] = {}
+        """Sizes of the chunks that were verified since the start."""
+        self._chunks: dict[str, list[str]] = {}
+        """Of manifests, by their content; the latest last."""
+        self.parts.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of all chunks here."""
+        return sum(self.held.values())
+
+    def verify(self) -> None:
+        """Hash what an earlier process left, and delete what is damaged. Blocks."""
+        for path in self.folder.glob("[0-9a-f][0-9a-f]/*"):
+            with path.open("rb") as file:
+                good = is_digest(path.name) and hashlib.file_digest(file, "sha256").hexdigest() == path.name
+            if good:
+                self.held[path.name] = path.stat().st_size
+            else:
+                path.unlink()  # guard: damaged-since-the-last-start
+
+    # --- for clients ---
+
+    def serve(self, name: str) -> FileAnswer:
+        """A verified chunk or manifest as an answer. Raises `NothingYet`."""
+        if name in self.held:  # guard: verified-before-it-is-served
+            try:
+                return FileAnswer(path_of(self.folder, name), name)
+            except FileNotFoundError:
+                del self.held[name]
+        raise NothingYet(f"{name[:16]!r} is not here, or not yet: ask another source")
+
+    def holdings(self, content: str) -> bytes:
+        """Which chunks of a version are here, a bit each; nothing for a version that is not known, or not yet."""
+        return holdings_of(self._chunks[content], self.held) if content in self._chunks else b""
+
+    # --- for the filler ---
+
+    def keep(self, signed: bytes, manifest: Manifest) -> None:
+        """Keep a verified manifest as it was signed, and answer what is here of its version. Raises OSError."""
+        content = content_of(manifest)
+        self._chunks.pop(content, None)
+        self._chunks[content] = list(sized_chunks(manifest))
+        if len(self._chunks) > KEPT_MANIFESTS:
+            del self._chunks[next(iter(self._chunks))]
+        name = wire.digest(signed)
+        if name not in self.held:
+            write_atomically(path_of(self.folder, name), signed)
+            self.held[name] = len(signed)
+
+    def missing(self, fresh: Iterable[tuple[bytes, Manifest]]) -> list[StoredPiece]:
+        """The chunks to fetch next: of these versions, the most important first, what fits on the disk and is not here.
+
+        Deletes chunks of other versions if their room is needed. An answer that sends such a chunk ends well, because its
+        file is open. Raises OSError.
+        """
+        wanted, room = dict[str, int](), min(self._max_bytes, self.held_bytes + self._free_bytes())
+        for signed, manifest in fresh:
+            wanted[wire.digest(signed)] = len(signed)
+            chunks = list(sized_chunks(manifest).items())
+            random.Random(self._seed).shuffle(chunks)
+            for name, size in chunks:
+                if name not in wanted and size <= room:
+                    wanted[name] = size
+                    room -= size
+        lacking = {name: size for name, size in wanted.items() if name not in self.held}
+        self._make_room(sum(lacking.values()), wanted)
+        pieces = [StoredPiece(name, size, store=self.take) for name, size in lacking.items()]
+        take_up_parts(self.parts, list(pieces))
+        return pieces
+
+    def take(self, name: str, part: Path) -> None:
+        """Keep a chunk that was just verified; its file is moved. Raises OSError."""
+        path = path_of(self.folder, name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        size = part.stat().st_size
+        os.replace(part, path)
+        self.held[name] = size
+
+    def _make_room(self, need_bytes: int, wanted: Iterable[str]) -> None:
+        """Delete chunks that are not wanted, those that came first first."""
+        over_bytes = self.held_bytes + need_bytes - self._max_bytes
+        over_bytes = max(over_bytes, need_bytes - self._free_bytes())
+        for name in [name for name in self.held if name not in wanted]:  # guard: bounded-disk
+            if over_bytes <= 0:
+                return
+            over_bytes -= self.held.pop(name)
+            path_of(self.folder, name).unlink(missing_ok=True)
+
+    def _free_bytes(self) -> int:
+        return max(0, shutil.disk_usage(self.parts).free - IN_HAND_BYTES)

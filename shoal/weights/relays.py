@@ -1,0 +1,91 @@
+"""A relay as a source of chunks: like any other, but it may still be filling, and says which chunks it has.
+
+Its answer is a bit for each of a version's chunks, in the order in which the manifest names them first. Relays are
+strangers. The coordinator checked that whoever has the key serves at the URL, and at which address; that address is asked.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable, Collection, Sequence
+
+import httpx
+
+from shoal.errors import NothingYet, PeerError
+from shoal.net.client import Client
+from shoal.protocol.types import Manifest
+from shoal.protocol.types.relays import RelayEntry
+from shoal.weights.manifest import content_of
+from shoal.weights.pieces import sized_chunks
+from shoal.weights.sources import HttpSource, Source
+
+LIST_EVERY_S = 60.0
+"""Time between two questions for the list of relays."""
+
+LIST_S = 5.0
+"""The list is waited for no longer."""
+
+MOST_RELAYS = 20
+"""Relays that a client asks."""
+
+
+class RelaySource(HttpSource):
+    """A relay, for one version."""
+
+    def __init__(self, relay: RelayEntry, manifest: Manifest, *, beside: str = "") -> None:
+        """`beside` is as of `HttpSource`. Raises `PeerError` for a bad URL."""
+        url = relay.url.rstrip("/")
+        super().__init__(f"{url}/v1/blobs", name=url, beside=beside, still_filling=True, address=relay.address)
+        self._content, self._chunks = content_of(manifest), list(sized_chunks(manifest))
+
+    async def holds(self) -> Collection[str] | None:
+        """See `FillingSource`."""
+        cap = (len(self._chunks) + 7) // 8
+        try:
+            return held_chunks(await self.small(f"../holdings/{self._content}", cap), self._chunks)
+        except NothingYet:
+            return None  # an ordinary web server with the chunks of the run
+
+
+def holdings_of(chunks: Sequence[str], held: Collection[str]) -> bytes:
+    """Which of a version's chunks are held, a bit each."""
+    bits = bytearray((len(chunks) + 7) // 8)
+    for index, chunk in enumerate(chunks):
+        if chunk in held:
+            bits[index // 8] |= 1 << index % 8
+    return bytes(bits)
+
+
+def held_chunks(bits: bytes, chunks: Sequence[str]) -> frozenset[str]:
+    """The chunks that such bits say are held. Missing bytes are zero."""
+    return frozenset(
+        chunk for index, chunk in enumerate(chunks) if index // 8 < len(bits) and bits[index // 8] >> index % 8 & 1
+    )
+
+
+class Relays:
+    """The relays of a run, as the coordinator lists them, asked for now and then."""
+
+    def __init__(self, client: Client, *, but: str = "", clock: Callable[[], float] = time.monotonic) -> None:
+        """`but` is a key of our own."""
+        self._client, self._but, self._clock = client, but, clock
+        self._listed: list[RelayEntry] = []
+        self._ask_at = float("-inf")
+
+    async def refresh(self, every_s: float = LIST_EVERY_S) -> bool:
+        """Ask for the list if the last one is so old. Returns whether it names relays that the last one did not."""
+        if self._clock() < self._ask_at - LIST_EVERY_S + every_s:
+            return False
+        self._ask_at, before = self._clock() + LIST_EVERY_S, {relay.url for relay in self._listed}
+        with contextlib.suppress(PeerError):
+            self._listed = await self._client.get_json("/v1/relays", list[RelayEntry], deadline_s=LIST_S)
+        return not {relay.url for relay in self._listed if relay.key != self._but} <= before
+
+    async def sources(self, manifest: Manifest) -> list[Source]:
+        """The relays as sources of one version. Without a list there are none: nothing depends on relays."""
+        await self.refresh()
+        found, beside = list[Source](), httpx.URL(self._client.base_url).host
+        for relay in self._listed[:MOST_RELAYS]:
+            if relay.key != self._but:
+                with contextlib.suppress(PeerError):
+                    found.append(RelaySource(relay, manifest, beside=beside))
+        return found

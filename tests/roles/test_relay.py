@@ -1,0 +1,372 @@
+"""A relay: what it serves is verified, its disk is bounded, and it forwards what it has while it still fetches."""
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from shoal.errors import NothingYet, PeerError
+from shoal.net.client import Client
+from shoal.net.connections import Limits
+from shoal.net.keys import load_or_make_key
+from shoal.net.shelf import shelf
+from shoal.protocol import wire
+from shoal.protocol.identity import Key
+from shoal.protocol.relays import is_proof
+from shoal.protocol.types import RelayEntry, RunInfo
+from shoal.roles.coordinator.api import application as coordinator
+from shoal.roles.offering import application
+from shoal.roles.relay import fill, role
+from shoal.roles.relay.fill import Filler
+from shoal.roles.relay.store import IN_HAND_BYTES, Store
+from shoal.weights.fetch import fetch
+from shoal.weights.manifest import content_of
+from shoal.weights.relays import Relays, RelaySource, holdings_of
+from shoal.weights.sources import Passing
+from tests.net.wires import serving
+from tests.roles.test_hostile_members import chunks_of
+from tests.roles.town import Town, tiny_run
+from tests.weights.checkpoints import Chunks, make_checkpoint, published
+
+ROOM = 1 << 30
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    """A run of three steps that has ended."""
+    town = Town(tmp_path_factory.mktemp("relay") / "run", tiny_run(policy={"tiny": {
+        "width": 64, "layers": 3, "heads": 2, "kv_heads": 1, "mlp_width": 192, "max_positions": 64}}))  # fmt: skip
+    asyncio.run(town.live(town.trainer(), town.validator(), town.worker("honest")))
+    return town
+
+
+def signed_of(town: Town, version: int) -> bytes:
+    return town.desk.blobs.get(town.desk.state.main.versions[version].manifest)
+
+
+def fresh(town: Town, *versions: int):
+    return [(signed_of(town, version), town.desk.kept.manifests[version]) for version in versions]
+
+
+def give(store: Store, town: Town, names: list[str]) -> None:
+    for name in names:
+        part = store.parts / name
+        part.write_bytes(town.desk.blobs.get(name))
+        store.take(name, part)
+
+
+def on_disk(store: Store) -> set[str]:
+    return {path.name for path in store.folder.glob("??/*")}
+
+
+# --- what it serves ---
+
+
+def test_only_what_this_process_verified_is_served(ended, tmp_path):
+    (name, *_) = chunks_of(ended, 3)
+    store = Store(tmp_path, ROOM, 0)
+    path = store.folder / name[:2] / name
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"wrong bytes that somebody put here")
+    with pytest.raises(NothingYet):
+        store.serve(name)
+    store.verify()
+    assert not path.exists() and store.held == {}
+    give(store, ended, [name])
+    assert store.serve(name).status_code == 200
+    again = Store(tmp_path, ROOM, 0)
+    again.verify()
+    assert again.held == store.held
+
+
+def test_a_file_that_vanished_is_not_said_to_be_here(ended, tmp_path):
+    store, (name, *_) = Store(tmp_path, ROOM, 0), chunks_of(ended, 3)
+    give(store, ended, [name])
+    (store.folder / name[:2] / name).unlink()
+    with pytest.raises(NothingYet):
+        store.serve(name)
+    assert store.held == {}
+
+
+def test_the_disk_is_bounded_and_what_is_needed_stays(ended, tmp_path):
+    one = sum(f.size for f in ended.desk.kept.manifests[3].files)
+    store = Store(tmp_path, IN_HAND_BYTES + int(1.5 * one), 0)
+    for version in (0, 1, 2, 3):
+        store.keep(signed_of(ended, version), ended.desk.kept.manifests[version])
+        missing = store.missing(fresh(ended, version))
+        assert {piece.digest for piece in missing} <= chunks_of(ended, version)
+        assert store.held_bytes + sum(piece.size for piece in missing) <= 1.5 * one
+        give(store, ended, [piece.digest for piece in missing])
+        assert chunks_of(ended, version) <= on_disk(store) == set(store.held)
+
+
+def test_a_relay_with_little_disk_holds_another_part_than_its_neighbour(tmp_path):
+    origin = Chunks()
+    manifest = published(make_checkpoint(tmp_path / "checkpoint"), origin)
+    half = sum(map(len, origin.held.values())) // 2
+    held = []
+    for seed in (1, 2, 3):
+        store = Store(tmp_path / str(seed), IN_HAND_BYTES + half, seed)
+        pieces = store.missing([(b"manifest", manifest)])
+        assert 0.7 * half < sum(piece.size for piece in pieces) <= half
+        held.append(frozenset(piece.digest for piece in pieces))
+        assert {piece.digest for piece in store.missing([(b"manifest", manifest)])} == held[-1]
+    assert len(set(held)) == 3
+
+
+def test_an_answer_under_way_outlives_its_chunk(tmp_path, monkeypatch):
+    """Making room deletes a file that is being sent: the client gets all of it."""
+    data = os.urandom(8 << 20)
+    name, store = wire.digest(data), Store(tmp_path, ROOM, 0)
+    (store.parts / name).write_bytes(data)
+    store.take(name, store.parts / name)
+
+    async def story():
+        app = application(store, Key.generate(), "run", time.time)
+        async with serving(app, Limits()) as port, httpx.AsyncClient() as http:
+            url = f"http://127.0.0.1:{port}/v1/blobs/{name}"
+            async with http.stream("GET", url) as response:
+                parts = response.aiter_raw(1 << 16)
+                got = await anext(parts)
+                store._max_bytes = 0
+                store.missing([])
+                store._make_room(1, ())
+                assert on_disk(store) == set() and store.held == {}
+                async for part in parts:
+                    got += part
+            assert got == data
+            assert (await http.get(url)).status_code == 404
+
+    asyncio.run(asyncio.wait_for(story(), 20))
+
+
+def test_the_calls_of_a_relay(ended, tmp_path):
+    store, key = Store(tmp_path, ROOM, 0), Key.generate()
+    manifest = ended.desk.kept.manifests[3]
+    store.keep(signed_of(ended, 3), manifest)
+    held = sorted(chunks_of(ended, 3))[:1]
+    give(store, ended, held)
+
+    async def story():
+        app = application(store, key, "some run", time.time)
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as http:
+            bits = (await http.get(f"/v1/holdings/{content_of(manifest)}")).content
+            assert bits == holdings_of(list(dict.fromkeys(c for f in manifest.files for c in f.chunks)), held)
+            assert (await http.get(f"/v1/holdings/{'0' * 64}")).content == b""
+            signed = ended.desk.state.main.versions[3].manifest
+            assert (await http.get(f"/v1/blobs/{signed}")).content == signed_of(ended, 3)
+            nonce = "n" * 20
+            proof = (await http.get(f"/.well-known/shoal-relay/{nonce}")).json()
+            assert is_proof(key.public, "some run", nonce, proof["signature"]) and proof["key"] == key.public
+            assert not is_proof(key.public, "another run", nonce, proof["signature"])
+            assert not is_proof(key.public, "some run", "m" * 20, proof["signature"])
+            for bad in ("short", "x" * 65, "..%2F.."):
+                assert (await http.get(f"/.well-known/shoal-relay/{bad}")).status_code == 404
+
+    asyncio.run(story())
+
+
+# --- how it fills ---
+
+
+@contextlib.asynccontextmanager
+async def filling(town: Town, home: Path, source: str, lies=None):
+    """A relay's store while it fills from a coordinator, and its URL."""
+    key = load_or_make_key(home / "node.key")
+    async with Client(source, key) as client:
+        info = await client.get_json("/v1/run", RunInfo)
+        store = Store(home, ROOM, 0)
+        filler = Filler(client, info, store, Relays(client), time.time)
+        task = asyncio.create_task(filler.run())
+        try:
+            async with serving(application(store, key, info.run, time.time), Limits()) as port:
+                yield store, f"http://127.0.0.1:{port}"
+        finally:
+            task.cancel()
+
+
+async def has(store: Store, names: set[str], limit_s: float = 10.0) -> None:
+    async with asyncio.timeout(limit_s):
+        while not names <= set(store.held):
+            await asyncio.sleep(0.02)
+
+
+def test_a_client_fetches_a_version_from_a_relay_alone(ended, tmp_path):
+    async def story():
+        async with (
+            serving(coordinator(ended.desk), Limits()) as port,
+            filling(ended, tmp_path / "relay", f"http://127.0.0.1:{port}") as (store, url),
+        ):
+            await has(store, chunks_of(ended, 3))
+            manifest = ended.desk.kept.manifests[3]
+            source = RelaySource(RelayEntry(url, "127.0.0.1", "key"), manifest, beside="127.0.0.1")
+            assert (await fetch(manifest, [source], tmp_path / "cache")).is_dir()
+
+    asyncio.run(asyncio.wait_for(story(), 30))
+
+
+def test_a_relay_serves_nothing_that_its_source_spoiled(ended, tmp_path, caplog, monkeypatch):
+    """It names the source, and goes on with what is right."""
+    monkeypatch.setattr(fill, "REST_S", 0.05)
+    victim = sorted(chunks_of(ended, 3))[0]
+
+    async def story():
+        app = coordinator(ended.desk)
+
+        async def lying(scope, receive, send):
+            spoils = scope["type"] == "http" and scope["path"].endswith(victim)
+
+            async def spoiled(message):
+                if spoils and message["type"] == "http.response.body" and message.get("body"):
+                    message = message | {"body": b"\0" * len(message["body"])}
+                await send(message)
+
+            await app(scope, receive, spoiled)
+
+        async with (
+            serving(lying, Limits()) as port,
+            filling(ended, tmp_path / "relay", f"http://127.0.0.1:{port}") as (store, url),
+        ):
+            await has(store, chunks_of(ended, 3) - {victim})
+            await asyncio.sleep(1.5)
+            async with httpx.AsyncClient() as http:
+                assert (await http.get(f"{url}/v1/blobs/{victim}")).status_code == 404
+            assert victim not in store.held and victim not in on_disk(store)
+            assert "sent wrong bytes" in caplog.text
+
+    asyncio.run(asyncio.wait_for(story(), 30))
+
+
+def test_a_manifest_that_the_trainer_did_not_sign_fills_nothing(ended, tmp_path, caplog):
+    async def story():
+        forged = signed_of(ended, 3).replace(ended.desk.state.trainer_key.encode(), b"0" * 64)
+
+        async def lying(scope, receive, send):
+            async def forging(message):
+                if scope["type"] == "http" and "/v1/manifests/" in scope["path"]:
+                    if message["type"] == "http.response.start":
+                        message = message | {"headers": [h for h in message["headers"] if h[0] != b"content-digest"]}
+                    elif message.get("body"):
+                        message = message | {"body": forged}
+                await send(message)
+
+            await coordinator(ended.desk)(scope, receive, forging)
+
+        async with (
+            serving(lying, Limits()) as port,
+            filling(ended, tmp_path / "relay", f"http://127.0.0.1:{port}") as (store, _),
+        ):
+            await asyncio.sleep(0.5)
+            assert store.held == {} and "may not publish for this run" in caplog.text
+
+    asyncio.run(asyncio.wait_for(story(), 30))
+
+
+def test_a_relay_goes_on_where_a_kill_left_it(ended, tmp_path):
+    asked = []
+
+    async def story():
+        app = coordinator(ended.desk)
+
+        async def watched(scope, receive, send):
+            if scope["type"] == "http" and scope["path"].startswith("/v1/blobs/"):
+                asked.append(scope["path"].rpartition("/")[2])
+            await app(scope, receive, send)
+
+        async with serving(watched, Limits()) as port:
+            url = f"http://127.0.0.1:{port}"
+            half = sorted(chunks_of(ended, 3))[1:]
+            give(Store(tmp_path / "relay", ROOM, 0), ended, half)
+            (tmp_path / "relay" / "parts" / "left-over").write_bytes(b"of a killed process")
+            info = ended.desk.kept.manifests[3]
+            store = Store(tmp_path / "relay", ROOM, 0)
+            store.verify()
+            assert set(store.held) == set(half)
+            async with Client(url, load_or_make_key(tmp_path / "node.key")) as client:
+                run = await client.get_json("/v1/run", RunInfo)
+                filler = Filler(client, run, store, Relays(client), time.time)
+                await filler._look()
+                await filler._fill()
+            assert content_of(info) in store._chunks and chunks_of(ended, 3) <= set(store.held)
+
+    asyncio.run(asyncio.wait_for(story(), 30))
+    assert sorted(asked) == sorted(chunks_of(ended, 3))[:1]
+
+
+def test_a_full_disk_is_told_and_what_is_here_is_served(ended, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(fill, "REST_S", 0.05)
+
+    async def story():
+        async with (
+            serving(coordinator(ended.desk), Limits()) as port,
+            filling(ended, tmp_path / "relay", f"http://127.0.0.1:{port}") as (store, url),
+        ):
+
+            def full(name: str, part: Path) -> None:
+                raise OSError(28, "No space left on device")
+
+            store.take, really = full, store.take
+            async with asyncio.timeout(10):
+                while "cannot store chunks" not in caplog.text:
+                    await asyncio.sleep(0.02)
+            async with httpx.AsyncClient() as http:
+                signed = ended.desk.state.main.versions[3].manifest
+                assert (await http.get(f"{url}/v1/blobs/{signed}")).status_code == 200
+            store.take = really
+            await has(store, chunks_of(ended, 3))
+
+    asyncio.run(asyncio.wait_for(story(), 30))
+
+
+def test_the_folder_of_another_run_is_deleted_and_no_run_names_a_path(tmp_path):
+    runs = tmp_path / "runs"
+    (runs / ("a" * 32)).mkdir(parents=True)
+    assert role._only(runs, "b" * 32) == runs / ("b" * 32)
+    assert [path.name for path in runs.iterdir()] == ["b" * 32]
+
+    @dataclasses.dataclass
+    class Host:
+        info: RunInfo
+
+        async def get_json(self, path, kind):
+            return self.info
+
+    for bad in ("../../home", "", "b" * 31, "b" * 32 + "\n"):
+        info = RunInfo(bad, "n", 1, "", "", "", "", (), None, None, "running", 0)
+        with pytest.raises(PeerError, match="not 32 hex digits"):
+            asyncio.run(role._info(Host(info)))
+
+
+def test_a_plain_web_server_with_the_chunks_is_a_relay_too(ended, tmp_path):
+    """Such as nginx or a bucket: it does not say what it has, so it is asked for everything."""
+
+    async def story():
+        async with serving(shelf(ended.folder.chunks, time.time), Limits()) as port:
+            manifest = ended.desk.kept.manifests[3]
+            entry = RelayEntry(f"http://127.0.0.1:{port}", "127.0.0.1", "key")
+            source = RelaySource(entry, manifest, beside="127.0.0.1")
+            assert (await fetch(manifest, [source], tmp_path / "cache")).is_dir()
+
+    asyncio.run(asyncio.wait_for(story(), 20))
+
+
+def test_a_relay_that_says_without_end_what_it_has_is_left(ended):
+    async def endless(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for _ in range(100):
+            await send({"type": "http.response.body", "body": b"x" * 65536, "more_body": True})
+
+    async def story():
+        async with serving(endless, Limits()) as port:
+            entry = RelayEntry(f"http://127.0.0.1:{port}", "127.0.0.1", "key")
+            source = RelaySource(entry, ended.desk.kept.manifests[3], beside="127.0.0.1")
+            with pytest.raises(Passing, match="answered more than 1 bytes"):
+                await source.holds()
+            await source.close()
+
+    asyncio.run(asyncio.wait_for(story(), 20))

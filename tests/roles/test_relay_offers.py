@@ -1,0 +1,297 @@
+"""Offers of relays, most of them hostile: what the coordinator sends out for them, and who is listed."""
+
+import asyncio
+import random
+from dataclasses import dataclass, field
+
+import httpx
+import pytest
+
+from shoal.errors import PeerError
+from shoal.net import addresses, outside
+from shoal.protocol.identity import Key
+from shoal.protocol.relays import sign_proof
+from shoal.protocol.types import RelayOffer, RelayProof
+from shoal.protocol.wire import to_json
+from shoal.roles.coordinator import relays
+from shoal.roles.coordinator.relays import RelayBook
+
+RUN = "r" * 32
+HONEST, OTHER = Key.generate(), Key.generate()
+OUTSIDE = "93.184.216.34"
+
+
+@dataclass
+class Internet:
+    """What is asked, and who answers. Names resolve as `names` says; an address without a server refuses."""
+
+    monkeypatch: pytest.MonkeyPatch
+    now: float = 1000.0
+    names: dict[str, list[str]] = field(default_factory=dict)
+    servers: dict[str, Key | str] = field(default_factory=dict)
+    """By URL: the relay that serves there, or what another server answers."""
+    asked: list[str] = field(default_factory=list)
+    may_be_inside: bool = True
+    chunk: bytes = bytes(range(256)) * 512
+    serves: bytes = b""
+
+    def __post_init__(self):
+        self.monkeypatch.setattr(outside, "addresses_of", self.addresses_of)
+        self.monkeypatch.setattr(outside, "ask", self.ask)
+        self.book = RelayBook(
+            RUN, lambda: self.now, self.sample, may_be_inside=self.may_be_inside, rng=random.Random(0)
+        )
+
+    def sample(self, rng, most):
+        return "c" * 64, 100, self.chunk[100 : 100 + most]
+
+    async def addresses_of(self, host, port):
+        if host in self.names:
+            return self.names[host]
+        return await addresses.addresses_of(host, port)
+
+    async def ask(self, url, address, path, *, cap, limit_s, headers=None):
+        self.asked.append(f"{url}{path}")
+        server = self.servers.get(str(url))
+        if server is None:
+            raise PeerError("connection refused")
+        if path.startswith("/v1/blobs/"):
+            return (
+                (206, self.serves[100:][: len(self.sample(None, relays.PROBE_BYTES)[2])]) if self.serves else (404, b"")
+            )
+        if isinstance(server, str):
+            return 200, server.encode()[:cap]
+        return 200, to_json(RelayProof(server.public, sign_proof(server, RUN, path.rpartition("/")[2])))
+
+    def offer(self, key: Key, url: str = "", host: str = "198.51.100.7", port: int = 0, proxied: bool = False):
+        return self.book.offer(key.public, RelayOffer(url, port), host, proxied)
+
+    def work(self):
+        """Send all challenges that are due."""
+        while self.book._queue:
+            _, waiting = self.book._queue.popitem(last=False)
+            asyncio.run(self.book._challenge(waiting))
+
+    def probe(self, times: int = 1):
+        for _ in range(times):
+            asyncio.run(self.book._probe())
+
+    def listed(self):
+        return [entry.url for entry in self.book.told()]
+
+
+@pytest.fixture
+def net(monkeypatch):
+    return Internet(monkeypatch)
+
+
+def test_a_relay_that_proves_its_url_is_listed_with_the_address_that_was_asked(net):
+    net.names["relay.example.net"] = [OUTSIDE]
+    net.servers["https://relay.example.net/w"] = HONEST
+    first = net.offer(HONEST, "https://relay.example.net/w/")
+    assert not first.listed and first.retry_s < 5 and net.listed() == []
+    net.work()
+    assert net.offer(HONEST, "https://relay.example.net/w/").listed
+    (entry,) = net.book.told()
+    assert (entry.url, entry.address, entry.key) == ("https://relay.example.net/w", OUTSIDE, HONEST.public)
+    assert len(net.asked) == 1
+
+
+def test_a_relay_may_be_at_the_address_that_it_calls_from(net):
+    net.servers["http://192.168.1.7:8480"] = HONEST
+    net.offer(HONEST, host="192.168.1.7", port=8480)
+    net.work()
+    assert net.offer(HONEST, host="192.168.1.7", port=8480).listed
+
+
+HOSTILE = [
+    "http://127.0.0.1:8000", "http://localhost:8000", "http://10.0.0.1:8000", "http://192.168.1.1:8000",
+    "http://169.254.169.254", "http://[::1]:8000", "http://[::ffff:10.0.0.1]:8000", "http://0.0.0.0:8000",
+    "http://inside.example.org:8000", "http://half.example.org:8000", "http://user:word@victim.example.org",
+    "http://victim.example.org/?q=1", "http://victim.example.org/#x", "http://victim.example.org:22",
+    "http://victim.example.org:25", "ftp://victim.example.org", "file:///etc/passwd", "gopher://victim.example.org:70",
+    "http://victim.example.org/" + "a" * 300, "http://", "http://victim.example.org:99999", "//victim.example.org",
+    "http://2130706433:8000", "http://0x7f.1:8000",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("url", HOSTILE)
+def test_nothing_leaves_for_a_url_that_is_not_of_a_relay_outside(net, url):
+    net.names |= {"inside.example.org": ["10.1.2.3"], "half.example.org": [OUTSIDE, "10.1.2.3"]}
+    net.names["victim.example.org"] = [OUTSIDE]
+    try:
+        assert not net.offer(HONEST, url).listed
+    except PeerError:
+        pass
+    net.work()
+    assert net.asked == [] and net.listed() == []
+
+
+def test_twenty_offers_of_other_peoples_urls_send_one_challenge_each_and_list_nothing(net):
+    """Keys are free, paths are free, and names are cheap: the same server gets one request in ten minutes."""
+    net.names |= {"victim.example.org": [OUTSIDE], "www.victim.example.org": [OUTSIDE]}
+    net.servers["https://other.example.org"] = OTHER
+    net.names["other.example.org"] = ["93.184.216.99"]
+    urls = [f"https://victim.example.org/{i}" for i in range(8)] + ["https://www.victim.example.org"] * 4
+    urls += [f"https://victim.example.org:{8000 + i}" for i in range(8)] + ["https://other.example.org"] * 4
+    for i, url in enumerate(urls):
+        net.offer(Key.generate(), url, host=f"198.51.100.{i}")
+        net.work()
+    for _ in range(3):  # and again
+        for i, url in enumerate(urls):
+            net.offer(Key.generate(), url, host=f"198.51.100.{i}")
+        net.work()
+    assert len(net.asked) == 2 and len({url.split("/")[2] for url in net.asked}) == 2
+    assert net.listed() == []
+
+
+def test_offers_of_one_address_and_the_queue_are_bounded(net):
+    for i in range(200):
+        net.names[f"h{i}.example.org"] = [f"93.184.{i % 200}.1"]
+        net.offer(Key.generate(), f"http://h{i}.example.org")
+    assert len(net.book._queue) == relays.OFFERS_BURST
+    for i in range(200):
+        net.offer(Key.generate(), f"http://h{i}.example.org", host=f"198.51.{i}.1")
+    assert len(net.book._queue) == relays.MOST_QUEUED
+
+
+def test_a_key_has_few_urls_and_the_list_is_bounded(net, monkeypatch):
+    for i in range(4):
+        net.names[f"h{i}.example.org"] = [f"93.184.216.{i}"]
+        net.servers[f"http://h{i}.example.org"] = HONEST
+        net.offer(HONEST, f"http://h{i}.example.org")
+        net.work()
+        net.offer(HONEST, f"http://h{i}.example.org")
+    assert len(net.listed()) == relays.MOST_OF_A_KEY
+    monkeypatch.setattr(relays, "MOST_LISTED", 2)
+    net.names["next.example.org"], net.servers["http://next.example.org"] = ["93.184.216.77"], OTHER
+    net.offer(OTHER, "http://next.example.org")
+    net.work()
+    assert not net.offer(OTHER, "http://next.example.org").listed
+
+
+@pytest.mark.parametrize("said", ["", "{}", "x" * 5000, '{"key":"k","signature":"s"}', "<html>", "null"])
+def test_a_server_that_is_no_relay_is_not_listed(net, said):
+    net.names["victim.example.org"] = [OUTSIDE]
+    net.servers["http://victim.example.org"] = said or " "
+    net.offer(HONEST, "http://victim.example.org")
+    net.work()
+    again = net.offer(HONEST, "http://victim.example.org")
+    assert not again.listed and again.retry_s > 500 and len(net.asked) == 1
+
+
+def test_nobody_takes_the_url_of_another_relay_or_keeps_it_from_the_list(net):
+    """The thief's offer comes first. What the server proves is whose it is."""
+    net.names["relay.example.net"], net.servers["http://relay.example.net"] = [OUTSIDE], HONEST
+    net.offer(OTHER, "http://relay.example.net")
+    net.work()
+    assert not net.offer(OTHER, "http://relay.example.net").listed
+    assert net.offer(HONEST, "http://relay.example.net").listed and len(net.asked) == 1
+    assert not net.offer(OTHER, "http://relay.example.net").listed
+    assert [entry.key for entry in net.book.told()] == [HONEST.public]
+
+
+def test_an_old_proof_is_not_good_for_a_new_nonce(net, monkeypatch):
+    net.names["relay.example.net"] = [OUTSIDE]
+    net.servers["http://relay.example.net"] = to_json(
+        RelayProof(HONEST.public, sign_proof(HONEST, RUN, "n" * 32))
+    ).decode()
+    net.offer(HONEST, "http://relay.example.net")
+    net.work()
+    assert not net.offer(HONEST, "http://relay.example.net").listed
+
+
+@pytest.mark.parametrize(("proxied", "may_be_inside"), [(True, True), (False, False)])
+def test_behind_a_proxy_nobody_is_inside(monkeypatch, proxied, may_be_inside):
+    """All requests come from the proxy's own address then: a stranger must not reach what listens there."""
+    net = Internet(monkeypatch, may_be_inside=may_be_inside)
+    net.servers["http://127.0.0.1:8480"] = HONEST
+    net.offer(HONEST, "http://127.0.0.1:8480", host="127.0.0.1", proxied=proxied)
+    net.work()
+    assert net.asked == []
+
+
+def test_a_caller_inside_reaches_only_itself(net):
+    net.offer(HONEST, "http://192.168.1.1:8080", host="192.168.1.7")
+    net.work()
+    assert net.asked == []
+
+
+# --- as long as it is listed ---
+
+
+@pytest.fixture
+def listed(net):
+    net.names["relay.example.net"], net.servers["http://relay.example.net"] = [OUTSIDE], HONEST
+    net.offer(HONEST, "http://relay.example.net")
+    net.work()
+    assert net.offer(HONEST, "http://relay.example.net").listed
+    return net
+
+
+def test_a_relay_that_is_quiet_lapses(listed):
+    listed.now += relays.LAPSES_S + 1
+    assert listed.listed() == []
+
+
+def test_only_own_probes_drop_a_relay_and_for_longer_each_time(listed):
+    listed.serves = listed.chunk
+    listed.probe(20)
+    assert listed.listed()
+    listed.serves = bytes(len(listed.chunk))
+    listed.probe(relays.MOST_WRONG)
+    assert listed.listed() == []
+    again = listed.offer(HONEST, "http://relay.example.net")
+    assert not again.listed and "dropped: it sent 2 wrong chunks" in again.reason and again.retry_s == 600
+    listed.now += 601
+    listed.offer(HONEST, "http://relay.example.net")
+    listed.work()
+    assert listed.offer(HONEST, "http://relay.example.net").listed
+    listed.probe(relays.MOST_WRONG)
+    assert listed.offer(HONEST, "http://relay.example.net").retry_s == 1200
+
+
+def test_a_relay_that_is_gone_is_dropped_and_one_that_fills_stays(listed):
+    listed.probe(50)  # 404
+    assert listed.listed()
+    del listed.servers["http://relay.example.net"]
+    listed.probe(relays.MOST_FAILED - 1)
+    assert listed.listed()
+    listed.probe(1)
+    assert listed.listed() == []
+
+
+# --- one real request ---
+
+
+def test_a_request_follows_no_redirect_reads_little_and_ends_in_time():
+    reached = []
+
+    async def serve(reader, writer):
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        path = head.split()[1]
+        reached.append(path)
+        if path.endswith("/away"):
+            writer.write(b"HTTP/1.1 302 Found\r\nlocation: /inside\r\ncontent-length: 0\r\n\r\n")
+        elif path.endswith("/endless"):
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 1000000000\r\n\r\n" + b"x" * 100_000)
+        elif path.endswith("/slow"):
+            await asyncio.sleep(5)
+        await writer.drain()
+        writer.close()
+
+    async def story():
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        async with server:
+            url = httpx.URL(f"http://relay.example.net:{port}/base")
+            with pytest.raises(PeerError, match="no redirect is followed"):
+                await outside.ask(url, "127.0.0.1", "/away", cap=100, limit_s=2)
+            status, body = await outside.ask(url, "127.0.0.1", "/endless", cap=1024, limit_s=2)
+            assert (status, len(body)) == (200, 1024)
+            with pytest.raises(PeerError):
+                await outside.ask(url, "127.0.0.1", "/slow", cap=100, limit_s=0.3)
+            server.close()
+
+    asyncio.run(asyncio.wait_for(story(), 20))
+    assert reached == ["/base/away", "/base/endless", "/base/slow"]
