@@ -118,7 +118,18 @@ def test_imports_follow_the_map(file: Path) -> None:
     assert wrong == [], f"{name_of(file)} may import from {', '.join(sorted(allowed(room)))}"
 
 
-ROLE_HELPERS = ("completions", "evidence", "loading", "memory", "offering", "packages", "pinned", "seat", "standing")
+ROLE_HELPERS = (
+    "completions",
+    "evidence",
+    "loading",
+    "memory",
+    "offering",
+    "packages",
+    "pinned",
+    "seat",
+    "sharing",
+    "standing",
+)
 """Files beside the roles that several of them use; they import no role themselves."""
 
 

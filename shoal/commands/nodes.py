@@ -27,6 +27,7 @@ def add_commands(commands: Any) -> None:
     p.add_argument("url", metavar="URL")
     p.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: all)")
     _add_limits(p)
+    _add_sharing(p)
     p.add_argument("--name", default="", help="this worker's name in the host's table (default: this machine's name)")
     p.add_argument("--home", type=Path, metavar="DIR", help="where key and weights are kept (default: ~/.shoal)")
     p = add_command(
@@ -37,6 +38,7 @@ def add_commands(commands: Any) -> None:
     p.add_argument("url", metavar="URL")
     p.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: all)")
     _add_limits(p)
+    _add_sharing(p)
     p.add_argument("--home", type=Path, metavar="DIR", help="where key and weights are kept (default: ~/.shoal)")
     p = add_command(
         commands, "relay", relay, "serve somebody's weights to others",
@@ -81,6 +83,15 @@ def _add_limits(p: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
+def _add_sharing(p: argparse.ArgumentParser) -> None:
+    p.add_argument(
+        "--share", action="store_true",
+        help="serve the weights that you have to others. Everyone can then see this machine's address. Used only if the "
+        "coordinator reaches it from outside",
+    )  # fmt: skip
+    p.add_argument("--share-port", type=int, default=8481, metavar="N", help="port for --share (default: 8481)")
+
+
 def join(args: argparse.Namespace) -> None:
     demand_torch()
     from shoal.roles import worker
@@ -89,7 +100,7 @@ def join(args: argparse.Namespace) -> None:
     with _home(args) as home:
         worker.main(
             args.url, home, args.threads or cores(), args.max_memory, args.name, max_disk_mb=args.max_disk,
-            packages=packages_of(args.url),
+            packages=packages_of(args.url), share_port=args.share_port if args.share else None,
         )  # fmt: skip
 
 
@@ -101,7 +112,7 @@ def validate(args: argparse.Namespace) -> None:
     with _home(args) as home:
         validator.main(
             args.url, home, args.threads or cores(), max_disk_mb=args.max_disk, max_memory_mb=args.max_memory,
-            packages=packages_of(args.url),
+            packages=packages_of(args.url), share_port=args.share_port if args.share else None,
         )  # fmt: skip
 
 

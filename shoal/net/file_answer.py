@@ -59,7 +59,8 @@ class FileAnswer(Response):
     def __init__(self, path: Path, name: str, *, offset: int = 0, size: int | None = None, public: bool = True) -> None:
         """The `size` bytes from `offset` on, or the rest of the file. `name` is their hash. Raises OSError."""
         self._path, self._offset = path, offset
-        self._size = path.stat().st_size - offset if size is None else size
+        rest = path.stat().st_size - offset
+        self._size = rest if size is None else size
         self.status_code, self.background = 200, None
         self._etag = f'"{name}"'
         headers = {"etag": self._etag, "cache-control": FOREVER if public else PRIVATE, "accept-ranges": "bytes"}

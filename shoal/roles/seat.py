@@ -46,6 +46,7 @@ from shoal.roles.loading import Loaded, contained
 from shoal.roles.memory import Memory, needs_of, share_of_free_mb
 from shoal.roles.packages import NoPackages, OnTheHost, Packages, aside, room_of
 from shoal.roles.pinned import take_publishers
+from shoal.roles.sharing import SharedVersions
 from shoal.sandbox.limits import Limits as SandboxLimits
 from shoal.weights.fetch import fetch
 from shoal.weights.manifest import content_of, open_manifest, signer_of
@@ -104,6 +105,8 @@ class Seat:
     """The newest date of issue seen of each version's manifest: an older one is a rollback."""
     relays: Relays = field(init=False)
     """Those of the run."""
+    shared: SharedVersions = field(init=False)
+    """What this node has, for others, if its user shares it."""
     _brought: "Brought | None" = None
     """The version that was fetched last and is not loaded yet."""
     _in_use: Path | None = None
@@ -112,7 +115,7 @@ class Seat:
     """Versions are fetched one at a time: each fetch clears away what others left unfinished."""
 
     def __post_init__(self) -> None:
-        self.relays = Relays(self.client)
+        self.relays, self.shared = Relays(self.client), SharedVersions(self.home / "weights")
 
     @property
     def engine(self) -> Engine:
@@ -193,10 +196,12 @@ class Seat:
         manifest = self._open(signed, version, most_bytes, self.clock())
         self.issued[version] = manifest.issued
         self._demand_granted(grant, manifest, signed)
-        sources = sources_of(self.info, self.client, await self.relays.sources(manifest))
+        sources = self.relays.usable(sources_of(self.info, self.client, await self.relays.sources(manifest)))
         directory = await fetch(
-            manifest, sources, self.home / "weights", keep=keep, manifest_of=earlier, in_use=self._in_use
-        )
+            manifest, sources, self.shared.folder, keep=keep, manifest_of=earlier, in_use=self._in_use,
+            on_held=self.shared.hold if self.shared.is_on else None,
+        )  # fmt: skip
+        self.relays.learn(sources)
         return Brought(manifest, signed, directory)
 
     def _demand_granted(self, grant: t.Grant | None, manifest: t.Manifest, signed: bytes) -> None:

@@ -25,6 +25,7 @@ from shoal.protocol.constants import MAX_SUBMISSION_BYTES
 from shoal.roles.memory import enforced, limit_of
 from shoal.roles.packages import Packages
 from shoal.roles.seat import GOODBYE_S, SOONEST_S, Seat, demand_sound, say_goodbye, take_seat
+from shoal.roles.sharing import Share, sharing
 
 log = logging.getLogger("validator")
 
@@ -38,6 +39,7 @@ def main(
     max_disk_mb: int = 0,
     max_memory_mb: int = 0,
     packages: Packages | None = None,
+    share_port: int | None = None,
 ) -> None:
     """Judge submissions of the run at `url` until it has ended and all are judged, or until told to stop.
 
@@ -55,6 +57,7 @@ def main(
         max_disk_mb=max_disk_mb, max_memory_mb=limit_mb, packages=packages,
     )  # fmt: skip
     log.info("validating url=%s key=%s", url, key.public)
+    validator.share = None if share_port is None else Share(key, share_port)
     asyncio.run(validator.run())
 
 
@@ -77,6 +80,7 @@ class Validator:
         self.clock, self.max_disk_mb, self.max_memory_mb = clock, max_disk_mb, max_memory_mb
         self.packages = packages
         self.stopping = Stopping()
+        self.share: Share | None = None
         self.seat: Seat
 
     async def run(self) -> None:
@@ -87,7 +91,8 @@ class Validator:
                     log.info("stopped before it joined a run")
                     return
                 try:
-                    await self._judge_all()
+                    async with sharing(self.share, self.client, self.seat.shared):
+                        await self._judge_all()
                 except Overreach:
                     await say_goodbye(self.client, GOODBYE_S)  # others judge in its place at once
                     raise

@@ -33,6 +33,7 @@ from shoal.roles.completions import AHEAD, Hands, Table, TooLate, Use, play_bloc
 from shoal.roles.memory import enforced, limit_of
 from shoal.roles.packages import Packages
 from shoal.roles.seat import GOODBYE_S, SOONEST_S, Contradiction, Seat, demand_sound, say_goodbye, take_seat
+from shoal.roles.sharing import Share, sharing
 from shoal.roles.standing import Standing
 
 log = logging.getLogger("worker")
@@ -62,6 +63,7 @@ def main(
     own_files: bool = False,
     max_disk_mb: int = 0,
     packages: Packages | None = None,
+    share_port: int | None = None,
 ) -> None:
     """Work for the run at `url` until it ends. At the first SIGINT or SIGTERM, finish the lease in hand and leave.
 
@@ -80,6 +82,7 @@ def main(
         Client(url, key), key.public, home, make, limit_mb, t.fact(name or platform.node()), own_files,
         max_disk_mb=max_disk_mb, packages=packages,
     )  # fmt: skip
+    worker.share = None if share_port is None else Share(key, share_port)
     asyncio.run(worker.run())
 
 
@@ -104,6 +107,7 @@ class Worker:
         self.max_memory_mb, self.max_disk_mb, self.name, self.own_files = max_memory_mb, max_disk_mb, name, own_files
         self.clock, self.packages = clock, packages
         self.stopping = Stopping()
+        self.share: Share | None = None
         self.tokens_per_s = 0.0
         self.holding: list[str] = []
         """Leases that are not filled yet."""
@@ -123,7 +127,8 @@ class Worker:
                     log.info("stopped before it joined a run")
                     return
                 try:
-                    await self._work()
+                    async with sharing(self.share, self.client, self.seat.shared):
+                        await self._work()
                 except Overreach:
                     await say_goodbye(self.client, GOODBYE_S)  # others get its leases at once
                     raise

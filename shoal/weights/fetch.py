@@ -21,7 +21,16 @@ from shoal.protocol.types import Manifest, Publishers
 from shoal.weights.finish import directory_name, fault_of, finish, prune
 from shoal.weights.follow import files_to_fetch, follow, root_here, versions_here, weights_bytes
 from shoal.weights.manifest import open_manifest
-from shoal.weights.pieces import UNFINISHED, NotStored, Piece, files_of, forget_unfinished, prepare
+from shoal.weights.pieces import (
+    UNFINISHED,
+    NotStored,
+    Piece,
+    chunks_here,
+    files_of,
+    forget_unfinished,
+    pieces_of,
+    prepare,
+)
 from shoal.weights.sources import Source
 from shoal.weights.transfer import Transfer
 from shoal.weights.ways import Lacking, Way, cheapest
@@ -76,14 +85,15 @@ async def fetch(
     in_use: Path | None = None,
     on_blame: Callable[[str, str], None] = tell_blame,
     on_progress: Callable[[str], None] | None = None,
+    on_held: Callable[[Manifest, Collection[str]], None] | None = None,
     rng: random.Random | None = None,
 ) -> Path:
     """Fetch and verify a version; returns its directory in `folder`, where the `keep` newest versions stay, and `in_use`.
 
     `manifest_of` gives the manifests of earlier versions, opened, or raises `PeerError`. Without it, only patches from a
     version that is here are used. `on_blame` gets (source, reason) when a source is left, for a while or for good;
-    `on_progress` a line every few seconds, which is logged by default. `rng` decides the order of the chunks and who is
-    asked. The sources are closed at the end.
+    `on_progress` a line every few seconds, which is logged by default; `on_held` the hashes of a version's chunks that
+    are here, verified. `rng` decides the order of the chunks and who is asked. The sources are closed at the end.
 
     Raises `PeerError`, naming each source's fault, if the sources together cannot serve everything. Raises `NotStored` if
     the disk is full, `StateError` if the chunks do not make the weights that the manifest promises.
@@ -92,14 +102,14 @@ async def fetch(
     def log_progress(line: str) -> None:
         log.info("version=%d %s", manifest.version, line)
 
-    async def transfer(missing: Sequence[Piece], directory: Path) -> None:
+    async def transfer(missing: Sequence[Piece], directory: Path, on_chunk: Callable[[str], None]) -> None:
         await Transfer(
             missing, sources, directory, rng=rng or random.Random(secrets.randbits(64)), on_blame=on_blame,
-            on_progress=on_progress or log_progress,
+            on_progress=on_progress or log_progress, on_chunk=on_chunk,
         ).run()  # fmt: skip
 
     try:
-        directory = await _Fetch(folder, transfer, manifest_of or _unknown).version(manifest)
+        directory = await _Fetch(folder, transfer, manifest_of or _unknown, on_held).version(manifest)
     except OSError as error:
         raise NotStored(
             f"cannot store version {manifest.version} in {folder}: {cause_of(error)}. Free some space or use "
@@ -122,10 +132,11 @@ class _Fetch:
     def __init__(
         self,
         folder: Path,
-        transfer: Callable[[Sequence[Piece], Path], Awaitable[None]],
+        transfer: Callable[[Sequence[Piece], Path, Callable[[str], None]], Awaitable[None]],
         manifest_of: Callable[[int], Awaitable[Manifest]],
+        on_held: Callable[[Manifest, Collection[str]], None] | None,
     ) -> None:
-        self._folder, self._transfer, self._manifest_of = folder, transfer, manifest_of
+        self._folder, self._transfer, self._manifest_of, self._on_held = folder, transfer, manifest_of, on_held
         self._known: dict[int, Manifest | None] = {}
         """Manifests of earlier versions; None if they could not be had."""
 
@@ -133,7 +144,7 @@ class _Fetch:
         """A version by the cheapest way; if its patches fail, by the next one."""
         broken, problem = set[tuple[int, int]](), None
         if await asyncio.to_thread(self._is_here, asked):
-            return self._target(asked)
+            return await self._held(asked)
         while (way := await self._way(asked, broken)) is not None:
             if not way.steps:
                 return await self._whole(asked)
@@ -150,6 +161,17 @@ class _Fetch:
             f"version {asked.version} is published as patches, and no version that they begin at can be had here: try "
             "again later, or use another source"
         )
+
+    async def _held(self, manifest: Manifest) -> Path:
+        """The directory of a version that is here; what of it can be shared is told."""
+        directory = self._target(manifest)
+        if self._on_held is not None:
+            self._tell(manifest, await asyncio.to_thread(chunks_here, manifest, directory))
+        return directory
+
+    def _tell(self, manifest: Manifest, chunks: Collection[str]) -> None:
+        if self._on_held is not None:
+            self._on_held(manifest, chunks)
 
     def _target(self, manifest: Manifest) -> Path:
         return self._folder / directory_name(manifest)
@@ -195,8 +217,11 @@ class _Fetch:
     async def _whole(self, manifest: Manifest) -> Path:
         target, partial = self._target(manifest), self._partial(manifest)
         await asyncio.to_thread(forget_unfinished, self._folder, partial)
-        missing = await asyncio.to_thread(prepare, self._folder, partial, files_of(manifest), manifest.version)
-        await self._transfer(missing, partial)
+        files = files_of(manifest)
+        missing = await asyncio.to_thread(prepare, self._folder, partial, files, manifest.version)
+        here = {piece.digest for piece in pieces_of(files, partial, manifest.version)} - {p.digest for p in missing}
+        self._tell(manifest, here)
+        await self._transfer(missing, partial, lambda chunk: self._tell(manifest, (chunk,)))
         await asyncio.to_thread(finish, partial, target, manifest)
         return target
 
@@ -212,6 +237,6 @@ class _Fetch:
         files, room = files_to_fetch(asked, way.steps), weights_bytes(base)
         await asyncio.to_thread(forget_unfinished, self._folder, partial)
         missing = await asyncio.to_thread(prepare, self._folder, partial, files, asked.version, room)
-        await self._transfer(missing, partial)
+        await self._transfer(missing, partial, lambda chunk: None)
         await asyncio.to_thread(follow, base, partial, target, asked, way.steps)
-        return target
+        return await self._held(asked)

@@ -277,6 +277,12 @@ def _chunks_here(folder: Path) -> dict[tuple[str, int], Place]:
     return here
 
 
+def chunks_here(manifest: Manifest, directory: Path) -> set[str]:
+    """The chunks of a version's files that its directory has, verified. Blocks, as it hashes the files."""
+    pieces = pieces_of(files_of(manifest), directory, manifest.version)
+    return {piece.digest for piece in pieces if piece.matches(_read(piece.places[0], piece.size))}
+
+
 def _read(place: Place, size: int) -> bytes:
     try:
         with place.path.open("rb") as file:

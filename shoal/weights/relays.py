@@ -21,6 +21,9 @@ from shoal.weights.sources import HttpSource, Source
 LIST_EVERY_S = 60.0
 """Time between two questions for the list of relays."""
 
+UNREACHED_S = 600.0
+"""A source that gave no answer in a whole fetch is left out for this long: the next versions must not wait for it."""
+
 LIST_S = 5.0
 """The list is waited for no longer."""
 
@@ -70,6 +73,8 @@ class Relays:
         self._client, self._but, self._clock = client, but, clock
         self._listed: list[RelayEntry] = []
         self._ask_at = float("-inf")
+        self._unreached: dict[str, float] = {}
+        """Until when a source is not asked again."""
 
     async def refresh(self, every_s: float = LIST_EVERY_S) -> bool:
         """Ask for the list if the last one is so old. Returns whether it names relays that the last one did not."""
@@ -79,6 +84,19 @@ class Relays:
         with contextlib.suppress(PeerError):
             self._listed = await self._client.get_json("/v1/relays", list[RelayEntry], deadline_s=LIST_S)
         return not {relay.url for relay in self._listed if relay.key != self._but} <= before
+
+    def usable(self, sources: Sequence[Source]) -> list[Source]:
+        """Sources without those, among the spared ones, that were not reached lately; never without all."""
+        now = self._clock()
+        return [s for s in sources if s is sources[-1] or self._unreached.get(s.name, now) <= now]
+
+    def learn(self, sources: Sequence[Source]) -> None:
+        """Note which sources of a fetch did not answer at all, such as an origin behind a firewall."""
+        for source in sources:
+            if isinstance(source, HttpSource) and source.was_asked:
+                self._unreached.pop(source.name, None)
+                if not source.was_heard:
+                    self._unreached[source.name] = self._clock() + UNREACHED_S
 
     async def sources(self, manifest: Manifest) -> list[Source]:
         """The relays as sources of one version. Without a list there are none: nothing depends on relays."""

@@ -109,10 +109,12 @@ class HttpSource:
         self._beside = beside
         self._http: httpx.AsyncClient | None = None
         self._known, self._address = address, ""
+        self.was_asked = self.was_heard = False
 
     async def parts(self, digest: str, start: int, size: int) -> AsyncGenerator[bytes, None]:
         """See `Source`."""
         headers = {"range": f"bytes={start}-{size - 1}"} if start else {}
+        self.was_asked = True
         try:
             with troubles(self.name, NEVER_S, lambda: True):
                 request = await self._request(self._path(digest), headers)
@@ -120,6 +122,7 @@ class HttpSource:
                     response = await self._opened().send(request, stream=True)
                 except _CLOSED:  # perhaps while nothing was asked: a new connection shows it
                     response = await self._opened().send(request, stream=True)
+                self.was_heard = True
                 try:
                     skip = self._skipped(response, start, size)
                     async for data in response.aiter_raw():

@@ -46,10 +46,12 @@ class Transfer:
         rng: random.Random,
         on_blame: Callable[[str, str], None],
         on_progress: Callable[[str], None],
+        on_chunk: Callable[[str], None] = lambda digest: None,
     ) -> None:
-        """`directory` takes the bytes of chunks that are not whole yet. `rng` decides order, choice and pauses."""
+        """`directory` takes the bytes of chunks that are not whole yet. `rng` decides order, choice and pauses.
+        `on_chunk` gets the hash of each chunk that is in its places."""
         self._sources = list({source.name: source for source in sources}.values())
-        self._on_blame, self._on_progress = on_blame, on_progress
+        self._on_blame, self._on_progress, self._on_chunk = on_blame, on_progress, on_chunk
         self._waiting = list(missing)
         rng.shuffle(self._waiting)  # so that clients of one swarm have different chunks to give each other
         self._waiting_bytes = self._total_bytes = sum(piece.size for piece in missing)
@@ -227,6 +229,7 @@ class Transfer:
             self._left.discard(piece)
             self._placed_bytes += piece.size
             self._choice.gave(attempt.source)
+            self._on_chunk(piece.digest)
             for rival in self._rivals(piece):
                 self._lose(rival)
             if isinstance(problem, WrongBytes):

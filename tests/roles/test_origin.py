@@ -21,6 +21,7 @@ from shoal.protocol.types import RunInfo
 from shoal.roles.coordinator.api import application
 from shoal.weights import choose
 from shoal.weights.fetch import fetch
+from shoal.weights.relays import UNREACHED_S, Relays
 from shoal.weights.sources import COORDINATOR, ORIGIN, sources_of
 from tests.net.wires import serving
 from tests.roles.test_hostile_members import chunks_of, until
@@ -156,6 +157,26 @@ def test_a_client_that_cannot_reach_the_origin_fetches_from_the_coordinator(ende
             assert took_s < 3
 
     asyncio.run(story())
+
+
+def test_an_origin_that_was_not_reached_is_not_waited_for_again(ended, tmp_path):
+    """Otherwise each version would cost a node behind a firewall some seconds."""
+    say_origin(ended.folder, 1)
+
+    async def story():
+        async with hosted(ended) as (url, _), Client(url) as client:
+            info, now = await client.get_json("/v1/run", RunInfo), 0.0
+            relays = Relays(client, clock=lambda: now)
+            first = sources_of(info, client)
+            assert relays.usable(first) == first
+            await fetch(ended.desk.kept.manifests[3], first, tmp_path)
+            relays.learn(first)
+            assert [source.rank for source in relays.usable(sources_of(info, client))] == [COORDINATOR]
+            now = UNREACHED_S + 1
+            assert len(relays.usable(sources_of(info, client))) == 2
+
+    asyncio.run(story())
+    ended.folder.origin_address.unlink()
 
 
 def test_a_dead_origin_is_not_named(ended):
