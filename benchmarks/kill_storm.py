@@ -2,7 +2,7 @@
 
     python benchmarks/kill_storm.py [--kills 30] [--seed 0]
 
-A real run by `shoal run` on this machine: coordinator, trainer, validator and two workers as processes over HTTP. A
+A real run by `shoal run` on this machine: coordinator, origin, trainer, validator and two workers as processes over HTTP. A
 random role dies every second or so; the launcher starts it again. At the end `shoal ledger verify` must find nothing
 lost, paid twice or used twice, with every receipt that the workers hold. Also measured: from a coordinator's death
 until it serves again. No peer publishes such a test, so none runs beside us. Ends with one JSON line.
@@ -24,7 +24,7 @@ import psutil
 
 from shoal.roles.auditor import audit_folder
 
-ROLES = ("coordinator", "trainer", "validator", "worker")
+ROLES = ("coordinator", "origin", "trainer", "validator", "worker")
 
 RUN_FILE = """
 name = "storm"

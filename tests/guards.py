@@ -1185,6 +1185,7 @@ GUARDS = [
         ("doubted-chunk-from-one", OFF, "test_a_doubted_chunk_is_taken_from_one_source_alone"),
         ("no-more-than-a-chunk", OFF, "test_more_bytes_than_a_chunk_has_are_not_kept"),
         ("silence-ends", OFF, "test_a_lone_source_that_stalls_is_asked_again"),
+        ("last-only-if-others-fail", OFF, "test_the_last_source_sends_nothing_while_the_one_before_it_answers"),
         ("tricklers-spare-nobody", ("rate < SPARE_GAIN * together", "True"),
          "test_sources_that_trickle_do_not_keep_a_fetch_from_a_spared_one"),
         ("few-bytes-twice", OFF, "test_bytes_that_come_twice_are_few_even_when_the_first_source_recovers"),

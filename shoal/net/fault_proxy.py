@@ -44,6 +44,8 @@ class FaultProxy:
         self._faults, self._every_bytes, self._bytes_per_s = list(faults), every_bytes, bytes_per_s
         self._free_at = 0.0
         self._next_fault = self._distance()
+        self._open = asyncio.Event()
+        self._open.set()
         self._server: asyncio.Server | None = None
         self._tasks = set[asyncio.Task[None]]()
         self.seen: Counter[LineFault] = Counter()
@@ -70,6 +72,18 @@ class FaultProxy:
         assert self._server is not None
         port: int = self._server.sockets[0].getsockname()[1]
         return port
+
+    def rate(self, bytes_per_s: float) -> None:
+        """Limit all answers together to this rate from now on; 0 means no limit."""
+        self._bytes_per_s, self._free_at = bytes_per_s, 0.0
+
+    def hold(self) -> None:
+        """Pass no answers until `release`."""
+        self._open.clear()
+
+    def release(self) -> None:
+        """Pass answers again."""
+        self._open.set()
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
@@ -130,6 +144,7 @@ class FaultProxy:
 
     async def _take_turn(self, size: int) -> None:
         """Wait until the line has carried so many bytes."""
+        await self._open.wait()
         if self._bytes_per_s:
             now = asyncio.get_running_loop().time()
             self._free_at = max(now, self._free_at) + size / self._bytes_per_s

@@ -43,6 +43,9 @@ SPARE_GAIN = 2.0
 """Nor, after the same time, when it is believed to be this many times as fast as all of lower ranks together. Otherwise
 sources that only trickle could keep a fetch from the others."""
 
+FIRST, LAST = 0, 2
+"""Ranks. What has the last rank is asked only if those between do not answer, however slow they are."""
+
 LONGEST_PAUSE_S = 30.0
 """Pauses double with each fault until the source has given a chunk."""
 
@@ -84,6 +87,8 @@ class Standing:
     reason: str = ""
     """Of its last fault."""
     failed_at: float = float("-inf")
+    asked_at: float = float("-inf")
+    """When it was asked while it was answering nothing else."""
     heard_at: float = float("-inf")
     """When it sent bytes last."""
     num_bytes: float = 0.0
@@ -151,9 +156,19 @@ class Choice:
         free = not source.never and not source.idle and source.busy < source.lanes and source.rests_until <= now
         return free and not self._is_spared(index, now)
 
+    def asked(self, index: int, now: float) -> None:
+        """A source is asked for a chunk."""
+        source = self.sources[index]
+        if not source.busy:
+            source.asked_at = now
+        source.busy += 1
+
     def _is_spared(self, index: int, now: float) -> bool:
         """Whether sources of lower ranks do as well."""
         rank = self.sources[index].rank
+        between = [source for source in self.sources if FIRST < source.rank < rank]
+        if any(self._answers(source, now) for source in between):  # guard: last-only-if-others-fail
+            return True
         lower = [
             other
             for other, source in enumerate(self.sources)
@@ -180,6 +195,11 @@ class Choice:
         if self._rng.random() < EXPLORE:
             return self._rng.choice(free)
         return self._rng.choices(free, [self.rate(index, now) / (1 + self.sources[index].busy) for index in free])[0]
+
+    def _answers(self, source: Standing, now: float) -> bool:
+        """Whether nothing shows that a source does not answer: perhaps it was not asked."""
+        is_silent = source.busy > 0 and now - max(source.asked_at, source.heard_at) >= SPARE_AFTER_S
+        return not (source.never or source.rests_until > now or is_silent)
 
     def _is_worth(self, index: int, now: float, size: int, waiting_bytes: int) -> bool:
         """Whether a source would not hold up the end: the others would give one chunk, and all that waits, much sooner."""
@@ -234,5 +254,5 @@ class Choice:
     def next_end_of_rest(self, now: float) -> float | None:
         """When the next source may be asked again, if any is left alone or spared for now."""
         rests = [s.rests_until for s in self.sources if not s.never and s.rests_until > now]
-        spared = [max(self._began, s.heard_at) + SPARE_AFTER_S for s in self.sources]
+        spared = [max(self._began, s.heard_at, s.asked_at) + SPARE_AFTER_S for s in self.sources]
         return min([*rests, *(at for at in spared if at > now)], default=None)

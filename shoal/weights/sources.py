@@ -19,7 +19,7 @@ from shoal.net.client import Client
 from shoal.net.trouble import Trouble, troubles
 from shoal.protocol import constants
 from shoal.protocol.types import RunInfo
-from shoal.weights.choose import MOST_LANES
+from shoal.weights.choose import LAST, MOST_LANES
 
 CONNECT_TIMEOUT_S = 10.0
 
@@ -257,7 +257,7 @@ def _retry_after(response: httpx.Response) -> float:
     return min(float(asked), MOST_RETRY_S) if asked.isdecimal() else 0.0
 
 
-ORIGIN, COORDINATOR = 1, 2
+ORIGIN, COORDINATOR = 1, LAST
 """Ranks: what many share is spared as long as others serve."""
 
 

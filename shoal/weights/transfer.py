@@ -156,7 +156,7 @@ class Transfer:
                 part = None
             part = part or piece.new_part(self._directory)
             attempt = Attempt(source, piece, part, now, part.size, now, (now, part.size), raced_from=raced_from)
-            self._choice.sources[source].busy += 1
+            self._choice.asked(source, now)
             self._attempts.append(attempt)
             attempt.task = group.create_task(self._attempt(attempt))
 

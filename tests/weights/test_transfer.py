@@ -369,3 +369,20 @@ def test_sources_that_trickle_do_not_keep_a_fetch_from_a_spared_one(version):
     origin = Server("origin", version.held, Link(1000 * KB), rank=1)
     assert version.fetch([*relays, origin]).is_right
     assert version.took_s < 3 * version.size / (1000 * KB) + 20
+
+
+def test_the_last_source_sends_nothing_while_the_one_before_it_answers(version):
+    """However slow relays and origin are: the coordinator has better things to do."""
+    relays = [Server(f"relay-{i}", version.held, Link(40 * KB)) for i in range(3)]
+    origin = Server("origin", version.held, Link(100 * KB), rank=1)
+    coordinator = Server("coordinator", version.held, Link(10_000 * KB), rank=choose.LAST)
+    assert version.fetch([*relays, origin, coordinator]).is_right and coordinator.sent == 0 < origin.sent
+
+
+def test_the_last_source_serves_when_the_one_before_it_is_gone_or_mute(tmp_path):
+    for number, broken in enumerate(({"is_up": lambda time: False}, {"stalls_at": lambda count: 0})):
+        version = Version(tmp_path / str(number), 400, CHUNK)
+        origin = Server("origin", version.held, Link(100 * KB), rank=1, **broken)
+        coordinator = Server("coordinator", version.held, Link(1000 * KB), rank=choose.LAST)
+        assert version.fetch([origin, coordinator]).is_right
+        assert version.took_s < version.size / (1000 * KB) + 2 * choose.SPARE_AFTER_S

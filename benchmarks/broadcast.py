@@ -1,0 +1,277 @@
+"""One version of weights to many: time to the last client, what the origin sends, and what bad relays and kills cost.
+
+    python benchmarks/broadcast.py [--quick] [--only NAME ...] [--mbit 200] [--shardcast VENV]
+
+Real processes on one machine: a host, relays and clients. The uplinks of origin, relays and sharing clients are shaped by
+`net/fault_proxy` (seeded). The *bound* is the time in which the uplinks together can carry all copies, or the origin one.
+The machine's own cores may limit more than the links: then lower --mbit, which scales all links alike. The output names
+the rate and the share of CPU time that was used.
+
+plain      8 clients through 3 relays
+sharing    the same, and the clients share
+bad        4 clients, six relays that have everything: three good, one killed midway, one that sends wrong bytes to clients
+           and right ones to probes, one at 1/200 of the rate. The bound is that of the three good ones
+idle       a relay with 2,000 connections that are idle or read nothing: rate of a fast client, and its memory
+kills      SIGKILLs of origin, relays and clients in turn while 3 clients fetch: bytes fetched again
+shardcast  like plain, with the package shardcast 0.3.2 from a virtual environment. Each process gets a copy of the package
+           of its own, because it shares files in /tmp and in its own folder; it checks every second, retries every second
+
+Ends with one JSON line.
+"""
+
+# ruff: noqa: ASYNC240
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import random
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks.swarm import shardcast
+from benchmarks.swarm.idle import crowded_relay
+from benchmarks.swarm.world import MB, Process, client, ended, listed, whole, world
+
+NUM_CLIENTS, NUM_RELAYS = 8, 3
+
+
+class Asked(argparse.Namespace):
+    """The command line."""
+
+    size_mb: int
+    chunk_bytes: int
+    rate: float
+    seed: int
+    kills: int
+    venv: Path
+
+
+def bound_s(size: float, rate: float, clients: int, relays: int, sharing: bool) -> float:
+    """Seconds in which all uplinks together carry a copy to each client and relay, and the origin one copy."""
+    links = relays + 1 + (clients if sharing else 0)
+    return max(size / rate, (clients + relays) * size / (links * rate))
+
+
+async def plain(asked: Asked, root: Path, *, sharing: bool = False) -> dict[str, Any]:
+    """8 clients through 3 relays that begin empty."""
+    relays = [f"relay{i}" for i in range(NUM_RELAYS)]
+    names = [f"client{i}" for i in range(NUM_CLIENTS)]
+    uplinks = dict.fromkeys(["origin", *relays, *(names if sharing else [])], asked.rate)
+    async with world(root, asked.size_mb, asked.chunk_bytes, uplinks, asked.seed, relays) as made:
+        made.links["origin"].hold()  # nobody fetches before all are up
+        for process in made.relays:
+            process.start()
+        await listed(made.url, NUM_RELAYS)
+        made.clients = [client(made, name) for name in names]
+        for process in made.clients:
+            (made.root / process.name).mkdir()
+            (made.root / process.name / "began").write_text(str(time.time() + 3600))
+            process.start()
+        if sharing:
+            await listed(made.url, NUM_RELAYS + NUM_CLIENTS)
+            began = time.time() + 2
+            for name in names:
+                (made.root / name / "began").write_text(str(began))
+            await asyncio.sleep(2)
+        else:
+            await asyncio.sleep(4)
+        began, cpu = time.time(), psutil.cpu_times()
+        made.links["origin"].release()
+        if sharing:
+            said = [await _said(made.root / name / "said.json") for name in names]
+        else:
+            said = await ended(made.clients)
+        took = max(each["ended"] for each in said) - began
+        size = asked.size_mb * MB
+        bound = bound_s(size, asked.rate, NUM_CLIENTS, NUM_RELAYS, sharing)
+        return {
+            "took_s": took, "bound_s": bound, "ratio": took / bound, "copies": made.egress("origin") / size,
+            "from_coordinator": sum(each["got_bytes"].get(made.url, 0) for each in said) / size,
+            "cpu": _cpu_share(cpu),
+        }  # fmt: skip
+
+
+async def sharing(asked: Asked, root: Path) -> dict[str, Any]:
+    """The same, and clients share."""
+    return await plain(asked, root, sharing=True)
+
+
+async def bad(asked: Asked, root: Path) -> dict[str, Any]:
+    """Six relays of which three are good."""
+    good = ["good0", "good1", "good2"]
+    uplinks = dict.fromkeys([*good, "killed", "liar", "origin"], asked.rate) | {"slow": asked.rate / 200}
+    async with world(root, asked.size_mb, asked.chunk_bytes, uplinks, asked.seed, [*good, "killed", "slow"]) as made:
+        made.links["origin"].rate(0)  # they fill as fast as the machine can
+        public = f"http://127.0.0.1:{made.links['liar'].port}"
+        liar = [sys.executable, "-m", "benchmarks.swarm.liar", made.url, str(root / "liar")]
+        made.relays.append(Process("liar", [*liar, str(made.ports["liar"]), public], root / "liar.log"))
+        for process in made.relays:
+            process.start()
+        await listed(made.url, 6)
+        await whole(made, [process.name for process in made.relays])
+        made.links["origin"].rate(asked.rate)
+        made.clients = [client(made, f"client{i}") for i in range(4)]
+        size, cpu = asked.size_mb * MB, psutil.cpu_times()
+        bound = 4 * size / (3 * asked.rate)
+        for process in made.clients:
+            process.start()
+        await asyncio.sleep(bound / 2)
+        next(process for process in made.relays if process.name == "killed").kill()
+        said = await ended(made.clients)
+        took = max(each["ended"] for each in said) - min(each["began"] for each in said)
+        wasted = sum(sum(each["got_bytes"].values()) for each in said) / (4 * size) - 1
+        lying = {name for each in said for name, reason in each["blamed"] if "wrong bytes" in reason}
+        return {
+            "took_s": took, "bound_s": bound, "ratio": took / bound, "wasted": wasted,
+            "named": sorted(name == public for name in lying), "cpu": _cpu_share(cpu),
+        }  # fmt: skip
+
+
+async def idle(asked: Asked, root: Path) -> dict[str, Any]:
+    """A relay with 2,000 idle or stuck connections."""
+    async with world(root, 100, 1 << 20, {"origin": 0.0, "relay0": 0.0}, asked.seed, ["relay0"]) as made:
+        made.relays[0].start()
+        await whole(made, ["relay0"])
+        popen = made.relays[0].popen
+        assert popen is not None
+        return await crowded_relay(made.ports["relay0"], popen.pid, made.folder.chunks)
+
+
+async def kills(asked: Asked, root: Path) -> dict[str, Any]:
+    """SIGKILLs while three clients fetch again and again."""
+    relays, names, rng = ["relay0", "relay1"], ["client0", "client1", "client2"], random.Random(asked.seed)
+    completed = 0
+    async with world(
+        root, asked.size_mb, asked.chunk_bytes, dict.fromkeys(["origin", *relays], asked.rate), asked.seed, relays
+    ) as made:
+        assert made.origin is not None
+        for process in made.relays:
+            process.start()
+        await listed(made.url, 2)
+        made.clients = [client(made, name, f"{name}-0") for name in names]
+        for process in made.clients:
+            process.start()
+        victims, done = [made.origin, *made.relays, *made.clients], 0
+        while done < asked.kills or any(p.popen is not None and p.popen.poll() is None for p in made.clients):
+            await asyncio.sleep(rng.uniform(0.5, 1.5) * 3)
+            for i, process in enumerate(made.clients):
+                assert process.popen is not None
+                if process.popen.poll() is not None and process in victims:
+                    if process.popen.returncode:
+                        raise RuntimeError(f"{process.name} failed: {process.log.read_text()[-2000:]}")
+                    completed += 1
+                    victims.remove(process)
+                    if done < asked.kills:
+                        made.clients[i] = client(made, names[i], f"{names[i]}-{completed}")
+                        made.clients[i].start()
+                        victims.append(made.clients[i])
+            if done < asked.kills:
+                victim = rng.choice(victims)
+                victim.kill()
+                victim.start()
+                done += 1
+        await ended([each for each in made.clients if each in victims])
+        completed += sum(each in victims for each in made.clients)
+        sent = sum(made.egress(name) for name in ("origin", *relays))
+        stored = sum(path.stat().st_size for home in root.glob("client*-*") for path in home.rglob("*.safetensors"))
+        stored += sum(path.stat().st_size for name in relays for path in (root / name).rglob("??/*"))
+        again_mb = (sent - stored) / MB
+        return {
+            "kills": done,
+            "completed": completed,
+            "again": again_mb * MB / stored,
+            "again_mb_a_kill": again_mb / done,
+        }
+
+
+async def with_shardcast(asked: Asked, root: Path) -> dict[str, Any]:
+    """The same links with another package: the best of a few settings."""
+    found = []
+    for shard_mb in (asked.size_mb / 20, asked.size_mb / 160):
+        for lanes in (10, 2):
+            settings = shardcast.Settings(max(0.25, shard_mb), lanes)
+            folder = root / f"{shard_mb}-{lanes}"
+            folder.mkdir()
+            cpu = psutil.cpu_times()
+            try:
+                took = await shardcast.broadcast(
+                    asked.venv, folder, asked.size_mb, asked.rate, NUM_CLIENTS, NUM_RELAYS, asked.seed, settings
+                )
+            except (RuntimeError, TimeoutError) as error:
+                found.append({"settings": str(settings), "failed": str(error)[-200:]})
+                continue
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)
+            bound = bound_s(asked.size_mb * MB, asked.rate, NUM_CLIENTS, NUM_RELAYS, False)
+            ratio, share = took.took_s / bound, _cpu_share(cpu)
+            found.append({"settings": str(settings), "ratio": ratio, **took._asdict(), "cpu": share})
+    worked = [each for each in found if "ratio" in each]
+    return {"best": min(worked, key=lambda each: each["ratio"], default=None), "all": found}
+
+
+async def _said(path: Path) -> dict[str, Any]:
+    while True:
+        await asyncio.sleep(0.1)
+        if path.exists() and path.stat().st_size:
+            break
+    said: dict[str, Any] = json.loads(path.read_text())
+    return said
+
+
+def _cpu_share(before: Any) -> float:
+    """Share of all cores that was used since, by everything on this machine."""
+    now = psutil.cpu_times()
+    spent = [end - begin for begin, end in zip(before, now, strict=True)]
+    return 1 - (now.idle - before.idle) / max(1e-9, sum(spent))
+
+
+CASES: dict[str, Callable[[Asked, Path], Coroutine[Any, Any, dict[str, Any]]]] = {
+    "plain": plain, "sharing": sharing, "bad": bad, "idle": idle, "kills": kills, "shardcast": with_shardcast,
+}  # fmt: skip
+
+
+def main() -> None:
+    """Measure, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--quick", action="store_true", help="less of everything: 40 MB in chunks of 128 KiB at 8 Mb/s, 20 kills"
+    )
+    parser.add_argument("--only", nargs="*", choices=CASES, default=list(CASES))
+    parser.add_argument("--mbit", type=float, default=0.0, help="uplinks, Mb/s (default: 200, quick: 8)")
+    parser.add_argument("--size-mb", type=int, default=0, help="default: 1000, quick: 40")
+    parser.add_argument("--kills", type=int, default=0, help="default: 200, quick: 20")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--shardcast", dest="venv", type=Path, default=None, help="a virtual environment that has it")
+    asked = parser.parse_args(namespace=Asked())
+    asked.rate = (asked.mbit or (8 if asked.quick else 200)) * 1e6 / 8
+    asked.size_mb = asked.size_mb or (40 if asked.quick else 1000)
+    asked.kills = asked.kills or (20 if asked.quick else 200)
+    asked.chunk_bytes = 1 << 20 if asked.size_mb >= 500 else 1 << 17
+    figures: dict[str, Any] = {"uplink_mbit": asked.rate * 8e-6, "size_mb": asked.size_mb, "chunk_bytes": asked.chunk_bytes,
+                               "cores": os.cpu_count()}  # fmt: skip
+    for name in asked.only:
+        if name == "shardcast" and asked.venv is None:
+            continue
+        with tempfile.TemporaryDirectory() as folder, contextlib.suppress(KeyboardInterrupt):
+            figures[name] = asyncio.run(CASES[name](asked, Path(folder)))
+            print(f"{name:>10}  {_short(figures[name])}", flush=True)
+    print(json.dumps({"benchmark": "broadcast", **figures}))
+
+
+def _short(figures: dict[str, Any]) -> str:
+    return "  ".join(
+        f"{name}={value:.3g}" if isinstance(value, float) else f"{name}={value}" for name, value in figures.items()
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""One client as a process: fetches the newest version of a run, and writes what it took as a line of JSON.
+
+python -m benchmarks.swarm.client URL HOME [SHARE_PORT SHARE_URL]
+"""
+
+# ruff: noqa: ASYNC110
+
+import asyncio
+import json
+import logging
+import sys
+import time
+from collections.abc import AsyncGenerator
+from pathlib import Path
+
+import uvloop
+
+from shoal.net.client import Client
+from shoal.net.keys import load_or_make_key
+from shoal.protocol.constants import MAX_MANIFEST_BYTES
+from shoal.protocol.types import RunInfo
+from shoal.roles.sharing import Share, SharedVersions, sharing
+from shoal.weights.fetch import fetch
+from shoal.weights.manifest import open_manifest, weights_root
+from shoal.weights.relays import Relays
+from shoal.weights.sources import Source, sources_of
+
+
+async def story(url: str, home: Path, port: int, public_url: str) -> None:
+    """Fetch once, and go on sharing until killed, if asked to share."""
+    blamed: list[tuple[str, str]] = []
+    key = load_or_make_key(home / "node.key")
+    async with Client(url, key) as client:
+        info = await client.get_json("/v1/run", RunInfo)
+        client.run = info.run
+        data = await client.get("/v1/manifests/latest", cap=MAX_MANIFEST_BYTES)
+        manifest = open_manifest(data, run=info.run, keys=(info.trainer_key,), now=time.time())
+        shared = SharedVersions(home / "weights")
+        async with sharing(Share(key, port, "127.0.0.1", public_url) if port else None, client, shared):
+            while port and time.time() < float((home / "began").read_text() or "inf"):
+                await asyncio.sleep(0.05)
+            relays = await Relays(client, but=key.public).sources(manifest)
+            sources = sources_of(info, client, relays, spare_origin=not port)
+            got, began = {source.name: _counted(source) for source in sources}, time.time()
+            directory = await fetch(
+                manifest, sources, shared.folder, on_held=shared.hold,
+                on_blame=lambda *told: blamed.append(told), on_progress=lambda line: print(line, file=sys.stderr),
+            )  # fmt: skip
+            ended = time.time()
+            assert weights_root(directory) == manifest.root
+            got_bytes = {name: count[0] for name, count in got.items()}
+            said = {"began": began, "ended": ended, "got_bytes": got_bytes, "blamed": blamed}
+            (home / "said.json").write_text(json.dumps(said))
+            print(json.dumps(said), flush=True)
+            while port:
+                await asyncio.sleep(1)
+
+
+def _counted(source: Source) -> list[int]:
+    """Count the bytes that a source sends."""
+    count, really = [0], source.parts
+
+    async def parts(digest: str, start: int, size: int) -> AsyncGenerator[bytes, None]:
+        async for data in really(digest, start, size):
+            count[0] += len(data)
+            yield data
+
+    source.parts = parts  # type: ignore[method-assign]
+    return count
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO)
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    share_port, share_url = (int(sys.argv[3]), sys.argv[4]) if len(sys.argv) > 3 else (0, "")
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(story(sys.argv[1], Path(sys.argv[2]), share_port, share_url))

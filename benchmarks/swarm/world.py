@@ -1,0 +1,218 @@
+"""A host, relays and clients as real processes, with shaped uplinks: what `benchmarks/broadcast.py` measures.
+
+The host has published one version of random weights. The uplinks of origin, relays and sharing clients pass through
+`net/fault_proxy`. Everything else is loopback.
+"""
+
+import asyncio
+import contextlib
+import json
+import random
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Collection
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+from safetensors.numpy import save_file
+
+from shoal.config import RunConfig
+from shoal.folder import RunFolder
+from shoal.net.fault_proxy import FaultProxy
+from shoal.net.keys import load_or_make_key
+from shoal.protocol.wire import to_json
+from shoal.roles.coordinator.desk import Desk
+from shoal.roles.coordinator.role import open_run
+from shoal.roles.coordinator.versions import put_chunk, take_checkpoint
+from shoal.tree import from_tree
+from shoal.weights.manifest import sign_manifest
+from shoal.weights.publish import publish
+
+MB = 1_000_000
+
+RUN = {
+    "name": "broadcast",
+    "steps": 1,
+    "seed": 5,
+    "envs": [{"name": "arithmetic"}],
+    "sampling": {"max_turn_tokens": 6, "max_tokens": 64},
+    "policy": {"tiny": {"width": 32, "layers": 2, "heads": 2, "kv_heads": 1, "mlp_width": 64, "max_positions": 64}},
+    "storage": {"quota_mb": 100_000},
+}
+
+
+class Sink:
+    """Chunks straight into the desk: publishing is not what is measured."""
+
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
+
+    async def put(self, digest: str, chunk: bytes) -> None:
+        put_chunk(self._desk, digest, chunk, digest)
+
+
+def make_run(root: Path, size_mb: int, chunk_bytes: int, origin_port: int, origin_url: str) -> tuple[RunFolder, Path]:
+    """A run's folder with one version of `size_mb`, and the directory that was published."""
+    folder = RunFolder(root / "run")
+    host = {"origin_port": origin_port, "origin_url": origin_url}
+    folder.prepare(from_tree({**RUN, "host": host}, RunConfig, "benchmark"), root)
+    weights = root / "weights"
+    weights.mkdir()
+    rng = np.random.default_rng(0)
+    tensors = {f"w{i}": rng.integers(0, 2**32, size_mb * MB // 40, dtype=np.uint32).view(np.float32) for i in range(10)}
+    save_file(tensors, weights / "model.safetensors")
+    (weights / "config.json").write_text("{}")
+    desk = open_run(folder, folder.config())
+    key = load_or_make_key(folder.keys / "trainer.key")
+
+    async def story() -> None:
+        manifest = await publish(
+            weights, Sink(desk), run=desk.state.run, version=0, dtype="float32", chunk_bytes=chunk_bytes
+        )
+        await take_checkpoint(desk, key.public, to_json(sign_manifest(manifest, key, now=time.time())))
+
+    asyncio.run(story())
+    desk.book.store.close()
+    return folder, weights
+
+
+@dataclass
+class Process:
+    """A role, with its log."""
+
+    name: str
+    command: list[str]
+    log: Path
+    popen: subprocess.Popen[bytes] | None = None
+    starts: int = 0
+
+    def start(self) -> None:
+        """Start it, or start it again."""
+        with self.log.open("ab") as log:
+            self.popen = subprocess.Popen(self.command, stdin=subprocess.PIPE, stdout=log, stderr=log)
+        self.starts += 1
+
+    def kill(self) -> None:
+        """SIGKILL, and wait."""
+        assert self.popen is not None
+        self.popen.kill()
+        self.popen.wait()
+
+
+def shoal(*args: object) -> list[str]:
+    """A command of shoal."""
+    return [sys.executable, "-m", "shoal.cli", *map(str, args)]
+
+
+@dataclass
+class World:
+    """The host's processes and the relays, with their links."""
+
+    root: Path
+    folder: RunFolder
+    url: str = ""
+    origin: Process | None = None
+    coordinator: Process | None = None
+    relays: list[Process] = field(default_factory=list)
+    clients: list[Process] = field(default_factory=list)
+    ports: dict[str, int] = field(default_factory=dict)
+    links: dict[str, FaultProxy] = field(default_factory=dict)
+
+    def egress(self, name: str) -> int:
+        """Bytes that went through an uplink."""
+        return self.links[name].passed_bytes
+
+
+def free_port() -> int:
+    """A port that nobody has now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@contextlib.asynccontextmanager
+async def world(
+    root: Path, size_mb: int, chunk_bytes: int, uplinks: dict[str, float], seed: int, relays: Collection[str]
+) -> AsyncIterator[World]:
+    """A host, and processes of `relays` that are not started; uplinks are bytes a second."""
+    rng = random.Random(seed)
+    ports = {name: free_port() for name in uplinks}
+    async with contextlib.AsyncExitStack() as stack:
+        links = {}
+        for name, rate in uplinks.items():
+            proxy = FaultProxy(ports[name], rng, bytes_per_s=rate)
+            links[name] = await stack.enter_async_context(proxy)
+        origin_url = f"http://127.0.0.1:{links['origin'].port}/v1/blobs"
+        folder, _ = await asyncio.to_thread(make_run, root, size_mb, chunk_bytes, ports["origin"], origin_url)
+        made = World(root, folder, links=links, ports=ports)
+        made.coordinator = Process(
+            "coordinator", shoal("role", "coordinator", "--run-dir", folder.root), root / "coordinator.log"
+        )
+        made.origin = Process("origin", shoal("role", "origin", "--run-dir", folder.root), root / "origin.log")
+        try:
+            made.coordinator.start()
+            made.origin.start()
+            made.url = await _url_of(folder)
+            made.relays = [relay(made, name) for name in relays]
+            yield made
+        finally:
+            for process in (*made.clients, *made.relays, made.origin, made.coordinator):
+                if process.popen is not None:
+                    process.kill()
+
+
+def relay(made: World, name: str) -> Process:
+    """A relay's process behind its link, not started."""
+    public = f"http://127.0.0.1:{made.links[name].port}"
+    where = ("--bind", "127.0.0.1", "--port", made.ports[name], "--public-url", public, "--home", made.root / name)
+    return Process(name, shoal("relay", made.url, *where), made.root / f"{name}.log")
+
+
+async def _url_of(folder: RunFolder) -> str:
+    async with httpx.AsyncClient() as http:
+        for _ in range(600):
+            with contextlib.suppress(OSError, ValueError, httpx.HTTPError):
+                url: str = json.loads(folder.address.read_text())["url"]
+                if (await http.get(f"{url}/healthz")).status_code == 200:
+                    return url
+            await asyncio.sleep(0.1)
+    raise TimeoutError("the coordinator did not answer")
+
+
+async def listed(url: str, count: int, limit_s: float = 60.0) -> None:
+    """Wait until so many relays are listed."""
+    async with httpx.AsyncClient() as http, asyncio.timeout(limit_s):
+        while True:
+            if len((await http.get(f"{url}/v1/relays")).json()) >= count:
+                return
+            await asyncio.sleep(0.2)
+
+
+def client(made: World, name: str, home: str = "") -> Process:
+    """A client's process, not started; one with a link shares."""
+    share = [str(made.ports[name]), f"http://127.0.0.1:{made.links[name].port}"] if name in made.links else []
+    command = [sys.executable, "-m", "benchmarks.swarm.client", made.url, str(made.root / (home or name)), *share]
+    return Process(name, command, made.root / f"{name}.log")
+
+
+async def ended(processes: list[Process]) -> list[dict[str, Any]]:
+    """Wait for clients; what each wrote last."""
+    for process in processes:
+        assert process.popen is not None
+        if await asyncio.to_thread(process.popen.wait):
+            raise RuntimeError(f"{process.name} failed: {process.log.read_text()[-2000:]}")
+    return [json.loads(process.log.read_text().splitlines()[-1]) for process in processes]
+
+
+async def whole(made: World, names: Collection[str]) -> None:
+    """Wait until relays have everything."""
+    while True:
+        if all("whole=True" in (made.root / f"{name}.log").read_text() for name in names):
+            return
+        await asyncio.sleep(0.2)
