@@ -6,7 +6,6 @@ import time
 
 import pytest
 
-from shoal.net.client import Client
 from shoal.net.server import RequestRefused
 from shoal.protocol import types as t
 from shoal.roles.coordinator import stage as door
@@ -14,7 +13,7 @@ from shoal.roles.stage import at_work
 from shoal.roles.stage import role as stage_role
 from shoal.roles.stage.at_work import AtWork
 from tests.envs import rivals
-from tests.roles.test_turns import LIMIT, World
+from tests.roles.test_turns import World
 
 COMPARED = [{"name": rivals.__file__, "kind": "completions"}]
 
@@ -41,7 +40,7 @@ def test_a_judge_that_takes_longer_than_an_answer_is_asked_once(world, monkeypat
         judge, players.judge = players.judge, lambda slot, paths: slow(judge, slot, paths)
         record = world.desk.stage.record
         monkeypatch.setattr(world.desk.stage, "record", lambda staged: asked.append(staged) or record(staged))
-        return await world.submit(body, deadline_s=60.0)
+        return await world.submit(body)
 
     def slow(judge, slot, paths):
         judged.append(slot.slot)
@@ -58,21 +57,20 @@ def test_slow_turns_of_one_worker_leave_places_for_others(world, monkeypatch):
     monkeypatch.setattr(at_work, "ANSWER_S", 0.05)
     go_on = threading.Event()
 
-    def turn(lease: str, worker: int) -> "asyncio.Future[t.TurnAnswer]":
-        asked = t.Staged(lease, 0, (world.block,), t.Turn(world.block.index, 0), world.keys[worker])
-        return to_stage.post_packed("/v1/turns", asked, t.TurnAnswer, cap=LIMIT, deadline_s=0.01)
+    def slow(number: int):
+        turn = t.Turn(world.block.index, 0)
+        return world.town.stage._answer(t.Staged(f"slow-{number}", 0, (world.block,), turn, world.keys[0]), turn)
 
     async def story():
         players = await world.town.stage._open()
         play, players.play = players.play, lambda asks: go_on.wait(60) and play(asks)
-        flood = await asyncio.gather(*(turn(f"slow-{i}", 0) for i in range(20)), return_exceptions=True)
+        flood = await asyncio.gather(*map(slow, range(20)), return_exceptions=True)
         players.play = play
         try:
             return flood, await world.turn(0, which=1, deadline_s=30.0)
         finally:
             go_on.set()
 
-    to_stage: Client = world.town.to_stage("http://stage")
     flood, honest = asyncio.run(story())
     assert len(honest.said) == 16
     assert sum("limit 2" in str(told) for told in flood) == 18
