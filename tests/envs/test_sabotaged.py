@@ -177,3 +177,17 @@ def test_an_installed_package_is_checked(author: Author, tmp_path: Path) -> None
     found = {finding.check: finding for finding in check("ann/parrot@0.1.0", {})}
     assert found["members"].outcome == "passed" and found["sandbox"].outcome == "passed"
     assert found["reward hacks"].outcome == "failed", "it rewards every answer"
+
+
+@needs_bubblewrap
+def test_an_installed_package_that_imports_more_than_its_lock_fails(author: Author, tmp_path: Path) -> None:
+    """It passes where the import is installed by chance, and fails elsewhere in the middle of an episode."""
+    registry, folder = FolderRegistry(tmp_path / "registry"), author.folder()
+    (folder / "environment.py").write_text(
+        (folder / "environment.py")
+        .read_text()
+        .replace("        return 1.0", "        import numpy\n        return 1.0")
+    )
+    push(folder, registry, author.key, author.home)
+    install(read_reference("ann/parrot@0.1.0"), registry, author.home, Consent(None, lambda _: True))
+    assert "imports numpy, which the lock does not list" in failed(check("ann/parrot@0.1.0", {}))["dependencies"]

@@ -33,7 +33,7 @@ from shoal.envs.check.frames import (
     names_of,
     read,
 )
-from shoal.envs.check.pins import pins
+from shoal.envs.check.pins import pins, unlocked
 from shoal.envs.check.process import Failed, Process, start
 from shoal.envs.check.watch import CALL_S, FILES, IMPORT, MEMORY_MB, NETWORK, PROCESSES, REFUSED
 from shoal.envs.load import BUILT_IN, env_digest, is_file, is_package, no_environment
@@ -88,6 +88,8 @@ class Place(NamedTuple):
     folder: Path | None = None
     """Of a package."""
     reproducible: bool = True
+    unlocked: Sequence[Finding] = ()
+    """About imports of an installed package that its lock does not list."""
 
 
 def check(
@@ -105,7 +107,7 @@ def check(
         raise ConfigError(
             f"the installed package {name} is checked only inside the sandbox: {report.remedy or report.found}"
         )
-    findings = pins(place.folder, registry) if place.folder else []
+    findings = pins(place.folder, registry) if place.folder else place.unlocked
     with Checked(place, args, settings, report.works, sandboxed, call_s) as checked:
         return [*checked.findings(), *findings, _about_sandbox(report, sandboxed)]
 
@@ -312,7 +314,8 @@ def _place(name: str) -> Place:
         package = store.find(read_reference(name))
         folder = store.demand_unchanged(package)
         file = folder / package.entry.partition(":")[0]
-        return Place(str(folder), (file, folder), store.paths_of(package.digest), None, package.reproducible)
+        missing = [found for found in [unlocked(folder, package.files, package.dependencies)] if found]
+        return Place(str(folder), (file, folder), store.paths_of(package.digest), None, package.reproducible, missing)
     if not is_file(name):
         env_digest(name)  # says what is near a name that is none
         return Place(name, (Path(str(BUILT_IN[name].modules[0].__file__)),), ())

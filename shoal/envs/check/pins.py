@@ -11,7 +11,7 @@ import csv
 import hashlib
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from importlib.metadata import Distribution, PackageNotFoundError, distribution, packages_distributions
 from pathlib import Path
@@ -34,7 +34,8 @@ def pins(folder: Path, registry: str = "") -> list[Finding]:
     about, requirements = describe(folder, index)
     changed = _unlike(about, index, _changed_since(about, index, registry))
     locked = _locked(requirements)
-    return [locked if locked.outcome == "failed" else _unlocked(folder, index, requirements) or locked, *changed]
+    known = {requirement.name for requirement in requirements}
+    return [locked if locked.outcome == "failed" else unlocked(folder, index, known) or locked, *changed]
 
 
 def _locked(requirements: Sequence[Requirement]) -> Finding:
@@ -58,15 +59,15 @@ def _locked(requirements: Sequence[Requirement]) -> Finding:
     return Finding("dependencies", "passed", told)
 
 
-def _unlocked(folder: Path, index: Index, requirements: Sequence[Requirement]) -> Finding | None:
-    """A finding about the first import of something that is installed here and not in the lock; None if there is none."""
+def unlocked(folder: Path, index: Index, known: Collection[str]) -> Finding | None:
+    """A finding about the first import of something that is installed here and not in the lock, which names `known`; None
+    if there is none."""
     own = {Path(file.path).parts[0].removesuffix(".py") for file in index.files} | {"shoal", "msgspec"}
-    known = {requirement.name for requirement in requirements}
     packed = packages_distributions()
     for path in [file.path for file in index.files if file.path.endswith(".py")]:
         for line, name in _imports((folder / path).read_bytes()):
             dists = {normal_name(dist) for dist in packed.get(name, ())}
-            if name not in own and name not in sys.stdlib_module_names and dists and not dists & known:
+            if name not in own and name not in sys.stdlib_module_names and dists and not dists & set(known):
                 return Finding("dependencies", "failed", f"{path} line {line} imports {name}, which the lock does not "
                                f"list: where others install this package, it is missing. Add {min(dists)}, and what that "
                                "needs, to the lock")  # fmt: skip
