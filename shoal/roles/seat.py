@@ -21,6 +21,7 @@ from shoal.envs.contained.client import Doubt
 from shoal.envs.contained.line import LIMITS
 from shoal.envs.load import load_run_envs
 from shoal.errors import Overreach, PeerError
+from shoal.folder import RunFolder
 from shoal.ledger.law import RULES_VERSION
 from shoal.net.client import Client
 from shoal.policy.contained import Limits
@@ -101,6 +102,8 @@ class Seat:
     """All that the root named, as this node pinned them; None: the trainer key of `info`."""
     manifest: t.Manifest | None = None
     """Of the version that the engine has. All requests name its signed bytes."""
+    store: Path | None = None
+    """The coordinator's blobs, if it is on this machine and this node is the host's."""
     issued: dict[int, float] = field(default_factory=dict)
     """The newest date of issue seen of each version's manifest: an older one is a rollback."""
     relays: Relays = field(init=False)
@@ -198,7 +201,7 @@ class Seat:
         self._demand_granted(grant, manifest, signed)
         sources = self.relays.usable(sources_of(self.info, self.client, await self.relays.sources(manifest)))
         directory = await fetch(
-            manifest, sources, self.shared.folder, keep=keep, manifest_of=earlier, in_use=self._in_use,
+            manifest, sources, self.shared.folder, keep=keep, manifest_of=earlier, in_use=self._in_use, store=self.store,
             on_held=self.shared.hold if self.shared.is_on else None,
         )  # fmt: skip
         self.relays.learn(sources)
@@ -347,7 +350,21 @@ async def take_seat(
     # guard: strangers-are-contained
     policy = Loaded(engine, Renderer.from_directory if own_files else contained(limits))
     if own_files:
-        return Seat(client, home, info, envs, policy, node, clock, evidence, None, doubt=doubt, publishers=publishers)
+        store = RunFolder(home.parent.parent).blobs  # the launcher gives the host's nodes RUN/nodes/NAME
+        return Seat(
+            client,
+            home,
+            info,
+            envs,
+            policy,
+            node,
+            clock,
+            evidence,
+            None,
+            doubt=doubt,
+            publishers=publishers,
+            store=store,
+        )
     return Seat(
         client, home, info, envs, policy, node, clock, evidence, max_disk_mb, memory, doubt=doubt, publishers=publishers
     )

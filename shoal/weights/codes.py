@@ -87,11 +87,18 @@ def cores() -> int:
 
 def root_of(weights: Weights, *, threads: int = 1) -> str:
     """The weights root of these tensors: that of a directory which holds them."""
-    with ThreadPoolExecutor(threads) as pool:  # hashlib lets other threads run
-        digests = list(pool.map(_digest, weights.values()))
+    if sum(one.codes.nbytes for one in weights.values()) < _FEW_BYTES:
+        digests = [_digest(one) for one in weights.values()]
+    else:
+        with ThreadPoolExecutor(threads) as pool:  # hashlib lets other threads run
+            digests = list(pool.map(_digest, weights.values()))
     return root_over(
         {name: (one.dtype, one.shape, digest) for (name, one), digest in zip(weights.items(), digests, strict=True)}
     )
+
+
+_FEW_BYTES = 32 << 20
+"""Fewer are hashed sooner than threads are started."""
 
 
 def _digest(tensor: Coded) -> str:

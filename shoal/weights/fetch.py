@@ -14,6 +14,7 @@ import random
 import secrets
 import shutil
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from functools import partial
 from pathlib import Path
 
 from shoal.errors import NothingYet, PeerError, StateError, cause_of
@@ -25,6 +26,7 @@ from shoal.weights.pieces import (
     UNFINISHED,
     NotStored,
     Piece,
+    Wanted,
     chunks_here,
     files_of,
     forget_unfinished,
@@ -55,12 +57,13 @@ async def fetch_version(
     root: str = "",
     max_bytes: int | None = None,
     keep: int = 2,
+    store: Path | None = None,
     signed_of: Callable[[int], Awaitable[bytes]] | None = None,
     on_blame: Callable[[str, str], None] = tell_blame,
 ) -> Path:
     """The directory of a version by its signed manifest, both verified.
 
-    `publishers` are the run's; `now` and `max_bytes` are as of `open_manifest`, `keep` and `on_blame` as of
+    `publishers` are the run's; `now` and `max_bytes` are as of `open_manifest`, `keep`, `store` and `on_blame` as of
     `fetch`; `signed_of` gives the signed manifests of earlier versions; `root` is the version's in the log. Raises as both.
     """
     manifest = open_manifest(data, run=run, keys=publishers, now=now, version=version, max_bytes=max_bytes, root=root)
@@ -71,7 +74,13 @@ async def fetch_version(
         return open_manifest(signed, run=run, keys=publishers, now=None, version=earlier, max_bytes=max_bytes)
 
     return await fetch(
-        manifest, sources, folder, keep=keep, on_blame=on_blame, manifest_of=manifest_of if signed_of else None
+        manifest,
+        sources,
+        folder,
+        keep=keep,
+        store=store,
+        on_blame=on_blame,
+        manifest_of=manifest_of if signed_of else None,
     )
 
 
@@ -83,6 +92,7 @@ async def fetch(
     keep: int = 2,
     manifest_of: Callable[[int], Awaitable[Manifest]] | None = None,
     in_use: Path | None = None,
+    store: Path | None = None,
     on_blame: Callable[[str, str], None] = tell_blame,
     on_progress: Callable[[str], None] | None = None,
     on_held: Callable[[Manifest, Collection[str]], None] | None = None,
@@ -91,9 +101,10 @@ async def fetch(
     """Fetch and verify a version; returns its directory in `folder`, where the `keep` newest versions stay, and `in_use`.
 
     `manifest_of` gives the manifests of earlier versions, opened, or raises `PeerError`. Without it, only patches from a
-    version that is here are used. `on_blame` gets (source, reason) when a source is left, for a while or for good;
-    `on_progress` a line every few seconds, which is logged by default; `on_held` the hashes of a version's chunks that
-    are here, verified. `rng` decides the order of the chunks and who is asked. The sources are closed at the end.
+    version that is here are used. `store` is a folder of blobs on this machine, which is looked into first. `on_blame` gets
+    (source, reason) when a source is left, for a while or for good; `on_progress` a line every few seconds, which is logged
+    by default; `on_held` the hashes of a version's chunks that are here, verified. `rng` decides the order of the chunks
+    and who is asked. The sources are closed at the end.
 
     Raises `PeerError`, naming each source's fault, if the sources together cannot serve everything. Raises `NotStored` if
     the disk is full, `StateError` if the chunks do not make the weights that the manifest promises.
@@ -109,7 +120,7 @@ async def fetch(
         ).run()  # fmt: skip
 
     try:
-        directory = await _Fetch(folder, transfer, manifest_of or _unknown, on_held).version(manifest)
+        directory = await _Fetch(folder, transfer, manifest_of or _unknown, store, on_held).version(manifest)
     except OSError as error:
         raise NotStored(
             f"cannot store version {manifest.version} in {folder}: {cause_of(error)}. Free some space or use "
@@ -134,9 +145,11 @@ class _Fetch:
         folder: Path,
         transfer: Callable[[Sequence[Piece], Path, Callable[[str], None]], Awaitable[None]],
         manifest_of: Callable[[int], Awaitable[Manifest]],
+        store: Path | None,
         on_held: Callable[[Manifest, Collection[str]], None] | None,
     ) -> None:
-        self._folder, self._transfer, self._manifest_of, self._on_held = folder, transfer, manifest_of, on_held
+        self._folder, self._transfer, self._manifest_of = folder, transfer, manifest_of
+        self._store, self._on_held = store, on_held
         self._known: dict[int, Manifest | None] = {}
         """Manifests of earlier versions; None if they could not be had."""
 
@@ -176,19 +189,19 @@ class _Fetch:
     def _target(self, manifest: Manifest) -> Path:
         return self._folder / directory_name(manifest)
 
-    def _partial(self, manifest: Manifest) -> Path:
+    def _unfinished(self, manifest: Manifest) -> Path:
         return self._folder / f"{UNFINISHED}{directory_name(manifest)}"
 
     def _is_here(self, manifest: Manifest) -> bool:
         """Whether a version is here, undamaged. If it is damaged, it becomes an unfinished one."""
-        target, partial = self._target(manifest), self._partial(manifest)
-        forget_unfinished(self._folder, partial)
+        target, unfinished = self._target(manifest), self._unfinished(manifest)
+        forget_unfinished(self._folder, unfinished)
         if not target.exists():
             return False
         if fault_of(target, manifest, trusted=False) == "":
             return True
-        shutil.rmtree(partial, ignore_errors=True)
-        target.replace(partial)  # damaged since it was made: reuse its good chunks
+        shutil.rmtree(unfinished, ignore_errors=True)
+        target.replace(unfinished)  # damaged since it was made: reuse its good chunks
         return False
 
     def _is_sound(self, version: int, run: str) -> bool:
@@ -215,28 +228,38 @@ class _Fetch:
         return found
 
     async def _whole(self, manifest: Manifest) -> Path:
-        target, partial = self._target(manifest), self._partial(manifest)
-        await asyncio.to_thread(forget_unfinished, self._folder, partial)
-        files = files_of(manifest)
-        missing = await asyncio.to_thread(prepare, self._folder, partial, files, manifest.version)
-        here = {piece.digest for piece in pieces_of(files, partial, manifest.version)} - {p.digest for p in missing}
-        self._tell(manifest, here)
-        await self._transfer(missing, partial, lambda chunk: self._tell(manifest, (chunk,)))
-        await asyncio.to_thread(finish, partial, target, manifest)
+        target, unfinished, files = self._target(manifest), self._unfinished(manifest), files_of(manifest)
+        await asyncio.to_thread(forget_unfinished, self._folder, unfinished)
+        await self._bring(manifest, unfinished, files, on_held=partial(self._tell, manifest))
+        await asyncio.to_thread(finish, unfinished, target, manifest)
         return target
 
     async def _by_patches(self, asked: Manifest, way: Way) -> Path:
         """A version from one that is here, or that is fetched whole first."""
-        target, partial = self._target(asked), self._partial(asked)
+        target, unfinished = self._target(asked), self._unfinished(asked)
         if way.is_here:
             _, base = versions_here(self._folder, asked.run)[way.start]
         else:
             start = self._known[way.start]
             assert start is not None, "the way begins at a version whose manifest is known"
             base = await self._whole(start)
-        files, room = files_to_fetch(asked, way.steps), weights_bytes(base)
-        await asyncio.to_thread(forget_unfinished, self._folder, partial)
-        missing = await asyncio.to_thread(prepare, self._folder, partial, files, asked.version, room)
-        await self._transfer(missing, partial, lambda chunk: None)
-        await asyncio.to_thread(follow, base, partial, target, asked, way.steps)
+        await asyncio.to_thread(forget_unfinished, self._folder, unfinished)
+        await self._bring(asked, unfinished, files_to_fetch(asked, way.steps), weights_bytes(base))
+        await asyncio.to_thread(follow, base, unfinished, target, asked, way.steps)
         return await self._held(asked)
+
+    async def _bring(
+        self,
+        manifest: Manifest,
+        directory: Path,
+        files: Sequence[Wanted],
+        extra_bytes: int = 0,
+        on_held: Callable[[Collection[str]], None] = lambda chunks: None,
+    ) -> None:
+        """Files into an unfinished directory: what is on this machine, then the rest."""
+        version = manifest.version
+        fill = partial(prepare, self._folder, directory, files, version, store=self._store, extra_bytes=extra_bytes)
+        missing = await asyncio.to_thread(fill)
+        on_held({piece.digest for piece in pieces_of(files, directory, version)} - {piece.digest for piece in missing})
+        if missing:
+            await self._transfer(missing, directory, lambda chunk: on_held((chunk,)))

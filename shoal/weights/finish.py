@@ -1,6 +1,7 @@
-"""The end of a fetch: the whole directory is verified, made durable and named, and old versions are deleted.
+"""The end of a fetch: the whole directory is verified and named, and old versions are deleted.
 
-Called by `fetch`. A directory appears under its name whole, or not at all. It knows no network.
+Called by `fetch`. A directory appears under its name whole, or not at all. It is not made durable: whoever opens it again
+verifies it, and fetches what a power cut damaged. It knows no network.
 """
 
 import hashlib
@@ -8,7 +9,6 @@ import shutil
 from pathlib import Path
 
 from shoal.errors import StateError
-from shoal.folder import name_folder
 from shoal.protocol import wire
 from shoal.protocol.types import Manifest
 from shoal.weights.codes import coded_directory, cores, root_of
@@ -21,7 +21,7 @@ def directory_name(manifest: Manifest) -> str:
 
 
 def finish(partial: Path, target: Path, manifest: Manifest) -> None:
-    """Verify the whole directory, make it durable, and give it its name. Raises `StateError`."""
+    """Verify the whole directory, and give it its name. Raises `StateError`."""
     clear_parts(partial)
     fault = fault_of(partial, manifest, trusted=True)
     if fault:
@@ -31,7 +31,8 @@ def finish(partial: Path, target: Path, manifest: Manifest) -> None:
             "Tell the run's host"
         )
     (partial / MANIFEST_FILE).write_bytes(wire.to_json(manifest))
-    name_folder(partial, target)
+    shutil.rmtree(target, ignore_errors=True)
+    partial.rename(target)
 
 
 def fault_of(directory: Path, manifest: Manifest, *, trusted: bool) -> str:

@@ -228,10 +228,19 @@ def forget_unfinished(folder: Path, but: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)  # guard: one-unfinished-version
 
 
-def prepare(folder: Path, partial: Path, files: Sequence[Wanted], version: int, extra_bytes: int = 0) -> list[Piece]:
+def prepare(
+    folder: Path,
+    partial: Path,
+    files: Sequence[Wanted],
+    version: int,
+    *,
+    store: Path | None = None,
+    extra_bytes: int = 0,
+) -> list[Piece]:
     """Make the unfinished directory, copy in the chunks that this machine has, and return the missing pieces.
 
-    Raises `NotStored` if the rest and `extra_bytes` do not fit on the disk.
+    `store` is a folder of blobs that also has chunks, such as that of a coordinator on this machine. Raises `NotStored` if
+    the rest and `extra_bytes` do not fit on the disk.
     """
     pieces = pieces_of(files, partial, version)
     partial.mkdir(parents=True, exist_ok=True)
@@ -249,6 +258,8 @@ def prepare(folder: Path, partial: Path, files: Sequence[Wanted], version: int, 
         if all(place.path in begun and piece.matches(_read(place, piece.size)) for place in piece.places):
             continue
         known = here.get((piece.digest, piece.size))
+        if known is None and store is not None:
+            known = Place(store / piece.digest[:2] / piece.digest, 0)
         if known and piece.matches(chunk := _read(known, piece.size)):
             piece.write(chunk)
         else:
@@ -288,7 +299,7 @@ def _read(place: Place, size: int) -> bytes:
         with place.path.open("rb") as file:
             file.seek(place.offset)
             return file.read(size)
-    except FileNotFoundError:
+    except OSError:  # then it is fetched
         return b""
 
 

@@ -20,7 +20,7 @@ class PastPolicies:
     """The last versions of a run, fetched when a batch needs them."""
 
     def __init__(self, folder: RunFolder, client: Client) -> None:
-        self._folder, self._client = folder.trainer / "published", client
+        self._folder, self._store, self._client = folder.trainer / "published", folder.blobs, client
 
     async def directories(self, versions: Iterable[int], info: t.RunInfo) -> dict[int, Path]:
         """The directory of each version. Raises `PeerError`, `StateError`."""
@@ -28,7 +28,7 @@ class PastPolicies:
         for version in sorted(set(versions)):
             found[version] = await fetch_version(
                 await self._signed(version), version, sources_of(info, self._client), self._folder, run=info.run,
-                publishers=info.all_publishers, now=None, signed_of=self._signed,
+                publishers=info.all_publishers, now=None, signed_of=self._signed, store=self._store,
                 keep=info.rules.max_staleness + 2,  # a repeated step may find one that is newer than its batch
             )  # fmt: skip
         return found
