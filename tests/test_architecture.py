@@ -20,7 +20,7 @@ FLOORS = (
     ("algos", "protocol"),
     ("policy", "sandbox", "net", "ledger"),
     ("engine", "hub"),
-    ("train", "envs", "proofs", "weights"),
+    ("train", "envs", "proofs", "weights", "plan"),
     ("roles",),
     ("launch",),
     ("api",),

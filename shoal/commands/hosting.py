@@ -5,6 +5,7 @@ modules are imported when a command runs, so that help is quick on a machine wit
 """
 
 import argparse
+import contextlib
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -103,8 +104,22 @@ def _launch(args: argparse.Namespace, overrides: list[str], quick: bool, with_wo
         )
         if not with_workers and args.root and (told := take_root(RunFolder(out), args.root)):
             say(told)
+        if not with_workers:
+            say_plan(config, args.recipe.parent)
         announce = None if with_workers else lambda url: invitation(url, config.host, out)
         return launch(out, lock_fd, with_workers, announce)
+
+
+def say_plan(config: "RunConfig", beside: Path) -> None:
+    """Two lines on what the run will take. What is wrong with its model is said by the check that follows."""
+    from shoal.errors import ShoalError
+    from shoal.plan.forecast import Machines, bound
+    from shoal.plan.report import summary
+    from shoal.roles.coordinator.role import rules_of
+
+    with contextlib.suppress(ShoalError):
+        machines = Machines(workers=1)
+        say(summary(bound(config, rules_of(config), beside, machines), machines))
 
 
 def demand_environments(config: "RunConfig", beside: Path) -> None:

@@ -1,0 +1,334 @@
+"""A run in simulated time: how long its steps take, who waits for whom, and how many bytes go where.
+
+Called by `forecast` and by the benchmark that compares it with measured runs. Leases, batches and versions are decided by
+the ledger's own rules, so only machines and links are models: they take the times that `Setting` gives. Pure: the same
+setting gives the same outcome.
+"""
+
+import heapq
+import itertools
+import math
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+import msgspec
+
+from shoal.ledger.answers import Refused, Wait
+from shoal.ledger.entry import Body
+from shoal.ledger.facts.batches import BatchFormed
+from shoal.ledger.facts.leases import AskLease, LeaseGranted
+from shoal.ledger.facts.members import Enter
+from shoal.ledger.facts.run import Create, RunCreated, Tick
+from shoal.ledger.facts.submissions import Submit
+from shoal.ledger.facts.verdicts import Judge
+from shoal.ledger.facts.versions import Publish
+from shoal.ledger.law import LAW
+from shoal.ledger.rules.leases import blocks_to_give
+from shoal.ledger.rules.run import follow
+from shoal.ledger.state import LeaseRecord, State
+from shoal.ledger.table import apply, decide, make_entry
+from shoal.plan.flows import Network
+from shoal.plan.setting import Node, Outcome, Setting, Stalled
+from shoal.protocol.audits import influence, must_audit, paid_tokens
+from shoal.protocol.constants import MAX_OPEN_LEASES
+from shoal.protocol.types import GroupVerdict, Join, Sampling, Verdict
+from shoal.protocol.wire import digest
+
+TRAINER = "t" * 64
+TICK_S = 1.0
+"""How often leases lapse and polls are asked again, in simulated seconds; longer in runs whose steps take long."""
+
+MOST_EVENTS = 2_000_000
+"""A simulation that needs more does not end."""
+
+
+@dataclass
+class _Worker:
+    key: str
+    node: Node
+    index: int
+    queue: deque[LeaseRecord] = field(default_factory=deque)
+    busy: bool = False
+    asking: bool = False
+    loaded: int = -1
+    disk: set[int] = field(default_factory=set)
+    fetching_s: float = 0.0
+    playing_s: float = 0.0
+    fetched_bytes: float = 0.0
+
+
+def simulate(setting: Setting) -> Outcome:
+    """Simulate a run until its measured steps are done. Raises `Stalled` if it does not get there."""
+    run = _Run(setting)
+    run.live()
+    return run.outcome()
+
+
+class _Run:
+    def __init__(self, setting: Setting) -> None:
+        self.s, self.state, self.now = setting, State(), 0.0
+        self.rng = random.Random(setting.seed)
+        self.order, self.heap = itertools.count(), list[tuple[float, int, Callable[[], None]]]()
+        rates = {f"down{i}": node.down for i, node in enumerate(setting.workers)}
+        rates |= {f"up{i}": node.up for i, node in enumerate(setting.workers)}
+        rates |= {"origin": setting.origin_up, "relays": sum(setting.relays_up), "fill": setting.relay_down}
+        self.net = Network(rates)
+        self.workers = [_Worker(f"{i:064x}", node, i) for i, node in enumerate(setting.workers)]
+        self.line: deque[_Worker] = deque()
+        self.free_judges = deque(f"{i:0>63}v" for i in range(setting.validators))
+        self.unjudged: deque[tuple[str, LeaseRecord]] = deque()
+        self.filled: dict[int, list[Callable[[], None]] | None] = {}
+        """By version: who waits for the relays to have it; None once they have."""
+        self.training = False
+        self.published: dict[int, float] = {}
+        self.arrived: dict[int, list[float]] = {}
+        self.stale: list[tuple[int, int]] = []
+        """(step, versions between) of each group that a batch took."""
+        self.worked_s = dict[int, float]()
+        self.origin_bytes = 0.0
+        self.since: tuple[float, float, list[tuple[float, float, float]]] = (0.0, 0.0, [])
+        """When the warm-up ended, what the origin had sent, and what each worker had done."""
+        self._begin()
+
+    def _begin(self) -> None:
+        steps = self.s.warmup_steps + self.s.measured_steps + self.s.rules.max_staleness + 2
+        rules = msgspec.structs.replace(self.s.rules, steps=steps, max_flat_groups=0)
+        created = RunCreated(
+            "0" * 32, "plan", "k" * 64, TRAINER, tuple(self.free_judges), "00" * 32, "11" * 32, (),
+            Sampling(1.0, 1 << 16, 1 << 16), rules, {}, LAW,
+        )  # fmt: skip
+        self.do(Create(created, self.now))
+        for key, role in ((TRAINER, "trainer"), *((key, "validator") for key in self.free_judges),
+                          *((worker.key, "worker") for worker in self.workers)):  # fmt: skip
+            self.do(Enter(key, Join(role, key[-8:], 0.0, "plan", rules.dtype, "any"), self.now))  # type: ignore[arg-type]
+        self.after(self.s.publish_s, self._publish)
+        self.after(0.0, self._tick)
+        for worker in self.workers:
+            self.after(0.0, partial(self._ask, worker))
+
+    def after(self, wait_s: float, then: Callable[[], None]) -> None:
+        heapq.heappush(self.heap, (self.now + wait_s, next(self.order), then))
+
+    def do(self, command: object) -> list[Body]:
+        """Decide a command, as the book does. Raises `Refused`, `Wait`."""
+        made: list[Body] = []
+        bodies = decide(command, self.state)
+        while bodies:
+            for body in bodies:
+                apply(self.state, make_entry(self.state.seq + 1, self.now, body, self.state.head))
+                if isinstance(body, BatchFormed):
+                    self.stale += [(body.step, body.step - version) for version, _ in body.groups]
+            made += bodies
+            bodies = follow(self.state)
+        return made
+
+    def live(self) -> None:
+        for _ in range(MOST_EVENTS):
+            if self.state.main.version >= self.s.warmup_steps + self.s.measured_steps:
+                return
+            at, end = self.heap[0][0] if self.heap else math.inf, self.net.next_end()
+            if min(at, end) > 1e9:
+                break
+            if end <= at:
+                self.now = max(self.now, end)
+                for done in self.net.end_due(self.now):
+                    done()
+            else:
+                self.now, _, then = heapq.heappop(self.heap)
+                then()
+            self._go_on()
+        raise Stalled(f"no end in sight at version {self.state.main.version}, {self.now:.0f} s")
+
+    def _go_on(self) -> None:
+        """Let those begin whose work is there."""
+        stream = self.state.main
+        if not self.training and stream.version in stream.batches:
+            self.training, step = True, stream.version
+            self.worked_s[step] = self.s.step_s + self.s.publish_s
+            self.after(self.s.step_s + self.s.publish_s, self._publish)
+        while self.free_judges and self.unjudged:
+            judge, (name, lease) = self.free_judges.popleft(), self.unjudged.popleft()
+            check_s = self.s.check_s * len(lease.blocks) + self.s.request_s
+            self.after(check_s, partial(self._judge, judge, name, lease))
+        if self.line and stream.version >= 0:
+            for _ in range(min(len(self.line), blocks_to_give(self.state, stream, self.now))):
+                self._ask(self.line.popleft())
+
+    def _tick(self) -> None:
+        self.do(Tick(self.now))
+        waited_s = self.now - max(self.published.values(), default=0.0)
+        self.after(max(TICK_S, self.s.step_s / 20, waited_s / 50), self._tick)
+
+    # --- versions ---
+
+    def _publish(self) -> None:
+        version = self.state.main.version + 1
+        self.do(Publish(TRAINER, version, digest(b"root %d" % version), "m", {}, self.now))
+        self.published[version], self.training = self.now, False
+        self.arrived[version] = []
+        self._fill_relays(version)
+        if version == self.s.warmup_steps:
+            done = [(worker.fetching_s, worker.playing_s, worker.fetched_bytes) for worker in self.workers]
+            self.since = self.now, self.origin_bytes, done
+
+    def _fill_relays(self, version: int) -> None:
+        """Each relay fetches a version, and serves what it has meanwhile."""
+        self.filled[version] = [] if self.s.relays_up else None
+        size = self.s.patch_bytes if self.s.patch_bytes and version else self.s.full_bytes
+        left = len(self.s.relays_up)
+
+        def has_one() -> None:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                waiting, self.filled[version] = self.filled[version] or [], None
+                for then in waiting:
+                    then()
+
+        for _ in self.s.relays_up:
+            self.origin_bytes += size
+            self.net.start(self.now, size, ("origin", "fill"), has_one)
+
+    def _fetch(self, worker: _Worker, version: int, then: Callable[[], None]) -> None:
+        """Get a version to a worker by the cheaper way, and load it."""
+        began, steps = self.now, version - worker.loaded
+        patches = steps * self.s.patch_bytes
+        by_patch = worker.loaded >= 0 < steps and 0 < patches < self.s.full_bytes
+        size = 0.0 if version in worker.disk else patches if by_patch else self.s.full_bytes
+        load_s = steps * self.s.apply_s if by_patch else worker.node.load_s
+        worker.fetched_bytes += size
+        if not self.s.relays_up:
+            self.origin_bytes += size
+
+        def loaded() -> None:
+            worker.loaded = version
+            worker.disk = {*sorted(worker.disk | {version})[-2:]}
+            worker.fetching_s += self.now - began
+            if size:
+                self.arrived[version].append(self.now - self.published[version])
+            then()
+
+        def came() -> None:
+            waiting = self.filled[version]
+            if waiting is not None:  # a relay forwards what it has: the last chunk takes one hop more
+                hop_s = self.s.chunk_bytes / worker.node.down if worker.node.down else 0.0
+                waiting.append(lambda: self.after(hop_s + load_s, loaded))
+            else:
+                self.after(load_s, loaded)
+
+        source = "relays" if self.s.relays_up else "origin"
+        self.after(
+            self.s.request_s if size else 0.0,
+            lambda: self.net.start(self.now, size, (source, f"down{worker.index}") if size else (), came),
+        )
+
+    # --- leases ---
+
+    def _ask(self, worker: _Worker) -> None:
+        """Ask for a lease, or wait in line."""
+        held = self.state.open_leases_of(worker.key)
+        if len(held) >= MAX_OPEN_LEASES:
+            worker.asking = False
+            return
+        worker.asking = True
+        try:
+            ask = AskLease(worker.key, tuple(lease.id for lease in held), worker.node.tokens_per_s, self.now)
+            granted = next((body for body in self.do(ask) if isinstance(body, LeaseGranted)), None)
+        except (Wait, Refused):
+            granted = None
+        if granted is None:
+            self.line.append(worker)
+            return
+        worker.asking = False
+        lease = self.state.leases[granted.lease]
+        self.after(self.s.request_s, lambda: self._take(worker, lease))
+
+    def _take(self, worker: _Worker, lease: LeaseRecord) -> None:
+        worker.queue.append(lease)
+        if not worker.busy:
+            self._next(worker)
+
+    def _next(self, worker: _Worker) -> None:
+        """Play the next lease, and ask for the one after it."""
+        worker.busy = bool(worker.queue)
+        if not worker.asking:
+            self._ask(worker)
+        if not worker.queue:
+            return
+        lease = worker.queue.popleft()
+        if worker.loaded == lease.version:
+            self._play(worker, lease)
+        else:
+            self._fetch(worker, lease.version, lambda: self._play(worker, lease))
+
+    def _play(self, worker: _Worker, lease: LeaseRecord) -> None:
+        rules = self.s.rules
+        tokens = len(lease.blocks) * rules.block_groups * rules.group_size * self.s.rollout_tokens
+        play_s = tokens / worker.node.tokens_per_s
+        if self.s.spread:
+            play_s *= self.rng.lognormvariate(-(self.s.spread**2) / 2, self.s.spread)
+        worker.playing_s += play_s
+
+        def send() -> None:
+            self.net.start(self.now, tokens * self.s.token_bytes, (f"up{worker.index}",), sent)
+
+        def sent() -> None:
+            self.after(self.s.request_s, lambda: self._submit(worker, lease))
+
+        self.after(play_s, send)
+
+    def _submit(self, worker: _Worker, lease: LeaseRecord) -> None:
+        groups = tuple(digest(f"{lease.id}/{i}".encode()) for i in range(len(self.state.slots_of(lease))))
+        name, draws = digest("".join(groups).encode()), tuple(self.rng.random() for _ in groups)
+        try:
+            self.do(Submit(worker.key, lease.id, name, 100, groups, draws, (), self.now, int(self.now)))
+            self.unjudged.append((name, lease))
+        except Refused:  # its version became too old meanwhile
+            pass
+        self._next(worker)
+
+    def _judge(self, judge: str, name: str, lease: LeaseRecord) -> None:
+        record, rules = self.state.submissions[name], self.s.rules
+        tokens, groups = max(1, round(self.s.rollout_tokens * rules.group_size)), []
+        for slot, draw in zip(self.state.slots_of(lease), record.draws, strict=True):
+            teaches = self.rng.random() < self.s.signal_share
+            rewards = tuple(float(teaches and i % 2) for i in range(rules.group_size))
+            shown = influence(rewards, tokens), record.mean_influence
+            audited = must_audit(draw, record.rate, *shown, paid_tokens(tokens, rules), record.mean_pay)
+            groups.append(GroupVerdict(slot, outcome="accept", audited=audited, rewards=rewards, tokens=tokens))
+        if not record.decided:
+            self.do(Judge(judge, Verdict(name, tuple(groups)), self.now, "p" * 64, 1.0, ()))
+        self.free_judges.append(judge)
+
+    # --- figures ---
+
+    def outcome(self) -> Outcome:
+        """Figures of the steps after the warm-up."""
+        first, last = self.s.warmup_steps, self.state.main.version
+        (began, sent, done), steps = self.since, last - first
+        lasted = self.now - began
+        versions = [v for v in range(first, last) if self.arrived[v]]
+        slowest = sorted(max(self.arrived[v]) for v in versions) or [0.0]
+        lags = [lag for v in versions for lag in self.arrived[v]] or [0.0]
+        gained = [
+            (w.fetching_s - f, w.playing_s - p, w.fetched_bytes - b)
+            for w, (f, p, b) in zip(self.workers, done, strict=True)
+        ]
+        time_of_all = max(1e-9, lasted * len(self.workers))
+        fetching, playing = (sum(of[i] for of in gained) / time_of_all for i in (0, 1))
+        between = [between for step, between in self.stale if first <= step < last]
+        return Outcome(
+            step_s=lasted / steps,
+            idle_share=1 - sum(s for step, s in self.worked_s.items() if first <= step < last) / lasted,
+            staleness=sum(between) / max(1, len(between)),
+            broadcast_s=slowest[len(slowest) // 2],
+            lag_s=sum(lags) / len(lags),
+            followed=len(lags) / max(1, (last - first) * len(self.workers)) if versions else 0.0,
+            origin_bytes=(self.origin_bytes - sent) / steps,
+            worker_bytes=sum(of[2] for of in gained) / steps / len(self.workers),
+            worker_idle=max(0.0, 1 - fetching - playing),
+            worker_fetch=fetching,
+        )
