@@ -1,22 +1,21 @@
-"""The coordinator's HTTP calls, version 1: a table of the calls, and a short handler for each.
+"""The coordinator's HTTP calls, version 1: a table of the calls, and their handlers.
 
 Called by uvicorn, and by tests without a socket. A handler reads a request within the gate's limits, asks the desk or
 a file beside it, and encodes the answer. It decides nothing: the rules refuse, and this file chooses the HTTP status.
+The handlers of what is only shown are in `shown`.
 """
 
 import functools
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import FileResponse, PlainTextResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
 from shoal import __version__
-from shoal.hub.names import is_registry_path
 from shoal.ledger.answers import Refused, Wait
 from shoal.ledger.facts.batches import BatchFormed
 from shoal.ledger.facts.members import Enter, Leave, NodeJoined, NodeLeft, ValidatorFault
@@ -36,18 +35,17 @@ from shoal.protocol.constants import (
     MAX_JSON_BYTES,
     MAX_MANIFEST_BYTES,
     MAX_SUBMISSION_BYTES,
-    SMALL_BODY_BYTES,
 )
-from shoal.protocol.identity import Caller
 from shoal.protocol.wire import from_msgpack, to_json, to_msgpack
+from shoal.roles.coordinator import shown
 from shoal.roles.coordinator.asked import Asked
 from shoal.roles.coordinator.board import Board, batch_of, node_state
-from shoal.roles.coordinator.credits import credit_page, statement
 from shoal.roles.coordinator.desk import Desk
+from shoal.roles.coordinator.door import Api, Handler, number
 from shoal.roles.coordinator.judging import admit_validator, next_check, take_verdict
 from shoal.roles.coordinator.line import Line
 from shoal.roles.coordinator.pages import Pages
-from shoal.roles.coordinator.versions import admit_trainer, put_chunk, rotate, signed_manifest, take_checkpoint
+from shoal.roles.coordinator.versions import admit_trainer, put_chunk, rotate, take_checkpoint
 
 STATUS_OF = {
     "not_joined": 403, "not_admitted": 403, "kicked": 403, "not_yours": 403, "conflict": 409, "fork": 409,
@@ -62,8 +60,6 @@ TO_JUDGE = (
 )  # fmt: skip
 """Events after which a validator may have something to judge, or may learn that it has not."""
 
-Handler = Callable[["Api", Request], Awaitable[Response]]
-
 
 def application(desk: Desk, **options: Any) -> Starlette:
     """The coordinator as an ASGI application. `options` are Starlette's."""
@@ -72,7 +68,7 @@ def application(desk: Desk, **options: Any) -> Starlette:
     return server.application(routes, **options)
 
 
-def _bound(handler: Handler, api: "Api") -> Callable[[Request], Awaitable[Response]]:
+def _bound(handler: Handler, api: Api) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
         try:
             return await handler(api, request)
@@ -83,87 +79,10 @@ def _bound(handler: Handler, api: "Api") -> Callable[[Request], Awaitable[Respon
     return endpoint
 
 
-@dataclass(frozen=True)
-class Api:
-    desk: Desk
-    board: Board
-    gate: Gate
-    line: Line
-    asked: Asked
-    pages: Pages
-
-    def admit(self, request: Request, cap: int = SMALL_BODY_BYTES) -> Caller:
-        """Who signed the request, before its body is read. Raises `Refused` if our log lacks the head that the caller saw
-        last, or the manifest of the version that it has: then the log was forked or rolled back, or a manifest forged."""
-        caller = self.gate.admit(request, run=self.desk.state.run, cap=cap)
-        if caller.head and not self.desk.book.knows(caller.head):
-            raise Refused("fork", f"your last log head {caller.head[:16]} is not in this log: the host's log was rolled "
-                          "back or forked. Keep your receipts and tell the host")  # fmt: skip
-        if caller.manifest and not self.desk.book.knows_manifest(caller.manifest):  # guard: manifest-in-the-log
-            raise Refused("fork", f"your manifest {caller.manifest[:16]} is not in this log, though the trainer key signed "
-                          "it. Keep your evidence folder and tell the host")  # fmt: skip
-        return caller
-
-    async def caller(self, request: Request) -> tuple[Caller, bytes]:
-        """Who signed the request, and its body. The body must be small, because anyone with a key may send one."""
-        caller = self.admit(request)
-        return caller, await self.gate.body(request, caller)
-
-
-# --- anyone ---
-
-
-async def get_run(api: Api, request: Request) -> Response:
-    await api.gate.anyone(request)
-    return answer(api.board.info())
-
-
-async def get_nodes(api: Api, request: Request) -> Response:
-    await api.gate.anyone(request)
-    return answer(api.board.nodes(request.query_params.get("after", "")))
-
-
-async def get_node(api: Api, request: Request) -> Response:
-    return answer(node_state(api.desk.state.members[await _member(api, request)]))
-
-
-async def get_credits(api: Api, request: Request) -> Response:
-    key = await _member(api, request)
-    return answer(credit_page(api.desk, key, _number(request.query_params.get("after", "-1"), "after")))
-
-
-async def get_statement(api: Api, request: Request) -> Response:
-    return answer(statement(api.desk, await _member(api, request)))
-
-
-async def _member(api: Api, request: Request) -> str:
-    """The key in the path. Raises `Refused` if it is not a member's."""
-    await api.gate.anyone(request)
-    key: str = request.path_params["key"]
-    if key not in api.desk.state.members:
-        raise Refused("unknown", f"no node {key[:16]} in this run")
-    return key
-
-
-async def get_status(api: Api, request: Request) -> Response:
-    await api.gate.anyone(request)
-    return answer(api.board.status())
-
-
-async def get_state(api: Api, request: Request) -> Response:
-    await api.gate.anyone(request)
-    return answer(api.board.state_hash())
-
-
-async def get_manifest(api: Api, request: Request) -> Response:
-    await api.gate.anyone(request)
-    return answer_bytes(signed_manifest(api.desk, request.path_params["version"]), "application/json")
-
-
 async def get_batch(api: Api, request: Request) -> Response:
     """Long poll: answered when the batch is formed."""
     await api.gate.anyone(request)
-    step, until = _number(request.path_params["step"], "step"), time.monotonic() + LONG_POLL_S
+    step, until = number(request.path_params["step"], "step"), time.monotonic() + LONG_POLL_S
     while True:
         batch = batch_of(api.desk.state, step)
         left_s = until - time.monotonic()
@@ -172,34 +91,6 @@ async def get_batch(api: Api, request: Request) -> Response:
         if left_s <= 0 or api.desk.state.phase == "ended":
             raise Refused("nothing_yet", f"batch {step} is not formed yet: {api.board.status().waiting_for}")
         await api.desk.book.changed(left_s, BatchFormed, RunEnded)  # guard: wake-for-batches-only
-
-
-async def get_events(api: Api, request: Request) -> Response:
-    await api.gate.anyone(request)
-    return await api.pages.after(_number(request.query_params.get("after", "-1"), "after"))
-
-
-async def get_health(api: Api, request: Request) -> Response:
-    await api.gate.anyone(request)
-    return PlainTextResponse("ok\n")
-
-
-async def get_metrics(api: Api, request: Request) -> Response:
-    """Prometheus text."""
-    await api.gate.anyone(request)
-    return PlainTextResponse("\n".join(api.board.metrics()) + "\n")
-
-
-async def get_front(api: Api, request: Request) -> Response:
-    """A page for people who open the URL."""
-    await api.gate.anyone(request)
-    info, status = api.board.info(), api.board.status()
-    url = str(request.base_url).rstrip("/")
-    return PlainTextResponse(
-        f"shoal run {info.name}: {status.phase}, version {status.version} of {status.steps}, "
-        f"{status.accepted} groups accepted\nwaiting for {status.waiting_for} ({status.waiting_s:.0f} s)\n\n"
-        f"join:   shoal join {url}\ncalls:  {url}/openapi.json\n"
-    )
 
 
 async def get_openapi(api: Api, request: Request) -> Response:
@@ -317,21 +208,6 @@ async def get_blob(api: Api, request: Request) -> Response:
     return api.desk.blobs.serve(name, public=not key)  # guard: private-answers-are-not-cached
 
 
-async def get_hub(api: Api, request: Request) -> Response:
-    """A file of the registry in the run's folder. Nothing is written over HTTP: the host pushes on its own machine."""
-    await api.gate.anyone(request)
-    path = request.path_params["path"]
-    file = api.desk.hub / path
-    if not is_registry_path(path) or not file.is_file():  # guard: registry-files-only
-        raise Refused("nothing_yet", "this run's registry has no such file")
-    return FileResponse(file, media_type="application/octet-stream")
-
-
-async def get_relays(api: Api, request: Request) -> Response:
-    await api.gate.anyone(request)
-    return answer(api.desk.relays.told())
-
-
 async def post_relays(api: Api, request: Request) -> Response:
     caller, body = await api.caller(request)  # not always a member: it serves, and takes no part
     return answer(api.desk.relays.offer(caller.key, server.decode(body, t.RelayOffer), *server.came_from(request)))
@@ -363,23 +239,26 @@ async def post_publisher(api: Api, request: Request) -> Response:
     return answer(t.Done(api.desk.state.seq))
 
 
-def _number(text: str, what: str) -> int:
-    if not text.removeprefix("-").isdecimal() or len(text) > 12:
-        raise server.RequestRefused(400, "malformed", f"{what} must be a whole number")
-    return int(text)
-
-
 CALLS: list[tuple[Call, Handler]] = [
-    (Call("GET", "/v1/run", "anyone", "The run: rules, environments, keys.", None, t.RunInfo), get_run),
-    (Call("GET", "/v1/nodes", "anyone", "Nodes and their credits; ?after=KEY.", None, list[t.NodeState]), get_nodes),
-    (Call("GET", "/v1/nodes/{key}", "anyone", "One node.", None, t.NodeState), get_node),
-    (Call("GET", "/v1/nodes/{key}/credits", "anyone", "Its pay; ?after=SEQ.", None, CreditPage), get_credits),
-    (Call("GET", "/v1/nodes/{key}/statement", "anyone", "Its signed balance.", None, Statement), get_statement),
-    (Call("GET", "/v1/status", "anyone", "How far the run is, and what it waits for.", None, t.Status), get_status),
-    (Call("GET", "/v1/state", "anyone", "What a replay of the log must give.", None, t.StateHash), get_state),
-    (Call("GET", "/v1/manifests/{version}", "anyone", "A version's manifest.", None, t.SignedManifest), get_manifest),
+    (Call("GET", "/v1/run", "anyone", "The run: rules, environments, keys.", None, t.RunInfo), shown.get_run),
+    (
+        Call("GET", "/v1/nodes", "anyone", "Nodes and their credits; ?after=KEY.", None, list[t.NodeState]),
+        shown.get_nodes,
+    ),
+    (Call("GET", "/v1/nodes/{key}", "anyone", "One node.", None, t.NodeState), shown.get_node),
+    (Call("GET", "/v1/nodes/{key}/credits", "anyone", "Its pay; ?after=SEQ.", None, CreditPage), shown.get_credits),
+    (Call("GET", "/v1/nodes/{key}/statement", "anyone", "Its signed balance.", None, Statement), shown.get_statement),
+    (
+        Call("GET", "/v1/status", "anyone", "How far the run is, and what it waits for.", None, t.Status),
+        shown.get_status,
+    ),
+    (Call("GET", "/v1/state", "anyone", "What a replay of the log must give.", None, t.StateHash), shown.get_state),
+    (
+        Call("GET", "/v1/manifests/{version}", "anyone", "A version's manifest.", None, t.SignedManifest),
+        shown.get_manifest,
+    ),
     (Call("GET", "/v1/batches/{step}", "anyone", "The batch of a step (long poll).", None, t.Batch), get_batch),
-    (Call("GET", "/v1/events", "anyone", "The log, one event a line; ?after=SEQ.", None, None), get_events),
+    (Call("GET", "/v1/events", "anyone", "The log, one event a line; ?after=SEQ.", None, None), shown.get_events),
     (Call("POST", "/v1/nodes", "node", "Join with the key that signs.", t.Join, t.NodeState), post_nodes),
     (Call("POST", "/v1/nodes/leave", "node", "Leave, and give back all leases.", None, t.NodeState), post_leave),
     (Call("POST", "/v1/leases", "worker", "A lease (long poll).", t.LeaseRequest, t.LeaseAnswer), post_leases),
@@ -390,16 +269,19 @@ CALLS: list[tuple[Call, Handler]] = [
     (Call("POST", "/v1/checkpoints", "trainer", "Publish a version.", t.SignedManifest, t.Done), post_checkpoints),
     (Call("GET", "/v1/blobs/{hash}", "anyone, or by key", "A blob by its SHA-256; Range.", None, None), get_blob),
     (Call("PUT", "/v1/blobs/{hash}", "trainer", "A chunk.", None, t.Done), put_blob),
-    (Call("GET", "/v1/relays", "anyone", "Some relays that serve chunks.", None, list[t.RelayEntry]), get_relays),
+    (Call("GET", "/v1/relays", "anyone", "Some relays that serve chunks.", None, list[t.RelayEntry]), shown.get_relays),
     (Call("POST", "/v1/relays", "anyone, by key", "Offer a relay.", t.RelayOffer, t.RelayStanding), post_relays),
-    (Call("GET", "/v1/hub/{path:path}", "anyone", "A file of the run's registry of packages.", None, None), get_hub),
+    (
+        Call("GET", "/v1/hub/{path:path}", "anyone", "A file of the run's registry of packages.", None, None),
+        shown.get_hub,
+    ),
     (
         Call("POST", "/v1/admin/{action}", "host", "pause, resume, drain, kick, admit.", t.AdminRequest, t.Status),
         post_admin,
     ),
     (Call("POST", "/v1/publisher", "root", "Name another publisher.", t.Rotation, t.Done), post_publisher),
-    (Call("GET", "/healthz", "anyone", "Whether the coordinator serves.", None, None), get_health),
-    (Call("GET", "/metrics", "anyone", "Prometheus metrics.", None, None), get_metrics),
+    (Call("GET", "/healthz", "anyone", "Whether the coordinator serves.", None, None), shown.get_health),
+    (Call("GET", "/metrics", "anyone", "Prometheus metrics.", None, None), shown.get_metrics),
     (Call("GET", "/openapi.json", "anyone", "These calls.", None, None), get_openapi),
-    (Call("GET", "/", "anyone", "A page for people.", None, None), get_front),
+    (Call("GET", "/", "anyone", "A page for people.", None, None), shown.get_front),
 ]
