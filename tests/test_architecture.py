@@ -119,17 +119,9 @@ def test_imports_follow_the_map(file: Path) -> None:
 
 
 ROLE_HELPERS = (
-    "completions",
-    "evidence",
-    "loading",
-    "memory",
-    "offering",
-    "packages",
-    "pinned",
-    "seat",
-    "sharing",
+    "completions", "evidence", "leases", "loading", "memory", "offering", "packages", "pinned", "seat", "sharing",
     "standing",
-)
+)  # fmt: skip
 """Files beside the roles that several of them use; they import no role themselves."""
 
 

@@ -21,7 +21,7 @@ from shoal.envs.view import TalkRow
 from shoal.errors import PeerError
 from shoal.policy.render import Renderer
 from shoal.protocol import types as t
-from shoal.protocol.constants import MAX_OPEN_LEASES, MAX_ROLLOUT_ROWS, MAX_ROLLOUT_TOKENS
+from shoal.protocol.constants import MAX_ROLLOUT_ROWS, MAX_ROLLOUT_TOKENS
 from shoal.protocol.randomness import row_seed, sample_seed
 
 log = logging.getLogger("worker")
@@ -41,8 +41,6 @@ class Hands:
         self.engine = asyncio.Lock()
         self.places = asyncio.Semaphore(AHEAD)
         """Of blocks. They are taken in the order of the leases."""
-        self.leases = asyncio.Semaphore(MAX_OPEN_LEASES)
-        """Of leases: no host asks a worker to hold more."""
         self.tokens = 0
         """Tokens that the engine has written, for all leases."""
 

@@ -6,7 +6,6 @@ Both roles import this file; it imports no role. It verifies every byte of the w
 import asyncio
 import contextlib
 import logging
-import re
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -33,9 +32,7 @@ from shoal.protocol.constants import (
     COMPLETIONS,
     EPISODES,
     MAX_GROUP_ROLLOUTS,
-    MAX_LEASE_BLOCKS,
     MAX_MANIFEST_BYTES,
-    MAX_ROLLOUT_TOKENS,
     PROTOCOL_VERSION,
 )
 from shoal.protocol.needs import PATCHES, ROWS, SETTINGS, dtype_need, kind_of, proofs_need
@@ -383,29 +380,3 @@ async def say_goodbye(client: Client, deadline_s: float) -> None:
     """Tell the coordinator that we leave, so that requests which we signed earlier get no lease. Failures are ignored."""
     with contextlib.suppress(PeerError):
         await client.send("POST", "/v1/nodes/leave", b"", t.NodeState, deadline_s=deadline_s)
-
-
-def demand_sound(lease: t.Lease, kind: str = EPISODES) -> None:
-    """Raise `PeerError` for a lease of another kind than the run's, and for one that no honest host grants."""
-    unknown = {block.kind for block in lease.blocks} - {kind}
-    if unknown:  # guard: known-kinds-of-lease
-        raise PeerError(
-            f"the lease holds {', '.join(sorted(unknown))}, but this version of shoal knows only {kind} in this run: "
-            "install the host's version"
-        )
-    if len(lease.blocks) > MAX_LEASE_BLOCKS:  # guard: blocks-of-a-lease
-        raise PeerError(
-            f"a lease has {len(lease.blocks)} blocks, limit {MAX_LEASE_BLOCKS} (MAX_LEASE_BLOCKS): tell the host"
-        )
-    if max(lease.sampling.max_tokens, lease.sampling.all_tokens) > MAX_ROLLOUT_TOKENS:  # guard: tokens-of-a-lease
-        raise PeerError(
-            f"a lease allows rollouts of more than {MAX_ROLLOUT_TOKENS} tokens (MAX_ROLLOUT_TOKENS): tell the host"
-        )
-    for slot in (slot for block in lease.blocks for slot in block.slots):
-        if not _SEED.fullmatch(slot.seed):  # guard: seeds-of-a-lease
-            raise PeerError(
-                f"slot {slot.slot} of the lease has the seed {slot.seed[:20]!r}, not 64 hex digits: tell the host"
-            )
-
-
-_SEED = re.compile("[0-9a-f]{64}")

@@ -22,9 +22,10 @@ from shoal.proofs.context import Tools
 from shoal.proofs.verify import verify_submission
 from shoal.protocol import types as t
 from shoal.protocol.constants import MAX_SUBMISSION_BYTES
+from shoal.roles.leases import demand_sound
 from shoal.roles.memory import enforced, limit_of
 from shoal.roles.packages import Packages
-from shoal.roles.seat import GOODBYE_S, SOONEST_S, Seat, demand_sound, say_goodbye, take_seat
+from shoal.roles.seat import GOODBYE_S, SOONEST_S, Seat, say_goodbye, take_seat
 from shoal.roles.sharing import Share, sharing
 
 log = logging.getLogger("validator")

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import platform
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeAlias
 
@@ -18,28 +18,27 @@ from shoal.engine.base import Engine
 from shoal.engine.cheats import cheating
 from shoal.engine.open import EngineSpec, open_engine
 from shoal.envs.play import play_block
-from shoal.errors import Overreach, PeerError, StateError, Superseded, Undecided
+from shoal.errors import Overreach, PeerError, Superseded, Undecided
 from shoal.net.client import Client, PeerRefused
 from shoal.net.keys import load_or_make_key
 from shoal.net.stopping import Stopping
 from shoal.proofs.commit import commit, prove_activations
 from shoal.proofs.context import score_requests
 from shoal.protocol import types as t
-from shoal.protocol.constants import BOOKED_WITHIN_S, COMPLETIONS, LONG_POLL_S
+from shoal.protocol.constants import COMPLETIONS
 from shoal.protocol.promises import is_promised
 from shoal.protocol.sizes import turn_answer_bytes
 from shoal.protocol.wire import digest, to_json
 from shoal.roles.completions import AHEAD, Hands, Table, TooLate, Use, play_blocks
+from shoal.roles.leases import Leases
 from shoal.roles.memory import enforced, limit_of
 from shoal.roles.packages import Packages
-from shoal.roles.seat import GOODBYE_S, SOONEST_S, Contradiction, Seat, demand_sound, say_goodbye, take_seat
+from shoal.roles.seat import GOODBYE_S, SOONEST_S, Contradiction, Seat, say_goodbye, take_seat
 from shoal.roles.sharing import Share, sharing
 from shoal.roles.standing import Standing
 
 log = logging.getLogger("worker")
 
-GIVE_BACK_S = 5.0
-"""How long a worker tries to return a lease that it will not fill."""
 LATE = 4.0
 """A lease is dropped between two blocks once playing has taken this many times the time that the lease allows: its blocks
 are others' by then, and a host could ask for days of work. At the deadline itself the work may still be taken."""
@@ -108,9 +107,7 @@ class Worker:
         self.clock, self.packages = clock, packages
         self.stopping = Stopping()
         self.share: Share | None = None
-        self.tokens_per_s = 0.0
-        self.holding: list[str] = []
-        """Leases that are not filled yet."""
+        self.leases = Leases(client, self.stopping, clock)
         self.hands = Hands()
         self.idle_since = 0.0
         """When the engine was needed no more for a lease."""
@@ -134,7 +131,7 @@ class Worker:
                     raise
                 if self.stopping:
                     await say_goodbye(self.client, GOODBYE_S)
-                await self.standing.tell(self.tokens_per_s, last=True)
+                await self.standing.tell(self.leases.tokens_per_s, last=True)
 
     async def _work(self) -> None:
         """Fill leases until the run has ended or we are told to stop. Raises `Overreach` if a lease asks for too much.
@@ -143,7 +140,7 @@ class Worker:
         """
         before = Use()
         before.end()
-        async with contextlib.aclosing(self._grants()) as grants:
+        async with contextlib.aclosing(self.leases.granted(self.seat)) as grants:
             with _first_error():
                 async with asyncio.TaskGroup() as filling:
                     async for grant in grants:
@@ -162,15 +159,14 @@ class Worker:
                 made = await play(grant, before, use)
             await self._end(before, use)
             if made is None:
-                await self._give_back(lease)
+                await self.leases.give_back(lease)
                 return
             await self._submit(lease, *made)
         except TooOld:
             await self._end(before, use)
         finally:
-            self.holding.remove(lease.id)
-            self.hands.leases.release()
-        await self.standing.tell(self.tokens_per_s)
+            self.leases.ended(lease)
+        await self.standing.tell(self.leases.tokens_per_s)
 
     async def _end(self, before: Use, use: Use) -> None:
         """Let the engine go, once the leases before have."""
@@ -191,89 +187,13 @@ class Worker:
         )  # fmt: skip
         return True
 
-    async def _grants(self) -> AsyncGenerator[t.Grant]:
-        """Signed leases, one after another. The next is requested while one is played. An unplayed one is returned at the
-        end."""
-        grant = await self._one_more()
-        while grant is not None and not self.stopping:
-            self.holding.append(grant.lease.id)
-            ahead = asyncio.create_task(self._ahead())
-            try:
-                yield grant
-            except GeneratorExit:
-                ahead.cancel()
-                raise
-            grant = await ahead
-        if grant is not None:
-            await self._give_back(grant.lease)
-
-    async def _one_more(self) -> t.Grant | None:
-        """The next lease, once there are hands for it."""
-        await self.stopping.unless(self.hands.leases.acquire())  # guard: leases-in-hand
-        return await self._next_grant(tuple(self.holding))
-
-    async def _ahead(self) -> t.Grant | None:
-        """The next lease, with its version fetched, while the engine fills the one before."""
-        grant = await self._one_more()
-        if grant is not None and grant.lease.version != self.seat.engine.version:
-            with contextlib.suppress(PeerError, StateError):  # loading the version meets the same fault, and tells it
-                await self.stopping.unless(self.seat.bring(grant.lease.version, grant=grant))
-        return grant
-
-    async def _give_back(self, lease: t.Lease) -> None:
-        """Return a lease that we will not fill."""
-        back = t.LeaseRequest(returning=(lease.id,))
-        with contextlib.suppress(PeerError):  # not returned, so it lapses at its deadline
-            await self.client.post_json("/v1/leases", back, t.LeaseAnswer, deadline_s=GIVE_BACK_S)
-
-    async def _next_grant(self, holding: tuple[str, ...]) -> t.Grant | None:
-        """The next lease, signed; None once the run has ended or we are told to stop."""
-        reason = ""
-        while not self.stopping:
-            ask = t.LeaseRequest(holding, self.tokens_per_s)
-            answer = await self.stopping.unless(self.client.post_json("/v1/leases", ask, t.LeaseAnswer))
-            if answer is None:
-                return None
-            if answer.lease is not None:
-                return await self._open_grant(answer, answer.lease)
-            info = await self.stopping.unless(self.client.get_json("/v1/run", t.RunInfo))
-            if info is None:
-                return None
-            if info.phase == "ended":
-                log.info("the run has ended")
-                return None
-            if answer.reason != reason:
-                reason = answer.reason
-                log.info("waiting reason=%.200r", reason)
-            await self.stopping.unless(asyncio.sleep(min(max(answer.retry_s, SOONEST_S), LONG_POLL_S)))
-        return None
-
-    async def _open_grant(self, answer: t.LeaseAnswer, lease: t.Lease) -> t.Grant:
-        """The grant of a lease. A lease that we may not play is returned, for another worker. Raises `PeerError`."""
-        try:
-            demand_sound(lease, self.seat.kind)
-            self._demand_same_time(lease.issued)  # guard: lease-from-the-future
-            return self.seat.open_grant(answer, lease)
-        except PeerError:
-            await self._give_back(lease)
-            raise
-
-    def _demand_same_time(self, time_there: float) -> None:
-        """Leave a run whose log is ahead of our clock: its leases end early. Raises `PeerError`."""
-        ahead_s = time_there - self.clock()
-        if ahead_s > BOOKED_WITHIN_S:
-            raise PeerError(
-                f"the run's log is {ahead_s:.0f} s ahead of this machine's clock (limit {BOOKED_WITHIN_S:.0f}), so leases "
-                "end early: compare both clocks with a third, and ask the host"
-            )
-
     async def _load_for(self, grant: t.Grant) -> None:
         """Load the lease's version. Raises `TooOld` if the host may have deleted its weights."""
         lease = grant.lease
         try:
             await self.seat.load(lease.version, grant=grant)
         except Contradiction:
-            await self._give_back(lease)
+            await self.leases.give_back(lease)
             raise
         except PeerError:
             newest = (await self.client.get_json("/v1/status", t.Status)).version
@@ -344,7 +264,7 @@ class Worker:
             log.warning("dropped lease=%s reason=%r", lease.id, str(refused))
             return None
         # The engine may have worked for other leases, too.
-        self.tokens_per_s = (self.hands.tokens - tokens) / max(time.perf_counter() - loaded_s, 1e-6)
+        self.leases.tokens_per_s = (self.hands.tokens - tokens) / max(time.perf_counter() - loaded_s, 1e-6)
         async with self.hands.engine:
             return groups, await asyncio.to_thread(self._prove, lease, groups)
 
@@ -360,7 +280,8 @@ class Worker:
             groups += play_block(seat.engine, seat.policy.renderer, seat.envs, block, size, lease.sampling)
             taken_s = time.perf_counter() - started
             tokens = sum(rollout.num_policy_tokens() for group in groups for rollout in group.rollouts)
-            self.tokens_per_s = tokens / max(taken_s, 1e-6)  # also of a lease that is dropped: the next is then smaller
+            # also of a lease that is dropped: the next is then smaller
+            self.leases.tokens_per_s = tokens / max(taken_s, 1e-6)
         if seat.memory is not None:
             seat.memory.demand_within()
         return groups
@@ -389,7 +310,7 @@ class Worker:
             if refused.code != "conflict" or self.seat.kind != COMPLETIONS:  # guard: forgotten-turns-are-given-back
                 raise
             log.warning("dropped lease=%s reason=%r", lease.id, str(refused))
-            await self._give_back(lease)
+            await self.leases.give_back(lease)
             return
         if receipt.digest != digest(body) or not is_promised(receipt, self.seat.info.run_key):
             raise PeerError(
@@ -397,7 +318,7 @@ class Worker:
             )
         self.client.head = receipt.head
         self.seat.evidence.note_receipt(to_json(receipt))
-        self._demand_same_time(receipt.time)  # guard: receipt-from-the-future
+        self.leases.demand_same_time(receipt.time)  # guard: receipt-from-the-future
 
 
 @contextlib.contextmanager

@@ -466,10 +466,12 @@ def test_a_lease_begins_before_the_last_one_has_ended_if_the_memory_holds_both(t
 def test_a_host_that_grants_leases_without_end_is_asked_for_no_more_than_two(tmp_path):
     """Each would take memory, and none would ever be filled. As one is filled, the next is asked for."""
     worker = Worker(None, "key", tmp_path, None, 0, "worker", own_files=False)  # type: ignore[arg-type]
-    worker.seat = SimpleNamespace(kind=COMPLETIONS, within_memory=lambda doing: contextlib.nullcontext())
+    worker.seat = SimpleNamespace(  # type: ignore[assignment]
+        kind=COMPLETIONS, within_memory=lambda doing: contextlib.nullcontext(), engine=SimpleNamespace(version=0)
+    )
     granted, most, go_on = [], 0, asyncio.Semaphore(0)
 
-    async def grant(holding):
+    async def grant(seat, holding):
         nonlocal most
         await asyncio.sleep(0)
         most = max(most, len(holding) + 1)
@@ -483,13 +485,13 @@ def test_a_host_that_grants_leases_without_end_is_asked_for_no_more_than_two(tmp
         pass
 
     async def story():
-        worker._next_grant, worker._play_turns = grant, fill
-        worker._give_back = worker.standing.tell = ignore
+        worker.leases.next_grant, worker._play_turns = grant, fill
+        worker.leases.give_back = worker.standing.tell = ignore
         working = asyncio.create_task(worker._work())
         for filled in range(20):
             for _ in range(50):
                 await asyncio.sleep(0)
-            assert len(granted) == filled + 2 and len(worker.holding) == 2 - (filled == 19)
+            assert len(granted) == filled + 2 and len(worker.leases.holding) == 2 - (filled == 19)
             go_on.release()
         await working
 
@@ -521,7 +523,7 @@ def test_a_worker_is_as_fast_as_its_engine_also_when_two_leases_overlap(tmp_path
 
     async def story():
         worker._load_for, worker._submit, worker.standing.tell = ignore, ignore, tell
-        worker.holding += ["1", "2"]
+        worker.leases.holding += ["1", "2"]
         before, first, second = Use(), Use(0), Use(0)
         before.end()
         await asyncio.gather(worker._fill(lease("1"), before, first), worker._fill(lease("2"), first, second))

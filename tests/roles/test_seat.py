@@ -13,7 +13,7 @@ from shoal.protocol.types import Block, Lease, Sampling, Slot
 from shoal.protocol.wire import from_json, to_json
 from shoal.roles.coordinator import desk
 from shoal.roles.coordinator.board import Board
-from shoal.roles.seat import demand_sound
+from shoal.roles.leases import demand_sound
 from shoal.roles.worker import LATE
 from tests.roles.forgery import bodies
 from tests.roles.town import Town, tiny_run
@@ -164,7 +164,7 @@ def played(tmp_path, allowed_s, block_s):
         trainer = asyncio.create_task(town.trainer().run())
         async with worker.client:
             await worker._join()
-            lease = (await worker._next_grant(())).lease
+            lease = (await worker.leases.next_grant(worker.seat, ())).lease
             await worker.seat.load(lease.version)
         trainer.cancel()
         return msgspec.structs.replace(lease, blocks=lease.blocks[:1] * 2, deadline=lease.issued + allowed_s)
@@ -182,7 +182,7 @@ def played(tmp_path, allowed_s, block_s):
 def test_a_lease_that_takes_far_too_long_is_dropped_between_two_blocks(tmp_path):
     """A host could ask for days of work. The worker then asks for a smaller lease, because it knows its speed."""
     groups, worker = played(tmp_path, allowed_s=0.01, block_s=0.01 * LATE)
-    assert groups is None and 0 < worker.tokens_per_s < 10_000
+    assert groups is None and 0 < worker.leases.tokens_per_s < 10_000
 
 
 def test_a_worker_that_is_past_its_deadline_goes_on_because_its_work_may_be_taken(tmp_path):

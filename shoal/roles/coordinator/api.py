@@ -37,7 +37,6 @@ from shoal.protocol.constants import (
     MAX_SUBMISSION_BYTES,
 )
 from shoal.protocol.wire import from_msgpack, to_json, to_msgpack
-from shoal.roles.coordinator import shown
 from shoal.roles.coordinator.asked import Asked
 from shoal.roles.coordinator.board import Board, batch_of, node_state
 from shoal.roles.coordinator.desk import Desk
@@ -45,6 +44,22 @@ from shoal.roles.coordinator.door import Api, Handler, number
 from shoal.roles.coordinator.judging import admit_validator, next_check, take_verdict
 from shoal.roles.coordinator.line import Line
 from shoal.roles.coordinator.pages import Pages
+from shoal.roles.coordinator.shown import (
+    get_credits,
+    get_events,
+    get_front,
+    get_health,
+    get_hub,
+    get_manifest,
+    get_metrics,
+    get_node,
+    get_nodes,
+    get_relays,
+    get_run,
+    get_state,
+    get_statement,
+    get_status,
+)
 from shoal.roles.coordinator.versions import admit_trainer, put_chunk, rotate, take_checkpoint
 
 STATUS_OF = {
@@ -240,25 +255,25 @@ async def post_publisher(api: Api, request: Request) -> Response:
 
 
 CALLS: list[tuple[Call, Handler]] = [
-    (Call("GET", "/v1/run", "anyone", "The run: rules, environments, keys.", None, t.RunInfo), shown.get_run),
+    (Call("GET", "/v1/run", "anyone", "The run: rules, environments, keys.", None, t.RunInfo), get_run),
     (
         Call("GET", "/v1/nodes", "anyone", "Nodes and their credits; ?after=KEY.", None, list[t.NodeState]),
-        shown.get_nodes,
+        get_nodes,
     ),
-    (Call("GET", "/v1/nodes/{key}", "anyone", "One node.", None, t.NodeState), shown.get_node),
-    (Call("GET", "/v1/nodes/{key}/credits", "anyone", "Its pay; ?after=SEQ.", None, CreditPage), shown.get_credits),
-    (Call("GET", "/v1/nodes/{key}/statement", "anyone", "Its signed balance.", None, Statement), shown.get_statement),
+    (Call("GET", "/v1/nodes/{key}", "anyone", "One node.", None, t.NodeState), get_node),
+    (Call("GET", "/v1/nodes/{key}/credits", "anyone", "Its pay; ?after=SEQ.", None, CreditPage), get_credits),
+    (Call("GET", "/v1/nodes/{key}/statement", "anyone", "Its signed balance.", None, Statement), get_statement),
     (
         Call("GET", "/v1/status", "anyone", "How far the run is, and what it waits for.", None, t.Status),
-        shown.get_status,
+        get_status,
     ),
-    (Call("GET", "/v1/state", "anyone", "What a replay of the log must give.", None, t.StateHash), shown.get_state),
+    (Call("GET", "/v1/state", "anyone", "What a replay of the log must give.", None, t.StateHash), get_state),
     (
         Call("GET", "/v1/manifests/{version}", "anyone", "A version's manifest.", None, t.SignedManifest),
-        shown.get_manifest,
+        get_manifest,
     ),
     (Call("GET", "/v1/batches/{step}", "anyone", "The batch of a step (long poll).", None, t.Batch), get_batch),
-    (Call("GET", "/v1/events", "anyone", "The log, one event a line; ?after=SEQ.", None, None), shown.get_events),
+    (Call("GET", "/v1/events", "anyone", "The log, one event a line; ?after=SEQ.", None, None), get_events),
     (Call("POST", "/v1/nodes", "node", "Join with the key that signs.", t.Join, t.NodeState), post_nodes),
     (Call("POST", "/v1/nodes/leave", "node", "Leave, and give back all leases.", None, t.NodeState), post_leave),
     (Call("POST", "/v1/leases", "worker", "A lease (long poll).", t.LeaseRequest, t.LeaseAnswer), post_leases),
@@ -269,19 +284,19 @@ CALLS: list[tuple[Call, Handler]] = [
     (Call("POST", "/v1/checkpoints", "trainer", "Publish a version.", t.SignedManifest, t.Done), post_checkpoints),
     (Call("GET", "/v1/blobs/{hash}", "anyone, or by key", "A blob by its SHA-256; Range.", None, None), get_blob),
     (Call("PUT", "/v1/blobs/{hash}", "trainer", "A chunk.", None, t.Done), put_blob),
-    (Call("GET", "/v1/relays", "anyone", "Some relays that serve chunks.", None, list[t.RelayEntry]), shown.get_relays),
+    (Call("GET", "/v1/relays", "anyone", "Some relays that serve chunks.", None, list[t.RelayEntry]), get_relays),
     (Call("POST", "/v1/relays", "anyone, by key", "Offer a relay.", t.RelayOffer, t.RelayStanding), post_relays),
     (
         Call("GET", "/v1/hub/{path:path}", "anyone", "A file of the run's registry of packages.", None, None),
-        shown.get_hub,
+        get_hub,
     ),
     (
         Call("POST", "/v1/admin/{action}", "host", "pause, resume, drain, kick, admit.", t.AdminRequest, t.Status),
         post_admin,
     ),
     (Call("POST", "/v1/publisher", "root", "Name another publisher.", t.Rotation, t.Done), post_publisher),
-    (Call("GET", "/healthz", "anyone", "Whether the coordinator serves.", None, None), shown.get_health),
-    (Call("GET", "/metrics", "anyone", "Prometheus metrics.", None, None), shown.get_metrics),
+    (Call("GET", "/healthz", "anyone", "Whether the coordinator serves.", None, None), get_health),
+    (Call("GET", "/metrics", "anyone", "Prometheus metrics.", None, None), get_metrics),
     (Call("GET", "/openapi.json", "anyone", "These calls.", None, None), get_openapi),
-    (Call("GET", "/", "anyone", "A page for people.", None, None), shown.get_front),
+    (Call("GET", "/", "anyone", "A page for people.", None, None), get_front),
 ]

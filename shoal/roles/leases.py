@@ -1,0 +1,150 @@
+"""Where a worker's work comes from: it asks for leases, checks each, and gives back what it cannot do.
+
+Used by the worker, and in part by validators, who see leases of others. A lease is a stranger's word: whose it is, how much
+it asks for and when it was issued are compared with what an honest host may say.
+"""
+
+import asyncio
+import contextlib
+import logging
+import re
+from collections.abc import AsyncGenerator, Callable
+
+from shoal.errors import PeerError, StateError
+from shoal.net.client import Client
+from shoal.net.stopping import Stopping
+from shoal.protocol import types as t
+from shoal.protocol.constants import (
+    BOOKED_WITHIN_S,
+    EPISODES,
+    LONG_POLL_S,
+    MAX_LEASE_BLOCKS,
+    MAX_OPEN_LEASES,
+    MAX_ROLLOUT_TOKENS,
+)
+from shoal.roles.seat import SOONEST_S, Seat
+
+log = logging.getLogger("worker")
+
+GIVE_BACK_S = 5.0
+"""How long a worker tries to return a lease that it will not fill."""
+
+
+class Leases:
+    """The leases of one worker."""
+
+    def __init__(self, client: Client, stopping: Stopping, clock: Callable[[], float]) -> None:
+        self._client, self._stopping, self._clock = client, stopping, clock
+        self.tokens_per_s = 0.0
+        """What the worker says of its speed."""
+        self.holding: list[str] = []
+        """Leases that are not filled yet."""
+        self._places = asyncio.Semaphore(MAX_OPEN_LEASES)
+        """For leases: no host asks a worker to hold more."""
+
+    async def granted(self, seat: Seat) -> AsyncGenerator[t.Grant]:
+        """Signed leases, one after another. The next is requested while one is played. An unplayed one is returned at the
+        end."""
+        grant = await self._one_more(seat)
+        while grant is not None and not self._stopping:
+            self.holding.append(grant.lease.id)
+            ahead = asyncio.create_task(self._ahead(seat))
+            try:
+                yield grant
+            except GeneratorExit:
+                ahead.cancel()
+                raise
+            grant = await ahead
+        if grant is not None:
+            await self.give_back(grant.lease)
+
+    async def _one_more(self, seat: Seat) -> t.Grant | None:
+        """The next lease, once there is a place for it."""
+        await self._stopping.unless(self._places.acquire())  # guard: leases-in-hand
+        return await self.next_grant(seat, tuple(self.holding))
+
+    async def _ahead(self, seat: Seat) -> t.Grant | None:
+        """The next lease, with its version fetched, while the engine fills the one before."""
+        grant = await self._one_more(seat)
+        if grant is not None and grant.lease.version != seat.engine.version:
+            with contextlib.suppress(PeerError, StateError):  # loading the version meets the same fault, and tells it
+                await self._stopping.unless(seat.bring(grant.lease.version, grant=grant))
+        return grant
+
+    def ended(self, lease: t.Lease) -> None:
+        """A lease was filled or dropped."""
+        self.holding.remove(lease.id)
+        self._places.release()
+
+    async def give_back(self, lease: t.Lease) -> None:
+        """Return a lease that we will not fill."""
+        back = t.LeaseRequest(returning=(lease.id,))
+        with contextlib.suppress(PeerError):  # not returned, so it lapses at its deadline
+            await self._client.post_json("/v1/leases", back, t.LeaseAnswer, deadline_s=GIVE_BACK_S)
+
+    async def next_grant(self, seat: Seat, holding: tuple[str, ...]) -> t.Grant | None:
+        """The next lease, signed; None once the run has ended or we are told to stop."""
+        reason = ""
+        while not self._stopping:
+            ask = t.LeaseRequest(holding, self.tokens_per_s)
+            answer = await self._stopping.unless(self._client.post_json("/v1/leases", ask, t.LeaseAnswer))
+            if answer is None:
+                return None
+            if answer.lease is not None:
+                return await self._open_grant(seat, answer, answer.lease)
+            info = await self._stopping.unless(self._client.get_json("/v1/run", t.RunInfo))
+            if info is None:
+                return None
+            if info.phase == "ended":
+                log.info("the run has ended")
+                return None
+            if answer.reason != reason:
+                reason = answer.reason
+                log.info("waiting reason=%.200r", reason)
+            await self._stopping.unless(asyncio.sleep(min(max(answer.retry_s, SOONEST_S), LONG_POLL_S)))
+        return None
+
+    async def _open_grant(self, seat: Seat, answer: t.LeaseAnswer, lease: t.Lease) -> t.Grant:
+        """The grant of a lease. A lease that we may not play is returned, for another worker. Raises `PeerError`."""
+        try:
+            demand_sound(lease, seat.kind)
+            self.demand_same_time(lease.issued)  # guard: lease-from-the-future
+            return seat.open_grant(answer, lease)
+        except PeerError:
+            await self.give_back(lease)
+            raise
+
+    def demand_same_time(self, time_there: float) -> None:
+        """Leave a run whose log is ahead of our clock: its leases end early. Raises `PeerError`."""
+        ahead_s = time_there - self._clock()
+        if ahead_s > BOOKED_WITHIN_S:
+            raise PeerError(
+                f"the run's log is {ahead_s:.0f} s ahead of this machine's clock (limit {BOOKED_WITHIN_S:.0f}), so leases "
+                "end early: compare both clocks with a third, and ask the host"
+            )
+
+
+def demand_sound(lease: t.Lease, kind: str = EPISODES) -> None:
+    """Raise `PeerError` for a lease of another kind than the run's, and for one that no honest host grants."""
+    unknown = {block.kind for block in lease.blocks} - {kind}
+    if unknown:  # guard: known-kinds-of-lease
+        raise PeerError(
+            f"the lease holds {', '.join(sorted(unknown))}, but this version of shoal knows only {kind} in this run: "
+            "install the host's version"
+        )
+    if len(lease.blocks) > MAX_LEASE_BLOCKS:  # guard: blocks-of-a-lease
+        raise PeerError(
+            f"a lease has {len(lease.blocks)} blocks, limit {MAX_LEASE_BLOCKS} (MAX_LEASE_BLOCKS): tell the host"
+        )
+    if max(lease.sampling.max_tokens, lease.sampling.all_tokens) > MAX_ROLLOUT_TOKENS:  # guard: tokens-of-a-lease
+        raise PeerError(
+            f"a lease allows rollouts of more than {MAX_ROLLOUT_TOKENS} tokens (MAX_ROLLOUT_TOKENS): tell the host"
+        )
+    for slot in (slot for block in lease.blocks for slot in block.slots):
+        if not _SEED.fullmatch(slot.seed):  # guard: seeds-of-a-lease
+            raise PeerError(
+                f"slot {slot.slot} of the lease has the seed {slot.seed[:20]!r}, not 64 hex digits: tell the host"
+            )
+
+
+_SEED = re.compile("[0-9a-f]{64}")
