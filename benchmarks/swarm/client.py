@@ -40,7 +40,7 @@ async def story(url: str, home: Path, port: int, public_url: str) -> None:
             while port and time.time() < float((home / "began").read_text() or "inf"):
                 await asyncio.sleep(0.05)
             relays = await Relays(client, but=key.public).sources(manifest)
-            sources = sources_of(info, client, relays, spare_origin=not port)
+            sources = sources_of(info, client, relays)
             got, began = {source.name: _counted(source) for source in sources}, time.time()
             directory = await fetch(
                 manifest, sources, shared.folder, on_held=shared.hold,

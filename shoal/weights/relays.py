@@ -27,6 +27,10 @@ UNREACHED_S = 600.0
 LIST_S = 5.0
 """The list is waited for no longer."""
 
+FEW = 4
+"""So many relays, or fewer, take what they can from the origin: their own lines are for clients. More of them, or workers
+that share, take rare chunks from the origin and the others from each other, so that it sends little more than one copy."""
+
 MOST_RELAYS = 20
 """Relays that a client asks."""
 
@@ -98,12 +102,15 @@ class Relays:
                 if not source.was_heard:
                     self._unreached[source.name] = self._clock() + UNREACHED_S
 
-    async def sources(self, manifest: Manifest) -> list[Source]:
-        """The relays as sources of one version. Without a list there are none: nothing depends on relays."""
+    async def sources(self, manifest: Manifest, rank_of_few: int = 0) -> list[Source]:
+        """The relays as sources of one version; if they are few, with this rank. Without a list there are none: nothing
+        depends on relays."""
         await self.refresh()
         found, beside = list[Source](), httpx.URL(self._client.base_url).host
         for relay in self._listed[:MOST_RELAYS]:
             if relay.key != self._but:
                 with contextlib.suppress(PeerError):
                     found.append(RelaySource(relay, manifest, beside=beside))
+        for source in found if len(found) <= FEW else []:
+            source.rank = rank_of_few
         return found

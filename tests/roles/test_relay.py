@@ -370,3 +370,19 @@ def test_a_relay_that_says_without_end_what_it_has_is_left(ended):
             await source.close()
 
     asyncio.run(asyncio.wait_for(story(), 20))
+
+
+@pytest.mark.parametrize("count", [2, 9])
+def test_few_relays_spare_each_other_and_many_do_not(ended, tmp_path, count):
+    """The lines of few relays are for clients. Many fetch rare chunks from the origin, and others from each other."""
+
+    @dataclasses.dataclass
+    class Host:
+        base_url: str = "http://127.0.0.1:1"
+
+        async def get_json(self, path, kind, deadline_s):
+            entries = [RelayEntry(f"http://127.0.0.1:{9000 + i}", "127.0.0.1", str(i)) for i in range(count)]
+            return [*entries, RelayEntry("http://127.0.0.1:8999", "127.0.0.1", "own")]
+
+    sources = asyncio.run(Relays(Host(), but="own").sources(ended.desk.kept.manifests[3], rank_of_few=1))
+    assert [source.rank for source in sources] == ([1, 1] if count == 2 else [0] * 9)

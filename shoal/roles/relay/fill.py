@@ -19,7 +19,7 @@ from shoal.weights.demands import chunks_of, is_whole
 from shoal.weights.fetch import tell_blame
 from shoal.weights.manifest import open_manifest
 from shoal.weights.relays import Relays
-from shoal.weights.sources import sources_of
+from shoal.weights.sources import ORIGIN, sources_of
 from shoal.weights.transfer import Transfer
 
 log = logging.getLogger("relay")
@@ -95,9 +95,8 @@ class Filler:
         missing = await asyncio.to_thread(self._store.missing, newest_first)
         if not missing:
             return
-        sources = sources_of(
-            self._info, self._client, await self._relays.sources(newest_first[0][1]), spare_origin=False
-        )
+        others = await self._relays.sources(newest_first[0][1], rank_of_few=ORIGIN)
+        sources = sources_of(self._info, self._client, others, spare_origin=False)
         transfer = Transfer(
             missing, sources, self._store.parts, rng=random.Random(secrets.randbits(64)), on_blame=tell_blame,
             on_progress=lambda line: log.info("version=%d %s", newest_first[0][1].version, line),

@@ -30,6 +30,9 @@ from shoal.weights.room import disk_limit
 
 log = logging.getLogger("relay")
 
+LOCAL_PROXIES = ("127.0.0.1", "::1")
+"""A proxy with TLS on this machine: its X-Forwarded-For is believed."""
+
 RUN = re.compile(r"[0-9a-f]{32}", re.ASCII)
 
 
@@ -55,7 +58,8 @@ async def _run(url: str, key: Key, home: Path, bind: str, port: int, public_url:
             log.info(
                 "relaying run=%s port=%d held_mb=%.0f", info.name, listener.getsockname()[1], store.held_bytes / 1e6
             )
-            server = http_server(application(store, key, info.run, time.time), Limits(total=connections_that_fit()))
+            limits = Limits(total=connections_that_fit(), trusted=LOCAL_PROXIES)
+            server = http_server(application(store, key, info.run, time.time), limits)
             server.capture_signals = contextlib.nullcontext  # type: ignore[assignment, method-assign]  # `stopping` has them
             filler = Filler(client, info, store, Relays(client, but=key.public), time.time)
             serving = asyncio.create_task(server.serve(sockets=[listener]))
