@@ -47,7 +47,8 @@ class Filler:
         while True:
             try:
                 await self._look()
-                await self._fill()
+                if not await self._fill():
+                    continue
                 newest = max(self._manifests, default=-1)
                 if newest > told:
                     told = newest
@@ -88,13 +89,13 @@ class Filler:
         self._store.keep(signed, manifest)
         self._manifests[version] = (signed, manifest)
 
-    async def _fill(self) -> None:
+    async def _fill(self) -> bool:
         """Fetch what is missing of the fresh versions. Begin anew when another is published, as the newest comes first, and
-        when there are more relays."""
+        when there are more relays. Returns whether nothing is missing."""
         newest_first = [self._manifests[version] for version in sorted(self._manifests, reverse=True)]
         missing = await asyncio.to_thread(self._store.missing, newest_first)
         if not missing:
-            return
+            return True
         others = await self._relays.sources(newest_first[0][1], rank_of_few=ORIGIN)
         sources = sources_of(self._info, self._client, others, spare_origin=False)
         transfer = Transfer(
@@ -106,6 +107,7 @@ class Filler:
             await asyncio.wait((fetching, looking), return_when=asyncio.FIRST_COMPLETED)
             if fetching.done():
                 fetching.result()
+            return fetching.done()
         finally:
             for task in (fetching, looking):
                 task.cancel()
