@@ -30,7 +30,6 @@ import random
 import shutil
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -66,27 +65,18 @@ async def plain(asked: Asked, root: Path, *, sharing: bool = False) -> dict[str,
     relays = [f"relay{i}" for i in range(NUM_RELAYS)]
     names = [f"client{i}" for i in range(NUM_CLIENTS)]
     uplinks = dict.fromkeys(["origin", *relays, *(names if sharing else [])], asked.rate)
-    async with world(root, asked.size_mb, asked.chunk_bytes, uplinks, asked.seed, relays) as made:
-        made.links["origin"].hold()  # nobody fetches before all are up
+    async with world(root, asked.size_mb, uplinks, asked.seed, relays) as made:
         for process in made.relays:
             process.start()
         await listed(made.url, NUM_RELAYS)
         made.clients = [client(made, name) for name in names]
         for process in made.clients:
-            (made.root / process.name).mkdir()
-            (made.root / process.name / "began").write_text(str(time.time() + 3600))
             process.start()
         if sharing:
             await listed(made.url, NUM_RELAYS + NUM_CLIENTS)
-            began = time.time() + 2
-            for name in names:
-                (made.root / name / "began").write_text(str(began))
-            await asyncio.sleep(2)
-        else:
-            await asyncio.sleep(4)
-        began, cpu = time.time(), psutil.cpu_times()
-        made.links["origin"].release()
-        if sharing:
+        await asyncio.sleep(5)
+        before, began, cpu = made.egress("coordinator"), await made.publish(asked.chunk_bytes), psutil.cpu_times()
+        if sharing:  # they go on serving
             said = [await _said(made.root / name / "said.json") for name in names]
         else:
             said = await ended(made.clients)
@@ -95,7 +85,7 @@ async def plain(asked: Asked, root: Path, *, sharing: bool = False) -> dict[str,
         bound = bound_s(size, asked.rate, NUM_CLIENTS, NUM_RELAYS, sharing)
         return {
             "took_s": took, "bound_s": bound, "ratio": took / bound, "copies": made.egress("origin") / size,
-            "from_coordinator": sum(each["got_bytes"].get(made.url, 0) for each in said) / size,
+            "copies_of_coordinator": (made.egress("coordinator") - before) / size,
             "cpu": _cpu_share(cpu),
         }  # fmt: skip
 
@@ -109,7 +99,7 @@ async def bad(asked: Asked, root: Path) -> dict[str, Any]:
     """Six relays of which three are good."""
     good = ["good0", "good1", "good2"]
     uplinks = dict.fromkeys([*good, "killed", "liar", "origin"], asked.rate) | {"slow": asked.rate / 200}
-    async with world(root, asked.size_mb, asked.chunk_bytes, uplinks, asked.seed, [*good, "killed", "slow"]) as made:
+    async with world(root, asked.size_mb, uplinks, asked.seed, [*good, "killed", "slow"]) as made:
         made.links["origin"].rate(0)  # they fill as fast as the machine can
         public = f"http://127.0.0.1:{made.links['liar'].port}"
         liar = [sys.executable, "-m", "benchmarks.swarm.liar", made.url, str(root / "liar")]
@@ -117,6 +107,7 @@ async def bad(asked: Asked, root: Path) -> dict[str, Any]:
         for process in made.relays:
             process.start()
         await listed(made.url, 6)
+        await made.publish(asked.chunk_bytes)
         await whole(made, [process.name for process in made.relays])
         made.links["origin"].rate(asked.rate)
         made.clients = [client(made, f"client{i}") for i in range(4)]
@@ -138,8 +129,9 @@ async def bad(asked: Asked, root: Path) -> dict[str, Any]:
 
 async def idle(asked: Asked, root: Path) -> dict[str, Any]:
     """A relay with 2,000 idle or stuck connections."""
-    async with world(root, 100, 1 << 20, {"origin": 0.0, "relay0": 0.0}, asked.seed, ["relay0"]) as made:
+    async with world(root, 100, {"origin": 0.0, "relay0": 0.0}, asked.seed, ["relay0"]) as made:
         made.relays[0].start()
+        await made.publish(1 << 20)
         await whole(made, ["relay0"])
         popen = made.relays[0].popen
         assert popen is not None
@@ -150,13 +142,12 @@ async def kills(asked: Asked, root: Path) -> dict[str, Any]:
     """SIGKILLs while three clients fetch again and again."""
     relays, names, rng = ["relay0", "relay1"], ["client0", "client1", "client2"], random.Random(asked.seed)
     completed = 0
-    async with world(
-        root, asked.size_mb, asked.chunk_bytes, dict.fromkeys(["origin", *relays], asked.rate), asked.seed, relays
-    ) as made:
+    async with world(root, asked.size_mb, dict.fromkeys(["origin", *relays], asked.rate), asked.seed, relays) as made:
         assert made.origin is not None
         for process in made.relays:
             process.start()
         await listed(made.url, 2)
+        await made.publish(asked.chunk_bytes)
         made.clients = [client(made, name, f"{name}-0") for name in names]
         for process in made.clients:
             process.start()
@@ -181,7 +172,7 @@ async def kills(asked: Asked, root: Path) -> dict[str, Any]:
                 done += 1
         await ended([each for each in made.clients if each in victims])
         completed += sum(each in victims for each in made.clients)
-        sent = sum(made.egress(name) for name in ("origin", *relays))
+        sent = sum(made.egress(name) for name in ("coordinator", "origin", *relays))
         stored = sum(path.stat().st_size for home in root.glob("client*-*") for path in home.rglob("*.safetensors"))
         stored += sum(path.stat().st_size for name in relays for path in (root / name).rglob("??/*"))
         again_mb = (sent - stored) / MB
@@ -196,24 +187,22 @@ async def kills(asked: Asked, root: Path) -> dict[str, Any]:
 async def with_shardcast(asked: Asked, root: Path) -> dict[str, Any]:
     """The same links with another package: the best of a few settings."""
     found = []
-    for shard_mb in (asked.size_mb / 20, asked.size_mb / 160):
-        for lanes in (10, 2):
-            settings = shardcast.Settings(max(0.25, shard_mb), lanes)
-            folder = root / f"{shard_mb}-{lanes}"
-            folder.mkdir()
-            cpu = psutil.cpu_times()
-            try:
-                took = await shardcast.broadcast(
-                    asked.venv, folder, asked.size_mb, asked.rate, NUM_CLIENTS, NUM_RELAYS, asked.seed, settings
-                )
-            except (RuntimeError, TimeoutError) as error:
-                found.append({"settings": str(settings), "failed": str(error)[-200:]})
-                continue
-            finally:
-                shutil.rmtree(folder, ignore_errors=True)
-            bound = bound_s(asked.size_mb * MB, asked.rate, NUM_CLIENTS, NUM_RELAYS, False)
-            ratio, share = took.took_s / bound, _cpu_share(cpu)
-            found.append({"settings": str(settings), "ratio": ratio, **took._asdict(), "cpu": share})
+    for shard_mb, lanes in ((asked.size_mb / 20, 10), (asked.size_mb / 160, 10), (asked.size_mb / 160, 2)):
+        settings, cpu = shardcast.Settings(max(0.25, shard_mb), lanes), psutil.cpu_times()
+        folder = root / f"{shard_mb}-{lanes}"
+        folder.mkdir()
+        try:
+            took = await shardcast.broadcast(
+                asked.venv, folder, asked.size_mb, asked.rate, NUM_CLIENTS, NUM_RELAYS, asked.seed, settings
+            )
+        except (RuntimeError, TimeoutError) as error:
+            found.append({"settings": str(settings), "failed": str(error)[-200:]})
+            continue
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        bound = bound_s(asked.size_mb * MB, asked.rate, NUM_CLIENTS, NUM_RELAYS, False)
+        ratio, share = took.took_s / bound, _cpu_share(cpu)
+        found.append({"settings": str(settings), "ratio": ratio, **took._asdict(), "cpu": share})
     worked = [each for each in found if "ratio" in each]
     return {"best": min(worked, key=lambda each: each["ratio"], default=None), "all": found}
 

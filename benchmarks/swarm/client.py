@@ -28,32 +28,37 @@ from shoal.weights.sources import Source, sources_of
 
 async def story(url: str, home: Path, port: int, public_url: str) -> None:
     """Fetch once, and go on sharing until killed, if asked to share."""
-    blamed: list[tuple[str, str]] = []
     key = load_or_make_key(home / "node.key")
     async with Client(url, key) as client:
         info = await client.get_json("/v1/run", RunInfo)
-        client.run = info.run
-        data = await client.get("/v1/manifests/latest", cap=MAX_MANIFEST_BYTES)
-        manifest = open_manifest(data, run=info.run, keys=(info.trainer_key,), now=time.time())
-        shared = SharedVersions(home / "weights")
+        client.run, shared = info.run, SharedVersions(home / "weights")
         async with sharing(Share(key, port, "127.0.0.1", public_url) if port else None, client, shared):
-            while port and time.time() < float((home / "began").read_text() or "inf"):
-                await asyncio.sleep(0.05)
-            relays = await Relays(client, but=key.public).sources(manifest)
-            sources = sources_of(info, client, relays)
-            got, began = {source.name: _counted(source) for source in sources}, time.time()
-            directory = await fetch(
-                manifest, sources, shared.folder, on_held=shared.hold,
-                on_blame=lambda *told: blamed.append(told), on_progress=lambda line: print(line, file=sys.stderr),
-            )  # fmt: skip
-            ended = time.time()
-            assert weights_root(directory) == manifest.root
-            got_bytes = {name: count[0] for name, count in got.items()}
-            said = {"began": began, "ended": ended, "got_bytes": got_bytes, "blamed": blamed}
-            (home / "said.json").write_text(json.dumps(said))
-            print(json.dumps(said), flush=True)
+            while info.version < 0:
+                await asyncio.sleep(0.5)
+                info = await client.get_json("/v1/run", RunInfo)
+            await _fetch(client, info, home, shared)
             while port:
                 await asyncio.sleep(1)
+
+
+async def _fetch(client: Client, info: RunInfo, home: Path, shared: SharedVersions) -> None:
+    blamed: list[tuple[str, str]] = []
+    own = load_or_make_key(home / "node.key").public
+    data = await client.get("/v1/manifests/latest", cap=MAX_MANIFEST_BYTES)
+    manifest = open_manifest(data, run=info.run, keys=(info.trainer_key,), now=time.time())
+    relays = await Relays(client, but=own).sources(manifest)
+    sources = sources_of(info, client, relays)
+    got, began = {source.name: _counted(source) for source in sources}, time.time()
+    directory = await fetch(
+        manifest, sources, shared.folder, on_held=shared.hold,
+        on_blame=lambda *told: blamed.append(told), on_progress=lambda line: print(line, file=sys.stderr),
+    )  # fmt: skip
+    ended = time.time()
+    assert weights_root(directory) == manifest.root
+    got_bytes = {name: count[0] for name, count in got.items()}
+    said = {"began": began, "ended": ended, "got_bytes": got_bytes, "blamed": blamed}
+    (home / "said.json").write_text(json.dumps(said))
+    print(json.dumps(said), flush=True)
 
 
 def _counted(source: Source) -> list[int]:

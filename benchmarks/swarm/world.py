@@ -23,15 +23,14 @@ from safetensors.numpy import save_file
 
 from shoal.config import RunConfig
 from shoal.folder import RunFolder
+from shoal.net.client import Client
 from shoal.net.fault_proxy import FaultProxy
 from shoal.net.keys import load_or_make_key
+from shoal.protocol.types import Done
 from shoal.protocol.wire import to_json
-from shoal.roles.coordinator.desk import Desk
-from shoal.roles.coordinator.role import open_run
-from shoal.roles.coordinator.versions import put_chunk, take_checkpoint
 from shoal.tree import from_tree
 from shoal.weights.manifest import sign_manifest
-from shoal.weights.publish import publish
+from shoal.weights.publish import HttpSink, publish
 
 MB = 1_000_000
 
@@ -46,20 +45,10 @@ RUN = {
 }
 
 
-class Sink:
-    """Chunks straight into the desk: publishing is not what is measured."""
-
-    def __init__(self, desk: Desk) -> None:
-        self._desk = desk
-
-    async def put(self, digest: str, chunk: bytes) -> None:
-        put_chunk(self._desk, digest, chunk, digest)
-
-
-def make_run(root: Path, size_mb: int, chunk_bytes: int, origin_port: int, origin_url: str) -> tuple[RunFolder, Path]:
-    """A run's folder with one version of `size_mb`, and the directory that was published."""
+def make_run(root: Path, size_mb: int, port: int, origin_port: int, origin_url: str) -> RunFolder:
+    """A run's folder without a version, and beside it weights of `size_mb`."""
     folder = RunFolder(root / "run")
-    host = {"origin_port": origin_port, "origin_url": origin_url}
+    host = {"port": port, "origin_port": origin_port, "origin_url": origin_url}
     folder.prepare(from_tree({**RUN, "host": host}, RunConfig, "benchmark"), root)
     weights = root / "weights"
     weights.mkdir()
@@ -67,18 +56,7 @@ def make_run(root: Path, size_mb: int, chunk_bytes: int, origin_port: int, origi
     tensors = {f"w{i}": rng.integers(0, 2**32, size_mb * MB // 40, dtype=np.uint32).view(np.float32) for i in range(10)}
     save_file(tensors, weights / "model.safetensors")
     (weights / "config.json").write_text("{}")
-    desk = open_run(folder, folder.config())
-    key = load_or_make_key(folder.keys / "trainer.key")
-
-    async def story() -> None:
-        manifest = await publish(
-            weights, Sink(desk), run=desk.state.run, version=0, dtype="float32", chunk_bytes=chunk_bytes
-        )
-        await take_checkpoint(desk, key.public, to_json(sign_manifest(manifest, key, now=time.time())))
-
-    asyncio.run(story())
-    desk.book.store.close()
-    return folder, weights
+    return folder
 
 
 @dataclass
@@ -123,6 +101,22 @@ class World:
     ports: dict[str, int] = field(default_factory=dict)
     links: dict[str, FaultProxy] = field(default_factory=dict)
 
+    async def publish(self, chunk_bytes: int) -> float:
+        """Publish the version as the trainer does; returns when it was there."""
+        key = load_or_make_key(self.folder.keys / "trainer.key")
+        async with Client(self.url, key, run=self.folder.run_id()) as client:
+            manifest = await publish(
+                self.root / "weights",
+                HttpSink(client),
+                run=client.run,
+                version=0,
+                dtype="float32",
+                chunk_bytes=chunk_bytes,
+            )
+            signed = to_json(sign_manifest(manifest, key, now=time.time()))
+            await client.send("POST", "/v1/checkpoints", signed, Done)
+        return time.time()
+
     def egress(self, name: str) -> int:
         """Bytes that went through an uplink."""
         return self.links[name].passed_bytes
@@ -138,10 +132,10 @@ def free_port() -> int:
 
 @contextlib.asynccontextmanager
 async def world(
-    root: Path, size_mb: int, chunk_bytes: int, uplinks: dict[str, float], seed: int, relays: Collection[str]
+    root: Path, size_mb: int, uplinks: dict[str, float], seed: int, relays: Collection[str]
 ) -> AsyncIterator[World]:
     """A host, and processes of `relays` that are not started; uplinks are bytes a second."""
-    rng = random.Random(seed)
+    rng, uplinks = random.Random(seed), {"coordinator": 0.0, **uplinks}
     ports = {name: free_port() for name in uplinks}
     async with contextlib.AsyncExitStack() as stack:
         links = {}
@@ -149,7 +143,7 @@ async def world(
             proxy = FaultProxy(ports[name], rng, bytes_per_s=rate)
             links[name] = await stack.enter_async_context(proxy)
         origin_url = f"http://127.0.0.1:{links['origin'].port}/v1/blobs"
-        folder, _ = await asyncio.to_thread(make_run, root, size_mb, chunk_bytes, ports["origin"], origin_url)
+        folder = await asyncio.to_thread(make_run, root, size_mb, ports["coordinator"], ports["origin"], origin_url)
         made = World(root, folder, links=links, ports=ports)
         made.coordinator = Process(
             "coordinator", shoal("role", "coordinator", "--run-dir", folder.root), root / "coordinator.log"
@@ -158,7 +152,8 @@ async def world(
         try:
             made.coordinator.start()
             made.origin.start()
-            made.url = await _url_of(folder)
+            await _url_of(folder)
+            made.url = f"http://127.0.0.1:{links['coordinator'].port}"
             made.relays = [relay(made, name) for name in relays]
             yield made
         finally:
@@ -174,13 +169,13 @@ def relay(made: World, name: str) -> Process:
     return Process(name, shoal("relay", made.url, *where), made.root / f"{name}.log")
 
 
-async def _url_of(folder: RunFolder) -> str:
+async def _url_of(folder: RunFolder) -> None:
     async with httpx.AsyncClient() as http:
         for _ in range(600):
             with contextlib.suppress(OSError, ValueError, httpx.HTTPError):
                 url: str = json.loads(folder.address.read_text())["url"]
                 if (await http.get(f"{url}/healthz")).status_code == 200:
-                    return url
+                    return
             await asyncio.sleep(0.1)
     raise TimeoutError("the coordinator did not answer")
 
