@@ -61,10 +61,14 @@ class SharedVersions:
         self._chunks: dict[str, list[str]] = {}
         """All chunks that its manifest names, in order."""
         self._held: dict[str, set[str]] = {}
+        self._latest: Manifest | None = None
+        self._content = ""
 
     def hold(self, manifest: Manifest, chunks: Collection[str]) -> None:
         """These chunks of a version were verified, and are in its directory."""
-        content = content_of(manifest)
+        if manifest is not self._latest:
+            self._latest, self._content = manifest, content_of(manifest)
+        content = self._content
         if content not in self._places:
             name = directory_name(manifest)
             self._places[content] = {

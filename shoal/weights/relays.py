@@ -38,11 +38,12 @@ MOST_RELAYS = 20
 class RelaySource(HttpSource):
     """A relay, for one version."""
 
-    def __init__(self, relay: RelayEntry, manifest: Manifest, *, beside: str = "") -> None:
-        """`beside` is as of `HttpSource`. Raises `PeerError` for a bad URL."""
+    def __init__(self, relay: RelayEntry, content: str, chunks: Sequence[str], *, beside: str = "") -> None:
+        """`content` is as of `content_of`, `chunks` are those of `sized_chunks`, `beside` is as of `HttpSource`. Raises
+        `PeerError` for a bad URL."""
         url = relay.url.rstrip("/")
         super().__init__(f"{url}/v1/blobs", name=url, beside=beside, still_filling=True, address=relay.address)
-        self._content, self._chunks = content_of(manifest), list(sized_chunks(manifest))
+        self._content, self._chunks = content, chunks
 
     async def holds(self) -> Collection[str] | None:
         """See `FillingSource`."""
@@ -107,10 +108,11 @@ class Relays:
         depends on relays."""
         await self.refresh()
         found, beside = list[Source](), httpx.URL(self._client.base_url).host
+        content, chunks = content_of(manifest), list(sized_chunks(manifest))
         for relay in self._listed[:MOST_RELAYS]:
             if relay.key != self._but:
                 with contextlib.suppress(PeerError):
-                    found.append(RelaySource(relay, manifest, beside=beside))
+                    found.append(RelaySource(relay, content, chunks, beside=beside))
         for source in found if len(found) <= FEW else []:
             source.rank = rank_of_few
         return found

@@ -26,6 +26,7 @@ from shoal.roles.relay.fill import Filler
 from shoal.roles.relay.store import IN_HAND_BYTES, Store
 from shoal.weights.fetch import fetch
 from shoal.weights.manifest import content_of
+from shoal.weights.pieces import sized_chunks as chunks_in
 from shoal.weights.relays import Relays, RelaySource, holdings_of
 from shoal.weights.sources import Passing
 from tests.net.wires import serving
@@ -204,7 +205,9 @@ def test_a_client_fetches_a_version_from_a_relay_alone(ended, tmp_path):
         ):
             await has(store, chunks_of(ended, 3))
             manifest = ended.desk.kept.manifests[3]
-            source = RelaySource(RelayEntry(url, "127.0.0.1", "key"), manifest, beside="127.0.0.1")
+            source = RelaySource(
+                RelayEntry(url, "127.0.0.1", "key"), content_of(manifest), list(chunks_in(manifest)), beside="127.0.0.1"
+            )
             assert (await fetch(manifest, [source], tmp_path / "cache")).is_dir()
 
     asyncio.run(asyncio.wait_for(story(), 30))
@@ -349,7 +352,7 @@ def test_a_plain_web_server_with_the_chunks_is_a_relay_too(ended, tmp_path):
         async with serving(shelf(ended.folder.chunks, time.time), Limits()) as port:
             manifest = ended.desk.kept.manifests[3]
             entry = RelayEntry(f"http://127.0.0.1:{port}", "127.0.0.1", "key")
-            source = RelaySource(entry, manifest, beside="127.0.0.1")
+            source = RelaySource(entry, content_of(manifest), list(chunks_in(manifest)), beside="127.0.0.1")
             assert (await fetch(manifest, [source], tmp_path / "cache")).is_dir()
 
     asyncio.run(asyncio.wait_for(story(), 20))
@@ -364,7 +367,8 @@ def test_a_relay_that_says_without_end_what_it_has_is_left(ended):
     async def story():
         async with serving(endless, Limits()) as port:
             entry = RelayEntry(f"http://127.0.0.1:{port}", "127.0.0.1", "key")
-            source = RelaySource(entry, ended.desk.kept.manifests[3], beside="127.0.0.1")
+            manifest = ended.desk.kept.manifests[3]
+            source = RelaySource(entry, content_of(manifest), list(chunks_in(manifest)), beside="127.0.0.1")
             with pytest.raises(Passing, match="answered more than 1 bytes"):
                 await source.holds()
             await source.close()

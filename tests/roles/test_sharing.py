@@ -17,6 +17,7 @@ from shoal.roles.coordinator.api import application as coordinator
 from shoal.roles.offering import application
 from shoal.roles.sharing import Share, SharedVersions, sharing
 from shoal.weights.fetch import fetch
+from shoal.weights.manifest import content_of
 from shoal.weights.pieces import sized_chunks
 from shoal.weights.relays import RelaySource
 from tests.net.wires import serving
@@ -69,7 +70,7 @@ def test_a_client_fetches_from_a_worker_that_shares(origin, tmp_path):
         await fetch(manifest, [origin], tmp_path / "cache", on_held=shared.hold)
         async with serving(application(shared, Key.generate(), "run", time.time), Limits()) as port:
             entry = RelayEntry(f"http://127.0.0.1:{port}", "127.0.0.1", "key")
-            source = RelaySource(entry, manifest, beside="127.0.0.1")
+            source = RelaySource(entry, content_of(manifest), list(sized_chunks(manifest)), beside="127.0.0.1")
             assert (await fetch(manifest, [source], tmp_path / "other")).is_dir()
 
     asyncio.run(asyncio.wait_for(story(), 20))

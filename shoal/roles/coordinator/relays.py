@@ -44,7 +44,7 @@ CHALLENGES_PER_S = 1.0
 
 CHALLENGE_S, CHALLENGE_BYTES = 5.0, 1024
 
-OFFER_AGAIN_S, LAPSES_S = 300.0, 900.0
+OFFER_AGAIN_S, LAPSES_S = 60.0, 900.0
 """A relay repeats its offer; without that it is not listed any more."""
 
 PROBE_EVERY_S, PROBE_BYTES, PROBE_S = 15.0, 64 << 10, 10.0

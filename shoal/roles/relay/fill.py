@@ -10,7 +10,7 @@ import random
 import secrets
 from collections.abc import Callable
 
-from shoal.errors import NothingYet, PeerError, cause_of
+from shoal.errors import NothingYet, ShoalError, cause_of
 from shoal.net.client import Client
 from shoal.protocol.constants import MAX_MANIFEST_BYTES
 from shoal.protocol.types import Manifest, RunInfo
@@ -56,7 +56,7 @@ class Filler:
                         "version=%d is here whole=%s held_mb=%.0f", newest, self._is_whole(newest), self._held_mb()
                     )
                 await asyncio.sleep(LOOK_EVERY_S)
-            except PeerError as error:
+            except ShoalError as error:
                 log.warning("%s", error)
                 await asyncio.sleep(REST_S)
             except OSError as error:
@@ -121,7 +121,7 @@ class Filler:
             try:
                 if await self._look() or await self._relays.refresh(LIST_EVERY_S):
                     return
-            except PeerError as error:
+            except ShoalError as error:
                 log.warning("%s", error)
 
     def _is_whole(self, version: int) -> bool:

@@ -44,7 +44,7 @@ class Store:
     @property
     def held_bytes(self) -> int:
         """Bytes of all chunks here."""
-        return sum(self.held.values())
+        return sum(list(self.held.values()))  # a copy: another thread may add one meanwhile
 
     def verify(self) -> None:
         """Hash what an earlier process left, and delete what is damaged. Blocks."""
@@ -64,7 +64,7 @@ class Store:
             try:
                 return FileAnswer(path_of(self.folder, name), name)
             except FileNotFoundError:
-                del self.held[name]
+                self.held.pop(name, None)
         raise NothingYet(f"{name[:16]!r} is not here, or not yet: ask another source")
 
     def holdings(self, content: str) -> bytes:
@@ -118,10 +118,10 @@ class Store:
         """Delete chunks that are not wanted, those that came first first."""
         over_bytes = self.held_bytes + need_bytes - self._max_bytes
         over_bytes = max(over_bytes, need_bytes - self._free_bytes())
-        for name in [name for name in self.held if name not in wanted]:  # guard: bounded-disk
+        for name in [name for name in list(self.held) if name not in wanted]:  # guard: bounded-disk
             if over_bytes <= 0:
                 return
-            over_bytes -= self.held.pop(name)
+            over_bytes -= self.held.pop(name, 0)
             path_of(self.folder, name).unlink(missing_ok=True)
 
     def _free_bytes(self) -> int:
