@@ -38,21 +38,34 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--versions", type=int, default=40)
     parser.add_argument("--policy", choices=POLICIES, default="demo")
+    parser.add_argument(
+        "--anchor-every", type=int, default=1, help="versions between whole ones, as storage.anchor_every"
+    )
     parser.add_argument("--tree", type=Path, default=Path(__file__).resolve().parents[1])
     parser.add_argument("--role", nargs=2, metavar=("ROLE", "FOLDER"), help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.role:
-        PLAYED[asked.role[0]](Path(asked.role[1]), asked.policy, asked.versions)
+        PLAYED[asked.role[0]](Path(asked.role[1]), asked)
         return
     with tempfile.TemporaryDirectory() as scratch:
+        options = [
+            "--versions",
+            f"{asked.versions}",
+            "--policy",
+            asked.policy,
+            "--anchor-every",
+            f"{asked.anchor_every}",
+        ]
         people = {
             role: subprocess.Popen(
-                [sys.executable, str(Path(__file__).resolve()), "--versions", str(asked.versions), "--policy", asked.policy,
-                 "--role", role, f"{scratch}/run"],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": str(asked.tree)},
+                [sys.executable, str(Path(__file__).resolve()), *options, "--role", role, f"{scratch}/run"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env=os.environ | {"PYTHONPATH": str(asked.tree)},
             )
             for role in PLAYED
-        }  # fmt: skip
+        }
         try:
             table = in_step(people, asked.versions)
         finally:
@@ -64,7 +77,13 @@ def main() -> None:
         print(f"{role:12} {job:8} {cpu_s / counted:.4f}")
     total = sum(table.values()) / counted
     by_job = {f"{role}.{job}": round(cpu_s / counted, 5) for (role, job), cpu_s in sorted(table.items())}
-    figures = {"benchmark": "weights_cost", "policy": asked.policy, "versions": counted, "total_cpu_s": round(total, 5)}
+    figures = {
+        "benchmark": "weights_cost",
+        "policy": asked.policy,
+        "anchor_every": asked.anchor_every,
+        "versions": counted,
+        "total_cpu_s": round(total, 5),
+    }
     print(json.dumps(figures | by_job | {"load_after": round(os.getloadavg()[0], 2)}))
 
 
@@ -114,32 +133,33 @@ async def told() -> int:
     return int(await asyncio.to_thread(sys.stdin.readline))
 
 
-def config_of(policy: str) -> Any:
+def config_of(asked: argparse.Namespace) -> Any:
     from shoal.config import RunConfig
     from shoal.tree import from_tree
 
-    chosen = POLICIES[policy]
+    chosen = POLICIES[asked.policy]
+    anchors = {"anchor_every": asked.anchor_every} if asked.anchor_every > 1 else {}
     tree = {
         "name": "cost", "steps": 1000, "seed": 0, "envs": [{"name": "arithmetic"}],
         "policy": {"dtype": chosen["dtype"], "tiny": chosen["tiny"]},
         "sampling": {"max_turn_tokens": 64, "max_tokens": 96},
         "rollouts": {"group_size": 8, "block_rollouts": 16, "batch_groups": 3, "max_staleness": 1, "lease_s": 60.0},
-        "storage": {"window_steps": 4},
+        "storage": {"window_steps": 4} | anchors,
     }  # fmt: skip
     return from_tree(tree, RunConfig, "benchmark")
 
 
-def coordinate(root: Path, policy: str, versions: int) -> None:
+def coordinate(root: Path, asked: argparse.Namespace) -> None:
     """The coordinator's application on a socket. Its batches are taken as formed, so that versions follow at once."""
     from shoal.folder import RunFolder
     from shoal.net.connections import Limits, http_server
     from shoal.roles.coordinator.api import application
     from shoal.roles.coordinator.role import _listen, open_run
 
-    folder, config = RunFolder(root), config_of(policy)
+    folder, config = RunFolder(root), config_of(asked)
     folder.prepare(config, root)
     desk = open_run(folder, folder.config())
-    desk.state.main.batches.update(dict.fromkeys(range(versions), ()))
+    desk.state.main.batches.update(dict.fromkeys(range(asked.versions), ()))
     listener = _listen(folder, config)
     host, port = listener.getsockname()[:2]
     folder.address.write_text(json.dumps({"url": f"http://{host}:{port}", "port": port}))
@@ -172,7 +192,7 @@ def opened(root: Path, key: str) -> tuple[Any, Any, Any]:
     return folder, Client(url, loaded), loaded
 
 
-def train(root: Path, policy: str, versions: int) -> None:
+def train(root: Path, asked: argparse.Namespace) -> None:
     """The trainer without its steps: noise moves the masters."""
     sys.stdin.readline()  # the coordinator is there
     import torch
@@ -200,7 +220,7 @@ def train(root: Path, policy: str, versions: int) -> None:
             while True:
                 with torch.no_grad():
                     for parameter in learner.model.parameters():
-                        parameter.add_(torch.randn_like(parameter), alpha=POLICIES[policy]["lr"])  # type: ignore[arg-type]
+                        parameter.add_(torch.randn_like(parameter), alpha=POLICIES[asked.policy]["lr"])  # type: ignore[arg-type]
                 with watch.of("save"):
                     await asyncio.to_thread(save_state, folder.trainer, learner.state(version))
                 with watch.of("publish"):
@@ -243,8 +263,8 @@ def node(role: str, root: Path) -> None:
 PLAYED = {
     "coordinator": coordinate,
     "trainer": train,
-    "worker": lambda root, policy, versions: node("worker", root),
-    "validator": lambda root, policy, versions: node("validator", root),
+    "worker": lambda root, asked: node("worker", root),
+    "validator": lambda root, asked: node("validator", root),
 }
 
 if __name__ == "__main__":

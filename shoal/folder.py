@@ -38,6 +38,8 @@ class RunFolder:
         self.root_key_file = self.keys / "root.pub"
         """The public part of the key that names publishers, if that is not the run key."""
         self.trainer = root / "trainer"
+        self.outgoing = root / "trainer" / "outgoing"
+        """Chunks of the version that the trainer publishes, for the coordinator to take over."""
         self.policy = root / "policy"
         """Version 0, made or copied at the first start."""
         self.checkpoints = root / "checkpoints"

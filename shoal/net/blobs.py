@@ -7,6 +7,7 @@ repairs it.
 
 import contextlib
 import errno
+import os
 import re
 import secrets
 from collections.abc import Iterator
@@ -80,6 +81,20 @@ class FolderBlobs:
             upload.write(data)
             upload.keep(digest)
         return digest
+
+    def adopt(self, file: Path, digest: str, size: int) -> None:
+        """Take over a durable file of this disk, whose hash and size the caller has just verified. Raises `StateError`."""
+        path = self.path_of(digest)
+        known_bytes = path.stat().st_size if path.exists() else 0
+        try:
+            if not path.parent.exists():
+                path.parent.mkdir()
+                sync_folder(self.folder)
+            os.replace(file, path)
+            sync_folder(path.parent)
+        except OSError as error:
+            raise _cannot_write(self.folder, error) from None
+        self.stored_bytes += size - known_bytes
 
     def upload(self) -> "Upload":
         """Start to receive bytes whose hash is not verified yet. Use as `with blobs.upload() as upload`."""

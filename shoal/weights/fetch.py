@@ -155,7 +155,7 @@ class _Fetch:
 
     async def version(self, asked: Manifest) -> Path:
         """A version by the cheapest way; if its patches fail, by the next one."""
-        broken, problem = set[tuple[int, int]](), None
+        broken, dropped, problem = set[tuple[int, int]](), set[int](), None
         if await asyncio.to_thread(self._is_here, asked):
             return await self._held(asked)
         while (way := await self._way(asked, broken)) is not None:
@@ -168,7 +168,10 @@ class _Fetch:
             except (PeerError, StateError) as error:
                 log.warning("version=%d patched=false reason=%r", asked.version, str(error))
                 problem = error
-                if not way.is_here or await asyncio.to_thread(self._is_sound, way.start, asked.run):
+                blameless = way.is_here and way.start not in dropped
+                if blameless and not await asyncio.to_thread(self._is_sound, way.start, asked.run):
+                    dropped.add(way.start)  # the patches may be right
+                else:
                     broken |= {(step.patch.base, step.version) for step in way.steps}
         raise problem or NothingYet(
             f"version {asked.version} is published as patches, and no version that they begin at can be had here: try "

@@ -9,6 +9,7 @@ import asyncio
 import hashlib
 import io
 import os
+import shutil
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 from shoal.errors import StateError, cause_of
+from shoal.folder import write_atomically
 from shoal.net.client import Client
 from shoal.protocol import constants, wire
 from shoal.protocol.types import FileEntry, Manifest, Patch
@@ -50,6 +52,22 @@ class ChunkSink(Protocol):
     async def put(self, digest: str, chunk: bytes) -> None:
         """Store a chunk under its SHA-256; it is durable on return. Putting it twice changes nothing."""
         ...
+
+
+class FolderSink:
+    """A folder in which a coordinator on this machine finds the chunks of the manifest that it is sent next."""
+
+    def __init__(self, folder: Path) -> None:
+        """Chunks that were left there are deleted: no manifest named them."""
+        shutil.rmtree(folder, ignore_errors=True)
+        self._folder = folder
+
+    async def put(self, digest: str, chunk: bytes) -> None:
+        """Write one chunk. Raises `StateError`."""
+        try:
+            await asyncio.to_thread(write_atomically, self._folder / digest, chunk)
+        except OSError as error:
+            raise StateError(f"cannot write chunks to {self._folder}: {cause_of(error)}. Free some space") from None
 
 
 class HttpSink:

@@ -10,13 +10,15 @@ from shoal.errors import ConfigError, PeerError
 from shoal.metrics import read_metrics
 from shoal.protocol.needs import PATCHES
 from shoal.protocol.types import FileEntry, Manifest, Patch
+from shoal.protocol.wire import digest
 from shoal.roles.auditor import source
 from shoal.roles.coordinator.anchors import SLOWEST_LINE_BYTES_PER_S, needed
 from shoal.roles.coordinator.board import Board
 from shoal.roles.seat import Seat
-from shoal.weights.demands import is_whole
+from shoal.weights.demands import chunks_of, is_whole
 from shoal.weights.follow import follow
 from shoal.weights.manifest import weights_root
+from shoal.weights.publish import FolderSink
 from tests.roles.town import Town, tiny_run
 
 SLOW = {"train": {"lr": 1e-6}, "policy": {"dtype": "bfloat16"}, "steps": 5}
@@ -120,28 +122,29 @@ def test_a_trainer_that_was_killed_publishes_its_next_version_whole(tmp_path):
 
 
 def test_a_step_goes_on_while_the_version_before_is_published(tmp_path, monkeypatch):
-    """The batch is there, because the run is one step stale."""
-    town = Town(tmp_path / "run", tiny_run(steps=4, rollouts={"max_staleness": 1}))
+    """Version 1 is held back until the step after it is done: the run is one step stale, so that step's batch is there."""
+    town = Town(tmp_path / "run", tiny_run(steps=3, rollouts={"max_staleness": 1}))
     trainer, order = town.trainer(), []
     step, publish = trainer.learner.step, trainer.publisher.publish
 
     def noted_step(rows, version):
-        order.append(("step", version))
-        return step(rows, version)
+        metrics = step(rows, version)
+        order.append(("stepped", version))
+        return metrics
 
-    async def slow_publish(policy, version):
+    async def held_publish(policy, version):
         order.append(("begin", version))
-        await asyncio.sleep(0.3 if version else 0.0)
+        while version == 1 and ("stepped", 1) not in order:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(1.0 if version == 1 else 0.0)
         await publish(policy, version)
         order.append(("end", version))
 
     monkeypatch.setattr(trainer.learner, "step", noted_step)
-    monkeypatch.setattr(trainer.publisher, "publish", slow_publish)
+    monkeypatch.setattr(trainer.publisher, "publish", held_publish)
     asyncio.run(town.live(trainer, town.validator(), town.worker("worker-0")))
-    beside = [v for v in range(1, 4) if order.index(("step", v)) < order.index(("end", v))]
-    assert beside, order
-    for version in range(2, 5):  # a kill must never find a state that is two versions ahead
-        assert order.index(("end", version - 1)) < order.index(("begin", version))
+    # a kill must never find a state that is two versions ahead of what is published
+    assert order.index(("stepped", 1)) < order.index(("end", 1)) < order.index(("begin", 2)), order
     assert all("publish_wait_s" in line for line in read_metrics(town.folder.metrics))
 
 
@@ -216,6 +219,39 @@ def test_a_version_that_could_not_be_fetched_ahead_is_fetched_when_it_is_loaded(
     monkeypatch.setattr(Seat, "bring", failing)
     asyncio.run(town.live(town.trainer(), town.validator(), worker))
     assert failed and town.desk.state.phase == "ended" and town.audit().findings == []
+
+
+# --- chunks in the run's folder ---
+
+
+def test_the_coordinator_takes_the_trainers_chunks_from_the_run_folder(tmp_path):
+    town = lived(tmp_path / "run", steps=2)
+    blobs, kept = town.desk.blobs, town.desk.kept
+    assert not list(town.folder.outgoing.iterdir())
+    assert all(blobs.has(chunk) for manifest in kept.manifests.values() for chunk in chunks_of(manifest))
+    assert blobs.stored_bytes == sum(path.stat().st_size for path in blobs.paths())
+
+
+def test_a_trainer_whose_folder_the_coordinator_does_not_see_sends_its_chunks(tmp_path):
+    town = Town(tmp_path / "run", tiny_run(steps=2))
+    town.desk.outgoing = tmp_path / "elsewhere"
+    asyncio.run(town.live(town.trainer(), town.validator(), town.worker("worker-0")))
+    assert town.desk.state.phase == "ended" and town.audit().findings == []
+
+
+def test_a_chunk_with_other_bytes_in_the_trainers_folder_is_not_taken(tmp_path, monkeypatch):
+    town = Town(tmp_path / "run", tiny_run(steps=1))
+    put, spoilt = FolderSink.put, []
+
+    async def spoiling(sink, name, chunk):
+        await put(sink, name, chunk)
+        spoilt.append(name)
+        (town.folder.outgoing / name).write_bytes(b"x" + chunk[1:] if len(spoilt) % 2 else b"")
+
+    monkeypatch.setattr(FolderSink, "put", spoiling)
+    asyncio.run(town.live(town.trainer(), town.validator(), town.worker("worker-0")))
+    assert spoilt and town.audit().findings == []
+    assert all(digest(path.read_bytes()) == path.name for path in town.desk.blobs.paths())
 
 
 # --- what stays ---

@@ -48,6 +48,7 @@ class Desk:
         self._config, self.key = config, key
         self.blobs = FolderBlobs(folder.blobs)
         self.hub, self._origin_address = folder.hub, folder.origin_address
+        self.outgoing = folder.outgoing
         self.solved = {env.label: env.solved for env in config.envs}
         secret = folder.secret()
         self.slot_links = SecretChain(secret, SLOT_CHAIN).links()

@@ -1,15 +1,18 @@
 """Policy versions: takes the trainer's chunks and manifests, and serves the manifests.
 
-Called by `api`. It takes them from the trainer only, and refuses a chunk whose hash is not its name.
+Called by `api`. It takes them from the trainer only, and refuses a chunk whose hash is not its name. A trainer that has the
+run's folder leaves its chunks there.
 `ledger/rules/versions` sees to it that a version is published once; `kept` decides how long its chunks stay.
 """
+
+import asyncio
 
 from shoal.errors import StateError
 from shoal.ledger.answers import Refused
 from shoal.ledger.facts.versions import Publish, Rotate
 from shoal.protocol.constants import CHAIN_LENGTH, MAX_CHUNK_BYTES
 from shoal.protocol.types import Manifest, Rotation, SignedManifest
-from shoal.protocol.wire import from_json
+from shoal.protocol.wire import digest, from_json
 from shoal.roles.coordinator.desk import Desk
 from shoal.weights.demands import chunks_of
 from shoal.weights.manifest import content_of, is_renewal, open_manifest
@@ -42,7 +45,10 @@ async def take_checkpoint(desk: Desk, key: str, signed: bytes, created: int = 0)
     """
     state = desk.state
     manifest = open_manifest(signed, run=state.run, keys=(state.trainer_key,), now=desk.clock())
-    missing = [chunk for chunk in sorted(chunks_of(manifest)) if not desk.blobs.has(chunk)]
+    missing = []
+    for chunk in sorted(chunks_of(manifest)):
+        if not desk.blobs.has(chunk) and not await _take_over(desk, chunk):
+            missing.append(chunk)
     if missing:
         raise Refused("incomplete", f"{len(missing)} chunks are missing, such as {missing[0][:12]}: PUT them first")
     known = desk.kept.manifests.get(manifest.version)
@@ -78,6 +84,20 @@ async def rotate(desk: Desk, key: str, rotation: Rotation) -> None:
     if key != desk.state.root:  # guard: root-rotates
         raise Refused("not_admitted", f"only the root key may name a publisher; this run's root is {desk.state.root}")
     await desk.book.submit(Rotate(rotation, desk.clock()))
+
+
+async def _take_over(desk: Desk, chunk: str) -> bool:
+    """Keep a chunk that the trainer left in the run's folder; returns whether it was there."""
+    file = desk.outgoing / chunk
+    try:
+        data = await asyncio.to_thread(file.read_bytes)
+    except OSError:
+        return False
+    if len(data) > MAX_CHUNK_BYTES or await asyncio.to_thread(digest, data) != chunk:  # guard: left-chunk-name
+        return False
+    desk.blobs.adopt(file, chunk, len(data))
+    desk.kept.coming.add(chunk)
+    return True
 
 
 def signed_manifest(desk: Desk, version: str) -> bytes:

@@ -16,7 +16,7 @@ from pathlib import Path
 from shoal.config import RunConfig
 from shoal.errors import StateError, cause_of
 from shoal.folder import RunFolder, clear_leftovers, replaced_folder
-from shoal.net.client import Client
+from shoal.net.client import Client, PeerRefused
 from shoal.policy.files import Snapshot, save_policy, snapshot
 from shoal.policy.model import Transformer
 from shoal.policy.tiny import make_tiny
@@ -28,7 +28,7 @@ from shoal.protocol.wire import to_json
 from shoal.weights.codes import coded_directory
 from shoal.weights.demands import chunks_of
 from shoal.weights.manifest import open_manifest, renew_at, sign_manifest, signer_of
-from shoal.weights.publish import Base, HttpSink, publish
+from shoal.weights.publish import Base, ChunkSink, FolderSink, HttpSink, publish
 
 log = logging.getLogger("trainer")
 
@@ -73,13 +73,23 @@ class Publisher:
         directory = await asyncio.to_thread(self._write, policy)
         parents = (version - 1,) if version else ()
         base = self._base if self._base is not None and self._base.version == version - 1 else None
-        manifest = await publish(
-            directory, HttpSink(self._client), run=self._client.run, version=version, dtype=self._config.policy.dtype,
-            parents=parents, known=self._sent, base=base, whole=version % self._config.storage.anchor_every == 0,
-        )  # fmt: skip
+
+        async def sent(sink: ChunkSink) -> t.Manifest:
+            manifest = await publish(
+                directory, sink, run=self._client.run, version=version, dtype=self._config.policy.dtype, parents=parents,
+                known=self._sent, base=base, whole=version % self._config.storage.anchor_every == 0,
+            )  # fmt: skip
+            signed = to_json(sign_manifest(manifest, self.key, now=self._clock()))
+            await self._client.send("POST", "/v1/checkpoints", signed, t.Done)
+            return manifest
+
+        try:
+            manifest = await sent(FolderSink(self._folder.outgoing))
+        except PeerRefused as refused:
+            if refused.code != "incomplete":
+                raise
+            manifest = await sent(HttpSink(self._client))  # the coordinator does not see our folder
         self._sent = chunks_of(manifest)
-        signed = to_json(sign_manifest(manifest, self.key, now=self._clock()))
-        await self._client.send("POST", "/v1/checkpoints", signed, t.Done)
         if may_be_patched(self._config.policy.dtype):
             self._base = Base(version, manifest.root, coded_directory(directory))
         await asyncio.to_thread(self._keep, directory, self._due(version))
