@@ -32,8 +32,6 @@ from shoal.engine.base import Continuation, Request
 from shoal.engine.local import LocalEngine
 from shoal.folder import RunFolder
 from shoal.ledger.facts.batches import BatchFormed, GroupAccepted
-from shoal.ledger.facts.submissions import SubmissionReceived
-from shoal.ledger.facts.verdicts import Decision
 from shoal.ledger.facts.versions import CheckpointPublished
 from shoal.ledger.table import read_entry
 from shoal.metrics import read_metrics
@@ -53,6 +51,10 @@ from shoal.roles.worker import Worker
 from shoal.tree import from_tree
 
 WARMUP_STEPS = 4
+SEEDS = 8
+"""Simulations of each measured run: their mean is the prediction."""
+REQUEST_S = 0.05
+"""A request beside the bytes of weights, on this machine."""
 RUN: dict[str, Any] = {
     "name": "planning", "envs": [{"name": "arithmetic", "args": {"digits": 2, "operations": "+"}}],
     "sampling": {"max_turn_tokens": 5, "max_tokens": 24},
@@ -127,6 +129,20 @@ class TimedWorker(Worker):
             self.loads.append((grant.lease.version, time.time(), time.time() - began))
 
 
+class TimedValidator(Validator):
+    """Notes how long it takes for a block, from the body until the verdict is taken."""
+
+    took: list[float]
+
+    async def _body(self, check: t.Check) -> bytes:
+        self.began, self.blocks = time.monotonic(), len(check.lease.blocks)
+        return await super()._body(check)
+
+    async def _give(self, verdict: t.Verdict) -> None:
+        await super()._give(verdict)
+        self.took.append((time.monotonic() - self.began) / self.blocks)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=3)
@@ -180,7 +196,8 @@ async def measured(case: Case, steps: int, seed: int) -> Seen:
                 task.cancel()
             await asyncio.gather(*roles, return_exceptions=True)
         loads = [load for worker in workers for load in worker.loads]
-        return figures(case, folder, desk, loads, (sent[last] - sent[first]) / steps, first, last)
+        checks = median(validator.took)
+        return figures(folder, desk, loads, checks, (sent[last] - sent[first]) / steps, first, last)
 
 
 @contextlib.asynccontextmanager
@@ -217,9 +234,12 @@ def worker_of(folder: RunFolder, index: int, port: int, tokens_per_s: float) -> 
     return worker
 
 
-def validator_of(folder: RunFolder, port: int) -> Validator:
+def validator_of(folder: RunFolder, port: int) -> TimedValidator:
     client = client_of(folder.keys / "validator-0.key", port)
-    return Validator(client, folder.nodes / "validator-0", lambda dtype: LocalEngine(1, dtype), own_files=True)
+    home = folder.nodes / "validator-0"
+    validator = TimedValidator(client, home, lambda dtype: LocalEngine(1, dtype), own_files=True)
+    validator.took = []
+    return validator
 
 
 def trainer_of(folder: RunFolder, port: int, step_s: float) -> Trainer:
@@ -238,16 +258,11 @@ def trainer_of(folder: RunFolder, port: int, step_s: float) -> Trainer:
 
 
 def figures(
-    case: Case, folder: RunFolder, desk: Desk, loads: Iterable[tuple[int, float, float]], sent: float, first: int, last: int
+    folder: RunFolder, desk: Desk, loads: list[tuple[int, float, float]], check_s: float, sent: float, first: int, last: int
 ) -> Seen:  # fmt: skip
     """What the log, the metrics and the workers' notes say of the steps from `first` on."""
     entries = [read_entry(data)[0] for data, _ in desk.book.store.read()]
     published = {e.body.version: e.time for e in reversed(entries) if isinstance(e.body, CheckpointPublished)}
-    received = {e.body.digest: e.time for e in entries if isinstance(e.body, SubmissionReceived)}
-    blocks = {e.body.digest: len(desk.state.leases[e.body.lease].blocks)
-              for e in entries if isinstance(e.body, SubmissionReceived)}  # fmt: skip
-    checks = [(e.time - received[e.body.submission]) / blocks[e.body.submission]
-              for e in entries if isinstance(e.body, Decision)]  # fmt: skip
     groups = [e.body for e in entries if isinstance(e.body, GroupAccepted)]
     taken = [e.body for e in entries if isinstance(e.body, BatchFormed) and first <= e.body.step < last]
     between = [batch.step - version for batch in taken for version, _ in batch.groups]
@@ -262,26 +277,24 @@ def figures(
         origin_bytes=sent,
         rollout_tokens=sum(group.tokens for group in groups) / rollouts,
         signal_share=sum(group.signal is not False for group in groups) / len(groups),
-        publish_s=mean(s["publish_s"] + s["save_s"] + s["train_s"] for s in steps) - mean(s["train_s"] for s in steps),
+        publish_s=mean(s["publish_s"] + s["save_s"] for s in steps),
         load_s=median(took for _, _, took in loads),
-        check_s=median(checks),
+        check_s=check_s,
         full_bytes=sum(file.size for file in desk.kept.manifests[last].files if file.path.endswith(".safetensors")),
     )
 
 
-def setting_of(case: Case, base: Sequence[Seen], own: Sequence[Seen], steps: int, seed: int) -> Setting:
-    """What the simulator is told: times from the open case; tokens and signal of the case itself, which follow from what
-    its policy learns."""
-    load_s = median(seen.load_s for seen in base)
+def setting_of(case: Case, base: Seen, own: Seen, steps: int, seed: int) -> Setting:
+    """What the simulator is told: times from the open case of the same repeat, because they depend on what else this
+    machine does; tokens and signal of the case itself, which follow from what its policy learns."""
     nodes = tuple(
-        Node(speed, down, 0.0, load_s) for speed, down in zip(case.tokens_per_s, case.downs, strict=True)
+        Node(speed, down, 0.0, base.load_s) for speed, down in zip(case.tokens_per_s, case.downs, strict=True)
     )  # fmt: skip
     return Setting(
         rules=rules_of(config_of(case, steps, 0)), workers=nodes,
-        rollout_tokens=median(seen.rollout_tokens for seen in own), step_s=case.step_s,
-        publish_s=median(seen.publish_s for seen in base), check_s=median(seen.check_s for seen in base),
-        full_bytes=median(seen.full_bytes for seen in base), origin_up=case.origin_up, request_s=0.03,
-        signal_share=median(seen.signal_share for seen in own), warmup_steps=WARMUP_STEPS, measured_steps=steps, seed=seed,
+        rollout_tokens=own.rollout_tokens, step_s=case.step_s, publish_s=base.publish_s, check_s=base.check_s,
+        full_bytes=base.full_bytes, origin_up=case.origin_up, request_s=REQUEST_S, signal_share=own.signal_share,
+        warmup_steps=WARMUP_STEPS, measured_steps=steps, seed=seed,
     )  # fmt: skip
 
 
@@ -290,12 +303,15 @@ def compared(cases: Iterable[Case], seen: dict[str, list[Seen]], steps: int) -> 
     found: dict[str, Any] = {"benchmark": "planning", "load": round(os.getloadavg()[0], 2)}
     errors = []
     for case in cases:
-        told = [simulate(setting_of(case, seen["open"], seen[case.name], steps, seed)) for seed in range(5)]
+        told = [
+            [simulate(setting_of(case, base, own, steps, seed)) for seed in range(SEEDS)]
+            for base, own in zip(seen["open"], seen[case.name], strict=True)
+        ]
         for name, relative in (
             ("step_s", True), ("lag_s", True), ("origin_bytes", True), ("idle_share", False), ("staleness", False),
         ):  # fmt: skip
             values = sorted(getattr(one, name) for one in seen[case.name])
-            middle, said = median(values), median(getattr(one, name) for one in told)
+            middle, said = median(values), median(mean(getattr(one, name) for one in ones) for ones in told)
             error = abs(said - middle) / middle if relative else abs(said - middle)
             found[f"{case.name}.{name}"] = {
                 "measured": round(middle, 3), "low": round(values[0], 3), "high": round(values[-1], 3),

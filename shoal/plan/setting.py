@@ -35,6 +35,8 @@ class Setting:
     """Of a version against the one before; 0: there are no patches."""
     apply_s: float = 0.0
     """Of a patch, until its version is ready."""
+    ahead: bool = True
+    """Whether a worker fetches the version of its next lease while it plays the one before."""
     origin_up: float = 0.0
     relays_up: tuple[float, ...] = ()
     relay_down: float = 0.0

@@ -55,6 +55,10 @@ class _Worker:
     asking: bool = False
     loaded: int = -1
     disk: set[int] = field(default_factory=set)
+    coming: dict[int, list[Callable[[], None]]] = field(default_factory=dict)
+    """By version that it fetches: what comes then."""
+    load_s: dict[int, float] = field(default_factory=dict)
+    seen: set[int] = field(default_factory=set)
     fetching_s: float = 0.0
     playing_s: float = 0.0
     fetched_bytes: float = 0.0
@@ -192,38 +196,53 @@ class _Run:
             self.origin_bytes += size
             self.net.start(self.now, size, ("origin", "fill"), has_one)
 
-    def _fetch(self, worker: _Worker, version: int, then: Callable[[], None]) -> None:
-        """Get a version to a worker by the cheaper way, and load it."""
-        began, steps = self.now, version - worker.loaded
-        patches = steps * self.s.patch_bytes
-        by_patch = worker.loaded >= 0 < steps and 0 < patches < self.s.full_bytes
-        size = 0.0 if version in worker.disk else patches if by_patch else self.s.full_bytes
-        load_s = steps * self.s.apply_s if by_patch else worker.node.load_s
+    def _load(self, worker: _Worker, version: int, then: Callable[[], None]) -> None:
+        """Let a worker's engine have a version, which may have to be fetched first."""
+        began = self.now
+
+        def loaded() -> None:
+            worker.loaded = version
+            worker.fetching_s += self.now - began
+            if version not in worker.seen:
+                worker.seen.add(version)
+                self.arrived[version].append(self.now - self.published[version])
+            then()
+
+        self._bring(worker, version, lambda: self.after(worker.load_s.get(version, worker.node.load_s), loaded))
+
+    def _bring(self, worker: _Worker, version: int, then: Callable[[], None]) -> None:
+        """Get a version to a worker's disk, by the cheaper way."""
+        if version in worker.disk:
+            then()
+            return
+        if version in worker.coming:
+            worker.coming[version].append(then)
+            return
+        worker.coming[version] = [then]
+        steps = version - max(worker.disk, default=-1)
+        by_patch = bool(worker.disk) and steps > 0 and 0 < steps * self.s.patch_bytes < self.s.full_bytes
+        size = steps * self.s.patch_bytes if by_patch else self.s.full_bytes
+        apply_s = steps * self.s.apply_s if by_patch else 0.0
+        worker.load_s[version] = 0.0 if by_patch else worker.node.load_s
         worker.fetched_bytes += size
         if not self.s.relays_up:
             self.origin_bytes += size
 
-        def loaded() -> None:
-            worker.loaded = version
+        def there() -> None:
             worker.disk = {*sorted(worker.disk | {version})[-2:]}
-            worker.fetching_s += self.now - began
-            if size:
-                self.arrived[version].append(self.now - self.published[version])
-            then()
+            for go_on in worker.coming.pop(version):
+                go_on()
 
         def came() -> None:
             waiting = self.filled[version]
             if waiting is not None:  # a relay forwards what it has: the last chunk takes one hop more
                 hop_s = self.s.chunk_bytes / worker.node.down if worker.node.down else 0.0
-                waiting.append(lambda: self.after(hop_s + load_s, loaded))
+                waiting.append(lambda: self.after(hop_s + apply_s, there))
             else:
-                self.after(load_s, loaded)
+                self.after(apply_s, there)
 
-        source = "relays" if self.s.relays_up else "origin"
-        self.after(
-            self.s.request_s if size else 0.0,
-            lambda: self.net.start(self.now, size, (source, f"down{worker.index}") if size else (), came),
-        )
+        links = "relays" if self.s.relays_up else "origin", f"down{worker.index}"
+        self.after(self.s.request_s, lambda: self.net.start(self.now, size, links, came))
 
     # --- leases ---
 
@@ -250,6 +269,8 @@ class _Run:
         worker.queue.append(lease)
         if not worker.busy:
             self._next(worker)
+        elif self.s.ahead and lease.version != worker.loaded:
+            self._bring(worker, lease.version, lambda: None)
 
     def _next(self, worker: _Worker) -> None:
         """Play the next lease, and ask for the one after it."""
@@ -262,7 +283,7 @@ class _Run:
         if worker.loaded == lease.version:
             self._play(worker, lease)
         else:
-            self._fetch(worker, lease.version, lambda: self._play(worker, lease))
+            self._load(worker, lease.version, lambda: self._play(worker, lease))
 
     def _play(self, worker: _Worker, lease: LeaseRecord) -> None:
         rules = self.s.rules

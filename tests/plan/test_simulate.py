@@ -80,6 +80,14 @@ def test_a_worker_that_follows_by_patches_fetches_little_and_one_that_was_away_t
     assert plain.lag_s == pytest.approx(10, rel=0.05) and patched.lag_s == pytest.approx(0.1, rel=0.05)
 
 
+def test_a_version_that_is_fetched_while_a_worker_plays_costs_it_nothing():
+    # a step of 64 s; each worker plays its last blocks of a version while the next one comes
+    slow = setting(node=Node(100.0, down=0.1e6), full_bytes=1e6, step_s=20.0, rules=rules(batch_groups=32))
+    ahead, later = simulate(slow), simulate(dataclasses.replace(slow, ahead=False))
+    assert ahead.worker_bytes == later.worker_bytes == pytest.approx(1e6)
+    assert ahead.worker_fetch < 0.5 * later.worker_fetch and ahead.step_s < later.step_s
+
+
 def test_groups_without_signal_cost_workers_their_time():
     found = simulate(setting(signal_share=0.5))
     assert found.step_s == pytest.approx(64, rel=0.15)
