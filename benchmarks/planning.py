@@ -221,7 +221,7 @@ def client_of(key_file: Path, port: int) -> Client:
 
 
 def worker_of(folder: RunFolder, index: int, port: int, tokens_per_s: float) -> TimedWorker:
-    home = folder.nodes / f"worker-{index}"
+    home = folder.root.parent / "elsewhere" / "nodes" / f"worker-{index}"  # the host's own nodes read its disk
 
     def make_engine(dtype: str) -> LocalEngine:
         engine = PacedEngine(threads=1, dtype=dtype)

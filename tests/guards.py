@@ -1452,6 +1452,8 @@ GUARDS = [
     ),
     *_needed_by("tests/roles/test_rotation.py",
         ("root-rotates", OFF, "test_only_the_root_rotates"),
+        ("key-taken-by-another-task", ("self.publisher.key is key", "True"),
+         "test_a_publication_is_sent_again_if_the_step_beside_it_has_taken_the_new_key"),
         ("new-publisher-signs-again", ("signer_of(data) != self.key.public", "False"),
          "test_the_new_publisher_signs_again_what_can_still_be_fetched"),
         ("new-publisher-is-asked-for", OFF,

@@ -154,6 +154,20 @@ def test_a_trainer_without_the_key_that_the_root_named_says_so(town):
     asyncio.run(story())
 
 
+def test_a_publication_is_sent_again_if_the_step_beside_it_has_taken_the_new_key(town):
+    trainer, tries = town.trainer(), []
+
+    async def work():
+        tries.append(trainer.publisher.key.public)
+        if len(tries) == 1:
+            trainer.publisher.sign_with(NEW)  # what the other task does meanwhile
+            raise PeerRefused("POST", 403, "not_admitted", "rotation 1 replaced the trainer key")
+        return "published"
+
+    assert asyncio.run(trainer._as_publisher(work)) == "published"
+    assert tries[1] == NEW.public and len(tries) == 2
+
+
 def test_only_the_root_rotates(town):
     run_key = load_or_make_key(town.folder.keys / "run.key")
     asyncio.run(publish_first(town))

@@ -158,15 +158,20 @@ class Trainer:
         return True
 
     async def _as_publisher(self, work: Callable[[], Awaitable[T]]) -> T:
-        """Do what only the publisher may, with its new key if the root replaced ours."""
-        try:
-            return await work()
-        except PeerError:
-            self.info = await self.client.get_json("/v1/run", t.RunInfo)
-            if not self._take_key():
-                raise
-            await self._join()
-            return await work()
+        """Do what only the publisher may, with its new key if the root replaced ours.
+
+        A publication and the next step do so at the same time, so either may find the key replaced by the other.
+        """
+        while True:
+            key = self.publisher.key
+            try:
+                return await work()
+            except PeerError:
+                if self.publisher.key is key:  # guard: key-taken-by-another-task
+                    self.info = await self.client.get_json("/v1/run", t.RunInfo)
+                    if not self._take_key():
+                        raise
+                    await self._join()
 
     async def _publish(self, policy: Transformer | Snapshot, version: int) -> None:
         await self._as_publisher(lambda: self.publisher.publish(policy, version))
