@@ -379,7 +379,7 @@ def test_the_stage_answers_nobody_but_the_coordinator(world):
     async def story():
         worker = load_or_make_key(world.folder.root / "worker-0.key")
         client = world.town.to_stage("http://stage")
-        client._key = worker
+        client.key = worker
         asked = t.Staged("1", 0, (world.block,), t.Turn(world.block.index, 0))
         await client.post_packed("/v1/turns", asked, t.TurnAnswer, cap=LIMIT, deadline_s=60.0)
 
