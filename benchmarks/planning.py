@@ -5,9 +5,9 @@
 Each case is a real run with the project's own coordinator, trainer, validator and workers over HTTP on loopback. Links are
 shaped by `net/fault_proxy`: one proxy is the host's uplink, and one for each worker its downlink. Generation and training
 are slowed down to fixed speeds, so that the figures do not depend on what else this machine does. What the simulator must
-be told (how long publishing, loading and checking take) is measured in the case `open`, whose links have no limit; the
-other cases are predicted with it. Repeats have other seeds. The last line is JSON: for each case the measured median and
-spread, the prediction and its error: relative, but for shares and staleness the difference.
+be told (how long publishing, loading, checking and requests take) is measured in the case `open`, without limits;
+the other cases are predicted with it. Repeats have other seeds. The last line is JSON: for each case the measured median
+and spread, the prediction and its error: relative, but for shares and staleness the difference.
 """
 
 import argparse
@@ -53,8 +53,8 @@ from shoal.tree import from_tree
 WARMUP_STEPS = 4
 SEEDS = 8
 """Simulations of each measured run: their mean is the prediction."""
-REQUEST_S = 0.05
-"""A request beside the bytes of weights, on this machine."""
+REQUESTS_S = (0.02, 0.05, 0.08, 0.12, 0.16, 0.2, 0.25, 0.3)
+"""What a request may take with all that a role does around it; the one that explains the open case best is told."""
 RUN: dict[str, Any] = {
     "name": "planning", "envs": [{"name": "arithmetic", "args": {"digits": 2, "operations": "+"}}],
     "sampling": {"max_turn_tokens": 5, "max_tokens": 24},
@@ -284,7 +284,17 @@ def figures(
     )
 
 
-def setting_of(case: Case, base: Seen, own: Seen, steps: int, seed: int) -> Setting:
+def request_s(base: Seen, steps: int) -> float:
+    """What a request takes on this machine, so that steps of the open case take as long as they did."""
+
+    def error(request_s: float) -> float:
+        told = [simulate(setting_of(CASES[0], base, base, steps, seed, request_s)) for seed in range(SEEDS)]
+        return abs(mean(one.step_s for one in told) - base.step_s)
+
+    return min(REQUESTS_S, key=error)
+
+
+def setting_of(case: Case, base: Seen, own: Seen, steps: int, seed: int, request_s: float) -> Setting:
     """What the simulator is told: times from the open case of the same repeat, because they depend on what else this
     machine does; tokens and signal of the case itself, which follow from what its policy learns."""
     nodes = tuple(
@@ -293,7 +303,7 @@ def setting_of(case: Case, base: Seen, own: Seen, steps: int, seed: int) -> Sett
     return Setting(
         rules=rules_of(config_of(case, steps, 0)), workers=nodes,
         rollout_tokens=own.rollout_tokens, step_s=case.step_s, publish_s=base.publish_s, check_s=base.check_s,
-        full_bytes=base.full_bytes, origin_up=case.origin_up, request_s=REQUEST_S, signal_share=own.signal_share,
+        full_bytes=base.full_bytes, origin_up=case.origin_up, request_s=request_s, signal_share=own.signal_share,
         warmup_steps=WARMUP_STEPS, measured_steps=steps, seed=seed,
     )  # fmt: skip
 
@@ -302,10 +312,11 @@ def compared(cases: Iterable[Case], seen: dict[str, list[Seen]], steps: int) -> 
     """Measured and predicted, by case and figure."""
     found: dict[str, Any] = {"benchmark": "planning", "load": round(os.getloadavg()[0], 2)}
     errors = []
+    requests_s = [request_s(base, steps) for base in seen["open"]]
     for case in cases:
         told = [
-            [simulate(setting_of(case, base, own, steps, seed)) for seed in range(SEEDS)]
-            for base, own in zip(seen["open"], seen[case.name], strict=True)
+            [simulate(setting_of(case, base, own, steps, seed, took_s)) for seed in range(SEEDS)]
+            for base, own, took_s in zip(seen["open"], seen[case.name], requests_s, strict=True)
         ]
         for name, relative in (
             ("step_s", True), ("lag_s", True), ("origin_bytes", True), ("idle_share", False), ("staleness", False),
