@@ -1203,6 +1203,8 @@ GUARDS = [
     ),
     *_needed_by("tests/roles/test_relay_offers.py",
         ("registered-inside", OFF, "test_nothing_leaves_for_a_url_that_is_not_of_a_relay_outside"),
+        ("names-of-strangers", GONE, "test_a_name_that_no_dns_can_hold_is_refused_before_it_is_looked_up"),
+        ("names-of-sources", GONE, "test_a_name_that_no_dns_can_hold_is_refused_before_it_is_looked_up"),
         ("plain-url", OFF, "test_nothing_leaves_for_a_url_that_is_not_of_a_relay_outside"),
         ("odd-ports", OFF, "test_nothing_leaves_for_a_url_that_is_not_of_a_relay_outside"),
         ("no-redirect-of-relays", GONE, "test_a_request_follows_no_redirect_reads_little_and_ends_in_time"),

@@ -28,6 +28,7 @@ def checked_url(text: str) -> httpx.URL:
     try:
         url = httpx.URL(text.rstrip("/"))
         port = url.port
+        url.host.encode("idna")  # refuses parts that are empty or too long  # guard: names-of-strangers
     except (httpx.InvalidURL, ValueError) as error:
         raise PeerError(f"{text!r} is not a URL ({error})") from None
     if url.scheme not in ("http", "https") or not url.host:
@@ -48,7 +49,7 @@ async def judged_address(url: httpx.URL, own: str = "") -> str:
     """An address of a stranger's host that may be called: outside, or the stranger's `own`. Raises `PeerError`."""
     try:
         found = await asyncio.wait_for(addresses_of(url.host, port_of(url)), LOOK_UP_S)
-    except (OSError, TimeoutError):
+    except (OSError, TimeoutError, UnicodeError):
         raise PeerError(f"the address of {url.host} was not found") from None
     # guard: registered-inside
     if not found or not all(is_outside(address) or (own and address == own) for address in found):

@@ -11,7 +11,6 @@ import re
 from collections.abc import AsyncGenerator, Callable
 
 from shoal.errors import PeerError, StateError
-from shoal.net.client import Client
 from shoal.net.stopping import Stopping
 from shoal.protocol import types as t
 from shoal.protocol.constants import (
@@ -33,8 +32,8 @@ GIVE_BACK_S = 5.0
 class Leases:
     """The leases of one worker."""
 
-    def __init__(self, client: Client, stopping: Stopping, clock: Callable[[], float]) -> None:
-        self._client, self._stopping, self._clock = client, stopping, clock
+    def __init__(self, seat: Seat, stopping: Stopping, clock: Callable[[], float]) -> None:
+        self._seat, self._stopping, self._clock = seat, stopping, clock
         self.tokens_per_s = 0.0
         """What the worker says of its speed."""
         self.holding: list[str] = []
@@ -42,13 +41,13 @@ class Leases:
         self._places = asyncio.Semaphore(MAX_OPEN_LEASES)
         """For leases: no host asks a worker to hold more."""
 
-    async def granted(self, seat: Seat) -> AsyncGenerator[t.Grant]:
+    async def granted(self) -> AsyncGenerator[t.Grant]:
         """Signed leases, one after another. The next is requested while one is played. An unplayed one is returned at the
         end."""
-        grant = await self._one_more(seat)
+        grant = await self._one_more()
         while grant is not None and not self._stopping:
             self.holding.append(grant.lease.id)
-            ahead = asyncio.create_task(self._ahead(seat))
+            ahead = asyncio.create_task(self._ahead())
             try:
                 yield grant
             except GeneratorExit:
@@ -58,17 +57,17 @@ class Leases:
         if grant is not None:
             await self.give_back(grant.lease)
 
-    async def _one_more(self, seat: Seat) -> t.Grant | None:
+    async def _one_more(self) -> t.Grant | None:
         """The next lease, once there is a place for it."""
         await self._stopping.unless(self._places.acquire())  # guard: leases-in-hand
-        return await self.next_grant(seat, tuple(self.holding))
+        return await self.next_grant(tuple(self.holding))
 
-    async def _ahead(self, seat: Seat) -> t.Grant | None:
+    async def _ahead(self) -> t.Grant | None:
         """The next lease, with its version fetched, while the engine fills the one before."""
-        grant = await self._one_more(seat)
-        if grant is not None and grant.lease.version != seat.engine.version:
+        grant = await self._one_more()
+        if grant is not None and grant.lease.version != self._seat.engine.version:
             with contextlib.suppress(PeerError, StateError):  # loading the version meets the same fault, and tells it
-                await self._stopping.unless(seat.bring(grant.lease.version, grant=grant))
+                await self._stopping.unless(self._seat.bring(grant.lease.version, grant=grant))
         return grant
 
     def ended(self, lease: t.Lease) -> None:
@@ -80,19 +79,19 @@ class Leases:
         """Return a lease that we will not fill."""
         back = t.LeaseRequest(returning=(lease.id,))
         with contextlib.suppress(PeerError):  # not returned, so it lapses at its deadline
-            await self._client.post_json("/v1/leases", back, t.LeaseAnswer, deadline_s=GIVE_BACK_S)
+            await self._seat.client.post_json("/v1/leases", back, t.LeaseAnswer, deadline_s=GIVE_BACK_S)
 
-    async def next_grant(self, seat: Seat, holding: tuple[str, ...]) -> t.Grant | None:
+    async def next_grant(self, holding: tuple[str, ...]) -> t.Grant | None:
         """The next lease, signed; None once the run has ended or we are told to stop."""
         reason = ""
         while not self._stopping:
             ask = t.LeaseRequest(holding, self.tokens_per_s)
-            answer = await self._stopping.unless(self._client.post_json("/v1/leases", ask, t.LeaseAnswer))
+            answer = await self._stopping.unless(self._seat.client.post_json("/v1/leases", ask, t.LeaseAnswer))
             if answer is None:
                 return None
             if answer.lease is not None:
-                return await self._open_grant(seat, answer, answer.lease)
-            info = await self._stopping.unless(self._client.get_json("/v1/run", t.RunInfo))
+                return await self._open_grant(answer, answer.lease)
+            info = await self._stopping.unless(self._seat.client.get_json("/v1/run", t.RunInfo))
             if info is None:
                 return None
             if info.phase == "ended":
@@ -104,12 +103,12 @@ class Leases:
             await self._stopping.unless(asyncio.sleep(min(max(answer.retry_s, SOONEST_S), LONG_POLL_S)))
         return None
 
-    async def _open_grant(self, seat: Seat, answer: t.LeaseAnswer, lease: t.Lease) -> t.Grant:
+    async def _open_grant(self, answer: t.LeaseAnswer, lease: t.Lease) -> t.Grant:
         """The grant of a lease. A lease that we may not play is returned, for another worker. Raises `PeerError`."""
         try:
-            demand_sound(lease, seat.kind)
+            demand_sound(lease, self._seat.kind)
             self.demand_same_time(lease.issued)  # guard: lease-from-the-future
-            return seat.open_grant(answer, lease)
+            return self._seat.open_grant(answer, lease)
         except PeerError:
             await self.give_back(lease)
             raise

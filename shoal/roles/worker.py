@@ -82,7 +82,12 @@ def main(
         max_disk_mb=max_disk_mb, packages=packages,
     )  # fmt: skip
     worker.share = None if share_port is None else Share(key, share_port)
-    asyncio.run(worker.run())
+    try:
+        asyncio.run(worker.run())
+    except RuntimeError as failed:  # no memory is left for the thread that would end the others
+        if isinstance(failed.__context__, Overreach):
+            raise failed.__context__ from None
+        raise
 
 
 class Worker:
@@ -107,7 +112,6 @@ class Worker:
         self.clock, self.packages = clock, packages
         self.stopping = Stopping()
         self.share: Share | None = None
-        self.leases = Leases(client, self.stopping, clock)
         self.hands = Hands()
         self.idle_since = 0.0
         """When the engine was needed no more for a lease."""
@@ -115,6 +119,7 @@ class Worker:
         """Version and index of blocks that were given back because the sandbox stopped an environment."""
         self.standing = Standing(client, key, name)
         self.seat: Seat
+        self.leases: Leases
 
     async def run(self) -> None:
         """The worker's whole job."""
@@ -140,7 +145,7 @@ class Worker:
         """
         before = Use()
         before.end()
-        async with contextlib.aclosing(self.leases.granted(self.seat)) as grants:
+        async with contextlib.aclosing(self.leases.granted()) as grants:
             with _first_error():
                 async with asyncio.TaskGroup() as filling:
                     async for grant in grants:
@@ -180,6 +185,7 @@ class Worker:
             self.client, "worker", self.name, self.home, self.make_engine, self.own_files, self.clock,
             self.max_memory_mb, self.max_disk_mb, self.packages,
         )  # fmt: skip
+        self.leases = Leases(self.seat, self.stopping, self.clock)
         self.standing.state, info = self.seat.node, self.seat.info
         log.info(
             "joined run=%s as=%s key=%s credits=%d run_key=%s",

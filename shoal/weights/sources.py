@@ -13,7 +13,7 @@ from typing import Protocol, runtime_checkable
 
 import httpx
 
-from shoal.errors import NothingYet, PeerError, cause_of
+from shoal.errors import NothingYet, PeerError
 from shoal.net.addresses import addresses_of, is_outside, outside_address
 from shoal.net.client import Client
 from shoal.net.trouble import Trouble, troubles
@@ -99,7 +99,8 @@ class HttpSource:
         """
         try:
             self._url = httpx.URL(url.rstrip("/"))
-        except httpx.InvalidURL as error:
+            self._url.host.encode("idna")  # refuses parts that are empty or too long  # guard: names-of-sources
+        except (httpx.InvalidURL, UnicodeError) as error:
             raise PeerError(f"{url!r} is not a URL ({error})") from None
         parts = self._url
         if parts.scheme not in ("http", "https") or not parts.host or parts.userinfo or parts.query or parts.fragment:
@@ -196,8 +197,8 @@ class HttpSource:
                 self._address = await asyncio.wait_for(self._judged_address(url.host, port), CONNECT_TIMEOUT_S)
             except TimeoutError:
                 raise Trouble(f"the address of {url.host} was not found in {CONNECT_TIMEOUT_S:.0f} s") from None
-            except OSError as error:
-                raise Trouble(f"the address of {url.host} was not found: {cause_of(error)}") from None
+            except (OSError, UnicodeError):
+                raise Trouble(f"the address of {url.host} was not found") from None
         return self._opened().build_request(
             "GET",
             url.copy_with(host=self._address),

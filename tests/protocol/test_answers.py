@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from shoal.errors import PeerError
+from shoal.hub.store import Installed
 from shoal.net.client import Client
 from shoal.protocol import accounts, types
 from shoal.protocol.identity import content_digest
@@ -18,7 +19,8 @@ from tests.roles.town import Town, tiny_run
 
 OPEN_ENDED = {
     types.RunInfo, types.RunNeeds, types.NodeState, types.LeaseAnswer, types.CheckAnswer, types.Status, types.StateHash,
-    types.Done, types.Refusal, accounts.CreditPage, accounts.CreditLine,
+    types.Done, types.Refusal, accounts.CreditPage, accounts.CreditLine, types.RelayEntry, types.RelayStanding,
+    types.RelayProof, Installed,
 }  # fmt: skip
 """All of them. A type joins only if nobody hashes or signs it, and if a node that ignores a field of it does no harm."""
 

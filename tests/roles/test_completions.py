@@ -25,6 +25,7 @@ from shoal.protocol.randomness import row_seed, sample_seed
 from shoal.roles.auditor.rollouts import AGREE, Choice, audit_rollouts
 from shoal.roles.auditor.source import FolderRun
 from shoal.roles.completions import AHEAD, Hands, Table, TooLate, Use, play_blocks
+from shoal.roles.leases import Leases
 from shoal.roles.worker import Worker
 from shoal.tree import from_tree
 from tests.envs import pile
@@ -471,7 +472,7 @@ def test_a_host_that_grants_leases_without_end_is_asked_for_no_more_than_two(tmp
     )
     granted, most, go_on = [], 0, asyncio.Semaphore(0)
 
-    async def grant(seat, holding):
+    async def grant(holding):
         nonlocal most
         await asyncio.sleep(0)
         most = max(most, len(holding) + 1)
@@ -483,6 +484,8 @@ def test_a_host_that_grants_leases_without_end_is_asked_for_no_more_than_two(tmp
 
     async def ignore(*what):
         pass
+
+    worker.leases = Leases(worker.seat, worker.stopping, worker.clock)
 
     async def story():
         worker.leases.next_grant, worker._play_turns = grant, fill
@@ -523,6 +526,7 @@ def test_a_worker_is_as_fast_as_its_engine_also_when_two_leases_overlap(tmp_path
 
     async def story():
         worker._load_for, worker._submit, worker.standing.tell = ignore, ignore, tell
+        worker.leases = Leases(worker.seat, worker.stopping, worker.clock)
         worker.leases.holding += ["1", "2"]
         before, first, second = Use(), Use(0), Use(0)
         before.end()

@@ -437,7 +437,7 @@ def test_leases_that_nobody_plays_push_no_evidence_out(tmp_path):
         trainer = asyncio.create_task(town.trainer().run())
         async with worker.client:
             await worker._join()
-            grant = await worker.leases.next_grant(worker.seat, ())
+            grant = await worker.leases.next_grant(())
             far = msgspec.structs.replace(grant, lease=msgspec.structs.replace(grant.lease, version=9))
             with pytest.raises(PeerError):
                 await worker.seat.load(9, grant=far)

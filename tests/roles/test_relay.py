@@ -23,7 +23,7 @@ from shoal.roles.coordinator.api import application as coordinator
 from shoal.roles.offering import application
 from shoal.roles.relay import fill, role
 from shoal.roles.relay.fill import Filler
-from shoal.roles.relay.store import IN_HAND_BYTES, Store
+from shoal.roles.relay.store import IN_HAND_BYTES, ChunkStore
 from shoal.weights.fetch import fetch
 from shoal.weights.manifest import content_of
 from shoal.weights.pieces import sized_chunks as chunks_in
@@ -54,14 +54,14 @@ def fresh(town: Town, *versions: int):
     return [(signed_of(town, version), town.desk.kept.manifests[version]) for version in versions]
 
 
-def give(store: Store, town: Town, names: list[str]) -> None:
+def give(store: ChunkStore, town: Town, names: list[str]) -> None:
     for name in names:
         part = store.parts / name
         part.write_bytes(town.desk.blobs.get(name))
         store.take(name, part)
 
 
-def on_disk(store: Store) -> set[str]:
+def on_disk(store: ChunkStore) -> set[str]:
     return {path.name for path in store.folder.glob("??/*")}
 
 
@@ -70,7 +70,7 @@ def on_disk(store: Store) -> set[str]:
 
 def test_only_what_this_process_verified_is_served(ended, tmp_path):
     (name, *_) = chunks_of(ended, 3)
-    store = Store(tmp_path, ROOM, 0)
+    store = ChunkStore(tmp_path, ROOM, 0)
     path = store.folder / name[:2] / name
     path.parent.mkdir(parents=True)
     path.write_bytes(b"wrong bytes that somebody put here")
@@ -80,13 +80,13 @@ def test_only_what_this_process_verified_is_served(ended, tmp_path):
     assert not path.exists() and store.held == {}
     give(store, ended, [name])
     assert store.serve(name).status_code == 200
-    again = Store(tmp_path, ROOM, 0)
+    again = ChunkStore(tmp_path, ROOM, 0)
     again.verify()
     assert again.held == store.held
 
 
 def test_a_file_that_vanished_is_not_said_to_be_here(ended, tmp_path):
-    store, (name, *_) = Store(tmp_path, ROOM, 0), chunks_of(ended, 3)
+    store, (name, *_) = ChunkStore(tmp_path, ROOM, 0), chunks_of(ended, 3)
     give(store, ended, [name])
     (store.folder / name[:2] / name).unlink()
     with pytest.raises(NothingYet):
@@ -96,7 +96,7 @@ def test_a_file_that_vanished_is_not_said_to_be_here(ended, tmp_path):
 
 def test_the_disk_is_bounded_and_what_is_needed_stays(ended, tmp_path):
     one = sum(f.size for f in ended.desk.kept.manifests[3].files)
-    store = Store(tmp_path, IN_HAND_BYTES + int(1.5 * one), 0)
+    store = ChunkStore(tmp_path, IN_HAND_BYTES + int(1.5 * one), 0)
     for version in (0, 1, 2, 3):
         store.keep(signed_of(ended, version), ended.desk.kept.manifests[version])
         missing = store.missing(fresh(ended, version))
@@ -112,7 +112,7 @@ def test_a_relay_with_little_disk_holds_another_part_than_its_neighbour(tmp_path
     half = sum(map(len, origin.held.values())) // 2
     held = []
     for seed in (1, 2, 3):
-        store = Store(tmp_path / str(seed), IN_HAND_BYTES + half, seed)
+        store = ChunkStore(tmp_path / str(seed), IN_HAND_BYTES + half, seed)
         pieces = store.missing([(b"manifest", manifest)])
         assert 0.7 * half < sum(piece.size for piece in pieces) <= half
         held.append(frozenset(piece.digest for piece in pieces))
@@ -123,7 +123,7 @@ def test_a_relay_with_little_disk_holds_another_part_than_its_neighbour(tmp_path
 def test_an_answer_under_way_outlives_its_chunk(tmp_path, monkeypatch):
     """Making room deletes a file that is being sent: the client gets all of it."""
     data = os.urandom(8 << 20)
-    name, store = wire.digest(data), Store(tmp_path, ROOM, 0)
+    name, store = wire.digest(data), ChunkStore(tmp_path, ROOM, 0)
     (store.parts / name).write_bytes(data)
     store.take(name, store.parts / name)
 
@@ -147,7 +147,7 @@ def test_an_answer_under_way_outlives_its_chunk(tmp_path, monkeypatch):
 
 
 def test_the_calls_of_a_relay(ended, tmp_path):
-    store, key = Store(tmp_path, ROOM, 0), Key.generate()
+    store, key = ChunkStore(tmp_path, ROOM, 0), Key.generate()
     manifest = ended.desk.kept.manifests[3]
     store.keep(signed_of(ended, 3), manifest)
     held = sorted(chunks_of(ended, 3))[:1]
@@ -181,7 +181,7 @@ async def filling(town: Town, home: Path, source: str, lies=None):
     key = load_or_make_key(home / "node.key")
     async with Client(source, key) as client:
         info = await client.get_json("/v1/run", RunInfo)
-        store = Store(home, ROOM, 0)
+        store = ChunkStore(home, ROOM, 0)
         filler = Filler(client, info, store, Relays(client), time.time)
         task = asyncio.create_task(filler.run())
         try:
@@ -191,7 +191,7 @@ async def filling(town: Town, home: Path, source: str, lies=None):
             task.cancel()
 
 
-async def has(store: Store, names: set[str], limit_s: float = 10.0) -> None:
+async def has(store: ChunkStore, names: set[str], limit_s: float = 10.0) -> None:
     async with asyncio.timeout(limit_s):
         while not names <= set(store.held):
             await asyncio.sleep(0.02)
@@ -284,10 +284,10 @@ def test_a_relay_goes_on_where_a_kill_left_it(ended, tmp_path):
         async with serving(watched, Limits()) as port:
             url = f"http://127.0.0.1:{port}"
             half = sorted(chunks_of(ended, 3))[1:]
-            give(Store(tmp_path / "relay", ROOM, 0), ended, half)
+            give(ChunkStore(tmp_path / "relay", ROOM, 0), ended, half)
             (tmp_path / "relay" / "parts" / "left-over").write_bytes(b"of a killed process")
             info = ended.desk.kept.manifests[3]
-            store = Store(tmp_path / "relay", ROOM, 0)
+            store = ChunkStore(tmp_path / "relay", ROOM, 0)
             store.verify()
             assert set(store.held) == set(half)
             async with Client(url, load_or_make_key(tmp_path / "node.key")) as client:

@@ -15,6 +15,7 @@ from shoal.protocol.types import RelayOffer, RelayProof
 from shoal.protocol.wire import to_json
 from shoal.roles.coordinator import relays
 from shoal.roles.coordinator.relays import RelayBook
+from shoal.weights.sources import HttpSource
 
 RUN = "r" * 32
 HONEST, OTHER = Key.generate(), Key.generate()
@@ -111,7 +112,7 @@ HOSTILE = [
     "http://victim.example.org/?q=1", "http://victim.example.org/#x", "http://victim.example.org:22",
     "http://victim.example.org:25", "ftp://victim.example.org", "file:///etc/passwd", "gopher://victim.example.org:70",
     "http://victim.example.org/" + "a" * 300, "http://", "http://victim.example.org:99999", "//victim.example.org",
-    "http://2130706433:8000", "http://0x7f.1:8000",
+    "http://2130706433:8000", "http://0x7f.1:8000", "http://a..example.org:8080", f"http://{'a' * 70}.example.org:8080",
 ]  # fmt: skip
 
 
@@ -295,3 +296,12 @@ def test_a_request_follows_no_redirect_reads_little_and_ends_in_time():
 
     asyncio.run(asyncio.wait_for(story(), 20))
     assert reached == ["/base/away", "/base/endless", "/base/slow"]
+
+
+@pytest.mark.parametrize("name", ["a..example.org", "a" * 70 + ".example.org"])
+def test_a_name_that_no_dns_can_hold_is_refused_before_it_is_looked_up(name):
+    """Looking it up raises another error than a name that is not known: it ended the task that asks all relays."""
+    with pytest.raises(PeerError, match="is not a URL"):
+        outside.checked_url(f"http://{name}:8080")
+    with pytest.raises(PeerError, match="is not a URL"):
+        HttpSource(f"http://{name}:8080/v1/blobs")

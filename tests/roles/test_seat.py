@@ -164,7 +164,7 @@ def played(tmp_path, allowed_s, block_s):
         trainer = asyncio.create_task(town.trainer().run())
         async with worker.client:
             await worker._join()
-            lease = (await worker.leases.next_grant(worker.seat, ())).lease
+            lease = (await worker.leases.next_grant(())).lease
             await worker.seat.load(lease.version)
         trainer.cancel()
         return msgspec.structs.replace(lease, blocks=lease.blocks[:1] * 2, deadline=lease.issued + allowed_s)

@@ -38,7 +38,7 @@ def validator(town, number, kind=Validator):
 
 
 def key_of(town, number):
-    return town.client(town.folder.keys / f"validator-{number}.key")._key.public
+    return town.client(town.folder.keys / f"validator-{number}.key").key.public
 
 
 def slashed(audit):

@@ -155,13 +155,13 @@ class RelayBook:
         """Send challenges and probes, one after another, until cancelled."""
         probe_at = self._clock() + PROBE_EVERY_S
         while True:
-            if self._queue:
+            if self._clock() >= probe_at:  # first, so that a queue of offers keeps no liar listed
+                probe_at = self._clock() + PROBE_EVERY_S
+                await self._probe()
+            elif self._queue:
                 _, waiting = self._queue.popitem(last=False)
                 await self._challenge(waiting)
                 await asyncio.sleep(1 / CHALLENGES_PER_S)
-            elif self._clock() >= probe_at:
-                probe_at = self._clock() + PROBE_EVERY_S
-                await self._probe()
             else:
                 self._work.clear()
                 try:

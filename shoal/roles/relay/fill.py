@@ -14,7 +14,7 @@ from shoal.errors import NothingYet, ShoalError, cause_of
 from shoal.net.client import Client
 from shoal.protocol.constants import MAX_MANIFEST_BYTES
 from shoal.protocol.types import Manifest, RunInfo
-from shoal.roles.relay.store import Store
+from shoal.roles.relay.store import ChunkStore
 from shoal.weights.demands import chunks_of, is_whole
 from shoal.weights.fetch import tell_blame
 from shoal.weights.manifest import open_manifest
@@ -37,7 +37,9 @@ REST_S = 10.0
 class Filler:
     """Keeps a store filled with the versions that nodes may still need."""
 
-    def __init__(self, client: Client, info: RunInfo, store: Store, relays: Relays, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, client: Client, info: RunInfo, store: ChunkStore, relays: Relays, clock: Callable[[], float]
+    ) -> None:
         self._client, self._info, self._store, self._relays, self._clock = client, info, store, relays, clock
         self._manifests: dict[int, tuple[bytes, Manifest]] = {}
 

@@ -24,7 +24,7 @@ from shoal.protocol.identity import Key
 from shoal.protocol.types import RunInfo, RunNeeds
 from shoal.roles.offering import application, offer
 from shoal.roles.relay.fill import Filler
-from shoal.roles.relay.store import Store
+from shoal.roles.relay.store import ChunkStore
 from shoal.weights.relays import Relays
 from shoal.weights.room import disk_limit
 
@@ -53,7 +53,7 @@ async def _run(url: str, key: Key, home: Path, bind: str, port: int, public_url:
             client.run = info.run
             folder = _only(home / "runs", info.run)
             seed = int.from_bytes(bytes.fromhex(key.public)[:8], "big")
-            store = Store(folder, disk_limit(home, max_disk_mb), seed)
+            store = ChunkStore(folder, disk_limit(home, max_disk_mb), seed)
             await asyncio.to_thread(store.verify)
             log.info(
                 "relaying run=%s port=%d held_mb=%.0f", info.name, listener.getsockname()[1], store.held_bytes / 1e6

@@ -28,7 +28,7 @@ KEPT_MANIFESTS = 64
 """Manifests of which clients may ask what is here."""
 
 
-class Store:
+class ChunkStore:
     """The chunks of one run on the disk of a relay."""
 
     def __init__(self, folder: Path, max_bytes: int, seed: int) -> None:
