@@ -159,6 +159,8 @@ class _Fetch:
         if await asyncio.to_thread(self._is_here, asked):
             return await self._held(asked)
         while (way := await self._way(asked, broken)) is not None:
+            begun = [asked] if way.is_here or not way.steps else [asked, self._begins_with(way)]
+            await asyncio.to_thread(forget_unfinished, self._folder, [self._unfinished(one) for one in begun])
             if not way.steps:
                 return await self._whole(asked)
             try:
@@ -177,6 +179,12 @@ class _Fetch:
             f"version {asked.version} is published as patches, and no version that they begin at can be had here: try "
             "again later, or use another source"
         )
+
+    def _begins_with(self, way: Way) -> Manifest:
+        """The version that is fetched whole before its patches are applied."""
+        start = self._known[way.start]
+        assert start is not None, "the way begins at a version whose manifest is known"
+        return start
 
     async def _held(self, manifest: Manifest) -> Path:
         """The directory of a version that is here; what of it can be shared is told."""
@@ -198,10 +206,10 @@ class _Fetch:
     def _is_here(self, manifest: Manifest) -> bool:
         """Whether a version is here, undamaged. If it is damaged, it becomes an unfinished one."""
         target, unfinished = self._target(manifest), self._unfinished(manifest)
-        forget_unfinished(self._folder, unfinished)
         if not target.exists():
             return False
         if fault_of(target, manifest, trusted=False) == "":
+            forget_unfinished(self._folder, ())
             return True
         shutil.rmtree(unfinished, ignore_errors=True)
         target.replace(unfinished)  # damaged since it was made: reuse its good chunks
@@ -232,7 +240,6 @@ class _Fetch:
 
     async def _whole(self, manifest: Manifest) -> Path:
         target, unfinished, files = self._target(manifest), self._unfinished(manifest), files_of(manifest)
-        await asyncio.to_thread(forget_unfinished, self._folder, unfinished)
         await self._bring(manifest, unfinished, files, on_held=partial(self._tell, manifest))
         await asyncio.to_thread(finish, unfinished, target, manifest)
         return target
@@ -243,10 +250,7 @@ class _Fetch:
         if way.is_here:
             _, base = versions_here(self._folder, asked.run)[way.start]
         else:
-            start = self._known[way.start]
-            assert start is not None, "the way begins at a version whose manifest is known"
-            base = await self._whole(start)
-        await asyncio.to_thread(forget_unfinished, self._folder, unfinished)
+            base = await self._whole(self._begins_with(way))
         await self._bring(asked, unfinished, files_to_fetch(asked, way.steps), weights_bytes(base))
         await asyncio.to_thread(follow, base, unfinished, target, asked, way.steps)
         return await self._held(asked)

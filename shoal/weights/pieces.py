@@ -7,7 +7,7 @@ that is being fetched are in a file of their own until the chunk is whole, so a 
 import hashlib
 import itertools
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -221,10 +221,10 @@ def sized_chunks(manifest: Manifest) -> dict[str, int]:
     return {piece.digest: piece.size for piece in pieces_of([*files_of(manifest), *patches], Path(), manifest.version)}
 
 
-def forget_unfinished(folder: Path, but: Path) -> None:
+def forget_unfinished(folder: Path, but: Collection[Path]) -> None:
     """Delete what other fetches left unfinished. A host could let one version after another fail, and fill the disk."""
     for path in folder.glob(f"{UNFINISHED}v*"):
-        if path != but:
+        if path not in but:
             shutil.rmtree(path, ignore_errors=True)  # guard: one-unfinished-version
 
 

@@ -15,7 +15,7 @@ from shoal.weights.demands import is_whole
 from shoal.weights.fetch import fetch
 from shoal.weights.manifest import weights_root
 from shoal.weights.publish import Base, publish
-from tests.weights.checkpoints import CHUNK_BYTES, RUN, Chunks, Lying, write_checkpoint
+from tests.weights.checkpoints import CHUNK_BYTES, RUN, Chunks, Dying, Lying, write_checkpoint
 from tests.weights.versions import series
 
 
@@ -102,6 +102,17 @@ def test_versions_that_are_published_as_patches_only_begin_at_the_newest_whole_o
     assert [is_whole(manifest) for manifest in line.manifests] == [True, False, False, True, False, False]
     assert line.has(line.load(5), 5) and line.asked_for == [4, 3]
     assert line.has(line.load(2), 2)
+
+
+def test_a_fetch_of_the_whole_version_before_that_was_cut_short_goes_on(tmp_path):
+    """A slow newcomer needs more time for it than its line is ever up."""
+    line = Line(tmp_path, anchor_every=3)
+    anchor = {chunk for file in line.manifests[3].files for chunk in file.chunks}
+    dying = line.chunks.other(Dying, "http://dying")
+    with pytest.raises(PeerError):
+        line.load(4, dying)
+    assert line.has(line.load(4), 4)
+    assert 0 < len(anchor & set(line.chunks.asked)) < len(anchor)
 
 
 def test_a_step_that_changes_most_values_is_published_whole_and_has_no_patch(tmp_path):
