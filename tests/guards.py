@@ -1195,6 +1195,9 @@ GUARDS = [
         ("length-of-a-chunk", OFF, "test_an_answer_that_is_not_the_chunk_is_refused"),
     ),
     *_needed_by("tests/roles/test_relay.py",
+        ("relays-one-run", OFF, "test_a_relay_follows_no_other_run_and_no_version_without_end"),
+        ("few-versions-of-a-host", ("min(info.rules.max_staleness, MOST_FRESH)", "min(info.rules.max_staleness, 1000)"),
+         "test_a_relay_follows_no_other_run_and_no_version_without_end"),
         ("small-answers", OFF, "test_a_relay_that_says_without_end_what_it_has_is_left"),
         ("damaged-since-the-last-start", GONE, "test_only_what_this_process_verified_is_served"),
         ("verified-before-it-is-served", ("name in self.held", "True"), "test_only_what_this_process_verified_is_served"),
@@ -1458,6 +1461,7 @@ GUARDS = [
          "test_a_publication_is_sent_again_if_the_step_beside_it_has_taken_the_new_key"),
         ("new-publisher-signs-again", ("signer_of(data) != self.key.public", "False"),
          "test_the_new_publisher_signs_again_what_can_still_be_fetched"),
+        ("publishers-of-this-run", OFF, "test_a_node_takes_no_publishers_of_another_run"),
         ("new-publisher-is-asked-for", OFF,
          "test_a_run_whose_publisher_changes_twice_ends_with_the_weights_of_one_that_kept_its_own"),
         *((name, OFF, "test_a_coordinator_cannot_swap_the_publisher_without_the_root") for name in (

@@ -115,7 +115,8 @@ class Seat:
     """Versions are fetched one at a time: each fetch clears away what others left unfinished."""
 
     def __post_init__(self) -> None:
-        self.relays, self.shared = Relays(self.client), SharedVersions(self.home / "weights")
+        self.relays = Relays(self.client, but=self.client.key.public if self.client.key else "")
+        self.shared = SharedVersions(self.home / "weights")
 
     @property
     def engine(self) -> Engine:
@@ -192,6 +193,8 @@ class Seat:
         signed = await self._signed_manifest(version)
         if signer_of(signed) not in self._publishers().keys:  # guard: new-publisher-is-asked-for
             info = await self.client.get_json("/v1/run", t.RunInfo)
+            if info.run != self.info.run:  # guard: publishers-of-this-run
+                raise PeerError(f"the host serves run {info.run[:16]!r} now, not {self.info.run[:16]!r}: join again")
             self.publishers = take_publishers(self.evidence.publishers, info)
         manifest = self._open(signed, version, most_bytes, self.clock())
         self.issued[version] = manifest.issued

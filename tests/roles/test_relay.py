@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import httpx
+import msgspec
 import pytest
 
 from shoal.errors import NothingYet, PeerError
@@ -390,3 +391,34 @@ def test_few_relays_spare_each_other_and_many_do_not(ended, tmp_path, count):
 
     sources = asyncio.run(Relays(Host(), but="own").sources(ended.desk.kept.manifests[3], rank_of_few=1))
     assert [source.rank for source in sources] == ([1, 1] if count == 2 else [0] * 9)
+
+
+def test_a_relay_follows_no_other_run_and_no_version_without_end(ended, tmp_path):
+    asked = []
+
+    async def story():
+        async with (
+            serving(coordinator(ended.desk), Limits()) as port,
+            Client(f"http://127.0.0.1:{port}", load_or_make_key(tmp_path / "node.key")) as client,
+        ):
+            run = await client.get_json("/v1/run", RunInfo)
+            filler = Filler(client, run, ChunkStore(tmp_path / "relay", ROOM, 0), Relays(client), time.time)
+
+            async def get(path, **more):
+                asked.append(path)
+                raise NothingYet("no such version")
+
+            async def says(told):
+                async def get_json(path, kind):
+                    return told
+
+                client.get, client.get_json = get, get_json
+                await filler._look()
+
+            endless = msgspec.structs.replace(run.rules, max_staleness=10**9)
+            await says(msgspec.structs.replace(run, version=10**9, rules=endless))
+            assert 0 < len(asked) < 200
+            with pytest.raises(PeerError, match="another run"):
+                await says(msgspec.structs.replace(run, run="ab" * 16))
+
+    asyncio.run(asyncio.wait_for(story(), 30))

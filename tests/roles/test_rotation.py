@@ -168,6 +168,31 @@ def test_a_publication_is_sent_again_if_the_step_beside_it_has_taken_the_new_key
     assert tries[1] == NEW.public and len(tries) == 2
 
 
+def test_a_node_takes_no_publishers_of_another_run(town):
+    """The same root may serve two runs: what it named in one is not for the other."""
+
+    async def story():
+        await publish_first(town)
+        worker = town.worker("worker")
+        async with worker.client:
+            await worker._join()
+            await rotate(town)
+            told = other(run_info(town), run="ab" * 16)
+            signed = to_json(sign_manifest(town.desk.kept.manifests[0], NEW, now=town.clock()))
+
+            async def get(path, **more):
+                return signed
+
+            async def get_json(path, kind):
+                return told
+
+            worker.client.get, worker.client.get_json = get, get_json
+            with pytest.raises(PeerError, match="the host serves run"):
+                await worker.seat.load(0)
+
+    asyncio.run(story())
+
+
 def test_only_the_root_rotates(town):
     run_key = load_or_make_key(town.folder.keys / "run.key")
     asyncio.run(publish_first(town))

@@ -10,9 +10,9 @@ import random
 import secrets
 from collections.abc import Callable
 
-from shoal.errors import NothingYet, ShoalError, cause_of
+from shoal.errors import NothingYet, PeerError, ShoalError, cause_of
 from shoal.net.client import Client
-from shoal.protocol.constants import MAX_MANIFEST_BYTES
+from shoal.protocol.constants import MAX_MANIFEST_BYTES, MAX_PATCH_CHAIN
 from shoal.protocol.types import Manifest, RunInfo
 from shoal.roles.relay.store import ChunkStore
 from shoal.weights.demands import chunks_of, is_whole
@@ -29,6 +29,9 @@ LOOK_EVERY_S = 2.0
 
 LIST_EVERY_S = 10.0
 """Time between two questions for other relays while chunks are missing."""
+
+MOST_FRESH = 64
+"""Versions that workers may sample with; a host that names more is served no further back."""
 
 REST_S = 10.0
 """After a fetch that failed."""
@@ -68,18 +71,26 @@ class Filler:
 
     async def _look(self) -> bool:
         """Read which versions nodes may need, and their manifests. Returns whether there is a new one."""
-        self._info = info = await self._client.get_json("/v1/run", RunInfo)
-        before, oldest = set(self._manifests), max(0, info.version - info.rules.max_staleness)
+        info = await self._client.get_json("/v1/run", RunInfo)
+        if info.run != self._info.run:  # guard: relays-one-run
+            raise PeerError("the host serves another run now: start the relay again to serve that one")
+        self._info = info
+        before = set(self._manifests)
+        # guard: few-versions-of-a-host
+        first = oldest = max(0, info.version - min(info.rules.max_staleness, MOST_FRESH))
         for version in range(oldest, info.version + 1):
             known = self._manifests.get(version)
             if known is None or known[1].expires <= self._clock():
                 await self._read_manifest(version, self._clock())
-        while oldest > 0 and oldest in self._manifests and not is_whole(self._manifests[oldest][1]):
+        while oldest > max(0, first - MAX_PATCH_CHAIN) and self._is_patch(oldest):
             oldest -= 1  # its patches begin at an earlier version
             if oldest not in self._manifests:
                 await self._read_manifest(oldest, None)
         self._manifests = {version: kept for version, kept in self._manifests.items() if version >= oldest}
         return not set(self._manifests) <= before
+
+    def _is_patch(self, version: int) -> bool:
+        return version in self._manifests and not is_whole(self._manifests[version][1])
 
     async def _read_manifest(self, version: int, now: float | None) -> None:
         """Keep a version's manifest, if the coordinator has it. `now` is as of `open_manifest`."""
