@@ -14,7 +14,7 @@ from shoal.sandbox.resident import Resident, ask_all
 from tests.sandbox.needs import needs_bubblewrap, needs_gvisor
 
 ANSWERS = """
-import os, socket, sys, time
+import os, signal, socket, sys, time
 def read(size):
     data = b""
     while len(data) < size:
@@ -30,7 +30,9 @@ while True:
         except OSError: answer(b"closed")
     elif request == "huge": os.write(1, (1 << 30).to_bytes(4, "big"))
     elif request == "noise": [os.write(2, bytes(60000)) for _ in range(100)]; answer(b"said")
-    elif request.startswith("run "): answer(repr(eval(request[4:])).encode())
+    elif request.startswith("run "):
+        try: answer(repr(eval(request[4:])).encode())
+        except MemoryError: os.kill(os.getpid(), signal.SIGRTMAX)
     else: answer(request.encode())
 """
 
