@@ -6,6 +6,7 @@ The coordinator decides whether a rotation is valid, and the trainer finds its n
 
 import asyncio
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from shoal.errors import ConfigError, PeerError, StateError
@@ -28,6 +29,10 @@ def take_root(folder: RunFolder, given: str) -> str:
     host. Raises `StateError` if the run began with another root."""
     file = Path(given)
     made = not is_public_key(given) and not file.exists()
+    if made and (folder.root_key() or folder.log.exists()):  # guard: one-root-is-made
+        raise StateError(
+            f"there is no {file}, and the run in {folder.root} keeps the root that it has: leave out --root"
+        )
     public = given if is_public_key(given) else load_or_make_key(file).public
     known = folder.root_key()
     if folder.log.exists() and known != public:  # guard: a-run-keeps-its-root
@@ -37,8 +42,8 @@ def take_root(folder: RunFolder, given: str) -> str:
     if not made:
         return ""
     return (
-        f"Made the root key {file}. Move it to a disk that this machine does not have: whoever has it can name another "
-        "publisher, and without it nobody can replace a trainer key that has leaked."
+        f"Made the root key {file}. Move it to a disk that this machine does not have: anyone who has it can name "
+        "another publisher, and without it nobody can replace a trainer key that has leaked."
     )
 
 
@@ -54,7 +59,7 @@ def rotate_publisher(run: str, root_file: Path | None, new_key: str) -> str:
             raise ConfigError(
                 "a URL needs --root FILE, and --new-key KEY: the public key of a keys/trainer-*.key in the run's folder"
             )
-        return asyncio.run(_rotate(run, load_key(root_file), new_key))
+        return asyncio.run(_rotate(run, load_key(root_file), lambda: new_key))
     folder = RunFolder(Path(run))
     url = CoordinatorWatch(folder.address, folder.config().host.bind).url()
     if not url:
@@ -62,7 +67,7 @@ def rotate_publisher(run: str, root_file: Path | None, new_key: str) -> str:
     if root_file is None and folder.root_key():
         raise ConfigError(f"the root of this run is the key {folder.root_key()}: give its file, --root FILE")
     root = load_key(root_file or folder.keys / "run.key")
-    return asyncio.run(_rotate(url, root, new_key or make_publisher(folder)))
+    return asyncio.run(_rotate(url, root, lambda: new_key or make_publisher(folder)))
 
 
 def make_publisher(folder: RunFolder) -> str:
@@ -72,13 +77,16 @@ def make_publisher(folder: RunFolder) -> str:
     return key.public
 
 
-async def _rotate(url: str, root: Key, new_key: str) -> str:
+async def _rotate(url: str, root: Key, new_publisher: Callable[[], str]) -> str:
+    """Rotate. The new publisher is asked for once it is clear that the root may name one."""
+    new_key = ""
     async with Client(url, root) as client:
         for left in reversed(range(TRIES)):
             info = await client.get_json("/v1/run", RunInfo, deadline_s=ADMIN_DEADLINE_S)
             if root.public != info.root:
                 raise ConfigError(f"this key is {root.public}, and the run's root is {info.root}: give the root's file")
             client.run = info.run
+            new_key = new_key or new_publisher()
             serial = len(info.all_publishers.rotations) + 1
             rotation = Rotation(info.run, MAIN_STREAM, new_key, info.version + 1, serial, int(time.time()), "")
             try:

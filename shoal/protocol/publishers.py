@@ -67,7 +67,7 @@ def flaw_of_signer(named: Publishers, key: str, version: int, issued: float) -> 
     The publisher of a version signs it. Each later publisher may sign it again, because the root trusts it now.
     """
     if key not in named.keys:  # guard: publisher-is-named
-        return "is no publisher of this run"
+        return "is not a publisher of this run"
     place = named.keys.index(key)
     if place == len(named.rotations):
         return ""

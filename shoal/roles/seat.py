@@ -202,7 +202,7 @@ class Seat:
         sources = self.relays.usable(sources_of(self.info, self.client, await self.relays.sources(manifest)))
         directory = await fetch(
             manifest, sources, self.shared.folder, keep=keep, manifest_of=earlier, in_use=self._in_use, store=self.store,
-            on_held=self.shared.hold if self.shared.is_on else None,
+            shared=self.shared if self.shared.is_on else None,
         )  # fmt: skip
         self.relays.learn(sources)
         return Brought(manifest, signed, directory)

@@ -6,7 +6,6 @@ being fetched, with the calls of a relay. Clients ask this node only if the coor
 
 import asyncio
 import contextlib
-import logging
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Collection
@@ -27,8 +26,6 @@ from shoal.weights.manifest import content_of
 from shoal.weights.pieces import UNFINISHED, files_of, pieces_of, sized_chunks
 from shoal.weights.relays import holdings_of
 
-log = logging.getLogger("relay")
-
 SHARED_VERSIONS = 4
 
 
@@ -39,7 +36,6 @@ class Share:
     key: Key
     port: int
     bind: str = "0.0.0.0"
-    public_url: str = ""
 
 
 class _Place(NamedTuple):
@@ -82,6 +78,11 @@ class SharedVersions:
                 del self._held[oldest], self._chunks[oldest]
         self._held[content].update(chunks)
 
+    def begin(self, manifest: Manifest) -> None:
+        """A version is fetched from its beginning: its files are empty for now, whatever they held before."""
+        if (held := self._held.get(content_of(manifest))) is not None:
+            held.clear()
+
     def serve(self, name: str) -> FileAnswer:
         """A verified chunk as an answer. Raises `NothingYet`."""
         for content, held in self._held.items():
@@ -113,7 +114,7 @@ async def sharing(share: Share | None, client: Client, shared: SharedVersions) -
         server.capture_signals = contextlib.nullcontext  # type: ignore[assignment, method-assign]
         tasks = [
             asyncio.create_task(server.serve(sockets=[listener])),
-            asyncio.create_task(offer(client, share.public_url, listener.getsockname()[1])),
+            asyncio.create_task(offer(client, "", listener.getsockname()[1])),
         ]
         try:
             yield

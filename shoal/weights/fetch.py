@@ -16,6 +16,7 @@ import shutil
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 from shoal.errors import NothingYet, PeerError, StateError, cause_of
 from shoal.protocol.types import Manifest, Publishers
@@ -43,6 +44,18 @@ log = logging.getLogger(__name__)
 def tell_blame(source: str, reason: str) -> None:
     """Log that a source is left; the default for `on_blame`."""
     log.warning("source=%s left=true reason=%s", source, reason)
+
+
+class Shared(Protocol):
+    """What a node shares with others of the versions that it fetches."""
+
+    def begin(self, manifest: Manifest) -> None:
+        """A version is fetched from its beginning: what was here of it does not count any more."""
+        ...
+
+    def hold(self, manifest: Manifest, chunks: Collection[str]) -> None:
+        """These chunks of a version are here, verified."""
+        ...
 
 
 async def fetch_version(
@@ -95,7 +108,7 @@ async def fetch(
     store: Path | None = None,
     on_blame: Callable[[str, str], None] = tell_blame,
     on_progress: Callable[[str], None] | None = None,
-    on_held: Callable[[Manifest, Collection[str]], None] | None = None,
+    shared: Shared | None = None,
     rng: random.Random | None = None,
 ) -> Path:
     """Fetch and verify a version; returns its directory in `folder`, where the `keep` newest versions stay, and `in_use`.
@@ -103,7 +116,7 @@ async def fetch(
     `manifest_of` gives the manifests of earlier versions, opened, or raises `PeerError`. Without it, only patches from a
     version that is here are used. `store` is a folder of blobs on this machine, which is looked into first. `on_blame` gets
     (source, reason) when a source is left, for a while or for good; `on_progress` a line every few seconds, which is logged
-    by default; `on_held` the hashes of a version's chunks that are here, verified. `rng` decides the order of the chunks
+    by default; `shared` is told which chunks are here, verified. `rng` decides the order of the chunks
     and who is asked. The sources are closed at the end.
 
     Raises `PeerError`, naming each source's fault, if the sources together cannot serve everything. Raises `NotStored` if
@@ -120,7 +133,7 @@ async def fetch(
         ).run()  # fmt: skip
 
     try:
-        directory = await _Fetch(folder, transfer, manifest_of or _unknown, store, on_held).version(manifest)
+        directory = await _Fetch(folder, transfer, manifest_of or _unknown, store, shared).version(manifest)
     except OSError as error:
         raise NotStored(
             f"cannot store version {manifest.version} in {folder}: {cause_of(error)}. Free some space or use "
@@ -146,10 +159,10 @@ class _Fetch:
         transfer: Callable[[Sequence[Piece], Path, Callable[[str], None]], Awaitable[None]],
         manifest_of: Callable[[int], Awaitable[Manifest]],
         store: Path | None,
-        on_held: Callable[[Manifest, Collection[str]], None] | None,
+        shared: Shared | None,
     ) -> None:
         self._folder, self._transfer, self._manifest_of = folder, transfer, manifest_of
-        self._store, self._on_held = store, on_held
+        self._store, self._shared = store, shared
         self._known: dict[int, Manifest | None] = {}
         """Manifests of earlier versions; None if they could not be had."""
 
@@ -158,6 +171,7 @@ class _Fetch:
         broken, dropped, problem = set[tuple[int, int]](), set[int](), None
         if await asyncio.to_thread(self._is_here, asked):
             return await self._held(asked)
+        self._begin(asked)
         while (way := await self._way(asked, broken)) is not None:
             begun = [asked] if way.is_here or not way.steps else [asked, self._begins_with(way)]
             await asyncio.to_thread(forget_unfinished, self._folder, [self._unfinished(one) for one in begun])
@@ -189,13 +203,17 @@ class _Fetch:
     async def _held(self, manifest: Manifest) -> Path:
         """The directory of a version that is here; what of it can be shared is told."""
         directory = self._target(manifest)
-        if self._on_held is not None:
+        if self._shared is not None:
             self._tell(manifest, await asyncio.to_thread(chunks_here, manifest, directory))
         return directory
 
     def _tell(self, manifest: Manifest, chunks: Collection[str]) -> None:
-        if self._on_held is not None:
-            self._on_held(manifest, chunks)
+        if self._shared is not None:
+            self._shared.hold(manifest, chunks)
+
+    def _begin(self, manifest: Manifest) -> None:
+        if self._shared is not None:
+            self._shared.begin(manifest)  # guard: begun-again-is-not-shared
 
     def _target(self, manifest: Manifest) -> Path:
         return self._folder / directory_name(manifest)
@@ -240,6 +258,7 @@ class _Fetch:
 
     async def _whole(self, manifest: Manifest) -> Path:
         target, unfinished, files = self._target(manifest), self._unfinished(manifest), files_of(manifest)
+        self._begin(manifest)
         await self._bring(manifest, unfinished, files, on_held=partial(self._tell, manifest))
         await asyncio.to_thread(finish, unfinished, target, manifest)
         return target

@@ -1,7 +1,7 @@
 """The end of a fetch: the whole directory is verified and named, and old versions are deleted.
 
-Called by `fetch`. A directory appears under its name whole, or not at all. It is not made durable: whoever opens it again
-verifies it, and fetches what a power cut damaged. It knows no network.
+Called by `fetch`. A directory appears under its name whole, or not at all. It is not made durable: the next fetch
+verifies it again, and fetches what a power cut damaged. It knows no network.
 """
 
 import hashlib

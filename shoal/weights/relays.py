@@ -1,7 +1,8 @@
 """A relay as a source of chunks: like any other, but it may still be filling, and says which chunks it has.
 
 Its answer is a bit for each of a version's chunks, in the order in which the manifest names them first. Relays are
-strangers. The coordinator checked that whoever has the key serves at the URL, and at which address; that address is asked.
+strangers. The coordinator checked that the holder of the key serves at the URL, and at which address. That address is
+asked.
 """
 
 import contextlib

@@ -82,3 +82,18 @@ def test_a_run_keeps_the_root_that_it_began_with(tmp_path: Path) -> None:
     with pytest.raises(StateError, match="It keeps that"):
         take_root(folder, other)
     assert folder.root_key() == public
+
+
+@pytest.mark.parametrize("begun", ["root.pub", "log"])
+def test_a_run_that_has_begun_makes_no_second_root(tmp_path: Path, begun: str) -> None:
+    """Its root key was moved to another disk, and the host types the same command again."""
+    folder, file = RunFolder(tmp_path / "run"), tmp_path / "root.key"
+    folder.root.mkdir()
+    if begun == "log":
+        folder.log.touch()
+    else:
+        take_root(folder, str(file))
+        file.unlink()
+    with pytest.raises(StateError, match="leave out --root"):
+        take_root(folder, str(file))
+    assert not file.exists()

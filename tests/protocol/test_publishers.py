@@ -74,8 +74,8 @@ def test_a_chain_with_a_rotation_left_out_or_swapped_is_refused():
         (SECOND, 3, 1500.0, ""),  # signed again by a later publisher
         (THIRD, 0, 9e9, ""),
         (THIRD, 6, 9e9, ""),
-        (STRANGER, 3, 500.0, "is no publisher"),
-        (ROOT, 3, 500.0, "is no publisher"),
+        (STRANGER, 3, 500.0, "is not a publisher"),
+        (ROOT, 3, 500.0, "is not a publisher"),
         (FIRST, 4, 500.0, "only before version 4"),
         (SECOND, 6, 1500.0, "only before version 6"),
         (FIRST, 3, 1001.0 + CLOCKS_S, "had replaced it"),

@@ -52,7 +52,7 @@ def test_a_chunk_is_shared_once_it_is_verified_and_as_long_as_it_is_here(origin,
             seen.append({name for name in sized_chunks(manifest) if (await get(app, name)).status_code == 200})
 
         origin.before = look
-        directory = await fetch(manifest, [origin], tmp_path / "cache", on_held=shared.hold)
+        directory = await fetch(manifest, [origin], tmp_path / "cache", shared=shared)
         for name in sized_chunks(manifest):
             assert (await get(app, name)).content == origin.held[name]
         shutil.rmtree(directory)
@@ -62,12 +62,29 @@ def test_a_chunk_is_shared_once_it_is_verified_and_as_long_as_it_is_here(origin,
     assert seen[0] == set() and 0 < len(seen[-1]) < len(sized_chunks(manifest))
 
 
+def test_a_version_that_is_fetched_again_is_shared_anew_and_never_as_empty_files(origin, tmp_path):
+    """Its files have their sizes from the beginning, and zeros in the place of chunks."""
+    manifest = published(make_checkpoint(tmp_path / "checkpoint"), origin)
+    shared, held = SharedVersions(tmp_path / "cache"), []
+
+    async def look(count: int) -> None:
+        held.append({name for name in sized_chunks(manifest) if name in shared._held[content_of(manifest)]})
+
+    async def story():
+        shutil.rmtree(await fetch(manifest, [origin], tmp_path / "cache", shared=shared))
+        origin.before = look
+        await fetch(manifest, [origin], tmp_path / "cache", shared=shared)
+
+    asyncio.run(story())
+    assert held[0] == set() and len(held) == len(sized_chunks(manifest))
+
+
 def test_a_client_fetches_from_a_worker_that_shares(origin, tmp_path):
     manifest = published(make_checkpoint(tmp_path / "checkpoint"), origin)
     shared = SharedVersions(tmp_path / "cache")
 
     async def story():
-        await fetch(manifest, [origin], tmp_path / "cache", on_held=shared.hold)
+        await fetch(manifest, [origin], tmp_path / "cache", shared=shared)
         async with serving(application(shared, Key.generate(), "run", time.time), Limits()) as port:
             entry = RelayEntry(f"http://127.0.0.1:{port}", "127.0.0.1", "key")
             source = RelaySource(entry, content_of(manifest), list(sized_chunks(manifest)), beside="127.0.0.1")

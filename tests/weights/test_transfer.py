@@ -364,7 +364,7 @@ def test_a_spared_source_serves_when_the_others_say_nothing(version):
 
 
 def test_sources_that_trickle_do_not_keep_a_fetch_from_a_spared_one(version):
-    """Whoever runs relays could else hold up all workers of a run."""
+    """Otherwise a person who runs relays could hold up all workers of a run."""
     relays = [Server(f"trickling-{i}", version.held, Link(PART_BYTES)) for i in range(20)]
     origin = Server("origin", version.held, Link(1000 * KB), rank=1)
     assert version.fetch([*relays, origin]).is_right

@@ -123,7 +123,7 @@ class RelayBook:
         if known is not None and known.key == key:
             known.seen_at = now
             return RelayStanding(name, True, "", OFFER_AGAIN_S)
-        reason, retry = self._why_not(name, key, now)
+        reason, retry = self._why_not(key)
         if reason:
             return RelayStanding(name, False, reason, retry)
         if (proof := self._proofs.get(name)) and proof[0] == key and now - proof[2] < ASK_AGAIN_S:
@@ -135,16 +135,18 @@ class RelayBook:
         if name not in self._queue:
             wait_s = self._offers.take(network_of(host), now)
             if wait_s > 0 or len(self._queue) >= MOST_QUEUED:  # guard: offers-of-an-address
-                return RelayStanding(name, False, "too many offers", max(wait_s, 30.0))
+                return RelayStanding(
+                    name, False, "too many offers wait: this one is repeated by itself", max(wait_s, 30.0)
+                )
             self._queue[name] = Waiting(url, own)
             self._work.set()
         return RelayStanding(name, False, "it is being asked to prove its URL", 2.0)
 
-    def _why_not(self, name: str, key: str, now: float) -> tuple[str, float]:
+    def _why_not(self, key: str) -> tuple[str, float]:
         """Why a key cannot have this URL listed whatever it proves, and when to come again."""
         self._forget_lapsed()
         if sum(each.key == key for each in self._listed.values()) >= MOST_OF_A_KEY:  # guard: urls-of-a-key
-            return f"a key may have {MOST_OF_A_KEY} URLs listed", OFFER_AGAIN_S
+            return f"a key may have {MOST_OF_A_KEY} URLs listed: start another relay with another --home", OFFER_AGAIN_S
         if len(self._listed) >= MOST_LISTED:
             return "enough relays are listed", OFFER_AGAIN_S
         return "", 0.0
@@ -171,7 +173,7 @@ class RelayBook:
                     continue
 
     async def _challenge(self, waiting: Waiting) -> None:
-        """Ask a URL once who serves there. Whoever it is may have it listed."""
+        """Ask a URL once which key serves there. That key may have it listed."""
         name, url, now = str(waiting.url), waiting.url, self._clock()
         try:
             address = await outside.judged_address(url, waiting.own)
