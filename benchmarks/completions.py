@@ -5,8 +5,9 @@
 A real run by `shoal host` on this machine: coordinator, stage, trainer and validator as processes over HTTP. One worker
 joins through a proxy of our own that holds all bytes back, half of the delay in each direction. It plays Wordle: several
 turns for each rollout, and each is a request in a run of completions. Both kinds are measured in turn, each in a run of its
-own, from the time at which the worker is in good standing. The bar: completions reach 0.8 of the tokens a second of
-episodes, both with the delay. No peer publishes such a figure, so none runs beside us. Ends with one line of JSON.
+own, from the time at which the worker is in good standing. The worker has a core to itself, as on a machine of its own; all
+processes of the host share the others. The bar: completions reach 0.8 of the tokens a second of episodes, both with the
+delay. No peer publishes such a figure, so none runs beside us. Ends with one line of JSON.
 """
 
 import argparse
@@ -92,17 +93,32 @@ def tokens_per_s(kind: str, delay_s: float, seconds: float) -> float:
     with tempfile.TemporaryDirectory(prefix="shoal-completions-") as name, contextlib.ExitStack() as stack:
         folder = Path(name)
         (folder / "run.toml").write_text(RUN_FILE.format(kind=kind))
+        first, *others = sorted(os.sched_getaffinity(0))
+        stack.enter_context(pinned({*others} or {first}))
         stack.enter_context(started(folder, "host", "host", "run.toml", "--out", "run"))
         url = wait_for(lambda: address(folder / "run"), "the coordinator", 60.0)
         port = stack.enter_context(delayed(int(url.rsplit(":", 1)[1]), delay_s))
         at = f"http://127.0.0.1:{port}"
-        stack.enter_context(started(folder, "worker", "join", at, "--threads", "1", "--home", str(folder / "home")))
+        with pinned({first}):
+            join = started(folder, "worker", "join", at, "--threads", "1", "--home", str(folder / "home"))
+            stack.enter_context(join)
         wait_for(lambda: (node := worker(url)) and node["standing"] == "good" and node["credits"], "good work", 120.0)
         before, began = worker(url), time.monotonic()
         time.sleep(seconds)
         after, took_s = worker(url), time.monotonic() - began
         assert before is not None and after is not None
         return (after["credits"] - before["credits"]) / took_s
+
+
+@contextlib.contextmanager
+def pinned(cores: set[int]) -> Iterator[None]:
+    """This thread, and the processes and threads that it starts, run on these cores."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 @contextlib.contextmanager
