@@ -18,7 +18,7 @@ PIP_FLAGS ?=
 INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt $(PIP_FLAGS)
 CHECKS := tests/test_architecture.py tests/test_config.py tests/test_recipes.py $(wildcard tests/test_docs.py) \
 	tests/test_figures.py tests/test_names.py
-BENCHES := decode whole_system verify_cost detection toploc poisoning economics crowd connections curriculum kill_storm sandbox demo
+BENCHES := decode whole_system verify_cost detection toploc poisoning economics crowd connections curriculum kill_storm sandbox completions demo
 # More threads per process would compete with the other processes of the same test.
 TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 

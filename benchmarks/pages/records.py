@@ -23,6 +23,7 @@ Value = int | float | list[int | float]
 UNITS = (
     (r"tokens_per_cpu_s$", "tokens per CPU-second"),
     (r"completions_per_cpu_s$", "completions per CPU-second"),
+    (r"tokens_per_s$", "tokens/s"),
     (r"us_per_\w+$", "µs"),
     (r"cpu_s(_|\.|$)", "CPU-seconds"),
     (r"cpu_minutes$", "CPU-minutes"),
