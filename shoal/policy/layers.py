@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shoal.policy.rope import frequencies
 from shoal.policy.spec import PolicySpec
 
 WORTH_SHARING = 64
@@ -89,9 +90,14 @@ def rope_table(spec: PolicySpec, positions: Tensor) -> Tensor:
     Those of the queries include the scale of attention, 1 / sqrt(E).
     """
     exponents_e = torch.arange(0, spec.head_dim, 2, device=positions.device).float() / spec.head_dim
-    angle = positions[..., None, None, None].float() / spec.rope_theta**exponents_e
+    places, scaling = positions[..., None, None, None].float(), spec.rope_scaling
     scale_J1 = torch.ones(spec.heads // spec.kv_heads + 1, 1, device=positions.device)
     scale_J1[:-1] = spec.head_dim**-0.5
+    if scaling is None:
+        angle = places / spec.rope_theta**exponents_e
+    else:
+        angle = places * frequencies(scaling, spec.rope_theta, spec.head_dim, positions.device)
+        scale_J1 *= scaling.attention
     return torch.polar(torch.ones_like(angle), angle) * scale_J1
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from shoal.errors import StateError, cause_of
+from shoal.policy.rope import KINDS, RopeScaling, scaling_of
 from shoal.protocol.constants import MAX_JSON_BYTES, MAX_TENSORS
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -45,6 +46,8 @@ class PolicySpec:
     """Tokens that end a text. The first is the main one."""
     pad_id: int | None = None
     bos_id: int | None = None
+    rope_scaling: RopeScaling | None = None
+    """How the rotation is scaled for longer texts; None for the plain one."""
 
     @property
     def qkv_bias(self) -> bool:
@@ -114,7 +117,7 @@ class PolicySpec:
             "vocab_size": self.vocab_size,
             "max_position_embeddings": self.max_positions,
             "rope_theta": self.rope_theta,
-            "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
+            "rope_parameters": self._rope_to_hf(),
             "rms_norm_eps": self.norm_eps,
             "tie_word_embeddings": self.tied,
             "hidden_act": "silu",
@@ -131,7 +134,14 @@ class PolicySpec:
             config |= {"use_sliding_window": False}
         if self.family == "qwen3":
             config |= {"attention_bias": False}
+        if self.rope_scaling is not None:  # programs older than transformers 5 read it here
+            config |= {"rope_scaling": self._rope_to_hf()}
         return config
+
+    def _rope_to_hf(self) -> dict[str, Any]:
+        kind = self.rope_scaling.kind if self.rope_scaling else "default"
+        scaling = self.rope_scaling.to_hf() if self.rope_scaling else {}
+        return {"rope_type": kind, "rope_theta": self.rope_theta} | scaling
 
 
 def read_capped(path: Path, limit_bytes: int) -> bytes:
@@ -175,6 +185,8 @@ class _HfConfig(msgspec.Struct):
     rope_theta: float | None = None
     rope_scaling: dict[str, Any] | None = None
     rope_parameters: dict[str, Any] | None = None
+    original_max_position_embeddings: int | None = None
+    partial_rotary_factor: float | None = None
     attention_bias: bool = False
     mlp_bias: bool = False
     use_sliding_window: bool = False
@@ -188,6 +200,8 @@ class _HfConfig(msgspec.Struct):
 def _from_hf(config: _HfConfig, path: Path) -> PolicySpec:
     rope = config.rope_scaling or config.rope_parameters or {}  # in the order of transformers 5
     theta = rope.get("rope_theta", config.rope_theta if config.rope_theta is not None else 10000.0)
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    scaling = _scaling(kind, rope, config, path)
     heads = config.num_attention_heads
     eos = config.eos_token_id
     spec = PolicySpec(
@@ -206,8 +220,8 @@ def _from_hf(config: _HfConfig, path: Path) -> PolicySpec:
         eos_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
         pad_id=None if config.pad_token_id is None or config.pad_token_id < 0 else config.pad_token_id,
         bos_id=config.bos_token_id,
+        rope_scaling=scaling,
     )
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
     bounded = ("width", "layers", "heads", "kv_heads", "head_dim", "mlp_width", "vocab_size", "max_positions")
     ids = (*spec.eos_ids, *(i for i in (spec.pad_id, spec.bos_id) if i is not None))
     demands = [
@@ -216,7 +230,12 @@ def _from_hf(config: _HfConfig, path: Path) -> PolicySpec:
             not any(isinstance(value, dict) for value in rope.values()),
             "its rope_parameters are nested by layer type; only one rotation for all layers is known",
         ),
-        (rope_type == "default", f"rope_type is {rope_type!r}; only default is known"),
+        (kind in KINDS, f"rope_type is {kind!r}; known: {', '.join(KINDS)}"),
+        *(scaling.demands() if scaling else ()),
+        (
+            rope.get("partial_rotary_factor", config.partial_rotary_factor) in (None, 1),
+            "partial_rotary_factor is not 1: only whole heads are rotated",
+        ),
         (not (config.attention_bias or config.mlp_bias), "attention_bias or mlp_bias is set; not supported"),
         (config.quantization_config is None, "the weights are quantised; use the full-precision model"),
         (
@@ -228,6 +247,7 @@ def _from_hf(config: _HfConfig, path: Path) -> PolicySpec:
         (spec.kv_heads > 0 and heads % spec.kv_heads == 0, f"{heads} heads do not share {spec.kv_heads} kv_heads"),
         (spec.head_dim % 2 == 0, f"head_dim = {spec.head_dim}: must be even"),
         (1.0 <= spec.rope_theta < 1e12, f"rope_theta = {theta!r}: not in 1..1e12"),
+        (scaling is None or spec.rope_theta > 1.0, "rope_theta is 1, which cannot be scaled"),
         (0.0 < spec.norm_eps < 1.0, f"rms_norm_eps = {spec.norm_eps}: not in 0..1"),
         (all(0 <= i < spec.vocab_size for i in ids), f"special token ids {ids} exceed vocab_size = {spec.vocab_size}"),
     ]
@@ -235,3 +255,14 @@ def _from_hf(config: _HfConfig, path: Path) -> PolicySpec:
         if not holds:
             raise StateError(f"{path}: {fault}. Choose another model, or fix the file")
     return spec
+
+
+def _scaling(kind: object, rope: dict[str, Any], config: _HfConfig, path: Path) -> RopeScaling | None:
+    """The rotation's scaling; None also for a kind that we do not know, which `_from_hf` refuses."""
+    if kind not in KINDS:
+        return None
+    try:
+        original = config.original_max_position_embeddings
+        return scaling_of(str(kind), rope, config.max_position_embeddings, original)
+    except msgspec.ValidationError as error:
+        raise StateError(f"{path}: its rope parameters are malformed: {error}. Download the model again") from None

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -237,11 +238,22 @@ def test_a_config_that_does_not_fit_the_weights_is_refused_with_the_tensors_name
         ({"num_key_value_heads": 3}, "do not share"),
         ({"head_dim": 7}, "must be even"),
         ({"rms_norm_eps": 0}, "rms_norm_eps"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "yarn"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, r"yarn: factor = 0\.0"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": "x"}}, "rope_theta"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": None}, "linear"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type is 'yarn'"),
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_type is 'yarn'"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}, "rope_parameters": None}, "rope_type is 'dynamic'"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, "known: default, linear, llama3, yarn"),
+        ({"rope_scaling": {"rope_type": ["yarn"], "factor": 4.0}}, "rope_type is"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": "4"}}, "malformed"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 1e30}}, "factor"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4, "beta_slow": 9, "beta_fast": 8}}, "bounds"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4, "attention_factor": -1}}, "attention_factor"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": math.e, "mscale": 1, "mscale_all_dim": -10}}, "attention"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4}, "rope_theta": 1}, "cannot be scaled"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": -1}}, "original"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "llama3: its bounds"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "linear: factor"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ({"partial_rotary_factor": 0.25}, "partial_rotary_factor"),
         ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "nested by layer type"),
         (
             {"rope_parameters": {"full_attention": {"rope_theta": 1e4}, "sliding_attention": None}},
