@@ -19,7 +19,7 @@ import msgspec
 from shoal.errors import StateError, cause_of
 from shoal.folder import replaced_folder
 from shoal.policy.spec import PolicySpec, read_capped, write_json
-from shoal.protocol.constants import MAX_JSON_BYTES, MAX_SAFETENSORS_HEADER_BYTES, MAX_TENSORS
+from shoal.protocol.constants import MAX_SAFETENSORS_HEADER_BYTES, MAX_TENSORS
 
 if TYPE_CHECKING:
     import torch
@@ -36,6 +36,12 @@ TOKENIZER_FILES = (
 
 ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 """Bytes per value of the dtypes that a policy may have, by safetensors' names."""
+
+SHARD_BYTES = 5_000_000_000
+"""Weights of more bytes are written as several files of at most as many, unless one tensor alone has more."""
+
+MAX_INDEX_BYTES = 4 << 20
+"""Size of the index of shards: enough for MAX_TENSORS tensors."""
 
 _READ_BYTES = 8 << 20
 
@@ -87,11 +93,17 @@ class Snapshot:
 
 def snapshot(model: "Transformer", dtype: str) -> Snapshot:
     """A copy of a model's weights in `dtype` (float32 or bfloat16), so that it can be written while the model learns on."""
-    return Snapshot(model.spec, dtype, {name: one.clone() for name, one in _tensors(model, dtype).items()})
+    target = _torch_dtype(dtype)
+    tensors = {name: p.detach().to("cpu", target, copy=True) for name, p in model.named_parameters()}
+    return Snapshot(model.spec, dtype, tensors)
 
 
 def save_policy(
-    policy: "Transformer | Snapshot", directory: Path, dtype: str, tokenizer_from: Path | None = None
+    policy: "Transformer | Snapshot",
+    directory: Path,
+    dtype: str,
+    tokenizer_from: Path | None = None,
+    shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write a checkpoint directory in `dtype` (float32 or bfloat16), with the tokenizer files of another directory.
 
@@ -99,14 +111,13 @@ def save_policy(
     `StateError` if writing fails.
     """
     from safetensors import SafetensorError
-    from safetensors.torch import save_file
 
     directory = Path(directory)
     assert not isinstance(policy, Snapshot) or policy.dtype == dtype, f"the snapshot is {policy.dtype}"
-    tensors = policy.tensors if isinstance(policy, Snapshot) else _tensors(policy, dtype)
+    weights = policy.tensors if isinstance(policy, Snapshot) else dict(policy.named_parameters())
     try:
         with replaced_folder(directory) as scratch:
-            save_file(tensors, scratch / WEIGHTS, metadata={"format": "pt"})
+            _write_weights(weights, scratch, _torch_dtype(dtype), shard_bytes)
             write_json(scratch / "config.json", policy.spec.to_hf() | {"dtype": dtype})
             write_json(scratch / "generation_config.json", _generation_config(policy.spec))
             for name in TOKENIZER_FILES:
@@ -118,11 +129,10 @@ def save_policy(
         ) from None
 
 
-def _tensors(model: "Transformer", dtype: str) -> "dict[str, torch.Tensor]":
+def _torch_dtype(name: str) -> "torch.dtype":
     import torch
 
-    target = {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
-    return {name: p.detach().to("cpu", target).contiguous() for name, p in model.named_parameters()}
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
 
 def tensors_of(directory: Path) -> dict[str, tuple[str, tuple[int, ...], str]]:
@@ -138,7 +148,7 @@ def find_tensors(directory: Path) -> dict[str, StoredTensor]:
     directory = Path(directory)
     if (directory / WEIGHTS).exists() or not (directory / INDEX).exists():
         return read_header(directory / WEIGHTS)
-    index = _decode(read_capped(directory / INDEX, MAX_JSON_BYTES), _Index, directory / INDEX)
+    index = _decode(read_capped(directory / INDEX, MAX_INDEX_BYTES), _Index, directory / INDEX)
     found: dict[str, StoredTensor] = {}
     for shard in sorted(set(index.weight_map.values())):
         if not shard.endswith(".safetensors") or Path(shard).name != shard:
@@ -209,6 +219,37 @@ def _decode(data: bytes, kind: Any, path: Path) -> Any:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise StateError(f"{path} is damaged: {error}. Download the model again") from None
+
+
+def _write_weights(
+    parameters: dict[str, "torch.Tensor"], directory: Path, dtype: "torch.dtype", shard_bytes: int
+) -> None:
+    """Write the weights as one file, or as shards with their index. Only one shard is copied in memory at a time."""
+    from safetensors.torch import save_file
+
+    shards = _shards({name: p.numel() * dtype.itemsize for name, p in parameters.items()}, shard_bytes)
+    count = len(shards)
+    files = [WEIGHTS] if count == 1 else [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
+    for file, names in zip(files, shards, strict=True):
+        tensors = {name: parameters[name].detach().to("cpu", dtype).contiguous() for name in names}
+        save_file(tensors, directory / file, metadata={"format": "pt"})
+    if count > 1:
+        places = {name: file for file, names in zip(files, shards, strict=True) for name in names}
+        total = sum(p.numel() for p in parameters.values()) * dtype.itemsize
+        write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
+
+
+def _shards(sizes_bytes: dict[str, int], shard_bytes: int) -> list[list[str]]:
+    """The names of each shard's tensors, in the given order."""
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name, size in sizes_bytes.items():
+        if shards[-1] and filled + size > shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += size
+    return shards
 
 
 def _needed(stored: dict[str, StoredTensor], spec: PolicySpec) -> dict[str, StoredTensor]:

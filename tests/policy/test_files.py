@@ -8,15 +8,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM
 
 from shoal.config import TinyPolicy
 from shoal.errors import StateError
-from shoal.policy.files import find_tensors, load_policy, read_header, save_policy, tensors_of
+from shoal.policy.files import _read_tensor, find_tensors, load_policy, read_header, save_policy, tensors_of
 from shoal.policy.model import Transformer
 from shoal.policy.spec import PolicySpec
 from shoal.policy.tiny import initialise, make_tiny, tiny_spec
@@ -68,6 +70,46 @@ def test_tensors_are_listed_with_dtype_shape_and_hash(checkpoint: Path) -> None:
     expected = hashlib.sha256(weight.detach().numpy().tobytes()).hexdigest()
     assert listed["model.norm.weight"] == ("F32", (16,), expected)
     assert list(listed) == sorted(listed)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_large_weights_are_written_as_shards_that_both_libraries_open(dtype: str, tied: bool, tmp_path: Path) -> None:
+    make_tiny(msgspec.structs.replace(SMALL, tied=tied), tmp_path / "whole", seed=3, dtype=dtype)
+    model = load_policy(tmp_path / "whole")
+    save_policy(model, tmp_path / "parts", dtype, tokenizer_from=tmp_path / "whole", shard_bytes=4000)
+    files = sorted(path.name for path in (tmp_path / "parts").glob("*.safetensors"))
+    assert len(files) > 2 and files[0] == f"model-00001-of-{len(files):05}.safetensors"
+    for file in files:
+        tensors = read_header(tmp_path / "parts" / file).values()
+        assert len(tensors) == 1 or sum(t.end - t.start for t in tensors) <= 4000
+    assert tensors_of(tmp_path / "parts") == tensors_of(tmp_path / "whole")  # and so the same weights root
+    again = load_policy(tmp_path / "parts")
+    assert all(torch.equal(p, again.get_parameter(name)) for name, p in model.named_parameters())
+    peer = AutoModelForCausalLM.from_pretrained(tmp_path / "parts", dtype=torch.float32)
+    tokens = torch.arange(20)[None]
+    with torch.no_grad():
+        assert (peer(tokens).logits - again.logits(again(tokens))).abs().max() < 1e-4
+
+
+def test_a_smaller_policy_replaces_shards_and_their_index(checkpoint: Path) -> None:
+    model = load_policy(checkpoint)
+    save_policy(model, checkpoint, "float32", shard_bytes=4000)
+    assert (checkpoint / "model.safetensors.index.json").exists() and not (checkpoint / "model.safetensors").exists()
+    save_policy(model, checkpoint, "float32")
+    assert [path.name for path in checkpoint.glob("model*")] == ["model.safetensors"]
+
+
+def test_a_tensor_beyond_5_gb_of_a_file_is_found_and_read(tmp_path: Path) -> None:
+    rows, side = 1400, 1 << 20
+    header = {"a": _entry(0, rows * side * 4, [rows, side]), "b": _entry(rows * side * 4, rows * side * 4 + 8, [2])}
+    _write(tmp_path / "model.safetensors", header, b"")
+    with (tmp_path / "model.safetensors").open("r+b") as file:  # a file with a hole: it takes no room
+        file.seek(rows * side * 4, 2)
+        file.write(struct.pack("<2f", 1.5, -2.0))
+    stored = find_tensors(tmp_path)
+    assert stored["a"].end - stored["a"].start > 5_000_000_000
+    assert _read_tensor(stored["b"]).tolist() == [1.5, -2.0]
 
 
 def test_saving_replaces_the_old_checkpoint_and_leaves_nothing_else(checkpoint: Path) -> None:

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import httpx
 import msgspec
 import pytest
+from safetensors.numpy import load_file, save_file
 from starlette.routing import Route
 
 from shoal.errors import NothingYet, PeerError, StateError
@@ -82,6 +83,20 @@ def test_a_chunk_that_repeats_is_sent_and_fetched_once(checkpoint, origin, tmp_p
 def test_an_empty_file_travels(checkpoint, origin, tmp_path):
     (checkpoint / "tokenizer.json").write_bytes(b"")
     assert same(run(published(checkpoint, origin), [origin], tmp_path / "cache"), checkpoint)
+
+
+def test_shards_and_their_index_travel_and_have_the_same_root(checkpoint, origin, tmp_path):
+    whole = weights_root(checkpoint)
+    tensors = load_file(checkpoint / "model.safetensors")
+    (checkpoint / "model.safetensors").unlink()
+    places = {name: f"model-{i:05}-of-00003.safetensors" for i, name in enumerate(sorted(tensors), 1)}
+    for name, file in places.items():
+        save_file({name: tensors[name]}, checkpoint / file)
+    (checkpoint / "model.safetensors.index.json").write_bytes(wire.to_json({"weight_map": places}))
+    manifest = published(checkpoint, origin)
+    directory = run(manifest, [origin], tmp_path / "weights")
+    assert manifest.root == whole == weights_root(directory)
+    assert {*places.values(), "model.safetensors.index.json"} < contents(directory).keys()
 
 
 def test_a_version_on_disk_is_not_fetched_again(checkpoint, origin, tmp_path):
