@@ -879,6 +879,8 @@ GUARDS = [
         ("manifest-of-the-lease", OFF, "test_a_worker_that_is_served_other_weights_than_its_lease_names_plays_nothing"),
         ("terms-of-the-lease", OFF,
          "test_a_worker_that_is_told_other_environments_than_its_lease_names_plays_nothing"),
+        ("stops-of-the-lease", OFF,
+         "test_a_worker_that_is_told_other_stop_tokens_than_its_lease_names_plays_nothing"),
         ("lease-is-signed", OFF, "test_a_lease_without_the_run_keys_signature_is_not_played"),
         ("body-is-kept", GONE, "test_a_worker_keeps_its_submission_before_it_sends_it"),
         ("run-id-is-no-path", OFF, "test_a_run_id_that_could_lead_out_of_the_folder_is_refused"),

@@ -31,7 +31,7 @@ def flat_samples(folder: RunFolder) -> list[str]:
     """
     created, flat = _read_log(folder)
     envs = load_run_envs(created.envs, own_files=True)
-    renderer = Renderer.from_directory(folder.policy)
+    renderer = Renderer.from_directory(folder.policy, created.sampling.stops)
     samples = []
     for accepted in flat:
         group = _group(folder, accepted)

@@ -31,7 +31,7 @@ from shoal.errors import Overreach, StateError
 from shoal.pipes import Late, Pipes, next_frame, write_frame
 from shoal.policy.frames import Answer, Facts, Opened, batches, packed, unpacked
 from shoal.policy.render import FILES, Prompt, Renderer, Segment
-from shoal.protocol.constants import MAX_ROLLOUT_TOKENS
+from shoal.protocol.constants import MAX_ROLLOUT_TOKENS, MODEL_STOPS
 
 MAX_FRAME_BYTES = 4 * (MAX_ROLLOUT_TOKENS + 1) + 1024
 """Limit on an answer without texts: the longest rollout, at 4 bytes for each token."""
@@ -82,9 +82,12 @@ class Start(Protocol):
 class ContainedRenderer(Renderer):
     """A renderer whose child process does the work. Every method may raise `Overreach`."""
 
-    def __init__(self, directory: Path, limits: Limits = Limits(), start: Start | None = None) -> None:
+    def __init__(
+        self, directory: Path, limits: Limits = Limits(), start: Start | None = None, stops: str = MODEL_STOPS
+    ) -> None:
         """Open the tokenizer and chat template of a checkpoint. Raises as `Renderer.from_directory`, and `Overreach`."""
         self.directory, self._limits, self._start = Path(directory), limits, start or start_here
+        self._stops = stops
         self._lock = threading.Lock()
         self._child: _Child | None = None
         self._facts: Facts | None = None
@@ -154,8 +157,9 @@ class ContainedRenderer(Renderer):
         return answer
 
     def _open(self) -> "_Child":
-        child = _Child(self._limits, self._start, [self.directory.absolute() / name for name in FILES])
-        opened = child.ask(msgspec.msgpack.encode(child.directory), self._limits.open_s, Opened)
+        files = [self.directory.absolute() / name for name in FILES[self._stops]]
+        child = _Child(self._limits, self._start, files)
+        opened = child.ask(msgspec.msgpack.encode((child.directory, self._stops)), self._limits.open_s, Opened)
         if opened.facts is None:
             raise StateError(opened.refused.replace(child.directory, str(self.directory)))
         if self._facts is not None and opened.facts != self._facts:  # guard: contained-same-files
@@ -249,13 +253,13 @@ def serve() -> None:
     # guard: contained-alarm-not-blocked
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})  # a child inherits both from its parent
     memory_mb, time_s = int(sys.argv[1]), float(sys.argv[2])
-    directory = next_frame(sys.stdin.buffer)
-    if directory is None:
+    first = next_frame(sys.stdin.buffer)
+    if first is None:
         return
     _limit(memory_mb)
     signal.setitimer(signal.ITIMER_REAL, Limits().open_s)
     try:
-        renderer, opened = _opened(Path(msgspec.msgpack.decode(directory, type=str)))
+        renderer, opened = _opened(*msgspec.msgpack.decode(first, type=tuple[str, str]))
         _answer(msgspec.msgpack.encode(opened))
         while renderer is not None and (request := next_frame(sys.stdin.buffer)) is not None:
             signal.setitimer(signal.ITIMER_REAL, time_s)  # guard: contained-time
@@ -281,17 +285,18 @@ def _answer(data: bytes) -> None:
     write_frame(sys.stdout.fileno(), data)
 
 
-def _opened(directory: Path) -> tuple[Renderer | None, Opened]:
+def _opened(place: str, stops: str) -> tuple[Renderer | None, Opened]:
+    directory = Path(place)
     try:
-        renderer = Renderer.from_directory(directory)
+        renderer = Renderer.from_directory(directory, stops)
     except Overreach:
         raise
     except StateError as error:
         return None, Opened(refused=_line(error))
-    files = [directory / name for name in FILES]
+    files = [directory / name for name in FILES[stops]]
     digest = hashlib.sha256(b"".join(hashlib.sha256(file.read_bytes()).digest() for file in files if file.exists()))
-    stops = sorted(renderer.stop_ids)
-    facts = Facts(renderer.eos_id, stops, renderer.vocabulary, renderer.notation, digest.hexdigest())
+    ends = sorted(renderer.stop_ids)
+    facts = Facts(renderer.eos_id, ends, renderer.vocabulary, renderer.notation, digest.hexdigest())
     return renderer, Opened(facts)
 
 

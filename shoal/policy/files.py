@@ -10,6 +10,7 @@ import hashlib
 import math
 import os
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -114,6 +115,7 @@ def save_policy(
 
     directory = Path(directory)
     assert not isinstance(policy, Snapshot) or policy.dtype == dtype, f"the snapshot is {policy.dtype}"
+    weights: Mapping[str, torch.Tensor]
     weights = policy.tensors if isinstance(policy, Snapshot) else dict(policy.named_parameters())
     try:
         with replaced_folder(directory) as scratch:
@@ -222,7 +224,7 @@ def _decode(data: bytes, kind: Any, path: Path) -> Any:
 
 
 def _write_weights(
-    parameters: dict[str, "torch.Tensor"], directory: Path, dtype: "torch.dtype", shard_bytes: int
+    parameters: "Mapping[str, torch.Tensor]", directory: Path, dtype: "torch.dtype", shard_bytes: int
 ) -> None:
     """Write the weights as one file, or as shards with their index. Only one shard is copied in memory at a time."""
     from safetensors.torch import save_file
@@ -297,7 +299,7 @@ def _hash_range(stored: StoredTensor) -> str:
 
 
 def _generation_config(spec: PolicySpec) -> dict[str, Any]:
-    config = spec.to_hf()
+    config = spec.to_hf() | ({"eos_token_id": list(spec.turn_ends)} if spec.turn_ends else {})
     return {"do_sample": True, "temperature": 1.0} | {
         key: config[key] for key in ("eos_token_id", "pad_token_id", "bos_token_id") if config[key] is not None
     }

@@ -7,7 +7,6 @@ clock: templates that ask for the date get the one in their arguments.
 
 import functools
 import json
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -17,17 +16,24 @@ from tokenizers import Tokenizer
 
 from shoal.errors import StateError
 from shoal.policy.dialect import MARK, Dialect, calling, said
+from shoal.policy.ends import Ends
 from shoal.policy.history import Part, Place, places
 from shoal.policy.messages import Message, Written, as_messages, normal, template_arguments
-from shoal.policy.notations import WITHIN, leaves_reasoning_open, notation_of, reasoning_marks
+from shoal.policy.notations import leaves_reasoning_open, notation_of
 from shoal.policy.spec import PolicySpec, read_capped
 from shoal.policy.template import Template
+from shoal.protocol.constants import CONTROL_STOPS, MODEL_STOPS
 
 MAX_TOKENIZER_BYTES = 64 << 20
 MAX_TEMPLATE_BYTES = 1 << 20
 
-FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-"""The files of a checkpoint that decide its tokens."""
+FILES = {
+    CONTROL_STOPS: ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"),
+    MODEL_STOPS: (
+        "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
+    ),
+}  # fmt: skip
+"""The files of a checkpoint that decide its tokens, by the rule that says which of them end a turn."""
 
 REMEMBERED = 256
 """Number of openings, and of replies, whose token ids are cached."""
@@ -57,8 +63,16 @@ class Segment(NamedTuple):
 class Renderer:
     """A tokenizer with its chat template."""
 
-    def __init__(self, tokenizer: Tokenizer, template: str, tokens: Mapping[str, str], spec: PolicySpec) -> None:
-        """`tokens` maps the template's names of special tokens, such as eos_token, to their texts."""
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: str,
+        tokens: Mapping[str, str],
+        spec: PolicySpec,
+        stops: str = MODEL_STOPS,
+    ) -> None:
+        """`tokens` maps the template's names of special tokens, such as eos_token, to their texts. `stops` is the rule
+        that says which tokens end a turn."""
         self._tokenizer = tokenizer
         self._template = Template(template, tokens)
         self.notation: str = notation_of(template)
@@ -72,12 +86,20 @@ class Renderer:
         self._special = {
             index: token.content for index, token in tokenizer.get_added_tokens_decoder().items() if token.special
         }
-        self._ids = {token: index for index, token in self._special.items() if token}
-        ends = {self.eos_id, *spec.eos_ids}
-        self._inner = self._written_within_turns() - ends
-        self.stop_ids: frozenset[int] = frozenset((self._special.keys() | ends) - self._inner)
-        """Tokens that end the policy's turn: all control tokens, except those that the template writes within a turn,
-        such as the marks of a tool call."""
+        ends = Ends(self._text, template, self._special, self.notation)
+        control, model = (
+            ends.control({self.eos_id, *spec.eos_ids}),
+            ends.model({self.eos_id, *(spec.turn_ends or spec.eos_ids)}),
+        )
+        self.has_own_stops = model != control
+        """Whether the model ends its turns with other tokens than all control tokens."""
+        self._by_model = stops == MODEL_STOPS
+        self.stop_ids: frozenset[int] = model if self._by_model else control
+        """Tokens that end the policy's turn."""
+        self._inner = ends.within(whole=self._by_model) - self.stop_ids
+        """Control tokens that the template writes within turns, such as the marks of a tool call."""
+        self._hidden = self.stop_ids | (self._special.keys() - self._inner)
+        """Tokens that have no text."""
         self.vocabulary: int = spec.vocab_size
         """Token ids are below this. It may exceed the tokenizer's vocabulary."""
         self._remember()
@@ -90,7 +112,7 @@ class Renderer:
         self._keeps = functools.lru_cache(REMEMBERED)(self._keeps_thinking)
 
     @staticmethod
-    def from_directory(directory: Path) -> "Renderer":
+    def from_directory(directory: Path, stops: str = MODEL_STOPS) -> "Renderer":
         """Open the tokenizer and chat template of a checkpoint. Raises `StateError` if one is missing or damaged."""
         directory = Path(directory)
         spec = PolicySpec.from_directory(directory)
@@ -107,7 +129,11 @@ class Renderer:
             raise StateError(f"{config_path} is damaged: {error}. Download the model again") from None
         tokens = {name: _token_text(getattr(config, name)) for name in _TOKEN_NAMES}
         return Renderer(
-            tokenizer, _find_template(directory, config), {k: v for k, v in tokens.items() if v is not None}, spec
+            tokenizer,
+            _find_template(directory, config),
+            {k: v for k, v in tokens.items() if v is not None},
+            spec,
+            stops,
         )
 
     def start(self, messages: Sequence[Message], arguments: Mapping[str, Any] | None = None) -> list[int]:
@@ -154,7 +180,7 @@ class Renderer:
     def decode(self, token_ids: Sequence[int]) -> str:
         """The policy's text, without tokens that end a turn. Bytes that are not text become U+FFFD."""
         if self._inner:  # the parsers need the marks of tool calls
-            kept = [token for token in token_ids if token not in self.stop_ids]
+            kept = [token for token in token_ids if token not in self._hidden]
             return str(self._tokenizer.decode(kept, skip_special_tokens=False))
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
@@ -227,52 +253,24 @@ class Renderer:
         """Token ids of the text after a turn, without the end token that the policy wrote. `closing` is the text that
         ends the last turn of a conversation."""
         ids = self._encode(rest)
-        if kind == "text" and ids and ids[0] in self._ends_text:
-            return ids[1:]
         common = rest[: _shared(rest, closing)]
-        if self.stop_ids.intersection(self._encode(common)):
+        closed = bool(self.stop_ids.intersection(self._encode(common)))
+        if kind == "text" and self._stands_for_end(ids, closing) and not (closed and self._by_model):
+            return ids[1:]
+        if closed:
             return ids[next(i for i, token in enumerate(ids) if token in self.stop_ids) + 1 :]
         if kind == "calls":
             ids = self._encode(rest[len(common) :])
-            return ids[1:] if ids and ids[0] in self._ends_text else ids
+            return ids[1:] if self._stands_for_end(ids, closing) else ids
         return ids
 
-    @property
-    def _ends_text(self) -> set[int] | frozenset[int]:
-        """Tokens that may end a turn in a history. The template's may differ from the policy's."""
-        return self.stop_ids | self._special.keys()
-
-    def _written_within_turns(self) -> set[int]:
-        """Control tokens that the template writes between the beginning of a turn and its end.
-
-        Templates that name no control token, which are most, are not rendered here.
-        """
-        if not any(token in self._template.source for token in self._special.values()):
-            return set()
-        named = {*reasoning_marks(self.notation), *WITHIN.get(self.notation, ())}
-        inner = {index for index, token in self._special.items() if any(token in name for name in named)}
-        turns = [
-            said(MARK),
-            said(MARK, "reasonmark"),
-            calling("", 1),
-            {**calling("", 1), "reasoning_content": "reasonmark"},
-        ]
-        for turn in turns:
-            try:
-                text, prompt = self._text([_ASK, turn], {}, prompt=False), self._text([_ASK], {})
-            except StateError:
-                continue  # the template refuses such turns: it writes nothing within them
-            begin, end = _shared(text, prompt), text.rfind(MARK)
-            found = [match for match in self._specials_in(text) if match.end() > begin]
-            inner.update(self._ids[match[0]] for match in found if match.start() < end)
-            if "tool_calls" in turn:  # the last one ends the turn
-                inner.update(self._ids[match[0]] for match in found[:-1] if match.start() > end)
-        return inner
-
-    def _specials_in(self, text: str) -> list[re.Match[str]]:
-        """Control tokens in a text. Found without the tokenizer: a broken one should fail at the first text, not here."""
-        longest_first = sorted(self._ids, key=len, reverse=True)
-        return list(re.finditer("|".join(map(re.escape, longest_first)), text)) if longest_first else []
+    def _stands_for_end(self, ids: list[int], closing: str) -> bool:
+        """Whether a text begins with a control token in the place of the end token that the policy wrote. The template may
+        have another, if it ends turns at all."""
+        if not ids or ids[0] in self.stop_ids:
+            return bool(ids)
+        ends = not self._by_model or bool(self.stop_ids.intersection(self._encode(closing)))
+        return ends and ids[0] in self._special
 
     def _prompt(self, text: str) -> Prompt:
         return Prompt(tuple(self._encode(text)), leaves_reasoning_open(text, self.notation))

@@ -48,6 +48,8 @@ class PolicySpec:
     bos_id: int | None = None
     rope_scaling: RopeScaling | None = None
     """How the rotation is scaled for longer texts; None for the plain one."""
+    turn_ends: tuple[int, ...] = ()
+    """Tokens that end a turn, as `generation_config.json` names them; empty if that is missing or names `eos_ids`."""
 
     @property
     def qkv_bias(self) -> bool:
@@ -101,7 +103,7 @@ class PolicySpec:
             config = msgspec.json.decode(data, type=_HfConfig)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise StateError(f"{path} is not a model's config: {error}. Copy or download the model again") from None
-        return _from_hf(config, path)
+        return _from_hf(config, _turn_ends(Path(directory) / "generation_config.json"), path)
 
     def to_hf(self) -> dict[str, Any]:
         """The `config.json` with which `transformers` opens this policy."""
@@ -197,13 +199,34 @@ class _HfConfig(msgspec.Struct):
     bos_token_id: int | None = None
 
 
-def _from_hf(config: _HfConfig, path: Path) -> PolicySpec:
+class _Generation(msgspec.Struct):
+    """The key of a `generation_config.json` that decides where a turn ends. Other keys are ignored."""
+
+    eos_token_id: int | list[int] | None = None
+
+
+def _turn_ends(path: Path) -> tuple[int, ...]:
+    """The end tokens of a `generation_config.json`; none if there is no such file."""
+    if not path.exists():
+        return ()
+    try:
+        found = msgspec.json.decode(read_capped(path, MAX_JSON_BYTES), type=_Generation).eos_token_id
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise StateError(f"{path} is damaged: {error}. Copy or download the model again") from None
+    return _ids(found)
+
+
+def _ids(found: int | list[int] | None) -> tuple[int, ...]:
+    return tuple(found) if isinstance(found, list) else () if found is None else (found,)
+
+
+def _from_hf(config: _HfConfig, turn_ends: tuple[int, ...], path: Path) -> PolicySpec:
     rope = config.rope_scaling or config.rope_parameters or {}  # in the order of transformers 5
     theta = rope.get("rope_theta", config.rope_theta if config.rope_theta is not None else 10000.0)
     kind = rope.get("rope_type", rope.get("type", "default"))
     scaling = _scaling(kind, rope, config, path)
     heads = config.num_attention_heads
-    eos = config.eos_token_id
+    eos_ids = _ids(config.eos_token_id)
     spec = PolicySpec(
         family=config.model_type,
         width=config.hidden_size,
@@ -217,13 +240,14 @@ def _from_hf(config: _HfConfig, path: Path) -> PolicySpec:
         rope_theta=float(theta) if isinstance(theta, int | float) else 0.0,
         norm_eps=config.rms_norm_eps,
         tied=config.tie_word_embeddings,
-        eos_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
+        eos_ids=eos_ids,
         pad_id=None if config.pad_token_id is None or config.pad_token_id < 0 else config.pad_token_id,
         bos_id=config.bos_token_id,
         rope_scaling=scaling,
+        turn_ends=() if set(turn_ends) == set(eos_ids) else turn_ends,
     )
     bounded = ("width", "layers", "heads", "kv_heads", "head_dim", "mlp_width", "vocab_size", "max_positions")
-    ids = (*spec.eos_ids, *(i for i in (spec.pad_id, spec.bos_id) if i is not None))
+    ids = (*spec.eos_ids, *spec.turn_ends, *(i for i in (spec.pad_id, spec.bos_id) if i is not None))
     demands = [
         (config.hidden_act == "silu", f"hidden_act is {config.hidden_act!r}; only silu is known"),
         (

@@ -3,6 +3,7 @@
 Called by `shoal run`, `shoal sft`, tests and benchmarks. It does not train: the policies that it makes play at chance.
 """
 
+import dataclasses
 import tempfile
 from pathlib import Path
 
@@ -17,6 +18,9 @@ from shoal.policy.spec import PolicySpec, write_json
 
 SPECIALS = ("<|pad|>", "<|unk|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
 """Token ids 0 to 5. A policy cannot spell one letter by letter, because `|` is not in the vocabulary."""
+
+TURN_ENDS = (5, 0, 1, 2, 3, 4)
+"""All of `SPECIALS`, with `<|end|>` first: a policy that does not write yet stops at whatever is no letter."""
 
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789 \n.,:;!?'+-*/=()<>_#[]"
 """Token ids 6 to 63. Capitals become lower case; all other characters are `<|unk|>`."""
@@ -36,7 +40,7 @@ def make_tiny(tiny: TinyPolicy, directory: Path, seed: int, dtype: str) -> None:
 
     dtype is float32 or bfloat16. Raises `ConfigError` if the numbers do not match each other.
     """
-    model = Transformer(tiny_spec(tiny))
+    model = Transformer(dataclasses.replace(tiny_spec(tiny), turn_ends=TURN_ENDS))
     initialise(model, seed)
     with tempfile.TemporaryDirectory() as scratch:
         write_tokenizer(Path(scratch), tiny.max_positions)

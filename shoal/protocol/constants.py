@@ -17,6 +17,14 @@ COMPLETIONS = "completions"
 """The kind of lease item whose slots are groups of rollouts, too, but whose environment stays with the host: the worker
 extends token ids, and asks the host for the environment's words after each turn. Changing breaks: every older node."""
 
+CONTROL_STOPS = "control"
+"""In runs with this rule, every control token of the tokenizer ends a turn, except those that the chat template writes
+within turns. Changing breaks: replay of every log that names no rule."""
+
+MODEL_STOPS = "model"
+"""In runs with this rule, the tokens end a turn with which the model was trained to end it. Changing breaks: every older
+node."""
+
 MAIN_STREAM = "main"
 """The stream of policy versions in a run that trains one policy. Changing breaks: every log."""
 

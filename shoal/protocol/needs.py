@@ -7,7 +7,7 @@ because older nodes ignore it.
 
 from collections.abc import Iterable, Sequence
 
-from shoal.protocol.constants import COMPLETIONS, EPISODES
+from shoal.protocol.constants import COMPLETIONS, CONTROL_STOPS, EPISODES
 from shoal.protocol.types import EnvSpec, Rules, Sampling
 
 SETTINGS = "env-settings"
@@ -15,6 +15,9 @@ SETTINGS = "env-settings"
 
 ROWS = "rows"
 """The word for rollouts that may have several rows."""
+
+STOPS = "model-stops"
+"""The word for turns that end where the model was trained to end them, and not at every control token."""
 
 
 PATCHES = "patches"
@@ -29,8 +32,9 @@ def needs_of(
     settings = (SETTINGS,) if any(env.has_settings for env in envs) else ()
     several = (sampling is not None and sampling.max_rollout_tokens > 0) or any(env.history for env in envs)
     rows = (ROWS,) if several else ()
+    stops = (STOPS,) if sampling is not None and sampling.stops != CONTROL_STOPS else ()
     patches = (PATCHES,) if may_be_patched(published_dtype) else ()
-    return (kind_of(envs), dtype_need(rules.dtype), *proofs, *settings, *rows, *patches)
+    return (kind_of(envs), dtype_need(rules.dtype), *proofs, *settings, *rows, *patches, *stops)
 
 
 def may_be_patched(published_dtype: str) -> bool:

@@ -27,9 +27,11 @@ from shoal.hub.names import Reference, read_reference
 from shoal.hub.notes import Solved, add_note, find_release, histogram_of
 from shoal.hub.registry import FolderRegistry, own_registry
 from shoal.hub.store import PackageStore
+from shoal.ledger.log.creation import creation_of
 from shoal.net.keys import load_or_make_key
 from shoal.policy.contained import Limits
 from shoal.policy.render import Renderer
+from shoal.protocol.constants import MODEL_STOPS
 from shoal.protocol.types import Sampling
 from shoal.protocol.types.message import fact
 from shoal.roles.loading import Loaded, contained
@@ -119,9 +121,11 @@ def for_run(run_dir: Path, checkpoint: Path, one_in: int, out: Path, threads: in
 
     Each environment is evaluated by itself, so `shoal eval` gives the same figures.
     """
-    config = RunFolder(run_dir).config()
+    folder = RunFolder(run_dir)
+    config = folder.config()
     sampling, seed, samples = sampling_of(config), max(0, config.seed), config.eval.samples
-    policy = _load(checkpoint, threads)
+    stops = creation_of(folder.log).sampling.stops if folder.log.exists() else MODEL_STOPS
+    policy = _load(checkpoint, threads, partial(Renderer.from_directory, stops=stops))
     episodes = {env.label: config.eval_episodes(env) for env in config.envs}
     some = {label: min(most, max(MIN_EPISODES, most // one_in)) for label, most in episodes.items()}
     chosen = [env for env in config.envs if episodes[env.label]]

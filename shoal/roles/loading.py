@@ -10,20 +10,22 @@ from pathlib import Path
 from shoal.engine.base import Engine
 from shoal.policy.contained import ContainedRenderer, Limits
 from shoal.policy.render import FILES, Renderer
+from shoal.protocol.constants import MODEL_STOPS
 from shoal.sandbox import tokenizer
 
 
-def contained(limits: Limits) -> Callable[[Path], Renderer]:
+def contained(limits: Limits, stops: str = MODEL_STOPS) -> Callable[[Path], Renderer]:
     """Opens strangers' tokenizers: in the sandbox where it works, else in a child process that has only the limits.
+    `stops` is the run's rule that says which tokens end a turn.
 
     This starts to test the sandbox at once, in the background.
     """
     tried = tokenizer.tried()
 
     def opened(directory: Path) -> Renderer:
-        boxed = tried.result() and tokenizer.can_show(directory / name for name in FILES)
+        boxed = tried.result() and tokenizer.can_show(directory / name for name in FILES[stops])
         start = tokenizer.start if boxed else None  # guard: tokenizers-in-the-sandbox
-        return ContainedRenderer(directory, limits, start)
+        return ContainedRenderer(directory, limits, start, stops)
 
     return opened
 

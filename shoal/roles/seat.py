@@ -35,7 +35,7 @@ from shoal.protocol.constants import (
     MAX_MANIFEST_BYTES,
     PROTOCOL_VERSION,
 )
-from shoal.protocol.needs import PATCHES, ROWS, SETTINGS, dtype_need, kind_of, proofs_need
+from shoal.protocol.needs import PATCHES, ROWS, SETTINGS, STOPS, dtype_need, kind_of, proofs_need
 from shoal.protocol.promises import is_promised, terms_of
 from shoal.protocol.sizes import BYTES_PER_TOKEN
 from shoal.protocol.wire import digest, to_json
@@ -66,7 +66,9 @@ SOONEST_S = 0.1
 COPIES = 4
 """Most copies of a lease's rollouts at one time: as objects, as groups, in the submission, and on their way."""
 
-SUPPORTED = frozenset({EPISODES, COMPLETIONS, SETTINGS, ROWS, PATCHES, proofs_need("toploc"), *map(dtype_need, DTYPES)})
+SUPPORTED = frozenset({
+    EPISODES, COMPLETIONS, SETTINGS, ROWS, PATCHES, STOPS, proofs_need("toploc"), *map(dtype_need, DTYPES),
+})  # fmt: skip
 """What this version of shoal supports: it cannot join a run that needs anything else."""
 
 
@@ -138,6 +140,9 @@ class Seat:
         if grant.terms != terms_of(self.info.envs, self.info.rules):  # guard: terms-of-the-lease
             raise self._contradiction(f"lease {lease.id[:40]!r} is signed for other environments or group sizes than the "
                                       "host told us when we joined", grant)  # fmt: skip
+        if lease.sampling.stops != self.info.sampling.stops:  # guard: stops-of-the-lease
+            raise self._contradiction(f"lease {lease.id[:40]!r} is signed for turns that end at other tokens than the host "
+                                      "told us when we joined", grant)  # fmt: skip
         return grant
 
     def _contradiction(self, what: str, grant: t.Grant, manifest: bytes = b"") -> Contradiction:
@@ -347,8 +352,10 @@ async def take_seat(
     node = await client.post_json("/v1/nodes", join, t.NodeState)
     memory = Memory.of(limit_mb, reserved_mb)  # guard: packages-take-memory
     limits = Limits.within(memory.limit_mb)
+    stops = info.sampling.stops
     # guard: strangers-are-contained
-    policy = Loaded(engine, Renderer.from_directory if own_files else contained(limits))
+    opened = partial(Renderer.from_directory, stops=stops) if own_files else contained(limits, stops)
+    policy = Loaded(engine, opened)
     if own_files:
         store = RunFolder(home.parent.parent).blobs  # the launcher gives the host's nodes RUN/nodes/NAME
         return Seat(

@@ -59,14 +59,14 @@ def tokenizer_of(name: str) -> Tokenizer:
 
 
 @functools.cache
-def renderer_of(name: str) -> Renderer:
+def renderer_of(name: str, stops: str = "model") -> Renderer:
     """A renderer with this template."""
     tokenizer, end = tokenizer_of(name), end_of(name)
     spec = dataclasses.replace(
         tiny_spec(TinyPolicy()), vocab_size=tokenizer.get_vocab_size(), eos_ids=(tokenizer.token_to_id(end),)
     )
     source = (FOLDER / f"{name}.jinja").read_text()
-    return Renderer(tokenizer, source, {"bos_token": "<bos>", "eos_token": end}, spec)
+    return Renderer(tokenizer, source, {"bos_token": "<bos>", "eos_token": end}, spec, stops)
 
 
 def directory_of(name: str, directory: Path) -> Path:

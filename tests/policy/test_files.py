@@ -20,8 +20,10 @@ from shoal.config import TinyPolicy
 from shoal.errors import StateError
 from shoal.policy.files import _read_tensor, find_tensors, load_policy, read_header, save_policy, tensors_of
 from shoal.policy.model import Transformer
+from shoal.policy.render import Renderer
 from shoal.policy.spec import PolicySpec
 from shoal.policy.tiny import initialise, make_tiny, tiny_spec
+from shoal.weights.demands import is_publishable
 from tests.scarce import full_disk
 
 SMALL = TinyPolicy(width=16, layers=2, heads=2, kv_heads=1, mlp_width=24, max_positions=64)
@@ -110,6 +112,31 @@ def test_a_tensor_beyond_5_gb_of_a_file_is_found_and_read(tmp_path: Path) -> Non
     stored = find_tensors(tmp_path)
     assert stored["a"].end - stored["a"].start > 5_000_000_000
     assert _read_tensor(stored["b"]).tolist() == [1.5, -2.0]
+
+
+def test_code_beside_a_model_is_neither_run_nor_written_on(checkpoint: Path, tmp_path: Path) -> None:
+    code = f"import pathlib; pathlib.Path({str(tmp_path / 'ran')!r}).write_text('')"
+    names = ("modeling_mine.py", "configuration_mine.py", "tokenization_mine.py", "sitecustomize.py")
+    for name in names:
+        (checkpoint / name).write_text(code)
+    foreign = {"auto_map": dict.fromkeys(("AutoConfig", "AutoModelForCausalLM", "AutoTokenizer"), "modeling_mine.Mine")}
+    for name in ("config.json", "tokenizer_config.json"):
+        config = json.loads((checkpoint / name).read_text())
+        (checkpoint / name).write_text(json.dumps(config | foreign))
+    model = load_policy(checkpoint)
+    Renderer.from_directory(checkpoint).start([{"role": "user", "content": "hi"}])
+    save_policy(model, tmp_path / "copy", "float32", tokenizer_from=checkpoint)
+    AutoModelForCausalLM.from_pretrained(tmp_path / "copy", trust_remote_code=False)
+    assert not (tmp_path / "ran").exists()
+    assert (
+        not list((tmp_path / "copy").glob("*.py")) and "auto_map" not in (tmp_path / "copy" / "config.json").read_text()
+    )
+    assert not any(is_publishable(name) for name in names)
+
+
+def test_no_code_of_ours_trusts_code_beside_a_model() -> None:
+    package = Path(__file__).parents[2] / "shoal"
+    assert not [file for file in package.rglob("*.py") if "trust_remote_code=True" in file.read_text()]
 
 
 def test_saving_replaces_the_old_checkpoint_and_leaves_nothing_else(checkpoint: Path) -> None:

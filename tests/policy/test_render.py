@@ -118,13 +118,15 @@ def test_any_reply_continues_the_templates_text(chatml: Path, content: str, role
     ]
 
 
-def test_only_control_tokens_end_a_turn(chatml: Path, tiny: Path) -> None:
-    renderer, peer = Renderer.from_directory(chatml), AutoTokenizer.from_pretrained(chatml)
+def test_only_control_tokens_end_a_turn_by_the_control_rule(chatml: Path, tiny: Path) -> None:
+    renderer, peer = Renderer.from_directory(chatml, "control"), AutoTokenizer.from_pretrained(chatml)
     specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     assert renderer.stop_ids == frozenset(peer.convert_tokens_to_ids(specials))
     assert renderer.eos_id == peer.eos_token_id
     assert peer.convert_tokens_to_ids("<think>") not in renderer.stop_ids
-    assert Renderer.from_directory(tiny).stop_ids == frozenset(range(6))
+    for rule in ("control", "model"):
+        assert Renderer.from_directory(tiny, rule).stop_ids == frozenset(range(6))
+        assert not Renderer.from_directory(tiny, rule).has_own_stops
 
 
 def test_decoding_drops_control_tokens_and_replaces_bad_bytes(chatml: Path) -> None:

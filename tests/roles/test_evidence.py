@@ -246,6 +246,17 @@ def told_other_environments(town, monkeypatch):
     return town
 
 
+def test_a_worker_that_is_told_other_stop_tokens_than_its_lease_names_plays_nothing(tmp_path, monkeypatch):
+    town, info = Town(tmp_path / "run", tiny_run(steps=1)), Board.info
+
+    def lying(board):
+        told = info(board)
+        return msgspec.structs.replace(told, sampling=msgspec.structs.replace(told.sampling, stops="model"))
+
+    monkeypatch.setattr(Board, "info", lying)
+    refuses(town, framed_worker(town, Lies(town)), "is signed for turns that end at other tokens than the host told us")
+
+
 def test_a_lease_that_is_signed_for_other_environments_than_the_log_has_is_found(tmp_path):
     town = Town(tmp_path / "run", tiny_run(steps=1))
     framed = framed_worker(town, Lies(town))

@@ -11,6 +11,7 @@ from shoal.errors import Overreach, StateError
 from shoal.policy.contained import ContainedRenderer, Limits, start_here
 from shoal.policy.render import FILES
 from shoal.policy.tiny import make_tiny
+from shoal.protocol.constants import MODEL_STOPS
 from shoal.roles import loading
 from shoal.sandbox import tokenizer
 from shoal.sandbox.selftest import Report
@@ -38,7 +39,7 @@ def test_strangers_get_the_sandbox_where_it_works(
 ) -> None:
     monkeypatch.setattr(tokenizer, "tried", lambda: settled(works))
     monkeypatch.setattr(tokenizer, "can_show", lambda files: shows)
-    monkeypatch.setattr(loading, "ContainedRenderer", lambda directory, limits, start: start)
+    monkeypatch.setattr(loading, "ContainedRenderer", lambda directory, limits, start, stops: start)
     assert loading.contained(Limits())(Path("policy")) is start  # type: ignore[comparison-overlap]
 
 
@@ -88,7 +89,7 @@ def test_linked_files_open_in_the_sandbox_and_weights_are_not_there(tiny: Path, 
     assert renderer.encode("hello") == ContainedRenderer(tiny, start=start_here).encode("hello")
     assert renderer._child is not None
     there = {file.name for file in Path(f"/proc/{renderer._child._process.pid}/root{tokenizer.PLACE}").iterdir()}
-    assert there == {name for name in FILES if (tiny / name).exists()}
+    assert there == {name for name in FILES[MODEL_STOPS] if (tiny / name).exists()}
 
 
 @needs_bubblewrap
@@ -102,7 +103,7 @@ def test_files_that_only_root_may_read_are_opened_without_the_sandbox(
     tiny: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("shoal.sandbox.bubblewrap.is_root", lambda: True)
-    files = [tiny / name for name in FILES]
+    files = [tiny / name for name in FILES[MODEL_STOPS]]
     monkeypatch.setattr(tokenizer, "_code", list)
     for file in tiny.iterdir():
         file.chmod(0o644)

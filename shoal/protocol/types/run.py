@@ -23,6 +23,8 @@ class Sampling(Message, frozen=True, omit_defaults=True):
     """Tokens of a row, including the prompt and the environment's text: usually the whole rollout."""
     max_rollout_tokens: int = 0
     """Tokens of all rows of a rollout; 0 is max_tokens. Sent only if it is set."""
+    stops: Literal["control", "model"] = "control"
+    """Which tokens end a turn: all control tokens, or those of the model, which are sent only if they are others."""
 
     @property
     def all_tokens(self) -> int:

@@ -36,8 +36,8 @@ class Bench:
     ) -> None:
         self.run, self.log, self.envs, self.threads, self.home = run, log, envs, threads, home
         self._limit_mb = max_memory_mb or share_of_free_mb()
-        self._open_renderer = contained(Limits.within(self._limit_mb))
         self.state = log.state
+        self._open_renderer = contained(Limits.within(self._limit_mb), self.state.sampling.stops)
         self.verdicts: dict[str, list[VerdictGiven]] = defaultdict(list)
         self.decisions: dict[str, Decision] = {}
         self.forged: set[str] = set()

@@ -40,9 +40,10 @@ from shoal.ledger.log.verify import AUDIT_CHAIN, SLOT_CHAIN
 from shoal.net.connections import Limits, connections_that_fit, http_server
 from shoal.net.keys import load_or_make_key
 from shoal.net.listening import listen, port_of_last_start
+from shoal.policy.render import Renderer
 from shoal.protocol import types as t
 from shoal.protocol.bounds import dtypes_of
-from shoal.protocol.constants import COMPLETIONS, EPISODES
+from shoal.protocol.constants import COMPLETIONS, EPISODES, MODEL_STOPS
 from shoal.protocol.randomness import SecretChain
 from shoal.roles.coordinator.api import application
 from shoal.roles.coordinator.desk import Desk
@@ -112,13 +113,23 @@ def created(folder: RunFolder, config: RunConfig, run_key: str, law: Law) -> Run
         chain_end=SecretChain(secret, SLOT_CHAIN).end().hex(),
         audit_chain_end=SecretChain(secret, AUDIT_CHAIN).end().hex(),
         envs=tuple(env_specs(config)),
-        sampling=sampling_of(config),
+        sampling=_sampling(folder, config),
         rules=rules_of(config),
         config=public_run_file(folder, config),
         law=law,
         difficulty=difficulty_of(config),
         root_key=folder.root_key(),
     )
+
+
+def _sampling(folder: RunFolder, config: RunConfig) -> t.Sampling:
+    """The run file's sampling. It names the rule of the stop tokens only if the first policy has its own: others have the
+    log that they had before there were two rules."""
+    sampling = sampling_of(config)
+    if config.policy.path:
+        first = Renderer.from_directory(folder.policy if folder.policy.exists() else Path(config.policy.path))
+        return replace(sampling, stops=MODEL_STOPS) if first.has_own_stops else sampling
+    return sampling
 
 
 def own_validators(folder: RunFolder, config: RunConfig) -> tuple[str, ...]:

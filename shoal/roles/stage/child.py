@@ -96,7 +96,7 @@ def serve() -> None:
     opening = msgspec.msgpack.decode(requests.get(), type=Opening)
     try:
         envs = {label: loud(env) for label, env in _load(opening.envs, opening.call_s).items()}
-        playing = Playing(envs, Renderer.from_directory(Path(opening.policy)), opening.sampling)
+        playing = Playing(envs, _renderer(opening), opening.sampling)
     except ShoalError as error:
         write_frame(answers, msgspec.msgpack.encode(Opened(refused=str(error))))
         return
@@ -106,6 +106,10 @@ def serve() -> None:
     while True:
         request = msgspec.msgpack.decode(requests.get(), type=Request)
         write_frame(answers, msgspec.msgpack.encode(playing.obey(request)))
+
+
+def _renderer(opening: Opening) -> Renderer:
+    return Renderer.from_directory(Path(opening.policy), opening.sampling.stops)
 
 
 def _load(specs: tuple[EnvSpec, ...], call_s: float) -> dict[str, Env]:

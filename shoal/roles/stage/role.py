@@ -21,12 +21,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from shoal.config import RunConfig, sampling_of
+from shoal.config import RunConfig
 from shoal.errors import StateError
 from shoal.folder import RunFolder, write_atomically
-from shoal.ledger.facts.run import RunCreated
-from shoal.ledger.log.store import Store, sqlite_url
-from shoal.ledger.table import read_entry
+from shoal.ledger.log.creation import creation_of
 from shoal.net import server
 from shoal.net.connections import Limits as Connections
 from shoal.net.connections import http_server
@@ -192,13 +190,14 @@ class Stage:
                 folder, config = self._folder, self._config
                 if not folder.policy.exists():
                     raise RequestRefused(503, "busy", "the first policy is not here yet: ask again", retry_s=1.0)
-                renderer = await asyncio.to_thread(Renderer.from_directory, folder.policy)
+                created = creation_of(folder.log)  # an environment that was changed since is refused
+                renderer = await asyncio.to_thread(Renderer.from_directory, folder.policy, created.sampling.stops)
                 self._limits = Limits(renderer.vocabulary, renderer.stop_ids)
-                specs = _specs(folder)
+                specs = created.envs
                 self._shared = {spec.label for spec in specs if spec.reproducible}
-                policy, sampling = str(folder.policy), sampling_of(config)
+                policy = str(folder.policy)
                 limits_s = {env.label: env.call_s for env in config.envs}
-                opening = {one.label: Opening((one,), policy, sampling, limits_s[one.label]) for one in specs}
+                opening = {one.label: Opening((one,), policy, created.sampling, limits_s[one.label]) for one in specs}
                 make = self._make
                 self._players = Players(lambda label: make(opening[label]), self._memo, limits_s.__getitem__)
             return self._players
@@ -224,16 +223,3 @@ def _refused() -> Iterator[None]:
         yield
     except Conflict as conflict:
         raise RequestRefused(409, "conflict", str(conflict)) from None
-
-
-def _specs(folder: RunFolder) -> tuple[t.EnvSpec, ...]:
-    """The environments as the log names them, so that a file that was changed since is refused."""
-    store = Store(sqlite_url(folder.log), read_only=True)
-    try:
-        for data, _ in store.read(limit=1):
-            body = read_entry(data)[0].body
-            assert isinstance(body, RunCreated), "a log begins with the run"
-            return body.envs
-    finally:
-        store.close()
-    raise StateError(f"the log {folder.log} is empty")

@@ -1,0 +1,104 @@
+"""Which tokens end a turn of the policy: two rules, of which a run has one.
+
+Called by the renderer when it opens a tokenizer. By the control rule every control token ends a turn, except those that
+the chat template writes within turns. By the model's rule the tokens end it with which the model was trained to end it;
+then control tokens that no template shows, such as those that are reserved, end nothing. It renders marked turns, and
+looks at the control tokens around the marks. It reads no text of the policy.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from shoal.errors import StateError
+from shoal.policy.dialect import MARK, calling, said
+from shoal.policy.messages import Message
+from shoal.policy.notations import WITHIN, reasoning_marks
+
+_ASK = {"role": "user", "content": "."}
+
+
+class Ends:
+    """The control tokens of one tokenizer, and where one template writes them."""
+
+    def __init__(
+        self,
+        render: Callable[[Sequence[Message], Mapping[str, Any], bool], str],
+        source: str,
+        control: Mapping[int, str],
+        notation: str,
+    ) -> None:
+        """`render` gives the text of messages, with template arguments and with or without the prompt. `source` is the
+        template, `control` the texts of the control tokens."""
+        self._render, self._control, self._notation = render, control, notation
+        self._ids = {token: index for index, token in control.items() if token}
+        self._shown = any(token in source for token in control.values())
+        """Whether the template names a control token. Most do not, and are not rendered before the first text."""
+
+    def control(self, ends: set[int]) -> frozenset[int]:
+        """All control tokens, and `ends`, except those that the template writes within a turn."""
+        return frozenset((self._control.keys() | ends) - (self.within() - ends))
+
+    def model(self, ends: set[int]) -> frozenset[int]:
+        """`ends`, which the model's files name, and the control token with which the template ends a turn, if none of
+        those does."""
+        if not self._shown:
+            return frozenset(ends)
+        found = set(ends)
+        closing, followed = self._after_mark(said(MARK)), self._after_mark(said(MARK), _ASK)
+        common = self._control_in(closing[: _shared(closing, followed)] if followed else closing)
+        if not found.intersection(common):
+            found.update(common[:1])
+        between = self._control_in(self._after_mark(calling("", 2), part=-2))  # of two calls, so the turn goes on
+        last = [token for token in self._control_in(self._after_mark(calling("", 1))) if token not in between]
+        if not found.intersection(last):
+            found.update(last[-1:])
+        return frozenset(found)
+
+    def within(self, whole: bool = False) -> set[int]:
+        """Control tokens that the template writes between the beginning of a turn and its end; if `whole`, also the last
+        one of a turn that calls tools."""
+        if not self._shown:
+            return set()
+        named = {*reasoning_marks(self._notation), *WITHIN.get(self._notation, ())}
+        inner = {index for index, token in self._control.items() if any(token in name for name in named)}
+        turns = [
+            said(MARK),
+            said(MARK, "reasonmark"),
+            calling("", 1),
+            {**calling("", 1), "reasoning_content": "reasonmark"},
+        ]
+        for turn in turns:
+            try:
+                text, prompt = self._render([_ASK, turn], {}, False), self._render([_ASK], {}, True)
+            except StateError:
+                continue  # the template refuses such turns: it writes nothing within them
+            begin, end = _shared(text, prompt), text.rfind(MARK)
+            found = [match for match in self._matches(text) if match.end() > begin]
+            inner.update(self._ids[match[0]] for match in found if match.start() < end)
+            if "tool_calls" in turn:  # the last one ends the turn
+                ending = found if whole else found[:-1]
+                inner.update(self._ids[match[0]] for match in ending if match.start() > end)
+        return inner
+
+    def _after_mark(self, turn: Message, *after: Message, part: int = -1) -> str:
+        """What the template writes after the last mark of a turn, or between the last two; empty if it refuses the turn."""
+        try:
+            parts = self._render([_ASK, turn, *after], {}, False).split(MARK)
+        except StateError:
+            return ""
+        return parts[part] if len(parts) > -part else ""
+
+    def _control_in(self, text: str) -> list[int]:
+        return [self._ids[match[0]] for match in self._matches(text)]
+
+    def _matches(self, text: str) -> list[re.Match[str]]:
+        """Control tokens in a text. Found without the tokenizer: a broken one should fail at the first text, not here."""
+        longest_first = sorted(self._ids, key=len, reverse=True)
+        return list(re.finditer("|".join(map(re.escape, longest_first)), text)) if longest_first else []
+
+
+def _shared(one: str, other: str) -> int:
+    """Length of the common prefix."""
+    length = min(len(one), len(other))
+    return next((i for i in range(length) if one[i] != other[i]), length)

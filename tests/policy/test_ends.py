@@ -1,0 +1,178 @@
+"""Which tokens end a turn: by the model's rule those of its files and its template, by the control rule nearly all."""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.config import TinyPolicy
+from shoal.errors import Overreach, StateError
+from shoal.policy.contained import ContainedRenderer
+from shoal.policy.files import load_policy, save_policy
+from shoal.policy.render import Renderer
+from shoal.policy.spec import PolicySpec, write_json
+from shoal.policy.tiny import TURN_ENDS, make_tiny, tiny_spec
+from tests.policy.templates import ADD, NAMES, directory_of, end_of, renderer_of, spell, tokenizer_of
+from tests.policy.test_templates import CALL, RESULT, TOOLS, WITHOUT_CALLS
+
+BESIDE = {
+    "diffusion_gemma": {"<|tool_response>"}, "gemma4": {"<|tool_response>"}, "gemma4_v3": {"<|tool_response>"},
+    "gemma4_v4": {"<|tool_response>"}, "gemma4_v5": {"<|tool_response>"}, "gptoss": {"<|call|>"},
+}  # fmt: skip
+"""What ends a turn that calls a tool, where it is not the end token."""
+
+BEFORE_THERE_WERE_TWO_RULES = "e9672ccd7c06e65eb1a4309139c07129868b94c7aab12e3a4e1016065510cc0a"
+"""SHA-256 of what 41 templates gave then. Logs from then are replayed by the control rule."""
+
+
+def _stops(renderer: Renderer) -> set[str]:
+    return {renderer._special[token] for token in renderer.stop_ids}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_turn_ends_where_the_model_was_trained_to_end_it(name: str) -> None:
+    assert _stops(renderer_of(name)) == {end_of(name), *BESIDE.get(name, ())}
+
+
+def test_the_control_rule_gives_what_it_gave_before_there_were_two() -> None:
+    def tried(render: Callable[[], list[int]]) -> list[int] | str:
+        try:
+            return render()
+        except StateError as error:
+            return str(error)
+
+    found: dict[str, Any] = {}
+    for name in NAMES:
+        r = renderer_of(name, "control")
+        replies = [
+            tried(lambda r=r: r.reply("GO ON")),  # type: ignore[misc]
+            tried(lambda r=r: r.reply([RESULT], {"tools": [ADD]})),  # type: ignore[misc]
+            tried(lambda r=r: r.written(CALL, {"tools": [ADD]})),  # type: ignore[misc]
+            tried(lambda r=r: r.written({"role": "assistant", "content": "FINE"})),  # type: ignore[misc]
+        ]
+        found[name] = [sorted(r.stop_ids), *replies, r.decode(range(r.vocabulary))]
+    text = json.dumps(found, sort_keys=True)
+    assert hashlib.sha256(text.encode()).hexdigest() == BEFORE_THERE_WERE_TWO_RULES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_ended_turn_and_its_reply_read_as_the_template_writes_them(name: str) -> None:
+    """The end token that the policy wrote is there once, and nothing of the reply is missing."""
+    renderer = renderer_of(name)
+    turn = renderer.written({"role": "assistant", "content": "FINE"})
+    told = spell(renderer, [*turn, *renderer.reply("GO ON")])
+    asked = [{"role": "user", "content": "."}]
+    whole = renderer._text([*asked, {"role": "assistant", "content": "FINE"}, {"role": "user", "content": "GO ON"}], {})
+    end, shown = end_of(name), whole[whole.rindex("FINE") :]
+    if name == "gptoss":  # in a history it ends turns with another token
+        shown = shown.replace("<|end|>", end, 1)
+    elif name == "glm4moe":  # its template ends turns with nothing
+        shown = shown.replace("FINE", "FINE" + end, 1)
+    assert told[told.rindex("FINE") :] == shown
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in WITHOUT_CALLS])
+def test_marks_of_calls_end_no_turn_and_reach_the_parser(name: str) -> None:
+    renderer = renderer_of(name)
+    turn = renderer.written(CALL, TOOLS)
+    assert turn[-1] in renderer.stop_ids and not renderer.stop_ids.intersection(turn[:-1])
+    marks = {renderer._special[token] for token in turn[:-1] if token in renderer._special}
+    assert all(mark in renderer.decode(turn) for mark in marks)
+    assert "TOOLRESULT" in spell(renderer, renderer.reply([RESULT], TOOLS))
+
+
+def _checkpoint(name: str, directory: Path, ends: object = None, reserved: tuple[str, ...] = ()) -> Path:
+    """A checkpoint's light files with this template, more control tokens, and a `generation_config.json`."""
+    directory_of(name, directory)
+    tokenizer = tokenizer_of(name)
+    tokenizer.add_special_tokens([*reserved])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    config = json.loads((directory / "config.json").read_text())
+    write_json(directory / "config.json", config | {"vocab_size": tokenizer.get_vocab_size()})
+    if ends is not None:
+        ids = [tokenizer.token_to_id(end) for end in ends] if isinstance(ends, list) else ends
+        write_json(directory / "generation_config.json", {"eos_token_id": ids, "top_p": 0.9})
+    return directory
+
+
+def test_llama_writes_python_tags_and_reserved_tokens_within_turns(tmp_path: Path) -> None:
+    more = ("<|eom_id|>", "<|end_of_text|>", "<|reserved_special_token_0|>", "<|finetune_right_pad_id|>")
+    ends = ["<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"]
+    directory = _checkpoint("llama3_1", tmp_path, ends, more)
+    renderer = Renderer.from_directory(directory)
+    assert _stops(renderer) == set(ends) and renderer.has_own_stops
+    ids = {text: index for index, text in renderer._special.items()}
+    call = [ids["<|python_tag|>"], *renderer.encode('{"name": "add"}'), ids["<|reserved_special_token_0|>"]]
+    assert not renderer.stop_ids.intersection(call)
+    assert renderer.decode([*call, ids["<|eom_id|>"]]) == '<|python_tag|>{"name": "add"}'
+    older = Renderer.from_directory(directory, "control")
+    assert ids["<|reserved_special_token_0|>"] in older.stop_ids and not _stops(renderer) >= _stops(older)
+
+
+def test_the_list_of_generation_config_goes_before_that_of_config(tmp_path: Path) -> None:
+    directory = _checkpoint("qwen3", tmp_path, ["<|im_end|>", "<|endoftext|>"], ("<|endoftext|>",))
+    assert _stops(Renderer.from_directory(directory)) == {"<|im_end|>", "<|endoftext|>"}
+    (directory / "generation_config.json").unlink()
+    assert _stops(Renderer.from_directory(directory)) == {"<|im_end|>"}
+
+
+def test_a_template_that_ends_turns_with_another_token_than_the_files_name_adds_it(tmp_path: Path) -> None:
+    """As in models that were tuned to chat, whose files still name the end of a text."""
+    directory = _checkpoint("qwen3", tmp_path, ["<|endoftext|>"], ("<|endoftext|>",))
+    write_json(directory / "tokenizer_config.json", {"eos_token": "<|endoftext|>"})
+    assert _stops(Renderer.from_directory(directory)) == {"<|im_end|>", "<|endoftext|>"}
+
+
+def test_a_template_that_always_opens_the_next_turn_ends_no_turn_with_its_header(tmp_path: Path) -> None:
+    directory = _checkpoint("qwen3", tmp_path)
+    write_json(directory / "tokenizer_config.json", {})
+    (directory / "chat_template.jinja").write_text(
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+    )
+    assert _stops(Renderer.from_directory(directory)) == {"<|im_end|>"}
+
+
+@pytest.mark.parametrize(
+    ("text", "says"), [("{", "is damaged"), ('{"eos_token_id": "5"}', "is damaged"), ('{"eos_token_id": 64}', "exceed")]
+)
+def test_a_damaged_generation_config_is_refused_in_one_line(text: str, says: str, tmp_path: Path) -> None:
+    write_json(tmp_path / "config.json", tiny_spec(TinyPolicy()).to_hf())
+    (tmp_path / "generation_config.json").write_text(text)
+    with pytest.raises(StateError, match=says) as refused:
+        PolicySpec.from_directory(tmp_path)
+    assert "\n" not in str(refused.value)
+
+
+def test_published_versions_keep_the_end_tokens_of_the_first(tmp_path: Path) -> None:
+    tiny = TinyPolicy(width=16, layers=1, heads=2, kv_heads=1, mlp_width=16)
+    make_tiny(tiny, tmp_path / "one", seed=0, dtype="float32")
+    save_policy(load_policy(tmp_path / "one"), tmp_path / "two", "float32", tokenizer_from=tmp_path / "one")
+    name = "generation_config.json"
+    assert (tmp_path / "two" / name).read_bytes() == (tmp_path / "one" / name).read_bytes()
+    assert PolicySpec.from_directory(tmp_path / "two").turn_ends == TURN_ENDS
+    plain = dataclasses.replace(load_policy(tmp_path / "one").spec, turn_ends=())
+    write_json(tmp_path / "two" / name, {"eos_token_id": 5})
+    assert PolicySpec.from_directory(tmp_path / "two") == plain
+
+
+@pytest.mark.parametrize("rule", ["control", "model"])
+def test_a_contained_renderer_has_the_stop_tokens_of_one_process(rule: str, tmp_path: Path) -> None:
+    directory = _checkpoint("llama3_1", tmp_path, ["<|eot_id|>", "<|eom_id|>"], ("<|eom_id|>",))
+    here, apart = Renderer.from_directory(directory, rule), ContainedRenderer(directory, stops=rule)
+    assert apart.stop_ids == here.stop_ids
+    turn = [*range(here.vocabulary)]
+    assert apart.decode(turn) == here.decode(turn) and apart.reply("GO ON") == here.reply("GO ON")
+
+
+def test_end_tokens_that_change_during_a_run_are_noticed(tmp_path: Path) -> None:
+    directory = _checkpoint("llama3_1", tmp_path, ["<|eot_id|>"])
+    apart = ContainedRenderer(directory)
+    assert apart._child is not None
+    apart._child._process.kill()
+    write_json(directory / "generation_config.json", {"eos_token_id": 0})
+    with pytest.raises(Overreach, match="changed them during the run"):
+        apart.reply("GO ON")

@@ -1,0 +1,134 @@
+"""The rule of the stop tokens in whole runs: the log names it where the policy has its own, and every role obeys it."""
+
+import asyncio
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from shoal.config import RunConfig, TinyPolicy, sampling_of
+from shoal.errors import PeerError
+from shoal.ledger.log.creation import creation_of
+from shoal.policy.spec import write_json
+from shoal.policy.tiny import make_tiny
+from shoal.protocol import types as t
+from shoal.protocol.constants import CONTROL_STOPS, MODEL_STOPS
+from shoal.protocol.wire import from_msgpack
+from shoal.roles import evaluate, seat
+from shoal.roles.coordinator import role as coordinator
+from shoal.roles.coordinator.board import Board
+from tests.roles.town import Town, tiny_run
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
+import one_file
+
+END = 5
+HOSTED = [{"name": "arithmetic", "kind": "completions"}]
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    """A policy that ends its turns with one of its six control tokens."""
+    directory = tmp_path / "policy"
+    tiny = TinyPolicy(width=32, layers=2, heads=2, kv_heads=1, mlp_width=64, max_positions=64)
+    make_tiny(tiny, directory, seed=3, dtype="float32")
+    write_json(directory / "generation_config.json", {"eos_token_id": END})
+    return directory
+
+
+def _config(policy: Path, **changes: object) -> RunConfig:
+    return tiny_run(**{"steps": 2, "storage": {"retain": "all"}, "policy": {"path": str(policy)}, **changes})
+
+
+def _lived(town: Town) -> Town:
+    worker = town.worker("worker-0", own_files=False)
+    asyncio.run(town.live(town.trainer(), town.validator(), worker))
+    assert town.audit().findings == []
+    assert town.desk.state.members[worker.key].refused == 0
+    return town
+
+
+def _turns(town: Town) -> Iterator[list[int]]:
+    """The tokens of each rollout that the policy wrote, up to the last."""
+    for name in town.desk.state.submissions:
+        for data in from_msgpack(town.desk.blobs.get(name), t.Submission).groups:
+            for rollout in from_msgpack(data, t.Group).rollouts:
+                (row,) = rollout.rows()
+                yield row.tokens_T[row.author_T == t.POLICY].tolist()
+
+
+@pytest.mark.parametrize("envs", [[{"name": "arithmetic"}], HOSTED])
+def test_turns_end_where_the_policy_says_and_the_log_names_the_rule(tmp_path: Path, own: Path, envs: object) -> None:
+    config = _config(own, envs=envs)
+    town = _lived(Town(tmp_path / "run", config))
+    written = list(_turns(town))
+    assert any(token < END for tokens in written for token in tokens[:-1])  # other control tokens end nothing
+    assert any(END in tokens for tokens in written) and all(END not in tokens[:-1] for tokens in written)
+    assert creation_of(town.folder.log).sampling.stops == MODEL_STOPS
+    assert "model-stops" in Board(town.desk).info().needs
+    out = tmp_path / "one"
+    assert town.weights() == one_file.train(config, out, out.parent)
+    kept = json.loads((town.folder.checkpoints / "final" / "generation_config.json").read_text())
+    assert kept["eos_token_id"] == END
+
+
+def test_a_run_whose_rules_are_the_same_has_the_log_of_before(tmp_path: Path, own: Path) -> None:
+    write_json(own / "generation_config.json", {"eos_token_id": [5, 4, 3, 2, 1, 0]})
+    for place, config in (("path", _config(own)), ("tiny", tiny_run())):
+        town = Town(tmp_path / place, config)
+        (data, _) = next(iter(town.desk.book.store.read(limit=1)))
+        assert b'"stops"' not in data and "model-stops" not in Board(town.desk).info().needs
+
+
+def test_a_resumed_run_of_before_keeps_the_control_rule(
+    tmp_path: Path, own: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its log names no rule, though the policy has tokens of its own."""
+    monkeypatch.setattr(coordinator, "_sampling", lambda folder, config: sampling_of(config))
+    town = _lived(Town(tmp_path / "run", _config(own)))
+    assert creation_of(town.folder.log).sampling.stops == CONTROL_STOPS
+    assert all(token > END for tokens in _turns(town) for token in tokens[:-1])
+    evaluate.for_run(town.folder.root, town.folder.checkpoints / "final", 4, tmp_path / "found.json", threads=1)
+    assert json.loads((tmp_path / "found.json").read_text())["episodes"] >= evaluate.MIN_EPISODES
+
+
+def test_a_node_that_knows_only_the_control_rule_does_not_join(
+    tmp_path: Path, own: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its turns would look forged."""
+    town = Town(tmp_path / "run", _config(own))
+    monkeypatch.setattr(seat, "SUPPORTED", seat.SUPPORTED - {"model-stops"})
+    with pytest.raises(PeerError, match="needs model-stops"):
+        asyncio.run(town.worker("old").run())
+
+
+def test_a_worker_that_stops_at_every_control_token_is_refused(
+    tmp_path: Path, own: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    town = Town(tmp_path / "run", _config(own, steps=1))
+    honest, cheat = town.worker("honest", own_files=False), town.worker("cheat", own_files=False)
+    made = seat.contained
+
+    class Later:
+        """The honest worker, once the other was refused, so that the other gets a lease."""
+
+        async def run(self) -> None:
+            while not town.desk.state.members[cheat.key].refused:
+                await asyncio.sleep(0.01)
+            await honest.run()
+
+    async def story() -> None:
+        monkeypatch.setattr(seat, "contained", lambda limits, stops: made(limits, CONTROL_STOPS))
+        running = asyncio.create_task(cheat.run())
+        while not hasattr(cheat, "seat"):
+            await asyncio.sleep(0.01)
+        monkeypatch.setattr(seat, "contained", made)
+        await town.live(town.trainer(), town.validator(), Later())  # type: ignore[arg-type]
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+    asyncio.run(story())
+    members = town.desk.state.members
+    assert members[cheat.key].refused > 0 == members[honest.key].refused
