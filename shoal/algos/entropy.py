@@ -35,20 +35,29 @@ def entropy_bonus(H_N: Tensor, weight_N: Tensor, *, beta: float, num_tokens: flo
     return -beta * (weight_N * H_N).sum() / num_tokens
 
 
+def entropy_of(logp_NV: Tensor) -> Tensor:
+    """H of each token, [N]."""
+    return -(logp_NV.exp() * logp_NV).sum(-1)
+
+
+def gradient_of_logits(logp_NV: Tensor, o_N: Tensor, H_N: Tensor, grad_logp_N: Tensor, grad_H_N: Tensor) -> Tensor:
+    """The gradient of z, [N, V], from those of log p_o and H."""
+    # -p (g_logp + g_H (log p + H)), plus g_logp at the token that was written.
+    scale_NV = (logp_NV + H_N[:, None]).mul_(grad_H_N[:, None]).add_(grad_logp_N[:, None])
+    grad_NV = scale_NV.mul_(logp_NV.exp()).neg_()
+    grad_NV.scatter_add_(-1, o_N[:, None], grad_logp_N[:, None])
+    return grad_NV
+
+
 class _LogprobAndEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, z_NV: Tensor, o_N: Tensor) -> tuple[Tensor, Tensor]:
         logp_NV = torch.log_softmax(z_NV, dim=-1)
-        H_N = -(logp_NV.exp() * logp_NV).sum(-1)
+        H_N = entropy_of(logp_NV)
         ctx.save_for_backward(logp_NV, o_N, H_N)
         return logp_NV.gather(-1, o_N[:, None]).squeeze(-1), H_N
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        grad_logp_N, grad_H_N = grads
         logp_NV, o_N, H_N = ctx.saved_tensors
-        # -p (g_logp + g_H (log p + H)), plus g_logp at the token that was written.
-        scale_NV = (logp_NV + H_N[:, None]).mul_(grad_H_N[:, None]).add_(grad_logp_N[:, None])
-        grad_NV = scale_NV.mul_(logp_NV.exp()).neg_()
-        grad_NV.scatter_add_(-1, o_N[:, None], grad_logp_N[:, None])
-        return grad_NV, None
+        return gradient_of_logits(logp_NV, o_N, H_N, *grads), None

@@ -13,20 +13,22 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shoal.algos.entropy import logprob_and_entropy
+from shoal.algos.pieces import logprob_and_entropy_of
 from shoal.policy.model import Transformer
 from shoal.train.pack import MicroBatch, collate, pack
 from shoal.train.rows import Row
+
+HELD_LOGITS = 1 << 24
+"""Logits that exist at a time, unless those of one token are more: 64 MiB of each of about four tensors."""
 
 
 def predict(model: Transformer, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
     """Log-probability and entropy of each policy token, [N] each. Computes logits only at their positions."""
     hidden_BTD = model(batch.tokens_BT)
     hidden_ND = hidden_BTD.flatten(0, 1).index_select(0, batch.predictor_N)
-    logits_NV = model.logits(hidden_ND).float()
-    if temperature != 1.0:
-        logits_NV = logits_NV / temperature
-    return logprob_and_entropy(logits_NV, batch.target_N)
+    return logprob_and_entropy_of(
+        hidden_ND, model.head_weight(), batch.target_N, temperature=temperature, held_values=HELD_LOGITS
+    )
 
 
 @torch.no_grad()
