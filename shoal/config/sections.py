@@ -115,7 +115,10 @@ class TrainConfig(Section, frozen=True):
     updates_per_batch: int = 1
     """Optimiser steps over the same batch, all with the step's learning rate."""
     microbatch_tokens: int = 2048
-    """Padded tokens of one forward pass."""
+    """Tokens of one forward pass, padding included."""
+    packing: Literal["padded", "flat"] = "padded"
+    """How rows share a forward pass. padded: rows of one group or of similar lengths, padded to the longest. flat: rows of
+    any lengths, without padding; faster if lengths differ much."""
     threads: int = 1
     """CPU threads of the trainer."""
 

@@ -116,8 +116,13 @@ def causal_layer(
 
     Returns hidden states [N, D], and the keys and values of the rows' own tokens, [B, K, S, E].
     """
+    mixed_NX, k, v = attend(*heads(x_ND, w, rope, spec), shape)
+    return finish(x_ND, mixed_NX, w), k, v
+
+
+def attend(qk_NKJE: Tensor, v_NKE: Tensor, shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
+    """What each token reads of those before it in its row, [N, X]; keys and values of the rows' own tokens."""
     P, B, S = shape
-    qk_NKJE, v_NKE = heads(x_ND, w, rope, spec)
     q, k, v = by_row(qk_NKJE[P:], v_NKE[P:], B, S)
     if P == 0:
         mixed_BHSE = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0, enable_gqa=True)
@@ -126,10 +131,10 @@ def causal_layer(
         first_q, first_k, first_v = by_row(qk_NKJE[:P], v_NKE[:P], 1, P)
         first = F.scaled_dot_product_attention(first_q, first_k, first_v, is_causal=True, scale=1.0, enable_gqa=True)
         all_k, all_v = (torch.cat([f.expand(B, -1, -1, -1), o], 2) for f, o in ((first_k, k), (first_v, v)))
-        seen_ST = torch.ones(S, P + S, dtype=torch.bool, device=x_ND.device).tril(P)
+        seen_ST = torch.ones(S, P + S, dtype=torch.bool, device=v.device).tril(P)
         own = F.scaled_dot_product_attention(q, all_k, all_v, attn_mask=seen_ST, scale=1.0, enable_gqa=True)
-        mixed_NX = torch.cat([mixed.transpose(1, 2).reshape(-1, w.out_XD.shape[0]) for mixed in (first, own)])
-    return finish(x_ND, mixed_NX, w), k, v
+        mixed_NX = torch.cat([mixed.transpose(1, 2).flatten(0, 1).flatten(1) for mixed in (first, own)])
+    return mixed_NX, k, v
 
 
 def by_row(qk_NKJE: Tensor, v_NKE: Tensor, B: int, T: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -5,13 +5,14 @@ generation. It has no tokenizer, no sampling and no cache; the mathematics is in
 width, H query heads, K key/value heads, E head dimension, V vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.policy.layers import LayerWeights, Weights, hidden_states, wide
+from shoal.policy.packed import Family, packed_hidden_states
 from shoal.policy.spec import PolicySpec
 
 
@@ -26,9 +27,14 @@ class Transformer(nn.Module):
         if not spec.tied:
             self.lm_head = _Matrix(spec.vocab_size, spec.width, dtype)
 
-    def forward(self, tokens_BT: Tensor) -> Tensor:
-        """Hidden states after the final norm, [B, T, D], of right-padded rows; see `layers.hidden_states`."""
-        return hidden_states(tokens_BT, self.arranged())
+    def forward(self, tokens_BT: Tensor, families: Sequence[Family] | None = None) -> Tensor:
+        """Hidden states after the final norm, [B, T, D], of right-padded rows; see `layers.hidden_states`.
+
+        With `families`, of the one row that holds these conversations; see `packed`.
+        """
+        if families is None:
+            return hidden_states(tokens_BT, self.arranged())
+        return packed_hidden_states(tokens_BT[0], families, self.arranged())[None]
 
     def logits(self, hidden_xD: Tensor) -> Tensor:
         """Logits over the vocabulary, [..., V], for chosen hidden states. The head is expensive, so choose first."""

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from shoal.policy.layers import WORTH_SHARING
+from shoal.policy.packed import Family
 from shoal.train.rows import Row
 
 PASS_TOKENS = 256
@@ -36,6 +37,8 @@ class MicroBatch:
     behaviour_logp_N: Tensor
     advantage_N: Tensor
     weight_N: Tensor
+    families: tuple[Family, ...] | None = None
+    """Of a flat micro-batch, whose `tokens_BT` is one row with these families in it; None if its rows are padded."""
 
 
 def pack(rows: Sequence[Row], budget_tokens: int) -> list[list[int]]:
@@ -52,15 +55,15 @@ def pack(rows: Sequence[Row], budget_tokens: int) -> list[list[int]]:
     apart = [part for members in groups.values() for part in _cut(rows, members, budget_tokens)]
     mixed = _cut(rows, range(len(rows)), budget_tokens)
     packed = min(apart, mixed, key=lambda parts: cost_of(rows, parts))
-    return sorted(packed, key=lambda members: -_input_length(rows[members[0]]))
+    return sorted(packed, key=lambda members: -input_length(rows[members[0]]))
 
 
 def cost_of(rows: Sequence[Row], packed: Sequence[Sequence[int]]) -> int:
     """Cost of the forward and backward passes of these micro-batches: the tokens computed, plus `PASS_TOKENS` each."""
     total = 0
     for members in packed:
-        longest = max(_input_length(rows[i]) for i in members)
-        shared = min(_num_shared(rows, members), longest - 1)
+        longest = max(input_length(rows[i]) for i in members)
+        shared = min(num_shared(rows, members), longest - 1)
         if shared * (len(members) - 1) < WORTH_SHARING:
             shared = 0
         total += PASS_TOKENS + shared + len(members) * (longest - shared)
@@ -73,11 +76,11 @@ def _cut(rows: Sequence[Row], members: Iterable[int], budget_tokens: int) -> lis
     A new one begins when the budget is full, or when padding all remaining rows to the length of the open one would cost
     more than another pass (`PASS_TOKENS`) and computing the common start again.
     """
-    left = sorted(members, key=lambda i: -_input_length(rows[i]))
-    shared, parts = _num_shared(rows, left), list[list[int]]()
+    left = sorted(members, key=lambda i: -input_length(rows[i]))
+    shared, parts = num_shared(rows, left), list[list[int]]()
     for place, i in enumerate(left):
-        longest = _input_length(rows[parts[-1][0]]) if parts else 0
-        padding = (len(left) - place) * (longest - _input_length(rows[i]))
+        longest = input_length(rows[parts[-1][0]]) if parts else 0
+        padding = (len(left) - place) * (longest - input_length(rows[i]))
         if parts and (len(parts[-1]) + 1) * longest <= budget_tokens and padding <= shared + PASS_TOKENS:
             parts[-1].append(i)
         else:
@@ -85,9 +88,9 @@ def _cut(rows: Sequence[Row], members: Iterable[int], budget_tokens: int) -> lis
     return parts
 
 
-def _num_shared(rows: Sequence[Row], members: Sequence[int]) -> int:
+def num_shared(rows: Sequence[Row], members: Sequence[int]) -> int:
     """How many input tokens are the same at the start of all these rows."""
-    shared = min((_input_length(rows[i]) for i in members), default=0)
+    shared = min((input_length(rows[i]) for i in members), default=0)
     for i in members[1:]:
         differ = np.flatnonzero(rows[i].tokens_T[:shared] != rows[members[0]].tokens_T[:shared])
         shared = int(differ[0]) if len(differ) else shared
@@ -96,23 +99,25 @@ def _num_shared(rows: Sequence[Row], members: Sequence[int]) -> int:
 
 def collate(rows: Sequence[Row]) -> MicroBatch:
     """Pad and join rows into one micro-batch."""
-    width = max(_input_length(row) for row in rows)
+    width = max(input_length(row) for row in rows)
     tokens_BT = np.zeros((len(rows), width), dtype=np.int64)
     for b, row in enumerate(rows):
-        tokens_BT[b, : _input_length(row)] = row.tokens_T[: _input_length(row)]
+        tokens_BT[b, : input_length(row)] = row.tokens_T[: input_length(row)]
     return MicroBatch(
         tokens_BT=torch.from_numpy(tokens_BT),
-        predictor_N=_join([b * width + row.positions_P - 1 for b, row in enumerate(rows)]),
-        target_N=_join([row.tokens_T[row.positions_P] for row in rows]),
-        behaviour_logp_N=_join([row.behaviour_logp_P for row in rows]),
-        advantage_N=_join([row.advantage_P for row in rows]),
-        weight_N=_join([row.weight_P for row in rows]),
+        predictor_N=join([b * width + row.positions_P - 1 for b, row in enumerate(rows)]),
+        target_N=join([row.tokens_T[row.positions_P] for row in rows]),
+        behaviour_logp_N=join([row.behaviour_logp_P for row in rows]),
+        advantage_N=join([row.advantage_P for row in rows]),
+        weight_N=join([row.weight_P for row in rows]),
     )
 
 
-def _input_length(row: Row) -> int:
+def input_length(row: Row) -> int:
+    """Tokens of a row up to the last that predicts one."""
     return int(row.positions_P[-1])
 
 
-def _join(parts: list[NDArray[np.float32]] | list[NDArray[np.int64]]) -> Tensor:
+def join(parts: list[NDArray[np.float32]] | list[NDArray[np.int64]]) -> Tensor:
+    """The arrays one after another, as a tensor."""
     return torch.from_numpy(np.concatenate(parts))

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from shoal.algos.pieces import logprob_and_entropy_of
 from shoal.policy.model import Transformer
-from shoal.train.pack import MicroBatch, collate, pack
+from shoal.train.flat import PADDED, plan
+from shoal.train.pack import MicroBatch
 from shoal.train.rows import Row
 
 HELD_LOGITS = 1 << 24
@@ -24,7 +25,7 @@ HELD_LOGITS = 1 << 24
 
 def predict(model: Transformer, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
     """Log-probability and entropy of each policy token, [N] each. Computes logits only at their positions."""
-    hidden_BTD = model(batch.tokens_BT)
+    hidden_BTD = model(batch.tokens_BT, batch.families)
     hidden_ND = hidden_BTD.flatten(0, 1).index_select(0, batch.predictor_N)
     return logprob_and_entropy_of(
         hidden_ND, model.head_weight(), batch.target_N, temperature=temperature, held_values=HELD_LOGITS
@@ -33,12 +34,12 @@ def predict(model: Transformer, batch: MicroBatch, temperature: float) -> tuple[
 
 @torch.no_grad()
 def logprobs_of(
-    model: Transformer, rows: Sequence[Row], temperature: float, microbatch_tokens: int
+    model: Transformer, rows: Sequence[Row], temperature: float, microbatch_tokens: int, packing: str = PADDED
 ) -> list[NDArray[np.float32]]:
     """Log-probabilities, float32[P], of each row's policy tokens, nats."""
     logp: dict[int, NDArray[np.float32]] = {}
-    for members in pack(rows, microbatch_tokens):
-        logp_N, _ = predict(model, collate([rows[i] for i in members]), temperature)
-        counts = [len(rows[i].positions_P) for i in members]
-        logp |= dict(zip(members, (part.numpy() for part in logp_N.split(counts)), strict=True))
+    for planned in plan(rows, microbatch_tokens, packing):
+        logp_N, _ = predict(model, planned.build(rows), temperature)
+        counts = [len(rows[i].positions_P) for i in planned.members]
+        logp |= dict(zip(planned.members, (part.numpy() for part in logp_N.split(counts)), strict=True))
     return [logp[i] for i in range(len(rows))]

@@ -24,8 +24,9 @@ from shoal.algos.schedule import learning_rate
 from shoal.config import TrainConfig
 from shoal.errors import StateError
 from shoal.policy.model import Transformer
+from shoal.train.flat import Plan, plan
 from shoal.train.objective import Objective, TokenTerms, objective_of
-from shoal.train.pack import MicroBatch, collate, pack
+from shoal.train.pack import MicroBatch
 from shoal.train.predict import logprobs_of, predict
 from shoal.train.rows import Row, one_of_each
 
@@ -99,7 +100,7 @@ class Learner:
             warmup_steps=self.config.warmup_steps,
             steps=self.steps,
         )
-        packed = pack(rows, self.config.microbatch_tokens)
+        packed = plan(rows, self.config.microbatch_tokens, self.config.packing)
         updates: list[dict[str, float]] = []
         while len(updates) < self.config.updates_per_batch:
             updates.append(self._learn(rows, packed, lr, version))
@@ -126,7 +127,7 @@ class Learner:
 
     def logprobs(self, rows: Sequence[Row]) -> list[NDArray[np.float32]]:
         """Log-probabilities, float32[P], of each row's policy tokens under the current weights, nats."""
-        return logprobs_of(self.model, rows, self.temperature, self.config.microbatch_tokens)
+        return logprobs_of(self.model, rows, self.temperature, self.config.microbatch_tokens, self.config.packing)
 
     def state(self, version: int) -> LearnerState:
         """What must be saved to continue bit for bit; `version` is the policy that the weights now are."""
@@ -155,14 +156,14 @@ class Learner:
             moments["step"].fill_(float(state.updates))
         self.updates = state.updates
 
-    def _learn(self, rows: Sequence[Row], packed: Sequence[Sequence[int]], lr: float, version: int) -> dict[str, float]:
+    def _learn(self, rows: Sequence[Row], packed: Sequence[Plan], lr: float, version: int) -> dict[str, float]:
         """One update from all rows, packed into micro-batches; gives its metrics, means over policy tokens."""
         num_tokens = sum(len(row.positions_P) for row in rows)
         assert num_tokens, "a step needs policy tokens; `rows_of_group` makes no row without one"
         sums: Counter[str] = Counter()
         largest = 0.0
-        for members in packed:
-            figures, largest_here = self._accumulate(collate([rows[i] for i in members]), num_tokens)
+        for planned in packed:
+            figures, largest_here = self._accumulate(planned.build(rows), num_tokens)
             sums.update(figures)
             largest = max(largest, largest_here)
         loss = sums.pop("loss")

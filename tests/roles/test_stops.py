@@ -80,6 +80,7 @@ def test_a_run_whose_rules_are_the_same_has_the_log_of_before(tmp_path: Path, ow
         town = Town(tmp_path / place, config)
         (data, _) = next(iter(town.desk.book.store.read(limit=1)))
         assert b'"stops"' not in data and "model-stops" not in Board(town.desk).info().needs
+        assert b'"packing"' not in data
 
 
 def test_a_resumed_run_of_before_keeps_the_control_rule(
