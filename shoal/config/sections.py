@@ -119,6 +119,9 @@ class TrainConfig(Section, frozen=True):
     packing: Literal["padded", "flat"] = "padded"
     """How rows share a forward pass. padded: rows of one group or of similar lengths, padded to the longest. flat: rows of
     any lengths, without padding; faster if lengths differ much."""
+    recompute: Literal["none", "layers"] = "none"
+    """What the backward pass computes again instead of keeping it. layers: every layer, which takes a third more time and
+    far less memory. The weights get the same bits."""
     threads: int = 1
     """CPU threads of the trainer."""
 

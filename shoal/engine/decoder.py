@@ -81,7 +81,7 @@ class Decoder:
     def __init__(self, model: Transformer, device: str) -> None:
         arranged = model.to(device).arranged(_contiguous)
         self.weights = arranged._replace(head_DV=arranged.head_DV.contiguous())
-        self.spec, self.dtype, self.device = model.spec, arranged.embedding_VD.dtype, device
+        self.spec, self.dtype, self.device = model.spec, arranged.frame.embedding_VD.dtype, device
 
     def rope(self, positions: Tensor) -> Tensor:
         """The rotation for the heads of tokens at the given positions."""
@@ -93,7 +93,7 @@ class Decoder:
 
     def hidden_states(self, tokens_BC: Tensor) -> Tensor:
         """Hidden states, [B, C, D], of right-padded conversations, without a cache."""
-        return hidden_states(tokens_BC, self.weights)
+        return hidden_states(tokens_BC, self.weights.frame, self.weights.through)
 
     def prefill(self, tokens_BC: Tensor, cache: Cache, copies: Sequence[Copy]) -> None:
         """Read right-padded conversations from their beginning, and copy their keys and values into the cache.
@@ -102,7 +102,7 @@ class Decoder:
         computes only keys and values: what predicts the next token comes from `extend`.
         """
         B, C = tokens_BC.shape
-        x_ND = F.embedding(tokens_BC.reshape(-1), self.weights.embedding_VD)
+        x_ND = F.embedding(tokens_BC.reshape(-1), self.weights.frame.embedding_VD)
         rope = self.rope(torch.arange(C, device=tokens_BC.device)).repeat(B, 1, 1, 1)
         for layer, w in enumerate(self.weights.layers):
             if layer < self.spec.layers - 1:
@@ -123,7 +123,7 @@ class Decoder:
         start, end = cache.used, cache.used + C
         cache.used = end
         bias = _attention_bias(cache, start, C, G, K)
-        x_ND = F.embedding(tokens_BC.reshape(-1), self.weights.embedding_VD)
+        x_ND = F.embedding(tokens_BC.reshape(-1), self.weights.frame.embedding_VD)
         for w, keys_BKSE, values_BKSE in zip(self.weights.layers, cache.keys_LBKSE, cache.values_LBKSE, strict=True):
             qk, v = heads(x_ND, w, rope, spec)
             if C == 1:
@@ -141,7 +141,7 @@ class Decoder:
             if C > 1:
                 mixed = mixed.view(B, K, G, C, E).permute(0, 3, 1, 2, 4)
             x_ND = finish(x_ND, mixed.reshape(B * C, -1), w)
-        return final_norm(x_ND, self.weights)
+        return final_norm(x_ND, self.weights.frame)
 
 
 def _contiguous(w: LayerWeights) -> LayerWeights:

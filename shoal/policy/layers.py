@@ -14,6 +14,7 @@ matrix, H query heads, K key/value heads, G = H / K queries that share a key, J 
 dimension, e = E / 2 pairs, F mlp width, V vocabulary.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -43,30 +44,50 @@ class LayerWeights(NamedTuple):
     """sqrt(E * eps), [1]."""
 
 
-class Weights(NamedTuple):
-    """A whole policy, arranged."""
+class Frame(NamedTuple):
+    """What a policy has before its layers and after them."""
 
     spec: PolicySpec
     embedding_VD: Tensor
-    layers: tuple[LayerWeights, ...]
     norm_D: Tensor
     """The final norm's weight, times sqrt(D)."""
+    floor: Tensor
+    """As of `LayerWeights`."""
+
+
+Body = Callable[[Tensor, LayerWeights], Tensor]
+"""What one layer does with the hidden states before it, [N, D]."""
+
+Layers = Callable[[Tensor, Body], Tensor]
+"""Takes hidden states through all layers, one after another."""
+
+
+class Weights(NamedTuple):
+    """A whole policy, arranged."""
+
+    frame: Frame
+    layers: tuple[LayerWeights, ...]
     head_DV: Tensor
 
+    def through(self, x_ND: Tensor, body: Body) -> Tensor:
+        """See `Layers`."""
+        for layer in self.layers:
+            x_ND = body(x_ND, layer)
+        return x_ND
 
-def hidden_states(tokens_BT: Tensor, weights: Weights) -> Tensor:
+
+def hidden_states(tokens_BT: Tensor, frame: Frame, layers: Layers) -> Tensor:
     """Hidden states after the final norm, [B, T, D], of right-padded rows.
 
     A token sees only earlier tokens, so padding on the right changes nothing to its left and needs no mask. The common
     start of the rows is computed once: a batch of one group's rollouts computes its prompt only once.
     """
     (B, T), P = tokens_BT.shape, _num_shared(tokens_BT)
-    rope = rope_table(weights.spec, torch.arange(T, device=tokens_BT.device))
+    rope = rope_table(frame.spec, torch.arange(T, device=tokens_BT.device))
     rope = torch.cat([rope[:P], rope[P:].repeat(B, 1, 1, 1)])
-    x_ND = F.embedding(torch.cat([tokens_BT[0, :P], tokens_BT[:, P:].reshape(-1)]), weights.embedding_VD)
-    for layer in weights.layers:
-        x_ND, _, _ = causal_layer(x_ND, layer, rope, Shape(P, B, T - P), weights.spec)
-    x_ND = final_norm(x_ND, weights)
+    x_ND = F.embedding(torch.cat([tokens_BT[0, :P], tokens_BT[:, P:].reshape(-1)]), frame.embedding_VD)
+    x_ND = layers(x_ND, lambda x_ND, w: causal_layer(x_ND, w, rope, Shape(P, B, T - P), frame.spec)[0])
+    x_ND = final_norm(x_ND, frame)
     own_BSD = x_ND[P:].view(B, T - P, -1)
     return own_BSD if P == 0 else torch.cat([x_ND[:P].expand(B, -1, -1), own_BSD], 1)
 
@@ -79,9 +100,9 @@ def _num_shared(tokens_BT: Tensor) -> int:
     return shared if shared * (B - 1) >= WORTH_SHARING else 0
 
 
-def final_norm(x_ND: Tensor, weights: Weights) -> Tensor:
+def final_norm(x_ND: Tensor, frame: Frame) -> Tensor:
     """The norm after the last layer."""
-    return (unit(x_ND, weights.layers[0].floor) * weights.norm_D).to(x_ND.dtype)
+    return (unit(x_ND, frame.floor) * frame.norm_D).to(x_ND.dtype)
 
 
 def rope_table(spec: PolicySpec, positions: Tensor) -> Tensor:

@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from shoal.policy.layers import LayerWeights, Weights, hidden_states, wide
+from shoal.policy.layers import Body, Frame, LayerWeights, Weights, hidden_states, wide
 from shoal.policy.packed import Family, packed_hidden_states
 from shoal.policy.spec import PolicySpec
 
@@ -23,7 +24,9 @@ class Transformer(nn.Module):
         """Allocate without initialising: `files.load_policy` or `tiny.make_tiny` fill in the values."""
         super().__init__()
         self.spec = spec
-        self.model = _Body(spec, dtype)
+        self.recompute = False
+        """Whether a backward pass computes each layer again instead of keeping what the layer computed."""
+        self.model = _Stack(spec, dtype)
         if not spec.tied:
             self.lm_head = _Matrix(spec.vocab_size, spec.width, dtype)
 
@@ -32,9 +35,10 @@ class Transformer(nn.Module):
 
         With `families`, of the one row that holds these conversations; see `packed`.
         """
+        frame = self.frame()
         if families is None:
-            return hidden_states(tokens_BT, self.arranged())
-        return packed_hidden_states(tokens_BT[0], families, self.arranged())[None]
+            return hidden_states(tokens_BT, frame, self._through)
+        return packed_hidden_states(tokens_BT[0], families, frame, self._through)[None]
 
     def logits(self, hidden_xD: Tensor) -> Tensor:
         """Logits over the vocabulary, [..., V], for chosen hidden states. The head is expensive, so choose first."""
@@ -44,22 +48,33 @@ class Transformer(nn.Module):
         """The output head, [V, D]: the embedding itself if they are tied."""
         return self.model.embed_tokens.weight if self.spec.tied else self.lm_head.weight
 
+    def frame(self) -> Frame:
+        """What is before the layers and after them, as `layers` needs it."""
+        floor, _ = _floors(self.spec, self.head_weight().device)
+        return Frame(self.spec, self.model.embed_tokens.weight, _norm_weight(self.model.norm.weight), floor)
+
     def arranged(self, lay_out: Callable[[LayerWeights], LayerWeights] = lambda layer: layer) -> Weights:
         """The weights as `layers` needs them: functions of the parameters, through which gradients flow.
 
         `lay_out` changes each layer as soon as it is arranged, so that both forms exist for one layer at a time.
         """
         order = _head_order(self.spec).to(self.head_weight().device)
-        return Weights(
-            spec=self.spec,
-            embedding_VD=self.model.embed_tokens.weight,
-            layers=tuple(lay_out(_arrange(layer, self.spec, order)) for layer in self.model.layers),  # type: ignore[arg-type]
-            norm_D=_norm_weight(self.model.norm.weight),
-            head_DV=self.head_weight().t(),
-        )
+        layers = tuple(lay_out(_arrange(layer, self.spec, order)) for layer in self.model.layers)  # type: ignore[arg-type]
+        return Weights(self.frame(), layers, self.head_weight().t())
+
+    def _through(self, x_ND: Tensor, body: Body) -> Tensor:
+        """See `layers.Layers`. Each layer is arranged when its turn comes."""
+        order = _head_order(self.spec).to(x_ND.device)
+        for layer in self.model.layers:
+            if self.recompute and torch.is_grad_enabled():
+                # No layer draws random numbers, so their state need not be kept (arXiv:1604.06174).
+                x_ND = checkpoint(layer, x_ND, body, self.spec, order, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x_ND = layer(x_ND, body, self.spec, order)
+        return x_ND
 
 
-class _Body(nn.Module):
+class _Stack(nn.Module):
     def __init__(self, spec: PolicySpec, dtype: torch.dtype) -> None:
         super().__init__()
         self.embed_tokens = _Matrix(spec.vocab_size, spec.width, dtype)
@@ -74,6 +89,10 @@ class _Layer(nn.Module):
         self.self_attn = _Attention(spec, dtype)
         self.post_attention_layernorm = _Vector(spec.width, dtype)
         self.mlp = _Mlp(spec, dtype)
+
+    def forward(self, x_ND: Tensor, body: Body, spec: PolicySpec, order: Tensor) -> Tensor:
+        """What `body` does with the hidden states before this layer."""
+        return body(x_ND, _arrange(self, spec, order))
 
 
 class _Attention(nn.Module):

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shoal.policy.layers import LayerWeights, Shape, Weights, attend, final_norm, finish, heads, rope_table
+from shoal.policy.layers import Frame, Layers, LayerWeights, Shape, attend, final_norm, finish, heads, rope_table
 from shoal.policy.spec import PolicySpec
 
 MASK_COST = 2
@@ -70,17 +70,16 @@ class _Run:
         """Whether the run is the whole family as it is in the row."""
 
 
-def packed_hidden_states(tokens_N: Tensor, families: Sequence[Family], weights: Weights) -> Tensor:
+def packed_hidden_states(tokens_N: Tensor, families: Sequence[Family], frame: Frame, layers: Layers) -> Tensor:
     """Hidden states after the final norm, [N, D], of a row that holds these families one after another."""
     device = tokens_N.device
     runs = [[_Run(family, begin, end, device) for begin, end in _alike(family)] for family in families]
     sizes = [family.tokens for family in families]
     assert sum(sizes) == len(tokens_N), f"{len(tokens_N)} tokens for families of {sum(sizes)}"
-    rope = rope_table(weights.spec, torch.cat([_positions(family, device) for family in families]))
-    x_ND = F.embedding(tokens_N, weights.embedding_VD)
-    for layer in weights.layers:
-        x_ND = _layer(x_ND, layer, rope, runs, sizes, weights.spec)
-    return final_norm(x_ND, weights)
+    rope = rope_table(frame.spec, torch.cat([_positions(family, device) for family in families]))
+    x_ND = F.embedding(tokens_N, frame.embedding_VD)
+    x_ND = layers(x_ND, lambda x_ND, w: _layer(x_ND, w, rope, runs, sizes, frame.spec))
+    return final_norm(x_ND, frame)
 
 
 def _alike(family: Family) -> Iterator[tuple[int, int]]:

@@ -63,6 +63,7 @@ class Learner:
     ) -> None:
         """`steps` is the length of the schedule; `objective` replaces the one that the config names."""
         self.model = model.float().train()
+        self.model.recompute = config.recompute == "layers"
         self.config = config
         self.temperature = temperature
         self.steps = steps

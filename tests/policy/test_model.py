@@ -13,6 +13,7 @@ from shoal.policy import layers
 from shoal.policy.files import load_policy, save_policy
 from shoal.policy.layers import gated, unit
 from shoal.policy.model import Transformer
+from shoal.policy.packed import Family
 from shoal.policy.tiny import initialise, tiny_spec
 
 FAMILIES = ("llama", "qwen2", "qwen3")
@@ -165,3 +166,31 @@ def test_the_last_token_of_equal_rows_is_computed_for_each_row() -> None:
     with torch.no_grad():
         expected_TD = model(TOKENS_BT[:1])[0]
         assert (model(TOKENS_BT[:1].repeat(8, 1)) - expected_TD).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("families", [None, [Family(20, (30, 20)), Family(0, (25, 25))]])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layers_that_are_computed_again_give_the_same_gradients_and_keep_less(
+    family: str, families: list[Family] | None
+) -> None:
+    def learned(recompute: bool) -> tuple[list[torch.Tensor | None], int]:
+        model, kept_bytes = _model(family, tied=False).train(), 0
+        model.recompute = recompute
+        own = {parameter.data_ptr() for parameter in model.parameters()}
+
+        def count(kept: torch.Tensor) -> torch.Tensor:
+            nonlocal kept_bytes
+            kept_bytes += 0 if kept.data_ptr() in own else kept.nbytes
+            return kept
+
+        tokens = TOKENS_BT if families is None else TOKENS_BT.view(1, -1)
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda kept: kept):
+            hidden = model(tokens, families)
+        model.logits(hidden).log_softmax(-1).square().sum().backward()
+        return [parameter.grad for parameter in model.parameters()], kept_bytes
+
+    (kept, kept_bytes), (again, again_bytes) = learned(recompute=False), learned(recompute=True)
+    assert all(
+        one is not None and other is not None and one.equal(other) for one, other in zip(kept, again, strict=True)
+    )
+    assert again_bytes < kept_bytes / 4

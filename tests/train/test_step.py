@@ -195,6 +195,16 @@ def test_the_same_steps_give_the_same_bits(make_model, make_rows):
     assert all(torch.equal(final[0][name], final[1][name]) for name in final[0])
 
 
+def test_a_step_that_computes_layers_again_gives_the_same_bits(make_model, make_rows):
+    def after(**changes):
+        learner = learner_of(make_model(), msgspec.structs.replace(CONFIG, **changes))
+        learner.step(make_rows(6), 0)
+        return learner.model.recompute, learner.state(1).tensors
+
+    (kept, tensors), (again, others) = after(), after(recompute="layers")
+    assert not kept and again and all(tensors[name].equal(others[name]) for name in tensors)
+
+
 def test_a_state_of_another_model_is_refused_by_name(make_model):
     other = learner_of(make_model(width=16)).state(4)
     with pytest.raises(StateError, match=r"version 4 belongs to another model: .* is \(.*16.*\) there"):
