@@ -34,7 +34,7 @@ from shoal.weights.pieces import (
     pieces_of,
     prepare,
 )
-from shoal.weights.sources import Source
+from shoal.weights.sources import FillingSource, Source
 from shoal.weights.transfer import Transfer
 from shoal.weights.ways import Lacking, Way, cheapest
 
@@ -126,7 +126,12 @@ async def fetch(
     def log_progress(line: str) -> None:
         log.info("version=%d %s", manifest.version, line)
 
-    async def transfer(missing: Sequence[Piece], directory: Path, on_chunk: Callable[[str], None]) -> None:
+    async def transfer(
+        missing: Sequence[Piece], of: Sequence[Manifest], directory: Path, on_chunk: Callable[[str], None]
+    ) -> None:
+        for source in sources:
+            if isinstance(source, FillingSource):
+                source.expect(of)
         await Transfer(
             missing, sources, directory, rng=rng or random.Random(secrets.randbits(64)), on_blame=on_blame,
             on_progress=on_progress or log_progress, on_chunk=on_chunk,
@@ -156,7 +161,7 @@ class _Fetch:
     def __init__(
         self,
         folder: Path,
-        transfer: Callable[[Sequence[Piece], Path, Callable[[str], None]], Awaitable[None]],
+        transfer: Callable[[Sequence[Piece], Sequence[Manifest], Path, Callable[[str], None]], Awaitable[None]],
         manifest_of: Callable[[int], Awaitable[Manifest]],
         store: Path | None,
         shared: Shared | None,
@@ -270,7 +275,9 @@ class _Fetch:
             _, base = versions_here(self._folder, asked.run)[way.start]
         else:
             base = await self._whole(self._begins_with(way))
-        await self._bring(asked, unfinished, files_to_fetch(asked, way.steps), weights_bytes(base))
+        files = files_to_fetch(asked, way.steps)
+        others = [known for step in way.steps[:-1] if (known := self._known[step.version]) is not None]
+        await self._bring(asked, unfinished, files, extra_bytes=weights_bytes(base), others=others)
         await asyncio.to_thread(follow, base, unfinished, target, asked, way.steps)
         return await self._held(asked)
 
@@ -280,12 +287,15 @@ class _Fetch:
         directory: Path,
         files: Sequence[Wanted],
         extra_bytes: int = 0,
+        others: Sequence[Manifest] = (),
         on_held: Callable[[Collection[str]], None] = lambda chunks: None,
     ) -> None:
-        """Files into an unfinished directory: what is on this machine, then the rest."""
+        """Files into an unfinished directory: what is on this machine, then the rest. `others` are the manifests, beside
+        the version's own, that name some of the chunks."""
         version = manifest.version
         fill = partial(prepare, self._folder, directory, files, version, store=self._store, extra_bytes=extra_bytes)
         missing = await asyncio.to_thread(fill)
         on_held({piece.digest for piece in pieces_of(files, directory, version)} - {piece.digest for piece in missing})
         if missing:
-            await self._transfer(missing, directory, lambda chunk: on_held((chunk,)))
+            of = [manifest, *others]
+            await self._transfer(missing, of, directory, lambda chunk: on_held((chunk,)))

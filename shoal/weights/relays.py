@@ -1,13 +1,15 @@
 """A relay as a source of chunks: like any other, but it may still be filling, and says which chunks it has.
 
-Its answer is a bit for each of a version's chunks, in the order in which the manifest names them first. Relays are
-strangers. The coordinator checked that the holder of the key serves at the URL, and at which address. That address is
-asked.
+Its answer is a bit for each of a version's chunks, in the order in which the manifest names them first. A fetch by patches
+needs chunks of several versions, so a relay is asked about each of them.
+
+Relays are strangers. The coordinator checked that the holder of the key serves at the URL, and at which address. That
+address is asked.
 """
 
 import contextlib
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import httpx
 
@@ -37,22 +39,33 @@ MOST_RELAYS = 20
 
 
 class RelaySource(HttpSource):
-    """A relay, for one version."""
+    """A relay, for some versions."""
 
-    def __init__(self, relay: RelayEntry, content: str, chunks: Sequence[str], *, beside: str = "") -> None:
-        """`content` is as of `content_of`, `chunks` are those of `sized_chunks`, `beside` is as of `HttpSource`. Raises
-        `PeerError` for a bad URL."""
+    def __init__(self, relay: RelayEntry, *manifests: Manifest, beside: str = "") -> None:
+        """`beside` is as of `HttpSource`. Raises `PeerError` for a bad URL."""
         url = relay.url.rstrip("/")
         super().__init__(f"{url}/v1/blobs", name=url, beside=beside, still_filling=True, address=relay.address)
-        self._content, self._chunks = content, chunks
+        self._versions: dict[str, list[str]] = {}
+        """The chunks of each version, by its content."""
+        self._held: dict[str, frozenset[str]] = {}
+        """Those that it said last that it has."""
+        self.expect(manifests)
+
+    def expect(self, manifests: Iterable[Manifest]) -> None:
+        """See `FillingSource`."""
+        self._versions = {content_of(manifest): list(sized_chunks(manifest)) for manifest in manifests}
+        self._held = {}
 
     async def holds(self) -> Collection[str] | None:
-        """See `FillingSource`."""
-        cap = (len(self._chunks) + 7) // 8
+        """See `FillingSource`. It is not asked again about a version that it has whole."""
         try:
-            return held_chunks(await self.small(f"../holdings/{self._content}", cap), self._chunks)
+            for content, chunks in self._versions.items():
+                if len(self._held.get(content, ())) < len(chunks):
+                    bits = await self.small(f"../holdings/{content}", (len(chunks) + 7) // 8)
+                    self._held[content] = held_chunks(bits, chunks)
         except NothingYet:
             return None  # an ordinary web server with the chunks of the run
+        return frozenset().union(*self._held.values())
 
 
 def holdings_of(chunks: Sequence[str], held: Collection[str]) -> bytes:
@@ -104,16 +117,15 @@ class Relays:
                 if not source.was_heard:
                     self._unreached[source.name] = self._clock() + UNREACHED_S
 
-    async def sources(self, manifest: Manifest, rank_of_few: int = 0) -> list[Source]:
-        """The relays as sources of one version; if they are few, with this rank. Without a list there are none: nothing
+    async def sources(self, *manifests: Manifest, rank_of_few: int = 0) -> list[Source]:
+        """The relays as sources of some versions; if they are few, with this rank. Without a list there are none: nothing
         depends on relays."""
         await self.refresh()
         found, beside = list[Source](), httpx.URL(self._client.base_url).host
-        content, chunks = content_of(manifest), list(sized_chunks(manifest))
         for relay in self._listed[:MOST_RELAYS]:
             if relay.key != self._but:
                 with contextlib.suppress(PeerError):
-                    found.append(RelaySource(relay, content, chunks, beside=beside))
+                    found.append(RelaySource(relay, *manifests, beside=beside))
         for source in found if len(found) <= FEW else []:
             source.rank = rank_of_few
         return found

@@ -8,7 +8,7 @@ followed.
 import asyncio
 import contextlib
 import re
-from collections.abc import AsyncGenerator, Collection, Sequence
+from collections.abc import AsyncGenerator, Collection, Iterable, Sequence
 from typing import Protocol, runtime_checkable
 
 import httpx
@@ -18,7 +18,7 @@ from shoal.net.addresses import addresses_of, is_outside, outside_address
 from shoal.net.client import Client
 from shoal.net.trouble import Trouble, troubles
 from shoal.protocol import constants
-from shoal.protocol.types import RunInfo
+from shoal.protocol.types import Manifest, RunInfo
 from shoal.weights.choose import LAST, MOST_LANES
 
 CONNECT_TIMEOUT_S = 10.0
@@ -73,7 +73,11 @@ class FillingSource(Source, Protocol):
     """A source that may lack chunks and says which it has."""
 
     async def holds(self) -> Collection[str] | None:
-        """The chunks that it has now; None means all. Raises `PeerError`."""
+        """The chunks that it has now of the versions that are expected; None means all. Raises `PeerError`."""
+        ...
+
+    def expect(self, manifests: Iterable[Manifest]) -> None:
+        """From now on, it is asked for chunks of these versions."""
         ...
 
 

@@ -20,13 +20,14 @@ from shoal.protocol import wire
 from shoal.protocol.identity import Key
 from shoal.protocol.relays import is_proof
 from shoal.protocol.types import RelayEntry, RunInfo
+from shoal.protocol.wire import to_json
 from shoal.roles.coordinator.api import application as coordinator
 from shoal.roles.offering import application
 from shoal.roles.relay import fill, role
 from shoal.roles.relay.fill import Filler
 from shoal.roles.relay.store import IN_HAND_BYTES, ChunkStore
 from shoal.weights.fetch import fetch
-from shoal.weights.manifest import content_of
+from shoal.weights.manifest import content_of, sign_manifest
 from shoal.weights.pieces import sized_chunks as chunks_in
 from shoal.weights.relays import Relays, RelaySource, holdings_of
 from shoal.weights.sources import Passing
@@ -34,6 +35,7 @@ from tests.net.wires import serving
 from tests.roles.test_hostile_members import chunks_of
 from tests.roles.town import Town, tiny_run
 from tests.weights.checkpoints import Chunks, make_checkpoint, published
+from tests.weights.test_follow import Line
 
 ROOM = 1 << 30
 
@@ -206,12 +208,35 @@ def test_a_client_fetches_a_version_from_a_relay_alone(ended, tmp_path):
         ):
             await has(store, chunks_of(ended, 3))
             manifest = ended.desk.kept.manifests[3]
-            source = RelaySource(
-                RelayEntry(url, "127.0.0.1", "key"), content_of(manifest), list(chunks_in(manifest)), beside="127.0.0.1"
-            )
+            source = RelaySource(RelayEntry(url, "127.0.0.1", "key"), manifest, beside="127.0.0.1")
             assert (await fetch(manifest, [source], tmp_path / "cache")).is_dir()
 
     asyncio.run(asyncio.wait_for(story(), 30))
+
+
+def test_a_newcomer_gets_an_anchor_and_the_patches_after_it_from_a_relay_alone(tmp_path):
+    """Their chunks are named by the manifests of several versions: the relay is asked about each of them."""
+    line, store = Line(tmp_path, anchor_every=4), ChunkStore(tmp_path / "relay", ROOM, 0)
+    for manifest in line.manifests:
+        store.keep(to_json(sign_manifest(manifest, Key.generate(), now=0.0)), manifest)
+        for name in chunks_in(manifest):
+            part = store.parts / name
+            part.write_bytes(line.chunks.held[name])
+            store.take(name, part)
+    cache, asked = tmp_path / "client", []
+
+    async def story():
+        async with serving(application(store, Key.generate(), "run", time.time), Limits()) as port:
+            entry = RelayEntry(f"http://127.0.0.1:{port}", "127.0.0.1", "key")
+            source = RelaySource(entry, line.manifests[5], beside="127.0.0.1")
+            really = source.small
+            source.small = lambda path, cap: asked.append(path) or really(path, cap)
+            directory = await fetch(line.manifests[5], [source], cache, manifest_of=line.manifest_of)
+            assert line.has(directory, 5)
+
+    asyncio.run(asyncio.wait_for(story(), 20))
+    way = [f"../holdings/{content_of(line.manifests[version])}" for version in (4, 5)]
+    assert asked == way, "the anchor's chunks alone while the anchor is fetched, and each version is asked about once"
 
 
 def test_a_relay_serves_nothing_that_its_source_spoiled(ended, tmp_path, caplog, monkeypatch):
@@ -353,7 +378,7 @@ def test_a_plain_web_server_with_the_chunks_is_a_relay_too(ended, tmp_path):
         async with serving(shelf(ended.folder.chunks, time.time), Limits()) as port:
             manifest = ended.desk.kept.manifests[3]
             entry = RelayEntry(f"http://127.0.0.1:{port}", "127.0.0.1", "key")
-            source = RelaySource(entry, content_of(manifest), list(chunks_in(manifest)), beside="127.0.0.1")
+            source = RelaySource(entry, manifest, beside="127.0.0.1")
             assert (await fetch(manifest, [source], tmp_path / "cache")).is_dir()
 
     asyncio.run(asyncio.wait_for(story(), 20))
@@ -369,7 +394,7 @@ def test_a_relay_that_says_without_end_what_it_has_is_left(ended):
         async with serving(endless, Limits()) as port:
             entry = RelayEntry(f"http://127.0.0.1:{port}", "127.0.0.1", "key")
             manifest = ended.desk.kept.manifests[3]
-            source = RelaySource(entry, content_of(manifest), list(chunks_in(manifest)), beside="127.0.0.1")
+            source = RelaySource(entry, manifest, beside="127.0.0.1")
             with pytest.raises(Passing, match="answered more than 1 bytes"):
                 await source.holds()
             await source.close()
