@@ -43,6 +43,14 @@ SPARE_GAIN = 2.0
 """Nor, after the same time, when it is believed to be this many times as fast as all of lower ranks together. Otherwise
 sources that only trickle could keep a fetch from the others."""
 
+SAY_S = 0.6
+"""A source spares others for so long after the beginning even if it has no chunk that waits: meanwhile it is asked twice
+what it has."""
+
+FILLING_S = 2.0
+"""It does so again for so long after it said that it has more chunks than before: it is still filling. It is asked more
+often than that."""
+
 FIRST, LAST = 0, 2
 """Ranks. What has the last rank is asked only if those between do not answer, however slow they are."""
 
@@ -80,7 +88,9 @@ class Standing:
     wrong: int = 0
     """Wrong chunks that it sent."""
     idle: bool = False
-    """Whether it has no chunk that waits."""
+    """Whether it has no chunk that waits, as far as is known."""
+    grew_at: float = float("-inf")
+    """When it said last that it has more chunks than before."""
     rests_until: float = 0.0
     never: bool = False
     """Whether it is never asked again in this fetch."""
@@ -175,6 +185,7 @@ class Choice:
             if source.rank < rank
             and not source.never
             and source.rests_until <= now
+            and self._may_give(source, now)
             and now - max(self._began, source.heard_at) < SPARE_AFTER_S
         ]
         if not lower or now - self._began < SPARE_AFTER_S:
@@ -199,7 +210,13 @@ class Choice:
     def _answers(self, source: Standing, now: float) -> bool:
         """Whether nothing shows that a source does not answer: perhaps it was not asked."""
         is_silent = source.busy > 0 and now - max(source.asked_at, source.heard_at) >= SPARE_AFTER_S
-        return not (source.never or source.rests_until > now or is_silent)
+        return not (source.never or source.rests_until > now or is_silent) and self._may_give(source, now)
+
+    def _may_give(self, source: Standing, now: float) -> bool:
+        """Whether a source has chunks that wait, or may have some soon."""
+        if not source.idle or now - self._began < SAY_S:
+            return True
+        return now - source.grew_at < FILLING_S  # guard: idle-spares-nobody
 
     def _is_worth(self, index: int, now: float, size: int, waiting_bytes: int) -> bool:
         """Whether a source would not hold up the end: the others would give one chunk, and all that waits, much sooner."""
@@ -255,4 +272,5 @@ class Choice:
         """When the next source may be asked again, if any is left alone or spared for now."""
         rests = [s.rests_until for s in self.sources if not s.never and s.rests_until > now]
         spared = [max(self._began, s.heard_at, s.asked_at) + SPARE_AFTER_S for s in self.sources]
+        spared += [max(self._began + SAY_S, s.grew_at + FILLING_S) for s in self.sources if s.idle]
         return min([*rests, *(at for at in spared if at > now)], default=None)

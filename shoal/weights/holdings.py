@@ -12,8 +12,8 @@ from shoal.weights.choose import Choice, Fault
 from shoal.weights.pieces import Piece
 from shoal.weights.sources import FillingSource, Passing, Source
 
-ASK_EVERY_S = 1.0
-"""Time between two questions to a source that lacks chunks."""
+ASK_SOON_S, ASK_EVERY_S = 0.5, 1.0
+"""Time between the first two questions to a source that lacks chunks, and between all others."""
 
 LOOK_AT = 32
 """Of so many chunks the rarest is asked for."""
@@ -64,7 +64,9 @@ class Holdings:
 
     async def follow(self, index: int, changed: Callable[[], None], blame: Callable[[Fault, str, float], None]) -> None:
         """Ask a source what it has until it has everything that is wanted. `blame` is told of its faults."""
+        clock = asyncio.get_running_loop().time
         source, standing = self._fillers[index], self._choice.sources[index]
+        most, pause_s = 0, ASK_SOON_S
         while not standing.never:
             try:
                 held = await source.holds()
@@ -73,13 +75,16 @@ class Holdings:
             else:
                 if held is None:
                     self._held.pop(index, None)
-                else:
-                    self._held[index] = held
-                standing.idle = False
+                    standing.idle = False
+                elif held != self._held[index]:
+                    self._held[index], standing.idle = held, False
+                    if (count := len(self._wanted.intersection(held))) > most:
+                        most, standing.grew_at = count, clock()
                 changed()
                 if held is None or self._wanted <= frozenset(held):
                     return
-            await asyncio.sleep(max(ASK_EVERY_S, standing.rests_until - asyncio.get_running_loop().time()))
+            await asyncio.sleep(max(pause_s, standing.rests_until - clock()))
+            pause_s = ASK_EVERY_S
 
     def _order(self, piece: Piece) -> tuple[bool, int]:
         return piece.part is None, sum(piece.digest in held for held in self._held.values())
