@@ -3,6 +3,7 @@
 import asyncio
 import time
 
+import msgspec
 import pytest
 
 from shoal.config import check_run
@@ -284,6 +285,22 @@ def test_the_anchor_before_stays_until_the_slowest_node_has_fetched_it_and_its_p
     published = 16 * 60.0
     assert needed(manifests, [19], now=published + fetched_s - 1) == set(range(8, 20))
     assert needed(manifests, [19], now=published + fetched_s + 1) == set(range(16, 20))
+
+
+def test_an_anchor_stays_however_many_came_after_it_if_the_slowest_node_still_fetches_it():
+    """Where a version is published every minute and every fourth one whole, four more come while it fetches one."""
+    manifests = line_of(27, 4)
+    fetched_s = (6_250_000_000 + 18 * 62_500_000) / SLOWEST_LINE_BYTES_PER_S
+    superseded = 12 * 60.0
+    assert needed(manifests, [26], now=superseded + fetched_s - 1) == set(range(8, 27))
+    assert needed(manifests, [26], now=superseded + fetched_s + 1) == set(range(12, 27))
+
+
+def test_an_anchor_from_which_no_chain_leads_to_the_newest_version_goes():
+    """A node that begins with it comes nowhere, so it must not fill the host's disk."""
+    assert needed(line_of(60, 20), [59], now=59 * 60.0) == set(range(40, 60)), "from 20 on, a chain would be too long"
+    dense = {v: msgspec.structs.replace(manifest, patches=()) for v, manifest in line_of(20, 1).items()}
+    assert needed(dense, [18, 19], now=19 * 60.0) == {18, 19}
 
 
 def test_an_old_version_that_is_still_judged_stays_with_the_way_to_it():

@@ -1,11 +1,13 @@
 """Which versions' weights some node may still need, where versions are published as patches.
 
 Called by `kept` before it deletes weights. Pure. An *anchor* is a version that is published whole. A node that has no
-version fetches the newest anchor and all patches after it; a slow one may still be fetching the anchor before.
+version fetches the newest anchor and all patches after it; slow ones may still be fetching earlier anchors.
 """
 
+import itertools
 from collections.abc import Iterable, Mapping
 
+from shoal.protocol.constants import MAX_PATCH_CHAIN
 from shoal.protocol.types import Manifest
 from shoal.weights.demands import is_whole
 
@@ -17,7 +19,8 @@ def needed(manifests: Mapping[int, Manifest], used: Iterable[int], now: float) -
     """The versions whose weights must stay, if those in `used` must be loadable.
 
     These are the versions themselves with what their patches begin at, back to whole ones; the newest anchor with all after
-    it; and the anchor before with all after it, until the slowest node has fetched it and its patches.
+    it; and each earlier anchor with all after it, until the slowest node that began with it has fetched it and the patches
+    that lead to the newest version. An anchor from which no chain of patches leads there is of no use to such a node.
     """
     stay = set[int]()
     waiting = [version for version in used if version in manifests]
@@ -29,15 +32,27 @@ def needed(manifests: Mapping[int, Manifest], used: Iterable[int], now: float) -
             waiting += [base for base in bases if base in manifests]
     anchors = [version for version in sorted(manifests) if is_whole(manifests[version])]
     if anchors:
-        newest, first = anchors[-1], anchors[-1]
-        if len(anchors) > 1 and now < manifests[newest].issued + _slowest_fetch_s(manifests, anchors[-2]):
-            first = anchors[-2]
+        first = anchors[-1]
+        for anchor, following in itertools.pairwise(anchors):
+            last_began, chain_bytes = manifests[following].issued, _chain_bytes(manifests, anchor)
+            if chain_bytes is not None and now < last_began + chain_bytes / SLOWEST_LINE_BYTES_PER_S:
+                first = min(first, anchor)
         stay |= {version for version in manifests if version >= first}  # guard: anchors-stay
     return stay
 
 
-def _slowest_fetch_s(manifests: Mapping[int, Manifest], anchor: int) -> float:
-    """How long the slowest node takes to fetch an anchor and all patches after it."""
-    size_bytes = sum(file.size for file in manifests[anchor].files)
-    size_bytes += sum(p.file.size for v, manifest in manifests.items() if v > anchor for p in manifest.patches)
-    return size_bytes / SLOWEST_LINE_BYTES_PER_S
+def _chain_bytes(manifests: Mapping[int, Manifest], anchor: int) -> float | None:
+    """The bytes of an anchor and of the patches from it to the newest version; None if no chain leads there."""
+    newest = max(manifests)
+    size_bytes = {anchor: (sum(file.size for file in manifests[anchor].files), 0)}
+    for version in range(anchor + 1, newest + 1):
+        patches = manifests[version].patches if version in manifests else ()
+        ways = [
+            (before + patch.file.size, steps + 1)
+            for patch in patches
+            for before, steps in [size_bytes.get(patch.base, (0, MAX_PATCH_CHAIN))]
+            if steps < MAX_PATCH_CHAIN
+        ]
+        if ways:
+            size_bytes[version] = min(ways)
+    return size_bytes[newest][0] if newest in size_bytes else None

@@ -72,6 +72,8 @@ class Kept:
         }
         """The host's records of submissions, with their submission."""
         self.coming |= {path.name for path in blobs.paths()} - self._named()  # guard: left-by-a-kill
+        self._told_early = False
+        """Whether the host was told that weights go early."""
         self._uploading = set[str]()
         """Leases whose bodies are being uploaded."""
 
@@ -191,7 +193,7 @@ class Kept:
         if self._storage.retain == "all":
             return
         for version in self._spare_versions(math.inf):
-            yield partial(self._forget_weights, [version])  # guard: old-weights-make-room
+            yield partial(self._forget_early, version)  # guard: old-weights-make-room
         for name in sorted(self.bodies, key=self.bodies.__getitem__):
             if not self._stays(name) and not self._is_to_train_on(name):  # guard: accepted-bodies-stay
                 yield partial(self._forget_body, name)
@@ -209,6 +211,16 @@ class Kept:
     def _oldest_fresh(self) -> int:
         """The oldest version for which something may still be submitted."""
         return self.state.main.version - self.state.rules.max_staleness
+
+    def _forget_early(self, version: int) -> None:
+        """Delete the weights of a version for which there is no room, even if a slow node is fetching them."""
+        if not self._told_early and version not in self._spare_versions(self.state.time):
+            self._told_early = True
+            log.warning(
+                "the weights of version=%d go before a node with 50 Mb/s could fetch them and the patches after them: "
+                "storage.quota_mb is full. Raise it, or publish fewer whole versions (storage.anchor_every)", version,
+            )  # fmt: skip
+        self._forget_weights([version])
 
     def _forget_weights(self, versions: Sequence[int]) -> None:
         dropped = [self.manifests.pop(version) for version in versions]
