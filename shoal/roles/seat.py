@@ -205,11 +205,13 @@ class Seat:
         self.issued[version] = manifest.issued
         self._demand_granted(grant, manifest, signed)
         sources = self.relays.usable(sources_of(self.info, self.client, await self.relays.sources(manifest)))
-        directory = await fetch(
-            manifest, sources, self.shared.folder, keep=keep, manifest_of=earlier, in_use=self._in_use, store=self.store,
-            shared=self.shared if self.shared.is_on else None,
-        )  # fmt: skip
-        self.relays.learn(sources)
+        try:
+            directory = await fetch(
+                manifest, sources, self.shared.folder, keep=keep, manifest_of=earlier, in_use=self._in_use,
+                store=self.store, on_lie=self.relays.lied, shared=self.shared if self.shared.is_on else None,
+            )  # fmt: skip
+        finally:
+            self.relays.learn(sources)
         return Brought(manifest, signed, directory)
 
     def _demand_granted(self, grant: t.Grant | None, manifest: t.Manifest, signed: bytes) -> None:

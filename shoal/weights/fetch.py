@@ -108,6 +108,7 @@ async def fetch(
     store: Path | None = None,
     on_blame: Callable[[str, str], None] = tell_blame,
     on_progress: Callable[[str], None] | None = None,
+    on_lie: Callable[[str], None] = lambda source: None,
     shared: Shared | None = None,
     rng: random.Random | None = None,
 ) -> Path:
@@ -116,8 +117,8 @@ async def fetch(
     `manifest_of` gives the manifests of earlier versions, opened, or raises `PeerError`. Without it, only patches from a
     version that is here are used. `store` is a folder of blobs on this machine, which is looked into first. `on_blame` gets
     (source, reason) when a source is left, for a while or for good; `on_progress` a line every few seconds, which is logged
-    by default; `shared` is told which chunks are here, verified. `rng` decides the order of the chunks
-    and who is asked. The sources are closed at the end.
+    by default; `on_lie` the source of each wrong chunk; `shared` is told which chunks are here, verified. `rng` decides the
+    order of the chunks and who is asked. The sources are closed at the end.
 
     Raises `PeerError`, naming each source's fault, if the sources together cannot serve everything. Raises `NotStored` if
     the disk is full, `StateError` if the chunks do not make the weights that the manifest promises.
@@ -134,7 +135,7 @@ async def fetch(
                 source.expect(of)
         await Transfer(
             missing, sources, directory, rng=rng or random.Random(secrets.randbits(64)), on_blame=on_blame,
-            on_progress=on_progress or log_progress, on_chunk=on_chunk,
+            on_progress=on_progress or log_progress, on_chunk=on_chunk, on_lie=on_lie,
         ).run()  # fmt: skip
 
     try:

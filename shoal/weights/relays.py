@@ -17,15 +17,13 @@ from shoal.errors import NothingYet, PeerError
 from shoal.net.client import Client
 from shoal.protocol.types import Manifest
 from shoal.protocol.types.relays import RelayEntry
+from shoal.weights.left_out import LeftOut
 from shoal.weights.manifest import content_of
 from shoal.weights.pieces import sized_chunks
 from shoal.weights.sources import HttpSource, Source
 
 LIST_EVERY_S = 60.0
 """Time between two questions for the list of relays."""
-
-UNREACHED_S = 600.0
-"""A source that gave no answer in a whole fetch is left out for this long: the next versions must not wait for it."""
 
 LIST_S = 5.0
 """The list is waited for no longer."""
@@ -92,8 +90,7 @@ class Relays:
         self._client, self._but, self._clock = client, but, clock
         self._listed: list[RelayEntry] = []
         self._ask_at = float("-inf")
-        self._unreached: dict[str, float] = {}
-        """Until when a source is not asked again."""
+        self._left_out = LeftOut(clock)
 
     async def refresh(self, every_s: float = LIST_EVERY_S) -> bool:
         """Ask for the list if the last one is so old. Returns whether it names relays that the last one did not."""
@@ -105,17 +102,21 @@ class Relays:
         return not {relay.url for relay in self._listed if relay.key != self._but} <= before
 
     def usable(self, sources: Sequence[Source]) -> list[Source]:
-        """Sources without those, among the spared ones, that were not reached lately; never without all."""
-        now = self._clock()
-        return [s for s in sources if s is sources[-1] or self._unreached.get(s.name, now) <= now]
+        """Sources without those that lied or were not reached lately, but always with the last one."""
+        return [s for s in sources if s is sources[-1] or s.name not in self._left_out]  # guard: liars-are-left-out
+
+    def lied(self, source: str) -> None:
+        """Note that a source sent a wrong chunk."""
+        self._left_out.lied(source)
 
     def learn(self, sources: Sequence[Source]) -> None:
         """Note which sources of a fetch did not answer at all, such as an origin behind a firewall."""
         for source in sources:
             if isinstance(source, HttpSource) and source.was_asked:
-                self._unreached.pop(source.name, None)
-                if not source.was_heard:
-                    self._unreached[source.name] = self._clock() + UNREACHED_S
+                if source.was_heard:
+                    self._left_out.reached(source.name)
+                else:
+                    self._left_out.unreached(source.name)
 
     async def sources(self, *manifests: Manifest, rank_of_few: int = 0) -> list[Source]:
         """The relays as sources of some versions; if they are few, with this rank. Without a list there are none: nothing

@@ -47,11 +47,12 @@ class Transfer:
         on_blame: Callable[[str, str], None],
         on_progress: Callable[[str], None],
         on_chunk: Callable[[str], None] = lambda digest: None,
+        on_lie: Callable[[str], None] = lambda source: None,
     ) -> None:
         """`directory` takes the bytes of chunks that are not whole yet. `rng` decides order, choice and pauses.
-        `on_chunk` gets the hash of each chunk that is in its places."""
+        `on_chunk` gets the hash of each chunk that is in its places, `on_lie` the source of each wrong chunk."""
         self._sources = list({source.name: source for source in sources}.values())
-        self._on_blame, self._on_progress, self._on_chunk = on_blame, on_progress, on_chunk
+        self._on_blame, self._on_progress, self._on_chunk, self._on_lie = on_blame, on_progress, on_chunk, on_lie
         self._waiting = list(missing)
         rng.shuffle(self._waiting)  # so that clients of one swarm have different chunks to give each other
         self._waiting_bytes = self._total_bytes = sum(piece.size for piece in missing)
@@ -279,6 +280,8 @@ class Transfer:
             self._doubts.setdefault(piece, []).append(part.evidence())  # guard: blame-by-evidence
 
     def _blame(self, source: int, fault: Fault, reason: str, now: float, pause_s: float = 0.0) -> None:
+        if fault is Fault.WRONG:
+            self._on_lie(self._sources[source].name)
         rest_s = self._choice.failed(source, fault, reason, now, pause_s=pause_s)
         if rest_s is None:
             return

@@ -21,7 +21,8 @@ from shoal.protocol.types import RunInfo
 from shoal.roles.coordinator.api import application
 from shoal.weights import choose
 from shoal.weights.fetch import fetch
-from shoal.weights.relays import UNREACHED_S, Relays
+from shoal.weights.left_out import UNREACHED_S
+from shoal.weights.relays import Relays
 from shoal.weights.sources import COORDINATOR, ORIGIN, sources_of
 from tests.net.wires import serving
 from tests.roles.test_hostile_members import chunks_of, until

@@ -113,10 +113,11 @@ class Filler:
         lacking = {piece.digest for piece in missing}
         filled = [manifest for _, manifest in newest_first if not lacking.isdisjoint(sized_chunks(manifest))]
         others = await self._relays.sources(*filled, rank_of_few=ORIGIN)
-        sources = sources_of(self._info, self._client, others, spare_origin=False)
+        sources = self._relays.usable(sources_of(self._info, self._client, others, spare_origin=False))
         transfer = Transfer(
             missing, sources, self._store.parts, rng=random.Random(secrets.randbits(64)), on_blame=tell_blame,
             on_progress=lambda line: log.info("version=%d %s", newest_first[0][1].version, line),
+            on_lie=self._relays.lied,
         )  # fmt: skip
         fetching, looking = asyncio.create_task(transfer.run()), asyncio.create_task(self._until_new())
         try:
