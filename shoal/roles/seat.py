@@ -207,8 +207,9 @@ class Seat:
         sources = self.relays.usable(sources_of(self.info, self.client, await self.relays.sources(manifest)))
         try:
             directory = await fetch(
-                manifest, sources, self.shared.folder, keep=keep, manifest_of=earlier, in_use=self._in_use,
-                store=self.store, on_lie=self.relays.lied, shared=self.shared if self.shared.is_on else None,
+                manifest, sources, self.shared.folder, keep=keep, max_bytes=most_bytes, manifest_of=earlier,
+                in_use=self._in_use, store=self.store, on_lie=self.relays.lied,
+                shared=self.shared if self.shared.is_on else None,
             )  # fmt: skip
         finally:
             self.relays.learn(sources)

@@ -20,10 +20,12 @@ from typing import Protocol
 
 from shoal.errors import NothingYet, PeerError, StateError, cause_of
 from shoal.protocol.types import Manifest, Publishers
+from shoal.weights.demands import ManifestError
 from shoal.weights.finish import directory_name, fault_of, finish, prune
 from shoal.weights.follow import files_to_fetch, follow, root_here, versions_here, weights_bytes
 from shoal.weights.manifest import open_manifest
 from shoal.weights.pieces import (
+    MANIFEST_FILE,
     UNFINISHED,
     NotStored,
     Piece,
@@ -91,6 +93,7 @@ async def fetch_version(
         sources,
         folder,
         keep=keep,
+        max_bytes=max_bytes,
         store=store,
         on_blame=on_blame,
         manifest_of=manifest_of if signed_of else None,
@@ -103,6 +106,7 @@ async def fetch(
     folder: Path,
     *,
     keep: int = 2,
+    max_bytes: int | None = None,
     manifest_of: Callable[[int], Awaitable[Manifest]] | None = None,
     in_use: Path | None = None,
     store: Path | None = None,
@@ -114,6 +118,7 @@ async def fetch(
 ) -> Path:
     """Fetch and verify a version; returns its directory in `folder`, where the `keep` newest versions stay, and `in_use`.
 
+    No version has more than `max_bytes`, nor have the patches of a way: the folder takes at most `keep` + 2 times as much.
     `manifest_of` gives the manifests of earlier versions, opened, or raises `PeerError`. Without it, only patches from a
     version that is here are used. `store` is a folder of blobs on this machine, which is looked into first. `on_blame` gets
     (source, reason) when a source is left, for a while or for good; `on_progress` a line every few seconds, which is logged
@@ -139,7 +144,10 @@ async def fetch(
         ).run()  # fmt: skip
 
     try:
-        directory = await _Fetch(folder, transfer, manifest_of or _unknown, store, shared).version(manifest)
+        fetched = _Fetch(
+            folder, transfer, manifest_of or _unknown, store, shared, keep=keep, max_bytes=max_bytes, in_use=in_use
+        )
+        directory = await fetched.version(manifest)
     except OSError as error:
         raise NotStored(
             f"cannot store version {manifest.version} in {folder}: {cause_of(error)}. Free some space or use "
@@ -166,11 +174,18 @@ class _Fetch:
         manifest_of: Callable[[int], Awaitable[Manifest]],
         store: Path | None,
         shared: Shared | None,
+        *,
+        keep: int,
+        max_bytes: int | None,
+        in_use: Path | None,
     ) -> None:
         self._folder, self._transfer, self._manifest_of = folder, transfer, manifest_of
         self._store, self._shared = store, shared
+        self._keep, self._max_bytes, self._in_use = keep, max_bytes, in_use
         self._known: dict[int, Manifest | None] = {}
         """Manifests of earlier versions; None if they could not be had."""
+        self._too_long: ManifestError | None = None
+        """Why an earlier version is not fetched, if it is larger than this node takes."""
 
     async def version(self, asked: Manifest) -> Path:
         """A version by the cheapest way; if its patches fail, by the next one."""
@@ -179,8 +194,8 @@ class _Fetch:
             return await self._held(asked)
         self._begin(asked)
         while (way := await self._way(asked, broken)) is not None:
-            begun = [asked] if way.is_here or not way.steps else [asked, self._begins_with(way)]
-            await asyncio.to_thread(forget_unfinished, self._folder, [self._unfinished(one) for one in begun])
+            begun = asked if way.is_here or not way.steps else self._begins_with(way)
+            await asyncio.to_thread(forget_unfinished, self._folder, [self._unfinished(begun)])
             if not way.steps:
                 return await self._whole(asked)
             try:
@@ -195,10 +210,17 @@ class _Fetch:
                     dropped.add(way.start)  # the patches may be right
                 else:
                     broken |= {(step.patch.base, step.version) for step in way.steps}
-        raise problem or NothingYet(
+        if problem is None and await self._way(asked, broken, is_bounded=False) is not None:
+            self._too_long = ManifestError(
+                "too-long",
+                f"the patches that lead to version {asked.version} have more than {self._max_bytes} bytes, limit of this "
+                "node: allow more (--max-memory, --max-disk), or leave the run",
+            )
+        nothing = NothingYet(
             f"version {asked.version} is published as patches, and no version that they begin at can be had here: try "
             "again later, or use another source"
         )
+        raise problem or self._too_long or nothing
 
     def _begins_with(self, way: Way) -> Manifest:
         """The version that is fetched whole before its patches are applied."""
@@ -241,25 +263,38 @@ class _Fetch:
 
     def _is_sound(self, version: int, run: str) -> bool:
         """Whether the weights of a version that is here are still what they were. If not, they are deleted."""
-        root, directory = versions_here(self._folder, run)[version]
+        root, directory = versions_here(self._folder, run).get(version, ("", self._folder))
+        if not root:
+            return False
         if root_here(directory) == root:
             return True
-        shutil.rmtree(directory)  # guard: damaged-base-goes
+        if directory == self._in_use:  # guard: version-in-use-is-not-deleted
+            (directory / MANIFEST_FILE).unlink()  # it is no base any more, but its other files are read
+        else:
+            shutil.rmtree(directory)  # guard: damaged-base-goes
         return False
 
-    async def _way(self, asked: Manifest, broken: Collection[tuple[int, int]]) -> Way | None:
-        """The cheapest way that is not broken."""
+    async def _way(
+        self, asked: Manifest, broken: Collection[tuple[int, int]], *, is_bounded: bool = True
+    ) -> Way | None:
+        """The cheapest way that is not broken; if it `is_bounded`, one that fits on the disk."""
+        most_bytes = self._max_bytes if is_bounded and self._max_bytes is not None else float("inf")
         here = await asyncio.to_thread(versions_here, self._folder, asked.run) if asked.patches else {}
         roots = {version: root for version, (root, _) in here.items()}
         sizes = [weights_bytes(directory) for _, directory in here.values()]
         while isinstance(
-            found := cheapest(asked, roots, self._known, broken=broken, weights_bytes=max(sizes, default=0)), Lacking
+            found := cheapest(
+                asked, roots, self._known, broken=broken, weights_bytes=max(sizes, default=0), most_bytes=most_bytes
+            ),
+            Lacking,
         ):
             try:
                 self._known[found.version] = await self._manifest_of(found.version)
             except PeerError as error:
                 log.info("version=%d manifest_of=%d missing=%r", asked.version, found.version, str(error))
                 self._known[found.version] = None
+                if isinstance(error, ManifestError) and error.code == "too-long":
+                    self._too_long = error
         return found
 
     async def _whole(self, manifest: Manifest) -> Path:
@@ -273,9 +308,13 @@ class _Fetch:
         """A version from one that is here, or that is fetched whole first."""
         target, unfinished = self._target(asked), self._unfinished(asked)
         if way.is_here:
-            _, base = versions_here(self._folder, asked.run)[way.start]
+            _, base = versions_here(self._folder, asked.run).get(way.start, ("", None))
+            if base is None:
+                raise StateError(f"version {way.start} is not in {self._folder} any more")
         else:
-            base = await self._whole(self._begins_with(way))
+            start = self._begins_with(way)
+            base = await self._whole(start)
+            await asyncio.to_thread(prune, self._folder, start, self._keep, self._in_use)  # guard: room-for-the-patched
         files = files_to_fetch(asked, way.steps)
         others = [known for step in way.steps[:-1] if (known := self._known[step.version]) is not None]
         await self._bring(asked, unfinished, files, extra_bytes=weights_bytes(base), others=others)

@@ -1,7 +1,8 @@
 """How much disk the versions of somebody else's run may take.
 
-Called by nodes that joined a run, and by auditors, before they fetch. A manifest may repeat one chunk many times, so
-what is downloaded does not bound what is written. It does not deal with runs.
+Called by nodes that joined a run, and by auditors, before they fetch. Beside the versions that are kept there is one that
+is being made, from a copy of the weights before and from patches, which may take as much as a version. A manifest may
+repeat one chunk many times, so what is downloaded does not bound what is written. It does not deal with runs.
 """
 
 import contextlib
@@ -10,9 +11,9 @@ from pathlib import Path
 
 
 def room_for_version(folder: Path, keep: int, max_disk_mb: int = 0, other_bytes: int = 0) -> int:
-    """Bytes that one version may have, so that `keep` versions and one that is being fetched stay within the limit,
-    beside what else the node keeps."""
-    return max(0, disk_limit(folder, max_disk_mb) - other_bytes) // (keep + 1)
+    """Bytes that one version may have, so that `keep` versions and one that is being made with its patches stay within the
+    limit, beside what else the node keeps."""
+    return max(0, disk_limit(folder, max_disk_mb) - other_bytes) // (keep + 2)
 
 
 def disk_limit(folder: Path, max_disk_mb: int) -> int:

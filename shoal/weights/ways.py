@@ -60,16 +60,19 @@ def cheapest(
     *,
     broken: Collection[tuple[int, int]] = (),
     weights_bytes: int = 0,
+    most_bytes: float = float("inf"),
 ) -> Way | Lacking | None:
     """The cheapest way to a version; or the manifest that the search lacks; or None if there is no way.
 
     `here` has the roots of the versions that are here. `manifests` are those of other versions; None marks one that nobody
     has. `broken` are patches that failed, as (base, version). `weights_bytes` is the size of the weights, where no manifest
-    says it.
+    says it. The patches of a way and the version's files without weights have at most `most_bytes` together: they are on
+    the disk at one time.
     """
     manifests = {**manifests, asked.version: asked}
     sizes = [sum(entry.size for entry in m.files) for m in manifests.values() if m is not None and is_whole(m)]
     apply_bytes = APPLY_SHARE * max([weights_bytes, *sizes])
+    room_bytes = most_bytes - sum(entry.size for entry in asked.files if not entry.path.endswith(".safetensors"))
     cheapest_whole, order, done = float("inf"), itertools.count(), set[tuple[int, str]]()
     heap = [(0.0, next(order), _Place(asked.version, asked.root, False, ()))]
     while heap:
@@ -93,6 +96,10 @@ def cheapest(
             further = cost + patch.file.size + apply_bytes
             ends_here = any(version <= patch.base for version in here)
             helps = further < cheapest_whole and (ends_here or cheapest_whole == float("inf"))
+            if (
+                sum(step.patch.file.size for step in steps) + patch.file.size > room_bytes
+            ):  # guard: patches-fit-the-disk
+                continue
             if helps and patch.codec in CODECS and (patch.base, version) not in broken and len(steps) < MAX_PATCH_CHAIN:
                 step = Step(version, patch, manifest.chunk_bytes)
                 heapq.heappush(heap, (further, next(order), _Place(patch.base, patch.base_root, False, (step, *steps))))

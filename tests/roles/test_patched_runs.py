@@ -97,6 +97,21 @@ def test_an_auditor_rebuilds_a_version_that_was_published_as_a_patch(tmp_path):
         asyncio.run(source.fetch_weights(run, state, 5, tmp_path / "again"))
 
 
+def test_an_auditor_takes_no_more_disk_for_what_a_patch_begins_at(tmp_path, monkeypatch):
+    town = lived(tmp_path / "run", storage={"anchor_every": 3})
+    run, state, manifests = source.FolderRun(town.folder.root), town.desk.state, town.desk.kept.manifests
+    anchor, patched = (sum(file.size for file in manifests[version].files) for version in (3, 4))
+    patch = manifests[4].patches[0].file.size
+    for room in (patched + patch, anchor - 1):
+        assert patched < room
+        monkeypatch.setattr(source, "room_for_version", lambda folder, keep, room=room: room)
+        with pytest.raises(source.Unavailable, match=f"only {room} may be used"):
+            asyncio.run(source.fetch_weights(run, state, 4, tmp_path / "audit"))
+        assert not list((tmp_path / "audit").rglob("*.safetensors"))
+    monkeypatch.setattr(source, "room_for_version", lambda folder, keep: anchor)
+    asyncio.run(source.fetch_weights(run, state, 4, tmp_path / "audit"))
+
+
 def test_a_trainer_that_was_killed_publishes_its_next_version_whole(tmp_path):
     town = Town(tmp_path / "run", tiny_run(**SLOW | {"storage": {"anchor_every": 9}}))
 

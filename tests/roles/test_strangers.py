@@ -89,6 +89,6 @@ def test_a_node_keeps_a_share_of_its_disk_free(tmp_path, monkeypatch, role):
 def test_a_node_keeps_to_the_disk_that_it_was_given(tmp_path):
     (tmp_path / "weights").mkdir()
     (tmp_path / "weights" / "file").write_bytes(bytes(1000))
-    assert room_for_version(tmp_path / "weights", 2, max_disk_mb=30) == 10_000_000
-    assert room_for_version(tmp_path / "weights", 2, max_disk_mb=30, other_bytes=3_000_000) == 9_000_000
+    assert room_for_version(tmp_path / "weights", 2, max_disk_mb=40) == 10_000_000
+    assert room_for_version(tmp_path / "weights", 2, max_disk_mb=40, other_bytes=4_000_000) == 9_000_000
     assert room_for_version(tmp_path / "none" / "weights", 1) > 0

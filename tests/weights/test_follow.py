@@ -1,18 +1,20 @@
 """Versions by patches: the same bytes as the whole version, another way where a patch fails, and never wrong weights."""
 
 import asyncio
+import shutil
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from shoal.errors import NothingYet, PeerError
+from shoal.errors import NothingYet, PeerError, StateError
 from shoal.protocol import wire
 from shoal.protocol.types import FileEntry, Manifest
 from shoal.weights.codes import coded_directory
-from shoal.weights.demands import is_whole
+from shoal.weights.demands import ManifestError, is_whole
 from shoal.weights.fetch import fetch
+from shoal.weights.follow import follow
 from shoal.weights.manifest import weights_root
 from shoal.weights.publish import Base, publish
 from tests.weights.checkpoints import CHUNK_BYTES, RUN, Chunks, Dying, Lying, write_checkpoint
@@ -153,6 +155,72 @@ def test_a_base_that_was_damaged_on_disk_is_dropped_and_the_version_still_comes(
     base = line.load(1) / "model.safetensors"
     base.write_bytes(base.read_bytes()[:-2] + b"xx")
     assert line.has(line.load(2), 2) and not base.exists()
+
+
+def test_a_base_that_is_in_use_is_not_deleted_when_it_is_damaged(tmp_path):
+    """A tokenizer that is started again reads its files."""
+    line = Line(tmp_path, anchor_every=3)
+    used = line.load(1)
+    (used / "model.safetensors").write_bytes((used / "model.safetensors").read_bytes()[:-2] + b"xx")
+    story = fetch(line.manifests[2], [line.chunks], line.folder / "client", manifest_of=line.manifest_of, in_use=used)
+    assert line.has(asyncio.run(story), 2) and (used / "config.json").exists()
+
+
+def test_a_base_that_vanished_is_no_base(tmp_path, monkeypatch):
+    line = Line(tmp_path, anchor_every=3)
+    used = line.load(1)
+
+    def vanished(*args: object) -> None:
+        monkeypatch.undo()
+        shutil.rmtree(used)
+        raise StateError("no such file")
+
+    monkeypatch.setattr("shoal.weights.fetch.follow", vanished)
+    assert line.has(line.load(2), 2)
+
+
+def test_the_folder_stays_within_the_disk_of_two_versions_more_than_are_kept(tmp_path, monkeypatch):
+    line, dirs = Line(tmp_path, count=8, anchor_every=4), []
+    most = sum(path.stat().st_size for path in line.directories[0].iterdir()) + 4000
+
+    def noted(base: Path, partial: Path, target: Path, manifest: Manifest, steps: object) -> None:
+        dirs.append([path.name[:7] for path in sorted(target.parent.glob("v*"))])
+        follow(base, partial, target, manifest, steps)  # type: ignore[arg-type]
+        taken = sum(path.stat().st_size for path in target.parent.rglob("*") if path.is_file())
+        assert taken <= 4 * most
+
+    async def not_between(version: int) -> Manifest:
+        if version in (2, 3):
+            raise NothingYet("gone")
+        return line.manifests[version]
+
+    monkeypatch.setattr("shoal.weights.fetch.follow", noted)
+    for version in (0, 1, 6):
+        story = fetch(
+            line.manifests[version], [line.chunks], line.folder / "client", manifest_of=not_between, max_bytes=most
+        )
+        assert line.has(asyncio.run(story), version)
+    assert dirs == [["v000000"], ["v000001", "v000004"]]
+
+
+def test_patches_that_take_more_disk_than_a_version_may_are_not_fetched(tmp_path):
+    line = Line(tmp_path, count=6, anchor_every=6)
+    patches = [manifest.patches[0].file.size for manifest in line.manifests[1:]]
+    line.load(0)
+    room = sum(patches[:4]) + sum(file.size for file in line.manifests[1].files)
+    for version in (4, 5):
+        story = fetch(
+            line.manifests[version], [line.chunks], line.folder / "client", manifest_of=line.manifest_of, max_bytes=room
+        )
+        if version == 4:
+            assert line.has(asyncio.run(story), 4)
+            shutil.rmtree(next((line.folder / "client").glob("v000004*")))
+        else:
+            with pytest.raises(
+                ManifestError, match=r"patches that lead to version 5 have more than .* --max-disk"
+            ) as refused:
+                asyncio.run(story)
+            assert refused.value.code == "too-long"
 
 
 def test_a_lying_source_of_a_patch_is_left_and_another_one_used(line):

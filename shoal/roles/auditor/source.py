@@ -20,6 +20,7 @@ from shoal.protocol import types as t
 from shoal.protocol.constants import MAX_EVENTS, MAX_MANIFEST_BYTES, MAX_SUBMISSION_BYTES
 from shoal.protocol.wire import digest
 from shoal.roles.memory import share_of_free_mb
+from shoal.weights.demands import ManifestError
 from shoal.weights.fetch import fetch_version
 from shoal.weights.manifest import open_manifest
 from shoal.weights.pieces import NotStored
@@ -168,18 +169,26 @@ async def fetch_weights(run: PublicRun, state: State, version: int, into: Path) 
         gone = isinstance(error, NothingYet)
         raise Unavailable(_gone(version) if gone else f"cannot fetch version {version}: {error}") from None
     manifest = open_manifest(data, run=state.run, keys=state.publishers, now=None, version=version)
-    size_bytes, room_bytes = sum(file.size for file in manifest.files), room_for_version(into, 1)
+    room_bytes = room_for_version(into, 1)
+
+    def too_large(what: str) -> Unavailable:
+        return Unavailable(f"{what}, but only {room_bytes} may be used in {into.parent}: free some space, or set TMPDIR to "
+                           "a larger disk")  # fmt: skip
+
+    size_bytes = sum(file.size for file in manifest.files)
     if size_bytes > room_bytes:  # guard: room-for-audited-weights
-        raise Unavailable(f"version {version} has {size_bytes} bytes, but only {room_bytes} may be used in {into.parent}: "
-                          "free some space, or set TMPDIR to a larger disk")  # fmt: skip
+        raise too_large(f"version {version} has {size_bytes} bytes")
     try:
+        # guard: room-for-audited-patches
         return await fetch_version(
             data, version, [chunks], into, run=state.run, publishers=state.publishers, now=None, root=record.root,
-            keep=1, on_blame=lambda name, reason: None, signed_of=signed_of,
+            max_bytes=room_bytes, keep=1, on_blame=lambda name, reason: None, signed_of=signed_of,
         )  # fmt: skip
     except NotStored as error:
         raise Unavailable(str(error)) from None
     except PeerError as error:
+        if isinstance(error, ManifestError) and error.code == "too-long":
+            raise too_large(f"version {version} begins at one that has more bytes, or its patches have") from None
         missing = chunks.missing or (error if isinstance(error, NothingYet) else None)
         if missing:
             gone = isinstance(missing, NothingYet)
