@@ -44,6 +44,7 @@ from shoal.roles.loading import Loaded, contained
 from shoal.roles.memory import Memory, needs_of, share_of_free_mb
 from shoal.roles.packages import NoPackages, OnTheHost, Packages, aside, room_of
 from shoal.roles.pinned import take_publishers
+from shoal.roles.sharing import DISK_PART as SHARED_PART
 from shoal.roles.sharing import SharedVersions
 from shoal.sandbox.limits import Limits as SandboxLimits
 from shoal.weights.fetch import fetch
@@ -118,7 +119,9 @@ class Seat:
 
     def __post_init__(self) -> None:
         self.relays = Relays(self.client, but=self.client.key.public if self.client.key else "")
-        self.shared = SharedVersions(self.home / "weights")
+        folder = self.home / "weights"
+        most_bytes = 0 if self.max_disk_mb is None else disk_limit(folder, self.max_disk_mb) // SHARED_PART
+        self.shared = SharedVersions(folder, most_bytes)
 
     @property
     def engine(self) -> Engine:
@@ -236,7 +239,8 @@ class Seat:
     def _most_bytes(self, keep: int, max_bytes: int | None) -> int | None:
         """The most bytes that a version may have here."""
         if self.max_disk_mb is not None:  # guard: disk-of-strangers
-            room = room_for_version(self.home / "weights", keep, self.max_disk_mb, self.evidence.most_bytes)
+            other_bytes = self.evidence.most_bytes + (self.shared.most_bytes if self.shared.is_on else 0)
+            room = room_for_version(self.home / "weights", keep, self.max_disk_mb, other_bytes)
             max_bytes = room if max_bytes is None else min(room, max_bytes)
         if self.memory is not None:  # a weight takes at least the bytes in memory that it takes in its file
             max_bytes = min(self.memory.left_bytes, self.memory.left_bytes if max_bytes is None else max_bytes)

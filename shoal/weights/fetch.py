@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Protocol
 
 from shoal.errors import NothingYet, PeerError, StateError, cause_of
-from shoal.protocol.types import Manifest, Publishers
+from shoal.protocol.types import Manifest, Patch, Publishers
 from shoal.weights.demands import ManifestError
 from shoal.weights.finish import directory_name, fault_of, finish, prune
 from shoal.weights.follow import files_to_fetch, follow, root_here, versions_here, weights_bytes
@@ -57,6 +57,14 @@ class Shared(Protocol):
 
     def hold(self, manifest: Manifest, chunks: Collection[str]) -> None:
         """These chunks of a version are here, verified."""
+        ...
+
+    def aside(self, manifest: Manifest, patch: Patch) -> Path:
+        """Where the file of a patch to a version is put when it was applied. There is room for it."""
+        ...
+
+    def hold_patch(self, manifest: Manifest, patch: Patch) -> None:
+        """The file is there, verified."""
         ...
 
 
@@ -228,6 +236,11 @@ class _Fetch:
         assert start is not None, "the way begins at a version whose manifest is known"
         return start
 
+    def _on_the_way(self, asked: Manifest, way: Way) -> list[Manifest]:
+        """The versions to which the patches of a way lead; the last one is asked for."""
+        known = [self._known[step.version] for step in way.steps[:-1]]
+        return [*(manifest for manifest in known if manifest is not None), asked]
+
     async def _held(self, manifest: Manifest) -> Path:
         """The directory of a version that is here; what of it can be shared is told."""
         directory = self._target(manifest)
@@ -315,10 +328,15 @@ class _Fetch:
             start = self._begins_with(way)
             base = await self._whole(start)
             await asyncio.to_thread(prune, self._folder, start, self._keep, self._in_use)  # guard: room-for-the-patched
-        files = files_to_fetch(asked, way.steps)
-        others = [known for step in way.steps[:-1] if (known := self._known[step.version]) is not None]
-        await self._bring(asked, unfinished, files, extra_bytes=weights_bytes(base), others=others)
-        await asyncio.to_thread(follow, base, unfinished, target, asked, way.steps)
+        files, manifests = files_to_fetch(asked, way.steps), self._on_the_way(asked, way)
+        await self._bring(asked, unfinished, files, extra_bytes=weights_bytes(base), others=manifests[:-1])
+        patches = [(manifest, step.patch) for manifest, step in zip(manifests, way.steps, strict=True)]
+        shared = self._shared
+        aside = [] if shared is None else [shared.aside(*patch) for patch in patches]
+        await asyncio.to_thread(follow, base, unfinished, target, asked, way.steps, aside)
+        if shared is not None:
+            for patch in patches:
+                shared.hold_patch(*patch)
         return await self._held(asked)
 
     async def _bring(

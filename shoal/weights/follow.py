@@ -4,6 +4,7 @@ Called by `fetch`, which brings the patches. It knows no network. The weights ar
 is; a kill leaves an unfinished directory, which the next attempt begins anew. What comes out is verified by its root.
 """
 
+import itertools
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -52,10 +53,13 @@ def files_to_fetch(manifest: Manifest, steps: Sequence[Step]) -> list[Wanted]:
     return plain + [Wanted(_patch_name(step), step.patch.file, step.chunk_bytes) for step in steps]
 
 
-def follow(base: Path, partial: Path, target: Path, manifest: Manifest, steps: Sequence[Step]) -> None:
+def follow(
+    base: Path, partial: Path, target: Path, manifest: Manifest, steps: Sequence[Step], aside: Sequence[Path] = ()
+) -> None:
     """Copy the weights of the base, apply the patches, which are in the unfinished directory, and give that its name.
 
-    Raises `PeerError` if a patch cannot be applied, and `StateError` if the weights are not what the manifest promises.
+    The patches are deleted, or moved to the places `aside`. Raises `PeerError` if one cannot be applied, `StateError` if
+    the weights are not what the manifest promises.
     """
     patches = [partial / _patch_name(step) for step in steps]
     for path in base.glob(WEIGHTS):
@@ -63,8 +67,11 @@ def follow(base: Path, partial: Path, target: Path, manifest: Manifest, steps: S
     weights = coded_directory(partial, writable=True)
     for patch in patches:
         apply_patch(weights, patch.read_bytes(), threads=cores())
-    for patch in patches:
-        patch.unlink()
+    for place, patch in itertools.zip_longest(aside, patches):
+        if place is None:
+            patch.unlink()
+        else:
+            patch.replace(place)
     finish(partial, target, manifest)
 
 

@@ -15,14 +15,15 @@ from shoal.protocol.identity import Key
 from shoal.protocol.types import RelayEntry
 from shoal.roles.coordinator.api import application as coordinator
 from shoal.roles.offering import application
-from shoal.roles.sharing import Share, SharedVersions, sharing
+from shoal.roles.sharing import SHARED_VERSIONS, Share, SharedVersions, sharing
 from shoal.weights.fetch import fetch
 from shoal.weights.manifest import content_of
 from shoal.weights.pieces import sized_chunks
-from shoal.weights.relays import RelaySource
+from shoal.weights.relays import RelaySource, held_chunks
 from tests.net.wires import serving
 from tests.roles.town import Town, tiny_run
 from tests.weights.checkpoints import Chunks, make_checkpoint, published
+from tests.weights.test_follow import Line
 
 
 @pytest.fixture
@@ -91,6 +92,66 @@ def test_a_client_fetches_from_a_worker_that_shares(origin, tmp_path):
             assert (await fetch(manifest, [source], tmp_path / "other")).is_dir()
 
     asyncio.run(asyncio.wait_for(story(), 20))
+
+
+def follow(line: Line, shared: SharedVersions, *versions: int) -> None:
+    """A sharing node fetches these versions, one after another."""
+    shared.is_on = True
+    for version in versions:
+        story = fetch(
+            line.manifests[version], [line.chunks], shared.folder, manifest_of=line.manifest_of, shared=shared
+        )
+        assert line.has(asyncio.run(story), version)
+
+
+def test_a_node_shares_the_patches_by_which_it_got_its_versions(tmp_path):
+    """Otherwise it has nothing of versions that are published as patches only."""
+    line, shared = Line(tmp_path, anchor_every=6), SharedVersions(tmp_path / "cache", 1 << 20)
+    follow(line, shared, 0, 1, 2, 5)
+
+    async def story():
+        async with serving(application(shared, Key.generate(), "run", time.time), Limits()) as port:
+            entry = RelayEntry(f"http://127.0.0.1:{port}", "127.0.0.1", "key")
+            for last in (2, 5):  # a newcomer has version 0, and takes all patches from the node that shares
+                source = RelaySource(entry, beside="127.0.0.1")
+                await fetch(line.manifests[0], [line.chunks], tmp_path / f"other-{last}")
+                line.chunks.asked.clear()
+                directory = await fetch(
+                    line.manifests[last], [source], tmp_path / f"other-{last}", manifest_of=line.manifest_of
+                )
+                assert line.has(directory, last)
+
+    asyncio.run(asyncio.wait_for(story(), 20))
+
+
+def test_few_patches_are_kept_for_others_and_none_after_a_restart(tmp_path):
+    line = Line(tmp_path, count=14, anchor_every=14)
+    sizes = [manifest.patches[0].file.size for manifest in line.manifests[1:]]
+    shared = SharedVersions(tmp_path / "cache", sum(sizes[-3:]))
+    follow(line, shared, 0, 13)
+    kept = list((tmp_path / "cache" / ".patches").iterdir())
+    assert sorted(path.stat().st_size for path in kept) == sorted(sizes[-3:])
+    for version, manifest in enumerate(line.manifests):
+        chunks = manifest.patches[0].file.chunks if version else ()
+        held = set(held_chunks(shared.holdings(content_of(manifest)), list(sized_chunks(manifest))))
+        assert (set(chunks) <= held) if version > 10 else not held
+    many = SharedVersions(tmp_path / "many", 1 << 30)
+    follow(line, many, 0, 13)
+    assert len(list((tmp_path / "many" / ".patches").iterdir())) == SHARED_VERSIONS
+    nothing = SharedVersions(tmp_path / "cache")
+    assert not (tmp_path / "cache" / ".patches").exists()
+    follow(line, nothing, 12, 13)
+    assert not list((tmp_path / "cache" / ".patches").iterdir())
+
+
+def test_a_node_does_not_say_that_it_has_what_was_deleted(origin, tmp_path):
+    manifest = published(make_checkpoint(tmp_path / "checkpoint"), origin)
+    shared = SharedVersions(tmp_path / "cache")
+    directory = asyncio.run(fetch(manifest, [origin], tmp_path / "cache", shared=shared))
+    chunks = list(sized_chunks(manifest))
+    assert held_chunks(shared.holdings(content_of(manifest)), chunks) == frozenset(chunks)
+    shutil.rmtree(directory)
+    assert held_chunks(shared.holdings(content_of(manifest)), chunks) == frozenset()
 
 
 def test_a_sharing_node_is_listed_when_the_coordinator_reached_it_and_not_before(tmp_path):
