@@ -46,7 +46,7 @@ async def _fetch(client: Client, info: RunInfo, home: Path, shared: SharedVersio
     own = load_or_make_key(home / "node.key").public
     data = await client.get("/v1/manifests/latest", cap=MAX_MANIFEST_BYTES)
     manifest = open_manifest(data, run=info.run, keys=(info.trainer_key,), now=time.time())
-    relays = await Relays(client, but=own).sources(manifest)
+    relays = await Relays(client, but=own).sources()
     sources = sources_of(info, client, relays)
     got, began = {source.name: _counted(source) for source in sources}, time.time()
     directory = await fetch(

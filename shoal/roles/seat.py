@@ -207,7 +207,7 @@ class Seat:
         manifest = self._open(signed, version, most_bytes, self.clock())
         self.issued[version] = manifest.issued
         self._demand_granted(grant, manifest, signed)
-        sources = self.relays.usable(sources_of(self.info, self.client, await self.relays.sources(manifest)))
+        sources = self.relays.usable(sources_of(self.info, self.client, await self.relays.sources()))
         try:
             directory = await fetch(
                 manifest, sources, self.shared.folder, keep=keep, max_bytes=most_bytes, manifest_of=earlier,

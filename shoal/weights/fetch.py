@@ -36,6 +36,7 @@ from shoal.weights.pieces import (
     pieces_of,
     prepare,
 )
+from shoal.weights.relays import expected
 from shoal.weights.sources import FillingSource, Source
 from shoal.weights.transfer import Transfer
 from shoal.weights.ways import Lacking, Way, cheapest
@@ -143,9 +144,10 @@ async def fetch(
     async def transfer(
         missing: Sequence[Piece], of: Sequence[Manifest], directory: Path, on_chunk: Callable[[str], None]
     ) -> None:
+        versions = expected(of)
         for source in sources:
             if isinstance(source, FillingSource):
-                source.expect(of)
+                source.expect(versions)
         await Transfer(
             missing, sources, directory, rng=rng or random.Random(secrets.randbits(64)), on_blame=on_blame,
             on_progress=on_progress or log_progress, on_chunk=on_chunk, on_lie=on_lie,

@@ -9,7 +9,7 @@ address is asked.
 
 import contextlib
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import httpx
 
@@ -37,22 +37,19 @@ MOST_RELAYS = 20
 
 
 class RelaySource(HttpSource):
-    """A relay, for some versions."""
+    """A relay. It must be told which versions are expected."""
 
-    def __init__(self, relay: RelayEntry, *manifests: Manifest, beside: str = "") -> None:
+    def __init__(self, relay: RelayEntry, *, beside: str = "") -> None:
         """`beside` is as of `HttpSource`. Raises `PeerError` for a bad URL."""
         url = relay.url.rstrip("/")
         super().__init__(f"{url}/v1/blobs", name=url, beside=beside, still_filling=True, address=relay.address)
-        self._versions: dict[str, list[str]] = {}
-        """The chunks of each version, by its content."""
+        self._versions: Mapping[str, Sequence[str]] = {}
         self._held: dict[str, frozenset[str]] = {}
-        """Those that it said last that it has."""
-        self.expect(manifests)
+        """The chunks of each version that it said last that it has."""
 
-    def expect(self, manifests: Iterable[Manifest]) -> None:
+    def expect(self, versions: Mapping[str, Sequence[str]]) -> None:
         """See `FillingSource`."""
-        self._versions = {content_of(manifest): list(sized_chunks(manifest)) for manifest in manifests}
-        self._held = {}
+        self._versions, self._held = versions, {}
 
     async def holds(self) -> Collection[str] | None:
         """See `FillingSource`. It is not asked again about a version that it has whole."""
@@ -64,6 +61,11 @@ class RelaySource(HttpSource):
         except NothingYet:
             return None  # an ordinary web server with the chunks of the run
         return frozenset().union(*self._held.values())
+
+
+def expected(manifests: Iterable[Manifest]) -> dict[str, list[str]]:
+    """The chunks of some versions by their content, as a relay numbers them."""
+    return {content_of(manifest): list(sized_chunks(manifest)) for manifest in manifests}
 
 
 def holdings_of(chunks: Sequence[str], held: Collection[str]) -> bytes:
@@ -118,15 +120,14 @@ class Relays:
                 else:
                     self._left_out.unreached(source.name)
 
-    async def sources(self, *manifests: Manifest, rank_of_few: int = 0) -> list[Source]:
-        """The relays as sources of some versions; if they are few, with this rank. Without a list there are none: nothing
-        depends on relays."""
+    async def sources(self, rank_of_few: int = 0) -> list[RelaySource]:
+        """The relays as sources; if they are few, with this rank. Nothing depends on them: there may be none."""
         await self.refresh()
-        found, beside = list[Source](), httpx.URL(self._client.base_url).host
+        found, beside = list[RelaySource](), httpx.URL(self._client.base_url).host
         for relay in self._listed[:MOST_RELAYS]:
             if relay.key != self._but:
                 with contextlib.suppress(PeerError):
-                    found.append(RelaySource(relay, *manifests, beside=beside))
+                    found.append(RelaySource(relay, beside=beside))
         for source in found if len(found) <= FEW else []:
             source.rank = rank_of_few
         return found

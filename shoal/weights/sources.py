@@ -8,7 +8,7 @@ followed.
 import asyncio
 import contextlib
 import re
-from collections.abc import AsyncGenerator, Collection, Iterable, Sequence
+from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 import httpx
@@ -18,7 +18,7 @@ from shoal.net.addresses import addresses_of, is_outside, outside_address
 from shoal.net.client import Client
 from shoal.net.trouble import Trouble, troubles
 from shoal.protocol import constants
-from shoal.protocol.types import Manifest, RunInfo
+from shoal.protocol.types import RunInfo
 from shoal.weights.choose import LAST, MOST_LANES
 
 CONNECT_TIMEOUT_S = 10.0
@@ -76,8 +76,8 @@ class FillingSource(Source, Protocol):
         """The chunks that it has now of the versions that are expected; None means all. Raises `PeerError`."""
         ...
 
-    def expect(self, manifests: Iterable[Manifest]) -> None:
-        """From now on, it is asked for chunks of these versions."""
+    def expect(self, versions: Mapping[str, Sequence[str]]) -> None:
+        """From now on, it is asked for chunks of these versions: the chunks of each by its content."""
         ...
 
 

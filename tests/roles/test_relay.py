@@ -29,7 +29,7 @@ from shoal.roles.relay.store import IN_HAND_BYTES, ChunkStore
 from shoal.weights.fetch import fetch
 from shoal.weights.manifest import content_of, sign_manifest
 from shoal.weights.pieces import sized_chunks as chunks_in
-from shoal.weights.relays import Relays, RelaySource, holdings_of
+from shoal.weights.relays import Relays, RelaySource, expected, holdings_of
 from shoal.weights.sources import Passing
 from tests.net.wires import serving
 from tests.roles.test_hostile_members import chunks_of
@@ -208,7 +208,7 @@ def test_a_client_fetches_a_version_from_a_relay_alone(ended, tmp_path):
         ):
             await has(store, chunks_of(ended, 3))
             manifest = ended.desk.kept.manifests[3]
-            source = RelaySource(RelayEntry(url, "127.0.0.1", "key"), manifest, beside="127.0.0.1")
+            source = RelaySource(RelayEntry(url, "127.0.0.1", "key"), beside="127.0.0.1")
             assert (await fetch(manifest, [source], tmp_path / "cache")).is_dir()
 
     asyncio.run(asyncio.wait_for(story(), 30))
@@ -228,7 +228,7 @@ def test_a_newcomer_gets_an_anchor_and_the_patches_after_it_from_a_relay_alone(t
     async def story():
         async with serving(application(store, Key.generate(), "run", time.time), Limits()) as port:
             entry = RelayEntry(f"http://127.0.0.1:{port}", "127.0.0.1", "key")
-            source = RelaySource(entry, line.manifests[5], beside="127.0.0.1")
+            source = RelaySource(entry, beside="127.0.0.1")
             really = source.small
             source.small = lambda path, cap: asked.append(path) or really(path, cap)
             directory = await fetch(line.manifests[5], [source], cache, manifest_of=line.manifest_of)
@@ -378,7 +378,7 @@ def test_a_plain_web_server_with_the_chunks_is_a_relay_too(ended, tmp_path):
         async with serving(shelf(ended.folder.chunks, time.time), Limits()) as port:
             manifest = ended.desk.kept.manifests[3]
             entry = RelayEntry(f"http://127.0.0.1:{port}", "127.0.0.1", "key")
-            source = RelaySource(entry, manifest, beside="127.0.0.1")
+            source = RelaySource(entry, beside="127.0.0.1")
             assert (await fetch(manifest, [source], tmp_path / "cache")).is_dir()
 
     asyncio.run(asyncio.wait_for(story(), 20))
@@ -394,7 +394,8 @@ def test_a_relay_that_says_without_end_what_it_has_is_left(ended):
         async with serving(endless, Limits()) as port:
             entry = RelayEntry(f"http://127.0.0.1:{port}", "127.0.0.1", "key")
             manifest = ended.desk.kept.manifests[3]
-            source = RelaySource(entry, manifest, beside="127.0.0.1")
+            source = RelaySource(entry, beside="127.0.0.1")
+            source.expect(expected([manifest]))
             with pytest.raises(Passing, match="answered more than 1 bytes"):
                 await source.holds()
             await source.close()
@@ -414,7 +415,7 @@ def test_few_relays_spare_each_other_and_many_do_not(ended, tmp_path, count):
             entries = [RelayEntry(f"http://127.0.0.1:{9000 + i}", "127.0.0.1", str(i)) for i in range(count)]
             return [*entries, RelayEntry("http://127.0.0.1:8999", "127.0.0.1", "own")]
 
-    sources = asyncio.run(Relays(Host(), but="own").sources(ended.desk.kept.manifests[3], rank_of_few=1))
+    sources = asyncio.run(Relays(Host(), but="own").sources(rank_of_few=1))
     assert [source.rank for source in sources] == ([1, 1] if count == 2 else [0] * 9)
 
 

@@ -33,7 +33,7 @@ class Relay(Server):
             raise Passing("does not answer")
         return {"truth": frozenset(self.has_now()), "everything": None, "nothing": frozenset()}[self.says]
 
-    def expect(self, manifests):
+    def expect(self, versions):
         pass
 
     async def parts(self, digest, start, size):

@@ -18,8 +18,7 @@ from shoal.roles.relay.store import ChunkStore
 from shoal.weights.demands import chunks_of, is_whole
 from shoal.weights.fetch import tell_blame
 from shoal.weights.manifest import open_manifest
-from shoal.weights.pieces import sized_chunks
-from shoal.weights.relays import Relays
+from shoal.weights.relays import Relays, expected
 from shoal.weights.sources import ORIGIN, sources_of
 from shoal.weights.transfer import Transfer
 
@@ -111,8 +110,10 @@ class Filler:
         if not missing:
             return True
         lacking = {piece.digest for piece in missing}
-        filled = [manifest for _, manifest in newest_first if not lacking.isdisjoint(sized_chunks(manifest))]
-        others = await self._relays.sources(*filled, rank_of_few=ORIGIN)
+        versions = expected(manifest for _, manifest in newest_first if not lacking.isdisjoint(chunks_of(manifest)))
+        others = await self._relays.sources(rank_of_few=ORIGIN)
+        for other in others:
+            other.expect(versions)
         sources = self._relays.usable(sources_of(self._info, self._client, others, spare_origin=False))
         transfer = Transfer(
             missing, sources, self._store.parts, rng=random.Random(secrets.randbits(64)), on_blame=tell_blame,
