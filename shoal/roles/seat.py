@@ -44,8 +44,7 @@ from shoal.roles.loading import Loaded, contained
 from shoal.roles.memory import Memory, needs_of, share_of_free_mb
 from shoal.roles.packages import NoPackages, OnTheHost, Packages, aside, room_of
 from shoal.roles.pinned import take_publishers
-from shoal.roles.sharing import DISK_PART as SHARED_PART
-from shoal.roles.sharing import SharedVersions
+from shoal.roles.sharing import SHARED_PART, SharedVersions
 from shoal.sandbox.limits import Limits as SandboxLimits
 from shoal.weights.fetch import fetch
 from shoal.weights.manifest import content_of, open_manifest, signer_of

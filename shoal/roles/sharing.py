@@ -31,7 +31,7 @@ from shoal.weights.relays import holdings_of
 SHARED_VERSIONS = 8
 """The last versions of which something is shared."""
 
-DISK_PART = 8
+SHARED_PART = 8
 """Of the disk that a node may take of a volunteer's machine, patches to share get at most an eighth."""
 
 PATCHES = ".patches"

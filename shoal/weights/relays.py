@@ -60,7 +60,7 @@ class RelaySource(HttpSource):
                     self._held[content] = held_chunks(bits, chunks)
         except NothingYet:
             return None  # an ordinary web server with the chunks of the run
-        return frozenset().union(*self._held.values())
+        return frozenset[str]().union(*self._held.values())
 
 
 def expected(manifests: Iterable[Manifest]) -> dict[str, list[str]]:

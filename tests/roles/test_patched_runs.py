@@ -47,9 +47,9 @@ def test_a_run_with_anchors_ends_with_the_weights_of_one_without(tmp_path):
 def test_nodes_of_a_bfloat16_run_fetch_patches_also_beside_whole_versions(tmp_path, monkeypatch):
     followed = []
 
-    def noted(base, partial, target, manifest, steps):
+    def noted(base, partial, target, manifest, steps, aside):
         followed.append(manifest.version)
-        follow(base, partial, target, manifest, steps)
+        follow(base, partial, target, manifest, steps, aside)
 
     monkeypatch.setattr("shoal.weights.fetch.follow", noted)
     town = lived(tmp_path / "run")

@@ -183,9 +183,9 @@ def test_the_folder_stays_within_the_disk_of_two_versions_more_than_are_kept(tmp
     line, dirs = Line(tmp_path, count=8, anchor_every=4), []
     most = sum(path.stat().st_size for path in line.directories[0].iterdir()) + 4000
 
-    def noted(base: Path, partial: Path, target: Path, manifest: Manifest, steps: object) -> None:
+    def noted(base: Path, partial: Path, target: Path, *args: object) -> None:
         dirs.append([path.name[:7] for path in sorted(target.parent.glob("v*"))])
-        follow(base, partial, target, manifest, steps)  # type: ignore[arg-type]
+        follow(base, partial, target, *args)  # type: ignore[arg-type]
         taken = sum(path.stat().st_size for path in target.parent.rglob("*") if path.is_file())
         assert taken <= 4 * most
 
