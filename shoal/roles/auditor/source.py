@@ -168,18 +168,10 @@ async def fetch_weights(run: PublicRun, state: State, version: int, into: Path) 
     except PeerError as error:
         gone = isinstance(error, NothingYet)
         raise Unavailable(_gone(version) if gone else f"cannot fetch version {version}: {error}") from None
-    manifest = open_manifest(data, run=state.run, keys=state.publishers, now=None, version=version)
+    open_manifest(data, run=state.run, keys=state.publishers, now=None, version=version)
     room_bytes = room_for_version(into, 1)
-
-    def too_large(what: str) -> Unavailable:
-        return Unavailable(f"{what}, but only {room_bytes} may be used in {into.parent}: free some space, or set TMPDIR to "
-                           "a larger disk")  # fmt: skip
-
-    size_bytes = sum(file.size for file in manifest.files)
-    if size_bytes > room_bytes:  # guard: room-for-audited-weights
-        raise too_large(f"version {version} has {size_bytes} bytes")
     try:
-        # guard: room-for-audited-patches
+        # guard: room-for-audited-weights
         return await fetch_version(
             data, version, [chunks], into, run=state.run, publishers=state.publishers, now=None, root=record.root,
             max_bytes=room_bytes, keep=1, on_blame=lambda name, reason: None, signed_of=signed_of,
@@ -188,7 +180,9 @@ async def fetch_weights(run: PublicRun, state: State, version: int, into: Path) 
         raise Unavailable(str(error)) from None
     except PeerError as error:
         if isinstance(error, ManifestError) and error.code == "too-long":
-            raise too_large(f"version {version} begins at one that has more bytes, or its patches have") from None
+            raise Unavailable(f"version {version}, or what its patches begin at, has too many bytes ({error}): only "
+                              f"{room_bytes} may be used in {into.parent}; free some space, or set TMPDIR to a larger disk"
+                              ) from None  # fmt: skip
         missing = chunks.missing or (error if isinstance(error, NothingYet) else None)
         if missing:
             gone = isinstance(missing, NothingYet)
