@@ -70,8 +70,8 @@ def test_a_validator_gives_no_verdict_where_the_template_goes_beyond_a_limit(tmp
 
 @pytest.mark.parametrize("role", ["worker", "validator"])
 def test_a_node_keeps_a_share_of_its_disk_free(tmp_path, monkeypatch, role):
-    """Two versions may stay and a third is fetched beside them, so a version may take a third of half of what is
-    free, less an eighth for evidence."""
+    """Two versions may stay and a third is made beside them with patches, so a version may take a quarter of half of what
+    is free, less an eighth for evidence."""
     town = Town(tmp_path / "run", tiny_run())
     scarce = shutil.disk_usage(tmp_path)._replace(free=300_000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: scarce)
@@ -80,7 +80,7 @@ def test_a_node_keeps_a_share_of_its_disk_free(tmp_path, monkeypatch, role):
     with pytest.raises(ExceptionGroup) as stopped:
         asyncio.run(town.live(town.trainer(), *nodes.values()))
     (fault,) = stopped.value.exceptions[0].exceptions
-    assert isinstance(fault, PeerError) and "limit of this node 43750: allow more (--max-memory, --max-disk)" in str(
+    assert isinstance(fault, PeerError) and "limit of this node 32812: allow more (--max-memory, --max-disk)" in str(
         fault
     )
     assert not list((town.folder.nodes / nodes[role].home.name).glob("weights/v*"))
