@@ -1,7 +1,7 @@
 """The tensors of a version as arrays of codes: what patches are made from and applied to.
 
-Called by `weights/patch` and `weights/inplace`. It reads checkpoint directories, and looks at the memory of torch's
-tensors; therefore torch is imported late. It knows no patch.
+Called by `weights/patch` and by those who patch and hash versions. It reads checkpoint directories, and looks at the memory
+of torch's tensors; therefore torch is imported late. It knows no patch.
 """
 
 import hashlib

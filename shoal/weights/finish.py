@@ -54,6 +54,7 @@ def fault_of(directory: Path, manifest: Manifest, *, trusted: bool) -> str:
         root = root_of(coded_directory(directory), threads=cores())
     except StateError as error:
         return str(error)
+    # guard: patch-result-root
     return "" if root == manifest.root else f"the weights root is {root[:16]}…, not {manifest.root[:16]}…"
 
 
