@@ -4,9 +4,9 @@ Called by `envs/play`, the validator's checks and evaluation. Light: code that o
 It does not deal with environments or text.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -77,3 +77,17 @@ class Engine(Protocol):
 
     def score(self, requests: Sequence[ScoreRequest], temperature: float, hidden: bool = False) -> list[Score]:
         """Log-probs and replay gaps of the policy's tokens, with one prefill of each conversation."""
+
+
+@runtime_checkable
+class InPlace(Protocol):
+    """An engine that can also go from one version to another without loading it anew."""
+
+    def change(self, before: Path, after: Path, version: int, is_right: Callable[[Path], bool]) -> bool:
+        """Turn the policy in `before`, which the engine has, into the one in `after`, if that is cheaper than loading it.
+
+        `is_right` is asked whether the files in a directory are what they should be: those of `before` before anything
+        changes, those of `after` at the end. In between the weights are torn: they belong to no version, and all uses raise
+        `StateError` until a version is loaded. Returns whether the engine now has `version`; if not, nothing has changed.
+        Raises `StateError` if the files are not right, or not of the engine's policy. No block may be open.
+        """

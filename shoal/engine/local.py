@@ -9,7 +9,8 @@ Axes: B rows (conversations), C new tokens of a row, T tokens written in a turn,
 V vocabulary.
 """
 
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -20,6 +21,7 @@ from torch import Tensor
 from shoal.algos.gumbel import gumbel, seed_words
 from shoal.engine.base import Continuation, Request, Score, ScoreRequest
 from shoal.engine.decoder import Cache, Copy, Decoder
+from shoal.engine.inplace import Change
 from shoal.errors import StateError
 from shoal.policy.files import load_policy
 from shoal.policy.quantise import round_to_int8
@@ -58,6 +60,8 @@ class LocalEngine:
         self._dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.float32}[dtype]
         self._loaded: Decoder | None = None
         self._batches: dict[str, _Batch] = {}
+        self._at_work = threading.Lock()
+        """Held by calls that use or change the weights."""
 
     def load(self, directory: Path, version: int) -> None:
         """Load the policy of a checkpoint directory and forget all conversations. Raises `StateError`."""
@@ -69,6 +73,23 @@ class LocalEngine:
         self._loaded = Decoder(model, self.facts.device)
         self.version = version
 
+    @torch.inference_mode()
+    def change(self, before: Path, after: Path, version: int, is_right: Callable[[Path], bool]) -> bool:
+        """Turn the policy in `before` into the one in `after`, in place; see `engine.base.InPlace`."""
+        with self._at_work:
+            assert not self._batches, "no version is changed while a block is open"  # guard: no-swap-in-an-open-block
+            if self._loaded is None or self.version < 0 or self.facts.dtype == "int8":
+                return False
+            change = Change(self._loaded, before, after)
+            if not change.is_worth_it or not is_right(before):  # guard: base-root-is-checked
+                return False
+            self.version = -1  # guard: changed-weights-are-torn
+            change.make()
+            if not is_right(after):  # guard: result-root-is-checked
+                raise StateError(f"{after} is damaged: the weights that were made from it are torn")
+            self.version = version
+            return True
+
     def forget(self, rollouts: Iterable[str]) -> None:
         """Forget these conversations, which are over. Their memory is freed with the last one of their batch."""
         for rollout in rollouts:
@@ -79,6 +100,16 @@ class LocalEngine:
         """One turn of each conversation, as one batch. Raises `StateError` if a turn could pass the last position."""
         if not requests:
             return []
+        with self._at_work:
+            return self._extend(requests, temperature)
+
+    @torch.inference_mode()
+    def score(self, requests: Sequence[ScoreRequest], temperature: float, hidden: bool = False) -> list[Score]:
+        """Log-probs and replay gaps of the policy's tokens, with one prefill of each conversation."""
+        with self._at_work:
+            return self._score(requests, temperature, hidden)
+
+    def _extend(self, requests: Sequence[Request], temperature: float) -> list[Continuation]:
         decoder = self._decoder()
         for request in requests:
             _demand_room(decoder, request.token_ids, request.max_new)
@@ -97,9 +128,7 @@ class LocalEngine:
             cached[:] = [*request.token_ids, *turn.token_ids[:kept]]
         return turns
 
-    @torch.inference_mode()
-    def score(self, requests: Sequence[ScoreRequest], temperature: float, hidden: bool = False) -> list[Score]:
-        """Log-probs and replay gaps of the policy's tokens, with one prefill of each conversation."""
+    def _score(self, requests: Sequence[ScoreRequest], temperature: float, hidden: bool) -> list[Score]:
         decoder = self._decoder()
         for request in requests:
             _demand_room(decoder, request.token_ids, 0)
@@ -112,6 +141,8 @@ class LocalEngine:
 
     def _decoder(self) -> Decoder:
         assert self._loaded is not None, "load a policy before using the engine"
+        if self.version < 0:  # guard: torn-is-never-used
+            raise StateError("the engine's weights are torn: a change to another version failed. Load a version")
         return self._loaded
 
     def _recall(self, requests: Sequence[Request]) -> _Batch | None:

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from shoal.errors import StateError, cause_of
 from shoal.folder import replaced_folder
@@ -81,6 +83,32 @@ def load_policy(directory: Path, dtype: "torch.dtype | None" = None) -> "Transfo
                     "at fault. Tell the host of the run, or make the checkpoint again"
                 )
     return model
+
+
+@dataclass(frozen=True)
+class MappedTensor:
+    """A tensor in its file: what safetensors calls its dtype, and its values as integers of the same bits."""
+
+    dtype: str
+    codes: NDArray[Any]
+
+
+def map_policy(directory: Path, spec: PolicySpec) -> dict[str, MappedTensor]:
+    """The tensors of a checkpoint directory by the names of `Transformer`, mapped into memory and not read.
+
+    Raises `StateError` if a file is damaged or hostile, or if this is not a policy of this shape.
+    """
+    if PolicySpec.from_directory(directory) != spec:
+        raise StateError(f"{directory} holds a policy of another shape")
+    stored = _needed(find_tensors(directory), spec)
+    _demand_same_shapes(stored, spec.tensor_shapes(), directory)
+    maps = {file: np.asarray(np.memmap(file, np.uint8, "r")) for file in {one.file for one in stored.values()}}
+    return {
+        name: MappedTensor(
+            one.dtype, maps[one.file][one.start : one.end].view(f"<i{ITEM_BYTES[one.dtype]}").reshape(one.shape)
+        )
+        for name, one in stored.items()
+    }
 
 
 @dataclass(frozen=True)

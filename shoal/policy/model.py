@@ -51,20 +51,20 @@ class Transformer(nn.Module):
     def frame(self) -> Frame:
         """What is before the layers and after them, as `layers` needs it."""
         floor, _ = _floors(self.spec, self.head_weight().device)
-        return Frame(self.spec, self.model.embed_tokens.weight, _norm_weight(self.model.norm.weight), floor)
+        return Frame(self.spec, self.model.embed_tokens.weight, norm_weight(self.model.norm.weight), floor)
 
     def arranged(self, lay_out: Callable[[LayerWeights], LayerWeights] = lambda layer: layer) -> Weights:
         """The weights as `layers` needs them: functions of the parameters, through which gradients flow.
 
         `lay_out` changes each layer as soon as it is arranged, so that both forms exist for one layer at a time.
         """
-        order = _head_order(self.spec).to(self.head_weight().device)
+        order = head_order(self.spec).to(self.head_weight().device)
         layers = tuple(lay_out(_arrange(layer, self.spec, order)) for layer in self.model.layers)  # type: ignore[arg-type]
         return Weights(self.frame(), layers, self.head_weight().t())
 
     def _through(self, x_ND: Tensor, body: Body) -> Tensor:
         """See `layers.Layers`. Each layer is arranged when its turn comes."""
-        order = _head_order(self.spec).to(x_ND.device)
+        order = head_order(self.spec).to(x_ND.device)
         for layer in self.model.layers:
             if self.recompute and torch.is_grad_enabled():
                 # No layer draws random numbers, so their state need not be kept (arXiv:1604.06174).
@@ -139,15 +139,13 @@ def _arrange(layer: _Layer, spec: PolicySpec, order: Tensor) -> LayerWeights:
     """Fuse and reorder one layer's weights."""
     attention, mlp = layer.self_attn, layer.mlp
     projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-    heads_norm = None
-    if spec.qk_norm:
-        norms_HE = torch.cat((*[attention.q_norm.weight] * spec.heads, *[attention.k_norm.weight] * spec.kv_heads))
-        heads_norm = _norm_weight(norms_HE[order[: len(norms_HE)]].view(spec.kv_heads, -1, spec.head_dim))
     floor, head_floor = _floors(spec, order.device)
     return LayerWeights(
         qkv_DX=_behind(layer.input_layernorm.weight, torch.cat([p.weight for p in projections])[order]),
         qkv_bias_X=torch.cat([p.bias for p in projections if p.bias is not None])[order] if spec.qkv_bias else None,
-        heads_norm_KJE=heads_norm,
+        heads_norm_KJE=heads_norm(attention.q_norm.weight, attention.k_norm.weight, spec, order)
+        if spec.qk_norm
+        else None,
         out_XD=attention.o_proj.weight.t(),
         gate_up_DX=_behind(
             layer.post_attention_layernorm.weight, torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight])
@@ -160,12 +158,23 @@ def _arrange(layer: _Layer, spec: PolicySpec, order: Tensor) -> LayerWeights:
 
 def _behind(norm_D: Tensor, matrix_XD: Tensor) -> Tensor:
     """A matrix, transposed, multiplied by the weight of the norm before it."""
-    return (matrix_XD * _norm_weight(norm_D)).to(matrix_XD.dtype).t()
+    return scaled(matrix_XD, norm_weight(norm_D)).t()
 
 
-def _norm_weight(weight_xD: Tensor) -> Tensor:
+def scaled(values: Tensor, norm: Tensor) -> Tensor:
+    """Weights times what `norm_weight` gives for the norm before them, in the weights' dtype."""
+    return (values * norm).to(values.dtype)
+
+
+def norm_weight(weight_xD: Tensor) -> Tensor:
     """A norm's weight, at least float32, times the sqrt(D) that `unit` leaves out."""
     return weight_xD.to(wide(weight_xD.dtype)) * weight_xD.shape[-1] ** 0.5
+
+
+def heads_norm(query_E: Tensor, key_E: Tensor, spec: PolicySpec, order: Tensor) -> Tensor:
+    """The weights of the norms of a layer's queries and keys, [K, J, E], as `LayerWeights` has them."""
+    norms_HE = torch.cat((*[query_E] * spec.heads, *[key_E] * spec.kv_heads))
+    return norm_weight(norms_HE[order[: len(norms_HE)]].view(spec.kv_heads, -1, spec.head_dim))
 
 
 def _floors(spec: PolicySpec, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -174,7 +183,7 @@ def _floors(spec: PolicySpec, device: torch.device) -> tuple[Tensor, Tensor]:
     return width, head
 
 
-def _head_order(spec: PolicySpec) -> Tensor:
+def head_order(spec: PolicySpec) -> Tensor:
     """Order of the outputs of query, key and value: each key head after the G queries that share it, then the values.
 
     Within a query or key head, element i is next to i + E / 2, with which it rotates. Scores do not change, because queries

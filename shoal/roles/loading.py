@@ -2,16 +2,25 @@
 
 Used by every role that samples or scores: worker, validator, auditor, evaluation. It imports no role and does not deal
 with runs; `weights/fetch` makes the directory.
+
+If the engine has a version whose files are still here, and few values differ from those of the next, only these are changed
+in the engine's memory. It does not matter which of the two is older.
 """
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
-from shoal.engine.base import Engine
+from shoal.engine.base import Engine, InPlace
+from shoal.errors import StateError
 from shoal.policy.contained import ContainedRenderer, Limits
 from shoal.policy.render import FILES, Renderer
 from shoal.protocol.constants import MODEL_STOPS
 from shoal.sandbox import tokenizer
+from shoal.weights.follow import root_here
+
+log = logging.getLogger(__name__)
 
 
 def contained(limits: Limits, stops: str = MODEL_STOPS) -> Callable[[Path], Renderer]:
@@ -30,6 +39,13 @@ def contained(limits: Limits, stops: str = MODEL_STOPS) -> Callable[[Path], Rend
     return opened
 
 
+class Held(NamedTuple):
+    """What an engine has: a version's directory and its weights root."""
+
+    directory: Path
+    root: str
+
+
 class Loaded:
     """An engine with one version of a policy in it, and the renderer of that policy's tokenizer."""
 
@@ -37,6 +53,8 @@ class Loaded:
         """`open_renderer` opens the tokenizer: `ContainedRenderer` if the files are a stranger's."""
         self.engine, self._open_renderer = engine, open_renderer
         self._renderer: Renderer | None = None
+        self._held: Held | None = None
+        """The version in the engine, if its root is known."""
 
     @property
     def renderer(self) -> Renderer:
@@ -44,9 +62,36 @@ class Loaded:
         assert self._renderer is not None, "load a policy before using its renderer"
         return self._renderer
 
-    def load(self, directory: Path, version: int) -> None:
-        """Load the policy in a checkpoint directory. Raises `StateError`."""
+    def load(self, directory: Path, version: int, root: str = "") -> None:
+        """Load the policy in a checkpoint directory. Raises `StateError`.
+
+        `root` is the weights root of its files, which the caller has verified; without it, nothing is changed in place.
+        """
         self._renderer = self._renderer or self._open_renderer(directory)
         if isinstance(self._renderer, ContainedRenderer):
             self._renderer.directory = directory  # older versions are deleted, and a new child must find its files
-        self.engine.load(directory, version)
+        held, self._held = self._held, None
+        after = Held(directory, root)
+        if held is None or not root or not self._change(held, after, version):
+            self.engine.load(directory, version)
+        self._held = after if root else None
+
+    def _change(self, held: Held, after: Held, version: int) -> bool:
+        """Let the engine go from the version that it has to another in place; returns whether it did.
+
+        Raises `StateError` if the files of the other are damaged.
+        """
+        roots = dict((held, after))
+        if not isinstance(self.engine, InPlace):
+            return False
+        try:
+            return self.engine.change(
+                held.directory, after.directory, version, lambda directory: root_here(directory) == roots[directory]
+            )
+        except StateError as error:
+            if root_here(after.directory) != after.root:
+                raise StateError(
+                    f"{after.directory} was damaged after it was verified: start again, and it is fetched anew"
+                ) from None
+            log.warning("version=%d in_place=false reason=%r", version, str(error))
+            return False

@@ -174,7 +174,7 @@ class Seat:
             return
         brought = await self.bring(version, keep=keep, max_bytes=max_bytes, grant=grant)
         self._in_use = brought.directory  # a tokenizer that is started again reads its files
-        await self._load(brought.directory, version)
+        await self._load(brought)
         self.manifest, self.client.manifest, self._brought = brought.manifest, digest(brought.signed), None
         self._keep(grant, brought.signed)
 
@@ -248,13 +248,14 @@ class Seat:
     def _publishers(self) -> t.Publishers:
         return self.publishers or self.info.all_publishers
 
-    async def _load(self, directory: Path, version: int) -> None:
+    async def _load(self, brought: "Brought") -> None:
         """Let the engine load a version from its directory. Raises `Overreach` if it does not fit into the memory."""
+        directory, version, root = brought.directory, brought.manifest.version, brought.manifest.root
         if self.memory is not None:
             self.needs = needs_of(directory, self.engine.facts.dtype)
             self.memory.demand(f"loading version {version}", self.needs.load())  # guard: policy-fits-memory
         with self.within_memory(f"loading version {version}"):
-            await asyncio.to_thread(self.policy.load, directory, version)
+            await asyncio.to_thread(self.policy.load, directory, version, root)
 
     def within_memory(self, what: str) -> AbstractContextManager[None]:
         """Around work: an allocation that fails becomes an `Overreach`. `what` begins its sentence."""
