@@ -212,8 +212,10 @@ def address_of(request: Request) -> str:
 
 
 def came_from(request: Request) -> tuple[str, bool]:
-    """The address that a request came from, and whether a proxy passed it on, so that it may be the proxy's."""
-    proxied = any(name in request.headers for name in ("x-forwarded-for", "forwarded", "via"))
+    """The address that a request came from, and whether a proxy that is not trusted may have passed it on: then it may be
+    the proxy's."""
+    believed = request.client is not None and request.client.port == 0  # as a trusted proxy said, without a port
+    proxied = any(name in request.headers for name in ("x-forwarded-for", "forwarded", "via")) and not believed
     return request.client.host if request.client else "", proxied
 
 

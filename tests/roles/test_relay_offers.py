@@ -13,7 +13,7 @@ from shoal.protocol.identity import Key
 from shoal.protocol.relays import sign_proof
 from shoal.protocol.types import RelayOffer, RelayProof
 from shoal.protocol.wire import to_json
-from shoal.roles.coordinator import relays
+from shoal.roles.coordinator import challenges, relays
 from shoal.roles.coordinator.relays import RelayBook
 from shoal.weights.sources import HttpSource
 
@@ -69,9 +69,8 @@ class Internet:
 
     def work(self):
         """Send all challenges that are due."""
-        while self.book._queue:
-            _, waiting = self.book._queue.popitem(last=False)
-            asyncio.run(self.book._challenge(waiting))
+        while (waiting := self.book.challenges.next()) is not None:
+            asyncio.run(self.book.challenges.challenge(waiting))
 
     def probe(self, times: int = 1):
         for _ in range(times):
@@ -150,10 +149,67 @@ def test_offers_of_one_address_and_the_queue_are_bounded(net):
     for i in range(200):
         net.names[f"h{i}.example.org"] = [f"93.184.{i % 200}.1"]
         net.offer(Key.generate(), f"http://h{i}.example.org")
-    assert len(net.book._queue) == relays.OFFERS_BURST
+    assert len(net.book.challenges.queue) == challenges.OFFERS_BURST
     for i in range(200):
         net.offer(Key.generate(), f"http://h{i}.example.org", host=f"198.51.{i}.1")
-    assert len(net.book._queue) == relays.MOST_QUEUED
+    assert len(net.book.challenges.queue) == challenges.MOST_QUEUED
+
+
+def test_the_queue_has_room_for_one_however_many_addresses_of_a_network_offer(net):
+    net.names |= {f"h{i}.example.org": [f"93.184.{i}.1"] for i in range(200)}
+    for i in range(200):
+        net.offer(Key.generate(), f"http://h{i}.example.org", host=f"2001:db8:1:{i:x}::1")
+    net.names["relay.example.net"], net.servers["http://relay.example.net"] = [OUTSIDE], HONEST
+    net.offer(HONEST, "http://relay.example.net", host="198.51.100.7")
+    assert "http://relay.example.net" in net.book.challenges.queue
+    assert len(net.book.challenges.queue) == challenges.MOST_QUEUED
+    net.work()
+    assert net.offer(HONEST, "http://relay.example.net").listed
+
+
+def fill(net, addresses):
+    """Offer four relays at each of some addresses, each with a key of its own."""
+    for address in addresses:
+        for port in range(9000, 9006):
+            key, name = Key.generate(), f"[{address}]" if ":" in address else address
+            net.servers[f"http://{name}:{port}"] = key
+            for _ in range(2):
+                net.offer(key, host=address, port=port)
+                net.work()
+                net.now += 1
+
+
+def test_an_address_has_few_relays_in_the_list_and_an_honest_home_gets_its_own(net, monkeypatch):
+    monkeypatch.setattr(relays, "TOLD", 1000)
+    fill(net, ["203.0.113.5"])
+    assert len(net.listed()) == relays.MOST_OF_AN_ADDRESS
+    fill(net, ["2001:db8::1", "2001:db8::2"])  # one home
+    assert len(net.listed()) == 2 * relays.MOST_OF_AN_ADDRESS
+    again = net.offer(net.servers["http://203.0.113.5:9005"], host="203.0.113.5", port=9005)
+    assert not again.listed and "which is the limit" in again.reason
+
+
+def test_a_network_that_fills_the_list_gives_way_to_relays_of_others(net, monkeypatch):
+    monkeypatch.setattr(relays, "TOLD", 1000)
+    monkeypatch.setattr(relays, "MOST_LISTED", 12)
+    fill(net, ["203.0.113.1", "203.0.113.2", "203.0.113.3", "203.0.113.4"])
+    assert len(net.listed()) == 12
+    fill(net, ["198.51.100.1"])
+    fill(net, ["192.0.2.1", "192.0.2.2"])
+    crowds = [url.split("/")[2].rpartition(".")[0] for url in net.listed()]
+    assert [crowds.count(crowd) for crowd in ("203.0.113", "198.51.100", "192.0.2")] == [4, 4, 4]
+    fill(net, ["203.0.113.5"])
+    assert sum("203.0.113" in url for url in net.listed()) == 4
+
+
+def test_many_relays_of_this_machine_are_listed(net):
+    for port in range(9000, 9000 + 2 * relays.MOST_OF_AN_ADDRESS):
+        net.servers[f"http://127.0.0.1:{port}"] = key = Key.generate()
+        for _ in range(2):
+            net.offer(key, host="127.0.0.1", port=port)
+            net.work()
+            net.now += 1
+    assert len(net.listed()) == 2 * relays.MOST_OF_AN_ADDRESS
 
 
 def test_a_key_has_few_urls_and_the_list_is_bounded(net, monkeypatch):
@@ -190,6 +246,51 @@ def test_nobody_takes_the_url_of_another_relay_or_keeps_it_from_the_list(net):
     assert net.offer(HONEST, "http://relay.example.net").listed and len(net.asked) == 1
     assert not net.offer(OTHER, "http://relay.example.net").listed
     assert [entry.key for entry in net.book.told()] == [HONEST.public]
+
+
+@pytest.mark.parametrize("may_be_inside", [True, False])
+def test_a_relay_at_the_address_that_it_calls_from_waits_for_no_offers_of_others(monkeypatch, may_be_inside):
+    """Others offer ports of its address that prove nothing, every 10 minutes; also where a trusted proxy is in front."""
+    net = Internet(monkeypatch, may_be_inside=may_be_inside)
+    net.servers[f"http://{OUTSIDE}:8480"] = HONEST
+    for port in [*range(9000, 9008), 8480]:
+        net.offer(Key.generate(), f"http://{OUTSIDE}:{port}", host=f"198.51.{port % 250}.7")
+        net.work()
+    assert len(net.asked) == 1
+    net.offer(HONEST, host=OUTSIDE, port=8480)
+    net.work()
+    assert net.offer(HONEST, host=OUTSIDE, port=8480).listed and len(net.asked) == 2
+
+
+def test_nobody_keeps_a_relay_inside_from_the_list_with_its_url(net):
+    """Nothing may be asked there for others, but the relay itself calls from there."""
+    net.servers["http://192.168.1.7:8480"] = HONEST
+    for _ in range(2):
+        net.offer(OTHER, "http://192.168.1.7:8480", host="198.51.100.7")
+        net.work()
+    assert net.asked == []
+    net.offer(HONEST, host="192.168.1.7", port=8480)
+    net.work()
+    assert net.offer(HONEST, host="192.168.1.7", port=8480).listed and len(net.asked) == 1
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_relay_elsewhere_than_it_calls_from_gets_its_turn_beside_endless_offers(net, seed):
+    """As behind a proxy with TLS. The address gets one request in 10 minutes, and offers of one network have one chance."""
+    net.book.challenges._rng = random.Random(seed)
+    net.names["relay.example.net"], net.servers["https://relay.example.net"] = [OUTSIDE], HONEST
+    port, began = 9000, net.now
+    is_listed = False
+    while not is_listed:
+        for i in range(20):
+            port += 1
+            net.offer(Key.generate(), f"http://{OUTSIDE}:{port}", host=f"203.0.113.{i}")
+        is_listed = net.offer(HONEST, "https://relay.example.net").listed
+        net.work()
+        net.now += 60
+    waited_s = net.now - began
+    assert waited_s < 9 * challenges.ASK_AGAIN_S
+    assert len(net.asked) <= 2 + waited_s / challenges.ASK_AGAIN_S
 
 
 def test_an_old_proof_is_not_good_for_a_new_nonce(net, monkeypatch):

@@ -18,9 +18,9 @@ Fact = Annotated[str, msgspec.Meta(max_length=MAX_FACT_CHARS, pattern=rf"\A[^{_U
 """What a node says about itself: short, and safe to show."""
 
 
-def fact(text: str) -> str:
-    """Any text as a `Fact`."""
-    return re.sub(f"[{_UNPRINTABLE}]", "?", text)[:MAX_FACT_CHARS]
+def fact(text: str, most_chars: int = MAX_FACT_CHARS) -> str:
+    """Any text as a `Fact`, or as a longer text that is safe to show."""
+    return re.sub(f"[{_UNPRINTABLE}]", "?", text)[:most_chars]
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
