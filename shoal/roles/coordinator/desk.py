@@ -4,6 +4,7 @@ Used by `api` and by `judging`, `versions`, `credits` and `board`, each of which
 handles leases and the submissions that fill them. It does not know HTTP. The rules are in `ledger/rules`.
 """
 
+import asyncio
 from collections.abc import Callable, Sequence
 
 from msgspec import UNSET, UnsetType
@@ -55,6 +56,8 @@ class Desk:
         self.audit_links = SecretChain(secret, AUDIT_CHAIN).links()
         self.kept = Kept(self.blobs, book, config.storage, folder.chunks)
         self.relays = RelayBook(book.state.run, clock, self.kept.public_piece, may_be_inside=not config.host.public_url)
+        self.publishing = asyncio.Lock()
+        """Versions are taken one at a time: a trainer's request may outlive the trainer."""
         self.stage = StageDoor(folder.stage_address, key, book.state.run)
 
     @property

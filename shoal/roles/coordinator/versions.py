@@ -6,6 +6,7 @@ run's folder leaves its chunks there.
 """
 
 import asyncio
+import logging
 
 from shoal.errors import StateError
 from shoal.ledger.answers import Refused
@@ -16,6 +17,8 @@ from shoal.protocol.wire import digest, from_json
 from shoal.roles.coordinator.desk import Desk
 from shoal.weights.demands import chunks_of
 from shoal.weights.manifest import content_of, is_renewal, open_manifest
+
+log = logging.getLogger("coordinator")
 
 
 def admit_trainer(desk: Desk, key: str) -> None:
@@ -41,23 +44,35 @@ def put_chunk(desk: Desk, name: str, body: bytes, found: str) -> None:
 async def take_checkpoint(desk: Desk, key: str, signed: bytes, created: int = 0) -> None:
     """Book a new version whose chunks are all here, or a version's renewed manifest. Raises `Refused`, `PeerError`.
 
+    A version stays as it was published first: the same weights in other files change nothing, and leases name the files.
+    Such a manifest comes from a trainer that was killed and started again, beside its last request.
     `created`: when the request was signed. Chunks of older requests are not taken any more.
     """
-    state = desk.state
-    manifest = open_manifest(signed, run=state.run, keys=(state.trainer_key,), now=desk.clock())
-    missing = []
-    for chunk in sorted(chunks_of(manifest)):
-        if not desk.blobs.has(chunk) and not await _take_over(desk, chunk):
-            missing.append(chunk)
-    if missing:
-        raise Refused("incomplete", f"{len(missing)} chunks are missing, such as {missing[0][:12]}: PUT them first")
+    manifest = open_manifest(signed, run=desk.state.run, keys=(desk.state.trainer_key,), now=desk.clock())
+    async with desk.publishing:  # guard: one-publication-at-a-time
+        missing = []
+        for chunk in sorted(chunks_of(manifest)):
+            if not desk.blobs.has(chunk) and not await _take_over(desk, chunk):
+                missing.append(chunk)
+        if missing:
+            raise Refused("incomplete", f"{len(missing)} chunks are missing, such as {missing[0][:12]}: PUT them first")
+        await _book(desk, key, signed, manifest, created)
+
+
+async def _book(desk: Desk, key: str, signed: bytes, manifest: Manifest, created: int) -> None:
+    state, versions = desk.state, desk.state.main.versions
     known = desk.kept.manifests.get(manifest.version)
+    if known is None and manifest.version in versions:  # guard: forgotten-is-not-published-again
+        raise Refused("conflict", f"version {manifest.version} is published, and its weights are not kept any more: only "
+                      "versions that nodes may still load are signed again")  # fmt: skip
+    if known is not None and manifest.root == known.root and content_of(manifest) != content_of(known):
+        log.info("version=%d stays as it was published first: other files with the same weights change nothing",
+                 manifest.version)  # fmt: skip
     renewed = known is not None and (is_renewal(manifest, known) or _has_other_signer(desk, manifest))
     sent_again = known is not None and not renewed  # guard: renewal-interval
     name = state.main.versions[manifest.version].manifest if sent_again else desk.blobs.put(signed)
     desk.kept.expect(name)
     links = desk.links_of([*desk.hidden_versions(), manifest.version])
-    versions = state.main.versions
     before = versions[manifest.version].manifest if manifest.version in versions else ""
     try:
         await desk.book.submit(Publish(key, manifest.version, manifest.root, name, links, desk.clock()))

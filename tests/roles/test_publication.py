@@ -1,0 +1,89 @@
+"""What a trainer publishes twice, at once or otherwise than before; and chunks that were damaged and sent again."""
+
+import asyncio
+import time
+
+import pytest
+from msgspec.structs import replace
+
+from shoal.ledger.answers import Refused
+from shoal.net.keys import load_or_make_key
+from shoal.protocol import types as t
+from shoal.protocol.constants import MANIFEST_LIFETIME_S
+from shoal.protocol.wire import digest, to_json
+from shoal.roles.coordinator.versions import take_checkpoint
+from shoal.weights.manifest import content_of, sign_manifest
+from tests.roles.town import Town, tiny_run
+
+ROOT = "a" * 64
+
+
+@pytest.fixture
+def town(tmp_path):
+    return Town(tmp_path / "run", tiny_run())
+
+
+def manifest_of(town: Town, data: bytes, version: int = 0) -> t.Manifest:
+    """Version 0 whose weights are in a file of these bytes, which the trainer has left in the run's folder."""
+    town.folder.outgoing.mkdir(parents=True, exist_ok=True)
+    (town.folder.outgoing / digest(data)).write_bytes(data)
+    entry = t.FileEntry("model.safetensors", len(data), digest(data), (digest(data),))
+    return t.Manifest(town.desk.state.run, "policy", version, (), "float32", ROOT, (entry,), 8 << 20, 0.0, 0.0)
+
+
+async def publish(town: Town, manifest: t.Manifest, later_s: float = 0.0) -> None:
+    key = load_or_make_key(town.folder.keys / "trainer.key")
+    signed = sign_manifest(manifest, key, now=town.clock() + later_s)
+    await take_checkpoint(town.desk, key.public, to_json(signed))
+
+
+def published(town: Town) -> int:
+    """How many events say that a version is published."""
+    return sum(b'"checkpoint_published"' in data for data, _ in town.desk.book.store.read())
+
+
+def test_of_two_publications_at_once_the_first_stands(town):
+    """As of a trainer that was killed while its request was under way, and of the one started after it."""
+    one, other = manifest_of(town, b"weights in one file"), manifest_of(town, b"the same weights, cut otherwise")
+
+    async def story():
+        await asyncio.gather(publish(town, one), publish(town, other))
+
+    asyncio.run(story())
+    assert town.desk.kept.content(0) == content_of(one) and published(town) == 1
+
+
+def test_another_content_of_a_known_version_changes_nothing_and_the_trainer_goes_on(town):
+    one, other = manifest_of(town, b"weights"), manifest_of(town, b"the same weights, cut otherwise")
+    asyncio.run(publish(town, one))
+    before = town.desk.state.main.versions[0].manifest
+    for later_s in (0.0, 50.0):
+        asyncio.run(publish(town, other, later_s))
+    assert town.desk.state.main.versions[0].manifest == before and published(town) == 1
+    assert town.desk.kept.content(0) == content_of(one)
+    with pytest.raises(Refused, match="published once"):
+        asyncio.run(publish(town, replace(other, root="b" * 64)))
+
+
+def test_a_version_whose_weights_are_gone_is_not_published_again_otherwise(town):
+    one, other = manifest_of(town, b"weights"), manifest_of(town, b"the same weights, cut otherwise")
+    asyncio.run(publish(town, one))
+    before = town.desk.state.main.versions[0].manifest
+    town.desk.kept._forget_weights([0])
+    with pytest.raises(Refused, match="its weights are not kept any more"):
+        asyncio.run(publish(town, other))
+    assert town.desk.state.main.versions[0].manifest == before and published(town) == 1
+
+
+def test_a_renewal_is_taken_also_beside_another(tmp_path):
+    now = time.time()
+    town = Town(tmp_path / "run", tiny_run(), clock=lambda: now)
+    one = manifest_of(town, b"weights")
+    asyncio.run(publish(town, one))
+    now += MANIFEST_LIFETIME_S / 2
+
+    async def story():
+        await asyncio.gather(publish(town, one), publish(town, one))
+
+    asyncio.run(story())
+    assert published(town) == 2 and town.desk.kept.manifests[0].issued == now
