@@ -1,17 +1,20 @@
 """What a trainer publishes twice, at once or otherwise than before; and chunks that were damaged and sent again."""
 
 import asyncio
+import random
 import time
 
+import httpx
 import pytest
 from msgspec.structs import replace
 
 from shoal.ledger.answers import Refused
 from shoal.net.keys import load_or_make_key
+from shoal.net.shelf import shelf
 from shoal.protocol import types as t
 from shoal.protocol.constants import MANIFEST_LIFETIME_S
 from shoal.protocol.wire import digest, to_json
-from shoal.roles.coordinator.versions import take_checkpoint
+from shoal.roles.coordinator.versions import put_chunk, take_checkpoint
 from shoal.weights.manifest import content_of, sign_manifest
 from tests.roles.town import Town, tiny_run
 
@@ -87,3 +90,41 @@ def test_a_renewal_is_taken_also_beside_another(tmp_path):
 
     asyncio.run(story())
     assert published(town) == 2 and town.desk.kept.manifests[0].issued == now
+
+
+def served_by_the_origin(town: Town, name: str) -> bytes:
+    async def story():
+        transport = httpx.ASGITransport(shelf(town.folder.chunks, time.time))
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as http:
+            return (await http.get(f"/v1/blobs/{name}")).content
+
+    return asyncio.run(story())
+
+
+def test_a_chunk_that_was_damaged_and_sent_again_is_served_whole_by_the_origin_too(town):
+    data = b"weights"
+    asyncio.run(publish(town, manifest_of(town, data)))
+    stored = town.desk.blobs.path_of(digest(data))
+    stored.write_bytes(b"damaged")
+    assert served_by_the_origin(town, digest(data)) == b"damaged"
+    put_chunk(town.desk, digest(data), data, digest(data))
+    assert stored.read_bytes() == served_by_the_origin(town, digest(data)) == data
+
+
+def test_a_chunk_that_was_lost_and_left_again_is_served_by_the_origin(town):
+    data = b"weights"
+    manifest = manifest_of(town, data)
+    asyncio.run(publish(town, manifest))
+    town.desk.blobs.path_of(digest(data)).unlink()
+    (town.folder.chunks / digest(data)[:2] / digest(data)).write_bytes(b"damaged")
+    manifest_of(town, data)
+    asyncio.run(publish(town, manifest))
+    assert served_by_the_origin(town, digest(data)) == data
+
+
+def test_relays_are_not_judged_by_a_damaged_chunk(town, caplog):
+    data = b"weights"
+    asyncio.run(publish(town, manifest_of(town, data)))
+    assert town.desk.kept.public_piece(random.Random(0), 4)[0] == digest(data)
+    town.desk.blobs.path_of(digest(data)).write_bytes(b"damaged")
+    assert town.desk.kept.public_piece(random.Random(0), 4) is None and "is damaged" in caplog.text

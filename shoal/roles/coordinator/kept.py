@@ -95,6 +95,11 @@ class Kept:
         """A blob will be booked now, so it does not go with those that no event names."""
         self.coming.discard(name)  # guard: resent-after-a-kill
 
+    def stored(self, chunk: str) -> None:
+        """The trainer's chunk was stored, perhaps in the place of a damaged one."""
+        self.coming.add(chunk)
+        self.public.again(chunk)  # guard: repaired-for-all
+
     def remember(self, version: int) -> None:
         """Remember a published version's manifest, if its blob is here."""
         name = self.state.main.versions[version].manifest
@@ -243,12 +248,13 @@ class Kept:
         if not chunks:
             return None
         name = rng.choice(chunks)
-        with contextlib.suppress(OSError), self._blobs.path_of(name).open("rb") as file:
-            size = file.seek(0, 2)
-            start = rng.randrange(max(1, size - most_bytes + 1))
-            file.seek(start)
-            return name, start, file.read(most_bytes)
-        return None
+        try:
+            data = self._blobs.get(name)  # guard: judged-by-sound-chunks
+        except (NothingYet, StateError) as error:
+            log.warning("no relay is judged by it: %s", error)
+            return None
+        start = rng.randrange(max(1, len(data) - most_bytes + 1))
+        return name, start, data[start : start + most_bytes]
 
     def forget_unbooked(self, blob: str, booked: Iterable[str]) -> None:
         """Delete a manifest or projections that no event names, if `booked` does not have them. Nobody could read them."""

@@ -35,6 +35,11 @@ class PublicBlobs:
             self._names.add(name)
             self._link(name)
 
+    def again(self, name: str) -> None:
+        """A blob was stored again: anyone reads it as it is now. A link would still lead to the bytes before."""
+        if name in self._names:
+            self._link(name)
+
     def hide(self, name: str) -> None:
         """Take a blob back before it is deleted."""
         if name in self._names:

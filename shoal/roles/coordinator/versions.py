@@ -38,7 +38,7 @@ def put_chunk(desk: Desk, name: str, body: bytes, found: str) -> None:
     if len(body) > MAX_CHUNK_BYTES or found != name:  # guard: chunk-name
         raise Refused("malformed", "the bytes do not have the hash in the path, or are longer than MAX_CHUNK_BYTES")
     desk.blobs.put(body, found)
-    desk.kept.coming.add(found)
+    desk.kept.stored(found)
 
 
 async def take_checkpoint(desk: Desk, key: str, signed: bytes, created: int = 0) -> None:
@@ -111,7 +111,7 @@ async def _take_over(desk: Desk, chunk: str) -> bool:
     if len(data) > MAX_CHUNK_BYTES or await asyncio.to_thread(digest, data) != chunk:  # guard: left-chunk-name
         return False
     desk.blobs.adopt(file, chunk, len(data))
-    desk.kept.coming.add(chunk)
+    desk.kept.stored(chunk)
     return True
 
 
