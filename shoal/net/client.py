@@ -9,7 +9,6 @@ import asyncio
 import logging
 import math
 import random
-import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -20,6 +19,7 @@ from typing import TypeVar
 import httpx
 
 from shoal.errors import NothingYet, PeerError, Superseded
+from shoal.net.sided import SHOAL, SidedTransport, server_url
 from shoal.net.trouble import Trouble, troubles
 from shoal.protocol import constants, wire
 from shoal.protocol.identity import Key, RequestLine, content_digest, sign_request
@@ -84,7 +84,7 @@ class Client:
         `transport` replaces the network, in tests. `on_wait` receives one line: what the client waits for, how long it
         has waited, and why. Raises `PeerError` for a bad URL.
         """
-        self.base_url = _checked_url(base_url)
+        self.base_url = server_url(base_url)
         self.transport = transport
         self.run = run
         self.head = ""
@@ -93,15 +93,28 @@ class Client:
         self._clock, self._sleep, self._monotonic, self._on_wait = clock, sleep, monotonic, on_wait
         self._rng = rng or random.Random(secrets.randbits(64))
         self._reached = False
+        self._network = SidedTransport(
+            httpx.URL(self.base_url).host,
+            verify=self.base_url.startswith("https:"),  # plain HTTP needs no certificates, and loading them is slow
+            limits=httpx.Limits(max_connections=24, max_keepalive_connections=24, keepalive_expiry=60.0),
+        )
         self._http = httpx.AsyncClient(
             base_url=self.base_url,
-            transport=transport,
-            verify=self.base_url.startswith("https:"),  # plain HTTP needs no certificates, and loading them is slow
+            transport=transport or self._network,
             trust_env=False,
             follow_redirects=False,
-            limits=httpx.Limits(max_connections=24, max_keepalive_connections=24, keepalive_expiry=60.0),
             headers={"accept-encoding": "identity", "user-agent": f"shoal/{constants.PROTOCOL_VERSION}"},
         )
+
+    @property
+    def may_be_inside(self) -> bool:
+        """Whether the server was inside a network when it first answered, so that what it names may be inside, too."""
+        return self.transport is not None or self._network.inside is True
+
+    @property
+    def address(self) -> str:
+        """The address at which a server outside answered."""
+        return "" if self.may_be_inside else self._network.address
 
     async def __aenter__(self) -> "Client":
         return self
@@ -290,7 +303,7 @@ class Client:
 
     def _judge(self, call: "_Call", response: httpx.Response, body: bytes | None) -> bytes:
         """The body of a good answer. For other answers, raises the matching error."""
-        status, ours = response.status_code, "shoal-protocol" in response.headers
+        status, ours = response.status_code, SHOAL in response.headers
         if status in _PASSING:
             reason = _refusal(body).error if ours else f"HTTP {status}"
             raise Trouble(reason, retry_s=_retry_after(response))
@@ -380,20 +393,3 @@ def _retry_after(response: httpx.Response) -> float:
     """Seconds that the server asks us to wait, within limits."""
     asked = response.headers.get("retry-after", "")
     return min(float(asked), 60.0) if asked.isdecimal() else 0.0
-
-
-_HOST = re.compile(r"[A-Za-z0-9._-]+|[0-9a-fA-F:.]+", re.ASCII)
-"""A name or an address. Anything that would have to be escaped is a typing error."""
-
-
-def _checked_url(base_url: str) -> str:
-    try:
-        url = httpx.URL(base_url)
-    except (httpx.InvalidURL, TypeError) as error:
-        raise PeerError(f"{base_url!r} is not a URL ({error}): write it as http://HOST:PORT or https://HOST") from None
-    usable = _HOST.fullmatch(url.raw_host.decode("ascii")) and 0 < (url.port or 80) < 65536
-    if url.scheme not in ("http", "https") or not usable:
-        raise PeerError(f"{base_url!r} is not a URL of a node: write it as http://HOST:PORT or https://HOST")
-    if url.path not in ("", "/") or url.query or url.fragment or url.userinfo:
-        raise PeerError(f"{base_url!r} has more than the node's address: use only {url.scheme}://{url.netloc.decode()}")
-    return f"{url.scheme}://{url.netloc.decode('ascii')}"

@@ -34,14 +34,21 @@ def checked_url(text: str) -> httpx.URL:
     if url.scheme not in ("http", "https") or not url.host:
         raise PeerError(f"{text!r} is not http(s)://HOST[:PORT][/PATH]")
     if url.userinfo or url.query or url.fragment or "@" in text:  # guard: plain-url
-        raise PeerError(f"{text!r} has a user, a query or a fragment: give http(s)://HOST[:PORT][/PATH]")
-    if port is not None and port not in WEB_PORTS and not FIRST_FREE_PORT <= port < 65536:  # guard: odd-ports
-        raise PeerError(f"port {port} is not of the web and is below {FIRST_FREE_PORT}: use another port")
+        raise PeerError(f"{text!r} has a user, a query or a fragment: write it as {FORM}")
+    demand_port(port)
     return url
 
 
 def port_of(url: httpx.URL) -> int:
     """The port that a URL means."""
+def demand_port(port: int | None) -> None:
+    """Raise `PeerError` for a port of other services than a stranger may have called; None is that of the scheme."""
+    if port is not None and port not in WEB_PORTS and not FIRST_FREE_PORT <= port < 65536:  # guard: odd-ports
+        raise PeerError(
+            f"port {port} may be of another service: use port 80, 443, or one from {FIRST_FREE_PORT} to 65535"
+        )
+
+
     return url.port or (443 if url.scheme == "https" else 80)
 
 

@@ -11,8 +11,6 @@ import contextlib
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-import httpx
-
 from shoal.errors import NothingYet, PeerError
 from shoal.net.client import Client
 from shoal.protocol.types import Manifest
@@ -39,7 +37,7 @@ MOST_RELAYS = 20
 class RelaySource(HttpSource):
     """A relay. It must be told which versions are expected."""
 
-    def __init__(self, relay: RelayEntry, *, beside: str = "") -> None:
+    def __init__(self, relay: RelayEntry, *, beside: bool = False) -> None:
         """`beside` is as of `HttpSource`. Raises `PeerError` for a bad URL."""
         url = relay.url.rstrip("/")
         super().__init__(f"{url}/v1/blobs", name=url, beside=beside, still_filling=True, address=relay.address)
@@ -123,7 +121,7 @@ class Relays:
     async def sources(self, rank_of_few: int = 0) -> list[RelaySource]:
         """The relays as sources; if they are few, with this rank. Nothing depends on them: there may be none."""
         await self.refresh()
-        found, beside = list[RelaySource](), httpx.URL(self._client.base_url).host
+        found, beside = list[RelaySource](), self._client.may_be_inside
         for relay in self._listed[:MOST_RELAYS]:
             if relay.key != self._but:
                 with contextlib.suppress(PeerError):

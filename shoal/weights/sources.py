@@ -14,8 +14,9 @@ from typing import Protocol, runtime_checkable
 import httpx
 
 from shoal.errors import NothingYet, PeerError
-from shoal.net.addresses import addresses_of, is_outside, outside_address
+from shoal.net.addresses import addresses_of, outside_address
 from shoal.net.client import Client
+from shoal.net.outside import demand_port, port_of
 from shoal.net.trouble import Trouble, troubles
 from shoal.protocol import constants
 from shoal.protocol.types import RunInfo
@@ -91,13 +92,13 @@ class HttpSource:
         name: str = "",
         rank: int = 0,
         trusted_address: bool = False,
-        beside: str = "",
+        beside: bool = False,
         still_filling: bool = False,
         address: str = "",
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        """`trusted_address`: the user gave the address, so it may be inside. `beside`: a host's name that the user gave; if
-        it is inside a network, the address may be, too.
+        """`trusted_address`: the user gave the address, so it may be inside. `beside`: a stranger who is inside gave it, so
+        it may be, too.
         `address`: ask this one, and do not look up the name; it is judged alike.
         `still_filling`: a chunk that it lacks may come later, as with a relay. Raises `PeerError` for a bad URL.
         """
@@ -109,6 +110,8 @@ class HttpSource:
         parts = self._url
         if parts.scheme not in ("http", "https") or not parts.host or parts.userinfo or parts.query or parts.fragment:
             raise PeerError(f"{url!r} is not a source's URL: it must be http(s)://HOST/PATH")
+        if not trusted_address:
+            demand_port(parts.port)  # guard: ports-of-sources
         self.name, self.rank = name or url, rank
         self._trusted, self._filling, self._transport = trusted_address, still_filling, transport
         self._beside = beside
@@ -196,9 +199,9 @@ class HttpSource:
         if self._trusted:
             return self._opened().build_request("GET", url, headers=headers)
         if not self._address:
-            port = url.port or (443 if url.scheme == "https" else 80)
             try:
-                self._address = await asyncio.wait_for(self._judged_address(url.host, port), CONNECT_TIMEOUT_S)
+                judged = self._judged_address(self._known or url.host, port_of(url))
+                self._address = await asyncio.wait_for(judged, CONNECT_TIMEOUT_S)
             except TimeoutError:
                 raise Trouble(f"the address of {url.host} was not found in {CONNECT_TIMEOUT_S:.0f} s") from None
             except (OSError, UnicodeError):
@@ -212,14 +215,9 @@ class HttpSource:
 
     async def _judged_address(self, host: str, port: int) -> str:
         """An address of a stranger's host that may be asked. Raises `PeerError`, and OSError."""
-        host = self._known or host
-        try:
-            return await outside_address(host, port)
-        except PeerError:
-            # guard: inside-beside-inside
-            if not self._beside or all(map(is_outside, await addresses_of(self._beside, port))):
-                raise
+        if self._beside:  # guard: inside-beside-inside
             return (await addresses_of(host, port))[0]
+        return await outside_address(host, port)
 
     def _skipped(self, response: httpx.Response, start: int, size: int) -> int:
         """How many bytes of an answer come before `start`. Raises `Trouble` or `PeerError` if it is not the chunk."""
@@ -276,22 +274,25 @@ def sources_of(
     """
     origin = list[Source]()
     with contextlib.suppress(PeerError):  # the coordinator serves chunks, too
-        origin += _origin(info.origin, client.base_url, ORIGIN if spare_origin else 0)
+        origin += _origin(info.origin, client, ORIGIN if spare_origin else 0)
     rank = COORDINATOR if spare_origin or origin else 0
-    url = f"{client.base_url}/v1/blobs"
-    coordinator = HttpSource(url, name=client.base_url, rank=rank, trusted_address=True, transport=client.transport)
+    coordinator = HttpSource(
+        f"{client.base_url}/v1/blobs", name=client.base_url, rank=rank, trusted_address=client.may_be_inside,
+        address=client.address, transport=client.transport,
+    )  # fmt: skip
     return [*others, *origin, coordinator]
 
 
 _PORT = re.compile(r":(\d{1,5})(/[A-Za-z0-9._/-]{0,200})", re.ASCII)
 
 
-def _origin(said: str, base_url: str, rank: int) -> list[Source]:
+def _origin(said: str, client: Client, rank: int) -> list[Source]:
     """The origin that a coordinator named. Raises `PeerError` for a bad URL."""
-    called = httpx.URL(base_url)
+    called = httpx.URL(client.base_url)
     if beside := _PORT.fullmatch(said):
-        if called.scheme != "http" or not 0 < int(beside[1]) < 65536:
+        demand_port(int(beside[1]))  # guard: port-beside-the-coordinator
+        if called.scheme != "http":
             return []  # a proxy is in front, which the origin's port does not have
-        url = called.copy_with(port=int(beside[1]), raw_path=beside[2].encode())
-        return [HttpSource(str(url), rank=rank, trusted_address=True)]
-    return [HttpSource(said, rank=rank, beside=called.host)] if said else []
+        url = str(called.copy_with(port=int(beside[1]), raw_path=beside[2].encode()))
+        return [HttpSource(url, rank=rank, trusted_address=client.may_be_inside, address=client.address)]
+    return [HttpSource(said, rank=rank, beside=client.may_be_inside)] if said else []

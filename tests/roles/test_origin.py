@@ -13,13 +13,15 @@ import pytest
 
 from shoal.errors import PeerError
 from shoal.folder import RunFolder
+from shoal.net import addresses
 from shoal.net.blobs import FolderBlobs
 from shoal.net.client import Client
 from shoal.net.connections import Limits
+from shoal.net.listening import listen
 from shoal.net.shelf import shelf
 from shoal.protocol.types import RunInfo
 from shoal.roles.coordinator.api import application
-from shoal.weights import choose
+from shoal.weights import choose, sources
 from shoal.weights.fetch import fetch
 from shoal.weights.left_out import UNREACHED_S
 from shoal.weights.relays import Relays
@@ -121,6 +123,12 @@ def say_origin(folder: RunFolder, port: int, pid: int | None = None) -> None:
     folder.origin_address.write_text(json.dumps({"port": port, "pid": os.getpid() if pid is None else pid}))
 
 
+def closed_port() -> int:
+    """A port at which nothing listens."""
+    with listen("127.0.0.1", 0) as listener:
+        return listener.getsockname()[1]
+
+
 async def fetched(url: str, town: Town, home: Path) -> tuple[RunInfo, float]:
     """What the host says, and how long a fetch of the last version took."""
     async with Client(url) as client:
@@ -153,7 +161,7 @@ def test_a_client_that_cannot_reach_the_origin_fetches_from_the_coordinator(ende
             say_origin(ended.folder, server.sockets[0].getsockname()[1])
             _, took_s = await fetched(url, ended, tmp_path / "silent")
             assert asked and took_s < 5
-            say_origin(ended.folder, 1)
+            say_origin(ended.folder, closed_port())
             _, took_s = await fetched(url, ended, tmp_path / "closed")
             assert took_s < 3
 
@@ -162,7 +170,7 @@ def test_a_client_that_cannot_reach_the_origin_fetches_from_the_coordinator(ende
 
 def test_an_origin_that_was_not_reached_is_not_waited_for_again(ended, tmp_path):
     """Otherwise each version would cost a node behind a firewall some seconds."""
-    say_origin(ended.folder, 1)
+    say_origin(ended.folder, closed_port())
 
     async def story():
         async with hosted(ended) as (url, _), Client(url) as client:
@@ -207,6 +215,9 @@ def test_behind_a_proxy_only_the_run_file_names_an_origin(ended):
         (":8471/v1/blobs", "http://[::1]:8470", "http://[::1]:8471/v1/blobs"),
         (":8471/v1/blobs", "https://host", None),
         (":99999/v1/blobs", "http://host:8470", None),
+        (":22/v1/blobs", "http://host:8470", None),
+        (":80/v1/blobs", "http://host:8470", "http://host/v1/blobs"),
+        ("http://cdn.example.org:25/run", "http://host:8470", None),
         (":22@evil/x", "http://host:8470", None),
         ("https://cdn.example.org/run", "https://host", "https://cdn.example.org/run"),
         ("https://user:word@cdn.example.org/", "https://host", None),
@@ -226,15 +237,41 @@ def test_what_a_host_may_name_as_origin(ended, said, called, asked):
 def test_a_host_outside_cannot_send_its_guests_inside(ended, inside):
     """A guest of http://93.184.216.34 would call a service of its own network."""
 
-    info = msgspec.structs.replace(_info(ended), origin=f"http://{inside}:9/chunks")
+    info = msgspec.structs.replace(_info(ended), origin=f"http://{inside}:8000/chunks")
 
     async def story(called: str) -> str:
         origin = sources_of(info, Client(called))[0]
-        return await origin._judged_address(inside.strip("[]"), 9)
+        return await origin._judged_address(inside.strip("[]"), 8000)
 
     with pytest.raises(PeerError, match="an address inside a network"):
         asyncio.run(story("http://93.184.216.34:8470"))
     assert asyncio.run(story("http://127.0.0.1:8470")) == inside.strip("[]")
+
+
+@pytest.mark.parametrize("said", ["http://10.0.0.1:8000/chunks", ":8000/v1/blobs"])
+def test_a_name_that_moves_inside_sends_no_guest_there(ended, monkeypatch, said):
+    """The host decides where its name leads, so only the address that answered at first counts."""
+    asked = []
+
+    async def moved(host, port):
+        return [host if host[0].isdigit() else "192.168.1.1"]
+
+    monkeypatch.setattr(addresses, "addresses_of", moved)
+    monkeypatch.setattr(sources, "addresses_of", moved)
+    client = Client("http://host.example.org:8470")
+    client._network.inside = False
+    info = msgspec.structs.replace(_info(ended), origin=said)
+
+    async def story():
+        for source in sources_of(info, client):
+            source._opened().send = asked.append
+            with pytest.raises(PeerError, match="an address inside a network"):
+                async for _ in source.parts("0" * 64, 0, 10):
+                    pass
+            await source.close()
+
+    asyncio.run(story())
+    assert asked == []
 
 
 def _info(town: Town) -> RunInfo:

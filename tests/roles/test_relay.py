@@ -208,7 +208,7 @@ def test_a_client_fetches_a_version_from_a_relay_alone(ended, tmp_path):
         ):
             await has(store, chunks_of(ended, 3))
             manifest = ended.desk.kept.manifests[3]
-            source = RelaySource(RelayEntry(url, "127.0.0.1", "key"), beside="127.0.0.1")
+            source = RelaySource(RelayEntry(url, "127.0.0.1", "key"), beside=True)
             assert (await fetch(manifest, [source], tmp_path / "cache")).is_dir()
 
     asyncio.run(asyncio.wait_for(story(), 30))
@@ -378,7 +378,7 @@ def test_a_plain_web_server_with_the_chunks_is_a_relay_too(ended, tmp_path):
         async with serving(shelf(ended.folder.chunks, time.time), Limits()) as port:
             manifest = ended.desk.kept.manifests[3]
             entry = RelayEntry(f"http://127.0.0.1:{port}", "127.0.0.1", "key")
-            source = RelaySource(entry, beside="127.0.0.1")
+            source = RelaySource(entry, beside=True)
             assert (await fetch(manifest, [source], tmp_path / "cache")).is_dir()
 
     asyncio.run(asyncio.wait_for(story(), 20))
@@ -394,7 +394,7 @@ def test_a_relay_that_says_without_end_what_it_has_is_left(ended):
         async with serving(endless, Limits()) as port:
             entry = RelayEntry(f"http://127.0.0.1:{port}", "127.0.0.1", "key")
             manifest = ended.desk.kept.manifests[3]
-            source = RelaySource(entry, beside="127.0.0.1")
+            source = RelaySource(entry, beside=True)
             source.expect(expected([manifest]))
             with pytest.raises(Passing, match="answered more than 1 bytes"):
                 await source.holds()
@@ -412,6 +412,7 @@ def test_few_relays_spare_each_other_and_many_do_not(ended, tmp_path, count):
         base_url: str = "http://127.0.0.1:1"
 
         async def get_json(self, path, kind, deadline_s):
+        may_be_inside: bool = True
             entries = [RelayEntry(f"http://127.0.0.1:{9000 + i}", "127.0.0.1", str(i)) for i in range(count)]
             return [*entries, RelayEntry("http://127.0.0.1:8999", "127.0.0.1", "own")]
 

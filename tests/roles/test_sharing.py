@@ -88,7 +88,7 @@ def test_a_client_fetches_from_a_worker_that_shares(origin, tmp_path):
         await fetch(manifest, [origin], tmp_path / "cache", shared=shared)
         async with serving(application(shared, Key.generate(), "run", time.time), Limits()) as port:
             entry = RelayEntry(f"http://127.0.0.1:{port}", "127.0.0.1", "key")
-            source = RelaySource(entry, beside="127.0.0.1")
+            source = RelaySource(entry, beside=True)
             assert (await fetch(manifest, [source], tmp_path / "other")).is_dir()
 
     asyncio.run(asyncio.wait_for(story(), 20))

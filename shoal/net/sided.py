@@ -1,0 +1,97 @@
+"""Connections to one server that stay on its side: outside, if it was outside when it first answered.
+
+Called by `client`. A host decides where its name leads. It could let the name lead to itself while a volunteer joins, and
+into the volunteer's own network afterwards. So the side is decided once, by the address that answered, and later
+connections go only to addresses that were judged. It reads nothing of an answer but whether it is a shoal node's.
+"""
+
+import contextlib
+import ipaddress
+import re
+
+import httpx
+
+from shoal.errors import PeerError
+from shoal.net import addresses
+from shoal.net.trouble import Trouble
+
+SHOAL = "shoal-protocol"
+"""The header that every answer of a shoal node has."""
+
+
+class SidedTransport(httpx.AsyncBaseTransport):
+    """The network, for one server."""
+
+    def __init__(self, host: str, *, verify: bool, limits: httpx.Limits) -> None:
+        self._inner = httpx.AsyncHTTPTransport(verify=verify, limits=limits, trust_env=False)
+        self.inside: bool | None = None
+        """Whether the server is inside a network; None: it has not answered yet."""
+        self.address = ""
+        """Where it answered last."""
+        self._failed = False
+        with contextlib.suppress(ValueError):
+            self.inside = not addresses.is_outside(str(ipaddress.ip_address(host)))
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        """Send a request: to an address outside, if the server is outside."""
+        if self.inside is False:  # guard: outside-stays-outside
+            await self._aim(request)
+        try:
+            response = await self._inner.handle_async_request(request)
+        except httpx.TransportError:
+            self._failed = True
+            raise
+        if self.inside is None and SHOAL in response.headers:
+            self.address = _peer_of(response)
+            self.inside = not addresses.is_outside(self.address)
+        return response
+
+    async def aclose(self) -> None:
+        """Close all connections."""
+        await self._inner.aclose()
+
+    async def _aim(self, request: httpx.Request) -> None:
+        host, port = request.url.host, request.url.port or (443 if request.url.scheme == "https" else 80)
+        if not self.address or self._failed:
+            self.address, self._failed = await self._next_address(host, port), False
+        request.extensions = {**request.extensions, "sni_hostname": host}
+        request.url = request.url.copy_with(host=self.address)
+
+    async def _next_address(self, host: str, port: int) -> str:
+        """An address of the name: the one after that which failed. Raises `Trouble`, and `httpx.ConnectError`."""
+        try:
+            found = await addresses.addresses_of(host, port)
+        except (OSError, UnicodeError) as error:
+            raise httpx.ConnectError(str(error)) from error
+        outside = [address for address in found if addresses.is_outside(address)]
+        if not outside:
+            raise Trouble(
+                f"{host} was outside when it first answered and is {', '.join(found)[:80]} now, inside a network: it is "
+                "not called there. If you moved into the host's network, start again"
+            )
+        return outside[(outside.index(self.address) + 1) % len(outside) if self.address in outside else 0]
+
+
+def _peer_of(response: httpx.Response) -> str:
+    """The address of the server that sent an answer."""
+    stream = response.extensions.get("network_stream")
+    address = stream.get_extra_info("server_addr") if stream is not None else None
+    return str(address[0]) if address else ""
+
+
+_HOST = re.compile(r"[A-Za-z0-9._-]+|[0-9a-fA-F:.]+", re.ASCII)
+"""A name or an address. Anything that would have to be escaped is a typing error."""
+
+
+def server_url(base_url: str) -> str:
+    """The URL of a server that a user typed, in one form. Raises `PeerError`."""
+    try:
+        url = httpx.URL(base_url)
+    except (httpx.InvalidURL, TypeError) as error:
+        raise PeerError(f"{base_url!r} is not a URL ({error}): write it as http://HOST:PORT or https://HOST") from None
+    usable = _HOST.fullmatch(url.raw_host.decode("ascii")) and 0 < (url.port or 80) < 65536
+    if url.scheme not in ("http", "https") or not usable:
+        raise PeerError(f"{base_url!r} is not a URL of a node: write it as http://HOST:PORT or https://HOST")
+    if url.path not in ("", "/") or url.query or url.fragment or url.userinfo:
+        raise PeerError(f"{base_url!r} has more than the node's address: use only {url.scheme}://{url.netloc.decode()}")
+    return f"{url.scheme}://{url.netloc.decode('ascii')}"
