@@ -19,15 +19,16 @@ from shoal.net.shelf import shelf
 from shoal.protocol import wire
 from shoal.protocol.identity import Key
 from shoal.protocol.relays import is_proof
-from shoal.protocol.types import RelayEntry, RunInfo
+from shoal.protocol.types import FileEntry, Manifest, RelayEntry, RunInfo, SignedManifest
 from shoal.protocol.wire import to_json
 from shoal.roles.coordinator.api import application as coordinator
 from shoal.roles.offering import application
 from shoal.roles.relay import fill, role
+from shoal.roles.relay import store as store_module
 from shoal.roles.relay.fill import Filler
-from shoal.roles.relay.store import IN_HAND_BYTES, ChunkStore
+from shoal.roles.relay.store import BLOCK_BYTES, IN_HAND_BYTES, ChunkStore
 from shoal.weights.fetch import fetch
-from shoal.weights.manifest import content_of, sign_manifest
+from shoal.weights.manifest import content_of, open_manifest, sign_manifest
 from shoal.weights.pieces import sized_chunks as chunks_in
 from shoal.weights.relays import Relays, RelaySource, expected, holdings_of
 from shoal.weights.sources import Passing
@@ -101,7 +102,6 @@ def test_the_disk_is_bounded_and_what_is_needed_stays(ended, tmp_path):
     one = sum(f.size for f in ended.desk.kept.manifests[3].files)
     store = ChunkStore(tmp_path, IN_HAND_BYTES + int(1.5 * one), 0)
     for version in (0, 1, 2, 3):
-        store.keep(signed_of(ended, version), ended.desk.kept.manifests[version])
         missing = store.missing(fresh(ended, version))
         assert {piece.digest for piece in missing} <= chunks_of(ended, version)
         assert store.held_bytes + sum(piece.size for piece in missing) <= 1.5 * one
@@ -112,12 +112,12 @@ def test_the_disk_is_bounded_and_what_is_needed_stays(ended, tmp_path):
 def test_a_relay_with_little_disk_holds_another_part_than_its_neighbour(tmp_path):
     origin = Chunks()
     manifest = published(make_checkpoint(tmp_path / "checkpoint"), origin)
-    half = sum(map(len, origin.held.values())) // 2
+    half = len(chunks_in(manifest)) // 2
     held = []
     for seed in (1, 2, 3):
-        store = ChunkStore(tmp_path / str(seed), IN_HAND_BYTES + half, seed)
+        store = ChunkStore(tmp_path / str(seed), IN_HAND_BYTES + (half + 1) * BLOCK_BYTES, seed)
         pieces = store.missing([(b"manifest", manifest)])
-        assert 0.7 * half < sum(piece.size for piece in pieces) <= half
+        assert len(pieces) == half
         held.append(frozenset(piece.digest for piece in pieces))
         assert {piece.digest for piece in store.missing([(b"manifest", manifest)])} == held[-1]
     assert len(set(held)) == 3
@@ -152,7 +152,8 @@ def test_an_answer_under_way_outlives_its_chunk(tmp_path, monkeypatch):
 def test_the_calls_of_a_relay(ended, tmp_path):
     store, key = ChunkStore(tmp_path, ROOM, 0), Key.generate()
     manifest = ended.desk.kept.manifests[3]
-    store.keep(signed_of(ended, 3), manifest)
+    store.keep(manifest)
+    store.missing(fresh(ended, 3))
     held = sorted(chunks_of(ended, 3))[:1]
     give(store, ended, held)
 
@@ -228,7 +229,7 @@ def test_a_newcomer_gets_an_anchor_and_the_patches_after_it_from_a_relay_alone(t
     async def story():
         async with serving(application(store, Key.generate(), "run", time.time), Limits()) as port:
             entry = RelayEntry(f"http://127.0.0.1:{port}", "127.0.0.1", "key")
-            source = RelaySource(entry, beside="127.0.0.1")
+            source = RelaySource(entry, beside=True)
             really = source.small
             source.small = lambda path, cap: asked.append(path) or really(path, cap)
             directory = await fetch(line.manifests[5], [source], cache, manifest_of=line.manifest_of)
@@ -410,9 +411,9 @@ def test_few_relays_spare_each_other_and_many_do_not(ended, tmp_path, count):
     @dataclasses.dataclass
     class Host:
         base_url: str = "http://127.0.0.1:1"
+        may_be_inside: bool = True
 
         async def get_json(self, path, kind, deadline_s):
-        may_be_inside: bool = True
             entries = [RelayEntry(f"http://127.0.0.1:{9000 + i}", "127.0.0.1", str(i)) for i in range(count)]
             return [*entries, RelayEntry("http://127.0.0.1:8999", "127.0.0.1", "own")]
 
@@ -449,3 +450,79 @@ def test_a_relay_follows_no_other_run_and_no_version_without_end(ended, tmp_path
                 await says(msgspec.structs.replace(run, run="ab" * 16))
 
     asyncio.run(asyncio.wait_for(story(), 30))
+
+
+# --- a host that would fill the disk ---
+
+
+def taken(folder: Path) -> int:
+    """Bytes of the disk that a folder's files take."""
+    return sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
+
+
+def tiny_chunks(town: Town, version: int, count: int, expires: float) -> bytes:
+    """A signed manifest of a version whose chunks have one byte each."""
+    names = tuple(wire.digest(f"{version} {i}".encode()) for i in range(count))
+    file = FileEntry("model.safetensors", count, "0" * 64, names)
+    run = town.desk.state.run
+    manifest = Manifest(run, "policy", version, (), "float32", "a" * 64, (file,), 1, expires - 60.0, expires)
+    body, key = wire.to_json(manifest), load_or_make_key(town.folder.keys / "trainer.key")
+    return wire.to_json(SignedManifest(body=body, key=key.public, signature=key.sign("manifest", body)))
+
+
+def test_chunks_of_one_byte_do_not_fill_the_disk(ended, tmp_path):
+    room = 4 << 20
+    store = ChunkStore(tmp_path, IN_HAND_BYTES + room, 0)
+    signed = tiny_chunks(ended, 0, 3000, time.time() + 60)
+    manifest = open_manifest(signed, run=ended.desk.state.run, keys=(ended.desk.state.trainer_key,), now=None)
+    pieces = store.missing([(signed, manifest)])
+    assert 900 < len(pieces) <= room // BLOCK_BYTES
+    for piece in pieces:
+        (store.parts / piece.digest).write_bytes(b"x")
+        store.take(piece.digest, store.parts / piece.digest)
+    assert taken(tmp_path) <= room and store.missing([(signed, manifest)]) == []
+
+
+def test_manifests_without_end_do_not_fill_the_disk_or_the_memory(ended, tmp_path, monkeypatch):
+    """A host whose manifests are large, expire at once, and are of ever other versions. Each here is 200 kB."""
+    room, now = 2 << 20, time.time()
+    monkeypatch.setattr(fill, "MANIFESTS_BYTES", 3 << 20)
+    monkeypatch.setattr(store_module, "MOST_NAMES", 50_000)
+    store = ChunkStore(tmp_path, IN_HAND_BYTES + room, 0)
+    version, asked = 200, []
+
+    @dataclasses.dataclass
+    class Host:
+        base_url: str = "http://127.0.0.1:1"
+
+        async def get_json(self, path, kind):
+            rules = msgspec.structs.replace(info.rules, max_staleness=10**9)
+            return msgspec.structs.replace(info, version=version, rules=rules)
+
+        async def get(self, path, cap):
+            asked.append(path)
+            return tiny_chunks(ended, int(path.rpartition("/")[2]), 2200, now + 1)
+
+    async def story():
+        nonlocal info, version, now
+        async with ended.client(ended.folder.keys / "anyone.key") as client:
+            info = await client.get_json("/v1/run", RunInfo)
+        filler = Filler(Host(), info, store, None, lambda: now)
+        for _ in range(4):
+            await filler._look()
+            assert sum(len(kept.signed) for kept in filler._manifests.values()) <= 3 << 20
+            assert max(filler._manifests) == version
+            pairs = [kept[:2] for _, kept in sorted(filler._manifests.items(), reverse=True)]
+            store.missing(pairs)
+            assert taken(tmp_path) <= room and wire.digest(pairs[0][0]) in store.held
+            now += 2
+            before = taken(tmp_path), len(asked)
+            await (
+                filler._look()
+            )  # while chunks are fetched: what expired is not read again at once, and nothing is written
+            assert taken(tmp_path) == before[0] and len(asked) <= before[1] + 1
+            version -= 40
+
+    info = None
+    asyncio.run(story())
+    assert sum(map(len, store._chunks.values())) <= 50_000

@@ -113,7 +113,7 @@ def test_a_node_shares_the_patches_by_which_it_got_its_versions(tmp_path):
         async with serving(application(shared, Key.generate(), "run", time.time), Limits()) as port:
             entry = RelayEntry(f"http://127.0.0.1:{port}", "127.0.0.1", "key")
             for last in (2, 5):  # a newcomer has version 0, and takes all patches from the node that shares
-                source = RelaySource(entry, beside="127.0.0.1")
+                source = RelaySource(entry, beside=True)
                 await fetch(line.manifests[0], [line.chunks], tmp_path / f"other-{last}")
                 line.chunks.asked.clear()
                 directory = await fetch(

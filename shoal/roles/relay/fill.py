@@ -9,6 +9,7 @@ import logging
 import random
 import secrets
 from collections.abc import Callable
+from typing import NamedTuple
 
 from shoal.errors import NothingYet, PeerError, ShoalError, cause_of
 from shoal.net.client import Client
@@ -33,8 +34,22 @@ LIST_EVERY_S = 10.0
 MOST_FRESH = 64
 """Versions that workers may sample with; a host that names more is served no further back."""
 
+MANIFESTS_BYTES = 64 << 20
+"""Of all manifests together; in memory they take some three times as much. Older versions are not served beyond it."""
+
+READ_AGAIN_S = 60.0
+"""A manifest that has expired is not asked for again sooner."""
+
 REST_S = 10.0
 """After a fetch that failed."""
+
+
+class _Known(NamedTuple):
+    """A version's manifest."""
+
+    signed: bytes
+    manifest: Manifest
+    read_at: float
 
 
 class Filler:
@@ -44,7 +59,9 @@ class Filler:
         self, client: Client, info: RunInfo, store: ChunkStore, relays: Relays, clock: Callable[[], float]
     ) -> None:
         self._client, self._info, self._store, self._relays, self._clock = client, info, store, relays, clock
-        self._manifests: dict[int, tuple[bytes, Manifest]] = {}
+        self._manifests: dict[int, _Known] = {}
+        self._read: list[Manifest] = []
+        """What was read, newest first, and is not known to the store yet."""
 
     async def run(self) -> None:
         """Fill until cancelled. What goes wrong is told, and tried again."""
@@ -77,35 +94,41 @@ class Filler:
         self._info = info
         before = set(self._manifests)
         # guard: few-versions-of-a-host
-        first = oldest = max(0, info.version - min(info.rules.max_staleness, MOST_FRESH))
-        for version in range(oldest, info.version + 1):
-            known = self._manifests.get(version)
-            if known is None or known[1].expires <= self._clock():
-                await self._read_manifest(version, self._clock())
-        while oldest > max(0, first - MAX_PATCH_CHAIN) and self._is_patch(oldest):
-            oldest -= 1  # its patches begin at an earlier version
-            if oldest not in self._manifests:
-                await self._read_manifest(oldest, None)
-        self._manifests = {version: kept for version, kept in self._manifests.items() if version >= oldest}
+        first = max(0, info.version - min(info.rules.max_staleness, MOST_FRESH))
+        version, left_bytes = info.version, MANIFESTS_BYTES
+        oldest = version + 1
+        # newest first; the patches of the oldest fresh one begin at an earlier version
+        while version >= max(0, first - MAX_PATCH_CHAIN) and (version >= first or self._is_patch(version + 1)):
+            await self._read_manifest(version, self._clock() if version >= first else None)
+            left_bytes -= len(self._manifests[version].signed) if version in self._manifests else 0
+            if left_bytes < 0:  # guard: few-bytes-of-manifests
+                break
+            oldest, version = version, version - 1
+        self._manifests = {v: kept for v, kept in self._manifests.items() if oldest <= v <= info.version}
+        while self._read:
+            self._store.keep(self._read.pop())
         return not set(self._manifests) <= before
 
     def _is_patch(self, version: int) -> bool:
-        return version in self._manifests and not is_whole(self._manifests[version][1])
+        return version in self._manifests and not is_whole(self._manifests[version].manifest)
 
     async def _read_manifest(self, version: int, now: float | None) -> None:
-        """Keep a version's manifest, if the coordinator has it. `now` is as of `open_manifest`."""
+        """Keep a version's manifest, if the coordinator has it, unless it is here. `now` is as of `open_manifest`."""
+        known = self._manifests.get(version)
+        if known is not None and (now is None or known.manifest.expires > now or now - known.read_at < READ_AGAIN_S):
+            return
         try:
             signed = await self._client.get(f"/v1/manifests/{version}", cap=MAX_MANIFEST_BYTES)
         except NothingYet:
             return
         manifest = open_manifest(signed, run=self._info.run, keys=self._info.all_publishers, now=now, version=version)
-        self._store.keep(signed, manifest)
-        self._manifests[version] = (signed, manifest)
+        self._read.append(manifest)
+        self._manifests[version] = _Known(signed, manifest, self._clock())
 
     async def _fill(self) -> bool:
         """Fetch what is missing of the fresh versions. Begin anew when another is published, as the newest comes first, and
         when there are more relays. Returns whether nothing is missing."""
-        newest_first = [self._manifests[version] for version in sorted(self._manifests, reverse=True)]
+        newest_first = [self._manifests[version][:2] for version in sorted(self._manifests, reverse=True)]
         missing = await asyncio.to_thread(self._store.missing, newest_first)
         if not missing:
             return True
@@ -143,7 +166,7 @@ class Filler:
                 log.warning("%s", error)
 
     def _is_whole(self, version: int) -> bool:
-        return chunks_of(self._manifests[version][1]) <= self._store.held.keys()
+        return chunks_of(self._manifests[version].manifest) <= self._store.held.keys()
 
     def _held_mb(self) -> float:
         return self._store.held_bytes / 1e6

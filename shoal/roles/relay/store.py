@@ -22,10 +22,16 @@ from shoal.weights.pieces import StoredPiece, sized_chunks, take_up_parts
 from shoal.weights.relays import holdings_of
 
 IN_HAND_BYTES = 32 << 20
-"""Of the disk, so much is left for chunks that are not whole yet and for manifests."""
+"""Of the disk, so much is left for chunks that are not whole yet."""
 
-KEPT_MANIFESTS = 64
-"""Manifests of which clients may ask what is here."""
+BLOCK_BYTES = 4096
+"""A file takes whole blocks of the disk, however small it is."""
+
+MOST_HELD = 1 << 19
+"""Chunks, each of which also takes some 250 bytes of memory. So each counts as at least such a part of the disk."""
+
+KEPT_MANIFESTS, MOST_NAMES = 64, 1 << 20
+"""Manifests of which clients may ask what is here, and the chunks that these name together."""
 
 
 class ChunkStore:
@@ -35,6 +41,7 @@ class ChunkStore:
         """`seed` decides which chunks are kept if not all fit: another part for each relay. Raises OSError."""
         self.folder, self.parts = folder / "chunks", folder / "parts"
         self._max_bytes, self._seed = max(0, max_bytes - IN_HAND_BYTES), seed
+        self._least_bytes = max(BLOCK_BYTES, self._max_bytes // MOST_HELD)
         self.held: dict[str, int] = {}
         """Sizes of the chunks that were verified since the start."""
         self._chunks: dict[str, list[str]] = {}
@@ -73,35 +80,37 @@ class ChunkStore:
 
     # --- for the filler ---
 
-    def keep(self, signed: bytes, manifest: Manifest) -> None:
-        """Keep a verified manifest as it was signed, and answer what is here of its version. Raises OSError."""
+    def keep(self, manifest: Manifest) -> None:
+        """Answer what is here of a version from now on."""
         content = content_of(manifest)
         self._chunks.pop(content, None)
         self._chunks[content] = list(sized_chunks(manifest))
-        if len(self._chunks) > KEPT_MANIFESTS:
+        # guard: few-names-of-a-host
+        while len(self._chunks) > KEPT_MANIFESTS or sum(map(len, self._chunks.values())) > MOST_NAMES:
             del self._chunks[next(iter(self._chunks))]
-        name = wire.digest(signed)
-        if name not in self.held:
-            write_atomically(path_of(self.folder, name), signed)
-            self.held[name] = len(signed)
 
     def missing(self, fresh: Iterable[tuple[bytes, Manifest]]) -> list[StoredPiece]:
         """The chunks to fetch next: of these versions, the most important first, what fits on the disk and is not here.
+        Stores the manifests, as they were signed, that fit.
 
         Deletes chunks of other versions if their room is needed. An answer that sends such a chunk ends well, because its
         file is open. Raises OSError.
         """
-        wanted, room = dict[str, int](), min(self._max_bytes, self.held_bytes + self._free_bytes())
+        wanted, room = dict[str, int](), min(self._max_bytes, self._used_bytes() + self._free_bytes())
+        manifests = dict[str, bytes]()
         for signed, manifest in fresh:
-            wanted[wire.digest(signed)] = len(signed)
+            manifests[wire.digest(signed)] = signed
             chunks = list(sized_chunks(manifest).items())
             random.Random(self._seed).shuffle(chunks)
-            for name, size in chunks:
-                if name not in wanted and size <= room:
+            for name, size in [(wire.digest(signed), len(signed)), *chunks]:
+                if name not in wanted and self._cost(size) <= room:
                     wanted[name] = size
-                    room -= size
+                    room -= self._cost(size)
         lacking = {name: size for name, size in wanted.items() if name not in self.held}
-        self._make_room(sum(lacking.values()), wanted)
+        self._make_room(sum(map(self._cost, lacking.values())), wanted)
+        for name in [name for name in manifests if name in lacking]:
+            write_atomically(path_of(self.folder, name), manifests[name])
+            self.held[name] = lacking.pop(name)
         pieces = [StoredPiece(name, size, store=self.take) for name, size in lacking.items()]
         take_up_parts(self.parts, list(pieces))
         return pieces
@@ -116,13 +125,20 @@ class ChunkStore:
 
     def _make_room(self, need_bytes: int, wanted: Iterable[str]) -> None:
         """Delete chunks that are not wanted, those that came first first."""
-        over_bytes = self.held_bytes + need_bytes - self._max_bytes
+        over_bytes = self._used_bytes() + need_bytes - self._max_bytes
         over_bytes = max(over_bytes, need_bytes - self._free_bytes())
         for name in [name for name in list(self.held) if name not in wanted]:  # guard: bounded-disk
             if over_bytes <= 0:
                 return
-            over_bytes -= self.held.pop(name, 0)
+            over_bytes -= self._cost(self.held.pop(name, 0))
             path_of(self.folder, name).unlink(missing_ok=True)
+
+    def _cost(self, size: int) -> int:
+        """What a chunk counts for: a host could publish millions of chunks of one byte."""
+        return max(self._least_bytes, -(-size // BLOCK_BYTES) * BLOCK_BYTES)  # guard: small-chunks-count
+
+    def _used_bytes(self) -> int:
+        return sum(map(self._cost, list(self.held.values())))
 
     def _free_bytes(self) -> int:
         return max(0, shutil.disk_usage(self.parts).free - IN_HAND_BYTES)
