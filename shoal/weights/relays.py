@@ -93,13 +93,15 @@ class Relays:
         self._left_out = LeftOut(clock)
 
     async def refresh(self, every_s: float = LIST_EVERY_S) -> bool:
-        """Ask for the list if the last one is so old. Returns whether it names relays that the last one did not."""
+        """Ask for the list if the last one is so old. Returns whether it names relays that the last one did not, and had
+        room for: of many, each list names others."""
         if self._clock() < self._ask_at - LIST_EVERY_S + every_s:
             return False
         self._ask_at, before = self._clock() + LIST_EVERY_S, {relay.url for relay in self._listed}
         with contextlib.suppress(PeerError):
             self._listed = await self._client.get_json("/v1/relays", list[RelayEntry], deadline_s=LIST_S)
-        return not {relay.url for relay in self._listed if relay.key != self._but} <= before
+        new = {relay.url for relay in self._listed if relay.key != self._but} - before
+        return bool(new) and len(before) < MOST_RELAYS  # guard: others-of-many-are-no-news
 
     def usable(self, sources: Sequence[Source]) -> list[Source]:
         """Sources without those that lied or were not reached lately, but always with the last one."""

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 import os
+import random
 import time
 from pathlib import Path
 
@@ -526,3 +527,58 @@ def test_manifests_without_end_do_not_fill_the_disk_or_the_memory(ended, tmp_pat
     info = None
     asyncio.run(story())
     assert sum(map(len, store._chunks.values())) <= 50_000
+
+
+# --- many relays ---
+
+
+@pytest.mark.parametrize(("count", "again"), [(3, True), (40, False)])
+def test_that_a_list_of_many_names_others_is_no_news(count, again):
+    """The coordinator tells 20 at random. If each list began a relay's transfer anew, it would never end."""
+    names = [f"http://127.0.0.1:{9000 + i}" for i in range(count)]
+    rng, now = random.Random(0), 0.0
+
+    @dataclasses.dataclass
+    class Host:
+        async def get_json(self, path, kind, deadline_s):
+            return [RelayEntry(name, "127.0.0.1", name) for name in rng.sample(names, min(20, len(names)))]
+
+    async def story():
+        nonlocal now
+        relays = Relays(Host(), clock=lambda: now)
+        assert await relays.refresh(10.0)
+        names.append("http://127.0.0.1:8999")  # an honest relay that has come since
+        told = []
+        for _ in range(30):
+            now += 10.0
+            told.append(await relays.refresh(10.0))
+        return told
+
+    told = asyncio.run(story())
+    assert told == [again] + [False] * 29
+
+
+def test_relays_that_come_and_go_begin_a_transfer_anew_less_and_less(ended, tmp_path, monkeypatch):
+    monkeypatch.setattr(fill, "LOOK_EVERY_S", 0.0)
+    asked, is_new = [], False
+
+    @dataclasses.dataclass
+    class Listed:
+        async def refresh(self, every_s):
+            asked.append(every_s)
+            return True
+
+    filler = Filler(None, None, ChunkStore(tmp_path, ROOM, 0), Listed(), time.time)
+
+    async def look():
+        return is_new
+
+    filler._look = look
+    for _ in range(8):
+        asyncio.run(filler._until_new())
+    assert asked == [10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 600.0, 600.0]
+    is_new = True
+    asyncio.run(filler._until_new())
+    is_new = False
+    asyncio.run(filler._until_new())
+    assert asked[-1] == 10.0

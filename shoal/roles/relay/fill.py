@@ -28,8 +28,9 @@ log = logging.getLogger("relay")
 LOOK_EVERY_S = 2.0
 """Time between two looks at the run."""
 
-LIST_EVERY_S = 10.0
-"""Time between two questions for other relays while chunks are missing."""
+LIST_EVERY_S, LIST_AT_LEAST_EVERY_S = 10.0, 600.0
+"""Time between two questions for other relays while chunks are missing. It doubles with each that began the transfer anew,
+until the next version: relays may come and go without end."""
 
 MOST_FRESH = 64
 """Versions that workers may sample with; a host that names more is served no further back."""
@@ -62,6 +63,7 @@ class Filler:
         self._manifests: dict[int, _Known] = {}
         self._read: list[Manifest] = []
         """What was read, newest first, and is not known to the store yet."""
+        self._list_every_s = LIST_EVERY_S
 
     async def run(self) -> None:
         """Fill until cancelled. What goes wrong is told, and tried again."""
@@ -160,7 +162,11 @@ class Filler:
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
             try:
-                if await self._look() or await self._relays.refresh(LIST_EVERY_S):
+                if await self._look():
+                    self._list_every_s = LIST_EVERY_S
+                    return
+                if await self._relays.refresh(self._list_every_s):
+                    self._list_every_s = min(2 * self._list_every_s, LIST_AT_LEAST_EVERY_S)  # guard: begins-anew-seldom
                     return
             except ShoalError as error:
                 log.warning("%s", error)
