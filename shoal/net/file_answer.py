@@ -50,16 +50,33 @@ class _Open:
         return min(MOST_PART_BYTES, max(FIRST_PART_BYTES, ANSWERS_BYTES // max(1, cls.count)))
 
 
+class _Opened:
+    """An open file, which is closed when it is needed no more, also if its answer is never sent."""
+
+    def __init__(self, path: Path) -> None:
+        self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def close(self) -> None:
+        number, self.number = self.number, -1
+        if number >= 0:
+            os.close(number)
+
+    def __del__(self) -> None:
+        if hasattr(self, "number"):
+            self.close()
+
+
 class FileAnswer(Response):
     """Some bytes of a file, whole or by Range. The client verifies them.
 
-    Several ranges in one request get the whole file, as HTTP allows.
+    The file is open from the beginning, so the answer ends well if the file is renamed or deleted meanwhile. Several ranges
+    in one request get the whole file, as HTTP allows.
     """
 
     def __init__(self, path: Path, name: str, *, offset: int = 0, size: int | None = None, public: bool = True) -> None:
         """The `size` bytes from `offset` on, or the rest of the file. `name` is their hash. Raises OSError."""
-        self._path, self._offset = path, offset
-        rest = path.stat().st_size - offset
+        self._path, self._offset, self._file = path, offset, _Opened(path)
+        rest = os.fstat(self._file.number).st_size - offset
         self._size = rest if size is None else size
         self.status_code, self.background = 200, None
         self._etag = f'"{name}"'
@@ -69,6 +86,12 @@ class FileAnswer(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a GET or a HEAD."""
+        try:
+            await self._answer(scope, send)
+        finally:
+            self._file.close()
+
+    async def _answer(self, scope: Scope, send: Send) -> None:
         asked = Headers(scope=scope)
         if _names(asked.get("if-none-match", ""), self._etag):
             await self._start(send, 304, {})
@@ -95,31 +118,15 @@ class FileAnswer(Response):
 
     async def _send(self, send: Send, at: int, left: int) -> None:
         """The last part is marked as such: the next request may come as soon as the client has it."""
-        size, file = FIRST_PART_BYTES, -1
+        size = FIRST_PART_BYTES
         with _Open.one():
-            try:
-                while left:
-                    size = min(size, _Open.largest_part(), left)
-                    file, part = await asyncio.to_thread(_read, self._path, file, at, size)
-                    if len(part) != size:
-                        raise OSError(f"{self._path} is shorter than it was")  # the connection closes
-                    at, left, size = at + size, left - size, 2 * size
-                    await send({"type": "http.response.body", "body": part, "more_body": left > 0})
-            finally:
-                if file >= 0:
-                    os.close(file)
-
-
-def _read(path: Path, file: int, at: int, size: int) -> tuple[int, bytes]:
-    """The open file, and bytes of it; opens it first if it is not open."""
-    if file >= 0:
-        return file, os.pread(file, size, at)
-    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        return file, os.pread(file, size, at)
-    except OSError:
-        os.close(file)
-        raise
+            while left:
+                size = min(size, _Open.largest_part(), left)
+                part = await asyncio.to_thread(os.pread, self._file.number, size, at)  # guard: opened-once
+                if len(part) != size:
+                    raise OSError(f"{self._path} is shorter than it was")  # the connection closes
+                at, left, size = at + size, left - size, 2 * size
+                await send({"type": "http.response.body", "body": part, "more_body": left > 0})
 
 
 def _span(first: str, last: str, size: int) -> tuple[int, int]:

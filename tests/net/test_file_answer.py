@@ -1,12 +1,14 @@
 """A file as an answer: ranges, conditions and headers as caches expect them, and little memory for slow clients."""
 
 import asyncio
+import os
+from pathlib import Path
 
 import httpx
 import pytest
 
 from shoal.net import file_answer
-from shoal.net.blobs import FolderBlobs
+from shoal.net.blobs import FolderBlobs, serve_blob
 from shoal.net.connections import Limits
 from shoal.net.shelf import shelf
 from tests.net.wires import run, serving
@@ -105,3 +107,32 @@ def test_every_size_comes_whole_and_the_connection_goes_on(tmp_path, size):
         assert file_answer._Open.count == 0
 
     run(story())
+
+
+@pytest.mark.parametrize("change", [Path.unlink, lambda path: path.rename(path.with_name("elsewhere"))])
+def test_a_file_that_is_renamed_or_deleted_before_its_first_byte_is_sent_comes_whole(tmp_path, name, change):
+    """As when a node that shares has fetched a version, or deletes one to make room."""
+    answer, sent = serve_blob(tmp_path, name), []
+
+    async def send(message):
+        sent.append(message)
+
+    change(tmp_path / name[:2] / name)
+    asyncio.run(answer({"type": "http", "method": "GET", "headers": []}, None, send))
+    assert b"".join(message.get("body", b"") for message in sent) == DATA
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="only Linux lists open files there")
+def test_no_file_stays_open_after_an_answer_or_without_one(app, tmp_path, name):
+    def num_open():
+        return len(os.listdir("/proc/self/fd"))
+
+    ask(app, name)
+    before = num_open()
+    for _ in range(20):
+        serve_blob(tmp_path, name)
+        ask(app, name)
+        ask(app, name, "HEAD")
+        ask(app, name, if_none_match=f'"{name}"')
+        ask(app, name, range=f"bytes={SIZE}-")
+    assert num_open() <= before
