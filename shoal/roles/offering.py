@@ -1,15 +1,19 @@
 """How a node serves chunks to others: the calls of a relay, and the offer to the coordinator that makes clients ask it.
 
 Called by the relay role, and by nodes that share what they have. It knows no chunk: what is served comes from a `Shelf`.
+Serving and offering go on whatever happens to them: what ends is told, and starts again.
 """
 
 import asyncio
+import contextlib
 import logging
 import re
-from collections.abc import Callable
+import socket
+from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Protocol
 
+import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
@@ -17,7 +21,9 @@ from starlette.routing import Route
 
 from shoal.errors import NothingYet, PeerError
 from shoal.net.client import Client
+from shoal.net.connections import Limits, http_server
 from shoal.net.file_answer import FileAnswer
+from shoal.net.listening import listen
 from shoal.net.server import Gate, answer
 from shoal.net.shelf import shelf
 from shoal.protocol.identity import Key
@@ -30,6 +36,12 @@ NONCE = re.compile(r"[A-Za-z0-9_-]{16,64}", re.ASCII)
 
 LEAST_S, MOST_S = 1.0, 600.0
 """Between two offers, whatever the coordinator asks for."""
+
+REST_S = 10.0
+"""Before serving or offering starts again."""
+
+END_S = 3.0
+"""The server may take so long to end."""
 
 
 class Shelf(Protocol):
@@ -67,6 +79,55 @@ def application(held: Shelf, key: Key, run: str, clock: Callable[[], float]) -> 
         Route("/.well-known/shoal-relay/{nonce}", get_proof),
     ]
     return shelf(held.folder, clock, gate=gate, serve=held.serve, more=more)
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    app: Starlette, listener: socket.socket, client: Client, *, public_url: str, limits: Limits
+) -> AsyncIterator[None]:
+    """Serve at a listening socket, and offer that to the coordinator, meanwhile."""
+    (bind, port), is_over = listener.getsockname()[:2], False
+    servers: list[uvicorn.Server] = []
+
+    async def serve() -> None:
+        with listener if listener.fileno() >= 0 else listen(bind, port) as here:
+            server = http_server(app, limits)
+            server.capture_signals = contextlib.nullcontext  # type: ignore[assignment, method-assign]  # roles have them
+            servers[:] = [server]
+            await server.serve(sockets=[here])
+
+    async def kept_up(what: str, work: Callable[[], Coroutine[None, None, None]]) -> None:
+        while True:
+            doing = asyncio.create_task(work())
+            try:
+                await asyncio.wait({doing})
+            finally:
+                doing.cancel()
+            if is_over:  # guard: kept-up
+                return
+            error = None if doing.cancelled() else doing.exception()
+            log.warning("%s ended (%s): it starts again in %.0f s", what, _cause(error), REST_S)
+            await asyncio.sleep(REST_S)
+
+    tasks = [
+        asyncio.create_task(kept_up("serving chunks", serve)),
+        asyncio.create_task(kept_up("offering to serve", lambda: offer(client, public_url, port))),
+    ]
+    try:
+        yield
+    finally:
+        is_over = True
+        for server in servers:
+            server.should_exit = server.force_exit = True
+        tasks[1].cancel()
+        await asyncio.wait(tasks[:1], timeout=END_S)
+        tasks[0].cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _cause(error: BaseException | None) -> str:
+    """Why a task ended, in a few words."""
+    return "without an error" if error is None else f"{type(error).__name__}: {error}"
 
 
 async def offer(client: Client, public_url: str, port: int) -> None:

@@ -5,7 +5,6 @@ being fetched, with the calls of a relay. The last patches are kept for that. Cl
 reached it at its URL.
 """
 
-import asyncio
 import contextlib
 import shutil
 import time
@@ -17,12 +16,12 @@ from typing import NamedTuple
 
 from shoal.errors import NothingYet
 from shoal.net.client import Client
-from shoal.net.connections import Limits, connections_that_fit, http_server
+from shoal.net.connections import Limits, connections_that_fit
 from shoal.net.file_answer import FileAnswer
 from shoal.net.listening import listen
 from shoal.protocol.identity import Key
 from shoal.protocol.types import Manifest, Patch
-from shoal.roles.offering import application, offer
+from shoal.roles.offering import application, serving
 from shoal.weights.finish import directory_name
 from shoal.weights.manifest import content_of
 from shoal.weights.pieces import UNFINISHED, Wanted, files_of, pieces_of, sized_chunks
@@ -164,17 +163,7 @@ async def sharing(share: Share | None, client: Client, shared: SharedVersions) -
         yield
         return
     shared.is_on = True
+    app, limits = application(shared, share.key, client.run, time.time), Limits(total=connections_that_fit())
     with listen(share.bind, share.port, key="--share-port") as listener:
-        app = application(shared, share.key, client.run, time.time)
-        server = http_server(app, Limits(total=connections_that_fit()))
-        server.capture_signals = contextlib.nullcontext  # type: ignore[assignment, method-assign]
-        tasks = [
-            asyncio.create_task(server.serve(sockets=[listener])),
-            asyncio.create_task(offer(client, "", listener.getsockname()[1])),
-        ]
-        try:
+        async with serving(app, listener, client, public_url="", limits=limits):
             yield
-        finally:
-            server.should_exit = server.force_exit = True
-            tasks[1].cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)

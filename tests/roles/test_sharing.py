@@ -1,6 +1,7 @@
 """`--share`: a node serves what it has verified, also while it fetches, and only if its user asked for that."""
 
 import asyncio
+import contextlib
 import shutil
 import time
 
@@ -13,6 +14,7 @@ from shoal.net.client import Client
 from shoal.net.connections import Limits
 from shoal.protocol.identity import Key
 from shoal.protocol.types import RelayEntry
+from shoal.roles import offering
 from shoal.roles.coordinator.api import application as coordinator
 from shoal.roles.offering import application
 from shoal.roles.sharing import SHARED_VERSIONS, Share, SharedVersions, sharing
@@ -172,3 +174,46 @@ def test_a_sharing_node_is_listed_when_the_coordinator_reached_it_and_not_before
     asyncio.run(asyncio.wait_for(story(), 30))
     with pytest.raises(NothingYet):
         SharedVersions(tmp_path).serve("0" * 64)
+
+
+def test_serving_and_offering_that_end_are_told_and_start_again(tmp_path, monkeypatch, caplog):
+    """A node's work goes on without them, so nobody would notice."""
+    monkeypatch.setattr(offering, "REST_S", 0.05)
+    make_server, offers, failures = offering.http_server, [], [OSError("too many files"), None]
+
+    def http_server(app, limits):
+        server = make_server(app, limits)
+        if failures:
+            failed = failures.pop(0)
+
+            async def serve(sockets):
+                if failed is not None:
+                    raise failed
+
+            server.serve = serve
+        return server
+
+    async def offer(client, public_url, port):
+        offers.append(port)
+        if len(offers) < 3:
+            raise RuntimeError("a fault of ours")
+        await asyncio.sleep(60)
+
+    monkeypatch.setattr(offering, "http_server", http_server)
+    monkeypatch.setattr(offering, "offer", offer)
+
+    async def story():
+        key, shared = Key.generate(), SharedVersions(tmp_path)
+        client = Client("http://127.0.0.1:1", key, run="run")
+        async with client, sharing(Share(key, 0, "127.0.0.1"), client, shared), httpx.AsyncClient() as http:
+            while True:
+                await asyncio.sleep(0.02)
+                if offers and len(offers) == 3 and not failures:
+                    with contextlib.suppress(httpx.ConnectError):
+                        return (await http.get(f"http://127.0.0.1:{offers[0]}/healthz")).text
+
+    assert asyncio.run(asyncio.wait_for(story(), 20)) == "ok\n"
+    told = [record.message for record in caplog.records if "it starts again" in record.message]
+    assert len(set(offers)) == 1 and len(told) == 4
+    assert sum("OSError: too many files" in line for line in told) == 1
+    assert sum("RuntimeError: a fault of ours" in line for line in told) == 2

@@ -4,7 +4,6 @@ Started by `shoal relay URL`. It trusts nobody and earns nothing. It needs no to
 """
 
 import asyncio
-import contextlib
 import logging
 import re
 import shutil
@@ -15,14 +14,14 @@ import uvloop
 
 from shoal.errors import PeerError
 from shoal.net.client import Client
-from shoal.net.connections import Limits, connections_that_fit, http_server
+from shoal.net.connections import Limits, connections_that_fit
 from shoal.net.keys import load_or_make_key
 from shoal.net.listening import listen
 from shoal.net.stopping import Stopping
 from shoal.protocol.constants import PROTOCOL_VERSION
 from shoal.protocol.identity import Key
 from shoal.protocol.types import RunInfo, RunNeeds
-from shoal.roles.offering import application, offer
+from shoal.roles.offering import application, serving
 from shoal.roles.relay.fill import Filler
 from shoal.roles.relay.store import ChunkStore
 from shoal.weights.relays import Relays
@@ -59,19 +58,10 @@ async def _run(url: str, key: Key, home: Path, bind: str, port: int, public_url:
                 "relaying run=%s port=%d held_mb=%.0f", info.name, listener.getsockname()[1], store.held_bytes / 1e6
             )
             limits = Limits(total=connections_that_fit(), trusted=LOCAL_PROXIES)
-            server = http_server(application(store, key, info.run, time.time), limits)
-            server.capture_signals = contextlib.nullcontext  # type: ignore[assignment, method-assign]  # `stopping` has them
+            app = application(store, key, info.run, time.time)
             filler = Filler(client, info, store, Relays(client, but=key.public), time.time)
-            serving = asyncio.create_task(server.serve(sockets=[listener]))
-            at_work = asyncio.gather(serving, filler.run(), offer(client, public_url, listener.getsockname()[1]))
-            await stopping.unless(_until(at_work))
-            server.should_exit = True
-            at_work.cancel()
-            await asyncio.gather(at_work, serving, return_exceptions=True)
-
-
-async def _until(work: "asyncio.Future[tuple[None, None, None]]") -> None:
-    await work
+            async with serving(app, listener, client, public_url=public_url, limits=limits):
+                await stopping.unless(filler.run())
 
 
 async def _info(client: Client) -> RunInfo:
