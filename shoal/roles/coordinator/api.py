@@ -40,7 +40,7 @@ from shoal.protocol.wire import from_msgpack, to_json, to_msgpack
 from shoal.roles.coordinator.asked import Asked
 from shoal.roles.coordinator.board import Board, batch_of, node_state
 from shoal.roles.coordinator.desk import Desk
-from shoal.roles.coordinator.door import Api, Handler, number
+from shoal.roles.coordinator.door import Door, Handler, number
 from shoal.roles.coordinator.judging import admit_validator, next_check, take_verdict
 from shoal.roles.coordinator.line import Line
 from shoal.roles.coordinator.pages import Pages
@@ -78,15 +78,15 @@ TO_JUDGE = (
 
 def application(desk: Desk, **options: Any) -> Starlette:
     """The coordinator as an ASGI application. `options` are Starlette's."""
-    api = Api(desk, Board(desk), Gate(desk.clock), Line(desk.book, desk.clock), Asked(), Pages(desk.book.store))
-    routes = [Route(call.path, _bound(handler, api), methods=[call.method]) for call, handler in CALLS]
+    door = Door(desk, Board(desk), Gate(desk.clock), Line(desk.book, desk.clock), Asked(), Pages(desk.book.store))
+    routes = [Route(call.path, _bound(handler, door), methods=[call.method]) for call, handler in CALLS]
     return server.application(routes, **options)
 
 
-def _bound(handler: Handler, api: Api) -> Callable[[Request], Awaitable[Response]]:
+def _bound(handler: Handler, door: Door) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
         try:
-            return await handler(api, request)
+            return await handler(door, request)
         except Refused as refused:
             retry_s = {"replayed": 1.0, "joins_too_often": 10.0}.get(refused.code)  # `created` counts whole seconds
             raise server.RequestRefused(STATUS_OF.get(refused.code, 400), refused.code, str(refused), retry_s) from None
@@ -94,22 +94,22 @@ def _bound(handler: Handler, api: Api) -> Callable[[Request], Awaitable[Response
     return endpoint
 
 
-async def get_batch(api: Api, request: Request) -> Response:
+async def get_batch(door: Door, request: Request) -> Response:
     """Long poll: answered when the batch is formed."""
-    await api.gate.anyone(request)
+    await door.gate.anyone(request)
     step, until = number(request.path_params["step"], "step"), time.monotonic() + LONG_POLL_S
     while True:
-        batch = batch_of(api.desk.state, step)
+        batch = batch_of(door.desk.state, step)
         left_s = until - time.monotonic()
         if batch is not None:
-            return answer(api.board.with_solve_rates(batch))
-        if left_s <= 0 or api.desk.state.phase == "ended":
-            raise Refused("nothing_yet", f"batch {step} is not formed yet: {api.board.status().waiting_for}")
-        await api.desk.book.changed(left_s, BatchFormed, RunEnded)  # guard: wake-for-batches-only
+            return answer(door.board.with_solve_rates(batch))
+        if left_s <= 0 or door.desk.state.phase == "ended":
+            raise Refused("nothing_yet", f"batch {step} is not formed yet: {door.board.status().waiting_for}")
+        await door.desk.book.changed(left_s, BatchFormed, RunEnded)  # guard: wake-for-batches-only
 
 
-async def get_openapi(api: Api, request: Request) -> Response:
-    await api.gate.anyone(request)
+async def get_openapi(door: Door, request: Request) -> Response:
+    await door.gate.anyone(request)
     return answer_bytes(_openapi(), "application/json")
 
 
@@ -121,34 +121,34 @@ def _openapi() -> bytes:
 # --- nodes ---
 
 
-async def post_nodes(api: Api, request: Request) -> Response:
-    caller, body = await api.caller(request)
+async def post_nodes(door: Door, request: Request) -> Response:
+    caller, body = await door.caller(request)
     join = server.decode(body, t.Join)
-    if caller.key not in api.desk.state.members:  # guard: newcomers-of-an-address
-        api.gate.newcomer(request)
-    await api.desk.book.submit(Enter(caller.key, join, api.desk.clock(), caller.created))
-    return answer(node_state(api.desk.state.members[caller.key]))
+    if caller.key not in door.desk.state.members:  # guard: newcomers-of-an-address
+        door.gate.newcomer(request)
+    await door.desk.book.submit(Enter(caller.key, join, door.desk.clock(), caller.created))
+    return answer(node_state(door.desk.state.members[caller.key]))
 
 
-async def post_leave(api: Api, request: Request) -> Response:
-    caller, _ = await api.caller(request)
+async def post_leave(door: Door, request: Request) -> Response:
+    caller, _ = await door.caller(request)
     # A leave that comes late is refused if the node came back and has asked for a lease since.
-    api.asked.refuse_older(caller)  # guard: leave-that-comes-late
-    await api.desk.book.submit(Leave(caller.key, api.desk.clock(), caller.created))
-    return answer(node_state(api.desk.state.members[caller.key]))
+    door.asked.refuse_older(caller)  # guard: leave-that-comes-late
+    await door.desk.book.submit(Leave(caller.key, door.desk.clock(), caller.created))
+    return answer(node_state(door.desk.state.members[caller.key]))
 
 
-async def post_leases(api: Api, request: Request) -> Response:
+async def post_leases(door: Door, request: Request) -> Response:
     """Long poll: answered when there is a lease, or when none can come soon."""
-    caller, body = await api.caller(request)
+    caller, body = await door.caller(request)
     asked, until = server.decode(body, t.LeaseRequest), time.monotonic() + LONG_POLL_S
-    with api.asked.poll(caller, api.desk.state) as poll, api.line.place(caller.key) as place:
+    with door.asked.poll(caller, door.desk.state) as poll, door.line.place(caller.key) as place:
         # guard: gone-gets-no-lease
         while not await request.is_disconnected():  # a lease for nobody would hold up the run until it lapses
             if poll.over:  # guard: one-lease-a-poll
-                return answer(api.desk.lease_again(poll.lease, asked))
+                return answer(door.desk.lease_again(poll.lease, asked))
             try:
-                given = await api.desk.lease(caller.key, asked, place.may_take())
+                given = await door.desk.lease(caller.key, asked, place.may_take())
                 poll.lease = given.lease.id if given.lease else ""
                 return answer(given)
             except Wait as wait:
@@ -159,99 +159,101 @@ async def post_leases(api: Api, request: Request) -> Response:
     return answer(t.LeaseAnswer(None, 0.0, "the caller has gone"))
 
 
-async def put_submission(api: Api, request: Request) -> Response:
+async def put_submission(door: Door, request: Request) -> Response:
     """Stream an expected body to disk; it is decoded only if its digest is the signed one."""
-    caller, lease = api.admit(request, MAX_SUBMISSION_BYTES), request.path_params["id"]
-    known = api.desk.expect_submission(caller.key, lease, caller.digest, server.body_bytes(request))
+    caller, lease = door.admit(request, MAX_SUBMISSION_BYTES), request.path_params["id"]
+    known = door.desk.expect_submission(caller.key, lease, caller.digest, server.body_bytes(request))
     if known is not None:
         return answer(known)
-    state, now = api.desk.state, max(api.desk.state.time, api.desk.clock())
+    state, now = door.desk.state, max(door.desk.state.time, door.desk.clock())
     refuse_other_time(state, caller.created, now, 0)  # before the body is read  # guard: time-before-body
-    with api.desk.kept.upload(lease) as upload:
-        await api.gate.pour(request, caller, upload.write)
-        return answer(await api.desk.take_submission(caller.key, lease, upload, caller.digest, caller.created))
+    with door.desk.kept.upload(lease) as upload:
+        await door.gate.pour(request, caller, upload.write)
+        return answer(await door.desk.take_submission(caller.key, lease, upload, caller.digest, caller.created))
 
 
-async def post_turns(api: Api, request: Request) -> Response:
+async def post_turns(door: Door, request: Request) -> Response:
     """One turn of a leased block, which the host's stage answers."""
-    caller, size = api.admit(request, MAX_SUBMISSION_BYTES), server.body_bytes(request)
-    lease = api.desk.expect_turn(caller.key, request.path_params["id"], size)
-    turn = from_msgpack(await api.gate.body(request, caller), t.Turn)
-    with api.desk.stage.place(caller.key):  # not while a body trickles in: slow ones would hold the places of all
-        return answer_bytes(to_msgpack(await api.desk.take_turn(lease, turn)), "application/msgpack")
+    caller, size = door.admit(request, MAX_SUBMISSION_BYTES), server.body_bytes(request)
+    lease = door.desk.expect_turn(caller.key, request.path_params["id"], size)
+    turn = from_msgpack(await door.gate.body(request, caller), t.Turn)
+    with door.desk.stage.place(caller.key):  # not while a body trickles in: slow ones would hold the places of all
+        return answer_bytes(to_msgpack(await door.desk.take_turn(lease, turn)), "application/msgpack")
 
 
-async def get_checks(api: Api, request: Request) -> Response:
+async def get_checks(door: Door, request: Request) -> Response:
     """Long poll: answered when there is a submission to judge, or when the run is over."""
-    caller, _ = await api.caller(request)
+    caller, _ = await door.caller(request)
     until = time.monotonic() + LONG_POLL_S
     while True:
-        check = next_check(api.desk, caller.key)
+        check = next_check(door.desk, caller.key)
         left_s = until - time.monotonic()
-        over = api.desk.state.phase == "ended" and not api.board.status().pending
+        over = door.desk.state.phase == "ended" and not door.board.status().pending
         if check is not None or over or left_s <= 0:
-            return answer(t.CheckAnswer(check, "" if check else api.board.status().waiting_for))
-        await api.desk.book.changed(min(left_s, api.desk.state.law.turn_s), *TO_JUDGE)  # a turn begins without an event
+            return answer(t.CheckAnswer(check, "" if check else door.board.status().waiting_for))
+        await door.desk.book.changed(
+            min(left_s, door.desk.state.law.turn_s), *TO_JUDGE
+        )  # a turn begins without an event
 
 
-async def put_verdict(api: Api, request: Request) -> Response:
-    caller = api.admit(request, MAX_JSON_BYTES)
-    admit_validator(api.desk, caller.key)  # guard: verdicts-from-validators
-    body = await api.gate.body(request, caller)
+async def put_verdict(door: Door, request: Request) -> Response:
+    caller = door.admit(request, MAX_JSON_BYTES)
+    admit_validator(door.desk, caller.key)  # guard: verdicts-from-validators
+    body = await door.gate.body(request, caller)
     verdict = server.decode(body, t.Verdict)
     if verdict.submission != request.path_params["id"]:
         raise Refused("malformed", "the verdict is for another submission than the path names")
-    await take_verdict(api.desk, caller.key, verdict)
-    return answer(t.Done(api.desk.state.seq))
+    await take_verdict(door.desk, caller.key, verdict)
+    return answer(t.Done(door.desk.state.seq))
 
 
-async def post_checkpoints(api: Api, request: Request) -> Response:
-    caller = api.admit(request, MAX_MANIFEST_BYTES)
-    admit_trainer(api.desk, caller.key)
-    await take_checkpoint(api.desk, caller.key, await api.gate.body(request, caller), caller.created)
-    return answer(t.Done(api.desk.state.seq))
+async def post_checkpoints(door: Door, request: Request) -> Response:
+    caller = door.admit(request, MAX_MANIFEST_BYTES)
+    admit_trainer(door.desk, caller.key)
+    await take_checkpoint(door.desk, caller.key, await door.gate.body(request, caller), caller.created)
+    return answer(t.Done(door.desk.state.seq))
 
 
-async def get_blob(api: Api, request: Request) -> Response:
+async def get_blob(door: Door, request: Request) -> Response:
     """A blob. Private ones need a signed request."""
     name = request.path_params["hash"]
-    key = api.admit(request).key if "signature" in request.headers else ""
+    key = door.admit(request).key if "signature" in request.headers else ""
     if not key:
-        await api.gate.anyone(request)
-    if not api.desk.kept.may_read(name, key):
+        await door.gate.anyone(request)
+    if not door.desk.kept.may_read(name, key):
         raise Refused("nothing_yet", f"blob {name[:16]} is not here, or is private until its slot is final")
-    return api.desk.blobs.serve(name, public=not key)  # guard: private-answers-are-not-cached
+    return door.desk.blobs.serve(name, public=not key)  # guard: private-answers-are-not-cached
 
 
-async def post_relays(api: Api, request: Request) -> Response:
-    caller, body = await api.caller(request)  # not always a member: it serves, and takes no part
-    return answer(api.desk.relays.offer(caller.key, server.decode(body, t.RelayOffer), *server.came_from(request)))
+async def post_relays(door: Door, request: Request) -> Response:
+    caller, body = await door.caller(request)  # not always a member: it serves, and takes no part
+    return answer(door.desk.relays.offer(caller.key, server.decode(body, t.RelayOffer), *server.came_from(request)))
 
 
-async def put_blob(api: Api, request: Request) -> Response:
-    caller = api.admit(request, MAX_CHUNK_BYTES)
-    admit_trainer(api.desk, caller.key)  # guard: chunks-from-the-trainer
-    refuse_replayed(caller.created, api.desk.kept.published_at, changes=False)  # guard: old-chunk
-    body = await api.gate.body(request, caller)
-    put_chunk(api.desk, request.path_params["hash"], body, caller.digest)
-    return answer(t.Done(api.desk.state.seq))
+async def put_blob(door: Door, request: Request) -> Response:
+    caller = door.admit(request, MAX_CHUNK_BYTES)
+    admit_trainer(door.desk, caller.key)  # guard: chunks-from-the-trainer
+    refuse_replayed(caller.created, door.desk.kept.published_at, changes=False)  # guard: old-chunk
+    body = await door.gate.body(request, caller)
+    put_chunk(door.desk, request.path_params["hash"], body, caller.digest)
+    return answer(t.Done(door.desk.state.seq))
 
 
-async def post_admin(api: Api, request: Request) -> Response:
-    caller, body = await api.caller(request)
-    if caller.key != api.desk.state.run_key:
+async def post_admin(door: Door, request: Request) -> Response:
+    caller, body = await door.caller(request)
+    if caller.key != door.desk.state.run_key:
         raise Refused(
             "not_admitted", "only the host's run key may do this: use the run's folder, `shoal admin ... RUN_DIR`"
         )
     asked = server.decode(body, t.AdminRequest)
-    await api.desk.book.submit(Admin(request.path_params["action"], asked.node, api.desk.clock(), caller.created))
-    return answer(api.board.status())
+    await door.desk.book.submit(Admin(request.path_params["action"], asked.node, door.desk.clock(), caller.created))
+    return answer(door.board.status())
 
 
-async def post_publisher(api: Api, request: Request) -> Response:
-    caller, body = await api.caller(request)
-    await rotate(api.desk, caller.key, server.decode(body, t.Rotation))
-    return answer(t.Done(api.desk.state.seq))
+async def post_publisher(door: Door, request: Request) -> Response:
+    caller, body = await door.caller(request)
+    await rotate(door.desk, caller.key, server.decode(body, t.Rotation))
+    return answer(t.Done(door.desk.state.seq))
 
 
 CALLS: list[tuple[Call, Handler]] = [

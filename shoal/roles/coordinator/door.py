@@ -23,7 +23,7 @@ from shoal.roles.coordinator.pages import Pages
 
 
 @dataclass(frozen=True)
-class Api:
+class Door:
     desk: Desk
     board: Board
     gate: Gate
@@ -49,7 +49,7 @@ class Api:
         return caller, await self.gate.body(request, caller)
 
 
-Handler: TypeAlias = Callable[[Api, Request], Awaitable[Response]]
+Handler: TypeAlias = Callable[[Door, Request], Awaitable[Response]]
 
 
 def number(text: str, what: str) -> int:
