@@ -15,6 +15,8 @@ LOOK_UP_S = 5.0
 
 MAX_URL_CHARS = 200
 
+FORM = "http(s)://HOST[:PORT][/PATH]"
+
 WEB_PORTS = (80, 443)
 
 FIRST_FREE_PORT = 1024
@@ -24,23 +26,21 @@ FIRST_FREE_PORT = 1024
 def checked_url(text: str) -> httpx.URL:
     """A stranger's URL, if it may be called at all. Raises `PeerError`."""
     if len(text) > MAX_URL_CHARS:
-        raise PeerError(f"the URL has {len(text)} characters, limit {MAX_URL_CHARS}")
+        raise PeerError(f"the URL has {len(text)} characters, limit {MAX_URL_CHARS}: offer a shorter one")
     try:
         url = httpx.URL(text.rstrip("/"))
         port = url.port
         url.host.encode("idna")  # refuses parts that are empty or too long  # guard: names-of-strangers
     except (httpx.InvalidURL, ValueError) as error:
-        raise PeerError(f"{text!r} is not a URL ({error})") from None
+        raise PeerError(f"{text!r} is not a URL ({error}): write it as {FORM}") from None
     if url.scheme not in ("http", "https") or not url.host:
-        raise PeerError(f"{text!r} is not http(s)://HOST[:PORT][/PATH]")
+        raise PeerError(f"{text!r} is not of the web: write it as {FORM}")
     if url.userinfo or url.query or url.fragment or "@" in text:  # guard: plain-url
         raise PeerError(f"{text!r} has a user, a query or a fragment: write it as {FORM}")
     demand_port(port)
     return url
 
 
-def port_of(url: httpx.URL) -> int:
-    """The port that a URL means."""
 def demand_port(port: int | None) -> None:
     """Raise `PeerError` for a port of other services than a stranger may have called; None is that of the scheme."""
     if port is not None and port not in WEB_PORTS and not FIRST_FREE_PORT <= port < 65536:  # guard: odd-ports
@@ -49,6 +49,8 @@ def demand_port(port: int | None) -> None:
         )
 
 
+def port_of(url: httpx.URL) -> int:
+    """The port that a URL means."""
     return url.port or (443 if url.scheme == "https" else 80)
 
 
@@ -57,10 +59,13 @@ async def judged_address(url: httpx.URL, own: str = "") -> str:
     try:
         found = await asyncio.wait_for(addresses_of(url.host, port_of(url)), LOOK_UP_S)
     except (OSError, TimeoutError, UnicodeError):
-        raise PeerError(f"the address of {url.host} was not found") from None
+        raise PeerError(f"the address of {url.host} was not found: check the name and its DNS records") from None
     # guard: registered-inside
     if not found or not all(is_outside(address) or (own and address == own) for address in found):
-        raise PeerError(f"{url.host} is {', '.join(found)[:80] or 'nowhere'}: an address inside a network")
+        raise PeerError(
+            f"{url.host} is {', '.join(found)[:80] or 'nowhere'}, an address inside a network: offer one that others "
+            "reach from outside, such as your router's with the port forwarded"
+        )
     return found[0]
 
 
@@ -89,7 +94,9 @@ async def ask(
                 ) as response,
             ):
                 if response.is_redirect:
-                    raise PeerError(f"{url} redirects, and no redirect is followed")  # guard: no-redirect-of-relays
+                    raise PeerError(
+                        f"{url} redirects, and no redirect is followed: offer the URL that it leads to"
+                    )  # guard: no-redirect-of-relays
                 body = b""
                 async for part in response.aiter_raw():
                     body += part[: cap - len(body)]
