@@ -279,12 +279,11 @@ def test_a_relay_elsewhere_than_it_calls_from_gets_its_turn_beside_endless_offer
     """As behind a proxy with TLS. The address gets one request in 10 minutes, and offers of one network have one chance."""
     net.book.challenges._rng = random.Random(seed)
     net.names["relay.example.net"], net.servers["https://relay.example.net"] = [OUTSIDE], HONEST
-    port, began = 9000, net.now
+    began = net.now
     is_listed = False
     while not is_listed:
-        for i in range(20):
-            port += 1
-            net.offer(Key.generate(), f"http://{OUTSIDE}:{port}", host=f"203.0.113.{i}")
+        for port in range(9000, 9040):
+            net.offer(Key.generate(), f"http://{OUTSIDE}:{port}", host=f"203.0.113.{port - 9000}")
         is_listed = net.offer(HONEST, "https://relay.example.net").listed
         net.work()
         net.now += 60
