@@ -216,6 +216,7 @@ def test_behind_a_proxy_only_the_run_file_names_an_origin(ended):
         (":8471/v1/blobs", "https://host", None),
         (":99999/v1/blobs", "http://host:8470", None),
         (":22/v1/blobs", "http://host:8470", None),
+        (":22/v1/blobs", "http://127.0.0.1:8470", None),
         (":80/v1/blobs", "http://host:8470", "http://host/v1/blobs"),
         ("http://cdn.example.org:25/run", "http://host:8470", None),
         (":22@evil/x", "http://host:8470", None),
