@@ -90,6 +90,7 @@ def test_a_relay_that_lies_to_clients_costs_them_few_chunks_and_not_some_of_each
     class Host:
         url: str
         base_url: str = "http://127.0.0.1:1"
+        may_be_inside: bool = True
 
         async def get_json(self, path, kind, deadline_s):
             return [RelayEntry(self.url, "127.0.0.1", "key")]
