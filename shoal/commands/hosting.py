@@ -111,15 +111,16 @@ def _launch(args: argparse.Namespace, overrides: list[str], quick: bool, with_wo
 
 
 def say_plan(config: "RunConfig", beside: Path) -> None:
-    """Two lines on what the run will take. What is wrong with its model is said by the check that follows."""
+    """What the run will take, in short. What is wrong with its model is said by the check that follows."""
     from shoal.errors import ShoalError
-    from shoal.plan.forecast import Machines, bound
+    from shoal.plan.forecast import forecast_by_rule
+    from shoal.plan.machines import Machines
     from shoal.plan.report import summary
     from shoal.roles.coordinator.role import rules_of
 
     with contextlib.suppress(ShoalError):
         machines = Machines(workers=1)
-        say(summary(bound(config, rules_of(config), beside, machines), machines))
+        say(summary(forecast_by_rule(config, rules_of(config), beside, machines), machines))
 
 
 def demand_environments(config: "RunConfig", beside: Path) -> None:

@@ -6,76 +6,51 @@ nothing.
 
 import contextlib
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shoal.config import RunConfig
-from shoal.plan.provision import Link, fetch_s, workers_needed
-from shoal.plan.setting import Node, Outcome, Setting, Stalled
+from shoal.errors import ConfigError
+from shoal.ledger.next_batch import groups_a_worker
+from shoal.plan.machines import Machines
+from shoal.plan.provision import Link, Sources, fetch_s, workers_needed
+from shoal.plan.setting import Outcome, Setting, Stalled, WorkerMachine
 from shoal.plan.simulate import simulate
 from shoal.plan.sizes import TOKEN_BYTES, Sizes, sizes_of
+from shoal.plan.words import count, duration
+from shoal.protocol.needs import may_be_patched
 from shoal.protocol.types import Rules
 
-MEGABIT = 1e6 / 8
-"""Bytes per second."""
+BYTES_PER_S = 1e6 / 8
+"""Of 1 Mb/s."""
 
-GENERATED = 7e12
-"""Assumed tokens per second of a worker, times the parameters: 1,000 for 7e9 on one accelerator."""
+WORKER_PARAMETERS_PER_S = 7e12
+"""Assumed of a worker: tokens per second times the parameters. 1,000 tokens/s for 7e9, on one accelerator."""
 
 MOST_TOKENS_PER_S = 5000.0
-"""Of a small model on a CPU."""
+"""Of a worker with a small model, on a CPU."""
 
-TRAINED = 2e14
-"""Assumed floating-point operations per second of a trainer; a step takes 6 for each parameter and token."""
+TRAINER_FLOP_PER_S = 2e14
+"""Assumed of a trainer: floating-point operations, of which a step takes 6 for each parameter and token, and 1 s more."""
 
-WRITTEN = 400e6
-"""Assumed bytes per second at which a version is written, hashed and handed over."""
+PUBLISHED_BYTES_PER_S = 400e6
+"""Assumed: a version is written, hashed and handed over."""
 
-READ = 1e9
-"""Assumed bytes per second at which a version is verified and loaded."""
+LOADED_BYTES_PER_S = 1e9
+"""Assumed: a version is verified and loaded; also, a patch is applied to a version of this size."""
 
-CHECKED = 20.0
+CHECKS_PER_PLAY = 20.0
 """A validator's prefill is assumed to be this many times as fast as a worker's generation."""
 
-PATCH_SHARE = 1 / 150
-"""Of a bfloat16 version: what a patch takes at lr 1e-6 (`benchmarks/patches.py`). Versions in float32 change whole."""
-
-
-BUSY = 0.05
+BUSY_SHARE = 0.05
 """A trainer that waits for at most this share of its time is busy."""
 
-TIMES = (1.0, 1.2, 1.5, 2.0, 3.0)
-"""What is tried, as multiples of what ECHO-2's rule says."""
+MOST_WORKERS = 400
+"""More are not simulated: it takes too long."""
 
-MOST_SIMULATED = 400
-"""More workers are not simulated: it takes too long."""
-
-
-@dataclass(frozen=True)
-class Machines:
-    """What the user says of the machines. 0 is assumed. Links are Mb/s."""
-
-    workers: int
-    downlink: float = 50.0
-    """Of each worker."""
-    worker_uplink: float = 20.0
-    uplink: float = 200.0
-    """Of the host."""
-    relays: int = 0
-    relay_uplink: float = 200.0
-    tokens_per_s: float = 0.0
-    """Of each worker."""
-    also: tuple[tuple[int, float, float], ...] = ()
-    """Other workers: how many, their downlink, their tokens per second."""
-    rollout_tokens: float = 0.0
-    step_s: float = 0.0
-    check_s: float = 0.0
-    """Of a block, by a validator."""
-    patch_share: float = -1.0
-    """Of a whole version; 0: no patches."""
-    parameters: float = 0.0
-    """Instead of the run file's model."""
-    signal_share: float = 1.0
+MOST_TIMES = 4.0
+"""So many times the workers that would be enough if nothing ever waited are tried, and not more."""
 
 
 @dataclass(frozen=True)
@@ -89,107 +64,172 @@ class Forecast:
     needed: int | None
     """The fewest workers of the first kind that can keep the trainer busy, by ECHO-2's rule; None if no number can."""
     enough: int | None
-    """How many do so in the simulation; None if none of `TIMES` as many do."""
+    """How many do so in the simulation; None if as many as were tried do not."""
+    tried: int
+    """The most that were tried."""
     fetch_s: float
     """Until the last worker has a version, if all fetch at once."""
+    quota_mb: int
+    """Of the run file."""
     assumed: tuple[str, ...]
 
 
 def forecast(config: RunConfig, rules: Rules, recipe_dir: Path, machines: Machines) -> Forecast:
-    """Raises `StateError`, `ConfigError` for a model that cannot be read."""
-    found = bound(config, rules, recipe_dir, machines)
+    """Raises `StateError`, `ConfigError` for a model that cannot be read, or for too many workers."""
+    if machines.all_workers > MOST_WORKERS:
+        raise ConfigError(
+            f"{machines.all_workers:,} workers are too many to simulate, limit {MOST_WORKERS}: plan for fewer, faster ones"
+        )
+    found = forecast_by_rule(config, rules, recipe_dir, machines)
     with contextlib.suppress(Stalled):
         found = replace(found, outcome=simulate(found.setting))
-    return replace(found, enough=enough_of(found.setting, found.needed))
+    enough, tried = enough_of(found.setting)
+    return replace(found, enough=enough, tried=tried)
 
 
-def bound(config: RunConfig, rules: Rules, recipe_dir: Path, machines: Machines) -> Forecast:
+def forecast_by_rule(config: RunConfig, rules: Rules, recipe_dir: Path, machines: Machines) -> Forecast:
     """The same without a simulation, in a moment."""
-    sizes = sizes_of(config, recipe_dir, machines.parameters)
+    if machines.rollout_tokens > config.sampling.all_tokens:
+        raise ConfigError(
+            f"--rollout-tokens {machines.rollout_tokens:,.0f} is more than the run allows: a rollout has at most "
+            f"{config.sampling.all_tokens:,} tokens. Set sampling.max_tokens, too (--set)"
+        )
+    if machines.patch_share > 0 and not may_be_patched(config.policy.dtype):
+        raise ConfigError(
+            f"--patch-share: versions in {config.policy.dtype} change whole, so there are no patches. Leave it out, or "
+            "--set 'policy.dtype=\"bfloat16\"'"
+        )
+    sizes = sizes_of(config, recipe_dir, machines.parameters, machines.patch_share)
     setting, assumed = setting_of(config, rules, sizes, machines)
-    size, sources_up = fetched_bytes(setting), sum(setting.relays_up) or setting.origin_up
-    link = Link(machines.downlink * MEGABIT, load_s_of(setting, setting.workers[0]))
-    needed = needed_by(setting, link, size, sources_up)
-    broadcast_s = fetch_s(size, link, sources_up, len(setting.workers))
-    return Forecast(sizes, setting, None, needed, None, broadcast_s, tuple(assumed))
+    size, sources = fetched_bytes(setting), sources_of(setting)
+    link = Link(setting.workers[0].down, load_s_of(setting, setting.workers[0]))
+    slowest = Link(min((machine.down for machine in setting.workers if machine.down), default=0.0), link.load_s)
+    broadcast_s = fetch_s(size, slowest, sources, len(setting.workers))
+    return Forecast(
+        sizes=sizes, setting=setting, outcome=None, needed=needed_by(setting, link, size, sources), enough=None, tried=0,
+        fetch_s=broadcast_s, quota_mb=config.storage.quota_mb, assumed=tuple(assumed),
+    )  # fmt: skip
 
 
-def enough_of(setting: Setting, needed: int | None) -> int | None:
-    """The first of some numbers of workers, from `needed` on, with which the simulated trainer is busy.
+def enough_of(setting: Setting) -> tuple[int | None, int]:
+    """The fewest workers like the first one with which the simulated trainer is busy, and the most that were tried.
 
-    The rule does not know that blocks are whole, that leases and checks take a moment, and how far workers may run ahead.
+    The rule does not know that blocks are whole, that leases and checks take a moment, how far workers may run ahead, and
+    that they fetch while they play. In a synchronous run the trainer waits in any case.
     """
-    counts = [math.ceil(needed * times) for times in TIMES] if needed is not None else []
-    for count in counts:
-        if count <= MOST_SIMULATED:
-            with contextlib.suppress(Stalled):
-                some = replace(setting, workers=setting.workers[:1] * count, measured_steps=6)
-                if simulate(some).idle_share <= BUSY:
-                    return count
-    return None
+    if setting.rules.max_staleness == 0:
+        return None, 0
+
+    def is_busy(number: int) -> bool:
+        some = replace(setting, workers=setting.workers[:1] * number, measured_steps=6)
+        with contextlib.suppress(Stalled):
+            return simulate(some).idle_share <= BUSY_SHARE
+        return False
+
+    rollouts, rate = rates_of(setting)
+    fewest = max(math.ceil(rollouts / (rate * period_s(setting))), fewest_of_share(setting))
+    too_few, number, tried = fewest - 1, fewest, 0
+    while number <= min(MOST_WORKERS, MOST_TIMES * fewest):
+        tried = number
+        if is_busy(number):
+            break
+        too_few, number = number, max(number + 1, round(1.4 * number))
+    else:
+        return None, tried
+    while number - too_few > max(1, number // 20):
+        middle = (too_few + number) // 2
+        too_few, number = (too_few, middle) if is_busy(middle) else (middle, number)
+    return number, tried
 
 
-def needed_by(setting: Setting, link: Link, size_bytes: float, sources_up: float) -> int | None:
+def needed_by(setting: Setting, link: Link, size_bytes: float, sources: Sources) -> int | None:
     """Workers like the first one that keep the trainer busy, by ECHO-2's rule."""
-    rules, node = setting.rules, setting.workers[0]
+    if setting.rules.max_staleness == 0:
+        return None
+    rollouts, rate = rates_of(setting)
+    return workers_needed(rollouts, period_s(setting), rate, size_bytes, link, sources)
+
+
+def rates_of(setting: Setting) -> tuple[float, float]:
+    """Rollouts that a step needs, and those that the first worker makes in a second."""
+    rules = setting.rules
     rollouts = rules.batch_groups * rules.group_size / setting.signal_share
-    rate = node.tokens_per_s / setting.rollout_tokens
-    return workers_needed(rollouts, setting.step_s + setting.publish_s, rate, size_bytes, link, sources_up)
+    return rollouts, setting.workers[0].tokens_per_s / setting.rollout_tokens
+
+
+def fewest_of_share(setting: Setting) -> int:
+    """The fewest workers that may fill a batch: one worker may have only a share of it."""
+    return math.ceil(setting.rules.batch_groups / groups_a_worker(setting.rules))
+
+
+def period_s(setting: Setting) -> float:
+    """From one version to the next, if no batch is waited for: the trainer publishes beside the next step."""
+    return max(setting.train_s, setting.publish_s)
+
+
+def sources_of(setting: Setting) -> Sources:
+    """What workers fetch from. Each relay takes a copy from the origin first, and passes it on meanwhile."""
+    if not setting.relays_up:
+        return Sources(setting.origin_up)
+    copies = fetched_bytes(setting) * len(setting.relays_up)
+    return Sources(sum(setting.relays_up), copies / setting.origin_up if setting.origin_up else 0.0)
 
 
 def fetched_bytes(setting: Setting) -> float:
     """What a worker fetches that follows each version."""
-    return min(setting.patch_bytes, setting.full_bytes) if setting.patch_bytes else setting.full_bytes
+    return setting.patch_bytes if has_patches(setting) else setting.full_bytes
 
 
-def load_s_of(setting: Setting, node: Node) -> float:
+def load_s_of(setting: Setting, machine: WorkerMachine) -> float:
     """How long it then needs."""
-    return setting.apply_s if 0 < setting.patch_bytes < setting.full_bytes else node.load_s
+    return machine.load_s + (setting.apply_s if has_patches(setting) else 0.0)
+
+
+def has_patches(setting: Setting) -> bool:
+    """Whether workers follow by patches."""
+    return 0 < setting.patch_bytes < setting.full_bytes
 
 
 def setting_of(config: RunConfig, rules: Rules, sizes: Sizes, machines: Machines) -> tuple[Setting, list[str]]:
     """What is simulated, and what of it is assumed."""
     assumed = []
 
-    def given(value: float, guess: float, what: str) -> float:
+    def given(value: float, guess: float, what: str, text: Callable[[float], str] = duration) -> float:
         if value > 0:
             return value
-        assumed.append(what.format(guess))
+        assumed.append(what.format(text(guess)))
         return guess
 
     speed = given(
-        machines.tokens_per_s, min(MOST_TOKENS_PER_S, GENERATED / sizes.parameters),
-        "a worker generates {:,.0f} tokens/s (--tokens-per-s)",
+        machines.tokens_per_s, min(MOST_TOKENS_PER_S, WORKER_PARAMETERS_PER_S / sizes.parameters),
+        "a worker generates {} tokens/s (--tokens-per-s)", count,
     )  # fmt: skip
     tokens = given(
         machines.rollout_tokens,
         max(1.0, config.sampling.all_tokens / 2),
-        "a rollout has {:,.0f} tokens (--rollout-tokens)",
+        "a rollout has {} tokens (--rollout-tokens)",
+        count,
     )
     learned = rules.batch_groups * rules.group_size * tokens
-    step_s = given(
-        machines.step_s, 1.0 + 6 * sizes.parameters * learned / TRAINED, "a training step takes {:,.0f} s (--step-s)"
-    )
+    guess_s = 1.0 + 6 * sizes.parameters * learned / TRAINER_FLOP_PER_S
+    train_s = given(machines.train_s, guess_s, "the trainer computes {} for a step (--train-s)")
     block_tokens = rules.block_groups * rules.group_size * tokens
-    check_s = given(
-        machines.check_s, block_tokens / speed / CHECKED, "a validator checks a block in {:,.1f} s (--check-s)"
-    )
-    share = machines.patch_share
-    if share < 0:
-        share = PATCH_SHARE if config.policy.dtype == "bfloat16" else 0.0
-        if share:
-            assumed.append(f"a patch has 1/{1 / share:.0f} of a version (--patch-share)")
-    load_s = sizes.version / READ
+    guess_s = block_tokens / speed / CHECKS_PER_PLAY
+    check_s = given(machines.check_s, guess_s, "a validator checks a block in {} (--check-s)")
+    if sizes.patch and machines.patch_share < 0:
+        assumed.append(f"a patch has 1/{sizes.version / sizes.patch:.0f} of a version (--patch-share)")
+    load_s = sizes.version / LOADED_BYTES_PER_S
     kinds = ((machines.workers, machines.downlink, speed), *machines.also)
-    nodes = tuple(
-        Node(rate, down * MEGABIT, machines.worker_uplink * MEGABIT, load_s)
-        for count, down, rate in kinds for _ in range(count)
+    workers = tuple(
+        WorkerMachine(rate, down * BYTES_PER_S, machines.worker_uplink * BYTES_PER_S, load_s)
+        for number, down, rate in kinds for _ in range(number)
     )  # fmt: skip
     setting = Setting(
-        rules=rules, workers=nodes, rollout_tokens=tokens, step_s=step_s, publish_s=sizes.version / WRITTEN,
-        check_s=check_s, full_bytes=sizes.version, validators=max(1, config.validators.count),
-        patch_bytes=share * sizes.version, apply_s=load_s, origin_up=machines.uplink * MEGABIT,
-        relays_up=(machines.relay_uplink * MEGABIT,) * machines.relays, token_bytes=TOKEN_BYTES,
+        rules=rules, workers=workers, rollout_tokens=tokens, train_s=train_s,
+        publish_s=sizes.version / PUBLISHED_BYTES_PER_S, check_s=check_s, full_bytes=sizes.version,
+        validators=max(1, config.validators.count), patch_bytes=sizes.patch, anchor_every=config.storage.anchor_every,
+        apply_s=load_s, origin_up=machines.uplink * BYTES_PER_S,
+        relays_up=(machines.relay_uplink * BYTES_PER_S,) * machines.relays, token_bytes=TOKEN_BYTES,
         signal_share=machines.signal_share,
     )  # fmt: skip
     return setting, assumed

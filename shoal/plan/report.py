@@ -1,38 +1,37 @@
 """A forecast as text, for `shoal plan` and for the summary of `shoal host`."""
 
-from shoal.plan.forecast import TIMES, Forecast, Machines, fetched_bytes
+import math
+from collections.abc import Iterator
+
+from shoal.plan.forecast import BUSY_SHARE, Forecast, fetched_bytes, fewest_of_share, has_patches
+from shoal.plan.machines import Machines
 from shoal.plan.setting import Outcome
+from shoal.plan.words import amount, count, duration, link
+
+QUOTA_TIMES = 1.2
+"""What is recommended of a disk quota, of what must fit into it."""
 
 
 def report(found: Forecast, machines: Machines) -> str:
     """A line for each thing that is planned."""
     sizes, setting = found.sizes, found.setting
-    patch = f", {amount(setting.patch_bytes)} as a patch" if setting.patch_bytes else ""
+    patch = f", {amount(sizes.patch)} as a patch" if sizes.patch else ""
     exact = "" if sizes.is_exact else " (of the weights alone)"
+    who = "all workers have" if len(setting.workers) > 1 else "the worker has"
     lines = [
         f"version    {amount(sizes.version)} whole{patch}; {count(sizes.parameters)} parameters",
         f"memory     a worker {amount(sizes.worker_memory)}, a validator {amount(sizes.validator_memory)}{exact}; the "
         f"trainer {amount(sizes.trainer_memory)} and its activations",
         f"disk       a worker {amount(sizes.worker_disk)}; the host {amount(sizes.host_disk)}",
-        f"broadcast  {duration(found.fetch_s)} until the last of {len(setting.workers)} workers has a version, if all "
-        "fetch at once",
+        f"broadcast  {duration(found.fetch_s)} until {who} a version{' by its patch' if has_patches(setting) else ''}, "
+        "loaded, if all fetch at once",
     ]
-    lines += _simulated(found.outcome) if found.outcome else ["step       the run does not go on with these machines"]
+    stands = (
+        "step       the run does not go on with these machines: see the notes, or give more time with rollouts.lease_s"
+    )
+    lines += _simulated(found.outcome) if found.outcome else [stands]
     lines.append(f"needed     {_needed(found, machines)}")
-    at_once = most_at_once(found)
-    if at_once < max(len(setting.workers), found.needed or 0):
-        lines.append(
-            f"note       at most {at_once} workers have work at once: that many blocks fill the batches that may be open. "
-            "A smaller rollouts.block_rollouts makes more of them"
-        )
-    blocks = setting.rules.batch_groups / setting.rules.block_groups / setting.signal_share
-    check_s = setting.check_s * blocks / setting.validators
-    if check_s > setting.step_s / 2:
-        who = "1 validator needs" if setting.validators == 1 else f"{setting.validators} validators need"
-        lines.append(
-            f"note       {who} {duration(check_s)} for the "
-            f"groups of a batch, and the trainer {duration(setting.step_s)} for a step"
-        )
+    lines += [f"note       {note}" for note in _notes(found)]
     lines += [f"assumed    {what}" for what in found.assumed]
     return "\n".join(lines)
 
@@ -41,7 +40,8 @@ def _simulated(outcome: Outcome) -> list[str]:
     return [
         f"bytes      the host sends {amount(outcome.origin_bytes)} for each step; a worker fetches "
         f"{amount(outcome.worker_bytes)}",
-        f"step       {duration(outcome.step_s)}; the trainer waits {outcome.idle_share:.0%} of its time",
+        f"step       {duration(outcome.step_s)} from version to version; the trainer waits for rollouts "
+        f"{outcome.idle_share:.0%} of its time",
         f"staleness  {outcome.staleness:.2f} versions on average; a worker has a version {duration(outcome.lag_s)} after "
         f"it is published, and fetches {outcome.followed:.0%} of them",
         f"workers    fetch and load {outcome.worker_fetch:.0%} of their time, and wait for work {outcome.worker_idle:.0%}",
@@ -49,15 +49,74 @@ def _simulated(outcome: Outcome) -> list[str]:
 
 
 def _needed(found: Forecast, machines: Machines) -> str:
-    kind = f"of {count(found.setting.workers[0].tokens_per_s)} tokens/s and {machines.downlink:g} Mb/s"
+    kind = f"of {count(found.setting.workers[0].tokens_per_s)} tokens/s and {link(machines.downlink)}"
+    if found.setting.rules.max_staleness == 0:
+        return "the trainer waits while workers play, however many there are: rollouts.max_staleness is 0"
     if found.needed is None:
-        return f"no number {kind} keeps the trainer busy: fetching a version takes too much of a step (ECHO-2's rule)"
-    least = f"at least {found.needed} {kind} keep the trainer busy (ECHO-2's rule)"
-    if found.outcome is None:
-        return least
-    if found.enough is None:
-        return f"{least}; in the simulation it waits even for {TIMES[-1]:g} times as many"
-    return f"{least}; in the simulation, {found.enough} do"
+        by_rule = "none by ECHO-2's rule, because a version takes too much of a step to fetch"
+    else:
+        by_rule = f"at least {found.needed} by ECHO-2's rule"
+    if found.enough is not None:
+        who = f"1 worker {kind} keeps" if found.enough == 1 else f"{found.enough} workers {kind} keep"
+        return f"{who} the trainer busy in the simulation; {by_rule}"
+    if found.tried:
+        return f"up to {found.tried} workers {kind} do not keep the trainer busy in the simulation; {by_rule}"
+    return f"workers {kind} that keep the trainer busy: {by_rule}"
+
+
+def _notes(found: Forecast) -> Iterator[str]:
+    """What limits the run, and what to change."""
+    setting, outcome = found.setting, found.outcome
+    rules = setting.rules
+    at_once = most_at_once(found)
+    if at_once < max(len(setting.workers), found.needed or 0):
+        yield (
+            f"at most {at_once} workers have work at once: that many blocks fill the batches that may be open. A smaller "
+            "rollouts.block_rollouts makes more of them"
+        )
+    if len(setting.workers) < (least := fewest_of_share(setting)):
+        yield f"a batch needs {least} workers: one may fill {rules.worker_share:.0%} of it (verify.worker_share)"
+    slowest = min(machine.tokens_per_s for machine in setting.workers)
+    play_s = rules.block_groups * rules.group_size * setting.rollout_tokens / slowest
+    if play_s > rules.lease_s:
+        yield (
+            f"a worker of {count(slowest)} tokens/s plays {duration(play_s)} for a block, and rollouts.lease_s gives it "
+            f"{duration(rules.lease_s)}: raise that, or make rollouts.block_rollouts smaller"
+        )
+    if outcome is None and found.fetch_s > rules.lease_s:
+        yield (
+            f"rollouts.lease_s ends a lease after {duration(rules.lease_s)}, before its worker has the version: raise it, "
+            "or plan for faster links or relays"
+        )
+    check_s = setting.check_s * rules.batch_groups / rules.block_groups / setting.signal_share / setting.validators
+    if check_s > setting.train_s / 2:
+        who = "1 validator needs" if setting.validators == 1 else f"{setting.validators} validators need"
+        yield (
+            f"{who} {duration(check_s)} for the groups of a batch, and the trainer {duration(setting.train_s)} for a step: "
+            "more validators take the work in turns"
+        )
+    if outcome is not None and outcome.publish_wait_share > BUSY_SHARE:
+        yield (
+            f"the trainer waits {outcome.publish_wait_share:.0%} of its time until the version before is published: that "
+            f"takes {duration(setting.publish_s)}, and a step {duration(setting.train_s)}"
+        )
+    if note := _quota_note(found):
+        yield note
+    if setting.relays_up and has_patches(setting) and setting.anchor_every == 1:
+        yield (
+            f"every version is published whole, too, so each relay fetches {amount(setting.full_bytes)} for each: "
+            "storage.anchor_every = 16 makes that rare"
+        )
+
+
+def _quota_note(found: Forecast) -> str:
+    needed = found.sizes.needed_blobs
+    if needed <= found.quota_mb * 1e6:
+        return ""
+    return (
+        f"the host must keep {amount(needed)} for its nodes, and storage.quota_mb is {found.quota_mb}: above it, no worker "
+        f"gets work. Set it to {math.ceil(QUOTA_TIMES * needed / 1e6)} or more"
+    )
 
 
 def most_at_once(found: Forecast) -> int:
@@ -67,35 +126,10 @@ def most_at_once(found: Forecast) -> int:
 
 
 def summary(found: Forecast, machines: Machines) -> str:
-    """Two lines for somebody who starts a run."""
-    setting = found.setting
+    """Two lines for somebody who starts a run; a third one if its disk quota is too small."""
+    setting, note = found.setting, _quota_note(found)
     return (
-        f"Plan: a version has {amount(fetched_bytes(setting))} to fetch; a worker with {machines.downlink:g} Mb/s needs "
+        f"Plan: a version has {amount(fetched_bytes(setting))} to fetch; a worker with {link(machines.downlink)} needs "
         f"{amount(found.sizes.worker_memory)} of memory and {amount(found.sizes.worker_disk)} of disk.\n"
-        f"By assumed speeds, {_needed(found, machines)}. More: shoal plan."
+        f"By assumed speeds, {_needed(found, machines)}. More: shoal plan." + (f"\nBut {note}." if note else "")
     )
-
-
-def amount(size_bytes: float) -> str:
-    """Bytes for a person."""
-    for limit, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if size_bytes >= limit:
-            return (
-                f"{size_bytes / limit:.3g} {unit}" if size_bytes < 1000 * limit else f"{size_bytes / limit:,.0f} {unit}"
-            )
-    return f"{size_bytes:.0f} bytes"
-
-
-def duration(seconds: float) -> str:
-    """Seconds for a person."""
-    if seconds < 100:
-        return f"{seconds:.3g} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
-
-
-def count(number: float) -> str:
-    """A number for a person."""
-    for limit, unit in ((1e9, "B"), (1e6, "M")):
-        if number >= limit:
-            return f"{number / limit:.3g}{unit}"
-    return f"{number:,.0f}"

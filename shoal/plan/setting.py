@@ -2,12 +2,13 @@
 
 from dataclasses import dataclass
 
+from shoal.protocol.constants import MAX_CHUNK_BYTES
 from shoal.protocol.types import Rules
 
 
 @dataclass(frozen=True)
-class Node:
-    """A worker's machine. Rates are bytes per second; 0 is no limit."""
+class WorkerMachine:
+    """A worker's machine and its links. Rates are bytes per second; 0 is no limit."""
 
     tokens_per_s: float
     down: float = 0.0
@@ -21,34 +22,38 @@ class Setting:
     """What is simulated. Times are seconds, rates bytes per second (0: no limit), sizes bytes."""
 
     rules: Rules
-    workers: tuple[Node, ...]
+    workers: tuple[WorkerMachine, ...]
     rollout_tokens: float
     """Policy tokens of a rollout, on average."""
-    step_s: float
+    train_s: float
+    """The trainer's, for a step, with saving its own state."""
     publish_s: float
-    """From the end of a step until its version can be fetched."""
+    """From the end of a step until its version can be fetched. The trainer takes the next step meanwhile, and begins to
+    publish that one when the version before is published."""
     check_s: float
     """A validator's, for each block."""
     full_bytes: float
     validators: int = 1
     patch_bytes: float = 0.0
     """Of a version against the one before; 0: there are no patches."""
+    anchor_every: int = 1
+    """With patches: versions between those that are published whole, too. Relays fetch all that is published."""
     apply_s: float = 0.0
-    """Of a patch, until its version is ready."""
-    ahead: bool = True
-    """Whether a worker fetches the version of its next lease while it plays the one before."""
+    """Of a patch, until the version is on the worker's disk."""
     origin_up: float = 0.0
     relays_up: tuple[float, ...] = ()
-    relay_down: float = 0.0
-    chunk_bytes: float = 1 << 20
+    relay_look_s: float = 1.0
+    """From a version's publication until a relay sees it: half of the time between two looks."""
+    relay_ask_s: float = 0.5
+    """From a chunk's arrival at a relay until a client knows: half of the time between two questions."""
+    chunk_bytes: float = MAX_CHUNK_BYTES
+    """A relay passes on whole chunks."""
     token_bytes: float = 16.0
     """Of a submission, for each policy token."""
     request_s: float = 0.05
     """From a request to its answer."""
     signal_share: float = 1.0
     """Of the accepted groups, those that a batch may take."""
-    spread: float = 0.0
-    """Standard deviation of the logarithm of how long a lease takes."""
     warmup_steps: int = 4
     """Not measured: new workers are audited fully, and fetch the first version whole."""
     measured_steps: int = 12
@@ -63,6 +68,8 @@ class Outcome:
     """From one version to the next, on average."""
     idle_share: float
     """Of the trainer's time, what it waits for batches."""
+    publish_wait_share: float
+    """Of the trainer's time, what it waits until the version before is published."""
     staleness: float
     """Mean number of versions between a group's policy and the one that learns from it."""
     broadcast_s: float

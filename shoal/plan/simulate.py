@@ -5,9 +5,6 @@ the ledger's own rules, so only machines and links are models: they take the tim
 setting gives the same outcome.
 """
 
-import heapq
-import itertools
-import math
 import random
 from collections import deque
 from collections.abc import Callable
@@ -30,8 +27,11 @@ from shoal.ledger.rules.leases import blocks_to_give
 from shoal.ledger.rules.run import follow
 from shoal.ledger.state import LeaseRecord, State
 from shoal.ledger.table import apply, decide, make_entry
+from shoal.plan.clock import Clock
 from shoal.plan.flows import Network
-from shoal.plan.setting import Node, Outcome, Setting, Stalled
+from shoal.plan.relays import SimulatedRelays
+from shoal.plan.setting import Outcome, Setting, Stalled, WorkerMachine
+from shoal.plan.trainer import SimulatedTrainer
 from shoal.protocol.audits import influence, must_audit, paid_tokens
 from shoal.protocol.constants import MAX_OPEN_LEASES
 from shoal.protocol.types import GroupVerdict, Join, Sampling, Verdict
@@ -44,11 +44,14 @@ TICK_S = 1.0
 MOST_EVENTS = 2_000_000
 """A simulation that needs more does not end."""
 
+LONGEST_S = 1e9
+"""Nor does one in which nothing happens for so long."""
+
 
 @dataclass
 class _Worker:
     key: str
-    node: Node
+    machine: WorkerMachine
     index: int
     queue: deque[LeaseRecord] = field(default_factory=deque)
     busy: bool = False
@@ -57,7 +60,6 @@ class _Worker:
     disk: set[int] = field(default_factory=set)
     coming: dict[int, list[Callable[[], None]]] = field(default_factory=dict)
     """By version that it fetches: what comes then."""
-    load_s: dict[int, float] = field(default_factory=dict)
     seen: set[int] = field(default_factory=set)
     fetching_s: float = 0.0
     playing_s: float = 0.0
@@ -73,26 +75,24 @@ def simulate(setting: Setting) -> Outcome:
 
 class _Run:
     def __init__(self, setting: Setting) -> None:
-        self.s, self.state, self.now = setting, State(), 0.0
+        self.s, self.state, self.clock = setting, State(), Clock()
         self.rng = random.Random(setting.seed)
-        self.order, self.heap = itertools.count(), list[tuple[float, int, Callable[[], None]]]()
-        rates = {f"down{i}": node.down for i, node in enumerate(setting.workers)}
-        rates |= {f"up{i}": node.up for i, node in enumerate(setting.workers)}
-        rates |= {"origin": setting.origin_up, "relays": sum(setting.relays_up), "fill": setting.relay_down}
+        rates = {f"down{i}": machine.down for i, machine in enumerate(setting.workers)}
+        rates |= {f"up{i}": machine.up for i, machine in enumerate(setting.workers)}
+        rates |= {"origin": setting.origin_up, "relays": sum(setting.relays_up)}
         self.net = Network(rates)
-        self.workers = [_Worker(f"{i:064x}", node, i) for i, node in enumerate(setting.workers)]
+        self.relays = SimulatedRelays(self.clock, self.net, setting) if setting.relays_up else None
+        self.trainer = SimulatedTrainer(self.clock, setting.train_s, setting.publish_s, self._publish)
+        self.workers = [_Worker(f"{i:064x}", machine, i) for i, machine in enumerate(setting.workers)]
         self.line: deque[_Worker] = deque()
         self.free_judges = deque(f"{i:0>63}v" for i in range(setting.validators))
         self.unjudged: deque[tuple[str, LeaseRecord]] = deque()
-        self.filled: dict[int, list[Callable[[], None]] | None] = {}
-        """By version: who waits for the relays to have it; None once they have."""
-        self.training = False
         self.published: dict[int, float] = {}
         self.arrived: dict[int, list[float]] = {}
         self.stale: list[tuple[int, int]] = []
         """(step, versions between) of each group that a batch took."""
-        self.worked_s = dict[int, float]()
-        self.origin_bytes = 0.0
+        self.sent_bytes = 0.0
+        """By the origin to workers."""
         self.since: tuple[float, float, list[tuple[float, float, float]]] = (0.0, 0.0, [])
         """When the warm-up ended, what the origin had sent, and what each worker had done."""
         self._begin()
@@ -108,13 +108,20 @@ class _Run:
         for key, role in ((TRAINER, "trainer"), *((key, "validator") for key in self.free_judges),
                           *((worker.key, "worker") for worker in self.workers)):  # fmt: skip
             self.do(Enter(key, Join(role, key[-8:], 0.0, "plan", rules.dtype, "any"), self.now))  # type: ignore[arg-type]
-        self.after(self.s.publish_s, self._publish)
         self.after(0.0, self._tick)
         for worker in self.workers:
             self.after(0.0, partial(self._ask, worker))
 
+    @property
+    def now(self) -> float:
+        return self.clock.now
+
     def after(self, wait_s: float, then: Callable[[], None]) -> None:
-        heapq.heappush(self.heap, (self.now + wait_s, next(self.order), then))
+        self.clock.after(wait_s, then)
+
+    @property
+    def origin_bytes(self) -> float:
+        return self.sent_bytes + (self.relays.fetched_bytes if self.relays else 0.0)
 
     def do(self, command: object) -> list[Body]:
         """Decide a command, as the book does. Raises `Refused`, `Wait`."""
@@ -133,26 +140,23 @@ class _Run:
         for _ in range(MOST_EVENTS):
             if self.state.main.version >= self.s.warmup_steps + self.s.measured_steps:
                 return
-            at, end = self.heap[0][0] if self.heap else math.inf, self.net.next_end()
-            if min(at, end) > 1e9:
+            at, end = self.clock.next_at(), self.net.next_end()
+            if min(at, end) > LONGEST_S:
                 break
             if end <= at:
-                self.now = max(self.now, end)
+                self.clock.now = max(self.now, end)
                 for done in self.net.end_due(self.now):
                     done()
             else:
-                self.now, _, then = heapq.heappop(self.heap)
-                then()
+                self.clock.go_on()
             self._go_on()
         raise Stalled(f"no end in sight at version {self.state.main.version}, {self.now:.0f} s")
 
     def _go_on(self) -> None:
         """Let those begin whose work is there."""
         stream = self.state.main
-        if not self.training and stream.version in stream.batches:
-            self.training, step = True, stream.version
-            self.worked_s[step] = self.s.step_s + self.s.publish_s
-            self.after(self.s.step_s + self.s.publish_s, self._publish)
+        if self.trainer.wants in stream.batches:
+            self.trainer.learn()
         while self.free_judges and self.unjudged:
             judge, (name, lease) = self.free_judges.popleft(), self.unjudged.popleft()
             check_s = self.s.check_s * len(lease.blocks) + self.s.request_s
@@ -164,37 +168,20 @@ class _Run:
     def _tick(self) -> None:
         self.do(Tick(self.now))
         waited_s = self.now - max(self.published.values(), default=0.0)
-        self.after(max(TICK_S, self.s.step_s / 20, waited_s / 50), self._tick)
+        self.after(max(TICK_S, self.s.train_s / 20, waited_s / 50), self._tick)
 
     # --- versions ---
 
     def _publish(self) -> None:
         version = self.state.main.version + 1
         self.do(Publish(TRAINER, version, digest(b"root %d" % version), "m", {}, self.now))
-        self.published[version], self.training = self.now, False
+        self.published[version] = self.now
         self.arrived[version] = []
-        self._fill_relays(version)
+        if self.relays:
+            self.relays.fill(version)
         if version == self.s.warmup_steps:
             done = [(worker.fetching_s, worker.playing_s, worker.fetched_bytes) for worker in self.workers]
             self.since = self.now, self.origin_bytes, done
-
-    def _fill_relays(self, version: int) -> None:
-        """Each relay fetches a version, and serves what it has meanwhile."""
-        self.filled[version] = [] if self.s.relays_up else None
-        size = self.s.patch_bytes if self.s.patch_bytes and version else self.s.full_bytes
-        left = len(self.s.relays_up)
-
-        def has_one() -> None:
-            nonlocal left
-            left -= 1
-            if left == 0:
-                waiting, self.filled[version] = self.filled[version] or [], None
-                for then in waiting:
-                    then()
-
-        for _ in self.s.relays_up:
-            self.origin_bytes += size
-            self.net.start(self.now, size, ("origin", "fill"), has_one)
 
     def _load(self, worker: _Worker, version: int, then: Callable[[], None]) -> None:
         """Let a worker's engine have a version, which may have to be fetched first."""
@@ -208,7 +195,7 @@ class _Run:
                 self.arrived[version].append(self.now - self.published[version])
             then()
 
-        self._bring(worker, version, lambda: self.after(worker.load_s.get(version, worker.node.load_s), loaded))
+        self._bring(worker, version, lambda: self.after(worker.machine.load_s, loaded))
 
     def _bring(self, worker: _Worker, version: int, then: Callable[[], None]) -> None:
         """Get a version to a worker's disk, by the cheaper way."""
@@ -223,26 +210,40 @@ class _Run:
         by_patch = bool(worker.disk) and steps > 0 and 0 < steps * self.s.patch_bytes < self.s.full_bytes
         size = steps * self.s.patch_bytes if by_patch else self.s.full_bytes
         apply_s = steps * self.s.apply_s if by_patch else 0.0
-        worker.load_s[version] = 0.0 if by_patch else worker.node.load_s
         worker.fetched_bytes += size
-        if not self.s.relays_up:
-            self.origin_bytes += size
+        if not self.relays:
+            self.sent_bytes += size
 
         def there() -> None:
             worker.disk = {*sorted(worker.disk | {version})[-2:]}
             for go_on in worker.coming.pop(version):
                 go_on()
 
-        def came() -> None:
-            waiting = self.filled[version]
-            if waiting is not None:  # a relay forwards what it has: the last chunk takes one hop more
-                hop_s = self.s.chunk_bytes / worker.node.down if worker.node.down else 0.0
-                waiting.append(lambda: self.after(hop_s + apply_s, there))
-            else:
-                self.after(apply_s, there)
+        def fetched() -> None:
+            self.after(apply_s, there)
 
-        links = "relays" if self.s.relays_up else "origin", f"down{worker.index}"
-        self.after(self.s.request_s, lambda: self.net.start(self.now, size, links, came))
+        links = "relays" if self.relays else "origin", f"down{worker.index}"
+        relays = self.relays
+        if relays is None:
+            self.after(self.s.request_s, lambda: self.net.start(self.now, size, links, fetched))
+            return
+        hop_s = self._hop_s(worker.machine, min(size, self.s.chunk_bytes))
+
+        def came() -> None:
+            """A relay forwards what it has: the last chunk takes one hop more."""
+            relays.when_whole(version, lambda: self.after(hop_s + apply_s, there), fetched)
+
+        def begin() -> None:
+            self.after(self.s.request_s, lambda: self.net.start(self.now, size, links, came))
+
+        relays.when_begun(version, begin)
+
+    def _hop_s(self, machine: WorkerMachine, chunk_bytes: float) -> float:
+        """From a relay's last chunk until its clients have it, who all ask for it."""
+        together = sum(self.s.relays_up)
+        own = chunk_bytes / machine.down if machine.down else 0.0
+        shared = chunk_bytes * len(self.workers) / together if together else 0.0
+        return max(own, shared)
 
     # --- leases ---
 
@@ -254,7 +255,7 @@ class _Run:
             return
         worker.asking = True
         try:
-            ask = AskLease(worker.key, tuple(lease.id for lease in held), worker.node.tokens_per_s, self.now)
+            ask = AskLease(worker.key, tuple(lease.id for lease in held), worker.machine.tokens_per_s, self.now)
             granted = next((body for body in self.do(ask) if isinstance(body, LeaseGranted)), None)
         except (Wait, Refused):
             granted = None
@@ -269,7 +270,7 @@ class _Run:
         worker.queue.append(lease)
         if not worker.busy:
             self._next(worker)
-        elif self.s.ahead and lease.version != worker.loaded:
+        elif lease.version != worker.loaded:
             self._bring(worker, lease.version, lambda: None)
 
     def _next(self, worker: _Worker) -> None:
@@ -288,9 +289,7 @@ class _Run:
     def _play(self, worker: _Worker, lease: LeaseRecord) -> None:
         rules = self.s.rules
         tokens = len(lease.blocks) * rules.block_groups * rules.group_size * self.s.rollout_tokens
-        play_s = tokens / worker.node.tokens_per_s
-        if self.s.spread:
-            play_s *= self.rng.lognormvariate(-(self.s.spread**2) / 2, self.s.spread)
+        play_s = tokens / worker.machine.tokens_per_s
         worker.playing_s += play_s
 
         def send() -> None:
@@ -341,9 +340,12 @@ class _Run:
         time_of_all = max(1e-9, lasted * len(self.workers))
         fetching, playing = (sum(of[i] for of in gained) / time_of_all for i in (0, 1))
         between = [between for step, between in self.stale if first <= step < last]
+        taken = self.trainer.steps[first:last]
+        all_s = max(1e-9, sum(step.all_s for step in taken))
         return Outcome(
             step_s=lasted / steps,
-            idle_share=1 - sum(s for step, s in self.worked_s.items() if first <= step < last) / lasted,
+            idle_share=sum(step.batch_s for step in taken) / all_s,
+            publish_wait_share=sum(step.publication_s for step in taken) / all_s,
             staleness=sum(between) / max(1, len(between)),
             broadcast_s=slowest[len(slowest) // 2],
             lag_s=sum(lags) / len(lags),

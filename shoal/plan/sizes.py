@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.config import RunConfig
+from shoal.errors import ConfigError, ShoalError
 from shoal.policy.spec import PolicySpec
+from shoal.protocol.needs import may_be_patched
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 """Of a published weight."""
@@ -23,6 +25,9 @@ STATE_BYTES = 12
 KEPT_VERSIONS = 2
 """Versions that a worker keeps on disk; one more is on its way."""
 
+PATCH_SHARE = 1 / 150
+"""Of a version in bfloat16: what a patch takes at lr 1e-6 (`benchmarks/patches.py`). Versions in float32 change whole."""
+
 TOKEN_BYTES = 16.0
 """Of a submission, for each policy token: its id and its log-prob."""
 
@@ -34,20 +39,28 @@ class Sizes:
     parameters: float
     version: float
     """A whole version, as it is fetched."""
+    patch: float
+    """What leads to a version from the one before; 0: there are no patches."""
     worker_memory: float
     validator_memory: float
     trainer_memory: float
     worker_disk: float
     host_disk: float
+    """With the host's own validators."""
+    needed_blobs: float
+    """What `storage.quota_mb` must hold: versions that nodes may still need, and submissions that are still used."""
     is_exact: bool
     """Whether the model's shape was known; if not, memory is of the weights alone."""
 
 
-def sizes_of(config: RunConfig, recipe_dir: Path, parameters: float = 0.0) -> Sizes:
-    """The sizes of a run. `parameters` replaces the run file's model. Raises `StateError`, `ConfigError`."""
+def sizes_of(config: RunConfig, recipe_dir: Path, parameters: float = 0.0, patch_share: float = -1.0) -> Sizes:
+    """The sizes of a run. `parameters` replaces the run file's model; `patch_share` is what a patch has of a version, below
+    0 if that is assumed. Raises `StateError`, `ConfigError`."""
     spec = None if parameters else spec_of(config, recipe_dir)
     count = float(sum(math.prod(shape) for shape in spec.tensor_shapes().values())) if spec else parameters
     version = count * ITEM_BYTES[config.policy.dtype]
+    share = patch_share if patch_share >= 0 else PATCH_SHARE
+    patch = share * version if may_be_patched(config.policy.dtype) else 0.0
     play = check = version * (2 if config.sampled_dtype == "int8" and config.policy.dtype == "bfloat16" else 1)
     exact = False
     if spec is not None:
@@ -58,21 +71,43 @@ def sizes_of(config: RunConfig, recipe_dir: Path, parameters: float = 0.0) -> Si
             play = max(float(needs.load()), float(needs.loaded + needs.play(r.block_rollouts, longest)))
             check = max(play, float(needs.loaded + needs.score(r.block_rollouts * longest, longest, hidden=True)))
             exact = True
-    window = config.storage.window_steps
-    bodies = config.rollouts.batch_groups * config.rollouts.group_size * config.most_paid_tokens * TOKEN_BYTES
+    stored, needed = _blobs(config, version, patch)
     kept = 1 + config.steps // config.storage.checkpoint_every
-    blobs = min(config.storage.quota_mb * 1e6, window * (version + bodies)) if config.storage.retain != "all" else 0.0
+    judged = config.rollouts.max_staleness + KEPT_VERSIONS + 1
+    of_nodes = judged * (
+        config.validators.count + (config.sampled_dtype != "float32")
+    )  # the trainer's denominators, too
+    publishing = 2  # of the trainer: one is written while the one before is the base of a patch
     return Sizes(
-        parameters=count, version=version, worker_memory=play, validator_memory=check,
-        trainer_memory=count * TRAINER_BYTES, worker_disk=(KEPT_VERSIONS + 1) * version,
-        host_disk=blobs + kept * version + 2 * count * STATE_BYTES, is_exact=exact,
+        parameters=count, version=version, patch=patch, worker_memory=play, validator_memory=check,
+        trainer_memory=count * TRAINER_BYTES + version, worker_disk=(KEPT_VERSIONS + 1) * version,
+        host_disk=stored + (kept + of_nodes + publishing) * version + 2 * count * STATE_BYTES,
+        needed_blobs=needed, is_exact=exact,
     )  # fmt: skip
 
 
+def _blobs(config: RunConfig, version: float, patch: float) -> tuple[float, float]:
+    """What the coordinator stores, and how much of it the run cannot do without. See `roles/coordinator/anchors`."""
+    storage, rollouts = config.storage, config.rollouts
+    tokens = config.most_paid_tokens or config.sampling.all_tokens
+    bodies = rollouts.batch_groups * rollouts.group_size * tokens * TOKEN_BYTES
+    every = storage.anchor_every if patch else 1
+    fresh = rollouts.max_staleness + 2  # with the one that is coming
+    anchors = fresh if every == 1 else 3  # the newest, the one before, and the one that is coming
+    needed = anchors * version + max(fresh, 2 * every) * patch + fresh * bodies
+    of_a_step = version / every + patch + bodies
+    if storage.retain == "all":
+        return config.steps * of_a_step, max(needed, config.steps * of_a_step)
+    return max(needed, min(storage.quota_mb * 1e6, storage.window_steps * of_a_step)), needed
+
+
 def spec_of(config: RunConfig, recipe_dir: Path) -> PolicySpec:
-    """The shape of a run's model. Raises `StateError`, `ConfigError`."""
+    """The shape of a run's model. Raises `ConfigError`."""
     if config.policy.path:
-        return PolicySpec.from_directory((recipe_dir / config.policy.path).resolve())
+        try:
+            return PolicySpec.from_directory((recipe_dir / config.policy.path).resolve())
+        except ShoalError as error:
+            raise ConfigError(f"{error} To plan without the model: --parameters, such as 7e9") from None
     from shoal.policy.tiny import tiny_spec  # imports torch
 
     return tiny_spec(config.policy.tiny)

@@ -7,15 +7,18 @@ import pytest
 
 from shoal import cli
 from shoal.config import load_run
-from shoal.plan.forecast import Machines, forecast
-from shoal.plan.report import amount, count, duration, report, summary
+from shoal.errors import ConfigError
+from shoal.plan.forecast import forecast, forecast_by_rule
+from shoal.plan.machines import Machines
+from shoal.plan.report import report, summary
 from shoal.plan.simulate import simulate
 from shoal.plan.sizes import sizes_of
+from shoal.plan.words import amount, count, duration
 from shoal.roles.coordinator.role import rules_of
 
 RECIPES = Path(__file__).parent.parent.parent / "recipes"
 GIVEN = Machines(
-    4, tokens_per_s=400.0, rollout_tokens=5.0, step_s=2.0, check_s=0.1, downlink=8.0, uplink=100.0, patch_share=0.0
+    4, tokens_per_s=400.0, rollout_tokens=5.0, train_s=2.0, check_s=0.1, downlink=8.0, uplink=100.0, patch_share=0.0
 )
 
 
@@ -33,14 +36,14 @@ def test_a_version_has_the_bytes_of_its_file():
 def test_another_model_is_planned_by_its_parameters():
     config = load_run(RECIPES / "arithmetic.toml", ['policy.dtype="bfloat16"'])
     found = sizes_of(config, RECIPES, 7e9)
-    assert found.version == 14e9 and found.trainer_memory == 112e9 and found.worker_disk == 42e9 and not found.is_exact
+    assert found.version == 14e9 and found.trainer_memory == 126e9 and found.worker_disk == 42e9 and not found.is_exact
 
 
 def test_what_is_not_given_is_assumed_and_named():
     assert of().assumed == ()
     guessed = of(Machines(4))
     assert [line.rsplit("(")[-1] for line in guessed.assumed] == [
-        "--tokens-per-s)", "--rollout-tokens)", "--step-s)", "--check-s)",
+        "--tokens-per-s)", "--rollout-tokens)", "--train-s)", "--check-s)",
     ]  # fmt: skip
     assert "1/150 of a version" in of(Machines(4), "arithmetic.toml", 'policy.dtype="bfloat16"').assumed[-1]
 
@@ -58,7 +61,7 @@ def test_a_report_has_a_line_for_each_thing_and_no_line_break_in_one():
     text = report(of(), GIVEN)
     for word in ("version ", "memory ", "disk ", "broadcast ", "bytes ", "step ", "staleness ", "needed "):
         assert text.count(f"\n{word}") + text.startswith(word) == 1, word
-    assert "keep the trainer busy (ECHO-2's rule)" in text
+    assert "keep the trainer busy in the simulation; at least" in text and "by ECHO-2's rule" in text
     assert len(summary(of(), GIVEN).splitlines()) == 2
 
 
@@ -71,24 +74,78 @@ def test_more_workers_than_blocks_are_told():
 
 def test_other_workers_are_planned_beside_them():
     found = of(Machines(2, also=((3, 5.0, 200.0),)))
-    assert [node.tokens_per_s for node in found.setting.workers] == [5000.0] * 2 + [200.0] * 3
+    assert [machine.tokens_per_s for machine in found.setting.workers] == [5000.0] * 2 + [200.0] * 3
 
 
 def test_the_command_prints_it_and_refuses_what_is_no_number(capsys):
     recipe = str(RECIPES / "arithmetic.toml")
     assert cli.main(["plan", recipe, "--workers", "3", "--also", "2:10:200", "--relays", "2"]) == 0
-    assert "until the last of 5 workers" in capsys.readouterr().out
-    for wrong in (["--uplink", "-1"], ["--downlink", "nan"], ["--also", "3:4"], ["--signal-share", "0"]):
+    assert "until all workers have a version" in capsys.readouterr().out
+    for wrong in (
+        ["--uplink", "-1"], ["--downlink", "nan"], ["--also", "3:4"], ["--signal-share", "0"], ["--relays", "-3"],
+        ["--relays", "1e9"], ["--patch-share", "1.5"], ["--workers", "0"], ["--train-s", "1e9"], ["--parameters", "1e15"],
+    ):  # fmt: skip
         with pytest.raises(SystemExit):
             cli.main(["plan", recipe, "--workers", "3", *wrong])
-        assert "is not" in capsys.readouterr().err
+        message = capsys.readouterr().err
+        assert "is not" in message and message.count("\n") == 1
 
 
 def test_figures_for_a_person():
-    assert [amount(x) for x in (12, 1500, 14e9, 2.1e12)] == ["12 bytes", "1.5 kB", "14 GB", "2.1 TB"]
-    assert [duration(x) for x in (0.5, 99, 130, 9000)] == ["0.5 s", "99 s", "2 min", "2.5 h"]
-    assert [count(x) for x in (7e9, 796_032, 123)] == ["7B", "796,032", "123"]
+    assert [amount(x) for x in (12, 1500, 999.96e6, 14e9, 2.1e12, 3e17)] == [
+        "12 bytes", "1.5 kB", "1 GB", "14 GB", "2.1 TB", "300,000 TB",
+    ]  # fmt: skip
+    assert [duration(x) for x in (0, 1e-6, 0.5, 99, 130, 9000, 1e6)] == [
+        "0 s",
+        "0 s",
+        "0.5 s",
+        "99 s",
+        "2 min",
+        "2.5 h",
+        "12 days",
+    ]
+    assert [count(x) for x in (7e9, 796_032, 123, 0.25, 7e12)] == ["7B", "796,032", "123", "0.25", "7T"]
 
 
 def test_a_link_without_limit_takes_no_time():
-    assert of(Machines(2, downlink=0.0, uplink=0.0, step_s=2.0)).fetch_s < 0.01
+    assert of(Machines(2, downlink=0.0, uplink=0.0, train_s=2.0)).fetch_s < 0.01
+
+
+def test_what_cannot_be_planned_is_refused_with_the_remedy():
+    for machines, remedy in (
+        (Machines(1, also=((1_000_000_000, 1.0, 1.0),)), "too many to simulate, limit 400: plan for fewer"),
+        (Machines(1, rollout_tokens=1500.0), "a rollout has at most 24 tokens. Set sampling.max_tokens, too"),
+        (Machines(1, patch_share=0.1), "versions in float32 change whole"),
+    ):
+        with pytest.raises(ConfigError, match=remedy):
+            of(machines)
+    with pytest.raises(ConfigError, match="To plan without the model: --parameters"):
+        of(Machines(1), "qwen3-gsm8k.toml", 'policy.path="nowhere"')
+
+
+def test_a_synchronous_run_waits_with_any_number_of_workers():
+    found = of(GIVEN, "arithmetic.toml", "rollouts.max_staleness=0", "verify.audit_rate=1.0")
+    assert found.needed is None and found.enough is None
+    assert "the trainer waits while workers play, however many there are" in report(found, GIVEN)
+
+
+def test_what_stops_a_run_is_told():
+    slow = dataclasses.replace(GIVEN, tokens_per_s=1.0)
+    assert "plays 21 min for a block, and rollouts.lease_s gives it 2 min" in report(of(slow), slow)
+    few = of(GIVEN, "arithmetic.toml", "verify.worker_share=0.1")
+    assert few.outcome is None and "a batch needs 16 workers: one may fill 10% of it" in report(few, GIVEN)
+    large = dataclasses.replace(GIVEN, parameters=7e9, patch_share=-1.0)
+    found = of(large, "arithmetic.toml", 'policy.dtype="bfloat16"')
+    assert found.sizes.needed_blobs == pytest.approx(3 * 14e9, rel=0.01)
+    assert "storage.quota_mb is 2048: above it, no worker gets work. Set it to 50" in report(found, large)
+    assert "storage.quota_mb is 2048" in summary(found, large)
+    roomy = of(large, "arithmetic.toml", 'policy.dtype="bfloat16"', "storage.quota_mb=60000")
+    assert "quota_mb" not in report(roomy, large)
+
+
+def test_relays_are_filled_from_the_host_before_they_serve():
+    """Two copies at 100 Mb/s take the host longer than the relays take for four workers."""
+    relayed = dataclasses.replace(GIVEN, downlink=0.0, relays=2, relay_uplink=1000.0)
+    config = load_run(RECIPES / "arithmetic.toml")
+    found = forecast_by_rule(config, rules_of(config), RECIPES, relayed)
+    assert found.fetch_s == pytest.approx(2 * found.sizes.version / 12.5e6, rel=0.1)

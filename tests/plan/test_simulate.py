@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from shoal.plan.setting import Node, Setting, Stalled
+from shoal.plan.setting import Setting, Stalled, WorkerMachine
 from shoal.plan.simulate import simulate
 from shoal.protocol.types import Rules
 
@@ -19,18 +19,18 @@ def rules(**changes):
     return Rules(**(values | changes))
 
 
-def setting(workers=4, node=None, **changes):
+def setting(workers=4, machine=None, **changes):
     """Workers that play a block of 16 rollouts in 16 s; a batch has 8 blocks."""
-    nodes = (node or Node(tokens_per_s=100.0),) * workers if isinstance(workers, int) else workers
+    machines = (machine or WorkerMachine(tokens_per_s=100.0),) * workers if isinstance(workers, int) else workers
     values = dict(
-        rules=rules(), workers=nodes, rollout_tokens=100.0, step_s=10.0, publish_s=0.0, check_s=0.0,
+        rules=rules(), workers=machines, rollout_tokens=100.0, train_s=10.0, publish_s=0.0, check_s=0.0,
         full_bytes=1e6, request_s=0.0,
     )  # fmt: skip
     return Setting(**(values | changes))
 
 
 def test_the_same_setting_gives_the_same_outcome():
-    noisy = setting(spread=0.3, signal_share=0.7, seed=5)
+    noisy = setting(signal_share=0.7, seed=5)
     assert simulate(noisy) == simulate(noisy)
     assert simulate(noisy) != simulate(dataclasses.replace(noisy, seed=6))
 
@@ -42,7 +42,7 @@ def test_workers_that_are_too_slow_decide_how_long_a_step_takes():
 
 
 def test_a_trainer_that_is_too_slow_decides_it_otherwise():
-    found = simulate(setting(step_s=100.0))
+    found = simulate(setting(train_s=100.0))
     assert found.step_s == pytest.approx(100, rel=0.01) and found.idle_share == pytest.approx(0, abs=0.01)
     assert found.staleness == pytest.approx(1.0) and found.worker_idle > 0.5
 
@@ -56,15 +56,32 @@ def test_a_shared_uplink_and_own_downlinks_take_their_time_before_the_work_begin
     slow = setting(rules=rules(max_staleness=0), full_bytes=4e6)
     # 4 workers at 1 MB/s together: 16 s; alone at 0.5 MB/s each: 8 s
     shared = simulate(dataclasses.replace(slow, origin_up=1e6))
-    own = simulate(dataclasses.replace(slow, workers=(Node(100.0, down=0.5e6),) * 4))
+    own = simulate(dataclasses.replace(slow, workers=(WorkerMachine(100.0, down=0.5e6),) * 4))
     assert shared.lag_s == pytest.approx(16, rel=0.05) and own.lag_s == pytest.approx(8, rel=0.05)
     assert shared.broadcast_s == pytest.approx(16, rel=0.05)
     assert shared.step_s == pytest.approx(58, rel=0.1) and own.step_s == pytest.approx(50, rel=0.1)
     assert shared.origin_bytes == own.origin_bytes == pytest.approx(16e6)
 
 
+def test_relays_pass_on_a_version_by_chunks_once_they_have_looked():
+    # two copies at 1 MB/s: the relays have 4 MB after 8 s. They look 1 s after it was published, and are asked each second
+    slow = setting(workers=2, rules=rules(max_staleness=0), full_bytes=4e6, origin_up=1e6, relays_up=(10e6, 10e6))
+    by_chunks, at_once = (simulate(dataclasses.replace(slow, chunk_bytes=size)) for size in (4e4, 4e6))
+    assert by_chunks.lag_s == pytest.approx(9.5, rel=0.02)
+    assert at_once.lag_s == pytest.approx(9.5 + 4e6 * 2 / 20e6, rel=0.02), "a chunk is passed on when it is whole"
+
+
+def test_relays_fetch_whole_versions_too_if_these_are_published():
+    patches = setting(
+        rules=rules(max_staleness=0), full_bytes=4e6, patch_bytes=1e5, origin_up=1e6, relays_up=(1e6, 1e6), train_s=40.0
+    )
+    found, rarely = (simulate(dataclasses.replace(patches, anchor_every=every)) for every in (1, 4))
+    assert found.origin_bytes == pytest.approx(2 * (4e6 + 1e5))
+    assert rarely.origin_bytes == pytest.approx(2 * (4e6 / 4 + 1e5), rel=0.05)
+
+
 def test_relays_take_the_copies_off_the_origin():
-    slow = setting(workers=8, rules=rules(max_staleness=0), full_bytes=4e6, origin_up=1e6)
+    slow = setting(workers=8, rules=rules(max_staleness=0), full_bytes=4e6, origin_up=1e6, chunk_bytes=4e4)
     relayed = dataclasses.replace(slow, relays_up=(1e6, 1e6))
     alone, found = simulate(slow), simulate(relayed)
     assert alone.origin_bytes == pytest.approx(32e6) and found.origin_bytes == pytest.approx(8e6)
@@ -72,20 +89,36 @@ def test_relays_take_the_copies_off_the_origin():
 
 
 def test_a_worker_that_follows_by_patches_fetches_little_and_one_that_was_away_takes_the_cheaper_way():
-    plain = simulate(setting(node=Node(100.0, down=0.1e6), full_bytes=1e6, rules=rules(max_staleness=0)))
+    plain = simulate(setting(machine=WorkerMachine(100.0, down=0.1e6), full_bytes=1e6, rules=rules(max_staleness=0)))
     patched = simulate(
-        setting(node=Node(100.0, down=0.1e6), full_bytes=1e6, patch_bytes=1e4, rules=rules(max_staleness=0))
+        setting(machine=WorkerMachine(100.0, down=0.1e6), full_bytes=1e6, patch_bytes=1e4, rules=rules(max_staleness=0))
     )
     assert plain.worker_bytes == pytest.approx(1e6) and patched.worker_bytes == pytest.approx(1e4)
     assert plain.lag_s == pytest.approx(10, rel=0.05) and patched.lag_s == pytest.approx(0.1, rel=0.05)
 
 
 def test_a_version_that_is_fetched_while_a_worker_plays_costs_it_nothing():
-    # a step of 64 s; each worker plays its last blocks of a version while the next one comes
-    slow = setting(node=Node(100.0, down=0.1e6), full_bytes=1e6, step_s=20.0, rules=rules(batch_groups=32))
-    ahead, later = simulate(slow), simulate(dataclasses.replace(slow, ahead=False))
-    assert ahead.worker_bytes == later.worker_bytes == pytest.approx(1e6)
-    assert ahead.worker_fetch < 0.5 * later.worker_fetch and ahead.step_s < later.step_s
+    # a step of 64 s; each worker plays its last blocks of a version while the next one comes, which takes 10 s
+    slow = setting(machine=WorkerMachine(100.0, down=0.1e6), full_bytes=1e6, train_s=20.0, rules=rules(batch_groups=32))
+    found = simulate(slow)
+    assert found.worker_bytes == pytest.approx(1e6)
+    assert found.worker_fetch < 0.5 * 10 / found.step_s and found.step_s == pytest.approx(64, rel=0.1)
+
+
+def test_the_trainer_publishes_beside_the_next_step():
+    # 3.2 s of play for a batch, which begins when the version before is published
+    quick = setting(machine=WorkerMachine(1000.0), train_s=10.0)
+    beside = simulate(dataclasses.replace(quick, publish_s=4.0))
+    longer = simulate(dataclasses.replace(quick, publish_s=30.0))
+    assert beside.step_s == pytest.approx(10, rel=0.02) and beside.publish_wait_share < 0.01
+    assert longer.step_s == pytest.approx(30, rel=0.02) and longer.publish_wait_share > 0.4
+    assert longer.idle_share + longer.publish_wait_share == pytest.approx(20 / 30, abs=0.01)
+
+
+def test_in_a_synchronous_run_nothing_is_beside_anything():
+    # 8 blocks of 16 s by 4 workers, 10 s of training, 8 of publishing
+    found = simulate(setting(rules=rules(max_staleness=0), publish_s=8.0))
+    assert found.step_s == pytest.approx(50, rel=0.1) and found.publish_wait_share == 0.0
 
 
 def test_groups_without_signal_cost_workers_their_time():
@@ -94,23 +127,25 @@ def test_groups_without_signal_cost_workers_their_time():
 
 
 def test_slow_and_fast_workers_add_up():
-    mixed = simulate(setting(workers=(Node(50.0), Node(50.0), Node(100.0), Node(200.0))))
+    mixed = simulate(
+        setting(workers=(WorkerMachine(50.0), WorkerMachine(50.0), WorkerMachine(100.0), WorkerMachine(200.0)))
+    )
     assert mixed.step_s == pytest.approx(32, rel=0.2)
 
 
 def test_a_run_in_which_nobody_gets_a_version_in_time_is_said_to_stall():
     with pytest.raises(Stalled):
-        simulate(setting(node=Node(100.0, down=1e-3), full_bytes=1e9))
+        simulate(setting(machine=WorkerMachine(100.0, down=1e-3), full_bytes=1e9))
 
 
 def test_fifty_workers_at_50_megabits_follow_7_billion_parameters_by_patches_and_not_whole():
     big = Setting(
         rules=rules(group_size=16, batch_groups=128, lease_s=1800.0, dtype="bfloat16"),
-        workers=(Node(900.0, 50 * MEGABIT, 20 * MEGABIT, 14.0),) * 50, rollout_tokens=1500.0, step_s=240.0,
+        workers=(WorkerMachine(900.0, 50 * MEGABIT, 20 * MEGABIT, 14.0),) * 50, rollout_tokens=1500.0, train_s=240.0,
         publish_s=35.0, check_s=3.0, full_bytes=14e9, patch_bytes=14e9 / 150, apply_s=14.0, origin_up=1000 * MEGABIT,
-        measured_steps=6,
+        validators=3, measured_steps=6,
     )  # fmt: skip
     found = simulate(big)
-    assert found.followed == 1.0 and found.lag_s < 60 and found.idle_share < 0.05 and found.staleness <= 1.0
+    assert found.followed == 1.0 and found.lag_s < 70 and found.idle_share < 0.05 and found.staleness <= 1.0
     whole = simulate(dataclasses.replace(big, patch_bytes=0.0, measured_steps=2))
     assert whole.idle_share > 0.9 and whole.lag_s > 3600
