@@ -91,7 +91,7 @@ def _launch(args: argparse.Namespace, overrides: list[str], quick: bool, with_wo
     config = load_run(args.recipe, overrides, quick)
     demand_torch()  # else each role would fail, and say why only in its log
     demand_environments(config, args.recipe.parent)
-    from shoal.envs.declared import declared
+    from shoal.envs.declared import is_repeatable
     from shoal.folder import RunFolder
     from shoal.launch.hosting import invitation
     from shoal.launch.local import launch, locked
@@ -99,9 +99,7 @@ def _launch(args: argparse.Namespace, overrides: list[str], quick: bool, with_wo
 
     out = args.out or Path("runs") / config.name
     with locked(out) as lock_fd:
-        RunFolder(out).prepare(
-            config, args.recipe.parent, for_others=not with_workers, repeatable=lambda env: declared(env).reproducible
-        )
+        RunFolder(out).prepare(config, args.recipe.parent, for_others=not with_workers, repeatable=is_repeatable)
         if not with_workers and args.root and (told := take_root(RunFolder(out), args.root)):
             say(told)
         if not with_workers:

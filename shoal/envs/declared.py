@@ -30,8 +30,8 @@ class Declared(msgspec.Struct, frozen=True):
     """Whether file, class and package all promise that the same actions get the same answers."""
 
 
-class Refused(msgspec.Struct, frozen=True):
-    """It could not be loaded."""
+class NotLoaded(msgspec.Struct, frozen=True):
+    """What the child says instead."""
 
     why: str
 
@@ -46,7 +46,7 @@ def declared(env: EnvConfig) -> Declared:
     ) as child:
         try:
             said = child.communicate(timeout=LOAD_S)[0]
-            told = msgspec.json.decode(said, type=tuple[Declared | None, Refused | None])
+            told = msgspec.json.decode(said, type=tuple[Declared | None, NotLoaded | None])
         except subprocess.TimeoutExpired:
             child.kill()
             raise ConfigError(
@@ -63,6 +63,11 @@ def declared(env: EnvConfig) -> Declared:
     return found
 
 
+def is_repeatable(env: EnvConfig) -> bool:
+    """Whether others can repeat an environment's answers, as it says itself. Raises `ShoalError` if it does not load."""
+    return declared(env).reproducible
+
+
 def _declared(settings: EnvConfig) -> Declared:
     env = env_of(settings)
     return Declared(env.num_tasks, settings.reproducible and getattr(env, "reproducible", True) is not False)
@@ -77,7 +82,7 @@ def main() -> None:
     try:
         found = _declared(from_tree(msgspec.json.decode(sys.argv.pop()), EnvConfig, "envs"))
     except ShoalError as error:
-        refused = Refused(str(error))
+        refused = NotLoaded(str(error))
     os.write(answers, msgspec.json.encode((found, refused)))
 
 

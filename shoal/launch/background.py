@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import RenderableType
 
 from shoal.config import RunConfig
-from shoal.envs.declared import declared
+from shoal.envs.declared import is_repeatable
 from shoal.errors import NO_TORCH, ShoalError, StateError, fault_of_user
 from shoal.folder import RunFolder
 from shoal.launch.hosting import shared_url
@@ -46,9 +46,7 @@ class BackgroundRun:
         with contextlib.ExitStack() as stack:
             lock_fd = stack.enter_context(locked(out))
             folder = RunFolder(out)
-            folder.prepare(
-                config, recipe_dir, for_others=not with_workers, repeatable=lambda env: declared(env).reproducible
-            )
+            folder.prepare(config, recipe_dir, for_others=not with_workers, repeatable=is_repeatable)
             done = read_metrics(folder.metrics)
             self._news.next_step = int(done[-1]["step"]) + 1 if done else 0
             self._crew = open_crew(out, lock_fd, with_workers, lambda: self._news)
