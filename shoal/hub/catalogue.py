@@ -11,10 +11,10 @@ from typing import Annotated, NamedTuple, TypeVar
 import msgspec
 
 from shoal.errors import PeerError
-from shoal.hub.names import is_digest, is_name, is_owner, is_version, order_of
+from shoal.hub.names import is_name, is_owner, is_version, order_of
 from shoal.protocol.identity import Key, is_public_key, verify_signature
 from shoal.protocol.types.message import Fact, Message
-from shoal.protocol.wire import WireError, digest, from_json, to_json
+from shoal.protocol.wire import WireError, digest, from_json, is_digest, to_json
 
 T = TypeVar("T")
 

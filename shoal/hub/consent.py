@@ -12,9 +12,10 @@ from shoal.errors import ConfigError
 from shoal.hub.about import About
 from shoal.hub.catalogue import Release
 from shoal.hub.lock import Requirement, heavy
-from shoal.hub.names import is_digest, owner_of
+from shoal.hub.names import owner_of
 from shoal.hub.publish import Believed
 from shoal.protocol.identity import is_public_key
+from shoal.protocol.wire import is_digest
 from shoal.tree import Section, from_tree, read_toml
 
 POLICY_FILE = "install.toml"

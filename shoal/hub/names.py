@@ -21,7 +21,6 @@ _OWNER = re.compile(_WORD, re.ASCII)
 _VERSION = re.compile(rf"{_NUMBER}\.{_NUMBER}\.{_NUMBER}", re.ASCII)
 _REFERENCE = re.compile(rf"(?P<name>{_WORD}/{_WORD})(?:@(?P<version>{_NUMBER}\.{_NUMBER}\.{_NUMBER}))?", re.ASCII)
 _PINNED = re.compile(r"pkg:(?P<digest>[0-9a-f]{64})", re.ASCII)
-_DIGEST = re.compile(r"[0-9a-f]{64}", re.ASCII)
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*", re.ASCII)
 
 _REGISTRY = re.compile(
@@ -77,10 +76,6 @@ def is_version(text: str) -> bool:
 def is_registry_path(text: str) -> bool:
     """Whether a path is that of a file of a registry: no other is ever read or served."""
     return bool(_REGISTRY.fullmatch(text))
-
-
-def is_digest(text: str) -> bool:
-    return bool(_DIGEST.fullmatch(text))
 
 
 def order_of(version: str) -> tuple[int, ...]:

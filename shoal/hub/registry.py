@@ -23,7 +23,8 @@ import msgspec
 
 from shoal.errors import ConfigError, NothingYet, PeerError, StateError, cause_of
 from shoal.folder import name_file, write_atomically
-from shoal.hub.names import is_digest, is_name, is_version, owner_of
+from shoal.hub.names import is_name, is_version, owner_of
+from shoal.protocol.wire import is_digest
 
 NAMES = "names.json"
 MAX_NAMES_BYTES = 1 << 20

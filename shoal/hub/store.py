@@ -13,9 +13,9 @@ from pathlib import Path
 
 from shoal.errors import ConfigError, StateError, cause_of
 from shoal.hub.archive import Index, digest_of, matches
-from shoal.hub.names import Reference, is_digest, order_of
+from shoal.hub.names import Reference, order_of
 from shoal.protocol.types.message import Message
-from shoal.protocol.wire import WireError, from_json
+from shoal.protocol.wire import WireError, from_json, is_digest
 
 INSTALLED = "installed.json"
 

@@ -16,6 +16,7 @@ from shoal.ledger.facts.batches import GroupAccepted
 from shoal.ledger.facts.run import RunCreated
 from shoal.ledger.log.store import Store, sqlite_url
 from shoal.ledger.table import read_entry
+from shoal.net.blobs import path_of
 from shoal.policy.render import Renderer
 from shoal.protocol import types as t
 from shoal.protocol.wire import WireError, digest, from_msgpack
@@ -65,7 +66,7 @@ def _group(folder: RunFolder, accepted: GroupAccepted) -> t.Group:
     """The bytes that were accepted, as the coordinator keeps them."""
     name = accepted.submission
     try:
-        body = from_msgpack((folder.blobs / name[:2] / name).read_bytes(), t.Submission)
+        body = from_msgpack(path_of(folder.blobs, name).read_bytes(), t.Submission)
         data = body.groups[accepted.index]
         if digest(data) != accepted.digest:
             raise StateError(f"submission {name[:12]} is damaged on disk")

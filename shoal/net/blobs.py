@@ -8,7 +8,6 @@ repairs it.
 import contextlib
 import errno
 import os
-import re
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,14 +16,7 @@ from shoal.errors import NothingYet, StateError, cause_of
 from shoal.folder import name_file, sync_folder
 from shoal.net.file_answer import FileAnswer
 from shoal.protocol import wire
-
-
-def is_digest(text: str) -> bool:
-    """Whether a text is a SHA-256 of 64 lower-case hex digits, and so safe as a file name."""
-    return bool(_DIGEST.fullmatch(text))
-
-
-_DIGEST = re.compile(r"[0-9a-f]{64}", re.ASCII)
+from shoal.protocol.wire import is_digest
 
 
 def path_of(folder: Path, digest: str) -> Path:

@@ -22,7 +22,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from shoal.protocol.constants import SIGNATURE_WINDOW_S
-from shoal.protocol.wire import domain_hash
+from shoal.protocol.wire import domain_hash, is_digest
 
 LABEL = "shoal"
 """Name of our signature in the Signature and Signature-Input dictionaries."""
@@ -70,10 +70,9 @@ def verify_signature(public: str, purpose: str, data: bytes, signature: str) -> 
 
 def is_public_key(text: str) -> bool:
     """Whether a text is spelled as a public key: 64 lower-case hex digits."""
-    return bool(_PUBLIC_HEX.fullmatch(text))
+    return is_digest(text)
 
 
-_PUBLIC_HEX = re.compile(r"[0-9a-f]{64}", re.ASCII)
 _SIGNATURE_HEX = re.compile(r"[0-9a-f]{128}", re.ASCII)
 
 

@@ -33,6 +33,14 @@ def digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
+def is_digest(text: str) -> bool:
+    """Whether a text has 64 lower-case hex digits, as SHA-256, keys and seeds have. Such a text is safe as a file name."""
+    return bool(_HEX_64.fullmatch(text))
+
+
+_HEX_64 = re.compile(r"[0-9a-f]{64}", re.ASCII)
+
+
 def domain_hash(purpose: str, *parts: bytes) -> bytes:
     """SHA-256 over the protocol's domain, a purpose and parts. Each part follows its length, so no two lists collide."""
     h = hashlib.sha256(DOMAIN + purpose.encode() + b"\0")

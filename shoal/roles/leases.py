@@ -7,7 +7,6 @@ it asks for and when it was issued are compared with what an honest host may say
 import asyncio
 import contextlib
 import logging
-import re
 from collections.abc import AsyncGenerator, Callable
 
 from shoal.errors import PeerError, StateError
@@ -21,6 +20,7 @@ from shoal.protocol.constants import (
     MAX_OPEN_LEASES,
     MAX_ROLLOUT_TOKENS,
 )
+from shoal.protocol.wire import is_digest
 from shoal.roles.seat import SOONEST_S, Seat
 
 log = logging.getLogger("worker")
@@ -140,10 +140,7 @@ def demand_sound(lease: t.Lease, kind: str = EPISODES) -> None:
             f"a lease allows rollouts of more than {MAX_ROLLOUT_TOKENS} tokens (MAX_ROLLOUT_TOKENS): tell the host"
         )
     for slot in (slot for block in lease.blocks for slot in block.slots):
-        if not _SEED.fullmatch(slot.seed):  # guard: seeds-of-a-lease
+        if not is_digest(slot.seed):  # guard: seeds-of-a-lease
             raise PeerError(
                 f"slot {slot.slot} of the lease has the seed {slot.seed[:20]!r}, not 64 hex digits: tell the host"
             )
-
-
-_SEED = re.compile("[0-9a-f]{64}")

@@ -9,6 +9,7 @@ from typing import Literal
 from shoal.errors import PeerError
 from shoal.protocol import constants
 from shoal.protocol.types import FileEntry, Manifest, Patch
+from shoal.protocol.wire import is_digest
 
 Attack = Literal[
     "rollback", "fast-forward", "expired", "mixed", "wrong-key", "signature", "too-long", "unlogged", "malformed"
@@ -28,7 +29,7 @@ class ManifestError(PeerError):
 
 
 POLICY_STREAM = "policy"
-"""The stream of a run with one policy."""
+"""The stream that the manifests of a run with one policy name. The log names the same stream `MAIN_STREAM`."""
 
 DTYPES = ("float32", "bfloat16")
 """Dtypes in which a policy may be published."""
@@ -46,7 +47,6 @@ _NAME = re.compile(
     r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}(\.[A-Za-z0-9_-]{1,40}){0,4}\.(json|safetensors|jinja|txt|model)", re.ASCII
 )
 _PATCH_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}\.patch", re.ASCII)
-_HASH = re.compile(r"[0-9a-f]{64}", re.ASCII)
 
 
 def is_publishable(name: str) -> bool:
@@ -144,7 +144,7 @@ def demand_patch(patch: Patch, manifest: Manifest, max_bytes: int | None) -> Non
             f"manifest of version {manifest.version} has a patch from version {patch.base}: limit are the "
             f"{constants.MAX_PATCH_CHAIN} versions before it",
         )
-    if not _PATCH_NAME.fullmatch(patch.file.path) or not _HASH.fullmatch(patch.base_root):
+    if not _PATCH_NAME.fullmatch(patch.file.path) or not is_digest(patch.base_root):
         raise ManifestError(
             "malformed", f"manifest names a patch {patch.file.path[:80]!r} from root {patch.base_root[:16]!r}"
         )
@@ -169,7 +169,7 @@ def _demand_chunks(entry: FileEntry, chunk_bytes: int) -> None:
             f"manifest gives {entry.path} {entry.size} bytes in {len(entry.chunks)} chunks of {chunk_bytes}: they do "
             "not match; the publisher must issue it again",
         )
-    if not all(_HASH.fullmatch(text) for text in (entry.digest, *entry.chunks)):
+    if not all(is_digest(text) for text in (entry.digest, *entry.chunks)):
         raise ManifestError(
             "malformed", f"manifest gives {entry.path} an invalid hash: the publisher must issue it again"
         )
@@ -188,7 +188,7 @@ def demand_whole(manifest: Manifest, max_bytes: int | None) -> None:
     names = [entry.path.lower() for entry in manifest.files]
     if len(set(names)) != len(names) or not names:
         raise ManifestError("malformed", "manifest has no file, or has one twice: the publisher must issue it again")
-    if manifest.dtype not in DTYPES or not _HASH.fullmatch(manifest.root):
+    if manifest.dtype not in DTYPES or not is_digest(manifest.root):
         raise ManifestError(
             "malformed",
             f"manifest has dtype {manifest.dtype[:16]!r} and root {manifest.root[:16]!r}: one of them is invalid",

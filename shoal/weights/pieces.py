@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from shoal.errors import StateError
+from shoal.net.blobs import path_of
 from shoal.protocol import wire
 from shoal.protocol.types import FileEntry, Manifest
 
@@ -259,7 +260,7 @@ def prepare(
             continue
         known = here.get((piece.digest, piece.size))
         if known is None and store is not None:
-            known = Place(store / piece.digest[:2] / piece.digest, 0)
+            known = Place(path_of(store, piece.digest), 0)
         if known and piece.matches(chunk := _read(known, piece.size)):
             piece.write(chunk)
         else:

@@ -10,9 +10,10 @@ from starlette.routing import Route
 
 from shoal.errors import NothingYet, StateError
 from shoal.net import server
-from shoal.net.blobs import FolderBlobs, is_digest
+from shoal.net.blobs import FolderBlobs
 from shoal.net.connections import Limits
 from shoal.protocol import wire
+from shoal.protocol.wire import is_digest
 from tests.net.wires import request, run, serving, wires
 from tests.scarce import no_more_files
 

@@ -14,7 +14,7 @@ from shoal.folder import RunFolder
 from shoal.ledger.entry import event_hash
 from shoal.ledger.log.store import Store, sqlite_url
 from shoal.ledger.state import State
-from shoal.net.blobs import is_digest
+from shoal.net.blobs import path_of
 from shoal.net.client import Client
 from shoal.protocol import types as t
 from shoal.protocol.constants import MAX_EVENTS, MAX_MANIFEST_BYTES, MAX_SUBMISSION_BYTES
@@ -76,12 +76,9 @@ class FolderRun:
 
     async def blob(self, name: str) -> bytes:
         try:
-            data = (self.folder.blobs / name[:2] / name).read_bytes() if is_digest(name) else None
+            return verified(path_of(self.folder.blobs, name).read_bytes(), name)
         except FileNotFoundError:
-            data = None
-        if data is None:
-            raise NothingYet(f"blob {name[:16]} is not here: it is no longer kept (storage.retain)")
-        return verified(data, name)
+            raise NothingYet(f"blob {name[:16]} is not here: it is no longer kept (storage.retain)") from None
 
     async def manifest(self, version: int, name: str) -> bytes:
         return await self.blob(name)

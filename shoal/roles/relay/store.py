@@ -13,10 +13,11 @@ from pathlib import Path
 
 from shoal.errors import NothingYet
 from shoal.folder import write_atomically
-from shoal.net.blobs import is_digest, path_of
+from shoal.net.blobs import path_of
 from shoal.net.file_answer import FileAnswer
 from shoal.protocol import wire
 from shoal.protocol.types import Manifest
+from shoal.protocol.wire import is_digest
 from shoal.weights.manifest import content_of
 from shoal.weights.pieces import StoredPiece, sized_chunks, take_up_parts
 from shoal.weights.relays import holdings_of
