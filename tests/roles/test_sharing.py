@@ -8,13 +8,13 @@ import time
 import httpx
 import pytest
 
-from shoal.cli import parser
+from shoal import cli
 from shoal.errors import NothingYet
 from shoal.net.client import Client
 from shoal.net.connections import Limits
 from shoal.protocol.identity import Key
 from shoal.protocol.types import RelayEntry
-from shoal.roles import offering
+from shoal.roles import offering, validator, worker
 from shoal.roles.coordinator.api import application as coordinator
 from shoal.roles.offering import application
 from shoal.roles.sharing import SHARED_VERSIONS, Share, SharedVersions, sharing
@@ -33,10 +33,36 @@ def origin() -> Chunks:
     return Chunks()
 
 
-def test_a_node_shares_only_if_it_is_told_to():
-    assert not parser().parse_args(["join", "http://host"]).share
-    args = parser().parse_args(["validate", "http://host", "--share", "--share-port", "9000"])
-    assert args.share and args.share_port == 9000
+@pytest.mark.parametrize("role", ["join", "validate"])
+def test_a_node_shares_only_if_it_is_told_to(role, tmp_path, monkeypatch):
+    started = []
+    for module in (worker, validator):
+        monkeypatch.setattr(module, "main", lambda *args, **named: started.append(named["share_port"]))
+    for words in ([], ["--share-port", "9000"], ["--share", "--share-port", "9000"], ["--share"]):
+        cli.main([role, "http://host", "--home", str(tmp_path), *words])
+    assert started == [None, None, 9000, 8481]
+
+
+def test_a_node_that_is_not_told_to_listens_nowhere_and_offers_nothing(tmp_path, monkeypatch):
+    def listens(*args, **named):
+        raise AssertionError("it listens")
+
+    monkeypatch.setattr("shoal.roles.sharing.listen", listens)
+    town = Town(tmp_path / "run", tiny_run())
+
+    async def story():
+        alice, bert = town.worker("alice"), town.worker("bert")
+        bert.share = Share(bert.client.key, 0, "127.0.0.1")
+        await alice._join()
+        async with sharing(alice.share, alice.client, alice.seat.shared):
+            assert not alice.seat.shared.is_on
+        await bert._join()
+        with pytest.raises(AssertionError, match="it listens"):
+            async with sharing(bert.share, bert.client, bert.seat.shared):
+                pass
+
+    asyncio.run(asyncio.wait_for(story(), 20))
+    assert not town.desk.relays._queue and not town.desk.relays.told()
 
 
 def test_a_chunk_is_shared_once_it_is_verified_and_as_long_as_it_is_here(origin, tmp_path):
@@ -160,19 +186,26 @@ def test_a_sharing_node_is_listed_when_the_coordinator_reached_it_and_not_before
     town, key = Town(tmp_path / "run", tiny_run()), Key.generate()
 
     async def story():
-        working = asyncio.create_task(town.desk.relays.run())
-        url = "http://127.0.0.1"
+        relays, url = town.desk.relays, "http://127.0.0.1"
         async with serving(coordinator(town.desk), Limits()) as port:
             client, shared = Client(f"{url}:{port}", key, run=town.desk.state.run), SharedVersions(tmp_path / "weights")
             async with client, sharing(Share(key, 0, "127.0.0.1"), client, shared), asyncio.timeout(10):
-                while not town.desk.relays.told():
+                while not relays._queue:
+                    await asyncio.sleep(0.02)
+                await asyncio.sleep(2.2)  # it offers itself again; nobody has asked it yet
+                assert relays.told() == []
+                working = asyncio.create_task(relays.run())
+                while not relays.told():
                     await asyncio.sleep(0.05)
-            (entry,) = town.desk.relays.told()
+            (entry,) = relays.told()
             assert entry.key == key.public
-        working.cancel()
+            working.cancel()
 
     asyncio.run(asyncio.wait_for(story(), 30))
-    with pytest.raises(NothingYet):
+
+
+def test_a_chunk_that_is_not_here_is_not_served(tmp_path):
+    with pytest.raises(NothingYet, match="ask another source"):
         SharedVersions(tmp_path).serve("0" * 64)
 
 
