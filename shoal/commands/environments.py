@@ -98,21 +98,19 @@ def _add_sharing(p: Any) -> None:
     )
     q = add_command(
         p, "note", env_note, "tell others what you know about a version",
-        "Signs a note with this machine's node key and writes it into the registry's folder, or into a file for the "
-        "owner of the registry. Your later note replaces the earlier one of the same kind.",
+        "Writes a note, signed with this machine's node key, into the registry's folder; or with --out into a file, which "
+        "you send to the owner of the registry. A later note of the same kind replaces your earlier one.",
         ("shoal env note ann/backwards@0.1.0 --registry /srv/hub --check", "check what is installed, note the result"),
         ("shoal env note ann/backwards@0.1.0 --registry /srv/hub --issue 'task 3 has no answer'", ""),
         ("shoal env note ann/backwards@0.1.0 --registry https://hub.example.org --good --out note.json", "send this file"),
     )  # fmt: skip
     q.add_argument("name", metavar="NAME@VERSION")
-    q.add_argument(
-        "--registry", required=True, metavar="DIR", help="the registry's folder; with --out, its URL does, too"
-    )
+    q.add_argument("--registry", required=True, metavar="DIR", help="the registry's folder, or with --out also its URL")
     q.add_argument("--out", type=Path, metavar="FILE", help="write the note into this file, and not into the registry")
     said = q.add_mutually_exclusive_group(required=True)
     said.add_argument(
         "--check", nargs="?", const="", metavar="DIR",
-        help="run `env check` on the installed package, in the sandbox, or on this folder, which holds the version",
+        help="run `shoal env check` and note the result: on the installed package, or on this folder with the version",
     )  # fmt: skip
     said.add_argument("--good", action="store_true", help="you recommend it")
     said.add_argument("--bad", action="store_true", help="you advise against it")

@@ -77,6 +77,16 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def port(text: str) -> int:
+    if not text.isdecimal() or len(text) > 5 or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text[:40]} is not a port, which is a whole number from 0 to 65535")
+    return int(text)
+
+
+def url_argument(p: argparse.ArgumentParser) -> None:
+    p.add_argument("url", metavar="URL", help="where the run is hosted, such as http://host:8470: its host tells you")
+
+
 def _table(text: str) -> dict[str, Any]:
     try:
         found = json.loads(text)

@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.commands.grammar import add_command, run_file_arguments
+from shoal.commands.grammar import add_command, port, run_file_arguments
 from shoal.commands.process import demand_torch
 from shoal.terminal import say
 
@@ -38,14 +38,14 @@ def add_commands(commands: Any) -> None:
     )  # fmt: skip
     run_file_arguments(p)
     p.add_argument("--bind", metavar="ADDRESS", help="address to listen on (host.bind)")
-    p.add_argument("--port", type=int, metavar="N", help="port to listen on (host.port); 0 takes a free one")
+    p.add_argument("--port", type=port, metavar="N", help="port to listen on (host.port); 0 takes a free one")
     p.add_argument(
         "--public-url", metavar="URL", help="the URL that others type, if a proxy is in front (host.public_url)"
     )
     p.add_argument(
         "--root", default="", metavar="FILE_OR_KEY",
         help="for a new run: the key that names who publishes its versions, as a file (made if there is none) or as 64 hex "
-        "digits. Keep the file on another machine (default: the run's key)",
+        "digits, as `shoal key new` prints them. Keep the file on another machine (default: the run's key)",
     )  # fmt: skip
     p = add_command(
         commands, "admin", admin, "pause, resume, drain, kick, admit or rotate-publisher",

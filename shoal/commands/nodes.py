@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.commands.consent import packages_of
-from shoal.commands.grammar import add_command, positive
+from shoal.commands.grammar import add_command, port, positive, url_argument
 from shoal.commands.process import cores, demand_torch, log_to_stderr
 
 
@@ -24,7 +24,7 @@ def add_commands(commands: Any) -> None:
         ("shoal join http://host:8470", "all cores"),
         ("shoal join https://shoal.example.org --threads 2 --max-memory 1000", "two cores, at most 1000 MB"),
     )  # fmt: skip
-    p.add_argument("url", metavar="URL")
+    url_argument(p)
     p.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: all)")
     _add_limits(p)
     _add_sharing(p)
@@ -35,23 +35,24 @@ def add_commands(commands: Any) -> None:
         "Recomputes what workers claim. The host must admit this machine's key first: the first start prints it.",
         ("shoal validate http://host:8470", ""),
     )  # fmt: skip
-    p.add_argument("url", metavar="URL")
+    url_argument(p)
     p.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: all)")
     _add_limits(p)
     _add_sharing(p)
     p.add_argument("--home", type=Path, metavar="DIR", help="where key and weights are kept (default: ~/.shoal)")
     p = add_command(
-        commands, "relay", relay, "serve somebody's weights to others",
-        "Fetches the versions of a run and serves their chunks, also while it still fetches. Needs no torch, earns nothing "
-        "and runs nothing of the run's. Clients are told of it if the coordinator reaches it at its URL, so everyone can "
-        "see this address. Ctrl-C ends it; what it has stays on disk.",
-        ("shoal relay https://shoal.example.org", "at port 8480 of this machine's address"),
-        ("shoal relay https://shoal.example.org --port 9000 --public-url https://relay.example.net", "behind TLS"),
+        commands, "relay", relay, "serve the weights of a run to its workers",
+        "Fetches each version and serves its chunks as they come, so that the host's uplink limits the run less. It needs "
+        "no torch, runs no code of the run and earns nothing. Others must reach this machine: the coordinator tries, and "
+        "then tells workers your address, which everyone can see. Ctrl-C ends it; what it has stays on disk.",
+        ("shoal relay https://shoal.example.org", "others reach it at port 8480 of this machine"),
+        ("shoal relay https://shoal.example.org --port 9000 --public-url https://relay.example.net",
+         "behind a proxy with TLS"),
     )  # fmt: skip
-    p.add_argument("url", metavar="URL")
+    url_argument(p)
     p.add_argument("--bind", default="0.0.0.0", metavar="ADDRESS", help="address to listen on (default: 0.0.0.0)")
     p.add_argument(
-        "--port", type=int, default=8480, metavar="N", help="port to listen on (default: 8480); 0 takes a free one"
+        "--port", type=port, default=8480, metavar="N", help="port to listen on (default: 8480); 0 takes a free one"
     )
     p.add_argument(
         "--public-url", default="", metavar="URL",
@@ -68,8 +69,8 @@ def add_commands(commands: Any) -> None:
         "is to run apart from them. It needs the run's folder, which holds its key and its state.",
         ("shoal train http://127.0.0.1:8470 --run-dir runs/wordle", ""),
     )  # fmt: skip
-    p.add_argument("url", metavar="URL")
-    p.add_argument("--run-dir", type=Path, required=True, metavar="DIR")
+    url_argument(p)
+    p.add_argument("--run-dir", type=Path, required=True, metavar="DIR", help="the run's folder")
 
 
 def _add_limits(p: argparse.ArgumentParser) -> None:
@@ -89,7 +90,7 @@ def _add_sharing(p: argparse.ArgumentParser) -> None:
         help="serve the weights that you have to others. Everyone can then see this machine's address. Used only if the "
         "coordinator reaches it from outside",
     )  # fmt: skip
-    p.add_argument("--share-port", type=int, default=8481, metavar="N", help="port for --share (default: 8481)")
+    p.add_argument("--share-port", type=port, default=8481, metavar="N", help="port for --share (default: 8481)")
 
 
 def join(args: argparse.Namespace) -> None:
