@@ -23,12 +23,13 @@ from shoal.errors import ConfigError, PeerError
 from shoal.folder import RunFolder
 from shoal.launch import doctor
 from shoal.launch.local import check_first_policy, locked
+from shoal.net.keys import load_key
 from shoal.policy.tiny import make_tiny
 
 COMMANDS = (
     "run", "host", "join", "validate", "train", "eval", "sft", "env check", "env list", "ledger verify", "ledger show",
     "audit", "credits",
-    "doctor", "admin",
+    "doctor", "admin", "relay", "plan", "key new", "key show",
 )  # fmt: skip
 
 START = Path(__file__).parents[1] / "recipes" / "arithmetic-start"
@@ -417,3 +418,25 @@ def test_doctor_reads_no_body_that_has_no_end(monkeypatch: pytest.MonkeyPatch) -
 
     began = time.monotonic()
     assert ask_clock(monkeypatch, drip).state == "ok" and time.monotonic() - began < 10
+
+
+def test_a_key_is_made_once_and_only_its_owner_can_read_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "keys" / "root.key"
+    assert cli.main(["key", "new", str(file)]) == 0
+    public, secret = capsys.readouterr().out.strip(), file.read_bytes()
+    assert file.stat().st_mode & 0o777 == 0o600 and load_key(file).public == public
+    assert cli.main(["key", "show", str(file)]) == 0 and capsys.readouterr().out.strip() == public
+    for taken in (file, tmp_path):
+        assert cli.main(["key", "new", str(taken)]) == 2
+        assert "exists, and is not overwritten: give another name" in capsys.readouterr().err
+    assert file.read_bytes() == secret
+
+
+@pytest.mark.parametrize("words", [["host", "x.toml", "--port"], ["relay", "http://host", "--port"],
+                                   ["join", "http://host", "--share-port"]])  # fmt: skip
+@pytest.mark.parametrize("port", ["65536", "-1", "8 470", "http", "9" * 5000])
+def test_what_is_no_port_is_refused_in_a_line(words: list[str], port: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main([*words, port])
+    message = capsys.readouterr().err
+    assert ended.value.code == 2 and "is not a port" in message and message.count("\n") == 1 and len(message) < 300

@@ -67,7 +67,8 @@ def add_commands(commands: Any) -> None:
     )
     p.add_argument(
         "--new-key", default="", metavar="KEY",
-        help="for rotate-publisher: the new key, 64 hex digits (default: one made in RUN_DIR/keys)",
+        help="for rotate-publisher: the public part of the new key, as `shoal key new` prints it (default: one made in "
+        "RUN_DIR/keys)",
     )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ The coordinator decides whether a rotation is valid, and the trainer finds its n
 """
 
 import asyncio
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,8 +27,10 @@ TRIES = 5
 
 def take_root(folder: RunFolder, given: str) -> str:
     """Give a new run its root key: 64 hex digits, or a key file, which is made if there is none. Returns what to tell the
-    host. Raises `StateError` if the run began with another root."""
+    host. Raises `StateError` if the run began with another root, and `ConfigError`."""
     file = Path(given)
+    if not is_public_key(given) and re.fullmatch("[0-9a-fA-F]{32,}", given) and not file.exists():
+        raise ConfigError(f"--root {given} is neither a key file nor a public key, which has 64 lower-case hex digits")
     made = not is_public_key(given) and not file.exists()
     if made and (folder.root_key() or folder.log.exists()):  # guard: one-root-is-made
         raise StateError(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.errors import StateError
+from shoal.errors import ConfigError, StateError
 from shoal.folder import RunFolder
 from shoal.launch.rotation import make_publisher, take_root
 from shoal.net.keys import load_key, load_or_make_key
@@ -97,3 +97,11 @@ def test_a_run_that_has_begun_makes_no_second_root(tmp_path: Path, begun: str) -
     with pytest.raises(StateError, match="leave out --root"):
         take_root(folder, str(file))
     assert not file.exists()
+
+
+@pytest.mark.parametrize("given", ["ab" * 31 + "a", "AB" * 32, "ab" * 33])
+def test_a_mistyped_public_key_makes_no_file_of_its_name(tmp_path: Path, given: str, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="64 lower-case hex digits"):
+        take_root(RunFolder(tmp_path / "run"), given)
+    assert list(tmp_path.iterdir()) == []
