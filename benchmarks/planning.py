@@ -2,12 +2,13 @@
 
     python benchmarks/planning.py [--repeats 3] [--steps 8] [--case NAME]
 
-Each case is a real run with the project's own coordinator, trainer, validator and workers over HTTP on loopback. Links are
-shaped by `net/fault_proxy`: one proxy is the host's uplink, and one for each worker its downlink. Generation and training
-are slowed down to fixed speeds, so that the figures do not depend on what else this machine does. What the simulator must
-be told (how long publishing, loading, checking and requests take) is measured in the case `open`, without limits;
-the other cases are predicted with it. Repeats have other seeds. The last line is JSON: for each case the measured median
-and spread, the prediction and its error: relative, but for shares and staleness the difference.
+Each case is a real run with the project's own coordinator, trainer, validator, workers and relays over HTTP on loopback.
+Links are shaped by `net/fault_proxy`: one proxy is the host's uplink, one for each worker its downlink, one for each relay
+its uplink. Generation and training are slowed down to fixed speeds, so that the figures do not depend on what else this
+machine does. What the simulator must be told (how long saving, publishing, loading, checking and requests take) is measured
+in the case `open`, without limits; the other cases are predicted with it. Repeats have other seeds. In `relays`, a version
+is cut into many chunks, as a large one is. The last line is JSON: for each case the measured median and spread, and the
+prediction; the errors, relative, or for a share the difference; and a table of both.
 """
 
 import argparse
@@ -18,15 +19,20 @@ import logging
 import os
 import random
 import socket
+import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
+from unittest import mock
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started as a file, as benchmarks are
+
+from benchmarks.pages.markdown import percent, table
 from shoal.config import RunConfig
 from shoal.engine.base import Continuation, Request
 from shoal.engine.local import LocalEngine
@@ -39,16 +45,19 @@ from shoal.net.client import Client
 from shoal.net.connections import Limits, http_server
 from shoal.net.fault_proxy import FaultProxy
 from shoal.net.keys import load_or_make_key
-from shoal.plan.setting import Node, Setting
+from shoal.plan.setting import Setting, WorkerMachine
 from shoal.plan.simulate import simulate
 from shoal.protocol import types as t
+from shoal.protocol.constants import MAX_CHUNK_BYTES
 from shoal.roles.coordinator.api import application
 from shoal.roles.coordinator.desk import Desk
 from shoal.roles.coordinator.role import _ticking, open_run, rules_of
+from shoal.roles.relay import role as relay
 from shoal.roles.trainer import Trainer
 from shoal.roles.validator import Validator
 from shoal.roles.worker import Worker
 from shoal.tree import from_tree
+from shoal.weights import publish
 
 WARMUP_STEPS = 4
 SEEDS = 8
@@ -72,16 +81,19 @@ class Case:
     downs: tuple[float, ...]
     origin_up: float = 0.0
     staleness: int = 1
-    step_s: float = 1.5
+    train_s: float = 1.5
     tokens_per_s: tuple[float, ...] = (120.0, 120.0, 120.0)
+    relays_up: tuple[float, ...] = ()
+    chunk_bytes: int = MAX_CHUNK_BYTES
 
 
 CASES = (
     Case("open", (0.0, 0.0, 0.0)),
     Case("uplink", (0.0, 0.0, 0.0), origin_up=0.6e6),
     Case("downlinks", (0.4e6, 0.4e6, 0.2e6)),
-    Case("mixed", (0.3e6, 0.0, 0.0), origin_up=0.9e6, tokens_per_s=(60.0, 120.0, 180.0), step_s=3.0),
+    Case("mixed", (0.3e6, 0.0, 0.0), origin_up=0.9e6, tokens_per_s=(60.0, 120.0, 180.0), train_s=3.0),
     Case("synchronous", (0.0, 0.0, 0.0), origin_up=0.6e6, staleness=0),
+    Case("relays", (0.0, 0.0, 0.0), origin_up=0.8e6, relays_up=(0.8e6, 0.8e6), chunk_bytes=32 << 10),
 )
 
 
@@ -97,6 +109,7 @@ class Seen:
     # for the simulator
     rollout_tokens: float
     signal_share: float
+    save_s: float
     publish_s: float
     load_s: float
     check_s: float
@@ -174,13 +187,18 @@ async def measured(case: Case, steps: int, seed: int) -> Seen:
         folder.prepare(config_of(case, steps, seed), Path(scratch))
         desk = open_run(folder, folder.config())
         async with serving(desk) as port, contextlib.AsyncExitStack() as lines:
+            lines.enter_context(cut_into(case.chunk_bytes))
             rng = random.Random(seed)
             origin = await lines.enter_async_context(FaultProxy(port, rng, bytes_per_s=case.origin_up))
             downs = [
                 await lines.enter_async_context(FaultProxy(origin.port, rng, bytes_per_s=down)) for down in case.downs
             ]
+            for index, up in enumerate(case.relays_up):
+                await lines.enter_async_context(relaying(Path(scratch) / f"relay-{index}", origin.port, rng, up))
+            while len(desk.relays.told()) < len(case.relays_up):  # noqa: ASYNC110 - workers ask once a minute
+                await asyncio.sleep(0.05)
             workers = [worker_of(folder, i, line.port, case.tokens_per_s[i]) for i, line in enumerate(downs)]
-            trainer, validator = trainer_of(folder, port, case.step_s), validator_of(folder, port)
+            trainer, validator = trainer_of(folder, port, case.train_s), validator_of(folder, port)
             roles = [asyncio.create_task(role.run()) for role in (trainer, validator, *workers)]
             sent = {}
             first, last = WARMUP_STEPS, WARMUP_STEPS + steps
@@ -216,6 +234,29 @@ async def serving(desk: Desk) -> AsyncIterator[int]:
         await task
 
 
+@contextlib.contextmanager
+def cut_into(chunk_bytes: int) -> Iterator[None]:
+    """Cut versions into chunks of this size, though they are small."""
+    with mock.patch.multiple(publish, BIG_BYTES=0, SMALLEST_CHUNK_BYTES=chunk_bytes):
+        yield
+
+
+@contextlib.asynccontextmanager
+async def relaying(home: Path, port: int, rng: random.Random, bytes_per_s: float) -> AsyncIterator[None]:
+    """A relay that fetches through a port of this machine, and serves behind an uplink."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        own = free.getsockname()[1]
+    async with FaultProxy(own, rng, bytes_per_s=bytes_per_s) as line:
+        key, url = load_or_make_key(home / "node.key"), f"http://127.0.0.1:{line.port}"
+        task = asyncio.create_task(relay._run(f"http://127.0.0.1:{port}", key, home, "127.0.0.1", own, url, 1000))
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
 def client_of(key_file: Path, port: int) -> Client:
     return Client(f"http://127.0.0.1:{port}", load_or_make_key(key_file))
 
@@ -242,7 +283,7 @@ def validator_of(folder: RunFolder, port: int) -> TimedValidator:
     return validator
 
 
-def trainer_of(folder: RunFolder, port: int, step_s: float) -> Trainer:
+def trainer_of(folder: RunFolder, port: int, train_s: float) -> Trainer:
     path = folder.keys / "trainer.key"
     trainer = Trainer(folder, folder.config(), client_of(path, port), load_or_make_key(path))
     quick = trainer.learner.step
@@ -250,7 +291,7 @@ def trainer_of(folder: RunFolder, port: int, step_s: float) -> Trainer:
     def paced(*args: Any) -> dict[str, Any]:
         began = time.monotonic()
         made = quick(*args)
-        time.sleep(max(0.0, began + step_s - time.monotonic()))
+        time.sleep(max(0.0, began + train_s - time.monotonic()))
         return made
 
     trainer.learner.step = paced  # type: ignore[method-assign]
@@ -277,7 +318,8 @@ def figures(
         origin_bytes=sent,
         rollout_tokens=sum(group.tokens for group in groups) / rollouts,
         signal_share=sum(group.signal is not False for group in groups) / len(groups),
-        publish_s=mean(s["publish_s"] + s["save_s"] for s in steps),
+        save_s=mean(s["save_s"] for s in steps),
+        publish_s=mean(s["publish_s"] for s in steps),
         load_s=median(took for _, _, took in loads),
         check_s=check_s,
         full_bytes=sum(file.size for file in desk.kept.manifests[last].files if file.path.endswith(".safetensors")),
@@ -297,43 +339,68 @@ def request_s(base: Seen, steps: int) -> float:
 def setting_of(case: Case, base: Seen, own: Seen, steps: int, seed: int, request_s: float) -> Setting:
     """What the simulator is told: times from the open case of the same repeat, because they depend on what else this
     machine does; tokens and signal of the case itself, which follow from what its policy learns."""
-    nodes = tuple(
-        Node(speed, down, 0.0, base.load_s) for speed, down in zip(case.tokens_per_s, case.downs, strict=True)
+    machines = tuple(
+        WorkerMachine(speed, down, 0.0, base.load_s) for speed, down in zip(case.tokens_per_s, case.downs, strict=True)
     )  # fmt: skip
     return Setting(
-        rules=rules_of(config_of(case, steps, 0)), workers=nodes,
-        rollout_tokens=own.rollout_tokens, step_s=case.step_s, publish_s=base.publish_s, check_s=base.check_s,
-        full_bytes=base.full_bytes, origin_up=case.origin_up, request_s=request_s, signal_share=own.signal_share,
+        rules=rules_of(config_of(case, steps, 0)), workers=machines,
+        rollout_tokens=own.rollout_tokens, train_s=case.train_s + base.save_s, publish_s=base.publish_s,
+        check_s=base.check_s, full_bytes=base.full_bytes, origin_up=case.origin_up, relays_up=case.relays_up,
+        chunk_bytes=case.chunk_bytes, request_s=request_s, signal_share=own.signal_share,
         warmup_steps=WARMUP_STEPS, measured_steps=steps, seed=seed,
     )  # fmt: skip
+
+
+FIGURES = {
+    "step_s": "seconds a step", "lag_s": "seconds until a worker has a version", "origin_bytes": "MB from the host a step",
+    "idle_share": "trainer waits", "staleness": "staleness, versions",
+}  # fmt: skip
+"""What is compared, with its words in the table."""
 
 
 def compared(cases: Iterable[Case], seen: dict[str, list[Seen]], steps: int) -> dict[str, Any]:
     """Measured and predicted, by case and figure."""
     found: dict[str, Any] = {"benchmark": "planning", "load": round(os.getloadavg()[0], 2)}
-    errors = []
+    errors: dict[str, dict[str, float]] = {}
+    rows = []
     requests_s = [request_s(base, steps) for base in seen["open"]]
     for case in cases:
         told = [
             [simulate(setting_of(case, base, own, steps, seed, took_s)) for seed in range(SEEDS)]
             for base, own, took_s in zip(seen["open"], seen[case.name], requests_s, strict=True)
         ]
-        for name, relative in (
-            ("step_s", True), ("lag_s", True), ("origin_bytes", True), ("idle_share", False), ("staleness", False),
-        ):  # fmt: skip
+        of_case = errors[case.name] = {}
+        for name in FIGURES:
             values = sorted(getattr(one, name) for one in seen[case.name])
             middle, said = median(values), median(mean(getattr(one, name) for one in ones) for ones in told)
-            error = abs(said - middle) / middle if relative else abs(said - middle)
+            relative = name not in ("idle_share", "staleness")
+            of_case[name] = round(abs(said - middle) / (middle if relative else 1.0), 3)
             found[f"{case.name}.{name}"] = {
                 "measured": round(middle, 3), "low": round(values[0], 3), "high": round(values[-1], 3),
-                "predicted": round(said, 3), "error": round(error, 3),
+                "predicted": round(said, 3),
             }  # fmt: skip
-            if case.name != "open":
-                errors.append(error)
+            rows.append(row(case.name, name, values, middle, said))
             print(f"{case.name:12} {name:13} measured {middle:12.3f} ({values[0]:.3f} to {values[-1]:.3f})  predicted "
-                  f"{said:12.3f}  error {error:.1%}")  # fmt: skip
-    found["largest_error"] = round(max(errors, default=0.0), 3)
+                  f"{said:12.3f}  error {of_case[name]:.3f}")  # fmt: skip
+    found["error_share"] = {
+        name: {figure: error for figure, error in of.items() if figure != "staleness"} for name, of in errors.items()
+    }
+    found["largest_error_share"] = max(
+        (max(of.values()) for name, of in found["error_share"].items() if name != "open"), default=0.0
+    )
+    found["largest_error_versions"] = max((of["staleness"] for of in errors.values()), default=0.0)
+    headings = ("case", "figure", "measured, median", "lowest to highest", "predicted")
+    found["tables"] = {"cases": table(headings, rows, right=(2, 3, 4))}
     return found
+
+
+def row(case: str, name: str, values: Sequence[float], middle: float, said: float) -> tuple[str, ...]:
+    """A row of the table."""
+
+    def text(value: float) -> str:
+        return percent(value, 0) if name == "idle_share" else f"{value / (1e6 if name == 'origin_bytes' else 1):.2f}"
+
+    return case, FIGURES[name], text(middle), f"{text(values[0])} to {text(values[-1])}", text(said)
 
 
 if __name__ == "__main__":
