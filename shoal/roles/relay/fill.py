@@ -28,7 +28,7 @@ log = logging.getLogger("relay")
 LOOK_EVERY_S = 2.0
 """Time between two looks at the run."""
 
-LIST_EVERY_S, LIST_AT_LEAST_EVERY_S = 10.0, 600.0
+LIST_WHILE_FILLING_S, LIST_AT_LEAST_EVERY_S = 10.0, 600.0
 """Time between two questions for other relays while chunks are missing. It doubles with each that began the transfer anew,
 until the next version: relays may come and go without end."""
 
@@ -63,7 +63,7 @@ class Filler:
         self._manifests: dict[int, _Known] = {}
         self._read: list[Manifest] = []
         """What was read, newest first, and is not known to the store yet."""
-        self._list_every_s = LIST_EVERY_S
+        self._list_every_s = LIST_WHILE_FILLING_S
 
     async def run(self) -> None:
         """Fill until cancelled. What goes wrong is told, and tried again."""
@@ -76,9 +76,7 @@ class Filler:
                 newest = max(self._manifests, default=-1)
                 if newest > told:
                     told = newest
-                    log.info(
-                        "version=%d is here whole=%s held_mb=%.0f", newest, self._is_whole(newest), self._held_mb()
-                    )
+                    log.info("version=%d is here whole=%s held_mb=%.0f", newest, self._has_all(newest), self._held_mb())
                 await asyncio.sleep(LOOK_EVERY_S)
             except ShoalError as error:
                 log.warning("%s", error)
@@ -163,7 +161,7 @@ class Filler:
             await asyncio.sleep(LOOK_EVERY_S)
             try:
                 if await self._look():
-                    self._list_every_s = LIST_EVERY_S
+                    self._list_every_s = LIST_WHILE_FILLING_S
                     return
                 if await self._relays.refresh(self._list_every_s):
                     self._list_every_s = min(2 * self._list_every_s, LIST_AT_LEAST_EVERY_S)  # guard: begins-anew-seldom
@@ -171,7 +169,7 @@ class Filler:
             except ShoalError as error:
                 log.warning("%s", error)
 
-    def _is_whole(self, version: int) -> bool:
+    def _has_all(self, version: int) -> bool:
         return chunks_of(self._manifests[version].manifest) <= self._store.held.keys()
 
     def _held_mb(self) -> float:
