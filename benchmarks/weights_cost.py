@@ -1,26 +1,37 @@
-"""CPU-seconds a version takes beside generating, scoring and training: saved, hashed, sent, loaded; by role.
+"""CPU-seconds a version takes beside generating, scoring and training: saved, hashed, sent, loaded; before and after.
 
-    OMP_NUM_THREADS=1 python benchmarks/weights_cost.py [--versions 40] [--policy demo|large] [--tree PATH]
+    OMP_NUM_THREADS=1 python benchmarks/weights_cost.py [--versions 40] [--repeats 2] [--before COMMIT]
 
 Four real processes on sockets: the coordinator, a trainer that saves its state and publishes, a worker and a validator that
 load what is published, one version after another. The trainer's steps are noise on its masters: at learning rate 3e-4 in
 float32 (`demo`, 0.8M parameters, as `whole_system.py` has), or at 1e-6 in bfloat16 (`large`, 27M). Each process counts its
-own CPU, user and system, all threads, from version 2 on. `--tree` measures another checkout, such as the one before a
-change. The coordinator's other work is left out: it is idle otherwise. The last line is JSON.
+own CPU, user and system, all threads, from version 2 on. The coordinator's other work is left out: it is idle otherwise.
+
+*Before* is the last commit without relays and patches; runs of both trees alternate. The bar is half of it, all roles
+together. The last line is JSON. The exit code is 1 if the bar is missed.
 """
 
 import argparse
 import asyncio
 import contextlib
+import io
 import json
 import os
+import socket
+import statistics
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+BEFORE = "018b0c0d23"
+"""The last commit before clients fetched from several sources."""
+BAR = 0.5
 
 POLICIES = {
     "demo": {"dtype": "float32", "lr": 3e-4, "tiny": {"max_positions": 128}},
@@ -32,59 +43,109 @@ POLICIES = {
 FIRST = 2
 """Versions before this one are not counted: connections open, and files are mapped for the first time."""
 
+JOBS = (
+    ("trainer", "save"), ("trainer", "publish"), ("coordinator", "serve"), ("worker", "load"), ("validator", "load"),
+)  # fmt: skip
 
-def main() -> None:
-    """Start the four processes, let them go in step, and print what each took."""
+
+def main() -> int:
+    """Measure both trees, and print what each role took."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--versions", type=int, default=40)
-    parser.add_argument("--policy", choices=POLICIES, default="demo")
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
+    parser.add_argument("--before", default=BEFORE, help="a commit, or nothing to measure this tree only")
     parser.add_argument(
         "--anchor-every", type=int, default=1, help="versions between whole ones, as storage.anchor_every"
     )
-    parser.add_argument("--tree", type=Path, default=Path(__file__).resolve().parents[1])
+    parser.add_argument("--policy", choices=POLICIES, default="demo", help=argparse.SUPPRESS)
     parser.add_argument("--role", nargs=2, metavar=("ROLE", "FOLDER"), help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.role:
         PLAYED[asked.role[0]](Path(asked.role[1]), asked)
-        return
+        return 0
+    figures: dict[str, Any] = {
+        "benchmark": "weights_cost",
+        "versions": asked.versions - FIRST,
+        "repeats": asked.repeats,
+    }
+    figures["anchor_every"] = asked.anchor_every
+    lines = ["| policy | role | job | before | after | ratio |", "|---|---|---|---|---|---|"]
     with tempfile.TemporaryDirectory() as scratch:
-        options = [
-            "--versions",
-            f"{asked.versions}",
-            "--policy",
-            asked.policy,
-            "--anchor-every",
-            f"{asked.anchor_every}",
-        ]
+        trees = {"before": checked_out(asked.before, Path(scratch))} if asked.before else {}
+        trees["after"] = ROOT
+        for policy in asked.policies:
+            figures[policy] = compared(policy, trees, asked)
+            lines += table(policy, figures[policy])
+    print("\n".join(lines))
+    missed = [policy for policy in asked.policies if figures[policy].get("ratio", 0.0) > BAR]
+    for policy in asked.policies if asked.before else []:
+        ratio = figures[policy]["ratio"]
+        print(f"{policy}: ratio = {ratio:.3f}, bar at most {BAR}{'  MISSED' if policy in missed else ''}")
+    print(json.dumps(figures | {"load_after": round(os.getloadavg()[0], 2), "tables": {"by_role": "\n".join(lines)}}))
+    return 1 if missed else 0
+
+
+def checked_out(commit: str, scratch: Path) -> Path:
+    """The source of a commit, in a folder of its own."""
+    packed = subprocess.run(["git", "archive", commit, "shoal"], cwd=ROOT, check=True, capture_output=True).stdout
+    with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
+        archive.extractall(scratch / commit, filter="data")
+    return scratch / commit
+
+
+def compared(policy: str, trees: dict[str, Path], asked: argparse.Namespace) -> dict[str, Any]:
+    """CPU-seconds a version by tree and job, medians over the repeats; and how many times those of before."""
+    runs: dict[str, list[dict[str, float]]] = {when: [] for when in trees}
+    for repeat in range(asked.repeats):
+        for when, tree in trees.items():
+            runs[when].append(measured(policy, tree, asked))
+            total = runs[when][-1]["cpu_s.total"]
+            print(f"{policy} {when} repeat={repeat} cpu_s={total:.4f}", file=sys.stderr, flush=True)
+    found: dict[str, Any] = {
+        when: {name: round(statistics.median(run[name] for run in each), 5) for name in each[0]}
+        for when, each in runs.items()
+    }
+    if "before" in trees:
+        found["ratio"] = round(found["after"]["cpu_s.total"] / found["before"]["cpu_s.total"], 4)
+    return found
+
+
+def table(policy: str, found: dict[str, Any]) -> list[str]:
+    """Rows of Markdown."""
+    rows = []
+    for role, job in (*JOBS, ("all", "")):
+        name = f"cpu_s.{role}.{job}" if job else "cpu_s.total"
+        before, after = found.get("before", {}).get(name), found["after"][name]
+        compared = (f"{before:.4f}", f"{after:.4f}", f"{after / before:.2f}") if before else ("", f"{after:.4f}", "")
+        rows.append("| " + " | ".join((policy, role, job, *compared)) + " |")
+    return rows
+
+
+def measured(policy: str, tree: Path, asked: argparse.Namespace) -> dict[str, float]:
+    """CPU-seconds a version of each job, and of all."""
+    with tempfile.TemporaryDirectory() as scratch:
+        options = ["--versions", f"{asked.versions}", "--anchor-every", f"{asked.anchor_every}", "--policy", policy]
         people = {
             role: subprocess.Popen(
                 [sys.executable, str(Path(__file__).resolve()), *options, "--role", role, f"{scratch}/run"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
-                env=os.environ | {"PYTHONPATH": str(asked.tree)},
+                env=os.environ | {"PYTHONPATH": str(tree)},
             )
             for role in PLAYED
         }
         try:
-            table = in_step(people, asked.versions)
+            jobs = in_step(people, asked.versions)
         finally:
             for process in people.values():
                 process.kill()
+                process.wait()
     counted = asked.versions - FIRST
-    print(f"{'role':12} {'job':8} CPU-s a version")
-    for (role, job), cpu_s in sorted(table.items()):
-        print(f"{role:12} {job:8} {cpu_s / counted:.4f}")
-    total = sum(table.values()) / counted
-    by_job = {f"{role}.{job}": round(cpu_s / counted, 5) for (role, job), cpu_s in sorted(table.items())}
-    figures = {
-        "benchmark": "weights_cost",
-        "policy": asked.policy,
-        "anchor_every": asked.anchor_every,
-        "versions": counted,
-        "total_cpu_s": round(total, 5),
+    return {f"cpu_s.{role}.{job}": jobs[role, job] / counted for role, job in JOBS} | {
+        "cpu_s.total": sum(jobs.values()) / counted
     }
-    print(json.dumps(figures | by_job | {"load_after": round(os.getloadavg()[0], 2)}))
 
 
 def in_step(people: "dict[str, subprocess.Popen[str]]", versions: int) -> Counter[tuple[str, str]]:
@@ -154,13 +215,13 @@ def coordinate(root: Path, asked: argparse.Namespace) -> None:
     from shoal.folder import RunFolder
     from shoal.net.connections import Limits, http_server
     from shoal.roles.coordinator.api import application
-    from shoal.roles.coordinator.role import _listen, open_run
+    from shoal.roles.coordinator.role import open_run
 
     folder, config = RunFolder(root), config_of(asked)
     folder.prepare(config, root)
     desk = open_run(folder, folder.config())
     desk.state.main.batches.update(dict.fromkeys(range(asked.versions), ()))
-    listener = _listen(folder, config)
+    listener = socket.create_server(("127.0.0.1", 0))
     host, port = listener.getsockname()[:2]
     folder.address.write_text(json.dumps({"url": f"http://{host}:{port}", "port": port}))
     server = http_server(application(desk), Limits(total=100, trusted=()))
@@ -224,7 +285,8 @@ def train(root: Path, asked: argparse.Namespace) -> None:
                 with watch.of("save"):
                     await asyncio.to_thread(save_state, folder.trainer, learner.state(version))
                 with watch.of("publish"):
-                    await publisher.publish(learner.model, version)
+                    copied = hasattr(publisher, "snapshot")  # before, the next step waited
+                    await publisher.publish(publisher.snapshot(learner.model) if copied else learner.model, version)
                 watch.report()
                 version = await told()
 
@@ -252,7 +314,7 @@ def node(role: str, root: Path) -> None:
             )
             version = 0
             while True:
-                with watch.of("fetch and load"):
+                with watch.of("load"):
                     await seat.load(version, keep=3)
                 watch.report()
                 version = await told()
@@ -268,4 +330,4 @@ PLAYED = {
 }
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
