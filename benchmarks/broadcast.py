@@ -5,7 +5,7 @@
 Real processes on one machine: a host, relays and clients. The uplinks of origin, relays and sharing clients are shaped by
 `net/fault_proxy` (seeded). The *bound* is the time in which the uplinks together can carry all copies, or the origin one.
 The machine's own cores may limit more than the links: then lower --mbit, which scales all links alike. The output names
-the rate and the share of CPU time that was used.
+the rate, the share of CPU time that was used, and the CPU-ms of each role a MB that some process received, links included.
 
 plain      8 clients through 3 relays
 sharing    the same, and the clients share
@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import uvloop
 
 from benchmarks.swarm import shardcast
 from benchmarks.swarm.idle import crowded_relay
@@ -75,18 +76,22 @@ async def plain(asked: Asked, root: Path, *, sharing: bool = False) -> dict[str,
         if sharing:
             await listed(made.url, NUM_RELAYS + NUM_CLIENTS)
         await asyncio.sleep(5)
+        spent = made.cpu_s()
         before, began, cpu = made.egress("coordinator"), await made.publish(asked.chunk_bytes), psutil.cpu_times()
         if sharing:  # they go on serving
             said = [await _said(made.root / name / "said.json") for name in names]
         else:
             said = await ended(made.clients)
         took = max(each["ended"] for each in said) - began
-        size = asked.size_mb * MB
+        size, copies = asked.size_mb * MB, NUM_CLIENTS + NUM_RELAYS
         bound = bound_s(size, asked.rate, NUM_CLIENTS, NUM_RELAYS, sharing)
+        by_role = {role: cpu_s - spent[role] for role, cpu_s in made.cpu_s().items()}
+        by_role["clients"] = sum(each["cpu_s"] for each in said)
         return {
             "took_s": took, "bound_s": bound, "ratio": took / bound, "copies": made.egress("origin") / size,
             "copies_of_coordinator": (made.egress("coordinator") - before) / size,
             "cpu": _cpu_share(cpu),
+            "cpu_ms_a_mb": {role: 1000 * cpu_s / (copies * asked.size_mb) for role, cpu_s in by_role.items()},
         }  # fmt: skip
 
 
@@ -251,7 +256,8 @@ def main() -> None:
         if name == "shardcast" and asked.venv is None:
             continue
         with tempfile.TemporaryDirectory() as folder, contextlib.suppress(KeyboardInterrupt):
-            figures[name] = asyncio.run(CASES[name](asked, Path(folder)))
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                figures[name] = runner.run(CASES[name](asked, Path(folder)))
             print(f"{name:>10}  {_short(figures[name])}", flush=True)
     print(json.dumps({"benchmark": "broadcast", **figures}))
 

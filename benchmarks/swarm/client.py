@@ -6,20 +6,24 @@ python -m benchmarks.swarm.client URL HOME [SHARE_PORT SHARE_URL]
 # ruff: noqa: ASYNC110
 
 import asyncio
+import contextlib
 import json
 import logging
 import sys
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
 
 import uvloop
 
 from shoal.net.client import Client
+from shoal.net.connections import Limits, connections_that_fit, http_server
 from shoal.net.keys import load_or_make_key
+from shoal.net.listening import listen
 from shoal.protocol.constants import MAX_MANIFEST_BYTES
 from shoal.protocol.types import RunInfo
-from shoal.roles.sharing import Share, SharedVersions, sharing
+from shoal.roles.offering import application, offer
+from shoal.roles.sharing import SharedVersions
 from shoal.weights.fetch import fetch
 from shoal.weights.manifest import open_manifest, weights_root
 from shoal.weights.relays import Relays
@@ -32,13 +36,31 @@ async def story(url: str, home: Path, port: int, public_url: str) -> None:
     async with Client(url, key) as client:
         info = await client.get_json("/v1/run", RunInfo)
         client.run, shared = info.run, SharedVersions(home / "weights")
-        async with sharing(Share(key, port, "127.0.0.1", public_url) if port else None, client, shared):
+        async with _sharing(client, shared, port, public_url) if port else contextlib.nullcontext():
             while info.version < 0:
                 await asyncio.sleep(0.5)
                 info = await client.get_json("/v1/run", RunInfo)
             await _fetch(client, info, home, shared)
             while port:
                 await asyncio.sleep(1)
+
+
+@contextlib.asynccontextmanager
+async def _sharing(client: Client, shared: SharedVersions, port: int, public_url: str) -> AsyncIterator[None]:
+    """Share as a worker does, but behind a link: at another URL than its own port."""
+    assert client.key is not None
+    shared.is_on = True
+    with listen("127.0.0.1", port) as listener:
+        server = http_server(
+            application(shared, client.key, client.run, time.time), Limits(total=connections_that_fit())
+        )
+        server.capture_signals = contextlib.nullcontext  # type: ignore[assignment, method-assign]
+        tasks = [
+            asyncio.create_task(server.serve(sockets=[listener])),
+            asyncio.create_task(offer(client, public_url, port)),
+        ]
+        yield  # until killed
+        await asyncio.gather(*tasks)
 
 
 async def _fetch(client: Client, info: RunInfo, home: Path, shared: SharedVersions) -> None:
@@ -50,13 +72,13 @@ async def _fetch(client: Client, info: RunInfo, home: Path, shared: SharedVersio
     sources = sources_of(info, client, relays)
     got, began = {source.name: _counted(source) for source in sources}, time.time()
     directory = await fetch(
-        manifest, sources, shared.folder, on_held=shared.hold,
+        manifest, sources, shared.folder, shared=shared if shared.is_on else None,
         on_blame=lambda *told: blamed.append(told), on_progress=lambda line: print(line, file=sys.stderr),
     )  # fmt: skip
-    ended = time.time()
+    ended, cpu_s = time.time(), time.process_time()
     assert weights_root(directory) == manifest.root
     got_bytes = {name: count[0] for name, count in got.items()}
-    said = {"began": began, "ended": ended, "got_bytes": got_bytes, "blamed": blamed}
+    said = {"began": began, "ended": ended, "got_bytes": got_bytes, "blamed": blamed, "cpu_s": cpu_s}
     (home / "said.json").write_text(json.dumps(said))
     print(json.dumps(said), flush=True)
 

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from shoal.roles.relay import role
-from shoal.roles.relay.store import Store
+from shoal.roles.relay.store import ChunkStore
 
 really = role.application
 
 
-def lying(store: Store, *args: Any) -> Any:
+def lying(store: ChunkStore, *args: Any) -> Any:
     """The calls of a relay, with the first byte of each whole chunk changed."""
     app = really(store, *args)
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import httpx
 import numpy as np
+import psutil
 from safetensors.numpy import save_file
 
 from shoal.config import RunConfig
@@ -33,6 +34,9 @@ from shoal.weights.manifest import sign_manifest
 from shoal.weights.publish import HttpSink, publish
 
 MB = 1_000_000
+
+BLOCK_BYTES = 64 << 10
+"""That the links pass on at a time: 3 ms of 200 Mb/s."""
 
 RUN = {
     "name": "broadcast",
@@ -74,6 +78,12 @@ class Process:
         with self.log.open("ab") as log:
             self.popen = subprocess.Popen(self.command, stdin=subprocess.PIPE, stdout=log, stderr=log)
         self.starts += 1
+
+    def cpu_s(self) -> float:
+        """CPU-seconds so far, while it runs."""
+        assert self.popen is not None
+        times = psutil.Process(self.popen.pid).cpu_times()
+        return float(times.user + times.system)
 
     def kill(self) -> None:
         """SIGKILL, and wait."""
@@ -121,6 +131,14 @@ class World:
         """Bytes that went through an uplink."""
         return self.links[name].passed_bytes
 
+    def cpu_s(self) -> dict[str, float]:
+        """CPU-seconds of each role so far, of those processes that still run, and of the links."""
+        assert self.origin is not None and self.coordinator is not None
+        people = {"origin": [self.origin], "coordinator": [self.coordinator], "relays": self.relays}
+        return {"links": time.process_time()} | {
+            role: sum(process.cpu_s() for process in processes) for role, processes in people.items()
+        }
+
 
 def free_port() -> int:
     """A port that nobody has now."""
@@ -140,7 +158,7 @@ async def world(
     async with contextlib.AsyncExitStack() as stack:
         links = {}
         for name, rate in uplinks.items():
-            proxy = FaultProxy(ports[name], rng, bytes_per_s=rate)
+            proxy = FaultProxy(ports[name], rng, bytes_per_s=rate, block_bytes=BLOCK_BYTES)
             links[name] = await stack.enter_async_context(proxy)
         origin_url = f"http://127.0.0.1:{links['origin'].port}/v1/blobs"
         folder = await asyncio.to_thread(make_run, root, size_mb, ports["coordinator"], ports["origin"], origin_url)

@@ -37,10 +37,12 @@ class FaultProxy:
         faults: Collection[LineFault] = tuple(LineFault),
         every_bytes: float = 0.0,
         bytes_per_s: float = 0.0,
+        block_bytes: int = BLOCK_BYTES,
     ) -> None:
         """Passes connections on to a port of this machine. A fault comes after a random number of bytes of answers, of mean
-        `every_bytes`; 0 means no faults. All answers together get `bytes_per_s`; 0 means no limit."""
-        self._target, self._rng = port, rng
+        `every_bytes`; 0 means no faults. All answers together get `bytes_per_s`; 0 means no limit. Larger blocks than
+        `block_bytes` are passed in parts; larger parts cost less CPU."""
+        self._target, self._rng, self._block_bytes = port, rng, block_bytes
         self._faults, self._every_bytes, self._bytes_per_s = list(faults), every_bytes, bytes_per_s
         self._free_at = 0.0
         self._next_fault = self._distance()
@@ -106,13 +108,13 @@ class FaultProxy:
 
     async def _pass_questions(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError):
-            while data := await reader.read(BLOCK_BYTES):
+            while data := await reader.read(self._block_bytes):
                 writer.write(data)
                 await writer.drain()
         writer.close()
 
     async def _pass_answers(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while data := await reader.read(BLOCK_BYTES):
+        while data := await reader.read(self._block_bytes):
             await self._take_turn(len(data))
             self._next_fault -= len(data)
             if self._next_fault < 0:
