@@ -171,41 +171,53 @@ def name_file(file: BinaryIO, written: Path, target: Path, *, replace: bool = Tr
 
 
 @contextlib.contextmanager
-def replaced_folder(target: Path) -> Iterator[Path]:
+def replaced_folder(target: Path, *, durable: bool = True) -> Iterator[Path]:
     """An empty folder to write into. It replaces `target` after everything is written, or not at all.
 
     Raises OSError, also from the writer; the old folder is then untouched. See `name_folder` for what a kill leaves.
+    Unless `durable`, a power cut may leave a folder with damaged files.
     """
     clear_leftovers(target)
     new = target.with_name(f".{target.name}.new")
     new.mkdir(parents=True)
     try:
         yield new
-        name_folder(new, target)
+        name_folder(new, target, durable=durable)
     finally:
         shutil.rmtree(new, ignore_errors=True)
 
 
-def name_folder(written: Path, target: Path) -> None:
-    """Give a complete folder its name, durable on return, and delete the folder that had the name.
+def name_folder(written: Path, target: Path, *, durable: bool = True) -> None:
+    """Give a complete folder its name, durable on return unless told otherwise, and delete the folder that had the name.
 
     A kill leaves the old one, the new one, or, between the two renames, no folder of this name. `clear_leftovers` then puts
     the old one back.
     """
     old = target.with_name(f".{target.name}.old")
     shutil.rmtree(old, ignore_errors=True)
-    for path in written.rglob("*"):
-        if path.is_file():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-        else:
-            sync_folder(path)
-    sync_folder(written)
+    if durable:
+        _sync_below(written)
     if target.exists():
         os.rename(target, old)
     os.rename(written, target)
-    sync_folder(target.parent)
+    if durable:
+        sync_folder(target.parent)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _sync_below(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        if path.is_file():
+            sync_file(path)
+        else:
+            sync_folder(path)
+    sync_folder(folder)
+
+
+def sync_file(path: Path) -> None:
+    """Make the bytes of a file durable, but not its name."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
 
 
 def clear_leftovers(target: Path) -> None:

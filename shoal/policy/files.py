@@ -132,12 +132,14 @@ def save_policy(
     directory: Path,
     dtype: str,
     tokenizer_from: Path | None = None,
+    *,
     shard_bytes: int = SHARD_BYTES,
+    durable: bool = True,
 ) -> None:
     """Write a checkpoint directory in `dtype` (float32 or bfloat16), with the tokenizer files of another directory.
 
-    The directory appears whole or not at all, even if the machine dies. It replaces an older one of the same name. Raises
-    `StateError` if writing fails.
+    The directory appears whole or not at all, if it is `durable` even if the machine dies. It replaces an older one of the
+    same name. Raises `StateError` if writing fails.
     """
     from safetensors import SafetensorError
 
@@ -146,7 +148,7 @@ def save_policy(
     weights: Mapping[str, torch.Tensor]
     weights = policy.tensors if isinstance(policy, Snapshot) else dict(policy.named_parameters())
     try:
-        with replaced_folder(directory) as scratch:
+        with replaced_folder(directory, durable=durable) as scratch:
             _write_weights(weights, scratch, _torch_dtype(dtype), shard_bytes)
             write_json(scratch / "config.json", policy.spec.to_hf() | {"dtype": dtype})
             write_json(scratch / "generation_config.json", _generation_config(policy.spec))

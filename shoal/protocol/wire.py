@@ -28,7 +28,7 @@ class WireError(ValueError):
     """Bytes from elsewhere are not the message that they should be. The text says which field is wrong, and why."""
 
 
-def digest(data: bytes) -> str:
+def digest(data: bytes | memoryview) -> str:
     """SHA-256 of stored bytes, in hex: the name under which a blob is kept."""
     return hashlib.sha256(data).hexdigest()
 

@@ -7,23 +7,24 @@ never changes the directory.
 
 import asyncio
 import hashlib
-import io
+import mmap
 import os
 import shutil
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from shoal.errors import StateError, cause_of
-from shoal.folder import write_atomically
+from shoal.folder import sync_file
 from shoal.net.client import Client
 from shoal.protocol import constants, wire
 from shoal.protocol.types import FileEntry, Manifest, Patch
 from shoal.weights.codes import Weights, coded_directory, cores, root_of
 from shoal.weights.demands import POLICY_STREAM, is_publishable
 from shoal.weights.patch import CODEC, make_patch
+from shoal.weights.spans import Span, copy_span
 
 BIG_BYTES = 64 << 20
 """A smaller version is cut into chunks of MAX_CHUNK_BYTES: it takes a moment, and each request costs both sides time."""
@@ -31,6 +32,9 @@ BIG_BYTES = 64 << 20
 SMALLEST_CHUNK_BYTES = 1 << 20
 """Of a big version. At 20 and 100 ms to the first byte, smaller chunks are slower (256 KiB: twice the time at 100 ms), and
 larger ones no faster; a source of wrong bytes wastes two chunks."""
+
+_SMALL_BYTES = 1 << 16
+"""So little is hashed sooner than a thread is asked to."""
 
 MOST_CHUNKS = 4096
 """Versions of more than MOST_CHUNKS of the smallest chunks have larger ones, so that manifests stay below 400 kB."""
@@ -54,8 +58,20 @@ class ChunkSink(Protocol):
         ...
 
 
+@runtime_checkable
+class FileSink(ChunkSink, Protocol):
+    """A receiver on this machine, which can take bytes of a file without reading them."""
+
+    async def put_span(self, digest: str, span: Span) -> None:
+        """Store a chunk that is in a file, as `put` does. Nobody changes the file any more."""
+        ...
+
+
 class FolderSink:
-    """A folder in which a coordinator on this machine finds the chunks of the manifest that it is sent next."""
+    """A folder in which a coordinator on this machine finds the chunks of the manifest that it is sent next.
+
+    The bytes of a chunk are durable when it is there. Its name is not: the coordinator gives it another.
+    """
 
     def __init__(self, folder: Path) -> None:
         """Chunks that were left there are deleted: no manifest named them."""
@@ -64,10 +80,27 @@ class FolderSink:
 
     async def put(self, digest: str, chunk: bytes) -> None:
         """Write one chunk. Raises `StateError`."""
+        await self._keep(digest, chunk)
+
+    async def put_span(self, digest: str, span: Span) -> None:
+        """See `FileSink`. A chunk that is a whole file gets another name of that file. Raises `StateError`."""
+        await self._keep(digest, span)
+
+    async def _keep(self, digest: str, chunk: bytes | Span) -> None:
         try:
-            await asyncio.to_thread(write_atomically, self._folder / digest, chunk)
+            await asyncio.to_thread(self._write, self._folder / digest, chunk)
         except OSError as error:
             raise StateError(f"cannot write chunks to {self._folder}: {cause_of(error)}. Free some space") from None
+
+    def _write(self, path: Path, chunk: bytes | Span) -> None:
+        if path.exists():
+            return  # and never written to again: it may be another name of a file
+        self._folder.mkdir(parents=True, exist_ok=True)
+        if isinstance(chunk, Span):
+            copy_span(chunk, path)
+        else:
+            path.write_bytes(chunk)
+        sync_file(path)
 
 
 class HttpSink:
@@ -118,7 +151,7 @@ async def publish(
     root = await asyncio.to_thread(partial(root_of, weights, threads=cores()))
     patches = []
     if base is not None and (data := await asyncio.to_thread(_patch, base.weights, weights)) is not None:
-        file = await _send(f"{base.version:06d}.patch", io.BytesIO(data), len(data), sink, chunk_bytes, known)
+        file = await _send(f"{base.version:06d}.patch", data, sink, chunk_bytes, known)
         patches.append(Patch(base.version, base.root, CODEC, file))
     if patches and not whole:
         paths = [path for path in paths if path.suffix != ".safetensors"]
@@ -149,23 +182,34 @@ def _published_files(directory: Path) -> list[Path]:
 async def _send_file(path: Path, sink: ChunkSink, chunk_bytes: int, known: Collection[str]) -> FileEntry:
     try:
         with path.open("rb") as file:
-            return await _send(path.name, file, os.fstat(file.fileno()).st_size, sink, chunk_bytes, known)
+            size = os.fstat(file.fileno()).st_size
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
+        return await _send(path.name, data, sink, chunk_bytes, known, path)
     except OSError as error:
         raise StateError(f"cannot read {path}: {cause_of(error)}. Make the checkpoint again") from None
 
 
 async def _send(
-    name: str, file: BinaryIO, size_bytes: int, sink: ChunkSink, chunk_bytes: int, known: Collection[str]
+    name: str,
+    data: bytes | mmap.mmap,
+    sink: ChunkSink,
+    chunk_bytes: int,
+    known: Collection[str],
+    path: Path | None = None,
 ) -> FileEntry:
-    """Send a file's chunks. The file of one chunk has the chunk's hash, so its bytes are hashed once."""
-    whole, chunks, size, one_chunk = hashlib.sha256(), [], 0, size_bytes <= chunk_bytes
-    while chunk := await asyncio.to_thread(file.read, chunk_bytes):
-        digest = await asyncio.to_thread(wire.digest, chunk)
+    """Send a file's chunks; `path` is the file, if it is on the disk. The file of one chunk has the chunk's hash, so its
+    bytes are hashed once."""
+    whole, chunks, view = hashlib.sha256(), [], memoryview(data)
+    for start in range(0, len(view), chunk_bytes):
+        chunk = view[start : start + chunk_bytes]
+        digest = await asyncio.to_thread(wire.digest, chunk) if len(chunk) > _SMALL_BYTES else wire.digest(chunk)
         if digest not in known:
-            await sink.put(digest, chunk)
+            if path is not None and isinstance(sink, FileSink):
+                await sink.put_span(digest, Span(path, start, len(chunk)))
+            else:
+                await sink.put(digest, bytes(chunk))
         chunks.append(digest)
-        size += len(chunk)
-        if not one_chunk:
+        if len(view) > chunk_bytes:
             await asyncio.to_thread(whole.update, chunk)
-    digest = chunks[0] if one_chunk and chunks else whole.hexdigest()
-    return FileEntry(path=name, size=size, digest=digest, chunks=tuple(chunks))
+    digest = chunks[0] if len(chunks) == 1 else whole.hexdigest()
+    return FileEntry(path=name, size=len(view), digest=digest, chunks=tuple(chunks))

@@ -52,6 +52,7 @@ def test_nodes_of_a_bfloat16_run_fetch_patches_also_beside_whole_versions(tmp_pa
         follow(base, partial, target, manifest, steps, aside)
 
     monkeypatch.setattr("shoal.weights.fetch.follow", noted)
+    monkeypatch.setattr("shoal.weights.fetch.take_from_stock", lambda *_: False)  # as on another machine
     town = lived(tmp_path / "run")
     manifests = town.desk.kept.manifests
     patch_bytes = [manifests[version].patches[0].file.size for version in range(1, 6)]
@@ -257,14 +258,17 @@ def test_a_trainer_whose_folder_the_coordinator_does_not_see_sends_its_chunks(tm
 
 def test_a_chunk_with_other_bytes_in_the_trainers_folder_is_not_taken(tmp_path, monkeypatch):
     town = Town(tmp_path / "run", tiny_run(steps=1))
-    put, spoilt = FolderSink.put, []
+    put, spoilt = FolderSink.put_span, []
 
-    async def spoiling(sink, name, chunk):
-        await put(sink, name, chunk)
+    async def spoiling(sink, name, span):
+        await put(sink, name, span)
         spoilt.append(name)
-        (town.folder.outgoing / name).write_bytes(b"x" + chunk[1:] if len(spoilt) % 2 else b"")
+        file = town.folder.outgoing / name
+        chunk = file.read_bytes()
+        file.unlink()  # it may be another name of the checkpoint's file
+        file.write_bytes(b"x" + chunk[1:] if len(spoilt) % 2 else b"")
 
-    monkeypatch.setattr(FolderSink, "put", spoiling)
+    monkeypatch.setattr(FolderSink, "put_span", spoiling)
     asyncio.run(town.live(town.trainer(), town.validator(), town.worker("worker-0")))
     assert spoilt and town.audit().findings == []
     assert all(digest(path.read_bytes()) == path.name for path in town.desk.blobs.paths())

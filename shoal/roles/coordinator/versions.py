@@ -6,14 +6,17 @@ run's folder leaves its chunks there.
 """
 
 import asyncio
+import hashlib
 import logging
+import os
+from pathlib import Path
 
 from shoal.errors import StateError
 from shoal.ledger.answers import Refused
 from shoal.ledger.facts.versions import Publish, Rotate
 from shoal.protocol.constants import CHAIN_LENGTH, MAX_CHUNK_BYTES
 from shoal.protocol.types import Manifest, Rotation, SignedManifest
-from shoal.protocol.wire import digest, from_json
+from shoal.protocol.wire import from_json
 from shoal.roles.coordinator.desk import Desk
 from shoal.weights.demands import chunks_of
 from shoal.weights.manifest import content_of, is_renewal, open_manifest
@@ -105,14 +108,21 @@ async def _take_over(desk: Desk, chunk: str) -> bool:
     """Keep a chunk that the trainer left in the run's folder; returns whether it was there."""
     file = desk.outgoing / chunk
     try:
-        data = await asyncio.to_thread(file.read_bytes)
+        size, found = await asyncio.to_thread(_size_and_digest, file)
     except OSError:
         return False
-    if len(data) > MAX_CHUNK_BYTES or await asyncio.to_thread(digest, data) != chunk:  # guard: left-chunk-name
+    if size > MAX_CHUNK_BYTES or found != chunk:  # guard: left-chunk-name
         return False
-    desk.blobs.adopt(file, chunk, len(data))
+    desk.blobs.adopt(file, chunk, size)
     desk.kept.stored(chunk)
     return True
+
+
+def _size_and_digest(path: Path) -> tuple[int, str]:
+    """Of a file that is perhaps a chunk. What is larger than a chunk is not hashed."""
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        return size, "" if size > MAX_CHUNK_BYTES else hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def signed_manifest(desk: Desk, version: str) -> bytes:

@@ -129,9 +129,10 @@ class Publisher:
         self.key, self._renew_at = key, 0.0
 
     def _write(self, policy: Transformer | Snapshot) -> Path:
-        """Write the policy in HF format, to a directory that the next version replaces."""
-        directory = self._folder.trainer / "publishing"
-        save_policy(policy, directory, self._config.policy.dtype, tokenizer_from=self._folder.policy)
+        """Write the policy in HF format, to a directory that the next version replaces. What is published and kept of it
+        is made durable; each start writes it anew."""
+        directory, dtype = self._folder.trainer / "publishing", self._config.policy.dtype
+        save_policy(policy, directory, dtype, tokenizer_from=self._folder.policy, durable=False)
         return directory
 
     def _due(self, version: int) -> list[str]:
