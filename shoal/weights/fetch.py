@@ -38,6 +38,7 @@ from shoal.weights.pieces import (
 )
 from shoal.weights.relays import expected
 from shoal.weights.sources import FillingSource, Source
+from shoal.weights.stock import take_from_stock
 from shoal.weights.transfer import Transfer
 from shoal.weights.ways import Lacking, Way, cheapest
 
@@ -201,6 +202,10 @@ class _Fetch:
         """A version by the cheapest way; if its patches fail, by the next one."""
         broken, dropped, problem = set[tuple[int, int]](), set[int](), None
         if await asyncio.to_thread(self._is_here, asked):
+            return await self._held(asked)
+        if self._store is not None and await asyncio.to_thread(
+            take_from_stock, self._store, self._target(asked), asked
+        ):
             return await self._held(asked)
         self._begin(asked)
         while (way := await self._way(asked, broken)) is not None:

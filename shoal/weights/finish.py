@@ -30,9 +30,14 @@ def finish(partial: Path, target: Path, manifest: Manifest) -> None:
             f"version {manifest.version}: {fault}, though each chunk has its promised hash: the publisher is at fault. "
             "Tell the run's host"
         )
-    (partial / MANIFEST_FILE).write_bytes(wire.to_json(manifest))
+    name_directory(partial, target, manifest)
+
+
+def name_directory(whole: Path, target: Path, manifest: Manifest) -> None:
+    """Give a verified directory its name, with the manifest that it was made from."""
+    (whole / MANIFEST_FILE).write_bytes(wire.to_json(manifest))
     shutil.rmtree(target, ignore_errors=True)
-    partial.rename(target)
+    whole.rename(target)
 
 
 def fault_of(directory: Path, manifest: Manifest, *, trusted: bool) -> str:

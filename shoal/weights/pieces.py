@@ -16,6 +16,7 @@ from shoal.errors import StateError
 from shoal.net.blobs import path_of
 from shoal.protocol import wire
 from shoal.protocol.types import FileEntry, Manifest
+from shoal.weights.spans import Span, append_span
 
 UNFINISHED = ".partial-"
 """Begins the name of a directory that is being fetched."""
@@ -58,10 +59,9 @@ class Piece:
     def take(self, part: Path) -> None:
         """Put the verified chunk, which is in a file, into all its places. Raises OSError."""
         for place in self.places:
-            with place.path.open("r+b") as file:
+            with place.path.open("r+b", buffering=0) as file:
                 file.seek(place.offset)
-                for data in _read_span(part, 0, self.size):
-                    file.write(data)
+                append_span(Span(part, 0, self.size), file.fileno())
 
     def matches(self, chunk: bytes) -> bool:
         """Whether these are the chunk's bytes."""
