@@ -76,7 +76,7 @@ def load_policy(directory: Path, dtype: "torch.dtype | None" = None) -> "Transfo
     model = Transformer(spec, dtype or torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.dtype == _torch_dtype(stored[name]) and parameter.is_contiguous():
+            if parameter.dtype == _stored_dtype(stored[name]) and parameter.is_contiguous():
                 _read_into(parameter, stored[name])
             else:
                 parameter.copy_(_read_tensor(stored[name]))
@@ -305,7 +305,7 @@ def _demand_same_shapes(stored: dict[str, StoredTensor], shapes: dict[str, tuple
             raise StateError(f"{directory}: {name} is {list(stored[name].shape)}, config.json asks for {list(shape)}")
 
 
-def _torch_dtype(stored: StoredTensor) -> "torch.dtype":
+def _stored_dtype(stored: StoredTensor) -> "torch.dtype":
     import torch
 
     return {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[stored.dtype]
@@ -314,7 +314,7 @@ def _torch_dtype(stored: StoredTensor) -> "torch.dtype":
 def _read_tensor(stored: StoredTensor) -> "torch.Tensor":
     import torch
 
-    tensor = torch.empty(stored.shape, dtype=_torch_dtype(stored))
+    tensor = torch.empty(stored.shape, dtype=_stored_dtype(stored))
     _read_into(tensor, stored)
     return tensor
 
