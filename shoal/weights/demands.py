@@ -64,8 +64,12 @@ def is_whole(manifest: Manifest) -> bool:
 
 def chunks_of(manifest: Manifest) -> set[str]:
     """All chunks that a manifest names: of its files and of its patches."""
-    entries = (*manifest.files, *(patch.file for patch in manifest.patches))
-    return {chunk for entry in entries for chunk in entry.chunks}
+    return {chunk for entry in manifest.files for chunk in entry.chunks} | chunks_of_patches(manifest)
+
+
+def chunks_of_patches(manifest: Manifest) -> set[str]:
+    """The chunks of the patches that a manifest names."""
+    return {chunk for patch in manifest.patches for chunk in patch.file.chunks}
 
 
 def demand_identity(manifest: Manifest, run: str, version: int | None) -> None:

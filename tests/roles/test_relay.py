@@ -28,7 +28,7 @@ from shoal.roles.relay import store as store_module
 from shoal.roles.relay.fill import Filler
 from shoal.roles.relay.store import BLOCK_BYTES, IN_HAND_BYTES, ChunkStore
 from shoal.weights.fetch import fetch
-from shoal.weights.manifest import content_of, open_manifest
+from shoal.weights.manifest import content_of, open_manifest, sign_manifest
 from shoal.weights.pieces import sized_chunks as chunks_in
 from shoal.weights.relays import Relays, RelaySource, expected, holdings_of
 from shoal.weights.sources import Passing
@@ -238,6 +238,31 @@ def test_a_newcomer_gets_an_anchor_and_the_patches_after_it_from_a_relay_alone(t
     asyncio.run(asyncio.wait_for(story(), 20))
     way = [f"../holdings/{content_of(line.manifests[version])}" for version in (4, 5)]
     assert asked == way, "the anchor's chunks alone while the anchor is fetched, and each version is asked about once"
+
+
+def test_a_relay_fetches_the_patches_of_versions_before_their_weights(tmp_path, monkeypatch):
+    """Where each version is published both ways, nodes that have the one before wait for the patch alone."""
+    line, store = Line(tmp_path, count=3), ChunkStore(tmp_path / "relay", ROOM, 0)
+    monkeypatch.setattr(fill, "sources_of", lambda *args, **options: [line.chunks])
+
+    class Host:
+        base_url, may_be_inside = "http://127.0.0.1:1", True
+
+        async def get_json(self, path, kind, deadline_s):
+            return []
+
+    async def story():
+        filler = Filler(Host(), None, store, Relays(Host()), time.time)
+        for version, manifest in enumerate(line.manifests):
+            signed = wire.to_json(sign_manifest(manifest, Key.generate(), now=0.0))
+            filler._manifests[version] = fill._Known(signed, manifest, 0.0)
+        while not await filler._fill():
+            pass
+
+    asyncio.run(asyncio.wait_for(story(), 20))
+    of_patches = {chunk for manifest in line.manifests for patch in manifest.patches for chunk in patch.file.chunks}
+    assert of_patches and set(line.chunks.asked[: len(of_patches)]) == of_patches
+    assert all(set(chunks_in(manifest)) <= set(store.held) for manifest in line.manifests)
 
 
 def test_a_relay_serves_nothing_that_its_source_spoiled(ended, tmp_path, caplog, monkeypatch):

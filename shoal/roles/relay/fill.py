@@ -16,7 +16,7 @@ from shoal.net.client import Client
 from shoal.protocol.constants import MAX_MANIFEST_BYTES, MAX_PATCH_CHAIN
 from shoal.protocol.types import Manifest, RunInfo
 from shoal.roles.relay.store import ChunkStore
-from shoal.weights.demands import chunks_of, is_whole
+from shoal.weights.demands import chunks_of, chunks_of_patches, is_whole
 from shoal.weights.fetch import tell_blame
 from shoal.weights.manifest import open_manifest
 from shoal.weights.relays import Relays, expected
@@ -126,20 +126,22 @@ class Filler:
         self._manifests[version] = _Known(signed, manifest, self._clock())
 
     async def _fill(self) -> bool:
-        """Fetch what is missing of the fresh versions. Begin anew when another is published, as the newest comes first, and
-        when there are more relays. Returns whether nothing is missing."""
+        """Fetch what is missing of the fresh versions, patches first. Begin anew when another is published, as the newest
+        comes first, and when there are more relays. Returns whether nothing is missing."""
         newest_first = [self._manifests[version][:2] for version in sorted(self._manifests, reverse=True)]
         missing = await asyncio.to_thread(self._store.missing, newest_first)
         if not missing:
             return True
-        lacking = {piece.digest for piece in missing}
+        of_patches = {chunk for _, manifest in newest_first for chunk in chunks_of_patches(manifest)}
+        pieces = [piece for piece in missing if piece.digest in of_patches] or missing  # most nodes wait for a patch
+        lacking = {piece.digest for piece in pieces}
         versions = expected(manifest for _, manifest in newest_first if not lacking.isdisjoint(chunks_of(manifest)))
         others = await self._relays.sources(rank_of_few=ORIGIN)
         for other in others:
             other.expect(versions)
         sources = self._relays.usable(sources_of(self._info, self._client, others, spare_origin=False))
         transfer = Transfer(
-            missing, sources, self._store.parts, rng=random.Random(secrets.randbits(64)), on_blame=tell_blame,
+            pieces, sources, self._store.parts, rng=random.Random(secrets.randbits(64)), on_blame=tell_blame,
             on_progress=lambda line: log.info("version=%d %s", newest_first[0][1].version, line),
             on_lie=self._relays.lied,
         )  # fmt: skip
@@ -148,7 +150,7 @@ class Filler:
             await asyncio.wait((fetching, looking), return_when=asyncio.FIRST_COMPLETED)
             if fetching.done():
                 fetching.result()
-            return fetching.done()
+            return fetching.done() and len(pieces) == len(missing)
         finally:
             for task in (fetching, looking):
                 task.cancel()
