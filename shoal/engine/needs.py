@@ -45,9 +45,11 @@ class Needs:
         return self._item * (self._layers + 2 * self.spec.vocab_size * self.spec.width)
 
     def load(self) -> int:
-        """While the weights are read and arranged: the model, the arranged copy, and one layer or tensor more."""
+        """While the weights are read and arranged: the model, the arranged copy, one layer or tensor more, and an eighth of
+        all that for holes between them."""
         sizes = [math.prod(shape) for shape in self.spec.tensor_shapes().values()]
-        return self.loaded + self._item * (sum(sizes) + 3 * self._layers // self.spec.layers) + 4 * max(sizes)
+        filled = self.loaded + self._item * (sum(sizes) + 3 * self._layers // self.spec.layers) + 4 * max(sizes)
+        return filled * 9 // 8
 
     def play(self, rows: int, max_tokens: int, all_tokens: int = 0) -> int:
         """Beyond the weights, for a batch of `rows` conversations of at most `max_tokens`.

@@ -293,9 +293,9 @@ CASES = {
     "a block without slots": Case(with_blocks((0, {})), "left credits=0", stop_after_s=2.0),
     "long replies": Case(long_replies, r"took more memory than the \d+ MB"),
     # manifests and weights
-    "one chunk a hundred times": Case(with_manifest(repeats), "limit of this node 17500000: allow more"),
+    "one chunk a hundred times": Case(with_manifest(repeats), "limit of this node 13125000: allow more"),
     "files of 10^15 bytes": Case(with_manifest(lies), "they do not match"),
-    "a hundred large files": Case(with_manifest(many_files), "limit of this node 17500000: allow more"),
+    "a hundred large files": Case(with_manifest(many_files), "limit of this node 13125000: allow more"),
     "15,500 files of one byte": Case(with_manifest(tiny_files), "files, limit 1000"),
     "a vocabulary of 10^9": Case(with_config(vocab_size=10**9), "not in 1..16777216"),
     "10^6 layers": Case(with_config(num_hidden_layers=10**6), "layers = 1000000"),

@@ -62,7 +62,7 @@ def test_a_node_that_is_not_told_to_listens_nowhere_and_offers_nothing(tmp_path,
                 pass
 
     asyncio.run(asyncio.wait_for(story(), 20))
-    assert not town.desk.relays._queue and not town.desk.relays.told()
+    assert not town.desk.relays.challenges.queue and not town.desk.relays.told()
 
 
 def test_a_chunk_is_shared_once_it_is_verified_and_as_long_as_it_is_here(origin, tmp_path):
@@ -190,7 +190,7 @@ def test_a_sharing_node_is_listed_when_the_coordinator_reached_it_and_not_before
         async with serving(coordinator(town.desk), Limits()) as port:
             client, shared = Client(f"{url}:{port}", key, run=town.desk.state.run), SharedVersions(tmp_path / "weights")
             async with client, sharing(Share(key, 0, "127.0.0.1"), client, shared), asyncio.timeout(10):
-                while not relays._queue:
+                while not relays.challenges.queue:
                     await asyncio.sleep(0.02)
                 await asyncio.sleep(2.2)  # it offers itself again; nobody has asked it yet
                 assert relays.told() == []

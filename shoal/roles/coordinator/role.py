@@ -154,8 +154,9 @@ def public_run_file(folder: RunFolder, config: RunConfig) -> dict[str, Any]:
             del tree["host"][name]
     if config.storage.anchor_every == 1:
         del tree["storage"]["anchor_every"]
-    if config.train.packing == "padded":
-        del tree["train"]["packing"]
+    for name, default in (("packing", "padded"), ("recompute", "none")):
+        if tree["train"][name] == default:
+            del tree["train"][name]
     if not config.sampling.max_rollout_tokens:
         del tree["sampling"]["max_rollout_tokens"]
     for env in tree["envs"]:  # a run whose workers play has the log that it had before hosts could
