@@ -52,7 +52,8 @@ FILLING_S = 2.0
 often than that."""
 
 FIRST, LAST = 0, 2
-"""Ranks. What has the last rank is asked only if those between do not answer, however slow they are."""
+"""Ranks. What has the last rank is asked only if those between do not answer, however slow they are; or, if these have
+nothing, those of the first rank."""
 
 LONGEST_PAUSE_S = 30.0
 """Pauses double with each fault until the source has given a chunk."""
@@ -179,6 +180,8 @@ class Choice:
         between = [source for source in self.sources if FIRST < source.rank < rank]
         if any(self._answers(source, now) for source in between):  # guard: last-only-if-others-fail
             return True
+        if any(self._is_up(source, now) for source in between):  # they have nothing now, so the first ranks decide
+            return any(self._answers(source, now) for source in self.sources if source.rank == FIRST)
         lower = [
             other
             for other, source in enumerate(self.sources)
@@ -208,9 +211,13 @@ class Choice:
         return self._rng.choices(free, [self.rate(index, now) / (1 + self.sources[index].busy) for index in free])[0]
 
     def _answers(self, source: Standing, now: float) -> bool:
+        """Whether a source may have chunks that wait, and nothing shows that it does not answer."""
+        return self._is_up(source, now) and self._may_give(source, now)
+
+    def _is_up(self, source: Standing, now: float) -> bool:
         """Whether nothing shows that a source does not answer: perhaps it was not asked."""
         is_silent = source.busy > 0 and now - max(source.asked_at, source.heard_at) >= SPARE_AFTER_S
-        return not (source.never or source.rests_until > now or is_silent) and self._may_give(source, now)
+        return not (source.never or source.rests_until > now or is_silent)
 
     def _may_give(self, source: Standing, now: float) -> bool:
         """Whether a source has chunks that wait, or may have some soon."""

@@ -124,6 +124,16 @@ def test_two_relays_that_wait_for_each_other_ask_the_coordinator(version):
     assert version.took_s < version.size / (400 * KB) * 1.05 + 10
 
 
+def test_a_relay_with_a_slow_origin_beside_an_empty_relay_spares_the_coordinator(version):
+    """Relays of a new version all begin empty, and share the origin's line."""
+    origin = Server("origin", version.held, Link(60 * KB))
+    other = relay("other relay", version)
+    other.rank = 1
+    coordinator = Server("coordinator", version.held, Link(8000 * KB), rank=choose.LAST)
+    assert version.fetch([other, origin, coordinator]).is_right
+    assert coordinator.sent == 0
+
+
 def test_a_relay_that_says_too_much_or_nothing_is_left_alone(version):
     liar = relay("liar", version, says="everything")
     mute = relay("mute", version, says="nothing at all")
