@@ -156,7 +156,8 @@ def test_files_of_an_older_version_under_the_root_of_the_newest_make_no_version(
 def test_chunks_of_another_version_are_blamed_on_their_source(repository):
     class Mixing(Chunks):
         def spoil(self, chunk: bytes) -> bytes:
-            return next(other for other in self.held.values() if len(other) == len(chunk) and other != chunk)
+            """Another chunk of the same size; the configuration's is alone of its size, and stays."""
+            return next((other for other in self.held.values() if len(other) == len(chunk) and other != chunk), chunk)
 
     with pytest.raises(PeerError, match="sent wrong bytes"):
         repository.load(3, repository.chunks.other(Mixing, "http://mixing"))
