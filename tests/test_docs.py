@@ -39,7 +39,7 @@ from shoal.ledger.entry import event_hash
 from shoal.ledger.log.verify import SLOT_CHAIN
 from shoal.ledger.table import KINDS
 from shoal.proofs import verify as proofs
-from shoal.protocol import accounts, algorithms, constants, draws, identity, merkle, randomness, types, wire
+from shoal.protocol import accounts, algorithms, constants, draws, identity, merkle, noise, randomness, types, wire
 from shoal.roles.coordinator.api import CALLS
 from shoal.roles.coordinator.role import open_run
 from shoal.tree import all_keys, from_tree, to_tree
@@ -361,7 +361,7 @@ def vectors() -> str:
     links = randomness.SecretChain(seed, SLOT_CHAIN).links()
     slot = randomness.slot_seed("00" * 16, 3, "11" * 32, links[4], 7)
     sample = randomness.sample_seed(slot, 2)
-    noise = randomness.gumbel([sample], np.array([5]), 64)[0]
+    made = {name: family([sample], np.array([5]), 64)[0] for name, family in noise.NOISES.items()}
     two = [draws.EnvDraw("0", 1.0, 100), draws.EnvDraw("1", 3.0, 100)]
     key = identity.Key(seed)
     line = identity.RequestLine("POST", "/v1/leases")
@@ -377,8 +377,11 @@ def vectors() -> str:
             "environment {}, task {}".format(*draws.draw_task(slot, two)),
         "sample seed, index 2": sample.hex(),
         "row seed of that, row 1": randomness.row_seed(sample, 1).hex(),
-        "noise at position 5, vocabulary entries 0 to 3": ", ".join(f"{value:.6f}" for value in noise[:4]),
-        "noise at position 5, vocabulary entry 63": f"{noise[63]:.6f}",
+        **{
+            f"noise `{name}` at position 5, vocabulary entries 0 to 3": ", ".join(f"{value:.6f}" for value in values[:4])
+            for name, values in made.items()
+        },
+        "noise `philox` at position 5, vocabulary entry 63": f"{made[noise.PHILOX][63]:.6f}",
         "merkle root of the leaves `a`, `b`, `c`": merkle.merkle_root([b"a", b"b", b"c"]).hex(),
         "public key of the Ed25519 key with the secret above": key.public,
         "its signature for the purpose `receipt` over `shoal`": key.sign("receipt", b"shoal"),

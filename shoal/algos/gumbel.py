@@ -1,4 +1,4 @@
-"""Gumbel noise for seeded sampling, in torch: the same bits as the reference in `protocol.randomness`.
+"""Gumbel noise for seeded sampling, in torch: the same bits as the reference in `protocol.noise`.
 
 Called by the engine, which makes the noise of many positions in one call. Pure: seeds and positions in, noise out.
 
@@ -16,10 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_ROUNDS = 10
-_M0, _M1 = 0xD2511F53, 0xCD9E8D57
-_W0, _W1 = 0x9E3779B9, 0xBB67AE85
-_LOW = 0xFFFFFFFF
+from shoal.algos.philox import LOW, M0, M1, ROUNDS, W0, W1, philox
+
 _PIECE_VALUES = 1 << 16
 """Values made at a time: as many as fit a CPU's cache during the rounds."""
 
@@ -27,7 +25,7 @@ _PIECE_VALUES = 1 << 16
 def seed_words(seeds: Sequence[bytes]) -> Tensor:
     """The four 32-bit words of each 32-byte seed that drive its noise, int64[N, 4]."""
     heads = bytearray(b"".join(seed[:16] for seed in seeds))
-    return torch.frombuffer(heads, dtype=torch.int32).view(-1, 4).to(torch.int64) & _LOW
+    return torch.frombuffer(heads, dtype=torch.int32).view(-1, 4).to(torch.int64) & LOW
 
 
 def gumbel(words_N4: Tensor, positions_N: Tensor, vocabulary: int) -> Tensor:
@@ -42,8 +40,8 @@ def gumbel(words_N4: Tensor, positions_N: Tensor, vocabulary: int) -> Tensor:
 
 
 def _piece(words_N4: Tensor, positions_N: Tensor, vocabulary: int) -> Tensor:
-    philox = _philox_numpy if words_N4.device.type == "cpu" else _philox_torch
-    bits_N4Q = philox(words_N4, positions_N, (vocabulary + 3) // 4)
+    words_of = _philox_numpy if words_N4.device.type == "cpu" else _philox_torch
+    bits_N4Q = words_of(words_N4, positions_N, (vocabulary + 3) // 4)
     uniform_N4Q = bits_N4Q.to(torch.float64).add_(0.5).mul_(2.0**-32)
     noise_N4Q = uniform_N4Q.log_().neg_().log_().neg_().to(torch.float32)
     return noise_N4Q.transpose(1, 2).flatten(1)[:, :vocabulary]
@@ -53,8 +51,8 @@ def _philox_numpy(words_N4: Tensor, positions_N: Tensor, Q: int) -> Tensor:
     """The four output words of each counter, int64[N, 4, Q]. Values that counters share are computed once and broadcast."""
     k0, k1, c2, c3 = (words_N4.numpy().view(np.uint64)[:, i, None] for i in range(4))
     c0, c1 = np.arange(Q, dtype=np.uint64)[None], positions_N.numpy().view(np.uint64)[:, None]
-    m0, m1, w0, w1, low, half = (np.uint64(value) for value in (_M0, _M1, _W0, _W1, _LOW, 32))
-    for _ in range(_ROUNDS):
+    m0, m1, w0, w1, low, half = (np.uint64(value) for value in (M0, M1, W0, W1, LOW, 32))
+    for _ in range(ROUNDS):
         p0, p1 = m0 * c0, m1 * c2
         c0, c2 = (p1 >> half) ^ c1, (p0 >> half) ^ c3
         c0 ^= k0
@@ -70,18 +68,7 @@ def _philox_numpy(words_N4: Tensor, positions_N: Tensor, Q: int) -> Tensor:
 
 
 def _philox_torch(words_N4: Tensor, positions_N: Tensor, Q: int) -> Tensor:
-    """`_philox_numpy` for other devices.
-
-    32-bit words are held in int64, whose products wrap. A shift extends the sign into a high half, and a low half stays
-    below its high half. A mask removes both before the next product.
-    """
+    """`_philox_numpy` for other devices."""
     k0, k1, c2, c3 = (words_N4[:, i, None] for i in range(4))
     c0 = torch.arange(Q, device=words_N4.device)[None]
-    c1 = positions_N[:, None]
-    for _ in range(_ROUNDS):
-        p0, p1 = c0 * _M0, c2 * _M1
-        c0 = ((p1 >> 32) ^ c1 ^ k0) & _LOW
-        c2 = ((p0 >> 32) ^ c3 ^ k1) & _LOW
-        c1, c3 = p1, p0
-        k0, k1 = (k0 + _W0) & _LOW, (k1 + _W1) & _LOW
-    return torch.stack(torch.broadcast_tensors(c0, c1, c2, c3), dim=1).bitwise_and_(_LOW)
+    return torch.stack(torch.broadcast_tensors(*philox(c0, positions_N[:, None], c2, c3, k0, k1)), dim=1)

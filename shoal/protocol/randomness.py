@@ -1,17 +1,12 @@
-"""All randomness of a run, from one secret: the chain, the seeds of slots and samples, and the sampling noise.
+"""The randomness of a run, from one secret: the chain, and the seeds of slots, samples and rows.
 
-Called by the coordinator (which holds the secret), by every verifier, and by the engine's tests as the reference. It
-uses no clock and no randomness of the operating system. `docs/explanation/trust.md` gives the reasons.
-
-Axes: B sequences, V vocabulary.
+Called by the coordinator (which holds the secret) and by every verifier. `noise` makes noise from a seed. It uses no clock
+and no randomness of the operating system. `docs/explanation/trust.md` gives the reasons.
 """
 
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
-from shoal.protocol.constants import CHAIN_LENGTH, MAIN_STREAM, PHILOX_ROUNDS
+from shoal.protocol.constants import CHAIN_LENGTH, MAIN_STREAM
 from shoal.protocol.wire import domain_hash
 
 
@@ -74,47 +69,3 @@ def row_seed(sample: bytes, row: int) -> bytes:
 def uniform(purpose: str, *parts: bytes) -> float:
     """A draw in [0, 1) that anyone with the same parts can repeat. For audits, one part is a secret link."""
     return int.from_bytes(domain_hash(purpose, *parts)[:8], "big") / 2**64
-
-
-# --- seeded sampling: Philox4x32-10 (Salmon et al., SC 2011), counters in, Gumbel noise out ---
-
-_M0, _M1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
-_W0, _W1 = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
-_LOW = np.uint64(0xFFFFFFFF)
-_32 = np.uint64(32)
-
-
-def philox(counter: NDArray[np.uint64], key: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Philox4x32-10: counters [..., 4] and keys [..., 2] of 32-bit words to words [..., 4], each held in a uint64."""
-    c0, c1, c2, c3 = (counter[..., i] for i in range(4))
-    k0, k1 = key[..., 0], key[..., 1]
-    for _ in range(PHILOX_ROUNDS):
-        p0, p1 = _M0 * c0, _M1 * c2
-        c0, c1, c2, c3 = (p1 >> _32) ^ c1 ^ k0, p1 & _LOW, (p0 >> _32) ^ c3 ^ k1, p0 & _LOW
-        k0, k1 = (k0 + _W0) & _LOW, (k1 + _W1) & _LOW
-    return np.stack(np.broadcast_arrays(c0, c1, c2, c3), axis=-1)
-
-
-def noise_words(seed: bytes) -> tuple[int, int, int, int]:
-    """The four 32-bit words of a sample seed that decide its noise: two for the key, then two for the counter."""
-    first, second, third, fourth = (int.from_bytes(seed[i : i + 4], "little") for i in range(0, 16, 4))
-    return first, second, third, fourth
-
-
-def gumbel(seeds_B: list[bytes], positions_B: NDArray[np.int64], vocabulary: int) -> NDArray[np.float32]:
-    """Gumbel noise, float32[B, V], for the token at an absolute index of each sequence: the reference.
-
-    Word v % 4 of the counter (v // 4, position, seed words 2 and 3) under the key (seed words 0 and 1) makes the
-    noise of vocabulary entry v: -log(-log((u + 0.5) / 2^32)), in float64 and then rounded, because in float32 a
-    third of the values differ between libraries, and the largest u round to 1, which gives infinity.
-    """
-    words_B4 = np.array([noise_words(seed) for seed in seeds_B], dtype=np.uint64).reshape(-1, 4)
-    quads = (vocabulary + 3) // 4
-    counter = np.empty((len(seeds_B), quads, 4), dtype=np.uint64)
-    counter[..., 0] = np.arange(quads, dtype=np.uint64)
-    counter[..., 1] = np.asarray(positions_B, dtype=np.uint64)[:, None]
-    counter[..., 2] = words_B4[:, 2, None]
-    counter[..., 3] = words_B4[:, 3, None]
-    bits = philox(counter, words_B4[:, None, :2]).reshape(len(seeds_B), quads * 4)[:, :vocabulary]
-    uniform_BV = (bits.astype(np.float64) + 0.5) * 2.0**-32
-    return (-np.log(-np.log(uniform_BV))).astype(np.float32)

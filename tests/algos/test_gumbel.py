@@ -6,16 +6,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.algos.gumbel import _philox_numpy, _philox_torch, gumbel, seed_words
-from shoal.protocol import randomness
+from shoal.protocol import noise
+from shoal.protocol.randomness import sample_seed
 
 
 def _seeds(count: int) -> list[bytes]:
-    return [randomness.sample_seed(b"test", index) for index in range(count)]
+    return [sample_seed(b"test", index) for index in range(count)]
 
 
 def test_millions_of_values_equal_the_reference_bit_for_bit() -> None:
     seeds, positions_N = _seeds(500), np.arange(500) * 2099
-    expected_NV = randomness.gumbel(seeds, positions_N, 6001)
+    expected_NV = noise.gumbel(seeds, positions_N, 6001)
     noise_NV = gumbel(seed_words(seeds), torch.from_numpy(positions_N), 6001)
     assert noise_NV.dtype == torch.float32 and expected_NV.size > 3_000_000
     assert (noise_NV.numpy().view(np.uint32) == expected_NV.view(np.uint32)).all()
@@ -31,7 +32,7 @@ def test_any_seed_position_and_vocabulary_gives_the_bits_of_the_reference(
     seeds: list[bytes], position: int, vocabulary: int
 ) -> None:
     positions_N = np.full(len(seeds), position, dtype=np.int64)
-    expected_NV = randomness.gumbel(seeds, positions_N, vocabulary)
+    expected_NV = noise.gumbel(seeds, positions_N, vocabulary)
     assert (gumbel(seed_words(seeds), torch.from_numpy(positions_N), vocabulary).numpy() == expected_NV).all()
 
 

@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM
 from shoal.engine.base import Continuation, Request, ScoreRequest
 from shoal.engine.local import LocalEngine
 from shoal.errors import StateError
-from shoal.protocol.randomness import gumbel, sample_seed
+from shoal.protocol.noise import gumbel
+from shoal.protocol.randomness import sample_seed
 from tests.engine.conftest import write_policy
 
 NO_STOPS: frozenset[int] = frozenset()

@@ -1,0 +1,68 @@
+"""The noise of seeded sampling: Philox against its published vectors, and each family against its own description."""
+
+import numpy as np
+import pytest
+
+from shoal.protocol.noise import NOISES, gumbel, keyed_gumbel_32, keyed_gumbel_64, noise_words, philox
+from shoal.protocol.randomness import sample_seed
+
+SEED = bytes(range(32))
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "expected"),
+    [
+        ([0] * 4, [0] * 2, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
+        ([0xFFFFFFFF] * 4, [0xFFFFFFFF] * 2, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
+        (
+            [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344],
+            [0xA4093822, 0x299F31D0],
+            [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1],
+        ),
+    ],
+)
+def test_philox_gives_the_known_answers_of_random123(counter: list[int], key: list[int], expected: list[int]) -> None:
+    assert philox(np.array(counter, np.uint64), np.array(key, np.uint64)).tolist() == expected
+
+
+def test_noise_is_philox_laid_out_as_documented() -> None:
+    k0, k1, c2, c3 = noise_words(SEED)
+    assert [k0, k1] == [0x03020100, 0x07060504]
+    words = philox(np.array([2, 77, c2, c3], np.uint64), np.array([k0, k1], np.uint64))
+    expected = -np.log(-np.log((words.astype(np.float64) + 0.5) * 2.0**-32))
+    assert gumbel([SEED], np.array([77]), 12)[0, 8:].tolist() == expected.astype(np.float32).tolist()
+
+
+@pytest.mark.parametrize("name", NOISES)
+def test_noise_is_finite_and_has_the_mean_and_variance_of_gumbel(name: str) -> None:
+    noise = NOISES[name]([sample_seed(SEED, i) for i in range(100)], np.arange(1, 101), 4001)
+    assert np.isfinite(noise).all()
+    assert abs(noise.mean() - 0.5772) < 0.01 and abs(noise.var() - np.pi**2 / 6) < 0.02
+
+
+@pytest.mark.parametrize("name", NOISES)
+def test_noise_of_a_token_does_not_depend_on_the_size_of_the_vocabulary_or_its_neighbours(name: str) -> None:
+    seeds = [sample_seed(SEED, i) for i in range(3)]
+    together = NOISES[name](seeds, np.array([5, 6, 7]), 50)
+    assert (NOISES[name](seeds[1:2], np.array([6]), 17)[0] == together[1, :17]).all()
+
+
+# Triton 3.9's rand (at least its factor), and the first two words of its randint4x, for seeds with these first 8 bytes at
+# offsets of position - 1.
+TRITON = {
+    (0, 1, 0): (0.008173244073987007, 17551910, 449001812),
+    (1, 2, 1): (0.7803512215614319, 2619175682, 1085846823),
+    (-1, 1000, 63): (0.44058260321617126, 3348823263, 126637791),
+    (81985529216486895, 40960, 4095): (0.905262291431427, 2350931198, 2051685566),
+    (-9223372036854775808, 131072, 1234): (0.3501603305339813, 751963643, 2282833992),
+}
+
+
+@pytest.mark.parametrize(("seed", "position", "entry"), TRITON)
+def test_keyed_noise_has_the_words_of_triton(seed: int, position: int, entry: int) -> None:
+    uniform_32, low, high = TRITON[seed, position, entry]
+    seeds, positions = [seed.to_bytes(8, "little", signed=True) + bytes(24)], np.array([position])
+    of_32 = keyed_gumbel_32(seeds, positions, entry + 1)[0, entry]
+    of_64 = keyed_gumbel_64(seeds, positions, entry + 1)[0, entry]
+    assert of_32 == np.float32(-np.log(-np.log1p(-float(np.float32(uniform_32)))))
+    assert of_64 == np.float32(-np.log(-np.log(((high << 32) + low) * 2.0**-64)))
