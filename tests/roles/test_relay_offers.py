@@ -97,6 +97,37 @@ def test_a_relay_that_proves_its_url_is_listed_with_the_address_that_was_asked(n
     assert len(net.asked) == 1
 
 
+def test_an_offer_that_comes_during_its_challenge_is_repeated_soon(net):
+    """The third of three relays that begin together repeats its first offer when its challenge is under way."""
+    net.servers["http://192.168.1.7:8480"], really, said = HONEST, net.ask, []
+
+    async def ask(*args, **more):
+        said.append(net.offer(HONEST, host="192.168.1.7", port=8480))
+        return await really(*args, **more)
+
+    net.monkeypatch.setattr(outside, "ask", ask)
+    net.offer(HONEST, host="192.168.1.7", port=8480)
+    net.work()
+    assert not said[0].listed and said[0].retry_s < 5
+    assert net.offer(HONEST, host="192.168.1.7", port=8480).listed and len(net.asked) == 1
+
+
+@pytest.mark.parametrize(("host", "most"), [("127.0.0.1", 20), ("203.0.113.5", relays.MOST_OF_AN_ADDRESS)])
+def test_twenty_machines_behind_one_address_know_within_a_minute_whether_they_are_listed(net, host, most):
+    machines = {port: Key.generate() for port in range(9000, 9020)}
+    net.servers |= {f"http://{host}:{port}": key for port, key in machines.items()}
+    due, said = dict.fromkeys(machines, net.now), {}
+    for _ in range(60):
+        for port in [port for port, at in due.items() if at <= net.now]:
+            said[port] = net.offer(machines[port], host=host, port=port)
+            due[port] = net.now + said[port].retry_s
+        if (waiting := net.book.challenges.next()) is not None:
+            asyncio.run(net.book.challenges.challenge(waiting))
+        net.now += 1 / relays.CHALLENGES_PER_S
+    assert sum(each.listed for each in said.values()) == most
+    assert all("which is the limit" in each.reason for each in said.values() if not each.listed)
+
+
 def test_a_relay_may_be_at_the_address_that_it_calls_from(net):
     net.servers["http://192.168.1.7:8480"] = HONEST
     net.offer(HONEST, host="192.168.1.7", port=8480)
@@ -165,6 +196,18 @@ def test_the_queue_has_room_for_one_however_many_addresses_of_a_network_offer(ne
     assert len(net.book.challenges.queue) == challenges.MOST_QUEUED
     net.work()
     assert net.offer(HONEST, "http://relay.example.net").listed
+
+
+def test_networks_take_turns_in_the_queue(net):
+    """Else one network could let all others wait for all its offers."""
+    net.names |= {f"h{i}.example.org": [f"93.184.{i}.1"] for i in range(challenges.MOST_QUEUED - 1)}
+    for name in net.names:
+        net.offer(Key.generate(), f"http://{name}", host=f"203.0.113.{name[1:].split('.')[0]}")
+    net.servers["http://198.51.100.7:8480"] = HONEST
+    net.offer(HONEST, host="198.51.100.7", port=8480)
+    for _ in range(10):
+        asyncio.run(net.book.challenges.challenge(net.book.challenges.next()))
+    assert net.offer(HONEST, host="198.51.100.7", port=8480).listed
 
 
 def fill(net, addresses):

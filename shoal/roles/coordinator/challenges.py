@@ -30,8 +30,8 @@ MOST_QUEUED = 32
 MOST_IN_TURN = 16
 """Offers that wait for one address."""
 
-OFFERS_PER_S, OFFERS_BURST = 0.1, 10
-"""Offers of unknown URLs from one address."""
+OFFERS_PER_S, OFFERS_BURST = 0.1, 30
+"""Offers of unknown URLs from one address: that of a lab, or of a proxy in front of the host."""
 
 ASK_AGAIN_S = 600.0
 """A URL, and a network address, that did not prove itself is not asked again sooner."""
@@ -43,6 +43,12 @@ OFFER_AGAIN_S = 60.0
 
 FORGOTTEN_S = 900.0
 """An offer that is not repeated loses its turn."""
+
+BEING_ASKED = "it is being asked to prove its URL", 2.0
+"""Why a URL is not listed yet, and when to offer it again."""
+
+WAIT_S = 10.0
+"""An offer for which there is no place is repeated after so long, or later."""
 
 MOST_REASON_CHARS = 300
 """Of why a URL is not listed, so much is told."""
@@ -84,6 +90,8 @@ class Challenges:
         self.queue: OrderedDict[str, Waiting] = OrderedDict()
         self._turns: OrderedDict[str, dict[str, Waiting]] = OrderedDict()
         """Offers that wait until a network address may be asked again."""
+        self._asking = set[str]()
+        """URLs whose challenge is under way."""
         self._refused: OrderedDict[str, tuple[float, str]] = OrderedDict()
         """Until when a URL is not asked again, and why."""
         self._asked: OrderedDict[str, float] = OrderedDict()
@@ -104,6 +112,8 @@ class Challenges:
     def offer(self, waiting: Waiting, host: str) -> tuple[str, float]:
         """Let an offer from `host` wait for its challenge. Returns why it is not listed yet, and when to come again."""
         name, now = str(waiting.url), waiting.seen_at
+        if name in self._asking:
+            return BEING_ASKED
         until, why = max(self._refused.get(each, (0.0, "")) for each in (name, _of(waiting)))
         if until > now:  # guard: one-challenge-a-url
             return f"{why}; it is asked again later", until - now
@@ -114,11 +124,11 @@ class Challenges:
                 return self._wait_of(network, now)
             del self._turns[network][name]  # somebody else had offered it
         if name in self.queue:
-            return "it is being asked to prove its URL", 2.0
+            return BEING_ASKED
         wait_s = self._offers.take(network_of(host), now)
         if wait_s > 0 or not _take_place(self.queue, waiting, MOST_QUEUED):  # guard: offers-of-an-address
-            return "too many offers wait: this one is repeated by itself", max(wait_s, 30.0)
-        return "it is being asked to prove its URL", 2.0
+            return "too many offers wait: this one is repeated by itself", max(wait_s, WAIT_S)
+        return BEING_ASKED
 
     def _wait_of(self, network: str, now: float) -> tuple[str, float]:
         due_s = max(2.0, self._asked.get(network, now) + ASK_AGAIN_S - now)
@@ -129,7 +139,8 @@ class Challenges:
         )
 
     def next(self) -> Waiting | None:
-        """The offer whose challenge is due: one that waited for its address, or the first of the queue."""
+        """The offer whose challenge is due: one that waited for its address, or the first in the queue of a network of
+        offerers that is drawn."""
         now = self._clock()
         for network in [each for each in self._turns if now - self._asked.get(each, float("-inf")) >= ASK_AGAIN_S]:
             offers = {n: each for n, each in self._turns.pop(network).items() if now - each.seen_at < FORGOTTEN_S}
@@ -141,11 +152,21 @@ class Challenges:
                 remember(self._turns, network, offers)
             if due is not None:
                 return due
-        return self.queue.popitem(last=False)[1] if self.queue else None
+        crowds = sorted({each.crowd for each in self.queue.values()})  # guard: crowds-share-the-queue
+        crowd = self._rng.choice(crowds or [""])
+        first = next((name for name, each in self.queue.items() if each.crowd == crowd), None)
+        return self.queue.pop(first) if first is not None else None
 
     async def challenge(self, waiting: Waiting) -> None:
         """Ask a URL once which key serves there. That key may have it listed."""
-        name, url, now = str(waiting.url), waiting.url, self._clock()
+        self._asking.add(name := str(waiting.url))
+        try:
+            await self._challenge(name, waiting)
+        finally:
+            self._asking.discard(name)
+
+    async def _challenge(self, name: str, waiting: Waiting) -> None:
+        url, now = waiting.url, self._clock()
         try:
             address = await outside.judged_address(url, waiting.caller if waiting.may_be_inside else "")
         except PeerError as error:
@@ -162,7 +183,6 @@ class Challenges:
                 remember(self._turns, network, offers)
             return
         remember(self._asked, network, now)
-        remember(self._refused, name, (now + ASK_AGAIN_S, "it was asked a moment ago"))
         try:
             nonce = secrets.token_urlsafe(24)
             status, body = await outside.ask(
