@@ -51,9 +51,9 @@ FILLING_S = 2.0
 """It does so again for so long after it said that it has more chunks than before: it is still filling. It is asked more
 often than that."""
 
-FIRST, LAST = 0, 2
-"""Ranks. What has the last rank is asked only if those between do not answer, however slow they are; or, if these have
-nothing, those of the first rank."""
+LAST = 2
+"""The rank of a source that stands in for the *origins*, which have every chunk. It is asked only while no origin answers,
+however slow these are, and then has their rank."""
 
 LONGEST_PAUSE_S = 30.0
 """Pauses double with each fault until the source has given a chunk."""
@@ -95,6 +95,8 @@ class Standing:
     rests_until: float = 0.0
     never: bool = False
     """Whether it is never asked again in this fetch."""
+    fault: Fault | None = None
+    """Its last one."""
     reason: str = ""
     """Of its last fault."""
     failed_at: float = float("-inf")
@@ -128,10 +130,17 @@ class Choice:
     """The standing of all sources of a fetch, by their index."""
 
     def __init__(
-        self, names: Sequence[str], rng: random.Random, *, ranks: Sequence[int] = (), now: float = 0.0
+        self,
+        names: Sequence[str],
+        rng: random.Random,
+        *,
+        ranks: Sequence[int] = (),
+        origins: Collection[int] = (),
+        now: float = 0.0,
     ) -> None:
-        """`ranks` are 0 if they are not given. `now` is when the fetch begins."""
+        """`ranks` are 0 if they are not given; `origins` are for sources of rank `LAST`. `now` is when the fetch begins."""
         self.sources = [Standing(name, rank) for name, rank in zip(names, ranks or [0] * len(names), strict=True)]
+        self._origins = [self.sources[index] for index in origins]
         self._rng, self._began = rng, now
 
     def measured(self, index: int, num_bytes: int, seconds: float, now: float) -> None:
@@ -177,11 +186,10 @@ class Choice:
     def _is_spared(self, index: int, now: float) -> bool:
         """Whether sources of lower ranks do as well."""
         rank = self.sources[index].rank
-        between = [source for source in self.sources if FIRST < source.rank < rank]
-        if any(self._answers(source, now) for source in between):  # guard: last-only-if-others-fail
-            return True
-        if any(self._is_up(source, now) for source in between):  # they have nothing now, so the first ranks decide
-            return any(self._answers(source, now) for source in self.sources if source.rank == FIRST)
+        if rank == LAST:
+            if any(self._is_up(origin, now) for origin in self._origins):  # guard: last-only-if-others-fail
+                return True
+            rank = min((origin.rank for origin in self._origins), default=LAST - 1)
         lower = [
             other
             for other, source in enumerate(self.sources)
@@ -210,14 +218,11 @@ class Choice:
             return self._rng.choice(free)
         return self._rng.choices(free, [self.rate(index, now) / (1 + self.sources[index].busy) for index in free])[0]
 
-    def _answers(self, source: Standing, now: float) -> bool:
-        """Whether a source may have chunks that wait, and nothing shows that it does not answer."""
-        return self._is_up(source, now) and self._may_give(source, now)
-
-    def _is_up(self, source: Standing, now: float) -> bool:
-        """Whether nothing shows that a source does not answer: perhaps it was not asked."""
-        is_silent = source.busy > 0 and now - max(source.asked_at, source.heard_at) >= SPARE_AFTER_S
-        return not (source.never or source.rests_until > now or is_silent)
+    def _is_up(self, origin: Standing, now: float) -> bool:
+        """Whether nothing shows that an origin does not answer: perhaps it was not asked. A slow one does."""
+        is_mute = origin.busy > 0 and origin.heard_at < self._began and now - origin.asked_at >= SPARE_AFTER_S
+        has_failed = origin.rests_until > now and origin.fault is not Fault.SLOW
+        return not (origin.never or has_failed or is_mute)
 
     def _may_give(self, source: Standing, now: float) -> bool:
         """Whether a source has chunks that wait, or may have some soon."""
@@ -257,10 +262,11 @@ class Choice:
         source = self.sources[index]
         if source.never or (source.rests_until > now and fault is not Fault.WRONG):
             source.failed_at = now
+            source.fault = source.fault if fault is Fault.SLOW else fault
             return None
         source.wrong += fault is Fault.WRONG
         source.proven = False
-        source.reason, source.failed_at = reason, now
+        source.fault, source.reason, source.failed_at = fault, reason, now
         if source.wrong >= WRONG_CHUNKS:  # guard: liars-are-left
             self.never(index, reason, now)
             return float("inf")

@@ -16,11 +16,11 @@ from pathlib import Path
 
 from shoal.errors import PeerError
 from shoal.weights.attempts import IN_FLIGHT, Attempt, bytes_twice, hindrance, latest
-from shoal.weights.choose import Choice, Fault
+from shoal.weights.choose import LAST, Choice, Fault
 from shoal.weights.holdings import Holdings
 from shoal.weights.pieces import Part, Piece, Segment
 from shoal.weights.progress import Progress
-from shoal.weights.sources import Passing, Source, WrongBytes
+from shoal.weights.sources import FillingSource, Passing, Source, WrongBytes
 
 SILENCE_S = 20.0
 """A source that sends nothing for this long is left alone, and the chunk goes on elsewhere."""
@@ -65,7 +65,13 @@ class Transfer:
         self._changed = asyncio.Event()
         self._clock = asyncio.get_running_loop().time
         names, ranks = [source.name for source in self._sources], [source.rank for source in self._sources]
-        self._choice, self._directory = Choice(names, rng, ranks=ranks, now=self._clock()), directory
+        origins = [
+            index
+            for index, source in enumerate(self._sources)
+            if source.rank < LAST and not isinstance(source, FillingSource)
+        ]
+        self._choice = Choice(names, rng, ranks=ranks, origins=origins, now=self._clock())
+        self._directory = directory
         self._holdings = Holdings(self._sources, self._choice, missing)
         self._heard = self._clock()
         """When any source sent bytes last."""
