@@ -1,7 +1,7 @@
 """A host, relays and clients as real processes, with shaped uplinks: what `benchmarks/broadcast.py` measures.
 
-The host has published one version of random weights. The uplinks of origin, relays and sharing clients pass through
-`net/fault_proxy`. Everything else is loopback.
+The host publishes one version of random weights. The uplinks of the host, relays and sharing clients pass through
+`net/fault_proxy`; coordinator and origin share that of the host, as they share a machine. Everything else is loopback.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from safetensors.numpy import save_file
 from shoal.config import RunConfig
 from shoal.folder import RunFolder
 from shoal.net.client import Client
-from shoal.net.fault_proxy import FaultProxy
+from shoal.net.fault_proxy import FaultProxy, Line
 from shoal.net.keys import load_or_make_key
 from shoal.protocol.types import Done
 from shoal.protocol.wire import to_json
@@ -35,8 +35,8 @@ from shoal.weights.publish import HttpSink, publish
 
 MB = 1_000_000
 
-BLOCK_BYTES = 64 << 10
-"""That the links pass on at a time: 3 ms of 200 Mb/s."""
+BLOCK_S, BLOCK_BYTES = 0.003, (4 << 10, 64 << 10)
+"""What the links pass on at a time: so many seconds of their rate, within these limits."""
 
 RUN = {
     "name": "broadcast",
@@ -127,9 +127,9 @@ class World:
             await client.send("POST", "/v1/checkpoints", signed, Done)
         return time.time()
 
-    def egress(self, name: str) -> int:
-        """Bytes that went through an uplink."""
-        return self.links[name].passed_bytes
+    def egress(self, *names: str) -> int:
+        """Bytes that some sent."""
+        return sum(self.links[name].passed_bytes for name in names)
 
     def cpu_s(self) -> dict[str, float]:
         """CPU-seconds of each role so far, of those processes that still run, and of the links."""
@@ -152,13 +152,16 @@ def free_port() -> int:
 async def world(
     root: Path, size_mb: int, uplinks: dict[str, float], seed: int, relays: Collection[str]
 ) -> AsyncIterator[World]:
-    """A host, and processes of `relays` that are not started; uplinks are bytes a second."""
-    rng, uplinks = random.Random(seed), {"coordinator": 0.0, **uplinks}
-    ports = {name: free_port() for name in uplinks}
+    """A host, and processes of `relays` that are not started; uplinks are bytes a second, that of "origin" the host's."""
+    rng, lines = random.Random(seed), {name: Line(rate) for name, rate in uplinks.items()}
+    lines["coordinator"] = lines["origin"]
+    rates = {"coordinator": uplinks["origin"], **uplinks}
+    ports = {name: free_port() for name in lines}
     async with contextlib.AsyncExitStack() as stack:
         links = {}
-        for name, rate in uplinks.items():
-            proxy = FaultProxy(ports[name], rng, bytes_per_s=rate, block_bytes=BLOCK_BYTES)
+        for name, line in lines.items():
+            block_bytes = min(max(BLOCK_BYTES[0], int(rates[name] * BLOCK_S)), BLOCK_BYTES[1])
+            proxy = FaultProxy(ports[name], rng, line=line, block_bytes=block_bytes if rates[name] else BLOCK_BYTES[1])
             links[name] = await stack.enter_async_context(proxy)
         origin_url = f"http://127.0.0.1:{links['origin'].port}/v1/blobs"
         folder = await asyncio.to_thread(make_run, root, size_mb, ports["coordinator"], ports["origin"], origin_url)

@@ -26,6 +26,36 @@ class LineFault(Enum):
     STALL = "nothing comes any more"
 
 
+class Line:
+    """What several proxies may share: a rate of all their answers together."""
+
+    def __init__(self, bytes_per_s: float = 0.0) -> None:
+        """0 means no limit."""
+        self._bytes_per_s, self._free_at = bytes_per_s, 0.0
+        self._open = asyncio.Event()
+        self._open.set()
+
+    def rate(self, bytes_per_s: float) -> None:
+        """Carry so much from now on; 0 means no limit."""
+        self._bytes_per_s, self._free_at = bytes_per_s, 0.0
+
+    def hold(self) -> None:
+        """Carry nothing until `release`."""
+        self._open.clear()
+
+    def release(self) -> None:
+        """Carry bytes again."""
+        self._open.set()
+
+    async def carry(self, size: int) -> None:
+        """Return when so many bytes, and those before them, are carried."""
+        await self._open.wait()
+        if self._bytes_per_s:
+            now = asyncio.get_running_loop().time()
+            self._free_at = max(now, self._free_at) + size / self._bytes_per_s
+            await asyncio.sleep(self._free_at - now)
+
+
 class FaultProxy:
     """Use as `async with FaultProxy(...) as proxy`, and connect to `proxy.port`."""
 
@@ -38,16 +68,15 @@ class FaultProxy:
         every_bytes: float = 0.0,
         bytes_per_s: float = 0.0,
         block_bytes: int = BLOCK_BYTES,
+        line: Line | None = None,
     ) -> None:
         """Passes connections on to a port of this machine. A fault comes after a random number of bytes of answers, of mean
-        `every_bytes`; 0 means no faults. All answers together get `bytes_per_s`; 0 means no limit. Larger blocks than
-        `block_bytes` are passed in parts; larger parts cost less CPU."""
+        `every_bytes`; 0 means no faults. All answers together get `bytes_per_s`, 0 means no limit; or what `line` has.
+        Larger blocks than `block_bytes` are passed in parts; larger parts cost less CPU."""
         self._target, self._rng, self._block_bytes = port, rng, block_bytes
-        self._faults, self._every_bytes, self._bytes_per_s = list(faults), every_bytes, bytes_per_s
-        self._free_at = 0.0
+        self._faults, self._every_bytes = list(faults), every_bytes
+        self.line = line or Line(bytes_per_s)
         self._next_fault = self._distance()
-        self._open = asyncio.Event()
-        self._open.set()
         self._server: asyncio.Server | None = None
         self._tasks = set[asyncio.Task[None]]()
         self.seen: Counter[LineFault] = Counter()
@@ -74,18 +103,6 @@ class FaultProxy:
         assert self._server is not None
         port: int = self._server.sockets[0].getsockname()[1]
         return port
-
-    def rate(self, bytes_per_s: float) -> None:
-        """Limit all answers together to this rate from now on; 0 means no limit."""
-        self._bytes_per_s, self._free_at = bytes_per_s, 0.0
-
-    def hold(self) -> None:
-        """Pass no answers until `release`."""
-        self._open.clear()
-
-    def release(self) -> None:
-        """Pass answers again."""
-        self._open.set()
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
@@ -115,7 +132,7 @@ class FaultProxy:
 
     async def _pass_answers(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while data := await reader.read(self._block_bytes):
-            await self._take_turn(len(data))
+            await self.line.carry(len(data))
             self._next_fault -= len(data)
             if self._next_fault < 0:
                 self._next_fault = self._distance()
@@ -143,11 +160,3 @@ class FaultProxy:
             middle, end = first + SWAPPED_BYTES, first + 2 * SWAPPED_BYTES
             changed[first:end] = data[middle:end] + data[first:middle]
         return bytes(changed)
-
-    async def _take_turn(self, size: int) -> None:
-        """Wait until the line has carried so many bytes."""
-        await self._open.wait()
-        if self._bytes_per_s:
-            now = asyncio.get_running_loop().time()
-            self._free_at = max(now, self._free_at) + size / self._bytes_per_s
-            await asyncio.sleep(self._free_at - now)

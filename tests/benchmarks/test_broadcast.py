@@ -26,13 +26,13 @@ def test_a_link_is_held_and_released_and_its_rate_changed():
 
         server = await asyncio.start_server(answer, "127.0.0.1", 0)
         async with server, FaultProxy(server.sockets[0].getsockname()[1], random.Random(0), bytes_per_s=1e5) as link:
-            link.hold()
+            link.line.hold()
             reader, writer = await asyncio.open_connection("127.0.0.1", link.port)
             writer.write(b"x")
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(reader.read(1), 0.2)
-            link.rate(1e6)
-            link.release()
+            link.line.rate(1e6)
+            link.line.release()
             began = time.monotonic()
             assert len(await reader.read()) == 200_000 == link.passed_bytes
             assert 0.15 < time.monotonic() - began < 1.9

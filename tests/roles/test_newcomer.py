@@ -110,7 +110,7 @@ def test_a_slow_newcomer_behind_relays_and_a_sharer_is_killed_twice_and_gets_the
 
         sources = ("sharer", *RELAYS)
         for name in (*sources, "origin"):
-            host.lines[name].rate(RATE)
+            host.lines[name].line.rate(RATE)
         before = {name: host.passed(name) for name in host.lines}
 
         def came(*names: str) -> int:
