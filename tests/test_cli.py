@@ -440,3 +440,18 @@ def test_what_is_no_port_is_refused_in_a_line(words: list[str], port: str, capsy
         cli.main([*words, port])
     message = capsys.readouterr().err
     assert ended.value.code == 2 and "is not a port" in message and message.count("\n") == 1 and len(message) < 300
+
+
+@pytest.mark.parametrize(
+    "words", [["relay", "http://host", "--public-url"], ["join", "http://host", "--share", "--share-url"]]
+)
+@pytest.mark.parametrize(
+    "url", ["host:8480", "ftp://host", "http://a@host", "http://host:22", "http://", "http://h/" + "a" * 300]
+)
+def test_where_nobody_may_call_a_relay_is_refused_in_a_line(
+    words: list[str], url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main([*words, url])
+    message = capsys.readouterr().err
+    assert ended.value.code == 2 and words[-1] in message and message.count("\n") == 1 and len(message) < 500

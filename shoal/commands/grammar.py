@@ -83,6 +83,19 @@ def port(text: str) -> int:
     return int(text)
 
 
+def reachable_url(text: str) -> str:
+    """Where others reach a node; empty: where it calls from."""
+    if not text:
+        return ""
+    from shoal.errors import PeerError
+    from shoal.net.outside import checked_url
+
+    try:
+        return str(checked_url(text))
+    except PeerError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def url_argument(p: argparse.ArgumentParser) -> None:
     p.add_argument("url", metavar="URL", help="where the run is hosted, such as http://host:8470: its host tells you")
 

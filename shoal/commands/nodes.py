@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from shoal.commands.consent import packages_of
-from shoal.commands.grammar import add_command, port, positive, url_argument
+from shoal.commands.grammar import add_command, port, positive, reachable_url, url_argument
 from shoal.commands.process import cores, demand_torch, log_to_stderr
+from shoal.errors import ConfigError
 
 
 def add_commands(commands: Any) -> None:
@@ -55,7 +56,7 @@ def add_commands(commands: Any) -> None:
         "--port", type=port, default=8480, metavar="N", help="port to listen on (default: 8480); 0 takes a free one"
     )
     p.add_argument(
-        "--public-url", default="", metavar="URL",
+        "--public-url", type=reachable_url, default="", metavar="URL",
         help="where clients reach it (default: http, at --port of the address from which it calls the host)",
     )  # fmt: skip
     p.add_argument(
@@ -91,6 +92,11 @@ def _add_sharing(p: argparse.ArgumentParser) -> None:
         "coordinator reaches it from outside",
     )  # fmt: skip
     p.add_argument("--share-port", type=port, default=8481, metavar="N", help="port for --share (default: 8481)")
+    p.add_argument(
+        "--share-url", type=reachable_url, default="", metavar="URL",
+        help="where others reach it, such as at a port that your router forwards (default: http, at --share-port of the "
+        "address from which it calls the host)",
+    )  # fmt: skip
 
 
 def join(args: argparse.Namespace) -> None:
@@ -101,7 +107,7 @@ def join(args: argparse.Namespace) -> None:
     with _home(args) as home:
         worker.main(
             args.url, home, args.threads or cores(), args.max_memory, args.name, max_disk_mb=args.max_disk,
-            packages=packages_of(args.url), share_port=args.share_port if args.share else None,
+            packages=packages_of(args.url), share_port=_share_port(args), share_url=args.share_url,
         )  # fmt: skip
 
 
@@ -113,8 +119,16 @@ def validate(args: argparse.Namespace) -> None:
     with _home(args) as home:
         validator.main(
             args.url, home, args.threads or cores(), max_disk_mb=args.max_disk, max_memory_mb=args.max_memory,
-            packages=packages_of(args.url), share_port=args.share_port if args.share else None,
+            packages=packages_of(args.url), share_port=_share_port(args), share_url=args.share_url,
         )  # fmt: skip
+
+
+def _share_port(args: argparse.Namespace) -> int | None:
+    """Where the node serves its weights; None if it does not."""
+    if args.share_url and not args.share:
+        raise ConfigError("--share-url says where others reach what you share: add --share, or leave it out")
+    port: int = args.share_port
+    return port if args.share else None
 
 
 @contextlib.contextmanager

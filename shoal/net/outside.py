@@ -10,10 +10,9 @@ import httpx
 from shoal.errors import PeerError
 from shoal.net.addresses import addresses_of, is_outside
 from shoal.net.trouble import Trouble, troubles
+from shoal.protocol.constants import MAX_URL_CHARS
 
 LOOK_UP_S = 5.0
-
-MAX_URL_CHARS = 200
 
 FORM = "http(s)://HOST[:PORT][/PATH]"
 

@@ -116,6 +116,9 @@ MAX_FACT_CHARS = 64
 """Characters of a node's name, and of each fact about its engine. No character may control a terminal. Changing breaks:
 logs that hold longer ones."""
 
+MAX_URL_CHARS = 300
+"""Characters of a relay's URL: a name of a host has at most 253. Older coordinators take 64."""
+
 MAX_OPEN_LEASES = 2
 """Leases that one worker may hold: one being played and one prefetched."""
 

@@ -44,6 +44,8 @@ class Share:
     key: Key
     port: int
     bind: str = "0.0.0.0"
+    url: str = ""
+    """Where others reach it; empty: at the address from which it calls the host."""
 
 
 class _Place(NamedTuple):
@@ -165,5 +167,5 @@ async def sharing(share: Share | None, client: Client, shared: SharedVersions) -
     shared.is_on = True
     app, limits = application(shared, share.key, client.run, time.time), Limits(total=connections_that_fit())
     with listen(share.bind, share.port, key="--share-port") as listener:
-        async with serving(app, listener, client, public_url="", limits=limits):
+        async with serving(app, listener, client, public_url=share.url, limits=limits):
             yield

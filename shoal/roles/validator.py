@@ -41,6 +41,7 @@ def main(
     max_memory_mb: int = 0,
     packages: Packages | None = None,
     share_port: int | None = None,
+    share_url: str = "",
 ) -> None:
     """Judge submissions of the run at `url` until it has ended and all are judged, or until told to stop.
 
@@ -58,7 +59,7 @@ def main(
         max_disk_mb=max_disk_mb, max_memory_mb=limit_mb, packages=packages,
     )  # fmt: skip
     log.info("validating url=%s key=%s", url, key.public)
-    validator.share = None if share_port is None else Share(key, share_port)
+    validator.share = None if share_port is None else Share(key, share_port, url=share_url)
     asyncio.run(validator.run())
 
 

@@ -63,6 +63,7 @@ def main(
     max_disk_mb: int = 0,
     packages: Packages | None = None,
     share_port: int | None = None,
+    share_url: str = "",
 ) -> None:
     """Work for the run at `url` until it ends. At the first SIGINT or SIGTERM, finish the lease in hand and leave.
 
@@ -81,7 +82,7 @@ def main(
         Client(url, key), key.public, home, make, limit_mb, t.fact(name or platform.node()), own_files,
         max_disk_mb=max_disk_mb, packages=packages,
     )  # fmt: skip
-    worker.share = None if share_port is None else Share(key, share_port)
+    worker.share = None if share_port is None else Share(key, share_port, url=share_url)
     try:
         asyncio.run(worker.run())
     except RuntimeError as failed:  # no memory is left for the thread that would end the others

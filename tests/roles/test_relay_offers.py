@@ -9,10 +9,11 @@ import pytest
 
 from shoal.errors import PeerError
 from shoal.net import addresses, outside
+from shoal.protocol.constants import MAX_URL_CHARS
 from shoal.protocol.identity import Key
 from shoal.protocol.relays import sign_proof
 from shoal.protocol.types import RelayOffer, RelayProof
-from shoal.protocol.wire import to_json
+from shoal.protocol.wire import WireError, from_json, to_json
 from shoal.roles.coordinator import challenges, relays
 from shoal.roles.coordinator.relays import RelayBook
 from shoal.weights.sources import HttpSource
@@ -95,6 +96,19 @@ def test_a_relay_that_proves_its_url_is_listed_with_the_address_that_was_asked(n
     (entry,) = net.book.told()
     assert (entry.url, entry.address, entry.key) == ("https://relay.example.net/w", OUTSIDE, HONEST.public)
     assert len(net.asked) == 1
+
+
+def test_a_relay_with_a_long_name_is_listed(net):
+    """A name of a host has up to 253 characters."""
+    host = ".".join(["r" * 60] * 4)
+    offered = from_json(to_json(RelayOffer(f"https://{host}:65535")), RelayOffer)
+    net.names[host], net.servers[offered.url] = [OUTSIDE], HONEST
+    net.offer(HONEST, offered.url)
+    net.work()
+    assert net.offer(HONEST, offered.url).listed
+    for bad in ("x" * (MAX_URL_CHARS + 1), "http://relay.example.net/\x1b[31m"):
+        with pytest.raises(WireError):
+            from_json(to_json(RelayOffer(bad)), RelayOffer)
 
 
 def test_an_offer_that_comes_during_its_challenge_is_repeated_soon(net):

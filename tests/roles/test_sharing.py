@@ -37,10 +37,13 @@ def origin() -> Chunks:
 def test_a_node_shares_only_if_it_is_told_to(role, tmp_path, monkeypatch):
     started = []
     for module in (worker, validator):
-        monkeypatch.setattr(module, "main", lambda *args, **named: started.append(named["share_port"]))
-    for words in ([], ["--share-port", "9000"], ["--share", "--share-port", "9000"], ["--share"]):
-        cli.main([role, "http://host", "--home", str(tmp_path), *words])
-    assert started == [None, None, 9000, 8481]
+        monkeypatch.setattr(module, "main", lambda *args, **named: started.append(named))
+    url = ["--share-url", "http://203.0.113.7:9001"]
+    for words in ([], ["--share-port", "9000"], ["--share", "--share-port", "9000"], ["--share"], ["--share", *url]):
+        assert cli.main([role, "http://host", "--home", str(tmp_path), *words]) == 0
+    assert [named["share_port"] for named in started] == [None, None, 9000, 8481, 8481]
+    assert [named["share_url"] for named in started] == ["", "", "", "", url[1]]
+    assert cli.main([role, "http://host", "--home", str(tmp_path), *url]) == 2 and len(started) == 5
 
 
 def test_a_node_that_is_not_told_to_listens_nowhere_and_offers_nothing(tmp_path, monkeypatch):

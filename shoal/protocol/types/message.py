@@ -8,7 +8,7 @@ from typing import Annotated
 
 import msgspec
 
-from shoal.protocol.constants import MAX_FACT_CHARS
+from shoal.protocol.constants import MAX_FACT_CHARS, MAX_URL_CHARS
 
 _UNPRINTABLE = r"\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069"
 """Characters that control a terminal, or that hide or reverse the characters beside them."""
@@ -16,6 +16,9 @@ _UNPRINTABLE = r"\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069"
 # guard: name-length, name-prints
 Fact = Annotated[str, msgspec.Meta(max_length=MAX_FACT_CHARS, pattern=rf"\A[^{_UNPRINTABLE}]*\Z")]
 """What a node says about itself: short, and safe to show."""
+
+Url = Annotated[str, msgspec.Meta(max_length=MAX_URL_CHARS, pattern=rf"\A[^{_UNPRINTABLE}]*\Z")]
+"""Where a node says that it is: safe to show."""
 
 
 def fact(text: str, most_chars: int = MAX_FACT_CHARS) -> str:

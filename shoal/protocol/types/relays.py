@@ -1,12 +1,12 @@
 """Relays, which serve weights that they fetched: how one is offered to the coordinator, proves its URL, and is listed."""
 
-from shoal.protocol.types.message import Answer, Fact, Message
+from shoal.protocol.types.message import Answer, Message, Url
 
 
 class RelayOffer(Message, frozen=True):
     """`POST /v1/relays`: the relay whose key signs the request serves chunks at this URL."""
 
-    url: Fact = ""
+    url: Url = ""
     """Empty: http, at `port` of the address that the request comes from."""
     port: int = 0
 
