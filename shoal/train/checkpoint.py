@@ -32,6 +32,7 @@ from torch import Tensor
 from shoal.errors import StateError, cause_of
 from shoal.folder import name_folder
 from shoal.train.step import LearnerState
+from shoal.train.straight import StraightFile
 
 log = logging.getLogger(__name__)
 
@@ -173,12 +174,10 @@ def _safetensors(tensors: dict[str, Tensor]) -> Iterator[memoryview | bytes]:
 
 def _write(path: Path, pieces: Iterator[memoryview | bytes]) -> tuple[str, str]:
     """Write a file. Returns its CRC-32 in hex and its name."""
-    sum_ = 0
-    with path.open("xb") as file:
+    with StraightFile(path) as file:
         for piece in pieces:
-            sum_ = zlib.crc32(piece, sum_)
             file.write(piece)
-    return f"{sum_:08x}", path.name
+    return f"{file.crc32:08x}", path.name
 
 
 def _write_fault(folder: Path, state: LearnerState, error: OSError) -> str:

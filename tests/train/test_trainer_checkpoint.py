@@ -156,6 +156,8 @@ def interrupt(monkeypatch, at, fault):
         return run
 
     for owner, name in (
+        (os, "open"),
+        (os, "write"),
         (os, "fsync"),
         (os, "rename"),
         (shutil, "rmtree"),
