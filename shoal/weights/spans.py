@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-_COPY_BYTES = 1 << 20
+_COPY_BYTES = 256 << 10
 
 
 class Span(NamedTuple):
@@ -35,12 +35,14 @@ def copy_span(span: Span, target: Path) -> None:
 
 def append_span(span: Span, target: int) -> None:
     """Write the bytes of a span to an open file, where it stands. Raises OSError, also if the source is too short."""
-    at, end = span.start, span.start + span.size
+    buffer, left = memoryview(bytearray(min(span.size, _COPY_BYTES))), span.size
     with span.path.open("rb", buffering=0) as file:
-        while at < end:
-            data = memoryview(os.pread(file.fileno(), min(end - at, _COPY_BYTES), at))
-            if not data:
-                raise OSError(f"{span.path} is shorter than {end} bytes")
-            at += len(data)
+        file.seek(span.start)
+        while left:
+            read = file.readinto(buffer[:left])
+            if not read:
+                raise OSError(f"{span.path} is shorter than {span.start + span.size} bytes")
+            left -= read
+            data = buffer[:read]
             while data:
                 data = data[os.write(target, data) :]
