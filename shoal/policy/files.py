@@ -7,11 +7,13 @@ A safetensors file: 8 bytes little-endian header length, a JSON header {name: {d
 """
 
 import hashlib
+import itertools
 import math
 import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
+from io import RawIOBase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -74,17 +76,18 @@ def load_policy(directory: Path, dtype: "torch.dtype | None" = None) -> "Transfo
     stored = _needed(find_tensors(directory), spec)
     _demand_same_shapes(stored, spec.tensor_shapes(), directory)  # before a hostile config makes us allocate too much
     model = Transformer(spec, dtype or torch.float32)
+    parameters = dict(model.named_parameters())
+    in_order = sorted(stored.items(), key=lambda item: (item[1].file, item[1].start))
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.dtype == _stored_dtype(stored[name]) and parameter.is_contiguous():
-                _read_into(parameter, stored[name])
-            else:
-                parameter.copy_(_read_tensor(stored[name]))
-            if not _is_finite(parameter):  # guard: finite-weights
-                raise StateError(
-                    f"{directory}: {name} holds values that are not finite numbers, and was made so: this machine is not "
-                    "at fault. Tell the host of the run, or make the checkpoint again"
-                )
+        for path, tensors in itertools.groupby(in_order, lambda item: item[1].file):
+            with path.open("rb", buffering=0) as file:
+                for name, tensor in tensors:
+                    _fill(parameters[name], tensor, file)
+                    if not _is_finite(parameters[name]):  # guard: finite-weights
+                        raise StateError(
+                            f"{directory}: {name} holds values that are not finite numbers, and was made so: this machine "
+                            "is not at fault. Tell the host of the run, or make the checkpoint again"
+                        )
     return model
 
 
@@ -311,26 +314,29 @@ def _stored_dtype(stored: StoredTensor) -> "torch.dtype":
     return {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[stored.dtype]
 
 
-def _read_tensor(stored: StoredTensor) -> "torch.Tensor":
+def _fill(parameter: "torch.Tensor", stored: StoredTensor, file: RawIOBase) -> None:
+    """Read a tensor from its open file into a parameter."""
     import torch
 
-    tensor = torch.empty(stored.shape, dtype=_stored_dtype(stored))
-    _read_into(tensor, stored)
-    return tensor
+    if parameter.dtype == _stored_dtype(stored) and parameter.is_contiguous():
+        _read_into(parameter, stored, file)
+    else:
+        read = torch.empty(stored.shape, dtype=_stored_dtype(stored))
+        _read_into(read, stored, file)
+        parameter.copy_(read)
 
 
-def _read_into(tensor: "torch.Tensor", stored: StoredTensor) -> None:
+def _read_into(tensor: "torch.Tensor", stored: StoredTensor, file: RawIOBase) -> None:
     """Read a tensor's bytes to where it lies in memory."""
     import torch
 
     left = tensor.detach().reshape(-1).view(torch.uint8).numpy().data
-    with stored.file.open("rb", buffering=0) as file:
-        file.seek(stored.start)
-        while left:
-            done = file.readinto(left)
-            if not done:
-                raise StateError(f"{stored.file} became shorter while it was read")
-            left = left[done:]
+    file.seek(stored.start)
+    while left:
+        done = file.readinto(left)
+        if not done:
+            raise StateError(f"{stored.file} became shorter while it was read")
+        left = left[done:]
 
 
 def _is_finite(tensor: "torch.Tensor") -> bool:
