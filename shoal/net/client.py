@@ -20,7 +20,7 @@ import httpx
 
 from shoal.errors import NothingYet, PeerError, Superseded
 from shoal.net.sided import SHOAL, SidedTransport, server_url
-from shoal.net.trouble import Trouble, troubles
+from shoal.net.trouble import Trouble, retry_after, troubles
 from shoal.protocol import constants, wire
 from shoal.protocol.identity import Key, RequestLine, content_digest, sign_request
 from shoal.protocol.types import Refusal
@@ -306,7 +306,7 @@ class Client:
         status, ours = response.status_code, SHOAL in response.headers
         if status in _PASSING:
             reason = _refusal(body).error if ours else f"HTTP {status}"
-            raise Trouble(reason, retry_s=_retry_after(response))
+            raise Trouble(reason, retry_s=retry_after(response))
         if not ours:
             raise self._not_shoal(call, response)
         if body is None:
@@ -387,9 +387,3 @@ def _refusal(body: bytes | None) -> Refusal:
         return Refusal(error=refusal.error[:MAX_REASON_CHARS], code=refusal.code[:64])  # guard: short-refusals
     except wire.WireError:
         return Refusal(error="the server gave no reason that can be read", code="unreadable")
-
-
-def _retry_after(response: httpx.Response) -> float:
-    """Seconds that the server asks us to wait, within limits."""
-    asked = response.headers.get("retry-after", "")
-    return min(float(asked), 60.0) if asked.isdecimal() else 0.0

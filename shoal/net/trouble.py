@@ -1,7 +1,7 @@
 """Sorts errors of a connection into those worth another attempt (`Trouble`) and those that need a person (`PeerError`).
 
-Called by `client` around each attempt. It explains errors of sockets, TLS and HTTP in one line. It does not try again, and
-does not read answers.
+Called by `client` around each attempt, and by others that call a server. It explains errors of sockets, TLS and HTTP in one
+line. It does not try again. Of an answer it reads only how long to wait.
 """
 
 import contextlib
@@ -13,6 +13,9 @@ import httpx
 
 from shoal.errors import PeerError, cause_of
 
+MOST_RETRY_S = 60.0
+"""Longest wait that a server may ask for; if it asks for more, we wait this long."""
+
 
 class Trouble(Exception):
     """An attempt failed in a way that may pass."""
@@ -20,6 +23,12 @@ class Trouble(Exception):
     def __init__(self, reason: str, retry_s: float = 0.0) -> None:
         super().__init__(reason)
         self.retry_s = retry_s
+
+
+def retry_after(response: httpx.Response) -> float:
+    """Seconds that a server asks us to wait, at most `MOST_RETRY_S`."""
+    asked = response.headers.get("retry-after", "")
+    return min(float(asked), MOST_RETRY_S) if asked.isdecimal() else 0.0
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from shoal.errors import NothingYet, PeerError
 from shoal.net.addresses import addresses_of, outside_address
 from shoal.net.client import Client
 from shoal.net.outside import demand_port, port_of
-from shoal.net.trouble import Trouble, troubles
+from shoal.net.trouble import Trouble, retry_after, troubles
 from shoal.protocol import constants
 from shoal.protocol.types import RunInfo
 from shoal.weights.choose import LAST, MOST_LANES
@@ -29,9 +29,6 @@ SMALL_S = 10.0
 
 NEVER_S = 600.0
 """Longest silence within an answer that this file itself allows: `transfer` has a shorter limit."""
-
-MOST_RETRY_S = 60.0
-"""Of the time that a server asks us to wait, so much is believed."""
 
 
 class Passing(PeerError):
@@ -179,7 +176,7 @@ class HttpSource:
         if response.status_code in (404, 410):
             raise NothingYet(f"has nothing at {response.url.path[:80]}")
         if response.status_code != 200:
-            raise Trouble(f"HTTP {response.status_code}", _retry_after(response))
+            raise Trouble(f"HTTP {response.status_code}", retry_after(response))
         data = b""
         async for part in response.aiter_raw():
             data += part
@@ -229,7 +226,7 @@ class HttpSource:
                 raise Trouble("does not have the chunk yet")
             raise NothingYet("does not have a chunk: it was never stored, or has expired")
         if status in (408, 425, 429) or status >= 500:
-            raise Trouble(f"HTTP {status}", _retry_after(response))
+            raise Trouble(f"HTTP {status}", retry_after(response))
         if status not in (200, 206):
             raise PeerError(f"answered HTTP {status}")
         if response.headers.get("content-encoding", "identity") != "identity":
@@ -253,11 +250,6 @@ _RANGE = re.compile(r"bytes (\d{1,15})-(\d{1,15})/(\d{1,15}|\*)", re.ASCII)
 def _is_range(text: str, start: int, size: int) -> bool:
     found = _RANGE.fullmatch(text)
     return found is not None and int(found[1]) == start and int(found[2]) == size - 1
-
-
-def _retry_after(response: httpx.Response) -> float:
-    asked = response.headers.get("retry-after", "")
-    return min(float(asked), MOST_RETRY_S) if asked.isdecimal() else 0.0
 
 
 ORIGIN, COORDINATOR = 1, LAST
