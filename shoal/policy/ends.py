@@ -1,8 +1,8 @@
 """Which tokens end a turn of the policy: two rules, of which a run has one.
 
 Called by the renderer when it opens a tokenizer. By the control rule every control token ends a turn, except those that
-the chat template writes within turns. By the model's rule the tokens end it with which the model was trained to end it;
-then control tokens that no template shows, such as those that are reserved, end nothing. It renders marked turns, and
+the chat template writes within turns. By the model's rule a turn ends at the tokens with which the model was trained to end
+it; then control tokens that no template shows, such as those that are reserved, end nothing. It renders marked turns, and
 looks at the control tokens around the marks. It reads no text of the policy.
 """
 
@@ -46,7 +46,7 @@ class Ends:
             return frozenset(ends)
         found = set(ends)
         closing, followed = self._after_mark(said(MARK)), self._after_mark(said(MARK), _ASK)
-        common = self._control_in(closing[: _shared(closing, followed)] if followed else closing)
+        common = self._control_in(closing[: num_shared(closing, followed)] if followed else closing)
         if not found.intersection(common):
             found.update(common[:1])
         between = self._control_in(self._after_mark(calling("", 2), part=-2))  # of two calls, so the turn goes on
@@ -73,7 +73,7 @@ class Ends:
                 text, prompt = self._render([_ASK, turn], {}, False), self._render([_ASK], {}, True)
             except StateError:
                 continue  # the template refuses such turns: it writes nothing within them
-            begin, end = _shared(text, prompt), text.rfind(MARK)
+            begin, end = num_shared(text, prompt), text.rfind(MARK)
             found = [match for match in self._matches(text) if match.end() > begin]
             inner.update(self._ids[match[0]] for match in found if match.start() < end)
             if "tool_calls" in turn:  # the last one ends the turn
@@ -98,7 +98,7 @@ class Ends:
         return list(re.finditer("|".join(map(re.escape, longest_first)), text)) if longest_first else []
 
 
-def _shared(one: str, other: str) -> int:
+def num_shared(one: Sequence[Any], other: Sequence[Any]) -> int:
     """Length of the common prefix."""
     length = min(len(one), len(other))
     return next((i for i in range(length) if one[i] != other[i]), length)

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from shoal.errors import StateError
 from shoal.policy.dialect import MARK, Dialect, calling, said
-from shoal.policy.ends import Ends
+from shoal.policy.ends import Ends, num_shared
 from shoal.policy.history import Part, Place, places
 from shoal.policy.messages import Message, Written, as_messages, normal, template_arguments
 from shoal.policy.notations import leaves_reasoning_open, notation_of
@@ -238,14 +238,14 @@ class Renderer:
                 self._after(text, closing, piece.after) if piece.after else self._encode(text)
                 for text in (piece.text, piece.text if piece.prompted is None else piece.prompted)
             )
-            segments.append(Segment(tuple(ids[: _shared(ids, prompted)])))
+            segments.append(Segment(tuple(ids[: num_shared(ids, prompted)])))
         return segments
 
     def _written(self, key: str) -> list[int]:
         messages, arguments = json.loads(key)
         text = self._text(messages, arguments, prompt=False)
         ids, prompt = self._encode(text), self._encode(self._text(messages[:1], arguments))
-        ids = ids[_shared(ids, prompt) :]
+        ids = ids[num_shared(ids, prompt) :]
         ends = [i for i, token in enumerate(ids) if token in self.stop_ids]
         return ids[: ends[0] + 1] if ends else [*ids, self.eos_id]
 
@@ -253,7 +253,7 @@ class Renderer:
         """Token ids of the text after a turn, without the end token that the policy wrote. `closing` is the text that
         ends the last turn of a conversation."""
         ids = self._encode(rest)
-        common = rest[: _shared(rest, closing)]
+        common = rest[: num_shared(rest, closing)]
         closed = bool(self.stop_ids.intersection(self._encode(common)))
         if kind == "text" and self._stands_for_end(ids, closing) and not (closed and self._by_model):
             return ids[1:]
@@ -281,12 +281,6 @@ class Renderer:
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
-
-
-def _shared(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Length of the common prefix."""
-    length = min(len(one), len(other))
-    return next((i for i in range(length) if one[i] != other[i]), length)
 
 
 def _key(messages: Sequence[Any], arguments: Mapping[str, Any] | None) -> str:
