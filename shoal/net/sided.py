@@ -13,6 +13,7 @@ import httpx
 
 from shoal.errors import PeerError
 from shoal.net import addresses
+from shoal.net.outside import port_of
 from shoal.net.trouble import Trouble
 
 SHOAL = "shoal-protocol"
@@ -51,7 +52,7 @@ class SidedTransport(httpx.AsyncBaseTransport):
         await self._inner.aclose()
 
     async def _aim(self, request: httpx.Request) -> None:
-        host, port = request.url.host, request.url.port or (443 if request.url.scheme == "https" else 80)
+        host, port = request.url.host, port_of(request.url)
         if not self.address or self._failed:
             self.address, self._failed = await self._next_address(host, port), False
         request.extensions = {**request.extensions, "sni_hostname": host}

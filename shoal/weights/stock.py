@@ -7,6 +7,7 @@ whole is wrong, `fetch` verifies each.
 import shutil
 from pathlib import Path
 
+from shoal.net.blobs import path_of
 from shoal.protocol.types import Manifest
 from shoal.weights.demands import is_whole
 from shoal.weights.finish import fault_of, name_directory
@@ -34,12 +35,12 @@ def take_from_stock(store: Path, target: Path, manifest: Manifest) -> bool:
             return False
         name_directory(made, target, manifest)
         return True
-    except OSError:  # a chunk is not there, or the disk takes no more: whoever asks sources meets the same, and tells
+    except OSError:  # a chunk is missing, or the disk is full: then fetching from sources fails too, and reports it
         return False
     finally:
         shutil.rmtree(made, ignore_errors=True)
 
 
 def _blob(store: Path, chunk: str) -> Span:
-    path = store / chunk[:2] / chunk
+    path = path_of(store, chunk)
     return Span(path, 0, path.stat().st_size)
