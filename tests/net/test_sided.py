@@ -14,7 +14,7 @@ INSIDE, OUTSIDE, ELSEWHERE = "127.0.0.1", "127.0.0.2", "127.0.0.3"
 
 
 class Names:
-    """Where a name leads, as its owner decides. 127.0.0.2 and 127.0.0.3 stand for addresses of the internet."""
+    """Where a name leads, as its owner decides. 127.0.0.2 and 127.0.0.3 play the part of public addresses."""
 
     def __init__(self, monkeypatch):
         self.leads = [OUTSIDE]

@@ -20,7 +20,7 @@ from tests.net.wires import serving
 from tests.roles.town import URL, Town, tiny_run
 
 VICTIM, REDIRECTING, MOVING, INSIDE = "127.0.1.1", "127.0.1.2", "127.0.1.3", "127.0.0.1"
-"""127.0.1.x stand for addresses of the internet."""
+"""127.0.1.x play the part of public addresses."""
 
 
 @contextlib.asynccontextmanager
