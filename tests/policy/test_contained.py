@@ -232,11 +232,15 @@ def test_a_child_that_loops_ends_with_its_parent(first: str, hostile: Callable[.
     )
     parent = subprocess.run([sys.executable, "-c", program, str(hostile(LOOP))], capture_output=True, timeout=60)
     child, until = int(parent.stdout), time.monotonic() + 10
-    while psutil.pid_exists(child) and psutil.Process(child).status() != "zombie":
-        if time.monotonic() > until:
-            os.kill(child, signal.SIGKILL)  # else it loops on
-            pytest.fail("the child outlived its parent")
+    while (lives := _lives(child)) and time.monotonic() < until:
         time.sleep(0.1)
+    if lives:
+        os.kill(child, signal.SIGKILL)  # else it loops on
+    assert not lives, "the child outlived its parent"
+
+
+def _lives(process: int) -> bool:
+    return psutil.pid_exists(process) and psutil.Process(process).status() != "zombie"
 
 
 def test_what_goes_beyond_a_limit_is_neither_a_void_slot_nor_a_failed_rollout(hostile: Callable[..., Path]) -> None:

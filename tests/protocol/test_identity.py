@@ -156,7 +156,7 @@ def test_a_request_signature_does_not_pass_as_a_signature_for_a_purpose():
 def test_garbage_headers_are_refused_with_a_signature_error(name, text):
     headers = signed()
     if text != headers[name]:
-        refusal(LINE, headers | {name: text})
+        assert refusal(LINE, headers | {name: text}).code == "signature"
 
 
 @settings(max_examples=200, deadline=None)
@@ -167,7 +167,7 @@ def test_any_one_character_of_the_signature_headers_counts(name, data):
     character = data.draw(st.characters(min_codepoint=32, max_codepoint=126))
     changed = headers[name][:at] + character + headers[name][at + 1 :]
     if changed != headers[name]:
-        refusal(LINE, headers | {name: changed})
+        assert refusal(LINE, headers | {name: changed}).code in ("signature", "clock")
 
 
 # --- others speak the same ---
