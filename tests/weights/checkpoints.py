@@ -119,3 +119,14 @@ def published(directory: Path, chunks: Chunks, version: int = 3) -> Manifest:
 
     signed = sign_manifest(asyncio.run(story()), KEY, now=NOW)
     return wire.from_json(signed.body, Manifest)
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    """The files of a version's directory, without those that only this machine needs."""
+    return {path.name: path.read_bytes() for path in directory.iterdir() if not path.name.startswith(".")}
+
+
+def same(directory: Path, checkpoint: Path) -> bool:
+    """Whether a version's directory has the published files of a checkpoint, and no others."""
+    published = ("config.json", "model.safetensors", "tokenizer.json")
+    return contents(directory) == {name: (checkpoint / name).read_bytes() for name in published}

@@ -38,32 +38,15 @@ from tests.weights.checkpoints import (
     Lying,
     Short,
     Stuck,
+    contents,
     make_checkpoint,
     published,
+    same,
 )  # fmt: skip
-
-
-@pytest.fixture
-def checkpoint(tmp_path) -> Path:
-    return make_checkpoint(tmp_path / "checkpoint")
-
-
-@pytest.fixture
-def origin() -> Chunks:
-    return Chunks()
 
 
 def run(manifest: Manifest, sources: list, folder: Path, **options: object) -> Path:
     return asyncio.run(fetch(manifest, sources, folder, **options))  # type: ignore[arg-type]
-
-
-def contents(directory: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in directory.iterdir() if not path.name.startswith(".")}
-
-
-def same(directory: Path, checkpoint: Path) -> bool:
-    mine, theirs = contents(directory), contents(checkpoint)
-    return mine == {name: theirs[name] for name in ("config.json", "model.safetensors", "tokenizer.json")}
 
 
 def test_the_fetched_version_equals_the_published_one(checkpoint, origin, tmp_path):

@@ -1,7 +1,6 @@
 """The host's own nodes take versions from the coordinator's blobs: nobody is asked, and all is verified."""
 
 import asyncio
-from pathlib import Path
 
 import pytest
 
@@ -9,17 +8,7 @@ from shoal.net.blobs import FolderBlobs
 from shoal.weights.fetch import fetch
 from shoal.weights.publish import FolderSink, publish
 from shoal.weights.spans import Span, append_span, copy_span
-from tests.weights.checkpoints import CHUNK_BYTES, RUN, Chunks, make_checkpoint, published
-
-
-@pytest.fixture
-def checkpoint(tmp_path) -> Path:
-    return make_checkpoint(tmp_path / "checkpoint")
-
-
-@pytest.fixture
-def origin() -> Chunks:
-    return Chunks()
+from tests.weights.checkpoints import CHUNK_BYTES, RUN, published, same
 
 
 @pytest.fixture
@@ -32,15 +21,10 @@ def blobs(tmp_path, origin, checkpoint) -> FolderBlobs:
     return blobs
 
 
-def names(directory: Path) -> dict[str, bytes]:
-    published = ("config.json", "model.safetensors", "tokenizer.json")
-    return {name: (directory / name).read_bytes() for name in published}
-
-
 def test_a_version_of_this_machine_comes_without_asking(tmp_path, checkpoint, origin, blobs):
     manifest = published(checkpoint, origin)
     directory = asyncio.run(fetch(manifest, [], tmp_path / "cache", store=blobs.folder))
-    assert names(directory) == names(checkpoint)
+    assert same(directory, checkpoint)
     assert all(path.stat().st_nlink == 1 for path in directory.iterdir()), "what is done to it is not done to the blobs"
 
 
@@ -52,7 +36,7 @@ def test_a_damaged_blob_is_found_and_the_chunk_is_fetched(tmp_path, checkpoint, 
     data = damaged.read_bytes()
     damaged.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     directory = asyncio.run(fetch(manifest, [origin], tmp_path / "cache", store=blobs.folder))
-    assert names(directory) == names(checkpoint)
+    assert same(directory, checkpoint)
     assert origin.asked == [entry.chunks[-1]]
 
 
@@ -61,7 +45,7 @@ def test_a_blob_that_is_missing_is_fetched(tmp_path, checkpoint, origin, blobs):
     gone = manifest.files[0].chunks[0]
     blobs.delete(gone)
     directory = asyncio.run(fetch(manifest, [origin], tmp_path / "cache", store=blobs.folder))
-    assert names(directory) == names(checkpoint) and origin.asked == [gone]
+    assert same(directory, checkpoint) and origin.asked == [gone]
     assert not list((tmp_path / "cache").glob(".partial-*"))
 
 
