@@ -44,6 +44,8 @@ class RunFolder:
         """Version 0, made or copied at the first start."""
         self.checkpoints = root / "checkpoints"
         self.metrics = root / "metrics.jsonl"
+        self.scores = root / "scores"
+        """What rollouts scored, part by part, for the trainer's next line of metrics."""
         self.hub = root / "hub"
         """A registry of packages that the coordinator serves, if the host has pushed any there."""
         self.logs = root / "logs"

@@ -28,6 +28,12 @@ METRICS: dict[str, Metric] = {
         "reward",
         "The same for one environment, if a run has several; null if the batch has no rollouts of it.",
     ),
+    "reward_part/NAME": Metric(
+        "reward",
+        "Mean of a named part of the reward, before its weight, over the rollouts that the host's own validators accepted, "
+        "or its stage played, since the batch of the last step; LABEL/NAME if a run has several environments.",
+    ),
+    "env_metric/NAME": Metric("any", "The same for a metric that the environment reports beside the reward."),
     "reward_all_mean": Metric(
         "reward", "Mean reward of all rollouts accepted since the batch of the last step, with or without signal."
     ),
@@ -91,7 +97,10 @@ METRICS: dict[str, Metric] = {
     "waiting_for": Metric("name", "What the trainer waited for longest."),
     "selfcheck_gap_nats": Metric("nats", "Largest log-prob difference when one completion was replayed at start-up."),
 }
-"""Metrics by name. The name holds the unit, unless the unit is a plain count, share or rate."""
+"""Metrics by name. The name holds the unit, unless the unit is a plain count, share or rate. What follows a slash is the
+label of an environment, or what its author calls it."""
+
+_FAMILIES = tuple(f"{name.partition('/')[0]}/" for name in METRICS if "/" in name)
 
 
 class MetricsLog:
@@ -104,7 +113,7 @@ class MetricsLog:
     def write(self, values: dict[str, Any]) -> None:
         """Append a line. Numbers that are not finite become null. Faults of the disk or of a value are never raised."""
         try:
-            unknown = {name for name in values if name not in METRICS and _family(name) not in METRICS}
+            unknown = {name for name in values if name not in METRICS and not name.startswith(_FAMILIES)}
             if unknown:
                 raise ValueError(f"not declared in shoal/metrics.py: {', '.join(sorted(unknown))}")
             line = msgspec.json.encode(values) + b"\n"
@@ -116,11 +125,6 @@ class MetricsLog:
             self.failures += 1
             if self.failures == 1:
                 log.warning("metrics are not being written, training continues file=%s cause=%s", self.path, error)
-
-
-def _family(name: str) -> str:
-    """The declared name of a per-environment metric: `reward_mean/LABEL` for `reward_mean/easy`."""
-    return f"{name.partition('/')[0]}/LABEL"
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -38,6 +38,8 @@ class Replay:
     """Absolute index of the first token that differs; -1 if none does."""
     talk: Conversation | None = field(default=None, compare=False, repr=False)
     """The conversation, if everything agrees."""
+    earned: Earned | None = field(default=None, compare=False, repr=False)
+    """Where the reward comes from, if everything agrees."""
 
 
 def replay_group(
@@ -59,7 +61,7 @@ def judge(replays: Sequence[Replay], env: Env) -> list[Replay]:
     if getattr(env, "group_scores", None) is None or len(talks) < len(replays):
         return list(replays)
     beside = judge_talks(talks, env)
-    return [replace(found, reward=told.reward) for found, told in zip(replays, beside, strict=True)]
+    return [replace(found, reward=told.reward, earned=told) for found, told in zip(replays, beside, strict=True)]
 
 
 def judge_talks(talks: Sequence[Conversation], env: Env) -> list[Earned]:
@@ -137,7 +139,8 @@ def replay_rollout(
     if ending != conversation.ending:
         problem = f"ended by {conversation.ending}, not by {ending} as claimed"
         return Replay(min(env.reward_bounds), conversation.ending, problem)
-    return Replay(conversation.reward, conversation.ending, talk=conversation)
+    earned = Earned(conversation.reward, conversation.parts, conversation.metrics)
+    return Replay(conversation.reward, conversation.ending, talk=conversation, earned=earned)
 
 
 def retell(env: Env, renderer: Renderer, task: Task, claim: Rollout, sampling: Sampling) -> Conversation | None:

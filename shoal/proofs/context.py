@@ -117,6 +117,8 @@ class Tools:
     if a group is audited. With hidden states where the rules ask for proofs."""
     implementation: str = ""
     """Of the engine that scores, as it names itself."""
+    on_accept: Callable[[str, Sequence[Replayed]], None] = lambda label, replays: None
+    """Gets the label and the replays of each group that is accepted, in the end."""
 
 
 @dataclass

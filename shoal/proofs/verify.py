@@ -75,6 +75,9 @@ def verify_submission(body: bytes, check: Check, tools: Tools, record: bytes = b
     _prefill([(group, contexts[place]) for place, group in audited], tools)
     for place, group in audited:
         verdicts[place] = _judge_with_model(group, contexts[place])
+    for judged, verdict, ctx in zip(groups, verdicts, contexts, strict=True):
+        if isinstance(judged, Group) and verdict.outcome == "accept":
+            tools.on_accept(ctx.slot.env, ctx.replays(judged))
     return Verdict(check.id, tuple(verdicts), _projections([contexts[place] for place, _ in audited], check))
 
 

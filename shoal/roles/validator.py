@@ -8,23 +8,25 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from shoal.engine.base import Engine
 from shoal.engine.open import EngineSpec, open_engine
-from shoal.envs.replay import replay_group
+from shoal.envs.replay import Replay, replay_group
 from shoal.errors import NothingYet, Overreach, PeerError
+from shoal.folder import RunFolder
 from shoal.net.client import Client
 from shoal.net.keys import load_or_make_key
 from shoal.net.stopping import Stopping
-from shoal.proofs.context import Tools
+from shoal.proofs.context import Replayed, Tools
 from shoal.proofs.verify import verify_submission
 from shoal.protocol import types as t
 from shoal.protocol.constants import MAX_SUBMISSION_BYTES
 from shoal.roles.leases import demand_sound
 from shoal.roles.memory import enforced, limit_of
 from shoal.roles.packages import Packages
+from shoal.roles.scores import ScoreFile, Tally
 from shoal.roles.seat import GOODBYE_S, SOONEST_S, Seat, say_goodbye, take_seat
 from shoal.roles.sharing import Share, sharing
 
@@ -165,7 +167,15 @@ class Validator:
             dtype=seat.engine.facts.dtype,
             implementation=seat.engine.facts.implementation,
             score=lambda requests: seat.engine.score(requests, temperature, hidden),
+            on_accept=self._tell_trainer,
         )
+
+    def _tell_trainer(self, label: str, replays: Sequence[Replayed]) -> None:
+        """Tell the trainer what a group scored, part by part, if this is the host's machine."""
+        if self.own_files:
+            tally = Tally().add(one.earned for one in replays if isinstance(one, Replay) and one.earned)
+            scores = RunFolder(self.home.parent.parent).scores  # the launcher gives the host's nodes RUN/nodes/NAME
+            ScoreFile(scores, self.home.name).write(label, tally)
 
     async def _give(self, verdict: t.Verdict) -> None:
         """Send the verdict. It is refused if another validator judged meanwhile or comes first; the next check says so."""

@@ -28,11 +28,13 @@ from shoal.envs.contained.open import in_sandbox, show
 from shoal.envs.conversation import Conversation
 from shoal.envs.load import load_run_envs
 from shoal.envs.replay import judge_talks
+from shoal.envs.score import Earned
 from shoal.envs.settings import WithSettings
 from shoal.errors import ShoalError
 from shoal.pipes import end_with, next_frame, write_frame
 from shoal.policy.render import Renderer
 from shoal.protocol.types import POLICY, EnvSpec, Sampling
+from shoal.roles.scores import Tally
 
 
 class Opening(msgspec.Struct):
@@ -87,6 +89,8 @@ class Answer(msgspec.Struct):
     """Whether the environment compares it with its siblings."""
     rewards: tuple[float, ...] = ()
     """Rewards that a judgement gave."""
+    scores: Tally | None = None
+    """What the rollouts that got their reward now scored, part by part; None if the environment names no parts."""
 
 
 def serve() -> None:
@@ -132,8 +136,9 @@ class Playing:
             return self._open(request)
         if request.judge:
             talks = [self._talks.pop(number) for number in request.judge]
-            rewards = tuple(float(found.reward) for found in judge_talks(talks, talks[0].env))
-            return Answer(rewards=rewards, fault=next((talk.fault for talk in talks if talk.fault), ""))
+            found = judge_talks(talks, talks[0].env)
+            fault = next((talk.fault for talk in talks if talk.fault), "")
+            return Answer(rewards=tuple(float(one.reward) for one in found), fault=fault, scores=_scores(found))
         talk, tokens = self._talks[request.number], np.frombuffer(request.written, dtype="<i4").tolist()
         lengths, row = [len(row.tokens) for row in talk.rows], talk.row
         begin = lengths[row]
@@ -161,9 +166,17 @@ class Playing:
         row = talk.rows[talk.row]
         assert not any(row.author[begin:]), "only the environment speaks after a turn"
         words = np.asarray(row.tokens[begin:], dtype="<i4").tobytes()
+        final = talk.ending is not None and not beside
+        scores = _scores([Earned(talk.reward, talk.parts, talk.metrics)]) if final else None
         return Answer(
-            words, talk.room, talk.ending or "", float(talk.reward), author, talk.fault, talk.row, beside=beside
-        )
+            words, talk.room, talk.ending or "", float(talk.reward), author, talk.fault, talk.row, beside=beside,
+            scores=scores,
+        )  # fmt: skip
+
+
+def _scores(earned: Sequence[Earned]) -> Tally | None:
+    tally = Tally().add(earned)
+    return None if tally.is_empty else tally
 
 
 def compares(env: Env) -> bool:

@@ -25,6 +25,7 @@ from shoal.errors import StateError, cause_of
 from shoal.pipes import Late, Pipes
 from shoal.protocol.constants import MAX_ROLLOUT_TOKENS
 from shoal.protocol.types import POLICY, Slot
+from shoal.roles.scores import Tally
 from shoal.roles.stage.child import Answer, Opened, Opening, Request
 from shoal.roles.stage.memo import Memo, Reply
 from shoal.roles.stage.turns import VOID, Ask
@@ -237,8 +238,9 @@ class Shard:
 class ChildPlayer:
     """A player in a child process of this one, started at the first request. It ends when this process ends."""
 
-    def __init__(self, opening: Opening) -> None:
-        self._opening = opening
+    def __init__(self, opening: Opening, on_scores: Callable[[Tally], None] = lambda scores: None) -> None:
+        """`on_scores` gets what rollouts scored, part by part."""
+        self._opening, self._on_scores = opening, on_scores
         self._child: _Child | None = None
         self.generation = 0
         self._opened: Opened | None = None
@@ -257,7 +259,10 @@ class ChildPlayer:
         """Raises `Gone`, and `StateError` if the environments cannot be loaded."""
         if self._child is None:
             self._start()
-        return self._exchange(request, limit_s, Answer)
+        answer = self._exchange(request, limit_s, Answer)
+        if answer.scores is not None:
+            self._on_scores(answer.scores)
+        return answer
 
     def _start(self) -> None:
         self.generation += 1

@@ -34,6 +34,7 @@ from shoal.policy.render import Renderer
 from shoal.protocol import types as t
 from shoal.protocol.constants import MAX_SUBMISSION_BYTES
 from shoal.protocol.wire import digest, from_msgpack, to_msgpack
+from shoal.roles.scores import ScoreFile
 from shoal.roles.stage.at_work import AtWork
 from shoal.roles.stage.child import Opening
 from shoal.roles.stage.memo import Memo
@@ -99,10 +100,12 @@ class Stage:
         self,
         folder: RunFolder,
         config: RunConfig,
-        make: Callable[[Opening], Player] = ChildPlayer,
+        make: Callable[[Opening], Player] | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._folder, self._config, self._make = folder, config, make
+        """`make` replaces the processes that play, in tests."""
+        self._folder, self._config, self._make = folder, config, make or self._child
+        self._scores = ScoreFile(folder.scores, "stage")
         self.run, self.labels = folder.run_id(), tuple(env.label for env in config.envs)
         self._key = load_or_make_key(folder.keys / "run.key").public
         self._gate = Gate(clock, address_rate=RATE, key_rate=RATE)
@@ -201,6 +204,9 @@ class Stage:
                 make = self._make
                 self._players = Players(lambda label: make(opening[label]), self._memo, limits_s.__getitem__)
             return self._players
+
+    def _child(self, opening: Opening) -> Player:
+        return ChildPlayer(opening, partial(self._scores.write, opening.envs[0].label))
 
     def _forget_old(self, version: int) -> None:
         """Begin to delete what no lease can ask for any more."""

@@ -4,7 +4,9 @@ Called by `role` once a step. It fetches bodies and verifies their hashes. It kn
 is formed: the log says which groups are in it.
 """
 
+import asyncio
 import logging
+from pathlib import Path
 from typing import Any
 
 from shoal.config import RunConfig
@@ -15,6 +17,7 @@ from shoal.protocol import types as t
 from shoal.protocol.algorithms import Algorithm
 from shoal.protocol.constants import MAX_EVENTS, MAX_EVENTS_BYTES, MAX_SUBMISSION_BYTES
 from shoal.protocol.wire import from_msgpack
+from shoal.roles.scores import means_of, take_scores
 from shoal.train.filter import select
 from shoal.train.rows import Row, Unlearnable, mean_rewards, rows_of_group
 
@@ -24,8 +27,9 @@ log = logging.getLogger("trainer")
 class BatchReader:
     """Reads batches from a coordinator, in the order of their steps."""
 
-    def __init__(self, config: RunConfig, client: Client, vocabulary: int) -> None:
-        self._config, self._client, self._vocabulary = config, client, vocabulary
+    def __init__(self, config: RunConfig, client: Client, vocabulary: int, scores: Path) -> None:
+        """`scores` is the folder in which the host's processes leave what rollouts scored."""
+        self._config, self._client, self._vocabulary, self._scores = config, client, vocabulary, scores
         self.seen_seq = -1
 
     async def rows(self, batch: t.Batch, info: t.RunInfo) -> tuple[list[Row], dict[str, Any]]:
@@ -50,6 +54,7 @@ class BatchReader:
         labels = [spec.label for spec in info.envs]
         if len(labels) > 1:
             counts |= {f"reward_mean/{label}": mean for label, mean in mean_rewards(chosen.rows, labels).items()}
+        counts |= means_of(await asyncio.to_thread(take_scores, self._scores), labels)
         return chosen.rows, counts
 
     def _rows_of(self, member: t.BatchGroup, data: bytes, algorithm: Algorithm) -> list[Row]:

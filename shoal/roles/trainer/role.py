@@ -66,7 +66,7 @@ class Trainer:
         self.folder, self.config, self.client = folder, config, client
         model = load_policy(start_policy(folder, config), torch.float32)
         self.learner = Learner(model, config.train, temperature=config.sampling.temperature, steps=config.steps)
-        self.batches = BatchReader(config, client, model.spec.vocab_size)
+        self.batches = BatchReader(config, client, model.spec.vocab_size, folder.scores)
         self.past = PastPolicies(folder, client)
         self.publisher = Publisher(folder, config, client, key, clock)
         self.metrics = MetricsLog(folder.metrics)
