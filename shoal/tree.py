@@ -27,7 +27,8 @@ def read_toml(path: Path, what: str = "a run file") -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {cause_of(error)}. Give the path of {what} (.toml)") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+        hint = "" if path.suffix == ".toml" else f". Give the path of {what} (.toml)"
+        raise ConfigError(f"{path} is not valid TOML: {error}{hint}") from None
 
 
 def merge(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:

@@ -305,6 +305,18 @@ def test_an_sft_recipe_is_checked_like_a_run_file(tmp_path: Path) -> None:
 # --- quick runs ---
 
 
+def test_a_recipe_of_another_command_is_named_as_such() -> None:
+    recipes = Path(__file__).parents[1] / "recipes"
+    with pytest.raises(
+        ConfigError, match=r"wordle-start\.toml is a recipe of `shoal sft`, not a run file.*shoal sft .* --out"
+    ):
+        load_run(recipes / "wordle-start.toml")
+    with pytest.raises(ConfigError, match=r"wordle\.toml is a run file, not a recipe of `shoal sft`.*shoal run "):
+        load_sft(recipes / "wordle.toml")
+    with pytest.raises(ConfigError, match=r"one_file\.py is not valid TOML.*Give the path of a run file \(\.toml\)"):
+        load_run(recipes / "one_file.py")
+
+
 def test_quick_overrides_the_other_keys(tmp_path: Path) -> None:
     path = tmp_path / "small.toml"
     path.write_text(SMALL + "[train]\nlr = 1.0\nwarmup_steps = 9\n[quick]\nsteps = 1\n[quick.train]\nlr = 2.0\n")

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from shoal.config.check import check_run
 from shoal.config.sections import BOUNDS, RunConfig, SftConfig
 from shoal.errors import ConfigError
-from shoal.tree import from_tree, merge, read_toml, set_key, to_tree
+from shoal.tree import Section, from_tree, merge, read_toml, set_key, to_tree
 
 T = TypeVar("T")
 
@@ -22,6 +22,7 @@ def load_run(path: Path, overrides: list[str] | None = None, quick: bool = False
     """
     tree = read_toml(path)
     quick_tree = tree.pop("quick", None)
+    _demand_kind(tree, RunConfig, path)
     if quick:
         if not isinstance(quick_tree, dict):
             raise ConfigError(f"{path} has no [quick] table, so it cannot be run with --quick: leave --quick out")
@@ -38,7 +39,25 @@ def _built_in() -> dict[str, Any]:
 
 def load_sft(path: Path, overrides: list[str] | None = None) -> SftConfig:
     """Read an SFT recipe, as `load_run` reads a run file."""
-    return _convert(read_toml(path), overrides or [], SftConfig, path)
+    tree = read_toml(path, "a recipe of `shoal sft`")
+    _demand_kind(tree, SftConfig, path)
+    return _convert(tree, overrides or [], SftConfig, path)
+
+
+_KINDS = {
+    RunConfig: ("a run file", "shoal run {}"),
+    SftConfig: ("a recipe of `shoal sft`", "shoal sft {} --out DIR"),
+}
+"""What each kind of file is called, and the command that takes it."""
+
+
+def _demand_kind(tree: dict[str, Any], kind: type[Section], path: Path) -> None:
+    """Raise `ConfigError` for a file of the other kind. Its keys would be compared with those of the wrong one."""
+    other = SftConfig if kind is RunConfig else RunConfig
+    keys = tree.keys() - {"quick"}
+    if keys <= set(other.__struct_fields__) and not keys <= set(kind.__struct_fields__):
+        (right, _), (found, command) = _KINDS[kind], _KINDS[other]
+        raise ConfigError(f"{path} is {found}, not {right}. The command for it: {command.format(path)}")
 
 
 def _convert(tree: dict[str, Any], overrides: list[str], kind: type[T], path: Path) -> T:
