@@ -53,7 +53,7 @@ def add_commands(commands: Any) -> None:
         "Prints author, versions, digests and sizes, and what others have noted about the newest or the named version.",
         ("shoal env show ann/backwards --registry https://hub.example.org", ""),
     )  # fmt: skip
-    q.add_argument("name", metavar="NAME[@VERSION]")
+    q.add_argument("name", metavar="NAME[@VERSION]", help="OWNER/NAME, of its newest version if none is named")
     _registry_argument(q)
 
 
@@ -78,7 +78,7 @@ def _add_sharing(p: Any) -> None:
         ("shoal env install ann/backwards --registry https://hub.example.org", "the newest version"),
         ("shoal env install ann/backwards@0.1.0 --registry /srv/hub --yes", ""),
     )  # fmt: skip
-    q.add_argument("name", metavar="NAME[@VERSION]")
+    q.add_argument("name", metavar="NAME[@VERSION]", help="OWNER/NAME, of its newest version if none is named")
     _registry_argument(q)
     decides = q.add_mutually_exclusive_group()
     decides.add_argument("--yes", action="store_true", help="install without asking, and without install.toml")
@@ -104,7 +104,7 @@ def _add_sharing(p: Any) -> None:
         ("shoal env note ann/backwards@0.1.0 --registry /srv/hub --issue 'task 3 has no answer'", ""),
         ("shoal env note ann/backwards@0.1.0 --registry https://hub.example.org --good --out note.json", "send this file"),
     )  # fmt: skip
-    q.add_argument("name", metavar="NAME@VERSION")
+    q.add_argument("name", metavar="NAME@VERSION", help="OWNER/NAME@VERSION")
     q.add_argument("--registry", required=True, metavar="DIR", help="the registry's folder, or with --out also its URL")
     q.add_argument("--out", type=Path, metavar="FILE", help="write the note into this file, and not into the registry")
     said = q.add_mutually_exclusive_group(required=True)

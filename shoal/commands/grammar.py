@@ -59,8 +59,12 @@ def run_file_arguments(p: argparse.ArgumentParser) -> None:
     set_argument(p)
 
 
-def set_argument(p: argparse.ArgumentParser) -> None:
-    help_text = "override a key of the run file, such as workers.count=3; may be repeated"
+def source_argument(p: argparse.ArgumentParser, name: str = "source") -> None:
+    p.add_argument(name, metavar="RUN_DIR_OR_URL", help="a run's folder, or its URL, such as http://host:8470")
+
+
+def set_argument(p: argparse.ArgumentParser, file: str = "run file", example: str = "workers.count=3") -> None:
+    help_text = f"override a key of the {file}, such as {example}; may be repeated"
     p.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=help_text)
 
 

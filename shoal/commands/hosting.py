@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.commands.grammar import add_command, port, run_file_arguments
+from shoal.commands.grammar import add_command, port, run_file_arguments, source_argument
 from shoal.commands.process import demand_torch
 from shoal.terminal import say
 
@@ -59,7 +59,7 @@ def add_commands(commands: Any) -> None:
         ("shoal admin rotate-publisher runs/wordle --root /media/stick/root.key", "the trainer's key has leaked"),
     )  # fmt: skip
     p.add_argument("action", choices=("pause", "resume", "drain", "kick", "admit", "rotate-publisher"))
-    p.add_argument("run", metavar="RUN_DIR_OR_URL")
+    source_argument(p, "run")
     p.add_argument("node", nargs="?", default="", metavar="NODE", help="for kick and admit: its key, or a node's name")
     p.add_argument("--key", type=Path, metavar="FILE", help="the run's key (default: RUN_DIR/keys/run.key)")
     p.add_argument(

@@ -8,7 +8,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from shoal.commands.grammar import add_command, add_group, positive
+from shoal.commands.grammar import add_command, add_group, positive, source_argument
 from shoal.commands.process import EXIT_NO, cores
 
 
@@ -21,7 +21,7 @@ def add_commands(commands: Any) -> None:
         ("shoal ledger verify runs/wordle", ""), ("shoal ledger verify http://host:8470", "anyone may"),
         ("shoal ledger verify http://host:8470 --receipts mine.jsonl --receipts yours.jsonl", "finds a forked log"),
     )  # fmt: skip
-    q.add_argument("source", metavar="RUN_DIR_OR_URL")
+    source_argument(q)
     help_text = "a worker's receipts.jsonl, all of which this log must hold; may be repeated"
     q.add_argument("--receipts", type=Path, action="append", default=[], metavar="FILE", help=help_text)
     _add_max_memory(q, "a URL's log")
@@ -30,7 +30,7 @@ def add_commands(commands: Any) -> None:
         ("shoal ledger show runs/wordle --tail 20", ""),
         ("shoal ledger show runs/wordle --kind decision", "one kind"),
     )  # fmt: skip
-    q.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    q.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a run's folder")
     q.add_argument("--kind", default="", help="only events of this kind")
     q.add_argument("--tail", type=positive, default=0, metavar="N", help="only the last N")
     _add_audit(commands)
@@ -50,7 +50,7 @@ def _add_audit(commands: Any) -> None:
         ("shoal audit http://host:8470 --sample 20", "drawn on this machine, so the host cannot foresee which"),
         ("shoal audit http://host:8470 --evidence ~/.shoal", "compare what a node kept with the log"),
     )  # fmt: skip
-    p.add_argument("source", metavar="RUN_DIR_OR_URL")
+    source_argument(p)
     which = p.add_mutually_exclusive_group(required=True)
     which.add_argument("--rollout", default="", metavar="ID", help="VERSION/SLOT/INDEX or VERSION/SLOT")
     which.add_argument("--sample", type=positive, default=0, metavar="N", help="this many groups, drawn at random")
@@ -78,7 +78,9 @@ def _add_credits(commands: Any) -> None:
         ("shoal credits http://host:8470 worker-1 --statement mine.json", "signed by the run"),
         ("shoal credits verify mine.json --log runs/wordle", ""),
     )  # fmt: skip
-    p.add_argument("source", metavar="RUN_DIR_OR_URL", help="or the word `verify`, to check a statement")
+    p.add_argument(
+        "source", metavar="RUN_DIR_OR_URL", help="a run's folder or its URL; or `verify`, to check a statement"
+    )
     p.add_argument("node", nargs="?", default="", metavar="NODE", help="a node; after `verify`, the statement's file")
     p.add_argument("--statement", type=Path, metavar="FILE", help="write the node's signed balance there")
     p.add_argument("--log", default="", metavar="RUN_DIR_OR_URL", help="for verify: the log that it must agree with")

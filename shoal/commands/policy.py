@@ -42,9 +42,11 @@ def add_commands(commands: Any) -> None:
         ("shoal sft recipes/wordle-skill.toml --out recipes/wordle-skill", "the demo's start, first half: the game"),
         ("shoal sft recipes/wordle-start.toml --out runs/start", "second half, which needs the first: bad habits"),
     )  # fmt: skip
-    p.add_argument("recipe", type=Path, metavar="RECIPE")
-    p.add_argument("--out", type=Path, required=True, metavar="DIR")
-    set_argument(p)
+    p.add_argument(
+        "recipe", type=Path, metavar="RECIPE", help="a recipe of this command, such as recipes/wordle-start.toml"
+    )
+    p.add_argument("--out", type=Path, required=True, metavar="DIR", help="where to write the checkpoint")
+    set_argument(p, "recipe", "steps=100")
 
     p = add_command(
         commands, "calibrate", calibrate, "measure how much honest work may differ",
@@ -56,7 +58,7 @@ def add_commands(commands: Any) -> None:
         ("shoal calibrate recipes/wordle.toml --save here.played", "on one machine"),
         ("shoal calibrate recipes/wordle.toml --with here.played", "on another: recompute what the first one played"),
     )  # fmt: skip
-    p.add_argument("recipe", type=Path, metavar="RUN_FILE")
+    p.add_argument("recipe", type=Path, metavar="RUN_FILE", help="a run file, such as recipes/wordle.toml")
     p.add_argument("--episodes", type=positive, default=512, metavar="N", help="rollouts to play (default: 512)")
     p.add_argument("--safety", type=float, default=2.0, metavar="X", help="bounds are X times the noise (default: 2)")
     p.add_argument(
