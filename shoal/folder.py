@@ -290,7 +290,9 @@ def _with_absolute_paths(config: RunConfig, recipe_dir: Path) -> RunConfig:
     if policy.path:
         path = (recipe_dir / policy.path).resolve()
         if not path.is_dir():
-            raise ConfigError(f"policy.path = {policy.path}: no directory at {path}")
+            raise ConfigError(
+                f"policy.path = {policy.path}: no directory at {path}. Give one with a Hugging Face model"
+            )
         policy = msgspec.structs.replace(policy, path=str(path))
     for env in config.envs:
         if is_path(env.name):

@@ -21,15 +21,15 @@ def report(found: Forecast, machines: Machines) -> str:
     lines = [
         f"version    {amount(sizes.version)} whole{patch}; {count(sizes.parameters)} parameters",
         f"memory     a worker {amount(sizes.worker_memory)}, a validator {amount(sizes.validator_memory)}{exact}; the "
-        f"trainer {amount(sizes.trainer_memory)} and its activations",
+        f"trainer {amount(sizes.trainer_memory)} and its activations; each beside Python and torch",
         f"disk       a worker {amount(sizes.worker_disk)}; the host {amount(sizes.host_disk)}",
         f"broadcast  {duration(found.fetch_s)} until {who} a version{' by its patch' if has_patches(setting) else ''}, "
         "loaded, if all fetch at once",
     ]
-    stands = (
+    stuck = (
         "step       the run does not go on with these machines: see the notes, or give more time with rollouts.lease_s"
     )
-    lines += _simulated(found.outcome) if found.outcome else [stands]
+    lines += _simulated(found.outcome) if found.outcome else [stuck]
     lines.append(f"needed     {_needed(found, machines)}")
     lines += [f"note       {note}" for note in _notes(found)]
     lines += [f"assumed    {what}" for what in found.assumed]
@@ -52,16 +52,16 @@ def _needed(found: Forecast, machines: Machines) -> str:
     kind = f"of {count(found.setting.workers[0].tokens_per_s)} tokens/s and {link(machines.downlink)}"
     if found.setting.rules.max_staleness == 0:
         return "the trainer waits while workers play, however many there are: rollouts.max_staleness is 0"
-    if found.needed is None:
-        by_rule = "none by ECHO-2's rule, because a version takes too much of a step to fetch"
-    else:
-        by_rule = f"at least {found.needed} by ECHO-2's rule"
+    why_none = "because a version takes too much of a step to fetch"
+    by_rule = f"at least {found.needed} by ECHO-2's rule" if found.needed else f"none by ECHO-2's rule, {why_none}"
     if found.enough is not None:
         who = f"1 worker {kind} keeps" if found.enough == 1 else f"{found.enough} workers {kind} keep"
         return f"{who} the trainer busy in the simulation; {by_rule}"
     if found.tried:
         return f"up to {found.tried} workers {kind} do not keep the trainer busy in the simulation; {by_rule}"
-    return f"workers {kind} that keep the trainer busy: {by_rule}"
+    if found.needed is None:
+        return f"no number of workers {kind} keeps the trainer busy, by ECHO-2's rule, {why_none}"
+    return f"{found.needed} or more workers {kind} keep the trainer busy, by ECHO-2's rule"
 
 
 def _notes(found: Forecast) -> Iterator[str]:
@@ -129,7 +129,8 @@ def summary(found: Forecast, machines: Machines) -> str:
     """Two lines for somebody who starts a run; a third one if its disk quota is too small."""
     setting, note = found.setting, _quota_note(found)
     return (
-        f"Plan: a version has {amount(fetched_bytes(setting))} to fetch; a worker with {link(machines.downlink)} needs "
-        f"{amount(found.sizes.worker_memory)} of memory and {amount(found.sizes.worker_disk)} of disk.\n"
-        f"By assumed speeds, {_needed(found, machines)}. More: shoal plan." + (f"\nBut {note}." if note else "")
+        f"Plan: a worker fetches {amount(fetched_bytes(setting))} for each version, and needs "
+        f"{amount(found.sizes.worker_memory)} of memory beside Python and torch, and {amount(found.sizes.worker_disk)} of "
+        f"disk.\nWith assumed speeds, {_needed(found, machines)}. More: shoal plan."
+        + (f"\nBut {note}." if note else "")
     )
