@@ -22,8 +22,8 @@ CONTROL_STOPS = "control"
 within turns. Changing breaks: replay of every log that names no rule."""
 
 MODEL_STOPS = "model"
-"""In runs with this rule, the tokens end a turn with which the model was trained to end it. Changing breaks: every older
-node."""
+"""In runs with this rule, a turn ends at the tokens with which the model was trained to end it. Changing breaks: every
+older node."""
 
 MAIN_STREAM = "main"
 """The stream of policy versions in a run that trains one policy. Changing breaks: every log."""
