@@ -69,7 +69,7 @@ class SharedVersions:
         """All chunks that its manifest names, in order."""
         self._held: dict[str, set[str]] = {}
         self._patches: OrderedDict[Path, int] = OrderedDict()
-        """Sizes of the files of patches, those that came first first."""
+        """Sizes of the files of patches, oldest first."""
         self._latest: Manifest | None = None
         self._content = ""
         shutil.rmtree(folder / PATCHES, ignore_errors=True)

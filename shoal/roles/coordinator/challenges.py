@@ -34,12 +34,12 @@ OFFERS_PER_S, OFFERS_BURST = 0.1, 30
 """Offers of unknown URLs from one address: that of a lab, or of a proxy in front of the host."""
 
 ASK_AGAIN_S = 600.0
-"""A URL, and a network address, that did not prove itself is not asked again sooner."""
+"""Least time between two challenges of a URL, or of a network address, that did not prove itself."""
 
 CHALLENGE_S, CHALLENGE_BYTES = 5.0, 1024
 
 OFFER_AGAIN_S = 60.0
-"""A relay repeats its offer so often."""
+"""How often a relay repeats its offer."""
 
 FORGOTTEN_S = 900.0
 """An offer that is not repeated loses its turn."""
@@ -51,7 +51,7 @@ WAIT_S = 10.0
 """An offer for which there is no place is repeated after so long, or later."""
 
 MOST_REASON_CHARS = 300
-"""Of why a URL is not listed, so much is told."""
+"""Longest reason that is told for not listing a URL."""
 
 REMEMBERED = 4096
 """URLs and addresses whose last challenge is remembered."""

@@ -30,18 +30,18 @@ MOST_OF_AN_ADDRESS = 4
 """Relays listed at one network address, but for this machine itself."""
 
 TOLD = 20
-"""A client is told of so many at random."""
+"""Relays that a client is told of, drawn at random."""
 
 CHALLENGES_PER_S = 1.0
 """Of all URLs together."""
 
 LAPSES_S = 900.0
-"""A relay that does not repeat its offer for so long is not listed any more."""
+"""A relay that does not repeat its offer within this time is no longer listed."""
 
 PROBE_EVERY_S, PROBE_BYTES, PROBE_S = 15.0, 64 << 10, 10.0
 
 MOST_WRONG, MOST_FAILED = 2, 5
-"""A relay is dropped after so many wrong answers, or so many in a row that did not come."""
+"""A relay is dropped after this many wrong answers, or after this many missing answers in a row."""
 
 
 @dataclass

@@ -29,17 +29,18 @@ LOOK_EVERY_S = 2.0
 """Time between two looks at the run."""
 
 LIST_WHILE_FILLING_S, LIST_AT_LEAST_EVERY_S = 10.0, 600.0
-"""Time between two questions for other relays while chunks are missing. It doubles with each that began the transfer anew,
-until the next version: relays may come and go without end."""
+"""Time between two questions for other relays while chunks are missing. It doubles each time new relays restart a transfer,
+until the next version: else relays that come and go could restart it without end."""
 
 MOST_FRESH = 64
 """Versions that workers may sample with; a host that names more is served no further back."""
 
 MANIFESTS_BYTES = 64 << 20
-"""Of all manifests together; in memory they take some three times as much. Older versions are not served beyond it."""
+"""Limit on all manifests together, which take some three times as much in memory. Older versions beyond it are not
+served."""
 
 READ_AGAIN_S = 60.0
-"""A manifest that has expired is not asked for again sooner."""
+"""Least time between two questions for a manifest that has expired."""
 
 REST_S = 10.0
 """After a fetch that failed."""

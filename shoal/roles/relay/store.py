@@ -23,16 +23,17 @@ from shoal.weights.pieces import StoredPiece, sized_chunks, take_up_parts
 from shoal.weights.relays import holdings_of
 
 IN_HAND_BYTES = 32 << 20
-"""Of the disk, so much is left for chunks that are not whole yet."""
+"""This much of the disk is left for chunks that are not whole yet."""
 
 BLOCK_BYTES = 4096
 """A file takes whole blocks of the disk, however small it is."""
 
 MOST_HELD = 1 << 19
-"""Chunks, each of which also takes some 250 bytes of memory. So each counts as at least such a part of the disk."""
+"""Limit on the number of chunks, because each takes some 250 bytes of memory: each counts as at least this part of the
+disk limit."""
 
 KEPT_MANIFESTS, MOST_NAMES = 64, 1 << 20
-"""Manifests of which clients may ask what is here, and the chunks that these name together."""
+"""Limits on the manifests about which clients may ask what is here, and on the chunks that these name together."""
 
 
 class ChunkStore:
@@ -125,7 +126,7 @@ class ChunkStore:
         self.held[name] = size
 
     def _make_room(self, need_bytes: int, wanted: Iterable[str]) -> None:
-        """Delete chunks that are not wanted, those that came first first."""
+        """Delete chunks that are not wanted, oldest first."""
         over_bytes = self._used_bytes() + need_bytes - self._max_bytes
         over_bytes = max(over_bytes, need_bytes - self._free_bytes())
         for name in [name for name in list(self.held) if name not in wanted]:  # guard: bounded-disk
