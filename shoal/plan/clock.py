@@ -14,7 +14,7 @@ class Clock:
         self._order, self._later = itertools.count(), list[tuple[float, int, Callable[[], None]]]()
 
     def after(self, wait_s: float, then: Callable[[], None]) -> None:
-        """Let something happen in so many seconds; what was said first comes first."""
+        """Let something happen after this time; of two things at the same time, the first that was planned comes first."""
         heapq.heappush(self._later, (self.now + wait_s, next(self._order), then))
 
     def next_at(self) -> float:

@@ -47,10 +47,10 @@ BUSY_SHARE = 0.05
 """A trainer that waits for at most this share of its time is busy."""
 
 MOST_WORKERS = 400
-"""More are not simulated: it takes too long."""
+"""Most workers that are simulated: more take too long."""
 
 MOST_TIMES = 4.0
-"""So many times the workers that would be enough if nothing ever waited are tried, and not more."""
+"""At most this many times the workers that would be enough if nothing ever waited are tried."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What the user of `shoal plan` says of machines and links, with what is taken if nothing is said.
+"""What the user of `shoal plan` says about machines and links, and the defaults.
 
 Read by `forecast` and by the command line, whose options have the names and defaults of these fields. It imports nothing,
 so that help is quick.
