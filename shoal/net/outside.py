@@ -33,7 +33,7 @@ def checked_url(text: str) -> httpx.URL:
     except (httpx.InvalidURL, ValueError) as error:
         raise PeerError(f"{text!r} is not a URL ({error}): write it as {FORM}") from None
     if url.scheme not in ("http", "https") or not url.host:
-        raise PeerError(f"{text!r} is not of the web: write it as {FORM}")
+        raise PeerError(f"{text!r} is not a web address: write it as {FORM}")
     if url.userinfo or url.query or url.fragment or "@" in text:  # guard: plain-url
         raise PeerError(f"{text!r} has a user, a query or a fragment: write it as {FORM}")
     demand_port(port)

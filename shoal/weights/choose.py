@@ -37,7 +37,7 @@ WRONG_CHUNKS = 2
 """A source that sent so many wrong chunks is never asked again. The first may have been damaged on the way."""
 
 SPARE_AFTER_S = 5.0
-"""A source is spared no longer when none of a lower rank has sent anything for this long."""
+"""A source is no longer spared when no source of a lower rank has sent anything for this long."""
 
 SPARE_GAIN = 2.0
 """Nor, after the same time, when it is believed to be this many times as fast as all of lower ranks together. Otherwise

@@ -194,7 +194,7 @@ class _Fetch:
         self._store, self._shared = store, shared
         self._keep, self._max_bytes, self._in_use = keep, max_bytes, in_use
         self._known: dict[int, Manifest | None] = {}
-        """Manifests of earlier versions; None if they could not be had."""
+        """Manifests of earlier versions; None for those that could not be fetched."""
         self._too_long: ManifestError | None = None
         """Why an earlier version is not fetched, if it is larger than this node takes."""
 
@@ -232,7 +232,7 @@ class _Fetch:
                 "node: allow more (--max-memory, --max-disk), or leave the run",
             )
         nothing = NothingYet(
-            f"version {asked.version} is published as patches, and no version that they begin at can be had here: try "
+            f"version {asked.version} is published as patches, and no version that they start from could be fetched: try "
             "again later, or use another source"
         )
         raise problem or self._too_long or nothing

@@ -17,7 +17,7 @@ LIAR_S = 3600.0
 another one afterwards."""
 
 LONGEST_S = 7 * 86_400.0
-"""It is left out no longer than this."""
+"""Longest time for which a source is left out."""
 
 FORGET_S = 86_400.0
 """A wrong chunk is forgotten after this time, or this long after a source was left out for the last time."""

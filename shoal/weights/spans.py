@@ -1,7 +1,7 @@
 """Bytes of a file on this machine that are to be in another file, too.
 
-Called by `publish`, `pieces` and `stock`. A chunk of the trainer's that is a whole file gets a second name, and is not
-copied: it is never written to.
+Called by `publish`, `pieces` and `stock`. A chunk that is a whole file of the trainer's is not copied, but gets a second
+name: nobody writes to the file again.
 """
 
 import os
@@ -28,13 +28,13 @@ def copy_span(span: Span, target: Path) -> None:
         except FileExistsError:
             raise
         except OSError:
-            pass  # another disk, or one that knows one name only
+            pass  # it is on another disk, or the disk knows no second names
     with target.open("xb", buffering=0) as file:
         append_span(span, file.fileno())
 
 
 def append_span(span: Span, target: int) -> None:
-    """Write the bytes of a span to an open file, where it stands. Raises OSError, also if the source is too short."""
+    """Write the bytes of a span to an open file, at its position. Raises OSError, also if the source is too short."""
     buffer, left = memoryview(bytearray(min(span.size, _COPY_BYTES))), span.size
     with span.path.open("rb", buffering=0) as file:
         file.seek(span.start)
