@@ -15,7 +15,7 @@ from shoal.protocol.relays import sign_proof
 from shoal.protocol.types import RelayOffer, RelayProof
 from shoal.protocol.wire import WireError, from_json, to_json
 from shoal.roles.coordinator import challenges, relays
-from shoal.roles.coordinator.relays import RelayBook
+from shoal.roles.coordinator.relays import RelayList
 from shoal.weights.sources import HttpSource
 
 RUN = "r" * 32
@@ -40,7 +40,7 @@ class Internet:
     def __post_init__(self):
         self.monkeypatch.setattr(outside, "addresses_of", self.addresses_of)
         self.monkeypatch.setattr(outside, "ask", self.ask)
-        self.book = RelayBook(
+        self.book = RelayList(
             RUN, lambda: self.now, self.sample, may_be_inside=self.may_be_inside, rng=random.Random(0)
         )
 

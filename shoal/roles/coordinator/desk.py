@@ -35,7 +35,7 @@ from shoal.protocol.sizes import turn_answer_bytes, turn_bytes
 from shoal.protocol.wire import WireError, digest, from_msgpack, to_msgpack
 from shoal.roles.coordinator.kept import Kept
 from shoal.roles.coordinator.public import origin_of
-from shoal.roles.coordinator.relays import RelayBook
+from shoal.roles.coordinator.relays import RelayList
 from shoal.roles.coordinator.stage import StageDoor
 
 FULL = "the host's disk quota is used up ({} MB, storage.quota_mb)"
@@ -55,7 +55,7 @@ class Desk:
         self.slot_links = SecretChain(secret, SLOT_CHAIN).links()
         self.audit_links = SecretChain(secret, AUDIT_CHAIN).links()
         self.kept = Kept(self.blobs, book, config.storage, folder.chunks)
-        self.relays = RelayBook(book.state.run, clock, self.kept.public_piece, may_be_inside=not config.host.public_url)
+        self.relays = RelayList(book.state.run, clock, self.kept.public_piece, may_be_inside=not config.host.public_url)
         self.publishing = asyncio.Lock()
         """Versions are taken one at a time: a trainer's request may outlive the trainer."""
         self.stage = StageDoor(folder.stage_address, key, book.state.run)

@@ -56,7 +56,7 @@ class Listed:
     failed: int = 0
 
 
-class RelayBook:
+class RelayList:
     """The relays of a run."""
 
     def __init__(
