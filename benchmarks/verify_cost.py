@@ -169,7 +169,7 @@ def seeded_sampling(size: str, vocabulary: int, repeats: int) -> dict[str, float
         engine.forget([request.rollout for request in requests])
 
     def decode_multinomial() -> None:
-        with patch("shoal.engine.local._write_some", _write_some_multinomial):
+        with patch("shoal.engine.writing._write_some", _write_some_multinomial):
             decode()
 
     words_N4, positions_N = torch.zeros(batch, 4, dtype=torch.int64), torch.arange(batch)

@@ -165,3 +165,8 @@ def _attention_bias(cache: Cache, start: int, C: int, G: int, K: int) -> Tensor 
         return future
     holes = holes_BS[:, None, :S].repeat_interleave(K, 0)
     return holes if future is None else holes + future
+
+
+def logprobs_of(scaled_xV: Tensor, tokens_x: Tensor) -> Tensor:
+    """Log-softmax at the given tokens, [...], of logits that are divided by the temperature."""
+    return scaled_xV.log_softmax(-1).gather(-1, tokens_x.unsqueeze(-1)).squeeze(-1)

@@ -1,0 +1,66 @@
+"""Scoring written conversations: log-probs and replay gaps of the policy's tokens, after one prefill.
+
+Called by the local engine. It makes the noise of the seeds again, and does not know who sampled.
+
+Axes: B rows (conversations), C tokens of a row, N tokens to be scored, P those of one conversation, D width,
+V vocabulary.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from shoal.algos.gumbel import gumbel, seed_words
+from shoal.engine.base import Score, ScoreRequest
+from shoal.engine.decoder import Decoder, logprobs_of
+from shoal.engine.reading import by_length
+
+SCORED_VALUES = 1 << 22
+"""Number of logits and noise values held at a time when scoring."""
+
+
+def score_parts(requests: Sequence[ScoreRequest], device: str) -> list[list[int]]:
+    """Rows to prefill together. A group's rollouts have a prefill of their own, which computes their opening once."""
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for row, request in enumerate(requests):
+        alike.setdefault(tuple(request.token_ids[: min(request.policy_positions, default=1)]), []).append(row)
+    families = [rows for rows in alike.values() if len(rows) > 1]
+    families.append([rows[0] for rows in alike.values() if len(rows) == 1])
+    return [
+        [rows[index] for index in part]
+        for rows in families
+        for part in by_length([requests[row].token_ids for row in rows], device)
+    ]
+
+
+def score_rows(
+    decoder: Decoder, requests: list[ScoreRequest], hidden_BCD: Tensor, temperature: float, want_hidden: bool
+) -> list[Score]:
+    """Scores of prefilled conversations. The hidden state at t - 1 predicts token t."""
+    counts = [len(request.policy_positions) for request in requests]
+    rows_N = torch.repeat_interleave(torch.tensor(counts))
+    positions_N = torch.tensor([t for request in requests for t in request.policy_positions], dtype=torch.int64)
+    tokens_N = torch.tensor([request.token_ids[t] for request in requests for t in request.policy_positions])
+    words_B4 = seed_words([request.seed for request in requests])
+    rows_N, positions_N, tokens_N, words_B4 = (
+        x.to(decoder.device) for x in (rows_N, positions_N, tokens_N.to(torch.int64), words_B4)
+    )
+    hidden_ND = hidden_BCD[rows_N, positions_N - 1]
+    logprobs, gaps, largest = [torch.empty(0)], [torch.empty(0)], [torch.empty(0)]
+    for n in torch.arange(len(rows_N), device=decoder.device).split(max(1, SCORED_VALUES // decoder.spec.vocab_size)):
+        scaled_NV = decoder.logits(hidden_ND[n]).div_(temperature)
+        largest.append(torch.maximum(scaled_NV.amax(-1), -scaled_NV.amin(-1)).cpu())
+        noisy_NV = scaled_NV + gumbel(words_B4[rows_N[n]], positions_N[n], decoder.spec.vocab_size)
+        logprobs.append(logprobs_of(scaled_NV, tokens_N[n]).cpu())
+        gaps.append((noisy_NV.amax(-1) - noisy_NV.gather(-1, tokens_N[n, None]).squeeze(-1)).cpu())
+    hidden = hidden_ND.float().cpu().split(counts) if want_hidden else [None] * len(counts)
+    return [
+        Score(logprobs_P.numpy(), gaps_P.numpy(), None if hidden_PD is None else hidden_PD.numpy(), largest_P.numpy())
+        for logprobs_P, gaps_P, hidden_PD, largest_P in zip(
+            *(torch.cat(parts).split(counts) for parts in (logprobs, gaps)),
+            hidden,
+            torch.cat(largest).split(counts),
+            strict=True,
+        )
+    ]
