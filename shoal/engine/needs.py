@@ -10,9 +10,7 @@ All results are bytes.
 import math
 from dataclasses import dataclass
 
-from shoal.engine.reading import PREFILL_TOKENS
-from shoal.engine.scoring import SCORED_VALUES
-from shoal.engine.writing import NOISE_VALUES
+from shoal.engine.held import NOISE_VALUES, PREFILL_TOKENS, SCORED_VALUES
 from shoal.policy.spec import PolicySpec
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "int8": 4}

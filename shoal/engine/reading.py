@@ -13,9 +13,7 @@ import torch
 from torch import Tensor
 
 from shoal.engine.decoder import Cache, Copy, Decoder
-
-PREFILL_TOKENS = {"cpu": 1024, "cuda": 16384}
-"""Padded tokens of one prefill: as many as fit a CPU's cache, or fill a GPU."""
+from shoal.engine.held import PREFILL_TOKENS
 
 
 def read_openings(decoder: Decoder, openings: list[list[int]], room: int) -> Cache:

@@ -14,10 +14,8 @@ from torch import Tensor
 from shoal.algos.gumbel import gumbel, seed_words
 from shoal.engine.base import Score, ScoreRequest
 from shoal.engine.decoder import Decoder, logprobs_of
+from shoal.engine.held import SCORED_VALUES
 from shoal.engine.reading import by_length
-
-SCORED_VALUES = 1 << 22
-"""Number of logits and noise values held at a time when scoring."""
 
 
 def score_parts(requests: Sequence[ScoreRequest], device: str) -> list[list[int]]:

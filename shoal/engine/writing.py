@@ -15,10 +15,7 @@ from torch import Tensor
 from shoal.algos.gumbel import gumbel, seed_words
 from shoal.engine.base import Request
 from shoal.engine.decoder import Cache, Decoder, logprobs_of
-
-NOISE_VALUES = 1 << 15
-"""Noise values made, and logits kept, at a time in a turn: enough to spread the cost of small operations, but little to
-throw away if the turn ends early."""
+from shoal.engine.held import NOISE_VALUES
 
 
 def write(

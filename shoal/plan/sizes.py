@@ -1,16 +1,17 @@
 """What a run takes in memory, on disk and for each version, by its run file alone.
 
-Used by `forecast`. All results are bytes. A worker's memory is that of the embedded engine, which `engine/needs` knows.
+Used by `forecast`. All results are bytes. A worker's memory is that of the embedded engine, as `engine/needs` has it.
 """
 
-import contextlib
 import math
 from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.config import RunConfig
+from shoal.engine.needs import Needs
 from shoal.errors import ConfigError, ShoalError
 from shoal.policy.spec import PolicySpec
+from shoal.policy.tiny import tiny_spec
 from shoal.protocol.needs import may_be_patched
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
@@ -62,15 +63,10 @@ def sizes_of(config: RunConfig, recipe_dir: Path, parameters: float = 0.0, patch
     share = patch_share if patch_share >= 0 else PATCH_SHARE
     patch = share * version if may_be_patched(config.policy.dtype) else 0.0
     play = check = version * (2 if config.sampled_dtype == "int8" and config.policy.dtype == "bfloat16" else 1)
-    exact = False
     if spec is not None:
-        with contextlib.suppress(ModuleNotFoundError):  # without torch: the weights alone
-            from shoal.engine.needs import Needs
-
-            needs, r, longest = Needs(spec, config.sampled_dtype), config.rollouts, config.sampling.max_tokens
-            play = max(float(needs.load()), float(needs.loaded + needs.play(r.block_rollouts, longest)))
-            check = max(play, float(needs.loaded + needs.score(r.block_rollouts * longest, longest, hidden=True)))
-            exact = True
+        needs, r, longest = Needs(spec, config.sampled_dtype), config.rollouts, config.sampling.max_tokens
+        play = max(float(needs.load()), float(needs.loaded + needs.play(r.block_rollouts, longest)))
+        check = max(play, float(needs.loaded + needs.score(r.block_rollouts * longest, longest, hidden=True)))
     stored, needed = _blobs(config, version, patch)
     kept = 1 + config.steps // config.storage.checkpoint_every
     judged = config.rollouts.max_staleness + KEPT_VERSIONS + 1
@@ -82,7 +78,7 @@ def sizes_of(config: RunConfig, recipe_dir: Path, parameters: float = 0.0, patch
         parameters=count, version=version, patch=patch, worker_memory=play, validator_memory=check,
         trainer_memory=count * TRAINER_BYTES + version, worker_disk=(KEPT_VERSIONS + 1) * version,
         host_disk=stored + (kept + of_nodes + publishing) * version + 2 * count * STATE_BYTES,
-        needed_blobs=needed, is_exact=exact,
+        needed_blobs=needed, is_exact=spec is not None,
     )  # fmt: skip
 
 
@@ -108,6 +104,4 @@ def spec_of(config: RunConfig, recipe_dir: Path) -> PolicySpec:
             return PolicySpec.from_directory((recipe_dir / config.policy.path).resolve())
         except ShoalError as error:
             raise ConfigError(f"{error} To plan without the model: --parameters, such as 7e9") from None
-    from shoal.policy.tiny import tiny_spec  # imports torch
-
     return tiny_spec(config.policy.tiny)

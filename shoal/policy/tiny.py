@@ -1,20 +1,25 @@
 """Make a tiny policy from scratch: weights from a seed, and a tokenizer of 64 characters with a chat template.
 
 Called by `shoal run`, `shoal sft`, tests and benchmarks. It does not train: the policies that it makes play at chance.
+Torch is imported late, because the shape alone is asked for where there is none.
 """
 
 import dataclasses
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from shoal.config import TinyPolicy
 from shoal.errors import ConfigError
 from shoal.policy.files import save_policy
-from shoal.policy.model import Transformer
 from shoal.policy.spec import PolicySpec, write_json
+
+if TYPE_CHECKING:
+    import torch
+
+    from shoal.policy.model import Transformer
 
 SPECIALS = ("<|pad|>", "<|unk|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
 """Token ids 0 to 5. A policy cannot spell one letter by letter, because `|` is not in the vocabulary."""
@@ -40,6 +45,8 @@ def make_tiny(tiny: TinyPolicy, directory: Path, seed: int, dtype: str) -> None:
 
     dtype is float32 or bfloat16. Raises `ConfigError` if the numbers do not match each other.
     """
+    from shoal.policy.model import Transformer
+
     model = Transformer(dataclasses.replace(tiny_spec(tiny), turn_ends=TURN_ENDS))
     initialise(model, seed)
     with tempfile.TemporaryDirectory() as scratch:
@@ -78,20 +85,22 @@ def tiny_spec(tiny: TinyPolicy) -> PolicySpec:
     )
 
 
-@torch.no_grad()
-def initialise(model: Transformer, seed: int) -> None:
+def initialise(model: "Transformer", seed: int) -> None:
     """Fill every parameter: norms 1, biases 0, matrices normal with the deviation from `_deviation`."""
+    import torch
+
     generator = torch.Generator().manual_seed(seed % 2**63)
-    for name, parameter in model.named_parameters():
-        if name.endswith("bias"):
-            parameter.zero_()
-        elif parameter.dim() == 1:
-            parameter.fill_(1.0)
-        else:
-            parameter.normal_(0.0, _deviation(name, parameter, model.spec), generator=generator)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.zero_()
+            elif parameter.dim() == 1:
+                parameter.fill_(1.0)
+            else:
+                parameter.normal_(0.0, _deviation(name, parameter, model.spec), generator=generator)
 
 
-def _deviation(name: str, weight: torch.Tensor, spec: PolicySpec) -> float:
+def _deviation(name: str, weight: "torch.Tensor", spec: PolicySpec) -> float:
     """1/sqrt(inputs) for matrices, divided by sqrt(2·layers) if they write to the residual stream; 0.02 for the others."""
     if "layers" not in name:
         return 0.02
