@@ -144,11 +144,12 @@ class Policy:
         max_tokens: int = 0,
         samples: int = 2,
         threads: int = 0,
+        device: str = "auto",
     ) -> Evaluation:
         """Play sampled episodes on held-out tasks: the figures of `shoal eval` with the same arguments.
 
         `env` is a built-in environment or a .py file. `max_tokens` 0 means 512, or the policy's longest sequence if
-        that is shorter. `threads` 0 means all cores. Raises `ShoalError`.
+        that is shorter. `threads` 0 means all cores. `device` is cpu, cuda, mps or auto. Raises `ShoalError`.
         """
         from shoal.envs.load import load_env
         from shoal.roles.evaluate import figures_of
@@ -156,7 +157,7 @@ class Policy:
         sampling = eval_sampling(temperature, max_turn_tokens, max_tokens, self.max_positions)
         with _threads_of_torch_kept():
             game = load_env(env, dict(env_args or {}))
-            return figures_of(self.path, game, episodes, seed, samples, sampling, threads or _cores())
+            return figures_of(self.path, game, episodes, seed, samples, sampling, threads or _cores(), device=device)
 
 
 def open_recipe(path: str | PathLike[str], quick: bool, changes: Mapping[str, Setting]) -> Run:

@@ -32,7 +32,8 @@ COMMANDS = (
     "doctor", "admin", "relay", "plan", "key new", "key show",
 )  # fmt: skip
 
-START = Path(__file__).parents[1] / "recipes" / "arithmetic-start"
+RECIPES = Path(__file__).parents[1] / "recipes"
+START = RECIPES / "arithmetic-start"
 
 MY_ENV = '''
 """Say hello."""
@@ -245,6 +246,32 @@ def test_exit_codes(
     assert run_main(monkeypatch, ["doctor"], fail) == code
     said = capsys.readouterr().err
     assert said.count("\n") == (code == 2) and (code != 2 or said.startswith("error: "))
+
+
+@pytest.mark.parametrize("command", [
+    ["join", "http://127.0.0.1:9"], ["validate", "http://127.0.0.1:9"], ["audit", "http://127.0.0.1:9", "--all"],
+    ["eval", str(START), "--env", "arithmetic"], ["calibrate", str(RECIPES / "wordle.toml")],
+], ids=lambda command: command[0])  # fmt: skip
+def test_a_gpu_that_is_not_there_is_refused_in_one_line(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setenv("SHOAL_HOME", str(tmp_path))
+    assert cli.main([*command, "--device", "cuda"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: device cuda: torch") and said.count("\n") == 1
+
+
+@pytest.mark.parametrize("section", ["train", "workers", "validators"])
+def test_a_run_that_asks_for_a_gpu_that_is_not_there_begins_nothing(
+    section: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("torch.backends.mps.is_available", lambda: False)
+    recipe, out = str(RECIPES / "wordle.toml"), tmp_path / "out"
+    assert cli.main(["run", recipe, "--out", str(out), "--set", f"{section}.device=mps"]) == 2
+    assert "error: device mps" in capsys.readouterr().err and not out.exists()
+    assert cli.main(["run", recipe, "--out", str(out), "--set", f"{section}.device=tpu"]) == 2
+    assert f"{section}.device" in capsys.readouterr().err
 
 
 def test_a_role_that_cannot_reach_another_exits_with_the_code_to_try_again(monkeypatch: pytest.MonkeyPatch) -> None:

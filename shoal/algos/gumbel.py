@@ -18,8 +18,8 @@ from torch import Tensor
 
 from shoal.algos.philox import LOW, M0, M1, ROUNDS, W0, W1, philox
 
-_PIECE_VALUES = 1 << 16
-"""Values made at a time: as many as fit a CPU's cache during the rounds."""
+_PIECE_VALUES, _GPU_PIECE_VALUES = 1 << 16, 1 << 22
+"""Values made at a time: as many as fit a CPU's cache during the rounds, or fill a GPU."""
 
 
 def seed_words(seeds: Sequence[bytes]) -> Tensor:
@@ -34,9 +34,13 @@ def gumbel(words_N4: Tensor, positions_N: Tensor, vocabulary: int) -> Tensor:
     words_N4: int64[N, 4] from `seed_words`. positions_N: int64[N], absolute indices. The noise does not depend on how
     tokens are divided into calls.
     """
-    rows = max(1, _PIECE_VALUES // vocabulary)
+    device = words_N4.device
+    if device.type == "mps":  # which has no float64
+        words_N4, positions_N = words_N4.cpu(), positions_N.cpu()
+    held = _PIECE_VALUES if words_N4.device.type == "cpu" else _GPU_PIECE_VALUES
+    rows = max(1, held // vocabulary)
     pieces = zip(words_N4.split(rows), positions_N.split(rows), strict=True)
-    return torch.cat([_piece(words, positions, vocabulary) for words, positions in pieces])
+    return torch.cat([_piece(words, positions, vocabulary) for words, positions in pieces]).to(device)
 
 
 def _piece(words_N4: Tensor, positions_N: Tensor, vocabulary: int) -> Tensor:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from shoal.commands.process import EXIT_USER_ERROR
+from shoal.policy.device import AUTO, DEVICES
 
 
 class Parser(argparse.ArgumentParser):
@@ -66,6 +67,13 @@ def source_argument(p: argparse.ArgumentParser, name: str = "source") -> None:
 def set_argument(p: argparse.ArgumentParser, file: str = "run file", example: str = "workers.count=3") -> None:
     help_text = f"override a key of the {file}, such as {example}; may be repeated"
     p.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=help_text)
+
+
+def device_argument(p: argparse.ArgumentParser) -> None:
+    help_text = (
+        "what computes: the CPU, a GPU with CUDA, or the GPU of a Mac; auto takes CUDA if it is there (default: auto)"
+    )
+    p.add_argument("--device", choices=DEVICES, default=AUTO, help=help_text)
 
 
 def env_arguments(p: argparse.ArgumentParser, name: str) -> None:

@@ -97,7 +97,10 @@ def _launch(args: argparse.Namespace, overrides: list[str], quick: bool, with_wo
     from shoal.launch.hosting import invitation
     from shoal.launch.local import launch, locked
     from shoal.launch.rotation import take_root
+    from shoal.policy.device import demand_device
 
+    for section in (config.train, config.workers, config.validators):
+        demand_device(section.device)
     out = args.out or Path("runs") / config.name
     with locked(out) as lock_fd:
         RunFolder(out).prepare(config, args.recipe.parent, for_others=not with_workers, repeatable=is_repeatable)

@@ -8,7 +8,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from shoal.commands.grammar import add_command, add_group, positive, source_argument
+from shoal.commands.grammar import add_command, add_group, device_argument, positive, source_argument
 from shoal.commands.process import EXIT_NO, cores
 
 
@@ -62,6 +62,7 @@ def _add_audit(commands: Any) -> None:
     which.add_argument("--evidence", type=Path, action="append", default=[], metavar="DIR", help=help_text)
     p.add_argument("--seed", type=int, metavar="N", help="draw the sample of an earlier audit again")
     p.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: all)")
+    device_argument(p)
     _add_max_memory(p, "a URL's log or a policy")
     help_text = "run environment files that the run names: its host's code, so read it first"
     p.add_argument("--own-files", action="store_true", help=help_text)
@@ -108,7 +109,7 @@ def audit(args: argparse.Namespace) -> int:
     from shoal.roles import auditor
 
     choice = auditor.Choice(args.rollout, args.sample, args.seed, tuple(args.evidence))
-    return auditor.audit(args.source, choice, args.threads or cores(), args.own_files, args.max_memory)
+    return auditor.audit(args.source, choice, args.threads or cores(), args.own_files, args.max_memory, args.device)
 
 
 def credits(args: argparse.Namespace) -> int:

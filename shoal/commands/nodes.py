@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.commands.consent import packages_of
-from shoal.commands.grammar import add_command, port, positive, reachable_url, url_argument
+from shoal.commands.grammar import add_command, device_argument, port, positive, reachable_url, url_argument
 from shoal.commands.process import cores, demand_torch, log_to_stderr
 from shoal.errors import ConfigError
 
@@ -27,6 +27,7 @@ def add_commands(commands: Any) -> None:
     )  # fmt: skip
     url_argument(p)
     p.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: all)")
+    device_argument(p)
     _add_limits(p)
     _add_sharing(p)
     p.add_argument("--name", default="", help="this worker's name in the host's table (default: this machine's name)")
@@ -38,6 +39,7 @@ def add_commands(commands: Any) -> None:
     )  # fmt: skip
     url_argument(p)
     p.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: all)")
+    device_argument(p)
     _add_limits(p)
     _add_sharing(p)
     p.add_argument("--home", type=Path, metavar="DIR", help="where key and weights are kept (default: ~/.shoal)")
@@ -107,7 +109,7 @@ def join(args: argparse.Namespace) -> None:
     with _home(args) as home:
         worker.main(
             args.url, home, args.threads or cores(), args.max_memory, args.name, max_disk_mb=args.max_disk,
-            packages=packages_of(args.url), share_port=_share_port(args), share_url=args.share_url,
+            packages=packages_of(args.url), share_port=_share_port(args), share_url=args.share_url, device=args.device,
         )  # fmt: skip
 
 
@@ -119,7 +121,7 @@ def validate(args: argparse.Namespace) -> None:
     with _home(args) as home:
         validator.main(
             args.url, home, args.threads or cores(), max_disk_mb=args.max_disk, max_memory_mb=args.max_memory,
-            packages=packages_of(args.url), share_port=_share_port(args), share_url=args.share_url,
+            packages=packages_of(args.url), share_port=_share_port(args), share_url=args.share_url, device=args.device,
         )  # fmt: skip
 
 

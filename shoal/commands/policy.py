@@ -8,7 +8,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from shoal.commands.grammar import add_command, env_arguments, positive, set_argument
+from shoal.commands.grammar import add_command, device_argument, env_arguments, positive, set_argument
 from shoal.commands.process import cores, log_to_stderr
 
 
@@ -30,6 +30,7 @@ def add_commands(commands: Any) -> None:
     help_text = "of an episode (default: 512, or the policy's longest sequence if that is shorter)"
     p.add_argument("--max-tokens", type=positive, default=0, metavar="N", help=help_text)
     p.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: all)")
+    device_argument(p)
     p.add_argument("--json", action="store_true", help="print the figures as JSON")
     p.add_argument("--out", type=Path, metavar="FILE", help="write the figures there instead")
     p.add_argument(
@@ -60,6 +61,7 @@ def add_commands(commands: Any) -> None:
     )  # fmt: skip
     p.add_argument("recipe", type=Path, metavar="RUN_FILE", help="a run file, such as recipes/wordle.toml")
     p.add_argument("--episodes", type=positive, default=512, metavar="N", help="rollouts to play (default: 512)")
+    device_argument(p)
     p.add_argument("--safety", type=float, default=2.0, metavar="X", help="bounds are X times the noise (default: 2)")
     p.add_argument(
         "--write", action="store_true", help="write the bounds into the run file; its other lines stay as they are"
@@ -79,7 +81,7 @@ def evaluate(args: argparse.Namespace) -> None:
 
     role.main(
         args.checkpoint, args.env, args.env_args, args.episodes, args.seed, args.samples, sampling, args.out,
-        args.json, args.threads or cores(), args.note,
+        args.json, args.threads or cores(), args.note, args.device,
     )  # fmt: skip
 
 
@@ -93,4 +95,4 @@ def sft(args: argparse.Namespace) -> None:
 def calibrate(args: argparse.Namespace) -> None:
     from shoal.roles import calibrate as role
 
-    role.main(args.recipe, args.set, args.episodes, args.safety, args.write, args.save, args.others)
+    role.main(args.recipe, args.set, args.episodes, args.safety, args.write, args.save, args.others, args.device)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.commands.process import log_to_stderr
+from shoal.policy.device import CPU
 
 
 def add_commands(commands: Any) -> None:
@@ -22,6 +23,7 @@ def add_commands(commands: Any) -> None:
         p.add_argument(flag, default="")
     p.add_argument("--name", dest="node_name", default="")
     p.add_argument("--threads", type=int, default=1)
+    p.add_argument("--device", default=CPU)
     p.add_argument("--one-in", type=int, default=1)
     p.add_argument("--own-files", action="store_true")
 
@@ -53,11 +55,13 @@ def role(args: argparse.Namespace) -> None:
     elif args.name == "validator":
         from shoal.roles import validator
 
-        validator.main(args.url, args.home, args.threads, args.key, args.own_files)
+        validator.main(args.url, args.home, args.threads, args.key, args.own_files, device=args.device)
     elif args.name == "worker":
         from shoal.roles import worker
 
-        worker.main(args.url, args.home, args.threads, 0, args.node_name, args.cheat, args.own_files)
+        worker.main(
+            args.url, args.home, args.threads, 0, args.node_name, args.cheat, args.own_files, device=args.device
+        )
     else:
         from shoal.roles import evaluate
 

@@ -233,8 +233,8 @@ def _bounds_fit(config: RunConfig) -> Iterator[tuple[bool, str]]:
 
 
 SAFE_TO_CHANGE = (
-    "steps", "workers", "validators", "host", "eval", "storage", "train.threads", "verify.quarantine_s",
-    "rollouts.lease_s", "rollouts.max_flat_groups", "envs.eval_episodes",
+    "steps", "workers", "validators", "host", "eval", "storage", "train.threads", "train.device",
+    "verify.quarantine_s", "rollouts.lease_s", "rollouts.max_flat_groups", "envs.eval_episodes",
 )  # fmt: skip
 """Keys (or whole sections) of a run file that may differ when a run is resumed."""
 

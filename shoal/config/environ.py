@@ -9,6 +9,9 @@ from pathlib import Path
 
 from shoal.errors import ConfigError
 
+CUBLAS_WORKSPACE = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+"""Without its own workspace for each stream, cuBLAS gives the same product different bits."""
+
 
 def node_home() -> Path:
     """Where this machine's node key is kept: $SHOAL_HOME, or ~/.shoal."""
@@ -21,7 +24,13 @@ def child_environment(threads: int) -> dict[str, str]:
     A role has one thread for the event loop and one that computes. With a heap for each, both would keep freed tensors.
     """
     pinned = {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
-    return os.environ | pinned | {"OMP_WAIT_POLICY": "PASSIVE", "MALLOC_ARENA_MAX": "1", "PYTHONUNBUFFERED": "1"}
+    waiting = {"OMP_WAIT_POLICY": "PASSIVE", "MALLOC_ARENA_MAX": "1", "PYTHONUNBUFFERED": "1"}
+    return os.environ | pinned | waiting | dict([CUBLAS_WORKSPACE])
+
+
+def repeatable_cuda() -> None:
+    """In a process that no launcher started: as `child_environment`. cuBLAS reads it when it makes its first product."""
+    os.environ.setdefault(*CUBLAS_WORKSPACE)
 
 
 def secret_named(name: str) -> str:

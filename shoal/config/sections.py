@@ -19,6 +19,9 @@ from shoal.protocol.difficulty import Difficulty
 from shoal.protocol.types import Bounds, Sampling
 from shoal.tree import Section
 
+Device = Literal["cpu", "cuda", "mps", "auto"]
+"""As `policy.device` takes it."""
+
 
 class TinyPolicy(Section, frozen=True):
     """A model made from scratch, when `policy.path` is empty."""
@@ -124,6 +127,8 @@ class TrainConfig(Section, frozen=True):
     far less memory. The weights get the same bits."""
     threads: int = 1
     """CPU threads of the trainer."""
+    device: Device = "cpu"
+    """What the trainer computes on: the CPU, a GPU with CUDA, or the GPU of a Mac; auto takes CUDA if it is there."""
 
 
 class BoundsConfig(Section, frozen=True):
@@ -195,6 +200,8 @@ class WorkersConfig(Section, frozen=True):
     """Further workers that cheat, to show that they are caught."""
     threads: int = 1
     """CPU threads of each."""
+    device: Device = "cpu"
+    """What each computes on, and the evaluations of the run; as `train.device`."""
 
 
 class ValidatorsConfig(Section, frozen=True):
@@ -205,6 +212,8 @@ class ValidatorsConfig(Section, frozen=True):
     a slash each need two that agree. So of exactly two, one that lies makes forging free."""
     threads: int = 1
     """CPU threads of each."""
+    device: Device = "cpu"
+    """What each computes on; as `train.device`."""
 
 
 class HostConfig(Section, frozen=True):

@@ -80,7 +80,9 @@ class Decoder:
     @torch.inference_mode()
     def __init__(self, model: Transformer, device: str) -> None:
         arranged = model.to(device).arranged(_contiguous)
-        self.weights = arranged._replace(head_DV=arranged.head_DV.contiguous())
+        # A GPU multiplies by a transposed matrix as fast, so a tied head need not be there twice.
+        shares = model.spec.tied and device != "cpu"
+        self.weights = arranged if shares else arranged._replace(head_DV=arranged.head_DV.contiguous())
         self.spec, self.dtype, self.device = model.spec, arranged.frame.embedding_VD.dtype, device
 
     def rope(self, positions: Tensor) -> Tensor:

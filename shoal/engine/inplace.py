@@ -120,10 +120,11 @@ class Change:
 
 
 def _places(decoder: Decoder) -> dict[str, list[_Place]]:
-    """Where each stored matrix is in a decoder. A tied embedding is there twice."""
+    """Where each stored matrix is in a decoder. A tied embedding is there twice, unless the head is a view of it."""
     weights, spec = decoder.weights, decoder.spec
     embedding, head = _Place(weights.frame.embedding_VD), _Place(weights.head_DV, _columns(weights.head_DV))
-    found = {"model.embed_tokens.weight": [embedding, head]}
+    is_view = weights.head_DV.data_ptr() == weights.frame.embedding_VD.data_ptr()
+    found = {"model.embed_tokens.weight": [embedding] if is_view else [embedding, head]}
     if not spec.tied:
         found = {"model.embed_tokens.weight": [embedding], "lm_head.weight": [head]}
     queries, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from shoal.engine.base import Engine
 from shoal.errors import StateError
+from shoal.policy.device import CPU, take_device
 from shoal.protocol import bounds
 
 
@@ -20,17 +21,19 @@ class EngineSpec:
     """float32 or bfloat16, of weights and products; int8, of the layers' matrices, with products in float32."""
     threads: int | None = None
     """Of this process; None leaves torch's choice."""
-    device: str = "cpu"
+    device: str = CPU
+    """One of `policy.device.DEVICES`."""
 
 
 def open_engine(spec: EngineSpec) -> Engine:
-    """An engine without a policy. Raises `StateError` for a kind or a dtype that this version of shoal does not have."""
+    """An engine without a policy. Raises `StateError` for a kind or a dtype that this version of shoal does not have, and
+    `ConfigError` for a device that this machine does not have."""
     if spec.dtype not in bounds.DTYPES:
         raise StateError(f"no engine computes in {spec.dtype!r}, only in {', '.join(bounds.DTYPES)}")
     match spec.kind:
         case bounds.LOCAL:
             from shoal.engine.local import LocalEngine  # imports torch, which only an opened engine needs
 
-            return LocalEngine(spec.threads, spec.dtype, spec.device)
+            return LocalEngine(spec.threads, spec.dtype, take_device(spec.device))
         case _:
             raise StateError(f"unknown kind of engine {spec.kind!r}: this version of shoal has only {bounds.LOCAL!r}")

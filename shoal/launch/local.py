@@ -174,6 +174,7 @@ class LocalRun:
         for i in range(config.validators.count):
             name, threads = f"validator-{i}", config.validators.threads
             where = ["--url", url, "--home", str(nodes / name), "--threads", str(threads), "--own-files"]
+            where += ["--device", config.validators.device]
             key_file = str(self._folder.keys / f"{name}.key")
             self._validators.append(self._role(name, threads, *where, "--key", key_file))
         if not self._with_workers:
@@ -184,6 +185,7 @@ class LocalRun:
         for name, cheat in honest + cheating:
             threads = config.workers.threads
             where = ["--url", url, "--home", str(nodes / name), "--threads", str(threads), "--own-files"]
+            where += ["--device", config.workers.device]
             self._workers.append(self._role(name, threads, *where, "--name", name, *cheat))
 
     def _evaluation(self, name: str, checkpoint: Path, out: Path, one_in: int) -> RoleProcess:

@@ -30,6 +30,7 @@ from shoal.hub.store import PackageStore
 from shoal.ledger.log.creation import creation_of
 from shoal.net.keys import load_or_make_key
 from shoal.policy.contained import Limits
+from shoal.policy.device import CPU, demand_device
 from shoal.policy.render import Renderer
 from shoal.protocol.constants import MODEL_STOPS
 from shoal.protocol.types import Sampling
@@ -54,12 +55,15 @@ def main(
     as_json: bool = False,
     threads: int = 1,
     note: str = "",
+    device: str = CPU,
 ) -> None:
     """Evaluate a checkpoint; write the figures to `out` if given, and print them as text or JSON otherwise. `note` is a
     registry's folder, where the solve rates are noted on the package that was played.
 
-    Raises `StateError` if the directory is not a checkpoint, `ConfigError` if the environment is unknown.
+    Raises `StateError` if the directory is not a checkpoint, `ConfigError` if the environment is unknown or the device is
+    not there.
     """
+    demand_device(device)
     game = load_env(env, env_args, partial(in_sandbox, tell=show))
     noted = _noted(env, note) if note else None
     shown = sys.stderr if sys.stderr.isatty() else None
@@ -68,7 +72,7 @@ def main(
         if shown:
             print(f"\r{done} of {episodes} episodes", end="" if done < episodes else "\n", file=shown, flush=True)
 
-    figures = figures_of(checkpoint, game, episodes, seed, samples, sampling, threads, progress)
+    figures = figures_of(checkpoint, game, episodes, seed, samples, sampling, threads, progress, device)
     if out is not None:
         write_atomically(out, msgspec.json.encode(figures))
     elif as_json:
@@ -109,9 +113,10 @@ def figures_of(
     sampling: Sampling,
     threads: int,
     progress: Callable[[int], None] = lambda done: None,
+    device: str = CPU,
 ) -> Evaluation:
     """Play the episodes; calls `progress` with how many are done. Raises as `main`."""
-    policy = _load(checkpoint, threads, contained(Limits()))
+    policy = _load(checkpoint, EngineSpec(threads=threads, device=device), contained(Limits()))
     return evaluate(policy.engine, policy.renderer, env, episodes, seed, sampling, samples, progress)
 
 
@@ -125,7 +130,8 @@ def for_run(run_dir: Path, checkpoint: Path, one_in: int, out: Path, threads: in
     config = folder.config()
     sampling, seed, samples = sampling_of(config), max(0, config.seed), config.eval.samples
     stops = creation_of(folder.log).sampling.stops if folder.log.exists() else MODEL_STOPS
-    policy = _load(checkpoint, threads, partial(Renderer.from_directory, stops=stops))
+    spec = EngineSpec(threads=threads, device=config.workers.device)
+    policy = _load(checkpoint, spec, partial(Renderer.from_directory, stops=stops))
     episodes = {env.label: config.eval_episodes(env) for env in config.envs}
     some = {label: min(most, max(MIN_EPISODES, most // one_in)) for label, most in episodes.items()}
     chosen = [env for env in config.envs if episodes[env.label]]
@@ -138,11 +144,11 @@ def for_run(run_dir: Path, checkpoint: Path, one_in: int, out: Path, threads: in
 
 
 def _load(
-    checkpoint: Path, threads: int, open_renderer: Callable[[Path], Renderer] = Renderer.from_directory
+    checkpoint: Path, spec: EngineSpec, open_renderer: Callable[[Path], Renderer] = Renderer.from_directory
 ) -> Loaded:
     if not (checkpoint / "config.json").is_file():
         raise StateError(f"{checkpoint} is not a checkpoint: give a directory with config.json, weights and tokenizer")
-    policy = Loaded(open_engine(EngineSpec(threads=threads)), open_renderer)
+    policy = Loaded(open_engine(spec), open_renderer)
     policy.load(checkpoint, 0)
     return policy
 

@@ -37,6 +37,9 @@ CONTAINER = Path("/sys/fs/cgroup")
 FULL = ("can't allocate memory", "can't start new thread", "could not create a primitive")
 """What torch and Python say when an allocation fails, beside `MemoryError`."""
 
+FULL_GPU = "out of memory"
+"""What torch says when an allocation on a GPU fails."""
+
 
 @dataclass(frozen=True)
 class Memory:
@@ -92,6 +95,11 @@ class Memory:
         try:
             yield
         except (MemoryError, RuntimeError) as error:
+            if FULL_GPU in str(error):
+                raise Overreach(
+                    f"{what} took more memory than the GPU has free: close what else uses it, work on the CPU (--device "
+                    "cpu), or leave this run"
+                ) from None
             if isinstance(error, RuntimeError) and not any(text in str(error) for text in FULL):
                 raise
             raise Overreach(

@@ -19,6 +19,7 @@ from shoal.folder import RunFolder
 from shoal.net.client import Client
 from shoal.net.keys import load_or_make_key
 from shoal.net.stopping import Stopping
+from shoal.policy.device import CPU, demand_device
 from shoal.proofs.context import Replayed, Tools
 from shoal.proofs.verify import verify_submission
 from shoal.protocol import types as t
@@ -44,15 +45,18 @@ def main(
     packages: Packages | None = None,
     share_port: int | None = None,
     share_url: str = "",
+    device: str = CPU,
 ) -> None:
     """Judge submissions of the run at `url` until it has ended and all are judged, or until told to stop.
 
-    Raises `PeerError` if the key is not admitted; it says what the host must type.
+    Raises `PeerError` if the key is not admitted; it says what the host must type. Raises `ConfigError` if the device is
+    not there.
     """
+    demand_device(device)
     key = load_or_make_key(key_file or home / "node.key")
 
     def make_engine(dtype: str) -> Engine:
-        return open_engine(EngineSpec(dtype=dtype, threads=threads))
+        return open_engine(EngineSpec(dtype=dtype, threads=threads, device=device))
 
     limit_mb = 0 if own_files else limit_of(max_memory_mb)
     make = make_engine if own_files else enforced(make_engine, limit_mb, threads)

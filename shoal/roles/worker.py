@@ -22,6 +22,7 @@ from shoal.errors import Overreach, PeerError, Superseded, Undecided
 from shoal.net.client import Client, PeerRefused
 from shoal.net.keys import load_or_make_key
 from shoal.net.stopping import Stopping
+from shoal.policy.device import CPU, demand_device
 from shoal.proofs.commit import commit, prove_activations
 from shoal.proofs.context import score_requests
 from shoal.protocol import types as t
@@ -64,16 +65,19 @@ def main(
     packages: Packages | None = None,
     share_port: int | None = None,
     share_url: str = "",
+    device: str = CPU,
 ) -> None:
     """Work for the run at `url` until it ends. At the first SIGINT or SIGTERM, finish the lease in hand and leave.
 
     `own_files` allows environments that are files on this machine; without it, only built-in ones and `packages` are
-    played, and the work stays within `max_memory_mb`. Raises `PeerError`, `StateError`.
+    played, and the work stays within `max_memory_mb`. Raises `PeerError`, `StateError`, and `ConfigError` if the device is
+    not there.
     """
+    demand_device(device)
     key = load_or_make_key(home / "node.key")
 
     def make_engine(dtype: str) -> Engine:
-        engine = open_engine(EngineSpec(dtype=dtype, threads=threads))
+        engine = open_engine(EngineSpec(dtype=dtype, threads=threads, device=device))
         return cheating(cheat, engine) if cheat else engine
 
     limit_mb = 0 if own_files else limit_of(max_memory_mb)

@@ -20,7 +20,13 @@ from shoal.train.rows import Row
 
 
 def with_own_denominators(
-    rows: Sequence[Row], published: Mapping[int, Path], *, dtype: str, temperature: float, microbatch_tokens: int
+    rows: Sequence[Row],
+    published: Mapping[int, Path],
+    *,
+    dtype: str,
+    temperature: float,
+    microbatch_tokens: int,
+    device: str = "cpu",
 ) -> list[Row]:
     """The rows with log-probs that this machine computed instead of those that their workers claimed.
 
@@ -33,7 +39,7 @@ def with_own_denominators(
         model = load_policy(published[version], torch.float32)
         if dtype == "int8":
             round_to_int8(model)
-        logp = logprobs_of(model, [rows[place] for place in places], temperature, microbatch_tokens)
+        logp = logprobs_of(model.to(device), [rows[place] for place in places], temperature, microbatch_tokens)
         own |= {
             place: replace(rows[place], behaviour_logp_P=logp_P) for place, logp_P in zip(places, logp, strict=True)
         }

@@ -8,7 +8,7 @@ Axes: B rows of a micro-batch, T input tokens, N policy tokens of a micro-batch.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
@@ -39,6 +39,13 @@ class MicroBatch:
     weight_N: Tensor
     families: tuple[Family, ...] | None = None
     """Of a flat micro-batch, whose `tokens_BT` is one row with these families in it; None if its rows are padded."""
+
+    def on(self, device: torch.device) -> "MicroBatch":
+        """The same micro-batch on the device of a model."""
+        if device.type == "cpu":
+            return self
+        moved = {f.name: getattr(self, f.name).to(device) for f in fields(self) if f.name != "families"}
+        return replace(self, **moved)
 
 
 def pack(rows: Sequence[Row], budget_tokens: int) -> list[list[int]]:

@@ -61,7 +61,8 @@ class Learner:
         objective: Objective | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`steps` is the length of the schedule; `objective` replaces the one that the config names."""
+        """It computes on the model's device. `steps` is the length of the schedule; `objective` replaces the one that the
+        config names."""
         self.model = model.float().train()
         self.model.recompute = config.recompute == "layers"
         self.config = config
@@ -71,6 +72,7 @@ class Learner:
         self._objective = objective or objective_of(config.algorithm)
         self._clock = clock
         self._parameters = dict(self.model.named_parameters())
+        self._device = self.model.head_weight().device
         self._optimiser = _adamw(self._parameters, config)
 
     def step(self, rows: Sequence[Row], version: int) -> dict[str, Any]:
@@ -164,7 +166,7 @@ class Learner:
         sums: Counter[str] = Counter()
         largest = 0.0
         for planned in packed:
-            figures, largest_here = self._accumulate(planned.build(rows), num_tokens)
+            figures, largest_here = self._accumulate(planned.build(rows).on(self._device), num_tokens)
             sums.update(figures)
             largest = max(largest, largest_here)
         loss = sums.pop("loss")
@@ -215,7 +217,7 @@ def _adamw(parameters: dict[str, torch.nn.Parameter], config: TrainConfig) -> to
     )
     for parameter in parameters.values():
         optimiser.state[parameter] = {
-            "step": torch.zeros((), dtype=torch.float32),
+            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
             "exp_avg": torch.zeros_like(parameter),
             "exp_avg_sq": torch.zeros_like(parameter),
         }

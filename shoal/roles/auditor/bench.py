@@ -6,6 +6,7 @@ loaded or scored that needs more memory than is allowed. It judges nothing.
 
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,9 +33,10 @@ class Bench:
     """What is needed to recompute groups: the log, the environments, and one version's weights at a time."""
 
     def __init__(
-        self, run: PublicRun, log: Audit, envs: Mapping[str, Env], threads: int, home: Path, max_memory_mb: int
+        self, run: PublicRun, log: Audit, envs: Mapping[str, Env], spec: EngineSpec, home: Path, max_memory_mb: int
     ) -> None:
-        self.run, self.log, self.envs, self.threads, self.home = run, log, envs, threads, home
+        """`spec` is of the engine, but for its dtype, which is the run's."""
+        self.run, self.log, self.envs, self.spec, self.home = run, log, envs, spec, home
         self._limit_mb = max_memory_mb or share_of_free_mb()
         self.state = log.state
         self._open_renderer = contained(Limits.within(self._limit_mb), self.state.sampling.stops)
@@ -61,7 +63,7 @@ class Bench:
         """An engine with a version's published weights; raises as `fetch_weights`."""
         directory = await fetch_weights(self.run, self.state, version, self.home)
         if self._policy is None:
-            engine = open_engine(EngineSpec(dtype=self.state.rules.dtype, threads=self.threads))
+            engine = open_engine(replace(self.spec, dtype=self.state.rules.dtype))
             self._policy = Loaded(engine, self._open_renderer)
         memory = self._room[0] if self._room else Memory.of(self._limit_mb)
         self._room = memory, needs_of(directory, self.state.rules.dtype)

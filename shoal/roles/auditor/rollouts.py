@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shoal.engine.base import Engine
+from shoal.engine.open import EngineSpec
 from shoal.envs.base import Env
 from shoal.envs.contained.client import Doubt
 from shoal.envs.contained.open import in_sandbox
@@ -27,6 +28,7 @@ from shoal.errors import ConfigError, NothingYet, Overreach, PeerError, StateErr
 from shoal.ledger.log.book import replay
 from shoal.ledger.log.verify import Audit
 from shoal.ledger.seeds import lease_of
+from shoal.policy.device import CPU, demand_device
 from shoal.proofs.disagreement import differences
 from shoal.proofs.verify import STOPPED, verify_submission
 from shoal.protocol import types as t
@@ -106,23 +108,26 @@ class Findings:
         return PARTLY if self.left_out or self.unclear else AGREE  # guard: partly-is-not-agreed
 
 
-def audit(source: str, choice: Choice, threads: int, own_files: bool, max_memory_mb: int = 0) -> int:
+def audit(source: str, choice: Choice, threads: int, own_files: bool, max_memory_mb: int = 0, device: str = CPU) -> int:
     """Audit rollouts of a run, print what was found, and return the exit code; raises as `examine`."""
-    findings = asyncio.run(examine(source, choice, threads, own_files, max_memory_mb))
+    findings = asyncio.run(examine(source, choice, threads, own_files, max_memory_mb, device))
     say("\n".join(summary(findings)))
     return findings.exit_code()
 
 
-async def examine(source: str, choice: Choice, threads: int, own_files: bool, max_memory_mb: int = 0) -> Findings:
+async def examine(
+    source: str, choice: Choice, threads: int, own_files: bool, max_memory_mb: int = 0, device: str = CPU
+) -> Findings:
     """Audit rollouts of the run in a folder or at a URL.
 
     `own_files` allows environments that are files: they are the host's code. `max_memory_mb` limits the log of a
     URL and the work with the model; 0 is half of what is free. Raises `ConfigError` if the chosen rollout is not in the
-    log, `StateError` if the log's chain is broken, `Overreach` if log or policy do not fit, `PeerError` if the coordinator
-    does not answer.
+    log or the device is not there, `StateError` if the log's chain is broken, `Overreach` if log or policy do not fit,
+    `PeerError` if the coordinator does not answer.
     """
+    demand_device(device)
     async with open_run(source, max_memory_mb) as run:
-        return await audit_rollouts(run, choice, threads, own_files, max_memory_mb)
+        return await audit_rollouts(run, choice, threads, own_files, max_memory_mb, device)
 
 
 def summary(found: Findings) -> list[str]:
@@ -150,7 +155,7 @@ def summary(found: Findings) -> list[str]:
 
 
 async def audit_rollouts(
-    run: PublicRun, choice: Choice, threads: int, own_files: bool, max_memory_mb: int = 0
+    run: PublicRun, choice: Choice, threads: int, own_files: bool, max_memory_mb: int = 0, device: str = CPU
 ) -> Findings:
     """Recompute the chosen groups and compare them with the log; raises as `examine`."""
     # The log is read after the evidence, which must not be newer. Its first event names the run's keys.
@@ -168,7 +173,8 @@ async def audit_rollouts(
     places = choose(log, choice, pile.bodies if choice.evidence else None)
     envs = _load_envs(log.state.envs, own_files)
     with tempfile.TemporaryDirectory(prefix="shoal-audit-") as home:
-        bench = Bench(run, log, envs, threads, Path(home), max_memory_mb)
+        spec = EngineSpec(threads=threads, device=device)
+        bench = Bench(run, log, envs, spec, Path(home), max_memory_mb)
         for version in sorted({place.version for place in places}):
             slots_by_submission = defaultdict(list)
             for place in places:

@@ -24,9 +24,10 @@ LOGITS_HELD = 1 << 22
 """Logits in memory at a time when entropies are computed."""
 
 
-def show_power(recording: Recording, policy: Path, bounds: Bounds) -> None:
+def show_power(recording: Recording, policy: Path, bounds: Bounds, device: str) -> None:
     """Print a line for each tenth of the tokens, and one for all."""
-    engine, requests = open_engine(EngineSpec(dtype=recording.dtype, threads=1)), recording.requests()
+    engine = open_engine(EngineSpec(dtype=recording.dtype, threads=1, device=device))
+    requests = recording.requests()
     engine.load(policy, 0)
     others = [request._replace(seed=domain_hash("another seed", request.seed)) for request in requests]
     scores = engine.score(others, recording.sampling.temperature, hidden=True)

@@ -43,11 +43,11 @@ class Setting(NamedTuple):
 SETTINGS = (*(Setting(threads, "whole") for threads in THREADS), *(Setting(1, shape) for shape in SHAPES[1:]))
 
 
-def measure(recordings: dict[str, Recording], policy: Path, dtype: str) -> Noise:
-    """Recompute all recordings in every setting with an engine of this dtype, and print a line for each."""
-    engine = open_engine(EngineSpec(dtype=dtype))
+def measure(recordings: dict[str, Recording], policy: Path, spec: EngineSpec) -> Noise:
+    """Recompute all recordings in every setting with such an engine, and print a line for each."""
+    engine = open_engine(spec)
     engine.load(policy, 0)
-    print(f"\nrecomputed in {dtype} on {machine(engine)}")
+    print(f"\nrecomputed in {spec.dtype} on {machine(engine)}")
     for name, recording in recordings.items():
         say(f"  {name}: played in {recording.dtype} on {recording.machine}")
     proven = any(part.proofs for recording in recordings.values() for part in recording.played)

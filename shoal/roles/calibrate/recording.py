@@ -18,6 +18,7 @@ from shoal.engine.open import EngineSpec, open_engine
 from shoal.envs.load import env_of
 from shoal.envs.play import play_block
 from shoal.errors import ConfigError, StateError
+from shoal.policy.device import CPU
 from shoal.policy.render import Renderer
 from shoal.proofs.commit import prove_activations
 from shoal.proofs.context import score_requests
@@ -64,14 +65,15 @@ class Recording(Message, frozen=True):
         return np.concatenate([rollout.logprobs_P() for rollout in self.rollouts()]).astype(np.float64)
 
 
-def play(config: RunConfig, policy: Path, episodes: int) -> Recording:
+def play(config: RunConfig, policy: Path, episodes: int, device: str = CPU) -> Recording:
     """Play at least `episodes` episodes, as whole blocks, with each number of threads in turn.
 
     Raises `ConfigError` if every prompt is so long that the policy cannot write anything.
     """
     sampling = sampling_of(config)
     envs = {env.label: env_of(env) for env in config.envs}
-    renderer, engine = Renderer.from_directory(policy), open_engine(EngineSpec(dtype=config.sampled_dtype))
+    renderer = Renderer.from_directory(policy)
+    engine = open_engine(EngineSpec(dtype=config.sampled_dtype, device=device))
     engine.load(policy, 0)
     size, num_blocks = config.rollouts.group_size, -(-episodes // config.rollouts.block_rollouts)
     played = []

@@ -11,8 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shoal.config import RunConfig, load_run
+from shoal.engine.open import EngineSpec
 from shoal.errors import ConfigError
 from shoal.folder import RunFolder, write_atomically
+from shoal.policy.device import CPU, demand_device
 from shoal.policy.tiny import make_tiny
 from shoal.proofs.rounding import propose, propose_activation_error
 from shoal.protocol.wire import to_msgpack
@@ -31,12 +33,14 @@ def main(
     write: bool = False,
     save: Path | None = None,
     others: Sequence[Path] = (),
+    device: str = CPU,
 ) -> None:
     """Measure and print the bounds; with `write`, also write them into the run file.
 
-    Raises `ConfigError` if the run file cannot be read or edited; `StateError` if a recording is of another policy, or
-    if no bound would let honest proofs of activations pass.
+    Raises `ConfigError` if the run file cannot be read or edited, or the device is not there; `StateError` if a recording
+    is of another policy, or if no bound would let honest proofs of activations pass.
     """
+    demand_device(device)
     if safety < 1:
         raise ConfigError(f"--safety is {safety}, at least 1 is needed: below 1, honest work is refused")
     with tempfile.TemporaryDirectory(prefix="shoal-calibrate-") as scratch:
@@ -44,20 +48,20 @@ def main(
         folder.prepare(load_run(run_file, overrides), run_file.parent)
         config = folder.config()
         policy = _policy(folder, config)
-        own = play(config, policy, episodes)
+        own = play(config, policy, episodes, device)
         recordings = {"here": own} | {path.name: read(path, config, policy) for path in others}
         if save is not None:
             write_atomically(save, to_msgpack(own))
             remark(f"wrote {save}: recompute it on another machine with --with")
         distinct = sum(len(recording.claimed_P()) for recording in recordings.values())
         noise = {
-            f"{own.dtype}/{dtype}": measure(recordings, policy, dtype)
+            f"{own.dtype}/{dtype}": measure(recordings, policy, EngineSpec(dtype=dtype, device=device))
             for dtype in dict.fromkeys((own.dtype, "float32"))
         }
         bounds = {
             pair: propose(of_pair, distinct, safety, coarse="bfloat16" in pair) for pair, of_pair in noise.items()
         }
-        show_power(own, policy, bounds[f"{own.dtype}/{own.dtype}"])
+        show_power(own, policy, bounds[f"{own.dtype}/{own.dtype}"], device)
     figures = [of_group for of_pair in noise.values() for of_group in of_pair.figures]
     found = tables_of(bounds, propose_activation_error(figures, safety) if figures else None)
     for name, values in found.items():

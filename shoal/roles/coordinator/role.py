@@ -157,6 +157,9 @@ def public_run_file(folder: RunFolder, config: RunConfig) -> dict[str, Any]:
     for name, default in (("packing", "padded"), ("recompute", "none")):
         if tree["train"][name] == default:
             del tree["train"][name]
+    for section in ("train", "workers", "validators"):
+        if tree[section]["device"] == "cpu":
+            del tree[section]["device"]
     if not config.sampling.max_rollout_tokens:
         del tree["sampling"]["max_rollout_tokens"]
     for env in tree["envs"]:  # a run whose workers play has the log that it had before hosts could

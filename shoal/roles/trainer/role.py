@@ -25,6 +25,7 @@ from shoal.metrics import MetricsLog
 from shoal.net.client import Client
 from shoal.net.keys import find_key, load_or_make_key
 from shoal.net.stopping import Stopping
+from shoal.policy.device import take_device
 from shoal.policy.files import Snapshot, load_policy
 from shoal.policy.model import Transformer
 from shoal.protocol import types as t
@@ -64,8 +65,11 @@ class Trainer:
     ) -> None:
         """`key` signs the manifests; the client signs with the same key."""
         self.folder, self.config, self.client = folder, config, client
+        self.device = take_device(config.train.device)
         model = load_policy(start_policy(folder, config), torch.float32)
-        self.learner = Learner(model, config.train, temperature=config.sampling.temperature, steps=config.steps)
+        self.learner = Learner(
+            model.to(self.device), config.train, temperature=config.sampling.temperature, steps=config.steps
+        )
         self.batches = BatchReader(config, client, model.spec.vocab_size, folder.scores)
         self.past = PastPolicies(folder, client)
         self.publisher = Publisher(folder, config, client, key, clock)
@@ -138,7 +142,7 @@ class Trainer:
         return version
 
     async def _join(self) -> None:
-        join = t.Join("trainer", "trainer", 0.0, f"torch-{torch.__version__}", "float32", "cpu")
+        join = t.Join("trainer", "trainer", 0.0, f"torch-{torch.__version__}", "float32", self.device)
         await self.client.post_json("/v1/nodes", join, t.NodeState)
 
     def _take_key(self) -> bool:
@@ -218,7 +222,7 @@ class Trainer:
         published = await self.past.directories((row.version for row in rows), self.info)
         own = await asyncio.to_thread(
             with_own_denominators, rows, published, dtype=rules.dtype, temperature=self.learner.temperature,
-            microbatch_tokens=self.config.train.microbatch_tokens,
+            microbatch_tokens=self.config.train.microbatch_tokens, device=self.device,
         )  # fmt: skip
         return own, {"denominators_s": time.perf_counter() - began}
 

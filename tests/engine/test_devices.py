@@ -1,0 +1,77 @@
+"""The engine computes on the device that was asked for, and nowhere else."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from shoal.engine.base import Request, ScoreRequest
+from shoal.engine.decoder import Decoder
+from shoal.engine.held import PREFILL_TOKENS
+from shoal.engine.local import LocalEngine
+from shoal.policy.device import AUTO, DEVICES
+from shoal.policy.model import Transformer
+from shoal.policy.spec import PolicySpec
+from tests.engine.test_inplace import rollouts, same, versions
+from tests.one_device import MixedDevices, OneDevice, values_are_zeros
+
+SPEC = PolicySpec("qwen3", 32, 2, 4, 2, 8, 64, 100, 512, 1e4, 1e-6, True, (0,))
+SEED = b"device" + bytes(26)
+
+
+@pytest.fixture
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalEngine]:
+    """An engine on a device that is not the CPU."""
+    monkeypatch.setitem(PREFILL_TOKENS, "meta", 64)
+    engine = LocalEngine(device="meta")
+    engine._loaded, engine.version = Decoder(Transformer(SPEC), "meta"), 0
+    with values_are_zeros(monkeypatch):
+        yield engine
+
+
+def test_turns_and_scores_stay_on_the_device(elsewhere: LocalEngine) -> None:
+    requests = [Request(str(i), [1, 2, 3, *[i] * i], SEED, 5, frozenset({1, 7})) for i in range(3)]
+    for _ in range(2):  # the second turn goes on from the cache
+        turns = elsewhere.extend(requests, 0.7)
+        requests = [
+            one._replace(token_ids=[*one.token_ids, *turn.token_ids, 3])
+            for one, turn in zip(requests, turns, strict=True)
+        ]
+    elsewhere.extend(requests[:2], 1.0)  # a row has left the batch
+    scores = elsewhere.score([ScoreRequest(one.token_ids, [2, 3], SEED) for one in requests], 1.0, hidden=True)
+    assert [score.gaps_P.shape for score in scores] == [(2,)] * 3
+    assert elsewhere.facts.device == "meta"
+
+
+def test_every_device_has_a_size_of_prefill() -> None:
+    assert PREFILL_TOKENS.keys() == set(DEVICES) - {AUTO}
+
+
+@pytest.mark.parametrize(("device", "copied"), [("cpu", True), ("meta", False)])
+def test_a_tied_head_is_there_once_on_a_gpu_and_twice_on_a_cpu(device: str, copied: bool) -> None:
+    """A view of the embedding is not contiguous."""
+    assert Decoder(Transformer(SPEC), device).weights.head_DV.is_contiguous() == copied
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_weights_with_a_shared_head_are_changed_in_place(tied: bool, tmp_path: Path, monkeypatch) -> None:
+    """`cpu:0` is the CPU by a name for which the head is shared, as on a GPU."""
+    monkeypatch.setattr("shoal.engine.inplace.LARGE_BYTES", 0)
+    before, after = versions(tmp_path, tied=tied)
+    changed, loaded = (LocalEngine(threads=1, dtype="bfloat16", device="cpu:0") for _ in range(2))
+    changed.load(before, 0)
+    loaded.load(after, 1)
+    assert changed._loaded is not None and changed._loaded.weights.head_DV.is_contiguous() != tied
+    assert changed.change(before, after, 1, lambda directory: True) and same(changed, loaded)
+    assert rollouts(changed)[0] == rollouts(loaded)[0]
+
+
+@pytest.mark.parametrize("mix", [
+    lambda a, b: a + b, lambda a, b: a @ b, lambda a, b: torch.cat([a, b]), lambda a, b: a.index_select(0, b[0].long()),
+])  # fmt: skip
+def test_mixed_devices_are_noticed(mix: Callable[[Tensor, Tensor], Tensor]) -> None:
+    a, b = torch.zeros(2, 2), torch.zeros(2, 2, device="meta")
+    with OneDevice(), pytest.raises(MixedDevices):
+        mix(a, b)
