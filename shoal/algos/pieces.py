@@ -8,11 +8,13 @@ figures up to rounding.
 Axes: N tokens, n tokens of a piece, D width, V vocabulary.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from shoal.algos.entropy import entropy_of, gradient_of_logits, logprob_and_entropy
 
@@ -30,6 +32,35 @@ def logprob_and_entropy_of(
         return logprob_and_entropy(_logits(hidden_ND, head_VD, temperature), o_N)
     logp_N, H_N = _InPieces.apply(hidden_ND, head_VD, o_N, temperature, rows)
     return logp_N, H_N
+
+
+def in_pieces(
+    hidden_ND: Tensor,
+    head_VD: Tensor | None,
+    after: Callable[[Tensor], Tensor] | None,
+    o_N: Tensor,
+    *,
+    temperature: float,
+    held_values: int,
+) -> tuple[Tensor, Tensor]:
+    """The same where `after` turns hidden @ head into logits, or where the hidden states are logits already.
+
+    A piece's logits are computed again by autograd, so `after` may have parameters of its own.
+    """
+
+    def of_piece(hidden_nD: Tensor, o_n: Tensor) -> tuple[Tensor, Tensor]:
+        logits_nV = hidden_nD if head_VD is None else F.linear(hidden_nD, head_VD)
+        logits_nV = (logits_nV if after is None else after(logits_nV)).to(_wide(logits_nV))
+        return logprob_and_entropy(logits_nV if temperature == 1.0 else logits_nV / temperature, o_n)
+
+    rows = max(1, held_values // len(hidden_ND[0] if head_VD is None else head_VD))
+    if len(hidden_ND) <= rows:
+        return of_piece(hidden_ND, o_N)
+    pieces = [
+        checkpoint(of_piece, hidden_nD, o_n, use_reentrant=False, preserve_rng_state=False)
+        for hidden_nD, o_n in zip(hidden_ND.split(rows), o_N.split(rows), strict=True)
+    ]
+    return torch.cat([logp_n for logp_n, _ in pieces]), torch.cat([H_n for _, H_n in pieces])
 
 
 def _logits(hidden_nD: Tensor, head_VD: Tensor, temperature: float) -> Tensor:

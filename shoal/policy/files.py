@@ -29,6 +29,7 @@ from shoal.protocol.constants import MAX_SAFETENSORS_HEADER_BYTES, MAX_TENSORS
 if TYPE_CHECKING:
     import torch
 
+    from shoal.policy.base import PolicyModel
     from shoal.policy.model import Transformer
 
 WEIGHTS = "model.safetensors"
@@ -119,22 +120,23 @@ def map_policy(directory: Path, spec: PolicySpec) -> dict[str, MappedTensor]:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A policy as it is published: its tensors in their dtype, which a model no longer changes."""
+    """A policy as it is published: its tensors in their dtype, which a model no longer changes; see `base.Published`."""
 
-    spec: PolicySpec
     dtype: str
     tensors: "dict[str, torch.Tensor]"
+    files: Mapping[str, Any]
+    weights: str
 
 
-def snapshot(model: "Transformer", dtype: str) -> Snapshot:
+def snapshot(model: "PolicyModel", dtype: str) -> Snapshot:
     """A copy of a model's weights in `dtype` (float32 or bfloat16), so that it can be written while the model learns on."""
-    target = _torch_dtype(dtype)
-    tensors = {name: p.detach().to("cpu", target, copy=True) for name, p in model.named_parameters()}
-    return Snapshot(model.spec, dtype, tensors)
+    target, published = _torch_dtype(dtype), model.published()
+    tensors = {name: p.detach().to("cpu", target, copy=True) for name, p in published.tensors.items()}
+    return Snapshot(dtype, tensors, published.files, published.weights)
 
 
 def save_policy(
-    policy: "Transformer | Snapshot",
+    policy: "PolicyModel | Snapshot",
     directory: Path,
     dtype: str,
     tokenizer_from: Path | None = None,
@@ -151,13 +153,12 @@ def save_policy(
 
     directory = Path(directory)
     assert not isinstance(policy, Snapshot) or policy.dtype == dtype, f"the snapshot is {policy.dtype}"
-    weights: Mapping[str, torch.Tensor]
-    weights = policy.tensors if isinstance(policy, Snapshot) else dict(policy.named_parameters())
+    published = policy if isinstance(policy, Snapshot) else policy.published()
     try:
         with replaced_folder(directory, durable=durable) as scratch:
-            _write_weights(weights, scratch, _torch_dtype(dtype), shard_bytes)
-            write_json(scratch / "config.json", policy.spec.to_hf() | {"dtype": dtype})
-            write_json(scratch / "generation_config.json", _generation_config(policy.spec))
+            _write_weights(published.tensors, scratch / published.weights, _torch_dtype(dtype), shard_bytes)
+            for name, content in published.files.items():
+                write_json(scratch / name, content | {"dtype": dtype} if name == "config.json" else content)
             for name in TOKENIZER_FILES:
                 if tokenizer_from is not None and (Path(tokenizer_from) / name).exists():
                     shutil.copyfile(Path(tokenizer_from) / name, scratch / name)
@@ -260,21 +261,23 @@ def _decode(data: bytes, kind: Any, path: Path) -> Any:
 
 
 def _write_weights(
-    parameters: "Mapping[str, torch.Tensor]", directory: Path, dtype: "torch.dtype", shard_bytes: int
+    parameters: "Mapping[str, torch.Tensor]", path: Path, dtype: "torch.dtype", shard_bytes: int
 ) -> None:
-    """Write the weights as one file, or as shards with their index. Only one shard is copied in memory at a time."""
+    """Write the weights as the file `path`, or as shards with their index. Only one shard is copied in memory at a time."""
     from safetensors.torch import save_file
 
     shards = _shards({name: p.numel() * dtype.itemsize for name, p in parameters.items()}, shard_bytes)
     count = len(shards)
-    files = [WEIGHTS] if count == 1 else [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
+    files = (
+        [path.name] if count == 1 else [f"{path.stem}-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
+    )
     for file, names in zip(files, shards, strict=True):
         tensors = {name: parameters[name].detach().to("cpu", dtype).contiguous() for name in names}
-        save_file(tensors, directory / file, metadata={"format": "pt"})
+        save_file(tensors, path.parent / file, metadata={"format": "pt"})
     if count > 1:
         places = {name: file for file, names in zip(files, shards, strict=True) for name in names}
         total = sum(p.numel() for p in parameters.values()) * dtype.itemsize
-        write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
+        write_json(path.parent / f"{path.name}.index.json", {"metadata": {"total_size": total}, "weight_map": places})
 
 
 def _shards(sizes_bytes: dict[str, int], shard_bytes: int) -> list[list[str]]:
@@ -358,10 +361,3 @@ def _hash_range(stored: StoredTensor) -> str:
             h.update(data)
             left -= len(data)
     return h.hexdigest()
-
-
-def _generation_config(spec: PolicySpec) -> dict[str, Any]:
-    config = spec.to_hf() | ({"eos_token_id": list(spec.turn_ends)} if spec.turn_ends else {})
-    return {"do_sample": True, "temperature": 1.0} | {
-        key: config[key] for key in ("eos_token_id", "pad_token_id", "bos_token_id") if config[key] is not None
-    }

@@ -12,13 +12,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from shoal.policy.base import Published
 from shoal.policy.layers import Body, Frame, LayerWeights, Weights, hidden_states, wide
 from shoal.policy.packed import Family, packed_hidden_states
 from shoal.policy.spec import PolicySpec
 
 
 class Transformer(nn.Module):
-    """Llama, Qwen2 or Qwen3, as its spec says. `state_dict` is the checkpoint (without `lm_head.weight` if tied)."""
+    """Llama, Qwen2 or Qwen3, as its spec says. `state_dict` is the checkpoint (without `lm_head.weight` if tied).
+
+    A `base.PolicyModel`.
+    """
+
+    after_head = None
 
     def __init__(self, spec: PolicySpec, dtype: torch.dtype = torch.float32) -> None:
         """Allocate without initialising: `files.load_policy` or `tiny.make_tiny` fill in the values."""
@@ -40,6 +46,10 @@ class Transformer(nn.Module):
             return hidden_states(tokens_BT, frame, self._through)
         return packed_hidden_states(tokens_BT[0], families, frame, self._through)[None]
 
+    def hidden(self, tokens_BT: Tensor, families: Sequence[Family] | None = None) -> Tensor:
+        """See `forward`."""
+        return self(tokens_BT, families)  # type: ignore[no-any-return]
+
     def logits(self, hidden_xD: Tensor) -> Tensor:
         """Logits over the vocabulary, [..., V], for chosen hidden states. The head is expensive, so choose first."""
         return F.linear(hidden_xD, self.head_weight())
@@ -47,6 +57,15 @@ class Transformer(nn.Module):
     def head_weight(self) -> Tensor:
         """The output head, [V, D]: the embedding itself if they are tied."""
         return self.model.embed_tokens.weight if self.spec.tied else self.lm_head.weight
+
+    def trainable(self) -> dict[str, nn.Parameter]:
+        """All parameters, by name."""
+        return dict(self.named_parameters())
+
+    def published(self) -> Published:
+        """The policy as its files have it."""
+        files = {"config.json": self.spec.to_hf(), "generation_config.json": self.spec.generation_to_hf()}
+        return Published(self.trainable(), files)
 
     def frame(self) -> Frame:
         """What is before the layers and after them, as `layers` needs it."""

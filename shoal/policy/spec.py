@@ -140,6 +140,13 @@ class PolicySpec:
             config |= {"rope_scaling": self._rope_to_hf()}
         return config
 
+    def generation_to_hf(self) -> dict[str, Any]:
+        """The `generation_config.json` beside it."""
+        config = self.to_hf() | ({"eos_token_id": list(self.turn_ends)} if self.turn_ends else {})
+        return {"do_sample": True, "temperature": 1.0} | {
+            key: config[key] for key in ("eos_token_id", "pad_token_id", "bos_token_id") if config[key] is not None
+        }
+
     def _rope_to_hf(self) -> dict[str, Any]:
         kind = self.rope_scaling.kind if self.rope_scaling else "default"
         scaling = self.rope_scaling.to_hf() if self.rope_scaling else {}

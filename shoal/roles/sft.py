@@ -17,7 +17,8 @@ from shoal.envs.base import players_of
 from shoal.envs.load import env_of
 from shoal.envs.play import play_scripted
 from shoal.errors import ConfigError
-from shoal.policy.files import load_policy, save_policy
+from shoal.policy.files import save_policy
+from shoal.policy.kinds import open_policy
 from shoal.policy.render import Renderer
 from shoal.policy.tiny import make_tiny
 from shoal.protocol.types import POLICY, Sampling
@@ -38,7 +39,7 @@ def main(recipe: Path, out: Path, overrides: list[str]) -> None:
 
 
 def _fine_tune(config: SftConfig, start: Path, out: Path) -> None:
-    model = load_policy(start, torch.float32)
+    model = open_policy(start, torch.float32)
     renderer = Renderer.from_directory(start)
     examples = scripted_games(config, renderer)
     log.info("played games=%d; learning for %d steps", len(examples), config.steps)

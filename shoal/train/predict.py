@@ -13,8 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shoal.algos.pieces import logprob_and_entropy_of
-from shoal.policy.model import Transformer
+from shoal.algos.pieces import in_pieces, logprob_and_entropy_of
+from shoal.policy.base import PolicyModel
 from shoal.train.flat import PADDED, plan
 from shoal.train.pack import MicroBatch
 from shoal.train.rows import Row
@@ -23,18 +23,19 @@ HELD_LOGITS = 1 << 24
 """Logits that exist at a time, unless those of one token are more: 64 MiB of each of about four tensors."""
 
 
-def predict(model: Transformer, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
+def predict(model: PolicyModel, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
     """Log-probability and entropy of each policy token, [N] each. Computes logits only at their positions."""
-    hidden_BTD = model(batch.tokens_BT, batch.families)
+    hidden_BTD = model.hidden(batch.tokens_BT, batch.families)
     hidden_ND = hidden_BTD.flatten(0, 1).index_select(0, batch.predictor_N)
-    return logprob_and_entropy_of(
-        hidden_ND, model.head_weight(), batch.target_N, temperature=temperature, held_values=HELD_LOGITS
-    )
+    head_VD, after = model.head_weight(), model.after_head
+    if head_VD is None or after is not None:
+        return in_pieces(hidden_ND, head_VD, after, batch.target_N, temperature=temperature, held_values=HELD_LOGITS)
+    return logprob_and_entropy_of(hidden_ND, head_VD, batch.target_N, temperature=temperature, held_values=HELD_LOGITS)
 
 
 @torch.no_grad()
 def logprobs_of(
-    model: Transformer, rows: Sequence[Row], temperature: float, microbatch_tokens: int, packing: str = PADDED
+    model: PolicyModel, rows: Sequence[Row], temperature: float, microbatch_tokens: int, packing: str = PADDED
 ) -> list[NDArray[np.float32]]:
     """Log-probabilities, float32[P], of each row's policy tokens, nats."""
     logp: dict[int, NDArray[np.float32]] = {}

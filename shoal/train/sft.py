@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from shoal.config import SftConfig, TrainConfig
-from shoal.policy.model import Transformer
+from shoal.policy.base import PolicyModel
 from shoal.train.objective import sft_objective
 from shoal.train.rows import Row, example_row
 from shoal.train.step import Learner
@@ -20,7 +20,7 @@ MICROBATCH_TOKENS = 4096
 
 
 def fine_tune(
-    model: Transformer,
+    model: PolicyModel,
     examples: Sequence[tuple[Sequence[int], Sequence[int]]],
     config: SftConfig,
     progress: Callable[[int, dict[str, Any]], None] = lambda step, metrics: None,

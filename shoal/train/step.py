@@ -23,7 +23,7 @@ from torch import Tensor
 from shoal.algos.schedule import learning_rate
 from shoal.config import TrainConfig
 from shoal.errors import StateError
-from shoal.policy.model import Transformer
+from shoal.policy.base import PolicyModel
 from shoal.train.flat import Plan, plan
 from shoal.train.objective import Objective, TokenTerms, objective_of
 from shoal.train.pack import MicroBatch
@@ -53,7 +53,7 @@ class Learner:
 
     def __init__(
         self,
-        model: Transformer,
+        model: PolicyModel,
         config: TrainConfig,
         *,
         temperature: float,
@@ -71,8 +71,8 @@ class Learner:
         self.updates = 0
         self._objective = objective or objective_of(config.algorithm)
         self._clock = clock
-        self._parameters = dict(self.model.named_parameters())
-        self._device = self.model.head_weight().device
+        self._parameters = self.model.trainable()
+        self._device = next(iter(self._parameters.values())).device
         self._optimiser = _adamw(self._parameters, config)
 
     def step(self, rows: Sequence[Row], version: int) -> dict[str, Any]:

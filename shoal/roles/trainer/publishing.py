@@ -17,8 +17,8 @@ from shoal.config import RunConfig
 from shoal.errors import StateError, cause_of
 from shoal.folder import RunFolder, clear_leftovers, replaced_folder
 from shoal.net.client import Client, PeerRefused
+from shoal.policy.base import PolicyModel
 from shoal.policy.files import Snapshot, save_policy, snapshot
-from shoal.policy.model import Transformer
 from shoal.policy.tiny import make_tiny
 from shoal.protocol import types as t
 from shoal.protocol.constants import MANIFEST_LIFETIME_S, MAX_MANIFEST_BYTES
@@ -63,11 +63,11 @@ class Publisher:
         self.published_s = 0.0
         """How long the last publication took."""
 
-    def snapshot(self, model: Transformer) -> Snapshot:
+    def snapshot(self, model: PolicyModel) -> Snapshot:
         """The policy as it is published, which learning on does not change."""
         return snapshot(model, self._config.policy.dtype)
 
-    async def publish(self, policy: Transformer | Snapshot, version: int) -> None:
+    async def publish(self, policy: PolicyModel | Snapshot, version: int) -> None:
         """Send the version's chunks and manifest, and keep it if it is due. Doing so twice changes nothing."""
         began = time.perf_counter()
         directory = await asyncio.to_thread(self._write, policy)
@@ -95,12 +95,12 @@ class Publisher:
         await asyncio.to_thread(self._keep, directory, self._due(version))
         self.published_s = time.perf_counter() - began
 
-    def keep_due(self, model: Transformer, version: int) -> None:
+    def keep_due(self, model: PolicyModel, version: int) -> None:
         """Keep a published version if it is due: a kill may have prevented that."""
         if due := self._due(version):  # guard: checkpoint-kept-later
             self._keep(self._write(model), due)
 
-    def keep_final(self, model: Transformer) -> None:
+    def keep_final(self, model: PolicyModel) -> None:
         """Keep the policy of a run that ends early."""
         self._keep(self._write(model), ["final"])
 
@@ -128,7 +128,7 @@ class Publisher:
         """Publish with another key, and sign what can still be fetched again."""
         self.key, self._renew_at = key, 0.0
 
-    def _write(self, policy: Transformer | Snapshot) -> Path:
+    def _write(self, policy: PolicyModel | Snapshot) -> Path:
         """Write the policy in HF format, to a directory that the next version replaces. What is published and kept of it
         is made durable; each start writes it anew."""
         directory, dtype = self._folder.trainer / "publishing", self._config.policy.dtype

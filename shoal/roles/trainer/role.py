@@ -25,9 +25,10 @@ from shoal.metrics import MetricsLog
 from shoal.net.client import Client
 from shoal.net.keys import find_key, load_or_make_key
 from shoal.net.stopping import Stopping
+from shoal.policy.base import PolicyModel
 from shoal.policy.device import take_device
-from shoal.policy.files import Snapshot, load_policy
-from shoal.policy.model import Transformer
+from shoal.policy.files import Snapshot
+from shoal.policy.kinds import open_policy
 from shoal.protocol import types as t
 from shoal.protocol.bounds import claims_bend_ratios
 from shoal.protocol.identity import Key
@@ -66,10 +67,8 @@ class Trainer:
         """`key` signs the manifests; the client signs with the same key."""
         self.folder, self.config, self.client = folder, config, client
         self.device = take_device(config.train.device)
-        model = load_policy(start_policy(folder, config), torch.float32)
-        self.learner = Learner(
-            model.to(self.device), config.train, temperature=config.sampling.temperature, steps=config.steps
-        )
+        model = open_policy(start_policy(folder, config), torch.float32).to(self.device)
+        self.learner = Learner(model, config.train, temperature=config.sampling.temperature, steps=config.steps)
         self.batches = BatchReader(config, client, model.spec.vocab_size, folder.scores)
         self.past = PastPolicies(folder, client)
         self.publisher = Publisher(folder, config, client, key, clock)
@@ -177,7 +176,7 @@ class Trainer:
                         raise
                     await self._join()
 
-    async def _publish(self, policy: Transformer | Snapshot, version: int) -> None:
+    async def _publish(self, policy: PolicyModel | Snapshot, version: int) -> None:
         await self._as_publisher(lambda: self.publisher.publish(policy, version))
 
     async def _renew(self, version: int) -> None:
