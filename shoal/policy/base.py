@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
-import torch
 from torch import Tensor, nn
 
 from shoal.policy.packed import Family
@@ -85,7 +84,7 @@ class PolicyModel(Protocol):
     def float(self) -> Self:
         """Turn the parameters to float32 in place."""
 
-    def to(self, device: torch.device) -> Self:
+    def to(self, device: str) -> Self:
         """Move the parameters to a device, in place."""
 
     def train(self, mode: bool = True) -> Self:

@@ -48,7 +48,7 @@ class Transformer(nn.Module):
 
     def hidden(self, tokens_BT: Tensor, families: Sequence[Family] | None = None) -> Tensor:
         """See `forward`."""
-        return self(tokens_BT, families)  # type: ignore[no-any-return]
+        return self(tokens_BT, families)
 
     def logits(self, hidden_xD: Tensor) -> Tensor:
         """Logits over the vocabulary, [..., V], for chosen hidden states. The head is expensive, so choose first."""

@@ -40,7 +40,7 @@ def logprobs_of(
     """Log-probabilities, float32[P], of each row's policy tokens, nats."""
     logp: dict[int, NDArray[np.float32]] = {}
     for planned in plan(rows, microbatch_tokens, packing):
-        logp_N, _ = predict(model, planned.build(rows).on(model.head_weight().device), temperature)
+        logp_N, _ = predict(model, planned.build(rows).on(next(model.named_parameters())[1].device), temperature)
         counts = [len(rows[i].positions_P) for i in planned.members]
         logp |= dict(zip(planned.members, (part.numpy() for part in logp_N.cpu().split(counts)), strict=True))
     return [logp[i] for i in range(len(rows))]
