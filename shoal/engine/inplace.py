@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shoal.engine.decoder import Decoder
 from shoal.errors import StateError
-from shoal.policy.files import map_policy
+from shoal.policy.files import MappedTensor, map_policy
 from shoal.policy.model import head_order, heads_norm, norm_weight, scaled
 
 LARGE_BYTES = 256_000_000
@@ -47,15 +47,17 @@ class Change:
     """What turns the weights of a decoder from one version into another."""
 
     def __init__(self, decoder: Decoder, before: Path, after: Path) -> None:
-        """`before` is the directory that the decoder was made from. Raises `StateError` if the two are of different shapes,
-        or damaged."""
+        """`before` is the directory that the decoder was made from. Files of small policies are not opened. Raises
+        `StateError` if the two are of different shapes, or damaged."""
         self._decoder, self._after_name = decoder, after
-        self._before, self._after = map_policy(before, decoder.spec), map_policy(after, decoder.spec)
+        self._before, self._after = dict[str, MappedTensor](), dict[str, MappedTensor]()
+        if sum(path.stat().st_size for path in after.glob("*.safetensors")) >= LARGE_BYTES:
+            self._before, self._after = map_policy(before, decoder.spec), map_policy(after, decoder.spec)
 
     @property
     def is_worth_it(self) -> bool:
         """Whether the policy is large and few values differ, judged by the first ones of each tensor."""
-        if sum(one.codes.nbytes for one in self._after.values()) < LARGE_BYTES:
+        if not self._after:
             return False
         differing = compared = 0
         for name, one in self._after.items():

@@ -213,9 +213,10 @@ def test_a_small_version_or_one_of_which_many_values_differ_is_left_to_be_loaded
 
     other, engine = next_version(two[0], tmp_path / "other", "bfloat16", all_values), engine_with(two[0])
     assert not engine.change(two[0], other, 1, right) and engine.version == 0
-    monkeypatch.setattr(inplace, "LARGE_BYTES", 10_000_000)
-    assert not engine.change(*two, 1, right) and engine.version == 0, "too small"
-    monkeypatch.setattr(inplace, "LARGE_BYTES", 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(inplace, "LARGE_BYTES", 10_000_000)
+        patch.setattr(inplace, "map_policy", None)
+        assert not engine.change(*two, 1, right) and engine.version == 0, "too small, and not opened"
     other = next_version(two[0], tmp_path / "wide", "float32", lambda model: None)
     assert not engine.change(two[0], other, 1, right) and engine.version == 0, "another dtype"
 
