@@ -79,7 +79,8 @@ class Decoder:
 
     @torch.inference_mode()
     def __init__(self, model: Transformer, device: str) -> None:
-        arranged = model.to(device).arranged(_contiguous)
+        moved = model if device == "cpu" else model.to(device)  # which looks at each module, though all are there
+        arranged = moved.arranged(_contiguous)
         # A GPU multiplies by a transposed matrix as fast, so a tied head need not be there twice.
         shares = model.spec.tied and device != "cpu"
         self.weights = arranged if shares else arranged._replace(head_DV=arranged.head_DV.contiguous())

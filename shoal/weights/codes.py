@@ -52,7 +52,8 @@ def coded_directory(directory: Path, *, writable: bool = False) -> dict[str, Cod
     weights = {}
     for name, stored in find_tensors(directory).items():
         if stored.file not in maps:
-            maps[stored.file] = np.memmap(stored.file, np.uint8, "r+" if writable else "r")
+            mapped = np.memmap(stored.file, np.uint8, "r+" if writable else "r")
+            maps[stored.file] = np.asarray(mapped)  # a part of a plain array is made in less time
         weights[name] = coded(stored.dtype, stored.shape, maps[stored.file][stored.start : stored.end])
     return weights
 
