@@ -7,6 +7,7 @@ its ending says what it is. It is bounded: the oldest files make room. It does n
 import os
 import re
 import shutil
+import threading
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -48,6 +49,9 @@ class Evidence:
         """What the node pinned of the run's root and publishers, see `pinned`."""
         self.most_bytes = MOST_BYTES if most_bytes is None else min(most_bytes, MOST_BYTES)
         self._receipts = home / "receipts.jsonl"
+        self._sizes: dict[Kind, dict[Path, int]]
+        """The files of each kind with their sizes, the oldest first. There may be thousands, so they are listed once."""
+        self._counting = threading.Lock()
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             os.utime(self.folder)
@@ -59,6 +63,8 @@ class Evidence:
                 left, room = left - 1, room - sum(path.stat().st_size for path in old.iterdir())
                 if left < 0 or room < 0:  # guard: old-runs-make-room
                     shutil.rmtree(old)
+            listed = {kind: _oldest_first(self.folder, f"*.{kind}") for kind in _KINDS}
+            self._sizes = {kind: {path: path.stat().st_size for path in paths} for kind, paths in listed.items()}
         except OSError as error:
             raise self._cannot_write(error) from None
 
@@ -87,13 +93,17 @@ class Evidence:
         try:
             if path.exists():
                 os.utime(path)
-                return
-            write_atomically(path, data)
-            left, room = MOST_FILES, self._part
-            for file in reversed(_oldest_first(self.folder, f"*.{kind}")):
-                left, room = left - 1, room - file.stat().st_size
-                if file != path and (left < 0 or room < 0):  # guard: evidence-is-bounded
-                    file.unlink()
+            else:
+                write_atomically(path, data)
+            sizes = self._sizes[kind]
+            with self._counting:
+                sizes.pop(path, None)
+                sizes[path] = len(data)
+                # guard: evidence-is-bounded
+                while len(sizes) > MOST_FILES or (len(sizes) > 1 and sum(sizes.values()) > self._part):
+                    oldest = next(iter(sizes))
+                    oldest.unlink(missing_ok=True)
+                    del sizes[oldest]
         except OSError as error:
             raise self._cannot_write(error) from None
 

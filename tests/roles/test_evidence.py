@@ -4,6 +4,7 @@ public log. An honest run's evidence accuses nobody."""
 import asyncio
 import os
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -487,6 +488,24 @@ def test_what_is_kept_again_counts_as_new(tmp_path, monkeypatch):
     for data in (b"used", b"old", b"used", b"new"):
         kept.keep("manifest", data)
     assert sorted(path.read_bytes() for path in kept.folder.iterdir()) == [b"new", b"used"]
+
+
+def test_a_node_that_starts_again_counts_what_it_kept_before(tmp_path, monkeypatch):
+    monkeypatch.setattr(evidence, "MOST_FILES", 3)
+    for data in (b"1", b"2", b"3", b"4", b"5"):
+        Evidence(tmp_path, RUN).keep("grant", data)
+    kept = Evidence(tmp_path, RUN)
+    kept.keep("grant", b"3")
+    kept.keep("grant", b"6")
+    assert sorted(path.read_bytes() for path in kept.folder.iterdir()) == [b"3", b"5", b"6"]
+
+
+def test_threads_that_keep_evidence_at_once_lose_no_count(tmp_path, monkeypatch):
+    monkeypatch.setattr(evidence, "MOST_FILES", 20)
+    kept = Evidence(tmp_path, RUN)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda number: kept.keep("submission", b"%d" % number), range(200)))
+    assert len(list(kept.folder.iterdir())) == 20
 
 
 def test_a_kill_leaves_no_file_behind_and_old_runs_make_room(tmp_path, monkeypatch):
