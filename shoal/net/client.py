@@ -20,6 +20,7 @@ import httpx
 
 from shoal.errors import NothingYet, PeerError, Superseded
 from shoal.net.sided import SHOAL, SidedTransport, server_url
+from shoal.net.strangers import location_of
 from shoal.net.trouble import Trouble, retry_after, troubles
 from shoal.protocol import constants, wire
 from shoal.protocol.identity import Key, RequestLine, content_digest, sign_request
@@ -327,9 +328,7 @@ class Client:
 
     def _not_shoal(self, call: "_Call", response: httpx.Response) -> PeerError:
         if response.is_redirect:
-            return PeerError(
-                f"{self.base_url} redirects to {response.headers.get('location', '?')}: give that URL instead"
-            )
+            return PeerError(f"{self.base_url} redirects to {location_of(response)}: give that URL instead")
         return PeerError(
             f"{self.base_url} is not a shoal node: it answered {call.name} with HTTP {response.status_code} but no "
             "shoal-protocol header. Check the URL: it is the join line that `shoal host` prints"

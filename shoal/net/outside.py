@@ -9,6 +9,8 @@ import httpx
 
 from shoal.errors import PeerError
 from shoal.net.addresses import addresses_of, is_outside
+from shoal.net.parts import raw_parts
+from shoal.net.strangers import StrangersTransport
 from shoal.net.trouble import Trouble, troubles
 from shoal.protocol.constants import MAX_URL_CHARS
 
@@ -83,7 +85,9 @@ async def ask(
         with troubles(str(url), limit_s, lambda: True):
             async with (
                 asyncio.timeout(limit_s),
-                httpx.AsyncClient(verify=url.scheme == "https", trust_env=False, follow_redirects=False) as http,
+                httpx.AsyncClient(
+                    transport=StrangersTransport(verify=url.scheme == "https"), trust_env=False, follow_redirects=False
+                ) as http,
                 http.stream(
                     "GET",
                     below,
@@ -96,11 +100,11 @@ async def ask(
                     raise PeerError(
                         f"{url} redirects, and no redirect is followed: offer the URL that it leads to"
                     )  # guard: no-redirect-of-relays
-                body = b""
-                async for part in response.aiter_raw():
+                body = bytearray()  # a copy for each part would take seconds
+                async for part in raw_parts(response):
                     body += part[: cap - len(body)]
                     if len(body) >= cap:
                         break
-                return response.status_code, body
+                return response.status_code, bytes(body)
     except Trouble as trouble:
         raise PeerError(f"{url}: {trouble}") from None

@@ -14,6 +14,7 @@ import httpx
 from shoal.errors import PeerError
 from shoal.net import addresses
 from shoal.net.outside import port_of
+from shoal.net.strangers import StrangersTransport
 from shoal.net.trouble import Trouble
 
 SHOAL = "shoal-protocol"
@@ -24,7 +25,7 @@ class SidedTransport(httpx.AsyncBaseTransport):
     """The network, for one server."""
 
     def __init__(self, host: str, *, verify: bool, limits: httpx.Limits) -> None:
-        self._inner = httpx.AsyncHTTPTransport(verify=verify, limits=limits, trust_env=False)
+        self._inner = StrangersTransport(verify=verify, limits=limits)
         self.inside: bool | None = None
         """Whether the server is inside a network; None: it has not answered yet."""
         self.address = ""

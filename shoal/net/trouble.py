@@ -41,6 +41,8 @@ def troubles(base_url: str, limit_s: float, reached: Callable[[], bool]) -> Iter
         yield
     except TimeoutError:
         raise Trouble(f"no answer within {limit_s:.3g} s. Check that it is running") from None
+    except (httpx.InvalidURL, UnicodeError) as error:  # httpx makes more of an answer's headers than we do
+        raise Trouble(f"its answer cannot be read ({cause_of(error)})") from None
     except httpx.TransportError as error:
         cause = _cause(error)
         if isinstance(cause, ssl.SSLCertVerificationError) or (isinstance(cause, ssl.SSLError) and not reached()):

@@ -17,6 +17,8 @@ from shoal.errors import NothingYet, PeerError
 from shoal.net.addresses import addresses_of, outside_address
 from shoal.net.client import Client
 from shoal.net.outside import demand_port, port_of
+from shoal.net.parts import raw_parts
+from shoal.net.strangers import StrangersTransport, location_of
 from shoal.net.trouble import Trouble, retry_after, troubles
 from shoal.protocol import constants
 from shoal.protocol.types import RunInfo
@@ -130,7 +132,7 @@ class HttpSource:
                 self.was_heard = True
                 try:
                     skip = self._skipped(response, start, size)
-                    async for data in response.aiter_raw():
+                    async for data in raw_parts(response):
                         yield data[skip:]
                         skip = max(0, skip - len(data))
                 finally:
@@ -147,11 +149,10 @@ class HttpSource:
 
     def _opened(self) -> httpx.AsyncClient:
         if self._http is None:
+            limits = httpx.Limits(max_keepalive_connections=MOST_LANES, keepalive_expiry=60.0)
             self._http = httpx.AsyncClient(
-                transport=self._transport,
-                verify=self._url.scheme == "https",
+                transport=self._transport or StrangersTransport(verify=self._url.scheme == "https", limits=limits),
                 trust_env=False,
-                limits=httpx.Limits(max_keepalive_connections=MOST_LANES, keepalive_expiry=60.0),
                 timeout=httpx.Timeout(NEVER_S, connect=CONNECT_TIMEOUT_S),
                 headers={"accept-encoding": "identity", "user-agent": f"shoal/{constants.PROTOCOL_VERSION}"},
             )
@@ -178,7 +179,7 @@ class HttpSource:
         if response.status_code != 200:
             raise Trouble(f"HTTP {response.status_code}", retry_after(response))
         data = b""
-        async for part in response.aiter_raw():
+        async for part in raw_parts(response):
             data += part
             if len(data) > cap:  # guard: small-answers
                 raise Trouble(f"answered more than {cap} bytes at {response.url.path[:80]}")
@@ -220,7 +221,7 @@ class HttpSource:
         """How many bytes of an answer come before `start`. Raises `Trouble` or `PeerError` if it is not the chunk."""
         status = response.status_code
         if response.is_redirect:
-            raise PeerError(f"redirects to {response.headers.get('location', '?')[:200]}: no redirect is followed")
+            raise PeerError(f"redirects to {location_of(response)[:200]}: no redirect is followed")
         if status in (404, 410):
             if self._filling:
                 raise Trouble("does not have the chunk yet")

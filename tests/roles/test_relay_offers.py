@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import time
 from dataclasses import dataclass, field
 
 import httpx
@@ -17,6 +18,7 @@ from shoal.protocol.wire import WireError, from_json, to_json
 from shoal.roles.coordinator import challenges, relays
 from shoal.roles.coordinator.relays import RelayList
 from shoal.weights.sources import HttpSource
+from tests.weights.web import head, web_server
 
 RUN = "r" * 32
 HONEST, OTHER = Key.generate(), Key.generate()
@@ -462,3 +464,20 @@ def test_a_name_that_no_dns_can_hold_is_refused_before_it_is_looked_up(name):
         outside.checked_url(f"http://{name}:8080")
     with pytest.raises(PeerError, match="is not a URL"):
         HttpSource(f"http://{name}:8080/v1/blobs")
+
+
+def test_an_offered_url_does_not_end_the_coordinators_task_for_relays():
+    async def answer(path, said, writer):
+        writer.write(head(302, Location="javascript:1", Content_Length=0))
+
+    async def story() -> None:
+        async with web_server(answer) as url:
+            book = RelayBook("r" * 32, time.monotonic, lambda rng, most: None, may_be_inside=True)
+            book.offer("k", RelayOffer(url, 0), "127.0.0.1", False)
+            working = asyncio.create_task(book.run())
+            while "redirects" not in (said := book.offer("k", RelayOffer(url, 0), "127.0.0.1", False)).reason:
+                await asyncio.sleep(0.05)
+            assert not working.done() and not said.listed
+            working.cancel()
+
+    asyncio.run(asyncio.wait_for(story(), 20))
