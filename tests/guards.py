@@ -1323,6 +1323,7 @@ GUARDS = [
          "test_a_manifest_with_another_root_than_the_patch_begins_at_is_not_followed"),
     ),
     *_needed_by("tests/weights/test_follow.py",
+        ("few-manifests-a-fetch", OFF, "test_versions_without_end_are_not_asked_for"),
         ("version-in-use-stays", GONE, "test_the_version_in_use_stays_however_old_it_is"),
         ("version-in-use-is-not-deleted", ("directory == self._in_use", "False"),
          "test_a_base_that_is_in_use_is_not_deleted_when_it_is_damaged"),

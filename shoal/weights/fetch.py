@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Protocol
 
 from shoal.errors import NothingYet, PeerError, StateError, cause_of
+from shoal.protocol.constants import MAX_PATCH_CHAIN
 from shoal.protocol.types import Manifest, Patch, Publishers
-from shoal.weights.demands import ManifestError
+from shoal.weights.demands import ManifestError, chunks_of
 from shoal.weights.finish import directory_name, fault_of, finish, prune
 from shoal.weights.follow import files_to_fetch, follow, root_here, versions_here, weights_bytes
 from shoal.weights.manifest import open_manifest
@@ -43,6 +44,10 @@ from shoal.weights.transfer import Transfer
 from shoal.weights.ways import Lacking, Way, cheapest
 
 log = logging.getLogger(__name__)
+
+MOST_MANIFESTS, MOST_NAMES = 2 * MAX_PATCH_CHAIN, 1 << 18
+"""Manifests of earlier versions that a fetch asks for, and the chunks that they may name together. A chain needs one for
+each of its patches; a host could name thousands, of 4 MiB each."""
 
 
 def tell_blame(source: str, reason: str) -> None:
@@ -308,14 +313,21 @@ class _Fetch:
             ),
             Lacking,
         ):
-            try:
-                self._known[found.version] = await self._manifest_of(found.version)
-            except PeerError as error:
-                log.info("version=%d manifest_of=%d missing=%r", asked.version, found.version, str(error))
-                self._known[found.version] = None
-                if isinstance(error, ManifestError) and error.code == "too-long":
-                    self._too_long = error
+            self._known[found.version] = await self._earlier(asked, found.version)
         return found
+
+    async def _earlier(self, asked: Manifest, version: int) -> Manifest | None:
+        """The manifest of an earlier version; None if it cannot be had, or if enough of them were asked for."""
+        names = sum(len(chunks_of(manifest)) for manifest in self._known.values() if manifest is not None)
+        if len(self._known) >= MOST_MANIFESTS or names > MOST_NAMES:  # guard: few-manifests-a-fetch
+            return None
+        try:
+            return await self._manifest_of(version)
+        except PeerError as error:
+            log.info("version=%d manifest_of=%d missing=%r", asked.version, version, str(error))
+            if isinstance(error, ManifestError) and error.code == "too-long":
+                self._too_long = error
+            return None
 
     async def _whole(self, manifest: Manifest) -> Path:
         target, unfinished, files = self._target(manifest), self._unfinished(manifest), files_of(manifest)

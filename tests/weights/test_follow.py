@@ -13,11 +13,12 @@ from shoal.protocol import wire
 from shoal.protocol.types import FileEntry, Manifest
 from shoal.weights.codes import coded_directory
 from shoal.weights.demands import ManifestError, is_whole
-from shoal.weights.fetch import fetch
+from shoal.weights.fetch import MOST_MANIFESTS, MOST_NAMES, fetch
 from shoal.weights.follow import follow
 from shoal.weights.manifest import weights_root
 from shoal.weights.publish import Base, publish
 from tests.weights.checkpoints import CHUNK_BYTES, RUN, Chunks, Dying, Lying, write_checkpoint
+from tests.weights.test_ways import manifest
 from tests.weights.versions import series
 
 
@@ -234,6 +235,25 @@ def test_a_node_without_the_manifests_between_takes_the_whole_version(line):
 
     line.load(1)
     assert line.has(line.load(5, manifest_of=nobody), 5)
+
+
+@pytest.mark.parametrize(("names", "most"), [(1, MOST_MANIFESTS), (MOST_NAMES // 10, 11)])
+def test_versions_without_end_are_not_asked_for(tmp_path, names, most):
+    """Each is patched from eight others and none is whole: before, a fetch asked for a thousand manifests."""
+    asked, digests = [], tuple(f"{name:064x}" for name in range(names))
+
+    def patched(version: int) -> Manifest:
+        bases = [base for base in range(version - 1, version - 32, -4) if base >= 0]
+        files = (FileEntry("config.json", names, "0" * 64, digests),)
+        return msgspec.structs.replace(manifest(version, dict.fromkeys(bases, 10), whole=False), files=files)
+
+    async def manifest_of(version: int) -> Manifest:
+        asked.append(version)
+        return patched(version)
+
+    with pytest.raises(NothingYet, match="no version that they begin at can be had here"):
+        asyncio.run(fetch(patched(1000), [], tmp_path, manifest_of=manifest_of))
+    assert len(asked) <= most
 
 
 def test_the_version_in_use_stays_however_old_it_is(line):
