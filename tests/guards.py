@@ -1324,6 +1324,7 @@ GUARDS = [
     ),
     *_needed_by("tests/weights/test_follow.py",
         ("few-manifests-a-fetch", OFF, "test_versions_without_end_are_not_asked_for"),
+        ("patch-without-memory", "raise", "test_a_patch_that_there_is_no_memory_for_is_replaced_by_the_whole_version"),
         ("version-in-use-stays", GONE, "test_the_version_in_use_stays_however_old_it_is"),
         ("version-in-use-is-not-deleted", ("directory == self._in_use", "False"),
          "test_a_base_that_is_in_use_is_not_deleted_when_it_is_damaged"),

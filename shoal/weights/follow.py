@@ -38,7 +38,7 @@ def root_here(directory: Path) -> str:
     """The weights root of a directory; empty if its weights cannot be read."""
     try:
         return root_of(coded_directory(directory), threads=cores())
-    except StateError:
+    except (StateError, OSError):  # damaged, or deleted meanwhile
         return ""
 
 
@@ -59,14 +59,17 @@ def follow(
     """Copy the weights of the base, apply the patches, which are in the unfinished directory, and give that its name.
 
     The patches are deleted, or moved to the places `aside`. Raises `PeerError` if one cannot be applied, `StateError` if
-    the weights are not what the manifest promises.
+    there is no memory for it, or if the weights are not what the manifest promises.
     """
     patches = [partial / _patch_name(step) for step in steps]
     for path in base.glob(WEIGHTS):
         shutil.copyfile(path, partial / path.name)
     weights = coded_directory(partial, writable=True)
-    for patch in patches:
-        apply_patch(weights, patch.read_bytes(), threads=cores())
+    try:
+        for patch in patches:
+            apply_patch(weights, patch.read_bytes(), threads=cores())
+    except MemoryError:  # a hostile patch needs 0.7 GB a core
+        raise StateError("a patch takes more memory than this node may use") from None  # guard: patch-without-memory
     for place, patch in itertools.zip_longest(aside, patches):
         if place is None:
             patch.unlink()

@@ -135,6 +135,15 @@ def test_a_patch_that_cannot_be_used_or_leads_elsewhere_is_replaced_by_the_whole
     assert line.has(line.load(3), 3)
 
 
+def test_a_patch_that_there_is_no_memory_for_is_replaced_by_the_whole_version(line, monkeypatch):
+    def without_memory(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    line.load(2)
+    monkeypatch.setattr("shoal.weights.follow.apply_patch", without_memory)
+    assert line.has(line.load(3), 3)
+
+
 def test_a_wrong_patch_without_another_way_makes_no_version(tmp_path):
     line = Line(tmp_path, anchor_every=9)
     line.load(1)
