@@ -86,8 +86,8 @@ class InPlace(Protocol):
     def change(self, before: Path, after: Path, version: int, is_right: Callable[[Path], bool]) -> bool:
         """Turn the policy in `before`, which the engine has, into the one in `after`, if that is cheaper than loading it.
 
-        `is_right` is asked whether the files in a directory are what they should be: those of `before` before anything
-        changes, those of `after` at the end. In between the weights are torn: they belong to no version, and all uses raise
-        `StateError` until a version is loaded. Returns whether the engine now has `version`; if not, nothing has changed.
+        `is_right` is asked at the end whether the files in both directories are what they should be: earlier answers would
+        not hold for what was read afterwards. Until then the weights are torn: they belong to no version, and all uses
+        raise `StateError` until a version is loaded. Returns whether the engine now has `version`; if not, nothing changed.
         Raises `StateError` if the files are not right, or not of the engine's policy. No block may be open.
         """

@@ -54,13 +54,14 @@ class LocalEngine:
 
     def load(self, directory: Path, version: int) -> None:
         """Load the policy of a checkpoint directory and forget all conversations. Raises `StateError`."""
-        self._loaded, self.version = None, -1  # first, so that two versions are never in memory
-        self._batches.clear()
-        model = load_policy(directory, self._dtype)
-        if self.facts.dtype == "int8":
-            round_to_int8(model)
-        self._loaded = Decoder(model, self.facts.device)
-        self.version = version
+        with self._at_work:  # guard: one-load-or-change-at-a-time
+            self._loaded, self.version = None, -1  # first, so that two versions are never in memory
+            self._batches.clear()
+            model = load_policy(directory, self._dtype)
+            if self.facts.dtype == "int8":
+                round_to_int8(model)
+            self._loaded = Decoder(model, self.facts.device)
+            self.version = version
 
     @torch.inference_mode()
     def change(self, before: Path, after: Path, version: int, is_right: Callable[[Path], bool]) -> bool:
@@ -70,12 +71,12 @@ class LocalEngine:
             if self._loaded is None or self.version < 0 or self.facts.dtype == "int8":
                 return False
             change = Change(self._loaded, before, after)
-            if not change.is_worth_it or not is_right(before):  # guard: base-root-is-checked
+            if not change.is_worth_it:
                 return False
             self.version = -1  # guard: changed-weights-are-torn
             change.make()
-            if not is_right(after):  # guard: result-root-is-checked
-                raise StateError(f"{after} is damaged: the weights that were made from it are torn")
+            if not (is_right(before) and is_right(after)):  # guard: base-root-is-checked, result-root-is-checked
+                raise StateError(f"{before} or {after} is damaged: the weights that were made from both are torn")
             self.version = version
             return True
 

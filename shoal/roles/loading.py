@@ -18,6 +18,7 @@ from shoal.policy.contained import ContainedRenderer, Limits
 from shoal.policy.render import FILES, Renderer
 from shoal.protocol.constants import MODEL_STOPS
 from shoal.sandbox import tokenizer
+from shoal.weights.codes import coded_directory, cores, root_of
 from shoal.weights.follow import root_here
 
 log = logging.getLogger(__name__)
@@ -85,10 +86,12 @@ class Loaded:
         if not isinstance(self.engine, InPlace):
             return False
         try:
+            files = {directory: coded_directory(directory) for directory in roots}  # mapped, also if they are deleted
             return self.engine.change(
-                held.directory, after.directory, version, lambda directory: root_here(directory) == roots[directory]
-            )
-        except StateError as error:
+                held.directory, after.directory, version,
+                lambda directory: root_of(files[directory], threads=cores()) == roots[directory],
+            )  # fmt: skip
+        except (StateError, OSError) as error:
             if root_here(after.directory) != after.root:
                 raise StateError(
                     f"{after.directory} was damaged after it was verified: start again, and it is fetched anew"

@@ -1,5 +1,6 @@
 """Versions changed in place: the bits of a version that is loaded, or weights that nobody can use."""
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -179,21 +180,39 @@ def test_a_result_that_is_not_what_it_should_be_is_torn(two):
     assert is_torn(engine)
 
 
-def test_a_base_that_is_not_what_it_should_be_changes_nothing(two):
+def test_a_base_that_is_not_what_it_should_be_is_torn(two):
     engine = engine_with(two[0])
-    assert not engine.change(*two, 1, lambda directory: directory == two[1])
-    assert engine.version == 0 and same(engine, engine_with(two[0]))
+    with pytest.raises(StateError, match=r"first or .*second is damaged"):
+        engine.change(*two, 1, lambda directory: directory == two[1])
+    assert is_torn(engine)
 
 
-def test_the_roots_are_asked_before_and_after(two):
-    engine, asked = engine_with(two[0]), []
+def test_the_roots_are_asked_when_all_has_been_read_and_nothing_is_used_before(two):
+    engine, fresh, asked = engine_with(two[0]), engine_with(two[1]), []
 
     def is_right(directory: Path) -> bool:
-        asked.append((directory, engine.version, same(engine, engine_with(directory))))
+        asked.append((directory, engine.version, same(engine, fresh)))
         return True
 
     assert engine.change(*two, 1, is_right)
-    assert asked == [(two[0], 0, True), (two[1], -1, True)]
+    assert asked == [(two[0], -1, True), (two[1], -1, True)]
+
+
+def test_a_version_that_is_loaded_meanwhile_waits_for_the_change(tmp_path, two):
+    """Otherwise the engine would have the weights of one version and the number of the other."""
+    third = next_version(two[1], tmp_path / "third", "bfloat16", some_values)
+    engine, loading = engine_with(two[0]), []
+
+    def is_right(directory: Path) -> bool:
+        if not loading:
+            loading.append(threading.Thread(target=engine.load, args=(third, 2)))
+            loading[0].start()
+            loading[0].join(0.5)
+        return True
+
+    assert engine.change(*two, 1, is_right)
+    loading[0].join()
+    assert engine.version == 2 and same(engine, engine_with(third))
 
 
 def test_a_version_with_values_that_are_not_finite_is_refused(tmp_path, two):

@@ -12,6 +12,7 @@ from shoal.errors import Overreach, StateError
 from shoal.roles import validator as judging
 from shoal.roles.loading import Loaded
 from shoal.roles.seat import Seat
+from shoal.weights import codes
 from shoal.weights.manifest import weights_root
 from tests.engine.test_inplace import is_torn, none_is_too_small, rollouts, same, versions  # noqa: F401
 from tests.roles.town import Town, tiny_run
@@ -87,6 +88,50 @@ def flip(directory):
 def test_a_base_that_is_damaged_or_gone_is_not_gone_on_from(two, counted, harm):
     policy = policy_with(two[0])
     harm(two[0])
+    policy.load(two[1], 1, weights_root(two[1]))
+    assert counted == ([0, 1], []) and same(policy.engine, fresh(two[1]))
+
+
+def test_a_base_that_is_damaged_while_it_is_read_leaves_no_old_value(two, counted, monkeypatch):
+    """The disk then says of a value that it does not change, and the engine would keep the old one."""
+    policy, make = policy_with(two[0]), Change.make
+    before, after = (bytearray((directory / "model.safetensors").read_bytes()) for directory in two)
+    assert len(before) == len(after)
+
+    def damaging(change):
+        at = next(at for at in range(len(before) // 2, len(before)) if before[at] != after[at]) & ~1
+        before[at : at + 2] = after[at : at + 2]
+        (two[0] / "model.safetensors").write_bytes(before)
+        make(change)
+
+    monkeypatch.setattr(Change, "make", damaging)
+    policy.load(two[1], 1, weights_root(two[1]))
+    assert same(policy.engine, fresh(two[1])) and counted == ([0, 1, 0], [])
+
+
+def test_a_base_that_is_deleted_meanwhile_is_still_gone_on_from(two, counted, monkeypatch):
+    """A version that is fetched ahead makes room for itself."""
+    policy, make = policy_with(two[0]), Change.make
+
+    def deleting(change):
+        shutil.rmtree(two[0])
+        make(change)
+
+    monkeypatch.setattr(Change, "make", deleting)
+    policy.load(two[1], 1, weights_root(two[1]))
+    assert counted == ([0], [1]) and same(policy.engine, fresh(two[1]))
+
+
+def test_a_base_that_vanishes_while_it_is_opened_is_not_gone_on_from(two, counted, monkeypatch):
+    policy, find = policy_with(two[0]), codes.find_tensors
+
+    def vanishing(directory):
+        found = find(directory)
+        if directory == two[0]:
+            shutil.rmtree(directory)
+        return found
+
+    monkeypatch.setattr(codes, "find_tensors", vanishing)
     policy.load(two[1], 1, weights_root(two[1]))
     assert counted == ([0, 1], []) and same(policy.engine, fresh(two[1]))
 
