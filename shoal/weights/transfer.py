@@ -203,9 +203,13 @@ class Transfer:
         finally:
             self._changed.set()
         self._close(attempt)
-        if self._failure is None and attempt.piece in self._left:
+        if attempt.piece not in self._left:
+            attempt.part.drop()  # another source was sooner
+        elif self._failure is None:
             with self._kept_failure():
                 self._settle(attempt, problem)
+        if self._failure is not None:
+            attempt.part.close()  # a later try goes on with it
 
     def _take(self, attempt: Attempt, data: bytes) -> None:
         """Keep bytes that came. Raises `WrongBytes` if they are more than the chunk has."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import gc
 import os
 import random
 import subprocess
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 
 import httpx
 import msgspec
+import psutil
 import pytest
 from safetensors.numpy import load_file, save_file
 from starlette.routing import Route
@@ -274,6 +276,14 @@ def test_a_disk_that_fills_up_is_a_state_error_and_loses_nothing(checkpoint, ori
         broken.setattr(pieces.Part, "place", full)
         with pytest.raises(StateError, match=r"No space left.*Free some space"):
             run(manifest, [origin], tmp_path / "cache")
+        gc.collect()
+        gc.disable()  # a file that is open takes disk even if it is deleted
+        try:
+            with pytest.raises(StateError, match="No space left"):
+                run(manifest, [origin], tmp_path / "cache")
+            assert not [file for file in psutil.Process().open_files() if Path(file.path).is_relative_to(tmp_path)]
+        finally:
+            gc.enable()
     origin.asked.clear()
     assert same(run(manifest, [origin], tmp_path / "cache"), checkpoint)
     assert len(origin.asked) == len(origin.held) - 3
