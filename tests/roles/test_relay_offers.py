@@ -18,6 +18,7 @@ from shoal.protocol.wire import WireError, from_json, to_json
 from shoal.roles.coordinator import challenges, relays
 from shoal.roles.coordinator.relays import RelayList
 from shoal.weights.sources import HttpSource
+from tests.roles.town import Town, tiny_run
 from tests.weights.web import head, web_server
 
 RUN = "r" * 32
@@ -392,6 +393,20 @@ def listed(net):
 def test_a_relay_that_is_quiet_lapses(listed):
     listed.now += relays.LAPSES_S + 1
     assert listed.listed() == []
+
+
+@pytest.mark.parametrize("jump_s", [-7200, 7200])
+def test_a_clock_that_is_set_drops_no_relay_and_keeps_none_from_the_list(tmp_path, jump_s):
+    now = [1_800_000_000.0]
+    town = Town(tmp_path, tiny_run(), clock=lambda: now[0])
+    book, url = town.desk.relays, "http://127.0.0.1:4000"
+    assert book._list(httpx.URL(url), HONEST.public, "127.0.0.1") == ""
+    book.challenges.refuse("http://127.0.0.1:5000", book._clock() + 1, "asked a moment ago")
+    now[0] += jump_s
+    assert [entry.url for entry in book.told()] == [url]
+    standing = book.offer(HONEST.public, RelayOffer("http://127.0.0.1:5000", 0), "127.0.0.1", False)
+    assert 0 < standing.retry_s <= 60
+    town.desk.book.store.close()
 
 
 def test_only_own_probes_drop_a_relay_and_for_longer_each_time(listed):

@@ -5,6 +5,7 @@ handles leases and the submissions that fill them. It does not know HTTP. The ru
 """
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 
 from msgspec import UNSET, UnsetType
@@ -55,7 +56,9 @@ class Desk:
         self.slot_links = SecretChain(secret, SLOT_CHAIN).links()
         self.audit_links = SecretChain(secret, AUDIT_CHAIN).links()
         self.kept = Kept(self.blobs, book, config.storage, folder.chunks)
-        self.relays = RelayList(book.state.run, clock, self.kept.public_piece, may_be_inside=not config.host.public_url)
+        inside = not config.host.public_url
+        # no event has their times, and a clock that is set must not drop all of them
+        self.relays = RelayList(book.state.run, time.monotonic, self.kept.public_piece, may_be_inside=inside)
         self.publishing = asyncio.Lock()
         """Versions are taken one at a time: a trainer's request may outlive the trainer."""
         self.stage = StageDoor(folder.stage_address, key, book.state.run)
