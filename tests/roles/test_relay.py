@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import os
 import random
+import shutil
 import time
 from pathlib import Path
 
@@ -374,6 +375,25 @@ def test_a_full_disk_is_told_and_what_is_here_is_served(ended, tmp_path, monkeyp
                 assert (await http.get(f"{url}/v1/blobs/{signed}")).status_code == 200
             store.take = really
             await has(store, chunks_of(ended, 3))
+
+    asyncio.run(asyncio.wait_for(story(), 30))
+
+
+def test_a_relay_whose_folder_is_deleted_meanwhile_fills_it_again(ended, tmp_path, monkeypatch):
+    monkeypatch.setattr(fill, "LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr(fill, "REST_S", 0.05)
+
+    async def story():
+        async with (
+            serving(coordinator(ended.desk), Limits()) as port,
+            filling(ended, tmp_path / "relay", f"http://127.0.0.1:{port}") as (store, url),
+        ):
+            await has(store, chunks_of(ended, 3))
+            shutil.rmtree(tmp_path / "relay")
+            async with httpx.AsyncClient() as http, asyncio.timeout(10):
+                for name in chunks_of(ended, 3):
+                    while (await http.get(f"{url}/v1/blobs/{name}")).status_code != 200:
+                        await asyncio.sleep(0.05)
 
     asyncio.run(asyncio.wait_for(story(), 30))
 

@@ -98,6 +98,7 @@ class ChunkStore:
         Deletes chunks of other versions if their room is needed. An answer that sends such a chunk ends well, because its
         file is open. Raises OSError.
         """
+        self.parts.mkdir(parents=True, exist_ok=True)  # somebody may have deleted everything meanwhile
         wanted, room = dict[str, int](), min(self._max_bytes, self._used_bytes() + self._free_bytes())
         manifests = dict[str, bytes]()
         for signed, manifest in fresh:
