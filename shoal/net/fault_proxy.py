@@ -115,6 +115,7 @@ class FaultProxy:
                 up_reader, up_writer = await asyncio.open_connection("127.0.0.1", self._target)
                 try:
                     asked = asyncio.create_task(self._pass_questions(reader, up_writer))
+                    asked.add_done_callback(lambda _: task.cancel())  # a client that is gone is sent nothing more
                     await self._pass_answers(up_reader, writer)
                     asked.cancel()
                 finally:
