@@ -1262,7 +1262,7 @@ GUARDS = [
     *_needed_by("tests/roles/test_sharing.py",
         ("few-patches-aside", OFF, "test_few_patches_are_kept_for_others_and_none_after_a_restart"),
         ("begun-again-is-not-shared", GONE, "test_a_version_that_is_fetched_again_is_shared_anew_and_never_as_empty_files"),
-        ("kept-up", ("is_over", "True"), "test_serving_and_offering_that_end_are_told_and_start_again"),
+        ("kept-up", ("is_over()", "True"), "test_serving_and_offering_that_end_are_told_and_start_again"),
         ("shared-chunks-are-verified", ("name in held", "name in self._places[content]"),
          "test_a_chunk_is_shared_once_it_is_verified_and_as_long_as_it_is_here"),
     ),

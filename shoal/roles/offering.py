@@ -96,21 +96,8 @@ async def serving(
             servers[:] = [server]
             await server.serve(sockets=[here])
 
-    async def kept_up(what: str, work: Callable[[], Coroutine[None, None, None]]) -> None:
-        while True:
-            doing = asyncio.create_task(work())
-            try:
-                await asyncio.wait({doing})
-            finally:
-                doing.cancel()
-            if is_over:  # guard: kept-up
-                return
-            error = None if doing.cancelled() else doing.exception()
-            log.warning("%s ended (%s): it starts again in %.0f s", what, _cause(error), REST_S)
-            await asyncio.sleep(REST_S)
-
     tasks = [
-        asyncio.create_task(kept_up("serving chunks", serve)),
+        asyncio.create_task(kept_up("serving chunks", serve, lambda: is_over)),
         asyncio.create_task(kept_up("offering to serve", lambda: offer(client, public_url, port))),
     ]
     try:
@@ -123,6 +110,23 @@ async def serving(
         await asyncio.wait(tasks[:1], timeout=END_S)
         tasks[0].cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def kept_up(
+    what: str, work: Callable[[], Coroutine[None, None, None]], is_over: Callable[[], bool] = lambda: False
+) -> None:
+    """Do some work; when it ends, begin it again, until cancelled or until everything `is_over`."""
+    while True:
+        doing = asyncio.create_task(work())
+        try:
+            await asyncio.wait({doing})
+        finally:
+            doing.cancel()
+        if is_over():  # guard: kept-up
+            return
+        error = None if doing.cancelled() else doing.exception()
+        log.warning("%s ended (%s): it starts again in %.0f s", what, _cause(error), REST_S)
+        await asyncio.sleep(REST_S)
 
 
 def _cause(error: BaseException | None) -> str:

@@ -15,7 +15,8 @@ from shoal.protocol.identity import Key
 from shoal.protocol.relays import sign_proof
 from shoal.protocol.types import RelayOffer, RelayProof
 from shoal.protocol.wire import WireError, from_json, to_json
-from shoal.roles.coordinator import challenges, relays
+from shoal.roles import offering
+from shoal.roles.coordinator import challenges, relays, role
 from shoal.roles.coordinator.relays import RelayList
 from shoal.weights.sources import HttpSource
 from tests.roles.town import Town, tiny_run
@@ -487,7 +488,7 @@ def test_an_offered_url_does_not_end_the_coordinators_task_for_relays():
 
     async def story() -> None:
         async with web_server(answer) as url:
-            book = RelayBook("r" * 32, time.monotonic, lambda rng, most: None, may_be_inside=True)
+            book = RelayList("r" * 32, time.monotonic, lambda rng, most: None, may_be_inside=True)
             book.offer("k", RelayOffer(url, 0), "127.0.0.1", False)
             working = asyncio.create_task(book.run())
             while "redirects" not in (said := book.offer("k", RelayOffer(url, 0), "127.0.0.1", False)).reason:
@@ -496,3 +497,22 @@ def test_an_offered_url_does_not_end_the_coordinators_task_for_relays():
             working.cancel()
 
     asyncio.run(asyncio.wait_for(story(), 20))
+
+
+def test_the_coordinators_task_for_relays_starts_again_whatever_ends_it(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(offering, "REST_S", 0.01)
+    town, runs = Town(tmp_path, tiny_run()), []
+
+    async def failing() -> None:
+        runs.append(len(runs))
+        raise RuntimeError("nobody thought of this")
+
+    async def story() -> None:
+        town.desk.relays.run = failing
+        async with role._ticking(town.desk)(None):
+            while len(runs) < 3:
+                await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(story(), 10))
+    assert "asking relays ended (RuntimeError: nobody thought of this): it starts again" in caplog.text
+    town.desk.book.store.close()

@@ -47,6 +47,7 @@ from shoal.protocol.constants import COMPLETIONS, EPISODES, MODEL_STOPS
 from shoal.protocol.randomness import SecretChain
 from shoal.roles.coordinator.api import application
 from shoal.roles.coordinator.desk import Desk
+from shoal.roles.offering import kept_up
 from shoal.tree import to_tree
 
 log = logging.getLogger("coordinator")
@@ -241,7 +242,8 @@ def _ticking(desk: Desk) -> Any:
                 except StateError as error:  # a full disk must not stop the clock for good
                     log.warning("tick failed: %s", error)
 
-        tasks = [asyncio.create_task(tick()), asyncio.create_task(desk.relays.run())]
+        asking = kept_up("asking relays", lambda: desk.relays.run())
+        tasks = [asyncio.create_task(tick()), asyncio.create_task(asking)]
         try:
             yield
         finally:
