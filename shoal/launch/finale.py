@@ -136,7 +136,7 @@ def _credits(end: RunEnd) -> RenderableType:
 def _refusals(end: RunEnd) -> list[str]:
     """A line for each worker that had groups refused: by which checks, and the last refusal in full."""
     return [
-        f"{printable(node.name)} was refused {node.refused:,} groups by {reasons(node)}. The last: "
+        f"{printable(node.name)}: {node.refused:,} groups refused, by {reasons(node)}. The last: "
         f"{printable(node.last_reason)}"
         for node in end.snapshot.nodes
         if node.role == "worker" and node.reasons
@@ -179,8 +179,8 @@ def _next_steps(end: RunEnd) -> tuple[str, ...]:
         *(f"  shoal eval {final} {_env_options(env)}--samples 3" for env in end.envs),
         "Replay the log and check every credit:",
         f"  shoal ledger verify {end.run_dir}",
-        "Let others join from their machines:",
-        "  shoal host RECIPE",
+        "Host a run of its own that others join from their machines:",
+        f"  shoal host RECIPE --out {end.run_dir}-hosted",
     )
 
 

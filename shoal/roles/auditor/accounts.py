@@ -86,7 +86,8 @@ def node_named(state: State, name: str) -> str:
     """Key of the only node that has this name, or whose key starts with it. Raises `ConfigError`."""
     keys = [key for key, node in state.members.items() if node.name == name or key.startswith(name)]
     if len(keys) != 1:
-        raise ConfigError(f"{len(keys)} nodes match {name!r}: give a name or the start of one key, from the table")
+        found = f"{len(keys)} nodes match" if keys else "no node matches"
+        raise ConfigError(f"{found} {name!r}: give a name or the start of one key, from the table of `shoal credits`")
     return keys[0]
 
 
