@@ -92,6 +92,7 @@ async def serving(
     async def serve() -> None:
         with listener if listener.fileno() >= 0 else listen(bind, port) as here:
             server = http_server(app, limits)
+            server.config.lifespan = "off"  # else a server that ends at once prints a traceback
             server.capture_signals = contextlib.nullcontext  # type: ignore[assignment, method-assign]  # roles have them
             servers[:] = [server]
             await server.serve(sockets=[here])

@@ -253,3 +253,14 @@ def test_serving_and_offering_that_end_are_told_and_start_again(tmp_path, monkey
     assert len(set(offers)) == 1 and len(told) == 4
     assert sum("OSError: too many files" in line for line in told) == 1
     assert sum("RuntimeError: a fault of ours" in line for line in told) == 2
+
+
+def test_a_node_that_leaves_prints_no_traceback_of_its_server(tmp_path, capfd):
+    async def story():
+        client = Client("http://127.0.0.1:1", Key.generate(), run="run")
+        share = Share(client.key, 0, "127.0.0.1")
+        async with client, sharing(share, client, SharedVersions(tmp_path)):
+            await asyncio.sleep(0.3)
+
+    asyncio.run(asyncio.wait_for(story(), 20))
+    assert "Traceback" not in capfd.readouterr().err
