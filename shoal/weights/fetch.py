@@ -214,9 +214,9 @@ class _Fetch:
             return await self._held(asked)
         self._begin(asked)
         while (way := await self._way(asked, broken)) is not None:
-            begun = asked if way.is_here or not way.steps else self._begins_with(way)
+            begun = asked if way.is_here or not way.hops else self._begins_with(way)
             await asyncio.to_thread(forget_unfinished, self._folder, [self._unfinished(begun)])
-            if not way.steps:
+            if not way.hops:
                 return await self._whole(asked)
             try:
                 return await self._by_patches(asked, way)
@@ -229,7 +229,7 @@ class _Fetch:
                 if blameless and not await asyncio.to_thread(self._is_sound, way.start, asked.run):
                     dropped.add(way.start)  # the patches may be right
                 else:
-                    broken |= {(step.patch.base, step.version) for step in way.steps}
+                    broken |= {(hop.patch.base, hop.version) for hop in way.hops}
         if problem is None and await self._way(asked, broken, is_bounded=False) is not None:
             self._too_long = ManifestError(
                 "too-long",
@@ -250,7 +250,7 @@ class _Fetch:
 
     def _on_the_way(self, asked: Manifest, way: Way) -> list[Manifest]:
         """The versions to which the patches of a way lead; the last one is asked for."""
-        known = [self._known[step.version] for step in way.steps[:-1]]
+        known = [self._known[hop.version] for hop in way.hops[:-1]]
         return [*(manifest for manifest in known if manifest is not None), asked]
 
     async def _held(self, manifest: Manifest) -> Path:
@@ -347,12 +347,12 @@ class _Fetch:
             start = self._begins_with(way)
             base = await self._whole(start)
             await asyncio.to_thread(prune, self._folder, start, self._keep, self._in_use)  # guard: room-for-the-patched
-        files, manifests = files_to_fetch(asked, way.steps), self._on_the_way(asked, way)
+        files, manifests = files_to_fetch(asked, way.hops), self._on_the_way(asked, way)
         await self._bring(asked, unfinished, files, extra_bytes=weights_bytes(base), others=manifests[:-1])
-        patches = [(manifest, step.patch) for manifest, step in zip(manifests, way.steps, strict=True)]
+        patches = [(manifest, hop.patch) for manifest, hop in zip(manifests, way.hops, strict=True)]
         shared = self._shared
         aside = [] if shared is None else [shared.aside(*patch) for patch in patches]
-        await asyncio.to_thread(follow, base, unfinished, target, asked, way.steps, aside)
+        await asyncio.to_thread(follow, base, unfinished, target, asked, way.hops, aside)
         if shared is not None:
             for patch in patches:
                 shared.hold_patch(*patch)

@@ -16,7 +16,7 @@ from shoal.weights.codes import coded_directory, cores, root_of
 from shoal.weights.finish import finish
 from shoal.weights.patch import apply_patch
 from shoal.weights.pieces import MANIFEST_FILE, Wanted, files_of
-from shoal.weights.ways import Step
+from shoal.weights.ways import Hop
 
 WEIGHTS = "*.safetensors"
 
@@ -47,21 +47,21 @@ def weights_bytes(directory: Path) -> int:
     return sum(path.stat().st_size for path in directory.glob(WEIGHTS))
 
 
-def files_to_fetch(manifest: Manifest, steps: Sequence[Step]) -> list[Wanted]:
+def files_to_fetch(manifest: Manifest, hops: Sequence[Hop]) -> list[Wanted]:
     """The patches of a way, and the version's files other than weights."""
     plain = [wanted for wanted in files_of(manifest) if not Path(wanted.name).match(WEIGHTS)]
-    return plain + [Wanted(_patch_name(step), step.patch.file, step.chunk_bytes) for step in steps]
+    return plain + [Wanted(_patch_name(hop), hop.patch.file, hop.chunk_bytes) for hop in hops]
 
 
 def follow(
-    base: Path, partial: Path, target: Path, manifest: Manifest, steps: Sequence[Step], aside: Sequence[Path] = ()
+    base: Path, partial: Path, target: Path, manifest: Manifest, hops: Sequence[Hop], aside: Sequence[Path] = ()
 ) -> None:
     """Copy the weights of the base, apply the patches, which are in the unfinished directory, and give that its name.
 
     The patches are deleted, or moved to the places `aside`. Raises `PeerError` if one cannot be applied, `StateError` if
     there is no memory for it, or if the weights are not what the manifest promises.
     """
-    patches = [partial / _patch_name(step) for step in steps]
+    patches = [partial / _patch_name(hop) for hop in hops]
     for path in base.glob(WEIGHTS):
         shutil.copyfile(path, partial / path.name)
     weights = coded_directory(partial, writable=True)
@@ -78,5 +78,5 @@ def follow(
     finish(partial, target, manifest)
 
 
-def _patch_name(step: Step) -> str:
-    return f"{step.version:06d}.patch"
+def _patch_name(hop: Hop) -> str:
+    return f"{hop.version:06d}.patch"

@@ -27,7 +27,7 @@ while a line of 100 Mb/s brings 12; a line of 10 Gb/s brings more, but there the
 
 
 @dataclass(frozen=True)
-class Step:
+class Hop:
     """A patch on the way, and the version that it leads to."""
 
     version: int
@@ -37,12 +37,12 @@ class Step:
 
 @dataclass(frozen=True)
 class Way:
-    """How to come by a version: begin with `start`, then take the steps in order."""
+    """How to get a version: begin with `start`, then take the hops in order."""
 
     start: int
     is_here: bool
     """Whether the weights of `start` are here; otherwise they are fetched whole."""
-    steps: tuple[Step, ...]
+    hops: tuple[Hop, ...]
     cost_bytes: float
 
 
@@ -77,9 +77,9 @@ def cheapest(
     heap = [(0.0, next(order), _Place(asked.version, asked.root, False, ()))]
     while heap:
         cost, _, place = heapq.heappop(heap)
-        version, root, steps = place.version, place.root, place.steps
-        if place.is_whole or (here.get(version) == root and steps):
-            return Way(version, not place.is_whole, steps, cost)
+        version, root, hops = place.version, place.root, place.hops
+        if place.is_whole or (here.get(version) == root and hops):
+            return Way(version, not place.is_whole, hops, cost)
         if (version, root) in done:
             continue
         done.add((version, root))
@@ -96,20 +96,18 @@ def cheapest(
             further = cost + patch.file.size + apply_bytes
             ends_here = any(version <= patch.base for version in here)
             helps = further < cheapest_whole and (ends_here or cheapest_whole == float("inf"))
-            if (
-                sum(step.patch.file.size for step in steps) + patch.file.size > room_bytes
-            ):  # guard: patches-fit-the-disk
+            if sum(hop.patch.file.size for hop in hops) + patch.file.size > room_bytes:  # guard: patches-fit-the-disk
                 continue
-            if helps and patch.codec in CODECS and (patch.base, version) not in broken and len(steps) < MAX_PATCH_CHAIN:
-                step = Step(version, patch, manifest.chunk_bytes)
-                heapq.heappush(heap, (further, next(order), _Place(patch.base, patch.base_root, False, (step, *steps))))
+            if helps and patch.codec in CODECS and (patch.base, version) not in broken and len(hops) < MAX_PATCH_CHAIN:
+                hop = Hop(version, patch, manifest.chunk_bytes)
+                heapq.heappush(heap, (further, next(order), _Place(patch.base, patch.base_root, False, (hop, *hops))))
     return None
 
 
 class _Place(NamedTuple):
-    """Where the search is: at a version, which is fetched whole or not, with the steps from there to the end."""
+    """Where the search is: at a version, which is fetched whole or not, with the hops from there to the end."""
 
     version: int
     root: str
     is_whole: bool
-    steps: tuple[Step, ...]
+    hops: tuple[Hop, ...]

@@ -44,7 +44,7 @@ def found(asked: Manifest, here: list[int], served: list[Manifest], **options: o
 
 def versions_of(way: Way | None) -> list[int]:
     assert way is not None
-    return [way.start, *(step.version for step in way.steps)]
+    return [way.start, *(hop.version for hop in way.hops)]
 
 
 SERVED = [manifest(version) for version in range(20)]
