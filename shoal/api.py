@@ -12,7 +12,7 @@ import math
 import os
 from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from numbers import Integral, Real
 from os import PathLike
@@ -26,6 +26,7 @@ from shoal.errors import ConfigError
 from shoal.policy.spec import PolicySpec
 from shoal.protocol.types import Sampling
 from shoal.roles.auditor.rollouts import Choice, Findings, examine
+from shoal.tree import read_toml
 
 if TYPE_CHECKING:
     from shoal.launch.background import BackgroundRun
@@ -66,7 +67,7 @@ class Run:
     """A checked run file, with the caller's changes."""
 
     path: Path
-    config: RunConfig
+    config: RunConfig = field(repr=False)
 
     def train(self, out: str | PathLike[str] | None = None) -> Generator[Step, None, None]:
         """Do the whole run on this machine, as `shoal run`: yields each step when it is done, and ends with the run.
@@ -208,7 +209,8 @@ def _find(path: Path) -> Path:
     if path.exists() or path.is_absolute() or not RECIPES.is_dir():
         return path
     if not beside.is_file():
-        names = ", ".join(sorted(file.name for file in RECIPES.glob("*.toml") if not file.stem.endswith("-start")))
+        run_files = (file for file in sorted(RECIPES.glob("*.toml")) if "envs" in read_toml(file))
+        names = ", ".join(file.name for file in run_files)
         raise ConfigError(f"no run file {path}: give its path, or a name from {RECIPES}: {names}")
     return beside
 
