@@ -160,6 +160,8 @@ def _plays_fit(envs: Sequence[EnvConfig]) -> Iterator[tuple[bool, str]]:
 def _learning_fits(config: RunConfig) -> Iterator[tuple[bool, str]]:
     yield from difficulty_fits(config.difficulty, [env.solved for env in config.envs])
     yield from _algorithm_fits(config.train.algorithm)
+    fits = bool(config.policy.path) or not config.policy.implementation
+    yield fits, "policy.implementation says how the model in policy.path is computed: set policy.path, or leave it out"
 
 
 def _algorithm_fits(grpo: Algorithm) -> Iterator[tuple[bool, str]]:

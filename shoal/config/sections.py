@@ -51,6 +51,9 @@ class PolicyConfig(Section, frozen=True):
     """Directory in Hugging Face format to start from, relative to the run file; empty makes `tiny` from the run's seed."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision in which versions are published, and sampled unless `sampling.dtype` says otherwise."""
+    implementation: Literal["", "auto"] = ""
+    """What computes the model. Empty: shoal's own code, for Llama, Qwen2 and Qwen3. auto: this code where it can, and
+    transformers for every other language model; then all nodes must have it installed."""
     tiny: TinyPolicy = TinyPolicy()
 
 
@@ -134,7 +137,7 @@ class TrainConfig(Section, frozen=True):
 class BoundsConfig(Section, frozen=True):
     """How much honest work may differ between the dtypes that sample and recompute; `shoal calibrate` measures it. A side
     may also name another kind of engine than the embedded one, as KIND:DTYPE, such as "remote:bfloat16/float32". A node
-    that claims this kind then has the smaller of both values. `shoal` itself has no other kind."""
+    that claims this kind then has the smaller of both values. `shoal` has one, transformers."""
 
     gap: float
     """A recomputed token further than this from the best choice counts as flipped, nats."""

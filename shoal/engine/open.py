@@ -5,10 +5,12 @@ adds a case here and its name to `protocol/bounds`; nothing else learns its clas
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from shoal.engine.base import Engine
 from shoal.errors import StateError
 from shoal.policy.device import CPU, take_device
+from shoal.policy.kinds import AUTO, needs_transformers
 from shoal.protocol import bounds
 
 
@@ -35,5 +37,25 @@ def open_engine(spec: EngineSpec) -> Engine:
             from shoal.engine.local import LocalEngine  # imports torch, which only an opened engine needs
 
             return LocalEngine(spec.threads, spec.dtype, take_device(spec.device))
+        case bounds.TRANSFORMERS:
+            if spec.dtype == "int8":
+                raise StateError("the engine for other architectures computes in float32 or bfloat16, not in int8")
+            try:
+                from shoal.engine.hf import TransformersEngine
+
+                return TransformersEngine(spec.threads, spec.dtype, take_device(spec.device))
+            except ImportError as error:
+                raise StateError(
+                    f"this run's policy needs transformers, which is not installed ({error.name}): "
+                    "pip install -c constraints.txt '.[torch,hf]'"
+                ) from None
         case _:
-            raise StateError(f"unknown kind of engine {spec.kind!r}: this version of shoal has only {bounds.LOCAL!r}")
+            raise StateError(f"unknown kind of engine {spec.kind!r}: this version of shoal has {', '.join(KINDS)}")
+
+
+KINDS = (bounds.LOCAL, bounds.TRANSFORMERS)
+
+
+def kind_for(directory: Path) -> str:
+    """The kind of engine that computes the policy in a directory, where the user chose it and no run file does."""
+    return bounds.TRANSFORMERS if needs_transformers(directory, AUTO) else bounds.LOCAL

@@ -1,6 +1,6 @@
 """Scoring written conversations: log-probs and replay gaps of the policy's tokens, after one prefill.
 
-Called by the local engine. It makes the noise of the seeds again, and does not know who sampled.
+Called by the engines. It makes the noise of the seeds again, and does not know who sampled.
 
 Axes: B rows (conversations), C tokens of a row, N tokens to be scored, P those of one conversation, D width,
 V vocabulary.
@@ -13,9 +13,10 @@ from torch import Tensor
 
 from shoal.algos.gumbel import gumbel, seed_words
 from shoal.engine.base import Score, ScoreRequest
-from shoal.engine.decoder import Decoder, logprobs_of
+from shoal.engine.decoder import logprobs_of
 from shoal.engine.held import SCORED_VALUES
 from shoal.engine.reading import by_length
+from shoal.engine.steps import Steps
 
 
 def score_parts(requests: Sequence[ScoreRequest], device: str) -> list[list[int]]:
@@ -33,7 +34,7 @@ def score_parts(requests: Sequence[ScoreRequest], device: str) -> list[list[int]
 
 
 def score_rows(
-    decoder: Decoder, requests: list[ScoreRequest], hidden_BCD: Tensor, temperature: float, want_hidden: bool
+    decoder: Steps, requests: list[ScoreRequest], hidden_BCD: Tensor, temperature: float, want_hidden: bool
 ) -> list[Score]:
     """Scores of prefilled conversations. The hidden state at t - 1 predicts token t."""
     counts = [len(request.policy_positions) for request in requests]

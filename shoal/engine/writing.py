@@ -1,6 +1,6 @@
 """Writing a turn: the tokens that the noise of the seeds chooses, for a batch of conversations, until all have ended.
 
-Called by the local engine, when a batch's tokens are in its cache. It does not deal with conversations beyond their turn.
+Called by the engines, when a batch's tokens are in its cache. It does not deal with conversations beyond their turn.
 
 The token at absolute index t is the argmax of logits / temperature + gumbel(seed, t). At a tie, the lowest id wins.
 
@@ -14,12 +14,13 @@ from torch import Tensor
 
 from shoal.algos.gumbel import gumbel, seed_words
 from shoal.engine.base import Request
-from shoal.engine.decoder import Cache, Decoder, logprobs_of
+from shoal.engine.decoder import logprobs_of
 from shoal.engine.held import NOISE_VALUES
+from shoal.engine.steps import Reading, Steps
 
 
 def write(
-    decoder: Decoder, cache: Cache, requests: Sequence[Request], hidden_BD: Tensor, temperature: float
+    decoder: Steps, cache: Reading, requests: Sequence[Request], hidden_BD: Tensor, temperature: float
 ) -> tuple[list[list[int]], list[list[float]]]:
     """Sample until every row has ended its turn. Returns token ids and log-probs, [B][T], meaningless after a row's end.
 
@@ -43,7 +44,7 @@ def write(
 
 
 def _write_some(
-    decoder: Decoder, cache: Cache, rows: "_Rows", hidden_BD: Tensor, written: int, longest: int, temperature: float
+    decoder: Steps, cache: Reading, rows: "_Rows", hidden_BD: Tensor, written: int, longest: int, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The next tokens of every row, as many as share one call for noise: ids and log-probs [K, B], hidden states."""
     B, V = len(rows.index_B), decoder.spec.vocab_size
@@ -67,7 +68,7 @@ def _write_some(
 class _Rows:
     """The conversations being written: row b of the tensors is conversation index_B[b] of the turn."""
 
-    def __init__(self, requests: Sequence[Request], decoder: Decoder) -> None:
+    def __init__(self, requests: Sequence[Request], decoder: Steps) -> None:
         device, sets = decoder.device, list(dict.fromkeys(request.stop_ids for request in requests))
         self.index_B = torch.arange(len(requests), device=device)
         self.words_B4 = seed_words([request.seed for request in requests]).to(device)

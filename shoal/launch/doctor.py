@@ -131,7 +131,7 @@ def _rate(work: Callable[[], object]) -> float:
 
 def _transformers() -> Line:
     if importlib.util.find_spec("transformers") is None:
-        return Line("note", "transformers", "not installed; only tests and comparisons use it")
+        return Line("note", "transformers", "not installed; only policies of other architectures and tests use it")
     return Line("ok", "transformers", importlib.metadata.version("transformers"))
 
 

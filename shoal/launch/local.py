@@ -22,6 +22,7 @@ from shoal.config import RunConfig
 from shoal.engine.cheats import CHEATS
 from shoal.errors import ShoalError, StateError, cause_of
 from shoal.folder import RunFolder
+from shoal.launch.computable import demand_computable
 from shoal.launch.evaluations import Evaluations
 from shoal.launch.finale import plain_end, render_end, save_picture
 from shoal.launch.process import RoleProcess, tail
@@ -95,13 +96,15 @@ def open_crew(run_dir: Path, lock_fd: int, with_workers: bool, make_view: Callab
 
 
 def check_first_policy(folder: RunFolder, config: RunConfig) -> None:
-    """Raise `StateError` if the tokenizer or the chat template of the run's first policy cannot be used.
+    """Raise `StateError` if the run's first policy, its tokenizer or its chat template cannot be used.
 
     Called before the trainer copies and publishes the policy. Without this check a hosted run would wait for ever,
     because each worker that joins would fail on its own machine.
     """
     if config.policy.path:
-        Renderer.from_directory(folder.policy if folder.policy.exists() else Path(config.policy.path))
+        first = folder.policy if folder.policy.exists() else Path(config.policy.path)
+        Renderer.from_directory(first)
+        demand_computable(first, config)  # guard: first-policy-is-computable
 
 
 class LocalRun:

@@ -72,6 +72,9 @@ class PolicyModel(Protocol):
     def head_weight(self) -> Tensor | None:
         """The output head, [V, D]. None: `hidden` gives logits, [B, T, V], because the head is of no known kind."""
 
+    def logits(self, hidden_xD: Tensor) -> Tensor:
+        """Logits, [..., V], of what `hidden` gives. The head is expensive, so choose first."""
+
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """All parameters, by the names that the trainer's state has."""
 

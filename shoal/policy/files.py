@@ -77,19 +77,18 @@ def load_policy(directory: Path, dtype: "torch.dtype | None" = None) -> "Transfo
     stored = _needed(find_tensors(directory), spec)
     _demand_same_shapes(stored, spec.tensor_shapes(), directory)  # before a hostile config makes us allocate too much
     model = Transformer(spec, dtype or torch.float32)
-    parameters = dict(model.named_parameters())
-    in_order = sorted(stored.items(), key=lambda item: (item[1].file, item[1].start))
-    with torch.no_grad():
-        for path, tensors in itertools.groupby(in_order, lambda item: item[1].file):
-            with path.open("rb", buffering=0) as file:
-                for name, tensor in tensors:
-                    _fill(parameters[name], tensor, file)
-                    if not _is_finite(parameters[name]):  # guard: finite-weights
-                        raise StateError(
-                            f"{directory}: {name} holds values that are not finite numbers, and was made so: this machine "
-                            "is not at fault. Tell the host of the run, or make the checkpoint again"
-                        )
+    _fill_all(dict(model.named_parameters()), stored, directory)
     return model
+
+
+def read_tensors(directory: Path, dtype: "torch.dtype") -> "dict[str, torch.Tensor]":
+    """Every tensor of a checkpoint directory in `dtype`, in memory of its own. Raises `StateError` as `load_policy`."""
+    import torch
+
+    stored = find_tensors(directory)
+    tensors = {name: torch.empty(one.shape, dtype=dtype) for name, one in stored.items()}
+    _fill_all(tensors, stored, directory)
+    return tensors
 
 
 @dataclass(frozen=True)
@@ -120,7 +119,7 @@ def map_policy(directory: Path, spec: PolicySpec) -> dict[str, MappedTensor]:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A policy as it is published: its tensors in their dtype, which a model no longer changes; see `base.Published`."""
+    """A `policy.base.Published` whose tensors are in its dtype, and which a model no longer changes."""
 
     dtype: str
     tensors: "dict[str, torch.Tensor]"
@@ -272,12 +271,17 @@ def _write_weights(
         [path.name] if count == 1 else [f"{path.stem}-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
     )
     for file, names in zip(files, shards, strict=True):
-        tensors = {name: parameters[name].detach().to("cpu", dtype).contiguous() for name in names}
+        tensors = {name: _alone(parameters[name].detach().to("cpu", dtype).contiguous()) for name in names}
         save_file(tensors, path.parent / file, metadata={"format": "pt"})
     if count > 1:
         places = {name: file for file, names in zip(files, shards, strict=True) for name in names}
         total = sum(p.numel() for p in parameters.values()) * dtype.itemsize
         write_json(path.parent / f"{path.name}.index.json", {"metadata": {"total_size": total}, "weight_map": places})
+
+
+def _alone(tensor: "torch.Tensor") -> "torch.Tensor":
+    """A tensor that shares no memory with another, as safetensors demands: an expert may be a view of all of them."""
+    return tensor.clone() if tensor.untyped_storage().nbytes() != tensor.nbytes else tensor
 
 
 def _shards(sizes_bytes: dict[str, int], shard_bytes: int) -> list[list[str]]:
@@ -317,6 +321,19 @@ def _stored_dtype(stored: StoredTensor) -> "torch.dtype":
     return {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[stored.dtype]
 
 
+def _fill_all(tensors: "Mapping[str, torch.Tensor]", stored: Mapping[str, StoredTensor], directory: Path) -> None:
+    """Read tensors from the files of a directory, each of which is opened once."""
+    import torch
+
+    in_order = sorted(stored.items(), key=lambda item: (item[1].file, item[1].start))
+    with torch.no_grad():
+        for path, parts in itertools.groupby(in_order, lambda item: item[1].file):
+            with path.open("rb", buffering=0) as file:
+                for name, one in parts:
+                    _fill(tensors[name], one, file)
+                    _demand_finite(tensors[name], name, directory)
+
+
 def _fill(parameter: "torch.Tensor", stored: StoredTensor, file: RawIOBase) -> None:
     """Read a tensor from its open file into a parameter."""
     import torch
@@ -340,6 +357,14 @@ def _read_into(tensor: "torch.Tensor", stored: StoredTensor, file: RawIOBase) ->
         if not done:
             raise StateError(f"{stored.file} became shorter while it was read")
         left = left[done:]
+
+
+def _demand_finite(tensor: "torch.Tensor", name: str, directory: Path) -> None:
+    if not _is_finite(tensor):  # guard: finite-weights
+        raise StateError(
+            f"{directory}: {name} holds values that are not finite numbers, and was made so: this machine is not at fault. "
+            "Tell the host of the run, or make the checkpoint again"
+        )
 
 
 def _is_finite(tensor: "torch.Tensor") -> bool:

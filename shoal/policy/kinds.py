@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shoal.errors import StateError
+from shoal.policy.anyspec import AnySpec
 from shoal.policy.spec import PolicySpec
 
 if TYPE_CHECKING:
@@ -20,6 +21,9 @@ OURS = "ours"
 ANY = "any"
 """A whole policy of another architecture, which needs `transformers`; or no policy at all."""
 
+AUTO = "auto"
+"""`policy.implementation` of runs that take both kinds. Empty: only ours."""
+
 
 def kind_of(directory: Path) -> str:
     """The kind of the policy in a directory."""
@@ -30,8 +34,30 @@ def kind_of(directory: Path) -> str:
     return OURS
 
 
-def open_policy(directory: Path, dtype: "torch.dtype | None" = None) -> "PolicyModel":
+def spec_of(directory: Path) -> PolicySpec | AnySpec:
+    """The spec of a policy of either kind. Raises `StateError` as for ours if it is neither."""
+    try:
+        return PolicySpec.from_directory(directory)
+    except StateError as refused:
+        try:
+            return AnySpec.from_directory(directory)
+        except StateError:
+            raise refused from None
+
+
+def needs_transformers(directory: Path, implementation: str) -> bool:
+    """Whether a run with this `policy.implementation` computes the policy in a directory with transformers."""
+    return implementation == AUTO and kind_of(directory) == ANY
+
+
+def open_policy(directory: Path, dtype: "torch.dtype | None" = None, implementation: str = "") -> "PolicyModel":
     """Load the policy in a directory as a model of `dtype` (default float32), ready to learn. Raises `StateError`."""
+    if needs_transformers(directory, implementation):
+        import torch
+
+        from shoal.policy.anymodel import load_any
+
+        return load_any(directory, dtype or torch.float32)
     from shoal.policy.files import load_policy
 
     return load_policy(directory, dtype)

@@ -15,9 +15,11 @@ import msgspec
 from tokenizers import Tokenizer
 
 from shoal.errors import StateError
+from shoal.policy.anyspec import AnySpec
 from shoal.policy.dialect import MARK, Dialect, calling, said
 from shoal.policy.ends import Ends, num_shared
 from shoal.policy.history import Part, Place, places
+from shoal.policy.kinds import spec_of
 from shoal.policy.messages import Message, Written, as_messages, normal, template_arguments
 from shoal.policy.notations import leaves_reasoning_open, notation_of
 from shoal.policy.spec import PolicySpec, read_capped
@@ -68,7 +70,7 @@ class Renderer:
         tokenizer: Tokenizer,
         template: str,
         tokens: Mapping[str, str],
-        spec: PolicySpec,
+        spec: PolicySpec | AnySpec,
         stops: str = MODEL_STOPS,
     ) -> None:
         """`tokens` maps the template's names of special tokens, such as eos_token, to their texts. `stops` is the rule
@@ -115,7 +117,7 @@ class Renderer:
     def from_directory(directory: Path, stops: str = MODEL_STOPS) -> "Renderer":
         """Open the tokenizer and chat template of a checkpoint. Raises `StateError` if one is missing or damaged."""
         directory = Path(directory)
-        spec = PolicySpec.from_directory(directory)
+        spec = spec_of(directory)
         try:
             tokenizer = Tokenizer.from_str(read_capped(directory / "tokenizer.json", MAX_TOKENIZER_BYTES).decode())
         except StateError:

@@ -99,11 +99,14 @@ class PolicySpec:
             family = msgspec.json.decode(data, type=_Family).model_type
             if family not in ARCHITECTURES:  # which has other keys, and lacks some of ours
                 known = ", ".join(ARCHITECTURES)
-                raise StateError(f"{path}: model_type is {family[:40]!r}; known: {known}. Choose another model")
+                raise StateError(
+                    f"{path}: model_type is {family[:40]!r}; known: {known}. Choose another model, "
+                    'or set policy.implementation = "auto"'
+                )
             config = msgspec.json.decode(data, type=_HfConfig)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise StateError(f"{path} is not a model's config: {error}. Copy or download the model again") from None
-        return _from_hf(config, _turn_ends(Path(directory) / "generation_config.json"), path)
+        return _from_hf(config, turn_ends_of(Path(directory) / "generation_config.json"), path)
 
     def to_hf(self) -> dict[str, Any]:
         """The `config.json` with which `transformers` opens this policy."""
@@ -212,7 +215,7 @@ class _Generation(msgspec.Struct):
     eos_token_id: int | list[int] | None = None
 
 
-def _turn_ends(path: Path) -> tuple[int, ...]:
+def turn_ends_of(path: Path) -> tuple[int, ...]:
     """The end tokens of a `generation_config.json`; none if there is no such file."""
     if not path.exists():
         return ()

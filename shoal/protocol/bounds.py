@@ -30,6 +30,9 @@ TIGHT = 0.1
 """Log-probs that differ by at most this share of the clip range ln(1 + epsilon) are taken from workers. At 1, a worker can
 mute or amplify any token within its bounds."""
 
+TRANSFORMERS = "transformers"
+"""Kind of the engine that computes with transformers, for policies of other architectures than shoal's own."""
+
 MEAN_OF_LOGPROB = 0.02
 """The honest mean of claimed - replayed log-probs, in parts of `logprob`, for bounds that do not give it. Calibration sets
 it no lower, because the mean grows while a policy learns. Measured: less than 0.004."""

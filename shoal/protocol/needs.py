@@ -7,6 +7,7 @@ because older nodes ignore it.
 
 from collections.abc import Iterable, Sequence
 
+from shoal.protocol.bounds import TRANSFORMERS
 from shoal.protocol.constants import COMPLETIONS, CONTROL_STOPS, EPISODES
 from shoal.protocol.types import EnvSpec, Rules, Sampling
 
@@ -19,22 +20,27 @@ ROWS = "rows"
 STOPS = "model-stops"
 """The word for turns that end where the model was trained to end them, and not at every control token."""
 
-
 PATCHES = "patches"
 """The word for versions whose manifests may offer patches, or nothing but patches."""
 
 
 def needs_of(
-    rules: Rules, envs: Sequence[EnvSpec] = (), sampling: Sampling | None = None, published_dtype: str = "float32"
+    rules: Rules,
+    envs: Sequence[EnvSpec] = (),
+    sampling: Sampling | None = None,
+    published_dtype: str = "float32",
+    transformers: bool = False,
 ) -> tuple[str, ...]:
-    """The words of a run with these rules, environments, sampling and dtype of the published versions."""
+    """The words of a run with these rules, environments, sampling and dtype of the published versions. `transformers`:
+    whether its policy is of another architecture than shoal's own."""
     proofs = () if rules.proofs == "none" else (proofs_need(rules.proofs),)
     settings = (SETTINGS,) if any(env.has_settings for env in envs) else ()
     several = (sampling is not None and sampling.max_rollout_tokens > 0) or any(env.history for env in envs)
     rows = (ROWS,) if several else ()
     stops = (STOPS,) if sampling is not None and sampling.stops != CONTROL_STOPS else ()
     patches = (PATCHES,) if may_be_patched(published_dtype) else ()
-    return (kind_of(envs), dtype_need(rules.dtype), *proofs, *settings, *rows, *patches, *stops)
+    others = (TRANSFORMERS,) if transformers else ()  # the kind of engine is the word
+    return (kind_of(envs), dtype_need(rules.dtype), *proofs, *settings, *rows, *patches, *stops, *others)
 
 
 def may_be_patched(published_dtype: str) -> bool:

@@ -8,6 +8,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import msgspec
 
 from shoal.config import node_home, sampling_of
-from shoal.engine.open import EngineSpec, open_engine
+from shoal.engine.open import EngineSpec, kind_for, open_engine
 from shoal.envs.base import Env
 from shoal.envs.contained.open import in_sandbox, show
 from shoal.envs.evaluate import Evaluation, as_text, evaluate, mixed
@@ -148,7 +149,7 @@ def _load(
 ) -> Loaded:
     if not (checkpoint / "config.json").is_file():
         raise StateError(f"{checkpoint} is not a checkpoint: give a directory with config.json, weights and tokenizer")
-    policy = Loaded(open_engine(spec), open_renderer)
+    policy = Loaded(open_engine(replace(spec, kind=kind_for(checkpoint))), open_renderer)
     policy.load(checkpoint, 0)
     return policy
 

@@ -17,9 +17,11 @@ import psutil
 from shoal.engine.base import Engine
 from shoal.errors import Overreach, StateError
 from shoal.policy.contained import Limits
+from shoal.policy.kinds import spec_of
 from shoal.policy.spec import PolicySpec
 
 if TYPE_CHECKING:
+    from shoal.engine.anyneeds import AnyNeeds
     from shoal.engine.needs import Needs
 
 THREAD_STACK_BYTES = 8 << 20
@@ -119,12 +121,12 @@ def limit_of(max_memory_mb: int) -> int:
     return limit_mb
 
 
-def enforced(make_engine: Callable[[str], Engine], limit_mb: int, threads: int) -> Callable[[str], Engine]:
+def enforced(make_engine: Callable[..., Engine], limit_mb: int, threads: int) -> Callable[..., Engine]:
     """`make_engine`, with the limit set anew after it. From now on, allocations of this process beyond the limit fail."""
     Memory.of(limit_mb).enforce(threads)  # what the run's description asks for, too
 
-    def make(dtype: str) -> Engine:
-        engine = make_engine(dtype)
+    def make(*asked: str) -> Engine:
+        engine = make_engine(*asked)
         Memory.of(limit_mb).enforce(threads)  # torch's code is in memory now, and does not count as private
         return engine
 
@@ -149,11 +151,13 @@ def taken_mb() -> int:
     return taken // 1_000_000
 
 
-def needs_of(directory: Path, dtype: str) -> "Needs":
+def needs_of(directory: Path, dtype: str) -> "Needs | AnyNeeds":
     """What the policy in a checkpoint directory needs in an engine of this dtype. Raises `StateError`."""
-    from shoal.engine.needs import Needs  # imports torch
+    from shoal.engine.anyneeds import AnyNeeds  # imports torch
+    from shoal.engine.needs import Needs
 
-    return Needs(PolicySpec.from_directory(directory), dtype)
+    spec = spec_of(directory)
+    return Needs(spec, dtype) if isinstance(spec, PolicySpec) else AnyNeeds.of(spec, directory, dtype)
 
 
 def _private_bytes() -> int:

@@ -27,7 +27,7 @@ from shoal.policy.contained import Limits
 from shoal.policy.render import Renderer
 from shoal.proofs.commit import largest_submission_bytes
 from shoal.protocol import types as t
-from shoal.protocol.bounds import DTYPES
+from shoal.protocol.bounds import DTYPES, TRANSFORMERS
 from shoal.protocol.constants import (
     COMPLETIONS,
     EPISODES,
@@ -53,6 +53,7 @@ from shoal.weights.room import disk_limit, room_for_version
 from shoal.weights.sources import sources_of
 
 if TYPE_CHECKING:
+    from shoal.engine.anyneeds import AnyNeeds
     from shoal.engine.needs import Needs
 
 log = logging.getLogger("seat")
@@ -67,7 +68,7 @@ COPIES = 4
 """Most copies of a lease's rollouts at one time: as objects, as groups, in the submission, and on their way."""
 
 SUPPORTED = frozenset({
-    EPISODES, COMPLETIONS, SETTINGS, ROWS, PATCHES, STOPS, proofs_need("toploc"), *map(dtype_need, DTYPES),
+    EPISODES, COMPLETIONS, SETTINGS, ROWS, PATCHES, STOPS, TRANSFORMERS, proofs_need("toploc"), *map(dtype_need, DTYPES),
 })  # fmt: skip
 """What this version of shoal supports: it cannot join a run that needs anything else."""
 
@@ -93,7 +94,7 @@ class Seat:
     """Limit of all versions and evidence on disk. 0 is a share of the disk; None means no limit, for the host's nodes."""
     memory: Memory | None = None
     """Limit of memory. None means no limit, for the host's own nodes."""
-    needs: "Needs | None" = None
+    needs: "Needs | AnyNeeds | None" = None
     """What the version that was loaded last needs, if there is a limit."""
     doubt: Doubt = field(default_factory=Doubt)
     """Whether a stop of the sandbox, in which packages play, decides nothing."""
@@ -307,14 +308,14 @@ async def take_seat(
     role: Literal["worker", "validator"],
     name: str,
     home: Path,
-    make_engine: Callable[[str], Engine],
+    make_engine: Callable[..., Engine],
     own_files: bool,
     clock: Callable[[], float] = time.time,
     max_memory_mb: int = 0,
     max_disk_mb: int = 0,
     packages: Packages | None = None,
 ) -> Seat:
-    """Read the run's description, load its environments, make an engine for its dtype, and join with the client's key.
+    """Read the run's description, load its environments, make an engine for its dtype (and kind), and join.
 
     `own_files` allows environments that are files on this machine, and trusts the policy's tokenizer and chat template.
     Those of others run in a child process. All work for others stays within `max_memory_mb`, and weights and evidence
@@ -353,7 +354,7 @@ async def take_seat(
     sandboxes, reserved_mb = (LIMITS, 0) if own_files else room_of(info.envs, limit_mb)
     load = partial(_load, info, own_files, packages, doubt, sandboxes)
     envs = {} if kind_of(info.envs) == COMPLETIONS else await aside(load)  # guard: host-plays-its-own
-    engine = make_engine(info.rules.dtype)
+    engine = make_engine(info.rules.dtype, *({TRANSFORMERS} & {*info.needs}))
     facts = engine.facts
     join = t.Join(role, name, 0.0, facts.implementation, facts.dtype, facts.device)
     node = await client.post_json("/v1/nodes", join, t.NodeState)

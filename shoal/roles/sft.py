@@ -39,7 +39,7 @@ def main(recipe: Path, out: Path, overrides: list[str]) -> None:
 
 
 def _fine_tune(config: SftConfig, start: Path, out: Path) -> None:
-    model = open_policy(start, torch.float32)
+    model = open_policy(start, torch.float32, config.policy.implementation)
     renderer = Renderer.from_directory(start)
     examples = scripted_games(config, renderer)
     log.info("played games=%d; learning for %d steps", len(examples), config.steps)

@@ -23,6 +23,7 @@ from shoal.policy.device import CPU, demand_device
 from shoal.proofs.context import Replayed, Tools
 from shoal.proofs.verify import verify_submission
 from shoal.protocol import types as t
+from shoal.protocol.bounds import LOCAL
 from shoal.protocol.constants import MAX_SUBMISSION_BYTES
 from shoal.roles.leases import demand_sound
 from shoal.roles.memory import enforced, limit_of
@@ -55,8 +56,8 @@ def main(
     demand_device(device)
     key = load_or_make_key(key_file or home / "node.key")
 
-    def make_engine(dtype: str) -> Engine:
-        return open_engine(EngineSpec(dtype=dtype, threads=threads, device=device))
+    def make_engine(dtype: str, kind: str = LOCAL) -> Engine:
+        return open_engine(EngineSpec(kind, dtype, threads, device))
 
     limit_mb = 0 if own_files else limit_of(max_memory_mb)
     make = make_engine if own_files else enforced(make_engine, limit_mb, threads)
@@ -76,14 +77,14 @@ class Validator:
         self,
         client: Client,
         home: Path,
-        make_engine: Callable[[str], Engine],
+        make_engine: Callable[..., Engine],
         own_files: bool,
         clock: Callable[[], float] = time.time,
         max_disk_mb: int = 0,
         max_memory_mb: int = 0,
         packages: Packages | None = None,
     ) -> None:
-        """`make_engine` makes an engine for the run's dtype."""
+        """`make_engine` is as in `take_seat`."""
         self.client, self.home, self.make_engine, self.own_files = client, home, make_engine, own_files
         self.clock, self.max_disk_mb, self.max_memory_mb = clock, max_disk_mb, max_memory_mb
         self.packages = packages

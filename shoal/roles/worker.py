@@ -26,6 +26,7 @@ from shoal.policy.device import CPU, demand_device
 from shoal.proofs.commit import commit, prove_activations
 from shoal.proofs.context import score_requests
 from shoal.protocol import types as t
+from shoal.protocol.bounds import LOCAL
 from shoal.protocol.constants import COMPLETIONS
 from shoal.protocol.promises import is_promised
 from shoal.protocol.sizes import turn_answer_bytes
@@ -76,8 +77,8 @@ def main(
     demand_device(device)
     key = load_or_make_key(home / "node.key")
 
-    def make_engine(dtype: str) -> Engine:
-        engine = open_engine(EngineSpec(dtype=dtype, threads=threads, device=device))
+    def make_engine(dtype: str, kind: str = LOCAL) -> Engine:
+        engine = open_engine(EngineSpec(kind, dtype, threads, device))
         return cheating(cheat, engine) if cheat else engine
 
     limit_mb = 0 if own_files else limit_of(max_memory_mb)
@@ -103,7 +104,7 @@ class Worker:
         client: Client,
         key: str,
         home: Path,
-        make_engine: Callable[[str], Engine],
+        make_engine: Callable[..., Engine],
         max_memory_mb: int,
         name: str,
         own_files: bool,
@@ -111,7 +112,7 @@ class Worker:
         max_disk_mb: int = 0,
         packages: Packages | None = None,
     ) -> None:
-        """`key` is the public key that the client signs with; `make_engine` makes an engine for the run's dtype."""
+        """`key` is the public key that the client signs with; `make_engine` is as in `take_seat`."""
         self.client, self.key, self.home, self.make_engine = client, key, home, make_engine
         self.max_memory_mb, self.max_disk_mb, self.name, self.own_files = max_memory_mb, max_disk_mb, name, own_files
         self.clock, self.packages = clock, packages

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import torch
 
-from shoal.policy.files import load_policy
+from shoal.policy.kinds import AUTO, open_policy
+from shoal.policy.model import Transformer
 from shoal.policy.quantise import round_to_int8
 from shoal.train.predict import logprobs_of
 from shoal.train.rows import Row
@@ -36,8 +37,9 @@ def with_own_denominators(
     own: dict[int, Row] = {}
     for version in sorted({row.version for row in rows}):
         places = [place for place, row in enumerate(rows) if row.version == version]
-        model = load_policy(published[version], torch.float32)
+        model = open_policy(published[version], torch.float32, AUTO)
         if dtype == "int8":
+            assert isinstance(model, Transformer), "no other policy is sampled in int8"
             round_to_int8(model)
         logp = logprobs_of(model.to(device), [rows[place] for place in places], temperature, microbatch_tokens)
         own |= {

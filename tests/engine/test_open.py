@@ -16,7 +16,7 @@ def test_an_engine_is_what_its_description_says(dtype):
 @pytest.mark.parametrize(
     ("spec", "said"),
     [
-        (EngineSpec(kind="remote"), "unknown kind of engine 'remote': this version of shoal has only 'local'"),
+        (EngineSpec(kind="remote"), "unknown kind of engine 'remote': this version of shoal has local, transformers"),
         (EngineSpec(dtype="float64"), "no engine computes in 'float64', only in float32, bfloat16, int8"),
     ],
 )

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shoal.engine.base import Engine, Score, ScoreRequest
-from shoal.engine.open import EngineSpec, open_engine
+from shoal.engine.open import EngineSpec, kind_for, open_engine
 from shoal.envs.base import Env
 from shoal.envs.replay import replay_group
 from shoal.ledger.facts.verdicts import Decision, Rechecked, VerdictGiven
@@ -26,6 +26,7 @@ from shoal.roles.loading import Loaded, contained
 from shoal.roles.memory import Memory, needs_of, share_of_free_mb
 
 if TYPE_CHECKING:
+    from shoal.engine.anyneeds import AnyNeeds
     from shoal.engine.needs import Needs
 
 
@@ -55,7 +56,7 @@ class Bench:
         self.scores: list[Score] = []
         """Scores of the submission that was judged last."""
         self._policy: Loaded | None = None
-        self._room: tuple[Memory, Needs] | None = None
+        self._room: tuple[Memory, Needs | AnyNeeds] | None = None
         """The limit of memory, and what the policy that was loaded last needs."""
         self._renderer: Renderer | None = None
 
@@ -63,7 +64,7 @@ class Bench:
         """An engine with a version's published weights; raises as `fetch_weights`."""
         directory = await fetch_weights(self.run, self.state, version, self.home)
         if self._policy is None:
-            engine = open_engine(replace(self.spec, dtype=self.state.rules.dtype))
+            engine = open_engine(replace(self.spec, kind=kind_for(directory), dtype=self.state.rules.dtype))
             self._policy = Loaded(engine, self._open_renderer)
         memory = self._room[0] if self._room else Memory.of(self._limit_mb)
         self._room = memory, needs_of(directory, self.state.rules.dtype)

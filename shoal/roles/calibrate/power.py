@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from shoal.algos.entropy import logprob_and_entropy
 from shoal.engine.base import Score
-from shoal.engine.open import EngineSpec, open_engine
-from shoal.policy.files import load_policy
+from shoal.engine.open import EngineSpec, kind_for, open_engine
+from shoal.policy.kinds import AUTO, open_policy
 from shoal.proofs.checks.sampling import gaps_of
 from shoal.proofs.rounding import Power, power, power_by_entropy
 from shoal.protocol.types import Bounds
@@ -26,7 +26,7 @@ LOGITS_HELD = 1 << 22
 
 def show_power(recording: Recording, policy: Path, bounds: Bounds, device: str) -> None:
     """Print a line for each tenth of the tokens, and one for all."""
-    engine = open_engine(EngineSpec(dtype=recording.dtype, threads=1, device=device))
+    engine = open_engine(EngineSpec(kind_for(policy), recording.dtype, 1, device))
     requests = recording.requests()
     engine.load(policy, 0)
     others = [request._replace(seed=domain_hash("another seed", request.seed)) for request in requests]
@@ -47,7 +47,7 @@ def _line(row: Power) -> str:
 
 def _entropies(policy: Path, scores: Sequence[Score], temperature: float) -> NDArray[np.float64]:
     """Entropy of the policy where each token was drawn, nats, [P]."""
-    model = load_policy(policy, torch.float32)
+    model = open_policy(policy, torch.float32, AUTO)
     hidden_PD = torch.from_numpy(np.concatenate([score.hidden_PD for score in scores if score.hidden_PD is not None]))
     rows = max(1, LOGITS_HELD // model.spec.vocab_size)
     entropies = []

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from shoal.config import RunConfig, sampling_of
 from shoal.engine.base import Engine, ScoreRequest
-from shoal.engine.open import EngineSpec, open_engine
+from shoal.engine.open import EngineSpec, kind_for, open_engine
 from shoal.envs.load import env_of
 from shoal.envs.play import play_block
 from shoal.errors import ConfigError, StateError
@@ -73,7 +73,7 @@ def play(config: RunConfig, policy: Path, episodes: int, device: str = CPU) -> R
     sampling = sampling_of(config)
     envs = {env.label: env_of(env) for env in config.envs}
     renderer = Renderer.from_directory(policy)
-    engine = open_engine(EngineSpec(dtype=config.sampled_dtype, device=device))
+    engine = open_engine(EngineSpec(kind_for(policy), config.sampled_dtype, device=device))
     engine.load(policy, 0)
     size, num_blocks = config.rollouts.group_size, -(-episodes // config.rollouts.block_rollouts)
     played = []

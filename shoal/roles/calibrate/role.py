@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shoal.config import RunConfig, load_run
-from shoal.engine.open import EngineSpec
+from shoal.engine.open import EngineSpec, kind_for
 from shoal.errors import ConfigError
 from shoal.folder import RunFolder, write_atomically
 from shoal.policy.device import CPU, demand_device
@@ -55,7 +55,7 @@ def main(
             remark(f"wrote {save}: recompute it on another machine with --with")
         distinct = sum(len(recording.claimed_P()) for recording in recordings.values())
         noise = {
-            f"{own.dtype}/{dtype}": measure(recordings, policy, EngineSpec(dtype=dtype, device=device))
+            f"{own.dtype}/{dtype}": measure(recordings, policy, EngineSpec(kind_for(policy), dtype, device=device))
             for dtype in dict.fromkeys((own.dtype, "float32"))
         }
         bounds = {

@@ -7,6 +7,8 @@ handles leases and the submissions that fill them. It does not know HTTP. The ru
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from functools import cached_property
+from pathlib import Path
 
 from msgspec import UNSET, UnsetType
 
@@ -24,6 +26,7 @@ from shoal.ledger.seeds import audit_draws, lease_of, turn_draws, turns
 from shoal.ledger.state import LeaseRecord, State
 from shoal.ledger.table import decide
 from shoal.net.blobs import FolderBlobs, Upload
+from shoal.policy.kinds import needs_transformers
 from shoal.proofs.commit import largest_submission_bytes
 from shoal.protocol import types as t
 from shoal.protocol.constants import BODY_WINDOW_S, COMPLETIONS, MAX_LEASE_BLOCKS, MAX_OPEN_LEASES
@@ -47,7 +50,7 @@ class Desk:
 
     def __init__(self, folder: RunFolder, config: RunConfig, book: Book, key: Key, clock: Callable[[], float]) -> None:
         self.book, self.clock = book, clock
-        self._config, self.key = config, key
+        self._config, self.key, self._first_policy = config, key, folder.policy
         self.blobs = FolderBlobs(folder.blobs)
         self.hub, self._origin_address = folder.hub, folder.origin_address
         self.outgoing = folder.outgoing
@@ -70,6 +73,12 @@ class Desk:
     @property
     def published_dtype(self) -> str:
         return self._config.policy.dtype
+
+    @cached_property
+    def needs_transformers(self) -> bool:
+        """Whether nodes compute the policy with transformers: by the files of the first version."""
+        first = self._first_policy if self._first_policy.exists() else Path(self._config.policy.path)
+        return needs_transformers(first, self._config.policy.implementation)
 
     @property
     def quota_bytes(self) -> int:

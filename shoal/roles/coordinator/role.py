@@ -161,6 +161,8 @@ def public_run_file(folder: RunFolder, config: RunConfig) -> dict[str, Any]:
     for section in ("train", "workers", "validators"):
         if tree[section]["device"] == "cpu":
             del tree[section]["device"]
+    if not config.policy.implementation:
+        del tree["policy"]["implementation"]
     if not config.sampling.max_rollout_tokens:
         del tree["sampling"]["max_rollout_tokens"]
     for env in tree["envs"]:  # a run whose workers play has the log that it had before hosts could

@@ -66,8 +66,8 @@ class Trainer:
     ) -> None:
         """`key` signs the manifests; the client signs with the same key."""
         self.folder, self.config, self.client = folder, config, client
-        self.device = take_device(config.train.device)
-        model = open_policy(start_policy(folder, config), torch.float32).to(self.device)
+        self.device, policy = take_device(config.train.device), start_policy(folder, config)
+        model = open_policy(policy, torch.float32, config.policy.implementation).to(self.device)
         self.learner = Learner(model, config.train, temperature=config.sampling.temperature, steps=config.steps)
         self.batches = BatchReader(config, client, model.spec.vocab_size, folder.scores)
         self.past = PastPolicies(folder, client)

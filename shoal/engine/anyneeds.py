@@ -1,0 +1,73 @@
+"""How much memory the engine for other architectures needs, before anything is allocated.
+
+Called as `needs` is, for policies that transformers computes. The weights' sizes are those of the files. What an
+architecture computes between them is not known, so its activations are taken to be as large as those of common ones. The
+operating system enforces the limit in any case.
+
+All results are bytes.
+"""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from shoal.engine.needs import ITEM_BYTES, LOGIT_BYTES, ROW_BYTES, TOKEN_BYTES
+from shoal.engine.reading import PREFILL_TOKENS
+from shoal.engine.scoring import SCORED_VALUES
+from shoal.engine.writing import NOISE_VALUES
+from shoal.policy.anyspec import AnySpec
+from shoal.policy.files import find_tensors
+
+LIBRARY_BYTES = 200_000_000
+"""Of transformers' own code, most of which is imported when the first policy is loaded."""
+
+WIDTHS = 24
+"""Activations of one token in one layer, in widths: residual, heads, an MLP of four widths with its gate, copies."""
+
+CACHE_COPIES = 3
+"""The cache grows by being copied, and a few rows are copied when others have ended."""
+
+
+@dataclass(frozen=True)
+class AnyNeeds:
+    """What one policy needs in an engine of one dtype."""
+
+    spec: AnySpec
+    dtype: str
+    values: int
+    """Of all tensors in its files."""
+    largest: int
+    """Values of the largest tensor."""
+
+    @staticmethod
+    def of(spec: AnySpec, directory: Path, dtype: str) -> "AnyNeeds":
+        """Those of the policy in a directory. Raises `StateError` if its files are damaged."""
+        sizes = [math.prod(stored.shape) for stored in find_tensors(directory).values()]
+        return AnyNeeds(spec, dtype, sum(sizes), max(sizes, default=0))
+
+    @property
+    def loaded(self) -> int:
+        """The weights as they stay in memory, and the code that computes with them."""
+        return ITEM_BYTES[self.dtype] * self.values + LIBRARY_BYTES
+
+    def load(self) -> int:
+        """While the weights are read: the tensors of the files, what transformers makes of them, and one tensor more."""
+        return self.loaded + ITEM_BYTES[self.dtype] * self.values + 8 * self.largest
+
+    def play(self, rows: int, max_tokens: int, all_tokens: int = 0) -> int:
+        """Beyond the weights, for a batch of `rows` conversations of at most `max_tokens`; `all_tokens` as for `Needs`."""
+        spec, tokens = self.spec, min(max_tokens, self.spec.max_positions)
+        cache = 2 * spec.layers * spec.kv_heads * spec.head_dim * ITEM_BYTES[self.dtype] * rows * tokens
+        logits = LOGIT_BYTES * max(NOISE_VALUES, rows * spec.vocab_size)
+        read = self._token * rows * tokens
+        return CACHE_COPIES * cache + logits + read + rows * (ROW_BYTES + max(tokens, all_tokens) * TOKEN_BYTES)
+
+    def score(self, tokens: int, longest: int, hidden: bool) -> int:
+        """Beyond the weights, for a prefill of conversations of at most `longest` tokens each, `tokens` in all."""
+        logits = LOGIT_BYTES * max(self.spec.vocab_size, min(SCORED_VALUES, tokens * self.spec.vocab_size))
+        read = self._token * max(PREFILL_TOKENS["cpu"], min(longest, tokens, self.spec.max_positions))
+        return logits + read + tokens * (TOKEN_BYTES + (2 * 4 * self.spec.width if hidden else 0))
+
+    @property
+    def _token(self) -> int:
+        return 4 * WIDTHS * max(self.spec.width, self.spec.heads * self.spec.head_dim)

@@ -1,0 +1,333 @@
+"""A policy of any architecture that `transformers` knows: loaded, examined, and shown through `policy.base.PolicyModel`.
+
+Called by `kinds` and by the engine for such policies. Code of a model's author never runs: `transformers` gets a config
+that says nothing about loading, and tensors that we have read ourselves. Each model is examined when it is loaded, by
+running 8 tokens through it, because an architecture that we have not read may compute its logits in a way of its own.
+
+Axes: B rows, T tokens of a row, D width, V vocabulary; x any axes.
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shoal.errors import StateError, cause_of
+from shoal.policy.anyspec import AnySpec, read_config, without_own_keys
+from shoal.policy.base import Published
+from shoal.policy.files import find_tensors, read_tensors
+from shoal.policy.packed import Family
+from shoal.policy.spec import read_capped
+from shoal.protocol.constants import MAX_JSON_BYTES
+
+EXAMINED = 8
+"""Tokens that are run through a model to examine it."""
+
+LARGEST_LOGIT = 100.0
+"""The hidden states are also compared when they are so much larger that logits reach this size, where a soft cap shows."""
+
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05}
+"""Largest difference between two ways to compute the same, in parts of the largest value."""
+
+BUFFER_BYTES = 64 << 20
+"""Of tables that a model makes from its config, beyond the size of its weights: more is a hostile config."""
+
+
+class AnyModel:
+    """A model of `transformers` as a `policy.base.PolicyModel`. Always in evaluation mode: nothing is random."""
+
+    def __init__(self, whole: Any, spec: AnySpec, files: dict[str, Any]) -> None:
+        """`whole` is the model with its head; `files` are the JSON files that are published with it."""
+        self.whole, self.spec = whole, spec
+        self.body: Any = whole.base_model
+        """The model without its head."""
+        self._files = files
+        self._recompute = False
+        self._head: Any = None
+        """The output head, if its logits are those of the model; else the whole model gives logits."""
+        self.after_head: Callable[[Tensor], Tensor] | None = None
+        self._examine_head()
+        self._examine_order()
+
+    def hidden(self, tokens_BT: Tensor, families: Sequence[Family] | None = None) -> Tensor:
+        """Hidden states after the final norm, [B, T, D], of right-padded rows; logits if the head is not known."""
+        assert families is None, 'a model of transformers reads padded rows: train.packing = "padded"'
+        if self._head is None:
+            logits_BTV: Tensor = self.whole(input_ids=tokens_BT, use_cache=False).logits
+            return logits_BTV
+        hidden_BTD: Tensor = self.body(input_ids=tokens_BT, use_cache=False).last_hidden_state
+        return hidden_BTD
+
+    def head_weight(self) -> Tensor | None:
+        """The output head, [V, D]; None if `hidden` gives logits."""
+        return None if self._head is None else self._head.weight
+
+    def logits(self, hidden_xD: Tensor) -> Tensor:
+        """Logits, [..., V], of what `hidden` gives."""
+        if self._head is None:
+            return hidden_xD
+        logits_xV = F.linear(hidden_xD, self._head.weight)
+        return logits_xV if self.after_head is None else self.after_head(logits_xV)
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """All parameters, by the names of transformers. Those of the files may be others."""
+        return iter(self.whole.named_parameters())
+
+    def trainable(self) -> dict[str, nn.Parameter]:
+        """All parameters, by name."""
+        return dict(self.named_parameters())
+
+    def published(self) -> Published:
+        """The policy as its files have it: with the names, and one tensor for each expert, as before it was loaded."""
+        from transformers.core_model_loading import revert_weight_conversion
+        from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+        tensors = dict(self.whole.state_dict())
+        for name in self.whole._keys_to_ignore_on_save or ():
+            tensors.pop(name, None)
+        tensors = revert_weight_conversion(self.whole, remove_tied_weights_from_state_dict(tensors, self.whole))
+        return Published(tensors, self._files)
+
+    def float(self) -> Self:
+        """Turn the parameters to float32 in place."""
+        self.whole.float()
+        return self
+
+    def to(self, device: str) -> Self:
+        """Move the parameters to a device, in place."""
+        self.whole.to(device)
+        return self
+
+    def train(self, mode: bool = True) -> Self:
+        """Nothing: in training mode, dropout and the routers of some models are random."""
+        return self
+
+    @property
+    def recompute(self) -> bool:
+        """Whether a backward pass computes each layer again instead of keeping what the layer computed."""
+        return self._recompute
+
+    @recompute.setter
+    def recompute(self, wanted: bool) -> None:
+        if wanted == self._recompute:
+            return
+        if not self.whole.supports_gradient_checkpointing:
+            raise StateError(f'{self.spec.architecture} cannot compute layers again: leave train.recompute = "none"')
+        from transformers.modeling_layers import GradientCheckpointingLayer
+
+        before_TD = self._read(_tokens(self.spec))
+        if wanted:
+            self.whole.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        else:
+            self.whole.gradient_checkpointing_disable()
+        for layer in self.whole.modules():
+            if isinstance(layer, GradientCheckpointingLayer):
+                layer.training = wanted  # only its own flag: what is inside stays in evaluation mode
+        self._recompute = wanted
+        if not torch.equal(before_TD, self._read(_tokens(self.spec))):
+            raise StateError(f'{self.spec.architecture} is random in training: leave train.recompute = "none"')
+
+    @torch.no_grad()
+    def _read(self, tokens_T: Tensor) -> Tensor:
+        """What `hidden` gives for one row, [T, D]."""
+        return self.hidden(tokens_T[None].to(self.whole.device))[0]
+
+    @torch.no_grad()
+    def _examine_head(self) -> None:
+        """Find how this model makes logits of hidden states, such that both ways give the same; else use whole logits."""
+        head = self.whole.get_output_embeddings()
+        if self.body is self.whole or not isinstance(head, nn.Linear):
+            return
+        tokens_1T = _tokens(self.spec)[None].to(self.whole.device)
+        small = _logits_of(self.whole, tokens_1T, 1.0)
+        factor = LARGEST_LOGIT / max(float(small[1].abs().max()), 1e-6)
+        large = _logits_of(self.whole, tokens_1T, factor)
+        for after in _after_heads(self.whole.config, head):
+            found = [_after(after, F.linear(hidden_TD, head.weight)) for hidden_TD, _ in (small, large)]
+            if all(_alike(*pair) for pair in zip(found, (small[1], large[1]), strict=True)):  # guard: head-is-proven
+                self._head, self.after_head = head, after
+                return
+
+    def _examine_order(self) -> None:
+        """Refuse models in which a token sees later ones: then padding on the right, and a replay, would change them."""
+        tokens_T = _tokens(self.spec)
+        changed_T = tokens_T.clone()
+        changed_T[-1] = (changed_T[-1] + 1) % self.spec.vocab_size
+        if not _alike(self._read(changed_T)[:-1], self._read(tokens_T)[:-1]):  # guard: tokens-see-no-later-ones
+            raise StateError(f"{self.spec.architecture}: a token sees later ones, so no choice could be replayed")
+
+
+def load_any(directory: Path, dtype: torch.dtype = torch.float32) -> AnyModel:
+    """Load a checkpoint directory with transformers as a model of `dtype`, and examine it.
+
+    Raises `StateError` if transformers is missing or cannot run the model, or if files are missing, damaged or hostile.
+    """
+    spec = AnySpec.from_directory(directory)
+    stored = find_tensors(directory)
+    if spec.layers > len(stored):  # before a hostile config makes us build too much
+        raise StateError(f"{directory}: config.json says {spec.layers} layers, its files hold {len(stored)} tensors")
+    files = _files_of(directory)
+    auto_model, config = _config_of(directory, spec)
+    try:
+        with torch.device("meta"):
+            empty = auto_model.from_config(copy.deepcopy(config), trust_remote_code=False)
+        _demand_size(empty, sum(_count(tensor.shape) for tensor in stored.values()), directory)
+        whole, info = type(empty).from_pretrained(
+            None, config=empty.config, state_dict=read_tensors(directory, dtype), dtype=dtype, output_loading_info=True,
+            local_files_only=True, use_safetensors=True, trust_remote_code=False,
+        )  # fmt: skip
+        _demand_all_loaded(info, directory)
+        whole.eval()
+        _own_memory(whole)
+        return AnyModel(whole, spec, files)
+    except (StateError, MemoryError):
+        raise
+    except Exception as error:  # noqa: BLE001 - transformers may raise anything for a model that it cannot run
+        raise StateError(f"{directory}: transformers cannot run this {spec.architecture}: {_line(error)}") from None
+
+
+def _config_of(directory: Path, spec: AnySpec) -> tuple[Any, Any]:
+    """The class that opens causal language models, and this model's config without what the files may not decide."""
+    try:
+        import transformers
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    except ImportError as error:
+        raise StateError(
+            f"{directory} holds a {spec.architecture}, which needs transformers, and that is not installed "
+            f"({cause_of(error)}): pip install -c constraints.txt '.[torch,hf]'"
+        ) from None
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    config = read_config(directory)
+    if spec.architecture not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:  # guard: no-code-of-a-model
+        own = ", and its files ask to run code of their own (auto_map), which is never done"
+        raise StateError(
+            f"{directory}: transformers {transformers.__version__} has no language model {spec.architecture!r}"
+            f"{own if 'auto_map' in config else ''}. Choose another model"
+        )
+    try:
+        made = CONFIG_MAPPING[spec.architecture].from_dict(without_own_keys(config))
+    except Exception as error:  # noqa: BLE001 - a config that transformers refuses raises many things
+        raise StateError(f"{directory / 'config.json'}: transformers refuses it: {_line(error)}") from None
+    return transformers.AutoModelForCausalLM, made
+
+
+def _files_of(directory: Path) -> dict[str, Any]:
+    """The JSON files that are published with the weights: as they are, but for the keys that say how to load."""
+    files = {"config.json": without_own_keys(read_config(directory))}
+    generation = Path(directory) / "generation_config.json"
+    if generation.exists():
+        import msgspec
+
+        files["generation_config.json"] = msgspec.json.decode(
+            read_capped(generation, MAX_JSON_BYTES), type=dict[str, Any]
+        )
+    return files
+
+
+def _demand_size(empty: nn.Module, stored_values: int, directory: Path) -> None:
+    """Refuse a config that asks for more memory than its weights explain."""
+    wanted = sum(parameter.numel() for parameter in empty.parameters())
+    if wanted > stored_values:  # guard: any-config-fits-its-weights
+        raise StateError(
+            f"{directory}: config.json asks for {wanted} parameters, its files hold {stored_values}: they are from "
+            "different models"
+        )
+    tables = sum(buffer.nbytes for buffer in empty.buffers())
+    if tables > 4 * stored_values + BUFFER_BYTES:
+        raise StateError(
+            f"{directory}: config.json asks for tables of {tables >> 20} MB, more than its weights explain"
+        )
+
+
+def _demand_all_loaded(info: dict[str, Any], directory: Path) -> None:
+    """Refuse weights of another model: transformers would give random values to what is missing."""
+    faults = (
+        ("lacks tensor", sorted(info["missing_keys"])),
+        ("has a tensor that its config does not explain,", sorted(info["unexpected_keys"])),
+        ("has another shape than its config asks for,", sorted(str(key) for key in info["mismatched_keys"])),
+    )
+    for fault, names in faults:
+        if names:  # guard: any-weights-are-complete
+            raise StateError(f"{directory} {fault} {names[0]}: config.json and weights are from different models")
+    if info.get("error_msgs"):
+        raise StateError(f"{directory}: transformers cannot load it: {_line(info['error_msgs'][0])}")
+
+
+@torch.no_grad()
+def _own_memory(whole: nn.Module) -> None:
+    """Refuse what a checkpoint could not hold, and give each parameter memory of its own: sums depend on alignment."""
+    for name, tensor in whole.state_dict().items():
+        if not tensor.is_floating_point():
+            raise StateError(f"its {name} is {tensor.dtype}; a policy's tensors are floating-point numbers")
+    for parameter in whole.parameters():
+        if parameter.untyped_storage().nbytes() != parameter.nbytes or parameter.data_ptr() % 64:
+            parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
+
+
+def _logits_of(whole: Any, tokens_1T: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+    """Hidden states times a factor, and the whole model's logits from them."""
+    seen: list[Tensor] = []
+
+    def multiply(module: nn.Module, inputs: object, output: Any) -> Any:
+        output.last_hidden_state = output.last_hidden_state * factor
+        seen.append(output.last_hidden_state[0])
+        return output
+
+    hook = whole.base_model.register_forward_hook(multiply)
+    try:
+        logits_TV = whole(input_ids=tokens_1T, use_cache=False).logits[0]
+    finally:
+        hook.remove()
+    return seen[-1], logits_TV
+
+
+def _after_heads(config: Any, head: nn.Linear) -> Iterator[Callable[[Tensor], Tensor] | None]:
+    """What architectures may do with hidden @ head: nothing; or a bias, a factor and a soft cap, as the config says."""
+    text = config.get_text_config()
+    cap = getattr(text, "final_logit_softcapping", None)
+    factors = [float(f) for name in ("logit_scale", "lm_head_multiplier") if (f := getattr(text, name, None))]
+    factors += [1 / float(f) for f in [getattr(text, "logits_scaling", None)] if f]
+    if head.bias is None:
+        yield None
+    for factor in (1.0, *factors):
+        if cap:
+            yield lambda x, factor=factor: float(cap) * torch.tanh(_biased(x, head) * factor / float(cap))  # type: ignore[misc]
+        yield lambda x, factor=factor: _biased(x, head) * factor  # type: ignore[misc]
+
+
+def _biased(logits_xV: Tensor, head: nn.Linear) -> Tensor:
+    return logits_xV if head.bias is None else logits_xV + head.bias
+
+
+def _after(after: Callable[[Tensor], Tensor] | None, logits_xV: Tensor) -> Tensor:
+    return logits_xV if after is None else after(logits_xV)
+
+
+def _alike(found: Tensor, expected: Tensor) -> bool:
+    """Whether two results differ by rounding alone."""
+    most = TOLERANCE.get(expected.dtype, 1e-4) * max(float(expected.abs().max()), 1e-6)
+    return bool((found - expected).abs().max() <= most)
+
+
+def _tokens(spec: AnySpec) -> Tensor:
+    """Tokens to examine a model with: spread over the vocabulary, without its ends, where special ones often are."""
+    return torch.arange(1, EXAMINED + 1) * max(1, spec.vocab_size // (EXAMINED + 2)) % spec.vocab_size
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    total = 1
+    for side in shape:
+        total *= side
+    return total
+
+
+def _line(error: object) -> str:
+    """What was raised, on one line."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:300]}" if isinstance(error, BaseException) else text[:300]

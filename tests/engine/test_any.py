@@ -1,0 +1,397 @@
+"""Policies of any architecture: the engine and the learner against transformers, and what is refused."""
+
+import inspect
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from shoal.config import TrainConfig
+from shoal.engine.base import Continuation, Request, ScoreRequest
+from shoal.engine.hf import TransformersEngine
+from shoal.engine.open import EngineSpec, kind_for, open_engine
+from shoal.errors import StateError
+from shoal.policy.anymodel import AnyModel, load_any
+from shoal.policy.files import find_tensors, save_policy, snapshot
+from shoal.policy.kinds import AUTO, open_policy
+from shoal.protocol.randomness import gumbel, sample_seed
+from shoal.train.rows import Row
+from shoal.train.step import Learner
+from shoal.weights.manifest import weights_root
+from tests.engine.architectures import ARCHITECTURES, MIXTURES, write_any
+
+STOPS = frozenset({5})
+every_architecture = pytest.mark.parametrize("name", ARCHITECTURES)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A directory for each architecture."""
+    root = tmp_path_factory.mktemp("any")
+    return {name: write_any(name, root / name.replace(", ", "-"), sharpen=2.0) for name in ARCHITECTURES}
+
+
+def _engine(directory: Path, dtype: str = "float32") -> TransformersEngine:
+    engine = TransformersEngine(threads=1, dtype=dtype)
+    engine.load(directory, version=0)
+    return engine
+
+
+def _peer(directory: Path) -> Any:
+    import transformers
+
+    return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+
+
+def _requests(count: int = 12, low: int = 3, high: int = 40, max_new: int = 16) -> list[Request]:
+    """Of groups of two with the same opening; openings of many lengths, longer than a sliding window."""
+    rng = random.Random(1)
+    openings = [[rng.randrange(6, 64) for _ in range(rng.randint(low, high))] for _ in range(count // 2)]
+    prompts = [opening for opening in openings for _ in range(2)]
+    return [Request(f"r{i}", prompt, sample_seed(b"any", i), max_new, STOPS) for i, prompt in enumerate(prompts)]
+
+
+def _claims(requests: Sequence[Request], turns: Sequence[Continuation]) -> list[ScoreRequest]:
+    return [
+        ScoreRequest(
+            [*request.token_ids, *turn.token_ids],
+            range(len(request.token_ids), len(request.token_ids) + len(turn.token_ids)),
+            request.seed,
+        )
+        for request, turn in zip(requests, turns, strict=True)
+    ]
+
+
+def _rows(claims: Sequence[ScoreRequest], turns: Sequence[Continuation]) -> list[Row]:
+    rows = []
+    for i, (claim, turn) in enumerate(zip(claims, turns, strict=True)):
+        P = len(turn.token_ids)
+        ones_P = np.ones(P, np.float32)
+        advantage_P = ones_P * (1.0 if i % 2 else -1.0)
+        tokens_T, logp_P = np.array(claim.token_ids), np.array(turn.logprobs, np.float32)
+        rows.append(Row(tokens_T, np.array(claim.policy_positions), logp_P, advantage_P, ones_P, float(i % 2), 0))
+    return rows
+
+
+@every_architecture
+def test_each_token_is_the_argmax_of_transformers_logits_plus_the_reference_noise(
+    name: str, models: dict[str, Path]
+) -> None:
+    requests, temperature = _requests(), 0.8
+    turns, peer = _engine(models[name]).extend(requests, temperature), _peer(models[name])
+    for request, turn in zip(requests, turns, strict=True):
+        start, ids = len(request.token_ids), [*request.token_ids, *turn.token_ids]
+        with torch.no_grad():
+            logits_TV = peer(torch.tensor([ids])).logits[0, start - 1 : -1]
+        scaled_TV = logits_TV / temperature
+        noise_TV = torch.from_numpy(gumbel([request.seed] * len(turn.token_ids), np.arange(start, len(ids)), 64))
+        assert (scaled_TV + noise_TV).argmax(-1).tolist() == turn.token_ids
+        expected = scaled_TV.log_softmax(-1)[torch.arange(len(turn.token_ids)), turn.token_ids]
+        assert torch.allclose(torch.tensor(turn.logprobs), expected, atol=1e-4)
+
+
+@every_architecture
+def test_honest_turns_replay_in_other_batches_without_gaps(name: str, models: dict[str, Path]) -> None:
+    engine, requests = _engine(models[name]), _requests()
+    together = _claims(requests, engine.extend(requests, 1.0))
+    alone = _claims(requests, [engine.extend([request], 1.0)[0] for request in requests])
+    assert together == alone
+    for claims in (together, together[:1]):
+        scores = engine.score(claims, 1.0, hidden=True)
+        assert max(float(score.gaps_P.max()) for score in scores) < 1e-4
+        assert all(score.hidden_PD is not None and score.largest_P is not None for score in scores)
+    other = [claim._replace(seed=claim.seed[::-1]) for claim in together]
+    assert np.mean(np.concatenate([s.gaps_P for s in engine.score(other, 1.0)]) > 1e-3) > 0.2
+
+
+@every_architecture
+def test_the_learner_sees_what_the_engine_saw_and_transformers_opens_what_it_learned(
+    name: str, models: dict[str, Path], tmp_path: Path
+) -> None:
+    engine, requests = _engine(models[name]), _requests()
+    turns = engine.extend(requests, 0.9)
+    claims = _claims(requests, turns)
+    rows = _rows(claims, turns)
+    model = load_any(models[name])
+    learner = Learner(model, TrainConfig(lr=1e-3, warmup_steps=0, microbatch_tokens=200), temperature=0.9, steps=3)
+    for row, logp_P in zip(rows, learner.logprobs(rows), strict=True):
+        assert np.abs(row.behaviour_logp_P - logp_P).max() < 1e-4
+    before = model.hidden(torch.tensor([[7, 8, 9]])).detach()
+    losses = [learner.step(rows, version)["loss"] for version in range(3)]
+    assert np.isfinite(losses).all() and losses[2] < losses[0]
+    assert not torch.allclose(before, model.hidden(torch.tensor([[7, 8, 9]])), atol=1e-4)
+
+    save_policy(model, tmp_path / "whole", "float32", tokenizer_from=models[name], shard_bytes=8192)
+    save_policy(snapshot(model, "float32"), tmp_path / "again", "float32", tokenizer_from=models[name])
+    assert weights_root(tmp_path / "whole") == weights_root(tmp_path / "again")
+    assert find_tensors(tmp_path / "whole").keys() == find_tensors(models[name]).keys()
+    peer, ids = _peer(tmp_path / "whole"), torch.tensor([claims[0].token_ids])
+    with torch.no_grad():
+        assert torch.allclose(peer(ids).logits, model.logits(model.hidden(ids)), atol=1e-4)
+        assert torch.allclose(peer(ids).logits, _logits(_engine(tmp_path / "again"), ids), atol=1e-4)
+
+
+def _logits(engine: TransformersEngine, ids: Tensor) -> Tensor:
+    decoder = engine._loaded
+    assert decoder is not None
+    return decoder.logits(decoder.hidden_states(ids)[0])[None]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "cohere", "olmoe"])
+def test_gradients_are_those_of_plain_logits_with_and_without_pieces_and_recomputing(
+    name: str, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = _requests(4)
+    turns = _engine(models[name]).extend(requests, 1.0)
+    rows = _rows(_claims(requests, turns), turns)
+
+    def gradients(**changes: Any) -> dict[str, Tensor]:
+        model, found = load_any(models[name]), dict[str, Tensor]()
+        learner = Learner(model, TrainConfig(microbatch_tokens=300, **changes), temperature=0.7, steps=1)
+
+        def capture(lr: float, version: int) -> float:
+            found.update({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+            return 0.0
+
+        monkeypatch.setattr(learner, "_update", capture)
+        learner.step(rows, 0)
+        return found
+
+    plain, again = gradients(), gradients(recompute="layers")
+    monkeypatch.setattr("shoal.train.predict.HELD_LOGITS", 64 * 5)
+    pieces = gradients()
+    monkeypatch.setattr(AnyModel, "_examine_head", lambda self: None)
+    whole = gradients()
+    assert plain and all(torch.equal(plain[key], again[key]) for key in plain)
+    for others in (pieces, whole):
+        for key, gradient in plain.items():
+            torch.testing.assert_close(others[key], gradient, atol=1e-5, rtol=1e-3)
+
+
+@every_architecture
+def test_heads_are_proven_where_logits_are_large_enough_to_show_a_cap(name: str, models: dict[str, Path]) -> None:
+    model = load_any(models[name])
+    assert model.head_weight() is not None
+    assert (model.after_head is not None) == (name in ("gemma2", "phi", "cohere"))
+
+
+def test_a_model_with_a_head_of_its_own_kind_gives_whole_logits(
+    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.models.gpt2 import modeling_gpt2
+
+    forward = modeling_gpt2.GPT2LMHeadModel.forward
+
+    def squared(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = forward(self, *args, **kwargs)
+        output.logits = output.logits + 0.01 * output.logits.square()
+        return output
+
+    monkeypatch.setattr(modeling_gpt2.GPT2LMHeadModel, "forward", squared)
+    engine, requests = _engine(models["gpt2"]), _requests(4)
+    assert engine._loaded is not None and engine._loaded.model.head_weight() is None
+    claims = _claims(requests, engine.extend(requests, 1.0))
+    assert max(float(score.gaps_P.max()) for score in engine.score(claims, 1.0)) < 1e-4
+
+
+def test_where_padding_changes_a_model_conversations_of_other_lengths_are_read_apart(
+    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.models.gpt2 import modeling_gpt2
+
+    forward = modeling_gpt2.GPT2Model.forward
+
+    def blind(self: Any, *args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
+        return forward(self, *args, **kwargs)
+
+    blind.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]
+    monkeypatch.setattr(modeling_gpt2.GPT2Model, "forward", blind)
+    engine, requests = _engine(models["gpt2"]), _requests()
+    assert engine._loaded is not None and not engine._loaded.reads_padding
+    claims = _claims(requests, engine.extend(requests, 1.0))
+    assert max(float(score.gaps_P.max()) for score in engine.score(claims, 1.0)) < 1e-4
+
+
+def test_models_whose_cache_changes_what_they_compute_are_refused(
+    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.models.gpt2 import modeling_gpt2
+
+    forward = modeling_gpt2.GPT2Model.forward
+
+    def forgetful(self: Any, *args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
+        output = forward(self, *args, past_key_values=past_key_values, **kwargs)
+        if past_key_values is not None:
+            output.last_hidden_state = output.last_hidden_state * 1.01
+        return output
+
+    forgetful.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]
+    monkeypatch.setattr(modeling_gpt2.GPT2Model, "forward", forgetful)
+    with pytest.raises(StateError, match="with a cache, transformers computes other values than without"):
+        _engine(models["gpt2"])
+
+
+@every_architecture
+def test_honest_bfloat16_replays_with_few_and_small_gaps(name: str, models: dict[str, Path]) -> None:
+    """In a mixture of experts, a token near the border of two of them may go to the other one, and change its logits."""
+    large = 0.03 if name in MIXTURES else 0.003
+    requests = _requests(32)
+    claims = _claims(requests, _engine(models[name], "bfloat16").extend(requests, 1.0))
+    for dtype in ("bfloat16", "float32"):
+        gaps = np.concatenate([score.gaps_P for score in _engine(models[name], dtype).score(claims, 1.0)])
+        assert len(gaps) > 200 and (gaps > 0.4).mean() < large and (gaps > 0).mean() < 0.1
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_routers_choose_the_same_experts_but_where_two_are_nearly_equal(name: str, models: dict[str, Path]) -> None:
+    """Between batches never; between dtypes rarely, and then between experts of nearly the same weight."""
+    ids = torch.tensor([request.token_ids[:3] for request in _requests(12)])
+    chosen = {dtype: _experts(load_any(models[name], dtype), ids) for dtype in (torch.float32, torch.bfloat16)}
+    alone = torch.cat([_experts(load_any(models[name]), row[None]) for row in ids], 1)
+    assert torch.equal(alone, chosen[torch.float32])
+    flipped = (chosen[torch.float32] != chosen[torch.bfloat16]).any(-1).float().mean()
+    assert flipped < 0.1
+
+
+def _experts(model: AnyModel, ids: Tensor) -> Tensor:
+    """The experts that each router chose for each token, sorted, [routers, tokens, k]."""
+    found: list[Tensor] = []
+    hooks = [
+        module.register_forward_hook(lambda module, inputs, output: found.append(output[2].sort(-1).values))
+        for module in model.whole.modules()
+        if type(module).__name__.endswith("Router")
+    ]
+    with torch.no_grad():
+        model.hidden(ids)
+    for hook in hooks:
+        hook.remove()
+    assert len(found) == 3
+    return torch.stack(found)
+
+
+def _changed(source: Path, target: Path, **changes: object) -> Path:
+    """A copy of a model's directory with another `config.json`."""
+    target.mkdir()
+    for path in source.iterdir():
+        (target / path.name).write_bytes(path.read_bytes())
+    config = json.loads((source / "config.json").read_text()) | changes
+    (target / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+    return target
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"model_type": "mine", "auto_map": {"AutoModelForCausalLM": "mine.Mine"}}, "auto_map"),
+        ({"model_type": "t5"}, "has no language model 't5'"),
+        ({"model_type": "bert", "num_attention_heads": 4}, "from different models"),
+        ({"is_encoder_decoder": True}, "has an encoder"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantised"),
+        ({"n_embd": 4096}, "asks for"),
+        ({"n_layer": 1 << 20}, "layers"),
+        ({"n_layer": 4}, "asks for"),
+        ({"n_layer": 2}, "has a tensor that its config does not explain"),
+        ({"n_positions": None}, "does not say max_position_embeddings"),
+        ({"n_head": 5}, "transformers"),
+        ({"activation_function": "mine"}, "transformers cannot run this gpt2"),
+        ({"vocab_size": 1 << 30}, "vocab_size"),
+    ],
+)
+def test_configs_that_ask_for_anything_else_are_refused_in_one_line(
+    changes: dict[str, object], says: str, models: dict[str, Path], tmp_path: Path
+) -> None:
+    with pytest.raises(StateError, match=says) as refused:
+        load_any(_changed(models["gpt2"], tmp_path / "bad", **changes))
+    assert "\n" not in str(refused.value)
+
+
+def test_a_config_cannot_say_how_it_is_loaded(models: dict[str, Path], tmp_path: Path) -> None:
+    """Each of these keys would make transformers fetch code or other files, or compute in another way."""
+    loud = {
+        "attn_implementation": "someone/kernel", "_attn_implementation": "someone/kernel", "auto_map": {"A": "a.B"},
+        "transformers_weights": "../other.safetensors", "_name_or_path": "someone/model", "torch_dtype": "float64",
+        "fusion_config": {"patch_embeddings": True},
+    }  # fmt: skip
+    directory = _changed(models["gpt2"], tmp_path / "loud", **loud)
+    ids = torch.tensor([[7, 8, 9]])
+    assert torch.equal(load_any(directory).hidden(ids), load_any(models["gpt2"]).hidden(ids))
+    save_policy(load_any(directory), tmp_path / "published", "float32")
+    assert not json.loads((tmp_path / "published" / "config.json").read_text()).keys() & loud.keys()
+
+
+def test_models_whose_tokens_see_later_ones_are_refused(tmp_path: Path) -> None:
+    import transformers
+
+    config = transformers.BertConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, eos_token_id=5
+    )
+    transformers.BertLMHeadModel(config).save_pretrained(tmp_path / "bert")
+    with pytest.raises(StateError, match="sees later ones"):
+        load_any(tmp_path / "bert")
+
+
+def test_pickled_weights_are_never_read(models: dict[str, Path], tmp_path: Path) -> None:
+    directory = _changed(models["gpt2"], tmp_path / "pickled")
+    torch.save({}, directory / "pytorch_model.bin")
+    (directory / "model.safetensors").unlink()
+    with pytest.raises(StateError, match=r"model\.safetensors"):
+        load_any(directory)
+
+
+def test_weights_that_are_not_finite_are_refused(models: dict[str, Path], tmp_path: Path) -> None:
+    model = load_any(models["gpt2"])
+    with torch.no_grad():
+        next(iter(model.trainable().values()))[0, 0] = float("nan")
+    save_policy(model, tmp_path / "nan", "float32")
+    with pytest.raises(StateError, match="not finite"):
+        load_any(tmp_path / "nan")
+
+
+def test_only_runs_that_say_auto_compute_other_architectures(models: dict[str, Path]) -> None:
+    with pytest.raises(StateError, match=r'model_type is .gpt2.*policy\.implementation = "auto"'):
+        open_policy(models["gpt2"])
+    assert isinstance(open_policy(models["gpt2"], None, AUTO), AnyModel)
+    assert not isinstance(open_policy(models["llama"], None, AUTO), AnyModel)
+    assert (kind_for(models["gpt2"]), kind_for(models["llama"])) == ("transformers", "local")
+
+
+def test_the_engine_says_what_it_is_and_has_no_int8() -> None:
+    facts = open_engine(EngineSpec(kind="transformers", threads=1)).facts
+    assert (
+        facts.implementation.startswith("shoal-transformers/5.")
+        and f"torch-{torch.__version__}" in facts.implementation
+    )
+    with pytest.raises(StateError, match="not in int8"):
+        open_engine(EngineSpec(kind="transformers", dtype="int8"))
+
+
+_WITHOUT = """
+import sys
+sys.modules["transformers"] = None
+from shoal.engine.open import EngineSpec, open_engine
+from shoal.errors import StateError
+try:
+    open_engine(EngineSpec(kind="transformers"))
+except StateError as error:
+    print(error)
+"""
+
+
+def test_without_transformers_one_line_says_what_to_install() -> None:
+    result = subprocess.run([sys.executable, "-c", _WITHOUT], capture_output=True, text=True, check=True, timeout=60)
+    assert "needs transformers" in result.stdout and "pip install" in result.stdout and result.stdout.count("\n") == 1

@@ -1,0 +1,66 @@
+"""A whole run whose policy shoal's own code cannot compute, and the run files that cannot be started."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.engine.architectures import write_any
+from tests.launch.test_local import RUN_FILE
+
+GPT2_FILE = RUN_FILE.replace("steps = 60", "steps = 3").replace(
+    RUN_FILE[RUN_FILE.index("[policy.tiny]") : RUN_FILE.index("[[envs]]")],
+    '[policy]\npath = "gpt2"\nimplementation = "auto"\n',
+)
+
+
+def run(folder: Path, *overrides: str) -> "subprocess.CompletedProcess[str]":
+    (folder / "any.toml").write_text(GPT2_FILE)
+    sets = [part for override in overrides for part in ("--set", override)]
+    command = [sys.executable, "-m", "shoal.cli", "run", "any.toml", *sets]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=280)
+
+
+@pytest.mark.slow
+def test_a_run_of_another_architecture_learns_catches_a_cheat_and_is_audited(tmp_path: Path) -> None:
+    import transformers
+
+    write_any("gpt2", tmp_path / "gpt2", sharpen=0.5)
+    done = run(tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    root = tmp_path / "runs" / "small"
+    first, last = (
+        transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        for directory in (tmp_path / "gpt2", root / "checkpoints" / "final")
+    )
+    assert not torch.equal(first.lm_head.weight, last.lm_head.weight)
+    summary = json.loads((root / "summary.json").read_text())
+    assert summary["steps"] == 3 and summary["credits"]["worker-0"]["credits"] == summary["tokens"] > 0
+    assert summary["credits"]["cheater-0"]["credits"] == 0 and summary["refused"].keys() == {"sampling"}
+    audit = subprocess.run(
+        [sys.executable, "-m", "shoal.cli", "audit", str(root), "--sample", "6"],
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert audit.returncode == 0, audit.stdout + audit.stderr
+    assert "the log agrees with what was recomputed" in audit.stdout, audit.stdout
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ('policy.implementation=""', 'set policy.implementation = "auto"'),
+        ("sampling.dtype=int8", "sampling.dtype"),
+        ("train.packing=flat", "train.packing"),
+        ('policy.path=""', "set policy.path"),
+    ],
+)
+def test_what_such_a_run_cannot_do_is_said_before_anything_starts(override: str, says: str, tmp_path: Path) -> None:
+    write_any("gpt2", tmp_path / "gpt2")
+    refused = run(tmp_path, override)
+    assert refused.returncode == 2 and says in refused.stderr, refused.stderr
+    assert refused.stderr.count("\n") == 1
