@@ -34,6 +34,7 @@ from shoal.protocol.types import BatchGroup, Block, Group, Sampling, Slot
 from shoal.protocol.wire import digest, to_msgpack
 from shoal.train.denominators import with_own_denominators
 from shoal.train.filter import select
+from shoal.train.masters import module_dtype
 from shoal.train.rows import rows_of_group
 from shoal.train.step import Learner
 from shoal.weights.manifest import weights_root
@@ -69,7 +70,7 @@ def train(config: RunConfig, out: Path, recipe_dir: Path, say: Callable[[str], N
     start = Path(config.policy.path) if config.policy.path else folder.policy
     if not start.exists():
         make_tiny(config.policy.tiny, start, folder.weights_seed(config), config.policy.dtype)
-    model = load_policy(start, torch.float32)
+    model = load_policy(start, module_dtype(config.train))
     learner = Learner(model, config.train, temperature=sampling.temperature, steps=config.steps)
     published = out / "published"
     save_policy(model, published, config.policy.dtype, tokenizer_from=start)
@@ -119,7 +120,7 @@ def train(config: RunConfig, out: Path, recipe_dir: Path, say: Callable[[str], N
         if claims_bend_ratios(config.verify.bounds, config.sampled_dtype, config.train.algorithm.epsilon):
             rows = with_own_denominators(
                 rows, {version: published}, dtype=config.sampled_dtype, temperature=sampling.temperature,
-                microbatch_tokens=config.train.microbatch_tokens,
+                microbatch_tokens=config.train.microbatch_tokens, trained_in=module_dtype(config.train),
             )  # fmt: skip
         metrics = learner.step(rows, version)
         save_policy(model, published, config.policy.dtype, tokenizer_from=start)

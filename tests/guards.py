@@ -1591,5 +1591,8 @@ GUARDS = [
     *_needed_by("tests/train/test_step.py",
         ("step-without-rows", OFF, "test_a_step_without_rows_leaves_the_weights_alone"),
     ),
+    *_needed_by("tests/train/test_masters.py",
+        ("state-of-this-layout", OFF, "test_a_state_of_another_layout_is_refused_by_name"),
+    ),
 ]
 # fmt: on

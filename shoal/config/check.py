@@ -162,6 +162,11 @@ def _learning_fits(config: RunConfig) -> Iterator[tuple[bool, str]]:
     yield from _algorithm_fits(config.train.algorithm)
     fits = bool(config.policy.path) or not config.policy.implementation
     yield fits, "policy.implementation says how the model in policy.path is computed: set policy.path, or leave it out"
+    yield (
+        config.train.dtype in ("", config.policy.dtype),
+        f'train.dtype = "{config.train.dtype}": the trainer computes with what it publishes, so policy.dtype must be the '
+        f'same, and is "{config.policy.dtype}"',
+    )
 
 
 def _algorithm_fits(grpo: Algorithm) -> Iterator[tuple[bool, str]]:

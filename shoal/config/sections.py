@@ -120,6 +120,9 @@ class TrainConfig(Section, frozen=True):
     """A longer gradient is scaled down to this norm."""
     updates_per_batch: int = 1
     """Optimiser steps over the same batch, all with the step's learning rate."""
+    dtype: Literal["", "bfloat16"] = ""
+    """Precision in which the policy computes while it learns; empty is float32. bfloat16 needs policy.dtype = "bfloat16":
+    the policy is then exactly what is published, beside float32 weights that the optimiser changes."""
     microbatch_tokens: int = 2048
     """Tokens of one forward pass, padding included."""
     packing: Literal["padded", "flat"] = "padded"

@@ -45,11 +45,13 @@ _READ_BYTES = 1 << 20
 WRITING, DROPPED, UNREADABLE = ".writing", ".dropped", ".unreadable"
 
 
-class _Numbers(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _Numbers(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Contents of state.json."""
 
     version: int
     updates: int
+    layout: str = ""
+    """As of `LearnerState`; a state of before there were several has none."""
 
 
 def save_state(folder: Path, state: LearnerState) -> Path:
@@ -67,7 +69,9 @@ def save_state(folder: Path, state: LearnerState) -> Path:
         writing.mkdir()
         sums = [
             _write(writing / TENSORS, _safetensors(state.tensors)),
-            _write(writing / NUMBERS, iter([msgspec.json.encode(_Numbers(state.version, state.updates))])),
+            _write(
+                writing / NUMBERS, iter([msgspec.json.encode(_Numbers(state.version, state.updates, state.layout))])
+            ),
         ]
         _write(writing / SUMS, iter(["".join(f"{digest}  {name}\n" for digest, name in sums).encode()]))
         name_folder(writing, final)
@@ -117,7 +121,8 @@ def _read(candidate: Path) -> LearnerState:
         if found != expected:
             raise ValueError(f"{name} hashes to {found[:12]}, {kind} says {expected[:12]}")
     numbers = msgspec.json.decode((candidate / NUMBERS).read_bytes(), type=_Numbers)
-    return LearnerState(numbers.version, numbers.updates, safetensors.torch.load_file(candidate / TENSORS))
+    tensors = safetensors.torch.load_file(candidate / TENSORS)
+    return LearnerState(numbers.version, numbers.updates, tensors, numbers.layout)
 
 
 def _crc32(path: Path) -> str:

@@ -2,9 +2,10 @@
 
 Called by `roles/trainer` and `recipes/one_file.py` before a step, if `claims_bend_ratios` is true of the run. Where
 honest machines differ as much as in bfloat16, the checks cannot stop a worker from claiming log-probs that mute or
-amplify its tokens. So the trainer computes each row's log-probs itself, in float32, with the published bytes of the
-version that sampled the row. These depend on the version and the tokens alone, so no worker can change them, and a step
-that is repeated has the same bits. It costs one forward pass. It uses no network: it is told where each version is.
+amplify its tokens. So the trainer computes each row's log-probs itself, with the published bytes of the version that
+sampled the row. It does so in its own precision, so that rounding does the same to both sides of the ratio. These log-probs
+depend on the version and the tokens alone, so no worker can change them, and a step that is repeated has the same bits. It
+costs one forward pass. It uses no network: it is told where each version is.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,16 +29,18 @@ def with_own_denominators(
     temperature: float,
     microbatch_tokens: int,
     device: str = "cpu",
+    trained_in: torch.dtype = torch.float32,
 ) -> list[Row]:
     """The rows with log-probs that this machine computed instead of those that their workers claimed.
 
     `published` has the directory of each version that sampled a row; `dtype` is the one in which workers sample. int8
-    is another policy, which this computes, too; bfloat16 is only a coarser arithmetic of the same one.
+    is another policy, which this computes in float32; bfloat16 is only a coarser arithmetic of the same one. `trained_in`
+    is the trainer's precision.
     """
     own: dict[int, Row] = {}
     for version in sorted({row.version for row in rows}):
         places = [place for place, row in enumerate(rows) if row.version == version]
-        model = open_policy(published[version], torch.float32, AUTO)
+        model = open_policy(published[version], torch.float32 if dtype == "int8" else trained_in, AUTO)
         if dtype == "int8":
             assert isinstance(model, Transformer), "no other policy is sampled in int8"
             round_to_int8(model)

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -25,7 +24,9 @@ from shoal.config import TrainConfig
 from shoal.errors import StateError
 from shoal.policy.base import PolicyModel
 from shoal.train.flat import Plan, plan
+from shoal.train.masters import layout_of, module_dtype
 from shoal.train.objective import Objective, TokenTerms, objective_of
+from shoal.train.optimiser import Optimiser
 from shoal.train.pack import MicroBatch
 from shoal.train.predict import logprobs_of, predict
 from shoal.train.rows import Row, one_of_each
@@ -35,7 +36,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class LearnerState:
-    """Everything that the next step depends on: float32 master weights, AdamW's moments by name, and two counts.
+    """Everything that the next step depends on: float32 weights, AdamW's moments by name, and two counts.
 
     It has no random state, because a step draws no random numbers.
     """
@@ -46,6 +47,8 @@ class LearnerState:
     """Taken by AdamW: `updates_per_batch` for each version, less those that were skipped."""
     tensors: dict[str, Tensor]
     """The learner's own tensors, not copies."""
+    layout: str = ""
+    """Which precision of the config they belong to, see `layout_of`."""
 
 
 class Learner:
@@ -61,9 +64,12 @@ class Learner:
         objective: Objective | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """It computes on the model's device. `steps` is the length of the schedule; `objective` replaces the one that the
-        config names."""
-        self.model = model.float().train()
+        """It computes on the model's device. The model must have the config's precision: nothing is converted, so nothing is
+        held twice.
+
+        `steps` is the length of the schedule; `objective` replaces the one that the config names.
+        """
+        self.model = model.train()
         self.model.recompute = config.recompute == "layers"
         self.config = config
         self.temperature = temperature
@@ -71,9 +77,12 @@ class Learner:
         self.updates = 0
         self._objective = objective or objective_of(config.algorithm)
         self._clock = clock
-        self._parameters = self.model.trainable()
-        self._device = next(iter(self._parameters.values())).device
-        self._optimiser = _adamw(self._parameters, config)
+        parameters = self.model.trainable()
+        self._device = next(iter(parameters.values())).device
+        wanted = module_dtype(config)
+        odd = [f"{name} is {p.dtype}" for name, p in parameters.items() if p.dtype != wanted]
+        assert not odd, f"{odd[0]}, but the trainer computes in {wanted}: load the policy so"
+        self._optimiser = Optimiser(parameters, config)
 
     def step(self, rows: Sequence[Row], version: int) -> dict[str, Any]:
         """Learn from rows, turning policy `version` into `version + 1`. Returns the metrics declared in `shoal.metrics`.
@@ -134,16 +143,15 @@ class Learner:
 
     def state(self, version: int) -> LearnerState:
         """What must be saved to continue bit for bit; `version` is the policy that the weights now are."""
-        tensors = {}
-        for name, parameter in self._parameters.items():
-            moments = self._optimiser.state[parameter]
-            tensors[f"weights/{name}"] = parameter.data
-            tensors[f"adam.m/{name}"] = moments["exp_avg"]
-            tensors[f"adam.v/{name}"] = moments["exp_avg_sq"]
-        return LearnerState(version, self.updates, tensors)
+        return LearnerState(version, self.updates, self._optimiser.tensors(), layout_of(self.config))
 
     def restore(self, state: LearnerState) -> None:
-        """Copy a saved state into the learner's own tensors. Raises `StateError` if it is from another model."""
+        """Copy a saved state into the learner's own tensors. Raises `StateError` if it is from another model or layout."""
+        if state.layout != layout_of(self.config):  # guard: state-of-this-layout
+            raise StateError(
+                f"the trainer's state of version {state.version} has the layout {state.layout or 'float32'!r}, and the run "
+                f"file asks for {layout_of(self.config) or 'float32'!r}: restore train.dtype in it"
+            )
         own = self.state(state.version).tensors
         mine = {name: tuple(tensor.shape) for name, tensor in own.items()}
         theirs = {name: tuple(tensor.shape) for name, tensor in state.tensors.items()}
@@ -155,8 +163,7 @@ class Learner:
             )
         for name, tensor in own.items():
             tensor.copy_(state.tensors[name])
-        for moments in self._optimiser.state.values():
-            moments["step"].fill_(float(state.updates))
+        self._optimiser.resume(state.updates)
         self.updates = state.updates
 
     def _learn(self, rows: Sequence[Row], packed: Sequence[Plan], lr: float, version: int) -> dict[str, float]:
@@ -188,40 +195,13 @@ class Learner:
         return sums, log_ratio_N.max().item()
 
     def _update(self, lr: float, version: int) -> float:
-        """Clip the gradient, take one AdamW step and drop the gradient. Returns the norm before clipping."""
-        norm = torch.nn.utils.clip_grad_norm_(self._parameters.values(), self.config.max_grad_norm).item()
+        """Take one AdamW step and drop the gradient. Returns its norm before clipping."""
+        norm = self._optimiser.update(lr)
         if math.isfinite(norm):
-            for group in self._optimiser.param_groups:
-                group["lr"] = lr
-            self._optimiser.step()
             self.updates += 1
         else:
             log.warning("update skipped, gradient not finite version=%d grad_norm=%s", version, norm)
-        self._optimiser.zero_grad(set_to_none=True)
         return norm
-
-
-def _adamw(parameters: dict[str, torch.nn.Parameter], config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW (arXiv:1711.05101) that decays only matrices. Its moments are made here, so that a state is always complete."""
-    for parameter in parameters.values():
-        # Copy into torch's own allocation: weights read from a file may be at odd addresses, and MKL's sums depend on
-        # alignment, so a resumed run would differ in the last bit.
-        parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
-    matrices = [p for p in parameters.values() if p.ndim >= 2]
-    vectors = [p for p in parameters.values() if p.ndim < 2]
-    optimiser = torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
-        lr=config.lr,
-        betas=(config.beta1, config.beta2),
-        fused=True,
-    )
-    for parameter in parameters.values():
-        optimiser.state[parameter] = {
-            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-            "exp_avg": torch.zeros_like(parameter),
-            "exp_avg_sq": torch.zeros_like(parameter),
-        }
-    return optimiser
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -28,9 +28,10 @@ class Muting(LocalEngine):
 COARSE = {"dtype": "bfloat16"}
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_false_claims_within_the_bounds_change_no_byte_of_a_coarse_run(tmp_path, dtype):
-    config = tiny_run(policy={"dtype": dtype}, verify={"audit_rate": 1.0})
+@pytest.mark.parametrize(("dtype", "trained_in"), [("bfloat16", ""), ("bfloat16", "bfloat16"), ("float32", "")])
+def test_false_claims_within_the_bounds_change_no_byte_of_a_coarse_run(tmp_path, dtype, trained_in):
+    train = {"dtype": trained_in}
+    config = tiny_run(policy={"dtype": dtype}, verify={"audit_rate": 1.0}, train=train)
     town, out = Town(tmp_path / "run", config), tmp_path / "one"
     liar, honest = town.worker("liar"), town.worker("honest")
     if dtype == "bfloat16":

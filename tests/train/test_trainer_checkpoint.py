@@ -30,17 +30,18 @@ def small_state(version):
 
 def same(left, right):
     return (
-        (left.version, left.updates) == (right.version, right.updates)
+        (left.version, left.updates, left.layout) == (right.version, right.updates, right.layout)
         and left.tensors.keys() == right.tensors.keys()
         and all(torch.equal(tensor, right.tensors[name]) for name, tensor in left.tensors.items())
     )
 
 
-@pytest.mark.parametrize("updates", [1, 3])
-def test_a_resumed_run_is_bit_identical_to_an_unbroken_one(make_model, make_rows, tmp_path, updates):
+@pytest.mark.parametrize(("updates", "dtype"), [(1, ""), (3, ""), (1, "bfloat16"), (2, "bfloat16")])
+def test_a_resumed_run_is_bit_identical_to_an_unbroken_one(make_model, make_rows, tmp_path, updates, dtype):
     def learner():
-        config = msgspec.structs.replace(CONFIG, updates_per_batch=updates)
-        return Learner(make_model(), config, temperature=1.0, steps=6)
+        config = msgspec.structs.replace(CONFIG, updates_per_batch=updates, dtype=dtype)
+        model = make_model().to(torch.bfloat16 if dtype else torch.float32)
+        return Learner(model, config, temperature=1.0, steps=6)
 
     def train(learner, versions):
         for version in versions:
@@ -79,6 +80,24 @@ def _killed_before_its_last_update(learner, step):
 def test_a_state_comes_back_as_it_was_saved(tmp_path):
     save_state(tmp_path, small_state(7))
     assert same(load_state(tmp_path), small_state(7))
+
+
+def test_a_state_names_its_layout_unless_it_is_float32(tmp_path):
+    plain = save_state(tmp_path, small_state(1)) / "state.json"
+    assert plain.read_bytes() == b'{"version":1,"updates":1}'
+    masters = LearnerState(2, 2, {"weights/a": torch.ones(3)}, "bfloat16")
+    save_state(tmp_path, masters)
+    assert same(load_state(tmp_path), masters)
+
+
+def test_a_state_of_numbers_that_nobody_knows_is_not_read(tmp_path, caplog):
+    save_state(tmp_path, small_state(1))
+    folder = save_state(tmp_path, small_state(2))
+    (folder / "state.json").write_bytes(b'{"version":2,"updates":2,"momentum":1}')
+    (folder / "CRC32SUMS").unlink()
+    sums = subprocess.run(["sha256sum", "state.safetensors", "state.json"], cwd=folder, check=True, capture_output=True)
+    (folder / "SHA256SUMS").write_bytes(sums.stdout)
+    assert load_state(tmp_path).version == 1 and "unknown field `momentum`" in caplog.text
 
 
 def test_without_a_saved_state_none_is_loaded(tmp_path):

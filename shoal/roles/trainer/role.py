@@ -37,6 +37,7 @@ from shoal.roles.trainer.past import PastPolicies
 from shoal.roles.trainer.publishing import Publisher, start_policy
 from shoal.train.checkpoint import load_state, save_state
 from shoal.train.denominators import with_own_denominators
+from shoal.train.masters import module_dtype
 from shoal.train.rows import Row
 from shoal.train.selfcheck import largest_gap_nats
 from shoal.train.step import Learner
@@ -67,7 +68,7 @@ class Trainer:
         """`key` signs the manifests; the client signs with the same key."""
         self.folder, self.config, self.client = folder, config, client
         self.device, policy = take_device(config.train.device), start_policy(folder, config)
-        model = open_policy(policy, torch.float32, config.policy.implementation).to(self.device)
+        model = open_policy(policy, module_dtype(config.train), config.policy.implementation).to(self.device)
         self.learner = Learner(model, config.train, temperature=config.sampling.temperature, steps=config.steps)
         self.batches = BatchReader(config, client, model.spec.vocab_size, folder.scores)
         self.past = PastPolicies(folder, client)
@@ -221,7 +222,8 @@ class Trainer:
         published = await self.past.directories((row.version for row in rows), self.info)
         own = await asyncio.to_thread(
             with_own_denominators, rows, published, dtype=rules.dtype, temperature=self.learner.temperature,
-            microbatch_tokens=self.config.train.microbatch_tokens, device=self.device,
+            microbatch_tokens=self.config.train.microbatch_tokens, trained_in=module_dtype(self.config.train),
+            device=self.device,
         )  # fmt: skip
         return own, {"denominators_s": time.perf_counter() - began}
 
