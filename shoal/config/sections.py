@@ -123,6 +123,9 @@ class TrainConfig(Section, frozen=True):
     dtype: Literal["", "bfloat16"] = ""
     """Precision in which the policy computes while it learns; empty is float32. bfloat16 needs policy.dtype = "bfloat16":
     the policy is then exactly what is published, beside float32 weights that the optimiser changes."""
+    moments: Literal["float32", "8bit", "offloaded"] = "float32"
+    """How AdamW keeps its two moments. 8bit: those of matrices rounded to 1 byte a value instead of 4. offloaded: on the
+    CPU, with the float32 weights; if the trainer computes on the CPU, this is the same as float32."""
     microbatch_tokens: int = 2048
     """Tokens of one forward pass, padding included."""
     packing: Literal["padded", "flat"] = "padded"

@@ -3,7 +3,7 @@
 Called by `roles/trainer` after every step and at start. The state is never published: `policy/files` writes policies
 for others. It handles named tensors, not a model.
 
-    trainer/v000012/state.safetensors   weights and moments, float32
+    trainer/v000012/state.safetensors   weights and moments, float32; 8-bit moments as uint8 with float32 scales
     trainer/v000012/state.json          version and number of updates
     trainer/v000012/CRC32SUMS           of the two; written last
 
@@ -41,6 +41,9 @@ KEPT = 2
 
 TENSORS, NUMBERS, SUMS, OLD_SUMS = "state.safetensors", "state.json", "CRC32SUMS", "SHA256SUMS"
 _READ_BYTES = 1 << 20
+
+_DTYPES = {torch.float32: "F32", torch.uint8: "U8"}
+"""What a state may consist of, by safetensors' names."""
 
 WRITING, DROPPED, UNREADABLE = ".writing", ".dropped", ".unreadable"
 
@@ -160,12 +163,13 @@ def _clear(folder: Path) -> None:
 
 
 def _safetensors(tensors: dict[str, Tensor]) -> Iterator[memoryview | bytes]:
-    """A safetensors file of float32 tensors, piece by piece. The library would copy all of them in memory."""
+    """A safetensors file, piece by piece. The library would copy all tensors in memory. Those of bytes come last, so that
+    the others are at whole multiples of their size."""
     header, offset = {}, 0
+    tensors = dict(sorted(tensors.items(), key=lambda item: item[1].dtype != torch.float32))
     for name, tensor in tensors.items():
-        assert tensor.dtype == torch.float32, f"{name} is {tensor.dtype}"
         header[name] = {
-            "dtype": "F32",
+            "dtype": _DTYPES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [offset, offset + tensor.nbytes],
         }

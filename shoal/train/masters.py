@@ -1,6 +1,6 @@
 """float32 masters of a policy that computes in another precision or on another device: what the optimiser changes.
 
-Called by `train/step`, if `train.dtype` is bfloat16. The module's parameters are the masters
+Called by `train/step`, if `train.dtype` is bfloat16 or the moments are offloaded. The module's parameters are the masters
 rounded to its precision, so in bfloat16 they are exactly the bytes that are published. A step is often smaller than a
 bfloat16 can show: the master keeps the rest (arXiv:1710.03740). For the same reason, gradients of micro-batches are summed
 in float32, parameter by parameter while a backward pass goes on, so bfloat16 gradients of the whole model never exist.
@@ -21,8 +21,9 @@ def module_dtype(config: TrainConfig) -> torch.dtype:
 
 
 def layout_of(config: TrainConfig) -> str:
-    """What a saved state's weights are masters of; empty: they are the policy itself."""
-    return config.dtype
+    """What a saved state's tensors are, if not float32 weights and moments of a float32 policy. Offloaded moments are the
+    same tensors elsewhere."""
+    return " ".join(filter(None, [config.dtype, "8bit" if config.moments == "8bit" else ""]))
 
 
 class Masters:

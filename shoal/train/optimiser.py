@@ -1,6 +1,16 @@
-"""The optimiser of a training step: AdamW over a module's parameters or over their masters.
+"""The optimiser of a training step: AdamW over a module's parameters or over their masters, with the moments asked for.
 
-Called by `train/step`, which computes gradients and does not know whether there are masters.
+Called by `train/step`, which computes gradients and knows neither masters nor moments. All forms take the same steps, up to
+the rounding of 8-bit moments. What it holds for each parameter during a step, in bytes:
+
+    dtype      moments     module  master  moments  gradient
+    ""         float32          4       -        8         4
+    ""         8bit             4       -        2         4
+    bfloat16   float32          2       4        8         4
+    bfloat16   8bit             2       4        2         4
+
+With `offloaded`, master and moments are on the CPU if the module is on another device. If the module is on the CPU, this is
+the same as float32.
 """
 
 import math
@@ -10,8 +20,14 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from shoal.algos.adamw8 import BLOCK, Coded, Moments8, adamw8, no_moments
 from shoal.config import TrainConfig
 from shoal.train.masters import Masters
+
+CPU = torch.device("cpu")
+
+PIECE_VALUES = 1 << 20
+"""Values of a matrix whose 8-bit moments exist as float32 at a time: a few MB each. A multiple of BLOCK."""
 
 
 class Moments(Protocol):
@@ -38,12 +54,14 @@ class Optimiser:
             # Copy into torch's own allocation: weights read from a file may be at odd addresses, and MKL's sums depend on
             # alignment, so a resumed run would differ in the last bit.
             parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
+        offloaded = config.moments == "offloaded"
+        elsewhere = offloaded and any(parameter.device != CPU for parameter in parameters.values())
         coarse = any(parameter.dtype != torch.float32 for parameter in parameters.values())
         self._max_grad_norm = config.max_grad_norm
         self._parameters = parameters
-        self._masters = Masters(parameters) if coarse else None
+        self._masters = Masters(parameters, CPU if offloaded else None) if coarse or elsewhere else None
         self._learned = self._masters.tensors if self._masters else parameters
-        self._moments: Moments = FloatMoments(self._learned, config)
+        self._moments: Moments = (ByteMoments if config.moments == "8bit" else FloatMoments)(self._learned, config)
 
     def update(self, lr: float) -> float:
         """Clip the gradient, take one step unless it is not finite, and drop it. Returns its norm before clipping."""
@@ -110,3 +128,60 @@ class FloatMoments:
         """See `Moments`."""
         for held in self._adamw.state.values():
             held["step"].fill_(float(updates))
+
+
+class ByteMoments:
+    """Moments of matrices in 8 bits a value. Vectors are small, so theirs are float32."""
+
+    def __init__(self, weights: Mapping[str, nn.Parameter], config: TrainConfig) -> None:
+        vectors = {name: weight for name, weight in weights.items() if weight.ndim < 2}
+        self._matrices = {name: weight for name, weight in weights.items() if weight.ndim >= 2}
+        self._vectors = FloatMoments(vectors, config) if vectors else None
+        self._held = {name: no_moments(weight.numel(), weight.device) for name, weight in self._matrices.items()}
+        self._config, self._updates = config, 0
+
+    @torch.no_grad()
+    def step(self, lr: float) -> None:
+        """See `Moments`."""
+        self._updates += 1
+        if self._vectors:
+            self._vectors.step(lr)
+        for name, weight in self._matrices.items():
+            if weight.grad is not None:
+                self._step(weight.view(-1), weight.grad.reshape(-1), self._held[name], lr)
+
+    def _step(self, theta_n: Tensor, g_n: Tensor, held: Moments8, lr: float) -> None:
+        settings, betas = self._config, (self._config.beta1, self._config.beta2)
+        for start in range(0, len(theta_n), PIECE_VALUES):
+            piece = _piece_of(held, start)
+            own_n = theta_n[start : start + PIECE_VALUES]
+            new_n, moments = adamw8(
+                own_n, g_n[start : start + PIECE_VALUES], piece,
+                step=self._updates, lr=lr, betas=betas, decay=settings.weight_decay,
+            )  # fmt: skip
+            own_n.copy_(new_n)
+            for before, after in zip(piece, moments, strict=True):
+                before.code_n.copy_(after.code_n)
+                before.a_b.copy_(after.a_b)
+
+    def of(self, name: str) -> dict[str, Tensor]:
+        """See `Moments`."""
+        if name not in self._held:
+            assert self._vectors is not None
+            return self._vectors.of(name)
+        m, r = self._held[name]
+        return {"adam.m8": m.code_n, "adam.m8.scales": m.a_b, "adam.r8": r.code_n, "adam.r8.scales": r.a_b}
+
+    def count(self, updates: int) -> None:
+        """See `Moments`."""
+        self._updates = updates
+        if self._vectors:
+            self._vectors.count(updates)
+
+
+def _piece_of(held: Moments8, start: int) -> Moments8:
+    """The moments of a piece: views of those of the whole matrix."""
+    values = slice(start, start + PIECE_VALUES)
+    blocks = slice(start // BLOCK, (start + PIECE_VALUES) // BLOCK)
+    m, r = (Coded(each.code_n[values], each.a_b[blocks]) for each in held)
+    return Moments8(m, r)

@@ -48,7 +48,7 @@ class LearnerState:
     tensors: dict[str, Tensor]
     """The learner's own tensors, not copies."""
     layout: str = ""
-    """Which precision of the config they belong to, see `layout_of`."""
+    """Which precision and moments of the config they belong to, see `layout_of`."""
 
 
 class Learner:
@@ -150,7 +150,7 @@ class Learner:
         if state.layout != layout_of(self.config):  # guard: state-of-this-layout
             raise StateError(
                 f"the trainer's state of version {state.version} has the layout {state.layout or 'float32'!r}, and the run "
-                f"file asks for {layout_of(self.config) or 'float32'!r}: restore train.dtype in it"
+                f"file asks for {layout_of(self.config) or 'float32'!r}: restore train.dtype and train.moments in it"
             )
         own = self.state(state.version).tensors
         mine = {name: tuple(tensor.shape) for name, tensor in own.items()}

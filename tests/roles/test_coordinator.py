@@ -90,7 +90,7 @@ def test_log_holds_no_seed_of_the_run_file(town):
         assert env.pop("solved") == 1.0
     assert told["sampling"].pop("max_rollout_tokens") == 0  # the same
     assert told["storage"].pop("anchor_every") == 1
-    for name, usual in (("dtype", ""), ("packing", "padded"), ("recompute", "none")):
+    for name, usual in (("dtype", ""), ("moments", "float32"), ("packing", "padded"), ("recompute", "none")):
         assert told["train"].pop(name) == usual
     assert [told[section].pop("device") for section in ("train", "workers", "validators")] == ["cpu"] * 3
     assert told.pop("difficulty")["pools"] is False

@@ -30,7 +30,7 @@ COARSE = {"dtype": "bfloat16"}
 
 @pytest.mark.parametrize(("dtype", "trained_in"), [("bfloat16", ""), ("bfloat16", "bfloat16"), ("float32", "")])
 def test_false_claims_within_the_bounds_change_no_byte_of_a_coarse_run(tmp_path, dtype, trained_in):
-    train = {"dtype": trained_in}
+    train = {"dtype": trained_in, "moments": "8bit" if trained_in else "float32"}
     config = tiny_run(policy={"dtype": dtype}, verify={"audit_rate": 1.0}, train=train)
     town, out = Town(tmp_path / "run", config), tmp_path / "one"
     liar, honest = town.worker("liar"), town.worker("honest")

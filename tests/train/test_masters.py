@@ -1,18 +1,24 @@
-"""A policy in bfloat16 with float32 masters: what is kept, and how near float32 it stays."""
+"""A policy in bfloat16 with float32 masters, and AdamW's moments in 8 bits: what is kept, and how near float32 it stays."""
 
 import msgspec
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.config import TrainConfig
 from shoal.errors import StateError
 from shoal.policy.files import load_policy, save_policy
+from shoal.train import optimiser
 from shoal.train.flat import plan
 from shoal.train.step import Learner
 
 CONFIG = TrainConfig(lr=1e-2, warmup_steps=0, weight_decay=0.1, microbatch_tokens=96)
-FORMS = {"bfloat16": {"dtype": "bfloat16"}}
+FORMS = {
+    "bfloat16": {"dtype": "bfloat16"},
+    "8bit": {"moments": "8bit"},
+    "bfloat16 8bit": {"dtype": "bfloat16", "moments": "8bit"},
+}
 
 
 @pytest.fixture
@@ -77,7 +83,9 @@ def gain(learner, rows, steps=20):
     return float((np.concatenate(learner.logprobs(rows)) - before) @ advantage)
 
 
-@pytest.mark.parametrize(("form", "other_gain", "other_way"), [("bfloat16", 0.05, 0.25)])
+@pytest.mark.parametrize(
+    ("form", "other_gain", "other_way"), [("bfloat16", 0.05, 0.25), ("8bit", 0.01, 0.05), ("bfloat16 8bit", 0.05, 0.25)]
+)
 def test_what_is_rewarded_is_learned_as_in_float32(learner_of, make_rows, form, other_gain, other_way):
     """Shares of the gain of float32, and of the way of its weights."""
     rows = make_rows(8)
@@ -91,6 +99,49 @@ def test_what_is_rewarded_is_learned_as_in_float32(learner_of, make_rows, form, 
             ways += (tensor - start[name]).square().sum().item()
             apart += (learner.state(0).tensors[name] - tensor).square().sum().item()
     assert apart**0.5 < other_way * ways**0.5
+
+
+def test_moments_of_8_bits_take_a_quarter_and_are_never_whole_in_float32(learner_of, make_rows, monkeypatch):
+    monkeypatch.setattr(optimiser, "PIECE_VALUES", 512)
+    exact, learner = learner_of(), learner_of(moments="8bit")
+    for one in (exact, learner):
+        one.step(make_rows(), 0)
+
+    def taken(one):
+        matrices = [n for n, p in one.model.named_parameters() if p.ndim == 2]
+        found = one.state(1).tensors.items()
+        return sum(t.nbytes for n, t in found if n.startswith("adam") and n.partition("/")[2] in matrices)
+
+    assert taken(learner) < 0.26 * taken(exact)
+
+    class Largest(TorchDispatchMode):
+        """Remembers the largest float32 tensor that an operation made."""
+
+        values = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            made = func(*args, **(kwargs or {}))
+            given = {a.untyped_storage().data_ptr() for a in args if isinstance(a, torch.Tensor)}
+            for tensor in made if isinstance(made, tuple | list) else (made,):
+                is_new = isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in given
+                if is_new and tensor.dtype == torch.float32:
+                    self.values = max(self.values, tensor.numel())
+            return made
+
+    for parameter in learner.model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    with Largest() as mode:
+        learner._optimiser._moments.step(1e-3)
+    biggest = max(p.numel() for p in learner.model.parameters())
+    assert 512 <= mode.values <= 768 < biggest
+
+
+def test_offloaded_on_a_cpu_is_float32(learner_of, make_rows):
+    exact, offloaded = learner_of(), learner_of(moments="offloaded")
+    for learner in (exact, offloaded):
+        learner.step(make_rows(), 0)
+    left, right = exact.state(1), offloaded.state(1)
+    assert right.layout == "" and all(left.tensors[name].equal(right.tensors[name]) for name in left.tensors)
 
 
 def test_a_state_of_another_layout_is_refused_by_name(learner_of):

@@ -36,10 +36,13 @@ def same(left, right):
     )
 
 
-@pytest.mark.parametrize(("updates", "dtype"), [(1, ""), (3, ""), (1, "bfloat16"), (2, "bfloat16")])
-def test_a_resumed_run_is_bit_identical_to_an_unbroken_one(make_model, make_rows, tmp_path, updates, dtype):
+@pytest.mark.parametrize(
+    ("updates", "dtype", "moments"), [(1, "", "float32"), (3, "", "float32"), (1, "bfloat16", "float32"),
+                                      (1, "", "8bit"), (2, "bfloat16", "8bit")],
+)  # fmt: skip
+def test_a_resumed_run_is_bit_identical_to_an_unbroken_one(make_model, make_rows, tmp_path, updates, dtype, moments):
     def learner():
-        config = msgspec.structs.replace(CONFIG, updates_per_batch=updates, dtype=dtype)
+        config = msgspec.structs.replace(CONFIG, updates_per_batch=updates, dtype=dtype, moments=moments)
         model = make_model().to(torch.bfloat16 if dtype else torch.float32)
         return Learner(model, config, temperature=1.0, steps=6)
 
@@ -85,9 +88,9 @@ def test_a_state_comes_back_as_it_was_saved(tmp_path):
 def test_a_state_names_its_layout_unless_it_is_float32(tmp_path):
     plain = save_state(tmp_path, small_state(1)) / "state.json"
     assert plain.read_bytes() == b'{"version":1,"updates":1}'
-    masters = LearnerState(2, 2, {"weights/a": torch.ones(3)}, "bfloat16")
-    save_state(tmp_path, masters)
-    assert same(load_state(tmp_path), masters)
+    coded = {"adam.m8/a": torch.arange(5, dtype=torch.uint8), "weights/a": torch.ones(3)}
+    save_state(tmp_path, LearnerState(2, 2, coded, "bfloat16 8bit"))
+    assert same(load_state(tmp_path), LearnerState(2, 2, coded, "bfloat16 8bit"))
 
 
 def test_a_state_of_numbers_that_nobody_knows_is_not_read(tmp_path, caplog):

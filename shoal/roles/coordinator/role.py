@@ -155,7 +155,7 @@ def public_run_file(folder: RunFolder, config: RunConfig) -> dict[str, Any]:
             del tree["host"][name]
     if config.storage.anchor_every == 1:
         del tree["storage"]["anchor_every"]
-    for name, default in (("dtype", ""), ("packing", "padded"), ("recompute", "none")):
+    for name, default in (("dtype", ""), ("moments", "float32"), ("packing", "padded"), ("recompute", "none")):
         if tree["train"][name] == default:
             del tree["train"][name]
     for section in ("train", "workers", "validators"):
