@@ -64,8 +64,8 @@ class Learner:
         objective: Objective | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """It computes on the model's device. The model must have the config's precision: nothing is converted, so nothing is
-        held twice.
+        """It computes on the model's device. The model must have the config's precision: nothing is converted, so nothing
+        is held twice.
 
         `steps` is the length of the schedule; `objective` replaces the one that the config names.
         """
