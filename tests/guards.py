@@ -1043,6 +1043,7 @@ GUARDS = [
     ),
     *_needed_by("tests/policy/test_files.py",
         ("finite-weights", OFF, "test_weights_that_are_not_finite_are_refused_and_no_machine_is_blamed"),
+        ("names-of-shards", OFF, "test_a_hostile_index_of_shards_is_refused"),
     ),
     *_needed_by("tests/policy/test_contained.py",
         ("contained-memory", ("memory_mb * 1_000_000", "(1 << 40)"),

@@ -189,7 +189,8 @@ def find_tensors(directory: Path) -> dict[str, StoredTensor]:
     index = _decode(read_capped(directory / INDEX, MAX_INDEX_BYTES), _Index, directory / INDEX)
     found: dict[str, StoredTensor] = {}
     for shard in sorted(set(index.weight_map.values())):
-        if not shard.endswith(".safetensors") or Path(shard).name != shard:
+        # guard: names-of-shards
+        if not shard.endswith(".safetensors") or Path(shard).name != shard or not shard.isprintable():
             raise StateError(f"{directory / INDEX} names {shard!r}: a shard is a .safetensors file beside it")
         found |= read_header(directory / shard)
     stray = {n for n, t in found.items() if index.weight_map.get(n) != t.file.name} | (index.weight_map.keys() - found)

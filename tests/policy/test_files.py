@@ -270,6 +270,7 @@ def test_weights_that_are_not_finite_are_refused_and_no_machine_is_blamed(value:
         {"weight_map": {"a": "../model.safetensors"}},
         {"weight_map": {"a": "/etc/passwd"}},
         {"weight_map": {"a": "model.bin"}},
+        {"weight_map": {"a": "o\0ne.safetensors"}},
         {"weight_map": {"a": "one.safetensors", "b": "one.safetensors"}},
         {"weight_map": {}},
         {"weight_map": []},
