@@ -153,6 +153,13 @@ class Raised(Exception):
     """What an environment raised in another process, as one line that says where."""
 
 
+def step_of(told: object) -> Step:
+    """What an environment's `step` returned. Raises `TypeError` if it is no `Step`, or a tuple like one."""
+    if not isinstance(told, tuple | list):
+        raise TypeError(f"step() must return Step(state, reply, done), not {type(told).__name__}")
+    return Step(*told)
+
+
 def require_index(index: int, count: int) -> None:
     """Raise IndexError unless 0 <= index < count. With Python's negative indices, two indices could name one task."""
     if not 0 <= index < count:

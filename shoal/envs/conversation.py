@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from shoal.envs.action import Action
-from shoal.envs.base import Env, Message, State, Step, Task, describe_fault, source_of, success_of
+from shoal.envs.base import Env, Message, State, Step, Task, describe_fault, source_of, step_of, success_of
 from shoal.envs.score import Scored, earned
 from shoal.envs.settings import limits_of, opening_of
 from shoal.envs.view import Next, TalkRow, Turn, View
@@ -164,7 +164,7 @@ class Conversation:
     def _answer(self, action: Action, row: TalkRow, begin: int, cut: bool) -> None:
         """Let the environment answer the turn that begins at `begin`. After a turn that was cut, no answer is appended."""
         try:
-            step = Step(*self.env.step(self.state, action))
+            step = step_of(self.env.step(self.state, action))
             self.state, reply, done = step[:3]
             seat, seats = step.seat, getattr(self.env, "num_seats", 1)
             if seat not in range(seats):  # guard: known-seat

@@ -107,6 +107,11 @@ def template_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _normal(message: Message) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        kind = type(message).__name__
+        raise BadMessage(
+            f"a message has a role and a content, as in {{'role': 'user', 'content': 'hello'}}: found {kind}"
+        )
     role = message.get("role")
     if role not in _KEYS:
         raise BadMessage(f"a message has role {role!r:.40}: use {', '.join(ROLES)}")

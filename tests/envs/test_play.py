@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shoal.envs import arithmetic, wordle
-from shoal.envs.base import Env, Message, Step
+from shoal.envs.base import Env, Message, Step, step_of
 from shoal.envs.play import Episode, converse, play, play_block, play_scripted
 from shoal.errors import ShoalError
 from shoal.policy.render import Renderer
@@ -175,3 +175,9 @@ def test_a_scripted_player_is_held_to_the_same_limits(renderer, sampling) -> Non
     assert sum(bool(talk.success) for talk in talks) >= 18
     cut = play_scripted(env, renderer, env.task(0), lambda state, rng: "a" * 50, random.Random(0), sampling)
     assert cut.ending == "length" and cut.author.count(POLICY) == sampling.max_turn_tokens
+
+
+def test_what_is_no_step_is_named():
+    assert step_of(("state", None, True)) == Step("state", None, True)
+    with pytest.raises(TypeError, match=r"step\(\) must return Step\(state, reply, done\), not int"):
+        step_of(3)

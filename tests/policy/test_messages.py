@@ -28,6 +28,7 @@ def test_results_take_the_id_and_the_name_of_their_call() -> None:
 @pytest.mark.parametrize(
     ("message", "says"),
     [
+        ("hello", "a message has a role and a content, .*found str"),
         ({"role": "robot", "content": ""}, "role 'robot': use system, user, assistant, tool"),
         ({"content": ""}, "role None"),
         ({"role": "user"}, "no content"),

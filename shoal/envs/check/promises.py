@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from shoal.envs.action import Action
-from shoal.envs.base import Env, Step, Task, describe_fault, players_of, source_of
+from shoal.envs.base import Env, Task, describe_fault, players_of, source_of, step_of
 from shoal.envs.check.answers import hacks, leaks, right_player, solutions, wrong_player
 from shoal.envs.check.finding import Broken, Differs, Finding, Missing, find, reproducible
 from shoal.envs.check.walk import (
@@ -202,7 +202,7 @@ def _group(env: Env, picked: Sequence[int], seed: int) -> str:
             act = perform(player, seed, index)
             state, done, turns = env.reset(env.task(index))[0], False, 0
             while not done and turns < MAX_TURNS:
-                state, _, done = Step(*env.step(state, Action(act(state))))[:3]
+                state, _, done = step_of(env.step(state, Action(act(state))))[:3]
                 turns += 1
             states.append(state)
         scores, again = list(compare(list(states))), list(compare(list(states)))

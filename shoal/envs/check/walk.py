@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from shoal.envs.action import Action
-from shoal.envs.base import Env, Player, State, Step, Task, players_of, success_of
+from shoal.envs.base import Env, Player, State, Task, players_of, step_of, success_of
 from shoal.envs.check.finding import Broken, Differs, reproducible
 from shoal.envs.score import Score, earned
 from shoal.policy.messages import BadMessage, Written, as_messages, normal
@@ -73,7 +73,7 @@ def stepwise(
     tools = getattr(env, "tools", ())
     notation = getattr(env, "parser", "") or ("hermes" if tools else "")
     while not done and len(actions) < turns and (action := act(state)) is not None:
-        step = Step(*env.step(state, Action(action, notation, tools=tools)))
+        step = step_of(env.step(state, Action(action, notation, tools=tools)))
         state, reply, done = step[:3]
         seats = getattr(env, "num_seats", 1)
         if step.seat not in range(seats):

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from shoal.envs.action import Action
-from shoal.envs.base import Env, Step, describe_fault
+from shoal.envs.base import Env, describe_fault, step_of
 from shoal.envs.contained import frames as f
 from shoal.envs.score import Score
 from shoal.envs.source import make_env
@@ -107,7 +107,7 @@ class Inside:
             return f.Unknown([request.state])
         tools = getattr(self.env, "tools", ()) if request.tools is None else request.tools
         _seed("step", *before[1:])
-        told = Step(*self.env.step(before.state, Action(request.text, request.notation, request.thinking, tools)))
+        told = step_of(self.env.step(before.state, Action(request.text, request.notation, request.thinking, tools)))
         after = before._replace(state=told.state, turns=before.turns + 1)
         self._keep(request.new, after)
         done = bool(told.done)
