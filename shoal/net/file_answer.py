@@ -31,7 +31,7 @@ PRIVATE = "private, no-store"
 _RANGE = re.compile(r"bytes=(\d{0,15})-(\d{0,15})", re.ASCII)
 
 
-class _Open:
+class _OpenAnswers:
     """How many answers of this process are open."""
 
     count = 0
@@ -50,8 +50,8 @@ class _Open:
         return min(MOST_PART_BYTES, max(FIRST_PART_BYTES, ANSWERS_BYTES // max(1, cls.count)))
 
 
-class _Opened:
-    """An open file, which is closed when it is needed no more, also if its answer is never sent."""
+class _OpenFile:
+    """An open file. It is closed even if its answer is never sent."""
 
     def __init__(self, path: Path) -> None:
         self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -75,7 +75,7 @@ class FileAnswer(Response):
 
     def __init__(self, path: Path, name: str, *, offset: int = 0, size: int | None = None, public: bool = True) -> None:
         """The `size` bytes from `offset` on, or the rest of the file. `name` is their hash. Raises OSError."""
-        self._path, self._offset, self._file = path, offset, _Opened(path)
+        self._path, self._offset, self._file = path, offset, _OpenFile(path)
         rest = os.fstat(self._file.number).st_size - offset
         self._size = rest if size is None else size
         self.status_code, self.background = 200, None
@@ -119,9 +119,9 @@ class FileAnswer(Response):
     async def _send(self, send: Send, at: int, left: int) -> None:
         """The last part is marked as such: the next request may come as soon as the client has it."""
         size = FIRST_PART_BYTES
-        with _Open.one():
+        with _OpenAnswers.one():
             while left:
-                size = min(size, _Open.largest_part(), left)
+                size = min(size, _OpenAnswers.largest_part(), left)
                 part = await asyncio.to_thread(os.pread, self._file.number, size, at)  # guard: opened-once
                 if len(part) != size:
                     raise OSError(f"{self._path} is shorter than it was")  # the connection closes

@@ -87,9 +87,9 @@ def test_nothing_else_is_served(app, name):
 
 
 def test_many_slow_answers_hold_small_parts(monkeypatch):
-    assert file_answer._Open.largest_part() == file_answer.MOST_PART_BYTES
-    monkeypatch.setattr(file_answer._Open, "count", 2000)
-    assert file_answer._Open.largest_part() == file_answer.FIRST_PART_BYTES
+    assert file_answer._OpenAnswers.largest_part() == file_answer.MOST_PART_BYTES
+    monkeypatch.setattr(file_answer._OpenAnswers, "count", 2000)
+    assert file_answer._OpenAnswers.largest_part() == file_answer.FIRST_PART_BYTES
 
 
 @pytest.mark.parametrize("size", [0, 1, 65_535, 65_536, 65_537, 5_000_001])
@@ -104,7 +104,7 @@ def test_every_size_comes_whole_and_the_connection_goes_on(tmp_path, size):
                 assert (await http.get(f"/v1/blobs/{name}")).content == data[:size]
             middle = await http.get(f"/v1/blobs/{name}", headers={"range": f"bytes={size // 2}-"})
             assert middle.content == data[size // 2 : size]
-        assert file_answer._Open.count == 0
+        assert file_answer._OpenAnswers.count == 0
 
     run(story())
 
