@@ -1598,5 +1598,8 @@ GUARDS = [
     *_needed_by("tests/algos/test_adamw8.py",
         ("no-vanished-denominator", GONE, "test_a_denominator_that_is_small_in_its_block_does_not_vanish"),
     ),
+    *_needed_by("tests/train/test_fitting.py",
+        ("half-a-gradient-is-dropped", GONE, "test_a_step_without_memory_is_that_of_smaller_micro_batches"),
+    ),
 ]
 # fmt: on

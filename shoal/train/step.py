@@ -23,7 +23,8 @@ from shoal.algos.schedule import learning_rate
 from shoal.config import TrainConfig
 from shoal.errors import StateError
 from shoal.policy.base import PolicyModel
-from shoal.train.flat import Plan, plan
+from shoal.train.fitting import free_cached, is_shortage, smaller_budget
+from shoal.train.flat import plan
 from shoal.train.masters import layout_of, module_dtype
 from shoal.train.objective import Objective, TokenTerms, objective_of
 from shoal.train.optimiser import Optimiser
@@ -75,6 +76,9 @@ class Learner:
         self.temperature = temperature
         self.steps = steps
         self.updates = 0
+        self.budgets: list[int] = []
+        """Tokens of a micro-batch, at most, in each update of the last step."""
+        self._budget = config.microbatch_tokens
         self._objective = objective or objective_of(config.algorithm)
         self._clock = clock
         parameters = self.model.trainable()
@@ -84,7 +88,7 @@ class Learner:
         assert not odd, f"{odd[0]}, but the trainer computes in {wanted}: load the policy so"
         self._optimiser = Optimiser(parameters, config)
 
-    def step(self, rows: Sequence[Row], version: int) -> dict[str, Any]:
+    def step(self, rows: Sequence[Row], version: int, budgets: Sequence[int] = ()) -> dict[str, Any]:
         """Learn from rows, turning policy `version` into `version + 1`. Returns the metrics declared in `shoal.metrics`.
 
         The rows are learned from `updates_per_batch` times. Their log-probs stay those of the policy that sampled, so
@@ -92,7 +96,12 @@ class Learner:
         updates is never saved. A gradient that is not finite changes nothing: this update and the rest of the step are
         skipped, said in the log and in `update_skipped`. So is a step without rows, for a batch is an event: the run
         must get past it, whatever it holds.
+
+        If memory runs out, the update begins again with smaller micro-batches, whose sums have other last bits, and later
+        ones are as small. To repeat a step with the same bits, give the `budgets` that it had. Raises `StateError` if even
+        one row does not fit.
         """
+        self.budgets = []
         if not rows:  # guard: step-without-rows
             log.warning("nothing to learn from: the policy stays as it is version=%d", version)
             return {
@@ -112,10 +121,11 @@ class Learner:
             warmup_steps=self.config.warmup_steps,
             steps=self.steps,
         )
-        packed = plan(rows, self.config.microbatch_tokens, self.config.packing)
         updates: list[dict[str, float]] = []
         while len(updates) < self.config.updates_per_batch:
-            updates.append(self._learn(rows, packed, lr, version))
+            if len(updates) < len(budgets):
+                self._budget = budgets[len(updates)]
+            updates.append(self._learn(rows, lr, version))
             if not math.isfinite(updates[-1]["grad_norm"]):
                 break  # the same rows and weights give the same gradient again
         grad_norm = _mean([update["grad_norm"] for update in updates])
@@ -166,20 +176,45 @@ class Learner:
         self._optimiser.resume(state.updates)
         self.updates = state.updates
 
-    def _learn(self, rows: Sequence[Row], packed: Sequence[Plan], lr: float, version: int) -> dict[str, float]:
+    def _learn(self, rows: Sequence[Row], lr: float, version: int) -> dict[str, float]:
         """One update from all rows, packed into micro-batches; gives its metrics, means over policy tokens."""
         num_tokens = sum(len(row.positions_P) for row in rows)
         assert num_tokens, "a step needs policy tokens; `rows_of_group` makes no row without one"
-        sums: Counter[str] = Counter()
-        largest = 0.0
-        for planned in packed:
-            figures, largest_here = self._accumulate(planned.build(rows).on(self._device), num_tokens)
-            sums.update(figures)
-            largest = max(largest, largest_here)
-        loss = sums.pop("loss")
+        sums = self._gradients(rows, num_tokens, version)
+        self.budgets.append(self._budget)
+        loss, largest = sums.pop("loss"), sums.pop("largest")
         means = {name: total / num_tokens for name, total in sums.items()}
         grad_norm = self._update(lr, version)
         return {**means, "loss": loss, "log_ratio_abs_max_nats": largest, "grad_norm": grad_norm}
+
+    def _gradients(self, rows: Sequence[Row], num_tokens: int, version: int) -> dict[str, float]:
+        """Add up the gradients of all rows, in micro-batches that fit into memory.
+
+        Returns sums over policy tokens by metric, and the `largest` |log-ratio|.
+        """
+        while True:
+            packed = plan(rows, self._budget, self.config.packing)
+            sums: Counter[str] = Counter()
+            largest = 0.0
+            try:
+                for planned in packed:
+                    figures, largest_here = self._accumulate(planned.build(rows).on(self._device), num_tokens)
+                    sums.update(figures)
+                    largest = max(largest, largest_here)
+                return {**sums, "largest": largest}
+            except (MemoryError, RuntimeError) as error:
+                if not is_shortage(error):
+                    raise
+                cause = str(error).partition("\n")[0]
+            # Only here is the failed pass forgotten: the error held its tensors.
+            self._optimiser.drop()  # guard: half-a-gradient-is-dropped
+            free_cached()
+            before, self._budget = self._budget, smaller_budget(rows, packed, self._budget, self.config.packing, cause)
+            log.warning(
+                "memory ran out in a micro-batch of at most %d tokens: the update begins again with %d, as will later "
+                "ones; set train.microbatch_tokens so in the next run version=%d cause=%s",
+                before, self._budget, version, cause,
+            )  # fmt: skip
 
     def _accumulate(self, batch: MicroBatch, num_tokens: int) -> tuple[dict[str, float], float]:
         """Add a micro-batch's gradients. Returns sums over its tokens by metric, and its largest |log-ratio|."""

@@ -1,0 +1,49 @@
+"""What to do when memory runs out in a training step: which errors say so, and which micro-batches are tried next.
+
+Called by `train/step`. It knows neither gradients nor the model. Linux may also kill a process that takes more memory than
+there is; nothing here can prevent that.
+"""
+
+from collections.abc import Sequence
+
+import psutil
+import torch
+
+from shoal.errors import StateError
+from shoal.train.flat import Plan, plan
+from shoal.train.rows import Row
+
+
+def is_shortage(error: Exception) -> bool:
+    """Whether an error says that memory could not be had. On a CPU, torch has no class of its own for that."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)
+
+
+def smaller_budget(rows: Sequence[Row], packed: Sequence[Plan], budget_tokens: int, packing: str, cause: str) -> int:
+    """The largest half, quarter and so on of a budget that cuts these micro-batches in smaller ones.
+
+    Raises `StateError` if each has one row already.
+    """
+    if all(len(planned.members) == 1 for planned in packed):
+        longest = max(len(row.tokens_T) for row in rows)
+        raise StateError(
+            f"memory runs out in a training step on one row at a time, the longest of {longest} tokens; {_free_mb():.0f} "
+            f'MB are free ({cause}). Set train.recompute = "layers" or train.moments = "8bit" in a new run, lower '
+            "sampling.max_tokens, or train where there is more memory"
+        )
+    smaller = budget_tokens // 2
+    while smaller > 1 and plan(rows, smaller, packing) == packed:
+        smaller //= 2
+    return max(1, smaller)
+
+
+def free_cached() -> None:
+    """Give back what torch keeps of freed memory of a GPU: pieces of other sizes are needed now."""
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def _free_mb() -> float:
+    if torch.cuda.is_initialized():
+        return torch.cuda.mem_get_info()[0] / 1e6
+    return psutil.virtual_memory().available / 1e6
