@@ -21,8 +21,8 @@ from shoal.policy.files import find_tensors
 LIBRARY_BYTES = 200_000_000
 """Of transformers' own code, most of which is imported when the first policy is loaded."""
 
-WIDTHS = 24
-"""Activations of one token in one layer, in widths: residual, heads, an MLP of four widths with its gate, copies."""
+WIDTHS = 40
+"""Activations of one token in one layer, in widths: residual, heads, an MLP of four widths, and what its gate computes."""
 
 CACHE_COPIES = 3
 """The cache grows by being copied, and a few rows are copied when others have ended."""
