@@ -52,8 +52,8 @@ class PolicyConfig(Section, frozen=True):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision in which versions are published, and sampled unless `sampling.dtype` says otherwise."""
     implementation: Literal["", "auto"] = ""
-    """What computes the model. Empty: shoal's own code, for Llama, Qwen2 and Qwen3. auto: this code where it can, and
-    transformers for every other language model; then all nodes must have it installed."""
+    """What computes the model. Empty: shoal's own code, for Llama, Mistral, Qwen2 and Qwen3. auto: this code where it can,
+    and transformers for every other language model; then all nodes must have it installed."""
     tiny: TinyPolicy = TinyPolicy()
 
 

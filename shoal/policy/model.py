@@ -19,7 +19,7 @@ from shoal.policy.spec import PolicySpec
 
 
 class Transformer(nn.Module):
-    """Llama, Qwen2 or Qwen3, as its spec says. `state_dict` is the checkpoint (without `lm_head.weight` if tied).
+    """Llama, Mistral, Qwen2 or Qwen3, as its spec says. `state_dict` is the checkpoint (without `lm_head.weight` if tied).
 
     A `policy.base.PolicyModel`.
     """

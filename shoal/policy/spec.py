@@ -1,8 +1,8 @@
 """The shape of a policy: reads a HuggingFace `config.json` strictly, and writes it.
 
 Called by the model, the loader, the renderer and the engine. Light: it imports no torch and reads no weights. It knows
-three architectures, which differ in two switches: Llama (neither), Qwen2 (bias on q, k, v), Qwen3 (a norm on each
-head's query and key).
+four architectures, which differ in two switches: Llama and Mistral (neither), Qwen2 (bias on q, k, v), Qwen3 (a norm
+on each head's query and key).
 """
 
 import json
@@ -16,7 +16,12 @@ from shoal.errors import StateError, cause_of
 from shoal.policy.rope import KINDS, RopeScaling, scaling_of
 from shoal.protocol.constants import MAX_JSON_BYTES, MAX_TENSORS
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
 """The family, as in the run file and in `model_type`, and the class name that `transformers` looks for."""
 
 LARGEST = 1 << 24
@@ -28,7 +33,7 @@ class PolicySpec:
     """The shape of a decoder-only transformer, and its special token ids."""
 
     family: str
-    """llama, qwen2 or qwen3."""
+    """llama, mistral, qwen2 or qwen3."""
     width: int
     layers: int
     heads: int
@@ -135,6 +140,8 @@ class PolicySpec:
         }
         if self.family == "llama":
             config |= {"attention_bias": False, "mlp_bias": False}
+        elif self.family == "mistral":
+            config |= {"sliding_window": None}
         else:
             config |= {"use_sliding_window": False}
         if self.family == "qwen3":
@@ -202,6 +209,8 @@ class _HfConfig(msgspec.Struct):
     attention_bias: bool = False
     mlp_bias: bool = False
     use_sliding_window: bool = False
+    sliding_window: int | None = -1
+    """A Mistral without this key has one."""
     layer_types: list[str] | None = None
     quantization_config: dict[str, Any] | None = None
     eos_token_id: int | list[int] | None = None
@@ -273,7 +282,9 @@ def _from_hf(config: _HfConfig, turn_ends: tuple[int, ...], path: Path) -> Polic
         (not (config.attention_bias or config.mlp_bias), "attention_bias or mlp_bias is set; not supported"),
         (config.quantization_config is None, "the weights are quantised; use the full-precision model"),
         (
-            not config.use_sliding_window and all(kind == "full_attention" for kind in config.layer_types or ()),
+            not config.use_sliding_window
+            and (config.model_type != "mistral" or config.sliding_window is None)
+            and all(kind == "full_attention" for kind in config.layer_types or ()),
             "it uses sliding-window attention; not supported",
         ),
         (spec.layers <= MAX_TENSORS // 12, f"layers = {spec.layers}: more than MAX_TENSORS = {MAX_TENSORS} allow"),

@@ -2,7 +2,7 @@
 
 Started by `shoal join URL`, or by the launcher beside a host. It needs one outbound connection and chooses nothing:
 policy version, tasks and seeds come with the lease. It verifies every byte of the weights. It uses torch through the
-engine, and never transformers.
+engine; transformers only where the run's policy needs it.
 """
 
 import asyncio

@@ -17,6 +17,7 @@ from torch import Tensor
 from shoal.config import TrainConfig
 from shoal.engine.base import Continuation, Request, ScoreRequest
 from shoal.engine.hf import TransformersEngine
+from shoal.engine.local import LocalEngine
 from shoal.engine.open import EngineSpec, kind_for, open_engine
 from shoal.errors import StateError
 from shoal.policy.anymodel import AnyModel, load_any
@@ -103,6 +104,22 @@ def test_each_token_is_the_argmax_of_transformers_logits_plus_the_reference_nois
         assert (scaled_TV + noise_TV).argmax(-1).tolist() == turn.token_ids
         expected = scaled_TV.log_softmax(-1)[torch.arange(len(turn.token_ids)), turn.token_ids]
         assert torch.allclose(torch.tensor(turn.logprobs), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3"])
+def test_our_engine_replays_what_transformers_sampled_and_writes_it_again(
+    name: str, models: dict[str, Path], tmp_path: Path
+) -> None:
+    requests = _requests()
+    claims = _claims(requests, _engine(models[name]).extend(requests, 1.0))
+    save_policy(open_policy(models[name]), tmp_path / "ours", "float32")
+    for directory in (models[name], tmp_path / "ours"):
+        ours = LocalEngine(threads=1)
+        ours.load(directory, 0)
+        assert max(float(score.gaps_P.max()) for score in ours.score(claims, 1.0)) < 1e-4
+    ids = torch.tensor([claims[0].token_ids])
+    with torch.no_grad():
+        assert torch.allclose(_peer(models[name])(ids).logits, _peer(tmp_path / "ours")(ids).logits, atol=1e-5)
 
 
 @every_architecture
@@ -367,6 +384,7 @@ def test_only_runs_that_say_auto_compute_other_architectures(models: dict[str, P
         open_policy(models["gpt2"])
     assert isinstance(open_policy(models["gpt2"], None, AUTO), AnyModel)
     assert not isinstance(open_policy(models["llama"], None, AUTO), AnyModel)
+    assert isinstance(open_policy(models["mistral, sliding"], None, AUTO), AnyModel)
     assert (kind_for(models["gpt2"]), kind_for(models["llama"])) == ("transformers", "local")
 
 

@@ -303,7 +303,7 @@ def test_a_config_that_does_not_fit_the_weights_is_refused_with_the_tensors_name
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"model_type": "gpt2"}, "known: llama, qwen2, qwen3"),
+        ({"model_type": "gpt2"}, "known: llama, mistral, qwen2, qwen3"),
         ({"hidden_size": "16"}, "hidden_size"),
         ({"hidden_size": -16}, "width = -16"),
         ({"hidden_size": 1 << 40}, "width"),
@@ -352,7 +352,7 @@ def test_a_config_that_we_cannot_run_is_refused_with_the_reason(
 
 def test_another_family_is_named_though_it_lacks_our_keys(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "gpt2", "n_embd": 768}')
-    with pytest.raises(StateError, match="model_type is 'gpt2'; known: llama, qwen2, qwen3"):
+    with pytest.raises(StateError, match="model_type is 'gpt2'; known: llama, mistral, qwen2, qwen3"):
         PolicySpec.from_directory(tmp_path)
 
 
