@@ -23,7 +23,8 @@ from shoal.errors import StateError
 from shoal.policy.anymodel import AnyModel, load_any
 from shoal.policy.files import find_tensors, save_policy, snapshot
 from shoal.policy.kinds import AUTO, open_policy
-from shoal.protocol.randomness import gumbel, sample_seed
+from shoal.protocol.noise import gumbel
+from shoal.protocol.randomness import sample_seed
 from shoal.train.rows import Row
 from shoal.train.step import Learner
 from shoal.weights.manifest import weights_root
