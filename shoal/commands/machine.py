@@ -4,9 +4,10 @@ Called by `cli`. The examination itself is in `launch/doctor`, and imported when
 """
 
 import argparse
+from pathlib import Path
 from typing import Any
 
-from shoal.commands.grammar import add_command
+from shoal.commands.grammar import add_command, positive, set_argument
 
 
 def add_commands(commands: Any) -> None:
@@ -15,11 +16,21 @@ def add_commands(commands: Any) -> None:
         "Looks at Python, cores, memory, disk, torch (with measured speed), clock, limits and folders. Prints a line for "
         "each, with what to do; exit code 1 if something that a run needs is missing.",
         ("shoal doctor", ""), ("shoal doctor --url http://host:8470", "compare this clock with a host's, too"),
+        ("shoal doctor --recipe recipes/wordle.toml", "does this run fit into the memory?"),
     )  # fmt: skip
     p.add_argument("--url", default="", help="a run's coordinator")
+    p.add_argument(
+        "--recipe", type=Path, metavar="RUN_FILE",
+        help="instead, what each role of this run takes of the memory, and what to change if it does not fit",
+    )  # fmt: skip
+    p.add_argument(
+        "--memory", type=positive, default=0, metavar="GB",
+        help="with --recipe: as if so much were free where the trainer computes",
+    )  # fmt: skip
+    set_argument(p)
 
 
 def doctor(args: argparse.Namespace) -> int:
     from shoal.launch import doctor as examination
 
-    return examination.run(args.url)
+    return examination.run(args.url, recipe=args.recipe, changes=args.set, memory_gb=args.memory)

@@ -13,7 +13,7 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple
 import httpx
 import psutil
 
-from shoal.config import TinyPolicy, node_home
+from shoal.config import TinyPolicy, load_run, node_home
 from shoal.errors import cause_of
 from shoal.protocol.constants import SIGNATURE_WINDOW_S
 
@@ -57,14 +57,45 @@ def examine(url: str = "") -> Iterator[Line]:
     yield _sandbox()
 
 
-def run(url: str = "", say: Callable[[str], None] = print) -> int:
-    """Print each line as it is found. Returns 1 if something that a run needs is missing, else 0."""
+def run(
+    url: str = "",
+    say: Callable[[str], None] = print,
+    recipe: Path | None = None,
+    changes: Sequence[str] = (),
+    memory_gb: float = 0.0,
+) -> int:
+    """Print each line as it is found. Returns 1 if something that a run needs is missing, else 0.
+
+    With a `recipe`, only whether its run fits into the memory; see `fit`.
+    """
     missing = 0
-    for line in examine(url):
+    for line in examine(url) if recipe is None else fit(recipe, changes, memory_gb):
         missing += line.state == "missing"
         say(f"{line.state:<8} {line.what:<13} {line.found}" + (f"\n{'':22} -> {line.remedy}" if line.remedy else ""))
-    say("This machine can run, host and join." if not missing else f"{missing} missing: do what the arrows say.")
+    can = "This machine can run, host and join." if recipe is None else "The run fits."
+    say(can if not missing else f"{missing} missing: do what the arrows say.")
     return 1 if missing else 0
+
+
+def fit(recipe: Path, changes: Sequence[str], memory_gb: float) -> Iterator[Line]:
+    """Whether the run of a run file fits into the memory of this machine, role by role.
+
+    `memory_gb` replaces what is free in the memory of the device that trains, so that another machine can be asked about.
+    Raises `ConfigError`, `StateError`.
+    """
+    from shoal.launch.fits import amount, reports
+    from shoal.plan.sizes import spec_of
+
+    config = load_run(recipe, list(changes))
+    for report in reports(config, spec_of(config, recipe.parent), with_workers=True, free=int(memory_gb * 1e9)):
+        for role in report.roles:
+            if role.on(report.device):
+                parts = ", ".join(f"{part.name} {amount(part.size)}" for part in role.parts)
+                each = f"{role.processes} processes, each " if role.processes > 1 else ""
+                yield Line("ok", role.name[:13], f"{amount(role.on(report.device))}: {each}{parts}")
+        enough = report.need <= report.free
+        found = f"{amount(report.need)} at once, {amount(report.free)} free"
+        yield Line("ok" if enough else "missing", f"memory {report.device}", found, "" if enough else report.advice)
 
 
 def _size() -> Iterator[Line]:

@@ -16,11 +16,9 @@ from torch import Tensor
 from shoal.algos.pieces import in_pieces, logprob_and_entropy_of
 from shoal.policy.base import PolicyModel
 from shoal.train.flat import PADDED, plan
+from shoal.train.needs import HELD_LOGITS
 from shoal.train.pack import MicroBatch
 from shoal.train.rows import Row
-
-HELD_LOGITS = 1 << 24
-"""Logits that exist at a time, unless those of one token are more: 64 MiB of each of about four tensors."""
 
 
 def predict(model: PolicyModel, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,196 @@
+"""Whether a run fits into the memory of this machine: what each of its roles takes, and a layout of training that fits.
+
+Called before the roles of a run start, and by `shoal doctor --recipe`. It reckons with the shape of the policy alone:
+nothing is loaded, and torch is imported only if a role computes on a GPU.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import psutil
+
+from shoal.config import RunConfig
+from shoal.engine.needs import Needs
+from shoal.envs.evaluate import BATCH
+from shoal.errors import StateError
+from shoal.policy.device import AUTO, CPU, MPS, take_device
+from shoal.policy.sizes import parameters_of
+from shoal.policy.spec import PolicySpec
+from shoal.protocol.constants import COMPLETIONS
+from shoal.train.needs import ITEM_BYTES, Layout, Part, parts_of
+
+LIBRARY_BYTES = 150_000_000
+"""What the processes of a run share: the code of torch and of other libraries."""
+
+ENGINE_BYTES, TRAINER_BYTES = 200_000_000, 350_000_000
+"""Of a process that has imported torch, beside what it shares and before it loads a policy. A trainer uses more of it."""
+
+LIGHT_BYTES = 60_000_000
+"""The same of a process without torch: coordinator, origin, stage."""
+
+GPU_BYTES = 600_000_000
+"""Of a process that uses a GPU, on the GPU, before it loads a policy."""
+
+LAYOUTS: tuple[dict[str, Any], ...] = (
+    {},
+    {"recompute": "layers"},
+)
+"""What `fits` tries in the place of a run's own layout, best first: keys of `train`."""
+
+
+@dataclass(frozen=True)
+class RoleNeeds:
+    """What one role takes, in each of its processes."""
+
+    name: str
+    device: str
+    parts: tuple[Part, ...]
+    processes: int = 1
+
+    def on(self, device: str) -> int:
+        """Bytes in the memory of one device, all processes together."""
+        return self.processes * sum(part.size for part in self.parts if (CPU if part.on_cpu else self.device) == device)
+
+
+class Fit(NamedTuple):
+    """What `fits` found."""
+
+    keys: dict[str, Any]
+    """Of `train`, which the run file lacks."""
+    missing: int
+    """Bytes that this layout still lacks; 0: it fits."""
+
+
+def fits(spec: PolicySpec, layout: Layout, free: int) -> Fit:
+    """The first of LAYOUTS with which a trainer alone fits into `free` bytes of its device, or the one that lacks least."""
+    tried = []
+    for keys in LAYOUTS:
+        parts = parts_of(spec, replace(layout, **keys))
+        tried.append(Fit(keys, max(0, sum(part.size for part in parts if not part.on_cpu) - free)))
+        if not tried[-1].missing:
+            return tried[-1]
+    return min(tried, key=lambda fit: fit.missing)
+
+
+def layout_of(config: RunConfig, spec: PolicySpec) -> Layout:
+    """The run file's layout of training."""
+    train = config.train
+    longest = min(config.sampling.max_tokens, spec.max_positions)
+    return Layout(recompute=train.recompute, microbatch_tokens=train.microbatch_tokens, row_tokens=longest)
+
+
+def roles_of(config: RunConfig, spec: PolicySpec, with_workers: bool) -> Iterator[RoleNeeds]:
+    """What the roles of a run take that the launcher starts."""
+    light = ["coordinator", "origin", *(["stage"] if any(env.kind == COMPLETIONS for env in config.envs) else [])]
+    yield RoleNeeds("the rest", CPU, (Part("libraries", LIBRARY_BYTES), *(Part(name, LIGHT_BYTES) for name in light)))
+    version = Part("version being published", int(parameters_of(spec) * ITEM_BYTES[config.policy.dtype]), True)
+    training = [*parts_of(spec, layout_of(config, spec)), version]
+    yield _role("trainer", config.train.device, training, own=TRAINER_BYTES)
+    needs, rows = Needs(spec, config.sampled_dtype), config.rollouts.block_rollouts
+    longest = config.sampling.max_tokens
+    if config.validators.count:
+        judged = needs.score(rows * longest, longest, hidden=config.verify.proofs != "none")
+        parts = _engine(needs, "scoring", judged, config.validators.device)
+        yield _role("validator", config.validators.device, parts, config.validators.count)
+    played = _engine(needs, "playing", needs.play(rows, longest, config.sampling.all_tokens), config.workers.device)
+    if with_workers and (count := config.workers.count + config.workers.cheating):
+        yield _role("worker", config.workers.device, played, count)
+    if any(config.eval_episodes(env) for env in config.envs):
+        exact = Needs(spec, "float32")
+        played = _engine(
+            exact, "playing", exact.play(BATCH, longest, config.sampling.all_tokens), config.workers.device
+        )
+        yield _role("evaluation", config.workers.device, played)
+
+
+def _role(name: str, device: str, parts: Sequence[Part], processes: int = 1, own: int = ENGINE_BYTES) -> RoleNeeds:
+    process = [Part("process", own, True)]
+    if device != CPU:
+        process.append(Part("process", GPU_BYTES))
+    return RoleNeeds(name, device, (*process, *parts), processes)
+
+
+def _engine(needs: Needs, work: str, size: int, device: str) -> list[Part]:
+    """An engine while it loads a version, or while it works: it needs the larger of the two."""
+    if device == CPU:
+        return [Part("weights", needs.loaded), Part(work, max(size, needs.load() - needs.loaded))]
+    return [Part("loading", needs.load(), True), Part("weights", needs.loaded), Part(work, size)]
+
+
+def demand_memory(config: RunConfig, spec: PolicySpec, with_workers: bool) -> None:
+    """Raise `StateError` if the run's roles together need more memory than this machine has free."""
+    for report in reports(config, spec, with_workers):
+        if report.need > report.free:
+            raise StateError(f"{report.in_words()}. {report.advice}")
+
+
+class Report(NamedTuple):
+    """The memory of one device, and what a run takes of it."""
+
+    device: str
+    free: int
+    roles: list[RoleNeeds]
+    advice: str
+    """What to change if it does not fit."""
+
+    @property
+    def need(self) -> int:
+        return sum(role.on(self.device) for role in self.roles)
+
+    def in_words(self) -> str:
+        """How much is needed, and what for."""
+        ordered = sorted(self.roles, key=lambda role: -role.on(self.device))
+        parts = [part for part in ordered[0].parts if part.size > self.need / 100]
+        first = ", ".join(f"{part.name} {amount(part.size)}" for part in parts)
+        others = "".join(
+            f"; {role.name} {amount(role.on(self.device))}" for role in ordered[1:] if role.on(self.device)
+        )
+        return (
+            f"this run needs about {amount(self.need)} of memory{'' if self.device == CPU else f' on {self.device}'}, and "
+            f"{amount(self.free)} are free: {ordered[0].name} {amount(ordered[0].on(self.device))} ({first}){others}"
+        )
+
+
+def reports(config: RunConfig, spec: PolicySpec, with_workers: bool, free: int = 0) -> Iterator[Report]:
+    """What the run takes of each memory here. `free` replaces what is free in the memory of the device that trains."""
+    roles = [_settled(role) for role in roles_of(config, spec, with_workers)]
+    trainer = next(role for role in roles if role.name == "trainer")
+    layout = sum(part.size for part in parts_of(spec, layout_of(config, spec)) if not part.on_cpu)
+    for device in dict.fromkeys([CPU, *(role.device for role in roles)]):
+        has = free if free and device == trainer.device else free_on(device)
+        others = sum(role.on(device) for role in roles) - layout
+        yield Report(device, has, roles, _advice(config, spec, has - others if device == trainer.device else 0))
+
+
+def _settled(role: RoleNeeds) -> RoleNeeds:
+    """The role with the device that `auto` is here. The GPU of a Mac has no memory of its own."""
+    device = take_device(role.device) if role.device == AUTO else role.device
+    return replace(role, device=CPU if device == MPS else device)
+
+
+def _advice(config: RunConfig, spec: PolicySpec, left: int) -> str:
+    """What to change, with `left` bytes for what depends on the layout of training."""
+    fit = fits(spec, layout_of(config, spec), left)
+    keys = ", ".join(f'train.{key} = "{value}"' for key, value in fit.keys.items())
+    if keys and not fit.missing:
+        return f"It fits with {keys}"
+    return (
+        f"{f'Set {keys} and f' if keys else 'F'}ree {amount(fit.missing)}, lower train.microbatch_tokens or "
+        "rollouts.block_rollouts, start fewer processes, or take a smaller policy"
+    )
+
+
+def free_on(device: str) -> int:
+    """Bytes that are free in the memory of a device. Of a GPU it is all, because to ask what is free takes some."""
+    if device == CPU:
+        return int(psutil.virtual_memory().available)
+    import torch
+
+    return int(torch.cuda.get_device_properties(0).total_memory)
+
+
+def amount(size: float) -> str:
+    """Bytes in words."""
+    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{math.ceil(max(0, size) / 1e6)} MB"

@@ -1,0 +1,54 @@
+"""How many numbers a policy of some shape consists of, and how many it makes of a token.
+
+Called where memory is reckoned before anything is loaded: `engine/needs`, `train/needs`. Pure and light. It does not know
+dtypes, devices or what an engine or a trainer holds at a time.
+"""
+
+import math
+
+from shoal.policy.spec import PolicySpec
+
+OUTSIDE = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
+"""Tensors that belong to no layer."""
+
+
+def parameters_of(spec: PolicySpec) -> int:
+    """All weights."""
+    return sum(math.prod(shape) for shape in spec.tensor_shapes().values())
+
+
+def layer_parameters_of(spec: PolicySpec) -> int:
+    """The weights of one layer."""
+    shapes = spec.tensor_shapes().items()
+    return sum(math.prod(shape) for name, shape in shapes if name not in OUTSIDE) // spec.layers
+
+
+def adapter_parameters_of(spec: PolicySpec, rank: int) -> int:
+    """The weights of a low-rank adapter (arXiv:2106.09685) of every matrix in every layer."""
+    shapes = (shape for name, shape in spec.tensor_shapes().items() if name not in OUTSIDE and len(shape) == 2)
+    return sum(rank * (outputs + inputs) for outputs, inputs in shapes)
+
+
+def cached_values_of(spec: PolicySpec) -> int:
+    """Keys and values that a cache holds of one token."""
+    return 2 * spec.layers * spec.kv_heads * spec.head_dim
+
+
+def layer_values_of(spec: PolicySpec) -> int:
+    """Numbers that one layer makes of one token and that its backward pass needs; see `layers`.
+
+    The two normed inputs; query, key and value; queries and keys turned, and before that normed; queries apart from the
+    keys that they share; what attention reads; gate and up; their product.
+    """
+    queries, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    attention = (queries + 2 * keys) + (1 + spec.qk_norm) * (queries + keys) + queries
+    if spec.heads > spec.kv_heads:
+        attention += queries
+    return 2 * spec.width + attention + 3 * spec.mlp_width
+
+
+def arranged_values_of(spec: PolicySpec) -> int:
+    """Numbers of one layer's weights in the copies that a pass with gradients makes: each matrix behind a norm, before and
+    after it is multiplied by the norm's weight."""
+    outputs = (spec.heads + 2 * spec.kv_heads) * spec.head_dim + 2 * spec.mlp_width
+    return 2 * spec.width * outputs

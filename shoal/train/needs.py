@@ -1,0 +1,96 @@
+"""How much memory a trainer needs for a policy, before anything is loaded: bytes by what they are for.
+
+Called by `launch/fits`, and `predict` reads its constant here. Light: it imports no torch. The figures are upper bounds;
+`tests/train/test_needs.py` compares them with what a learner takes.
+"""
+
+from dataclasses import dataclass
+
+from shoal.policy.sizes import (
+    adapter_parameters_of,
+    arranged_values_of,
+    layer_parameters_of,
+    layer_values_of,
+    parameters_of,
+)
+from shoal.policy.spec import PolicySpec
+
+HELD_LOGITS = 1 << 24
+"""Logits that exist at a time, unless those of one token are more: 64 MiB of each of about four tensors."""
+
+WHOLE_LOGIT_BYTES, PIECE_LOGIT_BYTES = 24, 16
+"""Of one logit in a backward pass: itself, its log-prob, its gradient, and what is computed between them; float32. A loss
+that is computed in pieces keeps less."""
+
+HOLES, FIXED_HOLES = 1 / 8, 1 / 32
+"""Memory between tensors that is too small for others, as a share of activations and of what stays from step to step."""
+
+MOMENT_BYTES = {"float32": 8.0, "8bit": 2.05, "offloaded": 8.0}
+"""Of AdamW's two moments, for each weight that is learned."""
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "nf4": 0.5625}
+"""Of one weight as the passes read it. NF4 has 4 bits, and one float32 for 64 weights."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a trainer keeps a policy and what it makes of a micro-batch."""
+
+    dtype: str = "float32"
+    """Of the weights as the passes read them. Beside bfloat16 ones that are learned are float32 ones."""
+    moments: str = "float32"
+    """float32; 8bit; offloaded: with the float32 weights in the memory of the CPU."""
+    recompute: str = "none"
+    rank: int = 0
+    """Of an adapter, which alone is learned; 0: all weights are."""
+    microbatch_tokens: int = 2048
+    row_tokens: int = 0
+    """Of the longest row, which may be a micro-batch of its own."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One of the things that memory is needed for."""
+
+    name: str
+    size: int
+    """Bytes."""
+    on_cpu: bool = False
+    """Whether it stays in the CPU's memory, whatever computes."""
+
+
+def parts_of(spec: PolicySpec, layout: Layout) -> list[Part]:
+    """What a trainer holds when it holds most: in the backward pass of a step's last micro-batch."""
+    weights = parameters_of(spec)
+    learned = adapter_parameters_of(spec, layout.rank) if layout.rank else weights
+    has_masters = layout.dtype != "float32" and not layout.rank
+    away = layout.moments == "offloaded"
+    parts = [Part("weights", int(weights * ITEM_BYTES[layout.dtype]))]
+    if layout.rank:
+        parts.append(Part("adapter", 4 * learned))
+    if has_masters:
+        parts.append(Part("float32 weights", 4 * learned, away))
+    parts += [
+        Part("gradients", 4 * learned),
+        Part("moments", int(learned * MOMENT_BYTES[layout.moments]), away),
+    ]
+    fixed, made = sum(part.size for part in parts if not part.on_cpu), activations_of(spec, layout)
+    holes = int(fixed * FIXED_HOLES + made * HOLES)
+    return [*parts, Part("activations", made), Part("holes between them", holes)]
+
+
+def activations_of(spec: PolicySpec, layout: Layout) -> int:
+    """What the layers keep of a micro-batch, and the larger of two: what the head takes, or a layer's backward pass."""
+    tokens, item = max(layout.microbatch_tokens, layout.row_tokens), 4 if layout.dtype == "float32" else 2
+    layer = item * (tokens * layer_values_of(spec) + arranged_values_of(spec))
+    backward = 3 * layer // 2 + item * layer_parameters_of(spec)
+    if layout.recompute == "layers":
+        kept, backward = spec.layers * item * tokens * spec.width, layer + backward
+    else:
+        kept = spec.layers * layer
+    if tokens * spec.vocab_size <= HELD_LOGITS:
+        logits = WHOLE_LOGIT_BYTES * tokens * spec.vocab_size
+    else:
+        logits = PIECE_LOGIT_BYTES * max(spec.vocab_size, HELD_LOGITS)
+    gradients = 4 * spec.width * ((0 if layout.rank else spec.vocab_size) + 3 * tokens)  # of the head and its inputs
+    return kept + max(logits + gradients, backward)

@@ -1,0 +1,107 @@
+"""A run that does not fit into the memory is refused before anything is loaded, in one line that says what to change."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from shoal import cli
+from shoal.config import RunConfig, load_run
+from shoal.errors import StateError
+from shoal.launch import fits
+from shoal.launch.fits import CPU, RoleNeeds, demand_memory, layout_of, reports, roles_of
+from shoal.launch.fits import fits as fit_of
+from shoal.plan.sizes import spec_of
+from shoal.policy.spec import PolicySpec
+from shoal.train.needs import Layout, Part
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+LARGE = PolicySpec("qwen3", 1024, 28, 16, 8, 128, 3072, 151936, 32768, 1e6, 1e-6, True, (0,))
+"""The shape of Qwen3-0.6B."""
+
+
+@pytest.fixture
+def config() -> RunConfig:
+    return load_run(RECIPES / "wordle.toml")
+
+
+def has_free(monkeypatch: pytest.MonkeyPatch, gb: float) -> None:
+    monkeypatch.setattr(fits, "free_on", lambda device: int(gb * 1e9))
+
+
+def test_the_demo_fits_into_little_more_than_2_gb(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    has_free(monkeypatch, 2.3)
+    demand_memory(config, spec_of(config, RECIPES), with_workers=True)
+
+
+def test_a_run_that_does_not_fit_is_told_how_much_for_what(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    has_free(monkeypatch, 8)
+    with pytest.raises(
+        StateError, match=r"needs about \d+\.\d GB of memory, and 8\.0 GB are free: trainer .*moments"
+    ) as told:
+        demand_memory(config, LARGE, with_workers=False)
+    assert "\n" not in str(told.value) and "take a smaller policy" in str(told.value)
+
+
+def test_the_keys_that_make_it_fit_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, again = (
+        load_run(RECIPES / "wordle.toml", ["eval.episodes=0", f"train.recompute={how}"]) for how in ("none", "layers")
+    )
+    need = next(reports(plain, LARGE, with_workers=False)).need
+    has_free(monkeypatch, need / 1e9 - 1)
+    with pytest.raises(StateError, match=r'It fits with train\.recompute = "layers"$'):
+        demand_memory(plain, LARGE, with_workers=False)
+    demand_memory(again, LARGE, with_workers=False)
+
+
+def test_what_stays_on_the_cpu_takes_none_of_the_gpu() -> None:
+    role = RoleNeeds("trainer", "cuda", (Part("weights", 5), Part("moments", 7, on_cpu=True)), processes=2)
+    assert (role.on("cuda"), role.on(CPU)) == (10, 14)
+
+
+def test_the_best_layout_that_fits_is_taken_or_the_one_that_lacks_least() -> None:
+    layout = Layout(microbatch_tokens=4096)
+    assert fit_of(LARGE, layout, 10**12) == ({}, 0)
+    kept = fit_of(LARGE, layout, 14 * 10**9)
+    assert kept.keys == {"recompute": "layers"} and not kept.missing
+    none = fit_of(LARGE, layout, 10**9)
+    assert none.keys == {"recompute": "layers"} and none.missing > 10**9
+
+
+def test_every_key_of_a_layout_is_one_of_the_run_file(config: RunConfig) -> None:
+    for keys in fits.LAYOUTS:
+        assert all(hasattr(config.train, key) for key in keys)
+        assert replace(layout_of(config, LARGE), **keys)
+
+
+def test_each_process_that_the_launcher_starts_is_counted(config: RunConfig) -> None:
+    counts = {role.name: role.processes for role in roles_of(config, LARGE, with_workers=True)}
+    workers = config.workers.count + config.workers.cheating
+    assert counts == {
+        "the rest": 1,
+        "trainer": 1,
+        "validator": config.validators.count,
+        "worker": workers,
+        "evaluation": 1,
+    }
+    assert "worker" not in {role.name for role in roles_of(config, LARGE, with_workers=False)}
+
+
+def test_doctor_shows_what_each_role_takes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = str(RECIPES / "wordle.toml")
+    has_free(monkeypatch, 16)
+    assert cli.main(["doctor", "--recipe", recipe]) == 0
+    said = capsys.readouterr().out
+    assert "gradients" in said and "The run fits." in said and "torch" not in said
+    assert cli.main(["doctor", "--recipe", recipe, "--memory", "1"]) == 1
+    assert "-> " in capsys.readouterr().out
+
+
+def test_a_run_that_does_not_fit_starts_no_role(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    has_free(monkeypatch, 0.1)
+    assert cli.main(["run", str(RECIPES / "wordle.toml"), "--out", str(tmp_path / "run")]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: this run needs about") and said.count("\n") == 1
+    assert not list((tmp_path / "run" / "logs").iterdir())

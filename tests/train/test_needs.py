@@ -1,0 +1,129 @@
+"""What a trainer is said to need is an upper bound of what it takes, and not far above it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shoal.policy.sizes import adapter_parameters_of, parameters_of
+from shoal.policy.spec import PolicySpec
+from shoal.train.needs import Layout, parts_of
+
+MEASURE = """
+import ctypes, json, re, sys
+from pathlib import Path
+import numpy as np
+import torch
+from shoal.config import TrainConfig
+from shoal.policy.model import Transformer
+from shoal.policy.spec import PolicySpec
+from shoal.train.rows import Row
+from shoal.train.step import Learner
+
+torch.set_num_threads(1)
+spec, recompute = PolicySpec(**json.loads(sys.argv[1])), sys.argv[3]
+rows, prompt, length, budget = json.loads(sys.argv[2])
+
+def kb(name):
+    return int(re.search(name + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
+
+def learner_of(spec):
+    model = Transformer(spec)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.02)
+    return Learner(model, TrainConfig(microbatch_tokens=budget, recompute=recompute), temperature=1.0, steps=10)
+
+def rows_for(spec, rows, prompt, length):
+    one = np.ones(length - prompt, np.float32)
+    rng = np.random.default_rng(0)
+    return [
+        Row(rng.integers(0, spec.vocab_size, length), np.arange(prompt, length), -one, one, one, 1.0, 0, "", (0, i, 0))
+        for i in range(rows)
+    ]
+
+small = PolicySpec("qwen3", 64, 2, 2, 1, 32, 64, 64, 64, 1e4, 1e-5, True, (0,))
+learner_of(small).step(rows_for(small, 2, 8, 16), 0)  # torch reads its code at the first use
+ctypes.CDLL(None).malloc_trim(0)
+Path("/proc/self/clear_refs").write_text("5")
+before = kb("VmRSS")
+learner_of(spec).step(rows_for(spec, rows, prompt, length), 0)
+print((kb("VmHWM") - before) * 1024)
+"""
+
+SHAPES = {
+    "long micro-batch": (
+        dict(width=384, layers=6, heads=6, kv_heads=6, mlp_width=768, vocab_size=64),
+        (4, 16, 512, 2048),
+    ),
+    "many weights": (dict(width=768, layers=6, heads=8, kv_heads=2, mlp_width=2048, vocab_size=64), (2, 64, 256, 256)),
+    "many words": (dict(width=128, layers=2, heads=4, kv_heads=2, mlp_width=384, vocab_size=32000), (2, 64, 512, 1024)),
+}
+"""Sizes of the policy; rows, tokens of a prompt and of a row, and of a micro-batch."""
+
+SPARE_BYTES = 40_000_000
+"""Code of torch that the small policy did not use."""
+
+
+def spec_of(sizes: dict[str, int], **more: object) -> dict[str, object]:
+    rest = dict(family="qwen3", max_positions=1 << 14, rope_theta=1e4, norm_eps=1e-5, tied=True, eos_ids=(0,))
+    return {"head_dim": sizes["width"] // sizes["heads"], **rest, **sizes, **more}
+
+
+@pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="no other system tells how much was taken at most"
+)
+@pytest.mark.parametrize("recompute", ["none", "layers"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_step_takes_at_most_what_it_is_said_to_need_and_not_much_less(shape: str, recompute: str) -> None:
+    sizes, work = SHAPES[shape]
+    spec = spec_of(sizes)
+    command = [sys.executable, "-c", MEASURE, json.dumps(spec), json.dumps(work), recompute]
+    took = int(subprocess.run(command, capture_output=True, check=True, text=True).stdout)
+    layout = Layout(recompute=recompute, microbatch_tokens=work[3], row_tokens=work[2])
+    need = sum(part.size for part in parts_of(PolicySpec(**spec), layout))  # type: ignore[arg-type]
+    assert took <= need + SPARE_BYTES and need <= 1.3 * took + SPARE_BYTES, (shape, took, need)
+
+
+QWEN = {
+    "0.6b": dict(width=1024, layers=28, heads=16, kv_heads=8, head_dim=128, mlp_width=3072, vocab_size=151936),
+    "1.7b": dict(width=2048, layers=28, heads=16, kv_heads=8, head_dim=128, mlp_width=6144, vocab_size=151936),
+    "8b": dict(width=4096, layers=36, heads=32, kv_heads=8, head_dim=128, mlp_width=12288, vocab_size=151936),
+}
+
+
+def qwen(name: str) -> PolicySpec:
+    return PolicySpec(**spec_of(QWEN[name], tied=name != "8b"))  # type: ignore[arg-type]
+
+
+def test_the_counts_are_those_of_the_published_models() -> None:
+    assert [parameters_of(qwen(name)) for name in QWEN] == [596_049_920, 1_720_574_976, 8_190_735_360]
+    assert adapter_parameters_of(qwen("0.6b"), 8) == 5_046_272
+
+
+def test_each_layout_says_where_its_bytes_are() -> None:
+    spec = qwen("1.7b")
+    plain, coarse = (
+        {part.name: part for part in parts_of(spec, layout)} for layout in (Layout(), Layout("bfloat16", "offloaded"))
+    )
+    weights = parameters_of(spec)
+    assert plain["weights"].size == plain["gradients"].size == 4 * weights and plain["moments"].size == 8 * weights
+    assert coarse["weights"].size == 2 * weights and "float32 weights" not in plain
+    assert {name for name, part in coarse.items() if part.on_cpu} == {"float32 weights", "moments"}
+    adapter = {part.name: part.size for part in parts_of(spec, Layout("bfloat16", rank=16))}
+    assert adapter["gradients"] == adapter["adapter"] == 4 * adapter_parameters_of(spec, 16)
+
+
+def test_a_card_of_24_gb_trains_what_it_is_said_to_train() -> None:
+    """0.6B and 1.7B whole, and an adapter of 8B."""
+
+    def on_card(name: str, layout: Layout) -> float:
+        return sum(part.size for part in parts_of(qwen(name), layout) if not part.on_cpu) / 1e9
+
+    assert on_card("0.6b", Layout(recompute="layers", microbatch_tokens=4096)) < 24
+    assert on_card("1.7b", Layout(recompute="layers", microbatch_tokens=4096)) > 24
+    assert on_card("1.7b", Layout("bfloat16", "8bit", "layers", microbatch_tokens=4096)) < 24
+    assert on_card("1.7b", Layout("bfloat16", "offloaded", "layers", microbatch_tokens=4096)) < 24
+    assert on_card("8b", Layout("bfloat16", "float32", "layers", 32, 4096)) < 24
