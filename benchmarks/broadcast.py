@@ -11,8 +11,8 @@ that some process received, links included. `copies` is what the host sent.
 plain      8 clients through 3 relays
 sharing    the same, and the clients share
 bad        4 clients, six relays that have everything: three good, one killed midway, one that sends wrong bytes to clients
-           and right ones to probes, one at 1/200 of the rate. The bound is that of the three good ones; the host should
-           send little
+           and right ones to probes, one at 1/200 of the rate. The bound is that of the three good ones, and of the killed
+           one while it lived; the host should send little
 idle       a relay with 2,000 connections that are idle or read nothing: rate of a fast client, and its memory
 kills      SIGKILLs of origin, relays and clients in turn while 3 clients fetch: bytes fetched again
 shardcast  like plain, with the package shardcast 0.3.2 from a virtual environment. Each process gets a copy of the package
@@ -139,10 +139,11 @@ async def bad(asked: Asked, root: Path) -> dict[str, Any]:
         made.links["origin"].line.rate(asked.rate)
         made.clients = [client(made, f"client{i}") for i in range(4)]
         size, cpu, before = asked.size_mb * MB, psutil.cpu_times(), made.egress(*HOST)
-        bound = 4 * size / (3 * asked.rate)
+        lived_s = 4 * size / (3 * asked.rate) / 2
+        bound = (4 * size - lived_s * asked.rate) / (3 * asked.rate)
         for process in made.clients:
             process.start()
-        await asyncio.sleep(bound / 2)
+        await asyncio.sleep(lived_s)
         next(process for process in made.relays if process.name == "killed").kill()
         said = await ended(made.clients)
         took = max(each["ended"] for each in said) - min(each["began"] for each in said)

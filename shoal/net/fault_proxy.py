@@ -145,6 +145,8 @@ class FaultProxy:
                     writer.write(data[: self._rng.randrange(len(data))])
                     return
                 data = self._damaged(data, fault)
+            if writer.is_closing():
+                return
             self.passed_bytes += len(data)
             writer.write(data)
             await writer.drain()
