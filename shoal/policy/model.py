@@ -177,7 +177,18 @@ def _arrange(layer: _Layer, spec: PolicySpec, order: Tensor) -> LayerWeights:
 
 def _behind(norm_D: Tensor, matrix_XD: Tensor) -> Tensor:
     """A matrix, transposed, multiplied by the weight of the norm before it."""
-    return scaled(matrix_XD, norm_weight(norm_D)).t()
+    norm_D = norm_weight(norm_D)
+    if norm_D.dtype == matrix_XD.dtype or torch.is_grad_enabled() or matrix_XD.device.type != "cpu":
+        return scaled(matrix_XD, norm_D).t()
+    # By some rows at a time: the wide products of a whole matrix would take new memory, and four times as long.
+    scaled_XD, rows = torch.empty_like(matrix_XD), max(1, _WIDE_VALUES // len(norm_D))
+    for start in range(0, len(matrix_XD), rows):
+        scaled_XD[start : start + rows] = scaled(matrix_XD[start : start + rows], norm_D)
+    return scaled_XD.t()
+
+
+_WIDE_VALUES = 1 << 17
+"""Values of a narrow matrix that are multiplied at a time."""
 
 
 def scaled(values: Tensor, norm: Tensor) -> Tensor:

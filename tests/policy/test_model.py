@@ -12,7 +12,7 @@ from shoal.config import TinyPolicy
 from shoal.policy import layers
 from shoal.policy.files import load_policy, save_policy
 from shoal.policy.layers import gated, unit
-from shoal.policy.model import Transformer
+from shoal.policy.model import Transformer, _behind
 from shoal.policy.packed import Family
 from shoal.policy.tiny import initialise, tiny_spec
 
@@ -194,3 +194,15 @@ def test_layers_that_are_computed_again_give_the_same_gradients_and_keep_less(
         one is not None and other is not None and one.equal(other) for one, other in zip(kept, again, strict=True)
     )
     assert again_bytes < kept_bytes / 4
+
+
+@pytest.mark.parametrize("outputs", [1, 255, 700])
+def test_a_narrow_matrix_is_scaled_by_rows_with_the_bits_of_the_whole(outputs: int) -> None:
+    generator = torch.Generator().manual_seed(outputs)
+    matrix_XD = torch.randn(outputs, 512, generator=generator).bfloat16()
+    norm_D = torch.randn(512, generator=generator).bfloat16()
+    whole_DX = _behind(norm_D, matrix_XD)
+    with torch.inference_mode():
+        by_rows_DX = _behind(norm_D, matrix_XD)
+    assert by_rows_DX.dtype == torch.bfloat16 and torch.equal(by_rows_DX, whole_DX)
+    assert by_rows_DX.stride() == whole_DX.stride()
