@@ -6,8 +6,9 @@ Called by `local`. Light: it reads JSON files, and loads neither torch nor the p
 import importlib.util
 from pathlib import Path
 
-from shoal.config import RunConfig
+from shoal.config import BOUNDS, RunConfig
 from shoal.errors import StateError
+from shoal.policy.anyspec import AnySpec
 from shoal.policy.kinds import needs_transformers
 from shoal.policy.spec import PolicySpec
 
@@ -28,3 +29,10 @@ def demand_computable(directory: Path, config: RunConfig) -> None:
                 f'{key} = "{value}" needs a policy that shoal itself computes, and {directory} needs transformers: leave '
                 f"{key} out"
             )
+    own, pair = config.verify.bounds, "bfloat16/bfloat16"
+    measured = config.sampled_dtype != "bfloat16" or own[pair] != BOUNDS[pair]
+    if not measured and AnySpec.from_directory(directory).experts > 1:  # guard: experts-need-bounds
+        raise StateError(
+            f"{directory} is a mixture of experts: in bfloat16 its routers choose other experts, so honest work "
+            'differs by more than the built-in bounds. Set sampling.dtype = "float32", or: shoal calibrate RUN_FILE --write'
+        )

@@ -23,6 +23,8 @@ _NAMES = {
 }  # fmt: skip
 """What architectures call the same number."""
 
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
 OWN_KEYS = frozenset({
     "attn_implementation", "experts_implementation", "auto_map", "dtype", "torch_dtype", "name_or_path", "fusion_config",
     "distributed_config", "transformers_weights", "quantization_config", "output_attentions", "output_hidden_states",
@@ -45,6 +47,8 @@ class AnySpec:
     head_dim: int
     eos_ids: tuple[int, ...]
     turn_ends: tuple[int, ...] = ()
+    experts: int = 0
+    """Of each layer, of which routers choose a few for each token; 0 if there are none."""
 
     @staticmethod
     def from_directory(directory: Path) -> "AnySpec":
@@ -59,6 +63,7 @@ class AnySpec:
         head_dim = text.get("head_dim")
         eos = text.get("eos_token_id", config.get("eos_token_id"))
         eos_ids = tuple(i for i in (eos if isinstance(eos, list) else [eos]) if isinstance(i, int))
+        experts = [count for key in _EXPERTS if isinstance(count := text.get(key), int)]
         turn_ends = turn_ends_of(Path(directory) / "generation_config.json")
         spec = AnySpec(
             architecture[:40],
@@ -66,6 +71,7 @@ class AnySpec:
             head_dim=head_dim if isinstance(head_dim, int) else -(-numbers["width"] // max(1, numbers["heads"])),
             eos_ids=eos_ids,
             turn_ends=() if set(turn_ends) == set(eos_ids) else turn_ends,
+            experts=max(experts, default=0),
             **numbers,
         )
         ids = (*spec.eos_ids, *spec.turn_ends)

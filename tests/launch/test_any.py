@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from shoal.config import load_run
+from shoal.errors import StateError
+from shoal.launch.computable import demand_computable
 from tests.engine.architectures import write_any
 from tests.launch.test_local import RUN_FILE
 
@@ -48,6 +51,18 @@ def test_a_run_of_another_architecture_learns_catches_a_cheat_and_is_audited(tmp
     )
     assert audit.returncode == 0, audit.stdout + audit.stderr
     assert "the log agrees with what was recomputed" in audit.stdout, audit.stdout
+
+
+def test_a_mixture_of_experts_in_bfloat16_needs_bounds_that_were_measured(tmp_path: Path) -> None:
+    write_any("olmoe", tmp_path / "olmoe")
+    (tmp_path / "any.toml").write_text(GPT2_FILE)
+    changes = ["policy.path=olmoe", "policy.dtype=bfloat16"]
+    config = load_run(tmp_path / "any.toml", changes)
+    with pytest.raises(StateError, match=r"shoal calibrate RUN_FILE") as refused:
+        demand_computable(tmp_path / "olmoe", config)
+    assert "\n" not in str(refused.value)
+    for more in ("sampling.dtype=float32", "verify.bounds.bfloat16/bfloat16.flipped=0.02"):
+        demand_computable(tmp_path / "olmoe", load_run(tmp_path / "any.toml", [*changes, more]))
 
 
 @pytest.mark.parametrize(
