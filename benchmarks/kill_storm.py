@@ -102,10 +102,10 @@ def main() -> None:
         sys.exit(1 if audit.findings else 0)
 
 
-def start(folder: Path, out: Path, kind: str = "episodes", **values: object) -> subprocess.Popen[bytes]:
-    """A run by the command line, in the background."""
+def start(folder: Path, out: Path, kind: str = "episodes", more: str = "", **values: object) -> subprocess.Popen[bytes]:
+    """A run by the command line, in the background. `more` goes into the section [storage]."""
     recipe = folder / "storm.toml"
-    recipe.write_text(RUN_FILE.format(kind=kind, **values))
+    recipe.write_text(f"{RUN_FILE.format(kind=kind, **values)}{more}\n")
     log = (folder / "launcher.log").open("ab")
     command = [sys.executable, "-m", "shoal.cli", "run", str(recipe), "--out", str(out)]
     return subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | {"OMP_NUM_THREADS": "1"})

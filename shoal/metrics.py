@@ -89,7 +89,9 @@ METRICS: dict[str, Metric] = {
         "seconds", "Time to compute the ratio's denominators; missing in runs that take those of the workers."
     ),
     "train_tokens_per_s": Metric("tokens/s", "Tokens divided by the time of forward, backward and optimiser."),
-    "save_s": Metric("seconds", "Time to write the trainer's own state."),
+    "save_s": Metric(
+        "seconds", "Time to write the trainer's own state; to copy it, if storage.state_every is above 1."
+    ),
     "publish_s": Metric("seconds", "Time to write, sign and announce the version before, beside the step."),
     "publish_wait_s": Metric("seconds", "Time that the step waited for that."),
     "step_s": Metric("seconds", "Time from the end of the previous step to the end of this one."),

@@ -1603,5 +1603,12 @@ GUARDS = [
     *_needed_by("tests/train/test_fitting.py",
         ("half-a-gradient-is-dropped", GONE, "test_a_step_without_memory_is_that_of_smaller_micro_batches"),
     ),
+    *_needed_by("tests/roles/test_saving.py",
+        ("replayed-step-has-its-root", OFF, "test_a_repeated_step_with_another_result_stops_the_run_with_a_remedy"),
+        ("recorded-before-announced", GONE,
+         "test_a_trainer_killed_between_saved_states_ends_with_the_bytes_of_one_file"),
+        ("journal-reaches-back-to-each-state", ("min(kept_versions(self._folder))", "max(kept_versions(self._folder))"),
+         "test_a_damaged_newest_state_is_replaced_by_the_one_before_and_the_journal"),
+    ),
 ]
 # fmt: on

@@ -244,6 +244,7 @@ def test_wrong_override_says_what_is_wrong(run_file: Path, override: str, messag
         ),
         (SMALL + '[train]\ndtype = "bfloat16"\n', 'so policy.dtype must be the same, and is "float32"'),
         (SMALL + '[train]\nmoments = "4bit"\n', "train.moments: Invalid enum value '4bit'"),
+        (SMALL + "[storage]\nstate_every = 0\n", "storage.state_every = 0: must be at least 1"),
         (SMALL + "[rollouts]\nblock_rollouts = 8192\n", "rollouts.block_rollouts = 8192: must be at most 4096"),
         (LONG.format(1 << 21) + "[rollouts]\n", "sampling.max_tokens = 2097152: must be at most 1048576"),
         (LONG.format(64) + "max_rollout_tokens = 1048577\n", "sampling.max_rollout_tokens = 1048577: must be at most"),

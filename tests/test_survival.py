@@ -2,6 +2,7 @@
 
 import random
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,26 @@ def test_every_role_killed_once_changes_nothing_and_loses_nothing(tmp_path, kind
         assert launcher.wait(timeout=200) == 0, (tmp_path / "launcher.log").read_text()[-3000:]
     finally:
         launcher.kill()
+    _ends_with_the_bytes_of_one_file(tmp_path, out)
+
+
+def test_a_trainer_killed_at_any_step_repeats_those_since_its_last_state(tmp_path):
+    """It saves every third state: some kills come while a state is being written, or while steps are repeated."""
+    out, rng, kills = tmp_path / "run", random.Random(1), 6
+    launcher = kill_storm.start(tmp_path, out, more="state_every = 3", steps=kills + 2, staleness=0)
+    try:
+        for version in range(1, kills + 1):
+            kill_storm.wait_for(lambda v=version: kill_storm.version(out) >= v, f"version {version}")
+            time.sleep(rng.uniform(0.0, 0.3))
+            kill_storm.kill(launcher.pid, "trainer", rng)
+        assert launcher.wait(timeout=200) == 0, (tmp_path / "launcher.log").read_text()[-3000:]
+    finally:
+        launcher.kill()
+    _ends_with_the_bytes_of_one_file(tmp_path, out)
+    assert b"repeated the step that made version=" in (out / "logs" / "trainer.log").read_bytes()
+
+
+def _ends_with_the_bytes_of_one_file(tmp_path, out):
     config = load_run(tmp_path / "storm.toml")
     assert weights_root(out / "checkpoints/final") == one_file.train(config, tmp_path / "one", tmp_path)
     assert audit_folder(out).findings == []

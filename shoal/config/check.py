@@ -36,7 +36,8 @@ AT_LEAST_0 = (
 )  # fmt: skip
 AT_LEAST_1 = (
     "steps", "train.threads", "workers.threads", "validators.threads", "train.microbatch_tokens", "train.updates_per_batch",
-    "storage.checkpoint_every", "storage.quota_mb", "storage.anchor_every", "rollouts.batch_groups",
+    "storage.checkpoint_every", "storage.quota_mb", "storage.anchor_every", "storage.state_every",
+    "rollouts.batch_groups",
 )  # fmt: skip
 
 

@@ -267,6 +267,9 @@ class StorageConfig(Section, frozen=True):
     """Training steps whose submissions and weights are kept."""
     quota_mb: int = 2048
     """Disk space for blobs, MB; above it, what the run can do without is deleted, and then leases pause."""
+    state_every: int = 1
+    """Steps between the trainer's saved states. Above 1, a state is copied and written beside the next steps, and a trainer
+    that was killed repeats the steps since the last one, at most twice as many."""
     checkpoint_every: int = 25
     """Steps between checkpoints kept as directories in Hugging Face format."""
     anchor_every: int = 1

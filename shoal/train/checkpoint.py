@@ -1,7 +1,7 @@
 """The trainer's own state on disk: written whole or not at all, checked when read, with the last two states kept.
 
-Called by `roles/trainer` after every step and at start. The state is never published: `policy/files` writes policies
-for others. It handles named tensors, not a model.
+Called by `roles/trainer` at start, and after every step or every few. The state is never published: `policy/files` writes
+policies for others. It handles named tensors, not a model.
 
     trainer/v000012/state.safetensors   weights and moments, float32; 8-bit moments as uint8 with float32 scales
     trainer/v000012/state.json          version and number of updates
@@ -111,6 +111,11 @@ def load_state(folder: Path) -> LearnerState | None:
             "back. Without one this run cannot continue: start a new run whose policy.path is its last checkpoint"
         )
     return None
+
+
+def kept_versions(folder: Path) -> list[int]:
+    """The versions whose states are under `folder`, newest first."""
+    return [int(path.name[1:]) for path in _versions(folder)]
 
 
 def _read(candidate: Path) -> LearnerState:

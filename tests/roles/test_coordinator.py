@@ -89,7 +89,7 @@ def test_log_holds_no_seed_of_the_run_file(town):
             assert env.pop(name) == usual
         assert env.pop("solved") == 1.0
     assert told["sampling"].pop("max_rollout_tokens") == 0  # the same
-    assert told["storage"].pop("anchor_every") == 1
+    assert told["storage"].pop("anchor_every") == told["storage"].pop("state_every") == 1
     for name, usual in (("dtype", ""), ("moments", "float32"), ("packing", "padded"), ("recompute", "none")):
         assert told["train"].pop(name) == usual
     assert [told[section].pop("device") for section in ("train", "workers", "validators")] == ["cpu"] * 3

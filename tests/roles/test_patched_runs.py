@@ -149,7 +149,7 @@ def test_a_step_goes_on_while_the_version_before_is_published(tmp_path, monkeypa
         order.append(("stepped", version))
         return metrics
 
-    async def held_publish(policy, version):
+    async def held_publish(policy, version, record=None):
         order.append(("begin", version))
         while version == 1 and ("stepped", 1) not in order:
             await asyncio.sleep(0.01)
@@ -170,7 +170,7 @@ def test_a_publication_that_fails_ends_the_trainer(tmp_path, monkeypatch):
     trainer = town.trainer()
     publish = trainer.publisher.publish
 
-    async def failing(policy, version):
+    async def failing(policy, version, record=None):
         if version == 2:
             raise PeerError("the disk is full")
         await publish(policy, version)

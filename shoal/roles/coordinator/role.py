@@ -153,8 +153,9 @@ def public_run_file(folder: RunFolder, config: RunConfig) -> dict[str, Any]:
     for name in ("origin_port", "origin_url"):  # a run without them has the log of before there was an origin
         if not tree["host"][name]:
             del tree["host"][name]
-    if config.storage.anchor_every == 1:
-        del tree["storage"]["anchor_every"]
+    for name in ("anchor_every", "state_every"):
+        if tree["storage"][name] == 1:
+            del tree["storage"][name]
     for name, default in (("dtype", ""), ("moments", "float32"), ("packing", "padded"), ("recompute", "none")):
         if tree["train"][name] == default:
             del tree["train"][name]

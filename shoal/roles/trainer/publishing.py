@@ -27,7 +27,7 @@ from shoal.protocol.needs import may_be_patched
 from shoal.protocol.wire import to_json
 from shoal.weights.codes import coded_directory
 from shoal.weights.demands import chunks_of
-from shoal.weights.manifest import open_manifest, renew_at, sign_manifest, signer_of
+from shoal.weights.manifest import open_manifest, renew_at, sign_manifest, signer_of, weights_root
 from shoal.weights.publish import Base, ChunkSink, FolderSink, HttpSink, publish
 
 log = logging.getLogger("trainer")
@@ -67,8 +67,13 @@ class Publisher:
         """The policy as it is published, which learning on does not change."""
         return snapshot(model, self._config.policy.dtype)
 
-    async def publish(self, policy: PolicyModel | Snapshot, version: int) -> None:
-        """Send the version's chunks and manifest, and keep it if it is due. Doing so twice changes nothing."""
+    async def publish(
+        self, policy: PolicyModel | Snapshot, version: int, record: Callable[[str], None] = lambda root: None
+    ) -> None:
+        """Send the version's chunks and manifest, and keep it if it is due. Doing so twice changes nothing.
+
+        `record` is called with the weights root before the version is announced.
+        """
         began = time.perf_counter()
         directory = await asyncio.to_thread(self._write, policy)
         parents = (version - 1,) if version else ()
@@ -79,6 +84,7 @@ class Publisher:
                 directory, sink, run=self._client.run, version=version, dtype=self._config.policy.dtype, parents=parents,
                 known=self._sent, base=base, whole=version % self._config.storage.anchor_every == 0,
             )  # fmt: skip
+            await asyncio.to_thread(record, manifest.root)  # guard: recorded-before-announced
             signed = to_json(sign_manifest(manifest, self.key, now=self._clock()))
             await self._client.send("POST", "/v1/checkpoints", signed, t.Done)
             return manifest
@@ -94,6 +100,10 @@ class Publisher:
             self._base = Base(version, manifest.root, coded_directory(directory))
         await asyncio.to_thread(self._keep, directory, self._due(version))
         self.published_s = time.perf_counter() - began
+
+    def root_of(self, model: PolicyModel) -> str:
+        """Weights root of a policy as it would be published."""
+        return weights_root(self._write(model))
 
     def keep_due(self, model: PolicyModel, version: int) -> None:
         """Keep a published version if it is due: a kill may have prevented that."""

@@ -1,11 +1,12 @@
 """The trainer: makes version v + 1 from version v and batch v, until the run's last step.
 
 Started by the launcher on the run's folder, or by `shoal train`. It does not choose the groups that it learns from:
-each batch is an event of the log. It saves its own state before it publishes a version. So after a kill at any moment
-it repeats the same step with the same bits, and never rebuilds a published version differently.
+each batch is an event of the log. It saves its own state, or what it needs to repeat the step, before it publishes a
+version. So after a kill at any moment it repeats the same step with the same bits, and never rebuilds a published version
+differently.
 
 `batches` reads the batches; `past` fetches the versions that sampled them; `publishing` publishes the versions and keeps
-checkpoints, while the next step is under way.
+checkpoints, while the next step is under way; `saving` saves the state.
 """
 
 import asyncio
@@ -35,7 +36,8 @@ from shoal.protocol.identity import Key
 from shoal.roles.trainer.batches import BatchReader
 from shoal.roles.trainer.past import PastPolicies
 from shoal.roles.trainer.publishing import Publisher, start_policy
-from shoal.train.checkpoint import load_state, save_state
+from shoal.roles.trainer.saving import Saving
+from shoal.train.checkpoint import load_state
 from shoal.train.denominators import with_own_denominators
 from shoal.train.masters import module_dtype
 from shoal.train.rows import Row
@@ -73,6 +75,7 @@ class Trainer:
         self.batches = BatchReader(config, client, model.spec.vocab_size, folder.scores)
         self.past = PastPolicies(folder, client)
         self.publisher = Publisher(folder, config, client, key, clock)
+        self.saving = Saving(folder.trainer, self.learner, config.storage.state_every)
         self.metrics = MetricsLog(folder.metrics)
         self.stopping = Stopping()
         self.waits: dict[str, float] = {}
@@ -92,6 +95,7 @@ class Trainer:
                 try:
                     version = await self._learn(version)
                     await self._published()
+                    await self.saving.finish(version)
                 finally:
                     if self.publication is not None:
                         self.publication.cancel()  # if it did not end, something failed
@@ -110,7 +114,7 @@ class Trainer:
             rows, own = await self._denominators(rows)
             metrics = await asyncio.to_thread(self.learner.step, rows, version)
             version += 1
-            metrics |= counts | own | await self._save_and_publish(version)
+            metrics |= counts | own | await self._save_and_publish(version, rows)
             self._report(version, began, metrics)
         return version
 
@@ -124,14 +128,15 @@ class Trainer:
         version = 0
         if state is not None:
             self.learner.restore(state)
-            version = state.version
+            root_of = partial(self.publisher.root_of, self.learner.model)
+            version = await asyncio.to_thread(self.saving.repeat, state.version, root_of)
         elif self.info.version > 0:
             raise StateError(
                 f"version {self.info.version} is published but the trainer has no state in {self.folder.trainer}: copy it "
                 "back from the machine that trained, or start a new run from that checkpoint (policy.path)"
             )
         else:
-            save_state(self.folder.trainer, self.learner.state(0))
+            await self.saving.finish(0)
         log.info("opened version=%d published=%d steps=%d", version, self.info.version, self.config.steps)
         if version > self.info.version:
             await self._publish(self.learner.model, version)
@@ -177,8 +182,10 @@ class Trainer:
                         raise
                     await self._join()
 
-    async def _publish(self, policy: PolicyModel | Snapshot, version: int) -> None:
-        await self._as_publisher(lambda: self.publisher.publish(policy, version))
+    async def _publish(
+        self, policy: PolicyModel | Snapshot, version: int, record: Callable[[str], None] = lambda root: None
+    ) -> None:
+        await self._as_publisher(lambda: self.publisher.publish(policy, version, record))
 
     async def _renew(self, version: int) -> None:
         await self._as_publisher(lambda: self.publisher.renew(version, self.info))
@@ -227,18 +234,19 @@ class Trainer:
         )  # fmt: skip
         return own, {"denominators_s": time.perf_counter() - began}
 
-    async def _save_and_publish(self, version: int) -> dict[str, Any]:
-        """Save the state, and begin to publish the version, which goes on beside the next step.
+    async def _save_and_publish(self, version: int, rows: list[Row]) -> dict[str, Any]:
+        """Save the state if it is due, and begin to publish the version, which goes on beside the next step.
 
         The version before must be published first: after a kill, the state that is found is published, and no other.
         """
         began = time.perf_counter()
         await self._published()  # guard: one-version-ahead
         waited = time.perf_counter()
-        await asyncio.to_thread(save_state, self.folder.trainer, self.learner.state(version))
+        await self.saving.save(version)
         saved = time.perf_counter()
         policy = await asyncio.to_thread(self.publisher.snapshot, self.learner.model)
-        self.publication = asyncio.create_task(self._publish(policy, version))
+        record = self.saving.record(version, rows, self.learner.budgets)
+        self.publication = asyncio.create_task(self._publish(policy, version, record))
         return {"publish_wait_s": waited - began, "save_s": saved - waited, "publish_s": self.publisher.published_s}
 
     async def _published(self) -> None:

@@ -1,0 +1,132 @@
+"""The steps since the trainer's last state was saved, each with all that is needed to repeat it.
+
+Called by `saving`, in runs whose state is saved every few steps. A step is on the disk before its version is announced. It
+has the rows that the learner was given, so a step is repeated without the coordinator, which may have deleted the bodies
+and the versions that sampled them; the sizes of its micro-batches; and the root of what was published. It does not know the
+learner.
+
+    trainer/journal/v000013.step    CRC-32 of the rest, 4 bytes; then one `JournalStep` in msgpack: the step that made 13
+"""
+
+import logging
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from shoal.errors import StateError, cause_of
+from shoal.folder import write_atomically
+from shoal.train.rows import Row
+
+log = logging.getLogger("trainer")
+
+_CRC_BYTES = 4
+
+
+class JournalRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A `Row`, whose arrays are little-endian bytes: int32 or float32."""
+
+    tokens_T: bytes
+    positions_P: bytes
+    behaviour_logp_P: bytes
+    advantage_P: bytes
+    weight_P: bytes
+    reward: float
+    version: int
+    env: str
+    id: tuple[int, int, int] | None
+
+
+class JournalStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One step."""
+
+    version: int
+    """The version that it made."""
+    root: str
+    """Weights root of that version, as it was published."""
+    budgets: tuple[int, ...]
+    """Tokens of a micro-batch, at most, in each update."""
+    rows: tuple[JournalRow, ...]
+
+    def learned(self) -> list[Row]:
+        """The rows as the learner was given them."""
+        return [_row(row) for row in self.rows]
+
+
+def journal_step(version: int, root: str, budgets: Sequence[int], rows: Sequence[Row]) -> JournalStep:
+    """The entry of a step that made `version` from these rows."""
+    return JournalStep(version, root, tuple(budgets), tuple(_journal_row(row) for row in rows))
+
+
+class Journal:
+    """The entries of a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def write(self, step: JournalStep) -> None:
+        """Keep a step, durable on return. Raises `StateError`."""
+        data = msgspec.msgpack.encode(step)
+        try:
+            write_atomically(self._path(step.version), zlib.crc32(data).to_bytes(_CRC_BYTES, "little") + data)
+        except OSError as error:
+            raise StateError(
+                f"cannot write the step of version {step.version} to {self.folder}: {cause_of(error)}. Free some space and "
+                "start again: the run goes on from there"
+            ) from None
+
+    def after(self, version: int) -> Iterator[JournalStep]:
+        """The steps that follow a version one by one, up to the first that is not there or cannot be read."""
+        while (path := self._path(version + 1)).exists():
+            try:
+                step = _decode(path.read_bytes())
+            except (OSError, ValueError, msgspec.DecodeError) as error:
+                log.warning("the journal ends before this step, which cannot be read file=%s cause=%s", path, error)
+                return
+            version = step.version
+            yield step
+
+    def forget(self, version: int) -> None:
+        """Delete the steps up to a version. What cannot be deleted stays."""
+        for path in self.folder.glob("v*.step"):
+            if path.name < self._path(version + 1).name:
+                path.unlink(missing_ok=True)
+
+    def _path(self, version: int) -> Path:
+        return self.folder / f"v{version:06d}.step"
+
+
+def _decode(data: bytes) -> JournalStep:
+    if zlib.crc32(data[_CRC_BYTES:]) != int.from_bytes(data[:_CRC_BYTES], "little"):
+        raise ValueError("its checksum is not that of its bytes")
+    return msgspec.msgpack.decode(data[_CRC_BYTES:], type=JournalStep)
+
+
+def _journal_row(row: Row) -> JournalRow:
+    def whole(values: NDArray[np.int64]) -> bytes:
+        return values.astype("<i4").tobytes()
+
+    def real(values: NDArray[np.float32]) -> bytes:
+        return values.astype("<f4").tobytes()
+
+    return JournalRow(
+        whole(row.tokens_T), whole(row.positions_P), real(row.behaviour_logp_P), real(row.advantage_P),
+        real(row.weight_P), row.reward, row.version, row.env, row.id,
+    )  # fmt: skip
+
+
+def _row(kept: JournalRow) -> Row:
+    def whole(data: bytes) -> NDArray[np.int64]:
+        return np.frombuffer(data, "<i4").astype(np.int64)
+
+    def real(data: bytes) -> NDArray[Any]:
+        return np.frombuffer(data, "<f4").astype(np.float32)
+
+    return Row(
+        whole(kept.tokens_T), whole(kept.positions_P), real(kept.behaviour_logp_P), real(kept.advantage_P),
+        real(kept.weight_P), kept.reward, kept.version, kept.env, kept.id,
+    )  # fmt: skip

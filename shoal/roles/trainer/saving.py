@@ -1,0 +1,88 @@
+"""How a trainer that is killed comes back to the same bits: its state, saved after every step or every few steps.
+
+Called by `role`. With `storage.state_every` = 1, a state is on the disk before its version is published. With more, a copy
+of the state is written beside the next steps, and the journal has the steps since the last one that is on the disk; after a
+kill they are repeated. It does not decide what is learned or published.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from shoal.errors import StateError
+from shoal.roles.trainer.journal import Journal, journal_step
+from shoal.train.checkpoint import kept_versions, save_state
+from shoal.train.rows import Row
+from shoal.train.step import Learner, LearnerState
+
+log = logging.getLogger("trainer")
+
+
+class Saving:
+    """Saves the states of one learner under a folder."""
+
+    def __init__(self, folder: Path, learner: Learner, every: int) -> None:
+        self._folder, self._learner, self._every = folder, learner, every
+        self._journal = Journal(folder / "journal")
+        self._writing: asyncio.Task[None] | None = None
+        self._saved = -1
+        """Version of the newest state that was saved, or is being written."""
+
+    def repeat(self, version: int, root_of: Callable[[], str]) -> int:
+        """Repeat the steps of the journal that follow a restored state's version. Returns the version that they led to.
+
+        `root_of` gives the weights root of the learner's policy as it is published. Raises `StateError` if a step has
+        another result than it had.
+        """
+        self._saved = version
+        for step in self._journal.after(version):
+            self._learner.step(step.learned(), version, step.budgets)
+            version, root = step.version, root_of()
+            if root != step.root:  # guard: replayed-step-has-its-root
+                raise StateError(
+                    f"the trainer repeated the step that made version {version} and came to weights {root[:12]} instead of "
+                    f"{step.root[:12]}: this machine computes other bits than the one that trained, or has less memory. "
+                    "Resume there, or start a new run from the last checkpoint (policy.path)"
+                )
+            log.info("repeated the step that made version=%d root=%s", version, root[:12])
+        return version
+
+    async def save(self, version: int) -> None:
+        """Save the learner's state, or begin to, if it is due. Raises `StateError`, also of a state before."""
+        due = version % self._every == 0
+        if due or (self._writing is not None and self._writing.done()):
+            await self.written()
+        if self._every == 1:
+            await asyncio.to_thread(self._write, self._learner.state(version))
+        elif due:
+            copy = await asyncio.to_thread(_copied, self._learner.state(version))
+            self._writing = asyncio.create_task(asyncio.to_thread(self._write, copy))
+        self._saved = version if due else self._saved
+
+    def record(self, version: int, rows: Sequence[Row], budgets: Sequence[int]) -> Callable[[str], None]:
+        """What must be done with the root of a version before it is announced: the step goes into the journal."""
+        if self._every == 1:
+            return lambda root: None
+        return lambda root: self._journal.write(journal_step(version, root, budgets, rows))
+
+    async def finish(self, version: int) -> None:
+        """Save the newest state, so that nothing is repeated after this stop."""
+        await self.written()
+        if version != self._saved:
+            await asyncio.to_thread(self._write, self._learner.state(version))
+
+    async def written(self) -> None:
+        """Wait until the state that is being written is on the disk. Raises `StateError` if it cannot be."""
+        if self._writing is not None:
+            writing, self._writing = self._writing, None
+            await writing
+
+    def _write(self, state: LearnerState) -> None:
+        save_state(self._folder, state)
+        self._journal.forget(min(kept_versions(self._folder)))  # guard: journal-reaches-back-to-each-state
+
+
+def _copied(state: LearnerState) -> LearnerState:
+    tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in state.tensors.items()}
+    return LearnerState(state.version, state.updates, tensors, state.layout)
