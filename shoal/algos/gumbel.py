@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from shoal.algos.philox import LOW, M0, M1, ROUNDS, W0, W1, philox
@@ -44,17 +45,46 @@ def gumbel(words_N4: Tensor, positions_N: Tensor, vocabulary: int) -> Tensor:
 
 
 def _piece(words_N4: Tensor, positions_N: Tensor, vocabulary: int) -> Tensor:
-    words_of = _philox_numpy if words_N4.device.type == "cpu" else _philox_torch
     bits_N4Q = words_of(words_N4, positions_N, (vocabulary + 3) // 4)
-    uniform_N4Q = bits_N4Q.to(torch.float64).add_(0.5).mul_(2.0**-32)
-    noise_N4Q = uniform_N4Q.log_().neg_().log_().neg_().to(torch.float32)
-    return noise_N4Q.transpose(1, 2).flatten(1)[:, :vocabulary]
+    return noise_of(bits_N4Q).transpose(1, 2).flatten(1)[:, :vocabulary]
+
+
+def noise_of(bits: Tensor) -> Tensor:
+    """The noise, float32, that random words of 32 bits give. It rises with them."""
+    uniform = bits.to(torch.float64).add_(0.5).mul_(2.0**-32)
+    return uniform.log_().neg_().log_().neg_().to(torch.float32)
+
+
+def gumbel_at(words_N4: Tensor, positions_N: Tensor, tokens_N: Tensor) -> Tensor:
+    """The noise, float32[N], of one token in each row: what `gumbel` has there."""
+    if words_N4.device.type != "cpu":
+        place = words_N4.device
+        return gumbel_at(words_N4.cpu(), positions_N.cpu(), tokens_N.cpu()).to(place)
+    bits_N4 = words_at(words_N4, positions_N, tokens_N // 4)
+    return noise_of(bits_N4.gather(1, (tokens_N % 4)[:, None]).squeeze(1))
+
+
+def words_of(words_N4: Tensor, positions_N: Tensor, Q: int) -> Tensor:
+    """The four output words of each row's first Q counters, int64[N, 4, Q]."""
+    on_cpu = words_N4.device.type == "cpu"
+    return (_philox_numpy if on_cpu else _philox_torch)(words_N4, positions_N, Q)
+
+
+def words_at(words_N4: Tensor, positions_N: Tensor, counters_N: Tensor) -> Tensor:
+    """The four output words of one counter in each row, int64[N, 4], on a CPU."""
+    return _rounds(words_N4, positions_N, counters_N.numpy().view(np.uint64)[:, None]).squeeze(-1)
 
 
 def _philox_numpy(words_N4: Tensor, positions_N: Tensor, Q: int) -> Tensor:
-    """The four output words of each counter, int64[N, 4, Q]. Values that counters share are computed once and broadcast."""
+    """The four output words of each counter, int64[N, 4, Q]."""
+    return _rounds(words_N4, positions_N, np.arange(Q, dtype=np.uint64)[None])
+
+
+def _rounds(words_N4: Tensor, positions_N: Tensor, c0: NDArray[np.uint64]) -> Tensor:
+    """The four output words, int64[N, 4, Q], of the counters c0, [1, Q] or [N, Q]. Values that counters share are computed
+    once and broadcast."""
     k0, k1, c2, c3 = (words_N4.numpy().view(np.uint64)[:, i, None] for i in range(4))
-    c0, c1 = np.arange(Q, dtype=np.uint64)[None], positions_N.numpy().view(np.uint64)[:, None]
+    c1, Q = positions_N.numpy().view(np.uint64)[:, None], c0.shape[1]
     m0, m1, w0, w1, low, half = (np.uint64(value) for value in (M0, M1, W0, W1, LOW, 32))
     for _ in range(ROUNDS):
         p0, p1 = m0 * c0, m1 * c2

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shoal.algos.gumbel import gumbel, seed_words
+from shoal.algos.gumbel import seed_words
+from shoal.algos.gumbel_max import gaps_of
 from shoal.engine.base import Score, ScoreRequest
 from shoal.engine.decoder import logprobs_of
 from shoal.engine.held import SCORED_VALUES
@@ -50,9 +51,8 @@ def score_rows(
     for n in torch.arange(len(rows_N), device=decoder.device).split(max(1, SCORED_VALUES // decoder.spec.vocab_size)):
         scaled_NV = decoder.logits(hidden_ND[n]).div_(temperature)
         largest.append(torch.maximum(scaled_NV.amax(-1), -scaled_NV.amin(-1)).cpu())
-        noisy_NV = scaled_NV + gumbel(words_B4[rows_N[n]], positions_N[n], decoder.spec.vocab_size)
         logprobs.append(logprobs_of(scaled_NV, tokens_N[n]).cpu())
-        gaps.append((noisy_NV.amax(-1) - noisy_NV.gather(-1, tokens_N[n, None]).squeeze(-1)).cpu())
+        gaps.append(gaps_of(scaled_NV, words_B4[rows_N[n]], positions_N[n], tokens_N[n]).cpu())
     hidden = hidden_ND.float().cpu().split(counts) if want_hidden else [None] * len(counts)
     return [
         Score(logprobs_P.numpy(), gaps_P.numpy(), None if hidden_PD is None else hidden_PD.numpy(), largest_P.numpy())

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from shoal.algos.gumbel import gumbel, seed_words
+from shoal.algos.gumbel_max import gumbel_max
 from shoal.engine.base import Request
 from shoal.engine.decoder import logprobs_of
 from shoal.engine.held import NOISE_VALUES
@@ -50,13 +51,17 @@ def _write_some(
     B, V = len(rows.index_B), decoder.spec.vocab_size
     K = min(max(1, NOISE_VALUES // (B * V)), longest - written)
     positions_KB = rows.positions_B + torch.arange(written, written + K, device=decoder.device)[:, None]
-    noise_KBV = gumbel(rows.words_B4.repeat(K, 1), positions_KB.reshape(-1), V).view(K, B, V)
+    if K > 1:
+        noise_KBV = gumbel(rows.words_B4.repeat(K, 1), positions_KB.reshape(-1), V).view(K, B, V)
     rope_KB = decoder.rope(positions_KB)
     scaled: list[Tensor] = []
     tokens: list[Tensor] = []
     for step in range(K):
         scaled.append(decoder.logits(hidden_BD).div_(temperature))
-        tokens.append((scaled[-1] + noise_KBV[step]).argmax(-1))
+        if K > 1:
+            tokens.append((scaled[-1] + noise_KBV[step]).argmax(-1))
+        else:
+            tokens.append(gumbel_max(scaled[-1], rows.words_B4, positions_KB[step])[1])
         rows.note(tokens[-1], written + step + 1)
         if rows.open == 0 or written + step + 1 == longest:
             break
