@@ -1223,7 +1223,6 @@ GUARDS = [
          "test_a_relay_that_lies_to_clients_costs_them_few_chunks_and_not_some_of_each_version"),
     ),
     *_needed_by("tests/weights/test_holdings.py",
-        ("later-is-not-never", GONE, "test_a_relay_that_alone_has_everything_is_asked_for_all_of_it"),
         ("idle-spares-nobody", ("now - source.grew_at < FILLING_S", "True"), "test_a_relay_with_nothing_holds_up_nobody"),
     ),
     *_needed_by("tests/weights/test_sources.py",

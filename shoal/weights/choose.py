@@ -29,10 +29,6 @@ LANES, MOST_LANES = 2, 6
 """Requests that a source gets at one time, so that its line is never idle between two chunks: one until it has given a
 chunk without a fault since, then more the more of their time requests wait for their first byte."""
 
-FEW = 3
-"""If more sources than this give chunks, one request to each keeps the fetch's own line busy. Two would only wait longer
-where others ask, too, and bring the same chunks to all at one time."""
-
 WORTH = 3.0
 """A source is not asked for a chunk for which it would need more than this many times what the others need for all that
 waits."""
@@ -115,12 +111,13 @@ class Standing:
     ran_s: float = 0.0
     measured_at: float = 0.0
 
-    def lanes(self, at_least: int) -> int:
+    @property
+    def lanes(self) -> int:
         """Requests that it should get at one time."""
         if not self.proven:
             return 1
         moving = 1 - self.waited_s / self.ran_s if self.ran_s else 1.0
-        return min(MOST_LANES, round(at_least / max(moving, 0.1)))
+        return min(MOST_LANES, round(LANES / max(moving, 0.1)))
 
     def fade(self, now: float) -> None:
         """Let what was measured count less as it gets older."""
@@ -176,10 +173,7 @@ class Choice:
     def may_ask(self, index: int, now: float) -> bool:
         """Whether a source can take one more request."""
         source = self.sources[index]
-        at_least = LANES if sum(each.proven for each in self.sources) <= FEW else 1
-        free = (
-            not source.never and not source.idle and source.rests_until <= now and source.busy < source.lanes(at_least)
-        )
+        free = not source.never and not source.idle and source.busy < source.lanes and source.rests_until <= now
         return free and not self._is_spared(index, now)
 
     def asked(self, index: int, now: float) -> None:

@@ -5,13 +5,11 @@ a source says may be wrong: it is asked for a chunk and fails, and is left like 
 """
 
 import asyncio
-import random
 from collections.abc import Callable, Collection, Sequence
 
 from shoal.errors import PeerError
 from shoal.weights.choose import Choice, Fault
 from shoal.weights.pieces import Piece
-from shoal.weights.relays import FEW
 from shoal.weights.sources import FillingSource, Passing, Source
 
 ASK_SOON_S, ASK_EVERY_S = 0.5, 1.0
@@ -20,25 +18,14 @@ ASK_SOON_S, ASK_EVERY_S = 0.5, 1.0
 LOOK_AT = 32
 """Of so many chunks the rarest is asked for."""
 
-PART, LATER_S = 4, 3.0
-"""In a swarm, a fetch asks at once for a quarter of the chunks that one source alone has, and for the others so much later.
-The quarter is drawn. Otherwise all nodes would get the same chunks first, and have nothing to give each other."""
-
 
 class Holdings:
     """What the sources of a fetch have, by their index. A source that never says so has everything."""
 
-    def __init__(
-        self, sources: Sequence[Source], choice: Choice, wanted: Collection[Piece], rng: random.Random
-    ) -> None:
+    def __init__(self, sources: Sequence[Source], choice: Choice, wanted: Collection[Piece]) -> None:
         self._fillers = {i: source for i, source in enumerate(sources) if isinstance(source, FillingSource)}
         self._choice, self._wanted = choice, frozenset(piece.digest for piece in wanted)
         self._held: dict[int, Collection[str]] = {index: frozenset() for index in self._fillers}
-        is_swarm = len(self._fillers) > FEW and len(self._wanted) > LOOK_AT  # a patch has fewer chunks, and is urgent
-        self._later = {digest for digest in sorted(self._wanted) if rng.randrange(PART)} if is_swarm else set[str]()
-        """Chunks that others may get first."""
-        self._seen_at: dict[str, float] = {}
-        """When a source said first that it has such a chunk."""
         for index in self._fillers:
             choice.sources[index].idle = True
 
@@ -58,9 +45,9 @@ class Holdings:
         """
         if not self._fillers:
             return len(waiting) - 1
-        held, found, now = self._held.get(index), list[int](), asyncio.get_running_loop().time()
+        held, found = self._held.get(index), list[int]()
         for place in range(len(waiting) - 1, -1, -1):
-            if held is None or (waiting[place].digest in held and not self._is_left_to_others(waiting[place], now)):
+            if held is None or waiting[place].digest in held:
                 found.append(place)
                 if len(found) == LOOK_AT:
                     break
@@ -91,30 +78,13 @@ class Holdings:
                     standing.idle = False
                 elif held != self._held[index]:
                     self._held[index], standing.idle = held, False
-                    for digest in self._later.intersection(held):
-                        self._seen_at.setdefault(digest, clock())
                     if (count := len(self._wanted.intersection(held))) > most:
                         most, standing.grew_at = count, clock()
-                standing.idle = standing.idle and not self._later
                 changed()
                 if held is None or self._wanted <= frozenset(held):
-                    break
+                    return
             await asyncio.sleep(max(pause_s, standing.rests_until - clock()))
             pause_s = ASK_EVERY_S
-        if self._later:
-            await asyncio.sleep(LATER_S)
-            standing.idle = False  # guard: later-is-not-never
-            changed()
-
-    def _is_left_to_others(self, piece: Piece, now: float) -> bool:
-        """Whether other nodes may get a chunk first, and give it to this one."""
-        if piece.digest not in self._later or piece.part is not None:
-            return False
-        return now - self._seen_at.get(piece.digest, now) < LATER_S and self._count(piece) < 2
-
-    def _count(self, piece: Piece) -> int:
-        """How many sources are known to have a chunk."""
-        return sum(piece.digest in held for held in self._held.values())
 
     def _order(self, piece: Piece) -> tuple[bool, int]:
-        return piece.part is None, self._count(piece)
+        return piece.part is None, sum(piece.digest in held for held in self._held.values())

@@ -72,7 +72,7 @@ class Transfer:
         ]
         self._choice = Choice(names, rng, ranks=ranks, origins=origins, now=self._clock())
         self._directory = directory
-        self._holdings = Holdings(self._sources, self._choice, missing, rng)
+        self._holdings = Holdings(self._sources, self._choice, missing)
         self._heard = self._clock()
         """When any source sent bytes last."""
         self._progress = Progress(self._total_bytes, self._clock(), on_progress)

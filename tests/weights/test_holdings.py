@@ -7,8 +7,7 @@ import pytest
 
 from shoal.errors import PeerError
 from shoal.weights import choose
-from shoal.weights.holdings import LATER_S, LOOK_AT
-from shoal.weights.relays import FEW, held_chunks, holdings_of
+from shoal.weights.relays import held_chunks, holdings_of
 from shoal.weights.sources import FillingSource, Passing
 from tests.weights.simulated import Link, Server, Version, now
 
@@ -82,20 +81,6 @@ def test_rare_chunks_are_asked_for_first(version):
     assert version.fetch([*relays, origin]).is_right and version.blamed == []
     common = {digest for _, digest, _ in origin.asked} & set(list(version.held)[:100])
     assert len(common) < 20 and version.took_s < 1.35 * version.size / (1600 * KB)
-
-
-def test_a_relay_that_alone_has_everything_is_asked_for_all_of_it(version):
-    """Where many could have it, each fetch leaves most chunks to others first. Nobody gets them here."""
-    whole = relay("whole", version, first=200)
-    empty = [relay(f"empty-{i}", version) for i in range(FEW)]
-    assert version.fetch([whole, *empty]).is_right and version.blamed == []
-    assert version.took_s < version.size / (400 * KB) * 1.05 + LATER_S + 1
-
-
-def test_a_patch_of_few_chunks_waits_for_nobody(tmp_path):
-    version = Version(tmp_path / "v", LOOK_AT, CHUNK)
-    sources = [relay("whole", version, 4000 * KB, first=200), *(relay(f"empty-{i}", version) for i in range(FEW))]
-    assert version.fetch(sources).is_right and version.took_s < 1
 
 
 def test_a_relay_with_nothing_holds_up_nobody(version):
