@@ -36,6 +36,8 @@ GPU_BYTES = 600_000_000
 LAYOUTS: tuple[dict[str, Any], ...] = (
     {},
     {"recompute": "layers"},
+    {"recompute": "layers", "moments": "8bit"},
+    {"recompute": "layers", "moments": "8bit", "dtype": "bfloat16"},
 )
 """What `fits` tries in the place of a run's own layout, best first: keys of `train`."""
 
@@ -63,10 +65,15 @@ class Fit(NamedTuple):
     """Bytes that this layout still lacks; 0: it fits."""
 
 
-def fits(spec: PolicySpec, layout: Layout, free: int) -> Fit:
-    """The first of LAYOUTS with which a trainer alone fits into `free` bytes of its device, or the one that lacks least."""
+def fits(spec: PolicySpec, layout: Layout, free: int, published: str = "float32") -> Fit:
+    """The first of LAYOUTS with which a trainer alone fits into `free` bytes of its device, or the one that lacks least.
+
+    A trainer computes in float32 or in the dtype that is `published`; what learns of an adapter is float32.
+    """
     tried = []
     for keys in LAYOUTS:
+        if keys.get("dtype") not in (None, published) or (layout.rank and "dtype" in keys):
+            continue
         parts = parts_of(spec, replace(layout, **keys))
         tried.append(Fit(keys, max(0, sum(part.size for part in parts if not part.on_cpu) - free)))
         if not tried[-1].missing:
@@ -78,7 +85,10 @@ def layout_of(config: RunConfig, spec: PolicySpec) -> Layout:
     """The run file's layout of training."""
     train = config.train
     longest = min(config.sampling.max_tokens, spec.max_positions)
-    return Layout(recompute=train.recompute, microbatch_tokens=train.microbatch_tokens, row_tokens=longest)
+    return Layout(
+        dtype=train.dtype or "float32", moments=train.moments, recompute=train.recompute,
+        microbatch_tokens=train.microbatch_tokens, row_tokens=longest,
+    )  # fmt: skip
 
 
 def roles_of(config: RunConfig, spec: PolicySpec, with_workers: bool) -> Iterator[RoleNeeds]:
@@ -172,7 +182,7 @@ def _settled(role: RoleNeeds) -> RoleNeeds:
 
 def _advice(config: RunConfig, spec: PolicySpec, left: int) -> str:
     """What to change, with `left` bytes for what depends on the layout of training."""
-    fit = fits(spec, layout_of(config, spec), left)
+    fit = fits(spec, layout_of(config, spec), left, config.policy.dtype)
     keys = ", ".join(f'train.{key} = "{value}"' for key, value in fit.keys.items())
     if keys and not fit.missing:
         return f"It fits with {keys}"

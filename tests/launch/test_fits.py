@@ -64,8 +64,27 @@ def test_the_best_layout_that_fits_is_taken_or_the_one_that_lacks_least() -> Non
     assert fit_of(LARGE, layout, 10**12) == ({}, 0)
     kept = fit_of(LARGE, layout, 14 * 10**9)
     assert kept.keys == {"recompute": "layers"} and not kept.missing
-    none = fit_of(LARGE, layout, 10**9)
-    assert none.keys == {"recompute": "layers"} and none.missing > 10**9
+    eight = {"recompute": "layers", "moments": "8bit"}
+    least = fit_of(LARGE, layout, 10**9)
+    assert least.keys == eight and least.missing > 10**9
+    long = replace(layout, microbatch_tokens=1 << 17)  # whose activations take more than the float32 weights beside
+    assert fit_of(LARGE, long, 10**9, "bfloat16").keys == {**eight, "dtype": "bfloat16"}
+    assert fit_of(LARGE, long, 10**9, "float32").keys == eight
+
+
+def test_an_adapter_is_not_told_to_learn_in_bfloat16() -> None:
+    layout = Layout(microbatch_tokens=1 << 17, rank=16)
+    assert "dtype" not in fit_of(LARGE, layout, 10**9, "bfloat16").keys
+
+
+def test_a_run_is_reckoned_with_the_layout_of_its_file() -> None:
+    def need(*settings: str) -> int:
+        config = load_run(RECIPES / "wordle.toml", ["eval.episodes=0", *settings])
+        return next(reports(config, LARGE, with_workers=False)).need
+
+    assert need('train.moments="8bit"') < need() - 3 * 10**9
+    bfloat16 = ('policy.dtype="bfloat16"', 'train.dtype="bfloat16"')
+    assert need(*bfloat16, 'train.moments="8bit"') < need(*bfloat16) - 3 * 10**9
 
 
 def test_every_key_of_a_layout_is_one_of_the_run_file(config: RunConfig) -> None:
