@@ -17,7 +17,6 @@ from shoal.net.keys import load_or_make_key
 from shoal.protocol.types import RunInfo
 from shoal.roles import sharing
 from shoal.roles.evidence import Evidence
-from shoal.roles.offering import offer
 from shoal.roles.seat import Seat
 from shoal.weights.manifest import weights_root
 
@@ -30,8 +29,7 @@ async def story(url: str, home: Path, versions: list[int], port: int, public_url
         evidence = Evidence(home, info.run)
         seat = Seat(client, home, info, {}, None, None, time.time, evidence, max_disk_mb=2000)  # type: ignore[arg-type]
         if port:  # behind a link: at another URL than its own port
-            sharing.offer = lambda client, url, own: offer(client, public_url, own)  # type: ignore[attr-defined]
-            share = sharing.Share(key, port, "127.0.0.1")
+            share = sharing.Share(key, port, "127.0.0.1", public_url)
             await stack.enter_async_context(sharing.sharing(share, client, seat.shared))
         for version in versions:
             brought = await seat.bring(version)
