@@ -10,7 +10,8 @@ from torch import Tensor
 from shoal.algos import gumbel_max as searching
 from shoal.algos.gumbel import gumbel, gumbel_at, noise_of, seed_words
 from shoal.algos.gumbel_max import MOST, _with_all_noise, gaps_of, gumbel_max
-from shoal.protocol import randomness
+from shoal.protocol import noise
+from shoal.protocol.randomness import sample_seed
 
 
 @pytest.fixture(autouse=True)
@@ -68,9 +69,9 @@ def test_numbers_that_are_not_finite_give_what_they_always_gave(odd: float) -> N
 
 
 def test_the_noise_of_one_token_is_that_of_the_reference() -> None:
-    seeds = [randomness.sample_seed(b"one", index) for index in range(200)]
+    seeds = [sample_seed(b"one", index) for index in range(200)]
     tokens_N, positions_N = torch.randint(0, 999, (200,)), torch.arange(200) * 31
-    expected_N = randomness.gumbel(seeds, positions_N.numpy(), 999)[np.arange(200), tokens_N.numpy()]
+    expected_N = noise.gumbel(seeds, positions_N.numpy(), 999)[np.arange(200), tokens_N.numpy()]
     assert (gumbel_at(seed_words(seeds), positions_N, tokens_N).numpy() == expected_N).all()
 
 

@@ -88,7 +88,7 @@ def test_log_holds_no_seed_of_the_run_file(town):
         for name, usual in STAGE_KEYS.items():
             assert env.pop(name) == usual
         assert env.pop("solved") == 1.0
-    assert told["sampling"].pop("max_rollout_tokens") == 0  # the same
+    assert told["sampling"].pop("max_rollout_tokens") == 0 and told["policy"].pop("implementation") == ""  # the same
     assert told["storage"].pop("anchor_every") == told["storage"].pop("state_every") == 1
     for name, usual in (("dtype", ""), ("moments", "float32"), ("packing", "padded"), ("recompute", "none")):
         assert told["train"].pop(name) == usual
