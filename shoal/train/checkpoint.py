@@ -162,9 +162,10 @@ def _versions(folder: Path) -> list[Path]:
 
 
 def _clear(folder: Path) -> None:
-    """Delete what an interrupted save, or the load of an unreadable state, left behind."""
+    """Delete what an interrupted save, or the load of an unreadable state, left behind. Others write beside it."""
     for path in folder.glob(".*"):
-        shutil.rmtree(path)
+        if path.name in (WRITING, DROPPED) or path.name.startswith(UNREADABLE):
+            shutil.rmtree(path)
 
 
 def _safetensors(tensors: dict[str, Tensor]) -> Iterator[memoryview | bytes]:

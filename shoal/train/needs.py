@@ -22,8 +22,9 @@ WHOLE_LOGIT_BYTES, PIECE_LOGIT_BYTES = 24, 16
 """Of one logit in a backward pass: itself, its log-prob, its gradient, and what is computed between them; float32. A loss
 that is computed in pieces keeps less."""
 
-HOLES, FIXED_HOLES = 1 / 8, 1 / 32
-"""Memory between tensors that is too small for others, as a share of activations and of what stays from step to step."""
+HOLES, FIXED_HOLES, MOST_FIXED_HOLES = 1 / 8, 1 / 8, 256_000_000
+"""Memory between tensors that is too small for others, as a share of activations and of what stays from step to step; of
+the latter at most so much, because large tensors have memory of their own."""
 
 MOMENT_BYTES = {"float32": 8.0, "8bit": 2.05, "offloaded": 8.0}
 """Of AdamW's two moments, for each weight that is learned."""
@@ -75,7 +76,7 @@ def parts_of(spec: PolicySpec, layout: Layout) -> list[Part]:
         Part("moments", int(learned * MOMENT_BYTES[layout.moments]), away),
     ]
     fixed, made = sum(part.size for part in parts if not part.on_cpu), activations_of(spec, layout)
-    holes = int(fixed * FIXED_HOLES + made * HOLES)
+    holes = int(min(fixed * FIXED_HOLES, MOST_FIXED_HOLES) + made * HOLES)
     return [*parts, Part("activations", made), Part("holes between them", holes)]
 
 

@@ -149,6 +149,14 @@ def test_a_repeated_step_takes_the_place_of_the_corrupt_state(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["v000001", "v000002"]
 
 
+def test_a_save_leaves_alone_what_is_being_published_beside_it(tmp_path):
+    publishing = tmp_path / ".publishing.new" / "config.json"
+    publishing.parent.mkdir()
+    publishing.write_text("{}")
+    save_state(tmp_path, small_state(1))
+    assert publishing.exists() and load_state(tmp_path).version == 1
+
+
 def test_a_version_that_is_saved_already_is_not_written_again(tmp_path):
     file = save_state(tmp_path, small_state(1)) / "state.safetensors"
     before = file.stat().st_ino

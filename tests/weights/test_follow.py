@@ -260,7 +260,7 @@ def test_versions_without_end_are_not_asked_for(tmp_path, names, most):
         asked.append(version)
         return patched(version)
 
-    with pytest.raises(NothingYet, match="no version that they begin at can be had here"):
+    with pytest.raises(NothingYet, match="no version that they start from could be fetched"):
         asyncio.run(fetch(patched(1000), [], tmp_path, manifest_of=manifest_of))
     assert len(asked) <= most
 
