@@ -1,8 +1,8 @@
 """The noise that vLLM's sampler makes on GPUs, in torch: the same bits as the reference in `protocol.noise`.
 
-Called by an engine whose run names such a family, so that it samples, and checks, what a vLLM worker samples. Pure: seeds
-and positions in, noise out. A token has a key of its own, and a vocabulary entry a counter of its own, so this takes four
-times the rounds of `gumbel`.
+Called by its tests alone, because no run can ask for these families yet. With it, an engine will check what a vLLM worker
+sampled. Pure: seeds and positions in, noise out. A token has a key of its own, and a vocabulary entry a counter of its own,
+so this takes four times the rounds of `gumbel`.
 
 Axes: N tokens to be drawn, V vocabulary.
 """

@@ -1,8 +1,8 @@
 """The noise of seeded sampling: a sample seed and a token's absolute index give the noise of each vocabulary entry.
 
-Called by the engine's tests and by verifiers as the reference; `algos` has the fast ones. A run's rules name a family for
-its arithmetic, because several engines make noise in their own ways, and a validator must make the worker's. The token is
-the argmax of logits / temperature + noise (Gumbel-max: Maddison et al., arXiv:1411.0030).
+Called by tests as the reference; `algos` has the fast ones. Engines make noise in several ways, and a validator must make
+the worker's. Each way is a family, named for its arithmetic. All runs use `philox`; no run can ask for another yet. The
+token is the argmax of logits / temperature + noise (Gumbel-max: Maddison et al., arXiv:1411.0030).
 
 Axes: B sequences, V vocabulary.
 """

@@ -79,7 +79,7 @@ class SharedVersions:
         self._held[self._known(manifest)].update(chunks)
 
     def begin(self, manifest: Manifest) -> None:
-        """A version is fetched from its beginning: its files are empty for now, whatever they held before."""
+        """A version is fetched from its beginning: what its files held before is gone."""
         if (held := self._held.get(content_of(manifest))) is not None:
             held.clear()
 

@@ -52,8 +52,8 @@ FILLING_S = 2.0
 often than that."""
 
 LAST = 2
-"""The rank of a source that stands in for the *origins*, which have every chunk. It is asked only while no origin answers,
-however slow these are, and then has their rank."""
+"""The rank of a source that is asked only while no origin answers. Origins have every chunk, and one that is slow still
+answers. When none does, this source gets their rank."""
 
 LONGEST_PAUSE_S = 30.0
 """Pauses double with each fault until the source has given a chunk."""

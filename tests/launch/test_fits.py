@@ -32,6 +32,7 @@ def has_free(monkeypatch: pytest.MonkeyPatch, gb: float) -> None:
 def test_the_demo_fits_into_little_more_than_2_gb(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     has_free(monkeypatch, 2.3)
     demand_memory(config, spec_of(config, RECIPES), with_workers=True)
+    assert next(reports(config, spec_of(config, RECIPES), with_workers=True)).need <= 2.3e9
 
 
 def test_a_run_that_does_not_fit_is_told_how_much_for_what(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
