@@ -208,7 +208,12 @@ def request_line(request: Request) -> RequestLine:
 
 def address_of(request: Request) -> str:
     """The network address for rate limits; for IPv6 the /64, because one home or machine has all of it."""
-    return network_of(request.client.host if request.client else "")
+    return network_of(host_of(request))
+
+
+def host_of(request: Request) -> str:
+    """The network address that a request came from, as far as is known; "" in tests without a network."""
+    return request.client.host if request.client else ""
 
 
 def came_from(request: Request) -> tuple[str, bool]:
@@ -216,7 +221,7 @@ def came_from(request: Request) -> tuple[str, bool]:
     the proxy's."""
     believed = request.client is not None and request.client.port == 0  # as a trusted proxy said, without a port
     proxied = any(name in request.headers for name in ("x-forwarded-for", "forwarded", "via")) and not believed
-    return request.client.host if request.client else "", proxied
+    return host_of(request), proxied
 
 
 def network_of(host: str) -> str:

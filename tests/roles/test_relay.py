@@ -482,10 +482,8 @@ def test_a_relay_follows_no_other_run_and_no_version_without_end(ended, tmp_path
                 raise NothingYet("no such version")
 
             async def says(told):
-                async def get_json(path, kind):
-                    return told
-
-                client.get, client.get_json = get, get_json
+                client.get = get
+                filler._news._take(told)
                 await filler._look()
 
             endless = msgspec.structs.replace(run.rules, max_staleness=10**9)
@@ -540,10 +538,6 @@ def test_manifests_without_end_do_not_fill_the_disk_or_the_memory(ended, tmp_pat
     class Host:
         base_url: str = "http://127.0.0.1:1"
 
-        async def get_json(self, path, kind):
-            rules = msgspec.structs.replace(info.rules, max_staleness=10**9)
-            return msgspec.structs.replace(info, version=version, rules=rules)
-
         async def get(self, path, cap):
             asked.append(path)
             return tiny_chunks(ended, int(path.rpartition("/")[2]), 2200, now + 1)
@@ -553,7 +547,9 @@ def test_manifests_without_end_do_not_fill_the_disk_or_the_memory(ended, tmp_pat
         async with ended.client(ended.folder.keys / "anyone.key") as client:
             info = await client.get_json("/v1/run", RunInfo)
         filler = Filler(Host(), info, store, None, lambda: now)
+        rules = msgspec.structs.replace(info.rules, max_staleness=10**9)
         for _ in range(4):
+            filler._news._take(msgspec.structs.replace(info, version=version, rules=rules))
             await filler._look()
             assert sum(len(kept.signed) for kept in filler._manifests.values()) <= 3 << 20
             assert max(filler._manifests) == version
@@ -618,11 +614,16 @@ def test_relays_that_come_and_go_begin_a_transfer_anew_less_and_less(ended, tmp_
         return is_new
 
     filler._look = look
-    for _ in range(8):
-        asyncio.run(filler._until_new())
-    assert asked == [10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 600.0, 600.0]
-    is_new = True
-    asyncio.run(filler._until_new())
-    is_new = False
-    asyncio.run(filler._until_new())
-    assert asked[-1] == 10.0
+
+    async def story():
+        nonlocal is_new
+        for _ in range(8):
+            await filler._until_new()
+        assert asked == [10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 600.0, 600.0]
+        is_new = True
+        await filler._until_new()
+        is_new = False
+        await filler._until_new()
+        assert asked[-1] == 10.0
+
+    asyncio.run(story())

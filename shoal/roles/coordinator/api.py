@@ -22,6 +22,7 @@ from shoal.ledger.facts.members import Enter, Leave, NodeJoined, NodeLeft, Valid
 from shoal.ledger.facts.run import Admin, RulesChanged, RunEnded
 from shoal.ledger.facts.submissions import SubmissionReceived
 from shoal.ledger.facts.verdicts import Decision, Rechecked, VerdictGiven
+from shoal.ledger.facts.versions import CheckpointPublished
 from shoal.ledger.rules.members import refuse_replayed
 from shoal.ledger.rules.submissions import refuse_other_time
 from shoal.net import server
@@ -55,12 +56,12 @@ from shoal.roles.coordinator.shown import (
     get_node,
     get_nodes,
     get_relays,
-    get_run,
     get_state,
     get_statement,
     get_status,
 )
 from shoal.roles.coordinator.versions import admit_trainer, put_chunk, rotate, take_checkpoint
+from shoal.roles.coordinator.waits import Waits
 
 STATUS_OF = {
     "not_joined": 403, "not_admitted": 403, "kicked": 403, "not_yours": 403, "conflict": 409, "fork": 409,
@@ -78,7 +79,9 @@ TO_JUDGE = (
 
 def application(desk: Desk, **options: Any) -> Starlette:
     """The coordinator as an ASGI application. `options` are Starlette's."""
-    door = Door(desk, Board(desk), Gate(desk.clock), Line(desk.book, desk.clock), Asked(), Pages(desk.book.store))
+    door = Door(
+        desk, Board(desk), Gate(desk.clock), Line(desk.book, desk.clock), Asked(), Pages(desk.book.store), Waits()
+    )
     routes = [Route(call.path, _bound(handler, door), methods=[call.method]) for call, handler in CALLS]
     return server.application(routes, **options)
 
@@ -92,6 +95,19 @@ def _bound(handler: Handler, door: Door) -> Callable[[Request], Awaitable[Respon
             raise server.RequestRefused(STATUS_OF.get(refused.code, 400), refused.code, str(refused), retry_s) from None
 
     return endpoint
+
+
+async def get_run(door: Door, request: Request) -> Response:
+    """The run; with ?after=VERSION a long poll, answered when a newer version is published. A caller for whom there is no
+    place to wait is answered at once."""
+    await door.gate.anyone(request)
+    if "after" not in request.query_params:
+        return answer(door.board.info())
+    after, until = number(request.query_params["after"], "after"), time.monotonic() + LONG_POLL_S
+    with door.waits.place(server.host_of(request)) as has_place:
+        while has_place and door.desk.state.main.version <= after and (left_s := until - time.monotonic()) > 0:
+            await door.desk.book.changed(left_s, CheckpointPublished)  # guard: wake-for-versions-only
+    return answer(door.board.info())
 
 
 async def get_batch(door: Door, request: Request) -> Response:
@@ -257,7 +273,10 @@ async def post_publisher(door: Door, request: Request) -> Response:
 
 
 CALLS: list[tuple[Call, Handler]] = [
-    (Call("GET", "/v1/run", "anyone", "The run: rules, environments, keys.", None, t.RunInfo), get_run),
+    (
+        Call("GET", "/v1/run", "anyone", "The run; ?after=VERSION waits for a newer one.", None, t.RunInfo),
+        get_run,
+    ),
     (
         Call("GET", "/v1/nodes", "anyone", "Nodes and their credits; ?after=KEY.", None, list[t.NodeState]),
         get_nodes,

@@ -20,6 +20,7 @@ from shoal.roles.coordinator.board import Board
 from shoal.roles.coordinator.desk import Desk
 from shoal.roles.coordinator.line import Line
 from shoal.roles.coordinator.pages import Pages
+from shoal.roles.coordinator.waits import Waits
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class Door:
     line: Line
     asked: Asked
     pages: Pages
+    waits: Waits
 
     def admit(self, request: Request, cap: int = SMALL_BODY_BYTES) -> Caller:
         """Who signed the request, before its body is read. Raises `Refused` if our log lacks the head that the caller saw

@@ -15,11 +15,6 @@ from shoal.roles.coordinator.door import Door, number
 from shoal.roles.coordinator.versions import signed_manifest
 
 
-async def get_run(door: Door, request: Request) -> Response:
-    await door.gate.anyone(request)
-    return answer(door.board.info())
-
-
 async def get_nodes(door: Door, request: Request) -> Response:
     await door.gate.anyone(request)
     return answer(door.board.nodes(request.query_params.get("after", "")))

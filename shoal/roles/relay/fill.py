@@ -1,7 +1,7 @@
 """Fills a relay: follows the run's versions, and fetches their chunks from the origin and from other relays.
 
 Called by `role`. Each chunk can be served as soon as it is here, so a further relay delays it by one chunk and not by a
-whole version. It asks the coordinator alone which versions there are.
+whole version. Which versions there are it hears from `news`.
 """
 
 import asyncio
@@ -11,10 +11,11 @@ import secrets
 from collections.abc import Callable
 from typing import NamedTuple
 
-from shoal.errors import NothingYet, PeerError, ShoalError, cause_of
+from shoal.errors import NothingYet, ShoalError, cause_of
 from shoal.net.client import Client
 from shoal.protocol.constants import MAX_MANIFEST_BYTES, MAX_PATCH_CHAIN
 from shoal.protocol.types import Manifest, RunInfo
+from shoal.roles.relay.news import REST_S, News
 from shoal.roles.relay.store import ChunkStore
 from shoal.weights.demands import chunks_of, chunks_of_patches, is_whole
 from shoal.weights.fetch import tell_blame
@@ -26,7 +27,7 @@ from shoal.weights.transfer import Transfer
 log = logging.getLogger("relay")
 
 LOOK_EVERY_S = 2.0
-"""Time between two looks at the run."""
+"""Time between two looks at what is missing, unless a version is published."""
 
 LIST_WHILE_FILLING_S, LIST_AT_LEAST_EVERY_S = 10.0, 600.0
 """Time between two questions for other relays while chunks are missing. It doubles each time new relays restart a transfer,
@@ -41,9 +42,6 @@ served."""
 
 READ_AGAIN_S = 60.0
 """Least time between two questions for a manifest that has expired."""
-
-REST_S = 10.0
-"""After a fetch that failed."""
 
 
 class _Known(NamedTuple):
@@ -60,7 +58,8 @@ class Filler:
     def __init__(
         self, client: Client, info: RunInfo, store: ChunkStore, relays: Relays, clock: Callable[[], float]
     ) -> None:
-        self._client, self._info, self._store, self._relays, self._clock = client, info, store, relays, clock
+        self._client, self._store, self._relays, self._clock = client, store, relays, clock
+        self._news = News(client, info)
         self._manifests: dict[int, _Known] = {}
         self._read: list[Manifest] = []
         """What was read, newest first, and is not known to the store yet."""
@@ -68,6 +67,11 @@ class Filler:
 
     async def run(self) -> None:
         """Fill until cancelled. What goes wrong is told, and tried again."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._news.follow())
+            await self._fill_on()
+
+    async def _fill_on(self) -> None:
         told = -1
         while True:
             try:
@@ -78,7 +82,7 @@ class Filler:
                 if newest > told:
                     told = newest
                     log.info("version=%d is here whole=%s held_mb=%.0f", newest, self._has_all(newest), self._held_mb())
-                await asyncio.sleep(LOOK_EVERY_S)
+                await self._news.wait(LOOK_EVERY_S)
             except ShoalError as error:
                 log.warning("%s", error)
                 await asyncio.sleep(REST_S)
@@ -88,11 +92,8 @@ class Filler:
                 await asyncio.sleep(REST_S)
 
     async def _look(self) -> bool:
-        """Read which versions nodes may need, and their manifests. Returns whether there is a new one."""
-        info = await self._client.get_json("/v1/run", RunInfo)
-        if info.run != self._info.run:  # guard: relays-one-run
-            raise PeerError("the host serves another run now: start the relay again to serve that one")
-        self._info = info
+        """Read the manifests of the versions that nodes may need. Returns whether there is a new one."""
+        info = self._news.info
         before = set(self._manifests)
         # guard: few-versions-of-a-host
         first = max(0, info.version - min(info.rules.max_staleness, MOST_FRESH))
@@ -122,7 +123,9 @@ class Filler:
             signed = await self._client.get(f"/v1/manifests/{version}", cap=MAX_MANIFEST_BYTES)
         except NothingYet:
             return
-        manifest = open_manifest(signed, run=self._info.run, keys=self._info.all_publishers, now=now, version=version)
+        manifest = open_manifest(
+            signed, run=self._news.info.run, keys=self._news.info.all_publishers, now=now, version=version
+        )
         self._read.append(manifest)
         self._manifests[version] = _Known(signed, manifest, self._clock())
 
@@ -140,7 +143,7 @@ class Filler:
         others = await self._relays.sources(rank_of_few=ORIGIN)
         for other in others:
             other.expect(versions)
-        sources = self._relays.usable(sources_of(self._info, self._client, others, spare_origin=False))
+        sources = self._relays.usable(sources_of(self._news.info, self._client, others, spare_origin=False))
         transfer = Transfer(
             pieces, sources, self._store.parts, rng=random.Random(secrets.randbits(64)), on_blame=tell_blame,
             on_progress=lambda line: log.info("version=%d %s", newest_first[0][1].version, line),
@@ -161,7 +164,7 @@ class Filler:
 
     async def _until_new(self) -> None:
         while True:
-            await asyncio.sleep(LOOK_EVERY_S)
+            await self._news.wait(LOOK_EVERY_S)
             try:
                 if await self._look():
                     self._list_every_s = LIST_WHILE_FILLING_S
