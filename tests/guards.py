@@ -1608,6 +1608,8 @@ GUARDS = [
     ),
     *_needed_by("tests/roles/test_saving.py",
         ("replayed-step-has-its-root", OFF, "test_a_repeated_step_with_another_result_stops_the_run_with_a_remedy"),
+        ("repeated-by-its-schedule", GONE,
+         "test_steps_are_repeated_by_the_schedule_that_they_had_though_the_run_was_extended"),
         ("recorded-before-announced", GONE,
          "test_a_trainer_killed_between_saved_states_ends_with_the_bytes_of_one_file"),
         ("journal-reaches-back-to-each-state", ("min(kept_versions(self._folder))", "max(kept_versions(self._folder))"),

@@ -115,6 +115,32 @@ def test_a_repeated_step_with_another_result_stops_the_run_with_a_remedy(three_s
     assert "Resume there, or start a new run" in str(error)
 
 
+def test_steps_are_repeated_by_the_schedule_that_they_had_though_the_run_was_extended(tmp_path):
+    """A longer schedule has other learning rates for the same steps."""
+    town = Town(tmp_path / "run", tiny_run(train={"schedule": "cosine", "warmup_steps": 0}, storage={"state_every": 9}))
+    asyncio.run(town.live(town.trainer(), town.validator(), town.worker("worker-0")))
+    before = town.weights()
+    after_a_kill(town)
+    shutil.rmtree(town.folder.checkpoints)
+    town.config = msgspec.structs.replace(town.config, steps=30)
+    trainer = town.trainer()
+    asyncio.run(trainer_opens(trainer))
+    assert trainer.publisher.root_of(trainer.learner.model) == before and trainer.learner.steps == 30
+
+
+async def trainer_opens(trainer):
+    async with trainer.client:
+        assert await trainer._open() == 3
+
+
+def test_a_step_of_before_schedules_were_kept_has_that_of_the_run_file(three_steps):
+    journal, before = after_a_kill(three_steps), three_steps.weights()
+    for step in list(journal.after(0)):
+        journal.write(msgspec.structs.replace(step, steps=0))
+    asyncio.run(three_steps.live(three_steps.trainer()))
+    assert three_steps.weights() == before
+
+
 def test_a_step_that_cannot_be_read_is_learned_again_from_the_log(three_steps, caplog):
     journal, before = after_a_kill(three_steps), three_steps.weights()
     path = journal.folder / "v000003.step"
@@ -178,9 +204,9 @@ def _full(path, data):
 def test_rows_come_back_from_the_journal_as_they_were(tmp_path, make_row):
     rows = [make_row(i) for i in range(3)]
     journal = Journal(tmp_path)
-    journal.write(journal_step(7, "ab", [2048, 512], rows))
+    journal.write(journal_step(7, "ab", [2048, 512], rows, steps=9))
     (found,) = journal.after(6)
-    assert (found.version, found.root, found.budgets) == (7, "ab", (2048, 512))
+    assert (found.version, found.root, found.budgets, found.steps) == (7, "ab", (2048, 512), 9)
     for before, after in zip(rows, found.learned(), strict=True):
         for name in ("tokens_T", "positions_P", "behaviour_logp_P", "advantage_P", "weight_P"):
             left, right = getattr(before, name), getattr(after, name)
@@ -211,7 +237,7 @@ def make_row():
 def test_a_step_of_the_journal_that_is_damaged_or_foreign_ends_it(tmp_path, make_row, caplog):
     journal = Journal(tmp_path)
     for version in (1, 2, 3):
-        journal.write(journal_step(version, "ab", [1], [make_row(version)]))
+        journal.write(journal_step(version, "ab", [1], [make_row(version)], steps=3))
     path = tmp_path / "v000002.step"
     good = path.read_bytes()
     foreign = msgspec.msgpack.encode(msgspec.to_builtins(msgspec.msgpack.decode(good[4:])) | {"more": 1})
@@ -222,3 +248,18 @@ def test_a_step_of_the_journal_that_is_damaged_or_foreign_ends_it(tmp_path, make
     assert [step.version for step in journal.after(0)] == [1, 2, 3] and isinstance(next(journal.after(2)), JournalStep)
     journal.forget(2)
     assert [item.name for item in tmp_path.iterdir()] == ["v000003.step"]
+
+
+def test_what_cannot_be_deleted_from_the_journal_stays_and_stops_nothing(tmp_path, make_row):
+    journal = Journal(tmp_path)
+    (tmp_path / "v000001.step").mkdir()
+    journal.write(journal_step(2, "ab", [1], [make_row(2)], steps=3))
+    journal.forget(2)
+    assert [item.name for item in tmp_path.iterdir()] == ["v000001.step"]
+
+
+def test_what_a_kill_left_of_a_step_that_was_being_written_is_deleted(three_steps):
+    journal = after_a_kill(three_steps)
+    (journal.folder / ".v000004.step.a1b2c3").write_bytes(b"half of it")
+    asyncio.run(three_steps.live(three_steps.trainer()))
+    assert all(not path.name.startswith(".") for path in journal.folder.iterdir())

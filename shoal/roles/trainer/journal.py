@@ -8,6 +8,7 @@ learner.
     trainer/journal/v000013.step    CRC-32 of the rest, 4 bytes; then one `JournalStep` in msgpack: the step that made 13
 """
 
+import contextlib
 import logging
 import zlib
 from collections.abc import Iterator, Sequence
@@ -51,15 +52,17 @@ class JournalStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     budgets: tuple[int, ...]
     """Tokens of a micro-batch, at most, in each update."""
     rows: tuple[JournalRow, ...]
+    steps: int = 0
+    """Length of the schedule of learning rates that it was taken by; 0: that of the run file."""
 
     def learned(self) -> list[Row]:
         """The rows as the learner was given them."""
         return [_row(row) for row in self.rows]
 
 
-def journal_step(version: int, root: str, budgets: Sequence[int], rows: Sequence[Row]) -> JournalStep:
-    """The entry of a step that made `version` from these rows."""
-    return JournalStep(version, root, tuple(budgets), tuple(_journal_row(row) for row in rows))
+def journal_step(version: int, root: str, budgets: Sequence[int], rows: Sequence[Row], *, steps: int) -> JournalStep:
+    """The entry of a step that made `version` from these rows, by a schedule of `steps`."""
+    return JournalStep(version, root, tuple(budgets), tuple(_journal_row(row) for row in rows), steps)
 
 
 class Journal:
@@ -94,7 +97,13 @@ class Journal:
         """Delete the steps up to a version. What cannot be deleted stays."""
         for path in self.folder.glob("v*.step"):
             if path.name < self._path(version + 1).name:
-                path.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):
+                    path.unlink()
+
+    def clear_leftovers(self) -> None:
+        """Delete what a kill left of steps that were being written. Nothing may be written meanwhile."""
+        for path in self.folder.glob(".v*.step.*"):
+            path.unlink(missing_ok=True)
 
     def _path(self, version: int) -> Path:
         return self.folder / f"v{version:06d}.step"

@@ -36,16 +36,21 @@ class Saving:
         another result than it had.
         """
         self._saved = version
+        self._journal.clear_leftovers()
+        schedule_steps = self._learner.steps
         for step in self._journal.after(version):
+            self._learner.steps = step.steps or schedule_steps  # guard: repeated-by-its-schedule
             self._learner.step(step.learned(), version, step.budgets)
             version, root = step.version, root_of()
             if root != step.root:  # guard: replayed-step-has-its-root
                 raise StateError(
                     f"the trainer repeated the step that made version {version} and came to weights {root[:12]} instead of "
-                    f"{step.root[:12]}: this machine computes other bits than the one that trained, or has less memory. "
-                    "Resume there, or start a new run from the last checkpoint (policy.path)"
+                    f"{step.root[:12]}: this machine computes other bits than the one that trained, has less memory, or "
+                    "train.threads or train.device is another now. Set them as they were. Resume there, or start a new run "
+                    "from the last checkpoint (policy.path)"
                 )
             log.info("repeated the step that made version=%d root=%s", version, root[:12])
+        self._learner.steps = schedule_steps
         return version
 
     async def save(self, version: int) -> None:
@@ -64,7 +69,8 @@ class Saving:
         """What must be done with the root of a version before it is announced: the step goes into the journal."""
         if self._every == 1:
             return lambda root: None
-        return lambda root: self._journal.write(journal_step(version, root, budgets, rows))
+        steps = self._learner.steps
+        return lambda root: self._journal.write(journal_step(version, root, budgets, rows, steps=steps))
 
     async def finish(self, version: int) -> None:
         """Save the newest state, so that nothing is repeated after this stop."""
