@@ -19,7 +19,7 @@ from shoal.policy.device import AUTO, CPU, MPS, take_device
 from shoal.policy.sizes import parameters_of
 from shoal.policy.spec import PolicySpec
 from shoal.protocol.constants import COMPLETIONS
-from shoal.train.needs import ITEM_BYTES, Layout, Part, parts_of
+from shoal.train.needs import ITEM_BYTES, Layout, Part, parts_of, state_of
 
 LIBRARY_BYTES = 150_000_000
 """What the processes of a run share: the code of torch and of other libraries."""
@@ -97,6 +97,8 @@ def roles_of(config: RunConfig, spec: PolicySpec, with_workers: bool) -> Iterato
     yield RoleNeeds("the rest", CPU, (Part("libraries", LIBRARY_BYTES), *(Part(name, LIGHT_BYTES) for name in light)))
     version = Part("version being published", int(parameters_of(spec) * ITEM_BYTES[config.policy.dtype]), True)
     training = [*parts_of(spec, layout_of(config, spec)), version]
+    if config.storage.state_every > 1:  # guard: copied-state-takes-memory
+        training.append(Part("state being saved", state_of(spec, layout_of(config, spec)), True))
     yield _role("trainer", config.train.device, training, own=TRAINER_BYTES)
     needs, rows = Needs(spec, config.sampled_dtype), config.rollouts.block_rollouts
     longest = config.sampling.max_tokens

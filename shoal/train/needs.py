@@ -80,6 +80,12 @@ def parts_of(spec: PolicySpec, layout: Layout) -> list[Part]:
     return [*parts, Part("activations", made), Part("holes between them", holes)]
 
 
+def state_of(spec: PolicySpec, layout: Layout) -> int:
+    """A saved state: float32 weights and moments of what is learned."""
+    learned = adapter_parameters_of(spec, layout.rank) if layout.rank else parameters_of(spec)
+    return int(learned * (4 + MOMENT_BYTES[layout.moments]))
+
+
 def activations_of(spec: PolicySpec, layout: Layout) -> int:
     """What the layers keep of a micro-batch, and the larger of two: what the head takes, or a layer's backward pass."""
     tokens, item = max(layout.microbatch_tokens, layout.row_tokens), 4 if layout.dtype == "float32" else 2

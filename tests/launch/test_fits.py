@@ -12,8 +12,10 @@ from shoal.launch import fits
 from shoal.launch.fits import CPU, RoleNeeds, demand_memory, layout_of, reports, roles_of
 from shoal.launch.fits import fits as fit_of
 from shoal.plan.sizes import spec_of
+from shoal.policy.model import Transformer
 from shoal.policy.spec import PolicySpec
 from shoal.train.needs import Layout, Part
+from shoal.train.step import Learner
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 LARGE = PolicySpec("qwen3", 1024, 28, 16, 8, 128, 3072, 151936, 32768, 1e6, 1e-6, True, (0,))
@@ -53,6 +55,19 @@ def test_the_keys_that_make_it_fit_are_named(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(StateError, match=r'It fits with train\.recompute = "layers"$'):
         demand_memory(plain, LARGE, with_workers=False)
     demand_memory(again, LARGE, with_workers=False)
+
+
+@pytest.mark.parametrize("moments", ["float32", "8bit"])
+def test_a_state_that_is_written_beside_the_next_steps_takes_memory(moments: str) -> None:
+    """What `roles/trainer/saving` copies: the same tensors that a learner's state has."""
+    rarely, always = (
+        load_run(RECIPES / "wordle.toml", [f"storage.state_every={every}", f"train.moments={moments}"])
+        for every in (4, 1)
+    )
+    spec = spec_of(rarely, RECIPES)
+    more = next(reports(rarely, spec, True)).need - next(reports(always, spec, True)).need
+    learner = Learner(Transformer(spec), rarely.train, temperature=1.0, steps=1)
+    assert more == pytest.approx(sum(tensor.nbytes for tensor in learner.state(0).tensors.values()), rel=0.02)
 
 
 def test_what_stays_on_the_cpu_takes_none_of_the_gpu() -> None:
