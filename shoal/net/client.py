@@ -19,6 +19,7 @@ from typing import TypeVar
 import httpx
 
 from shoal.errors import NothingYet, PeerError, Superseded
+from shoal.net.parts import raw_parts
 from shoal.net.sided import SHOAL, SidedTransport, server_url
 from shoal.net.strangers import location_of
 from shoal.net.trouble import Trouble, retry_after, troubles
@@ -365,12 +366,12 @@ async def _parts(body: bytes) -> AsyncIterator[bytes]:
 
 
 async def _read_capped(response: httpx.Response, cap: int) -> bytes | None:
-    """The body, or None if it has more than `cap` bytes. Raises `Trouble` if it ends early."""
+    """The body, or None if it has more than `cap` bytes. Raises `Trouble` if it ends early, or comes in tiny parts."""
     declared = response.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > cap:
         return None
     body = bytearray()
-    async for part in response.aiter_raw():
+    async for part in raw_parts(response):
         body += part
         if len(body) > cap:
             return None

@@ -8,6 +8,7 @@ import pytest
 
 from shoal.errors import PeerError
 from shoal.net import outside
+from shoal.net.client import Client
 from shoal.net.parts import FEW_PARTS, LEAST_BYTES, PARTS_PER_S, raw_parts
 from shoal.net.trouble import Trouble
 from tests.weights.web import Answer, head, web_server
@@ -69,3 +70,18 @@ def test_an_answer_in_small_parts_costs_no_time():
             return time.process_time() - before
 
     assert asyncio.run(story()) < 2
+
+
+def test_a_host_cannot_keep_its_nodes_busy_with_small_parts():
+    """A node reads whatever its host answers: a body of 60,000 parts is left after the first few."""
+    ours = head(200, Transfer_Encoding="chunked", Shoal_Protocol="1")
+    data = ours + chunked(*[b" "] * 60_000)
+
+    async def story() -> float:
+        async with web_server(saying(data)) as url, Client(url) as client:
+            before = time.process_time()
+            with pytest.raises(PeerError, match="in parts of 1 bytes"):
+                await client.get("/v1/run", deadline_s=2.0)
+            return time.process_time() - before
+
+    assert asyncio.run(story()) < 1
