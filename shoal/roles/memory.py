@@ -19,6 +19,7 @@ from shoal.errors import Overreach, StateError
 from shoal.policy.contained import Limits
 from shoal.policy.kinds import spec_of
 from shoal.policy.spec import PolicySpec
+from shoal.weights.codes import cores
 
 if TYPE_CHECKING:
     from shoal.engine.anyneeds import AnyNeeds
@@ -28,7 +29,8 @@ THREAD_STACK_BYTES = 8 << 20
 """Address space of a thread's stack, of which little is used."""
 
 THREADS = 4
-"""Threads of a role beside torch's own: the event loop, one that computes, and those that look up host names."""
+"""Threads of a role beside torch's own and those that hash versions: the event loop, one that computes, and those that look
+up host names."""
 
 LEAST_MB = 400
 """Smallest limit: torch takes about 240 MB; the rest is for the process for tokenizers, with some room for both."""
@@ -85,7 +87,7 @@ class Memory:
 
     def enforce(self, threads: int) -> None:
         """Let allocations of this process fail beyond the limit. Systems without such a limit ignore it."""
-        stacks = (threads + THREADS) * THREAD_STACK_BYTES
+        stacks = (threads + cores() + THREADS) * THREAD_STACK_BYTES  # guard: stacks-of-hashing-threads
         # guard: memory-of-the-process
         with contextlib.suppress(OSError, StopIteration, ValueError):
             most = _private_bytes() + self.left_bytes + stacks

@@ -81,9 +81,14 @@ _TORCH_DTYPES = {
 }  # fmt: skip
 
 
+MOST_THREADS = 8
+"""Each thread's stack counts for the memory that a volunteer allows, and more threads wait for the disk."""
+
+
 def cores() -> int:
     """How many threads may hash or patch at one time."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    here = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(here, MOST_THREADS)  # guard: few-hashing-threads
 
 
 def root_of(weights: Weights, *, threads: int = 1) -> str:

@@ -141,6 +141,24 @@ def test_the_system_lets_no_allocation_pass_the_limit():
     assert run.stdout.count("it took more memory than the ") == 3
 
 
+HASHES = """
+import os, numpy as np
+from shoal.roles.memory import Memory
+from shoal.weights.codes import coded, cores, root_of
+os.sched_getaffinity = lambda process: range(100)
+weights = {str(i): coded("F32", (1 << 18,), np.zeros(1 << 18, "<f4")) for i in range(100)}
+Memory(limit_mb=4, base_mb=0).enforce(1)
+print(root_of(weights, threads=cores()), cores())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="no other system limits private memory alone")
+def test_a_version_is_hashed_within_the_limit_on_a_machine_of_many_cores():
+    """Each thread has a stack of 8 MB: a hundred of them would not start, or would need a limit that is no limit."""
+    run = subprocess.run([sys.executable, "-c", HASHES], capture_output=True, text=True)
+    assert run.stdout.split()[1:] == ["8"], run.stderr
+
+
 def test_a_lease_of_a_usual_run_fits_into_the_documented_limit(tmp_path, monkeypatch):
     """--max-memory 1000, as the how-to for people who join says."""
     town = Town(tmp_path / "run", tiny_run(steps=1))
