@@ -24,7 +24,7 @@ from shoal.engine.reading import by_length, padded
 from shoal.engine.scoring import score_rows
 from shoal.engine.writing import turn_length, write
 from shoal.errors import StateError
-from shoal.policy.anymodel import TOLERANCE, AnyModel, load_any
+from shoal.policy.anymodel import TOLERANCE, AnyModel, load_any, refused_by_name
 from shoal.policy.anyspec import AnySpec
 from shoal.protocol.bounds import TRANSFORMERS
 from shoal.protocol.types import EngineFacts
@@ -99,7 +99,7 @@ class AnyDecoder:
         result = self._reader(
             input_ids=tokens_BC, attention_mask=cache.mask_BT, past_key_values=cache.past, use_cache=True, **placed
         )
-        cache.past = result.past_key_values
+        cache.past = getattr(result, "past_key_values", None)
         if cache.past is None or not hasattr(cache.past, "reorder_cache"):
             raise StateError(f"{self.spec.architecture} has no cache in transformers, so it cannot write")
         return result.logits if self._reader is self.model.whole else result.last_hidden_state
@@ -148,9 +148,12 @@ class TransformersEngine:
 
     def load(self, directory: Path, version: int) -> None:
         """Load the policy of a checkpoint directory. Raises `StateError`."""
-        self._loaded, self.version = None, -1  # first, so that two versions are never in memory
-        self._loaded = AnyDecoder(load_any(directory, self._dtype), self.facts.device)
-        self.version = version
+        with self._at_work:  # guard: one-any-load-at-a-time
+            self._loaded, self.version = None, -1  # first, so that two versions are never in memory
+            model = load_any(directory, self._dtype)
+            with refused_by_name(directory, model.spec):
+                self._loaded = AnyDecoder(model, self.facts.device)
+            self.version = version
 
     def forget(self, rollouts: Iterable[str]) -> None:
         """Nothing: no conversation is remembered."""

@@ -7,6 +7,7 @@ running 8 tokens through it, because an architecture that we have not read may c
 Axes: B rows, T tokens of a row, D width, V vocabulary; x any axes.
 """
 
+import contextlib
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -143,9 +144,11 @@ class AnyModel:
         if self.body is self.whole or not isinstance(head, nn.Linear):
             return
         tokens_1T = _tokens(self.spec)[None].to(self.whole.device)
-        small = _logits_of(self.whole, tokens_1T, 1.0)
+        if (small := _logits_of(self.whole, tokens_1T, 1.0)) is None:
+            return
         factor = LARGEST_LOGIT / max(float(small[1].abs().max()), 1e-6)
         large = _logits_of(self.whole, tokens_1T, factor)
+        assert large is not None, "the same model reads the same tokens"
         for after in _after_heads(self.whole.config, head):
             found = [_after(after, F.linear(hidden_TD, head.weight)) for hidden_TD, _ in (small, large)]
             if all(_alike(*pair) for pair in zip(found, (small[1], large[1]), strict=True)):  # guard: head-is-proven
@@ -170,9 +173,9 @@ def load_any(directory: Path, dtype: torch.dtype = torch.float32) -> AnyModel:
     stored = find_tensors(directory)
     if spec.layers > len(stored):  # before a hostile config makes us build too much
         raise StateError(f"{directory}: config.json says {spec.layers} layers, its files hold {len(stored)} tensors")
-    files = _files_of(directory)
-    auto_model, config = _config_of(directory, spec)
-    try:
+    with refused_by_name(directory, spec):
+        files = _files_of(directory)
+        auto_model, config = _config_of(directory, spec)
         with torch.device("meta"):
             empty = auto_model.from_config(copy.deepcopy(config), trust_remote_code=False)
         _demand_size(empty, sum(_count(tensor.shape) for tensor in stored.values()), directory)
@@ -184,9 +187,18 @@ def load_any(directory: Path, dtype: torch.dtype = torch.float32) -> AnyModel:
         whole.eval()
         _own_memory(whole)
         return AnyModel(whole, spec, files)
-    except (StateError, MemoryError):
+
+
+@contextlib.contextmanager
+def refused_by_name(directory: Path, spec: AnySpec) -> Iterator[None]:
+    """Around the first work with a model: what transformers raises becomes a `StateError`, unless memory ran out."""
+    try:
+        yield
+    except (StateError, MemoryError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # noqa: BLE001 - transformers may raise anything for a model that it cannot run
+    except Exception as error:  # transformers may raise anything for a model that it cannot run
+        if "can't allocate memory" in str(error):
+            raise
         raise StateError(f"{directory}: transformers cannot run this {spec.architecture}: {_line(error)}") from None
 
 
@@ -194,6 +206,7 @@ def _config_of(directory: Path, spec: AnySpec) -> tuple[Any, Any]:
     """The class that opens causal language models, and this model's config without what the files may not decide."""
     try:
         import transformers
+        from transformers.integrations import hub_kernels
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     except ImportError as error:
@@ -203,6 +216,8 @@ def _config_of(directory: Path, spec: AnySpec) -> tuple[Any, Any]:
         ) from None
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+    # If the package `kernels` is installed, some architectures would download compiled code and run it.
+    hub_kernels._kernels_enabled = False  # guard: no-code-of-a-hub
     config = read_config(directory)
     if spec.architecture not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:  # guard: no-code-of-a-model
         own = ", and its files ask to run code of their own (auto_map), which is never done"
@@ -270,8 +285,9 @@ def _own_memory(whole: nn.Module) -> None:
             parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
 
 
-def _logits_of(whole: Any, tokens_1T: Tensor, factor: float) -> tuple[Tensor, Tensor]:
-    """Hidden states times a factor, and the whole model's logits from them."""
+def _logits_of(whole: Any, tokens_1T: Tensor, factor: float) -> tuple[Tensor, Tensor] | None:
+    """Hidden states times a factor, and the whole model's logits from them. None: its head does not read what the model
+    without its head gives, but a part of that."""
     seen: list[Tensor] = []
 
     def multiply(module: nn.Module, inputs: object, output: Any) -> Any:
@@ -284,7 +300,7 @@ def _logits_of(whole: Any, tokens_1T: Tensor, factor: float) -> tuple[Tensor, Te
         logits_TV = whole(input_ids=tokens_1T, use_cache=False).logits[0]
     finally:
         hook.remove()
-    return seen[-1], logits_TV
+    return (seen[-1], logits_TV) if seen else None
 
 
 def _after_heads(config: Any, head: nn.Linear) -> Iterator[Callable[[Tensor], Tensor] | None]:

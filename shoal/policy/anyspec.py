@@ -28,8 +28,10 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 OWN_KEYS = frozenset({
     "attn_implementation", "experts_implementation", "auto_map", "dtype", "torch_dtype", "name_or_path", "fusion_config",
     "distributed_config", "transformers_weights", "quantization_config", "output_attentions", "output_hidden_states",
+    "num_labels", "id2label", "label2id",
 })  # fmt: skip
-"""Keys of a `config.json` that say how and from where to load, which a file may not decide; nor any that begins with _."""
+"""Keys of a `config.json` that say how and from where to load, which a file may not decide; nor any that begins with _.
+And the labels of a classifier: a language model has none, and transformers makes a name for each of any number."""
 
 
 @dataclass(frozen=True)

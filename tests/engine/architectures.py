@@ -49,6 +49,7 @@ ARCHITECTURES: dict[str, Callable[[], Any]] = {
     "smollm": _of("Llama", tie_word_embeddings=True),
     "smollm3": _of("SmolLM3"),
     "cohere": _of("Cohere", logit_scale=0.25),
+    "opt": _of("OPT", ffn_dim=48, word_embed_proj_dim=32),
     "qwen3-moe": _of("Qwen3Moe", head_dim=8, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=24),
     "olmoe": _of("Olmoe", num_experts=8, num_experts_per_tok=2),
     "mixtral": _of("Mixtral", num_local_experts=4, num_experts_per_tok=2),

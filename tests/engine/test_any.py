@@ -1,10 +1,12 @@
 """Policies of any architecture: the engine and the learner against transformers, and what is refused."""
 
+import functools
 import inspect
 import json
 import random
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -204,7 +206,7 @@ def test_gradients_are_those_of_plain_logits_with_and_without_pieces_and_recompu
 @every_architecture
 def test_heads_are_proven_where_logits_are_large_enough_to_show_a_cap(name: str, models: dict[str, Path]) -> None:
     model = load_any(models[name])
-    assert model.head_weight() is not None
+    assert (model.head_weight() is None) == (name == "opt")  # its head reads from a part of the model without its head
     assert (model.after_head is not None) == (name in ("gemma2", "phi", "cohere"))
 
 
@@ -262,6 +264,37 @@ def test_models_whose_cache_changes_what_they_compute_are_refused(
     monkeypatch.setattr(modeling_gpt2.GPT2Model, "forward", forgetful)
     with pytest.raises(StateError, match="with a cache, transformers computes other values than without"):
         _engine(models["gpt2"])
+
+
+def test_models_without_a_cache_are_refused_in_one_line(tmp_path: Path) -> None:
+    import transformers
+
+    config = transformers.OpenAIGPTConfig(vocab_size=64, n_embd=32, n_layer=3, n_head=4, n_positions=256)
+    transformers.OpenAIGPTLMHeadModel(config).save_pretrained(tmp_path / "first")
+    with pytest.raises(StateError, match="openai-gpt has no cache in transformers"):
+        _engine(tmp_path / "first")
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"), [("phi3", {"sliding_window": 1 << 63}), ("gemma3", {"sliding_window": -1})], ids=str
+)
+def test_models_that_fail_with_a_cache_are_refused_in_one_line(
+    name: str, changes: dict[str, object], models: dict[str, Path], tmp_path: Path
+) -> None:
+    with pytest.raises(StateError, match=f"transformers cannot run this {name}.*Error: ") as refused:
+        _engine(_changed(models[name], tmp_path / "bad", **changes))
+    assert "\n" not in str(refused.value)
+
+
+def test_a_version_is_not_loaded_while_the_engine_is_at_work(models: dict[str, Path]) -> None:
+    engine = _engine(models["gpt2"])
+    with engine._at_work:
+        loading = threading.Thread(target=engine.load, args=(models["gpt2"], 1))
+        loading.start()
+        loading.join(0.1)
+        assert engine.version == 0
+    loading.join(30)
+    assert engine.version == 1
 
 
 @every_architecture
@@ -327,6 +360,7 @@ def _changed(source: Path, target: Path, **changes: object) -> Path:
         ({"n_positions": None}, "does not say max_position_embeddings"),
         ({"n_head": 5}, "transformers"),
         ({"activation_function": "mine"}, "transformers cannot run this gpt2"),
+        ({"nested": functools.reduce(lambda inner, _: {"a": inner}, range(900), {})}, "gpt2: RecursionError"),
         ({"vocab_size": 1 << 30}, "vocab_size"),
     ],
 )
@@ -339,17 +373,31 @@ def test_configs_that_ask_for_anything_else_are_refused_in_one_line(
 
 
 def test_a_config_cannot_say_how_it_is_loaded(models: dict[str, Path], tmp_path: Path) -> None:
-    """Each of these keys would make transformers fetch code or other files, or compute in another way."""
+    """Each of these keys would make transformers fetch code or other files, compute in another way, or fill the memory."""
     loud = {
         "attn_implementation": "no-such", "_attn_implementation": "no-such", "auto_map": {"A": "a.B"},
         "transformers_weights": "../other.safetensors", "_name_or_path": "someone/model", "torch_dtype": "float64",
-        "fusion_config": {"patch_embeddings": True},
+        "fusion_config": {"patch_embeddings": True}, "num_labels": 200_000,
     }  # fmt: skip
     directory = _changed(models["gpt2"], tmp_path / "loud", **loud)
     ids = torch.tensor([[7, 8, 9]])
     assert torch.equal(load_any(directory).hidden(ids), load_any(models["gpt2"]).hidden(ids))
     save_policy(load_any(directory), tmp_path / "published", "float32")
     assert not json.loads((tmp_path / "published" / "config.json").read_text()).keys() & loud.keys()
+
+
+def test_no_kernel_is_fetched_from_a_hub_even_if_the_package_for_that_is_installed(
+    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.integrations import hub_kernels
+
+    asked: list[str] = []
+    monkeypatch.setattr(hub_kernels, "_kernels_enabled", True)
+    monkeypatch.setattr(hub_kernels, "is_kernels_available", lambda: True)
+    monkeypatch.setattr(hub_kernels, "get_kernel", lambda name, **options: asked.append(name))
+    load_any(models["gpt2"])
+    hub_kernels.lazy_load_kernel("causal-conv1d", {})
+    assert asked == []
 
 
 def test_models_whose_tokens_see_later_ones_are_refused(tmp_path: Path) -> None:
