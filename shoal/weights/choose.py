@@ -8,7 +8,7 @@ seconds at the mean of the others. So a source that was slow is tried again when
 """
 
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -161,9 +161,11 @@ class Choice:
 
     def rate(self, index: int, now: float) -> float:
         """Bytes a second that one more request to a source is expected to bring."""
-        source = self.sources[index]
+        return self._rate(self.sources[index], self._mean_rate(), now)
+
+    def _rate(self, source: Standing, mean: float, now: float) -> float:
         source.fade(now)
-        prior = self._mean_rate() if source.seconds else max(FIRST_RATE, self._mean_rate())
+        prior = mean if source.seconds else max(FIRST_RATE, mean)
         return (source.num_bytes + PRIOR_S * prior) / (source.seconds + PRIOR_S)
 
     def _mean_rate(self) -> float:
@@ -173,8 +175,12 @@ class Choice:
     def may_ask(self, index: int, now: float) -> bool:
         """Whether a source can take one more request."""
         source = self.sources[index]
-        free = not source.never and not source.idle and source.busy < source.lanes and source.rests_until <= now
-        return free and not self._is_spared(index, now)
+        return source.busy < source.lanes and self._may_send(index, now)
+
+    def _may_send(self, index: int, now: float) -> bool:
+        """Whether a source may be sending us chunks that wait."""
+        source = self.sources[index]
+        return not (source.never or source.idle or source.rests_until > now or self._is_spared(index, now))
 
     def asked(self, index: int, now: float) -> None:
         """A source is asked for a chunk."""
@@ -210,13 +216,22 @@ class Choice:
 
     def next(self, now: float, size: int, waiting_bytes: int) -> int | None:
         """The source to ask for a chunk of `size` bytes while so many wait, or None if none should be asked now."""
-        free = [index for index in range(len(self.sources)) if self.may_ask(index, now)]
-        free = [index for index in free if self._is_worth(index, now, size, waiting_bytes)]
+        mean = self._mean_rate()
+        rates = {
+            index: self._rate(source, mean, now)
+            for index, source in enumerate(self.sources)
+            if self._may_send(index, now)
+        }
+        free = [
+            index
+            for index in rates
+            if self.sources[index].busy < self.sources[index].lanes and _is_worth(index, rates, size, waiting_bytes)
+        ]
         if not free:
             return None
         if self._rng.random() < EXPLORE:
             return self._rng.choice(free)
-        return self._rng.choices(free, [self.rate(index, now) / (1 + self.sources[index].busy) for index in free])[0]
+        return self._rng.choices(free, [rates[index] / (1 + self.sources[index].busy) for index in free])[0]
 
     def _is_up(self, origin: Standing, now: float) -> bool:
         """Whether nothing shows that an origin does not answer: perhaps it was not asked. A slow one does."""
@@ -229,21 +244,6 @@ class Choice:
         if not source.idle or now - self._began < SAY_S:
             return True
         return now - source.grew_at < FILLING_S  # guard: idle-spares-nobody
-
-    def _is_worth(self, index: int, now: float, size: int, waiting_bytes: int) -> bool:
-        """Whether a source would not hold up the end: the others would give one chunk, and all that waits, much sooner."""
-        rates = [
-            self.rate(other, now)
-            for other, source in enumerate(self.sources)
-            if other != index
-            and not (source.never or source.idle)
-            and source.rests_until <= now
-            and not self._is_spared(other, now)
-        ]
-        if not rates:
-            return True
-        others_s = max(size / max(rates), waiting_bytes / (LANES * sum(rates)))
-        return size / self.rate(index, now) <= max(LEAST_S, WORTH * others_s)
 
     def fastest(self, now: float, but: Collection[int]) -> int | None:
         """The free source that would give a chunk soonest, other than those of `but`."""
@@ -287,3 +287,12 @@ class Choice:
         spared = [max(self._began, s.heard_at, s.asked_at) + SPARE_AFTER_S for s in self.sources]
         spared += [max(self._began + SAY_S, s.grew_at + FILLING_S) for s in self.sources if s.idle]
         return min([*rests, *(at for at in spared if at > now)], default=None)
+
+
+def _is_worth(index: int, rates: Mapping[int, float], size: int, waiting_bytes: int) -> bool:
+    """Whether a source would not hold up the end: the others would give one chunk, and all that waits, much sooner."""
+    others = [rate for other, rate in rates.items() if other != index]
+    if not others:
+        return True
+    others_s = max(size / max(others), waiting_bytes / (LANES * sum(others)))
+    return size / rates[index] <= max(LEAST_S, WORTH * others_s)

@@ -53,8 +53,9 @@ class Transfer:
         `on_chunk` gets the hash of each chunk that is in its places, `on_lie` the source of each wrong chunk."""
         self._sources = list({source.name: source for source in sources}.values())
         self._on_blame, self._on_progress, self._on_chunk, self._on_lie = on_blame, on_progress, on_chunk, on_lie
-        self._waiting = list(missing)
-        rng.shuffle(self._waiting)  # so that clients of one swarm have different chunks to give each other
+        shuffled = list(missing)
+        rng.shuffle(shuffled)  # so that clients of one swarm have different chunks to give each other
+        self._waiting = dict.fromkeys(shuffled)
         self._waiting_bytes = self._total_bytes = sum(piece.size for piece in missing)
         self._left = set(missing)
         self._attempts: list[Attempt] = []
@@ -72,7 +73,7 @@ class Transfer:
         ]
         self._choice = Choice(names, rng, ranks=ranks, origins=origins, now=self._clock())
         self._directory = directory
-        self._holdings = Holdings(self._sources, self._choice, missing)
+        self._holdings = Holdings(self._sources, self._choice, self._waiting)
         self._heard = self._clock()
         """When any source sent bytes last."""
         self._progress = Progress(self._total_bytes, self._clock(), on_progress)
@@ -128,13 +129,13 @@ class Transfer:
     def _ask(self, group: asyncio.TaskGroup, now: float) -> None:
         """Ask sources for waiting chunks; when none waits, ask faster sources for those that would come last."""
         while self._waiting and len(self._attempts) < IN_FLIGHT:
-            source = self._choice.next(now, self._waiting[-1].size, self._waiting_bytes)
+            source = self._choice.next(now, next(reversed(self._waiting)).size, self._waiting_bytes)
             if source is None:
                 return
-            place = self._holdings.pick(source, self._waiting)
-            if place is None:
+            piece = self._holdings.pick(source)
+            if piece is None:
                 continue
-            piece = self._waiting.pop(place)
+            del self._waiting[piece]
             self._waiting_bytes -= piece.size
             self._begin(group, piece, source, now)
         while (
@@ -277,7 +278,7 @@ class Transfer:
                 self._duplicate_bytes += max(0, min(rival.part.size, part.size) - rival.raced_from)
             rival.raced_from = None
         if not rivals:
-            self._waiting.append(piece)  # next, so that few chunks are begun and a doubt is soon resolved
+            self._waiting[piece] = None  # next, so that few chunks are begun and a doubt is soon resolved
             self._waiting_bytes += piece.size
             self._holdings.waits_again(piece)
 

@@ -1,6 +1,7 @@
 """Sources that are still filling: they are asked for what they have, rare chunks first, and one that lies is left."""
 
 import asyncio
+import itertools
 from dataclasses import dataclass, field
 
 import pytest
@@ -24,11 +25,14 @@ class Relay(Server):
     order: list[str] = field(default_factory=list)
     first: int = 0
     says: str = "truth"
+    questions: list[float] = field(default_factory=list)
+    """When it was asked what it has."""
 
     def has_now(self) -> list[str]:
         return self.order[: self.first + int(now() * self.per_s)]
 
     async def holds(self):
+        self.questions.append(now())
         if self.says == "nothing at all":
             raise Passing("does not answer")
         return {"truth": frozenset(self.has_now()), "everything": None, "nothing": frozenset()}[self.says]
@@ -104,6 +108,14 @@ def test_while_a_relay_fills_the_origin_is_spared(version):
     origin = Server("origin", version.held, Link(8000 * KB), rank=1)
     assert version.fetch([filling, origin]).is_right
     assert origin.sent == 0 and version.took_s > 200 / 5
+
+
+def test_a_relay_with_much_to_give_is_seldom_asked_what_it_has(version):
+    """Until it has little left to give."""
+    filling = relay("filling", version, 50 * KB, first=190, per_s=0.01)
+    assert version.fetch([filling, relay("other", version, 50 * KB, first=200)]).is_right
+    pauses = [after - before for before, after in itertools.pairwise(filling.questions)]
+    assert version.took_s > 30 and min(pauses[2:5]) >= 4 and 1 <= pauses[-1] < 2
 
 
 def test_a_relay_that_says_nothing_holds_up_nobody(version):
