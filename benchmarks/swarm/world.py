@@ -35,7 +35,7 @@ from shoal.weights.publish import HttpSink, publish
 
 MB = 1_000_000
 
-BLOCK_S, BLOCK_BYTES = 0.003, (4 << 10, 64 << 10)
+BLOCK_S, BLOCK_BYTES = 0.01, (4 << 10, 64 << 10)
 """What the links pass on at a time: so many seconds of their rate, within these limits."""
 
 RUN = {
