@@ -7,7 +7,7 @@ keys alike.
 import difflib
 import tomllib
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import msgspec
 
@@ -91,14 +91,16 @@ def all_keys(kind: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def _explain(message: str, kind: Any) -> str:
-    """Rewrite what msgspec says: an unknown key with its section and the nearest known key, an unknown tag with the known
-    ones, and a value that should be a table. Other errors keep their text, after the key."""
+    """Rewrite what msgspec says: an unknown key with its section and the nearest known key, an unknown tag or word with the
+    known ones, and a value that should be a table. Other errors keep their text, after the key."""
     reason, _, place = message.partition(" - at `$")
     section = place.rstrip("`").replace("[...]", "").strip(".")
     if reason.startswith("Expected `object`") and section and "[...]" not in place:
         return f"{section}: {reason}; write it as a table, [{section}]"
     if reason.startswith("Invalid value"):
         return f"{section}: {reason}; known: {', '.join(all_keys(kind)[section])}"
+    if reason.startswith("Invalid enum value") and section in (keys := all_keys(kind)):
+        return f"{section}: {reason}; known: {', '.join(map(repr, get_args(keys[section].type)))}"
     if not reason.startswith("Object contains unknown field"):
         return f"{section or 'run file'}: {reason}"
     name = reason.split("`")[1]

@@ -243,7 +243,10 @@ def test_wrong_override_says_what_is_wrong(run_file: Path, override: str, messag
             "rollouts.group_size = 5000: must be at most 4096",
         ),
         (SMALL + '[train]\ndtype = "bfloat16"\n', 'so policy.dtype must be the same, and is "float32"'),
-        (SMALL + '[train]\nmoments = "4bit"\n', "train.moments: Invalid enum value '4bit'"),
+        (
+            SMALL + '[train]\nmoments = "4bit"\n',
+            "moments: Invalid enum value '4bit'; known: 'float32', '8bit', 'offloaded'",
+        ),
         (SMALL + "[storage]\nstate_every = 0\n", "storage.state_every = 0: must be at least 1"),
         (SMALL + "[rollouts]\nblock_rollouts = 8192\n", "rollouts.block_rollouts = 8192: must be at most 4096"),
         (LONG.format(1 << 21) + "[rollouts]\n", "sampling.max_tokens = 2097152: must be at most 1048576"),
