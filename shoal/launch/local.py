@@ -156,7 +156,7 @@ class LocalRun:
             if url:
                 self._start_others(url)
             self._wait("", until=self._has_ended)
-            self._wait("evaluating the first policy on held-out tasks", until=self._evaluations.first_is_done)
+            self._wait("finishing the evaluations on held-out tasks", until=self._evaluations.first_is_done)
             if not self.stop_requests:
                 self._settle()
                 self._stop_roles()
