@@ -75,7 +75,7 @@ def train(config: RunConfig, out: Path, recipe_dir: Path, say: Callable[[str], N
     published = out / "published"
     save_policy(model, published, config.policy.dtype, tokenizer_from=start)
     renderer = Renderer.from_directory(start)
-    engine = open_engine(EngineSpec(dtype=config.sampled_dtype, threads=1))
+    engine = open_engine(EngineSpec(dtype=config.sampled_dtype, threads=1, noise=sampling.noise))
 
     for version in range(config.steps):
         # Workers sample with the published bytes. The secret chain decides the tasks and the seeds.

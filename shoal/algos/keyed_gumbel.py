@@ -1,8 +1,8 @@
 """The noise that vLLM's sampler makes on GPUs, in torch: the same bits as the reference in `protocol.noise`.
 
-Called by its tests alone, because no run can ask for these families yet. With it, an engine will check what a vLLM worker
-sampled. Pure: seeds and positions in, noise out. A token has a key of its own, and a vocabulary entry a counter of its own,
-so this takes four times the rounds of `gumbel`.
+Called by the engines of runs that name these families. So they check what a vLLM worker sampled, or sample as it does.
+Pure: seeds and positions in, noise out. A token has a key of its own, and a vocabulary entry a counter of its own, so this
+takes four times the rounds of `gumbel`.
 
 Axes: N tokens to be drawn, V vocabulary.
 """
@@ -19,8 +19,8 @@ _RAND32 = float(torch.tensor(4.6566127342e-10, dtype=torch.float32))
 
 _RAND64_BOUNDS = (torch.finfo(torch.float64).tiny, 1.0 - 2.0**-53)
 
-_PIECE_VALUES = 1 << 16
-"""Values made at a time: as many as fit a CPU's cache during the rounds."""
+_PIECE_VALUES, _GPU_PIECE_VALUES = 1 << 16, 1 << 22
+"""Values made at a time: as many as fit a CPU's cache during the rounds, or fill a GPU."""
 
 
 def keyed_gumbel_32(words_N4: Tensor, positions_N: Tensor, vocabulary: int) -> Tensor:
@@ -37,11 +37,14 @@ def _in_pieces(
     noise: Callable[[Tensor, Tensor], Tensor], words_N4: Tensor, positions_N: Tensor, vocabulary: int
 ) -> Tensor:
     """Noise of the first two words of each vocabulary entry."""
+    device = words_N4.device
+    if device.type == "mps":  # which has no float64
+        return _in_pieces(noise, words_N4.cpu(), positions_N.cpu(), vocabulary).to(device)
     zero, keys_N = torch.zeros_like(positions_N), (words_N4[:, 0], words_N4[:, 1])
     token_keys_N = philox(positions_N - 1, zero, zero, zero, *keys_N)[0]
-    entries_V = torch.arange(vocabulary, device=words_N4.device)[None]
-    pieces = []
-    for keys_n in token_keys_N.split(max(1, _PIECE_VALUES // vocabulary)):
+    entries_V = torch.arange(vocabulary, device=device)[None]
+    held, pieces = _PIECE_VALUES if device.type == "cpu" else _GPU_PIECE_VALUES, []
+    for keys_n in token_keys_N.split(max(1, held // vocabulary)):
         zero_n1 = torch.zeros_like(keys_n)[:, None]
         low_nV, high_nV, _, _ = philox(entries_V, zero_n1, zero_n1, zero_n1, keys_n[:, None], zero_n1)
         pieces.append(noise(low_nV, high_nV))

@@ -16,6 +16,7 @@ from shoal.config.envs import EnvConfig
 from shoal.protocol.algorithms import Algorithm, Grpo
 from shoal.protocol.bounds import MEAN_OF_LOGPROB, Dtype
 from shoal.protocol.difficulty import Difficulty
+from shoal.protocol.noise import PHILOX, FamilyName
 from shoal.protocol.types import Bounds, Sampling
 from shoal.tree import Section
 
@@ -76,6 +77,9 @@ class SamplingConfig(Section, frozen=True):
 
     dtype: Literal["", Dtype] = ""
     """Precision in which workers sample; empty is that of the published policy. int8 rounds only the layers' matrices."""
+    noise: FamilyName = PHILOX
+    """The noise that the seeds make, named for its arithmetic. philox is the fastest of shoal's own engine. The others are
+    what vLLM makes on GPUs, so that a worker with vLLM samples without a processor of ours."""
 
 
 class RolloutsConfig(Section, frozen=True):
@@ -353,7 +357,9 @@ class SftConfig(Section, frozen=True, kw_only=True):
 def sampling_of(config: RunConfig) -> Sampling:
     """The run file's sampling, as the wire's type."""
     drawn = config.sampling
-    return Sampling(drawn.temperature, drawn.max_turn_tokens, drawn.max_tokens, drawn.max_rollout_tokens)
+    return Sampling(
+        drawn.temperature, drawn.max_turn_tokens, drawn.max_tokens, drawn.max_rollout_tokens, noise=drawn.noise
+    )
 
 
 def difficulty_of(config: RunConfig) -> Difficulty | None:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from shoal.engine.base import Continuation, Request, Score, ScoreRequest
+from shoal.engine.families import Family, family
 from shoal.engine.reading import by_length, padded
 from shoal.engine.scoring import score_rows
 from shoal.engine.writing import turn_length, write
@@ -27,6 +28,7 @@ from shoal.errors import StateError
 from shoal.policy.anymodel import TOLERANCE, AnyModel, load_any, refused_by_name
 from shoal.policy.anyspec import AnySpec
 from shoal.protocol.bounds import TRANSFORMERS
+from shoal.protocol.noise import PHILOX
 from shoal.protocol.types import EngineFacts
 
 _PADS = 3
@@ -131,10 +133,13 @@ class AnyDecoder:
 class TransformersEngine:
     """`engine.base.Engine` with a model of `transformers` in this process."""
 
-    def __init__(self, threads: int | None = None, dtype: str = "float32", device: str = "cpu") -> None:
+    def __init__(
+        self, threads: int | None = None, dtype: str = "float32", device: str = "cpu", noise: str = PHILOX
+    ) -> None:
         """threads: of this process; None leaves the number to torch. dtype: float32 or bfloat16, of weights and products.
+        noise: the run's family.
 
-        Raises `StateError` if transformers is not installed."""
+        Raises `StateError` for an unknown family, and `ImportError` if transformers is not installed."""
         import transformers
 
         if threads is not None:
@@ -143,6 +148,7 @@ class TransformersEngine:
         self.facts = EngineFacts(f"shoal-{TRANSFORMERS}/{versions}", dtype, device)
         self.version = -1
         self._dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
+        self._family = family(noise)
         self._loaded: AnyDecoder | None = None
         self._at_work = threading.Lock()
 
@@ -167,7 +173,8 @@ class TransformersEngine:
         turns: dict[int, Continuation] = {}
         with self._at_work:
             for part in _parts(requests, decoder.reads_padding):
-                turns |= zip(part, _extend(decoder, [requests[row] for row in part], temperature), strict=True)
+                members = [requests[row] for row in part]
+                turns |= zip(part, _extend(decoder, members, temperature, self._family), strict=True)
         return [turns[row] for row in range(len(requests))]
 
     @torch.inference_mode()
@@ -181,7 +188,8 @@ class TransformersEngine:
             for part in by_length([request.token_ids for request in requests], decoder.device):
                 members = [requests[row] for row in part]
                 hidden_BCD = decoder.hidden_states(padded([request.token_ids for request in members], decoder.device))
-                scores |= zip(part, score_rows(decoder, members, hidden_BCD, temperature, hidden), strict=True)
+                found = score_rows(decoder, members, hidden_BCD, temperature, hidden, self._family)
+                scores |= zip(part, found, strict=True)
         return [scores[row] for row in range(len(requests))]
 
     def _decoder(self) -> AnyDecoder:
@@ -189,9 +197,9 @@ class TransformersEngine:
         return self._loaded
 
 
-def _extend(decoder: AnyDecoder, requests: Sequence[Request], temperature: float) -> list[Continuation]:
+def _extend(decoder: AnyDecoder, requests: Sequence[Request], temperature: float, family: Family) -> list[Continuation]:
     hidden_BD, cache = decoder.read([request.token_ids for request in requests])
-    tokens_BT, logprobs_BT = write(decoder, cache, requests, hidden_BD, temperature)
+    tokens_BT, logprobs_BT = write(decoder, cache, requests, hidden_BD, temperature, family)
     lengths_B = [turn_length(row, request) for row, request in zip(tokens_BT, requests, strict=True)]
     return [
         Continuation(tokens[:length], logprobs[:length])

@@ -17,6 +17,7 @@ import torch
 
 from shoal.engine.base import Continuation, Request, Score, ScoreRequest
 from shoal.engine.decoder import Cache, Decoder
+from shoal.engine.families import family
 from shoal.engine.inplace import Change
 from shoal.engine.reading import padded, punch_after, read, read_openings
 from shoal.engine.scoring import score_parts, score_rows
@@ -24,6 +25,7 @@ from shoal.engine.writing import turn_length, write
 from shoal.errors import StateError
 from shoal.policy.files import load_policy
 from shoal.policy.quantise import round_to_int8
+from shoal.protocol.noise import PHILOX
 from shoal.protocol.types import EngineFacts
 
 
@@ -39,14 +41,18 @@ class _Batch:
 class LocalEngine:
     """`engine.base.Engine` with a model in this process."""
 
-    def __init__(self, threads: int | None = None, dtype: str = "float32", device: str = "cpu") -> None:
+    def __init__(
+        self, threads: int | None = None, dtype: str = "float32", device: str = "cpu", noise: str = PHILOX
+    ) -> None:
         """threads: of this process; None leaves the number to torch. dtype: float32 or bfloat16 for weights and
-        products, or int8 for the layers' matrices, with products in float32."""
+        products, or int8 for the layers' matrices, with products in float32. noise: the run's family. Raises `StateError`
+        for an unknown one."""
         if threads is not None:
             torch.set_num_threads(threads)
         self.facts = EngineFacts(f"shoal-local/torch-{torch.__version__}", dtype, device)
         self.version = -1
         self._dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.float32}[dtype]
+        self._family = family(noise)
         self._loaded: Decoder | None = None
         self._batches: dict[str, _Batch] = {}
         self._at_work = threading.Lock()
@@ -107,7 +113,7 @@ class LocalEngine:
         counts_B, conversations = [len(cached) for cached in batch.cached], [request.token_ids for request in requests]
         hidden_BD = read(decoder, batch.cache, counts_B, conversations)
         start = batch.cache.used
-        tokens_BT, logprobs_BT = write(decoder, batch.cache, requests, hidden_BD, temperature)
+        tokens_BT, logprobs_BT = write(decoder, batch.cache, requests, hidden_BD, temperature, self._family)
         lengths_B = [turn_length(row, request) for row, request in zip(tokens_BT, requests, strict=True)]
         kept_B = [min(length - 1, batch.cache.used - start) for length in lengths_B]
         punch_after(batch.cache, start, kept_B)
@@ -127,7 +133,8 @@ class LocalEngine:
         for rows in score_parts(requests, decoder.device):
             members = [requests[row] for row in rows]
             hidden_BCD = decoder.hidden_states(padded([request.token_ids for request in members], decoder.device))
-            scores |= zip(rows, score_rows(decoder, members, hidden_BCD, temperature, hidden), strict=True)
+            found = score_rows(decoder, members, hidden_BCD, temperature, hidden, self._family)
+            scores |= zip(rows, found, strict=True)
         return [scores[row] for row in range(len(requests))]
 
     def _decoder(self) -> Decoder:

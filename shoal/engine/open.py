@@ -12,6 +12,7 @@ from shoal.errors import StateError
 from shoal.policy.device import CPU, take_device
 from shoal.policy.kinds import AUTO, needs_transformers
 from shoal.protocol import bounds
+from shoal.protocol.noise import PHILOX
 
 
 @dataclass(frozen=True)
@@ -25,25 +26,27 @@ class EngineSpec:
     """Of this process; None leaves torch's choice."""
     device: str = CPU
     """One of `policy.device.DEVICES`."""
+    noise: str = PHILOX
+    """The run's noise family, one of `protocol.noise.NOISES`."""
 
 
 def open_engine(spec: EngineSpec) -> Engine:
-    """An engine without a policy. Raises `StateError` for a kind or a dtype that this version of shoal does not have, and
-    `ConfigError` for a device that this machine does not have."""
+    """An engine without a policy. Raises `StateError` for a kind, a dtype or a noise family that this version of shoal does
+    not have, and `ConfigError` for a device that this machine does not have."""
     if spec.dtype not in bounds.DTYPES:
         raise StateError(f"no engine computes in {spec.dtype!r}, only in {', '.join(bounds.DTYPES)}")
     match spec.kind:
         case bounds.LOCAL:
             from shoal.engine.local import LocalEngine  # imports torch, which only an opened engine needs
 
-            return LocalEngine(spec.threads, spec.dtype, take_device(spec.device))
+            return LocalEngine(spec.threads, spec.dtype, take_device(spec.device), spec.noise)
         case bounds.TRANSFORMERS:
             if spec.dtype == "int8":
                 raise StateError("the engine for other architectures computes in float32 or bfloat16, not in int8")
             try:
                 from shoal.engine.hf import TransformersEngine
 
-                return TransformersEngine(spec.threads, spec.dtype, take_device(spec.device))
+                return TransformersEngine(spec.threads, spec.dtype, take_device(spec.device), spec.noise)
             except ImportError as error:
                 raise StateError(
                     f"this run's policy needs transformers, which is not installed ({error.name}): "

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from shoal.algos.gumbel import seed_words
-from shoal.algos.gumbel_max import gaps_of
 from shoal.engine.base import Score, ScoreRequest
 from shoal.engine.decoder import logprobs_of
+from shoal.engine.families import Family
 from shoal.engine.held import SCORED_VALUES
 from shoal.engine.reading import by_length
 from shoal.engine.steps import Steps
@@ -35,7 +35,12 @@ def score_parts(requests: Sequence[ScoreRequest], device: str) -> list[list[int]
 
 
 def score_rows(
-    decoder: Steps, requests: list[ScoreRequest], hidden_BCD: Tensor, temperature: float, want_hidden: bool
+    decoder: Steps,
+    requests: list[ScoreRequest],
+    hidden_BCD: Tensor,
+    temperature: float,
+    want_hidden: bool,
+    family: Family,
 ) -> list[Score]:
     """Scores of prefilled conversations. The hidden state at t - 1 predicts token t."""
     counts = [len(request.policy_positions) for request in requests]
@@ -52,7 +57,7 @@ def score_rows(
         scaled_NV = decoder.logits(hidden_ND[n]).div_(temperature)
         largest.append(torch.maximum(scaled_NV.amax(-1), -scaled_NV.amin(-1)).cpu())
         logprobs.append(logprobs_of(scaled_NV, tokens_N[n]).cpu())
-        gaps.append(gaps_of(scaled_NV, words_B4[rows_N[n]], positions_N[n], tokens_N[n]).cpu())
+        gaps.append(family.gaps(scaled_NV, words_B4[rows_N[n]], positions_N[n], tokens_N[n]).cpu())
     hidden = hidden_ND.float().cpu().split(counts) if want_hidden else [None] * len(counts)
     return [
         Score(logprobs_P.numpy(), gaps_P.numpy(), None if hidden_PD is None else hidden_PD.numpy(), largest_P.numpy())

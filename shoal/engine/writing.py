@@ -2,7 +2,7 @@
 
 Called by the engines, when a batch's tokens are in its cache. It does not deal with conversations beyond their turn.
 
-The token at absolute index t is the argmax of logits / temperature + gumbel(seed, t). At a tie, the lowest id wins.
+The token at absolute index t is the argmax of logits / temperature + noise(seed, t). At a tie, the lowest id wins.
 
 Axes: B rows (conversations), K tokens that share one call for noise, D width, V vocabulary, T tokens written in a turn.
 """
@@ -12,16 +12,21 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shoal.algos.gumbel import gumbel, seed_words
-from shoal.algos.gumbel_max import gumbel_max
+from shoal.algos.gumbel import seed_words
 from shoal.engine.base import Request
 from shoal.engine.decoder import logprobs_of
+from shoal.engine.families import Family
 from shoal.engine.held import NOISE_VALUES
 from shoal.engine.steps import Reading, Steps
 
 
 def write(
-    decoder: Steps, cache: Reading, requests: Sequence[Request], hidden_BD: Tensor, temperature: float
+    decoder: Steps,
+    cache: Reading,
+    requests: Sequence[Request],
+    hidden_BD: Tensor,
+    temperature: float,
+    family: Family,
 ) -> tuple[list[list[int]], list[list[float]]]:
     """Sample until every row has ended its turn. Returns token ids and log-probs, [B][T], meaningless after a row's end.
 
@@ -33,7 +38,9 @@ def write(
     logprobs_BT = torch.zeros(len(requests), longest, device=decoder.device)
     written = 0
     while written < longest and rows.open:
-        chosen_KB, logprobs_KB, hidden_BD = _write_some(decoder, cache, rows, hidden_BD, written, longest, temperature)
+        chosen_KB, logprobs_KB, hidden_BD = _write_some(
+            decoder, cache, rows, hidden_BD, written, longest, temperature, family
+        )
         columns = slice(written, written + len(chosen_KB))
         tokens_BT[rows.index_B, columns], logprobs_BT[rows.index_B, columns] = chosen_KB.t(), logprobs_KB.t()
         written = columns.stop
@@ -45,14 +52,21 @@ def write(
 
 
 def _write_some(
-    decoder: Steps, cache: Reading, rows: "_Rows", hidden_BD: Tensor, written: int, longest: int, temperature: float
+    decoder: Steps,
+    cache: Reading,
+    rows: "_Rows",
+    hidden_BD: Tensor,
+    written: int,
+    longest: int,
+    temperature: float,
+    family: Family,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The next tokens of every row, as many as share one call for noise: ids and log-probs [K, B], hidden states."""
     B, V = len(rows.index_B), decoder.spec.vocab_size
     K = min(max(1, NOISE_VALUES // (B * V)), longest - written)
     positions_KB = rows.positions_B + torch.arange(written, written + K, device=decoder.device)[:, None]
     if K > 1:
-        noise_KBV = gumbel(rows.words_B4.repeat(K, 1), positions_KB.reshape(-1), V).view(K, B, V)
+        noise_KBV = family.noise(rows.words_B4.repeat(K, 1), positions_KB.reshape(-1), V).view(K, B, V)
     rope_KB = decoder.rope(positions_KB)
     scaled: list[Tensor] = []
     tokens: list[Tensor] = []
@@ -61,7 +75,7 @@ def _write_some(
         if K > 1:
             tokens.append((scaled[-1] + noise_KBV[step]).argmax(-1))
         else:
-            tokens.append(gumbel_max(scaled[-1], rows.words_B4, positions_KB[step])[1])
+            tokens.append(family.best(scaled[-1], rows.words_B4, positions_KB[step]))
         rows.note(tokens[-1], written + step + 1)
         if rows.open == 0 or written + step + 1 == longest:
             break

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 
 from shoal.protocol.bounds import TRANSFORMERS
 from shoal.protocol.constants import COMPLETIONS, CONTROL_STOPS, EPISODES
+from shoal.protocol.noise import PHILOX
 from shoal.protocol.types import EnvSpec, Rules, Sampling
 
 SETTINGS = "env-settings"
@@ -38,9 +39,10 @@ def needs_of(
     several = (sampling is not None and sampling.max_rollout_tokens > 0) or any(env.history for env in envs)
     rows = (ROWS,) if several else ()
     stops = (STOPS,) if sampling is not None and sampling.stops != CONTROL_STOPS else ()
+    noise = (noise_need(sampling.noise),) if sampling is not None and sampling.noise != PHILOX else ()
     patches = (PATCHES,) if may_be_patched(published_dtype) else ()
     others = (TRANSFORMERS,) if transformers else ()  # the kind of engine is the word
-    return (kind_of(envs), dtype_need(rules.dtype), *proofs, *settings, *rows, *patches, *stops, *others)
+    return (kind_of(envs), dtype_need(rules.dtype), *proofs, *settings, *rows, *patches, *stops, *noise, *others)
 
 
 def may_be_patched(published_dtype: str) -> bool:
@@ -57,6 +59,11 @@ def kind_of(envs: Iterable[EnvSpec]) -> str:
 def dtype_need(dtype: str) -> str:
     """The word for an engine that samples and scores in this dtype."""
     return f"dtype:{dtype}"
+
+
+def noise_need(family: str) -> str:
+    """The word for an engine that samples and scores with this family of noise. A run of `philox` needs no word."""
+    return f"noise:{family}"
 
 
 def proofs_need(proofs: str) -> str:

@@ -1,14 +1,16 @@
 """The noise of seeded sampling: a sample seed and a token's absolute index give the noise of each vocabulary entry.
 
-Called by tests as the reference; `algos` has the fast ones. Engines make noise in several ways, and a validator must make
-the worker's. Each way is a family, named for its arithmetic. All runs use `philox`; no run can ask for another yet. The
-token is the argmax of logits / temperature + noise (Gumbel-max: Maddison et al., arXiv:1411.0030).
+Engines make noise in several ways, and a validator must make the worker's. Each way is a family, named for its arithmetic.
+A run has one: `Sampling.noise` names it, and every node must have it. The functions here are called by tests, and by the
+engine that asks a foreign sampler which family it has; `algos` has fast ones. The token is the argmax of
+logits / temperature + noise (Gumbel-max: Maddison et al., arXiv:1411.0030).
 
 Axes: B sequences, V vocabulary.
 """
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
+from typing import Literal, TypeAlias, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +37,11 @@ def philox(counter: NDArray[np.uint64], key: NDArray[np.uint64]) -> NDArray[np.u
 
 
 # --- families ---
+
+FamilyName: TypeAlias = Literal["philox", "keyed-philox-rand32-log1p", "keyed-philox-rand64-log"]
+"""The names of the families."""
+
+PHILOX, KEYED_32, KEYED_64 = get_args(FamilyName)
 
 
 def noise_words(seed: bytes) -> tuple[int, int, int, int]:
@@ -107,9 +114,5 @@ def _keyed_words(seeds_B: list[bytes], positions_B: NDArray[np.int64], vocabular
 
 Noise = Callable[[list[bytes], NDArray[np.int64], int], NDArray[np.float32]]
 
-PHILOX = "philox"
-
-NOISES: Mapping[str, Noise] = MappingProxyType(
-    {PHILOX: gumbel, "keyed-philox-rand32-log1p": keyed_gumbel_32, "keyed-philox-rand64-log": keyed_gumbel_64}
-)
+NOISES: Mapping[str, Noise] = MappingProxyType({PHILOX: gumbel, KEYED_32: keyed_gumbel_32, KEYED_64: keyed_gumbel_64})
 """Each family's reference, by name."""

@@ -127,8 +127,8 @@ def enforced(make_engine: Callable[..., Engine], limit_mb: int, threads: int) ->
     """`make_engine`, with the limit set anew after it. From now on, allocations of this process beyond the limit fail."""
     Memory.of(limit_mb).enforce(threads)  # what the run's description asks for, too
 
-    def make(*asked: str) -> Engine:
-        engine = make_engine(*asked)
+    def make(*asked: str, **named: str) -> Engine:
+        engine = make_engine(*asked, **named)
         Memory.of(limit_mb).enforce(threads)  # torch's code is in memory now, and does not count as private
         return engine
 

@@ -35,7 +35,8 @@ from shoal.protocol.constants import (
     MAX_MANIFEST_BYTES,
     PROTOCOL_VERSION,
 )
-from shoal.protocol.needs import PATCHES, ROWS, SETTINGS, STOPS, dtype_need, kind_of, proofs_need
+from shoal.protocol.needs import PATCHES, ROWS, SETTINGS, STOPS, dtype_need, kind_of, noise_need, proofs_need
+from shoal.protocol.noise import NOISES, PHILOX
 from shoal.protocol.promises import is_promised, terms_of
 from shoal.protocol.sizes import BYTES_PER_TOKEN
 from shoal.protocol.wire import digest, to_json
@@ -69,6 +70,7 @@ COPIES = 4
 
 SUPPORTED = frozenset({
     EPISODES, COMPLETIONS, SETTINGS, ROWS, PATCHES, STOPS, TRANSFORMERS, proofs_need("toploc"), *map(dtype_need, DTYPES),
+    *map(noise_need, NOISES),
 })  # fmt: skip
 """What this version of shoal supports: it cannot join a run that needs anything else."""
 
@@ -143,9 +145,14 @@ class Seat:
         if grant.terms != terms_of(self.info.envs, self.info.rules):  # guard: terms-of-the-lease
             raise self._contradiction(f"lease {lease.id[:40]!r} is signed for other environments or group sizes than the "
                                       "host told us when we joined", grant)  # fmt: skip
-        if lease.sampling.stops != self.info.sampling.stops:  # guard: stops-of-the-lease
-            raise self._contradiction(f"lease {lease.id[:40]!r} is signed for turns that end at other tokens than the host "
-                                      "told us when we joined", grant)  # fmt: skip
+        told, signed = self.info.sampling, lease.sampling
+        for other, what in (
+            (signed.stops != told.stops, "turns that end at other tokens"),  # guard: stops-of-the-lease
+            (signed.noise != told.noise, "another noise family"),  # guard: noise-of-the-lease
+        ):
+            if other:
+                raise self._contradiction(f"lease {lease.id[:40]!r} is signed for {what} than the host told us when we "
+                                          "joined", grant)  # fmt: skip
         return grant
 
     def _contradiction(self, what: str, grant: t.Grant, manifest: bytes = b"") -> Contradiction:
@@ -315,7 +322,7 @@ async def take_seat(
     max_disk_mb: int = 0,
     packages: Packages | None = None,
 ) -> Seat:
-    """Read the run's description, load its environments, make an engine for its dtype (and kind), and join.
+    """Read the run's description, load its environments, make an engine for its dtype (kind and noise), and join.
 
     `own_files` allows environments that are files on this machine, and trusts the policy's tokenizer and chat template.
     Those of others run in a child process. All work for others stays within `max_memory_mb`, and weights and evidence
@@ -354,7 +361,10 @@ async def take_seat(
     sandboxes, reserved_mb = (LIMITS, 0) if own_files else room_of(info.envs, limit_mb)
     load = partial(_load, info, own_files, packages, doubt, sandboxes)
     envs = {} if kind_of(info.envs) == COMPLETIONS else await aside(load)  # guard: host-plays-its-own
-    engine = make_engine(info.rules.dtype, *({TRANSFORMERS} & {*info.needs}))
+    noise = info.sampling.noise
+    engine = make_engine(
+        info.rules.dtype, *({TRANSFORMERS} & {*info.needs}), **({} if noise == PHILOX else {"noise": noise})
+    )
     facts = engine.facts
     join = t.Join(role, name, 0.0, facts.implementation, facts.dtype, facts.device)
     node = await client.post_json("/v1/nodes", join, t.NodeState)
@@ -367,19 +377,9 @@ async def take_seat(
     if own_files:
         store = RunFolder(home.parent.parent).blobs  # the launcher gives the host's nodes RUN/nodes/NAME
         return Seat(
-            client,
-            home,
-            info,
-            envs,
-            policy,
-            node,
-            clock,
-            evidence,
-            None,
-            doubt=doubt,
-            publishers=publishers,
-            store=store,
-        )
+            client, home, info, envs, policy, node, clock, evidence, None,
+            doubt=doubt, publishers=publishers, store=store,
+        )  # fmt: skip
     return Seat(
         client, home, info, envs, policy, node, clock, evidence, max_disk_mb, memory, doubt=doubt, publishers=publishers
     )

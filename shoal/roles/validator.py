@@ -25,6 +25,7 @@ from shoal.proofs.verify import verify_submission
 from shoal.protocol import types as t
 from shoal.protocol.bounds import LOCAL
 from shoal.protocol.constants import MAX_SUBMISSION_BYTES
+from shoal.protocol.noise import PHILOX
 from shoal.roles.leases import demand_sound
 from shoal.roles.memory import enforced, limit_of
 from shoal.roles.packages import Packages
@@ -56,8 +57,8 @@ def main(
     demand_device(device)
     key = load_or_make_key(key_file or home / "node.key")
 
-    def make_engine(dtype: str, kind: str = LOCAL) -> Engine:
-        return open_engine(EngineSpec(kind, dtype, threads, device))
+    def make_engine(dtype: str, kind: str = LOCAL, noise: str = PHILOX) -> Engine:
+        return open_engine(EngineSpec(kind, dtype, threads, device, noise))
 
     limit_mb = 0 if own_files else limit_of(max_memory_mb)
     make = make_engine if own_files else enforced(make_engine, limit_mb, threads)

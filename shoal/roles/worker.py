@@ -28,6 +28,7 @@ from shoal.proofs.context import score_requests
 from shoal.protocol import types as t
 from shoal.protocol.bounds import LOCAL
 from shoal.protocol.constants import COMPLETIONS
+from shoal.protocol.noise import PHILOX
 from shoal.protocol.promises import is_promised
 from shoal.protocol.sizes import turn_answer_bytes
 from shoal.protocol.wire import digest, to_json
@@ -77,8 +78,8 @@ def main(
     demand_device(device)
     key = load_or_make_key(home / "node.key")
 
-    def make_engine(dtype: str, kind: str = LOCAL) -> Engine:
-        engine = open_engine(EngineSpec(kind, dtype, threads, device))
+    def make_engine(dtype: str, kind: str = LOCAL, noise: str = PHILOX) -> Engine:
+        engine = open_engine(EngineSpec(kind, dtype, threads, device, noise))
         return cheating(cheat, engine) if cheat else engine
 
     limit_mb = 0 if own_files else limit_of(max_memory_mb)

@@ -25,7 +25,7 @@ from shoal.errors import StateError
 from shoal.policy.anymodel import AnyModel, load_any
 from shoal.policy.files import find_tensors, save_policy, snapshot
 from shoal.policy.kinds import AUTO, open_policy
-from shoal.protocol.noise import gumbel
+from shoal.protocol.noise import KEYED_32, KEYED_64, NOISES, PHILOX
 from shoal.protocol.randomness import sample_seed
 from shoal.train.rows import Row
 from shoal.train.step import Learner
@@ -50,8 +50,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: write_any(name, root / name.replace(", ", "-"), sharpen=2.0) for name in ARCHITECTURES}
 
 
-def _engine(directory: Path, dtype: str = "float32") -> TransformersEngine:
-    engine = TransformersEngine(threads=1, dtype=dtype)
+def _engine(directory: Path, dtype: str = "float32", noise: str = PHILOX) -> TransformersEngine:
+    engine = TransformersEngine(threads=1, dtype=dtype, noise=noise)
     engine.load(directory, version=0)
     return engine
 
@@ -92,18 +92,24 @@ def _rows(claims: Sequence[ScoreRequest], turns: Sequence[Continuation]) -> list
     return rows
 
 
-@every_architecture
+@pytest.mark.parametrize(
+    ("name", "family"), [*((name, PHILOX) for name in ARCHITECTURES), ("gpt2", KEYED_32), ("olmoe", KEYED_64)]
+)
 def test_each_token_is_the_argmax_of_transformers_logits_plus_the_reference_noise(
-    name: str, models: dict[str, Path]
+    name: str, family: str, models: dict[str, Path]
 ) -> None:
     requests, temperature = _requests(), 0.8
-    turns, peer = _engine(models[name]).extend(requests, temperature), _peer(models[name])
+    engine, peer = _engine(models[name], noise=family), _peer(models[name])
+    turns = engine.extend(requests, temperature)
+    assert max(float(score.gaps_P.max()) for score in engine.score(_claims(requests, turns), temperature)) < 1e-4
     for request, turn in zip(requests, turns, strict=True):
         start, ids = len(request.token_ids), [*request.token_ids, *turn.token_ids]
         with torch.no_grad():
             logits_TV = peer(torch.tensor([ids])).logits[0, start - 1 : -1]
         scaled_TV = logits_TV / temperature
-        noise_TV = torch.from_numpy(gumbel([request.seed] * len(turn.token_ids), np.arange(start, len(ids)), 64))
+        noise_TV = torch.from_numpy(
+            NOISES[family]([request.seed] * len(turn.token_ids), np.arange(start, len(ids)), 64)
+        )
         assert (scaled_TV + noise_TV).argmax(-1).tolist() == turn.token_ids
         expected = scaled_TV.log_softmax(-1)[torch.arange(len(turn.token_ids)), turn.token_ids]
         assert torch.allclose(torch.tensor(turn.logprobs), expected, atol=1e-4)

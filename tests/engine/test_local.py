@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from shoal.engine.base import Continuation, Request, ScoreRequest
 from shoal.engine.local import LocalEngine
 from shoal.errors import StateError
-from shoal.protocol.noise import gumbel
+from shoal.protocol.noise import NOISES
 from shoal.protocol.randomness import sample_seed
 from tests.engine.conftest import write_policy
 
@@ -65,15 +65,19 @@ def _gaps(engine: LocalEngine, claims: Sequence[ScoreRequest], temperature: floa
     return np.concatenate([score.gaps_P for score in engine.score(claims, temperature)])
 
 
-def test_each_token_is_the_argmax_of_transformers_logits_plus_the_reference_noise(policy: Path) -> None:
+@pytest.mark.parametrize("family", NOISES)
+def test_each_token_is_the_argmax_of_transformers_logits_plus_the_reference_noise(policy: Path, family: str) -> None:
     requests, temperature = _requests(_prompts(5), stops=NO_STOPS), 0.8
-    turns = _engine(policy).extend(requests, temperature)
+    engine = LocalEngine(threads=1, noise=family)
+    engine.load(policy, version=0)
+    turns = engine.extend(requests, temperature)
+    assert _gaps(engine, _claims(requests, turns), temperature).max() < 1e-4
     peer = AutoModelForCausalLM.from_pretrained(policy)
     for request, turn in zip(requests, turns, strict=True):
         start, ids = len(request.token_ids), [*request.token_ids, *turn.token_ids]
         with torch.no_grad():
             scaled_TV = peer(torch.tensor([ids])).logits[0, start - 1 : -1] / temperature
-        noise_TV = gumbel([request.seed] * 24, np.arange(start, len(ids)), 64)
+        noise_TV = NOISES[family]([request.seed] * 24, np.arange(start, len(ids)), 64)
         assert (scaled_TV + torch.from_numpy(noise_TV)).argmax(-1).tolist() == turn.token_ids
         expected = scaled_TV.log_softmax(-1)[torch.arange(24), turn.token_ids]
         assert torch.allclose(torch.tensor(turn.logprobs), expected, atol=1e-4)

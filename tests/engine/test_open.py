@@ -17,6 +17,10 @@ def test_an_engine_is_what_its_description_says(dtype):
     ("spec", "said"),
     [
         (EngineSpec(kind="remote"), "unknown kind of engine 'remote': this version of shoal has local, transformers"),
+        (
+            EngineSpec(noise="dice"),
+            "unknown noise family 'dice': this version of shoal has philox, keyed-philox-rand32-log1p",
+        ),
         (EngineSpec(dtype="float64"), "no engine computes in 'float64', only in float32, bfloat16, int8"),
     ],
 )

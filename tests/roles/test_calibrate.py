@@ -11,6 +11,7 @@ import pytest
 from shoal.algos.polynomials import PRIME
 from shoal.config import load_run
 from shoal.errors import ConfigError, StateError
+from shoal.protocol.noise import KEYED_32
 from shoal.protocol.types import Bounds
 from shoal.protocol.wire import from_msgpack, to_msgpack
 from shoal.roles.calibrate import main
@@ -94,6 +95,14 @@ def test_rollouts_of_another_policy_are_refused(run_file: Path, tmp_path: Path) 
     main(run_file, [], episodes=16, save=tmp_path / "there.played")
     with pytest.raises(StateError, match="another policy"):
         main(run_file, ["seed=4"], episodes=16, others=[tmp_path / "there.played"])
+
+
+def test_rollouts_of_another_noise_family_are_refused(run_file: Path, tmp_path: Path) -> None:
+    keyed = [f'sampling.noise="{KEYED_32}"']
+    main(run_file, keyed, episodes=16, save=tmp_path / "there.played")
+    main(run_file, keyed, episodes=16, others=[tmp_path / "there.played"])
+    with pytest.raises(StateError, match=f"played with the noise family {KEYED_32}, and this run file names philox"):
+        main(run_file, [], episodes=16, others=[tmp_path / "there.played"])
 
 
 def test_bytes_that_are_not_a_recording_are_refused_in_a_line(run_file: Path, tmp_path: Path) -> None:

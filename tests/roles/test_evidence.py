@@ -21,6 +21,7 @@ from shoal.net.client import Client, PeerRefused
 from shoal.net.keys import load_or_make_key
 from shoal.policy.tiny import make_tiny
 from shoal.protocol import types as t
+from shoal.protocol.noise import KEYED_32
 from shoal.protocol.promises import sign_promise
 from shoal.protocol.wire import digest, from_json, to_json
 from shoal.roles import evidence
@@ -247,16 +248,27 @@ def told_other_environments(town, monkeypatch):
     return town
 
 
-def test_a_worker_that_is_told_other_stop_tokens_than_its_lease_names_plays_nothing(tmp_path, monkeypatch):
-    town, info = Town(tmp_path / "run", tiny_run(steps=1)), Board.info
+def told_other_sampling(town, monkeypatch, **other):
+    info = Board.info
 
     def lying(board):
         told = info(board)
-        return msgspec.structs.replace(told, sampling=msgspec.structs.replace(told.sampling, stops="model"))
+        return msgspec.structs.replace(told, sampling=msgspec.structs.replace(told.sampling, **other))
 
     monkeypatch.setattr(Board, "info", lying)
+    return town
+
+
+def test_a_worker_that_is_told_other_stop_tokens_than_its_lease_names_plays_nothing(tmp_path, monkeypatch):
+    town = told_other_sampling(Town(tmp_path / "run", tiny_run(steps=1)), monkeypatch, stops="model")
     error = refusal(town, framed_worker(town, Lies(town)))
     assert "is signed for turns that end at other tokens than the host told us" in str(error)
+
+
+def test_a_worker_that_is_told_another_noise_family_than_its_lease_names_plays_nothing(tmp_path, monkeypatch):
+    town = told_other_sampling(Town(tmp_path / "run", tiny_run(steps=1)), monkeypatch, noise=KEYED_32)
+    error = refusal(town, framed_worker(town, Lies(town)))
+    assert "is signed for another noise family than the host told us" in str(error)
 
 
 def test_a_lease_that_is_signed_for_other_environments_than_the_log_has_is_found(tmp_path):

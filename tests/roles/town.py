@@ -106,8 +106,8 @@ class Town:
         client = self.client(home / "node.key")
         key = load_or_make_key(home / "node.key").public
 
-        def make_engine(dtype: str) -> Engine:
-            engine = LocalEngine(threads=1, dtype=dtype)
+        def make_engine(dtype: str, **named: str) -> Engine:
+            engine = LocalEngine(threads=1, dtype=dtype, **named)
             return cheating(cheat, engine) if cheat else engine
 
         return Worker(client, key, home, make_engine, 0, name, own_files=own_files, clock=self.clock)

@@ -9,6 +9,7 @@ import msgspec
 
 from shoal.protocol.algorithms import Algorithm, Grpo
 from shoal.protocol.constants import EPISODES
+from shoal.protocol.noise import PHILOX, FamilyName
 from shoal.protocol.types.message import Answer, Fact, Message
 from shoal.protocol.types.publishers import Publishers
 
@@ -25,6 +26,8 @@ class Sampling(Message, frozen=True, omit_defaults=True):
     """Tokens of all rows of a rollout; 0 is max_tokens. Sent only if it is set."""
     stops: Literal["control", "model"] = "control"
     """Which tokens end a turn: all control tokens, or those of the model, which are sent only if they are others."""
+    noise: FamilyName = PHILOX
+    """The noise that the seeds make. Sent only if it is another than philox."""
 
     @property
     def all_tokens(self) -> int:

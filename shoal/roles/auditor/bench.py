@@ -36,7 +36,7 @@ class Bench:
     def __init__(
         self, run: PublicRun, log: Audit, envs: Mapping[str, Env], spec: EngineSpec, home: Path, max_memory_mb: int
     ) -> None:
-        """`spec` is of the engine, but for its dtype, which is the run's."""
+        """`spec` is of the engine, but for its dtype and its noise, which are the run's."""
         self.run, self.log, self.envs, self.spec, self.home = run, log, envs, spec, home
         self._limit_mb = max_memory_mb or share_of_free_mb()
         self.state = log.state
@@ -64,7 +64,8 @@ class Bench:
         """An engine with a version's published weights; raises as `fetch_weights`."""
         directory = await fetch_weights(self.run, self.state, version, self.home)
         if self._policy is None:
-            engine = open_engine(replace(self.spec, kind=kind_for(directory), dtype=self.state.rules.dtype))
+            kind, noise = kind_for(directory), self.state.sampling.noise
+            engine = open_engine(replace(self.spec, kind=kind, dtype=self.state.rules.dtype, noise=noise))
             self._policy = Loaded(engine, self._open_renderer)
         memory = self._room[0] if self._room else Memory.of(self._limit_mb)
         self._room = memory, needs_of(directory, self.state.rules.dtype)

@@ -26,7 +26,7 @@ LOGITS_HELD = 1 << 22
 
 def show_power(recording: Recording, policy: Path, bounds: Bounds, device: str) -> None:
     """Print a line for each tenth of the tokens, and one for all."""
-    engine = open_engine(EngineSpec(kind_for(policy), recording.dtype, 1, device))
+    engine = open_engine(EngineSpec(kind_for(policy), recording.dtype, 1, device, recording.sampling.noise))
     requests = recording.requests()
     engine.load(policy, 0)
     others = [request._replace(seed=domain_hash("another seed", request.seed)) for request in requests]

@@ -73,7 +73,7 @@ def play(config: RunConfig, policy: Path, episodes: int, device: str = CPU) -> R
     sampling = sampling_of(config)
     envs = {env.label: env_of(env) for env in config.envs}
     renderer = Renderer.from_directory(policy)
-    engine = open_engine(EngineSpec(kind_for(policy), config.sampled_dtype, device=device))
+    engine = open_engine(EngineSpec(kind_for(policy), config.sampled_dtype, device=device, noise=sampling.noise))
     engine.load(policy, 0)
     size, num_blocks = config.rollouts.group_size, -(-episodes // config.rollouts.block_rollouts)
     played = []
@@ -115,6 +115,11 @@ def read(path: Path, config: RunConfig, policy: Path) -> Recording:
             "If policy.path is empty, fix the seed in the run file"
         )
     sampling = recording.sampling
+    if sampling.noise != config.sampling.noise:
+        raise StateError(
+            f"{path} was played with the noise family {sampling.noise}, and this run file names {config.sampling.noise}: "
+            "make it with this run file"
+        )
     flaw = flaw_of(
         recording.rollouts(), vocabulary=Renderer.from_directory(policy).vocabulary, max_tokens=sampling.max_tokens,
         max_rollout_tokens=sampling.max_rollout_tokens,

@@ -8,6 +8,7 @@ mathematics is in `proofs/rounding` and `algos/sampling_evidence`.
 
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from shoal.config import RunConfig, load_run
@@ -54,8 +55,9 @@ def main(
             write_atomically(save, to_msgpack(own))
             remark(f"wrote {save}: recompute it on another machine with --with")
         distinct = sum(len(recording.claimed_P()) for recording in recordings.values())
+        spec = EngineSpec(kind_for(policy), device=device, noise=own.sampling.noise)
         noise = {
-            f"{own.dtype}/{dtype}": measure(recordings, policy, EngineSpec(kind_for(policy), dtype, device=device))
+            f"{own.dtype}/{dtype}": measure(recordings, policy, replace(spec, dtype=dtype))
             for dtype in dict.fromkeys((own.dtype, "float32"))
         }
         bounds = {

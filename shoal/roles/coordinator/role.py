@@ -44,6 +44,7 @@ from shoal.policy.render import Renderer
 from shoal.protocol import types as t
 from shoal.protocol.bounds import dtypes_of
 from shoal.protocol.constants import COMPLETIONS, EPISODES, MODEL_STOPS
+from shoal.protocol.noise import PHILOX
 from shoal.protocol.randomness import SecretChain
 from shoal.roles.coordinator.api import application
 from shoal.roles.coordinator.desk import Desk
@@ -166,6 +167,8 @@ def public_run_file(folder: RunFolder, config: RunConfig) -> dict[str, Any]:
         del tree["policy"]["implementation"]
     if not config.sampling.max_rollout_tokens:
         del tree["sampling"]["max_rollout_tokens"]
+    if config.sampling.noise == PHILOX:
+        del tree["sampling"]["noise"]
     for env in tree["envs"]:  # a run whose workers play has the log that it had before hosts could
         for name, usual in STAGE_KEYS.items():
             if env[name] == usual:

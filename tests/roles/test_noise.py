@@ -1,0 +1,86 @@
+"""Noise families in whole runs: the log names the family, every role samples or replays with it, and cheats are refused."""
+
+import asyncio
+import sys
+from pathlib import Path
+
+import pytest
+
+from shoal.config import RunConfig
+from shoal.engine.cheats import CHEATS
+from shoal.engine.local import LocalEngine
+from shoal.errors import PeerError
+from shoal.ledger.log.creation import creation_of
+from shoal.protocol.noise import KEYED_32, KEYED_64, NOISES
+from shoal.roles import seat
+from shoal.roles.auditor.rollouts import AGREE, Choice, audit_rollouts
+from shoal.roles.auditor.source import FolderRun
+from shoal.roles.coordinator.board import Board
+from tests.roles.town import Town, tiny_run
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
+import one_file
+
+KEYED = (KEYED_32, KEYED_64)
+
+
+def _config(family: str, **changes: object) -> RunConfig:
+    return tiny_run(steps=2, sampling={"noise": family}, storage={"retain": "all"}, **changes)
+
+
+@pytest.mark.parametrize("family", KEYED)
+def test_a_run_has_the_family_that_its_file_names(tmp_path: Path, family: str) -> None:
+    config = _config(family)
+    town = Town(tmp_path / "run", config)
+    workers = [town.worker("host's"), town.worker("stranger", own_files=False)]
+    asyncio.run(town.live(town.trainer(), town.validator(), *workers))
+    assert all(town.desk.state.members[worker.key].refused == 0 for worker in workers)
+    assert town.audit().findings == []
+    assert creation_of(town.folder.log).sampling.noise == family
+    assert f"noise:{family}" in Board(town.desk).info().needs
+    assert town.weights() == one_file.train(config, tmp_path / "one", tmp_path)
+    other = tiny_run(steps=2, storage={"retain": "all"})
+    assert town.weights() != one_file.train(other, tmp_path / "other", tmp_path)
+    found = asyncio.run(audit_rollouts(FolderRun(town.folder.root), Choice(), threads=1, own_files=False))
+    assert found.disagreements == [] and found.with_model > 0 and found.exit_code() == AGREE
+
+
+@pytest.mark.parametrize("cheat", CHEATS)
+@pytest.mark.parametrize("family", KEYED)
+def test_cheats_are_refused_in_every_family(tmp_path: Path, family: str, cheat: str) -> None:
+    town = Town(tmp_path / "run", _config(family))
+    cheater, honest = town.worker("cheater", cheat), town.worker("honest")
+    asyncio.run(town.live(town.trainer(), town.validator(), cheater, honest))
+    members = town.desk.state.members
+    assert members[honest.key].credits > 0 == members[honest.key].refused
+    if cheat != "old-weights":  # its work on version 0 is honest
+        assert members[cheater.key].refused > 0 == members[cheater.key].credits
+
+
+@pytest.mark.parametrize("family", NOISES)
+def test_work_of_another_family_is_refused(tmp_path: Path, family: str) -> None:
+    """A worker that samples with the noise that is most at hand is as wrong as one that samples with its own luck."""
+    town = Town(tmp_path / "run", _config(family))
+    mistaken, honest = town.worker("mistaken"), town.worker("honest")
+    others = [other for other in NOISES if other != family]
+    mistaken.make_engine = lambda dtype, **named: LocalEngine(1, dtype, noise=others[0])
+    asyncio.run(town.live(town.trainer(), town.validator(), mistaken, honest))
+    members = town.desk.state.members
+    assert members[honest.key].credits > 0 == members[honest.key].refused
+    assert members[mistaken.key].refused > 0 == members[mistaken.key].credits
+
+
+def test_a_run_of_philox_has_the_log_of_before(tmp_path: Path) -> None:
+    town = Town(tmp_path / "run", tiny_run())
+    (data, _) = next(iter(town.desk.book.store.read(limit=1)))
+    assert b"noise" not in data and not any("noise" in word for word in Board(town.desk).info().needs)
+
+
+def test_a_node_that_lacks_the_family_does_not_join(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its work would look forged, and its verdicts would call honest work so."""
+    town = Town(tmp_path / "run", _config(KEYED_64))
+    monkeypatch.setattr(seat, "SUPPORTED", seat.SUPPORTED - {f"noise:{KEYED_64}"})
+    for node in (town.worker("old"), town.validator()):
+        with pytest.raises(PeerError, match=f"needs noise:{KEYED_64}, which this version of shoal lacks"):
+            asyncio.run(node.run())
+    assert "old" not in {member.name for member in town.desk.state.members.values()}
