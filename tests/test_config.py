@@ -344,6 +344,18 @@ def test_quick_without_such_a_table_says_so(run_file: Path) -> None:
         load_run(run_file, quick=True)
 
 
+def test_a_random_policy_overrides_the_other_keys_and_quick_overrides_it(tmp_path: Path) -> None:
+    path = tmp_path / "small.toml"
+    path.write_text(SMALL + '[random]\nsteps = 2\npolicy = { path = "shape" }\n[quick]\nsteps = 1\n')
+    found, both = load_run(path, random_policy=True), load_run(path, quick=True, random_policy=True)
+    assert (found.name, found.steps, found.policy.path) == ("small-random", 2, "shape")
+    assert (both.name, both.steps, both.policy.path) == ("small-random-quick", 1, "shape")
+    assert load_run(path).policy.path == ""
+    with pytest.raises(ConfigError, match=r"no \[random\] table.*leave --random-policy out"):
+        path.write_text(SMALL)
+        load_run(path, random_policy=True)
+
+
 def test_mistake_in_the_quick_table_is_found(tmp_path: Path) -> None:
     path = tmp_path / "small.toml"
     path.write_text(SMALL + "[quick]\nstps = 1\n")

@@ -6,6 +6,9 @@ import pytest
 
 from shoal.config import RunConfig, SftConfig, load_run, load_sft
 from shoal.envs.load import BUILT_IN, load_env
+from shoal.launch.doctor import in_words
+from shoal.launch.fits import amount, disk_of, roles_of
+from shoal.plan.sizes import sizes_of, spec_of
 from shoal.policy.tiny import tiny_spec
 
 ROOT = Path(__file__).parent.parent
@@ -13,6 +16,10 @@ RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
 SFT = [path for path in RECIPES if "\n[env]\n" in path.read_text()]
 """Recipes of `shoal sft` have one environment, `[env]`; run files have a list, `[[envs]]`."""
 RUNS = [path for path in RECIPES if path not in SFT]
+
+
+REAL = [path for path in RUNS if "\n[random]\n" in path.read_text()]
+"""Those of real models, which can be run with random weights of the same shape."""
 
 
 def name(path: Path) -> str:
@@ -26,7 +33,7 @@ def check_tiny_policy_has_room(config: RunConfig | SftConfig, max_tokens: int) -
 
 
 def test_the_arithmetic_and_qwen3_recipes_exist() -> None:
-    assert {"arithmetic", "qwen3-gsm8k"} <= {path.stem for path in RUNS}
+    assert {"arithmetic", "qwen3-0.6b-gsm8k"} <= {path.stem for path in RUNS}
 
 
 @pytest.mark.parametrize("path", RUNS, ids=name)
@@ -59,6 +66,36 @@ def test_sft_recipes_parse() -> None:
         assert load_env(config.env.name, config.env.args).num_tasks > 0
 
 
-def test_the_recipe_of_a_real_model_is_valid_without_a_download() -> None:
-    config = load_run(next(path for path in RUNS if path.stem == "qwen3-gsm8k"))
-    assert config.policy.path and not (RECIPES[0].parent / config.policy.path).exists()
+def test_the_recipes_of_real_models_exist() -> None:
+    assert {path.stem for path in REAL} >= {"qwen3-0.6b-gsm8k", "olmoe"}
+
+
+@pytest.mark.parametrize("path", REAL, ids=name)
+def test_the_recipe_of_a_real_model_is_valid_without_a_download(path: Path) -> None:
+    config = load_run(path)
+    assert config.policy.path and not (path.parent / config.policy.path).exists()
+
+
+@pytest.mark.parametrize("path", REAL, ids=name)
+def test_with_a_random_policy_a_recipe_names_a_shape_and_an_environment_that_are_there(path: Path) -> None:
+    config, real = load_run(path, random_policy=True), load_run(path)
+    assert (config.name, config.steps) == (f"{path.stem}-random", real.steps)
+    assert (path.parent / config.policy.path / "config.json").is_file()
+    assert [load_env(str(path.parent / env.name), env.args).num_tasks for env in config.envs] == [256]
+    assert (config.sampling, config.rollouts, config.train) == (real.sampling, real.rollouts, real.train)
+
+
+@pytest.mark.parametrize("path", REAL, ids=name)
+def test_a_recipe_states_the_memory_disk_and_bytes_that_the_preflight_reckons(path: Path) -> None:
+    on_a_gpu = [f"{section}.device=cuda" for section in ("train", "workers", "validators")]
+    config = load_run(path, on_a_gpu, random_policy=True)
+    roles = list(roles_of(config, spec_of(config, path.parent), with_workers=False))
+    reckoned = {
+        "GPU memory": amount(sum(role.on("cuda") for role in roles)),
+        "CPU memory": amount(sum(role.on("cpu") for role in roles)),
+        "disk": amount(disk_of(config, path.parent, with_workers=False)),
+        "bytes": f"{in_words(sizes_of(config, path.parent))}, to each worker",
+    }
+    text = path.read_text()
+    for what, size in reckoned.items():
+        assert f"#     {what:<13} {size}\n" in text, f"{path}: {what} is {size}"

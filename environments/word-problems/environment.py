@@ -3,7 +3,7 @@
 The data are pinned by their SHA-256: changed data are refused, so that all who repeat an episode have the same problems.
 The reward is 1 if the number behind the last "####" is the answer.
 
-GSM8K (arXiv:2110.14168) is train.jsonl and test.jsonl of github.com/openai/grade-school-math; recipes/qwen3-gsm8k.toml
+GSM8K (arXiv:2110.14168) is train.jsonl and test.jsonl of github.com/openai/grade-school-math; recipes/qwen3-0.6b-gsm8k.toml
 gives their paths and hashes.
 """
 

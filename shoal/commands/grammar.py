@@ -56,8 +56,14 @@ def told(*examples: tuple[str, str]) -> str:
 def run_file_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("recipe", type=Path, metavar="RECIPE", help="a run file, such as recipes/wordle.toml")
     p.add_argument("--quick", action="store_true", help="use the run file's [quick] values, for a short run")
+    random_policy_argument(p)
     p.add_argument("--out", type=Path, metavar="DIR", help="the run's folder (default: runs/NAME)")
     set_argument(p)
+
+
+def random_policy_argument(p: argparse.ArgumentParser) -> None:
+    help_text = "with random weights of the model's shape instead of the model: the run file's [random] values"
+    p.add_argument("--random-policy", action="store_true", help=help_text)
 
 
 def source_argument(p: argparse.ArgumentParser, name: str = "source") -> None:

@@ -26,6 +26,7 @@ def add_commands(commands: Any) -> None:
         ("shoal run recipes/wordle.toml", "the demo"),
         ("shoal run recipes/wordle.toml --quick", "the recipe's two-minute version"),
         ("shoal run recipes/arithmetic.toml --set workers.count=3 --out runs/three", "another number of workers"),
+        ("shoal run recipes/qwen3-0.6b-gsm8k.toml --random-policy", "without the model: random weights of its shape"),
     )  # fmt: skip
     run_file_arguments(p)
     p = add_command(
@@ -73,11 +74,11 @@ def add_commands(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    return _launch(args, args.set, quick=args.quick, with_workers=True)
+    return _launch(args, args.set, with_workers=True)
 
 
 def host(args: argparse.Namespace) -> int:
-    return _launch(args, host_overrides(args), quick=args.quick, with_workers=False)
+    return _launch(args, host_overrides(args), with_workers=False)
 
 
 def host_overrides(args: argparse.Namespace) -> list[str]:
@@ -86,10 +87,10 @@ def host_overrides(args: argparse.Namespace) -> list[str]:
     return [*args.set, *(f"host.{key}={json.dumps(value)}" for key, value in asked if value is not None)]
 
 
-def _launch(args: argparse.Namespace, overrides: list[str], quick: bool, with_workers: bool) -> int:
+def _launch(args: argparse.Namespace, overrides: list[str], with_workers: bool) -> int:
     from shoal.config import load_run
 
-    config = load_run(args.recipe, overrides, quick)
+    config = load_run(args.recipe, overrides, args.quick, args.random_policy)
     demand_torch()  # else each role would fail, and say why only in its log
     demand_environments(config, args.recipe.parent)
     from shoal.envs.declared import is_repeatable
@@ -97,12 +98,16 @@ def _launch(args: argparse.Namespace, overrides: list[str], quick: bool, with_wo
     from shoal.launch.hosting import invitation
     from shoal.launch.local import launch, locked
     from shoal.launch.rotation import take_root
+    from shoal.launch.shaped import random_policy
     from shoal.policy.device import demand_device
 
     for section in (config.train, config.workers, config.validators):
         demand_device(section.device)
     out = args.out or Path("runs") / config.name
     with locked(out) as lock_fd:
+        if args.random_policy:
+            config, told = random_policy(config, args.recipe.parent, RunFolder(out), with_workers)
+            say(told)
         RunFolder(out).prepare(config, args.recipe.parent, for_others=not with_workers, repeatable=is_repeatable)
         if not with_workers and args.root and (told := take_root(RunFolder(out), args.root)):
             say(told)

@@ -7,7 +7,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from shoal.commands.grammar import add_command, positive, set_argument
+from shoal.commands.grammar import add_command, positive, random_policy_argument, set_argument
 
 
 def add_commands(commands: Any) -> None:
@@ -16,7 +16,7 @@ def add_commands(commands: Any) -> None:
         "Looks at Python, cores, memory, disk, torch (with measured speed), clock, limits and folders. Prints a line for "
         "each, with what to do; exit code 1 if something that a run needs is missing.",
         ("shoal doctor", ""), ("shoal doctor --url http://host:8470", "compare this clock with a host's, too"),
-        ("shoal doctor --recipe recipes/wordle.toml", "does this run fit into the memory?"),
+        ("shoal doctor --recipe recipes/wordle.toml", "does this run fit into memory and disk?"),
     )  # fmt: skip
     p.add_argument("--url", default="", help="a run's coordinator")
     p.add_argument(
@@ -27,10 +27,13 @@ def add_commands(commands: Any) -> None:
         "--memory", type=positive, default=0, metavar="GB",
         help="with --recipe: as if so much were free where the trainer computes",
     )  # fmt: skip
+    random_policy_argument(p)
     set_argument(p)
 
 
 def doctor(args: argparse.Namespace) -> int:
     from shoal.launch import doctor as examination
 
-    return examination.run(args.url, recipe=args.recipe, changes=args.set, memory_gb=args.memory)
+    return examination.run(
+        args.url, recipe=args.recipe, changes=args.set, memory_gb=args.memory, random_policy=args.random_policy
+    )

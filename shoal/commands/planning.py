@@ -8,7 +8,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from shoal.commands.grammar import add_command, positive, set_argument
+from shoal.commands.grammar import add_command, positive, random_policy_argument, set_argument
 from shoal.plan.machines import Machines
 from shoal.terminal import say
 
@@ -64,6 +64,7 @@ def add_commands(commands: Any) -> None:
         "--signal-share", type=_share, default=Machines.signal_share, metavar="SHARE",
         help="part of the groups that teach anything (default: 1)",
     )  # fmt: skip
+    random_policy_argument(p)
     set_argument(p)
 
 
@@ -73,7 +74,7 @@ def plan(args: argparse.Namespace) -> None:
     from shoal.plan.report import report
     from shoal.roles.coordinator.role import rules_of
 
-    config = load_run(args.recipe, args.set)
+    config = load_run(args.recipe, args.set, random_policy=args.random_policy)
     given = {field.name: getattr(args, field.name) for field in dataclasses.fields(Machines)}
     machines = Machines(**given | {"also": tuple(args.also)})
     say(report(forecast(config, rules_of(config), args.recipe.parent, machines), machines))

@@ -1,6 +1,6 @@
 """How a TOML file becomes a `RunConfig` or an `SftConfig`: defaults, the file, then `key.sub=value` overrides.
 
-Called by the CLI. It names no key except `[quick]` and the built-in bounds: the others are in `sections`.
+Called by the CLI. It names no key except `[quick]`, `[random]` and the built-in bounds: the others are in `sections`.
 """
 
 from pathlib import Path
@@ -14,19 +14,27 @@ from shoal.tree import Section, from_tree, merge, read_toml, set_key, to_tree
 T = TypeVar("T")
 
 
-def load_run(path: Path, overrides: list[str] | None = None, quick: bool = False) -> RunConfig:
+VARIANTS = {"quick": "--quick", "random": "--random-policy"}
+"""Tables of a run file that override its other keys, and what asks for them."""
+
+
+def load_run(
+    path: Path, overrides: list[str] | None = None, quick: bool = False, random_policy: bool = False
+) -> RunConfig:
     """Read a run file, apply `key.sub=value` overrides, and check that the numbers fit each other.
 
     With `quick`, the keys of the run file's table `[quick]` override the others, for a short version of the same run in
-    a folder of its own. Raises `ConfigError` that names the key, and the nearest known key if it is unknown.
+    a folder of its own. With `random_policy`, so do those of `[random]`, whose policy.path is the directory of a shape,
+    with a config.json and no weights. Raises `ConfigError` that names the key, and the nearest known key if it is unknown.
     """
     tree = read_toml(path)
-    quick_tree = tree.pop("quick", None)
+    variants = {name: tree.pop(name, None) for name in VARIANTS}
     _demand_kind(tree, RunConfig, path)
-    if quick:
-        if not isinstance(quick_tree, dict):
-            raise ConfigError(f"{path} has no [quick] table, so it cannot be run with --quick: leave --quick out")
-        tree = merge(tree, {"name": f"{tree.get('name')}-quick"} | quick_tree)
+    for name in (name for name, asked in (("random", random_policy), ("quick", quick)) if asked):
+        over, flag = variants[name], VARIANTS[name]
+        if not isinstance(over, dict):
+            raise ConfigError(f"{path} has no [{name}] table, so it cannot be run with {flag}: leave {flag} out")
+        tree = merge(tree, {"name": f"{tree.get('name')}-{name}"} | over)
     config = _convert(merge(_built_in(), tree), overrides or [], RunConfig, path)
     check_run(config)
     return config
@@ -54,7 +62,7 @@ _KINDS = {
 def _demand_kind(tree: dict[str, Any], kind: type[Section], path: Path) -> None:
     """Raise `ConfigError` for a file of the other kind. Its keys would be compared with those of the wrong one."""
     other = SftConfig if kind is RunConfig else RunConfig
-    keys = tree.keys() - {"quick"}
+    keys = tree.keys() - VARIANTS.keys()
     if keys <= set(other.__struct_fields__) and not keys <= set(kind.__struct_fields__):
         (right, _), (found, command) = _KINDS[kind], _KINDS[other]
         raise ConfigError(f"{path} is {found}, not {right}. The command for it: {command.format(path)}")

@@ -11,18 +11,15 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.engine.needs import ITEM_BYTES, LOGIT_BYTES, ROW_BYTES, TOKEN_BYTES
-from shoal.engine.reading import PREFILL_TOKENS
-from shoal.engine.scoring import SCORED_VALUES
-from shoal.engine.writing import NOISE_VALUES
+from shoal.engine.held import NOISE_VALUES, PREFILL_TOKENS, SCORED_VALUES
+from shoal.engine.needs import ITEM_BYTES, LOGIT_BYTES, ROW_BYTES, TOKEN_BYTES, Needs
 from shoal.policy.anyspec import AnySpec
 from shoal.policy.files import find_tensors
+from shoal.policy.sizes import ANY_WIDTHS
+from shoal.policy.spec import PolicySpec
 
 LIBRARY_BYTES = 200_000_000
 """Of transformers' own code, most of which is imported when the first policy is loaded."""
-
-WIDTHS = 40
-"""Activations of one token in one layer, in widths: residual, heads, an MLP of four widths, and what its gate computes."""
 
 CACHE_COPIES = 3
 """The cache grows by being copied, and a few rows are copied when others have ended."""
@@ -70,4 +67,11 @@ class AnyNeeds:
 
     @property
     def _token(self) -> int:
-        return 4 * WIDTHS * max(self.spec.width, self.spec.heads * self.spec.head_dim)
+        return 4 * ANY_WIDTHS * max(self.spec.width, self.spec.heads * self.spec.head_dim)
+
+
+def needs_of_spec(spec: PolicySpec | AnySpec, dtype: str) -> Needs | AnyNeeds:
+    """What an engine needs for a policy whose files may not be here."""
+    if isinstance(spec, PolicySpec):
+        return Needs(spec, dtype)
+    return AnyNeeds(spec, dtype, spec.parameters, spec.vocab_size * spec.width)

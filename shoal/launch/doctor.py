@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from email.utils import parsedate_to_datetime
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import httpx
 import psutil
@@ -24,6 +24,9 @@ import psutil
 from shoal.config import TinyPolicy, load_run, node_home
 from shoal.errors import cause_of
 from shoal.protocol.constants import SIGNATURE_WINDOW_S
+
+if TYPE_CHECKING:
+    from shoal.plan.sizes import Sizes
 
 MIN_MEMORY_GB, MIN_DISK_GB, MIN_OPEN_FILES = 2.0, 1.0, 256
 MEASURE_S = 0.4
@@ -63,13 +66,14 @@ def run(
     recipe: Path | None = None,
     changes: Sequence[str] = (),
     memory_gb: float = 0.0,
+    random_policy: bool = False,
 ) -> int:
     """Print each line as it is found. Returns 1 if something that a run needs is missing, else 0.
 
-    With a `recipe`, only whether its run fits into the memory; see `fit`.
+    With a `recipe`, only whether its run fits into memory and disk; see `fit`.
     """
     missing = 0
-    for line in examine(url) if recipe is None else fit(recipe, changes, memory_gb):
+    for line in examine(url) if recipe is None else fit(recipe, changes, memory_gb, random_policy):
         missing += line.state == "missing"
         say(f"{line.state:<8} {line.what:<13} {line.found}" + (f"\n{'':22} -> {line.remedy}" if line.remedy else ""))
     can = "This machine can run, host and join." if recipe is None else "The run fits."
@@ -77,16 +81,16 @@ def run(
     return 1 if missing else 0
 
 
-def fit(recipe: Path, changes: Sequence[str], memory_gb: float) -> Iterator[Line]:
-    """Whether the run of a run file fits into the memory of this machine, role by role.
+def fit(recipe: Path, changes: Sequence[str], memory_gb: float, random_policy: bool = False) -> Iterator[Line]:
+    """Whether the run of a run file fits into the memory of this machine, role by role, and onto its disk; and its bytes.
 
     `memory_gb` replaces what is free in the memory of the device that trains, so that another machine can be asked about.
     Raises `ConfigError`, `StateError`.
     """
-    from shoal.launch.fits import amount, reports
-    from shoal.plan.sizes import spec_of
+    from shoal.launch.fits import amount, disk_of, reports
+    from shoal.plan.sizes import sizes_of, spec_of
 
-    config = load_run(recipe, list(changes))
+    config = load_run(recipe, list(changes), random_policy=random_policy)
     for report in reports(config, spec_of(config, recipe.parent), with_workers=True, free=int(memory_gb * 1e9)):
         for role in report.roles:
             if role.on(report.device):
@@ -96,6 +100,17 @@ def fit(recipe: Path, changes: Sequence[str], memory_gb: float) -> Iterator[Line
         enough = report.need <= report.free
         found = f"{amount(report.need)} at once, {amount(report.free)} free"
         yield Line("ok" if enough else "missing", f"memory {report.device}", found, "" if enough else report.advice)
+    need, free = disk_of(config, recipe.parent, with_workers=True), shutil.disk_usage(Path.cwd()).free
+    remedy = "" if need <= free else "free some space, give --out on another disk, or lower storage.quota_mb"
+    yield Line("ok" if need <= free else "missing", "disk", f"at most {amount(need)}, {amount(free)} free here", remedy)
+    yield Line("ok", "bytes", f"{in_words(sizes_of(config, recipe.parent))} to each worker")
+
+
+def in_words(sizes: "Sizes") -> str:
+    """What a worker fetches of a run."""
+    from shoal.launch.fits import amount
+
+    return f"{amount(sizes.version)} at first, then {amount(sizes.patch or sizes.version)} a step"
 
 
 def _size() -> Iterator[Line]:

@@ -1,20 +1,26 @@
 """Whether a run fits into the memory of this machine: what each of its roles takes, and a layout of training that fits.
 
 Called before the roles of a run start, and by `shoal doctor --recipe`. It reckons with the shape of the policy alone:
-nothing is loaded, and torch is imported only if a role computes on a GPU.
+nothing is loaded, and torch is imported only if a role computes on a GPU. The disk is looked at, too.
 """
 
+import contextlib
 import math
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
 
 from shoal.config import RunConfig
+from shoal.engine.anyneeds import AnyNeeds, needs_of_spec
 from shoal.engine.needs import Needs
 from shoal.envs.evaluate import BATCH
 from shoal.errors import StateError
+from shoal.plan.sizes import sizes_of
+from shoal.policy.anyspec import AnySpec
 from shoal.policy.device import AUTO, CPU, MPS, take_device
 from shoal.policy.sizes import parameters_of
 from shoal.policy.spec import PolicySpec
@@ -65,7 +71,7 @@ class Fit(NamedTuple):
     """Bytes that this layout still lacks; 0: it fits."""
 
 
-def fits(spec: PolicySpec, layout: Layout, free: int, published: str = "float32") -> Fit:
+def fits(spec: PolicySpec | AnySpec, layout: Layout, free: int, published: str = "float32") -> Fit:
     """The first of LAYOUTS with which a trainer alone fits into `free` bytes of its device, or the one that lacks least.
 
     A trainer computes in float32 or in the dtype that is `published`; what learns of an adapter is float32.
@@ -81,7 +87,7 @@ def fits(spec: PolicySpec, layout: Layout, free: int, published: str = "float32"
     return min(tried, key=lambda fit: fit.missing)
 
 
-def layout_of(config: RunConfig, spec: PolicySpec) -> Layout:
+def layout_of(config: RunConfig, spec: PolicySpec | AnySpec) -> Layout:
     """The run file's layout of training."""
     train = config.train
     longest = min(config.sampling.max_tokens, spec.max_positions)
@@ -91,7 +97,7 @@ def layout_of(config: RunConfig, spec: PolicySpec) -> Layout:
     )  # fmt: skip
 
 
-def roles_of(config: RunConfig, spec: PolicySpec, with_workers: bool) -> Iterator[RoleNeeds]:
+def roles_of(config: RunConfig, spec: PolicySpec | AnySpec, with_workers: bool) -> Iterator[RoleNeeds]:
     """What the roles of a run take that the launcher starts."""
     light = ["coordinator", "origin", *(["stage"] if any(env.kind == COMPLETIONS for env in config.envs) else [])]
     yield RoleNeeds("the rest", CPU, (Part("libraries", LIBRARY_BYTES), *(Part(name, LIGHT_BYTES) for name in light)))
@@ -100,7 +106,7 @@ def roles_of(config: RunConfig, spec: PolicySpec, with_workers: bool) -> Iterato
     if config.storage.state_every > 1:  # guard: copied-state-takes-memory
         training.append(Part("state being saved", state_of(spec, layout_of(config, spec)), True))
     yield _role("trainer", config.train.device, training, own=TRAINER_BYTES)
-    needs, rows = Needs(spec, config.sampled_dtype), config.rollouts.block_rollouts
+    needs, rows = needs_of_spec(spec, config.sampled_dtype), config.rollouts.block_rollouts
     longest = config.sampling.max_tokens
     if config.validators.count:
         judged = needs.score(rows * longest, longest, hidden=config.verify.proofs != "none")
@@ -110,7 +116,7 @@ def roles_of(config: RunConfig, spec: PolicySpec, with_workers: bool) -> Iterato
     if with_workers and (count := config.workers.count + config.workers.cheating):
         yield _role("worker", config.workers.device, played, count)
     if any(config.eval_episodes(env) for env in config.envs):
-        exact = Needs(spec, "float32")
+        exact = needs_of_spec(spec, "float32")
         played = _engine(
             exact, "playing", exact.play(BATCH, longest, config.sampling.all_tokens), config.workers.device
         )
@@ -124,14 +130,52 @@ def _role(name: str, device: str, parts: Sequence[Part], processes: int = 1, own
     return RoleNeeds(name, device, (*process, *parts), processes)
 
 
-def _engine(needs: Needs, work: str, size: int, device: str) -> list[Part]:
+def _engine(needs: Needs | AnyNeeds, work: str, size: int, device: str) -> list[Part]:
     """An engine while it loads a version, or while it works: it needs the larger of the two."""
     if device == CPU:
         return [Part("weights", needs.loaded), Part(work, max(size, needs.load() - needs.loaded))]
     return [Part("loading", needs.load(), True), Part("weights", needs.loaded), Part(work, size)]
 
 
-def demand_memory(config: RunConfig, spec: PolicySpec, with_workers: bool) -> None:
+def demand_fit(config: RunConfig, spec: PolicySpec | AnySpec, root: Path, with_workers: bool) -> None:
+    """Raise `StateError` if the run in the folder `root` needs more memory or more disk than this machine has free."""
+    demand_memory(config, spec, with_workers)
+    demand_disk(config, root, with_workers)
+
+
+def demand_disk(config: RunConfig, root: Path, with_workers: bool) -> None:
+    """Raise `StateError` if the run's folder may grow by more than is free on its disk. The config's paths are absolute."""
+    need, free = disk_of(config, Path(), with_workers) - _held(root), free_below(root)
+    if need > free:
+        raise StateError(
+            f"this run needs about {amount(need)} of disk in {root}, and {amount(free)} are free: free some space, give "
+            "--out on another disk, lower storage.quota_mb or storage.window_steps, or raise storage.checkpoint_every"
+        )
+
+
+def disk_of(config: RunConfig, recipe_dir: Path, with_workers: bool) -> float:
+    """Bytes that the run's folder holds when it holds most, with the versions of workers that are started here."""
+    sizes = sizes_of(config, recipe_dir)
+    workers = config.workers.count + config.workers.cheating if with_workers else 0
+    return sizes.host_disk + workers * sizes.worker_disk
+
+
+def _held(root: Path) -> int:
+    """Bytes of a folder; a file of several names counts once."""
+    sizes = {}
+    for path in root.rglob("*"):
+        with contextlib.suppress(OSError):
+            found = path.lstat()
+            sizes[found.st_ino] = found.st_size
+    return sum(sizes.values())
+
+
+def free_below(folder: Path) -> int:
+    """Bytes that are free on the disk of a folder, which need not be there yet."""
+    return shutil.disk_usage(next(path for path in (folder, *folder.resolve().parents) if path.exists())).free
+
+
+def demand_memory(config: RunConfig, spec: PolicySpec | AnySpec, with_workers: bool) -> None:
     """Raise `StateError` if the run's roles together need more memory than this machine has free."""
     for report in reports(config, spec, with_workers):
         if report.need > report.free:
@@ -165,7 +209,7 @@ class Report(NamedTuple):
         )
 
 
-def reports(config: RunConfig, spec: PolicySpec, with_workers: bool, free: int = 0) -> Iterator[Report]:
+def reports(config: RunConfig, spec: PolicySpec | AnySpec, with_workers: bool, free: int = 0) -> Iterator[Report]:
     """What the run takes of each memory here. `free` replaces what is free in the memory of the device that trains."""
     roles = [_settled(role) for role in roles_of(config, spec, with_workers)]
     trainer = next(role for role in roles if role.name == "trainer")
@@ -182,7 +226,7 @@ def _settled(role: RoleNeeds) -> RoleNeeds:
     return replace(role, device=CPU if device == MPS else device)
 
 
-def _advice(config: RunConfig, spec: PolicySpec, left: int) -> str:
+def _advice(config: RunConfig, spec: PolicySpec | AnySpec, left: int) -> str:
     """What to change, with `left` bytes for what depends on the layout of training."""
     fit = fits(spec, layout_of(config, spec), left, config.policy.dtype)
     keys = ", ".join(f'train.{key} = "{value}"' for key, value in fit.keys.items())

@@ -25,12 +25,14 @@ from shoal.folder import RunFolder
 from shoal.launch.computable import demand_computable
 from shoal.launch.evaluations import Evaluations
 from shoal.launch.finale import plain_end, render_end, save_picture
-from shoal.launch.fits import demand_memory
+from shoal.launch.fits import demand_fit
 from shoal.launch.process import RoleProcess, tail
 from shoal.launch.samples import flat_samples
 from shoal.launch.snapshot import CoordinatorWatch, MetricsWatch, Snapshot
 from shoal.launch.summary import UsageBook, write_summary
 from shoal.launch.view import LiveView, View, render
+from shoal.policy.anyspec import AnySpec
+from shoal.policy.kinds import sized_spec_of
 from shoal.policy.render import Renderer
 from shoal.policy.spec import PolicySpec
 from shoal.policy.tiny import tiny_spec
@@ -91,21 +93,21 @@ def launch(run_dir: Path, lock_fd: int, with_workers: bool = True, announce: Cal
 
 
 def open_crew(run_dir: Path, lock_fd: int, with_workers: bool, make_view: Callable[[], View]) -> "LocalRun":
-    """The processes of the run in a folder, not yet started. Raises as `check_first_policy` and `demand_memory`."""
+    """The processes of the run in a folder, not yet started. Raises as `check_first_policy` and `demand_fit`."""
     folder = RunFolder(run_dir)
     config = folder.config()
     check_first_policy(folder, config)  # guard: first-policy-can-talk
     spec = first_spec(folder, config)
     if spec is not None:
-        demand_memory(config, spec, with_workers)
+        demand_fit(config, spec, folder.root, with_workers)
     return LocalRun(config, folder, lock_fd, with_workers, make_view())
 
 
-def first_spec(folder: RunFolder, config: RunConfig) -> PolicySpec | None:
+def first_spec(folder: RunFolder, config: RunConfig) -> PolicySpec | AnySpec | None:
     """The shape of the run's first policy; None if it is not known here, and the trainer is to say why."""
     with contextlib.suppress(ShoalError):
         if config.policy.path:
-            return PolicySpec.from_directory(folder.policy if folder.policy.exists() else Path(config.policy.path))
+            return sized_spec_of(folder.policy if folder.policy.exists() else Path(config.policy.path))
         return tiny_spec(config.policy.tiny)
     return None
 

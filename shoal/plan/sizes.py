@@ -3,13 +3,15 @@
 Used by `forecast`. All results are bytes. A worker's memory is that of the embedded engine, as `engine/needs` has it.
 """
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.config import RunConfig
-from shoal.engine.needs import Needs
+from shoal.engine.anyneeds import needs_of_spec
 from shoal.errors import ConfigError, ShoalError
+from shoal.policy.anyspec import AnySpec
+from shoal.policy.kinds import AUTO, sized_spec_of
+from shoal.policy.sizes import parameters_of
 from shoal.policy.spec import PolicySpec
 from shoal.policy.tiny import tiny_spec
 from shoal.protocol.needs import may_be_patched
@@ -58,13 +60,13 @@ def sizes_of(config: RunConfig, recipe_dir: Path, parameters: float = 0.0, patch
     """The sizes of a run. `parameters` replaces the run file's model; `patch_share` is what a patch has of a version, below
     0 if that is assumed. Raises `StateError`, `ConfigError`."""
     spec = None if parameters else spec_of(config, recipe_dir)
-    count = float(sum(math.prod(shape) for shape in spec.tensor_shapes().values())) if spec else parameters
+    count = float(parameters_of(spec)) if spec else parameters
     version = count * ITEM_BYTES[config.policy.dtype]
     share = patch_share if patch_share >= 0 else PATCH_SHARE
     patch = share * version if may_be_patched(config.policy.dtype) else 0.0
     play = check = version * (2 if config.sampled_dtype == "int8" and config.policy.dtype == "bfloat16" else 1)
     if spec is not None:
-        needs, r, longest = Needs(spec, config.sampled_dtype), config.rollouts, config.sampling.max_tokens
+        needs, r, longest = needs_of_spec(spec, config.sampled_dtype), config.rollouts, config.sampling.max_tokens
         play = max(float(needs.load()), float(needs.loaded + needs.play(r.block_rollouts, longest)))
         check = max(play, float(needs.loaded + needs.score(r.block_rollouts * longest, longest, hidden=True)))
     stored, needed = _blobs(config, version, patch)
@@ -97,11 +99,14 @@ def _blobs(config: RunConfig, version: float, patch: float) -> tuple[float, floa
     return max(needed, min(storage.quota_mb * 1e6, storage.window_steps * of_a_step)), needed
 
 
-def spec_of(config: RunConfig, recipe_dir: Path) -> PolicySpec:
+def spec_of(config: RunConfig, recipe_dir: Path) -> PolicySpec | AnySpec:
     """The shape of a run's model. Raises `ConfigError`."""
     if config.policy.path:
+        directory = (recipe_dir / config.policy.path).resolve()
         try:
-            return PolicySpec.from_directory((recipe_dir / config.policy.path).resolve())
+            if config.policy.implementation == AUTO:
+                return sized_spec_of(directory)
+            return PolicySpec.from_directory(directory)
         except ShoalError as error:
             raise ConfigError(f"{error} To plan without the model: --parameters, such as 7e9") from None
     return tiny_spec(config.policy.tiny)

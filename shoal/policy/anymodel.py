@@ -175,7 +175,7 @@ def load_any(directory: Path, dtype: torch.dtype = torch.float32) -> AnyModel:
         raise StateError(f"{directory}: config.json says {spec.layers} layers, its files hold {len(stored)} tensors")
     with refused_by_name(directory, spec):
         files = _files_of(directory)
-        auto_model, config = _config_of(directory, spec)
+        auto_model, config = config_of(directory, spec)
         with torch.device("meta"):
             empty = auto_model.from_config(copy.deepcopy(config), trust_remote_code=False)
         _demand_size(empty, sum(_count(tensor.shape) for tensor in stored.values()), directory)
@@ -202,8 +202,11 @@ def refused_by_name(directory: Path, spec: AnySpec) -> Iterator[None]:
         raise StateError(f"{directory}: transformers cannot run this {spec.architecture}: {_line(error)}") from None
 
 
-def _config_of(directory: Path, spec: AnySpec) -> tuple[Any, Any]:
-    """The class that opens causal language models, and this model's config without what the files may not decide."""
+def config_of(directory: Path, spec: AnySpec) -> tuple[Any, Any]:
+    """The class that opens causal language models, and this model's config without what the files may not decide.
+
+    Raises `StateError` if transformers is missing or does not know the model.
+    """
     try:
         import transformers
         from transformers.integrations import hub_kernels

@@ -23,6 +23,9 @@ _NAMES = {
 }  # fmt: skip
 """What architectures call the same number."""
 
+_WIDTHS = ("moe_intermediate_size", "intermediate_size", "n_inner", "ffn_hidden_size", "ffn_dim")
+"""What they call the inner width of an MLP, or of one expert."""
+
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 OWN_KEYS = frozenset({
@@ -51,6 +54,21 @@ class AnySpec:
     turn_ends: tuple[int, ...] = ()
     experts: int = 0
     """Of each layer, of which routers choose a few for each token; 0 if there are none."""
+    mlp_width: int = 0
+    """Inner width of an MLP, or of one expert."""
+    tied: bool = False
+    """The output head shares the embedding."""
+    stored_values: int = 0
+    """Of all tensors in its files; 0 if there are none or nobody has looked."""
+
+    @property
+    def parameters(self) -> int:
+        """All weights: those of the files, or what a usual model of this shape has at most."""
+        if self.stored_values:
+            return self.stored_values
+        attention = 2 * self.width * (self.heads + self.kv_heads) * self.head_dim
+        experts = max(1, self.experts) * 3 * self.width * self.mlp_width + self.experts * self.width
+        return self.layers * (attention + experts + 8 * self.width) + (2 - self.tied) * self.vocab_size * self.width
 
     @staticmethod
     def from_directory(directory: Path) -> "AnySpec":
@@ -66,6 +84,7 @@ class AnySpec:
         eos = text.get("eos_token_id", config.get("eos_token_id"))
         eos_ids = tuple(i for i in (eos if isinstance(eos, list) else [eos]) if isinstance(i, int))
         experts = [count for key in _EXPERTS if isinstance(count := text.get(key), int)]
+        widths = [width for key in _WIDTHS if isinstance(width := text.get(key), int) and not isinstance(width, bool)]
         turn_ends = turn_ends_of(Path(directory) / "generation_config.json")
         spec = AnySpec(
             architecture[:40],
@@ -74,6 +93,8 @@ class AnySpec:
             eos_ids=eos_ids,
             turn_ends=() if set(turn_ends) == set(eos_ids) else turn_ends,
             experts=max(experts, default=0),
+            mlp_width=widths[0] if widths else 4 * numbers["width"],
+            tied=text.get("tie_word_embeddings", config.get("tie_word_embeddings")) is True,
             **numbers,
         )
         ids = (*spec.eos_ids, *spec.turn_ends)
@@ -83,7 +104,7 @@ class AnySpec:
             (spec.layers <= MAX_TENSORS, f"layers = {spec.layers}: more than MAX_TENSORS = {MAX_TENSORS}"),
             *(
                 (0 < value <= LARGEST, f"{name} = {value}: not in 1..{LARGEST}")
-                for name in (*numbers, "kv_heads", "head_dim")
+                for name in (*numbers, "kv_heads", "head_dim", "mlp_width")
                 for value in [getattr(spec, name)]
             ),
             (all(0 <= i < spec.vocab_size for i in ids), f"end tokens {ids} exceed vocab_size = {spec.vocab_size}"),

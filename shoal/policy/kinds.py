@@ -3,6 +3,9 @@
 Called by everything that opens a policy which may not be one of ours. Light: torch is imported when a model is opened.
 """
 
+import contextlib
+import dataclasses
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,6 +46,19 @@ def spec_of(directory: Path) -> PolicySpec | AnySpec:
             return AnySpec.from_directory(directory)
         except StateError:
             raise refused from None
+
+
+def sized_spec_of(directory: Path) -> PolicySpec | AnySpec:
+    """As `spec_of`, with the number of weights that the files hold, if there are any: the spec of another architecture
+    does not tell it exactly."""
+    from shoal.policy.files import find_tensors
+
+    spec = spec_of(directory)
+    if isinstance(spec, AnySpec):
+        with contextlib.suppress(StateError):
+            stored = find_tensors(directory)
+            return dataclasses.replace(spec, stored_values=sum(math.prod(one.shape) for one in stored.values()))
+    return spec
 
 
 def needs_transformers(directory: Path, implementation: str) -> bool:

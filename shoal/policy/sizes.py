@@ -6,25 +6,37 @@ dtypes, devices or what an engine or a trainer holds at a time.
 
 import math
 
+from shoal.policy.anyspec import AnySpec
 from shoal.policy.spec import PolicySpec
 
 OUTSIDE = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
 """Tensors that belong to no layer."""
 
+ANY_WIDTHS = 40
+"""Numbers that a layer of another architecture makes of one token, in widths: residual, heads, an MLP of four
+widths, and what its gate computes."""
 
-def parameters_of(spec: PolicySpec) -> int:
+
+def parameters_of(spec: PolicySpec | AnySpec) -> int:
     """All weights."""
+    if isinstance(spec, AnySpec):
+        return spec.parameters
     return sum(math.prod(shape) for shape in spec.tensor_shapes().values())
 
 
-def layer_parameters_of(spec: PolicySpec) -> int:
+def layer_parameters_of(spec: PolicySpec | AnySpec) -> int:
     """The weights of one layer."""
+    if isinstance(spec, AnySpec):
+        return spec.parameters // spec.layers
     shapes = spec.tensor_shapes().items()
     return sum(math.prod(shape) for name, shape in shapes if name not in OUTSIDE) // spec.layers
 
 
-def adapter_parameters_of(spec: PolicySpec, rank: int) -> int:
+def adapter_parameters_of(spec: PolicySpec | AnySpec, rank: int) -> int:
     """The weights of a low-rank adapter (arXiv:2106.09685) of every matrix in every layer."""
+    if isinstance(spec, AnySpec):
+        attention = 4 * spec.width + 2 * (spec.heads + spec.kv_heads) * spec.head_dim
+        return spec.layers * rank * (attention + 3 * max(1, spec.experts) * (spec.width + spec.mlp_width))
     shapes = (shape for name, shape in spec.tensor_shapes().items() if name not in OUTSIDE and len(shape) == 2)
     return sum(rank * (outputs + inputs) for outputs, inputs in shapes)
 
@@ -34,12 +46,14 @@ def cached_values_of(spec: PolicySpec) -> int:
     return 2 * spec.layers * spec.kv_heads * spec.head_dim
 
 
-def layer_values_of(spec: PolicySpec) -> int:
+def layer_values_of(spec: PolicySpec | AnySpec) -> int:
     """Numbers that one layer makes of one token and that its backward pass needs; see `layers`.
 
     The two normed inputs; query, key and value; queries and keys turned, and before that normed; queries apart from the
-    keys that they share; what attention reads; gate and up; their product.
+    keys that they share; what attention reads; gate and up; their product. Of another architecture they are estimated.
     """
+    if isinstance(spec, AnySpec):
+        return ANY_WIDTHS * max(spec.width, spec.heads * spec.head_dim)
     queries, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
     attention = (queries + 2 * keys) + (1 + spec.qk_norm) * (queries + keys) + queries
     if spec.heads > spec.kv_heads:
@@ -47,8 +61,10 @@ def layer_values_of(spec: PolicySpec) -> int:
     return 2 * spec.width + attention + 3 * spec.mlp_width
 
 
-def arranged_values_of(spec: PolicySpec) -> int:
+def arranged_values_of(spec: PolicySpec | AnySpec) -> int:
     """Numbers of one layer's weights in the copies that a pass with gradients makes: each matrix behind a norm, before and
-    after it is multiplied by the norm's weight."""
+    after it is multiplied by the norm's weight. Another architecture makes none."""
+    if isinstance(spec, AnySpec):
+        return 0
     outputs = (spec.heads + 2 * spec.kv_heads) * spec.head_dim + 2 * spec.mlp_width
     return 2 * spec.width * outputs

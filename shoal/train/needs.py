@@ -6,6 +6,7 @@ Called by `launch/fits`, and `predict` reads its constant here. Light: it import
 
 from dataclasses import dataclass
 
+from shoal.policy.anyspec import AnySpec
 from shoal.policy.sizes import (
     adapter_parameters_of,
     arranged_values_of,
@@ -60,7 +61,7 @@ class Part:
     """Whether it stays in the CPU's memory, whatever computes."""
 
 
-def parts_of(spec: PolicySpec, layout: Layout) -> list[Part]:
+def parts_of(spec: PolicySpec | AnySpec, layout: Layout) -> list[Part]:
     """What a trainer holds when it holds most: in the backward pass of a step's last micro-batch."""
     weights = parameters_of(spec)
     learned = adapter_parameters_of(spec, layout.rank) if layout.rank else weights
@@ -80,13 +81,13 @@ def parts_of(spec: PolicySpec, layout: Layout) -> list[Part]:
     return [*parts, Part("activations", made), Part("holes between them", holes)]
 
 
-def state_of(spec: PolicySpec, layout: Layout) -> int:
+def state_of(spec: PolicySpec | AnySpec, layout: Layout) -> int:
     """A saved state: float32 weights and moments of what is learned."""
     learned = adapter_parameters_of(spec, layout.rank) if layout.rank else parameters_of(spec)
     return int(learned * (4 + MOMENT_BYTES[layout.moments]))
 
 
-def activations_of(spec: PolicySpec, layout: Layout) -> int:
+def activations_of(spec: PolicySpec | AnySpec, layout: Layout) -> int:
     """What the layers keep of a micro-batch, and the larger of two: what the head takes, or a layer's backward pass."""
     tokens, item = max(layout.microbatch_tokens, layout.row_tokens), 4 if layout.dtype == "float32" else 2
     layer = item * (tokens * layer_values_of(spec) + arranged_values_of(spec))

@@ -3,13 +3,14 @@
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from shoal import cli
 from shoal.config import RunConfig, load_run
 from shoal.errors import StateError
 from shoal.launch import fits
-from shoal.launch.fits import CPU, RoleNeeds, demand_memory, layout_of, reports, roles_of
+from shoal.launch.fits import CPU, RoleNeeds, demand_disk, demand_memory, disk_of, layout_of, reports, roles_of
 from shoal.launch.fits import fits as fit_of
 from shoal.plan.sizes import spec_of
 from shoal.policy.model import Transformer
@@ -128,8 +129,38 @@ def test_doctor_shows_what_each_role_takes(monkeypatch: pytest.MonkeyPatch, caps
     assert cli.main(["doctor", "--recipe", recipe]) == 0
     said = capsys.readouterr().out
     assert "gradients" in said and "The run fits." in said and "torch" not in said
+    assert "disk " in said and "at first, then" in said
     assert cli.main(["doctor", "--recipe", recipe, "--memory", "1"]) == 1
     assert "-> " in capsys.readouterr().out
+
+
+def test_a_run_that_does_not_fit_onto_the_disk_starts_no_role(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(fits, "free_below", lambda folder: 10_000_000)
+    assert cli.main(["run", str(RECIPES / "wordle.toml"), "--out", str(tmp_path / "run")]) == 2
+    said = capsys.readouterr().err
+    assert "of disk in" in said and "10 MB are free" in said and "storage.quota_mb" in said and said.count("\n") == 1
+    assert not list((tmp_path / "run" / "logs").iterdir())
+
+
+def test_what_a_resumed_run_already_holds_is_not_asked_for_again(
+    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    need = int(disk_of(config, RECIPES, with_workers=True))
+    monkeypatch.setattr(fits, "free_below", lambda folder: need - 1000)
+    here = replace_path(config)
+    with pytest.raises(StateError, match="of disk"):
+        demand_disk(here, tmp_path / "new", with_workers=True)
+    (tmp_path / "blob").write_bytes(bytes(1000))
+    (tmp_path / "the same").hardlink_to(tmp_path / "blob")
+    demand_disk(here, tmp_path, with_workers=True)
+
+
+def replace_path(config: RunConfig) -> RunConfig:
+    """The config with an absolute path of its policy, as a run's folder has it."""
+    policy = msgspec.structs.replace(config.policy, path=str(RECIPES / config.policy.path))
+    return msgspec.structs.replace(config, policy=policy)
 
 
 def test_a_run_that_does_not_fit_starts_no_role(

@@ -1,0 +1,59 @@
+"""Make the first policy of a run with `--random-policy`, and say what it is.
+
+Called by `shoal run` and `shoal host` before they prepare the run's folder. Memory and disk are reckoned first. Weights are
+made in a process of their own, so that the launcher stays small.
+"""
+
+import multiprocessing
+import secrets
+from pathlib import Path
+
+import msgspec
+
+from shoal.config import RunConfig
+from shoal.errors import ConfigError, StateError
+from shoal.folder import RunFolder
+from shoal.launch.computable import demand_computable
+from shoal.launch.fits import demand_fit
+from shoal.plan.words import count
+from shoal.policy.shaped import demand_shape, make_shaped
+from shoal.policy.sizes import parameters_of
+
+
+def random_policy(config: RunConfig, recipe_dir: Path, folder: RunFolder, with_workers: bool) -> tuple[RunConfig, str]:
+    """The run's config with the path of a random policy of the shape that it names, and what the user is told.
+
+    The policy is in the run's folder, and is made if it is not there. Raises `ConfigError`, and `StateError` if the shape
+    cannot be used or the run does not fit.
+    """
+    shape = (recipe_dir / config.policy.path).resolve()
+    if not (shape / "config.json").is_file():
+        raise ConfigError(
+            f"policy.path = {config.policy.path}: --random-policy needs a model's shape, and {shape} has no config.json"
+        )
+    spec = demand_shape(shape)
+    found = msgspec.structs.replace(
+        config, policy=msgspec.structs.replace(config.policy, path=str(folder.policy.resolve()))
+    )
+    if not folder.policy.exists():
+        demand_computable(shape, config)
+        named = msgspec.structs.replace(config, policy=msgspec.structs.replace(config.policy, path=str(shape)))
+        demand_fit(named, spec, folder.root, with_workers)
+        _make(shape, folder.policy, config)
+    return found, (
+        f"Random policy: {count(parameters_of(spec))} weights in the shape of {shape.name}, and a tokenizer of bytes and "
+        f"made-up words, in {folder.policy}. Nothing was downloaded, and the policy knows no language"
+    )
+
+
+def _make(shape: Path, directory: Path, config: RunConfig) -> None:
+    seed = config.seed if config.seed >= 0 else secrets.randbits(32)
+    child = multiprocessing.get_context("spawn").Process(
+        target=make_shaped, args=(shape, directory, seed, config.policy.dtype)
+    )
+    child.start()
+    child.join()
+    if child.exitcode:
+        raise StateError(
+            f"no random policy of the shape of {shape} could be made: exit code {child.exitcode}, see above"
+        )
