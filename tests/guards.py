@@ -1297,6 +1297,8 @@ GUARDS = [
          "test_a_chunk_is_shared_once_it_is_verified_and_as_long_as_it_is_here"),
     ),
     *_needed_by("tests/roles/test_news.py",
+        ("wake-for-versions-only", ("CheckpointPublished", "*(CheckpointPublished, *TO_JUDGE)"),
+         "test_who_asks_for_a_newer_version_is_answered_when_it_is_published"),
         ("few-wait", OFF, "test_a_flood_of_waits_leaves_places_and_is_answered_at_once"),
         ("questions-apart", GONE, "test_a_host_that_answers_at_once_makes_no_relay_spin"),
     ),

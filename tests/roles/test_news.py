@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from shoal.errors import PeerError
+from shoal.ledger.facts.run import Admin
 from shoal.net.client import Client
 from shoal.net.connections import Limits
 from shoal.net.keys import load_or_make_key
@@ -49,12 +50,19 @@ def strangers(town: Town, host: str) -> httpx.AsyncClient:
 # --- the coordinator holds a question ---
 
 
-def test_who_asks_for_a_newer_version_is_answered_when_it_is_published(town):
+def test_who_asks_for_a_newer_version_is_answered_when_it_is_published(town, monkeypatch):
+    """Other events wake nobody."""
+    really, waits = town.desk.book.changed, []
+    monkeypatch.setattr(town.desk.book, "changed", lambda *how: waits.append(how) or really(*how))
+
     async def story():
         async with strangers(town, "9.9.9.9") as http:
             asked = asyncio.create_task(http.get("/v1/run?after=-1"))
             await asyncio.sleep(0.1)
-            assert not asked.done()
+            for action in ("pause", "resume"):
+                await town.desk.book.submit(Admin(action, "", town.clock()))
+            await asyncio.sleep(0.1)
+            assert not asked.done() and len(waits) == 1
             await publish(town)
             told = from_json((await asyncio.wait_for(asked, 1.0)).content, t.RunInfo)
             assert told.version == 0
