@@ -179,6 +179,30 @@ def test_a_relay_asks_again_after_a_failure_and_believes_no_other_run(town):
                           (22.0, "/v1/run?after=3")]  # fmt: skip
 
 
+def test_a_version_whose_manifest_was_not_read_yet_stays_news(town, tmp_path):
+    """The fetch of the version before may end meanwhile, which breaks off the look."""
+
+    @dataclasses.dataclass
+    class Slow:
+        async def get(self, path, cap):
+            await asyncio.sleep(60)
+
+    async def story():
+        filler = Filler(Slow(), info_of(town), ChunkStore(tmp_path, 1 << 30, 0), None, time.time)
+        await filler._look()
+        began = time.monotonic()
+        await filler._news.wait(filler._seen, 0.1)
+        assert time.monotonic() - began >= 0.1
+        looking = asyncio.create_task(filler._until_new())
+        await asyncio.sleep(0.05)
+        filler._news._take(info_of(town, 0))
+        await asyncio.sleep(0.05)
+        looking.cancel()
+        await asyncio.wait_for(filler._news.wait(filler._seen, 60), 1.0)
+
+    asyncio.run(story())
+
+
 @pytest.mark.parametrize("knows_after", [True, False])
 def test_a_relay_has_a_version_as_soon_as_it_is_published(town, tmp_path, monkeypatch, knows_after):
     """With a coordinator that holds questions it asks once; with an older one it asks again and again."""

@@ -180,6 +180,10 @@ def test_the_calls_of_a_relay(ended, tmp_path):
 # --- how it fills ---
 
 
+def some_info(run: str = "some run") -> RunInfo:
+    return RunInfo(run, "n", 1, "", "", "", "", (), None, None, "running", 0)
+
+
 @contextlib.asynccontextmanager
 async def filling(town: Town, home: Path, source: str, lies=None):
     """A relay's store while it fills from a coordinator, and its URL."""
@@ -253,7 +257,7 @@ def test_a_relay_fetches_the_patches_of_versions_before_their_weights(tmp_path, 
             return []
 
     async def story():
-        filler = Filler(Host(), None, store, Relays(Host()), time.time)
+        filler = Filler(Host(), some_info(), store, Relays(Host()), time.time)
         for version, manifest in enumerate(line.manifests):
             signed = wire.to_json(sign_manifest(manifest, Key.generate(), now=0.0))
             filler._manifests[version] = fill._Known(signed, manifest, 0.0)
@@ -412,7 +416,7 @@ def test_the_folder_of_another_run_is_deleted_and_no_run_names_a_path(tmp_path):
             return self.info
 
     for bad in ("../../home", "", "b" * 31, "b" * 32 + "\n"):
-        info = RunInfo(bad, "n", 1, "", "", "", "", (), None, None, "running", 0)
+        info = some_info(bad)
         with pytest.raises(PeerError, match="not 32 hex digits"):
             asyncio.run(role._info(Host(info)))
 
@@ -608,7 +612,7 @@ def test_relays_that_come_and_go_begin_a_transfer_anew_less_and_less(ended, tmp_
             asked.append(every_s)
             return True
 
-    filler = Filler(None, None, ChunkStore(tmp_path, ROOM, 0), Listed(), time.time)
+    filler = Filler(None, some_info(), ChunkStore(tmp_path, ROOM, 0), Listed(), time.time)
 
     async def look():
         return is_new

@@ -60,6 +60,8 @@ class Filler:
     ) -> None:
         self._client, self._store, self._relays, self._clock = client, store, relays, clock
         self._news = News(client, info)
+        self._seen: int | None = None
+        """The newest version at the last look that was not broken off."""
         self._manifests: dict[int, _Known] = {}
         self._read: list[Manifest] = []
         """What was read, newest first, and is not known to the store yet."""
@@ -82,7 +84,7 @@ class Filler:
                 if newest > told:
                     told = newest
                     log.info("version=%d is here whole=%s held_mb=%.0f", newest, self._has_all(newest), self._held_mb())
-                await self._news.wait(LOOK_EVERY_S)
+                await self._news.wait(self._seen, LOOK_EVERY_S)
             except ShoalError as error:
                 log.warning("%s", error)
                 await asyncio.sleep(REST_S)
@@ -109,6 +111,7 @@ class Filler:
         self._manifests = {v: kept for v, kept in self._manifests.items() if oldest <= v <= info.version}
         while self._read:
             self._store.keep(self._read.pop())
+        self._seen = info.version
         return not set(self._manifests) <= before
 
     def _is_patch(self, version: int) -> bool:
@@ -164,7 +167,7 @@ class Filler:
 
     async def _until_new(self) -> None:
         while True:
-            await self._news.wait(LOOK_EVERY_S)
+            await self._news.wait(self._seen, LOOK_EVERY_S)
             try:
                 if await self._look():
                     self._list_every_s = LIST_WHILE_FILLING_S

@@ -52,14 +52,13 @@ class News:
     def _take(self, told: RunInfo) -> None:
         if told.run != self.info.run:  # guard: relays-one-run
             raise PeerError("the host serves another run now: start the relay again to serve that one")
-        is_new = told.version != self.info.version
         self.info = told
-        if is_new:
-            self._bell.set()
+        self._bell.set()
 
-    async def wait(self, limit_s: float) -> None:
-        """Return when there is another version than at the last return, or after `limit_s`."""
+    async def wait(self, seen: int | None, limit_s: float) -> None:
+        """Return as soon as the newest version is another than the one seen (None: none), or after `limit_s`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
-                await self._bell.wait()
-        self._bell.clear()
+                while self.info.version == seen:
+                    self._bell.clear()
+                    await self._bell.wait()
