@@ -1,8 +1,11 @@
 """The relays of a simulated run. Few relays take each version from the origin, and pass on each chunk that they have.
 
-Used by `simulate`. Clients take chunks from all relays at once, so their uplinks are one link; see `flows`.
+Used by `simulate`. Clients take chunks from all relays at once, so their uplinks are one link; see `flows`. Each relay
+fetches the chunks in a random order, so together they have all of them before any of them has.
 """
 
+import math
+import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -15,7 +18,11 @@ from shoal.plan.setting import Setting
 class _Filling:
     """How far the relays are with a version, and who waits for that."""
 
+    size_bytes: float
+    enough_bytes: float
+    """When each relay has so many, they have all together."""
     lacking: int
+    """Relays that have fewer."""
     has_chunk: bool = False
     for_chunk: list[Callable[[], None]] = field(default_factory=list)
     for_all: list[Callable[[], None]] = field(default_factory=list)
@@ -24,41 +31,51 @@ class _Filling:
 class SimulatedRelays:
     """All relays. Where versions are patches, they fetch the patch first, and then what else is published."""
 
-    def __init__(self, clock: Clock, net: Network, setting: Setting) -> None:
-        self._clock, self._net, self._s = clock, net, setting
+    def __init__(self, clock: Clock, net: Network, setting: Setting, rng: random.Random) -> None:
+        self._clock, self._net, self._s, self._rng = clock, net, setting, rng
         self._versions: dict[int, _Filling] = {}
         self._behind = 0
         """Relays that still fetch a whole version, which workers that follow by patches do not need."""
         self.fetched_bytes = 0.0
 
     def fill(self, version: int) -> None:
-        """A version was published."""
-        self._versions[version] = _Filling(len(self._s.relays_up))
-        for _ in self._s.relays_up:
-            self._clock.after(self._s.relay_look_s, lambda: self._begin(version))
+        """A version was published. Each relay is told so, and asks for the manifest."""
+        s = self._s
+        size = s.patch_bytes if s.patch_bytes and version else s.full_bytes
+        chunks = math.ceil(size / s.chunk_bytes)
+        self._versions[version] = _Filling(size, size * self._enough(chunks) / chunks, len(s.relays_up))
+        for _ in s.relays_up:
+            self._clock.after(2 * s.request_s, lambda: self._begin(version))
+
+    def _enough(self, chunks: int) -> int:
+        """How many chunks each relay has when all are at one relay at least."""
+        orders = [self._rng.sample(range(chunks), chunks) for _ in self._s.relays_up]
+        return 1 + max(map(min, zip(*orders, strict=True)))
 
     def _begin(self, version: int) -> None:
-        s, filling = self._s, self._versions[version]
-        size = s.patch_bytes if s.patch_bytes and version else s.full_bytes
-        first = min(size, s.chunk_bytes)
-        self.fetched_bytes += size
+        filling = self._versions[version]
+        first = min(filling.enough_bytes, self._s.chunk_bytes)
+        self.fetched_bytes += filling.size_bytes
 
         def has_chunk() -> None:
             filling.has_chunk = True
-            waiting, filling.for_chunk = filling.for_chunk, []
-            for then in waiting:
-                self._clock.after(s.relay_ask_s, then)
-            self._net.start(self._clock.now, size - first, ("origin",), has_all)
+            self._tell(filling.for_chunk)
+            self._net.start(self._clock.now, filling.enough_bytes - first, ("origin",), has_enough)
 
-        def has_all() -> None:
+        def has_enough() -> None:
             filling.lacking -= 1
             if not filling.lacking:
-                waiting, filling.for_all = filling.for_all, []
-                for then in waiting:
-                    self._clock.after(s.relay_ask_s, then)
-            self._go_on(version)
+                self._tell(filling.for_all)
+            left = filling.size_bytes - filling.enough_bytes
+            self._net.start(self._clock.now, left, ("origin",), lambda: self._go_on(version))
 
         self._net.start(self._clock.now, first, ("origin",), has_chunk)
+
+    def _tell(self, waiting: list[Callable[[], None]]) -> None:
+        """Clients ask now and then what relays have."""
+        for then in waiting:
+            self._clock.after(self._s.relay_ask_s, then)
+        waiting.clear()
 
     def _go_on(self, version: int) -> None:
         """Fetch the whole version, too, if it is an anchor. A relay that is still at an earlier one leaves this one out."""
@@ -81,7 +98,7 @@ class SimulatedRelays:
             filling.for_chunk.append(then)
 
     def when_whole(self, version: int, then: Callable[[], None], at_once: Callable[[], None]) -> None:
-        """Call `then` when a client knows that all relays have a version, or now `at_once` if they have."""
+        """Call `then` when a client knows that the relays together have a version, or now `at_once` if they have."""
         filling = self._versions[version]
         if filling.lacking:
             filling.for_all.append(then)

@@ -42,8 +42,6 @@ class Setting:
     """Of a patch, until the version is on the worker's disk."""
     origin_up: float = 0.0
     relays_up: tuple[float, ...] = ()
-    relay_look_s: float = 1.0
-    """From a version's publication until a relay sees it: half of the time between two looks."""
     relay_ask_s: float = 0.5
     """From a chunk's arrival at a relay until a client knows: half of the time between two questions."""
     chunk_bytes: float = MAX_CHUNK_BYTES

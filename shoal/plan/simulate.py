@@ -81,7 +81,7 @@ class _Run:
         rates |= {f"up{i}": machine.up for i, machine in enumerate(setting.workers)}
         rates |= {"origin": setting.origin_up, "relays": sum(setting.relays_up)}
         self.net = Network(rates)
-        self.relays = SimulatedRelays(self.clock, self.net, setting) if setting.relays_up else None
+        self.relays = SimulatedRelays(self.clock, self.net, setting, self.rng) if setting.relays_up else None
         self.trainer = SimulatedTrainer(self.clock, setting.train_s, setting.publish_s, self._publish)
         self.workers = [_Worker(f"{i:064x}", machine, i) for i, machine in enumerate(setting.workers)]
         self.line: deque[_Worker] = deque()
