@@ -219,7 +219,7 @@ def config_of(directory: Path, spec: AnySpec) -> tuple[Any, Any]:
         ) from None
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    # If the package kernels is installed, some architectures would download compiled code and run it.
+    # With Hugging Face's package of kernels, some architectures would download compiled code and run it.
     hub_kernels._kernels_enabled = False  # guard: no-code-of-a-hub
     config = read_config(directory)
     if spec.architecture not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:  # guard: no-code-of-a-model
