@@ -114,7 +114,7 @@ class Challenges:
         name, now = str(waiting.url), waiting.seen_at
         if name in self._asking:
             return BEING_ASKED
-        until, why = max(self._refused.get(each, (0.0, "")) for each in (name, _of(waiting)))
+        until, why = max(self._refused.get(each, (0.0, "")) for each in (name, _as_offered(waiting)))
         if until > now:  # guard: one-challenge-a-url
             return f"{why}; it is asked again later", until - now
         network = next((each for each, offers in self._turns.items() if name in offers), None)
@@ -171,7 +171,7 @@ class Challenges:
             address = await outside.judged_address(url, waiting.caller if waiting.may_be_inside else "")
         except PeerError as error:
             # another offerer may be at that address  # guard: judged-for-its-offerer
-            remember(self._refused, _of(waiting), (now + ASK_AGAIN_S, fact(str(error), MOST_REASON_CHARS)))
+            remember(self._refused, _as_offered(waiting), (now + ASK_AGAIN_S, fact(str(error), MOST_REASON_CHARS)))
             return
         network = network_of(address)
         before = self._asked.get(network, float("-inf"))
@@ -202,7 +202,7 @@ class Challenges:
         remember(self._proofs, name, Proof(proof.key, address, self._clock()))
 
 
-def _of(waiting: Waiting) -> str:
+def _as_offered(waiting: Waiting) -> str:
     """The name of a URL as one caller offers it."""
     return f"{waiting.url} {waiting.caller}"
 
