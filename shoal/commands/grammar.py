@@ -106,7 +106,7 @@ def reachable_url(text: str) -> str:
     if not text:
         return ""
     from shoal.errors import PeerError
-    from shoal.net.outside import checked_url
+    from shoal.net.urls import checked_url
 
     try:
         return str(checked_url(text))

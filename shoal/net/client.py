@@ -20,9 +20,10 @@ import httpx
 
 from shoal.errors import NothingYet, PeerError, Superseded
 from shoal.net.parts import raw_parts
-from shoal.net.sided import SHOAL, SidedTransport, server_url
+from shoal.net.sided import SHOAL, SidedTransport
 from shoal.net.strangers import location_of
 from shoal.net.trouble import Trouble, retry_after, troubles
+from shoal.net.urls import server_url
 from shoal.protocol import constants, wire
 from shoal.protocol.identity import Key, RequestLine, content_digest, sign_request
 from shoal.protocol.types import Refusal

@@ -12,47 +12,9 @@ from shoal.net.addresses import addresses_of, is_outside
 from shoal.net.parts import raw_parts
 from shoal.net.strangers import StrangersTransport
 from shoal.net.trouble import Trouble, troubles
-from shoal.protocol.constants import MAX_URL_CHARS
+from shoal.net.urls import port_of
 
 LOOK_UP_S = 5.0
-
-FORM = "http(s)://HOST[:PORT][/PATH]"
-
-WEB_PORTS = (80, 443)
-
-FIRST_FREE_PORT = 1024
-"""Lower ports, but for those of the web, belong to other services, which must not be called."""
-
-
-def checked_url(text: str) -> httpx.URL:
-    """A stranger's URL, if it may be called at all. Raises `PeerError`."""
-    if len(text) > MAX_URL_CHARS:
-        raise PeerError(f"the URL has {len(text)} characters, limit {MAX_URL_CHARS}: offer a shorter one")
-    try:
-        url = httpx.URL(text.rstrip("/"))
-        port = url.port
-        url.host.encode("idna")  # refuses parts that are empty or too long  # guard: names-of-strangers
-    except (httpx.InvalidURL, ValueError) as error:
-        raise PeerError(f"{text!r} is not a URL ({error}): write it as {FORM}") from None
-    if url.scheme not in ("http", "https") or not url.host:
-        raise PeerError(f"{text!r} is not a web address: write it as {FORM}")
-    if url.userinfo or url.query or url.fragment or "@" in text:  # guard: plain-url
-        raise PeerError(f"{text!r} has a user, a query or a fragment: write it as {FORM}")
-    demand_port(port)
-    return url
-
-
-def demand_port(port: int | None) -> None:
-    """Raise `PeerError` for a port of other services than a stranger may have called; None is that of the scheme."""
-    if port is not None and port not in WEB_PORTS and not FIRST_FREE_PORT <= port < 65536:  # guard: odd-ports
-        raise PeerError(
-            f"port {port} may be of another service: use port 80, 443, or one from {FIRST_FREE_PORT} to 65535"
-        )
-
-
-def port_of(url: httpx.URL) -> int:
-    """The port that a URL means."""
-    return url.port or (443 if url.scheme == "https" else 80)
 
 
 async def judged_address(url: httpx.URL, own: str = "") -> str:

@@ -7,15 +7,13 @@ connections go only to addresses that were judged. It reads nothing of an answer
 
 import contextlib
 import ipaddress
-import re
 
 import httpx
 
-from shoal.errors import PeerError
 from shoal.net import addresses
-from shoal.net.outside import port_of
 from shoal.net.strangers import StrangersTransport
 from shoal.net.trouble import Trouble
+from shoal.net.urls import port_of
 
 SHOAL = "shoal-protocol"
 """The header that every answer of a shoal node has."""
@@ -79,21 +77,3 @@ def _peer_of(response: httpx.Response) -> str:
     stream = response.extensions.get("network_stream")
     address = stream.get_extra_info("server_addr") if stream is not None else None
     return str(address[0]) if address else ""
-
-
-_HOST = re.compile(r"[A-Za-z0-9._-]+|[0-9a-fA-F:.]+", re.ASCII)
-"""A name or an address. Anything that would have to be escaped is a typing error."""
-
-
-def server_url(base_url: str) -> str:
-    """The URL of a server that a user typed, in one form. Raises `PeerError`."""
-    try:
-        url = httpx.URL(base_url)
-    except (httpx.InvalidURL, TypeError) as error:
-        raise PeerError(f"{base_url!r} is not a URL ({error}): write it as http://HOST:PORT or https://HOST") from None
-    usable = _HOST.fullmatch(url.raw_host.decode("ascii")) and 0 < (url.port or 80) < 65536
-    if url.scheme not in ("http", "https") or not usable:
-        raise PeerError(f"{base_url!r} is not a URL of a node: write it as http://HOST:PORT or https://HOST")
-    if url.path not in ("", "/") or url.query or url.fragment or url.userinfo:
-        raise PeerError(f"{base_url!r} has more than the node's address: use only {url.scheme}://{url.netloc.decode()}")
-    return f"{url.scheme}://{url.netloc.decode('ascii')}"

@@ -16,10 +16,10 @@ import httpx
 from shoal.errors import NothingYet, PeerError
 from shoal.net.addresses import addresses_of, outside_address
 from shoal.net.client import Client
-from shoal.net.outside import demand_port, port_of
 from shoal.net.parts import raw_parts
 from shoal.net.strangers import StrangersTransport, location_of
 from shoal.net.trouble import Trouble, retry_after, troubles
+from shoal.net.urls import demand_port, port_of
 from shoal.protocol import constants
 from shoal.protocol.types import RunInfo
 from shoal.weights.choose import LAST, MOST_LANES

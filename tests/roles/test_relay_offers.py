@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from shoal.errors import PeerError
-from shoal.net import addresses, outside
+from shoal.net import addresses, outside, urls
 from shoal.protocol.constants import MAX_URL_CHARS
 from shoal.protocol.identity import Key
 from shoal.protocol.relays import sign_proof
@@ -477,7 +477,7 @@ def test_a_request_follows_no_redirect_reads_little_and_ends_in_time():
 def test_a_name_that_no_dns_can_hold_is_refused_before_it_is_looked_up(name):
     """Looking it up raises another error than a name that is not known: it ended the task that asks all relays."""
     with pytest.raises(PeerError, match="is not a URL"):
-        outside.checked_url(f"http://{name}:8080")
+        urls.checked_url(f"http://{name}:8080")
     with pytest.raises(PeerError, match="is not a URL"):
         HttpSource(f"http://{name}:8080/v1/blobs")
 

@@ -18,6 +18,7 @@ import httpx
 from shoal.errors import PeerError
 from shoal.net import outside
 from shoal.net.server import network_of
+from shoal.net.urls import checked_url
 from shoal.protocol.types.relays import RelayEntry, RelayOffer, RelayStanding
 from shoal.roles.coordinator.challenges import ASK_AGAIN_S, OFFER_AGAIN_S, Challenges, Waiting, remember
 from shoal.roles.coordinator.crowds import crowd_of, gives_way
@@ -88,7 +89,7 @@ class RelayList:
 
         `proxied`: a proxy that is not trusted may have passed it on, so the address may not be the caller's own.
         """
-        url = outside.checked_url(offered.url or _url_of(host, offered.port))
+        url = checked_url(offered.url or _url_of(host, offered.port))
         name, now = str(url), self._clock()
         self._forget_lapsed()
         known = self._listed.get(name)
