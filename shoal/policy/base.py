@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
+import torch
 from torch import Tensor, nn
 
 from shoal.policy.packed import Family
@@ -47,6 +48,12 @@ class Published:
     files: Mapping[str, Any]
     """Contents of the JSON files by name, such as config.json. Its dtype is added when it is written."""
     weights: str = WEIGHTS
+    gather: Callable[[str, torch.dtype], Tensor] | None = None
+    """If this process has only parts of the tensors: gives a whole one by name, on the CPU, in a dtype."""
+
+    def whole(self, name: str, dtype: torch.dtype) -> Tensor:
+        """A tensor on the CPU, in a dtype."""
+        return self.gather(name, dtype) if self.gather else self.tensors[name].detach().to("cpu", dtype)
 
 
 class PolicyModel(Protocol):

@@ -73,12 +73,34 @@ def load_policy(directory: Path, dtype: "torch.dtype | None" = None) -> "Transfo
 
     from shoal.policy.model import Transformer
 
-    spec = PolicySpec.from_directory(directory)
-    stored = _needed(find_tensors(directory), spec)
-    _demand_same_shapes(stored, spec.tensor_shapes(), directory)  # before a hostile config makes us allocate too much
+    spec, stored = policy_tensors(directory)
     model = Transformer(spec, dtype or torch.float32)
     _fill_all(dict(model.named_parameters()), stored, directory)
     return model
+
+
+def policy_tensors(directory: Path) -> tuple[PolicySpec, dict[str, StoredTensor]]:
+    """What a checkpoint directory says of its policy, and where its tensors are by the names of `Transformer`.
+
+    Raises `StateError` if a file is damaged or hostile, or if the tensors do not match the config.
+    """
+    spec = PolicySpec.from_directory(directory)
+    stored = _needed(find_tensors(directory), spec)
+    _demand_same_shapes(stored, spec.tensor_shapes(), directory)  # before a hostile config makes us allocate too much
+    return spec, stored
+
+
+def read_rows(stored: StoredTensor, begin: int, end: int, name: str) -> "torch.Tensor":
+    """Some rows of a tensor in its file, as float32. Raises `StateError` as `load_policy`."""
+    import torch
+
+    row_bytes = (stored.end - stored.start) // stored.shape[0]
+    first, last = (stored.start + place * row_bytes for place in (begin, end))
+    rows = {name: torch.empty(end - begin, *stored.shape[1:])}
+    part = StoredTensor(stored.file, stored.dtype, tuple(rows[name].shape), first, last)
+    if begin < end:
+        _fill_all(rows, {name: part}, stored.file.parent)
+    return rows[name]
 
 
 def read_tensors(directory: Path, dtype: "torch.dtype") -> "dict[str, torch.Tensor]":
@@ -104,10 +126,9 @@ def map_policy(directory: Path, spec: PolicySpec) -> dict[str, MappedTensor]:
 
     Raises `StateError` if a file is damaged or hostile, or if this is not a policy of this shape.
     """
-    if PolicySpec.from_directory(directory) != spec:
+    found, stored = policy_tensors(directory)
+    if found != spec:
         raise StateError(f"{directory} holds a policy of another shape")
-    stored = _needed(find_tensors(directory), spec)
-    _demand_same_shapes(stored, spec.tensor_shapes(), directory)
     maps = {file: np.asarray(np.memmap(file, np.uint8, "r")) for file in {one.file for one in stored.values()}}
     return {
         name: MappedTensor(
@@ -125,6 +146,10 @@ class Snapshot:
     tensors: "dict[str, torch.Tensor]"
     files: Mapping[str, Any]
     weights: str
+
+    def whole(self, name: str, dtype: "torch.dtype") -> "torch.Tensor":
+        """As of `Published`."""
+        return self.tensors[name]
 
 
 def snapshot(model: "PolicyModel", dtype: str) -> Snapshot:
@@ -148,20 +173,20 @@ def save_policy(
     The directory appears whole or not at all, if it is `durable` even if the machine dies. It replaces an older one of the
     same name. Raises `StateError` if writing fails.
     """
-    from safetensors import SafetensorError
+    from shoal.policy.stream import write_weights
 
     directory = Path(directory)
     assert not isinstance(policy, Snapshot) or policy.dtype == dtype, f"the snapshot is {policy.dtype}"
     published = policy if isinstance(policy, Snapshot) else policy.published()
     try:
         with replaced_folder(directory, durable=durable) as scratch:
-            _write_weights(published.tensors, scratch / published.weights, _torch_dtype(dtype), shard_bytes)
+            write_weights(published, scratch / published.weights, _torch_dtype(dtype), shard_bytes)
             for name, content in published.files.items():
                 write_json(scratch / name, content | {"dtype": dtype} if name == "config.json" else content)
             for name in TOKENIZER_FILES:
                 if tokenizer_from is not None and (Path(tokenizer_from) / name).exists():
                     shutil.copyfile(Path(tokenizer_from) / name, scratch / name)
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         raise StateError(
             f"cannot write checkpoint {directory}: {cause_of(error)}. Free space, or give another"
         ) from None
@@ -258,44 +283,6 @@ def _decode(data: bytes, kind: Any, path: Path) -> Any:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise StateError(f"{path} is damaged: {error}. Download the model again") from None
-
-
-def _write_weights(
-    parameters: "Mapping[str, torch.Tensor]", path: Path, dtype: "torch.dtype", shard_bytes: int
-) -> None:
-    """Write the weights as the file `path`, or as shards with their index. Only one shard is copied in memory at a time."""
-    from safetensors.torch import save_file
-
-    shards = _shards({name: p.numel() * dtype.itemsize for name, p in parameters.items()}, shard_bytes)
-    count = len(shards)
-    files = (
-        [path.name] if count == 1 else [f"{path.stem}-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
-    )
-    for file, names in zip(files, shards, strict=True):
-        tensors = {name: _alone(parameters[name].detach().to("cpu", dtype).contiguous()) for name in names}
-        save_file(tensors, path.parent / file, metadata={"format": "pt"})
-    if count > 1:
-        places = {name: file for file, names in zip(files, shards, strict=True) for name in names}
-        total = sum(p.numel() for p in parameters.values()) * dtype.itemsize
-        write_json(path.parent / f"{path.name}.index.json", {"metadata": {"total_size": total}, "weight_map": places})
-
-
-def _alone(tensor: "torch.Tensor") -> "torch.Tensor":
-    """A tensor that shares no memory with another, as safetensors demands: an expert may be a view of all of them."""
-    return tensor.clone() if tensor.untyped_storage().nbytes() != tensor.nbytes else tensor
-
-
-def _shards(sizes_bytes: dict[str, int], shard_bytes: int) -> list[list[str]]:
-    """The names of each shard's tensors, in the given order."""
-    shards: list[list[str]] = [[]]
-    filled = 0
-    for name, size in sizes_bytes.items():
-        if shards[-1] and filled + size > shard_bytes:
-            shards.append([])
-            filled = 0
-        shards[-1].append(name)
-        filled += size
-    return shards
 
 
 def _needed(stored: dict[str, StoredTensor], spec: PolicySpec) -> dict[str, StoredTensor]:
