@@ -13,33 +13,17 @@ import logging
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from shoal.errors import StateError, cause_of
 from shoal.folder import write_atomically
+from shoal.train.row_bytes import RowBytes, bytes_of, row_of
 from shoal.train.rows import Row
 
 log = logging.getLogger("trainer")
 
 _CRC_BYTES = 4
-
-
-class JournalRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A `Row`, whose arrays are little-endian bytes: int32 or float32."""
-
-    tokens_T: bytes
-    positions_P: bytes
-    behaviour_logp_P: bytes
-    advantage_P: bytes
-    weight_P: bytes
-    reward: float
-    version: int
-    env: str
-    id: tuple[int, int, int] | None
 
 
 class JournalStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -51,18 +35,18 @@ class JournalStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Weights root of that version, as it was published."""
     budgets: tuple[int, ...]
     """Tokens of a micro-batch, at most, in each update."""
-    rows: tuple[JournalRow, ...]
+    rows: tuple[RowBytes, ...]
     steps: int = 0
     """Length of the schedule of learning rates that it was taken by; 0: that of the run file."""
 
     def learned(self) -> list[Row]:
         """The rows as the learner was given them."""
-        return [_row(row) for row in self.rows]
+        return [row_of(row) for row in self.rows]
 
 
 def journal_step(version: int, root: str, budgets: Sequence[int], rows: Sequence[Row], *, steps: int) -> JournalStep:
     """The entry of a step that made `version` from these rows, by a schedule of `steps`."""
-    return JournalStep(version, root, tuple(budgets), tuple(_journal_row(row) for row in rows), steps)
+    return JournalStep(version, root, tuple(budgets), tuple(bytes_of(row) for row in rows), steps)
 
 
 class Journal:
@@ -113,29 +97,3 @@ def _decode(data: bytes) -> JournalStep:
     if zlib.crc32(data[_CRC_BYTES:]) != int.from_bytes(data[:_CRC_BYTES], "little"):
         raise ValueError("its checksum is not that of its bytes")
     return msgspec.msgpack.decode(data[_CRC_BYTES:], type=JournalStep)
-
-
-def _journal_row(row: Row) -> JournalRow:
-    def whole(values: NDArray[np.int64]) -> bytes:
-        return values.astype("<i4").tobytes()
-
-    def real(values: NDArray[np.float32]) -> bytes:
-        return values.astype("<f4").tobytes()
-
-    return JournalRow(
-        whole(row.tokens_T), whole(row.positions_P), real(row.behaviour_logp_P), real(row.advantage_P),
-        real(row.weight_P), row.reward, row.version, row.env, row.id,
-    )  # fmt: skip
-
-
-def _row(kept: JournalRow) -> Row:
-    def whole(data: bytes) -> NDArray[np.int64]:
-        return np.frombuffer(data, "<i4").astype(np.int64)
-
-    def real(data: bytes) -> NDArray[Any]:
-        return np.frombuffer(data, "<f4").astype(np.float32)
-
-    return Row(
-        whole(kept.tokens_T), whole(kept.positions_P), real(kept.behaviour_logp_P), real(kept.advantage_P),
-        real(kept.weight_P), kept.reward, kept.version, kept.env, kept.id,
-    )  # fmt: skip
