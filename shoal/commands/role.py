@@ -16,8 +16,10 @@ def add_commands(commands: Any) -> None:
     """Hidden: the launcher's way to start a role. It ends when its standard input closes."""
     p = commands.add_parser("role")
     p.set_defaults(act=role)
-    p.add_argument("name", choices=("coordinator", "origin", "stage", "trainer", "validator", "worker", "evaluate"))
-    for flag in ("--run-dir", "--home", "--key", "--checkpoint", "--out"):
+    p.add_argument(
+        "name", choices=("coordinator", "origin", "stage", "trainer", "rank", "validator", "worker", "evaluate")
+    )
+    for flag in ("--run-dir", "--home", "--key", "--checkpoint", "--out", "--meeting"):
         p.add_argument(flag, type=Path)
     for flag in ("--url", "--cheat"):
         p.add_argument(flag, default="")
@@ -52,6 +54,10 @@ def role(args: argparse.Namespace) -> None:
         from shoal.roles import trainer
 
         trainer.main(args.run_dir, args.url)
+    elif args.name == "rank":
+        from shoal.roles.trainer import rank
+
+        rank.main(args.run_dir, args.url, args.meeting)
     elif args.name == "validator":
         from shoal.roles import validator
 

@@ -35,7 +35,8 @@ AT_LEAST_0 = (
     "rollouts.max_staleness",
 )  # fmt: skip
 AT_LEAST_1 = (
-    "steps", "train.threads", "workers.threads", "validators.threads", "train.microbatch_tokens", "train.updates_per_batch",
+    "steps", "train.threads", "train.processes", "workers.threads", "validators.threads",
+    "train.microbatch_tokens", "train.updates_per_batch",
     "storage.checkpoint_every", "storage.quota_mb", "storage.anchor_every", "storage.state_every",
     "rollouts.batch_groups",
 )  # fmt: skip
@@ -115,6 +116,7 @@ def check_run(config: RunConfig) -> None:
             "takes groups by slot number",
         ),
         *_learning_fits(config),
+        *_processes_fit(config),
         *_addresses_are_read(config.host.trusted_proxies),
         *_messages_fit(config),
     ]
@@ -167,6 +169,30 @@ def _learning_fits(config: RunConfig) -> Iterator[tuple[bool, str]]:
         config.train.dtype in ("", config.policy.dtype),
         f'train.dtype = "{config.train.dtype}": the trainer computes with what it publishes, so policy.dtype must be the '
         f'same, and is "{config.policy.dtype}"',
+    )
+
+
+def _processes_fit(config: RunConfig) -> Iterator[tuple[bool, str]]:
+    """What a trainer with a part of the policy in each process cannot do."""
+    if config.train.processes < 2:
+        return
+    where, alone = f"train.processes = {config.train.processes}", "or leave train.processes out"
+    yield (
+        config.train.moments != "8bit",
+        f'{where} with train.moments = "8bit": their blocks would be cut where the processes divide a tensor. Take '
+        f'"float32", of which each process has a part, {alone}',
+    )
+    yield (
+        config.train.moments != "offloaded",
+        f'{where} with train.moments = "offloaded": each process keeps its part where it computes. Take "float32", {alone}',
+    )
+    yield (
+        not config.policy.implementation,
+        f"{where} with policy.implementation: only shoal's own models are divided. Take one of those, {alone}",
+    )
+    yield (
+        config.train.device != "mps",
+        f'{where} with train.device = "mps": a Mac has one GPU, and torch does not share it. Take "cpu", {alone}',
     )
 
 
@@ -241,7 +267,7 @@ def _bounds_fit(config: RunConfig) -> Iterator[tuple[bool, str]]:
 
 
 SAFE_TO_CHANGE = (
-    "steps", "workers", "validators", "host", "eval", "storage", "train.threads", "train.device",
+    "steps", "workers", "validators", "host", "eval", "storage", "train.threads", "train.processes", "train.device",
     "verify.quarantine_s", "rollouts.lease_s", "rollouts.max_flat_groups", "envs.eval_episodes",
 )  # fmt: skip
 """Keys (or whole sections) of a run file that may differ when a run is resumed."""

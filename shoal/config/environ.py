@@ -1,10 +1,11 @@
 """The process environment: the only file that reads it.
 
-Called where a node's key is kept, where role commands are started, and where a judge is asked. It knows nothing of run
-files.
+Called where a node's key is kept, where role commands and the processes of a trainer are started, and where a judge is
+asked. It knows nothing of run files.
 """
 
 import os
+import sys
 from pathlib import Path
 
 from shoal.errors import ConfigError
@@ -31,6 +32,17 @@ def child_environment(threads: int) -> dict[str, str]:
 def repeatable_cuda() -> None:
     """In a process that no launcher started: as `child_environment`. cuBLAS reads it when it makes its first product."""
     os.environ.setdefault(*CUBLAS_WORKSPACE)
+
+
+def rank_here() -> tuple[int, int]:
+    """Which of how many processes of a trainer this is, as torchrun says."""
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+def stay_on_this_machine() -> None:
+    """Processes that this one starts, and that train together, then talk over loopback alone."""
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    os.environ.update({"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback})
 
 
 def secret_named(name: str) -> str:

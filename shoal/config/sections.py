@@ -139,7 +139,10 @@ class TrainConfig(Section, frozen=True):
     """What the backward pass computes again instead of keeping it. layers: every layer, which takes a third more time and
     far less memory. The weights get the same bits."""
     threads: int = 1
-    """CPU threads of the trainer."""
+    """CPU threads of the trainer, or of each of its processes."""
+    processes: int = 1
+    """Processes of the trainer on this machine. With several, each has a part of the weights, gradients and moments (FSDP2)
+    and computes some of a step's micro-batches. On CUDA, each needs a GPU of its own."""
     device: Device = "cpu"
     """What the trainer computes on: the CPU, a GPU with CUDA, or the GPU of a Mac; auto takes CUDA if it is there."""
 

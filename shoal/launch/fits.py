@@ -56,10 +56,17 @@ class RoleNeeds:
     device: str
     parts: tuple[Part, ...]
     processes: int = 1
+    own_gpus: bool = False
+    """Whether each of its processes has a GPU of its own, if they compute on GPUs."""
+
+    def count_on(self, device: str) -> int:
+        """Processes that share the memory of one device."""
+        return 1 if self.own_gpus and device != CPU else self.processes
 
     def on(self, device: str) -> int:
         """Bytes in the memory of one device, all processes together."""
-        return self.processes * sum(part.size for part in self.parts if (CPU if part.on_cpu else self.device) == device)
+        sizes = [part.size for part in self.parts if (CPU if part.on_cpu else self.device) == device]
+        return self.count_on(device) * sum(sizes)
 
 
 class Fit(NamedTuple):
@@ -80,6 +87,8 @@ def fits(spec: PolicySpec | AnySpec, layout: Layout, free: int, published: str =
     for keys in LAYOUTS:
         if keys.get("dtype") not in (None, published) or (layout.rank and "dtype" in keys):
             continue
+        if layout.processes > 1 and "moments" in keys:  # `config/check` refuses it
+            continue
         parts = parts_of(spec, replace(layout, **keys))
         tried.append(Fit(keys, max(0, sum(part.size for part in parts if not part.on_cpu) - free)))
         if not tried[-1].missing:
@@ -93,7 +102,7 @@ def layout_of(config: RunConfig, spec: PolicySpec | AnySpec) -> Layout:
     longest = min(config.sampling.max_tokens, spec.max_positions)
     return Layout(
         dtype=train.dtype or "float32", moments=train.moments, recompute=train.recompute,
-        microbatch_tokens=train.microbatch_tokens, row_tokens=longest,
+        microbatch_tokens=train.microbatch_tokens, row_tokens=longest, processes=train.processes,
     )  # fmt: skip
 
 
@@ -101,11 +110,18 @@ def roles_of(config: RunConfig, spec: PolicySpec | AnySpec, with_workers: bool) 
     """What the roles of a run take that the launcher starts."""
     light = ["coordinator", "origin", *(["stage"] if any(env.kind == COMPLETIONS for env in config.envs) else [])]
     yield RoleNeeds("the rest", CPU, (Part("libraries", LIBRARY_BYTES), *(Part(name, LIGHT_BYTES) for name in light)))
-    version = Part("version being published", int(parameters_of(spec) * ITEM_BYTES[config.policy.dtype]), True)
+    # Several processes gather one tensor at a time, and the embedding is the largest.
+    several = config.train.processes > 1
+    values = spec.vocab_size * spec.width if several else parameters_of(spec)
+    version = Part("version being published", int(values * ITEM_BYTES[config.policy.dtype]), True)
     training = [*parts_of(spec, layout_of(config, spec)), version]
-    if config.storage.state_every > 1:  # guard: copied-state-takes-memory
+    if config.storage.state_every > 1 and not several:  # guard: copied-state-takes-memory
         training.append(Part("state being saved", state_of(spec, layout_of(config, spec)), True))
-    yield _role("trainer", config.train.device, training, own=TRAINER_BYTES)
+    yield replace(
+        _role("trainer", config.train.device, training, config.train.processes, own=TRAINER_BYTES), own_gpus=several
+    )
+    if several:
+        yield RoleNeeds("torchrun's agent", CPU, (Part("process", ENGINE_BYTES),))
     needs, rows = needs_of_spec(spec, config.sampled_dtype), config.rollouts.block_rollouts
     longest = config.sampling.max_tokens
     if config.validators.count:
@@ -216,8 +232,10 @@ def reports(config: RunConfig, spec: PolicySpec | AnySpec, with_workers: bool, f
     layout = sum(part.size for part in parts_of(spec, layout_of(config, spec)) if not part.on_cpu)
     for device in dict.fromkeys([CPU, *(role.device for role in roles)]):
         has = free if free and device == trainer.device else free_on(device)
-        others = sum(role.on(device) for role in roles) - layout
-        yield Report(device, has, roles, _advice(config, spec, has - others if device == trainer.device else 0))
+        count = trainer.count_on(device)
+        others = sum(role.on(device) for role in roles) - count * layout
+        left = (has - others) // count if device == trainer.device else 0
+        yield Report(device, has, roles, _advice(config, spec, left))
 
 
 def _settled(role: RoleNeeds) -> RoleNeeds:

@@ -1,11 +1,12 @@
 """The trainer's own state on disk: written whole or not at all, checked when read, with the last two states kept.
 
-Called by `roles/trainer` at start, and after every step or every few. The state is never published: `policy/files` writes
-policies for others. It handles named tensors, not a model.
+Called by `roles/trainer` at start, and after every step or every few, and by `together`. The state is never published:
+`policy/files` writes policies for others. It handles named tensors, not a model.
 
     trainer/v000012/state.safetensors   weights and moments, float32; 8-bit moments as uint8 with float32 scales
+    trainer/v000012/shard-*.safetensors the same of several processes, see `shard_files`: either can resume from either
     trainer/v000012/state.json          version and number of updates
-    trainer/v000012/CRC32SUMS           of the two; written last
+    trainer/v000012/CRC32SUMS           of the others; written last
 
 A save writes into `.writing`, flushes every file, then renames the folder. If it is killed at any point, the previous
 state is still there. A folder never changes once it has its name. Folders whose names start with a dot do not count,
@@ -20,8 +21,10 @@ import logging
 import os
 import shutil
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import safetensors.torch
@@ -31,9 +34,11 @@ from torch import Tensor
 
 from shoal.errors import StateError, cause_of
 from shoal.folder import name_folder
-from shoal.train.step import LearnerState
+from shoal.train.shard_files import is_shard, joined
+from shoal.train.step import Learner, LearnerState
 from shoal.train.straight import StraightFile
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 KEPT = 2
@@ -48,7 +53,7 @@ _DTYPES = {torch.float32: "F32", torch.uint8: "U8"}
 WRITING, DROPPED, UNREADABLE = ".writing", ".dropped", ".unreadable"
 
 
-class _Numbers(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class Numbers(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Contents of state.json."""
 
     version: int
@@ -57,25 +62,58 @@ class _Numbers(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     """As of `LearnerState`; a state of before there were several has none."""
 
 
+class States:
+    """The states of a learner that has the whole policy, under a folder."""
+
+    def __init__(self, folder: Path, learner: Learner) -> None:
+        self.folder, self.learner = folder, learner
+
+    def save(self, version: int) -> None:
+        """Save the learner's state. Raises `StateError`."""
+        save_state(self.folder, self.learner.state(version))
+
+    def copy(self, version: int) -> Callable[[], None]:
+        """What saves the state that is now, while the learner goes on. It raises as `save`."""
+        state = self.learner.state(version)
+        tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in state.tensors.items()}
+        copied = replace(state, tensors=tensors)
+
+        def save() -> None:
+            save_state(self.folder, copied)
+
+        return save
+
+    def load(self) -> int | None:
+        """Go on from the newest state. Returns its version; None: there is none. Raises `StateError`."""
+        state = load_state(self.folder)
+        if state is None:
+            return None
+        self.learner.restore(state)
+        return state.version
+
+
 def save_state(folder: Path, state: LearnerState) -> Path:
     """Write a state under `folder` and delete all but the last two. Returns its folder.
 
     If the version's state is already there, nothing is written. Raises `StateError` if the disk is full or not writable;
     earlier states are then untouched.
     """
-    writing, final = folder / WRITING, folder / f"v{state.version:06d}"
+    needed = sum(tensor.nbytes for tensor in state.tensors.values())
+    numbers = Numbers(state.version, state.updates, state.layout)
+    return keep(folder, numbers, needed, lambda writing: [_write(writing / TENSORS, _safetensors(state.tensors))])
+
+
+def keep(folder: Path, numbers: Numbers, size: int, write: Callable[[Path], list[tuple[str, str]]]) -> Path:
+    """As `save_state`, of a state of `size` bytes that `write` puts into a folder. It returns the CRC-32, in hex, and the
+    name of each file."""
+    writing, final = folder / WRITING, folder / f"v{numbers.version:06d}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if final.exists():
             return final
         _clear(folder)
         writing.mkdir()
-        sums = [
-            _write(writing / TENSORS, _safetensors(state.tensors)),
-            _write(
-                writing / NUMBERS, iter([msgspec.json.encode(_Numbers(state.version, state.updates, state.layout))])
-            ),
-        ]
+        sums = [*write(writing), _write(writing / NUMBERS, iter([msgspec.json.encode(numbers)]))]
         _write(writing / SUMS, iter(["".join(f"{digest}  {name}\n" for digest, name in sums).encode()]))
         name_folder(writing, final)
         for old in _versions(folder)[KEPT:]:
@@ -84,12 +122,17 @@ def save_state(folder: Path, state: LearnerState) -> Path:
         _clear(folder)
     except OSError as error:
         shutil.rmtree(writing, ignore_errors=True)
-        raise StateError(_write_fault(folder, state, error)) from None
+        raise StateError(_write_fault(folder, numbers.version, size, error)) from None
     return final
 
 
 def load_state(folder: Path) -> LearnerState | None:
-    """The newest complete state under `folder`, or None if there are no states.
+    """The newest complete state under `folder`, or None if there are no states. Raises `StateError` as `newest`."""
+    return newest(folder, _read)
+
+
+def newest(folder: Path, read: Callable[[Path, Numbers], T]) -> T | None:
+    """What `read` makes of the newest complete state under `folder`, or None if there are no states.
 
     If a state is incomplete, this logs its name and takes the previous one; the trainer then repeats a step, with the same
     result. Raises `StateError` if there are states but none can be read.
@@ -97,13 +140,13 @@ def load_state(folder: Path) -> LearnerState | None:
     faults: dict[str, str] = {}
     for candidate in _versions(folder):
         try:
-            state = _read(candidate)
+            found = read(candidate, _verified(candidate))
         except (OSError, ValueError, msgspec.DecodeError, SafetensorError) as error:
             faults[candidate.name] = str(error)
             log.warning("trainer state cannot be read, taking the previous one folder=%s cause=%s", candidate, error)
             continue
         _set_aside(folder, list(faults))
-        return state
+        return found
     if faults:
         causes = "; ".join(f"{name}: {cause}" for name, cause in faults.items())
         raise StateError(
@@ -118,22 +161,28 @@ def kept_versions(folder: Path) -> list[int]:
     return [int(path.name[1:]) for path in _versions(folder)]
 
 
-def _read(candidate: Path) -> LearnerState:
-    """Read one state after verifying its checksums. Raises what `load_state` catches."""
+def _verified(candidate: Path) -> Numbers:
+    """Verify the checksums of one state. Raises what `newest` catches."""
     kind = OLD_SUMS if (candidate / OLD_SUMS).exists() else SUMS
     sums = dict(line.split("  ")[::-1] for line in (candidate / kind).read_text().splitlines())
-    if sums.keys() != {TENSORS, NUMBERS}:
+    tensors = sums.keys() - {NUMBERS}
+    if NUMBERS not in sums or not (tensors == {TENSORS} or (tensors and all(map(is_shard, tensors)))):
         raise ValueError(f"{kind} names {sorted(sums)}, not {TENSORS} and {NUMBERS}")
     for name, expected in sums.items():
-        found = (_sha256 if kind == OLD_SUMS else _crc32)(candidate / name)
+        found = (_sha256 if kind == OLD_SUMS else crc32_of)(candidate / name)
         if found != expected:
             raise ValueError(f"{name} hashes to {found[:12]}, {kind} says {expected[:12]}")
-    numbers = msgspec.json.decode((candidate / NUMBERS).read_bytes(), type=_Numbers)
-    tensors = safetensors.torch.load_file(candidate / TENSORS)
+    return msgspec.json.decode((candidate / NUMBERS).read_bytes(), type=Numbers)
+
+
+def _read(candidate: Path, numbers: Numbers) -> LearnerState:
+    whole = candidate / TENSORS
+    tensors = safetensors.torch.load_file(whole) if whole.exists() else joined(candidate)
     return LearnerState(numbers.version, numbers.updates, tensors, numbers.layout)
 
 
-def _crc32(path: Path) -> str:
+def crc32_of(path: Path) -> str:
+    """CRC-32 of a file, in hex."""
     found = 0
     with path.open("rb") as file:
         while data := file.read(_READ_BYTES):
@@ -195,9 +244,8 @@ def _write(path: Path, pieces: Iterator[memoryview | bytes]) -> tuple[str, str]:
     return f"{file.crc32:08x}", path.name
 
 
-def _write_fault(folder: Path, state: LearnerState, error: OSError) -> str:
-    needed_mb = sum(tensor.nbytes for tensor in state.tensors.values()) / 1e6
-    fault = f"cannot save the trainer's state of version {state.version} ({needed_mb:.1f} MB) under {folder}: "
+def _write_fault(folder: Path, version: int, size: int, error: OSError) -> str:
+    fault = f"cannot save the trainer's state of version {version} ({size / 1e6:.1f} MB) under {folder}: "
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         free_mb = shutil.disk_usage(folder if folder.exists() else folder.parent).free / 1e6
         return fault + (

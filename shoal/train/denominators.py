@@ -8,17 +8,23 @@ depend on the version and the tokens alone, so no worker can change them, and a 
 costs one forward pass. It uses no network: it is told where each version is.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from shoal.policy.kinds import AUTO, open_policy
 from shoal.policy.model import Transformer
 from shoal.policy.quantise import round_to_int8
 from shoal.train.predict import logprobs_of
 from shoal.train.rows import Row
+
+LogprobsAt = Callable[[Path, Sequence[Row]], list[NDArray[np.float32]]]
+"""Log-probs, float32[P], of each row's policy tokens under the policy in a directory, nats."""
 
 
 def with_own_denominators(
@@ -30,22 +36,35 @@ def with_own_denominators(
     microbatch_tokens: int,
     device: str = "cpu",
     trained_in: torch.dtype = torch.float32,
+    logprobs_at: LogprobsAt | None = None,
 ) -> list[Row]:
     """The rows with log-probs that this machine computed instead of those that their workers claimed.
 
     `published` has the directory of each version that sampled a row; `dtype` is the one in which workers sample. int8
     is another policy, which this computes in float32; bfloat16 is only a coarser arithmetic of the same one. `trained_in`
-    is the trainer's precision.
+    is the trainer's precision. A trainer of several processes gives `logprobs_at`, which they compute together.
     """
+    if logprobs_at is None or dtype == "int8":
+        logprobs_at = partial(
+            _logprobs_alone, dtype=dtype, temperature=temperature, microbatch_tokens=microbatch_tokens, device=device,
+            trained_in=trained_in,
+        )  # fmt: skip
     own: dict[int, Row] = {}
     for version in sorted({row.version for row in rows}):
         places = [place for place, row in enumerate(rows) if row.version == version]
-        model = open_policy(published[version], torch.float32 if dtype == "int8" else trained_in, AUTO)
-        if dtype == "int8":
-            assert isinstance(model, Transformer), "no other policy is sampled in int8"
-            round_to_int8(model)
-        logp = logprobs_of(model.to(device), [rows[place] for place in places], temperature, microbatch_tokens)
+        logp = logprobs_at(published[version], [rows[place] for place in places])
         own |= {
             place: replace(rows[place], behaviour_logp_P=logp_P) for place, logp_P in zip(places, logp, strict=True)
         }
     return [own[place] for place in range(len(rows))]
+
+
+def _logprobs_alone(
+    directory: Path, rows: Sequence[Row], *, dtype: str, temperature: float, microbatch_tokens: int, device: str,
+    trained_in: torch.dtype,
+) -> list[NDArray[np.float32]]:  # fmt: skip
+    model = open_policy(directory, torch.float32 if dtype == "int8" else trained_in, AUTO)
+    if dtype == "int8":
+        assert isinstance(model, Transformer), "no other policy is sampled in int8"
+        round_to_int8(model)
+    return logprobs_of(model.to(device), rows, temperature, microbatch_tokens)

@@ -4,6 +4,7 @@ Called by `launch/fits`, and `predict` reads its constant here. Light: it import
 `tests/train/test_needs.py` compares them with what a learner takes.
 """
 
+import math
 from dataclasses import dataclass
 
 from shoal.policy.anyspec import AnySpec
@@ -48,6 +49,8 @@ class Layout:
     microbatch_tokens: int = 2048
     row_tokens: int = 0
     """Of the longest row, which may be a micro-batch of its own."""
+    processes: int = 1
+    """Of the trainer. Each has as large a part of the policy."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,10 @@ class Part:
 
 
 def parts_of(spec: PolicySpec | AnySpec, layout: Layout) -> list[Part]:
-    """What a trainer holds when it holds most: in the backward pass of a step's last micro-batch."""
+    """What a trainer holds when it holds most: in the backward pass of a step's last micro-batch. If it has several
+    processes, what each holds."""
+    if layout.processes > 1:
+        return _parts_of_one(spec, layout)
     weights = parameters_of(spec)
     learned = adapter_parameters_of(spec, layout.rank) if layout.rank else weights
     has_masters = layout.dtype != "float32" and not layout.rank
@@ -76,9 +82,32 @@ def parts_of(spec: PolicySpec | AnySpec, layout: Layout) -> list[Part]:
         Part("gradients", 4 * learned),
         Part("moments", int(learned * MOMENT_BYTES[layout.moments]), away),
     ]
-    fixed, made = sum(part.size for part in parts if not part.on_cpu), activations_of(spec, layout)
+    return [*parts, *_made(spec, layout, sum(part.size for part in parts if not part.on_cpu))]
+
+
+def _parts_of_one(spec: PolicySpec | AnySpec, layout: Layout) -> list[Part]:
+    """What one of several processes holds. Its part is float32, whatever the passes read."""
+    own = math.ceil(parameters_of(spec) / layout.processes)
+    layer = layer_parameters_of(spec)
+    ends = parameters_of(spec) - spec.layers * layer
+    # Embedding and head stay gathered during a micro-batch; of the layers, the one at work and the next. Their gradients
+    # exist as the passes give them, and once more as they are added up.
+    gathered, item = ends + 2 * layer, ITEM_BYTES[layout.dtype]
+    parts = [
+        Part("weights", 4 * own),
+        Part("gradients", 4 * own),
+        Part("moments", int(own * MOMENT_BYTES[layout.moments])),
+        Part("gathered weights", int(gathered * item)),
+        Part("their gradients", int(gathered * (item + 4))),
+    ]
+    return [*parts, *_made(spec, layout, sum(part.size for part in parts))]
+
+
+def _made(spec: PolicySpec | AnySpec, layout: Layout, fixed: int) -> list[Part]:
+    """What a micro-batch needs, and what is lost between tensors, of which some that take `fixed` bytes stay."""
+    made = activations_of(spec, layout)
     holes = int(min(fixed * FIXED_HOLES, MOST_FIXED_HOLES) + made * HOLES)
-    return [*parts, Part("activations", made), Part("holes between them", holes)]
+    return [Part("activations", made), Part("holes between them", holes)]
 
 
 def state_of(spec: PolicySpec | AnySpec, layout: Layout) -> int:

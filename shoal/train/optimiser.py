@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from shoal.algos.adamw8 import BLOCK, Coded, Moments8, adamw8, no_moments
 from shoal.config import TrainConfig
 from shoal.train.masters import Masters
+from shoal.train.ranks import ALONE, Ranks
 
 CPU = torch.device("cpu")
 
@@ -49,16 +50,13 @@ class Moments(Protocol):
 class Optimiser:
     """AdamW (arXiv:1711.05101) that decays only matrices."""
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], config: TrainConfig) -> None:
-        for parameter in parameters.values():
-            # Copy into torch's own allocation: weights read from a file may be at odd addresses, and MKL's sums depend on
-            # alignment, so a resumed run would differ in the last bit.
-            parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
+    def __init__(self, parameters: Mapping[str, nn.Parameter], config: TrainConfig, ranks: Ranks = ALONE) -> None:
+        ranks.settle(parameters, config)
         offloaded = config.moments == "offloaded"
         elsewhere = offloaded and any(parameter.device != CPU for parameter in parameters.values())
         coarse = any(parameter.dtype != torch.float32 for parameter in parameters.values())
         self._max_grad_norm = config.max_grad_norm
-        self._parameters = parameters
+        self._parameters, self._ranks = parameters, ranks
         self._masters = Masters(parameters, CPU if offloaded else None) if coarse or elsewhere else None
         self._learned = self._masters.tensors if self._masters else parameters
         self._moments: Moments = (ByteMoments if config.moments == "8bit" else FloatMoments)(self._learned, config)
@@ -67,7 +65,7 @@ class Optimiser:
         """Clip the gradient, take one step unless it is not finite, and drop it. Returns its norm before clipping."""
         if self._masters:
             self._masters.collect()
-        norm = torch.nn.utils.clip_grad_norm_(self._learned.values(), self._max_grad_norm).item()
+        norm = self._ranks.whole(torch.nn.utils.clip_grad_norm_(self._learned.values(), self._max_grad_norm)).item()
         if math.isfinite(norm):
             self._moments.step(lr)
             if self._masters:
@@ -86,7 +84,7 @@ class Optimiser:
         """Weights and moments by name: its own tensors, not copies."""
         tensors = {}
         for name, weight in self._learned.items():
-            tensors[f"weights/{name}"] = weight.data
+            tensors[f"weights/{name}"] = weight.detach()
             tensors |= {f"{kind}/{name}": moments for kind, moments in self._moments.of(name).items()}
         return tensors
 

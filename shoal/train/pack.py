@@ -120,6 +120,11 @@ def collate(rows: Sequence[Row]) -> MicroBatch:
     )
 
 
+def silent(batch: MicroBatch) -> MicroBatch:
+    """The same micro-batch with weights of 0: its loss and all its gradients are 0."""
+    return replace(batch, weight_N=torch.zeros_like(batch.weight_N))
+
+
 def input_length(row: Row) -> int:
     """Tokens of a row up to the last that predicts one."""
     return int(row.positions_P[-1])

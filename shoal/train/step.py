@@ -11,7 +11,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,11 +25,12 @@ from shoal.errors import StateError
 from shoal.policy.base import PolicyModel
 from shoal.train.fitting import free_cached, is_shortage, smaller_budget
 from shoal.train.flat import plan
-from shoal.train.masters import layout_of, module_dtype
+from shoal.train.masters import layout_of
 from shoal.train.objective import Objective, TokenTerms, objective_of
 from shoal.train.optimiser import Optimiser
-from shoal.train.pack import MicroBatch
+from shoal.train.pack import MicroBatch, silent
 from shoal.train.predict import logprobs_of, predict
+from shoal.train.ranks import ALONE, Ranks
 from shoal.train.rows import Row, one_of_each
 
 log = logging.getLogger(__name__)
@@ -63,12 +64,14 @@ class Learner:
         temperature: float,
         steps: int,
         objective: Objective | None = None,
+        ranks: Ranks = ALONE,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """It computes on the model's device. The model must have the config's precision: nothing is converted, so nothing
         is held twice.
 
-        `steps` is the length of the schedule; `objective` replaces the one that the config names.
+        `steps` is the length of the schedule; `objective` replaces the one that the config names; `ranks` are the
+        processes that take each step together, all with the same rows.
         """
         self.model = model.train()
         self.model.recompute = config.recompute == "layers"
@@ -80,13 +83,10 @@ class Learner:
         """Tokens of a micro-batch, at most, in each update of the last step."""
         self._budget = config.microbatch_tokens
         self._objective = objective or objective_of(config.algorithm)
-        self._clock = clock
+        self._ranks, self._clock = ranks, clock
         parameters = self.model.trainable()
         self._device = next(iter(parameters.values())).device
-        wanted = module_dtype(config)
-        odd = [f"{name} is {p.dtype}" for name, p in parameters.items() if p.dtype != wanted]
-        assert not odd, f"{odd[0]}, but the trainer computes in {wanted}: load the policy so"
-        self._optimiser = Optimiser(parameters, config)
+        self._optimiser = Optimiser(parameters, config, ranks)
 
     def step(self, rows: Sequence[Row], version: int, budgets: Sequence[int] = ()) -> dict[str, Any]:
         """Learn from rows, turning policy `version` into `version + 1`. Returns the metrics declared in `shoal.metrics`.
@@ -157,24 +157,30 @@ class Learner:
 
     def restore(self, state: LearnerState) -> None:
         """Copy a saved state into the learner's own tensors. Raises `StateError` if it is from another model or layout."""
-        if state.layout != layout_of(self.config):  # guard: state-of-this-layout
-            raise StateError(
-                f"the trainer's state of version {state.version} has the layout {state.layout or 'float32'!r}, and the run "
-                f"file asks for {layout_of(self.config) or 'float32'!r}: restore train.dtype and train.moments in it"
-            )
-        own = self.state(state.version).tensors
-        mine = {name: tuple(tensor.shape) for name, tensor in own.items()}
-        theirs = {name: tuple(tensor.shape) for name, tensor in state.tensors.items()}
-        if mine != theirs:
-            odd = sorted(name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name))[0]
-            raise StateError(
-                f"the trainer's state of version {state.version} belongs to another model: {odd} is {theirs.get(odd)} "
-                f"there and {mine.get(odd)} here. Start under another name, or restore the run file's [policy]"
-            )
-        for name, tensor in own.items():
+        self.demand_fit(state.version, state.layout, {name: tuple(one.shape) for name, one in state.tensors.items()})
+        for name, tensor in self.state(state.version).tensors.items():
             tensor.copy_(state.tensors[name])
-        self._optimiser.resume(state.updates)
-        self.updates = state.updates
+        self.resume(state.updates)
+
+    def demand_fit(self, version: int, layout: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Raise `StateError` if a state of this layout, with tensors of these shapes, is not one of this learner's."""
+        if layout != layout_of(self.config):  # guard: state-of-this-layout
+            raise StateError(
+                f"the trainer's state of version {version} has the layout {layout or 'float32'!r}, and the run file asks "
+                f"for {layout_of(self.config) or 'float32'!r}: restore train.dtype and train.moments in it"
+            )
+        mine = {name: tuple(tensor.shape) for name, tensor in self.state(version).tensors.items()}
+        if mine != shapes:
+            odd = sorted(name for name in mine.keys() | shapes.keys() if mine.get(name) != shapes.get(name))[0]
+            raise StateError(
+                f"the trainer's state of version {version} belongs to another model: {odd} is {shapes.get(odd)} there and "
+                f"{mine.get(odd)} here. Start under another name, or restore the run file's [policy]"
+            )
+
+    def resume(self, updates: int) -> None:
+        """Go on after so many updates: a saved state was copied into the learner's own tensors."""
+        self._optimiser.resume(updates)
+        self.updates = updates
 
     def _learn(self, rows: Sequence[Row], lr: float, version: int) -> dict[str, float]:
         """One update from all rows, packed into micro-batches; gives its metrics, means over policy tokens."""
@@ -197,15 +203,18 @@ class Learner:
             sums: Counter[str] = Counter()
             largest = 0.0
             try:
-                for planned in packed:
-                    figures, largest_here = self._accumulate(planned.build(rows).on(self._device), num_tokens)
-                    sums.update(figures)
+                for share in self._ranks.shares(packed):
+                    batch = share.plan.build(rows).on(self._device)
+                    figures, largest_here = self._accumulate(batch if share.counts else silent(batch), num_tokens)
+                    sums.update(figures if share.counts else dict.fromkeys(figures, 0.0))
                     largest = max(largest, largest_here)
-                return {**sums, "largest": largest}
+                totals, largest = self._ranks.add_up(sums, largest)
+                return {**totals, "largest": largest}
             except (MemoryError, RuntimeError) as error:
                 if not is_shortage(error):
                     raise
                 cause = str(error).partition("\n")[0]
+            self._ranks.demand_repeat(cause)
             # Only here is the failed pass forgotten: the error held its tensors.
             self._optimiser.drop()  # guard: half-a-gradient-is-dropped
             free_cached()

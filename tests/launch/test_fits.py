@@ -15,7 +15,7 @@ from shoal.launch.fits import fits as fit_of
 from shoal.plan.sizes import spec_of
 from shoal.policy.model import Transformer
 from shoal.policy.spec import PolicySpec
-from shoal.train.needs import Layout, Part
+from shoal.train.needs import Layout, Part, parts_of
 from shoal.train.step import Learner
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -102,6 +102,25 @@ def test_a_run_is_reckoned_with_the_layout_of_its_file() -> None:
     assert need('train.moments="8bit"') < need() - 3 * 10**9
     bfloat16 = ('policy.dtype="bfloat16"', 'train.dtype="bfloat16"')
     assert need(*bfloat16, 'train.moments="8bit"') < need(*bfloat16) - 3 * 10**9
+
+
+def test_processes_of_a_trainer_share_what_stays_and_not_what_a_pass_needs() -> None:
+    def need(processes: int) -> dict[str, int]:
+        return {part.name: part.size for part in parts_of(LARGE, Layout(processes=processes))}
+
+    one, four = need(1), need(4)
+    for name in ("weights", "gradients", "moments"):
+        assert four[name] == pytest.approx(one[name] / 4, rel=1e-6)
+    assert four["activations"] == one["activations"] and four["gathered weights"] < one["weights"]
+    config = load_run(RECIPES / "wordle.toml", ["train.processes=4", "eval.episodes=0"])
+    trainer = next(role for role in roles_of(config, LARGE, with_workers=False) if role.name == "trainer")
+    assert trainer.on(CPU) == 4 * sum(part.size for part in trainer.parts)
+    on_gpus = replace(trainer, device="cuda", parts=(Part("a", 10), Part("b", 7, True)))
+    assert (on_gpus.on("cuda"), on_gpus.on(CPU)) == (10, 28)
+
+
+def test_several_processes_are_not_told_to_keep_moments_in_8_bits() -> None:
+    assert "moments" not in fit_of(LARGE, Layout(processes=2), 10**9).keys
 
 
 def test_every_key_of_a_layout_is_one_of_the_run_file(config: RunConfig) -> None:

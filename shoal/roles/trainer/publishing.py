@@ -63,12 +63,12 @@ class Publisher:
         self.published_s = 0.0
         """How long the last publication took."""
 
-    def snapshot(self, model: PolicyModel) -> Snapshot:
-        """The policy as it is published, which learning on does not change."""
-        return snapshot(model, self._config.policy.dtype)
+    def snapshot(self, model: PolicyModel) -> Snapshot | Path:
+        """The policy as it is published, which learning on does not change: a copy, or its files if it is divided."""
+        return self._write(model) if model.published().gather else snapshot(model, self._config.policy.dtype)
 
     async def publish(
-        self, policy: PolicyModel | Snapshot, version: int, record: Callable[[str], None] = lambda root: None
+        self, policy: PolicyModel | Snapshot | Path, version: int, record: Callable[[str], None] = lambda root: None
     ) -> None:
         """Send the version's chunks and manifest, and keep it if it is due. Doing so twice changes nothing.
 
@@ -138,9 +138,11 @@ class Publisher:
         """Publish with another key, and sign what can still be fetched again."""
         self.key, self._renew_at = key, 0.0
 
-    def _write(self, policy: PolicyModel | Snapshot) -> Path:
-        """Write the policy in HF format, to a directory that the next version replaces. What is published and kept of it
-        is made durable; each start writes it anew."""
+    def _write(self, policy: PolicyModel | Snapshot | Path) -> Path:
+        """Write the policy in HF format, to a directory that the next version replaces, unless it is there. What is
+        published and kept of it is made durable; each start writes it anew."""
+        if isinstance(policy, Path):
+            return policy
         directory, dtype = self._folder.trainer / "publishing", self._config.policy.dtype
         save_policy(policy, directory, dtype, tokenizer_from=self._folder.policy, durable=False)
         return directory

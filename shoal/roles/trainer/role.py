@@ -15,7 +15,7 @@ import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -37,8 +37,8 @@ from shoal.roles.trainer.batches import BatchReader
 from shoal.roles.trainer.past import PastPolicies
 from shoal.roles.trainer.publishing import Publisher, start_policy
 from shoal.roles.trainer.saving import Saving
-from shoal.train.checkpoint import load_state
-from shoal.train.denominators import with_own_denominators
+from shoal.train.checkpoint import States
+from shoal.train.denominators import LogprobsAt, with_own_denominators
 from shoal.train.masters import module_dtype
 from shoal.train.rows import Row
 from shoal.train.selfcheck import largest_gap_nats
@@ -55,27 +55,49 @@ def main(run_dir: Path, url: str) -> None:
     """Train the run in `run_dir` through its coordinator at `url` until its last step, or until told to stop."""
     folder = RunFolder(run_dir)
     config = folder.config()
+    if config.train.processes > 1:
+        from shoal.roles.trainer.processes import run_processes
+
+        run_processes(folder, url, config.train.processes)
+        return
     torch.set_num_threads(config.train.threads)
     key = load_or_make_key(folder.keys / "trainer.key")
     trainer = Trainer(folder, config, Client(url, key), key)
     asyncio.run(trainer.run())
 
 
+class Learning(NamedTuple):
+    """What learns, with its states, and where it computes."""
+
+    learner: Learner
+    states: States
+    device: str
+    logprobs_at: LogprobsAt | None = None
+    """As `with_own_denominators` takes it."""
+
+
+def learning_alone(folder: RunFolder, config: RunConfig) -> Learning:
+    """A learner of this process alone."""
+    device, policy = take_device(config.train.device), start_policy(folder, config)
+    model = open_policy(policy, module_dtype(config.train), config.policy.implementation).to(device)
+    learner = Learner(model, config.train, temperature=config.sampling.temperature, steps=config.steps)
+    return Learning(learner, States(folder.trainer, learner), device)
+
+
 class Trainer:
     """The trainer of one run."""
 
     def __init__(
-        self, folder: RunFolder, config: RunConfig, client: Client, key: Key, clock: Callable[[], float] = time.time
-    ) -> None:
-        """`key` signs the manifests; the client signs with the same key."""
+        self, folder: RunFolder, config: RunConfig, client: Client, key: Key, clock: Callable[[], float] = time.time,
+        learning: Learning | None = None,
+    ) -> None:  # fmt: skip
+        """`key` signs the manifests; the client signs with the same key. Without `learning`, it learns alone."""
         self.folder, self.config, self.client = folder, config, client
-        self.device, policy = take_device(config.train.device), start_policy(folder, config)
-        model = open_policy(policy, module_dtype(config.train), config.policy.implementation).to(self.device)
-        self.learner = Learner(model, config.train, temperature=config.sampling.temperature, steps=config.steps)
-        self.batches = BatchReader(config, client, model.spec.vocab_size, folder.scores)
+        self.learner, states, self.device, self.logprobs_at = learning or learning_alone(folder, config)
+        self.batches = BatchReader(config, client, self.learner.model.spec.vocab_size, folder.scores)
         self.past = PastPolicies(folder, client)
         self.publisher = Publisher(folder, config, client, key, clock)
-        self.saving = Saving(folder.trainer, self.learner, config.storage.state_every)
+        self.saving = Saving(states, config.storage.state_every)
         self.metrics = MetricsLog(folder.metrics)
         self.stopping = Stopping()
         self.waits: dict[str, float] = {}
@@ -124,18 +146,15 @@ class Trainer:
         self.client.run, self.client.head = self.info.run, self.info.head
         self._take_key()
         await self._join()
-        state = load_state(self.folder.trainer)
-        version = 0
-        if state is not None:
-            self.learner.restore(state)
-            root_of = partial(self.publisher.root_of, self.learner.model)
-            version = await asyncio.to_thread(self.saving.repeat, state.version, root_of)
-        elif self.info.version > 0:
+        root_of = partial(self.publisher.root_of, self.learner.model)
+        restored = await asyncio.to_thread(self.saving.restore, root_of)
+        version = restored or 0
+        if restored is None and self.info.version > 0:
             raise StateError(
                 f"version {self.info.version} is published but the trainer has no state in {self.folder.trainer}: copy it "
                 "back from the machine that trained, or start a new run from that checkpoint (policy.path)"
             )
-        else:
+        if restored is None:
             await self.saving.finish(0)
         log.info("opened version=%d published=%d steps=%d", version, self.info.version, self.config.steps)
         if version > self.info.version:
@@ -183,7 +202,7 @@ class Trainer:
                     await self._join()
 
     async def _publish(
-        self, policy: PolicyModel | Snapshot, version: int, record: Callable[[str], None] = lambda root: None
+        self, policy: PolicyModel | Snapshot | Path, version: int, record: Callable[[str], None] = lambda root: None
     ) -> None:
         await self._as_publisher(lambda: self.publisher.publish(policy, version, record))
 
@@ -230,7 +249,7 @@ class Trainer:
         own = await asyncio.to_thread(
             with_own_denominators, rows, published, dtype=rules.dtype, temperature=self.learner.temperature,
             microbatch_tokens=self.config.train.microbatch_tokens, trained_in=module_dtype(self.config.train),
-            device=self.device,
+            device=self.device, logprobs_at=self.logprobs_at,
         )  # fmt: skip
         return own, {"denominators_s": time.perf_counter() - began}
 

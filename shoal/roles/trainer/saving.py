@@ -8,39 +8,43 @@ kill they are repeated. It does not decide what is learned or published.
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from functools import partial
 
 from shoal.errors import StateError
 from shoal.roles.trainer.journal import Journal, journal_step
-from shoal.train.checkpoint import kept_versions, save_state
+from shoal.train.checkpoint import States, kept_versions
 from shoal.train.rows import Row
-from shoal.train.step import Learner, LearnerState
 
 log = logging.getLogger("trainer")
 
 
 class Saving:
-    """Saves the states of one learner under a folder."""
+    """Saves the states of one learner."""
 
-    def __init__(self, folder: Path, learner: Learner, every: int) -> None:
-        self._folder, self._learner, self._every = folder, learner, every
-        self._journal = Journal(folder / "journal")
+    def __init__(self, states: States, every: int) -> None:
+        self._states, self._every = states, every
+        self._journal = Journal(states.folder / "journal")
         self._writing: asyncio.Task[None] | None = None
         self._saved = -1
         """Version of the newest state that was saved, or is being written."""
 
-    def repeat(self, version: int, root_of: Callable[[], str]) -> int:
-        """Repeat the steps of the journal that follow a restored state's version. Returns the version that they led to.
+    def restore(self, root_of: Callable[[], str]) -> int | None:
+        """Load the newest state, if there is one, and repeat the steps of the journal that follow it. Returns the version
+        that they led to.
 
         `root_of` gives the weights root of the learner's policy as it is published. Raises `StateError` if a step has
         another result than it had.
         """
+        version = self._states.load()
+        if version is None:
+            return None
         self._saved = version
         self._journal.clear_leftovers()
-        schedule_steps = self._learner.steps
+        learner = self._states.learner
+        schedule_steps = learner.steps
         for step in self._journal.after(version):
-            self._learner.steps = step.steps or schedule_steps  # guard: repeated-by-its-schedule
-            self._learner.step(step.learned(), version, step.budgets)
+            learner.steps = step.steps or schedule_steps  # guard: repeated-by-its-schedule
+            learner.step(step.learned(), version, step.budgets)
             version, root = step.version, root_of()
             if root != step.root:  # guard: replayed-step-has-its-root
                 raise StateError(
@@ -50,7 +54,7 @@ class Saving:
                     "from the last checkpoint (policy.path)"
                 )
             log.info("repeated the step that made version=%d root=%s", version, root[:12])
-        self._learner.steps = schedule_steps
+        learner.steps = schedule_steps
         return version
 
     async def save(self, version: int) -> None:
@@ -59,9 +63,9 @@ class Saving:
         if due or (self._writing is not None and self._writing.done()):
             await self.written()
         if self._every == 1:
-            await asyncio.to_thread(self._write, self._learner.state(version))
+            await asyncio.to_thread(self._write, partial(self._states.save, version))
         elif due:
-            copy = await asyncio.to_thread(_copied, self._learner.state(version))
+            copy = await asyncio.to_thread(self._states.copy, version)
             self._writing = asyncio.create_task(asyncio.to_thread(self._write, copy))
         self._saved = version if due else self._saved
 
@@ -69,14 +73,14 @@ class Saving:
         """What must be done with the root of a version before it is announced: the step goes into the journal."""
         if self._every == 1:
             return lambda root: None
-        steps = self._learner.steps
+        steps = self._states.learner.steps
         return lambda root: self._journal.write(journal_step(version, root, budgets, rows, steps=steps))
 
     async def finish(self, version: int) -> None:
         """Save the newest state, so that nothing is repeated after this stop."""
         await self.written()
         if version != self._saved:
-            await asyncio.to_thread(self._write, self._learner.state(version))
+            await asyncio.to_thread(self._write, partial(self._states.save, version))
 
     async def written(self) -> None:
         """Wait until the state that is being written is on the disk. Raises `StateError` if it cannot be."""
@@ -84,11 +88,6 @@ class Saving:
             writing, self._writing = self._writing, None
             await writing
 
-    def _write(self, state: LearnerState) -> None:
-        save_state(self._folder, state)
-        self._journal.forget(min(kept_versions(self._folder)))  # guard: journal-reaches-back-to-each-state
-
-
-def _copied(state: LearnerState) -> LearnerState:
-    tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in state.tensors.items()}
-    return LearnerState(state.version, state.updates, tensors, state.layout)
+    def _write(self, save: Callable[[], None]) -> None:
+        save()
+        self._journal.forget(min(kept_versions(self._states.folder)))  # guard: journal-reaches-back-to-each-state

@@ -1,0 +1,116 @@
+"""Starts the processes of a trainer that has several, by torchrun's agent, and ends them together.
+
+Called by `role`, in runs with `train.processes` above 1. If one of them ends, the agent ends the others, and this process
+ends as the first one did: its launcher starts all of them again, and they go on from their saved state. Nothing listens on
+a network: the agent is alone, and the processes meet at a file. It knows nothing of training.
+"""
+
+import logging
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch.distributed import HashStore
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from shoal.config import stay_on_this_machine
+from shoal.folder import RunFolder
+
+log = logging.getLogger("trainer")
+
+USER_ERROR = 2
+"""Exit code of a process whose error only the user can fix."""
+
+
+def run_processes(folder: RunFolder, url: str, count: int) -> None:
+    """Run so many processes of the trainer until they end. Ends this process as they ended, unless all is well."""
+    meetings = folder.trainer / "meetings"
+    shutil.rmtree(meetings, ignore_errors=True)
+    meetings.mkdir(parents=True)
+    meeting = Path(tempfile.mkdtemp(dir=meetings)) / "store"
+    command = [
+        "-m",
+        "shoal.cli",
+        "role",
+        "rank",
+        "--run-dir",
+        str(folder.root),
+        "--url",
+        url,
+        "--meeting",
+        str(meeting),
+    ]
+    rendezvous_handler_registry.register(_BACKEND, lambda parameters: _OneAgent())
+    config = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=count, run_id=folder.root.name, rdzv_backend=_BACKEND,
+        max_restarts=0, local_addr="127.0.0.1", logs_specs=DefaultLogsSpecs(os.devnull),
+    )  # fmt: skip
+    log.info("starting %d processes", count)
+    _give_children_a_pipe()
+    stay_on_this_machine()
+    logging.disable(logging.CRITICAL)  # the agent repeats what the processes say themselves
+    try:
+        elastic_launch(config, sys.executable)(*command)
+    except SignalException:
+        return  # it has passed the signal on, and waited
+    except ChildFailedError as error:
+        _end_as([failure.exitcode for failure in error.failures.values()])
+
+
+def _end_as(codes: Sequence[int]) -> None:
+    """End as the process did whose end says most. Those that lost another, or that the agent ended, say least."""
+    if USER_ERROR in codes:
+        sys.exit(USER_ERROR)
+    deaths = [-code for code in codes if code < 0 and code != -signal.SIGTERM]
+    if deaths:
+        signal.signal(deaths[0], signal.SIG_DFL) if deaths[0] != signal.SIGKILL else None
+        os.kill(os.getpid(), deaths[0])
+    sys.exit(min((code for code in codes if code > 0), default=1))
+
+
+def _give_children_a_pipe() -> None:
+    """Give children that are started from now on a standard input that closes when this process ends, even by SIGKILL."""
+    reading, _ = os.pipe()
+    os.dup2(reading, sys.stdin.fileno())
+    os.close(reading)
+
+
+_BACKEND = "one-agent"
+
+
+class _OneAgent(RendezvousHandler):
+    """Where the agents of several machines would meet: there is one."""
+
+    def get_backend(self) -> str:
+        return _BACKEND
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        # Its processes are given this address and port, and use neither.
+        return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo("127.0.0.1", 0))
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        pass
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return _BACKEND
+
+    def shutdown(self) -> bool:
+        return True

@@ -1,0 +1,126 @@
+"""Runs whose trainer has several processes: one of them is killed at any moment, and nothing is lost."""
+
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.launch.test_local import RUN_FILE, processes_in, wait_for
+
+STEPS = 12
+
+DIVIDED = (
+    RUN_FILE.replace("steps = 60", f"steps = {STEPS}")
+    .replace("cheating = 1", "")
+    .replace("episodes = 32", "episodes = 0")
+    .replace("batch_groups = 4", "batch_groups = 4\nmax_staleness = 0")
+    + """
+[train]
+processes = {processes}
+lr = 1e-3
+microbatch_tokens = 128
+"""
+)
+
+
+def start(folder: Path, processes: int, steps: int = STEPS) -> subprocess.Popen[str]:
+    """`shoal run` of a small run, in a folder of its own."""
+    folder.mkdir(exist_ok=True)
+    text = DIVIDED.replace("{processes}", str(processes)).replace(f"steps = {STEPS}", f"steps = {steps}")
+    (folder / "small.toml").write_text(text)
+    command = [sys.executable, "-m", "shoal.cli", "run", "small.toml"]
+    return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def steps_done(folder: Path) -> int:
+    metrics = folder / "runs" / "small" / "metrics.jsonl"
+    return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+
+
+def ranks_of(folder: Path) -> list[psutil.Process]:
+    """The trainer's processes, without the agent that started them."""
+    found = []
+    for process in processes_in(folder):
+        try:
+            if "rank" in process.cmdline():
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def finished(folder: Path, run: subprocess.Popen[str], timeout_s: float = 240) -> bytes:
+    """The final weights of a run that must end well."""
+    said, _ = run.communicate(timeout=timeout_s)
+    assert run.returncode == 0, said
+    out = folder / "runs" / "small"
+    verified = subprocess.run(
+        [sys.executable, "-m", "shoal.cli", "ledger", "verify", str(out)], capture_output=True, text=True
+    )
+    assert verified.returncode == 0, verified.stdout
+    assert processes_in(folder) == []
+    return (out / "checkpoints" / "final" / "model.safetensors").read_bytes()
+
+
+def test_a_trainer_of_two_processes_is_stopped_killed_and_resumed(tmp_path: Path) -> None:
+    """One story, because each part needs a run under way. It ends as a run that nobody touched."""
+    untouched = finished(tmp_path / "a", start(tmp_path / "a", 2, 6))
+    folder = tmp_path / "b"
+    run = start(folder, 2, 6)
+    wait_for("a second step", lambda: steps_done(folder) >= 2, run)
+    assert len(ranks_of(folder)) == 2
+    listening = [c for p in ranks_of(folder) for c in p.net_connections() if c.status == psutil.CONN_LISTEN]
+    assert {c.laddr.ip for c in listening} <= {"127.0.0.1", "::1"}
+    run.send_signal(signal.SIGINT)
+    said, _ = run.communicate(timeout=60)
+    assert run.returncode == 130, said
+    assert processes_in(folder) == []
+
+    run = start(folder, 2, 6)
+    wait_for("both processes", lambda: len(ranks_of(folder)) == 2, run)
+    before = {p.pid for p in ranks_of(folder)}
+    ranks_of(folder)[1].kill()
+    wait_for("others", lambda: len(ranks_of(folder)) == 2 and not before & {p.pid for p in ranks_of(folder)}, run)
+    run.kill()
+    run.communicate()
+    deadline = time.monotonic() + 10
+    while processes_in(folder):
+        assert time.monotonic() < deadline, "the trainer's processes outlive their launcher"
+        time.sleep(0.05)
+    assert finished(folder, start(folder, 2, 6)) == untouched
+
+
+def test_an_error_that_only_the_user_can_fix_ends_the_run_in_one_line(tmp_path: Path) -> None:
+    run = start(tmp_path, 2)
+    wait_for("a first step", lambda: steps_done(tmp_path) >= 1, run)
+    run.send_signal(signal.SIGINT)
+    run.communicate(timeout=60)
+    for state in (tmp_path / "runs" / "small" / "trainer").glob("v*"):
+        (state / "state.json").unlink()
+    run = start(tmp_path, 2)
+    said, _ = run.communicate(timeout=120)
+    assert run.returncode == 2 and "no trainer state under" in said.splitlines()[-1], said
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("processes", [2])
+def test_ten_kills_at_random_moments_lose_nothing(tmp_path: Path, processes: int) -> None:
+    """The bar of the plan. A process that is killed may be starting, training, saving, publishing or waiting."""
+    untouched = finished(tmp_path / "a", start(tmp_path / "a", processes))
+    folder, moments = tmp_path / "b", random.Random(0)
+    run = start(folder, processes)
+    wait_for("a first step", lambda: steps_done(folder) >= 1, run)
+    for _ in range(10):
+        wait_for("processes", lambda: len(ranks_of(folder)) == processes, run)
+        time.sleep(moments.uniform(0, 6))
+        victim = moments.choice(ranks_of(folder) or [None])
+        assert victim, f"the run ended after {steps_done(folder)} steps, before all kills"
+        victim.kill()
+        psutil.wait_procs([victim], timeout=10)
+    assert finished(folder, run, 600) == untouched
