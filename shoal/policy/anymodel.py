@@ -181,7 +181,7 @@ def load_any(directory: Path, dtype: torch.dtype = torch.float32) -> AnyModel:
         _demand_size(empty, sum(_count(tensor.shape) for tensor in stored.values()), directory)
         whole, info = type(empty).from_pretrained(
             None, config=empty.config, state_dict=read_tensors(directory, dtype), dtype=dtype, output_loading_info=True,
-            local_files_only=True, use_safetensors=True, trust_remote_code=False,
+            ignore_mismatched_sizes=True, local_files_only=True, use_safetensors=True, trust_remote_code=False,
         )  # fmt: skip
         _demand_all_loaded(info, directory)
         whole.eval()

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shoal.errors import StateError
-from shoal.policy.anyspec import AnySpec
-from shoal.policy.spec import PolicySpec
+from shoal.policy.anyspec import AnySpec, read_config
+from shoal.policy.spec import ARCHITECTURES, PolicySpec
 
 if TYPE_CHECKING:
     import torch
@@ -38,14 +38,22 @@ def kind_of(directory: Path) -> str:
 
 
 def spec_of(directory: Path) -> PolicySpec | AnySpec:
-    """The spec of a policy of either kind. Raises `StateError` as for ours if it is neither."""
+    """The spec of a policy of either kind. Raises `StateError` if it is neither: for a family of ours, as for ours."""
     try:
         return PolicySpec.from_directory(directory)
     except StateError as refused:
         try:
             return AnySpec.from_directory(directory)
-        except StateError:
-            raise refused from None
+        except StateError as other:
+            raise (refused if is_of_ours(directory) else other) from None
+
+
+def is_of_ours(directory: Path) -> bool:
+    """Whether a `config.json` names a family of ours, whatever else it says; also if it cannot be read."""
+    try:
+        return read_config(directory).get("model_type") in ARCHITECTURES
+    except StateError:
+        return True
 
 
 def sized_spec_of(directory: Path) -> PolicySpec | AnySpec:

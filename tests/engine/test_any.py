@@ -24,7 +24,7 @@ from shoal.engine.open import EngineSpec, kind_for, open_engine
 from shoal.errors import StateError
 from shoal.policy.anymodel import AnyModel, load_any
 from shoal.policy.files import find_tensors, save_policy, snapshot
-from shoal.policy.kinds import AUTO, open_policy
+from shoal.policy.kinds import AUTO, open_policy, spec_of
 from shoal.protocol.noise import KEYED_32, KEYED_64, NOISES, PHILOX
 from shoal.protocol.randomness import sample_seed
 from shoal.train.rows import Row
@@ -468,3 +468,13 @@ except StateError as error:
 def test_without_transformers_one_line_says_what_to_install() -> None:
     result = subprocess.run([sys.executable, "-c", _WITHOUT], capture_output=True, text=True, check=True, timeout=60)
     assert "needs transformers" in result.stdout and "pip install" in result.stdout and result.stdout.count("\n") == 1
+
+
+def test_what_is_wrong_with_another_architecture_is_said_and_not_that_it_is_another(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    quantised = _changed(models["olmo2"], tmp_path / "quantised", quantization_config={"quant_method": "gptq"})
+    with pytest.raises(StateError, match="the weights are quantised"):
+        spec_of(quantised)
+    with pytest.raises(StateError, match=r"config\.json is not a model's config"):
+        spec_of(_changed(models["llama"], tmp_path / "gelu", hidden_act="gelu", vocab_size="many"))
