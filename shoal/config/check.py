@@ -116,7 +116,6 @@ def check_run(config: RunConfig) -> None:
             "takes groups by slot number",
         ),
         *_learning_fits(config),
-        *_processes_fit(config),
         *_addresses_are_read(config.host.trusted_proxies),
         *_messages_fit(config),
     ]
@@ -163,6 +162,7 @@ def _plays_fit(envs: Sequence[EnvConfig]) -> Iterator[tuple[bool, str]]:
 def _learning_fits(config: RunConfig) -> Iterator[tuple[bool, str]]:
     yield from difficulty_fits(config.difficulty, [env.solved for env in config.envs])
     yield from _algorithm_fits(config.train.algorithm)
+    yield from _processes_fit(config)
     fits = bool(config.policy.path) or not config.policy.implementation
     yield fits, "policy.implementation says how the model in policy.path is computed: set policy.path, or leave it out"
     yield (

@@ -6,14 +6,16 @@ Axes: B rows, C new tokens of a row, N = B * C, S columns of the cache, D width,
 K key/value heads, G = H / K queries that share a key, E head dimension, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from shoal.policy.layers import (
+    LayerLow,
     LayerWeights,
+    Low,
     Shape,
     by_row,
     causal_layer,
@@ -23,7 +25,8 @@ from shoal.policy.layers import (
     hidden_states,
     rope_table,
 )
-from shoal.policy.model import Transformer
+from shoal.policy.lowrank import Pair, arranged_low
+from shoal.policy.model import Transformer, head_order
 from shoal.policy.spec import PolicySpec
 
 COLUMN_STEP = 32
@@ -84,7 +87,17 @@ class Decoder:
         # A GPU multiplies by a transposed matrix as fast, so a tied head need not be there twice.
         shares = model.spec.tied and device != "cpu"
         self.weights = arranged if shares else arranged._replace(head_DV=arranged.head_DV.contiguous())
+        self._norms = [layer.norms() for layer in model.model.layers] if model.adapter else []  # type: ignore[operator]
         self.spec, self.dtype, self.device = model.spec, arranged.frame.embedding_VD.dtype, device
+
+    @torch.inference_mode()
+    def adapt(self, layers: Iterable[Mapping[str, Pair]]) -> None:
+        """Replace the adapter by another, of which these are the parts in each layer."""
+        order, adapted = head_order(self.spec).to(self.device), []
+        for w, pairs, norms_D in zip(self.weights.layers, layers, self._norms, strict=True):
+            moved = {name: Pair(a.to(self.device), b.to(self.device), scale) for name, (a, b, scale) in pairs.items()}
+            adapted.append(w._replace(low=_laid_out(arranged_low(moved, self.spec, norms_D, order))))
+        self.weights = self.weights._replace(layers=tuple(adapted))
 
     def rope(self, positions: Tensor) -> Tensor:
         """The rotation for the heads of tokens at the given positions."""
@@ -154,7 +167,15 @@ def _contiguous(w: LayerWeights) -> LayerWeights:
         out_XD=w.out_XD.contiguous(),
         gate_up_DX=w.gate_up_DX.contiguous(),
         down_FD=w.down_FD.contiguous(),
+        low=_laid_out(w.low),
     )
+
+
+def _laid_out(low: LayerLow | None) -> LayerLow | None:
+    """An adapter in memory of its own, in the layout of one that is arranged anew: sums depend on it."""
+    if low is None:
+        return None
+    return LayerLow(*(one and Low(one.down_IR.contiguous(), one.up_RX.contiguous()) for one in low))
 
 
 def _attention_bias(cache: Cache, start: int, C: int, G: int, K: int) -> Tensor | None:

@@ -23,8 +23,11 @@ from shoal.engine.reading import padded, punch_after, read, read_openings
 from shoal.engine.scoring import score_parts, score_rows
 from shoal.engine.writing import turn_length, write
 from shoal.errors import StateError
+from shoal.policy.adapters import pairs_of, read_adapter
+from shoal.policy.adapterspec import has_adapter
 from shoal.policy.files import load_policy
 from shoal.policy.quantise import round_to_int8
+from shoal.policy.stored import Identity, files_of_base, identity_of
 from shoal.protocol.noise import PHILOX
 from shoal.protocol.types import EngineFacts
 
@@ -54,6 +57,8 @@ class LocalEngine:
         self._dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.float32}[dtype]
         self._family = family(noise)
         self._loaded: Decoder | None = None
+        self._base: frozenset[Identity] = frozenset()
+        """The files of the base in memory, if the policy is an adapter over it."""
         self._batches: dict[str, _Batch] = {}
         self._at_work = threading.Lock()
         """Held by calls that use or change the weights."""
@@ -61,12 +66,19 @@ class LocalEngine:
     def load(self, directory: Path, version: int) -> None:
         """Load the policy of a checkpoint directory and forget all conversations. Raises `StateError`."""
         with self._at_work:  # guard: one-load-or-change-at-a-time
-            self._loaded, self.version = None, -1  # first, so that two versions are never in memory
+            self.version = -1
             self._batches.clear()
+            base = _base_in(directory)
+            if self._loaded is not None and base and base == self._base:  # guard: adapter-over-its-base
+                adapter, tensors = read_adapter(directory, self._loaded.spec)
+                self._loaded.adapt(pairs_of(adapter, tensors, self._loaded.spec))
+                self.version = version
+                return
+            self._loaded = None  # first, so that two versions are never in memory
             model = load_policy(directory, self._dtype)
             if self.facts.dtype == "int8":
                 round_to_int8(model)
-            self._loaded = Decoder(model, self.facts.device)
+            self._loaded, self._base = Decoder(model, self.facts.device), base
             self.version = version
 
     @torch.inference_mode()
@@ -74,7 +86,9 @@ class LocalEngine:
         """Turn the policy in `before` into the one in `after`, in place; see `engine.base.InPlace`."""
         with self._at_work:
             assert not self._batches, "no version is changed while a block is open"  # guard: no-swap-in-an-open-block
-            if self._loaded is None or self.version < 0 or self.facts.dtype == "int8":
+            if self._loaded is None or self.version < 0 or self.facts.dtype == "int8" or self._base:
+                return False  # an adapter is as quickly loaded
+            if has_adapter(after):
                 return False
             change = Change(self._loaded, before, after)
             if not change.is_worth_it:
@@ -179,6 +193,13 @@ class LocalEngine:
         assert len(set(batch.rollouts)) == len(requests), "a conversation is in one batch twice"
         self._batches |= dict.fromkeys(batch.rollouts, batch)
         return batch
+
+
+def _base_in(directory: Path) -> frozenset[Identity]:
+    """The files of the model below an adapter, with which the engine can tell that it has them; empty without adapter."""
+    if not has_adapter(directory):
+        return frozenset()
+    return frozenset(identity_of(file) for file in files_of_base(directory))
 
 
 def _demand_room(decoder: Decoder, token_ids: Sequence[int], max_new: int) -> None:

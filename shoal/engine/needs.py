@@ -38,18 +38,20 @@ class Needs:
 
     spec: PolicySpec
     dtype: str
+    adapter: int = 0
+    """Bytes of an adapter beside it, arranged, in float32."""
 
     @property
     def loaded(self) -> int:
         """The weights as they stay in memory: layers, embedding, and the head beside it."""
-        return self._item * (self._layers + 2 * self.spec.vocab_size * self.spec.width)
+        return self._item * (self._layers + 2 * self.spec.vocab_size * self.spec.width) + self.adapter
 
     def load(self) -> int:
         """While the weights are read and arranged: the model, the arranged copy, one layer or tensor more, and an eighth of
         all that for holes between them."""
         sizes = [math.prod(shape) for shape in self.spec.tensor_shapes().values()]
         filled = self.loaded + self._item * (sum(sizes) + 3 * self._layers // self.spec.layers) + 4 * max(sizes)
-        return filled * 9 // 8
+        return (filled + self.adapter) * 9 // 8
 
     def play(self, rows: int, max_tokens: int, all_tokens: int = 0) -> int:
         """Beyond the weights, for a batch of `rows` conversations of at most `max_tokens`.

@@ -28,6 +28,24 @@ WORTH_SHARING = 64
 """Number of tokens that must be saved before a batch computes the common start of its rows only once."""
 
 
+class Low(NamedTuple):
+    """A low-rank product that is added to a matrix's (arXiv:2106.09685 eq. 3), in float32."""
+
+    down_IR: Tensor
+    """Behind a norm, it includes the norm's weight times sqrt(D)."""
+    up_RX: Tensor
+    """Includes alpha / rank."""
+
+
+class LayerLow(NamedTuple):
+    """What an adapter adds to the matrices of one layer; None where it adds nothing."""
+
+    qkv: Low | None
+    out: Low | None
+    gate_up: Low | None
+    down: Low | None
+
+
 class LayerWeights(NamedTuple):
     """One layer, arranged. Each matrix is [inputs, outputs]. A matrix after a norm includes its weight times sqrt(D)."""
 
@@ -42,6 +60,7 @@ class LayerWeights(NamedTuple):
     """sqrt(D * eps), [1]."""
     head_floor: Tensor
     """sqrt(E * eps), [1]."""
+    low: LayerLow | None = None
 
 
 class Frame(NamedTuple):
@@ -170,6 +189,8 @@ def heads(x_ND: Tensor, w: LayerWeights, rope: Tensor, spec: PolicySpec) -> tupl
     J = spec.heads // K + 1
     normed_ND = unit(x_ND, w.floor)
     qkv = torch.mm(normed_ND, w.qkv_DX) if w.qkv_bias_X is None else torch.addmm(w.qkv_bias_X, normed_ND, w.qkv_DX)
+    if w.low is not None:
+        qkv = _adapted(qkv, normed_ND, w.low.qkv)
     qk, v = qkv.split((K * J * E, K * E), 1)
     qk = qk.view(N, K, J, E)
     if w.heads_norm_KJE is not None:
@@ -180,8 +201,26 @@ def heads(x_ND: Tensor, w: LayerWeights, rope: Tensor, spec: PolicySpec) -> tupl
 
 def finish(x_ND: Tensor, mixed_NX: Tensor, w: LayerWeights) -> Tensor:
     """The rest of a layer after attention: the output matrix, then the gated MLP, each added to the residual."""
+    if w.low is not None:
+        return _finish_adapted(x_ND, mixed_NX, w, w.low)
     x_ND = torch.addmm(x_ND, mixed_NX, w.out_XD)
     return torch.addmm(x_ND, gated(torch.mm(unit(x_ND, w.floor), w.gate_up_DX)), w.down_FD)
+
+
+def _finish_adapted(x_ND: Tensor, mixed_NX: Tensor, w: LayerWeights, low: LayerLow) -> Tensor:
+    x_ND = _adapted(torch.addmm(x_ND, mixed_NX, w.out_XD), mixed_NX, low.out)
+    normed_ND = unit(x_ND, w.floor)
+    gated_NF = gated(_adapted(torch.mm(normed_ND, w.gate_up_DX), normed_ND, low.gate_up))
+    return _adapted(torch.addmm(x_ND, gated_NF, w.down_FD), gated_NF, low.down)
+
+
+def _adapted(product_NX: Tensor, x_NI: Tensor, low: Low | None) -> Tensor:
+    """A matrix's product of x with what an adapter adds: summed in float32, and rounded once to the policy's dtype."""
+    if low is None:
+        return product_NX
+    kept = low.down_IR.dtype
+    sum_NX = torch.addmm(product_NX.to(kept), torch.mm(x_NI.to(kept), low.down_IR), low.up_RX)
+    return sum_NX.to(product_NX.dtype)
 
 
 def unit(x: Tensor, floor: Tensor) -> Tensor:

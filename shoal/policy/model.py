@@ -12,8 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from shoal.policy import adapterspec
+from shoal.policy.adapterspec import AdapterSpec, Base, stored_name
 from shoal.policy.base import Published
 from shoal.policy.layers import Body, Frame, LayerWeights, Weights, hidden_states, wide
+from shoal.policy.lowrank import Pair, arranged_low
 from shoal.policy.packed import Family, packed_hidden_states
 from shoal.policy.spec import PolicySpec
 
@@ -35,6 +38,18 @@ class Transformer(nn.Module):
         self.model = _Stack(spec, dtype)
         if not spec.tied:
             self.lm_head = _Matrix(spec.vocab_size, spec.width, dtype)
+        self.adapter: AdapterSpec | None = None
+        self.base: Base | None = None
+        """What the adapter belongs to, if that is known."""
+
+    def adapt(self, adapter: AdapterSpec, base: Base | None = None) -> None:
+        """Let only an adapter learn, which adds nothing yet: A is not initialised and B is 0."""
+        self.adapter, self.base = adapter, base
+        self.requires_grad_(False)
+        for layer in self.model.layers:
+            for name, matrix in layer.matrices().items():  # type: ignore[operator]
+                if name in adapter.targets:
+                    matrix.adapt(adapter)
 
     def forward(self, tokens_BT: Tensor, families: Sequence[Family] | None = None) -> Tensor:
         """Hidden states after the final norm, [B, T, D], of right-padded rows; see `layers.hidden_states`.
@@ -59,13 +74,19 @@ class Transformer(nn.Module):
         return self.model.embed_tokens.weight if self.spec.tied else self.lm_head.weight
 
     def trainable(self) -> dict[str, nn.Parameter]:
-        """All parameters, by name."""
-        return dict(self.named_parameters())
+        """All parameters, by name; of an adapted policy, those of the adapter."""
+        return {name: one for name, one in self.named_parameters() if self.adapter is None or one.requires_grad}
 
     def published(self) -> Published:
-        """The policy as its files have it."""
+        """The policy as its files have it; if it is adapted, without the weights of its base."""
         files = {"config.json": self.spec.to_hf(), "generation_config.json": self.spec.generation_to_hf()}
-        return Published(self.trainable(), files)
+        if self.adapter is None:
+            return Published(self.trainable(), files)
+        files[adapterspec.CONFIG] = self.adapter.to_peft(self.base)
+        if self.base is not None:
+            files[adapterspec.BASE] = {"root": self.base.root, "source": self.base.source}
+        tensors = {stored_name(name): one for name, one in self.trainable().items()}
+        return Published(tensors, files, adapterspec.WEIGHTS)
 
     def frame(self) -> Frame:
         """What is before the layers and after them, as `layers` needs it."""
@@ -113,6 +134,20 @@ class _Layer(nn.Module):
         """What `body` does with the hidden states before this layer."""
         return body(x_ND, _arrange(self, spec, order))
 
+    def matrices(self) -> "dict[str, _Matrix]":
+        """All that an adapter may change, by name."""
+        return {name: one for part in (self.self_attn, self.mlp) for name, one in part.named_children()
+                if isinstance(one, _Matrix)}  # fmt: skip
+
+    def pairs(self) -> dict[str, Pair]:
+        """The adapters of its matrices."""
+        return {name: Pair(matrix.lora_A, matrix.lora_B, matrix.scale) for name, matrix in self.matrices().items()
+                if matrix.lora_A is not None and matrix.lora_B is not None}  # fmt: skip
+
+    def norms(self) -> tuple[Tensor, Tensor]:
+        """What the inputs of attention and of the MLP are multiplied by."""
+        return norm_weight(self.input_layernorm.weight), norm_weight(self.post_attention_layernorm.weight)
+
 
 class _Attention(nn.Module):
     def __init__(self, spec: PolicySpec, dtype: torch.dtype) -> None:
@@ -139,11 +174,24 @@ class _Matrix(nn.Module):
     """A weight, [outputs, inputs], and perhaps a bias, named as in the checkpoint."""
 
     bias: Tensor | None
+    lora_A: nn.Parameter | None
+    lora_B: nn.Parameter | None
+    """Of the adapter, named as `peft` does."""
 
     def __init__(self, outputs: int, inputs: int, dtype: torch.dtype, bias: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(outputs, inputs, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(outputs, dtype=dtype)) if bias else None
+        self.register_parameter("lora_A", None)
+        self.register_parameter("lora_B", None)
+        self.scale = 1.0
+
+    def adapt(self, adapter: AdapterSpec) -> None:
+        """Add a low-rank product, [rank, inputs] and [outputs, rank], at least float32."""
+        (outputs, inputs), device, self.scale = self.weight.shape, self.weight.device, adapter.scale
+        dtype = wide(self.weight.dtype)
+        self.lora_A = nn.Parameter(torch.empty(adapter.rank, inputs, dtype=dtype, device=device))
+        self.lora_B = nn.Parameter(torch.zeros(outputs, adapter.rank, dtype=dtype, device=device))
 
 
 class _Vector(nn.Module):
@@ -172,6 +220,7 @@ def _arrange(layer: _Layer, spec: PolicySpec, order: Tensor) -> LayerWeights:
         down_FD=mlp.down_proj.weight.t(),
         floor=floor,
         head_floor=head_floor,
+        low=arranged_low(layer.pairs(), spec, layer.norms(), order),
     )
 
 

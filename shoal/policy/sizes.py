@@ -5,7 +5,9 @@ dtypes, devices or what an engine or a trainer holds at a time.
 """
 
 import math
+from collections.abc import Sequence
 
+from shoal.policy.adapterspec import TARGETS, AdapterSpec
 from shoal.policy.anyspec import AnySpec
 from shoal.policy.spec import PolicySpec
 
@@ -32,13 +34,13 @@ def layer_parameters_of(spec: PolicySpec | AnySpec) -> int:
     return sum(math.prod(shape) for name, shape in shapes if name not in OUTSIDE) // spec.layers
 
 
-def adapter_parameters_of(spec: PolicySpec | AnySpec, rank: int) -> int:
-    """The weights of a low-rank adapter (arXiv:2106.09685) of every matrix in every layer."""
+def adapter_parameters_of(spec: PolicySpec | AnySpec, rank: int, targets: Sequence[str] = TARGETS) -> int:
+    """The weights of a low-rank adapter (arXiv:2106.09685) of these matrices in every layer; of every matrix of another
+    architecture."""
     if isinstance(spec, AnySpec):
         attention = 4 * spec.width + 2 * (spec.heads + spec.kv_heads) * spec.head_dim
         return spec.layers * rank * (attention + 3 * max(1, spec.experts) * (spec.width + spec.mlp_width))
-    shapes = (shape for name, shape in spec.tensor_shapes().items() if name not in OUTSIDE and len(shape) == 2)
-    return sum(rank * (outputs + inputs) for outputs, inputs in shapes)
+    return sum(math.prod(shape) for shape in AdapterSpec(rank, 1.0, tuple(targets)).tensor_shapes(spec).values())
 
 
 def cached_values_of(spec: PolicySpec) -> int:

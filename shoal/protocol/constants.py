@@ -78,6 +78,10 @@ Changing breaks: manifests already signed."""
 MAX_SAFETENSORS_HEADER_BYTES = 1 << 20
 """Header of a weights file. Changing breaks: policies with more than about 10,000 tensors."""
 
+MAX_ADAPTER_RANK = 512
+"""Rank of a low-rank adapter: A and B of a square matrix of width 1024 then have as many values as the matrix.
+Changing breaks: nodes refuse each other's larger adapters."""
+
 MAX_TENSORS = 10_000
 """Tensors of a policy."""
 

@@ -6,6 +6,7 @@ leases, so a few bytes of it can ask for any amount. It uses no network.
 """
 
 import contextlib
+import math
 import resource
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import psutil
 
 from shoal.engine.base import Engine
 from shoal.errors import Overreach, StateError
+from shoal.policy.adapterspec import AdapterSpec, has_adapter
 from shoal.policy.contained import Limits
 from shoal.policy.kinds import spec_of
 from shoal.policy.spec import PolicySpec
@@ -27,6 +29,9 @@ if TYPE_CHECKING:
 
 THREAD_STACK_BYTES = 8 << 20
 """Address space of a thread's stack, of which little is used."""
+
+ADAPTER_COPIES = 4
+"""An adapter as it was read, and arranged, where those of query, key and value have zeros between their outputs."""
 
 THREADS = 4
 """Threads of a role beside torch's own and those that hash versions: the event loop, one that computes, and those that look
@@ -159,7 +164,13 @@ def needs_of(directory: Path, dtype: str) -> "Needs | AnyNeeds":
     from shoal.engine.needs import Needs
 
     spec = spec_of(directory)
-    return Needs(spec, dtype) if isinstance(spec, PolicySpec) else AnyNeeds.of(spec, directory, dtype)
+    if not isinstance(spec, PolicySpec):
+        return AnyNeeds.of(spec, directory, dtype)
+    if not has_adapter(directory):
+        return Needs(spec, dtype)
+    # Arranged, the products of query, key and value have zeros between them: three times as many outputs.
+    adapter = AdapterSpec.from_directory(directory).tensor_shapes(spec)
+    return Needs(spec, dtype, ADAPTER_COPIES * 4 * sum(math.prod(shape) for shape in adapter.values()))
 
 
 def _private_bytes() -> int:

@@ -7,6 +7,7 @@ Called by `launch/fits`, and `predict` reads its constant here. Light: it import
 import math
 from dataclasses import dataclass
 
+from shoal.policy.adapterspec import TARGETS
 from shoal.policy.anyspec import AnySpec
 from shoal.policy.sizes import (
     adapter_parameters_of,
@@ -51,6 +52,8 @@ class Layout:
     """Of the longest row, which may be a micro-batch of its own."""
     processes: int = 1
     """Of the trainer. Each has as large a part of the policy."""
+    targets: tuple[str, ...] = TARGETS
+    """The matrices that an adapter changes."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,7 @@ def parts_of(spec: PolicySpec | AnySpec, layout: Layout) -> list[Part]:
     if layout.processes > 1:
         return _parts_of_one(spec, layout)
     weights = parameters_of(spec)
-    learned = adapter_parameters_of(spec, layout.rank) if layout.rank else weights
+    learned = adapter_parameters_of(spec, layout.rank, layout.targets) if layout.rank else weights
     has_masters = layout.dtype != "float32" and not layout.rank
     away = layout.moments == "offloaded"
     parts = [Part("weights", int(weights * ITEM_BYTES[layout.dtype]))]
@@ -112,7 +115,7 @@ def _made(spec: PolicySpec | AnySpec, layout: Layout, fixed: int) -> list[Part]:
 
 def state_of(spec: PolicySpec | AnySpec, layout: Layout) -> int:
     """A saved state: float32 weights and moments of what is learned."""
-    learned = adapter_parameters_of(spec, layout.rank) if layout.rank else parameters_of(spec)
+    learned = adapter_parameters_of(spec, layout.rank, layout.targets) if layout.rank else parameters_of(spec)
     return int(learned * (4 + MOMENT_BYTES[layout.moments]))
 
 

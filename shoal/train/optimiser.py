@@ -51,7 +51,7 @@ class Optimiser:
     """AdamW (arXiv:1711.05101) that decays only matrices."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], config: TrainConfig, ranks: Ranks = ALONE) -> None:
-        ranks.settle(parameters, config)
+        ranks.settle(parameters)
         offloaded = config.moments == "offloaded"
         elsewhere = offloaded and any(parameter.device != CPU for parameter in parameters.values())
         coarse = any(parameter.dtype != torch.float32 for parameter in parameters.values())

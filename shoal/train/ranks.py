@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.config import TrainConfig
+from shoal.policy.base import PolicyModel
 from shoal.train.flat import Plan
 from shoal.train.masters import module_dtype
 
@@ -27,7 +28,11 @@ class Share(NamedTuple):
 class Ranks(Protocol):
     """The processes of a step, seen from one of them."""
 
-    def settle(self, parameters: Mapping[str, nn.Parameter], config: TrainConfig) -> None:
+    def demand_dtype(self, model: PolicyModel, config: TrainConfig) -> None:
+        """Assert that a policy was loaded in the dtype that the run file names."""
+        ...
+
+    def settle(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Prepare parameters for an optimiser, before their first gradient."""
         ...
 
@@ -51,11 +56,15 @@ class Ranks(Protocol):
 class Alone:
     """One process has the whole policy."""
 
-    def settle(self, parameters: Mapping[str, nn.Parameter], config: TrainConfig) -> None:
-        """See `Ranks`."""
-        wanted = module_dtype(config)
-        odd = [f"{name} is {p.dtype}" for name, p in parameters.items() if p.dtype != wanted]
+    def demand_dtype(self, model: PolicyModel, config: TrainConfig) -> None:
+        """See `Ranks`. An adapter is float32 beside any base."""
+        wanted, learned = module_dtype(config), model.trainable()
+        frozen = [(name, p) for name, p in model.named_parameters() if name not in learned]
+        odd = [f"{name} is {p.dtype}" for name, p in frozen or learned.items() if p.dtype != wanted]
         assert not odd, f"{odd[0]}, but the trainer computes in {wanted}: load the policy so"
+
+    def settle(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """See `Ranks`."""
         for parameter in parameters.values():
             # Copy into torch's own allocation: weights read from a file may be at odd addresses, and MKL's sums depend on
             # alignment, so a resumed run would differ in the last bit.

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from shoal.config import TrainConfig
 from shoal.errors import StateError
-from shoal.policy.base import Published
+from shoal.policy.base import PolicyModel, Published
 from shoal.policy.files import policy_tensors, read_rows
 from shoal.policy.model import Transformer
 from shoal.policy.packed import Family
@@ -153,7 +153,7 @@ def load_sharded(directory: Path, config: TrainConfig, device: str, channel: Cha
         for name, part in policy.trainable().items():
             own, (begin, end) = _local(part.detach()), rows_of_rank(part.shape[0], channel.rank, channel.world)
             assert len(own) == end - begin, f"{name}: {len(own)} rows instead of {begin} to {end}"
-            own.copy_(read_rows(stored[name], begin, end, name))
+            own.copy_(read_rows(stored[name], begin, end, name).to(rounded))  # as one process would have loaded it
     return policy
 
 
@@ -163,10 +163,13 @@ class Sharded:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
 
-    def settle(self, parameters: Mapping[str, nn.Parameter], config: TrainConfig) -> None:
-        """See `Ranks`. The parts are in memory of their own already."""
-        odd = [f"{name} is {p.dtype}" for name, p in parameters.items() if p.dtype != torch.float32]
+    def demand_dtype(self, model: PolicyModel, config: TrainConfig) -> None:
+        """See `Ranks`. Parts are float32 in any run."""
+        odd = [f"{name} is {p.dtype}" for name, p in model.trainable().items() if p.dtype != torch.float32]
         assert not odd, f"{odd[0]}: parts are float32"
+
+    def settle(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """See `Ranks`. The parts are in memory of their own already."""
 
     def shares(self, packed: Sequence[Plan]) -> list[Share]:
         """See `Ranks`: in turn, the longest first. At the end, some compute what others have, too, so that all of them take

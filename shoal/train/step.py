@@ -86,6 +86,7 @@ class Learner:
         self._ranks, self._clock = ranks, clock
         parameters = self.model.trainable()
         self._device = next(iter(parameters.values())).device
+        ranks.demand_dtype(self.model, config)
         self._optimiser = Optimiser(parameters, config, ranks)
 
     def step(self, rows: Sequence[Row], version: int, budgets: Sequence[int] = ()) -> dict[str, Any]:

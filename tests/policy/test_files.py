@@ -19,7 +19,8 @@ from transformers import AutoModelForCausalLM
 from shoal.config import TinyPolicy
 from shoal.errors import StateError
 from shoal.policy import stream
-from shoal.policy.files import _fill, find_tensors, load_policy, read_header, save_policy, tensors_of
+from shoal.policy.files import find_tensors, load_policy, read_header, save_policy, tensors_of
+from shoal.policy.filling import _fill
 from shoal.policy.model import Transformer
 from shoal.policy.render import Renderer
 from shoal.policy.spec import PolicySpec

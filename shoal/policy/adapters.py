@@ -1,0 +1,85 @@
+"""Adapters of our own models: how a new one begins, and how one is read from files that a stranger may have written.
+
+Called by `kinds`, by `files` and by the engine, which keeps a base and takes one adapter after another over it. The
+format is that of `peft`: `adapterspec` has the config. It does not deal with publication.
+"""
+
+import hashlib
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from shoal.policy.adapterspec import WEIGHTS, AdapterSpec, Base, stored_name
+from shoal.policy.filling import demand_same_shapes, fill_all
+from shoal.policy.lowrank import Pair
+from shoal.policy.model import Transformer
+from shoal.policy.spec import PolicySpec
+from shoal.policy.stored import read_header
+
+
+@torch.no_grad()
+def begin_adapter(model: Transformer, adapter: AdapterSpec, seed: int, base: Base | None = None) -> None:
+    """Give a model an adapter that changes nothing yet: B is 0, and A is uniform within 1 / sqrt(inputs), as in `peft`.
+
+    Each matrix has a generator of its own, so the same seed gives a matrix the same A whatever else is adapted.
+    """
+    model.adapt(adapter, base)
+    for name, parameter in model.trainable().items():
+        if name.endswith("lora_A"):
+            drawn = hashlib.sha256(f"{seed} {name}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(drawn[:8], "big") >> 1)
+            values = torch.empty(parameter.shape, dtype=torch.float32)
+            values.uniform_(-1 / math.sqrt(parameter.shape[1]), 1 / math.sqrt(parameter.shape[1]), generator=generator)
+            parameter.copy_(values)
+
+
+def read_adapter(directory: Path, spec: PolicySpec) -> tuple[AdapterSpec, dict[str, Tensor]]:
+    """The adapter in a directory, float32, for a policy of this shape; its tensors by their names in the file.
+
+    Raises `StateError` if it is missing, damaged or hostile, for a policy of another shape, or not of finite numbers.
+    """
+    adapter = AdapterSpec.from_directory(directory)
+    stored, shapes = read_header(Path(directory) / WEIGHTS), adapter.tensor_shapes(spec)
+    demand_same_shapes(stored, shapes, directory)  # guard: adapter-fits-its-base
+    tensors = {name: torch.empty(shape, dtype=torch.float32) for name, shape in shapes.items()}
+    fill_all(tensors, stored, directory)
+    return adapter, tensors
+
+
+@torch.no_grad()
+def load_adapter(model: Transformer, directory: Path) -> None:
+    """Give a model the adapter in a directory. Raises as `read_adapter`."""
+    adapter, tensors = read_adapter(directory, model.spec)
+    model.adapt(adapter, Base.from_directory(directory))
+    for name, parameter in model.trainable().items():
+        parameter.copy_(tensors[stored_name(name)])
+
+
+@torch.no_grad()
+def merge(model: Transformer) -> None:
+    """Add the adapter to the matrices, in float32, and round each once to the model's dtype: small changes are lost there.
+    The model is then whole."""
+    for matrix in model.modules():
+        a_rI, b_Or = getattr(matrix, "lora_A", None), getattr(matrix, "lora_B", None)
+        if a_rI is not None and b_Or is not None:
+            weight_OI, scale = matrix.get_parameter("weight"), float(matrix.scale)  # type: ignore[arg-type]
+            weight_OI.copy_(torch.addmm(weight_OI.to(a_rI.dtype), b_Or, a_rI, alpha=scale))
+            matrix.lora_A = matrix.lora_B = None  # type: ignore[assignment]
+    model.adapter = model.base = None
+    model.requires_grad_(True)
+
+
+def pairs_of(adapter: AdapterSpec, tensors: dict[str, Tensor], spec: PolicySpec) -> Iterator[dict[str, Pair]]:
+    """The adapters of each layer's matrices, layer by layer."""
+    for index in range(spec.layers):
+        layer = {}
+        for part, name in (*(("self_attn", f"{one}_proj") for one in "qkvo"),
+                           *(("mlp", f"{one}_proj") for one in ("gate", "up", "down"))):  # fmt: skip
+            if name in adapter.targets:
+                matrix = f"model.layers.{index}.{part}.{name}"
+                a_rI, b_Or = (tensors[stored_name(f"{matrix}.lora_{one}")] for one in "AB")
+                layer[name] = Pair(a_rI, b_Or, adapter.scale)
+        yield layer

@@ -1,0 +1,123 @@
+"""Engines with an adapter: the base stays in memory, and the bits are those of a version that is loaded anew."""
+
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from shoal.engine import local
+from shoal.engine.base import Continuation, Request, ScoreRequest
+from shoal.engine.local import LocalEngine
+from shoal.errors import StateError
+from shoal.policy.adapters import begin_adapter
+from shoal.policy.adapterspec import AdapterSpec, Base
+from shoal.policy.files import load_policy, save_policy
+from tests.engine.conftest import write_policy
+
+
+def version(base: Path, directory: Path, seed: int, rank: int = 4) -> Path:
+    """A version's directory: an adapter drawn from a seed, beside other names of the files of its base."""
+    model = load_policy(base)
+    begin_adapter(model, AdapterSpec(rank, 8.0), 1, Base("ab" * 32))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.trainable().items():
+            if name.endswith("lora_B"):
+                parameter.normal_(0.0, 0.3, generator=generator)
+    save_policy(model, directory, "float32")
+    os.link(base / "model.safetensors", directory / "model.safetensors")
+    return directory
+
+
+@pytest.fixture
+def versions(tmp_path: Path) -> list[Path]:
+    base = write_policy(tmp_path / "base")
+    return [version(base, tmp_path / f"v{seed}", seed, rank) for seed, rank in ((1, 4), (2, 4), (3, 6))]
+
+
+def engine(dtype: str = "float32") -> LocalEngine:
+    return LocalEngine(threads=1, dtype=dtype)
+
+
+REQUESTS = [Request(f"r{i}", [5 + i, 9, 2, 7], bytes([i]) * 32, 12, frozenset({63})) for i in range(6)]
+
+
+def written(loaded: LocalEngine) -> list[Continuation]:
+    turns = loaded.extend(REQUESTS, 1.0)
+    loaded.forget(request.rollout for request in REQUESTS)
+    return turns
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_adapter_over_a_base_in_memory_has_the_bits_of_one_that_is_loaded_anew(versions, monkeypatch, dtype):
+    kept, loads = engine(dtype), []
+    monkeypatch.setattr(local, "load_policy", lambda *given: loads.append(given) or load_policy(*given))
+    for number, directory in enumerate([*versions, versions[0]]):
+        kept.load(directory, number)
+        fresh = engine(dtype)
+        fresh.load(directory, number)
+        assert kept.version == number and written(kept) == written(fresh)
+    assert len(loads) == 1 + 4, "the base is loaded once, and by each fresh engine"
+    assert written(kept) != written(engine_with(versions[1], dtype))
+
+
+def engine_with(directory: Path, dtype: str) -> LocalEngine:
+    loaded = engine(dtype)
+    loaded.load(directory, 0)
+    return loaded
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_validator_replays_what_a_worker_sampled_with_an_adapter(versions, dtype):
+    turns = written(engine_with(versions[0], dtype))
+    claims = [
+        ScoreRequest([*r.token_ids, *t.token_ids], [len(r.token_ids) + i for i in range(len(t.token_ids))], r.seed)
+        for r, t in zip(REQUESTS, turns, strict=True)
+    ]
+    scores = engine_with(versions[0], dtype).score(claims, 1.0)
+    most = 1e-4 if dtype == "float32" else 0.2
+    for score, turn in zip(scores, turns, strict=True):
+        assert score.gaps_P.max() < most
+        assert np.abs(score.logprobs_P - np.array(turn.logprobs, np.float32)).max() < most
+    other = engine_with(versions[1], dtype).score(claims, 1.0)
+    assert max(score.gaps_P.max() for score in other) > most, "another adapter shows"
+
+
+def test_scores_with_an_adapter_are_those_of_the_model_that_learns(versions):
+    model, loaded = load_policy(versions[0]), engine_with(versions[0], "float32")
+    tokens = [5, 9, 2, 7, 11, 30]
+    scored = loaded.score([ScoreRequest(tokens, [3, 4, 5], bytes(32))], 1.0)[0].logprobs_P
+    logp_TV = model.logits(model.hidden(torch.tensor([tokens]))).log_softmax(-1)[0]
+    expected = [float(logp_TV[i - 1, tokens[i]].detach()) for i in (3, 4, 5)]
+    assert np.allclose(scored, expected, atol=1e-5)
+
+
+def test_a_base_that_changed_is_loaded_anew(versions, tmp_path):
+    kept = engine_with(versions[0], "float32")
+    other = write_policy(tmp_path / "other", seed=8)
+    (versions[1] / "model.safetensors").unlink()
+    shutil.copyfile(other / "model.safetensors", versions[1] / "model.safetensors")
+    kept.load(versions[1], 1)
+    assert written(kept) == written(engine_with(versions[1], "float32"))
+
+
+def test_an_engine_goes_between_whole_policies_and_adapters(versions, tmp_path):
+    kept, base = engine_with(versions[0], "float32"), tmp_path / "base"
+    for number, directory in enumerate((base, versions[1], base)):
+        assert not kept.change(versions[0], directory, 9, lambda directory: True)
+        kept.load(directory, number)
+        assert written(kept) == written(engine_with(directory, "float32"))
+
+
+def test_an_adapter_that_does_not_fit_leaves_nothing_that_could_be_used(versions):
+    kept = engine_with(versions[0], "float32")
+    (versions[1] / "adapter_model.safetensors").unlink()
+    with pytest.raises(StateError):
+        kept.load(versions[1], 1)
+    with pytest.raises(StateError, match="Load a version"):
+        kept.extend(REQUESTS, 1.0)
+    kept.load(versions[2], 2)
+    assert written(kept) == written(engine_with(versions[2], "float32"))

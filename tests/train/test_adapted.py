@@ -1,0 +1,62 @@
+"""A learner with an adapter: only A and B move, its state has nothing else, and a resumed run has the same bits."""
+
+import msgspec
+import pytest
+import torch
+
+from shoal.config import TrainConfig
+from shoal.errors import StateError
+from shoal.policy.adapters import begin_adapter
+from shoal.policy.adapterspec import AdapterSpec
+from shoal.train.step import Learner
+
+CONFIG = TrainConfig(lr=1e-2, warmup_steps=0, weight_decay=0.1, microbatch_tokens=96)
+
+
+@pytest.fixture
+def learner_of(make_model):
+    def make(rank=4, seed=1, **changes):
+        config = msgspec.structs.replace(CONFIG, **changes)
+        model = make_model(tied=True).to(torch.bfloat16 if config.dtype else torch.float32)
+        begin_adapter(model, AdapterSpec(rank, 8.0), seed)
+        return Learner(model, config, temperature=1.0, steps=200)
+
+    return make
+
+
+@pytest.mark.parametrize("changes", [{}, {"dtype": "bfloat16"}, {"moments": "8bit"}, {"moments": "offloaded"},
+                                     {"recompute": "layers", "packing": "flat"}])  # fmt: skip
+def test_only_the_adapter_learns_and_a_resumed_run_has_the_same_bits(learner_of, make_rows, changes):
+    learner, half = learner_of(**changes), learner_of(**changes)
+    frozen = {name: one.clone() for name, one in learner.model.named_parameters() if not one.requires_grad}
+    for version in range(4):
+        metrics = learner.step(make_rows(seed=version), version)
+        assert metrics["updates"] == 1 and metrics["grad_norm"] > 0
+        if version < 2:
+            half.step(make_rows(seed=version), version)
+    assert all(one.equal(frozen[name]) for name, one in learner.model.named_parameters() if name in frozen)
+    moved = learner.model.trainable()
+    begun = learner_of(**changes).model.trainable()
+    assert not any(one.equal(begun[name]) for name, one in moved.items())
+    assert all(one.dtype == torch.float32 for one in moved.values())
+    state, resumed = half.state(2), learner_of(seed=9, **changes)
+    assert {name.partition("/")[2] for name in state.tensors} == moved.keys(), "no weight of the base is in it"
+    resumed.restore(state)
+    for version in (2, 3):
+        resumed.step(make_rows(seed=version), version)
+    assert all(one.equal(resumed.model.trainable()[name]) for name, one in moved.items())
+
+
+def test_it_learns_what_is_rewarded(learner_of, make_rows):
+    learner, rows = learner_of(), make_rows()
+    before = learner.logprobs(rows)
+    for version in range(20):
+        learner.step(rows, version)
+    after = learner.logprobs(rows)
+    gain = sum(float((a - b) @ row.advantage_P) for a, b, row in zip(after, before, rows, strict=True))
+    assert gain > 1.0
+
+
+def test_a_state_of_another_rank_is_refused(learner_of):
+    with pytest.raises(StateError, match="belongs to another model"):
+        learner_of(rank=2).restore(learner_of(rank=4).state(1))
