@@ -260,7 +260,8 @@ def train(root: Path, asked: argparse.Namespace) -> None:
 
     from shoal.policy.files import load_policy
     from shoal.protocol import types as t
-    from shoal.roles.trainer.publishing import Publisher, start_policy
+    from shoal.roles.trainer.first import start_policy
+    from shoal.roles.trainer.publishing import Publisher
     from shoal.train.checkpoint import save_state
     from shoal.train.step import Learner
 

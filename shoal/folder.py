@@ -19,6 +19,7 @@ import msgspec
 
 from shoal.config import EnvConfig, RunConfig, unsafe_changes
 from shoal.errors import ConfigError, StateError, cause_of
+from shoal.protocol.hubref import is_hub
 from shoal.protocol.wire import domain_hash
 from shoal.tree import from_tree, to_tree
 
@@ -287,7 +288,7 @@ def is_path(env: str) -> bool:
 def _with_absolute_paths(config: RunConfig, recipe_dir: Path) -> RunConfig:
     """Make relative paths absolute. They are relative to the run file, but the folder must work from anywhere."""
     policy, envs = config.policy, []
-    if policy.path:
+    if policy.path and not is_hub(policy.path):
         path = (recipe_dir / policy.path).resolve()
         if not path.is_dir():
             raise ConfigError(

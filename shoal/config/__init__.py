@@ -8,6 +8,7 @@ from shoal.config.load import load_run, load_sft
 from shoal.config.sections import (
     ACTIVATION_ERROR,
     BOUNDS,
+    AdapterConfig,
     BoundsConfig,
     EvalConfig,
     HostConfig,
@@ -29,9 +30,9 @@ from shoal.config.sections import (
 )
 
 __all__ = [
-    "ACTIVATION_ERROR", "BOUNDS", "ENV_SETTINGS", "SAFE_TO_CHANGE", "STAGE_KEYS", "BoundsConfig", "DifficultyConfig",
-    "EnvConfig", "EvalConfig", "HostConfig", "PolicyConfig", "RolloutsConfig", "RunConfig", "SamplingConfig", "SftConfig",
-    "StorageConfig", "TinyPolicy", "TrainConfig", "ValidatorsConfig", "VerifyConfig", "WorkersConfig", "check_run",
-    "child_environment", "difficulty_of", "is_loopback", "load_run", "load_sft", "node_home", "rank_here",
-    "repeatable_cuda", "sampling_of", "stay_on_this_machine", "unsafe_changes", "wire_bounds",
+    "ACTIVATION_ERROR", "BOUNDS", "ENV_SETTINGS", "SAFE_TO_CHANGE", "STAGE_KEYS", "AdapterConfig", "BoundsConfig",
+    "DifficultyConfig", "EnvConfig", "EvalConfig", "HostConfig", "PolicyConfig", "RolloutsConfig", "RunConfig",
+    "SamplingConfig", "SftConfig", "StorageConfig", "TinyPolicy", "TrainConfig", "ValidatorsConfig", "VerifyConfig",
+    "WorkersConfig", "check_run", "child_environment", "difficulty_of", "is_loopback", "load_run", "load_sft", "node_home",
+    "rank_here", "repeatable_cuda", "sampling_of", "stay_on_this_machine", "unsafe_changes", "wire_bounds",
 ]  # fmt: skip

@@ -14,18 +14,20 @@ from typing import Any
 
 from shoal.config.difficulty import difficulty_fits
 from shoal.config.envs import EnvConfig
-from shoal.config.sections import RunConfig, SamplingConfig
+from shoal.config.sections import AdapterConfig, RunConfig, SamplingConfig
 from shoal.errors import ConfigError
 from shoal.protocol.algorithms import Algorithm
 from shoal.protocol.bounds import dtypes_of
 from shoal.protocol.constants import (
     CHAIN_LENGTH,
+    MAX_ADAPTER_RANK,
     MAX_BLOCK_ROLLOUTS,
     MAX_FACT_CHARS,
     MAX_GROUP_ROLLOUTS,
     MAX_PATCH_CHAIN,
     MAX_ROLLOUT_TOKENS,
 )
+from shoal.protocol.hubref import EXAMPLE, hub_ref, is_hub
 from shoal.protocol.sizes import most_batch_groups, most_lease_groups
 from shoal.protocol.types import fact
 from shoal.tree import changed_keys
@@ -163,7 +165,11 @@ def _learning_fits(config: RunConfig) -> Iterator[tuple[bool, str]]:
     yield from difficulty_fits(config.difficulty, [env.solved for env in config.envs])
     yield from _algorithm_fits(config.train.algorithm)
     yield from _processes_fit(config)
+    yield from _adapter_fits(config)
     fits = bool(config.policy.path) or not config.policy.implementation
+    named = not is_hub(config.policy.path) or hub_ref(config.policy.path) is not None
+    # Whether there is such a model is asked when the run starts.
+    yield named, f"policy.path = {config.policy.path!r}: a model on a hub is hf:OWNER/NAME@REVISION, such as {EXAMPLE}"
     yield fits, "policy.implementation says how the model in policy.path is computed: set policy.path, or leave it out"
     yield (
         config.train.dtype in ("", config.policy.dtype),
@@ -193,6 +199,28 @@ def _processes_fit(config: RunConfig) -> Iterator[tuple[bool, str]]:
     yield (
         config.train.device != "mps",
         f'{where} with train.device = "mps": a Mac has one GPU, and torch does not share it. Take "cpu", {alone}',
+    )
+    yield (
+        not config.policy.adapter.rank,
+        f"{where} with policy.adapter: an adapter is learned by one process. Leave the adapter out, {alone}",
+    )
+
+
+def _adapter_fits(config: RunConfig) -> Iterator[tuple[bool, str]]:
+    adapter = config.policy.adapter
+    yield (
+        0 <= adapter.rank <= MAX_ADAPTER_RANK,
+        f"policy.adapter.rank = {adapter.rank}: must be 0 to {MAX_ADAPTER_RANK}",
+    )
+    yield 0 < adapter.alpha < math.inf, f"policy.adapter.alpha = {adapter.alpha}: must be above 0, and finite"
+    known = AdapterConfig().targets
+    for target in adapter.targets:
+        yield target in known, f"policy.adapter.targets has {target!r}; known are {', '.join(known)}"
+    once = bool(adapter.targets) and len({*adapter.targets}) == len(adapter.targets)
+    yield once, "policy.adapter.targets is empty, or names a matrix twice"
+    yield (
+        not adapter.rank or config.sampled_dtype != "int8",
+        'sampling.dtype = "int8" rounds whole matrices, and policy.adapter adds to them in float32: leave one of them out',
     )
 
 

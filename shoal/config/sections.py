@@ -45,17 +45,30 @@ class TinyPolicy(Section, frozen=True):
     """Output head shares the embedding."""
 
 
+class AdapterConfig(Section, frozen=True):
+    """A low-rank adapter (LoRA, arXiv:2106.09685), which is learned and published instead of the whole model."""
+
+    rank: int = 0
+    """Rows of A and columns of B; 0: no adapter, the whole model is learned. 8 to 32 is usual."""
+    alpha: float = 16.0
+    """The adapter's product counts alpha / rank times."""
+    targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    """Matrices of each layer that it changes."""
+
+
 class PolicyConfig(Section, frozen=True):
     """The language model."""
 
     path: str = ""
-    """Directory in Hugging Face format to start from, relative to the run file; empty makes `tiny` from the run's seed."""
+    """Model to start from: a directory in Hugging Face format, relative to the run file, or hf:OWNER/NAME@REVISION, which
+    is fetched from a hub. Empty makes `tiny` from the run's seed."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision in which versions are published, and sampled unless `sampling.dtype` says otherwise."""
     implementation: Literal["", "auto"] = ""
     """What computes the model. Empty: shoal's own code, for Llama, Mistral, Qwen2 and Qwen3. auto: this code where it can,
     and transformers for every other language model; then all nodes must have it installed."""
     tiny: TinyPolicy = TinyPolicy()
+    adapter: AdapterConfig = AdapterConfig()
 
 
 class SamplingConfig(Section, frozen=True):

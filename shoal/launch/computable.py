@@ -9,12 +9,13 @@ from pathlib import Path
 from shoal.config import BOUNDS, RunConfig
 from shoal.errors import StateError
 from shoal.policy.anyspec import AnySpec
-from shoal.policy.kinds import needs_transformers
+from shoal.policy.kinds import demand_no_adapter, needs_transformers
 from shoal.policy.spec import PolicySpec
 
 
 def demand_computable(directory: Path, config: RunConfig) -> None:
     """Raise `StateError` if the run's first policy is of an architecture that its run file does not allow or cannot use."""
+    demand_no_adapter(directory)
     if not needs_transformers(directory, config.policy.implementation):
         PolicySpec.from_directory(directory)
         return
@@ -22,6 +23,11 @@ def demand_computable(directory: Path, config: RunConfig) -> None:
         raise StateError(
             f"the policy in {directory} needs transformers, which is not installed: pip install -c constraints.txt "
             "'.[torch,hf]'"
+        )
+    if config.policy.adapter.rank:
+        raise StateError(
+            f"an adapter is computed for Llama, Mistral, Qwen2 and Qwen3 only, and {directory} needs transformers: leave "
+            "policy.adapter out, or choose another model"
         )
     for key, value in (("sampling.dtype", config.sampled_dtype), ("train.packing", config.train.packing)):
         if value in ("int8", "flat"):

@@ -22,7 +22,7 @@ from shoal.errors import StateError
 from shoal.plan.sizes import sizes_of
 from shoal.policy.anyspec import AnySpec
 from shoal.policy.device import AUTO, CPU, MPS, take_device
-from shoal.policy.sizes import parameters_of
+from shoal.policy.sizes import adapter_parameters_of, parameters_of
 from shoal.policy.spec import PolicySpec
 from shoal.protocol.constants import COMPLETIONS
 from shoal.train.needs import ITEM_BYTES, Layout, Part, parts_of, state_of
@@ -81,11 +81,11 @@ class Fit(NamedTuple):
 def fits(spec: PolicySpec | AnySpec, layout: Layout, free: int, published: str = "float32") -> Fit:
     """The first of LAYOUTS with which a trainer alone fits into `free` bytes of its device, or the one that lacks least.
 
-    A trainer computes in float32 or in the dtype that is `published`; what learns of an adapter is float32.
+    A trainer computes in float32 or in the dtype that is `published`, also with an adapter, which itself is float32.
     """
     tried = []
     for keys in LAYOUTS:
-        if keys.get("dtype") not in (None, published) or (layout.rank and "dtype" in keys):
+        if keys.get("dtype") not in (None, published):
             continue
         if layout.processes > 1 and "moments" in keys:  # `config/check` refuses it
             continue
@@ -102,6 +102,7 @@ def layout_of(config: RunConfig, spec: PolicySpec | AnySpec) -> Layout:
     longest = min(config.sampling.max_tokens, spec.max_positions)
     return Layout(
         dtype=train.dtype or "float32", moments=train.moments, recompute=train.recompute,
+        rank=config.policy.adapter.rank, targets=config.policy.adapter.targets,
         microbatch_tokens=train.microbatch_tokens, row_tokens=longest, processes=train.processes,
     )  # fmt: skip
 
@@ -110,10 +111,12 @@ def roles_of(config: RunConfig, spec: PolicySpec | AnySpec, with_workers: bool) 
     """What the roles of a run take that the launcher starts."""
     light = ["coordinator", "origin", *(["stage"] if any(env.kind == COMPLETIONS for env in config.envs) else [])]
     yield RoleNeeds("the rest", CPU, (Part("libraries", LIBRARY_BYTES), *(Part(name, LIGHT_BYTES) for name in light)))
+    adapter, several = config.policy.adapter, config.train.processes > 1
+    learned = 4 * adapter_parameters_of(spec, adapter.rank, adapter.targets)
     # Several processes gather one tensor at a time, and the embedding is the largest.
-    several = config.train.processes > 1
     values = spec.vocab_size * spec.width if several else parameters_of(spec)
-    version = Part("version being published", int(values * ITEM_BYTES[config.policy.dtype]), True)
+    size = learned if adapter.rank else int(values * ITEM_BYTES[config.policy.dtype])
+    version = Part("version being published", size, True)
     training = [*parts_of(spec, layout_of(config, spec)), version]
     if config.storage.state_every > 1 and not several:  # guard: copied-state-takes-memory
         training.append(Part("state being saved", state_of(spec, layout_of(config, spec)), True))
@@ -122,7 +125,7 @@ def roles_of(config: RunConfig, spec: PolicySpec | AnySpec, with_workers: bool) 
     )
     if several:
         yield RoleNeeds("torchrun's agent", CPU, (Part("process", ENGINE_BYTES),))
-    needs, rows = needs_of_spec(spec, config.sampled_dtype), config.rollouts.block_rollouts
+    needs, rows = needs_of_spec(spec, config.sampled_dtype, 2 * learned), config.rollouts.block_rollouts
     longest = config.sampling.max_tokens
     if config.validators.count:
         judged = needs.score(rows * longest, longest, hidden=config.verify.proofs != "none")
@@ -132,7 +135,7 @@ def roles_of(config: RunConfig, spec: PolicySpec | AnySpec, with_workers: bool) 
     if with_workers and (count := config.workers.count + config.workers.cheating):
         yield _role("worker", config.workers.device, played, count)
     if any(config.eval_episodes(env) for env in config.envs):
-        exact = needs_of_spec(spec, "float32")
+        exact = needs_of_spec(spec, "float32", 2 * learned)
         played = _engine(
             exact, "playing", exact.play(BATCH, longest, config.sampling.all_tokens), config.workers.device
         )

@@ -32,11 +32,14 @@ from shoal.launch.snapshot import CoordinatorWatch, MetricsWatch, Snapshot
 from shoal.launch.summary import UsageBook, write_summary
 from shoal.launch.view import LiveView, View, render
 from shoal.policy.anyspec import AnySpec
+from shoal.policy.hub import Hub
 from shoal.policy.kinds import sized_spec_of
 from shoal.policy.render import Renderer
 from shoal.policy.spec import PolicySpec
 from shoal.policy.tiny import tiny_spec
 from shoal.protocol.constants import COMPLETIONS
+from shoal.protocol.hubref import is_hub
+from shoal.terminal import say
 
 TICK_S = 0.1
 LOOK_EVERY_S = 1.0
@@ -96,6 +99,8 @@ def open_crew(run_dir: Path, lock_fd: int, with_workers: bool, make_view: Callab
     """The processes of the run in a folder, not yet started. Raises as `check_first_policy` and `demand_fit`."""
     folder = RunFolder(run_dir)
     config = folder.config()
+    if is_hub(config.policy.path) and not folder.policy.exists():
+        Hub().bring(config.policy.path, folder.policy, say)
     check_first_policy(folder, config)  # guard: first-policy-can-talk
     spec = first_spec(folder, config)
     if spec is not None:

@@ -10,10 +10,12 @@ from shoal.config import RunConfig
 from shoal.engine.anyneeds import needs_of_spec
 from shoal.errors import ConfigError, ShoalError
 from shoal.policy.anyspec import AnySpec
+from shoal.policy.hub import Hub
 from shoal.policy.kinds import AUTO, sized_spec_of
-from shoal.policy.sizes import parameters_of
+from shoal.policy.sizes import adapter_parameters_of, parameters_of
 from shoal.policy.spec import PolicySpec
 from shoal.policy.tiny import tiny_spec
+from shoal.protocol.hubref import is_hub
 from shoal.protocol.needs import may_be_patched
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
@@ -61,15 +63,20 @@ def sizes_of(config: RunConfig, recipe_dir: Path, parameters: float = 0.0, patch
     0 if that is assumed. Raises `StateError`, `ConfigError`."""
     spec = None if parameters else spec_of(config, recipe_dir)
     count = float(parameters_of(spec)) if spec else parameters
-    version = count * ITEM_BYTES[config.policy.dtype]
+    whole = version = count * ITEM_BYTES[config.policy.dtype]
     share = patch_share if patch_share >= 0 else PATCH_SHARE
     patch = share * version if may_be_patched(config.policy.dtype) else 0.0
-    play = check = version * (2 if config.sampled_dtype == "int8" and config.policy.dtype == "bfloat16" else 1)
+    base, learned, adapter = 0.0, count, config.policy.adapter
+    if adapter.rank and spec is not None:  # whose base is published once, or by a hub
+        base, learned, patch = version, float(adapter_parameters_of(spec, adapter.rank, adapter.targets)), 0.0
+        version = 4 * learned
+    play = check = whole * (2 if config.sampled_dtype == "int8" and config.policy.dtype == "bfloat16" else 1)
     if spec is not None:
         needs, r, longest = needs_of_spec(spec, config.sampled_dtype), config.rollouts, config.sampling.max_tokens
         play = max(float(needs.load()), float(needs.loaded + needs.play(r.block_rollouts, longest)))
         check = max(play, float(needs.loaded + needs.score(r.block_rollouts * longest, longest, hidden=True)))
     stored, needed = _blobs(config, version, patch)
+    served = 0.0 if is_hub(config.policy.path) else base
     kept = 1 + config.steps // config.storage.checkpoint_every
     judged = config.rollouts.max_staleness + KEPT_VERSIONS + 1
     of_nodes = judged * (
@@ -78,9 +85,9 @@ def sizes_of(config: RunConfig, recipe_dir: Path, parameters: float = 0.0, patch
     publishing = 2  # of the trainer: one is written while the one before is the base of a patch
     return Sizes(
         parameters=count, version=version, patch=patch, worker_memory=play, validator_memory=check,
-        trainer_memory=count * TRAINER_BYTES + version, worker_disk=(KEPT_VERSIONS + 1) * version,
-        host_disk=stored + (kept + of_nodes + publishing) * version + 2 * count * STATE_BYTES,
-        needed_blobs=needed, is_exact=spec is not None,
+        trainer_memory=base + learned * TRAINER_BYTES + version, worker_disk=base + (KEPT_VERSIONS + 1) * version,
+        host_disk=base + served + stored + (kept + of_nodes + publishing) * version + 2 * learned * STATE_BYTES,
+        needed_blobs=needed + served, is_exact=spec is not None,
     )  # fmt: skip
 
 
@@ -104,6 +111,8 @@ def spec_of(config: RunConfig, recipe_dir: Path) -> PolicySpec | AnySpec:
     if config.policy.path:
         directory = (recipe_dir / config.policy.path).resolve()
         try:
+            if is_hub(config.policy.path):
+                directory = Hub().config(config.policy.path)
             if config.policy.implementation == AUTO:
                 return sized_spec_of(directory)
             return PolicySpec.from_directory(directory)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shoal.errors import StateError
+from shoal.policy.adapterspec import AdapterSpec, Base, has_adapter
 from shoal.policy.anyspec import AnySpec, read_config
 from shoal.policy.spec import ARCHITECTURES, PolicySpec
 
@@ -72,6 +73,29 @@ def sized_spec_of(directory: Path) -> PolicySpec | AnySpec:
 def needs_transformers(directory: Path, implementation: str) -> bool:
     """Whether a run with this `policy.implementation` computes the policy in a directory with transformers."""
     return implementation == AUTO and kind_of(directory) == ANY
+
+
+def demand_no_adapter(directory: Path) -> None:
+    """Raise `StateError` if a run cannot begin at a directory, because it holds an adapter."""
+    if has_adapter(directory):  # guard: runs-begin-with-models
+        raise StateError(
+            f"{directory} holds an adapter, and a run begins with a whole model: `shoal policy merge` makes one of it"
+        )
+
+
+def open_adapted(directory: Path, dtype: "torch.dtype", adapter: AdapterSpec, seed: int, base: Base) -> "PolicyModel":
+    """Load the policy in a directory as the base, of `dtype`, of a new adapter, which alone learns. Raises `StateError`."""
+    from shoal.policy.adapters import begin_adapter
+    from shoal.policy.files import load_policy
+
+    if kind_of(directory) != OURS:
+        raise StateError(
+            f"{directory} holds a {spec_of(directory).architecture}, and an adapter is computed for Llama, Mistral, Qwen2 "  # type: ignore[union-attr]
+            "and Qwen3 only: leave policy.adapter out, or choose another model"
+        )
+    model = load_policy(directory, dtype)
+    begin_adapter(model, adapter, seed, base)
+    return model
 
 
 def open_policy(directory: Path, dtype: "torch.dtype | None" = None, implementation: str = "") -> "PolicyModel":

@@ -1,15 +1,15 @@
 """What a node's software must support to take part in a run, as words that both sides know.
 
 The coordinator lists them in `RunInfo.needs`, and a node that lacks one refuses before it joins. For each new kind of lease
-item, dtype or proof add a word here, and to `SUPPORTED` in `roles/seat.py`. A new field of an answer does not suffice,
+item, dtype or proof add a word here, and to `SUPPORTED`. A new field of an answer does not suffice,
 because older nodes ignore it.
 """
 
 from collections.abc import Iterable, Sequence
 
-from shoal.protocol.bounds import TRANSFORMERS
+from shoal.protocol.bounds import DTYPES, TRANSFORMERS
 from shoal.protocol.constants import COMPLETIONS, CONTROL_STOPS, EPISODES
-from shoal.protocol.noise import PHILOX
+from shoal.protocol.noise import NOISES, PHILOX
 from shoal.protocol.types import EnvSpec, Rules, Sampling
 
 SETTINGS = "env-settings"
@@ -24,6 +24,9 @@ STOPS = "model-stops"
 PATCHES = "patches"
 """The word for versions whose manifests may offer patches, or nothing but patches."""
 
+ADAPTERS = "adapters"
+"""The word for versions that are low-rank adapters of a model that stays the same."""
+
 
 def needs_of(
     rules: Rules,
@@ -31,9 +34,10 @@ def needs_of(
     sampling: Sampling | None = None,
     published_dtype: str = "float32",
     transformers: bool = False,
+    adapters: bool = False,
 ) -> tuple[str, ...]:
     """The words of a run with these rules, environments, sampling and dtype of the published versions. `transformers`:
-    whether its policy is of another architecture than shoal's own."""
+    whether its policy is of another architecture than shoal's own; `adapters`: whether its versions are adapters."""
     proofs = () if rules.proofs == "none" else (proofs_need(rules.proofs),)
     settings = (SETTINGS,) if any(env.has_settings for env in envs) else ()
     several = (sampling is not None and sampling.max_rollout_tokens > 0) or any(env.history for env in envs)
@@ -41,8 +45,10 @@ def needs_of(
     stops = (STOPS,) if sampling is not None and sampling.stops != CONTROL_STOPS else ()
     noise = (noise_need(sampling.noise),) if sampling is not None and sampling.noise != PHILOX else ()
     patches = (PATCHES,) if may_be_patched(published_dtype) else ()
+    low_rank = (ADAPTERS,) if adapters else ()
     others = (TRANSFORMERS,) if transformers else ()  # the kind of engine is the word
-    return (kind_of(envs), dtype_need(rules.dtype), *proofs, *settings, *rows, *patches, *stops, *noise, *others)
+    named = (*proofs, *settings, *rows, *patches, *stops, *noise, *others, *low_rank)
+    return (kind_of(envs), dtype_need(rules.dtype), *named)
 
 
 def may_be_patched(published_dtype: str) -> bool:
@@ -69,3 +75,10 @@ def noise_need(family: str) -> str:
 def proofs_need(proofs: str) -> str:
     """The word for making and checking proofs of activations in this format."""
     return f"proofs:{proofs}"
+
+
+SUPPORTED = frozenset({
+    ADAPTERS, EPISODES, COMPLETIONS, SETTINGS, ROWS, PATCHES, STOPS, TRANSFORMERS, proofs_need("toploc"),
+    *map(dtype_need, DTYPES), *map(noise_need, NOISES),
+})  # fmt: skip
+"""What this version of shoal supports: it cannot join a run that needs anything else."""

@@ -27,16 +27,15 @@ from shoal.policy.contained import Limits
 from shoal.policy.render import Renderer
 from shoal.proofs.commit import largest_submission_bytes
 from shoal.protocol import types as t
-from shoal.protocol.bounds import DTYPES, TRANSFORMERS
+from shoal.protocol.bounds import TRANSFORMERS
 from shoal.protocol.constants import (
     COMPLETIONS,
-    EPISODES,
     MAX_GROUP_ROLLOUTS,
     MAX_MANIFEST_BYTES,
     PROTOCOL_VERSION,
 )
-from shoal.protocol.needs import PATCHES, ROWS, SETTINGS, STOPS, dtype_need, kind_of, noise_need, proofs_need
-from shoal.protocol.noise import NOISES, PHILOX
+from shoal.protocol.needs import SUPPORTED, kind_of
+from shoal.protocol.noise import PHILOX
 from shoal.protocol.promises import is_promised, terms_of
 from shoal.protocol.sizes import BYTES_PER_TOKEN
 from shoal.protocol.wire import digest, to_json
@@ -67,12 +66,6 @@ SOONEST_S = 0.1
 
 COPIES = 4
 """Most copies of a lease's rollouts at one time: as objects, as groups, in the submission, and on their way."""
-
-SUPPORTED = frozenset({
-    EPISODES, COMPLETIONS, SETTINGS, ROWS, PATCHES, STOPS, TRANSFORMERS, proofs_need("toploc"), *map(dtype_need, DTYPES),
-    *map(noise_need, NOISES),
-})  # fmt: skip
-"""What this version of shoal supports: it cannot join a run that needs anything else."""
 
 
 class Contradiction(PeerError):

@@ -18,9 +18,11 @@ from shoal.envs.load import env_of
 from shoal.envs.play import play_scripted
 from shoal.errors import ConfigError
 from shoal.policy.files import save_policy
+from shoal.policy.hub import Hub
 from shoal.policy.kinds import open_policy
 from shoal.policy.render import Renderer
 from shoal.policy.tiny import make_tiny
+from shoal.protocol.hubref import is_hub
 from shoal.protocol.types import POLICY, Sampling
 from shoal.train.sft import fine_tune
 
@@ -33,7 +35,10 @@ def main(recipe: Path, out: Path, overrides: list[str]) -> None:
     torch.set_num_threads(config.threads)
     with tempfile.TemporaryDirectory(prefix="shoal-sft-") as scratch:
         start = recipe.parent / config.policy.path if config.policy.path else Path(scratch) / "tiny"
-        if not config.policy.path:
+        if is_hub(config.policy.path):
+            start = Path(scratch) / "model"
+            Hub().bring(config.policy.path, start)
+        elif not config.policy.path:
             make_tiny(config.policy.tiny, start, config.seed, "float32")
         _fine_tune(config, start, out)
 

@@ -93,14 +93,17 @@ def cores() -> int:
 
 def root_of(weights: Weights, *, threads: int = 1) -> str:
     """The weights root of these tensors: that of a directory which holds them."""
+    return root_over(digests_of(weights, threads=threads))
+
+
+def digests_of(weights: Weights, *, threads: int = 1) -> dict[str, tuple[str, tuple[int, ...], str]]:
+    """Dtype, shape and SHA-256 of each tensor, as of `files.tensors_of`."""
     if sum(one.codes.nbytes for one in weights.values()) < _FEW_BYTES:
         digests = [_digest(one) for one in weights.values()]
     else:
         with ThreadPoolExecutor(threads) as pool:  # hashlib lets other threads run
             digests = list(pool.map(_digest, weights.values()))
-    return root_over(
-        {name: (one.dtype, one.shape, digest) for (name, one), digest in zip(weights.items(), digests, strict=True)}
-    )
+    return {name: (one.dtype, one.shape, digest) for (name, one), digest in zip(weights.items(), digests, strict=True)}
 
 
 _FEW_BYTES = 32 << 20

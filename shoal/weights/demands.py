@@ -6,9 +6,11 @@ Called by `manifest`. Pure. Tests and logs tell the attacks apart by `ManifestEr
 import re
 from typing import Literal
 
-from shoal.errors import PeerError
+from shoal.errors import ConfigError, PeerError
+from shoal.policy import adapterspec
+from shoal.policy.hub import parse_ref
 from shoal.protocol import constants
-from shoal.protocol.types import FileEntry, Manifest, Patch
+from shoal.protocol.types import AdapterBase, FileEntry, Manifest, Patch
 from shoal.protocol.wire import is_digest
 
 Attack = Literal[
@@ -123,14 +125,24 @@ def demand_time(manifest: Manifest, now: float | None, issued_since: float) -> N
         )
 
 
-def demand_file(entry: FileEntry, chunk_bytes: int) -> None:
+def is_from_hub(entry: FileEntry, manifest: Manifest) -> bool:
+    """Whether each node gets a file from a hub by itself: the base's weights, if the manifest says where they are."""
+    is_base = entry.path.endswith(".safetensors") and entry.path != adapterspec.WEIGHTS
+    return manifest.base is not None and manifest.base.source != "" and is_base
+
+
+def demand_file(entry: FileEntry, manifest: Manifest) -> None:
     """Refuse an unsafe name, and sizes and hashes that do not match."""
     if not is_publishable(entry.path):
         raise ManifestError(
             "malformed",
             f"manifest names the file {entry.path[:80]!r}: only plain data files in the directory itself are published",
         )
-    _demand_chunks(entry, chunk_bytes)
+    if is_from_hub(entry, manifest):
+        if entry.chunks or entry.size <= 0 or not is_digest(entry.digest):
+            raise ManifestError("malformed", f"manifest gives {entry.path} of a hub an invalid size, hash or chunks")
+    else:
+        _demand_chunks(entry, manifest.chunk_bytes)
     if not entry.path.endswith(".safetensors") and entry.size > MAX_PLAIN_BYTES:  # guard: plain-file-size
         raise ManifestError(
             "too-long",
@@ -183,6 +195,24 @@ def _demand_chunks(entry: FileEntry, chunk_bytes: int) -> None:
         )
 
 
+def _demand_base(manifest: Manifest, base: AdapterBase) -> None:
+    """Refuse an adapter that is not beside the files of its base, or that patches lead to."""
+    try:
+        fits = is_digest(base.root) and (not base.source or parse_ref(base.source).is_pinned)
+    except ConfigError:
+        fits = False
+    if not fits:
+        raise ManifestError(
+            "malformed", f"manifest names the base {base.root[:16]!r} of {base.source[:100]!r}: invalid"
+        )
+    weights = [entry.path for entry in manifest.files if entry.path.endswith(".safetensors")]
+    if adapterspec.WEIGHTS not in weights or len(weights) < 2 or manifest.patches:
+        raise ManifestError(
+            "malformed",
+            f"manifest of version {manifest.version} is of an adapter, and lacks it or its base, or has patches",
+        )
+
+
 def demand_whole(manifest: Manifest, max_bytes: int | None) -> None:
     """Check what concerns all files together."""
     if len(manifest.files) > MOST_FILES:  # guard: files-of-a-version
@@ -197,6 +227,8 @@ def demand_whole(manifest: Manifest, max_bytes: int | None) -> None:
             "malformed",
             f"manifest has dtype {manifest.dtype[:16]!r} and root {manifest.root[:16]!r}: one of them is invalid",
         )
+    if manifest.base is not None:
+        _demand_base(manifest, manifest.base)
     if len(manifest.patches) > MOST_PATCHES:  # guard: patches-of-a-version
         raise ManifestError("too-long", f"manifest has {len(manifest.patches)} patches, limit {MOST_PATCHES}")
     if len({patch.base for patch in manifest.patches}) != len(manifest.patches):

@@ -19,8 +19,10 @@ from pathlib import Path
 from typing import Protocol
 
 from shoal.errors import NothingYet, PeerError, StateError, cause_of
+from shoal.policy.hub import Hub
 from shoal.protocol.constants import MAX_PATCH_CHAIN
 from shoal.protocol.types import Manifest, Patch, Publishers
+from shoal.weights.bases import bases_here, bases_of_hub, entries_of_base, link_base
 from shoal.weights.demands import ManifestError, chunks_of
 from shoal.weights.finish import directory_name, fault_of, finish, prune
 from shoal.weights.follow import files_to_fetch, follow, root_here, versions_here, weights_bytes
@@ -198,6 +200,7 @@ class _Fetch:
         self._folder, self._transfer, self._manifest_of = folder, transfer, manifest_of
         self._store, self._shared = store, shared
         self._keep, self._max_bytes, self._in_use = keep, max_bytes, in_use
+        self._hub = Hub()
         self._known: dict[int, Manifest | None] = {}
         """Manifests of earlier versions; None for those that could not be fetched."""
         self._too_long: ManifestError | None = None
@@ -330,9 +333,14 @@ class _Fetch:
             return None
 
     async def _whole(self, manifest: Manifest) -> Path:
-        target, unfinished, files = self._target(manifest), self._unfinished(manifest), files_of(manifest)
+        target, unfinished = self._target(manifest), self._unfinished(manifest)
         self._begin(manifest)
+        base = await asyncio.to_thread(bases_here, self._folder, manifest)
+        lacking = [entry.path for entry in entries_of_base(manifest) if entry.path not in base]
+        base |= await asyncio.to_thread(bases_of_hub, manifest, lacking, self._hub)
+        files = [wanted for wanted in files_of(manifest) if wanted.name not in base]
         await self._bring(manifest, unfinished, files, on_held=partial(self._tell, manifest))
+        await asyncio.to_thread(link_base, base, unfinished)
         await asyncio.to_thread(finish, unfinished, target, manifest)
         return target
 

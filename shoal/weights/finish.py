@@ -11,7 +11,7 @@ from pathlib import Path
 from shoal.errors import StateError
 from shoal.protocol import wire
 from shoal.protocol.types import Manifest
-from shoal.weights.codes import coded_directory, cores, root_of
+from shoal.weights.bases import directory_root, fault_of_base
 from shoal.weights.pieces import MANIFEST_FILE, clear_parts
 
 
@@ -56,7 +56,9 @@ def fault_of(directory: Path, manifest: Manifest, *, trusted: bool) -> str:
             if hashlib.file_digest(file, "sha256").hexdigest() != entry.digest:
                 return f"{entry.path} has another hash"
     try:
-        root = root_of(coded_directory(directory), threads=cores())
+        root = directory_root(directory)
+        if fault := fault_of_base(directory, manifest):
+            return fault
     except StateError as error:
         return str(error)
     # guard: patch-result-root

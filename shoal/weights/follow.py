@@ -12,7 +12,8 @@ from pathlib import Path
 from shoal.errors import StateError
 from shoal.protocol import wire
 from shoal.protocol.types import Manifest
-from shoal.weights.codes import coded_directory, cores, root_of
+from shoal.weights.bases import directory_root
+from shoal.weights.codes import coded_directory, cores
 from shoal.weights.finish import finish
 from shoal.weights.patch import apply_patch
 from shoal.weights.pieces import MANIFEST_FILE, Wanted, files_of
@@ -37,7 +38,7 @@ def versions_here(folder: Path, run: str) -> dict[int, tuple[str, Path]]:
 def root_here(directory: Path) -> str:
     """The weights root of a directory; empty if its weights cannot be read."""
     try:
-        return root_of(coded_directory(directory), threads=cores())
+        return directory_root(directory)
     except (StateError, OSError):  # damaged, or deleted meanwhile
         return ""
 

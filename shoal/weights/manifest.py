@@ -123,7 +123,7 @@ def open_manifest(
         _demand_publisher(signed.key, keys, manifest)  # guard: manifest-by-its-publisher
     demand_time(manifest, now, issued_since)
     for entry in manifest.files:
-        demand_file(entry, manifest.chunk_bytes)
+        demand_file(entry, manifest)
     demand_whole(manifest, max_bytes)
     for patch in manifest.patches:
         demand_patch(patch, manifest, max_bytes)

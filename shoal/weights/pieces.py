@@ -16,13 +16,11 @@ from shoal.errors import StateError
 from shoal.net.blobs import path_of
 from shoal.protocol import wire
 from shoal.protocol.types import FileEntry, Manifest
+from shoal.weights.bases import MANIFEST_FILE
 from shoal.weights.spans import Span, append_span
 
 UNFINISHED = ".partial-"
 """Begins the name of a directory that is being fetched."""
-
-MANIFEST_FILE = ".manifest"
-"""A file in each directory: the manifest it was made from, so that a later version can reuse its chunks unread."""
 
 _PART = ".part-"
 _COPY_BYTES = 1 << 20
@@ -247,7 +245,10 @@ def prepare(
     partial.mkdir(parents=True, exist_ok=True)
     wanted = {name: entry.size for name, entry, _ in files}
     for path in partial.iterdir():
-        if path.name not in wanted and not path.name.startswith(_PART):
+        is_shared = path.stat().st_nlink > 1  # with another version, or with the cache of a hub
+        if is_shared or (
+            path.name not in wanted and not path.name.startswith(_PART)
+        ):  # guard: shared-file-is-not-written
             path.unlink()
     begun = {path for path in partial.iterdir() if path.stat().st_size}
     for name, size in wanted.items():

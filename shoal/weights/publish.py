@@ -12,17 +12,19 @@ import os
 import shutil
 from collections.abc import Collection
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from shoal.errors import StateError, cause_of
 from shoal.folder import sync_file
 from shoal.net.client import Client
+from shoal.policy import adapterspec
+from shoal.policy.stored import Identity, identity_of
 from shoal.protocol import constants, wire
-from shoal.protocol.types import FileEntry, Manifest, Patch
-from shoal.weights.codes import Weights, coded_directory, cores, root_of
-from shoal.weights.demands import POLICY_STREAM, is_publishable
+from shoal.protocol.types import AdapterBase, FileEntry, Manifest, Patch
+from shoal.weights.bases import directory_root, file_digest
+from shoal.weights.codes import Weights, coded_directory, cores
+from shoal.weights.demands import MOST_FILES, POLICY_STREAM, is_publishable
 from shoal.weights.patch import CODEC, make_patch
 from shoal.weights.spans import Span, copy_span
 
@@ -136,21 +138,24 @@ async def publish(
     known: Collection[str] = (),
     base: Base | None = None,
     whole: bool = True,
+    adapts: AdapterBase | None = None,
+    described: dict[Identity, FileEntry] | None = None,
 ) -> Manifest:
     """Send the chunks of an HF-format directory and describe them; `sign_manifest` then signs the description.
 
     Chunks in `known` are not sent: the sink has them from the previous version. With a `base`, a patch from it is offered,
     if it is worth it; without `whole`, the weights are then sent as that patch only. The manifest's times are 0 until it is
     signed, so it depends only on the directory, the base and `whole`. `chunk_bytes` 0 is what `chunk_bytes_for` says.
+    `adapts` is the model that the directory's adapter belongs to; its files are in the directory, too. `described` notes
+    what was said of them, so that they are read once.
 
     Raises `StateError` if the directory cannot be read or has no weights, and whatever the sink raises.
     """
     paths = await asyncio.to_thread(_published_files, directory)
     chunk_bytes = chunk_bytes or chunk_bytes_for(sum(path.stat().st_size for path in paths))
-    weights = await asyncio.to_thread(coded_directory, directory)
-    root = await asyncio.to_thread(partial(root_of, weights, threads=cores()))
+    root = await asyncio.to_thread(directory_root, directory)
     patches = []
-    if base is not None and (data := await asyncio.to_thread(_patch, base.weights, weights)) is not None:
+    if base is not None and (data := await asyncio.to_thread(_patch, base.weights, directory)) is not None:
         file = await _send(f"{base.version:06d}.patch", data, sink, chunk_bytes, known)
         patches.append(Patch(base.version, base.root, CODEC, file))
     if patches and not whole:
@@ -162,16 +167,29 @@ async def publish(
         parents=parents,
         dtype=dtype,
         root=root,
-        files=tuple([await _send_file(path, sink, chunk_bytes, known) for path in paths]),
+        files=tuple(
+            [
+                await asyncio.to_thread(_named, path)
+                if adapts and adapts.source and path.suffix == ".safetensors" and path.name != adapterspec.WEIGHTS
+                else await _send_file(path, sink, chunk_bytes, known, described)
+                for path in paths
+            ]
+        ),
         chunk_bytes=chunk_bytes,
         issued=0.0,
         expires=0.0,
         patches=tuple(patches),
+        base=adapts,
     )
 
 
-def _patch(base: Weights, new: Weights) -> bytes | None:
-    return make_patch(base, new, threads=cores())
+def _patch(base: Weights, directory: Path) -> bytes | None:
+    return make_patch(base, coded_directory(directory), threads=cores())
+
+
+def _named(path: Path) -> FileEntry:
+    """A file that each node gets from a hub: it is described, and not sent."""
+    return FileEntry(path=path.name, size=path.stat().st_size, digest=file_digest(path), chunks=())
 
 
 def _published_files(directory: Path) -> list[Path]:
@@ -179,12 +197,26 @@ def _published_files(directory: Path) -> list[Path]:
     return sorted(path for path in directory.iterdir() if path.is_file() and is_publishable(path.name))
 
 
-async def _send_file(path: Path, sink: ChunkSink, chunk_bytes: int, known: Collection[str]) -> FileEntry:
+async def _send_file(
+    path: Path,
+    sink: ChunkSink,
+    chunk_bytes: int,
+    known: Collection[str],
+    described: dict[Identity, FileEntry] | None = None,
+) -> FileEntry:
     try:
+        of = identity_of(path)
+        if described is not None and of in described and {*described[of].chunks} <= {*known}:
+            return described[of]
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
-        return await _send(path.name, data, sink, chunk_bytes, known, path)
+        entry = await _send(path.name, data, sink, chunk_bytes, known, path)
+        if described is not None and path.suffix == ".safetensors":
+            if len(described) > MOST_FILES:
+                described.clear()
+            described[of] = entry
+        return entry
     except OSError as error:
         raise StateError(f"cannot read {path}: {cause_of(error)}. Make the checkpoint again") from None
 

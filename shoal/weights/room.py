@@ -25,8 +25,10 @@ def disk_limit(folder: Path, max_disk_mb: int) -> int:
 
 
 def _size(folder: Path) -> int:
-    size = 0
+    """Of all files below a folder; one with several names, such as the base of adapters, counts once."""
+    sizes = {}
     for path in folder.rglob("*"):
         with contextlib.suppress(OSError):
-            size += path.lstat().st_size
-    return size
+            found = path.lstat()
+            sizes[found.st_dev, found.st_ino] = found.st_size
+    return sum(sizes.values())

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from shoal.net.blobs import path_of
 from shoal.protocol.types import Manifest
+from shoal.weights.bases import bases_here, link_base
 from shoal.weights.demands import is_whole
 from shoal.weights.finish import fault_of, name_directory
 from shoal.weights.pieces import UNFINISHED
@@ -24,7 +25,9 @@ def take_from_stock(store: Path, target: Path, manifest: Manifest) -> bool:
     shutil.rmtree(made, ignore_errors=True)
     try:
         made.mkdir(parents=True)
-        for entry in manifest.files:
+        base = bases_here(target.parent, manifest, store.parent / "policy")  # where a run's folder has version 0
+        link_base(base, made)
+        for entry in (entry for entry in manifest.files if entry.path not in base):
             spans = [_blob(store, chunk) for chunk in entry.chunks]
             if sum(span.size for span in spans) != entry.size:
                 return False

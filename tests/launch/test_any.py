@@ -71,6 +71,7 @@ def test_a_mixture_of_experts_in_bfloat16_needs_bounds_that_were_measured(tmp_pa
         ('policy.implementation=""', 'set policy.implementation = "auto"'),
         ("sampling.dtype=int8", "sampling.dtype"),
         ("train.packing=flat", "train.packing"),
+        ("policy.adapter.rank=8", "leave policy.adapter out"),
         ('policy.path=""', "set policy.path"),
     ],
 )

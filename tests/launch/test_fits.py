@@ -2,18 +2,20 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from shoal import cli
-from shoal.config import RunConfig, load_run
+from shoal.config import AdapterConfig, RunConfig, load_run
 from shoal.errors import StateError
 from shoal.launch import fits
 from shoal.launch.fits import CPU, RoleNeeds, demand_disk, demand_memory, disk_of, layout_of, reports, roles_of
 from shoal.launch.fits import fits as fit_of
 from shoal.plan.sizes import spec_of
 from shoal.policy.model import Transformer
+from shoal.policy.sizes import adapter_parameters_of
 from shoal.policy.spec import PolicySpec
 from shoal.train.needs import Layout, Part, parts_of
 from shoal.train.step import Learner
@@ -89,9 +91,24 @@ def test_the_best_layout_that_fits_is_taken_or_the_one_that_lacks_least() -> Non
     assert fit_of(LARGE, long, 10**9, "float32").keys == eight
 
 
-def test_an_adapter_is_not_told_to_learn_in_bfloat16() -> None:
+def test_an_adapter_may_have_its_base_in_bfloat16_if_that_is_published() -> None:
     layout = Layout(microbatch_tokens=1 << 17, rank=16)
-    assert "dtype" not in fit_of(LARGE, layout, 10**9, "bfloat16").keys
+    assert fit_of(LARGE, layout, 10**9, "bfloat16").keys["dtype"] == "bfloat16"
+    assert "dtype" not in fit_of(LARGE, layout, 10**9, "float32").keys
+
+
+def test_an_adapter_is_reckoned_with_its_rank_and_targets(config: RunConfig) -> None:
+    def trainer(**adapter: Any) -> dict[str, int]:
+        policy = msgspec.structs.replace(config.policy, adapter=AdapterConfig(**adapter))
+        roles = roles_of(msgspec.structs.replace(config, policy=policy), LARGE, with_workers=False)
+        return {part.name: part.size for part in next(role for role in roles if role.name == "trainer").parts}
+
+    whole, adapter = trainer(), trainer(rank=8)
+    learned = 4 * adapter_parameters_of(LARGE, 8)
+    assert adapter["adapter"] == adapter["gradients"] == adapter["version being published"] == learned
+    assert adapter["moments"] == 2 * learned < whole["moments"] / 20 and adapter["weights"] == whole["weights"]
+    assert trainer(rank=8, targets=("q_proj", "v_proj"))["adapter"] < learned / 3
+    assert "adapter" not in whole
 
 
 def test_a_run_is_reckoned_with_the_layout_of_its_file() -> None:

@@ -2,7 +2,16 @@
 
 from shoal.protocol.types.answers import AdminRequest, CheckAnswer, Done, Event, Refusal, StateHash, Status
 from shoal.protocol.types.judgement import Check, GroupVerdict, Verdict
-from shoal.protocol.types.learning import Batch, BatchGroup, FileEntry, Manifest, Patch, SignedManifest, SolveRate
+from shoal.protocol.types.learning import (
+    AdapterBase,
+    Batch,
+    BatchGroup,
+    FileEntry,
+    Manifest,
+    Patch,
+    SignedManifest,
+    SolveRate,
+)
 from shoal.protocol.types.message import Answer, Fact, Message, fact
 from shoal.protocol.types.publishers import Publishers, Rotation
 from shoal.protocol.types.relays import RelayEntry, RelayOffer, RelayProof, RelayStanding
@@ -40,6 +49,7 @@ __all__ = [
     "ENVIRONMENT",
     "POLICY",
     "UNTRAINED",
+    "AdapterBase",
     "AdminRequest",
     "Answer",
     "Batch",

@@ -63,6 +63,15 @@ class Patch(Message, frozen=True):
     """Cut in chunks as the version's files. It is never stored beside them."""
 
 
+class AdapterBase(Message, frozen=True):
+    """The model that a version is an adapter of. Its files are among the version's, and the same in all versions."""
+
+    root: str
+    """Weights root of its tensors alone."""
+    source: str = ""
+    """hf:OWNER/NAME@REVISION, if each node gets its weights from a hub; they then come in no chunks."""
+
+
 class Manifest(Message, frozen=True, omit_defaults=True):
     """What a policy version consists of. Signed as bytes, inside `SignedManifest`."""
 
@@ -80,6 +89,8 @@ class Manifest(Message, frozen=True, omit_defaults=True):
     expires: float
     patches: tuple[Patch, ...] = ()
     """Other ways to the same weights; sent only if there are some."""
+    base: AdapterBase | None = None
+    """Sent only if the version is an adapter."""
 
 
 class SignedManifest(Message, frozen=True):

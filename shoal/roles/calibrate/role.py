@@ -16,8 +16,10 @@ from shoal.engine.open import EngineSpec, kind_for
 from shoal.errors import ConfigError
 from shoal.folder import RunFolder, write_atomically
 from shoal.policy.device import CPU, demand_device
+from shoal.policy.hub import Hub
 from shoal.policy.tiny import make_tiny
 from shoal.proofs.rounding import propose, propose_activation_error
+from shoal.protocol.hubref import is_hub
 from shoal.protocol.wire import to_msgpack
 from shoal.roles.calibrate.power import show_power
 from shoal.roles.calibrate.progress import remark
@@ -77,6 +79,9 @@ def main(
 
 def _policy(folder: RunFolder, config: RunConfig) -> Path:
     """The policy that the run would start from."""
+    if is_hub(config.policy.path):
+        Hub().bring(config.policy.path, folder.policy)
+        return folder.policy
     if config.policy.path:
         return Path(config.policy.path)
     make_tiny(config.policy.tiny, folder.policy, folder.weights_seed(config), config.policy.dtype)

@@ -41,7 +41,8 @@ class Board:
             sampling=state.sampling, rules=state.rules, phase=state.phase,  # type: ignore[arg-type]
             version=state.main.version, rules_version=state.law.version,
             needs=needs_of(
-                state.rules, state.envs, state.sampling, self._desk.published_dtype, self._desk.needs_transformers
+                state.rules, state.envs, state.sampling, self._desk.published_dtype, self._desk.needs_transformers,
+                self._desk.has_adapter,
             ),
             origin=self._desk.origin(),
             root_key=state.root_key or "", publishers=state.named or None,

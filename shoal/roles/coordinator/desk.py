@@ -74,6 +74,11 @@ class Desk:
     def published_dtype(self) -> str:
         return self._config.policy.dtype
 
+    @property
+    def has_adapter(self) -> bool:
+        """Whether the versions are adapters."""
+        return self._config.policy.adapter.rank > 0
+
     @cached_property
     def needs_transformers(self) -> bool:
         """Whether nodes compute the policy with transformers: by the files of the first version."""

@@ -11,13 +11,14 @@ import logging
 import os
 from pathlib import Path
 
-from shoal.errors import StateError
+from shoal.errors import PeerError, StateError
 from shoal.ledger.answers import Refused
 from shoal.ledger.facts.versions import Publish, Rotate
 from shoal.protocol.constants import CHAIN_LENGTH, MAX_CHUNK_BYTES
 from shoal.protocol.types import Manifest, Rotation, SignedManifest
 from shoal.protocol.wire import from_json
 from shoal.roles.coordinator.desk import Desk
+from shoal.weights.bases import demand_same_base
 from shoal.weights.demands import chunks_of
 from shoal.weights.manifest import content_of, is_renewal, open_manifest
 
@@ -65,6 +66,11 @@ async def take_checkpoint(desk: Desk, key: str, signed: bytes, created: int = 0)
 async def _book(desk: Desk, key: str, signed: bytes, manifest: Manifest, created: int) -> None:
     state, versions = desk.state, desk.state.main.versions
     known = desk.kept.manifests.get(manifest.version)
+    for other in list(desk.kept.manifests.values())[-1:]:
+        try:
+            demand_same_base(manifest, other)
+        except PeerError as error:
+            raise Refused("conflict", str(error)) from None
     if known is None and manifest.version in versions:  # guard: forgotten-is-not-published-again
         raise Refused("conflict", f"version {manifest.version} is published, and its weights are not kept any more: only "
                       "versions that nodes may still load are signed again")  # fmt: skip

@@ -17,30 +17,23 @@ from shoal.config import RunConfig
 from shoal.errors import StateError, cause_of
 from shoal.folder import RunFolder, clear_leftovers, replaced_folder
 from shoal.net.client import Client, PeerRefused
+from shoal.policy.adapterspec import Base, has_adapter
 from shoal.policy.base import PolicyModel
 from shoal.policy.files import Snapshot, save_policy, snapshot
-from shoal.policy.tiny import make_tiny
+from shoal.policy.stored import Identity, files_of_base
 from shoal.protocol import types as t
 from shoal.protocol.constants import MANIFEST_LIFETIME_S, MAX_MANIFEST_BYTES
 from shoal.protocol.identity import Key
 from shoal.protocol.needs import may_be_patched
 from shoal.protocol.wire import to_json
+from shoal.weights.bases import directory_root, link_base, link_from
 from shoal.weights.codes import coded_directory
 from shoal.weights.demands import chunks_of
-from shoal.weights.manifest import open_manifest, renew_at, sign_manifest, signer_of, weights_root
-from shoal.weights.publish import Base, ChunkSink, FolderSink, HttpSink, publish
+from shoal.weights.manifest import open_manifest, renew_at, sign_manifest, signer_of
+from shoal.weights.publish import Base as PatchBase
+from shoal.weights.publish import ChunkSink, FolderSink, HttpSink, publish
 
 log = logging.getLogger("trainer")
-
-
-def start_policy(folder: RunFolder, config: RunConfig) -> Path:
-    """The directory of version 0: a copy of the run file's policy, or a tiny policy with random weights."""
-    if not folder.policy.exists():
-        if config.policy.path:
-            copy_checkpoint(Path(config.policy.path), folder.policy)
-        else:
-            make_tiny(config.policy.tiny, folder.policy, folder.weights_seed(config), config.policy.dtype)
-    return folder.policy
 
 
 class Publisher:
@@ -53,9 +46,11 @@ class Publisher:
         self.key = key
         """The key that signs the manifests."""
         self._clock = clock
+        self._described: dict[Identity, t.FileEntry] = {}
+        """What was published of files that stay the same: those of the base of adapters."""
         self._sent: set[str] = set()
         """Chunks of the version published last, which the coordinator has already."""
-        self._base: Base | None = None
+        self._base: PatchBase | None = None
         """The version published last, from which a patch leads to the next. Its files are mapped: they stay readable after
         the next version has replaced them. None after a start, so that the first version comes whole."""
         self._renew_at = 0.0
@@ -83,6 +78,7 @@ class Publisher:
             manifest = await publish(
                 directory, sink, run=self._client.run, version=version, dtype=self._config.policy.dtype, parents=parents,
                 known=self._sent, base=base, whole=version % self._config.storage.anchor_every == 0,
+                adapts=self._adapts(directory), described=self._described,
             )  # fmt: skip
             await asyncio.to_thread(record, manifest.root)  # guard: recorded-before-announced
             signed = to_json(sign_manifest(manifest, self.key, now=self._clock()))
@@ -96,14 +92,14 @@ class Publisher:
                 raise
             manifest = await sent(HttpSink(self._client))  # the coordinator does not see our folder
         self._sent = chunks_of(manifest)
-        if may_be_patched(self._config.policy.dtype):
-            self._base = Base(version, manifest.root, coded_directory(directory))
+        if may_be_patched(self._config.policy.dtype) and not has_adapter(directory):  # an adapter is float32
+            self._base = PatchBase(version, manifest.root, coded_directory(directory))
         await asyncio.to_thread(self._keep, directory, self._due(version))
         self.published_s = time.perf_counter() - began
 
     def root_of(self, model: PolicyModel) -> str:
         """Weights root of a policy as it would be published."""
-        return weights_root(self._write(model))
+        return directory_root(self._write(model))
 
     def keep_due(self, model: PolicyModel, version: int) -> None:
         """Keep a published version if it is due: a kill may have prevented that."""
@@ -145,7 +141,17 @@ class Publisher:
             return policy
         directory, dtype = self._folder.trainer / "publishing", self._config.policy.dtype
         save_policy(policy, directory, dtype, tokenizer_from=self._folder.policy, durable=False)
+        if has_adapter(directory):
+            try:
+                link_from(self._folder.policy, directory)
+            except OSError as error:
+                raise StateError(f"cannot put the base beside its adapter in {directory}: {cause_of(error)}") from None
         return directory
+
+    def _adapts(self, directory: Path) -> t.AdapterBase | None:
+        """What the adapter in a directory belongs to."""
+        base = Base.from_directory(directory)
+        return None if base is None else t.AdapterBase(base.root, base.source)
 
     def _due(self, version: int) -> list[str]:
         """The names under which a version is kept for the host; most versions are not kept."""
@@ -165,7 +171,9 @@ def copy_checkpoint(source: Path, target: Path) -> None:
             clear_leftovers(target)
             return
         with replaced_folder(target) as scratch:
-            shutil.copytree(source, scratch, dirs_exist_ok=True)
+            base = {path.name: path for path in files_of_base(source)} if has_adapter(source) else {}
+            shutil.copytree(source, scratch, dirs_exist_ok=True, ignore=lambda folder, names: base.keys() & {*names})
+            link_base(base, scratch)
     except OSError as error:
         raise StateError(
             f"cannot write checkpoint {target}: {cause_of(error)}. Free disk space and start again"
@@ -177,4 +185,5 @@ def _are_alike(left: Path, right: Path) -> bool:
     names = sorted(path.name for path in left.iterdir())
     if not right.is_dir() or sorted(path.name for path in right.iterdir()) != names:
         return False
-    return filecmp.cmpfiles(left, right, names, shallow=False)[0] == names
+    other = [name for name in names if not (left / name).samefile(right / name)]
+    return filecmp.cmpfiles(left, right, other, shallow=False)[0] == other

@@ -19,7 +19,7 @@ from shoal.net.client import Client
 from shoal.net.keys import load_or_make_key
 from shoal.net.stopping import SIGNALS
 from shoal.policy.device import CUDA, take_device
-from shoal.roles.trainer.publishing import start_policy
+from shoal.roles.trainer.first import start_policy
 from shoal.roles.trainer.role import Learning, Trainer
 from shoal.train.channel import End, Lost, joined
 from shoal.train.together import follow, lead

@@ -29,13 +29,13 @@ from shoal.net.stopping import Stopping
 from shoal.policy.base import PolicyModel
 from shoal.policy.device import take_device
 from shoal.policy.files import Snapshot
-from shoal.policy.kinds import open_policy
 from shoal.protocol import types as t
 from shoal.protocol.bounds import claims_bend_ratios
 from shoal.protocol.identity import Key
 from shoal.roles.trainer.batches import BatchReader
+from shoal.roles.trainer.first import first_model
 from shoal.roles.trainer.past import PastPolicies
-from shoal.roles.trainer.publishing import Publisher, start_policy
+from shoal.roles.trainer.publishing import Publisher
 from shoal.roles.trainer.saving import Saving
 from shoal.train.checkpoint import States
 from shoal.train.denominators import LogprobsAt, with_own_denominators
@@ -78,8 +78,8 @@ class Learning(NamedTuple):
 
 def learning_alone(folder: RunFolder, config: RunConfig) -> Learning:
     """A learner of this process alone."""
-    device, policy = take_device(config.train.device), start_policy(folder, config)
-    model = open_policy(policy, module_dtype(config.train), config.policy.implementation).to(device)
+    device = take_device(config.train.device)
+    model = first_model(folder, config, module_dtype(config.train)).to(device)
     learner = Learner(model, config.train, temperature=config.sampling.temperature, steps=config.steps)
     return Learning(learner, States(folder.trainer, learner), device)
 

@@ -1,0 +1,195 @@
+"""Models that come from a hub: `hf:OWNER/NAME@REVISION`, fetched with huggingface_hub into its cache.
+
+Called where a run's policy is looked for, and by nodes that get the base of adapters by themselves. It takes weights in
+safetensors, JSON files and the tokenizer's; never code, and nothing is ever executed. The cache makes a second use, and one
+without network, free. HF_ENDPOINT, HF_HOME, HF_HUB_OFFLINE and tokens are huggingface_hub's own business. It does not know
+manifests: the caller compares hashes.
+"""
+
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from shoal.errors import ConfigError, StateError
+from shoal.folder import replaced_folder
+from shoal.policy.files import INDEX, TOKENIZER_FILES
+from shoal.protocol.hubref import EXAMPLE, HubRef, hub_ref, is_commit
+
+PINNED = ".hub"
+"""A file in a directory that was copied from a hub: the model's name, with the commit as its revision."""
+
+MAX_PLAIN_BYTES = 64 << 20
+"""Largest file without weights."""
+
+MAX_FILES = 1000
+"""Files of a model that are fetched."""
+
+_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
+_PLAIN = ("config.json", "generation_config.json", INDEX, *TOKENIZER_FILES)
+
+
+def parse_ref(path: str) -> HubRef:
+    """Read a name. Raises `ConfigError`."""
+    ref = hub_ref(path)
+    if ref is None:
+        raise ConfigError(f"{path[:200]!r}: a model on a hub is named hf:OWNER/NAME@REVISION, such as {EXAMPLE}")
+    return ref
+
+
+def source_of(directory: Path) -> str:
+    """The hub's name of the model in a directory, with its commit; empty if it did not come from a hub."""
+    pinned = directory / PINNED
+    return pinned.read_text().strip() if pinned.exists() else ""
+
+
+class Hub:
+    """One hub with its cache."""
+
+    def __init__(self, endpoint: str | None = None, cache: Path | None = None) -> None:
+        """None leaves the choice to huggingface_hub, which reads HF_ENDPOINT and HF_HOME."""
+        self._endpoint, self._cache = endpoint, cache
+
+    def bring(self, path: str, target: Path, say: Callable[[str], None] = lambda line: None) -> None:
+        """Put a model into the directory `target`, whole or not at all. Raises `ConfigError`, `StateError`."""
+        ref = parse_ref(path)
+        pinned, sizes = self._listed(ref)
+        wanted = {name: size for name, size in sizes.items() if name in _PLAIN or _WEIGHTS.fullmatch(name)}
+        _demand(pinned, wanted, self._cache)
+        say(f"{pinned}: {len(wanted)} files, {sum(wanted.values()) / 1e9:.2f} GB")
+        if not ref.is_pinned:
+            self._file(ref, "config.json")  # so that the cache knows the branch's commit, when there is no network
+        found = {name: self._file(pinned, name) for name in sorted(wanted)}
+        try:
+            with replaced_folder(target) as scratch:
+                for name, file in found.items():
+                    _linked(file, scratch / name)
+                (scratch / PINNED).write_text(f"{pinned}\n")
+        except OSError as error:
+            raise StateError(f"cannot put {pinned} into {target}: {error}. Free some space") from None
+
+    def files(self, source: str, sizes: Mapping[str, int]) -> dict[str, Path]:
+        """Weights of a model at a commit, in the cache, by name; each must have the given size.
+
+        Nothing is fetched if one has another. Raises `StateError`; the content is not yet verified.
+        """
+        ref = parse_ref(source)
+        _, listed = self._listed(ref)
+        for name, size in sizes.items():
+            if not _WEIGHTS.fullmatch(name) or listed.get(name) != size:  # guard: hub-size-of-the-manifest
+                raise StateError(
+                    f"{ref}: {name} has {listed.get(name, 'no')} bytes on the hub, and the run's manifest names {size}: "
+                    "the run's base is not that model. Tell the host, or leave the run"
+                )
+        _demand(ref, sizes, self._cache, weights_only=True)
+        return {name: self._file(ref, name) for name in sizes}
+
+    def config(self, path: str) -> Path:
+        """A directory with the JSON files that say the shape of a model. Raises `ConfigError`, `StateError`."""
+        pinned, sizes = self._listed(parse_ref(path))
+        if "generation_config.json" in sizes:
+            self._file(pinned, "generation_config.json")
+        return self._file(pinned, "config.json", resolve=False).parent
+
+    def _listed(self, ref: HubRef) -> tuple[HubRef, dict[str, int]]:
+        """The commit that a name leads to, and the sizes of its files; from the cache, if the hub cannot be reached."""
+        hub = _library()
+        try:
+            info = hub.HfApi(endpoint=self._endpoint).model_info(
+                ref.repo, revision=ref.revision, files_metadata=True, timeout=20.0
+            )
+        except Exception as error:  # noqa: BLE001 - of its HTTP client, whichever that is
+            refused = _refusal(hub, ref, error)
+            if refused:
+                raise StateError(refused) from None
+            return self._cached(ref, error)
+        commit, siblings = info.sha, info.siblings or []
+        if not is_commit(commit):
+            raise StateError(f"{ref}: the hub names no commit of it: check HF_ENDPOINT")
+        if ref.is_pinned and commit != ref.revision:
+            raise StateError(f"{ref}: the hub gives commit {commit[:12]} instead: check HF_ENDPOINT")
+        sizes = {one.rfilename: one.size for one in siblings[: 100 * MAX_FILES] if isinstance(one.size, int)}
+        return HubRef(ref.owner, ref.name, commit), sizes
+
+    def _cached(self, ref: HubRef, error: Exception) -> tuple[HubRef, dict[str, int]]:
+        hub = _library()
+        try:
+            folder = Path(
+                hub.snapshot_download(ref.repo, revision=ref.revision, cache_dir=self._cache, local_files_only=True)
+            )
+        except Exception:  # noqa: BLE001 - as above
+            raise StateError(
+                f"{ref} is not in the hub's cache, and the hub cannot be reached ({_line(error)}): connect, set "
+                "HF_ENDPOINT, or copy the model here and name its directory in policy.path"
+            ) from None
+        sizes = {path.name: path.stat().st_size for path in folder.iterdir() if path.is_file()}
+        return HubRef(ref.owner, ref.name, folder.name), sizes
+
+    def _file(self, ref: HubRef, name: str, resolve: bool = True) -> Path:
+        """A file in the cache, fetched if it is not there; a fetch that was cut short goes on."""
+        hub = _library()
+        try:
+            found = Path(
+                hub.hf_hub_download(
+                    ref.repo, name, revision=ref.revision, cache_dir=self._cache, endpoint=self._endpoint
+                )
+            )
+        except Exception as error:  # noqa: BLE001 - as above
+            refused = _refusal(hub, ref, error)
+            refused = refused or f"{ref}: {name} cannot be fetched: {_line(error)}. Try again: what is here is kept"
+            raise StateError(refused) from None
+        return found.resolve() if resolve else found
+
+
+def _demand(ref: HubRef, sizes: Mapping[str, int], cache: Path | None, weights_only: bool = False) -> None:
+    """Refuse what is no model of ours, or too large."""
+    weights = [name for name in sizes if _WEIGHTS.fullmatch(name)]
+    if not weights or (not weights_only and "config.json" not in sizes):
+        raise StateError(f"{ref} has no config.json with weights in safetensors: choose another model or revision")
+    large = [name for name, size in sizes.items() if name not in weights and size > MAX_PLAIN_BYTES]
+    if large or len(sizes) > MAX_FILES:  # guard: hub-file-size
+        raise StateError(
+            f"{ref}: {large[0] if large else 'it'} has more than {MAX_PLAIN_BYTES} bytes or {MAX_FILES} files"
+        )
+    free = shutil.disk_usage(cache if cache is not None and cache.exists() else Path.home()).free
+    if sum(sizes.values()) > free:
+        raise StateError(f"{ref} has {sum(sizes.values())} bytes, and {free} are free: free some space, or set HF_HOME")
+
+
+def _refusal(hub: Any, ref: HubRef, error: Exception) -> str:
+    """What to say if the hub answered that a model cannot be had; empty if it did not answer."""
+    errors = hub.errors
+    if isinstance(error, errors.GatedRepoError):
+        return f"{ref} is gated: accept its terms on the hub, and log in with `hf auth login` or set HF_TOKEN"
+    if isinstance(error, errors.RevisionNotFoundError):
+        return f"{ref}: the hub has no revision {ref.revision!r} of it: name a branch, a tag or a commit"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return f"{ref}: the hub has no such model, or it is private and you are not logged in: check its name"
+    if isinstance(error, errors.HFValidationError):
+        return f"{ref} is no name of a model: {_line(error)}"
+    return ""
+
+
+def _library() -> Any:
+    try:
+        import huggingface_hub
+        import huggingface_hub.errors
+    except ImportError as error:
+        raise StateError(
+            f"a model of the form hf:OWNER/NAME@REVISION needs huggingface_hub, which is not installed ({error.name}): "
+            "pip install -c constraints.txt '.[hub]'"
+        ) from None
+    return huggingface_hub
+
+
+def _linked(source: Path, target: Path) -> None:
+    """Another name of a file in the cache, or a copy if that is on another disk."""
+    try:
+        target.hardlink_to(source)
+    except OSError:
+        shutil.copyfile(source, target)
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__
