@@ -48,9 +48,15 @@ class SimulatedRelays:
             self._clock.after(2 * s.request_s, lambda: self._begin(version))
 
     def _enough(self, chunks: int) -> int:
-        """How many chunks each relay has when all are at one relay at least."""
-        orders = [self._rng.sample(range(chunks), chunks) for _ in self._s.relays_up]
-        return 1 + max(map(min, zip(*orders, strict=True)))
+        """How many chunks each relay has when each chunk is at one relay at least.
+
+        Drawn at random: when each of n relays lacks a share x of the chunks, all n lack a chunk with probability x^n.
+        """
+        if len(self._s.relays_up) == 1:
+            return chunks
+        none_lacks = 1.0 - self._rng.random()  # the probability (1 - x^n)^chunks that no chunk is lacking
+        share = (-math.expm1(math.log(none_lacks) / chunks)) ** (1 / len(self._s.relays_up))
+        return math.ceil(chunks * (1 - share))
 
     def _begin(self, version: int) -> None:
         filling = self._versions[version]

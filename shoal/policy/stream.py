@@ -18,7 +18,7 @@ _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 
 
 class Weights(Protocol):
-    """A policy's tensors by name: a `base.Published` or a `files.Snapshot`."""
+    """A policy's tensors by name: a `Published` or a `Snapshot`."""
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:

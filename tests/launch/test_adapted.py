@@ -63,7 +63,7 @@ def test_a_run_of_adapters_ends_is_audited_and_merged(tmp_path: Path) -> None:
     merged = run(tmp_path, "policy", "merge", str(final), "--out", "merged")
     assert merged.returncode == 0 and "logits differ by at most" in merged.stdout, merged.stdout + merged.stderr
     assert load_policy(tmp_path / "merged").adapter is None and load_policy(final).adapter is not None
-    played = run(tmp_path, "eval", str(final), "--env", "arithmetic", "--episodes", "4", "--max-tokens", "64")
+    played = run(tmp_path, "eval", str(final), "--env", "arithmetic", "--episodes", "4", "--max-tokens", "24")
     assert played.returncode == 0, played.stderr
 
 

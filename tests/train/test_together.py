@@ -182,6 +182,17 @@ def test_twenty_steps_of_many_processes_come_to_the_weights_of_one(policy, tmp_p
     assert distance < 5e-6 and moved > 1e-3
 
 
+@pytest.mark.slow
+def test_ten_steps_of_four_processes_and_ten_of_two_come_to_the_weights_of_one(policy, tmp_path, make_rows):
+    config, steps = config_of(), [make_rows(12, seed) for seed in range(20)]
+    learned(*alone(policy, config, tmp_path / "a"), steps, tmp_path / "one")
+    together(4, policy, config, tmp_path / "b", learned, steps[:10], tmp_path / "four", 0, True)
+    version, _ = together(2, policy, config, tmp_path / "b", resumed, steps[10:], tmp_path / "two")
+    distance = furthest(weights(tmp_path / "one"), weights(tmp_path / "two"))
+    print(f"saved by 4, resumed by 2: {distance:.2e} from one process")
+    assert version == 10 and distance < 5e-6
+
+
 @pytest.mark.parametrize(("world", "count"), [(2, 5), (4, 3), (3, 6)])
 def test_each_micro_batch_counts_once_and_all_processes_take_as_many(world, count):
     packed = [Plan((i,)) for i in range(count)]

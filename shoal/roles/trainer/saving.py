@@ -50,8 +50,8 @@ class Saving:
                 raise StateError(
                     f"the trainer repeated the step that made version {version} and came to weights {root[:12]} instead of "
                     f"{step.root[:12]}: this machine computes other bits than the one that trained, has less memory, or "
-                    "train.threads or train.device is another now. Set them as they were. Resume there, or start a new run "
-                    "from the last checkpoint (policy.path)"
+                    "train.threads, train.processes or train.device is another now. Set them as they were. Resume "
+                    "there, or start a new run from the last checkpoint (policy.path)"
                 )
             log.info("repeated the step that made version=%d root=%s", version, root[:12])
         learner.steps = schedule_steps
