@@ -69,7 +69,7 @@ def train(config: RunConfig, out: Path, recipe_dir: Path, say: Callable[[str], N
     # Version 0: the run file's policy, or a tiny one made from the seed.
     start = Path(config.policy.path) if config.policy.path else folder.policy
     if not start.exists():
-        make_tiny(config.policy.tiny, start, folder.weights_seed(config), config.policy.dtype)
+        make_tiny(config.policy.tiny, start, folder.weights_seed(config), config.policy.kept_dtype)
     model = load_policy(start, module_dtype(config.train))
     learner = Learner(model, config.train, temperature=sampling.temperature, steps=config.steps)
     published = out / "published"

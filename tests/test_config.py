@@ -250,6 +250,10 @@ def test_wrong_override_says_what_is_wrong(run_file: Path, override: str, messag
         (SMALL + "[train]\nprocesses = 0\n", "train.processes = 0: must be at least 1"),
         (SMALL + '[train]\nprocesses = 2\nmoments = "8bit"\n', "would be cut where the processes divide a tensor"),
         (SMALL + '[train]\nprocesses = 2\nmoments = "offloaded"\n', "each process keeps its part where it computes"),
+        (
+            SMALL + '[policy]\ndtype = "int8"\n[train]\nprocesses = 2\n',
+            "several processes write only what is published",
+        ),
         (SMALL + '[train]\nprocesses = 2\ndevice = "mps"\n', "a Mac has one GPU, and torch does not share it"),
         (
             SMALL + '[policy]\npath = "x"\nimplementation = "auto"\n[train]\nprocesses = 2\n',

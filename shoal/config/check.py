@@ -172,6 +172,11 @@ def _learning_fits(config: RunConfig) -> Iterator[tuple[bool, str]]:
     yield named, f"policy.path = {config.policy.path!r}: a model on a hub is hf:OWNER/NAME@REVISION, such as {EXAMPLE}"
     yield fits, "policy.implementation says how the model in policy.path is computed: set policy.path, or leave it out"
     yield (
+        config.sampled_dtype == "int8" or config.policy.dtype != "int8",
+        f'sampling.dtype = "{config.sampling.dtype}": policy.dtype = "int8" publishes what is sampled in int8; leave '
+        "sampling.dtype out",
+    )
+    yield (
         config.train.dtype in ("", config.policy.dtype),
         f'train.dtype = "{config.train.dtype}": the trainer computes with what it publishes, so policy.dtype must be the '
         f'same, and is "{config.policy.dtype}"',
@@ -191,6 +196,11 @@ def _processes_fit(config: RunConfig) -> Iterator[tuple[bool, str]]:
     yield (
         config.train.moments != "offloaded",
         f'{where} with train.moments = "offloaded": each process keeps its part where it computes. Take "float32", {alone}',
+    )
+    yield (
+        config.policy.dtype != "int8",
+        f'{where} with policy.dtype = "int8": the host keeps checkpoints in float32, and several processes write only what '
+        f'is published. Take "bfloat16" or "float32", {alone}',
     )
     yield (
         not config.policy.implementation,
@@ -218,6 +228,11 @@ def _adapter_fits(config: RunConfig) -> Iterator[tuple[bool, str]]:
         yield target in known, f"policy.adapter.targets has {target!r}; known are {', '.join(known)}"
     once = bool(adapter.targets) and len({*adapter.targets}) == len(adapter.targets)
     yield once, "policy.adapter.targets is empty, or names a matrix twice"
+    yield (
+        not adapter.rank or config.policy.dtype != "int8",
+        'policy.dtype = "int8" rounds what was learned when it is published, and versions of policy.adapter are float32, '
+        "so that nothing small is lost: leave one of them out",
+    )
     yield (
         not adapter.rank or config.sampled_dtype != "int8",
         'sampling.dtype = "int8" rounds whole matrices, and policy.adapter adds to them in float32: leave one of them out',

@@ -1,8 +1,7 @@
 """The sections of a run file and of an SFT recipe: every knob with its default, its unit and a sentence.
 
-Every role reads its own; `load` makes them from a TOML file. They are together here, not beside their owners, because
-the run file is one document for its reader, and the coordinator must read all of it without importing torch. They know
-nothing of files. `check` finds values that contradict each other.
+Every role reads its own; `load` makes them from a TOML file, and `check` finds values that contradict each other. They are
+together here because the run file is one document, which the coordinator must read without importing torch.
 """
 
 import contextlib
@@ -62,13 +61,19 @@ class PolicyConfig(Section, frozen=True):
     path: str = ""
     """Model to start from: a directory in Hugging Face format, relative to the run file, or hf:OWNER/NAME@REVISION, which
     is fetched from a hub. Empty makes `tiny` from the run's seed."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision in which versions are published, and sampled unless `sampling.dtype` says otherwise."""
+    dtype: Dtype = "float32"
+    """Precision in which versions are published, and sampled unless `sampling.dtype` says otherwise. int8 publishes every
+    matrix as a byte a value with a scale for each output, and workers sample exactly that; kept checkpoints are float32."""
     implementation: Literal["", "auto"] = ""
     """What computes the model. Empty: shoal's own code, for Llama, Mistral, Qwen2 and Qwen3. auto: this code where it can,
     and transformers for every other language model; then all nodes must have it installed."""
     tiny: TinyPolicy = TinyPolicy()
     adapter: AdapterConfig = AdapterConfig()
+
+    @property
+    def kept_dtype(self) -> str:
+        """Precision of what the trainer starts from and keeps: int8 would lose what it learned."""
+        return "float32" if self.dtype == "int8" else self.dtype
 
 
 class SamplingConfig(Section, frozen=True):
@@ -203,8 +208,7 @@ class VerifyConfig(Section, frozen=True):
     """What validators demand."""
 
     audit_rate: float = 1.0
-    """Smallest share of groups that are audited: their sampling and log-probs are recomputed with the model. Must be 1 if
-    max_staleness is 0."""
+    """Smallest share of groups whose sampling and log-probs are recomputed. Must be 1 if max_staleness is 0."""
     quarantine_s: float = 30.0
     """Length of a quarantine, seconds; each earlier refused submission of the worker doubles it, up to an hour. A worker
     gets no leases in quarantine. The cause is a hard failure, every third refused submission, or too much noise."""
@@ -294,7 +298,7 @@ class StorageConfig(Section, frozen=True):
     """Steps between checkpoints kept as directories in Hugging Face format."""
     anchor_every: int = 1
     """Versions between those that are published whole; the others are published as patches, if patches are small. A node
-    that joins fetches a whole version and all patches after it. Only in runs that publish bfloat16; limit 32."""
+    that joins fetches a whole version and all patches after it. Only in runs that publish bfloat16 or int8; limit 32."""
 
 
 class RunConfig(Section, frozen=True, kw_only=True):

@@ -25,8 +25,7 @@ from shoal.engine.writing import turn_length, write
 from shoal.errors import StateError
 from shoal.policy.adapters import pairs_of, read_adapter
 from shoal.policy.adapterspec import has_adapter
-from shoal.policy.files import load_policy
-from shoal.policy.quantise import round_to_int8
+from shoal.policy.files import load_int8, load_policy
 from shoal.policy.stored import Identity, files_of_base, identity_of
 from shoal.protocol.noise import PHILOX
 from shoal.protocol.types import EngineFacts
@@ -75,9 +74,7 @@ class LocalEngine:
                 self.version = version
                 return
             self._loaded = None  # first, so that two versions are never in memory
-            model = load_policy(directory, self._dtype)
-            if self.facts.dtype == "int8":
-                round_to_int8(model)
+            model = load_int8(directory) if self.facts.dtype == "int8" else load_policy(directory, self._dtype)
             self._loaded, self._base = Decoder(model, self.facts.device), base
             self.version = version
 

@@ -115,7 +115,7 @@ def roles_of(config: RunConfig, spec: PolicySpec | AnySpec, with_workers: bool) 
     learned = 4 * adapter_parameters_of(spec, adapter.rank, adapter.targets)
     # Several processes gather one tensor at a time, and the embedding is the largest.
     values = spec.vocab_size * spec.width if several else parameters_of(spec)
-    size = learned if adapter.rank else int(values * ITEM_BYTES[config.policy.dtype])
+    size = learned if adapter.rank else int(values * ITEM_BYTES[config.policy.kept_dtype])
     version = Part("version being published", size, True)
     training = [*parts_of(spec, layout_of(config, spec)), version]
     if config.storage.state_every > 1 and not several:  # guard: copied-state-takes-memory

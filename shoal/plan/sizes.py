@@ -8,6 +8,7 @@ from pathlib import Path
 
 from shoal.config import RunConfig
 from shoal.engine.anyneeds import needs_of_spec
+from shoal.engine.needs import ITEM_BYTES as LOADED_BYTES
 from shoal.errors import ConfigError, ShoalError
 from shoal.policy.anyspec import AnySpec
 from shoal.policy.hub import Hub
@@ -18,8 +19,8 @@ from shoal.policy.tiny import tiny_spec
 from shoal.protocol.hubref import is_hub
 from shoal.protocol.needs import may_be_patched
 
-ITEM_BYTES = {"float32": 4, "bfloat16": 2}
-"""Of a published weight."""
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
+"""Of a published weight; the scales of int8 are less than a hundredth more."""
 
 TRAINER_BYTES = 16
 """Of one weight in the trainer: itself, its gradient and AdamW's two moments, in float32."""
@@ -63,14 +64,14 @@ def sizes_of(config: RunConfig, recipe_dir: Path, parameters: float = 0.0, patch
     0 if that is assumed. Raises `StateError`, `ConfigError`."""
     spec = None if parameters else spec_of(config, recipe_dir)
     count = float(parameters_of(spec)) if spec else parameters
-    whole = version = count * ITEM_BYTES[config.policy.dtype]
+    version, kept_version = (count * ITEM_BYTES[dtype] for dtype in (config.policy.dtype, config.policy.kept_dtype))
     share = patch_share if patch_share >= 0 else PATCH_SHARE
     patch = share * version if may_be_patched(config.policy.dtype) else 0.0
     base, learned, adapter = 0.0, count, config.policy.adapter
     if adapter.rank and spec is not None:  # whose base is published once, or by a hub
         base, learned, patch = version, float(adapter_parameters_of(spec, adapter.rank, adapter.targets)), 0.0
-        version = 4 * learned
-    play = check = whole * (2 if config.sampled_dtype == "int8" and config.policy.dtype == "bfloat16" else 1)
+        version = kept_version = 4 * learned
+    play = check = count * LOADED_BYTES[config.sampled_dtype]
     if spec is not None:
         needs, r, longest = needs_of_spec(spec, config.sampled_dtype), config.rollouts, config.sampling.max_tokens
         play = max(float(needs.load()), float(needs.loaded + needs.play(r.block_rollouts, longest)))
@@ -85,8 +86,9 @@ def sizes_of(config: RunConfig, recipe_dir: Path, parameters: float = 0.0, patch
     publishing = 2  # of the trainer: one is written while the one before is the base of a patch
     return Sizes(
         parameters=count, version=version, patch=patch, worker_memory=play, validator_memory=check,
-        trainer_memory=base + learned * TRAINER_BYTES + version, worker_disk=base + (KEPT_VERSIONS + 1) * version,
-        host_disk=base + served + stored + (kept + of_nodes + publishing) * version + 2 * learned * STATE_BYTES,
+        trainer_memory=base + learned * TRAINER_BYTES + kept_version, worker_disk=base + (KEPT_VERSIONS + 1) * version,
+        host_disk=base + served + stored + kept * kept_version + (of_nodes + publishing) * version
+        + 2 * learned * STATE_BYTES,
         needed_blobs=needed + served, is_exact=spec is not None,
     )  # fmt: skip
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shoal.policy.adapterspec import WEIGHTS, AdapterSpec, Base, stored_name
-from shoal.policy.filling import demand_same_shapes, fill_all
+from shoal.policy.filling import demand_floats, demand_same_shapes, fill_all
 from shoal.policy.lowrank import Pair
 from shoal.policy.model import Transformer
 from shoal.policy.spec import PolicySpec
@@ -44,6 +44,7 @@ def read_adapter(directory: Path, spec: PolicySpec) -> tuple[AdapterSpec, dict[s
     adapter = AdapterSpec.from_directory(directory)
     stored, shapes = read_header(Path(directory) / WEIGHTS), adapter.tensor_shapes(spec)
     demand_same_shapes(stored, shapes, directory)  # guard: adapter-fits-its-base
+    demand_floats(stored, directory)
     tensors = {name: torch.empty(shape, dtype=torch.float32) for name, shape in shapes.items()}
     fill_all(tensors, stored, directory)
     return adapter, tensors

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from shoal.errors import StateError, cause_of
 from shoal.folder import replaced_folder
 from shoal.policy import adapterspec
-from shoal.policy.filling import demand_same_shapes, fill_all
+from shoal.policy.filling import demand_floats, demand_same_shapes, fill_all
 from shoal.policy.spec import PolicySpec, read_capped, write_json
 from shoal.policy.stored import ITEM_BYTES, StoredTensor, decode_strictly, read_header
 
@@ -49,15 +49,20 @@ def load_policy(directory: Path, dtype: "torch.dtype | None" = None) -> "Transfo
     """Load a checkpoint directory as a model of `dtype` (default float32), ready to run, with the adapter beside it if any.
 
     Raises `StateError` if a file is missing, damaged or hostile, if the tensors do not match its config, or if a weight is
-    not a finite number.
+    not a finite number. What is stored as int8 is turned into numbers, see `quantise`.
     """
     import torch
 
     from shoal.policy.model import Transformer
+    from shoal.policy.quantise import multiply
 
-    spec, stored = policy_tensors(directory)
+    spec, stored, scales = _with_scales(directory)
     model = Transformer(spec, dtype or torch.float32)
-    fill_all(dict(model.named_parameters()), stored, directory)
+    parameters = dict(model.named_parameters())
+    fill_all(parameters, stored, directory)
+    scale_tensors = {name: torch.empty(one.shape) for name, one in scales.items()}
+    fill_all(scale_tensors, scales, directory)
+    multiply(parameters, scale_tensors, directory)
     if adapterspec.has_adapter(directory):
         from shoal.policy.adapters import load_adapter
 
@@ -68,12 +73,21 @@ def load_policy(directory: Path, dtype: "torch.dtype | None" = None) -> "Transfo
 def policy_tensors(directory: Path) -> tuple[PolicySpec, dict[str, StoredTensor]]:
     """What a checkpoint directory says of its policy, and where its tensors are by the names of `Transformer`.
 
-    Raises `StateError` if a file is damaged or hostile, or if the tensors do not match the config.
+    Raises `StateError` if a file is damaged or hostile, if the tensors do not match the config, or if they are int8.
     """
-    spec = PolicySpec.from_directory(directory)
-    stored = _needed(find_tensors(directory), spec)
-    demand_same_shapes(stored, spec.tensor_shapes(), directory)  # before a hostile config makes us allocate too much
+    spec, stored, _ = _with_scales(directory)
+    demand_floats(stored, directory)
     return spec, stored
+
+
+def _with_scales(directory: Path) -> tuple[PolicySpec, dict[str, StoredTensor], dict[str, StoredTensor]]:
+    """As `policy_tensors`; and where the scales of tensors in int8 are."""
+    from shoal.policy.quantise import without_scales
+
+    spec = PolicySpec.from_directory(directory)
+    stored, scales = without_scales(_needed(find_tensors(directory), spec), directory)
+    demand_same_shapes(stored, spec.tensor_shapes(), directory)  # before a hostile config makes us allocate too much
+    return spec, stored, scales
 
 
 def read_rows(stored: StoredTensor, begin: int, end: int, name: str) -> "torch.Tensor":
@@ -89,11 +103,22 @@ def read_rows(stored: StoredTensor, begin: int, end: int, name: str) -> "torch.T
     return rows[name]
 
 
+def load_int8(directory: Path) -> "Transformer":
+    """The policy of a directory as int8 actors sample it, in float32. Raises `StateError` as `load_policy`."""
+    from shoal.policy.quantise import round_to_int8
+
+    model = load_policy(directory)
+    if not any(stored.dtype == "I8" for stored in find_tensors(directory).values()):  # guard: never-rounded-twice
+        round_to_int8(model)
+    return model
+
+
 def read_tensors(directory: Path, dtype: "torch.dtype") -> "dict[str, torch.Tensor]":
     """Every tensor of a checkpoint directory in `dtype`, in memory of its own. Raises `StateError` as `load_policy`."""
     import torch
 
     stored = find_tensors(directory)
+    demand_floats(stored, directory)
     tensors = {name: torch.empty(one.shape, dtype=dtype) for name, one in stored.items()}
     fill_all(tensors, stored, directory)
     return tensors
@@ -126,7 +151,7 @@ def map_policy(directory: Path, spec: PolicySpec) -> dict[str, MappedTensor]:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A `policy.base.Published` whose tensors are in its dtype, and which a model no longer changes."""
+    """A `policy.base.Published` whose tensors are in its dtype (float32 for int8), and which a model no longer changes."""
 
     dtype: str
     tensors: "dict[str, torch.Tensor]"
@@ -139,10 +164,12 @@ class Snapshot:
 
 
 def snapshot(model: "PolicyModel", dtype: str) -> Snapshot:
-    """A copy of a model's weights in `dtype` (float32 or bfloat16), so that it can be written while the model learns on.
+    """A copy of a model's weights for `save_policy` in `dtype`, so that it can be written while the model learns on.
     Those of an adapter are always float32."""
+    from shoal.policy.stream import written_dtype
+
     published = model.published()
-    target = _dtype_in(published.weights, dtype)
+    target = written_dtype(_dtype_in(published.weights, dtype))
     tensors = {name: p.detach().to("cpu", target, copy=True) for name, p in published.tensors.items()}
     return Snapshot(dtype, tensors, published.files, published.weights)
 
@@ -156,15 +183,16 @@ def save_policy(
     shard_bytes: int = SHARD_BYTES,
     durable: bool = True,
 ) -> None:
-    """Write a checkpoint directory in `dtype` (float32 or bfloat16), with the tokenizer files of another directory.
+    """Write a checkpoint directory in `dtype` (float32, bfloat16 or int8), with the tokenizer files of another directory.
 
     The directory appears whole or not at all, if it is `durable` even if the machine dies. It replaces an older one of the
     same name. Raises `StateError` if writing fails.
     """
-    from shoal.policy.stream import write_weights
+    from shoal.policy.stream import write_weights, written_dtype
 
     directory = Path(directory)
-    assert not isinstance(policy, Snapshot) or policy.dtype == dtype, f"the snapshot is {policy.dtype}"
+    is_of = isinstance(policy, Snapshot) and written_dtype(policy.dtype) != written_dtype(dtype)
+    assert not is_of, f"the snapshot is not for {dtype}"
     published = policy if isinstance(policy, Snapshot) else policy.published()
     try:
         with replaced_folder(directory, durable=durable) as scratch:
@@ -180,11 +208,9 @@ def save_policy(
         ) from None
 
 
-def _dtype_in(weights: str, name: str) -> "torch.dtype":
+def _dtype_in(weights: str, name: str) -> str:
     """Of the tensors in a file of weights, if the policy is published in this dtype."""
-    import torch
-
-    return torch.bfloat16 if name == "bfloat16" and weights != adapterspec.WEIGHTS else torch.float32
+    return "float32" if weights == adapterspec.WEIGHTS else name
 
 
 def tensors_of(directory: Path) -> dict[str, tuple[str, tuple[int, ...], str]]:

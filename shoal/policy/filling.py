@@ -28,10 +28,19 @@ def demand_same_shapes(
             raise StateError(f"{directory}: {name} is {list(stored[name].shape)}, config.json asks for {list(shape)}")
 
 
+def demand_floats(stored: Mapping[str, StoredTensor], directory: Path) -> None:
+    """Refuse int8 where codes would be taken for values. Raises `StateError`."""
+    odd = [name for name, one in stored.items() if one.dtype == "I8"]
+    if odd:  # guard: int8-only-where-read
+        raise StateError(
+            f"{directory}: {odd[0]} is int8, which only a whole model of shoal's own reads: use the model in full precision"
+        )
+
+
 def _stored_dtype(stored: StoredTensor) -> "torch.dtype":
     import torch
 
-    return {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[stored.dtype]
+    return {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I8": torch.int8}[stored.dtype]
 
 
 def fill_all(tensors: "Mapping[str, torch.Tensor]", stored: Mapping[str, StoredTensor], directory: Path) -> None:

@@ -1,18 +1,34 @@
-"""Round weights to int8, for actors of a run that declares int8: QuaRL (arXiv:1910.01055), weights only.
+"""Weights as int8, for the actors of a run that declares int8: QuaRL (arXiv:1910.01055), weights only.
 
-The local engine calls this when it loads a policy as int8. Products stay in float32, so an actor and its verifier agree
-as closely as two float32 engines. This decides which policy samples; it gains no speed here. It deals with neither
-activations nor files.
+A matrix is a code for each value and a scale for each output, and means codes * scale in float32. Products are computed
+in float32, so an actor and its verifier agree as closely as two float32 engines, whatever machines they have; and a
+multiplication is rounded alike everywhere. So int8 decides which policy samples, and what is sent. It gains no speed here.
+
+Two ways lead to such a policy. The published version may hold the codes (`policy.dtype`): then every matrix has them, also
+embedding and head, which are a quarter of a small model. Else an engine rounds the matrices of the layers when it loads
+the version (`sampling.dtype`). Called by `files`, by the local engine, and for the trainer's denominators. It does not deal
+with activations.
+
+In a file, the codes have the matrix's name, and the scales that name with "_scale".
 
 Axes: O outputs, I inputs of a matrix.
 """
 
-import torch
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol, TypeVar
 
+import torch
+from torch import Tensor
+
+from shoal.errors import StateError
 from shoal.policy.model import Transformer
 
 LARGEST = 127
 """Largest int8 value in use. -128 is not used, so that the scale is the same on both sides of 0."""
+
+SCALE = "_scale"
+"""What the name of a matrix's scales ends with."""
 
 
 @torch.no_grad()
@@ -26,13 +42,67 @@ def round_to_int8(model: Transformer) -> None:
             weight.copy_(dequantised(*quantised(weight)))
 
 
-def quantised(weight_OI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantised(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
     """A matrix as int8[O, I], and the scale of each output, float32[O, 1]. An output of zeros has scale 1."""
     scale_O1 = weight_OI.float().abs().amax(-1, keepdim=True) / LARGEST
     scale_O1 = torch.where(scale_O1 > 0, scale_O1, torch.ones_like(scale_O1))
     return (weight_OI.float() / scale_O1).round().clamp_(-LARGEST, LARGEST).to(torch.int8), scale_O1
 
 
-def dequantised(values_OI: torch.Tensor, scale_O1: torch.Tensor) -> torch.Tensor:
+def dequantised(values_OI: Tensor, scale_O1: Tensor) -> Tensor:
     """The float32 matrix for the products."""
     return values_OI.float() * scale_O1
+
+
+# --- in files ---
+
+
+def codes_and_scale(name: str, weight_OI: Tensor) -> dict[str, Tensor]:
+    """What a file holds of a matrix."""
+    values_OI, scale_O1 = quantised(weight_OI)
+    return {name: values_OI, name + SCALE: scale_O1}
+
+
+class Stored(Protocol):
+    """What a file says of a tensor."""
+
+    @property
+    def dtype(self) -> str:
+        """By safetensors' names."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of its values."""
+
+
+S = TypeVar("S", bound=Stored)
+
+
+def without_scales(stored: Mapping[str, S], directory: Path) -> tuple[dict[str, S], dict[str, S]]:
+    """The tensors of a directory without scales; and by their names, the scales of those that are codes.
+
+    Raises `StateError` if a matrix of codes lacks its scales, or if they are of another form.
+    """
+    scales = {}
+    for name, one in stored.items():
+        if one.dtype != "I8":
+            continue
+        scale = stored.get(name + SCALE)
+        # guard: codes-have-scales
+        if scale is None or len(one.shape) != 2 or (scale.dtype, scale.shape) != ("F32", (one.shape[0], 1)):
+            raise StateError(
+                f"{directory}: {name} is int8{list(one.shape)} without {name + SCALE}, F32[{one.shape[0]}, 1]: use the "
+                "model in full precision"
+            )
+        scales[name] = scale
+    named = {name + SCALE for name in scales}
+    return {name: one for name, one in stored.items() if name not in named}, scales
+
+
+@torch.no_grad()
+def multiply(parameters: Mapping[str, Tensor], scales: Mapping[str, Tensor], directory: Path) -> None:
+    """Multiply parameters that hold codes by their scales, in place. Raises `StateError` if one gets too large."""
+    for name, scale_O1 in scales.items():
+        parameters[name].mul_(scale_O1)
+        if not parameters[name].isfinite().all():  # guard: finite-products
+            raise StateError(f"{directory}: {name} holds values that are not finite numbers: make the checkpoint again")

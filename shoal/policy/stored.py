@@ -17,8 +17,8 @@ from shoal.errors import StateError, cause_of
 from shoal.policy import adapterspec
 from shoal.protocol.constants import MAX_SAFETENSORS_HEADER_BYTES, MAX_TENSORS
 
-ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
-"""Bytes per value of the dtypes that a policy may have, by safetensors' names."""
+ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "I8": 1}
+"""Bytes per value of the dtypes that a policy may have, by safetensors' names. I8: see `quantise`."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def files_of_base(directory: Path) -> list[Path]:
 def read_header(path: Path) -> dict[str, StoredTensor]:
     """The tensors of one safetensors file, after checking that they fill it exactly, without gaps or overlaps.
 
-    Raises `StateError` if it is anything but a plain, whole file of floating-point tensors.
+    Raises `StateError` if it is anything but a plain, whole file of tensors of these dtypes.
     """
     try:
         with path.open("rb") as file:

@@ -21,6 +21,9 @@ ROWS = "rows"
 STOPS = "model-stops"
 """The word for turns that end where the model was trained to end them, and not at every control token."""
 
+INT8 = "int8-versions"
+"""The word for versions whose matrices are published as int8 codes with scales."""
+
 PATCHES = "patches"
 """The word for versions whose manifests may offer patches, or nothing but patches."""
 
@@ -45,16 +48,17 @@ def needs_of(
     stops = (STOPS,) if sampling is not None and sampling.stops != CONTROL_STOPS else ()
     noise = (noise_need(sampling.noise),) if sampling is not None and sampling.noise != PHILOX else ()
     patches = (PATCHES,) if may_be_patched(published_dtype) else ()
+    codes = (INT8,) if published_dtype == "int8" else ()
     low_rank = (ADAPTERS,) if adapters else ()
     others = (TRANSFORMERS,) if transformers else ()  # the kind of engine is the word
-    named = (*proofs, *settings, *rows, *patches, *stops, *noise, *others, *low_rank)
+    named = (*proofs, *settings, *rows, *patches, *codes, *stops, *noise, *others, *low_rank)
     return (kind_of(envs), dtype_need(rules.dtype), *named)
 
 
 def may_be_patched(published_dtype: str) -> bool:
     """Whether a version may be published as a patch: if rounding leaves most weights as they are in a step. In float32, a
     step changes them all."""
-    return published_dtype == "bfloat16"
+    return published_dtype in ("bfloat16", "int8")
 
 
 def kind_of(envs: Iterable[EnvSpec]) -> str:
@@ -78,7 +82,7 @@ def proofs_need(proofs: str) -> str:
 
 
 SUPPORTED = frozenset({
-    ADAPTERS, EPISODES, COMPLETIONS, SETTINGS, ROWS, PATCHES, STOPS, TRANSFORMERS, proofs_need("toploc"),
-    *map(dtype_need, DTYPES), *map(noise_need, NOISES),
+    ADAPTERS, EPISODES, COMPLETIONS, SETTINGS, ROWS, PATCHES, INT8, STOPS, TRANSFORMERS,
+    proofs_need("toploc"), *map(dtype_need, DTYPES), *map(noise_need, NOISES),
 })  # fmt: skip
 """What this version of shoal supports: it cannot join a run that needs anything else."""

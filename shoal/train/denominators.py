@@ -17,9 +17,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from shoal.policy.files import load_int8
 from shoal.policy.kinds import AUTO, open_policy
-from shoal.policy.model import Transformer
-from shoal.policy.quantise import round_to_int8
 from shoal.train.predict import logprobs_of
 from shoal.train.rows import Row
 
@@ -63,8 +62,5 @@ def _logprobs_alone(
     directory: Path, rows: Sequence[Row], *, dtype: str, temperature: float, microbatch_tokens: int, device: str,
     trained_in: torch.dtype,
 ) -> list[NDArray[np.float32]]:  # fmt: skip
-    model = open_policy(directory, torch.float32 if dtype == "int8" else trained_in, AUTO)
-    if dtype == "int8":
-        assert isinstance(model, Transformer), "no other policy is sampled in int8"
-        round_to_int8(model)
+    model = load_int8(directory) if dtype == "int8" else open_policy(directory, trained_in, AUTO)
     return logprobs_of(model.to(device), rows, temperature, microbatch_tokens)

@@ -33,7 +33,7 @@ class ManifestError(PeerError):
 POLICY_STREAM = "policy"
 """The stream that the manifests of a run with one policy name. The log names the same stream `MAIN_STREAM`."""
 
-DTYPES = ("float32", "bfloat16")
+DTYPES = ("float32", "bfloat16", "int8")
 """Dtypes in which a policy may be published."""
 
 MAX_PLAIN_BYTES = 64 << 20

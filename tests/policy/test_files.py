@@ -1,6 +1,7 @@
 """Checkpoints on disk: complete or absent, exact after a round trip; hostile bytes are refused in one line."""
 
 import hashlib
+import itertools
 import json
 import math
 import struct
@@ -153,12 +154,18 @@ def test_saving_replaces_the_old_checkpoint_and_leaves_nothing_else(checkpoint: 
     assert [path.name for path in checkpoint.parent.iterdir()] == [checkpoint.name]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weights_are_written_with_the_bytes_of_the_safetensors_library(dtype: torch.dtype, tmp_path: Path) -> None:
-    shapes = {"b.weight": (3, 5), "a.long\u00e9 name": (7,), "b": (2, 2)}
-    tensors = {name: torch.randn(shape).to(dtype) for name, shape in shapes.items()}
+@pytest.mark.parametrize("dtypes", [[torch.float32], [torch.bfloat16], [torch.int8, torch.float32]])
+def test_weights_are_written_with_the_bytes_of_the_safetensors_library(
+    dtypes: list[torch.dtype], tmp_path: Path
+) -> None:
+    shapes = {"b.weight": (3, 5), "a.long\u00e9 name": (7,), "b": (2, 2), "a": (3,)}
+    tensors = {
+        name: (9 * torch.randn(shape)).to(dtype)
+        for (name, shape), dtype in zip(shapes.items(), itertools.cycle(dtypes), strict=False)
+    }
     save_file(tensors, tmp_path / "library", metadata={"format": "pt"})
-    stream.write_tensors(tmp_path / "ours", shapes, dtype, tensors.__getitem__)
+    forms = {name: stream.Form(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    stream.write_tensors(tmp_path / "ours", forms, tensors.items())
     assert (tmp_path / "ours").read_bytes() == (tmp_path / "library").read_bytes()
 
 

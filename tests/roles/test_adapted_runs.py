@@ -186,9 +186,11 @@ def test_run_files_that_ask_for_an_impossible_adapter_are_refused(change, said):
         check_run(tiny_run(policy={"adapter": change}))
 
 
-def test_an_adapter_in_int8_is_refused(tmp_path):
+def test_an_adapter_in_int8_is_refused():
     with pytest.raises(ConfigError, match="rounds whole matrices"):
         check_run(tiny_run(policy={"adapter": {"rank": 4}}, sampling={"dtype": "int8"}))
+    with pytest.raises(ConfigError, match="rounds what was learned when it is published"):
+        check_run(tiny_run(policy={"adapter": {"rank": 4}, "dtype": "int8"}))
 
 
 def test_a_run_does_not_begin_at_a_directory_that_holds_an_adapter(tmp_path):

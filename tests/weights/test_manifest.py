@@ -86,7 +86,7 @@ def test_the_weights_root_depends_on_the_tensors_alone(tmp_path):
         ({"version": -1}, {}, "versions count from 0"),
         ({"parents": (3,)}, {}, "older"),
         ({"parents": (-1,)}, {}, "older"),
-        ({"dtype": "int8"}, {}, "dtype"),
+        ({"dtype": "int4"}, {}, "dtype"),
         ({"root": "zz"}, {}, "root"),
         ({"root": "A" * 64}, {}, "root"),
         ({"chunk_bytes": 0}, {}, "chunks of 0"),

@@ -84,5 +84,5 @@ def _policy(folder: RunFolder, config: RunConfig) -> Path:
         return folder.policy
     if config.policy.path:
         return Path(config.policy.path)
-    make_tiny(config.policy.tiny, folder.policy, folder.weights_seed(config), config.policy.dtype)
+    make_tiny(config.policy.tiny, folder.policy, folder.weights_seed(config), config.policy.kept_dtype)
     return folder.policy

@@ -28,7 +28,7 @@ def start_policy(folder: RunFolder, config: RunConfig) -> Path:
         elif config.policy.path:
             copy_checkpoint(Path(config.policy.path), folder.policy)
         else:
-            make_tiny(config.policy.tiny, folder.policy, folder.weights_seed(config), config.policy.dtype)
+            make_tiny(config.policy.tiny, folder.policy, folder.weights_seed(config), config.policy.kept_dtype)
     return folder.policy
 
 

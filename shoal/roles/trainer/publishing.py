@@ -94,7 +94,7 @@ class Publisher:
         self._sent = chunks_of(manifest)
         if may_be_patched(self._config.policy.dtype) and not has_adapter(directory):  # an adapter is float32
             self._base = PatchBase(version, manifest.root, coded_directory(directory))
-        await asyncio.to_thread(self._keep, directory, self._due(version))
+        await asyncio.to_thread(self._keep, policy, self._due(version), directory)
         self.published_s = time.perf_counter() - began
 
     def root_of(self, model: PolicyModel) -> str:
@@ -104,11 +104,11 @@ class Publisher:
     def keep_due(self, model: PolicyModel, version: int) -> None:
         """Keep a published version if it is due: a kill may have prevented that."""
         if due := self._due(version):  # guard: checkpoint-kept-later
-            self._keep(self._write(model), due)
+            self._keep(model, due)
 
     def keep_final(self, model: PolicyModel) -> None:
         """Keep the policy of a run that ends early."""
-        self._keep(self._write(model), ["final"])
+        self._keep(model, ["final"])
 
     async def renew(self, newest: int, info: t.RunInfo) -> None:
         """Sign manifests past half their life again, so that nodes can still load them after a long pause; and those that a
@@ -134,12 +134,12 @@ class Publisher:
         """Publish with another key, and sign what can still be fetched again."""
         self.key, self._renew_at = key, 0.0
 
-    def _write(self, policy: PolicyModel | Snapshot | Path) -> Path:
+    def _write(self, policy: PolicyModel | Snapshot | Path, name: str = "publishing", dtype: str = "") -> Path:
         """Write the policy in HF format, to a directory that the next version replaces, unless it is there. What is
         published and kept of it is made durable; each start writes it anew."""
         if isinstance(policy, Path):
             return policy
-        directory, dtype = self._folder.trainer / "publishing", self._config.policy.dtype
+        directory, dtype = self._folder.trainer / name, dtype or self._config.policy.dtype
         save_policy(policy, directory, dtype, tokenizer_from=self._folder.policy, durable=False)
         if has_adapter(directory):
             try:
@@ -159,9 +159,18 @@ class Publisher:
             return [f"v{version:06d}", "final"]
         return [f"v{version:06d}"] if version % self._config.storage.checkpoint_every == 0 else []
 
-    def _keep(self, directory: Path, names: list[str]) -> None:
+    def _keep(self, policy: PolicyModel | Snapshot | Path, names: list[str], published: Path | None = None) -> None:
+        """Keep the policy under these names. `published` is the directory that it was published from, if it was."""
+        if not names:
+            return
+        kept, dtypes = published, self._config.policy
+        if dtypes.kept_dtype != dtypes.dtype:  # guard: kept-in-full-precision
+            kept = self._write(policy, "keeping", dtypes.kept_dtype)
+        elif kept is None:
+            kept = self._write(policy)
         for name in names:
-            copy_checkpoint(directory, self._folder.checkpoints / name)
+            copy_checkpoint(kept, self._folder.checkpoints / name)
+        shutil.rmtree(self._folder.trainer / "keeping", ignore_errors=True)
 
 
 def copy_checkpoint(source: Path, target: Path) -> None:

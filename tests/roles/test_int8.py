@@ -1,0 +1,111 @@
+"""Runs that publish int8: what is sent, what is sampled and replayed, what is kept, and who is refused."""
+
+import asyncio
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from shoal.config import check_run
+from shoal.engine.decoder import Decoder
+from shoal.engine.local import LocalEngine
+from shoal.errors import ConfigError
+from shoal.policy.files import load_policy, tensors_of
+from shoal.policy.quantise import dequantised, quantised
+from shoal.protocol.needs import INT8, PATCHES
+from shoal.roles.coordinator.board import Board
+from shoal.weights.demands import is_whole
+from tests.roles.town import Town, tiny_run
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
+import one_file
+
+ROOT = Path(__file__).parents[2]
+
+PUBLISHED = {"policy": {"dtype": "int8"}}
+
+
+def lived(town: Town) -> Town:
+    asyncio.run(town.live(town.trainer(), town.validator(), town.worker("worker-0")))
+    assert town.audit().findings == []
+    return town
+
+
+def last_root(town: Town) -> str:
+    return town.desk.kept.manifests[town.config.steps].root
+
+
+def test_a_run_that_publishes_int8_publishes_the_bytes_of_one_file(tmp_path):
+    town, out = lived(Town(tmp_path / "run", tiny_run(**PUBLISHED))), tmp_path / "one"
+    assert last_root(town) == one_file.train(tiny_run(**PUBLISHED), out, out.parent)
+    manifests = town.desk.kept.manifests
+    assert {manifest.dtype for manifest in manifests.values()} == {"int8"}
+    assert INT8 in Board(town.desk).info().needs and town.desk.state.rules.dtype == "int8"
+
+
+def test_what_is_kept_is_what_was_learned_and_what_was_published_is_its_rounding(tmp_path):
+    town = lived(Town(tmp_path / "run", tiny_run(**PUBLISHED)))
+    kept, published = town.folder.checkpoints / "final", town.folder.trainer / "publishing"
+    assert {dtype for dtype, _, _ in tensors_of(kept).values()} == {"F32"}
+    assert not (town.folder.trainer / "keeping").exists()
+    learned, sampled = load_policy(kept), load_policy(published)
+    for name, weight in learned.named_parameters():
+        rounded = dequantised(*quantised(weight.detach())) if weight.dim() == 2 else weight
+        assert sampled.get_parameter(name).equal(rounded), name
+
+
+def test_a_trainer_that_was_killed_publishes_the_same_codes_again(tmp_path):
+    town = lived(Town(tmp_path / "run", tiny_run(**PUBLISHED)))
+    before, kept = last_root(town), town.weights()
+    for folder in (town.folder.trainer / "v000003", town.folder.checkpoints):
+        shutil.rmtree(folder)
+    asyncio.run(town.live(town.trainer()))
+    assert last_root(town) == before and town.weights() == kept
+
+
+def test_slow_steps_are_published_as_patches_between_codes(tmp_path):
+    slow = tiny_run(**PUBLISHED, train={"lr": 1e-6}, storage={"anchor_every": 3})
+    town = lived(Town(tmp_path / "run", slow))
+    manifests = town.desk.kept.manifests
+    assert [is_whole(manifests[version]) for version in range(4)] == [True, False, False, True]
+    assert PATCHES in Board(town.desk).info().needs
+
+
+class FullPrecision(LocalEngine):
+    """Samples the policy that the trainer keeps to itself, which only its host could give away."""
+
+    whole: Path
+
+    def load(self, directory, version):
+        super().load(directory, version)
+        model = load_policy(self.whole)
+        with torch.no_grad():
+            self._loaded = Decoder(model, self.facts.device)
+
+
+def test_a_worker_that_samples_the_unrounded_policy_is_refused(tmp_path):
+    """Its claims are true of another policy than the one that was published."""
+    start = {"path": str(ROOT / "recipes" / "arithmetic-start"), "dtype": "int8"}
+    sums = {"envs": [{"name": "arithmetic", "args": {"digits": 2, "operations": "+"}}], "steps": 1}
+    town = Town(tmp_path / "run", tiny_run(policy=start, sampling={"max_tokens": 24}, **sums))
+    cheat, honest = town.worker("cheat"), town.worker("honest")
+    trainer = town.trainer()  # makes the first policy
+
+    def make_engine(dtype):
+        engine = FullPrecision(threads=1, dtype=dtype)
+        engine.whole = town.folder.policy
+        return engine
+
+    cheat.make_engine = make_engine
+    asyncio.run(town.live(trainer, town.validator(), cheat, honest))
+    members = town.desk.state.members
+    assert members[honest.key].refused == 0 and members[honest.key].accepted > 0
+    assert members[cheat.key].accepted == 0 and members[cheat.key].refused > 0
+
+
+@pytest.mark.parametrize("sampled", ["float32", "bfloat16"])
+def test_what_is_published_in_int8_is_sampled_in_int8(sampled):
+    with pytest.raises(ConfigError, match="leave sampling"):
+        check_run(tiny_run(**PUBLISHED, sampling={"dtype": sampled}))
