@@ -35,6 +35,7 @@ from shoal.protocol.wire import digest, to_msgpack
 from shoal.train.denominators import with_own_denominators
 from shoal.train.filter import select
 from shoal.train.masters import module_dtype
+from shoal.train.objective import objective_of
 from shoal.train.rows import rows_of_group
 from shoal.train.step import Learner
 from shoal.weights.manifest import weights_root
@@ -71,7 +72,10 @@ def train(config: RunConfig, out: Path, recipe_dir: Path, say: Callable[[str], N
     if not start.exists():
         make_tiny(config.policy.tiny, start, folder.weights_seed(config), config.policy.kept_dtype)
     model = load_policy(start, module_dtype(config.train))
-    learner = Learner(model, config.train, temperature=sampling.temperature, steps=config.steps)
+    learner = Learner(
+        model, config.train, temperature=sampling.temperature, steps=config.steps,
+        objective=objective_of(config.train.algorithm, config.policy.dtype),
+    )  # fmt: skip
     published = out / "published"
     save_policy(model, published, config.policy.dtype, tokenizer_from=start)
     renderer = Renderer.from_directory(start)

@@ -63,13 +63,18 @@ METRICS: dict[str, Metric] = {
         "share",
         "Share of policy tokens whose gradient a bound on the importance ratio removed; mean over the step's updates.",
     ),
+    "truncated_share": Metric(
+        "share",
+        "Share of policy tokens whose importance weight was cut (train.algorithm.truncation); missing in runs without "
+        "such weights.",
+    ),
     "log_ratio_abs_mean_nats": Metric(
         "nats",
-        "Mean |log-prob under the trained policy - denominator of the ratio| of a token; mean over the step's updates.",
+        "Mean |log-prob under the trained policy - under the one that sampled| of a token; mean over the step's updates.",
     ),
     "log_ratio_abs_max_nats": Metric(
         "nats",
-        "Largest |log-prob under the trained policy - denominator of the ratio| of a token, over all updates of the step.",
+        "Largest |log-prob under the trained policy - under the one that sampled| of a token, over the step's updates.",
     ),
     "staleness_rollouts": Metric("rollouts", "Rollouts of the batch by how many versions old their policy was."),
     "stale_rollouts": Metric("rollouts", "Rollouts left out because their policy was older than max_staleness."),

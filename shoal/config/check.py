@@ -245,6 +245,8 @@ def _algorithm_fits(grpo: Algorithm) -> Iterator[tuple[bool, str]]:
     yield 0 < grpo.epsilon < 1, f"{where}.epsilon = {grpo.epsilon}: must be between 0 and 1"
     fits = above < grpo.delta < math.inf
     yield fits, f"{where}.delta = {grpo.delta}: must be above 1 + epsilon = {above}, and finite"
+    fits = grpo.truncation in (-1, 0) or 1 <= grpo.truncation < math.inf
+    yield fits, f"{where}.truncation = {grpo.truncation}: must be -1, 0, or at least 1 and finite"
     yield math.isfinite(grpo.entropy_bonus), f"{where}.entropy_bonus = {grpo.entropy_bonus}: must be finite"
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from shoal.algos.entropy import entropy_bonus
 from shoal.algos.grpo import grpo_loss
 from shoal.algos.sft import sft_loss
+from shoal.algos.truncated import truncated_weights
 from shoal.protocol.algorithms import Algorithm, Grpo
 
 
@@ -25,6 +26,8 @@ class TokenTerms:
     """log_softmax(logits / temperature) in float32 at the token, nats."""
     entropy_N: Tensor
     """Entropy of the distribution that the token was drawn from, nats."""
+    old_logp_N: Tensor
+    """`logp_N` before the step's first update, without gradients."""
     behaviour_logp_N: Tensor
     advantage_N: Tensor
     weight_N: Tensor
@@ -34,11 +37,16 @@ Objective = Callable[[TokenTerms, float], tuple[Tensor, dict[str, Tensor]]]
 """(terms, policy tokens of the whole batch) -> (scalar loss, per-token figures by metric name, to be averaged)."""
 
 
-def objective_of(algorithm: Algorithm) -> Objective:
-    """The loss of the run's algorithm, with its arguments."""
+QUANTISED_TRUNCATION = 2.0
+"""C of runs that publish int8 and name none: what most libraries for such runs take."""
+
+
+def objective_of(algorithm: Algorithm, published: str = "float32") -> Objective:
+    """The loss of the run's algorithm, with its arguments, in a run that publishes in this dtype."""
     match algorithm:
         case Grpo():
-            return _grpo(algorithm)
+            by_itself = QUANTISED_TRUNCATION if published == "int8" else 0.0
+            return _grpo(algorithm, by_itself if algorithm.truncation < 0 else algorithm.truncation)
 
 
 def sft_objective(terms: TokenTerms, num_tokens: float) -> tuple[Tensor, dict[str, Tensor]]:
@@ -46,13 +54,19 @@ def sft_objective(terms: TokenTerms, num_tokens: float) -> tuple[Tensor, dict[st
     return sft_loss(terms.logp_N, terms.weight_N, num_tokens=num_tokens), {}
 
 
-def _grpo(settings: Grpo) -> Objective:
+def _grpo(settings: Grpo, truncation: float) -> Objective:
     def objective(terms: TokenTerms, num_tokens: float) -> tuple[Tensor, dict[str, Tensor]]:
-        loss, clipped_N = grpo_loss(
+        figures = {}
+        mu_logp_N, weight_N = terms.behaviour_logp_N, terms.weight_N
+        if truncation:
+            w_N, cut_N = truncated_weights(terms.old_logp_N, mu_logp_N, C=truncation)
+            mu_logp_N, weight_N = terms.old_logp_N, weight_N * w_N
+            figures["truncated_share"] = cut_N
+        loss, figures["clip_share"] = grpo_loss(
             terms.logp_N,
-            terms.behaviour_logp_N,
+            mu_logp_N,
             terms.advantage_N,
-            terms.weight_N,
+            weight_N,
             eps=settings.epsilon,
             delta=settings.delta,
             num_tokens=num_tokens,
@@ -61,6 +75,6 @@ def _grpo(settings: Grpo) -> Objective:
             loss = loss + entropy_bonus(
                 terms.entropy_N, terms.weight_N, beta=settings.entropy_bonus, num_tokens=num_tokens
             )
-        return loss, {"clip_share": clipped_N}
+        return loss, figures
 
     return objective

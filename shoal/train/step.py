@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -92,11 +93,11 @@ class Learner:
     def step(self, rows: Sequence[Row], version: int, budgets: Sequence[int] = ()) -> dict[str, Any]:
         """Learn from rows, turning policy `version` into `version + 1`. Returns the metrics declared in `shoal.metrics`.
 
-        The rows are learned from `updates_per_batch` times. Their log-probs stay those of the policy that sampled, so
-        each update is clipped against that policy, and all have the learning rate of the step: a state between two
-        updates is never saved. A gradient that is not finite changes nothing: this update and the rest of the step are
-        skipped, said in the log and in `update_skipped`. So is a step without rows, for a batch is an event: the run
-        must get past it, whatever it holds.
+        The rows are learned from `updates_per_batch` times. Their log-probs stay those of the policy that sampled, or that
+        the step began with, so each update is clipped against that policy, and all have the learning rate of the step: a
+        state between two updates is never saved. A gradient that is not finite changes nothing: this update and the rest
+        of the step are skipped, said in the log and in `update_skipped`. So is a step without rows, for a batch is an
+        event: the run must get past it, whatever it holds.
 
         If memory runs out, the update begins again with smaller micro-batches, whose sums have other last bits, and later
         ones are as small. To repeat a step with the same bits, give the `budgets` that it had. Raises `StateError` if even
@@ -123,10 +124,11 @@ class Learner:
             steps=self.steps,
         )
         updates: list[dict[str, float]] = []
+        old: dict[int, Tensor] = {}
         while len(updates) < self.config.updates_per_batch:
             if len(updates) < len(budgets):
                 self._budget = budgets[len(updates)]
-            updates.append(self._learn(rows, lr, version))
+            updates.append(self._learn(rows, lr, version, old))
             if not math.isfinite(updates[-1]["grad_norm"]):
                 break  # the same rows and weights give the same gradient again
         grad_norm = _mean([update["grad_norm"] for update in updates])
@@ -183,18 +185,23 @@ class Learner:
         self._optimiser.resume(updates)
         self.updates = updates
 
-    def _learn(self, rows: Sequence[Row], lr: float, version: int) -> dict[str, float]:
-        """One update from all rows, packed into micro-batches; gives its metrics, means over policy tokens."""
+    def _learn(self, rows: Sequence[Row], lr: float, version: int, old: dict[int, Tensor]) -> dict[str, float]:
+        """One update from all rows, packed into micro-batches; gives its metrics, means over policy tokens.
+
+        `old` has the log-probs of each row before the step's first update, which fills it in.
+        """
         num_tokens = sum(len(row.positions_P) for row in rows)
         assert num_tokens, "a step needs policy tokens; `rows_of_group` makes no row without one"
-        sums = self._gradients(rows, num_tokens, version)
+        sums = self._gradients(rows, num_tokens, version, old)
         self.budgets.append(self._budget)
         loss, largest = sums.pop("loss"), sums.pop("largest")
         means = {name: total / num_tokens for name, total in sums.items()}
         grad_norm = self._update(lr, version)
         return {**means, "loss": loss, "log_ratio_abs_max_nats": largest, "grad_norm": grad_norm}
 
-    def _gradients(self, rows: Sequence[Row], num_tokens: int, version: int) -> dict[str, float]:
+    def _gradients(
+        self, rows: Sequence[Row], num_tokens: int, version: int, old: dict[int, Tensor]
+    ) -> dict[str, float]:
         """Add up the gradients of all rows, in micro-batches that fit into memory.
 
         Returns sums over policy tokens by metric, and the `largest` |log-ratio|.
@@ -202,13 +209,19 @@ class Learner:
         while True:
             packed = plan(rows, self._budget, self.config.packing)
             sums: Counter[str] = Counter()
-            largest = 0.0
+            largest, now = 0.0, dict[int, Tensor]()
             try:
                 for share in self._ranks.shares(packed):
-                    batch = share.plan.build(rows).on(self._device)
-                    figures, largest_here = self._accumulate(batch if share.counts else silent(batch), num_tokens)
+                    members = share.plan.members
+                    batch, old_N = share.plan.build(rows).on(self._device), self._old_of(members, old)
+                    figures, largest_here, logp_N = self._accumulate(
+                        batch if share.counts else silent(batch), old_N, num_tokens
+                    )
                     sums.update(figures if share.counts else dict.fromkeys(figures, 0.0))
                     largest = max(largest, largest_here)
+                    now |= zip(members, logp_N.split([len(rows[i].positions_P) for i in members]), strict=True)
+                if not old:  # guard: old-is-before-the-first-update
+                    old |= now
                 totals, largest = self._ranks.add_up(sums, largest)
                 return {**totals, "largest": largest}
             except (MemoryError, RuntimeError) as error:
@@ -226,18 +239,36 @@ class Learner:
                 before, self._budget, version, cause,
             )  # fmt: skip
 
-    def _accumulate(self, batch: MicroBatch, num_tokens: int) -> tuple[dict[str, float], float]:
-        """Add a micro-batch's gradients. Returns sums over its tokens by metric, and its largest |log-ratio|."""
+    def _old_of(self, members: Sequence[int], old: dict[int, Tensor]) -> Tensor | None:
+        """The log-probs of rows before the step's first update; None if this is it, or if the loss does not need them.
+
+        Each of several processes has those of its own rows. These are others in an update with another budget.
+        """
+        if all(i in old for i in members):
+            return torch.cat([old[i] for i in members])
+        if old and self.config.algorithm.truncation > 0:  # guard: old-of-the-same-rows
+            raise StateError(
+                "a step that ran out of memory between two of its updates cannot be repeated by several processes with "
+                "train.algorithm.truncation: resume with train.processes = 1"
+            )
+        return None
+
+    def _accumulate(
+        self, batch: MicroBatch, old_logp_N: Tensor | None, num_tokens: int
+    ) -> tuple[dict[str, float], float, Tensor]:
+        """Add a micro-batch's gradients. Returns sums over its tokens by metric, its largest |log-ratio|, and log-probs."""
         logp_N, entropy_N = predict(self.model, batch, self.temperature)
-        terms = TokenTerms(logp_N, entropy_N, batch.behaviour_logp_N, batch.advantage_N, batch.weight_N)
+        now_N = logp_N.detach()
+        old_N = now_N if old_logp_N is None else old_logp_N
+        terms = TokenTerms(logp_N, entropy_N, old_N, batch.behaviour_logp_N, batch.advantage_N, batch.weight_N)
         loss, figures = self._objective(terms, float(num_tokens))
         loss.backward()
-        log_ratio_N = (logp_N.detach() - batch.behaviour_logp_N).abs()
+        log_ratio_N = (now_N - batch.behaviour_logp_N).abs()
         sums = {name: figure_N.sum().item() for name, figure_N in figures.items()}
         sums["loss"] = loss.item()
         sums["entropy_nats"] = entropy_N.detach().sum().item()
         sums["log_ratio_abs_mean_nats"] = log_ratio_N.sum().item()
-        return sums, log_ratio_N.max().item()
+        return sums, log_ratio_N.max().item(), now_N
 
     def _update(self, lr: float, version: int) -> float:
         """Take one AdamW step and drop the gradient. Returns its norm before clipping."""

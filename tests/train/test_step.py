@@ -1,7 +1,9 @@
 """A training step against a slow one written out in full, and its guarantees."""
 
+import contextlib
 import subprocess
 import sys
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -9,9 +11,12 @@ import pytest
 import torch
 
 from shoal import metrics
+from shoal.algos.truncated import truncated_weights
 from shoal.config import TrainConfig
 from shoal.errors import StateError
 from shoal.protocol.algorithms import Grpo
+from shoal.train.objective import TokenTerms, objective_of
+from shoal.train.ranks import Alone
 from shoal.train.step import Learner
 
 CONFIG = TrainConfig(
@@ -215,3 +220,53 @@ def test_a_state_of_another_model_is_refused_by_name(make_model):
 def test_importing_the_step_does_not_import_transformers():
     code = "import sys, shoal.train.checkpoint, shoal.train.sft; print('transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True).stdout == b"False\n"
+
+
+def test_weights_correct_for_who_sampled_and_clips_are_against_the_start_of_the_step(make_model, make_rows):
+    """Three updates equal those of the plain loss on rows that say so themselves."""
+    rows, weighted = make_rows(8), []
+    plain = msgspec.structs.replace(CONFIG, updates_per_batch=3, lr=3e-2, warmup_steps=0, algorithm=Grpo())
+    truncating = msgspec.structs.replace(plain, algorithm=Grpo(truncation=1.5))
+    learner, other = learner_of(make_model(), truncating), learner_of(make_model(), plain)
+    for row, old_P in zip(rows, other.logprobs(rows), strict=True):
+        w_P, _ = truncated_weights(torch.from_numpy(old_P), torch.from_numpy(row.behaviour_logp_P), C=1.5)
+        weighted.append(replace(row, behaviour_logp_P=old_P, weight_P=w_P.numpy()))
+    found, expected = learner.step(rows, 0), other.step(weighted, 0)
+    assert found["loss"] == expected["loss"] and found["clip_share"] == expected["clip_share"] > 0
+    assert 0 < found["truncated_share"] < 1 and "truncated_share" not in expected
+    for name, tensor in other.state(1).tensors.items():
+        assert learner.state(1).tensors[name].equal(tensor), name
+
+
+class First(Alone):
+    """One of several processes, which computes the first micro-batch."""
+
+    def shares(self, packed):
+        return super().shares(packed[:1])
+
+
+def test_weights_of_rows_that_another_process_had_are_not_made_up(make_model, make_rows):
+    """As when a step in which memory ran out between its updates is repeated by several processes."""
+    budgets = (32, 4096)
+    for truncation in (0.0, 2.0):
+        config = msgspec.structs.replace(CONFIG, updates_per_batch=2, algorithm=Grpo(truncation=truncation))
+        learner = learner_of(make_model(), config, ranks=First())
+        with pytest.raises(StateError, match="processes = 1") if truncation else contextlib.nullcontext():
+            learner.step(make_rows(8), 0, budgets)
+
+
+def test_the_first_update_of_a_step_with_weights_clips_nothing(make_model, make_rows):
+    config = msgspec.structs.replace(CONFIG, algorithm=Grpo(truncation=2.0))
+    assert learner_of(make_model()).step(make_rows(8), 0)["clip_share"] > 0
+    assert learner_of(make_model(), config).step(make_rows(8), 0)["clip_share"] == 0
+
+
+@pytest.mark.parametrize(
+    ("truncation", "published", "corrects"),
+    [(-1, "float32", False), (-1, "bfloat16", False), (-1, "int8", True), (0, "int8", False), (3, "float32", True)],
+)
+def test_quantised_actors_are_corrected_for_unless_the_run_says_otherwise(truncation, published, corrects):
+    zeros_N = torch.zeros(4)
+    terms = TokenTerms(zeros_N, zeros_N, zeros_N, zeros_N, zeros_N, zeros_N)
+    _, figures = objective_of(Grpo(truncation=truncation), published)(terms, 4.0)
+    assert ("truncated_share" in figures) is corrects

@@ -93,8 +93,13 @@ def furthest(left, right):
 
 @pytest.mark.parametrize(
     "train",
-    [{}, {"packing": "flat", "recompute": "layers", "updates_per_batch": 2}, {"dtype": "bfloat16"}],
-    ids=["padded", "flat", "bfloat16"],
+    [
+        {},
+        {"packing": "flat", "recompute": "layers", "updates_per_batch": 2},
+        {"updates_per_batch": 2, "algorithm": Grpo(truncation=1.5)},
+        {"dtype": "bfloat16"},
+    ],
+    ids=["padded", "flat", "truncated", "bfloat16"],
 )
 def test_two_processes_come_to_the_weights_of_one(policy, tmp_path, make_rows, train):
     config, steps = config_of(**train), [make_rows(9, seed) for seed in range(3)]
@@ -111,6 +116,7 @@ def test_two_processes_come_to_the_weights_of_one(policy, tmp_path, make_rows, t
         "grad_norm",
         "entropy_nats",
         "clip_share",
+        *(["truncated_share"] if "algorithm" in train else []),
         "log_ratio_abs_max_nats",
         "policy_tokens",
         "updates",

@@ -40,6 +40,7 @@ from shoal.roles.trainer.saving import Saving
 from shoal.train.checkpoint import States
 from shoal.train.denominators import LogprobsAt, with_own_denominators
 from shoal.train.masters import module_dtype
+from shoal.train.objective import objective_of
 from shoal.train.rows import Row
 from shoal.train.selfcheck import largest_gap_nats
 from shoal.train.step import Learner
@@ -80,7 +81,10 @@ def learning_alone(folder: RunFolder, config: RunConfig) -> Learning:
     """A learner of this process alone."""
     device = take_device(config.train.device)
     model = first_model(folder, config, module_dtype(config.train)).to(device)
-    learner = Learner(model, config.train, temperature=config.sampling.temperature, steps=config.steps)
+    learner = Learner(
+        model, config.train, temperature=config.sampling.temperature, steps=config.steps,
+        objective=objective_of(config.train.algorithm, config.policy.dtype),
+    )  # fmt: skip
     return Learning(learner, States(folder.trainer, learner), device)
 
 
