@@ -1664,7 +1664,8 @@ GUARDS = [
          "test_steps_are_repeated_by_the_schedule_that_they_had_though_the_run_was_extended"),
         ("recorded-before-announced", GONE,
          "test_a_trainer_killed_between_saved_states_ends_with_the_bytes_of_one_file"),
-        ("journal-reaches-back-to-each-state", ("min(kept_versions(self._folder))", "max(kept_versions(self._folder))"),
+        ("journal-reaches-back-to-each-state",
+         ("min(kept_versions(self._states.folder))", "max(kept_versions(self._states.folder))"),
          "test_a_damaged_newest_state_is_replaced_by_the_one_before_and_the_journal"),
     ),
 ]

@@ -56,7 +56,7 @@ def test_gradients_of_micro_batches_are_summed_in_float32(learner_of, make_rows)
 
     def gradients(chosen, num_tokens):
         learner = learner_of(dtype="bfloat16")
-        learner._gradients(chosen, num_tokens, 0)
+        learner._gradients(chosen, num_tokens, 0, {})
         learner._optimiser._masters.collect()
         return {name: master.grad for name, master in learner._optimiser._learned.items()}
 
