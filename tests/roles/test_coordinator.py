@@ -21,6 +21,7 @@ from shoal.protocol.algorithms import Grpo
 from shoal.protocol.audits import CHECKS, MAX_REASON_CHARS
 from shoal.protocol.bounds import bounds_for
 from shoal.protocol.constants import MANIFEST_LIFETIME_S, MAX_FACT_CHARS, MAX_JSON_BYTES, MAX_NODES
+from shoal.protocol.noise import PHILOX
 from shoal.protocol.wire import digest, to_json
 from shoal.roles.coordinator.board import Board
 from shoal.roles.coordinator.role import env_specs, open_run, rules_of
@@ -89,6 +90,8 @@ def test_log_holds_no_seed_of_the_run_file(town):
             assert env.pop(name) == usual
         assert env.pop("solved") == 1.0
     assert told["sampling"].pop("max_rollout_tokens") == 0 and told["policy"].pop("implementation") == ""  # the same
+    assert told["sampling"].pop("noise") == PHILOX and told["policy"].pop("adapter")["rank"] == 0
+    assert told["train"].pop("processes") == 1 and told["train"]["algorithm"].pop("truncation") == -1
     assert told["storage"].pop("anchor_every") == told["storage"].pop("state_every") == 1
     for name, usual in (("dtype", ""), ("moments", "float32"), ("packing", "padded"), ("recompute", "none")):
         assert told["train"].pop(name) == usual

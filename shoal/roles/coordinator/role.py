@@ -21,6 +21,7 @@ from shoal.config import (
     ACTIVATION_ERROR,
     ENV_SETTINGS,
     STAGE_KEYS,
+    AdapterConfig,
     DifficultyConfig,
     EnvConfig,
     RunConfig,
@@ -169,6 +170,12 @@ def public_run_file(folder: RunFolder, config: RunConfig) -> dict[str, Any]:
         del tree["sampling"]["max_rollout_tokens"]
     if config.sampling.noise == PHILOX:
         del tree["sampling"]["noise"]
+    if config.policy.adapter == AdapterConfig():
+        del tree["policy"]["adapter"]
+    if config.train.processes == 1:
+        del tree["train"]["processes"]
+    if config.train.algorithm.truncation < 0:
+        del tree["train"]["algorithm"]["truncation"]
     for env in tree["envs"]:  # a run whose workers play has the log that it had before hosts could
         for name, usual in STAGE_KEYS.items():
             if env[name] == usual:
