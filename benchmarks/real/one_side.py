@@ -3,7 +3,7 @@
     python benchmarks/real/one_side.py POLICY '{"groups": 2, ...}'
 
 Prints one JSON line: CPU-seconds of each step after the first, peak memory of the steps, memory before the policy was
-loaded, and the loss of the first step, which both sides must agree on.
+loaded, and the loss of the last step, which both sides print: a reader compares them.
 """
 
 import json

@@ -49,7 +49,7 @@ def random_policy(config: RunConfig, recipe_dir: Path, folder: RunFolder, with_w
 def _make(shape: Path, directory: Path, config: RunConfig) -> None:
     seed = config.seed if config.seed >= 0 else secrets.randbits(32)
     child = multiprocessing.get_context("spawn").Process(
-        target=make_shaped, args=(shape, directory, seed, config.policy.dtype)
+        target=make_shaped, args=(shape, directory, seed, config.policy.kept_dtype)
     )
     child.start()
     child.join()

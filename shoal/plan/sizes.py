@@ -88,7 +88,7 @@ def sizes_of(config: RunConfig, recipe_dir: Path, parameters: float = 0.0, patch
         parameters=count, version=version, patch=patch, worker_memory=play, validator_memory=check,
         trainer_memory=base + learned * TRAINER_BYTES + kept_version, worker_disk=base + (KEPT_VERSIONS + 1) * version,
         host_disk=base + served + stored + kept * kept_version + (of_nodes + publishing) * version
-        + 2 * learned * STATE_BYTES,
+        + 3 * learned * STATE_BYTES,  # two are kept while the next is written
         needed_blobs=needed + served, is_exact=spec is not None,
     )  # fmt: skip
 

@@ -44,12 +44,12 @@ SPARE_GAIN = 2.0
 sources that only trickle could keep a fetch from the others."""
 
 SAY_S = 0.6
-"""A source spares others for so long after the beginning even if it has no chunk that waits: meanwhile it is asked twice
-what it has."""
+"""For so long after the beginning, also a source without a chunk that waits keeps us from asking those of higher ranks:
+meanwhile it is asked twice what it has."""
 
 FILLING_S = 2.0
-"""It does so again for so long after it said that it has more chunks than before: it is still filling. It is asked more
-often than that."""
+"""It does so again for so long after it said that it has more chunks than before, or had much to give: it may still be
+filling."""
 
 LAST = 2
 """The rank of a source that is asked only while no origin answers. Origins have every chunk, and one that is slow still
@@ -91,7 +91,7 @@ class Standing:
     idle: bool = False
     """Whether it has no chunk that waits, as far as is known."""
     grew_at: float = float("-inf")
-    """When it said last that it has more chunks than before."""
+    """When it said last that it has more chunks than before, or was known to have much to give."""
     rests_until: float = 0.0
     never: bool = False
     """Whether it is never asked again in this fetch."""

@@ -59,13 +59,13 @@ class Holdings:
 
     def _some(self, index: int) -> list[Piece]:
         """At most LOOK_AT waiting chunks that a source has."""
-        offered, found = self._offered[index], list[Piece]()
+        offered, found = self._offered[index], dict[Piece, None]()
         while offered and len(found) < LOOK_AT:
             piece = offered.pop()
             if piece in self._waiting:
-                found.append(piece)
+                found[piece] = None  # once, however often it waited again
         offered.extend(reversed(found))
-        return found
+        return [*found]
 
     def waits_again(self, piece: Piece) -> None:
         """A chunk that was asked for waits again."""
@@ -103,8 +103,9 @@ class Holdings:
                     return
             asked_at = clock()
             await asyncio.sleep(max(pause_s, standing.rests_until - asked_at))
-            while len(self._some(index)) == LOOK_AT and clock() - asked_at < ASK_SELDOM_S:  # noqa: ASYNC110
+            while len(self._some(index)) == LOOK_AT and clock() - asked_at < ASK_SELDOM_S:
                 await asyncio.sleep(ASK_EVERY_S)
+                standing.grew_at = clock()
             pause_s = ASK_EVERY_S
 
     def _order(self, piece: Piece) -> tuple[bool, int]:

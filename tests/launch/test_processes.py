@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from shoal.roles.trainer import processes
 from tests.launch.test_local import RUN_FILE, processes_in, wait_for
 
 STEPS = 12
@@ -124,3 +125,19 @@ def test_ten_kills_at_random_moments_lose_nothing(tmp_path: Path, processes: int
         victim.kill()
         psutil.wait_procs([victim], timeout=10)
     assert finished(folder, run, 600) == untouched
+
+
+@pytest.mark.parametrize(
+    ("codes", "end"), [([1, -9], 1), ([75, -9], -9), ([-9, 2], 2), ([75, -15], 75), ([-15, -15], 1), ([75, -11], -11)]
+)
+def test_a_trainer_ends_as_the_process_that_failed(codes: list[int], end: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not as one that the agent killed because it did not end in time: a trainer that is killed is started again."""
+
+    def died(pid: int, number: int) -> None:
+        raise SystemExit(-number)
+
+    monkeypatch.setattr("os.kill", died)
+    monkeypatch.setattr("signal.signal", lambda number, handler: None)
+    with pytest.raises(SystemExit) as ended:
+        processes._end_as(codes)
+    assert ended.value.code == end

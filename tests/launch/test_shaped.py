@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 
 from shoal import cli
+from shoal.config import load_run
+from shoal.launch.shaped import _make
+from shoal.policy.files import find_tensors
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
@@ -55,6 +58,13 @@ def test_a_small_twin_of_a_recipe_runs_and_is_resumed(recipe: str, shape: str, t
     again = run(tmp_path, recipe, twin, *SMALL)
     assert again.returncode == 0, again.stdout + again.stderr
     assert (root / "policy" / "model.safetensors").read_bytes() == first
+
+
+def test_a_run_in_int8_begins_with_random_weights_in_full_precision(tmp_path: Path) -> None:
+    shape = twin_of("qwen3-0.6b", tmp_path)
+    config = load_run(RECIPES / "qwen3-0.6b-gsm8k.toml", ["policy.dtype=int8", "train.dtype="], random_policy=True)
+    _make(shape, tmp_path / "policy", config)
+    assert {one.dtype for one in find_tensors(tmp_path / "policy").values()} == {"F32"}
 
 
 def test_nothing_is_made_where_the_run_does_not_fit(

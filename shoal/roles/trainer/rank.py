@@ -20,14 +20,12 @@ from shoal.net.keys import load_or_make_key
 from shoal.net.stopping import SIGNALS
 from shoal.policy.device import CUDA, take_device
 from shoal.roles.trainer.first import start_policy
+from shoal.roles.trainer.processes import TRY_AGAIN
 from shoal.roles.trainer.role import Learning, Trainer
 from shoal.train.channel import End, Lost, joined
 from shoal.train.together import follow, lead
 
 log = logging.getLogger("trainer")
-
-TRY_AGAIN = 75
-"""Exit code of a process that only needs to be started again."""
 
 
 def main(run_dir: Path, url: str, meeting: Path) -> None:
