@@ -1336,6 +1336,7 @@ GUARDS = [
          "test_who_asks_for_a_newer_version_is_answered_when_it_is_published"),
         ("few-wait", OFF, "test_a_flood_of_waits_leaves_places_and_is_answered_at_once"),
         ("questions-apart", GONE, "test_a_host_that_answers_at_once_makes_no_relay_spin"),
+        ("bad-news-seldom", GONE, "test_a_manifest_that_is_refused_is_asked_for_seldom"),
     ),
     *_needed_by("tests/roles/test_origin.py",
         ("inside-beside-inside", ("self._beside", "True"), "test_a_host_outside_cannot_send_its_guests_inside"),

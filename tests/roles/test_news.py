@@ -203,6 +203,26 @@ def test_a_version_whose_manifest_was_not_read_yet_stays_news(town, tmp_path):
     asyncio.run(story())
 
 
+def test_a_manifest_that_is_refused_is_asked_for_seldom(town, tmp_path):
+    """Also while another version is being fetched: a hostile host tells of a version that nobody can read."""
+    asked = []
+
+    class Refusing:
+        async def get(self, path, cap):
+            asked.append(path)
+            raise PeerError("refused")
+
+    async def story():
+        filler = Filler(Refusing(), info_of(town), ChunkStore(tmp_path, 1 << 30, 0), None, time.time)
+        filler._news._take(info_of(town, 0))
+        looking = asyncio.create_task(filler._until_new())
+        await asyncio.sleep(0.2)
+        looking.cancel()
+        assert asked == ["/v1/manifests/0"]
+
+    asyncio.run(story())
+
+
 @pytest.mark.parametrize("knows_after", [True, False])
 def test_a_relay_has_a_version_as_soon_as_it_is_published(town, tmp_path, monkeypatch, knows_after):
     """With a coordinator that holds questions it asks once; with an older one it asks again and again."""

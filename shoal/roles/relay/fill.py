@@ -177,6 +177,7 @@ class Filler:
                     return
             except ShoalError as error:
                 log.warning("%s", error)
+                await asyncio.sleep(REST_S)  # guard: bad-news-seldom
 
     def _has_all(self, version: int) -> bool:
         return chunks_of(self._manifests[version].manifest) <= self._store.held.keys()
