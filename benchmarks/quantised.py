@@ -4,9 +4,10 @@
 
 The run of recipes/arithmetic.toml in recipes/one_file.py, which gives the bytes of the distributed run: a policy that adds
 learns which answers pay. `int8` has policy.dtype = "int8" and the weights that come with it; `int8-plain` is the same
-without them (truncation = 0). Every ten steps, both sides are measured on the same held-out tasks with the same noise: what
-actors sample, and at the end also what the trainer keeps in float32. Bytes are those of a version's weights. CPU-seconds
-are those of this process: of sampling, learning, writing a version and loading it; measurements are not counted.
+without them (train.truncation = 0). Every ten steps, both sides are measured on the same held-out tasks with the same
+noise: what actors sample, and at the end also what the trainer keeps in float32. Bytes are those of a version's weights.
+CPU-seconds are those of this process: of sampling, learning, writing a version and loading it; measurements are not
+counted.
 
 With `--keep`, each side of a seed is kept in a file of that folder and not run again, so a benchmark can be made in pieces.
 The last line is JSON. The exit code is 1 if the mean reward at the end differs by more than 2 points.
@@ -46,7 +47,7 @@ BAR = 0.02
 SIDES = {
     "float32": [],
     "int8": ['policy.dtype="int8"'],
-    "int8-plain": ['policy.dtype="int8"', "train.algorithm.truncation=0.0"],
+    "int8-plain": ['policy.dtype="int8"', "train.truncation=0.0"],
 }
 """What each side sets in the run file."""
 PARTS = ("sample", "learn", "write", "load")

@@ -74,7 +74,7 @@ def train(config: RunConfig, out: Path, recipe_dir: Path, say: Callable[[str], N
     model = load_policy(start, module_dtype(config.train))
     learner = Learner(
         model, config.train, temperature=sampling.temperature, steps=config.steps,
-        objective=objective_of(config.train.algorithm, config.policy.dtype),
+        objective=objective_of(config.train, config.policy.dtype),
     )  # fmt: skip
     published = out / "published"
     save_policy(model, published, config.policy.dtype, tokenizer_from=start)

@@ -65,8 +65,8 @@ METRICS: dict[str, Metric] = {
     ),
     "truncated_share": Metric(
         "share",
-        "Share of policy tokens whose importance weight was cut (train.algorithm.truncation); missing in runs without "
-        "such weights.",
+        "Share of policy tokens whose importance weight was cut (train.truncation); missing in runs without such "
+        "weights.",
     ),
     "log_ratio_abs_mean_nats": Metric(
         "nats",

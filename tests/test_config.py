@@ -281,14 +281,8 @@ def test_wrong_override_says_what_is_wrong(run_file: Path, override: str, messag
         (SMALL + "[train.algorithm]\ndelta = 1.1\n", "train.algorithm.delta = 1.1: must be above 1 + epsilon = 1.2"),
         (SMALL + "[train.algorithm]\ndelta = inf\n", "train.algorithm.delta = inf: must be above"),
         (SMALL + "[train.algorithm]\nentropy_bonus = nan\n", "train.algorithm.entropy_bonus = nan: must be finite"),
-        (
-            SMALL + "[train.algorithm]\ntruncation = 0.5\n",
-            "train.algorithm.truncation = 0.5: must be -1, 0, or at least 1",
-        ),
-        (
-            SMALL + "[train.algorithm]\ntruncation = inf\n",
-            "train.algorithm.truncation = inf: must be -1, 0, or at least 1",
-        ),
+        (SMALL + "[train]\ntruncation = 0.5\n", "train.truncation = 0.5: must be -1, 0, or at least 1"),
+        (SMALL + "[train]\ntruncation = inf\n", "train.truncation = inf: must be -1, 0, or at least 1"),
         (SMALL + "[train]\nupdates_per_batch = 0\n", "train.updates_per_batch = 0: must be at least 1"),
         (SMALL + "[workers]\ncount = -1\n", "workers.count = -1: must be at least 0"),
         (SMALL + "[validators]\ncount = 2\n", "validators.count = 2: a slash needs two validators that agree"),

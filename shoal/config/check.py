@@ -164,6 +164,9 @@ def _plays_fit(envs: Sequence[EnvConfig]) -> Iterator[tuple[bool, str]]:
 def _learning_fits(config: RunConfig) -> Iterator[tuple[bool, str]]:
     yield from difficulty_fits(config.difficulty, [env.solved for env in config.envs])
     yield from _algorithm_fits(config.train.algorithm)
+    truncation = config.train.truncation
+    fits = truncation in (-1, 0) or 1 <= truncation < math.inf
+    yield fits, f"train.truncation = {truncation}: must be -1, 0, or at least 1 and finite"
     yield from _processes_fit(config)
     yield from _adapter_fits(config)
     fits = bool(config.policy.path) or not config.policy.implementation
@@ -245,8 +248,6 @@ def _algorithm_fits(grpo: Algorithm) -> Iterator[tuple[bool, str]]:
     yield 0 < grpo.epsilon < 1, f"{where}.epsilon = {grpo.epsilon}: must be between 0 and 1"
     fits = above < grpo.delta < math.inf
     yield fits, f"{where}.delta = {grpo.delta}: must be above 1 + epsilon = {above}, and finite"
-    fits = grpo.truncation in (-1, 0) or 1 <= grpo.truncation < math.inf
-    yield fits, f"{where}.truncation = {grpo.truncation}: must be -1, 0, or at least 1 and finite"
     yield math.isfinite(grpo.entropy_bonus), f"{where}.entropy_bonus = {grpo.entropy_bonus}: must be finite"
 
 

@@ -142,6 +142,10 @@ class TrainConfig(Section, frozen=True):
     """A longer gradient is scaled down to this norm."""
     updates_per_batch: int = 1
     """Optimiser steps over the same batch, all with the step's learning rate."""
+    truncation: float = -1.0
+    """Largest importance weight between the policy that sampled and the one at the start of the step, against which the
+    ratio then is (Yao et al. 2025). 0: no weights, and the ratio is against the policy that sampled. -1: 2 if
+    policy.dtype is int8, else 0. Runs with sampling.dtype = "int8" also sample a rounded policy, and may set 2."""
     dtype: Literal["", "bfloat16"] = ""
     """Precision in which the policy computes while it learns; empty is float32. bfloat16 needs policy.dtype = "bfloat16":
     the policy is then exactly what is published, beside float32 weights that the optimiser changes."""
@@ -190,12 +194,7 @@ class BoundsConfig(Section, frozen=True):
 _FINE = BoundsConfig(gap=1e-3, flipped=1e-5, mean_gap=1e-7, logprob=0.01)
 _COARSE = BoundsConfig(gap=0.4, flipped=1e-3, mean_gap=5e-4, logprob=1.0, logprob_mean=0.01, largest_logit=8.0)
 
-BOUNDS = {
-    "float32/float32": _FINE,
-    "bfloat16/bfloat16": _COARSE,
-    "bfloat16/float32": _COARSE,
-    "int8/int8": _FINE,
-}
+BOUNDS = {"float32/float32": _FINE, "bfloat16/bfloat16": _COARSE, "bfloat16/float32": _COARSE, "int8/int8": _FINE}
 """Bounds of a run that gives none of its own. They are generous, because nobody measured its hardware. In bfloat16, honest
 work in `benchmarks/detection.py` stays below two thirds of them, also with logits a dozen times as large."""
 

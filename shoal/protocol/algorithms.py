@@ -20,10 +20,6 @@ class Grpo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="n
     """Upper bound of the ratio if the advantage is negative (INTELLECT-2)."""
     entropy_bonus: float = 0.0
     """Weight of the mean entropy, nats per token."""
-    truncation: float = -1.0
-    """Largest importance weight between the policy that sampled and the one at the start of the step, against which the
-    ratio then is (Yao et al. 2025). 0: no weights, and the ratio is against the policy that sampled. -1: 2 if versions are
-    published in int8, else 0."""
 
 
 Algorithm = Grpo

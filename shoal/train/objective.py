@@ -1,7 +1,8 @@
 """From an algorithm's settings to its loss over per-token tensors: the only place in `train/` that knows losses.
 
-Called by `train/step` (by the settings) and `train/sft`. An objective sees the tokens of one micro-batch and the number
-of policy tokens in the whole batch; it does not deal with the model, the optimiser or rows.
+Called by `train/step`, `train/together` and `roles/trainer` (by the settings), and by `train/sft`. An objective sees the
+tokens of one micro-batch and the number of policy tokens in the whole batch; it does not deal with the model, the
+optimiser or rows.
 
 Axes: N policy tokens of a micro-batch.
 """
@@ -15,7 +16,8 @@ from shoal.algos.entropy import entropy_bonus
 from shoal.algos.grpo import grpo_loss
 from shoal.algos.sft import sft_loss
 from shoal.algos.truncated import truncated_weights
-from shoal.protocol.algorithms import Algorithm, Grpo
+from shoal.config import TrainConfig
+from shoal.protocol.algorithms import Grpo
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,12 +43,17 @@ QUANTISED_TRUNCATION = 2.0
 """C of runs that publish int8 and name none: what most libraries for such runs take."""
 
 
-def objective_of(algorithm: Algorithm, published: str = "float32") -> Objective:
-    """The loss of the run's algorithm, with its arguments, in a run that publishes in this dtype."""
-    match algorithm:
+def objective_of(train: TrainConfig, published: str = "float32") -> Objective:
+    """The loss of the run's algorithm, with its arguments, in a run that publishes in this dtype.
+
+    Unless `train.truncation` is set, this dtype alone decides whether there are weights. Actors that round published
+    floats (`sampling.dtype = "int8"`) sample a policy that the trainer does not have, too: their runs may set it. The
+    default leaves them as they are, because the steps of existing runs must repeat with the same bits.
+    """
+    match train.algorithm:
         case Grpo():
             by_itself = QUANTISED_TRUNCATION if published == "int8" else 0.0
-            return _grpo(algorithm, by_itself if algorithm.truncation < 0 else algorithm.truncation)
+            return _grpo(train.algorithm, by_itself if train.truncation < 0 else train.truncation)
 
 
 def sft_objective(terms: TokenTerms, num_tokens: float) -> tuple[Tensor, dict[str, Tensor]]:

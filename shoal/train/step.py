@@ -83,7 +83,7 @@ class Learner:
         self.budgets: list[int] = []
         """Tokens of a micro-batch, at most, in each update of the last step."""
         self._budget = config.microbatch_tokens
-        self._objective = objective or objective_of(config.algorithm)
+        self._objective = objective or objective_of(config)
         self._ranks, self._clock = ranks, clock
         parameters = self.model.trainable()
         self._device = next(iter(parameters.values())).device
@@ -246,10 +246,10 @@ class Learner:
         """
         if all(i in old for i in members):
             return torch.cat([old[i] for i in members])
-        if old and self.config.algorithm.truncation > 0:  # guard: old-of-the-same-rows
+        if old and self.config.truncation > 0:  # guard: old-of-the-same-rows
             raise StateError(
                 "a step that ran out of memory between two of its updates cannot be repeated by several processes with "
-                "train.algorithm.truncation: resume with train.processes = 1"
+                "train.truncation: resume with train.processes = 1"
             )
         return None
 

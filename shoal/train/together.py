@@ -33,7 +33,7 @@ class Member(Learner):
     def __init__(self, policy: ShardedPolicy, config: RunConfig, channel: Channel) -> None:
         super().__init__(
             policy, config.train, temperature=config.sampling.temperature, steps=config.steps, ranks=Sharded(channel),
-            objective=objective_of(config.train.algorithm, config.policy.dtype),
+            objective=objective_of(config.train, config.policy.dtype),
         )  # fmt: skip
         self.policy, self.channel = policy, channel
 

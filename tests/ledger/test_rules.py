@@ -35,8 +35,7 @@ def world(tmp_path):
 def test_the_log_of_a_run_names_its_algorithm_with_its_arguments(tmp_path):
     algorithm = Grpo(advantage="mean_std", epsilon=0.3)
     lines = [data for data, _ in World(tmp_path, algorithm=algorithm).book.store.read()]
-    named = b',"algorithm":{"name":"grpo","advantage":"mean_std","epsilon":0.3,"delta":4.0,'
-    named += b'"entropy_bonus":0.0,"truncation":-1.0}'
+    named = b',"algorithm":{"name":"grpo","advantage":"mean_std","epsilon":0.3,"delta":4.0,"entropy_bonus":0.0}'
     assert named in lines[0] and read_entry(lines[0])[0].body.rules.algorithm == algorithm
     before = read_entry(lines[0].replace(named, b""))[0].body
     assert before.rules.algorithm == Grpo(), "a log from before rules named one"

@@ -91,7 +91,7 @@ def test_log_holds_no_seed_of_the_run_file(town):
         assert env.pop("solved") == 1.0
     assert told["sampling"].pop("max_rollout_tokens") == 0 and told["policy"].pop("implementation") == ""  # the same
     assert told["sampling"].pop("noise") == PHILOX and told["policy"].pop("adapter")["rank"] == 0
-    assert told["train"].pop("processes") == 1 and told["train"]["algorithm"].pop("truncation") == -1
+    assert told["train"].pop("processes") == 1 and told["train"].pop("truncation") == -1
     assert told["storage"].pop("anchor_every") == told["storage"].pop("state_every") == 1
     for name, usual in (("dtype", ""), ("moments", "float32"), ("packing", "padded"), ("recompute", "none")):
         assert told["train"].pop(name) == usual

@@ -226,7 +226,7 @@ def test_weights_correct_for_who_sampled_and_clips_are_against_the_start_of_the_
     """Three updates equal those of the plain loss on rows that say so themselves."""
     rows, weighted = make_rows(8), []
     plain = msgspec.structs.replace(CONFIG, updates_per_batch=3, lr=3e-2, warmup_steps=0, algorithm=Grpo())
-    truncating = msgspec.structs.replace(plain, algorithm=Grpo(truncation=1.5))
+    truncating = msgspec.structs.replace(plain, truncation=1.5)
     learner, other = learner_of(make_model(), truncating), learner_of(make_model(), plain)
     for row, old_P in zip(rows, other.logprobs(rows), strict=True):
         w_P, _ = truncated_weights(torch.from_numpy(old_P), torch.from_numpy(row.behaviour_logp_P), C=1.5)
@@ -249,14 +249,14 @@ def test_weights_of_rows_that_another_process_had_are_not_made_up(make_model, ma
     """As when a step in which memory ran out between its updates is repeated by several processes."""
     budgets = (32, 4096)
     for truncation in (0.0, 2.0):
-        config = msgspec.structs.replace(CONFIG, updates_per_batch=2, algorithm=Grpo(truncation=truncation))
+        config = msgspec.structs.replace(CONFIG, updates_per_batch=2, truncation=truncation)
         learner = learner_of(make_model(), config, ranks=First())
         with pytest.raises(StateError, match="processes = 1") if truncation else contextlib.nullcontext():
             learner.step(make_rows(8), 0, budgets)
 
 
 def test_the_first_update_of_a_step_with_weights_clips_nothing(make_model, make_rows):
-    config = msgspec.structs.replace(CONFIG, algorithm=Grpo(truncation=2.0))
+    config = msgspec.structs.replace(CONFIG, truncation=2.0)
     assert learner_of(make_model()).step(make_rows(8), 0)["clip_share"] > 0
     assert learner_of(make_model(), config).step(make_rows(8), 0)["clip_share"] == 0
 
@@ -268,5 +268,5 @@ def test_the_first_update_of_a_step_with_weights_clips_nothing(make_model, make_
 def test_quantised_actors_are_corrected_for_unless_the_run_says_otherwise(truncation, published, corrects):
     zeros_N = torch.zeros(4)
     terms = TokenTerms(zeros_N, zeros_N, zeros_N, zeros_N, zeros_N, zeros_N)
-    _, figures = objective_of(Grpo(truncation=truncation), published)(terms, 4.0)
+    _, figures = objective_of(TrainConfig(truncation=truncation), published)(terms, 4.0)
     assert ("truncated_share" in figures) is corrects

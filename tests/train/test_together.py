@@ -96,7 +96,7 @@ def furthest(left, right):
     [
         {},
         {"packing": "flat", "recompute": "layers", "updates_per_batch": 2},
-        {"updates_per_batch": 2, "algorithm": Grpo(truncation=1.5)},
+        {"updates_per_batch": 2, "truncation": 1.5},
         {"dtype": "bfloat16"},
     ],
     ids=["padded", "flat", "truncated", "bfloat16"],
@@ -116,7 +116,7 @@ def test_two_processes_come_to_the_weights_of_one(policy, tmp_path, make_rows, t
         "grad_norm",
         "entropy_nats",
         "clip_share",
-        *(["truncated_share"] if "algorithm" in train else []),
+        *(["truncated_share"] if "truncation" in train else []),
         "log_ratio_abs_max_nats",
         "policy_tokens",
         "updates",

@@ -174,8 +174,8 @@ def public_run_file(folder: RunFolder, config: RunConfig) -> dict[str, Any]:
         del tree["policy"]["adapter"]
     if config.train.processes == 1:
         del tree["train"]["processes"]
-    if config.train.algorithm.truncation < 0:
-        del tree["train"]["algorithm"]["truncation"]
+    if config.train.truncation < 0:
+        del tree["train"]["truncation"]
     for env in tree["envs"]:  # a run whose workers play has the log that it had before hosts could
         for name, usual in STAGE_KEYS.items():
             if env[name] == usual:

@@ -83,7 +83,7 @@ def learning_alone(folder: RunFolder, config: RunConfig) -> Learning:
     model = first_model(folder, config, module_dtype(config.train)).to(device)
     learner = Learner(
         model, config.train, temperature=config.sampling.temperature, steps=config.steps,
-        objective=objective_of(config.train.algorithm, config.policy.dtype),
+        objective=objective_of(config.train, config.policy.dtype),
     )  # fmt: skip
     return Learning(learner, States(folder.trainer, learner), device)
 
