@@ -244,6 +244,10 @@ def test_wrong_override_says_what_is_wrong(run_file: Path, override: str, messag
         ),
         (SMALL + '[train]\ndtype = "bfloat16"\n', 'so policy.dtype must be the same, and is "float32"'),
         (
+            SMALL + '[policy]\ndtype = "int8"\n[train]\ndtype = "bfloat16"\n',
+            'computes with what it keeps, so policy.dtype must be the same, and is "int8"',
+        ),
+        (
             SMALL + '[train]\nmoments = "4bit"\n',
             "moments: Invalid enum value '4bit'; known: 'float32', '8bit', 'offloaded'",
         ),

@@ -180,8 +180,8 @@ def _learning_fits(config: RunConfig) -> Iterator[tuple[bool, str]]:
         "sampling.dtype out",
     )
     yield (
-        config.train.dtype in ("", config.policy.dtype),
-        f'train.dtype = "{config.train.dtype}": the trainer computes with what it publishes, so policy.dtype must be the '
+        config.train.dtype in ("", config.policy.kept_dtype),
+        f'train.dtype = "{config.train.dtype}": the trainer computes with what it keeps, so policy.dtype must be the '
         f'same, and is "{config.policy.dtype}"',
     )
 
