@@ -26,6 +26,7 @@ from shoal.errors import StateError
 from shoal.policy.adapters import pairs_of, read_adapter
 from shoal.policy.adapterspec import has_adapter
 from shoal.policy.files import load_int8, load_policy
+from shoal.policy.spec import PolicySpec
 from shoal.policy.stored import Identity, files_of_base, identity_of
 from shoal.protocol.noise import PHILOX
 from shoal.protocol.types import EngineFacts
@@ -68,7 +69,7 @@ class LocalEngine:
             self.version = -1
             self._batches.clear()
             base = _base_in(directory)
-            if self._loaded is not None and base and base == self._base:  # guard: adapter-over-its-base
+            if self._loaded is not None and self._computes_as(directory, base, self._loaded.spec):
                 adapter, tensors = read_adapter(directory, self._loaded.spec)
                 self._loaded.adapt(pairs_of(adapter, tensors, self._loaded.spec))
                 self.version = version
@@ -77,6 +78,14 @@ class LocalEngine:
             model = load_int8(directory) if self.facts.dtype == "int8" else load_policy(directory, self._dtype)
             self._loaded, self._base = Decoder(model, self.facts.device), base
             self.version = version
+
+    def _computes_as(self, directory: Path, base: frozenset[Identity], spec: PolicySpec) -> bool:
+        """Whether the model in memory is this directory's but for the adapter, in its weights and in its config, which no
+        root covers: what a version computes does not depend on which versions a node loaded before it."""
+        if not base or self.facts.dtype == "int8":  # guard: adapted-int8-is-loaded-anew
+            return False
+        # guard: adapter-over-its-base, adapter-with-the-config
+        return base == self._base and PolicySpec.from_directory(directory) == spec
 
     @torch.inference_mode()
     def change(self, before: Path, after: Path, version: int, is_right: Callable[[Path], bool]) -> bool:

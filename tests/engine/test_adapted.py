@@ -1,5 +1,6 @@
 """Engines with an adapter: the base stays in memory, and the bits are those of a version that is loaded anew."""
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -14,7 +15,7 @@ from shoal.engine.local import LocalEngine
 from shoal.errors import StateError
 from shoal.policy.adapters import begin_adapter
 from shoal.policy.adapterspec import AdapterSpec, Base
-from shoal.policy.files import load_policy, save_policy
+from shoal.policy.files import load_int8, load_policy, save_policy
 from tests.engine.conftest import write_policy
 
 
@@ -102,6 +103,28 @@ def test_a_base_that_changed_is_loaded_anew(versions, tmp_path):
     shutil.copyfile(other / "model.safetensors", versions[1] / "model.safetensors")
     kept.load(versions[1], 1)
     assert written(kept) == written(engine_with(versions[1], "float32"))
+
+
+@pytest.mark.parametrize("key", ["rope_theta", "rms_norm_eps"])
+def test_a_version_with_another_config_computes_what_it_does_in_a_fresh_engine(versions, key):
+    """No root covers the config: a trainer that changes it must not divide old validators from new ones."""
+    kept, path = engine_with(versions[0], "float32"), versions[1] / "config.json"
+    before, config = written(engine_with(versions[1], "float32")), json.loads(path.read_text())
+    config[key] *= 3.0
+    config["rope_parameters"]["rope_theta"] = config["rope_theta"]
+    path.write_text(json.dumps(config))
+    kept.load(versions[1], 1)
+    assert written(kept) == written(engine_with(versions[1], "float32")) != before
+
+
+def test_an_engine_in_int8_rounds_each_version_anew(versions, monkeypatch):
+    loads: list[Path] = []
+    monkeypatch.setattr(local, "load_int8", lambda directory: loads.append(directory) or load_int8(directory))
+    kept = engine("int8")
+    for number, directory in enumerate(versions[:2]):
+        kept.load(directory, number)
+        assert written(kept) == written(engine_with(directory, "int8"))
+    assert len(loads) == 4
 
 
 def test_an_engine_goes_between_whole_policies_and_adapters(versions, tmp_path):
