@@ -27,7 +27,7 @@ from shoal.policy.adapters import pairs_of, read_adapter
 from shoal.policy.adapterspec import has_adapter
 from shoal.policy.files import load_int8, load_policy
 from shoal.policy.spec import PolicySpec
-from shoal.policy.stored import Identity, files_of_base, identity_of
+from shoal.policy.stored import key_of_base
 from shoal.protocol.noise import PHILOX
 from shoal.protocol.types import EngineFacts
 
@@ -57,8 +57,8 @@ class LocalEngine:
         self._dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.float32}[dtype]
         self._family = family(noise)
         self._loaded: Decoder | None = None
-        self._base: frozenset[Identity] = frozenset()
-        """The files of the base in memory, if the policy is an adapter over it."""
+        self._base = ""
+        """As of `key_of_base`, if the policy in memory is an adapter over it; else empty."""
         self._batches: dict[str, _Batch] = {}
         self._at_work = threading.Lock()
         """Held by calls that use or change the weights."""
@@ -68,7 +68,7 @@ class LocalEngine:
         with self._at_work:  # guard: one-load-or-change-at-a-time
             self.version = -1
             self._batches.clear()
-            base = _base_in(directory)
+            base = key_of_base(directory) if has_adapter(directory) else ""
             if self._loaded is not None and self._computes_as(directory, base, self._loaded.spec):
                 adapter, tensors = read_adapter(directory, self._loaded.spec)
                 self._loaded.adapt(pairs_of(adapter, tensors, self._loaded.spec))
@@ -79,7 +79,7 @@ class LocalEngine:
             self._loaded, self._base = Decoder(model, self.facts.device), base
             self.version = version
 
-    def _computes_as(self, directory: Path, base: frozenset[Identity], spec: PolicySpec) -> bool:
+    def _computes_as(self, directory: Path, base: str, spec: PolicySpec) -> bool:
         """Whether the model in memory is this directory's but for the adapter, in its weights and in its config, which no
         root covers: what a version computes does not depend on which versions a node loaded before it."""
         if not base or self.facts.dtype == "int8":  # guard: adapted-int8-is-loaded-anew
@@ -199,13 +199,6 @@ class LocalEngine:
         assert len(set(batch.rollouts)) == len(requests), "a conversation is in one batch twice"
         self._batches |= dict.fromkeys(batch.rollouts, batch)
         return batch
-
-
-def _base_in(directory: Path) -> frozenset[Identity]:
-    """The files of the model below an adapter, with which the engine can tell that it has them; empty without adapter."""
-    if not has_adapter(directory):
-        return frozenset()
-    return frozenset(identity_of(file) for file in files_of_base(directory))
 
 
 def _demand_room(decoder: Decoder, token_ids: Sequence[int], max_new: int) -> None:

@@ -20,7 +20,7 @@ from shoal.folder import replaced_folder
 from shoal.policy import adapterspec
 from shoal.policy.filling import demand_floats, demand_same_shapes, fill_all
 from shoal.policy.spec import PolicySpec, read_capped, write_json
-from shoal.policy.stored import ITEM_BYTES, StoredTensor, decode_strictly, read_header
+from shoal.policy.stored import INDEX, ITEM_BYTES, MAX_INDEX_BYTES, StoredTensor, decode_strictly, read_header
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from shoal.policy.model import Transformer
 
 WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json", "added_tokens.json",
@@ -38,9 +37,6 @@ TOKENIZER_FILES = (
 
 SHARD_BYTES = 5_000_000_000
 """Weights of more bytes are written as several files of at most as many, unless one tensor alone has more."""
-
-MAX_INDEX_BYTES = 4 << 20
-"""Size of the index of shards: enough for MAX_TENSORS tensors."""
 
 _READ_BYTES = 8 << 20
 

@@ -14,7 +14,8 @@ from typing import Any
 
 from shoal.errors import ConfigError, StateError
 from shoal.folder import replaced_folder
-from shoal.policy.files import INDEX, TOKENIZER_FILES
+from shoal.policy.files import TOKENIZER_FILES
+from shoal.policy.stored import INDEX
 from shoal.protocol.hubref import EXAMPLE, HubRef, hub_ref, is_commit
 
 PINNED = ".hub"

@@ -5,6 +5,7 @@ Called by `files` and `adapters`. Light: it reads headers, and no weights.
 A safetensors file: 8 bytes little-endian header length, a JSON header {name: {dtype, shape, data_offsets}}, the data.
 """
 
+import hashlib
 import math
 import os
 from dataclasses import dataclass
@@ -15,10 +16,17 @@ import msgspec
 
 from shoal.errors import StateError, cause_of
 from shoal.policy import adapterspec
+from shoal.policy.spec import read_capped
 from shoal.protocol.constants import MAX_SAFETENSORS_HEADER_BYTES, MAX_TENSORS
 
 ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "I8": 1}
 """Bytes per value of the dtypes that a policy may have, by safetensors' names. I8: see `quantise`."""
+
+INDEX = "model.safetensors.index.json"
+"""Says which shard a tensor is in, if the weights are in several files."""
+
+MAX_INDEX_BYTES = 4 << 20
+"""Size of the index of shards: enough for MAX_TENSORS tensors."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +58,17 @@ def identity_of(path: Path) -> Identity:
 def files_of_base(directory: Path) -> list[Path]:
     """The files with the weights that an adapter in the same directory belongs to: all but the adapter's."""
     return sorted(path for path in Path(directory).glob("*.safetensors") if path.name != adapterspec.WEIGHTS)
+
+
+def key_of_base(directory: Path) -> str:
+    """What changes whenever the weights that an adapter in the same directory belongs to are other ones.
+
+    The files' names and their index say which tensors count, so they are in it. Raises OSError, `StateError`.
+    """
+    files = [(path.name, identity_of(path)) for path in files_of_base(directory)]  # guard: base-by-names
+    index = Path(directory) / INDEX
+    told = hashlib.sha256(read_capped(index, MAX_INDEX_BYTES)).hexdigest() if index.exists() else ""
+    return hashlib.sha256(repr((files, told)).encode()).hexdigest()  # guard: base-by-its-index
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:

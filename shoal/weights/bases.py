@@ -2,7 +2,7 @@
 
 Called by `fetch` and `stock`, which bring versions, by `publish`, and by whoever compares a directory with its root. A base
 may have many gigabytes, so it is fetched, stored and hashed once: a file that is neither written nor replaced is known by
-its place on the disk, its size and its date. It knows no network.
+its place on the disk, its size and its date; of all tensors, with the files' names and the index. It knows no network.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ from shoal.errors import PeerError, StateError
 from shoal.policy import adapterspec
 from shoal.policy.adapterspec import has_adapter
 from shoal.policy.hub import Hub
-from shoal.policy.stored import Identity, files_of_base, identity_of
+from shoal.policy.stored import INDEX, Identity, files_of_base, identity_of, key_of_base
 from shoal.protocol import wire
 from shoal.protocol.types import FileEntry, Manifest
 from shoal.weights.codes import Weights, coded_directory, cores, digests_of, root_of
@@ -31,9 +31,11 @@ MOST_KNOWN = 4096
 Tensors = Mapping[str, tuple[str, tuple[int, ...], str]]
 """Dtype, shape and hash of each tensor, as of `files.tensors_of`."""
 
+K = TypeVar("K")
 V = TypeVar("V")
 _files: dict[Identity, str] = {}
-_tensors: dict[Identity, Tensors] = {}
+_tensors: dict[str, Tensors] = {}
+"""By `key_of_base`."""
 
 
 def directory_root(directory: Path) -> str:
@@ -53,7 +55,7 @@ def base_root(directory: Path) -> str:
 def _digests(directory: Path, weights: Weights) -> dict[str, tuple[str, tuple[int, ...], str]]:
     """Of all tensors; those of the base are hashed once in a process."""
     base = {name: one for name, one in weights.items() if not _is_adapters(name)}
-    key = _all_of([identity_of(path) for path in files_of_base(directory)])
+    key = key_of_base(directory)
     if key not in _tensors:
         _remember(_tensors, key, digests_of(base, threads=cores()))
     return {**_tensors[key], **digests_of({name: one for name, one in weights.items() if name not in base})}
@@ -63,13 +65,7 @@ def _is_adapters(tensor: str) -> bool:
     return tensor.startswith(adapterspec.PREFIX)
 
 
-def _all_of(files: Collection[Identity]) -> Identity:
-    """One name for several files."""
-    joined = hashlib.sha256(repr(sorted(files)).encode()).digest()
-    return Identity(0, int.from_bytes(joined[:8], "big"), sum(file.size for file in files), 0)
-
-
-def _remember(known: dict[Identity, V], key: Identity, value: V) -> None:
+def _remember(known: dict[K, V], key: K, value: V) -> None:
     if len(known) >= MOST_KNOWN:
         known.clear()
     known[key] = value
@@ -162,7 +158,7 @@ def link_base(files: Mapping[str, Path], directory: Path) -> None:
 def link_from(model: Path, directory: Path) -> None:
     """Give a directory with an adapter the weights of its base, and their index. Raises OSError."""
     link_base({path.name: path for path in files_of_base(model)}, directory)
-    index = model / "model.safetensors.index.json"
+    index = model / INDEX
     if index.exists():
         shutil.copyfile(index, directory / index.name)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from shoal.engine import local
 from shoal.engine.base import Continuation, Request, ScoreRequest
@@ -115,6 +116,20 @@ def test_a_version_with_another_config_computes_what_it_does_in_a_fresh_engine(v
     path.write_text(json.dumps(config))
     kept.load(versions[1], 1)
     assert written(kept) == written(engine_with(versions[1], "float32")) != before
+
+
+def test_a_base_whose_index_names_another_of_two_shards_is_loaded_anew(versions, tmp_path):
+    """Both files stay where they are: only the index says which of them the weights are in."""
+    others = load_file(write_policy(tmp_path / "other", seed=8) / "model.safetensors")
+    save_file(others, versions[0] / "b.safetensors")
+    os.rename(versions[0] / "model.safetensors", versions[0] / "a.safetensors")
+    index = versions[0] / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(others, "a.safetensors")}))
+    kept = engine_with(versions[0], "float32")
+    before = written(kept)
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(others, "b.safetensors")}))
+    kept.load(versions[0], 1)
+    assert written(kept) == written(engine_with(versions[0], "float32")) != before
 
 
 def test_an_engine_in_int8_rounds_each_version_anew(versions, monkeypatch):

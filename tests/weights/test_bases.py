@@ -1,0 +1,52 @@
+"""The base of adapters: its hash is remembered for as long as its files, their names and their index are the same."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from shoal.errors import StateError
+from shoal.policy import stored
+from shoal.policy.adapterspec import CONFIG
+from shoal.policy.stored import INDEX
+from shoal.weights.bases import base_root
+from shoal.weights.manifest import weights_root
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """Two files with the same tensors, of which the index names the first; beside an adapter's config."""
+    for number, name in enumerate(("one", "two")):
+        (tmp_path / name).mkdir()
+        save_file({"a": torch.full((4,), float(number))}, tmp_path / name / "model.safetensors")
+    both = tmp_path / "both"
+    both.mkdir()
+    for name in ("one", "two"):
+        (both / f"{name}.safetensors").hardlink_to(tmp_path / name / "model.safetensors")
+    (both / CONFIG).write_text("{}")
+    take(both, "one")
+    return both
+
+
+def take(directory: Path, shard: str) -> None:
+    (directory / INDEX).write_text(json.dumps({"weight_map": {"a": f"{shard}.safetensors"}}))
+
+
+def test_another_index_over_the_same_files_is_another_base(directory):
+    assert base_root(directory) == weights_root(directory.parent / "one")
+    take(directory, "two")
+    assert base_root(directory) == weights_root(directory.parent / "two")
+
+
+def test_another_name_of_a_file_is_another_base(directory):
+    assert base_root(directory) == weights_root(directory.parent / "one")
+    (directory / "two.safetensors").rename(directory / "model.safetensors")  # which is taken before an index
+    assert base_root(directory) == weights_root(directory.parent / "two")
+
+
+def test_an_index_that_is_too_large_is_refused_unread(directory, monkeypatch):
+    monkeypatch.setattr(stored, "MAX_INDEX_BYTES", 10)
+    with pytest.raises(StateError, match=r"index\.json is larger than 10 bytes"):
+        stored.key_of_base(directory)
