@@ -129,13 +129,24 @@ def bases_of_hub(manifest: Manifest, lacking: Collection[str], hub: Hub) -> dict
 
 
 def demand_same_base(manifest: Manifest, other: Manifest) -> None:
-    """Raise `PeerError` if two versions of a run are adapters of different models."""
+    """Raise `PeerError` if two versions of a run are adapters of different models.
+
+    Its root is only claimed until the files are here, so the files and where they come from are compared as well: else a
+    host could have a node fetch another model with each version.
+    """
     one, two = manifest.base, other.base
     if (one and one.root) != (two and two.root):  # guard: one-base-a-run
         names = [f"an adapter of {base.root[:12]}" if base else "a whole policy" for base in (one, two)]
         raise PeerError(
             f"version {manifest.version} is {names[0]}, and version {other.version} of the same run is {names[1]}: a run "
             "has one base. Nothing was fetched; tell the host, or leave the run"
+        )
+    sources = [base.source if base else "" for base in (one, two)]
+    files = [{(e.path, e.size, e.digest) for e in entries_of_base(version)} for version in (manifest, other)]
+    if sources[0] != sources[1] or files[0] != files[1]:  # guard: one-source-a-run, same-files-of-the-base
+        raise PeerError(
+            f"versions {manifest.version} and {other.version} of the same run name other files or another source for one "
+            "base. Nothing was fetched; tell the host, or leave the run"
         )
 
 

@@ -140,6 +140,27 @@ def test_a_node_leaves_a_host_that_changes_the_base(tmp_path):
         asyncio.run(fetch.fetch(other, [], folder))
 
 
+def test_a_host_that_claims_the_same_base_with_other_files_or_another_source_is_refused():
+    first = AdapterBase("ef" * 32, f"hf:ann/small@{COMMIT}")
+    held = FileEntry("model.safetensors", 10, "ab" * 32, ())
+    own = FileEntry(adapterspec.WEIGHTS, 1, "cd" * 32, ("cd" * 32,))
+    before = Manifest("run", "policy", 0, (), "float32", "cd" * 32, (held, own), 1 << 20, 0.0, 0.0, base=first)
+    after = msgspec.structs.replace(
+        before, version=1, files=(msgspec.structs.replace(own, digest="dd" * 32), held), root="ee" * 32
+    )
+    demand_same_base(after, before)
+    another = msgspec.structs.replace(first, source=f"hf:eve/large@{COMMIT}")
+    more = msgspec.structs.replace(held, path="model-00002-of-00002.safetensors")
+    for changed in (
+        {"base": another},
+        *({"files": (msgspec.structs.replace(held, **change), own)} for change in
+          ({"size": 1 << 40}, {"digest": "ee" * 32}, {"path": "other.safetensors"})),
+        {"files": (held, more, own)},
+    ):  # fmt: skip
+        with pytest.raises(PeerError, match=r"versions 1 and 0 of the same run name other files or another source"):
+            demand_same_base(msgspec.structs.replace(after, **changed), before)
+
+
 def test_files_that_hold_another_base_than_the_manifest_names_are_refused(tmp_path):
     town = lived(tmp_path / "run", steps=1)
 

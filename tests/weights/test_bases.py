@@ -41,9 +41,10 @@ def test_another_index_over_the_same_files_is_another_base(directory):
 
 
 def test_another_name_of_a_file_is_another_base(directory):
-    assert base_root(directory) == weights_root(directory.parent / "one")
-    (directory / "two.safetensors").rename(directory / "model.safetensors")  # which is taken before an index
+    take(directory, "two")
     assert base_root(directory) == weights_root(directory.parent / "two")
+    (directory / "one.safetensors").rename(directory / "model.safetensors")  # which is taken before an index
+    assert base_root(directory) == weights_root(directory.parent / "one")
 
 
 def test_an_index_that_is_too_large_is_refused_unread(directory, monkeypatch):
