@@ -1028,6 +1028,8 @@ GUARDS = [
     ),
     *_needed_by("tests/policy/test_hub.py",
         ("hub-size-of-the-manifest", OFF, "test_weights_of_another_size_than_the_manifests_are_not_fetched"),
+        ("part-in-the-cache-is-no-model", OFF,
+         "test_a_part_of_a_model_in_the_cache_is_not_taken_for_the_model_without_network"),
         ("hub-file-size", OFF, "test_a_file_that_is_too_large_is_not_fetched"),
     ),
     *_needed_by("tests/roles/test_adapted_runs.py",

@@ -225,20 +225,35 @@ def find_tensors(directory: Path) -> dict[str, StoredTensor]:
     return found | read_header(adapter) if adapter.exists() else found
 
 
+def names_of_weights(directory: Path) -> list[str]:
+    """The files that hold the weights of a directory's model, there or not: one, or the shards that its index names. Raises
+    `StateError`."""
+    shards = _shards(Path(directory))
+    return [WEIGHTS] if shards is None else sorted(set(shards.values()))
+
+
 def _find_whole(directory: Path) -> dict[str, StoredTensor]:
-    if (directory / WEIGHTS).exists() or not (directory / INDEX).exists():
+    shards, found = _shards(directory), dict[str, StoredTensor]()
+    if shards is None:
         return read_header(directory / WEIGHTS)
+    for shard in sorted(set(shards.values())):
+        found |= read_header(directory / shard)
+    stray = {n for n, t in found.items() if shards.get(n) != t.file.name} | (shards.keys() - found)
+    if stray:
+        raise StateError(f"{directory / INDEX} and its shards disagree on {sorted(stray)[0]}: download the model again")
+    return found
+
+
+def _shards(directory: Path) -> dict[str, str] | None:
+    """The shard of each tensor, by the index; None if the weights are in one file."""
+    if (directory / WEIGHTS).exists() or not (directory / INDEX).exists():
+        return None
     index = decode_strictly(read_capped(directory / INDEX, MAX_INDEX_BYTES), _Index, directory / INDEX)
-    found: dict[str, StoredTensor] = {}
     for shard in sorted(set(index.weight_map.values())):
         # guard: names-of-shards
         if not shard.endswith(".safetensors") or Path(shard).name != shard or not shard.isprintable():
             raise StateError(f"{directory / INDEX} names {shard!r}: a shard is a .safetensors file beside it")
-        found |= read_header(directory / shard)
-    stray = {n for n, t in found.items() if index.weight_map.get(n) != t.file.name} | (index.weight_map.keys() - found)
-    if stray:
-        raise StateError(f"{directory / INDEX} and its shards disagree on {sorted(stray)[0]}: download the model again")
-    return found
+    return index.weight_map
 
 
 class _Index(msgspec.Struct):

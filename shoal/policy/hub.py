@@ -8,13 +8,13 @@ manifests: the caller compares hashes.
 
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from shoal.errors import ConfigError, StateError
 from shoal.folder import replaced_folder
-from shoal.policy.files import TOKENIZER_FILES
+from shoal.policy.files import TOKENIZER_FILES, names_of_weights
 from shoal.policy.stored import INDEX
 from shoal.protocol.hubref import EXAMPLE, HubRef, hub_ref, is_commit
 
@@ -55,13 +55,17 @@ class Hub:
     def bring(self, path: str, target: Path, say: Callable[[str], None] = lambda line: None) -> None:
         """Put a model into the directory `target`, whole or not at all. Raises `ConfigError`, `StateError`."""
         ref = parse_ref(path)
-        pinned, sizes = self._listed(ref)
+        pinned, sizes, cached = self._listed(ref)
         wanted = {name: size for name, size in sizes.items() if name in _PLAIN or _WEIGHTS.fullmatch(name)}
+        if cached is not None:
+            _demand_here(pinned, ["config.json", "tokenizer.json", *names_of_weights(cached)], wanted)
         _demand(pinned, wanted, self._cache)
         say(f"{pinned}: {len(wanted)} files, {sum(wanted.values()) / 1e9:.2f} GB")
         if not ref.is_pinned:
             self._file(ref, "config.json")  # so that the cache knows the branch's commit, when there is no network
-        found = {name: self._file(pinned, name) for name in sorted(wanted)}
+        # Weights last: a cache that has them all has the other files as well.
+        order = sorted(wanted, key=lambda name: (name not in _PLAIN, name))
+        found = {name: self._file(pinned, name) for name in order}
         try:
             with replaced_folder(target) as scratch:
                 for name, file in found.items():
@@ -76,7 +80,9 @@ class Hub:
         Nothing is fetched if one has another. Raises `StateError`; the content is not yet verified.
         """
         ref = parse_ref(source)
-        _, listed = self._listed(ref)
+        _, listed, cached = self._listed(ref)
+        if cached is not None:
+            _demand_here(ref, sizes, listed)
         for name, size in sizes.items():
             if not _WEIGHTS.fullmatch(name) or listed.get(name) != size:  # guard: hub-size-of-the-manifest
                 raise StateError(
@@ -88,12 +94,12 @@ class Hub:
 
     def config(self, path: str) -> Path:
         """A directory with the JSON files that say the shape of a model. Raises `ConfigError`, `StateError`."""
-        pinned, sizes = self._listed(parse_ref(path))
+        pinned, sizes, _ = self._listed(parse_ref(path))
         if "generation_config.json" in sizes:
             self._file(pinned, "generation_config.json")
         return self._file(pinned, "config.json", resolve=False).parent
 
-    def _listed(self, ref: HubRef) -> tuple[HubRef, dict[str, int]]:
+    def _listed(self, ref: HubRef) -> "_Listing":
         """The commit that a name leads to, and the sizes of its files; from the cache, if the hub cannot be reached."""
         hub = _library()
         try:
@@ -111,9 +117,9 @@ class Hub:
         if ref.is_pinned and commit != ref.revision:
             raise StateError(f"{ref}: the hub gives commit {commit[:12]} instead: check HF_ENDPOINT")
         sizes = {one.rfilename: one.size for one in siblings[: 100 * MAX_FILES] if isinstance(one.size, int)}
-        return HubRef(ref.owner, ref.name, commit), sizes
+        return _Listing(HubRef(ref.owner, ref.name, commit), sizes, None)
 
-    def _cached(self, ref: HubRef, error: Exception) -> tuple[HubRef, dict[str, int]]:
+    def _cached(self, ref: HubRef, error: Exception) -> "_Listing":
         hub = _library()
         try:
             folder = Path(
@@ -125,7 +131,7 @@ class Hub:
                 "HF_ENDPOINT, or copy the model here and name its directory in policy.path"
             ) from None
         sizes = {path.name: path.stat().st_size for path in folder.iterdir() if path.is_file()}
-        return HubRef(ref.owner, ref.name, folder.name), sizes
+        return _Listing(HubRef(ref.owner, ref.name, folder.name), sizes, folder)
 
     def _file(self, ref: HubRef, name: str, resolve: bool = True) -> Path:
         """A file in the cache, fetched if it is not there; a fetch that was cut short goes on."""
@@ -141,6 +147,26 @@ class Hub:
             refused = refused or f"{ref}: {name} cannot be fetched: {_line(error)}. Try again: what is here is kept"
             raise StateError(refused) from None
         return found.resolve() if resolve else found
+
+
+class _Listing(NamedTuple):
+    """The files of a model."""
+
+    ref: HubRef
+    """With the commit."""
+    sizes: dict[str, int]
+    cached: Path | None
+    """Where they are in the cache, if the hub could not be reached: then they may be a part of the model's."""
+
+
+def _demand_here(ref: HubRef, needed: Iterable[str], here: Collection[str]) -> None:
+    """Refuse the part of a model that a fetch left in the cache when it was cut short."""
+    lacking = sorted(set(needed) - set(here))
+    if lacking:  # guard: part-in-the-cache-is-no-model
+        raise StateError(
+            f"{ref}: {lacking[0]} is not in the hub's cache, and the hub cannot be reached: connect and try again: what is "
+            "here is kept"
+        )
 
 
 def _demand(ref: HubRef, sizes: Mapping[str, int], cache: Path | None, weights_only: bool = False) -> None:

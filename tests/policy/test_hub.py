@@ -10,7 +10,7 @@ import pytest
 
 from shoal.config import TinyPolicy, check_run
 from shoal.errors import ConfigError, StateError
-from shoal.policy.files import load_policy
+from shoal.policy.files import load_policy, save_policy
 from shoal.policy.hub import Hub, source_of
 from shoal.policy.tiny import make_tiny
 from shoal.protocol.hubref import hub_ref
@@ -115,6 +115,32 @@ def test_a_fetch_that_was_cut_short_goes_on(hub, tmp_path):
         except StateError as error:
             assert "Try again: what is here is kept" in str(error)
     assert (tmp_path / "here/model.safetensors").read_bytes() == (tmp_path / "model/model.safetensors").read_bytes()
+
+
+def test_a_part_of_a_model_in_the_cache_is_not_taken_for_the_model_without_network(hub, tmp_path):
+    save_policy(load_policy(tmp_path / "model"), tmp_path / "parts", "float32", tmp_path / "model", shard_bytes=8000)
+    hub.models["ann/small"] = tmp_path / "parts"
+    shards = sorted(path.name for path in (tmp_path / "parts").glob("model-*"))
+    assert len(shards) > 2
+    reached(hub, tmp_path).bring(NAME, tmp_path / "whole")
+    away = Hub("http://127.0.0.1:9", tmp_path / "cache")
+    away.bring(NAME, tmp_path / "again")
+    snapshot = tmp_path / "cache" / "models--ann--small" / "snapshots" / COMMIT
+    sizes = {name: (tmp_path / "parts" / name).stat().st_size for name in shards}
+    for lacking in (shards[-1], "model.safetensors.index.json", "config.json", "tokenizer.json"):
+        held = snapshot / lacking
+        name = "model.safetensors" if lacking.endswith("index.json") else lacking
+        held.rename(tmp_path / "away")
+        with pytest.raises(StateError, match=rf"{name} is not in the hub's cache.*connect and try again: what is here"):
+            away.bring(NAME, tmp_path / "part")
+        assert not (tmp_path / "part").exists()
+        if lacking in shards:
+            with pytest.raises(StateError, match="connect and try again"):
+                away.files(f"hf:ann/small@{COMMIT}", sizes)
+        (tmp_path / "away").rename(held)
+    reached(hub, tmp_path / "fresh").bring(NAME, tmp_path / "other")
+    got = [asked.rpartition("/")[2] for asked in hub.asked if asked.startswith("GET") and "/resolve/" in asked]
+    assert got[-len(shards) :] == shards, "weights come last"
 
 
 @pytest.mark.parametrize("name", ["hf:small@main", "hf:ann/small", "hf:ann/../small@main", "hf:ann/small@", "hf:a b/c@d",
