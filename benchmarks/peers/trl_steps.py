@@ -80,7 +80,7 @@ def main() -> None:
 
 
 def warm_up() -> None:
-    """A step of a tiny matrix: what a first step sets up is no part of a policy's memory."""
+    """Take a step with a tiny matrix first, so that one-time setup is not measured as the policy's memory."""
     layer = torch.nn.Linear(64, 64)
     optimiser = torch.optim.AdamW(layer.parameters(), fused=True)
     layer(torch.ones(64, 64)).logsumexp(-1).sum().backward()

@@ -3,7 +3,7 @@
     python benchmarks/real/one_side.py POLICY '{"groups": 2, ...}'
 
 Prints one JSON line: CPU-seconds of each step after the first, peak memory of the steps, memory before the policy was
-loaded, and the loss of the last step, which both sides print: a reader compares them.
+loaded, and the loss of the last step. Both sides print it; nothing compares the two yet.
 """
 
 import json
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def warm_up() -> None:
-    """A step of a tiny policy: what a first step imports and sets up is no part of a policy's memory."""
+    """Take a step with a tiny policy first, so that imports and one-time setup are not measured as the policy's memory."""
     model = Transformer(tiny_spec(TinyPolicy(width=16, layers=1, heads=2, kv_heads=1, mlp_width=16)))
     initialise(model, 0)
     rows = [replace(row, tokens_T=row.tokens_T % 64) for row in rows_of(Batch(1, 2, 8, 8, 8), 1000)]

@@ -170,7 +170,7 @@ def _demand_here(ref: HubRef, needed: Iterable[str], here: Collection[str]) -> N
 
 
 def _demand(ref: HubRef, sizes: Mapping[str, int], cache: Path | None, weights_only: bool = False) -> None:
-    """Refuse what is no model of ours, or too large."""
+    """Refuse a model without config.json or safetensors weights, or one that is too large. Raises `StateError`."""
     weights = [name for name in sizes if _WEIGHTS.fullmatch(name)]
     if not weights or (not weights_only and "config.json" not in sizes):
         raise StateError(f"{ref} has no config.json with weights in safetensors: choose another model or revision")
@@ -194,7 +194,7 @@ def _refusal(hub: Any, ref: HubRef, error: Exception) -> str:
     if isinstance(error, errors.RepositoryNotFoundError):
         return f"{ref}: the hub has no such model, or it is private and you are not logged in: check its name"
     if isinstance(error, errors.HFValidationError):
-        return f"{ref} is no name of a model: {_line(error)}"
+        return f"{ref} is not a valid model name: {_line(error)}"
     return ""
 
 

@@ -118,7 +118,8 @@ def _logits(model: Transformer) -> Tensor:
 
 @torch.no_grad()
 def _matrices(model: Transformer) -> dict[str, tuple[Tensor, Tensor]]:
-    """Of the first and the last layer, which stand for all: the base's matrices, and with the adapter's products."""
+    """Matrices of the first and the last layer, as a sample of all layers: those of the base, and the same with the adapter
+    added."""
     found = {}
     for name, matrix in model.named_modules():
         if getattr(matrix, "lora_A", None) is not None and name.split(".")[2] in ("0", str(model.spec.layers - 1)):

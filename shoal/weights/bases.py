@@ -1,6 +1,6 @@
 """The base of a run's adapters: files that are the same in each version's directory, under several names of one file.
 
-Called by `fetch` and `stock`, which bring versions, by `publish`, and by whoever compares a directory with its root. A base
+Called by `fetch` and `stock`, which get versions, by `publish`, and by callers that check a directory's root. A base
 may have many gigabytes, so it is fetched, stored and hashed once: a file that is neither written nor replaced is known by
 its place on the disk, its size and its date; of all tensors, with the files' names and the index. It knows no network.
 """
