@@ -1,12 +1,14 @@
 """One version of weights to many: time to the last client, what the origin sends, and what bad relays and kills cost.
 
-    python benchmarks/broadcast.py [--quick] [--only NAME ...] [--mbit 200] [--sharing-mbit 50] [--shardcast VENV]
+    python benchmarks/broadcast.py [--quick] [--only NAME ...] [--mbit 200] [--sharing-mbit 50] [--namespace]
+        [--shardcast VENV]
 
 Real processes on one machine: a host, relays and clients. The uplinks of the host, relays and sharing clients are shaped by
-`net/fault_proxy` (seeded); coordinator and origin share the host's. The *bound* is the time in which the uplinks together
-can carry all copies, or the host one. The machine's own cores may limit more than the links: then lower --mbit, which
-scales all links alike. The output names the rate, the share of CPU time that was used, and the CPU-ms of each role a MB
-that some process received, links included. `copies` is what the host sent.
+`net/fault_proxy` (seeded), or with `--namespace` by the kernel, which takes less CPU; coordinator and origin share the
+host's. The *bound* is the time in which the uplinks together can carry all copies, or the host one. The machine's own cores
+may limit more than the links: then lower --mbit, which scales all links alike. The output names the rate, the share of CPU
+time that was used, and the CPU-ms of each role a MB that some process received, links included. `copies` is what the host
+sent.
 
 plain      8 clients through 3 relays
 sharing    the same, and the clients share: twelve uplinks, so slower ones, since two cores have to carry all of them
@@ -41,6 +43,7 @@ import uvloop
 
 from benchmarks.swarm import shardcast
 from benchmarks.swarm.idle import crowded_relay
+from benchmarks.swarm.links import enter_namespace
 from benchmarks.swarm.world import MB, Process, client, ended, listed, whole, world
 
 NUM_CLIENTS, NUM_RELAYS = 8, 3
@@ -72,6 +75,7 @@ class Asked(argparse.Namespace):
     kills: int
     repeats: int
     venv: Path
+    namespace: bool
 
 
 def bound_s(size: float, rate: float, clients: int, relays: int, sharing: bool) -> float:
@@ -278,8 +282,13 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=0, help="default: 200, quick: 20")
     parser.add_argument("--repeats", type=int, default=0, help="default: 3, quick: 1")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--namespace", action="store_true", help="in a network namespace, where the kernel shapes the links (Linux)"
+    )
     parser.add_argument("--shardcast", dest="venv", type=Path, default=None, help="a virtual environment that has it")
     asked = parser.parse_args(namespace=Asked())
+    if asked.namespace:
+        enter_namespace()
     asked.rate = (asked.mbit or (8 if asked.quick else 200)) * 1e6 / 8
     asked.sharing_rate = (asked.sharing_mbit or (8 if asked.quick else 50)) * 1e6 / 8
     asked.size_mb = asked.size_mb or (40 if asked.quick else 1000)
@@ -287,7 +296,7 @@ def main() -> int:
     asked.kills = asked.kills or (20 if asked.quick else 200)
     asked.chunk_bytes = 1 << 20 if asked.size_mb >= 500 else 1 << 17
     figures: dict[str, Any] = {"uplink_mbit": asked.rate * 8e-6, "size_mb": asked.size_mb, "chunk_bytes": asked.chunk_bytes,
-                               "cores": os.cpu_count()}  # fmt: skip
+                               "cores": os.cpu_count(), "namespace": asked.namespace}  # fmt: skip
     for name in asked.only:
         if name == "shardcast" and asked.venv is None:
             continue

@@ -8,7 +8,6 @@ data1.bin that nothing makes. So each process gets a copy of the package with pa
 
 import asyncio
 import contextlib
-import random
 import shutil
 import time
 from pathlib import Path
@@ -16,8 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from benchmarks.swarm.links import shaped
 from benchmarks.swarm.world import MB, Process, free_port
-from shoal.net.fault_proxy import FaultProxy
 
 LIMIT = 6.0
 """Times the bound: then it is given up."""
@@ -43,9 +42,11 @@ async def broadcast(
     """Time to the last of the clients. Raises `RuntimeError` if one fails."""
     data = root / "model.bin"
     data.write_bytes(np.random.default_rng(0).integers(0, 256, size_mb * MB, dtype=np.uint8).tobytes())
-    rng, ports = random.Random(seed), [free_port() for _ in range(relays + 1)]
+    ports = [free_port() for _ in range(relays + 1)]
     async with contextlib.AsyncExitStack() as stack:
-        links = [await stack.enter_async_context(FaultProxy(port, rng, bytes_per_s=rate)) for port in ports]
+        names = {str(i): port for i, port in enumerate(ports)}
+        made = await stack.enter_async_context(shaped(names, dict.fromkeys(names, rate), seed))
+        links = [*made.values()]
         processes: list[Process] = []
         stack.callback(lambda: [process.kill() for process in processes if process.popen])
         origin = (
@@ -72,14 +73,10 @@ async def broadcast(
             processes.append(_process(venv, root, f"m{i}", settings, command))
             processes[-1].start()
             await _serving(ports[i + 1])
-        while (
-            not (root / "origin" / "distribution.txt").exists()
-            or not (root / "origin" / "distribution.txt").read_text()
-        ):
-            await asyncio.sleep(0.02)
+        await _told(root / "origin")
         began, servers = time.time(), ",".join(f"http://127.0.0.1:{link.port}" for link in links[1:])
-        while not all((root / f"relay{i}" / "distribution.txt").exists() for i in range(relays)):
-            await asyncio.sleep(0.02)
+        for i in range(relays):
+            await _told(root / f"relay{i}")
         fetching = []
         for i in range(clients):
             command = [
@@ -119,6 +116,16 @@ def _process(venv: Path, root: Path, name: str, settings: Settings, args: list[o
     }  # fmt: skip
     command = ["env", *(f"{key}={value}" for key, value in told.items()), str(venv / "bin" / "python"), *map(str, args)]
     return Process(name, command, root / f"{name}.log")
+
+
+async def _told(folder: Path) -> None:
+    """Wait until a server tells of the version; before, it may tell of none."""
+    path = folder / "distribution.txt"
+    while True:
+        with contextlib.suppress(OSError):
+            if path.read_text():
+                return
+        await asyncio.sleep(0.02)
 
 
 async def _serving(port: int) -> None:

@@ -1,7 +1,7 @@
 """A host, relays and clients as real processes, with shaped uplinks: what `benchmarks/broadcast.py` measures.
 
-The host publishes one version of random weights. The uplinks of the host, relays and sharing clients pass through
-`net/fault_proxy`; coordinator and origin share that of the host, as they share a machine. Everything else is loopback.
+The host publishes one version of random weights. The uplinks of the host, relays and sharing clients are
+shaped by `links`; coordinator and origin share that of the host, as they share a machine. Everything else is loopback.
 """
 
 import asyncio
@@ -22,10 +22,10 @@ import numpy as np
 import psutil
 from safetensors.numpy import save_file
 
+from benchmarks.swarm.links import Link, shaped
 from shoal.config import RunConfig
 from shoal.folder import RunFolder
 from shoal.net.client import Client
-from shoal.net.fault_proxy import FaultProxy, Line
 from shoal.net.keys import load_or_make_key
 from shoal.protocol.types import Done
 from shoal.protocol.wire import to_json
@@ -34,9 +34,6 @@ from shoal.weights.manifest import sign_manifest
 from shoal.weights.publish import HttpSink, publish
 
 MB = 1_000_000
-
-BLOCK_S, BLOCK_BYTES = 0.01, (4 << 10, 64 << 10)
-"""What the links pass on at a time: so many seconds of their rate, within these limits."""
 
 RUN = {
     "name": "broadcast",
@@ -109,7 +106,7 @@ class World:
     relays: list[Process] = field(default_factory=list)
     clients: list[Process] = field(default_factory=list)
     ports: dict[str, int] = field(default_factory=dict)
-    links: dict[str, FaultProxy] = field(default_factory=dict)
+    links: dict[str, Link] = field(default_factory=dict)
 
     async def publish(self, chunk_bytes: int) -> float:
         """Publish the version as the trainer does; returns when it was there."""
@@ -154,16 +151,9 @@ async def world(
     root: Path, size_mb: int, uplinks: dict[str, float], seed: int, relays: Collection[str]
 ) -> AsyncIterator[World]:
     """A host, and processes of `relays` that are not started; uplinks are bytes a second, that of "origin" the host's."""
-    rng, lines = random.Random(seed), {name: Line(rate) for name, rate in uplinks.items()}
-    lines["coordinator"] = lines["origin"]
-    rates = {"coordinator": uplinks["origin"], **uplinks}
-    ports = {name: free_port() for name in lines}
-    async with contextlib.AsyncExitStack() as stack:
-        links = {}
-        for name, line in lines.items():
-            block_bytes = min(max(BLOCK_BYTES[0], int(rates[name] * BLOCK_S)), BLOCK_BYTES[1])
-            proxy = FaultProxy(ports[name], rng, line=line, block_bytes=block_bytes if rates[name] else BLOCK_BYTES[1])
-            links[name] = await stack.enter_async_context(proxy)
+    shares = {"coordinator": "origin"}
+    ports = {name: free_port() for name in (*uplinks, *shares)}
+    async with shaped(ports, uplinks, seed, shares) as links:
         origin_url = f"http://127.0.0.1:{links['origin'].port}/v1/blobs"
         folder = await asyncio.to_thread(make_run, root, size_mb, ports["coordinator"], ports["origin"], origin_url)
         made = World(root, folder, links=links, ports=ports)
