@@ -247,6 +247,16 @@ def held(lock: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
+def free_below(folder: Path) -> int:
+    """Bytes that are free on the disk of a folder, which need not be there yet."""
+    return shutil.disk_usage(existing(folder)).free
+
+
+def existing(folder: Path) -> Path:
+    """A folder, or the nearest one above it that is there."""
+    return next(path for path in (folder, *folder.absolute().parents) if path.exists())
+
+
 def sync_folder(folder: Path) -> None:
     """Make the names in a folder durable."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)

@@ -6,7 +6,6 @@ nothing is loaded, and torch is imported only if a role computes on a GPU. The d
 
 import contextlib
 import math
-import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from shoal.engine.anyneeds import AnyNeeds, needs_of_spec
 from shoal.engine.needs import Needs
 from shoal.envs.evaluate import BATCH
 from shoal.errors import StateError
+from shoal.folder import free_below
 from shoal.plan.sizes import sizes_of
 from shoal.policy.anyspec import AnySpec
 from shoal.policy.device import AUTO, CPU, MPS, take_device
@@ -187,11 +187,6 @@ def _held(root: Path) -> int:
             found = path.lstat()
             sizes[found.st_ino] = found.st_size
     return sum(sizes.values())
-
-
-def free_below(folder: Path) -> int:
-    """Bytes that are free on the disk of a folder, which need not be there yet."""
-    return shutil.disk_usage(next(path for path in (folder, *folder.resolve().parents) if path.exists())).free
 
 
 def demand_memory(config: RunConfig, spec: PolicySpec | AnySpec, with_workers: bool) -> None:

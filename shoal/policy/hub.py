@@ -9,11 +9,12 @@ manifests: the caller compares hashes.
 import re
 import shutil
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from shoal.errors import ConfigError, StateError
-from shoal.folder import replaced_folder
+from shoal.folder import existing, free_below, replaced_folder
 from shoal.policy.files import TOKENIZER_FILES, names_of_weights
 from shoal.policy.stored import INDEX
 from shoal.protocol.hubref import EXAMPLE, HubRef, hub_ref, is_commit
@@ -45,12 +46,12 @@ def source_of(directory: Path) -> str:
     return pinned.read_text().strip() if pinned.exists() else ""
 
 
+@dataclass(frozen=True)
 class Hub:
-    """One hub with its cache."""
+    """One hub with its cache. None leaves the choice to huggingface_hub, which reads HF_ENDPOINT and HF_HOME."""
 
-    def __init__(self, endpoint: str | None = None, cache: Path | None = None) -> None:
-        """None leaves the choice to huggingface_hub, which reads HF_ENDPOINT and HF_HOME."""
-        self._endpoint, self._cache = endpoint, cache
+    endpoint: str | None = None
+    cache: Path | None = None
 
     def bring(self, path: str, target: Path, say: Callable[[str], None] = lambda line: None) -> None:
         """Put a model into the directory `target`, whole or not at all. Raises `ConfigError`, `StateError`."""
@@ -59,7 +60,8 @@ class Hub:
         wanted = {name: size for name, size in sizes.items() if name in _PLAIN or _WEIGHTS.fullmatch(name)}
         if cached is not None:
             _demand_here(pinned, ["config.json", "tokenizer.json", *names_of_weights(cached)], wanted)
-        _demand(pinned, wanted, self._cache)
+        _demand(pinned, wanted)
+        self._demand_space(pinned, wanted, target.parent)
         say(f"{pinned}: {len(wanted)} files, {sum(wanted.values()) / 1e9:.2f} GB")
         if not ref.is_pinned:
             self._file(ref, "config.json")  # so that the cache knows the branch's commit, when there is no network
@@ -74,23 +76,31 @@ class Hub:
         except OSError as error:
             raise StateError(f"cannot put {pinned} into {target}: {error}. Free some space") from None
 
-    def files(self, source: str, sizes: Mapping[str, int]) -> dict[str, Path]:
-        """Weights of a model at a commit, in the cache, by name; each must have the given size.
+    def files(self, source: str, sizes: Mapping[str, int], into: Path) -> dict[str, Path]:
+        """Weights of a model at a commit, by name: from the cache, or fetched into a folder; each must have the given size.
 
         Nothing is fetched if one has another. Raises `StateError`; the content is not yet verified.
         """
         ref = parse_ref(source)
+        own = replace(self, cache=into)
+        found = {
+            name: path for name, size in sizes.items() for hub in (own, self) if (path := hub._held(ref, name, size))
+        }
+        lacking = {name: size for name, size in sizes.items() if name not in found}
+        if not lacking:
+            return found
         _, listed, cached = self._listed(ref)
         if cached is not None:
-            _demand_here(ref, sizes, listed)
-        for name, size in sizes.items():
+            _demand_here(ref, lacking, listed)
+        for name, size in lacking.items():
             if not _WEIGHTS.fullmatch(name) or listed.get(name) != size:  # guard: hub-size-of-the-manifest
                 raise StateError(
                     f"{ref}: {name} has {listed.get(name, 'no')} bytes on the hub, and the run's manifest names {size}: "
                     "the run's base is not that model. Tell the host, or leave the run"
                 )
-        _demand(ref, sizes, self._cache, weights_only=True)
-        return {name: self._file(ref, name) for name in sizes}
+        _demand(ref, lacking, weights_only=True)
+        own._demand_space(ref, lacking, into)
+        return found | {name: own._file(ref, name) for name in lacking}
 
     def config(self, path: str) -> Path:
         """A directory with the JSON files that say the shape of a model. Raises `ConfigError`, `StateError`."""
@@ -103,7 +113,7 @@ class Hub:
         """The commit that a name leads to, and the sizes of its files; from the cache, if the hub cannot be reached."""
         hub = _library()
         try:
-            info = hub.HfApi(endpoint=self._endpoint).model_info(
+            info = hub.HfApi(endpoint=self.endpoint).model_info(
                 ref.repo, revision=ref.revision, files_metadata=True, timeout=20.0
             )
         except Exception as error:  # noqa: BLE001 - of its HTTP client, whichever that is
@@ -123,7 +133,7 @@ class Hub:
         hub = _library()
         try:
             folder = Path(
-                hub.snapshot_download(ref.repo, revision=ref.revision, cache_dir=self._cache, local_files_only=True)
+                hub.snapshot_download(ref.repo, revision=ref.revision, cache_dir=self.cache, local_files_only=True)
             )
         except Exception:  # noqa: BLE001 - as above
             raise StateError(
@@ -134,19 +144,39 @@ class Hub:
         return _Listing(HubRef(ref.owner, ref.name, folder.name), sizes, folder)
 
     def _file(self, ref: HubRef, name: str, resolve: bool = True) -> Path:
-        """A file in the cache, fetched if it is not there; a fetch that was cut short goes on."""
+        """A file in the cache, fetched if it is not there."""
         hub = _library()
         try:
             found = Path(
-                hub.hf_hub_download(
-                    ref.repo, name, revision=ref.revision, cache_dir=self._cache, endpoint=self._endpoint
-                )
+                hub.hf_hub_download(ref.repo, name, revision=ref.revision, cache_dir=self.cache, endpoint=self.endpoint)
             )
         except Exception as error:  # noqa: BLE001 - as above
             refused = _refusal(hub, ref, error)
             refused = refused or f"{ref}: {name} cannot be fetched: {_line(error)}. Try again: what is here is kept"
             raise StateError(refused) from None
         return found.resolve() if resolve else found
+
+    def _held(self, ref: HubRef, name: str, size: int) -> Path | None:
+        """A file of weights, or another one that is fetched, if the cache has it in this size."""
+        if name not in _PLAIN and not _WEIGHTS.fullmatch(name):  # guard: hub-names-of-files
+            return None
+        found = _library().try_to_load_from_cache(ref.repo, name, cache_dir=self.cache, revision=ref.revision)
+        path = Path(found).resolve() if isinstance(found, str) else None
+        return path if path is not None and path.stat().st_size == size else None
+
+    def _demand_space(self, ref: HubRef, sizes: Mapping[str, int], target: Path) -> None:
+        """Refuse a model that does not fit on the disk of the cache, or that of the target, where that is another one and
+        cannot share the cache's files. Raises `StateError`."""
+        cache = Path(_library().constants.HF_HUB_CACHE) if self.cache is None else self.cache
+        lacking = {name: size for name, size in sizes.items() if self._held(ref, name, size) is None}
+        needs = {existing(cache).stat().st_dev: (cache, sum(lacking.values()))}
+        needs.setdefault(existing(target).stat().st_dev, (target, sum(sizes.values())))
+        for folder, need in needs.values():
+            if need > (free := free_below(folder)):  # guard: hub-fits-the-disk
+                raise StateError(
+                    f"{ref} needs {need} bytes in {folder}, and {free} are free: free some space"
+                    f"{', or set HF_HOME' if folder == cache else ''}"
+                )
 
 
 class _Listing(NamedTuple):
@@ -169,8 +199,8 @@ def _demand_here(ref: HubRef, needed: Iterable[str], here: Collection[str]) -> N
         )
 
 
-def _demand(ref: HubRef, sizes: Mapping[str, int], cache: Path | None, weights_only: bool = False) -> None:
-    """Refuse a model without config.json or safetensors weights, or one that is too large. Raises `StateError`."""
+def _demand(ref: HubRef, sizes: Mapping[str, int], weights_only: bool = False) -> None:
+    """Refuse a model without config.json or safetensors weights, or with files that are too large. Raises `StateError`."""
     weights = [name for name in sizes if _WEIGHTS.fullmatch(name)]
     if not weights or (not weights_only and "config.json" not in sizes):
         raise StateError(f"{ref} has no config.json with weights in safetensors: choose another model or revision")
@@ -179,9 +209,6 @@ def _demand(ref: HubRef, sizes: Mapping[str, int], cache: Path | None, weights_o
         raise StateError(
             f"{ref}: {large[0] if large else 'it'} has more than {MAX_PLAIN_BYTES} bytes or {MAX_FILES} files"
         )
-    free = shutil.disk_usage(cache if cache is not None and cache.exists() else Path.home()).free
-    if sum(sizes.values()) > free:
-        raise StateError(f"{ref} has {sum(sizes.values())} bytes, and {free} are free: free some space, or set HF_HOME")
 
 
 def _refusal(hub: Any, ref: HubRef, error: Exception) -> str:
@@ -201,6 +228,7 @@ def _refusal(hub: Any, ref: HubRef, error: Exception) -> str:
 def _library() -> Any:
     try:
         import huggingface_hub
+        import huggingface_hub.constants
         import huggingface_hub.errors
     except ImportError as error:
         raise StateError(

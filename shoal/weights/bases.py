@@ -5,8 +5,10 @@ may have many gigabytes, so it is fetched, stored and hashed once: a file that i
 its place on the disk, its size and its date; of all tensors, with the files' names and the index. It knows no network.
 """
 
+import asyncio
 import hashlib
 import shutil
+import threading
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TypeVar
@@ -14,6 +16,7 @@ from typing import TypeVar
 from shoal.errors import PeerError, StateError
 from shoal.policy import adapterspec
 from shoal.policy.adapterspec import has_adapter
+from shoal.policy.apart import fetch_apart
 from shoal.policy.hub import Hub
 from shoal.policy.stored import INDEX, Identity, files_of_base, identity_of, key_of_base
 from shoal.protocol import wire
@@ -24,6 +27,9 @@ from shoal.weights.spans import Span, copy_span
 
 MANIFEST_FILE = ".manifest"
 """A file in each directory: the manifest it was made from, so that a later version can reuse its chunks unread."""
+
+OF_HUBS = ".hub"
+"""Folder beside the versions for what a node fetches from a hub: there it counts as what the versions take of the disk."""
 
 MOST_KNOWN = 4096
 """Files whose hashes are remembered. A base has a few."""
@@ -113,19 +119,47 @@ def bases_here(folder: Path, manifest: Manifest, model: Path | None = None) -> d
     return found
 
 
-def bases_of_hub(manifest: Manifest, lacking: Collection[str], hub: Hub) -> dict[str, Path]:
-    """Files of a version's base in the cache of a hub, verified, by name. Raises `StateError`."""
+async def from_hub(manifest: Manifest, lacking: Collection[str], hub: Hub, folder: Path) -> dict[str, Path]:
+    """Files of a version's base that each node gets from a hub by itself, verified, by name. What its cache here lacks is
+    fetched into `folder`. Raises `StateError`; if it is cancelled, the fetch ends."""
+    stopped = threading.Event()
+    try:
+        return await asyncio.to_thread(bases_of_hub, manifest, lacking, hub, folder, stopped)
+    finally:
+        stopped.set()
+
+
+def bases_of_hub(
+    manifest: Manifest, lacking: Collection[str], hub: Hub, folder: Path, stopped: threading.Event
+) -> dict[str, Path]:
+    """As `from_hub`; it ends when `stopped` is set."""
     if manifest.base is None or not manifest.base.source:
         return {}
     entries = {entry.path: entry for entry in entries_of_base(manifest) if entry.path in lacking}
-    found = hub.files(manifest.base.source, {name: entry.size for name, entry in entries.items()}) if entries else {}
+    if not entries:
+        return {}
+    source, sizes = manifest.base.source, {name: entry.size for name, entry in entries.items()}
+    found = fetch_apart(hub, source, sizes, _of_hub(folder, source), stopped)
     for name, path in found.items():
         if not _is_right(path, entries[name]):  # guard: hub-files-of-the-manifest
             raise StateError(
-                f"{manifest.base.source}: {name} has another hash than in the run's manifest: the run's base is not that "
-                "model, or the file in the hub's cache is damaged. Delete it there and try again, or tell the host"
+                f"{source}: {name} has another hash than in the run's manifest: the run's base is not that model, or "
+                f"{path} is damaged. Delete that file and try again, or tell the host"
             )
     return found
+
+
+def forget_fetched(folder: Path, but: Manifest | None = None) -> None:
+    """Delete what was fetched from hubs into a folder, except for this version. Whole versions have names of their own for
+    these files."""
+    kept = _of_hub(folder, but.base.source) if but is not None and but.base is not None else None
+    for path in (folder / OF_HUBS).glob("*"):
+        if path != kept:
+            shutil.rmtree(path, ignore_errors=True)  # guard: one-base-of-a-hub
+
+
+def _of_hub(folder: Path, source: str) -> Path:
+    return folder / OF_HUBS / wire.digest(source.encode())[:16]
 
 
 def demand_same_base(manifest: Manifest, other: Manifest) -> None:

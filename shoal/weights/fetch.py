@@ -22,7 +22,7 @@ from shoal.errors import NothingYet, PeerError, StateError, cause_of
 from shoal.policy.hub import Hub
 from shoal.protocol.constants import MAX_PATCH_CHAIN
 from shoal.protocol.types import Manifest, Patch, Publishers
-from shoal.weights.bases import bases_here, bases_of_hub, entries_of_base, link_base
+from shoal.weights.bases import bases_here, entries_of_base, forget_fetched, from_hub, link_base
 from shoal.weights.demands import ManifestError, chunks_of
 from shoal.weights.finish import directory_name, fault_of, finish, prune
 from shoal.weights.follow import files_to_fetch, follow, root_here, versions_here, weights_bytes
@@ -209,6 +209,7 @@ class _Fetch:
     async def version(self, asked: Manifest) -> Path:
         """A version by the cheapest way; if its patches fail, by the next one."""
         broken, dropped, problem = set[tuple[int, int]](), set[int](), None
+        await asyncio.to_thread(forget_fetched, self._folder, asked)
         if await asyncio.to_thread(self._is_here, asked):
             return await self._held(asked)
         if self._store is not None and await asyncio.to_thread(
@@ -337,11 +338,12 @@ class _Fetch:
         self._begin(manifest)
         base = await asyncio.to_thread(bases_here, self._folder, manifest)
         lacking = [entry.path for entry in entries_of_base(manifest) if entry.path not in base]
-        base |= await asyncio.to_thread(bases_of_hub, manifest, lacking, self._hub)
+        base |= await from_hub(manifest, lacking, self._hub, self._folder)
         files = [wanted for wanted in files_of(manifest) if wanted.name not in base]
         await self._bring(manifest, unfinished, files, on_held=partial(self._tell, manifest))
         await asyncio.to_thread(link_base, base, unfinished)
         await asyncio.to_thread(finish, unfinished, target, manifest)
+        await asyncio.to_thread(forget_fetched, self._folder)
         return target
 
     async def _by_patches(self, asked: Manifest, way: Way) -> Path:

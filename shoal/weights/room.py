@@ -6,8 +6,9 @@ repeat one chunk many times, so what is downloaded does not bound what is writte
 """
 
 import contextlib
-import shutil
 from pathlib import Path
+
+from shoal.folder import free_below
 
 
 def room_for_version(folder: Path, keep: int, max_disk_mb: int = 0, other_bytes: int = 0) -> int:
@@ -20,8 +21,7 @@ def disk_limit(folder: Path, max_disk_mb: int) -> int:
     """Bytes that a node may take: `max_disk_mb`; if it is 0, half of what is free or taken by the versions in `folder`."""
     if max_disk_mb:
         return max_disk_mb * 1_000_000
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    return (shutil.disk_usage(existing).free + _size(folder)) // 2
+    return (free_below(folder) + _size(folder)) // 2
 
 
 def _size(folder: Path) -> int:

@@ -23,6 +23,12 @@ class FakeHub:
         self.url = ""
         self.cut_after: int | None = None
         """Answers end after so many bytes, once."""
+        self.pad_bytes = 0
+        """Files have so many bytes more than the list of files says."""
+        self.stalls = threading.Event()
+        """Set: the second half of a large file never comes."""
+        self.stalled = threading.Event()
+        """Whether the first half of one was sent."""
 
     def refusal(self, repo: str, revision: str) -> tuple[int, str] | None:
         """Status and code of an answer, if there is no such model for us."""
@@ -73,7 +79,7 @@ def fake_hub() -> Iterator[FakeHub]:
             if not path.is_file():
                 self.answer(404, b"{}", **{"X-Error-Code": "EntryNotFound"})
                 return
-            data = path.read_bytes()
+            data = path.read_bytes() + bytes(hub.pad_bytes)
             told = {"X-Repo-Commit": COMMIT, "ETag": f'"{hashlib.sha256(data).hexdigest()}"', "Accept-Ranges": "bytes"}
             asked = self.headers.get("Range", "")
             if asked.startswith("bytes=") and self.command == "GET":
@@ -96,6 +102,13 @@ def fake_hub() -> Iterator[FakeHub]:
                 body, hub.cut_after = body[: hub.cut_after], None
                 self.close_connection = True
             hub.sent_bytes += len(body)
+            if hub.stalls.is_set() and len(body) > 20_000:
+                with contextlib.suppress(OSError):
+                    self.wfile.write(body[: len(body) // 2])
+                    hub.stalled.set()
+                    self.connection.recv(1)  # until the other side closes
+                self.close_connection = True
+                return
             with contextlib.suppress(OSError):
                 self.wfile.write(body)
 

@@ -10,6 +10,7 @@ import pytest
 
 from shoal.config import TinyPolicy, check_run
 from shoal.errors import ConfigError, StateError
+from shoal.policy import hub as hub_module
 from shoal.policy.files import load_policy, save_policy
 from shoal.policy.hub import Hub, source_of
 from shoal.policy.tiny import make_tiny
@@ -95,7 +96,7 @@ def test_a_file_that_is_too_large_is_not_fetched(hub, tmp_path):
 
 def test_weights_of_another_size_than_the_manifests_are_not_fetched(hub, tmp_path):
     source, size = f"hf:ann/small@{COMMIT}", (tmp_path / "model/model.safetensors").stat().st_size
-    found = reached(hub, tmp_path).files(source, {"model.safetensors": size})
+    found = reached(hub, tmp_path).files(source, {"model.safetensors": size}, tmp_path / "into")
     assert found["model.safetensors"].read_bytes() == (tmp_path / "model/model.safetensors").read_bytes()
     for name, wanted in (
         ("model.safetensors", size + 1),
@@ -103,7 +104,8 @@ def test_weights_of_another_size_than_the_manifests_are_not_fetched(hub, tmp_pat
         ("config.json", 9),
     ):
         with pytest.raises(StateError, match="the run's base is not that model"):
-            reached(hub, tmp_path / "other").files(source, {name: wanted})
+            reached(hub, tmp_path / "other").files(source, {name: wanted}, tmp_path / "another")
+    assert not (tmp_path / "another").exists(), "nothing was fetched"
 
 
 def test_a_fetch_that_was_cut_short_goes_on(hub, tmp_path):
@@ -136,11 +138,47 @@ def test_a_part_of_a_model_in_the_cache_is_not_taken_for_the_model_without_netwo
         assert not (tmp_path / "part").exists()
         if lacking in shards:
             with pytest.raises(StateError, match="connect and try again"):
-                away.files(f"hf:ann/small@{COMMIT}", sizes)
+                away.files(f"hf:ann/small@{COMMIT}", sizes, tmp_path / "into")
         (tmp_path / "away").rename(held)
     reached(hub, tmp_path / "fresh").bring(NAME, tmp_path / "other")
     got = [asked.rpartition("/")[2] for asked in hub.asked if asked.startswith("GET") and "/resolve/" in asked]
     assert got[-len(shards) :] == shards, "weights come last"
+
+
+def test_names_that_lead_out_of_the_cache_are_not_looked_up(hub, tmp_path):
+    reached(hub, tmp_path).bring(NAME, tmp_path / "here")
+    path = tmp_path / "cache" / "models--ann--small" / "snapshots" / COMMIT / "other.txt"
+    path.write_text("not of this model")
+    with pytest.raises(StateError, match="the run's base is not that model"):
+        reached(hub, tmp_path).files(f"hf:ann/small@{COMMIT}", {"other.txt": path.stat().st_size}, tmp_path / "into")
+
+
+def test_only_what_the_cache_lacks_must_fit_on_its_disk(hub, tmp_path, monkeypatch):
+    looked = []
+
+    def none_free(folder: Path) -> int:
+        looked.append(folder)
+        return 0
+
+    monkeypatch.setattr(hub_module, "free_below", none_free)
+    with pytest.raises(
+        StateError, match=r"needs \d+ bytes in .*cache, and 0 are free: free some space, or set HF_HOME"
+    ):
+        reached(hub, tmp_path).bring(NAME, tmp_path / "here")
+    assert looked == [tmp_path / "cache"] and not [asked for asked in hub.asked if "/resolve/" in asked]
+    monkeypatch.undo()
+    reached(hub, tmp_path).bring(NAME, tmp_path / "first")
+    monkeypatch.setattr(hub_module, "free_below", none_free)
+    reached(hub, tmp_path).bring(NAME, tmp_path / "second")
+
+
+def test_a_model_must_fit_on_the_disk_that_it_is_copied_to(hub, tmp_path, monkeypatch):
+    other = Path("/dev/shm")
+    if not other.is_dir() or other.stat().st_dev == tmp_path.stat().st_dev:
+        pytest.skip("there is no second disk")
+    monkeypatch.setattr(hub_module, "free_below", lambda folder: 0 if folder == other / "runs" else 1 << 40)
+    with pytest.raises(StateError, match=r"needs \d+ bytes in /dev/shm/runs, and 0 are free: free some space$"):
+        reached(hub, tmp_path).bring(NAME, other / "runs" / "policy")
 
 
 @pytest.mark.parametrize("name", ["hf:small@main", "hf:ann/small", "hf:ann/../small@main", "hf:ann/small@", "hf:a b/c@d",

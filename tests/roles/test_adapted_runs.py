@@ -4,6 +4,8 @@ import asyncio
 import itertools
 import json
 import shutil
+import threading
+import time
 from pathlib import Path
 
 import msgspec
@@ -239,6 +241,8 @@ def test_a_base_on_a_hub_never_crosses_the_hosts_uplink(tmp_path, monkeypatch):
         town = Town(tmp_path / "run", tiny_run(train=ADAPTER["train"], steps=2, policy=policy))
         asyncio.run(town.live(town.trainer(), town.validator(), town.worker("stranger", own_files=False)))
         assert town.audit().findings == []
+    assert not (tmp_path / "cache of a node").exists(), "what it fetched counts as its versions do"
+    assert not [*tmp_path.rglob(f"{bases.OF_HUBS}/*")], "and has the names of the versions' files alone"
     source = f"hf:ann/small@{COMMIT}"
     for version in range(3):
         manifest = town.desk.kept.manifests[version]
@@ -262,11 +266,52 @@ def test_a_hub_with_other_weights_than_the_manifests_is_refused(tmp_path):
         own = FileEntry(adapterspec.WEIGHTS, 1, "ab" * 32, ("ab" * 32,))
         manifest = Manifest("run", "policy", 0, (), "float32", "cd" * 32, (entry, own), 1 << 20, 0.0, 0.0,
                             base=AdapterBase("ef" * 32, f"hf:ann/small@{COMMIT}"))  # fmt: skip
-        found = bases.bases_of_hub(manifest, ["model.safetensors"], Hub(hub.url, tmp_path / "cache"))
+        found = bases.bases_of_hub(
+            manifest, ["model.safetensors"], Hub(hub.url, tmp_path / "cache"), tmp_path, threading.Event()
+        )
         assert found["model.safetensors"].read_bytes() == data
         path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
         with pytest.raises(StateError, match="has another hash than in the run's manifest"):
-            bases.bases_of_hub(manifest, ["model.safetensors"], Hub(hub.url, tmp_path / "another cache"))
+            bases.bases_of_hub(
+                manifest, ["model.safetensors"], Hub(hub.url, tmp_path / "cache"), tmp_path / "other", threading.Event()
+            )
+
+
+def test_a_cancelled_fetch_of_a_base_ends_at_once(tmp_path):
+    pytest.importorskip("huggingface_hub")
+    make_tiny(tiny_run().policy.tiny, tmp_path / "model", 3, "float32")
+    size = (tmp_path / "model" / "model.safetensors").stat().st_size
+    entry = FileEntry("model.safetensors", size, "ab" * 32, ())
+    manifest = Manifest("run", "policy", 0, (), "float32", "cd" * 32, (entry,), 1 << 20, 0.0, 0.0,
+                        base=AdapterBase("ef" * 32, f"hf:ann/small@{COMMIT}"))  # fmt: skip
+
+    async def cancelled() -> float:
+        with fake_hub() as hub:
+            hub.models["ann/small"] = tmp_path / "model"
+            hub.stalls.set()
+            fetching = asyncio.create_task(
+                bases.from_hub(manifest, [entry.path], Hub(hub.url, tmp_path / "cache"), tmp_path / "node")
+            )
+            assert await asyncio.to_thread(hub.stalled.wait, 60)
+            fetching.cancel()
+            return time.monotonic()
+
+    at = asyncio.run(cancelled())  # which waits for its threads
+    assert time.monotonic() - at < 5
+    assert not [*tmp_path.rglob("*.incomplete")]
+
+
+def test_only_one_base_of_a_hub_is_kept_beside_the_versions(tmp_path):
+    manifests = [
+        Manifest("run", "policy", 0, (), "float32", "cd" * 32, (), 1 << 20, 0.0, 0.0, base=base)
+        for base in (AdapterBase("ef" * 32, f"hf:ann/small@{COMMIT}"), AdapterBase("ef" * 32, f"hf:bob/other@{COMMIT}"))
+    ]
+    folder = bases._of_hub(tmp_path, f"hf:ann/small@{COMMIT}")
+    folder.mkdir(parents=True)
+    bases.forget_fetched(tmp_path, manifests[0])
+    assert folder.exists()
+    bases.forget_fetched(tmp_path, manifests[1])
+    assert not folder.exists()
 
 
 @pytest.mark.parametrize(
