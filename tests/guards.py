@@ -1255,7 +1255,6 @@ GUARDS = [
         ("changed-joins-are-limited", OFF, "test_a_key_that_joins_again_and_again_writes_little_of_the_log"),
     ),
     *_needed_by("tests/weights/test_bases.py",
-        ("base-by-names", ("path.name", '""'), "test_another_name_of_a_file_is_another_base"),
         ("base-by-its-index", ("told", '""'), "test_another_index_over_the_same_files_is_another_base"),
     ),
     *_needed_by("tests/weights/test_changes.py",

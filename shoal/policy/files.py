@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -19,16 +18,14 @@ from shoal.errors import StateError, cause_of
 from shoal.folder import replaced_folder
 from shoal.policy import adapterspec
 from shoal.policy.filling import demand_floats, demand_same_shapes, fill_all
-from shoal.policy.spec import PolicySpec, read_capped, write_json
-from shoal.policy.stored import INDEX, ITEM_BYTES, MAX_INDEX_BYTES, StoredTensor, decode_strictly, read_header
+from shoal.policy.spec import PolicySpec, write_json
+from shoal.policy.stored import INDEX, ITEM_BYTES, WEIGHTS, StoredTensor, read_header, shards_of
 
 if TYPE_CHECKING:
     import torch
 
     from shoal.policy.base import PolicyModel
     from shoal.policy.model import Transformer
-
-WEIGHTS = "model.safetensors"
 
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json", "added_tokens.json",
@@ -225,15 +222,8 @@ def find_tensors(directory: Path) -> dict[str, StoredTensor]:
     return found | read_header(adapter) if adapter.exists() else found
 
 
-def names_of_weights(directory: Path) -> list[str]:
-    """The files that hold the weights of a directory's model, there or not: one, or the shards that its index names. Raises
-    `StateError`."""
-    shards = _shards(Path(directory))
-    return [WEIGHTS] if shards is None else sorted(set(shards.values()))
-
-
 def _find_whole(directory: Path) -> dict[str, StoredTensor]:
-    shards, found = _shards(directory), dict[str, StoredTensor]()
+    shards, found = shards_of(directory), dict[str, StoredTensor]()
     if shards is None:
         return read_header(directory / WEIGHTS)
     for shard in sorted(set(shards.values())):
@@ -242,22 +232,6 @@ def _find_whole(directory: Path) -> dict[str, StoredTensor]:
     if stray:
         raise StateError(f"{directory / INDEX} and its shards disagree on {sorted(stray)[0]}: download the model again")
     return found
-
-
-def _shards(directory: Path) -> dict[str, str] | None:
-    """The shard of each tensor, by the index; None if the weights are in one file."""
-    if (directory / WEIGHTS).exists() or not (directory / INDEX).exists():
-        return None
-    index = decode_strictly(read_capped(directory / INDEX, MAX_INDEX_BYTES), _Index, directory / INDEX)
-    for shard in sorted(set(index.weight_map.values())):
-        # guard: names-of-shards
-        if not shard.endswith(".safetensors") or Path(shard).name != shard or not shard.isprintable():
-            raise StateError(f"{directory / INDEX} names {shard!r}: a shard is a .safetensors file beside it")
-    return index.weight_map
-
-
-class _Index(msgspec.Struct):
-    weight_map: dict[str, str]
 
 
 def _needed(stored: dict[str, StoredTensor], spec: PolicySpec) -> dict[str, StoredTensor]:

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 from shoal.errors import ConfigError, StateError
 from shoal.folder import existing, free_below, replaced_folder
-from shoal.policy.files import TOKENIZER_FILES, names_of_weights
-from shoal.policy.stored import INDEX
+from shoal.policy.files import TOKENIZER_FILES
+from shoal.policy.stored import INDEX, names_of_weights
 from shoal.protocol.hubref import EXAMPLE, HubRef, hub_ref, is_commit
 
 PINNED = ".hub"

@@ -22,6 +22,8 @@ from shoal.protocol.constants import MAX_SAFETENSORS_HEADER_BYTES, MAX_TENSORS
 ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "I8": 1}
 """Bytes per value of the dtypes that a policy may have, by safetensors' names. I8: see `quantise`."""
 
+WEIGHTS = "model.safetensors"
+
 INDEX = "model.safetensors.index.json"
 """Says which shard a tensor is in, if the weights are in several files."""
 
@@ -56,19 +58,44 @@ def identity_of(path: Path) -> Identity:
 
 
 def files_of_base(directory: Path) -> list[Path]:
-    """The files with the weights that an adapter in the same directory belongs to: all but the adapter's."""
-    return sorted(path for path in Path(directory).glob("*.safetensors") if path.name != adapterspec.WEIGHTS)
+    """The files with the weights that an adapter in the same directory belongs to: those that a model is loaded from, as
+    far as they are there. Raises `StateError` if the index is damaged or hostile."""
+    found = [Path(directory) / name for name in names_of_weights(directory)]
+    return [path for path in found if path.name != adapterspec.WEIGHTS and path.exists()]
 
 
 def key_of_base(directory: Path) -> str:
     """What changes whenever the weights that an adapter in the same directory belongs to are other ones.
 
-    The files' names and their index say which tensors count, so they are in it. Raises OSError, `StateError`.
+    The index says which tensor counts of which file, so it is in it. Raises OSError, `StateError`.
     """
-    files = [(path.name, identity_of(path)) for path in files_of_base(directory)]  # guard: base-by-names
+    files = [identity_of(path) for path in files_of_base(directory)]
     index = Path(directory) / INDEX
     told = hashlib.sha256(read_capped(index, MAX_INDEX_BYTES)).hexdigest() if index.exists() else ""
     return hashlib.sha256(repr((files, told)).encode()).hexdigest()  # guard: base-by-its-index
+
+
+def names_of_weights(directory: Path) -> list[str]:
+    """The files that hold the weights of a directory's model, there or not: one, or the shards that its index names. Raises
+    `StateError`."""
+    shards = shards_of(Path(directory))
+    return [WEIGHTS] if shards is None else sorted(set(shards.values()))
+
+
+def shards_of(directory: Path) -> dict[str, str] | None:
+    """The shard of each tensor, by the index; None if the weights are in one file. Raises `StateError`."""
+    if (directory / WEIGHTS).exists() or not (directory / INDEX).exists():
+        return None
+    index = decode_strictly(read_capped(directory / INDEX, MAX_INDEX_BYTES), _Index, directory / INDEX)
+    for shard in sorted(set(index.weight_map.values())):
+        # guard: names-of-shards
+        if not shard.endswith(".safetensors") or Path(shard).name != shard or not shard.isprintable():
+            raise StateError(f"{directory / INDEX} names {shard!r}: a shard is a .safetensors file beside it")
+    return index.weight_map
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:

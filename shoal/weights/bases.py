@@ -18,7 +18,7 @@ from shoal.policy import adapterspec
 from shoal.policy.adapterspec import has_adapter
 from shoal.policy.apart import fetch_apart
 from shoal.policy.hub import Hub
-from shoal.policy.stored import INDEX, Identity, files_of_base, identity_of, key_of_base
+from shoal.policy.stored import INDEX, Identity, files_of_base, identity_of, key_of_base, shards_of
 from shoal.protocol import wire
 from shoal.protocol.types import FileEntry, Manifest
 from shoal.weights.codes import Weights, coded_directory, cores, digests_of, root_of
@@ -203,9 +203,8 @@ def link_base(files: Mapping[str, Path], directory: Path) -> None:
 def link_from(model: Path, directory: Path) -> None:
     """Give a directory with an adapter the weights of its base, and their index. Raises OSError."""
     link_base({path.name: path for path in files_of_base(model)}, directory)
-    index = model / INDEX
-    if index.exists():
-        shutil.copyfile(index, directory / index.name)
+    if shards_of(model) is not None:
+        shutil.copyfile(model / INDEX, directory / INDEX)
 
 
 def fault_of_base(directory: Path, manifest: Manifest) -> str:

@@ -11,7 +11,7 @@ from shoal.errors import StateError
 from shoal.policy import stored
 from shoal.policy.adapterspec import CONFIG
 from shoal.policy.stored import INDEX
-from shoal.weights.bases import base_root
+from shoal.weights.bases import base_root, link_from
 from shoal.weights.manifest import weights_root
 
 
@@ -51,3 +51,25 @@ def test_an_index_that_is_too_large_is_refused_unread(directory, monkeypatch):
     monkeypatch.setattr(stored, "MAX_INDEX_BYTES", 10)
     with pytest.raises(StateError, match=r"index\.json is larger than 10 bytes"):
         stored.key_of_base(directory)
+
+
+def test_a_stray_copy_of_the_weights_is_no_part_of_a_base(tmp_path):
+    model, target = tmp_path / "model", tmp_path / "target"
+    for folder in (model, target):
+        folder.mkdir()
+    save_file({"a": torch.zeros(4)}, model / "model.safetensors")
+    key = stored.key_of_base(model)
+    (model / "consolidated.safetensors").write_bytes(b"the same in another format")
+    (model / INDEX).write_text(json.dumps({"weight_map": {"a": "gone.safetensors"}}))  # which one file makes void
+    assert stored.files_of_base(model) == [model / "model.safetensors"]
+    link_from(model, target)
+    assert [path.name for path in target.iterdir()] == ["model.safetensors"]
+    (model / INDEX).unlink()
+    assert stored.key_of_base(model) == key
+
+
+def test_only_the_shards_that_the_index_names_are_a_base(directory):
+    target = directory.parent / "target"
+    target.mkdir()
+    link_from(directory, target)
+    assert {path.name for path in target.iterdir()} == {"one.safetensors", INDEX}
