@@ -1054,6 +1054,7 @@ GUARDS = [
         ("hub-files-of-the-manifest", OFF, "test_a_hub_with_other_weights_than_the_manifests_is_refused"),
     ),
     *_needed_by("tests/roles/test_merge.py",
+        ("merge-fits-memory", OFF, "test_a_merge_for_which_memory_does_not_suffice_is_refused_before_it_loads"),
         ("adapter-names-its-base", OFF, "test_an_adapter_of_another_base_is_refused_by_its_own_message"),
     ),
     *_needed_by("tests/engine/test_inplace.py",

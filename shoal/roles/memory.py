@@ -142,11 +142,16 @@ def enforced(make_engine: Callable[..., Engine], limit_mb: int, threads: int) ->
 
 def share_of_free_mb() -> int:
     """Half of the memory that is free, or that this process has already."""
+    return max(0, free_bytes() + psutil.Process().memory_info().rss) // 2_000_000
+
+
+def free_bytes() -> int:
+    """Memory that this process may still take, here or in its container."""
     free = psutil.virtual_memory().available
     with contextlib.suppress(OSError, ValueError):  # no such files, or no limit: "max"
         limit, used = (int((CONTAINER / name).read_text()) for name in ("memory.max", "memory.current"))
         free = min(free, limit - used)
-    return max(0, free + psutil.Process().memory_info().rss) // 2_000_000
+    return int(free)
 
 
 def taken_mb() -> int:

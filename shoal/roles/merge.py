@@ -6,6 +6,7 @@ policy than the adapter over its base, which a run publishes and verifies. It do
 Axes: B rows, T tokens of a row, V vocabulary.
 """
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,16 +14,23 @@ import torch
 from torch import Tensor
 
 from shoal.errors import ConfigError, StateError
+from shoal.plan.words import amount
 from shoal.policy.adapters import load_adapter, merge
-from shoal.policy.adapterspec import Base, has_adapter
-from shoal.policy.files import find_tensors, load_policy, save_policy
+from shoal.policy.adapterspec import AdapterSpec, Base, has_adapter
+from shoal.policy.files import load_policy, save_policy
 from shoal.policy.model import Transformer
-from shoal.policy.stored import files_of_base
+from shoal.policy.sizes import adapter_parameters_of, layer_values_of, parameters_of
+from shoal.policy.spec import PolicySpec
+from shoal.policy.stored import files_of_base, read_header
+from shoal.roles.memory import free_bytes
 from shoal.weights.bases import base_root
 from shoal.weights.manifest import weights_root
 
 ROWS, ROW_TOKENS = 4, 128
 """Conversations of random tokens on which the two are compared, and their tokens at most."""
+
+LOGIT_COPIES = 7
+"""Of all logits, while the two are compared: of both models, as log-probs, and what is computed from these."""
 
 
 @dataclass(frozen=True)
@@ -61,9 +69,10 @@ def main(adapter: Path, base: Path | None, out: Path, dtype: str, threads: int) 
     if base is None and not files_of_base(adapter):
         raise ConfigError(f"{adapter} holds an adapter without its base: name the base's directory with --base")
     model_in = adapter if base is None else base
-    demand_base(adapter, model_in)
-    stored = {one.dtype for one in find_tensors(model_in).values() if one.file in files_of_base(model_in)}
+    stored = {one.dtype for file in files_of_base(model_in) for one in read_header(file).values()}
     dtype = dtype or ("bfloat16" if stored == {"BF16"} else "float32")
+    demand_memory(PolicySpec.from_directory(model_in), AdapterSpec.from_directory(adapter))
+    demand_base(adapter, model_in)
     model = load_policy(model_in)
     if base is not None:
         load_adapter(model, adapter)
@@ -73,6 +82,27 @@ def main(adapter: Path, base: Path | None, out: Path, dtype: str, threads: int) 
     del model
     difference = compare(before, load_policy(out), changes)
     return f"{out}: a whole model in {dtype}. Against the adapter over its base, {difference.in_words()}"
+
+
+def demand_memory(spec: PolicySpec, adapter: AdapterSpec) -> None:
+    """Raise `StateError` if merging takes more memory than is free."""
+    need, free = needs_of_merge(spec, adapter), free_bytes()
+    if need > free:  # guard: merge-fits-memory
+        raise StateError(
+            f"merging needs about {amount(need)} of memory, most of it for {amount(4 * parameters_of(spec))} of weights in "
+            f"float32, and {amount(free)} are free: close other programs, or merge on a machine with more memory"
+        )
+
+
+def needs_of_merge(spec: PolicySpec, adapter: AdapterSpec) -> int:
+    """Bytes that merging takes beside Python and torch: the whole model in float32, and what it is compared by."""
+    tensors = {name: math.prod(shape) for name, shape in spec.tensor_shapes().items()}
+    ends = tuple(f"model.layers.{layer}." for layer in {0, spec.layers - 1})
+    kept = [size for name, size in tensors.items() if name.startswith(ends) and name.split(".")[-2] in adapter.targets]
+    tokens = ROWS * min(ROW_TOKENS, spec.max_positions)
+    compared = tokens * (LOGIT_COPIES * spec.vocab_size + layer_values_of(spec))
+    learned = 2 * adapter_parameters_of(spec, adapter.rank, adapter.targets)  # as it is read, and in the model
+    return 4 * (sum(tensors.values()) + learned + 2 * sum(kept) + compared + 2 * max(tensors.values())) * 9 // 8
 
 
 def demand_base(adapter: Path, model_in: Path) -> None:

@@ -1,5 +1,8 @@
 """`shoal policy merge`: the whole model, what merging changed, and adapters of another base."""
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,7 @@ from shoal.errors import ConfigError, StateError
 from shoal.policy.adapters import begin_adapter
 from shoal.policy.adapterspec import AdapterSpec
 from shoal.policy.files import load_policy, save_policy
+from shoal.policy.spec import PolicySpec
 from shoal.policy.tiny import make_tiny
 from shoal.roles import merge as role
 from shoal.weights.bases import base_of, link_from
@@ -52,6 +56,61 @@ def test_the_merged_model_computes_what_the_adapter_over_its_base_does(tmp_path,
     link_from(tmp_path / "base", adapter)
     assert torch.allclose(logits(tmp_path / "merged"), logits(adapter), atol=1e-4)
     assert not torch.allclose(logits(tmp_path / "merged"), logits(tmp_path / "base"), atol=1e-2)
+
+
+def test_a_merge_for_which_memory_does_not_suffice_is_refused_before_it_loads(tmp_path, capsys, monkeypatch):
+    adapter = model_with(tmp_path, 0.2)
+    monkeypatch.setattr(role, "free_bytes", lambda: 100_000)
+    monkeypatch.setattr(role, "load_policy", None)
+    code = main(["policy", "merge", str(adapter), "--base", str(tmp_path / "base"), "--out", str(tmp_path / "merged")])
+    said = capsys.readouterr().err.strip()
+    assert code == 2 and "\n" not in said
+    assert "merging needs about" in said and "of weights in float32, and 100 kB are free: close other programs" in said
+
+
+MEASURE = """
+import ctypes, json, re, sys
+from pathlib import Path
+from shoal.policy.adapters import begin_adapter
+from shoal.policy.adapterspec import AdapterSpec
+from shoal.policy.files import load_policy, save_policy
+from shoal.policy.model import Transformer
+from shoal.policy.spec import PolicySpec
+from shoal.policy.tiny import initialise
+from shoal.roles import merge
+
+folder, spec = Path(sys.argv[1]), PolicySpec(**json.loads(sys.argv[2]))
+model = Transformer(spec)
+initialise(model, 1)
+save_policy(model, folder / "base", "float32")
+begin_adapter(model, AdapterSpec(8, 8.0), 1)
+save_policy(model, folder / "adapter", "float32")
+del model
+
+def kb(name):
+    return int(re.search(name + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
+
+ctypes.CDLL(None).malloc_trim(0)
+Path("/proc/self/clear_refs").write_text("5")
+before = kb("VmRSS")
+merge.main(folder / "adapter", folder / "base", folder / "merged", "", 1)
+print((kb("VmHWM") - before) * 1024)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="no other system tells what was taken at most")
+@pytest.mark.parametrize("shape", [(256, 2, 32_000), (512, 12, 1000)])
+def test_a_merge_takes_at_most_what_it_is_said_to_need_and_not_much_less(tmp_path, shape):
+    width, layers, vocabulary = shape
+    spec = dict(
+        family="qwen3", width=width, layers=layers, heads=4, kv_heads=4, mlp_width=4 * width, vocab_size=vocabulary,
+        head_dim=width // 4, max_positions=1 << 14, rope_theta=1e4, norm_eps=1e-5, tied=True, eos_ids=[0],
+    )  # fmt: skip
+    command = [sys.executable, "-c", MEASURE, str(tmp_path), json.dumps(spec)]
+    took = int(subprocess.run(command, capture_output=True, check=True, text=True).stdout)
+    need = role.needs_of_merge(PolicySpec(**{**spec, "eos_ids": (0,)}), AdapterSpec(8, 8.0))
+    spare = 30_000_000  # code of torch that is read at its first use
+    assert took < need + spare and need < 2 * took + spare, f"{took / 1e6:.0f} MB, said {need / 1e6:.0f}"
 
 
 def test_transformers_opens_the_merged_model(tmp_path):
