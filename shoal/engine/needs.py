@@ -8,13 +8,20 @@ All results are bytes.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shoal.engine.held import NOISE_VALUES, PREFILL_TOKENS, SCORED_VALUES
+from shoal.policy.anyspec import AnySpec
+from shoal.policy.sizes import adapter_parameters_of
 from shoal.policy.spec import PolicySpec
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "int8": 4}
 """Of one weight in memory, by the dtype of the engine; int8 weights are kept as float32."""
+
+ADAPTER_BYTES = 4 * 4
+"""Of one weight of an adapter: as it was read, and arranged, where those of query, key and value have zeros between their
+outputs, so that there are three times as many; float32."""
 
 LOGIT_BYTES = 48
 """Of one logit: itself, its noise in float64, its log-prob, and the copies while they are computed."""
@@ -32,6 +39,11 @@ READ_TOKENS = 8
 """Tokens that are read at a time for each row: a reply of the environment and the last token before it."""
 
 
+def adapter_bytes(spec: PolicySpec | AnySpec, rank: int, targets: Sequence[str]) -> int:
+    """What an engine holds of an adapter of this rank, beside its base; 0: there is none."""
+    return ADAPTER_BYTES * adapter_parameters_of(spec, rank, targets) if rank else 0
+
+
 @dataclass(frozen=True)
 class Needs:
     """What one policy needs in an engine of one dtype."""
@@ -39,7 +51,7 @@ class Needs:
     spec: PolicySpec
     dtype: str
     adapter: int = 0
-    """Bytes of an adapter beside it, arranged, in float32."""
+    """As `adapter_bytes`."""
 
     @property
     def loaded(self) -> int:

@@ -15,7 +15,7 @@ import psutil
 
 from shoal.config import RunConfig
 from shoal.engine.anyneeds import AnyNeeds, needs_of_spec
-from shoal.engine.needs import Needs
+from shoal.engine.needs import Needs, adapter_bytes
 from shoal.envs.evaluate import BATCH
 from shoal.errors import StateError
 from shoal.folder import free_below
@@ -125,7 +125,8 @@ def roles_of(config: RunConfig, spec: PolicySpec | AnySpec, with_workers: bool) 
     )
     if several:
         yield RoleNeeds("torchrun's agent", CPU, (Part("process", ENGINE_BYTES),))
-    needs, rows = needs_of_spec(spec, config.sampled_dtype, 2 * learned), config.rollouts.block_rollouts
+    adapted = adapter_bytes(spec, adapter.rank, adapter.targets)
+    needs, rows = needs_of_spec(spec, config.sampled_dtype, adapted), config.rollouts.block_rollouts
     longest = config.sampling.max_tokens
     if config.validators.count:
         judged = needs.score(rows * longest, longest, hidden=config.verify.proofs != "none")
@@ -135,7 +136,7 @@ def roles_of(config: RunConfig, spec: PolicySpec | AnySpec, with_workers: bool) 
     if with_workers and (count := config.workers.count + config.workers.cheating):
         yield _role("worker", config.workers.device, played, count)
     if any(config.eval_episodes(env) for env in config.envs):
-        exact = needs_of_spec(spec, "float32", 2 * learned)
+        exact = needs_of_spec(spec, "float32", adapted)
         played = _engine(
             exact, "playing", exact.play(BATCH, longest, config.sampling.all_tokens), config.workers.device
         )

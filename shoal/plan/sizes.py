@@ -9,6 +9,7 @@ from pathlib import Path
 from shoal.config import RunConfig
 from shoal.engine.anyneeds import needs_of_spec
 from shoal.engine.needs import ITEM_BYTES as LOADED_BYTES
+from shoal.engine.needs import adapter_bytes
 from shoal.errors import ConfigError, ShoalError
 from shoal.policy.anyspec import AnySpec
 from shoal.policy.hub import Hub
@@ -73,7 +74,10 @@ def sizes_of(config: RunConfig, recipe_dir: Path, parameters: float = 0.0, patch
         version = kept_version = 4 * learned
     play = check = count * LOADED_BYTES[config.sampled_dtype]
     if spec is not None:
-        needs, r, longest = needs_of_spec(spec, config.sampled_dtype), config.rollouts, config.sampling.max_tokens
+        adapted = adapter_bytes(spec, adapter.rank, adapter.targets)
+        needs, r, longest = (
+            needs_of_spec(spec, config.sampled_dtype, adapted), config.rollouts, config.sampling.max_tokens,
+        )  # fmt: skip
         play = max(float(needs.load()), float(needs.loaded + needs.play(r.block_rollouts, longest)))
         check = max(play, float(needs.loaded + needs.score(r.block_rollouts * longest, longest, hidden=True)))
     stored, needed = _blobs(config, version, patch)

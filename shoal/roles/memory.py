@@ -6,7 +6,6 @@ leases, so a few bytes of it can ask for any amount. It uses no network.
 """
 
 import contextlib
-import math
 import resource
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -29,9 +28,6 @@ if TYPE_CHECKING:
 
 THREAD_STACK_BYTES = 8 << 20
 """Address space of a thread's stack, of which little is used."""
-
-ADAPTER_COPIES = 4
-"""An adapter as it was read, and arranged, where those of query, key and value have zeros between their outputs."""
 
 THREADS = 4
 """Threads of a role beside torch's own and those that hash versions: the event loop, one that computes, and those that look
@@ -166,16 +162,15 @@ def taken_mb() -> int:
 def needs_of(directory: Path, dtype: str) -> "Needs | AnyNeeds":
     """What the policy in a checkpoint directory needs in an engine of this dtype. Raises `StateError`."""
     from shoal.engine.anyneeds import AnyNeeds  # imports torch
-    from shoal.engine.needs import Needs
+    from shoal.engine.needs import Needs, adapter_bytes
 
     spec = spec_of(directory)
     if not isinstance(spec, PolicySpec):
         return AnyNeeds.of(spec, directory, dtype)
     if not has_adapter(directory):
         return Needs(spec, dtype)
-    # Arranged, the products of query, key and value have zeros between them: three times as many outputs.
-    adapter = AdapterSpec.from_directory(directory).tensor_shapes(spec)
-    return Needs(spec, dtype, ADAPTER_COPIES * 4 * sum(math.prod(shape) for shape in adapter.values()))
+    adapter = AdapterSpec.from_directory(directory)
+    return Needs(spec, dtype, adapter_bytes(spec, adapter.rank, adapter.targets))
 
 
 def _private_bytes() -> int:

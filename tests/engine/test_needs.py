@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from shoal.engine.needs import Needs
+from shoal.engine.needs import Needs, adapter_bytes
+from shoal.policy.adapterspec import TARGETS
 from shoal.policy.spec import PolicySpec
 
 MEASURE = """
@@ -16,17 +17,24 @@ from pathlib import Path
 import torch
 from shoal.engine.base import Request, ScoreRequest
 from shoal.engine.local import LocalEngine
+from shoal.policy.adapters import begin_adapter
+from shoal.policy.adapterspec import AdapterSpec
 from shoal.policy.files import save_policy
 from shoal.policy.model import Transformer
 from shoal.policy.spec import PolicySpec
 
 spec = PolicySpec(**json.loads(sys.argv[2]))
-rows, opening, tokens = map(int, sys.argv[3:6])
+rows, opening, tokens, rank = map(int, sys.argv[3:7])
 model = Transformer(spec)
 with torch.no_grad():
     for parameter in model.parameters():
         parameter.normal_(0, 0.02)
 save_policy(model, Path(sys.argv[1]), "float32")
+if rank:
+    begin_adapter(model, AdapterSpec(rank, 8.0), 1)
+    save_policy(model, Path(sys.argv[1] + "-adapter"), "float32")
+    for file in Path(sys.argv[1] + "-adapter").glob("adapter*"):
+        file.rename(Path(sys.argv[1]) / file.name)
 del model
 
 def taken(act):
@@ -56,6 +64,10 @@ SHAPES = {
     "many words": (dict(width=256, layers=4, heads=4, kv_heads=2, mlp_width=512, vocab_size=32000), (128, 20, 64)),
     "many weights": (dict(width=512, layers=12, heads=8, kv_heads=8, mlp_width=2048, vocab_size=1000), (16, 20, 64)),
     "long prompts": (dict(width=128, layers=2, heads=4, kv_heads=4, mlp_width=256, vocab_size=64), (4, 8000, 8050)),
+    "large adapter": (
+        dict(width=512, layers=6, heads=8, kv_heads=2, mlp_width=2048, vocab_size=1000),
+        (16, 20, 64, 256),
+    ),
     "many rollouts": (dict(width=128, layers=2, heads=4, kv_heads=4, mlp_width=256, vocab_size=64), (256, 20, 200)),
 }
 
@@ -65,14 +77,17 @@ SHAPES = {
 )
 @pytest.mark.parametrize("shape", SHAPES)
 def test_an_engine_takes_at_most_what_it_is_said_to_need_and_not_much_less(shape: str, tmp_path: Path) -> None:
-    sizes, (rows, _, tokens) = SHAPES[shape]
+    sizes, (rows, opening, tokens, *ranks) = SHAPES[shape]
+    rank = ranks[0] if ranks else 0
     more = dict(
         head_dim=sizes["width"] // sizes["heads"], max_positions=1 << 14, rope_theta=1e4, norm_eps=1e-5, tied=True
     )
     spec = sizes | more | {"family": "qwen3", "eos_ids": [0]}
-    command = [sys.executable, "-c", MEASURE, str(tmp_path / "policy"), json.dumps(spec), *map(str, SHAPES[shape][1])]
+    numbers = map(str, (rows, opening, tokens, rank))
+    command = [sys.executable, "-c", MEASURE, str(tmp_path / "policy"), json.dumps(spec), *numbers]
     load, play, score = json.loads(subprocess.run(command, capture_output=True, check=True, text=True).stdout)
-    needs = Needs(PolicySpec(**{**spec, "eos_ids": (0,)}), "float32")  # type: ignore[arg-type]
+    policy = PolicySpec(**{**spec, "eos_ids": (0,)})  # type: ignore[arg-type]
+    needs = Needs(policy, "float32", adapter_bytes(policy, rank, TARGETS))
     spare = 30_000_000  # code of torch that is read at its first use
     for took, need in (
         (load, needs.load()),

@@ -14,9 +14,11 @@ from shoal.launch import fits
 from shoal.launch.fits import CPU, RoleNeeds, demand_disk, demand_memory, disk_of, layout_of, reports, roles_of
 from shoal.launch.fits import fits as fit_of
 from shoal.plan.sizes import spec_of
+from shoal.policy.adapterspec import CONFIG, AdapterSpec
 from shoal.policy.model import Transformer
 from shoal.policy.sizes import adapter_parameters_of
-from shoal.policy.spec import PolicySpec
+from shoal.policy.spec import PolicySpec, write_json
+from shoal.roles.memory import needs_of
 from shoal.train.needs import Layout, Part, parts_of
 from shoal.train.step import Learner
 
@@ -109,6 +111,19 @@ def test_an_adapter_is_reckoned_with_its_rank_and_targets(config: RunConfig) -> 
     assert adapter["moments"] == 2 * learned < whole["moments"] / 20 and adapter["weights"] == whole["weights"]
     assert trainer(rank=8, targets=("q_proj", "v_proj"))["adapter"] < learned / 3
     assert "adapter" not in whole
+
+
+def test_an_engine_is_reckoned_with_the_adapter_as_a_node_reckons_it(config: RunConfig, tmp_path: Path) -> None:
+    def weights(**adapter: Any) -> dict[str, int]:
+        policy = msgspec.structs.replace(config.policy, adapter=AdapterConfig(**adapter))
+        roles = roles_of(msgspec.structs.replace(config, policy=policy), LARGE, with_workers=True)
+        parts = {role.name: {part.name: part.size for part in role.parts} for role in roles}
+        return {name: parts[name]["weights"] for name in ("worker", "validator", "evaluation")}
+
+    write_json(tmp_path / "config.json", LARGE.to_hf())
+    write_json(tmp_path / CONFIG, AdapterSpec(16, 16.0).to_peft())
+    assert set(weights(rank=16).values()) == {needs_of(tmp_path, "float32").loaded}
+    assert weights(rank=16)["worker"] - weights()["worker"] == 16 * adapter_parameters_of(LARGE, 16)
 
 
 def test_a_run_is_reckoned_with_the_layout_of_its_file() -> None:

@@ -12,8 +12,9 @@ from shoal.plan.forecast import forecast, forecast_by_rule
 from shoal.plan.machines import Machines
 from shoal.plan.report import report, summary
 from shoal.plan.simulate import simulate
-from shoal.plan.sizes import sizes_of
+from shoal.plan.sizes import sizes_of, spec_of
 from shoal.plan.words import amount, count, duration
+from shoal.policy.sizes import adapter_parameters_of
 from shoal.roles.coordinator.role import rules_of
 
 RECIPES = Path(__file__).parent.parent.parent / "recipes"
@@ -37,6 +38,15 @@ def test_another_model_is_planned_by_its_parameters():
     config = load_run(RECIPES / "arithmetic.toml", ['policy.dtype="bfloat16"'])
     found = sizes_of(config, RECIPES, 7e9)
     assert found.version == 14e9 and found.trainer_memory == 126e9 and found.worker_disk == 42e9 and not found.is_exact
+
+
+def test_an_adapter_is_in_the_memory_of_workers_and_validators():
+    plain, adapted = (
+        sizes_of(load_run(RECIPES / "arithmetic.toml", changes), RECIPES) for changes in ([], ["policy.adapter.rank=8"])
+    )
+    weights = 16 * adapter_parameters_of(spec_of(load_run(RECIPES / "arithmetic.toml"), RECIPES), 8)
+    assert adapted.worker_memory >= plain.worker_memory + weights
+    assert adapted.validator_memory >= plain.validator_memory + weights
 
 
 def test_what_is_not_given_is_assumed_and_named():
