@@ -258,6 +258,10 @@ def test_wrong_override_says_what_is_wrong(run_file: Path, override: str, messag
             SMALL + '[policy]\ndtype = "int8"\n[train]\nprocesses = 2\n',
             "several processes write only what is published",
         ),
+        (
+            SMALL + '[sampling]\ndtype = "int8"\n[train]\nprocesses = 2\n[verify.bounds."int8/int8"]\nlogprob = 0.1\n',
+            "one process would load the whole policy for the ratio's denominators",
+        ),
         (SMALL + '[train]\nprocesses = 2\ndevice = "mps"\n', "a Mac has one GPU, and torch does not share it"),
         (
             SMALL + '[policy]\npath = "x"\nimplementation = "auto"\n[train]\nprocesses = 2\n',
@@ -307,6 +311,11 @@ def test_mistake_in_a_run_file_is_one_line_that_names_the_key(tmp_path: Path, te
     with pytest.raises(ConfigError) as error:
         load_run(path)
     assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_several_processes_may_train_what_is_sampled_in_int8_if_claims_cannot_bend_the_ratio(run_file: Path) -> None:
+    config = load_run(run_file, ['sampling.dtype="int8"', "train.processes=2"])
+    assert (config.sampled_dtype, config.train.processes) == ("int8", 2)
 
 
 def test_missing_or_binary_run_file_is_one_line(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from shoal.config.envs import EnvConfig
 from shoal.config.sections import AdapterConfig, RunConfig, SamplingConfig
 from shoal.errors import ConfigError
 from shoal.protocol.algorithms import Algorithm
-from shoal.protocol.bounds import dtypes_of
+from shoal.protocol.bounds import claims_bend_ratios, dtypes_of
 from shoal.protocol.constants import (
     CHAIN_LENGTH,
     MAX_ADAPTER_RANK,
@@ -205,6 +205,13 @@ def _processes_fit(config: RunConfig) -> Iterator[tuple[bool, str]]:
         f'{where} with policy.dtype = "int8": the host keeps checkpoints in float32, and several processes write only what '
         f'is published. Take "bfloat16" or "float32", {alone}',
     )
+    if config.sampled_dtype == "int8":
+        bends = claims_bend_ratios(config.verify.bounds, "int8", max(0.0, config.train.algorithm.epsilon))
+        yield (
+            not bends,  # guard: int8-denominators-of-one-process
+            f'{where} with sampling.dtype = "int8" and the loose verify.bounds."int8/int8": one process would load the '
+            f"whole policy for the ratio's denominators. Keep its logprob below a tenth of ln(1 + epsilon), {alone}",
+        )
     yield (
         not config.policy.implementation,
         f"{where} with policy.implementation: only shoal's own models are divided. Take one of those, {alone}",
