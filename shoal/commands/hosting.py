@@ -106,8 +106,7 @@ def _launch(args: argparse.Namespace, overrides: list[str], with_workers: bool) 
     out = args.out or Path("runs") / config.name
     with locked(out) as lock_fd:
         if args.random_policy:
-            config, told = random_policy(config, args.recipe.parent, RunFolder(out), with_workers)
-            say(told)
+            say(random_policy(config, args.recipe.parent, RunFolder(out), with_workers))
         RunFolder(out).prepare(config, args.recipe.parent, for_others=not with_workers, repeatable=is_repeatable)
         if not with_workers and args.root and (told := take_root(RunFolder(out), args.root)):
             say(told)

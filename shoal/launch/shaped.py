@@ -20,11 +20,12 @@ from shoal.policy.shaped import demand_shape, make_shaped
 from shoal.policy.sizes import parameters_of
 
 
-def random_policy(config: RunConfig, recipe_dir: Path, folder: RunFolder, with_workers: bool) -> tuple[RunConfig, str]:
-    """The run's config with the path of a random policy of the shape that it names, and what the user is told.
+def random_policy(config: RunConfig, recipe_dir: Path, folder: RunFolder, with_workers: bool) -> str:
+    """Make the first policy in a run's folder, in the shape that policy.path names, if it is not there; returns what the
+    user is told.
 
-    The policy is in the run's folder, and is made if it is not there. Raises `ConfigError`, and `StateError` if the shape
-    cannot be used or the run does not fit.
+    The run file keeps the path of the shape, so the folder may be moved. Raises `ConfigError`, and `StateError` if the
+    shape cannot be used or the run does not fit.
     """
     shape = (recipe_dir / config.policy.path).resolve()
     if not (shape / "config.json").is_file():
@@ -32,15 +33,12 @@ def random_policy(config: RunConfig, recipe_dir: Path, folder: RunFolder, with_w
             f"policy.path = {config.policy.path}: --random-policy needs a model's shape, and {shape} has no config.json"
         )
     spec = demand_shape(shape)
-    found = msgspec.structs.replace(
-        config, policy=msgspec.structs.replace(config.policy, path=str(folder.policy.resolve()))
-    )
     if not folder.policy.exists():
         demand_computable(shape, config)
         named = msgspec.structs.replace(config, policy=msgspec.structs.replace(config.policy, path=str(shape)))
         demand_fit(named, spec, folder.root, with_workers)
         _make(shape, folder.policy, config)
-    return found, (
+    return (
         f"Random policy: {count(parameters_of(spec))} weights in the shape of {shape.name}, and a tokenizer of bytes and "
         f"made-up words, in {folder.policy}. Nothing was downloaded, and the policy knows no language"
     )

@@ -9,7 +9,8 @@ import pytest
 
 from shoal import cli
 from shoal.config import load_run
-from shoal.launch.shaped import _make
+from shoal.folder import RunFolder
+from shoal.launch.shaped import _make, random_policy
 from shoal.policy.files import find_tensors
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -35,9 +36,9 @@ def twin_of(shape: str, folder: Path) -> Path:
     return folder / "shape"
 
 
-def run(folder: Path, recipe: str, *overrides: str) -> "subprocess.CompletedProcess[str]":
+def run(folder: Path, recipe: str, *overrides: str, more: tuple[str, ...] = ()) -> "subprocess.CompletedProcess[str]":
     sets = [part for override in overrides for part in ("--set", override)]
-    command = [sys.executable, "-m", "shoal.cli", "run", str(RECIPES / f"{recipe}.toml"), "--random-policy"]
+    command = [sys.executable, "-m", "shoal.cli", "run", str(RECIPES / f"{recipe}.toml"), "--random-policy", *more]
     return subprocess.run([*command, *sets], cwd=folder, capture_output=True, text=True, timeout=280)
 
 
@@ -55,9 +56,22 @@ def test_a_small_twin_of_a_recipe_runs_and_is_resumed(recipe: str, shape: str, t
     summary = json.loads((root / "summary.json").read_text())
     assert summary["steps"] == 2 and summary["credits"]["worker-0"]["credits"] == summary["tokens"] > 0
     assert (root / "checkpoints" / "final" / "model.safetensors").read_bytes() != first
-    again = run(tmp_path, recipe, twin, *SMALL)
+    moved = root.rename(tmp_path / "moved")
+    again = run(tmp_path, recipe, twin, *SMALL, more=("--out", str(moved)))
     assert again.returncode == 0, again.stdout + again.stderr
-    assert (root / "policy" / "model.safetensors").read_bytes() == first
+    assert (moved / "policy" / "model.safetensors").read_bytes() == first and not root.exists()
+
+
+def test_a_moved_folder_is_that_of_the_same_run(tmp_path: Path) -> None:
+    shape = twin_of("qwen3-0.6b", tmp_path)
+    config = load_run(RECIPES / "qwen3-0.6b-gsm8k.toml", [f"policy.path={shape}"], random_policy=True)
+    folder = RunFolder(tmp_path / "run")
+    folder.policy.mkdir(parents=True)
+    assert "in the shape of shape" in random_policy(config, RECIPES, folder, True)
+    assert not folder.prepare(config, RECIPES)
+    moved = RunFolder(folder.root.rename(tmp_path / "moved"))
+    random_policy(config, RECIPES, moved, True)
+    assert moved.prepare(config, RECIPES), "it is resumed"
 
 
 def test_a_run_in_int8_begins_with_random_weights_in_full_precision(tmp_path: Path) -> None:
