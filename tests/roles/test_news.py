@@ -113,6 +113,29 @@ def test_a_flood_of_waits_leaves_places_and_is_answered_at_once(town, monkeypatc
     asyncio.run(story())
 
 
+def test_who_waits_for_a_batch_takes_one_of_the_same_places(town, monkeypatch):
+    monkeypatch.setattr(api, "Waits", lambda: Waits(64, 2))
+    town.app = api.application(town.desk)
+
+    async def story():
+        async with strangers(town, "9.9.9.1") as crowd, strangers(town, "8.8.8.8") as trainer:
+            paths = ["/v1/run?after=-1", *["/v1/batches/0"] * 4]
+            flood = []
+            for path in paths:
+                flood.append(asyncio.create_task(crowd.get(path)))
+                await asyncio.sleep(0.05)
+            waiting = asyncio.create_task(trainer.get("/v1/batches/0"))
+            await asyncio.sleep(0.3)
+            assert [asked.done() for asked in (*flood, waiting)] == [False, False, True, True, True, False]
+            busy = await flood[-1]
+            assert (busy.status_code, busy.headers["retry-after"]) == (503, "1")
+            assert "many wait for news" in busy.text
+            for asked in (*flood, waiting):
+                asked.cancel()
+
+    asyncio.run(story())
+
+
 def test_a_place_is_free_again_when_its_wait_ends():
     waits = Waits(2, 1)
     for _ in range(3):

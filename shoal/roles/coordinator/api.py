@@ -111,17 +111,20 @@ async def get_run(door: Door, request: Request) -> Response:
 
 
 async def get_batch(door: Door, request: Request) -> Response:
-    """Long poll: answered when the batch is formed."""
+    """Long poll: answered when the batch is formed. A caller for whom there is no place to wait is to ask again soon."""
     await door.gate.anyone(request)
     step, until = number(request.path_params["step"], "step"), time.monotonic() + LONG_POLL_S
-    while True:
-        batch = batch_of(door.desk.state, step)
-        left_s = until - time.monotonic()
-        if batch is not None:
-            return answer(door.board.with_solve_rates(batch))
-        if left_s <= 0 or door.desk.state.phase == "ended":
-            raise Refused("nothing_yet", f"batch {step} is not formed yet: {door.board.status().waiting_for}")
-        await door.desk.book.changed(left_s, BatchFormed, RunEnded)  # guard: wake-for-batches-only
+    with door.waits.place(server.host_of(request)) as has_place:
+        while True:
+            batch = batch_of(door.desk.state, step)
+            left_s = until - time.monotonic()
+            if batch is not None:
+                return answer(door.board.with_solve_rates(batch))
+            if left_s <= 0 or door.desk.state.phase == "ended":
+                raise Refused("nothing_yet", f"batch {step} is not formed yet: {door.board.status().waiting_for}")
+            if not has_place:  # guard: few-wait-for-batches
+                raise server.RequestRefused(503, "busy", f"batch {step} is not formed yet, and many wait for news", 1.0)
+            await door.desk.book.changed(left_s, BatchFormed, RunEnded)  # guard: wake-for-batches-only
 
 
 async def get_openapi(door: Door, request: Request) -> Response:

@@ -1,7 +1,7 @@
 """Places for strangers who wait for news: a few for each network, and not many in all.
 
-Called by `api`. A wait costs a connection that is not closed to make room for others, so a flood of waits would keep them
-out. A caller without a place is answered at once, and asks again later.
+Called by `api` for those who wait for a version or a batch. A wait costs a connection that is not closed to make room for
+others, so a flood of waits would keep them out. A caller without a place is answered at once, and asks again later.
 """
 
 from collections import Counter
