@@ -150,6 +150,21 @@ def test_a_step_that_cannot_be_read_is_learned_again_from_the_log(three_steps, c
     assert "the journal ends before this step" in caplog.text and three_steps.weights() == before
 
 
+def test_a_step_that_cannot_be_read_and_whose_bodies_are_gone_stops_the_run_with_a_remedy(tmp_path):
+    storage = {"state_every": 9, "retain": "window", "window_steps": 1}
+    town = Town(tmp_path / "run", tiny_run(steps=4, storage=storage))
+    asyncio.run(town.live(town.trainer(), town.validator(), town.worker("worker-0")))
+    shutil.rmtree(town.folder.trainer / "v000004")
+    path = town.folder.trainer / "journal" / "v000001.step"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(ExceptionGroup) as raised:
+        asyncio.run(town.live(town.trainer()))
+    error = raised.value.exceptions[0].exceptions[0]
+    assert isinstance(error, StateError) and "\n" not in str(error)
+    assert f"version 1 is published, the step that made it is missing or damaged ({path})" in str(error)
+    assert f"start a new run whose policy.path is the newest folder in {town.folder.checkpoints}" in str(error)
+
+
 def test_a_damaged_newest_state_is_replaced_by_the_one_before_and_the_journal(tmp_path, monkeypatch):
     town = Town(tmp_path / "run", tiny_run(steps=4, storage=FEW))
     asyncio.run(town.live(town.trainer(), town.validator(), town.worker("worker-0")))

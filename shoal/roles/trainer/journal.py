@@ -59,7 +59,7 @@ class Journal:
         """Keep a step, durable on return. Raises `StateError`."""
         data = msgspec.msgpack.encode(step)
         try:
-            write_atomically(self._path(step.version), zlib.crc32(data).to_bytes(_CRC_BYTES, "little") + data)
+            write_atomically(self.path_of(step.version), zlib.crc32(data).to_bytes(_CRC_BYTES, "little") + data)
         except OSError as error:
             raise StateError(
                 f"cannot write the step of version {step.version} to {self.folder}: {cause_of(error)}. Free some space and "
@@ -68,7 +68,7 @@ class Journal:
 
     def after(self, version: int) -> Iterator[JournalStep]:
         """The steps that follow a version one by one, up to the first that is not there or cannot be read."""
-        while (path := self._path(version + 1)).exists():
+        while (path := self.path_of(version + 1)).exists():
             try:
                 step = _decode(path.read_bytes())
             except (OSError, ValueError, msgspec.DecodeError) as error:
@@ -80,7 +80,7 @@ class Journal:
     def forget(self, version: int) -> None:
         """Delete the steps up to a version. What cannot be deleted stays."""
         for path in self.folder.glob("v*.step"):
-            if path.name < self._path(version + 1).name:
+            if path.name < self.path_of(version + 1).name:
                 with contextlib.suppress(OSError):
                     path.unlink()
 
@@ -89,7 +89,8 @@ class Journal:
         for path in self.folder.glob(".v*.step.*"):
             path.unlink(missing_ok=True)
 
-    def _path(self, version: int) -> Path:
+    def path_of(self, version: int) -> Path:
+        """The file of the step that made a version."""
         return self.folder / f"v{version:06d}.step"
 
 

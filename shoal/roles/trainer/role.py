@@ -10,9 +10,10 @@ checkpoints, while the next step is under way; `saving` saves the state.
 """
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -20,7 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from shoal.config import RunConfig
-from shoal.errors import NothingYet, PeerError, StateError
+from shoal.errors import NothingYet, PeerError, StateError, Superseded
 from shoal.folder import RunFolder
 from shoal.metrics import MetricsLog
 from shoal.net.client import Client
@@ -136,13 +137,30 @@ class Trainer:
             batch = await self._waiting("batch", self._batch(version))
             if batch is None:
                 break
-            rows, counts = await self._waiting("bodies", self._as_publisher(partial(self._rows, batch)))
-            rows, own = await self._denominators(rows)
+            with self._repeating(version):
+                rows, counts = await self._waiting("bodies", self._as_publisher(partial(self._rows, batch)))
+                rows, own = await self._denominators(rows)
             metrics = await asyncio.to_thread(self.learner.step, rows, version)
             version += 1
             metrics |= counts | own | await self._save_and_publish(version, rows)
             self._report(version, began, metrics)
         return version
+
+    @contextlib.contextmanager
+    def _repeating(self, version: int) -> Iterator[None]:
+        """Around reading what a step learns from. Raises `StateError` if the step was taken before, and neither the journal
+        nor the coordinator has what repeats it."""
+        try:
+            yield
+        except (NothingYet, Superseded) as error:
+            if version >= self.info.version:
+                raise
+            path = self.saving.place_of(version + 1)
+            raise StateError(
+                f"version {version + 1} is published, the step that made it is missing or damaged ({path}), and the "
+                f"coordinator has deleted what it learned from ({error}): put that file back from a copy, or start a new "
+                f"run whose policy.path is the newest folder in {self.folder.checkpoints}"
+            ) from None
 
     async def _open(self) -> int:
         """Join; load the saved state or begin; finish what a kill interrupted. Returns the version to learn from."""

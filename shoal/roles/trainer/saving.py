@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 
 from shoal.errors import StateError
 from shoal.roles.trainer.journal import Journal, journal_step
@@ -75,6 +76,10 @@ class Saving:
             return lambda root: None
         steps = self._states.learner.steps
         return lambda root: self._journal.write(journal_step(version, root, budgets, rows, steps=steps))
+
+    def place_of(self, version: int) -> Path:
+        """Where the step that made a version would be."""
+        return self._journal.path_of(version)
 
     async def finish(self, version: int) -> None:
         """Save the newest state, so that nothing is repeated after this stop."""
