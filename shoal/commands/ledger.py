@@ -43,8 +43,8 @@ def _add_audit(commands: Any) -> None:
         "Recomputes rollouts from public data: seed, task, prompt, environment, tokens, log-probs, reward, ending, "
         "verdict. Prints a line wherever the log disagrees, and a summary. A rollout is named VERSION/SLOT/INDEX, a "
         "group VERSION/SLOT: `shoal ledger show RUN --kind group_accepted` and `shoal credits RUN NODE` list them. "
-        "Exit code 0: all was recomputed and agrees; 1: something does not agree; 2: nothing could be recomputed; 3: what "
-        "was recomputed agrees, but a part was left out, and the output says why.",
+        "Exit code 0: all that the run's folder keeps was recomputed and agrees; 1: something does not agree; 2: nothing "
+        "could be recomputed; 3: what was recomputed agrees, but a part was left out, and the output says why.",
         ("shoal audit runs/wordle --all", "a finished run's folder; no server is needed"),
         ("shoal audit runs/wordle --rollout 3/17/0", "version 3, slot 17, first rollout"),
         ("shoal audit http://host:8470 --sample 20", "drawn on this machine, so the host cannot foresee which"),

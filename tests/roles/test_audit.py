@@ -4,6 +4,7 @@ disk changed."""
 import asyncio
 import errno
 import itertools
+import json
 import shutil
 from pathlib import Path
 
@@ -176,6 +177,64 @@ def test_a_body_that_is_gone_is_left_out(copy):
     assert found.disagreements == [] and found.exit_code() == PARTLY and not found.agrees
     assert sum(found.left_out.values()) == len(gone.groups)
     assert "NOT all that you chose" in summary(found)[-1]
+
+
+def keeps(copy, **storage):
+    """Let the run's file say what it keeps."""
+    tree = json.loads((copy / "run.json").read_text())
+    tree["storage"] |= storage
+    (copy / "run.json").write_text(json.dumps(tree))
+
+
+def received(copy, *versions):
+    """The names of submissions of these versions."""
+    granted = {body.lease: body.version for _, body in bodies(copy) if isinstance(body, LeaseGranted)}
+    return [
+        body.digest
+        for _, body in bodies(copy)
+        if isinstance(body, SubmissionReceived) and granted[body.lease] in versions
+    ]
+
+
+def test_what_the_run_deleted_by_its_own_rule_is_said_and_is_no_failure(copy):
+    keeps(copy, window_steps=1)
+    judged = len(choose_all(copy))
+    for name in received(copy, 0, 1):
+        blob(copy, name).unlink()
+    found = audit(copy)
+    assert found.exit_code() == AGREE and not found.agrees and not found.left_out and found.groups > 0
+    ((reason, count),) = found.expired.items()
+    assert count + found.groups == judged and "of versions 0 to 1, whose submissions are deleted" in reason
+    assert 'the run keeps those of its last 1 versions (storage.retain = "window" in its run file)' in reason
+    said = summary(found)
+    assert f"not checked: {count} groups: {reason}" in said
+    assert said[-1] == "the log agrees with what was recomputed. This says nothing of what was not checked"
+    sample = audit(copy, Choice(sample=2))
+    assert sample.groups == 2 and sample.exit_code() == AGREE, "it is drawn from what is here"
+    assert audit(copy, Choice(rollout="0/0")).exit_code() == CANNOT
+
+
+@pytest.mark.parametrize(("storage", "version"), [({"window_steps": 1}, 2), ({"retain": "all"}, 0), ({}, 0)])
+def test_what_the_runs_rule_keeps_and_is_gone_is_left_out(copy, storage, version):
+    keeps(copy, **storage)
+    blob(copy, received(copy, version)[0]).unlink()
+    found = audit(copy)
+    assert found.exit_code() == PARTLY and not found.expired and found.left_out
+
+
+def test_weights_that_the_runs_rule_deleted_are_said_and_are_no_failure(copy):
+    keeps(copy, window_steps=1, retain="batches")
+    manifests = [body.manifest for _, body in bodies(copy) if isinstance(body, CheckpointPublished)]
+    blob(copy, manifests[0]).unlink()
+    found = audit(copy)
+    assert found.exit_code() == AGREE and not found.agrees and not found.left_out
+    assert found.with_model < found.groups and ["weights are deleted" in reason for reason in found.expired] == [True]
+    blob(copy, manifests[2]).unlink()
+    assert audit(copy).exit_code() == PARTLY
+
+
+def choose_all(copy):
+    return [slot for _, body in bodies(copy) if isinstance(body, VerdictGiven) for slot in body.groups]
 
 
 def test_without_a_versions_weights_all_but_the_tokens_is_recomputed(copy):

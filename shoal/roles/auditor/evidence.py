@@ -21,7 +21,7 @@ from shoal.protocol import types as t
 from shoal.protocol.constants import MAX_JSON_BYTES, MAX_MANIFEST_BYTES, MAX_SUBMISSION_BYTES
 from shoal.protocol.promises import is_promised, terms_of
 from shoal.protocol.wire import WireError, digest, from_json
-from shoal.roles.auditor.source import PublicRun, verified
+from shoal.roles.auditor.source import Expiry, PublicRun, verified
 from shoal.roles.evidence import Kind, kept_in
 from shoal.weights.manifest import content_of, open_manifest
 
@@ -111,6 +111,9 @@ class WithEvidence:
 
     def __init__(self, run: PublicRun, pile: Pile) -> None:
         self.name, self._run, self._pile = run.name, run, pile
+
+    def expiry(self, state: State) -> Expiry | None:
+        return None  # evidence is to be compared with all that it names
 
     async def rows(self, most: int | None = None) -> list[tuple[bytes, str]]:
         return await self._run.rows(most)

@@ -39,7 +39,7 @@ from shoal.protocol.wire import WireError, digest, from_msgpack
 from shoal.roles.auditor.bench import Bench
 from shoal.roles.auditor.evidence import Pile, WithEvidence, accusations, read_evidence
 from shoal.roles.auditor.log import replay_log
-from shoal.roles.auditor.source import PublicRun, Unavailable, open_run
+from shoal.roles.auditor.source import Expiry, PublicRun, Unavailable, open_run
 from shoal.terminal import printable, say
 
 AGREE, DISAGREE, CANNOT, PARTLY = 0, 1, 2, 3
@@ -83,6 +83,8 @@ class Findings:
     """Verdicts on groups that the log did not follow, so they are not compared: outvoted, or the block is disputed."""
     left_out: Counter[str] = field(default_factory=Counter)
     """Numbers of groups by the reason why they, or a part of them, could not be recomputed."""
+    expired: Counter[str] = field(default_factory=Counter)
+    """The same of what the run deleted by its own rule. Nobody can check it any more, and nothing follows from that."""
     told: list[str] = field(default_factory=list)
     """Lines about the choice: the facts of the named group, the seed of the sample, or what the evidence holds."""
     turns: list[str] = field(default_factory=list)
@@ -95,7 +97,7 @@ class Findings:
     @property
     def agrees(self) -> bool:
         """Whether all that was chosen was recomputed, and nothing in the log differs."""
-        return self.exit_code() == AGREE
+        return self.exit_code() == AGREE and not self.expired
 
     def __str__(self) -> str:
         """What `shoal audit` prints."""
@@ -144,9 +146,11 @@ def summary(found: Findings) -> list[str]:
     lines += found.turns
     if found.overruled:
         lines.append(f"not compared: {found.overruled} verdicts on groups, because they were outvoted or disputed")
+    lines += [f"not checked: {count} groups: {reason}" for reason, count in sorted(found.expired.items())]
     lines += [f"left out: {count} groups: {reason}" for reason, count in sorted(found.left_out.items())]
+    part = ". This says nothing of what was not checked" if found.expired else ""
     results = {
-        AGREE: "the log agrees with what was recomputed",
+        AGREE: f"the log agrees with what was recomputed{part}",
         DISAGREE: "the log does NOT agree with what was recomputed",
         CANNOT: "nothing could be recomputed",
         PARTLY: "the log agrees with what was recomputed, but NOT all that you chose could be: see what is left out",
@@ -170,7 +174,8 @@ async def audit_rollouts(
     if choice.sample:
         choice = choice._replace(seed=secrets.randbits(32) if choice.seed is None else choice.seed)
         found.told.append(f"sample drawn with --seed {choice.seed}")
-    places = choose(log, choice, pile.bodies if choice.evidence else None)
+    expiry = None if choice.rollout else run.expiry(log.state)
+    places = choose(log, choice, pile.bodies if choice.evidence else None, expiry, found)
     envs = _load_envs(log.state.envs, own_files)
     with tempfile.TemporaryDirectory(prefix="shoal-audit-") as home:
         spec = EngineSpec(threads=threads, device=device)
@@ -180,13 +185,16 @@ async def audit_rollouts(
             for place in places:
                 if place.version == version:
                     slots_by_submission[place.submission].append(place.slot)
-            await _audit_version(bench, version, slots_by_submission, choice, found)
+            await _audit_version(bench, version, slots_by_submission, choice, found, expiry)
     return found
 
 
-def choose(log: Audit, choice: Choice, only: Collection[str] | None = None) -> list[Place]:
-    """The groups to recompute, of the submissions in `only` if that is given. Raises `ConfigError` if the choice names a
-    group that nobody judged."""
+def choose(
+    log: Audit, choice: Choice, only: Collection[str] | None, expiry: Expiry | None, found: Findings
+) -> list[Place]:
+    """The groups to recompute, of the submissions in `only` if that is given, and of those whose bodies the run has not
+    deleted by its own rule; `found` is told of the others. Raises `ConfigError` if the choice names a group that nobody
+    judged."""
     judged = [
         Place(lease.version, slot, submission.digest)
         for submission in log.state.submissions.values()
@@ -203,6 +211,14 @@ def choose(log: Audit, choice: Choice, only: Collection[str] | None = None) -> l
                 "--kind group_accepted` lists version and slot of each group that was accepted"
             )
         return named
+    if expiry is not None:
+        gone = {place for place in judged if expiry.took(place.version, place.submission)}
+        if gone:
+            oldest, newest = min(place.version for place in gone), max(place.version for place in gone)
+            found.expired[f"of versions {oldest} to {newest}, whose submissions are deleted: {expiry.words}"] += len(
+                gone
+            )
+        judged = [place for place in judged if place not in gone]
     if choice.sample:
         return sorted(random.Random(choice.seed).sample(judged, min(choice.sample, len(judged))))
     return judged
@@ -229,8 +245,9 @@ def _load_envs(specs: Sequence[t.EnvSpec], own_files: bool) -> dict[str, Env]:
 
 
 async def _audit_version(
-    bench: Bench, version: int, slots_by_submission: Mapping[str, list[int]], choice: Choice, found: Findings
-) -> None:
+    bench: Bench, version: int, slots_by_submission: Mapping[str, list[int]], choice: Choice, found: Findings,
+    expiry: Expiry | None,
+) -> None:  # fmt: skip
     groups = sum(map(len, slots_by_submission.values()))
     revealed = bench.log.links.get(version)
     if revealed is None:
@@ -240,7 +257,10 @@ async def _audit_version(
     try:
         engine = await bench.take_weights(version)
     except Unavailable as why:
-        found.left_out[f"tokens and log-probs: {why}"] += groups
+        if why.gone and expiry is not None and version < expiry.oldest:
+            found.expired[f"their tokens and log-probs, whose versions' weights are deleted: {expiry.words}"] += groups
+        else:
+            found.left_out[f"tokens and log-probs: {why}"] += groups
     except Overreach:
         raise  # the fault is this machine's, not the log's
     except (PeerError, StateError) as error:

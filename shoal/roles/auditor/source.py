@@ -5,7 +5,8 @@ hashes, and judges nothing else. It only reads, so the folder may be that of a l
 """
 
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -36,10 +37,29 @@ EVENT_BYTES, EVENT_COPIES = 200, 5
 """An auditor takes this many times an event's stored bytes, counted with the objects around them. Measured: 5.0 times."""
 
 
+@dataclass(frozen=True)
+class Expiry:
+    """What a run deletes by its own rule, as far as an auditor knows it."""
+
+    oldest: int
+    """Bodies and weights of earlier versions may be gone."""
+    words: str
+    has: Callable[[str], bool]
+    """Whether a blob is here."""
+
+    def took(self, version: int, name: str) -> bool:
+        """Whether the rule has deleted a blob of a version."""
+        return version < self.oldest and not self.has(name)
+
+
 class PublicRun(Protocol):
     """What a run publishes."""
 
     name: str
+
+    def expiry(self, state: State) -> Expiry | None:
+        """What the run deletes by its own rule; None if nobody here knows, or if it keeps all."""
+        ...
 
     async def rows(self, most: int | None = None) -> Rows:
         """The whole log, or its first events. Raises `ConfigError`, `PeerError`, `StateError`."""
@@ -61,6 +81,19 @@ class FolderRun:
         self.name, self.folder = str(root), RunFolder(root)
         if not self.folder.log.is_file():
             raise ConfigError(f"{root} holds no log (log.sqlite): give a run's folder, such as runs/wordle, or its URL")
+
+    def expiry(self, state: State) -> Expiry | None:
+        try:
+            storage = self.folder.config().storage
+        except (ConfigError, StateError):
+            return None
+        if storage.retain == "all":
+            return None
+        steps = max(storage.window_steps, state.rules.max_staleness + 1)  # as `Kept.forget_old`
+        words = (
+            f'the run keeps those of its last {steps} versions (storage.retain = "{storage.retain}" in its run file)'
+        )
+        return Expiry(state.main.version - steps, words, lambda name: path_of(self.folder.blobs, name).is_file())
 
     async def rows(self, most: int | None = None) -> Rows:
         store = Store(sqlite_url(self.folder.log), read_only=True)
@@ -93,6 +126,9 @@ class UrlRun:
         self._limit_mb = max_memory_mb or share_of_free_mb()
         self.claim = t.StateHash(-1, "", "")
         """What the coordinator said of its state when the log was read."""
+
+    def expiry(self, state: State) -> Expiry | None:
+        return None  # a host that deletes what it must answer for could name any rule
 
     async def rows(self, most: int | None = None) -> Rows:
         self.claim = await self.client.get_json("/v1/state", t.StateHash, deadline_s=ANSWER_S)
@@ -148,6 +184,11 @@ async def open_run(source: str, max_memory_mb: int = 0) -> AsyncIterator[PublicR
 class Unavailable(PeerError):
     """The weights of a version are not available here. That does not mean that they are wrong."""
 
+    def __init__(self, text: str, gone: bool = False) -> None:
+        """`gone`: the run does not keep them any more."""
+        super().__init__(text)
+        self.gone = gone
+
 
 async def fetch_weights(run: PublicRun, state: State, version: int, into: Path) -> Path:
     """Fetch the checkpoint of a version into a directory below `into`; the log says which weights root it must have.
@@ -164,7 +205,7 @@ async def fetch_weights(run: PublicRun, state: State, version: int, into: Path) 
         data = await signed_of(version)
     except PeerError as error:
         gone = isinstance(error, NothingYet)
-        raise Unavailable(_gone(version) if gone else f"cannot fetch version {version}: {error}") from None
+        raise Unavailable(_gone(version) if gone else f"cannot fetch version {version}: {error}", gone) from None
     open_manifest(data, run=state.run, keys=state.publishers, now=None, version=version)
     room_bytes = room_for_version(into, 1)
     try:
@@ -183,7 +224,7 @@ async def fetch_weights(run: PublicRun, state: State, version: int, into: Path) 
         missing = chunks.missing or (error if isinstance(error, NothingYet) else None)
         if missing:
             gone = isinstance(missing, NothingYet)
-            raise Unavailable(_gone(version) if gone else f"cannot fetch version {version}: {error}") from None
+            raise Unavailable(_gone(version) if gone else f"cannot fetch version {version}: {error}", gone) from None
         raise
 
 
