@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 
-from shoal.plan.forecast import BUSY_SHARE, Forecast, fetched_bytes, fewest_of_share, has_patches
+from shoal.plan.forecast import BUSY_SHARE, Forecast, fetched_bytes, fewest_of_share, has_patches, period_s
 from shoal.plan.machines import Machines
 from shoal.plan.setting import Outcome
 from shoal.plan.words import amount, count, duration, link
@@ -52,16 +52,15 @@ def _needed(found: Forecast, machines: Machines) -> str:
     kind = f"of {count(found.setting.workers[0].tokens_per_s)} tokens/s and {link(machines.downlink)}"
     if found.setting.rules.max_staleness == 0:
         return "the trainer waits while workers play, however many there are: rollouts.max_staleness is 0"
-    why_none = "because a version takes too much of a step to fetch"
-    by_rule = f"at least {found.needed} by ECHO-2's rule" if found.needed else f"none by ECHO-2's rule, {why_none}"
+    by_rule = (
+        f"at least {found.needed} by ECHO-2's rule"
+        if found.needed
+        else "no number by ECHO-2's rule, which lets no worker play while it fetches: a version takes too much of a step"
+    )
     if found.enough is not None:
         who = f"1 worker {kind} keeps" if found.enough == 1 else f"{found.enough} workers {kind} keep"
         return f"{who} the trainer busy in the simulation; {by_rule}"
-    if found.tried:
-        return f"up to {found.tried} workers {kind} do not keep the trainer busy in the simulation; {by_rule}"
-    if found.needed is None:
-        return f"no number of workers {kind} keeps the trainer busy, by ECHO-2's rule, {why_none}"
-    return f"{found.needed} or more workers {kind} keep the trainer busy, by ECHO-2's rule"
+    return f"up to {found.tried} workers {kind} do not keep the trainer busy in the simulation; {by_rule}"
 
 
 def _notes(found: Forecast) -> Iterator[str]:
@@ -125,12 +124,25 @@ def most_at_once(found: Forecast) -> int:
     return max(1, (rules.max_staleness + 1) * rules.batch_groups // rules.block_groups)
 
 
+def _in_short(found: Forecast) -> str:
+    """How many workers the run needs, for somebody who has measured nothing yet."""
+    if found.setting.rules.max_staleness == 0:
+        return "The trainer waits while workers play, however many there are: rollouts.max_staleness is 0"
+    if found.needed is None:
+        return (
+            f"The trainer will at times wait for rollouts: a worker is assumed to need {duration(found.fetch_s)} to fetch "
+            f"a version, and a step {duration(period_s(found.setting))}. The run works all the same"
+        )
+    workers = "1 worker keeps" if found.needed == 1 else f"{found.needed} workers keep"
+    return f"{workers} the trainer from waiting, at assumed speeds"
+
+
 def summary(found: Forecast, machines: Machines) -> str:
     """Two lines for somebody who starts a run; a third one if its disk quota is too small."""
     setting, note = found.setting, _quota_note(found)
     return (
         f"Plan: a worker fetches {amount(fetched_bytes(setting))} for each version, and needs "
         f"{amount(found.sizes.worker_memory)} of memory beside Python and torch, and {amount(found.sizes.worker_disk)} of "
-        f"disk.\nWith assumed speeds, {_needed(found, machines)}. More: shoal plan."
+        f"disk.\n{_in_short(found)}. `shoal plan` reckons with your own speeds and links."
         + (f"\nBut {note}." if note else "")
     )

@@ -72,8 +72,20 @@ def test_a_report_has_a_line_for_each_thing_and_no_line_break_in_one():
     for word in ("version ", "memory ", "disk ", "broadcast ", "bytes ", "step ", "staleness ", "needed "):
         assert text.count(f"\n{word}") + text.startswith(word) == 1, word
     assert "keep the trainer busy in the simulation; at least" in text and "by ECHO-2's rule" in text
+
+
+def test_a_summary_says_in_plain_words_how_many_workers_a_run_needs():
     short = summary(dataclasses.replace(of(), enough=None, tried=0), GIVEN)
-    assert len(short.splitlines()) == 2 and "or more workers of" in short
+    assert len(short.splitlines()) == 2 and "workers keep the trainer from waiting, at assumed speeds" in short
+    config, one = load_run(RECIPES / "wordle.toml"), Machines(1)
+    found = forecast_by_rule(config, rules_of(config), RECIPES, one)
+    assert found.needed is None
+    plain = summary(found, one).splitlines()[1]
+    assert plain == (
+        "The trainer will at times wait for rollouts: a worker is assumed to need 0.513 s to fetch a version, and a step "
+        "1 s. The run works all the same. `shoal plan` reckons with your own speeds and links."
+    )
+    assert "however many there are" in summary(of(GIVEN, "arithmetic.toml", "rollouts.max_staleness=0"), GIVEN)
 
 
 def test_more_workers_than_blocks_are_told():
