@@ -3,6 +3,7 @@
 Called wherever such text is printed or logged. Escapes are those of JSON, so a line of the log stays the same JSON.
 """
 
+import copy
 import json
 import logging
 
@@ -28,7 +29,17 @@ class PrintableFormatter(logging.Formatter):
     """Formats a role's log. Most of the text is ours, but names and reasons come from others, who could fill a disk."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        return super().formatMessage(record)[:MAX_LINE_CHARS]  # guard: short-log-lines
+        named = copy.copy(record)
+        named.name = _who(record.name)
+        return super().formatMessage(named)[:MAX_LINE_CHARS]  # guard: short-log-lines
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record), keep="\n")  # guard: printable-logs
+
+
+def _who(logger: str) -> str:
+    """Who speaks, for a reader who does not know our files: of shoal.weights.fetch, weights."""
+    package, *inside = logger.split(".")
+    if package != "shoal" or not inside:
+        return logger
+    return inside[1] if inside[0] == "roles" and len(inside) > 1 else inside[0]

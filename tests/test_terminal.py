@@ -35,3 +35,14 @@ def test_a_logged_line_is_short_and_a_traceback_after_it_whole():
     assert PrintableFormatter("%(message)s").format(record) == "dropped lease=" + "x" * (MAX_LINE_CHARS - 14)
     record.exc_text = "y" * 3 * MAX_LINE_CHARS
     assert PrintableFormatter("%(message)s").format(record).endswith("\n" + record.exc_text)
+
+
+@pytest.mark.parametrize(
+    ("logger", "who"),
+    [("worker", "worker"), ("shoal.weights.fetch", "weights"), ("shoal.net.connections.http", "net"),
+     ("shoal.roles.loading", "loading"), ("shoal.metrics", "metrics"), ("shoal", "shoal"), ("asyncio", "asyncio")],
+)  # fmt: skip
+def test_a_logged_line_names_who_speaks_and_no_file_of_ours(logger, who):
+    record = logging.LogRecord(logger, logging.INFO, "", 0, "left=true", (), None)
+    assert PrintableFormatter("%(name)s %(message)s").format(record) == f"{who} left=true"
+    assert record.name == logger
