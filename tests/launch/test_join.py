@@ -129,3 +129,16 @@ def test_a_signal_ends_a_node_that_is_still_looking_for_its_run(tmp_path: Path) 
         finally:
             for process in nodes.values():
                 process.kill()
+
+
+def test_a_relay_of_a_host_that_is_away_says_what_it_waits_for_and_how_to_end_it(tmp_path: Path) -> None:
+    relay = begin(tmp_path, "relay", "relay", "http://127.0.0.1:9", "--bind", "127.0.0.1", "--port", "0")
+    try:
+        said(tmp_path, "relay", r"asking http://127\.0\.0\.1:9 for its run")
+        said(tmp_path, "relay", r"waiting for http://127\.0\.0\.1:9 .* It asks again; Ctrl-C ends it", timeout_s=40.0)
+        relay.send_signal(signal.SIGINT)
+        assert relay.wait(timeout=30) == 0
+        said(tmp_path, "relay", "stopped before the host answered")
+    finally:
+        relay.kill()
+        relay.wait()
