@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from shoal.commands.grammar import add_command, add_group, env_arguments, positive
-from shoal.commands.process import EXIT_NO
 from shoal.commands.ratings import add_rate
-from shoal.errors import ConfigError, cause_of
+from shoal.errors import EXIT_NO, ConfigError, cause_of
 from shoal.terminal import printable, say
 
 

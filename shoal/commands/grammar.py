@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from shoal.commands.process import EXIT_USER_ERROR
+from shoal.errors import EXIT_USER_ERROR
 from shoal.policy.device import AUTO, DEVICES
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from shoal.commands.grammar import add_command, add_group, device_argument, positive, source_argument
-from shoal.commands.process import EXIT_NO, cores
+from shoal.commands.process import cores
+from shoal.errors import EXIT_NO
 
 
 def add_commands(commands: Any) -> None:

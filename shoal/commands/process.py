@@ -1,4 +1,4 @@
-"""What commands share: exit codes, the number of cores, and the log.
+"""What commands share: the number of cores, and the log.
 
 Called by `cli` and the other files of this folder. It does not depend on any command.
 """
@@ -9,9 +9,6 @@ from importlib.util import find_spec
 
 from shoal.errors import NO_TORCH, ShoalError
 from shoal.terminal import PrintableFormatter
-
-EXIT_NO, EXIT_USER_ERROR, EXIT_TRY_AGAIN, EXIT_INTERRUPTED = 1, 2, 75, 130
-"""The answer is no; the user must fix something; another node could not be reached (roles only); stopped by Ctrl-C."""
 
 
 def cores() -> int:

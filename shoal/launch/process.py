@@ -23,6 +23,7 @@ from typing import Literal
 import psutil
 
 from shoal.config import child_environment
+from shoal.errors import EXIT_DONE, EXIT_USER_ERROR
 
 MAX_QUICK_DEATHS = 5
 """A role is given up after this many deaths in a row, each less than QUICK_DEATH_S after its start."""
@@ -31,10 +32,6 @@ QUICK_DEATH_S = 10.0
 
 FIRST_BACKOFF_S = 0.2
 MAX_BACKOFF_S = 10.0
-
-EXIT_DONE, EXIT_USER_ERROR, EXIT_TRY_AGAIN = 0, 2, 75
-"""A role's exit codes: its work is done; a person must act (its last line says how); another node could not be
-reached, so starting again may help."""
 
 State = Literal["running", "restarting", "done", "given up"]
 

@@ -26,12 +26,10 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from shoal.config import stay_on_this_machine
+from shoal.errors import EXIT_TRY_AGAIN, EXIT_USER_ERROR
 from shoal.folder import RunFolder
 
 log = logging.getLogger("trainer")
-
-USER_ERROR, TRY_AGAIN = 2, 75
-"""Exit codes of a process whose error only the user can fix, and of one that only needs to be started again."""
 
 
 def run_processes(folder: RunFolder, url: str, count: int) -> None:
@@ -71,9 +69,9 @@ def run_processes(folder: RunFolder, url: str, count: int) -> None:
 
 def _end_as(codes: Sequence[int]) -> None:
     """End as the process did whose end says most. Those that lost another, or that the agent ended, say least."""
-    if USER_ERROR in codes:
-        sys.exit(USER_ERROR)
-    crashes = [code for code in codes if code > 0 and code != TRY_AGAIN]
+    if EXIT_USER_ERROR in codes:
+        sys.exit(EXIT_USER_ERROR)
+    crashes = [code for code in codes if code > 0 and code != EXIT_TRY_AGAIN]
     if crashes:  # before deaths: the agent kills those that do not end in time
         sys.exit(crashes[0])
     deaths = [-code for code in codes if code < 0 and code != -signal.SIGTERM]
@@ -81,7 +79,7 @@ def _end_as(codes: Sequence[int]) -> None:
         if deaths[0] != signal.SIGKILL:
             signal.signal(deaths[0], signal.SIG_DFL)
         os.kill(os.getpid(), deaths[0])
-    sys.exit(TRY_AGAIN if TRY_AGAIN in codes else 1)
+    sys.exit(EXIT_TRY_AGAIN if EXIT_TRY_AGAIN in codes else 1)
 
 
 def _give_children_a_pipe() -> None:

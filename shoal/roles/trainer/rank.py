@@ -13,14 +13,13 @@ from pathlib import Path
 import torch
 
 from shoal.config import rank_here
-from shoal.errors import ConfigError
+from shoal.errors import EXIT_TRY_AGAIN, ConfigError
 from shoal.folder import RunFolder
 from shoal.net.client import Client
 from shoal.net.keys import load_or_make_key
 from shoal.net.stopping import SIGNALS
 from shoal.policy.device import CUDA, take_device
 from shoal.roles.trainer.first import start_policy
-from shoal.roles.trainer.processes import TRY_AGAIN
 from shoal.roles.trainer.role import Learning, Trainer
 from shoal.train.channel import End, Lost, joined
 from shoal.train.together import follow, lead
@@ -33,7 +32,7 @@ def main(run_dir: Path, url: str, meeting: Path) -> None:
     try:
         take_part(run_dir, url, meeting)
     except Lost:
-        sys.exit(TRY_AGAIN)  # without a word: the one that ended first has said why
+        sys.exit(EXIT_TRY_AGAIN)  # without a word: the one that ended first has said why
 
 
 def take_part(run_dir: Path, url: str, meeting: Path) -> None:
