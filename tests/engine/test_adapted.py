@@ -17,6 +17,7 @@ from shoal.errors import StateError
 from shoal.policy.adapters import begin_adapter
 from shoal.policy.adapterspec import AdapterSpec, Base
 from shoal.policy.files import load_int8, load_policy, save_policy
+from tests.engine.claims import claims_of
 from tests.engine.conftest import write_policy
 
 
@@ -75,10 +76,7 @@ def engine_with(directory: Path, dtype: str) -> LocalEngine:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_validator_replays_what_a_worker_sampled_with_an_adapter(versions, dtype):
     turns = written(engine_with(versions[0], dtype))
-    claims = [
-        ScoreRequest([*r.token_ids, *t.token_ids], [len(r.token_ids) + i for i in range(len(t.token_ids))], r.seed)
-        for r, t in zip(REQUESTS, turns, strict=True)
-    ]
+    claims = claims_of(REQUESTS, turns)
     scores = engine_with(versions[0], dtype).score(claims, 1.0)
     most = 1e-4 if dtype == "float32" else 0.2
     for score, turn in zip(scores, turns, strict=True):

@@ -31,6 +31,7 @@ from shoal.train.rows import Row
 from shoal.train.step import Learner
 from shoal.weights.manifest import weights_root
 from tests.engine.architectures import ARCHITECTURES, MIXTURES, write_any
+from tests.engine.claims import claims_of
 
 STOPS = frozenset({5})
 every_architecture = pytest.mark.parametrize("name", ARCHITECTURES)
@@ -70,17 +71,6 @@ def _requests(count: int = 12, low: int = 3, high: int = 40, max_new: int = 16) 
     return [Request(f"r{i}", prompt, sample_seed(b"any", i), max_new, STOPS) for i, prompt in enumerate(prompts)]
 
 
-def _claims(requests: Sequence[Request], turns: Sequence[Continuation]) -> list[ScoreRequest]:
-    return [
-        ScoreRequest(
-            [*request.token_ids, *turn.token_ids],
-            range(len(request.token_ids), len(request.token_ids) + len(turn.token_ids)),
-            request.seed,
-        )
-        for request, turn in zip(requests, turns, strict=True)
-    ]
-
-
 def _rows(claims: Sequence[ScoreRequest], turns: Sequence[Continuation]) -> list[Row]:
     rows = []
     for i, (claim, turn) in enumerate(zip(claims, turns, strict=True)):
@@ -101,7 +91,7 @@ def test_each_token_is_the_argmax_of_transformers_logits_plus_the_reference_nois
     requests, temperature = _requests(), 0.8
     engine, peer = _engine(models[name], noise=family), _peer(models[name])
     turns = engine.extend(requests, temperature)
-    assert max(float(score.gaps_P.max()) for score in engine.score(_claims(requests, turns), temperature)) < 1e-4
+    assert max(float(score.gaps_P.max()) for score in engine.score(claims_of(requests, turns), temperature)) < 1e-4
     for request, turn in zip(requests, turns, strict=True):
         start, ids = len(request.token_ids), [*request.token_ids, *turn.token_ids]
         with torch.no_grad():
@@ -120,7 +110,7 @@ def test_our_engine_replays_what_transformers_sampled_and_writes_it_again(
     name: str, models: dict[str, Path], tmp_path: Path
 ) -> None:
     requests = _requests()
-    claims = _claims(requests, _engine(models[name]).extend(requests, 1.0))
+    claims = claims_of(requests, _engine(models[name]).extend(requests, 1.0))
     save_policy(open_policy(models[name]), tmp_path / "ours", "float32")
     for directory in (models[name], tmp_path / "ours"):
         ours = LocalEngine(threads=1)
@@ -134,8 +124,8 @@ def test_our_engine_replays_what_transformers_sampled_and_writes_it_again(
 @every_architecture
 def test_honest_turns_replay_in_other_batches_without_gaps(name: str, models: dict[str, Path]) -> None:
     engine, requests = _engine(models[name]), _requests()
-    together = _claims(requests, engine.extend(requests, 1.0))
-    alone = _claims(requests, [engine.extend([request], 1.0)[0] for request in requests])
+    together = claims_of(requests, engine.extend(requests, 1.0))
+    alone = claims_of(requests, [engine.extend([request], 1.0)[0] for request in requests])
     assert together == alone
     for claims in (together, together[:1]):
         scores = engine.score(claims, 1.0, hidden=True)
@@ -151,7 +141,7 @@ def test_the_learner_sees_what_the_engine_saw_and_transformers_opens_what_it_lea
 ) -> None:
     engine, requests = _engine(models[name]), _requests()
     turns = engine.extend(requests, 0.9)
-    claims = _claims(requests, turns)
+    claims = claims_of(requests, turns)
     rows = _rows(claims, turns)
     model = load_any(models[name])
     learner = Learner(model, TrainConfig(lr=1e-3, warmup_steps=0, microbatch_tokens=200), temperature=0.9, steps=3)
@@ -184,7 +174,7 @@ def test_gradients_are_those_of_plain_logits_with_and_without_pieces_and_recompu
 ) -> None:
     requests = _requests(4)
     turns = _engine(models[name]).extend(requests, 1.0)
-    rows = _rows(_claims(requests, turns), turns)
+    rows = _rows(claims_of(requests, turns), turns)
 
     def gradients(**changes: Any) -> dict[str, Tensor]:
         model, found = load_any(models[name]), dict[str, Tensor]()
@@ -231,7 +221,7 @@ def test_a_model_with_a_head_of_its_own_kind_gives_whole_logits(
     monkeypatch.setattr(modeling_gpt2.GPT2LMHeadModel, "forward", squared)
     engine, requests = _engine(models["gpt2"]), _requests(4)
     assert engine._loaded is not None and engine._loaded.model.head_weight() is None
-    claims = _claims(requests, engine.extend(requests, 1.0))
+    claims = claims_of(requests, engine.extend(requests, 1.0))
     assert max(float(score.gaps_P.max()) for score in engine.score(claims, 1.0)) < 1e-4
 
 
@@ -249,7 +239,7 @@ def test_where_padding_changes_a_model_conversations_of_other_lengths_are_read_a
     monkeypatch.setattr(modeling_gpt2.GPT2Model, "forward", blind)
     engine, requests = _engine(models["gpt2"]), _requests()
     assert engine._loaded is not None and not engine._loaded.reads_padding
-    claims = _claims(requests, engine.extend(requests, 1.0))
+    claims = claims_of(requests, engine.extend(requests, 1.0))
     assert max(float(score.gaps_P.max()) for score in engine.score(claims, 1.0)) < 1e-4
 
 
@@ -308,7 +298,7 @@ def test_honest_bfloat16_replays_with_few_and_small_gaps(name: str, models: dict
     """In a mixture of experts, a token near the border of two of them may go to the other one, and change its logits."""
     large = 0.03 if name in MIXTURES else 0.003
     requests = _requests(32)
-    claims = _claims(requests, _engine(models[name], "bfloat16").extend(requests, 1.0))
+    claims = claims_of(requests, _engine(models[name], "bfloat16").extend(requests, 1.0))
     for dtype in ("bfloat16", "float32"):
         gaps = np.concatenate([score.gaps_P for score in _engine(models[name], dtype).score(claims, 1.0)])
         assert len(gaps) > 200 and (gaps > 0.4).mean() < large and (gaps > 0).mean() < 0.1

@@ -14,6 +14,7 @@ from shoal.engine.local import LocalEngine
 from shoal.errors import StateError
 from shoal.policy.files import load_policy, save_policy
 from shoal.policy.model import Transformer
+from tests.engine.claims import claims_of
 from tests.engine.conftest import write_policy
 
 NORMS = ("input_layernorm", "post_attention_layernorm", "norm")
@@ -89,11 +90,7 @@ def rollouts(engine: LocalEngine) -> tuple[list[object], list[Score]]:
     further = [r._replace(token_ids=[*r.token_ids, *t.token_ids, 9]) for r, t in zip(requests, turns, strict=True)]
     more = engine.extend(further, 0.9)
     engine.forget(request.rollout for request in requests)
-    claims = [
-        ScoreRequest([*r.token_ids, *t.token_ids], range(len(r.token_ids), len(r.token_ids) + len(t.token_ids)), r.seed)
-        for r, t in zip(further, more, strict=True)
-    ]
-    return [*turns, *more], engine.score(claims, 0.9, hidden=True)
+    return [*turns, *more], engine.score(claims_of(further, more), 0.9, hidden=True)
 
 
 @pytest.mark.parametrize("stored", ["bfloat16", "float32"])

@@ -16,6 +16,7 @@ from shoal.engine.local import LocalEngine
 from shoal.errors import StateError
 from shoal.protocol.noise import NOISES
 from shoal.protocol.randomness import sample_seed
+from tests.engine.claims import claims_of
 from tests.engine.conftest import write_policy
 
 NO_STOPS: frozenset[int] = frozenset()
@@ -49,18 +50,6 @@ def _requests(prompts: Sequence[list[int]], max_new: int = 24, stops: frozenset[
     return [Request(f"r{i}", prompt, _seed(i), max_new, stops) for i, prompt in enumerate(prompts)]
 
 
-def _claims(requests: Sequence[Request], turns: Sequence[Continuation]) -> list[ScoreRequest]:
-    """What a worker would submit of a single turn."""
-    return [
-        ScoreRequest(
-            [*request.token_ids, *turn.token_ids],
-            range(len(request.token_ids), len(request.token_ids) + len(turn.token_ids)),
-            request.seed,
-        )
-        for request, turn in zip(requests, turns, strict=True)
-    ]
-
-
 def _gaps(engine: LocalEngine, claims: Sequence[ScoreRequest], temperature: float = 1.0) -> np.ndarray:
     return np.concatenate([score.gaps_P for score in engine.score(claims, temperature)])
 
@@ -71,7 +60,7 @@ def test_each_token_is_the_argmax_of_transformers_logits_plus_the_reference_nois
     engine = LocalEngine(threads=1, noise=family)
     engine.load(policy, version=0)
     turns = engine.extend(requests, temperature)
-    assert _gaps(engine, _claims(requests, turns), temperature).max() < 1e-4
+    assert _gaps(engine, claims_of(requests, turns), temperature).max() < 1e-4
     peer = AutoModelForCausalLM.from_pretrained(policy)
     for request, turn in zip(requests, turns, strict=True):
         start, ids = len(request.token_ids), [*request.token_ids, *turn.token_ids]
@@ -129,7 +118,7 @@ def test_honest_rollouts_replay_without_gaps_across_batch_sizes_and_threads(poli
         claims = [
             claim
             for start in range(0, 64, size)
-            for claim in _claims(requests[start : start + size], engine.extend(requests[start : start + size], 1.0))
+            for claim in claims_of(requests[start : start + size], engine.extend(requests[start : start + size], 1.0))
         ]
         gaps = _gaps(_engine(policy, 1), claims)
         worst, flipped, total = max(worst, float(gaps.max())), flipped + int((gaps > 0).sum()), total + len(gaps)
@@ -138,7 +127,7 @@ def test_honest_rollouts_replay_without_gaps_across_batch_sizes_and_threads(poli
 
 def test_honest_bfloat16_rollouts_replay_with_few_and_small_gaps(policy: Path) -> None:
     requests = _requests(_prompts(64))
-    claims = _claims(requests, _engine(policy, dtype="bfloat16").extend(requests, 1.0))
+    claims = claims_of(requests, _engine(policy, dtype="bfloat16").extend(requests, 1.0))
     for verifier in (_engine(policy, dtype="bfloat16"), _engine(policy)):
         gaps = _gaps(verifier, claims)
         assert (gaps > 0).mean() < 0.03 and gaps.max() < 0.2
@@ -146,7 +135,7 @@ def test_honest_bfloat16_rollouts_replay_with_few_and_small_gaps(policy: Path) -
 
 def test_honest_int8_rollouts_replay_as_int8_like_float32_and_not_as_float32(policy: Path) -> None:
     requests = _requests(_prompts(64))
-    claims = _claims(requests, _engine(policy, dtype="int8").extend(requests, 1.0))
+    claims = claims_of(requests, _engine(policy, dtype="int8").extend(requests, 1.0))
     assert _gaps(_engine(policy, dtype="int8"), claims).max() < 1e-4
     undeclared = _gaps(_engine(policy), claims)
     assert 1e-3 < (undeclared > 1e-3).mean() < 0.03 and undeclared.max() < 0.5
@@ -154,7 +143,7 @@ def test_honest_int8_rollouts_replay_as_int8_like_float32_and_not_as_float32(pol
 
 def test_another_seed_temperature_policy_or_prompt_shows_as_gaps(policy: Path, tmp_path: Path) -> None:
     engine, requests = _engine(policy), _requests(_prompts(32))
-    claims = _claims(requests, engine.extend(requests, 1.0))
+    claims = claims_of(requests, engine.extend(requests, 1.0))
     other = _engine(write_policy(tmp_path / "other", seed=8))
     assert (_gaps(engine, claims) > 1e-3).mean() == 0
     assert (_gaps(engine, [c._replace(seed=c.seed[::-1]) for c in claims]) > 1e-3).mean() > 0.2
@@ -222,7 +211,7 @@ def test_forgotten_rollouts_leave_nothing_behind(policy: Path) -> None:
 
 def test_score_gives_the_hidden_state_that_predicted_each_token(policy: Path) -> None:
     engine, requests = _engine(policy), _requests(_prompts(5))
-    claims = _claims(requests, engine.extend(requests, 1.0))
+    claims = claims_of(requests, engine.extend(requests, 1.0))
     peer = AutoModelForCausalLM.from_pretrained(policy)
     for claim, score in zip(claims, engine.score(claims, 1.0, hidden=True), strict=True):
         with torch.no_grad():
@@ -234,7 +223,7 @@ def test_score_gives_the_hidden_state_that_predicted_each_token(policy: Path) ->
 
 def test_scores_keep_the_order_of_requests_and_do_not_depend_on_the_batch(policy: Path) -> None:
     engine, requests = _engine(policy), _requests([p for p in _prompts(5) for _ in range(3)])
-    claims = _claims(requests, engine.extend(requests, 1.0))
+    claims = claims_of(requests, engine.extend(requests, 1.0))
     random.Random(3).shuffle(claims)
     for claim, score in zip(claims, engine.score(claims, 1.0), strict=True):
         (alone,) = engine.score([claim], 1.0)
@@ -253,8 +242,8 @@ def test_an_opening_may_be_a_single_token(prompts: list[list[int]], policy: Path
     turns = engine.extend(requests, 1.0)
     again = [r._replace(token_ids=[*r.token_ids, *t.token_ids, 5]) for r, t in zip(requests, turns, strict=True)]
     later = engine.extend(again, 1.0)
-    assert _gaps(engine, _claims(requests, turns)).max() < 1e-4
-    assert _gaps(engine, _claims(again, later)).max() < 1e-4
+    assert _gaps(engine, claims_of(requests, turns)).max() < 1e-4
+    assert _gaps(engine, claims_of(again, later)).max() < 1e-4
 
 
 def test_no_requests_give_no_results(policy: Path) -> None:
@@ -312,6 +301,6 @@ def test_rows_that_end_early_are_dropped_and_join_their_batch_again_in_the_next_
     ]
     turns = engine.extend(requests, 1.0)
     assert [len(turn.token_ids) for turn in turns] == limits
-    assert _gaps(engine, _claims(requests, turns)).max() < 1e-4
+    assert _gaps(engine, claims_of(requests, turns)).max() < 1e-4
     again = [r._replace(token_ids=[*r.token_ids, *t.token_ids, 9]) for r, t in zip(requests, turns, strict=True)]
-    assert _gaps(engine, _claims(again, engine.extend(again, 1.0))).max() < 1e-4
+    assert _gaps(engine, claims_of(again, engine.extend(again, 1.0))).max() < 1e-4

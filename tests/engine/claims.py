@@ -1,0 +1,17 @@
+"""What a worker would submit of turns that an engine wrote, for the engine that replays them."""
+
+from collections.abc import Sequence
+
+from shoal.engine.base import Continuation, Request, ScoreRequest
+
+
+def claims_of(requests: Sequence[Request], turns: Sequence[Continuation]) -> list[ScoreRequest]:
+    """Each conversation with its turn, whose tokens are to be scored."""
+    return [
+        ScoreRequest(
+            [*request.token_ids, *turn.token_ids],
+            range(len(request.token_ids), len(request.token_ids) + len(turn.token_ids)),
+            request.seed,
+        )
+        for request, turn in zip(requests, turns, strict=True)
+    ]
