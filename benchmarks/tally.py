@@ -32,8 +32,11 @@ def main() -> None:
 
 
 def _start_roles_by(python: Path) -> None:
-    """Give the launcher, for an interpreter, a script that runs this file."""
-    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{Path(__file__).resolve()}" "$@"\n')
+    """Give the launcher, for an interpreter, a script that runs this file for roles, and is plain Python for the rest."""
+    python.write_text(
+        f'#!/bin/sh\n[ "$1 $2" = "-m shoal.cli" ] && exec "{sys.executable}" "{Path(__file__).resolve()}" "$@"\n'
+        f'exec "{sys.executable}" "$@"\n'
+    )
     python.chmod(0o755)
     sys.executable = str(python)
 
