@@ -125,7 +125,8 @@ def table(policy: str, found: dict[str, Any]) -> list[str]:
 def measured(policy: str, tree: Path, asked: argparse.Namespace) -> dict[str, float]:
     """CPU-seconds a version of each job, and of all."""
     with tempfile.TemporaryDirectory() as scratch:
-        options = ["--versions", f"{asked.versions}", "--anchor-every", f"{asked.anchor_every}", "--policy", policy]
+        anchor_every = asked.anchor_every if tree == ROOT else 1  # before, each version was whole
+        options = ["--versions", f"{asked.versions}", "--anchor-every", f"{anchor_every}", "--policy", policy]
         people = {
             role: subprocess.Popen(
                 [sys.executable, str(Path(__file__).resolve()), *options, "--role", role, f"{scratch}/run"],
