@@ -28,6 +28,9 @@ _WIDTHS = ("moe_intermediate_size", "intermediate_size", "n_inner", "ffn_hidden_
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
+_LEARNS_POSITIONS = frozenset({"gpt2", "gpt_bigcode", "gpt_neo", "openai-gpt", "opt", "biogpt"})
+"""Architectures with a table of learned numbers for each position. No key of their configs says so."""
+
 OWN_KEYS = frozenset({
     "attn_implementation", "experts_implementation", "auto_map", "dtype", "torch_dtype", "name_or_path", "fusion_config",
     "distributed_config", "transformers_weights", "quantization_config", "output_attentions", "output_hidden_states",
@@ -68,7 +71,8 @@ class AnySpec:
             return self.stored_values
         attention = 2 * self.width * (self.heads + self.kv_heads) * self.head_dim
         experts = max(1, self.experts) * 3 * self.width * self.mlp_width + self.experts * self.width
-        return self.layers * (attention + experts + 8 * self.width) + (2 - self.tied) * self.vocab_size * self.width
+        rows = (2 - self.tied) * self.vocab_size + (self.max_positions if self.architecture in _LEARNS_POSITIONS else 0)
+        return self.layers * (attention + experts + 8 * self.width) + rows * self.width
 
     @staticmethod
     def from_directory(directory: Path) -> "AnySpec":
