@@ -29,10 +29,11 @@ microbatch_tokens = 128
 )
 
 
-def start(folder: Path, processes: int, steps: int = STEPS) -> subprocess.Popen[str]:
+def start(folder: Path, processes: int, steps: int = STEPS, storage: str = "") -> subprocess.Popen[str]:
     """`shoal run` of a small run, in a folder of its own."""
     folder.mkdir(exist_ok=True)
     text = DIVIDED.replace("{processes}", str(processes)).replace(f"steps = {STEPS}", f"steps = {steps}")
+    text = text.replace("[storage]", f"[storage]\n{storage}")
     (folder / "small.toml").write_text(text)
     command = [sys.executable, "-m", "shoal.cli", "run", "small.toml"]
     return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -106,6 +107,27 @@ def test_an_error_that_only_the_user_can_fix_ends_the_run_in_one_line(tmp_path: 
     run = start(tmp_path, 2)
     said, _ = run.communicate(timeout=120)
     assert run.returncode == 2 and "no trainer state under" in said.splitlines()[-1], said
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_two_processes_repeat_the_steps_since_their_last_saved_state(tmp_path: Path) -> None:
+    def started(folder: Path) -> subprocess.Popen[str]:
+        return start(folder, 2, 6, storage="state_every = 9")
+
+    untouched = finished(tmp_path / "a", started(tmp_path / "a"))
+    folder = tmp_path / "b"
+    run = started(folder)
+    wait_for("a third step", lambda: steps_done(folder) >= 3, run)
+    run.kill()
+    run.communicate()
+    deadline = time.monotonic() + 10
+    while processes_in(folder):
+        assert time.monotonic() < deadline, "the trainer's processes outlive their launcher"
+        time.sleep(0.05)
+    assert finished(folder, started(folder)) == untouched
+    log = (folder / "runs" / "small" / "logs" / "trainer.log").read_text()
+    assert "repeated the step that made version=1 " in log and "repeated the step that made version=2 " in log
 
 
 @pytest.mark.slow

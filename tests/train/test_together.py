@@ -214,3 +214,12 @@ def test_each_row_of_a_tensor_has_one_process_as_torch_cuts_it(rows, world):
     expected = [len(part) for part in torch.arange(rows).chunk(world)]
     assert [end - begin for begin, end in cut] == expected + [0] * (world - len(expected))
     assert [row for begin, end in cut for row in range(begin, end)] == list(range(rows))
+
+
+def test_processes_that_cannot_repeat_a_step_with_smaller_micro_batches_say_what_to_set():
+    with pytest.raises(StateError) as refused:
+        Sharded(Channel(1, 2)).demand_repeat("DefaultCPUAllocator: can't allocate memory")
+    said = str(refused.value)
+    assert "\n" not in said and "can't allocate memory" in said
+    for setting in ("train.microbatch_tokens", 'train.recompute = "layers"', "train.processes"):
+        assert setting in said
