@@ -62,7 +62,7 @@ class Hub:
             _demand_here(pinned, ["config.json", "tokenizer.json", *names_of_weights(cached)], wanted)
         _demand(pinned, wanted)
         self._demand_space(pinned, wanted, target.parent)
-        say(f"{pinned}: {len(wanted)} files, {sum(wanted.values()) / 1e9:.2f} GB")
+        say(f"{pinned}: {len(wanted)} files, {sum(wanted.values()) / 1e6:,.1f} MB")
         if not ref.is_pinned:
             self._file(ref, "config.json")  # so that the cache knows the branch's commit, when there is no network
         # Weights last: a cache that has them all has the other files as well.
@@ -173,9 +173,9 @@ class Hub:
         needs.setdefault(existing(target).stat().st_dev, (target, sum(sizes.values())))
         for folder, need in needs.values():
             if need > (free := free_below(folder)):  # guard: hub-fits-the-disk
+                elsewhere = ", or set HF_HOME" if self.cache is None and folder == cache else ""
                 raise StateError(
-                    f"{ref} needs {need} bytes in {folder}, and {free} are free: free some space"
-                    f"{', or set HF_HOME' if folder == cache else ''}"
+                    f"{ref} needs {need} bytes in {folder}, and {free} are free: free some space{elsewhere}"
                 )
 
 
