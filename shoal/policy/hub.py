@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shoal.errors import ConfigError, StateError
+from shoal.errors import USER_MUST_FIX, ConfigError, StateError
 from shoal.folder import existing, free_below, replaced_folder
 from shoal.policy.files import TOKENIZER_FILES
 from shoal.policy.stored import INDEX, names_of_weights
@@ -152,8 +152,9 @@ class Hub:
             )
         except Exception as error:  # noqa: BLE001 - as above
             refused = _refusal(hub, ref, error)
-            refused = refused or f"{ref}: {name} cannot be fetched: {_line(error)}. Try again: what is here is kept"
-            raise StateError(refused) from None
+            full = isinstance(error, OSError) and error.errno in USER_MUST_FIX
+            again = f"{'Free some space' if full else 'Try again'}: the files that are here are kept"
+            raise StateError(refused or f"{ref}: {name} cannot be fetched: {_line(error)}. {again}") from None
         return found.resolve() if resolve else found
 
     def _held(self, ref: HubRef, name: str, size: int) -> Path | None:

@@ -1,5 +1,6 @@
 """Models from a hub: what is fetched and what is not, the cache without network, and one line for each refusal."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -115,7 +116,7 @@ def test_a_fetch_that_was_cut_short_goes_on(hub, tmp_path):
             reached(hub, tmp_path).bring(NAME, tmp_path / "here")
             break
         except StateError as error:
-            assert "Try again: what is here is kept" in str(error)
+            assert "Try again: the files that are here are kept" in str(error)
     assert (tmp_path / "here/model.safetensors").read_bytes() == (tmp_path / "model/model.safetensors").read_bytes()
 
 
@@ -168,6 +169,15 @@ def test_only_what_the_cache_lacks_must_fit_on_its_disk(hub, tmp_path, monkeypat
     reached(hub, tmp_path).bring(NAME, tmp_path / "first")
     monkeypatch.setattr(hub_module, "free_below", none_free)
     reached(hub, tmp_path).bring(NAME, tmp_path / "second")
+
+
+def test_a_disk_that_fills_up_while_a_model_is_fetched_is_named_with_its_remedy(hub, tmp_path, monkeypatch):
+    def full(*_: object, **__: object) -> str:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", full)
+    with pytest.raises(StateError, match=r"No space left on device. Free some space: the files that are here are kept"):
+        reached(hub, tmp_path).bring(NAME, tmp_path / "here")
 
 
 def test_a_model_must_fit_on_the_disk_that_it_is_copied_to(hub, tmp_path, monkeypatch):
