@@ -204,10 +204,10 @@ def test_what_the_run_deleted_by_its_own_rule_is_said_and_is_no_failure(copy):
     found = audit(copy)
     assert found.exit_code() == AGREE and not found.agrees and not found.left_out and found.groups > 0
     ((reason, count),) = found.expired.items()
-    assert count + found.groups == judged and "of versions 0 to 1, whose submissions are deleted" in reason
-    assert 'the run keeps those of its last 1 versions (storage.retain = "window" in its run file)' in reason
+    assert count + found.groups == judged and "of versions 0 to 1: their submissions are deleted" in reason
+    assert 'The run keeps those of its last 1 versions (storage.retain = "window" in its run file)' in reason
     said = summary(found)
-    assert f"not checked: {count} groups: {reason}" in said
+    assert f"not checked: {count} groups {reason}" in said
     assert said[-1] == "the log agrees with what was recomputed. This says nothing of what was not checked"
     sample = audit(copy, Choice(sample=2))
     assert sample.groups == 2 and sample.exit_code() == AGREE, "it is drawn from what is here"

@@ -146,7 +146,7 @@ def summary(found: Findings) -> list[str]:
     lines += found.turns
     if found.overruled:
         lines.append(f"not compared: {found.overruled} verdicts on groups, because they were outvoted or disputed")
-    lines += [f"not checked: {count} groups: {reason}" for reason, count in sorted(found.expired.items())]
+    lines += [f"not checked: {count} groups {reason}" for reason, count in sorted(found.expired.items())]
     lines += [f"left out: {count} groups: {reason}" for reason, count in sorted(found.left_out.items())]
     part = ". This says nothing of what was not checked" if found.expired else ""
     results = {
@@ -215,9 +215,8 @@ def choose(
         gone = {place for place in judged if expiry.took(place.version, place.submission)}
         if gone:
             oldest, newest = min(place.version for place in gone), max(place.version for place in gone)
-            found.expired[f"of versions {oldest} to {newest}, whose submissions are deleted: {expiry.words}"] += len(
-                gone
-            )
+            reason = f"of versions {oldest} to {newest}: their submissions are deleted. {expiry.words}"
+            found.expired[reason] += len(gone)
         judged = [place for place in judged if place not in gone]
     if choice.sample:
         return sorted(random.Random(choice.seed).sample(judged, min(choice.sample, len(judged))))
@@ -258,7 +257,9 @@ async def _audit_version(
         engine = await bench.take_weights(version)
     except Unavailable as why:
         if why.gone and expiry is not None and version < expiry.oldest:
-            found.expired[f"their tokens and log-probs, whose versions' weights are deleted: {expiry.words}"] += groups
+            found.expired[f"in their tokens and log-probs: their versions' weights are deleted. {expiry.words}"] += (
+                groups
+            )
         else:
             found.left_out[f"tokens and log-probs: {why}"] += groups
     except Overreach:

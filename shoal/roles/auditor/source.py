@@ -91,7 +91,7 @@ class FolderRun:
             return None
         steps = max(storage.window_steps, state.rules.max_staleness + 1)  # as `Kept.forget_old`
         words = (
-            f'the run keeps those of its last {steps} versions (storage.retain = "{storage.retain}" in its run file)'
+            f'The run keeps those of its last {steps} versions (storage.retain = "{storage.retain}" in its run file)'
         )
         return Expiry(state.main.version - steps, words, lambda name: path_of(self.folder.blobs, name).is_file())
 
