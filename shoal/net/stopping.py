@@ -33,11 +33,13 @@ class Stopping:
         """Tell the process to stop, as a signal would."""
         self._event.set()
 
-    async def unless(self, work: Coroutine[Any, Any, T]) -> T | None:
-        """The result of `work`. If told to stop first, cancel `work` and return None."""
+    async def unless(self, work: Coroutine[Any, Any, T], grace_s: float = 0.0) -> T | None:
+        """The result of `work`. If told to stop first, cancel `work` after `grace_s`, and return None."""
         task, stop = asyncio.create_task(work), asyncio.create_task(self._event.wait())
         try:
             await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                await asyncio.wait({task}, timeout=grace_s)
             return task.result() if task.done() else None
         finally:
             stop.cancel()

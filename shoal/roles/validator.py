@@ -35,6 +35,9 @@ from shoal.roles.sharing import Share, sharing
 
 log = logging.getLogger("validator")
 
+LOAD_GRACE_S = 20.0
+"""Told to stop, a validator waits so long for a version. After that others judge in its place."""
+
 
 def main(
     url: str,
@@ -114,7 +117,8 @@ class Validator:
         failed = ""
         while (check := await self._next_check()) is not None:
             try:
-                await self.seat.load(check.lease.version, keep=self.seat.info.rules.max_staleness + 2)
+                if not await self.stopping.unless(self._loaded(check), LOAD_GRACE_S):
+                    return
                 body, record = await self._body(check), await self._record(check)
             except PeerError as error:  # others may have decided meanwhile, and the host deleted what was judged
                 if check.id == failed:
@@ -126,6 +130,10 @@ class Validator:
             with self.seat.within_memory(f"judging submission {check.id[:12]}"):
                 verdict = await asyncio.to_thread(verify_submission, body, check, self._tools(check), record)
             await self._give(verdict)
+
+    async def _loaded(self, check: t.Check) -> bool:
+        await self.seat.load(check.lease.version, keep=self.seat.info.rules.max_staleness + 2)
+        return True
 
     async def _join(self) -> bool:
         """Join the run; returns True when done."""

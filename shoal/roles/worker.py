@@ -51,8 +51,16 @@ Made: TypeAlias = tuple[list[t.Group], tuple[bytes, ...]]
 """Groups of a lease, and their proofs."""
 
 
+LOAD_GRACE_S = 20.0
+"""Told to stop, a worker waits so long for the version of a lease. After that it returns the lease unplayed."""
+
+
 class TooOld(Exception):
     """The lease's version is too old by now. The host closes the lease, which costs nothing."""
+
+
+class Left(TooOld):
+    """We were told to stop before the version was here. The lease was given back."""
 
 
 def main(
@@ -201,10 +209,12 @@ class Worker:
         return True
 
     async def _load_for(self, grant: t.Grant) -> None:
-        """Load the lease's version. Raises `TooOld` if the host may have deleted its weights."""
+        """Load the lease's version. Raises `TooOld` if the host may have deleted its weights, and `Left`."""
         lease = grant.lease
         try:
-            await self.seat.load(lease.version, grant=grant)
+            if not await self.stopping.unless(self._loaded(grant), LOAD_GRACE_S):  # guard: long-fetch-ends-when-told
+                await self.leases.give_back(lease)
+                raise Left
         except Contradiction:
             await self.leases.give_back(lease)
             raise
@@ -215,6 +225,10 @@ class Worker:
             log.warning("dropped lease=%s reason='version %d is too old by now'", lease.id, lease.version)
             await self.stopping.unless(asyncio.sleep(SOONEST_S))
             raise TooOld from None
+
+    async def _loaded(self, grant: t.Grant) -> bool:
+        await self.seat.load(grant.lease.version, grant=grant)
+        return True
 
     async def _play_whole(self, grant: t.Grant, before: Use, use: Use) -> Made | None:
         """Generate the groups of a lease, and prove them. None if it is to be given back. Raises `TooOld`."""

@@ -22,6 +22,8 @@ from shoal.metrics import read_metrics
 from shoal.policy.tiny import make_tiny
 from shoal.protocol import types as t
 from shoal.protocol.wire import from_msgpack
+from shoal.roles import validator as validator_module
+from shoal.roles import worker as worker_module
 from shoal.roles.coordinator.board import Board, batch_of
 from tests.envs import musing, pile
 from tests.roles.town import Town, tiny_run
@@ -250,6 +252,37 @@ def test_a_worker_that_stops_gives_its_lease_back(tmp_path):
     assert town.desk.state.phase == "ended"
     lapses = [entry.body for entry in town.audit().entries if isinstance(entry.body, LeaseLapsed)]
     assert {lapse.cause for lapse in lapses} <= {"returned"}  # only the lease that was requested ahead
+
+
+@pytest.mark.parametrize("role", ["worker", "validator"])
+def test_who_is_told_to_stop_does_not_wait_for_a_version_that_takes_long(tmp_path, monkeypatch, role):
+    town = Town(tmp_path / "run", tiny_run())
+    monkeypatch.setattr(worker_module, "LOAD_GRACE_S", 0.2)
+    monkeypatch.setattr(validator_module, "LOAD_GRACE_S", 0.2)
+
+    async def story():
+        leaver = town.worker("leaver") if role == "worker" else town.validator()
+        others = [town.trainer(), *([] if role == "worker" else [town.worker("player")])]
+        begun = asyncio.Event()
+
+        async def fetches_for_ever(work):
+            begun.set()
+            await asyncio.sleep(3600)
+
+        monkeypatch.setattr(leaver, "_loaded", fetches_for_ever)
+        tasks = [asyncio.create_task(work) for work in (*(one.run() for one in others), town._tick())]
+        leaving = asyncio.create_task(leaver.run())
+        await asyncio.wait_for(begun.wait(), 30.0)
+        leaver.stopping.set()
+        await asyncio.wait_for(leaving, 10.0)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    asyncio.run(story())
+    if role == "worker":
+        lapses = [entry.body.cause for entry in town.audit().entries if isinstance(entry.body, LeaseLapsed)]
+        assert lapses and {*lapses} == {"returned"}
 
 
 def test_a_drained_run_ends_for_everybody_at_once(tmp_path):
