@@ -12,7 +12,7 @@ from collections.abc import Coroutine, Iterator
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-log = logging.getLogger(__name__)
+log = logging.getLogger("shoal")
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
