@@ -1658,7 +1658,7 @@ GUARDS = [
     ),
     *_needed_by("tests/test_terminal.py",
         ("escaped", ("c.isprintable() or c in keep", "True"), "test_what_does_not_print_is_escaped_and_the_rest_left"),
-        ("short-log-lines", ("super().formatMessage(record)[:MAX_LINE_CHARS]", "super().formatMessage(record)"),
+        ("short-log-lines", ("super().formatMessage(named)[:MAX_LINE_CHARS]", "super().formatMessage(named)"),
          "test_a_logged_line_is_short_and_a_traceback_after_it_whole"),
         ("printable-logs", ('printable(super().format(record), keep="\\n")', "super().format(record)"),
          "test_printed_and_logged_lines_are_printable"),
