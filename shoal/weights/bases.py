@@ -94,8 +94,8 @@ def entries_of_base(manifest: Manifest) -> list[FileEntry]:
 
 
 def bases_here(folder: Path, manifest: Manifest, model: Path | None = None) -> dict[str, Path]:
-    """Where the files of a version's base are in other versions of a folder, or in the directory of a `model`, verified, by
-    name.
+    """Where the files of a version's base are in other versions of a folder, also of other runs, or in the directory of a
+    `model`, verified, by name.
 
     Raises `PeerError` if a version of the same run that is here is an adapter of another base.
     """
@@ -105,9 +105,8 @@ def bases_here(folder: Path, manifest: Manifest, model: Path | None = None) -> d
             other = wire.from_json(known.read_bytes(), Manifest)
         except (wire.WireError, OSError):
             continue  # damaged, or deleted meanwhile
-        if other.run != manifest.run or other.base is None:
-            continue
-        demand_same_base(manifest, other)
+        if other.run == manifest.run and other.base is not None:
+            demand_same_base(manifest, other)
         entries = {entry.path: entry for entry in entries_of_base(other)}
         for entry in entries_of_base(manifest):
             path = known.parent / entry.path

@@ -1,8 +1,10 @@
 """The base of adapters: its hash is remembered for as long as its files, their names and their index are the same."""
 
+import hashlib
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -11,7 +13,9 @@ from shoal.errors import StateError
 from shoal.policy import stored
 from shoal.policy.adapterspec import CONFIG
 from shoal.policy.stored import INDEX
-from shoal.weights.bases import base_root, link_from
+from shoal.protocol.types import AdapterBase, FileEntry, Manifest
+from shoal.protocol.wire import to_json
+from shoal.weights.bases import MANIFEST_FILE, base_root, bases_here, link_from
 from shoal.weights.manifest import weights_root
 
 
@@ -73,3 +77,19 @@ def test_only_the_shards_that_the_index_names_are_a_base(directory):
     target.mkdir()
     link_from(directory, target)
     assert {path.name for path in target.iterdir()} == {"one.safetensors", INDEX}
+
+
+def test_a_base_that_another_run_left_here_is_not_fetched_again(directory, tmp_path):
+    weights = directory.parent / "one" / "model.safetensors"
+    digest = hashlib.sha256(weights.read_bytes()).hexdigest()
+    entry = FileEntry("model.safetensors", weights.stat().st_size, digest, ())
+    old = Manifest("old", "policy", 3, (), "float32", "cd" * 32, (entry,), 1 << 20, 0.0, 0.0,
+                   base=AdapterBase("ef" * 32, "hf:ann/small@" + "c" * 40))  # fmt: skip
+    kept = tmp_path / "node" / "v000003-cdcdcdcdcdcd"
+    kept.mkdir(parents=True)
+    (kept / MANIFEST_FILE).write_bytes(to_json(old))
+    (kept / "model.safetensors").hardlink_to(weights)
+    new = msgspec.structs.replace(old, run="new", version=0, base=AdapterBase("ab" * 32, ""))
+    assert bases_here(tmp_path / "node", new) == {"model.safetensors": kept / "model.safetensors"}
+    other = msgspec.structs.replace(new, files=(msgspec.structs.replace(entry, digest="ab" * 32),))
+    assert bases_here(tmp_path / "node", other) == {}
