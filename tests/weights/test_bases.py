@@ -44,6 +44,15 @@ def test_another_index_over_the_same_files_is_another_base(directory):
     assert base_root(directory) == weights_root(directory.parent / "two")
 
 
+def test_an_index_that_places_tensors_otherwise_in_the_same_shards_is_another_base(directory):
+    keys = []
+    for shards in (("one", "two"), ("two", "one")):
+        places = {tensor: f"{shard}.safetensors" for tensor, shard in zip("ab", shards, strict=True)}
+        (directory / INDEX).write_text(json.dumps({"weight_map": places}))
+        keys.append(stored.key_of_base(directory))
+    assert keys[0] != keys[1]
+
+
 def test_another_name_of_a_file_is_another_base(directory):
     take(directory, "two")
     assert base_root(directory) == weights_root(directory.parent / "two")
