@@ -73,7 +73,7 @@ def main() -> None:
         cpu_s.append(time.process_time() - start)
     print(
         json.dumps({
-            "cpu_s": cpu_s[1:] or cpu_s, "peak_mb": peak_mb(), "before_mb": before, "loss": losses[-1],
+            "cpu_s": cpu_s[1:] or cpu_s, "peak_mb": peak_mb(), "before_mb": before, "loss": losses[-1], "losses": losses,
             "parameters": sum(p.numel() for p in model.parameters()),
         })
     )  # fmt: skip

@@ -6,6 +6,7 @@ replayed in either, three rollouts at a time. For mixtures of experts the bounds
 """
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from benchmarks.detect.judgement import look, share
 from benchmarks.detect.policies import GROUP_SIZE
 from benchmarks.real.field import SAMPLING, Field, InThrees, Subject, engine_of, lease, make_subject, rules
+from benchmarks.real.kept import Kept
 from shoal.algos.toploc import compare
 from shoal.engine.base import Engine
 from shoal.errors import StateError
@@ -23,7 +25,7 @@ from shoal.policy.files import save_policy
 from shoal.policy.kinds import AUTO, open_policy
 from shoal.proofs.context import by_group
 from shoal.proofs.rounding import Noise, propose, propose_activation_error
-from shoal.protocol.types import Bounds, Rules
+from shoal.protocol.types import Group, Rules
 from tests.attacks.attack import Attack, OtherEngine
 from tests.attacks.choices import Cooler, HiddenPrompt, OwnSeeds
 from tests.attacks.world import World
@@ -35,8 +37,8 @@ NAMES = (
 )  # fmt: skip
 TARGETS = (0.3, 1.0)
 """Entropies, nats a token."""
-PAIRS = (("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat16"))
-"""Dtypes that sample and replay."""
+PAIRS = {"float32": ("float32",), "bfloat16": ("float32", "bfloat16")}
+"""Dtypes that sample, and those that replay it."""
 SAFETY = 2.0
 CALIBRATED_GROUPS = 128
 """By which bounds are measured: 512 rollouts, as `shoal calibrate` plays."""
@@ -46,21 +48,21 @@ class OtherModel(OtherEngine):
     """Samples with another model of the same shape."""
 
     def prover(self, world: World) -> Engine:
-        return engine_of(world.other)
+        return engine_of(world.other, world.rules.dtype)
 
 
 class StalePolicy(OtherEngine):
     """Samples with the policy before the last RL step."""
 
     def prover(self, world: World) -> Engine:
-        return engine_of(world.stale)
+        return engine_of(world.stale, world.rules.dtype)
 
 
 class Int4Weights(OtherEngine):
     """Samples with matrices rounded to 4 bits."""
 
     def prover(self, world: World) -> Engine:
-        return engine_of(in_4_bits(world.honest))
+        return engine_of(in_4_bits(world.honest), world.rules.dtype)
 
 
 CHEATS: dict[str, type[Attack]] = {
@@ -69,78 +71,116 @@ CHEATS: dict[str, type[Attack]] = {
 }  # fmt: skip
 
 
-def measure(names: Sequence[str], scratch: Path, groups: int, train_groups: int) -> Iterator[dict[str, Any]]:
+def measure(
+    names: Sequence[str], scratch: Path, groups: int, train_groups: int, kept: Kept
+) -> Iterator[dict[str, Any]]:
     """The figures of each architecture at each entropy, and a line of text for each."""
     for name in names:
         for target in TARGETS:
-            began = time.process_time()
-            subject = make_subject(name, target, scratch / f"{name.replace(', ', '-')}-{target}", train_groups)
-            found = {
-                "architecture": name, "target": target, "entropy": round(subject.entropy, 3), "moved": subject.moved,
-                "honest": honest(subject, groups), "cheats": cheats(subject, max(8, groups // 2)),
-                "logits_off": logits_off(subject), "opened": opens_again(subject),
-            }  # fmt: skip
-            found["cpu_s"] = round(time.process_time() - began, 1)
+            asked = {"groups": groups, "train_groups": train_groups}
+            found = kept.result(
+                f"architectures {name} {target}",
+                asked,
+                lambda name=name, target=target: _found(name, target, scratch, groups, train_groups),  # type: ignore[misc]
+            )
             print(_said(found), flush=True)
             yield found
+
+
+def _found(name: str, target: float, scratch: Path, groups: int, train_groups: int) -> dict[str, Any]:
+    began = time.process_time()
+    subject = make_subject(name, target, subject_folder(scratch, name, target, train_groups), train_groups)
+    few = max(8, groups // 2)
+    found = {
+        "architecture": name, "target": target, "entropy": round(subject.entropy, 3), "moved": subject.moved,
+        "honest": honest(subject, groups), "cheats": cheats(subject, few, rules("float32")),
+        "cheats_bfloat16": cheats(subject, few, rules_of(subject, "bfloat16", judges_of(subject, "bfloat16"))),
+        "logits_off": logits_off(subject), "opened": opens_again(subject),
+    }  # fmt: skip
+    return found | {"cpu_s": round(time.process_time() - began, 1)}
+
+
+def subject_folder(scratch: Path, name: str, target: float, train_groups: int) -> Path:
+    """Where the policies of a subject are."""
+    return scratch / f"{name.replace(', ', '-')}-{target}-{train_groups}"
 
 
 def honest(subject: Subject, groups: int) -> dict[str, Any]:
     """Groups, and how many of them the checks refuse, by pair of dtypes."""
     found: dict[str, Any] = {}
-    for sampled, replayed in PAIRS:
-        pair, own, activation_error = f"{sampled}/{replayed}", {}, -1.0
-        if sampled == "bfloat16" and subject.name in MIXTURES:
-            found[f"{pair}, built-in bounds"] = _refused(subject, pair, rules(sampled), groups)
-            bounds, activation_error = _measured(subject, pair)
-            own = {pair: bounds}
-        found[pair] = _refused(subject, pair, rules(sampled, own, activation_error), groups)
+    for sampled in PAIRS:
+        judges = judges_of(subject, sampled)
+        field = subject.field(lease(groups, f"honest {sampled}"), rules(sampled))
+        for pair, judge in judges.items():
+            measured = needs_bounds(subject, sampled)
+            found[f"{pair}, built-in bounds" if measured else pair] = _refused(field, judge)
+        if needs_bounds(subject, sampled):
+            field.rules = rules_of(subject, sampled, judges)
+            found |= {pair: _refused(field, judge) for pair, judge in judges.items()}
     return found
 
 
-def _refused(subject: Subject, pair: str, the_rules: Rules, groups: int) -> dict[str, Any]:
-    field, judge = subject.field(lease(groups, f"honest {pair}"), the_rules), _judge(subject, pair)
+def judges_of(subject: Subject, sampled: str) -> dict[str, InThrees]:
+    """What replays work that was sampled in this dtype, by pair."""
+    return {f"{sampled}/{dtype}": InThrees(engine_of(subject.policy, dtype)) for dtype in PAIRS[sampled]}
+
+
+def needs_bounds(subject: Subject, dtype: str) -> bool:
+    """Whether no run of this policy starts with the built-in bounds: see `launch/computable`."""
+    return dtype == "bfloat16" and subject.name in MIXTURES
+
+
+def _refused(field: Field, judge: InThrees) -> dict[str, Any]:
     verdicts = field.judge(field.encode(field.honest_groups), engine=judge)
     scores = judge.score(field.requests(field.honest_groups), SAMPLING.temperature)
     gaps_P = np.concatenate([score.gaps_P for score in scores])
-    reasons = sorted({f"{v.check}: {v.detail}" for v in verdicts if v.outcome != "accept"})
+    refusals = [verdict for verdict in verdicts if verdict.outcome != "accept"]
+    reasons = sorted({f"{v.check}: {v.detail} ({v.figure:.3g}, limit {v.bound:.3g})" for v in refusals})
     return {
-        "groups": groups, "refused": sum(v.outcome != "accept" for v in verdicts), "tokens": int(gaps_P.size),
+        "groups": len(verdicts), "refused": len(refusals), "tokens": int(gaps_P.size),
         "flips": round(float((gaps_P > 0).mean()), 6), "largest_gap": round(float(gaps_P.max()), 4),
-        "proofs": the_rules.proofs, "reasons": reasons[:3],
+        "proofs": field.rules.proofs, "reasons": reasons[:3],
     }  # fmt: skip
 
 
-def _judge(subject: Subject, pair: str) -> InThrees:
-    return InThrees(engine_of(subject.policy, pair.partition("/")[2]))
+def rules_of(subject: Subject, sampled: str, judges: dict[str, InThrees]) -> Rules:
+    """A run's rules: with the built-in bounds, or where those do not hold, with what `shoal calibrate` would write.
 
-
-def _measured(subject: Subject, pair: str) -> tuple[Bounds, float]:
-    """Bounds with a safety factor of 2, from rollouts that are not judged; and that of proofs, 0 if none lets all pass."""
+    Bounds are measured by rollouts that are not judged here. If none lets all proofs pass, the rules ask for no proofs, as
+    `shoal calibrate` then advises.
+    """
+    if not needs_bounds(subject, sampled):
+        return rules(sampled)
     field = subject.field(lease(CALIBRATED_GROUPS, "calibrate"), rules("bfloat16"))
     played = field.honest_groups
-    scores = _judge(subject, pair).score(field.requests(played), SAMPLING.temperature, hidden=True)
+    noise = {pair: _noise(field, played, judge) for pair, judge in judges.items()}
+    own = {pair: propose(of_pair, len(of_pair.off_N), SAFETY, coarse=True) for pair, of_pair in noise.items()}
+    try:
+        error = propose_activation_error([figures for of_pair in noise.values() for figures in of_pair.figures], SAFETY)
+    except StateError:
+        error = 0.0
+    return rules("bfloat16", own, error)
+
+
+def _noise(field: Field, played: Sequence[Group], judge: InThrees) -> Noise:
+    scores = judge.score(field.requests(played), SAMPLING.temperature)
     claimed_P = np.concatenate([r.logprobs_P() for group in played for r in group.rollouts]).astype(np.float64)
-    noise = Noise(
-        np.concatenate([score.gaps_P for score in scores]),
-        claimed_P - np.concatenate([score.logprobs_P for score in scores]),
-        np.concatenate([score.largest_P for score in scores if score.largest_P is not None]),
-    )
     figures = []
     for proof, of_group in zip(field.prove(played), by_group(played, scores), strict=True):
         found = compare([score.hidden_PD for score in of_group if score.hidden_PD is not None], proof)
         assert not isinstance(found, str), found
         figures.append(found)
-    try:
-        error = propose_activation_error(figures, SAFETY)
-    except StateError:  # `shoal calibrate` then says to ask for no proofs
-        error = 0.0
-    return propose(noise, len(claimed_P), SAFETY, coarse=True), error
+    return Noise(
+        np.concatenate([score.gaps_P for score in scores]),
+        claimed_P - np.concatenate([score.logprobs_P for score in scores]),
+        np.concatenate([score.largest_P for score in scores if score.largest_P is not None]),
+        tuple(figures),
+    )
 
 
-def cheats(subject: Subject, groups: int) -> dict[str, Any]:
-    """For each cheat of a run in float32: rollouts that differ from honest work, and those of them that are refused."""
-    field: Field = subject.field(lease(groups, "cheats"), rules("float32"))
+def cheats(subject: Subject, groups: int, the_rules: Rules) -> dict[str, Any]:
+    """For each cheat of a run: rollouts that differ from honest work, and those of them that are refused."""
+    field = subject.field(lease(groups, "cheats"), the_rules)
     field.score(field.requests(field.honest_groups))
     honest_scores, found = dict(field.known), {}
     for name, cheat in CHEATS.items():
@@ -201,20 +241,49 @@ def summary(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
     work = [row for one in found for row in one["honest"].items()]
     judged = [row for name, row in work if "," not in name]
     caught = [row for one in found for row in one["cheats"].values()]
-    differ, refused = (sum(row[name] for row in caught) for name in ("differ", "refused"))
-    submissions, submissions_refused = (
-        sum(row[name] for row in caught) for name in ("submissions", "submissions_refused")
-    )
+    groups: Counter[str] = Counter()
+    for one in found:
+        groups[one["architecture"]] += sum(row["groups"] for name, row in one["honest"].items() if "," not in name)
+    coarse = [row for one in found for row in one.get("cheats_bfloat16", {}).values()]
     return {
         "architectures": len({one["architecture"] for one in found}),
         "honest_groups": sum(row["groups"] for row in judged),
         "honest_refused": sum(row["refused"] for row in judged),
         "honest_refused_by_built_in_bounds_of_experts": sum(row["refused"] for name, row in work if "," in name),
-        "cheat_rollouts": share(refused, differ)._asdict(),
-        "cheat_submissions": share(submissions_refused, submissions)._asdict(),
+        "least_honest_groups": min(groups.values()),
+        **_caught("cheat", caught),
+        **_caught("cheat_bfloat16", coarse),
         "logits_off": max(one["logits_off"] for one in found),
         "opened": all(one["opened"] for one in found),
         "learned": all(one["moved"] > 0 for one in found),
+    }
+
+
+def faults(summary: dict[str, Any], bars: dict[str, float]) -> list[str]:
+    """The bars that a summary misses."""
+    said = []
+    for kind in ("rollouts", "submissions"):
+        differ, refused = (summary[f"cheat_{kind}"][key] for key in "nk")
+        if refused < bars[kind] * differ:
+            said.append(f"{refused} of {differ} cheated {kind} are refused, asked {bars[kind]:.1%}")
+    if summary["honest_refused"]:
+        said.append(f"{summary['honest_refused']} honest groups are refused")
+    if summary["least_honest_groups"] < bars["honest_groups"]:
+        said.append(f"{summary['least_honest_groups']} honest groups of an architecture, asked {bars['honest_groups']}")
+    if summary["logits_off"] >= bars["logits_off"]:
+        said.append(f"logits are off by {summary['logits_off']:.1e}, limit {bars['logits_off']}")
+    if not (summary["opened"] and summary["learned"]):
+        said.append("transformers does not open a checkpoint, or a policy did not move")
+    return said
+
+
+def _caught(name: str, cheats: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    differ, refused, submissions, caught = (
+        sum(row[key] for row in cheats) for key in ("differ", "refused", "submissions", "submissions_refused")
+    )
+    return {
+        f"{name}_rollouts": share(refused, differ)._asdict(),
+        f"{name}_submissions": share(caught, submissions)._asdict(),
     }
 
 
@@ -223,8 +292,12 @@ def _said(found: dict[str, Any]) -> str:
         f"{pair}: {row['refused']} of {row['groups']} groups refused, flips {row['flips']:.3%}"
         for pair, row in found["honest"].items()
     )
-    caught = ", ".join(f"{name} {row['refused']}/{row['differ']}" for name, row in found["cheats"].items())
+    caught = "; ".join(
+        f"{said} " + ", ".join(f"{name} {row['refused']}/{row['differ']}" for name, row in found[key].items())
+        for key, said in (("cheats", "cheats"), ("cheats_bfloat16", "in bfloat16"))
+        if key in found
+    )
     return (
-        f"{found['architecture']}, {found['entropy']:.2f} nats: {honest_work}; cheats {caught}; logits off by "
+        f"{found['architecture']}, {found['entropy']:.2f} nats: {honest_work}; {caught}; logits off by "
         f"{found['logits_off']:.1e}; opens again: {found['opened']} ({found['cpu_s']:.0f} CPU-s)"
     )

@@ -7,12 +7,14 @@ logits, and the better figure counts. `grouped` has 16 rollouts of each prompt, 
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from benchmarks.real.kept import Kept
 from shoal.engine.base import Request
 from shoal.engine.local import LocalEngine
 
@@ -27,20 +29,48 @@ class Load(NamedTuple):
     repeats: int
 
 
-def measure(directory: Path, shape: str, batches: tuple[int, ...], load: Load) -> Iterator[dict[str, Any]]:
+def measure(directory: Path, shape: str, batches: Sequence[int], load: Load, kept: Kept) -> Iterator[dict[str, Any]]:
     """A line and a row of figures for each batch size and load."""
-    from transformers import AutoModelForCausalLM
-
-    engine = LocalEngine(threads=1)
-    engine.load(directory, version=0)
-    peer = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-    peer.generation_config.eos_token_id = None
+    sides = _Sides(directory)
     for batch in batches:
         for kind in ("grouped", "distinct"):
-            yield {"shape": shape, "batch": batch, "load": kind} | _compared(engine, peer, batch, kind, load)
+            found = kept.result(
+                f"decode {shape} {kind} {batch}",
+                load._asdict(),
+                lambda batch=batch, kind=kind: _compared(sides, batch, kind, load),  # type: ignore[misc]
+            )
+            print(
+                f"decode, batch {batch:3} {kind:8}: engine {found['engine_tokens_per_cpu_s']:7.1f} tokens per CPU-second, "
+                f"generate {found['generate_tokens_per_cpu_s']:7.1f}, with log-probs "
+                f"{found['generate_logprobs_tokens_per_cpu_s']:7.1f}: ratio {found['ratio']:.2f}",
+                flush=True,
+            )
+            yield {"shape": shape, "batch": batch, "load": kind} | found
 
 
-def _compared(engine: LocalEngine, peer: Any, batch: int, kind: str, load: Load) -> dict[str, Any]:
+class _Sides:
+    """Both sides over the same policy, opened when they are first needed."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    @cached_property
+    def engine(self) -> LocalEngine:
+        engine = LocalEngine(threads=1)
+        engine.load(self._directory, version=0)
+        return engine
+
+    @cached_property
+    def peer(self) -> Any:
+        from transformers import AutoModelForCausalLM
+
+        peer = AutoModelForCausalLM.from_pretrained(self._directory, dtype=torch.float32).eval()
+        peer.generation_config.eos_token_id = None
+        return peer
+
+
+def _compared(sides: _Sides, batch: int, kind: str, load: Load) -> dict[str, Any]:
+    engine, peer = sides.engine, sides.peer
     vocabulary = peer.config.vocab_size
     prompts = torch.randint(262, vocabulary, (batch, load.prompt), generator=torch.Generator().manual_seed(batch))
     if kind == "grouped":
@@ -58,11 +88,6 @@ def _compared(engine: LocalEngine, peer: Any, batch: int, kind: str, load: Load)
             taken[name].append(time.process_time() - start)
     speed = {name: batch * load.new / statistics.median(seconds) for name, seconds in taken.items()}
     ratio = speed["engine"] / max(speed["generate"], speed["generate_logprobs"])
-    print(
-        f"decode, batch {batch:3} {kind:8}: engine {speed['engine']:7.1f} tokens per CPU-second, generate "
-        f"{speed['generate']:7.1f}, with log-probs {speed['generate_logprobs']:7.1f}: ratio {ratio:.2f}",
-        flush=True,
-    )
     return {f"{name}_tokens_per_cpu_s": round(value, 1) for name, value in speed.items()} | {"ratio": round(ratio, 3)}
 
 

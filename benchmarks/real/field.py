@@ -5,8 +5,9 @@ architecture does not depend on its size. Their head is multiplied until a token
 logits hide rounding. They play `recipes/vowels.py`, in which random text has a reward.
 """
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -87,14 +88,21 @@ class Field(Lab):
 
 
 class InThrees:
-    """An engine that scores three conversations at a time: another batch shape than that of its caller."""
+    """An engine that scores three conversations at a time: another batch shape than that of its caller.
+
+    It scores the same conversations once, with hidden states: they are judged several times, by different rules.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.facts = engine, engine.facts
+        self._last: tuple[list[ScoreRequest], list[Score]] = ([], [])
 
     def score(self, requests: Sequence[ScoreRequest], temperature: float, hidden: bool = False) -> list[Score]:
-        parts = [requests[start : start + 3] for start in range(0, len(requests), 3)]
-        return [score for part in parts for score in self.engine.score(part, temperature, hidden)]
+        if self._last[0] != list(requests):
+            parts = [requests[start : start + 3] for start in range(0, len(requests), 3)]
+            scores = [score for part in parts for score in self.engine.score(part, temperature, hidden=True)]
+            self._last = (list(requests), scores)
+        return self._last[1]
 
 
 @dataclass(frozen=True)
@@ -123,7 +131,12 @@ class Subject:
 
 
 def make_subject(name: str, target: float, folder: Path, train_groups: int) -> Subject:
-    """Scale the head, then take three RL steps on honest rollouts. All from fixed seeds."""
+    """Scale the head, then take three RL steps on honest rollouts. All from fixed seeds; made once in a folder."""
+    known = folder / "subject.json"
+    if known.exists():
+        found = json.loads(known.read_text())
+        places = {"versions": [folder / one for one in found["versions"]], "other": folder / found["other"]}
+        return Subject(**found | places)
     folder.mkdir(parents=True)
     scale = _find_scale(name, target, folder)
     versions = [write_any(name, folder / "v0", sharpen=scale)]
@@ -136,7 +149,10 @@ def make_subject(name: str, target: float, folder: Path, train_groups: int) -> S
         versions.append(folder / f"v{step + 1}")
         save_policy(learner.model, versions[-1], "float32", tokenizer_from=versions[0])
     moved = max(float((p.detach() - before[key]).abs().max()) for key, p in model.named_parameters())
-    return Subject(name, target, entropy_of(versions[-1]), versions, other, moved)
+    subject = Subject(name, target, entropy_of(versions[-1]), versions, other, moved)
+    names = {"versions": [version.name for version in versions], "other": other.name}
+    known.write_text(json.dumps(asdict(subject) | names))
+    return subject
 
 
 def entropy_of(policy: Path) -> float:

@@ -12,34 +12,51 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.real.field import GROUP_SIZE, SAMPLING, lease, make_subject, rules
+from benchmarks.real.architectures import subject_folder
+from benchmarks.real.field import GROUP_SIZE, SAMPLING, Subject, lease, make_subject, rules
+from benchmarks.real.kept import Kept
 from shoal.engine.base import ScoreRequest
 from tests.engine.architectures import MIXTURES
 
+WAYS = ("float32, threes", "bfloat16")
+"""How rollouts are read again."""
 
-def measure(scratch: Path, groups: int, train_groups: int, targets: Sequence[float]) -> Iterator[dict[str, Any]]:
+
+def measure(
+    scratch: Path, groups: int, train_groups: int, targets: Sequence[float], kept: Kept
+) -> Iterator[dict[str, Any]]:
     """Shares of tokens and layers with other experts, and what that does to log-probs."""
     for name in MIXTURES:
         for target in targets:
-            subject = make_subject(name, target, scratch / f"flips-{name}-{target}", train_groups)
-            field = subject.field(lease(groups, "flips"), rules("float32"))
-            requests = field.requests(field.honest_groups)
-            models = {dtype: _model(subject.policy, dtype) for dtype in (torch.float32, torch.bfloat16)}
-            whole = _read(models[torch.float32], requests, len(requests))
-            found = {"architecture": name, "entropy": round(subject.entropy, 3), "rollouts": groups * GROUP_SIZE}
-            for way, other in (
-                ("float32, threes", _read(models[torch.float32], requests, 3)),
-                ("bfloat16", _read(models[torch.bfloat16], requests, len(requests))),
-            ):
-                found[way] = _compared(whole, other)
+            found = kept.result(
+                f"flips {name} {target}",
+                {"groups": groups, "train_groups": train_groups},
+                lambda name=name, target=target: _found(  # type: ignore[misc]
+                    make_subject(name, target, subject_folder(scratch, name, target, train_groups), train_groups),
+                    groups,
+                ),
+            )
+            for way in WAYS:
                 row = found[way]
                 print(
-                    f"{name}, {subject.entropy:.2f} nats, {way}: {row['flipped']:.3%} of choices of a token and layer, "
+                    f"{name}, {found['entropy']:.2f} nats, {way}: {row['flipped']:.3%} of choices of a token and layer, "
                     f"{row['tokens_flipped']:.2%} of tokens in some layer; 99 % of |d logp| below "
                     f"{row['off_flipped']:.3g} where flipped, {row['off_others']:.3g} elsewhere",
                     flush=True,
                 )
             yield found
+
+
+def _found(subject: Subject, groups: int) -> dict[str, Any]:
+    field = subject.field(lease(groups, "flips"), rules("float32"))
+    requests = field.requests(field.honest_groups)
+    models = {dtype: _model(subject.policy, dtype) for dtype in (torch.float32, torch.bfloat16)}
+    whole = _read(models[torch.float32], requests, len(requests))
+    others = (_read(models[torch.float32], requests, 3), _read(models[torch.bfloat16], requests, len(requests)))
+    return {
+        "architecture": subject.name, "entropy": round(subject.entropy, 3), "rollouts": groups * GROUP_SIZE,
+        **{way: _compared(whole, other) for way, other in zip(WAYS, others, strict=True)},
+    }  # fmt: skip
 
 
 def _model(policy: Path, dtype: torch.dtype) -> Any:

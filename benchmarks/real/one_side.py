@@ -3,7 +3,7 @@
     python benchmarks/real/one_side.py POLICY '{"groups": 2, ...}'
 
 Prints one JSON line: CPU-seconds of each step after the first, peak memory of the steps, memory before the policy was
-loaded, and the loss of the last step. Both sides print it; nothing compares the two yet.
+loaded, and the loss of each step.
 """
 
 import json
@@ -49,7 +49,7 @@ def main() -> None:
         cpu_s.append(time.process_time() - start)
     print(
         json.dumps({
-            "cpu_s": cpu_s[1:] or cpu_s, "peak_mb": peak_mb(), "before_mb": before, "loss": losses[-1],
+            "cpu_s": cpu_s[1:] or cpu_s, "peak_mb": peak_mb(), "before_mb": before, "loss": losses[-1], "losses": losses,
             "parameters": sum(p.numel() for p in model.parameters()),
         })
     )  # fmt: skip

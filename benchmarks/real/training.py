@@ -6,6 +6,8 @@ the loss of TRL's GRPOTrainer and AdamW. The two alternate; figures are medians 
 
 Memory above weights and optimiser state is what a step adds to what the process had before it loaded the policy, without 12
 bytes for each weight (itself and two moments, float32). Gradients are part of it, on both sides.
+
+Both sides must also learn the same: their losses are compared step by step.
 """
 
 import dataclasses
@@ -17,43 +19,84 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks.real.kept import Kept
 from benchmarks.real.rows import Batch
 from benchmarks.real.shapes import ROOT
 from shoal.config import child_environment
 
 STATE_BYTES = 12
 
+SAME_LOSSES = 0.01
+"""By how much the losses of a step may differ, as a share of the largest loss: both compute the same in float32."""
+
+LEAST_LOSS = 1e-4
+"""A largest loss below this counts as this: rounding is not in proportion to a loss of almost 0."""
+
 
 def measure(
-    peer_python: Path, directory: Path, shape: str, batch: Batch, repeats: int, recompute: bool
+    peer_python: Path, directory: Path, shape: str, batch: Batch, repeats: int, recompute: bool, kept: Kept
 ) -> dict[str, Any]:
     """Both sides in turn, `repeats` times. The ratios are of medians."""
-    ours, theirs = [], []
-    for _ in range(repeats):
-        ours.append(run_side(Path(sys.executable), "real/one_side.py", directory, batch, recompute))
-        theirs.append(run_side(peer_python, "peers/trl_steps.py", directory, batch, recompute))
-    figures = {name: _medians(sides) for name, sides in (("shoal", ours), ("trl", theirs))}
+    lengths = "even" if batch.shortest == batch.longest else "uneven"
+    name = f"{shape.replace('.', '_')}_{lengths}{'_recomputed' * recompute}"
+
+    def sides() -> dict[str, Any]:
+        ours, theirs = [], []
+        for _ in range(repeats):
+            ours.append(run_side(Path(sys.executable), "real/one_side.py", directory, batch, recompute))
+            theirs.append(run_side(peer_python, "peers/trl_steps.py", directory, batch, recompute))
+        return {
+            "shoal": _medians(ours), "trl": _medians(theirs),
+            "losses_apart": max(losses_apart(*pair) for pair in zip(ours, theirs, strict=True)),
+        }  # fmt: skip
+
+    asked = dataclasses.asdict(batch) | {"repeats": repeats}
+    figures = kept.result(f"train {name}", asked, sides)
+    shoal, trl = figures["shoal"], figures["trl"]
     found = {
-        "shape": shape, "rows": batch.rows, "tokens": batch.tokens, "recompute": recompute, **figures,
-        "ratio_tokens_per_cpu_s": round(figures["shoal"]["tokens_per_cpu_s"] / figures["trl"]["tokens_per_cpu_s"], 3),
-        "ratio_memory_above": round(figures["shoal"]["above_mb"] / figures["trl"]["above_mb"], 3),
+        "name": name, "shape": shape, "rows": batch.rows, "tokens": batch.tokens, "recompute": recompute, **figures,
+        "ratio_tokens_per_cpu_s": round(shoal["tokens_per_cpu_s"] / trl["tokens_per_cpu_s"], 3),
+        "ratio_memory_above": round(shoal["above_mb"] / trl["above_mb"], 3),
     }  # fmt: skip
     print(
         f"training, {shape}, completions of {batch.shortest} to {batch.longest} tokens{', recomputed' * recompute}: shoal "
-        f"{figures['shoal']['tokens_per_cpu_s']:.0f} tokens per CPU-second and {figures['shoal']['above_mb']:.0f} MB above "
-        f"weights and state, TRL {figures['trl']['tokens_per_cpu_s']:.0f} and {figures['trl']['above_mb']:.0f} MB: ratios "
-        f"{found['ratio_tokens_per_cpu_s']:.2f} and {found['ratio_memory_above']:.2f}",
+        f"{shoal['tokens_per_cpu_s']:.0f} tokens per CPU-second and {shoal['above_mb']:.0f} MB above "
+        f"weights and state, TRL {trl['tokens_per_cpu_s']:.0f} and {trl['above_mb']:.0f} MB: ratios "
+        f"{found['ratio_tokens_per_cpu_s']:.2f} and {found['ratio_memory_above']:.2f}; losses {shoal['loss']:.5g} and "
+        f"{trl['loss']:.5g}, apart by {found['losses_apart']:.2%} of the largest",
         flush=True,
     )
     return found
 
 
-def long_row(directory: Path, shape: str, tokens: int) -> dict[str, Any]:
+def losses_apart(ours: dict[str, Any], theirs: dict[str, Any]) -> float:
+    """The largest difference of a step's loss, as a share of the largest loss of the peer."""
+    largest = max(abs(loss) for loss in theirs["losses"])
+    apart = max(abs(one - other) for one, other in zip(ours["losses"], theirs["losses"], strict=True))
+    return float(apart / max(largest, LEAST_LOSS))
+
+
+def faults(found: dict[str, Any], bars: dict[str, float]) -> list[str]:
+    """The bars that a measurement misses; the ratios' bars are for steps that keep what they computed."""
+    said = []
+    if found["losses_apart"] > SAME_LOSSES:
+        said.append(f"losses are apart by {found['losses_apart']:.2%} of the largest, limit {SAME_LOSSES:.0%}")
+    if not found["recompute"] and found["ratio_tokens_per_cpu_s"] < bars["train"]:
+        said.append(f"{found['ratio_tokens_per_cpu_s']:.2f} times TRL's speed, asked {bars['train']}")
+    if not found["recompute"] and found["ratio_memory_above"] > bars["memory_above"]:
+        said.append(f"{found['ratio_memory_above']:.2f} times TRL's memory above, limit {bars['memory_above']}")
+    return said
+
+
+def long_row(directory: Path, shape: str, tokens: int, kept: Kept) -> dict[str, Any]:
     """One row of so many tokens, of which the last 64 are learned from: does a step go through, and what does it take?"""
     batch = Batch(1, 1, tokens - 64, 64, 64, microbatch_tokens=tokens)
-    found = _with_rates(
-        run_side(Path(sys.executable), "real/one_side.py", directory, batch, recompute=True, steps=1), batch
-    )
+
+    def step() -> dict[str, Any]:
+        ours = run_side(Path(sys.executable), "real/one_side.py", directory, batch, recompute=True, steps=1)
+        return {name: ours[name] for name in ("cpu_s", "tokens_per_cpu_s", "above_mb", "peak_mb")}
+
+    found = kept.result(f"long row {shape}", {"tokens": tokens}, step)
     print(
         f"one row of {tokens} tokens, {shape}: {found['cpu_s']:.0f} CPU-s, {found['above_mb']:.0f} MB above", flush=True
     )
