@@ -35,10 +35,18 @@ def demand_computable(directory: Path, config: RunConfig) -> None:
                 f'{key} = "{value}" needs a policy that shoal itself computes, and {directory} needs transformers: leave '
                 f"{key} out"
             )
-    own, pair = config.verify.bounds, "bfloat16/bfloat16"
-    measured = config.sampled_dtype != "bfloat16" or own[pair] != BOUNDS[pair]
+    measured = config.sampled_dtype != "bfloat16" or _measured(config)
     if not measured and AnySpec.from_directory(directory).experts > 1:  # guard: experts-need-bounds
         raise StateError(
             f"{directory} is a mixture of experts: in bfloat16 its routers choose other experts, so honest work "
             'differs by more than the built-in bounds. Set sampling.dtype = "float32", or: shoal calibrate RUN_FILE --write'
         )
+
+
+def _measured(config: RunConfig) -> bool:
+    """Whether a run in bfloat16 brings bounds of its own for each pair of dtypes, and for proofs if it asks for them."""
+    verify = config.verify
+    pairs = [pair for pair in verify.bounds if pair.startswith("bfloat16/")]
+    return all(verify.bounds[pair] != BOUNDS.get(pair) for pair in pairs) and (
+        verify.proofs == "none" or verify.activation_error > 0
+    )

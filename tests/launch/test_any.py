@@ -61,8 +61,13 @@ def test_a_mixture_of_experts_in_bfloat16_needs_bounds_that_were_measured(tmp_pa
     with pytest.raises(StateError, match=r"shoal calibrate RUN_FILE") as refused:
         demand_computable(tmp_path / "olmoe", config)
     assert "\n" not in str(refused.value)
-    for more in ("sampling.dtype=float32", "verify.bounds.bfloat16/bfloat16.flipped=0.02"):
-        demand_computable(tmp_path / "olmoe", load_run(tmp_path / "any.toml", [*changes, more]))
+    own = [f"verify.bounds.bfloat16/{dtype}.flipped=0.02" for dtype in ("bfloat16", "float32")]
+    proofs = ["verify.proofs=toploc", "verify.activation_error=0.02"]
+    for some in (own[:1], own[1:], [*own, proofs[0]]):
+        with pytest.raises(StateError, match=r"shoal calibrate RUN_FILE"):
+            demand_computable(tmp_path / "olmoe", load_run(tmp_path / "any.toml", [*changes, *some]))
+    for more in (["sampling.dtype=float32"], own, [*own, *proofs]):
+        demand_computable(tmp_path / "olmoe", load_run(tmp_path / "any.toml", [*changes, *more]))
 
 
 @pytest.mark.parametrize(
