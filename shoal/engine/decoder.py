@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shoal.engine.packed_head import packed, product
 from shoal.policy.layers import (
     LayerLow,
     LayerWeights,
@@ -84,8 +85,9 @@ class Decoder:
     def __init__(self, model: Transformer, device: str) -> None:
         moved = model if device == "cpu" else model.to(device)  # which looks at each module, though all are there
         arranged = moved.arranged(_contiguous)
+        self._packed_head = packed(model.head_weight()) if model.spec.tied else None
         # A GPU multiplies by a transposed matrix as fast, so a tied head need not be there twice.
-        shares = model.spec.tied and device != "cpu"
+        shares = model.spec.tied and (device != "cpu" or self._packed_head is not None)
         self.weights = arranged if shares else arranged._replace(head_DV=arranged.head_DV.contiguous())
         self._norms = [layer.norms() for layer in model.model.layers] if model.adapter else []  # type: ignore[operator]
         self.spec, self.dtype, self.device = model.spec, arranged.frame.embedding_VD.dtype, device
@@ -105,7 +107,14 @@ class Decoder:
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
         """Logits, fp32[N, V]."""
+        if self._packed_head is not None:
+            return product(hidden_ND, self._packed_head)
         return torch.mm(hidden_ND, self.weights.head_DV).float()
+
+    def pack_head(self) -> None:
+        """Pack the head again: the weights were changed in place."""
+        if self._packed_head is not None:
+            self._packed_head = packed(self.weights.frame.embedding_VD)
 
     def hidden_states(self, tokens_BC: Tensor) -> Tensor:
         """Hidden states, [B, C, D], of right-padded conversations, without a cache."""

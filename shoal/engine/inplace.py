@@ -84,6 +84,7 @@ class Change:
                 layer.heads_norm_KJE.copy_(heads_norm(q_norm, k_norm, spec, order))
             if layer.qkv_bias_X is not None:
                 layer.qkv_bias_X.copy_(torch.cat([self._vector(f"{attention}{one}_proj.bias") for one in "qkv"])[order])
+        self._decoder.pack_head()
 
     def _write(self, name: str, place: _Place) -> None:
         """Write the values of a matrix that differ, and those that the norm before it scales differently."""
