@@ -68,7 +68,7 @@ def main() -> int:
 
 def run_architectures(options: argparse.Namespace, policies: Path, kept: Kept) -> dict[str, Any]:
     """Honest work and cheats of each architecture."""
-    groups, train_groups = (options.groups or 96), (4 if options.quick else 32)
+    groups, train_groups = (options.groups or 84), (4 if options.quick else 32)
     found = list(architectures.measure(options.names.split(";"), policies, groups, train_groups, kept))
     summary = architectures.summary(found)
     print(f"architectures: {summary}", flush=True)

@@ -40,6 +40,8 @@ TARGETS = (0.3, 1.0)
 PAIRS = {"float32": ("float32",), "bfloat16": ("float32", "bfloat16")}
 """Dtypes that sample, and those that replay it."""
 SAFETY = 2.0
+CHEATED_GROUPS = 24
+"""Of each cheat."""
 CALIBRATED_GROUPS = 128
 """By which bounds are measured: 512 rollouts, as `shoal calibrate` plays."""
 
@@ -90,11 +92,10 @@ def measure(
 def _found(name: str, target: float, scratch: Path, groups: int, train_groups: int) -> dict[str, Any]:
     began = time.process_time()
     subject = make_subject(name, target, subject_folder(scratch, name, target, train_groups), train_groups)
-    few = max(8, groups // 2)
     found = {
         "architecture": name, "target": target, "entropy": round(subject.entropy, 3), "moved": subject.moved,
-        "honest": honest(subject, groups), "cheats": cheats(subject, few, rules("float32")),
-        "cheats_bfloat16": cheats(subject, few, rules_of(subject, "bfloat16", judges_of(subject, "bfloat16"))),
+        "honest": honest(subject, groups), "cheats": cheats(subject, CHEATED_GROUPS, rules("float32")),
+        "cheats_bfloat16": cheats(subject, CHEATED_GROUPS, rules_of(subject, "bfloat16", judges_of(subject, "bfloat16"))),
         "logits_off": logits_off(subject), "opened": opens_again(subject),
     }  # fmt: skip
     return found | {"cpu_s": round(time.process_time() - began, 1)}

@@ -40,6 +40,8 @@ BLOCK_GROUPS = 16
 VOCABULARY = 64
 TARGET_TOLERANCE = 0.3
 """By how much the entropy of the last version may differ from the target, nats: the steps change it, too."""
+SCALE_TOLERANCE = 0.05
+"""By how much the entropy of a scale may differ from the target, as a share of it."""
 SCALED_ROLLOUTS = 64
 """Rollouts by which the entropy of a scale is measured."""
 
@@ -166,11 +168,13 @@ def entropy_of(policy: Path) -> float:
 
 
 def _find_scale(name: str, target: float, folder: Path) -> float:
-    """By bisection, in the logarithm."""
+    """By bisection, in the logarithm, until the entropy is near enough."""
     low, high = -3.0, 6.0
     for step in range(8):
         middle = (low + high) / 2
         found = entropy_of(write_any(name, folder / f"scale{step}", sharpen=2**middle))
+        if abs(found - target) < SCALE_TOLERANCE * target:
+            return float(2**middle)
         low, high = (middle, high) if found > target else (low, middle)
     return float(2 ** ((low + high) / 2))
 
