@@ -1,9 +1,10 @@
 """Adapters of our own models: how a new one begins, and how one is read from files that a stranger may have written.
 
-Called by `kinds`, by `files` and by the engine, which keeps a base and takes one adapter after another over it. The
-format is that of `peft`: `adapterspec` has the config. It does not deal with publication.
+Called by `kinds`, by `files`, and by the engine and `train/denominators`, which take one adapter after another over a base
+that they have. The format is that of `peft`: `adapterspec` has the config. It does not deal with publication.
 """
 
+import contextlib
 import hashlib
 import math
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from shoal.errors import StateError
 from shoal.policy.adapterspec import WEIGHTS, AdapterSpec, Base, stored_name
 from shoal.policy.filling import demand_floats, demand_same_shapes, fill_all
 from shoal.policy.lowrank import Pair
@@ -57,6 +59,25 @@ def load_adapter(model: Transformer, directory: Path) -> None:
     model.adapt(adapter, Base.from_directory(directory))
     for name, parameter in model.trainable().items():
         parameter.copy_(tensors[stored_name(name)])
+
+
+@contextlib.contextmanager
+def adapted_by(model: Transformer, directory: Path) -> Iterator[None]:
+    """Give a model the adapter in a directory for a moment, and then its own again. Raises as `read_adapter`."""
+    adapter, tensors = read_adapter(directory, model.spec)
+    if adapter != model.adapter:
+        raise StateError(f"{directory} holds an adapter of another rank, alpha or targets than the run learns")
+    learned = model.trainable()
+    own = {name: parameter.detach().clone() for name, parameter in learned.items()}
+    try:
+        with torch.no_grad():
+            for name, parameter in learned.items():
+                parameter.copy_(tensors[stored_name(name)])
+        yield
+    finally:
+        with torch.no_grad():
+            for name, parameter in learned.items():
+                parameter.copy_(own[name])  # guard: own-adapter-again
 
 
 @torch.no_grad()

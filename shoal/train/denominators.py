@@ -17,8 +17,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from shoal.policy.adapters import adapted_by
 from shoal.policy.files import load_int8
 from shoal.policy.kinds import AUTO, open_policy
+from shoal.policy.model import Transformer
 from shoal.train.predict import logprobs_of
 from shoal.train.rows import Row
 
@@ -41,7 +43,8 @@ def with_own_denominators(
 
     `published` has the directory of each version that sampled a row; `dtype` is the one in which workers sample. int8
     is another policy, which this computes in float32; bfloat16 is only a coarser arithmetic of the same one. `trained_in`
-    is the trainer's precision. A trainer of several processes gives `logprobs_at`, which they compute together.
+    is the trainer's precision. A trainer of several processes gives `logprobs_at`, which they compute together; one that
+    learns an adapter gives `over_the_base`.
     """
     if logprobs_at is None or dtype == "int8":
         logprobs_at = partial(
@@ -56,6 +59,20 @@ def with_own_denominators(
             place: replace(rows[place], behaviour_logp_P=logp_P) for place, logp_P in zip(places, logp, strict=True)
         }
     return [own[place] for place in range(len(rows))]
+
+
+def over_the_base(model: Transformer, temperature: float, microbatch_tokens: int) -> LogprobsAt:
+    """As `with_own_denominators` takes it, for versions that are adapters over the base of the model that learns.
+
+    The model has each version's adapter for a moment, so the base is in memory once. The bits are those of the version as
+    it would be loaded anew.
+    """
+
+    def logprobs_at(directory: Path, rows: Sequence[Row]) -> list[NDArray[np.float32]]:
+        with adapted_by(model, directory):
+            return logprobs_of(model, rows, temperature, microbatch_tokens)
+
+    return logprobs_at
 
 
 def _logprobs_alone(

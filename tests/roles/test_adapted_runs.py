@@ -28,6 +28,7 @@ from shoal.protocol.types import AdapterBase, FileEntry, Manifest
 from shoal.protocol.wire import digest, to_json
 from shoal.roles.coordinator.board import Board
 from shoal.roles.trainer import first
+from shoal.train import denominators
 from shoal.weights import bases, fetch, publish
 from shoal.weights.bases import base_root, demand_same_base
 from shoal.weights.demands import ManifestError, chunks_of
@@ -88,6 +89,15 @@ def test_a_trainer_that_is_killed_comes_back_to_the_same_root(tmp_path, every):
     assert town.weights() == unbroken
     saved = next((town.folder.trainer).glob("v*/*.safetensors"))
     assert saved.stat().st_size < 5 * (town.folder.checkpoints / "final" / adapterspec.WEIGHTS).stat().st_size
+
+
+def test_a_trainer_in_bfloat16_has_the_base_in_memory_once(tmp_path, monkeypatch):
+    """It recomputes what workers claim, with each version's adapter over the base that it learns on."""
+    monkeypatch.setattr(denominators, "open_policy", None)
+    policy = {**ADAPTER["policy"], "dtype": "bfloat16"}
+    town = lived(tmp_path / "run", steps=2, policy=policy, train={"lr": 3e-2, "dtype": "bfloat16"})
+    steps = [json.loads(line) for line in town.folder.metrics.read_text().splitlines()]
+    assert len(steps) == 2 and all(step["denominators_s"] > 0 for step in steps)
 
 
 def test_two_seeds_end_in_other_adapters_and_the_same_base_bytes(tmp_path):

@@ -5,12 +5,18 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 import pytest
+import torch
 
 from shoal.config import BOUNDS, TrainConfig
+from shoal.errors import StateError
+from shoal.policy.adapters import begin_adapter
+from shoal.policy.adapterspec import AdapterSpec
 from shoal.policy.files import save_policy
 from shoal.protocol.bounds import claims_bend_ratios
-from shoal.train.denominators import with_own_denominators
+from shoal.train import denominators
+from shoal.train.denominators import over_the_base, with_own_denominators
 from shoal.train.step import Learner
+from shoal.weights.bases import link_from
 
 
 @pytest.fixture
@@ -82,3 +88,42 @@ def test_one_loose_pair_is_enough_for_a_validator_that_uses_it():
 def test_bounds_that_grow_with_the_logits_are_loose():
     growing = {"float32/float32": msgspec.structs.replace(BOUNDS["float32/float32"], largest_logit=8.0)}
     assert claims_bend_ratios(growing, "float32", 0.2)
+
+
+@pytest.fixture
+def adapted(make_model, tmp_path):
+    """Makes a model with a random adapter, and its directory with the base beside it."""
+    save_policy(make_model(), tmp_path / "base", "bfloat16")
+
+    def make(seed, rank=2):
+        model = make_model().to(torch.bfloat16)
+        begin_adapter(model, AdapterSpec(rank, 8.0), seed)
+        with torch.no_grad():
+            for one in model.trainable().values():
+                one.add_(torch.randn(one.shape, generator=torch.Generator().manual_seed(seed)), alpha=0.1)
+        directory = tmp_path / f"{seed}-{rank}"
+        save_policy(model, directory, "bfloat16")
+        link_from(tmp_path / "base", directory)
+        return model, directory
+
+    return make
+
+
+def test_over_the_base_in_memory_the_bits_are_those_of_the_versions_loaded_anew(adapted, make_rows, monkeypatch):
+    model, _ = adapted(7)
+    own = {name: one.clone() for name, one in model.trainable().items()}
+    rows = [*make_rows(4), *make_rows(4, version=1)]
+    asked = dict(dtype="bfloat16", temperature=0.7, microbatch_tokens=96, trained_in=torch.bfloat16)
+    published = {version: adapted(version)[1] for version in (0, 1)}
+    anew = logps(with_own_denominators(rows, published, **asked))
+    monkeypatch.setattr(denominators, "open_policy", None)  # a second base is never loaded
+    found = logps(with_own_denominators(rows, published, **asked, logprobs_at=over_the_base(model, 0.7, 96)))
+    for one, other in zip(anew, found, strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert all(one.equal(own[name]) for name, one in model.trainable().items())
+
+
+def test_an_adapter_of_another_rank_is_not_put_over_the_base(adapted, make_rows):
+    (model, _), (_, other) = adapted(7), adapted(8, rank=4)
+    with pytest.raises(StateError, match="another rank"):
+        over_the_base(model, 0.7, 96)(other, make_rows(4))

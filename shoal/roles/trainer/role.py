@@ -30,6 +30,7 @@ from shoal.net.stopping import Stopping
 from shoal.policy.base import PolicyModel
 from shoal.policy.device import take_device
 from shoal.policy.files import Snapshot
+from shoal.policy.model import Transformer
 from shoal.protocol import types as t
 from shoal.protocol.bounds import claims_bend_ratios
 from shoal.protocol.identity import Key
@@ -39,7 +40,7 @@ from shoal.roles.trainer.past import PastPolicies
 from shoal.roles.trainer.publishing import Publisher
 from shoal.roles.trainer.saving import Saving
 from shoal.train.checkpoint import States
-from shoal.train.denominators import LogprobsAt, with_own_denominators
+from shoal.train.denominators import LogprobsAt, over_the_base, with_own_denominators
 from shoal.train.masters import module_dtype
 from shoal.train.objective import objective_of
 from shoal.train.rows import Row
@@ -86,7 +87,12 @@ def learning_alone(folder: RunFolder, config: RunConfig) -> Learning:
         model, config.train, temperature=config.sampling.temperature, steps=config.steps,
         objective=objective_of(config.train, config.policy.dtype),
     )  # fmt: skip
-    return Learning(learner, States(folder.trainer, learner), device)
+    temperature, budget = config.sampling.temperature, config.train.microbatch_tokens
+    # guard: one-base-in-memory
+    logprobs_at = (
+        over_the_base(model, temperature, budget) if isinstance(model, Transformer) and model.adapter else None
+    )
+    return Learning(learner, States(folder.trainer, learner), device, logprobs_at)
 
 
 class Trainer:
