@@ -4,14 +4,13 @@
 
 Started by `real/training.py` in a virtual environment of its own; of shoal's files it imports those that need only
 numpy. It does not generate: the trainer's loss gets the rows that our learner gets, padded as the trainer pads them,
-in micro-batches of as many padded tokens. Prints one JSON line, as `real/one_side.py` does.
+in micro-batches of as many padded tokens. Prints the JSON line of `report_steps`.
 """
 
 import json
 import os
 import sys
 import tempfile
-import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from datasets import Dataset  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 
-from benchmarks.real.resident import forget_peak, peak_mb, resident_mb  # noqa: E402
+from benchmarks.real.resident import report_steps, resident_mb  # noqa: E402
 from benchmarks.real.rows import Batch  # noqa: E402
 
 BETAS, MAX_GRAD_NORM, LR = (0.9, 0.95), 1.0, 1e-5
@@ -57,10 +56,9 @@ def main() -> None:
     optimiser = torch.optim.AdamW(model.parameters(), lr=LR, betas=BETAS, weight_decay=0.0, fused=True)
     inputs = inputs_of(batch, model.config.vocab_size)
     inputs["old_per_token_logps"] = old_logps(trainer, model, inputs, rows)
-    forget_peak()
-    cpu_s, losses = [], []
-    for _ in range(steps):
-        start, loss_sum = time.process_time(), 0.0
+
+    def take_step(_: int) -> float:
+        loss_sum = 0.0
         for first in range(0, batch.rows, rows):
             part = {name: value[first : first + rows] for name, value in inputs.items()}
             loss = trainer.compute_loss(model, part | {"num_items_in_batch": inputs["completion_mask"].sum()})
@@ -69,14 +67,9 @@ def main() -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
         optimiser.step()
         optimiser.zero_grad()
-        losses.append(loss_sum)
-        cpu_s.append(time.process_time() - start)
-    print(
-        json.dumps({
-            "cpu_s": cpu_s[1:] or cpu_s, "peak_mb": peak_mb(), "before_mb": before, "loss": losses[-1], "losses": losses,
-            "parameters": sum(p.numel() for p in model.parameters()),
-        })
-    )  # fmt: skip
+        return loss_sum
+
+    report_steps(take_step, steps, before, model)
 
 
 def warm_up() -> None:

@@ -2,20 +2,18 @@
 
     python benchmarks/real/one_side.py POLICY '{"groups": 2, ...}'
 
-Prints one JSON line: CPU-seconds of each step after the first, peak memory of the steps, memory before the policy was
-loaded, and the loss of each step.
+Prints the JSON line of `report_steps`, as the other side does, which is `peers/trl_steps.py`.
 """
 
 import json
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from benchmarks.real.resident import forget_peak, peak_mb, resident_mb
+from benchmarks.real.resident import report_steps, resident_mb
 from benchmarks.real.rows import Batch
 from shoal.config import TinyPolicy, TrainConfig
 from shoal.policy.files import load_policy
@@ -41,18 +39,7 @@ def main() -> None:
     rows = rows_of(batch, model.spec.vocab_size)
     behaviour = learner.logprobs(rows)
     rows = [replace(row, behaviour_logp_P=logp_P) for row, logp_P in zip(rows, behaviour, strict=True)]
-    forget_peak()
-    cpu_s, losses = [], []
-    for step in range(steps):
-        start = time.process_time()
-        losses.append(learner.step(rows, step)["loss"])
-        cpu_s.append(time.process_time() - start)
-    print(
-        json.dumps({
-            "cpu_s": cpu_s[1:] or cpu_s, "peak_mb": peak_mb(), "before_mb": before, "loss": losses[-1], "losses": losses,
-            "parameters": sum(p.numel() for p in model.parameters()),
-        })
-    )  # fmt: skip
+    report_steps(lambda step: float(learner.step(rows, step)["loss"]), steps, before, model)
 
 
 def warm_up() -> None:
