@@ -43,6 +43,8 @@ RECIPE = HERE / "whole_system.toml"
 PEER_VENV = HERE.parent / ".venv-trl"
 ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
 """The characters that a prompt of `envs/vowels.py` is made of, in the order of their token ids."""
+SHAPE = TinyPolicy(max_positions=128)
+"""0.8M parameters."""
 CONTROL_TOKENS = ("<|end|>", "<|pad|>")
 """Ids 64 and 65, outside the head: the policy can write neither, so every turn has exactly 64 tokens."""
 
@@ -313,9 +315,9 @@ def between(before: Look, after: Look, watch: Watch) -> Figures:
 # --- what both sides start from ---
 
 
-def make_policy(directory: Path, seed: int = 0) -> None:
-    """A Qwen3-style policy of 0.8M parameters with a tokenizer of 64 characters and a template that adds nothing."""
-    spec = dataclasses.replace(tiny_spec(TinyPolicy(max_positions=128)), eos_ids=(), pad_id=None)
+def make_policy(directory: Path, seed: int = 0, shape: TinyPolicy = SHAPE) -> None:
+    """A Qwen3-style policy with a tokenizer of 64 characters and a template that adds nothing."""
+    spec = dataclasses.replace(tiny_spec(shape), eos_ids=(), pad_id=None)
     assert spec.vocab_size == len(ALPHABET)
     model = Transformer(spec)
     initialise(model, seed)
@@ -340,16 +342,17 @@ def make_policy(directory: Path, seed: int = 0) -> None:
 
 def ensure_peer() -> Path:
     """The interpreter of TRL's virtual environment, which is made when it is missing."""
-    python = PEER_VENV / "bin" / "python"
+    python, requirements = PEER_VENV / "bin" / "python", HERE / "peers" / "requirements.txt"
     made = PEER_VENV / ".made"
-    probe = [str(python), "-c", "import trl; assert trl.__version__ == '1.16.0'"]
-    if made.exists() or (python.exists() and subprocess.run(probe, stderr=subprocess.DEVNULL).returncode == 0):
+    probe = [str(python), "-c", "import peft, trl; assert trl.__version__ == '1.16.0'"]
+    is_made = made.exists() and made.read_text() == requirements.read_text()
+    if is_made or (python.exists() and subprocess.run(probe, stderr=subprocess.DEVNULL).returncode == 0):
         return python
     print(f"installing the peer into {PEER_VENV} ...", flush=True)
     subprocess.run([sys.executable, "-m", "venv", str(PEER_VENV)], check=True)
-    pip = [str(python), "-m", "pip", "install", "--quiet", "-r", str(HERE / "peers/requirements.txt")]
+    pip = [str(python), "-m", "pip", "install", "--quiet", "-r", str(requirements)]
     subprocess.run(pip, check=True)
-    made.touch()
+    made.write_text(requirements.read_text())
     return python
 
 

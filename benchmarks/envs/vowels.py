@@ -1,4 +1,5 @@
-"""The environment of `whole_system.py`: 32 random characters are shown, 64 are written, vowels among those score.
+"""The environment of `whole_system.py` and `adapters.py`: random characters are shown, as many are written as the policy
+may, and vowels among those score.
 
 Loaded by `shoal run` as a run file's environment, and imported by `peers/trl_grpo.py` from a virtual environment in
 which there is no shoal: it needs the standard library alone, and both sides take prompts and rewards from it.
@@ -11,21 +12,24 @@ from typing import Any
 VOWELS = "AEIOUaeiou"
 NUM_TASKS = 4096
 PROMPT, NEW = 32, 64
-"""Tokens shown and written; a character is a token."""
+"""Tokens shown and written, unless asked for fewer; a character is a token."""
 
 
-def prompt_of(index: int) -> str:
-    """The 32 characters of a task."""
-    return base64.b64encode(hashlib.sha256(str(index).encode()).digest()[: PROMPT * 3 // 4]).decode()
+def prompt_of(index: int, shown: int = PROMPT) -> str:
+    """The characters of a task."""
+    return base64.b64encode(hashlib.sha256(str(index).encode()).digest()[: PROMPT * 3 // 4]).decode()[:shown]
 
 
-def reward_of(written: str) -> float:
-    """Share of vowels among the 64 characters; 10/64 at chance."""
-    return sum(map(written[:NEW].count, VOWELS)) / NEW
+def reward_of(written: str, new: int = NEW) -> float:
+    """Share of vowels among so many characters; 10/64 at chance."""
+    return sum(map(written[:new].count, VOWELS)) / new
 
 
 class Vowels:
     """One turn; the state is what was written."""
+
+    def __init__(self, shown: int = PROMPT, new: int = NEW) -> None:
+        self._shown, self._new = shown, new
 
     name = "vowels"
     num_tasks, num_heldout = NUM_TASKS, 0
@@ -39,7 +43,7 @@ class Vowels:
 
     def reset(self, task: int) -> tuple[str, list[dict[str, str]]]:
         """Show the prompt."""
-        return "", [{"role": "user", "content": prompt_of(task)}]
+        return "", [{"role": "user", "content": prompt_of(task, self._shown)}]
 
     def step(self, state: str, action: str) -> tuple[str, None, bool]:
         """Take what was written."""
@@ -47,9 +51,9 @@ class Vowels:
 
     def score(self, state: str) -> float:
         """Share of vowels."""
-        return reward_of(state)
+        return reward_of(state, self._new)
 
 
 def environment(**args: Any) -> Vowels:
-    """Make the environment; it has no arguments."""
+    """Make the environment."""
     return Vowels(**args)

@@ -1,0 +1,87 @@
+"""What `benchmarks/adapters.py` watches, and how it judges what it found."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import adapters
+from benchmarks.adapted import curves, size
+from benchmarks.real.resident import peak_mb
+from benchmarks.whole_system import make_policy
+from shoal.config import load_run
+from shoal.policy.files import find_tensors
+from shoal.policy.sizes import parameters_of
+from shoal.policy.tiny import tiny_spec
+
+SIZED = {"peak_gb_most": 5.9, "disk_gb": 4.9, "step_share": 0.017, "logits_off": 1e-4, "logits_moved": 2.0}
+
+
+def side(ends: list[float], rise: float) -> list[curves.Result]:
+    """Results of runs of eight steps that rise to these ends."""
+    return [{"rewards": [end - rise] * 2 + [end - rise / 2] * 4 + [end] * 2, "cpu_s": 1.0} for end in ends]
+
+
+def test_the_curves_are_of_25m_parameters_with_an_adapter_and_no_turn_can_end_early(tmp_path: Path) -> None:
+    config = load_run(curves.RECIPE)
+    assert parameters_of(tiny_spec(curves.SHAPE)) == pytest.approx(25e6, rel=0.03)
+    assert config.policy.adapter.rank == 8 and config.rollouts.max_staleness == 0
+    args = config.envs[0].args
+    assert (args["new"], args["shown"] + args["new"]) == (config.sampling.max_turn_tokens, config.sampling.max_tokens)
+    make_policy(tmp_path / "policy", shape=curves.SMALL)
+    assert find_tensors(tmp_path / "policy")["model.embed_tokens.weight"].shape == (64, 64)
+
+
+def test_ends_are_compared_by_students_t_and_by_the_rise() -> None:
+    found = curves.compared({"shoal": side([0.5, 0.6, 0.7], 0.3), "trl": side([0.55, 0.65, 0.75], 0.3)})
+    # Three ends a side with deviation 0.1: noise = 2.776 sqrt(2 * 0.01 / 3).
+    assert found["noise"] == pytest.approx(2.776 * (0.02 / 3) ** 0.5)
+    assert found["difference"] == pytest.approx(-0.05) and found["difference_over_rise"] == pytest.approx(1 / 6)
+    assert found["shoal"]["quarters"] == pytest.approx([0.3, 0.45, 0.45, 0.6])
+    assert adapters.missed_curves(found) == ["the ends differ by 0.167 of the rise, bar 0.1"]
+
+
+def test_each_missed_bar_is_told() -> None:
+    flat = curves.compared({"shoal": side([0.5, 0.501, 0.502], 0.01), "trl": side([0.4, 0.401, 0.402], 0.3)})
+    assert [fault.split()[0] for fault in adapters.missed_curves(flat)] == ["shoal", "the", "the"]
+    assert adapters.missed_size(SIZED) == []
+    for name, bar in adapters.SIZE_BARS.items():
+        assert adapters.missed_size(SIZED | {name: bar * 1.1}) == [f"{name} = {bar * 1.1:.3g}, bar {bar}"]
+    assert "moves a logit by 0.01" in adapters.missed_size(SIZED | {"logits_moved": 0.01})[0]
+
+
+def test_a_file_of_two_names_counts_once(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(bytes(1000))
+    before = size.held_bytes(tmp_path)
+    (tmp_path / "b").hardlink_to(tmp_path / "a")
+    (tmp_path / "c").write_bytes(bytes(10))
+    assert size.held_bytes(tmp_path) == before + 10
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="only Linux tells the peak of another process")
+def test_the_peak_of_a_process_is_known_until_it_ends() -> None:
+    command = [sys.executable, "-c", "data = bytearray(50_000_000); print(flush=True); input()"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert 50 < peak_mb(process.pid) < 100
+        process.kill()
+        process.wait()
+    with pytest.raises((FileNotFoundError, ProcessLookupError)):
+        peak_mb(process.pid)
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="only Linux tells the peak of another process")
+def test_the_command_runs_both_parts_and_ends_with_a_line_of_json(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["adapters.py", "--quick", "--keep", str(tmp_path)])
+    assert adapters.main() == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found["benchmark"] == "adapters" and (found["size"]["steps"], found["curves"]["steps"]) == (2, 4)
+    assert {"coordinator", "trainer", "validator", "worker"} <= found["size"]["peak_gb"].keys()
+    assert 0 < found["size"]["step_share"] < 0.3 and found["size"]["refused"] == 0
+    assert found["curves"]["shoal"]["cpu_s"] > 0
+    assert not (tmp_path / "sized").exists()
