@@ -1077,6 +1077,7 @@ GUARDS = [
     ),
     *_needed_by("tests/launch/test_fits.py",
         ("copied-state-takes-memory", OFF, "test_a_state_that_is_written_beside_the_next_steps_takes_memory"),
+        ("a-gpu-is-loaded-from-memory", OFF, "test_a_model_is_loaded_into_memory_on_its_way_to_a_gpu"),
     ),
     *_needed_by("tests/engine/test_any.py",
         ("config-says-no-loading", ("key not in OWN_KEYS and not key.startswith('_')", "True"),

@@ -51,6 +51,10 @@ class AnyNeeds:
         """While the weights are read: the tensors of the files, what transformers makes of them, and one tensor more."""
         return self.loaded + ITEM_BYTES[self.dtype] * self.values + 8 * self.largest
 
+    def in_passing(self) -> int:
+        """As of `Needs`."""
+        return self.load()
+
     def play(self, rows: int, max_tokens: int, all_tokens: int = 0) -> int:
         """Beyond the weights, for a batch of `rows` conversations of at most `max_tokens`; `all_tokens` as for `Needs`."""
         spec, tokens = self.spec, min(max_tokens, self.spec.max_positions)

@@ -83,8 +83,7 @@ class Decoder:
 
     @torch.inference_mode()
     def __init__(self, model: Transformer, device: str) -> None:
-        moved = model if device == "cpu" else model.to(device)  # which looks at each module, though all are there
-        arranged = moved.arranged(_contiguous)
+        arranged = model.arranged(_contiguous, device)
         self._packed_head = packed(model.head_weight()) if model.spec.tied else None
         # A GPU multiplies by a transposed matrix as fast, so a tied head need not be there twice.
         shares = model.spec.tied and (device != "cpu" or self._packed_head is not None)

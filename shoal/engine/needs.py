@@ -56,14 +56,16 @@ class Needs:
     @property
     def loaded(self) -> int:
         """The weights as they stay in memory: layers, embedding, and the head beside it."""
-        return self._item * (self._layers + 2 * self.spec.vocab_size * self.spec.width) + self.adapter
+        return self._item * (self._layers + 2 * self._head) + self.adapter
 
     def load(self) -> int:
-        """While the weights are read and arranged: the model, the arranged copy, one layer or tensor more, and an eighth of
-        all that for holes between them."""
-        sizes = [math.prod(shape) for shape in self.spec.tensor_shapes().values()]
-        filled = self.loaded + self._item * (sum(sizes) + 3 * self._layers // self.spec.layers) + 4 * max(sizes)
-        return (filled + self.adapter) * 9 // 8
+        """While the weights are read and arranged: the model, of which each layer is replaced by its arranged form, a head
+        twice, one layer and tensor more, and an eighth of all that for holes between them."""
+        return (self.loaded + self._item * self._head + self._beside + self.adapter) * 9 // 8
+
+    def in_passing(self) -> int:
+        """In the memory of the CPU while the weights are read on their way to a GPU."""
+        return self._item * (self._layers + (1 if self.spec.tied else 2) * self._head) + self._beside + self.adapter
 
     def play(self, rows: int, max_tokens: int, all_tokens: int = 0) -> int:
         """Beyond the weights, for a batch of `rows` conversations of at most `max_tokens`.
@@ -86,6 +88,17 @@ class Needs:
     @property
     def _item(self) -> int:
         return ITEM_BYTES[self.dtype]
+
+    @property
+    def _head(self) -> int:
+        """Parameters of the head, or of the embedding."""
+        return self.spec.vocab_size * self.spec.width
+
+    @property
+    def _beside(self) -> int:
+        """What exists for a moment: three forms of a layer, and a tensor as it is read."""
+        largest = max(math.prod(shape) for shape in self.spec.tensor_shapes().values())
+        return self._item * 3 * self._layers // self.spec.layers + 4 * largest
 
     @property
     def _layers(self) -> int:

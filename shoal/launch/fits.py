@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import psutil
 
 from shoal.config import RunConfig
@@ -117,7 +118,10 @@ def roles_of(config: RunConfig, spec: PolicySpec | AnySpec, with_workers: bool) 
     values = spec.vocab_size * spec.width if several else parameters_of(spec)
     size = learned if adapter.rank else int(values * ITEM_BYTES[config.policy.kept_dtype])
     version = Part("version being published", size, True)
-    training = [*parts_of(spec, layout_of(config, spec)), version]
+    parts = parts_of(spec, layout_of(config, spec))
+    training = [*parts, version]
+    if config.train.device != CPU and not several:  # guard: a-gpu-is-loaded-from-memory
+        training.append(Part("loading", next(part.size for part in parts if part.name == "weights"), True))
     if config.storage.state_every > 1 and not several:  # guard: copied-state-takes-memory
         training.append(Part("state being saved", state_of(spec, layout_of(config, spec)), True))
     yield replace(
@@ -154,7 +158,7 @@ def _engine(needs: Needs | AnyNeeds, work: str, size: int, device: str) -> list[
     """An engine while it loads a version, or while it works: it needs the larger of the two."""
     if device == CPU:
         return [Part("weights", needs.loaded), Part(work, max(size, needs.load() - needs.loaded))]
-    return [Part("loading", needs.load(), True), Part("weights", needs.loaded), Part(work, size)]
+    return [Part("loading", needs.in_passing(), True), Part("weights", needs.loaded), Part(work, size)]
 
 
 def demand_fit(config: RunConfig, spec: PolicySpec | AnySpec, root: Path, with_workers: bool) -> None:
@@ -226,7 +230,8 @@ class Report(NamedTuple):
 
 def reports(config: RunConfig, spec: PolicySpec | AnySpec, with_workers: bool, free: int = 0) -> Iterator[Report]:
     """What the run takes of each memory here. `free` replaces what is free in the memory of the device that trains."""
-    roles = [_settled(role) for role in roles_of(config, spec, with_workers)]
+    config = _settled(config)
+    roles = list(roles_of(config, spec, with_workers))
     trainer = next(role for role in roles if role.name == "trainer")
     layout = sum(part.size for part in parts_of(spec, layout_of(config, spec)) if not part.on_cpu)
     for device in dict.fromkeys([CPU, *(role.device for role in roles)]):
@@ -237,10 +242,14 @@ def reports(config: RunConfig, spec: PolicySpec | AnySpec, with_workers: bool, f
         yield Report(device, has, roles, _advice(config, spec, left))
 
 
-def _settled(role: RoleNeeds) -> RoleNeeds:
-    """The role with the device that `auto` is here. The GPU of a Mac has no memory of its own."""
-    device = take_device(role.device) if role.device == AUTO else role.device
-    return replace(role, device=CPU if device == MPS else device)
+def _settled(config: RunConfig) -> RunConfig:
+    """The config with the devices that `auto` is here. The GPU of a Mac has no memory of its own."""
+    sections = {}
+    for name in ("train", "workers", "validators"):
+        section = getattr(config, name)
+        device = take_device(section.device) if section.device == AUTO else section.device
+        sections[name] = msgspec.structs.replace(section, device=CPU if device == MPS else device)
+    return msgspec.structs.replace(config, **sections)
 
 
 def _advice(config: RunConfig, spec: PolicySpec | AnySpec, left: int) -> str:

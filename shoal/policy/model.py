@@ -93,14 +93,23 @@ class Transformer(nn.Module):
         floor, _ = _floors(self.spec, self.head_weight().device)
         return Frame(self.spec, self.model.embed_tokens.weight, norm_weight(self.model.norm.weight), floor)
 
-    def arranged(self, lay_out: Callable[[LayerWeights], LayerWeights] = lambda layer: layer) -> Weights:
-        """The weights as `layers` needs them: functions of the parameters, through which gradients flow.
+    def arranged(self, lay_out: Callable[[LayerWeights], LayerWeights], device: str) -> Weights:
+        """The weights as `layers` needs them, on a device; this model loses its layers' matrices.
 
-        `lay_out` changes each layer as soon as it is arranged, so that both forms exist for one layer at a time.
+        `lay_out` changes each layer as soon as it is arranged, and the layer's matrices go as soon as it is laid out: all
+        three forms exist for one layer at a time.
         """
-        order = head_order(self.spec).to(self.head_weight().device)
-        layers = tuple(lay_out(_arrange(layer, self.spec, order)) for layer in self.model.layers)  # type: ignore[arg-type]
-        return Weights(self.frame(), layers, self.head_weight().t())
+        self.model.embed_tokens.to(device)
+        self.model.norm.to(device)
+        if not self.spec.tied:
+            self.lm_head.to(device)
+        order, layers = head_order(self.spec).to(device), []
+        for layer in self.model.layers:
+            layer.to(device)
+            layers.append(lay_out(_arrange(layer, self.spec, order)))  # type: ignore[arg-type]
+            for matrix in layer.matrices().values():  # type: ignore[operator]
+                matrix.register_parameter("weight", None)
+        return Weights(self.frame(), tuple(layers), self.head_weight().t())
 
     def _through(self, x_ND: Tensor, body: Body) -> Tensor:
         """See `layers.Layers`. Each layer is arranged when its turn comes."""

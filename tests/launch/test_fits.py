@@ -16,7 +16,7 @@ from shoal.launch.fits import fits as fit_of
 from shoal.plan.sizes import spec_of
 from shoal.policy.adapterspec import CONFIG, AdapterSpec
 from shoal.policy.model import Transformer
-from shoal.policy.sizes import adapter_parameters_of
+from shoal.policy.sizes import adapter_parameters_of, parameters_of
 from shoal.policy.spec import PolicySpec, write_json
 from shoal.roles.memory import needs_of
 from shoal.train.needs import Layout, Part, parts_of
@@ -78,6 +78,20 @@ def test_a_state_that_is_written_beside_the_next_steps_takes_memory(moments: str
 def test_what_stays_on_the_cpu_takes_none_of_the_gpu() -> None:
     role = RoleNeeds("trainer", "cuda", (Part("weights", 5), Part("moments", 7, on_cpu=True)), processes=2)
     assert (role.on("cuda"), role.on(CPU)) == (10, 14)
+
+
+def test_a_model_is_loaded_into_memory_on_its_way_to_a_gpu(config: RunConfig) -> None:
+    def on_cpu(device: str) -> int:
+        there = msgspec.structs.replace(config.train, device=device)
+        roles = roles_of(msgspec.structs.replace(config, train=there), LARGE, with_workers=False)
+        trainer = next(role for role in roles if role.name == "trainer")
+        return sum(
+            part.size
+            for part in trainer.parts
+            if part.name in ("loading", "weights") and (part.on_cpu or device == "cpu")
+        )
+
+    assert on_cpu("cuda") == on_cpu("cpu") == 4 * parameters_of(LARGE)
 
 
 def test_the_best_layout_that_fits_is_taken_or_the_one_that_lacks_least() -> None:
