@@ -9,6 +9,7 @@ from shoal.envs.load import BUILT_IN, load_env
 from shoal.launch.doctor import in_words
 from shoal.launch.fits import amount, disk_of, roles_of
 from shoal.plan.sizes import sizes_of, spec_of
+from shoal.policy.sizes import parameters_of
 from shoal.policy.tiny import tiny_spec
 
 ROOT = Path(__file__).parent.parent
@@ -67,7 +68,7 @@ def test_sft_recipes_parse() -> None:
 
 
 def test_the_recipes_of_real_models_exist() -> None:
-    assert {path.stem for path in REAL} >= {"qwen3-0.6b-gsm8k", "olmoe"}
+    assert {path.stem for path in REAL} >= {"qwen3-0.6b-gsm8k", "qwen3-8b-lora", "olmoe"}
 
 
 @pytest.mark.parametrize("path", REAL, ids=name)
@@ -99,3 +100,14 @@ def test_a_recipe_states_the_memory_disk_and_bytes_that_the_preflight_reckons(pa
     text = path.read_text()
     for what, size in reckoned.items():
         assert f"#     {what:<13} {size}\n" in text, f"{path}: {what} is {size}"
+
+
+def test_each_role_of_the_adapter_of_8b_fits_a_gpu_of_24_gb() -> None:
+    path = ROOT / "recipes" / "qwen3-8b-lora.toml"
+    on_a_gpu = [f"{section}.device=cuda" for section in ("train", "workers", "validators")]
+    config = load_run(path, [*on_a_gpu, "workers.count=1", "validators.count=1"], random_policy=True)
+    roles = {role.name: role for role in roles_of(config, spec_of(config, path.parent), with_workers=True)}
+    assert {"trainer", "worker", "validator"} < roles.keys()
+    assert max(role.on("cuda") for role in roles.values()) <= 24e9
+    version = sizes_of(config, path.parent).version
+    assert version / (2 * parameters_of(spec_of(config, path.parent))) < 0.02

@@ -107,10 +107,10 @@ def fit(recipe: Path, changes: Sequence[str], memory_gb: float, random_policy: b
 
 
 def in_words(sizes: "Sizes") -> str:
-    """What a worker fetches of a run."""
+    """What a worker fetches of a run, from the host or the base of adapters from a hub."""
     from shoal.launch.fits import amount
 
-    return f"{amount(sizes.version)} at first, then {amount(sizes.patch or sizes.version)} a step"
+    return f"{amount(sizes.base + sizes.version)} at first, then {amount(sizes.patch or sizes.version)} a step"
 
 
 def _size() -> Iterator[Line]:

@@ -56,6 +56,8 @@ class Sizes:
     """With the host's own validators."""
     needed_blobs: float
     """What `storage.quota_mb` must hold: versions that nodes may still need, and submissions that are still used."""
+    base: float
+    """What the versions of a run of adapters belong to, which a node gets once; 0 if versions are whole."""
     is_exact: bool
     """Whether the model's shape was known; if not, memory is of the weights alone."""
 
@@ -93,7 +95,7 @@ def sizes_of(config: RunConfig, recipe_dir: Path, parameters: float = 0.0, patch
         trainer_memory=base + learned * TRAINER_BYTES + kept_version, worker_disk=base + (KEPT_VERSIONS + 1) * version,
         host_disk=base + served + stored + kept * kept_version + (of_nodes + publishing) * version
         + 3 * learned * STATE_BYTES,  # two are kept while the next is written
-        needed_blobs=needed + served, is_exact=spec is not None,
+        needed_blobs=needed + served, base=base, is_exact=spec is not None,
     )  # fmt: skip
 
 

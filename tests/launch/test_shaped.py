@@ -11,6 +11,7 @@ from shoal import cli
 from shoal.config import load_run
 from shoal.folder import RunFolder
 from shoal.launch.shaped import _make, random_policy
+from shoal.policy.adapterspec import WEIGHTS
 from shoal.policy.files import find_tensors
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -18,7 +19,7 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 SMALL = (
     "steps=2", "sampling.max_turn_tokens=12", "sampling.max_tokens=128", "rollouts.group_size=4",
     "rollouts.block_rollouts=8", "rollouts.batch_groups=2", "rollouts.max_staleness=0", "verify.audit_rate=1.0",
-    "train.threads=1", "workers.count=1", "train.lr=1e-3",
+    "train.threads=1", "workers.count=1", "validators.count=1", "train.lr=1e-3",
 )  # fmt: skip
 
 
@@ -44,7 +45,11 @@ def run(folder: Path, recipe: str, *overrides: str, more: tuple[str, ...] = ()) 
 
 @pytest.mark.parametrize(
     ("recipe", "shape"),
-    [("qwen3-0.6b-gsm8k", "qwen3-0.6b"), pytest.param("olmoe", "olmoe-1b-7b", marks=pytest.mark.slow)],
+    [
+        ("qwen3-0.6b-gsm8k", "qwen3-0.6b"),
+        ("qwen3-8b-lora", "qwen3-8b"),
+        pytest.param("olmoe", "olmoe-1b-7b", marks=pytest.mark.slow),
+    ],
 )
 def test_a_small_twin_of_a_recipe_runs_and_is_resumed(recipe: str, shape: str, tmp_path: Path) -> None:
     twin = f"policy.path={twin_of(shape, tmp_path)}"
@@ -55,7 +60,10 @@ def test_a_small_twin_of_a_recipe_runs_and_is_resumed(recipe: str, shape: str, t
     first = (root / "policy" / "model.safetensors").read_bytes()
     summary = json.loads((root / "summary.json").read_text())
     assert summary["steps"] == 2 and summary["credits"]["worker-0"]["credits"] == summary["tokens"] > 0
-    assert (root / "checkpoints" / "final" / "model.safetensors").read_bytes() != first
+    learned = WEIGHTS if (root / "checkpoints" / "final" / WEIGHTS).exists() else "model.safetensors"
+    assert (learned == WEIGHTS) == ("lora" in recipe)
+    begun, ended = (root / "checkpoints" / version / learned for version in ("v000000", "final"))
+    assert begun.read_bytes() != ended.read_bytes()
     moved = root.rename(tmp_path / "moved")
     again = run(tmp_path, recipe, twin, *SMALL, more=("--out", str(moved)))
     assert again.returncode == 0, again.stdout + again.stderr
@@ -107,9 +115,17 @@ def test_what_cannot_be_made_is_said_in_one_line(
 
 
 def test_doctor_and_plan_reckon_a_recipe_by_its_shape(capsys: pytest.CaptureFixture[str]) -> None:
-    for recipe in ("qwen3-0.6b-gsm8k", "olmoe"):
+    for recipe in ("qwen3-0.6b-gsm8k", "qwen3-8b-lora", "olmoe"):
         path = str(RECIPES / f"{recipe}.toml")
         cli.main(["doctor", "--recipe", path, "--random-policy", "--memory", "200"])
         assert "at first, then" in capsys.readouterr().out
         assert cli.main(["plan", path, "--random-policy", "--workers", "4"]) == 0
         assert "parameters" in capsys.readouterr().out
+
+
+def test_doctor_says_that_the_adapter_of_8b_fits_into_24_gb(capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(RECIPES / "qwen3-8b-lora.toml")
+    cli.main(["doctor", "--recipe", path, "--random-policy", "--memory", "24", "--set", "train.device=cpu"])
+    said = capsys.readouterr().out
+    assert "ok       memory cpu" in said and "16.5 GB at first, then 88 MB a step" in said
+    assert cli.main(["doctor", "--recipe", path, "--random-policy", "--memory", "20", "--set", "train.device=cpu"]) == 1
