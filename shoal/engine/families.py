@@ -15,8 +15,9 @@ from torch import Tensor
 from shoal.algos.gumbel import gumbel
 from shoal.algos.gumbel_max import gaps_of, gumbel_max
 from shoal.algos.keyed_gumbel import keyed_gumbel_32, keyed_gumbel_64
+from shoal.algos.murmur_gumbel import murmur_gumbel_32, murmur_gumbel_53
 from shoal.errors import StateError
-from shoal.protocol.noise import KEYED_32, KEYED_64, PHILOX
+from shoal.protocol.noise import KEYED_32, KEYED_64, MURMUR_32, MURMUR_53, PHILOX
 
 Noise = Callable[[Tensor, Tensor, int], Tensor]
 """Noise, float32[N, V], from seed words, int64[N, 4], positions, int64[N], and the size of the vocabulary."""
@@ -60,4 +61,6 @@ FAMILIES: Mapping[str, Family] = MappingProxyType({
     PHILOX: Family(gumbel, _best, gaps_of),
     KEYED_32: _with_all_noise(keyed_gumbel_32),
     KEYED_64: _with_all_noise(keyed_gumbel_64),
+    MURMUR_32: _with_all_noise(murmur_gumbel_32),
+    MURMUR_53: _with_all_noise(murmur_gumbel_53),
 })  # fmt: skip

@@ -38,10 +38,12 @@ def philox(counter: NDArray[np.uint64], key: NDArray[np.uint64]) -> NDArray[np.u
 
 # --- families ---
 
-FamilyName: TypeAlias = Literal["philox", "keyed-philox-rand32-log1p", "keyed-philox-rand64-log"]
+FamilyName: TypeAlias = Literal[
+    "philox", "keyed-philox-rand32-log1p", "keyed-philox-rand64-log", "murmur3-rand32-log1p", "murmur3-rand53-log"
+]
 """The names of the families."""
 
-PHILOX, KEYED_32, KEYED_64 = get_args(FamilyName)
+PHILOX, KEYED_32, KEYED_64, MURMUR_32, MURMUR_53 = get_args(FamilyName)
 
 
 def noise_words(seed: bytes) -> tuple[int, int, int, int]:
@@ -70,7 +72,7 @@ def gumbel(seeds_B: list[bytes], positions_B: NDArray[np.int64], vocabulary: int
 
 
 def keyed_gumbel_32(seeds_B: list[bytes], positions_B: NDArray[np.int64], vocabulary: int) -> NDArray[np.float32]:
-    """The family `keyed-philox-rand32-log1p`: what vLLM's sampler on GPUs (model runner 2) makes by default.
+    """The family `keyed-philox-rand32-log1p`: what older samplers of vLLM on GPUs (model runner 2) make by default.
 
     Word 0 of the counter (position - 1) under the key (seed words 0 and 1) is the key of the token. Word 0 of the counter
     v under that key, read as a signed number x, gives u = max(x, -x - 1) * 4.6566127342e-10 in float32, at least that
@@ -112,7 +114,70 @@ def _keyed_words(seeds_B: list[bytes], positions_B: NDArray[np.int64], vocabular
     return philox(counter_V4[None], token_keys_B2[:, None])
 
 
+def murmur_gumbel_32(seeds_B: list[bytes], positions_B: NDArray[np.int64], vocabulary: int) -> NDArray[np.float32]:
+    """The family `murmur3-rand32-log1p`: what vLLM's sampler on GPUs makes by default since it hashes (0.32).
+
+    MurmurHash3 (32 bits, seed 0) of four words, namely seed words 0 and 1, position - 1 and v, gives a word r; u is
+    (r + 0.5) / 2^32 rounded to float32, at most 1 - 2^-24, and the noise is -log(-log1p(-u)). vLLM takes log1p by a series
+    of degree 8 below 0.25, and both logs in float32, which is off by up to 3e-6 nats; here they are in float64.
+    """
+    words_BV = _hashed(seeds_B, positions_B, vocabulary, 0)
+    uniform_BV = ((words_BV.astype(np.float64) + 0.5) * 2.0**-32).astype(np.float32).astype(np.float64)
+    return (-np.log(-np.log1p(-np.minimum(uniform_BV, MURMUR32_MOST)))).astype(np.float32)
+
+
+def murmur_gumbel_53(seeds_B: list[bytes], positions_B: NDArray[np.int64], vocabulary: int) -> NDArray[np.float32]:
+    """The family `murmur3-rand53-log`: what the same sampler makes in float64.
+
+    As `murmur_gumbel_32`, but a second hash, with the seed 0x9E3779B9, gives the high word: r is the upper 53 of the 64
+    bits, u is (r + 0.5) / 2^53 in float64, below 1, and the noise is -log(-log(u)).
+    """
+    low_BV, high_BV = (_hashed(seeds_B, positions_B, vocabulary, domain) for domain in (0, MURMUR53_DOMAIN))
+    bits_BV = ((high_BV << _32) | low_BV) >> np.uint64(11)
+    uniform_BV = (bits_BV.astype(np.float64) + 0.5) * 2.0**-53
+    return (-np.log(-np.log(np.minimum(uniform_BV, RAND64_BOUNDS[1])))).astype(np.float32)
+
+
+MURMUR32_MOST = 1.0 - 2.0**-24
+"""The largest float32 below 1: vLLM, too, takes the logarithm of at least 2^-24."""
+
+MURMUR53_DOMAIN = 0x9E3779B9
+
+
+def murmur3(words: list[NDArray[np.uint64]], seed: int) -> NDArray[np.uint64]:
+    """MurmurHash3_x86_32 (Appleby, 2011) of 32-bit words, each an array; the arrays broadcast. Held in uint64."""
+    h = np.array(seed, np.uint64)
+    for word in words:
+        key = (_rotated((word * _C1) & _LOW, 15) * _C2) & _LOW
+        h = (_rotated(h ^ key, 13) * np.uint64(5) + np.uint64(0xE6546B64)) & _LOW
+    h = h ^ np.uint64(4 * len(words))  # its length in bytes
+    h = ((h ^ (h >> np.uint64(16))) * np.uint64(0x85EBCA6B)) & _LOW
+    h = ((h ^ (h >> np.uint64(13))) * np.uint64(0xC2B2AE35)) & _LOW
+    return h ^ (h >> np.uint64(16))
+
+
+_C1, _C2 = np.uint64(0xCC9E2D51), np.uint64(0x1B873593)
+
+
+def _rotated(word: NDArray[np.uint64], by: int) -> NDArray[np.uint64]:
+    return ((word << np.uint64(by)) | (word >> np.uint64(32 - by))) & _LOW
+
+
+def _hashed(seeds_B: list[bytes], positions_B: NDArray[np.int64], vocabulary: int, domain: int) -> NDArray[np.uint64]:
+    """The hash, [B, V], of seed, position and vocabulary entry."""
+    words_2B = np.array([noise_words(seed)[:2] for seed in seeds_B], dtype=np.uint64).reshape(-1, 2).T
+    read_B = np.asarray(positions_B, dtype=np.uint64) - np.uint64(1)  # of the token before, which the sampler reads
+    of_B = [word_B[:, None] for word_B in (*words_2B, read_B & _LOW)]
+    return murmur3([*of_B, np.arange(vocabulary, dtype=np.uint64)[None]], domain)
+
+
 Noise = Callable[[list[bytes], NDArray[np.int64], int], NDArray[np.float32]]
 
-NOISES: Mapping[str, Noise] = MappingProxyType({PHILOX: gumbel, KEYED_32: keyed_gumbel_32, KEYED_64: keyed_gumbel_64})
+NOISES: Mapping[str, Noise] = MappingProxyType({
+    PHILOX: gumbel,
+    KEYED_32: keyed_gumbel_32,
+    KEYED_64: keyed_gumbel_64,
+    MURMUR_32: murmur_gumbel_32,
+    MURMUR_53: murmur_gumbel_53,
+})  # fmt: skip
 """Each family's reference, by name."""

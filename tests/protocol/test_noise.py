@@ -3,7 +3,18 @@
 import numpy as np
 import pytest
 
-from shoal.protocol.noise import NOISES, gumbel, keyed_gumbel_32, keyed_gumbel_64, noise_words, philox
+from shoal.protocol.noise import (
+    MURMUR53_DOMAIN,
+    NOISES,
+    gumbel,
+    keyed_gumbel_32,
+    keyed_gumbel_64,
+    murmur3,
+    murmur_gumbel_32,
+    murmur_gumbel_53,
+    noise_words,
+    philox,
+)
 from shoal.protocol.randomness import sample_seed
 
 SEED = bytes(range(32))
@@ -66,3 +77,34 @@ def test_keyed_noise_has_the_words_of_triton(seed: int, position: int, entry: in
     of_64 = keyed_gumbel_64(seeds, positions, entry + 1)[0, entry]
     assert of_32 == np.float32(-np.log(-np.log1p(-float(np.float32(uniform_32)))))
     assert of_64 == np.float32(-np.log(-np.log(((high << 32) + low) * 2.0**-64)))
+
+
+# vLLM 0.32's hashes of seeds, positions - 1 and entries, and what its sampler makes of them: noise in float32 and float64.
+HASHED = {
+    (0, 1, 0): (2167721464, 3532314978, 0.3529449701309204, 1.6322435774974817),
+    (1, 2, 1): (2322861649, 2843433602, 0.25058919191360474, 0.8856848952226959),
+    (-1, 1000, 63): (1044610890, 1611448887, 1.2776951789855957, 0.019886189348364978),
+    (81985529216486895, 40960, 4095): (703741460, 3058342727, 1.7206470966339111, 1.08007291732085),
+    (-9223372036854775808, 131072, 1234): (457261231, 459058198, 2.184187650680542, -0.804698494720534),
+    (9223372036854775807, 1048577, 151935): (2614395603, 3820065398, 0.06367499381303787, 2.144074800571959),
+}
+
+
+@pytest.mark.parametrize(("seed", "position", "entry"), HASHED)
+def test_hashed_noise_has_the_words_of_vllm(seed: int, position: int, entry: int) -> None:
+    low, high, in_32, in_64 = HASHED[seed, position, entry]
+    words = [np.array(word, np.uint64) for word in (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF, position - 1, entry)]
+    assert [int(murmur3(words, domain)) for domain in (0, MURMUR53_DOMAIN)] == [low, high]
+    seeds, positions = [seed.to_bytes(8, "little", signed=True) + bytes(24)], np.array([position])
+    of_32 = murmur_gumbel_32(seeds, positions, entry + 1)[0, entry]
+    of_53 = murmur_gumbel_53(seeds, positions, entry + 1)[0, entry]
+    assert of_32 == np.float32(-np.log(-np.log1p(-float(np.float32((low + 0.5) / 2**32)))))
+    assert of_53 == np.float32(-np.log(-np.log((((high << 32 | low) >> 11) + 0.5) / 2**53)))
+    assert abs(of_32 - in_32) < 3e-6 and abs(of_53 - in_64) < 1e-6
+
+
+def test_murmur3_gives_its_known_answers() -> None:
+    """Of the bytes `test`, of 0x87654321, and of nothing, with the seeds that others publish."""
+    words = [np.array(int.from_bytes(b"test", "little"), np.uint64)]
+    assert [int(murmur3(words, seed)) for seed in (0, 0x9747B28C)] == [0xBA6BD213, 0x704B81DC]
+    assert int(murmur3([np.array(0x87654321, np.uint64)], 0)) == 0xF55B516B
