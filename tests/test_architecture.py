@@ -121,8 +121,8 @@ def test_imports_follow_the_map(file: Path) -> None:
 
 
 ROLE_HELPERS = (
-    "completions", "evidence", "leases", "loading", "memory", "offering", "packages", "pinned", "scores", "seat", "sharing",
-    "standing",
+    "completions", "engines", "evidence", "leases", "loading", "memory", "offering", "packages", "pinned", "scores", "seat",
+    "sharing", "standing",
 )  # fmt: skip
 """Files beside the roles that several of them use; they import no role themselves."""
 

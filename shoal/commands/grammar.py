@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 from shoal.errors import EXIT_USER_ERROR
 from shoal.policy.device import AUTO, DEVICES
+from shoal.protocol.constants import VLLM
 
 
 class Parser(argparse.ArgumentParser):
@@ -80,6 +81,13 @@ def device_argument(p: argparse.ArgumentParser) -> None:
         "what computes: the CPU, a GPU with CUDA, or the GPU of a Mac; auto takes CUDA if it is there (default: auto)"
     )
     p.add_argument("--device", choices=DEVICES, default=AUTO, help=help_text)
+
+
+def engine_argument(p: argparse.ArgumentParser) -> None:
+    help_text = (
+        "what samples: vllm, if it is installed and the run has bounds for it (default: what the run's policy needs)"
+    )
+    p.add_argument("--engine", choices=(VLLM,), default="", help=help_text)
 
 
 def env_arguments(p: argparse.ArgumentParser, name: str) -> None:

@@ -11,7 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from shoal.commands.consent import packages_of
-from shoal.commands.grammar import add_command, device_argument, port, positive, reachable_url, url_argument
+from shoal.commands.grammar import (
+    add_command,
+    device_argument,
+    engine_argument,
+    port,
+    positive,
+    reachable_url,
+    url_argument,
+)
 from shoal.commands.process import cores, demand_torch, log_to_stderr
 from shoal.errors import ConfigError
 
@@ -24,10 +32,12 @@ def add_commands(commands: Any) -> None:
         "finishes the work in hand and leaves.",
         ("shoal join http://host:8470", "all cores"),
         ("shoal join https://shoal.example.org --threads 2 --max-memory 1000", "two cores, at most 1000 MB"),
+        ("shoal join https://shoal.example.org --engine vllm --device cuda", "a GPU, with vLLM"),
     )  # fmt: skip
     url_argument(p)
     p.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: all)")
     device_argument(p)
+    engine_argument(p)
     _add_limits(p)
     _add_sharing(p)
     p.add_argument("--name", default="", help="this worker's name in the host's table (default: this machine's name)")
@@ -110,6 +120,7 @@ def join(args: argparse.Namespace) -> None:
         worker.main(
             args.url, home, args.threads or cores(), args.max_memory, args.name, max_disk_mb=args.max_disk,
             packages=packages_of(args.url), share_port=_share_port(args), share_url=args.share_url, device=args.device,
+            engine=args.engine,
         )  # fmt: skip
 
 

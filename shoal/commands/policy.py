@@ -8,7 +8,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from shoal.commands.grammar import add_command, device_argument, env_arguments, positive, set_argument
+from shoal.commands.grammar import add_command, device_argument, engine_argument, env_arguments, positive, set_argument
 from shoal.commands.process import cores, log_to_stderr
 
 
@@ -58,10 +58,12 @@ def add_commands(commands: Any) -> None:
         ("shoal calibrate recipes/wordle.toml --write", "also write them into the run file"),
         ("shoal calibrate recipes/wordle.toml --save here.played", "on one machine"),
         ("shoal calibrate recipes/wordle.toml --with here.played", "on another: recompute what the first one played"),
+        ("shoal calibrate recipes/wordle.toml --engine vllm --write", "also let workers join with vLLM"),
     )  # fmt: skip
     p.add_argument("recipe", type=Path, metavar="RUN_FILE", help="a run file, such as recipes/wordle.toml")
     p.add_argument("--episodes", type=positive, default=512, metavar="N", help="rollouts to play (default: 512)")
     device_argument(p)
+    engine_argument(p)
     p.add_argument("--safety", type=float, default=2.0, metavar="X", help="bounds are X times the noise (default: 2)")
     p.add_argument(
         "--write", action="store_true", help="write the bounds into the run file; its other lines stay as they are"
@@ -95,4 +97,7 @@ def sft(args: argparse.Namespace) -> None:
 def calibrate(args: argparse.Namespace) -> None:
     from shoal.roles import calibrate as role
 
-    role.main(args.recipe, args.set, args.episodes, args.safety, args.write, args.save, args.others, args.device)
+    role.main(
+        args.recipe, args.set, args.episodes, args.safety, args.write, args.save, args.others, args.device,
+        args.engine,
+    )  # fmt: skip

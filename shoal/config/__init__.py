@@ -2,7 +2,14 @@
 
 from shoal.config.check import SAFE_TO_CHANGE, check_run, unsafe_changes
 from shoal.config.difficulty import DifficultyConfig
-from shoal.config.environ import child_environment, node_home, rank_here, repeatable_cuda, stay_on_this_machine
+from shoal.config.environ import (
+    child_environment,
+    node_home,
+    rank_here,
+    repeatable_cuda,
+    settle_vllm,
+    stay_on_this_machine,
+)
 from shoal.config.envs import ENV_SETTINGS, STAGE_KEYS, EnvConfig
 from shoal.config.load import load_run, load_sft
 from shoal.config.sections import (
@@ -34,5 +41,5 @@ __all__ = [
     "DifficultyConfig", "EnvConfig", "EvalConfig", "HostConfig", "PolicyConfig", "RolloutsConfig", "RunConfig",
     "SamplingConfig", "SftConfig", "StorageConfig", "TinyPolicy", "TrainConfig", "ValidatorsConfig", "VerifyConfig",
     "WorkersConfig", "check_run", "child_environment", "difficulty_of", "is_loopback", "load_run", "load_sft", "node_home",
-    "rank_here", "repeatable_cuda", "sampling_of", "stay_on_this_machine", "unsafe_changes", "wire_bounds",
+    "rank_here", "repeatable_cuda", "sampling_of", "settle_vllm", "stay_on_this_machine", "unsafe_changes", "wire_bounds",
 ]  # fmt: skip

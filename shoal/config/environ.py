@@ -45,6 +45,23 @@ def stay_on_this_machine() -> None:
     os.environ.update({"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback})
 
 
+def settle_vllm(cpu: bool, runner: int = 0) -> None:
+    """Before vLLM is imported: it downloads and reports nothing, starts no process, talks over loopback and pins no thread.
+    Its log and its cache on a CPU, 1 GiB, may be set from outside. `cpu`: it is a build for CPUs, which does not compile
+    what it runs. Before a policy is opened, `runner` is which of its model runners it must use."""
+    loopback = {"VLLM_HOST_IP": "127.0.0.1", "VLLM_LOOPBACK_IP": "127.0.0.1"}
+    offline = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} | loopback | offline
+    chosen = {"VLLM_LOGGING_LEVEL": "ERROR"}
+    if cpu:
+        os.environ |= {"VLLM_TARGET_DEVICE": "cpu", "TORCHDYNAMO_DISABLE": "1"}
+        chosen |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    for name, value in chosen.items():
+        os.environ.setdefault(name, value)
+    if runner:
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(runner - 1)
+
+
 def secret_named(name: str) -> str:
     """A secret, such as the key of a service, by the name of its environment variable. Never log it or send it to a
     node."""

@@ -22,11 +22,11 @@ from torch import Tensor
 from shoal.engine.base import Continuation, Request, Score, ScoreRequest
 from shoal.engine.families import Family, family
 from shoal.engine.reading import by_length, padded
+from shoal.engine.room import demand_room
 from shoal.engine.scoring import score_rows
 from shoal.engine.writing import turn_length, write
 from shoal.errors import StateError
 from shoal.policy.anymodel import TOLERANCE, AnyModel, load_any, refused_by_name
-from shoal.policy.anyspec import AnySpec
 from shoal.protocol.bounds import TRANSFORMERS
 from shoal.protocol.noise import PHILOX
 from shoal.protocol.types import EngineFacts
@@ -169,7 +169,7 @@ class TransformersEngine:
         """One turn of each conversation, as one batch. Raises `StateError` if a turn could pass the last position."""
         decoder = self._decoder()
         for request in requests:
-            _demand_room(decoder.spec, request.token_ids, request.max_new)
+            demand_room(decoder.spec, request.token_ids, request.max_new)
         turns: dict[int, Continuation] = {}
         with self._at_work:
             for part in _parts(requests, decoder.reads_padding):
@@ -182,7 +182,7 @@ class TransformersEngine:
         """Log-probs and replay gaps of the policy's tokens, with one prefill of each conversation."""
         decoder = self._decoder()
         for request in requests:
-            _demand_room(decoder.spec, request.token_ids, 0)
+            demand_room(decoder.spec, request.token_ids, 0)
         scores: dict[int, Score] = {}
         with self._at_work:
             for part in by_length([request.token_ids for request in requests], decoder.device):
@@ -215,15 +215,3 @@ def _parts(requests: Sequence[Request], reads_padding: bool) -> list[list[int]]:
     for row, request in enumerate(requests):
         parts.setdefault(len(request.token_ids), []).append(row)
     return list(parts.values())
-
-
-def _demand_room(spec: AnySpec, token_ids: Sequence[int], max_new: int) -> None:
-    """Refuse conversations that would pass the last position, and token ids that the policy does not have."""
-    length = len(token_ids)
-    if length + max_new > spec.max_positions:
-        raise StateError(
-            f"a conversation of {length} tokens may grow by {max_new}, but the policy ends at {spec.max_positions}: "
-            f"lower sampling.max_tokens, or use a policy with more positions"
-        )
-    if length == 0 or min(token_ids) < 0 or max(token_ids) >= spec.vocab_size:
-        raise StateError(f"a conversation is empty or has token ids outside 0..{spec.vocab_size - 1}")

@@ -20,6 +20,7 @@ from shoal.engine.decoder import Cache, Decoder
 from shoal.engine.families import family
 from shoal.engine.inplace import Change
 from shoal.engine.reading import padded, punch_after, read, read_openings
+from shoal.engine.room import demand_room
 from shoal.engine.scoring import score_parts, score_rows
 from shoal.engine.writing import turn_length, write
 from shoal.errors import StateError
@@ -128,7 +129,7 @@ class LocalEngine:
     def _extend(self, requests: Sequence[Request], temperature: float) -> list[Continuation]:
         decoder = self._decoder()
         for request in requests:
-            _demand_room(decoder, request.token_ids, request.max_new)
+            demand_room(decoder.spec, request.token_ids, request.max_new)
         batch = self._recall(requests) or self._open(requests)
         counts_B, conversations = [len(cached) for cached in batch.cached], [request.token_ids for request in requests]
         hidden_BD = read(decoder, batch.cache, counts_B, conversations)
@@ -148,7 +149,7 @@ class LocalEngine:
     def _score(self, requests: Sequence[ScoreRequest], temperature: float, hidden: bool) -> list[Score]:
         decoder = self._decoder()
         for request in requests:
-            _demand_room(decoder, request.token_ids, 0)
+            demand_room(decoder.spec, request.token_ids, 0)
         scores: dict[int, Score] = {}
         for rows in score_parts(requests, decoder.device):
             members = [requests[row] for row in rows]
@@ -199,15 +200,3 @@ class LocalEngine:
         assert len(set(batch.rollouts)) == len(requests), "a conversation is in one batch twice"
         self._batches |= dict.fromkeys(batch.rollouts, batch)
         return batch
-
-
-def _demand_room(decoder: Decoder, token_ids: Sequence[int], max_new: int) -> None:
-    """Refuse conversations that would pass the last position, and token ids that the policy does not have."""
-    spec, length = decoder.spec, len(token_ids)
-    if length + max_new > spec.max_positions:
-        raise StateError(
-            f"a conversation of {length} tokens may grow by {max_new}, but the policy ends at {spec.max_positions}: "
-            f"lower sampling.max_tokens, or use a policy with more positions"
-        )
-    if length == 0 or min(token_ids) < 0 or max(token_ids) >= spec.vocab_size:
-        raise StateError(f"a conversation is empty or has token ids outside 0..{spec.vocab_size - 1}")

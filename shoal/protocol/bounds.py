@@ -16,6 +16,7 @@ from typing import Literal, Protocol, TypeAlias, get_args
 
 import msgspec
 
+from shoal.protocol.constants import VLLM
 from shoal.protocol.types import Bounds, Rules
 
 Dtype: TypeAlias = Literal["float32", "bfloat16", "int8"]
@@ -32,6 +33,10 @@ mute or amplify any token within its bounds."""
 
 TRANSFORMERS = "transformers"
 """Kind of the engine that computes with transformers, for policies of other architectures than shoal's own."""
+
+CHOSEN = (VLLM,)
+"""Kinds that a worker chooses by itself. Nobody measured how far they differ from the engine that replays, unless the run
+has bounds for them."""
 
 MEAN_OF_LOGPROB = 0.02
 """The honest mean of claimed - replayed log-probs, in parts of `logprob`, for bounds that do not give it. Calibration sets
@@ -72,6 +77,18 @@ def bounds_for(rules: Rules, sampled_by: str, replayed_by: str, replayed_dtype: 
     )  # guard: claims-loosen-no-bound
     # These two say what the others mean. 0 switches them off, so the smallest value would loosen.
     return msgspec.structs.replace(smallest, logprob_mean=own.logprob_mean, largest_logit=own.largest_logit)
+
+
+def unmeasured(rules: Rules, implementation: str) -> str:
+    """Why a worker with this engine may not take part: its user chose the engine, and the run has no bounds for it. Empty
+    if it may."""
+    kind = engine_kind(implementation)
+    if kind not in CHOSEN or any(pair.startswith(f"{kind}:{rules.dtype}/") for pair in rules.bounds):
+        return ""
+    return (
+        f"this run has no calibrated bounds for work of {kind} in {rules.dtype}: join without --engine, or ask the host to "
+        f"measure them (`shoal calibrate RUN_FILE --engine {kind} --write`) before a run begins"
+    )
 
 
 def _sides(kind: str, dtype: str) -> tuple[str, ...]:

@@ -25,6 +25,9 @@ MODEL_STOPS = "model"
 """In runs with this rule, a turn ends at the tokens with which the model was trained to end it. Changing breaks: every
 older node."""
 
+VLLM = "vllm"
+"""Kind of the engine that samples with vLLM, as nodes name it. Changing breaks: bounds that run files have for it."""
+
 MAIN_STREAM = "main"
 """The stream of policy versions in a run that trains one policy. Changing breaks: every log."""
 

@@ -39,6 +39,7 @@ from shoal.protocol.noise import PHILOX
 from shoal.protocol.promises import is_promised, terms_of
 from shoal.protocol.sizes import BYTES_PER_TOKEN
 from shoal.protocol.wire import digest, to_json
+from shoal.roles.engines import demand_place
 from shoal.roles.evidence import DISK_PART, Evidence
 from shoal.roles.loading import Loaded, contained
 from shoal.roles.memory import Memory, needs_of, share_of_free_mb
@@ -354,11 +355,10 @@ async def take_seat(
     sandboxes, reserved_mb = (LIMITS, 0) if own_files else room_of(info.envs, limit_mb)
     load = partial(_load, info, own_files, packages, doubt, sandboxes)
     envs = {} if kind_of(info.envs) == COMPLETIONS else await aside(load)  # guard: host-plays-its-own
-    noise = info.sampling.noise
-    engine = make_engine(
-        info.rules.dtype, *({TRANSFORMERS} & {*info.needs}), **({} if noise == PHILOX else {"noise": noise})
-    )
+    named = {} if info.sampling.noise == PHILOX else {"noise": info.sampling.noise}
+    engine = make_engine(info.rules.dtype, *({TRANSFORMERS} & {*info.needs}), **named)
     facts = engine.facts
+    demand_place(info, facts.implementation)
     join = t.Join(role, name, 0.0, facts.implementation, facts.dtype, facts.device)
     node = await client.post_json("/v1/nodes", join, t.NodeState)
     memory = Memory.of(limit_mb, reserved_mb)  # guard: packages-take-memory

@@ -16,7 +16,7 @@ from typing import TypeAlias
 
 from shoal.engine.base import Engine
 from shoal.engine.cheats import cheating
-from shoal.engine.open import EngineSpec, open_engine
+from shoal.engine.open import EngineSpec, demand_kind, open_engine
 from shoal.envs.play import play_block
 from shoal.errors import Overreach, PeerError, Superseded, Undecided
 from shoal.net.client import Client, PeerRefused
@@ -76,19 +76,21 @@ def main(
     share_port: int | None = None,
     share_url: str = "",
     device: str = CPU,
+    engine: str = "",
 ) -> None:
     """Work for the run at `url` until it ends. At the first SIGINT or SIGTERM, finish the lease in hand and leave.
 
     `own_files` allows environments that are files on this machine; without it, only built-in ones and `packages` are
-    played, and the work stays within `max_memory_mb`. Raises `PeerError`, `StateError`, and `ConfigError` if the device is
-    not there.
+    played, and the work stays within `max_memory_mb`. `engine` is a kind that the user chose; empty takes the run's. Raises
+    `PeerError`, `StateError`, and `ConfigError` if the device is not there.
     """
     demand_device(device)
+    demand_kind(engine)
     key = load_or_make_key(home / "node.key")
 
     def make_engine(dtype: str, kind: str = LOCAL, noise: str = PHILOX) -> Engine:
-        engine = open_engine(EngineSpec(kind, dtype, threads, device, noise))
-        return cheating(cheat, engine) if cheat else engine
+        opened = open_engine(EngineSpec(engine or kind, dtype, threads, device, noise))
+        return cheating(cheat, opened) if cheat else opened
 
     limit_mb = 0 if own_files else limit_of(max_memory_mb)
     make = make_engine if own_files else enforced(make_engine, limit_mb, threads)

@@ -80,6 +80,7 @@ def test_keyed_noise_has_the_words_of_triton(seed: int, position: int, entry: in
 
 
 # vLLM 0.32's hashes of seeds, positions - 1 and entries, and what its sampler makes of them: noise in float32 and float64.
+# `tests/engine/test_vllm_sampler.py` asks that vLLM again.
 HASHED = {
     (0, 1, 0): (2167721464, 3532314978, 0.3529449701309204, 1.6322435774974817),
     (1, 2, 1): (2322861649, 2843433602, 0.25058919191360474, 0.8856848952226959),

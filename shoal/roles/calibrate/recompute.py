@@ -43,8 +43,9 @@ class Setting(NamedTuple):
 SETTINGS = (*(Setting(threads, "whole") for threads in THREADS), *(Setting(1, shape) for shape in SHAPES[1:]))
 
 
-def measure(recordings: dict[str, Recording], policy: Path, spec: EngineSpec) -> Noise:
-    """Recompute all recordings in every setting with such an engine, and print a line for each."""
+def measure(recordings: dict[str, Recording], policy: Path, spec: EngineSpec) -> dict[str, Noise]:
+    """Recompute all recordings in every setting with such an engine, and print a line for each. Returns the noise of each
+    recording."""
     engine = open_engine(spec)
     engine.load(policy, 0)
     print(f"\nrecomputed in {spec.dtype} on {machine(engine)}")
@@ -54,13 +55,15 @@ def measure(recordings: dict[str, Recording], policy: Path, spec: EngineSpec) ->
     width = max(len("played"), *(len(name) for name in recordings)) + 2
     print(f"{'played':<{width}}{'recomputed by':<17}{'tokens':>8}{'not best':>10}   gap, nats: 99.9 %   99.99 %       max"
           f"   |d logp|: 99.99 %       max{'   activations: error  mismatched' * proven}")  # fmt: skip
-    parts = []
+    noise = {}
     for name, recording in recordings.items():
+        parts = []
         for setting in SETTINGS:
             parts.append(_noise(engine, recording, setting))
             _line(f"{name:<{width}}{setting!s:<17}", parts[-1])
-    _line(f"{'all':<{width + 17}}", joined(parts))
-    return joined(parts)
+        noise[name] = joined(parts)
+    _line(f"{'all':<{width + 17}}", joined([*noise.values()]))
+    return noise
 
 
 def _noise(engine: Engine, recording: Recording, setting: Setting) -> Noise:

@@ -22,6 +22,7 @@ from shoal.policy.device import CPU
 from shoal.policy.render import Renderer
 from shoal.proofs.commit import prove_activations
 from shoal.proofs.context import score_requests
+from shoal.protocol.bounds import engine_kind
 from shoal.protocol.draws import EnvDraw, draw_task
 from shoal.protocol.rollouts import flaw_of
 from shoal.protocol.types import Block, Group, Message, Rollout, Sampling, Slot
@@ -53,6 +54,11 @@ class Recording(Message, frozen=True):
     sampling: Sampling
     played: tuple[Played, ...]
 
+    @property
+    def kind(self) -> str:
+        """Kind of the engine that played."""
+        return engine_kind(self.machine)
+
     def requests(self) -> list[ScoreRequest]:
         """One for each row of each rollout."""
         return [request for part in self.played for request in _requests(part.slots, part.groups)]
@@ -65,15 +71,18 @@ class Recording(Message, frozen=True):
         return np.concatenate([rollout.logprobs_P() for rollout in self.rollouts()]).astype(np.float64)
 
 
-def play(config: RunConfig, policy: Path, episodes: int, device: str = CPU) -> Recording:
-    """Play at least `episodes` episodes, as whole blocks, with each number of threads in turn.
+def play(config: RunConfig, policy: Path, episodes: int, device: str = CPU, kind: str = "") -> Recording:
+    """Play at least `episodes` episodes, as whole blocks, with each number of threads in turn. `kind` is of the engine;
+    empty is the policy's.
 
     Raises `ConfigError` if every prompt is so long that the policy cannot write anything.
     """
     sampling = sampling_of(config)
     envs = {env.label: env_of(env) for env in config.envs}
     renderer = Renderer.from_directory(policy)
-    engine = open_engine(EngineSpec(kind_for(policy), config.sampled_dtype, device=device, noise=sampling.noise))
+    engine = open_engine(
+        EngineSpec(kind or kind_for(policy), config.sampled_dtype, device=device, noise=sampling.noise)
+    )
     engine.load(policy, 0)
     size, num_blocks = config.rollouts.group_size, -(-episodes // config.rollouts.block_rollouts)
     played = []

@@ -18,13 +18,15 @@ from shoal.folder import RunFolder, write_atomically
 from shoal.policy.device import CPU, demand_device
 from shoal.policy.hub import Hub
 from shoal.policy.tiny import make_tiny
-from shoal.proofs.rounding import propose, propose_activation_error
+from shoal.proofs.rounding import Noise, joined, propose, propose_activation_error
+from shoal.protocol.bounds import CHOSEN
 from shoal.protocol.hubref import is_hub
+from shoal.protocol.types import Bounds
 from shoal.protocol.wire import to_msgpack
 from shoal.roles.calibrate.power import show_power
 from shoal.roles.calibrate.progress import remark
 from shoal.roles.calibrate.recompute import measure
-from shoal.roles.calibrate.recording import play, read
+from shoal.roles.calibrate.recording import Recording, play, read
 from shoal.roles.calibrate.runfile import tables_of, text_of, with_values
 
 
@@ -37,8 +39,10 @@ def main(
     save: Path | None = None,
     others: Sequence[Path] = (),
     device: str = CPU,
+    engine: str = "",
 ) -> None:
-    """Measure and print the bounds; with `write`, also write them into the run file.
+    """Measure and print the bounds; with `write`, also write them into the run file. `engine` is a kind that workers may
+    choose: what it plays gets bounds of its own, beside those of all engines.
 
     Raises `ConfigError` if the run file cannot be read or edited, or the device is not there; `StateError` if a recording
     is of another policy, or if no bound would let honest proofs of activations pass.
@@ -51,20 +55,22 @@ def main(
         folder.prepare(load_run(run_file, overrides), run_file.parent)
         config = folder.config()
         policy = _policy(folder, config)
+        chosen = play(config, policy, episodes, device, engine) if engine else None  # first: it may not be installed
         own = play(config, policy, episodes, device)
         recordings = {"here": own} | {path.name: read(path, config, policy) for path in others}
+        if chosen is not None:
+            recordings[f"here, {engine}"] = chosen
         if save is not None:
-            write_atomically(save, to_msgpack(own))
+            write_atomically(save, to_msgpack(chosen or own))
             remark(f"wrote {save}: recompute it on another machine with --with")
-        distinct = sum(len(recording.claimed_P()) for recording in recordings.values())
         spec = EngineSpec(kind_for(policy), device=device, noise=own.sampling.noise)
-        noise = {
-            f"{own.dtype}/{dtype}": measure(recordings, policy, replace(spec, dtype=dtype))
-            for dtype in dict.fromkeys((own.dtype, "float32"))
-        }
-        bounds = {
-            pair: propose(of_pair, distinct, safety, coarse="bfloat16" in pair) for pair, of_pair in noise.items()
-        }
+        noise, bounds = dict[str, Noise](), dict[str, Bounds]()
+        for dtype in dict.fromkeys((own.dtype, "float32")):
+            measured = measure(recordings, policy, replace(spec, dtype=dtype))
+            for sampled, names in _sides(recordings, own.dtype).items():
+                pair, of_pair = f"{sampled}/{dtype}", joined([measured[name] for name in names])
+                distinct = sum(len(recordings[name].claimed_P()) for name in names)
+                noise[pair], bounds[pair] = of_pair, propose(of_pair, distinct, safety, coarse="bfloat16" in pair)
         show_power(own, policy, bounds[f"{own.dtype}/{own.dtype}"], device)
     figures = [of_group for of_pair in noise.values() for of_group in of_pair.figures]
     found = tables_of(bounds, propose_activation_error(figures, safety) if figures else None)
@@ -75,6 +81,16 @@ def main(
         print(f"\nwrote them into {run_file}")
     else:
         print(f"\nto put them into {run_file}, add --write")
+
+
+def _sides(recordings: dict[str, Recording], dtype: str) -> dict[str, list[str]]:
+    """Names of recordings by what they are bounds for: all of them for the run's dtype, and those of each kind of engine
+    that workers choose also for this kind."""
+    kinds = {recording.kind for recording in recordings.values()} & {*CHOSEN}
+    return {dtype: list(recordings)} | {
+        f"{kind}:{dtype}": [name for name, recording in recordings.items() if recording.kind == kind]
+        for kind in sorted(kinds)
+    }
 
 
 def _policy(folder: RunFolder, config: RunConfig) -> Path:

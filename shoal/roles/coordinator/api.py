@@ -30,6 +30,7 @@ from shoal.net.openapi import Call, document
 from shoal.net.server import Gate, answer, answer_bytes
 from shoal.protocol import types as t
 from shoal.protocol.accounts import CreditPage, Statement
+from shoal.protocol.bounds import unmeasured
 from shoal.protocol.constants import (
     LONG_POLL_S,
     MAX_CHUNK_BYTES,
@@ -143,6 +144,9 @@ def _openapi() -> bytes:
 async def post_nodes(door: Door, request: Request) -> Response:
     caller, body = await door.caller(request)
     join = server.decode(body, t.Join)
+    why = unmeasured(door.desk.state.rules, join.implementation) if join.role == "worker" else ""
+    if why:  # guard: workers-without-bounds
+        raise Refused("no_bounds", why)
     if caller.key not in door.desk.state.members:  # guard: newcomers-of-an-address
         door.gate.newcomer(request)
     await door.desk.book.submit(Enter(caller.key, join, door.desk.clock(), caller.created))

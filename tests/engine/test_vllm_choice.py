@@ -1,0 +1,34 @@
+"""What is tested of the engine with vLLM where vLLM is not installed: how our processor chooses a row's token."""
+
+import numpy as np
+import pytest
+import torch
+
+from shoal.algos.gumbel import seed_words
+from shoal.engine.families import family
+from shoal.engine.vllm import choose
+from shoal.protocol.noise import NOISES, noise_words
+from shoal.protocol.randomness import sample_seed
+
+SEEDS = [sample_seed(b"choice", index) for index in range(6)]
+
+
+@pytest.mark.parametrize("name", NOISES)
+def test_a_row_keeps_one_logit_the_log_prob_of_the_token_that_wins(name: str) -> None:
+    logits_NV = torch.randn(8, 50, generator=torch.Generator().manual_seed(0)) * 3
+    rows_N, positions_N = torch.tensor([0, 2, 3, 5, 6, 7]), torch.arange(6) * 9 + 1
+    temperature_N = torch.tensor([0.5, 1.0, 1.5, 0.8, 0.8, 0.8])
+    scaled_NV = logits_NV[rows_N] / temperature_N[:, None]
+    noise_NV = torch.from_numpy(NOISES[name](SEEDS, positions_N.numpy(), 50))
+    winners_N = (scaled_NV + noise_NV).argmax(-1)
+    expected_N = scaled_NV.log_softmax(-1).gather(1, winners_N[:, None]).squeeze(1)
+    others_NV = logits_NV[[1, 4]].clone()
+    found_NV = choose(family(name), logits_NV, rows_N, seed_words(SEEDS), positions_N, temperature_N)
+    assert found_NV[rows_N].argmax(-1).tolist() == winners_N.tolist()
+    assert torch.allclose(found_NV[rows_N].amax(-1), expected_N, atol=1e-5)
+    assert found_NV[rows_N].isfinite().sum() == 6 and torch.equal(found_NV[[1, 4]], others_NV)
+
+
+def test_the_words_that_are_sent_to_vllm_are_those_of_the_engines() -> None:
+    words_N4 = torch.tensor([noise_words(seed) for seed in SEEDS])
+    assert np.array_equal(words_N4.numpy(), seed_words(SEEDS).numpy())

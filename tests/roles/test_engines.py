@@ -1,0 +1,104 @@
+"""Engines that a worker chooses: a run takes them where their bounds were measured, and else refuses them in one line."""
+
+import asyncio
+import importlib.util
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from shoal import cli
+from shoal.config import BOUNDS
+from shoal.engine.base import Engine
+from shoal.engine.local import LocalEngine
+from shoal.engine.open import EngineSpec, open_engine
+from shoal.errors import PeerError, StateError
+from shoal.net.client import PeerRefused
+from shoal.protocol.needs import ADAPTERS
+from shoal.protocol.types import EngineFacts
+from shoal.roles import seat
+from shoal.roles.coordinator import api
+from shoal.roles.coordinator.board import Board
+from shoal.roles.engines import demand_place
+from shoal.roles.worker import Worker
+from shoal.tree import to_tree
+from tests.roles.town import Town, tiny_run
+
+PAIR, VLLM = "vllm:float32/float32", "shoal-vllm/0.32.0-processor"
+
+
+def _chosen(town: Town) -> Worker:
+    """A worker whose engine says that it is vLLM."""
+    worker = town.worker("chosen", own_files=False)
+
+    def make_engine(dtype: str, **named: str) -> Engine:
+        engine = LocalEngine(1, dtype, **named)
+        engine.facts = EngineFacts(VLLM, dtype, "cpu")
+        return engine
+
+    worker.make_engine = make_engine
+    return worker
+
+
+def _bounds(*pairs: str) -> dict[str, object]:
+    own = to_tree(BOUNDS["float32/float32"])
+    return {"bounds": dict.fromkeys(("float32/float32", *pairs), own)}
+
+
+UNMEASURED = "no calibrated bounds for work of vllm in float32: join without --engine, or ask the host to measure them"
+
+
+def test_a_worker_does_not_join_a_run_without_bounds_for_its_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    town = Town(tmp_path / "run", tiny_run(steps=1))
+    monkeypatch.setattr(api, "unmeasured", lambda rules, implementation: "")  # a host of an older version
+    worker = _chosen(town)
+    with pytest.raises(PeerError, match=UNMEASURED):
+        asyncio.run(worker.run())
+    assert worker.key not in town.desk.state.members
+
+
+def test_a_run_without_bounds_for_an_engine_refuses_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    town = Town(tmp_path / "run", tiny_run(steps=1))
+    monkeypatch.setattr(seat, "demand_place", lambda run, implementation: None)  # a worker that does not ask
+    worker = _chosen(town)
+    with pytest.raises(PeerRefused, match=UNMEASURED) as refused:
+        asyncio.run(worker.run())
+    assert refused.value.code == "no_bounds" and worker.key not in town.desk.state.members
+
+
+def test_a_run_with_bounds_for_the_engine_takes_its_work(tmp_path: Path) -> None:
+    town = Town(tmp_path / "run", tiny_run(steps=1, verify=_bounds(PAIR)))
+    worker = _chosen(town)
+    asyncio.run(town.live(town.trainer(), town.validator(), worker))
+    member = town.desk.state.members[worker.key]
+    assert member.credits > 0 == member.refused and member.implementation == VLLM
+
+
+def test_an_engine_that_cannot_prove_activations_does_not_join_a_run_with_proofs(tmp_path: Path) -> None:
+    town = Town(tmp_path / "run", tiny_run(steps=1, verify=_bounds(PAIR) | {"proofs": "toploc"}))
+    with pytest.raises(PeerError, match="asks for proofs of activations, which vllm cannot give"):
+        asyncio.run(_chosen(town).run())
+
+
+def test_an_engine_that_loads_no_adapters_does_not_join_a_run_of_adapters(tmp_path: Path) -> None:
+    town = Town(tmp_path / "run", tiny_run(steps=1, verify=_bounds(PAIR)))
+    run = Board(town.desk).info()
+    demand_place(run, VLLM)
+    with pytest.raises(PeerError, match="versions of this run are adapters"):
+        demand_place(msgspec.structs.replace(run, needs=(*run.needs, ADAPTERS)), VLLM)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
+def test_without_vllm_one_line_says_what_to_install(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(StateError, match="not installed: pip install vllm"):
+        open_engine(EngineSpec(kind="vllm"))
+    assert cli.main(["join", "http://127.0.0.1:1", "--engine", "vllm", "--home", str(tmp_path)]) == 2
+    said = capsys.readouterr().err.strip().splitlines()
+    assert len(said) == 1 and "--engine vllm needs vLLM, which is not installed" in said[0]
+
+
+def test_vllm_has_no_int8() -> None:
+    with pytest.raises(StateError, match="not in int8"):
+        open_engine(EngineSpec(kind="vllm", dtype="int8"))
