@@ -261,10 +261,15 @@ def train(root: Path, asked: argparse.Namespace) -> None:
 
     from shoal.policy.files import load_policy
     from shoal.protocol import types as t
-    from shoal.roles.trainer.first import start_policy
+    from shoal.roles.trainer import publishing
     from shoal.roles.trainer.publishing import Publisher
     from shoal.train.checkpoint import save_state
     from shoal.train.step import Learner
+
+    try:
+        from shoal.roles.trainer.first import start_policy
+    except ImportError:  # before, it was beside the publisher
+        start_policy = publishing.start_policy
 
     torch.set_num_threads(1)
     folder, client, key = opened(root, "keys/trainer.key")

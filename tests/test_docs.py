@@ -344,7 +344,10 @@ def constant_table() -> str:
     rows = []
     for name, doc in field_docs(constants)[""].items():
         value = getattr(constants, name)
-        shown = value.decode() if isinstance(value, bytes) else value if isinstance(value, str) else f"{value:,}"
+        values = value if isinstance(value, tuple) else (value,)
+        shown = ", ".join(
+            one.decode() if isinstance(one, bytes) else one if isinstance(one, str) else f"{one:,}" for one in values
+        )
         rows.append([f"`{name}`", shown, doc])
     return table(["Constant", "Value", "Meaning"], rows)
 
