@@ -45,7 +45,8 @@ def _add_audit(commands: Any) -> None:
         "verdict. Prints a line wherever the log disagrees, and a summary. A rollout is named VERSION/SLOT/INDEX, a "
         "group VERSION/SLOT: `shoal ledger show RUN --kind group_accepted` and `shoal credits RUN NODE` list them. "
         "Exit code 0: all that the run's folder keeps was recomputed and agrees; 1: something does not agree; 2: nothing "
-        "could be recomputed; 3: what was recomputed agrees, but a part was left out, and the output says why.",
+        "could be recomputed; 3: what was recomputed agrees, but a part was left out, and the output says why. How long a "
+        "folder keeps rollouts is the host's word: the output says how many were not checked because they are older.",
         ("shoal audit runs/wordle --all", "a finished run's folder; no server is needed"),
         ("shoal audit runs/wordle --rollout 3/17/0", "version 3, slot 17, first rollout"),
         ("shoal audit http://host:8470 --sample 20", "drawn on this machine, so the host cannot foresee which"),

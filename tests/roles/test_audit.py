@@ -29,7 +29,7 @@ from shoal.protocol.audits import influence
 from shoal.protocol.wire import to_json
 from shoal.roles.auditor import source
 from shoal.roles.auditor.log import audit_folder, replay_log
-from shoal.roles.auditor.rollouts import AGREE, CANNOT, DISAGREE, PARTLY, Choice, audit_rollouts, summary
+from shoal.roles.auditor.rollouts import AGREE, CANNOT, DISAGREE, PARTLY, Choice, Findings, audit_rollouts, summary
 from shoal.roles.auditor.source import FolderRun, UrlRun
 from shoal.weights import fetch
 from tests.roles.forgery import bodies, forged
@@ -205,7 +205,7 @@ def test_what_the_run_deleted_by_its_own_rule_is_said_and_is_no_failure(copy):
     assert found.exit_code() == AGREE and not found.agrees and not found.left_out and found.groups > 0
     ((reason, count),) = found.expired.items()
     assert count + found.groups == judged and "of versions 0 to 1: their submissions are deleted" in reason
-    assert 'The run keeps those of its last 1 versions (storage.retain = "window" in its run file)' in reason
+    assert 'The host\'s run file keeps those of version 2 and later (storage.retain = "window")' in reason
     said = summary(found)
     assert f"not checked: {count} groups {reason}" in said
     assert said[-1] == "the log agrees with what was recomputed. This says nothing of what was not checked"
@@ -222,6 +222,42 @@ def test_what_the_runs_rule_keeps_and_is_gone_is_left_out(copy, storage, version
     assert found.exit_code() == PARTLY and not found.expired and found.left_out
 
 
+def test_a_rule_that_took_one_body_and_left_others_as_old_is_not_believed(copy):
+    """The rule comes from the host, which could name it after it deleted what convicts it."""
+    keeps(copy, window_steps=1)
+    for name in [*received(copy, 0)[1:], *received(copy, 1)]:
+        blob(copy, name).unlink()
+    found = audit(copy)
+    assert found.exit_code() == PARTLY and not found.expired and found.left_out
+    blob(copy, received(copy, 0)[0]).unlink()
+    found = audit(copy)
+    assert found.exit_code() == AGREE and found.expired and not found.left_out
+    assert Findings(expired=found.expired).exit_code() == CANNOT, "nothing was recomputed"
+
+
+def trained_on(copy):
+    """The names of submissions that batches took groups of."""
+    taken = {place for _, body in bodies(copy) if isinstance(body, BatchFormed) for place in body.groups}
+    return {
+        body.submission
+        for _, body in bodies(copy)
+        if isinstance(body, GroupAccepted) and (body.version, body.slot) in taken
+    }
+
+
+def test_bodies_that_were_trained_on_do_not_expire_where_the_rule_keeps_them(copy):
+    keeps(copy, window_steps=1, retain="batches")
+    old, used = received(copy, 0, 1), trained_on(copy)
+    for name in old:
+        if name not in used:
+            blob(copy, name).unlink()
+    found = audit(copy)
+    assert found.exit_code() == AGREE and found.expired and not found.left_out
+    blob(copy, next(name for name in old if name in used)).unlink()
+    found = audit(copy)
+    assert found.exit_code() == PARTLY and found.left_out
+
+
 def test_weights_that_the_runs_rule_deleted_are_said_and_are_no_failure(copy):
     keeps(copy, window_steps=1, retain="batches")
     manifests = [body.manifest for _, body in bodies(copy) if isinstance(body, CheckpointPublished)]
@@ -231,6 +267,15 @@ def test_weights_that_the_runs_rule_deleted_are_said_and_are_no_failure(copy):
     assert found.with_model < found.groups and ["weights are deleted" in reason for reason in found.expired] == [True]
     blob(copy, manifests[2]).unlink()
     assert audit(copy).exit_code() == PARTLY
+
+
+def test_a_rule_that_took_the_weights_of_one_version_and_left_older_ones_is_not_believed(copy):
+    keeps(copy, window_steps=1)
+    manifests = [body.manifest for _, body in bodies(copy) if isinstance(body, CheckpointPublished)]
+    blob(copy, manifests[1]).unlink()
+    assert audit(copy).exit_code() == PARTLY
+    blob(copy, manifests[0]).unlink()
+    assert audit(copy).exit_code() == AGREE
 
 
 def choose_all(copy):

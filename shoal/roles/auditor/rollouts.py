@@ -212,10 +212,11 @@ def choose(
             )
         return named
     if expiry is not None:
-        gone = {place for place in judged if expiry.took(place.version, place.submission)}
+        gone = {place for place in judged if place.submission in expiry.bodies}
         if gone:
             oldest, newest = min(place.version for place in gone), max(place.version for place in gone)
-            reason = f"of versions {oldest} to {newest}: their submissions are deleted. {expiry.words}"
+            named = f"version {oldest}" if oldest == newest else f"versions {oldest} to {newest}"
+            reason = f"of {named}: their submissions are deleted. {expiry.words}"
             found.expired[reason] += len(gone)
         judged = [place for place in judged if place not in gone]
     if choice.sample:
@@ -256,7 +257,7 @@ async def _audit_version(
     try:
         engine = await bench.take_weights(version)
     except Unavailable as why:
-        if why.gone and expiry is not None and version < expiry.oldest:
+        if why.gone and expiry is not None and version < expiry.weights_before:
             found.expired[f"in their tokens and log-probs: their versions' weights are deleted. {expiry.words}"] += (
                 groups
             )

@@ -5,7 +5,7 @@ hashes, and judges nothing else. It only reads, so the folder may be that of a l
 """
 
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -14,6 +14,7 @@ from shoal.errors import ConfigError, NothingYet, Overreach, PeerError, StateErr
 from shoal.folder import RunFolder
 from shoal.ledger.entry import event_hash
 from shoal.ledger.log.store import Store, sqlite_url
+from shoal.ledger.rules.verdicts import is_open
 from shoal.ledger.state import State
 from shoal.net.blobs import path_of
 from shoal.net.client import Client
@@ -39,17 +40,17 @@ EVENT_BYTES, EVENT_COPIES = 200, 5
 
 @dataclass(frozen=True)
 class Expiry:
-    """What a run deletes by its own rule, as far as an auditor knows it."""
+    """What a run has deleted by its own rule, as far as an auditor can see.
 
-    oldest: int
-    """Bodies and weights of earlier versions may be gone."""
+    The rule is only the host's word, and a host could name one after it deleted what convicts it. So what is missing
+    counts only if the rule was followed: the oldest go first, so nothing older that the rule deletes is still here.
+    """
+
+    bodies: frozenset[str]
+    """Submissions whose bodies are deleted."""
+    weights_before: int
+    """The weights of all earlier versions are deleted."""
     words: str
-    has: Callable[[str], bool]
-    """Whether a blob is here."""
-
-    def took(self, version: int, name: str) -> bool:
-        """Whether the rule has deleted a blob of a version."""
-        return version < self.oldest and not self.has(name)
 
 
 class PublicRun(Protocol):
@@ -90,10 +91,24 @@ class FolderRun:
         if storage.retain == "all":
             return None
         steps = max(storage.window_steps, state.rules.max_staleness + 1)  # as `Kept.forget_old`
-        words = (
-            f'The run keeps those of its last {steps} versions (storage.retain = "{storage.retain}" in its run file)'
-        )
-        return Expiry(state.main.version - steps, words, lambda name: path_of(self.folder.blobs, name).is_file())
+        oldest, versions = state.main.version - steps, state.main.versions
+        trained_on = {slot.submission for one in versions.values() for slot in one.slots.values() if slot.step >= 0}
+        kept = trained_on if storage.retain == "batches" else set()  # guard: bodies-of-batches-never-expire
+        version_of = {
+            name: state.leases[submission.lease].version
+            for name, submission in state.submissions.items()
+            if name not in kept and not is_open(state, submission)
+        }
+        # guard: oldest-bodies-go-first
+        bodies_before = min([oldest, *(version for name, version in version_of.items() if self._has(name))])
+        # guard: oldest-weights-go-first
+        weights_before = min([oldest, *(version for version, one in versions.items() if self._has(one.manifest))])
+        bodies = frozenset(name for name, version in version_of.items() if version < bodies_before)
+        words = f'The host\'s run file keeps those of version {oldest} and later (storage.retain = "{storage.retain}")'
+        return Expiry(bodies, weights_before, words)
+
+    def _has(self, blob: str) -> bool:
+        return path_of(self.folder.blobs, blob).is_file()
 
     async def rows(self, most: int | None = None) -> Rows:
         store = Store(sqlite_url(self.folder.log), read_only=True)
