@@ -111,6 +111,8 @@ def test_the_default_is_half_of_what_is_free_here_or_in_this_container(tmp_path,
     (tmp_path / "memory.current").write_text("500000000\n")
     monkeypatch.setattr(memory, "CONTAINER", tmp_path)
     assert 500 <= share_of_free_mb() <= 500 + ours
+    (tmp_path / "memory.stat").write_text("anon 100\nfile 450000000\ninactive_file 400000000\nactive_file 50000000\n")
+    assert 700 <= share_of_free_mb() <= 700 + ours
     (tmp_path / "memory.max").write_text("max\n")
     assert share_of_free_mb() >= 2000
     assert Memory.of(0).limit_mb >= 2000 and Memory.of(700).limit_mb == 700
