@@ -11,13 +11,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import msgspec
 
 from shoal.config.environ import child_environment
-from shoal.errors import ShoalError, StateError
+from shoal.errors import ShoalError, StateError, cause_of
 from shoal.pipes import Pipes, end_with, next_frame, write_frame
 from shoal.policy.hub import Hub
 
@@ -52,15 +52,18 @@ def fetch_apart(
 ) -> dict[str, Path]:
     """Weights of a model at a commit, by name: from the hub's cache on this machine, or fetched into a folder of their own.
 
-    Raises `StateError` as `Hub.files`; also once `stopped` is set, or if more bytes come than `sizes` names. What a fetch
-    had in hand when it ended is deleted; whole files stay.
+    Raises `StateError` as `Hub.files`; also once `stopped` is set, or if more bytes come than `sizes` names. Unfinished
+    files are deleted when a fetch ends; finished ones stay.
     """
     into.mkdir(parents=True, exist_ok=True)
-    _drop_parts(into)  # of a process that was killed
+    _drop_others(into, sizes)
     cache = None if hub.cache is None else str(hub.cache)
     asked = msgspec.json.encode(_Asked(hub.endpoint, cache, source, dict(sizes), str(into)))
     watch = _Watch(source, sum(sizes.values()), into, stopped)
-    pipes = Pipes(_start(into), watch.look)
+    try:
+        pipes = Pipes(_start(into), watch.look)
+    except OSError as error:
+        raise StateError(f"{source}: no process can be started to fetch it: {cause_of(error)}. Try again") from None
     try:
         pipes.send(asked, float("inf"))
         size = pipes.size(float("inf"))
@@ -68,10 +71,12 @@ def fetch_apart(
             raise StateError(f"{source}: the process that fetched it told {size} bytes, limit {MAX_ANSWER_BYTES}")
         told = msgspec.json.decode(pipes.read(size, float("inf")), type=_Told)
         watch.look()  # a small model may have come between two looks
-    except (EOFError, OSError):
-        raise StateError(f"{source}: the process that fetched it ended without a word: try again") from None
+    except (EOFError, OSError, msgspec.DecodeError):
+        raise StateError(f"{source}: the process that fetched it gave no usable answer: try again") from None
     finally:
         pipes.end()
+        if watch.is_too_much:
+            shutil.rmtree(into, ignore_errors=True)
         _drop_parts(into)
     if told.error:
         raise StateError(told.error)
@@ -84,6 +89,8 @@ class _Watch:
     def __init__(self, source: str, wanted_bytes: int, into: Path, stopped: threading.Event) -> None:
         self._source, self._wanted_bytes, self._into, self._stopped = source, wanted_bytes, into, stopped
         self._told_at = time.monotonic()
+        self.is_too_much = False
+        """Whether more came than was named."""
 
     def look(self) -> None:
         """Raise `StateError` if the fetch is to end."""
@@ -91,7 +98,7 @@ class _Watch:
             raise StateError(f"{self._source}: stopped while its weights were fetched")
         held = _bytes_in(self._into)
         if held > self._wanted_bytes + SLACK_BYTES:  # guard: hub-sends-no-more-than-it-names
-            shutil.rmtree(self._into, ignore_errors=True)
+            self.is_too_much = True  # what came is deleted when nobody writes there any more
             raise StateError(
                 f"{self._source}: the hub sent more than the {self._wanted_bytes} bytes that the run's manifest names: "
                 "what came was deleted. Check HF_ENDPOINT, or leave the run"
@@ -122,6 +129,15 @@ def _bytes_in(folder: Path) -> int:
     return size
 
 
+def _drop_others(into: Path, names: Collection[str]) -> None:
+    """Delete all files but those of these names. What former fetches left would count as sent by this one."""
+    named = [path for path in into.rglob("*") if path.name in names]
+    kept = {*named, *(path.resolve() for path in named)}
+    for path in into.resolve().rglob("*"):
+        if path.name not in names and path not in kept and not path.is_dir():
+            path.unlink(missing_ok=True)  # guard: only-files-of-this-fetch
+
+
 def _drop_parts(into: Path) -> None:
     """Delete files that are not whole. huggingface_hub gives each a new name, so it never goes on with one."""
     for path in into.rglob("*.incomplete"):
@@ -134,17 +150,23 @@ def _drop_parts(into: Path) -> None:
 def serve(parent: int) -> None:
     """Fetch what standard input asks for, and say where it is."""
     end_with(parent)
+    answers = os.dup(sys.stdout.fileno())
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # guard: libraries-print-no-answer
     if (frame := next_frame(sys.stdin.buffer)) is None:
         return
     threading.Thread(target=_end_with_input, daemon=True).start()
     asked = msgspec.json.decode(frame, type=_Asked)
-    hub = Hub(asked.endpoint, None if asked.cache is None else Path(asked.cache))
     try:
+        hub = Hub(asked.endpoint, None if asked.cache is None else Path(asked.cache))
         found = hub.files(asked.source, asked.sizes, Path(asked.into))
         told = _Told({name: str(path) for name, path in found.items()})
     except ShoalError as error:
         told = _Told(error=str(error))
-    write_frame(sys.stdout.fileno(), msgspec.json.encode(told))
+    except Exception as error:  # noqa: BLE001 - the end of this process: nobody reads its standard error
+        said = next(iter(str(error).splitlines()), "")[:200]
+        what = f"{type(error).__name__}: {said}" if said else type(error).__name__
+        told = _Told(error=f"{asked.source}: the process that fetched it failed ({what}): try again")
+    write_frame(answers, msgspec.json.encode(told))
 
 
 def _end_with_input() -> None:

@@ -1,8 +1,9 @@
 """The base of a run's adapters: files that are the same in each version's directory, under several names of one file.
 
-Called by `fetch` and `stock`, which get versions, by `publish`, and by callers that check a directory's root. A base
-may have many gigabytes, so it is fetched, stored and hashed once: a file that is neither written nor replaced is known by
-its place on the disk, its size and its date; of all tensors, with the files' names and the index. It knows no network.
+Called by `fetch` and `stock`, which get versions, by `publish`, and where a directory's root is checked. A base may have
+many gigabytes, so it is fetched, stored and hashed once: a file that is neither written nor replaced is known by its place
+on the disk, its size and its date; of all tensors, with the files' names and the index. It speaks to no network itself:
+`policy/apart` fetches from hubs.
 """
 
 import asyncio
@@ -120,12 +121,15 @@ def bases_here(folder: Path, manifest: Manifest, model: Path | None = None) -> d
 
 async def from_hub(manifest: Manifest, lacking: Collection[str], hub: Hub, folder: Path) -> dict[str, Path]:
     """Files of a version's base that each node gets from a hub by itself, verified, by name. What its cache here lacks is
-    fetched into `folder`. Raises `StateError`; if it is cancelled, the fetch ends."""
+    fetched into `folder`. Raises `StateError`; if it is cancelled, the fetch has ended when it returns."""
     stopped = threading.Event()
+    fetching = asyncio.ensure_future(asyncio.to_thread(bases_of_hub, manifest, lacking, hub, folder, stopped))
     try:
-        return await asyncio.to_thread(bases_of_hub, manifest, lacking, hub, folder, stopped)
-    finally:
+        return await asyncio.shield(fetching)
+    except asyncio.CancelledError:
         stopped.set()
+        await asyncio.wait({fetching})  # guard: cancelled-fetch-has-ended
+        raise
 
 
 def bases_of_hub(
@@ -138,12 +142,17 @@ def bases_of_hub(
     if not entries:
         return {}
     source, sizes = manifest.base.source, {name: entry.size for name, entry in entries.items()}
-    found = fetch_apart(hub, source, sizes, _of_hub(folder, source), stopped)
+    ours = _of_hub(folder, source)
+    found = fetch_apart(hub, source, sizes, ours, stopped)
     for name, path in found.items():
         if not _is_right(path, entries[name]):  # guard: hub-files-of-the-manifest
+            remedy = f"Delete {path} and try again"
+            if path.is_relative_to(ours.resolve()):
+                path.unlink()
+                remedy = "It was deleted: try again"
             raise StateError(
-                f"{source}: {name} has another hash than in the run's manifest: the run's base is not that model, or "
-                f"{path} is damaged. Delete that file and try again, or tell the host"
+                f"{source}: {name} has another hash than in the run's manifest: the run's base is not that model, or the "
+                f"file is damaged. {remedy}, or tell the host"
             )
     return found
 

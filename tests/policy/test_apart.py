@@ -93,6 +93,70 @@ def test_a_hub_that_sends_more_than_it_names_is_ended(hub, tmp_path, monkeypatch
     assert not (tmp_path / "into").exists()
 
 
+def test_what_came_too_much_is_deleted_when_nobody_writes_there_any_more(hub, tmp_path, monkeypatch):
+    monkeypatch.setattr(apart, "SLACK_BYTES", 10_000)
+    hub.pad_bytes = 1 << 20
+    before, alive, really = {child.pid for child in psutil.Process().children()}, [], apart.shutil.rmtree
+
+    def remove(folder: Path, **how: bool) -> None:
+        alive.append({child.pid for child in psutil.Process().children()} - before)
+        really(folder, **how)
+
+    monkeypatch.setattr(apart.shutil, "rmtree", remove)
+    with pytest.raises(StateError, match="sent more than"):
+        fetched(hub, tmp_path)
+    assert alive == [set()]
+
+
+def test_files_of_a_former_fetch_do_not_count_as_sent_by_this_one(hub, tmp_path, monkeypatch):
+    monkeypatch.setattr(apart, "SLACK_BYTES", 20_000)
+    path = fetched(hub, tmp_path)
+    store = path.parent.parent
+    for number in range(10):
+        (store / "blobs" / f"{number:064x}").write_bytes(bytes(100_000))
+        (store / "snapshots" / COMMIT / f"model-{number:05d}-of-00010.safetensors").symlink_to(
+            store / "blobs" / f"{number:064x}"
+        )
+    sent = hub.sent_bytes
+    assert fetched(hub, tmp_path) == path and hub.sent_bytes - sent < 10_000
+    assert [*(store / "blobs").iterdir()] == [path]
+
+
+BROKEN = """
+import os
+os.write(1, b"a line that a library prints")
+raise {error}
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        ("MemoryError", r"failed \(MemoryError\): try again"),
+        ("RuntimeError('one\\ntwo')", r"failed \(RuntimeError: one\): try again"),
+    ],
+)
+def test_an_error_that_nobody_expects_is_told(hub, tmp_path, monkeypatch, error, said):
+    (tmp_path / "broken" / "huggingface_hub").mkdir(parents=True)
+    (tmp_path / "broken" / "huggingface_hub" / "__init__.py").write_text(BROKEN.format(error=error))
+    monkeypatch.syspath_prepend(tmp_path / "broken")
+    with pytest.raises(StateError, match=said):
+        fetched(hub, tmp_path)
+
+
+def test_a_process_that_cannot_be_started_is_no_full_disk(hub, tmp_path, monkeypatch):
+    monkeypatch.setattr(apart.sys, "executable", str(tmp_path / "no-python"))
+    with pytest.raises(StateError, match="no process can be started to fetch it: No such file"):
+        fetched(hub, tmp_path)
+
+
+def test_an_answer_of_the_wrong_form_is_told(hub, tmp_path, monkeypatch):
+    wrong = "import sys; from shoal.pipes import write_frame; write_frame(1, b'{'); sys.stdin.read()"
+    monkeypatch.setattr(apart, "_PROGRAM", f"import sys; sys.path[:] = sys.argv[2:]; {wrong}")
+    with pytest.raises(StateError, match="gave no usable answer: try again"):
+        fetched(hub, tmp_path)
+
+
 def test_what_a_killed_fetch_left_is_deleted(hub, tmp_path):
     left = tmp_path / "into" / "models--ann--small" / "blobs" / "ab.12345678.incomplete"
     left.parent.mkdir(parents=True)

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import msgspec
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -281,10 +282,29 @@ def test_a_hub_with_other_weights_than_the_manifests_is_refused(tmp_path):
         )
         assert found["model.safetensors"].read_bytes() == data
         path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-        with pytest.raises(StateError, match="has another hash than in the run's manifest"):
-            bases.bases_of_hub(
-                manifest, ["model.safetensors"], Hub(hub.url, tmp_path / "cache"), tmp_path / "other", threading.Event()
-            )
+        asked = (manifest, ["model.safetensors"], Hub(hub.url, tmp_path / "cache"), tmp_path / "other")
+        with pytest.raises(
+            StateError, match=r"has another hash than in the run's manifest.* It was deleted: try again"
+        ):
+            bases.bases_of_hub(*asked, threading.Event())
+        path.write_bytes(data)
+        assert bases.bases_of_hub(*asked, threading.Event())["model.safetensors"].read_bytes() == data
+
+
+def test_a_wrong_file_in_the_users_own_cache_is_left_to_the_user(tmp_path):
+    pytest.importorskip("huggingface_hub")
+    make_tiny(tiny_run().policy.tiny, tmp_path / "model", 3, "float32")
+    source, size = f"hf:ann/small@{COMMIT}", (tmp_path / "model" / "model.safetensors").stat().st_size
+    with fake_hub() as served:
+        served.models["ann/small"] = tmp_path / "model"
+        hub = Hub(served.url, tmp_path / "cache")
+        hub.bring(source, tmp_path / "here")
+        entry = FileEntry("model.safetensors", size, "ab" * 32, ())
+        manifest = Manifest("run", "policy", 0, (), "float32", "cd" * 32, (entry,), 1 << 20, 0.0, 0.0,
+                            base=AdapterBase("ef" * 32, source))  # fmt: skip
+        with pytest.raises(StateError, match=r"Delete \S+/cache/\S+ and try again"):
+            bases.bases_of_hub(manifest, ["model.safetensors"], hub, tmp_path / "node", threading.Event())
+        assert hub.files(source, {"model.safetensors": size}, tmp_path / "into"), "it is still there"
 
 
 def test_a_cancelled_fetch_of_a_base_ends_at_once(tmp_path):
@@ -299,16 +319,20 @@ def test_a_cancelled_fetch_of_a_base_ends_at_once(tmp_path):
         with fake_hub() as hub:
             hub.models["ann/small"] = tmp_path / "model"
             hub.stalls.set()
+            before = {child.pid for child in psutil.Process().children()}
             fetching = asyncio.create_task(
                 bases.from_hub(manifest, [entry.path], Hub(hub.url, tmp_path / "cache"), tmp_path / "node")
             )
             assert await asyncio.to_thread(hub.stalled.wait, 60)
             fetching.cancel()
-            return time.monotonic()
+            at = time.monotonic()
+            with pytest.raises(asyncio.CancelledError):
+                await fetching
+            assert {child.pid for child in psutil.Process().children()} <= before
+            assert not [*tmp_path.rglob("*.incomplete")]
+            return time.monotonic() - at
 
-    at = asyncio.run(cancelled())  # which waits for its threads
-    assert time.monotonic() - at < 5
-    assert not [*tmp_path.rglob("*.incomplete")]
+    assert asyncio.run(cancelled()) < 5
 
 
 def test_only_one_base_of_a_hub_is_kept_beside_the_versions(tmp_path):
