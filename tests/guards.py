@@ -1383,6 +1383,8 @@ GUARDS = [
          "test_who_asks_for_a_newer_version_is_answered_when_it_is_published"),
         ("few-wait", OFF, "test_a_flood_of_waits_leaves_places_and_is_answered_at_once"),
         ("few-wait-for-batches", OFF, "test_who_waits_for_a_batch_takes_one_of_the_same_places"),
+        ("publishers-wait-apart", ("self._of_publishers if publisher else self._of", "self._of"),
+         "test_strangers_who_hold_all_places_keep_no_trainer_from_waiting"),
         ("questions-apart", GONE, "test_a_host_that_answers_at_once_makes_no_relay_spin"),
         ("bad-news-seldom", GONE, "test_a_manifest_that_is_refused_is_asked_for_seldom"),
     ),

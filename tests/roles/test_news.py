@@ -8,7 +8,7 @@ import httpx
 import msgspec
 import pytest
 
-from shoal.errors import PeerError
+from shoal.errors import NothingYet, PeerError
 from shoal.ledger.facts.run import Admin
 from shoal.net.client import Client
 from shoal.net.connections import Limits
@@ -136,8 +136,38 @@ def test_who_waits_for_a_batch_takes_one_of_the_same_places(town, monkeypatch):
     asyncio.run(story())
 
 
+def test_strangers_who_hold_all_places_keep_no_trainer_from_waiting(town, monkeypatch):
+    """It renews the manifest and takes a new key when its wait ends without a batch."""
+    monkeypatch.setattr(api, "Waits", lambda: Waits(1, 1))
+    town.app = api.application(town.desk)
+
+    def client(name: str) -> Client:
+        key = load_or_make_key(town.folder.keys / f"{name}.key")
+        made = Client(URL, key, transport=httpx.ASGITransport(town.app))
+        made.run = town.desk.state.run
+        return made
+
+    async def story():
+        async with strangers(town, "9.9.9.1") as far, client("trainer") as trainer, client("stranger") as other:
+            waiting = asyncio.create_task(far.get("/v1/run?after=-1"))
+            await asyncio.sleep(0.1)
+            monkeypatch.setattr(api, "LONG_POLL_S", 0.3)
+            with pytest.raises(NothingYet, match="batch 0 is not formed yet"):
+                await trainer.get_json("/v1/batches/0", t.Batch, deadline_s=5.0)
+            with pytest.raises(PeerError, match="many wait for news"):
+                await other.get_json("/v1/batches/0", t.Batch, deadline_s=1.5)
+            forged = {"signature-input": f'shoal=();keyid="{town.desk.state.trainer_key}"', "signature": "shoal=::"}
+            assert (await far.get("/v1/batches/0", headers=forged)).status_code == 401
+            waiting.cancel()
+
+    asyncio.run(story())
+
+
 def test_a_place_is_free_again_when_its_wait_ends():
     waits = Waits(2, 1)
+    with waits.place("9.9.9.9", "a key") as first, waits.place("8.8.8.8", "a key") as second:
+        assert (first, second) == (True, False)
+    assert not waits._of_publishers
     for _ in range(3):
         with waits.place("9.9.9.9") as first, waits.place("9.9.9.8") as second, waits.place("8.8.8.8") as third:
             assert (first, second, third) == (True, False, True)

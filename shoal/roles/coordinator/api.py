@@ -112,10 +112,13 @@ async def get_run(door: Door, request: Request) -> Response:
 
 
 async def get_batch(door: Door, request: Request) -> Response:
-    """Long poll: answered when the batch is formed. A caller for whom there is no place to wait is to ask again soon."""
-    await door.gate.anyone(request)
+    """Long poll: answered when the batch is formed. A caller for whom there is no place to wait is to ask again soon.
+
+    The trainer always has a place: it renews the manifest, and looks for a new key, when its wait ends without a batch.
+    """
+    publisher = await _publisher_or_anyone(door, request)
     step, until = number(request.path_params["step"], "step"), time.monotonic() + LONG_POLL_S
-    with door.waits.place(server.host_of(request)) as has_place:
+    with door.waits.place(server.host_of(request), publisher) as has_place:
         while True:
             batch = batch_of(door.desk.state, step)
             left_s = until - time.monotonic()
@@ -126,6 +129,15 @@ async def get_batch(door: Door, request: Request) -> Response:
             if not has_place:  # guard: few-wait-for-batches
                 raise server.RequestRefused(503, "busy", f"batch {step} is not formed yet, and many wait for news", 1.0)
             await door.desk.book.changed(left_s, BatchFormed, RunEnded)  # guard: wake-for-batches-only
+
+
+async def _publisher_or_anyone(door: Door, request: Request) -> str:
+    """The key of a request that a publisher of the run signed, also one that was replaced; empty for all others."""
+    signed = request.headers.get("signature-input", "")
+    if not any(f'keyid="{key}"' in signed for key in door.desk.state.publishers.keys):
+        await door.gate.anyone(request)
+        return ""
+    return door.admit(request, cap=0).key
 
 
 async def get_openapi(door: Door, request: Request) -> Response:
