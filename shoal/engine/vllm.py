@@ -28,6 +28,7 @@ from shoal.engine.base import Continuation, Request, Score, ScoreRequest
 from shoal.engine.decoder import logprobs_of
 from shoal.engine.families import Family, family
 from shoal.engine.room import demand_room
+from shoal.engine.vllm_files import files_for_vllm
 from shoal.errors import StateError
 from shoal.policy.adapterspec import has_adapter
 from shoal.policy.device import AUTO, CPU, CUDA
@@ -100,13 +101,14 @@ class VllmEngine:
         with self._at_work:
             self.version = -1
             if self._llm is None:
-                self._spec, self._llm = spec, self._opened(directory)
+                with files_for_vllm(directory, spec) as files:
+                    self._spec, self._llm = spec, self._opened(files)
                 self._longest = int(self._llm.model_config.max_model_len)
             elif spec != self._spec:
                 raise StateError(f"{directory} holds a policy of another shape than the version before: start again")
             else:
-                with _told("load this version"):
-                    self._llm.collective_rpc("reload_weights", kwargs={"weights_path": str(directory)})
+                with files_for_vllm(directory, spec) as files, _told("load this version"):
+                    self._llm.collective_rpc("reload_weights", kwargs={"weights_path": str(files)})
                 if not self._llm.reset_prefix_cache():
                     raise StateError("vLLM keeps what it computed with the version before: start again")
             self.version = version
@@ -156,12 +158,12 @@ class VllmEngine:
         )  # fmt: skip
 
     def _opened(self, directory: Path) -> Any:
-        """vLLM with a policy, which nothing in its directory can make run code. Raises `StateError`."""
+        """vLLM with the policy in a directory of ours. Raises `StateError`."""
         from vllm import LLM
 
         asked: dict[str, Any] = {
             "model": str(directory), "skip_tokenizer_init": True, "trust_remote_code": False, "load_format": "safetensors",
-            "generation_config": "vllm", "dtype": self.facts.dtype, "max_model_len": -1,
+            "config_format": "hf", "generation_config": "vllm", "dtype": self.facts.dtype, "max_model_len": -1,
             "max_num_seqs": ROWS, "enable_prefix_caching": True, "seed": 0, "disable_log_stats": True,
         }  # fmt: skip
         if self.facts.device == CPU:
@@ -254,7 +256,7 @@ def _told(what: str) -> Iterator[None]:
     """Turn what vLLM raises into a `StateError`, except that memory is full, which the caller tells."""
     try:
         yield
-    except (ValueError, RuntimeError, NotImplementedError) as error:
+    except (ValueError, RuntimeError, NotImplementedError, KeyError, AssertionError) as error:
         if isinstance(error, RuntimeError) and "memory" in str(error):
             raise
         first = next(iter(str(error).strip().splitlines()), type(error).__name__)

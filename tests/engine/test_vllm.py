@@ -3,6 +3,7 @@
 Skipped without vLLM, which `make vllm` installs into a virtual environment of its own, with a build for CPUs.
 """
 
+import json
 import os
 import re
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ import torch
 pytest.importorskip("vllm")
 
 from shoal.config import TinyPolicy
-from shoal.engine.base import Continuation, Request, ScoreRequest
+from shoal.engine.base import Continuation, Request
 from shoal.engine.local import LocalEngine
 from shoal.engine.vllm import VllmEngine, makes_noise_of
 from shoal.errors import StateError
@@ -24,6 +25,7 @@ from shoal.protocol.bounds import engine_kind
 from shoal.protocol.constants import VLLM
 from shoal.protocol.noise import NOISES, PHILOX
 from shoal.protocol.randomness import sample_seed
+from tests.engine.claims import claims_of
 
 STOPS = frozenset({0, 1})
 TINY = TinyPolicy(width=128, layers=2, heads=4, kv_heads=2, mlp_width=128, max_positions=128)
@@ -57,19 +59,8 @@ def _requests(count: int = 24, max_new: int = 40) -> list[Request]:
     return [Request(f"r{i}", openings[i // 4], sample_seed(b"vllm", i), max_new, STOPS) for i in range(count)]
 
 
-def _claims(requests: Sequence[Request], turns: Sequence[Continuation]) -> list[ScoreRequest]:
-    return [
-        ScoreRequest(
-            [*request.token_ids, *turn.token_ids],
-            range(len(request.token_ids), len(request.token_ids) + len(turn.token_ids)),
-            request.seed,
-        )
-        for request, turn in zip(requests, turns, strict=True)
-    ]
-
-
 def _agree(ours: LocalEngine, requests: Sequence[Request], turns: Sequence[Continuation], temperature: float) -> None:
-    scores = ours.score(_claims(requests, turns), temperature)
+    scores = ours.score(claims_of(requests, turns), temperature)
     for turn, score in zip(turns, scores, strict=True):
         assert score.gaps_P.max() < 1e-3
         assert np.abs(np.array(turn.logprobs) - score.logprobs_P).max() < 1e-3
@@ -117,6 +108,31 @@ def test_new_weights_take_the_place_of_the_old_ones_with_nothing_left_of_them(
     _agree(_ours(policies[1]), requests, after, 1.0)
     engine.load(policies[0], 2)
     assert [turn.token_ids for turn in engine.extend(requests, 1.0)] == [turn.token_ids for turn in before]
+
+
+LOUD = {
+    "architectures": ["NoSuchModel"], "speculators_config": {"algorithm": "eagle"}, "compression_config": {"a": 1},
+    "text_config": {"architectures": ["NoSuchModel"]}, "auto_map": {"AutoConfig": "a.B"}, "dtype": "float64",
+    "sliding_window": 1, "logits_scaling": 9.0, "is_causal": False,
+}  # fmt: skip
+"""What a host may write into a config: the first keys choose code of vLLM, the others change what it computes."""
+
+
+def test_a_host_tells_vllm_nothing_but_the_shape_and_the_weights(
+    policies: list[Path], engine: VllmEngine, tmp_path: Path
+) -> None:
+    for path in policies[0].iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    (tmp_path / "config.json").write_text(json.dumps(json.loads((tmp_path / "config.json").read_text()) | LOUD))
+    (tmp_path / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "FP8"}}')
+    (tmp_path / "params.json").write_text("{}")
+    make_tiny(TINY, tmp_path / "other", 5, "float32")
+    (tmp_path / "other" / "model.safetensors").rename(tmp_path / "z.safetensors")  # of a seed of its own
+    opened = VllmEngine(threads=1)
+    for hostile in (opened, engine):  # opens it, and loads it in place
+        hostile.load(tmp_path, 1)
+        _agree(_ours(policies[0]), _requests(8), hostile.extend(_requests(8), 1.0), 1.0)
+    engine.load(policies[0], 2)
 
 
 def test_a_policy_of_another_shape_is_refused(engine: VllmEngine, policies: list[Path], tmp_path: Path) -> None:
