@@ -879,7 +879,7 @@ GUARDS = [
         ("pairs-without-bounds", OFF, "test_a_worker_does_not_join_a_run_without_bounds_for_its_engine"),
         ("workers-without-bounds", OFF, "test_a_run_without_bounds_for_an_engine_refuses_it"),
         ("vllm-proves-nothing", OFF, "test_an_engine_that_cannot_prove_activations_does_not_join_a_run_with_proofs"),
-        ("vllm-adapts-nothing", OFF, "test_an_engine_that_loads_no_adapters_does_not_join_a_run_of_adapters"),
+        ("vllm-adapts-in-float32", OFF, "test_vllm_does_not_join_a_run_of_adapters_in_bfloat16"),
     ),
     *_needed_by("tests/roles/test_evidence.py",
         ("manifest-of-the-lease", OFF, "test_a_worker_that_is_served_other_weights_than_its_lease_names_plays_nothing"),

@@ -28,9 +28,9 @@ from shoal.engine.base import Continuation, Request, Score, ScoreRequest
 from shoal.engine.decoder import logprobs_of
 from shoal.engine.families import Family, family
 from shoal.engine.room import demand_room
+from shoal.engine.vllm_adapters import Adapter, adapter_in
 from shoal.engine.vllm_files import files_for_vllm
 from shoal.errors import StateError
-from shoal.policy.adapterspec import has_adapter
 from shoal.policy.device import AUTO, CPU, CUDA
 from shoal.policy.kinds import spec_of
 from shoal.protocol.constants import VLLM
@@ -92,31 +92,40 @@ class VllmEngine:
         self._llm: Any = None
         self._longest = 0
         """Tokens of the longest conversation for which vLLM has memory."""
+        self._adapter: Adapter | None = None
+        self._asks: Any = None
+        """What vLLM calls the adapter."""
+        self._adapters = 0
         self._at_work = threading.Lock()
         log.info("engine=vllm version=%s noise=%s by=%s", vllm.__version__, noise, by)
 
     def load(self, directory: Path, version: int) -> None:
-        """Load the policy of a checkpoint directory: into a new vLLM the first time, and then in its place. Raises
-        `StateError`."""
-        if has_adapter(directory):
-            raise StateError(
-                f"{directory} holds an adapter, and vLLM gets whole policies here: join without --engine vllm"
-            )
+        """Load the policy of a checkpoint directory: into a new vLLM the first time, and then in its place; of an adapter,
+        only that. Raises `StateError`."""
         spec = spec_of(directory)
+        adapter = adapter_in(directory, spec, self.facts.dtype)
         with self._at_work:
             self.version = -1
             if self._llm is None:
                 with files_for_vllm(directory, spec) as files:
-                    self._spec, self._llm = spec, self._opened(files)
+                    self._spec, self._llm = spec, self._opened(files, adapter)
                 self._longest = int(self._llm.model_config.max_model_len)
-            elif spec != self._spec:
-                raise StateError(f"{directory} holds a policy of another shape than the version before: start again")
-            else:
+            elif spec != self._spec or not (adapter.fits(self._adapter) if adapter else self._adapter is None):
+                raise StateError(
+                    f"{directory} holds a policy of another shape, or over another base, than the version before: start "
+                    "again"
+                )
+            elif adapter is None:
                 with files_for_vllm(directory, spec) as files, _told("load this version"):
                     self._llm.collective_rpc("reload_weights", kwargs={"weights_path": str(files)})
                 if not self._llm.reset_prefix_cache():
                     raise StateError("vLLM keeps what it computed with the version before: start again")
-            self.version = version
+            if adapter is not None:
+                self._adapters += 1
+                self._asks = adapter.request(self._adapters)
+                with _told("load this adapter"):
+                    self._llm.llm_engine.add_lora(self._asks)
+            self._adapter, self.version = adapter, version
 
     def forget(self, rollouts: Iterable[str]) -> None:
         """Nothing: vLLM drops what it remembers of openings when it needs the memory."""
@@ -139,6 +148,7 @@ class VllmEngine:
                 [{"prompt_token_ids": list(request.token_ids)} for request in requests],
                 [self._params(request, temperature) for request in requests],
                 use_tqdm=False,
+                lora_request=self._asks,
             )
         return [_continuation(output.outputs[0]) for output in outputs]
 
@@ -162,19 +172,11 @@ class VllmEngine:
             detokenize=False, **drawn,
         )  # fmt: skip
 
-    def _opened(self, directory: Path) -> Any:
+    def _opened(self, directory: Path, adapter: Adapter | None) -> Any:
         """vLLM with the policy in a directory of ours. Raises `StateError`."""
         from vllm import LLM
 
-        asked: dict[str, Any] = {
-            "model": str(directory), "skip_tokenizer_init": True, "trust_remote_code": False, "load_format": "safetensors",
-            "config_format": "hf", "generation_config": "vllm", "dtype": self.facts.dtype, "max_model_len": -1,
-            "max_num_seqs": ROWS, "enable_prefix_caching": True, "seed": 0, "disable_log_stats": True,
-        }  # fmt: skip
-        if self.facts.device == CPU:
-            asked["enforce_eager"] = True  # compiling takes minutes
-        else:
-            asked["gpu_memory_utilization"] = GPU_SHARE
+        asked = arguments(self.facts)
         if self._native:
             asked |= {"logprobs_mode": "processed_logprobs", "use_fp64_gumbel": NATIVE[self._noise]}
         else:  # without asynchronous scheduling, the processor knows how many tokens a request has
@@ -182,12 +184,23 @@ class VllmEngine:
                 "logprobs_mode": "processed_logits", "logits_processors": ["shoal.engine.vllm_noise:OurNoise"],
                 "async_scheduling": False,
             }  # fmt: skip
-        settle_vllm(
-            self.facts.device == CPU, runner=2 if self._native else 1
-        )  # 2 has the sampler, 1 takes the processor
+        if adapter is not None:
+            asked |= adapter.asked()
+        # Runner 2 has the sampler, and runner 1 takes the processor.
+        settle_vllm(self.facts.device == CPU, runner=2 if self._native else 1)
         with _told("serve this policy"), _threads_can_be_set():
-            _KEPT.append(LLM(**asked))
+            _KEPT.append(LLM(model=str(directory), **asked))
         return _KEPT[-1]
+
+
+def arguments(facts: EngineFacts) -> dict[str, Any]:
+    """With which every vLLM is opened, whatever draws its tokens."""
+    on_device = {"enforce_eager": True} if facts.device == CPU else {"gpu_memory_utilization": GPU_SHARE}
+    return on_device | {
+        "skip_tokenizer_init": True, "trust_remote_code": False, "load_format": "safetensors",
+        "config_format": "hf", "generation_config": "vllm", "dtype": facts.dtype, "max_model_len": -1,
+        "max_num_seqs": ROWS, "enable_prefix_caching": True, "seed": 0, "disable_log_stats": True,
+    }  # fmt: skip
 
 
 def makes_noise_of(noise: str, device: str) -> bool:
@@ -276,8 +289,8 @@ def _told(what: str) -> Iterator[None]:
 
 
 def _line(error: Exception) -> str:
-    """The first line of what an error says."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:200]
+    """What an error says, as one short line."""
+    return " ".join(str(error).split())[:200] or type(error).__name__
 
 
 @contextlib.contextmanager

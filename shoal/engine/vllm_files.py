@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import StateError
+from shoal.policy import adapterspec
 from shoal.policy.anymodel import config_of
 from shoal.policy.anyspec import AnySpec, read_config, text_config, without_own_keys
 from shoal.policy.files import find_tensors, policy_tensors
@@ -20,14 +21,15 @@ from shoal.policy.spec import PolicySpec, write_json
 
 @contextlib.contextmanager
 def files_for_vllm(directory: Path, spec: PolicySpec | AnySpec) -> Iterator[Path]:
-    """A directory with links to a policy's weights, and a config. It exists while vLLM loads them.
+    """A directory with links to a policy's weights, and a config; an adapter's are not among them, since vLLM would take
+    them for the model's. It exists while vLLM loads the weights.
 
     Raises `StateError` if the weights are damaged, hostile, or not those of the config, and if vLLM is not to load such a
     policy here.
     """
     stored = policy_tensors(directory)[1] if isinstance(spec, PolicySpec) else find_tensors(directory)
     with tempfile.TemporaryDirectory(prefix="shoal-vllm-") as made:
-        for file in sorted({one.file for one in stored.values()}):
+        for file in sorted({one.file for one in stored.values()} - {directory / adapterspec.WEIGHTS}):
             (Path(made) / file.name).symlink_to(file.resolve())
         write_json(Path(made) / "config.json", config_for_vllm(directory, spec))
         yield Path(made)

@@ -20,5 +20,8 @@ def demand_place(run: RunInfo, implementation: str) -> None:
         return
     if run.rules.proofs != "none":  # guard: vllm-proves-nothing
         raise PeerError("this run asks for proofs of activations, which vllm cannot give: join without --engine")
-    if ADAPTERS in run.needs:  # guard: vllm-adapts-nothing
-        raise PeerError("the versions of this run are adapters, which vllm does not load here: join without --engine")
+    if ADAPTERS in run.needs and run.rules.dtype != "float32":  # guard: vllm-adapts-in-float32
+        raise PeerError(
+            f"the versions of this run are adapters in {run.rules.dtype}, which vllm computes in float32 only here: join "
+            "without --engine"
+        )

@@ -142,13 +142,6 @@ def test_a_policy_of_another_shape_is_refused(engine: VllmEngine, policies: list
     engine.load(policies[0], 0)
 
 
-def test_an_adapter_is_refused(engine: VllmEngine, policies: list[Path], tmp_path: Path) -> None:
-    (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(StateError, match="holds an adapter, and vLLM gets whole policies"):
-        engine.load(tmp_path, 1)
-    engine.load(policies[0], 0)
-
-
 def test_a_policy_that_vllm_cannot_serve_is_refused_in_one_line(
     policies: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

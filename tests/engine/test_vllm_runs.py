@@ -77,6 +77,19 @@ def test_validators_of_other_engines_accept_what_vllm_samples(
     assert len(town.desk.state.main.versions) == 3  # it has loaded two of them in place of the first
 
 
+def test_versions_that_are_adapters_are_loaded_over_one_base(tmp_path: Path, run_file: Path) -> None:
+    config = _run(run_file, steps=2)
+    adapted = tiny_run(
+        steps=2, policy=POLICY | {"adapter": {"rank": 4}}, verify={"bounds": to_tree(config.verify.bounds)},
+        rollouts={"lease_s": 60.0},
+    )  # fmt: skip
+    town = Town(tmp_path / "run", adapted)
+    worker = _worker(town, "vllm")
+    asyncio.run(town.live(town.trainer(), town.validator(), worker))
+    member = town.desk.state.members[worker.key]
+    assert member.credits > 0 == member.refused and len(town.desk.state.main.versions) == 3
+
+
 @pytest.mark.parametrize("cheat", ["other-seed", "low-temperature"])
 def test_a_worker_with_vllm_that_cheats_is_refused(tmp_path: Path, run_file: Path, cheat: str) -> None:
     town = Town(tmp_path / "run", _run(run_file, steps=1))

@@ -82,12 +82,17 @@ def test_an_engine_that_cannot_prove_activations_does_not_join_a_run_with_proofs
         asyncio.run(_chosen(town).run())
 
 
-def test_an_engine_that_loads_no_adapters_does_not_join_a_run_of_adapters(tmp_path: Path) -> None:
+def test_vllm_does_not_join_a_run_of_adapters_in_bfloat16(tmp_path: Path) -> None:
+    """It would round them, and they would still be refused when the first version is there."""
     town = Town(tmp_path / "run", tiny_run(steps=1, verify=_bounds(PAIR)))
     run = Board(town.desk).info()
-    demand_place(run, VLLM)
-    with pytest.raises(PeerError, match="versions of this run are adapters"):
-        demand_place(msgspec.structs.replace(run, needs=(*run.needs, ADAPTERS)), VLLM)
+    adapters = msgspec.structs.replace(run, needs=(*run.needs, ADAPTERS))
+    bounds = run.rules.bounds | {"vllm:bfloat16/bfloat16": run.rules.bounds[PAIR]}
+    rounded = msgspec.structs.replace(run.rules, dtype="bfloat16", bounds=bounds)
+    demand_place(adapters, VLLM)
+    demand_place(msgspec.structs.replace(run, rules=rounded), VLLM)
+    with pytest.raises(PeerError, match="adapters in bfloat16, which vllm computes in float32 only"):
+        demand_place(msgspec.structs.replace(adapters, rules=rounded), VLLM)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
