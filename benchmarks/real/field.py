@@ -6,6 +6,7 @@ logits hide rounding. They play `recipes/vowels.py`, in which random text has a 
 """
 
 import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -139,6 +140,7 @@ def make_subject(name: str, target: float, folder: Path, train_groups: int) -> S
         found = json.loads(known.read_text())
         places = {"versions": [folder / one for one in found["versions"]], "other": folder / found["other"]}
         return Subject(**found | places)
+    shutil.rmtree(folder, ignore_errors=True)  # a run that was stopped may have left half of it
     folder.mkdir(parents=True)
     scale = _find_scale(name, target, folder)
     versions = [write_any(name, folder / "v0", sharpen=scale)]
