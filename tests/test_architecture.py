@@ -48,6 +48,7 @@ BROAD_EXCEPTS = {
     "net/server.py": "a fault of ours while answering is logged and becomes a 500, not a broken connection",
     "proofs/context.py": "an environment may raise anything; then nobody can play the slot, and it is void",
     "policy/anymodel.py": "transformers may raise anything for a model that it cannot run; the model is refused by name",
+    "policy/apart.py": "a library may raise anything in the process that fetches; the parent reads what it raised",
     "policy/hub.py": "huggingface_hub may raise anything of its HTTP client; the model is refused by name",
     "policy/contained.py": "a stranger's tokenizer may raise anything; the text is refused",
     "roles/packages.py": "what a thread aside raises is raised again where it is awaited",

@@ -215,8 +215,8 @@ def choose(
         gone = {place for place in judged if place.submission in expiry.bodies}
         if gone:
             oldest, newest = min(place.version for place in gone), max(place.version for place in gone)
-            named = f"version {oldest}" if oldest == newest else f"versions {oldest} to {newest}"
-            reason = f"of {named}: their submissions are deleted. {expiry.words}"
+            versions = f"version {oldest}" if oldest == newest else f"versions {oldest} to {newest}"
+            reason = f"of {versions}: their submissions are deleted. {expiry.words}"
             found.expired[reason] += len(gone)
         judged = [place for place in judged if place not in gone]
     if choice.sample:
