@@ -252,6 +252,18 @@ def free_below(folder: Path) -> int:
     return shutil.disk_usage(existing(folder)).free
 
 
+def held_below(folder: Path) -> int:
+    """Bytes of all files below a folder, which may change meanwhile. A file of several names, such as the base of adapters,
+    counts once."""
+    sizes = {}
+    for above, _, files in os.walk(folder):
+        for name in files:
+            with contextlib.suppress(FileNotFoundError):
+                found = (Path(above) / name).lstat()
+                sizes[found.st_dev, found.st_ino] = found.st_size
+    return sum(sizes.values())
+
+
 def existing(folder: Path) -> Path:
     """A folder, or the nearest one above it that is there."""
     return next(path for path in (folder, *folder.absolute().parents) if path.exists())

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from shoal.folder import replaced_folder, write_atomically
+from shoal.folder import held_below, replaced_folder, write_atomically
 from shoal.net.blobs import FolderBlobs
 from shoal.net.keys import save_key
 from shoal.protocol.identity import Key
@@ -154,3 +154,12 @@ def test_the_old_folder_comes_back_if_a_killed_move_left_no_folder_of_the_name(t
         raise OSError("no space")
     assert text_of(kept) == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+
+
+def test_a_file_of_two_names_counts_once_in_the_size_of_a_folder(tmp_path):
+    assert held_below(tmp_path / "absent") == 0
+    (tmp_path / "below").mkdir()
+    (tmp_path / "below" / "a").write_bytes(bytes(1000))
+    (tmp_path / "b").hardlink_to(tmp_path / "below" / "a")
+    (tmp_path / "c").write_bytes(bytes(10))
+    assert held_below(tmp_path) == 1010

@@ -23,7 +23,7 @@ import psutil
 import torch
 
 from benchmarks.real.resident import peak_mb
-from shoal.folder import RunFolder
+from shoal.folder import RunFolder, held_below
 from shoal.ledger.facts.versions import CheckpointPublished
 from shoal.ledger.log.store import Store, sqlite_url
 from shoal.ledger.table import read_entry
@@ -72,7 +72,7 @@ class Watch:
                 continue  # it ended meanwhile
         if time.monotonic() - self._disk_at > DISK_POLL_S:
             self._disk_at = time.monotonic()
-            self.disk = max(self.disk, held_bytes(self.out))
+            self.disk = max(self.disk, held_below(self.out))
 
 
 def run(out: Path, steps: int, shape: Path | None, *more: str) -> Watch:
@@ -98,7 +98,7 @@ def run(out: Path, steps: int, shape: Path | None, *more: str) -> Watch:
         if launcher.poll() is None:
             launcher.terminate()
         reaped.join()
-    watch.disk = max(watch.disk, held_bytes(out))
+    watch.disk = max(watch.disk, held_below(out))
     if launcher.returncode:
         raise RuntimeError(f"the run ended with {launcher.returncode}: see {said} and {out}/logs")
     return watch
@@ -126,18 +126,6 @@ def _role_of(process: psutil.Process) -> str:
     except psutil.Error:
         return ""
     return words[words.index("role") + 1] if "role" in words else ""
-
-
-def held_bytes(root: Path) -> int:
-    """Bytes of a folder; a file of several names counts once."""
-    sizes = {}
-    for path in root.rglob("*"):
-        try:
-            found = path.lstat()
-        except OSError:
-            continue  # deleted meanwhile
-        sizes[found.st_dev, found.st_ino] = found.st_size
-    return sum(sizes.values())
 
 
 def published_bytes(folder: RunFolder) -> list[int]:
@@ -187,7 +175,7 @@ def figures(watch: Watch, folder: RunFolder) -> dict[str, Any]:
         "steps": summary["steps"], "accepted": summary["accepted"], "refused": sum(summary["refused"].values()),
         "peak_gb": {re.sub(r"\W+", "_", name): size / 1e9 for name, size in sorted(watch.peaks.items())},
         "peak_gb_most": max(watch.peaks.values()) / 1e9,
-        "disk_gb": held_bytes(folder.root) / 1e9, "disk_gb_most": watch.disk / 1e9,
+        "disk_gb": held_below(folder.root) / 1e9, "disk_gb_most": watch.disk / 1e9,
         "base_gb": base_bytes(folder) / 1e9, "step_mb": max(sent) / 1e6, "step_share": max(sent) / base_bytes(folder),
         "wall_s": summary["wall_s"], "cpu_s": summary["cpu_s"],
     }  # fmt: skip

@@ -4,7 +4,6 @@ Called before the roles of a run start, and by `shoal doctor --recipe`. It recko
 nothing is loaded, and torch is imported only if a role computes on a GPU. The disk is looked at, too.
 """
 
-import contextlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +18,7 @@ from shoal.engine.anyneeds import AnyNeeds, needs_of_spec
 from shoal.engine.needs import Needs, adapter_bytes
 from shoal.envs.evaluate import BATCH
 from shoal.errors import StateError
-from shoal.folder import free_below
+from shoal.folder import free_below, held_below
 from shoal.plan.sizes import sizes_of
 from shoal.policy.anyspec import AnySpec
 from shoal.policy.device import AUTO, CPU, MPS, take_device
@@ -169,7 +168,7 @@ def demand_fit(config: RunConfig, spec: PolicySpec | AnySpec, root: Path, with_w
 
 def demand_disk(config: RunConfig, root: Path, with_workers: bool) -> None:
     """Raise `StateError` if the run's folder may grow by more than is free on its disk. The config's paths are absolute."""
-    need, free = disk_of(config, Path(), with_workers) - _held(root), free_below(root)
+    need, free = disk_of(config, Path(), with_workers) - held_below(root), free_below(root)
     if need > free:
         raise StateError(
             f"this run needs about {amount(need)} of disk in {root}, and {amount(free)} are free: free some space, give "
@@ -182,16 +181,6 @@ def disk_of(config: RunConfig, recipe_dir: Path, with_workers: bool) -> float:
     sizes = sizes_of(config, recipe_dir)
     workers = config.workers.count + config.workers.cheating if with_workers else 0
     return sizes.host_disk + workers * sizes.worker_disk
-
-
-def _held(root: Path) -> int:
-    """Bytes of a folder; a file of several names counts once."""
-    sizes = {}
-    for path in root.rglob("*"):
-        with contextlib.suppress(OSError):
-            found = path.lstat()
-            sizes[found.st_ino] = found.st_size
-    return sum(sizes.values())
 
 
 def demand_memory(config: RunConfig, spec: PolicySpec | AnySpec, with_workers: bool) -> None:

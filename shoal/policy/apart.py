@@ -18,6 +18,7 @@ import msgspec
 
 from shoal.config.environ import child_environment
 from shoal.errors import ShoalError, StateError, cause_of
+from shoal.folder import held_below
 from shoal.pipes import Pipes, end_with, next_frame, write_frame
 from shoal.policy.hub import Hub
 
@@ -96,7 +97,7 @@ class _Watch:
         """Raise `StateError` if the fetch is to end."""
         if self._stopped.is_set():  # guard: hub-fetch-ends-when-told
             raise StateError(f"{self._source}: stopped while its weights were fetched")
-        held = _bytes_in(self._into)
+        held = held_below(self._into)
         if held > self._wanted_bytes + SLACK_BYTES:  # guard: hub-sends-no-more-than-it-names
             self.is_too_much = True  # what came is deleted when nobody writes there any more
             raise StateError(
@@ -115,18 +116,6 @@ def _start(into: Path) -> "subprocess.Popen[bytes]":
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0,
         env=child_environment(1) | own, start_new_session=True,
     )  # fmt: skip
-
-
-def _bytes_in(folder: Path) -> int:
-    """Bytes of all files below a folder."""
-    size = 0
-    for above, _, files in os.walk(folder):
-        for name in files:
-            try:
-                size += (Path(above) / name).lstat().st_size
-            except FileNotFoundError:
-                continue  # moved to its place meanwhile
-    return size
 
 
 def _drop_others(into: Path, names: Collection[str]) -> None:

@@ -5,10 +5,9 @@ is being made, from a copy of the weights before and from patches, which may tak
 repeat one chunk many times, so what is downloaded does not bound what is written. It does not deal with runs.
 """
 
-import contextlib
 from pathlib import Path
 
-from shoal.folder import free_below
+from shoal.folder import free_below, held_below
 
 
 def room_for_version(folder: Path, keep: int, max_disk_mb: int = 0, other_bytes: int = 0) -> int:
@@ -21,14 +20,4 @@ def disk_limit(folder: Path, max_disk_mb: int) -> int:
     """Bytes that a node may take: `max_disk_mb`; if it is 0, half of what is free or taken by the versions in `folder`."""
     if max_disk_mb:
         return max_disk_mb * 1_000_000
-    return (free_below(folder) + _size(folder)) // 2
-
-
-def _size(folder: Path) -> int:
-    """Of all files below a folder; one with several names, such as the base of adapters, counts once."""
-    sizes = {}
-    for path in folder.rglob("*"):
-        with contextlib.suppress(OSError):
-            found = path.lstat()
-            sizes[found.st_dev, found.st_ino] = found.st_size
-    return sum(sizes.values())
+    return (free_below(folder) + held_below(folder)) // 2

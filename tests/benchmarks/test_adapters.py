@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import adapters
-from benchmarks.adapted import curves, size
+from benchmarks.adapted import curves
 from benchmarks.real.resident import peak_mb
 from benchmarks.whole_system import make_policy
 from shoal.config import load_run
@@ -50,14 +50,6 @@ def test_each_missed_bar_is_told() -> None:
     for name, bar in adapters.SIZE_BARS.items():
         assert adapters.missed_size(SIZED | {name: bar * 1.1}) == [f"{name} = {bar * 1.1:.3g}, bar {bar}"]
     assert "moves a logit by 0.01" in adapters.missed_size(SIZED | {"logits_moved": 0.01})[0]
-
-
-def test_a_file_of_two_names_counts_once(tmp_path: Path) -> None:
-    (tmp_path / "a").write_bytes(bytes(1000))
-    before = size.held_bytes(tmp_path)
-    (tmp_path / "b").hardlink_to(tmp_path / "a")
-    (tmp_path / "c").write_bytes(bytes(10))
-    assert size.held_bytes(tmp_path) == before + 10
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="only Linux tells the peak of another process")
