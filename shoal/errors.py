@@ -7,8 +7,8 @@ stranger's fault is a verdict, which is data.
 import errno
 
 EXIT_DONE, EXIT_NO, EXIT_USER_ERROR, EXIT_TRY_AGAIN, EXIT_INTERRUPTED = 0, 1, 2, 75, 130
-"""Exit codes of commands. A role ends with the third if a person must act (its last line says how), and with the fourth if
-another node could not be reached, so that starting again may help."""
+"""Exit codes of commands. A role ends with EXIT_USER_ERROR if a person must act (its last line says how), and with
+EXIT_TRY_AGAIN if another node could not be reached, so that starting again may help."""
 
 NO_TORCH = "torch is not installed: pip install 'shoal[torch]'"
 

@@ -20,8 +20,8 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "int8": 4}
 """Of one weight in memory, by the dtype of the engine; int8 weights are kept as float32."""
 
 ADAPTER_BYTES = 4 * 4
-"""Of one weight of an adapter: as it was read, and arranged, where those of query, key and value have zeros between their
-outputs, so that there are three times as many; float32."""
+"""Bytes an engine holds for each adapter weight: one float32 copy as read, and three arranged, because query, key and value
+are padded with zeros."""
 
 LOGIT_BYTES = 48
 """Of one logit: itself, its noise in float64, its log-prob, and the copies while they are computed."""

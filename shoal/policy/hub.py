@@ -1,4 +1,5 @@
-"""Models that come from a hub: `hf:OWNER/NAME@REVISION`, fetched with huggingface_hub into its cache.
+"""Models that come from a hub: `hf:OWNER/NAME@REVISION`, fetched with huggingface_hub into its cache; the base of
+somebody else's run, into a folder that the caller chooses.
 
 Called where a run's policy is looked for, and by nodes that get the base of adapters by themselves. It takes weights in
 safetensors, JSON files and the tokenizer's; never code, and nothing is ever executed. The cache makes a second use, and one
