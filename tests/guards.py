@@ -878,6 +878,7 @@ GUARDS = [
     *_needed_by("tests/roles/test_engines.py",
         ("pairs-without-bounds", OFF, "test_a_worker_does_not_join_a_run_without_bounds_for_its_engine"),
         ("workers-without-bounds", OFF, "test_a_run_without_bounds_for_an_engine_refuses_it"),
+        ("unfit-engines-stay-closed", GONE, "test_an_engine_that_a_run_does_not_take_is_not_opened"),
         ("vllm-proves-nothing", OFF, "test_an_engine_that_cannot_prove_activations_does_not_join_a_run_with_proofs"),
         ("vllm-adapts-in-float32", OFF, "test_vllm_does_not_join_a_run_of_adapters_in_bfloat16"),
     ),

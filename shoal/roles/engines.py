@@ -1,7 +1,8 @@
 """Whether an engine that a user chose may take part in a run.
 
-Called when a node joins. Such an engine computes in another way than those that replay its work, so honest work would be
-refused where nobody has measured how far they differ. The coordinator refuses such a worker, too.
+Called before a node opens its engine, and when it joins. Such an engine computes in another way than those that replay
+its work, so honest work would be refused where nobody has measured how far they differ. The coordinator refuses such a
+worker, too.
 """
 
 from shoal.errors import PeerError
@@ -11,7 +12,7 @@ from shoal.protocol.needs import ADAPTERS
 from shoal.protocol.types import RunInfo
 
 
-def demand_place(run: RunInfo, implementation: str) -> None:
+def demand_engine_fits(run: RunInfo, implementation: str) -> None:
     """Raise `PeerError` if a run has no bounds for the pairs of this engine, or asks for what it cannot give."""
     why = unmeasured(run.rules, implementation)
     if why:  # guard: pairs-without-bounds

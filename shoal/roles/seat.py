@@ -39,7 +39,7 @@ from shoal.protocol.noise import PHILOX
 from shoal.protocol.promises import is_promised, terms_of
 from shoal.protocol.sizes import BYTES_PER_TOKEN
 from shoal.protocol.wire import digest, to_json
-from shoal.roles.engines import demand_place
+from shoal.roles.engines import demand_engine_fits
 from shoal.roles.evidence import DISK_PART, Evidence
 from shoal.roles.loading import Loaded, contained
 from shoal.roles.memory import Memory, needs_of, share_of_free_mb
@@ -315,13 +315,14 @@ async def take_seat(
     max_memory_mb: int = 0,
     max_disk_mb: int = 0,
     packages: Packages | None = None,
+    chosen: str = "",
 ) -> Seat:
     """Read the run's description, load its environments, make an engine for its dtype (kind and noise), and join.
 
     `own_files` allows environments that are files on this machine, and trusts the policy's tokenizer and chat template.
     Those of others run in a child process. All work for others stays within `max_memory_mb`, and weights and evidence
     within `max_disk_mb`; for both, 0 is a share of what is free. `packages` says which packages of others are played;
-    without it, the host's own nodes play all, and other nodes none.
+    without it, the host's own nodes play all, and other nodes none. `chosen` is the kind of engine that the user chose.
     Raises `PeerError`, `StateError`.
     """
     run = await client.get_json("/v1/run", t.RunNeeds)  # first, because the rules of a later version may not decode
@@ -345,6 +346,7 @@ async def take_seat(
             "this run follows version %d of the ledger's rules, and the newest is %d: it lacks the newer defences",
             info.rules_version, RULES_VERSION,
         )  # fmt: skip
+    demand_engine_fits(info, chosen)  # guard: unfit-engines-stay-closed
     # guard: evidence-of-strangers
     most_bytes = None if own_files else disk_limit(home / "weights", max_disk_mb) // DISK_PART
     evidence = Evidence(home, info.run, most_bytes)
@@ -358,7 +360,7 @@ async def take_seat(
     named = {} if info.sampling.noise == PHILOX else {"noise": info.sampling.noise}
     engine = make_engine(info.rules.dtype, *({TRANSFORMERS} & {*info.needs}), **named)
     facts = engine.facts
-    demand_place(info, facts.implementation)
+    demand_engine_fits(info, facts.implementation)
     join = t.Join(role, name, 0.0, facts.implementation, facts.dtype, facts.device)
     node = await client.post_json("/v1/nodes", join, t.NodeState)
     memory = Memory.of(limit_mb, reserved_mb)  # guard: packages-take-memory

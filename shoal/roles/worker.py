@@ -98,6 +98,7 @@ def main(
         Client(url, key), key.public, home, make, limit_mb, t.fact(name or platform.node()), own_files,
         max_disk_mb=max_disk_mb, packages=packages,
     )  # fmt: skip
+    worker.chosen = engine
     worker.share = None if share_port is None else Share(key, share_port, url=share_url)
     try:
         asyncio.run(worker.run())
@@ -129,6 +130,8 @@ class Worker:
         self.clock, self.packages = clock, packages
         self.stopping = Stopping()
         self.share: Share | None = None
+        self.chosen = ""
+        """Kind of the engine that the user chose."""
         self.hands = Hands()
         self.idle_since = 0.0
         """When the engine was needed no more for a lease."""
@@ -200,7 +203,7 @@ class Worker:
         """Join the run; returns True when done."""
         self.seat = await take_seat(
             self.client, "worker", self.name, self.home, self.make_engine, self.own_files, self.clock,
-            self.max_memory_mb, self.max_disk_mb, self.packages,
+            self.max_memory_mb, self.max_disk_mb, self.packages, self.chosen,
         )  # fmt: skip
         self.leases = Leases(self.seat, self.stopping, self.clock)
         self.standing.state, info = self.seat.node, self.seat.info

@@ -19,7 +19,7 @@ from shoal.protocol.types import EngineFacts
 from shoal.roles import seat
 from shoal.roles.coordinator import api
 from shoal.roles.coordinator.board import Board
-from shoal.roles.engines import demand_place
+from shoal.roles.engines import demand_engine_fits
 from shoal.roles.worker import Worker
 from shoal.tree import to_tree
 from tests.roles.town import Town, tiny_run
@@ -59,9 +59,21 @@ def test_a_worker_does_not_join_a_run_without_bounds_for_its_engine(
     assert worker.key not in town.desk.state.members
 
 
+def test_an_engine_that_a_run_does_not_take_is_not_opened(tmp_path: Path) -> None:
+    town = Town(tmp_path / "run", tiny_run(steps=1))
+    worker = _chosen(town)
+
+    def make_engine(dtype: str, **named: str) -> Engine:
+        raise AssertionError("opened")
+
+    worker.chosen, worker.make_engine = "vllm", make_engine
+    with pytest.raises(PeerError, match=UNMEASURED):
+        asyncio.run(worker.run())
+
+
 def test_a_run_without_bounds_for_an_engine_refuses_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     town = Town(tmp_path / "run", tiny_run(steps=1))
-    monkeypatch.setattr(seat, "demand_place", lambda run, implementation: None)  # a worker that does not ask
+    monkeypatch.setattr(seat, "demand_engine_fits", lambda run, implementation: None)  # a worker that does not ask
     worker = _chosen(town)
     with pytest.raises(PeerRefused, match=UNMEASURED) as refused:
         asyncio.run(worker.run())
@@ -89,10 +101,10 @@ def test_vllm_does_not_join_a_run_of_adapters_in_bfloat16(tmp_path: Path) -> Non
     adapters = msgspec.structs.replace(run, needs=(*run.needs, ADAPTERS))
     bounds = run.rules.bounds | {"vllm:bfloat16/bfloat16": run.rules.bounds[PAIR]}
     rounded = msgspec.structs.replace(run.rules, dtype="bfloat16", bounds=bounds)
-    demand_place(adapters, VLLM)
-    demand_place(msgspec.structs.replace(run, rules=rounded), VLLM)
+    demand_engine_fits(adapters, VLLM)
+    demand_engine_fits(msgspec.structs.replace(run, rules=rounded), VLLM)
     with pytest.raises(PeerError, match="adapters in bfloat16, which vllm computes in float32 only"):
-        demand_place(msgspec.structs.replace(adapters, rules=rounded), VLLM)
+        demand_engine_fits(msgspec.structs.replace(adapters, rules=rounded), VLLM)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
