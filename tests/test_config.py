@@ -3,6 +3,7 @@
 import ast
 import inspect
 import json
+import os
 from pathlib import Path
 
 import msgspec
@@ -23,6 +24,7 @@ from shoal.config import (
     node_home,
     sections,
     unsafe_changes,
+    without_hub,
 )
 from shoal.errors import ConfigError
 from shoal.protocol.algorithms import Grpo
@@ -456,6 +458,19 @@ def test_children_have_pinned_threads_and_the_rest_of_our_environment(monkeypatc
     monkeypatch.setenv("SOME_VARIABLE", "kept")
     child = child_environment(3)
     assert child["OMP_NUM_THREADS"] == child["MKL_NUM_THREADS"] == "3" and child["SOME_VARIABLE"] == "kept"
+
+
+@pytest.mark.parametrize("before", [None, "0", "1"])
+def test_only_this_process_stays_off_the_hub_and_only_while_it_imports(
+    monkeypatch: pytest.MonkeyPatch, before: str | None
+) -> None:
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    if before is not None:
+        monkeypatch.setenv("HF_HUB_OFFLINE", before)
+    with pytest.raises(ImportError), without_hub():
+        assert os.environ["HF_HUB_OFFLINE"] == "1"
+        raise ImportError
+    assert child_environment(1).get("HF_HUB_OFFLINE") == before
 
 
 def test_the_folder_of_the_node_key_can_be_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

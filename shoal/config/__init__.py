@@ -8,7 +8,9 @@ from shoal.config.environ import (
     rank_here,
     repeatable_cuda,
     settle_vllm,
+    settle_vllm_runner,
     stay_on_this_machine,
+    without_hub,
 )
 from shoal.config.envs import ENV_SETTINGS, STAGE_KEYS, EnvConfig
 from shoal.config.load import load_run, load_sft
@@ -41,5 +43,6 @@ __all__ = [
     "DifficultyConfig", "EnvConfig", "EvalConfig", "HostConfig", "PolicyConfig", "RolloutsConfig", "RunConfig",
     "SamplingConfig", "SftConfig", "StorageConfig", "TinyPolicy", "TrainConfig", "ValidatorsConfig", "VerifyConfig",
     "WorkersConfig", "check_run", "child_environment", "difficulty_of", "is_loopback", "load_run", "load_sft", "node_home",
-    "rank_here", "repeatable_cuda", "sampling_of", "settle_vllm", "stay_on_this_machine", "unsafe_changes", "wire_bounds",
+    "rank_here", "repeatable_cuda", "sampling_of", "settle_vllm", "settle_vllm_runner", "stay_on_this_machine",
+    "unsafe_changes", "wire_bounds", "without_hub",
 ]  # fmt: skip

@@ -4,14 +4,19 @@ Called where a node's key is kept, where role commands and the processes of a tr
 asked. It knows nothing of run files.
 """
 
+import contextlib
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from shoal.errors import ConfigError
 
 CUBLAS_WORKSPACE = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 """Without its own workspace for each stream, cuBLAS gives the same product different bits."""
+
+HUB_OFFLINE = "HF_HUB_OFFLINE"
+"""With it, huggingface_hub downloads nothing."""
 
 
 def node_home() -> Path:
@@ -45,21 +50,37 @@ def stay_on_this_machine() -> None:
     os.environ.update({"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback})
 
 
-def settle_vllm(cpu: bool, runner: int = 0) -> None:
-    """Before vLLM is imported: it downloads and reports nothing, starts no process, talks over loopback and pins no thread.
-    Its log and its cache on a CPU, 1 GiB, may be set from outside. `cpu`: it is a build for CPUs, which does not compile
-    what it runs. Before a policy is opened, `runner` is which of its model runners it must use."""
+def settle_vllm(cpu: bool) -> None:
+    """Before vLLM is imported: it reports nothing, starts no process, talks over loopback and pins no thread. Its log and
+    its cache on a CPU, 1 GiB, may be set from outside. `cpu`: it is a build for CPUs, which does not compile what it
+    runs."""
     loopback = {"VLLM_HOST_IP": "127.0.0.1", "VLLM_LOOPBACK_IP": "127.0.0.1"}
-    offline = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
-    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} | loopback | offline
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"} | loopback
     chosen = {"VLLM_LOGGING_LEVEL": "ERROR"}
     if cpu:
         os.environ |= {"VLLM_TARGET_DEVICE": "cpu", "TORCHDYNAMO_DISABLE": "1"}
         chosen |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     for name, value in chosen.items():
         os.environ.setdefault(name, value)
-    if runner:
-        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(runner - 1)
+
+
+def settle_vllm_runner(own_sampler: bool) -> None:
+    """Before vLLM opens a policy: its second model runner has the sampler that makes noise of ours, its first takes our
+    processor."""
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(own_sampler))
+
+
+@contextlib.contextmanager
+def without_hub() -> Iterator[None]:
+    """While a package is imported that shall download nothing: huggingface_hub reads this once, when it is imported.
+    Processes that this one starts later may download."""
+    before = os.environ.get(HUB_OFFLINE)
+    os.environ[HUB_OFFLINE] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[HUB_OFFLINE]
+        os.environ |= {} if before is None else {HUB_OFFLINE: before}
 
 
 def secret_named(name: str) -> str:

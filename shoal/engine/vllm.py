@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.config import settle_vllm
+from shoal.config import settle_vllm, settle_vllm_runner, without_hub
 from shoal.engine.base import Continuation, Request, Score, ScoreRequest
 from shoal.engine.decoder import logprobs_of
 from shoal.engine.families import Family, family
@@ -76,7 +76,9 @@ class VllmEngine:
             torch.set_num_threads(threads)
         settle_vllm(_is_built_for_cpus())
         try:
-            import vllm  # takes ten seconds, and reads the environment
+            with without_hub():  # takes ten seconds
+                import vllm
+                from vllm import LLM  # noqa: F401 - which imports all that reads the environment
         except (ImportError, OSError, RuntimeError) as error:  # its compiled parts are for other libraries
             raise StateError(
                 f"vLLM is installed and cannot be imported ({_line(error)}): install it again, or join without it"
@@ -186,9 +188,8 @@ class VllmEngine:
             }  # fmt: skip
         if adapter is not None:
             asked |= adapter.asked()
-        # Runner 2 has the sampler, and runner 1 takes the processor.
-        settle_vllm(self.facts.device == CPU, runner=2 if self._native else 1)
-        with _told("serve this policy"), _threads_can_be_set():
+        settle_vllm_runner(own_sampler=self._native)
+        with _told("serve this policy"), _threads_can_be_set(), without_hub():
             _KEPT.append(LLM(model=str(directory), **asked))
         return _KEPT[-1]
 
