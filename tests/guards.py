@@ -978,7 +978,7 @@ GUARDS = [
          "test_pages_that_nobody_reads_take_no_memory_and_others_are_served_meanwhile"),
     ),
     *_needed_by("tests/roles/test_run.py",
-        ("long-fetch-ends-when-told", ("self.stopping.unless(self._loaded(grant), LOAD_GRACE_S)", "self._loaded(grant)"),
+        ("long-fetch-ends-when-told", ("stopping.unless(loaded(), LOAD_GRACE_S)", "loaded()"),
          "test_who_is_told_to_stop_does_not_wait_for_a_version_that_takes_long"),
     ),
     *_needed_by("tests/roles/test_relays.py",

@@ -8,12 +8,13 @@ in the engine's memory. It does not matter which of the two is older.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from shoal.engine.base import Engine, InPlace
 from shoal.errors import StateError
+from shoal.net.stopping import Stopping
 from shoal.policy.contained import ContainedRenderer, Limits
 from shoal.policy.render import FILES, Renderer
 from shoal.protocol.constants import MODEL_STOPS
@@ -22,6 +23,20 @@ from shoal.weights.codes import coded_directory, cores, root_of
 from shoal.weights.follow import root_here
 
 log = logging.getLogger(__name__)
+
+LOAD_GRACE_S = 20.0
+"""A role that is told to stop waits so long for a version. After that a worker returns its lease unplayed, and other
+validators judge in a validator's place."""
+
+
+async def loaded_in_time(load: Coroutine[Any, Any, None], stopping: Stopping) -> bool:
+    """Load a version. False if the role was told to stop and the version came too late."""
+
+    async def loaded() -> bool:
+        await load
+        return True
+
+    return bool(await stopping.unless(loaded(), LOAD_GRACE_S))  # guard: long-fetch-ends-when-told
 
 
 def contained(limits: Limits, stops: str = MODEL_STOPS) -> Callable[[Path], Renderer]:

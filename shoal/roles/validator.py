@@ -27,6 +27,7 @@ from shoal.protocol.bounds import LOCAL
 from shoal.protocol.constants import MAX_SUBMISSION_BYTES
 from shoal.protocol.noise import PHILOX
 from shoal.roles.leases import demand_sound
+from shoal.roles.loading import loaded_in_time
 from shoal.roles.memory import enforced, limit_of
 from shoal.roles.packages import Packages
 from shoal.roles.scores import ScoreFile, Tally
@@ -34,9 +35,6 @@ from shoal.roles.seat import GOODBYE_S, SOONEST_S, Seat, say_goodbye, take_seat
 from shoal.roles.sharing import Share, sharing
 
 log = logging.getLogger("validator")
-
-LOAD_GRACE_S = 20.0
-"""Told to stop, a validator waits so long for a version. After that others judge in its place."""
 
 
 def main(
@@ -117,7 +115,8 @@ class Validator:
         failed = ""
         while (check := await self._next_check()) is not None:
             try:
-                if not await self.stopping.unless(self._loaded(check), LOAD_GRACE_S):
+                load = self.seat.load(check.lease.version, keep=self.seat.info.rules.max_staleness + 2)
+                if not await loaded_in_time(load, self.stopping):
                     return
                 body, record = await self._body(check), await self._record(check)
             except PeerError as error:  # others may have decided meanwhile, and the host deleted what was judged
@@ -130,10 +129,6 @@ class Validator:
             with self.seat.within_memory(f"judging submission {check.id[:12]}"):
                 verdict = await asyncio.to_thread(verify_submission, body, check, self._tools(check), record)
             await self._give(verdict)
-
-    async def _loaded(self, check: t.Check) -> bool:
-        await self.seat.load(check.lease.version, keep=self.seat.info.rules.max_staleness + 2)
-        return True
 
     async def _join(self) -> bool:
         """Join the run; returns True when done."""

@@ -34,6 +34,7 @@ from shoal.protocol.sizes import turn_answer_bytes
 from shoal.protocol.wire import digest, to_json
 from shoal.roles.completions import AHEAD, Hands, Table, TooLate, Use, play_blocks
 from shoal.roles.leases import Leases
+from shoal.roles.loading import loaded_in_time
 from shoal.roles.memory import enforced, limit_of
 from shoal.roles.packages import Packages
 from shoal.roles.seat import GOODBYE_S, SOONEST_S, Contradiction, Seat, say_goodbye, take_seat
@@ -49,10 +50,6 @@ are others' by then, and a host could ask for days of work. At the deadline itse
 
 Made: TypeAlias = tuple[list[t.Group], tuple[bytes, ...]]
 """Groups of a lease, and their proofs."""
-
-
-LOAD_GRACE_S = 20.0
-"""Told to stop, a worker waits so long for the version of a lease. After that it returns the lease unplayed."""
 
 
 class TooOld(Exception):
@@ -217,7 +214,7 @@ class Worker:
         """Load the lease's version. Raises `TooOld` if the host may have deleted its weights, and `Left`."""
         lease = grant.lease
         try:
-            if not await self.stopping.unless(self._loaded(grant), LOAD_GRACE_S):  # guard: long-fetch-ends-when-told
+            if not await loaded_in_time(self.seat.load(lease.version, grant=grant), self.stopping):
                 await self.leases.give_back(lease)
                 raise Left
         except Contradiction:
@@ -230,10 +227,6 @@ class Worker:
             log.warning("dropped lease=%s reason='version %d is too old by now'", lease.id, lease.version)
             await self.stopping.unless(asyncio.sleep(SOONEST_S))
             raise TooOld from None
-
-    async def _loaded(self, grant: t.Grant) -> bool:
-        await self.seat.load(grant.lease.version, grant=grant)
-        return True
 
     async def _play_whole(self, grant: t.Grant, before: Use, use: Use) -> Made | None:
         """Generate the groups of a lease, and prove them. None if it is to be given back. Raises `TooOld`."""

@@ -22,9 +22,9 @@ from shoal.metrics import read_metrics
 from shoal.policy.tiny import make_tiny
 from shoal.protocol import types as t
 from shoal.protocol.wire import from_msgpack
-from shoal.roles import validator as validator_module
-from shoal.roles import worker as worker_module
+from shoal.roles import loading
 from shoal.roles.coordinator.board import Board, batch_of
+from shoal.roles.seat import Seat
 from tests.envs import musing, pile
 from tests.roles.town import Town, tiny_run
 
@@ -257,19 +257,21 @@ def test_a_worker_that_stops_gives_its_lease_back(tmp_path):
 @pytest.mark.parametrize("role", ["worker", "validator"])
 def test_who_is_told_to_stop_does_not_wait_for_a_version_that_takes_long(tmp_path, monkeypatch, role):
     town = Town(tmp_path / "run", tiny_run())
-    monkeypatch.setattr(worker_module, "LOAD_GRACE_S", 0.2)
-    monkeypatch.setattr(validator_module, "LOAD_GRACE_S", 0.2)
+    monkeypatch.setattr(loading, "LOAD_GRACE_S", 0.2)
+    load = Seat.load
 
     async def story():
         leaver = town.worker("leaver") if role == "worker" else town.validator()
         others = [town.trainer(), *([] if role == "worker" else [town.worker("player")])]
         begun = asyncio.Event()
 
-        async def fetches_for_ever(work):
-            begun.set()
-            await asyncio.sleep(3600)
+        async def fetches_for_ever(seat, *arguments, **named):
+            if seat.client is leaver.client:
+                begun.set()
+                await asyncio.sleep(3600)
+            await load(seat, *arguments, **named)
 
-        monkeypatch.setattr(leaver, "_loaded", fetches_for_ever)
+        monkeypatch.setattr(Seat, "load", fetches_for_ever)
         tasks = [asyncio.create_task(work) for work in (*(one.run() for one in others), town._tick())]
         leaving = asyncio.create_task(leaver.run())
         await asyncio.wait_for(begun.wait(), 30.0)
