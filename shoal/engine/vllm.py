@@ -44,11 +44,12 @@ NATIVE = {KEYED_32: False, KEYED_64: True, MURMUR_32: False, MURMUR_53: True}
 """Families that a sampler of vLLM may make, and whether in float64."""
 
 TRIED, TRIED_VOCABULARY = 64, 4096
-"""Tokens that are drawn to find out which family a sampler has. Another family draws the same with a chance of 1 / 4096
-each."""
+"""This many tokens are drawn, of so many, to find out which family a sampler has. Another family draws each of them with
+a chance of 1 / 4096."""
 
 GPU_SHARE = 0.5
-"""Of the GPU's memory, for weights, activations and the cache. The rest is left to others: a trainer, a validator."""
+"""vLLM takes this share of the GPU's memory for weights, activations and the cache. It leaves the rest to others, such as a
+trainer or a validator."""
 
 EXTRA = "shoal"
 """Where a request's `extra_args` say what our processor draws."""

@@ -26,7 +26,7 @@ SLACK_BYTES = 64 << 20
 """What a fetch may take beside the weights: the library's own files, and what it holds twice for a moment."""
 
 TOLD_S = 10.0
-"""Between two lines of the log that say how far a fetch is."""
+"""The log says how far a fetch is once in this time."""
 
 MAX_ANSWER_BYTES = 1 << 20
 

@@ -34,7 +34,7 @@ mute or amplify any token within its bounds."""
 TRANSFORMERS = "transformers"
 """Kind of the engine that computes with transformers, for policies of other architectures than shoal's own."""
 
-CHOSEN = (VLLM,)
+CHOSEN_ENGINES = (VLLM,)
 """Kinds that a worker chooses by itself. Nobody measured how far they differ from the engine that replays, unless the run
 has bounds for them."""
 
@@ -83,7 +83,7 @@ def unmeasured(rules: Rules, implementation: str) -> str:
     """Why a worker with this engine may not take part: its user chose the engine, and the run has no bounds for it. Empty
     if it may."""
     kind = engine_kind(implementation)
-    if kind not in CHOSEN or any(pair.startswith(f"{kind}:{rules.dtype}/") for pair in rules.bounds):
+    if kind not in CHOSEN_ENGINES or any(pair.startswith(f"{kind}:{rules.dtype}/") for pair in rules.bounds):
         return ""
     return (
         f"this run has no calibrated bounds for work of {kind} in {rules.dtype}: join without --engine, or ask the host to "

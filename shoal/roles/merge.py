@@ -30,7 +30,8 @@ ROWS, ROW_TOKENS = 4, 128
 """Conversations of random tokens on which the two are compared, and their tokens at most."""
 
 LOGIT_COPIES = 7
-"""Of all logits, while the two are compared: of both models, as log-probs, and what is computed from these."""
+"""While the two are compared, the memory holds this many copies of all logits: of both models, as log-probs, and what is
+computed from these."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from shoal.policy.device import CPU, demand_device
 from shoal.policy.hub import Hub
 from shoal.policy.tiny import make_tiny
 from shoal.proofs.rounding import Noise, joined, propose, propose_activation_error
-from shoal.protocol.bounds import CHOSEN
+from shoal.protocol.bounds import CHOSEN_ENGINES
 from shoal.protocol.hubref import is_hub
 from shoal.protocol.types import Bounds
 from shoal.protocol.wire import to_msgpack
@@ -86,7 +86,7 @@ def main(
 def _sides(recordings: dict[str, Recording], dtype: str) -> dict[str, list[str]]:
     """Names of recordings by what they are bounds for: all of them for the run's dtype, and those of each kind of engine
     that workers choose also for this kind."""
-    kinds = {recording.kind for recording in recordings.values()} & {*CHOSEN}
+    kinds = {recording.kind for recording in recordings.values()} & {*CHOSEN_ENGINES}
     return {dtype: list(recordings)} | {
         f"{kind}:{dtype}": [name for name, recording in recordings.items() if recording.kind == kind]
         for kind in sorted(kinds)
