@@ -30,6 +30,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started as a file, as benchmarks are
 
 from benchmarks.adapted import curves, size
+from benchmarks.real.kept import Kept
 from benchmarks.real.shapes import SHAPES
 from benchmarks.whole_system import ensure_peer
 from shoal.config import child_environment, load_run
@@ -58,6 +59,7 @@ def main() -> int:
         "--quick", action="store_true", help="small and few: proves only that it runs; no peer, no bars"
     )
     asked = parser.parse_args()
+    curves.demand_seeds(len(asked.seeds.split(",")))
     peer = asked.peer if asked.peer or asked.quick else ensure_peer()
     figures: dict[str, Any] = {"benchmark": "adapters"}
     with tempfile.TemporaryDirectory() as scratch:
@@ -76,18 +78,20 @@ def main() -> int:
 
 def run_size(asked: argparse.Namespace, peer: Path | None, folder: Path) -> dict[str, Any]:
     """The run that is sized. Its folder is deleted afterwards."""
-    kept = folder / "size.json"
-    if not kept.exists():
-        shape, steps = (_small_shape(folder), 2) if asked.quick else (None, STEPS)
+    steps, changes = (2, QUICK) if asked.quick else (STEPS, ())
+
+    def make() -> dict[str, Any]:
+        shape = _small_shape(folder) if asked.quick else None
         shutil.rmtree(folder / "sized", ignore_errors=True)
         run = RunFolder(folder / "sized" / "run")
-        watch = size.run(run.root, steps, shape, *(QUICK if asked.quick else ()))
+        watch = size.run(run.root, steps, shape, *changes)
         found = size.figures(watch, run)
         if peer is not None:
             found |= size.beside_peft(peer, run, folder)
-        kept.write_text(json.dumps(found))
         shutil.rmtree(folder / "sized")
-    found = json.loads(kept.read_text())
+        return found
+
+    found = Kept(folder).result("size", {"quick": asked.quick, "steps": steps, "peer": peer is not None}, make)
     roles = ", ".join(f"{name} {gb:.2f}" for name, gb in found["peak_gb"].items())
     print(f"size, {found['steps']} steps, a base of {found['base_gb']:.2f} GB: GB of memory at most: {roles}")
     print(

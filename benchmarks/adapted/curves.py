@@ -16,11 +16,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.real.kept import Kept
 from benchmarks.whole_system import SHARED_ARGUMENTS, SHARED_SETTINGS, make_policy
 from shoal.config import RunConfig, TinyPolicy, load_run
 from shoal.folder import RunFolder
 from shoal.metrics import read_metrics
 from shoal.policy.adapterspec import CONFIG, WEIGHTS
+from shoal.tree import to_tree
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "benchmarks" / "adapters.toml"
@@ -43,17 +45,25 @@ Result = dict[str, Any]
 
 def result_of(side: str, seed: int, steps: int, shape: TinyPolicy, peer: Path, folder: Path) -> Result:
     """What the folder has of a run, or the run itself."""
-    kept = folder / f"{side}-{seed}-{steps}.json"
-    if not kept.exists():
+
+    def make() -> Result:
         policy = folder / f"policy-{shape.width}"
         if not policy.exists():
             make_policy(policy, shape=shape)
         config = load_run(RECIPE, [f"policy.path={policy}", f"seed={seed}", f"steps={steps}"])
         found = _ours(config, policy, folder) if side == "shoal" else _theirs(config, policy, peer, folder)
         print(f"{side}, seed {seed}: reward {_quarters(found['rewards'])}, {found['cpu_s']:.0f} CPU-s", flush=True)
-        kept.write_text(json.dumps(found))
-    found = json.loads(kept.read_text())
-    return found
+        return found
+
+    asked = {"shape": to_tree(shape), "recipe": RECIPE.read_text()}
+    return Kept(folder).result(f"{side}-{seed}-{steps}", asked, make)
+
+
+def demand_seeds(count: int) -> None:
+    """Raise `SystemExit` for more seeds than `T_95` knows, before hours are spent on them."""
+    most = max(T_95) // 2 + 1
+    if count > most:
+        raise SystemExit(f"error: --seeds names {count} seeds, at most {most} can be compared: leave some out")
 
 
 def _ours(config: RunConfig, policy: Path, folder: Path) -> Result:

@@ -1,7 +1,7 @@
 """What parts of a long benchmark measured, one file each, so that it can be made in pieces and joined.
 
-Called by `benchmarks/real_models.py` with the folder of `--keep`. A file holds what was asked and what was found, and
-counts only while the same is asked. It does not know what was measured.
+Called by `benchmarks/real_models.py` and `benchmarks/adapters.py` with the folder of `--keep`. A file holds what was asked
+and what was found, and counts only while the same is asked. It does not know what was measured.
 """
 
 import json
@@ -26,7 +26,7 @@ class Kept:
         asked = json.loads(json.dumps(asked))  # tuples are lists in a file
         if path.exists():
             kept: dict[str, Any] = json.loads(path.read_text())
-            if kept["asked"] == asked:
+            if kept.get("asked") == asked:
                 print(f"{name}: from {path.name}", flush=True)
                 found: dict[str, Any] = kept["found"]
                 return found

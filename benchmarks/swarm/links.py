@@ -27,6 +27,9 @@ have 64 KiB."""
 UNLIMITED = 12.5e9
 """Bytes a second of a link without a limit: more than any loopback carries."""
 
+MOST_MEMBERS = 15
+"""Servers of one line of the kernel: the next one's class would have the number of the next line."""
+
 _INSIDE = "SHOAL_BENCHMARK_NAMESPACE"
 
 
@@ -109,6 +112,7 @@ class _KernelLine:
 
     def member(self) -> str:
         """A new class that shares the line."""
+        assert len(self._members) < MOST_MEMBERS, f"a line of the kernel has {MOST_MEMBERS} servers at most"
         self._members.append(f"1:{(self._number << 4) + len(self._members) + 1:x}")
         return self._members[-1]
 

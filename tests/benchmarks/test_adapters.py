@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,27 @@ def test_ends_are_compared_by_students_t_and_by_the_rise() -> None:
     assert found["difference"] == pytest.approx(-0.05) and found["difference_over_rise"] == pytest.approx(1 / 6)
     assert found["shoal"]["quarters"] == pytest.approx([0.3, 0.45, 0.45, 0.6])
     assert adapters.missed_curves(found) == ["the ends differ by 0.167 of the rise, bar 0.1"]
+
+
+def test_more_seeds_than_can_be_compared_are_refused_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    curves.compared({name: side([0.5, 0.6, 0.7, 0.8, 0.9], 0.3) for name in curves.SIDES})
+    monkeypatch.setattr(sys, "argv", ["adapters.py", "--quick", "--only", "", "--seeds", "1,2,3,4,5,6"])
+    with pytest.raises(SystemExit, match="6 seeds, at most 5 can be compared"):
+        adapters.main()
+
+
+def test_what_a_quick_run_found_is_not_kept_for_a_whole_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(size, "run", lambda root, steps, *rest: root.mkdir(parents=True) or steps)
+    empty = {"peak_gb": {}, "base_gb": 1.0, "disk_gb": 1.0, "step_mb": 1.0, "step_share": 0.1}
+    monkeypatch.setattr(size, "figures", lambda steps, run: empty | {"steps": steps})
+    monkeypatch.setattr(curves, "make_policy", lambda directory, shape: directory.mkdir())
+    monkeypatch.setattr(
+        curves, "_ours", lambda config, policy, folder: {"rewards": [0.1] * 4, "cpu_s": float(policy.name[7:])}
+    )
+    for _ in range(2):
+        for quick, steps, shape in ((True, 2, curves.SMALL), (False, adapters.STEPS, curves.SHAPE)):
+            assert adapters.run_size(Namespace(quick=quick), None, tmp_path)["steps"] == steps
+            assert curves.result_of("shoal", 1, 4, shape, Path(), tmp_path)["cpu_s"] == shape.width
 
 
 def test_each_missed_bar_is_told() -> None:

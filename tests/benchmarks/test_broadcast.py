@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.broadcast import bound_s
+from benchmarks.swarm import links
 from shoal.net.fault_proxy import FaultProxy
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -21,6 +22,14 @@ def test_the_bound_is_what_all_links_carry_together_or_one_copy_of_the_origin():
     assert bound_s(size, rate, clients=8, relays=3, sharing=False) == pytest.approx(11 * 40 / 4)
     assert bound_s(size, rate, clients=8, relays=3, sharing=True) == 40  # 11 copies over 12 links take less
     assert bound_s(size, rate, clients=1, relays=0, sharing=False) == 40
+
+
+def test_classes_of_one_line_have_no_number_of_another():
+    lines = [links._KernelLine(number) for number in (1, 2)]
+    ids = [one for line in lines for one in (line.id, *(line.member() for _ in range(links.MOST_MEMBERS)))]
+    assert len(set(ids)) == len(ids) == 32
+    with pytest.raises(AssertionError, match="15 servers at most"):
+        lines[0].member()
 
 
 def test_a_link_is_held_and_released_and_its_rate_changed():
