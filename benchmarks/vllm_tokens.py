@@ -140,11 +140,11 @@ class Plain:
     def load(self, directory: Path, version: int) -> None:
         from vllm import LLM
 
-        from shoal.config import settle_vllm
+        from shoal.config import settle_vllm_runner
         from shoal.engine.vllm import arguments
 
         own_seeds = self.facts.implementation.endswith("own-seeds")
-        settle_vllm(self.facts.device == "cpu", runner=2 if own_seeds else 1)
+        settle_vllm_runner(own_seeds)
         self._llm = LLM(model=str(directory), logprobs_mode="processed_logprobs", **arguments(self.facts))
 
     def extend(self, requests: list[Any], temperature: float) -> None:

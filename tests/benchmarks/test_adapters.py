@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import adapters
-from benchmarks.adapted import curves
+from benchmarks.adapted import curves, size
 from benchmarks.real.resident import peak_mb
 from benchmarks.whole_system import make_policy
 from shoal.config import load_run
