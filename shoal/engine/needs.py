@@ -59,9 +59,9 @@ class Needs:
         return self._item * (self._layers + 2 * self._head) + self.adapter
 
     def load(self) -> int:
-        """While the weights are read and arranged: the model and its arranged form, a head twice, one layer and tensor more,
-        and an eighth of all that for holes between them. Each layer of the model is given back when it is arranged, but the
-        system's allocator may keep it: measured, in one of six loads it kept all."""
+        """While the weights are read and arranged: the model and its arranged form, a head twice, one layer and tensor
+        more, and an eighth of all that for holes between them. Each layer of the model is given back when it is arranged,
+        but the system's allocator may keep it: measured, in one of six loads it kept all."""
         return (self.loaded + self._item * (self._layers + self._head) + self._beside + self.adapter) * 9 // 8
 
     def in_passing(self) -> int:
