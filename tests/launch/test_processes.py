@@ -69,6 +69,14 @@ def finished(folder: Path, run: subprocess.Popen[str], timeout_s: float = 240) -
     return (out / "checkpoints" / "final" / "model.safetensors").read_bytes()
 
 
+def wait_for_the_end_of_all(folder: Path) -> None:
+    """Wait until no process of the trainer is left, after its launcher was killed."""
+    deadline = time.monotonic() + 10
+    while processes_in(folder):
+        assert time.monotonic() < deadline, "the trainer's processes outlive their launcher"
+        time.sleep(0.05)
+
+
 def test_a_trainer_of_two_processes_is_stopped_killed_and_resumed(tmp_path: Path) -> None:
     """One story, because each part needs a run under way. It ends as a run that nobody touched."""
     untouched = finished(tmp_path / "a", start(tmp_path / "a", 2, 6))
@@ -90,10 +98,7 @@ def test_a_trainer_of_two_processes_is_stopped_killed_and_resumed(tmp_path: Path
     wait_for("others", lambda: len(ranks_of(folder)) == 2 and not before & {p.pid for p in ranks_of(folder)}, run)
     run.kill()
     run.communicate()
-    deadline = time.monotonic() + 10
-    while processes_in(folder):
-        assert time.monotonic() < deadline, "the trainer's processes outlive their launcher"
-        time.sleep(0.05)
+    wait_for_the_end_of_all(folder)
     assert finished(folder, start(folder, 2, 6)) == untouched
 
 
@@ -121,10 +126,7 @@ def test_two_processes_repeat_the_steps_since_their_last_saved_state(tmp_path: P
     wait_for("a third step", lambda: steps_done(folder) >= 3, run)
     run.kill()
     run.communicate()
-    deadline = time.monotonic() + 10
-    while processes_in(folder):
-        assert time.monotonic() < deadline, "the trainer's processes outlive their launcher"
-        time.sleep(0.05)
+    wait_for_the_end_of_all(folder)
     assert finished(folder, started(folder)) == untouched
     log = (folder / "runs" / "small" / "logs" / "trainer.log").read_text()
     assert "repeated the step that made version=1 " in log and "repeated the step that made version=2 " in log
