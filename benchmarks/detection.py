@@ -26,12 +26,9 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the zoo lies outside the package
 
-from benchmarks.detect.judgement import CHECKS, Seen, Share, look, share
+from benchmarks.detect.judgement import CHECKS, Seen, Share, look, noticed_after, share
 from benchmarks.detect.policies import GROUP_SIZE, STEPS, Family, lease, make_family, rules
 from benchmarks.pages.detection import said, tables
-from shoal.algos.claim_evidence import grown
-from shoal.algos.sampling_evidence import Evidence, excessive, update
-from shoal.algos.sampling_evidence import Figures as FlipFigures
 from shoal.config import child_environment
 from shoal.ledger.law import LAW
 from shoal.ledger.seeds import slot_draws
@@ -231,14 +228,7 @@ def tolerance(family: Family, trials: int) -> Iterator[dict[str, Any]]:
         groups = attack().groups(lab)
         gain_S = (np.array(lab.rewards(groups)) - honest).mean(1)
         verdicts = lab.judge(lab.encode(groups))
-        evidence, noticed = Evidence(), 0
-        for number, verdict in enumerate(verdicts * 20, start=1):
-            evidence = update(evidence, FlipFigures(verdict.tokens, verdict.flipped, verdict.gap_sum), noise)
-            claims = grown(evidence.claims, verdict.off_sum, verdict.off_weighted, verdict.tokens, noise)
-            evidence = evidence._replace(claims=claims)
-            if excessive(evidence):
-                noticed = number
-                break
+        noticed = noticed_after(verdicts * 20, noise)
         mean, half = float(gain_S.mean()), float(1.96 * gain_S.std(ddof=1) / len(gain_S) ** 0.5)
         print(
             f"{_name(attack, 1)}, {family.entropy:.3f} nats: reward {mean:+.5f} ± {half:.5f} on {honest.mean():.3f}, "

@@ -9,7 +9,7 @@ Axes: N rollouts, slot after slot; S slots.
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -17,6 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.detect.policies import GROUP_SIZE, Lab
+from shoal.algos.claim_evidence import grown
+from shoal.algos.sampling_evidence import Evidence, excessive, update
+from shoal.algos.sampling_evidence import Figures as FlipFigures
 from shoal.algos.toploc import Figures, compare
 from shoal.engine.base import ScoreRequest
 from shoal.proofs.checks import (
@@ -33,7 +36,7 @@ from shoal.proofs.checks import (
 )  # fmt: skip
 from shoal.proofs.context import Context
 from shoal.proofs.verify import AUDIT, MODEL_FREE
-from shoal.protocol.types import Group, GroupVerdict, Rollout, Submission
+from shoal.protocol.types import Bounds, Group, GroupVerdict, Rollout, Submission
 from shoal.protocol.wire import WireError, from_msgpack, to_msgpack
 from tests.attacks.attack import Attack
 from tests.attacks.proof_forgeries import Forgery
@@ -210,6 +213,18 @@ def _opened(body: bytes) -> Submission | None:
         return from_msgpack(body, Submission)
     except WireError:
         return None
+
+
+def noticed_after(verdicts: Sequence[GroupVerdict], noise: Bounds) -> int:
+    """After how many audited groups the evidence against their node is excessive; 0 if it never is."""
+    evidence = Evidence()
+    for number, verdict in enumerate(verdicts, start=1):
+        evidence = update(evidence, FlipFigures(verdict.tokens, verdict.flipped, verdict.gap_sum), noise)
+        claims = grown(evidence.claims, verdict.off_sum, verdict.off_weighted, verdict.tokens, noise)
+        evidence = evidence._replace(claims=claims)
+        if excessive(evidence):
+            return number
+    return 0
 
 
 class Share(NamedTuple):

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.detect.judgement import look, share
+from benchmarks.detect.judgement import look, noticed_after, share
 from benchmarks.detect.policies import GROUP_SIZE
 from benchmarks.real.field import SAMPLING, Field, InThrees, Subject, engine_of, lease, make_subject, rules
 from benchmarks.real.kept import Kept
@@ -42,6 +42,8 @@ PAIRS = {"float32": ("float32",), "bfloat16": ("float32", "bfloat16")}
 SAFETY = 2.0
 CHEATED_GROUPS = 24
 """Of each cheat."""
+LIVES = 20
+"""How often a cheat's groups are repeated until the evidence against their node is excessive."""
 CALIBRATED_GROUPS = 128
 """By which bounds are measured: 512 rollouts, as `shoal calibrate` plays."""
 
@@ -184,6 +186,7 @@ def cheats(subject: Subject, groups: int, the_rules: Rules) -> dict[str, Any]:
     field = subject.field(lease(groups, "cheats"), the_rules)
     field.score(field.requests(field.honest_groups))
     honest_scores, found = dict(field.known), {}
+    bounds = the_rules.bounds[f"{the_rules.dtype}/{the_rules.dtype}"]
     for name, cheat in CHEATS.items():
         field.known = dict(honest_scores)
         seen = look(field, cheat(), cheat().body(field))
@@ -192,6 +195,7 @@ def cheats(subject: Subject, groups: int, the_rules: Rules) -> dict[str, Any]:
         found[name] = {
             "sent": groups * GROUP_SIZE, "differ": refused.n, "refused": refused.k,
             "submissions": submissions, "submissions_refused": caught,
+            "groups_until_excessive": noticed_after(seen.verdicts * LIVES, bounds),
         }  # fmt: skip
     return found
 
@@ -254,6 +258,7 @@ def summary(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "least_honest_groups": min(groups.values()),
         **_caught("cheat", caught),
         **_caught("cheat_bfloat16", coarse),
+        "bfloat16": {name: _of_cheat(found, name) for name in CHEATS},
         "logits_off": max(one["logits_off"] for one in found),
         "opened": all(one["opened"] for one in found),
         "learned": all(one["moved"] > 0 for one in found),
@@ -276,6 +281,17 @@ def faults(summary: dict[str, Any], bars: dict[str, float]) -> list[str]:
     if not (summary["opened"] and summary["learned"]):
         said.append("transformers does not open a checkpoint, or a policy did not move")
     return said
+
+
+def _of_cheat(found: Sequence[dict[str, Any]], name: str) -> dict[str, int]:
+    """One cheat in bfloat16, over all architectures and entropies."""
+    rows = [one["cheats_bfloat16"][name] for one in found if "cheats_bfloat16" in one]
+    excessive = [row["groups_until_excessive"] for row in rows]
+    return {
+        **{key: sum(row[key] for row in rows) for key in ("differ", "refused", "submissions", "submissions_refused")},
+        "policies": len(rows), "policies_noticed": sum(groups > 0 for groups in excessive),
+        "most_groups_until_excessive": max(excessive, default=0),
+    }  # fmt: skip
 
 
 def _caught(name: str, cheats: Sequence[dict[str, Any]]) -> dict[str, Any]:

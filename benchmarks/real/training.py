@@ -17,7 +17,7 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.real.kept import Kept
 from benchmarks.real.rows import Batch
@@ -33,28 +33,41 @@ LEAST_LOSS = 1e-4
 """A largest loss below this counts as this: rounding is not in proportion to a loss of almost 0."""
 
 
+class Effort(NamedTuple):
+    """How often both sides are timed, and with what."""
+
+    repeats: int
+    """Processes of each side."""
+    steps: int = 3
+    """Of each process; the first is not timed."""
+    peer_tokens: int = 0
+    """Padded tokens of the peer's forward pass, if as many as ours take too much memory; 0: as many as ours."""
+
+
 def measure(
-    peer_python: Path, directory: Path, shape: str, batch: Batch, repeats: int, recompute: bool, kept: Kept
+    peer_python: Path, directory: Path, shape: str, batch: Batch, effort: Effort, recompute: bool, kept: Kept
 ) -> dict[str, Any]:
-    """Both sides in turn, `repeats` times. The ratios are of medians."""
+    """Both sides in turn. The ratios are of medians."""
+    theirs_at = dataclasses.replace(batch, microbatch_tokens=effort.peer_tokens or batch.microbatch_tokens)
     lengths = "even" if batch.shortest == batch.longest else "uneven"
     name = f"{shape.replace('.', '_')}_{lengths}{'_recomputed' * recompute}"
 
     def sides() -> dict[str, Any]:
         ours, theirs = [], []
-        for _ in range(repeats):
-            ours.append(run_side(Path(sys.executable), "real/one_side.py", directory, batch, recompute))
-            theirs.append(run_side(peer_python, "peers/trl_steps.py", directory, batch, recompute))
+        for _ in range(effort.repeats):
+            ours.append(run_side(Path(sys.executable), "real/one_side.py", directory, batch, recompute, effort.steps))
+            theirs.append(run_side(peer_python, "peers/trl_steps.py", directory, theirs_at, recompute, effort.steps))
         return {
             "shoal": _medians(ours), "trl": _medians(theirs),
             "losses_apart": max(losses_apart(*pair) for pair in zip(ours, theirs, strict=True)),
         }  # fmt: skip
 
-    asked = dataclasses.asdict(batch) | {"repeats": repeats}
+    asked = dataclasses.asdict(batch) | effort._asdict()
     figures = kept.result(f"train {name}", asked, sides)
     shoal, trl = figures["shoal"], figures["trl"]
     found = {
-        "name": name, "shape": shape, "rows": batch.rows, "tokens": batch.tokens, "recompute": recompute, **figures,
+        "name": name, "shape": shape, "rows": batch.rows, "tokens": batch.tokens, "recompute": recompute,
+        "peer_microbatch_tokens": theirs_at.microbatch_tokens, **figures,
         "ratio_tokens_per_cpu_s": round(shoal["tokens_per_cpu_s"] / trl["tokens_per_cpu_s"], 3),
         "ratio_memory_above": round(shoal["above_mb"] / trl["above_mb"], 3),
     }  # fmt: skip
@@ -103,9 +116,7 @@ def long_row(directory: Path, shape: str, tokens: int, kept: Kept) -> dict[str, 
     return {"shape": shape, "tokens": tokens} | found
 
 
-def run_side(
-    python: Path, script: str, directory: Path, batch: Batch, recompute: bool, steps: int = 3
-) -> dict[str, Any]:
+def run_side(python: Path, script: str, directory: Path, batch: Batch, recompute: bool, steps: int) -> dict[str, Any]:
     """What one process measured: CPU-seconds of each step after the first, and memory."""
     asked = json.dumps(dataclasses.asdict(batch) | {"recompute": recompute, "steps": steps})
     command = [str(python), str(ROOT / "benchmarks" / script), str(directory), asked]

@@ -75,9 +75,11 @@ def test_honest_work_passes_cheats_do_not_and_transformers_agrees(subject: Subje
 
 def test_the_summary_counts_what_is_judged_and_leaves_out_bounds_that_do_not_hold() -> None:
     row = {"groups": 10, "refused": 0}
-    cheat = {"sent": 8, "differ": 4, "refused": 3, "submissions": 2, "submissions_refused": 2}
+    cheat = {"sent": 8, "differ": 4, "refused": 3, "submissions": 2, "submissions_refused": 2,
+             "groups_until_excessive": 5}  # fmt: skip
     built_in = {"bfloat16/float32, built-in bounds": row | {"refused": 5}}
-    one = {"architecture": "olmoe", "honest": {"float32/float32": row} | built_in, "cheats_bfloat16": {"own seeds": cheat},
+    one = {"architecture": "olmoe", "honest": {"float32/float32": row} | built_in,
+           "cheats_bfloat16": dict.fromkeys(architectures.CHEATS, cheat),
            "cheats": {"own seeds": cheat}, "logits_off": 1e-6, "opened": True, "moved": 0.1}  # fmt: skip
     other = {key: value for key, value in one.items() if key != "cheats_bfloat16"}
     found = architectures.summary([one, other | {"architecture": "llama", "logits_off": 2e-6}])
@@ -85,7 +87,9 @@ def test_the_summary_counts_what_is_judged_and_leaves_out_bounds_that_do_not_hol
     assert found["least_honest_groups"] == 10
     assert found["honest_refused_by_built_in_bounds_of_experts"] == 10
     assert (found["cheat_rollouts"]["k"], found["cheat_rollouts"]["n"], found["logits_off"]) == (6, 8, 2e-6)
-    assert (found["cheat_bfloat16_rollouts"]["k"], found["cheat_bfloat16_rollouts"]["n"]) == (3, 4)
+    assert (found["cheat_bfloat16_rollouts"]["k"], found["cheat_bfloat16_rollouts"]["n"]) == (18, 24)
+    assert found["bfloat16"]["own seeds"]["refused"] == 3
+    assert (found["bfloat16"]["own seeds"]["policies_noticed"], found["bfloat16"]["own seeds"]["policies"]) == (1, 1)
 
 
 def test_every_missed_bar_of_the_architectures_is_named() -> None:
@@ -148,7 +152,7 @@ def test_both_sides_of_training_get_the_same_rows() -> None:
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_our_side_of_training_reports_its_steps(tiny: Path, recompute: bool) -> None:
-    found = training.run_side(Path(sys.executable), "real/one_side.py", tiny, BATCH, recompute)
+    found = training.run_side(Path(sys.executable), "real/one_side.py", tiny, BATCH, recompute, 3)
     assert found["tokens_per_cpu_s"] > 0 and found["above_mb"] > 0 and np.isfinite(found["losses"]).all()
 
 
