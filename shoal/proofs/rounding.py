@@ -17,7 +17,7 @@ from shoal.algos.claim_evidence import SLACK
 from shoal.algos.sampling_evidence import pooled, room, tokens_to_detect
 from shoal.algos.toploc import Figures
 from shoal.errors import StateError
-from shoal.proofs.checks.activations import judge, least_bound
+from shoal.proofs.checks.activations import least_bound, most_mismatched
 from shoal.protocol.bounds import MEAN_OF_LOGPROB
 from shoal.protocol.types import Bounds
 
@@ -98,16 +98,23 @@ def _mean_off(off_N: NDArray[np.float64], logprob: float) -> float:
 def propose_activation_error(figures: Sequence[Figures], safety: float) -> float:
     """Bound on the mean relative error of a proof: `safety` times what the worst honest proof needs.
 
-    Raises `StateError` if no bound lets all proofs pass because the sign or size of too many values changes.
+    How many values may change sign or size is fixed, so there `safety` decides whether proofs can be asked for at all.
+    Raises `StateError` if not: more values change than the check allows, or so many that longer honest work would reach it.
     """
-    bound = _rounded_up(max(LEAST_ACTIVATION_ERROR, safety * max(least_bound(of_group) for of_group in figures)))
-    refused = sum(judge(of_group, bound) is not None for of_group in figures)
-    if refused:
+    near = sum(_near_the_limit(of_group, safety) for of_group in figures)
+    if near:
         raise StateError(
-            f"{refused} of {len(figures)} honest proofs of activations change the sign or size of too many values for "
-            'any bound to pass them: these machines differ too much for such proofs. Set verify.proofs = "none"'
+            f"{near} of {len(figures)} honest proofs of activations change the sign or size of more values than the check "
+            f"allows, or of more than 1/{safety:g} of that: these machines, or the experts that they choose, differ too "
+            'much for such proofs. Set verify.proofs = "none"'
         )
-    return bound
+    return _rounded_up(max(LEAST_ACTIVATION_ERROR, safety * max(least_bound(of_group) for of_group in figures)))
+
+
+def _near_the_limit(figures: Figures, safety: float) -> bool:
+    """Whether `safety` times the values that a chunk changed would be too many. One value may change in any chunk."""
+    wrong_C, most_C = figures.mismatched_C, most_mismatched(figures)
+    return bool(((wrong_C > most_C) | ((wrong_C > 1) & (safety * wrong_C > most_C))).any())
 
 
 def _rounded_up(value: float) -> float:

@@ -3,7 +3,9 @@
 import numpy as np
 import pytest
 
-from shoal.proofs.rounding import LEAST, Noise, joined, power, power_by_entropy, propose
+from shoal.algos.toploc import Figures
+from shoal.errors import StateError
+from shoal.proofs.rounding import LEAST, Noise, joined, power, power_by_entropy, propose, propose_activation_error
 from shoal.protocol.types import Bounds
 
 
@@ -70,3 +72,22 @@ def test_power_is_given_by_entropy_and_counts_tokens_beyond_the_bound() -> None:
     assert (low.entropy, low.changed, low.needed) == (0.0, 0.0, 1_000_000)
     assert (high.entropy, high.changed, high.needed) == (2.0, 1.0, 2)
     assert power(entropy_P, gaps_P, bounds).changed == 0.5
+
+
+def proof(*mismatched: int, entries: int = 32, error: float = 0.004) -> Figures:
+    """A group's figures: chunks of so many values, of which some changed sign or size and the others are off by `error`."""
+    wrong_C = np.array(mismatched)
+    entries_C, zeros_C = np.full(len(wrong_C), entries), np.zeros(len(wrong_C), dtype=int)
+    return Figures(zeros_C, zeros_C, entries_C, wrong_C, error * (entries_C - wrong_C))
+
+
+def test_the_bound_of_proofs_is_the_worst_honest_one_times_the_safety_factor() -> None:
+    assert propose_activation_error([proof(0, 1), proof(2, 0, error=0.006)], safety=2.0) == pytest.approx(0.012)
+    assert propose_activation_error([proof(1, 0, entries=4)], safety=2.0) > 0, "one value may change in any chunk"
+
+
+@pytest.mark.parametrize("mismatched", [6, 3])
+def test_proofs_that_change_nearly_as_many_values_as_are_allowed_cannot_be_asked_for(mismatched: int) -> None:
+    """Of 32 values, 5 may change. Honest work that changed 3 among the few groups of a calibration will reach 6."""
+    with pytest.raises(StateError, match=r"1 of 2 honest proofs.*more than 1/2 of that.*verify\.proofs = \"none\""):
+        propose_activation_error([proof(0, 0), proof(mismatched, 0)], safety=2.0)

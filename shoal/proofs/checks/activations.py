@@ -53,7 +53,7 @@ def check(group: Group, ctx: Context) -> Failure | None:
 def judge(figures: Figures, bound: float) -> Failure | None:
     """What is wrong with a group's figures. `bound` is on the mean relative error; positions count policy tokens."""
     entries_C, wrong_C = figures.entries_C, figures.mismatched_C
-    allowed_C = np.maximum(1, np.ceil(MISMATCHED * entries_C))
+    allowed_C = most_mismatched(figures)
     error_C, room_C, mean = _errors(figures)
     most_C = bound * room_C
     bad = np.flatnonzero((wrong_C > allowed_C) | (error_C > most_C))  # guard: chunk-values, chunk-mean
@@ -71,6 +71,11 @@ def judge(figures: Figures, bound: float) -> Failure | None:
         mild = mean <= MILD * bound  # guard: near-the-bound-is-mild
         return Failure(-1, -1, mean, bound, "mean relative error of the proof's values", mild)
     return None
+
+
+def most_mismatched(figures: Figures) -> Floats:
+    """How many values of each chunk may have another sign or size."""
+    return np.maximum(1, np.ceil(MISMATCHED * figures.entries_C))
 
 
 def least_bound(figures: Figures) -> float:
