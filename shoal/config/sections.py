@@ -199,7 +199,7 @@ BOUNDS = {"float32/float32": _FINE, "bfloat16/bfloat16": _COARSE, "bfloat16/floa
 work in `benchmarks/detection.py` stays below two thirds of them, also with logits a dozen times as large."""
 
 
-ACTIVATION_ERROR = {"float32": 0.001, "bfloat16": 0.012, "int8": 0.001}
+ACTIVATION_ERROR = {"float32": 0.001, "bfloat16": 0.010, "int8": 0.001}
 """Bound of a run that gives none, by the dtype that samples. Honest work in `benchmarks/toploc.py` stays below
 it, and in `benchmarks/real_models.py`, where bfloat16 rounds policies that are kept in float32."""
 
@@ -218,7 +218,7 @@ class VerifyConfig(Section, frozen=True):
     proofs: Literal["none", "toploc"] = "none"
     """What workers prove of their activations: nothing, or one proof in TOPLOC's format for each group."""
     activation_error: float = 0.0
-    """Largest mean relative error of a group's proof; 0 means 0.012 if workers sample in bfloat16, else 0.001.
+    """Largest mean relative error of a group's proof; 0 means 0.01 if workers sample in bfloat16, else 0.001.
     `shoal calibrate` measures it."""
     worker_share: float = 1.0
     """Largest share of a batch's groups that one worker may fill. Must be 1 if max_staleness is 0."""
