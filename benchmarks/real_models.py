@@ -124,7 +124,7 @@ def run_train(options: argparse.Namespace, policies: Path, kept: Kept) -> dict[s
     for shape in options.shapes.split(","):
         directory = make_shape(shape, policies)
         for batch in BATCHES[shape]:
-            for recompute in (False, True):
+            for recompute in (False, True) if shape in RECOMPUTED else (False,):
                 effort = EFFORTS.get(shape, training.Effort(options.repeats))
                 rows.append(training.measure(peer, directory, shape, batch, effort, recompute, kept))
     plain = [row for row in rows if not row["recompute"]]
@@ -145,8 +145,11 @@ BATCHES = {
 }
 """Groups of rows: 4,096 padded tokens a micro-batch."""
 
+RECOMPUTED = ("tiny", "25m")
+"""Shapes that are also timed with activations computed again; of others a step takes many minutes."""
+
 EFFORTS = {"0.6b": training.Effort(repeats=1, steps=2, peer_tokens=1024)}
-"""Of shapes whose steps take many minutes. With 4,096 tokens, TRL would need more than 24 GB."""
+"""With 4,096 tokens, TRL would need more than 24 GB for this shape."""
 
 
 def run_long_row(options: argparse.Namespace, policies: Path, kept: Kept) -> dict[str, Any]:
