@@ -12,8 +12,11 @@ PAIRS = ("float32/float32", "bfloat16/float32", "bfloat16/bfloat16")
 
 def tables(rows: Mapping[str, Rows]) -> dict[str, str]:
     """The tables of the parts that ran, by part."""
-    made = {"architectures": _architectures, "flips": _flips, "refusals": _refusals}
-    return {part: make(rows[part]) for part, make in made.items() if rows.get(part)}
+    made = {
+        "architectures": (_architectures, "architectures"), "bfloat16": (_bfloat16, "architectures"),
+        "flips": (_flips, "flips"), "refusals": (_refusals, "refusals"),
+    }  # fmt: skip
+    return {name: make(rows[part]) for name, (make, part) in made.items() if rows.get(part)}
 
 
 def _architectures(rows: Rows) -> str:
@@ -33,6 +36,26 @@ def _architecture(row: Mapping[str, Any]) -> tuple[object, ...]:
 def _caught(cheats: Mapping[str, Mapping[str, int]]) -> str:
     refused, differ = (sum(row[key] for row in cheats.values()) for key in ("refused", "differ"))
     return f"{refused:,} of {differ:,}" if cheats else "-"
+
+
+def _bfloat16(rows: Rows) -> str:
+    """Each cheat in bfloat16, over all policies: what one group shows, and what a node's groups show together."""
+    heads = ("cheat in bfloat16", "rollouts that differ", "refused", "submissions with one refused",
+             "policies where the node is found in 480 groups", "after at most")  # fmt: skip
+    judged = [row["cheats_bfloat16"] for row in rows if "cheats_bfloat16" in row]
+    names = dict.fromkeys(name for cheats in judged for name in cheats)
+    return table(heads, [_cheat(name, [cheats[name] for cheats in judged]) for name in names], right=range(1, 6))
+
+
+def _cheat(name: str, rows: Rows) -> tuple[object, ...]:
+    differ, refused, submissions, caught = (
+        sum(row[key] for row in rows) for key in ("differ", "refused", "submissions", "submissions_refused")
+    )
+    groups = [row["groups_until_excessive"] for row in rows]
+    return (
+        name, f"{differ:,}", f"{refused:,}", f"{caught} of {submissions}",
+        f"{sum(found > 0 for found in groups)} of {len(groups)}", max(groups),
+    )  # fmt: skip
 
 
 def _flips(rows: Rows) -> str:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from benchmarks import real_models
+from benchmarks.pages.real_models import tables
 from benchmarks.real import architectures, decoding, flips, training
 from benchmarks.real.field import TARGET_TOLERANCE, Subject, make_subject, rules
 from benchmarks.real.kept import Kept
@@ -88,6 +89,7 @@ def test_the_summary_counts_what_is_judged_and_leaves_out_bounds_that_do_not_hol
     assert found["honest_refused_by_built_in_bounds_of_experts"] == 10
     assert (found["cheat_rollouts"]["k"], found["cheat_rollouts"]["n"], found["logits_off"]) == (6, 8, 2e-6)
     assert (found["cheat_bfloat16_rollouts"]["k"], found["cheat_bfloat16_rollouts"]["n"]) == (18, 24)
+    assert "| own seeds | 4 | 3 | 2 of 2 | 1 of 1 | 5 |" in tables({"architectures": [one, other]})["bfloat16"]
     assert found["bfloat16"]["own seeds"]["refused"] == 3
     assert (found["bfloat16"]["own seeds"]["policies_noticed"], found["bfloat16"]["own seeds"]["policies"]) == (1, 1)
 
