@@ -29,7 +29,8 @@ def _architecture(row: Mapping[str, Any]) -> tuple[object, ...]:
     honest = [f"{row['honest'][pair]['refused']} of {row['honest'][pair]['groups']}" for pair in PAIRS]
     return (
         row["architecture"], f"{row['entropy']:.2f}", *honest, percent(row["honest"][PAIRS[1]]["flips"], 2),
-        _caught(row["cheats"]), _caught(row.get("cheats_bfloat16", {})), f"{row['logits_off']:.0e}" if row["logits_off"] else "0",
+        _caught(row["cheats"]), _caught(row.get("cheats_bfloat16", {})),
+        f"{row['logits_off']:.0e}" if row["logits_off"] else "0",
     )  # fmt: skip
 
 
