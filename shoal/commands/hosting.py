@@ -7,6 +7,7 @@ modules are imported when a command runs, so that help is quick on a machine wit
 import argparse
 import contextlib
 import json
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -113,7 +114,13 @@ def _launch(args: argparse.Namespace, overrides: list[str], with_workers: bool) 
         if not with_workers:
             say_plan(config, args.recipe.parent)
         announce = None if with_workers else lambda url: invitation(url, config.host, out)
-        return launch(out, lock_fd, with_workers, announce)
+        return launch(out, lock_fd, with_workers, announce, recipe_as_typed(args))
+
+
+def recipe_as_typed(args: argparse.Namespace) -> str:
+    """The run file with what changes it, for a shell."""
+    flags = [f"--{name}" for name, given in (("quick", args.quick), ("random-policy", args.random_policy)) if given]
+    return shlex.join([str(args.recipe), *flags, *(word for change in args.set for word in ("--set", change))])
 
 
 def say_plan(config: "RunConfig", beside: Path) -> None:

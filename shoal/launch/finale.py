@@ -180,7 +180,7 @@ def _next_steps(end: RunEnd) -> tuple[str, ...]:
         "Replay the log and check every credit:",
         f"  shoal ledger verify {end.run_dir}",
         "Host a run of its own that others join from their machines:",
-        f"  shoal host RECIPE --out {end.run_dir}-hosted",
+        f"  shoal host {end.recipe} --out {shlex.quote(f'{end.run_dir}-hosted')}",
     )
 
 

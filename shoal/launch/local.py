@@ -84,13 +84,18 @@ def locked(run_dir: Path, instead: str = "give this run another folder with --ou
         os.close(fd)
 
 
-def launch(run_dir: Path, lock_fd: int, with_workers: bool = True, announce: Callable[[str], str] | None = None) -> int:
+def launch(
+    run_dir: Path, lock_fd: int, with_workers: bool = True, announce: Callable[[str], str] | None = None,
+    recipe: str = "RECIPE",
+) -> int:  # fmt: skip
     """Run to the end, or until Ctrl-C; returns the exit code.
 
-    `announce` is given the coordinator's URL once it answers; what it returns is printed (the join line).
+    `announce` is given the coordinator's URL once it answers; what it returns is printed (the join line). `recipe`: the run
+    file and its options as they are typed, for the command that the end suggests.
     Raises `StateError` with the reason when a role cannot go on.
     """
     crew = open_crew(run_dir, lock_fd, with_workers, lambda: LiveView(Console()))
+    crew.recipe = recipe
     with _counted_signals(crew):
         return crew.run(announce)
 
@@ -135,6 +140,8 @@ class LocalRun:
     def __init__(self, config: RunConfig, folder: RunFolder, lock_fd: int, with_workers: bool, view: View) -> None:
         self.stop_requests = 0
         """Ctrl-C so far: the first stops cleanly, the second at once."""
+        self.recipe = "RECIPE"
+        """What is typed after `shoal host` for the same run."""
         self._config, self._folder, self._lock_fd = config, folder, lock_fd
         self._view = view
         self._watch = CoordinatorWatch(folder.address, config.host.bind)
@@ -361,7 +368,7 @@ class LocalRun:
 
     def _say_end(self) -> int:
         self._snapshot = replace(self._snapshot, notice="", heldout=self._evaluations.results())
-        end = write_summary(self._folder, self._config, self._snapshot, self._usage)
+        end = replace(write_summary(self._folder, self._config, self._snapshot, self._usage), recipe=self.recipe)
         with contextlib.suppress(OSError):  # a picture for a README is not worth an error
             save_picture(Group(render(self._snapshot), render_end(end)), self._folder.root / "terminal.svg")
         self._view.end(render_end(end), plain_end(end))

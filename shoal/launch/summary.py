@@ -76,6 +76,8 @@ class RunEnd:
     envs: tuple[EnvConfig, ...]
     games: tuple[tuple[str, dict[str, Any]], ...]
     """Sample episodes of the final policy, each with the label of its environment."""
+    recipe: str = "RECIPE"
+    """The run file and its options as they are typed, if they are known."""
 
 
 def write_summary(folder: RunFolder, config: RunConfig, snapshot: Snapshot, usage: UsageBook) -> RunEnd:

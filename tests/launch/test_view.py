@@ -2,6 +2,7 @@
 
 import io
 import re
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +10,8 @@ import msgspec
 import pytest
 from rich.console import Console, RenderableType
 
+from shoal.cli import parser
+from shoal.commands.hosting import recipe_as_typed
 from shoal.config import EnvConfig
 from shoal.launch.finale import plain_end, render_end, save_picture
 from shoal.launch.snapshot import Heldout, Snapshot
@@ -128,6 +131,17 @@ def test_last_table_compares_before_and_after_and_names_the_cheater(end: RunEnd)
             "--env wordle --env-args '{\"num_words\": 64}'",
         ):  # fmt: skip
             assert expected in " ".join(text.replace("│", " ").split()), expected
+
+
+def test_the_last_table_says_how_to_host_the_same_run(end: RunEnd) -> None:
+    command = [
+        "run", "my recipes/a.toml", "--quick", "--random-policy", "--set", "steps=3", "--set", 'envs=[{name="x y"}]',
+    ]  # fmt: skip
+    typed = recipe_as_typed(parser().parse_args(command))
+    ended = replace(end, recipe=typed, run_dir=Path("runs/my run"))
+    for text in (shown(render_end(ended), width=200), plain_end(ended)):
+        line = next(line for line in text.splitlines() if "shoal host" in line)
+        assert shlex.split(line) == ["shoal", "host", *command[1:], "--out", "runs/my run-hosted"]
 
 
 def test_the_last_table_shows_each_environment_of_a_mix(end: RunEnd) -> None:
