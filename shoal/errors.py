@@ -74,7 +74,9 @@ def fault_of_user(error: BaseException) -> ShoalError | None:
     if isinstance(error, ModuleNotFoundError) and error.name == "torch":
         return ShoalError(NO_TORCH)
     if isinstance(error, MemoryError):
-        return ShoalError("there is not enough memory: close other programs, or allow more (--max-memory)")
+        return ShoalError(
+            "there is not enough memory: close other programs, or allow a node more (`shoal join --max-memory MB`)"
+        )
     if isinstance(error, OSError) and error.errno in USER_MUST_FIX:
         place = f" {error.filename}" if error.filename else ""
         return ShoalError(f"cannot write{place}: {cause_of(error)}. Free some disk or fix the permissions, then go on")

@@ -93,8 +93,8 @@ def demand_offer_fits(offer: Offer, consent: Consent) -> None:
     named, policy = f"{offer.name} {offer.release.version}", consent.policy
     if offer.release.size_bytes > consent.max_bytes:  # guard: size-of-an-offer
         raise ConfigError(
-            f"{named} has {size_text(offer.release.size_bytes)}, limit {size_text(consent.max_bytes)}: raise --max-mb, or "
-            "max_mb in the policy file"
+            f"{named} has {size_text(offer.release.size_bytes)}, limit {size_text(consent.max_bytes)}: `shoal env install "
+            "--max-mb MB` takes more, or max_mb in the policy file"
         )
     if policy is None:
         return
@@ -116,7 +116,7 @@ def demand_consent(offer: Offer, about: About, requirements: tuple[Requirement, 
     if names and not consent.heavy:  # guard: heavy-stays-with-the-host
         raise ConfigError(
             f"{named} needs {', '.join(names[:5])}: environments with such dependencies stay with the host, who "
-            "installs them with --heavy"
+            "installs them with `shoal env install --heavy`"
         )
     if consent.policy is not None:
         if len(requirements) > consent.policy.max_dependencies:  # guard: policy-limits-dependencies
@@ -127,8 +127,8 @@ def demand_consent(offer: Offer, about: About, requirements: tuple[Requirement, 
         return
     if consent.ask is None:
         raise ConfigError(
-            f"nobody can be asked whether to install {named}: give --yes, or write a policy file, {POLICY_FILE} in "
-            "your home"
+            f"nobody can be asked whether to install {named}: `shoal env install --yes` does not ask, or write a policy "
+            f"file, {POLICY_FILE} in your home"
         )
     if not consent.ask(question(offer, about, requirements)):  # guard: user-is-asked
         raise ConfigError(f"{named} was not installed, as you said")

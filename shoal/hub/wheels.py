@@ -104,7 +104,8 @@ def _run(command: Sequence[str], folder: Path, max_bytes: int, limit_s: float) -
                     # pip has a wheel twice while it moves it.
                     if _size_of(folder) > 2 * max_bytes:  # guard: size-of-wheels
                         raise PeerError(
-                            f"the dependencies have more than {max_bytes / 1e6:.0f} MB: raise --max-mb"
+                            f"the dependencies have more than {max_bytes / 1e6:.0f} MB: `shoal env install --max-mb MB` "
+                            "takes more"
                         ) from None
                     if time.monotonic() > until:
                         raise PeerError(

@@ -4,6 +4,7 @@ Called by `shoal doctor`. It changes nothing that stays, needs no network, and i
 """
 
 import asyncio
+import contextlib
 import importlib.metadata
 import importlib.util
 import os
@@ -21,12 +22,14 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import httpx
 import psutil
 
-from shoal.config import TinyPolicy, load_run, node_home
-from shoal.errors import cause_of
+from shoal.config import RunConfig, TinyPolicy, load_run, node_home
+from shoal.errors import ConfigError, cause_of
 from shoal.protocol.constants import SIGNATURE_WINDOW_S
 
 if TYPE_CHECKING:
     from shoal.plan.sizes import Sizes
+    from shoal.policy.anyspec import AnySpec
+    from shoal.policy.spec import PolicySpec
 
 MIN_MEMORY_GB, MIN_DISK_GB, MIN_OPEN_FILES = 2.0, 1.0, 256
 MEASURE_S = 0.4
@@ -88,10 +91,10 @@ def fit(recipe: Path, changes: Sequence[str], memory_gb: float, random_policy: b
     Raises `ConfigError`, `StateError`.
     """
     from shoal.launch.fits import amount, disk_of, reports
-    from shoal.plan.sizes import sizes_of, spec_of
+    from shoal.plan.sizes import sizes_of
 
     config = load_run(recipe, list(changes), random_policy=random_policy)
-    for report in reports(config, spec_of(config, recipe.parent), with_workers=True, free=int(memory_gb * 1e9)):
+    for report in reports(config, _shape_of(config, recipe), with_workers=True, free=int(memory_gb * 1e9)):
         for role in report.roles:
             if role.on(report.device):
                 parts = ", ".join(f"{part.name} {amount(part.size)}" for part in role.parts)
@@ -101,9 +104,27 @@ def fit(recipe: Path, changes: Sequence[str], memory_gb: float, random_policy: b
         found = f"{amount(report.need)} at once, {amount(report.free)} free"
         yield Line("ok" if enough else "missing", f"memory {report.device}", found, "" if enough else report.advice)
     need, free = disk_of(config, recipe.parent, with_workers=True), shutil.disk_usage(Path.cwd()).free
-    remedy = "" if need <= free else "free some space, give --out on another disk, or lower storage.quota_mb"
+    remedy = (
+        ""
+        if need <= free
+        else "free some space, lower storage.quota_mb, or take another disk: `shoal run RECIPE --out DIR`"
+    )
     yield Line("ok" if need <= free else "missing", "disk", f"at most {amount(need)}, {amount(free)} free here", remedy)
     yield Line("ok", "bytes", f"{in_words(sizes_of(config, recipe.parent))} to each worker")
+
+
+def _shape_of(config: RunConfig, recipe: Path) -> "PolicySpec | AnySpec":
+    """The shape of a run's model. Raises `ConfigError`, with another way to ask if the run file has one."""
+    from shoal.plan.sizes import UnknownShape, spec_of
+
+    try:
+        return spec_of(config, recipe.parent)
+    except UnknownShape as error:
+        instead = ""
+        with contextlib.suppress(ConfigError):
+            load_run(recipe, random_policy=True)
+            instead = ". To reckon with the shape of its [random] table: --random-policy"
+        raise ConfigError(f"{error}{instead}") from None
 
 
 def in_words(sizes: "Sizes") -> str:
@@ -125,7 +146,9 @@ def _size() -> Iterator[Line]:
     yield Line("ok" if enough else "missing", "memory", found, remedy)
     disk_gb = shutil.disk_usage(Path.cwd()).free / 2**30
     enough = disk_gb >= MIN_DISK_GB
-    remedy = "" if enough else "free some space, give --out on another disk, or lower storage.quota_mb"
+    remedy = (
+        "" if enough else "free some space, lower storage.quota_mb, or take another disk: `shoal run RECIPE --out DIR`"
+    )
     yield Line("ok" if enough else "missing", "disk", f"{disk_gb:.1f} GB free in {Path.cwd()}", remedy)
 
 

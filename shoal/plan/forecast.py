@@ -17,7 +17,7 @@ from shoal.plan.machines import Machines
 from shoal.plan.provision import Link, Sources, fetch_s, workers_needed
 from shoal.plan.setting import Outcome, Setting, Stalled, WorkerMachine
 from shoal.plan.simulate import simulate
-from shoal.plan.sizes import TOKEN_BYTES, Sizes, sizes_of
+from shoal.plan.sizes import TOKEN_BYTES, Sizes, UnknownShape, sizes_of
 from shoal.plan.words import count, duration
 from shoal.protocol.needs import may_be_patched
 from shoal.protocol.types import Rules
@@ -99,7 +99,10 @@ def forecast_by_rule(config: RunConfig, rules: Rules, recipe_dir: Path, machines
             f"--patch-share: versions in {config.policy.dtype} change whole, so there are no patches. Leave it out, or "
             "--set 'policy.dtype=\"bfloat16\"'"
         )
-    sizes = sizes_of(config, recipe_dir, machines.parameters, machines.patch_share)
+    try:
+        sizes = sizes_of(config, recipe_dir, machines.parameters, machines.patch_share)
+    except UnknownShape as error:
+        raise ConfigError(f"{error}. To plan without the model: --parameters, such as 7e9") from None
     setting, assumed = setting_of(config, rules, sizes, machines)
     size, sources = fetched_bytes(setting), sources_of(setting)
     link = Link(setting.workers[0].down, load_s_of(setting, setting.workers[0]))

@@ -39,6 +39,10 @@ TOKEN_BYTES = 16.0
 """Of a submission, for each policy token: its id and its log-prob."""
 
 
+class UnknownShape(ConfigError):
+    """The run file's model is not here, or its shape is none that shoal knows."""
+
+
 @dataclass(frozen=True)
 class Sizes:
     """Bytes of one run."""
@@ -64,7 +68,7 @@ class Sizes:
 
 def sizes_of(config: RunConfig, recipe_dir: Path, parameters: float = 0.0, patch_share: float = -1.0) -> Sizes:
     """The sizes of a run. `parameters` replaces the run file's model; `patch_share` is what a patch has of a version, below
-    0 if that is assumed. Raises `StateError`, `ConfigError`."""
+    0 if that is assumed. Raises `StateError`, `UnknownShape`."""
     spec = None if parameters else spec_of(config, recipe_dir)
     count = float(parameters_of(spec)) if spec else parameters
     version, kept_version = (count * ITEM_BYTES[dtype] for dtype in (config.policy.dtype, config.policy.kept_dtype))
@@ -115,7 +119,7 @@ def _blobs(config: RunConfig, version: float, patch: float) -> tuple[float, floa
 
 
 def spec_of(config: RunConfig, recipe_dir: Path) -> PolicySpec | AnySpec:
-    """The shape of a run's model. Raises `ConfigError`."""
+    """The shape of a run's model. Raises `UnknownShape`."""
     if config.policy.path:
         directory = (recipe_dir / config.policy.path).resolve()
         try:
@@ -125,5 +129,5 @@ def spec_of(config: RunConfig, recipe_dir: Path) -> PolicySpec | AnySpec:
                 return sized_spec_of(directory)
             return PolicySpec.from_directory(directory)
         except ShoalError as error:
-            raise ConfigError(f"{error} To plan without the model: --parameters, such as 7e9") from None
+            raise UnknownShape(str(error)) from None
     return tiny_spec(config.policy.tiny)
