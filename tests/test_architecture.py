@@ -34,6 +34,7 @@ COMMON = ("config", "errors", "folder", "metrics", "pipes", "terminal", "tree")
 """Files that serve every room but `algos`. They import each other and `protocol`."""
 
 BROAD_EXCEPTS = {
+    "engine/fused.py": "Triton, its compilers and CUDA raise many things where a kernel cannot run; then torch makes noise",
     "engine/vllm.py": "Triton and CUDA raise many things where vLLM's sampler cannot run; then ours is used",
     "launch/background.py": "what ended a run's thread is raised again in its caller's",
     "envs/base.py": "an environment is foreign code and may raise anything; that ends its rollout, not our process",
