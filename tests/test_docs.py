@@ -206,7 +206,8 @@ def section_of(kind: Any) -> Any:
 def run_file_tables(kind: Any = config.RunConfig, prefix: str = "") -> str:
     """Every key of a run file, section by section."""
     headings = ["Key", "Type", "Default", "Meaning", "May change on resume"]
-    parts = [table(headings, keys_of(kind, sys.modules[kind.__module__], prefix))]
+    rows = keys_of(kind, sys.modules[kind.__module__], prefix)
+    parts = [table(headings, rows)] if rows else []
     for field in msgspec.structs.fields(kind):
         inner = section_of(field.type)
         if inner is not None:

@@ -8,9 +8,12 @@ from typing import Any, Literal
 
 import msgspec
 
+from shoal.protocol.shaping import Shaping
 from shoal.tree import Section
 
-ENV_SETTINGS = ("system", "examples", "template", "parser", "weights", "max_turn_tokens", "max_tokens", "history")
+ENV_SETTINGS = (
+    "system", "examples", "template", "parser", "weights", "max_turn_tokens", "max_tokens", "history", "shaping",
+)  # fmt: skip
 """Keys of an environment that the log names only if they are set."""
 
 STAGE_KEYS = {"kind": "", "reproducible": True, "call_s": 10.0, "eval_episodes": -1}
@@ -47,6 +50,8 @@ class EnvConfig(Section, frozen=True):
     history: Literal["", "append", "template"] = ""
     """What the policy reads of its earlier turns: all tokens so far (append), or what the chat template shows of them
     (template), which may leave out thoughts. Empty is the environment's own choice, usually append."""
+    shaping: Shaping | None = None
+    """Terms that the run adds to the reward: a length to aim at, penalties near a limit and for repetition."""
     kind: Literal["", "episodes", "completions"] = ""
     """Who plays it: workers (episodes), or the host's stage, while workers only extend token ids (completions). Empty is
     episodes, but completions for what nobody can repeat, and for a file or a package in a run that others may join. If the

@@ -160,6 +160,14 @@ def step_of(told: object) -> Step:
     return Step(*told)
 
 
+class Targeted(NamedTuple):
+    """A task whose prompt asks for a length, in a run that shapes rewards by it. The environment sees the task alone."""
+
+    task: Task
+    tokens: int
+    """The length that the prompt asks for."""
+
+
 def require_index(index: int, count: int) -> None:
     """Raise IndexError unless 0 <= index < count. With Python's negative indices, two indices could name one task."""
     if not 0 <= index < count:
@@ -187,7 +195,7 @@ def players_of(env: Env) -> Mapping[str, Player]:
 def solution_of(env: Env, task: Task) -> tuple[str, ...] | None:
     """The turns of a task's solution; None if the environment gives none."""
     solve = getattr(env, "solution", None)
-    found = None if solve is None else solve(task)
+    found = None if solve is None else solve(task.task if isinstance(task, Targeted) else task)
     return (found,) if isinstance(found, str) else None if found is None else tuple(found)
 
 

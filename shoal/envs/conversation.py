@@ -23,7 +23,7 @@ from itertools import accumulate
 from shoal.envs.action import Action
 from shoal.envs.base import Env, Message, State, Step, Task, describe_fault, source_of, step_of, success_of
 from shoal.envs.score import Scored, earned
-from shoal.envs.settings import limits_of, opening_of
+from shoal.envs.settings import limits_of, opening_of, shaped
 from shoal.envs.view import Next, TalkRow, Turn, View
 from shoal.errors import Overreach, ShoalError
 from shoal.policy.messages import Written, arguments_of, as_messages, normal
@@ -57,8 +57,9 @@ class Conversation:
         """Parts of the score, before their weights."""
         self.metrics: dict[str, float] = {}
         self.turn_rewards: list[float] = []
-        self.scored: Scored = self.reward
-        """What the environment's `score` gave for this episode, before it was compared with its siblings."""
+        self.scored: tuple[Scored, ...] = (self.reward,)
+        """What the environment's `score` gave for this episode, and what the run adds to it, before the episode was
+        compared with its siblings."""
         self.success: bool | None = None
         self.fault = ""
         """One line: what the environment raised."""
@@ -195,7 +196,7 @@ class Conversation:
         if step.restart:
             return view.anew(step.reply)
         if step.seat not in self._latest:
-            return view.opening(opening_of(self.env, as_messages(step.reply)))
+            return view.opening(opening_of(self.env, as_messages(step.reply), self.task))
         return view.after(step.reply, self._latest[step.seat])
 
     def _fits(self, view: View, told: Next) -> bool:
@@ -230,8 +231,9 @@ class Conversation:
         """Score the episode and close the conversation."""
         judge = getattr(self.env, "truncated_score", self.env.score) if ending == "length" else self.env.score
         try:
-            scored = judge(self.state)
-            found = earned(self.env, [scored], self.turn_rewards)
+            written = [turn.token_ids for turn in self._turns]
+            scored = (judge(self.state), *shaped(self.env, self.task, written))
+            found = earned(self.env, scored, self.turn_rewards)
             success = success_of(self.env, self.state)
         except Overreach:
             raise  # guard: overreach-scores-nothing

@@ -75,7 +75,7 @@ def judge_talks(talks: Sequence[Conversation], env: Env) -> list[Earned]:
         if len(scores) != len(whole):
             raise ValueError(f"group_scores() gives {len(scores)} scores for {len(whole)} rollouts")
         beside = [
-            earned(env, [talk.scored, score], talk.turn_rewards) for talk, score in zip(whole, scores, strict=True)
+            earned(env, [*talk.scored, score], talk.turn_rewards) for talk, score in zip(whole, scores, strict=True)
         ]
     except (Overreach, MemoryError):
         raise

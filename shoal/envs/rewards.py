@@ -1,14 +1,22 @@
 """Rewards for the form and the length of an answer: pure functions that an environment may use as parts of its score.
 
 Each docstring names the paper. A length may count characters, words or turns. They know nothing about tasks or tokens.
+Terms that a run file may add to any environment are in `shaping`; their formulas, in `algos`, are offered here, too.
 """
 
 import re
-from collections import Counter
 from collections.abc import Sequence
 from math import cos, pi
 
+from shoal.algos.length_target import length_penalty as near_length
+from shoal.algos.overlong import overlong
+from shoal.algos.repetition import repeated_share
 from shoal.envs.action import Action
+
+__all__ = [
+    "calls_well_formed", "cosine", "near_length", "overlong", "repeated", "shorter_than_siblings", "tags_once",
+    "thought_first",
+]  # fmt: skip
 
 _WORD = re.compile(r"\w+", re.ASCII)
 
@@ -38,16 +46,6 @@ def calls_well_formed(action: Action) -> float:
     return good / (good + bad) if good + bad else 1.0
 
 
-def overlong(length: float, limit: float, buffer: float) -> float:
-    """0 up to limit - buffer, then falling linearly to -1 at the limit, and -1 above it.
-
-    Soft overlong punishment of DAPO (arXiv:2503.14476, equation 13).
-    """
-    if length <= limit - buffer:
-        return 0.0
-    return max(-1.0, (limit - buffer - length) / buffer) if buffer > 0 else -1.0
-
-
 def cosine(
     right: bool,
     length: float,
@@ -68,11 +66,6 @@ def cosine(
     return long + 0.5 * (short - long) * (1.0 + cos(length * pi / limit))
 
 
-def near_length(length: float, wanted: float, alpha: float = 0.0003) -> float:
-    """-alpha times the distance to the wanted length: the penalty of L1-Exact (arXiv:2503.04697, equation 1)."""
-    return -alpha * abs(wanted - length)
-
-
 def shorter_than_siblings(lengths: Sequence[float], right: Sequence[bool]) -> list[float]:
     """For each answer of a group, from 0.5 for the shortest to -0.5 for the longest. A wrong answer gets at most 0.
 
@@ -90,6 +83,4 @@ def repeated(text: str, size: int = 4) -> float:
 
     The repetition penalty of arXiv:2502.03373 (section 4.3) uses this measure. Give it a negative weight.
     """
-    words = _WORD.findall(text.lower())
-    runs = Counter(tuple(words[i : i + size]) for i in range(len(words) - size + 1))
-    return 1.0 - len(runs) / runs.total() if runs else 0.0
+    return repeated_share([_WORD.findall(text.lower())], size)

@@ -1,4 +1,4 @@
-"""What a run file adds to an environment: a system prompt, examples, template arguments, weights and token limits.
+"""What a run file adds to an environment: a system prompt, examples, template arguments, weights, shaping, token limits.
 
 Called by `load` for every environment of a run, on the host and on every other node, so that all see the same messages.
 It does not deal with tokens.
@@ -11,11 +11,14 @@ from typing import Any, Protocol
 
 import msgspec
 
-from shoal.envs.base import Env, State, Task
+from shoal.envs.base import Env, State, Targeted, Task
 from shoal.envs.parse import NOTATIONS
-from shoal.envs.score import weights_of
+from shoal.envs.score import Score, weights_of
+from shoal.envs.shaping import Shaper
 from shoal.errors import ConfigError
 from shoal.policy.messages import Message, normal, template_arguments
+from shoal.protocol.audits import MAX_REWARD
+from shoal.protocol.shaping import Shaping
 from shoal.protocol.types import Sampling
 
 HISTORIES = ("append", "template")
@@ -48,6 +51,8 @@ class Settings(Protocol):
     def max_tokens(self) -> int: ...
     @property
     def history(self) -> str: ...
+    @property
+    def shaping(self) -> Shaping | None: ...
 
 
 class WithSettings:
@@ -62,25 +67,37 @@ class WithSettings:
         self.weights = {**weights_of(env), **settings.weights}
         self.max_turn_tokens, self.max_tokens = settings.max_turn_tokens, settings.max_tokens
         self.history = settings.history or getattr(env, "history", "append")
+        self.shaper: Shaper | None = None
+        self.reward_bounds = env.reward_bounds
+        if settings.shaping is not None:
+            self.shaper = Shaper(settings.shaping, f"environment {settings.name}")
+            low, high = env.reward_bounds
+            self.reward_bounds = (low - self.shaper.worst, high)
+            self.weights |= self.shaper.weights
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.env, name)
 
-    def reset(self, task: Task) -> tuple[State, list[Message]]:
-        state, messages = self.env.reset(task)
-        return state, self.opened(messages)
+    def task(self, index: int, heldout: bool = False) -> Task:
+        task = self.env.task(index, heldout=True) if heldout else self.env.task(index)
+        return task if self.shaper is None else self.shaper.targeted(task, index, heldout)
 
-    def opened(self, messages: Sequence[Message]) -> list[Message]:
+    def reset(self, task: Task) -> tuple[State, list[Message]]:
+        state, messages = self.env.reset(task.task if isinstance(task, Targeted) else task)
+        return state, self.opened(messages, task)
+
+    def opened(self, messages: Sequence[Message], task: Task) -> list[Message]:
         """The opening of a seat. The run's system prompt replaces the environment's; the examples follow it."""
         own = list(itertools.takewhile(lambda message: message["role"] == "system", messages))
-        return [*(self._system or own), *self._examples, *messages[len(own) :]]
+        rest = messages[len(own) :] if self.shaper is None else self.shaper.told(messages[len(own) :], task)
+        return [*(self._system or own), *self._examples, *rest]
 
 
 def with_settings(env: Env, settings: Settings) -> Env:
     """The environment under its settings, or the environment itself if it has none. Raises `ShoalError` if a setting
     cannot be used."""
     named = settings.system, settings.examples, settings.template, settings.parser, settings.weights
-    if not any((*named, settings.max_turn_tokens, settings.max_tokens, settings.history)):
+    if not any((*named, settings.max_turn_tokens, settings.max_tokens, settings.history, settings.shaping)):
         return env
     where = f"environment {settings.name}"
     if len(settings.examples) > MAX_EXAMPLES:
@@ -104,12 +121,22 @@ def with_settings(env: Env, settings: Settings) -> Env:
         raise ConfigError(f"{where}: parser = {settings.parser!r}; known are {', '.join(NOTATIONS)}, none")
     if settings.history not in ("", *HISTORIES):
         raise ConfigError(f"{where}: history = {settings.history!r}; known are {', '.join(HISTORIES)}")
-    return WithSettings(env, settings)
+    found = WithSettings(env, settings)
+    if -min(found.reward_bounds) > MAX_REWARD:  # guard: promised-shaped-rewards
+        raise ConfigError(f"{where}: shaping may lower a reward to {min(found.reward_bounds):g}, and no run takes rewards "
+                          f"above {MAX_REWARD:g} by size: lower its weights")  # fmt: skip
+    return found
 
 
-def opening_of(env: Env, messages: Sequence[Message]) -> Sequence[Message]:
+def opening_of(env: Env, messages: Sequence[Message], task: Task) -> Sequence[Message]:
     """The opening of a seat that acts for the first time, with the environment's settings applied."""
-    return env.opened(messages) if isinstance(env, WithSettings) else messages
+    return env.opened(messages, task) if isinstance(env, WithSettings) else messages
+
+
+def shaped(env: Env, task: Task, turns: Sequence[Sequence[int]]) -> tuple[Score, ...]:
+    """What the run adds to the environment's score, given the token ids of the policy's turns; nothing in most runs."""
+    shaper = env.shaper if isinstance(env, WithSettings) else None
+    return () if shaper is None else (shaper.score(task, turns),)
 
 
 def limits_of(env: Env, sampling: Sampling) -> Sampling:

@@ -15,6 +15,9 @@ from shoal.protocol.types import EnvSpec, Rules, Sampling
 SETTINGS = "env-settings"
 """The word for environments with a system prompt, examples, template arguments or token limits of their own."""
 
+SHAPING = "shaping"
+"""The word for environments whose rewards the run shapes."""
+
 ROWS = "rows"
 """The word for rollouts that may have several rows."""
 
@@ -43,6 +46,7 @@ def needs_of(
     whether its policy is of another architecture than shoal's own; `adapters`: whether its versions are adapters."""
     proofs = () if rules.proofs == "none" else (proofs_need(rules.proofs),)
     settings = (SETTINGS,) if any(env.has_settings for env in envs) else ()
+    shaping = (SHAPING,) if any(env.shaping for env in envs) else ()
     several = (sampling is not None and sampling.max_rollout_tokens > 0) or any(env.history for env in envs)
     rows = (ROWS,) if several else ()
     stops = (STOPS,) if sampling is not None and sampling.stops != CONTROL_STOPS else ()
@@ -51,7 +55,7 @@ def needs_of(
     codes = (INT8,) if published_dtype == "int8" else ()
     low_rank = (ADAPTERS,) if adapters else ()
     others = (TRANSFORMERS,) if transformers else ()  # the kind of engine is the word
-    named = (*proofs, *settings, *rows, *patches, *codes, *stops, *noise, *others, *low_rank)
+    named = (*proofs, *settings, *shaping, *rows, *patches, *codes, *stops, *noise, *others, *low_rank)
     return (kind_of(envs), dtype_need(rules.dtype), *named)
 
 
@@ -82,7 +86,7 @@ def proofs_need(proofs: str) -> str:
 
 
 SUPPORTED = frozenset({
-    ADAPTERS, EPISODES, COMPLETIONS, SETTINGS, ROWS, PATCHES, INT8, STOPS, TRANSFORMERS,
+    ADAPTERS, EPISODES, COMPLETIONS, SETTINGS, SHAPING, ROWS, PATCHES, INT8, STOPS, TRANSFORMERS,
     proofs_need("toploc"), *map(dtype_need, DTYPES), *map(noise_need, NOISES),
 })  # fmt: skip
 """What this version of shoal supports: it cannot join a run that needs anything else."""

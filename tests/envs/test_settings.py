@@ -118,7 +118,7 @@ def test_settings_that_cannot_be_used_are_refused_in_one_line(settings: dict[str
 
 def test_settings_are_on_the_wire_only_if_they_are_set_and_are_then_needed() -> None:
     plain, set_ = spec(), spec(system="be brief", examples=EXAMPLES, template={"date": "2030-01-01"}, max_tokens=99)
-    new = {"system", "examples", "template", "parser", "weights", "max_turn_tokens", "max_tokens"}
+    new = {"system", "examples", "template", "parser", "weights", "max_turn_tokens", "max_tokens", "shaping"}
     assert not new & msgspec.json.decode(to_json(plain)).keys()
     assert from_json(to_json(set_), EnvSpec) == set_
 

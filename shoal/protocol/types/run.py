@@ -10,6 +10,7 @@ import msgspec
 from shoal.protocol.algorithms import Algorithm, Grpo
 from shoal.protocol.constants import EPISODES
 from shoal.protocol.noise import PHILOX, FamilyName
+from shoal.protocol.shaping import Shaping
 from shoal.protocol.types.message import Answer, Fact, Message
 from shoal.protocol.types.publishers import Publishers
 
@@ -63,6 +64,8 @@ class EnvSpec(Message, frozen=True, omit_defaults=True):
     max_tokens: int = 0
     history: Fact = ""
     """What the policy reads of its earlier turns; empty leaves the environment's own choice."""
+    shaping: Shaping | None = None
+    """What the run adds to its rewards. Sent only if it is set."""
     kind: Fact = EPISODES
     """Who plays it: workers, or the host if it is "completions". All blocks of a run with one such environment are
     completions."""
@@ -86,6 +89,7 @@ class EnvSpec(Message, frozen=True, omit_defaults=True):
             self.max_turn_tokens,
             self.max_tokens,
             self.history,
+            self.shaping,
         )
         return any(own)
 

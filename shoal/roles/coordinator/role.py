@@ -200,7 +200,7 @@ def _spec(e: EnvConfig, env: Declared) -> t.EnvSpec:
         e.name, env_digest(e.name), env.num_tasks, e.weight, e.args,
         own_label="" if e.label == e.name else e.label,
         system=e.system, examples=e.examples, template=e.template, parser=e.parser, weights=e.weights,
-        max_turn_tokens=e.max_turn_tokens, max_tokens=e.max_tokens, history=e.history,
+        max_turn_tokens=e.max_turn_tokens, max_tokens=e.max_tokens, history=e.history, shaping=e.shaping,
         kind=e.kind or EPISODES, reproducible=env.reproducible,
     )  # fmt: skip
 
