@@ -14,20 +14,18 @@ from shoal.config.environ import (
 )
 from shoal.config.envs import ENV_SETTINGS, STAGE_KEYS, EnvConfig
 from shoal.config.load import load_run, load_sft
+from shoal.config.policies import AdapterConfig, PolicyConfig, TinyPolicy
 from shoal.config.sections import (
     ACTIVATION_ERROR,
     BOUNDS,
-    AdapterConfig,
     BoundsConfig,
     EvalConfig,
     HostConfig,
-    PolicyConfig,
     RolloutsConfig,
     RunConfig,
     SamplingConfig,
     SftConfig,
     StorageConfig,
-    TinyPolicy,
     TrainConfig,
     ValidatorsConfig,
     VerifyConfig,

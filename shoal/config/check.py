@@ -14,7 +14,8 @@ from typing import Any
 
 from shoal.config.difficulty import difficulty_fits
 from shoal.config.envs import EnvConfig
-from shoal.config.sections import AdapterConfig, RunConfig, SamplingConfig
+from shoal.config.policies import AdapterConfig
+from shoal.config.sections import RunConfig, SamplingConfig
 from shoal.errors import ConfigError
 from shoal.protocol.algorithms import Algorithm
 from shoal.protocol.bounds import claims_bend_ratios, dtypes_of
