@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -21,13 +22,16 @@ from shoal.policy.device import CUDA
 from shoal.protocol.noise import KEYED_32, KEYED_64, MURMUR_32, MURMUR_53, NOISES, PHILOX, noise_words
 from shoal.protocol.randomness import sample_seed
 
+if TYPE_CHECKING:
+    from shoal.algos.fused_gumbel import Source
+
 log = logging.getLogger("engine")
 
 Draw = Callable[[Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor, Tensor]]
 """`algos.fused_gumbel.best` for one family: from scaled logits, seed words, positions and perhaps tokens to the largest
 scores, their ids, and the scores of the tokens."""
 
-SOURCES: Mapping[str, tuple[str, bool]] = MappingProxyType({
+SOURCES: "Mapping[str, tuple[Source, bool]]" = MappingProxyType({
     PHILOX: ("philox", False),
     KEYED_32: ("keyed", False),
     KEYED_64: ("keyed", True),
