@@ -21,9 +21,9 @@ from torch import Tensor
 
 from shoal.engine.base import Continuation, Request, Score, ScoreRequest
 from shoal.engine.families import Family, family
-from shoal.engine.reading import by_length, padded
+from shoal.engine.reading import by_length
 from shoal.engine.room import demand_room
-from shoal.engine.scoring import score_rows
+from shoal.engine.scoring import score
 from shoal.engine.writing import turn_length, write
 from shoal.errors import StateError
 from shoal.policy.anymodel import TOLERANCE, AnyModel, load_any, refused_by_name
@@ -181,16 +181,9 @@ class TransformersEngine:
     def score(self, requests: Sequence[ScoreRequest], temperature: float, hidden: bool = False) -> list[Score]:
         """Log-probs and replay gaps of the policy's tokens, with one prefill of each conversation."""
         decoder = self._decoder()
-        for request in requests:
-            demand_room(decoder.spec, request.token_ids, 0)
-        scores: dict[int, Score] = {}
+        parts = by_length([request.token_ids for request in requests], decoder.device)
         with self._at_work:
-            for part in by_length([request.token_ids for request in requests], decoder.device):
-                members = [requests[row] for row in part]
-                hidden_BCD = decoder.hidden_states(padded([request.token_ids for request in members], decoder.device))
-                found = score_rows(decoder, members, hidden_BCD, temperature, hidden, self._family)
-                scores |= zip(part, found, strict=True)
-        return [scores[row] for row in range(len(requests))]
+            return score(decoder, requests, parts, temperature, hidden, self._family)
 
     def _decoder(self) -> AnyDecoder:
         assert self._loaded is not None, "load a policy before using the engine"

@@ -19,9 +19,9 @@ from shoal.engine.base import Continuation, Request, Score, ScoreRequest
 from shoal.engine.decoder import Cache, Decoder
 from shoal.engine.families import family
 from shoal.engine.inplace import Change
-from shoal.engine.reading import padded, punch_after, read, read_openings
+from shoal.engine.reading import punch_after, read, read_openings
 from shoal.engine.room import demand_room
-from shoal.engine.scoring import score_parts, score_rows
+from shoal.engine.scoring import score, score_parts
 from shoal.engine.writing import turn_length, write
 from shoal.errors import StateError
 from shoal.policy.adapters import pairs_of, read_adapter
@@ -124,7 +124,8 @@ class LocalEngine:
     def score(self, requests: Sequence[ScoreRequest], temperature: float, hidden: bool = False) -> list[Score]:
         """Log-probs and replay gaps of the policy's tokens, with one prefill of each conversation."""
         with self._at_work:
-            return self._score(requests, temperature, hidden)
+            decoder = self._decoder()
+            return score(decoder, requests, score_parts(requests, decoder.device), temperature, hidden, self._family)
 
     def _extend(self, requests: Sequence[Request], temperature: float) -> list[Continuation]:
         decoder = self._decoder()
@@ -145,18 +146,6 @@ class LocalEngine:
         for cached, request, turn, kept in zip(batch.cached, requests, turns, kept_B, strict=True):
             cached[:] = [*request.token_ids, *turn.token_ids[:kept]]
         return turns
-
-    def _score(self, requests: Sequence[ScoreRequest], temperature: float, hidden: bool) -> list[Score]:
-        decoder = self._decoder()
-        for request in requests:
-            demand_room(decoder.spec, request.token_ids, 0)
-        scores: dict[int, Score] = {}
-        for rows in score_parts(requests, decoder.device):
-            members = [requests[row] for row in rows]
-            hidden_BCD = decoder.hidden_states(padded([request.token_ids for request in members], decoder.device))
-            found = score_rows(decoder, members, hidden_BCD, temperature, hidden, self._family)
-            scores |= zip(rows, found, strict=True)
-        return [scores[row] for row in range(len(requests))]
 
     def _decoder(self) -> Decoder:
         assert self._loaded is not None, "load a policy before using the engine"

@@ -16,8 +16,29 @@ from shoal.engine.base import Score, ScoreRequest
 from shoal.engine.decoder import logprobs_of
 from shoal.engine.families import Family
 from shoal.engine.held import SCORED_VALUES
-from shoal.engine.reading import by_length
+from shoal.engine.reading import by_length, padded
+from shoal.engine.room import demand_room
 from shoal.engine.steps import Steps
+
+
+def score(
+    decoder: Steps,
+    requests: Sequence[ScoreRequest],
+    parts: Sequence[Sequence[int]],
+    temperature: float,
+    want_hidden: bool,
+    family: Family,
+) -> list[Score]:
+    """Scores of conversations, in their order. A part has the indices of those that are prefilled together. Raises
+    `StateError` if one is longer than the policy reads."""
+    for request in requests:
+        demand_room(decoder.spec, request.token_ids, 0)
+    scores: dict[int, Score] = {}
+    for part in parts:
+        members = [requests[row] for row in part]
+        hidden_BCD = decoder.hidden_states(padded([request.token_ids for request in members], decoder.device))
+        scores |= zip(part, _score_rows(decoder, members, hidden_BCD, temperature, want_hidden, family), strict=True)
+    return [scores[row] for row in range(len(requests))]
 
 
 def score_parts(requests: Sequence[ScoreRequest], device: str) -> list[list[int]]:
@@ -34,7 +55,7 @@ def score_parts(requests: Sequence[ScoreRequest], device: str) -> list[list[int]
     ]
 
 
-def score_rows(
+def _score_rows(
     decoder: Steps,
     requests: list[ScoreRequest],
     hidden_BCD: Tensor,

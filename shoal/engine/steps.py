@@ -34,5 +34,8 @@ class Steps(Protocol):
     def logits(self, hidden_ND: Tensor) -> Tensor:
         """Logits, fp32[N, V], in memory of their own."""
 
+    def hidden_states(self, tokens_BC: Tensor) -> Tensor:
+        """Hidden states, [B, C, D], of right-padded conversations, without a cache."""
+
     def extend(self, tokens_BC: Tensor, rope: Any, cache: Any) -> Tensor:
         """Hidden states, [N, D], of the next C tokens of every row, which are added to the cache."""
