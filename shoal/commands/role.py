@@ -26,6 +26,7 @@ def add_commands(commands: Any) -> None:
     p.add_argument("--name", dest="node_name", default="")
     p.add_argument("--threads", type=int, default=1)
     p.add_argument("--device", default=CPU)
+    p.add_argument("--engine", default="")
     p.add_argument("--one-in", type=int, default=1)
     p.add_argument("--own-files", action="store_true")
 
@@ -66,8 +67,9 @@ def role(args: argparse.Namespace) -> None:
         from shoal.roles import worker
 
         worker.main(
-            args.url, args.home, args.threads, 0, args.node_name, args.cheat, args.own_files, device=args.device
-        )
+            args.url, args.home, args.threads, 0, args.node_name, args.cheat, args.own_files, device=args.device,
+            engine=args.engine,
+        )  # fmt: skip
     else:
         from shoal.roles import evaluate
 

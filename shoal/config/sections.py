@@ -183,6 +183,8 @@ class WorkersConfig(Section, frozen=True):
     """CPU threads of each."""
     device: Device = "cpu"
     """What each computes on, and the evaluations of the run; as `train.device`."""
+    engine: Literal["", "vllm"] = ""
+    """What the honest ones sample with, as `shoal join --engine`; empty: what the policy needs."""
 
 
 class ValidatorsConfig(Section, frozen=True):

