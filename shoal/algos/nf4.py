@@ -1,7 +1,8 @@
 """NF4: weights of a frozen base in 4 bits a value, as quantiles of a normal distribution (QLoRA, arXiv:2305.14314).
 
-Nothing calls it yet: it is for bases that adapters learn on. Pure: values in, codes out, and back. Decoding is one
-multiplication of float32 with constants, so codes give the same weights on every machine; who publishes them codes once.
+Called by `policy/nf4files`, which codes the base of adapters once, and by `policy/frozen`, which decodes it at each use.
+Pure: values in, codes out, and back. Decoding takes single operations of float32, which round alike everywhere, so codes
+give the same weights on every machine. Coding takes a mean, whose sum may not: so codes are published, once.
 
     symbol   meaning
     w        weights, about normally distributed around 0
@@ -74,9 +75,11 @@ def coded(w_n: Tensor) -> Nf4:
 
 def decoded(weights: Nf4) -> Tensor:
     """The float32 weights, [n], of codes."""
-    code_n = torch.stack([weights.pairs & 15, weights.pairs >> 4], 1).view(-1)[: weights.n]
-    share_n = _table(code_n.device).index_select(0, code_n.int())
-    return (F.pad(share_n, (0, -weights.n % BLOCK)).view(-1, BLOCK) * weights.c_b[:, None]).view(-1)[: weights.n]
+    # Both numbers of a byte are looked up at once, as the 64 bits that they take.
+    both_p = _numbers_of_bytes(weights.pairs.device).index_select(0, weights.pairs.int())
+    share_n = both_p.view(torch.float32)[: weights.n]
+    share_bB = F.pad(share_n, (0, -weights.n % BLOCK)).view(-1, BLOCK) if weights.n % BLOCK else share_n.view(-1, BLOCK)
+    return share_bB.mul_(weights.c_b[:, None]).view(-1)[: weights.n]
 
 
 def constants_coded(c_b: Tensor) -> Constants8:
@@ -96,8 +99,10 @@ def constants_decoded(constants: Constants8) -> Tensor:
 
 
 @cache
-def _table(device: torch.device) -> Tensor:
-    return torch.tensor(NUMBERS, dtype=torch.float32, device=device)
+def _numbers_of_bytes(device: torch.device) -> Tensor:
+    """Two numbers for each byte of codes, in the bits of one int64, [256]."""
+    table, byte = torch.tensor(NUMBERS, dtype=torch.float32), torch.arange(256)
+    return torch.stack([table[byte & 15], table[byte >> 4]], 1).view(torch.int64).view(-1).to(device)
 
 
 @cache

@@ -169,14 +169,16 @@ class Decoder:
 
 
 def _contiguous(w: LayerWeights) -> LayerWeights:
-    """The same weights, with each matrix laid out so that no product needs a transpose."""
+    """The same weights, with each matrix laid out so that no product needs a transpose. Codes stay as they are."""
     return w._replace(
-        qkv_DX=w.qkv_DX.contiguous(),
-        out_XD=w.out_XD.contiguous(),
-        gate_up_DX=w.gate_up_DX.contiguous(),
-        down_FD=w.down_FD.contiguous(),
+        **{
+            name: one.contiguous() for name, one in w._asdict().items() if name in _MATRICES and isinstance(one, Tensor)
+        },
         low=_laid_out(w.low),
     )
+
+
+_MATRICES = ("qkv_DX", "out_XD", "gate_up_DX", "down_FD")
 
 
 def _laid_out(low: LayerLow | None) -> LayerLow | None:

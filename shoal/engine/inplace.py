@@ -18,6 +18,7 @@ from torch import Tensor
 from shoal.engine.decoder import Decoder
 from shoal.errors import StateError
 from shoal.policy.files import MappedTensor, map_policy
+from shoal.policy.layers import Matrix
 from shoal.policy.model import head_order, heads_norm, norm_weight, scaled
 
 LARGE_BYTES = 256_000_000
@@ -136,13 +137,19 @@ def _places(decoder: Decoder) -> dict[str, list[_Place]]:
         before = f"model.layers.{index}."
         for one, columns_O in zip("qkv", qkv_X.split([queries, keys, keys]), strict=True):
             norm = f"{before}input_layernorm.weight"
-            found[f"{before}self_attn.{one}_proj.weight"] = [_Place(layer.qkv_DX, columns_O, norm)]
-        for one, columns_O in zip(("gate", "up"), _columns(layer.gate_up_DX).split(spec.mlp_width), strict=True):
+            found[f"{before}self_attn.{one}_proj.weight"] = [_Place(_plain(layer.qkv_DX), columns_O, norm)]
+        gate_up_DX, out_XD, down_FD = (_plain(one) for one in (layer.gate_up_DX, layer.out_XD, layer.down_FD))
+        for one, columns_O in zip(("gate", "up"), _columns(gate_up_DX).split(spec.mlp_width), strict=True):
             norm = f"{before}post_attention_layernorm.weight"
-            found[f"{before}mlp.{one}_proj.weight"] = [_Place(layer.gate_up_DX, columns_O, norm)]
-        found[f"{before}self_attn.o_proj.weight"] = [_Place(layer.out_XD, _columns(layer.out_XD))]
-        found[f"{before}mlp.down_proj.weight"] = [_Place(layer.down_FD, _columns(layer.down_FD))]
+            found[f"{before}mlp.{one}_proj.weight"] = [_Place(gate_up_DX, columns_O, norm)]
+        found[f"{before}self_attn.o_proj.weight"] = [_Place(out_XD, _columns(out_XD))]
+        found[f"{before}mlp.down_proj.weight"] = [_Place(down_FD, _columns(down_FD))]
     return found
+
+
+def _plain(matrix: Matrix) -> Tensor:
+    assert isinstance(matrix, Tensor), "codes are the base of adapters, which are loaded and not changed"
+    return matrix
 
 
 def _columns(arranged_IX: Tensor) -> Tensor:

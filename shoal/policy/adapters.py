@@ -83,7 +83,7 @@ def adapted_by(model: Transformer, directory: Path) -> Iterator[None]:
 @torch.no_grad()
 def merge(model: Transformer) -> None:
     """Add the adapter to the matrices, in float32, and round each once to the model's dtype: small changes are lost there.
-    The model is then whole."""
+    The model is then whole. Its matrices must not be codes: see `decode`."""
     for matrix in model.modules():
         a_rI, b_Or = getattr(matrix, "lora_A", None), getattr(matrix, "lora_B", None)
         if a_rI is not None and b_Or is not None:
@@ -92,6 +92,14 @@ def merge(model: Transformer) -> None:
             matrix.lora_A = matrix.lora_B = None  # type: ignore[assignment]
     model.adapter = model.base = None
     model.requires_grad_(True)
+
+
+@torch.no_grad()
+def decode(model: Transformer) -> None:
+    """Turn matrices in NF4 to the weights that they are, one after the other."""
+    for layer in model.model.layers:
+        for matrix in layer.matrices().values():  # type: ignore[operator]
+            matrix.decode()
 
 
 def pairs_of(adapter: AdapterSpec, tensors: dict[str, Tensor], spec: PolicySpec) -> Iterator[dict[str, Pair]]:

@@ -18,6 +18,7 @@ from shoal.errors import StateError, cause_of
 from shoal.folder import replaced_folder
 from shoal.policy import adapterspec
 from shoal.policy.filling import demand_floats, demand_same_shapes, fill_all
+from shoal.policy.nf4spec import has_codes, is_coded
 from shoal.policy.spec import PolicySpec, write_json
 from shoal.policy.stored import INDEX, ITEM_BYTES, WEIGHTS, StoredTensor, read_header, shards_of
 
@@ -42,20 +43,27 @@ def load_policy(directory: Path, dtype: "torch.dtype | None" = None) -> "Transfo
     """Load a checkpoint directory as a model of `dtype` (default float32), ready to run, with the adapter beside it if any.
 
     Raises `StateError` if a file is missing, damaged or hostile, if the tensors do not match its config, or if a weight is
-    not a finite number. What is stored as int8 is turned into numbers, see `quantise`.
+    not a finite number. What is stored as int8 is turned into numbers, see `quantise`; what is stored as NF4 stays so, see
+    `frozen`.
     """
     import torch
 
     from shoal.policy.model import Transformer
+    from shoal.policy.nf4files import load_coded
     from shoal.policy.quantise import multiply
 
-    spec, stored, scales = _with_scales(directory)
-    model = Transformer(spec, dtype or torch.float32)
-    parameters = dict(model.named_parameters())
-    fill_all(parameters, stored, directory)
-    scale_tensors = {name: torch.empty(one.shape) for name, one in scales.items()}
-    fill_all(scale_tensors, scales, directory)
-    multiply(parameters, scale_tensors, directory)
+    spec = PolicySpec.from_directory(directory)
+    stored = _needed(find_tensors(directory), spec)
+    if has_codes(stored):
+        model = load_coded(spec, stored, directory, dtype or torch.float32)
+    else:
+        spec, stored, scales = _with_scales(directory)
+        model = Transformer(spec, dtype or torch.float32)
+        parameters = dict(model.named_parameters())
+        fill_all(parameters, stored, directory)
+        scale_tensors = {name: torch.empty(one.shape) for name, one in scales.items()}
+        fill_all(scale_tensors, scales, directory)
+        multiply(parameters, scale_tensors, directory)
     if adapterspec.has_adapter(directory):
         from shoal.policy.adapters import load_adapter
 
@@ -78,28 +86,31 @@ def _with_scales(directory: Path) -> tuple[PolicySpec, dict[str, StoredTensor], 
     from shoal.policy.quantise import without_scales
 
     spec = PolicySpec.from_directory(directory)
-    stored, scales = without_scales(_needed(find_tensors(directory), spec), directory)
+    found = _needed(find_tensors(directory), spec)
+    if has_codes(found):  # guard: nf4-only-where-read
+        raise StateError(
+            f"{directory}: its layers are in NF4, which only shoal's own engine and trainer read: use the model in full "
+            "precision, or join without --engine"
+        )
+    stored, scales = without_scales(found, directory)
     demand_same_shapes(stored, spec.tensor_shapes(), directory)  # before a hostile config makes us allocate too much
     return spec, stored, scales
 
 
-def read_rows(stored: StoredTensor, begin: int, end: int, name: str) -> "torch.Tensor":
-    """Some rows of a tensor in its file, as float32. Raises `StateError` as `load_policy`."""
-    import torch
+def write_nf4(source: Path, target: Path) -> None:
+    """Write the model in `source` to the directory `target`, which may be the same, with its layers in NF4. Raises
+    `StateError` as `nf4files.write_coded`."""
+    from shoal.policy.nf4files import write_coded
 
-    row_bytes = (stored.end - stored.start) // stored.shape[0]
-    first, last = (stored.start + place * row_bytes for place in (begin, end))
-    rows = {name: torch.empty(end - begin, *stored.shape[1:])}
-    part = StoredTensor(stored.file, stored.dtype, tuple(rows[name].shape), first, last)
-    if begin < end:
-        fill_all(rows, {name: part}, stored.file.parent)
-    return rows[name]
+    write_coded(source, policy_tensors(source)[1], target, SHARD_BYTES)
 
 
 def load_int8(directory: Path) -> "Transformer":
     """The policy of a directory as int8 actors sample it, in float32. Raises `StateError` as `load_policy`."""
     from shoal.policy.quantise import round_to_int8
 
+    if is_coded(directory):  # guard: codes-are-not-rounded
+        raise StateError(f"{directory}: its layers are in NF4 already: sample in float32 or bfloat16")
     model = load_policy(directory)
     if not any(stored.dtype == "I8" for stored in find_tensors(directory).values()):  # guard: never-rounded-twice
         round_to_int8(model)

@@ -29,18 +29,20 @@ def demand_same_shapes(
 
 
 def demand_floats(stored: Mapping[str, StoredTensor], directory: Path) -> None:
-    """Refuse int8 where codes would be taken for values. Raises `StateError`."""
-    odd = [name for name, one in stored.items() if one.dtype == "I8"]
+    """Refuse int8 and NF4 where codes would be taken for values. Raises `StateError`."""
+    codes = {"U8": "NF4", "I8": "int8"}  # whose constants are int8
+    odd = [f"{name} is {codes[dtype]}" for dtype in codes for name, one in stored.items() if one.dtype == dtype]
     if odd:  # guard: int8-only-where-read
         raise StateError(
-            f"{directory}: {odd[0]} is int8, which only a whole model of shoal's own reads: use the model in full precision"
+            f"{directory}: {odd[0]}, which only a whole model of shoal's own reads: use the model in full precision"
         )
 
 
 def _stored_dtype(stored: StoredTensor) -> "torch.dtype":
     import torch
 
-    return {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I8": torch.int8}[stored.dtype]
+    codes = {"I8": torch.int8, "U8": torch.uint8}
+    return {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, **codes}[stored.dtype]
 
 
 def fill_all(tensors: "Mapping[str, torch.Tensor]", stored: Mapping[str, StoredTensor], directory: Path) -> None:
@@ -55,6 +57,19 @@ def fill_all(tensors: "Mapping[str, torch.Tensor]", stored: Mapping[str, StoredT
                 for name, one in parts:
                     _fill(tensors[name], one, file)
                     _demand_finite(tensors[name], name, directory)
+
+
+def read_rows(stored: StoredTensor, begin: int, end: int, name: str) -> "torch.Tensor":
+    """Some rows of a tensor in its file, as float32. Raises `StateError`."""
+    import torch
+
+    row_bytes = (stored.end - stored.start) // stored.shape[0]
+    first, last = (stored.start + place * row_bytes for place in (begin, end))
+    rows = {name: torch.empty(end - begin, *stored.shape[1:])}
+    part = StoredTensor(stored.file, stored.dtype, tuple(rows[name].shape), first, last)
+    if begin < end:
+        fill_all(rows, {name: part}, stored.file.parent)
+    return rows[name]
 
 
 def _fill(parameter: "torch.Tensor", stored: StoredTensor, file: RawIOBase) -> None:

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shoal.policy.frozen import Frozen
 from shoal.policy.rope import frequencies
 from shoal.policy.spec import PolicySpec
 
@@ -46,16 +47,20 @@ class LayerLow(NamedTuple):
     down: Low | None
 
 
+Matrix = Tensor | Frozen
+"""[inputs, outputs]; of a frozen base perhaps as codes."""
+
+
 class LayerWeights(NamedTuple):
     """One layer, arranged. Each matrix is [inputs, outputs]. A matrix after a norm includes its weight times sqrt(D)."""
 
-    qkv_DX: Tensor
+    qkv_DX: Matrix
     qkv_bias_X: Tensor | None
     heads_norm_KJE: Tensor | None
     """Norm weights of queries and keys, times sqrt(E)."""
-    out_XD: Tensor
-    gate_up_DX: Tensor
-    down_FD: Tensor
+    out_XD: Matrix
+    gate_up_DX: Matrix
+    down_FD: Matrix
     floor: Tensor
     """sqrt(D * eps), [1]."""
     head_floor: Tensor
@@ -188,7 +193,7 @@ def heads(x_ND: Tensor, w: LayerWeights, rope: Tensor, spec: PolicySpec) -> tupl
     N, K, E = len(x_ND), spec.kv_heads, spec.head_dim
     J = spec.heads // K + 1
     normed_ND = unit(x_ND, w.floor)
-    qkv = torch.mm(normed_ND, w.qkv_DX) if w.qkv_bias_X is None else torch.addmm(w.qkv_bias_X, normed_ND, w.qkv_DX)
+    qkv = times(normed_ND, w.qkv_DX, w.qkv_bias_X)
     if w.low is not None:
         qkv = _adapted(qkv, normed_ND, w.low.qkv)
     qk, v = qkv.split((K * J * E, K * E), 1)
@@ -203,15 +208,22 @@ def finish(x_ND: Tensor, mixed_NX: Tensor, w: LayerWeights) -> Tensor:
     """The rest of a layer after attention: the output matrix, then the gated MLP, each added to the residual."""
     if w.low is not None:
         return _finish_adapted(x_ND, mixed_NX, w, w.low)
-    x_ND = torch.addmm(x_ND, mixed_NX, w.out_XD)
-    return torch.addmm(x_ND, gated(torch.mm(unit(x_ND, w.floor), w.gate_up_DX)), w.down_FD)
+    x_ND = times(mixed_NX, w.out_XD, x_ND)
+    return times(gated(times(unit(x_ND, w.floor), w.gate_up_DX)), w.down_FD, x_ND)
 
 
 def _finish_adapted(x_ND: Tensor, mixed_NX: Tensor, w: LayerWeights, low: LayerLow) -> Tensor:
-    x_ND = _adapted(torch.addmm(x_ND, mixed_NX, w.out_XD), mixed_NX, low.out)
+    x_ND = _adapted(times(mixed_NX, w.out_XD, x_ND), mixed_NX, low.out)
     normed_ND = unit(x_ND, w.floor)
-    gated_NF = gated(_adapted(torch.mm(normed_ND, w.gate_up_DX), normed_ND, low.gate_up))
-    return _adapted(torch.addmm(x_ND, gated_NF, w.down_FD), gated_NF, low.down)
+    gated_NF = gated(_adapted(times(normed_ND, w.gate_up_DX), normed_ND, low.gate_up))
+    return _adapted(times(gated_NF, w.down_FD, x_ND), gated_NF, low.down)
+
+
+def times(x_NI: Tensor, matrix: Matrix, added: Tensor | None = None) -> Tensor:
+    """x @ matrix, to which the residual or a bias is added in the same pass."""
+    if isinstance(matrix, Frozen):
+        return matrix.product(x_NI, added)
+    return torch.mm(x_NI, matrix) if added is None else torch.addmm(added, x_NI, matrix)
 
 
 def _adapted(product_NX: Tensor, x_NI: Tensor, low: Low | None) -> Tensor:

@@ -15,8 +15,10 @@ from torch.utils.checkpoint import checkpoint
 from shoal.policy import adapterspec
 from shoal.policy.adapterspec import AdapterSpec, Base, stored_name
 from shoal.policy.base import Published
-from shoal.policy.layers import Body, Frame, LayerWeights, Weights, hidden_states, wide
+from shoal.policy.frozen import Codes, Frozen
+from shoal.policy.layers import Body, Frame, LayerWeights, Matrix, Weights, hidden_states, wide
 from shoal.policy.lowrank import Pair, arranged_low
+from shoal.policy.nf4spec import coded_forms
 from shoal.policy.packed import Family, packed_hidden_states
 from shoal.policy.spec import PolicySpec
 
@@ -29,13 +31,14 @@ class Transformer(nn.Module):
 
     after_head = None
 
-    def __init__(self, spec: PolicySpec, dtype: torch.dtype = torch.float32) -> None:
-        """Allocate without initialising: `files.load_policy` or `tiny.make_tiny` fill in the values."""
+    def __init__(self, spec: PolicySpec, dtype: torch.dtype = torch.float32, coded: torch.dtype | None = None) -> None:
+        """Allocate without initialising: `files.load_policy` or `tiny.make_tiny` fill in the values. `coded`: what decoded
+        weights are rounded to, if the layers' matrices are NF4 codes, which never learn; None: they are weights."""
         super().__init__()
         self.spec = spec
         self.recompute = False
         """Whether a backward pass computes each layer again instead of keeping what the layer computed."""
-        self.model = _Stack(spec, dtype)
+        self.model = _Stack(spec, dtype, coded)
         if not spec.tied:
             self.lm_head = _Matrix(spec.vocab_size, spec.width, dtype)
         self.adapter: AdapterSpec | None = None
@@ -73,12 +76,20 @@ class Transformer(nn.Module):
         """The output head, [V, D]: the embedding itself if they are tied."""
         return self.model.embed_tokens.weight if self.spec.tied else self.lm_head.weight
 
+    def codes(self) -> dict[str, Codes]:
+        """The matrices that are codes, by the names of their weights."""
+        found = {name: one.codes() for name, one in self.named_modules() if isinstance(one, _Matrix)}
+        return {f"{name}.weight": codes for name, codes in found.items() if codes is not None}
+
     def trainable(self) -> dict[str, nn.Parameter]:
         """All parameters, by name; of an adapted policy, those of the adapter."""
         return {name: one for name, one in self.named_parameters() if self.adapter is None or one.requires_grad}
 
     def published(self) -> Published:
         """The policy as its files have it; if it is adapted, without the weights of its base."""
+        assert self.adapter is not None or not self.codes(), (
+            "codes do not learn, and are published as the base of adapters"
+        )
         files = {"config.json": self.spec.to_hf(), "generation_config.json": self.spec.generation_to_hf()}
         if self.adapter is None:
             return Published(self.trainable(), files)
@@ -108,7 +119,7 @@ class Transformer(nn.Module):
             layer.to(device)
             layers.append(lay_out(_arrange(layer, self.spec, order)))  # type: ignore[arg-type]
             for matrix in layer.matrices().values():  # type: ignore[operator]
-                matrix.register_parameter("weight", None)
+                matrix.forget()
         return Weights(self.frame(), tuple(layers), self.head_weight().t())
 
     def _through(self, x_ND: Tensor, body: Body) -> Tensor:
@@ -124,20 +135,20 @@ class Transformer(nn.Module):
 
 
 class _Stack(nn.Module):
-    def __init__(self, spec: PolicySpec, dtype: torch.dtype) -> None:
+    def __init__(self, spec: PolicySpec, dtype: torch.dtype, coded: torch.dtype | None) -> None:
         super().__init__()
         self.embed_tokens = _Matrix(spec.vocab_size, spec.width, dtype)
-        self.layers = nn.ModuleList(_Layer(spec, dtype) for _ in range(spec.layers))
+        self.layers = nn.ModuleList(_Layer(spec, dtype, coded) for _ in range(spec.layers))
         self.norm = _Vector(spec.width, dtype)
 
 
 class _Layer(nn.Module):
-    def __init__(self, spec: PolicySpec, dtype: torch.dtype) -> None:
+    def __init__(self, spec: PolicySpec, dtype: torch.dtype, coded: torch.dtype | None) -> None:
         super().__init__()
         self.input_layernorm = _Vector(spec.width, dtype)
-        self.self_attn = _Attention(spec, dtype)
+        self.self_attn = _Attention(spec, dtype, coded)
         self.post_attention_layernorm = _Vector(spec.width, dtype)
-        self.mlp = _Mlp(spec, dtype)
+        self.mlp = _Mlp(spec, dtype, coded)
 
     def forward(self, x_ND: Tensor, body: Body, spec: PolicySpec, order: Tensor) -> Tensor:
         """What `body` does with the hidden states before this layer."""
@@ -159,37 +170,46 @@ class _Layer(nn.Module):
 
 
 class _Attention(nn.Module):
-    def __init__(self, spec: PolicySpec, dtype: torch.dtype) -> None:
+    def __init__(self, spec: PolicySpec, dtype: torch.dtype, coded: torch.dtype | None) -> None:
         super().__init__()
         queries, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-        self.q_proj = _Matrix(queries, spec.width, dtype, bias=spec.qkv_bias)
-        self.k_proj = _Matrix(keys, spec.width, dtype, bias=spec.qkv_bias)
-        self.v_proj = _Matrix(keys, spec.width, dtype, bias=spec.qkv_bias)
-        self.o_proj = _Matrix(spec.width, queries, dtype)
+        self.q_proj = _Matrix(queries, spec.width, dtype, coded, bias=spec.qkv_bias)
+        self.k_proj = _Matrix(keys, spec.width, dtype, coded, bias=spec.qkv_bias)
+        self.v_proj = _Matrix(keys, spec.width, dtype, coded, bias=spec.qkv_bias)
+        self.o_proj = _Matrix(spec.width, queries, dtype, coded)
         if spec.qk_norm:
             self.q_norm = _Vector(spec.head_dim, dtype)
             self.k_norm = _Vector(spec.head_dim, dtype)
 
 
 class _Mlp(nn.Module):
-    def __init__(self, spec: PolicySpec, dtype: torch.dtype) -> None:
+    def __init__(self, spec: PolicySpec, dtype: torch.dtype, coded: torch.dtype | None) -> None:
         super().__init__()
-        self.gate_proj = _Matrix(spec.mlp_width, spec.width, dtype)
-        self.up_proj = _Matrix(spec.mlp_width, spec.width, dtype)
-        self.down_proj = _Matrix(spec.width, spec.mlp_width, dtype)
+        self.gate_proj = _Matrix(spec.mlp_width, spec.width, dtype, coded)
+        self.up_proj = _Matrix(spec.mlp_width, spec.width, dtype, coded)
+        self.down_proj = _Matrix(spec.width, spec.mlp_width, dtype, coded)
 
 
 class _Matrix(nn.Module):
-    """A weight, [outputs, inputs], and perhaps a bias, named as in the checkpoint."""
+    """A weight, [outputs, inputs], and perhaps a bias, named as in the checkpoint. The weight may be NF4 codes instead."""
 
+    weight: nn.Parameter
     bias: Tensor | None
     lora_A: nn.Parameter | None
     lora_B: nn.Parameter | None
     """Of the adapter, named as `peft` does."""
 
-    def __init__(self, outputs: int, inputs: int, dtype: torch.dtype, bias: bool = False) -> None:
+    def __init__(
+        self, outputs: int, inputs: int, dtype: torch.dtype, coded: torch.dtype | None = None, bias: bool = False
+    ) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(outputs, inputs, dtype=dtype))
+        self.dtype, self.coded = dtype, coded
+        if coded is None:
+            self.weight = nn.Parameter(torch.empty(outputs, inputs, dtype=dtype))
+        else:
+            self.register_parameter("weight", None)
+            for name, form in coded_forms("weight", (outputs, inputs)).items():
+                self.register_buffer(name, torch.empty(form.shape, dtype=_OF_CODES[form.dtype]))
         self.bias = nn.Parameter(torch.empty(outputs, dtype=dtype)) if bias else None
         self.register_parameter("lora_A", None)
         self.register_parameter("lora_B", None)
@@ -197,10 +217,35 @@ class _Matrix(nn.Module):
 
     def adapt(self, adapter: AdapterSpec) -> None:
         """Add a low-rank product, [rank, inputs] and [outputs, rank], at least float32."""
-        (outputs, inputs), device, self.scale = self.weight.shape, self.weight.device, adapter.scale
-        dtype = wide(self.weight.dtype)
+        codes, self.scale = self.codes(), adapter.scale
+        outputs, inputs = self.weight.shape if codes is None else (codes.outputs, codes.inputs)
+        device = (self.weight if codes is None else codes.pairs_OP).device
+        dtype = wide(self.dtype)
         self.lora_A = nn.Parameter(torch.empty(adapter.rank, inputs, dtype=dtype, device=device))
         self.lora_B = nn.Parameter(torch.zeros(outputs, adapter.rank, dtype=dtype, device=device))
+
+    def codes(self) -> Codes | None:
+        """What it has in the place of a weight."""
+        if self.coded is None:
+            return None
+        pairs_OP, constants_Ob, scales_g, mean_1 = (one for _, one in self.named_buffers())
+        return Codes(pairs_OP, constants_Ob, scales_g, mean_1, self.coded)
+
+    def decode(self) -> None:
+        """Have a plain weight in the place of codes."""
+        codes = self.codes()
+        if codes is not None:
+            self.forget()
+            self.weight, self.coded = nn.Parameter(codes.whole().to(self.dtype), requires_grad=False), None
+
+    def forget(self) -> None:
+        """Drop the weight, or its codes: others have them."""
+        self.register_parameter("weight", None)
+        for name, _ in list(self.named_buffers()):
+            delattr(self, name)
+
+
+_OF_CODES = {"U8": torch.uint8, "I8": torch.int8, "F32": torch.float32}
 
 
 class _Vector(nn.Module):
@@ -217,20 +262,29 @@ def _arrange(layer: _Layer, spec: PolicySpec, order: Tensor) -> LayerWeights:
     projections = (attention.q_proj, attention.k_proj, attention.v_proj)
     floor, head_floor = _floors(spec, order.device)
     return LayerWeights(
-        qkv_DX=_behind(layer.input_layernorm.weight, torch.cat([p.weight for p in projections])[order]),
+        qkv_DX=_together(projections, layer.input_layernorm.weight, order),
         qkv_bias_X=torch.cat([p.bias for p in projections if p.bias is not None])[order] if spec.qkv_bias else None,
         heads_norm_KJE=heads_norm(attention.q_norm.weight, attention.k_norm.weight, spec, order)
         if spec.qk_norm
         else None,
-        out_XD=attention.o_proj.weight.t(),
-        gate_up_DX=_behind(
-            layer.post_attention_layernorm.weight, torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight])
-        ),
-        down_FD=mlp.down_proj.weight.t(),
+        out_XD=_together([attention.o_proj]),
+        gate_up_DX=_together([mlp.gate_proj, mlp.up_proj], layer.post_attention_layernorm.weight),
+        down_FD=_together([mlp.down_proj]),
         floor=floor,
         head_floor=head_floor,
         low=arranged_low(layer.pairs(), spec, layer.norms(), order),
     )
+
+
+def _together(matrices: Sequence[_Matrix], norm_D: Tensor | None = None, order: Tensor | None = None) -> Matrix:
+    """Matrices side by side, multiplied by the weight of the norm before them, with their outputs in this order."""
+    codes = [found for one in matrices if (found := one.codes()) is not None]
+    if codes:
+        norm_D = None if norm_D is None else norm_weight(norm_D)
+        return Frozen(codes, matrices[0].dtype, norm_D, None if order is None else order.argsort())
+    matrix_XD = matrices[0].weight if len(matrices) == 1 else torch.cat([one.weight for one in matrices])
+    matrix_XD = matrix_XD if order is None else matrix_XD[order]
+    return matrix_XD.t() if norm_D is None else _behind(norm_D, matrix_XD)
 
 
 def _behind(norm_D: Tensor, matrix_XD: Tensor) -> Tensor:

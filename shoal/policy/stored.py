@@ -19,8 +19,8 @@ from shoal.policy import adapterspec
 from shoal.policy.spec import read_capped
 from shoal.protocol.constants import MAX_SAFETENSORS_HEADER_BYTES, MAX_TENSORS
 
-ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "I8": 1}
-"""Bytes per value of the dtypes that a policy may have, by safetensors' names. I8: see `quantise`."""
+ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "I8": 1, "U8": 1}
+"""Bytes per value of the dtypes that a policy may have, by safetensors' names. I8: see `quantise`; U8: `nf4spec`."""
 
 WEIGHTS = "model.safetensors"
 

@@ -1,12 +1,12 @@
 """Writes the weights of a policy tensor by tensor, in files with the bytes that the safetensors library writes.
 
-Called by `files`. The library is given all tensors at once; here only one needs to be in memory. In int8, a matrix is two
-tensors, as `quantise` has it.
+Called by `files` and `nf4files`. The library is given all tensors at once; here only one needs to be in memory. In int8, a
+matrix is two tensors, as `quantise` has it.
 """
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from shoal.policy.quantise import SCALE, codes_and_scale
 from shoal.policy.spec import write_json
 
-_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.int8: "I8"}
+_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.int8: "I8", torch.uint8: "U8"}
 
 
 class Form(NamedTuple):
@@ -51,6 +51,17 @@ def write_weights(policy: Weights, path: Path, dtype: str, shard_bytes: int) -> 
     """Write the weights as the file `path`, or as shards with their index, in float32, bfloat16 or int8. One tensor is
     copied in memory at a time."""
     forms = {name: _forms(name, tuple(tensor.shape), dtype) for name, tensor in policy.tensors.items()}
+    write_files(path, forms, lambda name: _as_stored(policy, name, dtype), shard_bytes)
+
+
+def write_files(
+    path: Path,
+    forms: Mapping[str, Mapping[str, Form]],
+    tensors_of: Callable[[str], Iterable[tuple[str, Tensor]]],
+    shard_bytes: int,
+) -> None:
+    """Write weights as the file `path`, or as shards with their index. Each has one or more tensors, whose forms are known
+    by name and which are made when their turn comes; they are in one file."""
     sizes = {name: sum(form.size for form in own.values()) for name, own in forms.items()}
     shards, places = _shards(sizes, shard_bytes), dict[str, str]()
     count = len(shards)
@@ -59,7 +70,7 @@ def write_weights(policy: Weights, path: Path, dtype: str, shard_bytes: int) -> 
     )
     for file, names in zip(files, shards, strict=True):
         own = {stored: form for name in names for stored, form in forms[name].items()}
-        write_tensors(path.parent / file, own, _as_stored(policy, sorted(names), dtype))
+        write_tensors(path.parent / file, own, (tensor for name in sorted(names) for tensor in tensors_of(name)))
         places |= dict.fromkeys(own, file)
     if count > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
@@ -94,18 +105,17 @@ def _forms(name: str, shape: tuple[int, ...], dtype: str) -> dict[str, Form]:
     return {name: Form(written_dtype(dtype), shape)}
 
 
-def _as_stored(policy: Weights, names: Iterable[str], dtype: str) -> Iterator[tuple[str, Tensor]]:
-    """What a file holds of tensors of the policy."""
-    for name in names:
-        values = policy.whole(name, written_dtype(dtype))
-        yield from (codes_and_scale(name, values) if _is_coded(values.shape, dtype) else {name: values}).items()
+def _as_stored(policy: Weights, name: str, dtype: str) -> Iterable[tuple[str, Tensor]]:
+    """What a file holds of a tensor of the policy."""
+    values = policy.whole(name, written_dtype(dtype))
+    return (codes_and_scale(name, values) if _is_coded(values.shape, dtype) else {name: values}).items()
 
 
 def _is_coded(shape: tuple[int, ...], dtype: str) -> bool:
     return dtype == "int8" and len(shape) == 2
 
 
-def _shards(sizes_bytes: dict[str, int], shard_bytes: int) -> list[list[str]]:
+def _shards(sizes_bytes: Mapping[str, int], shard_bytes: int) -> list[list[str]]:
     """The names of each shard's tensors, in the given order."""
     shards: list[list[str]] = [[]]
     filled = 0

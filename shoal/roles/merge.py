@@ -15,10 +15,11 @@ from torch import Tensor
 
 from shoal.errors import ConfigError, StateError
 from shoal.plan.words import amount
-from shoal.policy.adapters import load_adapter, merge
+from shoal.policy.adapters import decode, load_adapter, merge
 from shoal.policy.adapterspec import AdapterSpec, Base, has_adapter
 from shoal.policy.files import load_policy, save_policy
 from shoal.policy.model import Transformer
+from shoal.policy.nf4spec import PARTS
 from shoal.policy.sizes import adapter_parameters_of, layer_values_of, parameters_of
 from shoal.policy.spec import PolicySpec
 from shoal.policy.stored import files_of_base, read_header
@@ -70,13 +71,15 @@ def main(adapter: Path, base: Path | None, out: Path, dtype: str, threads: int) 
     if base is None and not files_of_base(adapter):
         raise ConfigError(f"{adapter} holds an adapter without its base: name the base's directory with --base")
     model_in = adapter if base is None else base
-    stored = {one.dtype for file in files_of_base(model_in) for one in read_header(file).values()}
+    tensors = {name: one for file in files_of_base(model_in) for name, one in read_header(file).items()}
+    stored = {one.dtype for name, one in tensors.items() if not name.endswith(PARTS)}
     dtype = dtype or ("bfloat16" if stored == {"BF16"} else "float32")
     demand_memory(PolicySpec.from_directory(model_in), AdapterSpec.from_directory(adapter))
     demand_base(adapter, model_in)
     model = load_policy(model_in)
     if base is not None:
         load_adapter(model, adapter)
+    decode(model)
     changes, before = _matrices(model), _logits(model)
     merge(model)
     save_policy(model, out, dtype, tokenizer_from=model_in)

@@ -25,7 +25,8 @@ from torch.distributed.tensor import DTensor
 from shoal.config import TrainConfig
 from shoal.errors import StateError
 from shoal.policy.base import PolicyModel, Published
-from shoal.policy.files import policy_tensors, read_rows
+from shoal.policy.files import policy_tensors
+from shoal.policy.filling import read_rows
 from shoal.policy.model import Transformer
 from shoal.policy.packed import Family
 from shoal.policy.spec import PolicySpec

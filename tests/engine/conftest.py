@@ -1,5 +1,6 @@
 """Small policies in which every parameter matters, and conversations to put to them."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,12 @@ from shoal.policy.tiny import initialise, tiny_spec
 
 
 def write_policy(
-    directory: Path, family: str = "qwen3", tied: bool = False, seed: int = 7, noise: float = 0.05
-) -> Path:
+    directory: Path, family: str = "qwen3", tied: bool = False, seed: int = 7, noise: float = 0.05,
+    sizes: Mapping[str, int] | None = None,
+) -> Path:  # fmt: skip
     """A policy of 64 tokens, 3 layers, 6 heads on 2; its norms and biases are not what they are at the start."""
-    tiny = TinyPolicy(family=family, width=48, layers=3, heads=6, kv_heads=2, mlp_width=80, tied=tied)  # type: ignore[arg-type]
+    usual = {"width": 48, "layers": 3, "heads": 6, "kv_heads": 2, "mlp_width": 80}
+    tiny = TinyPolicy(family=family, tied=tied, **(usual | dict(sizes or {})))  # type: ignore[arg-type]
     model = Transformer(tiny_spec(tiny))
     initialise(model, seed)
     generator = torch.Generator().manual_seed(seed)

@@ -14,9 +14,9 @@ from shoal.engine import local
 from shoal.engine.base import Continuation, Request, ScoreRequest
 from shoal.engine.local import LocalEngine
 from shoal.errors import StateError
-from shoal.policy.adapters import begin_adapter
+from shoal.policy.adapters import begin_adapter, decode
 from shoal.policy.adapterspec import AdapterSpec, Base
-from shoal.policy.files import load_int8, load_policy, save_policy
+from shoal.policy.files import load_int8, load_policy, save_policy, write_nf4
 from tests.engine.claims import claims_of
 from tests.engine.conftest import write_policy
 
@@ -157,3 +157,35 @@ def test_an_adapter_that_does_not_fit_leaves_nothing_that_could_be_used(versions
         kept.extend(REQUESTS, 1.0)
     kept.load(versions[2], 2)
     assert written(kept) == written(engine_with(versions[2], "float32"))
+
+
+@pytest.fixture
+def coded(tmp_path: Path) -> list[Path]:
+    """Two versions whose base is in NF4, and the first one with the decoded weights in its place."""
+    write_nf4(write_policy(tmp_path / "plain", sizes={"width": 128, "heads": 4, "mlp_width": 192}), tmp_path / "base")
+    model = load_policy(tmp_path / "base")
+    decode(model)
+    model.requires_grad_(True)
+    save_policy(model, tmp_path / "decoded", "float32")
+    first, second = (version(tmp_path / "base", tmp_path / f"v{seed}", seed) for seed in (1, 2))
+    return [first, second, version(tmp_path / "decoded", tmp_path / "w1", 1)]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_engine_over_codes_writes_and_scores_as_one_over_the_decoded_weights(coded, monkeypatch, dtype):
+    kept, loads = engine(dtype), []
+    monkeypatch.setattr(local, "load_policy", lambda *given: loads.append(given) or load_policy(*given))
+    for number, directory in enumerate((*coded[:2], coded[0])):
+        kept.load(directory, number)
+        assert written(kept) == written(engine_with(directory, dtype))
+    assert len(loads) == 1 + 3
+    plain = engine_with(coded[2], dtype)
+    assert written(kept) == written(plain), "tokens and log-probs, in the same bits"
+    claims = claims_of(REQUESTS, written(plain))
+    for one, other in zip(kept.score(claims, 1.0), plain.score(claims, 1.0), strict=True):
+        assert np.array_equal(one.logprobs_P, other.logprobs_P) and np.array_equal(one.gaps_P, other.gaps_P)
+
+
+def test_an_engine_in_int8_does_not_round_codes(coded):
+    with pytest.raises(StateError, match="in NF4 already"):
+        engine("int8").load(coded[0], 0)

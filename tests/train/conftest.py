@@ -20,8 +20,10 @@ def one_thread():
 
 @pytest.fixture
 def make_model():
-    def make(seed: int = 0, width: int = 32, layers: int = 2, tied: bool = False) -> Transformer:
-        tiny = TinyPolicy(width=width, layers=layers, heads=2, kv_heads=1, mlp_width=48, max_positions=64, tied=tied)
+    def make(seed: int = 0, width: int = 32, layers: int = 2, tied: bool = False, mlp_width: int = 48) -> Transformer:
+        tiny = TinyPolicy(
+            width=width, layers=layers, heads=2, kv_heads=1, mlp_width=mlp_width, max_positions=64, tied=tied
+        )
         model = Transformer(tiny_spec(tiny))
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():

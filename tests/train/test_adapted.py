@@ -6,8 +6,9 @@ import torch
 
 from shoal.config import TrainConfig
 from shoal.errors import StateError
-from shoal.policy.adapters import begin_adapter
+from shoal.policy.adapters import begin_adapter, decode
 from shoal.policy.adapterspec import AdapterSpec
+from shoal.policy.files import load_policy, save_policy, write_nf4
 from shoal.train.step import Learner
 
 CONFIG = TrainConfig(lr=1e-2, warmup_steps=0, weight_decay=0.1, microbatch_tokens=96)
@@ -60,3 +61,30 @@ def test_it_learns_what_is_rewarded(learner_of, make_rows):
 def test_a_state_of_another_rank_is_refused(learner_of):
     with pytest.raises(StateError, match="belongs to another model"):
         learner_of(rank=2).restore(learner_of(rank=4).state(1))
+
+
+@pytest.mark.parametrize("changes", [{}, {"recompute": "layers", "packing": "flat"}, {"dtype": "bfloat16"}])
+def test_steps_over_codes_are_those_over_the_decoded_weights(make_model, make_rows, tmp_path, changes):
+    save_policy(make_model(width=128, mlp_width=192, tied=True), tmp_path / "plain", "bfloat16")
+    write_nf4(tmp_path / "plain", tmp_path / "coded")
+    config = msgspec.structs.replace(CONFIG, lr=1e-3, **changes)
+    learners, begun = [], None
+    for is_plain in (False, True):
+        model = load_policy(tmp_path / "coded", torch.bfloat16 if config.dtype else torch.float32)
+        if is_plain:
+            decode(model)
+        begin_adapter(model, AdapterSpec(4, 8.0), 1)
+        begun = {name: one.detach().clone() for name, one in model.trainable().items()}
+        learners.append(Learner(model, config, temperature=1.0, steps=200))
+    before = {name: one.clone() for name, one in learners[0].model.named_buffers()}
+    for version in range(1 if config.dtype else 4):  # rounded to bfloat16, gradients soon go their own ways
+        rows = make_rows(seed=version)
+        found, wanted = (learner.step(rows, version) for learner in learners)
+        assert found["loss"] == pytest.approx(wanted["loss"], abs=1e-4)
+        assert found["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-3)
+    assert all(one.equal(before[name]) for name, one in learners[0].model.named_buffers())
+    coded, plain = (learner.model.trainable() for learner in learners)
+    for name, one in plain.items():
+        moved = (one - begun[name]).abs().max()
+        assert (coded[name] - one).abs().max() <= (0.1 if config.dtype else 0.02) * moved, name
+    assert sum(not one.equal(begun[name]) for name, one in coded.items()) >= 14
