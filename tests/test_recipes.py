@@ -102,6 +102,19 @@ def test_a_recipe_states_the_memory_disk_and_bytes_that_the_preflight_reckons(pa
         assert f"#     {what:<13} {size}\n" in text, f"{path}: {what} is {size}"
 
 
+def test_the_recipe_of_8b_states_what_a_base_in_nf4_takes() -> None:
+    path = ROOT / "recipes" / "qwen3-8b-lora.toml"
+    asked = [f"{section}.device=cuda" for section in ("train", "workers", "validators")]
+    asked += ["workers.count=1", "validators.count=1", "policy.adapter.base=nf4"]
+    config = load_run(path, asked, random_policy=True)
+    roles = {role.name: role.on("cuda") for role in roles_of(config, spec_of(config, path.parent), with_workers=True)}
+    text = path.read_text()
+    for name in ("trainer", "validator", "worker"):
+        assert f"#     {name:<13} {amount(roles[name])} of GPU memory\n" in text, amount(roles[name])
+    assert f"#     bytes in nf4  {in_words(sizes_of(config, path.parent))}, to each worker\n" in text
+    assert roles["trainer"] + roles["validator"] < 24e9
+
+
 def test_each_role_of_the_adapter_of_8b_fits_a_gpu_of_24_gb() -> None:
     path = ROOT / "recipes" / "qwen3-8b-lora.toml"
     on_a_gpu = [f"{section}.device=cuda" for section in ("train", "workers", "validators")]

@@ -239,6 +239,12 @@ def _adapter_fits(config: RunConfig) -> Iterator[tuple[bool, str]]:
         yield target in known, f"policy.adapter.targets has {target!r}; known are {', '.join(known)}"
     once = bool(adapter.targets) and len({*adapter.targets}) == len(adapter.targets)
     yield once, "policy.adapter.targets is empty, or names a matrix twice"
+    # guard: codes-below-an-adapter
+    yield (
+        bool(adapter.rank) or not adapter.base,
+        f'policy.adapter.base = "{adapter.base}" rounds a model that does not learn, and without policy.adapter.rank it '
+        "does: set the rank, or leave the base out",
+    )
     yield (
         not adapter.rank or config.policy.dtype != "int8",
         'policy.dtype = "int8" rounds what was learned when it is published, and versions of policy.adapter are float32, '

@@ -39,6 +39,10 @@ class AdapterConfig(Section, frozen=True):
     """The adapter's product counts alpha / rank times."""
     targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     """Matrices of each layer that it changes."""
+    base: Literal["", "nf4"] = ""
+    """How the model below the adapter is published and kept in memory. Empty: as it is. nf4: the host rounds the matrices
+    of its layers once, to 4.13 bits a weight (QLoRA, arXiv:2305.14314), and every node keeps them so. Each use decodes
+    them again, which takes time. Their inputs must be multiples of 64."""
 
 
 class PolicyConfig(Section, frozen=True):

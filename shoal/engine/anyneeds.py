@@ -74,9 +74,9 @@ class AnyNeeds:
         return 4 * ANY_WIDTHS * max(self.spec.width, self.spec.heads * self.spec.head_dim)
 
 
-def needs_of_spec(spec: PolicySpec | AnySpec, dtype: str, adapter: int = 0) -> Needs | AnyNeeds:
-    """What an engine needs for a policy whose files may not be here. `adapter` is as of `Needs`: other architectures have
-    none."""
+def needs_of_spec(spec: PolicySpec | AnySpec, dtype: str, adapter: int = 0, base: str = "") -> Needs | AnyNeeds:
+    """What an engine needs for a policy whose files may not be here. `adapter` and `base` are as of `Needs`: other
+    architectures have none."""
     if isinstance(spec, PolicySpec):
-        return Needs(spec, dtype, adapter)
+        return Needs(spec, dtype, adapter, base)
     return AnyNeeds(spec, dtype, spec.parameters, spec.vocab_size * spec.width)

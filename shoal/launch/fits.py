@@ -104,6 +104,7 @@ def layout_of(config: RunConfig, spec: PolicySpec | AnySpec) -> Layout:
         dtype=train.dtype or "float32", moments=train.moments, recompute=train.recompute,
         rank=config.policy.adapter.rank, targets=config.policy.adapter.targets,
         microbatch_tokens=train.microbatch_tokens, row_tokens=longest, processes=train.processes,
+        base=config.policy.adapter.base,
     )  # fmt: skip
 
 
@@ -129,7 +130,7 @@ def roles_of(config: RunConfig, spec: PolicySpec | AnySpec, with_workers: bool) 
     if several:
         yield RoleNeeds("torchrun's agent", CPU, (Part("process", ENGINE_BYTES),))
     adapted = adapter_bytes(spec, adapter.rank, adapter.targets)
-    needs, rows = needs_of_spec(spec, config.sampled_dtype, adapted), config.rollouts.block_rollouts
+    needs, rows = needs_of_spec(spec, config.sampled_dtype, adapted, adapter.base), config.rollouts.block_rollouts
     longest = config.sampling.max_tokens
     if config.validators.count:
         judged = needs.score(rows * longest, longest, hidden=config.verify.proofs != "none")
@@ -139,7 +140,7 @@ def roles_of(config: RunConfig, spec: PolicySpec | AnySpec, with_workers: bool) 
     if with_workers and (count := config.workers.count + config.workers.cheating):
         yield _role("worker", config.workers.device, played, count)
     if any(config.eval_episodes(env) for env in config.envs):
-        exact = needs_of_spec(spec, "float32", adapted)
+        exact = needs_of_spec(spec, "float32", adapted, adapter.base)
         played = _engine(
             exact, "playing", exact.play(BATCH, longest, config.sampling.all_tokens), config.workers.device
         )

@@ -22,7 +22,7 @@ from shoal.config import RunConfig
 from shoal.engine.cheats import CHEATS
 from shoal.errors import ShoalError, StateError, cause_of
 from shoal.folder import RunFolder
-from shoal.launch.computable import demand_computable, demand_engine_of_workers
+from shoal.launch.computable import demand_codable, demand_computable, demand_engine_of_workers
 from shoal.launch.evaluations import Evaluations
 from shoal.launch.finale import plain_end, render_end, save_picture
 from shoal.launch.fits import demand_fit
@@ -111,6 +111,7 @@ def open_crew(run_dir: Path, lock_fd: int, with_workers: bool, make_view: Callab
     check_first_policy(folder, config)  # guard: first-policy-can-talk
     spec = first_spec(folder, config)
     if spec is not None:
+        demand_codable(spec, config)
         demand_fit(config, spec, folder.root, with_workers)
     return LocalRun(config, folder, lock_fd, with_workers, make_view())
 

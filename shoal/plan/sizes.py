@@ -14,7 +14,7 @@ from shoal.errors import ConfigError, ShoalError
 from shoal.policy.anyspec import AnySpec
 from shoal.policy.hub import Hub
 from shoal.policy.kinds import AUTO, sized_spec_of
-from shoal.policy.sizes import adapter_parameters_of, parameters_of
+from shoal.policy.sizes import adapter_parameters_of, parameters_of, weights_of
 from shoal.policy.spec import PolicySpec
 from shoal.policy.tiny import tiny_spec
 from shoal.protocol.hubref import is_hub
@@ -74,20 +74,22 @@ def sizes_of(config: RunConfig, recipe_dir: Path, parameters: float = 0.0, patch
     version, kept_version = (count * ITEM_BYTES[dtype] for dtype in (config.policy.dtype, config.policy.kept_dtype))
     share = patch_share if patch_share >= 0 else PATCH_SHARE
     patch = share * version if may_be_patched(config.policy.dtype) else 0.0
-    base, learned, adapter = 0.0, count, config.policy.adapter
+    base, model, learned, adapter = 0.0, 0.0, count, config.policy.adapter
     if adapter.rank and spec is not None:  # whose base is published once, or by a hub
-        base, learned, patch = version, float(adapter_parameters_of(spec, adapter.rank, adapter.targets)), 0.0
+        base = float(weights_of(spec, ITEM_BYTES[config.policy.dtype], adapter.base))
+        learned, patch = float(adapter_parameters_of(spec, adapter.rank, adapter.targets)), 0.0
+        model = kept_version if adapter.base else 0.0  # which is here while it is coded
         version = kept_version = 4 * learned
     play = check = count * LOADED_BYTES[config.sampled_dtype]
     if spec is not None:
         adapted = adapter_bytes(spec, adapter.rank, adapter.targets)
         needs, r, longest = (
-            needs_of_spec(spec, config.sampled_dtype, adapted), config.rollouts, config.sampling.max_tokens,
+            needs_of_spec(spec, config.sampled_dtype, adapted, adapter.base), config.rollouts, config.sampling.max_tokens,
         )  # fmt: skip
         play = max(float(needs.load()), float(needs.loaded + needs.play(r.block_rollouts, longest)))
         check = max(play, float(needs.loaded + needs.score(r.block_rollouts * longest, longest, hidden=True)))
     stored, needed = _blobs(config, version, patch)
-    served = 0.0 if is_hub(config.policy.path) else base
+    served = 0.0 if is_hub(config.policy.path) and not adapter.base else base  # codes are published
     kept = 1 + config.steps // config.storage.checkpoint_every
     judged = config.rollouts.max_staleness + KEPT_VERSIONS + 1
     of_nodes = judged * (
@@ -97,7 +99,7 @@ def sizes_of(config: RunConfig, recipe_dir: Path, parameters: float = 0.0, patch
     return Sizes(
         parameters=count, version=version, patch=patch, worker_memory=play, validator_memory=check,
         trainer_memory=base + learned * TRAINER_BYTES + kept_version, worker_disk=base + (KEPT_VERSIONS + 1) * version,
-        host_disk=base + served + stored + kept * kept_version + (of_nodes + publishing) * version
+        host_disk=model + base + served + stored + kept * kept_version + (of_nodes + publishing) * version
         + 3 * learned * STATE_BYTES,  # two are kept while the next is written
         needed_blobs=needed + served, base=base, is_exact=spec is not None,
     )  # fmt: skip

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from shoal.errors import StateError
 from shoal.policy.adapterspec import AdapterSpec, Base, has_adapter
 from shoal.policy.anyspec import AnySpec, read_config
+from shoal.policy.nf4spec import NF4, is_coded
 from shoal.policy.spec import ARCHITECTURES, PolicySpec
 
 if TYPE_CHECKING:
@@ -80,6 +81,16 @@ def demand_no_adapter(directory: Path) -> None:
     if has_adapter(directory):  # guard: runs-begin-with-models
         raise StateError(
             f"{directory} holds an adapter, and a run begins with a whole model: `shoal policy merge` makes one of it"
+        )
+
+
+def demand_named_base(directory: Path, base: str) -> None:
+    """Raise `StateError` if the model in a directory is in NF4, and the run file's `policy.adapter.base` does not say so:
+    memory would be reckoned wrongly, and nodes would not be told."""
+    if base != NF4 and is_coded(directory):  # guard: codes-are-named
+        raise StateError(
+            f"{directory} holds a model in NF4, on which only adapters learn: set policy.adapter.rank, and "
+            'policy.adapter.base = "nf4", or begin with the model that it was made of'
         )
 
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from shoal.policy.adapterspec import TARGETS, AdapterSpec
 from shoal.policy.anyspec import AnySpec
+from shoal.policy.nf4spec import weight_bytes_of
 from shoal.policy.spec import PolicySpec
 
 OUTSIDE = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
@@ -24,6 +25,11 @@ def parameters_of(spec: PolicySpec | AnySpec) -> int:
     if isinstance(spec, AnySpec):
         return spec.parameters
     return sum(math.prod(shape) for shape in spec.tensor_shapes().values())
+
+
+def weights_of(spec: PolicySpec | AnySpec, item: float, base: str = "") -> int:
+    """The bytes of a policy whose weights take `item` each, with the layers as `policy.adapter.base` keeps them."""
+    return weight_bytes_of(spec, item, base) if isinstance(spec, PolicySpec) else int(parameters_of(spec) * item)
 
 
 def layer_parameters_of(spec: PolicySpec | AnySpec) -> int:

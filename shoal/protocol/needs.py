@@ -33,6 +33,9 @@ PATCHES = "patches"
 ADAPTERS = "adapters"
 """The word for versions that are low-rank adapters of a model that stays the same."""
 
+CODED_BASE = "nf4-base"
+"""The word for adapters of a model whose layers are published as NF4 codes."""
+
 
 def needs_of(
     rules: Rules,
@@ -41,9 +44,11 @@ def needs_of(
     published_dtype: str = "float32",
     transformers: bool = False,
     adapters: bool = False,
+    coded_base: bool = False,
 ) -> tuple[str, ...]:
     """The words of a run with these rules, environments, sampling and dtype of the published versions. `transformers`:
-    whether its policy is of another architecture than shoal's own; `adapters`: whether its versions are adapters."""
+    whether its policy is of another architecture than shoal's own; `adapters`: whether its versions are adapters;
+    `coded_base`: whether their base is in NF4."""
     proofs = () if rules.proofs == "none" else (proofs_need(rules.proofs),)
     settings = (SETTINGS,) if any(env.has_settings for env in envs) else ()
     shaping = (SHAPING,) if any(env.shaping for env in envs) else ()
@@ -54,8 +59,9 @@ def needs_of(
     patches = (PATCHES,) if may_be_patched(published_dtype) else ()
     codes = (INT8,) if published_dtype == "int8" else ()
     low_rank = (ADAPTERS,) if adapters else ()
+    coded = (CODED_BASE,) if coded_base else ()
     others = (TRANSFORMERS,) if transformers else ()  # the kind of engine is the word
-    named = (*proofs, *settings, *shaping, *rows, *patches, *codes, *stops, *noise, *others, *low_rank)
+    named = (*proofs, *settings, *shaping, *rows, *patches, *codes, *stops, *noise, *others, *low_rank, *coded)
     return (kind_of(envs), dtype_need(rules.dtype), *named)
 
 
@@ -86,7 +92,7 @@ def proofs_need(proofs: str) -> str:
 
 
 SUPPORTED = frozenset({
-    ADAPTERS, EPISODES, COMPLETIONS, SETTINGS, SHAPING, ROWS, PATCHES, INT8, STOPS, TRANSFORMERS,
+    ADAPTERS, CODED_BASE, EPISODES, COMPLETIONS, SETTINGS, SHAPING, ROWS, PATCHES, INT8, STOPS, TRANSFORMERS,
     proofs_need("toploc"), *map(dtype_need, DTYPES), *map(noise_need, NOISES),
 })  # fmt: skip
 """What this version of shoal supports: it cannot join a run that needs anything else."""

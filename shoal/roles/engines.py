@@ -8,7 +8,7 @@ worker, too.
 from shoal.errors import PeerError
 from shoal.protocol.bounds import engine_kind, unmeasured
 from shoal.protocol.constants import VLLM
-from shoal.protocol.needs import ADAPTERS
+from shoal.protocol.needs import ADAPTERS, CODED_BASE
 from shoal.protocol.types import RunInfo
 
 
@@ -21,6 +21,11 @@ def demand_engine_fits(run: RunInfo, implementation: str) -> None:
         return
     if run.rules.proofs != "none":  # guard: vllm-proves-nothing
         raise PeerError("this run asks for proofs of activations, which vllm cannot give: join without --engine")
+    if CODED_BASE in run.needs:  # guard: vllm-reads-no-codes
+        raise PeerError(
+            "the versions of this run are adapters of a model in NF4, which only shoal's own engine reads: join without "
+            "--engine"
+        )
     if ADAPTERS in run.needs and run.rules.dtype != "float32":  # guard: vllm-adapts-in-float32
         raise PeerError(
             f"the versions of this run are adapters in {run.rules.dtype}, which vllm computes in float32 only here: join "

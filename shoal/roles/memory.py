@@ -19,6 +19,7 @@ from shoal.errors import Overreach, StateError
 from shoal.policy.adapterspec import AdapterSpec, has_adapter
 from shoal.policy.contained import Limits
 from shoal.policy.kinds import spec_of
+from shoal.policy.nf4spec import NF4, is_coded
 from shoal.policy.spec import PolicySpec
 from shoal.weights.codes import cores
 
@@ -175,10 +176,11 @@ def needs_of(directory: Path, dtype: str) -> "Needs | AnyNeeds":
     spec = spec_of(directory)
     if not isinstance(spec, PolicySpec):
         return AnyNeeds.of(spec, directory, dtype)
+    base = NF4 if is_coded(directory) else ""
     if not has_adapter(directory):
-        return Needs(spec, dtype)
+        return Needs(spec, dtype, base=base)
     adapter = AdapterSpec.from_directory(directory)
-    return Needs(spec, dtype, adapter_bytes(spec, adapter.rank, adapter.targets))
+    return Needs(spec, dtype, adapter_bytes(spec, adapter.rank, adapter.targets), base)
 
 
 def _private_bytes() -> int:

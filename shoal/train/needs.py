@@ -9,12 +9,14 @@ from dataclasses import dataclass
 
 from shoal.policy.adapterspec import TARGETS
 from shoal.policy.anyspec import AnySpec
+from shoal.policy.nf4spec import decoding_bytes_of
 from shoal.policy.sizes import (
     adapter_parameters_of,
     arranged_values_of,
     layer_parameters_of,
     layer_values_of,
     parameters_of,
+    weights_of,
 )
 from shoal.policy.spec import PolicySpec
 
@@ -32,8 +34,8 @@ the latter at most so much, because large tensors have memory of their own."""
 MOMENT_BYTES = {"float32": 8.0, "8bit": 2.05, "offloaded": 8.0}
 """Of AdamW's two moments, for each weight that is learned."""
 
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "nf4": 0.5625}
-"""Of one weight as the passes read it. NF4 has 4 bits, and one float32 for 64 weights."""
+ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+"""Of one weight as the passes read it, unless it is NF4."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,8 @@ class Layout:
     """Of the trainer. Each has as large a part of the policy."""
     targets: tuple[str, ...] = TARGETS
     """The matrices that an adapter changes."""
+    base: str = ""
+    """nf4: the layers below an adapter stay codes; see `nf4spec`."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +80,7 @@ def parts_of(spec: PolicySpec | AnySpec, layout: Layout) -> list[Part]:
     learned = adapter_parameters_of(spec, layout.rank, layout.targets) if layout.rank else weights
     has_masters = layout.dtype != "float32" and not layout.rank
     away = layout.moments == "offloaded"
-    parts = [Part("weights", int(weights * ITEM_BYTES[layout.dtype]))]
+    parts = [Part("weights", weights_of(spec, ITEM_BYTES[layout.dtype], layout.base))]
     if layout.rank:
         parts.append(Part("adapter", 4 * learned))
     if has_masters:
@@ -122,8 +126,12 @@ def state_of(spec: PolicySpec | AnySpec, layout: Layout) -> int:
 def activations_of(spec: PolicySpec | AnySpec, layout: Layout) -> int:
     """What the layers keep of a micro-batch, and the larger of two: what the head takes, or a layer's backward pass."""
     tokens, item = max(layout.microbatch_tokens, layout.row_tokens), 4 if layout.dtype == "float32" else 2
-    layer = item * (tokens * layer_values_of(spec) + arranged_values_of(spec))
-    backward = 3 * layer // 2 + item * layer_parameters_of(spec)
+    if layout.base and isinstance(spec, PolicySpec):  # nothing of a matrix is kept
+        arranged, work = 0, decoding_bytes_of(spec) + 4 * tokens * max(spec.width, spec.mlp_width)
+    else:
+        arranged, work = arranged_values_of(spec), item * layer_parameters_of(spec)
+    layer = item * (tokens * layer_values_of(spec) + arranged)
+    backward = 3 * layer // 2 + work
     if layout.recompute == "layers":
         kept, backward = spec.layers * item * tokens * spec.width, layer + backward
     else:

@@ -19,7 +19,7 @@ from shoal.engine.base import Request, ScoreRequest
 from shoal.engine.local import LocalEngine
 from shoal.policy.adapters import begin_adapter
 from shoal.policy.adapterspec import AdapterSpec
-from shoal.policy.files import save_policy
+from shoal.policy.files import save_policy, write_nf4
 from shoal.policy.model import Transformer
 from shoal.policy.spec import PolicySpec
 
@@ -30,6 +30,8 @@ with torch.no_grad():
     for parameter in model.parameters():
         parameter.normal_(0, 0.02)
 save_policy(model, Path(sys.argv[1]), "float32")
+if sys.argv[7]:
+    write_nf4(Path(sys.argv[1]), Path(sys.argv[1]))
 if rank:
     begin_adapter(model, AdapterSpec(rank, 8.0), 1)
     save_policy(model, Path(sys.argv[1] + "-adapter"), "float32")
@@ -68,6 +70,10 @@ SHAPES = {
         dict(width=512, layers=6, heads=8, kv_heads=2, mlp_width=2048, vocab_size=1000),
         (16, 20, 64, 256),
     ),
+    "many codes": (
+        dict(width=1024, layers=12, heads=8, kv_heads=4, mlp_width=4096, vocab_size=1000),
+        (16, 20, 64, 8),
+    ),
     "many rollouts": (dict(width=128, layers=2, heads=4, kv_heads=4, mlp_width=256, vocab_size=64), (256, 20, 200)),
 }
 
@@ -78,16 +84,16 @@ SHAPES = {
 @pytest.mark.parametrize("shape", SHAPES)
 def test_an_engine_takes_at_most_what_it_is_said_to_need_and_not_much_less(shape: str, tmp_path: Path) -> None:
     sizes, (rows, opening, tokens, *ranks) = SHAPES[shape]
-    rank = ranks[0] if ranks else 0
+    rank, base = ranks[0] if ranks else 0, "nf4" if shape == "many codes" else ""
     more = dict(
         head_dim=sizes["width"] // sizes["heads"], max_positions=1 << 14, rope_theta=1e4, norm_eps=1e-5, tied=True
     )
     spec = sizes | more | {"family": "qwen3", "eos_ids": [0]}
     numbers = map(str, (rows, opening, tokens, rank))
-    command = [sys.executable, "-c", MEASURE, str(tmp_path / "policy"), json.dumps(spec), *numbers]
+    command = [sys.executable, "-c", MEASURE, str(tmp_path / "policy"), json.dumps(spec), *numbers, base]
     load, play, score = json.loads(subprocess.run(command, capture_output=True, check=True, text=True).stdout)
     policy = PolicySpec(**{**spec, "eos_ids": (0,)})  # type: ignore[arg-type]
-    needs = Needs(policy, "float32", adapter_bytes(policy, rank, TARGETS))
+    needs = Needs(policy, "float32", adapter_bytes(policy, rank, TARGETS), base)
     spare = 30_000_000  # code of torch that is read at its first use
     for took, need in (
         (load, needs.load()),

@@ -67,6 +67,13 @@ def test_a_run_of_adapters_ends_is_audited_and_merged(tmp_path: Path) -> None:
     assert played.returncode == 0, played.stderr
 
 
+def test_a_base_that_cannot_be_coded_is_said_in_one_line_before_anything_starts(tmp_path: Path) -> None:
+    (tmp_path / "small.toml").write_text(ADAPTED.replace("rank = 4", 'rank = 4\nbase = "nf4"'))
+    refused = run(tmp_path, "run", "small.toml")
+    assert refused.returncode == 2 and "q_proj.weight has 32. Leave it out, or choose another model" in refused.stderr
+    assert refused.stderr.count("\n") == 1 and not list((tmp_path / "runs" / "small" / "logs").iterdir())
+
+
 def test_an_impossible_adapter_is_said_in_one_line_before_anything_starts(tmp_path: Path) -> None:
     (tmp_path / "small.toml").write_text(ADAPTED)
     refused = run(tmp_path, "run", "small.toml", "--set", "policy.adapter.rank=100000")

@@ -127,6 +127,24 @@ def test_an_adapter_is_reckoned_with_its_rank_and_targets(config: RunConfig) -> 
     assert "adapter" not in whole
 
 
+def test_a_base_in_nf4_takes_a_quarter_of_its_layers_in_bfloat16(config: RunConfig) -> None:
+    def parts(base: str) -> dict[str, dict[str, int]]:
+        adapter = AdapterConfig(rank=8, base=base)  # type: ignore[arg-type]
+        policy = msgspec.structs.replace(config.policy, dtype="bfloat16", adapter=adapter)
+        train = msgspec.structs.replace(config.train, dtype="bfloat16")
+        run = msgspec.structs.replace(config, policy=policy, train=train)
+        return {
+            role.name: {part.name: part.size for part in role.parts} for role in roles_of(run, LARGE, with_workers=True)
+        }
+
+    plain, coded = parts(""), parts("nf4")
+    layers = parameters_of(LARGE) - LARGE.vocab_size * LARGE.width
+    for role in ("trainer", "worker", "validator"):
+        saved = plain[role]["weights"] - coded[role]["weights"]
+        assert saved == pytest.approx(2 * layers * (1 - 4.127 / 16), rel=1e-3)
+    assert coded["trainer"]["activations"] < plain["trainer"]["activations"]
+
+
 def test_an_engine_is_reckoned_with_the_adapter_as_a_node_reckons_it(config: RunConfig, tmp_path: Path) -> None:
     def weights(**adapter: Any) -> dict[str, int]:
         policy = msgspec.structs.replace(config.policy, adapter=AdapterConfig(**adapter))

@@ -17,23 +17,29 @@ from pathlib import Path
 import numpy as np
 import torch
 from shoal.config import TrainConfig
+from shoal.policy.adapters import begin_adapter
+from shoal.policy.adapterspec import AdapterSpec
 from shoal.policy.model import Transformer
 from shoal.policy.spec import PolicySpec
 from shoal.train.rows import Row
 from shoal.train.step import Learner
 
 torch.set_num_threads(1)
-spec, recompute = PolicySpec(**json.loads(sys.argv[1])), sys.argv[3]
+spec, recompute, base = PolicySpec(**json.loads(sys.argv[1])), *sys.argv[3:5]
 rows, prompt, length, budget = json.loads(sys.argv[2])
 
 def kb(name):
     return int(re.search(name + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
 
 def learner_of(spec):
-    model = Transformer(spec)
+    model = Transformer(spec, coded=torch.float32 if base else None)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(0, 0.02)
+        for buffer in model.buffers():
+            buffer.fill_(0 if buffer.is_floating_point() else 1)
+    if base:
+        begin_adapter(model, AdapterSpec(8, 8.0), 1)
     return Learner(model, TrainConfig(microbatch_tokens=budget, recompute=recompute), temperature=1.0, steps=10)
 
 def rows_for(spec, rows, prompt, length):
@@ -59,6 +65,10 @@ SHAPES = {
         (4, 16, 512, 2048),
     ),
     "many weights": (dict(width=768, layers=6, heads=8, kv_heads=2, mlp_width=2048, vocab_size=64), (2, 64, 256, 256)),
+    "many codes": (
+        dict(width=1024, layers=16, heads=8, kv_heads=2, mlp_width=4096, vocab_size=64),
+        (2, 64, 256, 256),
+    ),
     "many words": (dict(width=128, layers=2, heads=4, kv_heads=2, mlp_width=384, vocab_size=32000), (2, 64, 512, 1024)),
 }
 """Sizes of the policy; rows, tokens of a prompt and of a row, and of a micro-batch."""
@@ -78,11 +88,13 @@ def spec_of(sizes: dict[str, int], **more: object) -> dict[str, object]:
 @pytest.mark.parametrize("recompute", ["none", "layers"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_step_takes_at_most_what_it_is_said_to_need_and_not_much_less(shape: str, recompute: str) -> None:
-    sizes, work = SHAPES[shape]
+    (sizes, work), base = SHAPES[shape], "nf4" if shape == "many codes" else ""
     spec = spec_of(sizes)
-    command = [sys.executable, "-c", MEASURE, json.dumps(spec), json.dumps(work), recompute]
+    command = [sys.executable, "-c", MEASURE, json.dumps(spec), json.dumps(work), recompute, base]
     took = int(subprocess.run(command, capture_output=True, check=True, text=True).stdout)
-    layout = Layout(recompute=recompute, microbatch_tokens=work[3], row_tokens=work[2])
+    layout = Layout(
+        recompute=recompute, microbatch_tokens=work[3], row_tokens=work[2], rank=8 if base else 0, base=base
+    )
     need = sum(part.size for part in parts_of(PolicySpec(**spec), layout))  # type: ignore[arg-type]
     assert took <= need + SPARE_BYTES and need <= 1.3 * took + SPARE_BYTES, (shape, took, need)
 
@@ -126,4 +138,5 @@ def test_a_card_of_24_gb_trains_what_it_is_said_to_train() -> None:
     assert on_card("1.7b", Layout(recompute="layers", microbatch_tokens=4096)) > 24
     assert on_card("1.7b", Layout("bfloat16", "8bit", "layers", microbatch_tokens=4096)) < 24
     assert on_card("1.7b", Layout("bfloat16", "offloaded", "layers", microbatch_tokens=4096)) < 24
-    assert on_card("8b", Layout("bfloat16", "float32", "layers", 32, 4096)) < 24
+    plain, coded = (on_card("8b", Layout("bfloat16", "float32", "layers", 32, 4096, base=base)) for base in ("", "nf4"))
+    assert plain < 24 and coded < plain - 10

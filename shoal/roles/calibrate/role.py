@@ -16,7 +16,9 @@ from shoal.engine.open import EngineSpec, kind_for
 from shoal.errors import ConfigError
 from shoal.folder import RunFolder, write_atomically
 from shoal.policy.device import CPU, demand_device
+from shoal.policy.files import write_nf4
 from shoal.policy.hub import Hub
+from shoal.policy.nf4spec import NF4, is_coded
 from shoal.policy.tiny import make_tiny
 from shoal.proofs.rounding import Noise, joined, propose, propose_activation_error
 from shoal.protocol.bounds import CHOSEN_ENGINES
@@ -94,7 +96,15 @@ def _sides(recordings: dict[str, Recording], dtype: str) -> dict[str, list[str]]
 
 
 def _policy(folder: RunFolder, config: RunConfig) -> Path:
-    """The policy that the run would start from."""
+    """The policy that the run would start from, or the base of its adapters."""
+    found = _plain_policy(folder, config)
+    if config.policy.adapter.base != NF4 or is_coded(found):
+        return found
+    write_nf4(found, folder.policy)
+    return folder.policy
+
+
+def _plain_policy(folder: RunFolder, config: RunConfig) -> Path:
     if is_hub(config.policy.path):
         Hub().bring(config.policy.path, folder.policy)
         return folder.policy

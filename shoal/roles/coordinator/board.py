@@ -42,7 +42,7 @@ class Board:
             version=state.main.version, rules_version=state.law.version,
             needs=needs_of(
                 state.rules, state.envs, state.sampling, self._desk.published_dtype, self._desk.needs_transformers,
-                self._desk.has_adapter,
+                self._desk.has_adapter, self._desk.has_coded_base,
             ),
             origin=self._desk.origin(),
             root_key=state.root_key or "", publishers=state.named or None,

@@ -79,6 +79,11 @@ class Desk:
         """Whether the versions are adapters."""
         return self._config.policy.adapter.rank > 0
 
+    @property
+    def has_coded_base(self) -> bool:
+        """Whether the model that they belong to is published as codes."""
+        return bool(self._config.policy.adapter.base)
+
     @cached_property
     def needs_transformers(self) -> bool:
         """Whether nodes compute the policy with transformers: by the files of the first version."""

@@ -172,6 +172,8 @@ def public_run_file(folder: RunFolder, config: RunConfig) -> dict[str, Any]:
         del tree["sampling"]["noise"]
     if config.policy.adapter == AdapterConfig():
         del tree["policy"]["adapter"]
+    elif not config.policy.adapter.base:
+        del tree["policy"]["adapter"]["base"]
     if config.train.processes == 1:
         del tree["train"]["processes"]
     if config.train.truncation < 0:

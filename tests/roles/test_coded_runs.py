@@ -1,0 +1,167 @@
+"""Runs whose adapters are over a base in NF4: the host codes it once, nodes get the bytes, and all agree."""
+
+import asyncio
+import json
+import shutil
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from shoal.config import check_run
+from shoal.engine.local import LocalEngine
+from shoal.errors import ConfigError, PeerError, StateError
+from shoal.folder import RunFolder
+from shoal.policy.files import load_policy, tensors_of, write_nf4
+from shoal.policy.hub import Hub
+from shoal.policy.nf4spec import is_coded
+from shoal.policy.tiny import make_tiny
+from shoal.protocol.constants import VLLM
+from shoal.protocol.needs import CODED_BASE, SUPPORTED
+from shoal.protocol.types import AdapterBase
+from shoal.roles import merge
+from shoal.roles.coordinator.board import Board
+from shoal.roles.coordinator.role import public_run_file
+from shoal.roles.engines import demand_engine_fits
+from shoal.roles.trainer import first
+from shoal.weights import bases, fetch
+from shoal.weights.bases import base_root
+from shoal.weights.manifest import weights_root
+from tests.policy.hub_server import fake_hub
+from tests.roles.test_saving import Killed
+from tests.roles.town import Town, tiny_run
+
+SHAPE = {"width": 64, "layers": 2, "heads": 2, "kv_heads": 1, "mlp_width": 128, "max_positions": 64}
+ADAPTER = {"rank": 2, "alpha": 8.0, "base": "nf4"}
+CODED = {"policy": {"tiny": SHAPE, "adapter": ADAPTER}, "train": {"lr": 3e-2}}
+
+
+def lived(root: Path, *cheats: str, **changes: object) -> Town:
+    town = Town(root, tiny_run(**{**CODED, **changes}))
+    workers = [
+        town.worker("worker-0"),
+        town.worker("stranger", own_files=False),
+        *(town.worker(c, cheat=c) for c in cheats),
+    ]
+    asyncio.run(town.live(town.trainer(), town.validator(), *workers))
+    assert town.audit().findings == []
+    return town
+
+
+def test_a_run_over_codes_learns_is_verified_and_merged(tmp_path: Path) -> None:
+    town = lived(tmp_path / "run", "other-seed", steps=3, storage={"checkpoint_every": 1})
+    final, policy = town.folder.checkpoints / "final", town.folder.policy
+    assert is_coded(policy) and (final / "model.safetensors").samefile(policy / "model.safetensors")
+    manifests = [town.desk.kept.manifests[version] for version in range(4)]
+    assert (
+        {manifest.base for manifest in manifests}
+        == {AdapterBase(weights_root(policy))}
+        == {AdapterBase(base_root(final))}
+    )
+    whole = weights_root(final)
+    assert town.weights() == manifests[3].root == whole != manifests[0].root
+    credits = {member.name: member.credits for member in town.desk.state.members.values()}
+    assert credits["other-seed"] == 0 < min(credits["worker-0"], credits["stranger"])
+    held = next((town.folder.nodes / "stranger" / "weights").glob("v*"))
+    assert tensors_of(held).keys() == tensors_of(final).keys(), "a node has the codes, and no other weights"
+    said = merge.main(final, None, tmp_path / "merged", "", 1)
+    assert "a whole model in float32" in said and "0.00 % of them" in said
+    with torch.no_grad():
+        logits = [merge._logits(load_policy(directory)) for directory in (tmp_path / "merged", final)]
+    assert torch.allclose(*logits, atol=1e-4) and not is_coded(tmp_path / "merged")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_trainer_that_is_killed_comes_back_to_the_same_root(tmp_path: Path, dtype: str) -> None:
+    changes = {"policy": CODED["policy"] | {"dtype": dtype}, "steps": 3}
+    unbroken = lived(tmp_path / "unbroken", **changes).weights()
+    town = Town(tmp_path / "killed", tiny_run(**{**CODED, **changes}))
+    asyncio.run(town.live(Killed(town, 1, 2), town.validator(), town.worker("worker-0"), town.worker("worker-1")))
+    assert town.weights() == unbroken
+
+
+def test_the_base_is_coded_once_whatever_is_killed_meanwhile(tmp_path: Path) -> None:
+    folder, config = RunFolder(tmp_path / "run"), tiny_run(**CODED)
+    make_tiny(config.policy.tiny, folder.policy, 5, "float32")  # a trainer was killed before it coded it
+    coded = tensors_of(first.start_policy(folder, config))
+    before = (folder.policy / "model.safetensors").stat().st_ino
+    assert tensors_of(first.start_policy(folder, config)) == coded
+    assert (folder.policy / "model.safetensors").stat().st_ino == before
+
+
+def test_a_run_may_begin_with_the_codes_of_another_and_must_name_them(tmp_path: Path) -> None:
+    make_tiny(tiny_run(**CODED).policy.tiny, tmp_path / "plain", 3, "float32")
+    write_nf4(tmp_path / "plain", tmp_path / "codes")
+
+    def begun(name: str, **policy: object) -> Path:
+        run = tiny_run(policy={"path": str(tmp_path / "codes"), **policy})
+        first.first_model(RunFolder(tmp_path / name), run, torch.float32)
+        return RunFolder(tmp_path / name).policy
+
+    assert tensors_of(begun("named", adapter=ADAPTER)) == tensors_of(tmp_path / "codes")
+    for name, policy in (("whole", {}), ("unnamed", {"adapter": {"rank": 2}})):
+        with pytest.raises(StateError, match=r'a model in NF4, on which only adapters learn: set .*base = "nf4"'):
+            begun(name, **policy)
+
+
+def test_the_codes_of_a_hubs_model_are_published_as_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("huggingface_hub")
+    make_tiny(tiny_run(**CODED).policy.tiny, tmp_path / "model", 3, "float32")
+    with fake_hub() as hub:
+        hub.models["ann/small"] = tmp_path / "model"
+        monkeypatch.setattr(first, "Hub", lambda: Hub(hub.url, tmp_path / "cache"))
+        monkeypatch.setattr(fetch, "Hub", lambda: Hub(hub.url, tmp_path / "cache of a node"))
+        monkeypatch.setattr(fetch, "take_from_stock", lambda *_: False)  # as on another machine
+        policy = {"path": "hf:ann/small@main", "adapter": ADAPTER}
+        first.start_policy(RunFolder(tmp_path / "run"), tiny_run(policy=policy))  # as the launcher does
+        town = Town(tmp_path / "run", tiny_run(train=CODED["train"], steps=1, policy=policy))
+        asyncio.run(town.live(town.trainer(), town.validator(), town.worker("stranger", own_files=False)))
+    assert not (tmp_path / "cache of a node").exists() and not list(tmp_path.rglob(f"{bases.OF_HUBS}/*"))
+    manifest = town.desk.kept.manifests[1]
+    entry = next(entry for entry in manifest.files if entry.path == "model.safetensors")
+    assert manifest.base == AdapterBase(weights_root(town.folder.policy)) and entry.chunks
+    assert entry.size < 0.5 * (tmp_path / "model" / "model.safetensors").stat().st_size
+
+
+def test_nodes_are_told_and_vllm_stays_away(tmp_path: Path) -> None:
+    town = Town(tmp_path / "run", tiny_run(**CODED))
+    run = Board(town.desk).info()
+    assert CODED_BASE in run.needs and CODED_BASE in SUPPORTED
+    bounds = run.rules.bounds | {"vllm:float32/float32": run.rules.bounds["float32/float32"]}
+    measured = msgspec.structs.replace(run, rules=msgspec.structs.replace(run.rules, bounds=bounds))
+    with pytest.raises(PeerError, match="adapters of a model in NF4, which only shoal's own engine reads"):
+        demand_engine_fits(measured, VLLM)
+    plain = {"policy": {"tiny": SHAPE, "adapter": {"rank": 2}}}
+    assert CODED_BASE not in Board(Town(tmp_path / "plain", tiny_run(**plain)).desk).info().needs
+
+
+def test_the_log_of_a_run_names_the_base_only_if_it_is_coded(tmp_path: Path) -> None:
+    """A run of adapters without it has the log that it had before."""
+    named = []
+    for adapter in (ADAPTER, {"rank": 2}):
+        town = Town(tmp_path / f"{len(named)}", tiny_run(policy={"tiny": SHAPE, "adapter": adapter}))
+        named.append(public_run_file(town.folder, town.config)["policy"]["adapter"])
+    assert named[0]["base"] == "nf4" and "base" not in named[1]
+
+
+def test_codes_without_an_adapter_are_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r'policy.adapter.base = "nf4" rounds a model that does not learn.*: set the rank'
+    ):
+        check_run(tiny_run(policy={"adapter": {"base": "nf4"}}))
+
+
+def test_a_node_that_changed_a_byte_of_the_codes_is_found_out(tmp_path: Path) -> None:
+    """Weights that differ from what all others hold are another version's root, and no file of this one."""
+    town = lived(tmp_path / "run", steps=1)
+    shutil.copytree(town.folder.checkpoints / "final", tmp_path / "copy")
+    path = tmp_path / "copy" / "model.safetensors"
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    start = header["model.layers.0.mlp.up_proj.weight_nf4"]["data_offsets"][0] + 8 + length
+    path.write_bytes(data[:start] + bytes([data[start] ^ 1]) + data[start + 1 :])
+    assert weights_root(tmp_path / "copy") != town.weights()
+    engine = LocalEngine(1)
+    engine.load(tmp_path / "copy", 1)  # it is a policy, but another
