@@ -8,12 +8,13 @@ Each claim is a function whose docstring says it, and whose figures have `holds`
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.claims import credit, losses, pairs
+from benchmarks.claims import credit, divergence, losses, pairs
 
 CLAIMS: dict[str, Callable[[], dict[str, Any]]] = {
     "length_drift": losses.length_drift,
     "baselines": losses.baselines,
     "clipping": losses.clipping,
+    "divergence": divergence.divergence,
     "critic": credit.critic,
     "vines": credit.vines,
     "turns": credit.turns,
