@@ -52,6 +52,8 @@ class RunFolder:
         self.logs = root / "logs"
         self.nodes = root / "nodes"
         self.evaluations = root / "eval"
+        self.shifts = root / "shifts"
+        """Where processes queue for the devices that they share."""
         self.summary = root / "summary.json"
         self.address = root / "coordinator.json"
         self.origin_address = root / "origin.json"

@@ -19,6 +19,7 @@ from shoal.config import (
     child_environment,
     difficulty,
     envs,
+    host,
     load_run,
     load_sft,
     node_home,
@@ -49,7 +50,7 @@ def run_file(tmp_path: Path) -> Path:
 def explained_fields() -> dict[str, set[str]]:
     """By class, the fields that are followed by a docstring in the source."""
     found: dict[str, set[str]] = {}
-    for node in ast.parse("".join(map(inspect.getsource, (sections, policies, envs, difficulty)))).body:
+    for node in ast.parse("".join(map(inspect.getsource, (sections, policies, envs, difficulty, host)))).body:
         if isinstance(node, ast.ClassDef):
             found[node.name] = {
                 field.target.id

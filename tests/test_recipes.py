@@ -1,13 +1,15 @@
 """Every run file that we ship can be run: it parses, its numbers fit, and its environments are there."""
 
+import re
 from pathlib import Path
 
 import pytest
 
 from shoal.config import RunConfig, SftConfig, load_run, load_sft
 from shoal.envs.load import BUILT_IN, load_env
+from shoal.launch import fits
 from shoal.launch.doctor import in_words
-from shoal.launch.fits import amount, disk_of, roles_of
+from shoal.launch.fits import amount, disk_of, reports, roles_of
 from shoal.plan.sizes import sizes_of, spec_of
 from shoal.policy.sizes import parameters_of
 from shoal.policy.tiny import tiny_spec
@@ -87,17 +89,21 @@ def test_with_a_random_policy_a_recipe_names_a_shape_and_an_environment_that_are
 
 
 @pytest.mark.parametrize("path", REAL, ids=name)
-def test_a_recipe_states_the_memory_disk_and_bytes_that_the_preflight_reckons(path: Path) -> None:
+def test_a_recipe_states_the_memory_disk_and_bytes_that_the_preflight_reckons(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     on_a_gpu = [f"{section}.device=cuda" for section in ("train", "workers", "validators")]
     config = load_run(path, on_a_gpu, random_policy=True)
-    roles = list(roles_of(config, spec_of(config, path.parent), with_workers=False))
+    text = path.read_text()
+    gpu_gb = int(re.findall(r"GPU of (\d+) GB", text)[0])
+    monkeypatch.setattr(fits, "free_on", lambda device: gpu_gb * 10**9)
+    need = {report.device: report.need for report in reports(config, spec_of(config, path.parent), with_workers=False)}
     reckoned = {
-        "GPU memory": amount(sum(role.on("cuda") for role in roles)),
-        "CPU memory": amount(sum(role.on("cpu") for role in roles)),
+        "GPU memory": amount(need["cuda"]),
+        "CPU memory": amount(need["cpu"]),
         "disk": amount(disk_of(config, path.parent, with_workers=False)),
         "bytes": f"{in_words(sizes_of(config, path.parent))}, to each worker",
     }
-    text = path.read_text()
     for what, size in reckoned.items():
         assert f"#     {what:<13} {size}\n" in text, f"{path}: {what} is {size}"
 

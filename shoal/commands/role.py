@@ -19,7 +19,7 @@ def add_commands(commands: Any) -> None:
     p.add_argument(
         "name", choices=("coordinator", "origin", "stage", "trainer", "rank", "validator", "worker", "evaluate")
     )
-    for flag in ("--run-dir", "--home", "--key", "--checkpoint", "--out", "--meeting"):
+    for flag in ("--run-dir", "--home", "--key", "--checkpoint", "--out", "--meeting", "--shifts"):
         p.add_argument(flag, type=Path)
     for flag in ("--url", "--cheat"):
         p.add_argument(flag, default="")
@@ -54,7 +54,7 @@ def role(args: argparse.Namespace) -> None:
     elif args.name == "trainer":
         from shoal.roles import trainer
 
-        trainer.main(args.run_dir, args.url)
+        trainer.main(args.run_dir, args.url, args.shifts)
     elif args.name == "rank":
         from shoal.roles.trainer import rank
 
@@ -62,15 +62,17 @@ def role(args: argparse.Namespace) -> None:
     elif args.name == "validator":
         from shoal.roles import validator
 
-        validator.main(args.url, args.home, args.threads, args.key, args.own_files, device=args.device)
+        validator.main(
+            args.url, args.home, args.threads, args.key, args.own_files, device=args.device, shifts=args.shifts
+        )
     elif args.name == "worker":
         from shoal.roles import worker
 
         worker.main(
             args.url, args.home, args.threads, 0, args.node_name, args.cheat, args.own_files, device=args.device,
-            engine=args.engine,
+            engine=args.engine, shifts=args.shifts,
         )  # fmt: skip
     else:
         from shoal.roles import evaluate
 
-        evaluate.for_run(args.run_dir, args.checkpoint, args.one_in, args.out, args.threads)
+        evaluate.for_run(args.run_dir, args.checkpoint, args.one_in, args.out, args.threads, args.shifts)

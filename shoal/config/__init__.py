@@ -13,6 +13,7 @@ from shoal.config.environ import (
     without_hub,
 )
 from shoal.config.envs import ENV_SETTINGS, STAGE_KEYS, EnvConfig
+from shoal.config.host import HostConfig, is_loopback
 from shoal.config.load import load_run, load_sft
 from shoal.config.policies import AdapterConfig, PolicyConfig, TinyPolicy
 from shoal.config.sections import (
@@ -20,7 +21,6 @@ from shoal.config.sections import (
     BOUNDS,
     BoundsConfig,
     EvalConfig,
-    HostConfig,
     RolloutsConfig,
     RunConfig,
     SamplingConfig,
@@ -31,7 +31,6 @@ from shoal.config.sections import (
     VerifyConfig,
     WorkersConfig,
     difficulty_of,
-    is_loopback,
     sampling_of,
     wire_bounds,
 )

@@ -4,14 +4,13 @@ Every role reads its own; `load` makes them from a TOML file, and `check` finds 
 together here because the run file is one document, which the coordinator must read without importing torch.
 """
 
-import contextlib
-import ipaddress
 from typing import Literal
 
 import msgspec
 
 from shoal.config.difficulty import DifficultyConfig, wire_difficulty
 from shoal.config.envs import EnvConfig
+from shoal.config.host import HostConfig
 from shoal.config.policies import PolicyConfig
 from shoal.protocol.algorithms import Algorithm, Grpo
 from shoal.protocol.bounds import MEAN_OF_LOGPROB, Dtype
@@ -199,29 +198,6 @@ class ValidatorsConfig(Section, frozen=True):
     """What each computes on; as `train.device`."""
 
 
-class HostConfig(Section, frozen=True):
-    """Where the coordinator listens."""
-
-    bind: str = "127.0.0.1"
-    """Address to listen on; 0.0.0.0 takes requests from other machines."""
-    port: int = 0
-    """0 takes a free port and keeps it for resuming."""
-    public_url: str = ""
-    """URL that others type, if a proxy with TLS is in front of the coordinator."""
-    origin_port: int = 0
-    """Port of the origin, which serves chunks of weights; 0 takes a free one and keeps it for resuming."""
-    origin_url: str = ""
-    """URL below which others fetch chunks by their hashes: of a proxy before the origin, a CDN or a bucket. Empty: at the
-    origin's port; behind a proxy, from the coordinator."""
-    trusted_proxies: tuple[str, ...] = ("127.0.0.1", "::1")
-    """Addresses or networks of proxies: their X-Forwarded-For is believed, and they have no limit by address."""
-
-    @property
-    def is_reached_by_others(self) -> bool:
-        """Whether other machines can send requests: directly, or through a proxy with a public URL."""
-        return bool(self.public_url) or not is_loopback(self.bind)  # guard: public-url-is-a-way-in
-
-
 class EvalConfig(Section, frozen=True):
     """Evaluation on held-out tasks, before, during and after training."""
 
@@ -341,10 +317,3 @@ def wire_bounds(bounds: BoundsConfig) -> Bounds:
     """The bounds of one pair, as the wire's type."""
     mean = bounds.logprob_mean or MEAN_OF_LOGPROB * bounds.logprob
     return Bounds(bounds.gap, bounds.flipped, bounds.mean_gap, bounds.logprob, mean, bounds.largest_logit)
-
-
-def is_loopback(address: str) -> bool:
-    """Whether only this machine can reach an address. A name other than localhost may be any machine's."""
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(address).is_loopback
-    return address == "localhost"

@@ -27,6 +27,7 @@ from shoal.engine.scoring import score
 from shoal.engine.writing import turn_length, write
 from shoal.errors import StateError
 from shoal.policy.anymodel import TOLERANCE, AnyModel, load_any, refused_by_name
+from shoal.policy.parking import Parked
 from shoal.protocol.bounds import TRANSFORMERS
 from shoal.protocol.noise import PHILOX
 from shoal.protocol.types import EngineFacts
@@ -151,6 +152,7 @@ class TransformersEngine:
         self._family = family(noise)
         self._loaded: AnyDecoder | None = None
         self._at_work = threading.Lock()
+        self._parked = Parked()
 
     def load(self, directory: Path, version: int) -> None:
         """Load the policy of a checkpoint directory. Raises `StateError`."""
@@ -160,6 +162,16 @@ class TransformersEngine:
             with refused_by_name(directory, model.spec):
                 self._loaded = AnyDecoder(model, self.facts.device)
             self.version = version
+
+    def park(self) -> None:
+        """Move the weights out of the device's memory. Until `come_back` nothing may be asked."""
+        with self._at_work:
+            self._parked.park(self._loaded, device=self.facts.device)
+
+    def come_back(self) -> None:
+        """Move them back, with the same bits. Raises `torch.OutOfMemoryError`."""
+        with self._at_work:
+            self._parked.come_back()
 
     def forget(self, rollouts: Iterable[str]) -> None:
         """Nothing: no conversation is remembered."""
@@ -187,6 +199,7 @@ class TransformersEngine:
 
     def _decoder(self) -> AnyDecoder:
         assert self._loaded is not None, "load a policy before using the engine"
+        assert not self._parked, "the engine is parked"
         return self._loaded
 
 

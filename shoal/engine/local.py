@@ -27,6 +27,7 @@ from shoal.errors import StateError
 from shoal.policy.adapters import pairs_of, read_adapter
 from shoal.policy.adapterspec import has_adapter
 from shoal.policy.files import load_int8, load_policy
+from shoal.policy.parking import Parked
 from shoal.policy.spec import PolicySpec
 from shoal.policy.stored import key_of_base
 from shoal.protocol.noise import PHILOX
@@ -63,6 +64,7 @@ class LocalEngine:
         self._batches: dict[str, _Batch] = {}
         self._at_work = threading.Lock()
         """Held by calls that use or change the weights."""
+        self._parked = Parked()
 
     def load(self, directory: Path, version: int) -> None:
         """Load the policy of a checkpoint directory and forget all conversations. Raises `StateError`."""
@@ -107,6 +109,16 @@ class LocalEngine:
             self.version = version
             return True
 
+    def park(self) -> None:
+        """Move weights and conversations out of the device's memory. Until `come_back` nothing may be asked."""
+        with self._at_work:
+            self._parked.park(self._loaded, self._batches, device=self.facts.device)
+
+    def come_back(self) -> None:
+        """Move them back, with the same bits. Raises `torch.OutOfMemoryError`."""
+        with self._at_work:
+            self._parked.come_back()
+
     def forget(self, rollouts: Iterable[str]) -> None:
         """Forget these conversations, which are over. Their memory is freed with the last one of their batch."""
         for rollout in rollouts:
@@ -149,6 +161,7 @@ class LocalEngine:
 
     def _decoder(self) -> Decoder:
         assert self._loaded is not None, "load a policy before using the engine"
+        assert not self._parked, "the engine is parked"
         if self.version < 0:  # guard: torn-is-never-used
             raise StateError("the engine's weights are torn: a change to another version failed. Load a version")
         return self._loaded

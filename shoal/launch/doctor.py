@@ -101,7 +101,7 @@ def fit(recipe: Path, changes: Sequence[str], memory_gb: float, random_policy: b
                 each = f"{role.processes} processes, each " if role.processes > 1 else ""
                 yield Line("ok", role.name[:13], f"{amount(role.on(report.device))}: {each}{parts}")
         enough = report.need <= report.free
-        found = f"{amount(report.need)} at once, {amount(report.free)} free"
+        found = f"{amount(report.need)} at once{', in shifts' if report.shared else ''}, {amount(report.free)} free"
         yield Line("ok" if enough else "missing", f"memory {report.device}", found, "" if enough else report.advice)
     need, free = disk_of(config, recipe.parent, with_workers=True), shutil.disk_usage(Path.cwd()).free
     remedy = (

@@ -1,7 +1,8 @@
 """Whether a run fits into the memory of this machine: what each of its roles takes, and a layout of training that fits.
 
 Called before the roles of a run start, and by `shoal doctor --recipe`. It reckons with the shape of the policy alone:
-nothing is loaded, and torch is imported only if a role computes on a GPU. The disk is looked at, too.
+nothing is loaded, and torch is imported only if a role computes on a GPU. The disk is looked at, too. Processes that
+cannot be on a GPU together may be there one after another (`roles/shifts`): this file decides it.
 """
 
 import math
@@ -39,6 +40,9 @@ LIGHT_BYTES = 60_000_000
 GPU_BYTES = 600_000_000
 """Of a process that uses a GPU, on the GPU, before it loads a policy."""
 
+KEPT = ("weights", "adapter", "float32 weights", "moments")
+"""What a process has on a device from one work to the next. Between its shifts the memory of the CPU keeps that."""
+
 LAYOUTS: tuple[dict[str, Any], ...] = (
     {},
     {"recompute": "layers"},
@@ -67,6 +71,19 @@ class RoleNeeds:
         """Bytes in the memory of one device, all processes together."""
         sizes = [part.size for part in self.parts if (CPU if part.on_cpu else self.device) == device]
         return self.count_on(device) * sum(sizes)
+
+    def beside(self, device: str) -> int:
+        """Bytes of a device that each process takes even while it has no shift there."""
+        return (
+            sum(part.size for part in self.parts if part.name == "process" and not part.on_cpu) if device != CPU else 0
+        )
+
+    def in_shifts(self) -> "RoleNeeds":
+        """The same with what each process parks in the memory of the CPU. It loads nothing meanwhile."""
+        parked = sum(part.size for part in self.parts if part.name in KEPT and not part.on_cpu)
+        loading = sum(part.size for part in self.parts if part.name == "loading")
+        rest = [part for part in self.parts if part.name != "loading"]
+        return replace(self, parts=(*rest, Part("loading or parked", max(parked, loading), True)))
 
 
 class Fit(NamedTuple):
@@ -199,10 +216,12 @@ class Report(NamedTuple):
     roles: list[RoleNeeds]
     advice: str
     """What to change if it does not fit."""
+    shared: bool = False
+    """Whether the processes that compute on it have its memory one after another."""
 
     @property
     def need(self) -> int:
-        return sum(role.on(self.device) for role in self.roles)
+        return _taken(self.roles, self.device, self.shared)
 
     def in_words(self) -> str:
         """How much is needed, and what for."""
@@ -212,27 +231,62 @@ class Report(NamedTuple):
         others = "".join(
             f"; {role.name} {amount(role.on(self.device))}" for role in ordered[1:] if role.on(self.device)
         )
+        where = "" if self.device == CPU else f" on {self.device}"
+        how = " with one process at a time" if self.shared else ""
         return (
-            f"this run needs about {amount(self.need)} of memory{'' if self.device == CPU else f' on {self.device}'}, and "
-            f"{amount(self.free)} are free: {ordered[0].name} {amount(ordered[0].on(self.device))} ({first}){others}"
+            f"this run needs about {amount(self.need)} of memory{where}{how}, and {amount(self.free)} are free: "
+            f"{ordered[0].name} {amount(ordered[0].on(self.device))} ({first}){others}"
         )
 
 
 def reports(config: RunConfig, spec: PolicySpec | AnySpec, with_workers: bool, free: int = 0) -> Iterator[Report]:
     """What the run takes of each memory here. `free` replaces what is free in the memory of the device that trains."""
-    config = _settled(config)
-    roles = list(roles_of(config, spec, with_workers))
+    config = settled(config)
+    shared = shared_devices(config, spec, with_workers, free)
+    roles = [
+        role.in_shifts() if role.device in shared and role.device != CPU else role
+        for role in roles_of(config, spec, with_workers)
+    ]
     trainer = next(role for role in roles if role.name == "trainer")
     layout = sum(part.size for part in parts_of(spec, layout_of(config, spec)) if not part.on_cpu)
     for device in dict.fromkeys([CPU, *(role.device for role in roles)]):
         has = free if free and device == trainer.device else free_on(device)
-        count = trainer.count_on(device)
-        others = sum(role.on(device) for role in roles) - count * layout
+        count, in_shifts = trainer.count_on(device), device in shared and device != CPU
+        if in_shifts:
+            others = sum(role.processes * role.beside(device) for role in roles)
+        else:
+            others = sum(role.on(device) for role in roles) - count * layout
         left = (has - others) // count if device == trainer.device else 0
-        yield Report(device, has, roles, _advice(config, spec, left))
+        yield Report(device, has, roles, _advice(config, spec, left), in_shifts)
 
 
-def _settled(config: RunConfig) -> RunConfig:
+def shared_devices(config: RunConfig, spec: PolicySpec | AnySpec, with_workers: bool, free: int = 0) -> frozenset[str]:
+    """The devices whose memory the run's processes have one after another, as `host.shifts` says; `free` is as in
+    `reports`. auto: GPUs that cannot hold all of them at once."""
+    config = settled(config)
+    if config.host.shifts == "off" or config.train.processes > 1:
+        return frozenset()
+    roles = list(roles_of(config, spec, with_workers))
+    computing = [role for role in roles if role.name != "the rest"]
+    several = {
+        role.device for role in computing if sum(one.processes for one in computing if one.device == role.device) > 1
+    }
+    if config.host.shifts == "on":
+        return frozenset(several)
+    has = {device: free if free and device == config.train.device else free_on(device) for device in several - {CPU}}
+    return frozenset(device for device in has if _taken(roles, device, shared=False) > has[device])
+
+
+def _taken(roles: Sequence[RoleNeeds], device: str, shared: bool) -> int:
+    """Bytes of a device that roles take, all at once or one process after another."""
+    if not shared:
+        return sum(role.on(device) for role in roles)
+    there = [role for role in roles if role.device == device]
+    largest = max(role.on(device) // role.count_on(device) - role.beside(device) for role in there)
+    return largest + sum(role.processes * role.beside(device) for role in there)
+
+
+def settled(config: RunConfig) -> RunConfig:
     """The config with the devices that `auto` is here. The GPU of a Mac has no memory of its own."""
     sections = {}
     for name in ("train", "workers", "validators"):

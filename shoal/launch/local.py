@@ -28,6 +28,7 @@ from shoal.launch.finale import plain_end, render_end, save_picture
 from shoal.launch.fits import demand_fit
 from shoal.launch.process import RoleProcess, tail
 from shoal.launch.samples import flat_samples
+from shoal.launch.shifts import Shifts, shifts_of
 from shoal.launch.snapshot import CoordinatorWatch, MetricsWatch, Snapshot
 from shoal.launch.summary import UsageBook, write_summary
 from shoal.launch.view import LiveView, View, render
@@ -113,7 +114,7 @@ def open_crew(run_dir: Path, lock_fd: int, with_workers: bool, make_view: Callab
     if spec is not None:
         demand_codable(spec, config)
         demand_fit(config, spec, folder.root, with_workers)
-    return LocalRun(config, folder, lock_fd, with_workers, make_view())
+    return LocalRun(folder, lock_fd, with_workers, make_view(), shifts_of(config, folder, spec, with_workers))
 
 
 def first_spec(folder: RunFolder, config: RunConfig) -> PolicySpec | AnySpec | None:
@@ -140,12 +141,13 @@ def check_first_policy(folder: RunFolder, config: RunConfig) -> None:
 class LocalRun:
     """The processes of one run, and the last snapshot of it."""
 
-    def __init__(self, config: RunConfig, folder: RunFolder, lock_fd: int, with_workers: bool, view: View) -> None:
+    def __init__(self, folder: RunFolder, lock_fd: int, with_workers: bool, view: View, shifts: Shifts) -> None:
         self.stop_requests = 0
         """Ctrl-C so far: the first stops cleanly, the second at once."""
         self.recipe = "RECIPE"
         """What is typed after `shoal host` for the same run."""
-        self._config, self._folder, self._lock_fd = config, folder, lock_fd
+        config = shifts.config
+        self._config, self._folder, self._lock_fd, self._shifts = config, folder, lock_fd, shifts
         self._view = view
         self._watch = CoordinatorWatch(folder.address, config.host.bind)
         self._metrics = MetricsWatch(folder.metrics)
@@ -167,6 +169,8 @@ class LocalRun:
     def run(self, announce: Callable[[str], str] | None) -> int:
         """The story: coordinator first, then the others, until the run has ended; then the last evaluation."""
         try:
+            for line in self._shifts.in_words():
+                self._view.say(line)
             url = self._start_coordinator()
             if url and announce is not None:
                 self._view.say(announce(self._watch.public_url()))
@@ -205,11 +209,11 @@ class LocalRun:
         config, nodes = self._config, self._folder.nodes
         if any(env.kind == COMPLETIONS for env in config.envs):
             self._stage = [self._role("stage", threads=1)]
-        self._trainer = self._role("trainer", config.train.threads, "--url", url)
+        self._trainer = self._role("trainer", config.train.threads, "--url", url, *self._shifts.flags("train"))
         for i in range(config.validators.count):
             name, threads = f"validator-{i}", config.validators.threads
             where = ["--url", url, "--home", str(nodes / name), "--threads", str(threads), "--own-files"]
-            where += ["--device", config.validators.device]
+            where += ["--device", config.validators.device, *self._shifts.flags("validators")]
             key_file = str(self._folder.keys / f"{name}.key")
             self._validators.append(self._role(name, threads, *where, "--key", key_file))
         if not self._with_workers:
@@ -220,14 +224,14 @@ class LocalRun:
         for name, cheat in honest + cheating:
             threads = config.workers.threads
             where = ["--url", url, "--home", str(nodes / name), "--threads", str(threads), "--own-files"]
-            where += ["--device", config.workers.device]
+            where += ["--device", config.workers.device, *self._shifts.flags("workers")]
             if config.workers.engine and not cheat:  # a cheat changes what our own engine says
                 where += ["--engine", config.workers.engine]
             self._workers.append(self._role(name, threads, *where, "--name", name, *cheat))
 
     def _evaluation(self, name: str, checkpoint: Path, out: Path, one_in: int) -> RoleProcess:
-        args = ("--checkpoint", str(checkpoint), "--out", str(out), "--one-in", str(one_in))
-        return self._role(name, self._config.workers.threads, *args)
+        args = ["--checkpoint", str(checkpoint), "--out", str(out), "--one-in", str(one_in)]
+        return self._role(name, self._config.workers.threads, *args, *self._shifts.flags("workers"))
 
     def _role(self, name: str, threads: int, *args: str) -> RoleProcess:
         role = name.split("-")[0].replace("cheater", "worker")

@@ -37,6 +37,7 @@ from shoal.protocol.constants import MODEL_STOPS
 from shoal.protocol.types import Sampling
 from shoal.protocol.types.message import fact
 from shoal.roles.loading import Loaded, contained
+from shoal.roles.shifts import Alone, Shift, shift_of
 from shoal.terminal import printable
 from shoal.weights.manifest import weights_root
 
@@ -121,35 +122,45 @@ def figures_of(
     return evaluate(policy.engine, policy.renderer, env, episodes, seed, sampling, samples, progress)
 
 
-def for_run(run_dir: Path, checkpoint: Path, one_in: int, out: Path, threads: int) -> None:
+def for_run(run_dir: Path, checkpoint: Path, one_in: int, out: Path, threads: int, shifts: Path | None = None) -> None:
     """Evaluate a run's checkpoint on each of its environments, with the run's sampling and one in so many of its episodes,
     but MIN_EPISODES if there are so many. Raises as `main`.
 
-    Each environment is evaluated by itself, so `shoal eval` gives the same figures.
+    Each environment is evaluated by itself, so `shoal eval` gives the same figures. `shifts` is the folder in which the
+    processes queue that share the device, if any do.
     """
     folder = RunFolder(run_dir)
     config = folder.config()
     sampling, seed, samples = sampling_of(config), max(0, config.seed), config.eval.samples
     stops = creation_of(folder.log).sampling.stops if folder.log.exists() else MODEL_STOPS
     spec = EngineSpec(threads=threads, device=config.workers.device)
-    policy = _load(checkpoint, spec, partial(Renderer.from_directory, stops=stops))
+    shift = shift_of(shifts, "evaluation")
     episodes = {env.label: config.eval_episodes(env) for env in config.envs}
     some = {label: min(most, max(MIN_EPISODES, most // one_in)) for label, most in episodes.items()}
     chosen = [env for env in config.envs if episodes[env.label]]
-    envs = {
-        env.label: evaluate(policy.engine, policy.renderer, env_of(env), some[env.label], seed, sampling, samples)
-        for env in chosen
-    }
+    with shift.held():
+        policy = _load(checkpoint, spec, partial(Renderer.from_directory, stops=stops), shift)
+        envs = {
+            env.label: evaluate(
+                policy.engine, policy.renderer, env_of(env), some[env.label], seed, sampling, samples,
+                lambda done: shift.pause(),
+            )
+            for env in chosen
+        }  # fmt: skip
     figures = mixed(envs, [env.weight for env in chosen]) if len(config.envs) > 1 else envs[chosen[0].label]
     write_atomically(out, msgspec.json.encode(figures))
 
 
 def _load(
-    checkpoint: Path, spec: EngineSpec, open_renderer: Callable[[Path], Renderer] = Renderer.from_directory
+    checkpoint: Path,
+    spec: EngineSpec,
+    open_renderer: Callable[[Path], Renderer] = Renderer.from_directory,
+    shift: Shift | None = None,
 ) -> Loaded:
     if not (checkpoint / "config.json").is_file():
         raise StateError(f"{checkpoint} is not a checkpoint: give a directory with config.json, weights and tokenizer")
     policy = Loaded(open_engine(replace(spec, kind=kind_for(checkpoint))), open_renderer)
+    (shift or Alone()).keeps(policy.engine)
     policy.load(checkpoint, 0)
     return policy
 

@@ -33,6 +33,7 @@ from shoal.roles.packages import Packages
 from shoal.roles.scores import ScoreFile, Tally
 from shoal.roles.seat import GOODBYE_S, SOONEST_S, Seat, say_goodbye, take_seat
 from shoal.roles.sharing import Share, sharing
+from shoal.roles.shifts import Alone, Shift, load_on_shift, shift_of
 
 log = logging.getLogger("validator")
 
@@ -49,17 +50,21 @@ def main(
     share_port: int | None = None,
     share_url: str = "",
     device: str = CPU,
+    shifts: Path | None = None,
 ) -> None:
     """Judge submissions of the run at `url` until it has ended and all are judged, or until told to stop.
 
-    Raises `PeerError` if the key is not admitted; it says what the host must type. Raises `ConfigError` if the device is
-    not there.
+    `shifts` is the folder in which the processes queue that share the device, if any do. Raises `PeerError` if the key is
+    not admitted; it says what the host must type. Raises `ConfigError` if the device is not there.
     """
     demand_device(device)
+    shift = shift_of(shifts, home.name)
     key = load_or_make_key(key_file or home / "node.key")
 
     def make_engine(dtype: str, kind: str = LOCAL, noise: str = PHILOX) -> Engine:
-        return open_engine(EngineSpec(kind, dtype, threads, device, noise))
+        engine = open_engine(EngineSpec(kind, dtype, threads, device, noise))
+        shift.keeps(engine)
+        return engine
 
     limit_mb = 0 if own_files else limit_of(max_memory_mb)
     make = make_engine if own_files else enforced(make_engine, limit_mb, threads)
@@ -67,6 +72,7 @@ def main(
         Client(url, key), home, make, own_files,
         max_disk_mb=max_disk_mb, max_memory_mb=limit_mb, packages=packages,
     )  # fmt: skip
+    validator.shift = shift
     log.info("validating url=%s key=%s", url, key.public)
     validator.share = None if share_port is None else Share(key, share_port, url=share_url)
     asyncio.run(validator.run())
@@ -92,6 +98,7 @@ class Validator:
         self.packages = packages
         self.stopping = Stopping()
         self.share: Share | None = None
+        self.shift: Shift = Alone()
         self.seat: Seat
 
     async def run(self) -> None:
@@ -114,20 +121,22 @@ class Validator:
         """Judge until the run is over or we are told to stop. Raises `Overreach` if a submission asks for too much."""
         failed = ""
         while (check := await self._next_check()) is not None:
-            try:
-                load = self.seat.load(check.lease.version, keep=self.seat.info.rules.max_staleness + 2)
-                if not await loaded_in_time(load, self.stopping):
-                    return
-                body, record = await self._body(check), await self._record(check)
-            except PeerError as error:  # others may have decided meanwhile, and the host deleted what was judged
-                if check.id == failed:
-                    raise
-                failed = check.id
-                log.warning("cannot judge submission=%s reason=%r", check.id[:12], str(error))
-                continue
-            self.seat.demand_judge(check, len(body))
-            with self.seat.within_memory(f"judging submission {check.id[:12]}"):
-                verdict = await asyncio.to_thread(verify_submission, body, check, self._tools(check), record)
+            async with contextlib.AsyncExitStack() as shift:
+                try:
+                    keep = self.seat.info.rules.max_staleness + 2
+                    body, record = await self._body(check), await self._record(check)
+                    load = load_on_shift(self.seat, self.shift, shift, check.lease.version, keep=keep)
+                    if not await loaded_in_time(load, self.stopping):
+                        return
+                except PeerError as error:  # others may have decided meanwhile, and the host deleted what was judged
+                    if check.id == failed:
+                        raise
+                    failed = check.id
+                    log.warning("cannot judge submission=%s reason=%r", check.id[:12], str(error))
+                    continue
+                self.seat.demand_judge(check, len(body))
+                with self.seat.within_memory(f"judging submission {check.id[:12]}"):
+                    verdict = await asyncio.to_thread(verify_submission, body, check, self._tools(check), record)
             await self._give(verdict)
 
     async def _join(self) -> bool:

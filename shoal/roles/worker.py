@@ -39,6 +39,7 @@ from shoal.roles.memory import enforced, limit_of
 from shoal.roles.packages import Packages
 from shoal.roles.seat import GOODBYE_S, SOONEST_S, Contradiction, Seat, say_goodbye, take_seat
 from shoal.roles.sharing import Share, sharing
+from shoal.roles.shifts import Alone, Shift, load_on_shift, shift_of
 from shoal.roles.standing import Standing
 
 log = logging.getLogger("worker")
@@ -74,19 +75,22 @@ def main(
     share_url: str = "",
     device: str = CPU,
     engine: str = "",
+    shifts: Path | None = None,
 ) -> None:
     """Work for the run at `url` until it ends. At the first SIGINT or SIGTERM, finish the lease in hand and leave.
 
     `own_files` allows environments that are files on this machine; without it, only built-in ones and `packages` are
-    played, and the work stays within `max_memory_mb`. `engine` is a kind that the user chose; empty takes the run's. Raises
-    `PeerError`, `StateError`, and `ConfigError` if the device is not there.
+    played, and the work stays within `max_memory_mb`. `engine` is a kind that the user chose; empty takes the run's.
+    `shifts` is the folder in which the processes queue that share the device, if any do. Raises `PeerError`, `StateError`,
+    and `ConfigError` if the device is not there.
     """
     demand_device(device)
     demand_kind(engine)
-    key = load_or_make_key(home / "node.key")
+    key, shift = load_or_make_key(home / "node.key"), shift_of(shifts, name)
 
     def make_engine(dtype: str, kind: str = LOCAL, noise: str = PHILOX) -> Engine:
         opened = open_engine(EngineSpec(engine or kind, dtype, threads, device, noise))
+        shift.keeps(opened)
         return cheating(cheat, opened) if cheat else opened
 
     limit_mb = 0 if own_files else limit_of(max_memory_mb)
@@ -95,7 +99,7 @@ def main(
         Client(url, key), key.public, home, make, limit_mb, t.fact(name or platform.node()), own_files,
         max_disk_mb=max_disk_mb, packages=packages,
     )  # fmt: skip
-    worker.chosen = engine
+    worker.chosen, worker.shift = engine, shift
     worker.share = None if share_port is None else Share(key, share_port, url=share_url)
     try:
         asyncio.run(worker.run())
@@ -127,6 +131,7 @@ class Worker:
         self.clock, self.packages = clock, packages
         self.stopping = Stopping()
         self.share: Share | None = None
+        self.shift: Shift = Alone()
         self.chosen = ""
         """Kind of the engine that the user chose."""
         self.hands = Hands()
@@ -177,8 +182,9 @@ class Worker:
         one."""
         lease, play = grant.lease, self._play_turns if self.seat.kind == COMPLETIONS else self._play_whole
         try:
-            with self.seat.within_memory(f"playing lease {lease.id}"):
-                made = await play(grant, before, use)
+            async with contextlib.AsyncExitStack() as shift:
+                with self.seat.within_memory(f"playing lease {lease.id}"):
+                    made = await play(grant, before, use, shift)
             await self._end(before, use)
             if made is None:
                 await self.leases.give_back(lease)
@@ -210,11 +216,13 @@ class Worker:
         )  # fmt: skip
         return True
 
-    async def _load_for(self, grant: t.Grant) -> None:
-        """Load the lease's version. Raises `TooOld` if the host may have deleted its weights, and `Left`."""
+    async def _load_for(self, grant: t.Grant, shift: contextlib.AsyncExitStack) -> None:
+        """Load the lease's version, on a shift that ends with `shift`. Raises `TooOld` if the host may have deleted its
+        weights, and `Left`."""
         lease = grant.lease
         try:
-            if not await loaded_in_time(self.seat.load(lease.version, grant=grant), self.stopping):
+            load = load_on_shift(self.seat, self.shift, shift, lease.version, grant=grant)
+            if not await loaded_in_time(load, self.stopping):
                 await self.leases.give_back(lease)
                 raise Left
         except Contradiction:
@@ -228,10 +236,10 @@ class Worker:
             await self.stopping.unless(asyncio.sleep(SOONEST_S))
             raise TooOld from None
 
-    async def _play_whole(self, grant: t.Grant, before: Use, use: Use) -> Made | None:
+    async def _play_whole(self, grant: t.Grant, before: Use, use: Use, shift: contextlib.AsyncExitStack) -> Made | None:
         """Generate the groups of a lease, and prove them. None if it is to be given back. Raises `TooOld`."""
         lease = grant.lease
-        await self._load_for(grant)
+        await self._load_for(grant, shift)
         self.seat.demand_play(lease)
         blocks = {(lease.version, block.index) for block in lease.blocks}
         self.seat.doubt.holds = not blocks & self.undecided  # guard: same-work-again-decides
@@ -243,7 +251,7 @@ class Worker:
             return None
         return None if groups is None else (groups, await asyncio.to_thread(self._prove, lease, groups))
 
-    async def _play_turns(self, grant: t.Grant, before: Use, use: Use) -> Made | None:
+    async def _play_turns(self, grant: t.Grant, before: Use, use: Use, shift: contextlib.AsyncExitStack) -> Made | None:
         """The same while the host plays the environments."""
         lease, started, seat = grant.lease, time.perf_counter(), self.seat
         size, allowed_s = seat.info.rules.group_size, lease.deadline - lease.issued
@@ -266,7 +274,7 @@ class Worker:
             await use.follow(before)
             if self.stopping:
                 raise TooLate
-            await self._load_for(grant)
+            await self._load_for(grant, shift)
             nonlocal loaded_s, tokens
             loaded_s, tokens = time.perf_counter(), self.hands.tokens
             at_once = seat.blocks_at_once(lease, AHEAD)
@@ -302,6 +310,8 @@ class Worker:
             if groups and taken_s > LATE * allowed_s:  # guard: late-lease-is-dropped
                 log.warning("dropped lease=%s reason='took %.0f s of %.0f allowed'", lease.id, taken_s, allowed_s)
                 return None
+            if groups:
+                self.shift.pause()
             groups += play_block(seat.engine, seat.policy.renderer, seat.envs, block, size, lease.sampling)
             taken_s = time.perf_counter() - started
             tokens = sum(rollout.num_policy_tokens() for group in groups for rollout in group.rollouts)

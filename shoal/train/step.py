@@ -24,6 +24,7 @@ from shoal.algos.schedule import learning_rate
 from shoal.config import TrainConfig
 from shoal.errors import StateError
 from shoal.policy.base import PolicyModel
+from shoal.policy.parking import Parked
 from shoal.train.fitting import free_cached, is_shortage, smaller_budget
 from shoal.train.flat import plan
 from shoal.train.masters import layout_of
@@ -89,6 +90,7 @@ class Learner:
         self._device = next(iter(parameters.values())).device
         ranks.demand_dtype(self.model, config)
         self._optimiser = Optimiser(parameters, config, ranks)
+        self._parked = Parked()
 
     def step(self, rows: Sequence[Row], version: int, budgets: Sequence[int] = ()) -> dict[str, Any]:
         """Learn from rows, turning policy `version` into `version + 1`. Returns the metrics declared in `shoal.metrics`.
@@ -164,6 +166,14 @@ class Learner:
         for name, tensor in self.state(state.version).tensors.items():
             tensor.copy_(state.tensors[name])
         self.resume(state.updates)
+
+    def park(self) -> None:
+        """Move weights and optimiser out of the device's memory. Until `come_back` nothing may be asked."""
+        self._parked.park(self.model, self._optimiser, device=self._device.type)
+
+    def come_back(self) -> None:
+        """Move them back, with the same bits. Raises `torch.OutOfMemoryError`."""
+        self._parked.come_back()
 
     def demand_fit(self, version: int, layout: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Raise `StateError` if a state of this layout, with tensors of these shapes, is not one of this learner's."""

@@ -10,9 +10,11 @@ import pytest
 from shoal import cli
 from shoal.config import AdapterConfig, RunConfig, load_run
 from shoal.errors import StateError
+from shoal.folder import RunFolder
 from shoal.launch import fits
 from shoal.launch.fits import CPU, RoleNeeds, demand_disk, demand_memory, disk_of, layout_of, reports, roles_of
 from shoal.launch.fits import fits as fit_of
+from shoal.launch.shifts import shifts_of
 from shoal.plan.sizes import spec_of
 from shoal.policy.adapterspec import CONFIG, AdapterSpec
 from shoal.policy.model import Transformer
@@ -254,3 +256,52 @@ def test_a_run_that_does_not_fit_starts_no_role(
     said = capsys.readouterr().err
     assert said.startswith("error: this run needs about") and said.count("\n") == 1
     assert not list((tmp_path / "run" / "logs").iterdir())
+
+
+def in_shifts(monkeypatch: pytest.MonkeyPatch, gb: float, *changes: str) -> dict[str, fits.Report]:
+    """What a host of the adapter of 8B takes, by device, on a GPU with so much memory."""
+    on_a_gpu = [f"{section}.device=cuda" for section in ("train", "workers", "validators")]
+    config = load_run(RECIPES / "qwen3-8b-lora.toml", [*on_a_gpu, *changes], random_policy=True)
+    has_free(monkeypatch, gb)
+    return {report.device: report for report in reports(config, spec_of(config, RECIPES), with_workers=False)}
+
+
+def test_processes_take_shifts_on_a_gpu_that_cannot_hold_them_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    at_once, shared = in_shifts(monkeypatch, 80), in_shifts(monkeypatch, 24)
+    assert not at_once["cuda"].shared and shared["cuda"].shared and not shared["cpu"].shared
+    roles = {role.name: role for role in at_once["cuda"].roles}
+    trainer, validator = (roles[name].on("cuda") for name in ("trainer", "validator"))
+    assert at_once["cuda"].need == trainer + validator > 24e9
+    assert shared["cuda"].need == trainer + fits.GPU_BYTES < 24e9
+
+
+def test_what_a_process_parks_takes_memory_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It loads nothing meanwhile, and both may be parked for a moment."""
+    at_once, shared = ({role.name: role for role in in_shifts(monkeypatch, gb)["cpu"].roles} for gb in (80, 24))
+    for name in ("trainer", "validator"):
+        parts, parked = ({part.name: part.size for part in role[name].parts} for role in (at_once, shared))
+        kept = sum(part.size for part in at_once[name].parts if part.name in fits.KEPT)
+        assert parked["loading or parked"] == max(parts["loading"], kept) and "loading" not in parked
+    assert shared["trainer"].on("cpu") > at_once["trainer"].on("cpu")
+
+
+def test_a_run_that_fits_in_no_way_is_told_of_shifts(monkeypatch: pytest.MonkeyPatch) -> None:
+    report = in_shifts(monkeypatch, 12)["cuda"]
+    assert "of memory on cuda with one process at a time, and 12.0 GB are free: trainer 22.4 GB" in report.in_words()
+
+
+def test_shifts_can_be_turned_on_and_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert in_shifts(monkeypatch, 80, "host.shifts=on")["cuda"].shared
+    assert not in_shifts(monkeypatch, 24, "host.shifts=off")["cuda"].shared
+    assert not in_shifts(monkeypatch, 24, "validators.count=0")["cuda"].shared
+    several = load_run(RECIPES / "wordle.toml", ["host.shifts=on", "train.processes=2", "train.packing=padded"])
+    assert not fits.shared_devices(several, LARGE, with_workers=True)
+
+
+def test_each_process_on_a_shared_device_is_told_where_to_queue(config: RunConfig, tmp_path: Path) -> None:
+    folder, host = RunFolder(tmp_path), msgspec.structs.replace(config.host, shifts="on")
+    shifts = shifts_of(msgspec.structs.replace(config, host=host), folder, LARGE, with_workers=True)
+    assert shifts.flags("train") == shifts.flags("workers") == ["--shifts", str(tmp_path / "shifts" / "cpu")]
+    assert "take shifts on cpu: trainer, validators, workers and evaluations" in shifts.in_words()[0]
+    alone = shifts_of(config, folder, LARGE, with_workers=True)
+    assert alone.flags("train") == [] and alone.in_words() == []

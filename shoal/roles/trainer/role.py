@@ -34,6 +34,7 @@ from shoal.policy.model import Transformer
 from shoal.protocol import types as t
 from shoal.protocol.bounds import claims_bend_ratios
 from shoal.protocol.identity import Key
+from shoal.roles.shifts import Alone, Shift, shift_of
 from shoal.roles.trainer.batches import BatchReader
 from shoal.roles.trainer.first import first_model
 from shoal.roles.trainer.past import PastPolicies
@@ -54,8 +55,9 @@ ALARM_GAP_NATS = 0.01
 """If the self-check at start-up finds a larger difference, generation and training do not see the same policy."""
 
 
-def main(run_dir: Path, url: str) -> None:
-    """Train the run in `run_dir` through its coordinator at `url` until its last step, or until told to stop."""
+def main(run_dir: Path, url: str, shifts: Path | None = None) -> None:
+    """Train the run in `run_dir` through its coordinator at `url` until its last step, or until told to stop. `shifts` is
+    the folder in which the processes queue that share the device, if any do."""
     folder = RunFolder(run_dir)
     config = folder.config()
     if config.train.processes > 1:
@@ -65,7 +67,9 @@ def main(run_dir: Path, url: str) -> None:
         return
     torch.set_num_threads(config.train.threads)
     key = load_or_make_key(folder.keys / "trainer.key")
-    trainer = Trainer(folder, config, Client(url, key), key)
+    shift = shift_of(shifts, "trainer")
+    with shift.held():
+        trainer = Trainer(folder, config, Client(url, key), key, shift=shift)
     asyncio.run(trainer.run())
 
 
@@ -100,11 +104,14 @@ class Trainer:
 
     def __init__(
         self, folder: RunFolder, config: RunConfig, client: Client, key: Key, clock: Callable[[], float] = time.time,
-        learning: Learning | None = None,
+        learning: Learning | None = None, shift: Shift | None = None,
     ) -> None:  # fmt: skip
-        """`key` signs the manifests; the client signs with the same key. Without `learning`, it learns alone."""
+        """`key` signs the manifests; the client signs with the same key. Without `learning`, it learns alone. Without
+        `shift`, it shares its device with nobody."""
         self.folder, self.config, self.client = folder, config, client
         self.learner, states, self.device, self.logprobs_at = learning or learning_alone(folder, config)
+        self.shift = shift or Alone()
+        self.shift.keeps(self.learner)
         self.batches = BatchReader(config, client, self.learner.model.spec.vocab_size, folder.scores)
         self.past = PastPolicies(folder, client)
         self.publisher = Publisher(folder, config, client, key, clock)
@@ -128,13 +135,15 @@ class Trainer:
                 try:
                     version = await self._learn(version)
                     await self._published()
-                    await self.saving.finish(version)
+                    async with self.shift.on():
+                        await self.saving.finish(version)
                 finally:
                     if self.publication is not None:
                         self.publication.cancel()  # if it did not end, something failed
                 if version < self.config.steps and not self.stopping:
                     log.info("the run ended early at version=%d: it was drained", version)
-                    self.publisher.keep_final(self.learner.model)
+                    async with self.shift.on():
+                        self.publisher.keep_final(self.learner.model)
 
     async def _learn(self, version: int) -> int:
         """Take steps until the last one, until told to stop, or until the run ends early. Returns the last version."""
@@ -144,11 +153,17 @@ class Trainer:
             if batch is None:
                 break
             with self._repeating(version):
-                rows, counts = await self._waiting("bodies", self._as_publisher(partial(self._rows, batch)))
-                rows, own = await self._denominators(rows)
-            metrics = await asyncio.to_thread(self.learner.step, rows, version)
-            version += 1
-            metrics |= counts | own | await self._save_and_publish(version, rows)
+                reading = partial(self.batches.rows, batch, self.info)
+                rows, counts = await self._waiting("bodies", self._as_publisher(reading))
+                sampled_by = await self._sampled_by(rows)
+            async with contextlib.AsyncExitStack() as shift:
+                if not await self._waiting("device", self.stopping.unless(self._begin(shift))):
+                    break
+                counts |= self._selfcheck(rows, version)
+                rows, own = await self._denominators(rows, sampled_by)
+                metrics = await asyncio.to_thread(self.learner.step, rows, version)
+                version += 1
+                metrics |= counts | own | await self._save_and_publish(version, rows)
             self._report(version, began, metrics)
         return version
 
@@ -175,20 +190,21 @@ class Trainer:
         self._take_key()
         await self._join()
         root_of = partial(self.publisher.root_of, self.learner.model)
-        restored = await asyncio.to_thread(self.saving.restore, root_of)
-        version = restored or 0
-        if restored is None and self.info.version > 0:
-            raise StateError(
-                f"version {self.info.version} is published but the trainer has no state in {self.folder.trainer}: copy it "
-                "back from the machine that trained, or start a new run from that checkpoint (policy.path)"
-            )
-        if restored is None:
-            await self.saving.finish(0)
-        log.info("opened version=%d published=%d steps=%d", version, self.info.version, self.config.steps)
-        if version > self.info.version:
-            await self._publish(self.learner.model, version)
-        else:
-            self.publisher.keep_due(self.learner.model, version)
+        async with self.shift.on():  # until the version is published, nobody else has work
+            restored = await asyncio.to_thread(self.saving.restore, root_of)
+            version = restored or 0
+            if restored is None and self.info.version > 0:
+                raise StateError(
+                    f"version {self.info.version} is published but the trainer has no state in {self.folder.trainer}: copy "
+                    "it back from the machine that trained, or start a new run from that checkpoint (policy.path)"
+                )
+            if restored is None:
+                await self.saving.finish(0)
+            log.info("opened version=%d published=%d steps=%d", version, self.info.version, self.config.steps)
+            if version > self.info.version:
+                await self._publish(self.learner.model, version)
+            else:
+                self.publisher.keep_due(self.learner.model, version)
         if self.info.phase != "ended":
             await self._renew(version)  # guard: renew-on-resume
         return version
@@ -257,27 +273,38 @@ class Trainer:
                 await self._renew(step)  # guard: renew-while-waiting
         return None
 
-    async def _rows(self, batch: t.Batch) -> tuple[list[Row], dict[str, Any]]:
-        """The batch's rows, with figures about them. The first row that is sampled by the current version is recomputed."""
-        rows, counts = await self.batches.rows(batch, self.info)
-        fresh = next((row for row in rows if row.version == batch.step), None)
-        if not self.checked and fresh is not None:
-            self.checked = True
-            counts["selfcheck_gap_nats"] = gap = largest_gap_nats(self.learner, fresh)
-            # What was rounded to int8 is another policy: a gap is expected.
-            alarming = gap > ALARM_GAP_NATS and self.info.rules.dtype != "int8"
-            level = logging.WARNING if alarming else logging.INFO
-            log.log(level, "self-check: one completion recomputed, largest |Δ log-prob| = %.2e nats", gap)
-        return rows, counts
+    async def _begin(self, shift: contextlib.AsyncExitStack) -> bool:
+        """Begin a shift; returns True when done."""
+        await shift.enter_async_context(self.shift.on())
+        return True
 
-    async def _denominators(self, rows: list[Row]) -> tuple[list[Row], dict[str, Any]]:
+    def _selfcheck(self, rows: list[Row], version: int) -> dict[str, Any]:
+        """Once: recompute the first row that is sampled by the current version."""
+        fresh = next((row for row in rows if row.version == version), None)
+        if self.checked or fresh is None:
+            return {}
+        self.checked = True
+        gap = largest_gap_nats(self.learner, fresh)
+        # What was rounded to int8 is another policy: a gap is expected.
+        alarming = gap > ALARM_GAP_NATS and self.info.rules.dtype != "int8"
+        level = logging.WARNING if alarming else logging.INFO
+        log.log(level, "self-check: one completion recomputed, largest |Δ log-prob| = %.2e nats", gap)
+        return {"selfcheck_gap_nats": gap}
+
+    async def _sampled_by(self, rows: list[Row]) -> dict[int, Path]:
+        """The versions that sampled these rows, if the trainer computes the denominators itself."""
+        rules = self.info.rules
+        if not claims_bend_ratios(rules.bounds, rules.dtype, rules.algorithm.epsilon):
+            return {}
+        return await self.past.directories((row.version for row in rows), self.info)
+
+    async def _denominators(self, rows: list[Row], sampled_by: dict[int, Path]) -> tuple[list[Row], dict[str, Any]]:
         """The rows as the loss may use them: with denominators of our own, if workers could bend the ratio by theirs."""
         rules, began = self.info.rules, time.perf_counter()
-        if not claims_bend_ratios(rules.bounds, rules.dtype, rules.algorithm.epsilon):
+        if not sampled_by:
             return rows, {}
-        published = await self.past.directories((row.version for row in rows), self.info)
         own = await asyncio.to_thread(
-            with_own_denominators, rows, published, dtype=rules.dtype, temperature=self.learner.temperature,
+            with_own_denominators, rows, sampled_by, dtype=rules.dtype, temperature=self.learner.temperature,
             microbatch_tokens=self.config.train.microbatch_tokens, trained_in=module_dtype(self.config.train),
             device=self.device, logprobs_at=self.logprobs_at,
         )  # fmt: skip

@@ -1,0 +1,60 @@
+"""An engine that left its device and came back says what one says that stayed."""
+
+import pytest
+
+from shoal.engine.base import Request
+from shoal.engine.decoder import Decoder
+from shoal.engine.held import PREFILL_TOKENS
+from shoal.engine.local import LocalEngine
+from shoal.policy.model import Transformer
+from shoal.policy.parking import storages_in
+from tests.engine.test_devices import SEED, SPEC
+from tests.engine.test_inplace import right, rollouts, same, versions
+from tests.one_device import values_are_zeros
+from tests.policy.test_parking import all_on
+
+
+def turns_of(engine: LocalEngine, between) -> list[object]:
+    """Two turns of some conversations, with something between them."""
+    requests = [Request(f"{i}", [i, 7, 3], bytes([i]) * 32, 12, frozenset({0})) for i in range(5)]
+    turns = engine.extend(requests, 0.9)
+    between()
+    further = [r._replace(token_ids=[*r.token_ids, *t.token_ids, 9]) for r, t in zip(requests, turns, strict=True)]
+    return [*turns, *engine.extend(further, 0.9)]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_engine_that_parked_between_two_turns_writes_the_same(policy, tmp_path, dtype, tied) -> None:
+    first, second = versions(tmp_path, tied=tied)
+    stayed, parked = LocalEngine(1, dtype), LocalEngine(1, dtype)
+    for engine in (stayed, parked):
+        engine.load(first, 0)
+
+    def away() -> None:
+        parked.park()
+        with pytest.raises(AssertionError, match="parked"):
+            parked.score([], 1.0)
+        parked.come_back()
+
+    assert turns_of(parked, away) == turns_of(stayed, lambda: None)
+    assert same(parked, stayed)
+    for engine in (stayed, parked):
+        engine.forget([str(i) for i in range(5)])
+    away()
+    for engine in (stayed, parked):
+        if dtype == "int8" or not engine.change(first, second, 1, right):
+            engine.load(second, 1)
+    assert same(parked, stayed)
+    assert rollouts(parked)[0] == rollouts(stayed)[0]
+
+
+def test_an_engine_leaves_nothing_on_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PREFILL_TOKENS, "meta", 64)
+    before = all_on("meta")
+    engine = LocalEngine(device="meta")
+    engine._loaded, engine.version = Decoder(Transformer(SPEC), "meta"), 0
+    with values_are_zeros(monkeypatch):
+        engine.extend([Request(str(i), [1, 2, 3], SEED, 5, frozenset({1})) for i in range(3)], 0.7)
+    found = {storage._cdata for storage in storages_in([engine._loaded, engine._batches], "meta")}
+    assert found == all_on("meta").keys() - before.keys() and len(found) > 10
