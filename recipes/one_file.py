@@ -27,6 +27,7 @@ from shoal.ledger.pools import Records, SolvedGroup, book, change_after, solve_r
 from shoal.policy.files import load_policy, save_policy
 from shoal.policy.render import Renderer
 from shoal.policy.tiny import make_tiny
+from shoal.protocol.algorithms import narrowest_bound
 from shoal.protocol.bounds import claims_bend_ratios
 from shoal.protocol.draws import DrawTable, EnvDraw, draw_task
 from shoal.protocol.randomness import SecretChain, slot_seed
@@ -35,7 +36,6 @@ from shoal.protocol.wire import digest, to_msgpack
 from shoal.train.denominators import with_own_denominators
 from shoal.train.filter import select
 from shoal.train.masters import module_dtype
-from shoal.train.objective import objective_of
 from shoal.train.rows import rows_of_group
 from shoal.train.step import Learner
 from shoal.weights.manifest import weights_root
@@ -74,7 +74,7 @@ def train(config: RunConfig, out: Path, recipe_dir: Path, say: Callable[[str], N
     model = load_policy(start, module_dtype(config.train))
     learner = Learner(
         model, config.train, temperature=sampling.temperature, steps=config.steps,
-        objective=objective_of(config.train, config.policy.dtype),
+        published=config.policy.dtype, max_tokens=config.sampling.all_tokens,
     )  # fmt: skip
     published = out / "published"
     save_policy(model, published, config.policy.dtype, tokenizer_from=start)
@@ -121,7 +121,7 @@ def train(config: RunConfig, out: Path, recipe_dir: Path, say: Callable[[str], N
         ]  # fmt: skip
         chosen = select(members, rows_G, algorithm=config.train.algorithm, version=version, max_staleness=0)
         rows = chosen.rows
-        if claims_bend_ratios(config.verify.bounds, config.sampled_dtype, config.train.algorithm.epsilon):
+        if claims_bend_ratios(config.verify.bounds, config.sampled_dtype, narrowest_bound(config.train.algorithm)):
             rows = with_own_denominators(
                 rows, {version: published}, dtype=config.sampled_dtype, temperature=sampling.temperature,
                 microbatch_tokens=config.train.microbatch_tokens, trained_in=module_dtype(config.train),

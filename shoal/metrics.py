@@ -61,12 +61,16 @@ METRICS: dict[str, Metric] = {
     ),
     "clip_share": Metric(
         "share",
-        "Share of policy tokens whose gradient a bound on the importance ratio removed; mean over the step's updates.",
+        "Share of policy tokens whose gradient a bound on the importance ratio removed, or with cispo cut; mean over the "
+        "step's updates.",
     ),
     "truncated_share": Metric(
         "share",
         "Share of policy tokens whose importance weight was cut (train.truncation); missing in runs without such "
         "weights.",
+    ),
+    "masked_share": Metric(
+        "share", "Share of policy tokens that a correction dropped; missing in runs whose algorithm has none that does."
     ),
     "log_ratio_abs_mean_nats": Metric(
         "nats",
@@ -78,6 +82,10 @@ METRICS: dict[str, Metric] = {
     ),
     "staleness_rollouts": Metric("rollouts", "Rollouts of the batch by how many versions old their policy was."),
     "stale_rollouts": Metric("rollouts", "Rollouts left out because their policy was older than max_staleness."),
+    "overlong_rollouts": Metric(
+        "rollouts",
+        "Rollouts left out because a token limit ended them; missing in runs whose algorithm learns from them.",
+    ),
     "groups_without_signal": Metric("groups", "Groups of the batch left out because their rewards were all equal."),
     "groups_unlearnable": Metric("groups", "Groups of the batch that a validator accepted but the trainer refused."),
     "grad_norm": Metric("norm", "Norm of the gradient before clipping; mean over the step's updates."),

@@ -5,7 +5,9 @@ keys alike.
 """
 
 import difflib
+import re
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -83,11 +85,18 @@ def all_keys(kind: Any, prefix: str = "") -> dict[str, Any]:
     keys: dict[str, Any] = {prefix + tag_field: (tag,)} if tag_field else {}
     for field in msgspec.structs.fields(kind):
         keys[prefix + field.name] = field
-        for inner in (field.type, *getattr(field.type, "__args__", ())):
-            if isinstance(inner, type) and issubclass(inner, msgspec.Struct):
-                for key, held in all_keys(inner, f"{prefix}{field.name}.").items():
-                    keys[key] = (*keys.get(key, ()), *held) if isinstance(held, tuple) else held
+        for inner in structs_of(field.type):
+            for key, held in all_keys(inner, f"{prefix}{field.name}.").items():
+                keys[key] = tuple(dict.fromkeys((*keys.get(key, ()), *held))) if isinstance(held, tuple) else held
     return keys
+
+
+def structs_of(kind: Any) -> Iterator[type[msgspec.Struct]]:
+    """The struct that a type is, or those that it is a union or a collection of."""
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        yield kind
+    for inner in getattr(kind, "__args__", ()):
+        yield from structs_of(inner)
 
 
 def _explain(message: str, kind: Any) -> str:
@@ -95,12 +104,13 @@ def _explain(message: str, kind: Any) -> str:
     known ones, and a value that should be a table. Other errors keep their text, after the key."""
     reason, _, place = message.partition(" - at `$")
     section = place.rstrip("`").replace("[...]", "").strip(".")
-    if reason.startswith("Expected `object`") and section and "[...]" not in place:
+    key = re.sub(r"\[\d+\]", "", section)
+    if reason.startswith("Expected `object`") and section and "[" not in place:
         return f"{section}: {reason}; write it as a table, [{section}]"
     if reason.startswith("Invalid value"):
-        return f"{section}: {reason}; known: {', '.join(all_keys(kind)[section])}"
-    if reason.startswith("Invalid enum value") and section in (keys := all_keys(kind)):
-        return f"{section}: {reason}; known: {', '.join(map(repr, get_args(keys[section].type)))}"
+        return f"{section}: {reason}; known: {', '.join(all_keys(kind)[key])}"
+    if reason.startswith("Invalid enum value") and key in (keys := all_keys(kind)):
+        return f"{section}: {reason}; known: {', '.join(map(repr, get_args(keys[key].type)))}"
     if not reason.startswith("Object contains unknown field"):
         return f"{section or 'run file'}: {reason}"
     name = reason.split("`")[1]

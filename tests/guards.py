@@ -853,6 +853,10 @@ GUARDS = [
          "test_brackets_inside_strings_do_not_count_as_nesting"),
         ("json-depth", OFF, "test_deep_nesting_is_refused_and_shallow_is_not"),
     ),
+    *_needed_by("tests/test_algorithms.py",
+        *((name, GONE, "test_parts_that_do_not_go_together_are_refused_with_the_reason")
+          for name in ("one-ratio", "reinforce-learns-once", "reinforce-of-another-policy", "weighed-once")),
+    ),
     *_needed_by("tests/roles/test_coordinator.py",
         ("algorithm-of-the-log", OFF, "test_an_algorithm_other_than_that_of_the_log_is_refused_on_resume"),
         ("page-of-nodes", ("islice(keys, MAX_NODES)", "keys"),

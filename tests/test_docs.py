@@ -39,10 +39,22 @@ from shoal.ledger.entry import event_hash
 from shoal.ledger.log.verify import SLOT_CHAIN
 from shoal.ledger.table import KINDS
 from shoal.proofs import verify as proofs
-from shoal.protocol import accounts, algorithms, constants, draws, identity, merkle, noise, randomness, types, wire
+from shoal.protocol import (
+    accounts,
+    algorithms,
+    compositions,
+    constants,
+    draws,
+    identity,
+    merkle,
+    noise,
+    randomness,
+    types,
+    wire,
+)
 from shoal.roles.coordinator.api import CALLS
 from shoal.roles.coordinator.role import open_run
-from shoal.tree import all_keys, from_tree, to_tree
+from shoal.tree import all_keys, from_tree, structs_of, to_tree
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", ROOT / "AGENTS.md", ROOT / "LOG.md", *(ROOT / "docs").rglob("*.md")])
@@ -218,7 +230,43 @@ def run_file_tables(kind: Any = config.RunConfig, prefix: str = "") -> str:
             if inner is config.BoundsConfig:
                 parts.append(built_in_bounds())
             parts.append(run_file_tables(inner, name + "."))
+            if inner is algorithms.Grpo:
+                parts += composition_tables(name)
     return "\n\n".join(parts)
+
+
+def composition_tables(prefix: str) -> list[str]:
+    """The keys of every algorithm but grpo, what the named ones take, and the parts that they are composed of."""
+    plain = compositions.Composition()
+    keys = keys_of(type(plain), compositions, f"{prefix}.")[1:]
+    rows = []
+    for kind in (compositions.Composition, *compositions.NAMED):
+        other = {key: value for key, value in to_tree(kind()).items() if value != to_tree(plain)[key] and key != "name"}
+        name = kind.__struct_config__.tag
+        shown = ", ".join(f"`{key} = {inline(value)}`" for key, value in other.items())
+        rows.append([f'`"{name}"`', "every default below" if kind is type(plain) else one_line(kind.__doc__), shown])
+    parts = [
+        "Every other name stands for a composition: it has the keys below, and other defaults for some.",
+        table(["Name", "What it is", "Its own defaults"], rows),
+        table(["Key", "Type", "Default", "Meaning", "May change on resume"], keys),
+    ]
+    for field, kinds in (("loss", compositions.Loss), ("corrections", compositions.Correction)):
+        head = f"[{prefix}.{field}]" if field == "loss" else f"[[{prefix}.{field}]]"
+        parts.append(f"#### `{head}`")
+        rows = []
+        for kind in structs_of(kinds):
+            name = f'`"{kind.__struct_config__.tag}"`'
+            rows.append([f"`{prefix}.{field}.name`", "", name, one_line(kind.__doc__)])
+            rows += [row[:4] for row in keys_of(kind, compositions, f"{prefix}.{field}.")[1:]]
+        parts.append(table(["Key", "Type", "Default", "Meaning"], rows))
+    return parts
+
+
+def inline(value: Any) -> str:
+    """A value as TOML writes it in one line."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {inline(inner)}" for key, inner in value.items()) + "}"
+    return "[" + ", ".join(map(inline, value)) + "]" if isinstance(value, list) else json.dumps(value)
 
 
 def built_in_bounds() -> str:

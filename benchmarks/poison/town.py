@@ -41,7 +41,7 @@ from shoal.policy.render import Renderer
 from shoal.proofs.commit import commit
 from shoal.proofs.context import Tools, policy_positions
 from shoal.proofs.verify import verify_submission
-from shoal.protocol.algorithms import Grpo
+from shoal.protocol.algorithms import Grpo, narrowest_bound
 from shoal.protocol.audits import influence, must_audit, paid_tokens
 from shoal.protocol.bounds import Dtype, claims_bend_ratios
 from shoal.protocol.randomness import SecretChain
@@ -285,7 +285,9 @@ class Town:
     def _denominators(self, rows: list[Row]) -> list[Row]:
         """As the trainer of a run makes them; without defences, those that workers claim."""
         rules = self.state.rules
-        if not self.case.defended or not claims_bend_ratios(rules.bounds, rules.dtype, rules.algorithm.epsilon):
+        if not self.case.defended or not claims_bend_ratios(
+            rules.bounds, rules.dtype, narrowest_bound(rules.algorithm)
+        ):
             return rows
         published = {version: self._directory(version) for version in {row.version for row in rows}}
         return with_own_denominators(

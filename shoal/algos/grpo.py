@@ -29,9 +29,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-LOG_RATIO_LIMIT = 20.0
-"""|log r| is cut here, in nats, before exp. Such tokens are far outside both clips. Without the cut, an absurd mu makes r
-infinite, and 0 * inf in the backward pass makes every weight NaN."""
+from shoal.algos.ratios import ratio
 
 
 class GrpoTerms(NamedTuple):
@@ -51,7 +49,7 @@ def grpo_loss(
     `num_tokens` is sum_i |o_i| over the whole batch, not over this micro-batch. Then the losses and gradients of
     micro-batches add up to those of the batch, however it is divided.
     """
-    r_N = (logp_N - mu_logp_N).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    r_N = ratio(logp_N, mu_logp_N)
     free_N = r_N.clamp(max=delta) * A_N
     clipped_N = r_N.clamp(1 - eps, 1 + eps) * A_N
     loss = -(weight_N * torch.minimum(free_N, clipped_N)).sum() / num_tokens

@@ -22,6 +22,9 @@ pi_theta / mu, and a token whose rounding alone moves it out of the range teache
 Changed from the paper: pi_old is the policy of the step, not of the version that sampled, as in decoupled PPO
 (arXiv:2110.00641); so w also corrects staleness. Of older versions the trainer has only the rounded weights.
 
+`truncated_row_weights` has the ratio of a whole row instead. It corrects for the tokens before, too, and has a far larger
+variance.
+
 Axes: N policy tokens of a micro-batch.
 """
 
@@ -29,6 +32,8 @@ import math
 from typing import NamedTuple
 
 from torch import Tensor
+
+from shoal.algos.ratios import row_sum
 
 
 class Truncated(NamedTuple):
@@ -42,4 +47,10 @@ class Truncated(NamedTuple):
 def truncated_weights(old_logp_N: Tensor, mu_logp_N: Tensor, *, C: float) -> Truncated:
     """w of each token: a constant, through which no gradient flows. Any finite log-probs give finite weights."""
     log_ratio_N = (old_logp_N - mu_logp_N).detach()
+    return Truncated(log_ratio_N.clamp(max=math.log(C)).exp(), log_ratio_N > math.log(C))
+
+
+def truncated_row_weights(old_logp_N: Tensor, mu_logp_N: Tensor, row_N: Tensor, *, C: float) -> Truncated:
+    """The same with pi_old / mu of all tokens of the row (`row_N` int64), so all of them have the same weight."""
+    log_ratio_N = row_sum((old_logp_N - mu_logp_N).detach(), row_N)
     return Truncated(log_ratio_N.clamp(max=math.log(C)).exp(), log_ratio_N > math.log(C))

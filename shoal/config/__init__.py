@@ -1,5 +1,6 @@
 """The run file: every knob of a run with its unit, and how a TOML file becomes one. Names only."""
 
+from shoal.config.algorithms import notes_of
 from shoal.config.check import SAFE_TO_CHANGE, check_run, unsafe_changes
 from shoal.config.difficulty import DifficultyConfig
 from shoal.config.environ import (
@@ -40,6 +41,6 @@ __all__ = [
     "DifficultyConfig", "EnvConfig", "EvalConfig", "HostConfig", "PolicyConfig", "RolloutsConfig", "RunConfig",
     "SamplingConfig", "SftConfig", "StorageConfig", "TinyPolicy", "TrainConfig", "ValidatorsConfig", "VerifyConfig",
     "WorkersConfig", "check_run", "child_environment", "difficulty_of", "is_loopback", "load_run", "load_sft", "node_home",
-    "rank_here", "repeatable_cuda", "sampling_of", "settle_vllm", "settle_vllm_runner", "stay_on_this_machine",
+    "notes_of", "rank_here", "repeatable_cuda", "sampling_of", "settle_vllm", "settle_vllm_runner", "stay_on_this_machine",
     "unsafe_changes", "wire_bounds", "without_hub",
 ]  # fmt: skip

@@ -12,12 +12,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from shoal.config.algorithms import algorithm_fits
 from shoal.config.difficulty import difficulty_fits
 from shoal.config.envs import EnvConfig
 from shoal.config.policies import AdapterConfig
 from shoal.config.sections import RunConfig, SamplingConfig
 from shoal.errors import ConfigError
-from shoal.protocol.algorithms import Algorithm
+from shoal.protocol.algorithms import narrowest_bound
 from shoal.protocol.bounds import claims_bend_ratios, dtypes_of
 from shoal.protocol.constants import (
     CHAIN_LENGTH,
@@ -164,7 +165,7 @@ def _plays_fit(envs: Sequence[EnvConfig]) -> Iterator[tuple[bool, str]]:
 
 def _learning_fits(config: RunConfig) -> Iterator[tuple[bool, str]]:
     yield from difficulty_fits(config.difficulty, [env.solved for env in config.envs])
-    yield from _algorithm_fits(config.train.algorithm)
+    yield from algorithm_fits(config)
     truncation = config.train.truncation
     fits = truncation in (-1, 0) or 1 <= truncation < math.inf
     yield fits, f"train.truncation = {truncation}: must be -1, 0, or at least 1 and finite"
@@ -207,7 +208,7 @@ def _processes_fit(config: RunConfig) -> Iterator[tuple[bool, str]]:
         f'is published. Take "bfloat16" or "float32", {alone}',
     )
     if config.sampled_dtype == "int8":
-        bends = claims_bend_ratios(config.verify.bounds, "int8", max(0.0, config.train.algorithm.epsilon))
+        bends = claims_bend_ratios(config.verify.bounds, "int8", max(0.0, narrowest_bound(config.train.algorithm)))
         yield (
             not bends,  # guard: int8-denominators-of-one-process
             f'{where} with sampling.dtype = "int8" and the loose verify.bounds."int8/int8": one process would load the '
@@ -254,15 +255,6 @@ def _adapter_fits(config: RunConfig) -> Iterator[tuple[bool, str]]:
         not adapter.rank or config.sampled_dtype != "int8",
         'sampling.dtype = "int8" rounds whole matrices, and policy.adapter adds to them in float32: leave one of them out',
     )
-
-
-def _algorithm_fits(grpo: Algorithm) -> Iterator[tuple[bool, str]]:
-    """These numbers go into the log, so they must be finite."""
-    where, above = "train.algorithm", 1 + grpo.epsilon
-    yield 0 < grpo.epsilon < 1, f"{where}.epsilon = {grpo.epsilon}: must be between 0 and 1"
-    fits = above < grpo.delta < math.inf
-    yield fits, f"{where}.delta = {grpo.delta}: must be above 1 + epsilon = {above}, and finite"
-    yield math.isfinite(grpo.entropy_bonus), f"{where}.entropy_bonus = {grpo.entropy_bonus}: must be finite"
 
 
 def _addresses_are_read(names: Iterable[str]) -> Iterator[tuple[bool, str]]:

@@ -1,11 +1,13 @@
 """How a TOML file becomes a `RunConfig` or an `SftConfig`: defaults, the file, then `key.sub=value` overrides.
 
-Called by the CLI. It names no key except `[quick]`, `[random]` and the built-in bounds: the others are in `sections`.
+Called by the CLI. It names no key except `[quick]`, `[random]` and the built-in bounds: the others are in `sections`, and
+`algorithms` fills in those of a named algorithm.
 """
 
 from pathlib import Path
 from typing import Any, TypeVar
 
+from shoal.config.algorithms import filled
 from shoal.config.check import check_run
 from shoal.config.sections import BOUNDS, RunConfig, SftConfig
 from shoal.errors import ConfigError
@@ -71,4 +73,4 @@ def _demand_kind(tree: dict[str, Any], kind: type[Section], path: Path) -> None:
 def _convert(tree: dict[str, Any], overrides: list[str], kind: type[T], path: Path) -> T:
     for override in overrides:
         set_key(tree, override)
-    return from_tree(tree, kind, " ".join([str(path), *(f"--set {override}" for override in overrides)]))
+    return from_tree(filled(tree), kind, " ".join([str(path), *(f"--set {override}" for override in overrides)]))

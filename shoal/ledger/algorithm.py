@@ -12,14 +12,21 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.algos import grpo_advantages
+from shoal.algos import grpo_advantages, maxrl, rloo
 from shoal.protocol.algorithms import Algorithm, Grpo
+from shoal.protocol.compositions import Composition
 
 
 def teaches(rewards_G: Sequence[float], algorithm: Algorithm) -> bool:
     """Whether the algorithm can learn anything from a group with these rewards: whether the group has signal."""
     match algorithm:
         case Grpo():
+            return grpo_advantages.teaches(rewards_G)
+        case Composition(advantage="maxrl"):
+            return maxrl.teaches(rewards_G)
+        case Composition(advantage="reward"):
+            return any(rewards_G)
+        case Composition():
             return grpo_advantages.teaches(rewards_G)
 
 
@@ -28,3 +35,18 @@ def advantages(rewards_G: Sequence[float], algorithm: Algorithm) -> NDArray[np.f
     match algorithm:
         case Grpo():
             return grpo_advantages.advantages(rewards_G, algorithm.advantage)
+        case Composition(advantage="rloo"):
+            return rloo.advantages(rewards_G)
+        case Composition(advantage="maxrl"):
+            return maxrl.advantages(rewards_G)
+        case Composition(advantage="reward"):
+            return np.asarray(rewards_G, dtype=np.float32)
+        case Composition(advantage="mean_std"):
+            return grpo_advantages.advantages(rewards_G, "mean_std")
+        case Composition():
+            return grpo_advantages.advantages(rewards_G, "mean")
+
+
+def masks_overlong(algorithm: Algorithm) -> bool:
+    """Whether the algorithm leaves out rollouts that a token limit ended."""
+    return isinstance(algorithm, Composition) and algorithm.mask_overlong

@@ -1,12 +1,16 @@
 """Algorithms and their arguments: what `[train.algorithm]` of a run file holds, and what the rules of a run name.
 
 Read by the ledger, the trainer and auditors. Each algorithm is a type with a tag, `name`. This file has no formula: those
-are in `algos`. For each type, `ledger/algorithm` finds what a group teaches, and `train/objective` finds the loss.
+are in `algos`. For each type, `ledger/algorithm` finds what a group teaches, and `train/objective` finds the loss. All but
+the first are compositions.
 """
 
 from typing import Literal
 
 import msgspec
+
+from shoal.protocol import compositions
+from shoal.protocol.compositions import AnyComposition, Composition
 
 
 class Grpo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="name", tag="grpo"):
@@ -22,5 +26,21 @@ class Grpo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="n
     """Weight of the mean entropy, nats per token."""
 
 
-Algorithm = Grpo
-"""One of the types above: what a run names."""
+Algorithm = Grpo | AnyComposition
+"""What a run names."""
+
+DEFAULT = "grpo"
+"""The algorithm of a run file that gives arguments and no name."""
+
+
+def defaults_of(name: object) -> Algorithm | None:
+    """The algorithm with this name as it is if a run file overrides nothing."""
+    for kind in (Grpo, Composition, *compositions.NAMED):
+        if kind.__struct_config__.tag == name:
+            return kind()
+    return None
+
+
+def narrowest_bound(algorithm: Algorithm) -> float:
+    """How far from 1 an importance ratio may be before any bound of the algorithm removes or cuts a gradient."""
+    return algorithm.epsilon if isinstance(algorithm, Grpo) else compositions.narrowest_bound(algorithm)

@@ -8,6 +8,7 @@ because older nodes ignore it.
 from collections.abc import Iterable, Sequence
 
 from shoal.protocol.bounds import DTYPES, TRANSFORMERS
+from shoal.protocol.compositions import Composition
 from shoal.protocol.constants import COMPLETIONS, CONTROL_STOPS, EPISODES
 from shoal.protocol.noise import NOISES, PHILOX
 from shoal.protocol.types import EnvSpec, Rules, Sampling
@@ -37,6 +38,10 @@ CODED_BASE = "nf4-base"
 """The word for adapters of a model whose layers are published as NF4 codes."""
 
 
+COMPOSITIONS = "compositions"
+"""The word for algorithms that are composed of a loss, advantages and corrections."""
+
+
 def needs_of(
     rules: Rules,
     envs: Sequence[EnvSpec] = (),
@@ -61,7 +66,10 @@ def needs_of(
     low_rank = (ADAPTERS,) if adapters else ()
     coded = (CODED_BASE,) if coded_base else ()
     others = (TRANSFORMERS,) if transformers else ()  # the kind of engine is the word
-    named = (*proofs, *settings, *shaping, *rows, *patches, *codes, *stops, *noise, *others, *low_rank, *coded)
+    composed = (COMPOSITIONS,) if isinstance(rules.algorithm, Composition) else ()
+    named = (
+        *proofs, *settings, *shaping, *rows, *patches, *codes, *stops, *noise, *others, *low_rank, *coded, *composed,
+    )  # fmt: skip
     return (kind_of(envs), dtype_need(rules.dtype), *named)
 
 
@@ -92,7 +100,8 @@ def proofs_need(proofs: str) -> str:
 
 
 SUPPORTED = frozenset({
-    ADAPTERS, CODED_BASE, EPISODES, COMPLETIONS, SETTINGS, SHAPING, ROWS, PATCHES, INT8, STOPS, TRANSFORMERS,
+    ADAPTERS, CODED_BASE, EPISODES, COMPLETIONS, COMPOSITIONS, SETTINGS, SHAPING, ROWS, PATCHES, INT8, STOPS,
+    TRANSFORMERS,
     proofs_need("toploc"), *map(dtype_need, DTYPES), *map(noise_need, NOISES),
 })  # fmt: skip
 """What this version of shoal supports: it cannot join a run that needs anything else."""

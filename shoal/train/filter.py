@@ -1,17 +1,19 @@
-"""Which groups and rollouts of a batch the trainer may learn from: a second check of signal and staleness.
+"""Which groups and rollouts of a batch the trainer may learn from: a second check of signal and staleness, and of length.
 
 Called by `roles/trainer` between `train/rows` and `train/step`. The coordinator fills batches by the same two rules. The
 trainer applies them itself, so that no coordinator can make it learn from rollouts that are too old.
 It knows nothing of tokens or tensors.
 
-Rollouts with a large log-ratio need no third rule. The clip of `algos/grpo` mutes such tokens one by one, and a rule
+Some algorithms leave out rollouts that a token limit ended. That is decided here, because the ledger counts groups.
+
+Rollouts with a large log-ratio need no further rule. The clip of `algos/grpo` mutes such tokens one by one, and a rule
 that drops whole rollouts would let a worker withdraw a rollout after seeing its reward.
 """
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from shoal.ledger.algorithm import teaches
+from shoal.ledger.algorithm import masks_overlong, teaches
 from shoal.protocol.algorithms import Algorithm
 from shoal.protocol.types import BatchGroup
 from shoal.train.rows import Row, one_of_each
@@ -23,6 +25,7 @@ class Selection(NamedTuple):
     rows: list[Row]
     groups_without_signal: int
     stale_rollouts: int
+    overlong_rollouts: int = 0
 
 
 def select(
@@ -41,5 +44,12 @@ def select(
     """
     signal = [teaches(member.rewards, algorithm) for member in members]
     candidates = [row for rows, keep in zip(rows_G, signal, strict=True) if keep for row in rows]
-    rows = [row for row in candidates if 0 <= version - row.version <= max_staleness]
-    return Selection(rows, signal.count(False), len(one_of_each(candidates)) - len(one_of_each(rows)))
+    fresh = [row for row in candidates if 0 <= version - row.version <= max_staleness]
+    rows = [row for row in fresh if not (row.overlong and masks_overlong(algorithm))]
+    fresh_rollouts = len(one_of_each(fresh))
+    return Selection(
+        rows,
+        signal.count(False),
+        len(one_of_each(candidates)) - fresh_rollouts,
+        fresh_rollouts - len(one_of_each(rows)),
+    )

@@ -7,16 +7,28 @@ optimiser or rows.
 Axes: N policy tokens of a micro-batch.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
+from shoal.algos.cispo import cispo_loss
+from shoal.algos.dppo import dppo_loss
 from shoal.algos.entropy import entropy_bonus
 from shoal.algos.grpo import grpo_loss
+from shoal.algos.gspo import gspo_loss
+from shoal.algos.icepop import icepop_weights
+from shoal.algos.ppo import ppo_loss
+from shoal.algos.ratios import TokenLoss
+from shoal.algos.reinforce import reinforce_loss
+from shoal.algos.row_masks import row_mask
 from shoal.algos.sft import sft_loss
-from shoal.algos.truncated import truncated_weights
+from shoal.algos.squared_ratio import squared_ratio
+from shoal.algos.truncated import Truncated, truncated_row_weights, truncated_weights
 from shoal.config import TrainConfig
+from shoal.protocol import compositions as c
 from shoal.protocol.algorithms import Grpo
 
 
@@ -33,6 +45,9 @@ class TokenTerms:
     behaviour_logp_N: Tensor
     advantage_N: Tensor
     weight_N: Tensor
+    """What the token counts in the average over the batch."""
+    row_N: Tensor
+    """int64: the row of each token, counted from 0. All policy tokens of a row are here."""
 
 
 Objective = Callable[[TokenTerms, float], tuple[Tensor, dict[str, Tensor]]]
@@ -46,14 +61,29 @@ QUANTISED_TRUNCATION = 2.0
 def objective_of(train: TrainConfig, published: str = "float32") -> Objective:
     """The loss of the run's algorithm, with its arguments, in a run that publishes in this dtype.
 
-    Unless `train.truncation` is set, this dtype alone decides whether there are weights. Actors that round published
-    floats (`sampling.dtype = "int8"`) sample a policy that the trainer does not have, too: their runs may set it. The
-    default leaves them as they are, because the steps of existing runs must repeat with the same bits.
+    With grpo, unless `train.truncation` is set, this dtype alone decides whether there are weights. Actors that round
+    published floats (`sampling.dtype = "int8"`) sample a policy that the trainer does not have, too: their runs may set it.
+    The default leaves them as they are, because the steps of existing runs must repeat with the same bits.
     """
     match train.algorithm:
         case Grpo():
-            by_itself = QUANTISED_TRUNCATION if published == "int8" else 0.0
-            return _grpo(train.algorithm, by_itself if train.truncation < 0 else train.truncation)
+            return _grpo(train.algorithm, _truncation(train, published))
+        case c.Composition():
+            return partial(_composed, train.algorithm)
+
+
+def needs_old(train: TrainConfig, published: str = "float32") -> bool:
+    """Whether that loss depends on the log-probs before the step's first update."""
+    match train.algorithm:
+        case Grpo():
+            return _truncation(train, published) > 0
+        case c.Composition():
+            return c.needs_old(train.algorithm)
+
+
+def _truncation(train: TrainConfig, published: str) -> float:
+    by_itself = QUANTISED_TRUNCATION if published == "int8" else 0.0
+    return by_itself if train.truncation < 0 else train.truncation
 
 
 def sft_objective(terms: TokenTerms, num_tokens: float) -> tuple[Tensor, dict[str, Tensor]]:
@@ -85,3 +115,57 @@ def _grpo(settings: Grpo, truncation: float) -> Objective:
         return loss, figures
 
     return objective
+
+
+def _composed(algorithm: c.Composition, terms: TokenTerms, num_tokens: float) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of a composition. Corrections multiply the policy's term alone, not the regularisers."""
+    mu_logp_N, figures = terms.behaviour_logp_N, dict[str, Tensor]()
+    weight_N = terms.weight_N
+    for correction in algorithm.corrections:
+        w_N, cut_N = _corrected(correction, terms)
+        weight_N = weight_N * w_N
+        name = "truncated_share" if isinstance(correction, c.Truncate) else "masked_share"
+        figures[name] = figures[name] | cut_N if name in figures else cut_N
+    base_N = terms.old_logp_N if algorithm.ratio_to == "old" else mu_logp_N
+    policy = policy_loss(algorithm.loss, terms.logp_N, base_N, terms.advantage_N, terms.row_N)
+    figures["clip_share"] = policy.clipped_N
+    loss = (weight_N * policy.loss_N).sum() / num_tokens
+    if algorithm.squared_ratio:
+        pulled_N = terms.weight_N * squared_ratio(terms.logp_N, mu_logp_N)
+        loss = loss + algorithm.squared_ratio * pulled_N.sum() / num_tokens
+    if algorithm.entropy_bonus:
+        loss = loss + entropy_bonus(
+            terms.entropy_N, terms.weight_N, beta=algorithm.entropy_bonus, num_tokens=num_tokens
+        )
+    return loss, figures
+
+
+def policy_loss(loss: c.Loss, logp_N: Tensor, base_N: Tensor, A_N: Tensor, row_N: Tensor) -> TokenLoss:
+    """The term of each token, where `base_N` has the log-probs of the ratio's denominator."""
+    match loss:
+        case c.Clip(eps_low, eps_high, delta):
+            return ppo_loss(logp_N, base_N, A_N, eps_low=eps_low, eps_high=eps_high, delta=delta or math.inf)
+        case c.Gspo(eps_low, eps_high, by_token):
+            return gspo_loss(logp_N, base_N, A_N, row_N, eps_low=eps_low, eps_high=eps_high, by_token=by_token)
+        case c.Cispo(least, most):
+            return cispo_loss(logp_N, base_N, A_N, least=least, most=most)
+        case c.Dppo(bound):
+            return dppo_loss(logp_N, base_N, A_N, bound=bound)
+        case c.Reinforce():
+            return reinforce_loss(logp_N, A_N)
+
+
+def _corrected(correction: c.Correction, terms: TokenTerms) -> Truncated:
+    old_N, mu_N = terms.old_logp_N, terms.behaviour_logp_N
+    match correction:
+        case c.Truncate(most, "token"):
+            return truncated_weights(old_N, mu_N, C=most)
+        case c.Truncate(most, "row"):
+            return truncated_row_weights(old_N, mu_N, terms.row_N, C=most)
+        case c.IcePop(least, most):
+            return icepop_weights(old_N, mu_N, least=least, most=most)
+        case c.SequenceMask(least, most):
+            return row_mask(old_N, mu_N, terms.row_N, least=least, most=most, geometric=False)
+        case c.GeometricMask(least, most):
+            return row_mask(old_N, mu_N, terms.row_N, least=least, most=most, geometric=True)
+    raise AssertionError(f"no such correction: {correction}")

@@ -37,6 +37,8 @@ class MicroBatch:
     behaviour_logp_N: Tensor
     advantage_N: Tensor
     weight_N: Tensor
+    row_N: Tensor
+    """int64: the row of each policy token, counted from 0 in the order of the rows. All tokens of a row are here."""
     families: tuple[Family, ...] | None = None
     """Of a flat micro-batch, whose `tokens_BT` is one row with these families in it; None if its rows are padded."""
 
@@ -117,12 +119,18 @@ def collate(rows: Sequence[Row]) -> MicroBatch:
         behaviour_logp_N=join([row.behaviour_logp_P for row in rows]),
         advantage_N=join([row.advantage_P for row in rows]),
         weight_N=join([row.weight_P for row in rows]),
+        row_N=places_of(rows),
     )
 
 
 def silent(batch: MicroBatch) -> MicroBatch:
     """The same micro-batch with weights of 0: its loss and all its gradients are 0."""
     return replace(batch, weight_N=torch.zeros_like(batch.weight_N))
+
+
+def places_of(rows: Sequence[Row]) -> Tensor:
+    """The place of each policy token's row, int64[N]."""
+    return torch.from_numpy(np.repeat(np.arange(len(rows)), [len(row.positions_P) for row in rows]))
 
 
 def input_length(row: Row) -> int:

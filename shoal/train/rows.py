@@ -46,6 +46,8 @@ class Row:
     """Label of its environment, for reports."""
     id: tuple[int, int, int] | None = None
     """Version, slot and place in the group of its rollout. None: it is from no group."""
+    overlong: bool = False
+    """Whether a token limit ended its rollout. Only `filter` asks."""
 
     @property
     def group(self) -> tuple[int, int] | None:
@@ -109,6 +111,7 @@ def rows_of_group(
                         version=rollout.version,
                         env=group.env,
                         id=(member.version, member.slot, i),
+                        overlong=rollout.ending == "length",
                     )
                 )
     return rows

@@ -25,10 +25,11 @@ from shoal.config import TrainConfig
 from shoal.errors import StateError
 from shoal.policy.base import PolicyModel
 from shoal.policy.parking import Parked
+from shoal.train.averaging import averaged, normalised
 from shoal.train.fitting import free_cached, is_shortage, smaller_budget
 from shoal.train.flat import plan
 from shoal.train.masters import layout_of
-from shoal.train.objective import Objective, TokenTerms, objective_of
+from shoal.train.objective import Objective, TokenTerms, needs_old, objective_of
 from shoal.train.optimiser import Optimiser
 from shoal.train.pack import MicroBatch, silent
 from shoal.train.predict import logprobs_of, predict
@@ -65,6 +66,8 @@ class Learner:
         *,
         temperature: float,
         steps: int,
+        published: str = "float32",
+        max_tokens: int = 0,
         objective: Objective | None = None,
         ranks: Ranks = ALONE,
         clock: Callable[[], float] = time.perf_counter,
@@ -72,8 +75,9 @@ class Learner:
         """It computes on the model's device. The model must have the config's precision: nothing is converted, so nothing
         is held twice.
 
-        `steps` is the length of the schedule; `objective` replaces the one that the config names; `ranks` are the
-        processes that take each step together, all with the same rows.
+        `steps` is the length of the schedule; `published` the dtype of versions, which may choose importance weights;
+        `max_tokens` the most of a rollout, by which some algorithms divide. `objective` replaces the one that the config
+        names; `ranks` are the processes that take each step together, all with the same rows.
         """
         self.model = model.train()
         self.model.recompute = config.recompute == "layers"
@@ -84,7 +88,9 @@ class Learner:
         self.budgets: list[int] = []
         """Tokens of a micro-batch, at most, in each update of the last step."""
         self._budget = config.microbatch_tokens
-        self._objective = objective or objective_of(config)
+        self._max_tokens = max_tokens
+        self._objective = objective or objective_of(config, published)
+        self._needs_old = objective is None and needs_old(config, published)
         self._ranks, self._clock = ranks, clock
         parameters = self.model.trainable()
         self._device = next(iter(parameters.values())).device
@@ -125,12 +131,13 @@ class Learner:
             warmup_steps=self.config.warmup_steps,
             steps=self.steps,
         )
+        weighed = averaged(normalised(rows, self.config.algorithm), self.config.algorithm, self._max_tokens)
         updates: list[dict[str, float]] = []
         old: dict[int, Tensor] = {}
         while len(updates) < self.config.updates_per_batch:
             if len(updates) < len(budgets):
                 self._budget = budgets[len(updates)]
-            updates.append(self._learn(rows, lr, version, old))
+            updates.append(self._learn(weighed, lr, version, old))
             if not math.isfinite(updates[-1]["grad_norm"]):
                 break  # the same rows and weights give the same gradient again
         grad_norm = _mean([update["grad_norm"] for update in updates])
@@ -256,10 +263,11 @@ class Learner:
         """
         if all(i in old for i in members):
             return torch.cat([old[i] for i in members])
-        if old and self.config.truncation > 0:  # guard: old-of-the-same-rows
+        if old and self._needs_old:  # guard: old-of-the-same-rows
             raise StateError(
                 "a step that ran out of memory between two of its updates cannot be repeated by several processes with "
-                "train.truncation: resume with train.processes = 1"
+                "an algorithm that needs log-probs from before the first (train.truncation, or train.algorithm.ratio_to or "
+                "corrections): resume with train.processes = 1"
             )
         return None
 
@@ -270,7 +278,9 @@ class Learner:
         logp_N, entropy_N = predict(self.model, batch, self.temperature)
         now_N = logp_N.detach()
         old_N = now_N if old_logp_N is None else old_logp_N
-        terms = TokenTerms(logp_N, entropy_N, old_N, batch.behaviour_logp_N, batch.advantage_N, batch.weight_N)
+        terms = TokenTerms(
+            logp_N, entropy_N, old_N, batch.behaviour_logp_N, batch.advantage_N, batch.weight_N, batch.row_N
+        )
         loss, figures = self._objective(terms, float(num_tokens))
         loss.backward()
         log_ratio_N = (now_N - batch.behaviour_logp_N).abs()

@@ -19,7 +19,6 @@ from shoal.train.channel import Channel, End, Gather, Load, Predict, PredictAt, 
 from shoal.train.checkpoint import Numbers, States, crc32_of, keep, newest
 from shoal.train.flat import PADDED
 from shoal.train.masters import layout_of
-from shoal.train.objective import objective_of
 from shoal.train.row_bytes import bytes_of, row_of
 from shoal.train.rows import Row
 from shoal.train.shard_files import read_shards, shapes_of, shard_of, write_shards
@@ -33,7 +32,7 @@ class Member(Learner):
     def __init__(self, policy: ShardedPolicy, config: RunConfig, channel: Channel) -> None:
         super().__init__(
             policy, config.train, temperature=config.sampling.temperature, steps=config.steps, ranks=Sharded(channel),
-            objective=objective_of(config.train, config.policy.dtype),
+            published=config.policy.dtype, max_tokens=config.sampling.all_tokens,
         )  # fmt: skip
         self.policy, self.channel = policy, channel
 

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from shoal.protocol.algorithms import Grpo
+from shoal.protocol.compositions import Dapo
 from shoal.protocol.types import BatchGroup
 from shoal.train.filter import select
 
@@ -14,16 +15,24 @@ def member(rewards):
 def test_groups_without_signal_are_left_out(make_rows):
     rows_G = [make_rows(2, seed=1), make_rows(2, seed=2)]
     selection = select([member((1.0, 1.0)), member((1.0, 0.0))], rows_G, algorithm=Grpo(), version=0, max_staleness=0)
-    assert selection == (rows_G[1], 1, 0)
+    assert selection == (rows_G[1], 1, 0, 0)
 
 
 def test_each_rollout_is_held_to_the_staleness_bound(make_rows):
     rows = [replace(row, version=v) for row, v in zip(make_rows(5), [2, 3, 4, 5, 6], strict=True)]
     selection = select([member((1, 0, 0, 0, 0))], [rows], algorithm=Grpo(), version=5, max_staleness=2)
     # Ages 3, 2, 1, 0 and -1: the first is too old, the last claims a policy that does not exist yet.
-    assert selection == (rows[1:4], 0, 2)
+    assert selection == (rows[1:4], 0, 2, 0)
 
 
 def test_a_batch_without_usable_groups_gives_no_rows_and_counts_what_was_left_out(make_rows):
     members, rows_G = [member((1.0, 1.0)), member((1.0, 0.0))], [make_rows(2), make_rows(2)]
-    assert select(members, rows_G, algorithm=Grpo(), version=3, max_staleness=2) == ([], 1, 2)
+    assert select(members, rows_G, algorithm=Grpo(), version=3, max_staleness=2) == ([], 1, 2, 0)
+
+
+def test_an_algorithm_may_leave_out_rollouts_that_a_token_limit_ended(make_rows):
+    rows = [replace(row, overlong=i == 1) for i, row in enumerate(make_rows(3))]
+    kept = {"version": 0, "max_staleness": 0}
+    assert select([member((1, 0, 0))], [rows], algorithm=Dapo(), **kept) == (rows, 0, 0, 0)
+    masked = select([member((1, 0, 0))], [rows], algorithm=Dapo(mask_overlong=True), **kept)
+    assert masked == ([rows[0], rows[2]], 0, 0, 1)

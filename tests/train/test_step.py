@@ -267,6 +267,6 @@ def test_the_first_update_of_a_step_with_weights_clips_nothing(make_model, make_
 )
 def test_quantised_actors_are_corrected_for_unless_the_run_says_otherwise(truncation, published, corrects):
     zeros_N = torch.zeros(4)
-    terms = TokenTerms(zeros_N, zeros_N, zeros_N, zeros_N, zeros_N, zeros_N)
+    terms = TokenTerms(*(zeros_N,) * 6, row_N=zeros_N.long())
     _, figures = objective_of(TrainConfig(truncation=truncation), published)(terms, 4.0)
     assert ("truncated_share" in figures) is corrects

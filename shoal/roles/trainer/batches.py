@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.config import RunConfig
+from shoal.ledger.algorithm import masks_overlong
 from shoal.ledger.facts.batches import BatchFormed, GroupAccepted
 from shoal.ledger.table import read_entry
 from shoal.net.client import Client
@@ -49,6 +50,8 @@ class BatchReader:
             "groups_unlearnable": sum(not rows for rows in rows_G),
             "stale_rollouts": chosen.stale_rollouts,
         }
+        if masks_overlong(rules.algorithm):
+            counts["overlong_rollouts"] = chosen.overlong_rollouts
         counts |= await self.accepted_for(batch.step)
         counts |= _solve_rates(batch)
         labels = [spec.label for spec in info.envs]

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from shoal.config import RunConfig
+from shoal.config import RunConfig, notes_of
 from shoal.errors import NothingYet, PeerError, StateError, Superseded
 from shoal.folder import RunFolder
 from shoal.metrics import MetricsLog
@@ -32,6 +32,7 @@ from shoal.policy.device import take_device
 from shoal.policy.files import Snapshot
 from shoal.policy.model import Transformer
 from shoal.protocol import types as t
+from shoal.protocol.algorithms import narrowest_bound
 from shoal.protocol.bounds import claims_bend_ratios
 from shoal.protocol.identity import Key
 from shoal.roles.shifts import Alone, Shift, shift_of
@@ -43,7 +44,6 @@ from shoal.roles.trainer.saving import Saving
 from shoal.train.checkpoint import States
 from shoal.train.denominators import LogprobsAt, over_the_base, with_own_denominators
 from shoal.train.masters import module_dtype
-from shoal.train.objective import objective_of
 from shoal.train.rows import Row
 from shoal.train.selfcheck import largest_gap_nats
 from shoal.train.step import Learner
@@ -89,7 +89,7 @@ def learning_alone(folder: RunFolder, config: RunConfig) -> Learning:
     model = first_model(folder, config, module_dtype(config.train)).to(device)
     learner = Learner(
         model, config.train, temperature=config.sampling.temperature, steps=config.steps,
-        objective=objective_of(config.train, config.policy.dtype),
+        published=config.policy.dtype, max_tokens=config.sampling.all_tokens,
     )  # fmt: skip
     temperature, budget = config.sampling.temperature, config.train.microbatch_tokens
     # guard: one-base-in-memory
@@ -200,6 +200,8 @@ class Trainer:
                 )
             if restored is None:
                 await self.saving.finish(0)
+            for note in notes_of(self.config):
+                log.warning("%s", note)
             log.info("opened version=%d published=%d steps=%d", version, self.info.version, self.config.steps)
             if version > self.info.version:
                 await self._publish(self.learner.model, version)
@@ -294,7 +296,7 @@ class Trainer:
     async def _sampled_by(self, rows: list[Row]) -> dict[int, Path]:
         """The versions that sampled these rows, if the trainer computes the denominators itself."""
         rules = self.info.rules
-        if not claims_bend_ratios(rules.bounds, rules.dtype, rules.algorithm.epsilon):
+        if not claims_bend_ratios(rules.bounds, rules.dtype, narrowest_bound(rules.algorithm)):
             return {}
         return await self.past.directories((row.version for row in rows), self.info)
 

@@ -1,0 +1,24 @@
+"""Advantages in units of their deviation over the batch: ScaleRL (arXiv:2510.13786) and REINFORCE++ (arXiv:2501.03262).
+
+Called by `train/averaging` once a step. numpy alone; it knows neither tokens nor losses.
+
+    symbol   meaning                                                   argument
+    A_i      advantage of rollout i of the batch                       A_I
+    A'_i     A_i / (std(A) + 1e-6), with the deviation of all I        A_i times the result
+
+Dividing by the deviation of the group instead (GRPO) gives most weight to tasks that are nearly solved or nearly hopeless.
+The batch's is the same for all tasks, so it changes only the size of the step. The mean is not subtracted: advantages
+already have a baseline.
+
+Axes: I rollouts of a batch.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shoal.algos.grpo_advantages import STD_FLOOR
+
+
+def batch_scale(A_I: NDArray[np.float64]) -> float:
+    """What each advantage of the batch is multiplied by."""
+    return float(1 / (A_I.std() + STD_FLOOR))

@@ -1,0 +1,164 @@
+"""`[train.algorithm]` of a run file: what a named algorithm leaves to its defaults, and which parts do not go together.
+
+Called by `load`, which fills in what a run file leaves out, by `check`, and by the trainer's role for `notes_of`. It has no
+formula.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from shoal.config.sections import RunConfig
+from shoal.protocol import compositions as c
+from shoal.protocol.algorithms import DEFAULT, Grpo, defaults_of
+from shoal.tree import merge, to_tree
+
+WHERE = "train.algorithm"
+
+Demand = tuple[bool, str]
+
+
+def filled(tree: dict[str, Any]) -> dict[str, Any]:
+    """A run file's tables with the defaults of its named algorithm under the keys that it gives.
+
+    Without this, `loss.eps_low = 0.1` below the name dapo would take DAPO's other bound back to that of the plain clip. A
+    loss with another name replaces the whole loss.
+    """
+    train = tree.get("train")
+    given = train.get("algorithm") if isinstance(train, dict) else None
+    if not isinstance(given, dict):
+        return tree
+    default = defaults_of(given.get("name", DEFAULT))
+    under = to_tree(default) if default is not None else {"name": DEFAULT}
+    loss, own = given.get("loss"), under.get("loss")
+    if isinstance(loss, dict) and isinstance(own, dict) and loss.get("name", own["name"]) != own["name"]:
+        under.pop("loss")
+    return merge(tree, {"train": {"algorithm": merge(under, given)}})
+
+
+def algorithm_fits(config: RunConfig) -> Iterator[Demand]:
+    """What must hold, each with what to say if it does not. These numbers go into the log, so they must be finite."""
+    algorithm = config.train.algorithm
+    finite = math.isfinite(algorithm.entropy_bonus)
+    yield finite, f"{WHERE}.entropy_bonus = {algorithm.entropy_bonus}: must be finite"
+    if isinstance(algorithm, Grpo):
+        yield from _grpo_fits(algorithm)
+        return
+    yield from _loss_fits(algorithm.loss)
+    yield from _average_fits(algorithm)
+    yield from _corrections_fit(algorithm)
+    yield from _sampling_fits(config, algorithm)
+    fits = 0 <= algorithm.squared_ratio < math.inf
+    yield fits, f"{WHERE}.squared_ratio = {algorithm.squared_ratio}: must be at least 0, and finite"
+
+
+def notes_of(config: RunConfig) -> list[str]:
+    """What works, and yet may not be what was meant."""
+    algorithm = config.train.algorithm
+    if isinstance(algorithm, Grpo) or isinstance(algorithm.loss, c.Reinforce):
+        return []
+    if algorithm.ratio_to == "old" and config.train.updates_per_batch == 1:
+        return [
+            f'the ratio is 1 at every token, so no bound of {WHERE}.loss acts: {WHERE}.ratio_to = "old" is the policy that '
+            "the only update of a step begins with. Raise train.updates_per_batch, or take the policy that sampled "
+            '(ratio_to = "behaviour")'
+        ]
+    return []
+
+
+def _grpo_fits(grpo: Grpo) -> Iterator[Demand]:
+    above = 1 + grpo.epsilon
+    yield 0 < grpo.epsilon < 1, f"{WHERE}.epsilon = {grpo.epsilon}: must be between 0 and 1"
+    fits = above < grpo.delta < math.inf
+    yield fits, f"{WHERE}.delta = {grpo.delta}: must be above 1 + epsilon = {above}, and finite"
+
+
+def _loss_fits(loss: c.Loss) -> Iterator[Demand]:
+    where = f"{WHERE}.loss"
+    match loss:
+        case c.Clip(eps_low, eps_high, delta):
+            yield from _range_fits(where, eps_low, eps_high)
+            fits = delta == 0 or 1 + eps_high < delta < math.inf
+            yield fits, f"{where}.delta = {delta}: must be 0, or above 1 + eps_high = {1 + eps_high} and finite"
+        case c.Gspo(eps_low, eps_high):
+            yield from _range_fits(where, eps_low, eps_high)
+        case c.Cispo(least, most):
+            yield from _band_fits(where, least, most)
+        case c.Dppo(bound):
+            yield 0 < bound < 1, f"{where}.bound = {bound}: must be between 0 and 1, a difference of probabilities"
+        case c.Reinforce():
+            pass
+
+
+def _range_fits(where: str, eps_low: float, eps_high: float) -> Iterator[Demand]:
+    yield 0 < eps_low < 1, f"{where}.eps_low = {eps_low}: must be between 0 and 1"
+    yield 0 < eps_high < math.inf, f"{where}.eps_high = {eps_high}: must be above 0, and finite"
+
+
+def _band_fits(where: str, least: float, most: float) -> Iterator[Demand]:
+    yield 0 <= least < 1, f"{where}.least = {least}: must be at least 0 and below 1"
+    yield 1 < most < math.inf, f"{where}.most = {most}: must be above 1, and finite"
+
+
+def _average_fits(algorithm: c.Composition) -> Iterator[Demand]:
+    divisor = algorithm.divisor_tokens
+    yield 0 <= divisor < math.inf, f"{WHERE}.divisor_tokens = {divisor}: must be at least 0, and finite"
+    yield (
+        not divisor or algorithm.average == "constant",
+        f'{WHERE}.divisor_tokens = {divisor}: average = "{algorithm.average}" divides by what it counts. Set average = '
+        '"constant", or leave divisor_tokens out',
+    )
+    yield (
+        not (algorithm.batch_std and algorithm.advantage == "mean_std"),
+        f'{WHERE}.batch_std divides advantages by a deviation, and advantage = "mean_std" did so already: take "mean", or '
+        "leave batch_std out",
+    )
+
+
+def _corrections_fit(algorithm: c.Composition) -> Iterator[Demand]:
+    weighing = [part for part in algorithm.corrections if isinstance(part, c.Truncate | c.IcePop)]
+    yield (
+        len(weighing) < 2,  # guard: weighed-once
+        f"{WHERE}.corrections weigh each token twice: keep one of truncate and icepop; masks go with either",
+    )
+    yield (
+        not weighing or algorithm.ratio_to == "old" or isinstance(algorithm.loss, c.Reinforce),  # guard: one-ratio
+        f'{WHERE}.corrections weigh tokens by what the ratio has already, because ratio_to = "behaviour": set ratio_to = '
+        '"old", or leave truncate and icepop out',
+    )
+    kinds = [type(part) for part in algorithm.corrections]
+    yield len(set(kinds)) == len(kinds), f"{WHERE}.corrections name the same correction twice"
+    for part in algorithm.corrections:
+        where = f"{WHERE}.corrections, {part.__struct_config__.tag}"
+        if isinstance(part, c.Truncate):
+            yield 1 <= part.most < math.inf, f"{where}.most = {part.most}: must be at least 1, and finite"
+        else:
+            yield from _band_fits(where, part.least, part.most)
+
+
+def _sampling_fits(config: RunConfig, algorithm: c.Composition) -> Iterator[Demand]:
+    """What a loss without a ratio cannot learn from, and what another setting does already."""
+    train = config.train
+    yield (
+        train.truncation == -1,
+        f"train.truncation = {train.truncation}: it is of grpo alone. Leave it out, and write {WHERE}.corrections = "
+        '[{name = "truncate", most = 2.0}]',
+    )
+    if not isinstance(algorithm.loss, c.Reinforce):
+        return
+    yield (
+        train.updates_per_batch == 1,  # guard: reinforce-learns-once
+        f"train.updates_per_batch = {train.updates_per_batch}: after the first update, the policy that learns did not "
+        'sample these tokens, and loss.name = "reinforce" has no ratio. Take "cispo", or set it to 1',
+    )
+    yield (
+        algorithm.ratio_to == "behaviour",
+        f'{WHERE}.ratio_to = "old": loss.name = "reinforce" has no ratio. Leave ratio_to out',
+    )
+    weighed = any(isinstance(part, c.Truncate | c.IcePop) for part in algorithm.corrections)
+    exact = config.rollouts.max_staleness == 0 and config.sampled_dtype != "int8"
+    yield (
+        weighed or exact,  # guard: reinforce-of-another-policy
+        f'{WHERE}.loss.name = "reinforce" has no ratio, and an older or rounded policy samples some tokens: add '
+        'corrections = [{name = "truncate"}], take "cispo", or set rollouts.max_staleness = 0',
+    )

@@ -1,0 +1,265 @@
+"""Algorithms that are composed of a loss, advantages, an average, corrections and regularisers, and the named ones.
+
+Read through `algorithms`, which lists them. Every named algorithm is a `Composition` with other defaults, so a run file may
+override any part of it, and the log holds all parts. This file has no formula: those are in `algos`, in the files that the
+sentences name.
+"""
+
+from typing import Literal
+
+import msgspec
+
+
+class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="name"):
+    """Base of what an algorithm is composed of."""
+
+
+# --- losses ---
+
+
+class Clip(Part, frozen=True, tag="clip"):
+    """PPO's clipped objective (`algos/ppo`)."""
+
+    eps_low: float = 0.2
+    """A token that is discouraged has no gradient below a ratio of 1 - eps_low."""
+    eps_high: float = 0.2
+    """A token that is encouraged has no gradient above a ratio of 1 + eps_high; DAPO's clip-higher has 0.28."""
+    delta: float = 0.0
+    """Upper bound of the ratio if the advantage is negative; 0: none. INTELLECT-2 has 4."""
+
+
+class Gspo(Part, frozen=True, tag="gspo"):
+    """The clipped objective with one ratio for each row (`algos/gspo`)."""
+
+    eps_low: float = 3e-4
+    """Range of the row's ratio below 1."""
+    eps_high: float = 4e-4
+    """Range of the row's ratio above 1."""
+    by_token: bool = False
+    """Whether tokens of a row may have different advantages (GSPO-token)."""
+
+
+class Cispo(Part, frozen=True, tag="cispo"):
+    """REINFORCE with a bounded importance weight (`algos/cispo`)."""
+
+    least: float = 0.0
+    """Smallest weight."""
+    most: float = 5.0
+    """Largest weight."""
+
+
+class Dppo(Part, frozen=True, tag="dppo"):
+    """The policy gradient without tokens whose probability has moved far (`algos/dppo`)."""
+
+    bound: float = 0.2
+    """How far a token's probability may move in the direction of its advantage and still have a gradient."""
+
+
+class Reinforce(Part, frozen=True, tag="reinforce"):
+    """The plain policy gradient, without a ratio (`algos/reinforce`)."""
+
+
+Loss = Clip | Gspo | Cispo | Dppo | Reinforce
+"""What a token's term of the loss is."""
+
+
+# --- corrections ---
+
+
+class Truncate(Part, frozen=True, tag="truncate"):
+    """Multiply terms by an importance weight with an upper bound (`algos/truncated`)."""
+
+    most: float = 2.0
+    """Largest weight."""
+    level: Literal["token", "row"] = "token"
+    """Whether each token has a weight of its own, or the product over its row."""
+
+
+class IcePop(Part, frozen=True, tag="icepop"):
+    """Multiply terms by an importance weight, and drop tokens whose weight leaves a band (`algos/icepop`)."""
+
+    least: float = 0.5
+    """Smallest weight."""
+    most: float = 5.0
+    """Largest weight."""
+
+
+class SequenceMask(Part, frozen=True, tag="sequence_mask"):
+    """Drop rows whose importance weight, the product over tokens, leaves a band (`algos/row_masks`)."""
+
+    least: float = 0.0
+    """Smallest product."""
+    most: float = 3.0
+    """Largest product."""
+
+
+class GeometricMask(Part, frozen=True, tag="geometric_mask"):
+    """Drop rows whose mean importance weight, the geometric mean over tokens, leaves a band (`algos/row_masks`)."""
+
+    least: float = 0.99
+    """Smallest mean."""
+    most: float = 1.01
+    """Largest mean."""
+
+
+Correction = Truncate | IcePop | SequenceMask | GeometricMask
+"""What is done about tokens that another policy sampled: a rounded one, one of an older version, or another arithmetic."""
+
+
+# --- algorithms ---
+
+Advantage = Literal["mean", "mean_std", "rloo", "maxrl", "reward"]
+Average = Literal["tokens", "rollouts", "prompts", "constant"]
+Denominator = Literal["behaviour", "old"]
+
+
+class Composition(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="name", tag="composition"):
+    """An algorithm of parts. The named ones below have these keys, too, with other defaults."""
+
+    loss: Loss = Clip()
+    """The term of each token."""
+    advantage: Advantage = "mean"
+    """What a rollout is worth. mean: its reward minus the group's mean. mean_std: that divided by the group's standard
+    deviation. rloo: its reward minus the mean of the others. maxrl: its reward minus the mean, divided by the mean. reward:
+    its reward."""
+    batch_std: bool = False
+    """Divide advantages by their standard deviation over the batch."""
+    average: Average = "tokens"
+    """What terms are averaged over. tokens: all policy tokens of the batch. rollouts: the mean of each rollout. prompts:
+    the mean over the tokens of each group. constant: the sum of each rollout, divided by `divisor_tokens`."""
+    divisor_tokens: float = 0.0
+    """What the sum of a rollout is divided by if average is constant; 0: the most tokens that a rollout may have."""
+    ratio_to: Denominator = "behaviour"
+    """Denominator of the ratio. behaviour: the policy that sampled. old: the trainer's policy at the start of the step,
+    whose log-probs it computes itself."""
+    corrections: tuple[Correction, ...] = ()
+    """Weights and masks from the trainer's policy at the start of the step and the one that sampled; all multiply."""
+    mask_overlong: bool = False
+    """Leave out rollouts that a token limit ended: their reward says little about what they would have been."""
+    entropy_bonus: float = 0.0
+    """Weight of the mean entropy, nats per token."""
+    squared_ratio: float = 0.0
+    """Weight of the squared log-ratio to the policy that sampled (`algos/squared_ratio`)."""
+
+
+class Ppo(Composition, frozen=True, tag="ppo"):
+    """PPO's clip around the policy at the start of the step (arXiv:1707.06347), with the group's mean for a critic."""
+
+    ratio_to: Denominator = "old"
+
+
+class Dapo(Composition, frozen=True, tag="dapo"):
+    """DAPO (arXiv:2503.14476): clip-higher and the mean over tokens. Groups without signal are refilled in every run; a
+    soft penalty on length belongs to the environment's reward."""
+
+    loss: Loss = Clip(eps_high=0.28)
+    advantage: Advantage = "mean_std"
+
+
+class DrGrpo(Composition, frozen=True, tag="dr_grpo"):
+    """Dr.GRPO (arXiv:2503.20783): no deviation, and a constant divisor."""
+
+    average: Average = "constant"
+
+
+class GspoNamed(Composition, frozen=True, tag="gspo"):
+    """GSPO (arXiv:2507.18071)."""
+
+    loss: Loss = Gspo()
+    advantage: Advantage = "mean_std"
+    average: Average = "rollouts"
+
+
+class CispoNamed(Composition, frozen=True, tag="cispo"):
+    """CISPO (MiniMax-M1, arXiv:2506.13585)."""
+
+    loss: Loss = Cispo()
+    advantage: Advantage = "mean_std"
+
+
+class Rloo(Composition, frozen=True, tag="rloo"):
+    """RLOO (arXiv:2402.14740): REINFORCE with the mean of the others as baseline. The weights correct for staleness."""
+
+    loss: Loss = Reinforce()
+    advantage: Advantage = "rloo"
+    average: Average = "constant"
+    corrections: tuple[Correction, ...] = (Truncate(),)
+
+
+class MaxRl(Composition, frozen=True, tag="maxrl"):
+    """MaxRL (arXiv:2602.02710): REINFORCE towards the log-likelihood of success. The weights correct for staleness."""
+
+    loss: Loss = Reinforce()
+    advantage: Advantage = "maxrl"
+    average: Average = "constant"
+    corrections: tuple[Correction, ...] = (Truncate(),)
+
+
+class ScaleRl(Composition, frozen=True, tag="scalerl"):
+    """ScaleRL (arXiv:2510.13786): CISPO, the mean over prompts, and the deviation of the batch."""
+
+    loss: Loss = Cispo()
+    batch_std: bool = True
+    average: Average = "prompts"
+
+
+class PrimeRl(Composition, frozen=True, tag="prime_rl"):
+    """The default of prime-rl in August 2026: DPPO's mask (arXiv:2602.04879) and a squared log-ratio."""
+
+    loss: Loss = Dppo()
+    squared_ratio: float = 1e-3
+
+
+class ReinforceNamed(Composition, frozen=True, tag="reinforce"):
+    """REINFORCE (Williams 1992) with the group's mean as baseline. The weights correct for staleness."""
+
+    loss: Loss = Reinforce()
+    average: Average = "constant"
+    corrections: tuple[Correction, ...] = (Truncate(),)
+
+
+class DecoupledPpo(Composition, frozen=True, tag="decoupled_ppo"):
+    """Decoupled PPO (arXiv:2110.00641; AReaL, arXiv:2505.24298): the clip is around the policy at the start of the step,
+    and weights between it and the one that sampled correct for staleness."""
+
+    ratio_to: Denominator = "old"
+    corrections: tuple[Correction, ...] = (Truncate(most=5.0),)
+
+
+NAMED = (
+    Ppo, Dapo, DrGrpo, GspoNamed, CispoNamed, Rloo, MaxRl, ScaleRl, PrimeRl, ReinforceNamed, DecoupledPpo,
+)  # fmt: skip
+"""The named compositions."""
+
+AnyComposition = (
+    Composition | Ppo | Dapo | DrGrpo | GspoNamed | CispoNamed | Rloo | MaxRl | ScaleRl | PrimeRl | ReinforceNamed
+    | DecoupledPpo
+)  # fmt: skip
+
+
+def needs_old(composition: Composition) -> bool:
+    """Whether it needs log-probs of the policy at the start of the step."""
+    return composition.ratio_to == "old" or bool(composition.corrections)
+
+
+def narrowest_bound(composition: Composition) -> float:
+    """As `algorithms.narrowest_bound`."""
+    found = [float("inf")]
+    match composition.loss:
+        case Clip(eps_low, eps_high) | Gspo(eps_low, eps_high):
+            found += [eps_low, eps_high]
+        case Cispo(least, most):
+            found += [1 - least if least > 0 else float("inf"), most - 1]
+        case Dppo(bound):
+            found.append(bound)
+        case Reinforce():
+            pass
+    for correction in composition.corrections:
+        match correction:
+            case SequenceMask():
+                found.append(0.0)  # differences of a row add up, so no difference of a token is small
+            case Truncate(most, level):
+                found.append(most - 1 if level == "token" else 0.0)
+            case IcePop(least, most) | GeometricMask(least, most):
+                found += [1 - least if least > 0 else float("inf"), most - 1]
+    return max(0.0, min(found))

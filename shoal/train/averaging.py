@@ -1,0 +1,47 @@
+"""What a step's rows count, by the run's algorithm: the part of the loss that is decided before micro-batches are made.
+
+Called by `train/step`. An average over rollouts or prompts needs the whole batch, and a micro-batch has only some rows.
+So it becomes a weight of each token, and a loss divides by nothing but the number of policy tokens. It uses no model.
+
+Axes: P policy tokens of a row.
+"""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from shoal.algos.averages import token_weights
+from shoal.algos.batch_std import batch_scale
+from shoal.protocol.algorithms import Algorithm
+from shoal.protocol.compositions import Composition
+from shoal.train.rows import Row, one_of_each
+
+
+def normalised(rows: Sequence[Row], algorithm: Algorithm) -> Sequence[Row]:
+    """The rows of a batch with their advantages as the algorithm normalises them over the batch: the same rows if it does
+    not."""
+    if not (isinstance(algorithm, Composition) and algorithm.batch_std):
+        return rows
+    A_I = np.array([row.advantage_P.mean() for row in one_of_each(rows)], dtype=np.float64)
+    scale = batch_scale(A_I)
+    return [replace(row, advantage_P=(row.advantage_P * scale).astype(np.float32)) for row in rows]
+
+
+def averaged(rows: Sequence[Row], algorithm: Algorithm, max_tokens: int) -> Sequence[Row]:
+    """The rows of an update with weights that make the sum over tokens, divided by their number, the algorithm's average.
+
+    `max_tokens` is the most that a rollout may have. The mean over tokens leaves the rows as they are.
+    """
+    if not isinstance(algorithm, Composition) or algorithm.average == "tokens":
+        return rows
+    rollout_R: list[Hashable] = [i if row.id is None else row.id for i, row in enumerate(rows)]
+    prompt_R: list[Hashable] = [i if row.group is None else row.group for i, row in enumerate(rows)]
+    L = algorithm.divisor_tokens or float(max_tokens)
+    assert L > 0, "a constant average needs a divisor: give `Learner` the most tokens of a rollout"
+    w_R = token_weights(
+        [len(row.positions_P) for row in rows], rollout_R, prompt_R, average=algorithm.average, L=L
+    )  # fmt: skip
+    return [
+        replace(row, weight_P=(row.weight_P * w).astype(np.float32)) for row, w in zip(rows, w_R.tolist(), strict=True)
+    ]

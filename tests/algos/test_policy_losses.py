@@ -1,0 +1,214 @@
+"""Every policy loss against numbers worked by hand, against finite differences, and against lies about log-probs."""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+
+from shoal.algos.cispo import cispo_loss
+from shoal.algos.dppo import dppo_loss
+from shoal.algos.grpo import grpo_loss
+from shoal.algos.gspo import gspo_loss
+from shoal.algos.ppo import ppo_loss
+from shoal.algos.ratios import row_mean, row_rest, row_sum
+from shoal.algos.reinforce import reinforce_loss
+from shoal.algos.squared_ratio import squared_ratio
+
+MU = math.log(0.25)
+
+
+def ppo(logp_N, mu_logp_N, A_N, row_N):
+    return ppo_loss(logp_N, mu_logp_N, A_N, eps_low=0.2, eps_high=0.28)
+
+
+def two_sided(logp_N, mu_logp_N, A_N, row_N):
+    return ppo_loss(logp_N, mu_logp_N, A_N, eps_low=0.2, eps_high=0.28, delta=3.0)
+
+
+def gspo(logp_N, mu_logp_N, A_N, row_N, by_token=False):
+    return gspo_loss(logp_N, mu_logp_N, A_N, row_N, eps_low=0.2, eps_high=0.2, by_token=by_token)
+
+
+def cispo(logp_N, mu_logp_N, A_N, row_N):
+    return cispo_loss(logp_N, mu_logp_N, A_N, least=0.5, most=2.0)
+
+
+def dppo(logp_N, mu_logp_N, A_N, row_N):
+    return dppo_loss(logp_N, mu_logp_N, A_N, bound=0.2)
+
+
+def reinforce(logp_N, mu_logp_N, A_N, row_N):
+    return reinforce_loss(logp_N, A_N)
+
+
+LOSSES = {
+    "ppo": ppo, "two_sided": two_sided, "gspo": gspo, "gspo_token": partial(gspo, by_token=True), "cispo": cispo,
+    "dppo": dppo, "reinforce": reinforce,
+}  # fmt: skip
+
+# Five tokens of three rows, sampled with probability 1/4; r is now / then.
+R, A, ROW = [1.0, 1.5, 0.5, 2.0, 3.5], [1.0, 2.0, -1.0, -1.0, -1.0], [0, 1, 1, 2, 2]
+
+BY_HAND = {
+    # r A within [0.8, 1.28]: the token with r = 1.5 and A > 0 is above, the one with r = 0.5 and A < 0 below.
+    "ppo": ([-1.0, -2.56, 0.8, 2.0, 3.5], [-1.0, 0.0, 0.0, 2.0, 3.5], [0, 1, 1, 0, 0]),
+    # The same with r <= 3 where A < 0.
+    "two_sided": ([-1.0, -2.56, 0.8, 2.0, 3.0], [-1.0, 0.0, 0.0, 2.0, 0.0], [0, 1, 1, 0, 1]),
+    # s of the rows: 1, sqrt(0.75) = 0.8660, sqrt(7) = 2.6458. Nothing clips: s = 0.87 is inside, s = 2.6 has A < 0. The
+    # gradient of s by each log p is s / 2, and it comes from both tokens: -s (2 - 1) / 2 in row 1, s (1 + 1) / 2 in row 2.
+    "gspo": (
+        [-1.0, -2 * 0.75**0.5, 0.75**0.5, 7**0.5, 7**0.5],
+        [-1.0, -(0.75**0.5) / 2, -(0.75**0.5) / 2, 7**0.5, 7**0.5],
+        [0, 0, 0, 0, 0],
+    ),
+    # The same values, and each token's gradient is its own: -s A.
+    "gspo_token": (
+        [-1.0, -2 * 0.75**0.5, 0.75**0.5, 7**0.5, 7**0.5],
+        [-1.0, -2 * 0.75**0.5, 0.75**0.5, 7**0.5, 7**0.5],
+        [0, 0, 0, 0, 0],
+    ),
+    # Weights 1, 1.5, 0.5, 2, and 3.5 cut to 2. The gradient is -weight A.
+    "cispo": (
+        [-w * a * math.log(r / 4) for w, a, r in zip([1.0, 1.5, 0.5, 2.0, 2.0], A, R, strict=True)],
+        [-1.0, -3.0, 0.5, 2.0, 2.0], [0, 0, 0, 0, 1],
+    ),
+    # d = 0, 0.125, -0.125, 0.25, 0.625: the last two rose, but their advantage pushes down, so nothing is dropped.
+    "dppo": ([-1.0, -3.0, 0.5, 2.0, 3.5], [-1.0, -3.0, 0.5, 2.0, 3.5], [0, 0, 0, 0, 0]),
+    "reinforce": ([-a * math.log(r / 4) for a, r in zip(A, R, strict=True)], [-1.0, -2.0, 1.0, 1.0, 1.0], [0] * 5),
+}  # fmt: skip
+
+
+def tensors(R, A, ROW, dtype=torch.float64):
+    mu_logp_N = torch.full((len(R),), MU, dtype=dtype)
+    logp_N = (mu_logp_N + torch.tensor(R, dtype=dtype).log()).requires_grad_()
+    return logp_N, mu_logp_N, torch.tensor(A, dtype=dtype), torch.tensor(ROW)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_each_loss_equals_the_numbers_worked_by_hand(name):
+    losses, gradient, clipped = BY_HAND[name]
+    logp_N, mu_logp_N, A_N, row_N = tensors(R, A, ROW)
+    found = LOSSES[name](logp_N, mu_logp_N, A_N, row_N)
+    found.loss_N.sum().backward()
+    assert found.loss_N.tolist() == pytest.approx(losses)
+    assert logp_N.grad.tolist() == pytest.approx(gradient)
+    assert found.clipped_N.tolist() == [bool(one) for one in clipped]
+
+
+def test_dppo_drops_a_token_that_moved_far_in_the_direction_of_its_advantage():
+    # d = 0.5 - 0.25 = 0.25 with A > 0; 0.025 - 0.25 = -0.225 with A < 0; the same with A > 0, which pushes it back.
+    logp_N, mu_logp_N, A_N, row_N = tensors([2.0, 0.1, 0.1], [1.0, -1.0, 1.0], [0, 1, 2])
+    found = dppo(logp_N, mu_logp_N, A_N, row_N)
+    found.loss_N.sum().backward()
+    assert found.clipped_N.tolist() == [True, True, False] and logp_N.grad.tolist() == pytest.approx([0, 0, -0.1])
+
+
+def test_a_row_of_gspo_is_clipped_whole():
+    # s = sqrt(1.1 * 1.9) = 1.446 > 1.2 in all its tokens, though the first token's own ratio is inside.
+    logp_N, mu_logp_N, A_N, row_N = tensors([1.1, 1.9], [1.0, 1.0], [0, 0])
+    found = gspo(logp_N, mu_logp_N, A_N, row_N)
+    found.loss_N.sum().backward()
+    assert (
+        found.clipped_N.all() and logp_N.grad.tolist() == [0, 0] and found.loss_N.tolist() == pytest.approx([-1.2] * 2)
+    )
+
+
+def random_case(seed, count=60):
+    generator = torch.Generator().manual_seed(seed)
+    mu_logp_N = -torch.rand(count, generator=generator, dtype=torch.float64) * 3
+    logp_N = (mu_logp_N + torch.randn(count, generator=generator, dtype=torch.float64) * 0.6).clamp(max=-1e-3)
+    A_N = torch.randn(count, generator=generator, dtype=torch.float64)
+    weight_N = torch.rand(count, generator=generator, dtype=torch.float64)
+    return logp_N.requires_grad_(), mu_logp_N, A_N, torch.arange(count) // 6, weight_N
+
+
+@pytest.mark.parametrize("name", ["ppo", "two_sided", "gspo", "dppo", "reinforce"])
+def test_gradients_match_finite_differences(name):
+    logp_N, mu_logp_N, A_N, row_N, weight_N = random_case(3)
+
+    def loss(logp_N):
+        return (weight_N * LOSSES[name](logp_N, mu_logp_N, A_N, row_N).loss_N).sum()
+
+    assert torch.autograd.gradcheck(loss, (logp_N,), eps=1e-7, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["cispo", "gspo_token"])
+def test_gradients_match_finite_differences_with_what_is_held_held(name):
+    """Parts of these losses are held constant: the weight of CISPO, and the row's ratio of GSPO-token."""
+    logp_N, mu_logp_N, A_N, row_N, weight_N = random_case(3)
+    (weight_N * LOSSES[name](logp_N, mu_logp_N, A_N, row_N).loss_N).sum().backward()
+    held_N = (logp_N - mu_logp_N).detach()
+
+    def value(logp_N):
+        if name == "cispo":
+            return -(weight_N * held_N.exp().clamp(0.5, 2.0) * A_N * logp_N).sum()
+        s_N = (row_mean(held_N, row_N) + logp_N - (mu_logp_N + held_N)).exp()
+        return -(weight_N * torch.minimum(s_N * A_N, s_N.clamp(0.8, 1.2) * A_N)).sum()
+
+    at, differences = logp_N.detach(), []
+    for n in range(len(at)):
+        step_N = torch.zeros_like(at)
+        step_N[n] = 1e-6
+        differences.append(((value(at + step_N) - value(at - step_N)) / 2e-6).item())
+    assert logp_N.grad.tolist() == pytest.approx(differences, abs=1e-6)
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+@pytest.mark.parametrize("claimed_nats", [0.0, -1e30])
+@pytest.mark.parametrize("name", LOSSES)
+def test_absurd_claims_leave_loss_and_gradient_finite(name, claimed_nats, advantage):
+    logp_N = torch.tensor([-500.0 if claimed_nats == 0.0 else -0.1], requires_grad=True)
+    mu_logp_N = torch.tensor([claimed_nats])
+    found = LOSSES[name](logp_N, mu_logp_N, torch.tensor([advantage]), torch.zeros(1, dtype=torch.int64))
+    (found.loss_N.sum() + squared_ratio(logp_N, mu_logp_N).sum()).backward()
+    assert torch.isfinite(found.loss_N).all() and torch.isfinite(logp_N.grad).all()
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_no_token_without_advantage_has_a_gradient_or_counts_as_clipped(name):
+    logp_N, mu_logp_N, A_N, row_N = tensors(R, [0.0] * 5, ROW)
+    found = LOSSES[name](logp_N, mu_logp_N, A_N, row_N)
+    found.loss_N.sum().backward()
+    assert not found.clipped_N.any() and not logp_N.grad.any()
+
+
+def test_ppo_with_delta_and_even_bounds_is_the_loss_of_grpo():
+    logp_N, mu_logp_N, A_N, _, weight_N = random_case(5)
+    found = ppo_loss(logp_N, mu_logp_N, A_N, eps_low=0.2, eps_high=0.2, delta=4.0)
+    expected = grpo_loss(logp_N, mu_logp_N, A_N, weight_N, eps=0.2, delta=4.0, num_tokens=60)
+    assert (weight_N * found.loss_N).sum().item() / 60 == pytest.approx(expected.loss.item())
+    assert found.clipped_N.equal(expected.clipped_N)
+
+
+def test_gspo_by_token_has_the_gradient_of_gspo_where_a_row_has_one_advantage():
+    gradients = []
+    for by_token in (False, True):
+        logp_N, mu_logp_N, A_N, row_N, _ = random_case(7)
+        A_N = A_N[row_N * 6]
+        gspo(logp_N, mu_logp_N, A_N, row_N, by_token=by_token).loss_N.sum().backward()
+        gradients.append(logp_N.grad)
+    torch.testing.assert_close(*gradients)
+
+
+def test_all_losses_are_the_policy_gradient_where_nothing_has_moved():
+    """At r = 1 every loss has the gradient of REINFORCE; GSPO's only where a row has one advantage."""
+    for loss in LOSSES.values():
+        logp_N, mu_logp_N, A_N, row_N = tensors([1.0] * 4, [2.0, 2.0, -1.0, -1.0], [0, 0, 1, 1])
+        loss(logp_N, mu_logp_N, A_N, row_N).loss_N.sum().backward()
+        assert logp_N.grad.tolist() == pytest.approx([-2.0, -2.0, 1.0, 1.0])
+
+
+def test_the_squared_ratio_equals_the_numbers_worked_by_hand():
+    # log(e) = 1, log(1 / e^2) = -2: squares 1 and 4, gradients 2 and -4.
+    logp_N, mu_logp_N, _, _ = tensors([math.e, math.exp(-2)], [0.0, 0.0], [0, 0])
+    P_N = squared_ratio(logp_N, mu_logp_N)
+    P_N.sum().backward()
+    assert P_N.tolist() == pytest.approx([1.0, 4.0]) and logp_N.grad.tolist() == pytest.approx([2.0, -4.0])
+
+
+def test_sums_over_rows_equal_the_numbers_worked_by_hand():
+    x_N, row_N = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]), torch.tensor([0, 0, 1, 1, 1])
+    assert row_sum(x_N, row_N).tolist() == [3, 3, 12, 12, 12]
+    assert row_mean(x_N, row_N).tolist() == [1.5, 1.5, 4, 4, 4]
+    assert row_rest(x_N, row_N).tolist() == [3, 2, 12, 9, 5]

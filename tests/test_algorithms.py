@@ -1,0 +1,151 @@
+"""`[train.algorithm]`: what a name stands for, which keys a run file may override, and what does not go together."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from shoal.config import RunConfig, load_run, notes_of
+from shoal.errors import ConfigError
+from shoal.ledger.algorithm import advantages, teaches
+from shoal.protocol import compositions as c
+from shoal.protocol.algorithms import Algorithm, Grpo, defaults_of, narrowest_bound
+from shoal.protocol.needs import COMPOSITIONS, SUPPORTED, needs_of
+from shoal.tree import to_tree
+from tests.ledger.world import rules
+
+RUN = 'name = "run"\nsteps = 4\n[[envs]]\nname = "arithmetic"\n'
+
+
+@pytest.fixture
+def load(tmp_path: Path):
+    def read(algorithm: str = "", *overrides: str, train: str = "", rest: str = "") -> RunConfig:
+        path = tmp_path / "run.toml"
+        path.write_text(f"{RUN}[train]\n{train}\n[train.algorithm]\n{algorithm}\n{rest}")
+        return load_run(path, list(overrides))
+
+    return read
+
+
+@pytest.mark.parametrize("kind", [c.Composition, *c.NAMED], ids=lambda kind: kind.__struct_config__.tag)
+def test_every_name_is_a_run_file_by_itself_and_comes_back_from_the_log(load, kind):
+    name = kind.__struct_config__.tag
+    algorithm = load(f'name = "{name}"').train.algorithm
+    assert algorithm == kind() == defaults_of(name)
+    assert msgspec.json.decode(msgspec.json.encode(algorithm), type=Algorithm) == algorithm
+
+
+def test_arguments_without_a_name_are_those_of_grpo(load):
+    assert (
+        load("epsilon = 0.3").train.algorithm
+        == load('name = "grpo"\nepsilon = 0.3').train.algorithm
+        == Grpo(epsilon=0.3)
+    )
+
+
+def test_a_key_of_a_part_leaves_the_others_as_the_name_has_them(load):
+    assert load('name = "dapo"\nloss.eps_low = 0.1').train.algorithm == c.Dapo(loss=c.Clip(eps_low=0.1, eps_high=0.28))
+    assert load('name = "dapo"', "train.algorithm.loss.eps_high=0.5").train.algorithm.loss == c.Clip(0.2, 0.5)
+
+
+def test_a_part_with_another_name_replaces_the_whole_part(load):
+    assert load('name = "gspo"\nloss = {name = "cispo", most = 4}').train.algorithm == c.GspoNamed(loss=c.Cispo(most=4))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "message"),
+    [
+        ('name = "dapo"\nloss.name = "clp"', "train.algorithm.loss.name: Invalid value 'clp'; known: clip, gspo, cispo"),
+        ('name = "ppo"\ncorrections = [{name = "tis"}]', "corrections[0].name: Invalid value 'tis'; known: truncate"),
+        ('name = "dapo"\nloss.eps_hi = 1', "did you mean train.algorithm.loss.eps_high?"),
+        ('name = "dapo"\naverage = "token"', "known: 'tokens', 'rollouts', 'prompts', 'constant'"),
+        ('name = "dapo"\nloss.eps_low = 1.0', "eps_low = 1.0: must be between 0 and 1"),
+        ('name = "dapo"\nloss.eps_high = inf', "eps_high = inf: must be above 0, and finite"),
+        ('name = "dapo"\nloss.delta = 1.2', "delta = 1.2: must be 0, or above 1 + eps_high = 1.28"),
+        ('name = "gspo"\nloss.eps_high = 0.0', "eps_high = 0.0: must be above 0"),
+        ('name = "cispo"\nloss.most = 0.5', "most = 0.5: must be above 1"),
+        ('name = "cispo"\nloss.least = 1.0', "least = 1.0: must be at least 0 and below 1"),
+        ('name = "prime_rl"\nloss.bound = 1.0', "bound = 1.0: must be between 0 and 1"),
+        ('name = "prime_rl"\nsquared_ratio = -1.0', "squared_ratio = -1.0: must be at least 0"),
+        ('name = "prime_rl"\nentropy_bonus = nan', "entropy_bonus = nan: must be finite"),
+        ('name = "dr_grpo"\ndivisor_tokens = -1.0', "divisor_tokens = -1.0: must be at least 0"),
+        ('name = "dapo"\ndivisor_tokens = 8.0', 'average = "tokens" divides by what it counts'),
+        ('name = "rloo"\ncorrections = [{name = "truncate", most = inf}]', "truncate.most = inf: must be at least 1"),
+        ('name = "ppo"\ncorrections = [{name = "icepop", most = 1.0}]', "icepop.most = 1.0: must be above 1"),
+    ],
+)  # fmt: skip
+def test_what_a_run_file_gets_wrong_is_named(load, algorithm, message):
+    with pytest.raises(ConfigError) as error:
+        load(algorithm)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "train", "rest", "message"),
+    [
+        ('name = "ppo"\ncorrections = [{name = "truncate"}, {name = "icepop"}]', "", "", "weigh each token twice"),
+        ('name = "dapo"\ncorrections = [{name = "truncate"}]', "", "", "by what the ratio has already"),
+        ('name = "ppo"\ncorrections = [{name = "truncate"}, {name = "truncate"}]', "", "", "twice"),
+        ('name = "rloo"', "updates_per_batch = 2", "", "after the first update"),
+        ('name = "rloo"\ncorrections = []', "", "", "an older or rounded policy samples some tokens"),
+        ('name = "rloo"\nratio_to = "old"', "", "", "has no ratio. Leave ratio_to out"),
+        ('name = "scalerl"\nadvantage = "mean_std"', "", "", "divides advantages by a deviation"),
+        ('name = "dapo"', "truncation = 2.0", "", "it is of grpo alone"),
+    ],
+)
+def test_parts_that_do_not_go_together_are_refused_with_the_reason(load, algorithm, train, rest, message):
+    with pytest.raises(ConfigError) as error:
+        load(algorithm, train=train, rest=rest)
+    assert message in str(error.value)
+
+
+def test_parts_that_go_together_are_not_refused(load):
+    load('name = "rloo"\ncorrections = []', rest="[rollouts]\nmax_staleness = 0")
+    load('name = "dapo"\ncorrections = [{name = "geometric_mask"}, {name = "sequence_mask"}]')
+    load('name = "decoupled_ppo"\nloss = {name = "gspo"}', train="updates_per_batch = 4")
+
+
+def test_a_ratio_that_is_always_1_is_said(load):
+    assert "the ratio is 1 at every token" in notes_of(load('name = "ppo"'))[0]
+    for algorithm, train in (("ppo", "updates_per_batch = 2"), ("dapo", ""), ("rloo", ""), ("grpo", "")):
+        assert notes_of(load(f'name = "{algorithm}"', train=train)) == []
+
+
+def test_nodes_that_know_no_compositions_are_told_before_they_read_the_rules():
+    composed = needs_of(rules(algorithm=c.Dapo()))
+    assert COMPOSITIONS in composed and COMPOSITIONS not in needs_of(rules()) and COMPOSITIONS in SUPPORTED
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "expected"),
+    [
+        (Grpo(epsilon=0.3), 0.3), (c.Dapo(loss=c.Clip(0.2, 0.1)), 0.1), (c.GspoNamed(), 3e-4), (c.CispoNamed(), 4.0),
+        (c.PrimeRl(), 0.2), (c.Rloo(), 1.0), (c.Rloo(corrections=()), float("inf")),
+        (c.Ppo(corrections=(c.SequenceMask(),)), 0.0), (c.Ppo(corrections=(c.GeometricMask(),)), 0.01),
+        (c.DecoupledPpo(corrections=(c.Truncate(level="row"),)), 0.0), (c.Ppo(corrections=(c.IcePop(),)), 0.2),
+    ],
+)  # fmt: skip
+def test_the_narrowest_bound_is_the_one_that_a_lie_reaches_first(algorithm, expected):
+    assert narrowest_bound(algorithm) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "rewards", "taught", "expected"),
+    [
+        (c.Dapo(), (1.0, 0.0), True, (0.70710578, -0.70710578)),
+        (c.DrGrpo(), (1.0, 0.0), True, (0.5, -0.5)),
+        (c.Rloo(), (1.0, 0.0), True, (1.0, -1.0)),
+        (c.MaxRl(), (1.0, 0.0, 0.0, 0.0), True, (3.0, -1.0, -1.0, -1.0)),
+        (c.MaxRl(), (-1.0, 0.0), False, (0.0, 0.0)),
+        (c.Composition(advantage="reward"), (1.0, 1.0), True, (1.0, 1.0)),
+        (c.Composition(advantage="reward"), (0.0, 0.0), False, (0.0, 0.0)),
+        (c.Composition(), (1.0, 1.0), False, (0.0, 0.0)),
+    ],
+)
+def test_the_ledger_finds_what_a_group_teaches(algorithm, rewards, taught, expected):
+    assert teaches(rewards, algorithm) is taught
+    assert advantages(rewards, algorithm).tolist() == pytest.approx(expected, abs=1e-5)
+
+
+def test_the_bytes_of_grpo_in_a_log_stay_as_they_were():
+    assert to_tree(Grpo()) == {"name": "grpo", "advantage": "mean", "epsilon": 0.2, "delta": 4.0, "entropy_bonus": 0.0}
