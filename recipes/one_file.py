@@ -11,6 +11,7 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,7 +28,7 @@ from shoal.ledger.pools import Records, SolvedGroup, book, change_after, solve_r
 from shoal.policy.files import load_policy, save_policy
 from shoal.policy.render import Renderer
 from shoal.policy.tiny import make_tiny
-from shoal.protocol.algorithms import narrowest_bound
+from shoal.protocol.algorithms import narrowest_bound, needs_reference
 from shoal.protocol.bounds import claims_bend_ratios
 from shoal.protocol.draws import DrawTable, EnvDraw, draw_task
 from shoal.protocol.randomness import SecretChain, slot_seed
@@ -36,6 +37,7 @@ from shoal.protocol.wire import digest, to_msgpack
 from shoal.train.denominators import with_own_denominators
 from shoal.train.filter import select
 from shoal.train.masters import module_dtype
+from shoal.train.reference import Refer, reference_of
 from shoal.train.rows import rows_of_group
 from shoal.train.step import Learner
 from shoal.weights.manifest import weights_root
@@ -76,6 +78,11 @@ def train(config: RunConfig, out: Path, recipe_dir: Path, say: Callable[[str], N
         model, config.train, temperature=sampling.temperature, steps=config.steps,
         published=config.policy.dtype, max_tokens=config.sampling.all_tokens,
     )  # fmt: skip
+    # A penalty on leaving the first policy needs that policy, as it is now.
+    refer: Refer | None = None
+    if needs_reference(config.train.algorithm):
+        load = partial(load_policy, start, module_dtype(config.train))
+        refer = reference_of(model, load, sampling.temperature, config.train.microbatch_tokens)
     published = out / "published"
     save_policy(model, published, config.policy.dtype, tokenizer_from=start)
     renderer = Renderer.from_directory(start)
@@ -126,6 +133,8 @@ def train(config: RunConfig, out: Path, recipe_dir: Path, say: Callable[[str], N
                 rows, {version: published}, dtype=config.sampled_dtype, temperature=sampling.temperature,
                 microbatch_tokens=config.train.microbatch_tokens, trained_in=module_dtype(config.train),
             )  # fmt: skip
+        if refer is not None:
+            rows = refer(rows)
         metrics = learner.step(rows, version)
         save_policy(model, published, config.policy.dtype, tokenizer_from=start)
         say(f"step {version} reward {metrics['reward_mean']:.3f} loss {metrics['loss']:+.4f}")

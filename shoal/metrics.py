@@ -72,6 +72,11 @@ METRICS: dict[str, Metric] = {
     "masked_share": Metric(
         "share", "Share of policy tokens that a correction dropped; missing in runs whose algorithm has none that does."
     ),
+    "kl_nats": Metric(
+        "nats",
+        "Mean KL divergence from the run's first policy at the batch's tokens, by the estimator k3; missing in runs "
+        "without a KL penalty.",
+    ),
     "log_ratio_abs_mean_nats": Metric(
         "nats",
         "Mean |log-prob under the trained policy - under the one that sampled| of a token; mean over the step's updates.",
@@ -100,6 +105,9 @@ METRICS: dict[str, Metric] = {
     "train_s": Metric("seconds", "Time of forward, backward and optimiser."),
     "denominators_s": Metric(
         "seconds", "Time to compute the ratio's denominators; missing in runs that take those of the workers."
+    ),
+    "reference_s": Metric(
+        "seconds", "Time to compute log-probs under the run's first policy; missing in runs without a KL penalty."
     ),
     "train_tokens_per_s": Metric("tokens/s", "Tokens divided by the time of forward, backward and optimiser."),
     "save_s": Metric(

@@ -68,6 +68,7 @@ def test_a_part_with_another_name_replaces_the_whole_part(load):
         ('name = "prime_rl"\nloss.bound = 1.0', "bound = 1.0: must be between 0 and 1"),
         ('name = "prime_rl"\nsquared_ratio = -1.0', "squared_ratio = -1.0: must be at least 0"),
         ('name = "prime_rl"\nentropy_bonus = nan', "entropy_bonus = nan: must be finite"),
+        ('name = "dapo"\nkl.beta = -1.0', "kl.beta = -1.0: must be at least 0, and finite"),
         ('name = "dr_grpo"\ndivisor_tokens = -1.0', "divisor_tokens = -1.0: must be at least 0"),
         ('name = "dapo"\ndivisor_tokens = 8.0', 'average = "tokens" divides by what it counts'),
         ('name = "rloo"\ncorrections = [{name = "truncate", most = inf}]', "truncate.most = inf: must be at least 1"),
@@ -91,6 +92,12 @@ def test_what_a_run_file_gets_wrong_is_named(load, algorithm, message):
         ('name = "rloo"\nratio_to = "old"', "", "", "has no ratio. Leave ratio_to out"),
         ('name = "scalerl"\nadvantage = "mean_std"', "", "", "divides advantages by a deviation"),
         ('name = "dapo"', "truncation = 2.0", "", "it is of grpo alone"),
+        ('name = "dapo"\nkl = {beta = 0.1, estimator = "k1"}', "", "", "its gradient is 0 on average"),
+        ('name = "dapo"\nkl = {beta = 0.1, place = "advantage"}', "", "", 'takes estimator = "k1"'),
+        ('name = "gspo"\nkl = {beta = 0.1, estimator = "k1", place = "advantage"}', "", "", "by_token = true"),
+        ('name = "rloo"\nkl = {beta = 0.1, place = "weighted_loss"}', "", "", "has no ratio"),
+        ('name = "dapo"\nkl.beta = 0.1', "processes = 2", "", "one process keeps the first policy whole"),
+        ('name = "dapo"\nkl.estimator = "k2"', "", "", "do nothing while beta is 0"),
     ],
 )
 def test_parts_that_do_not_go_together_are_refused_with_the_reason(load, algorithm, train, rest, message):
@@ -102,6 +109,7 @@ def test_parts_that_do_not_go_together_are_refused_with_the_reason(load, algorit
 def test_parts_that_go_together_are_not_refused(load):
     load('name = "rloo"\ncorrections = []', rest="[rollouts]\nmax_staleness = 0")
     load('name = "dapo"\ncorrections = [{name = "geometric_mask"}, {name = "sequence_mask"}]')
+    load('name = "rloo"\nkl = {beta = 0.1, estimator = "k1", place = "advantage"}')
     load('name = "decoupled_ppo"\nloss = {name = "gspo"}', train="updates_per_batch = 4")
 
 

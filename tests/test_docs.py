@@ -259,7 +259,9 @@ def composition_tables(prefix: str) -> list[str]:
             rows.append([f"`{prefix}.{field}.name`", "", name, one_line(kind.__doc__)])
             rows += [row[:4] for row in keys_of(kind, compositions, f"{prefix}.{field}.")[1:]]
         parts.append(table(["Key", "Type", "Default", "Meaning"], rows))
-    return parts
+    rows = [row[:4] for row in keys_of(compositions.Kl, compositions, f"{prefix}.kl.")]
+    parts.append(f"#### `[{prefix}.kl]`\n\n{one_line(compositions.Kl.__doc__)}")
+    return [*parts, table(["Key", "Type", "Default", "Meaning"], rows)]
 
 
 def inline(value: Any) -> str:

@@ -48,6 +48,7 @@ def algorithm_fits(config: RunConfig) -> Iterator[Demand]:
     yield from _average_fits(algorithm)
     yield from _corrections_fit(algorithm)
     yield from _sampling_fits(config, algorithm)
+    yield from _kl_fits(config, algorithm)
     fits = 0 <= algorithm.squared_ratio < math.inf
     yield fits, f"{WHERE}.squared_ratio = {algorithm.squared_ratio}: must be at least 0, and finite"
 
@@ -134,6 +135,41 @@ def _corrections_fit(algorithm: c.Composition) -> Iterator[Demand]:
             yield 1 <= part.most < math.inf, f"{where}.most = {part.most}: must be at least 1, and finite"
         else:
             yield from _band_fits(where, part.least, part.most)
+
+
+def _kl_fits(config: RunConfig, algorithm: c.Composition) -> Iterator[Demand]:
+    kl, where = algorithm.kl, f"{WHERE}.kl"
+    yield 0 <= kl.beta < math.inf, f"{where}.beta = {kl.beta}: must be at least 0, and finite"
+    yield (
+        kl.beta > 0 or kl == c.Kl(),
+        f"{where}: estimator and place do nothing while beta is 0: set beta, such as 0.001, or leave them out",
+    )
+    if not kl.beta:
+        return
+    yield (
+        kl.place != "loss" or kl.estimator != "k1",  # guard: k1-has-no-gradient
+        f'{where}.estimator = "k1" with place = "loss": its gradient is 0 on average, so it only adds noise. Take "k2" or '
+        '"k3", or place = "advantage"',
+    )
+    yield (
+        kl.place != "advantage" or kl.estimator == "k1",
+        f'{where}.place = "advantage" takes estimator = "k1": sums of the others are not the divergence of a row',
+    )
+    yield (
+        kl.place != "weighted_loss" or not isinstance(algorithm.loss, c.Reinforce),
+        f'{where}.place = "weighted_loss": loss.name = "reinforce" has no ratio. Take place = "loss" or "advantage"',
+    )
+    yield (
+        kl.place != "advantage"
+        or not isinstance(algorithm.loss, c.Gspo)
+        or algorithm.loss.by_token,  # guard: gspo-one-advantage
+        f'{where}.place = "advantage" gives the tokens of a row different advantages: set {WHERE}.loss.by_token = true',
+    )
+    yield (
+        config.train.processes == 1,  # guard: reference-of-one-process
+        f"{where}.beta = {kl.beta} with train.processes = {config.train.processes}: one process keeps the first policy "
+        "whole. Leave one of them out",
+    )
 
 
 def _sampling_fits(config: RunConfig, algorithm: c.Composition) -> Iterator[Demand]:

@@ -25,6 +25,7 @@ from shoal.policy.anyspec import AnySpec
 from shoal.policy.device import AUTO, CPU, MPS, take_device
 from shoal.policy.sizes import adapter_parameters_of, parameters_of
 from shoal.policy.spec import PolicySpec
+from shoal.protocol.algorithms import needs_reference
 from shoal.protocol.constants import COMPLETIONS
 from shoal.train.needs import ITEM_BYTES, Layout, Part, parts_of, state_of
 
@@ -121,7 +122,7 @@ def layout_of(config: RunConfig, spec: PolicySpec | AnySpec) -> Layout:
         dtype=train.dtype or "float32", moments=train.moments, recompute=train.recompute,
         rank=config.policy.adapter.rank, targets=config.policy.adapter.targets,
         microbatch_tokens=train.microbatch_tokens, row_tokens=longest, processes=train.processes,
-        base=config.policy.adapter.base,
+        base=config.policy.adapter.base, reference=needs_reference(train.algorithm),
     )  # fmt: skip
 
 

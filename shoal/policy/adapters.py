@@ -7,7 +7,7 @@ that they have. The format is that of `peft`: `adapterspec` has the config. It d
 import contextlib
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -67,12 +67,27 @@ def adapted_by(model: Transformer, directory: Path) -> Iterator[None]:
     adapter, tensors = read_adapter(directory, model.spec)
     if adapter != model.adapter:
         raise StateError(f"{directory} holds an adapter of another rank, alpha or targets than the run learns")
-    learned = model.trainable()
+    with _for_a_moment(model, {name: tensors[stored_name(name)] for name in model.trainable()}):
+        yield
+
+
+@contextlib.contextmanager
+def base_alone(model: Transformer) -> Iterator[None]:
+    """Take a model's adapter away for a moment: with B = 0, every product is 0."""
+    B_only = {name: torch.zeros_like(one) for name, one in model.trainable().items() if name.endswith("lora_B")}
+    with _for_a_moment(model, B_only):
+        yield
+
+
+@contextlib.contextmanager
+def _for_a_moment(model: Transformer, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+    """Give some of a model's trainable parameters other values, and then their own again."""
+    learned = {name: one for name, one in model.trainable().items() if name in tensors}
     own = {name: parameter.detach().clone() for name, parameter in learned.items()}
     try:
         with torch.no_grad():
             for name, parameter in learned.items():
-                parameter.copy_(tensors[stored_name(name)])
+                parameter.copy_(tensors[name])
         yield
     finally:
         with torch.no_grad():

@@ -41,6 +41,11 @@ def defaults_of(name: object) -> Algorithm | None:
     return None
 
 
+def needs_reference(algorithm: Algorithm) -> bool:
+    """Whether the trainer must keep the run's first policy."""
+    return isinstance(algorithm, Composition) and algorithm.kl.beta > 0
+
+
 def narrowest_bound(algorithm: Algorithm) -> float:
     """How far from 1 an importance ratio may be before any bound of the algorithm removes or cuts a gradient."""
     return algorithm.epsilon if isinstance(algorithm, Grpo) else compositions.narrowest_bound(algorithm)

@@ -106,6 +106,21 @@ Correction = Truncate | IcePop | SequenceMask | GeometricMask
 """What is done about tokens that another policy sampled: a rounded one, one of an older version, or another arithmetic."""
 
 
+# --- regularisers ---
+
+
+class Kl(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A penalty on the KL divergence from the run's first policy, which the trainer keeps (`algos/kl`)."""
+
+    beta: float = 0.0
+    """Weight of the penalty; 0: none, and no reference is kept."""
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+    """What is computed for each token. k1: the log-ratio. k2: half its square. k3: GRPO's."""
+    place: Literal["loss", "weighted_loss", "advantage"] = "loss"
+    """Where it counts. loss: added to each token's term. weighted_loss: the same, times the importance ratio. advantage:
+    each token's advantage is lower by beta times the sum of k1 from it to the end of its row."""
+
+
 # --- algorithms ---
 
 Advantage = Literal["mean", "mean_std", "rloo", "maxrl", "reward"]
@@ -140,6 +155,8 @@ class Composition(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_f
     """Weight of the mean entropy, nats per token."""
     squared_ratio: float = 0.0
     """Weight of the squared log-ratio to the policy that sampled (`algos/squared_ratio`)."""
+    kl: Kl = Kl()
+    """The penalty on leaving the first policy."""
 
 
 class Ppo(Composition, frozen=True, tag="ppo"):
@@ -239,7 +256,8 @@ AnyComposition = (
 
 def needs_old(composition: Composition) -> bool:
     """Whether it needs log-probs of the policy at the start of the step."""
-    return composition.ratio_to == "old" or bool(composition.corrections)
+    in_advantage = composition.kl.beta > 0 and composition.kl.place == "advantage"
+    return composition.ratio_to == "old" or bool(composition.corrections) or in_advantage
 
 
 def narrowest_bound(composition: Composition) -> float:

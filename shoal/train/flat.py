@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from shoal.policy.packed import Family
-from shoal.train.pack import MicroBatch, collate, input_length, join, num_shared, pack, places_of
+from shoal.train.pack import MicroBatch, collate, input_length, join, num_shared, pack, places_of, reference_logp_of
 from shoal.train.rows import Row
 
 PADDED, FLAT = "padded", "flat"
@@ -95,6 +95,7 @@ def collate_flat(rows: Sequence[Row], families: Sequence[Sequence[int]]) -> Micr
         advantage_N=join([row.advantage_P for row in ordered]),
         weight_N=join([row.weight_P for row in ordered]),
         row_N=places_of(ordered),
+        reference_logp_N=reference_logp_of(ordered),
         families=tuple(shapes),
     )
 

@@ -58,6 +58,8 @@ class Layout:
     """The matrices that an adapter changes."""
     base: str = ""
     """nf4: the layers below an adapter stay codes; see `nf4spec`."""
+    reference: bool = False
+    """Whether the first policy is kept, too. With an adapter it is the base."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,8 @@ def parts_of(spec: PolicySpec | AnySpec, layout: Layout) -> list[Part]:
     parts = [Part("weights", weights_of(spec, ITEM_BYTES[layout.dtype], layout.base))]
     if layout.rank:
         parts.append(Part("adapter", 4 * learned))
+    if layout.reference and not layout.rank:
+        parts.append(Part("reference", int(weights * ITEM_BYTES[layout.dtype])))
     if has_masters:
         parts.append(Part("float32 weights", 4 * learned, away))
     parts += [

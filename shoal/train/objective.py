@@ -20,8 +20,9 @@ from shoal.algos.entropy import entropy_bonus
 from shoal.algos.grpo import grpo_loss
 from shoal.algos.gspo import gspo_loss
 from shoal.algos.icepop import icepop_weights
+from shoal.algos.kl import kl_terms, rest_of_penalty
 from shoal.algos.ppo import ppo_loss
-from shoal.algos.ratios import TokenLoss
+from shoal.algos.ratios import TokenLoss, ratio
 from shoal.algos.reinforce import reinforce_loss
 from shoal.algos.row_masks import row_mask
 from shoal.algos.sft import sft_loss
@@ -48,6 +49,8 @@ class TokenTerms:
     """What the token counts in the average over the batch."""
     row_N: Tensor
     """int64: the row of each token, counted from 0. All policy tokens of a row are here."""
+    reference_logp_N: Tensor | None = None
+    """None in runs without a reference."""
 
 
 Objective = Callable[[TokenTerms, float], tuple[Tensor, dict[str, Tensor]]]
@@ -127,9 +130,19 @@ def _composed(algorithm: c.Composition, terms: TokenTerms, num_tokens: float) ->
         name = "truncated_share" if isinstance(correction, c.Truncate) else "masked_share"
         figures[name] = figures[name] | cut_N if name in figures else cut_N
     base_N = terms.old_logp_N if algorithm.ratio_to == "old" else mu_logp_N
-    policy = policy_loss(algorithm.loss, terms.logp_N, base_N, terms.advantage_N, terms.row_N)
+    A_N, kl = terms.advantage_N, algorithm.kl
+    if kl.beta and kl.place == "advantage":
+        A_N = A_N - kl.beta * rest_of_penalty(terms.old_logp_N, _reference(terms), terms.row_N)
+    policy = policy_loss(algorithm.loss, terms.logp_N, base_N, A_N, terms.row_N)
     figures["clip_share"] = policy.clipped_N
     loss = (weight_N * policy.loss_N).sum() / num_tokens
+    if kl.beta:
+        far_N = kl_terms(terms.logp_N, _reference(terms), kl.estimator)
+        figures["kl_nats"] = kl_terms(terms.logp_N, _reference(terms), "k3").detach()
+        if kl.place == "weighted_loss":
+            far_N = far_N * ratio(terms.logp_N, base_N)
+        if kl.place != "advantage":
+            loss = loss + kl.beta * (terms.weight_N * far_N).sum() / num_tokens
     if algorithm.squared_ratio:
         pulled_N = terms.weight_N * squared_ratio(terms.logp_N, mu_logp_N)
         loss = loss + algorithm.squared_ratio * pulled_N.sum() / num_tokens
@@ -138,6 +151,11 @@ def _composed(algorithm: c.Composition, terms: TokenTerms, num_tokens: float) ->
             terms.entropy_N, terms.weight_N, beta=algorithm.entropy_bonus, num_tokens=num_tokens
         )
     return loss, figures
+
+
+def _reference(terms: TokenTerms) -> Tensor:
+    assert terms.reference_logp_N is not None, "the rows lack log-probs under the reference"
+    return terms.reference_logp_N
 
 
 def policy_loss(loss: c.Loss, logp_N: Tensor, base_N: Tensor, A_N: Tensor, row_N: Tensor) -> TokenLoss:

@@ -9,6 +9,7 @@ Axes: B rows of a micro-batch, T input tokens, N policy tokens of a micro-batch.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,6 +40,8 @@ class MicroBatch:
     weight_N: Tensor
     row_N: Tensor
     """int64: the row of each policy token, counted from 0 in the order of the rows. All tokens of a row are here."""
+    reference_logp_N: Tensor | None = None
+    """None in runs without a reference."""
     families: tuple[Family, ...] | None = None
     """Of a flat micro-batch, whose `tokens_BT` is one row with these families in it; None if its rows are padded."""
 
@@ -46,8 +49,8 @@ class MicroBatch:
         """The same micro-batch on the device of a model."""
         if device.type == "cpu":
             return self
-        moved = {f.name: getattr(self, f.name).to(device) for f in fields(self) if f.name != "families"}
-        return replace(self, **moved)
+        held: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        return replace(self, **{name: one.to(device) for name, one in held.items() if isinstance(one, Tensor)})
 
 
 def pack(rows: Sequence[Row], budget_tokens: int) -> list[list[int]]:
@@ -120,6 +123,7 @@ def collate(rows: Sequence[Row]) -> MicroBatch:
         advantage_N=join([row.advantage_P for row in rows]),
         weight_N=join([row.weight_P for row in rows]),
         row_N=places_of(rows),
+        reference_logp_N=reference_logp_of(rows),
     )
 
 
@@ -131,6 +135,13 @@ def silent(batch: MicroBatch) -> MicroBatch:
 def places_of(rows: Sequence[Row]) -> Tensor:
     """The place of each policy token's row, int64[N]."""
     return torch.from_numpy(np.repeat(np.arange(len(rows)), [len(row.positions_P) for row in rows]))
+
+
+def reference_logp_of(rows: Sequence[Row]) -> Tensor | None:
+    """Log-probs under the reference, float32[N]; None if the rows have none."""
+    found = [row.reference_logp_P for row in rows if row.reference_logp_P is not None]
+    assert len(found) in (0, len(rows)), "some rows have log-probs under the reference and others do not"
+    return join(found) if found else None
 
 
 def input_length(row: Row) -> int:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from shoal.train.rows import Row
 
 
-class RowBytes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class RowBytes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """A `Row`, whose arrays are little-endian bytes: int32 or float32."""
 
     tokens_T: bytes
@@ -24,6 +24,8 @@ class RowBytes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     version: int
     env: str
     id: tuple[int, int, int] | None
+    reference_logp_P: bytes = b""
+    """Empty if the row has none."""
 
 
 def bytes_of(row: Row) -> RowBytes:
@@ -38,6 +40,7 @@ def bytes_of(row: Row) -> RowBytes:
     return RowBytes(
         whole(row.tokens_T), whole(row.positions_P), real(row.behaviour_logp_P), real(row.advantage_P),
         real(row.weight_P), row.reward, row.version, row.env, row.id,
+        b"" if row.reference_logp_P is None else real(row.reference_logp_P),
     )  # fmt: skip
 
 
@@ -53,4 +56,5 @@ def row_of(kept: RowBytes) -> Row:
     return Row(
         whole(kept.tokens_T), whole(kept.positions_P), real(kept.behaviour_logp_P), real(kept.advantage_P),
         real(kept.weight_P), kept.reward, kept.version, kept.env, kept.id,
+        real(kept.reference_logp_P) if kept.reference_logp_P else None,
     )  # fmt: skip

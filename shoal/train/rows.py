@@ -46,6 +46,8 @@ class Row:
     """Label of its environment, for reports."""
     id: tuple[int, int, int] | None = None
     """Version, slot and place in the group of its rollout. None: it is from no group."""
+    reference_logp_P: NDArray[np.float32] | None = None
+    """Log-probabilities under the run's first policy, nats; None in runs that do not need them."""
     overlong: bool = False
     """Whether a token limit ended its rollout. Only `filter` asks."""
 

@@ -279,8 +279,9 @@ class Learner:
         now_N = logp_N.detach()
         old_N = now_N if old_logp_N is None else old_logp_N
         terms = TokenTerms(
-            logp_N, entropy_N, old_N, batch.behaviour_logp_N, batch.advantage_N, batch.weight_N, batch.row_N
-        )
+            logp_N, entropy_N, old_N, batch.behaviour_logp_N, batch.advantage_N, batch.weight_N, batch.row_N,
+            batch.reference_logp_N,
+        )  # fmt: skip
         loss, figures = self._objective(terms, float(num_tokens))
         loss.backward()
         log_ratio_N = (now_N - batch.behaviour_logp_N).abs()

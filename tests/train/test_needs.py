@@ -128,6 +128,14 @@ def test_each_layout_says_where_its_bytes_are() -> None:
     assert adapter["gradients"] == adapter["adapter"] == 4 * adapter_parameters_of(spec, 16)
 
 
+def test_a_reference_is_another_policy_unless_an_adapter_is_learned() -> None:
+    spec = qwen("0.6b")
+    whole = {part.name: part.size for part in parts_of(spec, Layout("bfloat16", reference=True))}
+    assert whole["reference"] == whole["weights"] == 2 * parameters_of(spec)
+    assert "reference" not in {part.name for part in parts_of(spec, Layout("bfloat16"))}
+    assert "reference" not in {part.name for part in parts_of(spec, Layout("bfloat16", rank=16, reference=True))}
+
+
 def test_a_card_of_24_gb_trains_what_it_is_said_to_train() -> None:
     """0.6B and 1.7B whole, and an adapter of 8B."""
 

@@ -40,10 +40,12 @@ from shoal.roles.trainer.batches import BatchReader
 from shoal.roles.trainer.first import first_model
 from shoal.roles.trainer.past import PastPolicies
 from shoal.roles.trainer.publishing import Publisher
+from shoal.roles.trainer.reference import open_reference
 from shoal.roles.trainer.saving import Saving
 from shoal.train.checkpoint import States
 from shoal.train.denominators import LogprobsAt, over_the_base, with_own_denominators
 from shoal.train.masters import module_dtype
+from shoal.train.reference import Reference
 from shoal.train.rows import Row
 from shoal.train.selfcheck import largest_gap_nats
 from shoal.train.step import Learner
@@ -81,6 +83,8 @@ class Learning(NamedTuple):
     device: str
     logprobs_at: LogprobsAt | None = None
     """As `with_own_denominators` takes it."""
+    refer: Reference | None = None
+    """What computes log-probs under the run's first policy, if it needs them."""
 
 
 def learning_alone(folder: RunFolder, config: RunConfig) -> Learning:
@@ -96,7 +100,8 @@ def learning_alone(folder: RunFolder, config: RunConfig) -> Learning:
     logprobs_at = (
         over_the_base(model, temperature, budget) if isinstance(model, Transformer) and model.adapter else None
     )
-    return Learning(learner, States(folder.trainer, learner), device, logprobs_at)
+    refer = open_reference(folder, config, model, device)
+    return Learning(learner, States(folder.trainer, learner), device, logprobs_at, refer)
 
 
 class Trainer:
@@ -109,9 +114,11 @@ class Trainer:
         """`key` signs the manifests; the client signs with the same key. Without `learning`, it learns alone. Without
         `shift`, it shares its device with nobody."""
         self.folder, self.config, self.client = folder, config, client
-        self.learner, states, self.device, self.logprobs_at = learning or learning_alone(folder, config)
+        self.learner, states, self.device, self.logprobs_at, self.refer = learning or learning_alone(folder, config)
         self.shift = shift or Alone()
         self.shift.keeps(self.learner)
+        if self.refer is not None:
+            self.shift.keeps(self.refer)
         self.batches = BatchReader(config, client, self.learner.model.spec.vocab_size, folder.scores)
         self.past = PastPolicies(folder, client)
         self.publisher = Publisher(folder, config, client, key, clock)
@@ -161,9 +168,10 @@ class Trainer:
                     break
                 counts |= self._selfcheck(rows, version)
                 rows, own = await self._denominators(rows, sampled_by)
+                rows, referred = await self._referred(rows)
                 metrics = await asyncio.to_thread(self.learner.step, rows, version)
                 version += 1
-                metrics |= counts | own | await self._save_and_publish(version, rows)
+                metrics |= counts | own | referred | await self._save_and_publish(version, rows)
             self._report(version, began, metrics)
         return version
 
@@ -311,6 +319,13 @@ class Trainer:
             device=self.device, logprobs_at=self.logprobs_at,
         )  # fmt: skip
         return own, {"denominators_s": time.perf_counter() - began}
+
+    async def _referred(self, rows: list[Row]) -> tuple[list[Row], dict[str, Any]]:
+        """The rows with log-probs under the run's first policy, if its algorithm needs them."""
+        if self.refer is None:
+            return rows, {}
+        began = time.perf_counter()
+        return await asyncio.to_thread(self.refer, rows), {"reference_s": time.perf_counter() - began}
 
     async def _save_and_publish(self, version: int, rows: list[Row]) -> dict[str, Any]:
         """Save the state if it is due, and begin to publish the version, which goes on beside the next step.

@@ -1,0 +1,46 @@
+"""Runs with a KL penalty: the reference is the trainer's own, the same at every start, and repeats the same bytes."""
+
+import asyncio
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from shoal.errors import StateError
+from shoal.metrics import read_metrics
+from shoal.policy.tiny import make_tiny
+from shoal.roles.trainer.reference import ROOT, demand_same
+from tests.roles.town import Town, tiny_run
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
+import one_file
+
+PENALISED = {"algorithm": {"name": "dr_grpo", "kl": {"beta": 0.5, "estimator": "k2"}}}
+
+
+def test_a_run_with_a_penalty_has_the_bytes_of_one_file_and_repeats_a_step_without_its_state(tmp_path):
+    config = tiny_run(train=PENALISED)
+    town, out = Town(tmp_path / "run", config), tmp_path / "one"
+    asyncio.run(town.live(town.trainer(), town.validator(), town.worker("worker-0")))
+    weights = one_file.train(config, out, out.parent)
+    assert town.weights() == weights != one_file.train(tiny_run(), tmp_path / "plain", tmp_path)
+    assert all(line["reference_s"] > 0 and line["kl_nats"] >= 0 for line in read_metrics(town.folder.metrics))
+    shutil.rmtree(town.folder.trainer / "v000003")
+    shutil.rmtree(town.folder.checkpoints)
+    asyncio.run(town.live(town.trainer()))
+    assert (town.folder.trainer / "v000003").is_dir() and town.weights() == weights
+
+
+def test_a_run_without_a_penalty_keeps_no_reference(tmp_path):
+    town = Town(tmp_path / "run", tiny_run())
+    assert town.trainer().refer is None and not (town.folder.trainer / ROOT).exists()
+
+
+def test_another_first_policy_than_the_run_began_with_is_refused(tmp_path):
+    for seed in (0, 1):
+        make_tiny(tiny_run().policy.tiny, tmp_path / f"{seed}", seed, "float32")
+    demand_same(tmp_path / "0", tmp_path / ROOT)
+    demand_same(tmp_path / "0", tmp_path / ROOT)
+    with pytest.raises(StateError, match="is not the one that this run began with"):
+        demand_same(tmp_path / "1", tmp_path / ROOT)
