@@ -94,7 +94,10 @@ METRICS: dict[str, Metric] = {
     "groups_without_signal": Metric("groups", "Groups of the batch left out because their rewards were all equal."),
     "groups_unlearnable": Metric("groups", "Groups of the batch that a validator accepted but the trainer refused."),
     "grad_norm": Metric("norm", "Norm of the gradient before clipping; mean over the step's updates."),
-    "updates": Metric("updates", "Optimiser steps that the step took on its batch: train.updates_per_batch, or fewer."),
+    "updates": Metric(
+        "updates",
+        "Optimiser steps that the step took on its batch: train.updates_per_batch times minibatches, or fewer.",
+    ),
     "update_skipped": Metric(
         "0 or 1", "1 if a gradient was not finite: that update and the rest of the step left the weights as they were."
     ),

@@ -1741,7 +1741,7 @@ GUARDS = [
         ("own-adapter-again", GONE, "test_over_the_base_in_memory_the_bits_are_those_of_the_versions_loaded_anew"),
     ),
     *_needed_by("tests/train/test_step.py",
-        ("old-is-before-the-first-update", ("not old", "True"),
+        ("old-is-before-the-first-update", ("not part.old", "True"),
          "test_weights_correct_for_who_sampled_and_clips_are_against_the_start_of_the_step"),
         ("old-of-the-same-rows", OFF, "test_weights_of_rows_that_another_process_had_are_not_made_up"),
         ("step-without-rows", OFF, "test_a_step_without_rows_leaves_the_weights_alone"),

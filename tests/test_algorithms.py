@@ -88,6 +88,8 @@ def test_what_a_run_file_gets_wrong_is_named(load, algorithm, message):
         ('name = "dapo"\ncorrections = [{name = "truncate"}]', "", "", "by what the ratio has already"),
         ('name = "ppo"\ncorrections = [{name = "truncate"}, {name = "truncate"}]', "", "", "twice"),
         ('name = "rloo"', "updates_per_batch = 2", "", "after the first update"),
+        ('name = "rloo"', "minibatches = 2", "", "after the first update"),
+        ('name = "ppo"', "minibatches = 99", "", "a batch is cut between groups, and has rollouts.batch_groups = 16"),
         ('name = "rloo"\ncorrections = []', "", "", "an older or rounded policy samples some tokens"),
         ('name = "rloo"\nratio_to = "old"', "", "", "has no ratio. Leave ratio_to out"),
         ('name = "scalerl"\nadvantage = "mean_std"', "", "", "divides advantages by a deviation"),
@@ -115,7 +117,13 @@ def test_parts_that_go_together_are_not_refused(load):
 
 def test_a_ratio_that_is_always_1_is_said(load):
     assert "the ratio is 1 at every token" in notes_of(load('name = "ppo"'))[0]
-    for algorithm, train in (("ppo", "updates_per_batch = 2"), ("dapo", ""), ("rloo", ""), ("grpo", "")):
+    for algorithm, train in (
+        ("ppo", "updates_per_batch = 2"),
+        ("ppo", "minibatches = 4"),
+        ("dapo", ""),
+        ("rloo", ""),
+        ("grpo", ""),
+    ):
         assert notes_of(load(f'name = "{algorithm}"', train=train)) == []
 
 

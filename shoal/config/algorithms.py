@@ -58,11 +58,11 @@ def notes_of(config: RunConfig) -> list[str]:
     algorithm = config.train.algorithm
     if isinstance(algorithm, Grpo) or isinstance(algorithm.loss, c.Reinforce):
         return []
-    if algorithm.ratio_to == "old" and config.train.updates_per_batch == 1:
+    if algorithm.ratio_to == "old" and config.train.updates_per_batch * config.train.minibatches == 1:
         return [
             f'the ratio is 1 at every token, so no bound of {WHERE}.loss acts: {WHERE}.ratio_to = "old" is the policy that '
-            "the only update of a step begins with. Raise train.updates_per_batch, or take the policy that sampled "
-            '(ratio_to = "behaviour")'
+            "the only update of a step begins with. Raise train.updates_per_batch or "
+            'train.minibatches, or take the policy that sampled (ratio_to = "behaviour")'
         ]
     return []
 
@@ -183,9 +183,10 @@ def _sampling_fits(config: RunConfig, algorithm: c.Composition) -> Iterator[Dema
     if not isinstance(algorithm.loss, c.Reinforce):
         return
     yield (
-        train.updates_per_batch == 1,  # guard: reinforce-learns-once
-        f"train.updates_per_batch = {train.updates_per_batch}: after the first update, the policy that learns did not "
-        'sample these tokens, and loss.name = "reinforce" has no ratio. Take "cispo", or set it to 1',
+        train.updates_per_batch == train.minibatches == 1,  # guard: reinforce-learns-once
+        f"train.updates_per_batch = {train.updates_per_batch}, train.minibatches = {train.minibatches}: "
+        "after the first update, the policy that learns did not "
+        'sample these tokens, and loss.name = "reinforce" has no ratio. Take "cispo", or set both to 1',
     )
     yield (
         algorithm.ratio_to == "behaviour",

@@ -40,7 +40,7 @@ AT_LEAST_0 = (
 )  # fmt: skip
 AT_LEAST_1 = (
     "steps", "train.threads", "train.processes", "workers.threads", "validators.threads",
-    "train.microbatch_tokens", "train.updates_per_batch",
+    "train.microbatch_tokens", "train.updates_per_batch", "train.minibatches",
     "storage.checkpoint_every", "storage.quota_mb", "storage.anchor_every", "storage.state_every",
     "rollouts.batch_groups",
 )  # fmt: skip
@@ -166,6 +166,9 @@ def _plays_fit(envs: Sequence[EnvConfig]) -> Iterator[tuple[bool, str]]:
 def _learning_fits(config: RunConfig) -> Iterator[tuple[bool, str]]:
     yield from difficulty_fits(config.difficulty, [env.solved for env in config.envs])
     yield from algorithm_fits(config)
+    parts, groups = config.train.minibatches, config.rollouts.batch_groups
+    fits = parts <= max(1, groups)
+    yield fits, f"train.minibatches = {parts}: a batch is cut between groups, and has rollouts.batch_groups = {groups}"
     truncation = config.train.truncation
     fits = truncation in (-1, 0) or 1 <= truncation < math.inf
     yield fits, f"train.truncation = {truncation}: must be -1, 0, or at least 1 and finite"

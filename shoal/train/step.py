@@ -12,8 +12,9 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -27,8 +28,9 @@ from shoal.policy.base import PolicyModel
 from shoal.policy.parking import Parked
 from shoal.train.averaging import averaged, normalised
 from shoal.train.fitting import free_cached, is_shortage, smaller_budget
-from shoal.train.flat import plan
+from shoal.train.flat import Plan, plan
 from shoal.train.masters import layout_of
+from shoal.train.minibatches import minibatches
 from shoal.train.objective import Objective, TokenTerms, needs_old, objective_of
 from shoal.train.optimiser import Optimiser
 from shoal.train.pack import MicroBatch, silent
@@ -36,6 +38,7 @@ from shoal.train.predict import logprobs_of, predict
 from shoal.train.ranks import ALONE, Ranks
 from shoal.train.rows import Row, one_of_each
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
@@ -49,11 +52,25 @@ class LearnerState:
     version: int
     """Version of the policy with these weights."""
     updates: int
-    """Taken by AdamW: `updates_per_batch` for each version, less those that were skipped."""
+    """Taken by AdamW: `updates_per_batch` times `minibatches` for each version, less those that were skipped."""
     tensors: dict[str, Tensor]
     """The learner's own tensors, not copies."""
     layout: str = ""
     """Which precision and moments of the config they belong to, see `layout_of`."""
+
+
+@dataclass(eq=False)
+class _Part:
+    """Rows that an update learns from, and their log-probs before the step's first update, as far as they are known."""
+
+    rows: Sequence[Row]
+    old: dict[int, Tensor] = field(default_factory=dict)
+    """By index of the row. Each of several processes has those of its own rows."""
+
+    def keep(self, members: Sequence[int], logp_N: Tensor) -> None:
+        """Take the log-probs of a micro-batch of these rows."""
+        counts = [len(self.rows[i].positions_P) for i in members]
+        self.old |= zip(members, logp_N.split(counts), strict=True)
 
 
 class Learner:
@@ -86,7 +103,7 @@ class Learner:
         self.steps = steps
         self.updates = 0
         self.budgets: list[int] = []
-        """Tokens of a micro-batch, at most, in each update of the last step."""
+        """Tokens of a micro-batch, at most, in each pass of the last step: those for old log-probs, and the updates."""
         self._budget = config.microbatch_tokens
         self._max_tokens = max_tokens
         self._objective = objective or objective_of(config, published)
@@ -101,11 +118,11 @@ class Learner:
     def step(self, rows: Sequence[Row], version: int, budgets: Sequence[int] = ()) -> dict[str, Any]:
         """Learn from rows, turning policy `version` into `version + 1`. Returns the metrics declared in `shoal.metrics`.
 
-        The rows are learned from `updates_per_batch` times. Their log-probs stay those of the policy that sampled, or that
-        the step began with, so each update is clipped against that policy, and all have the learning rate of the step: a
-        state between two updates is never saved. A gradient that is not finite changes nothing: this update and the rest
-        of the step are skipped, said in the log and in `update_skipped`. So is a step without rows, for a batch is an
-        event: the run must get past it, whatever it holds.
+        The rows are learned from `updates_per_batch` times, in `minibatches` parts. Their log-probs stay those of the
+        policy that sampled, or that the step began with, so each update is clipped against that policy, and all have the
+        learning rate of the step: a state between two updates is never saved. A gradient that is not finite changes
+        nothing: this update and the rest of the step are skipped, said in the log and in `update_skipped`. So is a step
+        without rows, for a batch is an event: the run must get past it, whatever it holds.
 
         If memory runs out, the update begins again with smaller micro-batches, whose sums have other last bits, and later
         ones are as small. To repeat a step with the same bits, give the `budgets` that it had. Raises `StateError` if even
@@ -131,15 +148,22 @@ class Learner:
             warmup_steps=self.config.warmup_steps,
             steps=self.steps,
         )
-        weighed = averaged(normalised(rows, self.config.algorithm), self.config.algorithm, self._max_tokens)
-        updates: list[dict[str, float]] = []
-        old: dict[int, Tensor] = {}
-        while len(updates) < self.config.updates_per_batch:
-            if len(updates) < len(budgets):
-                self._budget = budgets[len(updates)]
-            updates.append(self._learn(weighed, lr, version, old))
+        algorithm, learned_tokens = self.config.algorithm, 0
+        parts = [
+            _Part(averaged(part, algorithm, self._max_tokens))
+            for part in minibatches(normalised(rows, algorithm), self.config.minibatches)
+        ]
+        left, updates = iter(budgets), list[dict[str, float]]()
+        for part in parts[1:] if self._needs_old else []:
+            self._budget = next(left, self._budget)
+            self._fitting(part.rows, version, partial(self._predict_old, part))
+            self.budgets.append(self._budget)
+        for part in parts * self.config.updates_per_batch:
+            self._budget = next(left, self._budget)
+            updates.append(self._learn(part, lr, version))
+            learned_tokens += sum(len(row.tokens_T) for row in part.rows)
             if not math.isfinite(updates[-1]["grad_norm"]):
-                break  # the same rows and weights give the same gradient again
+                break  # what follows would be of another step than the one that was asked for
         grad_norm = _mean([update["grad_norm"] for update in updates])
         num_all_tokens = sum(len(row.tokens_T) for row in rows)
         rollouts = one_of_each(rows)
@@ -156,7 +180,7 @@ class Learner:
             "tokens": num_all_tokens,
             "policy_tokens": sum(len(row.positions_P) for row in rows),
             "train_s": step_s,
-            "train_tokens_per_s": len(updates) * num_all_tokens / max(step_s, 1e-9),
+            "train_tokens_per_s": learned_tokens / max(step_s, 1e-9),
         }
 
     def logprobs(self, rows: Sequence[Row]) -> list[NDArray[np.float32]]:
@@ -202,45 +226,49 @@ class Learner:
         self._optimiser.resume(updates)
         self.updates = updates
 
-    def _learn(self, rows: Sequence[Row], lr: float, version: int, old: dict[int, Tensor]) -> dict[str, float]:
-        """One update from all rows, packed into micro-batches; gives its metrics, means over policy tokens.
-
-        `old` has the log-probs of each row before the step's first update, which fills it in.
-        """
-        num_tokens = sum(len(row.positions_P) for row in rows)
+    def _learn(self, part: "_Part", lr: float, version: int) -> dict[str, float]:
+        """One update from all rows of a part, packed into micro-batches; gives its metrics, means over policy tokens."""
+        num_tokens = sum(len(row.positions_P) for row in part.rows)
         assert num_tokens, "a step needs policy tokens; `rows_of_group` makes no row without one"
-        sums = self._gradients(rows, num_tokens, version, old)
+        sums = self._fitting(part.rows, version, partial(self._gradients, part, num_tokens))
         self.budgets.append(self._budget)
         loss, largest = sums.pop("loss"), sums.pop("largest")
         means = {name: total / num_tokens for name, total in sums.items()}
         grad_norm = self._update(lr, version)
         return {**means, "loss": loss, "log_ratio_abs_max_nats": largest, "grad_norm": grad_norm}
 
-    def _gradients(
-        self, rows: Sequence[Row], num_tokens: int, version: int, old: dict[int, Tensor]
-    ) -> dict[str, float]:
-        """Add up the gradients of all rows, in micro-batches that fit into memory.
+    @torch.no_grad()
+    def _predict_old(self, part: "_Part", packed: Sequence[Plan]) -> None:
+        """Compute a part's log-probs before the step's first update, in the micro-batches that will be learned from."""
+        for share in self._ranks.shares(packed):
+            batch = share.plan.build(part.rows).on(self._device)
+            logp_N, _ = predict(self.model, batch, self.temperature)
+            part.keep(share.plan.members, logp_N)
 
-        Returns sums over policy tokens by metric, and the `largest` |log-ratio|.
-        """
+    def _gradients(self, part: "_Part", num_tokens: int, packed: Sequence[Plan]) -> dict[str, float]:
+        """Add up the gradients of micro-batches. Returns sums over tokens by metric, and the `largest` |log-ratio|."""
+        sums: Counter[str] = Counter()
+        largest, now = 0.0, _Part(part.rows)
+        for share in self._ranks.shares(packed):
+            members = share.plan.members
+            batch, old_N = share.plan.build(part.rows).on(self._device), self._old_of(members, part.old)
+            figures, largest_here, logp_N = self._accumulate(
+                batch if share.counts else silent(batch), old_N, num_tokens
+            )
+            sums.update(figures if share.counts else dict.fromkeys(figures, 0.0))
+            largest = max(largest, largest_here)
+            now.keep(members, logp_N)
+        if not part.old:  # guard: old-is-before-the-first-update
+            part.old |= now.old
+        totals, largest = self._ranks.add_up(sums, largest)
+        return {**totals, "largest": largest}
+
+    def _fitting(self, rows: Sequence[Row], version: int, work: Callable[[Sequence[Plan]], T]) -> T:
+        """Do something with the micro-batches of these rows. If memory runs out, begin again with smaller ones."""
         while True:
             packed = plan(rows, self._budget, self.config.packing)
-            sums: Counter[str] = Counter()
-            largest, now = 0.0, dict[int, Tensor]()
             try:
-                for share in self._ranks.shares(packed):
-                    members = share.plan.members
-                    batch, old_N = share.plan.build(rows).on(self._device), self._old_of(members, old)
-                    figures, largest_here, logp_N = self._accumulate(
-                        batch if share.counts else silent(batch), old_N, num_tokens
-                    )
-                    sums.update(figures if share.counts else dict.fromkeys(figures, 0.0))
-                    largest = max(largest, largest_here)
-                    now |= zip(members, logp_N.split([len(rows[i].positions_P) for i in members]), strict=True)
-                if not old:  # guard: old-is-before-the-first-update
-                    old |= now
-                totals, largest = self._ranks.add_up(sums, largest)
-                return {**totals, "largest": largest}
+                return work(packed)
             except (MemoryError, RuntimeError) as error:
                 if not is_shortage(error):
                     raise
@@ -259,7 +287,7 @@ class Learner:
     def _old_of(self, members: Sequence[int], old: dict[int, Tensor]) -> Tensor | None:
         """The log-probs of rows before the step's first update; None if this is it, or if the loss does not need them.
 
-        Each of several processes has those of its own rows. These are others in an update with another budget.
+        Each of several processes has those of its own rows, which are others in an update with another budget.
         """
         if all(i in old for i in members):
             return torch.cat([old[i] for i in members])
