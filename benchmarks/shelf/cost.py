@@ -1,0 +1,107 @@
+"""What a training step costs with each algorithm, beside GRPO: CPU-seconds of a learner alone.
+
+    python benchmarks/shelf/cost.py [--steps 6] [--rounds 5]
+
+A policy of shoal's own architecture with random weights learns from one made-up batch of 8 groups of 8 rollouts. All
+algorithms take turns, so that a busy machine slows all alike, and each round begins elsewhere. The figure of an algorithm
+is the median over rounds of its CPU-seconds divided by GRPO's of the same round. What a run adds before the step, such as
+log-probs under a reference, is not in it. Prints a table, and ends with one line of JSON. The bar is 1.1.
+"""
+
+import argparse
+import json
+import statistics
+import time
+
+import numpy as np
+import torch
+
+from shoal.config import TinyPolicy, TrainConfig
+from shoal.policy.model import Transformer
+from shoal.policy.tiny import tiny_spec
+from shoal.protocol import compositions as c
+from shoal.protocol.algorithms import Algorithm, Grpo
+from shoal.train.rows import Row
+from shoal.train.step import Learner
+
+BAR = 1.1
+GROUPS, SIZE, PROMPT, ANSWER, VOCABULARY = 8, 8, 24, 40, 64
+BASE = "grpo"
+
+ALGORITHMS: dict[str, Algorithm] = {
+    BASE: Grpo(),
+    **{kind.__struct_config__.tag: kind() for kind in c.NAMED},  # type: ignore[dict-item]
+    "ppo, icepop and masks": c.Ppo(corrections=(c.IcePop(), c.SequenceMask(), c.GeometricMask())),
+    "ppo, kl k3": c.Ppo(kl=c.Kl(0.01)),
+    "rloo, kl in the advantage": c.Rloo(kl=c.Kl(0.01, "k1", "advantage")),
+}
+
+
+def main() -> None:
+    """Time all algorithms in turn."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=5)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    rows = made_up_rows()
+    learners = {name: learner_of(algorithm) for name, algorithm in ALGORITHMS.items()}
+    for learner in learners.values():
+        learner.step(rows, 0)
+    ratios: dict[str, list[float]] = {name: [] for name in learners}
+    names = list(learners)
+    for turn in range(arguments.rounds):
+        spent = {name: cpu_seconds(learners[name], rows, arguments.steps) for name in names[turn:] + names[:turn]}
+        for name, seconds in spent.items():
+            ratios[name].append(seconds / spent[BASE])
+    found = {name: statistics.median(values) for name, values in ratios.items()}
+    for name, ratio in found.items():
+        print(f"{name:<28} {ratio:6.3f}")
+    dearest = max(found, key=lambda name: found[name])
+    print(json.dumps({"cheap": found[dearest] <= BAR, "bar": BAR, "dearest": dearest, "ratios": found}))
+
+
+def learner_of(algorithm: Algorithm) -> Learner:
+    """A learner of about 1M parameters."""
+    torch.manual_seed(0)
+    tiny = TinyPolicy(width=128, layers=4, heads=4, kv_heads=2, mlp_width=384, max_positions=128)
+    model = Transformer(tiny_spec(tiny))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(1.0 if parameter.ndim == 1 else 0.0, 0.05)
+    return Learner(
+        model, TrainConfig(lr=1e-5, algorithm=algorithm), temperature=1.0, steps=100, max_tokens=PROMPT + ANSWER
+    )
+
+
+def made_up_rows() -> list[Row]:
+    """Rows whose log-probs are those of a policy that knows nothing."""
+    rng = np.random.default_rng(0)
+    rows = []
+    for group in range(GROUPS):
+        prompt = rng.integers(0, VOCABULARY, PROMPT)
+        for i in range(SIZE):
+            length = int(rng.integers(ANSWER // 2, ANSWER + 1))
+            logp_P = rng.normal(-np.log(VOCABULARY), 0.1, length).astype(np.float32)
+            rows.append(
+                Row(
+                    tokens_T=np.concatenate([prompt, rng.integers(0, VOCABULARY, length)]),
+                    positions_P=np.arange(PROMPT, PROMPT + length), behaviour_logp_P=logp_P,
+                    advantage_P=np.full(length, 0.5 - i % 2, dtype=np.float32),
+                    weight_P=np.ones(length, dtype=np.float32), reward=float(i % 2), version=0, id=(0, group, i),
+                    reference_logp_P=logp_P,
+                )
+            )  # fmt: skip
+    return rows
+
+
+def cpu_seconds(learner: Learner, rows: list[Row], steps: int) -> float:
+    """CPU-seconds of so many steps."""
+    began = time.process_time()
+    for _ in range(steps):
+        learner.step(rows, 0)
+    return time.process_time() - began
+
+
+if __name__ == "__main__":
+    main()
