@@ -235,6 +235,14 @@ class ReinforceNamed(Composition, frozen=True, tag="reinforce"):
     corrections: tuple[Correction, ...] = (Truncate(),)
 
 
+class ReinforcePlusPlus(Composition, frozen=True, tag="reinforce_plus_plus"):
+    """REINFORCE++ with a baseline (arXiv:2501.03262), its form for several rollouts of a task: PPO's clip, the group's mean
+    and the deviation of the batch. Its KL penalty is `kl` with the estimator k2."""
+
+    batch_std: bool = True
+    ratio_to: Denominator = "old"
+
+
 class DecoupledPpo(Composition, frozen=True, tag="decoupled_ppo"):
     """Decoupled PPO (arXiv:2110.00641; AReaL, arXiv:2505.24298): the clip is around the policy at the start of the step,
     and weights between it and the one that sampled correct for staleness."""
@@ -244,13 +252,14 @@ class DecoupledPpo(Composition, frozen=True, tag="decoupled_ppo"):
 
 
 NAMED = (
-    Ppo, Dapo, DrGrpo, GspoNamed, CispoNamed, Rloo, MaxRl, ScaleRl, PrimeRl, ReinforceNamed, DecoupledPpo,
+    Ppo, Dapo, DrGrpo, GspoNamed, CispoNamed, Rloo, MaxRl, ScaleRl, PrimeRl, ReinforceNamed, ReinforcePlusPlus,
+    DecoupledPpo,
 )  # fmt: skip
 """The named compositions."""
 
 AnyComposition = (
     Composition | Ppo | Dapo | DrGrpo | GspoNamed | CispoNamed | Rloo | MaxRl | ScaleRl | PrimeRl | ReinforceNamed
-    | DecoupledPpo
+    | ReinforcePlusPlus | DecoupledPpo
 )  # fmt: skip
 
 

@@ -38,7 +38,9 @@ def averaged(rows: Sequence[Row], algorithm: Algorithm, max_tokens: int) -> Sequ
     rollout_R: list[Hashable] = [i if row.id is None else row.id for i, row in enumerate(rows)]
     prompt_R: list[Hashable] = [i if row.group is None else row.group for i, row in enumerate(rows)]
     L = algorithm.divisor_tokens or float(max_tokens)
-    assert L > 0, "a constant average needs a divisor: give `Learner` the most tokens of a rollout"
+    assert L > 0 or algorithm.average != "constant", (
+        "a constant average needs a divisor: give `Learner` the most tokens of a rollout"
+    )
     w_R = token_weights(
         [len(row.positions_P) for row in rows], rollout_R, prompt_R, average=algorithm.average, L=L
     )  # fmt: skip

@@ -13,6 +13,7 @@ from shoal.config import RunConfig, TinyPolicy, TrainConfig, load_run
 from shoal.errors import StateError
 from shoal.policy.files import load_policy, save_policy
 from shoal.policy.tiny import make_tiny
+from shoal.protocol import compositions as c
 from shoal.protocol.algorithms import Grpo
 from shoal.train.channel import Channel
 from shoal.train.checkpoint import States, load_state
@@ -98,8 +99,15 @@ def furthest(left, right):
         {"packing": "flat", "recompute": "layers", "updates_per_batch": 2},
         {"updates_per_batch": 2, "truncation": 1.5},
         {"dtype": "bfloat16"},
+        {
+            "updates_per_batch": 2,
+            "minibatches": 2,
+            "algorithm": c.Ppo(
+                loss=c.Gspo(0.2, 0.3), average="rollouts", corrections=(c.GeometricMask(0.2, 5.0),), batch_std=True
+            ),
+        },
     ],
-    ids=["padded", "flat", "truncated", "bfloat16"],
+    ids=["padded", "flat", "truncated", "bfloat16", "composed"],
 )
 def test_two_processes_come_to_the_weights_of_one(policy, tmp_path, make_rows, train):
     config, steps = config_of(**train), [make_rows(9, seed) for seed in range(3)]
