@@ -69,6 +69,8 @@ def test_a_part_with_another_name_replaces_the_whole_part(load):
         ('name = "prime_rl"\nsquared_ratio = -1.0', "squared_ratio = -1.0: must be at least 0"),
         ('name = "prime_rl"\nentropy_bonus = nan', "entropy_bonus = nan: must be finite"),
         ('name = "dapo"\nkl.beta = -1.0', "kl.beta = -1.0: must be at least 0, and finite"),
+        ('name = "dapo"\nentropy_target = 0.3', "it controls the bonus, so set entropy_bonus above 0"),
+        ('name = "dapo"\nentropy_target = -1.0', "entropy_target = -1.0: must be at least 0"),
         ('name = "dr_grpo"\ndivisor_tokens = -1.0', "divisor_tokens = -1.0: must be at least 0"),
         ('name = "dapo"\ndivisor_tokens = 8.0', 'average = "tokens" divides by what it counts'),
         ('name = "rloo"\ncorrections = [{name = "truncate", most = inf}]', "truncate.most = inf: must be at least 1"),

@@ -49,6 +49,10 @@ def algorithm_fits(config: RunConfig) -> Iterator[Demand]:
     yield from _corrections_fit(algorithm)
     yield from _sampling_fits(config, algorithm)
     yield from _kl_fits(config, algorithm)
+    target = algorithm.entropy_target
+    yield 0 <= target < math.inf, f"{WHERE}.entropy_target = {target}: must be at least 0, and finite"
+    fits = not target or algorithm.entropy_bonus > 0
+    yield fits, f"{WHERE}.entropy_target = {target}: it controls the bonus, so set entropy_bonus above 0, such as 0.02"
     fits = 0 <= algorithm.squared_ratio < math.inf
     yield fits, f"{WHERE}.squared_ratio = {algorithm.squared_ratio}: must be at least 0, and finite"
 

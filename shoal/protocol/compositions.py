@@ -153,6 +153,9 @@ class Composition(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_f
     """Leave out rollouts that a token limit ended: their reward says little about what they would have been."""
     entropy_bonus: float = 0.0
     """Weight of the mean entropy, nats per token."""
+    entropy_target: float = 0.0
+    """Entropy a token, nats, above which the bonus is left out; at half of it, the bonus has all of its weight
+    (`algos/entropy_target`). 0: it always has."""
     squared_ratio: float = 0.0
     """Weight of the squared log-ratio to the policy that sampled (`algos/squared_ratio`)."""
     kl: Kl = Kl()

@@ -13,6 +13,7 @@ import numpy as np
 
 from shoal.algos.averages import token_weights
 from shoal.algos.batch_std import batch_scale
+from shoal.algos.entropy_target import bonus_share
 from shoal.protocol.algorithms import Algorithm
 from shoal.protocol.compositions import Composition
 from shoal.train.rows import Row, one_of_each
@@ -26,6 +27,13 @@ def normalised(rows: Sequence[Row], algorithm: Algorithm) -> Sequence[Row]:
     A_I = np.array([row.advantage_P.mean() for row in one_of_each(rows)], dtype=np.float64)
     scale = batch_scale(A_I)
     return [replace(row, advantage_P=(row.advantage_P * scale).astype(np.float32)) for row in rows]
+
+
+def bonus_of(rows: Sequence[Row], algorithm: Algorithm) -> float:
+    """How much of the entropy bonus a step from these rows has."""
+    if not isinstance(algorithm, Composition):
+        return 1.0
+    return bonus_share(np.concatenate([row.behaviour_logp_P for row in rows]), algorithm.entropy_target)
 
 
 def averaged(rows: Sequence[Row], algorithm: Algorithm, max_tokens: int) -> Sequence[Row]:

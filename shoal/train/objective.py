@@ -51,6 +51,8 @@ class TokenTerms:
     """int64: the row of each token, counted from 0. All policy tokens of a row are here."""
     reference_logp_N: Tensor | None = None
     """None in runs without a reference."""
+    bonus: float = 1.0
+    """What the entropy bonus of this step is multiplied by, if it is controlled."""
 
 
 Objective = Callable[[TokenTerms, float], tuple[Tensor, dict[str, Tensor]]]
@@ -148,7 +150,7 @@ def _composed(algorithm: c.Composition, terms: TokenTerms, num_tokens: float) ->
         loss = loss + algorithm.squared_ratio * pulled_N.sum() / num_tokens
     if algorithm.entropy_bonus:
         loss = loss + entropy_bonus(
-            terms.entropy_N, terms.weight_N, beta=algorithm.entropy_bonus, num_tokens=num_tokens
+            terms.entropy_N, terms.weight_N, beta=terms.bonus * algorithm.entropy_bonus, num_tokens=num_tokens
         )
     return loss, figures
 

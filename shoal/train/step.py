@@ -26,7 +26,7 @@ from shoal.config import TrainConfig
 from shoal.errors import StateError
 from shoal.policy.base import PolicyModel
 from shoal.policy.parking import Parked
-from shoal.train.averaging import averaged, normalised
+from shoal.train.averaging import averaged, bonus_of, normalised
 from shoal.train.fitting import free_cached, is_shortage, smaller_budget
 from shoal.train.flat import Plan, plan
 from shoal.train.masters import layout_of
@@ -105,7 +105,7 @@ class Learner:
         self.budgets: list[int] = []
         """Tokens of a micro-batch, at most, in each pass of the last step: those for old log-probs, and the updates."""
         self._budget = config.microbatch_tokens
-        self._max_tokens = max_tokens
+        self._max_tokens, self._bonus = max_tokens, 1.0
         self._objective = objective or objective_of(config, published)
         self._needs_old = objective is None and needs_old(config, published)
         self._ranks, self._clock = ranks, clock
@@ -153,6 +153,7 @@ class Learner:
             _Part(averaged(part, algorithm, self._max_tokens))
             for part in minibatches(normalised(rows, algorithm), self.config.minibatches)
         ]
+        self._bonus = bonus_of(rows, algorithm)
         left, updates = iter(budgets), list[dict[str, float]]()
         for part in parts[1:] if self._needs_old else []:
             self._budget = next(left, self._budget)
@@ -308,7 +309,7 @@ class Learner:
         old_N = now_N if old_logp_N is None else old_logp_N
         terms = TokenTerms(
             logp_N, entropy_N, old_N, batch.behaviour_logp_N, batch.advantage_N, batch.weight_N, batch.row_N,
-            batch.reference_logp_N,
+            batch.reference_logp_N, self._bonus,
         )  # fmt: skip
         loss, figures = self._objective(terms, float(num_tokens))
         loss.backward()

@@ -6,6 +6,7 @@ import pytest
 from shoal.algos import grpo_advantages, maxrl, rloo
 from shoal.algos.averages import token_weights
 from shoal.algos.batch_std import batch_scale
+from shoal.algos.entropy_target import bonus_share
 
 # Four rows: rollouts a (two rows, 2 + 1 tokens) and b (3 tokens) of task p, c (6 tokens) of task q; 12 tokens in all.
 TOKENS, ROLLOUTS, PROMPTS = [2, 1, 3, 6], ["a", "a", "b", "c"], ["p", "p", "p", "q"]
@@ -72,3 +73,11 @@ def test_the_batch_has_a_deviation_of_one_after_scaling():
     A_I = np.array([0.5, -0.5, 0.25, -0.25])
     assert (A_I * batch_scale(A_I)).std() == pytest.approx(1.0, abs=1e-5)
     assert batch_scale(np.zeros(4)) == pytest.approx(1e6)
+
+
+def test_the_bonus_grows_from_none_at_the_target_to_all_at_half_of_it():
+    def share(H, target=0.4):
+        return bonus_share(np.full(5, -H, dtype=np.float32), target)
+
+    assert [share(0.5), share(0.4), share(0.1), share(5.0, target=0.0)] == pytest.approx([0, 0, 1, 1], abs=1e-6)
+    assert share(0.3) == pytest.approx(0.5, abs=1e-6)

@@ -108,3 +108,12 @@ def test_the_ratio_is_to_the_policy_that_the_run_file_names():
         train = TrainConfig(algorithm=c.Composition(ratio_to=ratio_to))
         _, figures = objective_of(train)(terms_of([-1.0] * 4, [-2.0, -1.0, -3.0, -1.0]), 4.0)
         assert figures["clip_share"].tolist() == clipped
+
+
+@pytest.mark.parametrize(("target", "share"), [(0.0, 1.0), (100.0, 1.0), (1.0, 0.0)])
+def test_a_step_has_as_much_of_the_entropy_bonus_as_its_batch_lacks_entropy(make_model, grouped, target, share):
+    """The rows were sampled at about 4.2 nats a token."""
+    controlled, _ = gradients_of(learner_of(make_model(), c.Dapo(entropy_bonus=0.5, entropy_target=target)), grouped)
+    expected, _ = gradients_of(learner_of(make_model(), c.Dapo(entropy_bonus=0.5 * share)), grouped)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(controlled[name], gradient)
