@@ -72,7 +72,7 @@ class WithSettings:
         if settings.shaping is not None:
             self.shaper = Shaper(settings.shaping, f"environment {settings.name}")
             low, high = env.reward_bounds
-            self.reward_bounds = (low - self.shaper.worst, high)
+            self.reward_bounds = (self.shaper.lowest(low), high)
             self.weights |= self.shaper.weights
 
     def __getattr__(self, name: str) -> Any:

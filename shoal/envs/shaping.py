@@ -49,9 +49,11 @@ class Shaper:
         self.weights = {name: term.weight for name, term in terms.items() if term is not None}
         """Of the parts, by name."""
         self._most = (asked.length.most or max(asked.length.targets)) if asked.length else 0
-        worst = {LENGTH: self._most, OVERLONG: 1.0, REPETITION: 1.0}
-        self.worst = math.fsum(weight * worst[name] for name, weight in self.weights.items())
-        """How far all terms together can lower a reward."""
+
+    def lowest(self, low: float) -> float:
+        """The lowest reward, given the environment's: added up as `earned` does, so that rounding puts no rollout below."""
+        worst = {LENGTH: -float(self._most), OVERLONG: -1.0, REPETITION: -1.0}
+        return math.fsum([low, *(worst[name] * weight for name, weight in self.weights.items())])
 
     def targeted(self, task: Task, index: int, heldout: bool) -> Task:
         """The task with the length that its prompt asks for, if the run asks for any."""

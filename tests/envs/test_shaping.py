@@ -1,5 +1,6 @@
 """Rewards that a run shapes: from the tokens alone, the same on replay, with the length that the prompt asks for."""
 
+import math
 from collections import Counter
 from typing import Any
 
@@ -152,6 +153,19 @@ def test_no_shaping_can_leave_the_bounds_and_a_fault_earns_the_least(renderer: R
     assert worst.ending == "environment" and min(env.reward_bounds) <= worst.reward < min(env.reward_bounds) + 0.02
     fault = talk_of(shaped(Failing()), renderer, "x", "x")
     assert fault.ending == "error" and fault.reward == min(env.reward_bounds)
+
+
+def test_rounding_puts_no_rollout_below_the_lowest_reward(renderer: Renderer) -> None:
+    class Least(Free):
+        reward_bounds = (0.7, 1.0)
+
+        def score(self, state: tuple[str, ...]) -> Scored:
+            return 0.7
+
+    worst = Shaping(LengthTarget((1,), weight=0.24, most=8, say=" {target}"), OverlongPenalty(1, 0, weight=0.3))
+    assert math.fsum([0.7, -0.24 * 8, -0.3]) < 0.7 - math.fsum([0.24 * 8, 0.3])
+    talk = talk_of(shaped(Least(), worst), renderer, "aaaa", "aaaa")
+    assert talk.ending == "environment" and talk.reward == min(talk.env.reward_bounds)
 
 
 def test_without_shaping_an_environment_is_as_before(renderer: Renderer) -> None:
