@@ -130,7 +130,7 @@ def run_train(options: argparse.Namespace, policies: Path, kept: Kept) -> dict[s
     missed = [f"training, {row['name']}: {fault}" for row in rows for fault in training.faults(row, BARS)]
     return {
         "least_ratio": min(row["ratio_tokens_per_cpu_s"] for row in rows),
-        "most_memory_above": max(row["ratio_memory_above"] for row in rows),
+        "most_memory_above": max((r["ratio_memory_above"] for r in rows if r["microbatches_are_equal"]), default=None),
         "most_losses_apart": max(row["losses_apart"] for row in rows),
         **{row["name"]: row for row in rows}, "rows": rows, "missed": missed,
     }  # fmt: skip

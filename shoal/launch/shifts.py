@@ -6,6 +6,7 @@ Called by `local`. What they do then is in `roles/shifts`; whether it is needed 
 from dataclasses import dataclass
 
 from shoal.config import RunConfig
+from shoal.errors import StateError
 from shoal.folder import RunFolder
 from shoal.launch.fits import settled, shared_devices
 from shoal.policy.anyspec import AnySpec
@@ -41,5 +42,13 @@ class Shifts:
 
 
 def shifts_of(config: RunConfig, folder: RunFolder, spec: PolicySpec | AnySpec | None, with_workers: bool) -> Shifts:
-    """How a run's processes share devices. A shape that is not known shares none."""
-    return Shifts(config, folder, shared_devices(config, spec, with_workers) if spec is not None else frozenset())
+    """How a run's processes share devices. A shape that is not known shares none. Raises `StateError` if one that would
+    take shifts cannot leave its device."""
+    devices = shared_devices(config, spec, with_workers) if spec is not None else frozenset()
+    found = Shifts(config, folder, devices)
+    if with_workers and config.workers.count and config.workers.engine and found.flags("workers"):
+        raise StateError(
+            f'workers.engine = "{config.workers.engine}" keeps its memory on the device, and these processes must take '
+            "shifts there: leave it out, set workers.count = 0, or give workers another device"
+        )
+    return found

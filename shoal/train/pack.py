@@ -49,8 +49,9 @@ class MicroBatch:
         """The same micro-batch on the device of a model."""
         if device.type == "cpu":
             return self
-        held: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(self, **{name: one.to(device) for name, one in held.items() if isinstance(one, Tensor)})
+        held = {field.name: getattr(self, field.name) for field in fields(self)}
+        moved: dict[str, Any] = {name: one.to(device) for name, one in held.items() if isinstance(one, Tensor)}
+        return replace(self, **moved)
 
 
 def pack(rows: Sequence[Row], budget_tokens: int) -> list[list[int]]:

@@ -21,23 +21,25 @@ from shoal.train.rows import Row
 class Reference:
     """The frozen policy. Call it with rows; it leaves a shared device between shifts, unless it is the learner's base."""
 
-    def __init__(self, frozen: PolicyModel, adapted: bool, temperature: float, microbatch_tokens: int) -> None:
+    def __init__(
+        self, frozen: PolicyModel, adapted: Transformer | None, temperature: float, microbatch_tokens: int
+    ) -> None:
+        """`adapted` is the policy whose base is the reference, if it has an adapter."""
         self._frozen, self._adapted = frozen, adapted
         self._temperature, self._microbatch_tokens = temperature, microbatch_tokens
         self._parked = Parked()
 
     def __call__(self, rows: Sequence[Row]) -> list[Row]:
         """The rows with log-probs under the reference."""
-        is_base = self._adapted and isinstance(self._frozen, Transformer)
-        with base_alone(self._frozen) if is_base else contextlib.nullcontext():
+        with base_alone(self._adapted) if self._adapted is not None else contextlib.nullcontext():
             logp = logprobs_of(self._frozen, rows, self._temperature, self._microbatch_tokens)
         return [replace(row, reference_logp_P=logp_P) for row, logp_P in zip(rows, logp, strict=True)]
 
     def park(self) -> None:
         """See `Parkable` in `roles/shifts`."""
-        if not self._adapted:
-            device = next(iter(self._frozen.parameters())).device.type
-            self._parked.park(self._frozen, device=device)
+        if self._adapted is None:
+            _, parameter = next(iter(self._frozen.named_parameters()))
+            self._parked.park(self._frozen, device=parameter.device.type)
 
     def come_back(self) -> None:
         """The same."""
@@ -48,5 +50,5 @@ def reference_of(
     learned: PolicyModel, load: Callable[[], PolicyModel], temperature: float, microbatch_tokens: int
 ) -> Reference:
     """The reference of a policy that is about to learn. `load` gives its first version, on the device that computes."""
-    adapted = isinstance(learned, Transformer) and learned.adapter is not None
-    return Reference(learned if adapted else load(), adapted, temperature, microbatch_tokens)
+    adapted = learned if isinstance(learned, Transformer) and learned.adapter is not None else None
+    return Reference(adapted or load(), adapted, temperature, microbatch_tokens)

@@ -120,12 +120,14 @@ def test_losses_of_both_sides_that_differ_are_a_fault() -> None:
     ours, theirs = {"losses": [0.0, -0.0201, -0.04]}, {"losses": [0.0, -0.02, -0.04]}
     apart = training.losses_apart(ours, theirs)
     assert apart == pytest.approx(0.0025)
-    found = {"losses_apart": apart, "ratio_tokens_per_cpu_s": 1.1, "ratio_memory_above": 0.3}
+    found = {"losses_apart": apart, "ratio_tokens_per_cpu_s": 1.1, "ratio_memory_above": 0.3,
+             "microbatches_are_equal": True}  # fmt: skip
     assert training.faults(found, real_models.BARS) == []
     misses = {"losses_apart": 0.02, "ratio_tokens_per_cpu_s": 0.9, "ratio_memory_above": 0.5}
     for key, value in misses.items():
         assert len(training.faults(found | {key: value}, real_models.BARS)) == 1, key
     assert len(training.faults(found | misses, real_models.BARS)) == 3
+    assert training.faults(found | {"ratio_memory_above": 0.5, "microbatches_are_equal": False}, real_models.BARS) == []
 
 
 def test_routers_flip_in_bfloat16_and_hardly_in_other_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
