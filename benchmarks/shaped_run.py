@@ -33,6 +33,7 @@ from shoal.net.fault_proxy import FaultProxy
 from shoal.net.keys import load_or_make_key
 from shoal.protocol import types as t
 from shoal.protocol.constants import MAX_CHUNK_BYTES
+from shoal.roles.completions import Use
 from shoal.roles.coordinator.api import application
 from shoal.roles.coordinator.desk import Desk
 from shoal.roles.coordinator.role import _ticking, open_run
@@ -107,9 +108,9 @@ class TimedWorker(Worker):
     loads: list[tuple[int, float, float]]
     """Version, when it was there, and how long that took."""
 
-    async def _load_for(self, grant: t.Grant) -> None:
+    async def _load_for(self, grant: t.Grant, use: Use | None = None) -> None:
         before, began = self.seat.engine.version, time.time()
-        await super()._load_for(grant)
+        await super()._load_for(grant, use)
         if self.seat.engine.version != before:
             self.loads.append((grant.lease.version, time.time(), time.time() - began))
 

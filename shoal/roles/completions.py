@@ -8,6 +8,7 @@ host says about sizes.
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -52,6 +53,8 @@ class Use:
         self.version = version
         self.loaded, self.over = asyncio.Event(), asyncio.Event()
         """Whether the engine has the version, and whether it is needed no more."""
+        self.shift = contextlib.AsyncExitStack()
+        """Of the process on its device; it ends with the lease."""
 
     def end(self) -> None:
         self.loaded.set()

@@ -182,9 +182,9 @@ class Worker:
         one."""
         lease, play = grant.lease, self._play_turns if self.seat.kind == COMPLETIONS else self._play_whole
         try:
-            async with contextlib.AsyncExitStack() as shift:
+            async with use.shift:
                 with self.seat.within_memory(f"playing lease {lease.id}"):
-                    made = await play(grant, before, use, shift)
+                    made = await play(grant, before, use)
             await self._end(before, use)
             if made is None:
                 await self.leases.give_back(lease)
@@ -216,10 +216,10 @@ class Worker:
         )  # fmt: skip
         return True
 
-    async def _load_for(self, grant: t.Grant, shift: contextlib.AsyncExitStack) -> None:
-        """Load the lease's version, on a shift that ends with `shift`. Raises `TooOld` if the host may have deleted its
+    async def _load_for(self, grant: t.Grant, use: Use | None = None) -> None:
+        """Load the lease's version, on a shift that ends with its use. Raises `TooOld` if the host may have deleted the
         weights, and `Left`."""
-        lease = grant.lease
+        lease, shift = grant.lease, (use or Use()).shift
         try:
             load = load_on_shift(self.seat, self.shift, shift, lease.version, grant=grant)
             if not await loaded_in_time(load, self.stopping):
@@ -236,10 +236,10 @@ class Worker:
             await self.stopping.unless(asyncio.sleep(SOONEST_S))
             raise TooOld from None
 
-    async def _play_whole(self, grant: t.Grant, before: Use, use: Use, shift: contextlib.AsyncExitStack) -> Made | None:
+    async def _play_whole(self, grant: t.Grant, before: Use, use: Use) -> Made | None:
         """Generate the groups of a lease, and prove them. None if it is to be given back. Raises `TooOld`."""
         lease = grant.lease
-        await self._load_for(grant, shift)
+        await self._load_for(grant, use)
         self.seat.demand_play(lease)
         blocks = {(lease.version, block.index) for block in lease.blocks}
         self.seat.doubt.holds = not blocks & self.undecided  # guard: same-work-again-decides
@@ -251,7 +251,7 @@ class Worker:
             return None
         return None if groups is None else (groups, await asyncio.to_thread(self._prove, lease, groups))
 
-    async def _play_turns(self, grant: t.Grant, before: Use, use: Use, shift: contextlib.AsyncExitStack) -> Made | None:
+    async def _play_turns(self, grant: t.Grant, before: Use, use: Use) -> Made | None:
         """The same while the host plays the environments."""
         lease, started, seat = grant.lease, time.perf_counter(), self.seat
         size, allowed_s = seat.info.rules.group_size, lease.deadline - lease.issued
@@ -274,7 +274,7 @@ class Worker:
             await use.follow(before)
             if self.stopping:
                 raise TooLate
-            await self._load_for(grant, shift)
+            await self._load_for(grant, use)
             nonlocal loaded_s, tokens
             loaded_s, tokens = time.perf_counter(), self.hands.tokens
             at_once = seat.blocks_at_once(lease, AHEAD)

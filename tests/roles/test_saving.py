@@ -82,7 +82,7 @@ def test_steps_are_repeated_without_the_coordinators_bodies(tmp_path, monkeypatc
     shutil.rmtree(town.folder.trainer / "published", ignore_errors=True)
     shutil.rmtree(town.folder.checkpoints)
     trainer = town.trainer()
-    monkeypatch.setattr(trainer, "_rows", None)
+    monkeypatch.setattr(trainer.batches, "rows", None)
     monkeypatch.setattr(trainer, "_denominators", None)
     asyncio.run(town.live(trainer))
     assert town.weights() == before and kept_versions(town.folder.trainer) == [4, 0]
@@ -173,7 +173,7 @@ def test_a_damaged_newest_state_is_replaced_by_the_one_before_and_the_journal(tm
     shutil.rmtree(town.folder.checkpoints)
     (town.folder.trainer / "v000004" / "state.json").unlink()
     trainer = town.trainer()
-    monkeypatch.setattr(trainer, "_rows", None)
+    monkeypatch.setattr(trainer.batches, "rows", None)
     asyncio.run(town.live(trainer))
     assert town.weights() == before
 
