@@ -21,7 +21,7 @@ from torch import Tensor
 
 from shoal.engine.base import Continuation, Request, Score, ScoreRequest
 from shoal.engine.families import Family, family
-from shoal.engine.reading import by_length
+from shoal.engine.reading import by_length, prefill_tokens
 from shoal.engine.room import demand_room
 from shoal.engine.scoring import score
 from shoal.engine.writing import turn_length, write
@@ -193,7 +193,8 @@ class TransformersEngine:
     def score(self, requests: Sequence[ScoreRequest], temperature: float, hidden: bool = False) -> list[Score]:
         """Log-probs and replay gaps of the policy's tokens, with one prefill of each conversation."""
         decoder = self._decoder()
-        parts = by_length([request.token_ids for request in requests], decoder.device)
+        budget = prefill_tokens(decoder.spec, decoder.device)
+        parts = by_length([request.token_ids for request in requests], budget)
         with self._at_work:
             return score(decoder, requests, parts, temperature, hidden, self._family)
 

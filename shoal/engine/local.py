@@ -19,7 +19,7 @@ from shoal.engine.base import Continuation, Request, Score, ScoreRequest
 from shoal.engine.decoder import Cache, Decoder
 from shoal.engine.families import family
 from shoal.engine.inplace import Change
-from shoal.engine.reading import punch_after, read, read_openings
+from shoal.engine.reading import prefill_tokens, punch_after, read, read_openings
 from shoal.engine.room import demand_room
 from shoal.engine.scoring import score, score_parts
 from shoal.engine.writing import turn_length, write
@@ -137,7 +137,8 @@ class LocalEngine:
         """Log-probs and replay gaps of the policy's tokens, with one prefill of each conversation."""
         with self._at_work:
             decoder = self._decoder()
-            return score(decoder, requests, score_parts(requests, decoder.device), temperature, hidden, self._family)
+            parts = score_parts(requests, prefill_tokens(decoder.spec, decoder.device))
+            return score(decoder, requests, parts, temperature, hidden, self._family)
 
     def _extend(self, requests: Sequence[Request], temperature: float) -> list[Continuation]:
         decoder = self._decoder()

@@ -13,7 +13,11 @@ import torch
 from torch import Tensor
 
 from shoal.engine.decoder import Cache, Copy, Decoder
-from shoal.engine.held import PREFILL_TOKENS
+from shoal.engine.held import PREFILL_BYTES, PREFILL_TOKENS
+from shoal.policy.anyspec import AnySpec
+from shoal.policy.device import CPU
+from shoal.policy.sizes import layer_values_of
+from shoal.policy.spec import PolicySpec
 
 
 def read_openings(decoder: Decoder, openings: list[list[int]], room: int) -> Cache:
@@ -22,7 +26,7 @@ def read_openings(decoder: Decoder, openings: list[list[int]], room: int) -> Cac
     cache = Cache(decoder.spec, len(openings), longest + room, decoder.dtype, decoder.device)
     cache.used = longest
     if longest > 0:
-        for chosen in by_length([openings[run.start] for run in runs], decoder.device):
+        for chosen in by_length([openings[run.start] for run in runs], prefill_tokens(decoder.spec, decoder.device)):
             tokens_BC = padded([openings[runs[index].start] for index in chosen], decoder.device)
             decoder.prefill(tokens_BC, cache, _copies([runs[index] for index in chosen]))
     punch_after(cache, 0, [len(opening) for opening in openings])
@@ -69,9 +73,14 @@ def punch_after(cache: Cache, start: int, counts_B: list[int]) -> None:
         cache.punch(start, columns >= torch.tensor(counts_B, device=columns.device)[:, None])
 
 
-def by_length(sequences: Sequence[Sequence[int]], device: str) -> list[list[int]]:
-    """Indices of sequences, longest first, cut so that each part fits PREFILL_TOKENS when padded to its longest."""
-    budget = PREFILL_TOKENS[device.split(":")[0]]
+def prefill_tokens(spec: PolicySpec | AnySpec, device: str) -> int:
+    """Padded tokens of one prefill of a policy. It depends on nothing that changes, because bits depend on it."""
+    most, least = PREFILL_TOKENS[device.split(":")[0]], PREFILL_TOKENS[CPU]
+    return min(most, max(least, PREFILL_BYTES // (4 * layer_values_of(spec))))
+
+
+def by_length(sequences: Sequence[Sequence[int]], budget: int) -> list[list[int]]:
+    """Indices of sequences, longest first, cut so that each part has at most `budget` tokens when padded to its longest."""
     parts: list[list[int]] = []
     for index in sorted(range(len(sequences)), key=lambda i: -len(sequences[i])):
         if parts and (len(parts[-1]) + 1) * len(sequences[parts[-1][0]]) <= budget:

@@ -41,8 +41,9 @@ def score(
     return [scores[row] for row in range(len(requests))]
 
 
-def score_parts(requests: Sequence[ScoreRequest], device: str) -> list[list[int]]:
-    """Rows to prefill together. A group's rollouts have a prefill of their own, which computes their opening once."""
+def score_parts(requests: Sequence[ScoreRequest], budget: int) -> list[list[int]]:
+    """Rows to prefill together, of at most `budget` tokens. A group's rollouts have a prefill of their own, which computes
+    their opening once."""
     alike: dict[tuple[int, ...], list[int]] = {}
     for row, request in enumerate(requests):
         alike.setdefault(tuple(request.token_ids[: min(request.policy_positions, default=1)]), []).append(row)
@@ -51,7 +52,7 @@ def score_parts(requests: Sequence[ScoreRequest], device: str) -> list[list[int]
     return [
         [rows[index] for index in part]
         for rows in families
-        for part in by_length([requests[row].token_ids for row in rows], device)
+        for part in by_length([requests[row].token_ids for row in rows], budget)
     ]
 
 

@@ -9,10 +9,12 @@ from torch import Tensor
 
 from shoal.engine.base import Request, ScoreRequest
 from shoal.engine.decoder import Decoder
-from shoal.engine.held import PREFILL_TOKENS
+from shoal.engine.held import PREFILL_BYTES, PREFILL_TOKENS
 from shoal.engine.local import LocalEngine
+from shoal.engine.reading import prefill_tokens
 from shoal.policy.device import AUTO, DEVICES
 from shoal.policy.model import Transformer
+from shoal.policy.sizes import layer_values_of
 from shoal.policy.spec import PolicySpec
 from tests.engine.test_inplace import rollouts, same, versions
 from tests.one_device import MixedDevices, OneDevice, values_are_zeros
@@ -47,6 +49,14 @@ def test_turns_and_scores_stay_on_the_device(elsewhere: LocalEngine) -> None:
 
 def test_every_device_has_a_size_of_prefill() -> None:
     assert PREFILL_TOKENS.keys() == set(DEVICES) - {AUTO}
+
+
+def test_a_large_policy_reads_fewer_tokens_at_a_time_on_a_gpu() -> None:
+    """A layer of it makes at most 1 GiB of them, which the preflight adds. A CPU's cache holds as many of any policy."""
+    shape = PolicySpec("qwen3", 4096, 36, 32, 8, 128, 12288, 151936, 32768, 1e6, 1e-6, False, (0,))
+    assert [prefill_tokens(SPEC, device) for device in ("cpu", "cuda", "cuda:1", "mps")] == [1024, 16384, 16384, 4096]
+    assert prefill_tokens(shape, "cpu") == 1024 < prefill_tokens(shape, "cuda") < 4096
+    assert PREFILL_BYTES - 4 * layer_values_of(shape) < 4 * layer_values_of(shape) * prefill_tokens(shape, "cuda")
 
 
 @pytest.mark.parametrize(("device", "copied"), [("cpu", True), ("meta", False)])
