@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 from shoal.config import RunConfig, load_run
 from shoal.envs.evaluate import Evaluation
 from shoal.errors import ConfigError
-from shoal.policy.spec import PolicySpec
+from shoal.policy.kinds import spec_of
 from shoal.protocol.types import Sampling
 from shoal.roles.auditor.rollouts import Choice, Findings, examine
 from shoal.tree import read_toml
@@ -170,7 +170,7 @@ def open_recipe(path: str | PathLike[str], quick: bool, changes: Mapping[str, Se
 def open_policy(checkpoint: str | PathLike[str]) -> Policy:
     """`shoal.policy`."""
     path = Path(checkpoint)
-    return Policy(path, PolicySpec.from_directory(path).max_positions)
+    return Policy(path, spec_of(path).max_positions)
 
 
 def audit(

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+import shoal
+from shoal.cli import main
 from shoal.config import load_run
 from shoal.errors import StateError
 from shoal.launch.computable import demand_computable
@@ -51,6 +53,16 @@ def test_a_run_of_another_architecture_learns_catches_a_cheat_and_is_audited(tmp
     )
     assert audit.returncode == 0, audit.stdout + audit.stderr
     assert "the log agrees with what was recomputed" in audit.stdout, audit.stdout
+
+
+def test_its_checkpoint_is_evaluated_by_the_command_and_from_python(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_any("gpt2", tmp_path / "gpt2")
+    options = ["--episodes", "4", "--max-turn-tokens", "4", "--max-tokens", "32", "--threads", "1", "--device", "cpu"]
+    assert main(["eval", str(tmp_path / "gpt2"), "--env", "arithmetic", *options]) == 0
+    assert "over 4 episodes" in capsys.readouterr().out
+    assert shoal.policy(tmp_path / "gpt2").max_positions == 256
 
 
 def test_a_mixture_of_experts_in_bfloat16_needs_bounds_that_were_measured(tmp_path: Path) -> None:
