@@ -115,11 +115,14 @@ class RunFolder:
         """
         for_others = for_others or config.host.is_reached_by_others  # guard: reachable-is-for-others
         resumed = self.run_file.exists()
+        whole = _with_absolute_paths(config, recipe_dir)
         old = {env.label: env.kind for env in self.config().envs} if resumed else {}
-        tree = to_tree(_with_kinds(_with_absolute_paths(config, recipe_dir), for_others, old, repeatable))
+        tree = to_tree(_with_kinds(whole, for_others, old, repeatable))
         if resumed:
             changed = unsafe_changes(to_tree(self.config()), tree)  # keys added since then get their defaults
-            if changed:
+            if changed and not (self.log.exists() or self.policy.exists()):  # it never began
+                resumed, tree = False, to_tree(_with_kinds(whole, for_others, {}, repeatable))
+            elif changed:
                 raise StateError(
                     f"the run file differs from the one that {self.root} was started with, in {', '.join(changed)}: "
                     "undo that to resume, or give --out for a new run"
@@ -316,7 +319,8 @@ def _with_absolute_paths(config: RunConfig, recipe_dir: Path) -> RunConfig:
         path = (recipe_dir / policy.path).resolve()
         if not path.is_dir():
             raise ConfigError(
-                f"policy.path = {policy.path}: no directory at {path}. Give one with a Hugging Face model"
+                f"policy.path = {policy.path}: no directory at {path}. Give one with a Hugging Face model; "
+                "--random-policy tries the run without one, if the run file has a table [random]"
             )
         policy = msgspec.structs.replace(policy, path=str(path))
     for env in config.envs:

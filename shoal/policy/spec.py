@@ -169,7 +169,7 @@ def read_capped(path: Path, limit_bytes: int) -> bytes:
         with path.open("rb") as file:
             data = file.read(limit_bytes + 1)
     except OSError as error:
-        raise StateError(f"cannot read {path}: {cause_of(error)}. Is {path.parent} a model's directory?") from None
+        raise StateError(f"cannot read {path}: {cause_of(error)}. {path.parent} must be a model's directory") from None
     if len(data) > limit_bytes:
         raise StateError(f"{path} is larger than {limit_bytes} bytes: too large for a model's file of this name")
     return data

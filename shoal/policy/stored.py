@@ -111,7 +111,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
                 raise StateError(f"{path} is not a whole safetensors file: header of {length} in {size} bytes")
             header = decode_strictly(file.read(length), dict[str, Any], path)
     except OSError as error:
-        raise StateError(f"cannot read {path}: {cause_of(error)}. Is {path.parent} a model's directory?") from None
+        raise StateError(f"cannot read {path}: {cause_of(error)}. {path.parent} must be a model's directory") from None
     header.pop("__metadata__", None)
     if len(header) > MAX_TENSORS:
         raise StateError(f"{path} holds {len(header)} tensors, limit MAX_TENSORS = {MAX_TENSORS}")

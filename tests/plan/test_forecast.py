@@ -142,7 +142,7 @@ def test_what_cannot_be_planned_is_refused_with_the_remedy():
     ):
         with pytest.raises(ConfigError, match=remedy):
             of(machines)
-    with pytest.raises(ConfigError, match="To plan without the model: --parameters"):
+    with pytest.raises(ConfigError, match=r"directory\. To plan without the model: --parameters"):
         of(Machines(1), "qwen3-0.6b-gsm8k.toml", 'policy.path="nowhere"')
 
 

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from shoal.config import BOUNDS, ENV_SETTINGS, STAGE_KEYS
 from shoal.errors import NothingYet, StateError
+from shoal.folder import RunFolder
 from shoal.ledger.answers import Refused
 from shoal.ledger.facts.members import Enter
 from shoal.ledger.facts.run import Admin
@@ -246,6 +247,18 @@ def test_a_changed_run_file_is_refused_on_resume_naming_the_keys(town):
         town.folder.prepare(tiny_run(train={"lr": 5e-4}), town.folder.root)
     town.folder.prepare(tiny_run(steps=9), town.folder.root)
     assert to_tree(town.folder.config())["steps"] == 9
+
+
+def test_a_run_file_may_change_after_a_start_that_was_refused(tmp_path):
+    """Its model or its data was missing, so neither the log nor the first policy was made."""
+    folder = RunFolder(tmp_path / "run")
+    folder.prepare(tiny_run(), tmp_path)
+    first = folder.secret()
+    assert not folder.prepare(tiny_run(seed=6, train={"lr": 5e-4}), tmp_path), "a new run"
+    assert folder.config().train.lr == 5e-4 and folder.secret() != first, "the secret follows from the seed"
+    folder.policy.mkdir()
+    with pytest.raises(StateError, match=r"train\.lr"):
+        folder.prepare(tiny_run(seed=6), tmp_path)
 
 
 def test_a_host_that_resumes_with_more_validators_admits_them(town):
