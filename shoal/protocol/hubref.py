@@ -47,4 +47,9 @@ def is_hub(path: str) -> bool:
 def hub_ref(path: str) -> HubRef | None:
     """Read a name; None if it is none."""
     found = _REF.fullmatch(path)
-    return None if found is None or ".." in path else HubRef(*found.groups())
+    if found is None or ".." in path:
+        return None
+    ref = HubRef(*found.groups())
+    # huggingface_hub raises at such names, so no node could fetch the model.
+    odd = "--" in ref.repo or ref.owner.endswith((".", "-")) or ref.name.endswith((".", "-", ".git"))
+    return None if odd else ref

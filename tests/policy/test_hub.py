@@ -190,7 +190,8 @@ def test_a_model_must_fit_on_the_disk_that_it_is_copied_to(hub, tmp_path, monkey
 
 
 @pytest.mark.parametrize("name", ["hf:small@main", "hf:ann/small", "hf:ann/../small@main", "hf:ann/small@", "hf:a b/c@d",
-                                  "hf:ann/small@../../x", "hf:/etc/passwd@main"])  # fmt: skip
+                                  "hf:ann/small@../../x", "hf:/etc/passwd@main", "hf:a--b/small@main",
+                                  "hf:ann-/small@main", "hf:ann/small.@main", "hf:ann/small.git@main"])  # fmt: skip
 def test_other_names_are_refused(name):
     assert hub_ref(name) is None
     with pytest.raises(ConfigError, match="a model on a hub is hf:OWNER/NAME@REVISION"):
