@@ -1,4 +1,4 @@
-"""Gradients of TRL's `GRPOTrainer._compute_loss` for given logits: the other side of `benchmarks/shelf/agree.py`.
+"""Gradients of TRL's `GRPOTrainer._compute_loss` for given logits: the other side of `benchmarks/losses/agree.py`.
 
 Runs in the environment of `benchmarks/peers/requirements.txt`:
 

@@ -1,6 +1,6 @@
 """Our policy losses against TRL's, on the same logits: the relative L2 of each gradient.
 
-    python benchmarks/shelf/agree.py --peer PYTHON
+    python benchmarks/losses/agree.py --peer PYTHON
 
 PYTHON is of an environment with benchmarks/peers/requirements.txt. Random logits, float64, rows of 1 to 24 tokens, and
 log-probs of other policies near them. Both sides get the gradient of the logits: ours through `train/objective` with the

@@ -1,6 +1,6 @@
 """What a training step costs with each algorithm, beside GRPO: CPU-seconds of a learner alone.
 
-    python benchmarks/shelf/cost.py [--steps 6] [--rounds 5]
+    python benchmarks/losses/cost.py [--steps 6] [--rounds 5]
 
 A policy of shoal's own architecture with random weights learns from one made-up batch of 8 groups of 8 rollouts. All
 algorithms take turns, so that a busy machine slows all alike, and each round begins elsewhere. The figure of an algorithm
