@@ -7,6 +7,7 @@ import pytest
 from shoal.envs.score import MAX_NAME, MAX_NAMED, Earned
 from shoal.metrics import read_metrics
 from shoal.roles import scores
+from shoal.roles.coordinator.board import Board
 from shoal.roles.scores import ScoreFile, Tally, means_of, take_scores
 from tests.roles.town import Town, tiny_run
 
@@ -55,6 +56,21 @@ def test_each_step_has_the_means_of_named_parts_and_metrics(tmp_path, kind, sour
         if kind == "episodes":  # all that was accepted, and nothing else
             parts = sum(line[f"reward_part/{name}"] for name in ("form", "odd")) + beside
             assert parts == pytest.approx(line["reward_all_mean"])
+
+
+@pytest.mark.parametrize("kind", ["episodes", "completions"])
+def test_what_a_run_adds_to_rewards_is_judged_and_reported(tmp_path, kind):
+    length = {"targets": [3, 5], "weight": 0.01, "say": " {target}"}
+    shaping = {"length": length, "repetition": {"size": 1, "weight": 0.125}}
+    town, lines = lived(tmp_path, PLAIN, kind=kind, shaping=shaping)
+    assert len(lines) == town.config.steps
+    assert "shaping" in Board(town.desk).info().needs
+    for line in lines:
+        assert -5.0 <= line["reward_part/shaping.length"] <= 0.0 >= line["reward_part/shaping.repetition"] >= -1.0
+        if kind == "episodes":
+            plain = line["reward_part/form"] + line["reward_part/odd"]
+            added = 0.01 * line["reward_part/shaping.length"] + 0.125 * line["reward_part/shaping.repetition"]
+            assert line["reward_all_mean"] == pytest.approx(plain + added)
 
 
 def test_several_environments_have_their_labels_in_the_names(tmp_path):
