@@ -45,6 +45,9 @@ GPU_BYTES = 600_000_000
 KEPT = ("weights", "adapter", "float32 weights", "moments")
 """What a process has on a device from one work to the next. Between its shifts the memory of the CPU keeps that."""
 
+FULL_BYTES = 1_000_000
+"""A disk with less than this free is full: submissions and events may not fit."""
+
 LAYOUTS: tuple[dict[str, Any], ...] = (
     {},
     {"recompute": "layers"},
@@ -196,6 +199,13 @@ def demand_disk(config: RunConfig, root: Path, with_workers: bool) -> None:
             f"this run needs about {amount(need)} of disk in {root}, and {amount(free)} are free: free some space, give "
             "--out on another disk, lower storage.quota_mb or storage.window_steps, or raise storage.checkpoint_every"
         )
+
+
+def full_disk(root: Path) -> str:
+    """What the view says while the disk of a run's folder is full; empty if it is not."""
+    if free_below(root) >= FULL_BYTES:
+        return ""
+    return f"the disk of {root} is full: free some space. Senders try again, and nothing that was answered is lost"
 
 
 def disk_of(config: RunConfig, recipe_dir: Path, with_workers: bool) -> float:

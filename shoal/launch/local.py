@@ -25,7 +25,7 @@ from shoal.folder import RunFolder
 from shoal.launch.computable import demand_codable, demand_computable, demand_engine_of_workers
 from shoal.launch.evaluations import Evaluations
 from shoal.launch.finale import plain_end, render_end, save_picture
-from shoal.launch.fits import demand_fit
+from shoal.launch.fits import demand_fit, full_disk
 from shoal.launch.process import RoleProcess, tail
 from shoal.launch.samples import flat_samples
 from shoal.launch.shifts import Shifts, shifts_of
@@ -272,7 +272,7 @@ class LocalRun:
             cheaters=frozenset(p.name for p in self._workers if p.name.startswith("cheater")),
             heldout=self._evaluations.results(),
             restarts={p.name: p.restarts for p in self._processes() if p.restarts},
-            notice=self._notice,
+            notice=self._notice or full_disk(self._folder.root),
         )
         self._view.show(self._snapshot)
         self._explain_pause()

@@ -238,5 +238,5 @@ def demand_whole(manifest: Manifest, max_bytes: int | None) -> None:
         raise ManifestError(
             "too-long",
             f"version {manifest.version} has {size_bytes} bytes, limit of this node {max_bytes}: allow more (--max-memory, "
-            "--max-disk), or leave the run",
+            "--max-disk), free some space on its disk, or leave the run",
         )

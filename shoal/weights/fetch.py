@@ -238,7 +238,7 @@ class _Fetch:
             self._too_long = ManifestError(
                 "too-long",
                 f"the patches that lead to version {asked.version} have more than {self._max_bytes} bytes, limit of this "
-                "node: allow more (--max-memory, --max-disk), or leave the run",
+                "node: allow more (--max-memory, --max-disk), free some space on its disk, or leave the run",
             )
         nothing = NothingYet(
             f"version {asked.version} is published as patches, and no version that they start from could be fetched: try "

@@ -1,11 +1,13 @@
 """A run that does not fit into the memory is refused before anything is loaded, in one line that says what to change."""
 
+import io
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from rich.console import Console
 
 from shoal import cli
 from shoal.config import AdapterConfig, RunConfig, load_run
@@ -14,7 +16,9 @@ from shoal.folder import RunFolder
 from shoal.launch import fits
 from shoal.launch.fits import CPU, RoleNeeds, demand_disk, demand_memory, disk_of, layout_of, reports, roles_of
 from shoal.launch.fits import fits as fit_of
+from shoal.launch.local import LocalRun
 from shoal.launch.shifts import shifts_of
+from shoal.launch.view import LiveView
 from shoal.plan.sizes import spec_of
 from shoal.policy.adapterspec import CONFIG, AdapterSpec
 from shoal.policy.model import Transformer
@@ -227,6 +231,17 @@ def test_a_run_that_does_not_fit_onto_the_disk_starts_no_role(
     said = capsys.readouterr().err
     assert "of disk in" in said and "10 MB are free" in said and "storage.quota_mb" in said and said.count("\n") == 1
     assert not list((tmp_path / "run" / "logs").iterdir())
+
+
+def test_the_host_is_told_that_its_disk_is_full_while_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert fits.full_disk(tmp_path) == ""
+    monkeypatch.setattr(fits, "free_below", lambda folder: 0)
+    assert "is full: free some space" in fits.full_disk(tmp_path)
+    view = LiveView(Console(file=(told := io.StringIO()), width=300), wait_line_every_s=-1.0)
+    folder, config = RunFolder(tmp_path), load_run(RECIPES / "wordle.toml")
+    run = LocalRun(folder, 0, False, view, shifts_of(config, folder, None, False))
+    run._look()
+    assert "is full: free some space" in told.getvalue()
 
 
 def test_what_a_resumed_run_already_holds_is_not_asked_for_again(
