@@ -37,7 +37,7 @@ from shoal.protocol.wire import digest, to_msgpack
 from shoal.train.denominators import with_own_denominators
 from shoal.train.filter import select
 from shoal.train.masters import module_dtype
-from shoal.train.reference import Refer, reference_of
+from shoal.train.reference import Reference, reference_of
 from shoal.train.rows import rows_of_group
 from shoal.train.step import Learner
 from shoal.weights.manifest import weights_root
@@ -79,7 +79,7 @@ def train(config: RunConfig, out: Path, recipe_dir: Path, say: Callable[[str], N
         published=config.policy.dtype, max_tokens=config.sampling.all_tokens,
     )  # fmt: skip
     # A penalty on leaving the first policy needs that policy, as it is now.
-    refer: Refer | None = None
+    refer: Reference | None = None
     if needs_reference(config.train.algorithm):
         load = partial(load_policy, start, module_dtype(config.train))
         refer = reference_of(model, load, sampling.temperature, config.train.microbatch_tokens)
