@@ -89,7 +89,12 @@ def test_the_summary_counts_what_is_judged_and_leaves_out_bounds_that_do_not_hol
     assert found["honest_refused_by_built_in_bounds_of_experts"] == 10
     assert (found["cheat_rollouts"]["k"], found["cheat_rollouts"]["n"], found["logits_off"]) == (6, 8, 2e-6)
     assert (found["cheat_bfloat16_rollouts"]["k"], found["cheat_bfloat16_rollouts"]["n"]) == (18, 24)
-    assert "| own seeds | 4 | 3 | 2 of 2 | 1 of 1 | 5 |" in tables({"architectures": [one, other]})["bfloat16"]
+    pairs = dict.fromkeys(("float32/float32", "bfloat16/float32", "bfloat16/bfloat16"), row | {"flips": 0.01})
+    shown = tables({"architectures": [each | {"entropy": 1.0, "honest": pairs} for each in (one, other)]})
+    assert "| own seeds | 4 | 3 | 2 of 2 | 1 of 1 | 5 |" in shown["bfloat16"]
+    assert (
+        "| olmoe | 1.00 | 0 of 10 | 0 of 10 | 0 of 10 | 1.00 % | 3 of 4 | 18 of 24 | 1e-06 |" in shown["architectures"]
+    )
     assert found["bfloat16"]["own seeds"]["refused"] == 3
     assert (found["bfloat16"]["own seeds"]["policies_noticed"], found["bfloat16"]["own seeds"]["policies"]) == (1, 1)
 

@@ -17,6 +17,7 @@ from shoal.envs.settings import limits_of, with_settings
 from shoal.errors import ShoalError
 from shoal.policy.messages import arguments_of
 from shoal.policy.render import Renderer
+from shoal.protocol.algorithms import Grpo
 from shoal.protocol.needs import SETTINGS, needs_of
 from shoal.protocol.types import EnvSpec, Sampling
 from shoal.protocol.wire import from_json, to_json
@@ -123,7 +124,7 @@ def test_settings_are_on_the_wire_only_if_they_are_set_and_are_then_needed() -> 
     assert from_json(to_json(set_), EnvSpec) == set_
 
     class Rules:
-        proofs, dtype = "none", "float32"
+        proofs, dtype, algorithm = "none", "float32", Grpo()
 
     assert SETTINGS not in needs_of(Rules(), [plain]) and SETTINGS in needs_of(Rules(), [plain, set_])  # type: ignore[arg-type]
 

@@ -19,6 +19,7 @@ from shoal.envs.settings import with_settings
 from shoal.envs.shaping import target_of
 from shoal.errors import ConfigError, ShoalError
 from shoal.policy.render import Renderer
+from shoal.protocol.algorithms import Grpo
 from shoal.protocol.needs import SETTINGS, SHAPING, needs_of
 from shoal.protocol.shaping import LengthTarget, OverlongPenalty, RepetitionPenalty, Shaping
 from shoal.protocol.types import EnvSpec, Sampling
@@ -211,7 +212,7 @@ def test_shaping_is_on_the_wire_only_if_it_is_set_and_is_then_needed() -> None:
     assert min(env.reward_bounds) < 0
 
     class Rules:
-        proofs, dtype = "none", "float32"
+        proofs, dtype, algorithm = "none", "float32", Grpo()
 
     assert {SETTINGS, SHAPING} <= set(needs_of(Rules(), [spec])) and SHAPING not in needs_of(Rules(), [plain])  # type: ignore[arg-type]
 
