@@ -1,7 +1,9 @@
 """The coordinator's calls as strangers use them: what they answer, what they refuse and what they keep private."""
 
 import asyncio
+import gzip
 import json
+from pathlib import Path
 
 import httpx
 import pytest
@@ -25,7 +27,7 @@ from shoal.protocol.constants import MANIFEST_LIFETIME_S, MAX_FACT_CHARS, MAX_JS
 from shoal.protocol.noise import PHILOX
 from shoal.protocol.wire import digest, to_json
 from shoal.roles.coordinator.board import Board
-from shoal.roles.coordinator.role import env_specs, open_run, rules_of
+from shoal.roles.coordinator.role import env_specs, open_run, public_run_file, rules_of
 from shoal.roles.coordinator.versions import admit_trainer, put_chunk, signed_manifest, take_checkpoint
 from shoal.tree import to_tree
 from shoal.weights.manifest import open_manifest, sign_manifest
@@ -99,7 +101,19 @@ def test_log_holds_no_seed_of_the_run_file(town):
     assert [told[section].pop("device") for section in ("train", "workers", "validators")] == ["cpu"] * 3
     assert told.pop("difficulty")["pools"] is False
     assert told["host"].pop("origin_port") == 0 and told["host"].pop("origin_url") == ""
+    assert told["host"].pop("shifts") == "auto" and told["workers"].pop("engine") == ""
+    assert told["train"].pop("minibatches") == 1
     assert bodies[1].config == told
+
+
+def test_a_plain_run_names_no_key_that_old_logs_lack(town):
+    """Else it would have other bytes, and an old run that goes on would log a change that nobody made."""
+    with gzip.open(Path(__file__).parents[1] / "golden" / "v2" / "demo.jsonl.gz") as log:
+        before = json.loads(log.readline())["body"]["config"]
+    now = public_run_file(town.folder, town.config)
+    assert now.keys() <= before.keys()
+    for name, section in now.items():
+        assert not isinstance(section, dict) or section.keys() <= before[name].keys(), name
 
 
 def test_unsigned_writes_are_refused(town):

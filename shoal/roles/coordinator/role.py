@@ -164,6 +164,9 @@ def public_run_file(folder: RunFolder, config: RunConfig) -> dict[str, Any]:
     for section in ("train", "workers", "validators"):
         if tree[section]["device"] == "cpu":
             del tree[section]["device"]
+    for section, name, usual in (("host", "shifts", "auto"), ("workers", "engine", ""), ("train", "minibatches", 1)):
+        if tree[section][name] == usual:
+            del tree[section][name]
     if not config.policy.implementation:
         del tree["policy"]["implementation"]
     if not config.sampling.max_rollout_tokens:
