@@ -212,3 +212,14 @@ def test_sums_over_rows_equal_the_numbers_worked_by_hand():
     assert row_sum(x_N, row_N).tolist() == [3, 3, 12, 12, 12]
     assert row_mean(x_N, row_N).tolist() == [1.5, 1.5, 4, 4, 4]
     assert row_rest(x_N, row_N).tolist() == [3, 2, 12, 9, 5]
+
+
+def test_the_rest_of_a_row_has_the_same_bits_in_any_micro_batch():
+    """And no operation that CUDA refuses where the same work must give the same bits, such as a running sum."""
+    x_N = torch.randn(37, generator=torch.Generator().manual_seed(4))
+    row_N = torch.repeat_interleave(torch.arange(4), torch.tensor([13, 1, 16, 7]))
+    whole_N = row_rest(x_N, row_N)
+    for row in range(4):
+        own_N = x_N[row_N == row]
+        assert row_rest(own_N, torch.zeros(len(own_N), dtype=torch.int64)).equal(whole_N[row_N == row])
+        assert whole_N[row_N == row].tolist() == pytest.approx(own_N.flip(0).cumsum(0).flip(0).tolist(), abs=1e-5)
