@@ -1,6 +1,6 @@
 """Best of n: which answer to take, and what reward that would have, estimated without bias from more samples than n.
 
-Called by evaluation and by selection. numpy is not needed. It knows no group's task.
+No role calls it yet: it is for evaluation and selection. Python alone. It knows no group's task.
 
     symbol     meaning                                                                       argument
     R_(i)      the i-th smallest of G rewards                                                rewards_G

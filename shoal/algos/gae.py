@@ -1,6 +1,7 @@
 """Generalised advantage estimation (arXiv:1506.02438) over the tokens of one rollout, from a critic's values.
 
-Called where a run's credit is a critic's. numpy alone. It does not train the critic: `value_loss` does. It knows no group.
+No role calls it yet: it is for runs whose credit is a critic's. numpy alone. It does not train the critic:
+`value_loss` does. It knows no group.
 
     symbol     meaning                                                                         argument
     V(s_t)     value of the state before token t is written                                    values_T
@@ -12,7 +13,7 @@ Called where a run's credit is a critic's. numpy alone. It does not train the cr
     R_t        A_t + V(s_t): what the critic should have said (TD(lambda))                     what `value_loss` takes
 
 With the true values every lambda has the same expectation, the gradient's, and less variance the smaller lambda is. With a
-wrong critic only lambda = 1 keeps that expectation. The benchmark of the shelf shows both by enumeration.
+wrong critic only lambda = 1 keeps that expectation. `benchmarks/shelf.py` shows both by counting every rollout.
 
 Changed from the paper: the state after the last token has value 0 also where a token limit ended the rollout, because its
 reward is final. The environment's tokens are no steps: the state before the policy's next token follows the one before.

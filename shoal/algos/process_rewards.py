@@ -1,6 +1,6 @@
 """Rewards for each step of an answer: GRPO with process supervision, from DeepSeekMath (arXiv:2402.03300, section 4.1.3).
 
-Called where a run judges steps. numpy alone. It does not judge steps, and knows no model of rewards.
+No role calls it yet: it is for runs that judge steps. numpy alone. It does not judge steps, and knows no model of rewards.
 
     symbol       meaning                                                                   argument
     r_i^j        reward of step j of rollout i                                             rewards_G_S

@@ -1,6 +1,7 @@
 """Rejection sampling: which rollouts of a group the next imitation learns from, as a pure rule over logged rewards.
 
-Called over accepted groups. numpy is not needed, and nothing is drawn: who knows the rewards finds the same rows.
+No role calls it yet: it is for accepted groups. Python alone. Nothing is drawn: the logged rewards decide the
+rows.
 
     rule     keeps of each group                                                              paper
     STaR     those that are right, at most `most` of them                                     arXiv:2203.14465, algorithm 1

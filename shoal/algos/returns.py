@@ -1,7 +1,7 @@
 """Return-to-go over turns: a turn is credited with what came after it, not with what came before (G(PO)MDP, Baxter and
 Bartlett 2001, J. Artif. Intell. Res. 15).
 
-Called where a run credits turns. numpy alone. It knows no tokens and no environment.
+No role calls it yet: it is for runs that credit turns. numpy alone. It knows no tokens and no environment.
 
     symbol    meaning                                                                    argument
     r_i^s     reward that turn s of rollout i earns; the last turn earns the score, too  rewards_G_S
