@@ -857,6 +857,7 @@ GUARDS = [
         ("same-reference", OFF, "test_another_first_policy_than_the_run_began_with_is_refused"),
     ),
     *_needed_by("tests/test_algorithms.py",
+        ("unlimited-claims-are-not-taken", OFF, "test_the_trainer_takes_no_claims_where_one_may_count_without_limit"),
         *((name, GONE, "test_parts_that_do_not_go_together_are_refused_with_the_reason")
           for name in ("gspo-one-advantage", "k1-has-no-gradient", "one-ratio", "reference-of-one-process",
                        "reinforce-learns-once", "reinforce-of-another-policy", "weighed-once")),

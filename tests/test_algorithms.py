@@ -5,11 +5,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from shoal.config import RunConfig, load_run, notes_of
+from shoal.config import BOUNDS, RunConfig, load_run, notes_of
 from shoal.errors import ConfigError
 from shoal.ledger.algorithm import advantages, teaches
 from shoal.protocol import compositions as c
 from shoal.protocol.algorithms import Algorithm, Grpo, defaults_of, narrowest_bound
+from shoal.protocol.bounds import claims_bend_ratios
 from shoal.protocol.needs import COMPOSITIONS, SUPPORTED, needs_of
 from shoal.tree import to_tree
 from tests.ledger.world import rules
@@ -137,14 +138,27 @@ def test_nodes_that_know_no_compositions_are_told_before_they_read_the_rules():
 @pytest.mark.parametrize(
     ("algorithm", "expected"),
     [
-        (Grpo(epsilon=0.3), 0.3), (c.Dapo(loss=c.Clip(0.2, 0.1)), 0.1), (c.GspoNamed(), 3e-4), (c.CispoNamed(), 4.0),
-        (c.PrimeRl(), 0.2), (c.Rloo(), 1.0), (c.Rloo(corrections=()), float("inf")),
+        (Grpo(epsilon=0.3), 0.3), (c.Dapo(loss=c.Clip(0.2, 0.1, 4.0)), 0.1), (c.CispoNamed(), 4.0),
+        (c.Ppo(loss=c.Gspo()), 3e-4), (c.Ppo(loss=c.Dppo()), 0.2), (c.Rloo(), 1.0), (c.Rloo(corrections=()), float("inf")),
         (c.Ppo(corrections=(c.SequenceMask(),)), 0.0), (c.Ppo(corrections=(c.GeometricMask(),)), 0.01),
         (c.DecoupledPpo(corrections=(c.Truncate(level="row"),)), 0.0), (c.Ppo(corrections=(c.IcePop(),)), 0.2),
     ],
 )  # fmt: skip
 def test_the_narrowest_bound_is_the_one_that_a_lie_reaches_first(algorithm, expected):
     assert narrowest_bound(algorithm) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        c.Dapo(), c.GspoNamed(), c.PrimeRl(), c.CispoNamed(entropy_bonus=0.1, entropy_target=0.3),
+        c.CispoNamed(kl=c.Kl(0.1, "k3", "weighted_loss")), c.Rloo(entropy_bonus=0.1, entropy_target=0.3),
+    ],
+    ids=lambda algorithm: type(algorithm).__name__,
+)  # fmt: skip
+def test_the_trainer_takes_no_claims_where_one_may_count_without_limit(algorithm):
+    assert narrowest_bound(algorithm) == 0
+    assert claims_bend_ratios(BOUNDS, "float32", narrowest_bound(algorithm))
 
 
 @pytest.mark.parametrize(

@@ -211,11 +211,15 @@ def _processes_fit(config: RunConfig) -> Iterator[tuple[bool, str]]:
         f'is published. Take "bfloat16" or "float32", {alone}',
     )
     if config.sampled_dtype == "int8":
-        bends = claims_bend_ratios(config.verify.bounds, "int8", max(0.0, narrowest_bound(config.train.algorithm)))
+        bound = max(0.0, narrowest_bound(config.train.algorithm))
+        remedy = (
+            "Keep its logprob below a tenth of ln(1 + epsilon)" if bound
+            else 'Take an algorithm that bounds what a claim counts, such as "grpo" or "cispo"'
+        )  # fmt: skip
         yield (
-            not bends,  # guard: int8-denominators-of-one-process
+            not claims_bend_ratios(config.verify.bounds, "int8", bound),  # guard: int8-denominators-of-one-process
             f'{where} with sampling.dtype = "int8" and the loose verify.bounds."int8/int8": one process would load the '
-            f"whole policy for the ratio's denominators. Keep its logprob below a tenth of ln(1 + epsilon), {alone}",
+            f"whole policy for the ratio's denominators. {remedy}, {alone}",
         )
     yield (
         not config.policy.implementation,

@@ -47,5 +47,6 @@ def needs_reference(algorithm: Algorithm) -> bool:
 
 
 def narrowest_bound(algorithm: Algorithm) -> float:
-    """How far from 1 an importance ratio may be before any bound of the algorithm removes or cuts a gradient."""
+    """How far from 1 an importance ratio may be before any bound of the algorithm removes or cuts a gradient; 0 if a
+    claimed log-prob may count without limit, so that the trainer must compute all of them itself."""
     return algorithm.epsilon if isinstance(algorithm, Grpo) else compositions.narrowest_bound(algorithm)

@@ -274,6 +274,8 @@ def needs_old(composition: Composition) -> bool:
 
 def narrowest_bound(composition: Composition) -> float:
     """As `algorithms.narrowest_bound`."""
+    if _counts_claims_without_limit(composition):  # guard: unlimited-claims-are-not-taken
+        return 0.0
     found = [float("inf")]
     match composition.loss:
         case Clip(eps_low, eps_high) | Gspo(eps_low, eps_high):
@@ -293,3 +295,12 @@ def narrowest_bound(composition: Composition) -> float:
             case IcePop(least, most) | GeometricMask(least, most):
                 found += [1 - least if least > 0 else float("inf"), most - 1]
     return max(0.0, min(found))
+
+
+def _counts_claims_without_limit(composition: Composition) -> bool:
+    """Whether one claimed log-prob, such as -1e30 in a group that is not audited, may outweigh the rest of a batch:
+    in a ratio without an upper bound, or in the entropy that is compared with a target."""
+    loss, kl = composition.loss, composition.kl
+    unbounded = isinstance(loss, Gspo | Dppo) or (isinstance(loss, Clip) and not loss.delta)
+    weighted = kl.beta > 0 and kl.place == "weighted_loss"
+    return composition.entropy_target > 0 or (composition.ratio_to == "behaviour" and (unbounded or weighted))

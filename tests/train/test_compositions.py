@@ -9,6 +9,7 @@ import torch
 
 from shoal.config import TrainConfig
 from shoal.protocol import compositions as c
+from shoal.protocol.algorithms import Grpo, narrowest_bound
 from shoal.train.averaging import averaged, normalised
 from shoal.train.objective import TokenTerms, objective_of
 from shoal.train.step import Learner
@@ -89,6 +90,15 @@ def terms_of(old, mu):
     """Two rows of two tokens, where the policy that learns is where the step began."""
     old_N, mu_N, ones_N = torch.tensor(old), torch.tensor(mu), torch.ones(4)
     return TokenTerms(old_N.clone().requires_grad_(), ones_N, old_N, mu_N, ones_N, ones_N, torch.tensor([0, 0, 1, 1]))
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+@pytest.mark.parametrize("algorithm", [Grpo(), *(kind() for kind in KINDS)], ids=lambda a: type(a).__name__)
+def test_no_claim_counts_more_than_five_times_unless_the_trainer_takes_none(algorithm, advantage):
+    terms = replace(terms_of([-1.0] * 4, [-1e30, -1.0, -1.0, -1.0]), advantage_N=torch.full((4,), advantage))
+    loss, _ = objective_of(TrainConfig(algorithm=algorithm))(terms, 1.0)
+    loss.backward()
+    assert narrowest_bound(algorithm) == 0 or terms.logp_N.grad.abs().max() < 5.1
 
 
 def test_corrections_multiply_and_leave_the_regularisers_alone():
