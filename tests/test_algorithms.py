@@ -96,6 +96,7 @@ def test_what_a_run_file_gets_wrong_is_named(load, algorithm, message):
         ('name = "rloo"\ncorrections = []', "", "", "an older or rounded policy samples some tokens"),
         ('name = "rloo"\nratio_to = "old"', "", "", "has no ratio. Leave ratio_to out"),
         ('name = "scalerl"\nadvantage = "mean_std"', "", "", "divides advantages by a deviation"),
+        ('name = "scalerl"\nadvantage = "reward"', "", "", "has no baseline"),
         ('name = "dapo"', "truncation = 2.0", "", "it is of grpo alone"),
         ('name = "dapo"\nkl = {beta = 0.1, estimator = "k1"}', "", "", "its gradient is 0 on average"),
         ('name = "dapo"\nkl = {beta = 0.1, place = "advantage"}', "", "", 'takes estimator = "k1"'),

@@ -118,6 +118,11 @@ def _average_fits(algorithm: c.Composition) -> Iterator[Demand]:
         f'{WHERE}.batch_std divides advantages by a deviation, and advantage = "mean_std" did so already: take "mean", or '
         "leave batch_std out",
     )
+    yield (
+        not (algorithm.batch_std and algorithm.advantage == "reward"),
+        f"{WHERE}.batch_std divides by a deviation, which is 0 if all rewards of a batch are 1, because advantage = "
+        '"reward" has no baseline: take "mean", or leave batch_std out',
+    )
 
 
 def _corrections_fit(algorithm: c.Composition) -> Iterator[Demand]:
