@@ -42,7 +42,7 @@ LIGHT_BYTES = 60_000_000
 GPU_BYTES = 600_000_000
 """Of a process that uses a GPU, on the GPU, before it loads a policy."""
 
-KEPT = ("weights", "adapter", "float32 weights", "moments")
+KEPT = ("weights", "adapter", "reference", "float32 weights", "moments")
 """What a process has on a device from one work to the next. Between its shifts the memory of the CPU keeps that."""
 
 FULL_BYTES = 1_000_000

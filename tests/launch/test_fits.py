@@ -24,6 +24,7 @@ from shoal.policy.adapterspec import CONFIG, AdapterSpec
 from shoal.policy.model import Transformer
 from shoal.policy.sizes import adapter_parameters_of, parameters_of
 from shoal.policy.spec import PolicySpec, write_json
+from shoal.protocol.compositions import DrGrpo, Kl
 from shoal.roles.memory import needs_of
 from shoal.train.needs import Layout, Part, parts_of
 from shoal.train.step import Learner
@@ -298,6 +299,15 @@ def test_what_a_process_parks_takes_memory_of_the_cpu(monkeypatch: pytest.Monkey
         kept = sum(part.size for part in at_once[name].parts if part.name in fits.KEPT)
         assert parked["loading or parked"] == max(parts["loading"], kept) and "loading" not in parked
     assert shared["trainer"].on("cpu") > at_once["trainer"].on("cpu")
+
+
+def test_a_reference_is_parked_with_the_policy_that_learns(config: RunConfig) -> None:
+    train = msgspec.structs.replace(config.train, device="cuda", algorithm=DrGrpo(kl=Kl(0.1, "k2")))
+    roles = roles_of(msgspec.structs.replace(config, train=train), LARGE, with_workers=False)
+    trainer = next(role for role in roles if role.name == "trainer")
+    parts, parked = ({part.name: part.size for part in role.parts} for role in (trainer, trainer.in_shifts()))
+    assert parts["reference"] == parts["weights"]
+    assert parked["loading or parked"] == parts["weights"] + parts["reference"] + parts["moments"]
 
 
 def test_a_run_that_fits_in_no_way_is_told_of_shifts(monkeypatch: pytest.MonkeyPatch) -> None:
