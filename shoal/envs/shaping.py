@@ -32,6 +32,9 @@ MAX_SAY_CHARS = 500
 MAX_WEIGHT = 1000.0
 """Limit on a weight: far above what any reward needs, so that sums stay finite."""
 
+MAX_SIZE = 64
+"""Limit on the tokens of a sequence whose repetition counts: every node that judges holds each sequence of a rollout."""
+
 PLACE = "{target}"
 """What stands for the number in that sentence."""
 
@@ -122,5 +125,5 @@ def _demands(asked: Shaping) -> list[tuple[bool, str]]:
         ]
     if asked.repetition is not None:
         size = asked.repetition.size
-        demands.append((1 <= size <= MAX_ROLLOUT_TOKENS, f"repetition.size = {size}: must be at least 1"))
+        demands.append((1 <= size <= MAX_SIZE, f"repetition.size = {size}: must be 1 to {MAX_SIZE}"))
     return demands

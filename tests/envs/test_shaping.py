@@ -186,6 +186,7 @@ def test_without_shaping_an_environment_is_as_before(renderer: Renderer) -> None
         (Shaping(overlong=OverlongPenalty(4, 5)), "shaping.overlong.buffer = 5: must be 0 to the limit, 4"),
         (Shaping(overlong=OverlongPenalty(4, 2, weight=-1.0)), "shaping.overlong.weight = -1"),
         (Shaping(repetition=RepetitionPenalty(0)), "shaping.repetition.size = 0"),
+        (Shaping(repetition=RepetitionPenalty(65)), "shaping.repetition.size = 65: must be 1 to 64"),
         (Shaping(LengthTarget((4,), weight=1000.0, most=10_000)), "may lower a reward to -1e\\+07"),
     ],
 )
