@@ -88,9 +88,9 @@ class TrainConfig(Section, frozen=True):
     max_grad_norm: float = 1.0
     """A longer gradient is scaled down to this norm."""
     updates_per_batch: int = 1
-    """Times that a step learns from its batch, all with the step's learning rate."""
+    """How often a step learns from its batch, each time with the step's learning rate."""
     minibatches: int = 1
-    """Parts of whole groups that a batch is cut into, with an optimiser step for each, every time."""
+    """Number of parts that a batch is divided into, between groups. Each part has an optimiser step, each time."""
     truncation: float = -1.0
     """Largest importance weight between the policy that sampled and the one at the start of the step, against which the
     ratio then is (Yao et al. 2025). 0: no weights, and the ratio is against the policy that sampled. -1: 2 if
