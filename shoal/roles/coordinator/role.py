@@ -182,8 +182,8 @@ def public_run_file(folder: RunFolder, config: RunConfig) -> dict[str, Any]:
     if config.train.truncation < 0:
         del tree["train"]["truncation"]
     for env in tree["envs"]:  # a run whose workers play has the log that it had before hosts could
-        for name, usual in STAGE_KEYS.items():
-            if env[name] == usual:
+        for name, value in STAGE_KEYS.items():
+            if env[name] == value:
                 del env[name]
     if folder.has_public_secret(config):  # guard: no-seed-in-the-log
         del tree["seed"]
