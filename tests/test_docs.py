@@ -33,7 +33,7 @@ import pytest
 from shoal import cli, config, metrics
 from shoal.commands.hosting import host_overrides
 from shoal.engine import cheats
-from shoal.envs import arithmetic, stones, wordle
+from shoal.envs import arithmetic, wordle
 from shoal.folder import RunFolder
 from shoal.ledger.entry import event_hash
 from shoal.ledger.log.verify import SLOT_CHAIN
@@ -286,8 +286,7 @@ def sft_table() -> str:
 def env_tables() -> str:
     """Arguments of the built-in environments."""
     parts = []
-    kinds = ((wordle, wordle.WordleArgs), (arithmetic, arithmetic.ArithmeticArgs), (stones, stones.StonesArgs))
-    for module, kind in kinds:
+    for module, kind in ((wordle, wordle.WordleArgs), (arithmetic, arithmetic.ArithmeticArgs)):
         rows = [row[:4] for row in keys_of(kind, module, "")]
         parts.append(
             f"### `{module.__name__.rpartition('.')[2]}`\n\n{table(['Argument', 'Type', 'Default', 'Meaning'], rows)}"

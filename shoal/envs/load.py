@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any, NamedTuple, TypeAlias
 
 from shoal.config import node_home
-from shoal.envs import arithmetic, stones, wordle, words
+from shoal.envs import arithmetic, wordle, words
 from shoal.envs.base import Env
 from shoal.envs.contained.open import in_sandbox
 from shoal.envs.settings import HISTORIES, Settings, with_settings
@@ -44,7 +44,6 @@ class BuiltIn(NamedTuple):
 BUILT_IN: Mapping[str, BuiltIn] = {
     "wordle": BuiltIn(wordle.environment, (wordle, words)),
     "arithmetic": BuiltIn(arithmetic.environment, (arithmetic,)),
-    "stones": BuiltIn(stones.environment, (stones,)),
 }
 
 Opener: TypeAlias = Callable[[Installed, Sequence[Path], Mapping[str, Any]], Env]

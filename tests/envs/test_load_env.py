@@ -107,7 +107,7 @@ def test_unknown_argument_of_a_users_environment_is_one_line(write) -> None:
     ("name", "says"),
     [
         ("wordel", "did you mean wordle"),
-        ("hello", r"built-in are arithmetic, stones, wordle\. A file needs its path, such as \./hello\.py"),
+        ("hello", r"built-in are arithmetic, wordle\. A file needs its path, such as \./hello\.py"),
         ("none.py", "there is no such file"),
         ("ann/hello", "write ann/hello@VERSION for an installed package"),
         ("pkg:123", "has 64 hex digits"),
