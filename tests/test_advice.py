@@ -20,8 +20,8 @@ from shoal.launch.doctor import fit
 PACKAGE = Path(__file__).parent.parent / "shoal"
 
 OTHER_PROGRAMS = (
-    "hub/lock.py", "hub/wheels.py", "launch/local.py", "roles/trainer/processes.py", "sandbox/bubblewrap.py",
-    "sandbox/gvisor.py", "sandbox/selftest.py",
+    "hub/lock.py", "hub/wheels.py", "launch/local.py", "launch/shifts.py", "roles/trainer/processes.py",
+    "sandbox/bubblewrap.py", "sandbox/gvisor.py", "sandbox/selftest.py",
 )  # fmt: skip
 """Files that write the command lines of pip, of sandboxes and of roles."""
 
@@ -46,6 +46,7 @@ SAID_BY: dict[str, tuple[str, ...]] = {
     "launch/shaped.py": ("run", "host"),
     "net/listening.py": ("host", "relay"),
     "plan/forecast.py": ("plan",),
+    "policy/files.py": ("join",),
     "protocol/bounds.py": ("join",),
     "roles/auditor/": ("audit",),
     "roles/auditor/accounts.py": ("credits",),
@@ -57,6 +58,7 @@ SAID_BY: dict[str, tuple[str, ...]] = {
     "roles/memory.py": (*NODES, "audit"),
     "roles/memory.py --device": (*NODES, "audit"),
     "roles/merge.py": ("policy merge",),
+    "roles/queue.py": ("run", "host"),
     "roles/relay/": ("relay",),
     "roles/sharing.py": NODES,
     "tree.py": ("run", "host", "plan", "doctor", "calibrate", "sft"),
