@@ -70,12 +70,14 @@ def shift_of(folder: Path | None, name: str) -> Shift:
     return Alone() if folder is None else Shared(Queue(folder, name))
 
 
-async def load_on_shift(seat: "Seat", shift: Shift, work: contextlib.AsyncExitStack, version: int, **how: Any) -> None:
-    """Fetch a version, begin a shift, and load the version. The shift ends with `work`; `how` is as of `Seat.load`."""
+async def load_on_shift(
+    seat: "Seat", shift: Shift, work: contextlib.AsyncExitStack, version: int, *, keep: int = 2, **how: Any
+) -> None:
+    """Fetch a version, begin a shift, and load the version. The shift ends with `work`; the rest is as of `Seat.load`."""
     if seat.engine.version != version:
-        await seat.bring(version, **how)  # while others have the device
+        await seat.bring(version, keep=keep, **how)  # while others have the device
     await work.enter_async_context(shift.on())
-    await seat.load(version, **how)
+    await seat.load(version, keep=keep, **how)
 
 
 class Alone:
