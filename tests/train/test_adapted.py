@@ -86,5 +86,6 @@ def test_steps_over_codes_are_those_over_the_decoded_weights(make_model, make_ro
     coded, plain = (learner.model.trainable() for learner in learners)
     for name, one in plain.items():
         moved = (one - begun[name]).abs().max()
-        assert (coded[name] - one).abs().max() <= (0.1 if config.dtype else 0.02) * moved, name
+        differ = (coded[name] - one).abs()  # of a gradient of almost 0, AdamW's first update takes the sign alone
+        assert (differ.mean() if config.dtype else differ.max()) <= 0.02 * moved, name
     assert sum(not one.equal(begun[name]) for name, one in coded.items()) >= 14

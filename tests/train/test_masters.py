@@ -11,7 +11,7 @@ from shoal.errors import StateError
 from shoal.policy.files import load_policy, save_policy
 from shoal.train import optimiser
 from shoal.train.flat import plan
-from shoal.train.step import Learner
+from shoal.train.step import Learner, _Part
 
 CONFIG = TrainConfig(lr=1e-2, warmup_steps=0, weight_decay=0.1, microbatch_tokens=96)
 FORMS = {
@@ -56,7 +56,8 @@ def test_gradients_of_micro_batches_are_summed_in_float32(learner_of, make_rows)
 
     def gradients(chosen, num_tokens):
         learner = learner_of(dtype="bfloat16")
-        learner._gradients(chosen, num_tokens, 0, {})
+        packed = plan(chosen, CONFIG.microbatch_tokens, CONFIG.packing)
+        learner._gradients(_Part(chosen), num_tokens, packed)
         learner._optimiser._masters.collect()
         return {name: master.grad for name, master in learner._optimiser._learned.items()}
 
