@@ -96,7 +96,7 @@ def test_a_step_takes_at_most_what_it_is_said_to_need_and_not_much_less(shape: s
         recompute=recompute, microbatch_tokens=work[3], row_tokens=work[2], rank=8 if base else 0, base=base
     )
     need = sum(part.size for part in parts_of(PolicySpec(**spec), layout))  # type: ignore[arg-type]
-    assert took <= need + SPARE_BYTES and need <= 1.3 * took + SPARE_BYTES, (shape, took, need)
+    assert took <= need + SPARE_BYTES and need <= 1.5 * took + SPARE_BYTES, (shape, took, need)
 
 
 QWEN = {
