@@ -1572,7 +1572,7 @@ GUARDS = [
          "test_mistake_in_a_run_file_is_one_line_that_names_the_key"),
         ("block-fits-messages", ("rollouts.block_rollouts <= groups * size", "True"),
          "test_mistake_in_a_run_file_is_one_line_that_names_the_key"),
-        ("int8-denominators-of-one-process", ("not bends", "True"),
+        ("int8-denominators-of-one-process", ('not claims_bend_ratios(config.verify.bounds, "int8", bound)', "True"),
          "test_mistake_in_a_run_file_is_one_line_that_names_the_key"),
         ("batch-fits-message", ("rollouts.batch_groups <= members", "True"),
          "test_mistake_in_a_run_file_is_one_line_that_names_the_key"),
