@@ -23,6 +23,9 @@ from shoal.protocol.hubref import is_hub
 from shoal.protocol.wire import domain_hash
 from shoal.tree import from_tree, to_tree
 
+FOUND = (("train", "microbatch_tokens"),)
+"""Keys of a run file whose 0 leaves them to the memory that is free; see `launch/room`."""
+
 
 class RunFolder:
     """Paths of a run. The attributes say what is where."""
@@ -117,7 +120,8 @@ class RunFolder:
         resumed = self.run_file.exists()
         whole = _with_absolute_paths(config, recipe_dir)
         old = {env.label: env.kind for env in self.config().envs} if resumed else {}
-        tree = to_tree(_with_kinds(whole, for_others, old, repeatable))
+        found = _as_found(whole, self.config()) if resumed else whole
+        tree = to_tree(_with_kinds(found, for_others, old, repeatable))
         if resumed:
             changed = unsafe_changes(to_tree(self.config()), tree)  # keys added since then get their defaults
             if changed and not (self.log.exists() or self.policy.exists()):  # it never began
@@ -146,6 +150,15 @@ class RunFolder:
                 f"cannot write to {self.root}: {cause_of(error)}. Free some space, or give another --out"
             ) from None
         return resumed
+
+    def keep_found(self, config: RunConfig) -> None:
+        """Keep what the launcher found where the run file leaves it open. Raises `StateError`."""
+        if config == self.config():
+            return
+        try:
+            write_atomically(self.run_file, msgspec.json.format(msgspec.json.encode(config)))
+        except OSError as error:
+            raise StateError(f"cannot write to {self.root}: {cause_of(error)}. Free some space") from None
 
 
 def write_atomically(path: Path, data: bytes, mode: int = 0o644, *, replace: bool = True) -> None:
@@ -305,6 +318,16 @@ def _with_kinds(
 
     envs = (msgspec.structs.replace(env, kind=kind_of(env)) for env in config.envs)
     return msgspec.structs.replace(config, envs=tuple(envs))
+
+
+def _as_found(config: RunConfig, before: RunConfig) -> RunConfig:
+    """With what was found when the run began (FOUND), where the run file leaves it open: bits depend on it."""
+    for name, key in FOUND:
+        section = getattr(config, name)
+        if not getattr(section, key):  # guard: found-once
+            kept = msgspec.structs.replace(section, **{key: getattr(getattr(before, name), key)})
+            config = msgspec.structs.replace(config, **{name: kept})
+    return config
 
 
 def is_path(env: str) -> bool:

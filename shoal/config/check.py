@@ -36,11 +36,11 @@ from shoal.tree import changed_keys
 
 AT_LEAST_0 = (
     "workers.count", "workers.cheating", "validators.count", "eval.episodes", "eval.samples", "rollouts.max_flat_groups",
-    "rollouts.max_staleness",
+    "rollouts.max_staleness", "train.microbatch_tokens",
 )  # fmt: skip
 AT_LEAST_1 = (
     "steps", "train.threads", "train.processes", "workers.threads", "validators.threads",
-    "train.microbatch_tokens", "train.updates_per_batch", "train.minibatches",
+    "train.updates_per_batch", "train.minibatches",
     "storage.checkpoint_every", "storage.quota_mb", "storage.anchor_every", "storage.state_every",
     "rollouts.batch_groups",
 )  # fmt: skip

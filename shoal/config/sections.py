@@ -102,7 +102,8 @@ class TrainConfig(Section, frozen=True):
     """How AdamW keeps its two moments. 8bit: those of matrices rounded to 1 byte a value instead of 4. offloaded: on the
     CPU, with the float32 weights; if the trainer computes on the CPU, this is the same as float32."""
     microbatch_tokens: int = 2048
-    """Tokens of one forward pass, padding included."""
+    """Tokens of one forward pass, padding included. 0: as many as fit the memory of the trainer's device, at most 16384,
+    found when the run begins. The last bits of the weights depend on it, so a number repeats elsewhere and 0 may not."""
     packing: Literal["padded", "flat"] = "padded"
     """How rows share a forward pass. padded: rows of one group or of similar lengths, padded to the longest. flat: rows of
     any lengths, without padding; faster if lengths differ much."""

@@ -91,10 +91,15 @@ def fit(recipe: Path, changes: Sequence[str], memory_gb: float, random_policy: b
     Raises `ConfigError`, `StateError`.
     """
     from shoal.launch.fits import amount, disk_of, reports
+    from shoal.launch.room import sized
     from shoal.plan.sizes import sizes_of
 
-    config = load_run(recipe, list(changes), random_policy=random_policy)
-    for report in reports(config, _shape_of(config, recipe), with_workers=True, free=int(memory_gb * 1e9)):
+    config, memory = load_run(recipe, list(changes), random_policy=random_policy), int(memory_gb * 1e9)
+    spec = _shape_of(config, recipe)
+    config, found = sized(config, spec, with_workers=True, free=memory)
+    for line in found:
+        yield Line("ok", "size", line)
+    for report in reports(config, spec, with_workers=True, free=memory):
         for role in report.roles:
             if role.on(report.device):
                 parts = ", ".join(f"{part.name} {amount(part.size)}" for part in role.parts)

@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -27,17 +27,14 @@ from shoal.launch.evaluations import Evaluations
 from shoal.launch.finale import plain_end, render_end, save_picture
 from shoal.launch.fits import demand_fit, full_disk
 from shoal.launch.process import RoleProcess, tail
+from shoal.launch.room import first_spec, sized
 from shoal.launch.samples import flat_samples
 from shoal.launch.shifts import Shifts, shifts_of
 from shoal.launch.snapshot import CoordinatorWatch, MetricsWatch, Snapshot
 from shoal.launch.summary import UsageBook, write_summary
 from shoal.launch.view import LiveView, View, render
-from shoal.policy.anyspec import AnySpec
 from shoal.policy.hub import Hub
-from shoal.policy.kinds import sized_spec_of
 from shoal.policy.render import Renderer
-from shoal.policy.spec import PolicySpec
-from shoal.policy.tiny import tiny_spec
 from shoal.protocol.constants import COMPLETIONS
 from shoal.protocol.hubref import is_hub
 from shoal.terminal import say
@@ -110,20 +107,13 @@ def open_crew(run_dir: Path, lock_fd: int, with_workers: bool, make_view: Callab
     if with_workers:
         demand_engine_of_workers(config)
     check_first_policy(folder, config)  # guard: first-policy-can-talk
-    spec = first_spec(folder, config)
+    spec, found = first_spec(folder, config), tuple[str, ...]()
     if spec is not None:
         demand_codable(spec, config)
+        config, found = sized(config, spec, with_workers)
         demand_fit(config, spec, folder.root, with_workers)
-    return LocalRun(folder, lock_fd, with_workers, make_view(), shifts_of(config, folder, spec, with_workers))
-
-
-def first_spec(folder: RunFolder, config: RunConfig) -> PolicySpec | AnySpec | None:
-    """The shape of the run's first policy; None if it is not known here, and the trainer is to say why."""
-    with contextlib.suppress(ShoalError):
-        if config.policy.path:
-            return sized_spec_of(folder.policy if folder.policy.exists() else Path(config.policy.path))
-        return tiny_spec(config.policy.tiny)
-    return None
+        folder.keep_found(config)
+    return LocalRun(folder, lock_fd, with_workers, make_view(), shifts_of(config, folder, spec, with_workers), found)
 
 
 def check_first_policy(folder: RunFolder, config: RunConfig) -> None:
@@ -141,14 +131,18 @@ def check_first_policy(folder: RunFolder, config: RunConfig) -> None:
 class LocalRun:
     """The processes of one run, and the last snapshot of it."""
 
-    def __init__(self, folder: RunFolder, lock_fd: int, with_workers: bool, view: View, shifts: Shifts) -> None:
+    def __init__(
+        self, folder: RunFolder, lock_fd: int, with_workers: bool, view: View, shifts: Shifts,
+        found: Sequence[str] = (),
+    ) -> None:  # fmt: skip
+        """`found` is said when the run starts."""
         self.stop_requests = 0
         """Ctrl-C so far: the first stops cleanly, the second at once."""
         self.recipe = "RECIPE"
         """What is typed after `shoal host` for the same run."""
         config = shifts.config
         self._config, self._folder, self._lock_fd, self._shifts = config, folder, lock_fd, shifts
-        self._view = view
+        self._view, self._found = view, found
         self._watch = CoordinatorWatch(folder.address, config.host.bind)
         self._metrics = MetricsWatch(folder.metrics)
         self._usage = UsageBook(folder.root / "usage.json")
@@ -169,7 +163,7 @@ class LocalRun:
     def run(self, announce: Callable[[str], str] | None) -> int:
         """The story: coordinator first, then the others, until the run has ended; then the last evaluation."""
         try:
-            for line in self._shifts.in_words():
+            for line in [*self._found, *self._shifts.in_words()]:
                 self._view.say(line)
             url = self._start_coordinator()
             if url and announce is not None:

@@ -15,6 +15,7 @@ from shoal.errors import ConfigError, StateError
 from shoal.folder import RunFolder
 from shoal.launch.computable import demand_computable
 from shoal.launch.fits import demand_fit
+from shoal.launch.room import sized
 from shoal.plan.words import count
 from shoal.policy.shaped import demand_shape, make_shaped
 from shoal.policy.sizes import parameters_of
@@ -36,7 +37,7 @@ def random_policy(config: RunConfig, recipe_dir: Path, folder: RunFolder, with_w
     if not folder.policy.exists():
         demand_computable(shape, config)
         named = msgspec.structs.replace(config, policy=msgspec.structs.replace(config.policy, path=str(shape)))
-        demand_fit(named, spec, folder.root, with_workers)
+        demand_fit(sized(named, spec, with_workers).config, spec, folder.root, with_workers)
         _make(shape, folder.policy, config)
     return (
         f"Random policy: {count(parameters_of(spec))} weights in the shape of {shape.name}, and a tokenizer of bytes and "

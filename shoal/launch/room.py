@@ -1,0 +1,85 @@
+"""What of a run is sized by the memory that is free, where its run file says 0: the tokens of a micro-batch.
+
+Called before the roles of a run start, and by `shoal doctor --recipe`. It tries sizes with the reckoning of `fits`, so
+nothing is loaded. The launcher keeps what is found in the run's folder: bits depend on it, so a resumed run keeps it.
+"""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from shoal.config import RunConfig
+from shoal.errors import ShoalError
+from shoal.folder import RunFolder
+from shoal.launch.fits import reports, settled
+from shoal.policy.anyspec import AnySpec
+from shoal.policy.kinds import sized_spec_of
+from shoal.policy.spec import PolicySpec
+from shoal.policy.tiny import tiny_spec
+
+MOST_TOKENS = 16_384
+"""Of a micro-batch that is sized here: more do not make a GPU faster."""
+
+SPARE = 0.1
+"""Share of a device's memory that such micro-batches leave free: other programs and later steps may need more."""
+
+
+class Sized(NamedTuple):
+    """A run file without open sizes."""
+
+    config: RunConfig
+    lines: tuple[str, ...]
+    """What to say about the sizes that were found."""
+
+
+def first_spec(folder: RunFolder, config: RunConfig) -> PolicySpec | AnySpec | None:
+    """The shape of the run's first policy; None if it is not known here, and the trainer is to say why."""
+    with contextlib.suppress(ShoalError):
+        if config.policy.path:
+            return sized_spec_of(folder.policy if folder.policy.exists() else Path(config.policy.path))
+        return tiny_spec(config.policy.tiny)
+    return None
+
+
+def sized(config: RunConfig, spec: PolicySpec | AnySpec, with_workers: bool, free: int = 0) -> Sized:
+    """Find the sizes that a run file leaves open. `free` is as in `fits.reports`."""
+    if config.train.microbatch_tokens:
+        return Sized(config, ())
+    device = settled(config).train.device
+    longest = min(config.sampling.max_tokens, spec.max_positions)
+    least = min(MOST_TOKENS, 1 << (longest - 1).bit_length())
+
+    def need_and_room(tokens: int) -> tuple[bool, bool]:
+        found = reports(_with_tokens(config, tokens), spec, with_workers, free)
+        report = next(one for one in found if one.device == device)
+        return report.need <= (1 - SPARE) * report.free, report.shared
+
+    tokens = _largest(_halves(MOST_TOKENS, least), need_and_room)
+    line = f"A micro-batch has {tokens} tokens in this run: as many as fit the memory of {device} (train.microbatch_tokens)"
+    return Sized(_with_tokens(config, tokens), (line,))
+
+
+def _largest(sizes: Sequence[int], tried: Callable[[int], tuple[bool, bool]]) -> int:
+    """The first size with which all processes fit at once, or else in shifts; the last one if none fits. `tried` says of a
+    size whether it fits and whether the processes then take shifts."""
+    for in_shifts in (False, True):
+        for size in sizes:
+            if tried(size) == (True, in_shifts):
+                return size
+    return sizes[-1]
+
+
+def _halves(most: int, least: int) -> list[int]:
+    """`most`, its half, and so on, down to `least`."""
+    sizes = [most]
+    while sizes[-1] // 2 >= least:
+        sizes.append(sizes[-1] // 2)
+    return sizes
+
+
+def _with_tokens(config: RunConfig, tokens: int) -> RunConfig:
+    train = msgspec.structs.replace(config.train, microbatch_tokens=tokens)
+    return msgspec.structs.replace(config, train=train)

@@ -1,0 +1,116 @@
+"""Sizes that a run file leaves open are found from the memory that is free, once, and a resumed run keeps them."""
+
+import io
+from pathlib import Path
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from shoal import cli
+from shoal.config import RunConfig, load_run
+from shoal.errors import StateError
+from shoal.folder import RunFolder
+from shoal.launch import fits, room
+from shoal.launch.fits import Report, reports
+from shoal.launch.local import open_crew
+from shoal.launch.room import sized
+from shoal.launch.view import LiveView
+from shoal.plan.sizes import spec_of
+from tests.launch.test_fits import LARGE, RECIPES, has_free
+
+ON_GPU = [f"{section}.device=cuda" for section in ("train", "workers", "validators")]
+OPEN = "train.microbatch_tokens=0"
+
+
+def gsm8k(*changes: str) -> RunConfig:
+    return load_run(RECIPES / "qwen3-0.6b-gsm8k.toml", [*ON_GPU, *changes], random_policy=True)
+
+
+def on_gpu(config: RunConfig, tokens: int = 0) -> Report:
+    if tokens:
+        train = msgspec.structs.replace(config.train, microbatch_tokens=tokens)
+        config = msgspec.structs.replace(config, train=train)
+    return next(report for report in reports(config, LARGE, with_workers=False) if report.device == "cuda")
+
+
+def tokens_with(gb: float, monkeypatch: pytest.MonkeyPatch, *changes: str) -> int:
+    has_free(monkeypatch, gb)
+    return sized(gsm8k(OPEN, *changes), LARGE, with_workers=False).config.train.microbatch_tokens
+
+
+def test_a_micro_batch_has_as_many_tokens_as_fit_with_room_to_spare(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [tokens_with(gb, monkeypatch, "train.recompute=none", "eval.episodes=0") for gb in (25, 33, 45, 500)]
+    assert found == sorted(found) and len({*found}) > 2 and found[-1] == room.MOST_TOKENS
+    has_free(monkeypatch, 33)
+    config = gsm8k("train.recompute=none", "eval.episodes=0")
+    fitting, larger = on_gpu(config, found[1]), on_gpu(config, 2 * found[1])
+    assert fitting.need <= (1 - room.SPARE) * 33e9 and not fitting.shared
+    assert larger.shared or larger.need > (1 - room.SPARE) * 33e9
+
+
+def test_a_micro_batch_has_room_for_the_longest_row_and_is_a_power_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert tokens_with(1, monkeypatch) == 1024
+    assert tokens_with(1, monkeypatch, "sampling.max_tokens=1025") == 2048
+    assert tokens_with(1, monkeypatch, "sampling.max_tokens=30000", "rollouts.block_rollouts=8") == room.MOST_TOKENS
+
+
+def test_a_smaller_micro_batch_is_preferred_to_shifts(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = gsm8k("train.recompute=none", "eval.episodes=0")
+    has_free(monkeypatch, 500)
+    gb = on_gpu(config, 2048).need / 0.89e9
+    has_free(monkeypatch, gb)
+    assert not on_gpu(config, 2048).shared and on_gpu(config, 16384).shared
+    assert tokens_with(gb, monkeypatch, "train.recompute=none", "eval.episodes=0") == 2048
+
+
+def test_a_number_in_the_run_file_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    has_free(monkeypatch, 1)
+    config = gsm8k("eval.episodes=0")
+    assert sized(config, LARGE, with_workers=False) == (config, ())
+
+
+def test_the_launcher_says_what_it_found_and_a_resumed_run_keeps_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, folder = load_run(RECIPES / "wordle.toml", [OPEN]), RunFolder(tmp_path / "run")
+
+    def begin(gb: float) -> str:
+        has_free(monkeypatch, gb)
+        folder.prepare(config, RECIPES)
+        view = LiveView(Console(file=(told := io.StringIO()), width=300))
+        crew = open_crew(folder.root, 0, True, lambda: view)
+        monkeypatch.setattr(crew, "_start_coordinator", lambda: crew.__setattr__("stop_requests", 1) or "")
+        crew.run(None)
+        return told.getvalue()
+
+    said, found = begin(100), folder.config().train.microbatch_tokens
+    assert found == 16384 and "A micro-batch has 16384 tokens in this run" in said
+    again = begin(99)
+    assert folder.config().train.microbatch_tokens == found and "micro-batch" not in again
+    folder.log.touch()
+    folder.prepare(load_run(RECIPES / "wordle.toml", [f"train.microbatch_tokens={found}"]), RECIPES)
+    with pytest.raises(StateError, match=r"train\.microbatch_tokens"):
+        folder.prepare(load_run(RECIPES / "wordle.toml", ["train.microbatch_tokens=2048"]), RECIPES)
+
+
+def test_what_does_not_fit_leaves_no_size_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, folder = load_run(RECIPES / "wordle.toml", [OPEN]), RunFolder(tmp_path / "run")
+    folder.prepare(config, RECIPES)
+    has_free(monkeypatch, 0.1)
+    with pytest.raises(StateError, match="this run needs about"):
+        open_crew(folder.root, 0, True, lambda: pytest.fail("it began"))
+    assert folder.config().train.microbatch_tokens == 0
+
+
+def test_doctor_says_the_size_that_a_run_would_find(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    has_free(monkeypatch, 100)
+    recipe = str(RECIPES / "wordle.toml")
+    assert cli.main(["doctor", "--recipe", recipe, "--set", OPEN]) == 0
+    assert "A micro-batch has 16384 tokens in this run" in capsys.readouterr().out
+    small = next(reports(load_run(recipe, ["train.microbatch_tokens=512"]), spec_of(load_run(recipe), RECIPES), True))
+    assert cli.main(["doctor", "--recipe", recipe, "--set", OPEN, "--memory", f"{small.need / 0.85e9}"]) == 0
+    assert "A micro-batch has 16384" not in capsys.readouterr().out
+    assert fits.CPU == "cpu"
