@@ -1308,6 +1308,7 @@ GUARDS = [
         ("few-hashing-threads", ("min(here, MOST_THREADS)", "here"),
          "test_a_version_is_hashed_within_the_limit_on_a_machine_of_many_cores"),
         ("memory-before-work", OFF, "test_a_lease_that_does_not_fit_is_refused_before_it_is_played_and_goes_back"),
+        ("gpu-memory-before-work", OFF, "test_what_does_not_fit_on_the_gpu_is_refused_in_one_line"),
         ("policy-fits-memory", GONE, "test_a_policy_that_does_not_fit_is_refused_before_it_is_loaded"),
         ("lease-fits-memory", GONE,
          "test_a_lease_that_does_not_fit_is_refused_before_it_is_played_and_goes_back"),

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shoal.engine.held import NOISE_VALUES, PREFILL_TOKENS, SCORED_VALUES
+from shoal.engine.held import NOISE_VALUES, PREFILL_BYTES, PREFILL_TOKENS, SCORED_VALUES
 from shoal.policy.anyspec import AnySpec
 from shoal.policy.nf4spec import NF4, decoding_bytes_of, weight_bytes_of
 from shoal.policy.sizes import adapter_parameters_of
@@ -43,6 +43,16 @@ READ_TOKENS = 8
 def adapter_bytes(spec: PolicySpec | AnySpec, rank: int, targets: Sequence[str]) -> int:
     """What an engine holds of an adapter of this rank, beside its base; 0: there is none."""
     return ADAPTER_BYTES * adapter_parameters_of(spec, rank, targets) if rank else 0
+
+
+def played_on_gpu(size: int) -> int:
+    """What `play` gives, on a GPU, which reads more at a time: openings are read before a cache has a copy."""
+    return max(size, size // 2 + PREFILL_BYTES)
+
+
+def scored_on_gpu(size: int) -> int:
+    """What `score` gives, on a GPU."""
+    return size + PREFILL_BYTES
 
 
 @dataclass(frozen=True)

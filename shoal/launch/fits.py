@@ -16,8 +16,7 @@ import psutil
 
 from shoal.config import RunConfig
 from shoal.engine.anyneeds import AnyNeeds, needs_of_spec
-from shoal.engine.held import PREFILL_BYTES
-from shoal.engine.needs import Needs, adapter_bytes
+from shoal.engine.needs import Needs, adapter_bytes, played_on_gpu, scored_on_gpu
 from shoal.envs.evaluate import BATCH
 from shoal.errors import StateError
 from shoal.folder import free_below, held_below
@@ -180,8 +179,7 @@ def _engine(needs: Needs | AnyNeeds, work: str, size: int, device: str) -> list[
     """An engine while it loads a version, or while it works: it needs the larger of the two."""
     if device == CPU:
         return [Part("weights", needs.loaded), Part(work, max(size, needs.load() - needs.loaded))]
-    # Openings are read before a cache has a copy.
-    size = max(size, size // 2 + PREFILL_BYTES) if work == "playing" else size + PREFILL_BYTES
+    size = played_on_gpu(size) if work == "playing" else scored_on_gpu(size)
     return [Part("loading", needs.in_passing(), True), Part("weights", needs.loaded), Part(work, size)]
 
 

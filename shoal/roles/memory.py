@@ -2,7 +2,8 @@
 operating system enforces.
 
 Called by worker, validator and auditor where the run is not this user's own. A host chooses policy, sampling limits and
-leases, so a few bytes of it can ask for any amount. It uses no network.
+leases, so a few bytes of it can ask for any amount. It uses no network. The memory of a GPU is compared, too, but only
+what is free there limits it.
 """
 
 import contextlib
@@ -18,6 +19,7 @@ from shoal.engine.base import Engine
 from shoal.errors import Overreach, StateError
 from shoal.policy.adapterspec import AdapterSpec, has_adapter
 from shoal.policy.contained import Limits
+from shoal.policy.device import CPU, CUDA
 from shoal.policy.kinds import spec_of
 from shoal.policy.nf4spec import NF4, is_coded
 from shoal.policy.spec import PolicySpec
@@ -55,27 +57,34 @@ class Memory:
     base_mb: int
     """What the process takes before it loads a policy, and the most that its child for tokenizers and the sandboxes of
     packages may take."""
+    free_gpu: Callable[[], int] | None = None
+    """Bytes that the GPU has for this process; None: there is none, or its memory is not reckoned here."""
 
     @staticmethod
-    def of(max_memory_mb: int, reserved_mb: int = 0) -> "Memory":
+    def of(max_memory_mb: int, reserved_mb: int = 0, device: str = CPU) -> "Memory":
         """The limit from now on; 0 is a share of what is free. Call it when torch is imported and no policy is loaded.
-        `reserved_mb` is what the sandboxes of packages may take."""
+        `reserved_mb` is what the sandboxes of packages may take, `device` is what an engine of ours computes on."""
         limit_mb = max_memory_mb or share_of_free_mb()
         base_mb = taken_mb() + Limits.within(limit_mb).memory_mb + reserved_mb
-        return Memory(limit_mb, base_mb)
+        return Memory(limit_mb, base_mb, free_on_gpu if device == CUDA else None)
 
     @property
     def left_bytes(self) -> int:
         """For a policy and for work with it."""
         return max(0, self.limit_mb - self.base_mb) * 1_000_000
 
-    def demand(self, what: str, need_bytes: int) -> None:
-        """Raise `Overreach` if something needs more than is left. `what` begins the sentence."""
+    def demand(self, what: str, need_bytes: int, gpu_bytes: int = 0) -> None:
+        """Raise `Overreach` if something needs more than is left, here or on the GPU. `what` begins the sentence."""
         if need_bytes > self.left_bytes:  # guard: memory-before-work
             need_mb = self.base_mb + -(-need_bytes // 1_000_000)
             raise Overreach(
                 f"{what} needs about {need_mb} MB of memory, limit {self.limit_mb} (--max-memory, by default half of what "
                 f"is free): allow {need_mb}, or leave this run"
+            )
+        if self.free_gpu is not None and gpu_bytes > (free := self.free_gpu()):  # guard: gpu-memory-before-work
+            raise Overreach(
+                f"{what} needs about {-(-gpu_bytes // 1_000_000)} MB of the GPU's memory, and {free // 1_000_000} are "
+                "free: close what else uses it, work on the CPU (--device cpu), or leave this run"
             )
 
     def demand_within(self) -> None:
@@ -140,6 +149,13 @@ def enforced(make_engine: Callable[..., Engine], limit_mb: int, threads: int) ->
 def share_of_free_mb() -> int:
     """Half of the memory that is free, or that this process has already."""
     return max(0, free_bytes() + psutil.Process().memory_info().rss) // 2_000_000
+
+
+def free_on_gpu() -> int:
+    """Memory of the GPU that this process may still take, or has already."""
+    import torch
+
+    return int(torch.cuda.mem_get_info()[0]) + torch.cuda.memory_reserved()
 
 
 def free_bytes() -> int:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from shoal.engine.base import Engine
+from shoal.engine.needs import played_on_gpu, scored_on_gpu
 from shoal.envs.base import Env
 from shoal.envs.contained.client import Doubt
 from shoal.envs.contained.line import LIMITS
@@ -24,16 +25,12 @@ from shoal.folder import RunFolder
 from shoal.ledger.law import RULES_VERSION
 from shoal.net.client import Client
 from shoal.policy.contained import Limits
+from shoal.policy.device import CPU
 from shoal.policy.render import Renderer
 from shoal.proofs.commit import largest_submission_bytes
 from shoal.protocol import types as t
 from shoal.protocol.bounds import TRANSFORMERS
-from shoal.protocol.constants import (
-    COMPLETIONS,
-    MAX_GROUP_ROLLOUTS,
-    MAX_MANIFEST_BYTES,
-    PROTOCOL_VERSION,
-)
+from shoal.protocol.constants import COMPLETIONS, MAX_GROUP_ROLLOUTS, MAX_MANIFEST_BYTES, PROTOCOL_VERSION, VLLM
 from shoal.protocol.needs import SUPPORTED, kind_of
 from shoal.protocol.noise import PHILOX
 from shoal.protocol.promises import is_promised, terms_of
@@ -255,7 +252,8 @@ class Seat:
         directory, version, root = brought.directory, brought.manifest.version, brought.manifest.root
         if self.memory is not None:
             self.needs = needs_of(directory, self.engine.facts.dtype)
-            self.memory.demand(f"loading version {version}", self.needs.load())  # guard: policy-fits-memory
+            # guard: policy-fits-memory
+            self.memory.demand(f"loading version {version}", self.needs.load(), self.needs.loaded)
         with self.within_memory(f"loading version {version}"):
             await asyncio.to_thread(self.policy.load, directory, version, root)
 
@@ -271,11 +269,13 @@ class Seat:
         rules, sampling, needs = self.info.rules, lease.sampling, self.needs
         rows = [len(block.slots) * rules.group_size for block in lease.blocks]
         need = needs.play(max(rows, default=0) * at_once, sampling.max_tokens, sampling.all_tokens)
+        on_gpu = played_on_gpu(need)
         if rules.proofs != "none":
-            need = max(need, needs.score(sum(rows) * sampling.all_tokens, sampling.max_tokens, hidden=True))
+            proven = needs.score(sum(rows) * sampling.all_tokens, sampling.max_tokens, hidden=True)
+            need, on_gpu = max(need, proven), max(on_gpu, scored_on_gpu(proven))
         kept = COPIES * largest_submission_bytes(lease, rules) * (2 if at_once > 1 else 1)
         what = f"a lease of {sum(rows)} rollouts of up to {sampling.all_tokens} tokens"
-        self.memory.demand(what, needs.loaded + need + kept)  # guard: lease-fits-memory
+        self.memory.demand(what, needs.loaded + need + kept, needs.loaded + on_gpu)  # guard: lease-fits-memory
 
     def blocks_at_once(self, lease: t.Lease, most: int) -> int:
         """How many blocks like those of a lease fit into the memory together. Raises `Overreach` if not even one does."""
@@ -290,9 +290,10 @@ class Seat:
         """Raise `Overreach` if judging a submission of this size would take more memory than there is."""
         if self.memory is None or self.needs is None:
             return
-        tokens, longest = size_bytes // BYTES_PER_TOKEN, check.lease.sampling.max_tokens
-        need = self.needs.score(tokens, longest, hidden=True) + COPIES * size_bytes
-        self.memory.demand(f"a submission of {tokens} tokens", self.needs.loaded + need)  # guard: check-fits-memory
+        tokens, loaded = size_bytes // BYTES_PER_TOKEN, self.needs.loaded
+        need = self.needs.score(tokens, check.lease.sampling.max_tokens, hidden=True)
+        on_gpu, need = loaded + scored_on_gpu(need), loaded + need + COPIES * size_bytes
+        self.memory.demand(f"a submission of {tokens} tokens", need, on_gpu)  # guard: check-fits-memory
 
 
 @dataclass(frozen=True)
@@ -363,7 +364,8 @@ async def take_seat(
     demand_engine_fits(info, facts.implementation)
     join = t.Join(role, name, 0.0, facts.implementation, facts.dtype, facts.device)
     node = await client.post_json("/v1/nodes", join, t.NodeState)
-    memory = Memory.of(limit_mb, reserved_mb)  # guard: packages-take-memory
+    ours = CPU if chosen == VLLM else facts.device  # vLLM takes a share of a GPU when it starts
+    memory = Memory.of(limit_mb, reserved_mb, ours)  # guard: packages-take-memory
     limits = Limits.within(memory.limit_mb)
     stops = info.sampling.stops
     # guard: strangers-are-contained

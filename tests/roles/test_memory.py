@@ -3,6 +3,7 @@
 import asyncio
 import subprocess
 import sys
+from dataclasses import replace
 
 import msgspec
 import psutil
@@ -100,6 +101,47 @@ def test_without_memory_no_slot_is_void_and_no_rollout_fails(tmp_path, monkeypat
             patch.setattr(Arithmetic, name, short)
             fault = stopped_by(town, town.trainer(), stranger(town.worker("worker")))
         assert "took more memory than the " in fault and not town.desk.state.submissions
+
+
+def test_what_does_not_fit_on_the_gpu_is_refused_in_one_line():
+    node = Memory(limit_mb=100_000, base_mb=0, free_gpu=lambda: 24_000_000_000)
+    node.demand("loading version 3", 1, 24_000_000_000)
+    node.demand("loading version 3", 1)
+    with pytest.raises(Overreach) as told:
+        node.demand("loading version 3", 1, 24_000_000_001)
+    said = str(told.value)
+    assert "loading version 3 needs about 24001 MB of the GPU's memory, and 24000 are free: close what else" in said
+    assert "--device cpu" in said and "\n" not in said
+    Memory(limit_mb=100_000, base_mb=0).demand("a node without a GPU", 1, 1 << 60)
+
+
+def test_only_a_node_with_cuda_asks_what_a_gpu_has():
+    assert [Memory.of(700, device=device).free_gpu for device in ("cpu", "mps")] == [None, None]
+    assert Memory.of(700, device="cuda").free_gpu is memory.free_on_gpu
+
+
+@pytest.mark.parametrize(
+    ("role", "what"),
+    [("worker", "loading version 0 needs"), ("worker", "a lease of "), ("validator", "a submission of ")],
+)
+def test_each_work_of_a_node_is_compared_with_what_its_gpu_has(tmp_path, monkeypatch, role, what):
+    """The node computes on the CPU here, and is told that it has a GPU of so many bytes."""
+    town = Town(tmp_path / "run", tiny_run())
+    nodes = {"worker": town.worker("worker"), "validator": town.validator()}
+    asked: list[str] = []
+    demand = Memory.demand
+
+    def watched(limit, sentence, need_bytes, gpu_bytes=0):
+        asked.append(sentence)
+        assert gpu_bytes > 0
+        # The GPU has a byte too little for the work that this case is about.
+        short = gpu_bytes - 1 if sentence.startswith(what.removesuffix(" needs")) else gpu_bytes
+        demand(replace(limit, free_gpu=lambda: short), sentence, need_bytes, gpu_bytes)
+
+    monkeypatch.setattr(Memory, "demand", watched)
+    stranger(nodes[role]).max_memory_mb = 100_000
+    fault = stopped_by(town, town.trainer(), *nodes.values())
+    assert fault.startswith(what) and "of the GPU's memory" in fault and asked
 
 
 def test_the_default_is_half_of_what_is_free_here_or_in_this_container(tmp_path, monkeypatch):

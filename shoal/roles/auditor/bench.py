@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shoal.engine.base import Engine, Score, ScoreRequest
+from shoal.engine.needs import scored_on_gpu
 from shoal.engine.open import EngineSpec, kind_for, open_engine
 from shoal.envs.base import Env
 from shoal.envs.replay import replay_group
@@ -67,9 +68,11 @@ class Bench:
             kind, noise = kind_for(directory), self.state.sampling.noise
             engine = open_engine(replace(self.spec, kind=kind, dtype=self.state.rules.dtype, noise=noise))
             self._policy = Loaded(engine, self._open_renderer)
-        memory = self._room[0] if self._room else Memory.of(self._limit_mb)
+        memory = self._room[0] if self._room else Memory.of(self._limit_mb, device=self._policy.engine.facts.device)
         self._room = memory, needs_of(directory, self.state.rules.dtype)
-        memory.demand(f"loading version {version}", self._room[1].load())  # guard: audited-policy-fits-memory
+        needs = self._room[1]
+        # guard: audited-policy-fits-memory
+        memory.demand(f"loading version {version}", needs.load(), needs.loaded)
         self._policy.load(directory, version)
         self._renderer = self._policy.renderer
         return self._policy.engine
@@ -98,8 +101,9 @@ class Bench:
             assert engine is not None and self._room is not None, "nothing is audited without weights"
             (memory, needs), hidden = self._room, state.rules.proofs != "none"
             lengths = [len(request.token_ids) for request in requests]
-            need = needs.loaded + needs.score(sum(lengths), max(lengths), hidden)
-            memory.demand(f"recomputing {len(requests)} rollouts of {sum(lengths)} tokens", need)
+            need, what = needs.score(sum(lengths), max(lengths), hidden), f"of {sum(lengths)} tokens"
+            on_gpu = needs.loaded + scored_on_gpu(need)
+            memory.demand(f"recomputing {len(requests)} rollouts {what}", needs.loaded + need, on_gpu)
             self.scores = engine.score(requests, temperature, hidden)
             return self.scores
 
